@@ -1,10 +1,11 @@
-"""Make a dense model sparse: train any causal model of transformers further with ReLU, squared ReLU or dReLU.
+"""Make a dense model sparse: train any causal model of transformers further with FATReLU or another ReLU.
 
     python examples/relufy.py ~/models/Llama-3.2-1B --text ~/books --out runs/relu --target-nnz 100 --steps 2000
     python examples/relufy.py MODEL --dataset ~/fineweb --out runs/relu2 --activation relu2 --distill 0.5
 
-MODEL is a folder or a Hub id of a model with SiLU, GELU or another activation, whose tokenizer reads the text. L1 rises
-in stages until --target-nnz neurons fire per token. The model is compared with the original, and with the original
+MODEL is a folder or a Hub id of a model with SiLU, GELU or another activation, whose tokenizer reads the text. L1 of
+the gate rises in stages, and FATReLU's threshold with it, until --target-nnz neurons fire per token. Other activations
+have L1 alone. The model is compared with the original, and with the original
 trained on as many more tokens: the same text in the same order, the same schedule. The same command resumes a run that
 stopped. OUT/final is the model, OUT/report.json the comparison.
 """
@@ -42,9 +43,9 @@ from twell.testing import machine_line
 # Options that a resumed run must share with the saved one.
 IDENTITY = (
     *("model", "activation", "target_nnz", "distill", "sharing", "sequence", "dtype", "seed", "steps"),
-    *("tokens_per_step", "lr", "warmup", "weight_decay", "clip", "threshold_loss", "eval_sequences"),
+    *("tokens_per_step", "lr", "warmup", "weight_decay", "clip", "eval_sequences"),
 )
-ACTIVATIONS = ("relu", "relu2", "drelu")
+ACTIVATIONS = ("fatrelu", "relu", "relu2", "drelu")
 
 
 def losses(logits: Tensor, targets: Tensor, theirs: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -82,24 +83,27 @@ class Further:
         torch.manual_seed(choice.seed)
         self.model = self._load()
         self.original: Any = None
-        self.target: recipe.TargetSparsity | None = None
+        self.target: recipe.TargetSparsity | recipe.TargetThreshold | None = None
         self.tracker: recipe.SparsityTracker | None = None
         if activation is not None:
             try:
-                relufied.replace(self.model, activation, choice.strategy)
+                # FATReLU begins as ReLU
+                relufied.replace(self.model, "relu" if activation == "fatrelu" else activation, choice.strategy)
             except (TypeError, ValueError) as error:
                 raise RequestError(f"MODEL: {error}") from error
-            of: Any = "hidden" if activation == "relu" else "gate"
-            recipe.record_aux(self.model, inputs=bool(choice.sharing) or of == "gate")
+            recipe.record_aux(self.model, inputs=True)
             self.tracker = recipe.SparsityTracker(self.model, every=0)
-            self.target = recipe.TargetSparsity(choice.target_nnz, choice.steps, of=of, sharing=choice.sharing)
+            aim, sharing = (choice.target_nnz, choice.steps), choice.sharing
+            if activation == "fatrelu":
+                self.target = recipe.TargetThreshold(self.model, *aim, sharing=sharing)
+            else:
+                self.target = recipe.TargetSparsity(*aim, of="gate", sharing=sharing)
             if choice.distill:
                 self.original = self._load().eval().requires_grad_(False)
         self.model.train()
         self.losses: Callable[..., tuple[Tensor, Tensor]] = losses
-        self.compiled: list[torch.nn.Module] = []
         if choice.compile if choice.compile is not None else here.device.type == "cuda" and self._is_dense():
-            self.compiled = relufied.compile_blocks(self.model)
+            relufied.compile_blocks(self.model)
             if self.original is not None:
                 relufied.compile_blocks(self.original)
             self.losses = torch.compile(losses)
@@ -160,22 +164,22 @@ class Further:
             logits = self.model(input_ids=inputs, use_cache=False).logits
             return self.losses(logits, targets, theirs)
 
-    def halves(self) -> tuple[range, range]:
-        """Rows of the held-out text: a quarter to choose the threshold by, and the others to report."""
+    def rows(self) -> range:
+        """The rows of the held-out text at which micro-batches begin."""
         size = self.choice.micro_batch
         count = min(self.choice.eval_sequences, len(self.held)) // size
-        if count < 3:
+        if count < 2:
             raise RequestError(
-                f"held-out text: expected three --micro-batch {size} of sequences or more within --eval-sequences, got "
+                f"held-out text: expected two --micro-batch {size} of sequences or more within --eval-sequences, got "
                 f"{min(self.choice.eval_sequences, len(self.held))} sequences of {self.choice.sequence} tokens; "
                 "more text, a larger --held-out, a smaller --micro-batch or a shorter --sequence helps"
             )
-        middle = max(1, count // 4)
-        return range(0, middle * size, size), range(middle * size, count * size, size)
+        return range(0, count * size, size)
 
     @torch.no_grad()
-    def evaluate(self, rows: range) -> tuple[list[float], recipe.SparsityStats | None]:
-        """The cross-entropy of each held-out micro-batch at ``rows``, and the layers' figures on them."""
+    def evaluate(self) -> tuple[list[float], recipe.SparsityStats | None]:
+        """The cross-entropy of each held-out micro-batch, and the layers' figures on them."""
+        rows = self.rows()
         self.model.eval()
         found: list[Tensor] = []
         tracker = self.tracker
@@ -211,14 +215,9 @@ class Further:
             values |= self.target.read()
         return values
 
-    def choose_threshold(self, rows: range) -> recipe.ThresholdChoice:
-        """Choose FATReLU's threshold by the held-out text at ``rows``; the blocks are no longer compiled."""
-        # a graph is for one threshold
-        for block in self.compiled:
-            del block.forward
-        return recipe.choose_threshold(
-            self.model, lambda: statistics.fmean(self.evaluate(rows)[0]), most_loss=self.choice.threshold_loss
-        )
+    def settle(self) -> float | None:
+        """End the training of FATReLU's threshold; it, or None of another activation."""
+        return self.target.settle() if isinstance(self.target, recipe.TargetThreshold) else None
 
     def save(self, folder: Path) -> None:
         state = {} if self.target is None else {"target": self.target.state_dict()}
@@ -240,7 +239,7 @@ def identity(choice: argparse.Namespace, tokens: Tokens, activation: str | None)
     """What a resumed run must share with the saved one; a dense run has no sparsity to choose."""
     own = {name: getattr(choice, name) for name in IDENTITY}
     if activation is None:
-        own |= dict.fromkeys(("activation", "target_nnz", "distill", "sharing", "threshold_loss"))
+        own |= dict.fromkeys(("activation", "target_nnz", "distill", "sharing"))
     return own | {"text": tokens.fingerprint}
 
 
@@ -278,6 +277,7 @@ def run_steps(
             point = run.means(steps) | {"tokens_per_s": steps * choice.tokens_per_step / clock.lap()}
             curve.append({"step": run.done, **{name: short(value) for name, value in point.items()}})
             sparse = "" if run.target is None else "  l1 {coefficient:.2e}  non-zeros {non_zeros:7.1f}".format(**point)
+            sparse += "  threshold {threshold:.3f}".format(**point) if "threshold" in point else ""
             say(
                 f"step {run.done:6d}  ce {point['ce']:7.4f}  kl {point['kl']:7.4f}{sparse}  "
                 f"{point['tokens_per_s']:9,.0f} tokens/s"
@@ -314,24 +314,12 @@ def layers_of(stats: recipe.SparsityStats | None) -> list[dict[str, Any]]:
     ]
 
 
-def measure(run: Further, rows: range) -> dict[str, Any]:
-    """The figures of a model on the held-out text at ``rows``."""
-    blocks, stats = run.evaluate(rows)
+def measure(run: Further) -> dict[str, Any]:
+    """The figures of a model on the held-out text."""
+    blocks, stats = run.evaluate()
     layers = layers_of(stats)
     found = {"ce": short(statistics.fmean(blocks)), "blocks": [short(block) for block in blocks], "layers": layers}
     return found | ({"l0": short(statistics.fmean(layer["l0"] for layer in layers))} if layers else {})
-
-
-def finish(run: Further, say: Callable[[str], None]) -> dict[str, Any]:
-    """The figures of a trained model, FATReLU's threshold chosen before if there is to be one."""
-    chosen, reported = run.halves()
-    found = measure(run, reported)
-    if run.activation == "relu" and run.choice.threshold_loss:
-        choice = run.choose_threshold(chosen)
-        say(f"FATReLU's threshold is {choice.threshold:g}, after {len(choice.tried)} evaluations")
-        found = {"before_threshold": found, "threshold": choice.threshold, "tried": choice.tried}
-        found |= measure(run, reported)
-    return found
 
 
 def part(
@@ -363,7 +351,7 @@ def part(
         run.resume(last)
         say(f"resumed from {last}")
     else:
-        first = short(statistics.fmean(run.evaluate(run.halves()[1])[0]))
+        first = short(statistics.fmean(run.evaluate()[0]))
         say(f"held-out ce {first:.4f} before training")
         folder.mkdir(parents=True, exist_ok=True)
         _files.write_text(folder / "first.json", json.dumps(first))
@@ -375,7 +363,8 @@ def part(
     result = {
         "identity": run.identity,
         "first_ce": json.loads((folder / "first.json").read_text()) if first is None else first,
-        **finish(run, say),
+        **measure(run),
+        "threshold": run.settle(),
         "curve": curve,
         "parameters": sum(p.numel() for p in run.parameters),
         "seconds": short(time.perf_counter() - began),
@@ -414,11 +403,8 @@ def compare(sparse: dict[str, Any], dense: dict[str, Any] | None, original: floa
         + ", ".join(f"{layer['l0']:.0f}" for layer in sparse["layers"]),
         f"held-out cross-entropy: {ce:.4f}; the original has {original:.4f} ({100 * (ce / original - 1):+.2f} %)",
     ]
-    if sparse.get("threshold"):
-        before = sparse["before_threshold"]
-        lines.append(
-            f"without FATReLU's threshold {sparse['threshold']:g}: {before['ce']:.4f}, {before['l0']:.1f} non-zeros"
-        )
+    if sparse["threshold"] is not None:
+        lines.append(f"FATReLU's threshold: {sparse['threshold']:g}")
     if dense is not None:
         error = error_of(sparse["blocks"], dense["blocks"])
         lines.append(
@@ -464,7 +450,7 @@ def relufy(choice: argparse.Namespace, here: parallel.World) -> int:
 
 def _original(choice: argparse.Namespace, tokens: Tokens, here: parallel.World) -> list[float]:
     run = Further(choice, tokens, here, None)
-    return run.evaluate(run.halves()[1])[0]
+    return run.evaluate()[0]
 
 
 def bench(choice: argparse.Namespace) -> int:
@@ -488,7 +474,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, required=True, metavar="FOLDER", help="checkpoints, results and the model")
 
     add = parser.add_argument_group("sparsity").add_argument
-    add("--activation", choices=ACTIVATIONS, default="relu", help="the new one; drelu needs a gate (default relu)")
+    add(
+        "--activation", choices=ACTIVATIONS, default="fatrelu", help="the new one; drelu needs a gate (default fatrelu)"
+    )
     add("--target-nnz", type=options.rate, default=30.0, metavar="N", help="non-zeros per token (default 30)")
     add(
         "--distill",
@@ -503,14 +491,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=0.0,
         metavar="SHARE",
         help="share of L1 that makes neighbouring tokens fire the same neurons (default 0)",
-    )
-    add(
-        "--threshold-loss",
-        type=options.rate,
-        default=0.0,
-        metavar="SHARE",
-        help="with relu: at the end choose FATReLU's threshold on held-out text, by this added share of the loss, "
-        "0.001 say (default 0: no threshold)",
     )
     add("--dense", action=argparse.BooleanOptionalAction, default=True, help="also train the original, to compare")
     add("--strategy", choices=["dense", "auto", "row", "union"], default="dense", help="of the FFNs in training")
@@ -564,8 +544,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name}: expected a share of at most 1, got {getattr(choice, name):g}")
     if not choice.target_nnz:
         parser.error("--target-nnz: expected a number above 0, got 0")
-    if choice.threshold_loss and choice.activation != "relu":
-        parser.error(f"--threshold-loss: expected --activation relu, got {choice.activation}")
+    if choice.strategy != "dense" and choice.activation == "fatrelu":
+        parser.error(f"--strategy: expected dense with fatrelu, whose threshold changes, got {choice.strategy}")
     known = {"eager", *AttentionInterface().valid_keys()}
     if choice.attention is not None and choice.attention not in known:
         parser.error(f"--attention: expected one of {', '.join(sorted(known))}, got {choice.attention}")

@@ -60,7 +60,9 @@ class Training:
         self.target: recipe.TargetSparsity | None = None
         if model.is_sparse(self.model):
             if choice.target_nnz is not None:
-                self.target = recipe.TargetSparsity(choice.target_nnz, choice.steps, sharing=choice.sharing or 0)
+                sharing = choice.sharing or 0
+                of: Any = "gate" if sharing else "hidden"
+                self.target = recipe.TargetSparsity(choice.target_nnz, choice.steps, of=of, sharing=sharing)
             # both add hooks, which must be there before anything compiles
             recipe.record_aux(self.model, inputs=bool(choice.sharing))
             self.tracker = recipe.SparsityTracker(self.model, every=choice.observe_every)

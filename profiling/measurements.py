@@ -288,10 +288,10 @@ ALL = (
     ),
     Measurement(
         "h200_relufy",
-        "SiLU models trained further with SiLU and with ReLU: loss, non-zeros, unions, learning curves",
+        "SiLU models trained further with SiLU and with FATReLU: loss, non-zeros, unions, learning curves",
         "tables relufy; chart relufy",
-        (f"{RELUFY} --seeds 0", f"{RELUFY} --seeds 1"),
-        (540, 540),
+        (f"{RELUFY} --seeds 0",),
+        (340,),
         resumes=True,
     ),
     Measurement(

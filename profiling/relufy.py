@@ -6,13 +6,14 @@
     python -m profiling.relufy --table profiling/results/h200_relufy.json
 
 A base is a Llama with SiLU that examples/train.py trains from new weights. From each base examples/relufy.py trains
-SiLU models further, and models with ReLU or another activation, L1 and a target of non-zeros, all for a tenth, a fifth
-and half of the base's tokens. Runs of one seed have the same text in the same order, which goes on where the base
-stopped, and the same learning rates, which fall to 0 as the base's does. Text is read four times at most.
+SiLU models further, at each of several learning rates, and models with FATReLU and a target of non-zeros, all for a
+tenth, a fifth and half of the base's tokens. A sparse model is compared with the best dense one. Runs of one seed have
+the same text in the same order, which goes on where the base stopped, and learning rates that fall to 0 as the base's
+does. Text is read four times at most.
 
 The file is written after each run, and the same command continues with the missing runs; exit status 3 says that some
 are left. --state keeps bases; without
-its base a seed trains it again, so give each machine whole seeds, of which each has one text. The ReLU model of the
+its base a seed trains it again, so give each machine whole seeds, of which each has one text. The FATReLU model of the
 first seed with the most tokens and the fewest non-zeros is kept there, too, in ``sparsest/final``, for twell bench
 model. ``python -m profiling.draw relufy`` draws the file.
 """
@@ -49,8 +50,8 @@ from training.optimizer import LostLoss  # noqa: E402
 from twell.commands.bench.report import write_json  # noqa: E402
 from twell.testing import machine_line  # noqa: E402
 
-# 59 M tokens. All runs of a seed read five to six times as many: nine minutes of an H200, on which training of this
-# size has run at 140 to 200 TFLOP/s.
+# 59 M tokens. All runs of a seed read five times as many: five minutes of an H200, on which dense training of this size
+# has run at 1.5 M tokens per second.
 DEFAULTS = [
     *trained_runs.MODEL,
     *"--steps 1800 --warmup 90 --max-bytes 200M --held-out 0.04 --eval-sequences 1536 --log-every 100".split(),
@@ -62,37 +63,36 @@ DECIDED = (
 )
 MOST_READS = 4
 # Predicted seconds of a run besides its training: loading, compilation, evaluation.
-OVERHEAD = 10.0
+OVERHEAD = 3.0
 SAVED = "sparsest"
 
 
-def plan(seeds: list[int], shares: list[float], targets: list[float], distill: float, sharing: float) -> list[Run]:
+def plan(
+    seeds: list[int], shares: list[float], targets: list[float], distill: float, sharing: float, rates: list[float]
+) -> list[Run]:
     """All runs, seed by seed, each in an order that is useful even if it ends early.
 
-    The first seed has distillation at all numbers of tokens, the others the further activations and targets instead.
+    Sparse models have the first of the learning rates, and the sparsest with the most tokens has the others, too.
+    Distillation and sharing are tried once, with the middle number of tokens.
     """
-    longest, low = max(shares), min(targets)
-    others = sorted((share for share in shares if share != longest), reverse=True)
+    longest, middle, low, rate = max(shares), sorted(shares)[len(shares) // 2], min(targets), rates[0]
     runs = []
     for seed in seeds:
         runs.append(Run("base", seed))
-        for share in (longest, *others):
-            runs.append(Run("dense", seed, share))
-            runs += [Run("relu", seed, share, target) for target in sorted(targets)]
-        runs.append(Run("relu", seed, longest, low, distill))
-        runs.append(Run("relu", seed, longest, low, sharing=sharing))
-        if seed == min(seeds) == 0:
-            runs += [Run("relu", seed, share, low, distill) for share in others]
-        else:
-            runs += [Run(name, seed, longest, low) for name in ("relu2", "drelu")]
+        for share in sorted(shares, reverse=True):
+            runs += [Run("dense", seed, share, lr=each) for each in rates]
+            runs += [Run("fatrelu", seed, share, target, lr=rate) for target in sorted(targets)]
+        runs.append(Run("fatrelu", seed, middle, low, distill, lr=rate))
+        runs.append(Run("fatrelu", seed, middle, low, sharing=sharing, lr=rate))
+        runs += [Run("fatrelu", seed, longest, low, lr=each) for each in rates[1:]]
     return runs
 
 
 def cost(run: Run, choice: argparse.Namespace) -> float:
     """Tokens, counted as the time that those of a dense model take."""
     tokens = steps_of(run, choice) * choice.tokens_per_step
-    # the forward pass of the original is a third of a step, the gates of the windows a little
-    return float(tokens * (1 + (1 / 3 if run.distill else 0) + (0.1 if run.sharing else 0)))
+    # the forward pass of the original is a third of a step; sparse runs took 1.2 to 1.7 times as long (H200)
+    return float(tokens * (1 + (0.35 if run.sparse else 0) + (1 / 3 if run.distill else 0)))
 
 
 def steps_of(run: Run, choice: argparse.Namespace) -> int:
@@ -121,7 +121,6 @@ class Evidence:
         self.mine, self.given, self.tokens, self.here = mine, given, tokens, here
         self.choice = options.parse("", [*given, "--out", str(mine.state), "--activation=silu", "--ffn=dense"])
         self.identity = trained_runs.identity(self.choice, options.IDENTITY, DECIDED)
-        self.identity |= {"further_lr": mine.further_lr, "threshold_loss": mine.threshold_loss}
         self.machine = machine_line(here.device)
         self.results: dict[Run, Result] = {}
         if mine.out.exists():
@@ -212,7 +211,7 @@ class Evidence:
         del training
         # measured as its descendants are
         saved = relufy.Further(self._choice(run), self.tokens, self.here, None)
-        figures = relufy.measure(saved, saved.halves()[1])
+        figures = relufy.measure(saved)
         return {**figures, "curve": curve, "parameters": size, "tokens_per_s": speed_of(curve)}
 
     def _choice(self, run: Run) -> argparse.Namespace:
@@ -223,12 +222,12 @@ class Evidence:
             **{name: getattr(choice, name) for name in ("eval_sequences", "weight_decay", "log_every")},
             "steps": steps,
             "warmup": steps // 20,
-            "lr": self.mine.further_lr,
+            "lr": run.lr or choice.lr,
             "seed": run.seed,
             "target_nnz": run.target or 1,
             "distill": run.distill,
             "sharing": run.sharing,
-            "activation": run.activation if run.sparse else "relu",
+            "activation": run.activation if run.sparse else "fatrelu",
             "attention": "causal",
         }
         given = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
@@ -236,8 +235,6 @@ class Evidence:
         given += [f"--device={choice.device}"] if choice.device else []
         if choice.compile is not None:
             given.append("--compile" if choice.compile else "--no-compile")
-        if run.activation == "relu" and run.target:
-            given.append(f"--threshold-loss={self.mine.threshold_loss}")
         return relufy.parse([str(self.base(run.seed)), *given])
 
     def _further(self, run: Run) -> dict[str, Any]:
@@ -245,28 +242,21 @@ class Evidence:
         # the text goes on where the base stopped
         first = self.choice.steps * self.choice.tokens_per_step // choice.sequence
         further = relufy.Further(choice, self.tokens, self.here, run.activation if run.sparse else None, first)
-        chosen, reported = further.halves()
-        before = relufy.measure(further, reported)["ce"]
+        before = relufy.measure(further)["ce"]
         curve = relufy.run_steps(further, lambda line: None, lambda: None, lambda: False)
         assert curve is not None
-        figures = relufy.measure(further, reported)
-        figures |= {"first_ce": before, "curve": curve, "tokens_per_s": speed_of(curve)}
+        figures = relufy.measure(further)
+        figures |= {"threshold": further.settle(), "first_ce": before, "curve": curve, "tokens_per_s": speed_of(curve)}
         figures["parameters"] = sum(p.numel() for p in further.parameters)
         if run == self._saved():
             choice.out = self.mine.state / SAVED
             relufy.export(further.model, choice)
-        # at the most tokens, once for each target
-        longest = run.share == max(each.share for each in self.mine.runs if each.sparse)
-        if run.activation == "relu" and longest and not (run.distill or run.sharing) and self.mine.threshold_loss:
-            found = further.choose_threshold(chosen)
-            measured = relufy.measure(further, reported)
-            figures["fatrelu"] = {"threshold": found.threshold, "tried": found.tried, **measured}
         return figures
 
     def _saved(self) -> Run:
-        """The run whose model is kept: ReLU with the most tokens and the fewest non-zeros, of the first seed."""
-        plain = [run for run in self.mine.runs if run.activation == "relu" and not (run.distill or run.sharing)]
-        return min(plain, key=lambda run: (run.seed, -run.share, run.target))
+        """The run whose model is kept: that with the most tokens and the fewest non-zeros, of the first seed."""
+        sparse = [run for run in self.mine.runs if run.sparse and not (run.distill or run.sharing)]
+        return min(sparse, key=lambda run: (run.seed, -run.share, run.target))
 
 
 def speed_of(curve: list[dict[str, float]]) -> float:
@@ -278,9 +268,7 @@ def say(result: Result) -> None:
     figures = [] if result.ce is None else [f"ce {result.ce:.4f}"]
     figures += [f"from {result.first_ce:.4f}"] if result.first_ce is not None else []
     figures += [f"{result.l0:.1f} non-zeros"] if result.l0 is not None else []
-    if result.fatrelu is not None:
-        fat = result.fatrelu
-        figures.append(f"FATReLU {fat['threshold']:.3g}: ce {fat['ce']:.4f}, {fat['l0']:.1f} non-zeros")
+    figures += [f"threshold {result.threshold:.3g}"] if result.threshold is not None else []
     figures += [f"{result.tokens_per_s:,.0f} tokens/s"] if result.tokens_per_s else []
     print(f"{result.run}: {result.red or ', '.join(figures)}; {result.seconds:.1f} s", flush=True)
 
@@ -308,14 +296,19 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--out", type=Path, metavar="FILE", help="results, JSON")
     add("--state", type=Path, metavar="FOLDER", help="bases and tokens (default: in the system's temporary folder)")
     add("--budget-s", type=float, default=math.inf, metavar="S", help="begin no run that would end later")
-    add("--tflops", type=float, default=160, metavar="N", help="predict times by this speed (default %(default)s)")
-    add("--seeds", type=options.natural, nargs="+", default=[0, 1], metavar="N", help="default 0 1")
+    add("--tflops", type=float, default=260, metavar="N", help="predict times by this speed (default %(default)s)")
+    add("--seeds", type=options.natural, nargs="+", default=[0], metavar="N", help="default 0")
     add("--shares", type=options.rate, nargs="+", default=[0.1, 0.2, 0.5], help="of the base's tokens (0.1 0.2 0.5)")
     add("--targets", type=options.rate, nargs="+", default=[30.0, 100.0], help="non-zeros per token (30 100)")
     add("--distill", type=options.rate, default=0.5, help="share of the loss, where runs distill (default 0.5)")
     add("--sharing", type=options.rate, default=0.5, help="share of L1, where neighbours are to share (default 0.5)")
-    add("--further-lr", type=options.rate, default=5e-4, help="peak learning rate of further training (default 5e-4)")
-    add("--threshold-loss", type=options.rate, default=2e-3, help="that FATReLU may add (default 0.002; 0: none)")
+    add(
+        "--further-lr",
+        type=options.rate,
+        nargs="+",
+        default=[2e-3, 1e-3],
+        help="peak learning rates of further training; sparse models have the first (default 2e-3 1e-3)",
+    )
     add("--list", action="store_true", help="print the runs and predicted times and end")
     add("--table", type=Path, metavar="FILE", help="print the results of FILE as Markdown and end")
     mine, rest = parser.parse_known_args(arguments)
@@ -324,11 +317,11 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
             parser.error(f"{name}: expected no such option, as each run sets it")
     if not (mine.out or mine.table or mine.list):
         parser.error("expected --out, --list or --table")
-    if not all((*mine.shares, *mine.targets)):
-        parser.error("--shares, --targets: expected numbers above 0, got 0")
+    if not all((*mine.shares, *mine.targets, *mine.further_lr)):
+        parser.error("--shares, --targets, --further-lr: expected numbers above 0, got 0")
     if mine.state is None:
         mine.state = Path(tempfile.gettempdir()) / "twell-relufy"
-    mine.runs = plan(mine.seeds, mine.shares, mine.targets, mine.distill, mine.sharing)
+    mine.runs = plan(mine.seeds, mine.shares, mine.targets, mine.distill, mine.sharing, mine.further_lr)
     return mine, rest
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 NAME = "h200_relufy"
 SIZE = (8.3, 4.6)
-NAMES = {"relu": "ReLU", "relu2": "ReLU²", "drelu": "dReLU"}
+NAMES = {"fatrelu": "FATReLU", "relu": "ReLU"}
 
 
 @dataclass(frozen=True)
 class Run:
     """One training. ``share`` is its tokens over those of the base; a base, from new weights, has share 1.
 
-    activation: "base" and "dense" are SiLU, the latter a base trained further. target: non-zeros per token.
+    activation: "base" and "dense" are SiLU, the latter a base trained further. target: non-zeros per token. lr: the
+    peak learning rate of further training.
     """
 
     activation: str
@@ -36,19 +37,15 @@ class Run:
     target: float = 0.0
     distill: float = 0.0
     sharing: float = 0.0
+    lr: float = 0.0
 
     @property
     def sparse(self) -> bool:
         return self.activation in NAMES
 
     @property
-    def baseline(self) -> Run:
-        """The dense model trained equally long."""
-        return Run("dense", self.seed, self.share)
-
-    @property
     def kind(self) -> str:
-        """What is done, without the tokens and the seed."""
+        """What is done, without the tokens, the learning rate and the seed."""
         if not self.sparse:
             return "SiLU"
         parts = [f"{NAMES[self.activation]} to {self.target:g}"]
@@ -57,7 +54,8 @@ class Run:
         return ", ".join(parts)
 
     def __str__(self) -> str:
-        where = "base" if self.activation == "base" else f"{self.kind}, {100 * self.share:g} % more tokens"
+        where = f"{self.kind}, {100 * self.share:g} % more tokens at {self.lr:g}"
+        where = "base" if self.activation == "base" else where
         return f"{where}, seed {self.seed}"
 
 
@@ -65,9 +63,8 @@ class Run:
 class Result(Run):
     """A run and its figures on the held-out text, of which all runs read the same micro-batches, ``blocks``.
 
-    first_ce: before training. layers: neurons, l0, l1, dead and union of each layer. fatrelu: the same figures, and
-    threshold and tried, of the model with FATReLU, whose threshold other held-out text chose. cost: tokens counted as
-    the time of dense ones. text: a digest of the text. red: why it ended early.
+    first_ce: before training. layers: neurons, l0, l1, dead and union of each layer. threshold: of FATReLU. cost:
+    tokens counted as the time of dense ones. text: a digest of the text. red: why it ended early.
     """
 
     tokens: int = 0
@@ -76,7 +73,7 @@ class Result(Run):
     l0: float | None = None
     blocks: list[float] = field(default_factory=list)
     layers: list[dict[str, Any]] = field(default_factory=list)
-    fatrelu: dict[str, Any] | None = None
+    threshold: float | None = None
     curve: list[dict[str, float]] = field(default_factory=list)
     parameters: int = 0
     tokens_per_s: float | None = None
@@ -102,15 +99,17 @@ def results(document: dict[str, Any]) -> list[Result]:
 
 @dataclass(frozen=True)
 class Point:
-    """Mean of the runs that differ only in their seed, for one kind of run and one number of tokens.
+    """Mean of the runs that differ only in their seed, for one kind of run, number of tokens and learning rate.
 
-    added: the cross-entropy over that of the dense model of the same seed trained equally long, a share; None without
-    one. spread, added_spread: standard deviations between seeds, None for one seed. added_error: the part of the error
-    of ``added`` that the choice of held-out text causes. l0, union, dead: means over the layers, None for SiLU.
+    added: the cross-entropy over that of the best dense model of the same seed trained equally long, a share; None
+    without one. spread, added_spread: standard deviations between seeds, None for one seed. added_error: the part of
+    the error of ``added`` that the choice of held-out text causes. l0, union, dead: means over the layers, None for
+    SiLU.
     """
 
     kind: str
     share: float
+    lr: float
     seeds: int
     tokens: int
     ce: float
@@ -129,38 +128,36 @@ class Point:
 def points(document: dict[str, Any]) -> list[Point]:
     """All kinds of runs by tokens: the base, then dense, then sparse ones; without red runs."""
     good = [result for result in results(document) if not result.red and result.ce is not None]
-    by_run = {result.run: result for result in good}
     order = {"base": 0, "dense": 1}
 
     def key(r: Result) -> tuple[Any, ...]:
-        return (order.get(r.activation, 2), r.activation, r.distill, r.sharing, -r.target, r.share, r.seed)
+        return (order.get(r.activation, 2), r.activation, r.distill, r.sharing, -r.target, r.share, r.lr, r.seed)
 
     groups: dict[Run, list[Result]] = {}
     for result in sorted(good, key=key):
-        alike = Run(result.activation, 0, result.share, result.target, result.distill, result.sharing)
-        groups.setdefault(alike, []).append(result)
-    found = []
-    for run, each in groups.items():
-        found.append(_point(run.kind, [(r, {"blocks": r.blocks, "layers": r.layers}) for r in each], by_run))
-        if fat := [(r, r.fatrelu) for r in each if r.fatrelu]:
-            found.append(_point(f"{run.kind}, FATReLU", fat, by_run))
-    return found
+        groups.setdefault(replace(result.run, seed=0), []).append(result)
+    return [_point(each, good) for each in groups.values()]
 
 
-def _point(kind: str, alike: Sequence[tuple[Result, dict[str, Any]]], by_run: dict[Run, Result]) -> Point:
-    """The mean of runs by their figures."""
+def baseline(run: Run, found: Iterable[Result]) -> Result | None:
+    """The best of the dense models trained as long as ``run``, whatever their learning rates."""
+    dense = (each for each in found if each.activation == "dense" and (each.seed, each.share) == (run.seed, run.share))
+    return min(dense, key=lambda each: statistics.fmean(each.blocks), default=None)
+
+
+def _point(alike: Sequence[Result], found: Sequence[Result]) -> Point:
+    """The mean of runs that differ in their seed."""
     ce, added, errors = [], [], []
-    for result, figures in alike:
-        blocks = figures["blocks"]
-        ce.append(statistics.fmean(blocks))
-        base = by_run.get(result.run.baseline) if result.sparse else None
+    for result in alike:
+        ce.append(statistics.fmean(result.blocks))
+        base = baseline(result, found) if result.sparse else None
         if base is not None and base.ce is not None:
-            share, error = trained_runs.added(blocks, base.blocks, base.ce)
+            share, error = trained_runs.added(result.blocks, base.blocks, base.ce)
             added.append(share)
             errors.append(error)
-    first = alike[0][0]
-    layers = [figures["layers"] for _, figures in alike if figures["layers"]]
-    thresholds = [figures["threshold"] for _, figures in alike if "threshold" in figures]
+    first = alike[0]
+    layers = [result.layers for result in alike if result.layers]
+    thresholds = [result.threshold for result in alike if result.threshold is not None]
 
     def over_layers(name: str) -> float | None:
         return trained_runs.mean([layer[name] for each in layers for layer in each if layer[name] is not None])
@@ -168,8 +165,9 @@ def _point(kind: str, alike: Sequence[tuple[Result, dict[str, Any]]], by_run: di
     dead = over_layers("dead")
     neurons = layers[0][0]["neurons"] if layers else None
     return Point(
-        kind=kind,
+        kind=first.kind,
         share=0.0 if first.activation == "base" else first.share,
+        lr=first.lr,
         seeds=len(alike),
         tokens=first.tokens,
         ce=statistics.fmean(ce),
@@ -191,8 +189,8 @@ def _point(kind: str, alike: Sequence[tuple[Result, dict[str, Any]]], by_run: di
 
 
 def table(document: dict[str, Any]) -> str:
-    """Markdown table of cross-entropy and sparsity by kind of run and tokens."""
-    header = ["", "more tokens", "seeds", "cross-entropy", "over dense", "non-zeros", "union of 128", "dead"]
+    """Markdown table of cross-entropy and sparsity by kind of run, tokens and learning rate."""
+    header = ["", "more tokens", "rate", "seeds", "cross-entropy", "over dense", "non-zeros", "union of 128", "dead"]
     rows = []
     for p in points(document):
         added = "" if p.added is None else f"{100 * p.added:+.2f} %"
@@ -200,6 +198,7 @@ def table(document: dict[str, Any]) -> str:
             [
                 p.kind,
                 f"{100 * p.share:g} %",
+                f"{p.lr:g}" if p.lr else "",
                 str(p.seeds),
                 f"{p.ce:.4f}" + (f" ± {p.spread:.4f}" if p.spread is not None else ""),
                 added + (f" ± {100 * p.added_spread:.2f}" if p.added_spread is not None else ""),
@@ -208,13 +207,14 @@ def table(document: dict[str, Any]) -> str:
                 "" if p.dead is None else f"{100 * p.dead:.1f} %",
             ]
         )
-    return markdown(header, "lrrrrrrr", rows)
+    return markdown(header, "lrrrrrrrr", rows)
 
 
 def layers(document: dict[str, Any]) -> str:
     """Markdown table of non-zeros by layer."""
     sparse = [point for point in points(document) if point.layers]
-    return trained_runs.by_layer(["", "more tokens"], [((p.kind, f"{100 * p.share:g} %"), p.layers) for p in sparse])
+    rows = [((p.kind, f"{100 * p.share:g} %", f"{p.lr:g}"), p.layers) for p in sparse]
+    return trained_runs.by_layer(["", "more tokens", "rate"], rows)
 
 
 def trained(document: dict[str, Any]) -> str:
@@ -231,23 +231,25 @@ def notes(document: dict[str, Any]) -> str:
     lines = [
         f"{trained(document)}; {text['train_tokens'] / 1e6:.1f} M tokens of text, each read at most "
         f"{math.ceil(read / text['train_tokens'])} times. Learning rates fall to 0 in every run, and all runs of a "
-        "seed read the same text in the same order. ± is the standard deviation between seeds."
+        "seed read the same text in the same order; the rate is the peak. ± is the standard deviation between seeds."
     ]
     lines += trained_runs.note_of_errors(point.added_error for point in points(document))
     if thresholds := [p for p in points(document) if p.threshold is not None]:
-        said = ", ".join(f"{p.kind} {p.threshold:.3g}" for p in thresholds)
-        lines.append(f"Thresholds: {said}; other held-out text chose them.")
+        low, high = min(p.threshold or 0 for p in thresholds), max(p.threshold or 0 for p in thresholds)
+        lines.append(f"FATReLU's thresholds are {low:.2g} to {high:.2g}.")
     lines += [f"{result.run}: {result.red}." for result in found if result.red]
     return " ".join([*lines, document["machine"]])
 
 
 def finding(found: Sequence[Point]) -> str:
-    """The cost of the sparsest plain ReLU model with the most tokens, in a sentence; "" without one."""
-    plain = [p for p in found if p.kind.startswith("ReLU to ") and "," not in p.kind and p.added is not None]
+    """The cost of the sparsest plain model with the most tokens, in a sentence; "" without one."""
+    plain = [p for p in found if "," not in p.kind and p.added is not None]
     if not plain:
         return ""
     longest = max(p.share for p in plain)
-    best = min((p for p in plain if p.share == longest), key=lambda p: p.l0 or 0)
+    sparsest = min((p for p in plain if p.share == longest), key=lambda p: p.l0 or 0)
+    alike = (p for p in plain if (p.kind, p.share) == (sparsest.kind, longest))
+    best = min(alike, key=lambda p: p.added or 0)
     return (
         f"{best.l0:.0f} non-zeros of {best.neurons:,} with {100 * longest:g} % more tokens: "
         f"{100 * (best.added or 0):+.1f} % of the loss of SiLU trained as long"
@@ -259,9 +261,14 @@ def finding(found: Sequence[Point]) -> str:
 
 def shown(document: dict[str, Any]) -> list[dict[str, Any]]:
     """The data for ``draw``. ResultError if there is nothing to compare."""
-    found = [p for p in points(document) if p.added is not None]
+    best: dict[tuple[str, float], Point] = {}
+    for p in points(document):
+        if p.added is not None:
+            # of the learning rates, as of the dense models
+            best[p.kind, p.share] = min(p, best.get((p.kind, p.share), p), key=lambda each: each.added or 0)
+    found = list(best.values())
     if not finding(found):
-        raise ResultError("expected ReLU runs and dense runs trained as long, got none")
+        raise ResultError("expected sparse runs and dense runs trained as long, got none")
     return [
         {"kind": p.kind, "share": p.share, "added": p.added, "spread": p.added_spread, "l0": p.l0, "neurons": p.neurons}
         for p in found
@@ -304,7 +311,7 @@ def _draw_non_zeros(axes: Axes, theme: Theme, data: Sequence[dict[str, Any]]) ->
     for each in data:
         if each["share"] == longest:
             x, y = each["l0"], 100 * each["added"]
-            colour = theme.extra if "FATReLU" in each["kind"] else theme.row
+            colour = theme.extra if "," in each["kind"] else theme.row
             axes.plot(x, y, "o", color=colour)
             style.label(axes, x, y, each["kind"], color=colour)
     axes.axhline(0, color=theme.muted, linewidth=1.2, zorder=1.5)

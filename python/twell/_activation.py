@@ -34,21 +34,32 @@ class Activation(NamedTuple):
 
     What is stored and counted is relu(g), for fatrelu g above its threshold: the gate *after* it in the methods below.
     A NaN gate stays NaN. Results have the dtype of the operands: each is computed in fp32, or wider, and rounded once.
+
+    A threshold that is a 0-d tensor may change between calls without a wait or another graph; kernels do not read it.
     """
 
     name: str = "relu"
-    threshold: float = 0.0
+    threshold: Any = 0.0
+
+    @property
+    def moves(self) -> bool:
+        """Whether the threshold is a tensor."""
+        return isinstance(self.threshold, Tensor)
 
     def code(self) -> int:
         """The code of kernels that compute h."""
         return geometry.ACTIVATIONS[self.name]
 
-    def level(self, dtype: torch.dtype) -> float:
-        """The threshold rounded to ``dtype``; ValueError if it is infinite there."""
+    def level(self, dtype: torch.dtype) -> Any:
+        """The threshold rounded to ``dtype``; ValueError if it is a number that is infinite there."""
+        if self.moves:
+            return self.threshold.to(dtype)
         return _rounded(self.threshold, dtype) if self.threshold else 0.0
 
     def after(self, gate: Tensor, inplace: bool = False) -> Tensor:
         """The gate after it; in the memory of ``gate`` if ``inplace``."""
+        if self.moves:
+            return torch.where(gate <= self.level(gate.dtype), 0, gate)
         if self.threshold:
             return F.threshold(gate, self.level(gate.dtype), 0.0, inplace)
         return F.relu(gate, inplace)
@@ -89,6 +100,13 @@ RELU = Activation()
 
 def activation_of(name: Any, threshold: Any = 0, gated: bool = True) -> Activation:
     """The activation of a layer, ``gated`` or not; TypeError or ValueError for anything else."""
+    if isinstance(threshold, Tensor):
+        if name != "fatrelu" or threshold.dim() or not threshold.is_floating_point() or threshold.requires_grad:
+            raise ValueError(
+                'threshold must be a number, or with "fatrelu" a 0-d floating tensor without gradient, got '
+                f"{threshold.dtype} {list(threshold.shape)} with {name!r}"
+            )
+        return Activation(name, threshold)
     if torch.compiler.is_compiling():
         # a graph is for one threshold, but torch.compile may make an input of a float that is not a literal, defaults
         # and attributes included: then it traces once more. Hence 0 is the functions' default, not 0.0

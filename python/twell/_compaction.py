@@ -167,7 +167,7 @@ def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
     # chunks of equal size: a short one would run the few-token kernel
     for chunk in tokens.tensor_split(-(-tokens.shape[0] * len(totals[:-1]) // CHUNK_GATES)):
         if packs:
-            threshold = mlp.threshold
+            threshold: Any = mlp.threshold
             values = functional.pack(chunk, weight, bias, compression=mlp.compression, threshold=threshold).unpack()
         else:
             # the projection may be more than its weight: an adapter, say
@@ -187,6 +187,8 @@ def gate_by_call(mlp: MLP, rows: Tensor) -> Tensor:
 
 def _packs(mlp: MLP, x: Tensor) -> bool:
     """Whether the sparse kernel computes the gate, or may."""
+    if isinstance(mlp.threshold, Tensor):
+        return False
     requested = "auto" if isinstance(mlp.strategy, _auto.AutoStrategy) else mlp.strategy
     return x.dtype in _auto.PACKED_DTYPES and _auto.fixed(requested, x.device, x.dtype, False)[0] != "dense"
 

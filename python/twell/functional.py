@@ -56,7 +56,7 @@ def sparse_gated_ffn(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     activation: ActivationName = "relu",
-    threshold: float = 0,
+    threshold: float | Tensor = 0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -75,7 +75,7 @@ def sparse_gated_ffn(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     activation: ActivationName = "relu",
-    threshold: float = 0,
+    threshold: float | Tensor = 0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -93,7 +93,7 @@ def sparse_gated_ffn(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     activation: ActivationName = "relu",
-    threshold: float = 0,
+    threshold: float | Tensor = 0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -113,7 +113,8 @@ def sparse_gated_ffn(
         activation: "relu"; "relu2", the square of the gate's ReLU; "drelu", ReLU of the gate and of the up projection;
             "fatrelu", the gate where it is above ``threshold``, else 0.
         threshold: of "fatrelu", a finite number of at least 0; rounded to the dtype of x first. 0 for other
-            activations.
+            activations. A 0-d tensor on the device of x is a threshold that changes during training: no call waits for
+            it, no graph is for one value, and the call runs dense, whatever the strategy.
         strategy: "row" reads the weight rows of each token's non-zeros. "union" works on tiles of 128 tokens, 16 of a
             small batch, and the neurons that any token of a tile fires. Both are the same where a gradient will be
             needed; where none will be, both run float32 and float64 dense, which is logged once at INFO. "dense" is
@@ -175,7 +176,7 @@ def sparse_ffn(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     activation: ActivationName = "relu",
-    threshold: float = 0,
+    threshold: float | Tensor = 0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -192,7 +193,7 @@ def sparse_ffn(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     activation: ActivationName = "relu",
-    threshold: float = 0,
+    threshold: float | Tensor = 0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -208,7 +209,7 @@ def sparse_ffn(
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
     activation: ActivationName = "relu",
-    threshold: float = 0,
+    threshold: float | Tensor = 0,
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
@@ -235,7 +236,10 @@ def pack(
     autocast and errors are as in ``sparse_gated_ffn``. Among DTensors x may be sharded; w_gate may not, since a packed
     gate numbers neurons from 0.
     """
-    name, kind = "pack", activation_of("fatrelu", threshold)
+    name = "pack"
+    if isinstance(threshold, Tensor):
+        raise TypeError(f"{name}: threshold must be a number, got a tensor")
+    kind = activation_of("fatrelu", threshold)
     t = admit(name, x=x, w_gate=w_gate, b_gate=b_gate)
     x = t["x"]
     require_packable(name, t, compression, instead="")
@@ -270,6 +274,11 @@ def _ffn(
 ) -> Tensor | tuple[Tensor, Aux]:
     """Run ``function``, ``sparse_gated_ffn`` or ``sparse_ffn``, on the operands ``given``."""
     name = function.__name__
+    if activation.moves:
+        if not isinstance(strategy, AutoStrategy):
+            tuning.require_strategy(strategy)
+        # no kernel reads a tensor
+        strategy = "dense"
     if plain := admitted(given, gated, compression):
         # the answers to all questions that the other branch asks
         layer, mains = given, Mains()
@@ -368,9 +377,9 @@ def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, 
     if w_up is None:
         gate = activation.after(gate, inplace=not call.training and _autograd.eager(operands))
         hidden = activation.hidden(gate, None)
-    elif call.direct and not call.training and pays(gate):
+    elif call.direct and not call.training and not activation.moves and pays(gate):
         hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up), activation)
-    elif _autograd.fuses(gate, operands):
+    elif not activation.moves and _autograd.fuses(gate, operands):
         hidden = _autograd.gated_relu(gate, F.linear(x, w_up, b_up), activation)
     else:
         gate = activation.after(gate)

@@ -72,9 +72,9 @@ class SparseFFN(nn.Module):
         _accumulate_main_grad: bool
         _record_aux: bool
         _activation: ActivationName
-        _threshold: float
+        _threshold: float | Tensor
         activation: ActivationName
-        threshold: float
+        threshold: float | Tensor
         strategy: Strategy | AutoStrategy
         compression: int
         accumulate_main_grad: bool
@@ -117,7 +117,10 @@ class SparseFFN(nn.Module):
 
     def extra_repr(self) -> str:
         form = "" if self.activation == "relu" else f", activation={self.activation!r}"
-        form += f", threshold={self.threshold}" if self.threshold else ""
+        if isinstance(self.threshold, Tensor):
+            form += ", threshold=a tensor"
+        elif self.threshold:
+            form += f", threshold={self.threshold}"
         return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}{form}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -232,9 +235,9 @@ class SparseGatedMLP(SparseFFN):
     warns, calls its projections and runs dense.
 
     ``compression``, ``strategy``, ``activation`` and ``threshold`` are those of ``twell.sparse_gated_ffn`` and may be
-    set at any time; the state dict holds none of them. With "auto" the module has its own ``AutoStrategy``, which
-    chooses by the sparsity measured in earlier calls; ``twell.explain`` shows it. A named strategy stays, except that
-    inference in float32 and float64 runs dense.
+    set at any time, the threshold to a tensor, too; the state dict holds none of them. With "auto" the module has its
+    own ``AutoStrategy``, which chooses by the sparsity measured in earlier calls; ``twell.explain`` shows it. A named
+    strategy stays, except that inference in float32 and float64 runs dense.
     With ``accumulate_main_grad = True`` backward adds the gradient of each weight to ``weight.main_grad``, a float32
     tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone.
     """
@@ -397,6 +400,8 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
 def _explain(name: str, layer: SparseFFN) -> list[Choice]:
     if not layer._is_plain():
         return [Choice(name, "any", "any", "", "dense", "a projection is more than a weight and a bias")]
+    if isinstance(layer.threshold, Tensor):
+        return [Choice(name, "any", "any", "", "dense", "the threshold is a tensor, which changes during training")]
     site, weight = layer._site(), layer.down_proj.weight
     kind, requested = weight.device.type, "auto" if site else str(layer.strategy)
     if requested != "dense":

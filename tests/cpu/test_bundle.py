@@ -42,7 +42,8 @@ def test_holds_tests_package_and_kernels(bundle: Path, root: Path) -> None:
     assert (bundle / "site/twell/_lib/libtwell_kernels.so").is_file()
     assert (bundle / "site/tvm_ffi/lib/libtvm_ffi.so").is_file()
     sizes = {p: p.stat().st_size for p in bundle.rglob("*") if p.is_file() and "scratch" not in p.parts}
-    assert sum(sizes.values()) < 45e6, sorted(sizes.items(), key=lambda item: -item[1])[:5]
+    # a library for each of four architectures
+    assert sum(sizes.values()) < 75e6, sorted(sizes.items(), key=lambda item: -item[1])[:5]
     for path in bundle.glob("run.sh"):
         assert str(root) not in path.read_text()
 

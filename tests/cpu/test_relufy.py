@@ -93,8 +93,9 @@ def report(out: Path) -> Any:
 @pytest.mark.parametrize(
     ("kind", "activation", "more"),
     [
-        ("llama", "relu", ["--distill", "0.5", "--sharing", "0.5", "--threshold-loss", "0.01"]),
+        ("llama", "fatrelu", ["--distill", "0.5", "--sharing", "0.5"]),
         ("llama", "drelu", []),
+        ("phi", "fatrelu", []),
         ("gemma", "relu2", ["--distill", "0.5"]),
         ("phi", "relu", ["--strategy", "union"]),
         ("phi", "relu2", []),
@@ -109,31 +110,28 @@ def test_dense_models_become_sparse(
     sparse, long = found["sparse"], found["dense"]
     assert sparse["identity"]["activation"] == activation
     assert [layer["neurons"] for layer in sparse["layers"]] == [64, 64]
-    before = sparse.get("before_threshold", sparse)
-    assert 5 < before["l0"] < 13
+    assert 5 < sparse["l0"] < 13
     # both learn
     assert max(sparse["ce"], long["ce"]) < found["original_ce"] - 0.5
     assert long["first_ce"] == found["original_ce"] != sparse["first_ce"]
-    assert len(sparse["blocks"]) == len(long["blocks"]) == 12
+    assert len(sparse["blocks"]) == len(long["blocks"]) == 16
     printed = capsys.readouterr().out
     assert all(line in printed for line in found["said"])
-    if "--threshold-loss" in more:
-        assert 0 < sparse["threshold"]
-        assert sparse["l0"] < before["l0"]
-        assert sparse["ce"] < 1.05 * before["ce"]
+    assert (activation == "fatrelu") == bool(sparse["threshold"])
 
     # what is saved computes what was measured
     config = json.loads((tmp_path / "out" / "final" / "config.json").read_text())
-    expected = "fatrelu" if sparse.get("threshold") else activation
-    assert next(config[key] for key in ("hidden_activation", "hidden_act") if config.get(key)) == expected
-    assert config.get("hidden_act_param") == sparse.get("threshold")
+    assert next(config[key] for key in ("hidden_activation", "hidden_act") if config.get(key)) == activation
+    assert config.get("hidden_act_param") == sparse["threshold"]
     loaded = relufied.load(tmp_path / "out" / "final").eval()
     layers = recipe.layers(loaded)
-    assert {layer.activation for layer in layers.values()} == {expected}
+    assert {(layer.activation, layer.threshold or None) for layer in layers.values()} == {
+        (activation, sparse["threshold"])
+    }
     ids = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits = loaded(input_ids=ids).logits
-        if expected in ("relu", "relu2"):
+        if activation in ("relu", "relu2"):
             stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final").eval()
             torch.testing.assert_close(logits, stock(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
         else:
@@ -183,7 +181,7 @@ def test_distillation_is_the_divergence_from_the_original() -> None:
 def test_a_run_that_stops_goes_on(run: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     arguments = ["--steps", 12, "--lr", 1e-2, "--target-nnz", 10, "--distill", 0.3, "--checkpoint-every", 5]
     assert run("llama", *arguments, out="whole") == 0
-    step, deaths = relufy.Further.step, {("relu", 4), ("relu", 11), (None, 6)}
+    step, deaths = relufy.Further.step, {("fatrelu", 4), ("fatrelu", 11), (None, 6)}
 
     def interrupted(self: Any) -> None:
         step(self)
@@ -205,14 +203,13 @@ def test_a_run_that_stops_goes_on(run: Callable[..., int], tmp_path: Path, monke
     for part in ("sparse", "dense"):
         assert a[part]["blocks"] == b[part]["blocks"]
         assert a[part]["first_ce"] == b[part]["first_ce"]
+        assert a[part]["threshold"] == b[part]["threshold"]
     assert not checkpoint.complete(tmp_path / "out" / "sparse" / "checkpoints")
     # what is finished stays, and is not mixed with another run
     monkeypatch.setattr(relufy.Further, "step", None)
     assert run("llama", *arguments) == 0
     assert run("llama", *arguments, "--distill", 0.5) == 2
     assert "differs in distill (0.3 there, 0.5 here)" in capsys.readouterr().err
-    assert run("llama", *arguments, "--threshold-loss", 0.01) == 2
-    assert "differs in threshold_loss (0.0 there, 0.01 here)" in capsys.readouterr().err
 
 
 def test_without_dense_the_original_is_still_there(run: Callable[..., int], tmp_path: Path) -> None:
@@ -250,10 +247,7 @@ def test_the_model_is_timed(run: Callable[..., int], tmp_path: Path, monkeypatch
         (["--target-nnz", "0"], "--target-nnz: expected a number above 0"),
         (["--distill", "1.5"], "--distill: expected a share of at most 1, got 1.5"),
         (["--sharing", "2"], "--sharing: expected a share of at most 1, got 2"),
-        (
-            ["--threshold-loss", "0.1", "--activation", "drelu"],
-            "--threshold-loss: expected --activation relu, got drelu",
-        ),
+        (["--strategy", "union"], "--strategy: expected dense with fatrelu, whose threshold changes, got union"),
         (["--attention", "slow"], "--attention: expected one of"),
         (["--dataset", "x"], "expected either --text or --dataset"),
     ],
@@ -273,7 +267,7 @@ def test_requests_that_cannot_be_met_are_one_sentence(
     assert "--tokens-per-step: expected a multiple of 128" in capsys.readouterr().err
     assert relufy.main([str(tmp_path / "no"), "--text", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "MODEL: expected a model with a tokenizer" in capsys.readouterr().err
-    assert run("llama", "--eval-sequences", 8) == 2
+    assert run("llama", "--eval-sequences", 7) == 2
     assert "a larger --held-out, a smaller --micro-batch or a shorter --sequence helps" in capsys.readouterr().err
     damaged = shutil.copytree(dense("llama"), tmp_path / "damaged")
     weights = damaged / "model.safetensors"
@@ -298,7 +292,7 @@ def test_blocks_are_compiled_together(dense: Callable[[str], Path]) -> None:
 EVIDENCE = (
     "--layers 2 --hidden 32 --intermediate 64 --heads 2 --vocab 300 --sequence 32 --micro-batch 4 --device cpu "
     "--tokens-per-step 256 --steps 60 --lr 0.02 --warmup 3 --held-out 0.2 --eval-sequences 64 --log-every 10 "
-    "--dtype float32 --further-lr 0.01 --shares 0.2 0.5 --targets 8 16"
+    "--dtype float32 --further-lr 0.01 0.005 --shares 0.2 0.5 --targets 8 16"
 ).split()
 
 
@@ -317,27 +311,27 @@ def test_the_evidence_is_complete(measured: tuple[list[str], Path]) -> None:
     assert str(measured[1].parent) not in measured[1].read_text()
     found = {result.run: result for result in relufy_results.results(document)}
     assert list(found) == [
-        *evidence.plan([0], [0.2, 0.5], [8, 16], 0.5, 0.5),
-        *evidence.plan([1], [0.2, 0.5], [8, 16], 0.5, 0.5),
+        *evidence.plan([0], [0.2, 0.5], [8, 16], 0.5, 0.5, [0.01, 0.005]),
+        *evidence.plan([1], [0.2, 0.5], [8, 16], 0.5, 0.5, [0.01, 0.005]),
     ]
-    assert {run.activation for run in found} == {"base", "dense", "relu", "relu2", "drelu"}
+    assert {run.activation for run in found} == {"base", "dense", "fatrelu"}
     for run, result in found.items():
         assert not result.red
-        assert len(result.blocks) == 12
+        assert len(result.blocks) == 16
         assert result.tokens == round(run.share * 60) * 256
         base = found[Run("base", run.seed)]
         if run.activation == "dense":
             # the base before it is trained further
             assert result.first_ce == pytest.approx(base.ce, abs=1e-4)
         if run.sparse:
-            assert result.run.baseline in found
+            dense = [found[Run("dense", run.seed, run.share, lr=lr)] for lr in (0.01, 0.005)]
+            assert relufy_results.baseline(run, found.values()) == min(dense, key=lambda each: each.ce or 0)
+            assert (result.threshold or 0) > 0
             assert len(result.layers) == 2
             assert result.l0 == pytest.approx(sum(layer["l0"] for layer in result.layers) / 2, abs=1e-3)
-        plain = run.activation == "relu" and run.share == 0.5 and not (run.distill or run.sharing)
-        assert (result.fatrelu is not None) == plain
     # the sparser the target, the sparser the model
     for seed in (0, 1):
-        l0 = [found[Run("relu", seed, 0.5, target)].l0 or 0 for target in (8, 16)]
+        l0 = [found[Run("fatrelu", seed, 0.5, target, lr=0.01)].l0 or 0 for target in (8, 16)]
         assert l0[0] < l0[1] < 32
     assert (measured[1].parent / "0" / evidence.SAVED / "final" / "config.json").exists()
 
@@ -356,8 +350,8 @@ def test_further_training_goes_on_in_the_text(measured: tuple[list[str], Path], 
     given = [*measured[0], "--out", str(out), "--state", str(measured[1].parent / "again"), "--seeds", "0"]
     assert evidence.main([*given, "--shares", "0.5", "--targets", "8"]) == 0
     ends = [each.stop for each in rows]
-    # the base reads 480 sequences, each of the four others the next 240
-    assert ends == [*range(4, 481, 4), *([*range(484, 721, 4)] * 4)]
+    # the base reads 480 sequences, each of the six others the next 240
+    assert ends == [*range(4, 481, 4), *([*range(484, 721, 4)] * 6)]
 
 
 def test_a_budget_ends_between_runs(measured: tuple[list[str], Path], tmp_path: Path, capsys: Any) -> None:
@@ -366,8 +360,8 @@ def test_a_budget_ends_between_runs(measured: tuple[list[str], Path], tmp_path: 
     assert "runs are left after 0 of 0 s; the next: base, seed 0" in capsys.readouterr().out
     assert not (tmp_path / "relufy.json").exists()
     # results of other options are not mixed
-    assert evidence.main([*measured[0], "--state", str(tmp_path / "state"), "--further-lr", "0.5"]) == 2
-    assert "differs in further_lr" in capsys.readouterr().err
+    assert evidence.main([*measured[0], "--state", str(tmp_path / "state"), "--clip", "0.5"]) == 2
+    assert "differs in clip" in capsys.readouterr().err
     other = tmp_path / "text"
     other.mkdir()
     for i in range(60):
@@ -390,21 +384,18 @@ def test_tables_say_what_was_measured(measured: tuple[list[str], Path], capsys: 
     assert evidence.main(["--table", str(measured[1])]) == 0
     printed = capsys.readouterr().out
     found = {result.run: result for result in relufy_results.results(relufy_results.load(measured[1]))}
-    mine = [found[Run("relu", seed, 0.5, 8)] for seed in (0, 1)]
-    dense = [found[each.run.baseline] for each in mine]
+    mine = [found[Run("fatrelu", seed, 0.5, 8, lr=0.01)] for seed in (0, 1)]
+    dense = [relufy_results.baseline(each, found.values()) or each for each in mine]
     added = sum((a.ce or 0) / (b.ce or 1) - 1 for a, b in zip(mine, dense)) / 2
-    (line,) = [line for line in printed.splitlines() if line.startswith("| ReLU to 8 | 50 % | 2 |")]
+    (line,) = [line for line in printed.splitlines() if line.startswith("| FATReLU to 8 | 50 % | 0.01 | 2 |")]
     assert f"| {100 * added:+.2f} % ± " in line
     assert f"| {sum(each.l0 or 0 for each in mine) / 2:.1f} |" in line
     for name in (
-        "ReLU to 8, FATReLU",
-        "ReLU to 8, distilled 0.5",
-        "ReLU to 8, sharing 0.5",
-        "ReLU² to 8",
-        "dReLU to 8",
+        "FATReLU to 8, distilled 0.5",
+        "FATReLU to 8, sharing 0.5",
     ):
         assert f"| {name} | 50 % |" in printed
-    assert "| SiLU | 0 % | 2 |" in printed
+    assert "| SiLU | 0 % |  | 2 |" in printed
     assert json.loads(measured[1].read_text())["machine"] in printed
 
 
@@ -419,14 +410,16 @@ def test_what_the_chart_shows(measured: tuple[list[str], Path]) -> None:
     figure: Any = Figure()
     relufy_results.draw(figure, LIGHT, json.loads(json.dumps(relufy_results.shown(document))))
     by_tokens, by_non_zeros = figure.axes
-    points = {(p.kind, p.share): p for p in relufy_results.points(document)}
+    points = {(p.kind, p.share): p for p in relufy_results.points(document) if p.lr == 0.01}
     line = next(line for line in by_tokens.lines if len(line.get_xdata()) == 2 and line.get_linestyle() == "-")
     assert list(line.get_xdata()) == [20, 50]
     assert list(line.get_ydata()) == pytest.approx(
-        [100 * (points["ReLU to 16", share].added or 0) for share in (0.2, 0.5)]
+        [100 * (points["FATReLU to 16", share].added or 0) for share in (0.2, 0.5)]
     )
-    shown = sorted(line.get_xdata()[0] for line in by_non_zeros.lines if line.get_marker() == "o")
-    assert shown == pytest.approx(sorted(p.l0 or 0 for (_, share), p in points.items() if share == 0.5 and p.added))
+    shown = sorted(line.get_ydata()[0] for line in by_non_zeros.lines if line.get_marker() == "o")
+    kinds = {p.kind for p in relufy_results.points(document) if p.added}
+    best = [min(p.added for p in relufy_results.points(document) if (p.kind, p.share) == (kind, 0.5)) for kind in kinds]
+    assert shown == pytest.approx(sorted(100 * each for each in best))
 
 
 def test_predicted_seconds_are_those_of_the_products(capsys: Any) -> None:

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import ranks
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 import torch.nn.functional as F
 from recipe_models import Adapted, Waits, without_waiting
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import twell
 from twell import recipe
 from twell.nn import SparseGatedMLP, SparseMLP
-from twell.recipe import TargetSparsity
+from twell.recipe import TargetSparsity, TargetThreshold, _sharing
 
 K, N, M = 16, 64, 128
 
@@ -34,9 +36,9 @@ def _seed() -> Iterator[None]:
 class Model(nn.Module):
     """Two residual layers over [M, K]. With biases: without, a symmetric input fires half of the neurons."""
 
-    def __init__(self, activation: Any = "relu", **options: Any) -> None:
+    def __init__(self, activation: Any = "relu", layer: Any = SparseGatedMLP, **options: Any) -> None:
         super().__init__()
-        self.mlps = nn.ModuleList(SparseGatedMLP(K, N, True, activation=activation, **options) for _ in range(2))
+        self.mlps = nn.ModuleList(layer(K, N, True, activation=activation, **options) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for mlp in self.mlps:
@@ -53,7 +55,7 @@ def batches(seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         yield x, x + torch.sin(2 * x @ a) @ b
 
 
-def train(model: nn.Module, target: TargetSparsity, steps: int, rate: float = 5e-3) -> float:
+def train(model: nn.Module, target: Any, steps: int, rate: float = 5e-3) -> float:
     """Train with a learning rate that falls to 0; the mean non-zeros afterwards."""
     optimizer = torch.optim.Adam(model.parameters(), rate)
     for step, (x, y) in zip(range(steps), batches()):
@@ -64,7 +66,8 @@ def train(model: nn.Module, target: TargetSparsity, steps: int, rate: float = 5e
         optimizer.step()
         optimizer.zero_grad()
         target.update()
-    return target.read()["non_zeros"]
+    reached: float = target.read()["non_zeros"]
+    return reached
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2", "drelu"])
@@ -124,14 +127,14 @@ def test_a_target_goes_on_where_it_was_saved(tmp_path: Path) -> None:
         model = Model()
         recipe.record_aux(model, inputs=True)
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
-        target = TargetSparsity(5, 30, sharing=0.5)
+        target = TargetSparsity(5, 30, of="gate", sharing=0.5)
         for step, (x, y) in zip(range(30), batches()):
             if step == stop:
                 # a step that is not complete is forgotten
                 model(x)
                 target.term(model)
                 torch.save(target.state_dict(), tmp_path / "target")
-                target = TargetSparsity(5, 30, sharing=0.5)
+                target = TargetSparsity(5, 30, of="gate", sharing=0.5)
                 target.load_state_dict(torch.load(tmp_path / "target", weights_only=True))
             ((model(x) - y).square().mean() + target.term(model)).backward()
             optimizer.step()
@@ -144,11 +147,23 @@ def test_a_target_goes_on_where_it_was_saved(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(run(stop), whole))
 
 
-@pytest.mark.parametrize("of", ["hidden", "gate"])
-def test_no_step_waits(of: Any) -> None:
+def threshold(model: nn.Module) -> Any:
+    return TargetThreshold(model, 5, 10)
+
+
+def gates(model: nn.Module) -> Any:
+    return TargetSparsity(5, 10, of="gate", sharing=0.5)
+
+
+def hidden(model: nn.Module) -> Any:
+    return TargetSparsity(5, 10)
+
+
+@pytest.mark.parametrize("kind", [hidden, gates, threshold])
+def test_no_step_waits(kind: Any) -> None:
     model = Model(strategy="dense")
     recipe.record_aux(model, inputs=True)
-    target = TargetSparsity(5, 10, of=of, sharing=0.5)
+    target = kind(model)
     (x, y) = next(batches())
     with Waits():
         for _ in range(3):
@@ -159,10 +174,11 @@ def test_no_step_waits(of: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_no_step_waits_for_a_gpu() -> None:
-    model = Model("relu2", strategy="union").to("cuda", torch.bfloat16)
+@pytest.mark.parametrize(("activation", "kind"), [("relu2", gates), ("relu", threshold)])
+def test_no_step_waits_for_a_gpu(activation: Any, kind: Any) -> None:
+    model = Model(activation, strategy="union").to("cuda", torch.bfloat16)
     recipe.record_aux(model, inputs=True)
-    target = TargetSparsity(5, 10, of="gate", sharing=0.5)
+    target = kind(model)
     x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
 
     def run(number: int) -> None:
@@ -183,7 +199,13 @@ def ranks_share(device: torch.device, folder: Path) -> None:
         model(x * (1 + rank))
         terms.append(float(target.term(model)))
         target.update()
-    torch.save({"terms": terms, **target.read()}, folder / f"result{rank}")
+    recipe.record_aux(model, inputs=True)
+    moving = TargetThreshold(model, 5, 10)
+    model(next(batches(6 + rank))[0])
+    moving.term(model)
+    moving.update()
+    found = {"terms": terms, "threshold": moving.settle(), **target.read()}
+    torch.save(found, folder / f"result{rank}")
 
 
 def test_ranks_share_figures_and_coefficients(tmp_path: Path) -> None:
@@ -191,6 +213,7 @@ def test_ranks_share_figures_and_coefficients(tmp_path: Path) -> None:
     first, second = (torch.load(tmp_path / f"result{rank}") for rank in range(2))
     assert first["coefficient"] == second["coefficient"]
     assert first["non_zeros"] == second["non_zeros"]
+    assert first["threshold"] == second["threshold"] > 0
     # each has the term of its own tokens, and they are as large as asked for on the average
     assert first["terms"] != second["terms"]
     assert first["terms"][0] + second["terms"][0] == pytest.approx(0.02, rel=1e-5)
@@ -205,6 +228,7 @@ def test_ranks_share_figures_and_coefficients(tmp_path: Path) -> None:
         ({"reach": 1.5}, "reach must be a number from 0 to 1"),
         ({"reach": 0}, "reach must be above 0"),
         ({"sharing": 2}, "sharing must be a number from 0 to 1, got 2"),
+        ({"sharing": 0.5}, 'sharing must be 0 unless of is "gate", got 0.5'),
         ({"of": "both"}, "of must be"),
     ],
 )
@@ -214,7 +238,7 @@ def test_targets_are_checked(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_target_says_what_is_missing() -> None:
-    model, target = Model(), TargetSparsity(5, 10, sharing=0.5)
+    model, target = Model(), TargetSparsity(5, 10, of="gate", sharing=0.5)
     with pytest.raises(RuntimeError, match="update needs a term since the last update"):
         target.update()
     with pytest.raises(RuntimeError, match=r"mlps\.0 records nothing: call record_aux"):
@@ -290,25 +314,60 @@ def test_sharing_is_worth_the_root_of_the_window() -> None:
     assert terms == pytest.approx([math.sqrt(8), 1])
 
 
-def test_layers_with_large_gates_have_no_larger_part_of_the_sharing_term() -> None:
-    """A layer with larger gates and a smaller up projection is the same function under the same pressure."""
-    found = []
-    for factor in (1, 64):
-        torch.manual_seed(0)
-        model: Any = Model()
-        first, second = model.mlps
-        with torch.no_grad():
-            for gate, up in zip(first.gate_proj.parameters(), first.up_proj.parameters()):
-                gate *= factor
-                up /= factor
-        recipe.record_aux(model, inputs=True)
-        x, _ = next(batches())
-        model(x)
-        term = TargetSparsity(5, 10, sharing=1.0).term(model)
+def test_each_layer_has_a_part_of_the_sharing_term_as_large_as_its_l1() -> None:
+    """Else it presses hardest on the layers whose neurons fire rarely, until they are silent."""
+    model: Any = Model()
+    with torch.no_grad():
+        model.mlps[0].gate_proj.weight *= 64
+        model.mlps[0].gate_proj.bias *= 64
+    recipe.record_aux(model, inputs=True)
+    x, _ = next(batches())
+    model(x)
+    target = TargetSparsity(5, 10, of="gate", sharing=1.0)
+    term = target.term(model) / target.read()["coefficient"]
+    sizes = [
+        F.relu(mlp.gate_proj(F.layer_norm(each, (K,)))).sum(1).mean()
+        for mlp, each in zip(model.mlps, (x, x + model.mlps[0](F.layer_norm(x, (K,)))))
+    ]
+    torch.testing.assert_close(term, torch.stack(sizes).mean())
+
+
+@pytest.mark.parametrize("silent", [slice(0, None, 2), slice(64)], ids=["every other", "first"])
+def test_the_sharing_term_of_silent_windows_is_finite(silent: slice) -> None:
+    """Training may silence windows whose L1 is not: the L1 of other tokens over a norm of 0 was infinite."""
+    layer = SparseMLP(K, N)
+    layer.up_proj.weight.data.fill_(1.0)
+    recipe.record_aux(layer, inputs=True)
+    x = torch.ones(128, 32, K)
+    x[silent] = -1
+    layer(x.flatten(0, 1))
+    term = TargetSparsity(5, 10, of="gate", sharing=0.5).term(layer)
+    term.backward()
+    assert term.isfinite()
+    assert layer.up_proj.weight.grad is not None
+    assert layer.up_proj.weight.grad.isfinite().all()
+
+
+def test_silent_layers_and_empty_batches_have_no_sharing_term() -> None:
+    layer = SparseMLP(K, N)
+    recipe.record_aux(layer, inputs=True)
+    for x in (torch.zeros(64, K), torch.zeros(0, K)):
+        layer(x)
+        term = recipe.sharing_term(layer)
         term.backward()
-        found.append((term.detach(), factor * first.gate_proj.weight.grad, second.gate_proj.weight.grad))
-    for ours, theirs in zip(*found):
-        torch.testing.assert_close(ours, theirs)
+        assert term == 0
+        assert not layer.up_proj.weight.grad.any()  # type: ignore[union-attr]
+
+
+def test_windows_are_not_at_the_same_places_of_all_sequences() -> None:
+    """A model silences the places that L1 sees, and no others."""
+    layer = SparseMLP(1, 8)
+    layer.up_proj.weight.data.fill_(1.0)
+    positions = torch.arange(1024.0).expand(32, 1024)[..., None]
+    for tokens, windows in ((32, 64), (1, 2048)):
+        (gates,) = _sharing.gates_of([(layer, positions)], tokens, windows)
+        assert gates.shape == (windows, tokens, 8)
+        assert len(gates[..., 0].unique()) == 1024
 
 
 def test_neighbours_come_to_share_neurons() -> None:
@@ -318,7 +377,7 @@ def test_neighbours_come_to_share_neurons() -> None:
         torch.manual_seed(0)
         model = Model()
         recipe.record_aux(model, inputs=True)
-        train(model, TargetSparsity(6, 240, sharing=sharing), 240)
+        train(model, TargetSparsity(6, 240, of="gate", sharing=sharing), 240)
         with torch.no_grad():
             gate: Any = model.mlps[0].gate_proj  # type: ignore[union-attr]
             fires = gate(F.layer_norm(next(batches(9))[0], (K,))) > 0
@@ -404,3 +463,108 @@ def test_without_a_threshold_the_layers_have_relu() -> None:
         recipe.choose_threshold(Model("drelu"), lambda: 1.0)
     with pytest.raises(ValueError, match="least must be above 0, got 0"):
         recipe.choose_threshold(model, lambda: 1.0, least=0)
+
+
+# FATReLU's threshold in training
+
+
+@pytest.mark.parametrize("nnz", [3, 12])
+@pytest.mark.parametrize("layer", [SparseGatedMLP, SparseMLP])
+def test_training_reaches_the_target_by_a_threshold(layer: Any, nnz: int) -> None:
+    model = Model(layer=layer)
+    recipe.record_aux(model, inputs=True)
+    target = TargetThreshold(model, nnz, 240)
+    assert train(model, target, 240) == pytest.approx(nnz, rel=0.2)
+    # L1 leaves twice as many above 0
+    assert target.gates.read()["non_zeros"] == pytest.approx(2 * nnz, rel=0.3)
+    x, _ = next(batches(7))
+    before = model(x)
+    threshold = target.settle()
+    assert threshold == target.read()["threshold"] > 0
+    assert {(mlp.activation, mlp.threshold) for mlp in recipe.layers(model).values()} == {("fatrelu", threshold)}
+    torch.testing.assert_close(model(x), before)
+    assert sum(float(mlp.aux.l0) for mlp in recipe.layers(model).values()) / 2 == pytest.approx(nnz, rel=0.3)
+
+
+def test_a_threshold_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    def run(stop: int | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Model()
+        recipe.record_aux(model, inputs=True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        target = TargetThreshold(model, 5, 30)
+        for step, (x, y) in zip(range(30), batches()):
+            if step == stop:
+                torch.save([target.state_dict(), model.state_dict()], tmp_path / "target")
+                model = Model()
+                recipe.record_aux(model, inputs=True)
+                target = TargetThreshold(model, 5, 30)
+                held, weights = torch.load(tmp_path / "target", weights_only=True)
+                target.load_state_dict(held)
+                model.load_state_dict(weights)
+                optimizer = torch.optim.SGD(model.parameters(), 0.05)
+            ((model(x) - y).square().mean() + target.term(model)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            target.update()
+        return [torch.tensor(target.settle()), *model.parameters()]
+
+    whole = run(None)
+    assert whole[0] > 0
+    for stop in (0, 1, 12):
+        assert all(torch.equal(a, b) for a, b in zip(run(stop), whole))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "dense", "union"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_graph_is_for_one_threshold(strategy: Any, compiled: bool) -> None:
+    """A threshold that moves gives what a number gives, with one graph for all of them."""
+    model = Model(strategy=strategy)
+    x, _ = next(batches())
+    level = torch.tensor(0.0)
+    for mlp in recipe.layers(model).values():
+        mlp.activation, mlp.threshold = "fatrelu", level
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    forward: Any = torch.compile(model, backend=counter) if compiled else model
+    for value in (0.0, 0.1, 0.4):
+        level.fill_(value)
+        plain = Model(strategy="dense")
+        plain.load_state_dict(model.state_dict())
+        for mlp in recipe.layers(plain).values():
+            mlp.activation, mlp.threshold = "fatrelu", value
+        results = []
+        for each in (forward, plain):
+            each.zero_grad() if each is plain else model.zero_grad()
+            y = each(x)
+            y.square().mean().backward()
+            results.append([y, *(p.grad for p in (plain if each is plain else model).parameters())])
+        for ours, theirs in zip(*results):
+            torch.testing.assert_close(ours, theirs)
+    assert counter.frame_count == (1 if compiled else 0)
+
+
+def test_thresholds_that_move_are_checked() -> None:
+    with pytest.raises(ValueError, match='must have "relu" or "fatrelu", got \'relu2\''):
+        TargetThreshold(Model("relu2"), 5, 10)
+    with pytest.raises(ValueError, match="nnz must be a finite number of at least 0, got -1"):
+        TargetThreshold(Model(), -1, 10)
+    layer = SparseMLP(K, N)
+    with pytest.raises(ValueError, match=r"got torch\.float32 \[\] with 'relu'"):
+        layer.threshold = torch.tensor(1.0)
+    layer.activation = "fatrelu"
+    with pytest.raises(ValueError, match=r"0-d floating tensor without gradient, got torch\.float32 \[2\]"):
+        layer.threshold = torch.ones(2)
+    layer.threshold = torch.tensor(1.0)
+    assert "threshold=a tensor" in repr(layer)
+    assert "changes during training" in str(twell.explain(layer))
+    with pytest.raises(TypeError, match="pack: threshold must be a number, got a tensor"):
+        twell.pack(torch.zeros(1, K), torch.zeros(N, K), threshold=torch.tensor(1.0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="strategy must be"):
+        twell.sparse_ffn(
+            torch.zeros(1, K),
+            torch.zeros(N, K),
+            torch.zeros(K, N),
+            activation="fatrelu",
+            threshold=layer.threshold,
+            strategy="no",
+        )  # type: ignore[call-overload]

@@ -233,7 +233,7 @@ def test_an_activation_that_no_configuration_can_name_is_refused(tmp_path: Path)
     model.config.hidden_act_param = 0.25
     name_activation(model)
     assert not hasattr(model.config, "hidden_act_param")
-    with pytest.raises(ValueError, match="got 'fatrelu'; its threshold is chosen after training"):
+    with pytest.raises(ValueError, match="got 'fatrelu'; training finds its threshold"):
         sparsify(stock("llama"), activation="fatrelu")  # type: ignore[arg-type]
 
 

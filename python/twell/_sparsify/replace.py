@@ -151,7 +151,7 @@ def plan(
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise TypeError(f"sparsify_: model must be Python code, got a {type(model).__name__} of torch.jit")
     if activation not in (None, *_TARGETS):
-        later = "; its threshold is chosen after training: twell.recipe.choose_threshold"
+        later = "; training finds its threshold: twell.recipe.TargetThreshold"
         raise ValueError(
             f"sparsify_: activation must be None or one of {', '.join(_TARGETS)}, got {activation!r}"
             f"{later if activation == 'fatrelu' else ''}"

@@ -95,8 +95,8 @@ def sparsify(
     ``activation="relu"``, "relu2" or "drelu" the model gets that one, to be trained with it, and so does its
     configuration: ``from_pretrained`` of the stock class then computes the same or, with "drelu", which no stock class
     has, raises; ``load`` reads the files of causal models. The configuration has one activation for all layers, so
-    ``filter_fn`` must then accept all of them, and no experts may be stacked in one tensor. "fatrelu" comes after
-    training: ``twell.recipe.choose_threshold``, then ``name_activation``.
+    ``filter_fn`` must then accept all of them, and no experts may be stacked in one tensor. "fatrelu" begins as
+    "relu": ``twell.recipe.TargetThreshold`` trains its threshold, then ``name_activation``.
 
     Of a mixture of experts the dense layers, shared experts and experts that are modules are taken; experts stacked in
     one tensor stay as they are.
@@ -182,7 +182,7 @@ def with_activation(model: Any, activation: Activation) -> Any:
 def name_activation(model: Any) -> None:
     """Write the activation of the twell layers of ``model`` to its configuration, with FATReLU's threshold.
 
-    For layers whose activation was set after ``sparsify``, as by ``twell.recipe.choose_threshold``: call it before
+    For layers whose activation was set after ``sparsify``, as by ``twell.recipe.TargetThreshold``: call it before
     ``save_pretrained``. All feed-forward layers of the model, or of its text part, must be twell's, since the
     configuration has one activation for all. ``load`` reads the files of causal models.
 
@@ -244,7 +244,7 @@ def _set_activation(config: Any, activation: Activation) -> None:
         if isinstance(named := getattr(part, "feed_forward_proj", None), str):
             part.feed_forward_proj = f"gated-{name}" if named.startswith("gated-") else name
         if name == "fatrelu":
-            setattr(part, layouts.THRESHOLD_KEY, activation.threshold)
+            setattr(part, layouts.THRESHOLD_KEY, float(activation.threshold))
         elif hasattr(part, layouts.THRESHOLD_KEY):
             delattr(part, layouts.THRESHOLD_KEY)
 

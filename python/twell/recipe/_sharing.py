@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import _compaction
-from twell._activation import activation_of
 from twell._arguments import require_integer
 from twell.recipe._aux import layers, mean_over_layers, whole
 
@@ -18,11 +17,11 @@ from twell.recipe._aux import layers, mean_over_layers, whole
 def sharing_term(model: nn.Module, tokens: int = 32, windows: int = 64) -> Tensor:
     """The mean over layers and windows of neighbouring tokens of the norms of neurons over a window, a 0-d tensor.
 
-    With a [T, N] the gate after its activation in a window of T tokens, a window has the sum over neurons of the
-    Euclidean norm of a neuron's T values, over the root of T. That is the mean L1 norm of a token's gate if all tokens
-    fire the same neurons equally, and up to the root of T times as much if no two tokens share one. So at equal L1 it
-    is least where neighbours share neurons, which is what strategy "union" gains from. With T = 1 it is the L1 norm of
-    the gate.
+    With a [T, N] the gate after ReLU, whatever FATReLU's threshold, in a window of T tokens, a window has the sum over
+    neurons of the Euclidean norm of a neuron's T values, over the root of T. That is the mean L1 norm of a token's gate
+    if all tokens fire the same neurons equally, and up to the root of T times as much if no two tokens share one. So at
+    equal L1 it is least where neighbours share neurons, which is what strategy "union" gains from. With T = 1 it is the
+    L1 norm of the gate.
 
     Use it after each forward pass of a model that has been through ``record_aux(model, inputs=True)``, beside
     ``l1_term``; ``TargetSparsity`` combines both. It computes the gates of its windows once more.
@@ -35,7 +34,7 @@ def sharing_term(model: nn.Module, tokens: int = 32, windows: int = 64) -> Tenso
     """
     require_integer("tokens", tokens, 1)
     require_integer("windows", windows, 1)
-    return mean_over_layers(model, norms(read_inputs(model), tokens, windows))
+    return mean_over_layers(model, [norm(gates) for gates in gates_of(read_inputs(model), tokens, windows)])
 
 
 def read_inputs(model: nn.Module) -> list[tuple[Any, Tensor]]:
@@ -53,22 +52,19 @@ def read_inputs(model: nn.Module) -> list[tuple[Any, Tensor]]:
     return found
 
 
-def norms(inputs: list[tuple[Any, Tensor]], tokens: int, windows: int) -> list[Tensor]:
-    """The mean over windows that ``sharing_term`` takes the mean of, for each input that was read."""
-    return [_norm(layer, x, tokens, windows) for layer, x in inputs]
+def gates_of(inputs: list[tuple[Any, Tensor]], tokens: int, windows: int) -> list[Tensor]:
+    """The gates after ReLU [windows, tokens, N], in fp32, of evenly spaced windows of each input that was read."""
+    return [_gates(layer, x, tokens, windows) for layer, x in inputs]
 
 
-def _norm(layer: Any, x: Tensor, tokens: int, windows: int) -> Tensor:
-    """The mean over the windows of one call."""
+def _gates(layer: Any, x: Tensor, tokens: int, windows: int) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     # a call with fewer tokens is one window
     tokens = max(1, min(tokens, len(rows)))
     count = len(rows) // tokens
-    if count > windows:
-        step = count // windows
-        rows = rows[: windows * step * tokens].view(windows, step, tokens, -1)[:, 0]
-    else:
-        rows = rows[: count * tokens].view(count, tokens, -1)
+    # an odd step, else windows would begin at the same few positions of every sequence of 2^k tokens
+    step = max(1, (count // windows - 1) | 1)
+    rows = rows[: count * tokens].view(count, tokens, x.shape[-1])[::step][:windows]
     if layer._is_plain():
         projection: Any = _compaction.gate_of(layer)
         bias = None if projection.bias is None else whole(projection.bias).to(rows.dtype)
@@ -76,6 +72,16 @@ def _norm(layer: Any, x: Tensor, tokens: int, windows: int) -> Tensor:
     else:
         # an adapter, say
         gate = _compaction.gate_by_call(layer, rows)
-    fired = activation_of(layer.activation, layer.threshold, layer._gated).after(gate).float()
-    norms: Tensor = torch.linalg.vector_norm(fired, dim=1)
-    return norms.sum(1).mean() / math.sqrt(tokens)
+    return F.relu(gate).float()
+
+
+def l1(gates: Tensor) -> Tensor:
+    """The mean over tokens of the L1 norm of gates [windows, tokens, N]."""
+    total: Tensor = gates.sum(-1).sum() / max(1, gates.shape[0] * gates.shape[1])
+    return total
+
+
+def norm(gates: Tensor) -> Tensor:
+    """The mean over windows that ``sharing_term`` takes the mean of."""
+    total: Tensor = torch.linalg.vector_norm(gates, dim=1).sum(1).sum() / max(1, gates.shape[0])
+    return total / math.sqrt(gates.shape[1])

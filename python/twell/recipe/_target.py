@@ -1,4 +1,4 @@
-"""A controller that steers the coefficient of L1 to a number of non-zeros, without a wait in the step."""
+"""Controllers that steer L1, or L1 and FATReLU's threshold, to a number of non-zeros, without a wait in the step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from twell._arguments import require_choice, require_integer, require_number
+from twell.recipe import _sharing
 from twell.recipe._aux import mean_over_layers, read_aux, whole
-from twell.recipe._sharing import norms, read_inputs
+from twell.recipe._threshold import require_relu
 
 # The coefficient is the exponential of a slow part, which sums the error log(non-zeros / goal), and a fast part in
 # proportion to it, which damps. Tried with models of 0.1 M parameters and 60 to 1,200 steps: runs to 7 to 25 % of the
@@ -27,12 +28,18 @@ _MOST_ERROR = 1.0
 # The slow part falls to this share of the first coefficient at the least, from where it comes back soon.
 _LEAST = 1e-3
 
-# Tokens per call whose gates are computed for their L1; windows and tokens of a window for sharing.
-_GATES, _WINDOWS, _WINDOW = 2048, 64, 32
+# Tokens per call whose gates are computed for their L1, and tokens of a window of them for sharing.
+_GATES, _WINDOW = 2048, 32
 
 # The entries of the state: logarithms of the coefficient without damping, of its first value, of the first and the
-# last number of non-zeros, and the coefficient.
-_SLOW, _BEGIN, _FIRST, _LAST, _NOW = range(5)
+# last number of non-zeros that L1 is steered by, and of the last mean of ``Aux.l0``; the coefficient.
+_SLOW, _BEGIN, _FIRST, _LAST, _FIRED, _NOW = range(6)
+
+# With a threshold, L1 is steered to this many times the target, by this share of the way.
+_OPEN, _EARLIER = 2.0, 0.8
+# The first threshold, over the mean gate above 0. Its logarithm moves by this per step and unit of error, and faster in
+# runs of less than 160 steps, so that it gets as far as the way asks.
+_START, _RATE, _FASTEST = 0.1, 0.15, 0.5
 
 
 class TargetSparsity:
@@ -59,16 +66,17 @@ class TargetSparsity:
     equally often; they share figures and coefficients.
 
     Args:
-        nnz: the target, the mean over layers of ``Aux.l0``.
+        nnz: the target, a mean over layers.
         steps: of the whole run, whose learning rate falls to its end.
         stages: how many.
         reach: the share of the steps after which the goal is the target.
         begin: the L1 term in the first step, in nats: the first coefficient is this over the measured L1.
-        of: "hidden", the L1 of ``l1_term``, or "gate", the L1 of the gate after its activation, of up to 2,048 tokens
-            per call. Layers with "relu2" and "drelu" need the latter: L1 of their hidden state makes gates small
-            without silencing them, or silences the up projection.
-        sharing: from 0 to 1, the share of ``sharing_term`` in the term. Each layer's part of it is scaled to the value
-            of the layer's L1. It and "gate" need ``record_aux(model, inputs=True)``.
+        of: "hidden", the L1 of ``l1_term``, or "gate", L1 and non-zeros of the gate after ReLU, whatever FATReLU's
+            threshold, of up to 2,048 tokens per call, which needs ``record_aux(model, inputs=True)``. Layers with
+            "relu2" and "drelu" need "gate": L1 of their hidden state makes gates small without silencing them, or
+            silences the up projection.
+        sharing: from 0 to 1, with "gate": the share of ``sharing_term`` in the term. Each layer's part of it is scaled
+            to the L1 of the same tokens.
         group: of ranks whose figures are taken together; None: all, if torch.distributed is initialised.
     """
 
@@ -90,6 +98,8 @@ class TargetSparsity:
                 raise ValueError(f"{name} must be above 0, got {value}")
         require_number("sharing", sharing, 0, 1)
         require_choice("of", of, ("hidden", "gate"))
+        if sharing and of != "gate":
+            raise ValueError(f'sharing must be 0 unless of is "gate", got {sharing}')
         require_integer("steps", steps, 1)
         require_integer("stages", stages, 1)
         self.nnz, self.steps, self.stages, self.reach = float(nnz), steps, stages, float(reach)
@@ -101,22 +111,25 @@ class TargetSparsity:
 
     def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
         """The coefficient times L1, with the errors of ``l1_term``; reading clears the record."""
-        found = read_aux(model, several)
-        inputs = read_inputs(model) if self.sharing or self.of == "gate" else []
-        if self.of == "gate":
-            sizes = norms(inputs, 1, _GATES)
+        calls = [aux for _, each in read_aux(model, several) for aux in each]
+        fired = [whole(aux.l0) for aux in calls]
+        if self.of == "hidden":
+            counts = fired
+            penalty = l1 = mean_over_layers(model, [whole(aux.l1) for aux in calls])
         else:
-            sizes = [whole(aux.l1) for _, calls in found for aux in calls]
-        l1 = mean_over_layers(model, sizes)
+            window = _WINDOW if self.sharing else 1
+            gates = _sharing.gates_of(_sharing.read_inputs(model), window, _GATES // window)
+            counts = [_sharing.l1((each.detach() > 0).float()) for each in gates]
+            penalty = l1 = mean_over_layers(model, list(map(_sharing.l1, gates)))
+            if self.sharing:
+                shared = mean_over_layers(model, list(map(_shared, gates)))
+                penalty = (1 - self.sharing) * l1 + self.sharing * shared
         with torch.no_grad():
-            l0 = torch.stack([whole(aux.l0).to(l1.device) for _, calls in found for aux in calls]).mean()
             state = self._on(l1)
-            self._sum = l0.double() if self._sum is None else self._sum + l0
+            now = torch.stack([torch.stack([each.to(l1.device) for each in kind]) for kind in (counts, fired)])
+            now = now.mean(1, dtype=torch.float64)
+            self._sum = now if self._sum is None else self._sum + now
             self._calls += 1
-        penalty = l1
-        if self.sharing:
-            shared = mean_over_layers(model, list(map(_of_size, norms(inputs, _WINDOW, _WINDOWS), sizes)))
-            penalty = (1 - self.sharing) * l1 + self.sharing * shared
         # a copy: ``update`` writes the state before a late backward pass may read it
         return penalty * state[_NOW].to(l1.dtype, copy=True)
 
@@ -126,7 +139,7 @@ class TargetSparsity:
         if self._state is None or self._sum is None:
             raise RuntimeError("TargetSparsity: update needs a term since the last update, got none")
         state = self._state
-        last = self._mean(self._sum / self._calls).clamp(min=1e-3).log()
+        last, state[_FIRED] = self._mean(self._sum / self._calls).clamp(min=1e-3).log()
         if not self.step:
             state[_FIRST] = last
         first = state[_FIRST].clamp(min=math.log(self.nnz))
@@ -171,7 +184,8 @@ class TargetSparsity:
         """The state on the device of ``l1``, made of it if this is the first step."""
         if self._state is None:
             begin = (self.begin / self._mean(l1.detach().double()).clamp(min=1e-12)).log()
-            self._state = torch.stack([begin, begin, begin.new_zeros(()), begin.new_zeros(()), begin.exp()])
+            nothing = begin.new_zeros(())
+            self._state = torch.stack([begin, begin, nothing, nothing, nothing, begin.exp()])
         elif self._state.device != l1.device:
             self._state = self._state.to(l1.device, non_blocking=True)
         return self._state
@@ -185,7 +199,127 @@ class TargetSparsity:
         return value
 
 
-def _of_size(term: Tensor, l1: Tensor) -> Tensor:
-    """``term`` scaled to the value of ``l1``."""
-    # a scale that layers shared would press hardest on those whose neurons fire rarely, until they are silent
-    return term * (l1 / term.clamp(min=torch.finfo(term.dtype).tiny)).detach()
+def _shared(gates: Tensor) -> Tensor:
+    """The norm of neurons over windows, scaled to the L1 of the same tokens."""
+    # one scale for all layers would press hardest on those whose neurons fire rarely, until they are silent. Of the
+    # same tokens the scale is at most 1, where the L1 of others over the norm of silent windows is infinite
+    norm = _sharing.norm(gates)
+    with torch.no_grad():
+        scale = _sharing.l1(gates) / norm.clamp(min=torch.finfo(norm.dtype).tiny)
+    return norm * scale
+
+
+class TargetThreshold:
+    """FATReLU with one threshold for all layers, which training moves until ``nnz`` neurons fire per token.
+
+    ::
+
+        recipe.record_aux(model, inputs=True)
+        target = recipe.TargetThreshold(model, nnz=30, steps=2000)
+        for ids, labels in batches:
+            loss = cross_entropy(model(ids), labels) + target.term(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            target.update()
+        target.settle()
+
+    L1 of the gate, a ``TargetSparsity``, leaves twice the target's gates above 0, and the threshold silences the
+    smaller half of them. After each step the logarithm of the threshold moves by the measured error,
+    log(non-zeros / goal), where the goal falls from the first non-zeros measured to ``nnz`` by equal factors over the
+    first ``reach`` of the steps. The model learns with the threshold, so that it loses less than by a threshold chosen
+    at the end.
+
+    The layers must have "relu" or "fatrelu", and get "fatrelu" and a threshold that is a tensor: no step waits for the
+    device, no graph is traced again, and the layers run dense. ``settle`` makes a number of it, with which they may
+    run sparse; for a model of transformers ``twell.integrations.transformers.name_activation`` then writes its
+    configuration. All ranks must call ``term`` and ``update`` equally often.
+
+    Args:
+        model: on its device, not compiled yet.
+        nnz: the target, the mean over layers of ``Aux.l0``.
+        steps: of the whole run, whose learning rate falls to its end.
+        reach: the share of the steps after which the goal is the target.
+        sharing, group: as in ``TargetSparsity``.
+
+    Raises ValueError for layers with another activation.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        nnz: float,
+        steps: int,
+        *,
+        reach: float = 0.5,
+        sharing: float = 0.0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        require_number("nnz", nnz, 0)
+        require_number("reach", reach, 0, 1)
+        self.gates = TargetSparsity(_OPEN * nnz, steps, reach=_EARLIER * reach, of="gate", sharing=sharing, group=group)
+        self.nnz, self.reach = float(nnz), float(reach)
+        self._layers = list(require_relu(model).values())
+        devices = {layer.down_proj.weight.device for layer in self._layers}
+        self._levels = {device: torch.zeros((), device=device) for device in devices}
+        # logarithms of the threshold, of the least one, and of the first number of non-zeros
+        self._state: Tensor | None = None
+        for layer in self._layers:
+            layer.threshold, layer.activation = 0, "fatrelu"
+            layer.threshold = self._levels[layer.down_proj.weight.device]
+
+    def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
+        """The coefficient times L1 of the gate, with the errors of ``l1_term``; reading clears the record."""
+        return self.gates.term(model, several=several)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Steer by the terms since the last update: call it once per step of the optimizer."""
+        self.gates.update()
+        gates, step = self.gates._state, self.gates.step
+        assert gates is not None
+        if self._state is None:
+            # the mean of the gates above 0: their L1 by their number
+            mean = math.log(self.gates.begin) - gates[_BEGIN] - gates[_FIRST]
+            begin = mean + math.log(_START)
+            self._state = torch.stack([begin, begin + math.log(_LEAST), gates[_FIRED].clamp(min=math.log(self.nnz))])
+        level, least, first = self._state
+        passed = min(1.0, step / (self.reach * self.gates.steps))
+        error = gates[_FIRED] - (first + passed * (math.log(self.nnz) - first))
+        rate = min(_FASTEST, max(_RATE, _TRAVEL / (self.reach * self.gates.steps)))
+        level += rate * error.clamp(-_MOST_ERROR, _MOST_ERROR)
+        level.clamp_(min=least)
+        self._write()
+
+    def read(self) -> dict[str, float]:
+        """The coefficient and the threshold now and the non-zeros of the last step. Waits for the device."""
+        found = self.gates.read()
+        if self._state is not None and self.gates._state is not None:
+            found["non_zeros"] = math.exp(self.gates._state[_FIRED])
+        return found | {"threshold": float(next(iter(self._levels.values())))}
+
+    def settle(self) -> float:
+        """Give the layers the threshold as a number, which they keep, and return it. Waits for the device."""
+        threshold = self.read()["threshold"]
+        for layer in self._layers:
+            layer.threshold = threshold
+        return threshold
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``load_state_dict`` needs to go on after a whole step; the arguments are not part of it."""
+        return {**self.gates.state_dict(), "threshold": None if self._state is None else self._state.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``; terms since the last update are forgotten."""
+        self.gates.load_state_dict(state)
+        held = state["threshold"]
+        self._state = None if held is None else held.clone()
+        self._write()
+
+    def _write(self) -> None:
+        """Give the layers the threshold of the state."""
+        for level in self._levels.values():
+            if self._state is None:
+                level.zero_()
+            else:
+                level.copy_(self._state[0].exp(), non_blocking=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from twell._activation import ActivationName
 from twell._arguments import require_integer, require_number
@@ -49,15 +49,12 @@ def choose_threshold(
     require_integer("evaluations", evaluations, 2)
     if not least:
         raise ValueError(f"least must be above 0, got {least}")
-    found = layers(model)
-    for name, layer in found.items():
-        if layer.activation not in ("relu", "fatrelu"):
-            raise ValueError(f'{name or "the model"} must have "relu" or "fatrelu", got {layer.activation!r}')
+    found = require_relu(model)
 
     before = [(layer, layer.activation, layer.threshold) for layer in found.values()]
     tried: list[tuple[float, float]] = []
 
-    def put(layer: MLP, activation: ActivationName, threshold: float) -> None:
+    def put(layer: MLP, activation: ActivationName, threshold: float | Tensor) -> None:
         # "relu" takes a threshold of 0 alone
         layer.threshold, layer.activation = 0, activation
         layer.threshold = threshold
@@ -87,3 +84,12 @@ def choose_threshold(
     for layer in found.values():
         put(layer, "fatrelu" if good else "relu", good)
     return ThresholdChoice(good, tuple(tried))
+
+
+def require_relu(model: nn.Module) -> dict[str, MLP]:
+    """The twell layers of ``model``; ValueError unless they can have a threshold."""
+    found = layers(model)
+    for name, layer in found.items():
+        if layer.activation not in ("relu", "fatrelu"):
+            raise ValueError(f'{name or "the model"} must have "relu" or "fatrelu", got {layer.activation!r}')
+    return found
