@@ -330,7 +330,7 @@ ALL = (
     ),
     Measurement(
         "h200_portable",
-        "kernels of the portable family beside Hopper's, with floors; the file of today was made by hand",
+        "kernels of the portable family beside Hopper's, with floors",
         "tables in the page on GPUs",
         ("python -m profiling.portable --out $OUT",),
         (40,),

@@ -94,7 +94,15 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def results(document: dict[str, Any]) -> list[Result]:
-    return [Result(**row) for row in document["rows"]]
+    """The rows of a document.
+
+    Those of the first runs have one learning rate, which is among the arguments, and figures of a threshold chosen
+    after training, which are left out.
+    """
+    lr = document.get("arguments", {}).get("further_lr")
+    rows = ({name: value for name, value in row.items() if name != "fatrelu"} for row in document["rows"])
+    earlier = isinstance(lr, float)
+    return [Result(**({"lr": 0.0 if row["activation"] == "base" else lr} if earlier else {}) | row) for row in rows]
 
 
 @dataclass(frozen=True)
