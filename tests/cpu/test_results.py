@@ -15,6 +15,7 @@ import torch
 
 from twell import tuning
 from twell._runtime import specs
+from twell.commands import tune
 
 MACHINE = "NVIDIA H200 (made up); SM 1980 MHz now, 1980 most; kernels 0123456789ab"
 
@@ -190,7 +191,7 @@ def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path) -> Non
     assert len(rows) >= 100
     losses = []
     for row in rows:
-        call = tuning.Problem(*(row[name] for name in ("m", "k", "n", "gated", "training", "down_copied")))
+        call = tuning.Problem(*(row[name] for name in tune.SIZES))
         chosen = tuning.decide(call, tuning.Figures(row["nonzeros"], row["union"], row["heaviest"]), None).strategy
         ms = {name: row[f"{name}_ms"] for name in ("row", "union", "dense") if row.get(f"{name}_ms")}
         losses.append(ms[chosen] / min(ms.values()) - 1)

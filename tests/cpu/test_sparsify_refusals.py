@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import operator  # noqa: F401, of the codes
 import re
+import sys
 import textwrap
 import types
 from collections.abc import Callable
@@ -37,7 +38,9 @@ from ffns import (
 )
 from torch import Tensor, nn
 
+from twell._activation import Activation
 from twell._sparsify import layers, sparsify_
+from twell._sparsify.equivalence import family_of
 
 # Modules with the names of a layer that compute something else.
 
@@ -828,3 +831,16 @@ def test_dropout_in_the_place_of_an_activation_is_never_lost(activation: Any) ->
     with pytest.raises(ValueError, match="must drop no values"):
         sparsify_(m, activation=activation)
     assert type(m[0]) is before
+
+
+@pytest.mark.parametrize(("caller", "found"), [("torch.nn.functional", Activation("relu")), ("models.of_a_user", None)])
+def test_backports_of_the_standard_library_are_no_code_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, caller: str, found: Activation | None
+) -> None:
+    """torch calls ``typing_extensions``, which looks at its caller's frame; other code that does is refused."""
+    look: Any = types.FunctionType((lambda: sys._getframe()).__code__, {"__name__": "typing_extensions", "sys": sys})
+
+    names: dict[str, Any] = {"__name__": caller, "torch": torch, "look": look}
+    exec("def relu(x, inplace=False):\n    look()\n    return torch.relu(x)", names)
+    monkeypatch.setattr(F, "relu", names["relu"])
+    assert family_of(nn.ReLU(), torch.float32) == found

@@ -55,6 +55,9 @@ _CHOOSING = (
     "SETUP_FINALLY",
 )
 
+# The standard library, with its backport that torch calls.
+_STANDARD = sys.stdlib_module_names | {"typing_extensions"}
+
 _ENTER_AUTOCAST = torch.autocast.__enter__.__code__
 
 
@@ -159,7 +162,7 @@ def _is_own(frame: types.FrameType | None) -> bool:
         package = str(frame.f_globals.get("__name__")).split(".")[0]
         if package == "torch" and not own:
             return False
-        own = own or not (package in sys.stdlib_module_names or package.startswith("namedtuple_"))
+        own = own or not (package in _STANDARD or package.startswith("namedtuple_"))
         frame = frame.f_back
     return own
 
