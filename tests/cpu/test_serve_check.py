@@ -49,6 +49,28 @@ def configure(folder: Path, **content: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | content))
 
 
+def firings(folder: Path, activation: str = "relu", hidden_act_param: float = 0.0) -> list[torch.Tensor]:
+    """Which neurons of each layer fire for 8 sequences of 256 tokens, by the stock model with another activation."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    config = LlamaConfig.from_pretrained(folder, hidden_act="relu")
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config)
+    ids = AutoTokenizer.from_pretrained(folder)((folder / "text.txt").read_text())["input_ids"]
+    bos, rows = ids[0], []
+    while len(rows) < 8:
+        start = 0 if not rows else 1 + 255 * len(rows)
+        rows.append([bos, *ids[start + (not rows) : start + 255 + (not rows)]])
+    gates: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda _, __, gate: gates.append(gate > hidden_act_param))
+        layer.mlp.act_fn = torch.nn.Threshold(hidden_act_param, 0.0)
+        if activation == "drelu":
+            layer.mlp.up_proj.register_forward_hook(lambda _, __, up: up.relu())
+    with torch.no_grad():
+        model(torch.tensor(rows))
+    return [fired.flatten(0, 1) for fired in gates]
+
+
 def test_without_text_figures_are_assumed_and_said_to_be(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = check(capsys, llama, *SIZES, "--json", llama / "out.json")
     assert status == 0
@@ -74,21 +96,7 @@ def test_measured_figures_are_those_of_the_gates(llama: Path, capsys: pytest.Cap
     assert "Figures: measured on 2,048 tokens of 1 files, 8 sequences of up to 256" in out
     found = measured(json.loads((llama / "config.json").read_text()), 3)
     assert found is not None
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(llama), AutoTokenizer.from_pretrained(llama)
-    ids = tokenizer((llama / "text.txt").read_text())["input_ids"]
-    bos, rows = ids[0], []
-    while len(rows) < 8:
-        start = 0 if not rows else 1 + 255 * len(rows)
-        rows.append([bos, *ids[start + (not rows) : start + 255 + (not rows)]])
-    gates: list[torch.Tensor] = []
-    for layer in model.model.layers:
-        layer.mlp.gate_proj.register_forward_hook(lambda _, __, gate: gates.append(gate > 0))
-    with torch.no_grad():
-        model(torch.tensor(rows))
-    for fired, of in zip(gates, found, strict=True):
-        fired = fired.flatten(0, 1)
+    for fired, of in zip(firings(llama), found, strict=True):
         assert of.nonzeros == pytest.approx(fired.sum().item() / len(fired), abs=0.01)
         assert of.text == pytest.approx(fired.view(-1, 128, 320).any(1).float().mean().item(), abs=1e-4)
         # more neurons fire on tokens of several texts, and no more than by chance
@@ -153,14 +161,27 @@ def test_sparse_checkpoint_that_lies_is_measured_with_relu(
     assert written == before
 
 
-def test_squared_relu_is_served_and_not_measured(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    configure(llama, hidden_act="relu2")
-    status, out, _ = check(capsys, llama, *SIZES, "--nnz", 9)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "SparseLlamaForCausalLM"])
+@pytest.mark.parametrize(("activation", "name"), [("relu", "ReLU"), ("fatrelu", "FATReLU"), ("drelu", "dReLU")])
+def test_the_family_is_served_and_measured(
+    activation: str, name: str, architecture: str, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threshold = {"hidden_act_param": 0.05} if activation == "fatrelu" else {}
+    configure(llama, hidden_act=activation, architectures=[architecture], **threshold)
+    status, out, _ = check(capsys, llama, *SIZES, "--text", llama / "text.txt", "--save", "--tokens", 2048)
     assert status == 0
-    assert "vLLM serves LlamaForCausalLM with the square of ReLU, through twell" in out
-    status, _, err = check(capsys, llama, *SIZES, "--text", llama / "text.txt")
-    assert status == 2
-    assert "--text: expected a model with ReLU, got one with its square" in err
+    assert f"vLLM serves {architecture} with {name}, through twell" in out
+    found = measured(json.loads((llama / "config.json").read_text()), 3)
+    assert found is not None
+    for fired, of in zip(firings(llama, activation, **threshold), found, strict=True):
+        assert of.nonzeros == pytest.approx(fired.sum().item() / len(fired), abs=0.01)
+
+
+def test_squared_relu_is_served_and_measured(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure(llama, hidden_act="relu2")
+    status, out, _ = check(capsys, llama, *SIZES, "--text", llama / "text.txt")
+    assert status == 0
+    assert "vLLM serves LlamaForCausalLM with squared ReLU, through twell" in out
     configure(llama, architectures=["SparseLlamaForCausalLM"])
     status, out, _ = check(capsys, llama, *SIZES, "--text", llama / "text.txt")
     assert status == 0
@@ -180,7 +201,7 @@ def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.Cap
     [
         ({"hidden_act": "silu"}, [], "got LlamaForCausalLM with 'silu': vLLM serves it without twell"),
         ({"architectures": ["OPTForCausalLM"]}, [], "got OPTForCausalLM with 'relu': vLLM serves it without twell"),
-        ({"hidden_act": "drelu"}, [], "with 'drelu' (dReLU, which twell computes outside of vLLM): vLLM refuses it"),
+        ({"hidden_act": "fatrelu"}, [], 'a configuration with "fatrelu" must have its threshold, hidden_act_param'),
         ({"architectures": None}, [], "got no architectures"),
         ({"sparsity_figures": [[1, 0.5, 0.5]]}, [], "an entry for each of the 3 layers, got 1 entries"),
         ({}, ["--save"], "--save: expected --text"),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from twell._activation import Activation
 from twell.integrations import engines, layouts
 from twell.integrations import vllm as plugin
 
@@ -84,9 +85,9 @@ def test_another_value_is_refused(registry: Registry, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("architecture", plugin.LLAMA_LIKE)
 def test_llama_like_model_is_twells_where_it_has_relu(architecture: str, registry: Registry) -> None:
     plugin.register()
-    relu, square, silu = (transformers.LlamaConfig(hidden_act=act) for act in ("relu", "relu2", "silu"))
+    relu, square, own, silu = (transformers.LlamaConfig(hidden_act=act) for act in ("relu", "relu2", "fatrelu", "silu"))
     assert asked(registry, relu, [architecture]) == asked(registry, relu, architecture) == ["TwellForCausalLM"]
-    assert asked(registry, square, [architecture]) == ["TwellForCausalLM"]
+    assert asked(registry, square, [architecture]) == asked(registry, own, [architecture]) == ["TwellForCausalLM"]
     assert asked(registry, silu, [architecture]) == [architecture]
     assert asked(registry, relu, [architecture], "transformers") == asked(registry, relu, [architecture], "vllm")
     assert asked(registry, relu, [architecture], "vllm") == [architecture]
@@ -107,6 +108,16 @@ def test_activation_of_a_sparse_architecture_alone_is_corrected(activation: str)
     wrong = engines.correct(sparse)
     assert sparse.hidden_act == "relu"
     assert (f"the configuration says {activation!r}" in wrong) == (activation != "relu")
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "SparseLlamaForCausalLM"])
+def test_activations_that_no_stock_class_has_stay(architecture: str) -> None:
+    config = transformers.LlamaConfig(hidden_act="fatrelu", hidden_act_param=0.5, architectures=[architecture])
+    assert engines.correct(config) == ""
+    found = layouts.as_stock(config)
+    assert (found, config.hidden_act) == (Activation("fatrelu", 0.5), "relu")
+    layouts.set_activation(config, found)
+    assert (config.hidden_act, config.hidden_act_param) == ("fatrelu", 0.5)
 
 
 def test_other_models_are_left_alone(registry: Registry) -> None:

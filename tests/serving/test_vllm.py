@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import PROMPTS
 from served import Serve, adapter, checkpoint
 
 LAYERS = 2
@@ -61,6 +62,54 @@ def test_squared_relu_has_the_same_tokens(kind: str, tmp_path: Path, serve: Serv
     served = serve(model, hf_overrides=ROW)
     assert served.tokens == stock.tokens
     assert served.layers == ["ServedMLP"] * LAYERS
+
+
+def greedy(model: Path) -> list[list[int]]:
+    """Eight tokens of each prompt by the best one, without an engine."""
+    import torch
+
+    from twell.integrations.transformers import load
+
+    loaded = load(model, dtype=torch.float16)
+    made = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt])
+        for _ in range(8):
+            with torch.no_grad():
+                best = loaded(tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat((tokens, best), 1)
+        made.append(tokens[0, len(prompt) :].tolist())
+    return made
+
+
+FATRELU = {"hidden_act": "fatrelu", "hidden_act_param": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("own", "eager"), [(FATRELU, True), (FATRELU, False), ({"hidden_act": "drelu"}, True)], ids=str
+)
+def test_activations_that_no_stock_class_has(
+    own: dict[str, Any], eager: bool, tmp_path: Path, serve: Serve, expected: list[list[int]]
+) -> None:
+    model = checkpoint(tmp_path, "relu", **own)
+    served = serve(model, enforce_eager=eager, hf_overrides=ROW)
+    assert served.tokens == greedy(model) != expected
+    assert served.layers == ["ServedMLP"] * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [
+        ({"dtype": "float32"}, "weights must be bfloat16 or float16, got torch.float32"),
+        ({"hf_overrides": {"hidden_act_param": None}}, 'a configuration with "fatrelu" must have its threshold'),
+    ],
+)
+def test_activations_that_no_stock_class_has_never_run_without_twell(
+    options: dict[str, Any], got: str, tmp_path: Path, run: Any
+) -> None:
+    refused = run(checkpoint(tmp_path, "relu", **FATRELU), **options)
+    assert refused.returncode != 0
+    assert got in refused.stdout + refused.stderr
 
 
 def test_silu_model_is_untouched(tmp_path: Path, serve: Serve) -> None:

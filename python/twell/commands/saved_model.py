@@ -23,7 +23,7 @@ from twell import _sparsify
 from twell._activation import NAMES_OF_FAMILY, RELU, Activation, activation_of
 from twell._compaction import gate_of
 from twell.commands.request import DEVICE_HELP, RequestError, at_least, pick_device
-from twell.integrations import engines
+from twell.integrations import engines, layouts
 from twell.nn import SparseGatedMLP, SparseMLP
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -292,13 +292,16 @@ def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
     cls = own.get(family, AutoModelForCausalLM) if ours else AutoModelForCausalLM
     options: dict[str, Any] = {}
     activation = None
-    architectures = content.get("architectures")
+    architectures, stated = content.get("architectures"), layouts.activation(content)
     if named := [name for name in engines.SPARSE if isinstance(architectures, list) and name in architectures]:
-        # their layers have ReLU whatever activation the configuration names, as when they are served
-        cls, options = getattr(integration, named[0]), {"hidden_act": "relu"}
-    elif cls is AutoModelForCausalLM:
-        options["config"] = AutoConfig.from_pretrained(folder, local_files_only=True)
-        activation = integration.as_stock(options["config"])
+        cls = getattr(integration, named[0])
+    if cls is AutoModelForCausalLM or stated in layouts.OWN:
+        reader = AutoConfig if cls is AutoModelForCausalLM else cls.config_class
+        options["config"] = reader.from_pretrained(folder, local_files_only=True)
+        activation = layouts.as_stock(options["config"])
+    elif named:
+        # their layers have ReLU whatever stock activation the configuration names, as when they are served
+        options["hidden_act"] = "relu"
     model, about = cls.from_pretrained(
         folder,
         dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -310,7 +313,10 @@ def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
     missing = sorted(key for key in about["missing_keys"] if key.startswith(f"{model.base_model_prefix}."))
     if missing:
         raise ValueError(f"expected all weights in {str(folder)!r}, got none for {', '.join(missing[:3])}")
-    return model if activation is None else integration.with_activation(integration.sparsify(model), activation)
+    if activation is None:
+        return model
+    made = model if _sparsify.layers(model) else integration.sparsify(model)
+    return integration.with_activation(made, activation)
 
 
 def layers(model: nn.Module) -> list[WatchedLayer]:

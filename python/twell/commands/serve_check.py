@@ -33,9 +33,6 @@ PREFILL, DECODE = (2048, 8192), (1, 8, 32, 64, 128, 256, 512)
 # A batch is of tokens from many places: many short sequences.
 TOKENS, SEQUENCE, BATCH = 32768, 256, 128
 
-# Activations whose models vLLM's plug-in leaves alone, and twell.sparsify_ takes.
-_ONLY_OURS = ("drelu", "fatrelu")
-
 # Names in headers of safetensors files; vLLM turns weights of 32 bits to 16.
 _DTYPES = ("BF16", "F16", "F32")
 
@@ -116,9 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.nnz is not None and arguments.text is not None:
         raise RequestError("--nnz: expected no --text, which measures it, got both")
     content = saved_model.configuration(folder)
-    activation, served = _require_served(content)
-    if arguments.text is not None and activation != "relu":
-        raise RequestError("--text: expected a model with ReLU, got one with its square; --nnz assumes non-zeros")
+    served = _require_served(content)
     strategy = _strategy(content)
     found = layers_of(folder)
     _require_stated(found, content)
@@ -152,8 +147,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _require_served(content: dict[str, Any]) -> tuple[str, str]:
-    """The activation with which vLLM serves a model of this configuration through twell, and how, in words.
+def _require_served(content: dict[str, Any]) -> str:
+    """How vLLM serves a model of this configuration through twell, in words.
 
     Raises RequestError if it does not.
     """
@@ -167,21 +162,21 @@ def _require_served(content: dict[str, Any]) -> tuple[str, str]:
                 f"{layouts.CONFIG}"
             )
     activation = layouts.activation(content)
+    if activation == "fatrelu" and content.get(layouts.THRESHOLD_KEY) is None:
+        raise RequestError(f'MODEL: a configuration with "fatrelu" must have its threshold, {layouts.THRESHOLD_KEY}')
     if sparse := [name for name in named if name in engines.SPARSE]:
         if not content.get("sparsity_gated_mlp", True):
             raise RequestError("MODEL: expected layers with a gate, which vLLM serves through twell, got none")
+        if activation in layouts.OWN:
+            return f"vLLM serves {sparse[0]} with {NAMES_OF_FAMILY[activation]}"
         lie = "" if activation == "relu" else f" (its configuration says {activation!r}, which is ignored)"
-        return "relu", f"vLLM serves {sparse[0]} with ReLU{lie}"
+        return f"vLLM serves {sparse[0]} with ReLU{lie}"
     alike = [name for name in named if name in LLAMA_LIKE]
     if alike and activation in engines.ACTIVATIONS:
-        return activation, f"vLLM serves {alike[0]} with {'ReLU' if activation == 'relu' else 'the square of ReLU'}"
-    also, without = "", "vLLM serves it without twell"
-    if activation in _ONLY_OURS:
-        also = f" ({NAMES_OF_FAMILY[activation]}, which twell computes outside of vLLM)"
-        without = "vLLM refuses it, since its own code takes SiLU or GELU alone" if alike else without
+        return f"vLLM serves {alike[0]} with {NAMES_OF_FAMILY[activation]}"
     raise RequestError(
-        f"MODEL: expected {', '.join(engines.SPARSE)} or a Llama-like model with ReLU or its square, got "
-        f"{', '.join(named) or 'no architectures'} with {activation!r}{also}: {without}"
+        f"MODEL: expected {', '.join(engines.SPARSE)} or a Llama-like model with {', '.join(engines.ACTIVATIONS)}, got "
+        f"{', '.join(named) or 'no architectures'} with {activation!r}: vLLM serves it without twell"
     )
 
 
@@ -312,7 +307,7 @@ def _measured(arguments: argparse.Namespace, found: Sequence[Layer]) -> tuple[li
     loaded = saved_model.load(arguments)
     watched = saved_model.layers(loaded.model)
     if [layer.number for layer in watched] != [layer.number for layer in found]:
-        raise RequestError(f"MODEL: expected the {len(found)} layers of its files, got {len(watched)} with ReLU")
+        raise RequestError(f"MODEL: expected the {len(found)} layers of its files, got {len(watched)} of twell")
     text = saved_model.read(loaded, arguments, sparsity.LEAST_TOKENS)
     device = next(loaded.model.parameters()).device
     # tokens in the order of the text, and in none

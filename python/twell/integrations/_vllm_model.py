@@ -23,6 +23,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowPar
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
 from twell import _auto, tuning
+from twell._activation import RELU, Activation
 from twell._runtime import geometry
 from twell.integrations import engines, layouts
 
@@ -34,30 +35,44 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
     """A model of transformers in vLLM whose ReLU FFNs run through twell.
 
     Layers that cannot (LoRA, quantised weights, 32-bit weights, sizes that the kernels do not take, other activations)
-    run as in ``TransformersForCausalLM``; the log has one line for each reason.
+    run as in ``TransformersForCausalLM``; the log has one line for each reason. With dReLU and FATReLU, which only
+    twell has, they raise.
 
-    Raises NotImplementedError for a configuration without gates, ValueError for one whose strategy, compression or
-    figures do not exist.
+    Raises NotImplementedError for a configuration without gates, and for layers that only twell could run and cannot;
+    ValueError for a configuration whose strategy, compression, figures or threshold do not exist.
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        if wrong := engines.correct(vllm_config.model_config.hf_config):
+        config = vllm_config.model_config.hf_config
+        if wrong := engines.correct(config):
             _logger.info("twell: %s", wrong)
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        # of an activation that no stock class has: the model is made with ReLU
+        own = layouts.as_stock(config)
+        self._activation = own or RELU
+        try:
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+        finally:
+            if own is not None:
+                layouts.set_activation(config, own)
 
     def recursive_replace(self) -> None:
         """Replace the modules of transformers by vLLM's, then the FFNs among them by ``ServedMLP``."""
         activations = {name: activation_of(module) for name, module in self.model.named_modules()}
         found = [name for name, activation in activations.items() if activation]
+        if self._activation != RELU:
+            self._require(len(found) == self.text_config.num_hidden_layers, f"{len(found)} layers of twell's form")
         super().recursive_replace()
         reasons: Counter[str] = Counter()
         for name in found:
             stock = self.model.get_submodule(name)
             reason = why_not(stock, self.vllm_config)
+            if self._activation != RELU:
+                self._require(not reason, f"{name}: {reason}")
             if reason:
                 reasons[reason] += 1
             else:
-                served = ServedMLP(stock, self.text_config, self._site(name), activations[name])
+                activation = Activation(activations[name]) if self._activation == RELU else self._activation
+                served = ServedMLP(stock, self.text_config, self._site(name), activation)
                 self.model.set_submodule(name, served)
         if not found:
             reasons["no layer is down_proj(act(gate_proj(x)) * up_proj(x)) with ReLU or its square"] += 1
@@ -65,6 +80,14 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
             _logger.warning("twell: %d feed-forward layers run as without twell: %s", count, reason)
         if count := len(found) - sum(reasons.values()):
             _logger.info("twell: %d feed-forward layers run through torch.ops.twell.ffn", count)
+
+    def _require(self, right: bool, got: str) -> None:
+        """Raise NotImplementedError if a layer would run without twell, whose code alone has the activation."""
+        if not right:
+            raise NotImplementedError(
+                f"twell must run all {self.text_config.num_hidden_layers} feed-forward layers of a model with "
+                f"{self._activation.name}, which vLLM does not have, got {got}"
+            )
 
     def _site(self, name: str) -> ServedStrategy:
         """The strategy of the layer of this name, with the figures that the configuration has for it."""
@@ -110,13 +133,11 @@ class ServedStrategy(_auto.AutoStrategy):
 class ServedMLP(nn.Module):
     """``down(act(gate(x)) * up(x))`` of one rank, through ``torch.ops.twell.ffn``, and the sum over ranks.
 
-    ``activation`` is "relu" or "relu2", its square.
-
     It takes the linear layers of ``stock`` over, under their names. ``process_weights_after_loading`` of the down
     projection, which vLLM calls, lays its weight out by rows of neurons.
     """
 
-    def __init__(self, stock: nn.Module, config: Any, site: ServedStrategy, activation: str) -> None:
+    def __init__(self, stock: nn.Module, config: Any, site: ServedStrategy, activation: Activation) -> None:
         super().__init__()
         self._merged, merged = _linear(stock, MergedColumnParallelLinear)
         self._down, down = _linear(stock, RowParallelLinear)
@@ -145,7 +166,8 @@ class ServedMLP(nn.Module):
             self.compression,
             self.strategy,
             w_gate,
-            self.activation,
+            self.activation.name,
+            self.activation.threshold,
         ).view(x.shape)
         if down.tp_size > 1:
             y = tensor_model_parallel_all_reduce(y)
@@ -202,7 +224,7 @@ def _linear(stock: nn.Module, kind: type[nn.Module]) -> tuple[str, Any]:
 
 
 def activation_of(module: nn.Module) -> str:
-    """The activation, one of ``engines.ACTIVATIONS``, of a feed-forward layer of a Llama-like model of transformers.
+    """The activation, "relu" or "relu2", of a feed-forward layer of a Llama-like model of transformers.
 
     "" for any other module.
     """

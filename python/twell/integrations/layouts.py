@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
+from twell._activation import RELU, Activation, activation_of
+
 DownLayout = Literal["rows", "linear"]
 
 # Key of config.json and of safetensors metadata. It describes files, so a loaded model must not save "rows" in the
@@ -30,6 +32,12 @@ OWN_KEYS = ("sparsity_strategy", "sparsity_compression", LAYOUT_KEY, FIGURES_KEY
 
 # keys of a layer's activation in configurations; the first one present counts
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")
+
+# Keys of layers' activations in memory alone: T5's files have another.
+_MORE_ACTIVATIONS = ("activation", "dense_act_fn")
+
+# Activations that no stock class of transformers has.
+OWN = ("drelu", "fatrelu")
 
 # Key of configurations with the threshold of "fatrelu", as MiniCPM-S has it.
 THRESHOLD_KEY = "hidden_act_param"
@@ -159,6 +167,39 @@ def intermediate_size(config: Mapping[str, Any]) -> int | None:
 def activation(config: Mapping[str, Any]) -> str | None:
     """The activation that a configuration names; None if it names none."""
     return next((name for key in ACTIVATIONS if isinstance(name := config.get(key), str)), None)
+
+
+def as_stock(config: Any) -> Activation | None:
+    """Name ReLU in a configuration that names an activation which no stock class has; return that one, or None.
+
+    Raises ValueError for FATReLU without a threshold.
+    """
+    text = config.get_text_config()
+    named = activation(text.to_dict())
+    if named not in OWN:
+        return None
+    threshold = getattr(text, THRESHOLD_KEY, None) if named == "fatrelu" else 0
+    if threshold is None:
+        raise ValueError(f'a configuration with "fatrelu" must have its threshold, {THRESHOLD_KEY}')
+    found = activation_of(named, threshold)
+    set_activation(config, RELU)
+    return found
+
+
+def set_activation(config: Any, activation: Activation) -> None:
+    """Name an activation in a configuration of transformers, with the threshold of FATReLU."""
+    name = activation.name
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for key in (*ACTIVATIONS, *_MORE_ACTIVATIONS):
+            if isinstance(getattr(part, key, None), str):
+                setattr(part, key, name)
+        # T5's, "gated-gelu" or "gelu", from which its configuration makes dense_act_fn when it is read
+        if isinstance(named := getattr(part, "feed_forward_proj", None), str):
+            part.feed_forward_proj = f"gated-{name}" if named.startswith("gated-") else name
+        if name == "fatrelu":
+            setattr(part, THRESHOLD_KEY, float(activation.threshold))
+        elif hasattr(part, THRESHOLD_KEY):
+            delattr(part, THRESHOLD_KEY)
 
 
 def measured(config: Mapping[str, Any], layers: int) -> list[LayerFigures] | None:

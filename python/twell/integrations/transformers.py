@@ -32,7 +32,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from twell import _sparsify
-from twell._activation import RELU, Activation, activation_of
+from twell._activation import Activation
 from twell._runtime.log import logger
 from twell.functional import Strategy
 from twell.integrations import layouts
@@ -65,12 +65,6 @@ __all__ = [
     "name_activation",
     "sparsify",
 ]
-
-# Keys that name the activation of stock configurations: all that layers may have, besides those of files of T5.
-_ACTIVATION_KEYS = (*layouts.ACTIVATIONS, "activation", "dense_act_fn")
-
-# What a configuration may name that no stock class computes.
-_OURS = ("drelu", "fatrelu")
 
 # Arguments of from_pretrained that say where files are; the configuration is read with the same ones.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
@@ -132,7 +126,7 @@ def sparsify(
             module._is_hf_initialized = True  # type: ignore[assignment]
     for candidate in changed:
         for around in _models_of(model, candidate.name):
-            _set_activation(around.config, candidate.activation)
+            layouts.set_activation(around.config, candidate.activation)
     return model
 
 
@@ -148,25 +142,11 @@ def load(model: str | Path, **options: Any) -> Any:
     """
     where = {key: options[key] for key in _WHERE if key in options}
     config = AutoConfig.from_pretrained(model, **where)
-    activation = as_stock(config)
+    activation = layouts.as_stock(config)
     loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
     if not _sparsify.layers(loaded):
         sparsify(loaded)
     return loaded if activation is None else with_activation(loaded, activation)
-
-
-def as_stock(config: Any) -> Activation | None:
-    """Name ReLU in a configuration that names an activation which no stock class has; return that one, or None."""
-    text = config.get_text_config()
-    named = layouts.activation(text.to_dict())
-    if named not in _OURS:
-        return None
-    threshold = getattr(text, layouts.THRESHOLD_KEY, None) if named == "fatrelu" else 0
-    if threshold is None:
-        raise ValueError(f'a configuration with "fatrelu" must have its threshold, {layouts.THRESHOLD_KEY}')
-    activation = activation_of(named, threshold)
-    _set_activation(config, RELU)
-    return activation
 
 
 def with_activation(model: Any, activation: Activation) -> Any:
@@ -197,7 +177,7 @@ def name_activation(model: Any) -> None:
             "name_activation: all layers must have one activation and threshold, since the configuration has one for "
             f"all, got {got}"
         )
-    _set_activation(model.config, found.pop())
+    layouts.set_activation(model.config, found.pop())
 
 
 def _models_of(model: Any, name: str) -> list[Any]:
@@ -232,21 +212,6 @@ def _require_alone(model: Any, changed: list[_sparsify.Candidate]) -> None:
                         f"configuration has one for all, got {candidate.was} as {name}.{attribute}, too; "
                         "twell.sparsify_ leaves the configuration alone"
                     )
-
-
-def _set_activation(config: Any, activation: Activation) -> None:
-    name = activation.name
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        for key in _ACTIVATION_KEYS:
-            if isinstance(getattr(part, key, None), str):
-                setattr(part, key, name)
-        # T5's, "gated-gelu" or "gelu", from which its configuration makes dense_act_fn when it is read
-        if isinstance(named := getattr(part, "feed_forward_proj", None), str):
-            part.feed_forward_proj = f"gated-{name}" if named.startswith("gated-") else name
-        if name == "fatrelu":
-            setattr(part, layouts.THRESHOLD_KEY, float(activation.threshold))
-        elif hasattr(part, layouts.THRESHOLD_KEY):
-            delattr(part, layouts.THRESHOLD_KEY)
 
 
 class _SparseConfig:

@@ -1,12 +1,13 @@
-"""twell in vLLM: models whose feed-forward layers are ReLU, or its square, by ``pip install twell`` beside vLLM.
+"""twell in vLLM: models with ReLU or another of its family, by ``pip install twell`` beside vLLM.
 
 vLLM calls ``register``, an entry point of its group ``vllm.general_plugins``, in each of its processes. From then on it
 serves, through its Transformers backend with the FFNs through twell,
 
 - ``SparseLlamaForCausalLM`` and ``SparseQwen2ForCausalLM``, the paper's checkpoints and those of
-  ``twell.integrations.transformers``: always with ReLU, whatever activation the configuration names;
-- the architectures of ``LLAMA_LIKE`` where the configuration names ReLU or its square, "relu2". vLLM's own classes
-  refuse those.
+  ``twell.integrations.transformers``: with ReLU, whatever stock activation the configuration names;
+- the architectures of ``LLAMA_LIKE`` where the configuration names "relu" or its square, "relu2". vLLM's own classes
+  refuse those;
+- all of these with "drelu", or with "fatrelu" and its threshold.
 
 All other models, and models with ``model_impl`` "vllm" or "transformers", are as without twell. ``TWELL_VLLM=off``
 switches it off, and so does ``VLLM_PLUGINS`` without "twell". The configuration may have ``sparsity_strategy`` and
@@ -28,7 +29,7 @@ from twell.integrations.engines import ACTIVATIONS, SPARSE, read_configurations
 
 __all__ = ["LLAMA_LIKE", "SPARSE", "register"]
 
-# Architectures with down_proj(act(gate_proj(x)) * up_proj(x)), whose classes in vLLM refuse ReLU and its square.
+# Architectures with down_proj(act(gate_proj(x)) * up_proj(x)), whose classes in vLLM refuse ReLU and its family.
 LLAMA_LIKE = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
@@ -59,7 +60,7 @@ def register() -> None:
 
 
 def _instead(method: Callable[..., Any], architectures: str | Sequence[str], model_config: Any) -> Any:
-    """Call a method of vLLM's registry, with twell's architecture for a Llama-like model with ReLU or its square."""
+    """Call a method of vLLM's registry, with twell's architecture for a Llama-like model of the family of ReLU."""
     names = [architectures] if isinstance(architectures, str) else list(architectures)
     if model_config.model_impl == "auto" and set(names) & set(LLAMA_LIKE) and _is_served(model_config.hf_config):
         names = [_OURS]
