@@ -317,8 +317,8 @@ def neuron_terms(scale: Tensor, spread: Tensor, bias: Tensor | None, k: int) -> 
 
 def gate_screen(x: Quantized, w_gate: Quantized, bias: Tensor | None) -> Tensor:
     """Which gates [M, N] may be positive or NaN, of rows from ``quantize_gate``: all others are 0 after ReLU."""
-    (qx, *of_x), (qw, w_scale, w_spread, w_offset), k = x, w_gate, x[0].shape[1]
-    a, b, i = token_terms(*of_x, k)
+    (qx, x_scale, x_spread, x_offset), (qw, w_scale, w_spread, w_offset), k = x, w_gate, x[0].shape[1]
+    a, b, i = token_terms(x_scale, x_spread, x_offset, k)
     v, beta = neuron_terms(w_scale, w_spread, bias, k)
     reach = i[:, None] * beta + (b[:, None] * v + a[:, None])
     # not a comparison that NaN fails
