@@ -39,7 +39,7 @@ ROUNDER = 3 * 2.0**22
 UNIT = 2.0 ** -(screen.FRACTION + 1)
 # warps of a CTA, and of an SM, at 168 registers
 WARPS, WARPS_PER_SM = 4, 12
-# of rows of which three CTAs have no room for the dithers: one CTA
+# rows of so many warps are three in one CTA: three CTAs of one row would not have room for the dithers of both sides
 SHARING_SEGMENTS = 4
 
 
@@ -336,7 +336,7 @@ class QuantizeGate:
 
     @cute.jit
     def join(self, s, offset: Int32, warp, lane) -> Float32:
-        """The row's sum of its lanes' `offset`, in units of values: in its first warp."""
+        """The row's sum of its lanes' `offset`, in units of values."""
         total = warp_sum(offset.to(Float32) * Float32(UNIT))
         if const_expr(self.segments > 1):
             if lane == 0:
