@@ -5,6 +5,7 @@ words, spill and stats are those of TwELL, but a value's neuron is its place in 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,26 @@ def candidates_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, quantize
     return listed[:, : len(w_gate)]
 
 
+@torch.no_grad()
+def count(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, screen: str) -> Tensor | None:
+    """How many neurons ``screen`` lists for each tile of 128 tokens of x [M, K]: int64 [ceil(M/128)]; None for "".
+
+    For what calls measure where another strategy runs. Nothing waits.
+    """
+    if not screen:
+        return None
+    # another thread may capture a graph meanwhile
+    with device.relaxed_capture() if x.is_cuda else nullcontext():
+        bias = bias_vector("b_gate", b_gate, len(w_gate), x)
+        words = gate_screen(*quantize_gate(x, False), *quantize_gate(w_gate, True), bias)
+        # the number of ones in two, four and eight bits
+        ones = words.view(torch.uint8)
+        ones = ones - (ones >> 1 & 0x55)
+        ones = (ones & 0x33) + (ones >> 2 & 0x33)
+        found: Tensor = (ones + (ones >> 4) & 0x0F).sum(1)
+        return found
+
+
 def masked(gate: Tensor, listed: Tensor) -> Tensor:
     """``gate`` [M, N] with zeros where a neuron is no candidate, in place."""
     return gate.masked_fill_(~listed.repeat_interleave(geometry.TOKEN_TILE, 0)[: len(gate)], 0)
@@ -65,6 +86,12 @@ def stats_on_cpu(gate: Tensor, listed: Tensor, stats: Tensor, compression: int) 
         own = stats[tile * geometry.TOKEN_TILE // geometry.STATS_ROWS :][: len(counts)]
         own[:, :, 0] = counts.sum(1)
         own[:, :, 1] = (counts > geometry.capacity(compression)).sum(1)
+
+
+def require_screen(screen: str) -> None:
+    """Raise ValueError unless ``screen`` is the name of a strategy that screens the gate, or ""."""
+    if screen not in ("", "screened"):
+        raise ValueError(f'screen must be "screened" or "", got {screen!r}')
 
 
 def require(x: Tensor) -> None:
