@@ -51,10 +51,14 @@ class GateCopy:
         """The memory of the copy, 0 before it is made."""
         return 0 if self._made is None else sum(t.untyped_storage().nbytes() for t in self._made.quantized)
 
+    def holds(self, weight: Tensor) -> bool:
+        """Whether a copy of ``weight`` can be kept, in this call."""
+        # inference tensors do not count their writes, and a captured graph would keep what it read at its capture
+        return not (weight.is_inference() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()))
+
     def of(self, weight: Tensor, screen: str, make: Callable[[], Quantized]) -> Quantized:
         """The copy of ``weight`` for the strategy ``screen``, by ``make`` if there is none."""
-        # inference tensors do not count their writes, and a captured graph would keep what it read at its capture
-        if weight.is_inference() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not self.holds(weight):
             return make()
         state = (screen, place(weight), weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype)
         stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
@@ -94,3 +98,12 @@ def of(weight: Tensor, screen: str, make: Callable[[], Quantized]) -> Quantized:
     """What ``make`` returns for ``weight`` and the strategy ``screen``: a kept copy, if a module keeps one."""
     copy = _COPIES.get(place(weight)) if _COPIES else None
     return make() if copy is None else copy.of(weight, screen, make)
+
+
+def kept(weight: Tensor, screen: str, make: Callable[[], Quantized]) -> Quantized | None:
+    """The copy that a module keeps of ``weight`` for the strategy ``screen``, by ``make`` the first time.
+
+    None if no module keeps one, and where a kept one cannot be used: then every call would make its own.
+    """
+    copy = _COPIES.get(place(weight)) if _COPIES else None
+    return None if copy is None or not copy.holds(weight) else copy.of(weight, screen, make)
