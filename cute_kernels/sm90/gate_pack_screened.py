@@ -74,8 +74,10 @@ class Operands(NamedTuple):
     bias: Any
     x_scale: Any
     x_spread: Any
+    x_offset: Any
     w_scale: Any
     w_spread: Any
+    w_offset: Any
     words: Any
     spill: Any
     stats: Any
@@ -142,9 +144,11 @@ class GatePackScreened(GatePackFew):
         x_q: cute.Tensor,
         x_scale: cute.Tensor,
         x_spread: cute.Tensor,
+        x_offset: cute.Tensor,
         w_q: cute.Tensor,
         w_scale: cute.Tensor,
         w_spread: cute.Tensor,
+        w_offset: cute.Tensor,
         words: cute.Tensor,
         spill: cute.Tensor,
         stats: cute.Tensor,
@@ -152,11 +156,12 @@ class GatePackScreened(GatePackFew):
         words_per_tile: Int32,
         threshold: Int32,
         root: Float32,
-        hoeffding: Float32,
+        tail: Float32,
         product: Float32,
         grid: Float32,
         usual: Float32,
         block: Float32,
+        dithers: Float32,
         stream: cuda.CUstream,
     ):
         stages, tokens, K = self.stages, self.tokens, OperandMajorMode.K
@@ -197,8 +202,9 @@ class GatePackScreened(GatePackFew):
             sQ: cute.struct.Align[cute.struct.MemRange[Int8, cute.cosize(q_layout)], 1024]
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
-        constants = Constants(root, hoeffding, product, grid, usual, block)
-        o = Operands(w, bias, x_scale, x_spread, w_scale, w_spread, words, spill, stats, arrivals, constants)
+        constants = Constants(root, tail, product, grid, usual, block, dithers)
+        vectors = (x_scale, x_spread, x_offset, w_scale, w_spread, w_offset)
+        o = Operands(w, bias, *vectors, words, spill, stats, arrivals, constants)
         if x.shape[0] > 0:
             self.kernel(
                 *transfers, o, screen, gates, w_layout, q_layout, x_layout, (words_per_tile, threshold),
@@ -359,12 +365,12 @@ class GatePackScreened(GatePackFew):
         others = load_quad(own)
         bits = Uint32(0)
         for i in range_constexpr(2):
-            found, (square, beta) = Boolean(False), neurons[i]
+            found, (square, beta, offset) = Boolean(False), neurons[i]
             for j in range_constexpr(2):
                 a, b, scale = tokens[j]
                 total = acc[2 * i + j] + Int32(others[2 * i + j])
                 # NaN exceeds, too
-                below = total.to(Float32) <= -(scale * beta + (b * square + a))
+                below = total.to(Float32) - offset <= -(scale * beta + (b * square + a))
                 found = found | (below == Boolean(False))
             exists = first + 8 * i < extent.neurons
             mask = Uint32(cute.arch.vote_ballot_sync(found & exists))
@@ -488,11 +494,9 @@ def signature(spec: GatePackScreenedSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.rows(dtype, n, k),
         operands.bias(dtype),
         operands.bytes_by_rows(Int8, m, k),
-        operands.vector(Float32, m),
-        operands.vector(Float32, m),
+        *(operands.vector(Float32, m) for _ in range(3)),
         operands.bytes_by_rows(Int8, n, k),
-        operands.vector(Float32, n),
-        operands.vector(Float32, n),
+        *(operands.vector(Float32, n) for _ in range(3)),
         *operands.packed(dtype, m),
         operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
         operands.vector(Int32, cute.sym_int32(), align=4),

@@ -42,6 +42,7 @@ class GateCopy:
 
     def __init__(self) -> None:
         self._made: _Made | None = None
+        self._captured: list[tuple[Tensor, ...]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GateCopy, ()
@@ -51,16 +52,12 @@ class GateCopy:
         """The memory of the copy, 0 before it is made."""
         return 0 if self._made is None else sum(t.untyped_storage().nbytes() for t in self._made.quantized)
 
-    def holds(self, weight: Tensor) -> bool:
-        """Whether a copy of ``weight`` can be kept, in this call."""
-        # inference tensors do not count their writes, and a captured graph would keep what it read at its capture
-        return not (weight.is_inference() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()))
-
     def of(self, weight: Tensor, screen: str, make: Callable[[], Quantized]) -> Quantized:
         """The copy of ``weight`` for the strategy ``screen``, by ``make`` if there is none."""
-        if not self.holds(weight):
+        # inference tensors do not count their writes, and a captured graph would keep what it read at its capture
+        if weight.is_inference() or _captures(weight):
             return make()
-        state = (screen, place(weight), weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype)
+        state = _state(weight, screen)
         stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
         made = self._made
         if made is None or made.state != state:
@@ -78,6 +75,32 @@ class GateCopy:
                 # its memory is not given to others before this stream has read it
                 tensor.record_stream(stream)
         return cast(Quantized, made.quantized)
+
+    def for_few(self, weight: Tensor, screen: str, make: Callable[[], Quantized]) -> Quantized | None:
+        """``of`` for calls that a copy made anew does not pay for: None where each would make its own.
+
+        A captured graph keeps the copy that an earlier call has made, and so does this object: its memory stays.
+        """
+        if weight.is_inference():
+            return None
+        if not _captures(weight):
+            return self.of(weight, screen, make)
+        made = self._made
+        if made is None or made.state != _state(weight, screen):
+            return None
+        if all(quantized is not made.quantized for quantized in self._captured):
+            self._captured.append(made.quantized)
+        return cast(Quantized, made.quantized)
+
+
+def _captures(weight: Tensor) -> bool:
+    """Whether a CUDA graph is captured now."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _state(weight: Tensor, screen: str) -> tuple[Any, ...]:
+    """What differs once a weight is written or replaced."""
+    return screen, place(weight), weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype
 
 
 _COPIES: weakref.WeakValueDictionary[tuple[int, int], GateCopy] = weakref.WeakValueDictionary()
@@ -100,10 +123,7 @@ def of(weight: Tensor, screen: str, make: Callable[[], Quantized]) -> Quantized:
     return make() if copy is None else copy.of(weight, screen, make)
 
 
-def kept(weight: Tensor, screen: str, make: Callable[[], Quantized]) -> Quantized | None:
-    """The copy that a module keeps of ``weight`` for the strategy ``screen``, by ``make`` the first time.
-
-    None if no module keeps one, and where a kept one cannot be used: then every call would make its own.
-    """
+def for_few(weight: Tensor, screen: str, make: Callable[[], Quantized]) -> Quantized | None:
+    """The copy that a module keeps of ``weight``, see ``GateCopy.for_few``; None if no module keeps one."""
     copy = _COPIES.get(place(weight)) if _COPIES else None
-    return None if copy is None or not copy.holds(weight) else copy.of(weight, screen, make)
+    return None if copy is None else copy.for_few(weight, screen, make)

@@ -87,7 +87,8 @@ def gate_pack_screened(dtype: torch.dtype) -> specs.GatePackScreenedSpec:
 
 def screens_few(m: int, k: int, n: int) -> bool:
     """Whether the gate of ``m`` tokens is screened where a module keeps the int8 copy of its weight."""
-    return 0 < m <= specs.GatePackScreenedSpec.tokens and k * n >= SCREENED_WEIGHT
+    few = 0 < m <= specs.GatePackScreenedSpec.tokens
+    return few and k * n >= SCREENED_WEIGHT and k <= specs.QUANTIZE_K_CLASSES[-1]
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from twell import _auto, _gate_copies, tuning
 from twell._activation import Activation
-from twell._runtime import geometry, nvtx
+from twell._runtime import geometry, nvtx, specs
 from twell.ops import screened
 from twell.ops.ffn_screened import on_cpu as screened_on_cpu
 from twell.ops.ffn_screened import on_cuda as screened_on_cuda
@@ -30,6 +30,7 @@ from twell.ops.ffn_union import on_cuda as union_on_cuda
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
 from twell.ops.gate_pack import outputs as packed_outputs
 from twell.ops.gate_pack import pack
+from twell.ops.gate_pack_screened import pack as pack_screened
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
@@ -42,6 +43,7 @@ from twell.ops.library import (
     register,
 )
 from twell.ops.operands import Operands, PackedOperands
+from twell.ops.quantize_gate import Quantized
 from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
 from twell.ops.quantize_gate import quantize_gate
 from twell.ops.reglu import on_cuda as reglu_on_cuda
@@ -159,7 +161,11 @@ def _row_on_cuda(
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
     arrivals = None if invariant else arrivals_for(x)
-    pack(x, w_gate, b_gate, packed, compression, activation, invariant, arrivals)
+    copy = None if invariant else _copy_for_few(x, w_gate)
+    if copy is None:
+        pack(x, w_gate, b_gate, packed, compression, activation, invariant, arrivals)
+    else:
+        pack_screened(x, w_gate, b_gate, copy, packed, compression, activation, arrivals)
     y, l1 = empty(x, x.shape), empty(x, x.shape[0], torch.float32)
     behind = PackedOperands(x, words, spill, w_up, w_down, b_up, b_down)
     multiply(behind, y, l1, compression, activation, invariant, arrivals)
@@ -188,7 +194,19 @@ def _screened_on_cpu(layer: Operands, compression: int, activation: Activation, 
     return screened_on_cpu(layer, quantized, compression, activation)
 
 
+def _copy_for_few(x: Tensor, w_gate: Tensor) -> Quantized | None:
+    """The kept int8 copy of w_gate, if it screens the gate of these few tokens: it does not pay to make one for them."""
+    (m, k), n = x.shape, w_gate.shape[0]
+    if not tuning.screens_few(m, k, n) or tuning.family(x.device.index) != specs.SM90:
+        return None
+    return _gate_copies.for_few(w_gate, "screened", lambda: quantize_on_cuda(w_gate, True))
+
+
 def _screened_on_cuda(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
+    screened.require(layer.x)
+    (m, k), n = layer.x.shape, layer.w_gate.shape[0]
+    if tuning.screens_few(m, k, n):
+        return _row_on_cuda(layer, compression, activation, measured)
     # kept only where a module was told to: a write through .data does not raise a tensor's version
     quantized = _gate_copies.of(layer.w_gate, "screened", lambda: quantize_on_cuda(layer.w_gate, True))
     return screened_on_cuda(layer, quantized, compression, activation)
