@@ -104,24 +104,24 @@ class Views(NamedTuple):
 class Extent(NamedTuple):
     """Numbers of rows, neurons and columns."""
 
-    rows: Any
-    neurons: Any
-    columns: Any
+    rows: Int32
+    neurons: Int32
+    columns: Int32
 
 
 class Part(NamedTuple):
     """The neurons of a CTA, in units of 64, and its split."""
 
-    column: Any
-    split: Any
+    column: Int32
+    split: Int32
 
 
 class Candidates(NamedTuple):
     """Number of a CTA's candidates, groups of eight of them, and stages that the ring has for them."""
 
-    count: Any
-    groups: Any
-    stages: Any
+    count: Int32
+    groups: Int32
+    stages: Int32
 
 
 class GatePackScreened(GatePackFew):
