@@ -1,5 +1,5 @@
-"""The gate GEMM of gate_pack_few.py for up to eight tokens, which reads weights in bf16 only where a screen in int8 says
-that a gate may be positive: half of the bytes, and some rows.
+"""The gate GEMM of gate_pack_few.py for up to eight tokens, which reads a row of weights in bf16 only if a screen in int8
+says that its gate may be positive: half of the bytes, and some rows.
 
 Clusters, their parts of a tile's neurons, the splits of K and the epilogue are those of gate_pack_few.py. A CTA works
 in two steps, both in the memory of one ring:
@@ -272,7 +272,9 @@ class GatePackScreened(GatePackFew):
             cute.arch.barrier(barrier_id=Barrier.LISTED, number_of_threads=THREADS)
             self.multiply_candidates(s, gates, part, thread, extent)
         at = (rank, column, thread, warp_index, lane)
-        self.epilogue(shared, s.sums, o.bias, o.words, o.spill, o.stats, format, extent, rank + CLUSTER * warp_index, at)
+        self.epilogue(
+            shared, s.sums, o.bias, o.words, o.spill, o.stats, format, extent, rank + CLUSTER * warp_index, at
+        )
 
     @cute.jit
     def open_exchange(self, s, thread):

@@ -78,10 +78,7 @@ def named_tuples(tree: ast.AST) -> set[str]:
 def imported_tuples(tree: ast.AST) -> set[str]:
     """Return the classes that a module imports from other kernels and that hold tensors by name."""
     imported = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.level
-        for alias in node.names
+        alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level for alias in node.names
     }
     return imported & TUPLES
 

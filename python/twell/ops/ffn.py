@@ -43,9 +43,8 @@ from twell.ops.library import (
     register,
 )
 from twell.ops.operands import Operands, PackedOperands
-from twell.ops.quantize_gate import Quantized
+from twell.ops.quantize_gate import Quantized, quantize_gate
 from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
-from twell.ops.quantize_gate import quantize_gate
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.ops.up_down import arrivals_for, multiply
@@ -195,7 +194,7 @@ def _screened_on_cpu(layer: Operands, compression: int, activation: Activation, 
 
 
 def _copy_for_few(x: Tensor, w_gate: Tensor) -> Quantized | None:
-    """The kept int8 copy of w_gate, if it screens the gate of these few tokens: it does not pay to make one for them."""
+    """The kept int8 copy of w_gate, if it screens the gate of these few tokens; making one for a call does not pay."""
     (m, k), n = x.shape, w_gate.shape[0]
     if not tuning.screens_few(m, k, n) or tuning.family(x.device.index) != specs.SM90:
         return None
