@@ -1,5 +1,5 @@
-"""The gate GEMM of gate_pack_few.py for up to eight tokens, which reads a row of weights in bf16 only if a screen in int8
-says that its gate may be positive: half of the bytes, and some rows.
+"""The gate GEMM of gate_pack_few.py for up to eight tokens, which reads a row of weights in bf16 only if a screen in
+int8 says that its gate may be positive: half of the bytes, and some rows.
 
 Clusters, their parts of a tile's neurons, the splits of K and the epilogue are those of gate_pack_few.py. A CTA works
 in two steps, both in the memory of one ring:

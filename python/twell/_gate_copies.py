@@ -117,6 +117,12 @@ def enroll(weight: Tensor, copy: GateCopy) -> None:
             _COPIES[place(weight)] = copy
 
 
+def withdraw(weight: Tensor) -> None:
+    """The inverse of ``enroll``."""
+    with _lock:
+        _COPIES.pop(place(weight), None)
+
+
 def of(weight: Tensor, screen: str, make: Callable[[], Quantized]) -> Quantized:
     """What ``make`` returns for ``weight`` and the strategy ``screen``: a kept copy, if a module keeps one."""
     copy = _COPIES.get(place(weight)) if _COPIES else None

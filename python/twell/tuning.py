@@ -62,8 +62,8 @@ def gate_pack(
     return specs.GatePackSpec(dtype_name(dtype), min(specs.GATE_TOKENS, key=cost))
 
 
-# Least values of a gate weight that is screened for few tokens. NVIDIA H200, one token, time of the layer by that of the
-# layer without the screen: 1.26 with 2,048 x 5,632, 0.90 with 4,096 x 11,008, 0.79 with 4,096 x 14,336.
+# Least values of a gate weight that is screened for few tokens. An earlier form of the kernel, NVIDIA H200, time of
+# the layer over that without the screen: 1.26 with 2,048 x 5,632, 0.90 with 4,096 x 11,008, 0.79 with 4,096 x 14,336.
 SCREENED_WEIGHT = 40_000_000
 
 
