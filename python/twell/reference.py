@@ -285,8 +285,9 @@ def screen_bound(x_spread: Tensor, w_spread: Tensor, k: int, failure: float = sc
 def token_terms(
     scale: Tensor, spread: Tensor, offset: Tensor, k: int, failure: float = screen.FAILURE
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """a, b and i [M]: ``a[m] + b[m] * w_spread[n]^2`` is at least ``screen_bound`` minus the token's offset plus
-    ``screen.dither_product``, and ``i`` is 1 / scale. A row of zeros has terms with which the bias decides alone.
+    """a, b and i [M]: ``a[m] + b[m] * w_spread[n]^2`` is at least ``screen_bound`` and corrections, ``i`` is 1 / scale.
+
+    The corrections are ``screen.dither_product`` minus the offset. With the terms of a row of zeros the bias decides.
     """
     u = spread.double()
     c, grid, p = screen.dither_tail(failure), screen.grid_error(k), u + math.sqrt(k) / 2
@@ -316,8 +317,8 @@ def neuron_terms(scale: Tensor, spread: Tensor, bias: Tensor | None, k: int) -> 
 
 def gate_screen(x: Quantized, w_gate: Quantized, bias: Tensor | None) -> Tensor:
     """Which gates [M, N] may be positive or NaN, of rows from ``quantize_gate``: all others are 0 after ReLU."""
-    (qx, *of_x), (qw, w_scale, w_spread, w_offset), k = x, w_gate, x[0].shape[1]
-    a, b, i = token_terms(*of_x, k)
+    (qx, x_scale, x_spread, x_offset), (qw, w_scale, w_spread, w_offset), k = x, w_gate, x[0].shape[1]
+    a, b, i = token_terms(x_scale, x_spread, x_offset, k)
     v, beta = neuron_terms(w_scale, w_spread, bias, k)
     reach = i[:, None] * beta + (b[:, None] * v + a[:, None])
     # not a comparison that NaN fails
