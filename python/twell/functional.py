@@ -127,7 +127,7 @@ def sparse_gated_ffn(
             "screened" is "union" that computes a gate only where a product in int8 and a bound of its error say that it
             may be a non-zero (docs/notes/screen.md): for sparse layers and many tokens. It has the same bits unless the
             bound fails, with a probability of at most 2^-80 per gate. It needs a GPU of compute capability 9.0 or the
-            CPU, and "auto" does not choose it. "invariant" is "row" with the same bits for a token whatever other
+            CPU. An ``AutoStrategy`` chooses it where its table has times of it. "invariant" is "row" with the same bits for a token whatever other
             tokens the call has, and however many; for inference on a GPU. Strategies may differ in the last bits of a
             result.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
