@@ -1,17 +1,17 @@
 """Rows of x or w_gate for the int8 screen of the gate: rotated, scaled and rounded with a dither; see screen.py.
 
 Persistent; a warp has 2,048 columns of a row in registers, 64 per lane, and the warps of longer rows meet only for the
-scale. Column 256 v + 8 l + i of them is in lane l first, then in lane 4 v + i / 2:
+scale and the offset. Column 256 v + 8 l + i of them is in lane l first, then in lane 4 v + i / 2:
 
     load      a vector of eight values per v, a row ahead. Signs, squares, and the levels of the transform of i and v.
     exchange  through the warp's own shared memory.
     rotate    the levels of l.
     reduce    the largest magnitude, of which the scale is made, and the sum of squares.
     round     a value times the levels plus the column's dither; its floor is the result. Bytes are put in order in
-              shared memory.
+              shared memory. Their product with the dithers of the other side is the offset.
 
-Levels are in the order of `screen.levels`, so the results have the same bits as on a CPU. The dithers lie in shared
-memory in the order in which lanes read them.
+Levels are in the order of `screen.levels`, so the results have the same bits as on a CPU, but for the order of the sums
+of squares and of the offset. The dithers lie in shared memory in the order in which lanes read them.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int8, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int8, Int16, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible, screen
@@ -35,18 +35,38 @@ VECTORS, VECTOR = 8, 8
 PITCH, BYTE_PITCH = 32 * VECTOR + 8, 32 * VECTOR + 16
 # a sum with it that is rounded down is an integer, in the low bits
 ROUNDER = 3 * 2.0**22
+# of centred dithers
+UNIT = 2.0 ** -(screen.FRACTION + 1)
 # warps of a CTA, and of an SM, at 168 registers
 WARPS, WARPS_PER_SM = 4, 12
+# of rows of which three CTAs have no room for the dithers: one CTA
+SHARING_SEGMENTS = 4
+
+
+class Operands(NamedTuple):
+    """Operands of the kernel."""
+
+    rows: Any
+    q: Any
+    scale: Any
+    spread: Any
+    offset: Any
+    shift: Any  # where the dither is in a column's word
+    other_shift: Any  # that of the other side
+    root: Any  # of the columns that are rotated together
+    grid_error: Any
 
 
 class Views(NamedTuple):
     """Views of a CTA's shared memory."""
 
     dithers: Any  # [k_max] by lane, see `draw_dithers`
+    others: Any  # [k_max] of the other side, centred, in the same order
     line: Any  # [VECTORS * PITCH] of this warp
     bytes: Any  # [VECTORS * BYTE_PITCH] in the same place
     largest: Any  # [warps]
     squares: Any  # [warps]
+    offsets: Any  # [warps]
 
 
 class QuantizeGate:
@@ -57,7 +77,7 @@ class QuantizeGate:
         self.k_max = spec.k_max
         # warps of a row, of a CTA, and its rows
         self.segments = spec.k_max // COLUMNS
-        self.warps = max(WARPS, self.segments)
+        self.warps = WARPS_PER_SM if self.segments == SHARING_SEGMENTS else max(WARPS, self.segments)
         self.rows = self.warps // self.segments
         self.ctas = WARPS_PER_SM // self.warps
 
@@ -68,56 +88,46 @@ class QuantizeGate:
         q: cute.Tensor,
         scale: cute.Tensor,
         spread: cute.Tensor,
+        offset: cute.Tensor,
         shift: Int32,
+        other_shift: Int32,
         root: Float32,
         grid_error: Float32,
         multiprocessors: Int32,
         stream: cuda.CUstream,
     ):
-        """`shift`: where the dither is in a column's word; `root`: of the columns that are rotated together."""
-
         @cute.struct
         class Shared:
             largest: cute.struct.MemRange[Float32, self.warps]
             squares: cute.struct.MemRange[Float32, self.warps]
+            offsets: cute.struct.MemRange[Float32, self.warps]
             dithers: cute.struct.Align[cute.struct.MemRange[Float32, self.k_max], 16]
+            others: cute.struct.Align[cute.struct.MemRange[Int16, self.k_max], 16]
             lines: cute.struct.Align[cute.struct.MemRange[Float32, self.warps * VECTORS * PITCH], 16]
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas)
         ctas = cutlass.min(cute.ceil_div(rows.shape[0], self.rows), multiprocessors * self.ctas)
+        o = Operands(rows, q, scale, spread, offset, shift, other_shift, root, grid_error)
         if rows.shape[0] > 0:
             # the usual sizes have constant places
             if rows.shape[1] == self.k_max:
-                self.kernel(rows, q, scale, spread, shift, root, grid_error, True).launch(
-                    grid=(ctas, 1, 1),
-                    block=(32 * self.warps, 1, 1),
-                    min_blocks_per_mp=self.ctas,
-                    preferred_smem_carveout=100,
-                    stream=stream,
-                    use_pdl=launch.overlaps(),
-                )
+                self.launch(o, True, ctas, stream)
             else:
-                self.kernel(rows, q, scale, spread, shift, root, grid_error, False).launch(
-                    grid=(ctas, 1, 1),
-                    block=(32 * self.warps, 1, 1),
-                    min_blocks_per_mp=self.ctas,
-                    preferred_smem_carveout=100,
-                    stream=stream,
-                    use_pdl=launch.overlaps(),
-                )
+                self.launch(o, False, ctas, stream)
+
+    def launch(self, o: Operands, whole: bool, ctas: Int32, stream: cuda.CUstream) -> None:
+        """Launch the kernel for rows of all columns of the class, or of fewer."""
+        self.kernel(o, whole).launch(
+            grid=(ctas, 1, 1),
+            block=(32 * self.warps, 1, 1),
+            min_blocks_per_mp=self.ctas,
+            preferred_smem_carveout=100,
+            stream=stream,
+            use_pdl=launch.overlaps(),
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        rows: cute.Tensor,
-        q: cute.Tensor,
-        scale: cute.Tensor,
-        spread: cute.Tensor,
-        shift: Int32,
-        root: Float32,
-        grid_error: Float32,
-        whole: cutlass.Constexpr,
-    ):
+    def kernel(self, o: Operands, whole: cutlass.Constexpr):
         """`whole`: all columns of the class exist."""
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -125,16 +135,18 @@ class QuantizeGate:
         line = shared.lines.data_ptr() + cute.assume(warp * (VECTORS * PITCH), divby=4)
         s = Views(
             dithers=shared.dithers.data_ptr(),
+            others=shared.others.data_ptr(),
             line=line,
             bytes=cute.recast_ptr(line, dtype=Uint8),
             largest=shared.largest.get_tensor(cute.make_layout(self.warps)),
             squares=shared.squares.get_tensor(cute.make_layout(self.warps)),
+            offsets=shared.offsets.get_tensor(cute.make_layout(self.warps)),
         )
         # bits of the column that are rotated, and the warp's first column
         bits, start = COLUMNS.bit_length() - 1, warp % self.segments * COLUMNS
         if const_expr(not whole):
-            bits = 31 - Int32(cute.arch.clz(rows.shape[1] & (0 - rows.shape[1])))
-        self.draw_dithers(s, shift, thread)
+            bits = 31 - Int32(cute.arch.clz(o.rows.shape[1] & (0 - o.rows.shape[1])))
+        self.draw_dithers(s, o, thread)
         own_signs, vector_signs = self.draw_signs(start, lane)
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
@@ -144,15 +156,15 @@ class QuantizeGate:
         own = warp // self.segments
         loaded = cute.make_rmem_tensor((4, VECTORS), Uint32)
         values = cute.make_rmem_tensor((VALUES,), Float32)
-        self.load(rows, first + own, start, whole, loaded, lane)
-        while first < rows.shape[0]:
+        self.load(o.rows, first + own, start, whole, loaded, lane)
+        while first < o.rows.shape[0]:
             row = first + own
             squares = self.unpack(loaded, own_signs, vector_signs, values)
             for level in (0, 1, 2, 8, 9, 10):
                 if level < bits:
                     self.butterflies(values, level if level < 3 else level - 5)
             self.exchange(s, values, lane)
-            self.load(rows, row + step, start, whole, loaded, lane)
+            self.load(o.rows, row + step, start, whole, loaded, lane)
             for level in range_constexpr(3, 8):
                 if level < bits:
                     self.butterflies(values, level - 2)
@@ -160,14 +172,15 @@ class QuantizeGate:
             # no NaN among the values if the sum of squares is a number
             screened = largest >= screen.SMALLEST and largest <= screen.LARGEST and squares < Float32.inf
             levels = self.divide(Float32(screen.LEVELS), largest)
-            self.round(s, values, start, levels, lane)
-            if start == 0 and lane == 0 and row < rows.shape[0]:
+            offset = self.join(s, self.round(s, values, start, levels, lane), warp, lane)
+            if start == 0 and lane == 0 and row < o.rows.shape[0]:
                 unit = largest * Float32(1 / screen.LEVELS)
-                wide = self.divide(cute.math.sqrt(squares) * root, unit) * Float32(1 + screen.SPREAD) + grid_error
+                wide = self.divide(cute.math.sqrt(squares) * o.root, unit) * Float32(1 + screen.SPREAD) + o.grid_error
                 outside = Float32(0.0) if largest == 0.0 and squares == 0.0 else Float32.inf
-                scale[row] = unit if screened else Float32(1.0)
-                spread[row] = wide if screened else outside
-            self.store(s, q, row, start, whole, screened, lane)
+                o.scale[row] = unit if screened else Float32(1.0)
+                o.spread[row] = wide if screened else outside
+                o.offset[row] = offset if screened else Float32(0.0)
+            self.store(s, o.q, row, start, whole, screened, lane)
             first += step
 
     @cute.jit
@@ -190,7 +203,7 @@ class QuantizeGate:
         return own, (word >> VECTOR & Uint32(0xFF)) * Uint32(0x10001)
 
     @cute.jit
-    def draw_dithers(self, s, shift, thread: Int32):
+    def draw_dithers(self, s, o, thread: Int32):
         """Dithers of all columns, where the lanes that round them find theirs, four at a time."""
         for block in cutlass.range(thread, self.k_max // 4, 32 * self.warps, unroll=1):
             four = philox(Uint32(block), screen.DITHERS)
@@ -198,9 +211,11 @@ class QuantizeGate:
                 column = 4 * block + j
                 line, i, v = column >> 3 & 31, column & 7, column >> 8 & 7
                 place = (line >> 1) * 128 + (4 * v + (i >> 1)) * 4 + (line & 1) * 2 + (i & 1)
-                number = Int32((four[j] >> Uint32(shift)) & Uint32(2**screen.FRACTION - 1)).to(Float32)
-                at = s.dithers + ((column & ~(COLUMNS - 1)) + place)
-                cute.make_tensor(at, cute.make_layout(1))[0] = (number + Float32(0.5)) * Float32(2.0**-screen.FRACTION)
+                at = (column & ~(COLUMNS - 1)) + place
+                own, other = (Int32(screen.centred(four[j], Uint32(shift))) for shift in (o.shift, o.other_shift))
+                dither = own.to(Float32) * Float32(UNIT) + Float32(0.5)
+                cute.make_tensor(s.dithers + at, cute.make_layout(1))[0] = dither
+                cute.make_tensor(s.others + at, cute.make_layout(1))[0] = other.to(Int16)
 
     # ---- a row ----
 
@@ -278,30 +293,65 @@ class QuantizeGate:
             if lane == 0:
                 s.largest[warp] = largest
                 s.squares[warp] = squares
-            cute.arch.sync_threads()
+            self.meet(warp)
             first = warp // self.segments * self.segments
             largest, squares = Float32(0.0), Float32(0.0)
             for i in range_constexpr(self.segments):
                 largest = cute.arch.fmax(largest, s.largest[first + i])
                 squares += s.squares[first + i]
-            cute.arch.sync_threads()
+            self.meet(warp)
         return largest, squares
 
     @cute.jit
     def round(self, s, values, start, levels, lane):
-        """Put the results of a lane's columns into shared memory."""
+        """Put the results of a lane's columns into shared memory; returns their product with the other dithers."""
         cute.arch.sync_warp()
-        dithers = cute.make_rmem_tensor((4,), Float32)
-        source = s.dithers + cute.assume(start + lane * 4, divby=4)
+        dithers, others = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((2,), Uint32)
+        place = cute.assume(start + lane * 4, divby=4)
+        source, other_source = s.dithers + place, s.others + place
+        offset = Int32(0)
         target = s.bytes + cute.assume((lane >> 2) * BYTE_PITCH + (lane & 3) * 2, divby=2)
         for i in range_constexpr(0, VALUES, 4):
             cute.autovec_copy(cute.make_tensor(source + i * 32, cute.make_layout(4)), dithers)
+            pairs = cute.recast_ptr(other_source + i * 32, dtype=Uint32)
+            cute.autovec_copy(cute.make_tensor(pairs, cute.make_layout(2)), others)
             bytes = [self.floor(values[i + j], levels, dithers[j]) for j in range(4)]
             for j in range_constexpr(2):
                 pair = Uint32(cute.arch.prmt(bytes[2 * j], bytes[2 * j + 1], 0x0040))
                 place = cute.recast_ptr(target + (i // 2 + j) * VECTOR, dtype=Uint16)
                 cute.make_tensor(place, cute.make_layout(1))[0] = Uint16(pair)
+                offset = self.add_products(others[j], pair, offset)
         cute.arch.sync_warp()
+        return offset
+
+    @cute.jit
+    def add_products(self, dithers: Uint32, pair: Uint32, total: Int32) -> Int32:
+        """`total` plus the products of two dithers of 16 bits and the two lowest bytes of `pair`."""
+        return cute.arch.inline_ptx(
+            "dp2a.lo.s32.s32 {$w0}, {$r0}, {$r1}, {$r2};",
+            write_only_types=[Int32],
+            read_only_args=[dithers, pair, total],
+        )
+
+    @cute.jit
+    def join(self, s, offset: Int32, warp, lane) -> Float32:
+        """The row's sum of its lanes' `offset`, in units of values: in its first warp."""
+        total = warp_sum(offset.to(Float32) * Float32(UNIT))
+        if const_expr(self.segments > 1):
+            if lane == 0:
+                s.offsets[warp] = total
+            self.meet(warp)
+            # the barriers of `reduce` come before the next offsets
+            first = warp // self.segments * self.segments
+            total = Float32(0.0)
+            for i in range_constexpr(self.segments):
+                total += s.offsets[first + i]
+        return total
+
+    @cute.jit
+    def meet(self, warp):
+        """Wait for the other warps of the row. Barrier 0 is __syncthreads."""
+        cute.arch.barrier(barrier_id=1 + warp // self.segments, number_of_threads=32 * self.segments)
 
     @cute.jit
     def floor(self, value: Float32, levels: Float32, dither: Float32) -> Uint32:
@@ -334,6 +384,8 @@ def signature(spec: QuantizeGateSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.bytes_by_rows(Int8, m, k),
         operands.vector(Float32, m),
         operands.vector(Float32, m),
+        operands.vector(Float32, m),
+        Int32(1),
         Int32(1),
         Float32(1.0),
         Float32(1.0),

@@ -1,7 +1,8 @@
 """Constants of the int8 screen of the gate, see docs/notes/screen.md, and its random numbers. Pure Python.
 
-A row is rotated, scaled to ``LEVELS`` and rounded with a dither of 16 bits. Signs and dithers are words of
-Philox4x32-10 (Salmon et al., SC 2011) with a fixed key. The counter is (index of four words, stream, 0, 0).
+A row is rotated, scaled to ``LEVELS`` and rounded with a dither of 15 bits, which the product is corrected for. Signs
+and dithers are words of Philox4x32-10 (Salmon et al., SC 2011) with a fixed key. The counter is (index of four words,
+stream, 0, 0).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 # Largest magnitude before rounding: with a dither in [0, 1) no result exceeds 127.
 LEVELS = 126.5
 
-# The dither is a number of this many bits plus 1/2, divided by 2^FRACTION.
-FRACTION = 16
+# The dither is a number of this many bits plus 1/2, divided by 2^FRACTION. Without its mean of 1/2 it is an odd
+# number of 16 bits by 2^(FRACTION + 1).
+FRACTION = 15
 
 # Most columns that are rotated together: a warp has them in registers.
 ROTATED = 2048
@@ -47,8 +49,15 @@ USUAL_SPREAD = 1024
 # Part by which fp32 bounds are enlarged for their own roundings, and part of a bias.
 MARGIN, BIAS_MARGIN = 2.0**-16, 2.0**-19
 
-# What stands for a bias of a zero row, whose gate is the bias alone: decides against any product.
+# Part of the bound for underflow, 1, and for fp32 roundings of the corrections for dithers, less than 3.
+SLACK = 4.0
+
+# What stands for a bias of a zero row of w, whose gate is the bias alone: decides against any product.
 DECISIVE = 2.0**100
+
+# Of a zero row of x, whose gates are the biases alone: more than any correction, and what lifts a bias of 1 / DECISIVE
+# above it.
+ABOVE_CORRECTIONS, LIFT = 2.0**21, 2.0**123
 
 
 def rotation_block(k: int) -> int:
@@ -66,9 +75,20 @@ def sign_bits(column: Any) -> tuple[Any, Any, Any]:
     return column >> 11 << 5 | column >> 3 & 31, column & 7, 8 + (column >> 8 & 7)
 
 
-def hoeffding(failure: float = FAILURE) -> float:
-    """c such that exp(-2 c^2) = 2^-failure, rounded up."""
-    return math.sqrt(failure * math.log(2) / 2) * (1 + 2.0**-50)
+def centred(word: Any, shift: int) -> Any:
+    """The dither in a column's word at a place, without its mean of 1/2, in units of 2^-(FRACTION + 1)."""
+    return 2 * (word >> shift & 2**FRACTION - 1) + 1 - 2**FRACTION
+
+
+def dither_product(k: int) -> float:
+    """The sum of products of the centred dithers of x and w over ``k`` columns, which is exact."""
+    total = sum(centred(word, X_SHIFT) * centred(word, W_SHIFT) for word in words(k, DITHERS))
+    return float(total) * 4.0 ** -(FRACTION + 1)
+
+
+def dither_tail(failure: float = FAILURE) -> float:
+    """c such that exp(-6 c^2) = 2^-failure, rounded up."""
+    return math.sqrt(failure * math.log(2) / 6) * (1 + 2.0**-50)
 
 
 def product_error(k: int) -> float:

@@ -109,23 +109,31 @@ class Views(NamedTuple):
 
 
 class GatePack:
-    """For one dtype and number of tokens per tile; sizes, strides and width stay symbolic. An empty bias is none."""
+    """For one dtype and number of tokens per tile; sizes, strides and width stay symbolic. An empty bias is none.
+
+    gate_screen.py is this kernel with another `first_group`, `mma` and memory of the epilogue.
+    """
+
+    accumulator = Float32
 
     def __init__(self, spec: GatePackSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.set_sizes(spec.tokens, 2, spec.tokens * TILE_N * 2)
+        self.set_sizes(spec.tokens, self.dtype, self.dtype, spec.tokens * TILE_N)
 
-    def set_sizes(self, tokens: int, value_bytes: int, epilogue_bytes: int) -> None:
-        """Sizes of a tile of values of so many bytes, and stages in the shared memory that the epilogue leaves."""
-        self.tokens = tokens
+    def set_sizes(self, tokens: int, value: Any, epilogue: Any, count: int) -> None:
+        """The type of x and w and that of the `count` values in the epilogue's shared memory, which stages leave free.
+
+        Sizes of a tile follow.
+        """
+        self.tokens, self.value, self.epilogue, self.epilogue_count = tokens, value, epilogue, count
         # of the first group
         self.pack_warps = PACK_WARPS
         # of two CTAs: fewer clusters of four run at a time than a quarter of the number of SMs
         self.cluster = 2
         # clusters' tiles of tokens in a band, see `tile_of`
         self.group = 1024 // (self.tokens * self.cluster)
-        self.tile_k, self.stage_bytes = TILE_K_BYTES // value_bytes, (TILE_N + tokens) * TILE_K_BYTES
-        self.stages = (feasible.SMEM_PER_CTA - 2048 - epilogue_bytes) // self.stage_bytes
+        self.tile_k, self.stage_bytes = TILE_K_BYTES * 8 // value.width, (TILE_N + tokens) * TILE_K_BYTES
+        self.stages = (feasible.SMEM_PER_CTA - 2048 - count * epilogue.width // 8) // self.stage_bytes
 
     @cute.jit
     def __call__(
@@ -141,12 +149,17 @@ class GatePack:
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
-        shape, stages = (TILE_N, self.tokens, self.tile_k), self.stages
+        self.launch(x, w, Operands(bias, words, spill, stats, words_per_tile, threshold), max_clusters, stream)
+
+    @cute.jit
+    def launch(self, x: cute.Tensor, w: cute.Tensor, o: Any, max_clusters: Int32, stream: cuda.CUstream):
+        """Launch the kernel for a product; all that it accesses without TMA is in `o`."""
+        shape, stages, value = (TILE_N, self.tokens, self.tile_k), self.stages, self.value
         mma = sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, self.tokens)
+            value, value, OperandMajorMode.K, OperandMajorMode.K, self.accumulator, (2, 1, 1), (64, self.tokens)
         )
-        w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
-        x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
+        w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, value, stages)
+        x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, value, stages)
         loads = (
             self.transfer(w, w_layout, (TILE_N, self.tile_k), self.cluster),
             self.transfer(x, x_layout, (self.tokens, self.tile_k), 1),
@@ -155,9 +168,9 @@ class GatePack:
         @cute.struct
         class Shared:
             ring: cute.struct.MemRange[Int64, stages * 2]
-            sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
-            sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
-            gate: cute.struct.Align[cute.struct.MemRange[self.dtype, self.tokens * TILE_N], 1024]
+            sW: cute.struct.Align[cute.struct.MemRange[value, cute.cosize(w_layout)], 1024]
+            sX: cute.struct.Align[cute.struct.MemRange[value, cute.cosize(x_layout)], 1024]
+            epilogue: cute.struct.Align[cute.struct.MemRange[self.epilogue, self.epilogue_count], 1024]
 
         self.shared = feasible.check_shared_memory(Shared)
         m_tiles = cute.ceil_div(x.shape[0], self.tokens * self.cluster)
@@ -165,9 +178,7 @@ class GatePack:
         total = m_tiles * n_tiles
         extent = Extent(m_tiles, n_tiles, cute.ceil_div(x.shape[1], self.tile_k), x.shape[0], w.shape[0])
         if total > 0:
-            self.kernel(
-                *loads, Operands(bias, words, spill, stats, words_per_tile, threshold), mma, w_layout, x_layout, extent
-            ).launch(
+            self.kernel(*loads, o, mma, w_layout, x_layout, extent).launch(
                 grid=(self.cluster, 1, cutlass.min(total, max_clusters)),
                 block=(THREADS, 1, 1),
                 cluster=(self.cluster, 1, 1),
@@ -187,7 +198,7 @@ class GatePack:
         self,
         w: Transfer,
         x: Transfer,
-        o: Operands,
+        o: Any,
         mma: cute.TiledMma,
         w_layout: cute.ComposedLayout,
         x_layout: cute.ComposedLayout,
@@ -203,10 +214,10 @@ class GatePack:
         shared = SmemAllocator().allocate(self.shared)
         ring = self.make_ring(shared)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
-        s = Views(
-            sW=shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
-            sX=shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
-            gate=shared.gate.data_ptr(),
+        s = self.views(
+            shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
+            shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
+            shared.epilogue.data_ptr(),
         )
         # the first loads must not wait for this division
         first = self.tile_of(cute.arch.block_idx()[2], extent)
@@ -216,17 +227,26 @@ class GatePack:
 
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS_LOAD_PACK)
-            tile = cute.arch.block_idx()[2]
-            if warp_index == PACK_WARPS:
-                self.load(ring, w, x, s, first, extent)
-                tile = self.last_tile(extent)
-            cute.arch.cluster_arrive_relaxed()
-            self.pack(s, o, tile, warp_index, extent)
+            self.first_group(ring, w, x, s, o, first, warp_index, extent)
         else:
             cute.arch.setmaxregister_increase(REGISTERS_MMA)
             self.mma(ring, mma, s, o, thread - 128, extent)
         # the peer has released its last stage here
         cute.arch.cluster_wait()
+
+    def views(self, sW: Any, sX: Any, epilogue: Any) -> Any:
+        """The kernel's `Views`."""
+        return Views(sW, sX, epilogue)
+
+    @cute.jit
+    def first_group(self, ring, w, x, s, o, place, warp_index: Int32, extent):
+        """Load, or pack, and then pack the last tile; the first tile is at `place`."""
+        tile = cute.arch.block_idx()[2]
+        if warp_index == PACK_WARPS:
+            self.load(ring, w, x, s, place, extent)
+            tile = self.last_tile(extent)
+        cute.arch.cluster_arrive_relaxed()
+        self.pack(s, o, tile, warp_index, extent)
 
     def handover_threads(self) -> int:
         """Threads of the mma and pack warps."""

@@ -1,9 +1,9 @@
 """The int8 gate GEMM that finds the neurons which any of 128 tokens may fire: a bit for each neuron and token tile.
 
 The same as gate_pack.py up to the accumulators: persistent, clusters of two CTAs that share the weight tile of 256
-neurons, 128 tokens per CTA, a ring of stages. A gate may be positive if its int32 product exceeds a threshold, which
-two fused multiplications and additions make of three terms of the token and two of the neuron; docs/notes/screen.md
-derives them. Three warp groups:
+neurons, 128 tokens per CTA, a ring of stages. A gate may be positive if its int32 product, less the neuron's offset,
+exceeds a threshold, which two fused multiplications and additions make of three terms of the token and two of the
+neuron; docs/notes/screen.md derives them. Three warp groups:
 
     terms     warps 0 to 2. Compute the terms of the tile's tokens and neurons while the mma groups work on it.
     load      warp 3. As in gate_pack.py.
@@ -24,25 +24,12 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int8, Int16, Int32, Int64, Uint16, Uint32, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
-from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
+from cutlass import Boolean, Float32, Int8, Int16, Int32, Uint16, Uint32, range_constexpr
 
-from .. import feasible, geometry, screen
+from .. import geometry, screen
 from ..common import operands
 from ..specs import GateScreenSpec
-from .gate_pack import (
-    PACK_WARPS,
-    REGISTERS_LOAD_PACK,
-    REGISTERS_MMA,
-    THREADS,
-    TILE_N,
-    Extent,
-    GatePack,
-    Transfer,
-)
+from .gate_pack import PACK_WARPS, TILE_N, GatePack
 
 TOKENS = geometry.TOKEN_TILE
 TERM_THREADS = 32 * PACK_WARPS
@@ -62,12 +49,13 @@ class Barrier(IntEnum):
 class Constants(NamedTuple):
     """Of the bound, for a number of columns; see `screen.py`."""
 
-    root: Any  # of the columns
-    hoeffding: Any
+    root: Any  # half of the columns' square root, the largest error of a row's dithers
+    tail: Any  # of the dithers
     product: Any  # part of |x| |w| that roundings of the rotation and of the bf16 product may take
     grid: Any  # norm of the error before the dither
     usual: Any  # usual spread^2
     block: Any  # columns that are rotated together
+    dithers: Any  # the product of the dithers of x and w
 
 
 class Operands(NamedTuple):
@@ -75,8 +63,10 @@ class Operands(NamedTuple):
 
     x_scale: Any
     x_spread: Any
+    x_offset: Any
     w_scale: Any
     w_spread: Any
+    w_offset: Any
     bias: Any
     candidates: Any
     constants: Any
@@ -88,15 +78,17 @@ class Views(NamedTuple):
     sW: Any  # weights
     sX: Any
     tokens: Any  # [TOKENS, 4] a, b, i
-    neurons: Any  # [TILE_N, 2] spread^2, bias
+    neurons: Any  # [TILE_N, 4] spread^2, bias, offset
 
 
 class GateScreen(GatePack):
     """For one dtype of the bias; sizes and strides stay symbolic. An empty bias is none."""
 
+    accumulator = Int32
+
     def __init__(self, spec: GateScreenSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.set_sizes(TOKENS, 1, 16 * TOKENS + 8 * TILE_N)
+        self.set_sizes(TOKENS, Int8, Float32, 4 * TOKENS + 4 * TILE_N)
 
     @cute.jit
     def __call__(
@@ -104,107 +96,39 @@ class GateScreen(GatePack):
         x: cute.Tensor,
         x_scale: cute.Tensor,
         x_spread: cute.Tensor,
+        x_offset: cute.Tensor,
         w: cute.Tensor,
         w_scale: cute.Tensor,
         w_spread: cute.Tensor,
+        w_offset: cute.Tensor,
         bias: cute.Tensor,
         candidates: cute.Tensor,
         root: Float32,
-        hoeffding: Float32,
+        tail: Float32,
         product: Float32,
         grid: Float32,
         usual: Float32,
         block: Float32,
+        dithers: Float32,
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
-        shape, stages = (TILE_N, TOKENS, self.tile_k), self.stages
-        mma = sm90.make_trivial_tiled_mma(
-            Int8, Int8, OperandMajorMode.K, OperandMajorMode.K, Int32, (2, 1, 1), (64, TOKENS)
-        )
-        w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, Int8, stages)
-        x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, Int8, stages)
-        loads = (
-            self.transfer(w, w_layout, (TILE_N, self.tile_k), self.cluster),
-            self.transfer(x, x_layout, (TOKENS, self.tile_k), 1),
-        )
+        constants = Constants(root, tail, product, grid, usual, block, dithers)
+        rows = (x_scale, x_spread, x_offset, w_scale, w_spread, w_offset)
+        self.launch(x, w, Operands(*rows, bias, candidates, constants), max_clusters, stream)
 
-        @cute.struct
-        class Shared:
-            ring: cute.struct.MemRange[Int64, stages * 2]
-            tokens: cute.struct.Align[cute.struct.MemRange[Float32, TOKENS * 4], 16]
-            neurons: cute.struct.Align[cute.struct.MemRange[Float32, TILE_N * 2], 16]
-            sW: cute.struct.Align[cute.struct.MemRange[Int8, cute.cosize(w_layout)], 1024]
-            sX: cute.struct.Align[cute.struct.MemRange[Int8, cute.cosize(x_layout)], 1024]
+    def views(self, sW: Any, sX: Any, epilogue: Any) -> Views:
+        """The kernel's `Views`."""
+        return Views(sW, sX, epilogue, epilogue + 4 * TOKENS)
 
-        self.shared = feasible.check_shared_memory(Shared)
-        m_tiles = cute.ceil_div(x.shape[0], TOKENS * self.cluster)
-        n_tiles = cute.ceil_div(w.shape[0], TILE_N)
-        total = m_tiles * n_tiles
-        extent = Extent(m_tiles, n_tiles, cute.ceil_div(x.shape[1], self.tile_k), x.shape[0], w.shape[0])
-        constants = Constants(root, hoeffding, product, grid, usual, block)
-        if total > 0:
-            self.kernel(
-                *loads,
-                Operands(x_scale, x_spread, w_scale, w_spread, bias, candidates, constants),
-                mma,
-                w_layout,
-                x_layout,
-                extent,
-            ).launch(
-                grid=(self.cluster, 1, cutlass.min(total, max_clusters)),
-                block=(THREADS, 1, 1),
-                cluster=(self.cluster, 1, 1),
-                min_blocks_per_mp=1,
-                stream=stream,
-                use_pdl=True,
-            )
-
-    @cute.kernel
-    def kernel(
-        self,
-        w: Transfer,
-        x: Transfer,
-        o: Operands,
-        mma: cute.TiledMma,
-        w_layout: cute.ComposedLayout,
-        x_layout: cute.ComposedLayout,
-        extent: Extent,
-    ):
-        thread = cute.arch.thread_idx()[0]
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(thread // 128)
+    @cute.jit
+    def first_group(self, ring, w, x, s, o, place, warp_index: Int32, extent):
+        """Load, or compute terms; the first tile is at `place`."""
         if warp_index == PACK_WARPS:
-            cpasync.prefetch_descriptor(w.atom)
-            cpasync.prefetch_descriptor(x.atom)
-
-        shared = SmemAllocator().allocate(self.shared)
-        ring = self.make_ring(shared)
-        pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
-        s = Views(
-            sW=shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
-            sX=shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
-            tokens=shared.tokens.data_ptr(),
-            neurons=shared.neurons.data_ptr(),
-        )
-        # the first loads must not wait for this division
-        first = self.tile_of(cute.arch.block_idx()[2], extent)
-        pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-
-        if group == 0:
-            cute.arch.setmaxregister_decrease(REGISTERS_LOAD_PACK)
-            if warp_index == PACK_WARPS:
-                self.load(ring, w, x, s, first, extent)
-            else:
-                self.terms(s, o, thread, extent)
-            cute.arch.cluster_arrive()
+            self.load(ring, w, x, s, place, extent)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS_MMA)
-            self.mma(ring, mma, s, o, thread - 128, extent)
-        # the peer has released its last stage here
-        cute.arch.cluster_wait()
+            self.terms(s, o, cute.arch.thread_idx()[0], extent)
+        cute.arch.cluster_arrive()
 
     @cute.jit
     def terms(self, s, o, thread: Int32, extent):
@@ -222,40 +146,41 @@ class GateScreen(GatePack):
                     four[j] = terms[j]
             for i in cutlass.range(thread, TILE_N, TERM_THREADS, unroll=1):
                 terms = self.neuron_terms(o, column * TILE_N + i, extent)
-                two = cute.make_tensor((s.neurons + 2 * i).align(8), cute.make_layout(2))
-                for j in range_constexpr(2):
-                    two[j] = terms[j]
+                four = cute.make_tensor((s.neurons + 4 * i).align(16), cute.make_layout(4))
+                for j in range_constexpr(3):
+                    four[j] = terms[j]
             cute.arch.barrier_arrive(barrier_id=Barrier.TERMS_FULL, number_of_threads=self.handover_threads())
             tile += step
 
     @cute.jit
     def token_terms(self, o, token: Int32, extent):
-        """a, b and i of a token: NaN or infinite if it is not screened, all but i zero if it is zero."""
+        """a, b and i of a token: NaN or infinite if it is not screened; if it is zero, its biases decide."""
         c = o.constants
         a, b, i = Float32(NEVER), Float32(0.0), Float32(0.0)
         if token < extent.rows:
             spread = o.x_spread[token]
             p = spread + c.root
-            slope = c.hoeffding + c.product * spread + c.grid
-            square = c.hoeffding * p * p
+            slope = c.tail + c.product * spread + c.grid
+            square = c.tail * p * p
             r = cute.math.sqrt(c.usual + square / slope)
-            a = ((square / r + slope * r) * Float32(0.5) + c.grid * spread + Float32(1.0)) * Float32(1 + screen.MARGIN)
+            a = (square / r + slope * r) * Float32(0.5) + c.grid * spread + Float32(screen.SLACK)
+            a = a * Float32(1 + screen.MARGIN) + (c.dithers - o.x_offset[token])
             b = slope / (r + r) * Float32(1 + screen.MARGIN)
-            a = a if spread != 0.0 else Float32(0.0)
-            b = b if spread != 0.0 else Float32(0.0)
             i = Float32(1.0) / o.x_scale[token]
+            if spread == 0.0:
+                a, b, i = Float32(-screen.ABOVE_CORRECTIONS), Float32(0.0), Float32(screen.LIFT)
         return a, b, i
 
     @cute.jit
     def neuron_terms(self, o, neuron: Int32, extent):
-        """The square of a neuron's spread, and its bias in units of its scale."""
-        square, beta = Float32(0.0), Float32(0.0)
+        """The square of a neuron's spread, its bias in units of its scale, and its offset."""
+        square, beta, offset = Float32(0.0), Float32(0.0), Float32(0.0)
         if neuron < extent.neurons:
             bias = Float32(0.0)
             if o.bias.shape[0] > 0:
                 bias = o.bias[neuron].to(Float32)
             spread = o.w_spread[neuron]
-            square = spread * spread
+            square, offset = spread * spread, o.w_offset[neuron]
             beta = bias * o.constants.block / o.w_scale[neuron]
             if bias > 0.0:
                 beta = cute.arch.fmax(beta * Float32(1 + screen.BIAS_MARGIN), Float32(1 / screen.DECISIVE))
@@ -268,7 +193,7 @@ class GateScreen(GatePack):
                     beta = Float32(screen.DECISIVE)
                 if bias <= 0.0:
                     beta = Float32(-screen.DECISIVE)
-        return square, beta
+        return square, beta, offset
 
     @cute.jit
     def mma(self, ring, mma: cute.TiledMma, s, o, thread: Int32, extent):
@@ -279,7 +204,7 @@ class GateScreen(GatePack):
         rW = mma.make_fragment_A(leader.partition_A(s.sW))
         rX = mma.make_fragment_B(leader.partition_B(s.sX))
         coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((TILE_N, TOKENS)))
-        acc = cute.make_rmem_tensor(coordinates.shape[:3], Int32)
+        acc = cute.make_rmem_tensor(coordinates.shape[:3], self.accumulator)
 
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -303,16 +228,16 @@ class GateScreen(GatePack):
         """
         lane = cute.arch.lane_idx()
         group, quarter = lane >> 2, lane & 3
-        squares, betas, found = [], [], []
+        four = cute.make_rmem_tensor((4,), Float32)
+        squares, betas, offsets, found = [], [], [], []
         for part in range_constexpr(2):
             for i in range_constexpr(2):
                 neuron = part * 128 + warp_index * 16 + 8 * i + group
-                two = cute.make_rmem_tensor((2,), Float32)
-                cute.autovec_copy(cute.make_tensor((s.neurons + 2 * neuron).align(8), cute.make_layout(2)), two)
-                squares.append(two[0])
-                betas.append(two[1])
+                cute.autovec_copy(cute.make_tensor((s.neurons + 4 * neuron).align(16), cute.make_layout(4)), four)
+                squares.append(four[0])
+                betas.append(four[1])
+                offsets.append(four[2])
                 found.append(Boolean(False))
-        four = cute.make_rmem_tensor((4,), Float32)
         for v in range_constexpr(TOKENS // 8):
             for j in range_constexpr(2):
                 token = 8 * v + 2 * quarter + j
@@ -322,7 +247,7 @@ class GateScreen(GatePack):
                         n = 2 * part + i
                         reach = four[2] * betas[n] + (four[1] * squares[n] + four[0])
                         # NaN exceeds, too
-                        below = acc[(j, i, v), part, 0].to(Float32) <= -reach
+                        below = acc[(j, i, v), part, 0].to(Float32) - offsets[n] <= -reach
                         found[n] = found[n] | (below == Boolean(False))
         for part in range_constexpr(2):
             bits = Uint32(0)
@@ -348,11 +273,9 @@ def signature(spec: GateScreenSpec) -> tuple[Any, tuple[Any, ...]]:
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     arguments = (
         operands.bytes_by_rows(Int8, m, k),
-        operands.vector(Float32, m),
-        operands.vector(Float32, m),
+        *(operands.vector(Float32, m) for _ in range(3)),
         operands.bytes_by_rows(Int8, n, k),
-        operands.vector(Float32, n),
-        operands.vector(Float32, n),
+        *(operands.vector(Float32, n) for _ in range(3)),
         operands.bias(operands.DTYPES[spec.dtype]),
         operands.matrix(Int16, cute.sym_int32(), cute.sym_int32(divisibility=SIXTEENS)),
         *(Float32(1.0) for _ in Constants._fields),

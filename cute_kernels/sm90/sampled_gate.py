@@ -81,7 +81,7 @@ class SampledGate(GatePack):
 
     def __init__(self, spec: SampledGateSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.set_sizes(TOKENS, 2, TOKENS * TILE_N * 2)
+        self.set_sizes(TOKENS, self.dtype, self.dtype, TOKENS * TILE_N)
         self.pack_warps = PACK_WARPS
 
     @cute.jit

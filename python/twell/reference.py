@@ -226,7 +226,7 @@ def hybrid_backward(
     return dx, dw_gate, dw_up, dw_down, db_gate, db_up
 
 
-Quantized = tuple[Tensor, Tensor, Tensor]
+Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def rotate(rows: Tensor) -> Tensor:
@@ -243,51 +243,65 @@ def rotate(rows: Tensor) -> Tensor:
 
 
 def quantize_gate(rows: Tensor, weights: bool) -> Quantized:
-    """q int8 [R, K], scale and spread float32 [R] of rows [R, K] of x or w_gate: ``scale * q`` is near rotate(rows).
+    """q int8 [R, K], scale, spread and offset float32 [R] of rows [R, K] of x or w_gate.
 
-    ``spread`` is at least |rotate(rows)| / scale. It is 0 for a row of zeros, and infinite for one that is not finite
-    or of a magnitude that is not screened.
+    ``scale * (q - dither)`` is near rotate(rows), for dithers from -1/2 to 1/2 with mean 0, and ``offset`` is the
+    product of q and the dithers of the other side. ``spread`` is at least |rotate(rows)| / scale. It is 0 for a row of
+    zeros, and infinite for one that is not finite or of a magnitude that is not screened.
     """
     rotated, k = rotate(rows), rows.shape[1]
     largest = rotated.abs().amax(1)
     levels = torch.tensor(screen.LEVELS, dtype=torch.float32, device=rows.device) / largest
-    shift = screen.W_SHIFT if weights else screen.X_SHIFT
-    words = [word >> shift & 2**screen.FRACTION - 1 for word in screen.words(k, screen.DITHERS)]
-    dither = (torch.tensor(words, dtype=torch.float64, device=rows.device) + 0.5) * 2.0**-screen.FRACTION
+    shifts = (screen.W_SHIFT, screen.X_SHIFT) if weights else (screen.X_SHIFT, screen.W_SHIFT)
+    words = screen.words(k, screen.DITHERS)
+    own, other = (
+        torch.tensor([screen.centred(word, shift) for word in words], dtype=torch.float64, device=rows.device)
+        * 2.0 ** -(screen.FRACTION + 1)
+        for shift in shifts
+    )
     screened = (largest >= screen.SMALLEST) & (largest <= screen.LARGEST)
     # the sum is rounded to fp32 before its floor is taken
-    q = (rotated.double() * levels.double()[:, None] + dither).float().floor().where(screened[:, None], 0)
+    q = (rotated.double() * levels.double()[:, None] + (own + 0.5)).float().floor().where(screened[:, None], 0)
     scale = (largest * torch.tensor(1 / screen.LEVELS, dtype=torch.float32, device=rows.device)).where(screened, 1)
     norm = rows.double().norm(dim=1) * math.sqrt(screen.rotation_block(k))
     spread = norm / scale.double() * (1 + screen.SPREAD) + screen.grid_error(k)
     spread = spread.where(screened, torch.inf).where(largest != 0, 0)
-    return q.char(), scale, spread.float()
+    return q.char(), scale, spread.float(), (q.double() @ other).float()
 
 
 def screen_bound(x_spread: Tensor, w_spread: Tensor, k: int, failure: float = screen.FAILURE) -> Tensor:
-    """How far q_x . q_w may be below (gate - bias) of rows that are screened, in units of the scales of x and w.
+    """How far the product of q_x and q_w without dithers may be below (gate - bias), in units of the scales.
 
-    float64 [M, N]. The gate is that of bf16 or fp16 products of ``k`` terms summed in fp32. A gate exceeds the bound
-    with a probability of at most 2^-failure; docs/notes/screen.md derives it.
+    float64 [M, N], for rows that are screened. The product is q_x . q_w - x_offset - w_offset + screen.dither_product.
+    The gate is that of bf16 or fp16 products of ``k`` terms summed in fp32. A gate exceeds the bound with a
+    probability of at most 2^-failure; docs/notes/screen.md derives it.
     """
     u, v = x_spread.double()[:, None], w_spread.double()
-    dithers = screen.hoeffding(failure) * (v**2 + (u + math.sqrt(k)) ** 2).sqrt()
-    return dithers + (2 * screen.ROTATION + screen.product_error(k)) * u * v + screen.grid_error(k) * (u + v) + 1
+    dithers = screen.dither_tail(failure) * (v**2 + (u + math.sqrt(k) / 2) ** 2).sqrt()
+    rounding = (2 * screen.ROTATION + screen.product_error(k)) * u * v + screen.grid_error(k) * (u + v)
+    return dithers + rounding + screen.SLACK
 
 
 def token_terms(
-    scale: Tensor, spread: Tensor, k: int, failure: float = screen.FAILURE
+    scale: Tensor, spread: Tensor, offset: Tensor, k: int, failure: float = screen.FAILURE
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """a, b and i [M]: ``a[m] + b[m] * w_spread[n]^2`` is at least ``screen_bound``, ``i`` is 1 / scale."""
+    """a, b and i [M]: ``a[m] + b[m] * w_spread[n]^2`` is at least ``screen_bound`` minus the token's offset plus
+    ``screen.dither_product``, and ``i`` is 1 / scale. A row of zeros has terms with which the bias decides alone.
+    """
     u = spread.double()
-    c, grid, p = screen.hoeffding(failure), screen.grid_error(k), u + math.sqrt(k)
+    c, grid, p = screen.dither_tail(failure), screen.grid_error(k), u + math.sqrt(k) / 2
     slope = c + (2 * screen.ROTATION + screen.product_error(k)) * u + grid
     # a square root is at most (its argument / r + r) / 2 for any r, and near to it if r is near to the root
     r = (screen.USUAL_SPREAD * k + c * p * p / slope).sqrt()
-    a = (c * p * p / r + slope * r) / 2 + grid * u + 1
+    a = (c * p * p / r + slope * r) / 2 + grid * u + screen.SLACK
     enlarged = 1 + screen.MARGIN
-    a, b = (t.where(u != 0, 0) for t in (a * enlarged, slope / (2 * r) * enlarged))
-    return a, b, 1 / scale.double()
+    a, b = a * enlarged - offset.double() + screen.dither_product(k), slope / (2 * r) * enlarged
+    zero = u == 0
+    return (
+        a.masked_fill(zero, -screen.ABOVE_CORRECTIONS),
+        b.masked_fill(zero, 0),
+        (1 / scale.double()).masked_fill(zero, screen.LIFT),
+    )
 
 
 def neuron_terms(scale: Tensor, spread: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
@@ -300,11 +314,11 @@ def neuron_terms(scale: Tensor, spread: Tensor, bias: Tensor | None, k: int) -> 
     return spread.double() ** 2, torch.where(spread == 0, decisive, beta)
 
 
-def gate_screen(x: tuple[Tensor, Tensor, Tensor], w_gate: tuple[Tensor, Tensor, Tensor], bias: Tensor | None) -> Tensor:
+def gate_screen(x: Quantized, w_gate: Quantized, bias: Tensor | None) -> Tensor:
     """Which gates [M, N] may be positive or NaN, of rows from ``quantize_gate``: all others are 0 after ReLU."""
-    (qx, x_scale, x_spread), (qw, w_scale, w_spread), k = x, w_gate, x[0].shape[1]
-    a, b, i = token_terms(x_scale, x_spread, k)
+    (qx, *of_x), (qw, w_scale, w_spread, w_offset), k = x, w_gate, x[0].shape[1]
+    a, b, i = token_terms(*of_x, k)
     v, beta = neuron_terms(w_scale, w_spread, bias, k)
     reach = i[:, None] * beta + (b[:, None] * v + a[:, None])
     # not a comparison that NaN fails
-    return ~(qx.double() @ qw.double().t() <= -reach)
+    return ~(qx.double() @ qw.double().t() - w_offset.double() <= -reach)

@@ -1,10 +1,10 @@
 """``ffn_screened``: ``ffn_union`` that computes the gate only where an int8 product says that it may fire.
 
-``q``, ``scale`` and ``spread`` are those of ``quantize_gate`` for w_gate. x is quantised at each call. Neurons that any
-of 128 tokens may fire are candidates of these tokens. Their gates are computed exactly, all others are 0, except with a
-probability of at most 2^-80 per gate: so y has the bits of ``ffn_union`` above 64 tokens. ``stats`` are by 256
-candidates where those of ``ffn_union`` are by 256 neurons. ``candidates`` and ``union`` count the candidates of each
-tile of 128 tokens, and those that fire.
+``q``, ``scale``, ``spread`` and ``offset`` are those of ``quantize_gate`` for w_gate. x is quantised at each call.
+Neurons that any of 128 tokens may fire are candidates of these tokens. Their gates are computed exactly, all others are
+0, except with a probability of at most 2^-80 per gate: so y has the bits of ``ffn_union`` above 64 tokens. ``stats`` are
+by 256 candidates where those of ``ffn_union`` are by 256 neurons. ``candidates`` and ``union`` count the candidates of
+each tile of 128 tokens, and those that fire.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Operands, Quantized, int, Activation]:
     """The layer, its int8 gate weight, the compression and the activation, of the arguments of the schema."""
-    layer, quantized, compression = Operands(*arguments[:7]), arguments[7:10], arguments[10]
-    return layer, quantized, compression, last_activation(arguments[11:], layer.w_up is not None)
+    layer, quantized, compression = Operands(*arguments[:7]), arguments[7:11], arguments[11]
+    return layer, quantized, compression, last_activation(arguments[12:], layer.w_up is not None)
 
 
 def _fake(*arguments: Any) -> Outputs:
@@ -102,7 +102,7 @@ def on_cuda(layer: Operands, quantized: Quantized, compression: int, activation:
 
 
 ffn_screened = register(
-    f"ffn_screened({LAYER}, Tensor q, Tensor scale, Tensor spread, int compression, {ACTIVATION}) "
+    f"ffn_screened({LAYER}, Tensor q, Tensor scale, Tensor spread, Tensor offset, int compression, {ACTIVATION}) "
     "-> (Tensor y, Tensor l1, Tensor stats, Tensor union, Tensor candidates)",
     fake=_fake,
     cpu=_cpu,

@@ -7,7 +7,9 @@ for the tokens of tile t: by a bound of the error of the int8 products that a ga
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,37 +30,39 @@ def outputs(x: Tensor, w_gate: Tensor) -> Tensor:
     return empty(x, (blocks(x.shape[0], geometry.TOKEN_TILE), words), torch.int32)
 
 
-def _fake(
-    x: Tensor, x_scale: Tensor, x_spread: Tensor, w_gate: Tensor, w_scale: Tensor, w_spread: Tensor, b_gate: Tensor
-) -> Tensor:
-    for name, matrix in (("x", x), ("w_gate", w_gate)):
+def _fake(*arguments: Tensor) -> Tensor:
+    x, w_gate, b_gate = _split(arguments)
+    for name, (matrix, *vectors) in (("x", x), ("w_gate", w_gate)):
         check_rank(name, matrix)
-        check(name, matrix, (matrix.shape[0], x.shape[1]), torch.int8)
+        check(name, matrix, (matrix.shape[0], x[0].shape[1]), torch.int8)
         if matrix.shape[1] % 8:
             raise ValueError(f"{name} must have rows of a multiple of 8 values, got {list(matrix.shape)}")
-    for name, vector, matrix in (
-        *(("x_scale", x_scale, x), ("x_spread", x_spread, x)),
-        *(("w_scale", w_scale, w_gate), ("w_spread", w_spread, w_gate)),
-    ):
-        check(name, vector, (matrix.shape[0],), torch.float32)
+        for part, vector in zip(("scale", "spread", "offset"), vectors):
+            check(f"{name[0]}_{part}", vector, (matrix.shape[0],), torch.float32)
     if b_gate.dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"b_gate must be bfloat16 or float16, got {b_gate.dtype}")
     if b_gate.shape != (0,):
-        check("b_gate", b_gate, (w_gate.shape[0],), b_gate.dtype)
-    return outputs(x, w_gate)
+        check("b_gate", b_gate, (w_gate[0].shape[0],), b_gate.dtype)
+    return outputs(x[0], w_gate[0])
 
 
-def _cpu(
-    x: Tensor, x_scale: Tensor, x_spread: Tensor, w_gate: Tensor, w_scale: Tensor, w_spread: Tensor, b_gate: Tensor
-) -> Tensor:
-    candidates = _fake(x, x_scale, x_spread, w_gate, w_scale, w_spread, b_gate)
+def _split(arguments: tuple[Any, ...]) -> tuple[Quantized, Quantized, Tensor]:
+    """Rows of x and of w_gate as ``quantize_gate`` gives them, and the bias, of the arguments of the schema."""
+    return arguments[:4], arguments[4:8], arguments[8]
+
+
+def _cpu(*arguments: Tensor) -> Tensor:
+    candidates = _fake(*arguments)
+    (x, x_scale, x_spread, x_offset), (w_gate, w_scale, w_spread, w_offset), b_gate = _split(arguments)
     (m, k), n = x.shape, w_gate.shape[0]
-    root, hoeffding, product, grid, usual, block = constants(k)
+    root, tail, product, grid, usual, block, dithers = constants(k)
     u, v = x_spread.double(), w_spread.double().square()
-    slope, p = hoeffding + product * u + grid, u + root
-    r = (usual + hoeffding * p * p / slope).sqrt()
-    a = (hoeffding * p * p / r + slope * r) / 2 + grid * u + 1
-    a, b = ((t * (1 + screen.MARGIN)).masked_fill(u == 0, 0) for t in (a, slope / (2 * r)))
+    slope, p = tail + product * u + grid, u + root
+    r = (usual + tail * p * p / slope).sqrt()
+    a = (tail * p * p / r + slope * r) / 2 + grid * u + screen.SLACK
+    a, b = a * (1 + screen.MARGIN) + (dithers - x_offset.double()), slope / (2 * r) * (1 + screen.MARGIN)
+    terms = zip((a, b, 1 / x_scale.double()), (-screen.ABOVE_CORRECTIONS, 0.0, screen.LIFT))
+    a, b, i = (term.masked_fill(u == 0, of_zero)[:, None] for term, of_zero in terms)
     bias = b_gate.double() if len(b_gate) else torch.zeros_like(v)
     beta = bias * block / w_scale.double()
     more = (beta * (1 + screen.BIAS_MARGIN)).clamp(min=1 / screen.DECISIVE)
@@ -66,7 +70,7 @@ def _cpu(
     decisive = torch.where(bias > 0, screen.DECISIVE, torch.where(bias <= 0, -screen.DECISIVE, bias))
     beta = torch.where(v == 0, decisive, beta)
     # sums of int8 products are exact in float64
-    below = x.double() @ w_gate.double().t() <= -(beta / x_scale.double()[:, None] + (b[:, None] * v + a[:, None]))
+    below = x.double() @ w_gate.double().t() - w_offset.double() <= -(i * beta + (b * v + a))
     shape = (candidates.shape[0], geometry.TOKEN_TILE, candidates.shape[1], _WORD)
     padding = (0, shape[2] * _WORD - n, 0, shape[0] * shape[1] - m)
     found = F.pad(~below, padding).view(shape).any(1)
@@ -74,23 +78,23 @@ def _cpu(
     return candidates.copy_(bits.where(bits < 1 << _WORD - 1, bits - (1 << _WORD)))
 
 
+@functools.cache
 def constants(k: int) -> tuple[float, ...]:
-    """What the kernel takes of ``k`` columns: root, Hoeffding's c, part for roundings, grid, usual spread^2, block."""
+    """What the kernel takes of ``k`` columns, in the order of its ``Constants``."""
     return (
-        math.sqrt(k),
-        screen.hoeffding(),
+        math.sqrt(k) / 2,
+        screen.dither_tail(),
         2 * screen.ROTATION + screen.product_error(k),
         screen.grid_error(k),
         float(screen.USUAL_SPREAD * k),
         float(screen.rotation_block(k)),
+        screen.dither_product(k),
     )
 
 
-def _cuda(
-    x: Tensor, x_scale: Tensor, x_spread: Tensor, w_gate: Tensor, w_scale: Tensor, w_spread: Tensor, b_gate: Tensor
-) -> Tensor:
-    bias = bias_vector("b_gate", b_gate if len(b_gate) else None, w_gate.shape[0], b_gate)
-    return on_cuda((x, x_scale, x_spread), (w_gate, w_scale, w_spread), bias)
+def _cuda(*arguments: Tensor) -> Tensor:
+    x, w_gate, b_gate = _split(arguments)
+    return on_cuda(x, w_gate, bias_vector("b_gate", b_gate if len(b_gate) else None, w_gate[0].shape[0], b_gate))
 
 
 def on_cuda(x: Quantized, w_gate: Quantized, b_gate: Tensor) -> Tensor:
@@ -104,8 +108,8 @@ def on_cuda(x: Quantized, w_gate: Quantized, b_gate: Tensor) -> Tensor:
 
 
 gate_screen = register(
-    "gate_screen(Tensor x, Tensor x_scale, Tensor x_spread, Tensor w_gate, Tensor w_scale, Tensor w_spread, "
-    "Tensor b_gate) -> Tensor",
+    "gate_screen(Tensor x, Tensor x_scale, Tensor x_spread, Tensor x_offset, "
+    "Tensor w_gate, Tensor w_scale, Tensor w_spread, Tensor w_offset, Tensor b_gate) -> Tensor",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

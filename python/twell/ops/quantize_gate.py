@@ -1,9 +1,10 @@
 """``quantize_gate``: rows of x, or of w_gate if ``weights``, in int8 for the screen of the gate.
 
 Each row is rotated by a signed block Hadamard transform, scaled, and rounded with a dither from a generator with a
-fixed seed. ``scale * q`` is near the rotated row; ``spread`` is at least the norm of the rotated row by its scale. It
-is 0 for a row of zeros, and infinite for a row that is not screened: not finite, or of a magnitude beyond 2^-50 to
-2^54.
+fixed seed. ``scale * (q - dither)`` is near the rotated row, for dithers from -1/2 to 1/2 with mean 0; ``offset`` is
+the product of q and the dithers of the other side, those of w_gate for x. ``spread`` is at least the norm of the
+rotated row by its scale. It is 0 for a row of zeros, and infinite for a row that is not screened: not finite, or of a
+magnitude beyond 2^-50 to 2^54. These rows have an offset of 0.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from twell import tuning
 from twell._runtime import device, screen
 from twell.ops.library import check_matrix, empty, launch, register, rows
 
-Quantized = tuple[Tensor, Tensor, Tensor]
+Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 # TMA: bytes of which a row's stride is a multiple
 _PITCH = 16
 
 
 def outputs(matrix: Tensor) -> Quantized:
-    """Uninitialised q int8 [R, K], with rows of a multiple of 16 bytes; scale and spread float32 [R]."""
+    """Uninitialised q int8 [R, K], with rows of a multiple of 16 bytes; scale, spread and offset float32 [R]."""
     r, k = matrix.shape
     q = empty(matrix, (r, -(-k // _PITCH) * _PITCH), torch.int8)
-    return q.narrow(1, 0, k), empty(matrix, r, torch.float32), empty(matrix, r, torch.float32)
+    scale, spread, offset = (empty(matrix, r, torch.float32) for _ in range(3))
+    return q.narrow(1, 0, k), scale, spread, offset
 
 
 def _fake(matrix: Tensor, weights: bool) -> Quantized:
@@ -49,7 +51,7 @@ def random_words(count: int, stream: int) -> Tensor:
 
 
 def _cpu(matrix: Tensor, weights: bool) -> Quantized:
-    q, scale, spread = _fake(matrix, weights)
+    q, scale, spread, offset = _fake(matrix, weights)
     r, k = matrix.shape
     tuning.quantize_gate(matrix.dtype, k)
     column = torch.arange(k, device="cpu")
@@ -64,15 +66,21 @@ def _cpu(matrix: Tensor, weights: bool) -> Quantized:
     largest = values.abs().amax(1)
     screened = (largest >= screen.SMALLEST) & (largest <= screen.LARGEST)
     levels = torch.full_like(largest, screen.LEVELS) / largest
-    dithers = random_words(k, screen.DITHERS) >> (screen.W_SHIFT if weights else screen.X_SHIFT)
-    dithers = ((dithers & (1 << screen.FRACTION) - 1) + 0.5) * 2.0**-screen.FRACTION
-    sums = (values.double() * levels.double()[:, None] + dithers.double()).float()
+    words, unit = random_words(k, screen.DITHERS), 2.0 ** -(screen.FRACTION + 1)
+    own, other = (screen.centred(words, shift).double() * unit for shift in _shifts(weights))
+    sums = (values.double() * levels.double()[:, None] + (own + 0.5)).float()
     q.copy_(sums.floor_().masked_fill_(~screened[:, None], 0))
+    offset.copy_(q.double() @ other)
     scale.copy_(torch.where(screened, largest * torch.full_like(largest, 1 / screen.LEVELS), 1))
     norms = matrix.float().square().sum(1).sqrt() * math.sqrt(screen.rotation_block(k))
     wide = norms / scale * (1 + screen.SPREAD) + screen.grid_error(k)
     spread.copy_(torch.where(screened, wide, torch.where(largest == 0, 0, torch.inf)))
-    return q, scale, spread
+    return q, scale, spread, offset
+
+
+def _shifts(weights: bool) -> tuple[int, int]:
+    """Where the dither of these rows is in a column's word, and that of the other side."""
+    return (screen.W_SHIFT, screen.X_SHIFT) if weights else (screen.X_SHIFT, screen.W_SHIFT)
 
 
 def _cuda(matrix: Tensor, weights: bool) -> Quantized:
@@ -81,18 +89,17 @@ def _cuda(matrix: Tensor, weights: bool) -> Quantized:
 
 def on_cuda(matrix: Tensor, weights: bool) -> Quantized:
     """The operator on the current device."""
-    q, scale, spread = outputs(matrix)
+    q, scale, spread, offset = outputs(matrix)
     k = matrix.shape[1]
-    shift, root = screen.W_SHIFT if weights else screen.X_SHIFT, math.sqrt(screen.rotation_block(k))
     spec, multiprocessors = tuning.quantize_gate(matrix.dtype, k), device.sm_count(matrix.device.index)
-    if not len(matrix):
-        return q, scale, spread
-    launch(spec, rows(matrix), q, scale, spread, shift, root, screen.grid_error(k), multiprocessors)
-    return q, scale, spread
+    if len(matrix):
+        constants = (*_shifts(weights), math.sqrt(screen.rotation_block(k)), screen.grid_error(k), multiprocessors)
+        launch(spec, rows(matrix), q, scale, spread, offset, *constants)
+    return q, scale, spread, offset
 
 
 quantize_gate = register(
-    "quantize_gate(Tensor rows, bool weights) -> (Tensor q, Tensor scale, Tensor spread)",
+    "quantize_gate(Tensor rows, bool weights) -> (Tensor q, Tensor scale, Tensor spread, Tensor offset)",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

@@ -39,10 +39,10 @@ def empty_lists(x: Tensor, m: int, n: int) -> Lists:
 
 def check_quantized(w_gate: Tensor, quantized: Quantized) -> None:
     """Raise unless ``quantized`` has the shapes and dtypes of ``quantize_gate`` for ``w_gate``."""
-    q, scale, spread = quantized
+    q, *vectors = quantized
     check("q", q, w_gate.shape, torch.int8)
-    check("scale", scale, w_gate.shape[:1], torch.float32)
-    check("spread", spread, w_gate.shape[:1], torch.float32)
+    for name, vector in zip(("scale", "spread", "offset"), vectors):
+        check(name, vector, w_gate.shape[:1], torch.float32)
 
 
 def candidates_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, quantized: Quantized) -> Tensor:
