@@ -35,8 +35,6 @@ VECTORS, VECTOR = 8, 8
 PITCH, BYTE_PITCH = 32 * VECTOR + 8, 32 * VECTOR + 16
 # a sum with it that is rounded down is an integer, in the low bits
 ROUNDER = 3 * 2.0**22
-# of centred dithers
-UNIT = 2.0 ** -(screen.FRACTION + 1)
 # warps of a CTA, and of an SM, at 168 registers
 WARPS, WARPS_PER_SM = 4, 12
 # of rows of which three CTAs have no room for the dithers: one CTA
@@ -53,6 +51,7 @@ class Operands(NamedTuple):
     offset: Any
     shift: Any  # where the dither is in a column's word
     other_shift: Any  # that of the other side
+    unit: Any  # of centred dithers; 0 for none, so that values are rounded to nearest
     root: Any  # of the columns that are rotated together
     grid_error: Any
 
@@ -91,6 +90,7 @@ class QuantizeGate:
         offset: cute.Tensor,
         shift: Int32,
         other_shift: Int32,
+        unit: Float32,
         root: Float32,
         grid_error: Float32,
         multiprocessors: Int32,
@@ -107,7 +107,7 @@ class QuantizeGate:
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas)
         ctas = cutlass.min(cute.ceil_div(rows.shape[0], self.rows), multiprocessors * self.ctas)
-        o = Operands(rows, q, scale, spread, offset, shift, other_shift, root, grid_error)
+        o = Operands(rows, q, scale, spread, offset, shift, other_shift, unit, root, grid_error)
         if rows.shape[0] > 0:
             # the usual sizes have constant places
             if rows.shape[1] == self.k_max:
@@ -172,7 +172,7 @@ class QuantizeGate:
             # no NaN among the values if the sum of squares is a number
             screened = largest >= screen.SMALLEST and largest <= screen.LARGEST and squares < Float32.inf
             levels = self.divide(Float32(screen.LEVELS), largest)
-            offset = self.join(s, self.round(s, values, start, levels, lane), warp, lane)
+            offset = self.join(s, self.round(s, values, start, levels, lane), o.unit, warp, lane)
             if start == 0 and lane == 0 and row < o.rows.shape[0]:
                 unit = largest * Float32(1 / screen.LEVELS)
                 wide = self.divide(cute.math.sqrt(squares) * o.root, unit) * Float32(1 + screen.SPREAD) + o.grid_error
@@ -213,7 +213,7 @@ class QuantizeGate:
                 place = (line >> 1) * 128 + (4 * v + (i >> 1)) * 4 + (line & 1) * 2 + (i & 1)
                 at = (column & ~(COLUMNS - 1)) + place
                 own, other = (Int32(screen.centred(four[j], Uint32(shift))) for shift in (o.shift, o.other_shift))
-                dither = own.to(Float32) * Float32(UNIT) + Float32(0.5)
+                dither = own.to(Float32) * o.unit + Float32(0.5)
                 cute.make_tensor(s.dithers + at, cute.make_layout(1))[0] = dither
                 cute.make_tensor(s.others + at, cute.make_layout(1))[0] = other.to(Int16)
 
@@ -334,9 +334,9 @@ class QuantizeGate:
         )
 
     @cute.jit
-    def join(self, s, offset: Int32, warp, lane) -> Float32:
-        """The row's sum of its lanes' `offset`, in units of values: in its first warp."""
-        total = warp_sum(offset.to(Float32) * Float32(UNIT))
+    def join(self, s, offset: Int32, unit: Float32, warp, lane) -> Float32:
+        """The row's sum of its lanes' `offset`, which are in units of dithers: in its first warp."""
+        total = warp_sum(offset.to(Float32) * unit)
         if const_expr(self.segments > 1):
             if lane == 0:
                 s.offsets[warp] = total
@@ -387,6 +387,7 @@ def signature(spec: QuantizeGateSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.vector(Float32, m),
         Int32(1),
         Int32(1),
+        Float32(1.0),
         Float32(1.0),
         Float32(1.0),
         Int32(1),

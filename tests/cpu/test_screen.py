@@ -390,7 +390,7 @@ def test_a_screened_forward_of_training_is_the_other(gated: bool) -> None:
     for a, b in zip(ops.hybrid_forward(*layer, 8, 0, "relu", 0.0, "screened"), ops.hybrid_forward(*layer, 8)):
         assert torch.equal(a, b)
     torch.library.opcheck(ops.hybrid_forward, (*layer, 8, 0, "relu", 0.0, "screened"))
-    with pytest.raises(ValueError, match='screen must be "screened" or "", got \'on\''):
+    with pytest.raises(ValueError, match='screen must be "screened", "proven" or "", got \'on\''):
         ops.hybrid_forward(*layer, 8, 0, "relu", 0.0, "on")
     with pytest.raises(TypeError, match="x must be bfloat16 or float16"):
         ops.hybrid_forward(*(None if t is None else t.float() for t in layer), 8, 0, "relu", 0.0, "screened")

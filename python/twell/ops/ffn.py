@@ -183,15 +183,21 @@ def _union_on_cuda(layer: Operands, compression: int, activation: Activation, me
     return *by_small_tiles(layer, compression, activation, spec), None, None
 
 
-def _screened_on_cpu(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
-    quantized = _gate_copies.of(layer.w_gate, "screened", lambda: quantize_gate(layer.w_gate, True))
-    return screened_on_cpu(layer, quantized, compression, activation)
+def _screened_on_cpu(
+    layer: Operands, compression: int, activation: Activation, measured: bool, screen: str
+) -> _Counted:
+    nearest = screened.is_nearest(screen)
+    quantized = _gate_copies.of(layer.w_gate, screen, lambda: quantize_gate(layer.w_gate, True, nearest))
+    return screened_on_cpu(layer, quantized, compression, activation, nearest)
 
 
-def _screened_on_cuda(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
+def _screened_on_cuda(
+    layer: Operands, compression: int, activation: Activation, measured: bool, screen: str
+) -> _Counted:
+    nearest = screened.is_nearest(screen)
     # kept only where a module was told to: a write through .data does not raise a tensor's version
-    quantized = _gate_copies.of(layer.w_gate, "screened", lambda: quantize_on_cuda(layer.w_gate, True))
-    return screened_on_cuda(layer, quantized, compression, activation)
+    quantized = _gate_copies.of(layer.w_gate, screen, lambda: quantize_on_cuda(layer.w_gate, True, nearest))
+    return screened_on_cuda(layer, quantized, compression, activation, nearest)
 
 
 def _dense(layer: Operands, activation: Activation, measurement: _auto.Measurement | None, totals: bool) -> _Totals:
@@ -248,13 +254,13 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 _SPARSE_ON_CPU: _Sparse = {
     "row": _row_on_cpu,
     "union": _union_on_cpu,
-    "screened": _screened_on_cpu,
+    **{screen: functools.partial(_screened_on_cpu, screen=screen) for screen in screened.SCREENS},
     "invariant": _row_on_cpu,
 }
 _SPARSE_ON_CUDA: _Sparse = {
     "row": _row_on_cuda,
     "union": _union_on_cuda,
-    "screened": _screened_on_cuda,
+    **{screen: functools.partial(_screened_on_cuda, screen=screen) for screen in screened.SCREENS},
     "invariant": functools.partial(_row_on_cuda, invariant=True),
 }
 _ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}"
