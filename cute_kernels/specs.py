@@ -154,7 +154,7 @@ class GatePackFewSpec(_FamilyKernel):
 
 @dataclass(frozen=True)
 class QuantizeGateSpec(_Kernel):
-    """``rows -> q, scale, spread``: int8 rows of x or w_gate for the screen of the gate.
+    """``rows -> q, scale, spread, offset``: int8 rows of x or w_gate for the screen of the gate.
 
     For hidden sizes up to ``k_max``, one of ``QUANTIZE_K_CLASSES``.
     """

@@ -290,8 +290,9 @@ def screen_bound(
 def token_terms(
     scale: Tensor, spread: Tensor, offset: Tensor, k: int, failure: float = screen.FAILURE, nearest: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """a, b and i [M]: ``a[m] + b[m] * w_spread[n]^2`` is at least ``screen_bound`` minus the token's offset plus
-    ``screen.dither_product``, and ``i`` is 1 / scale. A row of zeros has terms with which the bias decides alone.
+    """a, b and i [M]: ``a[m] + b[m] * w_spread[n]^2`` is at least ``screen_bound`` and corrections, ``i`` is 1 / scale.
+
+    The corrections are ``screen.dither_product`` minus the offset. With the terms of a row of zeros the bias decides.
     """
     u, root = spread.double(), math.sqrt(k) / 2
     c, grid, p = 0.0 if nearest else screen.dither_tail(failure), screen.grid_error(k), u + root

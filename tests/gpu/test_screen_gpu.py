@@ -47,24 +47,27 @@ def test_rows_are_quantised_as_on_a_cpu(k: int, weights: bool, dtype: torch.dtyp
     torch.manual_seed(k)
     for r in (1, 300):
         rows = hostile(r, k).to(dtype)
-        q, scale, spread = ops.quantize_gate(rows, weights)
+        q, scale, spread, offset = ops.quantize_gate(rows, weights)
         testing.poison_memory()
         found = ops.quantize_gate(rows.to(CUDA), weights)
         testing.assert_same(found[1], scale, "scale")
         testing.assert_same(found[0].contiguous(), q.contiguous(), "q")
         torch.testing.assert_close(found[2].cpu(), spread, rtol=screen.SPREAD / 4, atol=0)
+        # thirteen roundings of the sums and one of the result, of sums of up to 127 / 2 per column
+        torch.testing.assert_close(found[3].cpu(), offset, rtol=0, atol=14 * 2.0**-24 * 127 / 2 * k)
+        assert not found[3].cpu()[~(spread.isfinite() & (spread > 0))].any()
 
 
 def reaches(
     x: tuple[Tensor, ...], w: tuple[Tensor, ...], bias: Tensor, candidates: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By bit of the candidates: the highest sum of product and bound, the size of its terms, and the bit."""
-    (qx, sx, ux), (qw, sw, uw), k = x, w, x[0].shape[1]
-    a, b, i = reference.token_terms(sx, ux, k)
-    v, beta = reference.neuron_terms(sw, uw, bias if len(bias) else None, k)
+    (qx, *of_x), (qw, w_scale, w_spread, w_offset), k = x, w, x[0].shape[1]
+    a, b, i = reference.token_terms(*of_x, k)
+    v, beta = reference.neuron_terms(w_scale, w_spread, bias if len(bias) else None, k)
     reach = i[:, None] * beta + (b[:, None] * v + a[:, None])
-    total = qx.double() @ qw.double().t() + reach
-    size = (i[:, None] * beta).abs() + b[:, None] * v + a[:, None]
+    total = qx.double() @ qw.double().t() - w_offset.double() + reach
+    size = (i[:, None] * beta).abs() + b[:, None] * v + a[:, None].abs()
     tiles = [slice(t, t + 128) for t in range(0, len(qx), 128)]
     highest = torch.stack([total[t].nan_to_num(torch.inf, torch.inf, -torch.inf).amax(0) for t in tiles])
     largest = torch.stack([size[t].nan_to_num(1, 1, 1).amax(0) for t in tiles])
@@ -87,14 +90,14 @@ def test_candidates_are_those_of_a_cpu(m: int, n: int, k: int, bias: bool) -> No
     given = (torch.randn(n) * 10 - math.sqrt(k) * 3).to(BF16) if bias else NONE
     operands = [t.to(CUDA) for t in (*x, *w, given)]
     # rows of a multiple of 16 bytes
-    for at in (0, 3):
+    for at in (0, 4):
         padded = torch.zeros(operands[at].shape[0], -(-k // 16) * 16, dtype=torch.int8, device=CUDA)
         padded[:, :k] = operands[at]
         operands[at] = padded[:, :k]
     (found,) = testing.poisoned(lambda: (ops.gate_screen(*operands),))
     highest, size, bits = reaches(x, w, given, found)
-    # the kernel's fp32 terms differ by less than their enlargement
-    slack = size * screen.MARGIN
+    # the kernel's fp32 terms differ by less than their enlargement, and sums with offsets by less than 1
+    slack = size * screen.MARGIN + 1
     assert bits[highest > slack].all()
     assert not bits[highest < -slack].any()
     assert ((highest > slack) | (highest < -slack)).float().mean() > 0.99
