@@ -158,7 +158,9 @@ class GatePackScreened(GatePackFew):
         root: Float32,
         tail: Float32,
         product: Float32,
-        grid: Float32,
+        x_part: Float32,
+        w_part: Float32,
+        slack: Float32,
         usual: Float32,
         block: Float32,
         dithers: Float32,
@@ -202,7 +204,7 @@ class GatePackScreened(GatePackFew):
             sQ: cute.struct.Align[cute.struct.MemRange[Int8, cute.cosize(q_layout)], 1024]
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
-        constants = Constants(root, tail, product, grid, usual, block, dithers)
+        constants = Constants(root, tail, product, x_part, w_part, slack, usual, block, dithers)
         vectors = (x_scale, x_spread, x_offset, w_scale, w_spread, w_offset)
         o = Operands(w, bias, *vectors, words, spill, stats, arrivals, constants)
         if x.shape[0] > 0:

@@ -41,6 +41,8 @@ class GateCopy:
     """
 
     def __init__(self) -> None:
+        # the strategy that screens few tokens, whatever strategy they run by; "" for none
+        self.few = "screened"
         self._made: _Made | None = None
         self._captured: list[tuple[Tensor, ...]] = []
 
@@ -76,21 +78,25 @@ class GateCopy:
                 tensor.record_stream(stream)
         return cast(Quantized, made.quantized)
 
-    def for_few(self, weight: Tensor, screen: str, make: Callable[[], Quantized]) -> Quantized | None:
-        """``of`` for calls that a copy made anew does not pay for: None where each would make its own.
+    def for_few(
+        self, weight: Tensor, screen: str | None, make: Callable[[bool], Quantized]
+    ) -> tuple[Quantized, bool] | None:
+        """``of`` for few tokens, and whether it is rounded to nearest: None where each call would make its own.
 
+        ``screen``: the strategy that screens them, None for ``few``.
         A captured graph keeps the copy that an earlier call has made, and so does this object: its memory stays.
         """
-        if weight.is_inference():
+        screen, made = self.few if screen is None else screen, self._made
+        nearest = screen == "proven"
+        if not screen or weight.is_inference():
             return None
         if not _captures(weight):
-            return self.of(weight, screen, make)
-        made = self._made
+            return self.of(weight, screen, lambda: make(nearest)), nearest
         if made is None or made.state != _state(weight, screen):
             return None
         if all(quantized is not made.quantized for quantized in self._captured):
             self._captured.append(made.quantized)
-        return cast(Quantized, made.quantized)
+        return cast(Quantized, made.quantized), nearest
 
 
 def _captures(weight: Tensor) -> bool:
@@ -107,8 +113,9 @@ _COPIES: weakref.WeakValueDictionary[tuple[int, int], GateCopy] = weakref.WeakVa
 _lock = threading.Lock()
 
 
-def enroll(weight: Tensor, copy: GateCopy) -> None:
-    """Let the operators find ``copy`` by its weight, as long as its module keeps it."""
+def enroll(weight: Tensor, copy: GateCopy, few: str = "screened") -> None:
+    """Let the operators find ``copy`` by its weight, as long as its module keeps it; ``few`` is as in ``GateCopy``."""
+    copy.few = few
     if _COPIES.get(place(weight)) is not copy:
         with _lock:
             # a copy is of one weight
@@ -129,7 +136,7 @@ def of(weight: Tensor, screen: str, make: Callable[[], Quantized]) -> Quantized:
     return make() if copy is None else copy.of(weight, screen, make)
 
 
-def for_few(weight: Tensor, screen: str, make: Callable[[], Quantized]) -> Quantized | None:
+def for_few(weight: Tensor, screen: str | None, make: Callable[[bool], Quantized]) -> tuple[Quantized, bool] | None:
     """The copy that a module keeps of ``weight``, see ``GateCopy.for_few``; None if no module keeps one."""
     copy = _COPIES.get(place(weight)) if _COPIES else None
     return None if copy is None else copy.for_few(weight, screen, make)

@@ -25,9 +25,8 @@ from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.packed import PackedTwell
 
-Strategy = Literal["auto", "row", "union", "screened", "invariant", "dense"]
-_SPARSE = ("row", "union", "screened", "invariant")
-_SCREENS = ("screened",)
+Strategy = Literal["auto", "row", "union", "screened", "proven", "invariant", "dense"]
+_SPARSE = ("row", "union", *screened.SCREENS, "invariant")
 
 _WIDE_DTYPES = (torch.float32, torch.float64)
 
@@ -127,9 +126,10 @@ def sparse_gated_ffn(
             "screened" is "union" that computes a gate only where a product in int8 and a bound of its error say that it
             may be a non-zero (docs/notes/screen.md): for sparse layers and many tokens. It has the same bits unless the
             bound fails, with a probability of at most 2^-80 per gate. It needs a GPU of compute capability 9.0 or the
-            CPU, and "auto" does not choose it. "invariant" is "row" with the same bits for a token whatever other
-            tokens the call has, and however many; for inference on a GPU. Strategies may differ in the last bits of a
-            result.
+            CPU. An ``AutoStrategy`` chooses it where its table has times of it. "proven" is the same by a bound that
+            never fails, with more candidates, several times as many for most layers. "invariant" is "row" with the same
+            bits for a token whatever other tokens the call has, and however many; for inference on a GPU. Strategies
+            may differ in the last bits of a result.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
             that and spills beyond. The speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the weights'
@@ -349,7 +349,7 @@ def _run(
         layer = layer._replace(x=x.reshape(-1, x.shape[-1]))
     if call.training:
         totals = call.return_aux or route.measurement is not None
-        screen = route.strategy if route.strategy in _SCREENS else ""
+        screen = route.strategy if route.strategy in screened.SCREENS else ""
         packed = (layer, mains, call.compression, route.held, call.activation)
         y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals, screen)
         _note_training(route, layer, nonzeros, sizes, y)

@@ -201,7 +201,9 @@ class SparseFFN(nn.Module):
     def _enroll_copy(self, w_gate: Tensor) -> None:
         """Let the operators find the int8 copy of the first weight, if the layer keeps one."""
         if self._gate_copy is not None and not _auto.tracing(0) and type(w_gate) in _plain.PLAIN_TENSORS:
-            _gate_copies.enroll(w_gate, self._gate_copy)
+            site = self._site()
+            few = _auto.SCREENS[site.screen] if site else "proven" if self._strategy == "proven" else "screened"
+            _gate_copies.enroll(w_gate, self._gate_copy, few)
 
     def _main_grads(self, **weights: Tensor) -> list[Tensor | None] | None:
         """``weight.main_grad`` of each projection whose weight requires grad; None unless ``accumulate_main_grad``."""
@@ -463,7 +465,9 @@ def keep_gate_copies(module: nn.Module, keep: bool = True) -> None:
 
     The screen of the gate reads such a copy; an inference call makes it anew unless the layer keeps it. It takes half
     of the gate weight's memory, which ``twell.explain`` shows, from the first call on that screens: none where no
-    strategy does. A training step makes its own, and so does a captured CUDA graph in each replay.
+    strategy does. A training step makes its own, and so does a captured CUDA graph in each replay. Calls of up to eight
+    tokens read the copy of a large layer by strategy "row", too, and so does a graph of theirs the copy that a call
+    before its capture has made: capture again after a change of the weight.
 
     A kept copy is made again when the weight was replaced, moved or written as autograd counts writes: by in-place
     operators, optimizers and ``load_state_dict``. A write that it does not count is not seen, and results are then

@@ -261,7 +261,7 @@ def overflow(dtype: torch.dtype, mode: str, family: str = specs.SM90) -> specs.O
 # Strategies
 
 
-STRATEGIES = ("auto", "row", "union", "screened", "invariant", "dense")
+STRATEGIES = ("auto", "row", "union", "screened", "proven", "invariant", "dense")
 
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
 MARGIN = 0.02

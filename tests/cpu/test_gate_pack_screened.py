@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import twell
 from twell import _gate_copies, ops, testing, tuning
 from twell._activation import activation_of
 from twell._runtime import device
@@ -19,15 +20,16 @@ BF16 = torch.bfloat16
 K, N = 4096, 9768
 
 
+@pytest.mark.parametrize("nearest", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("biases", ["", "gate"])
 @pytest.mark.parametrize("m", [0, 1, 3, 8])
-def test_it_is_gate_pack(m: int, biases: str, dtype: torch.dtype) -> None:
+def test_it_is_gate_pack(m: int, biases: str, dtype: torch.dtype, nearest: bool) -> None:
     for k, n, density in ((8, 8, 0.5), (72, 520, 0.02), (1032, 264, 1.0), (64, 256, 0.0)):
         p = testing.integer_problem(m, k, n, density=density, biases=biases, dtype=dtype)
-        quantized = ops.quantize_gate(p.w_gate, True)
+        quantized = ops.quantize_gate(p.w_gate, True, nearest)
         for threshold in (0.0, 1.5):
-            found = ops.gate_pack_screened(p.x, p.w_gate, p.b_gate, *quantized, 8, threshold)
+            found = ops.gate_pack_screened(p.x, p.w_gate, p.b_gate, *quantized, 8, threshold, nearest)
             testing.assert_packed_same(found, ops.gate_pack(p.x, p.w_gate, p.b_gate, 8, threshold), n, 8)
 
 
@@ -151,20 +153,45 @@ def test_the_portable_family_is_not_screened(launched: list[str], monkeypatch: p
 def test_a_graph_reads_the_copy_that_was_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not made under capture, is not read if the weight has changed since, and stays as long as its holder."""
     weight, copy = torch.zeros(8, 16, dtype=BF16), _gate_copies.GateCopy()
-    make = lambda: ops.quantize_gate(weight, True)  # noqa: E731
-    monkeypatch.setattr(_gate_copies, "_captures", lambda weight: True)
-    assert copy.for_few(weight, "screened", make) is None
-    monkeypatch.setattr(_gate_copies, "_captures", lambda weight: False)
-    made = copy.for_few(weight, "screened", make)
-    assert made is not None
-    monkeypatch.setattr(_gate_copies, "_captures", lambda weight: True)
+    make = lambda nearest: ops.quantize_gate(weight, True, nearest)  # noqa: E731
+
+    def captured(on: bool) -> Any:
+        monkeypatch.setattr(_gate_copies, "_captures", lambda weight: on)
+        return copy.for_few(weight, None, make)
+
+    assert captured(True) is None
+    made, nearest = captured(False)
+    assert not nearest
     for _ in range(3):
-        assert copy.for_few(weight, "screened", make) is made
+        assert captured(True)[0] is made
+    assert copy.for_few(weight, "proven", make) is None
     weight.add_(1)
-    assert copy.for_few(weight, "screened", make) is None
-    monkeypatch.setattr(_gate_copies, "_captures", lambda weight: False)
-    assert copy.for_few(weight, "screened", make) is not made
-    (captured,) = copy._captured
-    assert captured is made
+    assert captured(True) is None
+    assert captured(False)[0] is not made
+    (kept,) = copy._captured
+    assert kept is made
     with torch.inference_mode():
-        assert copy.for_few(torch.zeros(8, 16, dtype=BF16), "screened", make) is None
+        assert copy.for_few(torch.zeros(8, 16, dtype=BF16), None, make) is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "few"),
+    [
+        ("row", "screened"),
+        ("screened", "screened"),
+        ("proven", "proven"),
+        ("auto", "screened"),
+        (twell.AutoStrategy(screen="proven"), "proven"),
+        (twell.AutoStrategy(screen="off"), ""),
+    ],
+)
+def test_a_layers_strategy_says_which_screen_its_few_tokens_have(strategy: Any, few: str) -> None:
+    module = twell.nn.SparseGatedMLP(16, 8, strategy=strategy, dtype=BF16).requires_grad_(False)
+    twell.nn.keep_gate_copies(module)
+    module(torch.zeros(1, 16, dtype=BF16))
+    assert module._gate_copy.few == few
+    found = _gate_copies.for_few(
+        module.gate_proj.weight, None, lambda nearest: ops.quantize_gate(torch.zeros(8, 16, dtype=BF16), True, nearest)
+    )
+    assert (found is None) == (few == "")
+    assert found is None or found[1] == (few == "proven")

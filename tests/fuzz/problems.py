@@ -19,8 +19,8 @@ from twell._runtime import geometry
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPS = {"pack": 3, "forward": 4, "aux": 3, "train": 6, "decode": 3, "overflow": 2, "compact": 1}
-STRATEGIES = {"row": 5, "union": 6, "screened": 4, "invariant": 1, "dense": 2, "auto": 2, "site": 1}
-SPARSE = ("row", "union", "screened", "invariant")
+STRATEGIES = {"row": 5, "union": 6, "screened": 3, "proven": 1, "invariant": 1, "dense": 2, "auto": 2, "site": 1}
+SPARSE = ("row", "union", "screened", "proven", "invariant")
 PATTERNS = {
     "uniform": 3,
     "tokens": 4,

@@ -106,10 +106,11 @@ def surroundings(case: Case, device: torch.device) -> Iterator[None]:
 
 
 def strategy_of(case: Case, device: torch.device) -> Any:
-    """What a call of the case names; "union" where a GPU has no kernels of "screened"."""
+    """What a call of the case names; "union" where a GPU has no kernels of the screen."""
     if case.strategy == "site":
         return AutoStrategy()
-    if case.strategy == "screened" and device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+    screens = device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+    if case.strategy in ("screened", "proven") and not screens:
         return "union"
     return case.strategy
 

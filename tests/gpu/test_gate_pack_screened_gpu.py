@@ -23,11 +23,14 @@ SHAPES = ((8, 8), (64, 264), (72, 520), (136, 256), (264, 1032), (896, 1000), (2
 def pack(problem: FFN, compression: int = 8, threshold: float = 0.0) -> testing.Packed:
     """The packed gate, compared with that of ``gate_pack`` in every bit that the format defines."""
     x, w_gate, b_gate = problem.x, problem.w_gate, problem.b_gate
-    quantized = ops.quantize_gate(w_gate, True)
     last = compression, threshold
-    packed = testing.poisoned(lambda: ops.gate_pack_screened(x, w_gate, b_gate, *quantized, *last))
     expected = testing.poisoned(lambda: ops.gate_pack(x, w_gate, b_gate, *last))
-    testing.assert_packed_same(packed, expected, w_gate.shape[0], compression)
+    for nearest in (True, False):
+        quantized = ops.quantize_gate(w_gate, True, nearest)
+        packed = testing.poisoned(
+            lambda q=quantized, n=nearest: ops.gate_pack_screened(x, w_gate, b_gate, *q, *last, n)
+        )
+        testing.assert_packed_same(packed, expected, w_gate.shape[0], compression)
     return packed
 
 

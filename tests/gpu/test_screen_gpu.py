@@ -121,7 +121,7 @@ def assert_as_union(problem: FFN, *activation: object) -> None:
         testing.assert_same(l1, expected[1], "l1")
         testing.assert_same(stats[:, :, 0].sum(1), expected[2][:, :, 0].sum(1), "non-zeros")
         form = activation or ("relu", 0.0)
-        found, right = (ops.hybrid_forward(*layer, 8, 0, *form, on) for on in (True, False))
+        found, right = (ops.hybrid_forward(*layer, 8, 0, *form, screen) for screen in ("screened", ""))
         for name, a, b in zip(("y", "l1", "nonzeros"), found, right):
             testing.assert_same(a, b, f"{name} of training")
         testing.assert_hybrid_same(found[3:], right[3:], len(problem.x), len(problem.w_gate), layer.w_up is not None)

@@ -154,17 +154,22 @@ def _row_on_cpu(layer: Operands, compression: int, activation: Activation, measu
 
 
 def _row_on_cuda(
-    layer: Operands, compression: int, activation: Activation, measured: bool, invariant: bool = False
+    layer: Operands,
+    compression: int,
+    activation: Activation,
+    measured: bool,
+    invariant: bool = False,
+    screen: str | None = None,
 ) -> _Counted:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
     arrivals = None if invariant else arrivals_for(x)
-    copy = None if invariant else _copy_for_few(x, w_gate)
+    copy = None if invariant else _copy_for_few(x, w_gate, screen)
     if copy is None:
         pack(x, w_gate, b_gate, packed, compression, activation, invariant, arrivals)
     else:
-        pack_screened(x, w_gate, b_gate, copy, packed, compression, activation, arrivals)
+        pack_screened(x, w_gate, b_gate, *copy, packed, compression, activation, arrivals)
     y, l1 = empty(x, x.shape), empty(x, x.shape[0], torch.float32)
     behind = PackedOperands(x, words, spill, w_up, w_down, b_up, b_down)
     multiply(behind, y, l1, compression, activation, invariant, arrivals)
@@ -188,27 +193,33 @@ def _union_on_cuda(layer: Operands, compression: int, activation: Activation, me
     return *by_small_tiles(layer, compression, activation, spec), None, None
 
 
-def _screened_on_cpu(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
-    quantized = _gate_copies.of(layer.w_gate, "screened", lambda: quantize_gate(layer.w_gate, True))
-    return screened_on_cpu(layer, quantized, compression, activation)
+def _screened_on_cpu(
+    layer: Operands, compression: int, activation: Activation, measured: bool, screen: str
+) -> _Counted:
+    nearest = screened.is_nearest(screen)
+    quantized = _gate_copies.of(layer.w_gate, screen, lambda: quantize_gate(layer.w_gate, True, nearest))
+    return screened_on_cpu(layer, quantized, compression, activation, nearest)
 
 
-def _copy_for_few(x: Tensor, w_gate: Tensor) -> Quantized | None:
+def _copy_for_few(x: Tensor, w_gate: Tensor, screen: str | None) -> tuple[Quantized, bool] | None:
     """The kept int8 copy of w_gate, if it screens the gate of these few tokens; making one for a call does not pay."""
     (m, k), n = x.shape, w_gate.shape[0]
     if not tuning.screens_few(m, k, n) or tuning.family(x.device.index) != specs.SM90:
         return None
-    return _gate_copies.for_few(w_gate, "screened", lambda: quantize_on_cuda(w_gate, True))
+    return _gate_copies.for_few(w_gate, screen, lambda nearest: quantize_on_cuda(w_gate, True, nearest))
 
 
-def _screened_on_cuda(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
+def _screened_on_cuda(
+    layer: Operands, compression: int, activation: Activation, measured: bool, screen: str
+) -> _Counted:
+    nearest = screened.is_nearest(screen)
     screened.require(layer.x)
     (m, k), n = layer.x.shape, layer.w_gate.shape[0]
     if tuning.screens_few(m, k, n):
-        return _row_on_cuda(layer, compression, activation, measured)
+        return _row_on_cuda(layer, compression, activation, measured, screen=screen)
     # kept only where a module was told to: a write through .data does not raise a tensor's version
-    quantized = _gate_copies.of(layer.w_gate, "screened", lambda: quantize_on_cuda(layer.w_gate, True))
-    return screened_on_cuda(layer, quantized, compression, activation)
+    quantized = _gate_copies.of(layer.w_gate, screen, lambda: quantize_on_cuda(layer.w_gate, True, nearest))
+    return screened_on_cuda(layer, quantized, compression, activation, nearest)
 
 
 def _dense(layer: Operands, activation: Activation, measurement: _auto.Measurement | None, totals: bool) -> _Totals:
@@ -265,13 +276,13 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 _SPARSE_ON_CPU: _Sparse = {
     "row": _row_on_cpu,
     "union": _union_on_cpu,
-    "screened": _screened_on_cpu,
+    **{screen: functools.partial(_screened_on_cpu, screen=screen) for screen in screened.SCREENS},
     "invariant": _row_on_cpu,
 }
 _SPARSE_ON_CUDA: _Sparse = {
     "row": _row_on_cuda,
     "union": _union_on_cuda,
-    "screened": _screened_on_cuda,
+    **{screen: functools.partial(_screened_on_cuda, screen=screen) for screen in screened.SCREENS},
     "invariant": functools.partial(_row_on_cuda, invariant=True),
 }
 _ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}"

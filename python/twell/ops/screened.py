@@ -22,6 +22,9 @@ from twell.ops.library import bias_vector, blocks, check, empty, launch, rows
 from twell.ops.quantize_gate import Quantized, quantize_gate
 from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
 
+# strategies that screen the gate
+SCREENS = ("screened", "proven")
+
 
 class Lists(NamedTuple):
     """The candidates of each token tile: neurons int16 [B, 64 C], and sizes int32 [B + 1], the last one unused."""
@@ -45,9 +48,12 @@ def check_quantized(w_gate: Tensor, quantized: Quantized) -> None:
         check(name, vector, w_gate.shape[:1], torch.float32)
 
 
-def candidates_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, quantized: Quantized) -> Tensor:
+def candidates_on_cpu(
+    x: Tensor, w_gate: Tensor, b_gate: Tensor | None, quantized: Quantized, nearest: bool = False
+) -> Tensor:
     """Which neurons are candidates of each tile of 128 tokens: booleans [ceil(M/128), N]."""
-    bits = gate_screen(*quantize_gate(x, False), *quantized, bias_vector("b_gate", b_gate, len(w_gate), x))
+    bias = bias_vector("b_gate", b_gate, len(w_gate), x)
+    bits = gate_screen(*quantize_gate(x, False, nearest), *quantized, bias, nearest)
     listed: Tensor = (bits[:, :, None] >> torch.arange(32, device="cpu", dtype=torch.int32) & 1).bool().flatten(1)
     return listed[:, : len(w_gate)]
 
@@ -63,7 +69,8 @@ def count(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, screen: str) -> Tens
     # another thread may capture a graph meanwhile
     with device.relaxed_capture() if x.is_cuda else nullcontext():
         bias = bias_vector("b_gate", b_gate, len(w_gate), x)
-        words = gate_screen(*quantize_gate(x, False), *quantize_gate(w_gate, True), bias)
+        nearest = is_nearest(screen)
+        words = gate_screen(*quantize_gate(x, False, nearest), *quantize_gate(w_gate, True, nearest), bias, nearest)
         # the number of ones in two, four and eight bits
         ones = words.view(torch.uint8)
         ones = ones - (ones >> 1 & 0x55)
@@ -88,10 +95,11 @@ def stats_on_cpu(gate: Tensor, listed: Tensor, stats: Tensor, compression: int) 
         own[:, :, 1] = (counts > geometry.capacity(compression)).sum(1)
 
 
-def require_screen(screen: str) -> None:
-    """Raise ValueError unless ``screen`` is the name of a strategy that screens the gate, or ""."""
-    if screen not in ("", "screened"):
-        raise ValueError(f'screen must be "screened" or "", got {screen!r}')
+def is_nearest(screen: str) -> bool:
+    """Whether the int8 rows of the strategy ``screen`` are rounded to nearest. Raises ValueError if it has none."""
+    if screen not in SCREENS:
+        raise ValueError(f'screen must be "screened", "proven" or "", got {screen!r}')
+    return screen == "proven"
 
 
 def require(x: Tensor) -> None:
@@ -101,9 +109,9 @@ def require(x: Tensor) -> None:
         raise NotImplementedError(f"the screen of the gate needs compute capability 9.0, got {major}.{minor}")
 
 
-def find(x: Tensor, b_gate: Tensor, quantized: Quantized) -> Tensor:
+def find(x: Tensor, b_gate: Tensor, quantized: Quantized, nearest: bool) -> Tensor:
     """The bits of ``gate_screen`` on the current device; an empty ``b_gate`` is none."""
-    return screen_on_cuda(quantize_on_cuda(x, False), quantized, b_gate)
+    return screen_on_cuda(quantize_on_cuda(x, False, nearest), quantized, b_gate, nearest)
 
 
 def pack(
