@@ -3,8 +3,8 @@
 ``q``, ``scale``, ``spread`` and ``offset`` are those of ``quantize_gate`` for w_gate. x is quantised at each call.
 Neurons that any of 128 tokens may fire are candidates of these tokens. Their gates are computed exactly, all others are
 0, except with a probability of at most 2^-80 per gate: so y has the bits of ``ffn_union`` above 64 tokens. ``stats``
-are by 256 candidates where those of ``ffn_union`` are by 256 neurons. ``candidates`` and ``union`` count the candidates of
-each tile of 128 tokens, and those that fire. With ``nearest``, as q must have been made, no gate is missed.
+are by 256 candidates where those of ``ffn_union`` are by 256 neurons. ``candidates`` and ``union`` count the candidates
+of each tile of 128 tokens, and those that fire. With ``nearest``, as q must have been made, no gate is missed.
 """
 
 from __future__ import annotations
