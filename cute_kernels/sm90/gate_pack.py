@@ -198,7 +198,7 @@ class GatePack:
         self,
         w: Transfer,
         x: Transfer,
-        o: Any,
+        o,
         mma: cute.TiledMma,
         w_layout: cute.ComposedLayout,
         x_layout: cute.ComposedLayout,
