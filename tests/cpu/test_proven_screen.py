@@ -128,7 +128,8 @@ def test_the_kernels_form_of_the_bound_is_larger_but_little(k: int) -> None:
     ratio = (a[:, None] + b[:, None] * v) / reference.screen_bound(of_x[1], uw, k, nearest=True)
     assert ratio.min() > 1
     assert ratio.max() < 1.2
-    assert ratio[32:].mean() < 1.02
+    # the largest of few columns is nearer than four deviations
+    assert ratio[32:].mean() < (1.02 if k > 72 else 1.06)
 
 
 @ROWS
