@@ -105,17 +105,17 @@ class QuantizeGate:
         self.shared = feasible.check_shared_memory(Shared, self.ctas)
         ctas = cutlass.min(cute.ceil_div(rows.shape[0], self.rows), multiprocessors * self.ctas)
         o = Operands(rows, q, scale, spread, offset, root, grid_error)
-        form = (shift, other_shift, unit)
+        of_dithers = (shift, other_shift, unit)
         if rows.shape[0] > 0:
             # the usual sizes have constant places
             if rows.shape[1] == self.k_max:
-                self.launch(o, form, True, ctas, stream)
+                self.launch(o, of_dithers, True, ctas, stream)
             else:
-                self.launch(o, form, False, ctas, stream)
+                self.launch(o, of_dithers, False, ctas, stream)
 
-    def launch(self, o: Operands, form: tuple[Any, ...], whole: bool, ctas: Int32, stream: cuda.CUstream) -> None:
+    def launch(self, o: Operands, of_dithers: tuple[Any, ...], whole: bool, ctas: Int32, stream: cuda.CUstream) -> None:
         """Launch the kernel for rows of all columns of the class, or of fewer."""
-        self.kernel(o, *form, whole).launch(
+        self.kernel(o, *of_dithers, whole).launch(
             grid=(ctas, 1, 1),
             block=(32 * self.warps, 1, 1),
             min_blocks_per_mp=self.ctas,

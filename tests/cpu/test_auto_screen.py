@@ -185,7 +185,7 @@ def test_screened_calls_pass_on_the_lists_of_their_own(
             mlp(x)
         before = twell.explain(mlp).rows[0].figures
         monkeypatch.setattr(screened, "gate_screen", lambda *_: pytest.fail("screened twice"))
-        monkeypatch.setattr(screened, "candidates_on_cpu", lambda x, w, b, q: torch.ones(2, N, dtype=torch.bool))
+        monkeypatch.setattr(screened, "candidates_on_cpu", lambda *_: torch.ones(2, N, dtype=torch.bool))
         for _ in range(2):
             mlp(x)
     (row,) = twell.explain(mlp)

@@ -20,7 +20,7 @@ from twell.nn import SparseGatedMLP, SparseMLP, keep_gate_copies
 
 FFN: Any = __import__("importlib").import_module("twell.ops.ffn")
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
-BYTES = N * K + 2 * 4 * N
+BYTES = N * K + 3 * 4 * N
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_explain_shows_the_memory() -> None:
     model = nn.Sequential(module(), module(keep=False), module())
     call(model[0])
     call(model[1])
-    assert [row.copy_bytes for row in twell.explain(model)] == [pytest.approx(BYTES, abs=64 * 4), 0, 0]
+    assert [row.copy_bytes for row in twell.explain(model)] == [BYTES, 0, 0]
     header, first, *others = str(twell.explain(model)).splitlines()
     assert "int8 copy" in header
     assert "0.0 MB" in first
