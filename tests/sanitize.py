@@ -179,9 +179,8 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
         yield packing
         return
     if op == "gate_pack_screened":
-        if case.m <= specs.GatePackScreenedSpec.tokens:
-            quantized = ops.quantize_gate(w_gate, True)
-            yield Call(ops.gate_pack_screened, (x, w_gate, b_gate, *quantized, case.compression))
+        few, quantized = x[: specs.GatePackScreenedSpec.tokens], ops.quantize_gate(w_gate, True)
+        yield Call(ops.gate_pack_screened, (few, w_gate, b_gate, *quantized, case.compression))
         return
     if op == "ffn_union":
         for gated in (True, False):

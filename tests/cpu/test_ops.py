@@ -283,7 +283,7 @@ def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call(
         (
             "twell.sparse_gated_ffn or twell.sparse_ffn",
             "twell.pack",
-            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 19,
+            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 20,
             "Tensor.t",
         ),
         strict=True,
@@ -377,6 +377,8 @@ def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
     found += [(ops.hybrid_forward, forward), (ops.hybrid_backward, (*saved, True, True))]
     found += [(ops.hybrid_backward_accumulate, (*saved, *mains, True)), (ops.reglu, (o["x"], o["x"].clone()))]
     found.append((ops.reglu_backward, (o["x"].clone(), o["x"], o["x"].clone())))
+    quantized = ops.quantize_gate(o["w_gate"], True)
+    found.append((ops.gate_pack_screened, (o["x"][:8].clone(), o["w_gate"], o["b_gate"], *quantized, 8)))
     names = [[argument.name for argument in op._schema.arguments] for op, _ in found]
     # those with defaults, of the activation, are left out
     return [(op, dict(zip(each, arguments))) for each, (op, arguments) in zip(names, found)]
