@@ -35,8 +35,6 @@ VECTORS, VECTOR = 8, 8
 PITCH, BYTE_PITCH = 32 * VECTOR + 8, 32 * VECTOR + 16
 # a sum with it that is rounded down is an integer, in the low bits
 ROUNDER = 3 * 2.0**22
-# of centred dithers
-UNIT = 2.0 ** -(screen.FRACTION + 1)
 # warps of a CTA, and of an SM, at 168 registers
 WARPS, WARPS_PER_SM = 4, 12
 # rows of so many warps are three in one CTA: three CTAs of one row would not have room for the dithers of both sides
@@ -89,6 +87,7 @@ class QuantizeGate:
         offset: cute.Tensor,
         shift: Int32,
         other_shift: Int32,
+        unit: Float32,
         root: Float32,
         grid_error: Float32,
         multiprocessors: Int32,
@@ -106,17 +105,17 @@ class QuantizeGate:
         self.shared = feasible.check_shared_memory(Shared, self.ctas)
         ctas = cutlass.min(cute.ceil_div(rows.shape[0], self.rows), multiprocessors * self.ctas)
         o = Operands(rows, q, scale, spread, offset, root, grid_error)
-        shifts = (shift, other_shift)
+        of_dithers = (shift, other_shift, unit)
         if rows.shape[0] > 0:
             # the usual sizes have constant places
             if rows.shape[1] == self.k_max:
-                self.launch(o, shifts, True, ctas, stream)
+                self.launch(o, of_dithers, True, ctas, stream)
             else:
-                self.launch(o, shifts, False, ctas, stream)
+                self.launch(o, of_dithers, False, ctas, stream)
 
-    def launch(self, o: Operands, shifts: tuple[Int32, Int32], whole: bool, ctas: Int32, stream: cuda.CUstream) -> None:
+    def launch(self, o: Operands, of_dithers: tuple[Any, ...], whole: bool, ctas: Int32, stream: cuda.CUstream) -> None:
         """Launch the kernel for rows of all columns of the class, or of fewer."""
-        self.kernel(o, *shifts, whole).launch(
+        self.kernel(o, *of_dithers, whole).launch(
             grid=(ctas, 1, 1),
             block=(32 * self.warps, 1, 1),
             min_blocks_per_mp=self.ctas,
@@ -126,9 +125,9 @@ class QuantizeGate:
         )
 
     @cute.kernel
-    def kernel(self, o: Operands, shift: Int32, other_shift: Int32, whole: cutlass.Constexpr):
-        """`shift`: where the dither is in a column's word, `other_shift`: that of the other side; `whole`: all columns
-        of the class exist.
+    def kernel(self, o: Operands, shift: Int32, other_shift: Int32, unit: Float32, whole: cutlass.Constexpr):
+        """`shift`: where the dither is in a column's word, `other_shift`: that of the other side; `unit`: of centred
+        dithers, 0 for none, so that values are rounded to nearest; `whole`: all columns of the class exist.
         """
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -147,7 +146,7 @@ class QuantizeGate:
         bits, start = COLUMNS.bit_length() - 1, warp % self.segments * COLUMNS
         if const_expr(not whole):
             bits = 31 - Int32(cute.arch.clz(o.rows.shape[1] & (0 - o.rows.shape[1])))
-        self.draw_dithers(s, (shift, other_shift), thread)
+        self.draw_dithers(s, (shift, other_shift), unit, thread)
         own_signs, vector_signs = self.draw_signs(start, lane)
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
@@ -173,7 +172,7 @@ class QuantizeGate:
             # no NaN among the values if the sum of squares is a number
             screened = largest >= screen.SMALLEST and largest <= screen.LARGEST and squares < Float32.inf
             levels = self.divide(Float32(screen.LEVELS), largest)
-            offset = self.join(s, self.round(s, values, start, levels, lane), warp, lane)
+            offset = self.join(s, self.round(s, values, start, levels, lane), unit, warp, lane)
             if start == 0 and lane == 0 and row < o.rows.shape[0]:
                 unit = largest * Float32(1 / screen.LEVELS)
                 wide = self.divide(cute.math.sqrt(squares) * o.root, unit) * Float32(1 + screen.SPREAD) + o.grid_error
@@ -204,7 +203,7 @@ class QuantizeGate:
         return own, (word >> VECTOR & Uint32(0xFF)) * Uint32(0x10001)
 
     @cute.jit
-    def draw_dithers(self, s, shifts, thread: Int32):
+    def draw_dithers(self, s, shifts, unit: Float32, thread: Int32):
         """Dithers of all columns, where the lanes that round them find theirs, four at a time."""
         for block in cutlass.range(thread, self.k_max // 4, 32 * self.warps, unroll=1):
             four = philox(Uint32(block), screen.DITHERS)
@@ -214,7 +213,7 @@ class QuantizeGate:
                 place = (line >> 1) * 128 + (4 * v + (i >> 1)) * 4 + (line & 1) * 2 + (i & 1)
                 at = (column & ~(COLUMNS - 1)) + place
                 own, other = (Int32(screen.centred(four[j], Uint32(shift))) for shift in shifts)
-                dither = own.to(Float32) * Float32(UNIT) + Float32(0.5)
+                dither = own.to(Float32) * unit + Float32(0.5)
                 cute.make_tensor(s.dithers + at, cute.make_layout(1))[0] = dither
                 cute.make_tensor(s.others + at, cute.make_layout(1))[0] = other.to(Int16)
 
@@ -335,9 +334,9 @@ class QuantizeGate:
         )
 
     @cute.jit
-    def join(self, s, offset: Int32, warp, lane) -> Float32:
-        """The row's sum of its lanes' `offset`, in units of values."""
-        total = warp_sum(offset.to(Float32) * Float32(UNIT))
+    def join(self, s, offset: Int32, unit: Float32, warp, lane) -> Float32:
+        """The row's sum of its lanes' `offset`, which are in units of dithers: in its first warp."""
+        total = warp_sum(offset.to(Float32) * unit)
         if const_expr(self.segments > 1):
             if lane == 0:
                 s.offsets[warp] = total
@@ -388,6 +387,7 @@ def signature(spec: QuantizeGateSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.vector(Float32, m),
         Int32(1),
         Int32(1),
+        Float32(1.0),
         Float32(1.0),
         Float32(1.0),
         Int32(1),

@@ -103,11 +103,13 @@ def measure(point: Point, folder: Path | None, device: protocol.Device, seconds:
     n, k = drawn.w_gate.shape
     problem = point.problem._replace(k=k, n=n)
     layer = tune.Layer(drawn, problem.gated, problem.training, device)
-    errors, red = layer.check(tune.sparse_strategies(problem.training))
+    strategies = tune.measured_strategies(problem, device)
+    errors, red = layer.check(strategies)
     recordings = {name: layer.record(name) for name in ("dense", *errors) if name not in red}
     times = {name: protocol.spread(each) for name, each in tune.times_of(recordings, seconds).items()}
     pattern = point.workload if isinstance(point.workload, str) else vars(point.workload)
-    row = {**dict(zip(tune.SIZES, problem)), "pattern": pattern, **tune.figures_of(drawn)._asdict(), "red": red}
+    figures = tune.figures_of(drawn, "screened" in strategies)
+    row = {**dict(zip(tune.SIZES, problem)), "pattern": pattern, **figures._asdict(), "red": red}
     return row | {f"{name}_ms": spread.median for name, spread in times.items()}
 
 
@@ -124,6 +126,7 @@ def line(row: dict[str, Any]) -> str:
     kind = f"{'gated' if row['gated'] else 'non-gated'}{' training' if row['training'] else ''}"
     union = "-" if row["union"] is None else f"{row['union']:.3f}"
     heaviest = "-" if row.get("heaviest") is None else f"{row['heaviest']:.1f}"
+    listed = "" if row.get("candidates") is None else f", candidates {row['candidates']:.3f}"
     times = []
     for name in (*_tables.STRATEGIES, "dense"):
         if f"{name}_ms" in row:
@@ -133,7 +136,7 @@ def line(row: dict[str, Any]) -> str:
     loss = "RED" if row["loss"] is None else f"{row['loss']:6.1%}"
     return (
         f"{loss}  {row['k']:5} x {row['n']:5} {kind:18} M = {row['m']:5} {row['nonzeros']:6.1f} nnz, heaviest "
-        f"{heaviest:>5}, union {union:>5}: "
+        f"{heaviest:>5}, union {union:>5}{listed}: "
         f"{row['auto']}; {', '.join(times)}; dense {row['dense_ms'] * 1e3:.0f} us"
     )
 

@@ -66,7 +66,8 @@ def table_text(table: _tables.Costs, machine: str, date: str) -> str:
         *named,
         f"DATE = {json.dumps(date)}",
         "",
-        "# (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest)",
+        "# (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest);",
+        '# the last of "screened" is per share of candidates',
         "TABLE: dict[tuple[bool, bool, int, int], dict[int, dict[str, tuple[float, float, float, float]]]] = {",
     ]
     for key, by_tokens in sorted(table.items()):
@@ -111,7 +112,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kinds", nargs="+", choices=tune.KINDS, default=list(tune.KINDS))
     add("--patterns", nargs="+", choices=tune.PATTERNS, default=list(tune.PATTERNS))
     add("--seconds", type=float, default=0.05, help="GPU time for the samples of one problem (default: %(default)s)")
-    add("--budget-s", type=float, default=225.0, help="start no step after this many seconds (default: %(default)s)")
+    add("--budget-s", type=float, default=450.0, help="start no step after this many seconds (default: %(default)s)")
     add("--out", type=Path, metavar="FILE", help="write the rows as JSON")
     add("--from", dest="sources", nargs="+", type=Path, metavar="FILE", help="measure nothing, use these files")
     add("--write", action="store_true", help="generate the table")

@@ -50,9 +50,11 @@ class Constants(NamedTuple):
     """Of the bound, for a number of columns; see `screen.py`."""
 
     root: Any  # half of the columns' square root, the largest error of a row's dithers
-    tail: Any  # of the dithers
+    tail: Any  # of the dithers; 0 for rows that are rounded to nearest
     product: Any  # part of |x| |w| that roundings of the rotation and of the bf16 product may take
-    grid: Any  # norm of the error before the dither
+    x_part: Any  # parts of |x|, and of |w|
+    w_part: Any
+    slack: Any
     usual: Any  # usual spread^2
     block: Any  # columns that are rotated together
     dithers: Any  # the product of the dithers of x and w
@@ -106,14 +108,16 @@ class GateScreen(GatePack):
         root: Float32,
         tail: Float32,
         product: Float32,
-        grid: Float32,
+        x_part: Float32,
+        w_part: Float32,
+        slack: Float32,
         usual: Float32,
         block: Float32,
         dithers: Float32,
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
-        constants = Constants(root, tail, product, grid, usual, block, dithers)
+        constants = Constants(root, tail, product, x_part, w_part, slack, usual, block, dithers)
         rows = (x_scale, x_spread, x_offset, w_scale, w_spread, w_offset)
         self.launch(x, w, Operands(*rows, bias, candidates, constants), max_clusters, stream)
 
@@ -160,10 +164,10 @@ class GateScreen(GatePack):
         if token < extent.rows:
             spread = o.x_spread[token]
             p = spread + c.root
-            slope = c.tail + c.product * spread + c.grid
+            slope = c.product * spread + c.w_part
             square = c.tail * p * p
             r = cute.math.sqrt(c.usual + square / slope)
-            a = (square / r + slope * r) * Float32(0.5) + c.grid * spread + Float32(screen.SLACK)
+            a = (square / r + slope * r) * Float32(0.5) + c.x_part * spread + c.slack
             a = a * Float32(1 + screen.MARGIN) + (c.dithers - o.x_offset[token])
             b = slope / (r + r) * Float32(1 + screen.MARGIN)
             i = Float32(1.0) / o.x_scale[token]

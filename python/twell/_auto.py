@@ -12,7 +12,7 @@ import itertools
 import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,9 @@ _TYPICAL = {True: 64, False: 16384}
 _TYPICAL_K, _TYPICAL_N = 2048, 5632
 
 PACKED_DTYPES = (torch.bfloat16, torch.float16)
+
+# The strategy that may screen the gate, by ``AutoStrategy.screen``.
+SCREENS = {"auto": "screened", "proven": "proven", "off": ""}
 
 # Measurements whose largest decides how many non-zeros training keeps room for.
 _RECENT = 8
@@ -114,14 +117,18 @@ def _beside_captures(tensor: Tensor) -> AbstractContextManager[None]:
 
 
 class Measurement(NamedTuple):
-    """A call whose figures the site wants."""
+    """A call whose figures the site wants.
+
+    screen: the strategy of which it wants the candidates, too; "" for none.
+    """
 
     site: AutoStrategy
     problem: tuning.Problem
     call: int
+    screen: str = ""
 
     @torch.no_grad()
-    def dense(self, gate: Tensor, threshold: float = 0.0) -> None:
+    def dense(self, gate: Tensor, threshold: float = 0.0, candidates: Tensor | None = None) -> None:
         """Leave the figures of a dense gate [..., N], before or after its activation: what is above ``threshold``."""
         with _beside_captures(gate):
             m, n = self.problem.m, self.problem.n
@@ -129,16 +136,21 @@ class Measurement(NamedTuple):
             tiles = silent[: whole * geometry.TOKEN_TILE].view(whole, geometry.TOKEN_TILE, n)
             nonzeros = F.pad(n - silent.sum(1), (0, -m % tuning.HEAVY_GROUP))
             groups = nonzeros.view(-1, tuning.HEAVY_GROUP).sum(1)
-            self.counts(groups.sum(), n - tiles.all(1).sum(1), heaviest=groups.amax())
+            self.counts(groups.sum(), n - tiles.all(1).sum(1), heaviest=groups.amax(), candidates=candidates)
 
     @torch.no_grad()
     def counts(
-        self, nonzeros: Tensor, unions: Tensor | None, most: int | None = None, heaviest: Tensor | None = None
+        self,
+        nonzeros: Tensor,
+        unions: Tensor | None,
+        most: int | None = None,
+        heaviest: Tensor | None = None,
+        candidates: Tensor | None = None,
     ) -> None:
         """Leave the number of non-zeros (0-d) and, if known, the union of each tile: the neurons its 128 tokens fire.
 
         With more than ``most`` non-zeros the unions are not used. ``heaviest``, 0-d, is the number of non-zeros of the
-        8 consecutive tokens that have the most.
+        8 consecutive tokens that have the most. ``candidates`` is how many neurons ``screen`` lists for each tile.
         """
         whole = self.problem.m // geometry.TOKEN_TILE
         with _beside_captures(nonzeros):
@@ -146,6 +158,8 @@ class Measurement(NamedTuple):
             if unions is not None and whole:
                 # a partial tile has a smaller union
                 values["unions"] = unions[:whole].sum()
+            if candidates is not None and whole:
+                values["candidates"] = candidates[:whole].sum()
             if heaviest is not None:
                 values["heaviest"] = heaviest.long()
             transfer = Transfer(torch.stack(tuple(values.values())))
@@ -166,11 +180,17 @@ class _Expected(NamedTuple):
         m, n = self.problem.m, self.problem.n
         values = dict(zip(self.names, self.transfer.read()))
         nonzeros, unions, heaviest = values["nonzeros"], values.get("unions"), values.get("heaviest")
+        neurons = m // geometry.TOKEN_TILE * n
         if unions is None or (self.most is not None and nonzeros > self.most):
             union = None
         else:
-            union = unions / (m // geometry.TOKEN_TILE * n)
-        return tuning.Figures(nonzeros / m, union, None if heaviest is None else heaviest / min(m, tuning.HEAVY_GROUP))
+            union = unions / neurons
+        return tuning.Figures(
+            nonzeros / m,
+            union,
+            None if heaviest is None else heaviest / min(m, tuning.HEAVY_GROUP),
+            values["candidates"] / neurons if "candidates" in values else None,
+        )
 
 
 class Route(NamedTuple):
@@ -228,6 +248,11 @@ class AutoStrategy:
     takes a sparse strategy and training the dense one. A change must promise to save 2 %, and is logged at INFO;
     ``twell.explain`` shows choices, reasons and figures.
 
+    ``screen`` says which int8 screen of the gate it may pick besides: "auto" the strategy "screened", "proven" the one
+    of that name, "off" none. It needs measured times of the screen in the table of costs and the number of candidates,
+    which calls that measure count, by a run of the screen alone if another strategy runs; they do so only where the
+    screen would be the fastest if it listed nothing but non-zeros. A table without times of it means that no call does.
+
     If the down weight is not stored by rows (``twell.nn.set_down_layout``), the prediction includes the copy that
     sparse strategies make of it. On other GPUs "auto" is "dense", after a warning, and on the CPU, too, where the
     sparse operators are slower than that; nothing is measured there.
@@ -244,11 +269,13 @@ class AutoStrategy:
     Copying and pickling keep choices and figures.
     """
 
-    def __init__(self, *, period: int = 64) -> None:
+    def __init__(self, *, period: int = 64, screen: Literal["auto", "proven", "off"] = "auto") -> None:
         require_integer("period", period, 1)
         if period & (period - 1):
             raise ValueError(f"period must be a power of two, got {period!r}")
-        self.period = period
+        if screen not in SCREENS:
+            raise ValueError(f'screen must be "auto", "proven" or "off", got {screen!r}')
+        self.period, self.screen = period, screen
         self._layer: tuple[int, int, bool] | None = None
         self._buckets: dict[tuple[bool, int], _Bucket] = {}
         # by kind and tokens
@@ -270,6 +297,7 @@ class AutoStrategy:
         with self._lock:
             return {
                 "period": self.period,
+                "screen": self.screen,
                 "_layer": self._layer,
                 "_buckets": {key: dataclasses.replace(bucket, others={}) for key, bucket in self._buckets.items()},
                 "_captures": dict(self._captures),
@@ -279,13 +307,14 @@ class AutoStrategy:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # pickles of earlier versions have graphs of inference, too, before those of training, and captures by bucket
-        state = {"_captures": {}, **state}
+        state = {"_captures": {}, "screen": "auto", **state}
         state.pop("_captured", None)
         self.__dict__.update(state, _graphs=state["_graphs"][-len(_GRAPH_KINDS) :])
         self._connect()
 
     def __repr__(self) -> str:
-        return f"AutoStrategy(period={self.period})"
+        screen = "" if self.screen == "auto" else f", screen={self.screen!r}"
+        return f"AutoStrategy(period={self.period}{screen})"
 
     def begin(self, x: Tensor, n: int, gated: bool, training: bool, down_copied: bool, merged: bool = False) -> Route:
         """Choose the route of a call on x [..., K] with n neurons; the call is not being traced."""
@@ -318,13 +347,17 @@ class AutoStrategy:
                         self._routes.clear()
                     self._routes[arguments] = self._buckets[_key(problem)], route
                 return route
+            screen = SCREENS[self.screen]
+            figures = self._buckets[_key(problem)].figures or self._nearest(_key(problem))
+            if not tuning.worth_screening(problem, figures, self._table, screen):
+                screen = ""
         if (
             strategy == "row"
             and problem.m >= geometry.TOKEN_TILE
             and "union" in tuning.coefficients(problem, self._table)
         ):
             strategy = "union"
-        return Route(strategy, Measurement(self, problem, call), holder, held)
+        return Route(strategy, Measurement(self, problem, call, screen), holder, held)
 
     def heeds(self, x: Tensor) -> bool:
         """Whether a call on ``x`` counts and may be measured: always, except where a subclass knows better."""
@@ -417,7 +450,7 @@ class AutoStrategy:
             if bucket is not None and bucket.decision is not None and _is_laid_alike(bucket.problem, problem):
                 decision = self._finely(problem, bucket, bucket.decision)
             else:
-                decision = tuning.decide(problem, self._nearest(key), None, self._table)
+                decision = self._best(problem, self._nearest(key))
             if record:
                 self._captures[problem.training, problem.m] = decision
             # later data of a captured graph may be denser
@@ -451,8 +484,14 @@ class AutoStrategy:
         known = bucket.others.get(problem.m)
         if known is None:
             figures = bucket.figures or self._nearest(_key(problem))
-            known = bucket.others[problem.m] = tuning.decide(problem, figures, None, self._table)
+            known = bucket.others[problem.m] = self._best(problem, figures)
         return known
+
+    def _best(
+        self, problem: tuning.Problem, figures: tuning.Figures | None, current: str | None = None
+    ) -> tuning.Decision:
+        """``tuning.decide`` by the table in use, among the strategies that the site may choose."""
+        return tuning.decide(problem, figures, current, self._table, SCREENS[self.screen])
 
     def _forget_other_layers(self, problem: tuning.Problem) -> None:
         """Forget the figures of a layer of another size: removing neurons changes a module's layer."""
@@ -482,7 +521,7 @@ class AutoStrategy:
         if before is not None and bucket.late:
             return before
         figures = bucket.figures or self._nearest(_key(problem))
-        decision = tuning.decide(problem, figures, None if before is None else before.strategy, self._table)
+        decision = self._best(problem, figures, None if before is None else before.strategy)
         bucket.problem, bucket.decision, bucket.held = problem, decision, tuning.held(problem, bucket.recent)
         bucket.others.clear()
         self._routes.clear()
@@ -511,7 +550,7 @@ class AutoStrategy:
                 decision = max(alike, key=lambda each: each[:2])[2]
             else:
                 figures = self._nearest((True, _bucket(_TYPICAL[few])))
-                decision = _typical(down_copied, few, figures, self._table, latest)
+                decision = _typical(down_copied, few, figures, self._table, latest, SCREENS[self.screen])
             graph.strategy, graph.reason = decision.strategy, decision.reason
 
     def _nearest(self, key: tuple[bool, int]) -> tuning.Figures | None:
@@ -538,7 +577,8 @@ _SITES: dict[tuple[int, int], tuple[StorageWeakRef, AutoStrategy]] = {}
 _sites_lock = threading.Lock()
 
 
-def _place(weight: Tensor) -> tuple[int, int]:
+def place(weight: Tensor) -> tuple[int, int]:
+    """What tells the memory of a weight from any other."""
     # while a weak reference exists, no other storage gets this address
     return weight.untyped_storage()._cdata, int(weight.storage_offset())
 
@@ -546,14 +586,14 @@ def _place(weight: Tensor) -> tuple[int, int]:
 def enroll(weight: Tensor, site: AutoStrategy) -> None:
     """Let the operators find ``site`` by the first weight of its layer, until that memory is freed."""
     with _sites_lock:
-        for place in [place for place, (storage, _) in _SITES.items() if storage.expired()]:  # type: ignore[no-untyped-call]
-            del _SITES[place]
-        _SITES[_place(weight)] = StorageWeakRef(weight.untyped_storage()), site  # type: ignore[no-untyped-call]
+        for gone in [at for at, (storage, _) in _SITES.items() if storage.expired()]:  # type: ignore[no-untyped-call]
+            del _SITES[gone]
+        _SITES[place(weight)] = StorageWeakRef(weight.untyped_storage()), site  # type: ignore[no-untyped-call]
 
 
 def found(weight: Tensor) -> AutoStrategy | None:
     """The site of the layer with this first weight, if the operators know one."""
-    known = None if weight.is_meta else _SITES.get(_place(weight))
+    known = None if weight.is_meta else _SITES.get(place(weight))
     return None if known is None or known[0].expired() else known[1]  # type: ignore[no-untyped-call]
 
 
@@ -606,9 +646,10 @@ def _typical(
     figures: tuning.Figures | None,
     table: _tables.Table | None,
     like: tuning.Problem | None = None,
+    screen: str = "",
 ) -> tuning.Decision:
     k, n, gated = (_TYPICAL_K, _TYPICAL_N, True) if like is None else (like.k, like.n, like.gated)
-    return tuning.decide(tuning.Problem(_TYPICAL[few], k, n, gated, True, down_copied), figures, None, table)
+    return tuning.decide(tuning.Problem(_TYPICAL[few], k, n, gated, True, down_copied), figures, None, table, screen)
 
 
 def _bucket(m: int) -> int:
@@ -637,4 +678,5 @@ def _measured(figures: tuning.Figures | None) -> str:
     if figures is None:
         return ""
     union = "" if figures.union is None else f", a union of {figures.union:.1%}"
-    return f"; measured {figures.nonzeros:.1f} non-zeros per token{union}"
+    listed = "" if figures.candidates is None else f", candidates {figures.candidates:.1%}"
+    return f"; measured {figures.nonzeros:.1f} non-zeros per token{union}{listed}"

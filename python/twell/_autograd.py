@@ -29,13 +29,14 @@ def ffn(
     activation: Activation,
     direct: bool,
     totals: bool,
-    screened: bool = False,
+    screen: str = "",
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return y [M, K], the sum of |h| (0-d), the number of non-zeros (0-d, int64) and the hybrid format's ``sizes``.
 
     The first two are differentiable. Without ``totals`` all but y may be None. ``direct``: whether the code of the
     operators may be called without the dispatcher. Backward adds the gradient of a weight to its main, if it has one,
-    instead of returning it. If ``screened``, an int8 product says which gates are computed. Errors speak of ``name``.
+    instead of returning it. ``screen`` is the strategy whose int8 product says which gates are computed; "" for none.
+    Errors speak of ``name``.
     """
     if not torch.compiler.is_compiling() and any(main is not None for main in mains):
         for weight, main in mains._asdict().items():
@@ -43,7 +44,7 @@ def ffn(
                 # of a view, because the engine does not always know whether the node of a leaf will run
                 view = getattr(operands, weight).view_as(main)
                 operands = operands._replace(**{weight: view})
-    call = (name, compression, held, activation, direct, totals, screened)
+    call = (name, compression, held, activation, direct, totals, screen)
     outputs: Any = _FFN.apply(*call, *mains, *operands)  # type: ignore[no-untyped-call]
     if direct and not totals:
         return outputs, None, None, None
@@ -60,7 +61,7 @@ class _FFN(torch.autograd.Function):
         activation: Activation,
         direct: bool,
         totals: bool,
-        screened: bool,
+        screen: str,
         main_gate: Tensor | None,
         main_up: Tensor | None,
         main_down: Tensor | None,
@@ -76,9 +77,9 @@ class _FFN(torch.autograd.Function):
         l1: Tensor | None
         nonzeros: Tensor | None
         if direct:
-            y, l1, nonzeros, kept = forward_on_cuda(layer, compression, held, activation, totals, screened)
+            y, l1, nonzeros, kept = forward_on_cuda(layer, compression, held, activation, totals, screen)
         else:
-            y, l1, nonzeros, *tensors = ops.hybrid_forward(*layer, compression, held, *activation, screened)
+            y, l1, nonzeros, *tensors = ops.hybrid_forward(*layer, compression, held, *activation, screen)
             kept = hybrid.Kept(*tensors)
         ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *kept)
         # not as saved tensors: a hook that moves those would make backward add to a copy

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from twell import tuning
 
-# Strategies whose predicted times ``Explanation`` shows.
-_TIMED = ("row", "union", "dense")
+# Strategies whose predicted times ``Explanation`` shows; those of screens where a row has one.
+_SCREENS = ("screened", "proven")
+_TIMED = ("row", "union", *_SCREENS, "dense")
 
 
 class Choice(NamedTuple):
@@ -19,7 +21,8 @@ class Choice(NamedTuple):
     graph: "captured" or "compiled" if a graph keeps this choice, else "". calls: how many calls there were, from
     compiled graphs without gradients, too.
     figures: the measured sparsity, or None. measured: the call that measured it. costs: predicted times as multiples of
-    dense's; empty where nothing is known.
+    dense's; empty where nothing is known. copy_bytes: memory of the layer's int8 copy of its gate weight, which it has
+    after ``twell.nn.keep_gate_copies``.
     """
 
     layer: str
@@ -32,6 +35,7 @@ class Choice(NamedTuple):
     figures: tuning.Figures | None = None
     measured: int | None = None
     costs: dict[str, float] = {}  # noqa: RUF012
+    copy_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +53,10 @@ class Explanation:
     def __str__(self) -> str:
         if not self.rows:
             return "no layers of twell"
-        times = [f"{name} time" for name in _TIMED]
-        header = ["layer", "calls", "tokens", "strategy", "non-zeros", "union", *times, "why"]
-        lines = [header, *(_cells(row) for row in self.rows)]
+        cells = [_cells(row) for row in self.rows]
+        # columns of the int8 screen are there if a row has something in them
+        header = [name for name in cells[0] if name not in _OF_SCREENS or any(each[name] != "-" for each in cells)]
+        lines = [header, *([each[name] for name in header] for each in cells)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
         # names left-aligned, numbers right-aligned
         left = (0, 1, 2, 3, len(header) - 1)
@@ -59,17 +64,24 @@ class Explanation:
         return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
-def _cells(row: Choice) -> list[str]:
-    figures, union = row.figures, None if row.figures is None else row.figures.union
+_OF_SCREENS = ("candidates", *(f"{name} time" for name in _SCREENS), "int8 copy")
+
+
+def _cells(row: Choice) -> dict[str, str]:
+    """The cells of a row by the names of their columns, in order."""
+    figures = row.figures or tuning.Figures(math.nan, None)
     calls = f"{row.calls} {row.kind}" if row.calls else row.kind
     measured = "" if row.measured is None else f" (measured in call {row.measured})"
-    return [
-        row.layer or "-",
-        f"{row.graph} {row.kind}" if row.graph else calls,
-        row.tokens,
-        row.strategy,
-        "-" if figures is None else f"{figures.nonzeros:.1f}",
-        "-" if union is None else f"{union:.1%}",
-        *(f"{row.costs[name]:.2f}" if name in row.costs else "-" for name in _TIMED),
-        row.reason + measured,
-    ]
+    shares = {"union": figures.union, "candidates": figures.candidates}
+    times = {f"{name} time": row.costs.get(name) for name in _TIMED}
+    return {
+        "layer": row.layer or "-",
+        "calls": f"{row.graph} {row.kind}" if row.graph else calls,
+        "tokens": row.tokens,
+        "strategy": row.strategy,
+        "non-zeros": "-" if row.figures is None else f"{figures.nonzeros:.1f}",
+        **{name: "-" if share is None else f"{share:.1%}" for name, share in shares.items()},
+        **{name: "-" if time is None else f"{time:.2f}" for name, time in times.items()},
+        "int8 copy": f"{row.copy_bytes / 1e6:.1f} MB" if row.copy_bytes else "-",
+        "why": row.reason + measured,
+    }

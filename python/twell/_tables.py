@@ -20,13 +20,14 @@ from twell import _files, _tuning_table
 from twell._runtime import cache, device, env, fingerprint, geometry
 from twell._runtime.log import logger
 
-# (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest)
+# (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest);
+# the last of "screened" is per share of candidates
 Key = tuple[bool, bool, int, int]
 Terms = tuple[float, float, float, float]
 Costs = dict[Key, dict[int, dict[str, Terms]]]
 
 FOLDER = "tuning"
-STRATEGIES = ("row", "union")
+STRATEGIES = ("row", "union", "screened")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ class Table:
 
     machine: the machine line. date: ISO 8601. file: the user's file that they are from, None for the shipped table.
     ignored: why a file of the user is not used, or "". union_neurons: the most that "union" and training take on the
-    GPU that the table is used on.
+    GPU that the table is used on. screens: whether that GPU has the kernels of "screened".
     """
 
     costs: Costs
@@ -44,6 +45,7 @@ class Table:
     file: Path | None = None
     ignored: str = ""
     union_neurons: int = geometry.MAX_NEURONS
+    screens: bool = True
 
     @property
     def gpu(self) -> str:
@@ -79,7 +81,7 @@ def _on(index: int) -> Table:
         table = _of_gpu(name)
     if device.capability(index) == device.SM_90:
         return table
-    return dataclasses.replace(table, union_neurons=geometry.PORTABLE_UNION_NEURONS)
+    return dataclasses.replace(table, union_neurons=geometry.PORTABLE_UNION_NEURONS, screens=False)
 
 
 @functools.cache
@@ -212,8 +214,8 @@ def _strategy(name: str) -> str:
 def _terms(terms: Any) -> Terms:
     if type(terms) is not list:
         raise ValueError(f"costs must be a list, got {type(terms).__name__}")
-    base, per_union, per_density, per_heaviest = map(float, terms)
+    base, per_union, per_density, per_last = map(float, terms)
     # sums of larger ones may be infinite
-    if not all(0 <= term <= 1e9 for term in (base, per_union, per_density, per_heaviest)):
+    if not all(0 <= term <= 1e9 for term in (base, per_union, per_density, per_last)):
         raise ValueError(f"costs must be from 0 to 1e9, got {terms!r:.80}")
-    return base, per_union, per_density, per_heaviest
+    return base, per_union, per_density, per_last

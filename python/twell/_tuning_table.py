@@ -14,7 +14,8 @@ MACHINE = (
 )
 DATE = "2026-11-23"
 
-# (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest)
+# (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest);
+# the last of "screened" is per share of candidates
 TABLE: dict[tuple[bool, bool, int, int], dict[int, dict[str, tuple[float, float, float, float]]]] = {
     (False, False, 2048, 5632): {
         1: {"row": (0.5239, 0.0, 3.5666, 0.0), "union": (0.9155, 0.0, 7.9751, 0.0)},

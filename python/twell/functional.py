@@ -17,6 +17,7 @@ from twell._auto import AutoStrategy
 from twell._plain import PLAIN_TENSORS, overridden
 from twell._runtime import geometry, nvtx
 from twell._runtime.log import info_once, warn_once
+from twell.ops import screened
 from twell.ops.ffn import on_cuda as ffn_on_cuda
 from twell.ops.library import STRIDE_MULTIPLE, is_direct
 from twell.ops.operands import Mains, Operands
@@ -24,8 +25,8 @@ from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.packed import PackedTwell
 
-Strategy = Literal["auto", "row", "union", "screened", "invariant", "dense"]
-_SPARSE = ("row", "union", "screened", "invariant")
+Strategy = Literal["auto", "row", "union", "screened", "proven", "invariant", "dense"]
+_SPARSE = ("row", "union", *screened.SCREENS, "invariant")
 
 _WIDE_DTYPES = (torch.float32, torch.float64)
 
@@ -125,9 +126,10 @@ def sparse_gated_ffn(
             "screened" is "union" that computes a gate only where a product in int8 and a bound of its error say that it
             may be a non-zero (docs/notes/screen.md): for sparse layers and many tokens. It has the same bits unless the
             bound fails, with a probability of at most 2^-80 per gate. It needs a GPU of compute capability 9.0 or the
-            CPU, and "auto" does not choose it. "invariant" is "row" with the same bits for a token whatever other
-            tokens the call has, and however many; for inference on a GPU. Strategies may differ in the last bits of a
-            result.
+            CPU. An ``AutoStrategy`` chooses it where its table has times of it. "proven" is the same by a bound that
+            never fails, with more candidates, several times as many for most layers. "invariant" is "row" with the same
+            bits for a token whatever other tokens the call has, and however many; for inference on a GPU. Strategies
+            may differ in the last bits of a result.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
             that and spills beyond. The speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the weights'
@@ -340,17 +342,17 @@ def _run(
     x = layer.x
     if route.strategy == "dense":
         y, hidden, gate = _dense(call, layer, mains)
-        _note_dense(route, gate, y, call.activation)
+        _note_dense(route, layer, gate, y, call.activation)
         return (y, _dense_aux(hidden, gate, call.activation)) if call.return_aux else y
 
     if x.dim() != 2:
         layer = layer._replace(x=x.reshape(-1, x.shape[-1]))
     if call.training:
         totals = call.return_aux or route.measurement is not None
-        screened = route.strategy == "screened"
+        screen = route.strategy if route.strategy in screened.SCREENS else ""
         packed = (layer, mains, call.compression, route.held, call.activation)
-        y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals, screened)
-        _note_training(route, nonzeros, sizes, y)
+        y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals, screen)
+        _note_training(route, layer, nonzeros, sizes, y)
     else:
         _, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
         layer = Operands(layer.x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
@@ -497,24 +499,31 @@ def copies_down(w_down: Tensor) -> bool:
     return not (inner == 1 and stride >= w_down.shape[0] and stride % STRIDE_MULTIPLE == 0)
 
 
-def _note_dense(route: _auto.Route, gate: Tensor, y: Tensor, activation: Activation) -> None:
+def _note_dense(route: _auto.Route, layer: Operands, gate: Tensor, y: Tensor, activation: Activation) -> None:
     """Hand a dense gate [..., N], before or after its activation, to the measurement, if there is one.
 
     Training keeps its choice until backward passes y.
     """
     if route.measurement is not None:
-        route.measurement.dense(gate, activation.level(gate.dtype))
+        route.measurement.dense(gate, activation.level(gate.dtype), _candidates(layer, route.measurement))
     if route.holder is not None:
         route.holder.hold(y)
 
 
-def _note_training(route: _auto.Route, nonzeros: Any, sizes: Any, y: Tensor) -> None:
+def _note_training(route: _auto.Route, layer: Operands, nonzeros: Any, sizes: Any, y: Tensor) -> None:
     """The same for the counts of a sparse call that needs gradients."""
     if route.measurement is not None:
         m, n = route.measurement.problem.m, route.measurement.problem.n
-        route.measurement.counts(nonzeros, sizes[:-1], most=geometry.hybrid_capacity(m, n, route.held))
+        most, candidates = geometry.hybrid_capacity(m, n, route.held), _candidates(layer, route.measurement)
+        route.measurement.counts(nonzeros, sizes[:-1], most=most, candidates=candidates)
     if route.holder is not None:
         route.holder.hold(y)
+
+
+def _candidates(layer: Operands, measurement: _auto.Measurement) -> Tensor | None:
+    """The candidates of each tile of tokens, if the measurement wants them."""
+    x = layer.x.reshape(-1, layer.x.shape[-1])
+    return screened.count(x, layer.w_gate, layer.b_gate, measurement.screen)
 
 
 def _dense_aux(hidden: Tensor, gate: Tensor, activation: Activation = RELU) -> Aux:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from twell import _admission, _auto, _plain, functional, tuning
+from twell import _admission, _auto, _gate_copies, _plain, functional, tuning
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
 from twell._auto import AutoStrategy
@@ -73,6 +73,7 @@ class SparseFFN(nn.Module):
         _record_aux: bool
         _activation: ActivationName
         _threshold: float | Tensor
+        _gate_copy: _gate_copies.GateCopy | None
         activation: ActivationName
         threshold: float | Tensor
         strategy: Strategy | AutoStrategy
@@ -105,7 +106,7 @@ class SparseFFN(nn.Module):
         self.activation = activation
         self.threshold = threshold
         self.accumulate_main_grad, self.record_aux, self.down_layout = False, False, "linear"
-        self._auto = AutoStrategy()
+        self._auto, self._gate_copy = AutoStrategy(), None
         # load_state_dict(assign=True) replaces parameters stored by rows with contiguous tensors
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
 
@@ -130,7 +131,7 @@ class SparseFFN(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # pickles of earlier versions have only the settings that were assigned, under public names
         defaults = {"_accumulate_main_grad": False, "_record_aux": False, "_down_layout": "rows"}
-        defaults |= {"_activation": "relu", "_threshold": 0}
+        defaults |= {"_activation": "relu", "_threshold": 0, "_gate_copy": None}
         renamed = {f"_{name}" if name in _SETTINGS else name: value for name, value in state.items()}
         super().__setstate__({**defaults, **renamed})  # type: ignore[no-untyped-call]
 
@@ -196,6 +197,13 @@ class SparseFFN(nn.Module):
         if "weight" in parameters and "bias" in parameters:
             return parameters["weight"], parameters["bias"]
         return child.weight, child.bias
+
+    def _enroll_copy(self, w_gate: Tensor) -> None:
+        """Let the operators find the int8 copy of the first weight, if the layer keeps one."""
+        if self._gate_copy is not None and not _auto.tracing(0) and type(w_gate) in _plain.PLAIN_TENSORS:
+            site = self._site()
+            few = _auto.SCREENS[site.screen] if site else "proven" if self._strategy == "proven" else "screened"
+            _gate_copies.enroll(w_gate, self._gate_copy, few)
 
     def _main_grads(self, **weights: Tensor) -> list[Tensor | None] | None:
         """``weight.main_grad`` of each projection whose weight requires grad; None unless ``accumulate_main_grad``."""
@@ -298,6 +306,7 @@ class SparseGatedMLP(SparseFFN):
         if not self._is_plain():
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
         (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = self._operands()
+        self._enroll_copy(w_gate)
         result = functional.sparse_gated_ffn(  # type: ignore[call-overload, misc]
             x,
             w_gate,
@@ -364,6 +373,7 @@ class SparseMLP(SparseFFN):
         if not self._is_plain():
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
         (w_up, b_up), (w_down, b_down) = map(self._applied, ("up_proj", "down_proj"))
+        self._enroll_copy(w_up)
         result = functional.sparse_ffn(  # type: ignore[call-overload, misc]
             x,
             w_up,
@@ -393,7 +403,9 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
     rows: list[Choice] = []
     for name, layer in layers.named_modules():
         if isinstance(layer, SparseFFN):
-            rows += _explain(name, layer)
+            first, *others = _explain(name, layer)
+            copy_bytes = 0 if layer._gate_copy is None else layer._gate_copy.nbytes
+            rows += [first._replace(copy_bytes=copy_bytes), *others]
     return Explanation(tuple(rows))
 
 
@@ -443,13 +455,39 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
     Raises ValueError for another name, and if ``module`` has no such layer.
     """
     _require_layout("layout", layout)
+    for layer in _layers(module):
+        layer.down_layout = layout
+        _lay(layer.down_proj.weight, layout == "rows")
+
+
+def keep_gate_copies(module: nn.Module, keep: bool = True) -> None:
+    """Let every layer of ``twell.nn`` in ``module`` keep the int8 copy of its gate weight, or stop doing so.
+
+    The screen of the gate reads such a copy; an inference call makes it anew unless the layer keeps it. It takes half
+    of the gate weight's memory, which ``twell.explain`` shows, from the first call on that screens: none where no
+    strategy does. A training step makes its own, and so does a captured CUDA graph in each replay. Calls of up to eight
+    tokens read the copy of a large layer by strategy "row", too, and so does a graph of theirs the copy that a call
+    before its capture has made: capture again after a change of the weight.
+
+    A kept copy is made again when the weight was replaced, moved or written as autograd counts writes: by in-place
+    operators, optimizers and ``load_state_dict``. A write that it does not count is not seen, and results are then
+    wrong: one through ``weight.data``, by kernels that take an address, or by FSDP. That is why layers keep none by
+    default. Weights that were made in inference mode count no writes, and those that autocast casts are others at each
+    call; their copies are made at each call, too. Copies and pickles of the module keep the choice, not the copy.
+
+    Raises TypeError unless ``keep`` is a bool, ValueError if ``module`` has no such layer.
+    """
+    require_flag("keep", keep)
+    for layer in _layers(module):
+        layer._gate_copy = _gate_copies.GateCopy() if keep else None
+
+
+def _layers(module: nn.Module) -> list[SparseFFN]:
     require("module", module, nn.Module, "an nn.Module")
     layers = [layer for layer in module.modules() if isinstance(layer, SparseFFN)]
     if not layers:
         raise ValueError(f"module must have layers of twell.nn, got none in {type(module).__name__}")
-    for layer in layers:
-        layer.down_layout = layout
-        _lay(layer.down_proj.weight, layout == "rows")
+    return layers
 
 
 def _require_layout(name: str, layout: object) -> None:

@@ -62,6 +62,11 @@ def gate_pack(
     return specs.GatePackSpec(dtype_name(dtype), min(specs.GATE_TOKENS, key=cost))
 
 
+# Least values of a gate weight that is screened for few tokens. An earlier form of the kernel, NVIDIA H200, time of
+# the layer over that without the screen: 1.26 with 2,048 x 5,632, 0.90 with 4,096 x 11,008, 0.79 with 4,096 x 14,336.
+SCREENED_WEIGHT = 40_000_000
+
+
 @functools.cache
 def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
     """Rows of ``k`` values in int8 for the screen of the gate; NotImplementedError beyond the largest class."""
@@ -72,6 +77,18 @@ def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
 def gate_screen(dtype: torch.dtype) -> specs.GateScreenSpec:
     """The int8 screen of the gate, for biases of a dtype."""
     return specs.GateScreenSpec(dtype_name(dtype))
+
+
+@functools.cache
+def gate_pack_screened(dtype: torch.dtype) -> specs.GatePackScreenedSpec:
+    """The gate GEMM for few tokens behind the int8 screen."""
+    return specs.GatePackScreenedSpec(dtype_name(dtype))
+
+
+def screens_few(m: int, k: int, n: int) -> bool:
+    """Whether the gate of ``m`` tokens is screened where a module keeps the int8 copy of its weight."""
+    few = 0 < m <= specs.GatePackScreenedSpec.tokens
+    return few and k * n >= SCREENED_WEIGHT and k <= specs.QUANTIZE_K_CLASSES[-1]
 
 
 @functools.cache
@@ -244,7 +261,7 @@ def overflow(dtype: torch.dtype, mode: str, family: str = specs.SM90) -> specs.O
 # Strategies
 
 
-STRATEGIES = ("auto", "row", "union", "screened", "invariant", "dense")
+STRATEGIES = ("auto", "row", "union", "screened", "proven", "invariant", "dense")
 
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
 MARGIN = 0.02
@@ -292,12 +309,13 @@ class Figures(NamedTuple):
 
     nonzeros: mean per token. union: mean share of the n neurons that a tile of 128 consecutive tokens fires; None if
     unknown. heaviest: non-zeros per token of the 8 consecutive tokens that have the most, or of all if there are fewer;
-    None if unknown.
+    None if unknown. candidates: mean share of the n neurons that the int8 screen lists for a tile; None if not counted.
     """
 
     nonzeros: float
     union: float | None
     heaviest: float | None = None
+    candidates: float | None = None
 
 
 # Training keeps room for this multiple of the most non-zeros per token in recent measurements. Batches of fewer tokens
@@ -360,17 +378,43 @@ def shares(problem: Problem, figures: Figures) -> tuple[float, float, float]:
     return union if figures.union is None else min(union, figures.union), density, min(heaviest, 1.0)
 
 
-def costs(problem: Problem, figures: Figures, table: _tables.Table | None = None) -> dict[str, float]:
+def factors(problem: Problem, figures: Figures, strategy: str) -> tuple[float, float, float, float]:
+    """What the terms of a strategy's cost are multiplied by; ``figures.candidates`` must be known for "screened"."""
+    union, density, heaviest = shares(problem, figures)
+    if strategy != "screened":
+        return 1.0, union, density, heaviest
+    if figures.candidates is None:
+        raise ValueError(f"candidates must be known for the cost of screened, got {figures}")
+    # a neuron that fires is a candidate
+    return 1.0, union, density, min(max(union, figures.candidates), 1.0)
+
+
+def costs(
+    problem: Problem, figures: Figures, table: _tables.Table | None = None, screen: str = "screened"
+) -> dict[str, float]:
     """Predicted time of each strategy that the table has for ``problem``, as a multiple of dense's.
 
-    ``table`` is the shipped one by default.
+    ``table`` is the shipped one by default. ``screen`` is the strategy that ``figures.candidates`` are of, "screened"
+    or "proven", which take the same time for as many; "" for neither. It has a time where candidates are known.
     """
-    factors, copies, dense = (1.0, *shares(problem, figures)), copy_cost(problem), merged_cost(problem)
-    predicted = {
-        name: (sum(term * factor for term, factor in zip(terms, factors)) + copies) / dense
-        for name, terms in coefficients(problem, table).items()
-    }
+    copies, dense = copy_cost(problem), merged_cost(problem)
+    predicted = {}
+    for name, terms in coefficients(problem, table).items():
+        if name == "screened" and (figures.candidates is None or not screen):
+            continue
+        time = sum(term * factor for term, factor in zip(terms, factors(problem, figures, name)))
+        predicted[screen if name == "screened" else name] = (time + copies) / dense
     return predicted | {"dense": 1.0}
+
+
+def worth_screening(
+    problem: Problem, figures: Figures | None, table: _tables.Table | None = None, screen: str = "screened"
+) -> bool:
+    """Whether ``screen`` would be the fastest strategy if its candidates were the union: else none need be counted."""
+    if figures is None:
+        return False
+    predicted = costs(problem, figures._replace(candidates=0.0), table, screen)
+    return screen in predicted and predicted[screen] <= min(predicted.values())
 
 
 def copy_cost(problem: Problem) -> float:
@@ -394,24 +438,30 @@ def merged_cost(problem: Problem) -> float:
 
 
 def decide(
-    problem: Problem, figures: Figures | None, current: str | None, table: _tables.Table | None = None
+    problem: Problem,
+    figures: Figures | None,
+    current: str | None,
+    table: _tables.Table | None = None,
+    screen: str = "screened",
 ) -> Decision:
     """Choose the strategy for ``problem`` from measured ``figures`` and the ``current`` strategy; either may be None.
 
-    A pure function of these and of the table of costs, by default the shipped one. Without figures inference takes a
-    sparse strategy and training the dense one.
+    A pure function of these, of the table of costs, by default the shipped one, and of ``screen``, as in ``costs``.
+    Without figures inference takes a sparse strategy and training the dense one.
     """
-    decision = _fresh(problem, table) if figures is None else _measured(problem, figures, current, table)
+    decision = _fresh(problem, table) if figures is None else _measured(problem, figures, current, table, screen)
     if decision.strategy == "dense" and problem.down_copied:
-        in_place = decide(problem._replace(down_copied=False), figures, current, table).strategy
+        in_place = decide(problem._replace(down_copied=False), figures, current, table, screen).strategy
         if in_place != "dense":
             reason = f"copies of the down weight outweigh {in_place}, which needs none where it is stored by rows"
             return decision._replace(reason=f"{decision.reason}; {reason}")
     return decision
 
 
-def _measured(problem: Problem, figures: Figures, current: str | None, table: _tables.Table | None) -> Decision:
-    predicted = costs(problem, figures, table)
+def _measured(
+    problem: Problem, figures: Figures, current: str | None, table: _tables.Table | None, screen: str
+) -> Decision:
+    predicted = costs(problem, figures, table, screen)
     if problem.training:
         held = geometry.hybrid_capacity(problem.m, problem.n) / max(problem.m, 1)
         limit = SAFE_SHARE * held * (1 if current in (None, "dense") else 1 + MARGIN)
@@ -447,10 +497,12 @@ def nearest(problem: Problem, table: _tables.Table | None = None) -> _tables.Key
 def coefficients(problem: Problem, table: _tables.Table | None = None) -> dict[str, _tables.Terms]:
     """The terms of each sparse strategy's cost: base, then per share of the union, of non-zeros, of the heaviest group.
 
+    The last one of "screened" is per share of candidates instead. A table without that strategy never has it chosen.
+
     They are those of the measured layers of this kind that run the same kernels, weighted by 1 / distance^2 in log K
     and log N. Each layer's are interpolated in log M between numbers of tokens that run the same kernels, since costs
     jump where kernels change. Fewer tokens than were measured have no sparse strategy; more have the terms of the most.
-    More neurons than ``Table.union_neurons`` have no "union".
+    More neurons than ``Table.union_neurons`` have neither "union" nor "screened".
     """
     return _coefficients(problem._replace(down_copied=False, merged=False), table or _tables.SHIPPED)
 
@@ -468,7 +520,9 @@ def _coefficients(problem: Problem, table: _tables.Table) -> dict[str, _tables.T
         if problem.m >= min(layers[key]):
             weight = max(_distance(problem, key), 1e-3) ** -2
             for name, terms in _between(problem.m, nodes).items():
-                if name == "union" and problem.n > table.union_neurons:
+                if name != "row" and problem.n > table.union_neurons:
+                    continue
+                if name == "screened" and not table.screens:
                     continue
                 weighted.setdefault(name, []).append((weight, terms))
     return {name: _mean(found) for name, found in weighted.items()}
@@ -511,5 +565,5 @@ def _between(m: int, nodes: _Nodes) -> dict[str, _tables.Terms]:
 
 def _mean(weighted: Sequence[tuple[float, _tables.Terms]]) -> _tables.Terms:
     total = sum(weight for weight, _ in weighted)
-    base, per_union, per_density, per_heaviest = (sum(w * terms[i] for w, terms in weighted) / total for i in range(4))
-    return base, per_union, per_density, per_heaviest
+    base, per_union, per_density, per_last = (sum(w * terms[i] for w, terms in weighted) / total for i in range(4))
+    return base, per_union, per_density, per_last

@@ -22,7 +22,7 @@ from twell._runtime import geometry
 from twell.ops import hybrid
 
 BF16, FP16 = torch.bfloat16, torch.float16
-STRATEGIES = ("row", "union", "screened", "invariant", "dense", "auto")
+STRATEGIES = ("row", "union", "screened", "proven", "invariant", "dense", "auto")
 
 
 def integers(m: int, name: Any, *, density: float = 0.1, k: int = 72, n: int = 264, dtype: Any = BF16) -> testing.FFN:

@@ -347,6 +347,7 @@ def test_command_reports_every_layer(
     printed = capsys.readouterr().out
     for part in ("3 ReLU FFN layers", "K = 64, N = 320", "600 tokens", "6 sequences", "union", "hottest", "tiles > 31"):
         assert part in printed
+    assert "int8 screen: " in printed
     for part in ("FFNs 1.", "Mean over layers:", "H200", "Far from all measured layers", "training, 16,384 tokens"):
         assert part in printed
     rows = rows_of(table)

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twell import testing
+from twell import _gate_copies, ops, testing
 from twell._activation import activation_of
 from twell.commands.bench import cli, fp8, main, parser, protocol
 from twell.commands.bench.decode import Decode
@@ -101,6 +102,30 @@ def test_every_op_has_checked_and_timed_rows(bench: Callable[..., Result]) -> No
     assert {row["tokens"] for row in ours if row["variant"] != "decode"} == {64}
     gradients = next(row for row in ours if row["variant"] == "train")["gradients"]
     assert gradients.keys() == {f"{t}{s}" for t in ("x", "w_gate", "w_up", "w_down") for s in ("", " with l1")}
+
+
+def test_screened_decode_keeps_its_int8_weights(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made once per copy of the weights, and "row" beside it does not find them."""
+    made: list[int] = []
+    quantize_gate = ops.quantize_gate
+
+    def spy(rows: Tensor, weights: bool) -> Any:
+        made.append(rows.data_ptr())
+        return quantize_gate(rows, weights)
+
+    for module in (ops, sys.modules["twell.ops.ffn"]):
+        monkeypatch.setattr(module, "quantize_gate", spy)
+    monkeypatch.setattr("twell.tuning.SCREENED_WEIGHT", 1)
+    result = bench("decode", "--workload", WORKLOAD, "--strategy", "row,screened", "--m-decode", "1,8")
+    assert result.code == 0, result.out
+    assert len(made) == len(set(made)) == 2
+    assert not _gate_copies._COPIES
+    rows = {(row["strategy"], row["tokens"]): row for row in result.rows if row["variant"] == "decode"}
+    assert all(row["checked"] and row["red"] == "" for row in rows.values())
+    for m in (1, 8):
+        moved = [rows[strategy, m]["memory_gbs"] * rows[strategy, m]["ms"] for strategy in ("row", "screened")]
+        # MB of a gate of 264 neurons and 64 values each: half of it, and at least the rows that fire
+        assert moved[1] < moved[0] - 0.25 * 264 * 64 * 2e-6
 
 
 def test_sizes_dtype_and_compression_reach_the_rows(bench: Callable[..., Result]) -> None:
@@ -596,7 +621,7 @@ def test_requests_that_cannot_be_met(words: list[str], message: str, capsys: pyt
         (["dance"], "argument OP: expected of gate_pack, up_down, up_down_union, ffn"),
         (
             ["ffn", "--strategy", "row,best"],
-            "argument --strategy: expected of row, union, screened, invariant, dense, auto, got 'best'",
+            "argument --strategy: expected of row, union, screened, proven, invariant, dense, auto, got 'best'",
         ),
         (["ffn", "-m", "0"], "argument -m/--tokens: expected an integer of at least 1, got 0"),
         (["--device", "cpu", "-k", "65"], "argument -k/--hidden: expected a multiple of 8 up to 16384, got 65"),

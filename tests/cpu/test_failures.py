@@ -136,7 +136,8 @@ def test_other_compressions_are_refused(compression: Any) -> None:
 def test_other_strategies_are_refused(strategy: Any) -> None:
     for call in (lambda: gated(strategy), lambda: plain(strategy), lambda: SparseMLP(16, 24, strategy=strategy)):
         with pytest.raises(
-            ValueError, match='strategy must be "auto", "row", "union", "screened", "invariant" or "dense", got'
+            ValueError,
+            match='strategy must be "auto", "row", "union", "screened", "proven", "invariant" or "dense", got',
         ):
             call()
 

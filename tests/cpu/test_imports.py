@@ -41,6 +41,7 @@ LAYERS = [
     ["twell._tables"],
     ["twell.tuning"],
     ["twell._explanation", "twell._auto"],
+    ["twell._gate_copies"],
     ["twell.ops"],
     ["twell._autograd", "twell._sharding", "twell.packed"],
     ["twell._plain"],

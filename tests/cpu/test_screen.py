@@ -387,8 +387,10 @@ def test_ffn_screened_refuses_and_is_an_operator() -> None:
 def test_a_screened_forward_of_training_is_the_other(gated: bool) -> None:
     p = testing.integer_problem(130, 72, 520, density=0.02, biases="gate down")
     layer = p if gated else p._replace(w_up=None)
-    for a, b in zip(ops.hybrid_forward(*layer, 8, 0, "relu", 0.0, True), ops.hybrid_forward(*layer, 8)):
+    for a, b in zip(ops.hybrid_forward(*layer, 8, 0, "relu", 0.0, "screened"), ops.hybrid_forward(*layer, 8)):
         assert torch.equal(a, b)
-    torch.library.opcheck(ops.hybrid_forward, (*layer, 8, 0, "relu", 0.0, True))
+    torch.library.opcheck(ops.hybrid_forward, (*layer, 8, 0, "relu", 0.0, "screened"))
+    with pytest.raises(ValueError, match='screen must be "screened", "proven" or "", got \'on\''):
+        ops.hybrid_forward(*layer, 8, 0, "relu", 0.0, "on")
     with pytest.raises(TypeError, match="x must be bfloat16 or float16"):
-        ops.hybrid_forward(*(None if t is None else t.float() for t in layer), 8, 0, "relu", 0.0, True)
+        ops.hybrid_forward(*(None if t is None else t.float() for t in layer), 8, 0, "relu", 0.0, "screened")

@@ -128,7 +128,7 @@ def check_table(module: Any) -> None:
         assert list(by_tokens) == sorted(by_tokens)
         for m, entry in by_tokens.items():
             assert m > 0
-            assert set(entry) <= ({"union"} if training else {"row", "union"})
+            assert set(entry) <= set(tune.sparse_strategies(training))
             for coefficients in entry.values():
                 assert len(coefficients) == 4
                 assert all(isinstance(c, float) and math.isfinite(c) and c >= 0 for c in coefficients)
@@ -370,8 +370,8 @@ def waiting_rows(m: int, strategy: str = "row") -> list[dict[str, Any]]:
     ("entries", "said"),
     [
         ({"m": 0}, "m, k and n must be positive integers, got [0, 2048, 5632]"),
-        ({"strategy": "dense"}, "strategy must be one of row, union, got 'dense'"),
-        ({"training": True}, "strategy must be one of union, got 'row'"),
+        ({"strategy": "dense"}, "strategy must be one of row, union, screened, got 'dense'"),
+        ({"training": True}, "strategy must be one of union, screened, got 'row'"),
         ({"relative": math.inf}, "relative must be a positive time over dense's, got inf"),
         ({"relative": math.nan}, "relative must be a positive time over dense's, got nan"),
         ({"relative": "1"}, "relative must be a positive time over dense's, got '1'"),

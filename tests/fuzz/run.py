@@ -70,7 +70,7 @@ from tests.fuzz.problems import (
     draw,
     laid_out,
 )
-from twell import testing
+from twell import ops, testing
 from twell._auto import AutoStrategy
 
 MOST_MISMATCHES = 10
@@ -106,12 +106,17 @@ def surroundings(case: Case, device: torch.device) -> Iterator[None]:
 
 
 def strategy_of(case: Case, device: torch.device) -> Any:
-    """What a call of the case names; "union" where a GPU has no kernels of "screened"."""
+    """What a call of the case names; "union" where a GPU has no kernels of the screen."""
     if case.strategy == "site":
         return AutoStrategy()
-    if case.strategy == "screened" and device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+    screens = device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+    if case.strategy in ("screened", "proven") and not screens:
         return "union"
     return case.strategy
+
+
+# operands of the gate
+GATE = ("x", "w_gate", "b_gate")
 
 
 def caller(case: Case, t: dict[str, Tensor], dy: Tensor) -> Callable[[], Outputs]:
@@ -120,9 +125,17 @@ def caller(case: Case, t: dict[str, Tensor], dy: Tensor) -> Callable[[], Outputs
     dy = dy.view(t["x"].shape)
 
     def pack() -> Outputs:
-        packed = twell.pack(
-            t["x"], t["w_gate"], t.get("b_gate"), compression=case.compression, threshold=case.threshold
-        )
+        if strategy == "screened":
+            # autocast gives float32
+            x, w_gate, b_gate = (None if (o := t.get(name)) is None else o.to(DTYPES[case.dtype]) for name in GATE)
+            quantized = ops.quantize_gate(w_gate, True)
+            last = case.compression, case.threshold
+            tensors = ops.gate_pack_screened(x.reshape(-1, case.k), w_gate, b_gate, *quantized, *last)
+            packed = twell.PackedTwell(*tensors, case.n, case.compression)
+        else:
+            packed = twell.pack(
+                t["x"], t["w_gate"], t.get("b_gate"), compression=case.compression, threshold=case.threshold
+            )
         return {"dense": packed.unpack(), "words": packed.words, "stats": packed.stats, "nnz": packed.nnz()}
 
     @torch.no_grad()

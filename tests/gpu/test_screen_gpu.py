@@ -21,6 +21,7 @@ NONE = torch.empty(0, dtype=BF16)
 COMPILER = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="no compiler of kernels here")
 WIDTHS = (8, 16, 24, 72, 128, 256, 512, 896, 1024, 2048, 2560, 3072, 4096, 5120, 8192)
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
+NEAREST = pytest.mark.parametrize("nearest", [False, True], ids=["dithers", "nearest"])
 
 
 def hostile(r: int, k: int) -> Tensor:
@@ -40,30 +41,32 @@ def hostile(r: int, k: int) -> Tensor:
     return rows
 
 
+@NEAREST
 @DTYPES
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("k", [*WIDTHS, pytest.param(16384, marks=COMPILER)])
-def test_rows_are_quantised_as_on_a_cpu(k: int, weights: bool, dtype: torch.dtype) -> None:
+def test_rows_are_quantised_as_on_a_cpu(k: int, weights: bool, dtype: torch.dtype, nearest: bool) -> None:
     torch.manual_seed(k)
     for r in (1, 300):
         rows = hostile(r, k).to(dtype)
-        q, scale, spread, offset = ops.quantize_gate(rows, weights)
+        q, scale, spread, offset = ops.quantize_gate(rows, weights, nearest)
         testing.poison_memory()
-        found = ops.quantize_gate(rows.to(CUDA), weights)
+        found = ops.quantize_gate(rows.to(CUDA), weights, nearest)
         testing.assert_same(found[1], scale, "scale")
         testing.assert_same(found[0].contiguous(), q.contiguous(), "q")
         torch.testing.assert_close(found[2].cpu(), spread, rtol=screen.SPREAD / 4, atol=0)
         # thirteen roundings of the sums and one of the result, of sums of up to 127 / 2 per column
         torch.testing.assert_close(found[3].cpu(), offset, rtol=0, atol=14 * 2.0**-24 * 127 / 2 * k)
+        assert not (nearest and found[3].any())
         assert not found[3].cpu()[~(spread.isfinite() & (spread > 0))].any()
 
 
 def reaches(
-    x: tuple[Tensor, ...], w: tuple[Tensor, ...], bias: Tensor, candidates: Tensor
+    x: tuple[Tensor, ...], w: tuple[Tensor, ...], bias: Tensor, candidates: Tensor, nearest: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By bit of the candidates: the highest sum of product and bound, the size of its terms, and the bit."""
     (qx, *of_x), (qw, w_scale, w_spread, w_offset), k = x, w, x[0].shape[1]
-    a, b, i = reference.token_terms(*of_x, k)
+    a, b, i = reference.token_terms(*of_x, k, nearest=nearest)
     v, beta = reference.neuron_terms(w_scale, w_spread, bias if len(bias) else None, k)
     reach = i[:, None] * beta + (b[:, None] * v + a[:, None])
     total = qx.double() @ qw.double().t() - w_offset.double() + reach
@@ -76,17 +79,18 @@ def reaches(
     return highest, largest, bits[:, : qw.shape[0]]
 
 
+@NEAREST
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(1, 8, 8), (127, 264, 72), (129, 520, 896), (300, 1032, 2048), (2500, 4104, 256), (40, 72, 16384)]
 )
-def test_candidates_are_those_of_a_cpu(m: int, n: int, k: int, bias: bool) -> None:
+def test_candidates_are_those_of_a_cpu(m: int, n: int, k: int, bias: bool, nearest: bool) -> None:
     torch.manual_seed(m)
     rows, weights = torch.randn(m, k), torch.randn(n, k) - 2 / math.sqrt(k)
     if k < 16384:
         weights[::11] = hostile(n, k)[::11]
         rows[5::200] = hostile(m, k)[5::200]
-    x, w = (ops.quantize_gate(t.to(BF16), second) for t, second in ((rows, False), (weights, True)))
+    x, w = (ops.quantize_gate(t.to(BF16), second, nearest) for t, second in ((rows, False), (weights, True)))
     given = (torch.randn(n) * 10 - math.sqrt(k) * 3).to(BF16) if bias else NONE
     operands = [t.to(CUDA) for t in (*x, *w, given)]
     # rows of a multiple of 16 bytes
@@ -94,8 +98,8 @@ def test_candidates_are_those_of_a_cpu(m: int, n: int, k: int, bias: bool) -> No
         padded = torch.zeros(operands[at].shape[0], -(-k // 16) * 16, dtype=torch.int8, device=CUDA)
         padded[:, :k] = operands[at]
         operands[at] = padded[:, :k]
-    (found,) = testing.poisoned(lambda: (ops.gate_screen(*operands),))
-    highest, size, bits = reaches(x, w, given, found)
+    (found,) = testing.poisoned(lambda: (ops.gate_screen(*operands, nearest),))
+    highest, size, bits = reaches(x, w, given, found, nearest)
     # the kernel's fp32 terms differ by less than their enlargement, and sums with offsets by less than 1
     slack = size * screen.MARGIN + 1
     assert bits[highest > slack].all()
@@ -103,9 +107,9 @@ def test_candidates_are_those_of_a_cpu(m: int, n: int, k: int, bias: bool) -> No
     assert ((highest > slack) | (highest < -slack)).float().mean() > 0.99
 
 
-def screened(problem: FFN, *activation: object) -> tuple[Tensor, ...]:
-    q = ops.quantize_gate(problem.w_gate, True)
-    return testing.poisoned(lambda: ops.ffn_screened(*problem, *q, 8, *activation))
+def screened(problem: FFN, *activation: object, nearest: bool = False) -> tuple[Tensor, ...]:
+    q = ops.quantize_gate(problem.w_gate, True, nearest)
+    return testing.poisoned(lambda: ops.ffn_screened(*problem, *q, 8, *(activation or ("relu", 0.0)), nearest))
 
 
 def assert_as_union(problem: FFN, *activation: object) -> None:
@@ -113,18 +117,22 @@ def assert_as_union(problem: FFN, *activation: object) -> None:
     for layer in (problem, problem._replace(w_up=None, b_up=None)):
         if layer.w_up is None and "drelu" in activation:
             continue
-        y, l1, stats, union, candidates = screened(layer, *activation)
         expected = ops.ffn_union(*layer, 8, *activation)
-        testing.assert_same(union, expected[3], "union")
-        assert (candidates >= union).all()
-        testing.assert_same(y, expected[0], "y")
-        testing.assert_same(l1, expected[1], "l1")
-        testing.assert_same(stats[:, :, 0].sum(1), expected[2][:, :, 0].sum(1), "non-zeros")
+        for nearest in (False, True):
+            y, l1, stats, union, candidates = screened(layer, *activation, nearest=nearest)
+            testing.assert_same(union, expected[3], "union")
+            assert (candidates >= union).all()
+            testing.assert_same(y, expected[0], "y")
+            testing.assert_same(l1, expected[1], "l1")
+            testing.assert_same(stats[:, :, 0].sum(1), expected[2][:, :, 0].sum(1), "non-zeros")
         form = activation or ("relu", 0.0)
-        found, right = (ops.hybrid_forward(*layer, 8, 0, *form, on) for on in (True, False))
-        for name, a, b in zip(("y", "l1", "nonzeros"), found, right):
-            testing.assert_same(a, b, f"{name} of training")
-        testing.assert_hybrid_same(found[3:], right[3:], len(problem.x), len(problem.w_gate), layer.w_up is not None)
+        right = ops.hybrid_forward(*layer, 8, 0, *form)
+        for screen_of in ("screened", "proven"):
+            found = ops.hybrid_forward(*layer, 8, 0, *form, screen_of)
+            for name, a, b in zip(("y", "l1", "nonzeros"), found, right):
+                testing.assert_same(a, b, f"{name} of training")
+            sizes = len(problem.x), len(problem.w_gate), layer.w_up is not None
+            testing.assert_hybrid_same(found[3:], right[3:], *sizes)
 
 
 @DTYPES

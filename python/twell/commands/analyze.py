@@ -59,10 +59,18 @@ def _tables(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Pre
     )
 
 
-def _summary(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Prediction]]) -> Iterator[str]:
+def _summary(
+    reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Prediction]], table: Table
+) -> Iterator[str]:
     mean = sum(report.mean for report in reports) / len(reports)
     share = sum(report.mean / report.n for report in reports) / len(reports)
     yield f"Mean over layers: {mean:,.1f} non-zeros per token, {as_percent(share)} of the neurons"
+    listed = [report.candidates for report in reports if report.candidates is not None]
+    if listed:
+        known = any("screened" in entry for nodes in table.costs.values() for entry in nodes.values())
+        chosen = "in the table where it is the fastest" if known else "not in the table, which has no times of it"
+        share = sum(listed) / len(listed)
+        yield f'int8 screen: {as_percent(share)} of the neurons are candidates of 128 tokens; "screened" is {chosen}'
     for of_call in zip(*predictions):
         dense: dict[str, list[int]] = {}
         for report, each in zip(reports, of_call, strict=True):
@@ -251,7 +259,7 @@ def run(arguments: argparse.Namespace) -> int:
     table = in_use(next(loaded.model.parameters()).device)
     predictions = [[predict(report, call, table) for call in calls] for report in reports]
     header = list(_header(loaded, reports, text))
-    print(*header, "", *_tables(reports, predictions), "", *_summary(reports, predictions), "", sep="\n")
+    print(*header, "", *_tables(reports, predictions), "", *_summary(reports, predictions, table), "", sep="\n")
     print(*_caveats(reports, predictions, table), sep="\n")
     if arguments.csv is not None:
         write_csv(arguments.csv, rows(reports, predictions))

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _admission, _compaction, _files, _tables, tuning
+from twell import _admission, _auto, _compaction, _files, _tables, tuning
 from twell._activation import RELU, Activation
-from twell._runtime import geometry
+from twell._runtime import geometry, specs
 from twell.commands import saved_model
 from twell.commands.saved_model import Batch, WatchedLayer
+from twell.ops import screened
 
 UNIONS = (16, 64, 128, 256)
 HOTTEST = (64, 256, 1024)
@@ -29,6 +30,9 @@ HEAVY_SHARE = 36
 
 # The largest union needs this many tokens.
 LEAST_TOKENS = UNIONS[-1]
+
+# The int8 screen runs on so many tokens of each layer, on the CPU, where it takes as long as several dense layers.
+SCREENED = 512
 
 # A layer is far from the nearest measured one if its K or K * N differs by more than this factor.
 FAR = 2.0
@@ -54,6 +58,7 @@ COLUMNS = {
     "overflowing": "share of tiles (256 neurons of a token) with more non-zeros than fit",
     "dead": "neurons that fired in no token",
     **{f"union_{t}": f"mean share of n that {t} consecutive tokens fire" for t in UNIONS},
+    "candidates": f"mean share of n that the int8 screen lists for 128 tokens, of the first {SCREENED:,} tokens",
     **{f"hottest_{h}": f"share of all non-zeros in the {h} most active neurons" for h in HOTTEST},
     "strategy_CALL": "strategy for a call: CALL is m64 for inference on 64 tokens, train16384 for a training step",
     "speedup_CALL": "expected speed-up of the whole layer over dense",
@@ -80,7 +85,8 @@ class Call(NamedTuple):
 class LayerSparsity:
     """The sparsity of one layer. Shares are from 0 to 1; ``COLUMNS`` explains the figures.
 
-    unions: by number of tokens, up to the length of the text. hottest: by number of neurons.
+    unions: by number of tokens, up to the length of the text. hottest: by number of neurons. candidates: share of the
+    neurons that the int8 screen lists for 128 tokens; None where no batch has so many.
     """
 
     name: str
@@ -102,11 +108,12 @@ class LayerSparsity:
     unions: dict[int, float]
     hottest: dict[int, float]
     activation: Activation = RELU
+    candidates: float | None = None
 
     @property
     def figures(self) -> tuning.Figures:
         """The figures behind the choice of a strategy."""
-        return tuning.Figures(self.mean, self.unions.get(geometry.TOKEN_TILE))
+        return tuning.Figures(self.mean, self.unions.get(geometry.TOKEN_TILE), None, self.candidates)
 
 
 class Tally:
@@ -122,6 +129,8 @@ class Tally:
         self._first = self._zeros(2)
         self._unions = {tokens: self._zeros(1) for tokens in UNIONS}
         self._waiting = torch.empty(0, n, dtype=torch.bool, device=device)
+        # candidates and their tiles of 128 tokens
+        self._listed, self._screened = 0, 0
 
     def _zeros(self, length: int) -> Tensor:
         return torch.zeros(length, dtype=torch.int64, device=self._device)
@@ -139,6 +148,19 @@ class Tally:
         whole = len(block) // UNIONS[-1] * UNIONS[-1]
         self._count_unions(block[:whole])
         self._waiting = block[whole:].clone()
+
+    def screen(self, x: Tensor, linear: nn.Linear) -> None:
+        """Count the candidates of tokens x [M, K] in 16 bits, until ``SCREENED`` have been counted."""
+        whole = min(len(x), SCREENED - self._screened) // geometry.TOKEN_TILE * geometry.TOKEN_TILE
+        if not whole or x.shape[1] % 8 or x.shape[1] > specs.QUANTIZE_K_CLASSES[-1]:
+            return
+        dtype = x.dtype if x.dtype in _auto.PACKED_DTYPES else torch.bfloat16
+        tokens, weight, *bias = (
+            t.detach().to("cpu", dtype) for t in (x[:whole], linear.weight, linear.bias) if t is not None
+        )
+        listed = screened.count(tokens, weight, bias[0] if bias else None, "screened")
+        self._listed += 0 if listed is None else int(listed.sum())
+        self._screened += whole
 
     def _count_unions(self, block: Tensor) -> None:
         for tokens, total in self._unions.items():
@@ -178,6 +200,7 @@ class Tally:
             unions={t: int(v) / (tokens // t * t // t * n) for t, v in self._unions.items() if tokens >= t},
             hottest={h: int(hot[min(h, n) - 1]) / max(nonzeros, 1) for h in HOTTEST},
             activation=layer.activation,
+            candidates=self._listed * geometry.TOKEN_TILE / (self._screened * n) if self._screened else None,
         )
 
 
@@ -205,6 +228,7 @@ def analyze(
     tallies = [Tally(layer.linear.out_features, layer.compression, layer.linear.weight.device) for layer in watched]
 
     def tally(i: int, x: Tensor, first: Tensor) -> None:
+        tallies[i].screen(x, watched[i].linear)
         for rows, pattern in patterns(x, watched[i].linear, watched[i].activation):
             tallies[i].add(pattern, first[rows])
 
@@ -353,6 +377,7 @@ def rows(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Predic
             "overflowing": report.overflowing,
             "dead": report.dead,
             **{f"union_{t}": report.unions.get(t) for t in UNIONS},
+            "candidates": report.candidates,
             **{f"hottest_{h}": report.hottest[h] for h in HOTTEST},
             **{
                 f"{name}_{each.call.key}": value

@@ -8,7 +8,8 @@ replayed with each pattern, since clocks drift. A strategy that takes several ti
 For each layer, number of tokens and strategy the relative time is fitted by base + a * union + b * density + c *
 heaviest, none negative: least squares of relative errors, with less weight on slow times (``WEIGHT_POWER``). The
 factors are the shares of neurons that a tile of 128 tokens, a token and a token of the heaviest group fire
-(``twell.tuning.shares``); c is for few tokens (``twell.tuning.waits``).
+(``twell.tuning.shares``); c is for few tokens (``twell.tuning.waits``). For "screened" the last factor is the share of
+candidates of a tile (``twell.tuning.factors``), which the screen counts.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import _tables, testing, tuning
-from twell._runtime import cache, geometry
+from twell._runtime import cache, geometry, specs
 from twell._runtime import device as driver
 from twell.commands.bench import protocol
 from twell.commands.request import RequestError, number_above, pick_device
+from twell.ops import screened
 from twell.testing import FFN, Workload
 from twell.tuning import Figures, Problem
 
 DESCRIPTION = """\
 Measure what each strategy costs on this GPU and write a table to the cache folder, from which "auto" then chooses on
-GPUs of this model. Without --shape the layers of the shipped table are measured, which takes 200 seconds on an H200;
+GPUs of this model. Without --shape the layers of the shipped table are measured, which takes a few minutes;
 with it the named layers alone, which join those measured before. "twell info" shows the table in use.
 """
 
@@ -81,6 +83,10 @@ PATTERNS: dict[str, tuple[float, dict[str, Any]]] = {
 # where nearly all neurons fire, sparse strategies lose with more tokens, and are slow to measure
 MOST_TOKENS_OF_DENSE = 64
 
+# "screened" is measured from this many tokens on. It saves at most half of the gate GEMM, and copies w_gate in int8 at
+# each call: with fewer tokens the one is no more than the other.
+LEAST_SCREENED = 1024
+
 # The largest difference from dense in the Frobenius norm. bf16 rounds to 0.2 %, and gates next to zero may fall on
 # either side; gradients have more roundings.
 MOST_ERROR = {False: 0.02, True: 0.05}
@@ -112,8 +118,8 @@ def draw_workload(workload: Workload, m: int, k: int, n: int, device: torch.devi
         del testing.WORKLOADS["tune"]
 
 
-def figures_of(problem: FFN) -> Figures:
-    """The figures of a layer, from its gates."""
+def figures_of(problem: FFN, screen: bool = False) -> Figures:
+    """The figures of a layer, from its gates; with ``screen`` its candidates, too."""
     nonzeros, union, heaviest = 0, 0, 0
     m, n = problem.x.shape[0], problem.w_gate.shape[0]
     whole = m // geometry.TOKEN_TILE * geometry.TOKEN_TILE
@@ -126,7 +132,9 @@ def figures_of(problem: FFN) -> Figures:
         if len(tiles):
             union += int(tiles.view(-1, geometry.TOKEN_TILE, n).any(1).sum())
     share = union * geometry.TOKEN_TILE / (whole * n) if whole else None
-    return Figures(nonzeros / m, share, heaviest / min(m, tuning.HEAVY_GROUP))
+    listed = screened.count(problem.x[:whole], problem.w_gate, None, "screened") if screen and whole else None
+    candidates = None if listed is None else int(listed.sum()) * geometry.TOKEN_TILE / (whole * n)
+    return Figures(nonzeros / m, share, heaviest / min(m, tuning.HEAVY_GROUP), candidates)
 
 
 class Layer:
@@ -183,7 +191,18 @@ class Layer:
 
 def sparse_strategies(training: bool) -> tuple[str, ...]:
     """The sparse strategies that differ."""
-    return ("union",) if training else ("row", "union")
+    return ("union", "screened") if training else ("row", "union", "screened")
+
+
+def measured_strategies(problem: Problem, device: protocol.Device) -> tuple[str, ...]:
+    """Those that are measured on a device: "screened" where it has the kernels, and of many tokens."""
+    on = device.torch_device
+    screens = on.type != "cuda" or tuning.family(on.index or 0) == specs.SM90
+    return tuple(
+        name
+        for name in sparse_strategies(problem.training)
+        if name != "screened" or (screens and problem.m >= LEAST_SCREENED)
+    )
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -270,11 +289,12 @@ def measure_step(step: Step, problems: dict[str, FFN], device: protocol.Device, 
     first: Layer | None = None
     dense: protocol.Recording | None = None
     for pattern, drawn in problems.items():
-        figures = figures_of(drawn)
+        strategies = measured_strategies(problem, device)
+        figures = figures_of(drawn, "screened" in strategies)
         if problem.training and figures.nonzeros * step.m > geometry.hybrid_capacity(step.m, step.n):
             continue
         layer = Layer(drawn, problem.gated, problem.training, device)
-        errors, red = layer.check(sparse_strategies(problem.training))
+        errors, red = layer.check(strategies)
         if first is None or dense is None:
             first, dense = layer, layer.record("dense")
         recordings = {name: layer.record(name) for name in errors if name not in red}
@@ -294,7 +314,7 @@ def rows_of(
     """One row per sparse strategy: its time over that of dense."""
     dense_ms = statistics.median(times["dense"])
     rows = []
-    for name in sparse_strategies(problem.training):
+    for name in (name for name in sparse_strategies(problem.training) if name in times or name in red):
         row = {**dict(zip(SIZES, problem)), "pattern": pattern, **figures._asdict(), "strategy": name}
         row |= {"red": red.get(name, ""), "error": errors.get(name), "dense_ms": dense_ms}
         if name in times:
@@ -344,6 +364,8 @@ def usable(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if row["strategy"] not in sparse_strategies(row["training"]):
             named = ", ".join(sparse_strategies(row["training"]))
             raise ValueError(f"strategy must be one of {named}, got {row['strategy']!r}")
+        if row["strategy"] == "screened" and row.get("candidates") is None:
+            raise ValueError("candidates of screened must be a share of the neurons, got none")
         if type(row["relative"]) is not float or not 0 < row["relative"] < math.inf:
             raise ValueError(f"relative must be a positive time over dense's, got {row['relative']!r}")
     return list(latest.values())
@@ -367,13 +389,13 @@ def fit(rows: Iterable[dict[str, Any]]) -> _tables.Costs:
         relative = _vector(row["relative"] for row in group)
         # for one token the shares are equal. Ties take the first column: density, because the coefficient of the union
         # would be far too large for a few more tokens
-        columns = 4 if tuning.waits(problem_of(group[0])) else 3
-        factors = map(shares_of, group)
-        terms = torch.stack([_vector((1.0, density, union, most)[:columns]) for union, density, most in factors])
+        columns = 4 if strategy == "screened" or tuning.waits(problem_of(group[0])) else 3
+        factors = (tuning.factors(problem_of(row), measured_figures(row), strategy) for row in group)
+        terms = torch.stack([_vector((one, density, union, last)[:columns]) for one, union, density, last in factors])
         weights = (_vector(fastest[place_of(row)] for row in group) / relative) ** WEIGHT_POWER
         solution = non_negative_least_squares(terms * (weights / relative)[:, None], weights)
-        base, per_density, per_union, *waiting = (round(float(term), 4) for term in solution)
-        table.setdefault(key, {}).setdefault(m, {})[strategy] = base, per_union, per_density, sum(waiting)
+        base, per_density, per_union, *last = (round(float(term), 4) for term in solution)
+        table.setdefault(key, {}).setdefault(m, {})[strategy] = base, per_union, per_density, sum(last)
     return table
 
 
@@ -401,12 +423,8 @@ def place_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def measured_figures(row: dict[str, Any]) -> Figures:
-    """The figures of a row. Files of earlier versions do not have the heaviest tokens."""
-    return Figures(row["nonzeros"], row["union"], row.get("heaviest"))
-
-
-def shares_of(row: dict[str, Any]) -> tuple[float, float, float]:
-    return tuning.shares(problem_of(row), measured_figures(row))
+    """The figures of a row. Files of earlier versions have neither the heaviest tokens nor candidates."""
+    return Figures(row["nonzeros"], row["union"], row.get("heaviest"), row.get("candidates"))
 
 
 def report(table: _tables.Costs, rows: Iterable[dict[str, Any]]) -> str:
@@ -506,7 +524,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget-s",
         type=number_above(0),
         metavar="S",
-        default=300.0,
+        default=450.0,
         help="begin no measurement after this many seconds (%(default)g)",
     )
 

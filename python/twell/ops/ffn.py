@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _auto, tuning
+from twell import _auto, _gate_copies, tuning
 from twell._activation import Activation
-from twell._runtime import geometry, nvtx
+from twell._runtime import geometry, nvtx, specs
+from twell.ops import screened
 from twell.ops.ffn_screened import on_cpu as screened_on_cpu
 from twell.ops.ffn_screened import on_cuda as screened_on_cuda
 from twell.ops.ffn_union import by_small_tiles
@@ -29,6 +30,7 @@ from twell.ops.ffn_union import on_cuda as union_on_cuda
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
 from twell.ops.gate_pack import outputs as packed_outputs
 from twell.ops.gate_pack import pack
+from twell.ops.gate_pack_screened import pack as pack_screened
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
@@ -41,8 +43,8 @@ from twell.ops.library import (
     register,
 )
 from twell.ops.operands import Operands, PackedOperands
+from twell.ops.quantize_gate import Quantized, quantize_gate
 from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
-from twell.ops.quantize_gate import quantize_gate
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.ops.up_down import arrivals_for, multiply
@@ -50,8 +52,8 @@ from twell.ops.up_down import on_cpu as up_down_on_cpu
 
 Aux = tuple[Tensor, Tensor, Tensor]
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
-# y, parts of the sum of |h|, stats, and for "union" the unions, with more behind them
-_Counted = tuple[Tensor, Tensor, Tensor, Tensor | None]
+# y, parts of the sum of |h|, stats; for "union" the unions and for "screened" the candidates, with more behind them
+_Counted = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 _Sparse = Mapping[str, Callable[[Operands, int, Activation, bool], _Counted]]
 
 
@@ -76,14 +78,17 @@ def _run(
     """Compute the layer as ``route`` says, by the sparse strategies of its device."""
     if route.strategy == "dense":
         return _dense(layer, activation, route.measurement, totals)
-    y, l1, stats, unions = sparse[route.strategy](layer, compression, activation, route.measurement is not None)
+    counted = sparse[route.strategy](layer, compression, activation, route.measurement is not None)
+    y, l1, stats, unions, candidates = counted
     if not totals and route.measurement is None:
         return y, None, None
     counts = stats.select(2, 0)
     nonzeros = counts.sum()
     if route.measurement is not None:
+        if candidates is None:
+            candidates = screened.count(layer.x, layer.w_gate, layer.b_gate, route.measurement.screen)
         # a row of stats has 8 tokens
-        route.measurement.counts(nonzeros, unions, heaviest=counts.sum(1).amax())
+        route.measurement.counts(nonzeros, unions, heaviest=counts.sum(1).amax(), candidates=candidates)
     return y, l1.sum() if totals else None, nonzeros
 
 
@@ -145,21 +150,34 @@ def _row_on_cpu(layer: Operands, compression: int, activation: Activation, measu
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, activation.threshold)
     y, l1 = up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression, activation.name)
-    return y, l1, stats, None
+    return y, l1, stats, None, None
 
 
 def _row_on_cuda(
-    layer: Operands, compression: int, activation: Activation, measured: bool, invariant: bool = False
+    layer: Operands,
+    compression: int,
+    activation: Activation,
+    measured: bool,
+    invariant: bool = False,
+    screen: str | None = None,
 ) -> _Counted:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
     arrivals = None if invariant else arrivals_for(x)
-    pack(x, w_gate, b_gate, packed, compression, activation, invariant, arrivals)
+    copy = None if invariant else _copy_for_few(x, w_gate, screen)
+    if copy is None:
+        pack(x, w_gate, b_gate, packed, compression, activation, invariant, arrivals)
+    else:
+        pack_screened(x, w_gate, b_gate, *copy, packed, compression, activation, arrivals)
     y, l1 = empty(x, x.shape), empty(x, x.shape[0], torch.float32)
     behind = PackedOperands(x, words, spill, w_up, w_down, b_up, b_down)
     multiply(behind, y, l1, compression, activation, invariant, arrivals)
-    return y, l1, stats, None
+    return y, l1, stats, None, None
+
+
+def _union_on_cpu(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
+    return *union_on_cpu(*layer, compression, *activation), None
 
 
 def _union_on_cuda(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
@@ -171,17 +189,37 @@ def _union_on_cuda(layer: Operands, compression: int, activation: Activation, me
         else tuning.up_down_tile(layer.x.dtype, m, k, n, gated, tuning.family(layer.x.device.index))
     )
     if spec is None:
-        return union_on_cuda(layer, compression, activation)
-    return *by_small_tiles(layer, compression, activation, spec), None
+        return *union_on_cuda(layer, compression, activation), None
+    return *by_small_tiles(layer, compression, activation, spec), None, None
 
 
-def _screened_on_cpu(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
-    return screened_on_cpu(layer, quantize_gate(layer.w_gate, True), compression, activation)[:4]
+def _screened_on_cpu(
+    layer: Operands, compression: int, activation: Activation, measured: bool, screen: str
+) -> _Counted:
+    nearest = screened.is_nearest(screen)
+    quantized = _gate_copies.of(layer.w_gate, screen, lambda: quantize_gate(layer.w_gate, True, nearest))
+    return screened_on_cpu(layer, quantized, compression, activation, nearest)
 
 
-def _screened_on_cuda(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
-    # no copy of w_gate is kept: a write through .data does not raise a tensor's version
-    return screened_on_cuda(layer, quantize_on_cuda(layer.w_gate, True), compression, activation)[:4]
+def _copy_for_few(x: Tensor, w_gate: Tensor, screen: str | None) -> tuple[Quantized, bool] | None:
+    """The kept int8 copy of w_gate, if it screens the gate of these few tokens; making one for a call does not pay."""
+    (m, k), n = x.shape, w_gate.shape[0]
+    if not tuning.screens_few(m, k, n) or tuning.family(x.device.index) != specs.SM90:
+        return None
+    return _gate_copies.for_few(w_gate, screen, lambda nearest: quantize_on_cuda(w_gate, True, nearest))
+
+
+def _screened_on_cuda(
+    layer: Operands, compression: int, activation: Activation, measured: bool, screen: str
+) -> _Counted:
+    nearest = screened.is_nearest(screen)
+    screened.require(layer.x)
+    (m, k), n = layer.x.shape, layer.w_gate.shape[0]
+    if tuning.screens_few(m, k, n):
+        return _row_on_cuda(layer, compression, activation, measured, screen=screen)
+    # kept only where a module was told to: a write through .data does not raise a tensor's version
+    quantized = _gate_copies.of(layer.w_gate, screen, lambda: quantize_on_cuda(layer.w_gate, True, nearest))
+    return screened_on_cuda(layer, quantized, compression, activation, nearest)
 
 
 def _dense(layer: Operands, activation: Activation, measurement: _auto.Measurement | None, totals: bool) -> _Totals:
@@ -196,7 +234,8 @@ def _dense(layer: Operands, activation: Activation, measurement: _auto.Measureme
             hidden = activation.hidden(gate, up)
         y = F.linear(hidden, w_down.t(), b_down)
     if measurement is not None:
-        measurement.dense(gate, activation.level(gate.dtype))
+        candidates = screened.count(x, w_gate, b_gate, measurement.screen)
+        measurement.dense(gate, activation.level(gate.dtype), candidates)
     if not totals:
         return y, None, None
     return y, hidden.abs().sum(dtype=torch.float32), gate.numel() - (gate <= activation.level(gate.dtype)).sum()
@@ -236,14 +275,14 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 _SPARSE_ON_CPU: _Sparse = {
     "row": _row_on_cpu,
-    "union": lambda layer, compression, activation, measured: union_on_cpu(*layer, compression, *activation),
-    "screened": _screened_on_cpu,
+    "union": _union_on_cpu,
+    **{screen: functools.partial(_screened_on_cpu, screen=screen) for screen in screened.SCREENS},
     "invariant": _row_on_cpu,
 }
 _SPARSE_ON_CUDA: _Sparse = {
     "row": _row_on_cuda,
     "union": _union_on_cuda,
-    "screened": _screened_on_cuda,
+    **{screen: functools.partial(_screened_on_cuda, screen=screen) for screen in screened.SCREENS},
     "invariant": functools.partial(_row_on_cuda, invariant=True),
 }
 _ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}"

@@ -41,15 +41,24 @@ def _fake(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, th
 
 
 def on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
-    words, spill, stats = _fake(x, w_gate, b_gate, compression, threshold)
+    packed = _fake(x, w_gate, b_gate, compression, threshold)
+    return fill_on_cpu(packed, gate_on_cpu(x, w_gate, b_gate, threshold), compression)
+
+
+def gate_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, threshold: float) -> Tensor:
+    """The gate [M, N] of x's dtype."""
     accumulator = x.float() @ w_gate.float().t()
     if b_gate is not None:
         accumulator += b_gate.float()
-    gate = F.pad(
-        activation_of("fatrelu", threshold).after(accumulator.to(x.dtype)), (0, spill.shape[1] - w_gate.shape[0])
-    )
+    return activation_of("fatrelu", threshold).after(accumulator.to(x.dtype))
 
-    m, tiles, _ = tiled = (x.shape[0], stats.shape[1], geometry.TILE)
+
+def fill_on_cpu(packed: Packed, gate: Tensor, compression: int) -> Packed:
+    """Fill ``packed`` with ``gate`` [M, N], and return it."""
+    words, spill, stats = packed
+    gate = F.pad(gate, (0, spill.shape[1] - gate.shape[1]))
+
+    m, tiles, _ = tiled = (gate.shape[0], stats.shape[1], geometry.TILE)
     nonzero = gate != 0
     counts = nonzero.view(tiled).sum(2, dtype=torch.int32)
     overflows = counts > geometry.capacity(compression)
@@ -69,7 +78,7 @@ def on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, t
     padding = stats.shape[0] * geometry.STATS_ROWS - m
     for i, figure in enumerate((counts, overflows.int())):
         stats[:, :, i] = F.pad(figure, (0, 0, 0, padding)).view(-1, geometry.STATS_ROWS, tiles).sum(1)
-    return words, spill, stats
+    return packed
 
 
 def _cuda(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:

@@ -2,7 +2,7 @@
 
 An empty ``b_gate`` is none. Bit n % 32 of candidates[t, n / 32] is set unless all gates of neuron n are 0 after ReLU
 for the tokens of tile t: by a bound of the error of the int8 products that a gate exceeds with a probability of at most
-2^-80. Bits beyond the last neuron are 0.
+2^-80. For rows rounded to ``nearest`` the bound is one that no gate exceeds. Bits beyond the last neuron are 0.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def outputs(x: Tensor, w_gate: Tensor) -> Tensor:
     return empty(x, (blocks(x.shape[0], geometry.TOKEN_TILE), words), torch.int32)
 
 
-def _fake(*arguments: Tensor) -> Tensor:
-    x, w_gate, b_gate = _split(arguments)
+def _fake(*arguments: Any) -> Tensor:
+    x, w_gate, b_gate, _ = _split(arguments)
     for name, (matrix, *vectors) in (("x", x), ("w_gate", w_gate)):
         check_rank(name, matrix)
         check(name, matrix, (matrix.shape[0], x[0].shape[1]), torch.int8)
@@ -46,20 +46,20 @@ def _fake(*arguments: Tensor) -> Tensor:
     return outputs(x[0], w_gate[0])
 
 
-def _split(arguments: tuple[Any, ...]) -> tuple[Quantized, Quantized, Tensor]:
-    """Rows of x and of w_gate as ``quantize_gate`` gives them, and the bias, of the arguments of the schema."""
-    return arguments[:4], arguments[4:8], arguments[8]
+def _split(arguments: tuple[Any, ...]) -> tuple[Quantized, Quantized, Tensor, bool]:
+    """Rows of x and of w_gate as ``quantize_gate`` gives them, the bias and ``nearest``, of the schema's arguments."""
+    return arguments[:4], arguments[4:8], arguments[8], any(arguments[9:])
 
 
-def _cpu(*arguments: Tensor) -> Tensor:
+def _cpu(*arguments: Any) -> Tensor:
     candidates = _fake(*arguments)
-    (x, x_scale, x_spread, x_offset), (w_gate, w_scale, w_spread, w_offset), b_gate = _split(arguments)
+    (x, x_scale, x_spread, x_offset), (w_gate, w_scale, w_spread, w_offset), b_gate, nearest = _split(arguments)
     (m, k), n = x.shape, w_gate.shape[0]
-    root, tail, product, grid, usual, block, dithers = constants(k)
+    root, tail, product, x_part, w_part, slack, usual, block, dithers = constants(k, nearest)
     u, v = x_spread.double(), w_spread.double().square()
-    slope, p = tail + product * u + grid, u + root
+    slope, p = product * u + w_part, u + root
     r = (usual + tail * p * p / slope).sqrt()
-    a = (tail * p * p / r + slope * r) / 2 + grid * u + screen.SLACK
+    a = (tail * p * p / r + slope * r) / 2 + x_part * u + slack
     a, b = a * (1 + screen.MARGIN) + (dithers - x_offset.double()), slope / (2 * r) * (1 + screen.MARGIN)
     terms = zip((a, b, 1 / x_scale.double()), (-screen.ABOVE_CORRECTIONS, 0.0, screen.LIFT))
     a, b, i = (term.masked_fill(u == 0, of_zero)[:, None] for term, of_zero in terms)
@@ -79,37 +79,38 @@ def _cpu(*arguments: Tensor) -> Tensor:
 
 
 @functools.cache
-def constants(k: int) -> tuple[float, ...]:
+def constants(k: int, nearest: bool = False) -> tuple[float, ...]:
     """What the kernel takes of ``k`` columns, in the order of its ``Constants``."""
-    return (
-        math.sqrt(k) / 2,
-        screen.dither_tail(),
-        2 * screen.ROTATION + screen.product_error(k),
-        screen.grid_error(k),
-        float(screen.USUAL_SPREAD * k),
-        float(screen.rotation_block(k)),
-        screen.dither_product(k),
-    )
+    root, tail, grid = math.sqrt(k) / 2, screen.dither_tail(), screen.grid_error(k)
+    of_both = 2 * screen.ROTATION + screen.product_error(k)
+    # tail, product, x_part, w_part, slack
+    if nearest:
+        bound = (0.0, of_both, root + grid, root + grid, screen.SLACK + root * root)
+    else:
+        bound = (tail, of_both, grid, tail + grid, screen.SLACK)
+    dithers = 0.0 if nearest else screen.dither_product(k)
+    return root, *bound, float(screen.USUAL_SPREAD * k), float(screen.rotation_block(k)), dithers
 
 
-def _cuda(*arguments: Tensor) -> Tensor:
-    x, w_gate, b_gate = _split(arguments)
-    return on_cuda(x, w_gate, bias_vector("b_gate", b_gate if len(b_gate) else None, w_gate[0].shape[0], b_gate))
+def _cuda(*arguments: Any) -> Tensor:
+    x, w_gate, b_gate, nearest = _split(arguments)
+    bias = bias_vector("b_gate", b_gate if len(b_gate) else None, w_gate[0].shape[0], b_gate)
+    return on_cuda(x, w_gate, bias, nearest)
 
 
-def on_cuda(x: Quantized, w_gate: Quantized, b_gate: Tensor) -> Tensor:
+def on_cuda(x: Quantized, w_gate: Quantized, b_gate: Tensor, nearest: bool = False) -> Tensor:
     """The operator on the current device, for a bias as kernels read it."""
     candidates = outputs(x[0], w_gate[0])
     if len(candidates):
         # a cluster is two CTAs, one per multiprocessor
-        of_bound = (*constants(x[0].shape[1]), device.sm_count(x[0].device.index) // 2)
+        of_bound = (*constants(x[0].shape[1], nearest), device.sm_count(x[0].device.index) // 2)
         launch(tuning.gate_screen(b_gate.dtype), *x, *w_gate, b_gate, candidates.view(torch.int16), *of_bound)
     return candidates
 
 
 gate_screen = register(
     "gate_screen(Tensor x, Tensor x_scale, Tensor x_spread, Tensor x_offset, "
-    "Tensor w_gate, Tensor w_scale, Tensor w_spread, Tensor w_offset, Tensor b_gate) -> Tensor",
+    "Tensor w_gate, Tensor w_scale, Tensor w_spread, Tensor w_offset, Tensor b_gate, bool nearest=False) -> Tensor",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

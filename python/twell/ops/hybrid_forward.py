@@ -4,8 +4,9 @@ h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of gate = re
 without ``w_up`` h = gate; y = h @ w_down + b_down. The gate is rounded to x's dtype, and so is h, once. The gate is
 kept in the hybrid format of ``twell.ops.hybrid``, with room for ``held`` non-zeros per token on average; 0: for the
 most. On CUDA bfloat16 or float16, on the CPU float32 or float64, too. This is relu; ``twell._activation`` has the
-others. If ``screened``, gates are computed only where an int8 product says that they may be non-zeros, which is wrong
-with a probability of at most 2^-80 per gate; then values have 16 bits on the CPU, too.
+others. If ``screen`` is "screened" or "proven", gates are computed only where an int8 product says that they may be
+non-zeros, which is wrong with a probability of at most 2^-80 per gate, or never. Then values have 16 bits on the CPU,
+too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from twell import tuning
 from twell._activation import RELU, Activation, activation_of
 from twell._runtime import device, geometry, nvtx
-from twell.ops import hybrid
+from twell.ops import hybrid, screened
 from twell.ops.gate_pack import outputs as packed_outputs
 from twell.ops.gate_pack import pack
 from twell.ops.hybrid import Kept
@@ -35,8 +36,6 @@ from twell.ops.library import (
 from twell.ops.operands import Operands
 from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
 from twell.ops.quantize_gate import quantize_gate
-from twell.ops.screened import candidates_on_cpu, empty_lists, find, masked, require
-from twell.ops.screened import pack as pack_listed
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -66,9 +65,11 @@ def _fake(
     held: int = 0,
     activation: str = "relu",
     threshold: float = 0.0,
-    screened: bool = False,
+    screen: str = "",
 ) -> Outputs:
-    check_layer(*layer, wide=not screened)
+    check_layer(*layer, wide=not screen)
+    if screen:
+        screened.is_nearest(screen)
     activation_of(activation, threshold, layer.w_up is not None).level(layer.x.dtype)
     geometry.words_per_tile(compression)
     if held < 0:
@@ -83,16 +84,18 @@ def _cpu(
     held: int = 0,
     activation: str = "relu",
     threshold: float = 0.0,
-    screened: bool = False,
+    screen: str = "",
 ) -> Outputs:
-    y, l1, nonzeros, *tensors = _fake(*layer, compression, held, activation, threshold, screened)
+    y, l1, nonzeros, *tensors = _fake(*layer, compression, held, activation, threshold, screen)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     kept = Kept(*tensors)
     form = activation_of(activation, threshold)
     gate = form.after(hybrid.project(x, w_gate, b_gate).to(x.dtype), inplace=True)
-    if screened:
-        masked(gate, candidates_on_cpu(x, w_gate, b_gate, quantize_gate(w_gate, True)))
+    if screen:
+        nearest = screened.is_nearest(screen)
+        quantized = quantize_gate(w_gate, True, nearest)
+        screened.masked(gate, screened.candidates_on_cpu(x, w_gate, b_gate, quantized, nearest))
     up = None if w_up is None else hybrid.project(x, w_up, b_up)
     hidden = form.hidden(gate.to(l1.dtype), up).masked_fill(gate == 0, 0)
     l1.copy_(hidden.abs().sum())
@@ -109,10 +112,10 @@ def _cuda(
     held: int = 0,
     activation: str = "relu",
     threshold: float = 0.0,
-    screened: bool = False,
+    screen: str = "",
 ) -> Outputs:
     form = activation_of(activation, threshold, layer.w_up is not None)
-    y, l1, nonzeros, kept = on_cuda(layer, compression, held, form, totals=True, screened=screened)
+    y, l1, nonzeros, kept = on_cuda(layer, compression, held, form, totals=True, screen=screen)
     assert l1 is not None
     assert nonzeros is not None
     return y, l1, nonzeros, *kept
@@ -124,7 +127,7 @@ def _cuda(
     )
 )
 def on_cuda(
-    layer: Operands, compression: int, held: int, activation: Activation, totals: bool, screened: bool = False
+    layer: Operands, compression: int, held: int, activation: Activation, totals: bool, screen: str = ""
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Kept]:
     """The operator on the current device; l1 and nonzeros are None unless ``totals``: two sums cost 35 us."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
@@ -146,16 +149,17 @@ def on_cuda(
     x, w_gate, w_down = (hybrid.near_rows(t) for t in (x, w_gate, down_rows(w_down)))
     w_up = None if w_up is None else hybrid.near_rows(w_up)
     multiprocessors, capacity = device.sm_count(x.device.index), geometry.hybrid_capacity(m, n, held)
-    if screened:
-        require(x)
+    if screen:
+        screened.require(x)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
-    lists = empty_lists(x, m, n) if screened else None
+    lists = screened.empty_lists(x, m, n) if screen else None
     if lists is None:
         pack(x, w_gate, b_gate, packed, compression, activation)
     else:
         bias = bias_vector("b_gate", b_gate, n, x)
-        bits = find(x, bias, quantize_on_cuda(w_gate, True))
-        pack_listed(x, w_gate, bias, bits, lists, packed, compression, activation)
+        nearest = screened.is_nearest(screen)
+        bits = screened.find(x, bias, quantize_on_cuda(w_gate, True, nearest), nearest)
+        screened.pack(x, w_gate, bias, bits, lists, packed, compression, activation)
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
     width = geometry.words_per_tile(compression)
@@ -193,7 +197,7 @@ def on_cuda(
 
 
 hybrid_forward = register(
-    f"hybrid_forward({LAYER}, int compression, int held=0, {ACTIVATION}, bool screened=False) -> "
+    f'hybrid_forward({LAYER}, int compression, int held=0, {ACTIVATION}, str screen="") -> '
     "(Tensor y, Tensor l1, Tensor nonzeros, "
     "Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity)",
     fake=_fake,

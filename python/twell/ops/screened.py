@@ -5,6 +5,7 @@ words, spill and stats are those of TwELL, but a value's neuron is its place in 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,9 @@ from twell.ops.gate_screen import on_cuda as screen_on_cuda
 from twell.ops.library import bias_vector, blocks, check, empty, launch, rows
 from twell.ops.quantize_gate import Quantized, quantize_gate
 from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
+
+# strategies that screen the gate
+SCREENS = ("screened", "proven")
 
 
 class Lists(NamedTuple):
@@ -44,11 +48,35 @@ def check_quantized(w_gate: Tensor, quantized: Quantized) -> None:
         check(name, vector, w_gate.shape[:1], torch.float32)
 
 
-def candidates_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, quantized: Quantized) -> Tensor:
+def candidates_on_cpu(
+    x: Tensor, w_gate: Tensor, b_gate: Tensor | None, quantized: Quantized, nearest: bool = False
+) -> Tensor:
     """Which neurons are candidates of each tile of 128 tokens: booleans [ceil(M/128), N]."""
-    bits = gate_screen(*quantize_gate(x, False), *quantized, bias_vector("b_gate", b_gate, len(w_gate), x))
+    bias = bias_vector("b_gate", b_gate, len(w_gate), x)
+    bits = gate_screen(*quantize_gate(x, False, nearest), *quantized, bias, nearest)
     listed: Tensor = (bits[:, :, None] >> torch.arange(32, device="cpu", dtype=torch.int32) & 1).bool().flatten(1)
     return listed[:, : len(w_gate)]
+
+
+@torch.no_grad()
+def count(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, screen: str) -> Tensor | None:
+    """How many neurons ``screen`` lists for each tile of 128 tokens of x [M, K]: int64 [ceil(M/128)]; None for "".
+
+    For what calls measure where another strategy runs. Nothing waits.
+    """
+    if not screen:
+        return None
+    # another thread may capture a graph meanwhile
+    with device.relaxed_capture() if x.is_cuda else nullcontext():
+        bias = bias_vector("b_gate", b_gate, len(w_gate), x)
+        nearest = is_nearest(screen)
+        words = gate_screen(*quantize_gate(x, False, nearest), *quantize_gate(w_gate, True, nearest), bias, nearest)
+        # the number of ones in two, four and eight bits
+        ones = words.view(torch.uint8)
+        ones = ones - (ones >> 1 & 0x55)
+        ones = (ones & 0x33) + (ones >> 2 & 0x33)
+        found: Tensor = (ones + (ones >> 4) & 0x0F).sum(1)
+        return found
 
 
 def masked(gate: Tensor, listed: Tensor) -> Tensor:
@@ -67,6 +95,13 @@ def stats_on_cpu(gate: Tensor, listed: Tensor, stats: Tensor, compression: int) 
         own[:, :, 1] = (counts > geometry.capacity(compression)).sum(1)
 
 
+def is_nearest(screen: str) -> bool:
+    """Whether the int8 rows of the strategy ``screen`` are rounded to nearest. Raises ValueError if it has none."""
+    if screen not in SCREENS:
+        raise ValueError(f'screen must be "screened", "proven" or "", got {screen!r}')
+    return screen == "proven"
+
+
 def require(x: Tensor) -> None:
     """Raise NotImplementedError unless the GPU of ``x`` has the kernels."""
     if tuning.family(x.device.index) != specs.SM90:
@@ -74,9 +109,9 @@ def require(x: Tensor) -> None:
         raise NotImplementedError(f"the screen of the gate needs compute capability 9.0, got {major}.{minor}")
 
 
-def find(x: Tensor, b_gate: Tensor, quantized: Quantized) -> Tensor:
+def find(x: Tensor, b_gate: Tensor, quantized: Quantized, nearest: bool) -> Tensor:
     """The bits of ``gate_screen`` on the current device; an empty ``b_gate`` is none."""
-    return screen_on_cuda(quantize_on_cuda(x, False), quantized, b_gate)
+    return screen_on_cuda(quantize_on_cuda(x, False, nearest), quantized, b_gate, nearest)
 
 
 def pack(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import testing
+from twell import _gate_copies, ops, testing, tuning
 from twell._runtime import geometry
 from twell.commands.bench import fp8
 from twell.commands.bench.layers import ITEM, TimedLayer, Variant, Verdict, tiles_of
@@ -37,11 +37,35 @@ class Decode:
         self.nnz = float(self.active.sum()) / tokens
         self.overflowing = float(layer.overflows[middle : middle + tokens].sum()) / tokens
         # a sparse call reads only some rows of the other two weights: the gates alone must exceed the cache
-        self.copies = layer.device.copies_for(layer.weight_bytes)
+        screened = "screened" in layer.options.strategies
+        self.copies = layer.device.copies_for(layer.weight_bytes // ITEM if screened else layer.weight_bytes)
         self.calls = self.copies * math.ceil(CALLS / self.copies)
         self.weights = [self.window, *(self.window.map(Tensor.clone) for _ in range(self.copies - 1))]
+        # int8 gate weights, which strategy "screened" reads for few tokens
+        self.kept = [self._quantized(w.w_gate) for w in self.weights] if screened else []
         # three fp8 weights of every copy are more than its bf16 gate
         self.fp8 = [fp8.Weights.of(weights) for weights in self.weights] if layer.options.fp8 is not None else []
+
+    @staticmethod
+    def _quantized(w_gate: Tensor) -> _gate_copies.GateCopy:
+        copy = _gate_copies.GateCopy()
+        copy.of(w_gate, "screened", lambda: ops.quantize_gate(w_gate, True))
+        return copy
+
+    def layer_by(self, strategy: Any, copy: int) -> Callable[[FFN], Tensor]:
+        """The layer by a strategy; "screened" has the int8 gate weight of this copy, as of a module that keeps it."""
+        function = self.layer.sparse(strategy)
+        if strategy != "screened":
+            return function
+
+        def with_kept(problem: FFN) -> Tensor:
+            _gate_copies.enroll(problem.w_gate, self.kept[copy])
+            try:
+                return function(problem)
+            finally:
+                _gate_copies.withdraw(problem.w_gate)
+
+        return with_kept
 
     def variants(self, m: int) -> list[Variant]:
         """The variants with ``m`` tokens per call: dense PyTorch first, then each strategy."""
@@ -94,7 +118,11 @@ class _Calls:
         listed = self.listed * geometry.TOKEN_TILE
         pairs = {"union": listed, "dense": float(self.m * layer.n)}.get(strategy, self.nonzeros)
         rows = layer.n if strategy == "dense" else self.fired
-        moved = 2 * self.token_bytes + layer.weight_bytes + 2 * rows * layer.k * ITEM
+        gate: float = layer.weight_bytes
+        if strategy == "screened" and tuning.screens_few(self.m, layer.k, layer.n):
+            # int8, and at least the rows that fire
+            gate = layer.weight_bytes / ITEM + rows * layer.k * ITEM
+        moved = 2 * self.token_bytes + gate + 2 * rows * layer.k * ITEM
         # memory traffic bounds the smallest batches
         floor = layer.seconds(3 * self.product if strategy == "dense" else self.product, moved)
         return {"executed": self.product + 2 * 2 * pairs * layer.k, "moved": moved, "floor": floor}
@@ -126,7 +154,7 @@ class _Calls:
         variant = Variant("decode", "decode", lambda i: (), 3 * self.product, baseline=" decode", requested=requested)
 
         def call(strategy: Any, i: int) -> tuple[Tensor, ...]:
-            return (self.layer.sparse(strategy)(self.at(i)),)
+            return (self.decode.layer_by(strategy, i % self.decode.copies)(self.at(i)),)
 
         def figures(strategy: str) -> dict[str, Any]:
             return self.figures(strategy) | {"verify": functools.partial(self.verify, strategy)}
@@ -135,7 +163,7 @@ class _Calls:
 
     def verify(self, strategy: str, outputs: tuple[Tensor, ...]) -> Verdict:
         """Check y of all tokens, and the bits of the last call with its copy of the weights."""
-        y = self.whole(self.layer.sparse(strategy))
+        y = self.whole(self.decode.layer_by(strategy, 0))
         right, dense, roundings = self.answer
         comparison = Comparison(testing.errors(y, right), dense, roundings)
         if not comparison.ok:
