@@ -37,7 +37,7 @@ PITCH, BYTE_PITCH = 32 * VECTOR + 8, 32 * VECTOR + 16
 ROUNDER = 3 * 2.0**22
 # warps of a CTA, and of an SM, at 168 registers
 WARPS, WARPS_PER_SM = 4, 12
-# of rows of which three CTAs have no room for the dithers: one CTA
+# rows of so many warps are three in one CTA: three CTAs of one row would not have room for the dithers of both sides
 SHARING_SEGMENTS = 4
 
 
@@ -335,7 +335,7 @@ class QuantizeGate:
 
     @cute.jit
     def join(self, s, offset: Int32, unit: Float32, warp, lane) -> Float32:
-        """The row's sum of its lanes' `offset`, which are in units of dithers: in its first warp."""
+        """The row's sum of its lanes' `offset`, which are in units of dithers."""
         total = warp_sum(offset.to(Float32) * unit)
         if const_expr(self.segments > 1):
             if lane == 0:
