@@ -335,7 +335,7 @@ class QuantizeGate:
 
     @cute.jit
     def join(self, s, offset: Int32, unit: Float32, warp, lane) -> Float32:
-        """The row's sum of its lanes' `offset`, which are in units of dithers: in its first warp."""
+        """The row's sum of its lanes' `offset`, which are in units of dithers."""
         total = warp_sum(offset.to(Float32) * unit)
         if const_expr(self.segments > 1):
             if lane == 0:
