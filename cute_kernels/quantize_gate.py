@@ -174,10 +174,13 @@ class QuantizeGate:
             levels = self.divide(Float32(screen.LEVELS), largest)
             offset = self.join(s, self.round(s, values, start, levels, lane), unit, warp, lane)
             if start == 0 and lane == 0 and row < o.rows.shape[0]:
-                unit = largest * Float32(1 / screen.LEVELS)
-                wide = self.divide(cute.math.sqrt(squares) * o.root, unit) * Float32(1 + screen.SPREAD) + o.grid_error
+                # `unit` would be the next row's, too: names that a loop assigns are carried through it
+                own_scale = largest * Float32(1 / screen.LEVELS)
+                wide = (
+                    self.divide(cute.math.sqrt(squares) * o.root, own_scale) * Float32(1 + screen.SPREAD) + o.grid_error
+                )
                 outside = Float32(0.0) if largest == 0.0 and squares == 0.0 else Float32.inf
-                o.scale[row] = unit if screened else Float32(1.0)
+                o.scale[row] = own_scale if screened else Float32(1.0)
                 o.spread[row] = wide if screened else outside
                 o.offset[row] = offset if screened else Float32(0.0)
             self.store(s, o.q, row, start, whole, screened, lane)
