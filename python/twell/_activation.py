@@ -36,6 +36,7 @@ class Activation(NamedTuple):
     A NaN gate stays NaN. Results have the dtype of the operands: each is computed in fp32, or wider, and rounded once.
 
     A threshold that is a 0-d tensor may change between calls without a wait or another graph; kernels do not read it.
+    It must be 0 or more, which is not checked, since that would be a wait.
     """
 
     name: str = "relu"

@@ -468,6 +468,7 @@ def test_the_configuration_of_the_published_models(was: str, model_type: str, tm
     [
         ({"hidden_act": "silu"}, {}, "llama", r"expected a model trained with it .* got hidden_act 'silu'"),
         ({"hidden_act": "silu", LAYOUT_KEY: "linear"}, {}, "sparse_llama", r"got hidden_act 'silu'"),
+        ({"hidden_act": "fatrelu", "sparsity_gated_mlp": True}, {}, "llama", r"got hidden_act 'fatrelu'"),
         ({}, {}, "qwen2", r"expected a model of type qwen2, sparse_qwen2, qwen2_sparse_relu, got 'llama'"),
         ({"model_type": "mistral"}, {}, "llama", r"expected a model of type llama, .*, got 'mistral'"),
         ({"architectures": ["LlamaForTokenClassification"]}, {}, "llama", r"ForCausalLM, got \['LlamaForTokenClass"),

@@ -167,7 +167,8 @@ def test_the_family_is_served_and_measured(
     activation: str, name: str, architecture: str, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     threshold = {"hidden_act_param": 0.05} if activation == "fatrelu" else {}
-    configure(llama, hidden_act=activation, architectures=[architecture], **threshold)
+    # with a key of the paper's code, as its checkpoints have it
+    configure(llama, hidden_act=activation, architectures=[architecture], sparsity_gated_mlp=True, **threshold)
     status, out, _ = check(capsys, llama, *SIZES, "--text", llama / "text.txt", "--save", "--tokens", 2048)
     assert status == 0
     assert f"vLLM serves {architecture} with {name}, through twell" in out
@@ -183,9 +184,27 @@ def test_squared_relu_is_served_and_measured(llama: Path, capsys: pytest.Capture
     assert status == 0
     assert "vLLM serves LlamaForCausalLM with squared ReLU, through twell" in out
     configure(llama, architectures=["SparseLlamaForCausalLM"])
-    status, out, _ = check(capsys, llama, *SIZES, "--text", llama / "text.txt")
+    status, again, _ = check(capsys, llama, *SIZES, "--text", llama / "text.txt")
     assert status == 0
-    assert "its configuration says 'relu2', which is ignored" in out
+    assert "vLLM serves SparseLlamaForCausalLM with squared ReLU, through twell" in again
+    assert out[out.index("Figures") :] == again[again.index("Figures") :]
+
+
+@pytest.mark.parametrize("threshold", [-1, "abc", float("nan"), 1e6, True, [1]])
+def test_thresholds_that_no_layer_takes_are_refused(
+    threshold: Any, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(llama, hidden_act="fatrelu", hidden_act_param=threshold)
+    status, _, err = check(capsys, llama, *SIZES)
+    assert status == 2
+    assert "MODEL: hidden_act_param: threshold must be" in err
+
+
+def test_saved_figures_do_not_change_how_a_model_is_read(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure(llama, hidden_act="relu2")
+    first, second = (check(capsys, llama, *SIZES, "--text", llama / "text.txt", "--save") for _ in range(2))
+    assert first == second
+    assert first[0] == 0
 
 
 def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,8 +265,8 @@ def test_the_sharing_term_is_the_norm_of_neurons_over_windows(layer: Any, strate
         norms = [gate[start : start + tokens].square().sum(0).sqrt().sum() for start in starts]
         return torch.stack(norms).mean() / math.sqrt(tokens)
 
-    # 70 tokens: whole windows alone, then every third of 17 windows, then L1
-    for tokens, windows, starts in ((32, 64, [0, 32]), (4, 5, [0, 12, 24, 36, 48]), (1, 1000, [*range(70)])):
+    # 70 tokens: whole windows alone, then one of each fifth of 17 windows, then L1
+    for tokens, windows, starts in ((32, 64, [0, 32]), (4, 5, [0, 12, 28, 44, 60]), (1, 1000, [*range(70)])):
         layer(x)
         recipe.clear_aux(layer)
         layer(x)
@@ -368,6 +368,20 @@ def test_windows_are_not_at_the_same_places_of_all_sequences() -> None:
         (gates,) = _sharing.gates_of([(layer, positions)], tokens, windows)
         assert gates.shape == (windows, tokens, 8)
         assert len(gates[..., 0].unique()) == 1024
+
+
+@pytest.mark.parametrize("tokens", [2048, 2080, 4096, 6112, 8192, 100_000])
+def test_windows_are_spread_over_all_tokens(tokens: int) -> None:
+    layer, rows = SparseMLP(1, 8), torch.arange(float(tokens))[:, None]
+    layer.up_proj.weight.data.fill_(1.0)
+    for length in (1, 32):
+        (gates,) = _sharing.gates_of([(layer, rows)], length, 2048 // length)
+        starts = gates[:, 0, 0].long()
+        gaps = starts.diff(append=torch.tensor([tokens]))
+        assert starts[0] == 0
+        # windows do not overlap, and none is twice as far from the next one as in the mean, and one more
+        assert length <= gaps.min()
+        assert gaps.max() <= 2 * (tokens // 2048 + 1) * length
 
 
 def test_neighbours_come_to_share_neurons() -> None:

@@ -237,6 +237,33 @@ def test_an_activation_that_no_configuration_can_name_is_refused(tmp_path: Path)
         sparsify(stock("llama"), activation="fatrelu")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("activation", "threshold"), [("relu2", 0), ("drelu", 0), ("fatrelu", 0.25)])
+@pytest.mark.parametrize("key", [{}, {"sparsity_gated_mlp": True}], ids=["own", "paper"])
+def test_sparse_classes_keep_the_activation_that_they_were_given(
+    activation: Any, threshold: float, key: dict[str, Any], tmp_path: Path
+) -> None:
+    """The paper's checkpoints name another activation than they have, but none of these."""
+    model = SparseLlamaForCausalLM(SparseLlamaConfig(**SIZES, **key)).eval()
+    for layer in layers(model).values():
+        layer.activation, layer.threshold = activation, threshold
+    name_activation(model)
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path, dtype=torch.float32).eval()
+    assert [(layer.activation, layer.threshold) for layer in layers(loaded).values()] == [(activation, threshold)] * 2
+    assert torch.equal(out(loaded), out(model))
+    with pytest.raises(ValueError, match=f'hidden_act must be "relu", got {activation!r}'):
+        SparseLlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_an_activation_that_other_layers_do_not_have_is_not_named() -> None:
+    half = stock("llama")
+    sparsify(half, filter_fn=lambda module, name: "layers.0" in name)
+    for layer in layers(half).values():
+        layer.activation = "relu2"
+    with pytest.raises(ValueError, match=r"must be twell's, .* got model\.layers\.1\.mlp"):
+        name_activation(half)
+
+
 def test_load_takes_what_from_pretrained_takes(tmp_path: Path) -> None:
     sparse("llama").save_pretrained(tmp_path / "own")
     assert type(load(tmp_path / "own")) is SparseLlamaForCausalLM

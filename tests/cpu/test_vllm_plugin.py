@@ -100,7 +100,7 @@ def test_keys_of_the_paper_do_not_make_a_stock_architecture_sparse(registry: Reg
     assert asked(registry, config, ["SparseLlamaForCausalLM"]) == ["SparseLlamaForCausalLM"]
 
 
-@pytest.mark.parametrize("activation", ["relu", "relu2", "silu"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
 def test_activation_of_a_sparse_architecture_alone_is_corrected(activation: str) -> None:
     llama = transformers.LlamaConfig(hidden_act=activation, architectures=["LlamaForCausalLM"])
     assert (engines.correct(llama), llama.hidden_act) == ("", activation)
@@ -112,6 +112,9 @@ def test_activation_of_a_sparse_architecture_alone_is_corrected(activation: str)
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "SparseLlamaForCausalLM"])
 def test_activations_that_no_stock_class_has_stay(architecture: str) -> None:
+    config = transformers.LlamaConfig(hidden_act="relu2", architectures=[architecture])
+    assert engines.correct(config) == ""
+    assert layouts.as_stock(config) == (Activation("relu2") if architecture.startswith("Sparse") else None)
     config = transformers.LlamaConfig(hidden_act="fatrelu", hidden_act_param=0.5, architectures=[architecture])
     assert engines.correct(config) == ""
     found = layouts.as_stock(config)

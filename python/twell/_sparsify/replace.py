@@ -142,6 +142,16 @@ def layers(model: nn.Module) -> dict[str, SparseGatedMLP | SparseMLP]:
     return {name: m for name, m in model.named_modules() if isinstance(m, (SparseGatedMLP, SparseMLP))}
 
 
+def plain_layers(model: nn.Module) -> list[str]:
+    """Names of feed-forward layers of ``model`` that are not twell's, and of modules that hold stacked experts."""
+    told = _told(None)
+    return [
+        label(name, module)
+        for name, module in outside_layers(model)
+        if holds_stacked_experts(module) or (type(module) is not nn.Sequential and forms_of(module, told))
+    ]
+
+
 def plan(
     model: nn.Module, filter_fn: Filter | None, activation: str | None, strategy: str, names: Names | None = None
 ) -> Plan:

@@ -33,7 +33,18 @@ from twell.commands.checkpoint_files import (
 )
 from twell.commands.request import RequestError
 from twell.integrations import layouts
-from twell.integrations.layouts import ACTIVATIONS, CONFIG, INDEX, LAYOUT_KEY, LAYOUTS, OWN_KEYS, SINGLE, DownLayout
+from twell.integrations.layouts import (
+    ACTIVATIONS,
+    CONFIG,
+    INDEX,
+    LAYOUT_KEY,
+    LAYOUTS,
+    OF_SPARSE,
+    OWN_KEYS,
+    SINGLE,
+    DownLayout,
+    activation,
+)
 
 DESCRIPTION = """\
 Convert a checkpoint of a ReLU language model between two layouts of its down projections: "linear", [hidden,
@@ -307,9 +318,10 @@ def _config(
 
 def _activation(config: Mapping[str, Any]) -> str | None:
     """The activation of the layers in a configuration, None if it names none."""
-    # the paper's classes, known by their keys, run ReLU whatever hidden_act says
+    # the paper's classes, known by their keys, run ReLU whatever stock activation hidden_act names
     if any(key.startswith("sparsity_") and key not in OWN_KEYS for key in config):
-        return "relu"
+        named = activation(config)
+        return named if named in OF_SPARSE else "relu"
     for part in (config.get("text_config"), config):
         named = [part.get(key) for key in ACTIVATIONS] if isinstance(part, Mapping) else []
         if found := [name for name in named if isinstance(name, str)]:

@@ -287,7 +287,7 @@ def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
     kind: str = content["model_type"]
     family = kind.removesuffix("_sparse_relu")
     # the stock classes cannot read down weights stored by rows
-    ours = kind != family or any(key.startswith("sparsity_") for key in content)
+    ours = kind != family or any(key.startswith("sparsity_") and key != layouts.FIGURES_KEY for key in content)
     own = {"llama": integration.SparseLlamaForCausalLM, "qwen2": integration.SparseQwen2ForCausalLM}
     cls = own.get(family, AutoModelForCausalLM) if ours else AutoModelForCausalLM
     options: dict[str, Any] = {}
@@ -295,7 +295,7 @@ def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
     architectures, stated = content.get("architectures"), layouts.activation(content)
     if named := [name for name in engines.SPARSE if isinstance(architectures, list) and name in architectures]:
         cls = getattr(integration, named[0])
-    if cls is AutoModelForCausalLM or stated in layouts.OWN:
+    if cls is AutoModelForCausalLM or stated in (layouts.OF_SPARSE if named else layouts.OWN):
         reader = AutoConfig if cls is AutoModelForCausalLM else cls.config_class
         options["config"] = reader.from_pretrained(folder, local_files_only=True)
         activation = layouts.as_stock(options["config"])

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import _admission, _files, _tables, tuning
-from twell._activation import NAMES_OF_FAMILY
+from twell import _admission, _auto, _files, _tables, tuning
+from twell._activation import NAMES_OF_FAMILY, activation_of
 from twell._runtime import geometry
 from twell.commands import saved_model, sparsity
 from twell.commands.request import RequestError, at_least, number_above, pick_device
@@ -162,12 +162,12 @@ def _require_served(content: dict[str, Any]) -> str:
                 f"{layouts.CONFIG}"
             )
     activation = layouts.activation(content)
-    if activation == "fatrelu" and content.get(layouts.THRESHOLD_KEY) is None:
-        raise RequestError(f'MODEL: a configuration with "fatrelu" must have its threshold, {layouts.THRESHOLD_KEY}')
+    if activation == "fatrelu":
+        _require_threshold(content)
     if sparse := [name for name in named if name in engines.SPARSE]:
         if not content.get("sparsity_gated_mlp", True):
             raise RequestError("MODEL: expected layers with a gate, which vLLM serves through twell, got none")
-        if activation in layouts.OWN:
+        if activation in layouts.OF_SPARSE:
             return f"vLLM serves {sparse[0]} with {NAMES_OF_FAMILY[activation]}"
         lie = "" if activation == "relu" else f" (its configuration says {activation!r}, which is ignored)"
         return f"vLLM serves {sparse[0]} with ReLU{lie}"
@@ -178,6 +178,19 @@ def _require_served(content: dict[str, Any]) -> str:
         f"MODEL: expected {', '.join(engines.SPARSE)} or a Llama-like model with {', '.join(engines.ACTIVATIONS)}, got "
         f"{', '.join(named) or 'no architectures'} with {activation!r}: vLLM serves it without twell"
     )
+
+
+def _require_threshold(content: dict[str, Any]) -> None:
+    """Raise RequestError unless the threshold of FATReLU in a configuration is one that layers of 16 bits take."""
+    threshold = content.get(layouts.THRESHOLD_KEY)
+    if threshold is None:
+        raise RequestError(f'MODEL: a configuration with "fatrelu" must have its threshold, {layouts.THRESHOLD_KEY}')
+    try:
+        activation = activation_of("fatrelu", threshold)
+        for dtype in _auto.PACKED_DTYPES:
+            activation.level(dtype)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"MODEL: {layouts.THRESHOLD_KEY}: {error}") from error
 
 
 def _strategy(content: dict[str, Any]) -> str:

@@ -57,8 +57,8 @@ def is_sparse(config: Any) -> bool:
 def correct(config: Any) -> str:
     """Make the configuration of a model say what its layers compute; return what was wrong, "" for nothing.
 
-    The ``SPARSE`` architectures have ReLU, or one of ``layouts.OWN`` that their configuration names; others what theirs
-    names. Raises NotImplementedError for layers without a gate.
+    The ``SPARSE`` architectures have ReLU, or one of ``layouts.OF_SPARSE`` that their configuration names; others what
+    theirs names. Raises NotImplementedError for layers without a gate.
     """
     text = config.get_text_config()
     content = text.to_dict()
@@ -67,7 +67,7 @@ def correct(config: Any) -> str:
     if (size := layouts.intermediate_size(content)) is not None:
         text.intermediate_size = size
     stated = layouts.activation(content)
-    if stated in ("relu", *layouts.OWN) or not is_sparse(config):
+    if stated in ("relu", *layouts.OF_SPARSE) or not is_sparse(config):
         return ""
     for key in layouts.ACTIVATIONS:
         if isinstance(content.get(key), str):

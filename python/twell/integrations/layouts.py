@@ -39,6 +39,9 @@ _MORE_ACTIVATIONS = ("activation", "dense_act_fn")
 # Activations that no stock class of transformers has.
 OWN = ("drelu", "fatrelu")
 
+# What a configuration of the sparse classes may name besides ReLU. They apply ReLU whatever other activation it names.
+OF_SPARSE = ("relu2", *OWN)
+
 # Key of configurations with the threshold of "fatrelu", as MiniCPM-S has it.
 THRESHOLD_KEY = "hidden_act_param"
 
@@ -170,13 +173,14 @@ def activation(config: Mapping[str, Any]) -> str | None:
 
 
 def as_stock(config: Any) -> Activation | None:
-    """Name ReLU in a configuration that names an activation which no stock class has; return that one, or None.
+    """Name ReLU in a configuration whose activation its class does not have; return that one, or None.
 
-    Raises ValueError for FATReLU without a threshold.
+    Stock classes do not have ``OWN``, the sparse ones ``OF_SPARSE``. Raises ValueError for FATReLU without a threshold.
     """
     text = config.get_text_config()
     named = activation(text.to_dict())
-    if named not in OWN:
+    sparse = any(name.startswith("Sparse") for name in config.architectures or ())
+    if named not in (OF_SPARSE if sparse else OWN):
         return None
     threshold = getattr(text, THRESHOLD_KEY, None) if named == "fatrelu" else 0
     if threshold is None:

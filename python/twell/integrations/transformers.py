@@ -177,6 +177,11 @@ def name_activation(model: Any) -> None:
             "name_activation: all layers must have one activation and threshold, since the configuration has one for "
             f"all, got {got}"
         )
+    if plain := _sparsify.plain_layers(model):
+        raise ValueError(
+            "name_activation: all feed-forward layers must be twell's, since the configuration has one activation for "
+            f"all, got {plain[0]}, too"
+        )
     layouts.set_activation(model.config, found.pop())
 
 
@@ -247,7 +252,7 @@ def _fields(fields: dict[str, Any]) -> dict[str, Any]:
     # the class has its own model_type, which the content's must not hide
     fields.pop("model_type", None)
     theirs = [key for key in fields if key.startswith("sparsity_") and key not in layouts.OWN_KEYS]
-    if theirs and fields["hidden_act"] != "relu":
+    if theirs and fields["hidden_act"] not in ("relu", *layouts.OF_SPARSE):
         logger.info(
             "the layers apply ReLU because %s is set; hidden_act is ignored: %r", theirs[0], fields["hidden_act"]
         )

@@ -62,9 +62,12 @@ def _gates(layer: Any, x: Tensor, tokens: int, windows: int) -> Tensor:
     # a call with fewer tokens is one window
     tokens = max(1, min(tokens, len(rows)))
     count = len(rows) // tokens
-    # an odd step, else windows would begin at the same few positions of every sequence of 2^k tokens
-    step = max(1, (count // windows - 1) | 1)
-    rows = rows[: count * tokens].view(count, tokens, x.shape[-1])[::step][:windows]
+    rows = rows[: count * tokens].view(count, tokens, x.shape[-1])
+    if count > windows:
+        # one of each of so many equal parts, the first of the first to the last of the last: in the same place of all
+        # parts windows would begin at the same few positions of every sequence of 2^k tokens
+        part = torch.arange(windows, device=rows.device)
+        rows = rows[part * count // windows + part * (count // windows) // windows]
     if layer._is_plain():
         projection: Any = _compaction.gate_of(layer)
         bias = None if projection.bias is None else whole(projection.bias).to(rows.dtype)
