@@ -239,8 +239,10 @@ def notes(document: dict[str, Any]) -> str:
     lines = [
         f"{trained(document)}; {text['train_tokens'] / 1e6:.1f} M tokens of text, each read at most "
         f"{math.ceil(read / text['train_tokens'])} times. Learning rates fall to 0 in every run, and all runs of a "
-        "seed read the same text in the same order; the rate is the peak. ± is the standard deviation between seeds."
+        "seed read the same text in the same order; the rate is the peak."
     ]
+    if any(point.spread is not None for point in points(document)):
+        lines.append("± is the standard deviation between seeds.")
     lines += trained_runs.note_of_errors(point.added_error for point in points(document))
     if thresholds := [p for p in points(document) if p.threshold is not None]:
         low, high = min(p.threshold or 0 for p in thresholds), max(p.threshold or 0 for p in thresholds)

@@ -83,4 +83,4 @@ def by_layer(header: Sequence[str], rows: Sequence[tuple[Sequence[str], Sequence
     """Markdown table of non-zeros by layer: the first cells of each row, and its layers."""
     count = max((len(layers) for _, layers in rows), default=0)
     cells = [[*first, *(f"{l0:.1f}" for l0 in layers)] for first, layers in rows]
-    return markdown([*header, *(f"layer {i}" for i in range(count))], "lr" + "r" * count, cells)
+    return markdown([*header, *(f"layer {i}" for i in range(count))], "l" + "r" * (len(header) - 1 + count), cells)

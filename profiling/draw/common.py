@@ -60,8 +60,11 @@ class Results:
 
 
 def markdown(header: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; ``align`` has l or r for each column."""
+    """A Markdown table; ``align`` has l or r for each column. ValueError if a line has more cells or fewer."""
     rule = ["--:" if side == "r" else "---" for side in align]
+    for cells in (header, *rows):
+        if len(cells) != len(align):
+            raise ValueError(f"expected {len(align)} cells, got {len(cells)}: {cells}")
     lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
     return "\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]])
 

@@ -46,9 +46,16 @@ _RECENT = 8
 
 def forced(kind: str, index: int | None) -> str:
     """The strategy that a device imposes on "auto", by its type and index; "" where it chooses."""
+    why = reason_of_forced(kind, index)
+    if why and kind == "cuda":
+        warn_once(f'strategy="auto" is "dense": {why}')
+    return "dense" if why else ""
+
+
+def reason_of_forced(kind: str, index: int | None) -> str:
+    """Why "auto" is dense on a device; "" where it chooses."""
     if kind != "cuda":
-        # the CPU code of the sparse operators takes several times as long
-        return "dense"
+        return "the sparse kernels need a GPU; elsewhere the sparse operators are slower than dense"
     index = index or 0
     try:
         capability = device.capability(index)
@@ -57,20 +64,19 @@ def forced(kind: str, index: int | None) -> str:
         return ""
     if capability == device.SM_90:
         return ""
-    if device.architecture(index) is None:
-        why = "the sparse kernels need 8.0 or higher"
-    elif _tables.in_use(torch.device("cuda", index)).file is not None:
+    has_kernels = device.architecture(index) is not None
+    if has_kernels and _tables.in_use(torch.device("cuda", index)).file is not None:
         return ""
-    else:
-        why = "costs of the sparse kernels are not known there; `twell tune` measures them"
-    warn_once(f'strategy="auto" is "dense" on compute capability {".".join(map(str, capability))}: {why}')
-    return "dense"
+    of = f"{device.name(index)} (compute capability {'.'.join(map(str, capability))})"
+    if not has_kernels:
+        return f"there are no sparse kernels for {of}, only for {', '.join(f'{m}.x' for m in device.ARCHITECTURES)}"
+    return f"costs of the sparse kernels are not known on {of}; `twell tune` measures them"
 
 
 def fixed(requested: str, device: torch.device, dtype: torch.dtype, training: bool) -> tuple[str, str]:
     """(strategy, reason) where ``requested`` leaves nothing to choose for operands of ``dtype``, else ("", "")."""
     if requested == "auto" and (strategy := forced(device.type, device.index)):
-        return strategy, 'sparse kernels need a GPU, and "auto" their costs, which `twell tune` measures'
+        return strategy, reason_of_forced(device.type, device.index)
     if requested != "dense" and dtype not in PACKED_DTYPES:
         # TwELL stores 16-bit values; the operators of training take wider ones, for gradcheck
         return "union" if training else "dense", "32-bit values run sparse in training alone"
@@ -88,6 +94,7 @@ def _exporting() -> bool:
 
 # What torch.compiler.assume_constant_result sets, without importing Dynamo: tracing calls them and keeps the answers.
 forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+reason_of_forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -348,6 +348,7 @@ def test_command_reports_every_layer(
     for part in ("3 ReLU FFN layers", "K = 64, N = 320", "600 tokens", "6 sequences", "union", "hottest", "tiles > 31"):
         assert part in printed
     assert "int8 screen: " in printed
+    assert re.search(r"dense computes gate and up in two products; `twell\n  serve-check` takes", printed)
     for part in ("FFNs 1.", "Mean over layers:", "H200", "Far from all measured layers", "training, 16,384 tokens"):
         assert part in printed
     rows = rows_of(table)
@@ -505,6 +506,10 @@ def test_another_activation(words: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert run(analyze, folder, "--text", words, "--tokens", 300) == 0
     printed = capsys.readouterr().out
     assert "FFN layers with SiLU, which makes no zeros" in printed
+    assert "it takes FATReLU, ReLU" in printed
+    assert "`twell analyze --activation relu` shows" in printed
+    assert "Far from all measured layers: a gated layer with K = 64, N = 320; the nearest has" in printed
+    assert "; by the nearest measured layer, which is far from this model's, it would, trained" in printed
     assert re.match(
         r"Verdict: twell does not pay on NVIDIA H200 as SiLU makes no zeros; .*; from layer times of 20\d\d-",
         printed.splitlines()[-1],
@@ -590,7 +595,8 @@ def test_the_verdict_names_calls_gpu_and_figures() -> None:
     assert "far" not in line
     odd = report_of(2, 0.05, 64, 320)
     line = analyze.verdict([odd], [[sparsity.predict(odd, call) for call in calls]], _tables.SHIPPED, 65536)
-    assert line.endswith("of which the nearest is far from this model's")
+    # before the figures
+    assert line.startswith("Verdict: by the nearest measured layer, which is far from this model's, twell ")
 
 
 @pytest.mark.parametrize("call", [sparsity.Call(1, False), sparsity.Call(16384, False), sparsity.Call(16384, True)])

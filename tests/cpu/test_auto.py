@@ -723,16 +723,26 @@ def test_other_gpus_are_dense(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     """Without kernels, and without costs: those of a table that the user measured there are enough."""
     own = dataclasses.replace(_tables.SHIPPED, file=Path("own.json"))
     monkeypatch.setattr(device, "capability", {0: (9, 0), 1: (8, 6), 2: (7, 5), 3: (12, 0)}.__getitem__)
+    monkeypatch.setattr(device, "name", "H200 A10 T4 B6000".split().__getitem__)
     monkeypatch.setattr(_tables, "in_use", lambda on: own if on.index == 3 else _tables.SHIPPED)
     log.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "twell"):
         found = [_auto.forced("cuda", index) for index in (0, None, 1, 1, 2, 3)]
     assert found == ["", "", "dense", "dense", "dense", ""]
     assert [record.getMessage() for record in caplog.records] == [
-        'strategy="auto" is "dense" on compute capability 8.6: costs of the sparse kernels are not known there; '
+        'strategy="auto" is "dense": costs of the sparse kernels are not known on A10 (compute capability 8.6); '
         "`twell tune` measures them",
-        'strategy="auto" is "dense" on compute capability 7.5: the sparse kernels need 8.0 or higher',
+        'strategy="auto" is "dense": there are no sparse kernels for T4 (compute capability 7.5), only for 8.x, 9.x, '
+        "10.x, 12.x",
     ]
+    # the warnings' reasons, without a GPU where tuning would help nothing
+    on = [torch.device("cuda", 1), torch.device("cuda", 2), torch.device("cpu")]
+    reasons = [_auto.fixed("auto", each, BF16, False)[1] for each in on]
+    assert [f'strategy="auto" is "dense": {reason}' for reason in reasons[:2]] == [
+        record.getMessage() for record in caplog.records
+    ]
+    assert "need a GPU" in reasons[2]
+    assert "tune" not in reasons[1] + reasons[2]
     assert _auto.forced("cpu", None) == _auto.forced("meta", None) == "dense"
 
 

@@ -154,6 +154,18 @@ def test_what_is_compiled_serves_all_layers_and_configurations(written: Any) -> 
     assert written.graphs == 4
 
 
+def test_a_model_without_zeros_is_sent_to_its_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no option --activation."""
+    folder = saved_models.save(tmp_path / "model", hidden_act="silu")
+    text = tmp_path / "text.txt"
+    text.write_text(saved_models.text(2000))
+    assert bench(folder, "--text", text, *SIZES, "--device", "cpu") == 2
+    said = capsys.readouterr().err
+    assert "examples/relufy.py" in said
+    assert "`twell analyze` says how sparse it must become" in said
+    assert "--activation" not in said
+
+
 def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved_models.save(tmp_path / "model")
     text = tmp_path / "text.txt"

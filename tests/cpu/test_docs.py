@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -27,7 +28,7 @@ import torch
 
 import twell
 from twell._runtime import env
-from twell.commands import cli
+from twell.commands import cli, info
 from twell.commands.bench import models
 from twell.commands.bench import parser as bench_parser
 
@@ -167,6 +168,16 @@ def test_pages_are_whole_without_sphinx(path: Path) -> None:
     assert not re.findall(r"```\{.*|\{(?:doc|download|ref|py:\w+)\}`.*", text)
 
 
+@pytest.mark.parametrize("path", LINKED, ids=name_of)
+def test_tables_have_a_delimiter_for_each_column(path: Path) -> None:
+    """Without it GitHub shows the lines as they are written."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for header, rule in itertools.pairwise(lines):
+        if re.fullmatch(r"\|(:?-+:?\|)+", rule.replace(" ", "")):
+            columns = len(re.findall(r"(?<!\\)\|", header)) - 1
+            assert rule.count("|") - 1 == columns, f"{header}\n{rule}"
+
+
 def test_pages_name_pictures_that_exist() -> None:
     named = [(page, found) for page in LINKED for found in re.findall(r'(?:srcset|src)="([^"]+)"', page.read_text())]
     assert len(named) > 20
@@ -221,7 +232,7 @@ def test_environment_page_has_the_variables_that_are_read() -> None:
             assert isinstance(name, ast.Constant)
             read[str(name.value)] = set(values)
     rows = re.findall(r"(?m)^\| `(TWELL_\w+)` \| (.*?) \|", (DOCS / "environment.md").read_text(encoding="utf-8"))
-    assert sorted(name for name, _ in rows) == sorted(read)
+    assert sorted(name for name, _ in rows) == sorted(read) == sorted(info.VARIABLES)
     for variable, cell in rows:
         expected = read[variable]
         assert expected is None or set(re.findall(r"`(\w+)`", cell)) == expected, variable

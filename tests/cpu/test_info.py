@@ -59,6 +59,14 @@ def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         assert state["device_problem"]
 
 
+def test_values_of_the_plug_ins_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWELL_VLLM", "off")
+    monkeypatch.setenv("TWELL_SGLANG", "of")
+    environment = info.collect().environment
+    assert environment["TWELL_VLLM"] == "off"
+    assert environment["TWELL_SGLANG"].startswith("invalid: environment variable TWELL_SGLANG must be one of auto, off")
+
+
 def test_imports_no_compiler() -> None:
     """In a fresh interpreter where cutlass cannot be imported."""
     program = (

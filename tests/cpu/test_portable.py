@@ -177,7 +177,9 @@ def test_auto_is_dense_without_a_table(
         found = [_auto.forced("cuda", 0) for _ in range(2)]
     assert found == [chooses[capability == (9, 0)]] * 2
     assert len(caplog.records) == (capability != (9, 0))
-    reason = "`twell tune` measures them" if GPUS[capability] else "the sparse kernels need 8.0 or higher"
+    reason = (
+        "`twell tune` measures them" if GPUS[capability] else "(compute capability 7.5), only for 8.x, 9.x, 10.x, 12.x"
+    )
     assert all(record.getMessage().endswith(reason) for record in caplog.records)
     machine = "NVIDIA Pretended (100 SMs, 80 GiB); driver 580"
     tmp_path.chmod(0o700)

@@ -399,6 +399,18 @@ def test_tables_say_what_was_measured(measured: tuple[list[str], Path], capsys: 
     assert json.loads(measured[1].read_text())["machine"] in printed
 
 
+def test_the_page_explains_what_its_tables_show(root: Path) -> None:
+    """By the shipped results, as of one seed and of two."""
+    document = relufy_results.load(root / "profiling" / "results" / f"{relufy_results.NAME}.json")
+    one = [row for row in document["rows"] if row["seed"] == document["rows"][0]["seed"]]
+    two = [*one, *({**row, "seed": row["seed"] + 1} for row in one)]
+    for rows, shown in ((one, False), (two, True)):
+        of_seeds = {**document, "rows": rows}
+        assert ("±" in relufy_results.table(of_seeds)) == ("±" in relufy_results.notes(of_seeds)) == shown
+    header, rule, *lines = relufy_results.layers(document).splitlines()
+    assert {line.count("|") for line in (rule, *lines)} == {header.count("|")}
+
+
 def test_what_the_chart_shows(measured: tuple[list[str], Path]) -> None:
     """The drawn numbers, read back from matplotlib's objects."""
     pytest.importorskip("matplotlib")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def test_without_text_figures_are_assumed_and_said_to_be(llama: Path, capsys: py
     status, out, _ = check(capsys, llama, *SIZES, "--json", llama / "out.json")
     assert status == 0
     assert "Figures: assumed, 1.7 non-zeros per token" in out
+    assert re.search(r"gate and up in one product for up to 512 tokens, .*; `twell\n  analyze` takes it for two", out)
     data = json.loads((llama / "out.json").read_text())
     assert [(row["layer"], row["tokens"], row["decode"]) for row in data["rows"][:4]] == [
         (0, 2048, False),
@@ -218,7 +220,7 @@ def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("content", "words", "message"),
     [
-        ({"hidden_act": "silu"}, [], "got LlamaForCausalLM with 'silu': vLLM serves it without twell"),
+        ({"hidden_act": "silu"}, [], "'silu': vLLM serves it without twell; examples/relufy.py"),
         ({"architectures": ["OPTForCausalLM"]}, [], "got OPTForCausalLM with 'relu': vLLM serves it without twell"),
         ({"hidden_act": "fatrelu"}, [], 'a configuration with "fatrelu" must have its threshold, hidden_act_param'),
         ({"architectures": None}, [], "got no architectures"),

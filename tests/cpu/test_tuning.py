@@ -714,7 +714,12 @@ def test_bad_requests(arguments: list[str], message: str, capsys: pytest.Capture
     assert message in capsys.readouterr().err
 
 
-def test_needs_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needs_a_gpu_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in (None, "cuda", "cpu"):
+        with pytest.raises(RequestError, match=r"tuning needs a GPU of .*, and this torch can use none"):
+            tune.gpu(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RequestError, match=r"--device: expected a GPU of compute capability 8\.0 or higher, got cpu"):
         tune.gpu("cpu")
     monkeypatch.setattr(tune, "pick_device", torch.device)

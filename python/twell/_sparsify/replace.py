@@ -368,9 +368,9 @@ def _explain_activation(candidate: Candidate) -> str:
     return (
         f"sparsify_: {label(candidate.name, candidate.module)} must apply ReLU, got {candidate.was}. The kernels skip "
         "neurons that ReLU and its family (squared ReLU, dReLU, FATReLU) set to zero; SiLU, GELU and the like make "
-        "values small, not zero, and the kernels compute no other activation. Train the model further with ReLU first "
-        "(arXiv 2310.04564, ReLU Strikes Back; twell.recipe adds the L1 term that makes it sparse). To do that, pass "
-        f'activation="relu"; {LEAVE_OUT}'
+        "values small, not zero, and the kernels compute no other activation. Train the model further with FATReLU or "
+        "ReLU first, as examples/relufy.py of twell's repository does (arXiv 2310.04564, ReLU Strikes Back; "
+        f'twell.recipe adds the L1 term that makes it sparse). To do that yourself, pass activation="relu"; {LEAVE_OUT}'
     )
 
 

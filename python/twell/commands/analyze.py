@@ -21,11 +21,13 @@ from twell.commands.sparsity import (
     Call,
     LayerSparsity,
     Prediction,
+    Shape,
     aligned,
     as_percent,
     figures_cells,
     figures_header,
     most_nonzeros,
+    nearest,
     predict,
     rows,
     speedup,
@@ -57,6 +59,8 @@ def _tables(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Pre
             ),
         ]
     )
+    yield "Tokens of a call follow each other in a text, and dense computes gate and up in two products; `twell"
+    yield "  serve-check` takes small calls for tokens of many texts, and dense for one product as in servers."
 
 
 def _summary(
@@ -87,16 +91,21 @@ def _caveats(
     reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Prediction]], table: Table
 ) -> Iterator[str]:
     yield f"Expected from times measured on {table.machine.split('; ')[0]} in 16 bits, {table.date[:10]}."
-    far: dict[str, list[str]] = {}
-    for report, row in zip(reports, predictions, strict=True):
-        for each in row:
-            kind, (k, n) = "gated" if report.gated else "non-gated", each.measured
-            where = f"a {kind} layer with K = {report.k:,}, N = {report.n:,}; the nearest has K = {k:,}, N = {n:,}"
-            if each.far and str(each.call) not in far.setdefault(where, []):
-                far[where].append(str(each.call))
-    for where, calls in far.items():
-        if calls:
-            yield f"Far from all measured layers: {where} ({'; '.join(calls)})"
+    calls = [each.call for each in predictions[0]]
+    yield from _far([(report.gated, report.k, report.n) for report in reports], calls, table)
+
+
+def _far(shapes: Sequence[Shape], calls: Sequence[Call], table: Table) -> Iterator[str]:
+    """A line for each shape and measured layer that are very different, with the calls."""
+    found: dict[str, list[str]] = {}
+    for gated, k, n in dict.fromkeys(shapes):
+        for call in calls:
+            measured, far = nearest((gated, k, n), call, table)
+            if far:
+                where = f"a {'gated' if gated else 'non-gated'} layer with K = {k:,}, N = {n:,}; the nearest has "
+                found.setdefault(f"{where}K = {measured[0]:,}, N = {measured[1]:,}", []).append(str(call))
+    for where, named in found.items():
+        yield f"Far from all measured layers: {where} ({'; '.join(named)})"
 
 
 def _header(loaded: saved_model.Loaded, reports: Sequence[LayerSparsity], text: saved_model.Text) -> Iterator[str]:
@@ -126,6 +135,10 @@ def _kinds(reports: Sequence[LayerSparsity]) -> str:
     return " and ".join(dict.fromkeys(named))
 
 
+# Where a verdict begins with doubt.
+_DOUBT = "by the nearest measured layer, which is far from this model's, "
+
+
 def verdict(
     reports: Sequence[LayerSparsity],
     predictions: Sequence[Sequence[Prediction]],
@@ -145,13 +158,12 @@ def verdict(
     )
     if was:
         source = f"before any training with {_kinds(reports)} in place of {was}, {source}"
-    if any(each.far for row in predictions for each in row):
-        source += ", of which the nearest is far from this model's"
+    far = _DOUBT if any(each.far for row in predictions for each in row) else ""
     gpu = _gpu(table)
     if not paying:
-        return f"Verdict: twell does not pay on {gpu} for {_listed(others, 'or')}; {source}"
+        return f"Verdict: {far}twell does not pay on {gpu} for {_listed(others, 'or')}; {source}"
     rest = f", not for {_listed(others, 'or')}" if others else ""
-    return f"Verdict: twell pays on {gpu} for the FFNs with {_listed(paying, 'and')}{rest}; {source}"
+    return f"Verdict: {far}twell pays on {gpu} for the FFNs with {_listed(paying, 'and')}{rest}; {source}"
 
 
 def _gpu(table: Table) -> str:
@@ -171,9 +183,9 @@ def without_zeros(model: saved_model.WithoutZeros, calls: Sequence[Call], table:
     """What a model would need whose activation makes no zeros; the last line is the verdict."""
     shapes = list(dict.fromkeys(model.shapes))
     yield f"{model.folder.absolute().name}: {len(model.shapes)} FFN layers with {model.was}, which makes no zeros"
-    yield "To gain, it takes ReLU, squared ReLU or dReLU in its place and training until tokens have at most so many"
-    yield f"non-zeros. A layer is then {PAYS:.2f} times as fast as dense, if tokens fire neurons independently of each"
-    yield "other; if neighbours share neurons, more may fire."
+    yield "To gain, it takes FATReLU, ReLU, squared ReLU or dReLU in its place and training until tokens have at most"
+    yield f"so many non-zeros. A layer is then {PAYS:.2f} times as fast as dense, if tokens fire neurons independently"
+    yield "of each other; if neighbours share neurons, more may fire."
     limits = {shape: [most_nonzeros(shape, call, table) for call in calls] for shape in shapes}
     lines = [["layer", *map(str, calls)]]
     for (gated, k, n), limit in limits.items():
@@ -181,16 +193,19 @@ def without_zeros(model: saved_model.WithoutZeros, calls: Sequence[Call], table:
         lines.append([f"{'gated' if gated else 'non-gated'}, K = {k:,}, N = {n:,}", *cells])
     yield from aligned(lines)
     yield "Published recipes: arXiv 2310.04564 (ReLU Strikes Back), 2402.13516 (ProSparse), 2406.05955 (TurboSparse)."
-    yield "examples/relufy.py of twell's repository trains it. --activation relu shows the figures before any training."
+    yield f"{saved_model.TRAINING}."
+    yield "`twell analyze --activation relu` shows the figures before any training."
+    yield from _far(shapes, calls, table)
     # the speed of a model is that of the layers with most of the work
     gated, k, n = max(shapes, key=lambda shape: model.shapes.count(shape) * shape[1] * shape[2] * (2 + shape[0]))
     limit, kind = limits[gated, k, n], "gated" if gated else "non-gated"
     needs = [f"{most:,} ({as_percent(most / n)}) for {call}" for call, most in zip(calls, limit, strict=True) if most]
+    far = _DOUBT if any(nearest((gated, k, n), call, table)[1] for call in calls) else ""
     what = f"it would, trained to non-zeros per token of at most {_listed(needs, 'and')}" if needs else "at no sparsity"
     if len(limits) > 1:
         what += f", in the {kind} layers with K = {k:,}, N = {n:,}, which have most of the work"
     yield (
-        f"Verdict: twell does not pay on {_gpu(table)} as {model.was} makes no zeros; {what}; from layer times of "
+        f"Verdict: twell does not pay on {_gpu(table)} as {model.was} makes no zeros; {far}{what}; from layer times of "
         f"{_measured(table)}"
     )
 
@@ -244,7 +259,7 @@ def run(arguments: argparse.Namespace) -> int:
     calls = [Call(m, False) for m in dict.fromkeys(arguments.tokens_per_call)]
     calls += [Call(m, True) for m in dict.fromkeys(arguments.training_tokens)]
     try:
-        loaded = saved_model.load(arguments, arguments.compression)
+        loaded = saved_model.load(arguments, arguments.compression, saved_model.ACTIVATION_OPTION)
     except saved_model.WithoutZeros as model:
         if arguments.csv is not None or arguments.plot is not None:
             raise

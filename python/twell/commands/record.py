@@ -338,7 +338,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     out: Path = arguments.out
     _check_out(out)
-    loaded = saved_model.load(arguments)
+    loaded = saved_model.load(arguments, remedy=saved_model.ACTIVATION_OPTION)
     if any(layer.activation.threshold for layer in saved_model.layers(loaded.model)):
         raise RequestError("MODEL: expected layers that fire above 0, as workloads do, got FATReLU with a threshold")
     layers = saved_model.layers(loaded.model)

@@ -31,9 +31,15 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 # Characters of a file per call of the tokenizer, which bounds memory.
 _PIECE = 1 << 20
 
+# What commands with the option advise for a model whose activation makes no zeros.
+ACTIVATION_OPTION = "Here that is --activation relu"
+
 # Names of files of a saved model and its tokenizer.
 _WEIGHTS = ("*.safetensors", "*.bin")
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+
+# How a model whose activation makes no zeros gets some.
+TRAINING = "examples/relufy.py of twell's repository trains the model to FATReLU or ReLU"
 
 # Longest sequence by default, if the model allows it.
 _SEQUENCE = 2048
@@ -138,12 +144,16 @@ def add_arguments(
         add("--activation", choices=("relu", "relu2", "drelu"), help="replace another activation with it")
 
 
-def load(arguments: argparse.Namespace, compression: int | None = None) -> Loaded:
+def load(
+    arguments: argparse.Namespace,
+    compression: int | None = None,
+    remedy: str = "No option does that here: train the model; `twell analyze` says how sparse it must become",
+) -> Loaded:
     """Load the model and tokenizer of ``arguments`` onto their device.
 
-    The FFNs run as dense PyTorch, which takes any device and dtype; their gates are the same. Raises RequestError if
-    the model cannot be loaded or has no FFN of the ReLU family, WithoutZeros if another activation is the only reason,
-    ImportError without transformers.
+    The FFNs run as dense PyTorch, which takes any device and dtype; their gates are the same. ``remedy`` is what the
+    command advises for another activation. Raises RequestError if the model cannot be loaded or has no FFN of the ReLU
+    family, WithoutZeros if another activation is the only reason, ImportError without transformers.
     """
     folder = local(arguments.model)
     content = configuration(folder)
@@ -175,7 +185,7 @@ def load(arguments: argparse.Namespace, compression: int | None = None) -> Loade
     except (ValueError, TypeError) as error:
         if 'pass activation="relu"' not in str(error):
             raise RequestError(f"MODEL: {error}") from error
-        message = f"MODEL: {error}. Here that is --activation relu"
+        message = f"MODEL: {error}. {remedy}"
         try:
             planned = _sparsify.plan(model, None, "relu", "dense")
         except (ValueError, TypeError):

@@ -177,6 +177,7 @@ def _require_served(content: dict[str, Any]) -> str:
     raise RequestError(
         f"MODEL: expected {', '.join(engines.SPARSE)} or a Llama-like model with {', '.join(engines.ACTIVATIONS)}, got "
         f"{', '.join(named) or 'no architectures'} with {activation!r}: vLLM serves it without twell"
+        f"{f'; {saved_model.TRAINING}' if alike else ''}"
     )
 
 
@@ -399,6 +400,8 @@ def _report(
     yield "  text as in a prompt, or come from many places as in a batch. layers: with the products for query, key,"
     yield "  value and output, by numbers of weights, without attention itself, which reads the cache of sequences."
     yield "Calls of up to 1,024 tokens count as batches, others as text, as in a server that has measured none."
+    yield f"Dense computes gate and up in one product for up to {tuning.MERGED_TOKENS} tokens, as in servers; `twell"
+    yield "  analyze` takes it for two, and all calls for tokens that follow each other in a text."
     yield f"Predicted from times measured on {table.machine.split('; ')[0]} in 16 bits, {table.date[:10]}."
     _, _, k, n = tuning.nearest(tuning.Problem(1, found[0].k, found[0].n // ranks, True, False), table)
     if max(sparsity.apart(found[0].k, k), sparsity.apart(found[0].k * found[0].n // ranks, k * n)) > sparsity.FAR:

@@ -37,6 +37,8 @@ SCREENED = 512
 # A layer is far from the nearest measured one if its K or K * N differs by more than this factor.
 FAR = 2.0
 
+# (gated, K, N) of a layer
+Shape = tuple[bool, int, int]
 
 COLUMNS = {
     "layer": "number of the layer",
@@ -254,14 +256,21 @@ class Prediction:
     far: bool
 
 
+def nearest(shape: Shape, call: Call, table: _tables.Table | None = None) -> tuple[tuple[int, int], bool]:
+    """K and N of the measured layer nearest to a layer, and whether it is very different."""
+    gated, k, n = shape
+    _, gate, *measured = tuning.nearest(tuning.Problem(call.tokens, k, n, gated, call.training), table)
+    far = gate != gated or max(apart(k, measured[0]), apart(k * n, measured[0] * measured[1])) > FAR
+    return (measured[0], measured[1]), far
+
+
 def predict(report: LayerSparsity, call: Call, table: _tables.Table | None = None) -> Prediction:
     """Predict the strategy and speed of a call from a table of costs, by default the shipped one."""
     problem = tuning.Problem(call.tokens, report.k, report.n, report.gated, call.training)
-    _, gated, k, n = tuning.nearest(problem, table)
-    far = gated != report.gated or max(apart(report.k, k), apart(report.k * report.n, k * n)) > FAR
+    measured, far = nearest((report.gated, report.k, report.n), call, table)
     refusal = _refusal(report)
     if refusal:
-        return Prediction(call, "dense", 1.0, refusal, (k, n), far)
+        return Prediction(call, "dense", 1.0, refusal, measured, far)
     decision = tuning.decide(problem, report.figures, None, table)
     sparse = {name: cost for name, cost in decision.costs.items() if name != "dense"}
     reason = decision.reason
@@ -269,14 +278,14 @@ def predict(report: LayerSparsity, call: Call, table: _tables.Table | None = Non
         reason = f"no sparse kernel was measured for {call}"
     elif decision.strategy == "dense" and min(sparse.values()) >= 1:
         reason = ", ".join(f"{name} would take {cost:.2f}" for name, cost in sparse.items()) + " of dense's time"
-    return Prediction(call, decision.strategy, 1 / decision.costs[decision.strategy], reason, (k, n), far)
+    return Prediction(call, decision.strategy, 1 / decision.costs[decision.strategy], reason, measured, far)
 
 
 # Layers that are less than this much faster do not pay: GPUs of one model differ by more.
 PAYS = 1.05
 
 
-def most_nonzeros(shape: tuple[bool, int, int], call: Call, table: _tables.Table | None = None) -> int:
+def most_nonzeros(shape: Shape, call: Call, table: _tables.Table | None = None) -> int:
     """The most non-zeros per token with which a layer (gated, K, N) pays if tokens fire independently, or 0."""
     gated, k, n = shape
     problem = tuning.Problem(call.tokens, k, n, gated, call.training)

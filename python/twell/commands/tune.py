@@ -531,6 +531,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def gpu(name: str | None) -> protocol.Gpu:
     """The device to measure. Raises RequestError if sparse kernels do not run there."""
+    if not torch.cuda.is_available():
+        raise RequestError("tuning needs a GPU of compute capability 8.0 or higher, and this torch can use none")
     device = pick_device(name or "cuda")
     index = device.index or 0
     if device.type != "cuda" or driver.architecture(index) is None:
