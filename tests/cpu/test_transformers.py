@@ -243,7 +243,7 @@ def test_sparse_classes_keep_the_activation_that_they_were_given(
     activation: Any, threshold: float, key: dict[str, Any], tmp_path: Path
 ) -> None:
     """The paper's checkpoints name another activation than they have, but none of these."""
-    model = SparseLlamaForCausalLM(SparseLlamaConfig(**SIZES, **key)).eval()
+    model = SparseLlamaForCausalLM(SparseLlamaConfig(**_LLAMA, **key)).eval()
     for layer in layers(model).values():
         layer.activation, layer.threshold = activation, threshold
     name_activation(model)

@@ -320,8 +320,8 @@ def _activation(config: Mapping[str, Any]) -> str | None:
     """The activation of the layers in a configuration, None if it names none."""
     # the paper's classes, known by their keys, run ReLU whatever stock activation hidden_act names
     if any(key.startswith("sparsity_") and key not in OWN_KEYS for key in config):
-        named = activation(config)
-        return named if named in OF_SPARSE else "relu"
+        own = activation(config)
+        return own if own in OF_SPARSE else "relu"
     for part in (config.get("text_config"), config):
         named = [part.get(key) for key in ACTIVATIONS] if isinstance(part, Mapping) else []
         if found := [name for name in named if isinstance(name, str)]:
