@@ -16,6 +16,7 @@ import argparse
 import gc
 import json
 import math
+import re
 import shutil
 import statistics
 import subprocess
@@ -34,10 +35,9 @@ from training.data import Sequences, Source, Tokens, prepare
 from training.optimizer import adamw, learning_rate, require_finite
 from training.stop import Stop
 from training.whole import manifest
-from transformers import AttentionInterface, AutoTokenizer
+from transformers import AttentionInterface, AutoConfig, AutoTokenizer
 
 from twell import _files, recipe
-from twell.integrations import transformers as twell_hf
 from twell.testing import machine_line
 
 # Options that a resumed run must share with the saved one.
@@ -46,6 +46,10 @@ IDENTITY = (
     *("tokens_per_step", "lr", "warmup", "weight_decay", "clip", "eval_sequences"),
 )
 ACTIVATIONS = ("fatrelu", "relu", "relu2", "drelu")
+# tokens of a sequence, if the model has as many positions
+SEQUENCE = 1024
+# text that is read more often is warned of
+MOST_READS = 4
 
 
 def losses(logits: Tensor, targets: Tensor, theirs: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -91,6 +95,11 @@ class Further:
                 relufied.replace(self.model, "relu" if activation == "fatrelu" else activation, choice.strategy)
             except (TypeError, ValueError) as error:
                 raise RequestError(f"MODEL: {error}") from error
+            neurons = statistics.fmean(layer.intermediate for layer in recipe.layers(self.model).values())
+            if choice.target_nnz >= neurons:
+                raise RequestError(
+                    f"--target-nnz: expected less than the {neurons:g} neurons of a layer, got {choice.target_nnz:g}"
+                )
             recipe.record_aux(self.model, inputs=True)
             self.tracker = recipe.SparsityTracker(self.model, every=0)
             aim, sharing = (choice.target_nnz, choice.steps), choice.sharing
@@ -276,12 +285,11 @@ def run_steps(
             steps, since = run.done - since, run.done
             point = run.means(steps) | {"tokens_per_s": steps * choice.tokens_per_step / clock.lap()}
             curve.append({"step": run.done, **{name: short(value) for name, value in point.items()}})
-            sparse = "" if run.target is None else "  l1 {coefficient:.2e}  non-zeros {non_zeros:7.1f}".format(**point)
-            sparse += "  threshold {threshold:.3f}".format(**point) if "threshold" in point else ""
-            say(
-                f"step {run.done:6d}  ce {point['ce']:7.4f}  kl {point['kl']:7.4f}{sparse}  "
-                f"{point['tokens_per_s']:9,.0f} tokens/s"
-            )
+            more = "" if run.original is None else "  kl {kl:7.4f}".format(**point)
+            if run.target is not None:
+                more += "  coefficient {coefficient:.2e}  non-zeros {non_zeros:7.1f}".format(**point)
+            more += "  threshold {threshold:.3f}".format(**point) if "threshold" in point else ""
+            say(f"step {run.done:6d}  ce {point['ce']:7.4f}{more}  {point['tokens_per_s']:9,.0f} tokens/s")
         if not last and choice.checkpoint_every and run.done % choice.checkpoint_every == 0:
             with clock.paused():
                 save()
@@ -380,7 +388,6 @@ def part(
 
 def export(model: Any, choice: argparse.Namespace) -> None:
     """Write the model and its tokenizer to OUT/final, whole or not at all."""
-    twell_hf.name_activation(model)
     final: Path = choice.out / "final"
     for left in _files.leftovers(final):
         shutil.rmtree(left)
@@ -397,12 +404,19 @@ def error_of(a: Sequence[float], b: Sequence[float]) -> float:
 
 def compare(sparse: dict[str, Any], dense: dict[str, Any] | None, original: float) -> list[str]:
     """What the run has shown, in lines."""
-    ce, neurons = sparse["ce"], sparse["layers"][0]["neurons"]
+    ce, layers = sparse["ce"], sparse["layers"]
+    unions = [layer["union"] for layer in layers if layer["union"] is not None]
+    dead = [layer["dead"] or 0 for layer in layers]
     lines = [
-        f"non-zeros per token: {sparse['l0']:.1f} of {neurons:,}, by layer "
-        + ", ".join(f"{layer['l0']:.0f}" for layer in sparse["layers"]),
+        f"non-zeros per token: {sparse['l0']:.1f} of {layers[0]['neurons']:,}, by layer "
+        + ", ".join(f"{layer['l0']:.0f}" for layer in layers),
+        f"dead neurons: {sum(dead):,} of {sum(layer['neurons'] for layer in layers):,}, by layer "
+        + ", ".join(map(str, dead)),
         f"held-out cross-entropy: {ce:.4f}; the original has {original:.4f} ({100 * (ce / original - 1):+.2f} %)",
     ]
+    if unions:
+        each = ", ".join(f"{100 * union:.0f}" for union in unions)
+        lines.append(f"neurons that 128 tokens fire: {100 * statistics.fmean(unions):.0f} %, by layer {each}")
     if sparse["threshold"] is not None:
         lines.append(f"FATReLU's threshold: {sparse['threshold']:g}")
     if dense is not None:
@@ -414,19 +428,39 @@ def compare(sparse: dict[str, Any], dense: dict[str, Any] | None, original: floa
     return lines
 
 
-def relufy(choice: argparse.Namespace, here: parallel.World) -> int:
-    """Train, compare and export; return the exit status."""
+def check(choice: argparse.Namespace) -> Any:
+    """The model's tokenizer; sets --sequence if it was not given. RequestError before anything is written."""
+    Source.of(choice).files()
+    if not Path(choice.model).is_dir() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", choice.model):
+        raise RequestError(f"MODEL: expected a folder or a Hub id, got {choice.model!r} (no such folder)")
     try:
         tokenizer = AutoTokenizer.from_pretrained(choice.model)
+        config = AutoConfig.from_pretrained(choice.model).get_text_config()
     except (OSError, ValueError) as error:
         raise RequestError(f"MODEL: expected a model with a tokenizer, got {first_line(error)}") from error
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         raise RequestError("MODEL: expected a fast tokenizer with an end-of-sequence token")
+    # a model without them, with ALiBi for example, has no limit
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    if choice.sequence is None:
+        choice.sequence = min(SEQUENCE, positions)
+    if choice.sequence > positions:
+        raise RequestError(f"--sequence: expected at most the {positions} positions of MODEL, got {choice.sequence}")
+    return tokenizer
+
+
+def relufy(choice: argparse.Namespace, tokenizer: Any, here: parallel.World) -> int:
+    """Train, compare and export; return the exit status."""
     tokens = prepare(
         Source.of(choice), choice.cache, len(tokenizer), choice.held_out, say=here.say, tokenizer=tokenizer
     )
     read = choice.steps * choice.tokens_per_step / tokens.train_tokens
     here.say(f"{tokens.train_tokens:,} tokens of text, each read {read:.2f} times; {machine_line(here.device)}")
+    if read > MOST_READS:
+        here.say(
+            f"warning: text that is read more than {MOST_READS} times may be learnt by heart; more of it or fewer "
+            "--steps help"
+        )
     found: dict[str, Any] = {}
     with Stop(here.say) as stop:
         for name in ("sparse", "dense")[: 2 if choice.dense else 1]:
@@ -442,10 +476,13 @@ def relufy(choice: argparse.Namespace, here: parallel.World) -> int:
     else:
         original = dense["first_ce"]
     lines = compare(sparse, dense, original)
-    content = {"machine": sparse["machine"], "original_ce": original, **found, "said": lines}
+    warning = report.missed_target(choice.target_nnz, sparse["l0"], choice.steps)
+    lines += [warning] if warning else []
+    content = {"machine": sparse["machine"], "original_ce": original, "target_missed": bool(warning), **found}
+    content["said"] = lines
     _files.write_text(choice.out / "report.json", json.dumps(content, indent=1) + "\n")
     print("", *lines, f"wrote {choice.out / 'final'} and {choice.out / 'report.json'}", sep="\n")
-    return bench(choice) if choice.bench else 0
+    return bench(choice, here) if choice.bench else 0
 
 
 def _original(choice: argparse.Namespace, tokens: Tokens, here: parallel.World) -> list[float]:
@@ -453,13 +490,13 @@ def _original(choice: argparse.Namespace, tokens: Tokens, here: parallel.World) 
     return run.evaluate()[0]
 
 
-def bench(choice: argparse.Namespace) -> int:
+def bench(choice: argparse.Namespace, here: parallel.World) -> int:
     """Time the model with sparse and with dense layers by ``twell bench model``; its exit status."""
-    if not choice.text:
-        raise RequestError("--bench: expected --text, on which the model runs, got a --dataset")
     command = [sys.executable, "-m", "twell", "bench", "model", str(choice.out / "final")]
     command += ["--text", *map(str, choice.text), "--sequence", str(choice.sequence)]
-    command += ["--json", str(choice.out / "speed.json")]
+    command += ["--device", str(here.device), "--json", str(choice.out / "speed.json")]
+    if here.device.type == "cpu":
+        print("warning: the kernels need a GPU: times of a CPU say nothing about them")
     print(" ".join(command), flush=True)
     return subprocess.run(command, check=False).returncode
 
@@ -503,7 +540,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--column", default="text", metavar="NAME", help="column of the dataset (default text)")
     add("--max-bytes", type=options.size, default="1G", metavar="SIZE", help="text to read (default 1G)")
     add("--held-out", type=float, default=0.02, metavar="SHARE", help="held-out share of the text (default 0.02)")
-    add("--sequence", type=options.positive, default=1024, metavar="TOKENS", help="length of a sequence (default 1024)")
+    add(
+        "--sequence",
+        type=options.positive,
+        metavar="TOKENS",
+        help=f"length of a sequence (default {SEQUENCE}, or the positions of MODEL if they are fewer)",
+    )
     add("--cache", type=Path, metavar="FOLDER", help="cache of tokens; runs may share it (default OUT/cache)")
 
     add = parser.add_argument_group("optimisation").add_argument
@@ -518,7 +560,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
     add = parser.add_argument_group("machine").add_argument
     add("--device", choices=["cuda", "cpu"], help="default: cuda if available")
-    add("--dtype", choices=options.DTYPES, default="bfloat16", help="of products; weights stay float32")
+    add(
+        "--dtype",
+        choices=options.DTYPES,
+        default="bfloat16",
+        help="of products; weights stay float32 (default bfloat16)",
+    )
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,
@@ -549,6 +596,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     known = {"eager", *AttentionInterface().valid_keys()}
     if choice.attention is not None and choice.attention not in known:
         parser.error(f"--attention: expected one of {', '.join(sorted(known))}, got {choice.attention}")
+    if choice.bench and not choice.text:
+        parser.error("--bench: expected --text, on which the model runs, got a --dataset")
     if choice.warmup is None:
         choice.warmup = choice.steps // 20
     if choice.cache is None:
@@ -559,8 +608,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     choice = parse(arguments)
     try:
-        with parallel.world(None, choice.device) as here, checkpoint.alone(choice.out, here):
-            return relufy(choice, here)
+        with parallel.world(None, choice.device) as here:
+            tokenizer = check(choice)
+            with checkpoint.alone(choice.out, here):
+                return relufy(choice, tokenizer, here)
     except (RequestError, ImportError) as error:
         print(f"relufy.py: error: {error}", file=sys.stderr)
         return 2

@@ -287,6 +287,10 @@ def _train(choice: argparse.Namespace, here: parallel.World) -> int:
             return 128 + (stop.signal or signal.SIGTERM)
     if choice.ffn == "sparse" and here.device.type == "cuda":
         here.say(f"\n{twell.explain(run.model)}\n")
+    if run.target is not None:
+        reached = run.target.read()["non_zeros"]
+        if warning := report.missed_target(run.target.nnz, reached, choice.steps):
+            here.say(warning)
     speed = f"; {log.speed():,.0f} tokens/s in the second half of the run" if log.speeds else ""
     here.say(f"wrote {run.export()}{speed}")
     return 0
@@ -376,7 +380,7 @@ class Log:
             "peak_bytes": report.peak_bytes(self.here.device),
         }
         self.metrics.write(**record)
-        sparsity = "l1 {l1:.2e}  non-zeros {non_zeros:7.1f}  ".format(**record) if means else ""
+        sparsity = "coefficient {l1:.2e}  non-zeros {non_zeros:7.1f}  ".format(**record) if means else ""
         self.run.console.say(
             "step {step:6d}  loss {loss:7.4f}  ce {ce:7.4f}  lr {lr:.2e}  {sparsity}"
             "{tokens_per_s:9,.0f} tokens/s  {gib:6.2f} GiB".format(

@@ -202,6 +202,11 @@ def with_defaults(options: argparse.Namespace, parser: argparse.ArgumentParser) 
     if options.target_nnz is not None and (options.l1 is not None or not options.target_nnz):
         got = f"{options.target_nnz:g}" + ("" if options.l1 is None else f" and --l1 {options.l1:g}")
         parser.error(f"--target-nnz: expected a number above 0, without --l1, got {got}")
+    if options.target_nnz is not None and options.target_nnz >= options.intermediate:
+        parser.error(
+            f"--target-nnz: expected less than the {options.intermediate} neurons of a layer, "
+            f"got {options.target_nnz:g}"
+        )
     if options.sharing and (options.target_nnz is None or options.sharing > 1):
         parser.error(f"--sharing: expected a share of at most 1, with --target-nnz, got {options.sharing:g}")
     if options.l1 is None:

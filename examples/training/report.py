@@ -92,6 +92,16 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
 
+def missed_target(target: float, reached: float, steps: int) -> str:
+    """A warning if a run ended more than a tenth away from its ``target`` of non-zeros, else ""."""
+    if abs(reached / target - 1) <= 0.1:
+        return ""
+    return (
+        f"warning: the target of {target:g} non-zeros was missed: {reached:.1f} after {steps:,} steps; docs/relufy.md "
+        "says how many a target needs"
+    )
+
+
 def peak_bytes(device: torch.device) -> int:
     """Peak memory: of tensors since the last call (GPU), or of this process so far (CPU)."""
     if device.type == "cuda":

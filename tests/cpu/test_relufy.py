@@ -21,7 +21,8 @@ transformers = pytest.importorskip("transformers")
 
 import relufy  # noqa: E402
 from small_runs import weights, write_text  # noqa: E402
-from training import checkpoint, data, model, options, relufied  # noqa: E402
+from training import RequestError, checkpoint, data, model, options, relufied  # noqa: E402
+from training import report as training_report  # noqa: E402
 from training.data import Source  # noqa: E402
 
 from profiling import relufy as evidence  # noqa: E402
@@ -118,6 +119,12 @@ def test_dense_models_become_sparse(
     printed = capsys.readouterr().out
     assert all(line in printed for line in found["said"])
     assert (activation == "fatrelu") == bool(sparse["threshold"])
+    assert found["target_missed"] == (not 7.2 <= sparse["l0"] <= 8.8) == ("warning: the target of 8 non-z" in printed)
+    # a divergence that nothing computes is not logged
+    assert (" kl " in printed) == ("--distill" in more)
+    assert f"dead neurons: {sum(layer['dead'] for layer in sparse['layers'])} of 128, by layer " in printed
+    unions = ", ".join(f"{100 * layer['union']:.0f}" for layer in sparse["layers"])
+    assert f" %, by layer {unions}\n" in printed
 
     # what is saved computes what was measured
     config = json.loads((tmp_path / "out" / "final" / "config.json").read_text())
@@ -219,7 +226,7 @@ def test_without_dense_the_original_is_still_there(run: Callable[..., int], tmp_
     assert "dense" not in report(tmp_path / "out")
 
 
-def test_the_model_is_timed(run: Callable[..., int], tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_model_is_timed(run: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     assert run("llama", "--steps", 2, "--no-dense") == 0
     commands: list[list[str]] = []
     real = subprocess.run
@@ -231,13 +238,76 @@ def test_the_model_is_timed(run: Callable[..., int], tmp_path: Path, monkeypatch
         return types.SimpleNamespace(returncode=3)
 
     monkeypatch.setattr(relufy.subprocess, "run", called)
+    assert "warning: the kernels need a GPU" not in capsys.readouterr().out
     assert run("llama", "--steps", 2, "--no-dense", "--bench") == 3
+    assert "warning: the kernels need a GPU: times of a CPU say nothing" in capsys.readouterr().out
     parser = argparse.ArgumentParser()
     bench_models.add_arguments(parser)
     assert commands[0][1:5] == ["-m", "twell", "bench", "model"]
     given = parser.parse_args(commands[0][5:])
     assert given.model == tmp_path / "out" / "final"
-    assert given.sequence == 32
+    assert (given.sequence, given.device) == (32, "cpu")
+    # refused before training, not after it
+    with pytest.raises(SystemExit, match="2"):
+        relufy.parse(["x", "--dataset", "x", "--out", "x", "--bench"])
+    assert "--bench: expected --text, on which the model runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("positions", "sequence"), [({"n_positions": 48}, 48), ({"n_positions": 4096}, 1024), (None, 1024)]
+)
+def test_a_sequence_has_no_more_tokens_than_the_model_has_positions(
+    dense: Callable[[str], Path], text: Path, tmp_path: Path, positions: dict[str, int] | None, sequence: int
+) -> None:
+    """Of learned positions under another key, and of a model without any."""
+    shutil.copytree(dense("llama"), tmp_path / "model")
+    config = transformers.GPTBigCodeConfig(**positions) if positions else transformers.BloomConfig()
+    config.save_pretrained(tmp_path / "model")
+    given = [str(tmp_path / "model"), "--text", str(text), "--out", str(tmp_path / "out")]
+    choice = relufy.parse(given)
+    relufy.check(choice)
+    assert choice.sequence == sequence
+    longer = relufy.parse([*given, "--sequence", "49"])
+    if sequence == 48:
+        with pytest.raises(RequestError, match="--sequence: expected at most the 48 positions of MODEL, got 49"):
+            relufy.check(longer)
+    else:
+        relufy.check(longer)
+
+
+def test_a_run_without_a_sequence_has_the_models(dense: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
+    given = [argument for argument in COMMON if argument not in ("--sequence", "32")]
+    given += ["--text", str(text), "--out", str(tmp_path / "out"), "--steps", "2", "--no-dense"]
+    assert relufy.main([str(dense("llama")), *given]) == 0
+    assert report(tmp_path / "out")["sparse"]["identity"]["sequence"] == 64
+
+
+@pytest.mark.parametrize("activation", ["fatrelu", "relu2"])
+def test_targets_that_layers_cannot_have_are_refused(run: Callable[..., int], capsys: Any, activation: str) -> None:
+    assert run("llama", "--activation", activation, "--target-nnz", 64, "--steps", 2) == 2
+    assert "--target-nnz: expected less than the 64 neurons of a layer, got 64" in capsys.readouterr().err
+
+
+def test_a_missed_target_and_text_read_often_are_warned_of(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    assert run("llama", "--steps", 2, "--no-dense", "--target-nnz", 8) == 0
+    found, printed = report(tmp_path / "out"), capsys.readouterr().out
+    warning = f"warning: the target of 8 non-zeros was missed: {found['sparse']['l0']:.1f} after 2 steps"
+    assert warning in printed
+    assert found["target_missed"]
+    assert found["said"][-1].startswith(warning)
+    assert "may be learnt by heart" not in printed
+    monkeypatch.setattr(relufy, "MOST_READS", 0)
+    assert run("llama", "--steps", 2, "--no-dense", "--target-nnz", 8) == 0
+    assert "warning: text that is read more than 0 times may be learnt by heart" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("reached", "missed"), [(26.9, True), (27.1, False), (32.9, False), (33.1, True), (float("nan"), True)]
+)
+def test_a_tenth_of_the_target_is_near_enough(reached: float, missed: bool) -> None:
+    assert bool(training_report.missed_target(30, reached, 60)) == missed
 
 
 @pytest.mark.parametrize(
@@ -265,8 +335,18 @@ def test_requests_that_cannot_be_met_are_one_sentence(
     assert 'must have a gate for activation="drelu"' in capsys.readouterr().err
     assert run("llama", "--tokens-per-step", 300) == 2
     assert "--tokens-per-step: expected a multiple of 128" in capsys.readouterr().err
-    assert relufy.main([str(tmp_path / "no"), "--text", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    assert "MODEL: expected a model with a tokenizer" in capsys.readouterr().err
+    for wrong, message in (
+        (
+            [str(tmp_path / "no"), "--text", str(text)],
+            f"MODEL: expected a folder or a Hub id, got '{tmp_path}/no' (no s",
+        ),
+        ([str(tmp_path), "--text", str(text)], "MODEL: expected a model with a tokenizer, got "),
+        ([str(dense("llama")), "--text", str(tmp_path / "no")], "--text: expected a folder or a file, got "),
+        ([str(dense("llama")), "--text", str(text), "--sequence", "65"], "expected at most the 64 positions of MODEL"),
+    ):
+        assert relufy.main([*wrong, "--out", str(tmp_path / "new")]) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "new").exists()
     assert run("llama", "--eval-sequences", 7) == 2
     assert "a larger --held-out, a smaller --micro-batch or a shorter --sequence helps" in capsys.readouterr().err
     damaged = shutil.copytree(dense("llama"), tmp_path / "damaged")

@@ -247,6 +247,27 @@ def test_a_target_says_what_is_missing() -> None:
     model(torch.randn(M, K))
     with pytest.raises(RuntimeError, match=r"mlps\.0 keeps no inputs: call record_aux\(model, inputs=True\)"):
         target.term(model)
+    with pytest.raises(ValueError, match=r"nnz must be below 64, the neurons of a layer .* got 64"):
+        TargetSparsity(N, 10).term(model)
+
+
+def test_errors_name_the_function_that_was_called() -> None:
+    model = Model().eval()
+    recipe.record_aux(model, inputs=True)
+    for target, name in (
+        (TargetSparsity(5, 10), "TargetSparsity.term"),
+        (TargetThreshold(model, 5, 10), "TargetThreshold.term"),
+    ):
+        model(torch.randn(M, K))
+        with pytest.raises(RuntimeError, match=rf"^{name}: mlps\.0 recorded nothing .* it is in eval mode"):
+            target.term(model)
+
+
+def test_a_threshold_may_leave_nearly_all_neurons() -> None:
+    """Twice the target, to which L1 leads the gates, is then more than there are."""
+    model = Model()
+    recipe.record_aux(model, inputs=True)
+    assert train(model, TargetThreshold(model, 40, 3), 3) < N
 
 
 # Sharing
@@ -562,6 +583,8 @@ def test_thresholds_that_move_are_checked() -> None:
         TargetThreshold(Model("relu2"), 5, 10)
     with pytest.raises(ValueError, match="nnz must be a finite number of at least 0, got -1"):
         TargetThreshold(Model(), -1, 10)
+    with pytest.raises(ValueError, match=r"nnz must be below 64, the neurons of a layer .* got 64"):
+        TargetThreshold(Model(), N, 10)
     layer = SparseMLP(K, N)
     with pytest.raises(ValueError, match=r"got torch\.float32 \[\] with 'relu'"):
         layer.threshold = torch.tensor(1.0)

@@ -102,6 +102,14 @@ def test_a_target_is_reached_and_goes_on(run: Callable[..., int], tmp_path: Path
     assert last[-1]["non_zeros"] == pytest.approx(6, rel=0.25)
 
 
+def test_a_missed_target_is_warned_of(run: Callable[..., int], capsys: Any) -> None:
+    assert run("--steps", 4, "--target-nnz", 6) == 0
+    assert "warning: the target of 6 non-zeros was missed: " in capsys.readouterr().out
+    # what the model has from the beginning
+    assert run("--steps", 4, "--target-nnz", 30, "--l1-warmup", 0, out="near") == 0
+    assert "warning" not in capsys.readouterr().out
+
+
 def request(number: int) -> None:
     """Send this process a signal and wait until a thread has received it."""
     os.kill(os.getpid(), number)

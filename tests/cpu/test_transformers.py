@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import twell  # noqa: E402
-from twell import testing  # noqa: E402
+from twell import recipe, testing  # noqa: E402
 from twell._sparsify import SparseDown, layers  # noqa: E402
 from twell.integrations import layouts  # noqa: E402
 from twell.integrations import transformers as integration  # noqa: E402
@@ -255,13 +255,52 @@ def test_sparse_classes_keep_the_activation_that_they_were_given(
         SparseLlamaForCausalLM.from_pretrained(tmp_path)
 
 
-def test_an_activation_that_other_layers_do_not_have_is_not_named() -> None:
+def test_an_activation_that_other_layers_do_not_have_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
     half = stock("llama")
     sparsify(half, filter_fn=lambda module, name: "layers.0" in name)
     for layer in layers(half).values():
         layer.activation = "relu2"
     with pytest.raises(ValueError, match=r"must be twell's, .* got model\.layers\.1\.mlp"):
         name_activation(half)
+    for layer in layers(half).values():
+        layer.activation = "relu"
+    assert recipe.choose_threshold(half, lambda: 1.0, evaluations=3).threshold > 0
+    assert half.config.hidden_act == "relu"
+    assert "model.layers.1.mlp (LlamaMLP) is not twell's" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["settle", "choose_threshold"])
+@pytest.mark.parametrize(("name", "key"), [("llama", "hidden_act"), ("opt", "activation_function")])
+def test_a_trained_threshold_is_saved_without_a_further_call(name: str, key: str, how: str, tmp_path: Path) -> None:
+    model = sparsify(stock(name, **{key: "silu"}), activation="relu").train()
+    if how == "settle":
+        recipe.record_aux(model, inputs=True)
+        target = recipe.TargetThreshold(model, nnz=8, steps=10)
+        out(model)
+        target.term(model).backward()
+        target.update()
+        threshold = target.settle()
+    else:
+        threshold = recipe.choose_threshold(model, lambda: 1.0, evaluations=3).threshold
+    assert threshold > 0
+    model.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert (content[key], content.get("hidden_act_param")) == ("fatrelu", threshold)
+    assert torch.equal(out(load(tmp_path).eval()), out(model.eval()))
+    # and back
+    if how == "choose_threshold":
+        recipe.choose_threshold(model, iter([1.0, 2.0]).__next__, evaluations=2)
+        assert (getattr(model.config, key), hasattr(model.config, "hidden_act_param")) == ("relu", False)
+
+
+def test_a_configuration_that_sparsify_left_alone_is_left_alone() -> None:
+    model = stock("llama", hidden_act="silu")
+    twell.sparsify_(model, activation="relu")
+    assert recipe.choose_threshold(model, lambda: 1.0, evaluations=3).threshold > 0
+    assert (model.config.hidden_act, hasattr(model.config, "hidden_act_param")) == ("silu", False)
+    assert not layouts.names_threshold(model.config)
+    # T5's files name the activation by another key
+    assert layouts.names_threshold(transformers.T5Config(feed_forward_proj="relu"))
 
 
 def test_load_takes_what_from_pretrained_takes(tmp_path: Path) -> None:

@@ -172,6 +172,12 @@ def activation(config: Mapping[str, Any]) -> str | None:
     return next((name for key in ACTIVATIONS if isinstance(name := config.get(key), str)), None)
 
 
+def names_threshold(config: Any) -> bool:
+    """Whether a configuration of transformers names an activation that may have a threshold: ReLU or FATReLU."""
+    text, keys = config.get_text_config(), (*ACTIVATIONS, *_MORE_ACTIVATIONS)
+    return any(getattr(text, key, None) in ("relu", "fatrelu") for key in keys)
+
+
 def as_stock(config: Any) -> Activation | None:
     """Name ReLU in a configuration whose activation its class does not have; return that one, or None.
 

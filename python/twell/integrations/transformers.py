@@ -90,7 +90,7 @@ def sparsify(
     configuration: ``from_pretrained`` of the stock class then computes the same or, with "drelu", which no stock class
     has, raises; ``load`` reads the files of causal models. The configuration has one activation for all layers, so
     ``filter_fn`` must then accept all of them, and no experts may be stacked in one tensor. "fatrelu" begins as
-    "relu": ``twell.recipe.TargetThreshold`` trains its threshold, then ``name_activation``.
+    "relu": ``twell.recipe.TargetThreshold`` trains its threshold.
 
     Of a mixture of experts the dense layers, shared experts and experts that are modules are taken; experts stacked in
     one tensor stay as they are.
@@ -162,8 +162,9 @@ def with_activation(model: Any, activation: Activation) -> Any:
 def name_activation(model: Any) -> None:
     """Write the activation of the twell layers of ``model`` to its configuration, with FATReLU's threshold.
 
-    For layers whose activation was set after ``sparsify``, as by ``twell.recipe.TargetThreshold``: call it before
-    ``save_pretrained``. All feed-forward layers of the model, or of its text part, must be twell's, since the
+    For layers whose activation was set by hand after ``sparsify``: call it before ``save_pretrained``.
+    ``twell.recipe.TargetThreshold.settle`` and ``choose_threshold`` do so themselves, unless the model is inside a
+    wrapper. All feed-forward layers of the model, or of its text part, must be twell's, since the
     configuration has one activation for all. ``load`` reads the files of causal models.
 
     Raises TypeError unless ``model`` is a ``PreTrainedModel``, and ValueError if layers differ in it or there are none.
@@ -183,6 +184,19 @@ def name_activation(model: Any) -> None:
             f"all, got {plain[0]}, too"
         )
     layouts.set_activation(model.config, found.pop())
+
+
+def follow_activation(model: Any) -> None:
+    """``name_activation`` for a configuration that names ReLU or FATReLU; ``sparsify_`` leaves others alone.
+
+    A model with other feed-forward layers than twell's keeps its configuration, after a warning.
+    """
+    if not layouts.names_threshold(model.config):
+        return
+    if plain := _sparsify.plain_layers(model):
+        logger.warning("the configuration does not name the new activation of some layers: %s is not twell's", plain[0])
+        return
+    name_activation(model)
 
 
 def _models_of(model: Any, name: str) -> list[Any]:

@@ -216,25 +216,25 @@ def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, sev
     """
     require_choice("normalisation", normalisation, NORMALISATIONS)
     means = []
-    for layer, calls in read_aux(model, several):
+    for layer, calls in read_aux(model, several, "l1_term"):
         for aux in calls:
             l1 = whole(aux.l1)
             means.append(l1 if normalisation == "token_sum" else l1 / layer.intermediate)
     return mean_over_layers(model, means)
 
 
-def read_aux(model: nn.Module, several: bool) -> list[tuple[MLP, list[Aux]]]:
-    """The unread figures of each layer, as ``l1_term`` uses and refuses them; reading clears the record."""
+def read_aux(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP, list[Aux]]]:
+    """The unread figures of each layer, as ``l1_term`` uses them; reading clears the record. Errors name ``caller``."""
     found, recorded = layers(model), {}
     for name, layer in found.items():
         recorder = getattr(layer, "_recorder", None)
         if recorder is None or not recorder.term:
-            raise RuntimeError(f"l1_term: {name or 'the layer'} records nothing: call record_aux(model) first")
+            raise RuntimeError(f"{caller}: {name or 'the layer'} records nothing: call record_aux(model) first")
         recorded[name] = list(recorder.calls)
         recorder.calls.clear()
         layer.aux = None
     for name, layer in found.items():
-        _require_usable(name, layer, recorded[name], several)
+        _require_usable(caller, name, layer, recorded[name], several)
     return [(layer, recorded[name]) for name, layer in found.items()]
 
 
@@ -248,23 +248,23 @@ def mean_over_layers(model: nn.Module, means: list[Tensor]) -> Tensor:
     return term
 
 
-def _require_usable(name: str, layer: MLP, calls: list[Aux], several: bool) -> None:
+def _require_usable(caller: str, name: str, layer: MLP, calls: list[Aux], several: bool) -> None:
     name = name or "the layer"
     if not calls:
         mode = "is in eval mode, where nothing is recorded" if not layer.training else "was not called"
         raise RuntimeError(
-            f"l1_term: {name} recorded nothing since the last read: it {mode}, or a model compiled before record_aux "
+            f"{caller}: {name} recorded nothing since the last read: it {mode}, or a model compiled before record_aux "
             "skipped its hooks (torch.compiler.reset() helps)"
         )
     if len(calls) > 1 and not several:
         raise RuntimeError(
-            f"l1_term: {name} was called {len(calls)} times since the last read; several=True takes the mean over all "
+            f"{caller}: {name} was called {len(calls)} times since the last read; several=True takes the mean over all "
             "calls, clear_aux(model) forgets calls without a loss"
         )
     if torch.is_grad_enabled() and not all(aux.l1.requires_grad for aux in calls):
         if any(parameter.requires_grad for parameter in (*gate_of(layer).parameters(), *layer.parameters())):
             raise RuntimeError(
-                f"l1_term: the L1 of {name} requires no grad, so the term would not train it: the layer ran under "
+                f"{caller}: the L1 of {name} requires no grad, so the term would not train it: the layer ran under "
                 "no_grad, as in activation checkpointing with use_reentrant=True. Use use_reentrant=False (in "
                 'transformers gradient_checkpointing_kwargs={"use_reentrant": False})'
             )

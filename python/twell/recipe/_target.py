@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any, Literal
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 from twell._arguments import require_choice, require_integer, require_number
 from twell.recipe import _sharing
-from twell.recipe._aux import mean_over_layers, read_aux, whole
-from twell.recipe._threshold import require_relu
+from twell.recipe._aux import layers, mean_over_layers, read_aux, whole
+from twell.recipe._threshold import name_in_configuration, require_relu
 
 # The coefficient is the exponential of a slow part, which sums the error log(non-zeros / goal), and a fast part in
 # proportion to it, which damps. Tried with models of 0.1 M parameters and 60 to 1,200 steps: runs to 7 to 25 % of the
@@ -66,7 +67,7 @@ class TargetSparsity:
     equally often; they share figures and coefficients.
 
     Args:
-        nnz: the target, a mean over layers.
+        nnz: the target, a mean over layers; ``term`` raises ValueError unless it is below their mean number of neurons.
         steps: of the whole run, whose learning rate falls to its end.
         stages: how many.
         reach: the share of the steps after which the goal is the target.
@@ -111,7 +112,13 @@ class TargetSparsity:
 
     def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
         """The coefficient times L1, with the errors of ``l1_term``; reading clears the record."""
-        calls = [aux for _, each in read_aux(model, several) for aux in each]
+        if self._state is None:
+            _require_below_neurons(self.nnz, model)
+        return self.weighed(model, several, "TargetSparsity.term")
+
+    def weighed(self, model: nn.Module, several: bool, caller: str) -> Tensor:
+        """``term`` for any target; errors name ``caller``."""
+        calls = [aux for _, each in read_aux(model, several, caller) for aux in each]
         fired = [whole(aux.l0) for aux in calls]
         if self.of == "hidden":
             counts = fired
@@ -209,6 +216,12 @@ def _shared(gates: Tensor) -> Tensor:
     return norm * scale
 
 
+def _require_below_neurons(nnz: float, model: nn.Module) -> None:
+    neurons = statistics.fmean(layer.intermediate for layer in layers(model).values())
+    if nnz >= neurons:
+        raise ValueError(f"nnz must be below {neurons:g}, the neurons of a layer (their mean over layers), got {nnz:g}")
+
+
 class TargetThreshold:
     """FATReLU with one threshold for all layers, which training moves until ``nnz`` neurons fire per token.
 
@@ -232,17 +245,16 @@ class TargetThreshold:
 
     The layers must have "relu" or "fatrelu", and get "fatrelu" and a threshold that is a tensor: no step waits for the
     device, no graph is traced again, and the layers run dense. ``settle`` makes a number of it, with which they may
-    run sparse; for a model of transformers ``twell.integrations.transformers.name_activation`` then writes its
-    configuration. All ranks must call ``term`` and ``update`` equally often.
+    run sparse. All ranks must call ``term`` and ``update`` equally often.
 
     Args:
         model: on its device, not compiled yet.
-        nnz: the target, the mean over layers of ``Aux.l0``.
+        nnz: the target, the mean over layers of ``Aux.l0``, below the mean of their neurons.
         steps: of the whole run, whose learning rate falls to its end.
         reach: the share of the steps after which the goal is the target.
         sharing, group: as in ``TargetSparsity``.
 
-    Raises ValueError for layers with another activation.
+    Raises ValueError for layers with another activation and for another target.
     """
 
     def __init__(
@@ -259,7 +271,8 @@ class TargetThreshold:
         require_number("reach", reach, 0, 1)
         self.gates = TargetSparsity(_OPEN * nnz, steps, reach=_EARLIER * reach, of="gate", sharing=sharing, group=group)
         self.nnz, self.reach = float(nnz), float(reach)
-        self._layers = list(require_relu(model).values())
+        self._model, self._layers = model, list(require_relu(model).values())
+        _require_below_neurons(self.nnz, model)
         devices = {layer.down_proj.weight.device for layer in self._layers}
         self._levels = {device: torch.zeros((), device=device) for device in devices}
         # logarithms of the threshold, of the least one, and of the first number of non-zeros
@@ -270,7 +283,8 @@ class TargetThreshold:
 
     def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
         """The coefficient times L1 of the gate, with the errors of ``l1_term``; reading clears the record."""
-        return self.gates.term(model, several=several)
+        # twice the target may be more than all neurons
+        return self.gates.weighed(model, several, "TargetThreshold.term")
 
     @torch.no_grad()
     def update(self) -> None:
@@ -299,10 +313,15 @@ class TargetThreshold:
         return found | {"threshold": float(next(iter(self._levels.values())))}
 
     def settle(self) -> float:
-        """Give the layers the threshold as a number, which they keep, and return it. Waits for the device."""
+        """Give the layers the threshold as a number, which they keep, and return it. Waits for the device.
+
+        A ``PreTrainedModel`` whose configuration names "relu" or "fatrelu", as after ``sparsify``, then names "fatrelu"
+        and the threshold there, so that ``save_pretrained`` writes them.
+        """
         threshold = self.read()["threshold"]
         for layer in self._layers:
             layer.threshold = threshold
+        name_in_configuration(self._model)
         return threshold
 
     def state_dict(self) -> dict[str, Any]:

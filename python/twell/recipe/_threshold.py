@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,7 +35,7 @@ def choose_threshold(
 
     This is the last step of a training: neurons whose gate is small fire for many tokens and say little. The layers
     must have "relu", or "fatrelu", whose threshold is replaced. With a threshold they have "fatrelu", with 0 "relu".
-    For a model of transformers ``twell.integrations.transformers.name_activation`` then writes its configuration.
+    A ``PreTrainedModel`` names it in its configuration, too, as ``TargetThreshold.settle`` says.
 
     The search doubles the threshold from ``least`` while the loss allows it, then halves the interval, as long as there
     are ``evaluations``, of which the first is without a threshold.
@@ -83,6 +85,7 @@ def choose_threshold(
         raise
     for layer in found.values():
         put(layer, "fatrelu" if good else "relu", good)
+    name_in_configuration(model)
     return ThresholdChoice(good, tuple(tried))
 
 
@@ -93,3 +96,11 @@ def require_relu(model: nn.Module) -> dict[str, MLP]:
         if layer.activation not in ("relu", "fatrelu"):
             raise ValueError(f'{name or "the model"} must have "relu" or "fatrelu", got {layer.activation!r}')
     return found
+
+
+def name_in_configuration(model: nn.Module) -> None:
+    """Write the activation of the layers to the configuration of a ``PreTrainedModel`` that names ReLU or FATReLU."""
+    # the integration is above this package, and needs transformers, which a model of it has loaded
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is not None and isinstance(model, modeling.PreTrainedModel):
+        importlib.import_module("twell.integrations.transformers").follow_activation(model)
