@@ -346,7 +346,7 @@ def test_figures_count_what_fires(fuse: bool, monkeypatch: pytest.MonkeyPatch) -
     assert aux.l0 == by_hand(p)[2]
 
     left: list[tuple[Any, ...]] = []
-    keep = lambda self, *figures, heaviest: left.append((*figures, heaviest))  # noqa: E731
+    keep = lambda self, *figures, heaviest, candidates: left.append((*figures, heaviest))  # noqa: E731
     monkeypatch.setattr(twell._auto.Measurement, "counts", keep)
     gate = torch.randn(300, 264).to(BF16)
     gate[:128, :7], gate[7, 3], gate[:, 9] = -0.0, torch.nan, -1.0
