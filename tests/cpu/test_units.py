@@ -1,7 +1,8 @@
-"""How lists are cut into units and dealt to CTAs, by the arithmetic of the kernels; the search is written again here."""
+"""How lists are cut into units and dealt to CTAs, by the arithmetic of kernels; the search is written again here."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_units_of_a_cta_become_shorter_and_the_search_never_turns_back(ctas: int
             deal = units.order(counts, ctas, cut)
             for own in dealt(deal):
                 slots = [units.slot_at(deal, index) for index in own]
-                for slot, later in zip(slots, slots[1:]):
+                for slot, later in itertools.pairwise(slots):
                     assert later.chunks <= slot.chunks
                     assert later.wanted >= slot.wanted or later.holders != slot.holders
 
