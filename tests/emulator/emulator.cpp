@@ -116,17 +116,18 @@ bool compare(int how, u64 a, u64 b, int type) {
   return is_signed(type) ? ordered(how, (i64)x, (i64)y) : ordered(how, x, y);
 }
 
-float largest(float a, float b, bool smallest) {
-  if (a != a && b != b) return std::bit_cast<float>(0x7fffffffu);
+// The larger or smaller of two values; one that is NaN yields the other, unless `nan`.
+float largest(float a, float b, bool smallest, bool nan) {
+  if ((a != a && b != b) || (nan && (a != a || b != b))) return std::bit_cast<float>(0x7fffffffu);
   if (a != a || b != b) return a != a ? b : a;
   if (a == b) return std::signbit(a) == smallest ? a : b;
   return (a > b) == smallest ? b : a;
 }
 
 u64 compute_f32(const Instruction& in, float a, float b, float c) {
+  // in the order of ptx.ROUNDINGS
   static const int modes[] = {FE_TONEAREST, FE_TOWARDZERO, FE_DOWNWARD, FE_UPWARD};
-  const bool directed = in.mode && in.operation != OP_SETP;
-  if (directed) std::fesetround(modes[in.mode]);
+  std::fesetround(modes[in.mode]);
   volatile float x = a, y = b, result = 0;
   switch (in.operation) {
     case OP_ADD: result = x + y; break;
@@ -136,7 +137,7 @@ u64 compute_f32(const Instruction& in, float a, float b, float c) {
     case OP_DIV: result = x / y; break;
     case OP_SQRT: result = std::sqrt(x); break;
     case OP_RCP: result = 1 / x; break;
-    case OP_MIN: case OP_MAX: result = largest(a, b, in.operation == OP_MIN); break;
+    case OP_MIN: case OP_MAX: result = largest(a, b, in.operation == OP_MIN, in.flags & KEEP_NAN); break;
     default: stop("an operation that f32 does not have");
   }
   std::fesetround(FE_TONEAREST);
@@ -165,6 +166,9 @@ u64 compute_halves(const Instruction& in, u64 a, u64 b, u64 c) {
       case OP_SUB: exact = part(a) - part(b); break;
       case OP_MUL: exact = part(a) * part(b); break;
       case OP_MAD: exact = part(a) * part(b) + part(c); break;
+      case OP_MIN: case OP_MAX:
+        exact = largest((float)part(a), (float)part(b), in.operation == OP_MIN, in.flags & KEEP_NAN);
+        break;
       default: stop("an operation that 16-bit values do not have");
     }
     result |= rounded(to_odd(exact), kind) << shift;
@@ -275,6 +279,7 @@ u64 compute(const Instruction& in, u64 a, u64 b, u64 c) {
 u64 reduced(int how, u64 a, u64 b, int type) {
   if (how == REDUCE_ADD) return type == TYPE_F32 ? word(real(a, type) + real(b, type)) : cut(a + b, width(type));
   if (is_float(type)) stop("a reduction of this type");
+  if (how == REDUCE_OR) return a | b;
   return compare(how == REDUCE_MIN ? COMPARE_LT : COMPARE_GT, a, b, type) ? a : b;
 }
 
@@ -617,7 +622,7 @@ class Turn {
     double a[16][32], b[256][32];
     if (in.flags & IN_REGISTERS) {
       // read when it runs: the registers may not change before that
-      from_registers(a, in, 2, bytes, in.type);
+      from_registers(a, in, 2, 4, bytes);
     } else {
       const Tile tile(cta, product.a, bytes, in.flags & A_TRANSPOSED);
       for (int r = 0; r < 16; r++) {
@@ -693,8 +698,8 @@ class Turn {
         return barrier(in);
       case OP_MBAR_INIT: case OP_MBAR_ARRIVE: case OP_MBAR_EXPECT: case OP_MBAR_TRY:
         return transaction(in);
-      case OP_CP_ASYNC: case OP_CP_ARRIVE: case OP_CP_COMMIT: case OP_CP_WAIT: case OP_TMA_LOAD: case OP_TMA_STORE:
-      case OP_TMA_WAIT:
+      case OP_CP_ASYNC: case OP_CP_ARRIVE: case OP_CP_COMMIT: case OP_CP_WAIT: case OP_BULK_LOAD: case OP_TMA_LOAD:
+      case OP_TMA_STORE: case OP_TMA_WAIT:
         return copy(in);
       case OP_MMA: case OP_WGMMA: case OP_WGMMA_COMMIT: case OP_WGMMA_WAIT:
         return tensor_cores(in);
@@ -780,8 +785,8 @@ class Turn {
         break;
       case OP_MAPA:
         each([&](int lane) {
-          const u64 rank = input(in, 1)[lane];
-          if (rank >= cluster.ctas.size()) stop("mapa of a CTA that the cluster lacks");
+          // of a CTA that the cluster lacks, it must not be used
+          const u64 rank = std::min<u64>((u32)input(in, 1)[lane], 254);
           output(in, 0)[lane] = cut(a[lane], 3) | (rank + 1) << RANK_SHIFT;
         });
         break;
@@ -1010,6 +1015,17 @@ class Turn {
         });
         break;
       }
+      case OP_BULK_LOAD:
+        each([&](int lane) {
+          const u64 target = input(in, 0)[lane] + in.offset, source = input(in, 1)[lane] + in.offset2;
+          const u64 bytes = (u32)input(in, 2)[lane], signal = input(in, 3)[lane];
+          if (source % 16 || bytes % 16) stop("a bulk copy that is not aligned to 16 bytes");
+          later(cta, [&own, target, source, bytes, signal] {
+            std::memcpy(shared(own, target, bytes, 16), global(source, bytes, false), bytes);
+            complete(own, signal, bytes);
+          });
+        });
+        break;
       case OP_TMA_LOAD:
         each([&](int lane) {
           const u64 target = input(in, 0)[lane] + in.offset, signal = input(in, 1)[lane] + in.offset2;
@@ -1045,14 +1061,14 @@ class Turn {
     return type == TYPE_S8 ? (double)(i8)value : (double)real(value, type);
   }
 
-  // A of 16 rows from four registers, as all tensor core instructions have it.
-  void from_registers(double (&a)[16][32], const Instruction& in, int first, int bytes, int type) const {
+  // A of 16 rows from two or four registers, as all tensor core instructions have it.
+  void from_registers(double (&a)[16][32], const Instruction& in, int first, int count, int bytes) const {
     const int per = 4 / bytes;
     for (int lane = 0; lane < LANES; lane++) {
-      for (int r = 0; r < 4; r++) {
+      for (int r = 0; r < count; r++) {
         for (int h = 0; h < per; h++) {
           const u64 value = cut(input(in, first + r)[lane] >> 8 * bytes * h, bytes);
-          a[lane / 4 + 8 * (r & 1)][lane % 4 * per + h + 4 * per * (r >> 1)] = number(value, type);
+          a[lane / 4 + 8 * (r & 1)][lane % 4 * per + h + 4 * per * (r >> 1)] = number(value, in.type);
         }
       }
     }
@@ -1079,15 +1095,17 @@ class Turn {
     if (group != ALL || mask != ALL) stop("a tensor core instruction without all lanes");
     switch (in.operation) {
       case OP_MMA: {
+        // four, two and four registers of A, B and C, or half as many of A and B
+        const int of_a = (int)(in.inputs - 4) / 3 * 2;
         double a[16][32], b[256][32];
-        from_registers(a, in, 0, 2, in.type);
+        from_registers(a, in, 0, of_a, 2);
         for (int lane = 0; lane < LANES; lane++) {
-          for (int i = 0; i < 4; i++) {
-            const u64 half = cut(input(in, 4 + i / 2)[lane] >> 16 * (i % 2), 2);
+          for (int i = 0; i < of_a; i++) {
+            const u64 half = cut(input(in, of_a + i / 2)[lane] >> 16 * (i % 2), 2);
             b[lane / 4][lane % 4 * 2 + i % 2 + 8 * (i / 2)] = number(half, in.type);
           }
         }
-        multiply(in, a, b, 16, [&](int v, int lane) { return input(in, 6 + v)[lane]; });
+        multiply(in, a, b, 4 * of_a, [&](int v, int lane) { return input(in, of_a * 3 / 2 + v)[lane]; });
         return Next::ADVANCE;
       }
       case OP_WGMMA: {

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 OPERATIONS = """
 MOV PACK UNPACK LOAD STORE ADD SUB MUL MUL_HI MUL_WIDE MAD DIV REM MIN MAX NEG ABS SQRT RCP AND OR XOR NOT SHL SHR PRMT
 POPC CLZ DP2A DP4A SETP SET SELP CVT MAPA ATOM BRANCH EXIT BAR_SYNC BAR_ARRIVE BAR_WARP CLUSTER_ARRIVE CLUSTER_WAIT
-SHFL VOTE REDUX ELECT MBAR_INIT MBAR_ARRIVE MBAR_EXPECT MBAR_TRY CP_ASYNC CP_ARRIVE CP_COMMIT CP_WAIT TMA_LOAD TMA_STORE
-TMA_WAIT ST_ASYNC LDMATRIX STMATRIX MMA WGMMA WGMMA_COMMIT WGMMA_WAIT
+SHFL VOTE REDUX ELECT MBAR_INIT MBAR_ARRIVE MBAR_EXPECT MBAR_TRY CP_ASYNC CP_ARRIVE CP_COMMIT CP_WAIT BULK_LOAD TMA_LOAD
+TMA_STORE TMA_WAIT ST_ASYNC LDMATRIX STMATRIX MMA WGMMA WGMMA_COMMIT WGMMA_WAIT
 """.split()
 TYPES = "pred b8 u8 s8 b16 u16 s16 b32 u32 s32 b64 u64 s64 f16 bf16 f32 f16x2 bf16x2".split()
 SPECIALS = [
@@ -29,10 +29,10 @@ SPACES = ["param", "global", "shared", "generic"]
 COMPARISONS = "eq ne lt le gt ge equ neu ltu leu gtu geu".split()
 SHUFFLES = ["up", "down", "bfly", "idx"]
 VOTES = ["ballot", "any", "all"]
-REDUCTIONS = ["add", "min", "max"]
+REDUCTIONS = ["add", "min", "max", "or"]
 ROUNDINGS = ["rn", "rz", "rm", "rp"]
 # bits of a record's flags
-RELU, MULTICAST, TRANSPOSED, IN_REGISTERS, A_TRANSPOSED, B_TRANSPOSED = 1, 1, 1, 1, 2, 4
+RELU, KEEP_NAN, MULTICAST, TRANSPOSED, IN_REGISTERS, A_TRANSPOSED, B_TRANSPOSED = 1, 2, 1, 1, 1, 2, 4
 
 # A record: operands are the `outputs + inputs` places from `first` on in the list of operands, and an operand is a
 # register, or a constant -1 - i. `guard` is the register of the predicate, or -1. `mode` depends on the operation.
@@ -56,7 +56,7 @@ FIELDS = (
 # The first byte that a kernel's shared memory begins at: below is what the hardware keeps for itself.
 SHARED_BASE = 1024
 # What changes no result here.
-_HINTS = set("lo sync aligned uni relaxed gpu cta cg tile row col x4 m8n8 satfinite read L2::128B".split())
+_HINTS = set("lo sync aligned uni relaxed acq_rel gpu cta cg cs tile row col x4 m8n8 read L2::128B".split())
 _NO_OPERATION = ("griddepcontrol", "fence", "prefetch", "setmaxnreg")
 _SIMPLE = {
     **{name: name.upper() for name in "add sub div rem neg abs sqrt rcp and or xor not shl shr popc clz selp".split()},
@@ -109,17 +109,17 @@ def header() -> str:
         "Vote": [f"VOTE_{name.upper()}" for name in VOTES],
         "Reduction": [f"REDUCE_{name.upper()}" for name in REDUCTIONS],
     }
-    flags = ("RELU", "MULTICAST", "TRANSPOSED", "IN_REGISTERS", "A_TRANSPOSED", "B_TRANSPOSED", "SHARED_BASE")
+    constants = "RELU KEEP_NAN MULTICAST TRANSPOSED IN_REGISTERS A_TRANSPOSED B_TRANSPOSED SHARED_BASE".split()
     lines = [f"enum {kind} {{{', '.join(values)}}};" for kind, values in names.items()]
-    lines += [f"constexpr unsigned {name} = {globals()[name]};" for name in flags]
+    lines += [f"constexpr unsigned {name} = {globals()[name]};" for name in constants]
     return "\n".join([*lines, f"struct Instruction {{ long long {', '.join(FIELDS)}; }};", ""])
 
 
 class Kernel:
-    """The records of one ``.entry``, and the memory of its parameters.
+    """The records of one ``.entry``.
 
     Attributes: ``records``, ``operands`` and ``constants``, arrays for the emulator; ``registers``, how many there are;
-    ``parameters``, the (offset, size) of each.
+    ``parameters``, the (offset, size) of each in a memory of ``bytes``.
     """
 
     def __init__(self, name: str, parameters: list[tuple[str, int, int]], shared: dict[str, int]) -> None:
@@ -268,7 +268,7 @@ class Kernel:
         return next((i for i, name in enumerate(ROUNDINGS) if s.take(name)), 0)
 
     def _min(self, s: _Statement) -> None:
-        self._plain(s.head.upper(), s, flags=RELU * s.take("relu"))
+        self._plain(s.head.upper(), s, flags=RELU * s.take("relu") | KEEP_NAN * s.take("NaN"))
 
     _max = _min
 
@@ -428,12 +428,18 @@ class Kernel:
             return
         if s.take("wait_group"):
             return self._emit("TMA_WAIT")
-        rank = next((n for n in range(1, 6) if s.take(f"{n}d")), 0)
-        if not rank or not s.take("tensor"):
-            raise s.unknown()
         # a cache hint is the last argument
         arguments = s.arguments[:-1] if s.take("L2::cache_hint") else s.arguments
-        if s.take("bulk_group"):
+        rank = next((n for n in range(1, 6) if s.take(f"{n}d")), 0)
+        if not s.take("tensor"):
+            target, source, size, barrier = arguments
+            (base, offset), (base2, offset2) = self._address(target), self._address(source)
+            signal, offset3 = self._address(barrier)
+            if offset3 or not s.take("mbarrier::complete_tx::bytes"):
+                raise s.unknown()
+            given = [base, base2, self._operand(size), signal]
+            self._emit("BULK_LOAD", [], given, offset=offset, offset2=offset2)
+        elif s.take("bulk_group"):
             tensor, source = arguments
             base, offset = self._address(source)
             self._emit("TMA_STORE", [], [base, *self._tensor(tensor)], offset=offset, mode=rank)
@@ -461,7 +467,7 @@ class Kernel:
         self._emit("STMATRIX", [], given, offset=offset, flags=TRANSPOSED * s.take("trans"))
 
     def _mma(self, s: _Statement) -> None:
-        if not s.take("m16n8k16"):
+        if not (s.take("m16n8k16") or s.take("m16n8k8")) or s.types[1] not in ("bf16", "f16"):
             raise s.unknown()
         outputs, *inputs = (self._group(argument) for argument in s.arguments)
         given = [operand for group in inputs for operand in group]
@@ -488,6 +494,8 @@ class Kernel:
         if transposed:
             flags |= A_TRANSPOSED * (transposed[0] if not in_registers else 0) | B_TRANSPOSED * transposed[-1]
         given = [self._operand(scale), self._operand(b), *self._group(a)]
+        # sums of bytes are far from saturating
+        s.take("satfinite")
         columns = int(re.findall(r"\d+", shape)[1])
         self._emit("WGMMA", self._group(outputs), given, type=TYPES.index(s.types[1]), mode=columns, flags=flags)
 
