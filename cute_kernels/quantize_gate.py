@@ -10,8 +10,8 @@ scale and the offset. Column 256 v + 8 l + i of them is in lane l first, then in
     round     a value times the levels plus the column's dither; its floor is the result. Bytes are put in order in
               shared memory. Their product with the dithers of the other side is the offset.
 
-Levels are in the order of `screen.levels`, so the results have the same bits as on a CPU, but for the order of the sums
-of squares and of the offset. The dithers lie in shared memory in the order in which lanes read them.
+Levels are in the order of `screen.levels`, so `q` and `scale` have the same bits as on a CPU; sums of squares and of
+the offset are in another order. The dithers lie in shared memory in the order in which lanes read them.
 """
 
 from typing import Any, NamedTuple

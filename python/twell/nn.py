@@ -463,7 +463,7 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
 def keep_gate_copies(module: nn.Module, keep: bool = True) -> None:
     """Let every layer of ``twell.nn`` in ``module`` keep the int8 copy of its gate weight, or stop doing so.
 
-    The screen of the gate reads such a copy; an inference call makes it anew unless the layer keeps it. It takes half
+    The screen of the gate reads such a copy; an inference call makes its own unless the layer keeps one. It takes half
     of the gate weight's memory, which ``twell.explain`` shows, from the first call on that screens: none where no
     strategy does. A training step makes its own, and so does a captured CUDA graph in each replay. Calls of up to eight
     tokens read the copy of a large layer by strategy "row", too, and so does a graph of theirs the copy that a call

@@ -4,7 +4,7 @@ A kernel launched with ``use_pdl`` may run while its predecessor does. ``griddep
 predecessor has ended and its writes are visible. Every kernel waits, unconditionally, before it touches global memory,
 and lets its successor start only after that. So all earlier kernels have ended, too, when a kernel passes its wait.
 
-They have even when it starts, but for its predecessor: so it may read what that one never writes. ``AHEAD`` lists this.
+All except for its predecessor have ended when it starts: so it may read what that one never writes, see ``AHEAD``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_screen import BF16, HOSTILE, SIZES, gaussian, outliers, unpacked
+from test_screen import BF16, HOSTILE, SIZES, gaussian
 from torch import Tensor
 
 import twell
@@ -142,34 +142,6 @@ def test_values_are_rounded_to_nearest(rows: Callable[..., Tensor]) -> None:
     assert ((q - exact).abs()[ordinary] <= 0.5 + 2.0**-16).all()
     assert q.abs().max() <= 127
     assert not offset.any()
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("k", [8, 24, *SIZES])
-def test_quantize_gate_is_the_reference(k: int, weights: bool, dtype: torch.dtype) -> None:
-    torch.manual_seed(k)
-    for rows in (*HOSTILE, torch.zeros, lambda r, k: torch.full((r, k), torch.nan), lambda r, k: torch.randn(0, k)):
-        matrix = rows(9, k).to(dtype)
-        found, expected = ops.quantize_gate(matrix, weights, True), reference.quantize_gate(matrix, weights, True)
-        for i in (0, 1, 3):
-            assert torch.equal(found[i], expected[i])
-        torch.testing.assert_close(found[2], expected[2], rtol=screen.SPREAD / 4, atol=0)
-
-
-@pytest.mark.parametrize("m", [0, 1, 127, 128, 129, 300])
-@pytest.mark.parametrize(("n", "k"), [(8, 8), (264, 64), (520, 72)])
-def test_gate_screen_is_the_reference_by_tiles_of_tokens(m: int, n: int, k: int) -> None:
-    torch.manual_seed(m)
-    x, w = outliers(m, k).to(BF16), torch.randn(n, k).to(BF16)
-    x[1::7], w[3::9] = 0, 0
-    w[5::9] = torch.inf
-    for bias in (None, (torch.randn(n) * 20 - 40).to(BF16)):
-        xs, ws = ops.quantize_gate(x, False, True), ops.quantize_gate(w, True, True)
-        candidates = ops.gate_screen(*xs, *ws, torch.empty(0, dtype=BF16) if bias is None else bias, True)
-        expected = reference.gate_screen(xs, ws, bias, nearest=True)
-        tiles = [expected[first : first + 128].any(0) for first in range(0, m, 128)]
-        assert torch.equal(unpacked(candidates, n), torch.stack(tiles) if tiles else expected)
 
 
 def test_operators_take_the_flag() -> None:

@@ -268,15 +268,19 @@ def test_dithers_of_x_and_w_and_signs_are_uncorrelated() -> None:
         assert abs((signs * other).mean()) * math.sqrt(12) * 128 < 4
 
 
+NEAREST = pytest.mark.parametrize("nearest", [False, True], ids=["dithered", "nearest"])
+
+
+@NEAREST
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("k", [8, 24, *SIZES])
-def test_quantize_gate_is_the_reference(k: int, weights: bool, dtype: torch.dtype) -> None:
+def test_quantize_gate_is_the_reference(k: int, weights: bool, dtype: torch.dtype, nearest: bool) -> None:
     torch.manual_seed(k)
     for rows in (*HOSTILE, torch.zeros, lambda r, k: torch.full((r, k), torch.nan), lambda r, k: torch.randn(0, k)):
         matrix = rows(9, k).to(dtype)
-        q, scale, spread, offset = ops.quantize_gate(matrix, weights)
-        expected = reference.quantize_gate(matrix, weights)
+        q, scale, spread, offset = ops.quantize_gate(matrix, weights, nearest)
+        expected = reference.quantize_gate(matrix, weights, nearest)
         assert torch.equal(q, expected[0])
         assert q.stride(0) % 16 == 0
         assert torch.equal(scale, expected[1])
@@ -309,17 +313,18 @@ def unpacked(candidates: Tensor, n: int) -> Tensor:
     return bits[:, :n]
 
 
+@NEAREST
 @pytest.mark.parametrize("m", [0, 1, 127, 128, 129, 300])
 @pytest.mark.parametrize(("n", "k"), [(8, 8), (264, 64), (520, 72)])
-def test_gate_screen_is_the_reference_by_tiles_of_tokens(m: int, n: int, k: int) -> None:
+def test_gate_screen_is_the_reference_by_tiles_of_tokens(m: int, n: int, k: int, nearest: bool) -> None:
     torch.manual_seed(m)
     x, w = outliers(m, k).to(BF16), torch.randn(n, k).to(BF16)
     x[1::7], w[3::9] = 0, 0
     w[5::9] = torch.inf
     for bias in (None, (torch.randn(n) * 20 - 40).to(BF16)):
-        xs, ws = ops.quantize_gate(x, False), ops.quantize_gate(w, True)
-        candidates = ops.gate_screen(*xs, *ws, torch.empty(0, dtype=BF16) if bias is None else bias)
-        expected = reference.gate_screen(xs, ws, bias)
+        xs, ws = ops.quantize_gate(x, False, nearest), ops.quantize_gate(w, True, nearest)
+        candidates = ops.gate_screen(*xs, *ws, torch.empty(0, dtype=BF16) if bias is None else bias, nearest)
+        expected = reference.gate_screen(xs, ws, bias, nearest=nearest)
         tiles = [expected[first : first + 128].any(0) for first in range(0, m, 128)]
         assert torch.equal(unpacked(candidates, n), torch.stack(tiles) if tiles else expected)
 
