@@ -22,6 +22,9 @@ TOKEN_TILE = 128
 CHUNK = 64
 NEURON_TILE = 64
 
+# Neurons of a list that share a partial sum of |h|.
+SUM_NEURONS = 128
+
 # Most neurons of a layer whose pattern the portable family brings to the hybrid format and transposes: shared memory.
 PORTABLE_UNION_NEURONS = 28672
 
@@ -75,12 +78,12 @@ def capacity(compression: int) -> int:
 
 
 def sums_per_tile(n: int) -> int:
-    """Partial sums of |h| per token tile: one per 256 listed neurons, or one per token."""
-    return max(TOKEN_TILE, tiles(n))
+    """Partial sums of |h| per token tile: one per SUM_NEURONS listed neurons, or one per token."""
+    return max(TOKEN_TILE, -(-n // SUM_NEURONS))
 
 
 def training_sums(n: int) -> int:
-    """The same in training: one per 256 listed neurons, or by OVERFLOW_SUM tokens and OVERFLOW_NEURONS neurons."""
+    """The same in training: one per SUM_NEURONS listed neurons, or by OVERFLOW_SUM tokens and OVERFLOW_NEURONS."""
     return TOKEN_TILE // OVERFLOW_SUM * -(-n // OVERFLOW_NEURONS)
 
 

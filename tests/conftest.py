@@ -22,7 +22,7 @@ gc.set_threshold(20_000, 20, 20)
 # A bundle has no kernel sources to compile, no build files, no pages and no pictures.
 if not (ROOT / "CMakeLists.txt").exists():
     absent = ("bundle", "catalog", "charts", "compile", "docs", "format", "imports", "requirements", "wheel")
-    collect_ignore = [f"cpu/test_{name}.py" for name in absent]
+    collect_ignore = [*(f"cpu/test_{name}.py" for name in absent), "emulator"]
 
 # Test processes share the cores: threads that wait for each other take them from the other processes.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -35,6 +35,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 GROUPS = {
     **dict.fromkeys(("test_wheel", "test_bundle", "test_compile"), "wheel"),
     **{f"test_{name}": name for name in ("bench_models", "docs", "nvtx", "quality", "transformers")},
+    "emulator": "emulator",
     # processes that fork from one that took seconds to import: see ranks.py
     **dict.fromkeys(
         ("test_compaction", "test_files", "test_recipe_tracker", "test_train_ends", "test_trainer", "distributed"),

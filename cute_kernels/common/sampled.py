@@ -7,8 +7,9 @@ the gradients.
             rounded one and its rounding error. If not gated, up is 1 and only d_gate is computed.
 
 So it is for relu; for the other activations see activation.py. A unit of work is a tile of 128 tokens and up to 256
-neurons of its list. Once 256 threads have its sums, they go to shared memory, 128 neurons at a time, and each entry
-reads its own; all other products are discarded. Entries are loaded before the sums are complete.
+neurons of its list, see units.py. Once 256 threads have its sums, they go to shared memory, 128 neurons at a time, and
+each entry reads its own; all other products are discarded. Entries are loaded before the sums are complete. Sums of
+|hidden| are those of 128 neurons, so that their bits do not depend on how a list is cut into units.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 
 from .. import geometry
 from . import operands
@@ -25,9 +26,9 @@ from .swizzle import swizzle_column
 from .values import high_to_float, pack, split_value, warp_sum, widen
 
 TILE_M, TILE_N = geometry.TOKEN_TILE, 256
-# neurons whose sums are staged at a time
-STAGED = 128
-# chunks of the list in a unit and in its staged part
+# neurons whose sums are staged at a time, and added
+STAGED = geometry.SUM_NEURONS
+# chunks of the list in the longest unit and in a staged part
 CHUNKS, STAGED_CHUNKS = TILE_N // geometry.CHUNK, STAGED // geometry.CHUNK
 # threads that hold sums, and entries that each loads at a time
 SAMPLERS, BATCH = 256, 4
@@ -74,7 +75,10 @@ class Loaded(NamedTuple):
 
 
 class Sampler:
-    """The epilogue of a kernel. Its `s` has `sums`, [TILE_M, STAGED] staged for the entries, and `totals` by warp."""
+    """The epilogue of a kernel, for a unit of so many `chunks`.
+
+    The kernel's `s` has `sums`, [TILE_M, STAGED] staged for the entries, and `totals` by staged part and warp.
+    """
 
     dtype: Any
 
@@ -86,45 +90,39 @@ class Sampler:
         """Wait for all threads that hold sums."""
         raise NotImplementedError
 
-    def stage_sums(self, s, acc, staged, thread):
-        """Store sums of 128 neurons, the first or the second of the unit."""
+    def stage_sums(self, s, acc, staged, chunks, thread):
+        """Store sums of up to 128 neurons, the first or the second of the unit."""
         raise NotImplementedError
 
     @cute.jit
-    def find_tile(self, sizes, unit, tile, before):
-        """Return the tile that holds `unit`, searching from `tile` on, and the number of units before that tile."""
-        tiles = sizes.shape[0] - 1
-        searching = tile < tiles
-        while searching:
-            here = cute.ceil_div(sizes[tile], TILE_N)
-            if unit >= before + here:
-                before += here
-                tile += 1
-                searching = tile < tiles
-            else:
-                searching = Boolean(False)
-        return tile, before
-
-    @cute.jit
-    def load_ahead(self, o, tile, part, thread):
+    def load_ahead(self, o, unit, chunks: cutlass.Constexpr, thread):
         """Load the bounds of a unit's chunks and a thread's first entries."""
         loaded = Loaded(
             entries=cute.make_rmem_tensor((BATCH,), Uint32),
             factors=cute.make_rmem_tensor((BATCH,), Float32),
             bounds=cute.make_rmem_tensor((CHUNKS + 1,), Int32),
         )
-        for i in range_constexpr(CHUNKS + 1):
-            loaded.bounds[i] = o.chunks[tile, cutlass.min(part * CHUNKS + i, o.chunks.shape[1] - 1)]
-        self.load_entries(o, loaded, loaded.bounds[0] + thread, loaded.bounds[STAGED_CHUNKS])
+        for i in range_constexpr(chunks + 1):
+            loaded.bounds[i] = o.chunks[unit.tile, cutlass.min(unit.start + i, o.chunks.shape[1] - 1)]
+        self.load_entries(o, loaded, loaded.bounds[0] + thread, loaded.bounds[min(STAGED_CHUNKS, chunks)])
         return loaded
 
     @cute.jit
-    def sample(self, s, o, acc, loaded, tile, part, staged: cutlass.Constexpr, thread):
-        """Stage 128 columns of the sums and apply each entry's own; the first entries are already loaded."""
+    def sample_unit(self, s, o, acc, loaded, unit, chunks: cutlass.Constexpr, thread):
+        """Apply the sums of a unit to its entries."""
+        totals = []
+        for staged in range_constexpr(-(-chunks // STAGED_CHUNKS)):
+            totals.append(self.sample(s, o, acc, loaded, unit, staged, chunks, thread))
+        self.store_totals(o, s, totals, unit, thread)
+
+    @cute.jit
+    def sample(self, s, o, acc, loaded, unit, staged: cutlass.Constexpr, chunks: cutlass.Constexpr, thread):
+        """Stage up to 128 columns of the sums and apply each entry's own; the first entries are already loaded."""
         self.sync_sums()
-        self.stage_sums(s, acc, staged, thread)
+        self.stage_sums(s, acc, staged, chunks, thread)
         self.sync_sums()
-        first, middle, last = (loaded.bounds[staged * STAGED_CHUNKS + i] for i in range(3))
+        # without a second chunk no entry is behind the middle
+        first, middle, last = (loaded.bounds[min(staged * STAGED_CHUNKS + i, chunks)] for i in range(3))
         total = Float32(0.0)
         at = first + thread
         while at < last:
@@ -135,12 +133,12 @@ class Sampler:
                     token, position = Int32((entry >> 6) & Uint32(127)), Int32(entry & Uint32(63))
                     position = position + geometry.CHUNK if here >= middle else position
                     value = s.sums[token * STAGED + swizzle_column(token, position)]
-                    position += part * TILE_N + staged * STAGED
-                    total += self.apply_entry(o, here, value, entry, loaded.factors[j], tile, position)
+                    position += unit.start * geometry.CHUNK + staged * STAGED
+                    total += self.apply_entry(o, here, value, entry, loaded.factors[j], unit.tile, position)
             at += BATCH * SAMPLERS
             self.load_entries(o, loaded, at, last)
-        if const_expr(staged == 0):
-            self.load_entries(o, loaded, last + thread, loaded.bounds[CHUNKS])
+        if const_expr((staged + 1) * STAGED_CHUNKS < chunks):
+            self.load_entries(o, loaded, last + thread, loaded.bounds[min((staged + 2) * STAGED_CHUNKS, chunks)])
         return total
 
     @cute.jit
@@ -157,11 +155,11 @@ class Sampler:
         raise NotImplementedError
 
     def apply_entry(self, o, at, value, entry, factor, tile, position):
-        """Store what becomes of one entry by its product `value`; returns what `store_total` adds up."""
+        """Store what becomes of one entry by its product `value`; returns what `store_totals` adds up."""
         raise NotImplementedError
 
-    def store_total(self, o, s, total, tile, part, thread):
-        """Store the unit's sum of what `apply_entry` returned."""
+    def store_totals(self, o, s, totals, unit, thread):
+        """Store the sums of what `apply_entry` returned, by staged parts."""
         raise NotImplementedError
 
 
@@ -213,17 +211,19 @@ class SampledUpForm(Sampler):
         return cute.arch.fmax(h, -h)
 
     @cute.jit
-    def store_total(self, o, s, total, tile, part, thread):
-        """Store the unit's sum of |hidden|, added in a fixed order."""
-        total = warp_sum(total)
-        if thread & 31 == 0:
-            s.totals[thread // 32] = total
+    def store_totals(self, o, s, totals, unit, thread):
+        """Store the sums of |hidden|, each added in a fixed order."""
+        warps = SAMPLERS // 32
+        for i in range_constexpr(len(totals)):
+            total = warp_sum(totals[i])
+            if thread & 31 == 0:
+                s.totals[i * warps + thread // 32] = total
         self.sync_sums()
-        if thread == 0:
+        if thread < len(totals):
             everything = Float32(0.0)
-            for i in range_constexpr(SAMPLERS // 32):
-                everything += s.totals[i]
-            o.pointwise.l1[tile, part] = everything
+            for warp in range_constexpr(warps):
+                everything += s.totals[thread * warps + warp]
+            o.pointwise.l1[unit.tile, unit.start // STAGED_CHUNKS + thread] = everything
 
 
 class SampledGradForm(Sampler):
@@ -273,7 +273,7 @@ class SampledGradForm(Sampler):
         return Float32(0.0)
 
     @cute.jit
-    def store_total(self, o, s, total, tile, part, thread):
+    def store_totals(self, o, s, totals, unit, thread):
         """Do nothing: gradients have no total."""
 
 

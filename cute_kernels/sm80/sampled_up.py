@@ -1,8 +1,9 @@
 """Products sampled at the non-zeros of a hybrid gate, for every GPU since sm_80; common/sampled.py has their epilogue
 and what they are for.
 
-Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and up to 256 neurons of its list; each row of w in
-the union of 128 tokens' neurons is read once. product.py has the main loop; rows of w are those that the list names.
+Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and up to 256 neurons of its list, see
+common/units.py; each row of w in the union of 128 tokens' neurons is read once. All units have the main loop of
+product.py, for 256 rows of w, so none is cut for balance; rows of w are those that the list names.
 Then the ring holds the sums, and the next unit starts when their entries have been read.
 
 sampled_grad.py runs the same kernel on dy and w_down.
@@ -15,11 +16,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from .. import feasible
+from .. import feasible, geometry
 from ..common import launch
 from ..common.mma import clear
-from ..common.sampled import SAMPLERS, STAGED, TILE_M, TILE_N, Operands, SampledUpForm, Sampler, up_arguments
+from ..common.sampled import CHUNKS, SAMPLERS, STAGED, TILE_M, TILE_N, Operands, SampledUpForm, Sampler, up_arguments
 from ..common.swizzle import swizzle_column
+from ..common.units import begin, deal_units, find_unit, unit_after
 from ..common.values import widen
 from ..specs import SampledUpSpec
 from .product import PASS, PIECE, PIECES, STAGES, THREADS, TILE_K, Product, thread_index
@@ -32,7 +34,7 @@ class Views(NamedTuple):
 
     ring: Any
     sums: Any  # [TILE_M, STAGED] overlays the ring: staged for the entries
-    totals: Any  # [warps]
+    totals: Any  # [TILE_N / STAGED, warps]
 
 
 class Place(NamedTuple):
@@ -54,7 +56,7 @@ class SampledProduct(Product, Sampler):
         @cute.struct
         class Shared:
             ring: cute.struct.Align[cute.struct.MemRange[self.dtype, STAGES * self.stage_values], 128]
-            totals: cute.struct.MemRange[Float32, THREADS // 32]
+            totals: cute.struct.MemRange[Float32, TILE_N // STAGED * (THREADS // 32)]
 
         assert TILE_M * STAGED * 2 <= STAGES * self.stage_values
         self.shared = feasible.check_portable_memory(Shared)
@@ -75,7 +77,7 @@ class SampledProduct(Product, Sampler):
         s = Views(
             ring,
             cute.make_tensor(cute.recast_ptr(ring, dtype=Float32), cute.make_layout(TILE_M * STAGED)),
-            shared.totals.get_tensor(cute.make_layout(THREADS // 32)),
+            shared.totals.get_tensor(cute.make_layout(TILE_N // STAGED * (THREADS // 32))),
         )
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
@@ -88,38 +90,35 @@ class SampledProduct(Product, Sampler):
         steps = cutlass.max(cute.ceil_div(o.w.shape[1], TILE_K), Int32(STAGES))
         f = self.fragments(s.ring, at)
         rows = cute.make_rmem_tensor((TILE_N // PASS,), Uint32)
-        unit, stage = cute.arch.block_idx()[0], Int32(0)
-        tile, before = self.find_tile(o.sizes, unit, Int32(0), Int32(0))
-        while tile < o.sizes.shape[0] - 1:
-            place = self.place_of(o, rows, tile, unit - before, at)
+        index, stage = cute.arch.block_idx()[0], Int32(0)
+        deal = deal_units(o.sizes, cute.arch.grid_dim()[0], CHUNKS, False)
+        unit, cursor = find_unit(o.sizes, deal, index, begin(), CHUNKS)
+        while unit.chunks > 0:
+            place = self.place_of(o, rows, unit, at)
             self.begin(o, s.ring, f, place, stage, at)
             clear(f.acc)
             stage = self.multiply_steps(o, s.ring, f, place, place, steps, stage, at, False)
             # not earlier: the main loop needs the registers
-            loaded = self.load_ahead(o, tile, unit - before, at.thread)
+            loaded = self.load_ahead(o, unit, CHUNKS, at.thread)
             # before sums replace what the ring holds
             cute.arch.cp_async_wait_group(0)
-            total = Float32(0.0)
-            for staged in range_constexpr(TILE_N // STAGED):
-                total += self.sample(s, o, f.acc, loaded, tile, unit - before, staged, at.thread)
-            self.store_total(o, s, total, tile, unit - before, at.thread)
-            unit += cute.arch.grid_dim()[0]
-            tile, before = self.find_tile(o.sizes, unit, tile, before)
+            self.sample_unit(s, o, f.acc, loaded, unit, CHUNKS, at.thread)
+            index = unit_after(index, deal.ctas)
+            unit, cursor = find_unit(o.sizes, deal, index, cursor, CHUNKS)
             # before copies replace the sums
             self.sync_sums()
 
     # ---- load ----
 
     @cute.jit
-    def place_of(self, o, rows, tile: Int32, part: Int32, at):
+    def place_of(self, o, rows, unit, at):
         """The place of a unit; fills `rows`."""
-        token, own = tile * TILE_M + at.thread // PIECES, at.thread // PIECES
-        length = cutlass.min(o.sizes[tile] - part * TILE_N, Int32(TILE_N))
+        token, own = unit.tile * TILE_M + at.thread // PIECES, at.thread // PIECES
         for j in range_constexpr(TILE_N // PASS):
             row = own + PASS * j
-            neuron = widen(o.neurons[tile, part * TILE_N + row]) if row < length else 0
+            neuron = widen(o.neurons[unit.tile, unit.start * geometry.CHUNK + row]) if row < unit.length else 0
             rows[j] = Uint32(neuron) * Uint32(o.w.stride[0] // PIECE)
-        return Place(Int64(token) * o.x.stride[0], o.x.shape[0] - token, rows, length - own)
+        return Place(Int64(token) * o.x.stride[0], o.x.shape[0] - token, rows, unit.length - own)
 
     @cute.jit
     def load_piece(self, o, ring, place, step, stage, index: cutlass.Constexpr, thread):
@@ -142,7 +141,7 @@ class SampledProduct(Product, Sampler):
         cute.arch.sync_threads()
 
     @cute.jit
-    def stage_sums(self, s, acc, staged: cutlass.Constexpr, thread):
+    def stage_sums(self, s, acc, staged: cutlass.Constexpr, chunks: cutlass.Constexpr, thread):
         # read again, so that addresses are computed here and take no registers in the main loop
         at = thread_index(again=True)
         # two of the four warps beside each other have these columns

@@ -4,14 +4,16 @@ gate_pack.py with gathered rows of weights: a tile of the words has 256 places o
 compact.py, given the lists, brings them to the hybrid format; words, spill and stats of tiles behind the end of a list
 are not written. The products of a gate have the same order as in gate_pack.py, so it has the same bits.
 
-Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and up to 256 places of its list. A unit of up to 128
-computes half the products; these come last. Three warp groups:
+Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and 64, 128, 192 or 256 places of its list, see
+common/units.py; a CTA's units are the longest first. None is cut for balance: a tile of the words has a count, so one
+CTA writes it. Three warp groups:
 
     pack      warps 0 and 1, as in gate_pack.py.
-    load      warps 2 and 3. x by TMA, 64 columns per stage, and the same columns of 256 rows of w by cp.async,
+    load      warps 2 and 3. x by TMA, 64 columns per stage, and the same columns of the unit's rows of w by cp.async,
               swizzled.
-    mma       groups 1 and 2, 128 places each, or 64 of a small unit: WGMMA 64x128x16, as in gate_pack.py. Gates of
-              places behind the end of the list are set to 0.
+    mma       groups 1 and 2: WGMMA 64x128x16, as in gate_pack.py. Of four times 64 places the first group has the first
+              and the third, of which it computes only the first in units without a third; the other likewise the second
+              and the fourth. Gates of places behind the end of the list are set to 0.
 
     FULL[s]   64 load threads arrive through cp.async, + 1 arrival and the bytes of x.
     EMPTY[s]  8 mma warps arrive.
@@ -25,7 +27,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -34,7 +36,8 @@ from .. import feasible, geometry
 from ..common import operands
 from ..common.copies import copy_async
 from ..common.swizzle import swizzle_piece
-from ..common.values import lowest_bit, prefix_sum, widen
+from ..common.units import LONG, begin, deal_units, find_unit, unit_after
+from ..common.values import widen
 from ..specs import SampledGateSpec
 from .gate_pack import MMA_WARPS, REGISTERS_LOAD_PACK, REGISTERS_MMA, ROWS, THREADS, TILE_N, Barrier, Extent, GatePack
 from .ring import open_ring, release
@@ -66,14 +69,6 @@ class Views(NamedTuple):
     sW: Any  # weights
     sX: Any
     gate: Any  # [4 panels, tokens, 64 places], swizzled
-
-
-class Unit(NamedTuple):
-    """A tile of tokens, the tile of the words, and how many places of the list are in it."""
-
-    tile: Any
-    column: Any
-    length: Any
 
 
 class SampledGate(GatePack):
@@ -144,63 +139,25 @@ class SampledGate(GatePack):
         )
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        units = self.count_units(o.sizes)
-        # `neurons` is set for each unit
-        extent = Extent(units, Int32(1), cute.ceil_div(x.shape[1], TILE_K), x.shape[0], Int32(0))
-        tile = cute.arch.block_idx()[2]
-        if tile < units:
+        deal = deal_units(o.sizes, cute.arch.grid_dim()[2], 1, False)
+        index, k_tiles = cute.arch.block_idx()[2], cute.ceil_div(x.shape[1], TILE_K)
+        if index < deal.ends[-1]:
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_LOAD_PACK)
                 if warp_index >= PACK_WARPS:
-                    self.load(ring, x_tma, x, s, shared.sW.data_ptr(), o, thread - 32 * PACK_WARPS, extent)
-                    tile = self.last_tile(extent)
-                self.pack(s, o, tile, warp_index, extent)
+                    index = self.load(
+                        ring, x_tma, x, s, shared.sW.data_ptr(), o, thread - 32 * PACK_WARPS, deal, k_tiles
+                    )
+                self.pack_units(s, o, index, warp_index, deal, x.shape[0])
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
-                self.mma(ring, s, o, thread - 128, extent)
-
-    # ---- units ----
-
-    @cute.jit
-    def count_units(self, sizes) -> Int32:
-        """Number of units. All lanes of a warp must take part."""
-        lane, own = cute.arch.lane_idx(), Int32(0)
-        for tile in cutlass.range(lane, sizes.shape[0] - 1, 32, unroll=1):
-            own += cute.ceil_div(sizes[tile], TILE_N)
-        return Int32(cute.arch.warp_redux_sync(own, "add"))
-
-    @cute.jit
-    def unit_of(self, sizes, index: Int32) -> Unit:
-        """The unit with an index: those of more than 128 places first, by tiles. All lanes must take part."""
-        lane, tiles = cute.arch.lane_idx(), sizes.shape[0] - 1
-        tile, column, length, left = Int32(0), Int32(0), Int32(0), index
-        searching = left >= 0
-        # the small units' turn begins at `tiles`, rounded up to whole groups of lanes
-        first, groups = Int32(0), cute.ceil_div(tiles, 32)
-        while searching:
-            small = first >= groups
-            at = (first - groups if small else first) * 32 + lane
-            size = sizes[at] if at < tiles else 0
-            large = (size + HALF - 1) // TILE_N
-            count = cute.ceil_div(size, TILE_N) - large if small else large
-            before = prefix_sum(count, lane)
-            total = cute.arch.shuffle_sync(before + count, 31)
-            if left < total:
-                source = lowest_bit(Uint32(cute.arch.vote_ballot_sync((before <= left) & (left < before + count))))
-                tile = cute.arch.shuffle_sync(at, source)
-                skipped = cute.arch.shuffle_sync(before, source)
-                column = cute.arch.shuffle_sync(large, source) if small else left - skipped
-                length = cutlass.min(cute.arch.shuffle_sync(size, source) - column * TILE_N, Int32(TILE_N))
-                searching = Boolean(False)
-            left -= total
-            first += 1
-        return Unit(tile, column, length)
+                self.mma(ring, s, o, thread - 128, deal, k_tiles, x.shape[0])
 
     # ---- roles ----
 
     @cute.jit
-    def load(self, ring, x_tma, x, s, sW, o, thread, extent):
-        """Load 64 columns of x and of the unit's rows of w per stage."""
+    def load(self, ring, x_tma, x, s, sW, o, thread, deal, k_tiles):
+        """Load 64 columns of x and of the unit's rows of w per stage. Returns the index of the last unit."""
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         tiles = cute.local_tile(x, (TOKENS, TILE_K), (None, None))
@@ -213,14 +170,14 @@ class SampledGate(GatePack):
         pitch = Uint32(o.w.stride[0] // 8)
         target = sW + (first * TILE_K + swizzle_piece(first, piece))
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        index, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
-        while index < extent.m_tiles:
-            unit = self.unit_of(o.sizes, index)
+        index = last = cute.arch.block_idx()[2]
+        unit, cursor = find_unit(o.sizes, deal, index, begin(), 1)
+        while unit.chunks > 0:
             for j in range_constexpr(TILE_N // PASS):
                 row = first + PASS * j
-                neuron = widen(o.neurons[unit.tile, unit.column * TILE_N + row]) if row < unit.length else 0
+                neuron = widen(o.neurons[unit.tile, unit.start * geometry.CHUNK + row]) if row < unit.length else 0
                 rows[j] = Uint32(neuron) * pitch + Uint32(piece)
-            for k in cutlass.range(extent.k_tiles, unroll=1):
+            for k in cutlass.range(k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
                 if warp == 0:
                     if lane == 0:
@@ -235,28 +192,33 @@ class SampledGate(GatePack):
                         copy_async(stage + j * PASS * TILE_K, source + Int64(rows[j]) * 8, size)
                 cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + state.index)
                 state.advance()
-            index += step
+            last, index = index, unit_after(index, deal.ctas)
+            unit, cursor = find_unit(o.sizes, deal, index, cursor, 1)
+        return last
 
     @cute.jit
-    def mma(self, ring, s, o, thread: Int32, extent):
+    def mma(self, ring, s, o, thread: Int32, deal, k_tiles, tokens):
         """Main loop and the register half of the epilogue, for half of the unit's places."""
+        half = cute.arch.make_warp_uniform(thread // 128)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        first, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
-        index, unit = first, self.unit_of(o.sizes, first)
-        # small units come last
+        index = first = cute.arch.block_idx()[2]
+        unit, cursor = find_unit(o.sizes, deal, index, begin(), 1)
+        last = unit
         for places in (TILE_N, HALF):
-            while index < extent.m_tiles and unit.length > places - HALF:
-                state = self.compute_gates(ring, s, o, unit, state, index != first, thread, extent, places)
-                index += step
-                if index < extent.m_tiles:
-                    unit = self.unit_of(o.sizes, index)
+            # a group has twice 64 places of units that reach its second ones; shorter units come later
+            least = half + 2 if const_expr(places == TILE_N) else Int32(0)
+            while unit.chunks > least:
+                state = self.compute_gates(ring, s, o, unit, state, index != first, thread, k_tiles, places)
+                index, last = unit_after(index, deal.ctas), unit
+                if index < deal.ends[-1]:
                     cute.arch.barrier_arrive(barrier_id=Barrier.GATE_FULL, number_of_threads=self.handover_threads())
+                unit, cursor = find_unit(o.sizes, deal, index, cursor, 1)
         cute.arch.barrier(barrier_id=Barrier.GATE_LAST, number_of_threads=THREADS)
         worker = cute.arch.make_warp_uniform(thread // 32) + THREADS // 32 - MMA_WARPS
-        self.pack_tile(s, o, index - step, worker, Int32(THREADS // 32), extent)
+        self.pack_unit(s, o, last, worker, Int32(THREADS // 32), tokens)
 
     @cute.jit
-    def compute_gates(self, ring, s, o, unit, state, wait: Boolean, thread, extent, places: cutlass.Constexpr):
+    def compute_gates(self, ring, s, o, unit, state, wait: Boolean, thread, k_tiles, places: cutlass.Constexpr):
         """Multiply the first places of a unit and store its gates, after a `wait` for the gates before to be packed.
 
         Returns the next state of the ring.
@@ -272,7 +234,7 @@ class SampledGate(GatePack):
         acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((places, TOKENS)), Float32)
         lane, read = cute.arch.lane_idx(), state.clone()
         mma.set(warpgroup.Field.ACCUMULATE, False)
-        for k in cutlass.range(extent.k_tiles, unroll=1):
+        for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(ring.full + state.index, state.phase)
             cute.arch.fence_proxy("async.shared", space="cta")
             warpgroup.fence()
@@ -305,21 +267,37 @@ class SampledGate(GatePack):
                 exists, bias = place < unit.length, Float32(0.0)
                 if o.bias.shape[0] > 0:
                     if exists:
-                        bias = o.bias[widen(o.neurons[unit.tile, unit.column * TILE_N + place])].to(Float32)
+                        bias = o.bias[widen(o.neurons[unit.tile, unit.start * geometry.CHUNK + place])].to(Float32)
                 for v in range_constexpr(TOKENS // 8):
                     for j in range_constexpr(2):
                         gate = acc[(j, i, v), part, 0] + bias
                         acc[(j, i, v), part, 0] = gate if exists else Float32(0.0)
 
     @cute.jit
-    def pack_tile(self, s, o, index: Int32, worker: Int32, workers: Int32, extent):
+    def pack_units(self, s, o, index: Int32, warp_index: Int32, deal, tokens):
+        """Pack the CTA's units from `index` on, the last one together with all of its warps."""
+        unit, cursor = find_unit(o.sizes, deal, index, begin(), 1)
+        while unit.chunks > 0:
+            index = unit_after(index, deal.ctas)
+            following, cursor = find_unit(o.sizes, deal, index, cursor, 1)
+            last = following.chunks == 0
+            if last:
+                cute.arch.barrier(barrier_id=Barrier.GATE_LAST, number_of_threads=THREADS)
+            else:
+                cute.arch.barrier(barrier_id=Barrier.GATE_FULL, number_of_threads=self.handover_threads())
+            self.pack_unit(s, o, unit, warp_index, Int32(THREADS // 32) if last else Int32(PACK_WARPS), tokens)
+            if not last:
+                cute.arch.barrier_arrive(barrier_id=Barrier.GATE_EMPTY, number_of_threads=self.handover_threads())
+            unit = following
+
+    @cute.jit
+    def pack_unit(self, s, o, unit, worker: Int32, workers: Int32, tokens):
         """Pack every `workers`-th eight tokens of a unit, from `worker` on."""
-        unit = self.unit_of(o.sizes, index)
         # of the last eight places some may not exist: their gates are 0
-        end = unit.column * TILE_N + unit.length
-        own = Extent(extent.m_tiles, extent.n_tiles, extent.k_tiles, extent.rows, end)
+        end = unit.start * geometry.CHUNK + unit.length
+        extent = Extent(Int32(0), Int32(0), Int32(0), tokens, end)
         for eight in cutlass.range(worker, TOKENS // ROWS, workers, unroll=1):
-            self.pack_rows(s, o, unit.tile * (TOKENS // ROWS) + eight, unit.column, eight, own)
+            self.pack_rows(s, o, unit.tile * (TOKENS // ROWS) + eight, unit.start // LONG, eight, extent)
 
 
 def signature(spec: SampledGateSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -1,10 +1,12 @@
 """Products sampled at the non-zeros of a hybrid gate; common/sampled.py has their epilogue and what they are for.
 
-Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and up to 256 neurons of its list; each row of w in
-the union of 128 tokens' neurons is read once. Two kinds of warp groups:
+Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and 64, 128, 192 or 256 neurons of its list, see
+common/units.py; each row of w in the union of 128 tokens' neurons is read once. A CTA's units are the longest first, so
+that each length has a loop of its own. Two kinds of warp groups:
 
-    load    group 0. x by TMA, 64 columns per stage, and the same columns of 256 rows of w by cp.async, swizzled.
-    mma     groups 1 and 2, 64 tokens each: WGMMA 64x256x16 over the columns, then the epilogue.
+    load    group 0. x by TMA, 64 columns per stage, and the same columns of the unit's rows of w by cp.async, swizzled.
+    mma     groups 1 and 2, 64 tokens each: WGMMA 64x256x16 over the columns, narrower of shorter units, then the
+            epilogue.
 
     FULL[s]    128 load threads arrive through cp.async, + 1 arrival and the bytes of x.
     EMPTY[s]   8 mma warps arrive.
@@ -27,8 +29,9 @@ from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
 from ..common.copies import copy_async
-from ..common.sampled import STAGED, TILE_M, TILE_N, Operands, SampledUpForm, Sampler, up_arguments
+from ..common.sampled import CHUNKS, STAGED, TILE_M, TILE_N, Operands, SampledUpForm, Sampler, up_arguments
 from ..common.swizzle import swizzle_column, swizzle_piece
+from ..common.units import begin, deal_units, find_unit, unit_after
 from ..common.values import widen
 from ..specs import SampledUpSpec
 from .ring import open_ring, release
@@ -54,7 +57,7 @@ class Views(NamedTuple):
     sX: Any
     sW: Any
     sums: Any  # [TILE_M, STAGED] staged for the entries
-    totals: Any  # [mma warps] sums of |hidden|
+    totals: Any  # [TILE_N / STAGED, mma warps] sums of |hidden|
 
 
 class SampledProduct(Sampler):
@@ -63,9 +66,6 @@ class SampledProduct(Sampler):
     @cute.jit
     def launch(self, o, capacity, max_ctas, stream):
         shape = (TILE_M, TILE_N, TILE_K)
-        mma = sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, TILE_N)
-        )
         x_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, STAGES)
         w_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, STAGES)
         x_tma, x_g = cpasync.make_tiled_tma_atom(
@@ -76,14 +76,14 @@ class SampledProduct(Sampler):
         class Shared:
             full: cute.struct.MemRange[Int64, STAGES]
             empty: cute.struct.MemRange[Int64, STAGES]
-            totals: cute.struct.MemRange[Float32, MMA_THREADS // 32]
+            totals: cute.struct.MemRange[Float32, TILE_N // STAGED * (MMA_THREADS // 32)]
             sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
             sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, TILE_M * STAGED], 1024]
 
         self.shared = feasible.check_shared_memory(Shared)
         if o.x.shape[0] > 0:
-            self.kernel(x_tma, x_g, o, capacity, mma, x_layout, w_layout).launch(
+            self.kernel(x_tma, x_g, o, capacity, x_layout, w_layout).launch(
                 grid=(max_ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
             )
 
@@ -94,7 +94,6 @@ class SampledProduct(Sampler):
         x_g: cute.Tensor,
         o: Operands,
         capacity: Int32,
-        mma: cute.TiledMma,
         x_layout: cute.ComposedLayout,
         w_layout: cute.ComposedLayout,
     ):
@@ -111,15 +110,16 @@ class SampledProduct(Sampler):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if o.sizes[o.sizes.shape[0] - 1] <= capacity:
+            deal = deal_units(o.sizes, cute.arch.grid_dim()[0], 1, True)
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_FILL)
-                self.load(s, shared.sW.data_ptr(), x_tma, x_g, o, columns, thread)
+                self.load(s, shared.sW.data_ptr(), x_tma, x_g, o, columns, deal, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
-                self.mma(s, mma, o, columns, thread - 128)
+                self.mma(s, o, columns, deal, thread - 128)
 
     @cute.jit
-    def load(self, s, sW, x_tma, x_g, o, columns, thread):
+    def load(self, s, sW, x_tma, x_g, o, columns, deal, thread):
         """Load 64 columns of x and of the unit's rows of w per stage."""
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
@@ -131,78 +131,84 @@ class SampledProduct(Sampler):
         rows = cute.make_rmem_tensor((TILE_N // PASS,), Int64)
         target = sW + (first * TILE_K + swizzle_piece(first, piece))
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
-        unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        tile, before = self.find_tile(o.sizes, unit, Int32(0), Int32(0))
-        while tile < o.sizes.shape[0] - 1:
-            start = (unit - before) * TILE_N
-            length = cutlass.min(cute.ceil_div(o.sizes[tile] - start, geometry.CHUNK) * geometry.CHUNK, Int32(TILE_N))
+        index = cute.arch.block_idx()[0]
+        unit, cursor = find_unit(o.sizes, deal, index, begin(), 1)
+        while unit.chunks > 0:
             for j in range_constexpr(TILE_N // PASS):
                 row = first + PASS * j
-                neuron = widen(o.neurons[tile, start + row]) if row < length else 0
+                neuron = widen(o.neurons[unit.tile, unit.start * geometry.CHUNK + row]) if row < unit.length else 0
                 rows[j] = Int64(neuron) * o.w.stride[0] + piece * 8
             for k in cutlass.range(columns, unroll=1):
                 cute.arch.mbarrier_wait(s.ring.empty + state.index, state.phase)
                 if warp_index == 0:
                     if lane == 0:
                         cute.arch.mbarrier_arrive_and_expect_tx(s.ring.full + state.index, TILE_M * TILE_K * 2)
-                    cute.copy(x_tma, x_t[None, tile, k], x_s[None, state.index], tma_bar_ptr=s.ring.full + state.index)
+                    x_tile = x_t[None, unit.tile, k]
+                    cute.copy(x_tma, x_tile, x_s[None, state.index], tma_bar_ptr=s.ring.full + state.index)
                 size = Int32(16) if k * TILE_K + piece * 8 < o.w.shape[1] else Int32(0)
                 column = k * TILE_K if size > 0 else 0
                 stage = target + state.index * (TILE_N * TILE_K)
                 for j in range_constexpr(TILE_N // PASS):
-                    if j * PASS < length:
+                    if j * PASS < unit.length:
                         copy_async(stage + j * PASS * TILE_K, o.w.iterator + (rows[j] + column), size)
                 cute.arch.cp_async_mbarrier_arrive_noinc(s.ring.full + state.index)
                 state.advance()
-            unit += step
-            tile, before = self.find_tile(o.sizes, unit, tile, before)
+            index = unit_after(index, deal.ctas)
+            unit, cursor = find_unit(o.sizes, deal, index, cursor, 1)
 
     @cute.jit
-    def mma(self, s, mma: cute.TiledMma, o, columns, thread):
-        """Compute all products of a unit, then sample those of the pattern."""
+    def mma(self, s, o, columns, deal, thread):
+        """Compute all products of each unit, then sample those of the pattern."""
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+        index = cute.arch.block_idx()[0]
+        unit, cursor = find_unit(o.sizes, deal, index, begin(), 1)
+        for chunks in range_constexpr(CHUNKS, 0, -1):
+            while unit.chunks == chunks:
+                state = self.compute_unit(s, o, columns, unit, state, chunks, thread)
+                index = unit_after(index, deal.ctas)
+                unit, cursor = find_unit(o.sizes, deal, index, cursor, 1)
+
+    @cute.jit
+    def compute_unit(self, s, o, columns, unit, state, chunks: cutlass.Constexpr, thread):
+        """Multiply and sample a unit of so many chunks; returns the next state of the ring."""
         half = cute.arch.make_warp_uniform(thread // 128)
-        lane = cute.arch.lane_idx()
+        lane, places = cute.arch.lane_idx(), chunks * geometry.CHUNK
+        mma = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, places)
+        )
         leader = mma.get_slice(cute.make_layout(2, stride=128)(half))
         rX = mma.make_fragment_A(leader.partition_A(s.sX))
-        rW = mma.make_fragment_B(leader.partition_B(s.sW))
-        acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((TILE_M, TILE_N)), Float32)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
-        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
-        unit, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        tile, before = self.find_tile(o.sizes, unit, Int32(0), Int32(0))
-        while tile < o.sizes.shape[0] - 1:
-            loaded = self.load_ahead(o, tile, unit - before, thread)
-            mma.set(warpgroup.Field.ACCUMULATE, False)
-            for k in cutlass.range(columns, unroll=1):
-                cute.arch.mbarrier_wait(s.ring.full + state.index, state.phase)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                warpgroup.fence()
-                for block in range_constexpr(TILE_K // 16):
-                    cute.gemm(mma, acc, rX[None, None, block, state.index], rW[None, None, block, state.index], acc)
-                    mma.set(warpgroup.Field.ACCUMULATE, True)
-                warpgroup.commit_group()
-                warpgroup.wait_group(1)
-                if k > 0:
-                    read = release(s.ring, read, lane)
-                state.advance()
-            warpgroup.wait_group(0)
-            read = release(s.ring, read, lane)
-            total = Float32(0.0)
-            for half_of_unit in range_constexpr(TILE_N // STAGED):
-                total += self.sample(s, o, acc, loaded, tile, unit - before, half_of_unit, thread)
-            self.store_total(o, s, total, tile, unit - before, thread)
-            unit += step
-            tile, before = self.find_tile(o.sizes, unit, tile, before)
+        rW = mma.make_fragment_B(leader.partition_B(cute.local_tile(s.sW, (places, TILE_K), (0, 0, None))))
+        acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((TILE_M, places)), Float32)
+        read = state.clone()
+        loaded = self.load_ahead(o, unit, chunks, thread)
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        for k in cutlass.range(columns, unroll=1):
+            cute.arch.mbarrier_wait(s.ring.full + state.index, state.phase)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            warpgroup.fence()
+            for block in range_constexpr(TILE_K // 16):
+                cute.gemm(mma, acc, rX[None, None, block, state.index], rW[None, None, block, state.index], acc)
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            if k > 0:
+                read = release(s.ring, read, lane)
+            state.advance()
+        warpgroup.wait_group(0)
+        release(s.ring, read, lane)
+        self.sample_unit(s, o, acc, loaded, unit, chunks, thread)
+        return state
 
     @cute.jit
     def sync_sums(self):
         cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
 
     @cute.jit
-    def stage_sums(self, s, acc, staged: cutlass.Constexpr, thread):
+    def stage_sums(self, s, acc, staged: cutlass.Constexpr, chunks: cutlass.Constexpr, thread):
         # the swizzle puts eight rows of a fragment in different banks
         row, column = (thread // 32) * 16 + ((thread & 31) >> 2), (thread & 3) * 2
-        for v in range_constexpr(STAGED // 8):
+        for v in range_constexpr(min(STAGED, chunks * geometry.CHUNK - staged * STAGED) // 8):
             for i in range_constexpr(2):
                 at = (row + 8 * i) * STAGED + swizzle_column(row, 8 * v) + column
                 pair = cute.make_tensor((s.sums.iterator + at).align(8), cute.make_layout(2))
@@ -216,7 +222,7 @@ class SampledProduct(Sampler):
             sX=shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
             sW=shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
             sums=shared.sums.get_tensor(cute.make_layout(TILE_M * STAGED)),
-            totals=shared.totals.get_tensor(cute.make_layout(MMA_THREADS // 32)),
+            totals=shared.totals.get_tensor(cute.make_layout(TILE_N // STAGED * (MMA_THREADS // 32))),
         )
 
 

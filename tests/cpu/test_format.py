@@ -29,17 +29,17 @@ def test_neuron_index_fits_its_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "sums"), [(8, 128), (5632, 128), (128 * 256, 128), (128 * 256 + 8, 129), (65536 - 8, 256), (65536, 256)]
+    ("n", "sums"), [(8, 128), (5632, 128), (128 * 128, 128), (128 * 128 + 8, 129), (65536 - 8, 512), (65536, 512)]
 )
 def test_sums_per_tile(n: int, sums: int) -> None:
-    """Room for one sum per token, and for one per 256 neurons in a union of all."""
+    """Room for one sum per token, and for one per 128 neurons in a union of all."""
     assert geometry.sums_per_tile(n) == sums
 
 
 @pytest.mark.parametrize(("n", "sums"), [(8, 2), (128, 2), (136, 4), (5632, 88), (65536 - 8, 1024), (65536, 1024)])
 def test_training_sums(n: int, sums: int) -> None:
-    """Room for one sum per 64 tokens and 128 neurons, and so for one per 256 neurons in a union of all."""
-    assert geometry.training_sums(n) == sums >= geometry.tiles(n)
+    """Room for one sum per 64 tokens and 128 neurons, and so for one per 128 neurons in a union of all."""
+    assert geometry.training_sums(n) == sums >= -(-n // geometry.SUM_NEURONS)
 
 
 @pytest.mark.parametrize("n", [8, 264, 5632, 8192, 16392, 65528, 65536])

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import twell
 from tests.gpu.operands import padded
 from twell import ops, testing
-from twell._runtime import geometry
+from twell._runtime import device, geometry
 from twell.commands.demo.model import ByteModel, ModelShape
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.testing import FFN
@@ -101,6 +101,17 @@ def check(
     assert found.keys() == right.keys()
     for name, gradient in found.items():
         testing.assert_same(gradient, right[name].float().to(gradient.dtype), f"autograd's gradient of {name}")
+
+
+@BOTH
+@pytest.mark.parametrize("ctas", [2, 20, 100])
+def test_any_number_of_ctas_computes_every_unit(gated: bool, ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of all lengths, in rounds or in a part of one, whole or cut."""
+    for m, density in ((1000, 0.0005), (1000, 0.002), (700, 0.01), (3000, 0.004)):
+        problem = testing.integer_problem(m, 72, 1032, density=density, biases=BIASES, device=DEVICE)
+        with monkeypatch.context() as patched:
+            patched.setattr(device, "sm_count", lambda index: ctas)
+            check_backward(problem, gated, 1.0, check_forward(problem, gated, 8))
 
 
 # One dimension at a time from its list of edges, then corners where several meet.
@@ -257,11 +268,11 @@ def test_cpu_operators_agree(dtype: torch.dtype, gated: bool) -> None:
         problem = testing.integer_problem(130, 264, 264, density=density, biases=BIASES, dtype=dtype)
         dy = testing.integer_upstream(problem)
         results = []
-        for device in ("cpu", DEVICE):
-            arguments = [None if t is None else t.to(device) for t in operands(problem, gated)]
+        for where in ("cpu", DEVICE):
+            arguments = [None if t is None else t.to(where) for t in operands(problem, gated)]
             y, l1, nonzeros, *kept = ops.hybrid_forward(*arguments, 8)
-            saved = (dy.to(device), torch.tensor(2.0, device=device), *arguments[:6], *kept)
-            mains = [None if t is None else torch.ones(t.shape, device=device) for t in arguments[1:4]]
+            saved = (dy.to(where), torch.tensor(2.0, device=where), *arguments[:6], *kept)
+            mains = [None if t is None else torch.ones(t.shape, device=where) for t in arguments[1:4]]
             added = ops.hybrid_backward_accumulate(*saved, *mains, True)
             rest = (y, l1, nonzeros, *ops.hybrid_backward(*saved, True, True), *added, *mains)
             results.append((kept, [t for t in rest if t is not None]))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from twell import ops, reference, testing
-from twell._runtime import geometry, screen
+from twell._runtime import device, geometry, screen
 from twell.testing import FFN
 
 CUDA = torch.device("cuda")
@@ -169,6 +169,18 @@ def test_workloads_have_the_bits_of_union(workload: str, real_layers: Path | Non
         assert_as_union(testing.load_real(int(workload[4:]), real_layers, 16384, device=CUDA))
     else:
         assert_as_union(testing.make(workload, 4096, device=CUDA))
+
+
+@pytest.mark.parametrize("ctas", [2, 20, 100])
+def test_bits_do_not_depend_on_how_units_are_dealt(ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, m in (("topic29", 3000), ("skew29", 1100), ("uniform29", 1100)):
+        problem = testing.make(name, m, 256, 2816)
+        expected = screened(problem)
+        with monkeypatch.context() as patched:
+            patched.setattr(device, "sm_count", lambda index: ctas)
+            found = screened(problem)
+        for field, a, b in zip(("y", "l1", "stats", "union", "candidates"), found, expected, strict=True):
+            testing.assert_same(a, b, f"{field} of {name}")
 
 
 def test_rows_that_are_not_screened_have_the_bits_of_union() -> None:

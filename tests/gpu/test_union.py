@@ -14,7 +14,7 @@ from torch import Tensor
 import twell
 from tests.gpu.operands import gates_with, padded
 from twell import ops, testing
-from twell._runtime import geometry
+from twell._runtime import device, geometry
 from twell.testing import FFN
 
 CUDA = torch.device("cuda")
@@ -84,6 +84,19 @@ def whole_layer(problem: FFN, gated: bool, compression: int) -> tuple[Tensor, ..
     """y, the sum of |h| and the number of non-zeros, by strategy "union"."""
     layer = problem if gated else problem._replace(w_up=None, b_up=None)
     return tuple(ops.ffn_aux(*layer, compression, "union", None))
+
+
+@pytest.mark.parametrize("ctas", [1, 3, 20, 100])
+def test_bits_do_not_depend_on_how_units_are_dealt(ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds or in a part of one, whole or cut. In sums of |h| neither."""
+    for name, m in (("topic29", 3000), ("skew29", 700), ("uniform29", 300)):
+        arguments = union_operands(testing.make(name, m, 256, 2816), True)
+        expected = testing.poisoned(lambda arguments=arguments: ops.up_down_union(*arguments))
+        with monkeypatch.context() as patched:
+            patched.setattr(device, "sm_count", lambda index: ctas)
+            found = testing.poisoned(lambda arguments=arguments: ops.up_down_union(*arguments))
+        for field, a, b in zip(Outputs._fields, found, expected, strict=True):
+            testing.assert_same(a, b, f"{field} of {name}")
 
 
 def by_strategy(problem: FFN, gated: bool = True, compression: int = 8) -> Tensor:

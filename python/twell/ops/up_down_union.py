@@ -39,7 +39,7 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 
 
 def outputs(packed: PackedOperands, compression: int) -> Outputs:
-    """Uninitialised y [M, K], l1 float32 [ceil(M/128), max(T, 128)] and sizes int32 [ceil(M/128) + 1].
+    """Uninitialised y [M, K], l1 float32 [ceil(M/128), max(ceil(N/128), 128)] and sizes int32 [ceil(M/128) + 1].
 
     The operator returns all sizes but the last, which the kernels use. Raises unless words and spill are packed for x
     and w_down.

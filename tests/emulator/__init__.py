@@ -1,0 +1,1 @@
+"""The emulator: compiled kernels on a CPU, against the operators there."""

@@ -1,0 +1,253 @@
+"""Kernels on the emulator against the operators on a CPU: each check runs one and raises AssertionError.
+
+Operands have longer rows than columns, with NaN between. Integers are small, so that every sum is exact.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from twell import ops, testing, tuning
+from twell._activation import RELU
+from twell._runtime import geometry, screen, specs
+from twell.ops import hybrid
+from twell.ops.library import launch
+
+BF16 = torch.bfloat16
+NONE = torch.empty(0, dtype=BF16)
+# what no kernel writes
+POISON = 0x7F7F7F7F
+
+
+def on_gpu(name: str) -> Callable[..., tuple[Tensor, ...]]:
+    """The CUDA implementation of an operator, which the emulator runs with tensors on a CPU."""
+    function: Callable[..., tuple[Tensor, ...]] = importlib.import_module(f"twell.ops.{name}")._cuda
+    return function
+
+
+def strided(matrix: Tensor, more: int = 24) -> Tensor:
+    """The same values in longer rows."""
+    wide = torch.empty(matrix.shape[0], matrix.shape[1] + more, dtype=matrix.dtype).fill_(101)
+    if matrix.is_floating_point():
+        wide.fill_(torch.nan)
+    wide[:, : matrix.shape[1]] = matrix
+    return wide[:, : matrix.shape[1]]
+
+
+# ---- the screen ----
+
+
+def hostile(r: int, k: int) -> Tensor:
+    """Rows of many kinds: normal, with outliers, constant, one value, zeros, tiny, huge, not finite."""
+    rows = torch.randn(r, k)
+    kind = torch.arange(r) % 10
+    rows[kind == 1, k // 2] *= 1000
+    rows[kind == 2] = 1.5
+    rows[kind == 3] = 0
+    rows[kind == 3, 1] = -2.0
+    rows[kind == 4] = 0
+    rows[kind == 5] *= 1e-20
+    rows[kind == 6] *= 1e30
+    rows[kind == 7, 3] = torch.inf
+    rows[kind == 8, k - 1] = torch.nan
+    return rows
+
+
+def quantize_gate(r: int, k: int, weights: bool, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    rows = hostile(r, k).to(BF16)
+    q, scale, *sums = ops.quantize_gate(rows, weights)
+    found_q, found_scale, *found = on_gpu("quantize_gate")(strided(rows, 8), weights)
+    testing.assert_same(found_scale, scale, "scale")
+    testing.assert_same(found_q.contiguous(), q.contiguous(), "q")
+    # sums of floats in another order: norms, and products of up to 127 and dithers below 1/2
+    for right, ours, close in zip(sums, found, (screen.SPREAD / 4 * sums[0].abs(), 14 * 2.0**-24 * 127 / 2 * k)):
+        far = (ours - right).abs() > close
+        assert not far.any(), f"row {int(far.nonzero()[0])}: got {ours[far][0]}, expected {right[far][0]}"
+        testing.assert_same(ours.isfinite(), right.isfinite(), "rows that are screened")
+
+
+def gate_screen(m: int, n: int, k: int, biased: bool, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    rows, weights = torch.randn(m, k), torch.randn(n, k)
+    # rows of zeros, which their bias decides; of other sizes; and of which nothing is known
+    rows[3::50], rows[9::50], weights[5::50], weights[20::50] = 0, rows[9::50] * 1e-5, 0, weights[20::50] * 1e4
+    rows[m // 2] *= 2.0 ** -torch.arange(k).clamp(max=60)
+    if m > 2 * geometry.TOKEN_TILE:
+        weights[7] = torch.nan
+    x, w = (ops.quantize_gate(t.to(BF16), second) for t, second in ((rows, False), (weights, True)))
+    bias = ((torch.randn(n) * 0.7 - 3.4) * math.sqrt(k)).to(BF16) if biased else NONE
+    given = (strided(x[0], -k % 16 + 16), *x[1:], strided(w[0], -k % 16 + 16), *w[1:], bias)
+    found = on_gpu("gate_screen")(*given)
+    # no reach of these seeds is so near to 0 that fp32 could decide otherwise
+    testing.assert_same(found, ops.gate_screen(*x, *w, bias), "candidates")
+
+
+# ---- the gate, the up projection and gradients at non-zeros ----
+
+
+class Pattern(NamedTuple):
+    """A layer whose tokens fire lists of neurons: ``gate`` [M, N], of which a tile of 128 tokens fires ``lists``."""
+
+    gate: Tensor
+    lists: list[Tensor]
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+def integers(low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high + 1, shape).to(BF16)
+
+
+def pattern(sizes: Sequence[int], k: int, seed: int) -> Pattern:
+    """One tile per length in ``sizes``; the last tile lacks 28 tokens. A neuron in a list fires for some token."""
+    torch.manual_seed(seed)
+    n = 512 if max(sizes) <= 512 else 1024
+    m = geometry.TOKEN_TILE * len(sizes) - 28
+    gate, lists = torch.zeros(m, n, dtype=BF16), []
+    for tile, size in enumerate(sizes):
+        lists.append(torch.randperm(n)[:size].sort().values)
+        tokens = gate[geometry.TOKEN_TILE * tile :][: geometry.TOKEN_TILE]
+        values = integers(1, 3, len(tokens), size).where(torch.rand(len(tokens), size) < 0.04, 0)
+        values[torch.randint(len(tokens), (size,)), torch.arange(size)] = 2
+        tokens[:, lists[-1]] = values
+    weight = torch.zeros(n, k, dtype=BF16).scatter_(1, torch.rand(n, k).argsort(1)[:, :16], integers(-1, 1, n, 16))
+    return Pattern(gate, lists, integers(-2, 2, m, k), weight, integers(-3, 3, n))
+
+
+def kept(given: Pattern, values: Tensor) -> tuple[hybrid.Kept, Tensor, int]:
+    """The gate in the hybrid format, ``values`` [M, N] at its non-zeros in the format's order, and their number."""
+    n = given.gate.shape[1]
+    out = hybrid.empty_kept(given.x, n, gated=True)
+    hybrid.encode(given.gate, values.to(BF16), out)
+    capacity, total = hybrid.capacity_of(given.x, n, True, out.entries), int(out.sizes[-1])
+    return out, hybrid.values(out.entries, capacity, BF16, 1)[0, :total], total
+
+
+def sampled_up(sizes: Sequence[int], k: int, training: bool, biased: bool, ctas: int, seed: int = 0) -> None:
+    given = pattern(sizes, k, seed)
+    up = hybrid.project(given.x, given.weight, given.bias if biased else None)
+    hidden = given.gate.float() * up
+    _, right_hidden, _ = kept(given, hidden)
+    format_, right_up, total = kept(given, up)
+    entries = format_.entries[: max(total, 1)].clone()
+    n = given.gate.shape[1]
+    sums = torch.zeros(len(sizes), geometry.training_sums(n) if training else geometry.sums_per_tile(n))
+    # eight places behind the last non-zero
+    out_up, out_hidden = (torch.full((total + 8,), torch.nan, dtype=BF16) if training else None for _ in range(2))
+    pattern_ = (entries, format_.neurons, format_.chunks, format_.sizes)
+    bias = given.bias if biased else NONE
+    outputs = (out_up, out_hidden, sums, RELU.code(), geometry.MOST, ctas)
+    launch(tuning.sampled_up(BF16, training), strided(given.x), strided(given.weight), bias, *pattern_, *outputs)
+    if out_up is None or out_hidden is None:
+        testing.assert_same(entries[:total] & 0xFFFF, format_.entries[:total] & 0xFFFF, "places")
+        testing.assert_same((entries[:total] >> 16).short().view(BF16), right_hidden, "hidden")
+    else:
+        for found, right, what in ((out_up, right_up, "up"), (out_hidden, right_hidden, "hidden")):
+            testing.assert_same(found[:total], right, what)
+            assert found[total:].isnan().all(), f"{what} is written behind the last non-zero"
+    by_tile = torch.stack([t.abs().sum() for t in hidden.split(geometry.TOKEN_TILE)])
+    testing.assert_same(sums.sum(1), by_tile, "sums of |hidden|")
+
+
+def sampled_grad(sizes: Sequence[int], k: int, gated: bool, ctas: int, seed: int = 0) -> None:
+    given = pattern(sizes, k, seed)
+    gate, up = given.gate.float(), integers(-9, 9, *given.gate.shape).float() if gated else torch.ones(1)
+    format_, up_at, total = kept(given, up.expand_as(gate))
+    dh = hybrid.project(given.x, given.weight, None) + 3 * (gate * up).sign()
+    # eight places behind the last non-zero
+    up_given = torch.cat((up_at, torch.full((8,), torch.nan, dtype=BF16))) if gated else None
+    d_gate, d_up = (torch.full((total + 8,), POISON, dtype=torch.int32) for _ in range(2))
+    entries = format_.entries[: max(total, 1)]
+    launch(
+        tuning.sampled_grad(BF16, gated),
+        *(strided(given.x), strided(given.weight), entries, format_.neurons, format_.chunks, format_.sizes),
+        *(up_given, torch.tensor([3.0]), d_gate, d_up if gated else None, RELU.code(), ctas),
+    )
+    for found, right, what in ((d_gate, dh * up, "d_gate"), (d_up, dh * gate, "d_up"))[: 1 + gated]:
+        # the value in 16 bits, and what this rounding leaves
+        leading = right.to(BF16)
+        for half, part in zip(found[:total].view(BF16).view(-1, 2).unbind(1), (leading, right - leading.float())):
+            testing.assert_same(half, kept(given, part)[1], what)
+        assert (found[total:] == POISON).all(), f"{what} is written behind the last non-zero"
+
+
+def sampled_gate(sizes: Sequence[int], k: int, biased: bool, compression: int, ctas: int, seed: int = 0) -> None:
+    given = pattern(sizes, k, seed)
+    (m, n), width = given.gate.shape, geometry.words_per_tile(compression)
+    # as `list_candidates` leaves them: anything behind the end, and the last size unused
+    neurons = torch.full((len(sizes), geometry.CHUNK * geometry.chunks(n)), 0x7F7F, dtype=torch.int16)
+    for row, listed in zip(neurons, given.lists):
+        row[: len(listed)] = listed.short()
+    lengths = torch.tensor([*sizes, POISON], dtype=torch.int32)
+    words = torch.full((m, geometry.tiles(n) * width), POISON, dtype=torch.int32)
+    spill = torch.full((m, geometry.tiles(n) * geometry.TILE), torch.nan, dtype=BF16)
+    stats = torch.full((-(-m // geometry.STATS_ROWS), geometry.tiles(n), 2), POISON, dtype=torch.int32)
+    bias = given.bias if biased else NONE
+    operands = (strided(given.x), strided(given.weight), bias, neurons, lengths)
+    launch(tuning.sampled_gate(BF16), *operands, words, spill, stats, width, 0, ctas)
+    for tile, listed in enumerate(given.lists):
+        rows = slice(geometry.TOKEN_TILE * tile, geometry.TOKEN_TILE * (tile + 1))
+        lines = slice(rows.start // geometry.STATS_ROWS, -(-min(rows.stop, m) // geometry.STATS_ROWS))
+        used = geometry.tiles(len(listed))
+        assert (words[rows, used * width :] == POISON).all(), f"words behind the end of tile {tile}"
+        assert (stats[lines, used:] == POISON).all(), f"statistics behind the end of tile {tile}"
+        if used:
+            # a gate has a multiple of 8 neurons
+            padding = torch.zeros(-len(listed) % 8, k, dtype=BF16)
+            weight, of_tile = torch.cat((given.weight[listed], padding)), torch.cat((given.bias[listed], padding[:, 0]))
+            right = ops.gate_pack(given.x[rows], weight, of_tile if biased else None, compression)
+            found = words[rows, : used * width], spill[rows, : used * geometry.TILE], stats[lines, :used]
+            testing.assert_packed_same(tuple(t.contiguous() for t in found), right, len(weight), compression)
+
+
+# ---- a layer ----
+
+
+def ffn_screened(m: int, k: int, n: int, density: float, biases: str, seed: int = 0) -> None:
+    """All kernels of a layer with strategy "screened", one after the other."""
+    problem = testing.integer_problem(m, k, n, density=density, biases=biases, seed=seed)
+    q = ops.quantize_gate(problem.w_gate, True)
+    y, l1, stats, union, candidates = ops.ffn_screened(*problem, *q, 8)
+    found = on_gpu("ffn_screened")(*problem, *q, 8, "relu", 0.0)
+    testing.assert_same(found[4], candidates, "candidates")
+    testing.assert_same(found[3], union, "union")
+    testing.assert_same(found[0], y, "y")
+    testing.assert_same(found[1].sum(1), l1.sum(1), "l1")
+    testing.assert_same(found[2], stats, "stats")
+
+
+# ---- random checks ----
+
+
+def draw(generator: random.Random) -> partial[None]:
+    """A check of random kind and size."""
+    seed = generator.randrange(1 << 30)
+    k = 8 * generator.randint(2, 20)
+    sizes = [generator.choice((0, 1, 63, 64, 65, 128, 192, 255, 256, 257, 300, 448, 512)) for _ in range(5)]
+    sizes = sizes[: generator.randint(1, 5)]
+    ctas, biased = generator.randint(1, 5), generator.random() < 0.5
+    kind = generator.choice((quantize_gate, gate_screen, sampled_up, sampled_grad, sampled_gate, ffn_screened))
+    if kind is quantize_gate:
+        hidden = 8 * generator.randint(1, specs.K_CLASSES[0] // 8)
+        return partial(kind, generator.randint(1, 60), hidden, biased, seed)
+    if kind is gate_screen:
+        return partial(kind, generator.randint(4, 300), 8 * generator.randint(3, 70), k, biased, seed)
+    if kind is sampled_up:
+        return partial(kind, sizes, k, generator.random() < 0.5, biased, ctas, seed)
+    if kind is sampled_grad:
+        return partial(kind, sizes, k, generator.random() < 0.5, ctas, seed)
+    if kind is sampled_gate:
+        return partial(kind, sizes, k, biased, generator.choice((2, 4, 8)), ctas, seed)
+    biases = " ".join(name for name in ("gate", "up", "down") if generator.random() < 0.5)
+    n, density = 8 * generator.randint(2, 70), generator.choice((0.0, 0.01, 0.05, 0.3, 1.0))
+    return partial(kind, generator.randint(1, 300), k, n, density, biases, seed)

@@ -1,0 +1,74 @@
+"""Compiled kernels on the emulator, in order and in random schedules, against the operators on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.emulator import checks
+from tests.emulator.launch import Emulator, Schedule
+
+SEEDS = pytest.mark.parametrize("seed", range(3))
+# lists of candidates or fired neurons around the sizes of chunks and units, and none
+EDGES = [1, 63, 64, 65, 128, 129, 192, 200, 255, 256, 257, 300, 0]
+LISTS = pytest.mark.parametrize("sizes", [EDGES, EDGES[::-1], [448, 192, 448, 0, 65], [0, 0]])
+
+
+@SEEDS
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("k", [8, 136, 1024, 2048])
+def test_rows_are_quantised_in_several_rounds(emulator: Emulator, k: int, weights: bool, seed: int) -> None:
+    # a multiprocessor takes 12 rows at a time
+    with emulator.stands_in(2, Schedule.of(seed)):
+        checks.quantize_gate(60, k, weights)
+
+
+@SEEDS
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 8, 8), (129, 520, 72), (300, 264, 896)])
+def test_candidates(emulator: Emulator, m: int, n: int, k: int, biased: bool, seed: int) -> None:
+    with emulator.stands_in(2, Schedule.of(seed)):
+        checks.gate_screen(m, n, k, biased)
+
+
+@SEEDS
+@pytest.mark.parametrize(("training", "biased"), [(False, True), (True, False)])
+@LISTS
+def test_the_up_projection_at_non_zeros(
+    emulator: Emulator, sizes: list[int], training: bool, biased: bool, seed: int
+) -> None:
+    with emulator.stands_in(2, Schedule.of(seed)):
+        checks.sampled_up(sizes, 72, training, biased, ctas=2 + seed)
+
+
+@SEEDS
+@pytest.mark.parametrize("gated", [False, True])
+@LISTS
+def test_gradients_at_non_zeros(emulator: Emulator, sizes: list[int], gated: bool, seed: int) -> None:
+    with emulator.stands_in(2, Schedule.of(seed)):
+        checks.sampled_grad(sizes, 72, gated, ctas=2 + seed)
+
+
+@SEEDS
+@pytest.mark.parametrize(("biased", "compression"), [(True, 8), (False, 2)])
+@LISTS
+def test_the_gate_at_candidates(
+    emulator: Emulator, sizes: list[int], biased: bool, compression: int, seed: int
+) -> None:
+    with emulator.stands_in(2, Schedule.of(seed)):
+        checks.sampled_gate(sizes, 72, biased, compression, ctas=2 + seed)
+
+
+@SEEDS
+@pytest.mark.parametrize(
+    ("m", "k", "n", "density", "biases"),
+    [
+        (130, 72, 264, 0.02, ""),
+        (300, 128, 520, 0.05, "gate up down"),
+        (128, 136, 264, 0.3, "gate"),
+        (5, 64, 72, 1.0, ""),
+        (140, 128, 520, 0.0, "down"),
+    ],
+)
+def test_a_screened_layer(emulator: Emulator, m: int, k: int, n: int, density: float, biases: str, seed: int) -> None:
+    with emulator.stands_in(3, Schedule.of(seed)):
+        checks.ffn_screened(m, k, n, density, biases)
