@@ -339,8 +339,8 @@ class GatePack:
         self.pack_tile(s, o, tile - step, warp_index + WARPS - MMA_WARPS, Int32(WARPS), extent)
 
     @cute.jit
-    def multiply(self, ring, mma: cute.TiledMma, acc, rW, rX, full, release, extent):
-        """The main loop of a tile; returns the next states of the ring."""
+    def multiply(self, ring, mma: cute.TiledMma, acc, rW, rX, full, release, extent, begun: Int32 | int = 0):
+        """The main loop of a tile; returns the next states of the ring. `begun` is for `issued`."""
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for k in cutlass.range(extent.k_tiles, unroll=1):
             ring.consumer_wait(full)
@@ -349,6 +349,7 @@ class GatePack:
                 cute.gemm(mma, acc, rW[None, None, block, full.index], rX[None, None, block, full.index], acc)
                 mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
+            self.issued(k, begun, extent)
             # at most one group of WGMMA is in flight: the previous stage has been read
             warpgroup.wait_group(1)
             if k > 0:
@@ -359,6 +360,9 @@ class GatePack:
         ring.consumer_release(release)
         release.advance()
         return full, release
+
+    def issued(self, k: Int32, begun: Int32 | int, extent) -> None:
+        """Called when the products of a stage are issued."""
 
     @cute.jit
     def add_bias(self, acc, bias, coordinates, column: Int32, neurons: Int32):

@@ -24,17 +24,19 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Boolean, Float32, Int8, Int16, Int32, Uint16, Uint32, range_constexpr
+from cutlass import Boolean, Float32, Int8, Int16, Int32, Uint16, Uint32, const_expr, range_constexpr
 
 from .. import geometry, screen
 from ..common import operands
 from ..specs import GateScreenSpec
-from .gate_pack import PACK_WARPS, TILE_N, GatePack
+from .gate_pack import MMA_THREADS, PACK_WARPS, TILE_N, GatePack
 
 TOKENS = geometry.TOKEN_TILE
 TERM_THREADS = 32 * PACK_WARPS
 # sets of sixteen neurons in a tile, whose bits are stored together
 SIXTEENS = TILE_N // 16
+# stages by which the second mma group is behind the first: each compares while the other multiplies
+LAG = 2
 # terms of a token that does not exist: below any product
 NEVER = -3.0e38
 
@@ -42,8 +44,9 @@ NEVER = -3.0e38
 class Barrier(IntEnum):
     """Named barriers; 0 is __syncthreads."""
 
-    TERMS_FULL = 1
-    TERMS_EMPTY = 2
+    TERMS_FULL = 1  # and 2, of the second mma group
+    TERMS_EMPTY = 3
+    BEGUN = 4  # and 5, of every second tile
 
 
 class Constants(NamedTuple):
@@ -149,11 +152,14 @@ class GateScreen(GatePack):
                 for j in range_constexpr(3):
                     four[j] = terms[j]
             for i in cutlass.range(thread, TILE_N, TERM_THREADS, unroll=1):
-                terms = self.neuron_terms(o, column * TILE_N + i, extent)
+                square, beta, offset = self.neuron_terms(o, column * TILE_N + i, extent)
+                # without a bias, beta is 0 but for zero rows, and below all products there
+                terms = (square, beta, offset if o.bias.shape[0] > 0 else offset - beta)
                 four = cute.make_tensor((s.neurons + 4 * i).align(16), cute.make_layout(4))
                 for j in range_constexpr(3):
                     four[j] = terms[j]
-            cute.arch.barrier_arrive(barrier_id=Barrier.TERMS_FULL, number_of_threads=self.handover_threads())
+            for half in range_constexpr(2):
+                cute.arch.barrier_arrive(barrier_id=Barrier.TERMS_FULL + half, number_of_threads=128 + TERM_THREADS)
             tile += step
 
     @cute.jit
@@ -212,20 +218,39 @@ class GateScreen(GatePack):
 
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        tile, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
+        tile, step, turn = cute.arch.block_idx()[2], cute.arch.grid_dim()[2], Int32(0)
         while tile < extent.m_tiles * extent.n_tiles:
             row, column = self.tile_of(tile, extent)
-            full, release = self.multiply(ring, mma, acc, rW, rX, full, release, extent)
-            cute.arch.barrier(barrier_id=Barrier.TERMS_FULL, number_of_threads=self.handover_threads())
-            self.compare(s, o, acc, row, column, warp_index, extent)
-            tile += step
+            begun = Barrier.BEGUN + turn
+            if half == 1:
+                cute.arch.barrier(barrier_id=begun, number_of_threads=MMA_THREADS)
+                begun = Int32(0)
+            full, release = self.multiply(ring, mma, acc, rW, rX, full, release, extent, begun)
+            cute.arch.barrier(barrier_id=Barrier.TERMS_FULL + half, number_of_threads=128 + TERM_THREADS)
+            if o.bias.shape[0] > 0:
+                self.compare(s, o, acc, row, column, warp_index, extent, True)
+            else:
+                self.compare(s, o, acc, row, column, warp_index, extent, False)
+            tile, turn = tile + step, turn ^ 1
             if tile < extent.m_tiles * extent.n_tiles:
                 cute.arch.barrier_arrive(barrier_id=Barrier.TERMS_EMPTY, number_of_threads=self.handover_threads())
         # not relaxed: the last stages are released before
         cute.arch.cluster_arrive()
 
     @cute.jit
-    def compare(self, s, o, acc, row: Int32, column: Int32, warp_index: Int32, extent):
+    def issued(self, k: Int32, begun: Int32, extent):
+        """Let the second group begin the tile when the first one has issued some stages of it.
+
+        Of short tiles the first group may begin the next one before the second has seen this: hence two barriers.
+        """
+        if begun > 0:
+            if k == cutlass.min(LAG, extent.k_tiles) - 1:
+                cute.arch.barrier_arrive(barrier_id=begun, number_of_threads=MMA_THREADS)
+
+    @cute.jit
+    def compare(
+        self, s, o, acc, row: Int32, column: Int32, warp_index: Int32, extent, biased: cutlass.Constexpr
+    ):
         """Compare products with thresholds, and store which of the warp's neurons exceed that of any token.
 
         Lane 4 g + q has tokens 8 v + 2 q and 8 v + 2 q + 1 of neurons g + 8 i of its warp's 16, in both parts.
@@ -249,7 +274,9 @@ class GateScreen(GatePack):
                 for part in range_constexpr(2):
                     for i in range_constexpr(2):
                         n = 2 * part + i
-                        reach = four[2] * betas[n] + (four[1] * squares[n] + four[0])
+                        reach = four[1] * squares[n] + four[0]
+                        if const_expr(biased):
+                            reach = four[2] * betas[n] + reach
                         # NaN exceeds, too
                         below = acc[(j, i, v), part, 0].to(Float32) - offsets[n] <= -reach
                         found[n] = found[n] | (below == Boolean(False))
