@@ -248,9 +248,7 @@ class GateScreen(GatePack):
                 cute.arch.barrier_arrive(barrier_id=begun, number_of_threads=MMA_THREADS)
 
     @cute.jit
-    def compare(
-        self, s, o, acc, row: Int32, column: Int32, warp_index: Int32, extent, biased: cutlass.Constexpr
-    ):
+    def compare(self, s, o, acc, row: Int32, column: Int32, warp_index: Int32, extent, biased: cutlass.Constexpr):
         """Compare products with thresholds, and store which of the warp's neurons exceed that of any token.
 
         Lane 4 g + q has tokens 8 v + 2 q and 8 v + 2 q + 1 of neurons g + 8 i of its warp's 16, in both parts.

@@ -55,11 +55,16 @@ class GateCopy:
         return 0 if self._made is None else sum(t.untyped_storage().nbytes() for t in self._made.quantized)
 
     def of(self, weight: Tensor, screen: str, make: Callable[[], Quantized]) -> Quantized:
-        """The copy of ``weight`` for the strategy ``screen``, by ``make`` if there is none."""
-        # inference tensors do not count their writes, and a captured graph would keep what it read at its capture
-        if weight.is_inference() or _captures(weight):
+        """The copy of ``weight`` for the strategy ``screen``, by ``make`` if there is none.
+
+        A captured graph keeps the copy that an earlier call has made, and so does this object: its memory stays.
+        """
+        # inference tensors do not count their writes
+        if weight.is_inference():
             return make()
         state = _state(weight, screen)
+        if _captures(weight):
+            return self._for_graph(state) or make()
         stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
         made = self._made
         if made is None or made.state != state:
@@ -84,19 +89,24 @@ class GateCopy:
         """``of`` for few tokens, and whether it is rounded to nearest: None where each call would make its own.
 
         ``screen``: the strategy that screens them, None for ``few``.
-        A captured graph keeps the copy that an earlier call has made, and so does this object: its memory stays.
         """
-        screen, made = self.few if screen is None else screen, self._made
+        screen = self.few if screen is None else screen
         nearest = screen == "proven"
         if not screen or weight.is_inference():
             return None
-        if not _captures(weight):
-            return self.of(weight, screen, lambda: make(nearest)), nearest
-        if made is None or made.state != _state(weight, screen):
+        if _captures(weight):
+            found = self._for_graph(_state(weight, screen))
+            return None if found is None else (found, nearest)
+        return self.of(weight, screen, lambda: make(nearest)), nearest
+
+    def _for_graph(self, state: tuple[Any, ...]) -> Quantized | None:
+        """The copy that was made before a capture, if it is of this state."""
+        made = self._made
+        if made is None or made.state != state:
             return None
         if all(quantized is not made.quantized for quantized in self._captured):
             self._captured.append(made.quantized)
-        return cast(Quantized, made.quantized), nearest
+        return cast(Quantized, made.quantized)
 
 
 def _captures(weight: Tensor) -> bool:

@@ -109,9 +109,9 @@ def test_screened_decode_keeps_its_int8_weights(bench: Callable[..., Result], mo
     made: list[int] = []
     quantize_gate = ops.quantize_gate
 
-    def spy(rows: Tensor, weights: bool) -> Any:
+    def spy(rows: Tensor, weights: bool, nearest: bool = False) -> Any:
         made.append(rows.data_ptr())
-        return quantize_gate(rows, weights)
+        return quantize_gate(rows, weights, nearest)
 
     for module in (ops, sys.modules["twell.ops.ffn"]):
         monkeypatch.setattr(module, "quantize_gate", spy)
@@ -126,6 +126,23 @@ def test_screened_decode_keeps_its_int8_weights(bench: Callable[..., Result], mo
         moved = [rows[strategy, m]["memory_gbs"] * rows[strategy, m]["ms"] for strategy in ("row", "screened")]
         # MB of a gate of 264 neurons and 64 values each: half of it, and at least the rows that fire
         assert moved[1] < moved[0] - 0.25 * 264 * 64 * 2e-6
+
+
+def test_screened_layers_keep_their_int8_weights(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made once by each rounding, however often a layer is called."""
+    made: list[bool] = []
+    quantize_gate = ops.quantize_gate
+
+    def spy(rows: Tensor, weights: bool, nearest: bool = False) -> Any:
+        made.append(nearest)
+        return quantize_gate(rows, weights, nearest)
+
+    for module in (ops, sys.modules["twell.ops.ffn"]):
+        monkeypatch.setattr(module, "quantize_gate", spy)
+    result = bench("ffn", "--workload", WORKLOAD, "--strategy", "screened,proven,union")
+    assert result.code == 0, result.out
+    assert sorted(made) == [False, True]
+    assert not _gate_copies._COPIES
 
 
 def test_sizes_dtype_and_compression_reach_the_rows(bench: Callable[..., Result]) -> None:

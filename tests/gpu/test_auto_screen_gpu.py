@@ -129,15 +129,28 @@ def test_other_streams_wait_for_a_copy(kept: Any, topic: FFN) -> None:
         testing.assert_same(y, expected, "y")
 
 
-def test_a_captured_graph_makes_its_own(kept: Any, topic: FFN) -> None:
-    """A replay after a write reads no copy of before, nor memory that was given back."""
-    kept(topic.x)
+def test_a_captured_graph_without_a_copy_makes_its_own(kept: Any, topic: FFN) -> None:
+    """So it may be replayed after a write."""
     graph, (y,) = testing.captured(lambda: (kept(topic.x),))
     for _ in range(3):
         changed(kept.gate_proj.weight)
-        kept(topic.x)
         graph.replay()
         testing.assert_same(y, right(kept, topic.x), "y of a replay")
+
+
+def test_a_captured_graph_reads_the_copy_of_its_capture(kept: Any, topic: FFN) -> None:
+    """Its memory stays when other calls have made a new one."""
+    kept(topic.x)
+    graph, (y,) = testing.captured(lambda: (kept(topic.x),))
+    first, expected = kept._gate_copy._made.quantized, right(kept, topic.x)
+    weight = kept.gate_proj.weight.clone()
+    changed(kept.gate_proj.weight)
+    kept(topic.x)
+    assert kept._gate_copy._made.quantized is not first
+    with torch.no_grad():
+        kept.gate_proj.weight.copy_(weight)
+    graph.replay()
+    testing.assert_same(y, expected, "y of a replay")
 
 
 def test_compiled_calls_read_the_copy(kept: Any, topic: FFN) -> None:

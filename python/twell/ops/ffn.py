@@ -214,8 +214,8 @@ def _screened_on_cuda(
 ) -> _Counted:
     nearest = screened.is_nearest(screen)
     screened.require(layer.x)
-    (m, k), n = layer.x.shape, layer.w_gate.shape[0]
-    if tuning.screens_few(m, k, n):
+    # the screen of few tokens is that of "row", where there is one: tiles of 128 tokens are not for them
+    if 0 < layer.x.shape[0] <= tuning.FEW_GATE_PACK:
         return _row_on_cuda(layer, compression, activation, measured, screen=screen)
     # kept only where a module was told to: a write through .data does not raise a tensor's version
     quantized = _gate_copies.of(layer.w_gate, screen, lambda: quantize_on_cuda(layer.w_gate, True, nearest))

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import _gate_copies, ops, testing, tuning
+from twell import testing, tuning
 from twell._runtime import geometry
 from twell.commands.bench import fp8
-from twell.commands.bench.layers import ITEM, TimedLayer, Variant, Verdict, tiles_of
+from twell.commands.bench.layers import ITEM, TimedLayer, Variant, Verdict, quantized, tiles_of
 from twell.testing import FFN, Comparison, Errors
 
 # Tokens after which recorded layers repeat, and tokens around their middle that are timed and checked.
@@ -42,30 +42,13 @@ class Decode:
         self.calls = self.copies * math.ceil(CALLS / self.copies)
         self.weights = [self.window, *(self.window.map(Tensor.clone) for _ in range(self.copies - 1))]
         # int8 gate weights, which strategy "screened" reads for few tokens
-        self.kept = [self._quantized(w.w_gate) for w in self.weights] if screened else []
+        self.kept = [quantized(w.w_gate, "screened") for w in self.weights] if screened else []
         # three fp8 weights of every copy are more than its bf16 gate
         self.fp8 = [fp8.Weights.of(weights) for weights in self.weights] if layer.options.fp8 is not None else []
 
-    @staticmethod
-    def _quantized(w_gate: Tensor) -> _gate_copies.GateCopy:
-        copy = _gate_copies.GateCopy()
-        copy.of(w_gate, "screened", lambda: ops.quantize_gate(w_gate, True))
-        return copy
-
     def layer_by(self, strategy: Any, copy: int) -> Callable[[FFN], Tensor]:
         """The layer by a strategy; "screened" has the int8 gate weight of this copy, as of a module that keeps it."""
-        function = self.layer.sparse(strategy)
-        if strategy != "screened":
-            return function
-
-        def with_kept(problem: FFN) -> Tensor:
-            _gate_copies.enroll(problem.w_gate, self.kept[copy])
-            try:
-                return function(problem)
-            finally:
-                _gate_copies.withdraw(problem.w_gate)
-
-        return with_kept
+        return self.layer.sparse_with(strategy, self.kept[copy] if strategy == "screened" else None)
 
     def variants(self, m: int) -> list[Variant]:
         """The variants with ``m`` tokens per call: dense PyTorch first, then each strategy."""
