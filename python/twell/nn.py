@@ -465,9 +465,9 @@ def keep_gate_copies(module: nn.Module, keep: bool = True) -> None:
 
     The screen of the gate reads such a copy; an inference call makes its own unless the layer keeps one. It takes half
     of the gate weight's memory, which ``twell.explain`` shows, from the first call on that screens: none where no
-    strategy does. Calls of up to eight tokens read the copy of a large layer by strategy "row", too. A training step makes
-    its own. A captured CUDA graph reads the copy that a call before its capture has made: capture again after a change
-    of the weight. Without such a call each replay makes its own.
+    strategy does. Calls of up to eight tokens read the copy of a large layer by strategy "row", too. A training step
+    makes its own. A captured CUDA graph reads the copy that a call before its capture has made: capture again after a
+    change of the weight. Without such a call each replay makes its own.
 
     A kept copy is made again when the weight was replaced, moved or written as autograd counts writes: by in-place
     operators, optimizers and ``load_state_dict``. A write that it does not count is not seen, and results are then

@@ -142,6 +142,19 @@ def test_small_layers_keep_no_copy_for_few_tokens(launched: list[str]) -> None:
     assert copy.nbytes == 0
 
 
+@pytest.mark.parametrize("screen", ["screened", "proven"])
+def test_tiles_of_128_tokens_are_not_for_few(screen: str, launched: list[str]) -> None:
+    """Up to 64 tokens run by "row", in layers of all sizes and with a kept copy, too."""
+    layer = layer_of(64, 512, 1024)
+    copy = _gate_copies.GateCopy()
+    _gate_copies.enroll(layer.w_gate, copy)
+    run(screen, layer)
+    assert launched == ["gate_pack_few", "up_down_token"]
+    launched.clear()
+    run(screen, layer._replace(x=torch.zeros(65, 512, dtype=BF16)))
+    assert launched[:3] == ["quantize_gate", "quantize_gate", "gate_screen"]
+
+
 def test_the_portable_family_is_not_screened(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "capability", lambda index: (8, 0))
     layer, copy = layer_of(1), _gate_copies.GateCopy()
@@ -159,14 +172,20 @@ def test_a_graph_reads_the_copy_that_was_made_before(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(_gate_copies, "_captures", lambda weight: on)
         return copy.for_few(weight, None, make)
 
+    def of_many() -> Any:
+        return copy.of(weight, "screened", lambda: make(False))
+
     assert captured(True) is None
+    assert of_many() is not of_many(), "each replay makes its own"
     made, nearest = captured(False)
     assert not nearest
     for _ in range(3):
         assert captured(True)[0] is made
+        assert of_many() is made
     assert copy.for_few(weight, "proven", make) is None
     weight.add_(1)
     assert captured(True) is None
+    assert of_many() is not made
     assert captured(False)[0] is not made
     (kept,) = copy._captured
     assert kept is made
