@@ -28,7 +28,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int16, Int32, Int64, Uint16, Uint32, range_constexpr
+from cutlass import Float32, Int16, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -120,19 +120,22 @@ class GatePack:
         self.dtype = operands.DTYPES[spec.dtype]
         self.set_sizes(spec.tokens, self.dtype, self.dtype, spec.tokens * TILE_N)
 
-    def set_sizes(self, tokens: int, value: Any, epilogue: Any, count: int) -> None:
+    def set_sizes(self, tokens: int, value: Any, epilogue: Any, count: int, splits_neurons: bool = False) -> None:
         """The type of x and w and that of the `count` values in the epilogue's shared memory, which stages leave free.
 
-        Sizes of a tile follow.
+        Sizes of a tile follow. With `splits_neurons` the CTAs of a cluster share tokens instead of neurons.
         """
         self.tokens, self.value, self.epilogue, self.epilogue_count = tokens, value, epilogue, count
         # of the first group
         self.pack_warps = PACK_WARPS
         # of two CTAs: fewer clusters of four run at a time than a quarter of the number of SMs
         self.cluster = 2
+        # what a cluster's CTAs have of their own: tokens, or neurons of a tile; they share the rest
+        self.own_tokens, self.own_neurons = (1, self.cluster) if splits_neurons else (self.cluster, 1)
+        self.neurons = TILE_N // self.own_neurons
         # clusters' tiles of tokens in a band, see `tile_of`
-        self.group = 1024 // (self.tokens * self.cluster)
-        self.tile_k, self.stage_bytes = TILE_K_BYTES * 8 // value.width, (TILE_N + tokens) * TILE_K_BYTES
+        self.group = 1024 // (self.tokens * self.own_tokens)
+        self.tile_k, self.stage_bytes = TILE_K_BYTES * 8 // value.width, (self.neurons + tokens) * TILE_K_BYTES
         self.stages = (feasible.SMEM_PER_CTA - 2048 - count * epilogue.width // 8) // self.stage_bytes
 
     @cute.jit
@@ -154,15 +157,15 @@ class GatePack:
     @cute.jit
     def launch(self, x: cute.Tensor, w: cute.Tensor, o: Any, max_clusters: Int32, stream: cuda.CUstream):
         """Launch the kernel for a product; all that it accesses without TMA is in `o`."""
-        shape, stages, value = (TILE_N, self.tokens, self.tile_k), self.stages, self.value
+        shape, stages, value = (self.neurons, self.tokens, self.tile_k), self.stages, self.value
         mma = sm90.make_trivial_tiled_mma(
             value, value, OperandMajorMode.K, OperandMajorMode.K, self.accumulator, (2, 1, 1), (64, self.tokens)
         )
         w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, value, stages)
         x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, value, stages)
         loads = (
-            self.transfer(w, w_layout, (TILE_N, self.tile_k), self.cluster),
-            self.transfer(x, x_layout, (self.tokens, self.tile_k), 1),
+            self.transfer(w, w_layout, (self.neurons, self.tile_k), self.own_tokens),
+            self.transfer(x, x_layout, (self.tokens, self.tile_k), self.own_neurons),
         )
 
         @cute.struct
@@ -173,7 +176,7 @@ class GatePack:
             epilogue: cute.struct.Align[cute.struct.MemRange[self.epilogue, self.epilogue_count], 1024]
 
         self.shared = feasible.check_shared_memory(Shared)
-        m_tiles = cute.ceil_div(x.shape[0], self.tokens * self.cluster)
+        m_tiles = cute.ceil_div(x.shape[0], self.tokens * self.own_tokens)
         n_tiles = cute.ceil_div(w.shape[0], TILE_N)
         total = m_tiles * n_tiles
         extent = Extent(m_tiles, n_tiles, cute.ceil_div(x.shape[1], self.tile_k), x.shape[0], w.shape[0])
@@ -276,21 +279,17 @@ class GatePack:
         inside = index - band * self.group * extent.n_tiles
         column = inside // height
         row = band * self.group + inside - column * height
-        return row * self.cluster + cute.arch.block_idx()[0], column
+        rank = cute.arch.block_idx()[0]
+        if const_expr(self.own_tokens > 1):
+            return row * self.own_tokens + rank, column
+        return row, column * self.own_neurons + rank
 
     @cute.jit
     def load(self, ring, w, x, s, place, extent):
         """Keep the ring full: one w tile and one x tile per stage."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        mask = Int16((1 << self.cluster) - 1)
-        w_tiles = cute.local_tile(w.tensor, (TILE_N, self.tile_k), (None, None))
-        x_tiles = cute.local_tile(x.tensor, (self.tokens, self.tile_k), (None, None))
-        w_s, w_t = cpasync.tma_partition(
-            w.atom, rank, cute.make_layout(self.cluster), cute.group_modes(s.sW, 0, 2), cute.group_modes(w_tiles, 0, 2)
-        )
-        x_s, x_t = cpasync.tma_partition(
-            x.atom, 0, cute.make_layout(1), cute.group_modes(s.sX, 0, 2), cute.group_modes(x_tiles, 0, 2)
-        )
+        w_s, w_t = self.partition(w, s.sW, (self.neurons, self.tile_k), rank, self.own_tokens)
+        x_s, x_t = self.partition(x, s.sX, (self.tokens, self.tile_k), rank, self.own_neurons)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         tile, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
         row, column = place
@@ -300,12 +299,25 @@ class GatePack:
                 ring.producer_acquire(state)
                 barrier = ring.producer_get_barrier(state)
                 w_tile, x_tile = w_t[None, column, state.count], x_t[None, row, state.count]
-                cute.copy(w.atom, w_tile, w_s[None, state.index], tma_bar_ptr=barrier, mcast_mask=mask)
-                cute.copy(x.atom, x_tile, x_s[None, state.index], tma_bar_ptr=barrier)
+                self.copy(w, w_tile, w_s[None, state.index], barrier, self.own_tokens)
+                self.copy(x, x_tile, x_s[None, state.index], barrier, self.own_neurons)
                 ring.producer_commit(state)
                 state.advance()
             tile += step
             row, column = self.tile_of(tile, extent)
+
+    def partition(self, transfer, target, box, rank, peers: int):
+        """Stages in shared memory and tiles in global memory of a TMA load that `peers` CTAs share."""
+        tiles = cute.local_tile(transfer.tensor, box, (None, None))
+        layout, rank = cute.make_layout(peers), rank if peers > 1 else 0
+        return cpasync.tma_partition(
+            transfer.atom, rank, layout, cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+    def copy(self, transfer, source, target, barrier, peers: int) -> None:
+        """Load a tile for all `peers` that share it."""
+        mask = {"mcast_mask": Int16((1 << peers) - 1)} if peers > 1 else {}
+        cute.copy(transfer.atom, source, target, tma_bar_ptr=barrier, **mask)
 
     @cute.jit
     def mma(self, ring, mma: cute.TiledMma, s, o, thread: Int32, extent):

@@ -1,14 +1,14 @@
 """The int8 gate GEMM that finds the neurons which any of 128 tokens may fire: a bit for each neuron and token tile.
 
-The same as gate_pack.py up to the accumulators: persistent, clusters of two CTAs that share the weight tile of 256
-neurons, 128 tokens per CTA, a ring of stages. A gate may be positive if its int32 product, less the neuron's offset,
+The same as gate_pack.py up to the accumulators: persistent, clusters of two CTAs, a ring of stages. The CTAs share 256
+tokens and have 128 neurons each: WGMMA of 256 tokens reads less shared memory than of 128, which would be the bottleneck. A gate may be positive if its int32 product, less the neuron's offset,
 exceeds a threshold, which two fused multiplications and additions make of three terms of the token and two of the
 neuron; docs/notes/screen.md derives them. Three warp groups:
 
     terms     warps 0 to 2. Compute the terms of the tile's tokens and neurons while the mma groups work on it.
     load      warp 3. As in gate_pack.py.
-    mma       groups 1 and 2, 128 neurons each: WGMMA 64 x 128 x 32 over the ring, then thresholds in registers. A lane
-              has four neurons and a quarter of the tokens; ballots join four lanes. Sixteen bits are stored at a time.
+    mma       groups 1 and 2, 64 neurons each: WGMMA 64 x 256 x 32 over the ring, then thresholds in registers. A lane
+              has two neurons and a quarter of the tokens; ballots join four lanes. Sixteen bits are stored at a time.
 
 Hand-over:
 
@@ -31,10 +31,11 @@ from ..common import operands
 from ..specs import GateScreenSpec
 from .gate_pack import MMA_THREADS, PACK_WARPS, TILE_N, GatePack
 
-TOKENS = geometry.TOKEN_TILE
+# of a CTA's tile
+TOKENS, NEURONS = 2 * geometry.TOKEN_TILE, TILE_N // 2
 TERM_THREADS = 32 * PACK_WARPS
 # sets of sixteen neurons in a tile, whose bits are stored together
-SIXTEENS = TILE_N // 16
+SIXTEENS = NEURONS // 16
 # stages by which the second mma group is behind the first: each compares while the other multiplies
 LAG = 2
 # terms of a token that does not exist: below any product
@@ -83,7 +84,7 @@ class Views(NamedTuple):
     sW: Any  # weights
     sX: Any
     tokens: Any  # [TOKENS, 4] a, b, i
-    neurons: Any  # [TILE_N, 4] spread^2, bias, offset
+    neurons: Any  # [NEURONS, 4] spread^2, bias, offset
 
 
 class GateScreen(GatePack):
@@ -93,7 +94,7 @@ class GateScreen(GatePack):
 
     def __init__(self, spec: GateScreenSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.set_sizes(TOKENS, Int8, Float32, 4 * TOKENS + 4 * TILE_N)
+        self.set_sizes(TOKENS, Int8, Float32, 4 * TOKENS + 4 * NEURONS, True)
 
     @cute.jit
     def __call__(
@@ -151,8 +152,8 @@ class GateScreen(GatePack):
                 four = cute.make_tensor((s.tokens + 4 * i).align(16), cute.make_layout(4))
                 for j in range_constexpr(3):
                     four[j] = terms[j]
-            for i in cutlass.range(thread, TILE_N, TERM_THREADS, unroll=1):
-                square, beta, offset = self.neuron_terms(o, column * TILE_N + i, extent)
+            for i in cutlass.range(thread, NEURONS, TERM_THREADS, unroll=1):
+                square, beta, offset = self.neuron_terms(o, column * NEURONS + i, extent)
                 # without a bias, beta is 0 but for zero rows, and below all products there
                 terms = (square, beta, offset if o.bias.shape[0] > 0 else offset - beta)
                 four = cute.make_tensor((s.neurons + 4 * i).align(16), cute.make_layout(4))
@@ -213,7 +214,7 @@ class GateScreen(GatePack):
         leader = mma.get_slice(cute.make_layout(2, stride=128)(half))
         rW = mma.make_fragment_A(leader.partition_A(s.sW))
         rX = mma.make_fragment_B(leader.partition_B(s.sX))
-        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((TILE_N, TOKENS)))
+        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((NEURONS, TOKENS)))
         acc = cute.make_rmem_tensor(coordinates.shape[:3], self.accumulator)
 
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -249,43 +250,41 @@ class GateScreen(GatePack):
 
     @cute.jit
     def compare(self, s, o, acc, row: Int32, column: Int32, warp_index: Int32, extent, biased: cutlass.Constexpr):
-        """Compare products with thresholds, and store which of the warp's neurons exceed that of any token.
+        """Compare products with thresholds, and store which of the warp's neurons exceed that of any of 128 tokens.
 
-        Lane 4 g + q has tokens 8 v + 2 q and 8 v + 2 q + 1 of neurons g + 8 i of its warp's 16, in both parts.
+        Lane 4 g + q has tokens 8 v + 2 q and 8 v + 2 q + 1 of neurons g + 8 i of its warp's 16.
         """
         lane = cute.arch.lane_idx()
         group, quarter = lane >> 2, lane & 3
         four = cute.make_rmem_tensor((4,), Float32)
-        squares, betas, offsets, found = [], [], [], []
-        for part in range_constexpr(2):
-            for i in range_constexpr(2):
-                neuron = part * 128 + warp_index * 16 + 8 * i + group
-                cute.autovec_copy(cute.make_tensor((s.neurons + 4 * neuron).align(16), cute.make_layout(4)), four)
-                squares.append(four[0])
-                betas.append(four[1])
-                offsets.append(four[2])
-                found.append(Boolean(False))
-        for v in range_constexpr(TOKENS // 8):
-            for j in range_constexpr(2):
-                token = 8 * v + 2 * quarter + j
-                cute.autovec_copy(cute.make_tensor((s.tokens + 4 * token).align(16), cute.make_layout(4)), four)
-                for part in range_constexpr(2):
+        squares, betas, offsets = [], [], []
+        for i in range_constexpr(2):
+            neuron = warp_index * 16 + 8 * i + group
+            cute.autovec_copy(cute.make_tensor((s.neurons + 4 * neuron).align(16), cute.make_layout(4)), four)
+            squares.append(four[0])
+            betas.append(four[1])
+            offsets.append(four[2])
+        for part in range_constexpr(TOKENS // geometry.TOKEN_TILE):
+            found = [Boolean(False), Boolean(False)]
+            for v in range_constexpr(part * geometry.TOKEN_TILE // 8, (part + 1) * geometry.TOKEN_TILE // 8):
+                for j in range_constexpr(2):
+                    token = 8 * v + 2 * quarter + j
+                    cute.autovec_copy(cute.make_tensor((s.tokens + 4 * token).align(16), cute.make_layout(4)), four)
                     for i in range_constexpr(2):
-                        n = 2 * part + i
-                        reach = four[1] * squares[n] + four[0]
+                        reach = four[1] * squares[i] + four[0]
                         if const_expr(biased):
-                            reach = four[2] * betas[n] + reach
+                            reach = four[2] * betas[i] + reach
                         # NaN exceeds, too
-                        below = acc[(j, i, v), part, 0].to(Float32) - offsets[n] <= -reach
-                        found[n] = found[n] | (below == Boolean(False))
-        for part in range_constexpr(2):
+                        below = acc[(j, i, v), 0, 0].to(Float32) - offsets[i] <= -reach
+                        found[i] = found[i] | (below == Boolean(False))
             bits = Uint32(0)
             for i in range_constexpr(2):
-                neuron = column * TILE_N + part * 128 + warp_index * 16 + 8 * i + group
-                mask = Uint32(cute.arch.vote_ballot_sync(found[2 * part + i] & (neuron < extent.neurons)))
+                neuron = column * NEURONS + warp_index * 16 + 8 * i + group
+                mask = Uint32(cute.arch.vote_ballot_sync(found[i] & (neuron < extent.neurons)))
                 bits = bits | self.join_quads(mask) << (8 * i)
-            if lane == 0 and row < o.candidates.shape[0]:
-                o.candidates[row, column * SIXTEENS + part * 8 + warp_index] = Int16(Uint16(bits))
+            tile = row * (TOKENS // geometry.TOKEN_TILE) + part
+            if lane == 0 and tile < o.candidates.shape[0]:
+                o.candidates[tile, column * SIXTEENS + warp_index] = Int16(Uint16(bits))
 
     @cute.jit
     def join_quads(self, mask: Uint32) -> Uint32:
@@ -306,7 +305,7 @@ def signature(spec: GateScreenSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.bytes_by_rows(Int8, n, k),
         *(operands.vector(Float32, n) for _ in range(3)),
         operands.bias(operands.DTYPES[spec.dtype]),
-        operands.matrix(Int16, cute.sym_int32(), cute.sym_int32(divisibility=SIXTEENS)),
+        operands.matrix(Int16, cute.sym_int32(), cute.sym_int32(divisibility=2 * SIXTEENS)),
         *(Float32(1.0) for _ in Constants._fields),
         Int32(1),
     )
