@@ -823,6 +823,49 @@ def test_checks_agree_with_themselves(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 @pytest.mark.usefixtures("as_if_on_a_gpu")
+def test_an_operator_that_raises_is_reported_by_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = sanitize.Call.on
+
+    def refused(*arguments: Any) -> Any:
+        raise ValueError("strides of\n72")
+
+    def on(call: sanitize.Call, device: str) -> sanitize.Call:
+        moved = plain(call, "cpu")
+        return moved._replace(op=refused) if device == "cuda" and call.op is ops.unpack else moved
+
+    monkeypatch.setattr(sanitize.Call, "on", on)
+    words = ["--op", "unpack", "up_down", "--case", "light", "empty"]
+    assert sanitize.main(words) == 1
+    first, second, *others = capsys.readouterr().out.splitlines()
+    assert first == "unpack                     light           WRONG ValueError: strides of 72"
+    assert second.endswith("WRONG ValueError: strides of 72")
+    assert len(others) == 2
+    assert all(line.endswith(" ok") for line in others)
+    # what follows a kernel's fault says nothing about other operators
+    monkeypatch.setattr(sanitize, "usable", lambda: False)
+    assert sanitize.main(words) == 1
+    first, last = capsys.readouterr().out.splitlines()
+    assert "WRONG" in first
+    assert "the GPU no longer answers" in last
+
+
+def test_copies_of_the_sanitizer_keep_strides() -> None:
+    """int8 rows of 72 columns are 80 bytes apart, as kernels of the screen read them."""
+    (case,) = (case for case in sanitize.CASES if case.name == "overflow")
+    for op in ("ffn_screened", "gate_pack_screened"):
+        for call in sanitize.calls(op, case, case.problem()):
+            moved = call.on("cpu")
+            strides = [t.stride() for t in moved.arguments if isinstance(t, Tensor) and t.dtype == torch.int8]
+            assert strides == [(80, 1)]
+            for ours, theirs in zip(moved.arguments, call.arguments):
+                if isinstance(ours, Tensor):
+                    assert torch.equal(ours, theirs)
+                    assert ours.data_ptr() != theirs.data_ptr()
+
+
+@pytest.mark.usefixtures("as_if_on_a_gpu")
 def test_runs_with_other_bits_are_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     plain = sanitize.Call.on
     monkeypatch.setattr(sanitize.Call, "on", lambda call, device: plain(call, "cpu"))
@@ -859,6 +902,7 @@ def test_runs_with_other_bits_are_found(monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.fixture
 def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanitize, "has_gpu", lambda: True)
+    monkeypatch.setattr(sanitize, "usable", lambda: True)
 
 
 FAKE = """#!/bin/sh

@@ -43,7 +43,7 @@ from twell.ops.library import (
     register,
 )
 from twell.ops.operands import Operands, PackedOperands
-from twell.ops.quantize_gate import Quantized, quantize_gate
+from twell.ops.quantize_gate import Quantized, quantize_gate, require
 from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
@@ -213,7 +213,7 @@ def _screened_on_cuda(
     layer: Operands, compression: int, activation: Activation, measured: bool, screen: str
 ) -> _Counted:
     nearest = screened.is_nearest(screen)
-    screened.require(layer.x)
+    require(layer.x)
     (m, k), n = layer.x.shape, layer.w_gate.shape[0]
     if tuning.screens_few(m, k, n):
         return _row_on_cuda(layer, compression, activation, measured, screen=screen)
