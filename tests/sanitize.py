@@ -287,6 +287,10 @@ def run_here(names: list[str], cases: list[Case], limit_s: float, repeats: int =
                 check(op, case, repeats)
                 verdict = "ok"
             except Exception as error:
+                if isinstance(error, NotImplementedError) and "the screen of the gate needs" in str(error):
+                    # the portable family has none
+                    print(f"{op:26} {case.name:15} left out", flush=True)
+                    continue
                 wrong += 1
                 kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
                 verdict = f"WRONG {kind}{' '.join(str(error).split())}"

@@ -927,9 +927,22 @@ def test_an_operator_that_raises_is_reported_by_itself(
     assert second.endswith("WRONG ValueError: strides of 72")
     assert len(others) == 2
     assert all(line.endswith(" ok") for line in others)
-    # what follows a kernel's fault says nothing about other operators
+    # of another family
+    monkeypatch.setattr(device, "capability", lambda index: (8, 0))
+    require = sys.modules["twell.ops.quantize_gate"].require
+    monkeypatch.setattr(sanitize, "check", lambda *arguments: require(torch.empty(0)))
+    assert sanitize.main(words) == 0
+    assert capsys.readouterr().out.count(" left out\n") == 4
+
+
+def test_no_check_follows_a_kernels_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def faulty(*arguments: Any) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(sanitize, "has_gpu", lambda: True)
+    monkeypatch.setattr(sanitize, "check", faulty)
     monkeypatch.setattr(sanitize, "usable", lambda: False)
-    assert sanitize.main(words) == 1
+    assert sanitize.main(["--op", "unpack", "up_down"]) == 1
     first, last = capsys.readouterr().out.splitlines()
     assert "WRONG" in first
     assert "the GPU no longer answers" in last
