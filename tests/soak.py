@@ -144,7 +144,7 @@ def repeat(case: Case, device: torch.device, calls: int) -> None:
 def run(arguments: argparse.Namespace, device: torch.device) -> Soak:
     """Soak until the minutes are over or something is wrong."""
     found, began, last = Soak(next=arguments.first), time.monotonic(), 0.0
-    drawn = cases(arguments.seed, arguments.first, Limits.of(device.type, False, arguments.portable))
+    drawn = cases(arguments.seed, arguments.first, Limits.of(device.type, False, family.is_portable(device)))
     watchdog = Watchdog(arguments.limit_s)
     with ThreadPoolExecutor(arguments.threads, initializer=OWN.begin, initargs=(device,)) as pool:
         while time.monotonic() - began + last < 60 * arguments.minutes and not found.wrong:

@@ -53,6 +53,9 @@ def _setting(name: str) -> Any:
     def put(self: nn.Module, value: Any) -> None:
         _require_setting(self, name, value)  # type: ignore[arg-type]
         self.__dict__[kept] = value
+        copy = self.__dict__.get("_gate_copy")
+        if name == "strategy" and copy is not None:
+            copy.few = self._screen_of_few()  # type: ignore[operator]
 
     return property(get, put)
 
@@ -201,9 +204,16 @@ class SparseFFN(nn.Module):
     def _enroll_copy(self, w_gate: Tensor) -> None:
         """Let the operators find the int8 copy of the first weight, if the layer keeps one."""
         if self._gate_copy is not None and not _auto.tracing(0) and type(w_gate) in _plain.PLAIN_TENSORS:
-            site = self._site()
-            few = _auto.SCREENS[site.screen] if site else "proven" if self._strategy == "proven" else "screened"
-            _gate_copies.enroll(w_gate, self._gate_copy, few)
+            _gate_copies.enroll(w_gate, self._gate_copy, self._screen_of_few())
+
+    def _screen_of_few(self) -> str:
+        """The strategy that screens few tokens with a kept copy, whatever strategy they run by; "" for none."""
+        site = self._site()
+        return _auto.SCREENS[site.screen] if site else "proven" if self._strategy == "proven" else "screened"
+
+    def _first_weight(self) -> Tensor:
+        """The weight before the activation, as calls hand it to the operators."""
+        return self._applied("gate_proj" if self._gated else "up_proj")[0]
 
     def _main_grads(self, **weights: Tensor) -> list[Tensor | None] | None:
         """``weight.main_grad`` of each projection whose weight requires grad; None unless ``accumulate_main_grad``."""
@@ -428,7 +438,7 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
     if site and not inference[0]:
         rows = site.explain(name)
         # graphs that ran before any call have a site of their own
-        other = _auto.found(layer._applied("gate_proj" if hasattr(layer, "gate_proj") else "up_proj")[0])
+        other = _auto.found(layer._first_weight())
         if other is not None and other is not site:
             rows += other.explain(name)
         return rows or [Choice(name, "any", "any", "", "auto", "not called yet")]
@@ -474,12 +484,17 @@ def keep_gate_copies(module: nn.Module, keep: bool = True) -> None:
     wrong: one through ``weight.data``, by kernels that take an address, or by FSDP. That is why layers keep none by
     default. Weights that were made in inference mode count no writes, and those that autocast casts are others at each
     call; their copies are made at each call, too. Copies and pickles of the module keep the choice, not the copy.
+    Compiled graphs find the copy by the weight's memory: if the weights are moved or replaced after this, or the module
+    is a copy, run one call that is not compiled, or call this again.
 
     Raises TypeError unless ``keep`` is a bool, ValueError if ``module`` has no such layer.
     """
     require_flag("keep", keep)
     for layer in _layers(module):
         layer._gate_copy = _gate_copies.GateCopy() if keep else None
+        # a compiled graph may run before any call, which would do so
+        if keep and layer._is_plain() and not layer.down_proj.weight.is_meta:
+            layer._enroll_copy(layer._first_weight())
 
 
 def _layers(module: nn.Module) -> list[SparseFFN]:

@@ -20,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests import sanitize
+import twell
+from tests import family, sanitize
 from tests.fuzz import answers, problems
 from tests.fuzz import run as fuzz
 from tests.fuzz.problems import Case, Limits
-from twell import ops, testing
+from twell import ops, testing, tuning
 from twell._activation import activation_of
 from twell._runtime import device, geometry, kernel_module, specs
 from twell.ops import hybrid
@@ -78,6 +79,35 @@ def test_cases_stay_within_their_limits_and_reach_everything(where: str) -> None
     if where == "cuda":
         assert {case.m for case in cases} >= set(problems.MANY_TOKENS)
         assert {case.n for case in cases} >= set(problems.MANY_NEURONS)
+
+
+def test_the_portable_family_draws_no_screen() -> None:
+    """All other cases are those of a GPU with the screen, but for very many neurons."""
+    portable, other = (Limits.of("cuda", False, portable) for portable in (True, False))
+    screened = 0
+    for number in range(2000):
+        ours, theirs = (problems.draw(301, number, limits, True) for limits in (portable, other))
+        assert ours.strategy not in ("screened", "proven")
+        if theirs.strategy in ("screened", "proven"):
+            screened += 1
+            assert ours.strategy == ("row" if ours.op == "pack" else "union")
+        elif theirs.n <= portable.many:
+            assert ours == theirs
+    assert screened > 200
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_the_family_of_the_gpu_decides_what_is_drawn(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "capability", lambda index: capability)
+    gpu = torch.device("cuda")
+    assert family.is_portable(gpu) == (capability == (8, 0))
+    assert not family.is_portable(CPU)
+    monkeypatch.setattr(tuning, "family", tuning.family)
+    family.run_portable()
+    assert family.is_portable(gpu)
+    assert not family.is_portable(CPU)
 
 
 def test_classes_of_k_are_those_that_ship() -> None:
@@ -282,6 +312,60 @@ def test_odd_cases_stay_within_their_bounds(changes: dict[str, Any]) -> None:
     cases = [dataclasses.replace(case, **changes) for case in drawn if case.training and not case.exact][:25]
     found = {str(case): fuzz.attempt(case, CPU).verdict for case in cases}
     assert set(found.values()) == {"ok"}, {case: verdict for case, verdict in found.items() if verdict != "ok"}
+
+
+COMPACTED = {"op": "compact", "m": 40, "k": 64, "n": 2056, "exact": True, "density": 0.9}
+
+
+@pytest.mark.parametrize("strategy", ["dense", "auto", "site"])
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("biases", [(), problems.BIASES])
+def test_a_dense_module_may_round_where_pytorch_does(
+    strategy: str, exact: bool, biases: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a GPU adds up parts of a long sum in 16 bits."""
+    plain = F.linear
+
+    def in_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.shape[-1] <= 72:
+            return plain(x, weight, bias)
+        parts = zip(x.split(72, -1), weight.split(72, -1))
+        total = functools.reduce(torch.add, [plain(*part) for part in parts])
+        return total if bias is None else total + bias
+
+    case = crafted(**COMPACTED | {"strategy": strategy, "exact": exact, "biases": biases})
+    layer = problems.build(case, CPU)
+    right = answers.solve(case, layer)
+    monkeypatch.setattr(F, "linear", in_parts)
+    found, _ = fuzz.compacted(case, layer, layer.x)
+    assert found.keys() == {"y", "counts", "y compacted", "y restored"}
+    assert not torch.equal(found["y"], right.answers["y"].value.float().bfloat16())
+    assert fuzz.attempt(case, CPU).verdict == "ok"
+
+
+@pytest.mark.parametrize("strategy", ["dense", "auto", "row"])
+def test_a_fault_of_compaction_is_found(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = crafted(**COMPACTED | {"strategy": strategy})
+    assert fuzz.attempt(case, CPU).verdict == "ok"
+    compact, restore = twell.compact, twell.restore
+
+    def half(module: Any, firing: Any) -> Any:
+        alive = firing.alive()
+        alive[: len(alive) // 2] = False
+        return compact(module, alive)
+
+    def rolled(module: Any) -> Any:
+        module.up_proj.weight.data = module.up_proj.weight.roll(1, 0)
+        return module
+
+    with monkeypatch.context() as patched:
+        patched.setattr(twell, "compact", half)
+        assert fuzz.attempt(case, CPU).verdict == "compact drops a neuron that fires"
+    with monkeypatch.context() as patched:
+        patched.setattr(twell, "compact", lambda module, firing: (rolled(compact(module, firing)[0]), None))
+        assert fuzz.attempt(case, CPU).verdict.startswith("y compacted differs in ")
+    monkeypatch.setattr(twell, "restore", lambda module: rolled(restore(module)))
+    assert fuzz.attempt(case, CPU).verdict.startswith("y restored differs in ")
 
 
 def test_what_tensor_cores_cut_off_adds_up() -> None:
@@ -793,12 +877,12 @@ def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch:
     assert {spec.op for spec in launched} == own
     # both dtypes, with biases and without, if the spec has them
     assert {spec.dtype for spec in launched if hasattr(spec, "dtype")} in (set(), set(specs.DTYPES))
-    for family in own:
+    for kind in own:
         for choice in ("bias", "gated", "training", "backward"):
-            known = {getattr(spec, choice, None) for spec in kernel_module("catalog").SHIPPED if spec.op == family}
-            if known == {False, True} and not (family in ("compact", "sampled_up") and choice == "training"):
-                seen = {getattr(spec, choice) for spec in launched if spec.op == family}
-                assert seen == known or (family, choice) == ("gathered", "bias"), (family, choice)
+            known = {getattr(spec, choice, None) for spec in kernel_module("catalog").SHIPPED if spec.op == kind}
+            if known == {False, True} and not (kind in ("compact", "sampled_up") and choice == "training"):
+                seen = {getattr(spec, choice) for spec in launched if spec.op == kind}
+                assert seen == known or (kind, choice) == ("gathered", "bias"), (kind, choice)
 
 
 @pytest.mark.usefixtures("as_if_on_a_gpu")
@@ -820,6 +904,62 @@ def test_checks_agree_with_themselves(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "WRONG output 0" in capsys.readouterr().out
     assert sanitize.main(["--op", "up_down", "--limit-s", "-1"]) == 0
     assert capsys.readouterr().out.count("left out") == len(sanitize.CASES)
+
+
+@pytest.mark.usefixtures("as_if_on_a_gpu")
+def test_an_operator_that_raises_is_reported_by_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = sanitize.Call.on
+
+    def refused(*arguments: Any) -> Any:
+        raise ValueError("strides of\n72")
+
+    def on(call: sanitize.Call, device: str) -> sanitize.Call:
+        moved = plain(call, "cpu")
+        return moved._replace(op=refused) if device == "cuda" and call.op is ops.unpack else moved
+
+    monkeypatch.setattr(sanitize.Call, "on", on)
+    words = ["--op", "unpack", "up_down", "--case", "light", "empty"]
+    assert sanitize.main(words) == 1
+    first, second, *others = capsys.readouterr().out.splitlines()
+    assert first == "unpack                     light           WRONG ValueError: strides of 72"
+    assert second.endswith("WRONG ValueError: strides of 72")
+    assert len(others) == 2
+    assert all(line.endswith(" ok") for line in others)
+    # of another family
+    monkeypatch.setattr(device, "capability", lambda index: (8, 0))
+    require = sys.modules["twell.ops.quantize_gate"].require
+    monkeypatch.setattr(sanitize, "check", lambda *arguments: require(torch.empty(0)))
+    assert sanitize.main(words) == 0
+    assert capsys.readouterr().out.count(" left out\n") == 4
+
+
+def test_no_check_follows_a_kernels_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def faulty(*arguments: Any) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(sanitize, "has_gpu", lambda: True)
+    monkeypatch.setattr(sanitize, "check", faulty)
+    monkeypatch.setattr(sanitize, "usable", lambda: False)
+    assert sanitize.main(["--op", "unpack", "up_down"]) == 1
+    first, last = capsys.readouterr().out.splitlines()
+    assert "WRONG" in first
+    assert "the GPU no longer answers" in last
+
+
+def test_copies_of_the_sanitizer_keep_strides() -> None:
+    """int8 rows of 72 columns are 80 bytes apart, as kernels of the screen read them."""
+    (case,) = (case for case in sanitize.CASES if case.name == "overflow")
+    for op in ("ffn_screened", "gate_pack_screened"):
+        for call in sanitize.calls(op, case, case.problem()):
+            moved = call.on("cpu")
+            strides = [t.stride() for t in moved.arguments if isinstance(t, Tensor) and t.dtype == torch.int8]
+            assert strides == [(80, 1)]
+            for ours, theirs in zip(moved.arguments, call.arguments):
+                if isinstance(ours, Tensor):
+                    assert torch.equal(ours, theirs)
+                    assert ours.data_ptr() != theirs.data_ptr()
 
 
 @pytest.mark.usefixtures("as_if_on_a_gpu")
@@ -859,6 +999,7 @@ def test_runs_with_other_bits_are_found(monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.fixture
 def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanitize, "has_gpu", lambda: True)
+    monkeypatch.setattr(sanitize, "usable", lambda: True)
 
 
 FAKE = """#!/bin/sh

@@ -284,15 +284,16 @@ def test_two_modules_of_one_weight_both_compute_right(made: list[Tensor]) -> Non
     assert len(made) == 4
 
 
-def test_halves_of_a_fused_weight() -> None:
+def fused() -> Any:
     from twell._sparsify.modules import FusedGatedMLP
 
-    def fused() -> Any:
-        torch.manual_seed(0)
-        linears = nn.Linear(K, 2 * N, dtype=BF16), nn.Linear(N, K, dtype=BF16)
-        options: Any = {"compression": 8, "strategy": "screened"}
-        return FusedGatedMLP(("gate_up", "down"), linears, up_first=True, **options)
+    torch.manual_seed(0)
+    linears = nn.Linear(K, 2 * N, dtype=BF16), nn.Linear(N, K, dtype=BF16)
+    options: Any = {"compression": 8, "strategy": "screened"}
+    return FusedGatedMLP(("gate_up", "down"), linears, up_first=True, **options)
 
+
+def test_halves_of_a_fused_weight() -> None:
     mlp, other = fused(), fused()
     keep_gate_copies(mlp)
     x = torch.randn(130, K).to(BF16)
@@ -319,6 +320,58 @@ def test_compiled_graphs_read_the_copy(made: list[Tensor], fresh_dynamo: None) -
         mlp.gate_proj.weight.mul_(-1)
         assert torch.equal(compiled(x), fresh(mlp)(x))
     assert len(made) == 2
+
+
+@MODULES
+def test_a_graph_that_runs_before_any_call_reads_the_copy(cls: Any, made: list[Tensor], fresh_dynamo: None) -> None:
+    mlp, x = module(cls), torch.randn(130, K).to(BF16)
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for change in (None, written, replaced):
+            if change is not None:
+                change(mlp)
+            if change is replaced:
+                # elsewhere in memory
+                keep_gate_copies(mlp)
+            made.clear()
+            for _ in range(2):
+                assert torch.equal(compiled(x), fresh(mlp)(x))
+            assert len(made) == 1
+            assert mlp._gate_copy.nbytes == BYTES
+
+
+def test_a_fused_graph_that_runs_before_any_call_reads_the_copy(made: list[Tensor], fresh_dynamo: None) -> None:
+    mlp, x = fused(), torch.randn(130, K).to(BF16)
+    keep_gate_copies(mlp)
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(compiled(x), fresh(mlp)(x))
+    assert len(made) == 1
+
+
+def test_layers_without_memory_wait_for_a_call(made: list[Tensor]) -> None:
+    mlp = SparseGatedMLP(K, N, strategy="screened", device="meta", dtype=BF16)
+    keep_gate_copies(mlp)
+    assert not any(copy is mlp._gate_copy for copy in _gate_copies._COPIES.values())
+    mlp.to_empty(device="cpu").reset_parameters()
+    for _ in range(2):
+        call(mlp)
+    assert len(made) == 1
+
+
+def test_few_tokens_are_screened_as_the_strategy_says() -> None:
+    """Without a call in between, too."""
+    mlp = module()
+    for strategy, few in (
+        ("proven", "proven"),
+        ("row", "screened"),
+        (twell.AutoStrategy(screen="off"), ""),
+        (twell.AutoStrategy(screen="proven"), "proven"),
+        ("auto", "screened"),
+    ):
+        mlp.strategy = strategy
+        assert mlp._gate_copy.few == few
 
 
 def test_each_screen_has_its_own() -> None:

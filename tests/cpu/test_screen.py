@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from twell import ops, reference, testing
-from twell._runtime import screen
+from twell import ops, reference, testing, tuning
+from twell._runtime import device, screen, specs
 
 BF16 = torch.bfloat16
 
@@ -399,3 +400,49 @@ def test_a_screened_forward_of_training_is_the_other(gated: bool) -> None:
         ops.hybrid_forward(*layer, 8, 0, "relu", 0.0, "on")
     with pytest.raises(TypeError, match="x must be bfloat16 or float16"):
         ops.hybrid_forward(*(None if t is None else t.float() for t in layer), 8, 0, "relu", 0.0, "screened")
+
+
+# The code for a GPU, on CPU tensors: it refuses before it launches anything
+
+
+def on_cuda(op: str, problem: testing.FFN, q: Tensor, *others: Tensor) -> object:
+    """Call the operator's code for a GPU with ``q`` and ``others`` of ``quantize_gate`` for the gate weight."""
+    quantized = (q, *others)
+    arguments = {
+        "quantize_gate": (problem.w_gate, True),
+        "gate_screen": (*ops.quantize_gate(problem.x, False), *quantized, problem.x.new_empty(0)),
+        "gate_pack_screened": (problem.x, problem.w_gate, None, *quantized, 8),
+        "ffn_screened": (*problem, *quantized, 8),
+    }[op]
+    result: object = sys.modules[f"twell.ops.{op}"]._cuda(*arguments)
+    return result
+
+
+@pytest.mark.parametrize("op", ["gate_screen", "gate_pack_screened", "ffn_screened"])
+def test_rows_of_other_strides_are_refused(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "capability", lambda index: device.SM_90)
+    problem = testing.integer_problem(4, 72, 264)
+    q, *others = ops.quantize_gate(problem.w_gate, True)
+    assert q.stride() == (80, 1)
+    shifted = torch.empty(264 * 80 + 8, dtype=torch.int8)[8:].as_strided((264, 72), (80, 1)).copy_(q)
+    for odd, got in (
+        (q.contiguous(), r"strides \[72, 1\] at an address 0 above"),
+        (q.t().contiguous().t(), r"strides \[1, 264\] at an address 0 above"),
+        (shifted, r"strides \[80, 1\] at an address 8 above"),
+    ):
+        with pytest.raises(ValueError, match=rf"(q|w_gate) must have aligned rows .* 16 bytes apart.*, got {got}"):
+            on_cuda(op, problem, odd, *others)
+
+
+@pytest.mark.parametrize("op", ["quantize_gate", "gate_screen", "gate_pack_screened", "ffn_screened"])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_the_portable_family_refuses_by_its_name(
+    op: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "capability", lambda index: capability)
+    monkeypatch.setattr(tuning, "family", lambda index: specs.PORTABLE)
+    problem = testing.integer_problem(4, 72, 264)
+    at = ".".join(map(str, capability))
+    message = f"the screen of the gate needs .* family sm90, .* got family sm80 on compute capability {at}"
+    with pytest.raises(NotImplementedError, match=message):
+        on_cuda(op, problem, *ops.quantize_gate(problem.w_gate, True))

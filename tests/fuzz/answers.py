@@ -542,10 +542,14 @@ def check_packed(case: Case, layer: Layer, right: Right, found: Outputs) -> None
         raise Mismatch(f"nnz {int(found['nnz'])}, expected {int(right.nonzeros)}")
 
 
-def check_compacted(case: Case, right: Right, baseline: Outputs, found: Outputs, result: Result) -> None:
+def check_compacted(
+    case: Case, right: Right, baseline: Outputs, plain: Outputs, found: Outputs, result: Result
+) -> None:
+    """``plain`` has the results that a dense call may have bit by bit, as in ``check``."""
     counts = (right.gate > 0).sum(0)
     if not torch.equal(found["counts"], counts):
         raise Mismatch(f"counts {difference(found['counts'], counts)}")
     for name in ("y", "y compacted", "y restored"):
-        if name in found:
+        # PyTorch may add up parts of a long sum that it has rounded to 16 bits
+        if name in found and not (name in plain and torch.equal(found[name], plain[name])):
             check_answer(case, name, found[name], right.answers["y"], baseline.get("y"), result)

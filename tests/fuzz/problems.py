@@ -61,7 +61,10 @@ ACCUMULATION = 2.0**-20
 
 
 class Limits(NamedTuple):
-    """Limits of a case: tokens, neurons, m * n, n * k, m * n * k, the classes of K, and neurons of very long sums."""
+    """Limits of a case: tokens, neurons, m * n, n * k, m * n * k, the classes of K, and neurons of very long sums.
+
+    screens: whether there are kernels of the int8 screen.
+    """
 
     m: int
     n: int
@@ -70,6 +73,7 @@ class Limits(NamedTuple):
     work: int
     classes: tuple[int, ...]
     many: int = MANY_NEURONS[-1]
+    screens: bool = True
 
     @classmethod
     def of(cls, device: str, jit: bool, portable: bool = False) -> Limits:
@@ -77,7 +81,7 @@ class Limits(NamedTuple):
             return cls(300, 2056, 1 << 17, 1 << 18, 1 << 22, (512, 1024))
         classes = (*PACKAGED_K, *([COMPILED_K] if jit else []))
         many = geometry.PORTABLE_UNION_NEURONS if portable else MANY_NEURONS[-1]
-        return cls(20_000, 16384, 1 << 27, 1 << 26, 1 << 37, classes, many)
+        return cls(20_000, 16384, 1 << 27, 1 << 26, 1 << 37, classes, many, screens=not portable)
 
 
 FLAGS = (
@@ -190,6 +194,8 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     elif training and strategy == "invariant":
         # for inference alone
         strategy = "row"
+    if strategy in ("screened", "proven") and not limits.screens:
+        strategy = "row" if op == "pack" else "union"
     sparse = strategy in SPARSE
     present = [name for name in NAMES if name in biases or (name == "w_up" and gated) or name in ("x", *WEIGHTS[::2])]
     wanted: tuple[str, ...] = ()

@@ -5,10 +5,10 @@
     python -m tests.fuzz --portable --budget-s 300
     python -m tests.fuzz --summary fuzz.jsonl more.jsonl.gz --json h200_fuzz.json
 
-A case is a function of the seed, its number, the kind of device and ``--portable``, and of nothing else. Half of the
-cases are integers whose every sum fp32 holds in any order: each result has one right answer, float64's, rounded once,
-and bits must match. The others are real numbers, and each result is held to two bounds against float64, in norm and in
-every row, which ``answers`` derives from where the strategies promise to round. ``problems`` draws.
+A case is a function of the seed, its number, the kind of device and its family of kernels, and of nothing else. Half
+of the cases are integers whose every sum fp32 holds in any order: each result has one right answer, float64's, rounded
+once, and bits must match. The others are real numbers, and each result is held to two bounds against float64, in norm
+and in every row, which ``answers`` derives from where the strategies promise to round. ``problems`` draws.
 
 What a call returns is filled with NaN before it is called again, which must give the same bits; so must a CUDA graph.
 On a GPU free memory holds NaN. The reference is plain PyTorch in float64, and shares no code with the package.
@@ -105,14 +105,9 @@ def surroundings(case: Case, device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def strategy_of(case: Case, device: torch.device) -> Any:
-    """What a call of the case names; "union" where a GPU has no kernels of the screen."""
-    if case.strategy == "site":
-        return AutoStrategy()
-    screens = device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
-    if case.strategy in ("screened", "proven") and not screens:
-        return "union"
-    return case.strategy
+def strategy_of(case: Case) -> Any:
+    """What a call of the case names."""
+    return AutoStrategy() if case.strategy == "site" else case.strategy
 
 
 # operands of the gate
@@ -121,7 +116,7 @@ GATE = ("x", "w_gate", "b_gate")
 
 def caller(case: Case, t: dict[str, Tensor], dy: Tensor) -> Callable[[], Outputs]:
     """What makes the call: outputs by name, gradients by that of their tensor, main gradients with ``main`` before."""
-    strategy = strategy_of(case, dy.device)
+    strategy = strategy_of(case)
     dy = dy.view(t["x"].shape)
 
     def pack() -> Outputs:
@@ -186,7 +181,7 @@ class Exported(nn.Module):
         super().__init__()
         self.case, self.t = case, t
         # the graph finds the site by the first weight, and chooses when it runs
-        self.strategy = strategy_of(case, t["x"].device)
+        self.strategy = strategy_of(case)
 
     def forward(self, x: Tensor) -> Tensor:
         return ffn(self.case, {**self.t, "x": x}, strategy=self.strategy)  # type: ignore[no-any-return]
@@ -201,10 +196,13 @@ def exported(case: Case, t: dict[str, Tensor]) -> Tensor:
     return program.module()(x).view(t["x"].shape)  # type: ignore[no-any-return]
 
 
-def compacted(case: Case, layer: Layer, x: Tensor) -> Outputs:
-    """A module with the layer's weights, counted, compacted and put back: counts, and y before, after and restored."""
+def compacted(case: Case, layer: Layer, x: Tensor) -> tuple[Outputs, Outputs]:
+    """A module with the layer's weights, counted, compacted and put back: counts, and y before, after and restored.
+
+    Then, where calls may run dense, dense PyTorch's y of each, from the weights that were drawn.
+    """
     kind = twell.nn.SparseGatedMLP if case.gated else twell.nn.SparseMLP
-    strategy = "auto" if case.strategy == "site" else strategy_of(case, x.device)
+    strategy = "auto" if case.strategy == "site" else case.strategy
     options: dict[str, Any] = {"compression": case.compression, "strategy": strategy, **case.form}
     module: Any = kind(case.k, case.n, bool(case.biases), **options, device=x.device, dtype=x.dtype)
     first = "gate_proj" if case.gated else "up_proj"
@@ -220,11 +218,28 @@ def compacted(case: Case, layer: Layer, x: Tensor) -> Outputs:
         with twell.count_firing(module) as counted:
             before = module(x)
         out = {"y": before, "counts": counted[""].counts.clone()}
+        kept = None
         if bool(out["counts"].any()):
             smaller, _ = twell.compact(module, counted[""])
             out["y compacted"] = smaller(x)
             out["y restored"] = twell.restore(smaller)(x)
-    return out
+            kept = smaller.compaction.kept
+            if not bool(kept[out["counts"] > 0].all()):
+                raise Mismatch("compact drops a neuron that fires")
+    plain = {}
+    if case.strategy not in SPARSE:
+        plain["y"] = plain["y restored"] = dense_y(case, layer)
+        if kept is not None:
+            plain["y compacted"] = dense_y(case, layer, kept)
+    return out, plain
+
+
+def dense_y(case: Case, layer: Layer, kept: Tensor | None = None) -> Tensor:
+    """Dense PyTorch's y, from weights that are stored as in a module, of all neurons or of those that are ``kept``."""
+    whole = ("x", "b_down") if kept is not None else tuple(layer.present())
+    t = {name: value if name in whole else value[kept] for name, value in layer.present().items()}
+    t["w_down"] = t["w_down"].t().contiguous()
+    return dense(case, t, layer.dy)["y"]
 
 
 # Running
@@ -278,8 +293,9 @@ def run(case: Case, device: torch.device, result: Result) -> None:
     result.nonzeros, result.edges = float(right.nonzeros) / max(case.m, 1), edges(case, right)
     operands = laid_out(case, layer)
     if case.op == "compact":
-        found = compacted(case, layer, layer.x)
-        check_compacted(case, right, {} if case.exact else dense(case, operands, layer.dy), found, result)
+        found, plain = compacted(case, layer, layer.x)
+        baseline = {} if case.exact else dense(case, operands, layer.dy)
+        check_compacted(case, right, baseline, plain, found, result)
         return
     call = caller(case, operands, layer.dy)
     keep = [layer.dy, *operands.values()]
@@ -311,8 +327,7 @@ def run(case: Case, device: torch.device, result: Result) -> None:
     if case.op == "pack":
         check_packed(case, layer, right, outputs)
         return
-    baseline: Outputs = {}
-    plain: Outputs = {}
+    baseline, plain = {}, {}
     if case.strategy not in SPARSE:
         with surroundings(case, device):
             plain = dense(case, operands, layer.dy)
@@ -469,7 +484,8 @@ def main(argv: list[str] | None = None) -> int:
     flags = f" --device {device.type}{' --jit' if arguments.jit else ''}{' --portable' if arguments.portable else ''}"
     if arguments.portable:
         family.run_portable()
-    fuzzer = Fuzzer(device, Limits.of(device.type, arguments.jit, arguments.portable), flags, arguments.limit_s)
+    limits = Limits.of(device.type, arguments.jit, family.is_portable(device))
+    fuzzer = Fuzzer(device, limits, flags, arguments.limit_s)
     if arguments.replay:
         try:
             seed, number = map(int, arguments.replay.split(":"))

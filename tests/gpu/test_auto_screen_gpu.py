@@ -14,6 +14,7 @@ import twell
 from twell import _tables, testing
 from twell.nn import keep_gate_copies
 from twell.ops import screened
+from twell.ops.quantize_gate import require
 from twell.testing import FFN
 
 M = 4096
@@ -36,7 +37,7 @@ def topic() -> FFN:
 def screens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tables, "in_use", lambda on: TABLE)
     # a GPU of another family refuses
-    screened.require(torch.empty(1, device="cuda"))
+    require(torch.empty(1, device="cuda"))
 
 
 @pytest.mark.parametrize("screen", ["screened", "proven"])

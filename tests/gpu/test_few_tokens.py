@@ -12,6 +12,7 @@ from torch import Tensor
 import twell
 from tests.gpu.operands import gates_with, padded
 from twell import ops, testing, tuning
+from twell._runtime import specs
 from twell.testing import FFN
 
 CUDA = torch.device("cuda")
@@ -242,6 +243,8 @@ def test_clusters_share_a_token(m: int, k: int, neurons: int, monkeypatch: pytes
         for run in runs[1:]:
             testing.assert_same(run, runs[0], f"{most} clusters")
         results[most] = runs[0]
+    if tuning.family(0) == specs.PORTABLE:
+        pytest.skip("how sums are shared shows in one 16-bit result of thousands, there maybe in none")
     # so they did share
     assert not torch.equal(results[1], results[2])
 

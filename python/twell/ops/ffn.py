@@ -43,7 +43,7 @@ from twell.ops.library import (
     register,
 )
 from twell.ops.operands import Operands, PackedOperands
-from twell.ops.quantize_gate import Quantized, quantize_gate
+from twell.ops.quantize_gate import Quantized, quantize_gate, require
 from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
@@ -213,7 +213,7 @@ def _screened_on_cuda(
     layer: Operands, compression: int, activation: Activation, measured: bool, screen: str
 ) -> _Counted:
     nearest = screened.is_nearest(screen)
-    screened.require(layer.x)
+    require(layer.x)
     # the screen of few tokens is that of "row", where there is one: tiles of 128 tokens are not for them
     if 0 < layer.x.shape[0] <= tuning.FEW_GATE_PACK:
         return _row_on_cuda(layer, compression, activation, measured, screen=screen)

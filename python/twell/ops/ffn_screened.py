@@ -20,7 +20,7 @@ from twell.ops import hybrid, screened
 from twell.ops.gate_pack import figures, room
 from twell.ops.library import ACTIVATION, LAYER, bias_vector, check_alike, check_layer, last_activation, part, register
 from twell.ops.operands import Operands, PackedOperands
-from twell.ops.quantize_gate import Quantized
+from twell.ops.quantize_gate import Quantized, require, require_pitch
 from twell.ops.screened import Lists
 from twell.ops.up_down_union import by_slices, results, union
 
@@ -71,7 +71,10 @@ def on_cpu(
 
 
 def _cuda(*arguments: Any) -> Outputs:
-    y, l1, stats, sizes, candidates = on_cuda(*_split(arguments))
+    layer, quantized, compression, activation, nearest = _split(arguments)
+    screened.check_quantized(layer.w_gate, quantized)
+    require_pitch("q", quantized[0])
+    y, l1, stats, sizes, candidates = on_cuda(layer, quantized, compression, activation, nearest)
     return y, l1, stats, union(sizes), union(candidates)
 
 
@@ -81,8 +84,7 @@ def on_cuda(
     """The operator on the current device, with all sizes."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
-    screened.check_quantized(w_gate, quantized)
-    screened.require(x)
+    require(x)
     (m, _), n = x.shape, w_gate.shape[0]
     bias, laid, slices = bias_vector("b_gate", b_gate, n, x), hybrid.near_rows(w_gate), geometry.union_slices(m, n)
     bits, stats = screened.find(x, bias, quantized, nearest), figures(x, w_gate)

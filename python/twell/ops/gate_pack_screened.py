@@ -20,7 +20,7 @@ from twell.ops import screened
 from twell.ops.gate_pack import Packed, fill_on_cpu, gate_on_cpu, outputs
 from twell.ops.gate_screen import constants
 from twell.ops.library import bias_vector, check_layer, empty, launch, register, rows
-from twell.ops.quantize_gate import Quantized
+from twell.ops.quantize_gate import Quantized, require, require_pitch
 from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
 
 _Layer = tuple[Tensor, Tensor, Tensor | None]
@@ -57,8 +57,9 @@ def _cpu(*arguments: Any) -> Packed:
 
 def _cuda(*arguments: Any) -> Packed:
     layer, quantized, compression, threshold, nearest = _split(arguments)
-    screened.require(layer[0])
+    require(layer[0])
     _check(layer, quantized)
+    require_pitch("q", quantized[0])
     packed = outputs(*layer[:2], compression)
     pack(*layer, quantized, nearest, packed, compression, activation_of("fatrelu", threshold))
     return packed

@@ -18,7 +18,7 @@ from torch import Tensor
 from twell import tuning
 from twell._runtime import device, geometry, screen
 from twell.ops.library import bias_vector, blocks, check, check_rank, empty, launch, register
-from twell.ops.quantize_gate import Quantized
+from twell.ops.quantize_gate import Quantized, require, require_pitch
 
 # bits of a word
 _WORD = 32
@@ -94,6 +94,9 @@ def constants(k: int, nearest: bool = False) -> tuple[float, ...]:
 
 def _cuda(*arguments: Any) -> Tensor:
     x, w_gate, b_gate, nearest = _split(arguments)
+    require(x[0])
+    for name, (q, *_) in (("x", x), ("w_gate", w_gate)):
+        require_pitch(name, q)
     bias = bias_vector("b_gate", b_gate if len(b_gate) else None, w_gate[0].shape[0], b_gate)
     return on_cuda(x, w_gate, bias, nearest)
 

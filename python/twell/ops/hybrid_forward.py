@@ -35,7 +35,7 @@ from twell.ops.library import (
 )
 from twell.ops.operands import Operands
 from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
-from twell.ops.quantize_gate import quantize_gate
+from twell.ops.quantize_gate import quantize_gate, require
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -150,7 +150,7 @@ def on_cuda(
     w_up = None if w_up is None else hybrid.near_rows(w_up)
     multiprocessors, capacity = device.sm_count(x.device.index), geometry.hybrid_capacity(m, n, held)
     if screen:
-        screened.require(x)
+        require(x)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
     lists = screened.empty_lists(x, m, n) if screen else None
     if lists is None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from twell import tuning
-from twell._runtime import device, screen
-from twell.ops.library import check_matrix, empty, launch, register, rows
+from twell._runtime import device, screen, specs
+from twell.ops.library import check_matrix, check_rank, empty, launch, register, rows
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 # TMA: bytes of which a row's stride is a multiple
@@ -35,6 +35,28 @@ def outputs(matrix: Tensor) -> Quantized:
 def _fake(matrix: Tensor, weights: bool, nearest: bool = False) -> Quantized:
     check_matrix("rows", matrix)
     return outputs(matrix)
+
+
+def require(x: Tensor) -> None:
+    """Raise NotImplementedError unless the GPU of ``x`` runs the family of kernels that has the screen."""
+    family = tuning.family(x.device.index)
+    if family != specs.SM90:
+        major, minor = device.capability(x.device.index)
+        raise NotImplementedError(
+            f"the screen of the gate needs the kernels of family {specs.SM90}, for compute capability 9.0, "
+            f"got family {family} on compute capability {major}.{minor}"
+        )
+
+
+def require_pitch(name: str, q: Tensor) -> None:
+    """Raise ValueError unless ``q`` int8 [R, K] is laid out as in ``outputs``, which TMA needs."""
+    check_rank(name, q)
+    pitch, inner = q.stride()
+    if inner != 1 or pitch % _PITCH or pitch < q.shape[1] or q.data_ptr() % _PITCH:
+        raise ValueError(
+            f"{name} must have aligned rows of unit stride, a multiple of {_PITCH} bytes apart, as quantize_gate makes "
+            f"them, got strides {[pitch, inner]} at an address {q.data_ptr() % _PITCH} above a multiple of {_PITCH}"
+        )
 
 
 def random_words(count: int, stream: int) -> Tensor:
@@ -90,6 +112,7 @@ def _unit(nearest: bool) -> float:
 
 
 def _cuda(matrix: Tensor, weights: bool, nearest: bool = False) -> Quantized:
+    require(matrix)
     return on_cuda(matrix, weights, nearest)
 
 

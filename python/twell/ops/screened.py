@@ -14,7 +14,7 @@ from torch import Tensor
 
 from twell import tuning
 from twell._activation import Activation, threshold_pair
-from twell._runtime import device, geometry, specs
+from twell._runtime import device, geometry
 from twell.ops.gate_pack import Packed
 from twell.ops.gate_screen import gate_screen
 from twell.ops.gate_screen import on_cuda as screen_on_cuda
@@ -100,13 +100,6 @@ def is_nearest(screen: str) -> bool:
     if screen not in SCREENS:
         raise ValueError(f'screen must be "screened", "proven" or "", got {screen!r}')
     return screen == "proven"
-
-
-def require(x: Tensor) -> None:
-    """Raise NotImplementedError unless the GPU of ``x`` has the kernels."""
-    if tuning.family(x.device.index) != specs.SM90:
-        major, minor = device.capability(x.device.index)
-        raise NotImplementedError(f"the screen of the gate needs compute capability 9.0, got {major}.{minor}")
 
 
 def find(x: Tensor, b_gate: Tensor, quantized: Quantized, nearest: bool) -> Tensor:
