@@ -1,9 +1,10 @@
 """The int8 gate GEMM that finds the neurons which any of 128 tokens may fire: a bit for each neuron and token tile.
 
 The same as gate_pack.py up to the accumulators: persistent, clusters of two CTAs, a ring of stages. The CTAs share 256
-tokens and have 128 neurons each: WGMMA of 256 tokens reads less shared memory than of 128, which would be the bottleneck. A gate may be positive if its int32 product, less the neuron's offset,
-exceeds a threshold, which two fused multiplications and additions make of three terms of the token and two of the
-neuron; docs/notes/screen.md derives them. Three warp groups:
+tokens and have 128 neurons each: WGMMA of 256 tokens reads less shared memory per product than of 128. A gate may be
+positive if its int32 product, less the neuron's offset, exceeds a threshold, which two fused multiplications and
+additions, one without bias, make of three terms of the token and two of the neuron; docs/notes/screen.md derives them.
+Three warp groups:
 
     terms     warps 0 to 2. Compute the terms of the tile's tokens and neurons while the mma groups work on it.
     load      warp 3. As in gate_pack.py.
@@ -13,7 +14,9 @@ neuron; docs/notes/screen.md derives them. Three warp groups:
 Hand-over:
 
     ring          as in gate_pack.py.
-    TERMS_FULL    96 threads arrive, 256 mma threads wait: the terms are written.
+    BEGUN         the first mma group arrives, the second one waits: two stages of the tile are issued. So each group
+                  compares while the other one multiplies.
+    TERMS_FULL    for each mma group. 96 threads arrive, 128 wait: the terms are written.
     TERMS_EMPTY   256 mma threads arrive, 96 threads wait: the terms may be overwritten.
 """
 
