@@ -226,6 +226,24 @@ def ffn_screened(m: int, k: int, n: int, density: float, biases: str, seed: int 
     testing.assert_same(found[2], stats, "stats")
 
 
+def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bool, seed: int = 0) -> None:
+    """All kernels of a forward and backward pass."""
+    problem = testing.integer_problem(m, k, n, density=density, biases=biases, seed=seed)
+    layer = list(problem)
+    if not gated:
+        layer[2] = layer[5] = None
+    y, l1, nonzeros, *saved = ops.hybrid_forward(*layer, 8)
+    found = on_gpu("hybrid_forward")(*layer, 8)
+    for name, a, b in zip(("y", "l1", "nonzeros"), found, (y, l1, nonzeros)):
+        testing.assert_same(a, b, name)
+    testing.assert_hybrid_same(found[3:], saved, m, n, gated)
+    given = (testing.integer_upstream(problem), torch.tensor(0.0), *layer[:6])
+    right = ops.hybrid_backward(*given, *saved, True, True)
+    ours = on_gpu("hybrid_backward")(*given, *found[3:], True, True)
+    for name, a, b in zip(("x", "w_gate", "w_up", "w_down", "b_gate", "b_up"), ours, right, strict=True):
+        testing.assert_same(a, b, f"gradient of {name}")
+
+
 # ---- random checks ----
 
 

@@ -72,3 +72,19 @@ def test_the_gate_at_candidates(
 def test_a_screened_layer(emulator: Emulator, m: int, k: int, n: int, density: float, biases: str, seed: int) -> None:
     with emulator.stands_in(3, Schedule.of(seed)):
         checks.ffn_screened(m, k, n, density, biases)
+
+
+@SEEDS
+@pytest.mark.parametrize(
+    ("m", "k", "n", "density", "biases", "gated"),
+    [
+        (300, 328, 520, 0.05, "gate up", True),
+        (128, 136, 264, 0.3, "gate", False),
+        (5, 64, 72, 1.0, "", True),
+    ],
+)
+def test_a_training_step(
+    emulator: Emulator, m: int, k: int, n: int, density: float, biases: str, gated: bool, seed: int
+) -> None:
+    with emulator.stands_in(3, Schedule.of(seed)):
+        checks.training_step(m, k, n, density, biases, gated)
