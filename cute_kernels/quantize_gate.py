@@ -179,10 +179,11 @@ class QuantizeGate:
                 if level < bits:
                     self.butterflies(values, level if level < 3 else level - 5, signs, whole)
             self.exchange(s, values, lane)
-            for level in range_constexpr(3, 8):
+            for level in range_constexpr(3, 7):
                 if level < bits:
                     self.butterflies(values, level - 2, signs, False)
-            largest, squares = self.reduce(s, values, squares, warp, lane)
+            largest = self.last_butterflies(values, bits)
+            largest, squares = self.reduce(s, largest, squares, warp, lane)
             # no NaN among the values if the sum of squares is a number
             screened = largest >= screen.SMALLEST and largest <= screen.LARGEST and squares < Float32.inf
             levels = self.divide(Float32(screen.LEVELS), largest)
@@ -253,9 +254,10 @@ class QuantizeGate:
         """Start to copy a lane's vectors of a row, zeros beyond its end, to where `unpack` has read the last ones."""
         source = rows.iterator + cute.assume(Int64(row) * rows.stride[0] + (start + lane * VECTOR), divby=VECTOR)
         if row < rows.shape[0]:
+            left = rows.shape[1] - start - lane * VECTOR
             for v in range_constexpr(VECTORS):
                 column = v * (32 * VECTOR)
-                exists = whole or start + lane * VECTOR + column < rows.shape[1]
+                exists = whole or column < left
                 copy_async(s.row + column // 2, source + column, Int32(16) if exists else Int32(0))
         cute.arch.cp_async_commit_group()
 
@@ -327,16 +329,41 @@ class QuantizeGate:
                     values[2 * i], values[2 * i + 1] = pair[0], pair[1]
 
     @cute.jit
-    def reduce(self, s, values, squares, warp, lane):
-        """The row's largest magnitude, without NaN, and its sum of squares."""
-        largest = Float32(0.0)
-        for i in range_constexpr(VALUES):
-            largest = cute.arch.inline_ptx(
-                "{ .reg .f32 magnitude; abs.f32 magnitude, {$r0}; max.f32 {$w0}, magnitude, {$r1}; }",
-                write_only_types=[Float32],
-                read_only_args=[values[i], largest],
-            )
-        largest = Uint32(cute.arch.warp_redux_sync(largest.bitcast(Int32), "max")).bitcast(Float32)
+    def last_butterflies(self, values, bits) -> Int32:
+        """Those of level 7 if it is among `bits`; returns the bits of the lane's largest magnitude, or of a NaN.
+
+        |a| + |b| is the larger of |a + b| and |a - b|, after rounding, too. Magnitudes are ordered as their bits are.
+        """
+        half, largest, none = VALUES // 2, Int32(0), Float32(0.0)
+        if 7 < bits:
+            for i in range_constexpr(half):
+                largest = self.larger(largest, self.add_magnitudes(values[i], values[i + half]))
+            self.butterflies(values, 5, None, False)
+        else:
+            for i in range_constexpr(VALUES):
+                largest = self.larger(largest, self.add_magnitudes(values[i], none))
+        return largest
+
+    @cute.jit
+    def add_magnitudes(self, a: Float32, b: Float32) -> Int32:
+        """Bits of |a| + |b|."""
+        return cute.arch.inline_ptx(
+            "{ .reg .f32 a, b; abs.f32 a, {$r0}; abs.f32 b, {$r1}; add.rn.f32 a, a, b; mov.b32 {$w0}, a; }",
+            write_only_types=[Int32],
+            read_only_args=[a, b],
+        )
+
+    @cute.jit
+    def larger(self, a: Int32, b: Int32) -> Int32:
+        """The larger of both; two of these in a row are one instruction on Hopper."""
+        return cute.arch.inline_ptx(
+            "max.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b]
+        )
+
+    @cute.jit
+    def reduce(self, s, largest: Int32, squares, warp, lane):
+        """The row's largest magnitude and its sum of squares, of those of lanes; a NaN is in the latter for sure."""
+        largest = Uint32(cute.arch.warp_redux_sync(largest, "max")).bitcast(Float32)
         squares = warp_sum(squares)
         if const_expr(self.segments > 1):
             if lane == 0:
@@ -422,9 +449,10 @@ class QuantizeGate:
         words = cute.make_rmem_tensor((size // 4,), Uint32)
         words.fill(0)
         if row < q.shape[0]:
+            left = q.shape[1] - start - lane * size
             for chunk in range_constexpr(chunks):
                 column = chunk * (32 * size)
-                if whole or start + lane * size + column < q.shape[1]:
+                if whole or column < left:
                     if screened:
                         source = cute.recast_ptr(s.bytes + line + column // 256 * BYTE_PITCH, dtype=Uint32)
                         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(size // 4)), words)
