@@ -3,15 +3,17 @@
 Persistent; a warp has 2,048 columns of a row in registers, 64 per lane, and the warps of longer rows meet only for the
 scale and the offset. Column 256 v + 8 l + i of them is in lane l first, then in lane 4 v + i / 2:
 
-    copy      cp.async, a vector of eight values per v, a row ahead, to where the lane itself reads it.
-    unpack    signs, squares, and the levels of the transform of i and v. Signs cost nothing where all columns exist: the
-              sign of a column is that of i times that of v. Those of i are changed as values become fp32, and those of
-              v are factors of fused multiplications and additions in the levels of v, exact ones.
+    copy      cp.async, a vector of eight values per v, a row ahead, to where the same lane reads it.
+    unpack    signs, squares, and the levels of the transform of i and v. A column's sign is that of its i times that of
+              its v. Where all columns exist, neither takes an instruction: those of i change as bf16 becomes fp32, and
+              those of v are factors, 1 or -1, of fused multiplications and additions in the levels of v.
     exchange  through the warp's own shared memory.
     rotate    the levels of l.
     reduce    the largest magnitude, of which the scale is made, and the sum of squares.
     round     a value times the levels plus the column's dither; its floor is the result. Bytes are put in order in
               shared memory. Their product with the dithers of the other side is the offset.
+
+16 warps share a multiprocessor where rows have up to 4,096 columns: they hide each other's waits.
 
 Levels are in the order of `screen.levels`, so `q` and `scale` have the same bits as on a CPU; sums of squares and of
 the offset are in another order. The dithers lie in shared memory in the order in which lanes read them.
@@ -356,13 +358,11 @@ class QuantizeGate:
     @cute.jit
     def larger(self, a: Int32, b: Int32) -> Int32:
         """The larger of both; two of these in a row are one instruction on Hopper."""
-        return cute.arch.inline_ptx(
-            "max.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b]
-        )
+        return cute.arch.inline_ptx("max.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
 
     @cute.jit
     def reduce(self, s, largest: Int32, squares, warp, lane):
-        """The row's largest magnitude and its sum of squares, of those of lanes; a NaN is in the latter for sure."""
+        """The row's largest magnitude and its sum of squares. If a value is NaN, the sum is, too; the former may be."""
         largest = Uint32(cute.arch.warp_redux_sync(largest, "max")).bitcast(Float32)
         squares = warp_sum(squares)
         if const_expr(self.segments > 1):
@@ -446,18 +446,19 @@ class QuantizeGate:
         chunks = COLUMNS // (32 * size)
         line = cute.assume(lane * size // 256 * BYTE_PITCH + lane * size % 256, divby=size)
         target = q.iterator + cute.assume(Int64(row) * q.stride[0] + (start + lane * size), divby=size)
-        words = cute.make_rmem_tensor((size // 4,), Uint32)
+        words = cute.make_rmem_tensor((size // 4, chunks), Uint32)
         words.fill(0)
+        if screened:
+            for chunk in range_constexpr(chunks):
+                source = cute.recast_ptr(s.bytes + line + chunk * (32 * size) // 256 * BYTE_PITCH, dtype=Uint32)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(size // 4)), words[None, chunk])
         if row < q.shape[0]:
             left = q.shape[1] - start - lane * size
             for chunk in range_constexpr(chunks):
                 column = chunk * (32 * size)
                 if whole or column < left:
-                    if screened:
-                        source = cute.recast_ptr(s.bytes + line + column // 256 * BYTE_PITCH, dtype=Uint32)
-                        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(size // 4)), words)
                     place = cute.recast_ptr(target + column, dtype=Uint32)
-                    cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(size // 4)))
+                    cute.autovec_copy(words[None, chunk], cute.make_tensor(place, cute.make_layout(size // 4)))
 
 
 def signature(spec: QuantizeGateSpec) -> tuple[Any, tuple[Any, ...]]:
