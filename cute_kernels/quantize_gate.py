@@ -3,12 +3,17 @@
 Persistent; a warp has 2,048 columns of a row in registers, 64 per lane, and the warps of longer rows meet only for the
 scale and the offset. Column 256 v + 8 l + i of them is in lane l first, then in lane 4 v + i / 2:
 
-    load      a vector of eight values per v, a row ahead. Signs, squares, and the levels of the transform of i and v.
+    copy      cp.async, a vector of eight values per v, a row ahead, to where the same lane reads it.
+    unpack    signs, squares, and the levels of the transform of i and v. A column's sign is that of its i times that of
+              its v. Where all columns exist, neither takes an instruction: those of i change as bf16 becomes fp32, and
+              those of v are factors, 1 or -1, of fused multiplications and additions in the levels of v.
     exchange  through the warp's own shared memory.
     rotate    the levels of l.
     reduce    the largest magnitude, of which the scale is made, and the sum of squares.
     round     a value times the levels plus the column's dither; its floor is the result. Bytes are put in order in
               shared memory. Their product with the dithers of the other side is the offset.
+
+16 warps share a multiprocessor where rows have up to 4,096 columns: they hide each other's waits.
 
 Levels are in the order of `screen.levels`, so `q` and `scale` have the same bits as on a CPU; sums of squares and of
 the offset are in another order. The dithers lie in shared memory in the order in which lanes read them.
@@ -24,6 +29,7 @@ from cutlass.memory import SmemAllocator
 
 from . import feasible, screen
 from .common import launch, operands
+from .common.copies import copy_async, load_quad
 from .common.philox import philox, pick
 from .common.values import high_to_float, low_to_float, warp_sum
 from .specs import QuantizeGateSpec
@@ -35,10 +41,9 @@ VECTORS, VECTOR = 8, 8
 PITCH, BYTE_PITCH = 32 * VECTOR + 8, 32 * VECTOR + 16
 # a sum with it that is rounded down is an integer, in the low bits
 ROUNDER = 3 * 2.0**22
-# warps of a CTA, and of an SM, at 168 registers
-WARPS, WARPS_PER_SM = 4, 12
-# rows of so many warps are three in one CTA: three CTAs of one row would not have room for the dithers of both sides
-SHARING_SEGMENTS = 4
+# warps of a CTA and its CTAs on an SM, by the warps of a row: as many as have room beside the dithers of both sides,
+# which a CTA has once. 16 warps have 128 registers.
+WARPS = {1: (8, 2), 2: (16, 1), 4: (12, 1), 8: (8, 1)}
 
 
 class Operands(NamedTuple):
@@ -58,11 +63,21 @@ class Views(NamedTuple):
 
     dithers: Any  # [k_max] by lane, see `draw_dithers`
     others: Any  # [k_max] of the other side, centred, in the same order
+    row: Any  # [COLUMNS / 2] pairs of this warp's next row
     line: Any  # [VECTORS * PITCH] of this warp
     bytes: Any  # [VECTORS * BYTE_PITCH] in the same place
     largest: Any  # [warps]
     squares: Any  # [warps]
     offsets: Any  # [warps]
+
+
+class Signs(NamedTuple):
+    """Signs of a lane's columns: those of i, which include that of the first v, and those of v relative to it."""
+
+    own: Any  # [VECTOR / 2] masks of pairs
+    low: Any  # [VECTOR / 2] masks of the first of them, as fp32
+    vectors: Any  # a bit for each v, twice
+    factors: Any  # [VECTORS] 1 or -1: of v and of v without its lowest bit
 
 
 class QuantizeGate:
@@ -73,9 +88,8 @@ class QuantizeGate:
         self.k_max = spec.k_max
         # warps of a row, of a CTA, and its rows
         self.segments = spec.k_max // COLUMNS
-        self.warps = WARPS_PER_SM if self.segments == SHARING_SEGMENTS else max(WARPS, self.segments)
+        self.warps, self.ctas = WARPS[self.segments]
         self.rows = self.warps // self.segments
-        self.ctas = WARPS_PER_SM // self.warps
 
     @cute.jit
     def __call__(
@@ -100,6 +114,7 @@ class QuantizeGate:
             offsets: cute.struct.MemRange[Float32, self.warps]
             dithers: cute.struct.Align[cute.struct.MemRange[Float32, self.k_max], 16]
             others: cute.struct.Align[cute.struct.MemRange[Int16, self.k_max], 16]
+            rows: cute.struct.Align[cute.struct.MemRange[Uint32, self.warps * COLUMNS // 2], 16]
             lines: cute.struct.Align[cute.struct.MemRange[Float32, self.warps * VECTORS * PITCH], 16]
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas)
@@ -136,6 +151,7 @@ class QuantizeGate:
         s = Views(
             dithers=shared.dithers.data_ptr(),
             others=shared.others.data_ptr(),
+            row=shared.rows.data_ptr() + cute.assume(warp * (COLUMNS // 2) + lane * (VECTOR // 2), divby=4),
             line=line,
             bytes=cute.recast_ptr(line, dtype=Uint8),
             largest=shared.largest.get_tensor(cute.make_layout(self.warps)),
@@ -147,28 +163,29 @@ class QuantizeGate:
         if const_expr(not whole):
             bits = 31 - Int32(cute.arch.clz(o.rows.shape[1] & (0 - o.rows.shape[1])))
         self.draw_dithers(s, (shift, other_shift), unit, thread)
-        own_signs, vector_signs = self.draw_signs(start, lane)
+        signs = self.draw_signs(start, lane)
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
 
         first, step = cute.arch.block_idx()[0] * self.rows, cute.arch.grid_dim()[0] * self.rows
         own = warp // self.segments
-        loaded = cute.make_rmem_tensor((4, VECTORS), Uint32)
         values = cute.make_rmem_tensor((VALUES,), Float32)
-        self.load(o.rows, first + own, start, whole, loaded, lane)
+        self.copy(s, o.rows, first + own, start, whole, lane)
         while first < o.rows.shape[0]:
             row = first + own
-            squares = self.unpack(loaded, own_signs, vector_signs, values)
+            cute.arch.cp_async_wait_group(0)
+            squares = self.unpack(s, signs, whole, values)
+            self.copy(s, o.rows, row + step, start, whole, lane)
             for level in (0, 1, 2, 8, 9, 10):
                 if level < bits:
-                    self.butterflies(values, level if level < 3 else level - 5)
+                    self.butterflies(values, level if level < 3 else level - 5, signs, whole)
             self.exchange(s, values, lane)
-            self.load(o.rows, row + step, start, whole, loaded, lane)
-            for level in range_constexpr(3, 8):
+            for level in range_constexpr(3, 7):
                 if level < bits:
-                    self.butterflies(values, level - 2)
-            largest, squares = self.reduce(s, values, squares, warp, lane)
+                    self.butterflies(values, level - 2, signs, False)
+            largest = self.last_butterflies(values, bits)
+            largest, squares = self.reduce(s, largest, squares, warp, lane)
             # no NaN among the values if the sum of squares is a number
             screened = largest >= screen.SMALLEST and largest <= screen.LARGEST and squares < Float32.inf
             levels = self.divide(Float32(screen.LEVELS), largest)
@@ -196,65 +213,98 @@ class QuantizeGate:
     # ---- random numbers, once per CTA ----
 
     @cute.jit
-    def draw_signs(self, start, lane: Int32):
-        """Masks that change the signs of 16-bit values by their place in a vector, and twice a bit for each vector."""
+    def draw_signs(self, start, lane: Int32) -> Signs:
+        """Those of the lane's columns."""
         line = Uint32(start // COLUMNS * 32 + lane)
         word = pick(philox(line >> 2, screen.SIGNS), line)
-        own = cute.make_rmem_tensor((VECTOR // 2,), Uint32)
+        vectors = word >> VECTOR & Uint32(0xFF)
+        # of the first vector, and where two vectors differ
+        first = (vectors & 1) * Uint32(0xFF)
+        own, low = cute.make_rmem_tensor((VECTOR // 2,), Uint32), cute.make_rmem_tensor((VECTOR // 2,), Uint32)
+        both = word ^ first
+        factors = cute.make_rmem_tensor((VECTORS,), Float32)
         for i in range_constexpr(VECTOR // 2):
-            own[i] = (word >> (2 * i) & 1) << 15 | (word >> (2 * i + 1) & 1) << 31
-        return own, (word >> VECTOR & Uint32(0xFF)) * Uint32(0x10001)
+            own[i] = (both >> (2 * i) & 1) << 15 | (both >> (2 * i + 1) & 1) << 31
+            low[i] = both >> (2 * i) << 31
+        for v in range_constexpr(1, VECTORS):
+            # the lowest bit of v cleared: with this one it is added
+            differ = (vectors >> v ^ vectors >> (v & (v - 1))) & 1
+            factors[v] = (Uint32(0x3F800000) | differ << 31).bitcast(Float32)
+        return Signs(own, low, (vectors ^ first) * Uint32(0x10001), factors)
 
     @cute.jit
     def draw_dithers(self, s, shifts, unit: Float32, thread: Int32):
-        """Dithers of all columns, where the lanes that round them find theirs, four at a time."""
+        """Dithers of all columns, where the lanes that round them find theirs, four at a time; eight of the others."""
         for block in cutlass.range(thread, self.k_max // 4, 32 * self.warps, unroll=1):
             four = philox(Uint32(block), screen.DITHERS)
             for j in range_constexpr(4):
                 column = 4 * block + j
                 line, i, v = column >> 3 & 31, column & 7, column >> 8 & 7
-                place = (line >> 1) * 128 + (4 * v + (i >> 1)) * 4 + (line & 1) * 2 + (i & 1)
-                at = (column & ~(COLUMNS - 1)) + place
+                # the lane that rounds it, and which of its values it is
+                reader, value, segment = 4 * v + (i >> 1), 2 * line + (i & 1), column & ~(COLUMNS - 1)
+                at = segment + (value >> 2) * 128 + reader * 4 + (value & 3)
+                other_at = segment + (value >> 3) * 256 + reader * 8 + (value & 7)
                 own, other = (Int32(screen.centred(four[j], Uint32(shift))) for shift in shifts)
                 dither = own.to(Float32) * unit + Float32(0.5)
                 cute.make_tensor(s.dithers + at, cute.make_layout(1))[0] = dither
-                cute.make_tensor(s.others + at, cute.make_layout(1))[0] = other.to(Int16)
+                cute.make_tensor(s.others + other_at, cute.make_layout(1))[0] = other.to(Int16)
 
     # ---- a row ----
 
     @cute.jit
-    def load(self, rows, row, start, whole: cutlass.Constexpr, loaded, lane):
-        """Load a lane's vectors of a row; zeros beyond its end."""
-        loaded.fill(0)
+    def copy(self, s, rows, row, start, whole: cutlass.Constexpr, lane):
+        """Start to copy a lane's vectors of a row, zeros beyond its end, to where `unpack` has read the last ones."""
         source = rows.iterator + cute.assume(Int64(row) * rows.stride[0] + (start + lane * VECTOR), divby=VECTOR)
-        for v in range_constexpr(VECTORS):
-            column = v * (32 * VECTOR)
-            if row < rows.shape[0] and (whole or start + lane * VECTOR + column < rows.shape[1]):
-                line = cute.make_tensor(cute.recast_ptr(source + column, dtype=Uint32), cute.make_layout(4))
-                cute.autovec_copy(line, loaded[None, v])
+        if row < rows.shape[0]:
+            left = rows.shape[1] - start - lane * VECTOR
+            for v in range_constexpr(VECTORS):
+                column = v * (32 * VECTOR)
+                exists = whole or column < left
+                copy_async(s.row + column // 2, source + column, Int32(16) if exists else Int32(0))
+        cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def unpack(self, loaded, own_signs, vector_signs, values):
-        """Values with signs; returns the lane's sum of squares."""
+    def unpack(self, s, signs: Signs, whole: cutlass.Constexpr, values):
+        """Values with signs, if `whole` without those of v; returns the lane's sum of squares."""
         even, odd = Float32(0.0), Float32(0.0)
         for v in range_constexpr(VECTORS):
-            whole = vector_signs << (15 - v) & Uint32(0x80008000)
+            quad = load_quad(s.row + v * (16 * VECTOR))
+            of_vector = Uint32(0) if const_expr(whole) else signs.vectors << (15 - v) & Uint32(0x80008000)
             for i in range_constexpr(VECTOR // 2):
-                pair = loaded[i, v] ^ own_signs[i] ^ whole
+                pair = quad[i] ^ of_vector ^ signs.own[i]
                 low, high = low_to_float(pair, self.dtype), high_to_float(pair, self.dtype)
+                if const_expr(whole and self.dtype is cutlass.BFloat16):
+                    # one instruction: the sum changes the highest bit alone
+                    low = ((quad[i] << 16) + signs.low[i]).bitcast(Float32)
                 even += low * low
                 odd += high * high
                 values[VECTOR * v + 2 * i], values[VECTOR * v + 2 * i + 1] = low, high
         return even + odd
 
     @cute.jit
-    def butterflies(self, values, level: cutlass.Constexpr):
-        """Sums and differences of the values whose indices differ in one bit."""
+    def butterflies(self, values, level: cutlass.Constexpr, signs: Signs, signed: cutlass.Constexpr):
+        """Sums and differences of the values whose indices differ in one bit, if `signed` times the signs of v.
+
+        A sum then lacks the sign of the first v that is in it, and in the end that of the first v of all.
+        """
         for i in range_constexpr(VALUES):
             if (i >> level) & 1 == 0:
                 low, high = values[i], values[i + (1 << level)]
-                values[i] = low + high
-                values[i + (1 << level)] = low - high
+                if const_expr(signed and level >= 3):
+                    # the lowest bit of this v is the level's, if the sign of a sum is that of its first v
+                    factor = signs.factors[(i + (1 << level)) // VECTOR >> (level - 3) << (level - 3)]
+                    values[i] = self.multiply_add(high, factor, low)
+                    values[i + (1 << level)] = self.multiply_add(high, -factor, low)
+                else:
+                    values[i] = low + high
+                    values[i + (1 << level)] = low - high
+
+    @cute.jit
+    def multiply_add(self, a: Float32, b: Float32, c: Float32) -> Float32:
+        """a * b + c, rounded once."""
+        return cute.arch.inline_ptx(
+            "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
+        )
 
     @cute.jit
     def exchange(self, s, values, lane):
@@ -281,16 +331,39 @@ class QuantizeGate:
                     values[2 * i], values[2 * i + 1] = pair[0], pair[1]
 
     @cute.jit
-    def reduce(self, s, values, squares, warp, lane):
-        """The row's largest magnitude, without NaN, and its sum of squares."""
-        largest = Float32(0.0)
-        for i in range_constexpr(VALUES):
-            largest = cute.arch.inline_ptx(
-                "{ .reg .f32 magnitude; abs.f32 magnitude, {$r0}; max.f32 {$w0}, magnitude, {$r1}; }",
-                write_only_types=[Float32],
-                read_only_args=[values[i], largest],
-            )
-        largest = Uint32(cute.arch.warp_redux_sync(largest.bitcast(Int32), "max")).bitcast(Float32)
+    def last_butterflies(self, values, bits) -> Int32:
+        """Those of level 7 if it is among `bits`; returns the bits of the lane's largest magnitude, or of a NaN.
+
+        |a| + |b| is the larger of |a + b| and |a - b|, after rounding, too. Magnitudes are ordered as their bits are.
+        """
+        half, largest, none = VALUES // 2, Int32(0), Float32(0.0)
+        if 7 < bits:
+            for i in range_constexpr(half):
+                largest = self.larger(largest, self.add_magnitudes(values[i], values[i + half]))
+            self.butterflies(values, 5, None, False)
+        else:
+            for i in range_constexpr(VALUES):
+                largest = self.larger(largest, self.add_magnitudes(values[i], none))
+        return largest
+
+    @cute.jit
+    def add_magnitudes(self, a: Float32, b: Float32) -> Int32:
+        """Bits of |a| + |b|."""
+        return cute.arch.inline_ptx(
+            "{ .reg .f32 a, b; abs.f32 a, {$r0}; abs.f32 b, {$r1}; add.rn.f32 a, a, b; mov.b32 {$w0}, a; }",
+            write_only_types=[Int32],
+            read_only_args=[a, b],
+        )
+
+    @cute.jit
+    def larger(self, a: Int32, b: Int32) -> Int32:
+        """The larger of both; two of these in a row are one instruction on Hopper."""
+        return cute.arch.inline_ptx("max.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+    @cute.jit
+    def reduce(self, s, largest: Int32, squares, warp, lane):
+        """The row's largest magnitude and its sum of squares. If a value is NaN, the sum is, too; the former may be."""
+        largest = Uint32(cute.arch.warp_redux_sync(largest, "max")).bitcast(Float32)
         squares = warp_sum(squares)
         if const_expr(self.segments > 1):
             if lane == 0:
@@ -309,17 +382,18 @@ class QuantizeGate:
     def round(self, s, values, start, levels, lane):
         """Put the results of a lane's columns into shared memory; returns their product with the other dithers."""
         cute.arch.sync_warp()
-        dithers, others = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((2,), Uint32)
-        place = cute.assume(start + lane * 4, divby=4)
-        source, other_source = s.dithers + place, s.others + place
+        dithers, others = cute.make_rmem_tensor((8,), Float32), cute.make_rmem_tensor((4,), Uint32)
+        source = s.dithers + cute.assume(start + lane * 4, divby=4)
+        other_source = cute.recast_ptr(s.others + cute.assume(start + lane * 8, divby=8), dtype=Uint32)
         offset = Int32(0)
         target = s.bytes + cute.assume((lane >> 2) * BYTE_PITCH + (lane & 3) * 2, divby=2)
-        for i in range_constexpr(0, VALUES, 4):
-            cute.autovec_copy(cute.make_tensor(source + i * 32, cute.make_layout(4)), dithers)
-            pairs = cute.recast_ptr(other_source + i * 32, dtype=Uint32)
-            cute.autovec_copy(cute.make_tensor(pairs, cute.make_layout(2)), others)
-            bytes = [self.floor(values[i + j], levels, dithers[j]) for j in range(4)]
-            for j in range_constexpr(2):
+        for i in range_constexpr(0, VALUES, 8):
+            eight = cute.make_tensor(source + i * 32, cute.make_layout((4, 2), stride=(1, 128)))
+            for half in range_constexpr(2):
+                cute.autovec_copy(eight[None, half], cute.make_tensor(dithers.iterator + 4 * half, cute.make_layout(4)))
+            cute.autovec_copy(cute.make_tensor(other_source + i * 16, cute.make_layout(4)), others)
+            bytes = [self.floor(values[i + j], levels, dithers[j]) for j in range(8)]
+            for j in range_constexpr(4):
                 pair = Uint32(cute.arch.prmt(bytes[2 * j], bytes[2 * j + 1], 0x0040))
                 place = cute.recast_ptr(target + (i // 2 + j) * VECTOR, dtype=Uint16)
                 cute.make_tensor(place, cute.make_layout(1))[0] = Uint16(pair)
@@ -367,16 +441,24 @@ class QuantizeGate:
 
     @cute.jit
     def store(self, s, q, row, start, whole: cutlass.Constexpr, screened, lane):
-        """Copy the results to memory, eight bytes per lane at a time; zeros if the row is not screened."""
-        source = s.bytes + cute.assume(lane * VECTOR, divby=VECTOR)
-        target = q.iterator + cute.assume(Int64(row) * q.stride[0] + (start + lane * VECTOR), divby=VECTOR)
-        for v in range_constexpr(VECTORS):
-            column = v * (32 * VECTOR)
-            if row < q.shape[0] and (whole or start + lane * VECTOR + column < q.shape[1]):
-                eight = cute.make_tensor(cute.recast_ptr(source + v * BYTE_PITCH, dtype=Int64), cute.make_layout(1))
-                place = cute.make_tensor(cute.recast_ptr(target + column, dtype=Int64), cute.make_layout(1))
-                place[0] = eight[0] if screened else Int64(0)
-        cute.arch.sync_warp()
+        """Copy the results to memory, 16 or eight bytes per lane at a time; zeros if the row is not screened."""
+        size = 16 if const_expr(whole) else VECTOR
+        chunks = COLUMNS // (32 * size)
+        line = cute.assume(lane * size // 256 * BYTE_PITCH + lane * size % 256, divby=size)
+        target = q.iterator + cute.assume(Int64(row) * q.stride[0] + (start + lane * size), divby=size)
+        words = cute.make_rmem_tensor((size // 4, chunks), Uint32)
+        words.fill(0)
+        if screened:
+            for chunk in range_constexpr(chunks):
+                source = cute.recast_ptr(s.bytes + line + chunk * (32 * size) // 256 * BYTE_PITCH, dtype=Uint32)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(size // 4)), words[None, chunk])
+        if row < q.shape[0]:
+            left = q.shape[1] - start - lane * size
+            for chunk in range_constexpr(chunks):
+                column = chunk * (32 * size)
+                if whole or column < left:
+                    place = cute.recast_ptr(target + column, dtype=Uint32)
+                    cute.autovec_copy(words[None, chunk], cute.make_tensor(place, cute.make_layout(size // 4)))
 
 
 def signature(spec: QuantizeGateSpec) -> tuple[Any, tuple[Any, ...]]:

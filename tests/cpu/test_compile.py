@@ -73,8 +73,8 @@ def register_budget(spec: Spec, kernel: str, arch: str) -> int:
         # a second CTA hides the listing of a group of tokens while rows are short enough
         return feasible.registers_per_thread(256, 2 if spec.k_max <= 2048 else 1)
     if isinstance(spec, specs.QuantizeGateSpec):
-        # three CTAs of an SM hide the loads of a row
-        return feasible.registers_per_thread(128, 3)
+        # of the warps that share an SM, as many as have room
+        return feasible.registers_per_thread(32 * {2048: 16, 4096: 16, 8192: 12, 16384: 8}[spec.k_max])
     if isinstance(spec, specs.UpDownTokenSpec):
         # the largest clusters have twice the rows in flight
         return feasible.registers_per_thread(256, 2 if spec.cluster == 8 else 4 if four_share_an_sm(spec) else 3)
