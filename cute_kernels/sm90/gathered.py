@@ -9,7 +9,7 @@ neurons, 128 per turn. Two kinds of warp groups, which share sm90/sparse_product
             meanwhile the group fills the next turn's tile. Then rounding and 16-byte stores. Sums are flushed after
             `longest` list positions.
 
-    FULL[s]    128 fill threads arrive through cp.async.
+    FULL[s]    128 fill threads arrive when their copies of the stage are complete and fenced.
     EMPTY[s]   8 mma warps arrive.
     TILE + g   128 threads of group g, once per turn: its tile of coefficients is filled, the next tile is clear.
 """

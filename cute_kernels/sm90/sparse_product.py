@@ -29,6 +29,8 @@ TURN, STAGES = 128, 4
 TILE_BARRIER = 1
 # coefficients that a thread loads one turn ahead, and the part of them that most turns need
 AHEAD, FEW = 8, 4
+# earlier stages whose copies may be in flight while those of a stage are issued
+IN_FLIGHT = 1
 
 
 @cute.jit
@@ -158,31 +160,41 @@ class SparseProduct:
 
     @cute.jit
     def fill(self, ring, sB, data, thread):
-        """Gather 64 rows per stage; the copies of 128 threads arrive at its full barrier.
+        """Gather 64 rows per stage; 128 threads arrive at its full barrier when their copies are complete.
 
-        Row indices of a turn are loaded while the rows of the turn before are gathered.
+        cp.async writes by the generic proxy, WGMMA reads by the async proxy: the fence between them is here.
         """
         lane = thread & 31
-        rows, ahead = (cute.make_rmem_tensor((4, 2), Int32) for _ in range(2))
+        rows = cute.make_rmem_tensor((4, 2), Int32)
         turn, current, following = self.first_turn(data, lane)
         self.load_row_indices(data, rows, turn, current, thread)
-        stage, phase = Int32(0), Int32(1)
+        stage, phase, done, in_flight = Int32(0), Int32(1), Int32(0), Int32(0)
         while turn.unit < data.units:
-            chunk, part, length, product = turn.chunk, current.part, current.length, turn.product
-            turn, current, following = self.next_turn(data, turn, current, following, lane)
-            self.load_row_indices(data, ahead, turn, current, thread)
             for second in range_constexpr(2):
-                if chunk * 64 + 64 * second < length:
+                if turn.chunk * 64 + 64 * second < current.length:
                     cute.arch.mbarrier_wait(ring.empty + stage, phase)
-                    self.gather(data, sB + stage * (256 * 64), part, rows[None, second], product, thread)
-                    cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + stage)
+                    target = sB + stage * (256 * 64)
+                    self.gather(data, target, current.part, rows[None, second], turn.product, thread)
+                    cute.arch.cp_async_commit_group()
                     stage += 1
                     if stage == STAGES:
                         stage = Int32(0)
                         phase = phase ^ 1
-            for second in range_constexpr(2):
-                for j in range_constexpr(4):
-                    rows[j, second] = ahead[j, second]
+                    if in_flight == IN_FLIGHT:
+                        cute.arch.cp_async_wait_group(IN_FLIGHT)
+                        cute.arch.fence_proxy("async.shared", space="cta")
+                        cute.arch.mbarrier_arrive(ring.full + done)
+                        done = done + 1 if done + 1 < STAGES else 0
+                    else:
+                        in_flight += 1
+            turn, current, following = self.next_turn(data, turn, current, following, lane)
+            self.load_row_indices(data, rows, turn, current, thread)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        while in_flight > 0:
+            cute.arch.mbarrier_arrive(ring.full + done)
+            done = done + 1 if done + 1 < STAGES else 0
+            in_flight -= 1
 
     @cute.jit
     def load_row_indices(self, data, rows, turn, current, thread):
@@ -262,8 +274,6 @@ class SparseProduct:
     def multiply(self, mma: cute.TiledMma, factors, tile, stage, second: cutlass.Constexpr):
         """Sums += half a tile of coefficients times a stage of rows; with a bias the second product, too."""
         rA, rB, acc = factors[:3]
-        # cp.async writes by the generic proxy, WGMMA reads by the async proxy
-        cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup.fence()
         for i in range_constexpr(4):
             block = 4 * second + i

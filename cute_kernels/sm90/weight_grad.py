@@ -10,7 +10,7 @@ sm90/sparse_product.py with gathered.py:
             the columns, WGMMA 64x128x16. Meanwhile the group fills the next turn's tile of coefficients. Then each row
             of sums is stored as the row of its neuron. Sums are flushed after `longest` list positions.
 
-    FULL[s]    128 fill threads arrive through cp.async.
+    FULL[s]    128 fill threads arrive when their copies of the stage are complete and fenced.
     EMPTY[s]   8 mma warps arrive.
     TILE + g   128 threads of group g, once per turn: its tile of coefficients is filled, the next tile is clear.
 
