@@ -56,6 +56,11 @@ MOST = 2**31 - 1
 # 2e-4 in bfloat16: a quarter and an eighth of the average error of rounding to that dtype.
 LONGEST_SUM = {"bfloat16": 1 << 15, "float16": 1 << 13}
 
+# Long lists of weight_grad.py are cut, so that there are about so many units of work of equal length, but not into
+# pieces of fewer tokens than this. fp32 sums of a unit, by 256 threads of up to 132; and counters, one per warp.
+CUT_UNITS, LEAST_PIECE = 256, 1024
+UNIT_SUMS, UNIT_WARPS = 256 * 132, 8
+
 # Most fp32 sums that a CTA keeps in registers: 192 in each of 256 threads.
 CTA_SUMS = 192 * 256
 
@@ -118,6 +123,16 @@ def hybrid_capacity(m: int, n: int, held: int = 0) -> int:
 def hybrid_words(capacity: int, value_bytes: int) -> int:
     """Words of ``capacity`` entries and ``value_bytes`` more per entry."""
     return capacity + capacity * value_bytes // 4
+
+
+def cut_units(m: int, k: int) -> int:
+    """Most units of the pieces of lists that weight_grad.py cuts, for x [``m``, ``k``].
+
+    Each piece has p units: a slab of 256 columns of x or dy. A list is cut if it is longer than a piece, and a piece is at
+    least 1 / w of all lists, w = CUT_UNITS / p. So fewer than w lists are cut, into fewer than 2 w pieces.
+    """
+    parts = 2 * -(-k // 256)
+    return 2 * max(1, CUT_UNITS // parts) * parts if m > LEAST_PIECE else 0
 
 
 def sums_aside(dtype: str, terms: int, ctas: int) -> int:

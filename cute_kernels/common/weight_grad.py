@@ -38,8 +38,12 @@ class Operands(NamedTuple):
     main_up: Any
     main_down: Any
     flushed: Any  # partial sums of long lists
+    partial: Any  # sums of pieces of lists, empty if none may be cut
+    arrivals: Any  # zeros: pieces that are stored, by list, part and warp
     slabs: Any
     units: Any
+    pieces: Any = None  # in shared memory: list and index of each piece, the longest first
+    piece: Any = None  # positions of a piece
 
 
 class WeightGradForm:
@@ -72,6 +76,8 @@ class WeightGradForm:
         main_up: cute.Tensor | None,
         main_down: cute.Tensor,
         flushed: cute.Tensor,
+        partial: cute.Tensor,
+        arrivals: cute.Tensor,
         capacity: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
@@ -80,7 +86,7 @@ class WeightGradForm:
         units = cute.ceil_div(order.shape[0], TILE_M) * self.parts(slabs)
         data = Operands(
             x, dy, order, sizes, tiles, starts, packed, tokens, dw_gate, dw_up, dw_down, db_gate, db_up, main_gate,
-            main_up, main_down, flushed, slabs, units,
+            main_up, main_down, flushed, partial, arrivals, slabs, units,
         )  # fmt: skip
         self.launch(data, capacity, max_ctas, stream)
 
@@ -142,6 +148,8 @@ def arguments(spec: Any) -> tuple[Any, ...]:
         operands.rows(Float32, added, k) if spec.gated else None,
         operands.rows(Float32, added, k),
         operands.vector(Float32, cute.sym_int32()),
+        operands.vector(Float32, cute.sym_int32()),
+        operands.vector(Int32, cute.sym_int32()),
         Int32(1),
         Int32(1),
     )

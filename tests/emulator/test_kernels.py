@@ -78,6 +78,8 @@ def test_a_screened_layer(emulator: Emulator, m: int, k: int, n: int, density: f
 @pytest.mark.parametrize(
     ("m", "k", "n", "density", "biases", "gated"),
     [
+        # lists of tokens that weight_grad cuts into three pieces
+        (2300, 72, 264, 0.05, "", True),
         (300, 328, 520, 0.05, "gate up", True),
         (128, 136, 264, 0.3, "gate", False),
         (5, 64, 72, 1.0, "", True),

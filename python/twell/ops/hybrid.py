@@ -386,7 +386,10 @@ def backward_cuda(
         return none
 
     order, slot = empty(popularity, n), empty(popularity, n)
-    launch(tuning.rank(), popularity, order, slot)
+    # long lists of tokens are cut: their sums are joined in memory
+    units = geometry.cut_units(m, k) if family == specs.SM90 else 0
+    arrivals = empty(popularity, units * geometry.UNIT_WARPS)
+    launch(tuning.rank(), popularity, order, slot, arrivals)
     neuron_tiles, token_tiles = -(-n // geometry.NEURON_TILE), geometry.token_tiles(m)
     groups = empty(sizes, (neuron_tiles, token_tiles, 2))
     tiles = empty(sizes, (neuron_tiles, 5))
@@ -409,7 +412,8 @@ def backward_cuda(
     nothing = empty(x, (0, k), dtype if accumulate else torch.float32)
     nothings = [None if w is None else nothing for w in out[1:4]]
     stored, added = (nothings, out[1:4]) if accumulate else (out[1:4], nothings)
-    gradients = (*stored, db_gate, db_up, *added, aside)
+    partial = empty(x, units * geometry.UNIT_SUMS, torch.float32)
+    gradients = (*stored, db_gate, db_up, *added, aside, partial, arrivals)
     weight_grad = tuning.weight_grad(dtype, gated, bias, family)
     operands = (x, dy, order, sizes, tiles, starts, packed, tokens)
     out = out._replace(x=dx)
@@ -417,6 +421,6 @@ def backward_cuda(
     # nothing may run out of memory once something has been added
     overflow = dense() if accumulate else None
     launch(weight_grad, *operands, *gradients, capacity, multiprocessors)
-    del order, slot, tiles, starts, packed, tokens, operands
+    del order, slot, tiles, starts, packed, tokens, operands, gradients, partial, arrivals
     (overflow or dense())()
     return out
