@@ -128,8 +128,8 @@ def hybrid_words(capacity: int, value_bytes: int) -> int:
 def cut_units(m: int, k: int) -> int:
     """Most units of the pieces of lists that weight_grad.py cuts, for x [``m``, ``k``].
 
-    Each piece has p units: a slab of 256 columns of x or dy. A list is cut if it is longer than a piece, and a piece is at
-    least 1 / w of all lists, w = CUT_UNITS / p. So fewer than w lists are cut, into fewer than 2 w pieces.
+    Each piece has p units: a slab of 256 columns of x or dy. A list is cut if it is longer than a piece, and a piece is
+    at least 1 / w of all lists, w = CUT_UNITS / p. So fewer than w lists are cut, into fewer than 2 w pieces.
     """
     parts = 2 * -(-k // 256)
     return 2 * max(1, CUT_UNITS // parts) * parts if m > LEAST_PIECE else 0

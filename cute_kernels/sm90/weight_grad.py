@@ -1,12 +1,11 @@
 """Weight gradients by tiles of 64 neurons of similar popularity: dw_gate = d_gate^T x, dw_up = d_up^T x,
 dw_down = h^T dy, over the tokens that fire at least one of the tile's neurons.
 
-Persistent, one CTA per SM. A unit of work is a piece of a neuron tile's list of tokens, a slab of 256 columns and one of
-x and dy; its inner dimension is the piece, 128 tokens per turn. Popular neurons have long lists: these are cut into
-pieces of equal length, as long as the tokens and sizes say and not the GPU, and the longest pieces come first. The sums
-of a piece of several are stored in fp32; the last warp to store its part of a list adds those of all pieces in their
-order. So the result does not depend on who is last. Two kinds of warp groups, which share sm90/sparse_product.py with
-gathered.py:
+Persistent, one CTA per SM. A unit of work is a piece of a neuron tile's list of tokens, a slab of 256 columns, and one
+of x and dy; its inner dimension is the piece, 128 tokens per turn. The longest pieces come first. Popular neurons have
+long lists, which are cut into pieces of equal length. It follows from all lists and from K, not from the GPU. The sums
+of such a piece are stored in fp32, and the last warp to store its part of a list adds those of all pieces in their
+order: who is last makes no difference. Two kinds of warp groups, which share sm90/sparse_product.py with gathered.py:
 
     fill    group 0. cp.async of rows of x or dy, 256 columns each, into MN-major swizzled stages of 64 rows.
     mma     groups 1 and 2. x: one takes d_gate, one d_up, WGMMA 64x256x16. dy (and x, if not gated): each takes half of
@@ -221,9 +220,8 @@ class WeightGrad(WeightGradForm, SparseProduct):
     @cute.jit
     def list_extent(self, data, rank):
         tile, index = self.piece_at(data, rank)
-        return cutlass.min(data.tiles[tile, 3] - index * data.piece, data.piece), data.tiles[
-            tile, 1
-        ] + index * data.piece
+        first = index * data.piece
+        return cutlass.min(data.tiles[tile, 3] - first, data.piece), data.tiles[tile, 1] + first
 
     @cute.jit
     def chunk_start(self, data, rank, chunk):
@@ -336,7 +334,6 @@ class WeightGrad(WeightGradForm, SparseProduct):
         """Main loop over a unit's tokens, then store the rows of its neurons."""
         data = g.data
         of_dy = part >= data.slabs
-        slab = part - data.slabs if of_dy else part
         f.acc.fill(0.0)
         f.sums.fill(0.0)
         narrow, ones = (f.rA, f.rHalf, f.acc_half), (f.row_mma, f.rOnes, f.sums)

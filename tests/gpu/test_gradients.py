@@ -653,6 +653,42 @@ def test_side_stream(gated: bool) -> None:
     assert_equal(found, exact(problem, gated))
 
 
+@GATED
+@pytest.mark.parametrize(
+    ("m", "k", "n", "density", "biases"),
+    [
+        (1024, 264, 200, 0.05, ""),
+        (1025, 264, 200, 0.05, "gate up"),
+        (6000, 136, 520, 0.05, ""),
+        (6000, 520, 136, 0.2, "gate"),
+        (20000, 2048, 264, 0.02, ""),
+        # tiles of popular neurons and of rare ones
+        (9000, 72, 4000, 0.004, "up"),
+    ],
+)
+def test_long_lists_of_tokens_are_cut(m: int, k: int, n: int, density: float, biases: str, gated: bool) -> None:
+    problem = testing.integer_problem(m, k, n, density=density, biases=biases, device=DEVICE)
+    check(problem, gated)
+
+
+@GATED
+def test_cut_lists_have_the_same_bits_each_time(gated: bool) -> None:
+    """Whichever warp is the last to store the sums of a piece: all that differs from run to run is the order."""
+    torch.manual_seed(0)
+    weights = [torch.randn(256, 512, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
+    layer = [torch.randn(12000, 512, device=DEVICE, dtype=torch.bfloat16), *weights, None, None, None]
+    layer[1] -= 0.06
+    layer[0] += 0.5
+    if not gated:
+        layer[2] = None
+    y, _, _, *kept = ops.hybrid_forward(*layer, 8)
+    given = (torch.randn_like(y), upstream_of_l1(0.0), *layer[:6], *kept)
+    first = ops.hybrid_backward(*given, True, True)
+    for _ in range(100):
+        for a, b in zip(ops.hybrid_backward(*given, True, True), first):
+            testing.assert_same(a, b, "a gradient")
+
+
 @BOTH
 @pytest.mark.parametrize("density", [0.1, 1])
 def test_nothing_waits_for_the_gpu(density: float, gated: bool) -> None:
