@@ -653,7 +653,7 @@ def test_side_stream(gated: bool) -> None:
     assert_equal(found, exact(problem, gated))
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@BOTH
 @pytest.mark.parametrize(
     ("m", "k", "n", "density", "biases"),
     [
@@ -671,7 +671,7 @@ def test_long_lists_of_tokens_are_cut(m: int, k: int, n: int, density: float, bi
     check(problem, gated)
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@BOTH
 def test_cut_lists_have_the_same_bits_each_time(gated: bool) -> None:
     """Whichever warp is the last to store the sums of a piece: all that differs from run to run is the order."""
     torch.manual_seed(0)
