@@ -56,6 +56,9 @@ MOST = 2**31 - 1
 # 2e-4 in bfloat16: a quarter and an eighth of the average error of rounding to that dtype.
 LONGEST_SUM = {"bfloat16": 1 << 15, "float16": 1 << 13}
 
+# columns of a unit of work of weight_grad.py
+SLAB = 256
+
 # Long lists of weight_grad.py are cut, so that there are about so many units of work of equal length, but not into
 # pieces of fewer tokens than this. fp32 sums of a unit, by 256 threads of up to 132; and counters, one per warp.
 CUT_UNITS, LEAST_PIECE = 256, 1024
@@ -125,13 +128,12 @@ def hybrid_words(capacity: int, value_bytes: int) -> int:
     return capacity + capacity * value_bytes // 4
 
 
-def cut_units(m: int, k: int) -> int:
-    """Most units of the pieces of lists that weight_grad.py cuts, for x [``m``, ``k``].
+def cut_units(m: int, parts: int) -> int:
+    """Most units of the pieces of lists that weight_grad.py cuts, for ``m`` tokens and pieces of ``parts`` units each.
 
-    Each piece has p units: a slab of 256 columns of x or dy. A list is cut if it is longer than a piece, and a piece is
-    at least 1 / w of all lists, w = CUT_UNITS / p. So fewer than w lists are cut, into fewer than 2 w pieces.
+    A list is cut if it is longer than a piece, and a piece is at least 1 / w of all lists, w = CUT_UNITS / ``parts``.
+    So fewer than w lists are cut, into fewer than 2 w pieces.
     """
-    parts = 2 * -(-k // 256)
     return 2 * max(1, CUT_UNITS // parts) * parts if m > LEAST_PIECE else 0
 
 

@@ -2,20 +2,34 @@
 dw_down = h^T dy, over the tokens that fire at least one of the tile's neurons: the operands, the units of work and the
 coefficients, for the kernels of all families.
 
-A unit of work is a neuron tile, a slab of 256 columns and one of x and dy, the most popular neurons first; its inner
-dimension is the tile's list of tokens. Sums are flushed after `longest` list positions.
+A unit of work is a piece of a neuron tile's list of tokens, a slab of 256 columns, and one of x and dy; its inner
+dimension is the piece. The longest pieces come first. Popular neurons have long lists, which are cut into pieces of
+equal length. It follows from all lists and from K, not from the GPU. The sums of such a piece are stored in fp32, and
+the last warp to store its part of a list adds those of all pieces in their order: who is last makes no difference.
+Sums are flushed after `longest` list positions.
 """
 
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, Uint64
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, Uint64, const_expr, range_constexpr
 
 from .. import geometry
 from . import operands
+from .mma import clear
+from .values import widen
 
-TILE_M, TILE_N = geometry.NEURON_TILE, 256
+TILE_M, TILE_N = geometry.NEURON_TILE, geometry.SLAB
+# Most pieces that are sorted, else no list is cut. A piece is the tile of its list, and its index there times 1024.
+PIECES, TILE_BITS = 768, 10
+# pieces of a list
+MOST_PIECES = 1 << (16 - TILE_BITS)
+# positions of which a piece is a multiple, and its length if no list is cut
+QUANTUM, WHOLE = 128, (1 << 31) - 1
+# threads that hold sums
+SUM_THREADS = 32 * geometry.UNIT_WARPS
 
 
 class Operands(NamedTuple):
@@ -105,13 +119,20 @@ class WeightGradForm:
         tile = unit // parts
         return tile, unit - tile * parts
 
-    @cute.jit
-    def list_extent(self, data, tile):
-        return data.tiles[tile, 3], data.tiles[tile, 1]
+    def has_all_sums(self, data, part):
+        """Whether a thread has all of its sums in a unit of this part, else only the first half of them."""
+        raise NotImplementedError
 
     @cute.jit
-    def chunk_start(self, data, tile, chunk):
-        return data.starts[tile, chunk]
+    def list_extent(self, data, rank):
+        tile, index = self.piece_at(data, rank)
+        first = index * data.piece
+        return cutlass.min(data.tiles[tile, 3] - first, data.piece), data.tiles[tile, 1] + first
+
+    @cute.jit
+    def chunk_start(self, data, rank, chunk):
+        tile, index = self.piece_at(data, rank)
+        return data.starts[tile, index * (data.piece // geometry.CHUNK) + chunk]
 
     @cute.jit
     def row_index(self, data, at):
@@ -121,6 +142,144 @@ class WeightGradForm:
     def load_coefficient(self, data, at, product):
         word = Uint64(data.packed[at])
         return Uint32(word & Uint64(0xFFFFFFFF)), Uint32(word >> 32)
+
+    # ---- pieces of lists ----
+
+    @cute.jit
+    def cut_lists(self, data, pieces, numbers, scratch, threads: cutlass.Constexpr, thread):
+        """Cut long lists and sort the pieces by length; returns `data` with them, for the whole CTA.
+
+        `pieces` and `numbers`, of a piece's positions and of pieces, stay in shared memory, `scratch` does not. Whole
+        pieces come first, by tiles. What is left of each list, or a list that is not cut, follows: its rank is the
+        number of longer ones.
+        """
+        tiles, lane = data.tiles.shape[0], thread & 31
+        lists = cute.make_tensor(cute.recast_ptr(scratch, dtype=Int32), cute.make_layout((PIECES, 3)))
+        if tiles <= PIECES:
+            for i in cutlass.range(thread, tiles, threads, unroll=1):
+                lists[i, 0] = data.tiles[i, 3]
+        cute.arch.sync_threads()
+        total, longest = Int32(0), Int32(0)
+        wanted = cutlass.max(geometry.CUT_UNITS // self.parts(data.slabs), 1)
+        if tiles <= PIECES:
+            for i in cutlass.range(lane, tiles, 32, unroll=1):
+                total += lists[i, 0]
+                longest = cutlass.max(longest, lists[i, 0])
+        total = Int32(cute.arch.warp_redux_sync(total, "add"))
+        longest = Int32(cute.arch.warp_redux_sync(longest, "max"))
+        piece = cutlass.max(cute.ceil_div(total, wanted), cute.ceil_div(longest, MOST_PIECES))
+        piece = cute.ceil_div(cutlass.max(piece, Int32(geometry.LEAST_PIECE)), QUANTUM) * QUANTUM
+        if (data.partial.shape[0] == 0) | (tiles + 2 * wanted > PIECES):
+            piece = Int32(WHOLE)
+        if tiles <= PIECES:
+            for i in cutlass.range(thread, tiles, threads, unroll=1):
+                whole = lists[i, 0] // piece
+                left = lists[i, 0] - whole * piece
+                # an empty list has one piece
+                lists[i, 1], lists[i, 2] = whole, left if left > 0 or whole == 0 else Int32(-1)
+        cute.arch.sync_threads()
+        if tiles <= PIECES:
+            for i in cutlass.range(thread, tiles, threads, unroll=1):
+                whole, left = lists[i, 1], lists[i, 2]
+                before, all_whole, longer, others = Int32(0), Int32(0), Int32(0), Int32(0)
+                for j in cutlass.range(tiles, unroll=4):
+                    number, other = lists[j, 1], lists[j, 2]
+                    before += number if j < i else 0
+                    all_whole += number
+                    longer += Int32((other > left) | ((other == left) & (j < i)))
+                    others += Int32(other >= 0)
+                for index in cutlass.range(whole, unroll=1):
+                    pieces[before + index] = Uint16(i | index << TILE_BITS)
+                if left >= 0:
+                    pieces[all_whole + longer] = Uint16(i | whole << TILE_BITS)
+                if i == 0:
+                    numbers[0], numbers[1] = piece, all_whole + others
+        elif thread == 0:
+            numbers[0], numbers[1] = Int32(WHOLE), tiles
+        cute.arch.sync_threads()
+        return data._replace(pieces=pieces, piece=numbers[0], units=numbers[1] * self.parts(data.slabs))
+
+    @cute.jit
+    def piece_at(self, data, rank):
+        """The tile of the list of a piece, and the piece's index in it."""
+        tile, index = rank, Int32(0)
+        if data.tiles.shape[0] <= PIECES:
+            word = widen(data.pieces[rank])
+            tile, index = word & ((1 << TILE_BITS) - 1), word >> TILE_BITS
+        return tile, index
+
+    @cute.jit
+    def is_cut(self, data, rank):
+        """Whether the list of a piece has others."""
+        tile, _ = self.piece_at(data, rank)
+        return data.tiles[tile, 3] > data.piece
+
+    @cute.jit
+    def join(self, data, sums, own, rank, part, thread):
+        """Store a thread's sums of a piece. The last warp to do so for its part of a list adds those of all pieces.
+
+        Returns whether this is the last one. `own` are more sums, None for none. `thread` is the index among those that
+        hold sums; all lanes of a warp must take part.
+        """
+        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(thread // 32)
+        tile, index = self.piece_at(data, rank)
+        parts, first = self.parts(data.slabs), Int32(0)
+        # pieces of the lists before that are cut
+        for j in cutlass.range(lane, tile, 32, unroll=1):
+            other = data.tiles[j, 3]
+            first += cute.ceil_div(other, data.piece) if other > data.piece else 0
+        first = Int32(cute.arch.warp_redux_sync(first, "add"))
+        pieces = cute.ceil_div(data.tiles[tile, 3], data.piece)
+        self.copy_sums(data, sums, own, (first + index) * parts, part, thread, False)
+        cute.arch.sync_warp()
+        arrived = Int32(0)
+        if lane == 0:
+            counter = data.arrivals.iterator + ((first * parts + part) * geometry.UNIT_WARPS + warp)
+            arrived = Int32(cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu"))
+        last = cute.arch.shuffle_sync(arrived, 0) == pieces - 1
+        if last:
+            cute.arch.fence_acq_rel_gpu()
+            clear(sums)
+            if const_expr(own is not None):
+                clear(own)
+            for p in cutlass.range(pieces, unroll=1):
+                self.copy_sums(data, sums, own, (first + p) * parts, part, thread, True)
+        return last
+
+    @cute.jit
+    def copy_sums(self, data, sums, own, unit, part, thread, add: cutlass.Constexpr):
+        """Store a thread's sums in the memory of unit `unit` + `part`, or add those there to them."""
+        base = data.partial.iterator + (Int64(unit + part) * geometry.UNIT_SUMS + thread * 4)
+        half = cute.size(sums) // 2
+        self.copy_values(base, sums, 0, half, 0, add)
+        if self.has_all_sums(data, part):
+            self.copy_values(base, sums, half, 2 * half, 0, add)
+        if const_expr(own is not None):
+            self.copy_values(base, own, 0, cute.size(own), geometry.UNIT_SUMS // SUM_THREADS - cute.size(own), add)
+
+    @cute.jit
+    def copy_values(
+        self,
+        base,
+        sums,
+        first: cutlass.Constexpr,
+        last: cutlass.Constexpr,
+        before: cutlass.Constexpr,
+        add: cutlass.Constexpr,
+    ):
+        """The same for some values, whose memory lies behind that of `before` others."""
+        flat = cute.make_tensor(sums.iterator, cute.make_layout(cute.size(sums)))
+        four = cute.make_rmem_tensor((4,), Float32)
+        for i in range_constexpr(first, last, 4):
+            line = cute.make_tensor((base + (before + i) * SUM_THREADS).align(16), cute.make_layout(4))
+            if const_expr(add):
+                cute.autovec_copy(line, four)
+                for j in range_constexpr(4):
+                    flat[i + j] += four[j]
+            else:
+                for j in range_constexpr(4):
+                    four[j] = flat[i + j]
+                cute.autovec_copy(four, line)
 
 
 def arguments(spec: Any) -> tuple[Any, ...]:

@@ -11,13 +11,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Int32, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from .. import feasible
 from ..common.copies import address
 from ..common.mma import mma_16x8x16
-from ..common.weight_grad import TILE_M, TILE_N, Operands, WeightGradForm, arguments
+from ..common.weight_grad import PIECES, TILE_M, TILE_N, Operands, WeightGradForm, arguments
 from ..specs import WeightGradSpec
 from .product import THREADS, thread_index
 from .sparse_product import M_FRAGS, N_FRAGS, SHARED_VALUES, TURN, Source, SparseProduct, fragment_row, store_rounded
@@ -30,6 +30,8 @@ class WeightGrad(WeightGradForm, SparseProduct):
     def launch(self, data, capacity, max_ctas, stream):
         @cute.struct
         class Shared:
+            pieces: cute.struct.MemRange[Uint16, PIECES]
+            numbers: cute.struct.MemRange[Int32, 2]
             values: cute.struct.Align[cute.struct.MemRange[self.dtype, SHARED_VALUES], 128]
 
         self.shared = feasible.check_portable_memory(Shared)
@@ -49,11 +51,17 @@ class WeightGrad(WeightGradForm, SparseProduct):
         at = thread_index()
         shared = SmemAllocator().allocate(self.shared)
         if data.sizes[data.sizes.shape[0] - 1] <= capacity:
-            self.compute_units(data, shared.values.data_ptr(), at, long)
+            pieces = shared.pieces.get_tensor(cute.make_layout(PIECES))
+            numbers = shared.numbers.get_tensor(cute.make_layout(2))
+            cut = self.cut_lists(data, pieces, numbers, shared.values.data_ptr(), THREADS, at.thread)
+            self.compute_units(cut, shared.values.data_ptr(), at, long)
 
     def parts(self, slabs):
         """Units of a neuron tile, the last of which is for the bias gradients."""
         return 2 * slabs + (1 if self.has_bias else 0)
+
+    def has_all_sums(self, data, part):
+        return (part < data.slabs) | (part >= 2 * data.slabs) if self.gated else False
 
     @cute.jit
     def source(self, data, part, product):
@@ -102,6 +110,16 @@ class WeightGrad(WeightGradForm, SparseProduct):
     @cute.jit
     def store_unit(self, data, acc, unit, at):
         at = thread_index(again=True)
+        stores = Boolean(True)
+        if self.is_cut(data, unit.tile):
+            stores = self.join(data, acc, None, unit.tile, unit.part, at.thread)
+        if stores:
+            tile, _ = self.piece_at(data, unit.tile)
+            self.store_list(data, acc, unit._replace(tile=tile), at)
+
+    @cute.jit
+    def store_list(self, data, acc, unit, at):
+        """Store the sums of a whole list as the rows of its neurons."""
         of_dy = unit.part >= data.slabs
         slab = unit.part - data.slabs if of_dy else unit.part
         column = slab * TILE_N + at.warp_n * (8 * N_FRAGS)

@@ -1,11 +1,9 @@
 """Weight gradients by tiles of 64 neurons of similar popularity: dw_gate = d_gate^T x, dw_up = d_up^T x,
 dw_down = h^T dy, over the tokens that fire at least one of the tile's neurons.
 
-Persistent, one CTA per SM. A unit of work is a piece of a neuron tile's list of tokens, a slab of 256 columns, and one
-of x and dy; its inner dimension is the piece, 128 tokens per turn. The longest pieces come first. Popular neurons have
-long lists, which are cut into pieces of equal length. It follows from all lists and from K, not from the GPU. The sums
-of such a piece are stored in fp32, and the last warp to store its part of a list adds those of all pieces in their
-order: who is last makes no difference. Two kinds of warp groups, which share sm90/sparse_product.py with gathered.py:
+Persistent, one CTA per SM; common/weight_grad.py has the units of work, and how long lists are cut. The inner dimension
+of a unit is a piece of a list of tokens, 128 per turn. Two kinds of warp groups, which share sm90/sparse_product.py
+with gathered.py:
 
     fill    group 0. cp.async of rows of x or dy, 256 columns each, into MN-major swizzled stages of 64 rows.
     mma     groups 1 and 2. x: one takes d_gate, one d_up, WGMMA 64x256x16. dy (and x, if not gated): each takes half of
@@ -31,8 +29,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
 from ..common.copies import address
-from ..common.values import widen
-from ..common.weight_grad import TILE_M, TILE_N, Operands, WeightGradForm, arguments
+from ..common.weight_grad import PIECES, TILE_M, TILE_N, Operands, WeightGradForm, arguments
 from ..specs import WeightGradSpec
 from .ring import open_ring
 from .sparse_product import (
@@ -50,14 +47,6 @@ from .sparse_product import (
 )
 
 TILE_K = geometry.CHUNK
-
-
-# Most pieces that are sorted, else no list is cut. A piece is the tile of its list, and its index there times 1024.
-PIECES, TILE_BITS = 768, 10
-# pieces of a list
-MOST_PIECES = 1 << (16 - TILE_BITS)
-# the memory of pieces behind which none is cut
-WHOLE = (1 << 31) - 1
 
 
 class Fragments(NamedTuple):
@@ -139,8 +128,7 @@ class WeightGrad(WeightGradForm, SparseProduct):
         if data.sizes[data.sizes.shape[0] - 1] <= capacity:
             pieces = shared.pieces.get_tensor(cute.make_layout(PIECES))
             numbers = shared.numbers.get_tensor(cute.make_layout(2))
-            self.cut_lists(data, pieces, numbers, shared.sB.data_ptr(), thread)
-            cut = data._replace(pieces=pieces, piece=numbers[0], units=numbers[1] * self.parts(data.slabs))
+            cut = self.cut_lists(data, pieces, numbers, shared.sB.data_ptr(), THREADS, thread)
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_FILL)
                 self.fill(ring, shared.sB.data_ptr(), cut, thread)
@@ -154,146 +142,8 @@ class WeightGrad(WeightGradForm, SparseProduct):
                 fragments = self.fragments(mmas, sA, sB, sOnes, thread - 128)
                 self.multiply_units(ring, shared.sA.data_ptr(), cut, fragments, thread - 128, long)
 
-    # ---- pieces of lists ----
-
-    @cute.jit
-    def cut_lists(self, data, pieces, numbers, scratch, thread):
-        """Cut long lists, and sort the pieces by length; `numbers` are the positions of a piece and how many there are.
-
-        Whole pieces come first, by tiles; what is left of each list, or a list that is not cut, follows: its rank is
-        the number of longer ones.
-        """
-        tiles, lane = data.tiles.shape[0], thread & 31
-        lists = cute.make_tensor(cute.recast_ptr(scratch, dtype=Int32), cute.make_layout((PIECES, 3)))
-        if tiles <= PIECES:
-            for i in cutlass.range(thread, tiles, THREADS, unroll=1):
-                lists[i, 0] = data.tiles[i, 3]
-        cute.arch.sync_threads()
-        total, longest, wanted = Int32(0), Int32(0), geometry.CUT_UNITS // self.parts(data.slabs)
-        if tiles <= PIECES:
-            for i in cutlass.range(lane, tiles, 32, unroll=1):
-                total += lists[i, 0]
-                longest = cutlass.max(longest, lists[i, 0])
-        wanted = cutlass.max(wanted, Int32(1))
-        total = Int32(cute.arch.warp_redux_sync(total, "add"))
-        longest = Int32(cute.arch.warp_redux_sync(longest, "max"))
-        piece = cutlass.max(cute.ceil_div(total, wanted), cute.ceil_div(longest, MOST_PIECES))
-        piece = cute.ceil_div(cutlass.max(piece, Int32(geometry.LEAST_PIECE)), TURN) * TURN
-        if (data.partial.shape[0] == 0) | (tiles + 2 * wanted > PIECES):
-            piece = Int32(WHOLE)
-        if tiles <= PIECES:
-            for i in cutlass.range(thread, tiles, THREADS, unroll=1):
-                whole = lists[i, 0] // piece
-                left = lists[i, 0] - whole * piece
-                # an empty list has one piece
-                lists[i, 1], lists[i, 2] = whole, left if left > 0 or whole == 0 else Int32(-1)
-        cute.arch.sync_threads()
-        if tiles <= PIECES:
-            for i in cutlass.range(thread, tiles, THREADS, unroll=1):
-                whole, left = lists[i, 1], lists[i, 2]
-                before, all_whole, longer, others = Int32(0), Int32(0), Int32(0), Int32(0)
-                for j in cutlass.range(tiles, unroll=4):
-                    number, other = lists[j, 1], lists[j, 2]
-                    before += number if j < i else 0
-                    all_whole += number
-                    longer += Int32((other > left) | ((other == left) & (j < i)))
-                    others += Int32(other >= 0)
-                for index in cutlass.range(whole, unroll=1):
-                    pieces[before + index] = Uint16(i | index << TILE_BITS)
-                if left >= 0:
-                    pieces[all_whole + longer] = Uint16(i | whole << TILE_BITS)
-                if i == 0:
-                    numbers[0], numbers[1] = piece, all_whole + others
-        elif thread == 0:
-            numbers[0], numbers[1] = Int32(WHOLE), tiles
-        cute.arch.sync_threads()
-
-    @cute.jit
-    def piece_at(self, data, rank):
-        """The tile of the list of a piece, and the piece's index in it."""
-        tile, index = rank, Int32(0)
-        if data.tiles.shape[0] <= PIECES:
-            word = widen(data.pieces[rank])
-            tile, index = word & ((1 << TILE_BITS) - 1), word >> TILE_BITS
-        return tile, index
-
-    @cute.jit
-    def list_extent(self, data, rank):
-        tile, index = self.piece_at(data, rank)
-        first = index * data.piece
-        return cutlass.min(data.tiles[tile, 3] - first, data.piece), data.tiles[tile, 1] + first
-
-    @cute.jit
-    def chunk_start(self, data, rank, chunk):
-        tile, index = self.piece_at(data, rank)
-        return data.starts[tile, index * (data.piece // TILE_K) + chunk]
-
-    @cute.jit
-    def join(self, g, f, rank, part, of_dy: Boolean):
-        """Store the sums of a piece. The last warp to do so for a list adds those of all its pieces.
-
-        Returns whether this is the last one.
-        """
-        data, lane = g.data, g.lane
-        tile, index = self.piece_at(data, rank)
-        parts = self.parts(data.slabs)
-        # units of the lists before that are cut
-        first = Int32(0)
-        for j in cutlass.range(lane, tile, 32, unroll=1):
-            other = data.tiles[j, 3]
-            first += cute.ceil_div(other, data.piece) if other > data.piece else 0
-        first = Int32(cute.arch.warp_redux_sync(first, "add"))
-        pieces = cute.ceil_div(data.tiles[tile, 3], data.piece)
-        warp = cute.arch.make_warp_uniform(g.thread // 32)
-        self.copy_sums(g, f, (first + index) * parts + part, of_dy, False)
-        cute.arch.sync_warp()
-        arrived = Int32(0)
-        if lane == 0:
-            counter = (first * parts + part) * geometry.UNIT_WARPS + g.half * (geometry.UNIT_WARPS // 2) + warp
-            arrived = Int32(
-                cute.arch.atomic_add(data.arrivals.iterator + counter, Int32(1), sem="acq_rel", scope="gpu")
-            )
-        last = cute.arch.shuffle_sync(arrived, 0) == pieces - 1
-        if last:
-            cute.arch.fence_acq_rel_gpu()
-            f.acc.fill(0.0)
-            f.sums.fill(0.0)
-            for p in cutlass.range(pieces, unroll=1):
-                self.copy_sums(g, f, (first + p) * parts + part, of_dy, True)
-        return last
-
-    @cute.jit
-    def copy_sums(self, g, f, unit, of_dy: Boolean, add: cutlass.Constexpr):
-        """Store a thread's sums in the memory of a unit, or add those there to them."""
-        base = g.data.partial.iterator + Int64(unit) * geometry.UNIT_SUMS + (g.half * GROUP_THREADS + g.thread) * 4
-        if const_expr(self.gated):
-            if of_dy:
-                self.copy_quads(base, f.acc_half, 0, add)
-            else:
-                self.copy_quads(base, f.acc, 0, add)
-        else:
-            self.copy_quads(base, f.acc_half, 0, add)
-        if const_expr(self.has_bias):
-            self.copy_quads(base, f.sums, cute.size(f.acc), add)
-
-    @cute.jit
-    def copy_quads(self, base, sums, before: cutlass.Constexpr, add: cutlass.Constexpr):
-        """The same for one set of sums, behind `before` others."""
-        flat = cute.make_tensor(sums.iterator, cute.make_layout(cute.size(sums)))
-        four = cute.make_rmem_tensor((4,), Float32)
-        for i in range_constexpr(cute.size(sums) // 4):
-            at = base + (before + 4 * i) * (2 * GROUP_THREADS)
-            line = cute.make_tensor(at.align(16), cute.make_layout(4))
-            if const_expr(add):
-                cute.autovec_copy(line, four)
-                for j in range_constexpr(4):
-                    flat[4 * i + j] += four[j]
-            else:
-                for j in range_constexpr(4):
-                    four[j] = flat[4 * i + j]
-                cute.autovec_copy(four, line)
-
-    # ---- a unit ----
+    def has_all_sums(self, data, part):
+        return part < data.slabs if self.gated else True
 
     @cute.jit
     def gather(self, data, stage, part, rows, product, thread):
@@ -346,8 +196,10 @@ class WeightGrad(WeightGradForm, SparseProduct):
             walk = self.multiply_list(f.narrow, (*narrow, *ones), g, walk, length, long)
         # what is needed below is looked up again there, so that it takes no registers meanwhile
         stores = Boolean(True)
-        if data.tiles[self.piece_at(data, rank)[0], 3] > data.piece:
-            stores = self.join(g, f, rank, part, of_dy)
+        if self.is_cut(data, rank):
+            # all parts of a layer without a gate have half of the columns per group
+            sums, own = f.acc if self.gated else f.acc_half, f.sums if self.has_bias else None
+            stores = self.join(data, sums, own, rank, part, g.half * GROUP_THREADS + g.thread)
         if stores:
             tile, _ = self.piece_at(data, rank)
             self.store_unit(g, f, tile, part, data.tiles[tile, 3])

@@ -89,7 +89,7 @@ def local_budget(spec: Spec, kernel: str) -> int:
         # 192 registers hold sums and x of the widest slab
         return local_budget(spec.heavy, kernel) if "heavy" in kernel else 8 if spec.k_max >= 4096 else 0
     if isinstance(spec, specs.WeightGradSpec) and spec.gated and spec.bias:
-        return 52
+        return 56
     return 80 if isinstance(spec, specs.UpDownTokenSpec) and four_share_an_sm(spec) else 0
 
 

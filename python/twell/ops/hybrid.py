@@ -387,7 +387,10 @@ def backward_cuda(
 
     order, slot = empty(popularity, n), empty(popularity, n)
     # long lists of tokens are cut: their sums are joined in memory
-    units = geometry.cut_units(m, k) if family == specs.SM90 else 0
+    bias = layer.b_gate is not None or layer.b_up is not None
+    # bias gradients are units of their own in the portable family
+    parts = 2 * -(-k // geometry.SLAB) + int(bias and family != specs.SM90)
+    units = geometry.cut_units(m, parts)
     arrivals = empty(popularity, units * geometry.UNIT_WARPS)
     launch(tuning.rank(), popularity, order, slot, arrivals)
     neuron_tiles, token_tiles = -(-n // geometry.NEURON_TILE), geometry.token_tiles(m)
@@ -404,7 +407,6 @@ def backward_cuda(
     del d_gate, d_up, groups, by_neuron
     out = weights()
     # a layer with one of two biases still needs memory for the other's gradient
-    bias = layer.b_gate is not None or layer.b_up is not None
     db_gate = (empty(x, n) if out.b_gate is None else out.b_gate) if bias else None
     db_up = (empty(x, n) if out.b_up is None else out.b_up) if bias and gated else None
     aside = room_aside(x, max(m, 2 * n if gated else n), multiprocessors)
