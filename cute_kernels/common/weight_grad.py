@@ -197,14 +197,15 @@ class WeightGradForm:
         elif thread == 0:
             numbers[0], numbers[1] = Int32(WHOLE), tiles
         cute.arch.sync_threads()
-        return data._replace(pieces=pieces, piece=numbers[0], units=numbers[1] * self.parts(data.slabs))
+        piece, units = (cute.arch.make_warp_uniform(numbers[i]) for i in range(2))
+        return data._replace(pieces=pieces, piece=piece, units=units * self.parts(data.slabs))
 
     @cute.jit
     def piece_at(self, data, rank):
         """The tile of the list of a piece, and the piece's index in it."""
         tile, index = rank, Int32(0)
         if data.tiles.shape[0] <= PIECES:
-            word = widen(data.pieces[rank])
+            word = cute.arch.make_warp_uniform(widen(data.pieces[rank]))
             tile, index = word & ((1 << TILE_BITS) - 1), word >> TILE_BITS
         return tile, index
 

@@ -20,7 +20,7 @@ A gate is the sum of the same products in the same order as in gate_pack_few.py,
     SCREEN FULL[s]   1 arrival + bytes of w and x.
     SCREEN EMPTY[s]  4 mma warps arrive.
     EXCHANGED        1 arrival + the bytes that the other split sends.
-    LISTED           160 threads: the candidates are listed, and the ring is free.
+    __syncthreads    the candidates are listed, and the ring is free.
     GATES FULL[s]    32 lanes when their copies of rows have arrived, 1 arrival + bytes of x.
     GATES EMPTY[s]   4 mma warps arrive.
 """
@@ -64,7 +64,6 @@ class Barrier(IntEnum):
     """Named barriers; 0 is __syncthreads."""
 
     MMA = 1
-    LISTED = 2
 
 
 class Operands(NamedTuple):
@@ -264,14 +263,14 @@ class GatePackScreened(GatePackFew):
             clear_arrivals(o.arrivals, thread, THREADS)
         if warp_index == WARPS:
             self.load(s, w_q, x_q, part, extent)
-            cute.arch.barrier(barrier_id=Barrier.LISTED, number_of_threads=THREADS)
+            cute.arch.sync_threads()
             self.load_candidates(s, x, o.w, part, extent)
         else:
             for i in cutlass.range(thread, self.pitch * self.tokens, MMA_THREADS, unroll=1):
                 s.sums[i] = -Float32.inf
             self.screen(s, o, screen, part, rank, thread, extent)
             self.list_candidates(s, thread)
-            cute.arch.barrier(barrier_id=Barrier.LISTED, number_of_threads=THREADS)
+            cute.arch.sync_threads()
             self.multiply_candidates(s, gates, part, thread, extent)
         at = (rank, column, thread, warp_index, lane)
         self.epilogue(
@@ -284,8 +283,9 @@ class GatePackScreened(GatePackFew):
         if thread == 0:
             cute.arch.mbarrier_init(s.exchanged, 1)
             cute.arch.mbarrier_init_fence()
-            cute.arch.mbarrier_arrive_and_expect_tx(s.exchanged, 16 * MMA_THREADS)
         cute.arch.sync_threads()
+        if thread == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(s.exchanged, 16 * MMA_THREADS)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(CLUSTER, 1), is_relaxed=True)
 
     @cute.jit

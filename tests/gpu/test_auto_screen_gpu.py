@@ -130,15 +130,6 @@ def test_other_streams_wait_for_a_copy(kept: Any, topic: FFN) -> None:
         testing.assert_same(y, expected, "y")
 
 
-def test_a_captured_graph_without_a_copy_makes_its_own(kept: Any, topic: FFN) -> None:
-    """So it may be replayed after a write."""
-    graph, (y,) = testing.captured(lambda: (kept(topic.x),))
-    for _ in range(3):
-        changed(kept.gate_proj.weight)
-        graph.replay()
-        testing.assert_same(y, right(kept, topic.x), "y of a replay")
-
-
 def test_a_captured_graph_reads_the_copy_of_its_capture(kept: Any, topic: FFN) -> None:
     """Its memory stays when other calls have made a new one."""
     kept(topic.x)

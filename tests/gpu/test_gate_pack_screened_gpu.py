@@ -162,7 +162,8 @@ def test_a_layer_that_keeps_a_copy_has_the_same_bits(m: int) -> None:
         found = module(x)
         if strategy == "row" or m <= 64:
             testing.assert_same(found, plain, strategy)
-    assert module._gate_copy.nbytes > 0
+    # made for those alone who read it
+    assert (module._gate_copy.nbytes > 0) == (m <= 8 or m > 64)
     module.strategy = "row"
     graph, static = testing.captured(lambda: module(x))
     graph.replay()
