@@ -6,6 +6,7 @@ find the layer's ``AutoStrategy``; so graphs do not know of it.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from twell._auto import place
 
@@ -37,7 +39,8 @@ class _Made(NamedTuple):
 class GateCopy:
     """The int8 copy of one gate weight, made when it is first wanted and again when the weight has changed.
 
-    Copies and pickles of it are empty.
+    A step of any optimizer forgets it, since fused ones write parameters without counting it. Copies and pickles of it
+    are empty.
     """
 
     def __init__(self) -> None:
@@ -45,9 +48,15 @@ class GateCopy:
         self.few = "screened"
         self._made: _Made | None = None
         self._captured: list[tuple[Tensor, ...]] = []
+        hook = register_optimizer_step_post_hook(functools.partial(_forget, weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GateCopy, ()
+
+    def forget(self) -> None:
+        """Make the next call make the copy again."""
+        self._made = None
 
     @property
     def nbytes(self) -> int:
@@ -109,6 +118,13 @@ class GateCopy:
         return cast(Quantized, made.quantized)
 
 
+def _forget(copy: weakref.ref[GateCopy], *_: Any) -> None:
+    """What an optimizer calls after a step."""
+    found = copy()
+    if found is not None:
+        found.forget()
+
+
 def _captures(weight: Tensor) -> bool:
     """Whether a CUDA graph is captured now."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -120,6 +136,8 @@ def _state(weight: Tensor, screen: str) -> tuple[Any, ...]:
 
 
 _COPIES: weakref.WeakValueDictionary[tuple[int, int], GateCopy] = weakref.WeakValueDictionary()
+# by layer: what captured graphs read of objects that the layer no longer has
+_RETIRED: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[Tensor, ...]]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -132,6 +150,12 @@ def enroll(weight: Tensor, copy: GateCopy, few: str = "screened") -> None:
             for other in [at for at, known in _COPIES.items() if known is copy]:
                 del _COPIES[other]
             _COPIES[place(weight)] = copy
+
+
+def retire(copy: GateCopy, layer: torch.nn.Module) -> None:
+    """Keep the memory that captured graphs read, as long as there is the layer that gives ``copy`` up."""
+    with _lock:
+        _RETIRED.setdefault(layer, []).extend(copy._captured)
 
 
 def withdraw(weight: Tensor) -> None:

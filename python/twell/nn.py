@@ -480,17 +480,23 @@ def keep_gate_copies(module: nn.Module, keep: bool = True) -> None:
     change of the weight. Without such a call each replay makes its own.
 
     A kept copy is made again when the weight was replaced, moved or written as autograd counts writes: by in-place
-    operators, optimizers and ``load_state_dict``. A write that it does not count is not seen, and results are then
-    wrong: one through ``weight.data``, by kernels that take an address, or by FSDP. That is why layers keep none by
-    default. Weights that were made in inference mode count no writes, and those that autocast casts are others at each
-    call; their copies are made at each call, too. Copies and pickles of the module keep the choice, not the copy.
-    Compiled graphs find the copy by the weight's memory: if the weights are moved or replaced after this, or the module
-    is a copy, run one call that is not compiled, or call this again.
+    operators and ``load_state_dict``; and after each step of an optimizer of ``torch.optim``. A write that nobody counts
+    is not seen, and results are then wrong: one through ``weight.data`` or a buffer of which the weight is a view, by
+    collectives such as ``torch.distributed.broadcast``, by kernels that take an address, or by FSDP. Call this again
+    after such a write: that drops the copies. This is why layers keep none by default. Keep none either where
+    ``torch.compile`` captures graphs by itself, as with ``mode="reduce-overhead"``.
+
+    Weights that were made in inference mode count no writes, and those that autocast casts are others at each call;
+    their copies are made at each call, too. Copies and pickles of the module keep the choice, not the copy. Compiled
+    graphs find the copy by the weight's memory: if the weights are moved or replaced after this, or the module is a
+    copy, run one call that is not compiled, or call this again.
 
     Raises TypeError unless ``keep`` is a bool, ValueError if ``module`` has no such layer.
     """
     require_flag("keep", keep)
     for layer in _layers(module):
+        if layer._gate_copy is not None:
+            _gate_copies.retire(layer._gate_copy, layer)
         layer._gate_copy = _gate_copies.GateCopy() if keep else None
         # a compiled graph may run before any call, which would do so
         if keep and layer._is_plain() and not layer.down_proj.weight.is_meta:

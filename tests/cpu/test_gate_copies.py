@@ -386,3 +386,38 @@ def test_refuses() -> None:
         keep_gate_copies(nn.Linear(8, 8))
     with pytest.raises(TypeError, match="keep must be"):
         keep_gate_copies(module(), 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_of_an_optimizer_is_seen(made: list[Tensor], fused: bool) -> None:
+    """Fused ones write parameters without raising their version."""
+    mlp = module()
+    call(mlp)
+    optimizer = torch.optim.AdamW(mlp.parameters(), lr=0.01, fused=fused)
+    for _ in range(3):
+        mlp(torch.randn(130, K).to(BF16)).float().square().mean().backward()
+        optimizer.step()
+        # equals a module without a copy
+        call(mlp)
+    other = weakref.ref(mlp._gate_copy)
+    del mlp, optimizer
+    gc.collect()
+    assert other() is None, "no hook of an optimizer holds it"
+
+
+def test_what_a_graph_reads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when copies are switched off, on, and on again."""
+    mlp = module()
+    call(mlp)
+    read = weakref.ref(mlp._gate_copy._made.quantized[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(_gate_copies, "_captures", lambda weight: True)
+        call(mlp)
+    first_of(mlp).weight.data.neg_()
+    keep_gate_copies(mlp)
+    assert mlp._gate_copy.nbytes == 0, "a call drops the copies"
+    call(mlp)
+    for keep in (False, True, True, False, False):
+        keep_gate_copies(mlp, keep)
+        gc.collect()
+        assert read() is not None
