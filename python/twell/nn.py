@@ -480,8 +480,8 @@ def keep_gate_copies(module: nn.Module, keep: bool = True) -> None:
     change of the weight. Without such a call each replay makes its own.
 
     A kept copy is made again when the weight was replaced, moved or written as autograd counts writes: by in-place
-    operators and ``load_state_dict``; and after each step of an optimizer of ``torch.optim``. A write that nobody counts
-    is not seen, and results are then wrong: one through ``weight.data`` or a buffer of which the weight is a view, by
+    operators and ``load_state_dict``; and after each step of an optimizer of ``torch.optim``. Other writes are not
+    seen, and results are then wrong: one through ``weight.data`` or a buffer of which the weight is a view, by
     collectives such as ``torch.distributed.broadcast``, by kernels that take an address, or by FSDP. Call this again
     after such a write: that drops the copies. This is why layers keep none by default. Keep none either where
     ``torch.compile`` captures graphs by itself, as with ``mode="reduce-overhead"``.
