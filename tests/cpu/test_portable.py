@@ -18,6 +18,7 @@ import torch
 from tiny_kernels import Compiler, compile_tiny
 
 from cute_kernels import catalog
+from tests import family as families
 from twell import _auto, _tables, tuning
 from twell._runtime import cache, device, fingerprint, geometry, log, packaged, resolve, specs
 from twell.commands import info
@@ -155,7 +156,9 @@ def test_info_tells_of_the_library_of_the_gpu(
 
 def test_older_gpus_are_refused(gpu: Callable[[Capability], None], compiler: Compiler) -> None:
     gpu((7, 5))
-    with pytest.raises(NotImplementedError, match=r"need compute capability 8\.x, 9\.x, 10\.x or 12\.x, got 7\.5 on cuda:0; use"):
+    with pytest.raises(
+        NotImplementedError, match=r"need compute capability 8\.x, 9\.x, 10\.x or 12\.x, got 7\.5 on cuda:0; use"
+    ):
         library.launch(tuning.unpack(torch.bfloat16))
     gpu((11, 0))
     with pytest.raises(NotImplementedError, match=r"10\.x or 12\.x, got 11\.0 on cuda:0"):
@@ -278,12 +281,37 @@ def test_few_tokens_of_a_union_take_three_kernels() -> None:
     assert tuning.up_down_tile(torch.bfloat16, 16, 2048, 5632, True, specs.PORTABLE) is None
 
 
-def test_more_neurons_than_shared_memory_holds_are_refused() -> None:
+def test_more_neurons_than_shared_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     most = geometry.PORTABLE_UNION_NEURONS
-    hybrid.require_neurons(most, specs.PORTABLE)
-    hybrid.require_neurons(65536, specs.SM90)
-    with pytest.raises(NotImplementedError, match=f"at most {most} neurons, got {most + 8}"):
-        hybrid.require_neurons(most + 8, specs.PORTABLE)
+    hybrid.require_neurons(most, specs.PORTABLE, "training")
+    hybrid.require_neurons(65536, specs.SM90, "training")
+    message = f"training takes at most {most} neurons on GPUs of .*, got {most + 8}; use"
+    with pytest.raises(NotImplementedError, match=message) as refusal:
+        hybrid.require_neurons(most + 8, specs.PORTABLE, "training")
+    # tests on such a GPU are skipped by it; on Hopper it would be an error
+    monkeypatch.setattr(tuning, "family", lambda index: specs.PORTABLE)
+    assert families.is_absent(refusal.value)
+    assert not families.is_absent(NotImplementedError("no second derivative"))
+    monkeypatch.setattr(tuning, "family", lambda index: specs.SM90)
+    assert not families.is_absent(refusal.value)
+
+
+@every_gpu([capability for capability in WITH_KERNELS if capability != (9, 0)])
+def test_auto_chooses_in_tests_of_a_gpu_without_a_table(
+    capability: Capability, gpu: Callable[[Capability], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
+    gpu(capability)
+    assert families.is_without_table()
+    before = _tables.in_use(torch.device("cuda", 0))
+    assert _auto.forced("cuda", 0) == "dense"
+    monkeypatch.setattr(_tables, "_on", _tables._on)
+    families.decide_by_the_shipped_table()
+    assert _auto.forced("cuda", 0) == ""
+    # the same costs and limits
+    assert vars(dataclasses.replace(_tables.in_use(torch.device("cuda", 0)), file=None)) == vars(before)
+    monkeypatch.setattr(device, "capability", lambda index: (9, 0))
+    assert not families.is_without_table()
 
 
 @pytest.mark.parametrize(

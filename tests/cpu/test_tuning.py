@@ -654,7 +654,7 @@ def test_a_run_out_of_time_says_how_much_it_left(
     arguments = argparse.Namespace(shape=None, kinds=["gated", "training"], budget_s=2000.0)
     assert tune.tune(arguments, protocol.Cpu()) == 1
     printed = capsys.readouterr().out
-    assert "; \"auto\" uses it in processes that start now\nincomplete: 1 of 2 layers; " in printed
+    assert '; "auto" uses it in processes that start now\nincomplete: 1 of 2 layers; ' in printed
     assert printed.endswith("run again with --budget-s 4000\n")
     assert _tables.in_use(CUDA).measured == {(False, True)}
 
@@ -759,11 +759,15 @@ def test_needs_a_gpu_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RequestError, match=r"tuning needs a GPU of .*, and this torch can use none"):
             tune.gpu(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(RequestError, match=r"--device: expected a GPU of compute capability 8\.x, 9\.x, 10\.x or 12\.x, got cpu"):
+    with pytest.raises(
+        RequestError, match=r"--device: expected a GPU of compute capability 8\.x, 9\.x, 10\.x or 12\.x, got cpu"
+    ):
         tune.gpu("cpu")
     monkeypatch.setattr(tune, "pick_device", torch.device)
     monkeypatch.setattr(device, "capability", lambda index: (7, 5))
-    with pytest.raises(RequestError, match=r"expected a GPU of compute capability 8\.x, 9\.x, 10\.x or 12\.x, got cuda:1"):
+    with pytest.raises(
+        RequestError, match=r"expected a GPU of compute capability 8\.x, 9\.x, 10\.x or 12\.x, got cuda:1"
+    ):
         tune.gpu("cuda:1")
 
 

@@ -225,7 +225,9 @@ def _table_lines(tables: tuple[TableInfo, ...]) -> Iterator[str]:
             yield f'  {table.gpu}: none, and "auto" is dense there until `twell tune` has measured it'
         if table.kinds:
             rest = [name for name in _tables.KINDS.values() if name not in table.kinds]
-            yield f"  kinds of calls: {', '.join(table.kinds)}" + (f"; {table.others}: {', '.join(rest)}" if rest else "")
+            yield f"  kinds of calls: {', '.join(table.kinds)}" + (
+                f"; {table.others}: {', '.join(rest)}" if rest else ""
+            )
         if table.problem:
             yield f"  note: {table.problem}"
         if table.measured_on not in ("", table.gpu):
