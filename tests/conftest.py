@@ -1,4 +1,4 @@
-"""Where tests run: tests/gpu needs a GPU with kernels, some of tests/cpu need a checkout; which tests share a process."""
+"""Where tests run: tests/gpu on GPUs with kernels, some of tests/cpu in a checkout; which tests share a process."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def row_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def same_family(request: pytest.FixtureRequest) -> str:
-    """What a program in a process of its own begins with, so that it runs the kernels and choices that this one does."""
+    """What a program in a process of its own begins with, so that it runs and chooses what this one does."""
     portable = request.config.getoption("--portable", default=False)
     lines = "from tests.family import run_portable; run_portable()\n" if portable else ""
     if families.is_without_table():

@@ -127,8 +127,8 @@ def require_neurons(n: int, family: str, call: str) -> None:
     most = geometry.PORTABLE_UNION_NEURONS
     if family == specs.PORTABLE and n > most:
         raise NotImplementedError(
-            f'{call} takes at most {most} neurons on GPUs of other compute capability than 9.0, got {n}; use "dense" or '
-            '"auto"'
+            f"{call} takes at most {most} neurons on GPUs of other compute capability than 9.0, got {n}; "
+            'use strategy "dense" or "auto"'
         )
 
 
