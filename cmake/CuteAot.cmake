@@ -14,6 +14,7 @@ function(cute_aot_library target)
     COMMAND_ERROR_IS_FATAL ANY)
   string(REPLACE "\n" ";" symbols "${symbols}")
   if(NOT symbols)
+    message(WARNING "no kernel for ${arg_ARCH}: it compiles none of ${arg_SYMBOLS}")
     return()
   endif()
   # the list is read when the build is configured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -51,7 +52,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     if arguments.command == "list":
         listed = all_specs() if arguments.all else [spec for spec in specs if catalog.compiles(spec, arguments.arch)]
-        print(*(spec.symbol for spec in listed), sep="\n")
+        if not listed:
+            print(f"none of {' '.join(arguments.symbols)} compiles for {arguments.arch}", file=sys.stderr)
+            return 0
+        print(*(spec.symbol for spec in listed), sep="\n", flush=True)
         return 0
     if arguments.command == "compile":
         if arguments.out is not None and len(specs) != 1:
@@ -110,4 +114,9 @@ def _report(specs: list[Spec], arch: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BrokenPipeError:
+        # the reader is gone, as in `list | head`: the rest of the buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -429,14 +429,16 @@ def auto_losses() -> str:
 
 
 def fuzz(name: str) -> str:
-    """Number of fuzz cases, the largest error, and mismatches."""
+    """Number of fuzz cases and their seeds, the largest error, and mismatches."""
     run = result(name)
+    *others, last = (str(part["seed"]) for part in run["runs"])
+    seeds = f"seeds {', '.join(others)} and {last}" if others else f"seed {last}"
     counts, wrong = run["counts"]["numbers"], run["mismatches"]
     largest, case = max(value for name, value in run["worst"].items() if name.endswith("allowed"))
     return (
-        f"{run['cases']:,} cases in {run['seconds']:.0f} s: {counts['integers']:,} with integers, compared bit by bit, "
-        f"and {counts['reals']:,} with real numbers, the largest error {largest:.2f} of the bound (case {case}). "
-        f"Mismatches: {'; '.join(wrong) if wrong else 'none'}. {run['machine']}"
+        f"{run['cases']:,} cases in {run['seconds']:.0f} s, {seeds}: {counts['integers']:,} with integers, compared "
+        f"bit by bit, and {counts['reals']:,} with real numbers, the largest error {largest:.2f} of the bound (case "
+        f"{case}). Mismatches: {'; '.join(wrong) if wrong else 'none'}. {run['machine']}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Where tests run: tests/gpu needs an sm_90 GPU, some of tests/cpu need a checkout; which tests share a process."""
+"""Where tests run: tests/gpu on GPUs with kernels, some of tests/cpu in a checkout; which tests share a process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
+
+from twell._runtime import device
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,8 +73,9 @@ def why_no_gpu() -> str | None:
     """Return why the kernels cannot run here; None if they can."""
     if not torch.cuda.is_available():
         return "no CUDA device"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return f"needs compute capability 8.0 or higher, got {torch.cuda.get_device_capability()}"
+    major, minor = torch.cuda.get_device_capability()
+    if major not in device.ARCHITECTURES:
+        return f"needs compute capability {device.SUPPORTED}, got {major}.{minor}"
     return None
 
 

@@ -1,13 +1,17 @@
 """``--portable``, of pytest, the fuzzer and the sanitizer's driver: run the portable family of kernels on any GPU.
 
 It is an option of a test program, never a variable or a setting: nothing in the package knows it, and it ends with the
-process.
+process. And what else tests on a GPU of that family need: which refusals are of it, and a table for "auto".
 """
+
+import dataclasses
+from pathlib import Path
 
 import torch
 
-from twell import tuning
-from twell._runtime import specs
+from twell import _tables, tuning
+from twell._runtime import device as driver
+from twell._runtime import geometry, specs
 
 HELP = "run the kernels of the portable family on this GPU"
 
@@ -20,3 +24,26 @@ def run_portable() -> None:
 def is_portable(device: torch.device) -> bool:
     """Whether calls on a device run the portable family: by this option, or because the GPU has no other."""
     return device.type == "cuda" and tuning.family(device.index or 0) == specs.PORTABLE
+
+
+def is_absent(error: NotImplementedError) -> bool:
+    """Whether an error says that the portable family lacks something: the int8 screen, or that many neurons."""
+    said = "needs compute capability 9.0", f"at most {geometry.PORTABLE_UNION_NEURONS} neurons"
+    return tuning.family(0) == specs.PORTABLE and any(message in str(error) for message in said)
+
+
+def is_without_table() -> bool:
+    """Whether this GPU has kernels, but no shipped table."""
+    return driver.architecture(0) is not None and driver.capability(0) != driver.SM_90
+
+
+def shipped_table() -> _tables.Table:
+    """The shipped table as if a user had measured it on a GPU without one: by it "auto" chooses in tests."""
+    most = geometry.PORTABLE_UNION_NEURONS
+    return dataclasses.replace(_tables.SHIPPED, file=Path("shipped"), union_neurons=most, screens=False)
+
+
+def decide_by_the_shipped_table() -> None:
+    """Let "auto" choose in this process by ``shipped_table``."""
+    table = shipped_table()
+    _tables._on = lambda index: table  # type: ignore[assignment]

@@ -573,7 +573,7 @@ def fresh(x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> 
     table = _tables.in_use(x.device)
     if training:
         # nothing is known of its sparsity; a caller that wants a choice passes a site
-        return "union" if n <= table.union_neurons else "dense"
+        return "union" if n <= table.union_neurons and not table.lacks(True, gated) else "dense"
     problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, False, down_copied)
     return tuning.decide(problem, None, None, table).strategy
 

@@ -1,7 +1,8 @@
 """The table of measured costs by which "auto" decides: the shipped one, or one that ``twell tune`` wrote for the GPU.
 
-``<cache>/tuning/<GPU>.json`` is of one GPU model and one state of the kernels. It is read once per process and GPU
-model, at the first decision there. A file that cannot be used is ignored, with one warning.
+``<cache>/tuning/<GPU>.json`` is of one GPU model and names the kernels that it is of. It is read once per process and
+GPU model, at the first decision there. A file that cannot be used is ignored, with one warning. One of other kernels is
+used, as the shipped table is, with one warning.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ Costs = dict[Key, dict[int, dict[str, Terms]]]
 
 FOLDER = "tuning"
 STRATEGIES = ("row", "union", "screened")
+# names of kinds of calls, by (training, gated)
+KINDS = {
+    (False, True): "gated",
+    (True, True): "training",
+    (False, False): "non-gated",
+    (True, False): "non-gated training",
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,8 +43,10 @@ class Table:
     """Costs of strategies in times of dense, and where they come from.
 
     machine: the machine line. date: ISO 8601. file: the user's file that they are from, None for the shipped table.
-    ignored: why a file of the user is not used, or "". union_neurons: the most that "union" and training take on the
-    GPU that the table is used on. screens: whether that GPU has the kernels of "screened".
+    ignored: why a file of the user is not used, or "". note: what to know of a file that is used, or "". measured: the
+    kinds of calls (training, gated) that the user's file has. fills: whether other costs stand in for those of a kind
+    of call that was not measured; where they do not, that kind is dense. union_neurons: the most that "union" and
+    training take on the GPU that the table is used on. screens: whether that GPU has the kernels of "screened".
     """
 
     costs: Costs
@@ -44,6 +54,9 @@ class Table:
     date: str
     file: Path | None = None
     ignored: str = ""
+    note: str = ""
+    measured: frozenset[tuple[bool, bool]] = frozenset()
+    fills: bool = True
     union_neurons: int = geometry.MAX_NEURONS
     screens: bool = True
 
@@ -51,6 +64,13 @@ class Table:
     def gpu(self) -> str:
         """The GPU model that was measured."""
         return gpu_of(self.machine)
+
+    def lacks(self, training: bool, gated: bool) -> str:
+        """Why calls of this kind have no costs here; "" if they have."""
+        if self.fills or (training, gated) in self.measured:
+            return ""
+        kind = KINDS[training, gated]
+        return f'no times of kind "{kind}" for {self.gpu}; `twell tune --kinds "{kind}"` measures them'
 
 
 def gpu_of(machine: str) -> str:
@@ -77,23 +97,27 @@ def in_use(on: torch.device) -> Table:
 @functools.cache
 def _on(index: int) -> Table:
     name = device.name(index)
+    hopper = device.capability(index) == device.SM_90
     with _lock:
-        table = _of_gpu(name)
-    if device.capability(index) == device.SM_90:
+        table = _of_gpu(name, hopper)
+    if hopper:
         return table
     return dataclasses.replace(table, union_neurons=geometry.PORTABLE_UNION_NEURONS, screens=False)
 
 
 @functools.cache
-def _of_gpu(gpu: str) -> Table:
-    table = read(gpu)
-    if table.ignored:
-        logger.warning("%s", table.ignored)
+def _of_gpu(gpu: str, fill: bool) -> Table:
+    table = read(gpu, fill)
+    for message in filter(None, (table.ignored, table.note)):
+        logger.warning("%s", message)
     return table
 
 
-def read(gpu: str) -> Table:
-    """The table for a GPU model: with the user's costs if there is a file that can be used."""
+def read(gpu: str, fill: bool = True) -> Table:
+    """The table for a GPU model: with the user's costs if there is a file that can be used.
+
+    ``fill``: whether the shipped costs, which are those of a Hopper GPU, fill in what the user did not measure.
+    """
     try:
         path = path_of(gpu)
     except RuntimeError:
@@ -109,9 +133,9 @@ def read(gpu: str) -> Table:
         return SHIPPED
     except _UNUSABLE as error:
         return dataclasses.replace(SHIPPED, ignored=f'"auto" ignores {path}, no table of `twell tune`: {error}')
-    if kernels != fingerprint.source_hash():
-        return dataclasses.replace(SHIPPED, ignored=f'"auto" ignores {path}, of other kernels: run `twell tune` again')
-    return dataclasses.replace(own, costs=completed(own), file=path)
+    costs, measured = completed(own) if fill else own.costs, frozenset(key[:2] for key in own.costs)
+    note = "" if kernels == fingerprint.source_hash() else f"{path} has times of other kernels: run `twell tune` again"
+    return dataclasses.replace(own, costs=costs, file=path, note=note, measured=measured, fills=fill)
 
 
 # what reading a damaged file may raise
@@ -128,9 +152,9 @@ def _load(path: Path) -> tuple[Table, str]:
 
 
 def completed(own: Table) -> Costs:
-    """The costs of a user's table with the shipped ones.
+    """The costs of a user's table of a Hopper GPU with the shipped ones.
 
-    Those of another GPU fill in kinds of calls (training, gated) that the user did not measure.
+    Those of another GPU model fill in kinds of calls (training, gated) that the user did not measure.
     """
     kinds = {key[:2] for key in own.costs}
     shipped = {key: value for key, value in SHIPPED.costs.items() if own.gpu == SHIPPED.gpu or key[:2] not in kinds}

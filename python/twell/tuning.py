@@ -447,8 +447,11 @@ def decide(
     """Choose the strategy for ``problem`` from measured ``figures`` and the ``current`` strategy; either may be None.
 
     A pure function of these, of the table of costs, by default the shipped one, and of ``screen``, as in ``costs``.
-    Without figures inference takes a sparse strategy and training the dense one.
+    Without figures inference takes a sparse strategy and training the dense one. Calls of a kind for which the table
+    must not stand in (``Table.lacks``) are dense.
     """
+    if table is not None and (lacks := table.lacks(problem.training, problem.gated)):
+        return Decision("dense", lacks, {"dense": 1.0})
     decision = _fresh(problem, table) if figures is None else _measured(problem, figures, current, table, screen)
     if decision.strategy == "dense" and problem.down_copied:
         in_place = decide(problem._replace(down_copied=False), figures, current, table, screen).strategy
@@ -502,13 +505,16 @@ def coefficients(problem: Problem, table: _tables.Table | None = None) -> dict[s
     They are those of the measured layers of this kind that run the same kernels, weighted by 1 / distance^2 in log K
     and log N. Each layer's are interpolated in log M between numbers of tokens that run the same kernels, since costs
     jump where kernels change. Fewer tokens than were measured have no sparse strategy; more have the terms of the most.
-    More neurons than ``Table.union_neurons`` have neither "union" nor "screened".
+    More neurons than ``Table.union_neurons`` have neither "union" nor "screened". A kind of calls that the table lacks
+    (``Table.lacks``) has no strategy.
     """
     return _coefficients(problem._replace(down_copied=False, merged=False), table or _tables.SHIPPED)
 
 
 @functools.lru_cache(1024)
 def _coefficients(problem: Problem, table: _tables.Table) -> dict[str, _tables.Terms]:
+    if table.lacks(problem.training, problem.gated):
+        return {}
     kind = _other_kind(problem, nearest(problem, table))
     layers = {key: nodes for key, nodes in table.costs.items() if _other_kind(problem, key) == kind}
     alike = {key: _same_kernels(problem, key, nodes) for key, nodes in layers.items()}

@@ -85,7 +85,7 @@ def test_never_screens_without_times_candidates_or_kernels(current: str | None) 
 def test_other_gpus_have_no_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "name", lambda index: "a GPU")
     monkeypatch.setattr(device, "capability", lambda index: (8, 0))
-    monkeypatch.setattr(_tables, "_of_gpu", lambda name: SCREENS)
+    monkeypatch.setattr(_tables, "_of_gpu", lambda name, fill: SCREENS)
     _tables._on.cache_clear()
     try:
         assert not _tables.in_use(torch.device("cuda", 0)).screens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -92,6 +93,25 @@ def test_list_prints_what_ships(root: Path) -> None:
     named = command(root, "list", "--arch", "sm_80", "gate_pack_bf16_t144", "unpack_bf16", "gathered_portable_bf16_1")
     assert named.stdout.split() == ["unpack_bf16", "gathered_portable_bf16_1"]
     assert command(root, "list", "--all").stdout.split() == [spec.symbol for spec in specs.all_specs()]
+
+
+def test_a_list_of_nothing_says_so(root: Path) -> None:
+    """It is no error: a build for several GPUs leaves out those that none of its kernels is for, with a warning."""
+    done = command(root, "list", "--arch", "sm_80", "gate_pack_bf16_t144")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == "none of gate_pack_bf16_t144 compiles for sm_80\n"
+    assert "message(WARNING" in (root / "cmake" / "CuteAot.cmake").read_text()
+
+
+def test_a_reader_may_leave(root: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    program = [sys.executable, "-m", "cute_kernels", "list"]
+    try:
+        done = subprocess.run(program, cwd=root, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_unknown_symbol_is_a_usage_error(root: Path, tmp_path: Path) -> None:

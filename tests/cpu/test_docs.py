@@ -499,7 +499,7 @@ def complaint(words: list[str], known: dict[str, str]) -> str:
         return f"{rest[0]} has no {', '.join(missing)}" if missing else ""
     if (ROOT / name).is_file():
         return ""
-    return "" if name in ("pip", "export", "git", "cd", "cp", "vllm") else f"unknown command {name}"
+    return "" if name in ("pip", "export", "source", "git", "cd", "cp", "vllm") else f"unknown command {name}"
 
 
 @pytest.mark.parametrize("path", TRIED, ids=name_of)

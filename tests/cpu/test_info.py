@@ -89,13 +89,19 @@ def test_without_driver_or_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_says_which_devices_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = (device.Device(0, "Big", (9, 0), 132, 141 << 30), device.Device(1, "Small", (7, 5), 76, 16 << 30))
+    devices = (
+        device.Device(0, "Big", (9, 0), 132, 141 << 30),
+        device.Device(1, "Small", (7, 5), 76, 16 << 30),
+        device.Device(2, "Other", (8, 9), 76, 16 << 30),
+    )
     monkeypatch.setattr(device, "describe", lambda: device.Driver((13, 0), devices))
     state = info.collect()
-    assert [d.sparse for d in state.devices] == [True, False]
+    assert [d.sparse for d in state.devices] == [True, False, True]
     text = "\n".join(info.lines(state, verbose=False))
     assert "cuda:0  Big, compute capability 9.0, 132 SMs, 141 GiB: sparse kernels run here" in text
     assert "cuda:1  Small, compute capability 7.5, 76 SMs, 16 GiB: no sparse kernels" in text
+    assert "they need compute capability 8.x, 9.x, 10.x or 12.x\n" in text
+    assert "cuda:2  Other, compute capability 8.9, 76 SMs, 16 GiB: kernels of the portable family, never run on" in text
     assert re.search(r"CUDA driver +13\.0", text)
     assert "CPU operators" not in text
 

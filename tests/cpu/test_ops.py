@@ -715,7 +715,7 @@ def test_a_gpu_runs_the_kernels_of_its_major_version(
 def test_a_gpu_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "capability", lambda index: (7, 5))
     with pytest.raises(
-        NotImplementedError, match=r"need compute capability 8.0 .*got 7.5 on cuda:1.*strategy=\"dense\""
+        NotImplementedError, match=r"need compute capability 8.x.*got 7.5 on cuda:1.*strategy=\"dense\""
     ):
         library.require_architecture(1)
 

@@ -18,6 +18,7 @@ import torch
 from tiny_kernels import Compiler, compile_tiny
 
 from cute_kernels import catalog
+from tests import family as families
 from twell import _auto, _tables, tuning
 from twell._runtime import cache, device, fingerprint, geometry, log, packaged, resolve, specs
 from twell.commands import info
@@ -155,8 +156,13 @@ def test_info_tells_of_the_library_of_the_gpu(
 
 def test_older_gpus_are_refused(gpu: Callable[[Capability], None], compiler: Compiler) -> None:
     gpu((7, 5))
-    with pytest.raises(NotImplementedError, match=r"need compute capability 8\.0 or higher, got 7\.5 on cuda:0; use"):
+    with pytest.raises(
+        NotImplementedError, match=r"need compute capability 8\.x, 9\.x, 10\.x or 12\.x, got 7\.5 on cuda:0; use"
+    ):
         library.launch(tuning.unpack(torch.bfloat16))
+    gpu((11, 0))
+    with pytest.raises(NotImplementedError, match=r"10\.x or 12\.x, got 11\.0 on cuda:0"):
+        library.require_architecture(0)
     assert not library.launchable(0, tuning.unpack(torch.bfloat16))
     assert not compiler.compiled
 
@@ -186,6 +192,38 @@ def test_auto_is_dense_without_a_table(
     _tables.write(dataclasses.replace(_tables.SHIPPED, machine=machine))
     gpu(capability)
     assert _auto.forced("cuda", 0) == chooses[GPUS[capability] is not None]
+
+
+@every_gpu([capability for capability in WITH_KERNELS if capability != (9, 0)])
+def test_kinds_of_calls_that_were_not_measured_are_dense(
+    capability: Capability, gpu: Callable[[Capability], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shipped table is of another GPU: it fills in nothing, nor does one kind of call stand in for another."""
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    cheap = {(False, True, 2048, 5632): {16384: {"row": (0.5, 0.0, 0.0, 0.0), "union": (0.1, 0.0, 0.0, 0.0)}}}
+    _tables.write(_tables.Table(cheap, "NVIDIA Pretended (100 SMs, 80 GiB)", "2026-11-23T10:00:00+00:00"))  # type: ignore[arg-type]
+    gpu(capability)
+    table = _tables.in_use(torch.device("cuda", 0))
+    assert set(table.costs) == set(cheap)
+    for training in (False, True):
+        for gated in (False, True):
+            problem = tuning.Problem(16384, 2048, 5632, gated, training)
+            for figures in (None, tuning.Figures(3.0, 0.02)):
+                decision = tuning.decide(problem, figures, "union", table)
+                if gated and not training:
+                    assert decision.strategy == "union"
+                    continue
+                assert decision.strategy == "dense"
+                name = _tables.KINDS[training, gated]
+                assert decision.reason == (
+                    f'no times of kind "{name}" for NVIDIA Pretended; `twell tune --kinds "{name}"` measures them'
+                )
+                assert tuning.costs(problem, tuning.Figures(3.0, 0.02), table) == {"dense": 1.0}
+    x = torch.empty(16384, 2048, device="meta")
+    monkeypatch.setattr(_tables, "in_use", lambda on: table)
+    assert _auto.fresh(x, 5632, True, False, False) == "union"
+    assert _auto.fresh(x, 5632, True, True, False) == _auto.fresh(x, 5632, False, False, False) == "dense"
 
 
 @every_gpu(WITH_KERNELS)
@@ -243,12 +281,37 @@ def test_few_tokens_of_a_union_take_three_kernels() -> None:
     assert tuning.up_down_tile(torch.bfloat16, 16, 2048, 5632, True, specs.PORTABLE) is None
 
 
-def test_more_neurons_than_shared_memory_holds_are_refused() -> None:
+def test_more_neurons_than_shared_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     most = geometry.PORTABLE_UNION_NEURONS
-    hybrid.require_neurons(most, specs.PORTABLE)
-    hybrid.require_neurons(65536, specs.SM90)
-    with pytest.raises(NotImplementedError, match=f"at most {most} neurons, got {most + 8}"):
-        hybrid.require_neurons(most + 8, specs.PORTABLE)
+    hybrid.require_neurons(most, specs.PORTABLE, "training")
+    hybrid.require_neurons(65536, specs.SM90, "training")
+    message = f"training takes at most {most} neurons on GPUs of .*, got {most + 8}; use"
+    with pytest.raises(NotImplementedError, match=message) as refusal:
+        hybrid.require_neurons(most + 8, specs.PORTABLE, "training")
+    # tests on such a GPU are skipped by it; on Hopper it would be an error
+    monkeypatch.setattr(tuning, "family", lambda index: specs.PORTABLE)
+    assert families.is_absent(refusal.value)
+    assert not families.is_absent(NotImplementedError("no second derivative"))
+    monkeypatch.setattr(tuning, "family", lambda index: specs.SM90)
+    assert not families.is_absent(refusal.value)
+
+
+@every_gpu([capability for capability in WITH_KERNELS if capability != (9, 0)])
+def test_auto_chooses_in_tests_of_a_gpu_without_a_table(
+    capability: Capability, gpu: Callable[[Capability], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
+    gpu(capability)
+    assert families.is_without_table()
+    before = _tables.in_use(torch.device("cuda", 0))
+    assert _auto.forced("cuda", 0) == "dense"
+    monkeypatch.setattr(_tables, "_on", _tables._on)
+    families.decide_by_the_shipped_table()
+    assert _auto.forced("cuda", 0) == ""
+    # the same costs and limits
+    assert vars(dataclasses.replace(_tables.in_use(torch.device("cuda", 0)), file=None)) == vars(before)
+    monkeypatch.setattr(device, "capability", lambda index: (9, 0))
+    assert not families.is_without_table()
 
 
 @pytest.mark.parametrize(

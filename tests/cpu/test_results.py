@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from profiling import measurements
 from twell import tuning
 from twell._runtime import specs
 from twell.commands import tune
@@ -32,6 +33,13 @@ def test_every_result_has_its_machine_line(root: Path) -> None:
     assert files
     for path in files:
         assert "kernels" in json.loads(path.read_text())["machine"], path
+
+
+@pytest.mark.parametrize("name", ["h200_fuzz", "h200_fuzz_portable"])
+def test_the_seeds_of_a_result_are_those_of_its_commands(name: str, root: Path) -> None:
+    runs = json.loads((root / "profiling" / "results" / f"{name}.json").read_text())["runs"]
+    (made,) = (each for each in measurements.ALL if each.name == name)
+    assert re.findall(r"--seed (\d+)", " ".join(made.commands)) == [str(run["seed"]) for run in runs]
 
 
 def test_every_result_is_described(root: Path) -> None:
@@ -59,7 +67,7 @@ def test_kernels_of_today_are_as_near_to_the_published_as_readme_says(root: Path
     text = " ".join((root / "README.md").read_text().split())
     said = re.search(
         r"kernels named in the line above, (\w{12})\. .*? whole calls differ by at most ([\d.]+) % "
-        r"\(`profiling/results/(\w+)\.json`\) and ([\d.]+) % \(`(\w+)\.json`\)",
+        r"\(`(\w+)\.json`\) and ([\d.]+) % \(`(\w+)\.json`\)",
         text,
     )
     assert said

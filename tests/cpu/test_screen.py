@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable
 
@@ -10,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from twell import ops, reference, testing, tuning
-from twell._runtime import device, screen, specs
+from tests import family as families
+from twell import ops, reference, testing
+from twell._activation import RELU
+from twell._runtime import device, screen
+from twell.ops.operands import Operands
 
 BF16 = torch.bfloat16
 
@@ -435,14 +439,21 @@ def test_rows_of_other_strides_are_refused(op: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("op", ["quantize_gate", "gate_screen", "gate_pack_screened", "ffn_screened"])
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_the_portable_family_refuses_by_its_name(
-    op: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "capability", lambda index: capability)
-    monkeypatch.setattr(tuning, "family", lambda index: specs.PORTABLE)
+def test_the_portable_family_refuses_operators(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "capability", lambda index: (8, 9))
     problem = testing.integer_problem(4, 72, 264)
-    at = ".".join(map(str, capability))
-    message = f"the screen of the gate needs .* family sm90, .* got family sm80 on compute capability {at}"
-    with pytest.raises(NotImplementedError, match=message):
+    with pytest.raises(NotImplementedError) as refusal:
         on_cuda(op, problem, *ops.quantize_gate(problem.w_gate, True))
+    assert str(refusal.value) == f"torch.ops.twell.{op} needs compute capability 9.0, got 8.9 on cuda:0"
+    # tests there are skipped by it
+    assert families.is_absent(refusal.value)
+
+
+@pytest.mark.parametrize("m", [4, 300])
+@pytest.mark.parametrize("screen", ["screened", "proven"])
+def test_the_portable_family_refuses_strategies(screen: str, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "capability", lambda index: (8, 9))
+    message = f'strategy "{screen}" needs compute capability 9.0, got 8.9 on cuda:0; use "row", "union" or "auto"'
+    layer = Operands(*testing.integer_problem(m, 72, 264))
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        sys.modules["twell.ops.ffn"]._screened_on_cuda(layer, 8, RELU, False, screen)

@@ -221,7 +221,6 @@ def changed(**entries: Any) -> str:
         (changed(layers=[{}]), "'k'"),
         (changed(layers=3), "no table"),
         (changed(machine="NVIDIA GH200 (132 SMs)"), f"it must be of {GPU}, got NVIDIA GH200"),
-        (changed(kernels="0" * 64), "of other kernels: run `twell tune` again"),
         (changed(layers=[]), "it must have layers, got none"),
         ("[" * 200_000, "no table"),
         (json.dumps({key: value for key, value in json.loads(changed()).items() if key != "kernels"}), "'kernels'"),
@@ -248,6 +247,17 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(
     assert record.levelname == "WARNING"
     assert said in record.message
     assert str(path) in record.message
+
+
+def test_a_table_of_other_kernels_is_used_with_one_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = _tables.write(table_of(OWN))
+    path.write_text(changed(kernels="0" * 64))
+    for index in (0, 1, 0):
+        table = _tables.in_use(torch.device("cuda", index))
+        assert table.file == path
+        assert table.costs[False, True, 1536, 4096] == OWN[False, True, 1536, 4096]
+    (record,) = caplog.records
+    assert record.message == f"{path} has times of other kernels: run `twell tune` again"
 
 
 def test_a_pipe_is_no_table(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -290,9 +300,17 @@ def test_info_names_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert f"note: these are times of another GPU; `twell tune` measures {GPU}" in told()
     path = _tables.write(table_of(OWN))
     assert f"  {GPU}: {path}, measured on {GPU}, 2026-11-22\n" in told()
+    assert f"  kinds of calls: gated; the shipped times of {ours}: training, non-gated, non-gated training\n" in told()
     assert "note:" not in told()
     path.write_text(changed(kernels="0" * 64))
-    assert f'note: "auto" ignores {path}, of other kernels: run `twell tune` again' in told()
+    assert f"  {GPU}: {path}, measured on {GPU}, 2026-11-22\n" in told()
+    assert f"note: {path} has times of other kernels: run `twell tune` again" in told()
+    small = _tables.write(table_of(OWN, "Small (76 SMs)"))
+    assert f"  Small: {small}, measured on Small, 2026-11-22\n" in told(ours)
+    assert "  kinds of calls: gated; dense: training, non-gated, non-gated training\n" in told(ours)
+    small.write_text("{")
+    assert '  Small: none, and "auto" is dense there' in told(ours)
+    assert f'note: "auto" ignores {small}, no table' in told(ours)
     assert not caplog.records
 
 
@@ -610,14 +628,35 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     printed = capsys.readouterr().out
     assert "times are predicted within" in printed
     assert f'wrote {table.file}; "auto" uses it in processes that start now' in printed
+    assert "incomplete" not in printed
     # out of time at once: nothing is written
     before = table.file.read_text() if table.file else ""
     arguments.budget_s = 0.0
     assert tune.tune(arguments, protocol.Cpu()) == 1
-    assert "out of time before" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "out of time before" in printed
+    assert printed.endswith("\nincomplete: 0 of 2 layers; run again with --budget-s 3600\n")
     assert before
     assert table.file
     assert table.file.read_text() == before
+
+
+def test_a_run_out_of_time_says_how_much_it_left(
+    small: None, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(testing, "machine_line", lambda *_: MACHINE)
+    of_step = tune.measure
+
+    def first_layer(steps: Any, *arguments: Any, **others: Any) -> Any:
+        yield from list(of_step(steps, *arguments, **others))[:2]
+
+    monkeypatch.setattr(tune, "measure", first_layer)
+    arguments = argparse.Namespace(shape=None, kinds=["gated", "training"], budget_s=2000.0)
+    assert tune.tune(arguments, protocol.Cpu()) == 1
+    printed = capsys.readouterr().out
+    assert '; "auto" uses it in processes that start now\nincomplete: 1 of 2 layers; ' in printed
+    assert printed.endswith("run again with --budget-s 4000\n")
+    assert _tables.in_use(CUDA).measured == {(False, True)}
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -720,11 +759,15 @@ def test_needs_a_gpu_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RequestError, match=r"tuning needs a GPU of .*, and this torch can use none"):
             tune.gpu(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(RequestError, match=r"--device: expected a GPU of compute capability 8\.0 or higher, got cpu"):
+    with pytest.raises(
+        RequestError, match=r"--device: expected a GPU of compute capability 8\.x, 9\.x, 10\.x or 12\.x, got cpu"
+    ):
         tune.gpu("cpu")
     monkeypatch.setattr(tune, "pick_device", torch.device)
     monkeypatch.setattr(device, "capability", lambda index: (7, 5))
-    with pytest.raises(RequestError, match=r"expected a GPU of compute capability 8\.0 or higher, got cuda:1"):
+    with pytest.raises(
+        RequestError, match=r"expected a GPU of compute capability 8\.x, 9\.x, 10\.x or 12\.x, got cuda:1"
+    ):
         tune.gpu("cuda:1")
 
 

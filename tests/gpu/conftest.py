@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests import family as families
-from twell import testing, tuning
-from twell._runtime import geometry, specs
+from twell import _tables, testing, tuning
+from twell._runtime import specs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,16 +23,33 @@ def pytest_configure(config: pytest.Config) -> None:
         families.run_portable()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """With ``--portable`` a test of what that family does not have is skipped: more neurons, the int8 screen."""
-    absent = (f"at most {geometry.PORTABLE_UNION_NEURONS} neurons", "the screen of the gate needs")
+def _skip_absent() -> Generator[None]:
+    """Skip a test of what the portable family does not have, on a GPU of it and with ``--portable``."""
     try:
         return (yield)
     except NotImplementedError as error:
-        if item.config.getoption("--portable") and any(message in str(error) for message in absent):
+        if families.is_absent(error):
             pytest.skip(str(error))
         raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None]:
+    """A fixture may be refused, too."""
+    return (yield from _skip_absent())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    return (yield from _skip_absent())
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where "auto" would be dense it chooses by the shipped table, whatever the user has measured."""
+    if families.is_without_table():
+        shipped = families.shipped_table()
+        monkeypatch.setattr(_tables, "_on", lambda index: shipped)
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +82,12 @@ def row_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def same_family(request: pytest.FixtureRequest) -> str:
-    """What a program in a process of its own begins with, so that it runs the family of kernels that this one does."""
+    """What a program in a process of its own begins with, so that it runs and chooses what this one does."""
     portable = request.config.getoption("--portable", default=False)
-    return "from tests.family import run_portable; run_portable()\n" if portable else ""
+    lines = "from tests.family import run_portable; run_portable()\n" if portable else ""
+    if families.is_without_table():
+        lines += "from tests.family import decide_by_the_shipped_table; decide_by_the_shipped_table()\n"
+    return lines
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ def run_compact(
     bits: Tensor, compression: int, dtype: torch.dtype, capacity: int, training: bool = True, plain: bool = False
 ) -> Compacted:
     m, n = bits.shape
-    require_neurons(n, tuning.family(0))
+    require_neurons(n, tuning.family(0), "this")
     words, spill, stats = pack(bits, compression)
     tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
     out = Hybrid(

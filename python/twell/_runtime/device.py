@@ -16,6 +16,7 @@ from typing import Any
 SM_90 = (9, 0)
 # Architecture whose code a GPU runs, by the major number of its compute capability.
 ARCHITECTURES = {8: "sm_80", 9: "sm_90a", 10: "sm_100", 12: "sm_120"}
+SUPPORTED = " or ".join(", ".join(f"{major}.x" for major in ARCHITECTURES).rsplit(", ", 1))
 
 
 @dataclass(frozen=True)

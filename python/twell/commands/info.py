@@ -32,7 +32,9 @@ VARIABLES: dict[str, Callable[[], object]] = {
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One GPU; `sparse` says whether TwELL's kernels run on it. Memory in bytes."""
+    """One GPU; `sparse` says whether TwELL's kernels run on it, `tested` whether its tests ran on a GPU of this compute
+    capability. Memory in bytes.
+    """
 
     index: int
     name: str
@@ -40,6 +42,7 @@ class DeviceInfo:
     sm_count: int
     memory: int
     sparse: bool
+    tested: bool
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,17 @@ class CacheInfo:
 class TableInfo:
     """The table of costs that "auto" uses on a GPU model: the GPU, date and file it is from, and a user's file ignored.
 
-    `file` is None for the shipped table. `measured_on` is "" where there is none, and "auto" is dense. `problem`: why
-    there is a file that is not used, or None.
+    `file` is None for the shipped table. `measured_on` is "" where there is none, and "auto" is dense. `kinds`: of
+    calls that the file has times of, () for the shipped table; `others`: what the other kinds of calls run by.
+    `problem`: why there is a file that is not used, or that it is of other kernels, or None.
     """
 
     gpu: str
     measured_on: str
     date: str
     file: str | None
+    kinds: tuple[str, ...]
+    others: str
     problem: str | None
 
 
@@ -122,6 +128,7 @@ def collect() -> Info:
             d.sm_count,
             d.memory,
             d.capability[0] in device.ARCHITECTURES,
+            d.capability == device.SM_90,
         )
         for d in driver.devices
     )
@@ -200,10 +207,14 @@ def _cache() -> CacheInfo:
 
 def _table(gpu: str, shipped: bool) -> TableInfo:
     """The table for a GPU model, for which the shipped one may stand in or not."""
-    table = _tables.read(gpu)
-    if table.file is None and not shipped:
-        return TableInfo(gpu, "", "", None, table.ignored or None)
-    return TableInfo(gpu, table.gpu, table.date, str(table.file) if table.file else None, table.ignored or None)
+    table = _tables.read(gpu, shipped)
+    problem = table.ignored or table.note or None
+    if table.file is None:
+        measured = (table.gpu, table.date) if shipped else ("", "")
+        return TableInfo(gpu, *measured, None, (), "", problem)
+    kinds = tuple(name for kind, name in _tables.KINDS.items() if kind in table.measured)
+    others = f"the shipped times of {_tables.SHIPPED.gpu}" if shipped else "dense"
+    return TableInfo(gpu, table.gpu, table.date, str(table.file), kinds, others, problem)
 
 
 def _table_lines(tables: tuple[TableInfo, ...]) -> Iterator[str]:
@@ -212,6 +223,11 @@ def _table_lines(tables: tuple[TableInfo, ...]) -> Iterator[str]:
             yield f"  {table.gpu}: {table.file or 'shipped'}, measured on {table.measured_on}, {table.date[:10]}"
         else:
             yield f'  {table.gpu}: none, and "auto" is dense there until `twell tune` has measured it'
+        if table.kinds:
+            rest = [name for name in _tables.KINDS.values() if name not in table.kinds]
+            yield f"  kinds of calls: {', '.join(table.kinds)}" + (
+                f"; {table.others}: {', '.join(rest)}" if rest else ""
+            )
         if table.problem:
             yield f"  note: {table.problem}"
         if table.measured_on not in ("", table.gpu):
@@ -231,7 +247,11 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
     yield from _fields(info.versions)
     yield "\nDevices"
     for d in info.devices:
-        support = "sparse kernels run here" if d.sparse else "no sparse kernels: they need compute capability 8.0"
+        support = "sparse kernels run here"
+        if not d.sparse:
+            support = f"no sparse kernels: they need compute capability {device.SUPPORTED}"
+        elif not d.tested:
+            support = "kernels of the portable family, never run on this model for this release"
         yield f"  cuda:{d.index}  {d.name}, compute capability {d.capability}, {d.sm_count} SMs, " + (
             f"{d.memory / 2**30:.0f} GiB: {support}"
         )

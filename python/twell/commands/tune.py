@@ -40,8 +40,10 @@ from twell.tuning import Figures, Problem
 
 DESCRIPTION = """\
 Measure what each strategy costs on this GPU and write a table to the cache folder, from which "auto" then chooses on
-GPUs of this model. Without --shape the layers of the shipped table are measured, which takes a few minutes;
-with it the named layers alone, which join those measured before. "twell info" shows the table in use.
+GPUs of this model. Without --shape the layers of the shipped table are measured, in three to five minutes on an
+H200 and longer on slower GPUs; with it the named layers alone, which join those measured before. Layers for which
+--budget-s does not suffice are left out: then the last line says "incomplete", and the exit status is 1.
+"twell info" shows the table in use.
 """
 
 Shape = tuple[int, int]
@@ -90,6 +92,9 @@ LEAST_SCREENED = 1024
 # The largest difference from dense in the Frobenius norm. bf16 rounds to 0.2 %, and gates next to zero may fall on
 # either side; gradients have more roundings.
 MOST_ERROR = {False: 0.02, True: 0.05}
+
+# Seconds that measure the layers of the shipped table on a slow GPU. An estimate: an H200 takes three to five minutes.
+LONG_S = 3600.0
 
 # A strategy that takes this many times as long as the fastest is not replayed again.
 SLOW = 4.0
@@ -399,11 +404,16 @@ def fit(rows: Iterable[dict[str, Any]]) -> _tables.Costs:
     return table
 
 
+def key_of(step: Step) -> _tables.Key:
+    """Where a table has the costs of a step."""
+    return step.problem.training, step.problem.gated, step.k, step.n
+
+
 def whole(costs: _tables.Costs, steps: Sequence[Step]) -> _tables.Costs:
     """The layers for which no number of tokens is missing: few tokens would stand in for many."""
     wanted: dict[_tables.Key, set[int]] = {}
     for step in steps:
-        wanted.setdefault((step.problem.training, step.problem.gated, step.k, step.n), set()).add(step.m)
+        wanted.setdefault(key_of(step), set()).add(step.m)
     for key in [key for key in costs if max(costs[key]) < max(wanted[key])]:
         print(f"left out {key[2]} x {key[3]}: measured up to {max(costs[key])} of {max(wanted[key])} tokens")
     return {key: by_tokens for key, by_tokens in costs.items() if max(by_tokens) >= max(wanted[key])}
@@ -532,17 +542,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def gpu(name: str | None) -> protocol.Gpu:
     """The device to measure. Raises RequestError if sparse kernels do not run there."""
     if not torch.cuda.is_available():
-        raise RequestError("tuning needs a GPU of compute capability 8.0 or higher, and this torch can use none")
+        raise RequestError(f"tuning needs a GPU of compute capability {driver.SUPPORTED}, and this torch can use none")
     device = pick_device(name or "cuda")
     index = device.index or 0
     if device.type != "cuda" or driver.architecture(index) is None:
-        raise RequestError(f"--device: expected a GPU of compute capability 8.0 or higher, got {device}")
+        raise RequestError(f"--device: expected a GPU of compute capability {driver.SUPPORTED}, got {device}")
     torch.cuda.set_device(index)
     return protocol.Gpu(torch.device("cuda", index))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and write the table. Return 1 if a strategy failed or nothing was measured."""
+    """Measure and write the table. Return 1 if a strategy failed or a layer was not measured to the end."""
     return tune(arguments, gpu(arguments.device))
 
 
@@ -566,7 +576,11 @@ def tune(arguments: argparse.Namespace, device: protocol.Device) -> int:
     print(machine)
     if not costs:
         print(f"no row to make a table of; {folder} stays as it is")
+    else:
+        path = _tables.write(_tables.Table(costs, machine, now()))
+        print(f'wrote {path}; "auto" uses it in processes that start now')
+    if progress.done < len(steps):
+        layers, enough = len({key_of(step) for step in steps}), max(LONG_S, 2 * arguments.budget_s)
+        print(f"incomplete: {len(costs)} of {layers} layers; run again with --budget-s {enough:g}")
         return 1
-    path = _tables.write(_tables.Table(costs, machine, now()))
-    print(f'wrote {path}; "auto" uses it in processes that start now')
-    return 1 if any(row["red"] for row in rows) else 0
+    return 1 if not costs or any(row["red"] for row in rows) else 0

@@ -213,7 +213,7 @@ def _screened_on_cuda(
     layer: Operands, compression: int, activation: Activation, measured: bool, screen: str
 ) -> _Counted:
     nearest = screened.is_nearest(screen)
-    require(layer.x)
+    require(layer.x, strategy=screen)
     # the screen of few tokens is that of "row", where there is one: tiles of 128 tokens are not for them
     if 0 < layer.x.shape[0] <= tuning.FEW_GATE_PACK:
         return _row_on_cuda(layer, compression, activation, measured, screen=screen)

@@ -84,7 +84,7 @@ def on_cuda(
     """The operator on the current device, with all sizes."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
-    require(x)
+    require(x, "ffn_screened")
     (m, _), n = x.shape, w_gate.shape[0]
     bias, laid, slices = bias_vector("b_gate", b_gate, n, x), hybrid.near_rows(w_gate), geometry.union_slices(m, n)
     bits, stats = screened.find(x, bias, quantized, nearest), figures(x, w_gate)

@@ -57,7 +57,7 @@ def _cpu(*arguments: Any) -> Packed:
 
 def _cuda(*arguments: Any) -> Packed:
     layer, quantized, compression, threshold, nearest = _split(arguments)
-    require(layer[0])
+    require(layer[0], "gate_pack_screened")
     _check(layer, quantized)
     require_pitch("q", quantized[0])
     packed = outputs(*layer[:2], compression)

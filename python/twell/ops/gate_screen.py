@@ -94,7 +94,7 @@ def constants(k: int, nearest: bool = False) -> tuple[float, ...]:
 
 def _cuda(*arguments: Any) -> Tensor:
     x, w_gate, b_gate, nearest = _split(arguments)
-    require(x[0])
+    require(x[0], "gate_screen")
     for name, (q, *_) in (("x", x), ("w_gate", w_gate)):
         require_pitch(name, q)
     bias = bias_vector("b_gate", b_gate if len(b_gate) else None, w_gate[0].shape[0], b_gate)

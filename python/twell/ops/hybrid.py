@@ -119,11 +119,17 @@ def require_offsets(m: int, n: int) -> None:
         raise NotImplementedError(f"with {n} neurons a training step takes at most {most} tokens, got {m}")
 
 
-def require_neurons(n: int, family: str) -> None:
-    """Raise NotImplementedError if kernels of ``family`` cannot bring a pattern of ``n`` neurons to this format."""
+def require_neurons(n: int, family: str, call: str) -> None:
+    """Raise NotImplementedError if kernels of ``family`` cannot bring a pattern of ``n`` neurons to this format.
+
+    The error names ``call``, which needs that.
+    """
     most = geometry.PORTABLE_UNION_NEURONS
     if family == specs.PORTABLE and n > most:
-        raise NotImplementedError(f'here strategy "union" and training take at most {most} neurons, got {n}')
+        raise NotImplementedError(
+            f"{call} takes at most {most} neurons on GPUs of other compute capability than 9.0, got {n}; "
+            'use strategy "dense" or "auto"'
+        )
 
 
 def near_rows(matrix: Tensor) -> Tensor:

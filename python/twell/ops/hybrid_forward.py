@@ -135,7 +135,7 @@ def on_cuda(
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
     family = tuning.family(x.device.index)
-    hybrid.require_neurons(n, family)
+    hybrid.require_neurons(n, family, "training")
     l1: Tensor | None = None
     nonzeros: Tensor | None = None
     if totals or not m:
@@ -150,7 +150,7 @@ def on_cuda(
     w_up = None if w_up is None else hybrid.near_rows(w_up)
     multiprocessors, capacity = device.sm_count(x.device.index), geometry.hybrid_capacity(m, n, held)
     if screen:
-        require(x)
+        require(x, strategy=screen)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
     lists = screened.empty_lists(x, m, n) if screen else None
     if lists is None:

@@ -182,7 +182,7 @@ def require_architecture(index: int) -> str:
     if arch is None:
         major, minor = device.capability(index)
         raise NotImplementedError(
-            f"the sparse kernels need compute capability 8.0 or higher, got {major}.{minor} on cuda:{index}; "
+            f"the sparse kernels need compute capability {device.SUPPORTED}, got {major}.{minor} on cuda:{index}; "
             'use strategy="dense"'
         )
     return arch

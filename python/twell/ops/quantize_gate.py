@@ -37,15 +37,17 @@ def _fake(matrix: Tensor, weights: bool, nearest: bool = False) -> Quantized:
     return outputs(matrix)
 
 
-def require(x: Tensor) -> None:
-    """Raise NotImplementedError unless the GPU of ``x`` runs the family of kernels that has the screen."""
-    family = tuning.family(x.device.index)
-    if family != specs.SM90:
-        major, minor = device.capability(x.device.index)
-        raise NotImplementedError(
-            f"the screen of the gate needs the kernels of family {specs.SM90}, for compute capability 9.0, "
-            f"got family {family} on compute capability {major}.{minor}"
-        )
+def require(x: Tensor, op: str = "", strategy: str = "") -> None:
+    """Raise NotImplementedError unless the GPU of ``x`` runs the family of kernels that has the screen.
+
+    The error names ``strategy`` if there is one, or else the operator ``op``.
+    """
+    index = x.device.index or 0
+    if tuning.family(index) != specs.SM90:
+        of = f'strategy "{strategy}"' if strategy else f"torch.ops.twell.{op}"
+        instead = '; use "row", "union" or "auto"' if strategy else ""
+        got = "{}.{}".format(*device.capability(index))
+        raise NotImplementedError(f"{of} needs compute capability 9.0, got {got} on cuda:{index}{instead}")
 
 
 def require_pitch(name: str, q: Tensor) -> None:
@@ -112,7 +114,7 @@ def _unit(nearest: bool) -> float:
 
 
 def _cuda(matrix: Tensor, weights: bool, nearest: bool = False) -> Quantized:
-    require(matrix)
+    require(matrix, "quantize_gate")
     return on_cuda(matrix, weights, nearest)
 
 

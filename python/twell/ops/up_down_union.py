@@ -123,7 +123,7 @@ def by_slices(
         x, w_up = rows(x), rows(w_up)
     multiprocessors, tiles = device.sm_count(x.device.index), geometry.tiles(n)
     family = tuning.family(x.device.index)
-    hybrid.require_neurons(n, family)
+    hybrid.require_neurons(n, family, 'strategy "union"')
     compact = tuning.compact(dtype, False, family)
     up = tuning.sampled_up(dtype, False, family)
     down = tuning.gathered(dtype, 0, family)
