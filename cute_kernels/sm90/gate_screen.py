@@ -157,7 +157,7 @@ class GateScreen(GatePack):
                     four[j] = terms[j]
             for i in cutlass.range(thread, NEURONS, TERM_THREADS, unroll=1):
                 square, beta, offset = self.neuron_terms(o, column * NEURONS + i, extent)
-                # without a bias, beta is 0 but for zero rows, and below all products there
+                # without a bias, beta is 0 except for zero rows, where it is below all products
                 terms = (square, beta, offset if o.bias.shape[0] > 0 else offset - beta)
                 four = cute.make_tensor((s.neurons + 4 * i).align(16), cute.make_layout(4))
                 for j in range_constexpr(3):

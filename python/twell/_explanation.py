@@ -10,8 +10,7 @@ from typing import NamedTuple
 from twell import tuning
 
 # Strategies whose predicted times ``Explanation`` shows; those of screens where a row has one.
-_SCREENS = ("screened", "proven")
-_TIMED = ("row", "union", *_SCREENS, "dense")
+_TIMED = ("row", "union", *tuning.SCREENS, "dense")
 
 
 class Choice(NamedTuple):
@@ -64,7 +63,7 @@ class Explanation:
         return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
-_OF_SCREENS = ("candidates", *(f"{name} time" for name in _SCREENS), "int8 copy")
+_OF_SCREENS = ("candidates", *(f"{name} time" for name in tuning.SCREENS), "int8 copy")
 
 
 def _cells(row: Choice) -> dict[str, str]:

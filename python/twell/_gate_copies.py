@@ -136,8 +136,6 @@ def _state(weight: Tensor, screen: str) -> tuple[Any, ...]:
 
 
 _COPIES: weakref.WeakValueDictionary[tuple[int, int], GateCopy] = weakref.WeakValueDictionary()
-# by layer: what captured graphs read of objects that the layer no longer has
-_RETIRED: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[Tensor, ...]]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -147,15 +145,21 @@ def enroll(weight: Tensor, copy: GateCopy, few: str = "screened") -> None:
     if _COPIES.get(place(weight)) is not copy:
         with _lock:
             # a copy is of one weight
-            for other in [at for at, known in _COPIES.items() if known is copy]:
-                del _COPIES[other]
+            _remove(copy)
             _COPIES[place(weight)] = copy
 
 
-def retire(copy: GateCopy, layer: torch.nn.Module) -> None:
-    """Keep the memory that captured graphs read, as long as there is the layer that gives ``copy`` up."""
+def retire(copy: GateCopy) -> bool:
+    """Let no operator find ``copy`` again. Returns whether captured graphs read it: then the object must stay."""
+    copy.forget()
     with _lock:
-        _RETIRED.setdefault(layer, []).extend(copy._captured)
+        _remove(copy)
+    return bool(copy._captured)
+
+
+def _remove(copy: GateCopy) -> None:
+    for at in [at for at, known in _COPIES.items() if known is copy]:
+        del _COPIES[at]
 
 
 def withdraw(weight: Tensor) -> None:

@@ -26,7 +26,7 @@ from twell.ops.reglu import pays
 from twell.packed import PackedTwell
 
 Strategy = Literal["auto", "row", "union", "screened", "proven", "invariant", "dense"]
-_SPARSE = ("row", "union", *screened.SCREENS, "invariant")
+_SPARSE = ("row", "union", *tuning.SCREENS, "invariant")
 
 _WIDE_DTYPES = (torch.float32, torch.float64)
 
@@ -349,7 +349,7 @@ def _run(
         layer = layer._replace(x=x.reshape(-1, x.shape[-1]))
     if call.training:
         totals = call.return_aux or route.measurement is not None
-        screen = route.strategy if route.strategy in screened.SCREENS else ""
+        screen = route.strategy if route.strategy in tuning.SCREENS else ""
         packed = (layer, mains, call.compression, route.held, call.activation)
         y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals, screen)
         _note_training(route, layer, nonzeros, sizes, y)

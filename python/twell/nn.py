@@ -495,8 +495,8 @@ def keep_gate_copies(module: nn.Module, keep: bool = True) -> None:
     """
     require_flag("keep", keep)
     for layer in _layers(module):
-        if layer._gate_copy is not None:
-            _gate_copies.retire(layer._gate_copy, layer)
+        if layer._gate_copy is not None and _gate_copies.retire(layer._gate_copy):
+            layer.__dict__.setdefault("_retired_copies", []).append(layer._gate_copy)
         layer._gate_copy = _gate_copies.GateCopy() if keep else None
         # a compiled graph may run before any call, which would do so
         if keep and layer._is_plain() and not layer.down_proj.weight.is_meta:

@@ -82,7 +82,7 @@ def test_cases_stay_within_their_limits_and_reach_everything(where: str) -> None
 
 
 def test_the_portable_family_draws_no_screen() -> None:
-    """All other cases are those of a GPU with the screen, but for very many neurons."""
+    """All other cases are those of a GPU with the screen, except for very many neurons."""
     portable, other = (Limits.of("cuda", False, portable) for portable in (True, False))
     screened = 0
     for number in range(2000):

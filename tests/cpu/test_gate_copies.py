@@ -421,3 +421,4 @@ def test_what_a_graph_reads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         keep_gate_copies(mlp, keep)
         gc.collect()
         assert read() is not None
+        assert not copy.deepcopy(mlp).__dict__.get("_retired_copies", [_gate_copies.GateCopy()])[0]._captured

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twell import tuning
 from twell._runtime import geometry
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -194,7 +195,7 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     elif training and strategy == "invariant":
         # for inference alone
         strategy = "row"
-    if strategy in ("screened", "proven") and not limits.screens:
+    if strategy in tuning.SCREENS and not limits.screens:
         strategy = "row" if op == "pack" else "union"
     sparse = strategy in SPARSE
     present = [name for name in NAMES if name in biases or (name == "w_up" and gated) or name in ("x", *WEIGHTS[::2])]

@@ -276,13 +276,13 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 _SPARSE_ON_CPU: _Sparse = {
     "row": _row_on_cpu,
     "union": _union_on_cpu,
-    **{screen: functools.partial(_screened_on_cpu, screen=screen) for screen in screened.SCREENS},
+    **{screen: functools.partial(_screened_on_cpu, screen=screen) for screen in tuning.SCREENS},
     "invariant": _row_on_cpu,
 }
 _SPARSE_ON_CUDA: _Sparse = {
     "row": _row_on_cuda,
     "union": _union_on_cuda,
-    **{screen: functools.partial(_screened_on_cuda, screen=screen) for screen in screened.SCREENS},
+    **{screen: functools.partial(_screened_on_cuda, screen=screen) for screen in tuning.SCREENS},
     "invariant": functools.partial(_row_on_cuda, invariant=True),
 }
 _ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}"

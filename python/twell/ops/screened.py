@@ -22,9 +22,6 @@ from twell.ops.library import bias_vector, blocks, check, empty, launch, rows
 from twell.ops.quantize_gate import Quantized, quantize_gate
 from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
 
-# strategies that screen the gate
-SCREENS = ("screened", "proven")
-
 
 class Lists(NamedTuple):
     """The candidates of each token tile: neurons int16 [B, 64 C], and sizes int32 [B + 1], the last one unused."""
@@ -97,7 +94,7 @@ def stats_on_cpu(gate: Tensor, listed: Tensor, stats: Tensor, compression: int) 
 
 def is_nearest(screen: str) -> bool:
     """Whether the int8 rows of the strategy ``screen`` are rounded to nearest. Raises ValueError if it has none."""
-    if screen not in SCREENS:
+    if screen not in tuning.SCREENS:
         raise ValueError(f'screen must be "screened", "proven" or "", got {screen!r}')
     return screen == "proven"
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from twell import _auto, _gate_copies, ops, testing
+from twell import _auto, _gate_copies, ops, testing, tuning
 from twell._activation import RELU, Activation
 from twell._runtime import geometry
 from twell.commands.bench import fp8
@@ -26,8 +26,7 @@ INFERENCE = ("gate_pack", "up_down", "up_down_union", "ffn", "down", "sparse_ffn
 TRAINING = ("train", "train_forward", "train_backward", "train_overflow", "sparse_train")
 OPS = (*INFERENCE, "decode", *TRAINING)
 WITHOUT_GATE = ("down", "sparse_ffn", "sparse_train")
-SCREENS = ("screened", "proven")
-STRATEGIES = ("row", "union", *SCREENS, "invariant", "dense", "auto")
+STRATEGIES = ("row", "union", *tuning.SCREENS, "invariant", "dense", "auto")
 
 # Bytes of a stored value.
 ITEM = 2
@@ -44,7 +43,7 @@ Verify = Callable[[tuple[Tensor, ...]], Verdict]
 
 
 def quantized(w_gate: Tensor, strategy: str) -> _gate_copies.GateCopy:
-    """The int8 copy that a module keeps of a gate weight for one of ``SCREENS``."""
+    """The int8 copy that a module keeps of a gate weight for one of ``tuning.SCREENS``."""
     copy, nearest = _gate_copies.GateCopy(), strategy == "proven"
     copy.of(w_gate, strategy, lambda: ops.quantize_gate(w_gate, True, nearest))
     return copy
@@ -392,7 +391,7 @@ class Inference:
     def _of_readers(self, strategy: str, gated: bool) -> dict[str, float]:
         """Operations and gathered bytes of a strategy after gate_pack, and its floor."""
         layer, projections = self.layer, 2 if gated else 1
-        by_tiles = strategy in ("union", *SCREENS)
+        by_tiles = strategy in ("union", *tuning.SCREENS)
         rows = self._union_rows if by_tiles else layer.nonzeros
         gathered = float(rows) * projections * layer.k * ITEM
         executed = 2.0 * rows * layer.k * projections * (geometry.TOKEN_TILE if by_tiles else 1)
@@ -403,7 +402,7 @@ class Inference:
     def _whole(self, name: str, requested: str, gated: bool) -> Variant:
         """A layer's forward pass by one strategy."""
         flop, dense_floor = self._dense_floor(gated)
-        kept = quantized(self.problem.w_gate, requested) if requested in SCREENS else None
+        kept = quantized(self.problem.w_gate, requested) if requested in tuning.SCREENS else None
 
         def figures(strategy: str) -> dict[str, float]:
             if strategy == "dense":
@@ -411,7 +410,7 @@ class Inference:
             found = self._of_readers(strategy, gated)
             found["executed"] += self.layer.product
             # products in int8 take half the time; candidates come on top
-            found["floor"] += self._pack_floor / 2 if strategy in SCREENS else self._pack_floor
+            found["floor"] += self._pack_floor / 2 if strategy in tuning.SCREENS else self._pack_floor
             return found
 
         def call(strategy: Any, i: int) -> tuple[Tensor, ...]:
