@@ -20,12 +20,11 @@ A gate is the sum of the same products in the same order as in gate_pack_few.py,
     SCREEN FULL[s]   1 arrival + bytes of w and x.
     SCREEN EMPTY[s]  4 mma warps arrive.
     EXCHANGED        1 arrival + the bytes that the other split sends.
-    __syncthreads    the candidates are listed, and the ring is free.
+    __syncthreads    the candidates are found, and the ring is free. Each warp lists them for itself.
     GATES FULL[s]    32 lanes when their copies of rows have arrived, 1 arrival + bytes of x.
-    GATES EMPTY[s]   4 mma warps arrive.
+    GATES EMPTY[s]   all lanes of 4 mma warps arrive: each has read rows.
 """
 
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -60,12 +59,6 @@ STAGE_UNITS = NEURONS // ROWS + 1
 PASS = 4
 
 
-class Barrier(IntEnum):
-    """Named barriers; 0 is __syncthreads."""
-
-    MMA = 1
-
-
 class Operands(NamedTuple):
     """Operands in global memory that are accessed without TMA; an empty `bias` stands for none."""
 
@@ -95,7 +88,7 @@ class Views(NamedTuple):
     sX: Any  # tokens, one stage per unit of the ring
     units: Any  # the ring as 16-bit values
     found: Any  # [WARPS] a bit for each of a warp's 16 neurons
-    places: Any  # [NEURONS] neuron of each place
+    places: Any  # [NEURONS] neuron of each place, of this warp
     received: Any  # [4 * MMA_THREADS] sums of the other split
     sums: Any
 
@@ -195,7 +188,7 @@ class GatePackScreened(GatePackFew):
             exchanged: cute.struct.MemRange[Int64, 1]
             counts: cute.struct.MemRange[Int32, CLUSTER * WARPS * self.rounds]
             found: cute.struct.MemRange[Uint32, WARPS]
-            places: cute.struct.MemRange[Int32, NEURONS]
+            places: cute.struct.MemRange[Int32, (WARPS + 1) * NEURONS]
             rows: cute.struct.Align[cute.struct.MemRange[Uint32, MAX_WIDTH * WARPS], 16]
             received: cute.struct.Align[cute.struct.MemRange[Int32, 4 * MMA_THREADS], 16]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, self.pitch * tokens], 16]
@@ -241,14 +234,14 @@ class GatePackScreened(GatePackFew):
         units = cute.recast_ptr(shared.sW.data_ptr(), x_layout.inner, self.dtype)
         s = Views(
             screen=open_ring(Ring(shared.screen_full, shared.screen_empty), self.stages, 1, WARPS, thread),
-            gates=open_ring(Ring(shared.gates_full, shared.gates_empty), self.most_stages, 33, WARPS, thread),
+            gates=open_ring(Ring(shared.gates_full, shared.gates_empty), self.most_stages, 33, MMA_THREADS, thread),
             exchanged=shared.exchanged.data_ptr(),
             sW=shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
             sQ=shared.sQ.get_tensor(q_layout.outer, swizzle=q_layout.inner),
             sX=cute.make_tensor(units, x_layout.outer),
             units=cute.recast_ptr(shared.sW.data_ptr(), dtype=self.dtype),
             found=shared.found.get_tensor(cute.make_layout(WARPS)),
-            places=shared.places.get_tensor(cute.make_layout(NEURONS)),
+            places=cute.make_tensor(shared.places.data_ptr() + warp_index * NEURONS, cute.make_layout(NEURONS)),
             received=shared.received.data_ptr(),
             sums=shared.sums.get_tensor(cute.make_layout(self.pitch * self.tokens)),
         )
@@ -263,14 +256,13 @@ class GatePackScreened(GatePackFew):
             clear_arrivals(o.arrivals, thread, THREADS)
         if warp_index == WARPS:
             self.load(s, w_q, x_q, part, extent)
-            cute.arch.sync_threads()
+            self.list_candidates(s, lane)
             self.load_candidates(s, x, o.w, part, extent)
         else:
             for i in cutlass.range(thread, self.pitch * self.tokens, MMA_THREADS, unroll=1):
                 s.sums[i] = -Float32.inf
             self.screen(s, o, screen, part, rank, thread, extent)
-            self.list_candidates(s, thread)
-            cute.arch.sync_threads()
+            self.list_candidates(s, lane)
             self.multiply_candidates(s, gates, part, thread, extent)
         at = (rank, column, thread, warp_index, lane)
         self.epilogue(
@@ -387,17 +379,16 @@ class GatePackScreened(GatePackFew):
     # ---- gates ----
 
     @cute.jit
-    def list_candidates(self, s, thread):
-        """Give candidates their places, in the order of neurons."""
-        cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=MMA_THREADS)
+    def list_candidates(self, s, lane):
+        """When all warps are here, give candidates their places, in the order of neurons."""
+        cute.arch.sync_threads()
         low, high = self.found_words(s)
-        if thread < NEURONS:
-            upper = thread >= 32
-            word = high if upper else low
-            bit = Uint32(1) << Uint32(thread & 31)
-            place = Int32(cute.arch.popc(word & (bit - Uint32(1)))) + (Int32(cute.arch.popc(low)) if upper else 0)
+        for i in range_constexpr(2):
+            word, bit = high if i else low, Uint32(1) << Uint32(lane)
+            place = Int32(cute.arch.popc(word & (bit - Uint32(1)))) + (Int32(cute.arch.popc(low)) if i else 0)
             if word & bit != 0:
-                s.places[place] = thread
+                s.places[place] = 32 * i + lane
+        cute.arch.sync_warp()
 
     @cute.jit
     def found_words(self, s):
@@ -472,8 +463,7 @@ class GatePackScreened(GatePackFew):
                     cute.gemm(mma, acc, rows[None, None, k], rX[None, None, k, unit], acc)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(s.gates.empty + stage)
+                cute.arch.mbarrier_arrive(s.gates.empty + stage)
                 stage, phase = self.advance(stage, phase, found.stages)
             self.store_sums(s, acc, found, warp_index, lane)
 
