@@ -229,17 +229,29 @@ def hybrid_backward(
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def rotate(rows: Tensor) -> Tensor:
-    """Rows [R, K] by the signed block Hadamard transform, not normalised; fp32 sums in the order of `screen.levels`."""
+def rotate(rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows [R, K] by the signed block Hadamard transform, not normalised, with sums of ``dtype`` level by level."""
     r, k = rows.shape
     places = [screen.sign_bits(column) for column in range(k)]
     words = screen.words(1 + max(line for line, _, _ in places), screen.SIGNS)
     signs = [1 - 2 * ((words[line] >> own ^ words[line] >> whole) & 1) for line, own, whole in places]
-    values = rows.float() * torch.tensor(signs, dtype=torch.float32, device=rows.device)
+    values = rows.to(dtype) * torch.tensor(signs, dtype=dtype, device=rows.device)
     for level in screen.levels(k):
         low, high = values.view(r, k >> level + 1, 2, 1 << level).unbind(2)
         values = torch.stack((low + high, low - high), 2).view(r, k)
     return values
+
+
+def dithers(k: int, weights: bool, nearest: bool = False) -> tuple[Tensor, Tensor]:
+    """The dithers of ``k`` columns without their mean of 1/2, and those of the other side: float64 [K].
+
+    ``weights`` says whether the first are those of w_gate. They are 0 if ``nearest``.
+    """
+    shifts = (screen.W_SHIFT, screen.X_SHIFT) if weights else (screen.X_SHIFT, screen.W_SHIFT)
+    unit, words = 0.0 if nearest else 2.0 ** -(screen.FRACTION + 1), screen.words(k, screen.DITHERS)
+    sides = [[screen.centred(word, shift) * unit for word in words] for shift in shifts]
+    own, other = torch.tensor(sides, dtype=torch.float64)
+    return own, other
 
 
 def quantize_gate(rows: Tensor, weights: bool, nearest: bool = False) -> Quantized:
@@ -253,13 +265,7 @@ def quantize_gate(rows: Tensor, weights: bool, nearest: bool = False) -> Quantiz
     rotated, k = rotate(rows), rows.shape[1]
     largest = rotated.abs().amax(1)
     levels = torch.tensor(screen.LEVELS, dtype=torch.float32, device=rows.device) / largest
-    shifts = (screen.W_SHIFT, screen.X_SHIFT) if weights else (screen.X_SHIFT, screen.W_SHIFT)
-    words = screen.words(k, screen.DITHERS)
-    own, other = (
-        torch.tensor([screen.centred(word, shift) for word in words], dtype=torch.float64, device=rows.device)
-        * (0.0 if nearest else 2.0 ** -(screen.FRACTION + 1))
-        for shift in shifts
-    )
+    own, other = (t.to(rows.device) for t in dithers(k, weights, nearest))
     screened = (largest >= screen.SMALLEST) & (largest <= screen.LARGEST)
     # the sum is rounded to fp32 before its floor is taken
     q = (rotated.double() * levels.double()[:, None] + (own + 0.5)).float().floor().where(screened[:, None], 0)

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.quantized import assert_right
 from twell import ops, testing, tuning
 from twell._activation import RELU
-from twell._runtime import geometry, screen, specs
+from twell._runtime import geometry, specs
 from twell.ops import hybrid
 from twell.ops.library import launch
 
@@ -64,15 +65,7 @@ def hostile(r: int, k: int) -> Tensor:
 def quantize_gate(r: int, k: int, weights: bool, seed: int = 0) -> None:
     torch.manual_seed(seed)
     rows = hostile(r, k).to(BF16)
-    q, scale, *sums = ops.quantize_gate(rows, weights)
-    found_q, found_scale, *found = on_gpu("quantize_gate")(strided(rows, 8), weights)
-    testing.assert_same(found_scale, scale, "scale")
-    testing.assert_same(found_q.contiguous(), q.contiguous(), "q")
-    # sums of floats in another order: norms, and products of up to 127 and dithers below 1/2
-    for right, ours, close in zip(sums, found, (screen.SPREAD / 4 * sums[0].abs(), 14 * 2.0**-24 * 127 / 2 * k)):
-        far = (ours - right).abs() > close
-        assert not far.any(), f"row {int(far.nonzero()[0])}: got {ours[far][0]}, expected {right[far][0]}"
-        testing.assert_same(ours.isfinite(), right.isfinite(), "rows that are screened")
+    assert_right(on_gpu("quantize_gate")(strided(rows, 8), weights), rows, weights)
 
 
 def gate_screen(m: int, n: int, k: int, biased: bool, seed: int = 0) -> None:

@@ -222,7 +222,7 @@ u64 compute(const Instruction& in, u64 a, u64 b, u64 c) {
     case OP_SETP: return compare(in.mode, a, b, type);
     case OP_CVT: return convert(in, a, b);
     case OP_DP4A: return dot(a, b, c, 4, 1, type == TYPE_S32, in.source == TYPE_S32);
-    case OP_DP2A: return dot(a, b, c, 2, 2, type == TYPE_S32, in.source == TYPE_S32);
+    case OP_DP2A: return dot(a, b >> 16 * in.mode, c, 2, 2, type == TYPE_S32, in.source == TYPE_S32);
     case OP_SET: {
       if (in.source != TYPE_BF16X2 && in.source != TYPE_F16X2) stop("set of this type");
       const int kind = in.source == TYPE_BF16X2 ? TYPE_BF16 : TYPE_F16;

@@ -282,7 +282,8 @@ class Kernel:
     def _dp4a(self, s: _Statement) -> None:
         self._plain(s.head.upper(), s, source=TYPES.index(s.types[1]))
 
-    _dp2a = _dp4a
+    def _dp2a(self, s: _Statement) -> None:
+        self._plain("DP2A", s, source=TYPES.index(s.types[1]), mode=int(s.take("hi")))
 
     def _setp(self, s: _Statement) -> None:
         self._plain("SETP", s, mode=s.one_of(COMPARISONS))

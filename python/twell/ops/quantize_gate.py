@@ -124,7 +124,7 @@ def on_cuda(matrix: Tensor, weights: bool, nearest: bool = False) -> Quantized:
     k = matrix.shape[1]
     spec, multiprocessors = tuning.quantize_gate(matrix.dtype, k), device.sm_count(matrix.device.index)
     if len(matrix):
-        constants = (_unit(nearest), math.sqrt(screen.rotation_block(k)), screen.grid_error(k), multiprocessors)
+        constants = (_unit(nearest), screen.grid_error(k), multiprocessors)
         launch(spec, rows(matrix), q, scale, spread, offset, *_shifts(weights), *constants)
     return q, scale, spread, offset
 
