@@ -28,7 +28,7 @@ from cutlass.memory import SmemAllocator
 
 from . import feasible, screen
 from .common import launch, operands
-from .common.copies import load_quad
+from .common.copies import address, load_quad
 from .common.mma import mma_16x8x16
 from .common.philox import philox, pick
 from .common.values import high_to_float, low_to_float, pack, warp_sum
@@ -41,8 +41,9 @@ VECTORS, VECTOR = 8, 8
 MATRICES = ((0, 3, 4, 1), (5, 6, 7, 2))
 # a sum with it that is rounded down is an integer, in the low bits
 ROUNDER = 3 * 2.0**22
-# warps of a CTA and its CTAs on an SM, by the warps of a row: 16 warps have 128 registers
-WARPS = {1: (8, 2), 2: (16, 1), 4: (16, 1), 8: (16, 1)}
+# Warps of a CTA for rows of all columns of the class, for shorter ones, and its CTAs on an SM, by the warps of a row.
+# 16 warps of an SM have 128 registers; shorter rows need more.
+WARPS = {1: (8, 6, 2), 2: (16, 12, 1), 4: (16, 12, 1), 8: (16, 8, 1)}
 
 
 class Operands(NamedTuple):
@@ -79,10 +80,9 @@ class QuantizeGate:
     def __init__(self, spec: QuantizeGateSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.k_max = spec.k_max
-        # warps of a row, of a CTA, and its rows
+        # warps of a row, and most of a CTA
         self.segments = spec.k_max // COLUMNS
-        self.warps, self.ctas = WARPS[self.segments]
-        self.rows = self.warps // self.segments
+        self.warps, self.partial_warps, self.ctas = WARPS[self.segments]
 
     @cute.jit
     def __call__(
@@ -108,21 +108,24 @@ class QuantizeGate:
             others: cute.struct.Align[cute.struct.MemRange[Int16, self.k_max], 16]
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas)
-        ctas = cutlass.min(cute.ceil_div(rows.shape[0], self.rows), multiprocessors * self.ctas)
         o = Operands(rows, q, scale, spread, offset, grid_error)
         of_dithers = (shift, other_shift, unit)
         if rows.shape[0] > 0:
             # the usual sizes have constant places
             if rows.shape[1] == self.k_max:
-                self.launch(o, of_dithers, True, ctas, stream)
+                self.launch(o, of_dithers, True, multiprocessors, stream)
             else:
-                self.launch(o, of_dithers, False, ctas, stream)
+                self.launch(o, of_dithers, False, multiprocessors, stream)
 
-    def launch(self, o: Operands, of_dithers: tuple[Any, ...], whole: bool, ctas: Int32, stream: cuda.CUstream) -> None:
+    def launch(
+        self, o: Operands, of_dithers: tuple[Any, ...], whole: bool, multiprocessors: Int32, stream: cuda.CUstream
+    ) -> None:
         """Launch the kernel for rows of all columns of the class, or of fewer."""
+        warps = self.warps if whole else self.partial_warps
+        ctas = cute.ceil_div(o.rows.shape[0], warps // self.segments)
         self.kernel(o, *of_dithers, whole).launch(
-            grid=(ctas, 1, 1),
-            block=(32 * self.warps, 1, 1),
+            grid=(cutlass.min(ctas, multiprocessors * self.ctas), 1, 1),
+            block=(32 * warps, 1, 1),
             min_blocks_per_mp=self.ctas,
             preferred_smem_carveout=100,
             stream=stream,
@@ -135,7 +138,7 @@ class QuantizeGate:
         dithers, 0 for none, so that values are rounded to nearest; `whole`: all columns of the class exist.
         """
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warp, warps = cute.arch.make_warp_uniform(cute.arch.warp_idx()), self.warps if whole else self.partial_warps
         shared = SmemAllocator().allocate(self.shared)
         s = Views(
             dithers=shared.dithers.data_ptr(),
@@ -145,55 +148,60 @@ class QuantizeGate:
             offsets=shared.offsets.get_tensor(cute.make_layout(self.warps)),
         )
         # bits of the column that are rotated, and the warp's first column
-        bits, start = COLUMNS.bit_length() - 1, warp % self.segments * COLUMNS
-        if const_expr(not whole):
-            bits = 31 - Int32(cute.arch.clz(o.rows.shape[1] & (0 - o.rows.shape[1])))
-        self.draw_dithers(s, (shift, other_shift), unit, thread)
+        power, start = (
+            31 - Int32(cute.arch.clz(o.rows.shape[1] & (0 - o.rows.shape[1]))),
+            warp % self.segments * COLUMNS,
+        )
+        bits = COLUMNS.bit_length() - 1 if const_expr(whole) else power
+        self.draw_dithers(s, (shift, other_shift), unit, thread, 32 * warps)
         signs = self.draw_signs(start, lane)
         one = Uint32(0x3F80)
         of_values = one if self.dtype is cutlass.BFloat16 else Uint32(0x3C00)
-        matrices = [
-            self.draw_matrix(bits, places, unit, whole, lane) for places, unit in zip(MATRICES, (of_values, one))
-        ]
+        # from `power`: of parts that it knew to be equal the compiler would make copies for each product
+        matrices = [self.draw_matrix(power, MATRICES[0], of_values, lane)]
+        if const_expr(whole and self.dtype is cutlass.BFloat16):
+            matrices = matrices * 2
+        else:
+            matrices.append(self.draw_matrix(power, MATRICES[1], one, lane))
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
 
-        first, step = cute.arch.block_idx()[0] * self.rows, cute.arch.grid_dim()[0] * self.rows
+        rows = warps // self.segments
+        first, step = cute.arch.block_idx()[0] * rows, cute.arch.grid_dim()[0] * rows
         own = warp // self.segments
         pieces = cute.make_rmem_tensor((VECTOR // 2, VECTORS), Uint32)
-        values = cute.make_rmem_tensor((VALUES,), Float32)
-        self.load(o.rows, first + own, start, whole, lane, pieces)
+        values, results = cute.make_rmem_tensor((VALUES,), Float32), cute.make_rmem_tensor((2, VECTORS), Uint32)
+        # addresses of the lane's columns, carried: the compiler would compute them again for each vector
+        column = start + lane * VECTOR
+        source = address(o.rows, first + own, column).toint()
+        target = address(o.q, first + own, column).toint()
+        self.load(o.rows, first + own, source, column, whole, pieces)
         while first < o.rows.shape[0]:
             row = first + own
             self.multiply(matrices, signs, pieces, values)
-            self.load(o.rows, row + step, start, whole, lane, pieces)
+            source += 2 * Int64(step) * o.rows.stride[0]
+            self.load(o.rows, row + step, source, column, whole, pieces)
             for level in (8, 9):
                 if level < bits:
                     self.butterflies(values, level - 5)
             largest, squares = self.reduce(s, *self.last_butterflies(values, bits), warp, lane)
             # no NaN among the values if the sum of squares is a number
             screened = largest >= screen.SMALLEST and largest <= screen.LARGEST and squares < Float32.inf
-            levels = self.divide(Float32(screen.LEVELS), largest)
-            offset = self.join(
-                s, self.round(s, o.q, values, row, start, levels, screened, whole, lane), unit, warp, lane
-            )
+            levels = Float32(screen.LEVELS) * cute.arch.rcp_approx(largest)
+            offset = self.round(s, values, start, levels, lane, results)
+            self.store(o.q, results, row, target, column, whole, screened)
+            offset = self.join(s, offset, unit, warp, lane)
             if start == 0 and lane == 0 and row < o.rows.shape[0]:
                 # `unit` would be the next row's, too: names that a loop assigns are carried through it
                 own_scale = largest * Float32(1 / screen.LEVELS)
-                wide = self.divide(cute.math.sqrt(squares), own_scale) * Float32(1 + screen.SPREAD) + o.grid_error
+                wide = cute.math.sqrt(squares, fastmath=True) * levels * Float32(1 + screen.SPREAD) + o.grid_error
                 outside = Float32(0.0) if largest == 0.0 and squares == 0.0 else Float32.inf
                 o.scale[row] = own_scale if screened else Float32(1.0)
                 o.spread[row] = wide if screened else outside
                 o.offset[row] = offset if screened else Float32(0.0)
+            target += Int64(step) * o.q.stride[0]
             first += step
-
-    @cute.jit
-    def divide(self, a: Float32, b: Float32) -> Float32:
-        """a / b, rounded to nearest."""
-        return cute.arch.inline_ptx(
-            "div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
-        )
 
     # ---- random numbers, once per CTA ----
 
@@ -208,9 +216,7 @@ class QuantizeGate:
         return Signs(own, (word >> VECTOR & Uint32(0xFF)) * Uint32(0x10001))
 
     @cute.jit
-    def draw_matrix(
-        self, bits, places: cutlass.Constexpr, one: Uint32, whole: cutlass.Constexpr, lane: Int32
-    ) -> list[Uint32]:
+    def draw_matrix(self, bits, places: cutlass.Constexpr, one: Uint32, lane: Int32) -> list[Uint32]:
         """A lane's part of the Hadamard matrix of those of the column's bits at `places` that are below `bits`."""
         rotated = Int32(0)
         for i in range_constexpr(4):
@@ -220,9 +226,6 @@ class QuantizeGate:
             row, column = lane // 4 + i % 2 * 8, lane % 4 * 2 + i // 2 * 8
             low, high = (self.entry(row, column + j, rotated, one) for j in range(2))
             parts.append(low | high << 16)
-        if const_expr(whole):
-            # quarters of a whole Hadamard matrix are equal, except for the last one's sign
-            parts = [parts[0], parts[0], parts[0], parts[0] ^ Uint32(0x80008000)]
         return parts
 
     @cute.jit
@@ -232,9 +235,9 @@ class QuantizeGate:
         return one | negative << 15 if (row ^ column) & (15 - rotated) == 0 else Uint32(0)
 
     @cute.jit
-    def draw_dithers(self, s, shifts, unit: Float32, thread: Int32):
-        """Dithers of all columns, where the lanes that round them find theirs, four at a time; eight of the others."""
-        for block in cutlass.range(thread, self.k_max // 4, 32 * self.warps, unroll=1):
+    def draw_dithers(self, s, shifts, unit: Float32, thread: Int32, threads: cutlass.Constexpr):
+        """Dithers of all columns, where the lanes that round with them find four at a time; eight of the others."""
+        for block in cutlass.range(thread, self.k_max // 4, threads, unroll=1):
             four = philox(Uint32(block), screen.DITHERS)
             for j in range_constexpr(4):
                 column = 4 * block + j
@@ -248,18 +251,15 @@ class QuantizeGate:
     # ---- a row ----
 
     @cute.jit
-    def load(self, rows, row, start, whole: cutlass.Constexpr, lane, pieces):
+    def load(self, rows, row, source, column, whole: cutlass.Constexpr, pieces):
         """Load a lane's vectors of a row, zeros beyond its end."""
-        source = rows.iterator + cute.assume(Int64(row) * rows.stride[0] + (start + lane * VECTOR), divby=VECTOR)
-        exist = row < rows.shape[0]
-        left = rows.shape[1] - start - lane * VECTOR
+        exist, left = row < rows.shape[0], rows.shape[1] - column
         for v in range_constexpr(VECTORS):
-            column = v * (32 * VECTOR)
+            ahead = v * (32 * VECTOR)
             for i in range_constexpr(VECTOR // 2):
                 pieces[i, v] = Uint32(0)
-            if exist and (whole or column < left):
-                words = cute.recast_ptr(source + column, dtype=Uint32)
-                cute.autovec_copy(cute.make_tensor(words, cute.make_layout(VECTOR // 2)), pieces[None, v])
+            if exist and (whole or ahead < left):
+                self.copy(source + 2 * ahead, VECTOR // 2, pieces[None, v], True)
 
     @cute.jit
     def multiply(self, matrices, signs: Signs, pieces, values):
@@ -346,13 +346,9 @@ class QuantizeGate:
         return largest, squares
 
     @cute.jit
-    def round(self, s, q, values, row, start, levels, screened, whole: cutlass.Constexpr, lane):
-        """Store the results of a lane's columns, zeros if the row is not screened; returns their product with the other
-        dithers.
-        """
-        target = q.iterator + cute.assume(Int64(row) * q.stride[0] + (start + lane * VECTOR), divby=VECTOR)
-        exists, left = row < q.shape[0], q.shape[1] - start - lane * VECTOR
-        words, offset = cute.make_rmem_tensor((2,), Uint32), Int32(0)
+    def round(self, s, values, start, levels, lane, results):
+        """Round a lane's values to bytes; returns their product with the other dithers."""
+        offset = Int32(0)
         for v in range_constexpr(VECTORS):
             column = v * (32 * VECTOR)
             others = load_quad(s.others + cute.assume(start + lane * VECTOR + column, divby=VECTOR))
@@ -361,14 +357,34 @@ class QuantizeGate:
                 at = VECTOR * v + 4 * half
                 bytes = [self.floor(values[at + j], levels, dithers[j].bitcast(Float32)) for j in range(4)]
                 low, high = (Uint32(cute.arch.prmt(bytes[j], bytes[j + 1], 0x0040)) for j in (0, 2))
-                word = Uint32(cute.arch.prmt(low, high, 0x5410))
+                results[half, v] = Uint32(cute.arch.prmt(low, high, 0x5410))
                 for j in range_constexpr(2):
-                    offset = self.add_products(others[2 * half + j], word, offset, ("lo", "hi")[j])
-                words[half] = word if screened else Uint32(0)
-            if exists and (whole or column < left):
-                place = cute.recast_ptr(target + column, dtype=Uint32)
-                cute.autovec_copy(words, cute.make_tensor(place, cute.make_layout(2)))
+                    offset = self.add_products(others[2 * half + j], results[half, v], offset, ("lo", "hi")[j])
         return offset
+
+    @cute.jit
+    def store(self, q, results, row, target, column, whole: cutlass.Constexpr, screened):
+        """Store the results of a lane's columns, zeros if the row is not screened."""
+        exist, left = row < q.shape[0], q.shape[1] - column
+        for v in range_constexpr(VECTORS):
+            ahead = v * (32 * VECTOR)
+            if exist and (whole or ahead < left):
+                self.copy(target + ahead, 2, results[None, v], False)
+        if not screened:
+            results.fill(0)
+            for v in range_constexpr(VECTORS):
+                if exist and (whole or v * (32 * VECTOR) < left):
+                    self.copy(target + v * (32 * VECTOR), 2, results[None, v], False)
+
+    @cute.jit
+    def copy(self, place: Int64, words: cutlass.Constexpr, registers, load: cutlass.Constexpr):
+        """Copy words between an address in global memory and registers."""
+        memory = cute.make_ptr(Uint32, place, cute.AddressSpace.gmem, assumed_align=4 * words)
+        line = cute.make_tensor(memory, cute.make_layout(words))
+        if const_expr(load):
+            cute.autovec_copy(line, registers)
+        else:
+            cute.autovec_copy(registers, line)
 
     @cute.jit
     def add_products(self, dithers: Uint32, word: Uint32, total: Int32, half: cutlass.Constexpr) -> Int32:

@@ -59,7 +59,7 @@ SHARED_BASE = 1024
 _HINTS = set("lo sync aligned uni relaxed acq_rel gpu cta cg cs tile row col x4 m8n8 read L2::128B".split())
 _NO_OPERATION = ("griddepcontrol", "fence", "prefetch", "setmaxnreg")
 _SIMPLE = {
-    **{name: name.upper() for name in "add sub div rem neg abs sqrt rcp and or xor not shl shr popc clz selp".split()},
+    **{name: name.upper() for name in "add sub div rem neg abs and or xor not shl shr popc clz selp".split()},
     "fma": "MAD",
     "prmt": "PRMT",
 }
@@ -271,6 +271,14 @@ class Kernel:
         self._plain(s.head.upper(), s, flags=RELU * s.take("relu") | KEEP_NAN * s.take("NaN"))
 
     _max = _min
+
+    def _rcp(self, s: _Statement) -> None:
+        # approximate ones are exact here, and flush nothing
+        s.take("approx")
+        s.take("ftz")
+        self._plain(s.head.upper(), s, mode=self._rounding(s))
+
+    _sqrt = _rcp
 
     def _mul(self, s: _Statement) -> None:
         operation = "MUL_HI" if s.take("hi") else "MUL_WIDE" if s.take("wide") else "MUL"

@@ -15,7 +15,7 @@ LISTS = pytest.mark.parametrize("sizes", [EDGES, EDGES[::-1], [448, 192, 448, 0,
 
 @SEEDS
 @pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("k", [8, 136, 1024, 2048])
+@pytest.mark.parametrize("k", [8, 136, 1024, 2048, 2560])
 def test_rows_are_quantised_in_several_rounds(emulator: Emulator, k: int, weights: bool, seed: int) -> None:
     # a multiprocessor takes 16 rows at a time
     with emulator.stands_in(2, Schedule.of(seed)):
