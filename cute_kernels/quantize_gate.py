@@ -13,6 +13,9 @@ scale and the offset. Column 256 v + 8 l + i of them is in lane l from its load 
 A row's vectors are loaded as soon as the row ahead has been multiplied. 16 warps share a multiprocessor: they hide each
 other's waits. The dithers lie in shared memory, fp32 ones in the order in which lanes read them.
 
+Of few rows each has a CTA, and a warp has 256 columns, of one v. For the levels of v the values pass through shared
+memory to warps that have one i of all v, and back. Dithers stay in registers.
+
 Bits of a column within 256 that are rows and columns of the two matrices, from the lowest on: 0, 3, 4, 1 and 5, 6, 7,
 2. Bits 0 to 2 are i, bits 3 and 4 are l % 4, bits 5 to 7 are l / 4. A matrix is the identity in bits that are not
 rotated, if K is not a multiple of 2,048.
@@ -83,6 +86,9 @@ class QuantizeGate:
         # warps of a row, and most of a CTA
         self.segments = spec.k_max // COLUMNS
         self.warps, self.partial_warps, self.ctas = WARPS[self.segments]
+        # warps of one of few rows, and whether a CTA can have them
+        self.few_warps = spec.k_max // (32 * VECTOR)
+        self.few = int(self.few_warps <= 32)
 
     @cute.jit
     def __call__(
@@ -112,7 +118,9 @@ class QuantizeGate:
         of_dithers = (shift, other_shift, unit)
         if rows.shape[0] > 0:
             # the usual sizes have constant places
-            if rows.shape[1] == self.k_max:
+            if rows.shape[0] <= multiprocessors * self.few:
+                self.launch_few(o, of_dithers, stream)
+            elif rows.shape[1] == self.k_max:
                 self.launch(o, of_dithers, True, multiprocessors, stream)
             else:
                 self.launch(o, of_dithers, False, multiprocessors, stream)
@@ -132,6 +140,16 @@ class QuantizeGate:
             use_pdl=launch.overlaps(),
         )
 
+    def launch_few(self, o: Operands, of_dithers: tuple[Any, ...], stream: cuda.CUstream) -> None:
+        """Launch the kernel for few rows."""
+        if self.few:
+            self.few_kernel(o, *of_dithers).launch(
+                grid=(o.rows.shape[0], 1, 1),
+                block=(32 * self.few_warps, 1, 1),
+                stream=stream,
+                use_pdl=launch.overlaps(),
+            )
+
     @cute.kernel
     def kernel(self, o: Operands, shift: Int32, other_shift: Int32, unit: Float32, whole: cutlass.Constexpr):
         """`shift`: where the dither is in a column's word, `other_shift`: that of the other side; `unit`: of centred
@@ -147,22 +165,12 @@ class QuantizeGate:
             squares=shared.squares.get_tensor(cute.make_layout(self.warps)),
             offsets=shared.offsets.get_tensor(cute.make_layout(self.warps)),
         )
-        # bits of the column that are rotated, and the warp's first column
-        power, start = (
-            31 - Int32(cute.arch.clz(o.rows.shape[1] & (0 - o.rows.shape[1]))),
-            warp % self.segments * COLUMNS,
-        )
+        # the warp's first column, and bits of the column that are rotated
+        start, power = warp % self.segments * COLUMNS, self.power(o.rows.shape[1])
         bits = COLUMNS.bit_length() - 1 if const_expr(whole) else power
         self.draw_dithers(s, (shift, other_shift), unit, thread, 32 * warps)
         signs = self.draw_signs(start, lane)
-        one = Uint32(0x3F80)
-        of_values = one if self.dtype is cutlass.BFloat16 else Uint32(0x3C00)
-        # from `power`: of parts that it knew to be equal the compiler would make copies for each product
-        matrices = [self.draw_matrix(power, MATRICES[0], of_values, lane)]
-        if const_expr(whole and self.dtype is cutlass.BFloat16):
-            matrices = matrices * 2
-        else:
-            matrices.append(self.draw_matrix(power, MATRICES[1], one, lane))
+        matrices = self.draw_matrices(power, whole, lane)
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
@@ -186,22 +194,119 @@ class QuantizeGate:
                 if level < bits:
                     self.butterflies(values, level - 5)
             largest, squares = self.reduce(s, *self.last_butterflies(values, bits), warp, lane)
-            # no NaN among the values if the sum of squares is a number
-            screened = largest >= screen.SMALLEST and largest <= screen.LARGEST and squares < Float32.inf
-            levels = Float32(screen.LEVELS) * cute.arch.rcp_approx(largest)
+            screened, levels = self.judge(largest, squares)
             offset = self.round(s, values, start, levels, lane, results)
             self.store(o.q, results, row, target, column, whole, screened)
             offset = self.join(s, offset, unit, warp, lane)
             if start == 0 and lane == 0 and row < o.rows.shape[0]:
-                # `unit` would be the next row's, too: names that a loop assigns are carried through it
-                own_scale = largest * Float32(1 / screen.LEVELS)
-                wide = cute.math.sqrt(squares, fastmath=True) * levels * Float32(1 + screen.SPREAD) + o.grid_error
-                outside = Float32(0.0) if largest == 0.0 and squares == 0.0 else Float32.inf
-                o.scale[row] = own_scale if screened else Float32(1.0)
-                o.spread[row] = wide if screened else outside
-                o.offset[row] = offset if screened else Float32(0.0)
+                self.store_vectors(o, row, largest, squares, offset, screened, levels)
             target += Int64(step) * o.q.stride[0]
             first += step
+
+    @cute.kernel
+    def few_kernel(self, o: Operands, shift: Int32, other_shift: Int32, unit: Float32):
+        """One row; the operands are those of `kernel`."""
+        thread, lane, row = cute.arch.thread_idx()[0], cute.arch.lane_idx(), cute.arch.block_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        @cute.struct
+        class Shared:
+            largest: cute.struct.MemRange[Int32, self.few_warps]
+            squares: cute.struct.MemRange[Float32, self.few_warps]
+            offsets: cute.struct.MemRange[Float32, self.few_warps]
+            values: cute.struct.MemRange[Float32, self.k_max]
+
+        shared = SmemAllocator().allocate(Shared)
+        of_warps = cute.make_layout(self.few_warps)
+        largests, squares_of, offsets = (
+            part.get_tensor(of_warps) for part in (shared.largest, shared.squares, shared.offsets)
+        )
+        # by v and segment, i and lane
+        line = shared.values.get_tensor(cute.make_layout((32, VECTOR, self.few_warps), stride=(1, 32, 32 * VECTOR)))
+        column, v, segment = thread * VECTOR, warp % VECTORS, warp // VECTORS
+        dithers, others = cute.make_rmem_tensor((VECTOR,), Float32), cute.make_rmem_tensor((VECTOR // 2,), Uint32)
+        for half in range_constexpr(2):
+            four = philox(Uint32(thread * 2 + half), screen.DITHERS)
+            pairs = [[Int32(screen.centred(word, Uint32(place))) for word in four] for place in (shift, other_shift)]
+            for j in range_constexpr(4):
+                dithers[4 * half + j] = pairs[0][j].to(Float32) * unit + Float32(0.5)
+            for j in range_constexpr(2):
+                others[2 * half + j] = Uint32(pairs[1][2 * j]) & Uint32(0xFFFF) | Uint32(pairs[1][2 * j + 1]) << 16
+        signs, bits = self.draw_signs(segment * COLUMNS, lane), self.power(o.rows.shape[1])
+        matrices = self.draw_matrices(bits, False, lane)
+        pieces, values = cute.make_rmem_tensor((VECTOR // 2,), Uint32), cute.make_rmem_tensor((VECTOR,), Float32)
+        pieces.fill(0)
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
+
+        exists = column < o.rows.shape[1]
+        if exists:
+            self.copy(address(o.rows, row, column).toint(), VECTOR // 2, pieces, True)
+        rotated = self.multiply_vector(matrices, signs, v, [pieces[i] for i in range(VECTOR // 2)])
+        for i in range_constexpr(VECTOR):
+            line[lane, i, warp] = rotated[i]
+        cute.arch.sync_threads()
+        for i in range_constexpr(VECTORS):
+            values[i] = line[lane, v, segment * VECTORS + i]
+        for level in range_constexpr(8, 11):
+            if level < bits:
+                self.butterflies(values, level - 8)
+        largest, squares = Int32(0), Float32(0.0)
+        for i in range_constexpr(VECTORS):
+            line[lane, v, segment * VECTORS + i] = values[i]
+            largest = self.larger(largest, self.add_magnitudes(values[i], Float32(0.0)))
+            squares += values[i] * values[i]
+        largest, squares = Int32(cute.arch.warp_redux_sync(largest, "max")), warp_sum(squares)
+        if lane == 0:
+            largests[warp], squares_of[warp] = largest, squares
+        cute.arch.sync_threads()
+        largest, squares = Int32(0), Float32(0.0)
+        if lane < self.few_warps:
+            largest, squares = largests[lane], squares_of[lane]
+        largest = Uint32(cute.arch.warp_redux_sync(largest, "max")).bitcast(Float32)
+        squares = warp_sum(squares)
+
+        screened, levels = self.judge(largest, squares)
+        words, offset = cute.make_rmem_tensor((2,), Uint32), Int32(0)
+        for half in range_constexpr(2):
+            own = [line[lane, 4 * half + j, warp] for j in range(4)]
+            words[half], offset = self.round_four(
+                own, levels, [dithers[4 * half + j] for j in range(4)], [others[2 * half + j] for j in range(2)], offset
+            )
+        if not screened:
+            words.fill(0)
+        if exists:
+            self.copy(address(o.q, row, column).toint(), 2, words, False)
+        total = warp_sum(offset.to(Float32) * unit)
+        if lane == 0:
+            offsets[warp] = total
+        cute.arch.sync_threads()
+        if thread == 0:
+            total = Float32(0.0)
+            for i in range_constexpr(self.few_warps):
+                total += offsets[i]
+            self.store_vectors(o, row, largest, squares, total, screened, levels)
+
+    @cute.jit
+    def power(self, columns: Int32) -> Int32:
+        """The power of two that divides the number of columns."""
+        return 31 - Int32(cute.arch.clz(columns & (0 - columns)))
+
+    @cute.jit
+    def judge(self, largest: Float32, squares: Float32):
+        """Whether a row is screened, and the factor of its values."""
+        # no NaN among the values if the sum of squares is a number
+        screened = largest >= screen.SMALLEST and largest <= screen.LARGEST and squares < Float32.inf
+        return screened, Float32(screen.LEVELS) * cute.arch.rcp_approx(largest)
+
+    @cute.jit
+    def store_vectors(self, o, row, largest, squares, offset, screened, levels):
+        """Store a row's scale, spread and offset."""
+        wide = cute.math.sqrt(squares, fastmath=True) * levels * Float32(1 + screen.SPREAD) + o.grid_error
+        outside = Float32(0.0) if largest == 0.0 and squares == 0.0 else Float32.inf
+        o.scale[row] = largest * Float32(1 / screen.LEVELS) if screened else Float32(1.0)
+        o.spread[row] = wide if screened else outside
+        o.offset[row] = offset if screened else Float32(0.0)
 
     # ---- random numbers, once per CTA ----
 
@@ -214,6 +319,18 @@ class QuantizeGate:
         for i in range_constexpr(VECTOR // 2):
             own[i] = (word >> (2 * i) & 1) << 15 | (word >> (2 * i + 1) & 1) << 31
         return Signs(own, (word >> VECTOR & Uint32(0xFF)) * Uint32(0x10001))
+
+    @cute.jit
+    def draw_matrices(self, power: Int32, whole: cutlass.Constexpr, lane: Int32):
+        """A lane's parts of both matrices. Of parts that it knew to be equal the compiler would make copies for each
+        product: hence `power`, even if all columns exist.
+        """
+        one = Uint32(0x3F80)
+        of_values = one if self.dtype is cutlass.BFloat16 else Uint32(0x3C00)
+        first = self.draw_matrix(power, MATRICES[0], of_values, lane)
+        if const_expr(whole and self.dtype is cutlass.BFloat16):
+            return first, first
+        return first, self.draw_matrix(power, MATRICES[1], one, lane)
 
     @cute.jit
     def draw_matrix(self, bits, places: cutlass.Constexpr, one: Uint32, lane: Int32) -> list[Uint32]:
@@ -264,17 +381,25 @@ class QuantizeGate:
     @cute.jit
     def multiply(self, matrices, signs: Signs, pieces, values):
         """The levels of the transform of the lowest eight bits of columns."""
-        none = [Float32(0.0)] * 4
         for v in range_constexpr(VECTORS):
-            of_vector = signs.vectors << (15 - v) & Uint32(0x80008000)
-            pairs = [pieces[i, v] ^ of_vector ^ signs.own[i] for i in range(VECTOR // 2)]
-            first = [mma_16x8x16(none, *matrices[0], *pairs[2 * i : 2 * i + 2], self.dtype) for i in range(2)]
-            for half in range_constexpr(2):
-                split = [self.split(*sums[2 * half : 2 * half + 2]) for sums in first]
-                sums = mma_16x8x16(none, *matrices[1], split[0][1], split[1][1], cutlass.BFloat16)
-                sums = mma_16x8x16(sums, *matrices[1], split[0][0], split[1][0], cutlass.BFloat16)
-                for i in range_constexpr(4):
-                    values[VECTOR * v + i // 2 * 4 + half * 2 + i % 2] = sums[i]
+            rotated = self.multiply_vector(matrices, signs, v, [pieces[i, v] for i in range(VECTOR // 2)])
+            for i in range_constexpr(VECTOR):
+                values[VECTOR * v + i] = rotated[i]
+
+    @cute.jit
+    def multiply_vector(self, matrices, signs: Signs, v, pieces):
+        """The same of eight of a lane's columns."""
+        none, values = [Float32(0.0)] * 4, [None] * VECTOR
+        of_vector = signs.vectors << (15 - v) & Uint32(0x80008000)
+        pairs = [pieces[i] ^ of_vector ^ signs.own[i] for i in range(VECTOR // 2)]
+        first = [mma_16x8x16(none, *matrices[0], *pairs[2 * i : 2 * i + 2], self.dtype) for i in range(2)]
+        for half in range_constexpr(2):
+            split = [self.split(*sums[2 * half : 2 * half + 2]) for sums in first]
+            sums = mma_16x8x16(none, *matrices[1], split[0][1], split[1][1], cutlass.BFloat16)
+            sums = mma_16x8x16(sums, *matrices[1], split[0][0], split[1][0], cutlass.BFloat16)
+            for i in range_constexpr(4):
+                values[i // 2 * 4 + half * 2 + i % 2] = sums[i]
+        return values
 
     @cute.jit
     def split(self, low: Float32, high: Float32):
@@ -286,7 +411,7 @@ class QuantizeGate:
     @cute.jit
     def butterflies(self, values, level: cutlass.Constexpr):
         """Sums and differences of the values whose indices differ in one bit."""
-        for i in range_constexpr(VALUES):
+        for i in range_constexpr(cute.size(values)):
             if (i >> level) & 1 == 0:
                 low, high = values[i], values[i + (1 << level)]
                 values[i] = low + high
@@ -355,12 +480,24 @@ class QuantizeGate:
             for half in range_constexpr(2):
                 dithers = load_quad(s.dithers + cute.assume(start + lane * 4 + (column + half * 128), divby=4))
                 at = VECTOR * v + 4 * half
-                bytes = [self.floor(values[at + j], levels, dithers[j].bitcast(Float32)) for j in range(4)]
-                low, high = (Uint32(cute.arch.prmt(bytes[j], bytes[j + 1], 0x0040)) for j in (0, 2))
-                results[half, v] = Uint32(cute.arch.prmt(low, high, 0x5410))
-                for j in range_constexpr(2):
-                    offset = self.add_products(others[2 * half + j], results[half, v], offset, ("lo", "hi")[j])
+                results[half, v], offset = self.round_four(
+                    [values[at + j] for j in range(4)],
+                    levels,
+                    [dithers[j].bitcast(Float32) for j in range(4)],
+                    others[2 * half : 2 * half + 2],
+                    offset,
+                )
         return offset
+
+    @cute.jit
+    def round_four(self, values, levels, dithers, others, offset: Int32):
+        """Four results in a word, and `offset` with their products with the other dithers."""
+        bytes = [self.floor(values[j], levels, dithers[j]) for j in range(4)]
+        low, high = (Uint32(cute.arch.prmt(bytes[j], bytes[j + 1], 0x0040)) for j in (0, 2))
+        word = Uint32(cute.arch.prmt(low, high, 0x5410))
+        for j in range_constexpr(2):
+            offset = self.add_products(others[j], word, offset, ("lo", "hi")[j])
+        return word, offset
 
     @cute.jit
     def store(self, q, results, row, target, column, whole: cutlass.Constexpr, screened):

@@ -23,6 +23,14 @@ def test_rows_are_quantised_in_several_rounds(emulator: Emulator, k: int, weight
 
 
 @SEEDS
+@pytest.mark.parametrize("k", [8, 136, 2048, 2560, 4096])
+def test_few_rows_are_quantised(emulator: Emulator, k: int, seed: int) -> None:
+    # one for each multiprocessor
+    with emulator.stands_in(11, Schedule.of(seed)):
+        checks.quantize_gate(11, k, weights=seed == 1, seed=seed)
+
+
+@SEEDS
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("m", "n", "k"), [(5, 8, 8), (129, 520, 72), (300, 264, 896)])
 def test_candidates(emulator: Emulator, m: int, n: int, k: int, biased: bool, seed: int) -> None:
