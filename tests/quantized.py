@@ -35,8 +35,9 @@ def assert_right(found: tuple[Tensor, ...], rows: Tensor, weights: bool, nearest
     dithered = exact / scale[:, None] + (own + 0.5)
     wrong = (q < (dithered - OFF).floor()) | (q > (dithered + OFF).floor())
     assert not wrong.any(), f"q: got {q[wrong][0]}, expected the floor of {dithered[wrong][0]}, at {wrong.nonzero()[0]}"
-    different = q != right[0][~apart]
-    assert different.float().mean() < OFF if len(q) else True
+    # few are off by so much as to differ from those of a CPU, except where ties are common
+    different = (q != right[0][~apart]) & ((dithered - dithered.round()).abs() > OFF / 2)
+    assert different.sum() <= q.numel() * OFF / 8
     assert (spread >= norm * (1 + screen.ROTATION) + screen.grid_error(k)).all()
     assert (spread <= norm * (1 + 2 * screen.SPREAD) + 2 * screen.grid_error(k)).all()
     # thirteen roundings of the sums and one of the result, of sums of up to 127 / 2 per column

@@ -15,7 +15,7 @@ A gate is the sum of the same products in the same order as in gate_pack_few.py,
 
     load     warp 4. The int8 weights of the first stages before the kernel ahead has ended: it is `quantize_gate` of x,
              and whatever wrote them ended before that one let this one start.
-    mma      warps 0 to 3. Terms of the bound while the first stages arrive, both products, and the epilogue.
+    mma      warps 0 to 3. Both products, terms of the bound while they wait, and the epilogue.
 
     SCREEN FULL[s]   1 arrival + bytes of w and x.
     SCREEN EMPTY[s]  4 mma warps arrive.
@@ -125,7 +125,8 @@ class GatePackScreened(GatePackFew):
         # with up to eight candidates
         self.most_stages = self.units // 2
 
-    token_terms, neuron_terms = GateScreen.token_terms, GateScreen.neuron_terms
+    token_operands, token_terms = GateScreen.token_operands, GateScreen.token_terms
+    neuron_operands, neuron_terms = GateScreen.neuron_operands, GateScreen.neuron_terms
 
     @cute.jit
     def __call__(
@@ -335,8 +336,9 @@ class GatePackScreened(GatePackFew):
         lane, warp_index = cute.arch.lane_idx(), cute.arch.make_warp_uniform(thread // 32)
         group, quarter = lane >> 2, lane & 3
         first = part.column * NEURONS + warp_index * 16 + group
-        neurons = [self.neuron_terms(o, first + 8 * i, extent) for i in range(2)]
-        tokens = [self.token_terms(o, 2 * quarter + j, extent) for j in range(2)]
+        # read here and used late: they arrive behind the stages of the whole ring
+        of_neurons = [self.neuron_operands(o, first + 8 * i, extent) for i in range(2)]
+        tokens = [self.token_terms(o, self.token_operands(o, 2 * quarter + j, extent)) for j in range(2)]
 
         leader = mma.get_slice(0)
         rW = mma.make_fragment_A(leader.partition_A(s.sW))
@@ -357,6 +359,7 @@ class GatePackScreened(GatePackFew):
         own = s.received + 4 * thread
         for i in range_constexpr(2):
             send_words(own + 2 * i, s.exchanged, rank ^ PARTS, Uint32(acc[2 * i]), Uint32(acc[2 * i + 1]))
+        neurons = [self.neuron_terms(o, of_neuron) for of_neuron in of_neurons]
         cute.arch.mbarrier_wait(s.exchanged, 0)
         others = load_quad(own)
         bits = Uint32(0)

@@ -151,12 +151,13 @@ class GateScreen(GatePack):
             if tile != first:
                 cute.arch.barrier(barrier_id=Barrier.TERMS_EMPTY, number_of_threads=self.handover_threads())
             for i in cutlass.range(thread, TOKENS, TERM_THREADS, unroll=1):
-                terms = self.token_terms(o, row * TOKENS + i, extent)
+                terms = self.token_terms(o, self.token_operands(o, row * TOKENS + i, extent))
                 four = cute.make_tensor((s.tokens + 4 * i).align(16), cute.make_layout(4))
                 for j in range_constexpr(3):
                     four[j] = terms[j]
             for i in cutlass.range(thread, NEURONS, TERM_THREADS, unroll=1):
-                square, beta, offset = self.neuron_terms(o, column * NEURONS + i, extent)
+                operands = self.neuron_operands(o, column * NEURONS + i, extent)
+                square, beta, offset = self.neuron_terms(o, operands)
                 # without a bias, beta is 0 except for zero rows, where it is below all products
                 terms = (square, beta, offset if o.bias.shape[0] > 0 else offset - beta)
                 four = cute.make_tensor((s.neurons + 4 * i).align(16), cute.make_layout(4))
@@ -167,35 +168,49 @@ class GateScreen(GatePack):
             tile += step
 
     @cute.jit
-    def token_terms(self, o, token: Int32, extent):
+    def token_operands(self, o, token: Int32, extent):
+        """Whether a token exists, and its scale, spread and offset."""
+        exists, scale, spread, offset = token < extent.rows, Float32(1.0), Float32(0.0), Float32(0.0)
+        if exists:
+            scale, spread, offset = o.x_scale[token], o.x_spread[token], o.x_offset[token]
+        return exists, scale, spread, offset
+
+    @cute.jit
+    def token_terms(self, o, operands):
         """a, b and i of a token: NaN or infinite if it is not screened; if it is zero, its biases decide."""
-        c = o.constants
+        c, (exists, scale, spread, offset) = o.constants, operands
         a, b, i = Float32(NEVER), Float32(0.0), Float32(0.0)
-        if token < extent.rows:
-            spread = o.x_spread[token]
+        if exists:
             p = spread + c.root
             slope = c.product * spread + c.w_part
             square = c.tail * p * p
             r = cute.math.sqrt(c.usual + square / slope)
             a = (square / r + slope * r) * Float32(0.5) + c.x_part * spread + c.slack
-            a = a * Float32(1 + screen.MARGIN) + (c.dithers - o.x_offset[token])
+            a = a * Float32(1 + screen.MARGIN) + (c.dithers - offset)
             b = slope / (r + r) * Float32(1 + screen.MARGIN)
-            i = Float32(1.0) / o.x_scale[token]
+            i = Float32(1.0) / scale
             if spread == 0.0:
                 a, b, i = Float32(-screen.ABOVE_CORRECTIONS), Float32(0.0), Float32(screen.LIFT)
         return a, b, i
 
     @cute.jit
-    def neuron_terms(self, o, neuron: Int32, extent):
-        """The square of a neuron's spread, its bias in units of its scale, and its offset."""
-        square, beta, offset = Float32(0.0), Float32(0.0), Float32(0.0)
-        if neuron < extent.neurons:
-            bias = Float32(0.0)
+    def neuron_operands(self, o, neuron: Int32, extent):
+        """Whether a neuron exists, and its scale, spread, offset and bias."""
+        exists, scale, spread, offset = neuron < extent.neurons, Float32(1.0), Float32(0.0), Float32(0.0)
+        bias = Float32(0.0)
+        if exists:
+            scale, spread, offset = o.w_scale[neuron], o.w_spread[neuron], o.w_offset[neuron]
             if o.bias.shape[0] > 0:
                 bias = o.bias[neuron].to(Float32)
-            spread = o.w_spread[neuron]
-            square, offset = spread * spread, o.w_offset[neuron]
-            beta = bias * o.constants.block / o.w_scale[neuron]
+        return exists, scale, spread, offset, bias
+
+    @cute.jit
+    def neuron_terms(self, o, operands):
+        """The square of a neuron's spread, its bias in units of its scale, and its offset."""
+        exists, scale, spread, offset, bias = operands
+        square, beta = spread * spread, Float32(0.0)
+        if exists:
+            beta = bias * o.constants.block / scale
             if bias > 0.0:
                 beta = cute.arch.fmax(beta * Float32(1 + screen.BIAS_MARGIN), Float32(1 / screen.DECISIVE))
             else:
