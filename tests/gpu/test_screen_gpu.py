@@ -57,7 +57,8 @@ def test_rows_are_quantised(k: int, weights: bool, dtype: torch.dtype, nearest: 
         found = call()
         assert_right(found, rows, weights, nearest)
         assert not (nearest and found[3].any())
-        again = testing.poisoned(call)
+        testing.poison_memory()
+        again = call()
         for name, first, second in zip(("q", "scale", "spread", "offset"), found, again):
             testing.assert_same(first.contiguous(), second.contiguous(), name)
 
