@@ -281,11 +281,14 @@ class QuantizeGate:
         if lane == 0:
             offsets[warp] = total
         cute.arch.sync_threads()
-        if thread == 0:
+        if warp == 0:
             total = Float32(0.0)
-            for i in range_constexpr(self.few_warps):
-                total += offsets[i]
-            self.store_vectors(o, row, largest, squares, total, screened, levels)
+            if lane < self.few_warps:
+                total = offsets[lane]
+            # in few levels: the bound counts their roundings
+            total = warp_sum(total)
+            if lane == 0:
+                self.store_vectors(o, row, largest, squares, total, screened, levels)
 
     @cute.jit
     def power(self, columns: Int32) -> Int32:

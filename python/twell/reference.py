@@ -250,7 +250,7 @@ def dithers(k: int, weights: bool, nearest: bool = False) -> tuple[Tensor, Tenso
     shifts = (screen.W_SHIFT, screen.X_SHIFT) if weights else (screen.X_SHIFT, screen.W_SHIFT)
     unit, words = 0.0 if nearest else 2.0 ** -(screen.FRACTION + 1), screen.words(k, screen.DITHERS)
     sides = [[screen.centred(word, shift) * unit for word in words] for shift in shifts]
-    own, other = torch.tensor(sides, dtype=torch.float64)
+    own, other = torch.tensor(sides, dtype=torch.float64, device="cpu")
     return own, other
 
 

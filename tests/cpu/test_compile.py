@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cubin import Resources, resources
 
-from cute_kernels import catalog, feasible, specs
+from cute_kernels import catalog, feasible, quantize_gate, specs
 from cute_kernels.specs import Spec
 from tests.conftest import architectures
 
@@ -73,8 +73,9 @@ def register_budget(spec: Spec, kernel: str, arch: str) -> int:
         # a second CTA hides the listing of a group of tokens while rows are short enough
         return feasible.registers_per_thread(256, 2 if spec.k_max <= 2048 else 1)
     if isinstance(spec, specs.QuantizeGateSpec):
-        # of the warps that share an SM, as many as have room
-        return feasible.registers_per_thread(32 * {2048: 16, 4096: 16, 8192: 12, 16384: 8}[spec.k_max])
+        whole, shorter, ctas = quantize_gate.WARPS[spec.k_max // quantize_gate.COLUMNS]
+        warps = spec.k_max // 256 if "few" in kernel else shorter if kernel.endswith("_2") else whole
+        return feasible.registers_per_thread(32 * warps, ctas)
     if isinstance(spec, specs.UpDownTokenSpec):
         # the largest clusters have twice the rows in flight
         return feasible.registers_per_thread(256, 2 if spec.cluster == 8 else 4 if four_share_an_sm(spec) else 3)
@@ -88,6 +89,9 @@ def local_budget(spec: Spec, kernel: str) -> int:
     if isinstance(spec, specs.UpDownSpec):
         # 192 registers hold sums and x of the widest slab
         return local_budget(spec.heavy, kernel) if "heavy" in kernel else 8 if spec.k_max >= 4096 else 0
+    if isinstance(spec, specs.QuantizeGateSpec):
+        # 16 warps share an SM: that was faster than 12 with more registers
+        return 32 if spec.k_max >= 4096 and kernel.endswith("_1") else 0
     if isinstance(spec, specs.WeightGradSpec) and spec.gated and spec.bias:
         return 56
     return 80 if isinstance(spec, specs.UpDownTokenSpec) and four_share_an_sm(spec) else 0
