@@ -169,14 +169,14 @@ class Answer:
     """A result [R, C] in float64 and its rounding bounds.
 
     bound: of its rows' errors in norm, at the worst. usual: of the whole's error in norm, on average. count: how many
-    roundings share most of that, and rows: how many rows.
+    roundings share most of that. draws: how many do where all errors of a row have one sign.
     """
 
     value: Tensor
     bound: Tensor
     usual: Tensor
     count: Tensor
-    rows: Tensor
+    draws: Tensor
 
     @classmethod
     def of(
@@ -260,6 +260,13 @@ def solve(case: Case, layer: Layer) -> Right:
     answers = {"y": Answer.of([down], dtype, alike, by_token=True, longest=longest(case), bias=layer.b_down)}
     if case.training:
         answers |= gradients(case, layer, alike, gate, up)
+    if squares:
+        # equal gates have equal squares, and these equal errors: few different gates are few draws
+        different = gate.right[active].to(dtype).unique(return_counts=True)[1].double()
+        for name in answers.keys() & {"y", "w_down"}:
+            answers[name] = dataclasses.replace(
+                answers[name], draws=torch.minimum(answers[name].draws, participants(different))
+            )
     size = hidden.right.abs().sum()
     return Right(answers, gate.right, size, hidden.off.sum() + SUMMATION * size, active.sum())
 
@@ -472,7 +479,7 @@ def check_answer(case: Case, name: str, found: Tensor, answer: Answer, baseline:
         # sums over K (gate, up projection, dh) lose the same share everywhere, which does not average out
         usual += 3 * STEP * case.k / STEP_TERMS * float(value.norm())
         # a coefficient's error has one sign in all columns of its row: a row is one draw
-        count = min(count, float(answer.rows))
+        count = min(count, float(answer.draws))
     allowed = usual
     # where dense PyTorch overflows to infinity, there is no error to compare with
     if baseline is not None and bool(baseline.isfinite().all()):
