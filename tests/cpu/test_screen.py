@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 import torch
@@ -158,10 +159,11 @@ def test_rows_that_are_not_screened() -> None:
     assert not candidates[0, 1]
 
 
-def test_infinite_biases_decide() -> None:
+@pytest.mark.parametrize("size", [torch.inf, 3e38])
+def test_biases_that_are_infinite_or_huge_decide(size: float) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(8, 64).to(BF16), torch.randn(16, 64).to(BF16)
-    bias = torch.tensor([torch.inf, -torch.inf] * 8, dtype=BF16)
+    bias = torch.tensor([size, -size] * 8, dtype=BF16)
     candidates = reference.gate_screen(*quantized(x, w), bias)
     assert candidates[:, ::2].all()
     assert not candidates[:, 1::2].any()
@@ -180,6 +182,25 @@ def test_the_kernels_form_of_the_bound_is_larger_but_little(k: int) -> None:
     assert ratio.min() > 1
     assert ratio.max() < 1.1
     assert ratio[32:].mean() < 1.02
+
+
+def test_constants_cover_the_roundings_that_the_page_counts() -> None:
+    """In exact arithmetic, with the counts of docs/notes/screen.md: of the rotation, the spread and the corrections."""
+    e, half, k = Fraction(1, 2**24), Fraction(1, 2**8), 16384
+    # sums of 16 and, of both halves, of 32 terms; the halves; three levels of fp32
+    first, both = (1 + 2 * e) ** 16 - 1, 1 + 2 * half
+    second = 4 * both * ((1 + 2 * e) ** 32 - 1)
+    rotated = (1 + 4 * first) * (1 + half**2 + second) * (1 + e) ** 3 - 1
+    # the reciprocal by two units, with its product and two roundings of the scale
+    assert (1 + rotated) * (1 + 5 * e) - 1 < Fraction(screen.ROTATION)
+    # the sum of squares has 47 roundings, of which the root has half; the root two units; the factor; three products
+    spread = (1 - rotated) * (1 - 47 * e) * (1 - 10 * e) * (1 + Fraction(screen.SPREAD))
+    assert spread > 1 + Fraction(screen.ROTATION)
+    assert (1 + 2 * e) ** k - 1 < Fraction(screen.product_error(k))
+    # an offset and the product of dithers stay below 2^20; underflow and 35 roundings of such numbers
+    assert 127 * k / 2 + k / 4 < 2**20
+    least = screen.SMALLEST / screen.LEVELS
+    assert k * 2.0**-149 * screen.ROTATED / least**2 + 35 * 2**20 * float(e) < screen.SLACK
 
 
 @pytest.mark.parametrize("rows", HOSTILE, ids=lambda f: f.__name__)

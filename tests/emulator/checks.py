@@ -47,7 +47,7 @@ def strided(matrix: Tensor, more: int = 24) -> Tensor:
 
 
 def hostile(r: int, k: int) -> Tensor:
-    """Rows of many kinds: normal, with outliers, constant, one value, zeros, tiny, huge, not finite."""
+    """Rows of many kinds: normal, with outliers, constant, one value, zeros, tiny, huge, not finite, denormal."""
     rows = torch.randn(r, k)
     kind = torch.arange(r) % 10
     rows[kind == 1, k // 2] *= 1000
@@ -59,6 +59,7 @@ def hostile(r: int, k: int) -> Tensor:
     rows[kind == 6] *= 1e30
     rows[kind == 7, 3] = torch.inf
     rows[kind == 8, k - 1] = torch.nan
+    rows[kind == 9] *= 1e-39
     return rows
 
 
@@ -78,6 +79,12 @@ def gate_screen(m: int, n: int, k: int, biased: bool, seed: int = 0) -> None:
         weights[7] = torch.nan
     x, w = (ops.quantize_gate(t.to(BF16), second) for t, second in ((rows, False), (weights, True)))
     bias = ((torch.randn(n) * 0.7 - 3.4) * math.sqrt(k)).to(BF16) if biased else NONE
+    if biased:
+        # in units of the scales these are infinite, NaN or tiny; some are those of rows of zeros
+        extremes = [torch.inf, 3e38, 1e-40, torch.nan, -1e-40]
+        # tokens that do not exist may list neurons with these, which is no error
+        extremes += [-torch.inf, -3e38] if m % geometry.TOKEN_TILE == 0 else []
+        bias[::5] = torch.tensor(extremes).repeat(n)[: len(bias[::5])]
     given = (strided(x[0], -k % 16 + 16), *x[1:], strided(w[0], -k % 16 + 16), *w[1:], bias)
     found = on_gpu("gate_screen")(*given)
     # no reach of these seeds is so near to 0 that fp32 could decide otherwise

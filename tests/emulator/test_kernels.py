@@ -32,7 +32,7 @@ def test_few_rows_are_quantised(emulator: Emulator, k: int, seed: int) -> None:
 
 @SEEDS
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("m", "n", "k"), [(5, 8, 8), (129, 520, 72), (300, 264, 896)])
+@pytest.mark.parametrize(("m", "n", "k"), [(5, 8, 8), (128, 520, 72), (129, 520, 72), (300, 264, 896)])
 def test_candidates(emulator: Emulator, m: int, n: int, k: int, biased: bool, seed: int) -> None:
     with emulator.stands_in(2, Schedule.of(seed)):
         checks.gate_screen(m, n, k, biased)

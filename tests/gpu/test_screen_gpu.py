@@ -27,7 +27,7 @@ NEAREST = pytest.mark.parametrize("nearest", [False, True], ids=["dithers", "nea
 
 
 def hostile(r: int, k: int) -> Tensor:
-    """Rows of many kinds: normal, with outliers, constant, one value, zeros, tiny, huge, not finite."""
+    """Rows of many kinds: normal, with outliers, constant, one value, zeros, tiny, huge, not finite, denormal."""
     rows = torch.randn(r, k)
     kind = torch.arange(r) % 11
     rows[kind == 1, k // 2] *= 1000
@@ -40,6 +40,8 @@ def hostile(r: int, k: int) -> Tensor:
     rows[kind == 7, 3] = torch.inf
     rows[kind == 8, k - 1] = torch.nan
     rows[kind == 9] *= 2.0 ** -torch.randint(0, 100, (k,))
+    # tensor cores must not take these for rows of zeros
+    rows[kind == 10] *= 1e-39
     return rows
 
 
@@ -109,6 +111,29 @@ def test_candidates_are_those_of_a_cpu(m: int, n: int, k: int, bias: bool, neare
     assert bits[least > 0].all()
     assert not bits[most < 0].any()
     assert ((least > 0) | (most < 0)).float().mean() > 0.99
+
+
+@DTYPES
+@pytest.mark.parametrize("k", [16, 256, 2048, 8192])
+@pytest.mark.parametrize("m", [5, 200])
+def test_gates_lose_at_most_half_of_what_the_bound_allows(m: int, k: int, dtype: torch.dtype) -> None:
+    """Sums of one and of terms around its last place in fp32: a bias of -1 shows what tensor cores cut off."""
+    torch.manual_seed(k)
+    draw = [
+        torch.rand(r, k, device=CUDA).add_(1) * 2.0 ** -torch.randint(10, 14, (r, k), device=CUDA) for r in (m, 256)
+    ]
+    x, w = (t.to(dtype) for t in draw)
+    # halves of both signs, and of one: cut-offs add up there
+    w[::2] *= torch.randint(0, 2, (128, k), device=CUDA) * 2 - 1
+    x[:, 0] = w[:, 0] = 1
+    bias = torch.full((256,), -1.0, dtype=dtype, device=CUDA)
+    gate = ops.unpack(*ops.gate_pack(x, w, bias, 8)[:2], 256, 8).double()
+    exact = x.double() @ w.double().t() - 1
+    allowed = screen.product_error(k) / 2 * x.double().norm(dim=1)[:, None] * w.double().norm(dim=1)
+    rounding = exact.abs() * 2.0**-8 + 2.0**-25
+    lost = (gate - exact.clamp(min=0)).abs() - rounding
+    assert (exact > 0).any()
+    assert (lost <= allowed).all(), f"lost: got {(lost / allowed).max():.2f} of half of what is allowed"
 
 
 def screened(problem: FFN, *activation: object, nearest: bool = False) -> tuple[Tensor, ...]:
