@@ -290,8 +290,8 @@ ALL = (
         "h200_relufy",
         "SiLU models trained further with SiLU and with FATReLU: loss, non-zeros, unions, learning curves",
         "tables relufy; chart relufy",
-        (f"{RELUFY} --seeds 0",),
-        (340,),
+        (f"{RELUFY} --seeds 0 1",),
+        (760,),
         resumes=True,
     ),
     Measurement(
