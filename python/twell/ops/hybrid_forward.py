@@ -1,12 +1,13 @@
-"""``hybrid_forward``: the forward pass of training. Returns y, the sum of |h|, the non-zeros and the hybrid format.
+"""``hybrid_forward``: the forward pass of training. Returns y, the sum of |h|, the number of non-zeros and the pattern.
 
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of gate = relu(x @ w_gate^T + b_gate), and
-without ``w_up`` h = gate; y = h @ w_down + b_down. The gate is rounded to x's dtype, and so is h, once. The gate is
-kept in the hybrid format of ``twell.ops.hybrid``, with room for ``held`` non-zeros per token on average; 0: for the
-most. On CUDA bfloat16 or float16, on the CPU float32 or float64, too. This is relu; ``twell._activation`` has the
-others. If ``screen`` is "screened" or "proven", gates are computed only where an int8 product says that they may be
-non-zeros, which is wrong with a probability of at most 2^-80 per gate, or never. Then values have 16 bits on the CPU,
-too.
+without ``w_up`` h = gate; y = h @ w_down + b_down. This is relu; ``twell._activation`` has the others. The gate is
+rounded to x's dtype, and so is h, once. The gate is kept in the hybrid format of ``twell.ops.hybrid``, with room for
+``held`` non-zeros per token on average, or for max(64, N / 36) if ``held`` is 0. Dtypes are bfloat16 and float16, on
+the CPU also float32 and float64.
+
+If ``screen`` is "screened" or "proven", gates are computed only where an int8 product says that they may be non-zeros.
+"screened" misses a gate with a probability of at most 2^-80, "proven" none. The screen takes 16-bit values alone.
 """
 
 from __future__ import annotations
