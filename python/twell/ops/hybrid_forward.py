@@ -169,8 +169,9 @@ def on_cuda(
     code, of_entries = activation.code(), RELU.code() if gated else activation.code()
     plain = 0 if gated else 1 + code
     compact = tuning.compact(dtype, True, family)
-    names = (neurons, sizes, 0) if lists is None else (*lists, 1)
-    launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, plain, capacity, *names)
+    # after a screen the words hold places in these lists, else neurons
+    listed = (neurons, sizes, 0) if lists is None else (*lists, 1)
+    launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, plain, capacity, *listed)
     if nonzeros is not None:
         if m * n <= geometry.MOST:
             nonzeros.copy_(sizes[-1])
@@ -178,7 +179,7 @@ def on_cuda(
             # the total in ``sizes`` may be cut off
             torch.sum(stats.select(2, 0), (0, 1), out=nonzeros)
     # the largest tensors of the step are given back before y is allocated
-    del packed, words, spill, stats, lists, names
+    del packed, words, spill, stats, lists, listed
     y = result(x)
 
     hidden = None
