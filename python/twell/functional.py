@@ -144,8 +144,9 @@ def sparse_gated_ffn(
     float64, to autocast's dtype.
 
     Returns y [..., K] of the dtype of x (under autocast: of autocast). The gate is rounded to that dtype, as in dense
-    PyTorch. Everything after it is fp32 until y, except that "union" and training round the hidden state. NaN and infinite gates propagate. Neurons whose gate is zero add nothing, except that a non-finite weight
-    row may make NaN of 0 * inf in tokens that do not fire it, as in dense PyTorch.
+    PyTorch. Everything after it is fp32 until y, except that "union" and training round the hidden state. NaN and
+    infinite gates propagate. Neurons whose gate is zero add nothing, except that a non-finite weight row may make NaN
+    of 0 * inf in tokens that do not fire it, as in dense PyTorch.
 
     y and ``aux.l1`` are differentiable once, with respect to x, weights and biases. Gradients are as close to the true
     ones as dense PyTorch's at any sparsity, and the same bits in every run. For backward a call keeps its operands and
