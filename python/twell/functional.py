@@ -116,20 +116,20 @@ def sparse_gated_ffn(
         threshold: of "fatrelu", a finite number of at least 0; rounded to the dtype of x first. 0 for other
             activations. A 0-d tensor on the device of x is a threshold that changes during training: no call waits for
             it, no graph is for one value, and the call runs dense, whatever the strategy.
-        strategy: "row" reads the weight rows of each token's non-zeros. "union" works on tiles of 128 tokens, 16 of a
-            small batch, and the neurons that any token of a tile fires. Both are the same where a gradient will be
-            needed; where none will be, both run float32 and float64 dense, which is logged once at INFO. "dense" is
-            plain PyTorch, for any size and any dtype of F.linear. "auto" takes the cheapest strategy for a sparse layer
-            of this size: mostly "union", "row" for few tokens. It keeps nothing between calls and so measures nothing;
-            an ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity. Graphs without gradients
-            choose when they run. Both are "dense" on a CPU and, after a warning, on a GPU without sparse kernels.
-            "screened" is "union" that computes a gate only where a product in int8 and a bound of its error say that it
-            may be a non-zero (docs/notes/screen.md): for sparse layers and many tokens. It has the same bits unless the
-            bound fails, with a probability of at most 2^-80 per gate. It needs a GPU of compute capability 9.0 or the
-            CPU. An ``AutoStrategy`` chooses it where its table has times of it. "proven" is the same by a bound that
-            never fails, with more candidates, several times as many for most layers. "invariant" is "row" with the same
-            bits for a token whatever other tokens the call has, and however many; for inference on a GPU. Strategies
-            may differ in the last bits of a result.
+        strategy: how the call runs. "row" reads the weight rows of each token's non-zeros. "union" works on tiles of
+            128 tokens, 16 of a small batch, and the neurons that any token of a tile fires. Both are the same where a
+            gradient will be needed; where none will be, both run float32 and float64 dense, which is logged once at
+            INFO. "screened" is "union" that computes a gate only where a product in int8 and a bound of its error say
+            that it may be a non-zero (docs/notes/screen.md): for sparse layers and many tokens, on a GPU of compute
+            capability 9.0 or the CPU. It has the same bits unless the bound fails, with a probability of at most 2^-80
+            per gate. "proven" is the same by a bound that never fails, with several times as many candidates for most
+            layers. "invariant" is "row" with the same bits for a token whatever other tokens the call has, and however
+            many; for inference on a GPU. "dense" is plain PyTorch, for any size and any dtype of F.linear. "auto" takes
+            the cheapest strategy for a sparse layer of this size: mostly "union", "row" for few tokens. It keeps
+            nothing between calls and so measures nothing. An ``AutoStrategy`` that you keep, as the modules do, chooses
+            by measured sparsity, "screened" only where its table has times of it. Graphs without gradients choose when
+            they run. "auto" and an ``AutoStrategy`` are dense on a CPU and, after a warning, on a GPU that was not
+            measured. Strategies may differ in the last bits of a result.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
             that and spills beyond. The speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the weights'
@@ -144,9 +144,9 @@ def sparse_gated_ffn(
     float64, to autocast's dtype.
 
     Returns y [..., K] of the dtype of x (under autocast: of autocast). The gate is rounded to that dtype, as in dense
-    PyTorch. Everything after it is fp32 until y, except that the hidden state is rounded where a gradient will be
-    needed. NaN and infinite gates propagate. Neurons whose gate is zero add nothing, except that a non-finite weight
-    row may make NaN of 0 * inf in tokens that do not fire it, as in dense PyTorch.
+    PyTorch. Everything after it is fp32 until y, except that "union" and training round the hidden state. NaN and
+    infinite gates propagate. Neurons whose gate is zero add nothing, except that a non-finite weight row may make NaN
+    of 0 * inf in tokens that do not fire it, as in dense PyTorch.
 
     y and ``aux.l1`` are differentiable once, with respect to x, weights and biases. Gradients are as close to the true
     ones as dense PyTorch's at any sparsity, and the same bits in every run. For backward a call keeps its operands and

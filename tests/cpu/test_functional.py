@@ -18,7 +18,6 @@ from twell._runtime import log
 from twell._runtime.log import warn_once
 
 BF16 = torch.bfloat16
-PROJECTIONS = {True: "gate up down", False: "gate down"}
 
 
 def gated(problem: testing.FFN, **options: Any) -> Any:

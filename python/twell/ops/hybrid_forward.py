@@ -1,12 +1,13 @@
-"""``hybrid_forward``: the forward pass of training. Returns y, the sum of |h|, the non-zeros and the hybrid format.
+"""``hybrid_forward``: the forward pass of training. Returns y, the sum of |h|, the number of non-zeros and the pattern.
 
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of gate = relu(x @ w_gate^T + b_gate), and
-without ``w_up`` h = gate; y = h @ w_down + b_down. The gate is rounded to x's dtype, and so is h, once. The gate is
-kept in the hybrid format of ``twell.ops.hybrid``, with room for ``held`` non-zeros per token on average; 0: for the
-most. On CUDA bfloat16 or float16, on the CPU float32 or float64, too. This is relu; ``twell._activation`` has the
-others. If ``screen`` is "screened" or "proven", gates are computed only where an int8 product says that they may be
-non-zeros, which is wrong with a probability of at most 2^-80 per gate, or never. Then values have 16 bits on the CPU,
-too.
+without ``w_up`` h = gate; y = h @ w_down + b_down. This is relu; ``twell._activation`` has the others. The gate is
+rounded to x's dtype, and so is h, once. The gate is kept in the hybrid format of ``twell.ops.hybrid``, with room for
+``held`` non-zeros per token on average, or for max(64, N / 36) if ``held`` is 0. Dtypes are bfloat16 and float16, on
+the CPU also float32 and float64.
+
+If ``screen`` is "screened" or "proven", gates are computed only where an int8 product says that they may be non-zeros.
+"screened" misses a gate with a probability of at most 2^-80, "proven" none. The screen takes 16-bit values alone.
 """
 
 from __future__ import annotations
@@ -168,8 +169,9 @@ def on_cuda(
     code, of_entries = activation.code(), RELU.code() if gated else activation.code()
     plain = 0 if gated else 1 + code
     compact = tuning.compact(dtype, True, family)
-    names = (neurons, sizes, 0) if lists is None else (*lists, 1)
-    launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, plain, capacity, *names)
+    # after a screen the words hold places in these lists, else neurons
+    listed = (neurons, sizes, 0) if lists is None else (*lists, 1)
+    launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, plain, capacity, *listed)
     if nonzeros is not None:
         if m * n <= geometry.MOST:
             nonzeros.copy_(sizes[-1])
@@ -177,7 +179,7 @@ def on_cuda(
             # the total in ``sizes`` may be cut off
             torch.sum(stats.select(2, 0), (0, 1), out=nonzeros)
     # the largest tensors of the step are given back before y is allocated
-    del packed, words, spill, stats, lists, names
+    del packed, words, spill, stats, lists, listed
     y = result(x)
 
     hidden = None

@@ -141,8 +141,9 @@ def by_slices(
         words, spill, *lists = ready or packed_of(first, last)
         ready = None
         sums, width = part(l1, start, stop), words.shape[1] // tiles
-        names = (*lists, 1) if lists else (pattern[1], pattern[3], 0)
-        launch(compact, words, spill, None, *pattern, None, sums, n, width, plain, geometry.MOST, *names)
+        # after a screen the words hold places in these lists, else neurons
+        listed = (*lists, 1) if lists else (pattern[1], pattern[3], 0)
+        launch(compact, words, spill, None, *pattern, None, sums, n, width, plain, geometry.MOST, *listed)
         if w_up is not None:
             own = part(x, first, last)
             launch(up, own, w_up, b_up, *pattern, None, None, sums, code, geometry.MOST, multiprocessors)
