@@ -86,7 +86,7 @@ class QuantizeGate:
         # warps of a row, and most of a CTA
         self.segments = spec.k_max // COLUMNS
         self.warps, self.partial_warps, self.ctas = WARPS[self.segments]
-        # warps of one of few rows, and whether a CTA can have them
+        # warps of one of few rows; 1 if a CTA can have them, else 0
         self.few_warps = spec.k_max // (32 * VECTOR)
         self.few = int(self.few_warps <= 32)
 

@@ -23,7 +23,7 @@ ROTATED = 2048
 # Where the dither is in the word of a column: x has the lower half, w the upper one.
 X_SHIFT, W_SHIFT = 0, 16
 
-# Streams of words: one per column, and one per line of the rotation, see ``signs``.
+# Streams of words: one per column, and one per line of the rotation, see ``sign_bits``.
 DITHERS, SIGNS = 0, 1
 
 KEY = (0x5EED7E11, 0x0DD17E12)
@@ -35,8 +35,8 @@ ROUNDS = 10
 FAILURE = 80
 
 # Rows are screened if their largest rotated magnitude is in this range. Of a row outside, all gates are candidates,
-# unless the row is zero.
-SMALLEST, LARGEST = 2.0**-50, 2.0**54
+# unless the row is zero. What underflows in a product of rows in it is nothing.
+SMALLEST, LARGEST = 2.0**-43, 2.0**54
 
 # Relative error of a rotated and scaled row in norm: sums of 16 and 32 terms on tensor cores, two bf16 values for one
 # of fp32, three levels of fp32 additions, and four roundings of the scale; and the part by which a spread is enlarged,

@@ -71,14 +71,6 @@ def load_quad(source: Any) -> Any:
 
 
 @cute.jit
-def load_pair(source: Any) -> Any:
-    """Load two registers from eight bytes of shared memory."""
-    return cute.arch.inline_ptx(
-        "ld.shared.v2.b32 { {$w0}, {$w1} }, [{$r0}];", write_only_types=[Uint32] * 2, read_only_args=[source]
-    )
-
-
-@cute.jit
 def copy_async(target: Any, source: Any, size: Int32) -> None:
     """Copy 16 bytes from global to shared memory, bypassing L1; only `size` are read, the rest is zero."""
     cute.arch.inline_ptx(

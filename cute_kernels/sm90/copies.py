@@ -57,24 +57,6 @@ def store_peer(target: Any, rank: Int32, value: Int32) -> None:
 
 
 @cute.jit
-def store_peer_pair(target: Any, rank: Int32, first: Uint32, second: Uint32) -> None:
-    """Store two words, 8-byte aligned, to CTA `rank` of the cluster."""
-    cute.arch.inline_ptx(
-        "st.shared::cluster.v2.b32 [{$r0}], { {$r1}, {$r2} };",
-        read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), first, second],
-    )
-
-
-@cute.jit
-def store_peer_float(target: Any, rank: Int32, value: Float32) -> None:
-    """Store one fp32 value to CTA `rank` of the cluster."""
-    cute.arch.inline_ptx(
-        "st.shared::cluster.f32 [{$r0}], {$r1};",
-        read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), value],
-    )
-
-
-@cute.jit
 def send_float(target: Any, barrier: Any, rank: Int32, value: Float32) -> None:
     """Store one fp32 value to CTA `rank` of the cluster, asynchronously; completes four bytes on its mbarrier."""
     cute.arch.inline_ptx(

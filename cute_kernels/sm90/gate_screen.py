@@ -179,7 +179,8 @@ class GateScreen(GatePack):
     def token_terms(self, o, operands):
         """a, b and i of a token: NaN or infinite if it is not screened; if it is zero, its biases decide."""
         c, (exists, scale, spread, offset) = o.constants, operands
-        a, b, i = Float32(NEVER), Float32(0.0), Float32(0.0)
+        # no token: not 0, whose product with an infinite bias is NaN
+        a, b, i = Float32(NEVER), Float32(0.0), Float32(1.0)
         if exists:
             p = spread + c.root
             slope = c.product * spread + c.w_part

@@ -81,9 +81,7 @@ def gate_screen(m: int, n: int, k: int, biased: bool, seed: int = 0) -> None:
     bias = ((torch.randn(n) * 0.7 - 3.4) * math.sqrt(k)).to(BF16) if biased else NONE
     if biased:
         # in units of the scales these are infinite, NaN or tiny; some are those of rows of zeros
-        extremes = [torch.inf, 3e38, 1e-40, torch.nan, -1e-40]
-        # tokens that do not exist may list neurons with these, which is no error
-        extremes += [-torch.inf, -3e38] if m % geometry.TOKEN_TILE == 0 else []
+        extremes = [torch.inf, 3e38, 1e-40, torch.nan, -1e-40, -torch.inf, -3e38]
         bias[::5] = torch.tensor(extremes).repeat(n)[: len(bias[::5])]
     given = (strided(x[0], -k % 16 + 16), *x[1:], strided(w[0], -k % 16 + 16), *w[1:], bias)
     found = on_gpu("gate_screen")(*given)
