@@ -118,18 +118,18 @@ def sparse_gated_ffn(
             it, no graph is for one value, and the call runs dense, whatever the strategy.
         strategy: how the call runs. "row" reads the weight rows of each token's non-zeros. "union" works on tiles of
             128 tokens, 16 of a small batch, and the neurons that any token of a tile fires. Both are the same where a
-            gradient will be needed; where none will be, both run float32 and float64 dense, which is logged once at
-            INFO. "screened" is "union" that computes a gate only where a product in int8 and a bound of its error say
-            that it may be a non-zero (docs/notes/screen.md): for sparse layers and many tokens, on a GPU of compute
-            capability 9.0 or the CPU. It has the same bits unless the bound fails, with a probability of at most 2^-80
-            per gate. "proven" is the same by a bound that never fails, with several times as many candidates for most
-            layers. "invariant" is "row" with the same bits for a token whatever other tokens the call has, and however
-            many; for inference on a GPU. "dense" is plain PyTorch, for any size and any dtype of F.linear. "auto" takes
-            the cheapest strategy for a sparse layer of this size: mostly "union", "row" for few tokens. It keeps
-            nothing between calls and so measures nothing. An ``AutoStrategy`` that you keep, as the modules do, chooses
-            by measured sparsity, "screened" only where its table has times of it. Graphs without gradients choose when
-            they run. "auto" and an ``AutoStrategy`` are dense on a CPU and, after a warning, on a GPU that was not
-            measured. Strategies may differ in the last bits of a result.
+            gradient will be needed; where none will be, every named strategy runs float32 and float64 dense, which is
+            logged once at INFO. "screened" is "union" that computes a gate only where a product in int8 and a bound of
+            its error say that it may be a non-zero (docs/notes/screen.md): for sparse layers and many tokens, on a GPU
+            of compute capability 9.0 or the CPU. It has the same bits unless the bound fails, with a probability of at
+            most 2^-80 per gate. "proven" is the same by a bound that never fails, with several times as many candidates
+            for most layers. "invariant" is "row" with the same bits for a token whatever other tokens the call has, and
+            however many; for inference on a GPU. "dense" is plain PyTorch, for any size and any dtype of F.linear.
+            "auto" takes the cheapest strategy for a sparse layer of this size: mostly "union", "row" for few tokens. It
+            keeps nothing between calls and so measures nothing. An ``AutoStrategy`` that you keep, as the modules do,
+            chooses by measured sparsity, "screened" only where its table has times of it. Graphs without gradients
+            choose when they run. "auto" and an ``AutoStrategy`` are dense on a CPU and, after a warning, on a GPU that
+            was not measured. Strategies may differ in the last bits of a result.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
             that and spills beyond. The speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the weights'
@@ -157,8 +157,8 @@ def sparse_gated_ffn(
     they are sums over ranks, and main_grads are placed as gradients; ``twell._sharding`` has the rules.
 
     "auto" is "dense", with PyTorch's derivatives, under transforms of torch.func (grad, jvp, vmap and those made of
-    them), for operands with a forward-mode tangent, and under torch.export where a gradient is needed. "row" and
-    "union" raise NotImplementedError there; export them under ``torch.no_grad()``. An operand of a class, or a
+    them), for operands with a forward-mode tangent, and under torch.export where a gradient is needed. Named sparse
+    strategies raise NotImplementedError there; export them under ``torch.no_grad()``. An operand of a class, or a
     TorchFunctionMode, that overrides PyTorch's operators makes a call dense, after a warning.
 
     Raises TypeError, ValueError or NotImplementedError naming what was got and expected; a second derivative raises

@@ -435,6 +435,8 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
     autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
     dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
     inference, training = (_auto.fixed(requested, weight.device, dtype, training) for training in (False, True))
+    if requested == "invariant":
+        training = "none", 'calls raise: strategy="invariant" computes inference alone'
     if site and not inference[0]:
         rows = site.explain(name)
         # graphs that ran before any call have a site of their own
@@ -481,15 +483,16 @@ def keep_gate_copies(module: nn.Module, keep: bool = True) -> None:
 
     A kept copy is made again when the weight was replaced, moved or written as autograd counts writes: by in-place
     operators and ``load_state_dict``; and after each step of an optimizer of ``torch.optim``. Other writes are not
-    seen, and results are then wrong: one through ``weight.data`` or a buffer of which the weight is a view, by
-    collectives such as ``torch.distributed.broadcast``, by kernels that take an address, or by FSDP. Call this again
+    seen, and results are then wrong: one through ``weight.data``, as averages of weights and merged adapters are often
+    written, or through another tensor of the same memory, by collectives such as ``torch.distributed.broadcast``, by a
+    replayed CUDA graph that has an optimizer's step in it, by kernels that take an address, or by FSDP. Call this again
     after such a write: that drops the copies. This is why layers keep none by default. Keep none either where
     ``torch.compile`` captures graphs by itself, as with ``mode="reduce-overhead"``.
 
     Weights that were made in inference mode count no writes, and those that autocast casts are others at each call;
-    their copies are made at each call, too. Copies and pickles of the module keep the choice, not the copy. Compiled
-    graphs find the copy by the weight's memory: if the weights are moved or replaced after this, or the module is a
-    copy, run one call that is not compiled, or call this again.
+    their copies are made at each call, too, and so are those of DTensors. Copies and pickles of the module keep the
+    choice, not the copy. Compiled graphs find the copy by the weight's memory: if the weights are moved or replaced
+    after this, or the module is a copy, run one call that is not compiled, or call this again.
 
     Raises TypeError unless ``keep`` is a bool, ValueError if ``module`` has no such layer.
     """

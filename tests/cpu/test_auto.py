@@ -847,6 +847,22 @@ def test_explain_names_what_runs(cls: Any, strategy: Any, dtype: torch.dtype, au
     assert [row.strategy for row in twell.explain(mlp)] == ["dense"] == [ran(mlp, x, False)]
 
 
+@MODULES
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_explain_says_that_training_by_invariant_raises(cls: Any, dtype: torch.dtype) -> None:
+    mlp = cls(K, N, dtype=dtype, strategy="invariant")
+    rows = {row.kind: row for row in twell.explain(mlp)}
+    x = torch.randn(8, K, dtype=dtype)
+    assert rows["inference"].strategy == ("dense" if dtype == torch.float32 else "invariant")
+    with torch.no_grad():
+        mlp(x)
+    assert rows["training"].strategy == "none"
+    said = 'strategy="invariant" computes inference alone'
+    assert said in rows["training"].reason
+    with pytest.raises(NotImplementedError, match=said):
+        mlp(x)
+
+
 def test_explain_changes_nothing(chooses: Arrivals) -> None:
     mlp, x = layer(firing=200), torch.randn(256, K).to(BF16)
     with torch.no_grad():

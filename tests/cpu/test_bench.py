@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import shlex
 import sys
@@ -105,27 +106,32 @@ def test_every_op_has_checked_and_timed_rows(bench: Callable[..., Result]) -> No
 
 
 def test_screened_decode_keeps_its_int8_weights(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are made once per copy of the weights, and "row" beside it does not find them."""
-    made: list[int] = []
+    """They are made once per copy of the weights and rounding, and "row" beside them does not find them."""
+    made: list[tuple[int, bool]] = []
     quantize_gate = ops.quantize_gate
 
     def spy(rows: Tensor, weights: bool, nearest: bool = False) -> Any:
-        made.append(rows.data_ptr())
+        made.append((rows.data_ptr(), nearest))
         return quantize_gate(rows, weights, nearest)
 
     for module in (ops, sys.modules["twell.ops.ffn"]):
         monkeypatch.setattr(module, "quantize_gate", spy)
     monkeypatch.setattr("twell.tuning.SCREENED_WEIGHT", 1)
-    result = bench("decode", "--workload", WORKLOAD, "--strategy", "row,screened", "--m-decode", "1,8")
+    monkeypatch.setattr("twell.tuning.FEW_GATE_PACK", 16)
+    result = bench("decode", "--workload", WORKLOAD, "--strategy", "row,union,screened,proven", "--m-decode", "1,8,32")
     assert result.code == 0, result.out
-    assert len(made) == len(set(made)) == 2
+    assert len(made) == len(set(made)) == 4
     assert not _gate_copies._COPIES
     rows = {(row["strategy"], row["tokens"]): row for row in result.rows if row["variant"] == "decode"}
     assert all(row["checked"] and row["red"] == "" for row in rows.values())
-    for m in (1, 8):
-        moved = [rows[strategy, m]["memory_gbs"] * rows[strategy, m]["ms"] for strategy in ("row", "screened")]
-        # MB of a gate of 264 neurons and 64 values each: half of it, and at least the rows that fire
-        assert moved[1] < moved[0] - 0.25 * 264 * 64 * 2e-6
+    for screen, m in itertools.product(("screened", "proven"), (1, 8, 32)):
+        moved = [rows[strategy, m]["memory_gbs"] * rows[strategy, m]["ms"] for strategy in ("row", screen)]
+        # MB of a gate of 264 neurons and 64 values each: half of it, and at least the rows that fire, few of 8 tokens
+        assert m > 8 or moved[1] < moved[0] - 0.25 * 264 * 64 * 2e-6
+        # more tokens than those of "row" are screened by tiles
+        flop = {name: rows[name, m]["executed_tflops"] * rows[name, m]["ms"] for name in ("row", "union", screen)}
+        assert flop[screen] == pytest.approx(flop["union" if m > 16 else "row"])
+        assert flop["row"] < flop["union"]
 
 
 def test_screened_layers_keep_their_int8_weights(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:

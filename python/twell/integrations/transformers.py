@@ -281,7 +281,7 @@ class SparseLlamaConfig(_SparseConfig, LlamaConfig):  # type: ignore[misc]
 
     Args:
         hidden_act: "relu"; the model refuses any other.
-        sparsity_strategy: "auto", "row", "union" or "dense", of every layer, as in ``twell.sparse_gated_ffn``.
+        sparsity_strategy: of every layer, a name as in ``twell.sparse_gated_ffn``.
         sparsity_compression: 2, 4 or 8, likewise.
         sparsity_down_layout: of a checkpoint's files: "linear" if down weights are stored [hidden, intermediate],
             "rows" if [intermediate, hidden]. Needed if both are equal, else the shape decides. ``save_pretrained`` of

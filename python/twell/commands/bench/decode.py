@@ -37,18 +37,19 @@ class Decode:
         self.nnz = float(self.active.sum()) / tokens
         self.overflowing = float(layer.overflows[middle : middle + tokens].sum()) / tokens
         # a sparse call reads only some rows of the other two weights: the gates alone must exceed the cache
-        screened = "screened" in layer.options.strategies
-        self.copies = layer.device.copies_for(layer.weight_bytes // ITEM if screened else layer.weight_bytes)
+        screens = [strategy for strategy in tuning.SCREENS if strategy in layer.options.strategies]
+        self.copies = layer.device.copies_for(layer.weight_bytes // ITEM if screens else layer.weight_bytes)
         self.calls = self.copies * math.ceil(CALLS / self.copies)
         self.weights = [self.window, *(self.window.map(Tensor.clone) for _ in range(self.copies - 1))]
-        # int8 gate weights, which strategy "screened" reads for few tokens
-        self.kept = [quantized(w.w_gate, "screened") for w in self.weights] if screened else []
+        # int8 gate weights, which strategies "screened" and "proven" read
+        self.kept = {screen: [quantized(w.w_gate, screen) for w in self.weights] for screen in screens}
         # three fp8 weights of every copy are more than its bf16 gate
         self.fp8 = [fp8.Weights.of(weights) for weights in self.weights] if layer.options.fp8 is not None else []
 
     def layer_by(self, strategy: Any, copy: int) -> Callable[[FFN], Tensor]:
-        """The layer by a strategy; "screened" has the int8 gate weight of this copy, as of a module that keeps it."""
-        return self.layer.sparse_with(strategy, self.kept[copy] if strategy == "screened" else None)
+        """The layer by a strategy; one that screens has the int8 gate weight of this copy, as of a module's."""
+        kept = self.kept[strategy][copy] if strategy in tuning.SCREENS else None
+        return self.layer.sparse_with(strategy, kept)
 
     def variants(self, m: int) -> list[Variant]:
         """The variants with ``m`` tokens per call: dense PyTorch first, then each strategy."""
@@ -99,10 +100,12 @@ class _Calls:
         """Operations and bytes of a strategy, and its floor."""
         layer = self.layer
         listed = self.listed * geometry.TOKEN_TILE
-        pairs = {"union": listed, "dense": float(self.m * layer.n)}.get(strategy, self.nonzeros)
+        screens, screens_tiles = strategy in tuning.SCREENS, self.m > tuning.FEW_GATE_PACK
+        by_tiles = strategy == "union" or (screens and screens_tiles)
+        pairs = listed if by_tiles else float(self.m * layer.n) if strategy == "dense" else self.nonzeros
         rows = layer.n if strategy == "dense" else self.fired
         gate: float = layer.weight_bytes
-        if strategy == "screened" and tuning.screens_few(self.m, layer.k, layer.n):
+        if screens and (screens_tiles or tuning.screens_few(self.m, layer.k, layer.n)):
             # int8, and at least the rows that fire
             gate = layer.weight_bytes / ITEM + rows * layer.k * ITEM
         moved = 2 * self.token_bytes + gate + 2 * rows * layer.k * ITEM
