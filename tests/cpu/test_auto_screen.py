@@ -112,6 +112,43 @@ def test_counts_where_the_screen_may_be_the_fastest() -> None:
     assert tuning.worth_screening(problem(), Figures(8, 0.3), SCREENS, "proven")
 
 
+def test_a_kept_copy_makes_the_screen_cheaper() -> None:
+    """By the time of the copy, which the table's times include, in inference alone."""
+    for training in (False, True):
+        call, figures = Problem(12288, 2048, 5632, True, training), Figures(30, 0.1, None, 0.12)
+        kept = call._replace(gate_kept=True)
+        one, other = (tuning.costs(each, figures) for each in (call, kept))
+        saved = 0 if training else 3 * 2048 * 5632 / tuning.QUANTIZE_BYTES / (6 * 12288 * 2048 * 5632 / 790e12)
+        assert one["screened"] - other["screened"] == pytest.approx(saved)
+        assert one["union"] == other["union"]
+    assert 0.005 < tuning.kept_saving(Problem(12288, 2048, 5632, True, False, gate_kept=True)) < 0.02
+    few = Problem(64, 2048, 5632, True, False, gate_kept=True)
+    assert tuning.kept_saving(few) == pytest.approx(3 / tuning.QUANTIZE_BYTES / (6 / 4.2e12))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_calls_say_whether_a_copy_is_kept(kept: bool, screens: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    decide = tuning.decide
+
+    def spy(call: Problem, *arguments: Any) -> Any:
+        # others are for graphs
+        if call.m == 256:
+            seen.append(call.gate_kept)
+        return decide(call, *arguments)
+
+    mlp, x = uneven(SparseGatedMLP), torch.randn(256, K).to(BF16)
+    twell.nn.keep_gate_copies(mlp, kept)
+    monkeypatch.setattr(tuning, "decide", spy)
+    with torch.no_grad():
+        for _ in range(4):
+            mlp(x)
+        assert set(seen) == {kept}
+        twell.nn.keep_gate_copies(mlp, not kept)
+        mlp(x)
+    assert seen[-1] == (not kept)
+
+
 # Candidates
 
 
