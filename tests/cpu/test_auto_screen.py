@@ -13,11 +13,12 @@ import pytest
 import torch
 from auto_layers import BF16, COSTS, TABLE, Arrivals, K, N, layer
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import twell
 from profiling import held_out
 from twell import _auto, _tables, ops, testing, tuning
-from twell._runtime import device
+from twell._runtime import device, specs
 from twell.commands import sparsity, tune
 from twell.commands.bench import protocol
 from twell.commands.saved_model import WatchedLayer
@@ -91,6 +92,24 @@ def test_other_gpus_have_no_screen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not _tables.in_use(torch.device("cuda", 0)).screens
     finally:
         _tables._on.cache_clear()
+
+
+def test_explain_says_that_calls_raise_without_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "family", lambda index: specs.PORTABLE)
+    monkeypatch.setattr(device, "capability", lambda index: (8, 0))
+    with FakeTensorMode():
+        mlp = SparseGatedMLP(K, N, dtype=BF16, device="meta")
+        for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            linear.weight = torch.nn.Parameter(torch.empty_like(linear.weight, device="cuda"))
+        for strategy in ("screened", "proven"):
+            mlp.strategy = strategy
+            (row,) = twell.explain(mlp)
+            assert (row.kind, row.strategy) == ("any", "none")
+            said = f'calls raise: strategy "{strategy}" needs compute capability 9.0, got 8.0 on cuda:0; use "row"'
+            assert row.reason.startswith(said)
+        monkeypatch.setattr(tuning, "family", lambda index: specs.SM90)
+        (row,) = twell.explain(mlp)
+        assert (row.strategy, row.reason) == ("proven", "it was named")
 
 
 def test_neurons_that_fire_are_candidates() -> None:
