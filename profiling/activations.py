@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiling.draw.common import markdown
 from twell import testing
 from twell._activation import NAMES
 from twell.commands.bench import workloads
-from twell.commands.bench.protocol import Graph, Loop, measure
+from twell.commands.bench.protocol import Cpu, Device, Gpu, measure
 from twell.commands.bench.report import write_json
 from twell.testing.workloads import FFN
 
@@ -34,8 +35,6 @@ TOKENS, K, N = 16384, 2048, 5632
 LAYERS = ("topic29", "uniform29")
 # K, N, gated, non-zeros: 12 % of the neurons
 ONE_TOKEN = ((4096, 14336, True, 1720), (4096, 16384, False, 1966))
-# bytes of all copies of the weights, more than twice the L2 cache of an H200
-COPIED = 120e6
 
 
 @dataclass
@@ -80,10 +79,11 @@ def ratios(found: testing.Comparison) -> tuple[float, float]:
     return found.ours.frobenius / found.dense.frobenius, found.ours.worst_row / found.dense.worst_row
 
 
-def timed(calls: dict[tuple[str, str], Call], copies: int, seconds: float, cuda: bool) -> dict[tuple[str, str], float]:
+def timed(
+    calls: dict[tuple[str, str], Call], copies: int, seconds: float, device: Device
+) -> dict[tuple[str, str], float]:
     """Milliseconds by activation and strategy, interleaved."""
-    recording = Graph if cuda else Loop
-    found = measure({" ".join(key): recording(call, copies) for key, call in calls.items()}, seconds)
+    found = measure({" ".join(key): device.record(call, copies) for key, call in calls.items()}, seconds)
     return {key: statistics.median(found[" ".join(key)]) for key in calls}
 
 
@@ -99,7 +99,9 @@ def rows_of(common: dict[str, Any], times: dict[tuple[str, str], float], errors:
         yield row
 
 
-def forward(problem: FFN, gated: bool, strategies: Sequence[str], copies: int, seconds: float) -> tuple[Any, Any]:
+def forward(
+    problem: FFN, gated: bool, strategies: Sequence[str], copies: int, seconds: float, device: Device
+) -> tuple[Any, Any]:
     """Times and errors of forward passes."""
     layers, calls, errors = copies_of(problem, copies), dict[tuple[str, str], Call](), dict[tuple[str, str], Any]()
     for activation in NAMES if gated else [name for name in NAMES if name != "drelu"]:
@@ -112,10 +114,10 @@ def forward(problem: FFN, gated: bool, strategies: Sequence[str], copies: int, s
             calls[activation, strategy] = lambda i, a=asked: (testing.sparse_output(layers[i], **a),)  # type: ignore[misc]
             found = testing.compare(problem, testing.sparse_output(problem, **asked), **options)
             errors[activation, strategy] = ratios(found)
-    return timed(calls, copies, seconds, problem.x.is_cuda), errors
+    return timed(calls, copies, seconds, device), errors
 
 
-def training(problem: FFN, seconds: float) -> tuple[Any, Any]:
+def training(problem: FFN, seconds: float, device: Device) -> tuple[Any, Any]:
     """Times and errors of training steps."""
     calls, errors = dict[tuple[str, str], Call](), dict[tuple[str, str], Any]()
     for activation in NAMES:
@@ -133,7 +135,26 @@ def training(problem: FFN, seconds: float) -> tuple[Any, Any]:
         gradients = testing.sparse_gradients(smooth, dy, strategy="union", **options)
         found = testing.compare_gradients(smooth, dy, gradients, **options).values()
         errors[activation, "union"] = tuple(map(max, zip(*map(ratios, found), strict=True)))
-    return timed(calls, 1, seconds, problem.x.is_cuda), errors
+    return timed(calls, 1, seconds, device), errors
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Microseconds by activation, over those of relu and over dense's, and the largest error over dense's."""
+    sparse = [row for row in rows if not row["strategy"].startswith("dense ")]
+    keys = ("layer", "gated", "tokens", "op", "strategy")
+    calls: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in sparse:
+        calls.setdefault(tuple(row[key] for key in keys), {})[row["activation"]] = row
+    lines = []
+    for (layer, gated, tokens, op, strategy), own in calls.items():
+        cells = [f"`{layer}`" if tokens > 1 else f"{layer}{'' if gated else ', no gate'}", f"{tokens:,}"]
+        cells += ["training step" if op == "training" else op, strategy]
+        for activation in NAMES:
+            each = own.get(activation)
+            cells.append(f"{each['ms'] * 1e3:.1f} / {each['over_relu']:.3f} / {each['over_dense']:.2f}" if each else "")
+        lines.append([*cells, f"{max(row['frobenius'] for row in own.values()):.2f}"])
+    header = ["layer", "tokens", "call", "strategy", *NAMES, "error over dense's"]
+    return markdown(header, "lrll" + "r" * (len(NAMES) + 1), lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,11 +163,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="time of a layer and operation (2.0)")
     parser.add_argument("--device", default="cuda", help="cpu tries the program, with times that say nothing (cuda)")
     arguments = parser.parse_args(argv)
+    device: Device = Cpu() if arguments.device == "cpu" else Gpu(torch.device(arguments.device))
+    where = device.torch_device
     rows: list[Row] = []
 
     def note(common: dict[str, Any], op: str, found: tuple[Any, Any]) -> None:
         rows.extend(rows_of(common | {"op": op}, *found))
-        write_json(arguments.out, rows, machine=testing.machine_line(), arguments={"seconds": arguments.seconds})
+        write_json(arguments.out, rows, machine=testing.machine_line(where), arguments={"seconds": arguments.seconds})
         for row in rows[-len(found[0]) :]:
             print(
                 f"{row.layer:12} {row.op:8} {row.tokens:6} {row.activation:8} {row.strategy:14} "
@@ -157,18 +180,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
 
     for name in LAYERS:
-        problem = testing.make(name, TOKENS, K, N, device=arguments.device)
+        problem = testing.make(name, TOKENS, K, N, device=where)
         common = {"layer": name, "k": K, "n": N, "gated": True, "tokens": TOKENS}
         with torch.inference_mode():
-            found = forward(problem, True, ("row", "union", "screened"), 1, arguments.seconds)
+            found = forward(problem, True, ("row", "union", "screened"), 1, arguments.seconds, device)
         note(common, "forward", found)
-        note(common, "training", training(problem, arguments.seconds))
+        note(common, "training", training(problem, arguments.seconds, device))
     for k, n, gated, nonzeros in ONE_TOKEN:
         (source,) = workloads.parse([f"nnz={nonzeros},skew=1"])
-        problem = source.load(1, k, n, device=arguments.device, dtype=torch.bfloat16)
-        copies = math.ceil(COPIED / (2 * (3 if gated else 2) * n * k)) + 1
+        problem = source.load(1, k, n, device=where, dtype=torch.bfloat16)
+        # sparse calls read few rows of the other weights: the gates alone must exceed the cache
+        copies = device.copies_for(2 * n * k)
         with torch.inference_mode():
-            found = forward(problem, gated, ("row", "union"), copies, arguments.seconds / 2)
+            found = forward(problem, gated, ("row", "union"), copies, arguments.seconds / 2, device)
         note({"layer": f"{nonzeros} of {n}", "k": k, "n": n, "gated": gated, "tokens": 1}, "forward", found)
     return 0
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling import everything, measurements, quality_results, reference, relufy_results
+from profiling import activations, everything, measurements, quality_results, reference, relufy_results, screen_results
 from profiling.draw.common import ResultError, Results, markdown
 from profiling.nsight import summarize
 from profiling.paper_code import means as paper_code_means
@@ -553,44 +553,12 @@ def layer_calls(name: str, command: str) -> str:
     return f"{markdown(header, 'lrrlllrrr', rows)}\n\n{found['machine']}"
 
 
-def screen(name: str, base: str, command: str) -> str:
-    """Layers with the int8 screen of the gate over ``base``, the strategy of the same layer without it."""
+def made_by(name: str, command: str, table: Callable[[list[Row]], str]) -> str:
+    """The table of a file's rows and its machine line; a sentence while there is no file, with what makes it."""
     if missing := unmeasured(name, command):
         return missing
-    calls = {"ffn": "forward", "train": "training step", "decode": "forward, weights outside L2"}
-    rows, found = [], result(name)
-    good = [row for row in found["rows"] if row["variant"] in calls and row["ms"] and not row["red"]]
-    for theirs in good:
-        same = {
-            r["requested"]: r for r in good if all(r[key] == theirs[key] for key in ("workload", "variant", "tokens"))
-        }
-        if theirs["requested"] != base or not {"screened", "auto"} <= set(same):
-            continue
-        ours, chosen = same["screened"], same["auto"]
-        cells = [f"`{theirs['workload']}`", f"{theirs['tokens']:,}", calls[theirs["variant"]]]
-        cells += [f"{theirs['ms'] * 1e3:.1f}", f"**{ours['ms'] * 1e3:.1f}**", f"**{ours['ms'] / theirs['ms']:.3f}**"]
-        cells += [f"{chosen['strategy']} {chosen['ms'] / theirs['ms']:.3f}"]
-        both = theirs["energy_mj"], ours["energy_mj"]
-        cells += [f"{both[0]:.3f} / {both[1]:.3f}" if all(both) else ""]
-        peaks = theirs["peak_bytes"], ours["peak_bytes"]
-        cells += [f"{peaks[0] / 1e6:.0f} / {peaks[1] / 1e6:.0f}" if all(peaks) else ""]
-        rows.append(cells)
-    header = [
-        "workload",
-        "tokens",
-        "call",
-        f'"{base}", us',
-        '"screened"',
-        "over",
-        '"auto", over',
-        "mJ per token",
-        "peak MB",
-    ]
-    kept = [place for place in range(len(header)) if any(row[place] for row in rows)]
-    table = markdown(
-        [header[i] for i in kept], "".join("lrlrrrlrr"[i] for i in kept), [[r[i] for i in kept] for r in rows]
-    )
-    return f"{table}\n\n{found['machine']}"
+    found = result(name)
+    return f"{table(found['rows'])}\n\n{found['machine']}"
 
 
 def host() -> str:
@@ -605,45 +573,6 @@ def host() -> str:
 
 # Columns in microseconds, their fields of a row, and what makes these microseconds.
 HOST_COLUMNS = {"host, us": ("host_us", 1), "waited for": ("waited_ms", 1e3), "replayed": ("replay_ms", 1e3)}
-
-
-def hard_model() -> str:
-    """A model whose neighbouring tokens fire other neurons."""
-    name = "h200_model_hard"
-    if missing := unmeasured(name, "twell bench model --topic 0"):
-        return missing
-    return f"{model_table([result(name)])}\n\n{result(name)['machine']}"
-
-
-def activations() -> str:
-    """Layers of each activation: microseconds, over those of relu and of dense, and the largest error over dense's."""
-    name = "h200_activations"
-    if missing := unmeasured(name, "python -m profiling.activations"):
-        return missing
-    found = result(name)
-    sparse = [row for row in found["rows"] if not row["strategy"].startswith("dense ")]
-    places = dict.fromkeys((row["layer"], row["gated"], row["tokens"], row["op"], row["strategy"]) for row in sparse)
-    rows = []
-    for place in places:
-        layer, gated, tokens, op, strategy = place
-        keys = ("layer", "gated", "tokens", "op", "strategy")
-        own = {row["activation"]: row for row in sparse if tuple(row[key] for key in keys) == place}
-        cells = [f"`{layer}`" if tokens > 1 else f"{layer}{'' if gated else ', no gate'}", f"{tokens:,}"]
-        cells += ["training step" if op == "training" else op, strategy]
-        for activation in ("relu", "relu2", "drelu", "fatrelu"):
-            row = own.get(activation)
-            cells.append(f"{row['ms'] * 1e3:.1f} / {row['over_relu']:.3f} / {row['over_dense']:.2f}" if row else "")
-        rows.append([*cells, f"{max(row['frobenius'] for row in own.values()):.2f}"])
-    header = ["layer", "tokens", "call", "strategy", "relu", "relu2", "drelu", "fatrelu", "error over dense's"]
-    return f"{markdown(header, 'lrllrrrrr', rows)}\n\n{found['machine']}"
-
-
-def screened_model() -> str:
-    """A whole model with the screen, and with "auto" that takes none."""
-    name = "h200_screen_model"
-    if missing := unmeasured(name, "twell bench model --config 1.5B --unscreened"):
-        return missing
-    return f"{model_table([result(name)])}\n\n{result(name)['machine']}"
 
 
 def several_gpus() -> str:
@@ -878,12 +807,26 @@ TABLES: dict[str, Callable[[], str]] = {
     "large layer": lambda: layer_calls("h200_large_layer", "twell bench ffn,train,decode -k 4096 -n 14336"),
     "few tokens": lambda: layer_calls("h200_few_ffn", "twell bench ffn -m 512 1024 2048"),
     "over-full": lambda: layer_calls("h200_overfull", "twell bench train,train_overflow"),
-    "activations": activations,
-    "screen": lambda: screen("h200_screen", "union", "twell bench ffn,train --strategy union screened auto"),
-    "screen decode": lambda: screen("h200_screen_decode", "row", "twell bench decode --strategy row screened auto"),
-    "screen model": screened_model,
+    "activations": lambda: made_by("h200_activations", "python -m profiling.activations", activations.table),
+    "screen": lambda: made_by(
+        "h200_screen",
+        "twell bench ffn,train --strategy union screened auto",
+        lambda rows: screen_results.table(rows, "union"),
+    ),
+    "screen decode": lambda: made_by(
+        "h200_screen_decode",
+        "twell bench decode --strategy row screened auto",
+        lambda rows: screen_results.table(rows, "row"),
+    ),
+    "screen model": lambda: made_by(
+        "h200_screen_model",
+        "twell bench model --config 1.5B --unscreened",
+        lambda rows: model_table([result("h200_screen_model")]),
+    ),
     "host": host,
-    "hard model": hard_model,
+    "hard model": lambda: made_by(
+        "h200_model_hard", "twell bench model --topic 0", lambda rows: model_table([result("h200_model_hard")])
+    ),
     "soak": soak,
     "several GPUs": several_gpus,
     "memory": memory,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from profiling import activations, dump, gate_tiles, portable
+from profiling import activations, dump, gate_tiles, portable, screen_results
 from profiling.nsight import profile_target, summarize
 from twell import testing, tuning
 from twell._runtime import resolve, specs
@@ -529,7 +529,7 @@ def test_timed_gate_kernels_get_all_of_their_arguments(m: int) -> None:
 
 
 def test_layers_of_each_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("TOKENS", 256), ("K", 64), ("N", 256), ("LAYERS", ("topic29",)), ("COPIED", 1)):
+    for name, value in (("TOKENS", 256), ("K", 64), ("N", 256), ("LAYERS", ("topic29",))):
         monkeypatch.setattr(activations, name, value)
     monkeypatch.setattr(activations, "ONE_TOKEN", ((64, 256, True, 30), (64, 256, False, 30)))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
@@ -546,3 +546,19 @@ def test_layers_of_each_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {row["activation"] for row in sparse if not row["gated"]} == {"relu", "relu2", "fatrelu"}
     assert all(0 < row["frobenius"] < 1.6 and row["worst_row"] > 0 for row in sparse)
     assert all(row["over_relu"] == 1 for row in sparse if row["activation"] == "relu")
+    lines = [line.split(" | ") for line in activations.table(rows).splitlines()[2:]]
+    # three strategies and a training step, then two strategies of each layer on one token
+    assert [line[3] for line in lines] == ["row", "union", "screened", "union", "row", "union", "row", "union"]
+    assert [line[6] == "" for line in lines] == [False] * 6 + [True] * 2
+
+
+def test_the_table_of_the_screen() -> None:
+    def row(requested: str, ms: float, strategy: str = "", **more: Any) -> dict[str, Any]:
+        known = {"workload": "w", "tokens": 16384, "variant": "ffn", "requested": requested, "strategy": strategy}
+        return known | {"ms": ms, "red": "", "energy_mj": None, "peak_bytes": None} | more
+
+    rows = [row("union", 0.5, peak_bytes=2e6), row("screened", 0.4, peak_bytes=3e6), row("auto", 0.45, "screened")]
+    rows += [row("union", 1.0, variant="train"), row("screened", 0.9, variant="train", red="wrong")]
+    header, _, *lines = screen_results.table(rows, "union").splitlines()
+    assert header == '| workload | tokens | call | "union", us | "screened" | over | "auto", over | MB |'
+    assert lines == ["| `w` | 16,384 | forward | 500.0 | **400.0** | **0.800** | screened 0.900 | 2 / 3 |"]
