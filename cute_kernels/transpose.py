@@ -147,7 +147,11 @@ class Transpose:
         capacity = d_gate.shape[0]
         if chunks.shape[0] > 0:
             self.count(hybrid, groups, capacity).launch(
-                grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+                grid=(chunks.shape[0], 1, 1),
+                block=(THREADS, 1, 1),
+                min_blocks_per_mp=1,
+                stream=stream,
+                use_pdl=launch.overlaps(),
             )
         self.scan(sizes, groups, tiles, capacity).launch(
             grid=(cute.ceil_div(tiles.shape[0], SCAN_WARPS), 1, 1),
@@ -169,8 +173,9 @@ class Transpose:
     @cute.kernel
     def count(self, hybrid: Hybrid, groups: cute.Tensor, capacity: Int32):
         at = self.thread_index()
-        launch.griddepcontrol_launch_dependents()
         s, _ = self.views(SmemAllocator().allocate(self.shared), hybrid.slot.shape[0])
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
         if hybrid.sizes[hybrid.chunks.shape[0]] <= capacity:
             listed = self.load_list(s, hybrid, at)
             total = groups.shape[0]

@@ -398,7 +398,7 @@ def backward_cuda(
     parts = 2 * -(-k // geometry.SLAB) + int(bias and family != specs.SM90)
     units = geometry.cut_units(m, parts)
     arrivals = empty(popularity, units * geometry.UNIT_WARPS)
-    launch(tuning.rank(), popularity, order, slot, arrivals)
+    launch(tuning.rank(), popularity, order, slot, arrivals, multiprocessors)
     neuron_tiles, token_tiles = -(-n // geometry.NEURON_TILE), geometry.token_tiles(m)
     groups = empty(sizes, (neuron_tiles, token_tiles, 2))
     tiles = empty(sizes, (neuron_tiles, 5))
