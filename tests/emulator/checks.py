@@ -208,6 +208,45 @@ def sampled_gate(sizes: Sequence[int], k: int, biased: bool, compression: int, c
             testing.assert_packed_same(tuple(t.contiguous() for t in found), right, len(weight), compression)
 
 
+# ---- the hybrid format ----
+
+
+def locate(rows: int, tiles: int, n: int, most: int, seed: int = 0) -> None:
+    """The ranges of token tiles from statistics of [rows, tiles], in training; no tokens, so that nothing follows."""
+    torch.manual_seed(seed)
+    b = -(-rows * geometry.STATS_ROWS // geometry.TOKEN_TILE)
+    stats = torch.randint(0, most + 1, (rows, tiles, 2), dtype=torch.int32)
+    # sums of what is behind a count would show
+    stats[:, :, 1] = POISON
+    words, spill = torch.empty(0, 32, dtype=torch.int32), torch.empty(0, geometry.TILE, dtype=BF16)
+    neurons = torch.full((b, 64), 0x7F7F, dtype=torch.int16)
+    chunks, sizes, popularity = (torch.full(shape, POISON, dtype=torch.int32) for shape in ((b, 4), (b + 1,), (n,)))
+    operands = (words, spill, stats, torch.empty(0, dtype=torch.int32), neurons, chunks, sizes, popularity)
+    numbers = (n, 32, 0, 0, neurons, sizes, 0)
+    launch(tuning.compact(BF16, True), *operands, torch.empty(b, 8), *numbers)
+    lines = geometry.TOKEN_TILE // geometry.STATS_ROWS
+    ends = torch.stack([part[:, :, 0].sum() for part in stats.split(lines)]).cumsum(0)
+    places = torch.cat((torch.zeros(1, dtype=torch.int64), ends)).clamp(max=geometry.MOST).int()
+    testing.assert_same(chunks[:, 0], places[:-1], "begins")
+    testing.assert_same(chunks[:, 3], places[1:], "ends")
+    testing.assert_same(sizes[-1], places[-1], "number of non-zeros")
+    assert (chunks[:, 1:3] == POISON).all(), "chunks are written"
+    assert (sizes[:-1] == POISON).all(), "sizes are written"
+    assert not popularity.any(), "popularity is not cleared"
+
+
+def rank(n: int, most: int, ctas: int, counters: int, seed: int = 0) -> None:
+    """Neurons by popularity, from 0 to ``most``: many ties, if that is small."""
+    torch.manual_seed(seed)
+    popularity = torch.randint(0, most + 1, (n,), dtype=torch.int32)
+    order, slot, arrivals = (torch.full((length,), POISON, dtype=torch.int32) for length in (n, n, counters))
+    launch(tuning.rank(), popularity, order, slot, arrivals, ctas)
+    right = popularity.sort(descending=True, stable=True).indices
+    testing.assert_same(order, right.int(), "order")
+    testing.assert_same(slot, right.argsort().int(), "slot")
+    assert not arrivals.any(), "counters are not cleared"
+
+
 # ---- a layer ----
 
 
@@ -232,12 +271,14 @@ def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bo
         layer[2] = layer[5] = None
     y, l1, nonzeros, *saved = ops.hybrid_forward(*layer, 8)
     found = on_gpu("hybrid_forward")(*layer, 8)
+    nothing = hybrid.zero(hybrid.Kept(*found[3:]))
+    testing.assert_same(nothing, torch.tensor(0.0), "zero")
     for name, a, b in zip(("y", "l1", "nonzeros"), found, (y, l1, nonzeros)):
         testing.assert_same(a, b, name)
     testing.assert_hybrid_same(found[3:], saved, m, n, gated)
-    given = (testing.integer_upstream(problem), torch.tensor(0.0), *layer[:6])
-    right = ops.hybrid_backward(*given, *saved, True, True)
-    ours = on_gpu("hybrid_backward")(*given, *found[3:], True, True)
+    dy = testing.integer_upstream(problem)
+    right = ops.hybrid_backward(dy, torch.tensor(0.0), *layer[:6], *saved, True, True)
+    ours = on_gpu("hybrid_backward")(dy, nothing, *layer[:6], *found[3:], True, True)
     for name, a, b in zip(("x", "w_gate", "w_up", "w_down", "b_gate", "b_up"), ours, right, strict=True):
         testing.assert_same(a, b, f"gradient of {name}")
 
@@ -252,7 +293,8 @@ def draw(generator: random.Random) -> partial[None]:
     sizes = [generator.choice((0, 1, 63, 64, 65, 128, 192, 255, 256, 257, 300, 448, 512)) for _ in range(5)]
     sizes = sizes[: generator.randint(1, 5)]
     ctas, biased = generator.randint(1, 5), generator.random() < 0.5
-    kind = generator.choice((quantize_gate, gate_screen, sampled_up, sampled_grad, sampled_gate, ffn_screened))
+    kinds = (quantize_gate, gate_screen, sampled_up, sampled_grad, sampled_gate, locate, rank, ffn_screened)
+    kind = generator.choice(kinds)
     if kind is quantize_gate:
         hidden = 8 * generator.randint(1, specs.K_CLASSES[0] // 8)
         return partial(kind, generator.randint(1, 60), hidden, biased, seed)
@@ -264,6 +306,12 @@ def draw(generator: random.Random) -> partial[None]:
         return partial(kind, sizes, k, generator.random() < 0.5, ctas, seed)
     if kind is sampled_gate:
         return partial(kind, sizes, k, biased, generator.choice((2, 4, 8)), ctas, seed)
+    if kind is locate:
+        most, neurons = generator.choice((0, 1, 2048, 1 << 22)), 8 * generator.randint(1, 2000)
+        return partial(kind, generator.randint(1, 600), generator.randint(1, 60), neurons, most, seed)
+    if kind is rank:
+        most = generator.choice((0, 1, 9, 1000, (1 << 31) - 1))
+        return partial(kind, 8 * generator.randint(1, 200), most, ctas, generator.randint(0, 3000), seed)
     biases = " ".join(name for name in ("gate", "up", "down") if generator.random() < 0.5)
     n, density = 8 * generator.randint(2, 70), generator.choice((0.0, 0.01, 0.05, 0.3, 1.0))
     return partial(kind, generator.randint(1, 300), k, n, density, biases, seed)

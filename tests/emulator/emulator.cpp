@@ -187,6 +187,11 @@ u64 convert(const Instruction& in, u64 a, u64 b) {
   if (is_float(from) && is_float(to)) {
     return from == TYPE_F32 ? half(a, to) : rounded(real(a, from), to);
   }
+  if (from == TYPE_F32 && to == TYPE_S32) {
+    const float x = real(a, from);
+    if (!(x > -2147483648.0f && x < 2147483648.0f)) stop("a conversion of a value that is no 32-bit integer");
+    return (u32)(i32)x;
+  }
   if (is_float(from) || (is_float(to) && to != TYPE_F32)) stop("a conversion between these types");
   const u64 value = extended(a, from);
   if (to == TYPE_F32) return word(is_signed(from) ? (float)(i64)value : (float)value);

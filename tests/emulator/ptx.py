@@ -300,8 +300,8 @@ class Kernel:
         self._plain("SET", s, source=TYPES.index(s.types[1]), mode=s.one_of(COMPARISONS))
 
     def _cvt(self, s: _Statement) -> None:
-        # a rounding to the nearest, or none
-        s.take("rn")
+        # a rounding to the nearest, or none; an integer from fp32 is truncated
+        s.take("rzi" if s.types[:2] == ["s32", "f32"] else "rn")
         self._plain("CVT", s, source=TYPES.index(s.types[1]), flags=RELU * s.take("relu"))
 
     def _cvta(self, s: _Statement) -> None:

@@ -68,6 +68,50 @@ def test_the_gate_at_candidates(
 
 @SEEDS
 @pytest.mark.parametrize(
+    ("rows", "tiles", "n", "most"),
+    [
+        (1, 1, 8, 8),
+        (17, 22, 5632, 2048),
+        # more counts of a token tile than a warp loads at a time, and more of popularity than threads clear at a time
+        (33, 60, 9000, 2048),
+        # more than one token tile for each warp, and totals that end at 2^31 - 1
+        (16 * 258 - 3, 2, 264, 1 << 19),
+        # more token tiles than the threads of a CTA
+        (16 * 1030 + 1, 1, 8, 2048),
+    ],
+)
+def test_ranges_of_token_tiles(emulator: Emulator, rows: int, tiles: int, n: int, most: int, seed: int) -> None:
+    with emulator.stands_in(2, Schedule.of(seed)):
+        checks.locate(rows, tiles, n, most, seed)
+
+
+@SEEDS
+@pytest.mark.parametrize(
+    ("n", "most", "ctas", "counters"),
+    [
+        (8, 0, 3, 0),
+        # all equal, few values, and counts beyond what fp32 holds
+        (264, 0, 3, 1),
+        (264, 3, 3, 5000),
+        (1000, 1 << 30, 1, 600),
+        # the last CTA has fewer neurons, and the last slice is incomplete
+        (1032, 40, 7, 600),
+        # more neurons than a CTA takes
+        (1096, 100, 2, 0),
+    ],
+)
+def test_neurons_by_popularity(emulator: Emulator, n: int, most: int, ctas: int, counters: int, seed: int) -> None:
+    with emulator.stands_in(2, Schedule.of(seed)):
+        checks.rank(n, most, ctas, counters, seed)
+
+
+def test_neurons_that_are_staged_in_two_parts(emulator: Emulator) -> None:
+    with emulator.stands_in(2, Schedule()):
+        checks.rank(16392, 300, 33, 8)
+
+
+@SEEDS
+@pytest.mark.parametrize(
     ("m", "k", "n", "density", "biases"),
     [
         (130, 72, 264, 0.02, ""),

@@ -11,8 +11,8 @@ list is its rank, and 64 ranks are a chunk. For M tokens, N neurons, B token til
   non-zeros follow; see ``values``.
 - popularity int32 [N]: the number of non-zeros of each neuron.
 
-If there are more non-zeros than that, only the total in ``sizes`` is valid, and backward computes the gate and the up
-projection again.
+If there are more non-zeros than that, only the total in ``sizes`` is valid, beside ``zero``, and backward computes the
+gate and the up projection again.
 
 On the CPU values may be wider than 16 bits. Then the entries hold none, and the values follow the up projections.
 """
@@ -97,6 +97,11 @@ def _kept_shapes(x: Tensor, n: int, gated: bool, capacity: int) -> dict[str, tup
         "sizes": (tiles + 1,),
         "popularity": (n,),
     }
+
+
+def zero(kept: Kept) -> Tensor:
+    """A zero (0-d, float32) of the gate of one token or more, in memory: the first chunk begins at entry 0."""
+    return kept.chunks.view(torch.float32)[0, 0]
 
 
 def check_backward(given: Backward) -> None:
