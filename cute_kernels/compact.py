@@ -14,9 +14,9 @@ ordinal among those of its chunk and token is its distance from the first of the
 again by the token's own warp, 32 at a time.
 
 In inference the pool of entries has room for all gates, with a fixed part for each token tile. In training the pool is
-small: `locate` first computes the token tiles' ranges from the statistics, and clears the popularity, to which `compact`
-adds. It is one cluster: its warps share the token tiles' totals, the first CTA makes prefix sums of them. If the ranges
-exceed the pool, `compact` only clears the sums of |h|.
+small: `locate`, one cluster, first computes the token tiles' ranges from the statistics. Its warps add up the counts of
+a token tile each, and the first CTA makes prefix sums of the totals. It also clears the popularity, to which `compact`
+adds. If the ranges exceed the pool, `compact` only clears the sums of |h|.
 """
 
 from typing import Any, NamedTuple

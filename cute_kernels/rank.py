@@ -1,9 +1,9 @@
 """Rank neurons by descending popularity, then by index: order[rank] = neuron and slot[neuron] = rank.
 
 A neuron's rank is the number of neurons before it. All pairs are compared: for thousands of neurons that takes a few
-microseconds in one launch; a sort takes several launches. Each CTA ranks as many neurons. A thread compares four of
-them with every `slices`-th four of all neurons, which are staged in shared memory. Counters of weight_grad.py are
-cleared, too.
+microseconds in one launch; a sort takes several launches. Every CTA ranks the same number of neurons. A thread has four
+of them and a slice of all neurons, which are staged in shared memory: with S slices every S-th four. Counters of
+weight_grad.py are cleared, too.
 """
 
 from typing import Any
@@ -123,7 +123,7 @@ def four(vector: Any, first: Any) -> Any:
 
 @cute.jit
 def add_if_greater(count: Float32, a: Int32, b: Int32) -> Float32:
-    """Add one if a > b. The count is fp32, whose unit has nothing else to do, and the addition depends on a predicate."""
+    """Add one if a > b, in two instructions. The unit of fp32 sums has nothing else to do."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.gt.s32 p, {$r1}, {$r2}; mov.f32 {$w0}, {$r0}; @p add.f32 {$w0}, {$w0}, 0f3F800000; }",
         write_only_types=[Float32],

@@ -258,11 +258,21 @@ class Transpose:
     def load_list(self, s, hybrid, at):
         """Load the listed neurons' ranks and the chunks' bounds to shared memory; return the number of chunks."""
         size = hybrid.sizes[at.tile]
-        for i in cutlass.range(at.thread, size, THREADS, unroll=4):
-            s.slots[i] = Uint16(hybrid.slot[widen(hybrid.neurons[at.tile, i])])
         count = cute.ceil_div(size, CHUNK)
         for i in cutlass.range(at.thread, count + 1, THREADS, unroll=1):
             s.ends[i] = hybrid.chunks[at.tile, i]
+        # neurons, then their ranks
+        own = cute.make_rmem_tensor((BATCHES,), Int32)
+        for first in cutlass.range(at.thread, size, THREADS * BATCHES, unroll=1):
+            for j in range_constexpr(BATCHES):
+                i = first + j * THREADS
+                own[j] = widen(hybrid.neurons[at.tile, i]) if i < size else 0
+            for j in range_constexpr(BATCHES):
+                own[j] = hybrid.slot[own[j]]
+            for j in range_constexpr(BATCHES):
+                i = first + j * THREADS
+                if i < size:
+                    s.slots[i] = Uint16(own[j])
         return count
 
     @cute.jit
