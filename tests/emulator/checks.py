@@ -307,8 +307,10 @@ def draw(generator: random.Random) -> partial[None]:
     if kind is sampled_gate:
         return partial(kind, sizes, k, biased, generator.choice((2, 4, 8)), ctas, seed)
     if kind is locate:
-        most, neurons = generator.choice((0, 1, 2048, 1 << 22)), 8 * generator.randint(1, 2000)
-        return partial(kind, generator.randint(1, 600), generator.randint(1, 60), neurons, most, seed)
+        rows, tiles, neurons = generator.randint(1, 600), generator.randint(1, 60), 8 * generator.randint(1, 2000)
+        # a token tile has at most 2^23 non-zeros
+        most = generator.choice((0, 1, 2048, (1 << 23) // (16 * tiles)))
+        return partial(kind, rows, tiles, neurons, most, seed)
     if kind is rank:
         most = generator.choice((0, 1, 9, 1000, (1 << 31) - 1))
         return partial(kind, 8 * generator.randint(1, 200), most, ctas, generator.randint(0, 3000), seed)

@@ -135,6 +135,8 @@ def test_a_screened_layer(emulator: Emulator, m: int, k: int, n: int, density: f
         (300, 328, 520, 0.05, "gate up", True),
         (128, 136, 264, 0.3, "gate", False),
         (5, 64, 72, 1.0, "", True),
+        # a list of more neurons than the threads of `count` load at a time
+        (130, 64, 5632, 0.012, "", True),
     ],
 )
 def test_a_training_step(
