@@ -530,7 +530,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="share of L1 that makes neighbouring tokens fire the same neurons (default 0)",
     )
     add("--dense", action=argparse.BooleanOptionalAction, default=True, help="also train the original, to compare")
-    add("--strategy", choices=["dense", "auto", "row", "union"], default="dense", help="of the FFNs in training")
+    add("--strategy", choices=["dense", "auto", "row", "union", "screened"], default="dense", help="of the FFNs")
     add("--bench", action="store_true", help="at the end time the model: twell bench model")
 
     add = parser.add_argument_group("data").add_argument

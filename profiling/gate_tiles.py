@@ -69,6 +69,19 @@ def chosen(m: int, n: int) -> str:
     return str(spec.tokens) if isinstance(spec, specs.GatePackSpec) else "few"
 
 
+def last_arguments(m: int, like: Tensor, clusters: int) -> dict[str, tuple[specs.Spec, tuple[Any, ...]]]:
+    """The kernels that can take m tokens, by name, and their arguments after those of the packed gate."""
+    width = geometry.words_per_tile(COMPRESSION)
+    kernels: dict[str, tuple[specs.Spec, tuple[Any, ...]]] = {
+        str(tokens): (specs.GatePackSpec("bfloat16", tokens), (width, 0, clusters)) for tokens in specs.GATE_TOKENS
+    }
+    if m <= max(specs.FEW_TOKENS):
+        tokens = next(t for t in specs.FEW_TOKENS if m <= t)
+        no_arrivals = like.new_empty(0, dtype=torch.int32)
+        kernels["few"] = specs.GatePackFewSpec("bfloat16", tokens), (no_arrivals, width, 0)
+    return kernels
+
+
 def measured(m: int, k: int, n: int, seconds: float) -> dict[str, float]:
     """Microseconds of each kernel."""
     copies = min(24, max(2, math.ceil(COPIED / (2 * (m + n) * k))))
@@ -77,17 +90,9 @@ def measured(m: int, k: int, n: int, seconds: float) -> dict[str, float]:
     for x, weight in zip(xs, weights):
         x[:, :8], weight[:, :8] = 1.0, -THRESHOLD / 8
     calls: dict[str, Callable[[int], tuple[Tensor, ...]]] = {"cublas": lambda i: (F.linear(xs[i], weights[i]),)}
-    width, clusters = geometry.words_per_tile(COMPRESSION), device.sm_count(0) // 2
-    kernels: dict[str, tuple[specs.Spec, tuple[int, ...]]] = {
-        str(tokens): (specs.GatePackSpec("bfloat16", tokens), (width, 0, clusters)) for tokens in specs.GATE_TOKENS
-    }
-    if m <= max(specs.FEW_TOKENS):
-        tokens = next(t for t in specs.FEW_TOKENS if m <= t)
-        kernels["few"] = specs.GatePackFewSpec("bfloat16", tokens), (width, 0)
-
     no_bias = xs[0].new_empty(0)
 
-    def call(spec: specs.Spec, last: tuple[int, ...]) -> Callable[[int], tuple[Tensor, ...]]:
+    def call(spec: specs.Spec, last: tuple[Any, ...]) -> Callable[[int], tuple[Tensor, ...]]:
         packed: Any = outputs(xs[0], weights[0], COMPRESSION)
 
         def run(i: int) -> tuple[Tensor, ...]:
@@ -96,6 +101,7 @@ def measured(m: int, k: int, n: int, seconds: float) -> dict[str, float]:
 
         return run
 
+    kernels = last_arguments(m, no_bias, device.sm_count(0) // 2)
     calls |= {name: call(*kernel) for name, kernel in kernels.items()}
     times = measure({name: Graph(call, copies) for name, call in calls.items()}, seconds)
     return {name: round(1e3 * statistics.median(samples), 2) for name, samples in times.items()}

@@ -21,17 +21,16 @@ INPUTS = {
 class Measurement(NamedTuple):
     """A file of results. ``seconds``: predicted on one H200, or on ``gpus`` of them, for each command.
 
-    ``resumes``: a command goes on where it stopped. ``by_hand``: why no command makes it.
+    ``resumes``: a command goes on where it stopped.
     """
 
     name: str
     content: str
     shown: str
-    commands: tuple[str, ...] = ()
-    seconds: tuple[int, ...] = ()
+    commands: tuple[str, ...]
+    seconds: tuple[int, ...]
     resumes: bool = False
     gpus: int = 1
-    by_hand: str = ""
 
 
 LAYERS = "uniform29 skew29 topic29 topic128 dense911 real:$REAL/3 real:$REAL/6"
@@ -54,7 +53,7 @@ ALL = (
         'layers forward, in training and decoding, strategy "auto", errors',
         "tables forward, training, decode; chart speedup",
         (f"{BENCH} ffn,train,decode --workload {LAYERS} --m-decode 1,8,64,256 --memory --json $OUT",),
-        (240,),
+        (110,),
     ),
     Measurement(
         "h200_paper_code",
@@ -73,7 +72,7 @@ ALL = (
         "dense in fp8 beside dense in bf16 and twell, with its errors",
         "table beside fp8",
         (f"{BENCH} ffn,decode --workload topic29 uniform29 real:$REAL/3 --m-decode 1,16,64,256 --fp8 --json $OUT",),
-        (130,),
+        (50,),
     ),
     Measurement(
         "h200_decode_autotuned",
@@ -83,7 +82,7 @@ ALL = (
             f"{BENCH} decode --workload topic29 uniform29 real:$REAL/3 --m-decode 1,16,64,256 "
             "--compile max-autotune-no-cudagraphs --json $OUT",
         ),
-        (170,),
+        (120,),
     ),
     Measurement(
         "h200_large_layer",
@@ -93,7 +92,7 @@ ALL = (
             f"{BENCH} ffn,train,decode -k 4096 -n 14336 --workload topic29 uniform29 topic128 --m-decode 1,16,64 "
             "--strategy row,union,auto --memory --json $OUT",
         ),
-        (170,),
+        (95,),
     ),
     Measurement(
         "h200_strategies",
@@ -101,6 +100,40 @@ ALL = (
         "chart roofline",
         (f"{BENCH} ffn,train,decode --workload {LAYERS} --m-decode 1,8,64,256 --strategy row,union,auto --json $OUT",),
         (320,),
+    ),
+    Measurement(
+        "h200_activations",
+        "layers of each activation on the same pattern beside dense, and one token with 12 % of the neurons firing",
+        "tables in the page on activations",
+        ("python -m profiling.activations --out $OUT",),
+        (90,),
+    ),
+    Measurement(
+        "h200_screen",
+        "layers with and without the int8 screen of the gate, forward and in training: times, energy, memory",
+        "table screen",
+        (
+            f"{BENCH} ffn,train --workload real:$REAL/3 topic29 nnz=8,skew=1,dead=0.88 real:$REAL/6 skew29 uniform29 "
+            "--strategy union screened auto --compile none --energy --memory --json $OUT",
+        ),
+        (130,),
+    ),
+    Measurement(
+        "h200_screen_decode",
+        "a layer of 4,096 to 14,336 on 1 to 64 tokens, with and without the screen",
+        "table screen decode",
+        (
+            f"{BENCH} decode -k 4096 -n 14336 --workload topic29 nnz=8,skew=1,dead=0.88 --m-decode 1 8 16 64 "
+            "--strategy row screened auto --compile none --json $OUT",
+        ),
+        (30,),
+    ),
+    Measurement(
+        "h200_screen_model",
+        "a 1.5B model with random weights, with and without the screen",
+        "table screen model",
+        (f"{BENCH} model --config 1.5B --ops forward train --rounds 4 --unscreened --energy --json $OUT",),
+        (150,),
     ),
     Measurement(
         "h200_training",
@@ -117,7 +150,7 @@ ALL = (
             f"{BENCH} train,train_overflow --workload dense911 nnz=300,skew=1,tokens=0.5 --strategy union "
             "--compile none --memory --json $OUT",
         ),
-        (30,),
+        (25,),
     ),
     Measurement(
         "h200_few_decode",
@@ -145,7 +178,7 @@ ALL = (
         "CUDA graphs",
         "table host; notes on open work",
         ("python -m profiling.host --out $OUT",),
-        (35,),
+        (22,),
     ),
     Measurement(
         "h200_gate_tiles",
@@ -166,7 +199,7 @@ ALL = (
         'each strategy and "auto" at 100 points outside of that table',
         'table of where "auto" errs',
         ("python -m profiling.held_out --budget-s $BUDGET --out $OUT",),
-        (150,),
+        (60,),
     ),
     *(
         Measurement(
@@ -352,24 +385,6 @@ ALL = (
             "python -m profiling.nsight.summarize $FOLDER/ncu.csv --floor $FOLDER/ncu.json --json $OUT",
         ),
         (180, 5),
-    ),
-    Measurement(
-        "h200_before_after",
-        "kernels before and after sums in parts, interleaved in one run: microseconds per launch",
-        "README; notes on open work",
-        by_hand="two libraries timed in one run",
-    ),
-    Measurement(
-        "h200_before_after_layout",
-        "the same, before and after kernels shared their code and the repository got its layout",
-        "README; notes on open work",
-        by_hand="two libraries timed in one run",
-    ),
-    Measurement(
-        "h200_gate_host",
-        "`gate_pack` beside cuBLAS from 1 to 16,384 tokens; host time of eager calls, dense and sparse",
-        "notes on gate_pack",
-        by_hand="superseded by `h200_gate_tiles` and `h200_host`",
     ),
 )
 

@@ -23,6 +23,7 @@ from profiling.nsight import summarize
 from profiling.paper_code import means as paper_code_means
 from profiling.serving import replay
 from profiling.sweep import lasting
+from twell._tables import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -407,7 +408,7 @@ def auto_misses() -> str:
     cells = []
     for row in sorted(result("h200_held_out")["rows"], key=lambda row: -float(row["loss"])):
         if row["loss"] > 0.02:
-            ms = {name: row[f"{name}_ms"] for name in ("row", "union", "dense") if row.get(f"{name}_ms")}
+            ms = {name: row[f"{name}_ms"] for name in (*STRATEGIES, "dense") if row.get(f"{name}_ms")}
             times = [
                 f"{name} {ms[name] * 1e3:.0f}" for name in (row["auto"], min(ms, key=lambda name: float(ms[name])))
             ]
@@ -552,6 +553,46 @@ def layer_calls(name: str, command: str) -> str:
     return f"{markdown(header, 'lrrlllrrr', rows)}\n\n{found['machine']}"
 
 
+def screen(name: str, base: str, command: str) -> str:
+    """Layers with the int8 screen of the gate over ``base``, the strategy of the same layer without it."""
+    if missing := unmeasured(name, command):
+        return missing
+    calls = {"ffn": "forward", "train": "training step", "decode": "forward, weights outside L2"}
+    rows, found = [], result(name)
+    good = [row for row in found["rows"] if row["variant"] in calls and row["ms"] and not row["red"]]
+    for theirs in good:
+        same = {
+            r["requested"]: r for r in good if all(r[key] == theirs[key] for key in ("workload", "variant", "tokens"))
+        }
+        if theirs["requested"] != base or not {"screened", "auto"} <= set(same):
+            continue
+        ours, chosen = same["screened"], same["auto"]
+        cells = [f"`{theirs['workload']}`", f"{theirs['tokens']:,}", calls[theirs["variant"]]]
+        cells += [f"{theirs['ms'] * 1e3:.1f}", f"**{ours['ms'] * 1e3:.1f}**", f"**{ours['ms'] / theirs['ms']:.3f}**"]
+        cells += [f"{chosen['strategy']} {chosen['ms'] / theirs['ms']:.3f}"]
+        both = theirs["energy_mj"], ours["energy_mj"]
+        cells += [f"{both[0]:.3f} / {both[1]:.3f}" if all(both) else ""]
+        peaks = theirs["peak_bytes"], ours["peak_bytes"]
+        cells += [f"{peaks[0] / 1e6:.0f} / {peaks[1] / 1e6:.0f}" if all(peaks) else ""]
+        rows.append(cells)
+    header = [
+        "workload",
+        "tokens",
+        "call",
+        f'"{base}", us',
+        '"screened"',
+        "over",
+        '"auto", over',
+        "mJ per token",
+        "peak MB",
+    ]
+    kept = [place for place in range(len(header)) if any(row[place] for row in rows)]
+    table = markdown(
+        [header[i] for i in kept], "".join("lrlrrrlrr"[i] for i in kept), [[r[i] for i in kept] for r in rows]
+    )
+    return f"{table}\n\n{found['machine']}"
+
+
 def host() -> str:
     """Host time of calls, and of calls that are waited for."""
     rows, found = [], result("h200_host")
@@ -570,6 +611,37 @@ def hard_model() -> str:
     """A model whose neighbouring tokens fire other neurons."""
     name = "h200_model_hard"
     if missing := unmeasured(name, "twell bench model --topic 0"):
+        return missing
+    return f"{model_table([result(name)])}\n\n{result(name)['machine']}"
+
+
+def activations() -> str:
+    """Layers of each activation: microseconds, over those of relu and of dense, and the largest error over dense's."""
+    name = "h200_activations"
+    if missing := unmeasured(name, "python -m profiling.activations"):
+        return missing
+    found = result(name)
+    sparse = [row for row in found["rows"] if not row["strategy"].startswith("dense ")]
+    places = dict.fromkeys((row["layer"], row["gated"], row["tokens"], row["op"], row["strategy"]) for row in sparse)
+    rows = []
+    for place in places:
+        layer, gated, tokens, op, strategy = place
+        keys = ("layer", "gated", "tokens", "op", "strategy")
+        own = {row["activation"]: row for row in sparse if tuple(row[key] for key in keys) == place}
+        cells = [f"`{layer}`" if tokens > 1 else f"{layer}{'' if gated else ', no gate'}", f"{tokens:,}"]
+        cells += ["training step" if op == "training" else op, strategy]
+        for activation in ("relu", "relu2", "drelu", "fatrelu"):
+            row = own.get(activation)
+            cells.append(f"{row['ms'] * 1e3:.1f} / {row['over_relu']:.3f} / {row['over_dense']:.2f}" if row else "")
+        rows.append([*cells, f"{max(row['frobenius'] for row in own.values()):.2f}"])
+    header = ["layer", "tokens", "call", "strategy", "relu", "relu2", "drelu", "fatrelu", "error over dense's"]
+    return f"{markdown(header, 'lrllrrrrr', rows)}\n\n{found['machine']}"
+
+
+def screened_model() -> str:
+    """A whole model with the screen, and with "auto" that takes none."""
+    name = "h200_screen_model"
+    if missing := unmeasured(name, "twell bench model --config 1.5B --unscreened"):
         return missing
     return f"{model_table([result(name)])}\n\n{result(name)['machine']}"
 
@@ -754,8 +826,8 @@ def commands() -> str:
     rows = []
     for each in measurements.ALL:
         said = "<br>".join(f"`{measurements.shown_command(command)}`" for command in each.commands)
-        seconds = f"{sum(each.seconds):,}{f' on {each.gpus} GPUs' if each.gpus > 1 else ''}" if each.seconds else ""
-        rows.append([f"`{each.name}`", each.shown, seconds, said or f"by hand: {each.by_hand}"])
+        seconds = f"{sum(each.seconds):,}{f' on {each.gpus} GPUs' if each.gpus > 1 else ''}"
+        rows.append([f"`{each.name}`", each.shown, seconds, said])
     return markdown(["file", "shown in", "seconds", "command"], "llrl", rows)
 
 
@@ -806,6 +878,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "large layer": lambda: layer_calls("h200_large_layer", "twell bench ffn,train,decode -k 4096 -n 14336"),
     "few tokens": lambda: layer_calls("h200_few_ffn", "twell bench ffn -m 512 1024 2048"),
     "over-full": lambda: layer_calls("h200_overfull", "twell bench train,train_overflow"),
+    "activations": activations,
+    "screen": lambda: screen("h200_screen", "union", "twell bench ffn,train --strategy union screened auto"),
+    "screen decode": lambda: screen("h200_screen_decode", "row", "twell bench decode --strategy row screened auto"),
+    "screen model": screened_model,
     "host": host,
     "hard model": hard_model,
     "soak": soak,

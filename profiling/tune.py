@@ -73,8 +73,13 @@ def table_text(table: _tables.Costs, machine: str, date: str) -> str:
     for key, by_tokens in sorted(table.items()):
         lines.append(f"    {key}: {{")
         for m, entry in sorted(by_tokens.items()):
-            cells = ", ".join(f'"{name}": {tuple(map(float, entry[name]))}' for name in sorted(entry))
-            lines.append(f"        {m}: {{{cells}}},")
+            cells = [f'"{name}": {tuple(map(float, entry[name]))}' for name in sorted(entry)]
+            line = f"        {m}: {{{', '.join(cells)}}},"
+            lines += (
+                [line]
+                if len(line) <= 120
+                else [f"        {m}: {{", *(f"            {c}," for c in cells), "        },"]
+            )
         lines.append("    },")
     return "\n".join([*lines, "}", ""])
 

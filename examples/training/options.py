@@ -34,9 +34,7 @@ def parse(description: str, arguments: list[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--ffn", choices=["sparse", "dense"], default="sparse", help="dense: the same function, compiled"
     )
-    group.add_argument(
-        "--strategy", choices=["auto", "row", "union", "dense"], default="auto", help="strategy of sparse FFNs"
-    )
+    group.add_argument("--strategy", choices=["auto", "row", "union", "screened", "proven", "dense"], default="auto")
     group.add_argument(
         "--activation",
         choices=["relu", "silu"],

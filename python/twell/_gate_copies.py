@@ -168,6 +168,11 @@ def withdraw(weight: Tensor) -> None:
         _COPIES.pop(place(weight), None)
 
 
+def keeps(weight: Tensor) -> bool:
+    """Whether a module keeps a copy of ``weight``, which may not have been made yet."""
+    return bool(_COPIES) and place(weight) in _COPIES and not weight.is_inference()
+
+
 def of(weight: Tensor, screen: str, make: Callable[[], Quantized]) -> Quantized:
     """What ``make`` returns for ``weight`` and the strategy ``screen``: a kept copy, if a module keeps one."""
     copy = _COPIES.get(place(weight)) if _COPIES else None

@@ -16,6 +16,7 @@ from twell._explanation import Choice, Explanation
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
 from twell.functional import Aux, Strategy
+from twell.ops.quantize_gate import require as require_screen
 
 DownLayout = Literal["rows", "linear"]
 
@@ -437,6 +438,11 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
     inference, training = (_auto.fixed(requested, weight.device, dtype, training) for training in (False, True))
     if requested == "invariant":
         training = "none", 'calls raise: strategy="invariant" computes inference alone'
+    if requested in tuning.SCREENS and weight.is_cuda:
+        try:
+            require_screen(weight, strategy=requested)
+        except NotImplementedError as error:
+            inference = training = "none", f"calls raise: {error}"
     if site and not inference[0]:
         rows = site.explain(name)
         # graphs that ran before any call have a site of their own

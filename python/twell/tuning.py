@@ -282,6 +282,8 @@ ASSUMED_DENSITY = 1 / 190
 # 5.1 us for 2,816 x 1,024, 66 us for 14,336 x 4,096, weights from memory). The rates of dense layers are those of
 # cuBLAS at M = 16,384 and of reading weights from memory there; clocks vary them by 8 %.
 COPY_BYTES = 3.1e12
+# Bytes per second, read and written, of `quantize_gate` for a gate weight (NVIDIA H200: 12.5 us for 5,632 x 2,048).
+QUANTIZE_BYTES = 2.8e12
 _DENSE_FLOP = 790e12
 _DENSE_BYTES = 4.2e12
 # Of a dense layer of up to 512 tokens: the seconds that one product for gate and up saves, those beyond its products,
@@ -295,6 +297,7 @@ class Problem(NamedTuple):
 
     ``down_copied``: whether the down weight is stored as in nn.Linear, so that sparse kernels read a copy by rows, made
     at each forward and each backward pass. ``merged``: whether a dense layer computes gate and up in one product.
+    ``gate_kept``: whether inference finds the int8 copy of the gate weight that a module keeps for the screen.
     """
 
     m: int
@@ -304,6 +307,7 @@ class Problem(NamedTuple):
     training: bool
     down_copied: bool = False
     merged: bool = False
+    gate_kept: bool = False
 
 
 class Figures(NamedTuple):
@@ -405,6 +409,8 @@ def costs(
         if name == "screened" and (figures.candidates is None or not screen):
             continue
         time = sum(term * factor for term, factor in zip(terms, factors(problem, figures, name)))
+        if name == "screened":
+            time -= kept_saving(problem)
         predicted[screen if name == "screened" else name] = (time + copies) / dense
     return predicted | {"dense": 1.0}
 
@@ -425,9 +431,23 @@ def copy_cost(problem: Problem) -> float:
         return 0.0
     # backward makes one more copy and twice the products
     copies, passes = (2, 3) if problem.training else (1, 1)
+    return copies * 4 * problem.k * problem.n / COPY_BYTES / (passes * _dense_seconds(problem))
+
+
+def kept_saving(problem: Problem) -> float:
+    """What a kept int8 copy of the gate weight saves of a screened call, as a multiple of dense's time.
+
+    The table's times include the copy. Training makes it in each step.
+    """
+    if problem.training or not problem.gate_kept:
+        return 0.0
+    return 3 * problem.k * problem.n / QUANTIZE_BYTES / _dense_seconds(problem)
+
+
+def _dense_seconds(problem: Problem) -> float:
+    """The least seconds of the dense forward pass."""
     weights, values = 3 if problem.gated else 2, problem.k * problem.n
-    flop, weight_bytes = 2 * problem.m * weights * values, 2 * weights * values
-    return copies * 4 * values / COPY_BYTES / (passes * max(flop / _DENSE_FLOP, weight_bytes / _DENSE_BYTES))
+    return max(2 * problem.m * weights * values / _DENSE_FLOP, 2 * weights * values / _DENSE_BYTES)
 
 
 def merged_cost(problem: Problem) -> float:

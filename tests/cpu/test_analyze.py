@@ -367,7 +367,7 @@ def test_command_reports_every_layer(
         lines = [line.split() for line in printed.splitlines() if line.split()[:1] == [row["layer"]]]
         assert [float(lines[0][1]), int(lines[0][2])] == [pytest.approx(float(row["mean"]), abs=0.06), int(row["p50"])]
         assert lines[1][1:3] == [row["strategy_m1"], f"{float(row['speedup_m1']):.2f}x"]
-        figures = tuning.Figures(float(row["mean"]), float(row["union_128"]))
+        figures = tuning.Figures(float(row["mean"]), float(row["union_128"]), None, float(row["candidates"]))
         for key, call in zip(keys, CALLS, strict=True):
             decision = tuning.decide(tuning.Problem(call.tokens, 64, 320, True, call.training), figures, None)
             assert row[f"strategy_{key}"] == decision.strategy

@@ -13,11 +13,12 @@ import pytest
 import torch
 from auto_layers import BF16, COSTS, TABLE, Arrivals, K, N, layer
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import twell
 from profiling import held_out
 from twell import _auto, _tables, ops, testing, tuning
-from twell._runtime import device
+from twell._runtime import device, specs
 from twell.commands import sparsity, tune
 from twell.commands.bench import protocol
 from twell.commands.saved_model import WatchedLayer
@@ -93,6 +94,24 @@ def test_other_gpus_have_no_screen(monkeypatch: pytest.MonkeyPatch) -> None:
         _tables._on.cache_clear()
 
 
+def test_explain_says_that_calls_raise_without_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "family", lambda index: specs.PORTABLE)
+    monkeypatch.setattr(device, "capability", lambda index: (8, 0))
+    with FakeTensorMode():
+        mlp = SparseGatedMLP(K, N, dtype=BF16, device="meta")
+        for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            linear.weight = torch.nn.Parameter(torch.empty_like(linear.weight, device="cuda"))
+        for strategy in ("screened", "proven"):
+            mlp.strategy = strategy
+            (row,) = twell.explain(mlp)
+            assert (row.kind, row.strategy) == ("any", "none")
+            said = f'calls raise: strategy "{strategy}" needs compute capability 9.0, got 8.0 on cuda:0; use "row"'
+            assert row.reason.startswith(said)
+        monkeypatch.setattr(tuning, "family", lambda index: specs.SM90)
+        (row,) = twell.explain(mlp)
+        assert (row.strategy, row.reason) == ("proven", "it was named")
+
+
 def test_neurons_that_fire_are_candidates() -> None:
     call = problem()
     assert tuning.factors(call, Figures(8, 0.3, None, 0.1), "screened")[3] == 0.3
@@ -110,6 +129,43 @@ def test_counts_where_the_screen_may_be_the_fastest() -> None:
     # nearly all neurons fire
     assert not tuning.worth_screening(problem(), Figures(200, 1.0), SCREENS)
     assert tuning.worth_screening(problem(), Figures(8, 0.3), SCREENS, "proven")
+
+
+def test_a_kept_copy_makes_the_screen_cheaper() -> None:
+    """By the time of the copy, which the table's times include, in inference alone."""
+    for training in (False, True):
+        call, figures = Problem(12288, 2048, 5632, True, training), Figures(30, 0.1, None, 0.12)
+        kept = call._replace(gate_kept=True)
+        one, other = (tuning.costs(each, figures) for each in (call, kept))
+        saved = 0 if training else 3 * 2048 * 5632 / tuning.QUANTIZE_BYTES / (6 * 12288 * 2048 * 5632 / 790e12)
+        assert one["screened"] - other["screened"] == pytest.approx(saved)
+        assert one["union"] == other["union"]
+    assert 0.005 < tuning.kept_saving(Problem(12288, 2048, 5632, True, False, gate_kept=True)) < 0.02
+    few = Problem(64, 2048, 5632, True, False, gate_kept=True)
+    assert tuning.kept_saving(few) == pytest.approx(3 / tuning.QUANTIZE_BYTES / (6 / 4.2e12))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_calls_say_whether_a_copy_is_kept(kept: bool, screens: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    decide = tuning.decide
+
+    def spy(call: Problem, *arguments: Any) -> Any:
+        # others are for graphs
+        if call.m == 256:
+            seen.append(call.gate_kept)
+        return decide(call, *arguments)
+
+    mlp, x = uneven(SparseGatedMLP), torch.randn(256, K).to(BF16)
+    twell.nn.keep_gate_copies(mlp, kept)
+    monkeypatch.setattr(tuning, "decide", spy)
+    with torch.no_grad():
+        for _ in range(4):
+            mlp(x)
+        assert set(seen) == {kept}
+        twell.nn.keep_gate_copies(mlp, not kept)
+        mlp(x)
+    assert seen[-1] == (not kept)
 
 
 # Candidates

@@ -290,6 +290,32 @@ def test_chance_makes_no_row_red(op: str, length: int, seed: int, monkeypatch: p
     assert [row.red for row in rows] == ["", ""]
 
 
+def test_the_same_model_without_the_screen(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    screens = []
+    measured = models_run.Variant.settle
+
+    def settle(variant: Any, batches: Any) -> None:
+        screens.append((variant.kind, {layer._site().screen for layer in variant.layers.values()}))
+        measured(variant, batches)
+
+    monkeypatch.setattr(models_run.Variant, "settle", settle)
+    rows = models_run.run_op(subject, "forward", settings(unscreened=True))
+    assert [row.variant for row in rows] == ["dense eager", "sparse eager", "unscreened eager"]
+    assert [row.red for row in rows] == [""] * 3
+    assert screens == [("sparse", {"auto"}), ("unscreened", {"off"})]
+
+
+def test_a_compiled_variant_without_the_screen_keeps_it_off(subject: Subject) -> None:
+    first, second = (
+        models_run.Forward(subject.for_inference(), ("unscreened", "auto", compiled), 2, False)
+        for compiled in (False, True)
+    )
+    second.take_choices(first)
+    for one, other in zip(first.layers.values(), second.layers.values(), strict=True):
+        assert other.strategy.screen == "off"
+        assert other.strategy is not one.strategy
+
+
 def settings(**changes: Any) -> Settings:
     given: dict[str, Any] = {"batch": 2, "micro_batch": 2, "accumulate": 1, "rounds": 1, "backend": ""}
     return Settings(**(given | changes))

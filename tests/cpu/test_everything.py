@@ -71,12 +71,11 @@ def test_every_published_file_is_listed_once() -> None:
     assert len(names) == len(set(names))
     assert {path.stem for path in everything.RESULTS.glob("*.json")} <= set(names)
     for each in measurements.ALL:
-        assert len(each.commands) == len(each.seconds), each.name
-        assert bool(each.commands) != bool(each.by_hand), each.name
+        assert 0 < len(each.commands) == len(each.seconds), each.name
         known = {"OUT", "FOLDER", "BUDGET", *measurements.INPUTS}
         used = {match["named"] for match in string.Template.pattern.finditer(" ".join(each.commands))}
         assert used <= known, each.name
-        assert not each.commands or used & {"OUT", "FOLDER"}, each.name
+        assert used & {"OUT", "FOLDER"}, each.name
 
 
 def test_results_are_made_in_order_and_once(add: Callable[..., None], run: Callable[..., Any], tmp_path: Path) -> None:
@@ -183,9 +182,8 @@ def test_the_list_has_what_is_older(
     monkeypatch.setattr(everything, "present", lambda: "0123456789ab")
     for name in ("old", "new", "missing"):
         add(name, ("{}", 0))
-    add("hand", by_hand="two libraries")
     (tmp_path / "results").mkdir()
-    for name, kernels in (("old", "ba9876543210"), ("new", "0123456789ab"), ("hand", "ba9876543210")):
+    for name, kernels in (("old", "ba9876543210"), ("new", "0123456789ab")):
         text = json.dumps({"machine": f"NVIDIA H200; kernels {kernels}; commit 1"})
         (tmp_path / "results" / f"{name}.json").write_text(text)
     assert everything.main(["--list"]) == 0
@@ -199,8 +197,7 @@ def test_the_list_has_what_is_older(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nothing", "--list"], "NAME must be one of a, hand, got nothing"),
-        (["hand", "--list"], "got hand, made by hand"),
+        (["nothing", "--list"], "NAME must be one of a, got nothing"),
         (["a"], "expected --out FOLDER or --list, got neither"),
     ],
 )
@@ -208,7 +205,6 @@ def test_wrong_requests(
     words: list[str], said: str, add: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     add("a", ("{}", 0))
-    add("hand", by_hand="two libraries")
     assert everything.main(words) == 2
     assert said in capsys.readouterr().err
 

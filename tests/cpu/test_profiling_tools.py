@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from profiling import dump, portable
+from profiling import activations, dump, gate_tiles, portable
 from profiling.nsight import profile_target, summarize
 from twell import testing, tuning
 from twell._runtime import resolve, specs
@@ -515,3 +516,33 @@ def test_the_model_counts_the_products_of_a_dense_layer() -> None:
     rows.append(portable.Row("w", "training", "gate_pack", 0.0, 4.0))
     gains = portable.model(problem, rows)
     assert gains == {"row": 2.0, "union": 1.0, "training": 4.0, "tflops": pytest.approx(2e-6 * 8 * 16 * 24 / 4.0)}
+
+
+@pytest.mark.parametrize("m", [1, 64, 65, 16384])
+def test_timed_gate_kernels_get_all_of_their_arguments(m: int) -> None:
+    """x, w_gate, the bias and the three of the packed gate, then these."""
+    kernels = gate_tiles.last_arguments(m, torch.empty(0, dtype=torch.bfloat16), 66)
+    assert ("few" in kernels) == (m <= 64)
+    for spec, last in kernels.values():
+        _, arguments = importlib.import_module(f"cute_kernels.{spec.module}").signature(spec)
+        assert len(last) == len(arguments) - 6
+
+
+def test_layers_of_each_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TOKENS", 256), ("K", 64), ("N", 256), ("LAYERS", ("topic29",)), ("COPIED", 1)):
+        monkeypatch.setattr(activations, name, value)
+    monkeypatch.setattr(activations, "ONE_TOKEN", ((64, 256, True, 30), (64, 256, False, 30)))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    out = tmp_path / "rows.json"
+    assert activations.main(["--out", str(out), "--device", "cpu", "--seconds", "0.01"]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    sparse = [row for row in rows if not row["strategy"].startswith("dense")]
+    assert {(row["op"], row["activation"], row["strategy"]) for row in sparse if row["layer"] == "topic29"} == {
+        (op, name, strategy)
+        for op, strategies in (("forward", ("row", "union", "screened")), ("training", ("union",)))
+        for name in ("relu", "relu2", "drelu", "fatrelu")
+        for strategy in strategies
+    }
+    assert {row["activation"] for row in sparse if not row["gated"]} == {"relu", "relu2", "fatrelu"}
+    assert all(0 < row["frobenius"] < 1.6 and row["worst_row"] > 0 for row in sparse)
+    assert all(row["over_relu"] == 1 for row in sparse if row["activation"] == "relu")

@@ -103,7 +103,8 @@ def _choose(layer: Operands, strategy: str, site: Tensor | None) -> _auto.Route:
     n, gated, copied = w_gate.shape[0], w_up is not None, not has_row_strides(w_down)
     if site is None:
         return _auto.Route(_auto.fresh(x, n, gated, False, copied))
-    return _auto.site_of(site).begin(x, n, gated, False, copied, _is_merged(x, w_gate, w_up, b_gate, b_up))
+    merged, kept = _is_merged(x, w_gate, w_up, b_gate, b_up), _gate_copies.keeps(w_gate)
+    return _auto.site_of(site).begin(x, n, gated, False, copied, merged, kept)
 
 
 def _on_cpu(

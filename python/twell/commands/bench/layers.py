@@ -403,6 +403,9 @@ class Inference:
         """A layer's forward pass by one strategy."""
         flop, dense_floor = self._dense_floor(gated)
         kept = quantized(self.problem.w_gate, requested) if requested in tuning.SCREENS else None
+        if requested == "auto":
+            # made only if it screens
+            kept = _gate_copies.GateCopy()
 
         def figures(strategy: str) -> dict[str, float]:
             if strategy == "dense":

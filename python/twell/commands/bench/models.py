@@ -60,6 +60,7 @@ operations:
 variants:
   dense         strategy "dense": cuBLAS products and, in eager mode, one kernel for relu(gate) * up
   sparse        strategy "auto", settled before anything is timed or compiled
+  unscreened    with --unscreened: the same, but the int8 screen of the gate is off
   eager, compiled   without and with torch.compile of each decoder layer
 
 columns:
@@ -145,6 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compile", metavar="BACKEND", help="default, none, or a backend of torch.compile (default; none on a CPU)")
     add("--rounds", type=at_least(1), metavar="N", default=5, help="timed calls of each variant (%(default)s)")
     add("--energy", action="store_true", help="energy per token, by NVML: each variant alone")
+    add("--unscreened", action="store_true", help='time "auto" also without the int8 screen of the gate')
     add("--budget-s", type=number, metavar="S", help="begin no operation after this many seconds")
 
     out = parser.add_argument_group("output")
@@ -253,6 +255,7 @@ def _settings(arguments: argparse.Namespace, subject: Subject) -> Settings:
         accumulate=sequences // micro_batch,
         rounds=arguments.rounds,
         backend={"default": _BACKEND, "none": ""}.get(compiled, compiled),
+        unscreened=arguments.unscreened,
     )
 
 
@@ -427,6 +430,10 @@ def _sparsity_lines(facts: dict[str, Any]) -> Iterator[str]:
     if not any(map(math.isnan, unions)):
         share = ", ".join(f"{v:.0%}" for v in unions)
         yield f"  neurons that 128 consecutive tokens fire, mean {_mean(unions):.1%}, by layer: {share}"
+    listed = [each for each in facts["candidates"] if each is not None]
+    if listed:
+        share = ", ".join(f"{v:.0%}" for v in listed)
+        yield f"  candidates of the int8 screen, mean {_mean(listed):.1%}, by layer: {share}"
 
 
 def _count(value: float) -> str:
@@ -477,6 +484,5 @@ def repro(arguments: argparse.Namespace, config: str, op: str) -> str:
         value = getattr(arguments, name)
         if value is not None:
             words += [f"--{name.replace('_', '-')}", value]
-    if arguments.energy:
-        words.append("--energy")
+    words += [f"--{name}" for name in ("energy", "unscreened") if getattr(arguments, name)]
     return shlex.join(map(str, words))

@@ -34,6 +34,7 @@ from twell.commands.bench.rows import ratio
 from twell.nn import set_down_layout
 
 OPS = ("forward", "logits", "train")
+UNSCREENED = "unscreened"
 
 # Largest errors against fp32 over those of dense eager: of the whole, and of the worst token or weight. The latter
 # finds faults in one place, as large as the values themselves; in trained models it varies. Both are for many tokens;
@@ -97,7 +98,11 @@ class ModelRow:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a measurement. ``backend`` is torch.compile's, "" for no compiled variants."""
+    """The settings of a measurement.
+
+    ``backend`` is torch.compile's, "" for no compiled variants. ``unscreened`` adds sparse variants whose "auto" takes
+    no int8 screen.
+    """
 
     batch: int
     micro_batch: int
@@ -105,6 +110,7 @@ class Settings:
     rounds: int
     backend: str = "inductor"
     energy_seconds: float = 4.0
+    unscreened: bool = False
 
     def sequences(self, op: str) -> int:
         """Sequences of a call."""
@@ -112,8 +118,9 @@ class Settings:
 
     def kinds(self) -> list[tuple[str, str, bool]]:
         """(name, strategy, compiled) of all variants. Errors are relative to those of the first."""
-        both = (("dense", "dense"), ("sparse", "auto"))
-        return [(*kind, compiled) for kind in both for compiled in ((False, True) if self.backend else (False,))]
+        names = [("dense", "dense"), ("sparse", "auto")]
+        names += [(UNSCREENED, "auto")] * self.unscreened
+        return [(*kind, compiled) for kind in names for compiled in ((False, True) if self.backend else (False,))]
 
 
 class Subject:
@@ -129,6 +136,7 @@ class Subject:
         self.device: torch.device = next(model.parameters()).device
         self.non_zeros: list[float] = []
         self.unions: list[float] = []
+        self.candidates: list[float | None] = []
         self.dead: list[float] = []
 
     def for_inference(self) -> Any:
@@ -159,6 +167,7 @@ class Subject:
         for report in sparsity.analyze(self.for_inference(), batches):
             self.non_zeros.append(report.mean)
             self.unions.append(report.unions.get(geometry.TOKEN_TILE, math.nan))
+            self.candidates.append(report.candidates)
             self.dead.append(report.dead / report.n)
 
     def facts(self) -> dict[str, Any]:
@@ -171,6 +180,7 @@ class Subject:
             "wanted": self.wanted,
             "non_zeros": self.non_zeros,
             "unions": self.unions,
+            "candidates": self.candidates,
             "dead": self.dead,
         }
 
@@ -179,7 +189,7 @@ class Variant:
     """One way to run the model: a copy of it that shares the parameters, in passes of ``micro_batch`` sequences."""
 
     def __init__(self, model: Any, kind: tuple[str, str, bool], micro_batch: int) -> None:
-        _, strategy, self.compile = kind
+        self.kind, strategy, self.compile = kind
         self.name = _name(kind)
         # only parameters are shared: each copy counts and chooses for itself
         self.model = copy.deepcopy(model, {id(tensor): tensor for tensor in model.parameters()})
@@ -187,7 +197,7 @@ class Variant:
         # the first variant does it for all
         set_down_layout(self.model, "rows")
         for layer in self.layers.values():
-            layer.strategy = strategy  # type: ignore[assignment]
+            layer.strategy = twell.AutoStrategy(screen="off") if self.kind == UNSCREENED else strategy  # type: ignore[assignment]
         self.strategy, self.micro_batch = strategy, micro_batch
         self.device = next(model.parameters()).device
 
@@ -195,6 +205,8 @@ class Variant:
         """Take the choices of another variant."""
         for layer, other in zip(self.layers.values(), settled.layers.values(), strict=True):
             layer._auto = copy.deepcopy(other._auto)
+            if isinstance(other.strategy, twell.AutoStrategy):
+                layer.strategy = copy.deepcopy(other.strategy)
 
     def settle(self, batches: Sequence[Tensor]) -> None:
         """Let "auto" choose."""
@@ -460,7 +472,7 @@ class _Run:
         truth = self.truth()
         _free(self.device)
         make = self.maker()
-        settled: Variant | None = None
+        settled: dict[str, Variant] = {}
         base: tuple[float, list[float]] | None = None
         for row, kind in zip(rows, self.settings.kinds(), strict=True):
             self.step(f"{self.subject.name} {self.op}: {row.variant}")
@@ -468,11 +480,11 @@ class _Run:
             try:
                 variant = make(kind)
                 if variant.strategy == "auto":
-                    if settled is None:
+                    if variant.kind not in settled:
                         variant.settle(self.batches)
-                        settled = variant
+                        settled[variant.kind] = variant
                     else:
-                        variant.take_choices(settled)
+                        variant.take_choices(settled[variant.kind])
                 if variant.compile:
                     variant.compile_layers(self.settings.backend)
                 base = self.note_errors(row, variant, truth, base)
