@@ -1,16 +1,16 @@
 """Forward and backward of a batch whose non-zeros exceed the hybrid format's capacity; common/overflow.py says what is
 computed and how those who compute meet.
 
-A persistent, warp-specialized kernel, a cluster of two CTAs per pair of SMs. The CTAs have the same columns and share
-the loads of B. Three warp groups, each of which goes through slices and phases:
+A persistent, warp-specialized kernel, a cluster of two CTAs per pair of SMs. They have the same columns and share the
+loads of B. Three warp groups, each of which goes through slices and phases:
 
-    load   warp 0. TMA loads of A [128, 64] and B [256, 64] into a ring of stages; half of B comes from the peer. Warps 1
-           to 3 add up the gradients of the biases.
+    load   warp 0. TMA loads of A [128, 64] and B [256, 64] into a ring of stages; half of B comes from the peer. The
+           other warps add up the gradients of the biases.
     mma    groups 1 and 2, 64 rows each: WGMMA 64 x 256 x 16 over the ring, then the epilogue. Values go to a buffer of
            [64, 128] in shared memory, which belongs to the group, and from there by TMA to global memory.
 
-`Score` has tiles of 128 neurons, whose rows of w_gate and w_up are side by side in B: the 256 columns of one accumulator
-are gate and up. A second one has dh. `Product` multiplies parts by other matrices. Hand-over:
+`Score` has tiles of 128 neurons, whose rows of w_gate and w_up are side by side in B: the 256 columns of one
+accumulator are gate and up. A second one has dh. `Product` multiplies parts by other matrices. Hand-over:
 
     ring     PipelineTmaAsync: full = 1 arrival + bytes, empty = 8 mma warps of each of the two CTAs.
     ALL      all threads of a CTA, before and after one of them waits for the other CTAs.
@@ -239,10 +239,10 @@ class Dense:
         return full, release
 
     @cute.jit
-    def thread_of(self, thread: Int32) -> Thread:
-        """Indices of an mma thread, counted from the first of them."""
-        warp = cute.arch.make_warp_uniform(thread // 32)
-        return Thread(warp // 4, warp % 4, cute.arch.lane_idx())
+    def thread_of(self) -> Thread:
+        """Indices of an mma thread."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
+        return Thread(warp >> 2, warp & 3, cute.arch.lane_idx())
 
     @cute.jit
     def group_sync(self, at: Thread):
@@ -345,7 +345,7 @@ class Score(Dense):
     def compute(self, ring, states, f, s, o, here, index, step, thread):
         """Gate, up and, in backward, dh of the tiles, then the epilogue."""
         wide, narrow = f.mmas
-        at = self.thread_of(thread)
+        at = self.thread_of()
         leader = cute.make_layout(2, stride=128)(at.group)
         rA = wide.make_fragment_A(wide.get_slice(leader).partition_A(s.sA))
         rB = wide.make_fragment_B(wide.get_slice(leader).partition_B(s.sB))
@@ -513,7 +513,7 @@ class Product(Dense):
     @cute.jit
     def compute(self, ring, states, f, s, o, here, index, step, thread):
         """Main loop and epilogue; sums of many terms are flushed to memory in between."""
-        mma, at = f.mmas, self.thread_of(thread)
+        mma, at = f.mmas, self.thread_of()
         leader = mma.get_slice(cute.make_layout(2, stride=128)(at.group))
         rA = mma.make_fragment_A(leader.partition_A(s.sA))
         rB = mma.make_fragment_B(leader.partition_B(s.sB))
@@ -577,7 +577,7 @@ class Pass(Dense):
 
     @cute.jit
     def launch(self, tokens, weights, rows, parts, out, o, sizes, capacity, max_ctas, stream):
-        """`tokens`, `weights`: see `Score.factors`. `rows`: the weights that `parts` are multiplied by; `out`: y or dx."""
+        """`tokens`, `weights`: see `Score.factors`. `rows`: weights that parts are multiplied by; `out`: y or dx."""
 
         @cute.struct
         class Shared:
@@ -610,14 +610,15 @@ class Pass(Dense):
         cute.arch.griddepcontrol_launch_dependents()
         if sizes[sizes.shape[0] - 1] > capacity:
             thread, group, warp_index, ring = self.enter(shared)
-            team, factors = self.enlist(shared, o, thread), (score, by_token, by_neuron)
+            self.enlist(shared, o, thread)
+            team, factors = self.team(shared), (score, by_token, by_neuron)
             if team.index < team.size:
                 if group == 0:
                     cute.arch.setmaxregister_decrease(REGISTERS[0])
-                    self.load(shared, ring, factors, o, team, thread, warp_index)
+                    self.load(shared, ring, factors, o, thread, warp_index)
                 else:
                     cute.arch.setmaxregister_increase(REGISTERS[1])
-                    self.compute(shared, ring, factors, o, team, thread)
+                    self.compute(shared, ring, factors, o, thread)
             self.leave()
 
     @cute.jit
@@ -640,8 +641,8 @@ class Pass(Dense):
         return thread, group, cute.arch.make_warp_uniform(cute.arch.warp_idx()), ring
 
     @cute.jit
-    def enlist(self, shared, o, thread) -> Team:
-        """Index of this cluster among those that compute, and their number: the first CTA tells its peer."""
+    def enlist(self, shared, o, thread):
+        """Find the index of this cluster among those that compute, and their number; the first CTA tells its peer."""
         team = shared.team.data_ptr()
         if thread == 0 and cute.arch.block_idx_in_cluster() == 0:
             found = enlist(o.counters, cute.arch.grid_dim()[0] // CLUSTER)
@@ -650,11 +651,15 @@ class Pass(Dense):
                     store_peer(team + i, Int32(peer), found[i])
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        told = cute.make_tensor(team, cute.make_layout(2))
+
+    @cute.jit
+    def team(self, shared) -> Team:
+        """The same, read again where it is needed: so it takes no registers in the main loops."""
+        told = shared.team.get_tensor(cute.make_layout(2))
         return Team(cute.arch.make_warp_uniform(told[0]), cute.arch.make_warp_uniform(told[1]))
 
     @cute.jit
-    def meet(self, o, team, met, thread):
+    def meet(self, shared, o, met, thread):
         """Wait for all CTAs; return how often they have met.
 
         TMA stores and loads parts by the async proxy. Who has waited for a store sees it by the generic one, by which
@@ -664,23 +669,23 @@ class Pass(Dense):
         cute.arch.fence_proxy("async")
         cute.arch.barrier(barrier_id=Barrier.ALL, number_of_threads=THREADS)
         if thread == 0:
-            arrive_and_wait(o.counters, met * team.size * CLUSTER)
+            arrive_and_wait(o.counters, met * self.team(shared).size * CLUSTER)
         cute.arch.barrier(barrier_id=Barrier.ALL, number_of_threads=THREADS)
         cute.arch.fence_proxy("async")
         return met
 
     @cute.jit
-    def load(self, shared, ring, factors, o, team, thread, warp_index):
+    def load(self, shared, ring, factors, o, thread, warp_index):
         """The load group."""
         score, by_token, by_neuron = factors
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
         first, met = Int32(0), Int32(0)
         while first < o.tokens:
-            here = slice_at(o, first)
+            here, team = slice_at(o, first), self.team(shared)
             if warp_index == 0:
                 s = self.views(shared, *score.layouts)
                 state, _ = self.score.load(ring, state, score, s, o, here, team.index, team.size)
-            met = self.meet(o, team, met, thread)
+            met, team = self.meet(shared, o, met, thread), self.team(shared)
             if warp_index == 0:
                 s = self.views(shared, *by_token.layouts)
                 state, index = self.by_token.load(ring, state, by_token, s, o, here, team.index, team.size)
@@ -691,26 +696,26 @@ class Pass(Dense):
                 if here.is_last * o.weights.wanted != 0:
                     own = (team.index * CLUSTER + cute.arch.block_idx()[0] % CLUSTER) * ADDERS + thread - 32
                     add_biases(o, own, team.size * CLUSTER * ADDERS, self.dtype)
-            met = self.meet(o, team, met, thread)
+            met = self.meet(shared, o, met, thread)
             first += here.count
 
     @cute.jit
-    def compute(self, shared, ring, factors, o, team, thread):
+    def compute(self, shared, ring, factors, o, thread):
         """The mma groups."""
         score, by_token, by_neuron = factors
         states = self.states()
         first, met, own = Int32(0), Int32(0), thread - 128
         while first < o.tokens:
-            here = slice_at(o, first)
+            here, team = slice_at(o, first), self.team(shared)
             s = self.views(shared, *score.layouts)
             states, _ = self.score.compute(ring, states, score, s, o, here, team.index, team.size, own)
-            met = self.meet(o, team, met, thread)
+            met, team = self.meet(shared, o, met, thread), self.team(shared)
             s = self.views(shared, *by_token.layouts)
             states, index = self.by_token.compute(ring, states, by_token, s, o, here, team.index, team.size, own)
             if const_expr(self.backward):
                 s = self.views(shared, *by_neuron.layouts)
                 states, _ = self.by_neuron.compute(ring, states, by_neuron, s, o, here, index, team.size, own)
-            met = self.meet(o, team, met, thread)
+            met = self.meet(shared, o, met, thread)
             first += here.count
 
     @cute.jit
