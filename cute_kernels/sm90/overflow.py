@@ -666,10 +666,11 @@ class Pass(Dense):
         CTAs meet, and the fence behind makes loads that follow see it. That before is for reads of what is overwritten.
         """
         met += 1
+        arrivals = met * self.team(shared).size * CLUSTER
         cute.arch.fence_proxy("async")
         cute.arch.barrier(barrier_id=Barrier.ALL, number_of_threads=THREADS)
         if thread == 0:
-            arrive_and_wait(o.counters, met * self.team(shared).size * CLUSTER)
+            arrive_and_wait(o.counters, arrivals)
         cute.arch.barrier(barrier_id=Barrier.ALL, number_of_threads=THREADS)
         cute.arch.fence_proxy("async")
         return met

@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.quantized import assert_right
 from twell import ops, testing, tuning
-from twell._activation import RELU
+from twell._activation import RELU, Activation
 from twell._runtime import geometry, specs
 from twell.ops import hybrid
 from twell.ops.library import launch
+from twell.ops.operands import Gradients, Operands
 
 BF16 = torch.bfloat16
 NONE = torch.empty(0, dtype=BF16)
@@ -240,6 +242,99 @@ def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bo
     ours = on_gpu("hybrid_backward")(*given, *found[3:], True, True)
     for name, a, b in zip(("x", "w_gate", "w_up", "w_down", "b_gate", "b_up"), ours, right, strict=True):
         testing.assert_same(a, b, f"gradient of {name}")
+
+
+# ---- more non-zeros than the hybrid format holds ----
+
+
+class OverFull(NamedTuple):
+    """What a check of these passes varies; ``wanted``: "x" for the gradient of x, "w" for those of the weights."""
+
+    m: int
+    k: int = 72
+    n: int = 136
+    biases: str = ""
+    gated: bool = True
+    activation: str = "relu"
+    threshold: float = 0.0
+    dl1: float = 0.0
+    wanted: str = "xw"
+    accumulate: bool = False
+    excess: int = 1
+
+
+def overfull(case: OverFull, ctas: int, slices: int = 256, seed: int = 0) -> int:
+    """Both passes over ``case.m`` tokens, so many at a time; nothing may be written without an ``excess`` of non-zeros.
+
+    Returns how many clusters, or CTAs, computed in backward.
+    """
+    torch.manual_seed(seed)
+    m, k, n = case.m, case.k, case.n
+    sparse = torch.zeros(3, n, k, dtype=BF16).scatter_(
+        2, torch.rand(3, n, k).argsort(2)[..., :6], integers(-1, 1, 3, n, 6)
+    )
+    given = [integers(-2, 2, m, k), *sparse]
+    given += [
+        integers(-2, 2, size) if name in case.biases else None for name, size in zip(("gate", "up", "down"), (n, n, k))
+    ]
+    dy = torch.zeros(m, k, dtype=BF16).scatter_(1, torch.randint(k, (m, 3)), integers(-2, 2, m, 3))
+    layer, activation = Operands(*given), Activation(case.activation, case.threshold)
+    if not case.gated:
+        layer = layer._replace(w_up=None, b_up=None)
+    gate = activation.after(hybrid.project(layer.x, layer.w_gate, layer.b_gate).to(BF16))
+    up = None if layer.w_up is None else hybrid.project(layer.x, layer.w_up, layer.b_up)
+    h = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
+    kept_ = hybrid.empty_kept(layer.x, n, case.gated, held=8)
+    total, capacity = int((gate != 0).sum()), hybrid.capacity_of(layer.x, n, case.gated, kept_.entries)
+    assert total > capacity
+    kept_.sizes.fill_(-1)[-1] = total
+    # what the kernels compare: no reader of entries runs here
+    room = total - case.excess
+    laid = Operands(*(t if t is None or t.dim() < 2 else strided(t) for t in layer))
+    aside = hybrid.room_aside(layer.x, max(m, 2 * n), ctas)
+    y, sums = (
+        strided(torch.full((m, k), torch.nan, dtype=BF16)),
+        torch.full((-(-m // 128), geometry.training_sums(n)), torch.nan),
+    )
+
+    def gradients(fill: float) -> Gradients:
+        """Filled gradients that are wanted, as the operators of backward allocate them."""
+        wide = torch.float32 if case.accumulate else BF16
+        shapes = [o is not None and ("w" if i else "x") in case.wanted and o.shape for i, o in enumerate(layer[:6])]
+        dtypes = [BF16, wide, wide, wide, BF16, BF16]
+        return Gradients(
+            *(
+                strided(torch.full(s, fill, dtype=d))
+                if s and len(s) > 1
+                else torch.full(s, fill, dtype=d)
+                if s
+                else None
+                for s, d in zip(shapes, dtypes)
+            )
+        )
+
+    fill = 3.0 if case.accumulate else torch.nan
+    out, right = gradients(fill), gradients(fill)
+    counters = torch.zeros(geometry.OVERFLOW_COUNTERS, dtype=torch.int32)
+    given_back = hybrid.Backward(strided(dy), torch.tensor([case.dl1]), laid, kept_, activation)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(geometry, "OVERFLOW_FORWARD", slices)
+        patch.setattr(geometry, "OVERFLOW_BACKWARD", slices)
+        hybrid.overflow_forward(
+            laid, kept_._replace(popularity=torch.zeros(n, dtype=torch.int32)), room, activation, y, sums, aside
+        )
+        hybrid.overflow_backward(given_back, room, out, case.accumulate, aside, counters)()
+    if case.excess <= 0:
+        assert y.isnan().all() and sums.isnan().all() and not counters.any()
+        assert all(t is None or testing.same(t, r) for t, r in zip(out, right))
+        return 0
+    hybrid.backward_cpu(given_back, right, case.accumulate)
+    testing.assert_same(y, hybrid.project(h.to(BF16), layer.w_down.t(), layer.b_down).to(BF16), "y")
+    testing.assert_same(sums.sum(1), torch.stack([t.abs().sum() for t in h.split(128)]), "sums of |h|")
+    for name, found, expected in zip(Gradients._fields, out, right):
+        if found is not None:
+            testing.assert_same(found, expected, f"gradient of {name}")
+    return int(counters[1])
 
 
 # ---- random checks ----

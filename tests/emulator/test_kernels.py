@@ -6,6 +6,7 @@ import pytest
 
 from tests.emulator import checks
 from tests.emulator.launch import Emulator, Schedule
+from twell._runtime import specs
 
 SEEDS = pytest.mark.parametrize("seed", range(3))
 # lists of candidates or fired neurons around the sizes of chunks and units, and none
@@ -98,3 +99,38 @@ def test_a_training_step(
 ) -> None:
     with emulator.stands_in(3, Schedule.of(seed)):
         checks.training_step(m, k, n, density, biases, gated)
+
+
+FAMILIES = pytest.mark.parametrize("family", [specs.SM90, specs.PORTABLE])
+
+
+@SEEDS
+@FAMILIES
+@pytest.mark.parametrize(
+    "case",
+    [
+        checks.OverFull(300, biases="gate up down", dl1=1.0),
+        checks.OverFull(600, n=264, biases="gate up", wanted="w"),
+        checks.OverFull(600, wanted="x"),
+        checks.OverFull(300, gated=False, biases="gate", dl1=-1.0),
+        checks.OverFull(520, k=328, accumulate=True, biases="up"),
+        checks.OverFull(5, k=264, activation="relu2", biases="down"),
+        checks.OverFull(257, activation="drelu", biases="gate up"),
+        checks.OverFull(300, activation="fatrelu", threshold=2.0, gated=False, accumulate=True, wanted="w"),
+        checks.OverFull(300, excess=0),
+    ],
+)
+def test_too_many_non_zeros(emulator: Emulator, case: checks.OverFull, family: str, seed: int) -> None:
+    """In two and three slices, by several clusters."""
+    with emulator.stands_in(6, Schedule.of(seed), family):
+        checks.overfull(case, ctas=6, seed=seed)
+
+
+@FAMILIES
+def test_those_who_come_late_compute_nothing(emulator: Emulator, family: str) -> None:
+    units = 6 if family == specs.PORTABLE else 3
+    teams = set()
+    for seed in range(12):
+        with emulator.stands_in(6, Schedule.of(seed), family):
+            teams.add(checks.overfull(checks.OverFull(300, k=16, n=40), ctas=6, slices=256, seed=seed))
+    assert len(teams) > 2 and max(teams) == min(units, 4)

@@ -89,13 +89,17 @@ OUTPUTS = {
 }
 
 
+def counters() -> Tensor:
+    return torch.zeros(geometry.OVERFLOW_COUNTERS, dtype=torch.int32, device="cuda")
+
+
 def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -> None:
     """Launch the kernels of one mode on ``outputs``, with a capacity that the non-zeros exceed by ``excess``."""
     m, n, gated = len(p.dy), len(p.layer.w_gate), p.gated
     total = int(p.active.sum()) + 1
     sizes = torch.full((geometry.token_tiles(m) + 1,), -1, dtype=torch.int32, device="cuda")
     sizes[-1] = total
-    kept = Kept(*(sizes,) * 5)
+    kept = Kept(*(sizes,) * 4, torch.zeros(n, dtype=torch.int32, device="cuda"))
     layer = Operands(*p.layer) if gated else Operands(*p.layer)._replace(w_up=None, b_up=None)
     # for sums longer than tensor cores add up in one go
     aside = hybrid.room_aside(p.layer.x, max(m, 2 * n), device.sm_count(0)).fill_(torch.nan)
@@ -112,7 +116,7 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -
         outputs["db_up"] if gated and p.layer.b_up is not None else None,
     )
     given = hybrid.Backward(p.dy, dl1, layer, kept, RELU)
-    hybrid.overflow_backward(given, total - excess, out, mode == "add", aside)()
+    hybrid.overflow_backward(given, total - excess, out, mode == "add", aside, counters())()
 
 
 def empty(p: Problem, mode: str, fill: float = math.nan) -> dict[str, Tensor]:
@@ -205,7 +209,7 @@ def test_only_what_is_wanted_is_computed(wanted: str) -> None:
     else:
         gradients = Gradients(None, *(out[name] for name in OUTPUTS["backward"][1:]))
     given = hybrid.Backward(p.dy, dl1, Operands(*p.layer), kept, RELU)
-    hybrid.overflow_backward(given, 0, gradients, False, aside)()
+    hybrid.overflow_backward(given, 0, gradients, False, aside, counters())()
     for name, result in out.items():
         if name[1] == wanted or (wanted == "w" and name[1] == "b"):
             testing.assert_same(result, right[name].float().to(result.dtype), name)
