@@ -260,79 +260,71 @@ class OverFull(NamedTuple):
     dl1: float = 0.0
     wanted: str = "xw"
     accumulate: bool = False
-    excess: int = 1
+
+    def layer(self) -> Operands:
+        """Small integers, six in each row of a weight."""
+        m, k, n = self.m, self.k, self.n
+        weights = torch.zeros(3, n, k, dtype=BF16)
+        weights.scatter_(2, torch.rand(3, n, k).argsort(2)[..., :6], integers(-1, 1, 3, n, 6))
+        lengths = {"gate": n, "up": n, "down": k}
+        biases = (integers(-2, 2, length) if name in self.biases else None for name, length in lengths.items())
+        layer = Operands(integers(-2, 2, m, k), *weights, *biases)
+        return layer if self.gated else layer._replace(w_up=None, b_up=None)
+
+    def gradients(self, layer: Operands) -> Gradients:
+        """What is wanted, filled with NaN, or with numbers to which gradients of weights are added."""
+
+        def filled(name: str, operand: Tensor | None) -> Tensor | None:
+            if operand is None or ("x" if name == "x" else "w") not in self.wanted:
+                return None
+            added = self.accumulate and name.startswith("w")
+            fill, dtype = (3.0, torch.float32) if added else (torch.nan, BF16)
+            new = torch.full(operand.shape, fill, dtype=dtype)
+            return strided(new) if new.dim() > 1 else new
+
+        return Gradients(*(filled(name, operand) for name, operand in list(layer._asdict().items())[:6]))
 
 
-def overfull(case: OverFull, ctas: int, slices: int = 256, seed: int = 0) -> int:
-    """Both passes over ``case.m`` tokens, so many at a time; nothing may be written without an ``excess`` of non-zeros.
+def overfull(case: OverFull, ctas: int, excess: int = 1, seed: int = 0) -> int:
+    """Both passes, 256 tokens at a time, with an ``excess`` of non-zeros over the room for them.
 
-    Returns how many clusters, or CTAs, computed in backward.
+    Nothing may be written unless there is one. Returns how many clusters, or CTAs, computed in backward.
     """
     torch.manual_seed(seed)
-    m, k, n = case.m, case.k, case.n
-    sparse = torch.zeros(3, n, k, dtype=BF16).scatter_(
-        2, torch.rand(3, n, k).argsort(2)[..., :6], integers(-1, 1, 3, n, 6)
-    )
-    given = [integers(-2, 2, m, k), *sparse]
-    given += [
-        integers(-2, 2, size) if name in case.biases else None for name, size in zip(("gate", "up", "down"), (n, n, k))
-    ]
+    layer, m, k, n = case.layer(), case.m, case.k, case.n
     dy = torch.zeros(m, k, dtype=BF16).scatter_(1, torch.randint(k, (m, 3)), integers(-2, 2, m, 3))
-    layer, activation = Operands(*given), Activation(case.activation, case.threshold)
-    if not case.gated:
-        layer = layer._replace(w_up=None, b_up=None)
+    activation = Activation(case.activation, case.threshold)
     gate = activation.after(hybrid.project(layer.x, layer.w_gate, layer.b_gate).to(BF16))
     up = None if layer.w_up is None else hybrid.project(layer.x, layer.w_up, layer.b_up)
-    h = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
-    kept_ = hybrid.empty_kept(layer.x, n, case.gated, held=8)
-    total, capacity = int((gate != 0).sum()), hybrid.capacity_of(layer.x, n, case.gated, kept_.entries)
-    assert total > capacity
-    kept_.sizes.fill_(-1)[-1] = total
-    # what the kernels compare: no reader of entries runs here
-    room = total - case.excess
-    laid = Operands(*(t if t is None or t.dim() < 2 else strided(t) for t in layer))
+    hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
+
+    format_, total = hybrid.empty_kept(layer.x, n, case.gated, held=8), int((gate != 0).sum())
+    assert total > hybrid.capacity_of(layer.x, n, case.gated, format_.entries)
+    format_.sizes[-1] = total
+    laid = Operands(*(strided(t) if t is not None and t.dim() > 1 else t for t in layer))
+    given = hybrid.Backward(strided(dy), torch.tensor([case.dl1]), laid, format_, activation)
+    y = strided(torch.full((m, k), torch.nan, dtype=BF16))
+    sums = torch.full((geometry.token_tiles(m), geometry.training_sums(n)), torch.nan)
+    out, right = case.gradients(layer), case.gradients(layer)
     aside = hybrid.room_aside(layer.x, max(m, 2 * n), ctas)
-    y, sums = (
-        strided(torch.full((m, k), torch.nan, dtype=BF16)),
-        torch.full((-(-m // 128), geometry.training_sums(n)), torch.nan),
-    )
-
-    def gradients(fill: float) -> Gradients:
-        """Filled gradients that are wanted, as the operators of backward allocate them."""
-        wide = torch.float32 if case.accumulate else BF16
-        shapes = [o is not None and ("w" if i else "x") in case.wanted and o.shape for i, o in enumerate(layer[:6])]
-        dtypes = [BF16, wide, wide, wide, BF16, BF16]
-        return Gradients(
-            *(
-                strided(torch.full(s, fill, dtype=d))
-                if s and len(s) > 1
-                else torch.full(s, fill, dtype=d)
-                if s
-                else None
-                for s, d in zip(shapes, dtypes)
-            )
-        )
-
-    fill = 3.0 if case.accumulate else torch.nan
-    out, right = gradients(fill), gradients(fill)
     counters = torch.zeros(geometry.OVERFLOW_COUNTERS, dtype=torch.int32)
-    given_back = hybrid.Backward(strided(dy), torch.tensor([case.dl1]), laid, kept_, activation)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(geometry, "OVERFLOW_FORWARD", slices)
-        patch.setattr(geometry, "OVERFLOW_BACKWARD", slices)
-        hybrid.overflow_forward(
-            laid, kept_._replace(popularity=torch.zeros(n, dtype=torch.int32)), room, activation, y, sums, aside
-        )
-        hybrid.overflow_backward(given_back, room, out, case.accumulate, aside, counters)()
-    if case.excess <= 0:
-        assert y.isnan().all() and sums.isnan().all() and not counters.any()
-        assert all(t is None or testing.same(t, r) for t, r in zip(out, right))
-        return 0
-    hybrid.backward_cpu(given_back, right, case.accumulate)
-    testing.assert_same(y, hybrid.project(h.to(BF16), layer.w_down.t(), layer.b_down).to(BF16), "y")
-    testing.assert_same(sums.sum(1), torch.stack([t.abs().sum() for t in h.split(128)]), "sums of |h|")
+        for name in ("OVERFLOW_FORWARD", "OVERFLOW_BACKWARD"):
+            patch.setattr(geometry, name, 256)
+        counted = format_._replace(popularity=torch.zeros(n, dtype=torch.int32))
+        hybrid.overflow_forward(laid, counted, total - excess, activation, y, sums, aside)
+        hybrid.overflow_backward(given, total - excess, out, case.accumulate, aside, counters)()
+
+    if excess > 0:
+        hybrid.backward_cpu(given, right, case.accumulate)
+        testing.assert_same(y, hybrid.project(hidden.to(BF16), layer.w_down.t(), layer.b_down).to(BF16), "y")
+        by_tile = torch.stack([t.abs().sum() for t in hidden.split(geometry.TOKEN_TILE)])
+        testing.assert_same(sums.sum(1), by_tile, "sums of |h|")
+    else:
+        assert y.isnan().all()
+        assert sums.isnan().all()
     for name, found, expected in zip(Gradients._fields, out, right):
-        if found is not None:
+        if found is not None and expected is not None:
             testing.assert_same(found, expected, f"gradient of {name}")
     return int(counters[1])
 
