@@ -891,8 +891,8 @@ class Turn {
 
   Next barrier(const Instruction& in) {
     if (mask != group) stop("a barrier with a predicate");
-    warp.looks = 0;
     if (!together(ALL)) return wait("other lanes");
+    warp.looks = 0;
     if (in.operation == OP_CLUSTER_ARRIVE) {
       warp.cluster_generation = cluster.generation;
       warp.at_cluster = true;
