@@ -460,6 +460,8 @@ def rows_of_slabs(parts: Any, count: Int32) -> Any:
 class Pass:
     """The kernel of a pass."""
 
+    backward: bool
+
     def __init__(self, spec: OverflowSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.score, self.by_token, self.by_neuron = Score(spec), PartProduct(spec, True), PartProduct(spec, False)
