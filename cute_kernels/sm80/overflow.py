@@ -29,7 +29,6 @@ from ..common.overflow import (
     ForwardPass,
     Operands,
     Slice,
-    Team,
     add_biases,
     arguments,
     arrive_and_wait,
@@ -156,19 +155,19 @@ class Score(Dense):
         super().__init__(spec, SCORE_TOKENS)
 
     @cute.jit
-    def run(self, ring, tokens, weights, parts, o, here: Slice, team: Team):
-        """`tokens`: x and, in backward, dy. `weights`: w_gate, w_up and, in backward, w_down."""
+    def run(self, ring, tokens, weights, parts, o, here: Slice, team):
+        """`tokens`: x and, in backward, dy. `weights`: w_gate, w_up and, in backward, w_down. `team`: see `Pass`."""
         at = thread_index()
         f = self.fragments(ring, at)
         tokens = [rows_of(matrix, here.first, here.count) for matrix in tokens]
         # both halves of a row of sums
         m_tiles = cute.ceil_div(here.count, ROW_TOKENS) * (ROW_TOKENS // SCORE_TOKENS)
         n_tiles, steps = cute.ceil_div(o.neurons, TILE_N), cute.ceil_div(o.columns, TILE_K)
-        tile = team.index
+        tile = team[0]
         while tile < m_tiles * n_tiles:
             row, column = tile_of(tile, m_tiles, n_tiles, BAND_ROWS // SCORE_TOKENS)
             self.compute_tile(ring, f, tokens, weights, o, here, parts, row, column, steps, at)
-            tile += team.size
+            tile += team[1]
 
     @cute.jit
     def compute_tile(self, ring, f, tokens, weights, o, here, parts, row, column, steps, at):
@@ -331,7 +330,7 @@ class PartProduct(Dense):
         self.by_token = self.a_k_major = by_token
 
     @cute.jit
-    def run(self, ring, parts, b, out, o, here: Slice, index: Int32, team: Team) -> Int32:
+    def run(self, ring, parts, b, out, o, here: Slice, index: Int32, team) -> Int32:
         """`b`: two matrices; `out`: y or dx by token, otherwise None. Returns the index in tiles that follow."""
         at = thread_index()
         f = self.fragments(ring, at)
@@ -356,7 +355,7 @@ class PartProduct(Dense):
                 place = self.place_by_neuron(parts, b, o, part, row, column, at)
                 self.add_steps(ring, f, o, place, steps, at)
                 self.store_sums(o, here, f.acc, part, row, column)
-            index += team.size
+            index += team[1]
         return index - m_tiles * n_tiles
 
     @cute.jit
@@ -458,7 +457,10 @@ def rows_of_slabs(parts: Any, count: Int32) -> Any:
 
 
 class Pass:
-    """The kernel of a pass."""
+    """The kernel of a pass. `team` in shared memory: index of this CTA among those that compute, and their number.
+
+    It is read again where it is needed, so it takes no registers in the main loop.
+    """
 
     backward: bool
 
@@ -503,33 +505,32 @@ class Pass:
         launch.griddepcontrol_launch_dependents()
         if sizes[sizes.shape[0] - 1] > capacity:
             thread, ring = cute.arch.thread_idx()[0], shared.ring.data_ptr()
-            told = shared.team.get_tensor(cute.make_layout(2))
+            team = shared.team.get_tensor(cute.make_layout(2))
             if thread == 0:
-                told[0], told[1] = enlist(o.counters, cute.arch.grid_dim()[0])
+                team[0], team[1] = enlist(o.counters, cute.arch.grid_dim()[0])
             cute.arch.sync_threads()
             first, met = Int32(0), Int32(0)
-            if told[0] >= told[1]:
+            if team[0] >= team[1]:
                 first = o.tokens
             while first < o.tokens:
                 here = slice_at(o, first)
-                self.score.run(ring, tokens, weights, parts, o, here, Team(told[0], told[1]))
-                met = self.meet(o, told, met)
-                team = Team(told[0], told[1])
-                index = self.by_token.run(ring, parts, rows, out, o, here, team.index, team)
+                self.score.run(ring, tokens, weights, parts, o, here, team)
+                met = self.meet(o, team, met)
+                index = self.by_token.run(ring, parts, rows, out, o, here, team[0], team)
                 if const_expr(self.backward):
                     self.by_neuron.run(ring, parts, tokens, None, o, here, index, team)
                     if here.is_last * o.weights.wanted != 0:
-                        add_biases(o, told[0] * THREADS + cute.arch.thread_idx()[0], told[1] * THREADS, self.dtype)
-                met = self.meet(o, told, met)
+                        add_biases(o, team[0] * THREADS + cute.arch.thread_idx()[0], team[1] * THREADS, self.dtype)
+                met = self.meet(o, team, met)
                 first += here.count
 
     @cute.jit
-    def meet(self, o, told, met):
+    def meet(self, o, team, met):
         """Wait for all CTAs; return how often they have met."""
         met += 1
         cute.arch.sync_threads()
         if cute.arch.thread_idx()[0] == 0:
-            arrive_and_wait(o.counters, met * told[1])
+            arrive_and_wait(o.counters, met * team[1])
         cute.arch.sync_threads()
         return met
 
