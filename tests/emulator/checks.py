@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.quantized import assert_right
 from twell import ops, testing, tuning
-from twell._activation import RELU
+from twell._activation import RELU, Activation
 from twell._runtime import geometry, specs
 from twell.ops import hybrid
 from twell.ops.library import launch
+from twell.ops.operands import Gradients, Operands
 
 BF16 = torch.bfloat16
 NONE = torch.empty(0, dtype=BF16)
@@ -281,6 +283,91 @@ def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bo
     ours = on_gpu("hybrid_backward")(dy, nothing, *layer[:6], *found[3:], True, True)
     for name, a, b in zip(("x", "w_gate", "w_up", "w_down", "b_gate", "b_up"), ours, right, strict=True):
         testing.assert_same(a, b, f"gradient of {name}")
+
+
+# ---- more non-zeros than the hybrid format holds ----
+
+
+class OverFull(NamedTuple):
+    """What a check of these passes varies; ``wanted``: "x" for the gradient of x, "w" for those of the weights."""
+
+    m: int
+    k: int = 72
+    n: int = 136
+    biases: str = ""
+    gated: bool = True
+    activation: str = "relu"
+    threshold: float = 0.0
+    dl1: float = 0.0
+    wanted: str = "xw"
+    accumulate: bool = False
+
+    def layer(self) -> Operands:
+        """Small integers, six in each row of a weight."""
+        m, k, n = self.m, self.k, self.n
+        weights = torch.zeros(3, n, k, dtype=BF16)
+        weights.scatter_(2, torch.rand(3, n, k).argsort(2)[..., :6], integers(-1, 1, 3, n, 6))
+        lengths = {"gate": n, "up": n, "down": k}
+        biases = (integers(-2, 2, length) if name in self.biases else None for name, length in lengths.items())
+        layer = Operands(integers(-2, 2, m, k), *weights, *biases)
+        return layer if self.gated else layer._replace(w_up=None, b_up=None)
+
+    def gradients(self, layer: Operands) -> Gradients:
+        """What is wanted, filled with NaN, or with numbers to which gradients of weights are added."""
+
+        def filled(name: str, operand: Tensor | None) -> Tensor | None:
+            if operand is None or ("x" if name == "x" else "w") not in self.wanted:
+                return None
+            added = self.accumulate and name.startswith("w")
+            fill, dtype = (3.0, torch.float32) if added else (torch.nan, BF16)
+            new = torch.full(operand.shape, fill, dtype=dtype)
+            return strided(new) if new.dim() > 1 else new
+
+        return Gradients(*(filled(name, operand) for name, operand in list(layer._asdict().items())[:6]))
+
+
+def overfull(case: OverFull, ctas: int, excess: int = 1, seed: int = 0) -> int:
+    """Both passes, 256 tokens at a time, with an ``excess`` of non-zeros over the room for them.
+
+    Nothing may be written unless there is one. Returns how many clusters, or CTAs, computed in backward.
+    """
+    torch.manual_seed(seed)
+    layer, m, k, n = case.layer(), case.m, case.k, case.n
+    dy = torch.zeros(m, k, dtype=BF16).scatter_(1, torch.randint(k, (m, 3)), integers(-2, 2, m, 3))
+    activation = Activation(case.activation, case.threshold)
+    gate = activation.after(hybrid.project(layer.x, layer.w_gate, layer.b_gate).to(BF16))
+    up = None if layer.w_up is None else hybrid.project(layer.x, layer.w_up, layer.b_up)
+    hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
+
+    format_, total = hybrid.empty_kept(layer.x, n, case.gated, held=8), int((gate != 0).sum())
+    assert total > hybrid.capacity_of(layer.x, n, case.gated, format_.entries)
+    format_.sizes[-1] = total
+    laid = Operands(*(strided(t) if t is not None and t.dim() > 1 else t for t in layer))
+    given = hybrid.Backward(strided(dy), torch.tensor([case.dl1]), laid, format_, activation)
+    y = strided(torch.full((m, k), torch.nan, dtype=BF16))
+    sums = torch.full((geometry.token_tiles(m), geometry.training_sums(n)), torch.nan)
+    out, right = case.gradients(layer), case.gradients(layer)
+    aside = hybrid.room_aside(layer.x, max(m, 2 * n), ctas)
+    counters = torch.zeros(geometry.OVERFLOW_COUNTERS, dtype=torch.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("OVERFLOW_FORWARD", "OVERFLOW_BACKWARD"):
+            patch.setattr(geometry, name, 256)
+        counted = format_._replace(popularity=torch.zeros(n, dtype=torch.int32))
+        hybrid.overflow_forward(laid, counted, total - excess, activation, y, sums, aside)
+        hybrid.overflow_backward(given, total - excess, out, case.accumulate, aside, counters)()
+
+    if excess > 0:
+        hybrid.backward_cpu(given, right, case.accumulate)
+        testing.assert_same(y, hybrid.project(hidden.to(BF16), layer.w_down.t(), layer.b_down).to(BF16), "y")
+        by_tile = torch.stack([t.abs().sum() for t in hidden.split(geometry.TOKEN_TILE)])
+        testing.assert_same(sums.sum(1), by_tile, "sums of |h|")
+    else:
+        assert y.isnan().all()
+        assert sums.isnan().all()
+    for name, found, expected in zip(Gradients._fields, out, right):
+        if found is not None and expected is not None:
+            testing.assert_same(found, expected, f"gradient of {name}")
+    return int(counters[1])
 
 
 # ---- random checks ----

@@ -6,6 +6,7 @@ import pytest
 
 from tests.emulator import checks
 from tests.emulator.launch import Emulator, Schedule
+from twell._runtime import specs
 
 SEEDS = pytest.mark.parametrize("seed", range(3))
 # lists of candidates or fired neurons around the sizes of chunks and units, and none
@@ -144,3 +145,44 @@ def test_a_training_step(
 ) -> None:
     with emulator.stands_in(3, Schedule.of(seed)):
         checks.training_step(m, k, n, density, biases, gated)
+
+
+FAMILIES = pytest.mark.parametrize("family", [specs.SM90, specs.PORTABLE])
+
+
+@SEEDS
+@FAMILIES
+@pytest.mark.parametrize(
+    "case",
+    [
+        checks.OverFull(300, biases="gate up down", dl1=1.0),
+        checks.OverFull(600, n=264, biases="gate up", wanted="w"),
+        checks.OverFull(600, wanted="x"),
+        checks.OverFull(300, gated=False, biases="gate", dl1=-1.0),
+        checks.OverFull(520, k=328, accumulate=True, biases="up"),
+        checks.OverFull(5, k=264, activation="relu2", biases="down"),
+        checks.OverFull(257, activation="drelu", biases="gate up"),
+        checks.OverFull(300, activation="fatrelu", threshold=2.0, gated=False, accumulate=True, wanted="w"),
+    ],
+)
+def test_too_many_non_zeros(emulator: Emulator, case: checks.OverFull, family: str, seed: int) -> None:
+    """In one to three slices, by several clusters or CTAs."""
+    with emulator.stands_in(6, Schedule.of(seed), family):
+        checks.overfull(case, ctas=6, seed=seed)
+
+
+@FAMILIES
+def test_as_many_non_zeros_as_there_is_room_for(emulator: Emulator, family: str) -> None:
+    with emulator.stands_in(6, Schedule(), family):
+        assert checks.overfull(checks.OverFull(300), ctas=6, excess=0) == 0
+
+
+@FAMILIES
+def test_who_begins_late_computes_nothing(emulator: Emulator, family: str) -> None:
+    """A schedule says how many clusters run at a time: the others begin when these have ended."""
+    teams = []
+    for seed in range(8):
+        with emulator.stands_in(8, Schedule.of(seed), family):
+            teams.append(checks.overfull(checks.OverFull(300, k=16, n=40), ctas=8, seed=seed))
+    assert min(teams) == 1
+    assert max(teams) == 4
