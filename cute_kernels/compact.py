@@ -14,8 +14,9 @@ ordinal among those of its chunk and token is its distance from the first of the
 again by the token's own warp, 32 at a time.
 
 In inference the pool of entries has room for all gates, with a fixed part for each token tile. In training the pool is
-small: `locate`, one CTA, first computes the token tiles' ranges from the statistics. If they exceed the pool, `compact`
-only clears the sums.
+small: `locate`, one cluster, first computes the token tiles' ranges from the statistics. Its warps add up the counts of
+a token tile each, and the first CTA makes prefix sums of the totals. It also clears the popularity, to which `compact`
+adds. If the ranges exceed the pool, `compact` only clears the sums of |h|.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from cutlass import Float32, Int16, Int32, Int64, Uint8, Uint16, Uint32, const_e
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
-from .common import launch, operands
+from .common import architecture, launch, operands
 from .common.activation import power
 from .common.byte_counters import PITCH, count_token
 from .common.copies import address, load_values
@@ -57,6 +58,8 @@ TILE_BITS = geometry.TILE // 32
 SIZES = {SM90: (geometry.MAX_NEURONS, 53248), PORTABLE: (geometry.PORTABLE_UNION_NEURONS, 23040)}
 # entries that a thread processes at a time
 BATCHES = 4
+# CTAs of `locate` where there are clusters, and counts that a lane loads at a time: those of 5,632 neurons in one go
+LOCATORS, COUNTS = 8, 12
 
 MARK, COUNT, WRITE = range(3)
 
@@ -132,8 +135,14 @@ class Compact:
         check = feasible.check_portable_memory if self.portable else feasible.check_shared_memory
         self.shared = check(Shared)
         if const_expr(self.training):
-            locate = self.locate(stats, chunks, sizes)
-            locate.launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps())
+            self.locators = LOCATORS if architecture.at_least(90) else 1
+            self.locate(stats, chunks, sizes, popularity).launch(
+                grid=(self.locators, 1, 1),
+                block=(THREADS, 1, 1),
+                cluster=(self.locators, 1, 1) if self.locators > 1 else None,
+                stream=stream,
+                use_pdl=launch.overlaps(),
+            )
         if words.shape[0] > 0:
             self.compact(
                 *(words, spill, entries, neurons, chunks, sizes, popularity, l1, size, words_per_tile, plain, capacity),
@@ -149,46 +158,64 @@ class Compact:
     # ---- the two kernels ----
 
     @cute.kernel
-    def locate(self, stats: cute.Tensor, chunks: cute.Tensor, sizes: cute.Tensor):
-        """Compute where the entries of each token tile begin and end, and the number of non-zeros.
+    def locate(self, stats: cute.Tensor, chunks: cute.Tensor, sizes: cute.Tensor, popularity: cute.Tensor):
+        """Compute where the entries of each token tile begin and end, and the number of non-zeros; clear `popularity`.
 
         They go to the first and last column of `chunks`, and to the last element of `sizes`.
         """
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cta, tiles = cute.arch.block_idx()[0], chunks.shape[0]
+        sums = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS))
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
-        allocator = SmemAllocator()
-        totals = allocator.allocate_tensor(Int32, cute.make_layout(THREADS))
-        sums = allocator.allocate_tensor(Int32, cute.make_layout(WARPS))
-        tiles, last = chunks.shape[0], chunks.shape[1] - 1
+        for i in cutlass.range(cta * THREADS + thread, popularity.shape[0], self.locators * THREADS, unroll=1):
+            popularity[i] = Int32(0)
+        # neighbouring tiles go to different CTAs
+        for tile in cutlass.range(warp * self.locators + cta, tiles, self.locators * WARPS, unroll=1):
+            total = self.count_tile(stats, tile, lane)
+            if lane == 0:
+                # until the prefix sums
+                chunks[tile, chunks.shape[1] - 1] = total
+        if const_expr(self.locators > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        if cta == 0:
+            self.add_totals(sums, chunks, sizes, thread, warp, lane)
+
+    @cute.jit
+    def count_tile(self, stats, tile, lane):
+        """The number of non-zeros of a token tile, in all lanes of the warp."""
         pairs = stats.shape[1] * (TOKENS // geometry.STATS_ROWS)
-        most = Int64(stats.shape[0]) * stats.shape[1]
-        counts = cute.make_tensor(stats.iterator, cute.make_layout(most, stride=2))
-        own = cute.make_rmem_tensor((OWN,), Int32)
+        first = Int64(tile) * pairs
+        # the last tile may lack rows
+        pairs = Int32(cutlass.min(Int64(stats.shape[0]) * stats.shape[1] - first, Int64(pairs)))
+        counts = cute.make_tensor(stats.iterator + 2 * first, cute.make_layout(pairs, stride=2))
+        total, own = Int32(0), cute.make_rmem_tensor((COUNTS,), Int32)
+        for p in cutlass.range(lane, pairs, 32 * COUNTS, unroll=1):
+            for i in range_constexpr(COUNTS):
+                own[i] = counts[p + 32 * i] if p + 32 * i < pairs else 0
+            for i in range_constexpr(COUNTS):
+                total += own[i]
+        return Int32(cute.arch.warp_redux_sync(total, "add"))
+
+    @cute.jit
+    def add_totals(self, sums, chunks, sizes, thread, warp, lane):
+        """Replace the totals in the last column of `chunks` by their prefix sums, in one CTA."""
+        tiles, last = chunks.shape[0], chunks.shape[1] - 1
         position = Int64(0)
         for first in cutlass.range(0, tiles, THREADS, unroll=1):
-            for i in cutlass.range(warp * OWN, cutlass.min(tiles - first, Int32(THREADS)), WARPS * OWN, unroll=1):
-                own.fill(0)
-                for p in cutlass.range(lane, pairs, 64, unroll=3):
-                    for j in range_constexpr(OWN):
-                        for q in (p, p + 32):
-                            at = Int64(first + i + j) * pairs + q
-                            own[j] += counts[at] if q < pairs and at < most else 0
-                for j in range_constexpr(OWN):
-                    total = Int32(cute.arch.warp_redux_sync(own[j], "add"))
-                    if lane == 0:
-                        totals[i + j] = total
-            cute.arch.sync_threads()
             # the counts of 32 token tiles of 128 x 65,536 fit in 32 bits, those of more may not
             tile = first + thread
-            mine = totals[thread] if tile < tiles else 0
+            mine = chunks[tile, last] if tile < tiles else 0
             before = prefix_sum(mine, lane)
             if lane == 31:
                 sums[warp] = before + mine
             cute.arch.sync_threads()
             begin = position + before
-            for w in range_constexpr(WARPS):
+            for w in cutlass.range(cute.ceil_div(cutlass.min(tiles - first, Int32(THREADS)), 32), unroll=4):
                 total = Int64(sums[w])
                 position += total
                 begin += total if w < warp else Int64(0)

@@ -41,9 +41,10 @@ UNION_ENTRIES = 1 << 27
 
 # A batch that exceeds the capacity of the hybrid format: most tokens that forward and backward compute together, with
 # one and three 16-bit values of scratch per token and neuron; tokens and neurons that share a sum of |h|, and tokens
-# that share a sum for the gradients of the biases.
+# that share a sum for the gradients of the biases. A slice is whole tiles. Words, zero before, by which CTAs meet.
 OVERFLOW_FORWARD, OVERFLOW_BACKWARD = 16384, 3840
 OVERFLOW_SUM, OVERFLOW_NEURONS = 64, 128
+OVERFLOW_COUNTERS = 3
 
 # Codes of the activations in kernels, which say how a non-zero gate becomes h, see common/activation.py. fatrelu
 # differs from relu only in the gates that are zero.

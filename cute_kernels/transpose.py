@@ -147,7 +147,11 @@ class Transpose:
         capacity = d_gate.shape[0]
         if chunks.shape[0] > 0:
             self.count(hybrid, groups, capacity).launch(
-                grid=(chunks.shape[0], 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+                grid=(chunks.shape[0], 1, 1),
+                block=(THREADS, 1, 1),
+                min_blocks_per_mp=1,
+                stream=stream,
+                use_pdl=launch.overlaps(),
             )
         self.scan(sizes, groups, tiles, capacity).launch(
             grid=(cute.ceil_div(tiles.shape[0], SCAN_WARPS), 1, 1),
@@ -169,8 +173,9 @@ class Transpose:
     @cute.kernel
     def count(self, hybrid: Hybrid, groups: cute.Tensor, capacity: Int32):
         at = self.thread_index()
-        launch.griddepcontrol_launch_dependents()
         s, _ = self.views(SmemAllocator().allocate(self.shared), hybrid.slot.shape[0])
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
         if hybrid.sizes[hybrid.chunks.shape[0]] <= capacity:
             listed = self.load_list(s, hybrid, at)
             total = groups.shape[0]
@@ -253,11 +258,21 @@ class Transpose:
     def load_list(self, s, hybrid, at):
         """Load the listed neurons' ranks and the chunks' bounds to shared memory; return the number of chunks."""
         size = hybrid.sizes[at.tile]
-        for i in cutlass.range(at.thread, size, THREADS, unroll=4):
-            s.slots[i] = Uint16(hybrid.slot[widen(hybrid.neurons[at.tile, i])])
         count = cute.ceil_div(size, CHUNK)
         for i in cutlass.range(at.thread, count + 1, THREADS, unroll=1):
             s.ends[i] = hybrid.chunks[at.tile, i]
+        # neurons, then their ranks
+        own = cute.make_rmem_tensor((BATCHES,), Int32)
+        for first in cutlass.range(at.thread, size, THREADS * BATCHES, unroll=1):
+            for j in range_constexpr(BATCHES):
+                i = first + j * THREADS
+                own[j] = widen(hybrid.neurons[at.tile, i]) if i < size else 0
+            for j in range_constexpr(BATCHES):
+                own[j] = hybrid.slot[own[j]]
+            for j in range_constexpr(BATCHES):
+                i = first + j * THREADS
+                if i < size:
+                    s.slots[i] = Uint16(own[j])
         return count
 
     @cute.jit

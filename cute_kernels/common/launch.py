@@ -2,6 +2,11 @@
 
 Kernels are launched with ``use_pdl=launch.overlaps()``. Elsewhere they follow each other, and the calls below are
 nothing.
+
+The rule: a kernel that is launched so waits once, before it reads or writes global memory, and lets the next one start
+only after that. Then it ends after all kernels before it, and whoever has waited for it finds the writes of all. A
+kernel that did not wait could end before the one ahead of it, and the next one would not notice. A kernel launched
+without ``use_pdl`` starts when all before it have ended, and lets the next one go whenever it likes.
 """
 
 import cutlass.cute as cute

@@ -1,20 +1,25 @@
 """Forward and backward of a batch whose non-zeros exceed the hybrid format's capacity: dense products of x, the weights
 and dy. Nothing was stored, so gate and up are computed again. What both families of these kernels share.
 
-Four kernels. Each returns at once unless the last of `sizes` exceeds `capacity`. One call from the host launches those
-of a pass, slice by slice: hidden and token in forward; gradients, token and weight in backward. A slice has as many
-tokens as the scratch `parts` [P, tokens, N].
+A pass is one kernel, which returns at once unless the last of `sizes` exceeds `capacity`. It takes slices of as many
+tokens as the scratch `parts` [P, tokens, N] has, each in two phases. A phase begins when the one before has ended
+everywhere.
 
-    hidden      parts = h                   and sums of |h|      h = gate * up, rounded to 16 bits
-    gradients   parts = d_gate, d_up, h     and sums of d_gate and d_up over 64 tokens each
-    token       y = h w_down + b_down,  or  dx = d_gate w_gate + d_up w_up
-    weight      dw_gate = d_gate^T x,  dw_up = d_up^T x,  dw_down = h^T dy,  and db_gate, db_up from the sums
+    score       parts = h                        and sums of |h|     forward
+                parts = d_gate, d_up, h          and sums of d_gate and d_up over 64 tokens each     backward
+    products    y = h w_down + b_down                                forward
+                dx = d_gate w_gate + d_up w_up                       backward, and
+                dw_gate = d_gate^T x,  dw_up = d_up^T x,  dw_down = h^T dy,  and db_gate, db_up from the sums
 
-    gate = relu(x . w_gate + b_gate) rounded, up = x . w_up + b_up, dh = dy . w_down + dl1 * sign(h),
-    d_gate = dh * up, d_up = dh * gate; all zero where the gate is. An empty bias stands for none.
+    h = gate * up, gate = relu(x . w_gate + b_gate) rounded, up = x . w_up + b_up, dh = dy . w_down + dl1 * sign(h),
+    d_gate = dh * up, d_up = dh * gate; all are rounded, and zero where the gate is. An empty bias stands for none.
 
 So it is for relu; for the other activations see activation.py. Without an up projection, up is 1 and there is no part
 for d_up. Sums of |h| are those of 64 tokens and 128 neurons, in a row for each 128 tokens.
+
+Who computes waits for all others, so all must run at the same time. A launch alone does not promise that: other kernels
+may hold multiprocessors. So CTAs, in clusters where there are any, enlist when they begin. The first one closes the
+list, and who comes later returns.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +27,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from .. import geometry
 from ..specs import OverflowSpec
@@ -33,20 +38,95 @@ from .values import MAGNITUDE, high_to_float, low_to_float, pack
 # tokens whose sums of |h| are in one row
 ROW_TOKENS = geometry.TOKEN_TILE
 GROUP_ROWS = geometry.OVERFLOW_SUM
+# looks, of half a microsecond or more each, for those who have not begun when the first one does
+LOOKS = 64
+# added to the number of those who have come when the list is closed
+LATE = 1 << 30
 
 
-class ScoreOperands(NamedTuple):
-    """Operands of `hidden` and `gradients` besides matrices."""
+class Operands(NamedTuple):
+    """Operands besides matrices; None if a pass has none."""
 
     b_gate: Any
     b_up: Any
+    b_down: Any  # None in backward
     dl1: Any  # None in forward
-    sums: Any  # of |h| by tile and group, or of gradients [ceil(M / 64), 2 N], which may be empty
-    tokens: Any
-    neurons: Any
     gated: Any
     activation: Any  # and threshold: see common/activation.py
     threshold: Any
+    sums: Any  # of |h| by tile and group, or of gradients [ceil(M / 64), 2 N], which may be empty
+    flushed: Any  # partial sums of many terms
+    by_token: Any  # whether y or dx is wanted
+    weights: Any  # see WeightOperands; None in forward
+    counters: Any  # geometry.OVERFLOW_COUNTERS words, zero before
+    tokens: Any
+    neurons: Any
+    columns: Any
+    parts: Any  # their number
+    most: Any  # tokens of a slice
+
+
+class WeightOperands(NamedTuple):
+    """Operands of the gradients of weights and biases."""
+
+    wanted: Any
+    results: Any  # 16-bit dw_gate, dw_up, dw_down
+    totals: Any  # fp32 sums of them
+    accumulate: Any  # whether sums are added to those there, and no result is stored
+    d_biases: Any  # db_gate and db_up, each empty if not wanted
+
+
+class Slice(NamedTuple):
+    """Tokens that are computed together; 0 or 1 whether they are the last ones."""
+
+    first: Any
+    count: Any
+    is_last: Any
+
+
+class Team(NamedTuple):
+    """Those who compute, clusters or CTAs: index of this one, and their number."""
+
+    index: Any
+    size: Any
+
+
+@cute.jit
+def slice_at(o: Any, first: Int32) -> Slice:
+    """The slice that begins with token `first`."""
+    count = cutlass.min(o.tokens - first, o.most)
+    return Slice(first, count, Int32(first + count == o.tokens))
+
+
+@cute.jit
+def enlist(counters: Any, units: Int32) -> tuple[Int32, Int32]:
+    """Index of a cluster or CTA, one of so many `units`, and the number of those who compute. By one thread of it.
+
+    The index of one that comes late is not below that number.
+    """
+    come, closed = counters.iterator, counters.iterator + 1
+    index = Int32(cute.arch.atomic_add(come, Int32(1), sem="relaxed", scope="gpu"))
+    if index == 0:
+        looks = Int32(0)
+        while looks < LOOKS:
+            here = Int32(cute.arch.load(come, Int32, sem="relaxed", scope="gpu"))
+            looks = looks + 1 if here < units else Int32(LOOKS)
+        number = Int32(cute.arch.atomic_add(come, Int32(LATE), sem="relaxed", scope="gpu"))
+        cute.arch.store(closed, number, sem="relaxed", scope="gpu")
+    size = Int32(0)
+    while size == 0:
+        size = Int32(cute.arch.load(closed, Int32, sem="relaxed", scope="gpu"))
+    return index, size
+
+
+@cute.jit
+def arrive_and_wait(counters: Any, arrivals: Int32) -> None:
+    """Wait until there have been so many `arrivals` of CTAs, this one included. By one thread of each."""
+    arrived = counters.iterator + 2
+    cute.arch.atomic_add(arrived, Int32(1), sem="release", scope="gpu")
+    waiting = Boolean(True)
+    while waiting:
+        waiting = Int32(cute.arch.load(arrived, Int32, sem="acquire", scope="gpu")) < arrivals
 
 
 @cute.jit
@@ -78,80 +158,6 @@ def pointwise(gates: Uint32, ups: Any, dhs: Any, o: Any, dtype: cutlass.Constexp
     return [pack(low, high, dtype) for low, high in zip(*both)], magnitudes
 
 
-class HiddenForm:
-    """h and the sums of |h|."""
-
-    backward = False
-    launch: Any
-
-    @cute.jit
-    def run(self, x, weights, b_gate, b_up, sizes, capacity, form, parts, sums, max_ctas, stream):
-        """`weights`: w_gate, w_up. `form`: gated, activation, threshold."""
-        o = ScoreOperands(b_gate, b_up, None, sums, x.shape[0], weights[0].shape[0], *form)
-        self.launch((x,), weights, o, sizes, capacity, parts, max_ctas, stream)
-
-
-class GradientsForm:
-    """d_gate, d_up and h, and the sums of both gradients over 64 tokens each."""
-
-    backward = True
-    launch: Any
-
-    @cute.jit
-    def run(self, dy, x, weights, b_gate, b_up, dl1, sizes, capacity, form, parts, sums, max_ctas, stream):
-        """`weights`: w_gate, w_up, w_down. `form`: gated, activation, threshold."""
-        o = ScoreOperands(b_gate, b_up, dl1, sums, x.shape[0], weights[0].shape[0], *form)
-        self.launch((x, dy), weights, o, sizes, capacity, parts, max_ctas, stream)
-
-
-class ProductOperands(NamedTuple):
-    """Operands of `token` and `weight` besides the factors; None if a kernel has none."""
-
-    flushed: Any  # partial sums of many terms
-    parts: Any  # their number
-    second: Any  # the first part that is multiplied by the second operand
-    bias: Any  # b_down, which may be empty; None in backward
-    results: Any  # 16-bit dw_gate, dw_up, dw_down
-    totals: Any  # fp32 sums of them
-    add: Any  # whether the sums there are added
-    last: Any  # whether results are stored, not sums
-    done: Any  # whether the sums of the biases' gradients are complete
-    sums: Any  # [ceil(M / 64), 2 N] of the gradients, which may be empty
-    d_biases: Any  # db_gate and db_up, each empty if not wanted
-    extents: Any  # neurons and columns
-
-
-class TokenForm:
-    """y from h, or dx from the gradients."""
-
-    by_token = True
-    launch: Any
-
-    @cute.jit
-    def run(self, parts, first, second, bias, sizes, capacity, out, flushed, max_ctas, stream):
-        """The second weight is that of d_up, and not used if there is none."""
-        o = ProductOperands(
-            flushed, parts.shape[0], 1, bias, None, None, None, None, None, None, None, (parts.shape[2], out.shape[1])
-        )
-        self.launch(parts, (first, second), out, o, sizes, capacity, max_ctas, stream)
-
-
-class WeightForm:
-    """Gradients of weights and biases."""
-
-    by_token = False
-    launch: Any
-
-    @cute.jit
-    def run(
-        self, parts, dy, x, results, totals, add, last, done, sums, d_biases, sizes, capacity, flushed, max_ctas, stream
-    ):
-        """With `last`, results are 16-bit, otherwise sums. With `done`, sums of the biases' gradients are complete."""
-        p, _, n = parts.shape
-        o = ProductOperands(flushed, p, p - 1, None, results, totals, add, last, done, sums, d_biases, (n, x.shape[1]))
-        self.launch(parts, (x, dy), None, o, sizes, capacity, max_ctas, stream)
-
-
 class Targets(NamedTuple):
     """Where the gradients of a part go: addresses and row strides of 16-bit results and of fp32 sums."""
 
@@ -164,7 +170,7 @@ class Targets(NamedTuple):
 @cute.jit
 def targets_of(o: Any, part: Int32) -> Any:
     """The targets of a part."""
-    return Targets(*pick(o.results, part, o.parts), *pick(o.totals, part, o.parts))
+    return Targets(*pick(o.weights.results, part, o.parts), *pick(o.weights.totals, part, o.parts))
 
 
 @cute.jit
@@ -180,20 +186,21 @@ def pick(matrices: Any, part: Int32, parts: Int32) -> Any:
 
 
 @cute.jit
-def store_gradients(o: Any, targets: Any, neuron: Int32, column: Int32, sums: Any, dtype: cutlass.Constexpr) -> None:
-    """Store two adjacent `sums`, rounded or as sums, unless they are outside the matrix."""
-    neurons, k = o.extents
-    if neuron < neurons and column < k:
+def store_gradients(
+    o: Any, here: Slice, targets: Any, neuron: Int32, column: Int32, sums: Any, dtype: cutlass.Constexpr
+) -> None:
+    """Add two adjacent `sums` to those of earlier slices and store them, rounded or not, unless they are outside."""
+    if neuron < o.neurons and column < o.columns:
         two = cute.make_rmem_tensor((2,), Float32)
         for j in range_constexpr(2):
             two[j] = sums[j]
         total = pair_at(Float32, targets.total, targets.total_stride, neuron, column)
-        if o.add != 0:
+        if here.first + o.weights.accumulate > 0:
             before = cute.make_rmem_tensor((2,), Float32)
             cute.autovec_copy(total, before)
             for j in range_constexpr(2):
                 two[j] += before[j]
-        if o.last != 0:
+        if here.is_last > o.weights.accumulate:
             rounded = cute.make_rmem_tensor((2,), dtype)
             rounded.store(two.load().to(dtype))
             cute.autovec_copy(rounded, pair_at(dtype, targets.result, targets.result_stride, neuron, column))
@@ -202,20 +209,17 @@ def store_gradients(o: Any, targets: Any, neuron: Int32, column: Int32, sums: An
 
 
 @cute.jit
-def add_biases(o: Any, thread: Int32, threads: cutlass.Constexpr, dtype: cutlass.Constexpr) -> None:
-    """Gradients of the biases, by so many `threads` of each CTA: add the sums over 64 tokens in a fixed order."""
-    neurons = o.extents[0]
-    for at in cutlass.range(
-        cute.arch.block_idx()[0] * threads + thread, o.sums.shape[1], cute.arch.grid_dim()[0] * threads, unroll=1
-    ):
+def add_biases(o: Any, own: Int32, threads: Int32, dtype: cutlass.Constexpr) -> None:
+    """Gradients of the biases, by so many `threads` in all: add the sums over 64 tokens in a fixed order."""
+    for at in cutlass.range(own, o.sums.shape[1], threads, unroll=1):
         total = Float32(0.0)
         for line in cutlass.range(o.sums.shape[0], unroll=8):
             total += o.sums[line, at]
-        gate, up = o.d_biases
+        gate, up = o.weights.d_biases
         if at < gate.shape[0]:
             gate[at] = total.to(dtype)
-        elif at >= neurons and at - neurons < up.shape[0]:
-            up[at - neurons] = total.to(dtype)
+        elif at >= o.neurons and at - o.neurons < up.shape[0]:
+            up[at - o.neurons] = total.to(dtype)
 
 
 @cute.jit
@@ -226,25 +230,11 @@ def pair_at(dtype: cutlass.Constexpr, matrix: Int64, stride: Int64, row: Int32, 
     return cute.make_tensor(pointer, cute.make_layout(2))
 
 
-@cute.jit
-def rows_of(matrix: Any, first: Int32, count: Int32, align: cutlass.Constexpr = 16) -> Any:
-    """`count` rows of a matrix, from `first` on."""
-    start = (matrix.iterator + Int64(first) * matrix.stride[0]).align(align)
-    return cute.make_tensor(start, cute.make_layout((count, matrix.shape[1]), stride=matrix.stride))
-
-
-@cute.jit
-def tokens_of(parts: Any, count: Int32) -> Any:
-    """The first tokens of the scratch."""
-    shape = (parts.shape[0], count, parts.shape[2])
-    return cute.make_tensor(parts.iterator, cute.make_layout(shape, stride=parts.stride))
-
-
 class ForwardPass:
-    """The kernels of forward, for slices of as many tokens as the scratch has."""
+    """The operands of forward."""
 
-    hidden: Any
-    token: Any
+    backward = False
+    launch: Any
 
     @cute.jit
     def __call__(
@@ -265,28 +255,24 @@ class ForwardPass:
         y: cute.Tensor,
         sums: cute.Tensor,
         flushed: cute.Tensor,
+        counters: cute.Tensor,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
         """If not `gated`, any weight stands for w_up."""
-        first = Int32(0)
-        while first < x.shape[0]:
-            count = cutlass.min(x.shape[0] - first, parts.shape[1])
-            here, tiles = tokens_of(parts, count), first // ROW_TOKENS
-            own_sums = rows_of(sums, tiles, sums.shape[0] - tiles, 4)
-            tokens, weights, form = rows_of(x, first, count), (w_gate, w_up), (gated, activation, threshold)
-            self.hidden.run(tokens, weights, b_gate, b_up, sizes, capacity, form, here, own_sums, max_ctas, stream)
-            out = rows_of(y, first, count)
-            self.token.run(here, w_down, w_down, b_down, sizes, capacity, out, flushed, max_ctas, stream)
-            first += count
+        o = Operands(
+            b_gate, b_up, b_down, None, gated, activation, threshold, sums, flushed, Int32(1), None, counters,
+            x.shape[0], *w_gate.shape, *parts.shape[:2],
+        )  # fmt: skip
+        # the second factor of the product is that of a second part, which there is not
+        self.launch((x,), (w_gate, w_up), (w_down, w_down), parts, y, o, sizes, capacity, max_ctas, stream)
 
 
 class BackwardPass:
-    """The kernels of backward, for slices of as many tokens as the scratch has."""
+    """The operands of backward."""
 
-    gradients: Any
-    token: Any
-    weight: Any
+    backward = True
+    launch: Any
 
     @cute.jit
     def __call__(
@@ -317,34 +303,21 @@ class BackwardPass:
         db_gate: cute.Tensor,
         db_up: cute.Tensor,
         flushed: cute.Tensor,
+        counters: cute.Tensor,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
         """Gradients that are not wanted are empty. `accumulate`: those of weights are added to the fp32 sums; otherwise
         these hold what slices before the last have added up.
         """
+        wanted = Int32(dw_gate.shape[0] + sum_gate.shape[0] > 0)
         results, totals = (dw_gate, dw_up, dw_down), (sum_gate, sum_up, sum_down)
-        first = Int32(0)
-        while first < x.shape[0]:
-            count = cutlass.min(x.shape[0] - first, parts.shape[1])
-            here, lines = tokens_of(parts, count), first // GROUP_ROWS
-            own_sums = rows_of(sums, lines, sums.shape[0] - lines, 4)
-            own_dy, own_x = rows_of(dy, first, count), rows_of(x, first, count)
-            self.gradients.run(
-                own_dy, own_x, (w_gate, w_up, w_down), b_gate, b_up, dl1, sizes, capacity,
-                (gated, activation, threshold), here, own_sums, max_ctas, stream,
-            )  # fmt: skip
-            if dx.shape[0] > 0:
-                out = rows_of(dx, first, count)
-                self.token.run(here, w_gate, w_up, None, sizes, capacity, out, flushed, max_ctas, stream)
-            if dw_gate.shape[0] + sum_gate.shape[0] > 0:
-                done = Int32(first + count == x.shape[0])
-                add, last = Int32(1) if first > 0 else accumulate, done if accumulate == 0 else Int32(0)
-                self.weight.run(
-                    here, own_dy, own_x, results, totals, add, last, done, sums, (db_gate, db_up), sizes, capacity,
-                    flushed, max_ctas, stream,
-                )  # fmt: skip
-            first += count
+        weights = WeightOperands(wanted, results, totals, accumulate, (db_gate, db_up))
+        o = Operands(
+            b_gate, b_up, None, dl1, gated, activation, threshold, sums, flushed, Int32(dx.shape[0] > 0), weights,
+            counters, x.shape[0], *w_gate.shape, *parts.shape[:2],
+        )  # fmt: skip
+        self.launch((x, dy), (w_gate, w_up, w_down), (w_gate, w_up), parts, dx, o, sizes, capacity, max_ctas, stream)
 
 
 def arguments(spec: OverflowSpec) -> tuple[Any, ...]:
@@ -356,7 +329,11 @@ def arguments(spec: OverflowSpec) -> tuple[Any, ...]:
     over = (operands.vector(Int32, cute.sym_int32(), align=4), *[Int32(1)] * 4)
     parts = operands.slabs(dtype, cute.sym_int32(), cute.sym_int32(), n)
     sums = operands.matrix(Float32, cute.sym_int32(), cute.sym_int32())
-    aside = (operands.vector(Float32, cute.sym_int32()), Int32(1))
+    aside = (
+        operands.vector(Float32, cute.sym_int32()),
+        operands.vector(Int32, cute.sym_int32(), align=4),
+        Int32(1),
+    )
     x = operands.rows(dtype, m, k)
     if spec.mode == "forward":
         return (x, *weights, *biases, *over, parts, operands.rows(dtype, m, k), sums, *aside)

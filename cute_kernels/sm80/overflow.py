@@ -1,13 +1,13 @@
 """Forward and backward of a batch whose non-zeros exceed the hybrid format's capacity, for every GPU since sm_80;
-common/overflow.py says what the four kernels compute.
+common/overflow.py says what is computed and how those who compute meet.
 
-Persistent, one CTA per SM. product.py has the main loop; each product fills the ring anew.
+A persistent kernel, one CTA per SM. product.py has the main loop; each product fills the ring anew.
 
-    hidden, gradients   a tile is 64 tokens and 256 neurons. Three products in turn: gate, rounded at once, which halves
-                        its registers; up, if there is one; and in backward dh. Then each thread has all that belongs
-                        to its places, and stores the parts from registers.
-    token, weight       a tile is 128 rows and 256 columns. What is multiplied lies by lines of the sum's index: the
-                        weights, x and dy, and in `weight` the parts, too.
+    Score         a tile is 64 tokens and 256 neurons. Three products in turn: gate, rounded at once, which halves its
+                  registers; up, if there is one; and in backward dh. Then each thread has all that belongs to its
+                  places, and stores the parts from registers.
+    PartProduct   a tile is 128 rows and 256 columns. What is multiplied lies by lines of the sum's index: the weights,
+                  x and dy, and in weight gradients the parts, too.
 """
 
 from typing import Any, NamedTuple
@@ -27,16 +27,15 @@ from ..common.overflow import (
     ROW_TOKENS,
     BackwardPass,
     ForwardPass,
-    GradientsForm,
-    HiddenForm,
-    ProductOperands,
-    ScoreOperands,
-    TokenForm,
-    WeightForm,
+    Operands,
+    Slice,
     add_biases,
     arguments,
+    arrive_and_wait,
     bias_pair,
+    enlist,
     pointwise,
+    slice_at,
     store_gradients,
     targets_of,
 )
@@ -59,13 +58,13 @@ from .product import (
     tile_of,
 )
 
-# tokens of a tile of `hidden` and `gradients`: those of a sum
+# tokens of a tile of `Score`: those of a sum
 SCORE_TOKENS = GROUP_ROWS
-# rows of a tile of `token` and `weight`
+# rows of a tile of `PartProduct`
 ROWS = 128
 # rows in a band of tiles, see `tile_of`
 BAND_ROWS = 1024
-# neurons of a sum of |h|, and sums in a tile of `hidden`
+# neurons of a sum of |h|, and sums in a tile of `Score`
 SUM_NEURONS = geometry.OVERFLOW_NEURONS
 TILE_SUMS = TILE_N // SUM_NEURONS
 BYTES = 2
@@ -92,10 +91,12 @@ class Place(NamedTuple):
 
 
 class Dense(Product):
-    """What the four kernels share, for one dtype."""
+    """What phases share, for one dtype and tiles of so many rows."""
 
-    def __init__(self, spec: OverflowSpec):
+    def __init__(self, spec: OverflowSpec, rows: int):
         self.dtype = operands.DTYPES[spec.dtype]
+        self.backward = spec.mode == "backward"
+        self.set_rows(rows)
         # steps before sums are flushed
         self.longest = geometry.LONGEST_SUM[spec.dtype] // TILE_K
 
@@ -147,77 +148,34 @@ class Dense(Product):
         cute.arch.sync_threads()
 
 
-class ScoreExtent(NamedTuple):
-    """Tiles by tokens and neurons, and steps of K."""
-
-    m_tiles: Int32
-    n_tiles: Int32
-    k_tiles: Int32
-
-
 class Score(Dense):
     """Gate and up at all places, in backward dh too, and what follows from them."""
 
-    backward: bool
+    def __init__(self, spec: OverflowSpec):
+        super().__init__(spec, SCORE_TOKENS)
 
     @cute.jit
-    def launch(self, tokens, weights, o, sizes, capacity, parts, max_ctas, stream):
-        """`tokens`: x and, in backward, dy. `weights`: w_gate, w_up and, in backward, w_down."""
-        self.set_rows(SCORE_TOKENS)
-
-        @cute.struct
-        class Shared:
-            ring: cute.struct.Align[cute.struct.MemRange[self.dtype, STAGES * self.stage_values], 128]
-            totals: cute.struct.MemRange[Float32, WARPS_M * WARPS_N]
-            # of d_gate and d_up, by the warps that have the same columns
-            lines: cute.struct.MemRange[Float32, 2 * WARPS_M * TILE_N]
-
-        self.shared = feasible.check_portable_memory(Shared)
-        extent = ScoreExtent(
-            # both halves of a row of sums
-            cute.ceil_div(o.tokens, ROW_TOKENS) * (ROW_TOKENS // SCORE_TOKENS),
-            cute.ceil_div(o.neurons, TILE_N),
-            cute.ceil_div(tokens[0].shape[1], TILE_K),
-        )
-        self.kernel(tokens, weights, o, sizes, capacity, parts, extent).launch(
-            grid=(cutlass.min(extent.m_tiles * extent.n_tiles, max_ctas), 1, 1),
-            block=(THREADS, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=launch.overlaps(),
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        tokens: Any,
-        weights: Any,
-        o: ScoreOperands,
-        sizes: cute.Tensor,
-        capacity: Int32,
-        parts: cute.Tensor,
-        extent: ScoreExtent,
-    ):
+    def run(self, ring, tokens, weights, parts, o, here: Slice, team):
+        """`tokens`: x and, in backward, dy. `weights`: w_gate, w_up and, in backward, w_down. `team`: see `Pass`."""
         at = thread_index()
-        shared = SmemAllocator().allocate(self.shared)
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
-        if sizes[sizes.shape[0] - 1] > capacity:
-            ring = shared.ring.data_ptr()
-            f = self.fragments(ring, at)
-            tile = cute.arch.block_idx()[0]
-            while tile < extent.m_tiles * extent.n_tiles:
-                row, column = tile_of(tile, extent.m_tiles, extent.n_tiles, BAND_ROWS // SCORE_TOKENS)
-                self.compute_tile(shared, ring, f, tokens, weights, o, parts, row, column, extent.k_tiles, at)
-                tile += cute.arch.grid_dim()[0]
+        f = self.fragments(ring, at)
+        tokens = [rows_of(matrix, here.first, here.count) for matrix in tokens]
+        # both halves of a row of sums
+        m_tiles = cute.ceil_div(here.count, ROW_TOKENS) * (ROW_TOKENS // SCORE_TOKENS)
+        n_tiles, steps = cute.ceil_div(o.neurons, TILE_N), cute.ceil_div(o.columns, TILE_K)
+        tile = team[0]
+        while tile < m_tiles * n_tiles:
+            row, column = tile_of(tile, m_tiles, n_tiles, BAND_ROWS // SCORE_TOKENS)
+            self.compute_tile(ring, f, tokens, weights, o, here, parts, row, column, steps, at)
+            tile += team[1]
 
     @cute.jit
-    def compute_tile(self, shared, ring, f, tokens, weights, o, parts, row, column, steps, at):
+    def compute_tile(self, ring, f, tokens, weights, o, here, parts, row, column, steps, at):
         """All products of a tile, then what follows from them."""
         gates = cute.make_rmem_tensor((self.n_frags, 2, self.m_frags), Uint32)
         clear(f.acc)
         self.add_product(ring, f, self.place_of(tokens[0], weights[0], row, column, at), steps, at)
-        self.round_gates(o, f.acc, gates, row, column)
+        self.round_gates(o, here, f.acc, gates, row, column)
         clear(f.acc)
         if o.gated != 0:
             self.add_product(ring, f, self.place_of(tokens[0], weights[1], row, column, at), steps, at)
@@ -230,7 +188,7 @@ class Score(Dense):
             clear(dh)
             second = f._replace(acc=dh)
             self.add_product(ring, second, self.place_of(tokens[1], weights[2], row, column, at), steps, at)
-        self.finish(shared, o, gates, f.acc, dh, parts, row, column)
+        self.finish(ring, o, here, gates, f.acc, dh, parts, row, column)
 
     @cute.jit
     def place_of(self, tokens, weight, row, column, at) -> Any:
@@ -249,7 +207,7 @@ class Score(Dense):
         return token, column * TILE_N + at.warp_n * (8 * self.n_frags), at
 
     @cute.jit
-    def round_gates(self, o, acc, gates, row, column):
+    def round_gates(self, o, here, acc, gates, row, column):
         """Gates with bias, rounded, after ReLU and the threshold; zeros past the last token."""
         token, neuron, at = self.first_of(row, column)
         for v in range_constexpr(self.n_frags):
@@ -258,10 +216,10 @@ class Score(Dense):
                 for h in range_constexpr(2):
                     sums = [acc[2 * h + j, v, i] + bias[j] for j in range(2)]
                     pair = above(relu_pack(*sums, self.dtype), o.threshold, self.dtype)
-                    gates[v, h, i] = Uint32(cutlass.select_(token + 16 * i + 8 * h < o.tokens, pair, Uint32(0)))
+                    gates[v, h, i] = Uint32(cutlass.select_(token + 16 * i + 8 * h < here.count, pair, Uint32(0)))
 
     @cute.jit
-    def finish(self, shared, o, gates, up, dh, parts, row, column):
+    def finish(self, ring, o, here, gates, up, dh, parts, row, column):
         """Compute and store the parts and the sums of a tile."""
         token, neuron, at = self.first_of(row, column)
         for v in range_constexpr(self.n_frags):
@@ -293,7 +251,7 @@ class Score(Dense):
                         if const_expr(part > 0):
                             by_neuron[part - 1, 0, v] += low_to_float(packed[part], self.dtype)
                             by_neuron[part - 1, 1, v] += high_to_float(packed[part], self.dtype)
-                left = o.neurons - neuron if m < o.tokens else 0
+                left = o.neurons - neuron if m < here.count else 0
                 if const_expr(self.backward):
                     self.store_part(parts, 0, values[1], m, neuron, left, at)
                     if o.gated != 0:
@@ -302,9 +260,15 @@ class Score(Dense):
                 else:
                     self.store_part(parts, 0, values[0], m, neuron, left, at)
         if const_expr(self.backward):
-            self.store_lines(shared, o, by_neuron, row, column, at)
+            self.store_lines(ring, o, here, by_neuron, row, column, at)
         else:
-            self.store_total(shared, o, total, row, column, at)
+            self.store_total(ring, o, here, total, row, column, at)
+
+    @cute.jit
+    def aside(self, ring, count: cutlass.Constexpr):
+        """So many fp32 values behind the stages of these tiles, which are smaller than those of `PartProduct`."""
+        pointer = cute.recast_ptr(ring + STAGES * self.stage_values, dtype=Float32)
+        return cute.make_tensor(pointer, cute.make_layout(count))
 
     @cute.jit
     def store_part(self, parts, part, pairs, m, neuron, left, at):
@@ -313,14 +277,15 @@ class Score(Dense):
         store_pairs(pairs, target, left, at.lane)
 
     @cute.jit
-    def store_total(self, shared, o, total, row, column, at):
+    def store_total(self, ring, o, here, total, row, column, at):
         """Store the sums of |h|: two warps beside each other, in both halves of the tokens, have a sum's neurons."""
-        totals = shared.totals.get_tensor(cute.make_layout(WARPS_M * WARPS_N))
+        totals = self.aside(ring, WARPS_M * WARPS_N)
         total = warp_sum(total)
         if at.lane == 0:
             totals[at.warp_m * WARPS_N + at.warp_n] = total
         cute.arch.sync_threads()
         line, half = row // (ROW_TOKENS // SCORE_TOKENS), row % (ROW_TOKENS // SCORE_TOKENS)
+        line += here.first // ROW_TOKENS
         place = (column * TILE_SUMS + at.thread) * (ROW_TOKENS // SCORE_TOKENS) + half
         if at.thread < TILE_SUMS and line < o.sums.shape[0] and place < o.sums.shape[1]:
             total = Float32(0.0)
@@ -330,10 +295,12 @@ class Score(Dense):
             o.sums[line, place] = total
 
     @cute.jit
-    def store_lines(self, shared, o, by_neuron, row, column, at):
+    def store_lines(self, ring, o, here, by_neuron, row, column, at):
         """Store the sums of both gradients over the tile's tokens."""
+        row += here.first // SCORE_TOKENS
         if row < o.sums.shape[0]:
-            lines = shared.lines.get_tensor(cute.make_layout(2 * WARPS_M * TILE_N))
+            # of d_gate and d_up, by the warps that have the same columns
+            lines = self.aside(ring, 2 * WARPS_M * TILE_N)
             for part in range_constexpr(2):
                 for v in range_constexpr(self.n_frags):
                     for j in range_constexpr(2):
@@ -353,84 +320,47 @@ class Score(Dense):
                     o.sums[row, part * o.neurons + neuron] = total
 
 
-class ProductExtent(NamedTuple):
-    """Tiles by rows, of all parts, and columns; steps of the sum's index."""
-
-    m_tiles: Int32
-    n_tiles: Int32
-    k_tiles: Int32
-
-
 class PartProduct(Dense):
     """Parts times other matrices, which lie by lines of the sum's index."""
 
-    by_token: bool
     b_k_major = False
 
+    def __init__(self, spec: OverflowSpec, by_token: bool):
+        super().__init__(spec, ROWS)
+        self.by_token = self.a_k_major = by_token
+
     @cute.jit
-    def launch(self, parts, b, out, o, sizes, capacity, max_ctas, stream):
-        """`parts`: [P, tokens, N]; `b`: two matrices; `out`: of `token`, otherwise None."""
-        self.a_k_major = self.by_token
-        self.set_rows(ROWS)
-
-        @cute.struct
-        class Shared:
-            ring: cute.struct.Align[cute.struct.MemRange[self.dtype, STAGES * self.stage_values], 128]
-
-        self.shared = feasible.check_portable_memory(Shared)
-        p, m, n = parts.shape
-        slabs, rows, terms = (1, m, n) if const_expr(self.by_token) else (p, n, m)
-        extent = ProductExtent(
-            slabs * cute.ceil_div(rows, ROWS), cute.ceil_div(o.extents[1], TILE_N), cute.ceil_div(terms, TILE_K)
-        )
-        self.kernel(parts, b, out, o, sizes, capacity, extent).launch(
-            grid=(cutlass.min(extent.m_tiles * extent.n_tiles, max_ctas), 1, 1),
-            block=(THREADS, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=launch.overlaps(),
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        parts: cute.Tensor,
-        b: Any,
-        out: Any,
-        o: ProductOperands,
-        sizes: cute.Tensor,
-        capacity: Int32,
-        extent: ProductExtent,
-    ):
+    def run(self, ring, parts, b, out, o, here: Slice, index: Int32, team) -> Int32:
+        """`b`: two matrices; `out`: y or dx by token, otherwise None. Returns the index in tiles that follow."""
         at = thread_index()
-        shared = SmemAllocator().allocate(self.shared)
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
-        if sizes[sizes.shape[0] - 1] > capacity:
-            if const_expr(not self.by_token):
-                if o.done != 0:
-                    add_biases(o, at.thread, THREADS, self.dtype)
-            ring = shared.ring.data_ptr()
-            f = self.fragments(ring, at)
-            tile = cute.arch.block_idx()[0]
-            while tile < extent.m_tiles * extent.n_tiles:
-                row, column = tile_of(tile, extent.m_tiles, extent.n_tiles, BAND_ROWS // ROWS)
-                if const_expr(self.by_token):
-                    place, steps = self.place_by_token(parts, b, o, row, column, extent, at)
-                    self.add_steps(ring, f, o, place, steps, at)
-                    self.store_rounded(out, o, f.acc, row, column)
-                else:
-                    rows = extent.m_tiles // o.parts
-                    part = row // rows
-                    row = row - part * rows
-                    place = self.place_by_neuron(parts, b, o, part, row, column, at)
-                    self.add_steps(ring, f, o, place, extent.k_tiles, at)
-                    self.store_sums(o, f.acc, part, row, column)
-                tile += cute.arch.grid_dim()[0]
+        f = self.fragments(ring, at)
+        parts = rows_of_slabs(parts, here.count)
+        n_tiles = cute.ceil_div(o.columns, TILE_N)
+        if const_expr(self.by_token):
+            m_tiles, steps = o.by_token * cute.ceil_div(here.count, ROWS), cute.ceil_div(o.neurons, TILE_K)
+            out = rows_of(out, here.first, here.count)
+        else:
+            rows, steps = cute.ceil_div(o.neurons, ROWS), cute.ceil_div(here.count, TILE_K)
+            m_tiles = o.weights.wanted * o.parts * rows
+            b = [rows_of(matrix, here.first, here.count) for matrix in b]
+        while index < m_tiles * n_tiles:
+            row, column = tile_of(index, m_tiles, n_tiles, BAND_ROWS // ROWS)
+            if const_expr(self.by_token):
+                place, all_steps = self.place_by_token(parts, b, o, row, column, steps, at)
+                self.add_steps(ring, f, o, place, all_steps, at)
+                self.store_rounded(out, o, f.acc, row, column)
+            else:
+                part = row // rows
+                row = row - part * rows
+                place = self.place_by_neuron(parts, b, o, part, row, column, at)
+                self.add_steps(ring, f, o, place, steps, at)
+                self.store_sums(o, here, f.acc, part, row, column)
+            index += team[1]
+        return index - m_tiles * n_tiles
 
     @cute.jit
-    def place_by_token(self, parts, b, o, row, column, extent, at) -> Any:
-        """What a thread copies of a tile of `token`, and the steps: the second part follows the first."""
+    def place_by_token(self, parts, b, o, row, column, steps, at) -> Any:
+        """What a thread copies of a tile of y or dx, and the steps: the second part follows the first."""
         left, (first, second) = slab(parts, Int32(0)), b
         rows = self.by_rows(left, row * ROWS, at.thread)
         rows = rows._replace(second=rows.first + Int64(parts.stride[0]) * BYTES, second_pitch=rows.pitch)
@@ -438,14 +368,14 @@ class PartProduct(Dense):
         lines = lines._replace(second=follow.first, second_pitch=follow.pitch)
         # one or two; steps beyond the last, which are loaded ahead, must not turn to a second that is not there
         both = o.parts > 2
-        turn = cutlass.select_(both, extent.k_tiles, Int32(0x7FFFFFFF))
-        return Place(rows, lines, Int32(0), turn), cutlass.select_(both, 2 * extent.k_tiles, extent.k_tiles)
+        turn = cutlass.select_(both, steps, Int32(0x7FFFFFFF))
+        return Place(rows, lines, Int32(0), turn), cutlass.select_(both, 2 * steps, steps)
 
     @cute.jit
     def place_by_neuron(self, parts, b, o, part, row, column, at) -> Any:
-        """What a thread copies of a tile of `weight`: dy for the last part."""
+        """What a thread copies of a tile of a weight's gradient: dy for the last part."""
         x, dy = (self.by_lines(matrix, column * TILE_N, TILE_N, at.thread) for matrix in b)
-        last = part >= o.second
+        last = part == o.parts - 1
         lines = x._replace(
             first=cutlass.select_(last, dy.first, x.first), pitch=cutlass.select_(last, dy.pitch, x.pitch)
         )
@@ -479,9 +409,9 @@ class PartProduct(Dense):
     def store_rounded(self, out, o, acc, row, column):
         """Add the bias, round, and store."""
         first, left, at = self.first_of(row, column)
-        if const_expr(o.bias is not None):
+        if const_expr(not self.backward):
             for v in range_constexpr(self.n_frags):
-                bias = bias_pair(o.bias, left + 8 * v + (at.lane & 3) * 2)
+                bias = bias_pair(o.b_down, left + 8 * v + (at.lane & 3) * 2)
                 for e in range_constexpr(4):
                     for i in range_constexpr(self.m_frags):
                         acc[e, v, i] += bias[e % 2]
@@ -493,7 +423,7 @@ class PartProduct(Dense):
                 store_pairs(pairs, address(out, m, left), columns, at.lane)
 
     @cute.jit
-    def store_sums(self, o, acc, part, row, column):
+    def store_sums(self, o, here, acc, part, row, column):
         """Store the sums, rounded or not, to the matrices of their part."""
         first, left, at = self.first_of(row, column)
         targets = targets_of(o, part)
@@ -502,7 +432,7 @@ class PartProduct(Dense):
                 for v in range_constexpr(self.n_frags):
                     two = [acc[2 * h + j, v, i] for j in range(2)]
                     column = left + 8 * v + (at.lane & 3) * 2
-                    store_gradients(o, targets, first + 16 * i + 8 * h, column, two, self.dtype)
+                    store_gradients(o, here, targets, first + 16 * i + 8 * h, column, two, self.dtype)
 
 
 @cute.jit
@@ -512,38 +442,105 @@ def slab(parts: Any, part: Int32) -> Any:
     return cute.make_tensor(start, cute.make_layout((parts.shape[1], parts.shape[2]), stride=(parts.stride[1], 1)))
 
 
-class Hidden(HiddenForm, Score):
-    """The kernel `hidden`."""
+@cute.jit
+def rows_of(matrix: Any, first: Int32, count: Int32) -> Any:
+    """`count` rows of a matrix, from `first` on."""
+    start = (matrix.iterator + Int64(first) * matrix.stride[0]).align(16)
+    return cute.make_tensor(start, cute.make_layout((count, matrix.shape[1]), stride=matrix.stride))
 
 
-class Gradients(GradientsForm, Score):
-    """The kernel `gradients`."""
+@cute.jit
+def rows_of_slabs(parts: Any, count: Int32) -> Any:
+    """The first tokens of the scratch."""
+    shape = (parts.shape[0], count, parts.shape[2])
+    return cute.make_tensor(parts.iterator, cute.make_layout(shape, stride=parts.stride))
 
 
-class Token(TokenForm, PartProduct):
-    """The kernel `token`."""
+class Pass:
+    """The kernel of a pass. `team` in shared memory: index of this CTA among those that compute, and their number.
+
+    It is read again where it is needed, so it takes no registers in the main loop.
+    """
+
+    backward: bool
+
+    def __init__(self, spec: OverflowSpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.score, self.by_token, self.by_neuron = Score(spec), PartProduct(spec, True), PartProduct(spec, False)
+        left = STAGES * (self.by_token.stage_values - self.score.stage_values) * BYTES
+        assert left >= 2 * WARPS_M * TILE_N * 4
+
+    @cute.jit
+    def launch(self, tokens, weights, rows, parts, out, o, sizes, capacity, max_ctas, stream):
+        """`tokens`, `weights`: see `Score.run`. `rows`: weights that parts are multiplied by; `out`: y or dx."""
+
+        @cute.struct
+        class Shared:
+            ring: cute.struct.Align[cute.struct.MemRange[self.dtype, STAGES * self.by_token.stage_values], 128]
+            team: cute.struct.MemRange[Int32, 2]
+
+        self.shared = feasible.check_portable_memory(Shared)
+        self.kernel(tokens, weights, rows, parts, out, o, sizes, capacity).launch(
+            grid=(max_ctas, 1, 1),
+            block=(THREADS, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=launch.overlaps(),
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tokens: Any,
+        weights: Any,
+        rows: Any,
+        parts: cute.Tensor,
+        out: cute.Tensor,
+        o: Operands,
+        sizes: cute.Tensor,
+        capacity: Int32,
+    ):
+        shared = SmemAllocator().allocate(self.shared)
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
+        if sizes[sizes.shape[0] - 1] > capacity:
+            thread, ring = cute.arch.thread_idx()[0], shared.ring.data_ptr()
+            team = shared.team.get_tensor(cute.make_layout(2))
+            if thread == 0:
+                team[0], team[1] = enlist(o.counters, cute.arch.grid_dim()[0])
+            cute.arch.sync_threads()
+            first, met = Int32(0), Int32(0)
+            if team[0] >= team[1]:
+                first = o.tokens
+            while first < o.tokens:
+                here = slice_at(o, first)
+                self.score.run(ring, tokens, weights, parts, o, here, team)
+                met = self.meet(o, team, met)
+                index = self.by_token.run(ring, parts, rows, out, o, here, team[0], team)
+                if const_expr(self.backward):
+                    self.by_neuron.run(ring, parts, tokens, None, o, here, index, team)
+                    if here.is_last * o.weights.wanted != 0:
+                        add_biases(o, team[0] * THREADS + cute.arch.thread_idx()[0], team[1] * THREADS, self.dtype)
+                met = self.meet(o, team, met)
+                first += here.count
+
+    @cute.jit
+    def meet(self, o, team, met):
+        """Wait for all CTAs; return how often they have met."""
+        met += 1
+        cute.arch.sync_threads()
+        if cute.arch.thread_idx()[0] == 0:
+            arrive_and_wait(o.counters, met * team[1])
+        cute.arch.sync_threads()
+        return met
 
 
-class Weight(WeightForm, PartProduct):
-    """The kernel `weight`."""
-
-
-class Forward(ForwardPass):
+class Forward(ForwardPass, Pass):
     """Forward."""
 
-    score, product = Score.kernel, PartProduct.kernel
 
-    def __init__(self, spec: OverflowSpec):
-        self.hidden, self.token = Hidden(spec), Token(spec)
-
-
-class Backward(BackwardPass):
+class Backward(BackwardPass, Pass):
     """Backward."""
-
-    score, product = Score.kernel, PartProduct.kernel
-
-    def __init__(self, spec: OverflowSpec):
-        self.gradients, self.token, self.weight = Gradients(spec), Token(spec), Weight(spec)
 
 
 def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:

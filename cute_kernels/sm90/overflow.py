@@ -1,18 +1,19 @@
-"""Forward and backward of a batch whose non-zeros exceed the hybrid format's capacity; common/overflow.py says what the
-four kernels compute.
+"""Forward and backward of a batch whose non-zeros exceed the hybrid format's capacity; common/overflow.py says what is
+computed and how those who compute meet.
 
-All are persistent and warp-specialized, a cluster of two CTAs per pair of SMs. The CTAs have the same columns and share
-the loads of B. Three warp groups:
+A persistent, warp-specialized kernel, a cluster of two CTAs per pair of SMs. They have the same columns and share the
+loads of B. Three warp groups, each of which goes through slices and phases:
 
-    load   warp 0. TMA loads of A [128, 64] and B [256, 64] into a ring of stages; half of B comes from the peer. In
-           `weight` warps 1 to 3 add up the gradients of the biases.
+    load   warp 0. TMA loads of A [128, 64] and B [256, 64] into a ring of stages; half of B comes from the peer. The
+           other warps add up the gradients of the biases.
     mma    groups 1 and 2, 64 rows each: WGMMA 64 x 256 x 16 over the ring, then the epilogue. Values go to a buffer of
            [64, 128] in shared memory, which belongs to the group, and from there by TMA to global memory.
 
-`hidden` and `gradients` have tiles of 128 neurons, whose rows of w_gate and w_up are side by side in B: the 256 columns
-of one accumulator are gate and up. A second one has dh. Hand-over:
+`Score` has tiles of 128 neurons, whose rows of w_gate and w_up are side by side in B: the 256 columns of one
+accumulator are gate and up. A second one has dh. `Product` multiplies parts by other matrices. Hand-over:
 
     ring     PipelineTmaAsync: full = 1 arrival + bytes, empty = 8 mma warps of each of the two CTAs.
+    ALL      all threads of a CTA, before and after one of them waits for the other CTAs.
     GROUP    + 0 or 1: 128 threads of an mma group, before and after they write its buffer.
 """
 
@@ -36,16 +37,16 @@ from ..common.overflow import (
     ROW_TOKENS,
     BackwardPass,
     ForwardPass,
-    GradientsForm,
-    HiddenForm,
-    ProductOperands,
-    ScoreOperands,
-    TokenForm,
-    WeightForm,
+    Operands,
+    Slice,
+    Team,
     add_biases,
     arguments,
+    arrive_and_wait,
     bias_pair,
+    enlist,
     pointwise,
+    slice_at,
     store_gradients,
     targets_of,
 )
@@ -53,10 +54,11 @@ from ..common.sums import add_flushed, flush_sums
 from ..common.swizzle import swizzle_column, swizzle_piece
 from ..common.values import pack, relu_pack, warp_sum
 from ..specs import OverflowSpec
+from .copies import store_peer
 from .mma import store_matrices
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
-# neurons of a tile of `hidden` and `gradients`, and columns of a group's buffer
+# neurons of a tile of `Score`, and columns of a group's buffer
 HALF = TILE_N // 2
 assert HALF == geometry.OVERFLOW_NEURONS
 STAGES = 4
@@ -66,9 +68,8 @@ BAND = 8
 THREADS = 384
 assert TILE_M == ROW_TOKENS == 2 * GROUP_ROWS
 # of the load group and of each mma group: three accumulators leave few for the loads
-REGISTERS_SCORE, REGISTERS_PRODUCT = (40, 232), (48, 224)
-for load, mma in (REGISTERS_SCORE, REGISTERS_PRODUCT):
-    feasible.check_register_split((load, mma, mma))
+REGISTERS = 40, 232
+feasible.check_register_split((REGISTERS[0], REGISTERS[1], REGISTERS[1]))
 # threads that add up the gradients of the biases
 ADDERS = 96
 
@@ -76,7 +77,8 @@ ADDERS = 96
 class Barrier(IntEnum):
     """Named barriers; 0 is __syncthreads."""
 
-    GROUP = 1
+    ALL = 1
+    GROUP = 2
 
 
 class Transfer(NamedTuple):
@@ -96,6 +98,16 @@ class Views(NamedTuple):
     totals: Any  # [mma warps]
 
 
+class Factors(NamedTuple):
+    """What a phase loads, computes with and stores, and the layouts of its stages."""
+
+    a: Any  # transfers
+    b: Any
+    store: Any  # None if not by TMA
+    mmas: Any
+    layouts: Any
+
+
 class Thread(NamedTuple):
     """Indices of a thread of the mma groups."""
 
@@ -113,31 +125,23 @@ class Extent(NamedTuple):
 
 
 class Dense:
-    """What the four kernels share, for one dtype."""
+    """What phases share, for one dtype."""
 
     def __init__(self, spec: OverflowSpec):
         self.dtype = operands.DTYPES[spec.dtype]
+        self.backward = spec.mode == "backward"
         # steps of K before sums are flushed
         self.longest = geometry.LONGEST_SUM[spec.dtype] // TILE_K
 
     # ---- host ----
 
-    def prepare(self, a_major: LayoutEnum, b_major: LayoutEnum) -> tuple[Any, Any]:
-        """The smem layouts of A and B; defines the shared memory."""
+    def stages(self, a_major: LayoutEnum, b_major: LayoutEnum) -> tuple[Any, Any]:
+        """The smem layouts of A and B."""
         shape = (TILE_M, TILE_N, TILE_K)
-        a_layout = sm90.make_smem_layout_a(a_major, shape, self.dtype, STAGES)
-        b_layout = sm90.make_smem_layout_b(b_major, shape, self.dtype, STAGES)
-
-        @cute.struct
-        class Shared:
-            ring: cute.struct.MemRange[Int64, STAGES * 2]
-            totals: cute.struct.MemRange[Float32, 8]
-            sA: cute.struct.Align[cute.struct.MemRange[self.dtype, TILE_M * TILE_K * STAGES], 1024]
-            sB: cute.struct.Align[cute.struct.MemRange[self.dtype, TILE_N * TILE_K * STAGES], 1024]
-            buffers: cute.struct.Align[cute.struct.MemRange[self.dtype, 2 * GROUP_ROWS * HALF], 1024]
-
-        self.shared = feasible.check_shared_memory(Shared)
-        return a_layout, b_layout
+        return (
+            sm90.make_smem_layout_a(a_major, shape, self.dtype, STAGES),
+            sm90.make_smem_layout_b(b_major, shape, self.dtype, STAGES),
+        )
 
     def tiled_mma(self, columns: int, a_mode: Any, b_mode: Any) -> Any:
         """WGMMA of 64 rows per group and so many columns, added to the accumulator."""
@@ -164,31 +168,6 @@ class Dense:
         return cute.tile_to_shape(atom, (GROUP_ROWS, HALF), order=(0, 1))
 
     # ---- device ----
-
-    @cute.jit
-    def enter(self, shared):
-        """This thread, its group and warp, and the ring of stages, ready in both CTAs."""
-        thread = cute.arch.thread_idx()[0]
-        ring = pipeline.PipelineTmaAsync.create(
-            barrier_storage=shared.ring.data_ptr(),
-            num_stages=STAGES,
-            # not used: products differ
-            tx_count=(TILE_M + TILE_N) * TILE_K * 2,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CLUSTER * 8),
-            cta_layout_vmnk=cute.make_layout((1, 1, CLUSTER, 1)),
-            defer_sync=True,
-        )
-        pipeline.pipeline_init_arrive(cluster_shape_mn=(CLUSTER, 1), is_relaxed=True)
-        pipeline.pipeline_init_wait(cluster_shape_mn=(CLUSTER, 1))
-        group = cute.arch.make_warp_uniform(thread // 128)
-        return thread, group, cute.arch.make_warp_uniform(cute.arch.warp_idx()), ring
-
-    @cute.jit
-    def leave(self):
-        """Wait until the peer has released its last stage and received its half of B."""
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
 
     def parted(self, transfer: Transfer, smem: Any, box: tuple[int, int], rank: Any, peers: int) -> Any:
         """Stages in shared memory and tiles in global memory of a load, this CTA's share of them."""
@@ -260,10 +239,10 @@ class Dense:
         return full, release
 
     @cute.jit
-    def thread_of(self, thread: Int32) -> Thread:
-        """Indices of an mma thread, counted from the first of them."""
-        warp = cute.arch.make_warp_uniform(thread // 32)
-        return Thread(warp // 4, warp % 4, cute.arch.lane_idx())
+    def thread_of(self) -> Thread:
+        """Indices of an mma thread."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
+        return Thread(warp >> 2, warp & 3, cute.arch.lane_idx())
 
     @cute.jit
     def group_sync(self, at: Thread):
@@ -305,97 +284,68 @@ class Dense:
 class Score(Dense):
     """Gate and up at all places, in backward dh too, and what follows from them."""
 
-    backward: bool
-
-    @cute.jit
-    def launch(self, tokens, weights, o, sizes, capacity, parts, max_ctas, stream):
+    def factors(self, tokens, weights, parts) -> Factors:
         """`tokens`: x and, in backward, dy. `weights`: w_gate, w_up and, in backward, w_down."""
         mode, layout = OperandMajorMode.K, LayoutEnum.ROW_MAJOR
-        wide, narrow = self.tiled_mma(TILE_N, mode, mode), self.tiled_mma(HALF, mode, mode)
-        a_layout, b_layout = self.prepare(layout, layout)
+        a_layout, b_layout = self.stages(layout, layout)
         half_layout = sm90.make_smem_layout_b(layout, (TILE_M, HALF, TILE_K), self.dtype, 2 * STAGES)
-        a = tuple(self.load_of(t, a_layout, (TILE_M, TILE_K)) for t in tokens)
-        b = tuple(self.load_of(w, half_layout, (HALF, TILE_K), CLUSTER) for w in weights)
-        # [M, N, P]
+        # [tokens, N, P]
         out = cute.make_tensor(parts.iterator, cute.select(parts.layout, mode=[1, 2, 0]))
-        extent = Extent(
-            cute.ceil_div(o.tokens, TILE_M * CLUSTER),
-            cute.ceil_div(o.neurons, HALF),
-            cute.ceil_div(tokens[0].shape[1], TILE_K),
+        return Factors(
+            a=tuple(self.load_of(t, a_layout, (TILE_M, TILE_K)) for t in tokens),
+            b=tuple(self.load_of(w, half_layout, (HALF, TILE_K), CLUSTER) for w in weights),
+            store=self.store_of(out),
+            mmas=(self.tiled_mma(TILE_N, mode, mode), self.tiled_mma(HALF, mode, mode)),
+            layouts=(a_layout, b_layout, half_layout),
         )
-        layouts = (a_layout, b_layout, half_layout)
-        self.kernel(a, b, self.store_of(out), o, sizes, capacity, (wide, narrow), layouts, extent).launch(
-            grid=(CLUSTER * cutlass.min(extent.m_tiles * extent.n_tiles, max_ctas // CLUSTER), 1, 1),
-            block=(THREADS, 1, 1),
-            cluster=(CLUSTER, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=True,
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        a: Any,
-        b: Any,
-        store: Transfer,
-        o: ScoreOperands,
-        sizes: cute.Tensor,
-        capacity: Int32,
-        mmas: Any,
-        layouts: Any,
-        extent: Extent,
-    ):
-        shared = SmemAllocator().allocate(self.shared)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        if sizes[sizes.shape[0] - 1] > capacity:
-            thread, group, warp_index, ring = self.enter(shared)
-            s = self.views(shared, *layouts)
-            if group == 0:
-                cute.arch.setmaxregister_decrease(REGISTERS_SCORE[0])
-                if warp_index == 0:
-                    self.load(ring, a, b, s, o, extent)
-            else:
-                cute.arch.setmaxregister_increase(REGISTERS_SCORE[1])
-                self.score(ring, mmas, store, s, o, thread - 128, extent)
-            self.leave()
 
     @cute.jit
-    def load(self, ring, a, b, s, o, extent):
+    def extent(self, o, here: Slice) -> Extent:
+        """The tiles of a slice."""
+        return Extent(
+            cute.ceil_div(here.count, TILE_M * CLUSTER),
+            cute.ceil_div(o.neurons, HALF),
+            cute.ceil_div(o.columns, TILE_K),
+        )
+
+    @cute.jit
+    def load(self, ring, state, f, s, o, here, index, step):
         """Keep the ring full: x with w_gate and, if there is one, w_up; then, in backward, dy with w_down."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         mask = Int16((1 << CLUSTER) - 1)
-        left = [self.parted(t, s.sA, (TILE_M, TILE_K), 0, 1) for t in a]
-        right = [self.parted(t, s.halves, (HALF, TILE_K), rank, CLUSTER) for t in b]
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
-        index, step = cute.arch.block_idx()[0] // CLUSTER, cute.arch.grid_dim()[0] // CLUSTER
+        left = [self.parted(t, s.sA, (TILE_M, TILE_K), 0, 1) for t in f.a]
+        right = [self.parted(t, s.halves, (HALF, TILE_K), rank, CLUSTER) for t in f.b]
+        extent, before = self.extent(o, here), here.first // TILE_M
         while index < extent.m_tiles * extent.n_tiles:
             row, column = self.tile_of(index, extent)
-            for product in range_constexpr(len(a)):
+            row += before
+            for product in range_constexpr(len(f.a)):
                 columns = Int32(HALF)
                 if const_expr(product == 0):
                     columns = Int32(TILE_N) if o.gated != 0 else Int32(HALF)
                 for k in cutlass.range(extent.k_tiles, unroll=1):
                     barrier = self.acquire(ring, state, columns)
                     into, source = left[product]
-                    cute.copy(a[product].atom, source[None, row, k], into[None, state.index], tma_bar_ptr=barrier)
+                    cute.copy(f.a[product].atom, source[None, row, k], into[None, state.index], tma_bar_ptr=barrier)
                     into, source = right[2 * product]
                     slot = into[None, 2 * state.index]
-                    cute.copy(b[2 * product].atom, source[None, column, k], slot, tma_bar_ptr=barrier, mcast_mask=mask)
+                    cute.copy(
+                        f.b[2 * product].atom, source[None, column, k], slot, tma_bar_ptr=barrier, mcast_mask=mask
+                    )
                     if const_expr(product == 0):
                         if o.gated != 0:
                             into, source = right[1]
                             slot = into[None, 2 * state.index + 1]
-                            cute.copy(b[1].atom, source[None, column, k], slot, tma_bar_ptr=barrier, mcast_mask=mask)
+                            cute.copy(f.b[1].atom, source[None, column, k], slot, tma_bar_ptr=barrier, mcast_mask=mask)
                     state.advance()
             index += step
+        return state, index - extent.m_tiles * extent.n_tiles
 
     @cute.jit
-    def score(self, ring, mmas, store, s, o, thread, extent):
+    def compute(self, ring, states, f, s, o, here, index, step, thread):
         """Gate, up and, in backward, dh of the tiles, then the epilogue."""
-        wide, narrow = mmas
-        at = self.thread_of(thread)
+        wide, narrow = f.mmas
+        at = self.thread_of()
         leader = cute.make_layout(2, stride=128)(at.group)
         rA = wide.make_fragment_A(wide.get_slice(leader).partition_A(s.sA))
         rB = wide.make_fragment_B(wide.get_slice(leader).partition_B(s.sB))
@@ -405,8 +355,7 @@ class Score(Dense):
         acc = cute.make_rmem_tensor(wide.get_slice(thread).partition_shape_C((TILE_M, TILE_N)), Float32)
         gate = cute.make_tensor(acc.iterator, cute.make_layout(shape))
         dh: Any = cute.make_rmem_tensor(shape, Float32) if const_expr(self.backward) else None
-        states = self.states()
-        index, step = cute.arch.block_idx()[0] // CLUSTER, cute.arch.grid_dim()[0] // CLUSTER
+        extent = self.extent(o, here)
         while index < extent.m_tiles * extent.n_tiles:
             row, column = self.tile_of(index, extent)
             acc.fill(0.0)
@@ -419,13 +368,14 @@ class Score(Dense):
             if const_expr(self.backward):
                 dh.fill(0.0)
                 states = self.multiply(ring, narrow, dh, rA, rHalf, 2, extent.k_tiles, states)
-            self.finish(store, s, o, acc, dh, row, column, at)
+            self.finish(f.store, s, o, here, acc, dh, row, column, at)
             index += step
         if at.warp == 0:
             cute.arch.cp_async_bulk_wait_group(0)
+        return states, index - extent.m_tiles * extent.n_tiles
 
     @cute.jit
-    def finish(self, store, s, o, acc, dh, row, column, at):
+    def finish(self, store, s, o, here, acc, dh, row, column, at):
         """Compute and store the parts of 64 tokens and 128 neurons."""
         token = row * TILE_M + at.group * GROUP_ROWS + at.warp * 16 + (at.lane >> 2)
         first = column * HALF + (at.lane & 3) * 2
@@ -437,7 +387,7 @@ class Score(Dense):
                 sums = [acc[(j, i, v), 0, 0] + gate_bias[j] for j in range(2)]
                 # tokens past the last one would have the gates of the bias
                 gates = above(relu_pack(*sums, self.dtype), o.threshold, self.dtype)
-                gates = Uint32(cutlass.select_(token + 8 * i < o.tokens, gates, Uint32(0)))
+                gates = Uint32(cutlass.select_(token + 8 * i < here.count, gates, Uint32(0)))
                 dhs: Any = None
                 ups = [acc[(j, i, HALF // 8 + v), 0, 0] + up_bias[j] for j in range(2)]
                 if const_expr(self.backward):
@@ -449,14 +399,15 @@ class Score(Dense):
                 if const_expr(self.backward):
                     d_gate[i, v], d_up[i, v] = packed[1], packed[2]
         lines = 2 * row + at.group
+        line, row = lines + here.first // GROUP_ROWS, row + here.first // ROW_TOKENS
         if const_expr(self.backward):
             self.open_buffer(at)
             self.send_buffer(s, store, d_gate, at, (None, lines, column, 0))
-            self.add_columns(s, o, 0, lines, column, at)
+            self.add_columns(s, o, 0, line, column, at)
             if o.gated != 0:
                 self.open_buffer(at)
                 self.send_buffer(s, store, d_up, at, (None, lines, column, 1))
-                self.add_columns(s, o, 1, lines, column, at)
+                self.add_columns(s, o, 1, line, column, at)
             self.open_buffer(at)
             self.send_buffer(s, store, h, at, (None, lines, column, 1 + o.gated))
         else:
@@ -489,77 +440,47 @@ class Score(Dense):
 class Product(Dense):
     """Parts times other matrices. B is stored by rows of the sum's index, so N-major."""
 
-    by_token: bool
+    def __init__(self, spec: OverflowSpec, by_token: bool):
+        super().__init__(spec)
+        self.by_token = by_token
 
-    @cute.jit
-    def launch(self, parts, b, out, o, sizes, capacity, max_ctas, stream):
+    def factors(self, parts, b, out) -> Factors:
         """`parts`: [P, tokens, N]; `b`: two matrices by rows of the sum's index; `out`: None if not stored by TMA."""
-        p, m, n = parts.shape
         # [rows, terms, P]
-        order = [1, 2, 0] if const_expr(self.by_token) else [2, 1, 0]
-        left = cute.make_tensor(parts.iterator, cute.select(parts.layout, mode=order))
-        slabs, rows, terms = (1, m, n) if const_expr(self.by_token) else (p, n, m)
-        extent = Extent(
-            slabs * cute.ceil_div(rows, TILE_M * CLUSTER),
-            cute.ceil_div(o.extents[1], TILE_N),
-            cute.ceil_div(terms, TILE_K),
+        left = cute.make_tensor(
+            parts.iterator, cute.select(parts.layout, mode=[1, 2, 0] if self.by_token else [2, 1, 0])
         )
-        major = LayoutEnum.ROW_MAJOR if const_expr(self.by_token) else LayoutEnum.COL_MAJOR
-        mode = OperandMajorMode.K if const_expr(self.by_token) else OperandMajorMode.MN
-        a_layout, b_layout = self.prepare(major, LayoutEnum.COL_MAJOR)
-        loads = tuple(self.load_of(transposed(t), b_layout, (TILE_N, TILE_K), CLUSTER) for t in b)
-        store = None if out is None else self.store_of(out)
-        mma = self.tiled_mma(TILE_N, mode, OperandMajorMode.MN)
-        a = self.load_of(left, a_layout, (TILE_M, TILE_K))
-        self.kernel(a, loads, store, o, sizes, capacity, mma, (a_layout, b_layout), extent).launch(
-            grid=(CLUSTER * cutlass.min(extent.m_tiles * extent.n_tiles, max_ctas // CLUSTER), 1, 1),
-            block=(THREADS, 1, 1),
-            cluster=(CLUSTER, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=True,
+        mode = OperandMajorMode.K if self.by_token else OperandMajorMode.MN
+        major = LayoutEnum.ROW_MAJOR if self.by_token else LayoutEnum.COL_MAJOR
+        a_layout, b_layout = self.stages(major, LayoutEnum.COL_MAJOR)
+        return Factors(
+            a=self.load_of(left, a_layout, (TILE_M, TILE_K)),
+            b=tuple(self.load_of(transposed(t), b_layout, (TILE_N, TILE_K), CLUSTER) for t in b),
+            store=None if out is None else self.store_of(out),
+            mmas=self.tiled_mma(TILE_N, mode, OperandMajorMode.MN),
+            layouts=(a_layout, b_layout),
         )
-
-    @cute.kernel
-    def kernel(
-        self,
-        a: Transfer,
-        b: Any,
-        store: Any,
-        o: ProductOperands,
-        sizes: cute.Tensor,
-        capacity: Int32,
-        mma: cute.TiledMma,
-        layouts: Any,
-        extent: Extent,
-    ):
-        shared = SmemAllocator().allocate(self.shared)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        if sizes[sizes.shape[0] - 1] > capacity:
-            thread, group, warp_index, ring = self.enter(shared)
-            s = self.views(shared, *layouts)
-            if group == 0:
-                cute.arch.setmaxregister_decrease(REGISTERS_PRODUCT[0])
-                if warp_index == 0:
-                    self.load(ring, a, b, s, o, extent)
-                elif const_expr(not self.by_token):
-                    if o.done != 0:
-                        add_biases(o, thread - 32, ADDERS, self.dtype)
-            else:
-                cute.arch.setmaxregister_increase(REGISTERS_PRODUCT[1])
-                self.product(ring, mma, store, s, o, thread - 128, extent)
-            self.leave()
 
     @cute.jit
-    def load(self, ring, a, b, s, o, extent):
+    def extent(self, o, here: Slice) -> Extent:
+        """The tiles of a slice; none if no result is wanted."""
+        n_tiles = cute.ceil_div(o.columns, TILE_N)
+        if const_expr(self.by_token):
+            m_tiles = o.by_token * cute.ceil_div(here.count, TILE_M * CLUSTER)
+            return Extent(m_tiles, n_tiles, cute.ceil_div(o.neurons, TILE_K))
+        m_tiles = o.weights.wanted * o.parts * cute.ceil_div(o.neurons, TILE_M * CLUSTER)
+        return Extent(m_tiles, n_tiles, cute.ceil_div(here.count, TILE_K))
+
+    @cute.jit
+    def load(self, ring, state, f, s, o, here, index, step):
         """Keep the ring full."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         mask = Int16((1 << CLUSTER) - 1)
-        a_s, a_t = self.parted(a, s.sA, (TILE_M, TILE_K), 0, 1)
-        (b_s, b_t), (_, c_t) = (self.parted(t, s.sB, (TILE_N, TILE_K), rank, CLUSTER) for t in b)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
-        index, step = cute.arch.block_idx()[0] // CLUSTER, cute.arch.grid_dim()[0] // CLUSTER
+        a_s, a_t = self.parted(f.a, s.sA, (TILE_M, TILE_K), 0, 1)
+        (b_s, b_t), (_, c_t) = (self.parted(t, s.sB, (TILE_N, TILE_K), rank, CLUSTER) for t in f.b)
+        extent, before, second = self.extent(o, here), Int32(0), Int32(1)
+        if const_expr(not self.by_token):
+            before, second = here.first // TILE_K, o.parts - 1
         while index < extent.m_tiles * extent.n_tiles:
             row, column = self.tile_of(index, extent)
             row, first, end = self.terms(row, o, extent)
@@ -567,13 +488,18 @@ class Product(Dense):
                 for k in cutlass.range(extent.k_tiles, unroll=1):
                     barrier = self.acquire(ring, state, Int32(TILE_N))
                     slot = b_s[None, state.index]
-                    cute.copy(a.atom, a_t[None, row, k, part], a_s[None, state.index], tma_bar_ptr=barrier)
-                    if part < o.second:
-                        cute.copy(b[0].atom, b_t[None, column, k], slot, tma_bar_ptr=barrier, mcast_mask=mask)
+                    cute.copy(f.a.atom, a_t[None, row, k, part], a_s[None, state.index], tma_bar_ptr=barrier)
+                    if part < second:
+                        cute.copy(
+                            f.b[0].atom, b_t[None, column, k + before], slot, tma_bar_ptr=barrier, mcast_mask=mask
+                        )
                     else:
-                        cute.copy(b[1].atom, c_t[None, column, k], slot, tma_bar_ptr=barrier, mcast_mask=mask)
+                        cute.copy(
+                            f.b[1].atom, c_t[None, column, k + before], slot, tma_bar_ptr=barrier, mcast_mask=mask
+                        )
                     state.advance()
             index += step
+        return state, index - extent.m_tiles * extent.n_tiles
 
     @cute.jit
     def terms(self, row, o, extent):
@@ -585,15 +511,14 @@ class Product(Dense):
         return row - part * rows, part, part + 1
 
     @cute.jit
-    def product(self, ring, mma: cute.TiledMma, store, s, o, thread, extent):
+    def compute(self, ring, states, f, s, o, here, index, step, thread):
         """Main loop and epilogue; sums of many terms are flushed to memory in between."""
-        at = self.thread_of(thread)
+        mma, at = f.mmas, self.thread_of()
         leader = mma.get_slice(cute.make_layout(2, stride=128)(at.group))
         rA = mma.make_fragment_A(leader.partition_A(s.sA))
         rB = mma.make_fragment_B(leader.partition_B(s.sB))
         acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((TILE_M, TILE_N)), Float32)
-        states = self.states()
-        index, step = cute.arch.block_idx()[0] // CLUSTER, cute.arch.grid_dim()[0] // CLUSTER
+        extent = self.extent(o, here)
         while index < extent.m_tiles * extent.n_tiles:
             row, column = self.tile_of(index, extent)
             row, first, end = self.terms(row, o, extent)
@@ -607,13 +532,14 @@ class Product(Dense):
             if done > 0:
                 add_flushed(acc, o.flushed, 0)
             if const_expr(self.by_token):
-                self.store_rounded(store, s, o, acc, row, column, at)
+                self.store_rounded(f.store, s, o, acc, row + here.first // TILE_M, column, at)
             else:
-                self.store_sums(o, acc, first, row, column, at)
+                self.store_sums(o, here, acc, first, row, column, at)
             index += step
         if const_expr(self.by_token):
             if at.warp == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
+        return states, index - extent.m_tiles * extent.n_tiles
 
     @cute.jit
     def store_rounded(self, store, s, o, acc, row, column, at):
@@ -622,8 +548,8 @@ class Product(Dense):
             pairs = cute.make_rmem_tensor((2, HALF // 8), Uint32)
             for v in range_constexpr(HALF // 8):
                 bias = (Float32(0.0), Float32(0.0))
-                if const_expr(o.bias is not None):
-                    bias = bias_pair(o.bias, column * TILE_N + half * HALF + 8 * v + (at.lane & 3) * 2)
+                if const_expr(not self.backward):
+                    bias = bias_pair(o.b_down, column * TILE_N + half * HALF + 8 * v + (at.lane & 3) * 2)
                 for i in range_constexpr(2):
                     low, high = (acc[(j, i, half * (HALF // 8) + v), 0, 0] + bias[j] for j in range(2))
                     pairs[i, v] = pack(low, high, self.dtype)
@@ -631,7 +557,7 @@ class Product(Dense):
             self.send_buffer(s, store, pairs, at, (None, 2 * row + at.group, 2 * column + half))
 
     @cute.jit
-    def store_sums(self, o, acc, part, row, column, at):
+    def store_sums(self, o, here, acc, part, row, column, at):
         """Store 64 rows, rounded or as sums, to the matrices of their part."""
         targets = targets_of(o, part)
         first = row * TILE_M + at.group * GROUP_ROWS + at.warp * 16 + (at.lane >> 2)
@@ -639,7 +565,165 @@ class Product(Dense):
         for i in range_constexpr(2):
             for v in range_constexpr(TILE_N // 8):
                 two = [acc[(j, i, v), 0, 0] for j in range(2)]
-                store_gradients(o, targets, first + 8 * i, left + 8 * v, two, self.dtype)
+                store_gradients(o, here, targets, first + 8 * i, left + 8 * v, two, self.dtype)
+
+
+class Pass(Dense):
+    """The kernel of a pass."""
+
+    def __init__(self, spec: OverflowSpec):
+        super().__init__(spec)
+        self.score, self.by_token, self.by_neuron = Score(spec), Product(spec, True), Product(spec, False)
+
+    @cute.jit
+    def launch(self, tokens, weights, rows, parts, out, o, sizes, capacity, max_ctas, stream):
+        """`tokens`, `weights`: see `Score.factors`. `rows`: weights that parts are multiplied by; `out`: y or dx."""
+
+        @cute.struct
+        class Shared:
+            ring: cute.struct.MemRange[Int64, STAGES * 2]
+            totals: cute.struct.MemRange[Float32, 8]
+            team: cute.struct.MemRange[Int32, 2]
+            sA: cute.struct.Align[cute.struct.MemRange[self.dtype, TILE_M * TILE_K * STAGES], 1024]
+            sB: cute.struct.Align[cute.struct.MemRange[self.dtype, TILE_N * TILE_K * STAGES], 1024]
+            buffers: cute.struct.Align[cute.struct.MemRange[self.dtype, 2 * GROUP_ROWS * HALF], 1024]
+
+        self.shared = feasible.check_shared_memory(Shared)
+        score = self.score.factors(tokens, weights, parts)
+        by_token = self.by_token.factors(parts, rows, out)
+        by_neuron = self.by_neuron.factors(parts, tokens, None) if const_expr(self.backward) else None
+        self.kernel(score, by_token, by_neuron, o, sizes, capacity).launch(
+            grid=(max_ctas // CLUSTER * CLUSTER, 1, 1),
+            block=(THREADS, 1, 1),
+            cluster=(CLUSTER, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, score: Factors, by_token: Factors, by_neuron: Any, o: Operands, sizes: cute.Tensor, capacity: Int32
+    ):
+        shared = SmemAllocator().allocate(self.shared)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if sizes[sizes.shape[0] - 1] > capacity:
+            thread, group, warp_index, ring = self.enter(shared)
+            self.enlist(shared, o, thread)
+            team, factors = self.team(shared), (score, by_token, by_neuron)
+            if team.index < team.size:
+                if group == 0:
+                    cute.arch.setmaxregister_decrease(REGISTERS[0])
+                    self.load(shared, ring, factors, o, thread, warp_index)
+                else:
+                    cute.arch.setmaxregister_increase(REGISTERS[1])
+                    self.compute(shared, ring, factors, o, thread)
+            self.leave()
+
+    @cute.jit
+    def enter(self, shared):
+        """This thread, its group and warp, and the ring of stages, ready in both CTAs."""
+        thread = cute.arch.thread_idx()[0]
+        ring = pipeline.PipelineTmaAsync.create(
+            barrier_storage=shared.ring.data_ptr(),
+            num_stages=STAGES,
+            # not used: products differ
+            tx_count=(TILE_M + TILE_N) * TILE_K * 2,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CLUSTER * 8),
+            cta_layout_vmnk=cute.make_layout((1, 1, CLUSTER, 1)),
+            defer_sync=True,
+        )
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(CLUSTER, 1), is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=(CLUSTER, 1))
+        group = cute.arch.make_warp_uniform(thread // 128)
+        return thread, group, cute.arch.make_warp_uniform(cute.arch.warp_idx()), ring
+
+    @cute.jit
+    def enlist(self, shared, o, thread):
+        """Find the index of this cluster among those that compute, and their number; the first CTA tells its peer."""
+        team = shared.team.data_ptr()
+        if thread == 0 and cute.arch.block_idx_in_cluster() == 0:
+            found = enlist(o.counters, cute.arch.grid_dim()[0] // CLUSTER)
+            for peer in range_constexpr(CLUSTER):
+                for i in range_constexpr(2):
+                    store_peer(team + i, Int32(peer), found[i])
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def team(self, shared) -> Team:
+        """The same, read again where it is needed: so it takes no registers in the main loops."""
+        told = shared.team.get_tensor(cute.make_layout(2))
+        return Team(cute.arch.make_warp_uniform(told[0]), cute.arch.make_warp_uniform(told[1]))
+
+    @cute.jit
+    def meet(self, shared, o, met, thread):
+        """Wait for all CTAs; return how often they have met.
+
+        TMA stores and loads parts by the async proxy. Who has waited for a store sees it by the generic one, by which
+        CTAs meet, and the fence behind makes loads that follow see it. That before is for reads of what is overwritten.
+        """
+        met += 1
+        arrivals = met * self.team(shared).size * CLUSTER
+        cute.arch.fence_proxy("async")
+        cute.arch.barrier(barrier_id=Barrier.ALL, number_of_threads=THREADS)
+        if thread == 0:
+            arrive_and_wait(o.counters, arrivals)
+        cute.arch.barrier(barrier_id=Barrier.ALL, number_of_threads=THREADS)
+        cute.arch.fence_proxy("async")
+        return met
+
+    @cute.jit
+    def load(self, shared, ring, factors, o, thread, warp_index):
+        """The load group."""
+        score, by_token, by_neuron = factors
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
+        first, met = Int32(0), Int32(0)
+        while first < o.tokens:
+            here, team = slice_at(o, first), self.team(shared)
+            if warp_index == 0:
+                s = self.views(shared, *score.layouts)
+                state, _ = self.score.load(ring, state, score, s, o, here, team.index, team.size)
+            met, team = self.meet(shared, o, met, thread), self.team(shared)
+            if warp_index == 0:
+                s = self.views(shared, *by_token.layouts)
+                state, index = self.by_token.load(ring, state, by_token, s, o, here, team.index, team.size)
+                if const_expr(self.backward):
+                    s = self.views(shared, *by_neuron.layouts)
+                    state, _ = self.by_neuron.load(ring, state, by_neuron, s, o, here, index, team.size)
+            elif const_expr(self.backward):
+                if here.is_last * o.weights.wanted != 0:
+                    own = (team.index * CLUSTER + cute.arch.block_idx()[0] % CLUSTER) * ADDERS + thread - 32
+                    add_biases(o, own, team.size * CLUSTER * ADDERS, self.dtype)
+            met = self.meet(shared, o, met, thread)
+            first += here.count
+
+    @cute.jit
+    def compute(self, shared, ring, factors, o, thread):
+        """The mma groups."""
+        score, by_token, by_neuron = factors
+        states = self.states()
+        first, met, own = Int32(0), Int32(0), thread - 128
+        while first < o.tokens:
+            here, team = slice_at(o, first), self.team(shared)
+            s = self.views(shared, *score.layouts)
+            states, _ = self.score.compute(ring, states, score, s, o, here, team.index, team.size, own)
+            met, team = self.meet(shared, o, met, thread), self.team(shared)
+            s = self.views(shared, *by_token.layouts)
+            states, index = self.by_token.compute(ring, states, by_token, s, o, here, team.index, team.size, own)
+            if const_expr(self.backward):
+                s = self.views(shared, *by_neuron.layouts)
+                states, _ = self.by_neuron.compute(ring, states, by_neuron, s, o, here, index, team.size, own)
+            met = self.meet(shared, o, met, thread)
+            first += here.count
+
+    @cute.jit
+    def leave(self):
+        """Wait until the peer has released its last stage and received its half of B."""
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
 
 def transposed(matrix: Any) -> Any:
@@ -647,38 +731,12 @@ def transposed(matrix: Any) -> Any:
     return cute.make_tensor(matrix.iterator, cute.select(matrix.layout, mode=[1, 0]))
 
 
-class Hidden(HiddenForm, Score):
-    """The kernel `hidden`."""
-
-
-class Gradients(GradientsForm, Score):
-    """The kernel `gradients`."""
-
-
-class Token(TokenForm, Product):
-    """The kernel `token`."""
-
-
-class Weight(WeightForm, Product):
-    """The kernel `weight`."""
-
-
-class Forward(ForwardPass):
+class Forward(ForwardPass, Pass):
     """Forward."""
 
-    score, product = Score.kernel, Product.kernel
 
-    def __init__(self, spec: OverflowSpec):
-        self.hidden, self.token = Hidden(spec), Token(spec)
-
-
-class Backward(BackwardPass):
+class Backward(BackwardPass, Pass):
     """Backward."""
-
-    score, product = Score.kernel, Product.kernel
-
-    def __init__(self, spec: OverflowSpec):
-        self.gradients, self.token, self.weight = Gradients(spec), Token(spec), Weight(spec)
 
 
 def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:

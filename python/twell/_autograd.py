@@ -159,7 +159,10 @@ def _gradients(
     down_needed = needs.w_down and dy is not None
     if dy is None:
         dy = torch.zeros_like(x)
-    if dl1 is None:
+    if dl1 is None and direct and x.shape[0]:
+        # without a kernel that clears memory
+        dl1 = hybrid.zero(hybrid.Kept(*kept))
+    elif dl1 is None:
         dl1 = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
     arguments = (dy, dl1, x, w_gate, w_up, w_down.t(), b_gate, b_up, *kept)
     weights_needed = (needs.w_gate, needs.w_up, down_needed)

@@ -42,7 +42,7 @@ OCCUPANCY = {
     "sampled_up": (384, 1),
     "sampled_grad": (384, 1),
     "gathered": (384, 1),
-    "rank": (256, 4),
+    "rank": (512, 2),
     "matrix_transpose": (256, 4),
     "transpose": (1024, 1),
     "weight_grad": (384, 1),

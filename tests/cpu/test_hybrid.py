@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from twell import ops, reference, testing
+from twell import _autograd, ops, reference, testing
+from twell._activation import RELU
 from twell._runtime import device, geometry, kernel_module, specs
 from twell.ops import hybrid
+from twell.ops.operands import Gradients, Mains, Needs
 
 BF16 = torch.bfloat16
 GATED = pytest.mark.parametrize("gated", [True, False])
@@ -220,6 +222,25 @@ def test_backward_reads_nothing_undefined(gated: bool, density: float) -> None:
             row[-(-length // 64) * 64 :] = -1
     for actual, answer in zip(backward(p, spoilt, dy, dl1), expected, strict=True):
         assert torch.equal(actual, answer)
+
+
+@pytest.mark.parametrize("density", [0.1, 1.0])
+@pytest.mark.parametrize("m", [130, 0])
+def test_a_direct_backward_pass_without_a_gradient_of_l1_fills_no_memory(
+    m: int, density: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its zero lies in the format, also if the non-zeros do not fit."""
+    p, given = problem(m, 264, 16, density), []
+    *_, kept = forward(p)
+    monkeypatch.setattr(_autograd, "backward_on_cuda", lambda *arguments: given.append(arguments[0]) or Gradients())
+    for direct in (True, False):
+        saved = (*p[:3], p.w_down.t(), p.b_gate, p.b_up, *kept)
+        everything = Needs(*[True] * 7)._replace(w_down=False)
+        _autograd._gradients(upstream(p)[0], None, saved, everything, Mains(None, None, None), RELU, direct)
+    (taken,) = given
+    assert (taken.dl1.shape, taken.dl1.dtype, taken.dl1.item()) == ((), torch.float32, 0)
+    within = kept.chunks.untyped_storage().data_ptr() == taken.dl1.untyped_storage().data_ptr()
+    assert within == (m > 0)
 
 
 def test_neurons_beyond_the_sign_bit() -> None:

@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.quantized import assert_right
 from twell import ops, testing, tuning
-from twell._activation import RELU
+from twell._activation import RELU, Activation
 from twell._runtime import geometry, specs
 from twell.ops import hybrid
 from twell.ops.library import launch
+from twell.ops.operands import Gradients, Operands
 
 BF16 = torch.bfloat16
 NONE = torch.empty(0, dtype=BF16)
@@ -208,6 +210,45 @@ def sampled_gate(sizes: Sequence[int], k: int, biased: bool, compression: int, c
             testing.assert_packed_same(tuple(t.contiguous() for t in found), right, len(weight), compression)
 
 
+# ---- the hybrid format ----
+
+
+def locate(rows: int, tiles: int, n: int, most: int, seed: int = 0) -> None:
+    """The ranges of token tiles from statistics of [rows, tiles], in training; no tokens, so that nothing follows."""
+    torch.manual_seed(seed)
+    b = -(-rows * geometry.STATS_ROWS // geometry.TOKEN_TILE)
+    stats = torch.randint(0, most + 1, (rows, tiles, 2), dtype=torch.int32)
+    # sums of what is behind a count would show
+    stats[:, :, 1] = POISON
+    words, spill = torch.empty(0, 32, dtype=torch.int32), torch.empty(0, geometry.TILE, dtype=BF16)
+    neurons = torch.full((b, 64), 0x7F7F, dtype=torch.int16)
+    chunks, sizes, popularity = (torch.full(shape, POISON, dtype=torch.int32) for shape in ((b, 4), (b + 1,), (n,)))
+    operands = (words, spill, stats, torch.empty(0, dtype=torch.int32), neurons, chunks, sizes, popularity)
+    numbers = (n, 32, 0, 0, neurons, sizes, 0)
+    launch(tuning.compact(BF16, True), *operands, torch.empty(b, 8), *numbers)
+    lines = geometry.TOKEN_TILE // geometry.STATS_ROWS
+    ends = torch.stack([part[:, :, 0].sum() for part in stats.split(lines)]).cumsum(0)
+    places = torch.cat((torch.zeros(1, dtype=torch.int64), ends)).clamp(max=geometry.MOST).int()
+    testing.assert_same(chunks[:, 0], places[:-1], "begins")
+    testing.assert_same(chunks[:, 3], places[1:], "ends")
+    testing.assert_same(sizes[-1], places[-1], "number of non-zeros")
+    assert (chunks[:, 1:3] == POISON).all(), "chunks are written"
+    assert (sizes[:-1] == POISON).all(), "sizes are written"
+    assert not popularity.any(), "popularity is not cleared"
+
+
+def rank(n: int, most: int, ctas: int, counters: int, seed: int = 0) -> None:
+    """Neurons by popularity, from 0 to ``most``: many ties, if that is small."""
+    torch.manual_seed(seed)
+    popularity = torch.randint(0, most + 1, (n,), dtype=torch.int32)
+    order, slot, arrivals = (torch.full((length,), POISON, dtype=torch.int32) for length in (n, n, counters))
+    launch(tuning.rank(), popularity, order, slot, arrivals, ctas)
+    right = popularity.sort(descending=True, stable=True).indices
+    testing.assert_same(order, right.int(), "order")
+    testing.assert_same(slot, right.argsort().int(), "slot")
+    assert not arrivals.any(), "counters are not cleared"
+
+
 # ---- a layer ----
 
 
@@ -232,14 +273,101 @@ def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bo
         layer[2] = layer[5] = None
     y, l1, nonzeros, *saved = ops.hybrid_forward(*layer, 8)
     found = on_gpu("hybrid_forward")(*layer, 8)
+    nothing = hybrid.zero(hybrid.Kept(*found[3:]))
+    testing.assert_same(nothing, torch.tensor(0.0), "zero")
     for name, a, b in zip(("y", "l1", "nonzeros"), found, (y, l1, nonzeros)):
         testing.assert_same(a, b, name)
     testing.assert_hybrid_same(found[3:], saved, m, n, gated)
-    given = (testing.integer_upstream(problem), torch.tensor(0.0), *layer[:6])
-    right = ops.hybrid_backward(*given, *saved, True, True)
-    ours = on_gpu("hybrid_backward")(*given, *found[3:], True, True)
+    dy = testing.integer_upstream(problem)
+    right = ops.hybrid_backward(dy, torch.tensor(0.0), *layer[:6], *saved, True, True)
+    ours = on_gpu("hybrid_backward")(dy, nothing, *layer[:6], *found[3:], True, True)
     for name, a, b in zip(("x", "w_gate", "w_up", "w_down", "b_gate", "b_up"), ours, right, strict=True):
         testing.assert_same(a, b, f"gradient of {name}")
+
+
+# ---- more non-zeros than the hybrid format holds ----
+
+
+class OverFull(NamedTuple):
+    """What a check of these passes varies; ``wanted``: "x" for the gradient of x, "w" for those of the weights."""
+
+    m: int
+    k: int = 72
+    n: int = 136
+    biases: str = ""
+    gated: bool = True
+    activation: str = "relu"
+    threshold: float = 0.0
+    dl1: float = 0.0
+    wanted: str = "xw"
+    accumulate: bool = False
+
+    def layer(self) -> Operands:
+        """Small integers, six in each row of a weight."""
+        m, k, n = self.m, self.k, self.n
+        weights = torch.zeros(3, n, k, dtype=BF16)
+        weights.scatter_(2, torch.rand(3, n, k).argsort(2)[..., :6], integers(-1, 1, 3, n, 6))
+        lengths = {"gate": n, "up": n, "down": k}
+        biases = (integers(-2, 2, length) if name in self.biases else None for name, length in lengths.items())
+        layer = Operands(integers(-2, 2, m, k), *weights, *biases)
+        return layer if self.gated else layer._replace(w_up=None, b_up=None)
+
+    def gradients(self, layer: Operands) -> Gradients:
+        """What is wanted, filled with NaN, or with numbers to which gradients of weights are added."""
+
+        def filled(name: str, operand: Tensor | None) -> Tensor | None:
+            if operand is None or ("x" if name == "x" else "w") not in self.wanted:
+                return None
+            added = self.accumulate and name.startswith("w")
+            fill, dtype = (3.0, torch.float32) if added else (torch.nan, BF16)
+            new = torch.full(operand.shape, fill, dtype=dtype)
+            return strided(new) if new.dim() > 1 else new
+
+        return Gradients(*(filled(name, operand) for name, operand in list(layer._asdict().items())[:6]))
+
+
+def overfull(case: OverFull, ctas: int, excess: int = 1, seed: int = 0) -> int:
+    """Both passes, 256 tokens at a time, with an ``excess`` of non-zeros over the room for them.
+
+    Nothing may be written unless there is one. Returns how many clusters, or CTAs, computed in backward.
+    """
+    torch.manual_seed(seed)
+    layer, m, k, n = case.layer(), case.m, case.k, case.n
+    dy = torch.zeros(m, k, dtype=BF16).scatter_(1, torch.randint(k, (m, 3)), integers(-2, 2, m, 3))
+    activation = Activation(case.activation, case.threshold)
+    gate = activation.after(hybrid.project(layer.x, layer.w_gate, layer.b_gate).to(BF16))
+    up = None if layer.w_up is None else hybrid.project(layer.x, layer.w_up, layer.b_up)
+    hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
+
+    format_, total = hybrid.empty_kept(layer.x, n, case.gated, held=8), int((gate != 0).sum())
+    assert total > hybrid.capacity_of(layer.x, n, case.gated, format_.entries)
+    format_.sizes[-1] = total
+    laid = Operands(*(strided(t) if t is not None and t.dim() > 1 else t for t in layer))
+    given = hybrid.Backward(strided(dy), torch.tensor([case.dl1]), laid, format_, activation)
+    y = strided(torch.full((m, k), torch.nan, dtype=BF16))
+    sums = torch.full((geometry.token_tiles(m), geometry.training_sums(n)), torch.nan)
+    out, right = case.gradients(layer), case.gradients(layer)
+    aside = hybrid.room_aside(layer.x, max(m, 2 * n), ctas)
+    counters = torch.zeros(geometry.OVERFLOW_COUNTERS, dtype=torch.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("OVERFLOW_FORWARD", "OVERFLOW_BACKWARD"):
+            patch.setattr(geometry, name, 256)
+        counted = format_._replace(popularity=torch.zeros(n, dtype=torch.int32))
+        hybrid.overflow_forward(laid, counted, total - excess, activation, y, sums, aside)
+        hybrid.overflow_backward(given, total - excess, out, case.accumulate, aside, counters)()
+
+    if excess > 0:
+        hybrid.backward_cpu(given, right, case.accumulate)
+        testing.assert_same(y, hybrid.project(hidden.to(BF16), layer.w_down.t(), layer.b_down).to(BF16), "y")
+        by_tile = torch.stack([t.abs().sum() for t in hidden.split(geometry.TOKEN_TILE)])
+        testing.assert_same(sums.sum(1), by_tile, "sums of |h|")
+    else:
+        assert y.isnan().all()
+        assert sums.isnan().all()
+    for name, found, expected in zip(Gradients._fields, out, right):
+        if found is not None and expected is not None:
+            testing.assert_same(found, expected, f"gradient of {name}")
+    return int(counters[1])
 
 
 # ---- random checks ----
@@ -252,7 +380,8 @@ def draw(generator: random.Random) -> partial[None]:
     sizes = [generator.choice((0, 1, 63, 64, 65, 128, 192, 255, 256, 257, 300, 448, 512)) for _ in range(5)]
     sizes = sizes[: generator.randint(1, 5)]
     ctas, biased = generator.randint(1, 5), generator.random() < 0.5
-    kind = generator.choice((quantize_gate, gate_screen, sampled_up, sampled_grad, sampled_gate, ffn_screened))
+    kinds = (quantize_gate, gate_screen, sampled_up, sampled_grad, sampled_gate, locate, rank, ffn_screened)
+    kind = generator.choice(kinds)
     if kind is quantize_gate:
         hidden = 8 * generator.randint(1, specs.K_CLASSES[0] // 8)
         return partial(kind, generator.randint(1, 60), hidden, biased, seed)
@@ -264,6 +393,14 @@ def draw(generator: random.Random) -> partial[None]:
         return partial(kind, sizes, k, generator.random() < 0.5, ctas, seed)
     if kind is sampled_gate:
         return partial(kind, sizes, k, biased, generator.choice((2, 4, 8)), ctas, seed)
+    if kind is locate:
+        rows, tiles, neurons = generator.randint(1, 600), generator.randint(1, 60), 8 * generator.randint(1, 2000)
+        # a token tile has at most 2^23 non-zeros
+        most = generator.choice((0, 1, 2048, (1 << 23) // (16 * tiles)))
+        return partial(kind, rows, tiles, neurons, most, seed)
+    if kind is rank:
+        most = generator.choice((0, 1, 9, 1000, (1 << 31) - 1))
+        return partial(kind, 8 * generator.randint(1, 200), most, ctas, generator.randint(0, 3000), seed)
     biases = " ".join(name for name in ("gate", "up", "down") if generator.random() < 0.5)
     n, density = 8 * generator.randint(2, 70), generator.choice((0.0, 0.01, 0.05, 0.3, 1.0))
     return partial(kind, generator.randint(1, 300), k, n, density, biases, seed)

@@ -1,9 +1,9 @@
 // Runs the instructions of ptx.py on a CPU, a warp at a time, and stands in for the CUDA runtime that a compiled host
 // wrapper calls. One library holds this file and one kernel's wrapper; see launch.py and docs/notes/emulator.md.
 //
-// Cluster after cluster runs by itself. A round gives each of its warps a turn; in a turn a warp runs instructions
-// until it waits or the turn is over. A schedule says how long turns are, in which order warps come, and by how many
-// rounds asynchronous copies and WGMMA are late.
+// A few clusters run at a time, and the next begins when one has ended. A round gives each of their warps a turn; in a
+// turn a warp runs instructions until it waits or the turn is over. A schedule says how many clusters run, how long turns
+// are, in which order warps come, and by how many rounds asynchronous copies and WGMMA are late.
 
 #include <algorithm>
 #include <array>
@@ -15,6 +15,7 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -37,8 +38,10 @@ constexpr u32 ALL = 0xffffffff;
 constexpr int LANES = 32;
 // a mapped address of shared memory has the rank of its CTA, plus one, above these bits
 constexpr int RANK_SHIFT = 24;
-// rounds in which nothing happens before a cluster counts as hanging
+// rounds in which nothing happens before a launch counts as hanging
 constexpr int IDLE_ROUNDS = 2000;
+// most clusters at a time
+constexpr u32 RESIDENT = 4;
 
 struct Stop : std::runtime_error {
   using runtime_error::runtime_error;
@@ -186,6 +189,11 @@ u64 convert(const Instruction& in, u64 a, u64 b) {
   if (to == TYPE_F16X2) return half(a, TYPE_F16) << 16 | half(b, TYPE_F16);
   if (is_float(from) && is_float(to)) {
     return from == TYPE_F32 ? half(a, to) : rounded(real(a, from), to);
+  }
+  if (from == TYPE_F32 && to == TYPE_S32) {
+    const float x = real(a, from);
+    if (!(x > -2147483648.0f && x < 2147483648.0f)) stop("a conversion of a value that is no 32-bit integer");
+    return (u32)(i32)x;
   }
   if (is_float(from) || (is_float(to) && to != TYPE_F32)) stop("a conversion between these types");
   const u64 value = extended(a, from);
@@ -343,6 +351,8 @@ struct Warp {
   // lanes that wait until the next turn, and for what
   u32 waiting = 0;
   std::string reason;
+  // how often it looked at a word that others write since it did anything else
+  int looks = 0;
   // events of the cluster when an mbarrier was last found incomplete
   u64 looked = ~0ull;
   // the named barrier at which it is, or -1
@@ -593,7 +603,7 @@ class Turn {
   Turn(Warp& warp, const Program& program)
       : warp(warp), cta(*warp.cta), cluster(*cta.cluster), program(program) {}
 
-  // Run up to `count` instructions; false if all lanes wait, or merely look at an mbarrier again.
+  // Run up to `count` instructions; false if all lanes wait, or merely look at an mbarrier or a word again.
   bool run(int count) {
     warp.waiting = 0;
     running = &warp;
@@ -613,7 +623,7 @@ class Turn {
       if (next == Next::ADVANCE) jump(group, pc + 1);
       if (next == Next::WAIT) warp.waiting |= group;
     }
-    return (warp.alive & ~warp.waiting) && warp.looked != cluster.events;
+    return (warp.alive & ~warp.waiting) && warp.looked != cluster.events && warp.looks < 2;
   }
 
   void finish(const Wgmma& product) const {
@@ -754,14 +764,22 @@ class Turn {
             output(in, i)[lane] = cut(extended(value, in.type), std::max(bytes, 4));
           }
         });
-        break;
+        if (!(in.flags & SHARED_WORD)) break;
+        // who waits for what others write looks again in its next turn
+        jump(group, (int)(&in - program.instructions.data()) + 1);
+        warp.waiting |= group;
+        warp.reason = "a word that others write";
+        warp.looks++;
+        return Next::JUMPED;
       case OP_STORE:
+        warp.looks = 0;
         each([&](int lane) {
           u8* to = place(in.mode, a[lane] + in.offset, bytes * (in.inputs - 1), true);
           for (int i = 1; i < in.inputs; i++) std::memcpy(to + bytes * (i - 1), &input(in, i)[lane], bytes);
         });
         break;
       case OP_ATOM:
+        warp.looks = 0;
         each([&](int lane) {
           u8* at = place(in.mode, a[lane] + in.offset, bytes, true);
           u64 before = 0;
@@ -879,6 +897,7 @@ class Turn {
   Next barrier(const Instruction& in) {
     if (mask != group) stop("a barrier with a predicate");
     if (!together(ALL)) return wait("other lanes");
+    warp.looks = 0;
     if (in.operation == OP_CLUSTER_ARRIVE) {
       warp.cluster_generation = cluster.generation;
       warp.at_cluster = true;
@@ -1189,54 +1208,70 @@ void start(Cta& cta, const Program& program, const u32 (&cluster_index)[3]) {
   }
 }
 
-std::string hanging(const Cluster& cluster, const Program& program) {
+using Clusters = std::vector<std::unique_ptr<Cluster>>;
+
+std::string place_of(const Cta& cta) {
+  return "CTA " + text(cta.index[0]) + "," + text(cta.index[1]) + "," + text(cta.index[2]);
+}
+
+std::string hanging(const Clusters& clusters, const Program& program) {
   std::string said = "deadlock";
-  for (const Cta& cta : cluster.ctas) {
-    for (const Warp& warp : cta.warps) {
-      if (!warp.alive) continue;
-      const int pc = warp.pc[std::countr_zero(warp.alive)];
-      said += "\n  CTA " + text(cta.rank) + " warp " + text(warp.id) + " waits for " + warp.reason + " at line " +
-              text(program.instructions[pc].line);
+  for (const auto& cluster : clusters) {
+    for (const Cta& cta : cluster->ctas) {
+      for (const Warp& warp : cta.warps) {
+        if (!warp.alive) continue;
+        const int pc = warp.pc[std::countr_zero(warp.alive)];
+        said += "\n  " + place_of(cta) + " warp " + text(warp.id) + " waits for " + warp.reason + " at line " +
+                text(program.instructions[pc].line);
+      }
     }
   }
   return said;
 }
 
-void run_rounds(Cluster& cluster, const Program& program) {
+// Give each warp a turn, then run copies that are due; false if nothing happened.
+bool run_round(const Clusters& clusters, const Program& program) {
   std::vector<Warp*> order;
-  for (Cta& cta : cluster.ctas) {
-    for (Warp& warp : cta.warps) order.push_back(&warp);
-  }
-  int idle = 0;
-  while (true) {
-    const u64 events = cluster.events;
-    bool alive = false, moved = false;
-    for (size_t i = order.size(); schedule.seed && i > 1; i--) std::swap(order[i - 1], order[draw(i)]);
-    for (Warp* warp : order) {
-      if (!warp->alive) continue;
-      alive = true;
-      int count = 100'000;
-      if (schedule.seed) {
-        if (!draw(4)) continue;
-        // short turns, and sometimes a warp runs far ahead
-        count = 1 + (draw(8) ? draw(40) : draw(2000));
-      }
-      moved |= Turn(*warp, program).run(count);
+  u64 events = 0, events_before = 0;
+  for (const auto& cluster : clusters) {
+    events_before += cluster->events;
+    for (Cta& cta : cluster->ctas) {
+      for (Warp& warp : cta.warps) order.push_back(&warp);
     }
+  }
+  bool moved = false;
+  for (size_t i = order.size(); schedule.seed && i > 1; i--) std::swap(order[i - 1], order[draw(i)]);
+  for (Warp* warp : order) {
+    if (!warp->alive) continue;
+    int count = 100'000;
+    if (schedule.seed) {
+      if (!draw(4)) continue;
+      // short turns, and sometimes a warp runs far ahead
+      count = 1 + (draw(8) ? draw(40) : draw(2000));
+    }
+    moved |= Turn(*warp, program).run(count);
+  }
+  for (const auto& cluster : clusters) {
     std::vector<Delayed> due, rest;
-    for (Delayed& delayed : cluster.delayed) (--delayed.rounds > 0 ? rest : due).push_back(delayed);
-    cluster.delayed = rest;
+    for (Delayed& delayed : cluster->delayed) (--delayed.rounds > 0 ? rest : due).push_back(delayed);
+    cluster->delayed = rest;
     for (Delayed& delayed : due) delayed.run();
-    moved |= !due.empty() || !rest.empty() || events != cluster.events;
-    if (!alive) break;
-    idle = moved ? 0 : idle + 1;
-    if (idle > IDLE_ROUNDS) {
-      running = nullptr;
-      stop(hanging(cluster, program));
+    moved |= !due.empty() || !rest.empty();
+    events += cluster->events;
+  }
+  return moved || events != events_before;
+}
+
+bool is_running(const Cluster& cluster) {
+  for (const Cta& cta : cluster.ctas) {
+    for (const Warp& warp : cta.warps) {
+      if (warp.alive) return true;
     }
   }
+  return false;
+}
 
-  running = nullptr;
+void check_end(const Cluster& cluster) {
   if (!cluster.delayed.empty()) stop("asynchronous copies outlive their CTA");
   for (const Cta& cta : cluster.ctas) {
     for (size_t i = 0; i < cta.barriers.size(); i++) {
@@ -1248,28 +1283,39 @@ void run_rounds(Cluster& cluster, const Program& program) {
   }
 }
 
-void run_cluster(const std::string& name, const Program& program, const Launch& launch, const u32 (&index)[3]) {
-  Cluster cluster;
-  cluster.launch = &launch;
-  cluster.ctas.resize(launch.cluster[0] * launch.cluster[1] * launch.cluster[2]);
-  for (u32 rank = 0; rank < cluster.ctas.size(); rank++) {
-    Cta& cta = cluster.ctas[rank];
-    cta.cluster = &cluster;
+std::unique_ptr<Cluster> begin_cluster(const Program& program, const Launch& launch, const u32 (&index)[3]) {
+  auto cluster = std::make_unique<Cluster>();
+  cluster->launch = &launch;
+  cluster->ctas.resize(launch.cluster[0] * launch.cluster[1] * launch.cluster[2]);
+  for (u32 rank = 0; rank < cluster->ctas.size(); rank++) {
+    Cta& cta = cluster->ctas[rank];
+    cta.cluster = cluster.get();
     cta.rank = rank;
     start(cta, program, index);
-    cluster.threads += cta.warps.size() * LANES;
+    cluster->threads += cta.warps.size() * LANES;
   }
-  try {
-    run_rounds(cluster, program);
-  } catch (const Stop& error) {
-    std::string said = name + ": " + error.what();
-    if (running) {
-      const u32* at = running->cta->index;
-      said += "\n  CTA " + text(at[0]) + "," + text(at[1]) + "," + text(at[2]) + " warp " + text(running->id) +
-              " at line " + text(current->line);
+  return cluster;
+}
+
+void run_clusters(Clusters& resident, const Program& program, const Launch& launch, const u32 (&clusters)[3]) {
+  const u64 count = (u64)clusters[0] * clusters[1] * clusters[2];
+  const u32 most = schedule.seed ? 1 + draw(RESIDENT) : RESIDENT;
+  int idle = 0;
+  for (u64 next = 0; next < count || !resident.empty();) {
+    while (next < count && resident.size() < most) {
+      const u32 at[3] = {(u32)(next % clusters[0]), (u32)(next / clusters[0] % clusters[1]),
+                         (u32)(next / clusters[0] / clusters[1])};
+      resident.push_back(begin_cluster(program, launch, at));
+      next++;
     }
+    idle = run_round(resident, program) ? 0 : idle + 1;
     running = nullptr;
-    stop(said);
+    if (idle > IDLE_ROUNDS) stop(hanging(resident, program));
+    std::erase_if(resident, [](const auto& cluster) {
+      if (is_running(*cluster)) return false;
+      check_end(*cluster);
+      return true;
+    });
   }
 }
 
@@ -1280,11 +1326,16 @@ void run_grid(const std::string& name, const Program& program, const Launch& lau
     clusters[i] = launch.grid[i] / launch.cluster[i];
   }
   random_state = schedule.seed * 0x9e3779b97f4a7c15 + 0x1234567;
-  u32 at[3];
-  for (at[2] = 0; at[2] < clusters[2]; at[2]++) {
-    for (at[1] = 0; at[1] < clusters[1]; at[1]++) {
-      for (at[0] = 0; at[0] < clusters[0]; at[0]++) run_cluster(name, program, launch, at);
+  Clusters resident;
+  try {
+    run_clusters(resident, program, launch, clusters);
+  } catch (const Stop& error) {
+    std::string said = name + ": " + error.what();
+    if (running) {
+      said += "\n  " + place_of(*running->cta) + " warp " + text(running->id) + " at line " + text(current->line);
     }
+    running = nullptr;
+    stop(said);
   }
 }
 

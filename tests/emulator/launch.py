@@ -182,14 +182,14 @@ class Emulator:
         return call
 
     @contextmanager
-    def stands_in(self, multiprocessors: int, schedule: Schedule) -> Iterator[None]:
-        """Let twell's CUDA operators launch here, on a GPU of capability 9.0; new tensors are full of NaN."""
+    def stands_in(self, multiprocessors: int, schedule: Schedule, family: str = specs.SM90) -> Iterator[None]:
+        """Let twell's CUDA operators launch kernels of ``family`` here, as on capability 9.0; new tensors hold NaN."""
         self.schedule = schedule
         deterministic = torch.are_deterministic_algorithms_enabled()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(device, "sm_count", lambda index: multiprocessors)
             patch.setattr(device, "capability", lambda index: device.SM_90)
-            patch.setattr(tuning, "family", lambda index: specs.SM90)
+            patch.setattr(tuning, "family", lambda index: family)
             patch.setattr(resolve, "resolve", lambda spec, arch: self.kernel(spec))
             patch.setattr(torch.cuda, "current_device", lambda: 0)
             torch.use_deterministic_algorithms(True)

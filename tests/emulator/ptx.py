@@ -33,6 +33,7 @@ REDUCTIONS = ["add", "min", "max", "or"]
 ROUNDINGS = ["rn", "rz", "rm", "rp"]
 # bits of a record's flags
 RELU, KEEP_NAN, MULTICAST, TRANSPOSED, IN_REGISTERS, A_TRANSPOSED, B_TRANSPOSED = 1, 2, 1, 1, 1, 2, 4
+SHARED_WORD = 1
 
 # A record: operands are the `outputs + inputs` places from `first` on in the list of operands, and an operand is a
 # register, or a constant -1 - i. `guard` is the register of the predicate, or -1. `mode` depends on the operation.
@@ -56,7 +57,7 @@ FIELDS = (
 # The first byte that a kernel's shared memory begins at: below is what the hardware keeps for itself.
 SHARED_BASE = 1024
 # What changes no result here.
-_HINTS = set("lo sync aligned uni relaxed acq_rel gpu cta cg cs tile row col x4 m8n8 read L2::128B".split())
+_HINTS = set("lo sync aligned uni relaxed release acq_rel gpu cta cg cs tile row col x4 m8n8 read L2::128B".split())
 _NO_OPERATION = ("griddepcontrol", "fence", "prefetch", "setmaxnreg")
 _SIMPLE = {
     **{name: name.upper() for name in "add sub div rem neg abs and or xor not shl shr popc clz selp".split()},
@@ -109,7 +110,9 @@ def header() -> str:
         "Vote": [f"VOTE_{name.upper()}" for name in VOTES],
         "Reduction": [f"REDUCE_{name.upper()}" for name in REDUCTIONS],
     }
-    constants = "RELU KEEP_NAN MULTICAST TRANSPOSED IN_REGISTERS A_TRANSPOSED B_TRANSPOSED SHARED_BASE".split()
+    constants = (
+        "RELU KEEP_NAN MULTICAST TRANSPOSED IN_REGISTERS A_TRANSPOSED B_TRANSPOSED SHARED_WORD SHARED_BASE".split()
+    )
     lines = [f"enum {kind} {{{', '.join(values)}}};" for kind, values in names.items()]
     lines += [f"constexpr unsigned {name} = {globals()[name]};" for name in constants]
     return "\n".join([*lines, f"struct Instruction {{ long long {', '.join(FIELDS)}; }};", ""])
@@ -300,8 +303,8 @@ class Kernel:
         self._plain("SET", s, source=TYPES.index(s.types[1]), mode=s.one_of(COMPARISONS))
 
     def _cvt(self, s: _Statement) -> None:
-        # a rounding to the nearest, or none
-        s.take("rn")
+        # a rounding to the nearest, or none; an integer from fp32 is truncated
+        s.take("rzi" if s.types[:2] == ["s32", "f32"] else "rn")
         self._plain("CVT", s, source=TYPES.index(s.types[1]), flags=RELU * s.take("relu"))
 
     def _cvta(self, s: _Statement) -> None:
@@ -331,7 +334,10 @@ class Kernel:
         self._width(s)
         base, offset = self._address(s.arguments[1])
         kind = TYPES.index(s.types[0])
-        self._emit("LOAD", self._group(s.arguments[0]), [base], type=kind, mode=self._space(s), offset=offset)
+        # loads with an order are of what other CTAs write
+        flags = SHARED_WORD * (s.take("acquire") or s.take("relaxed"))
+        given = {"type": kind, "mode": self._space(s), "offset": offset, "flags": flags}
+        self._emit("LOAD", self._group(s.arguments[0]), [base], **given)
 
     def _st(self, s: _Statement) -> None:
         self._width(s)

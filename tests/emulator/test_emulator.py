@@ -42,6 +42,35 @@ def test_a_broken_kernel_is_found(emulator: Emulator, pattern: str, broken: str,
                 checks.sampled_up([300, 64], 136, False, True, ctas=1)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "broken", "said"),
+    [
+        pytest.param(
+            r"ld\.acquire\.\S+\s+(%r\d+), [^;]*;", r"mov.b32 \1, 0x7fffffff;", "^(y|sums|gradient of)", id="no-wait"
+        ),
+        pytest.param(
+            r"atom\.global\.release[^;]*;",
+            ";",
+            r"deadlock\n.*waits for",
+            id="no-arrival",
+        ),
+    ],
+)
+def test_clusters_that_miss_each_other_are_found(emulator: Emulator, pattern: str, broken: str, said: str) -> None:
+    def edit(text: str) -> str:
+        edited, count = re.subn(pattern, broken, text)
+        assert count, f"no {pattern} in the kernel"
+        return edited
+
+    case = checks.OverFull(300, n=264, biases="gate")
+    with emulator.stands_in(6, Schedule(seed=3, delay=200)):
+        assert checks.overfull(case, ctas=6) > 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(emulator, "edit", edit)
+            with pytest.raises((EmulatorError, AssertionError), match=said):
+                checks.overfull(case, ctas=6)
+
+
 def test_an_error_names_the_line(emulator: Emulator) -> None:
     def edit(text: str) -> str:
         return text.replace("bar.sync", "mbarrier.arrive.shared.b64 _, [2048];\n\tbar.sync", 1)

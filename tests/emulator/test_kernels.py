@@ -6,6 +6,7 @@ import pytest
 
 from tests.emulator import checks
 from tests.emulator.launch import Emulator, Schedule
+from twell._runtime import specs
 
 SEEDS = pytest.mark.parametrize("seed", range(3))
 # lists of candidates or fired neurons around the sizes of chunks and units, and none
@@ -68,6 +69,50 @@ def test_the_gate_at_candidates(
 
 @SEEDS
 @pytest.mark.parametrize(
+    ("rows", "tiles", "n", "most"),
+    [
+        (1, 1, 8, 8),
+        (17, 22, 5632, 2048),
+        # more counts of a token tile than a warp loads at a time, and more of popularity than threads clear at a time
+        (33, 60, 9000, 2048),
+        # more than one token tile for each warp, and totals that end at 2^31 - 1
+        (16 * 258 - 3, 2, 264, 1 << 19),
+        # more token tiles than the threads of a CTA
+        (16 * 1030 + 1, 1, 8, 2048),
+    ],
+)
+def test_ranges_of_token_tiles(emulator: Emulator, rows: int, tiles: int, n: int, most: int, seed: int) -> None:
+    with emulator.stands_in(2, Schedule.of(seed)):
+        checks.locate(rows, tiles, n, most, seed)
+
+
+@SEEDS
+@pytest.mark.parametrize(
+    ("n", "most", "ctas", "counters"),
+    [
+        (8, 0, 3, 0),
+        # all equal, few values, and counts beyond what fp32 holds
+        (264, 0, 3, 1),
+        (264, 3, 3, 5000),
+        (1000, 1 << 30, 1, 600),
+        # the last CTA has fewer neurons, and the last slice is incomplete
+        (1032, 40, 7, 600),
+        # more neurons than a CTA takes
+        (1096, 100, 2, 0),
+    ],
+)
+def test_neurons_by_popularity(emulator: Emulator, n: int, most: int, ctas: int, counters: int, seed: int) -> None:
+    with emulator.stands_in(2, Schedule.of(seed)):
+        checks.rank(n, most, ctas, counters, seed)
+
+
+def test_neurons_that_are_staged_in_two_parts(emulator: Emulator) -> None:
+    with emulator.stands_in(2, Schedule()):
+        checks.rank(16392, 300, 33, 8)
+
+
+@SEEDS
+@pytest.mark.parametrize(
     ("m", "k", "n", "density", "biases"),
     [
         (130, 72, 264, 0.02, ""),
@@ -91,6 +136,8 @@ def test_a_screened_layer(emulator: Emulator, m: int, k: int, n: int, density: f
         (300, 328, 520, 0.05, "gate up", True),
         (128, 136, 264, 0.3, "gate", False),
         (5, 64, 72, 1.0, "", True),
+        # a list of more neurons than the threads of `count` load at a time
+        (130, 64, 5632, 0.012, "", True),
     ],
 )
 def test_a_training_step(
@@ -98,3 +145,44 @@ def test_a_training_step(
 ) -> None:
     with emulator.stands_in(3, Schedule.of(seed)):
         checks.training_step(m, k, n, density, biases, gated)
+
+
+FAMILIES = pytest.mark.parametrize("family", [specs.SM90, specs.PORTABLE])
+
+
+@SEEDS
+@FAMILIES
+@pytest.mark.parametrize(
+    "case",
+    [
+        checks.OverFull(300, biases="gate up down", dl1=1.0),
+        checks.OverFull(600, n=264, biases="gate up", wanted="w"),
+        checks.OverFull(600, wanted="x"),
+        checks.OverFull(300, gated=False, biases="gate", dl1=-1.0),
+        checks.OverFull(520, k=328, accumulate=True, biases="up"),
+        checks.OverFull(5, k=264, activation="relu2", biases="down"),
+        checks.OverFull(257, activation="drelu", biases="gate up"),
+        checks.OverFull(300, activation="fatrelu", threshold=2.0, gated=False, accumulate=True, wanted="w"),
+    ],
+)
+def test_too_many_non_zeros(emulator: Emulator, case: checks.OverFull, family: str, seed: int) -> None:
+    """In one to three slices, by several clusters or CTAs."""
+    with emulator.stands_in(6, Schedule.of(seed), family):
+        checks.overfull(case, ctas=6, seed=seed)
+
+
+@FAMILIES
+def test_as_many_non_zeros_as_there_is_room_for(emulator: Emulator, family: str) -> None:
+    with emulator.stands_in(6, Schedule(), family):
+        assert checks.overfull(checks.OverFull(300), ctas=6, excess=0) == 0
+
+
+@FAMILIES
+def test_who_begins_late_computes_nothing(emulator: Emulator, family: str) -> None:
+    """A schedule says how many clusters run at a time: the others begin when these have ended."""
+    teams = []
+    for seed in range(8):
+        with emulator.stands_in(8, Schedule.of(seed), family):
+            teams.append(checks.overfull(checks.OverFull(300, k=16, n=40), ctas=8, seed=seed))
+    assert min(teams) == 1
+    assert max(teams) == 4

@@ -1,4 +1,4 @@
-"""The index kernels of training, called directly: ``compact`` and ``transpose``, bit by bit.
+"""The index kernels of training, called directly: ``compact``, ``rank`` and ``transpose``, bit by bit.
 
 Gates are arbitrary 16-bit patterns, packed here; no other kernel is needed. Outputs hold 0x55 before each call.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from twell import tuning
-from twell._runtime import geometry
+from twell._runtime import device, geometry
 from twell.ops.hybrid import require_neurons
 from twell.ops.library import launch
 
@@ -153,7 +153,8 @@ def run_compact(
         poisoned(tiles, geometry.CHUNK * chunks, dtype=torch.int16),
         poisoned(tiles, chunks + 1),
         poisoned(tiles + 1),
-        torch.zeros(n, dtype=torch.int32, device="cuda"),
+        # cleared in training, else left alone
+        poisoned(n) if training else torch.zeros(n, dtype=torch.int32, device="cuda"),
     )
     width = geometry.words_per_tile(compression)
     sums = poisoned(tiles, geometry.sums_per_tile(n), dtype=torch.float32)
@@ -186,6 +187,9 @@ def check_compact(bits: Tensor, compression: int, dtype: torch.dtype = BF16, cap
     total = int((bits & 0x7FFF != 0).sum())
     if total > capacity:
         assert int(out.sizes[-1]) == total
+        assert not bool(out.popularity.any())
+        # backward takes its zero there
+        assert int(out.chunks[0, 0]) == 0
         for tensor in (out.entries, out.neurons):
             assert bool((tensor.view(torch.uint8) == POISON).all())
         return out
@@ -359,6 +363,7 @@ def test_compact_counts_saturate() -> None:
     spec = tuning.compact(BF16, True, tuning.family(0))
     launch(spec, words, spill.view(BF16), stats, *out, sums, 8, 32, 0, 2**31 - 2, out[1], out[3], 0)
     assert int(out[3][-1]) == 2**31 - 1
+    assert not bool(out[4].any())
     assert bool((out[0] == POISON_INT).all())
 
 
@@ -396,6 +401,23 @@ def test_compact_sums_values(m: int, density: float, training: bool) -> None:
     expected[:, 0] = padded.view(tiles, -1).sum(1)
     out = run_compact(gate.view(torch.int16), 8, BF16, m * 1544, training, plain=True)
     assert torch.equal(out.sums.cpu(), expected)
+
+
+# ---- rank ----
+
+
+@pytest.mark.parametrize("most", [0, 1, 100, 1 << 27])
+@pytest.mark.parametrize("n", [8, 64, 264, 5632, 11008, 16384, 16392, 28672, 65536])
+def test_rank(n: int, most: int) -> None:
+    """Neurons of equal popularity by index, from CTAs of few neurons to those of the most."""
+    popularity = torch.randint(0, most + 1, (n,), dtype=torch.int32, generator=torch.Generator().manual_seed(n + most))
+    right = popularity.sort(descending=True, stable=True).indices
+    for ctas in (1, 7, device.sm_count(0), 1000):
+        order, slot, arrivals = poisoned(n), poisoned(n), poisoned(5000)
+        launch(tuning.rank(), popularity.cuda(), order, slot, arrivals, ctas)
+        assert_bits(order, right.int(), "order")
+        assert_bits(slot, right.argsort().int(), "slot")
+        assert not bool(arrivals.any())
 
 
 # ---- transpose ----

@@ -89,13 +89,18 @@ OUTPUTS = {
 }
 
 
-def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -> None:
-    """Launch the kernels of one mode on ``outputs``, with a capacity that the non-zeros exceed by ``excess``."""
+def counters() -> Tensor:
+    return torch.zeros(geometry.OVERFLOW_COUNTERS, dtype=torch.int32, device="cuda")
+
+
+def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor], waits: bool = True) -> None:
+    """Launch the kernel of one mode on ``outputs``, with a capacity that the non-zeros exceed by ``excess``."""
     m, n, gated = len(p.dy), len(p.layer.w_gate), p.gated
-    total = int(p.active.sum()) + 1
+    # the kernel only compares it, so any number does
+    total = int(p.active.sum()) + 1 if waits else m
     sizes = torch.full((geometry.token_tiles(m) + 1,), -1, dtype=torch.int32, device="cuda")
     sizes[-1] = total
-    kept = Kept(*(sizes,) * 5)
+    kept = Kept(*(sizes,) * 4, torch.zeros(n, dtype=torch.int32, device="cuda"))
     layer = Operands(*p.layer) if gated else Operands(*p.layer)._replace(w_up=None, b_up=None)
     # for sums longer than tensor cores add up in one go
     aside = hybrid.room_aside(p.layer.x, max(m, 2 * n), device.sm_count(0)).fill_(torch.nan)
@@ -112,7 +117,7 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor]) -
         outputs["db_up"] if gated and p.layer.b_up is not None else None,
     )
     given = hybrid.Backward(p.dy, dl1, layer, kept, RELU)
-    hybrid.overflow_backward(given, total - excess, out, mode == "add", aside)()
+    hybrid.overflow_backward(given, total - excess, out, mode == "add", aside, counters())()
 
 
 def empty(p: Problem, mode: str, fill: float = math.nan) -> dict[str, Tensor]:
@@ -189,6 +194,24 @@ def test_several_slices(gated: bool) -> None:
     check(problem(geometry.OVERFLOW_FORWARD + 130, 72, 136, density=0.02, biases=BIASES, gated=gated, dl1=1.0))
 
 
+def test_passes_in_two_streams() -> None:
+    """CTAs of a pass wait for each other, and neither pass has all multiprocessors: none may wait for ever."""
+    p = problem(4 * geometry.OVERFLOW_BACKWARD, 136, 520, biases=BIASES, dl1=1.0)
+    right, streams = answers(p), [torch.cuda.Stream() for _ in range(2)]
+    for mode in MODES[:2]:
+        outputs = [[empty(p, mode) for _ in range(10)] for _ in streams]
+        torch.cuda.synchronize()
+        for turn in range(10):
+            for stream, own in zip(streams, outputs):
+                with torch.cuda.stream(stream):
+                    run(p, mode, outputs=own[turn], waits=False)
+        torch.cuda.synchronize()
+        for name in OUTPUTS[mode]:
+            for out in (out for own in outputs for out in own):
+                result = out[name].sum(1) if name == "l1" else out[name]
+                testing.assert_same(result, right[name].float().to(result.dtype), f"{mode} {name}")
+
+
 @pytest.mark.parametrize("biases", ["gate", "up", "down", "gate down"])
 def test_some_biases(biases: str) -> None:
     check(problem(130, 72, 264, biases=biases, dl1=1.0))
@@ -205,7 +228,7 @@ def test_only_what_is_wanted_is_computed(wanted: str) -> None:
     else:
         gradients = Gradients(None, *(out[name] for name in OUTPUTS["backward"][1:]))
     given = hybrid.Backward(p.dy, dl1, Operands(*p.layer), kept, RELU)
-    hybrid.overflow_backward(given, 0, gradients, False, aside)()
+    hybrid.overflow_backward(given, 0, gradients, False, aside, counters())()
     for name, result in out.items():
         if name[1] == wanted or (wanted == "w" and name[1] == "b"):
             testing.assert_same(result, right[name].float().to(result.dtype), name)

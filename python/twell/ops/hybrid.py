@@ -11,8 +11,8 @@ list is its rank, and 64 ranks are a chunk. For M tokens, N neurons, B token til
   non-zeros follow; see ``values``.
 - popularity int32 [N]: the number of non-zeros of each neuron.
 
-If there are more non-zeros than that, only the total in ``sizes`` is valid, and backward computes the gate and the up
-projection again.
+If there are more non-zeros than that, only the total in ``sizes`` is valid, beside ``zero``, and backward computes the
+gate and the up projection again.
 
 On the CPU values may be wider than 16 bits. Then the entries hold none, and the values follow the up projections.
 """
@@ -97,6 +97,11 @@ def _kept_shapes(x: Tensor, n: int, gated: bool, capacity: int) -> dict[str, tup
         "sizes": (tiles + 1,),
         "popularity": (n,),
     }
+
+
+def zero(kept: Kept) -> Tensor:
+    """A zero (0-d, float32) of the gate of one token or more, in memory: the first chunk begins at entry 0."""
+    return kept.chunks.view(torch.float32)[0, 0]
 
 
 def check_backward(given: Backward) -> None:
@@ -299,9 +304,10 @@ _BIASES = Operands._fields[4:]
 def overflow_forward(
     layer: Operands, kept: Kept, capacity: int, activation: Activation, y: Tensor, sums: Tensor, aside: Tensor
 ) -> None:
-    """Launch the kernels that fill y and ``sums``, of |h|, densely if there are more non-zeros than ``capacity``.
+    """Launch the kernel that fills y and ``sums``, of |h|, densely if there are more non-zeros than ``capacity``.
 
-    ``sums`` is [token tiles, ``geometry.training_sums``] and ``aside`` is ``room_aside`` for n terms.
+    ``sums`` is [token tiles, ``geometry.training_sums``] and ``aside`` is ``room_aside`` for n terms. ``popularity``
+    of so many non-zeros is zero, as nothing has counted them: the kernel's CTAs meet there.
     """
     x, w_gate, w_up, w_down, *given = layer
     (m, k), n = x.shape, len(w_gate)
@@ -310,17 +316,18 @@ def overflow_forward(
     form = int(w_up is not None), activation.code(), threshold_pair(activation, x.dtype)
     over = (kept.sizes, capacity, *form, scratch)
     weights = (w_gate, w_gate if w_up is None else w_up, w_down)
-    own = (y, sums, aside, device.sm_count(x.device.index))
+    own = (y, sums, aside, kept.popularity, device.sm_count(x.device.index))
     spec = tuning.overflow(x.dtype, "forward", tuning.family(x.device.index))
     launch(spec, x, *weights, *biases, *over, *own)
 
 
 def overflow_backward(
-    given: Backward, capacity: int, out: Gradients, accumulate: bool, aside: Tensor
+    given: Backward, capacity: int, out: Gradients, accumulate: bool, aside: Tensor, counters: Tensor
 ) -> Callable[[], None]:
-    """A function that launches the kernels that fill ``out`` densely if there are more non-zeros than ``capacity``.
+    """A function that launches the kernel that fills ``out`` densely if there are more non-zeros than ``capacity``.
 
-    ``aside`` is ``room_aside`` for m and for n terms, 2n of a layer with an up projection.
+    ``aside`` is ``room_aside`` for m and for n terms, 2n of a layer with an up projection. ``counters`` is int32
+    [``geometry.OVERFLOW_COUNTERS``], zero when the kernel begins.
     """
     dy, dl1, layer, kept, activation = given
     x, w_gate, w_up, w_down, b_gate, b_up, _ = layer
@@ -340,7 +347,8 @@ def overflow_backward(
     d_biases = [none.view(-1) if b is None else b for b in out[4:6]]
     lines = -(-m // geometry.OVERFLOW_SUM) if any(len(b) for b in d_biases) else 0
     by_token = x.new_empty((lines, 2 * n), dtype=torch.float32)
-    own = (dx, *weights, *sums, int(accumulate), by_token, *d_biases, aside, device.sm_count(x.device.index))
+    ctas = device.sm_count(x.device.index)
+    own = (dx, *weights, *sums, int(accumulate), by_token, *d_biases, aside, counters, ctas)
     operands = (w_gate, w_gate if w_up is None else w_up, w_down, *biases, dl1)
     spec = tuning.overflow(x.dtype, "backward", tuning.family(x.device.index))
     return functools.partial(launch, spec, dy, x, *operands, *over, *own)
@@ -388,7 +396,8 @@ def backward_cuda(
     laid = Backward(dy, dl1, layer._replace(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down), kept, activation)
     if weights is None:
         aside = room_aside(x, 2 * n if gated else n, multiprocessors)
-        overflow_backward(laid, capacity, none, accumulate, aside)()
+        counters = popularity.new_zeros(geometry.OVERFLOW_COUNTERS)
+        overflow_backward(laid, capacity, none, accumulate, aside, counters)()
         return none
 
     order, slot = empty(popularity, n), empty(popularity, n)
@@ -397,8 +406,9 @@ def backward_cuda(
     # bias gradients are units of their own in the portable family
     parts = 2 * -(-k // geometry.SLAB) + int(bias and family != specs.SM90)
     units = geometry.cut_units(m, parts)
-    arrivals = empty(popularity, units * geometry.UNIT_WARPS)
-    launch(tuning.rank(), popularity, order, slot, arrivals)
+    # all counters of this pass, which are cleared here
+    arrivals = empty(popularity, units * geometry.UNIT_WARPS + geometry.OVERFLOW_COUNTERS)
+    launch(tuning.rank(), popularity, order, slot, arrivals, multiprocessors)
     neuron_tiles, token_tiles = -(-n // geometry.NEURON_TILE), geometry.token_tiles(m)
     groups = empty(sizes, (neuron_tiles, token_tiles, 2))
     tiles = empty(sizes, (neuron_tiles, 5))
@@ -425,7 +435,8 @@ def backward_cuda(
     weight_grad = tuning.weight_grad(dtype, gated, bias, family)
     operands = (x, dy, order, sizes, tiles, starts, packed, tokens)
     out = out._replace(x=dx)
-    dense = functools.partial(overflow_backward, laid, capacity, out, accumulate, aside)
+    counters = arrivals[units * geometry.UNIT_WARPS :]
+    dense = functools.partial(overflow_backward, laid, capacity, out, accumulate, aside, counters)
     # nothing may run out of memory once something has been added
     overflow = dense() if accumulate else None
     launch(weight_grad, *operands, *gradients, capacity, multiprocessors)

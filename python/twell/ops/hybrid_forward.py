@@ -143,9 +143,9 @@ def on_cuda(
         l1, nonzeros, kept = figures(x, w_gate, w_up, held)
     else:
         kept = hybrid.empty_kept(x, n, gated, held)
-    kept.popularity.zero_()
     if l1 is not None and nonzeros is not None and not m:
-        return result(x), l1.zero_(), nonzeros.zero_(), kept._replace(sizes=kept.sizes.zero_())
+        nothing = kept._replace(sizes=kept.sizes.zero_(), popularity=kept.popularity.zero_())
+        return result(x), l1.zero_(), nonzeros.zero_(), nothing
 
     x, w_gate, w_down = (hybrid.near_rows(t) for t in (x, w_gate, down_rows(w_down)))
     w_up = None if w_up is None else hybrid.near_rows(w_up)
