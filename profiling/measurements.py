@@ -106,7 +106,7 @@ ALL = (
         "layers of each activation on the same pattern beside dense, and one token with 12 % of the neurons firing",
         "tables in the page on activations",
         ("python -m profiling.activations --out $OUT",),
-        (90,),
+        (35,),
     ),
     Measurement(
         "h200_screen",
@@ -116,7 +116,7 @@ ALL = (
             f"{BENCH} ffn,train --workload real:$REAL/3 topic29 nnz=8,skew=1,dead=0.88 real:$REAL/6 skew29 uniform29 "
             "--strategy union screened auto --compile none --energy --memory --json $OUT",
         ),
-        (130,),
+        (335,),
     ),
     Measurement(
         "h200_screen_decode",
@@ -133,7 +133,7 @@ ALL = (
         "a 1.5B model with random weights, with and without the screen",
         "table screen model",
         (f"{BENCH} model --config 1.5B --ops forward train --rounds 4 --unscreened --energy --json $OUT",),
-        (150,),
+        (250,),
     ),
     Measurement(
         "h200_training",
@@ -185,7 +185,7 @@ ALL = (
         "the gate GEMM with every size of its tiles beside cuBLAS, from 1 to 16,384 tokens",
         "notes on gate_pack; the choice in `twell.tuning`",
         ("python -m profiling.gate_tiles --seconds 0.15 --out $OUT",),
-        (60,),
+        (16,),
     ),
     Measurement(
         "h200_tuning",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from twell import _auto, _autograd, ops, tuning
+from twell import _auto, _autograd, _gate_copies, ops, tuning
 from twell._activation import RELU, Activation, ActivationName, activation_of
 from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, require_packable, sharded
 from twell._auto import AutoStrategy
@@ -489,7 +489,8 @@ def _choose(layer: Operands, requested: Any, training: bool, direct: bool) -> _a
         return _auto.Route(requested.trace(m, copied) if site else "union")
     n, gated = layer.w_gate.shape[0], layer.w_up is not None
     if site:
-        return requested.begin(x, n, gated, training, copied)  # type: ignore[no-any-return]
+        kept = not training and _gate_copies.keeps(layer.w_gate)
+        return requested.begin(x, n, gated, training, copied, gate_kept=kept)  # type: ignore[no-any-return]
     return _auto.Route(_auto.fresh(x, n, gated, training, copied))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import pickle
 import re
@@ -17,13 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import twell
 from profiling import held_out
-from twell import _auto, _tables, ops, testing, tuning
+from twell import _auto, _tables, functional, ops, testing, tuning
 from twell._runtime import device, specs
 from twell.commands import sparsity, tune
 from twell.commands.bench import protocol
 from twell.commands.saved_model import WatchedLayer
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.ops import screened
+from twell.ops.ffn import _SPARSE_ON_CPU
+from twell.ops.ffn import _run as run_ffn
 from twell.tuning import Figures, Problem
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
@@ -146,7 +149,11 @@ def test_a_kept_copy_makes_the_screen_cheaper() -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_calls_say_whether_a_copy_is_kept(kept: bool, screens: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_calls_say_whether_a_copy_is_kept(
+    kept: bool, direct: bool, screens: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager calls on the current GPU, which go past the dispatcher, as those of the operator."""
     seen: list[bool] = []
     decide = tuning.decide
 
@@ -159,6 +166,9 @@ def test_calls_say_whether_a_copy_is_kept(kept: bool, screens: Arrivals, monkeyp
     mlp, x = uneven(SparseGatedMLP), torch.randn(256, K).to(BF16)
     twell.nn.keep_gate_copies(mlp, kept)
     monkeypatch.setattr(tuning, "decide", spy)
+    if direct:
+        monkeypatch.setattr(functional, "is_direct", lambda x: True)
+        monkeypatch.setattr(functional, "ffn_on_cuda", functools.partial(run_ffn, _SPARSE_ON_CPU))
     with torch.no_grad():
         for _ in range(4):
             mlp(x)
