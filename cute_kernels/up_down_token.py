@@ -63,6 +63,8 @@ THREADS = 32 * WARPS
 TILES = 32
 # columns of a warp's load
 STEP = 256
+# pieces of a token whose sums a thread loads at a time
+AT_ONCE = 16
 # tokens of a group, CTAs that share a heavy token of it, and values of a weight that a light token may read. Clusters
 # of four took 12 % more time for 2,048 tokens (NVIDIA H200, K = 2048, 29 non-zeros per token): SMs wait for one to fit
 GROUP = geometry.GROUP_ROWS
@@ -570,21 +572,30 @@ class TokenCluster:
         cute.arch.sync_threads()
         if Int32(s.nonzeros[0]) == pieces - 1:
             cute.arch.fence_acq_rel_gpu()
-            for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
-                values = cute.make_rmem_tensor((2,), Float32)
-                values.fill(0.0)
-                for p in cutlass.range(pieces, unroll=16):
-                    source = address(o.sums, m * o.pieces + p, at.left + column).align(8)
-                    pair = cute.make_rmem_tensor((2,), Float32)
-                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
-                    for j in range_constexpr(2):
-                        values[j] += pair[j]
-                self.store_pair(o, values, m, at.left + column)
-            if at.rank == 0 and at.thread == 0:
-                everything = Float32(0.0)
-                for p in cutlass.range(pieces, unroll=1):
-                    everything += o.sums[m * o.pieces + p, end]
-                o.l1[m] = everything
+            # four columns of y per thread, and behind those of the first CTA l1
+            for column in cutlass.range(4 * at.thread, at.columns + 4 * Int32(at.rank == 0), 4 * THREADS, unroll=1):
+                mine = column < at.columns
+                values = self.add_pieces(o, m, at.left + column if mine else end, pieces)
+                if mine:
+                    for i in range_constexpr(2):
+                        self.store_pair(o, values[2 * i : 2 * i + 2], m, at.left + column + 2 * i)
+                else:
+                    o.l1[m] = values[0]
+
+    @cute.jit
+    def add_pieces(self, o, m, column, pieces):
+        """The sums of four columns over the pieces, in their order; loads of `AT_ONCE` pieces are in flight."""
+        values = [Float32(0.0)] * 4
+        for first in cutlass.range(0, pieces, AT_ONCE, unroll=1):
+            quads = cute.make_rmem_tensor((4, AT_ONCE), Float32)
+            for p in range_constexpr(AT_ONCE):
+                # the last one again in place of those beyond
+                source = address(o.sums, m * o.pieces + cutlass.min(first + p, pieces - 1), column).align(16)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), quads[None, p])
+            for p in range_constexpr(AT_ONCE):
+                for i in range_constexpr(4):
+                    values[i] = values[i] + quads[i, p] if first + p < pieces else values[i]
+        return values
 
     @cute.jit
     def total(self, s):
