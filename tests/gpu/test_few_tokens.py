@@ -236,13 +236,14 @@ def test_clusters_share_a_token(m: int, k: int, neurons: int, monkeypatch: pytes
     problem = testing.integer_problem(m, k, neurons, density=0.3, biases=BIASES, device=CUDA)
     random = testing.make("dense911", m, k, neurons)
     results = {}
-    for most in (1, 2, 16):
-        monkeypatch.setattr(tuning, "MOST_PIECES", most)
+    # more pieces than a thread loads at a time
+    for pieces in (1, 2, 16, 40):
+        monkeypatch.setattr(tuning, "token_pieces", lambda m, spec, _, pieces=pieces: pieces if spec.shared else 1)
         check(problem)
         runs = [testing.sparse_output(random, strategy="row") for _ in range(20)]
         for run in runs[1:]:
-            testing.assert_same(run, runs[0], f"{most} clusters")
-        results[most] = runs[0]
+            testing.assert_same(run, runs[0], f"{pieces} clusters")
+        results[pieces] = runs[0]
     if tuning.family(0) == specs.PORTABLE:
         pytest.skip("how sums are shared shows in one 16-bit result of thousands, there maybe in none")
     # so they did share
