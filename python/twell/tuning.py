@@ -145,9 +145,10 @@ def up_down_token(
     return specs.UpDownTokenSpec(dtype_name(dtype), k_max, cluster, gated)
 
 
-# Most clusters that share a token with many non-zeros: one adds up what they leave. Twice as many in a layer with a gate
-# if all run at once, two CTAs per multiprocessor. NVIDIA H200, K = 4,096, N = 14,336, 1,720 non-zeros, us of 16 and 32:
-# 51.2 and 47.7 for one token, 52.5 and 58.0 for two, which do not; 1,966 of 16,384 without a gate 50.2 and 53.0.
+# Most clusters that share a token with many non-zeros: one adds up what they leave. Twice as many in a layer with a
+# gate if all run at once, two CTAs per multiprocessor. NVIDIA H200, K = 4,096, N = 14,336, 1,720 non-zeros, us of 16
+# and 32: 51.2 and 47.7 for one token, 52.5 and 58.0 for two, which do not; 1,966 of 16,384 without a gate 50.2 and
+# 53.0.
 MOST_PIECES = 16
 # CTAs of such clusters per multiprocessor, where the largest clusters have short rows and elsewhere; most have nothing
 # to do and leave at once. NVIDIA H200, us of 1 and 4: K = 2,048, 8 tokens of 29 non-zeros 12.4 and 13.2, 64 tokens of

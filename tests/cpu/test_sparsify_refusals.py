@@ -228,7 +228,7 @@ class Shelf:
 
 HELPER: Any = types.ModuleType("helper")
 HELPER.before, HELPER.acts, HELPER.relu = doubled, {"relu": F.relu}, F.relu
-DOUBLING, ACTS = Doubling(), {"relu": F.relu}
+DOUBLING, ACTS, SEEN = Doubling(), {"relu": F.relu}, [None]
 
 
 @torch.jit.script
@@ -451,6 +451,7 @@ class Annealed(nn.ReLU):
     "act",
     [
         *(Surrogate.apply, Shifted(), Counting(), Annealed(), nn.Hardtanh(0, 60000.0), nn.Threshold(0.5, 1e-30)),
+        lambda x: F.relu(x).where((x < 1.5) | (x > 1.9), 0.0),
         *(nn.RReLU(0.0, 0.0), lambda x: x.clamp(min=0), lambda x: F.relu(x).clamp(max=60000.0)),
         *(lambda x: F.relu(x).detach(), lambda x: F.relu(x.bfloat16()).to(x.dtype)),
     ],
@@ -616,6 +617,58 @@ LOOKALIKES = rows(
         return self.down_proj(self.act(both[..., ::2]) * both[..., 1::2])
     CodedThreshold: another function of x
         return self.scale * super().forward(x)
+    y differs for x \[4, 24, K\]
+        hidden = F.relu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(hidden.unflatten(-1, (8, -1)).transpose(-1, -2).flatten(-2))
+    y differs for x \[4, 24, K\]
+        hidden = F.relu(self.gate_proj(x)) * self.up_proj(x)
+        groups = hidden.unflatten(-1, (-1, 8))
+        return self.down_proj(groups.sum(-2, keepdim=True).expand_as(groups).flatten(-2))
+    y differs for x \[4, 24, K\]
+        b, t, k = x.shape
+        return super().forward(x.view(b, 4, -1, k).transpose(1, 2).reshape(b, t, k))
+    y differs for x \[4, 24, K\]
+        b, t, k = x.shape
+        return super().forward(x.view(2, -1, t, k).transpose(0, 1).reshape(b, t, k))
+    y differs for x \[4, 24, K\]
+        b, t, k = x.shape
+        return super().forward(x.view(b, -1, 4, k).sum(1, keepdim=True).expand(b, t // 4, 4, k).reshape(b, t, k))
+    Fused: y differs for x \[4, 24, K\]
+        b, t, _ = x.shape
+        gate, up = self.gate_up_proj(x).view(b, t, -1, 2, 8).transpose(2, 3).reshape(b, t, -1).chunk(2, dim=-1)
+        return self.down_proj(self.act(gate) * up)
+    Fused: it runs cat, slice
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        first, *rest = gate.split(64, dim=-1)
+        return self.down_proj(torch.cat([self.act(first), *rest], dim=-1) * up)
+    it runs clamp
+        hidden = F.relu(self.gate_proj(x)) * self.up_proj(x)
+        if hidden.dtype != self.down_proj.weight.dtype:
+            hidden = hidden.clamp(-64000, 64000)
+        return self.down_proj(hidden)
+    it runs mul
+        hidden = F.relu(self.gate_proj(x)) * self.up_proj(x)
+        if hidden.dtype != self.down_proj.weight.dtype:
+            hidden = hidden * 1.001
+        return self.down_proj(hidden)
+    forward sets the global variable LAST
+        def forward(self, x):
+            global LAST
+            hidden = LAST = F.relu(self.gate_proj(x)) * self.up_proj(x)
+            return self.down_proj(hidden)
+    forward sets the attribute last
+        hidden = F.relu(self.gate_proj(x)) * self.up_proj(x)
+        Shelf.last = hidden
+        return self.down_proj(hidden)
+    forward sets the attribute l1
+        hidden = F.relu(self.gate_proj(x)) * self.up_proj(x)
+        y = self.down_proj(hidden)
+        y.l1 = hidden.sum()
+        return y
+    forward sets an item|reads SEEN
+        hidden = F.relu(self.gate_proj(x)) * self.up_proj(x)
+        SEEN[0] = hidden
+        return self.down_proj(hidden)
     another function of x
         return self.down_proj(self.act_fn(self.gate_proj(x)) * F.silu(self.up_proj(x)))
     """,

@@ -28,8 +28,10 @@ from twell._sparsify.other_inputs import LEADS, State, decides, is_constant, of_
 
 Function = Callable[[Tensor], Tensor]
 
-# Neurons of the small weights. A module's own code may rely on its hidden size, hardly ever on its neurons.
-_NEURONS = 8
+# Neurons of the small weights. A module's own code may rely on its hidden size, hardly ever on its neurons. With eight
+# of them, two sequences or four tokens, a rearrangement in as many groups changes nothing: hence the larger numbers.
+_NEURONS, _MORE_NEURONS = 8, 264
+_MORE_LEAD = (4, 24)
 
 # Products and sums of tensors. A number among their arguments would be a factor or a summand.
 _LINEAR = frozenset({"linear", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "add", "add_", "mul", "mul_"})
@@ -39,9 +41,12 @@ _VIEWS = frozenset(
     | {"alias", "detach", "clone", "sum"}
 )
 
-# The operator that divides the last dimension, under one name; and its variants, with the place of the dimension among
-# the arguments and its default.
-_SPLIT = "a division of the last dimension"
+# What autocast adds.
+_CAST = "_to_copy"
+
+# The operator that divides the last dimension in halves, under one name; and its variants, with the place of the
+# dimension among the arguments and its default.
+_SPLIT = "a division of the last dimension in halves"
 _PARTS = {
     "split": (2, 0),
     "split_with_sizes": (2, 0),
@@ -113,7 +118,8 @@ class _Trial(NamedTuple):
     """A way to call a module.
 
     dtype: None is the model's own. lead: the leading dimensions of x. size: the magnitude of its values on a
-    logarithmic scale, from 0 for 1 to 1 for the largest of the dtype. x_dtype: None is that of the weights.
+    logarithmic scale, from 0 for 1 to 1 for the largest of the dtype. x_dtype: None is that of the weights. neurons:
+    those of the small weights.
     """
 
     dtype: torch.dtype | None
@@ -123,6 +129,7 @@ class _Trial(NamedTuple):
     size: float = 0.0
     autocast: bool = False
     x_dtype: torch.dtype | None = None
+    neurons: int = _NEURONS
 
     def __str__(self) -> str:
         x = f"x [{', '.join(map(str, (*self.lead, 'K')))}]{' of large values' if self.size else ''}"
@@ -142,6 +149,8 @@ _TRIALS = (
     _Trial(torch.float64, True, True, (9,)),
     _Trial(torch.float64, False, False, (2, 1, 3)),
     _Trial(torch.float64, True, True, (2, 4), 0.4),
+    _Trial(torch.float64, True, True, _MORE_LEAD, neurons=_MORE_NEURONS),
+    _Trial(torch.float64, False, False, _MORE_LEAD, neurons=_MORE_NEURONS),
     _Trial(None, True, True, (2, 4)),
     _Trial(None, False, False, (1, 1)),
     _Trial(None, False, True, (2, 4), 0.4),
@@ -176,11 +185,11 @@ def difference(module: nn.Module, form: Form, formula: Formula, own: Function | 
     with outside_of_modes(), watch(watched) as state:
         functions = (formula.of_gate, formula.of_up, *formula.written, *(() if own is None else (own,)))
         allowed = frozenset().union(*map(_operators, functions))
-        weights = _small(linears, form)
+        weights = {neurons: _small(linears, form, neurons) for neurons in (_NEURONS, _MORE_NEURONS)}
         for trials in (_TRIALS, _COMBINATIONS):
             for trial in trials:
                 here = trial._replace(dtype=trial.dtype or first.weight.dtype)
-                if reason := _try(module, weights, form, formula, here, allowed, state):
+                if reason := _try(module, weights[here.neurons], form, formula, here, allowed, state):
                     return reason
             if not any(decides(ran.code) for ran in state.ran.values()):
                 break
@@ -260,7 +269,7 @@ def _same(ours: Any, theirs: Tensor) -> bool:
 
 
 def _every_size(dtype: torch.dtype, threshold: float) -> Tensor:
-    """All values of a 16-bit dtype; of a wider one the powers of the square root of two, infinity, 0 and NaN.
+    """All values of a 16-bit dtype; of a wider one powers of the square root of two, a grid to 16, infinity, 0 and NaN.
 
     With a threshold no NaN, no value of 16 bits next to it, and in the wider ones itself and the next number, which
     tell > from >=.
@@ -277,7 +286,8 @@ def _every_size(dtype: torch.dtype, threshold: float) -> Tensor:
         level = torch.tensor(threshold, dtype=dtype, device="cpu")
         rest = [0.0, math.inf, level.item(), level.nextafter(level.new_tensor(math.inf)).item()]
     others = torch.tensor(rest, dtype=torch.float64, device="cpu")
-    return torch.cat([powers, -powers, others, -others]).to(dtype)
+    close = torch.arange(1, 2**14, dtype=torch.float64, device="cpu").mul(2**-10)
+    return torch.cat([powers, -powers, close, -close, others, -others]).to(dtype)
 
 
 @contextlib.contextmanager
@@ -314,12 +324,12 @@ def _draw(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
-def _small(linears: dict[str, Any], form: Form) -> dict[str, Tensor]:
-    """Random float64 weights with few neurons, and biases where the layers have them, by name."""
+def _small(linears: dict[str, Any], form: Form, neurons: int) -> dict[str, Tensor]:
+    """Random float64 weights with few ``neurons``, and biases where the layers have them, by name."""
     generator, weights = torch.Generator().manual_seed(0), {}
     k = linears[form.children[0]].in_features
     for child, linear in linears.items():
-        inputs, outputs = (_NEURONS, k) if child == form.down else (k, _NEURONS * (2 if form.fused else 1))
+        inputs, outputs = (neurons, k) if child == form.down else (k, neurons * (2 if form.fused else 1))
         weights[f"{child}.weight"] = _draw(generator, outputs, inputs) / inputs**0.5
         if linear.bias is not None:
             weights[f"{child}.bias"] = _draw(generator, outputs)
@@ -346,15 +356,14 @@ def _try(
             ours = _results(lambda w, x: functional_call(module, w, (x,), tie_weights=False), weights, given, dy, trial)
     except Exception as error:
         # a module that raises for other dimensions than three is never called with them
-        return f"its forward raised {type(error).__name__}: {error}" if trial.lead == (2, 4) else ""
+        return f"its forward raised {type(error).__name__}: {error}" if trial.lead in ((2, 4), _MORE_LEAD) else ""
     theirs = _results(functools.partial(_formula, form, formula), weights, x.clone(), dy, trial)
     for what, expected in theirs.items():
         if not _close(ours.get(what), expected, torch.bfloat16 if trial.autocast else trial.dtype):
             return f"{what} differs for {trial}"
     if not torch.equal(given, x):
         return "it changes x in place"
-    # autocast adds casts
-    seen = set() if trial.autocast else own.seen - allowed
+    seen = {operator for operator in own.seen - allowed if not (trial.autocast and operator[0] == _CAST)}
     odd = {name for name, numbers in seen if not _is_linear(name, numbers) and not (form.fused and name == _SPLIT)}
     return f"it runs {', '.join(sorted(odd))}" if odd else ""
 
@@ -432,19 +441,33 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         numbers = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, (bool, int, float))]
-        self.seen.add((_SPLIT, ()) if _of_last(name, args) else (name, tuple(numbers)))
+        self.seen.add((_SPLIT, ()) if _halves(name, args) else (name, tuple(numbers)))
         return func(*args, **(kwargs or {}))
 
 
-def _of_last(name: str, args: Any) -> bool:
-    """Whether an operator divides the last dimension of a tensor into parts, or is the gradient of that."""
+def _halves(name: str, args: Any) -> bool:
+    """Whether an operator divides the last dimension of a tensor in halves, or is the gradient of that."""
     if name not in _PARTS:
         return False
     place, default = _PARTS[name]
     dim = args[place] if len(args) > place else default
-    of = args[1] if name.endswith("_backward") else args[0][0] if name == "cat" else args[0]
-    dimensions = len(of) if isinstance(of, (list, tuple)) else of.dim()
-    return bool(dim % dimensions == dimensions - 1)
+    if name == "slice_backward":
+        # of a gradient; its second argument is the shape
+        sizes, bounds = args[1], args[3:5]
+    elif name == "cat":
+        sizes = args[0][0].shape
+    else:
+        sizes, bounds = args[0].shape, args[2:4]
+    if dim % len(sizes) != len(sizes) - 1:
+        return False
+    whole = sizes[-1]
+    if name == "cat":
+        return len(args[0]) == 2 and args[0][1].shape[-1] == whole
+    if name.startswith("slice"):
+        first, last = (*bounds, None, None)[:2]
+        return (first or 0, whole if last is None else min(last, whole)) in ((0, whole // 2), (whole // 2, whole))
+    parts = args[1] if name == "split_with_sizes" else [args[1]]
+    return all(2 * part == whole for part in parts)
 
 
 def _operators(function: Function) -> frozenset[Any]:

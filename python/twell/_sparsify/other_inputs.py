@@ -265,7 +265,7 @@ def uncovered_input(
                 return f"{ran.name} uses {name}, which is neither Python nor torch's"
             if not is_constant(name, value, sizes, modules):
                 return f"{ran.name} reads {name} ({_short(value)}), which can be set to something else"
-        for reason in (_open_name(ran), _open_branch(ran, id(ran.code) in by_value)):
+        for reason in (_written(ran), _open_name(ran), _open_branch(ran, id(ran.code) in by_value)):
             if reason:
                 return f"{ran.name} {reason}"
     return ""
@@ -310,6 +310,30 @@ def _is_readable(kind: type) -> bool:
         return kind not in _RUNNERS
     # heap types that are mutable
     return of_torch(kind) or (bool(kind.__flags__ & 1 << 9) and not kind.__flags__ & 1 << 8)
+
+
+# Instructions that leave something behind, and what they change.
+_LEAVING = {
+    "STORE_ATTR": "the attribute ",
+    "DELETE_ATTR": "the attribute ",
+    "STORE_GLOBAL": "the global variable ",
+    "DELETE_GLOBAL": "the global variable ",
+    "STORE_SUBSCR": "an item",
+    "DELETE_SUBSCR": "an item",
+}
+
+
+def _written(ran: _Ran) -> str:
+    """Describe what code leaves behind but its result, such as values for a loss; "" if nothing."""
+    for code in _codes(ran.code):
+        for instruction in dis.get_instructions(code):
+            name = str(instruction.argval)
+            if instruction.opname in _LEAVING:
+                what = f"{_LEAVING[instruction.opname]}{'' if instruction.argval is None else name}"
+                return f"sets {what}, which a sparse layer would not"
+            if instruction.opname == "STORE_DEREF" and name in ran.code.co_freevars:
+                return f"sets the variable {name} of another function, which a sparse layer would not"
+    return ""
 
 
 def _open_name(ran: _Ran) -> str:
