@@ -445,6 +445,43 @@ def test_load_reads_a_threshold_under_another_key(name: str, tmp_path: Path) -> 
         assert (loaded.config.activation, loaded.config.hidden_act_param) == ("fatrelu", 0.25)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_moving_threshold_is_never_saved_as_another_model(wrapped: bool, tmp_path: Path) -> None:
+    model = sparsify(stock("llama", hidden_act="silu"), activation="relu").train()
+    recipe.record_aux(model, inputs=True)
+    target = recipe.TargetThreshold(torch.nn.Sequential(model) if wrapped else model, nnz=8, steps=10)
+
+    def step() -> None:
+        out(model)
+        target.term(model).backward()
+        target.update()
+
+    def save(name: str) -> Path:
+        model.save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    step()
+    with pytest.raises(ValueError, match=r"must have its threshold, hidden_act_param\..* call its settle before"):
+        load(save("middle"))
+    with pytest.raises(KeyError, match="fatrelu"):
+        type(model).from_pretrained(tmp_path / "middle")
+    # the threshold of this step, until it moves on
+    name_activation(model)
+    loaded = load(save("named"))
+    assert loaded.config.hidden_act_param == target.read()["threshold"] > 0
+    torch.testing.assert_close(out(loaded.eval()), out(model.eval()), rtol=0, atol=0)
+    model.train()
+    step()
+    assert (model.config.hidden_act, hasattr(model.config, "hidden_act_param")) == ("fatrelu", False)
+    name_activation(model)
+    target.load_state_dict(target.state_dict())
+    assert not hasattr(model.config, "hidden_act_param")
+    threshold = target.settle()
+    assert load(save("end")).config.hidden_act_param == threshold
+    step()
+    assert model.config.hidden_act_param == threshold
+
+
 def test_load_takes_what_from_pretrained_takes(tmp_path: Path) -> None:
     sparse("llama").save_pretrained(tmp_path / "own")
     assert type(load(tmp_path / "own")) is SparseLlamaForCausalLM
