@@ -7,7 +7,7 @@ MODEL is a folder or a Hub id of a model with SiLU, GELU or another activation, 
 the gate rises in stages, and FATReLU's threshold with it, until --target-nnz neurons fire per token. Other activations
 have L1 alone. The model is compared with the original, and with the original
 trained on as many more tokens: the same text in the same order, the same schedule. The same command resumes a run that
-stopped. OUT/final is the model, OUT/report.json the comparison.
+stopped, unless the files of MODEL have changed. OUT/final is the model, OUT/report.json the comparison.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from twell.testing import machine_line
 
 # Options that a resumed run must share with the saved one.
 IDENTITY = (
-    *("model", "activation", "target_nnz", "distill", "sharing", "sequence", "dtype", "seed", "steps"),
+    *("activation", "target_nnz", "distill", "sharing", "sequence", "dtype", "seed", "steps"),
     *("tokens_per_step", "lr", "warmup", "weight_decay", "clip", "eval_sequences"),
 )
 ACTIVATIONS = ("fatrelu", "relu", "relu2", "drelu")
@@ -249,7 +249,7 @@ def identity(choice: argparse.Namespace, tokens: Tokens, activation: str | None)
     own = {name: getattr(choice, name) for name in IDENTITY}
     if activation is None:
         own |= dict.fromkeys(("activation", "target_nnz", "distill", "sharing"))
-    return own | {"text": tokens.fingerprint}
+    return own | {"content of MODEL": relufied.content(choice.model), "text": tokens.fingerprint}
 
 
 def require_same(path: Path, theirs: dict[str, Any], mine: dict[str, Any]) -> None:

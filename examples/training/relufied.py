@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from twell.nn import SparseFFN
 from . import model as _model  # noqa: F401  (registers the attention "causal")
 
 FAMILY = ("relu", "relu2", "drelu", "fatrelu")
+
+# What of a model's folder is hashed, whole up to a megabyte, else in samples of so many bytes.
+_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")
+_SAMPLES, _SAMPLE = 256, 4096
 
 
 def replace(model: Any, activation: Any, strategy: Strategy = "dense") -> None:
@@ -43,6 +48,29 @@ def load(folder: str | Path, **options: Any) -> Any:
     named = layouts.activation(AutoConfig.from_pretrained(folder).get_text_config().to_dict())
     read = twell_hf.load if named in FAMILY else AutoModelForCausalLM.from_pretrained
     return read(folder, **options)
+
+
+def content(model: str | Path) -> str:
+    """What tells two models apart: figures and a hash of the files of a folder, wherever it is, or a commit of the Hub.
+
+    Of large files the size and samples are hashed, which differ after any training; times are not.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        commit = getattr(AutoConfig.from_pretrained(model), "_commit_hash", None)
+        return f"{model} at {commit}" if commit else str(model)
+    files = sorted({path for pattern in _FILES for path in folder.glob(pattern)})
+    total, digest = 0, hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        total += size
+        digest.update(f"{path.name} {size} ".encode())
+        stride = max(_SAMPLE, (size - _SAMPLE) // _SAMPLES)
+        with path.open("rb") as file:
+            for start in range(0, size, stride):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE))
+    return f"{len(files)} files of {total:,} bytes with hash {digest.hexdigest()[:16]}"
 
 
 def compile_blocks(model: nn.Module) -> list[nn.Module]:

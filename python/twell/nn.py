@@ -488,12 +488,18 @@ def keep_gate_copies(module: nn.Module, keep: bool = True) -> None:
     change of the weight. Without such a call each replay makes its own.
 
     A kept copy is made again when the weight was replaced, moved or written as autograd counts writes: by in-place
-    operators and ``load_state_dict``; and after each step of an optimizer of ``torch.optim``. Other writes are not
-    seen, and results are then wrong: one through ``weight.data``, as averages of weights and merged adapters are often
-    written, or through another tensor of the same memory, by collectives such as ``torch.distributed.broadcast``, by a
-    replayed CUDA graph that has an optimizer's step in it, by kernels that take an address, or by FSDP. Call this again
-    after such a write: that drops the copies. This is why layers keep none by default. Keep none either where
-    ``torch.compile`` captures graphs by itself, as with ``mode="reduce-overhead"``.
+    operators and ``load_state_dict``; and after each ``step`` of a ``torch.optim.Optimizer``. Other writes are not
+    seen, and results are then wrong:
+
+    - through ``weight.data``, as averages of weights and merged adapters are often written, or another tensor of the
+      same memory, ``weight.untyped_storage()``, DLPack and NumPy;
+    - by the functions of fused optimizers without their class, ``torch.optim.adamw.adamw(..., fused=True)`` or
+      ``torch._fused_adamw_``, and a replayed CUDA graph that has an optimizer's step in it;
+    - under ``torch.autograd._unsafe_preserve_version_counter``;
+    - by collectives such as ``torch.distributed.broadcast``, by kernels that take an address, or by FSDP.
+
+    Call this again after such a write: that drops the copies. This is why layers keep none by default. Keep none either
+    where ``torch.compile`` captures graphs by itself, as with ``mode="reduce-overhead"``.
 
     Weights that were made in inference mode count no writes, and those that autocast casts are others at each call;
     their copies are made at each call, too, and so are those of DTensors. Copies and pickles of the module keep the

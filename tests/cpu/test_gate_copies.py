@@ -13,6 +13,7 @@ import pytest
 import torch
 from auto_layers import BF16, K, N, layer
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 import twell
 from twell import _gate_copies, ops
@@ -144,12 +145,34 @@ def test_a_copy_follows_its_weight(cls: Any, change: Callable[[Any], None], made
     assert len(made) == 2
 
 
-def test_what_no_version_counts_is_not_seen(made: list[Tensor]) -> None:
+def fused_without_its_class(weight: Tensor) -> None:
+    options = {"lr": 0.5, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
+    state = [[torch.zeros_like(weight)], [torch.zeros_like(weight)], [], [torch.zeros(())]]
+    gradients = [torch.randn_like(weight)]
+    adamw([weight], gradients, *state, fused=True, amsgrad=False, maximize=False, **options)  # type: ignore[arg-type]
+
+
+def with_the_version_preserved(weight: Tensor) -> None:
+    with torch.autograd._unsafe_preserve_version_counter(weight):
+        weight.mul_(-1)
+
+
+UNSEEN: dict[str, Callable[[Tensor], object]] = {
+    "data": lambda weight: weight.data.mul_(-1),
+    "storage": lambda weight: weight.untyped_storage().copy_((-weight).untyped_storage()),
+    "DLPack": lambda weight: torch.from_dlpack(weight.detach()).mul_(-1),
+    "fused": fused_without_its_class,
+    "preserved": with_the_version_preserved,
+}
+
+
+@pytest.mark.parametrize("write", UNSEEN)
+def test_what_no_version_counts_is_not_seen(made: list[Tensor], write: str) -> None:
     """As the docstring says."""
     mlp, x = module(), torch.randn(130, K).to(BF16)
     with torch.no_grad():
         before = mlp(x)
-        mlp.gate_proj.weight.data.mul_(-1)
+        UNSEEN[write](mlp.gate_proj.weight)
         stale = mlp(x)
         assert len(made) == 1
         keep_gate_copies(mlp)

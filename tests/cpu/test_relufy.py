@@ -219,6 +219,52 @@ def test_a_run_that_stops_goes_on(run: Callable[..., int], tmp_path: Path, monke
     assert "differs in distill (0.3 there, 0.5 here)" in capsys.readouterr().err
 
 
+def test_results_are_of_the_content_of_model(
+    dense: Callable[[str], Path], text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    def run(folder: Path) -> int:
+        arguments = [str(folder), *COMMON, "--text", str(text), "--cache", str(tmp_path / "cache")]
+        return relufy.main([*arguments, "--out", str(tmp_path / "out"), "--steps", "2", "--no-dense"])
+
+    shutil.copytree(dense("llama"), tmp_path / "model")
+    assert run(tmp_path / "model") == 0
+    # a copy elsewhere, with other times
+    shutil.copytree(tmp_path / "model", tmp_path / "copy", copy_function=shutil.copyfile)
+    os.utime(tmp_path / "copy" / "model.safetensors", (1, 1))
+    with monkeypatch.context() as patched:
+        patched.setattr(relufy.Further, "step", None)
+        assert run(tmp_path / "copy") == 0
+    # one weight differs
+    changed = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    changed.model.layers[0].mlp.up_proj.weight.data[3, 3] += 1
+    changed.save_pretrained(tmp_path / "model")
+    assert run(tmp_path / "model") == 2
+    was, now = relufied.content(tmp_path / "copy"), relufied.content(tmp_path / "model")
+    assert f"differs in content of MODEL ({was} there, {now} here)" in capsys.readouterr().err
+    # and the configuration
+    config = tmp_path / "copy" / "config.json"
+    config.write_text(config.read_text().replace('"silu"', '"gelu"'))
+    assert run(tmp_path / "copy") == 2
+
+
+def test_large_weight_files_are_known_by_samples(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    size = 3 << 20
+    path.write_bytes(bytes(size))
+    seen = {relufied.content(tmp_path)}
+    # a change of any 12 KB, here at the ends and in the middle, is in a sample
+    for place in (0, size // 2, size - 12288):
+        changed = bytearray(size)
+        changed[place : place + 12288] = b"1" * 12288
+        path.write_bytes(changed)
+        seen.add(relufied.content(tmp_path))
+    path.write_bytes(bytes(size + 1))
+    assert len(seen | {relufied.content(tmp_path)}) == 5
+    # other files say nothing about the model
+    (tmp_path / "README.md").write_text("x")
+    assert relufied.content(tmp_path).startswith(f"1 files of {size + 1:,} bytes with hash ")
+
+
 def test_without_dense_the_original_is_still_there(run: Callable[..., int], tmp_path: Path) -> None:
     assert run("llama", "--steps", 4, "--no-dense") == 0
     assert run("llama", "--steps", 4, out="both") == 0

@@ -174,7 +174,7 @@ def test_retraining_with_relu(name: str, tmp_path: Path) -> None:
 
 def test_retraining_takes_all_layers_or_none() -> None:
     model = stock("llama", hidden_act="silu")
-    with pytest.raises(ValueError, match=r"filter_fn must accept every layer.*got False for 'model.layers.1.mlp'"):
+    with pytest.raises(ValueError, match=r"layers of twell alone, got that of model\.layers\.1\.mlp\.act_fn, too"):
         sparsify(model, activation="relu", filter_fn=lambda _, name: ".0." in name)
     assert model.config.hidden_act == "silu"
     assert not layers(model)
@@ -260,13 +260,14 @@ def test_an_activation_that_other_layers_do_not_have_is_not_named(caplog: pytest
     sparsify(half, filter_fn=lambda module, name: "layers.0" in name)
     for layer in layers(half).values():
         layer.activation = "relu2"
-    with pytest.raises(ValueError, match=r"must be twell's, .* got model\.layers\.1\.mlp"):
+    with pytest.raises(ValueError, match=r"layers of twell alone, got that of model\.layers\.1\.mlp\.act_fn"):
         name_activation(half)
     for layer in layers(half).values():
         layer.activation = "relu"
     assert recipe.choose_threshold(half, lambda: 1.0, evaluations=3).threshold > 0
     assert half.config.hidden_act == "relu"
-    assert "model.layers.1.mlp (LlamaMLP) is not twell's" in caplog.text
+    assert "does not name the new activation of layers" in caplog.text
+    assert "got that of model.layers.1.mlp.act_fn, too" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["settle", "choose_threshold"])
@@ -298,9 +299,187 @@ def test_a_configuration_that_sparsify_left_alone_is_left_alone() -> None:
     twell.sparsify_(model, activation="relu")
     assert recipe.choose_threshold(model, lambda: 1.0, evaluations=3).threshold > 0
     assert (model.config.hidden_act, hasattr(model.config, "hidden_act_param")) == ("silu", False)
-    assert not layouts.names_threshold(model.config)
-    # T5's files name the activation by another key
-    assert layouts.names_threshold(transformers.T5Config(feed_forward_proj="relu"))
+
+
+def tiny_xlnet(**fields: Any) -> Any:
+    sizes = {"vocab_size": VOCABULARY, "d_model": K, "n_layer": 2, "n_head": 4, "d_inner": N, "dropout": 0.0}
+    torch.manual_seed(0)
+    return transformers.XLNetLMHeadModel(transformers.XLNetConfig(**sizes, **fields)).eval()
+
+
+def tiny_t5(**fields: Any) -> Any:
+    sizes = {"vocab_size": VOCABULARY, "d_model": K, "d_ff": N, "d_kv": 8, "num_layers": 2, "num_heads": 4}
+    torch.manual_seed(0)
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, dropout_rate=0.0, **fields)).eval()
+
+
+def tiny_falcon(**fields: Any) -> Any:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": K, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    return transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, **fields)).eval()
+
+
+def tiny_rt_detr() -> Any:
+    sizes = {"d_model": K, "encoder_hidden_dim": K, "encoder_ffn_dim": N, "decoder_ffn_dim": N, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    channels = {"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [K, K, K]}
+    backbone = transformers.RTDetrResNetConfig(
+        embedding_size=8,
+        hidden_sizes=[8, 16, 16, 16],
+        depths=[1, 1, 1, 1],
+        layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )
+    config = transformers.RTDetrConfig(
+        backbone_config=backbone,
+        num_queries=10,
+        num_denoising=0,
+        dropout=0.0,
+        decoder_activation_function="gelu",
+        **sizes,
+        **heads,
+        **channels,
+    )
+    torch.manual_seed(0)
+    return transformers.RTDetrForObjectDetection(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "names", "keys", "others"),
+    [
+        (
+            lambda: tiny_xlnet(ff_activation="gelu", summary_activation="gelu"),
+            ("layer_1", "layer_2"),
+            ["ff_activation"],
+            {"summary_activation": "gelu"},
+        ),
+        (lambda: tiny_t5(feed_forward_proj="gated-gelu"), None, ["dense_act_fn"], {"feed_forward_proj": "gated-relu"}),
+        (lambda: tiny_falcon(activation="gelu"), None, ["activation"], {}),
+        (
+            tiny_rt_detr,
+            None,
+            ["encoder_activation_function", "decoder_activation_function"],
+            {"activation_function": "silu"},
+        ),
+    ],
+    ids=["xlnet", "t5", "falcon", "rt-detr"],
+)
+def test_the_stock_class_computes_the_same_whatever_the_key(
+    make: Callable[[], Any], names: Any, keys: list[str], others: dict[str, str], tmp_path: Path
+) -> None:
+    state = torch.get_rng_state()
+    model = make()
+    after = torch.get_rng_state()
+    sparsify(model, activation="relu", names=names)
+    # what the experiment makes draws nothing
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.set_rng_state(state)
+    assert {key: getattr(model.config, key) for key in [*keys, *others]} == {**dict.fromkeys(keys, "relu"), **others}
+    model.save_pretrained(tmp_path)
+    stock = type(model).from_pretrained(tmp_path).eval()
+    assert not layers(stock)
+    if model.main_input_name == "pixel_values":
+        given = {"pixel_values": torch.randn(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))}
+    else:
+        given = {"input_ids": prompt()}
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = prompt()
+    with torch.no_grad():
+        ours, theirs = (m(**given)[0] for m in (model, stock))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_that_have_keys_of_their_own_keep_them(tmp_path: Path) -> None:
+    """A text part is made sparse, and the vision part of the same model keeps its GELU."""
+    text = transformers.LlamaConfig(**{**_LLAMA, "hidden_act": "silu"})
+    sizes = {"hidden_size": K, "intermediate_size": N, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4, hidden_act="gelu")
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, projector_hidden_act="silu")
+    model = transformers.LlavaForConditionalGeneration(config)
+    sparsify(model, activation="relu", filter_fn=lambda _, name: "language_model" in name)
+    named = (config.text_config.hidden_act, config.vision_config.hidden_act, config.projector_hidden_act)
+    assert named == ("relu", "gelu", "silu")
+    assert recipe.choose_threshold(model, lambda: 1.0, evaluations=3).threshold > 0
+    model.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["text_config"]["hidden_act"] == "fatrelu"
+    assert content["text_config"]["hidden_act_param"] > 0
+    assert (content["vision_config"]["hidden_act"], content.get("hidden_act_param")) == ("gelu", None)
+
+
+def test_an_activation_without_a_key_is_refused() -> None:
+    class Fixed(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for block in self.model.layers:
+                block.mlp.act_fn = torch.nn.SiLU()
+
+    class Other(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        def __init__(self, config: Any, more: int) -> None:
+            super().__init__(config)
+
+    fields = {**_LLAMA, "hidden_act": "silu"}
+    with pytest.raises(
+        ValueError, match=r"key for the activation of model\.layers\.\d\.mlp, got none.*sparsify_ leaves"
+    ):
+        sparsify(fixed := Fixed(transformers.LlamaConfig(**fields)), activation="relu")
+    with pytest.raises(ValueError, match=r"must make the model again, .* got TypeError"):
+        sparsify(other := Other(transformers.LlamaConfig(**fields), 1), activation="relu")
+    for model in (fixed, other):
+        assert not layers(model)
+        assert model.config.hidden_act == "silu"
+
+
+@pytest.mark.parametrize("name", ["falcon", "xlnet"])
+def test_load_reads_a_threshold_under_another_key(name: str, tmp_path: Path) -> None:
+    key = {"falcon": "activation", "xlnet": "ff_activation"}[name]
+    model = tiny_falcon(**{key: "relu"}) if name == "falcon" else tiny_xlnet(**{key: "relu"})
+    sparsify(model, names=("layer_1", "layer_2"))
+    assert recipe.choose_threshold(model, lambda: 1.0, evaluations=3, least=0.125).threshold == 0.25
+    model.save_pretrained(tmp_path / "drelu")
+    content = json.loads((tmp_path / "drelu" / "config.json").read_text())
+    assert (content[key], content["hidden_act_param"]) == ("fatrelu", 0.25)
+    if name == "falcon":
+        loaded = load(tmp_path / "drelu").eval()
+        assert torch.equal(out(loaded), out(model))
+        assert (loaded.config.activation, loaded.config.hidden_act_param) == ("fatrelu", 0.25)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_moving_threshold_is_never_saved_as_another_model(wrapped: bool, tmp_path: Path) -> None:
+    model = sparsify(stock("llama", hidden_act="silu"), activation="relu").train()
+    recipe.record_aux(model, inputs=True)
+    target = recipe.TargetThreshold(torch.nn.Sequential(model) if wrapped else model, nnz=8, steps=10)
+
+    def step() -> None:
+        out(model)
+        target.term(model).backward()
+        target.update()
+
+    def save(name: str) -> Path:
+        model.save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    step()
+    with pytest.raises(ValueError, match=r"must have its threshold, hidden_act_param\..* call its settle before"):
+        load(save("middle"))
+    with pytest.raises(KeyError, match="fatrelu"):
+        type(model).from_pretrained(tmp_path / "middle")
+    # the threshold of this step, until it moves on
+    name_activation(model)
+    loaded = load(save("named"))
+    assert loaded.config.hidden_act_param == target.read()["threshold"] > 0
+    torch.testing.assert_close(out(loaded.eval()), out(model.eval()), rtol=0, atol=0)
+    model.train()
+    step()
+    assert (model.config.hidden_act, hasattr(model.config, "hidden_act_param")) == ("fatrelu", False)
+    name_activation(model)
+    target.load_state_dict(target.state_dict())
+    assert not hasattr(model.config, "hidden_act_param")
+    threshold = target.settle()
+    assert load(save("end")).config.hidden_act_param == threshold
+    step()
+    assert model.config.hidden_act_param == threshold
 
 
 def test_load_takes_what_from_pretrained_takes(tmp_path: Path) -> None:

@@ -114,12 +114,14 @@ def test_activation_of_a_sparse_architecture_alone_is_corrected(activation: str)
 def test_activations_that_no_stock_class_has_stay(architecture: str) -> None:
     config = transformers.LlamaConfig(hidden_act="relu2", architectures=[architecture])
     assert engines.correct(config) == ""
-    assert layouts.as_stock(config) == (Activation("relu2") if architecture.startswith("Sparse") else None)
+    found = layouts.as_stock(config)
+    assert (found and found.activation) == (Activation("relu2") if architecture.startswith("Sparse") else None)
     config = transformers.LlamaConfig(hidden_act="fatrelu", hidden_act_param=0.5, architectures=[architecture])
     assert engines.correct(config) == ""
     found = layouts.as_stock(config)
-    assert (found, config.hidden_act) == (Activation("fatrelu", 0.5), "relu")
-    layouts.set_activation(config, found)
+    assert found is not None
+    assert (found.activation, config.hidden_act) == (Activation("fatrelu", 0.5), "relu")
+    layouts.write_activation(config, found.keys, found.activation)
     assert (config.hidden_act, config.hidden_act_param) == ("fatrelu", 0.5)
 
 

@@ -9,7 +9,7 @@ from twell._sparsify.candidates import Candidate
 from twell._sparsify.modules import Block as _Block  # noqa: F401  (whole models pickled by version 0.1 ask for it here)
 from twell._sparsify.modules import DeferredUp, FusedGatedMLP, NamedGatedMLP, NamedMLP, SparseDown
 from twell._sparsify.modules import PairMLP as _PairMLP  # noqa: F401  (likewise)
-from twell._sparsify.replace import Filter, Names, Plan, apply, layers, plain_layers, plan, sparsify_
+from twell._sparsify.replace import Filter, Names, Plan, apply, block_of, layers, plan, sparsify_
 
 __all__ = [
     "Candidate",
@@ -22,8 +22,8 @@ __all__ = [
     "Plan",
     "SparseDown",
     "apply",
+    "block_of",
     "layers",
-    "plain_layers",
     "plan",
     "sparsify_",
 ]

@@ -142,14 +142,12 @@ def layers(model: nn.Module) -> dict[str, SparseGatedMLP | SparseMLP]:
     return {name: m for name, m in model.named_modules() if isinstance(m, (SparseGatedMLP, SparseMLP))}
 
 
-def plain_layers(model: nn.Module) -> list[str]:
-    """Names of feed-forward layers of ``model`` that are not twell's, and of modules that hold stacked experts."""
-    told = _told(None)
-    return [
-        label(name, module)
-        for name, module in outside_layers(model)
-        if holds_stacked_experts(module) or (type(module) is not nn.Sequential and forms_of(module, told))
-    ]
+def block_of(name: str, layer: nn.Module) -> str:
+    """The name of the module around the activation that a twell layer took over: itself, or the block of a pair."""
+    if not isinstance(layer, SparseDown):
+        return name
+    up: Any = layer.up_proj
+    return name.removesuffix(up._block.names[1]).removesuffix(".")
 
 
 def plan(

@@ -301,14 +301,14 @@ def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
     own = {"llama": integration.SparseLlamaForCausalLM, "qwen2": integration.SparseQwen2ForCausalLM}
     cls = own.get(family, AutoModelForCausalLM) if ours else AutoModelForCausalLM
     options: dict[str, Any] = {}
-    activation = None
+    taken = None
     architectures, stated = content.get("architectures"), layouts.activation(content)
     if named := [name for name in engines.SPARSE if isinstance(architectures, list) and name in architectures]:
         cls = getattr(integration, named[0])
     if cls is AutoModelForCausalLM or stated in (layouts.OF_SPARSE if named else layouts.OWN):
         reader = AutoConfig if cls is AutoModelForCausalLM else cls.config_class
         options["config"] = reader.from_pretrained(folder, local_files_only=True)
-        activation = layouts.as_stock(options["config"])
+        taken = layouts.as_stock(options["config"])
     elif named:
         # their layers have ReLU whatever stock activation the configuration names, as when they are served
         options["hidden_act"] = "relu"
@@ -323,10 +323,10 @@ def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
     missing = sorted(key for key in about["missing_keys"] if key.startswith(f"{model.base_model_prefix}."))
     if missing:
         raise ValueError(f"expected all weights in {str(folder)!r}, got none for {', '.join(missing[:3])}")
-    if activation is None:
+    if taken is None:
         return model
     made = model if _sparsify.layers(model) else integration.sparsify(model)
-    return integration.with_activation(made, activation)
+    return integration.with_own(made, taken)
 
 
 def layers(model: nn.Module) -> list[WatchedLayer]:

@@ -48,12 +48,12 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
             _logger.info("twell: %s", wrong)
         # of an activation that no stock class has: the model is made with ReLU
         own = layouts.as_stock(config)
-        self._activation = own or RELU
+        self._activation = RELU if own is None else own.activation
         try:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         finally:
             if own is not None:
-                layouts.set_activation(config, own)
+                layouts.write_activation(config, own.keys, own.activation)
 
     def recursive_replace(self) -> None:
         """Replace the modules of transformers by vLLM's, then the FFNs among them by ``ServedMLP``."""

@@ -7,10 +7,11 @@ config.json or in the metadata of its safetensors file.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -31,10 +32,18 @@ FIGURES_KEY = "sparsity_figures"
 OWN_KEYS = ("sparsity_strategy", "sparsity_compression", LAYOUT_KEY, FIGURES_KEY)
 
 # keys of a layer's activation in configurations; the first one present counts
-ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act")
+ACTIVATIONS = (
+    *("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act"),
+    *("activation", "ff_activation", "afn"),
+)
 
-# Keys of layers' activations in memory alone: T5's files have another.
-_MORE_ACTIVATIONS = ("activation", "dense_act_fn")
+# T5's, "gelu" or "gated-gelu" the one, "gelu_new" the other.
+_OF_T5 = ("feed_forward_proj", "dense_act_fn")
+
+_GATED = "gated-"
+
+# Keys that are set beside those that a class reads, so that no reader sees another activation.
+SYNONYMS = (*ACTIVATIONS, *_OF_T5)
 
 # Activations that no stock class of transformers has.
 OWN = ("drelu", "fatrelu")
@@ -172,44 +181,100 @@ def activation(config: Mapping[str, Any]) -> str | None:
     return next((name for key in ACTIVATIONS if isinstance(name := config.get(key), str)), None)
 
 
-def names_threshold(config: Any) -> bool:
-    """Whether a configuration of transformers names an activation that may have a threshold: ReLU or FATReLU."""
-    text, keys = config.get_text_config(), (*ACTIVATIONS, *_MORE_ACTIVATIONS)
-    return any(getattr(text, key, None) in ("relu", "fatrelu") for key in keys)
+class Key(NamedTuple):
+    """A key of a configuration of transformers: the attributes that lead to the part that has it, and its name."""
+
+    path: tuple[str, ...]
+    name: str
+
+    def part(self, config: Any) -> Any:
+        return functools.reduce(getattr, self.path, config)
+
+    def read(self, config: Any) -> str:
+        """The activation that it names, of T5's "gated-gelu" without the prefix."""
+        return str(getattr(self.part(config), self.name)).removeprefix(_GATED)
+
+    def write(self, config: Any, activation: str) -> None:
+        part = self.part(config)
+        prefix = _GATED if getattr(part, self.name).startswith(_GATED) else ""
+        setattr(part, self.name, prefix + activation)
+
+    def __str__(self) -> str:
+        return ".".join((*self.path, self.name))
 
 
-def as_stock(config: Any) -> Activation | None:
-    """Name ReLU in a configuration whose activation its class does not have; return that one, or None.
+class Own(NamedTuple):
+    """An activation that no stock class has, and the keys of a configuration that name it."""
 
-    Stock classes do not have ``OWN``, the sparse ones ``OF_SPARSE``. Raises ValueError for FATReLU without a threshold.
-    """
-    text = config.get_text_config()
-    named = activation(text.to_dict())
-    sparse = any(name.startswith("Sparse") for name in config.architectures or ())
-    if named not in (OF_SPARSE if sparse else OWN):
-        return None
-    threshold = getattr(text, THRESHOLD_KEY, None) if named == "fatrelu" else 0
-    if threshold is None:
-        raise ValueError(f'a configuration with "fatrelu" must have its threshold, {THRESHOLD_KEY}')
-    found = activation_of(named, threshold)
-    set_activation(config, RELU)
+    activation: Activation
+    keys: list[Key]
+
+
+def parts(config: Any) -> dict[tuple[str, ...], Any]:
+    """A configuration of transformers and those within it, by the attributes that lead to each."""
+    found, seen = dict[tuple[str, ...], Any](), set[int]()
+    left: list[tuple[tuple[str, ...], Any]] = [((), config)]
+    while left:
+        path, part = left.pop(0)
+        if id(part) not in seen:
+            seen.add(id(part))
+            found[path] = part
+            left += [((*path, name), value) for name, value in vars(part).items() if hasattr(value, "get_text_config")]
     return found
 
 
-def set_activation(config: Any, activation: Activation) -> None:
-    """Name an activation in a configuration of transformers, with the threshold of FATReLU."""
-    name = activation.name
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        for key in (*ACTIVATIONS, *_MORE_ACTIVATIONS):
-            if isinstance(getattr(part, key, None), str):
-                setattr(part, key, name)
-        # T5's, "gated-gelu" or "gelu", from which its configuration makes dense_act_fn when it is read
-        if isinstance(named := getattr(part, "feed_forward_proj", None), str):
-            part.feed_forward_proj = f"gated-{name}" if named.startswith("gated-") else name
-        if name == "fatrelu":
+def keys_of(config: Any, activations: Container[str]) -> list[Key]:
+    """The keys of a configuration of transformers that name one of ``activations``."""
+    return [
+        Key(path, name)
+        for path, part in parts(config).items()
+        for name, value in vars(part).items()
+        # the name of the model's folder may be that of an activation
+        if isinstance(value, str) and not name.startswith("_") and value.removeprefix(_GATED) in activations
+    ]
+
+
+def as_stock(config: Any) -> Own | None:
+    """Name ReLU in a configuration whose activation its class does not have; return what it named, or None.
+
+    Stock classes do not have ``OWN``, the sparse ones ``OF_SPARSE``. Raises ValueError for two such activations, and
+    for FATReLU without a threshold.
+    """
+    sparse = any(name.startswith("Sparse") for name in config.architectures or ())
+    found = keys_of(config, OF_SPARSE if sparse else OWN)
+    if not found:
+        return None
+    named = {(key.read(config), getattr(key.part(config), THRESHOLD_KEY, None)) for key in found}
+    if len(named) > 1:
+        raise ValueError(f"a configuration must name one activation, got {' and '.join(sorted(map(str, named)))}")
+    name, threshold = named.pop()
+    if name == "fatrelu" and threshold is None:
+        raise ValueError(
+            f'a configuration with "fatrelu" must have its threshold, {THRESHOLD_KEY}. A model that was saved while '
+            "twell.recipe.TargetThreshold moved the threshold has none: call its settle before save_pretrained or, "
+            "to save the threshold of that step, twell.integrations.transformers.name_activation"
+        )
+    own = Own(activation_of(name, threshold if name == "fatrelu" else 0), found)
+    write_activation(config, found, RELU)
+    return own
+
+
+def write_activation(config: Any, keys: Iterable[Key], activation: Activation) -> None:
+    """Name an activation at ``keys`` of a configuration of transformers, with the threshold of FATReLU.
+
+    One that moves is not written: nothing reads a configuration that names FATReLU alone.
+    """
+    for key in keys:
+        key.write(config, activation.name)
+        remove_threshold([part := key.part(config)])
+        if activation.name == "fatrelu" and not activation.moves:
             setattr(part, THRESHOLD_KEY, float(activation.threshold))
-        elif hasattr(part, THRESHOLD_KEY):
-            delattr(part, THRESHOLD_KEY)
+
+
+def remove_threshold(parts: Iterable[Any]) -> None:
+    """Take the threshold of FATReLU out of configurations."""
+    for part in parts:
+        vars(part).pop(THRESHOLD_KEY, None)
 
 
 def measured(config: Mapping[str, Any], layers: int) -> list[LayerFigures] | None:

@@ -26,6 +26,9 @@ the CPU or to disk.
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +37,7 @@ from torch import Tensor, nn
 from twell import _sparsify
 from twell._activation import Activation
 from twell._runtime.log import logger
+from twell._sparsify.modules import PairMLP
 from twell.functional import Strategy
 from twell.integrations import layouts
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -53,6 +57,7 @@ except ImportError:
     raise ImportError("twell.integrations.transformers needs transformers: pip install twell[hf]") from None
 
 # after transformers, since its own message about a missing one is another
+from twell.integrations import _activation_keys
 from twell.integrations._trainer import SparsityCallback
 
 __all__ = [
@@ -68,6 +73,9 @@ __all__ = [
 
 # Arguments of from_pretrained that say where files are; the configuration is read with the same ones.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+
+# What wrappers around modules add to qualified names.
+_WRAPPERS = re.compile(r"\b(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?:\.|$)")
 
 
 def sparsify(
@@ -88,9 +96,10 @@ def sparsify(
     A model with another activation, mostly SiLU, is refused, since its hidden state has no zeros. With
     ``activation="relu"``, "relu2" or "drelu" the model gets that one, to be trained with it, and so does its
     configuration: ``from_pretrained`` of the stock class then computes the same or, with "drelu", which no stock class
-    has, raises; ``load`` reads the files of causal models. The configuration has one activation for all layers, so
-    ``filter_fn`` must then accept all of them, and no experts may be stacked in one tensor. "fatrelu" begins as
-    "relu": ``twell.recipe.TargetThreshold`` trains its threshold.
+    has, raises; ``load`` reads the files of causal models. The keys of the configuration are found by experiment: the
+    model's class makes the model again, without memory. ValueError if other modules have the same key, as layers that
+    ``filter_fn`` leaves out and experts stacked in one tensor do, or if there is none. "fatrelu" begins as "relu":
+    ``twell.recipe.TargetThreshold`` trains its threshold.
 
     Of a mixture of experts the dense layers, shared experts and experts that are modules are taken; experts stacked in
     one tensor stay as they are.
@@ -106,27 +115,14 @@ def sparsify(
         raise ValueError(f"sparsify: model must have 16-bit weights, got one quantised by {model.quantization_method}")
     planned = _sparsify.plan(model, filter_fn, activation, strategy, names)
     changed = [candidate for candidate in planned.candidates if candidate.was is not None]
-    if changed and planned.left:
-        raise ValueError(
-            f'sparsify: filter_fn must accept every layer if activation="{activation}" changes the activation, since '
-            f"the configuration has one for all, got False for {planned.left[0]!r}; twell.sparsify_ leaves the "
-            "configuration alone"
-        )
-    if changed and planned.stacked:
-        raise ValueError(
-            f'sparsify: model must have no stacked experts if activation="{activation}" changes the activation, since '
-            f"the configuration has one for all, got {planned.stacked[0]}; twell.sparsify_ leaves the configuration "
-            "alone"
-        )
-    _require_alone(model, changed)
+    keys = _keys_of_candidates(model, changed) if changed else []
     _sparsify.apply(model, planned, compression, strategy)
     for layer in _sparsify.layers(model).values():
         for module in layer.modules():
             # transformers would initialise modules without this mark when more weights are loaded later
             module._is_hf_initialized = True  # type: ignore[assignment]
-    for candidate in changed:
-        for around in _models_of(model, candidate.name):
-            layouts.set_activation(around.config, candidate.activation)
+    if changed:
+        _write_activation(model, keys, changed[0].activation)
     return model
 
 
@@ -142,20 +138,26 @@ def load(model: str | Path, **options: Any) -> Any:
     """
     where = {key: options[key] for key in _WHERE if key in options}
     config = AutoConfig.from_pretrained(model, **where)
-    activation = layouts.as_stock(config)
+    own = layouts.as_stock(config)
     loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
     if not _sparsify.layers(loaded):
         sparsify(loaded)
-    return loaded if activation is None else with_activation(loaded, activation)
+    return loaded if own is None else with_own(loaded, own)
+
+
+def with_own(model: Any, own: layouts.Own) -> Any:
+    """Give a model that was loaded as a stock one the activation that ``layouts.as_stock`` took from its file."""
+    with_activation(model, own.activation)
+    _write_activation(model, own.keys, own.activation)
+    return model
 
 
 def with_activation(model: Any, activation: Activation) -> Any:
-    """Give the twell layers of ``model`` another activation of the family, and its configuration, too."""
+    """Give the twell layers of ``model`` another activation of the family; its configuration stays."""
     for layer in _sparsify.layers(model).values():
         layer.threshold = 0
         layer.activation = activation.name  # type: ignore[assignment]
         layer.threshold = activation.threshold
-    name_activation(model)
     return model
 
 
@@ -163,74 +165,104 @@ def name_activation(model: Any) -> None:
     """Write the activation of the twell layers of ``model`` to its configuration, with FATReLU's threshold.
 
     For layers whose activation was set by hand after ``sparsify``: call it before ``save_pretrained``.
-    ``twell.recipe.TargetThreshold.settle`` and ``choose_threshold`` do so themselves, unless the model is inside a
-    wrapper. All feed-forward layers of the model, or of its text part, must be twell's, since the
-    configuration has one activation for all. ``load`` reads the files of causal models.
+    ``twell.recipe.TargetThreshold.settle`` and ``choose_threshold`` do so themselves. A threshold that moves is written
+    as it is now, which waits for the device, until the next step moves it. The keys are found as by ``sparsify``.
+    ``load`` reads the files of causal models.
 
-    Raises TypeError unless ``model`` is a ``PreTrainedModel``, and ValueError if layers differ in it or there are none.
+    Raises TypeError unless ``model`` is a ``PreTrainedModel``, and ValueError if layers differ in it, if there are none
+    or if the configuration has no keys for them alone.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"name_activation: model must be a transformers.PreTrainedModel, got {type(model).__name__}")
-    found = {Activation(layer.activation, layer.threshold) for layer in _sparsify.layers(model).values()}
+    found = {Activation(layer.activation, float(layer.threshold)) for layer in _sparsify.layers(model).values()}
     if len(found) != 1:
         got = " and ".join(sorted(f"{each.name} {each.threshold:g}" for each in found)) or "no layers of twell"
         raise ValueError(
             "name_activation: all layers must have one activation and threshold, since the configuration has one for "
             f"all, got {got}"
         )
-    if plain := _sparsify.plain_layers(model):
-        raise ValueError(
-            "name_activation: all feed-forward layers must be twell's, since the configuration has one activation for "
-            f"all, got {plain[0]}, too"
-        )
-    layouts.set_activation(model.config, found.pop())
+    try:
+        _write_activation(model, _keys_of_layers(model), found.pop())
+    except ValueError as error:
+        raise ValueError(f"name_activation: {error}") from error
 
 
-def follow_activation(model: Any) -> None:
+def follow_activation(model: Any) -> Callable[[], None]:
     """``name_activation`` for a configuration that names ReLU or FATReLU; ``sparsify_`` leaves others alone.
 
-    A model with other feed-forward layers than twell's keeps its configuration, after a warning.
+    A moving threshold is not written. A model whose configuration cannot name it keeps its configuration, after a
+    warning. Returns what takes a threshold out of the configuration again, where this wrote there.
     """
-    if not layouts.names_threshold(model.config):
-        return
-    if plain := _sparsify.plain_layers(model):
-        logger.warning("the configuration does not name the new activation of some layers: %s is not twell's", plain[0])
-        return
-    name_activation(model)
+    layer = next(iter(_sparsify.layers(model).values()))
+    keys: list[layouts.Key] = []
+    try:
+        keys = _keys_of_layers(model)
+    except ValueError as error:
+        logger.warning("the configuration does not name the new activation of layers, and files will not: %s", error)
+    if not {key.read(model.config) for key in keys} <= {"relu", "fatrelu"}:
+        keys = []
+    _write_activation(model, keys, Activation(layer.activation, layer.threshold))
+    named = [key.part(config) for config, theirs in _configurations(model, keys) for key in theirs]
+    return functools.partial(layouts.remove_threshold, named)
 
 
-def _models_of(model: Any, name: str) -> list[Any]:
-    """The innermost model around a module, and before it those around that one with configurations of its class."""
-    models, module = [model], model
-    for key in filter(None, name.split(".")):
-        module = getattr(module, key)
-        models += [module] if isinstance(module, PreTrainedModel) else []
-    # parts of a model may have configurations of their own; T5 has copies
-    return [each for each in models if type(each.config) is type(models[-1].config)]
+def _keys_of_candidates(model: Any, changed: list[_sparsify.Candidate]) -> list[layouts.Key]:
+    """The keys of an activation that ``sparsify`` changes, before it does. Raises ValueError as ``sparsify``."""
+    alone = {f"{each.name}.{each.attribute}".removeprefix(".") for each in changed if each.kind == "pair"}
+    whole = {each.name for each in changed if each.kind != "pair"}
+    new = changed[0].activation.name
+    try:
+        return _activation_keys.find(
+            model,
+            "relu" if new in layouts.OWN else new,
+            lambda name: any(within in alone or within in whole for within in _around(name)),
+            {each.name for each in changed},
+        )
+    except ValueError as error:
+        raise ValueError(
+            f'sparsify: activation="{new}" cannot be named in the configuration: {error}. twell.sparsify_ leaves the '
+            "configuration alone, and save_pretrained then writes the old activation"
+        ) from error
 
 
-def _require_alone(model: Any, changed: list[_sparsify.Candidate]) -> None:
-    """Raise ValueError if other modules have an activation that is replaced, for they share its configuration."""
-    inside = {id(m) for candidate in changed for m in candidate.module.modules()}
-    examined = set()
-    for candidate in changed:
-        holder, _, key = (candidate.attribute or "").rpartition(".")
-        act = getattr(candidate.module.get_submodule(holder), key, None) if key else None
-        around = _models_of(model, candidate.name)[0]
-        what = (id(around), type(act) if isinstance(act, nn.Module) else act)
-        if act is None or what in examined:
-            continue
-        examined.add(what)
-        for name, module in around.named_modules():
-            if id(module) in inside:
-                continue
-            for attribute, value in {**module._modules, **vars(module)}.items():
-                if value is act or (isinstance(act, nn.Module) and type(value) is type(act)):
-                    raise ValueError(
-                        f"sparsify: the activation that changes must be that of the layers alone, since the "
-                        f"configuration has one for all, got {candidate.was} as {name}.{attribute}, too; "
-                        "twell.sparsify_ leaves the configuration alone"
-                    )
+def _keys_of_layers(model: Any) -> list[layouts.Key]:
+    """The keys of the activation of the twell layers of ``model``. Raises ValueError as ``name_activation``."""
+    if isinstance(model, _SparseModel):
+        # its class makes no other activation
+        return [layouts.Key((), "hidden_act")]
+    modules = {_WRAPPERS.sub("", name): module for name, module in model.named_modules()}
+    layers = {name: module for name, module in modules.items() if isinstance(module, (SparseGatedMLP, SparseMLP))}
+    # a pair's layer is the second of its block, whose activation is an identity
+    blocks = {_sparsify.block_of(name, layer) for name, layer in layers.items()}
+    identities = {name for name, module in modules.items() if isinstance(module, nn.Identity)}
+    pairs = {name for name, module in modules.items() if isinstance(module, PairMLP)}
+    places = layers.keys() | identities | pairs
+    return _activation_keys.find(model, "relu", lambda name: not places.isdisjoint(_around(name)), blocks)
+
+
+def _around(name: str) -> list[str]:
+    """A qualified name and those of the modules around it."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def _write_activation(model: Any, keys: list[layouts.Key], activation: Activation) -> None:
+    """Name an activation at ``keys`` of a model's configuration, and of copies of it that parts of the model have."""
+    for config, theirs in _configurations(model, keys):
+        layouts.write_activation(config, theirs, activation)
+
+
+def _configurations(model: Any, keys: list[layouts.Key]) -> list[tuple[Any, list[layouts.Key]]]:
+    """A model's configuration with ``keys``, and copies of it that parts of the model have, as T5's, with theirs."""
+    found, known = [(model.config, keys)], layouts.parts(model.config)
+    done = {id(part) for part in known.values()}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(module, PreTrainedModel) and id(config) not in done:
+            done.add(id(config))
+            kind = type(config)
+            found.append((config, [key._replace(path=()) for key in keys if type(known[key.path]) is kind]))
+    return found
 
 
 class _SparseConfig:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from twell._arguments import require_choice, require_integer, require_number
 from twell.recipe import _sharing
 from twell.recipe._aux import layers, mean_over_layers, read_aux, whole
-from twell.recipe._threshold import name_in_configuration, require_relu
+from twell.recipe._threshold import name_in_configuration, nothing, require_relu
 
 # The coefficient is the exponential of a slow part, which sums the error log(non-zeros / goal), and a fast part in
 # proportion to it, which damps. Tried with models of 0.1 M parameters and 60 to 1,200 steps: runs to 7 to 25 % of the
@@ -247,6 +247,11 @@ class TargetThreshold:
     device, no graph is traced again, and the layers run dense. ``settle`` makes a number of it, with which they may
     run sparse. All ranks must call ``term`` and ``update`` equally often.
 
+    Until then the configuration of a ``PreTrainedModel`` names "fatrelu" without a threshold, and what
+    ``save_pretrained`` writes is refused by the stock class and by ``load``. For a file that they can read,
+    ``twell.integrations.transformers.name_activation`` before ``save_pretrained`` writes the threshold of that step;
+    the next ``update`` takes it back out of the configuration.
+
     Args:
         model: on its device, not compiled yet.
         nnz: the target, the mean over layers of ``Aux.l0``, below the mean of their neurons.
@@ -280,6 +285,7 @@ class TargetThreshold:
         for layer in self._layers:
             layer.threshold, layer.activation = 0, "fatrelu"
             layer.threshold = self._levels[layer.down_proj.weight.device]
+        self._forget_number = name_in_configuration(model)
 
     def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
         """The coefficient times L1 of the gate, with the errors of ``l1_term``; reading clears the record."""
@@ -315,13 +321,14 @@ class TargetThreshold:
     def settle(self) -> float:
         """Give the layers the threshold as a number, which they keep, and return it. Waits for the device.
 
-        A ``PreTrainedModel`` whose configuration names "relu" or "fatrelu", as after ``sparsify``, then names "fatrelu"
-        and the threshold there, so that ``save_pretrained`` writes them.
+        A ``PreTrainedModel``, also one in a wrapper, whose configuration names "relu" or "fatrelu", as after
+        ``sparsify``, then names "fatrelu" and the threshold there, so that ``save_pretrained`` writes them.
         """
         threshold = self.read()["threshold"]
         for layer in self._layers:
             layer.threshold = threshold
         name_in_configuration(self._model)
+        self._forget_number = nothing
         return threshold
 
     def state_dict(self) -> dict[str, Any]:
@@ -337,6 +344,8 @@ class TargetThreshold:
 
     def _write(self) -> None:
         """Give the layers the threshold of the state."""
+        # that of another step, which the model may have been saved with
+        self._forget_number()
         for level in self._levels.values():
             if self._state is None:
                 level.zero_()

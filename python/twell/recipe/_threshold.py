@@ -98,9 +98,20 @@ def require_relu(model: nn.Module) -> dict[str, MLP]:
     return found
 
 
-def name_in_configuration(model: nn.Module) -> None:
-    """Write the activation of the layers to the configuration of a ``PreTrainedModel`` that names ReLU or FATReLU."""
+def name_in_configuration(model: nn.Module) -> Callable[[], None]:
+    """Write the activation of the layers to the configuration of a ``PreTrainedModel`` that names ReLU or FATReLU.
+
+    ``model`` is that or a wrapper around it. A threshold that moves is not written. Returns what takes a threshold out
+    of the configuration again.
+    """
     # the integration is above this package, and needs transformers, which a model of it has loaded
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is not None and isinstance(model, modeling.PreTrainedModel):
-        importlib.import_module("twell.integrations.transformers").follow_activation(model)
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    for module in model.modules():
+        if isinstance(module, kind):
+            follow = importlib.import_module("twell.integrations.transformers").follow_activation
+            return follow(module)  # type: ignore[no-any-return]
+    return nothing
+
+
+def nothing() -> None:
+    pass
