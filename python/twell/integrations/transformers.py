@@ -130,9 +130,7 @@ def sparsify(
     return model
 
 
-def load(
-    model: str | Path, *, strategy: Strategy | None = None, compression: int | None = None, **options: Any
-) -> Any:
+def load(model: str | Path, *, strategy: Strategy | None = None, compression: int | None = None, **options: Any) -> Any:
     """The causal model in a folder or on the Hub, with its feed-forward layers through twell.
 
     As ``sparsify(AutoModelForCausalLM.from_pretrained(model, **options))``, and it also reads configurations that name
@@ -140,8 +138,8 @@ def load(
     MiniCPM-S names it. Layers of twell that the model's class makes stay as they are.
 
     ``strategy`` and ``compression`` are those of ``sparsify``; None is its default, or what the model's class chooses.
-    For its other arguments call ``sparsify`` itself. ``options`` are those of ``from_pretrained`` except for fields of the configuration. Raises as ``from_pretrained``
-    and ``sparsify``; ValueError for a "fatrelu" without a threshold.
+    For its other arguments call ``sparsify`` itself. ``options`` are those of ``from_pretrained`` except for fields of
+    the configuration. Raises as ``from_pretrained`` and ``sparsify``; ValueError for a "fatrelu" without a threshold.
     """
     where = {key: options[key] for key in _WHERE if key in options}
     config = AutoConfig.from_pretrained(model, **where)
