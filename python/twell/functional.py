@@ -121,15 +121,16 @@ def sparse_gated_ffn(
             gradient will be needed; where none will be, every named strategy runs float32 and float64 dense, which is
             logged once at INFO. "screened" is "union" that computes a gate only where a product in int8 and a bound of
             its error say that it may be a non-zero (docs/notes/screen.md): for sparse layers and many tokens, on a GPU
-            of compute capability 9.0 or the CPU. It has the same bits unless the bound fails, with a probability of at
-            most 2^-80 per gate. "proven" is the same by a bound that never fails, with several times as many candidates
-            for most layers. "invariant" is "row" with the same bits for a token whatever other tokens the call has, and
-            however many; for inference on a GPU. "dense" is plain PyTorch, for any size and any dtype of F.linear.
-            "auto" takes the cheapest strategy for a sparse layer of this size: mostly "union", "row" for few tokens. It
-            keeps nothing between calls and so measures nothing. An ``AutoStrategy`` that you keep, as the modules do,
-            chooses by measured sparsity, "screened" only where its table has times of it. Graphs without gradients
-            choose when they run. "auto" and an ``AutoStrategy`` are dense on a CPU and, after a warning, on a GPU that
-            was not measured. Strategies may differ in the last bits of a result.
+            of compute capability 9.0 or the CPU. It misses a gate if the bound fails, with a probability of at most
+            2^-80 per gate. In inference of up to 64 tokens it is "row". "proven" is the same by a bound that never
+            fails, with several times as many candidates for most layers. "invariant" is "row" with the same bits for a
+            token whatever other tokens the call has, and however many; for inference on a GPU. "dense" is plain
+            PyTorch, for any size and any dtype of F.linear. "auto" takes the cheapest strategy for a sparse layer of
+            this size: mostly "union", "row" for few tokens. It keeps nothing between calls and so measures nothing. An
+            ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity, "screened" only where its
+            table has times of it. Graphs without gradients choose when they run. "auto" and an ``AutoStrategy`` are
+            dense on a CPU and, after a warning, on a GPU that was not measured. Strategies may differ in the last bits
+            of a result.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
             that and spills beyond. The speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the weights'

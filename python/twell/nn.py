@@ -405,7 +405,8 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
     """Return the strategy of each layer of ``layers``, the reason and the measured figures; ``print`` it for a table.
 
     ``layers`` is a module that is or contains layers of ``twell.nn``, or the ``AutoStrategy`` of a call site. The call
-    neither waits nor changes anything: figures still on their way from the GPU are left out.
+    neither waits nor changes anything: figures still on their way from the GPU are left out. Only "auto" measures, and
+    only where it may choose: rows of a named strategy, and all rows on a CPU, have "-" in place of figures.
     """
     if isinstance(layers, AutoStrategy):
         return Explanation(tuple(layers.explain()))

@@ -417,6 +417,10 @@ def costs(
         if name == "screened":
             time -= kept_saving(problem)
         predicted[screen if name == "screened" else name] = (time + copies) / dense
+    if screen in predicted and "union" in predicted:
+        # the terms are of few candidates: a screen saves at most the gates of all others, one of dense's products
+        others = 1 - factors(problem, figures, "screened")[3]
+        predicted[screen] = max(predicted[screen], predicted["union"] - others / (3 if problem.gated else 2))
     return predicted | {"dense": 1.0}
 
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import json
+import math
 import pickle
 import re
 from typing import Any
@@ -65,6 +66,14 @@ def test_decides_by_the_candidates(training: bool) -> None:
     assert tuning.costs(call, few, SCREENS, "proven") == {
         "proven" if name == "screened" else name: cost for name, cost in costs.items()
     }
+
+
+def test_a_screen_that_lists_all_neurons_saves_nothing() -> None:
+    every = Figures(1408, 1.0, None, 1.0)
+    for (training, gated, k, n), nodes in _tables.SHIPPED.costs.items():
+        for m in nodes:
+            costs = tuning.costs(Problem(m, k, n, gated, training), every)
+            assert costs.get("screened", math.inf) >= costs.get("union", 0)
 
 
 @pytest.mark.parametrize("current", [None, "union", "screened"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import twell
 from tests import family as families
 from twell import ops, reference, testing
 from twell._activation import RELU
@@ -399,6 +400,19 @@ def test_a_screened_layer_with_neurons_far_below_zero_has_few_candidates() -> No
     y, _, _, union, candidates = ops.ffn_screened(*p, *ops.quantize_gate(p.w_gate, True), 8)
     assert torch.equal(y, ops.ffn_union(*p, 8)[0])
     assert union.sum() <= candidates.sum() < 0.9 * 2 * 1024
+
+
+@pytest.mark.parametrize("screen", ["screened", "proven"])
+def test_a_screened_layer_of_few_tokens_is_that_of_row(screen: str) -> None:
+    torch.manual_seed(0)
+    w_gate, w_up, w_down = (torch.randn(264, 72).to(BF16) for _ in range(3))
+    for m, same, other in ((1, "row", "union"), (64, "row", "union"), (65, "union", "row")):
+        x = torch.randn(m, 72).to(BF16)
+        y, of_same, of_other = (
+            twell.sparse_gated_ffn(x, w_gate, w_up, w_down.t(), strategy=s) for s in (screen, same, other)
+        )
+        assert torch.equal(y, of_same)
+        assert not torch.equal(y, of_other)
 
 
 def test_ffn_screened_refuses_and_is_an_operator() -> None:

@@ -290,6 +290,51 @@ def test_an_activation_in_the_code_is_told() -> None:
         )
 
 
+@pytest.mark.parametrize("form", [Gated, Plain, Pair, Block])
+def test_what_is_nearly_of_the_family_is_told(form: Any) -> None:
+    for act, odd in (
+        (lambda x: x.clamp(min=0), "<lambda>, which is ReLU but for its gradient at 0"),
+        (nn.Threshold(-0.1, 0.0), "Threshold with a negative threshold"),
+    ):
+        with pytest.raises(ValueError, match=rf"must apply ReLU, got {odd}\. "):
+            sparsify_(nn.Sequential(form(act)))
+
+
+class Swapped(nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name, sizes in zip(names, ((K, N), (K, N), (N, K))):
+            setattr(self, name, nn.Linear(*sizes))
+
+
+def test_an_activation_that_is_on_the_other_projection_is_told() -> None:
+    class Llama(Swapped):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down_proj(self.gate_proj(x) * F.relu(self.up_proj(x)))
+
+    class Meta(Swapped):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.w2(self.w1(x) * F.relu(self.w3(x)))
+
+    with pytest.raises(ValueError, match="its activation is on up_proj, not on gate_proj: rename the children"):
+        sparsify_(nn.Sequential(Llama("gate_proj", "up_proj", "down_proj")))
+    m = nn.Sequential(Meta("w1", "w3", "w2"))
+    with pytest.raises(ValueError, match=r'on w3, not on w1: pass names=\("w3", "w1", "w2"\)'):
+        sparsify_(m)
+    assert sparsify_(m, names=("w3", "w1", "w2")) == ["0"]
+
+
+def test_how_an_activation_in_the_code_must_be_written_is_told() -> None:
+    class Masked(Literal):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(torch.where(self.fc1(x) > 0, self.fc1(x), 0))
+
+    with pytest.raises(
+        ValueError, match=r"it runs gt, .*where; .* must be F\.relu\(gate\), its square or F\.threshold"
+    ):
+        sparsify_(nn.Sequential(Masked()))
+
+
 def test_a_compiled_block_notices_its_new_layers() -> None:
     torch._dynamo.reset()
     m = torch.compile(nn.Sequential(Gated(nn.SiLU()), Block(nn.SiLU())).eval(), backend="eager")
@@ -326,7 +371,9 @@ def test_a_model_without_layers_is_an_error_that_says_why() -> None:
             super().__init__()
             self.gate_up_proj = nn.Parameter(torch.zeros(2, K, 2 * N))
 
-    with pytest.raises(ValueError, match=r"gate_proj, up_proj, down_proj; up_proj, down_proj; fc1, fc2; got Linear"):
+    with pytest.raises(
+        ValueError, match=r"up_proj, down_proj\) or \(fc1, fc2\), or of the names in names=; got Linear"
+    ):
         sparsify_(nn.Linear(K, K))
     with pytest.raises(ValueError, match=r"nearest are 0 \(Fused\) with down_proj, gate_up_proj; 2 \(Experts\) with"):
         sparsify_(nn.Sequential(Fused(), Fused(), Experts()))
@@ -337,6 +384,8 @@ def test_a_model_without_layers_is_an_error_that_says_why() -> None:
     dropping = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Dropout(0.1), nn.Linear(N, K))
     with pytest.raises(ValueError, match=r"0 \(Sequential\) with ReLU, Dropout between two linear layers: .*alone"):
         sparsify_(nn.Sequential(dropping))
+    with pytest.raises(ValueError, match=r"with linear layers from 32 to 64 to 8: .* from K to N to K with ReLU"):
+        sparsify_(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)))
     with pytest.raises(TypeError, match=r"must be Python code, got a RecursiveScriptModule of torch\.jit"):
         sparsify_(torch.jit.script(nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K))))
 

@@ -251,7 +251,7 @@ def test_sparse_classes_keep_the_activation_that_they_were_given(
     loaded = load(tmp_path, dtype=torch.float32).eval()
     assert [(layer.activation, layer.threshold) for layer in layers(loaded).values()] == [(activation, threshold)] * 2
     assert torch.equal(out(loaded), out(model))
-    with pytest.raises(ValueError, match=f'hidden_act must be "relu", got {activation!r}'):
+    with pytest.raises(ValueError, match=f'hidden_act must be "relu", got {activation!r}, which .*transformers.load'):
         SparseLlamaForCausalLM.from_pretrained(tmp_path)
 
 
@@ -492,6 +492,18 @@ def test_load_takes_what_from_pretrained_takes(tmp_path: Path) -> None:
     model = load(tmp_path / "down", subfolder="drelu", dtype=BF16, local_files_only=True)
     assert {layer.activation for layer in layers(model).values()} == {"drelu"}
     assert model.dtype == BF16
+
+
+def test_load_takes_a_strategy_and_a_compression(tmp_path: Path) -> None:
+    sparse("llama", sparsity_strategy="row", sparsity_compression=2).save_pretrained(tmp_path / "own")
+    sparsify(stock("llama"), activation="drelu").save_pretrained(tmp_path / "stock")
+    for folder, settings in (("own", ("row", 2)), ("stock", ("auto", 8))):
+        model = load(tmp_path / folder)
+        assert {(layer.strategy, layer.compression) for layer in layers(model).values()} == {settings}
+        model = load(tmp_path / folder, strategy="union", compression=4)
+        assert {(layer.strategy, layer.compression) for layer in layers(model).values()} == {("union", 4)}
+        with pytest.raises(ValueError, match="strategy must be"):
+            load(tmp_path / folder, strategy="quick")  # type: ignore[arg-type]
 
 
 def test_what_is_no_dense_model_is_refused() -> None:

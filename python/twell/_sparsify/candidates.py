@@ -14,7 +14,16 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from twell._activation import NAMES_OF_FAMILY, RELU, Activation
 from twell._runtime import geometry, specs
-from twell._sparsify.equivalence import Form, Formula, Function, difference, family_of, formula_of, identity
+from twell._sparsify.equivalence import (
+    Form,
+    Formula,
+    Function,
+    difference,
+    family_of,
+    formula_of,
+    identity,
+    is_relu_but_at_zero,
+)
 from twell._sparsify.modules import GATED, PAIR, PLAIN, SharedLinear, SparseDown, below
 from twell._sparsify.other_inputs import HOOKS, of_torch
 from twell._sparsify.pairs import read_pair, read_split, run_pair
@@ -150,6 +159,16 @@ def between_fitting(module: nn.Module) -> str:
     return ""
 
 
+def unfit_sizes(module: nn.Module) -> str:
+    """The sizes of two linear layers around another in an ``nn.Sequential`` that are not K to N to K; else ""."""
+    layers = list(module._modules.values()) if type(module) is nn.Sequential else []
+    for up, _, down in zip(layers, layers[1:], layers[2:]):
+        if type(up) is type(down) is nn.Linear and up.out_features == down.in_features:
+            if up.in_features != down.out_features:
+                return f"{up.in_features} to {up.out_features} to {down.out_features}"
+    return ""
+
+
 def _fit(layers: Sequence[nn.Module | None]) -> bool:
     """Whether these are linear layers of the sizes of a feed-forward layer: [N, K], the last one [K, N]."""
     shapes = [(layer.out_features, layer.in_features) for layer in layers if isinstance(layer, nn.Linear)]
@@ -265,7 +284,7 @@ def _require_roles(where: str, form: Form) -> None:
 def _paired(name: str, module: nn.Module, form: Form, attribute: str, act: Any) -> tuple[Candidate, Activation | None]:
     weight: Any = module.get_submodule(form.children[0]).weight
     of = family_of(act, weight.dtype)
-    return Candidate(name, module, form, "pair", attribute, RELU, _kind(act)), of
+    return Candidate(name, module, form, "pair", attribute, RELU, _kind(act) if of else _kind(act) + _oddity(act)), of
 
 
 def _examine_torchs(where: str, name: str, module: Any, form: Form) -> tuple[Candidate, Activation | None]:
@@ -408,6 +427,13 @@ def _kind(act: object) -> str:
     return str(getattr(act, "__name__", type(act).__name__)).removesuffix("Activation") or "Activation"
 
 
+def _oddity(act: Any) -> str:
+    """What keeps an activation out of the family that is nearly in it; else ""."""
+    if isinstance(act, nn.Threshold) and act.threshold < 0:
+        return " with a negative threshold"
+    return ", which is ReLU but for its gradient at 0" if is_relu_but_at_zero(act) else ""
+
+
 def _activation(where: str, module: nn.Module, form: Form, attribute: str | None) -> Found:
     """The activation of ``module``. Raises ValueError if it computes none of the formulas."""
     act = None if attribute is None else getattr(module, attribute)
@@ -415,7 +441,8 @@ def _activation(where: str, module: nn.Module, form: Form, attribute: str | None
     own = None if act is None else family_of(act, first.weight.dtype)
     forms = [form, form._replace(fused="up first")] if form.fused else [form]
     reasons = []
-    for kind, each in itertools.product(_to_try(module, own, attribute, form), forms):
+    kinds = _to_try(module, own, attribute, form)
+    for kind, each in itertools.product(kinds, forms):
         reasons.append(difference(module, each, formula_of(kind), act if own else None))
         if not reasons[-1]:
             return Found(kind, NAMES_OF_FAMILY[kind.name], each)
@@ -431,13 +458,22 @@ def _activation(where: str, module: nn.Module, form: Form, attribute: str | None
             finally:
                 setattr(module, attribute, act)
             if not reason and not other:
-                return Found(None, _kind(act), each)
+                return Found(None, _kind(act) + _oddity(act), each)
             if not reason:
                 reason = f"{attribute} is not the activation, and {_kind(act)} would be lost"
     elif attribute is None:
         for (known, function), each in itertools.product(_OTHERS.items(), forms):
             if not difference(module, each, Formula(function), None):
                 return Found(None, known, each)
+    if attribute is None and reason.startswith("it runs "):
+        written = "F.relu(gate), its square or F.threshold(gate, self.threshold, 0.0)"
+        reason += f"; in the code of forward the activation must be {written}"
+    if len(form.children) == 3:
+        gate, up, down = form.children
+        swapped = Form((up, gate, down))
+        if not all(difference(module, swapped, formula_of(kind), act if own else None) for kind in kinds):
+            remedy = "rename the children" if gate in GATED else f'pass names=("{up}", "{gate}", "{down}")'
+            reason = f"its activation is on {up}, not on {gate}: {remedy}"
     if dropping := [name for name, child in module.named_modules() if isinstance(child, _DropoutNd) and child.p]:
         reason = f"it drops values ({', '.join(dropping)}); {reason}"
     *inputs, down = form.children

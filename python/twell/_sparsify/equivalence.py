@@ -216,6 +216,19 @@ def family_of(act: Function, dtype: torch.dtype) -> Activation | None:
     return next((kind for kind in known if _is(act, kind, dtype)), None)
 
 
+def is_relu_but_at_zero(act: Function) -> bool:
+    """Whether ``act`` has the values of ReLU and another gradient at 0, as a clamp has."""
+    x = _every_size(torch.float64, 0.0)
+    x = x[x.isfinite()].requires_grad_()
+    try:
+        with outside_of_modes(), torch.enable_grad():
+            y = act(x.clone())
+            (grad,) = torch.autograd.grad(y, x, torch.ones_like(x))
+    except Exception:
+        return False
+    return torch.equal(y, F.relu(x)) and torch.equal(grad != (x > 0), x == 0)
+
+
 def _level(act: Function) -> float:
     """The largest positive number in float64 at which ``act`` is zero, by bisection; 0 if it is not such a function."""
 

@@ -28,6 +28,7 @@ from twell._sparsify.candidates import (
     label,
     label_between,
     outside_layers,
+    unfit_sizes,
 )
 from twell._sparsify.modules import (
     GATED,
@@ -179,6 +180,8 @@ def plan(
                 stacked.append(label(name, module))
             elif between := between_fitting(module):
                 misses.setdefault("Sequential", label_between(name, module, between))
+            elif sizes := unfit_sizes(module):
+                misses.setdefault("Sequential", f"{label(name, module)} with linear layers from {sizes}")
             elif found := TELLTALES & (module._modules.keys() | module._parameters.keys()):
                 misses.setdefault(type(module).__name__, f"{label(name, module)} with {', '.join(sorted(found))}")
         elif filter_fn is not None and not filter_fn(module, name):
@@ -379,10 +382,10 @@ def _nothing_found(
     misses: dict[str, str],
     stacked: list[str],
 ) -> str:
-    forms = "; ".join(", ".join(form) for form in CERTAIN)
+    *forms, last = (f"({', '.join(form)})" for form in CERTAIN)
     text = (
-        "sparsify_: model must have modules with nn.Linear children of known names, or of those that names= tells; "
-        f"known are, with others, {forms}; got {type(model).__name__} without any"
+        "sparsify_: model must have modules whose projections are nn.Linear children of known names, such as "
+        f"{', '.join(forms)} or {last}, or of the names in names=; got {type(model).__name__} without any"
     )
     if left:
         text += f" that filter_fn accepts; it left out {len(left)}, the first {left[0] or 'the model'!r}"
@@ -395,7 +398,8 @@ def _nothing_found(
     if misses:
         text += "; nearest are " + "; ".join(list(misses.values())[:5])
         text += (
-            ": only nn.Linear projections are recognised, in an nn.Sequential only with ReLU or another of its family "
-            "alone between them, and other names only if names= tells them; or call twell.sparse_gated_ffn"
+            ": only nn.Linear projections are recognised, in an nn.Sequential only from K to N to K with ReLU or "
+            "another of its family alone between them, and other names only if names= tells them; or call "
+            "twell.sparse_gated_ffn"
         )
     return text

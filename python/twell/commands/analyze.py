@@ -18,12 +18,14 @@ from twell.commands.sparsity import (
     HEAVY_SHARE,
     LEAST_TOKENS,
     PAYS,
+    TOO_FAR,
     Call,
     LayerSparsity,
     Prediction,
     Shape,
     aligned,
     as_percent,
+    distance,
     figures_cells,
     figures_header,
     most_nonzeros,
@@ -135,6 +137,24 @@ def _kinds(reports: Sequence[LayerSparsity]) -> str:
     return " and ".join(dict.fromkeys(named))
 
 
+def _most_work(shapes: Sequence[Shape]) -> Shape:
+    """The kind of layers with most of the work: the speed of a model is theirs."""
+    return max(shapes, key=lambda shape: shapes.count(shape) * shape[1] * shape[2] * (2 + shape[0]))
+
+
+def _unknown(shapes: Sequence[Shape], calls: Sequence[Call], table: Table) -> str:
+    """The verdict if the layers with most of the work are too far from all measured ones for any; else ""."""
+    _, k, n = shape = _most_work(shapes)
+    for call in calls:
+        measured, _ = nearest(shape, call, table)
+        if distance((k, n), measured) > TOO_FAR:
+            return (
+                f"Verdict: none, as layers with K = {k:,}, N = {n:,} are too far from all measured ones, the nearest "
+                f"with K = {measured[0]:,}, N = {measured[1]:,}; `twell tune --shape {k}x{n}` measures them on a GPU"
+            )
+    return ""
+
+
 # Where a verdict begins with doubt.
 _DOUBT = "by the nearest measured layer, which is far from this model's, "
 
@@ -147,6 +167,9 @@ def verdict(
     was: str = "",
 ) -> str:
     """Whether twell pays, on which GPU and for which calls, from which figures. ``tokens``: of the text."""
+    shapes = [(report.gated, report.k, report.n) for report in reports]
+    if unknown := _unknown(shapes, [each.call for each in predictions[0]], table):
+        return unknown
     speeds = {of_call[0].call: speedup(reports, of_call) for of_call in zip(*predictions)}
     paying = [f"{call} ({value:.2f}x as fast)" for call, value in speeds.items() if value >= PAYS]
     others = [str(call) for call, value in speeds.items() if value < PAYS]
@@ -175,8 +198,8 @@ def _measured(table: Table) -> str:
 
 
 def _listed(parts: Sequence[str], word: str) -> str:
-    """Parts that may have commas, as "a; b and c"."""
-    return f" {word} ".join(filter(None, ("; ".join(parts[:-1]), parts[-1])))
+    """Parts as "a, b and c"."""
+    return f" {word} ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 def without_zeros(model: saved_model.WithoutZeros, calls: Sequence[Call], table: Table) -> Iterator[str]:
@@ -196,8 +219,10 @@ def without_zeros(model: saved_model.WithoutZeros, calls: Sequence[Call], table:
     yield f"{saved_model.TRAINING}."
     yield "`twell analyze --activation relu` shows the figures before any training."
     yield from _far(shapes, calls, table)
-    # the speed of a model is that of the layers with most of the work
-    gated, k, n = max(shapes, key=lambda shape: model.shapes.count(shape) * shape[1] * shape[2] * (2 + shape[0]))
+    if unknown := _unknown(model.shapes, calls, table):
+        yield unknown
+        return
+    gated, k, n = _most_work(model.shapes)
     limit, kind = limits[gated, k, n], "gated" if gated else "non-gated"
     needs = [f"{most:,} ({as_percent(most / n)}) for {call}" for call, most in zip(calls, limit, strict=True) if most]
     far = _DOUBT if any(nearest((gated, k, n), call, table)[1] for call in calls) else ""

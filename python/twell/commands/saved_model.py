@@ -116,8 +116,8 @@ def add_arguments(
         "model",
         type=Path,
         metavar="MODEL",
-        help="folder of a model and its tokenizer, from save_pretrained, or owner/name of one on the Hugging Face Hub, "
-        "which is downloaded",
+        help="folder of a causal language model and its tokenizer, from save_pretrained, or owner/name of one on the "
+        "Hugging Face Hub, which is downloaded",
     )
     add(
         "--text",
@@ -141,7 +141,11 @@ def add_arguments(
     if served:
         parser.set_defaults(activation=None)
     else:
-        add("--activation", choices=("relu", "relu2", "drelu"), help="replace another activation with it")
+        add(
+            "--activation",
+            choices=("relu", "relu2", "drelu"),
+            help="replace another activation with it; FATReLU is relu until training has found its threshold",
+        )
 
 
 def load(

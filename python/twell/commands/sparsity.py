@@ -34,8 +34,9 @@ LEAST_TOKENS = UNIONS[-1]
 # The int8 screen runs on so many tokens of each layer, on the CPU, where it takes as long as several dense layers.
 SCREENED = 512
 
-# A layer is far from the nearest measured one if its K or K * N differs by more than this factor.
-FAR = 2.0
+# A layer is far from the nearest measured one if its K or K * N differs by more than the first factor, and beyond
+# prediction by more than the second.
+FAR, TOO_FAR = 2.0, 8.0
 
 # (gated, K, N) of a layer
 Shape = tuple[bool, int, int]
@@ -80,7 +81,7 @@ class Call(NamedTuple):
         return f"{'train' if self.training else 'm'}{self.tokens}"
 
     def __str__(self) -> str:
-        return f"{'training, ' if self.training else ''}{self.tokens:,} token{'s' if self.tokens > 1 else ''}"
+        return f"{'training on ' if self.training else ''}{self.tokens:,} token{'s' if self.tokens > 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -260,8 +261,13 @@ def nearest(shape: Shape, call: Call, table: _tables.Table | None = None) -> tup
     """K and N of the measured layer nearest to a layer, and whether it is very different."""
     gated, k, n = shape
     _, gate, *measured = tuning.nearest(tuning.Problem(call.tokens, k, n, gated, call.training), table)
-    far = gate != gated or max(apart(k, measured[0]), apart(k * n, measured[0] * measured[1])) > FAR
-    return (measured[0], measured[1]), far
+    found = measured[0], measured[1]
+    return found, gate != gated or distance((k, n), found) > FAR
+
+
+def distance(size: tuple[int, int], measured: tuple[int, int]) -> float:
+    """The factor between K, or K * N if that is larger, of two layers (K, N)."""
+    return max(apart(size[0], measured[0]), apart(math.prod(size), math.prod(measured)))
 
 
 def predict(report: LayerSparsity, call: Call, table: _tables.Table | None = None) -> Prediction:

@@ -126,22 +126,28 @@ def sparsify(
     return model
 
 
-def load(model: str | Path, **options: Any) -> Any:
+def load(model: str | Path, *, strategy: Strategy | None = None, compression: int | None = None, **options: Any) -> Any:
     """The causal model in a folder or on the Hub, with its feed-forward layers through twell.
 
     As ``sparsify(AutoModelForCausalLM.from_pretrained(model, **options))``, and it also reads configurations that name
     an activation which no stock class has: "drelu", and "fatrelu" with its threshold as ``hidden_act_param``, as
     MiniCPM-S names it. Layers of twell that the model's class makes stay as they are.
 
-    ``options`` are those of ``from_pretrained`` except for fields of the configuration. Raises as ``from_pretrained``
-    and ``sparsify``; ValueError for a "fatrelu" without a threshold.
+    ``strategy`` and ``compression`` are those of ``sparsify``; None is its default, or what the model's class chooses.
+    For its other arguments call ``sparsify`` itself. ``options`` are those of ``from_pretrained`` except for fields of
+    the configuration. Raises as ``from_pretrained`` and ``sparsify``; ValueError for a "fatrelu" without a threshold.
     """
     where = {key: options[key] for key in _WHERE if key in options}
     config = AutoConfig.from_pretrained(model, **where)
     own = layouts.as_stock(config)
     loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
+    settings: dict[str, Any] = {"strategy": strategy, "compression": compression}
+    settings = {name: value for name, value in settings.items() if value is not None}
     if not _sparsify.layers(loaded):
-        sparsify(loaded)
+        sparsify(loaded, **settings)
+    for layer in _sparsify.layers(loaded).values():
+        for name, value in settings.items():
+            setattr(layer, name, value)
     return loaded if own is None else with_own(loaded, own)
 
 
@@ -351,6 +357,11 @@ class _SparseModel:
                 f"{type(self).__name__}: config must be a {expected.__name__}, got {type(config).__name__}; "
                 f"{expected.__name__}(**config.to_dict()) makes one"
             )
+        if config.hidden_act in layouts.OF_SPARSE:
+            raise ValueError(
+                f'{type(self).__name__}: hidden_act must be "relu", got {config.hidden_act!r}, which '
+                "twell.integrations.transformers.load reads"
+            )
         if config.hidden_act != "relu":
             raise ValueError(
                 f'{type(self).__name__}: hidden_act must be "relu", got {config.hidden_act!r}: the kernels skip the '
@@ -421,7 +432,8 @@ def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[st
 class SparseLlamaForCausalLM(_SparseModel, LlamaForCausalLM):  # type: ignore[misc]
     """``LlamaForCausalLM`` with a ``twell.nn.SparseGatedMLP`` as ``mlp`` of each block; see ``SparseLlamaConfig``.
 
-    Same keys, shapes and initial values as the stock model with ``hidden_act="relu"``. Raises ValueError for another.
+    Same keys, shapes and initial values as the stock model with ``hidden_act="relu"``. Raises ValueError for another;
+    ``load`` reads files with "relu2", "drelu" and "fatrelu".
 
     ``from_pretrained`` takes files of this class, of the stock class and of the paper's code. Down weights may be
     stored [hidden, intermediate] or [intermediate, hidden], in safetensors or pickled, whole or in shards; the shape

@@ -194,10 +194,17 @@ def _union_on_cuda(layer: Operands, compression: int, activation: Activation, me
     return *by_small_tiles(layer, compression, activation, spec), None, None
 
 
+def _is_row(layer: Operands) -> bool:
+    """Whether "screened" and "proven" are "row", with its screen where there is one: tiles are not for few tokens."""
+    return 0 < layer.x.shape[0] <= tuning.FEW_GATE_PACK
+
+
 def _screened_on_cpu(
     layer: Operands, compression: int, activation: Activation, measured: bool, screen: str
 ) -> _Counted:
     nearest = screened.is_nearest(screen)
+    if _is_row(layer):
+        return _row_on_cpu(layer, compression, activation, measured)
     quantized = _gate_copies.of(layer.w_gate, screen, lambda: quantize_gate(layer.w_gate, True, nearest))
     return screened_on_cpu(layer, quantized, compression, activation, nearest)
 
@@ -215,8 +222,7 @@ def _screened_on_cuda(
 ) -> _Counted:
     nearest = screened.is_nearest(screen)
     require(layer.x, strategy=screen)
-    # the screen of few tokens is that of "row", where there is one: tiles of 128 tokens are not for them
-    if 0 < layer.x.shape[0] <= tuning.FEW_GATE_PACK:
+    if _is_row(layer):
         return _row_on_cuda(layer, compression, activation, measured, screen=screen)
     # kept only where a module was told to: a write through .data does not raise a tensor's version
     quantized = _gate_copies.of(layer.w_gate, screen, lambda: quantize_on_cuda(layer.w_gate, True, nearest))
