@@ -611,8 +611,9 @@ def test_the_verdict_names_calls_gpu_and_figures() -> None:
 def test_the_most_nonzeros_pay_and_more_do_not(shape: Any, call: Any) -> None:
     gated, k, n = shape
     most = sparsity.most_nonzeros(shape, call)
-    assert 0 < most < n
-    for nonzeros, pays in ((most, True), (2 * most, False)):
+    assert 0 < most <= n / 4
+    # for one token the promise ends before the gain
+    for nonzeros, pays in ((most, True), *(((2 * most, False),) if call.tokens > 1 else ())):
         figures = tuning.Figures(nonzeros, 1 - (1 - nonzeros / n) ** 128)
         decision = tuning.decide(tuning.Problem(call.tokens, k, n, gated, call.training), figures, None)
         assert (decision.costs[decision.strategy] * sparsity.PAYS <= 1) == pays

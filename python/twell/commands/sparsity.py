@@ -289,10 +289,15 @@ def predict(report: LayerSparsity, call: Call, table: _tables.Table | None = Non
 
 # Layers that are less than this much faster do not pay: GPUs of one model differ by more.
 PAYS = 1.05
+# Share of neurons beyond which nothing is promised: tables have patterns of up to a fifth.
+MOST_SHARE = 1 / 4
 
 
 def most_nonzeros(shape: Shape, call: Call, table: _tables.Table | None = None) -> int:
-    """The most non-zeros per token with which a layer (gated, K, N) pays if tokens fire independently, or 0."""
+    """The most non-zeros per token with which a layer (gated, K, N) pays if tokens fire independently, or 0.
+
+    At most ``MOST_SHARE`` of its neurons.
+    """
     gated, k, n = shape
     problem = tuning.Problem(call.tokens, k, n, gated, call.training)
 
@@ -303,7 +308,7 @@ def most_nonzeros(shape: Shape, call: Call, table: _tables.Table | None = None) 
 
     # from few to many in steps of 2 %, since a cost need not rise with them everywhere
     most, step = 0, 1
-    while step <= n and pays(step):
+    while step <= n * MOST_SHARE and pays(step):
         most, step = step, max(step + 1, math.floor(step * 1.02))
     return most
 
