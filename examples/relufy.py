@@ -237,7 +237,7 @@ class Further:
         return self.target.settle() if isinstance(self.target, recipe.TargetThreshold) else None
 
     def save(self, folder: Path) -> None:
-        state = {} if self.target is None else {"target": self.target.state_dict()}
+        state: dict[str, Any] = {} if self.target is None else {"target": self.target.state_dict()}
         state |= {"sums": self.sums, "since": self.since, "curve": self.curve}
         state |= {"lapsed": self.clock.so_far(), "spent": self.seconds()}
         about = {"identity": self.identity}

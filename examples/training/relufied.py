@@ -26,7 +26,7 @@ def replace(model: Any, activation: Any, strategy: Strategy = "dense") -> None:
     FATReLU begins as ReLU, or with the threshold that a model with FATReLU has. TypeError or ValueError, as
     ``twell.integrations.transformers.sparsify``, if that cannot be done.
     """
-    begin = "relu" if activation == "fatrelu" else activation
+    begin: Any = "relu" if activation == "fatrelu" else activation
     if not any(isinstance(layer, SparseFFN) for layer in model.modules()):
         twell_hf.sparsify(model, activation=begin, strategy=strategy)
         return
