@@ -5,9 +5,10 @@
 
 MODEL is a folder or a Hub id of a model with SiLU, GELU or another activation, whose tokenizer reads the text. L1 of
 the gate rises in stages, and FATReLU's threshold with it, until --target-nnz neurons fire per token. Other activations
-have L1 alone. The model is compared with the original, and with the original
-trained on as many more tokens: the same text in the same order, the same schedule. The same command resumes a run that
-stopped, unless the files of MODEL have changed. OUT/final is the model, OUT/report.json the comparison.
+have L1 alone. A model that has FATReLU already goes on from its threshold. The model is compared with the original, and
+with the original trained on as many more tokens: the same text in the same order, the same schedule. The same command
+resumes a run that stopped, unless the files of MODEL have changed. OUT/final is the model, OUT/report.json the
+comparison.
 """
 
 from __future__ import annotations
@@ -91,8 +92,7 @@ class Further:
         self.tracker: recipe.SparsityTracker | None = None
         if activation is not None:
             try:
-                # FATReLU begins as ReLU
-                relufied.replace(self.model, "relu" if activation == "fatrelu" else activation, choice.strategy)
+                relufied.replace(self.model, activation, choice.strategy)
             except (TypeError, ValueError) as error:
                 raise RequestError(f"MODEL: {error}") from error
             neurons = statistics.fmean(layer.intermediate for layer in recipe.layers(self.model).values())
@@ -118,8 +118,12 @@ class Further:
             self.losses = torch.compile(losses)
         self.parameters = list(self.model.parameters())
         self.optimizer = adamw(self.parameters, choice.lr, choice.weight_decay)
-        # cross-entropy, KL divergence and the whole loss, summed over the steps since the last reading
-        self.sums = torch.zeros(3, device=here.device)
+        # cross-entropy, KL divergence and the whole loss, summed over the steps since the last reading, at ``since``
+        self.sums, self.since = torch.zeros(3, device=here.device), 0
+        self.curve: list[dict[str, float]] = []
+        # seconds before the last resume: of the whole run, and of the steps since the last reading
+        self.spent = self.lapsed = 0.0
+        self.began, self.clock = time.perf_counter(), report.Clock(here.device)
 
     def _load(self) -> Any:
         try:
@@ -214,22 +218,29 @@ class Further:
                 tracker.every = 0
             self.model.train()
 
-    def means(self, steps: int) -> dict[str, float]:
-        """Figures of the last ``steps`` steps; waits for the device. LostLoss if one is not finite."""
-        names = ("ce", "kl", "loss")
+    def means(self) -> dict[str, float]:
+        """Figures of the steps since the last reading; waits for the device. LostLoss if one is not finite."""
+        names, steps = ("ce", "kl", "loss"), self.done - self.since
         values = dict(zip(names, (self.sums / steps).tolist()))
         self.sums.zero_()
+        self.since = self.done
         require_finite(self.done, "a lower --lr", loss=values["loss"], gradient=float(self.norm))
         if self.target is not None:
             values |= self.target.read()
-        return values
+        return values | {"tokens_per_s": steps * self.choice.tokens_per_step / self.clock.lap()}
+
+    def seconds(self) -> float:
+        """Of the run, those before interruptions included."""
+        return self.spent + time.perf_counter() - self.began
 
     def settle(self) -> float | None:
         """End the training of FATReLU's threshold; it, or None of another activation."""
         return self.target.settle() if isinstance(self.target, recipe.TargetThreshold) else None
 
     def save(self, folder: Path) -> None:
-        state = {} if self.target is None else {"target": self.target.state_dict()}
+        state: dict[str, Any] = {} if self.target is None else {"target": self.target.state_dict()}
+        state |= {"sums": self.sums, "since": self.since, "curve": self.curve}
+        state |= {"lapsed": self.clock.so_far(), "spent": self.seconds()}
         about = {"identity": self.identity}
         checkpoint.save(folder, self.done, self.model, self.optimizer, state, about, self.here, keep=1)
 
@@ -241,6 +252,9 @@ class Further:
         state = checkpoint.load(path, self.model, self.optimizer, self.here)
         if self.target is not None:
             self.target.load_state_dict(state["target"])
+        self.sums.copy_(state["sums"])
+        self.since, self.curve = state["since"], state["curve"]
+        self.lapsed, self.spent = state["lapsed"], state["spent"]
         self.done = about["step"]
 
 
@@ -274,31 +288,32 @@ def run_steps(
     run: Further, say: Callable[[str], None], save: Callable[[], None], stopping: Callable[[], bool]
 ) -> list[dict[str, float]] | None:
     """Train to the last step; the logged figures, or None if ``stopping`` became true."""
-    choice, curve, since = run.choice, list[dict[str, float]](), run.done
-    clock = report.Clock(run.here.device)
+    choice = run.choice
+    run.clock = report.Clock(run.here.device, run.lapsed)
     while run.done < choice.steps:
         if stopping():
             return None
         run.step()
         last = run.done == choice.steps
         if last or run.done % choice.log_every == 0:
-            steps, since = run.done - since, run.done
-            point = run.means(steps) | {"tokens_per_s": steps * choice.tokens_per_step / clock.lap()}
-            curve.append({"step": run.done, **{name: short(value) for name, value in point.items()}})
+            point = run.means()
+            run.curve.append({"step": run.done, **{name: short(value) for name, value in point.items()}})
             more = "" if run.original is None else "  kl {kl:7.4f}".format(**point)
             if run.target is not None:
                 more += "  coefficient {coefficient:.2e}  non-zeros {non_zeros:7.1f}".format(**point)
             more += "  threshold {threshold:.3f}".format(**point) if "threshold" in point else ""
             say(f"step {run.done:6d}  ce {point['ce']:7.4f}{more}  {point['tokens_per_s']:9,.0f} tokens/s")
         if not last and choice.checkpoint_every and run.done % choice.checkpoint_every == 0:
-            with clock.paused():
+            with run.clock.paused():
                 save()
-    return curve
+    return run.curve
 
 
 def first_line(error: Exception) -> str:
-    """The type of an error and the first line of its text."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    """The type of an error and the first line of its text, or all of it in one line if that announces a list."""
+    text = str(error).strip()
+    line = text.partition("\n")[0].rstrip()
+    return f"{type(error).__name__}: {' '.join(text.split()) if line.endswith(':') else line}"
 
 
 def short(number: float) -> float:
@@ -353,7 +368,6 @@ def part(
     def say(line: str) -> None:
         here.say(f"{name}: {line}")
 
-    began = time.perf_counter()
     first = None
     if (last := checkpoint.choose(folder / "checkpoints", "auto")) is not None:
         run.resume(last)
@@ -375,7 +389,7 @@ def part(
         "threshold": run.settle(),
         "curve": curve,
         "parameters": sum(p.numel() for p in run.parameters),
-        "seconds": short(time.perf_counter() - began),
+        "seconds": short(run.seconds()),
         "machine": machine_line(here.device),
     }
     if name == "sparse":

@@ -221,9 +221,9 @@ class Training:
                 f"learning rate was to end, have --min-lr {choice.min_lr:g}"
             )
         state = checkpoint.load(path, self.model, self.optimizer, self.here)
-        self._set_observed(state)
         if self.target is not None:
             self.target.steps = self.schedule
+        self._set_observed(state)
         self.done, self.row = about["step"], about["row"]
         if self.here.size != about["ranks"]:
             self.here.say(

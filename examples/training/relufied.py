@@ -28,14 +28,18 @@ _SAMPLES, _SAMPLE = 256, 4096
 def replace(model: Any, activation: Any, strategy: Strategy = "dense") -> None:
     """Make the FFNs of ``model`` layers of twell with ``activation``, in place; the weights stay.
 
-    TypeError or ValueError, as ``twell.integrations.transformers.sparsify``, if that cannot be done.
+    FATReLU begins as ReLU, or with the threshold that a model with FATReLU has. TypeError or ValueError, as
+    ``twell.integrations.transformers.sparsify``, if that cannot be done.
     """
+    begin: Any = "relu" if activation == "fatrelu" else activation
     if not any(isinstance(layer, SparseFFN) for layer in model.modules()):
-        twell_hf.sparsify(model, activation=activation, strategy=strategy)
+        twell_hf.sparsify(model, activation=begin, strategy=strategy)
         return
     for layer in recipe.layers(model).values():
-        layer.threshold = 0
-        layer.activation, layer.strategy = activation, strategy
+        layer.strategy = strategy
+        if layer.activation != activation:
+            layer.threshold = 0
+            layer.activation = begin
     twell_hf.name_activation(model)
 
 

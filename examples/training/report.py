@@ -67,15 +67,20 @@ def _step(line: str) -> float:
 
 
 class Clock:
-    """Seconds of training since the last ``lap``, without those spent in ``paused``."""
+    """Seconds of training since the last ``lap``, without those spent in ``paused``; it begins at ``already``."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self._since = device, time.perf_counter()
+    def __init__(self, device: torch.device, already: float = 0.0) -> None:
+        self.device, self._since = device, time.perf_counter() - already
 
     def lap(self) -> float:
         """Seconds since the last lap. Call it after reading a result from the device, when nothing is in flight."""
         before, self._since = self._since, time.perf_counter()
         return self._since - before
+
+    def so_far(self) -> float:
+        """Seconds since the last lap, which goes on; waits for the device."""
+        self._wait()
+        return time.perf_counter() - self._since
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -36,7 +36,8 @@ class Activation(NamedTuple):
     A NaN gate stays NaN. Results have the dtype of the operands: each is computed in fp32, or wider, and rounded once.
 
     A threshold that is a 0-d tensor may change between calls without a wait or another graph; kernels do not read it.
-    It must be 0 or more, which is not checked, since that would be a wait.
+    It must be finite and 0 or more. Eager calls check one on the CPU. A look at another would be a wait: there, and in
+    graphs, a negative one is 0, and by one that is NaN every gate passes.
     """
 
     name: str = "relu"
@@ -54,7 +55,7 @@ class Activation(NamedTuple):
     def level(self, dtype: torch.dtype) -> Any:
         """The threshold rounded to ``dtype``; ValueError if it is a number that is infinite there."""
         if self.moves:
-            return self.threshold.to(dtype)
+            return self.threshold.clamp(min=0).to(dtype)
         return _rounded(self.threshold, dtype) if self.threshold else 0.0
 
     def after(self, gate: Tensor, inplace: bool = False) -> Tensor:
@@ -99,14 +100,31 @@ class Activation(NamedTuple):
 RELU = Activation()
 
 
+def _require_value(threshold: Tensor) -> None:
+    """ValueError unless a threshold on the CPU is finite and at least 0; others, and those of graphs, pass unseen."""
+    if torch.compiler.is_compiling() or threshold.device.type != "cpu" or type(threshold) is not Tensor:
+        return
+    if (
+        torch._C._get_tracing_state()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return
+    value = float(threshold)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"threshold must be a finite number of at least 0, got a tensor of {value}")
+
+
 def activation_of(name: Any, threshold: Any = 0, gated: bool = True) -> Activation:
     """The activation of a layer, ``gated`` or not; TypeError or ValueError for anything else."""
     if isinstance(threshold, Tensor):
         if name != "fatrelu" or threshold.dim() or not threshold.is_floating_point() or threshold.requires_grad:
+            grad = " that requires grad" if threshold.requires_grad else ""
             raise ValueError(
                 'threshold must be a number, or with "fatrelu" a 0-d floating tensor without gradient, got '
-                f"{threshold.dtype} {list(threshold.shape)} with {name!r}"
+                f"{threshold.dtype} {list(threshold.shape)}{grad} with {name!r}"
             )
+        _require_value(threshold)
         return Activation(name, threshold)
     if torch.compiler.is_compiling():
         # a graph is for one threshold, but torch.compile may make an input of a float that is not a literal, defaults

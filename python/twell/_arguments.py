@@ -38,13 +38,26 @@ def require_integer(name: str, value: Any, low: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {low}, got {value}")
 
 
+def require_positive(name: str, value: Any, high: float = math.inf) -> None:
+    """Raise TypeError or ValueError unless ``value`` is a finite number above 0 and at most ``high``."""
+    expected = "a finite number above 0" if high == math.inf else f"a number above 0 and at most {high}"
+    _require_real(name, value, expected)
+    if not (math.isfinite(value) and 0 < value <= high):
+        raise ValueError(f"{name} must be {expected}, got {value}")
+
+
 def require_number(name: str, value: Any, low: float, high: float = math.inf) -> None:
     """Raise TypeError or ValueError unless ``value`` is a finite number from ``low`` to ``high``."""
     expected = f"a finite number of at least {low}" if high == math.inf else f"a number from {low} to {high}"
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be {expected}, got {_describe(value)}")
+    _require_real(name, value, expected)
     if not (math.isfinite(value) and low <= value <= high):
         raise ValueError(f"{name} must be {expected}, got {value}")
+
+
+def _require_real(name: str, value: object, expected: str) -> None:
+    # numbers of NumPy of any width, too; torch.compile traces the first test alone
+    if isinstance(value, bool) or not (isinstance(value, (int, float)) or isinstance(value, numbers.Real)):
+        raise TypeError(f"{name} must be {expected}, got {_describe(value)}")
 
 
 def _describe(value: object) -> str:

@@ -105,6 +105,9 @@ class SparseFFN(nn.Module):
             raise TypeError(f"dtype must be a floating torch.dtype, got {dtype!r}")
         require_integer("hidden", hidden, 1)
         require_integer("intermediate", intermediate, 1)
+        if strategy != "dense":
+            name = type(self).__name__
+            _admission.require_sizes(name, intermediate, hidden, '; strategy="dense" takes it')
         self.hidden, self.intermediate = hidden, intermediate
         self.compression, self.strategy = compression, strategy
         self.activation = activation

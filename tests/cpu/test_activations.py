@@ -272,6 +272,14 @@ def test_derivatives_of_dense_layers_to_any_order(name: Any) -> None:
 # Arguments
 
 
+def test_thresholds_may_be_numbers_of_numpy() -> None:
+    np = pytest.importorskip("numpy")
+    for kind in (np.float16, np.float32, np.float64, np.int64):
+        assert activation_of("fatrelu", kind(2)) == Activation("fatrelu", 2.0)
+    with pytest.raises(TypeError, match="threshold must be a finite number of at least 0, got bool"):
+        activation_of("fatrelu", np.bool_(True))
+
+
 def test_wrong_activations_are_refused() -> None:
     p = integers(2, "relu")
     x, w_gate, w_up, w_down, *_ = p

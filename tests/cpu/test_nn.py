@@ -333,12 +333,15 @@ def test_down_layout_refuses_what_it_cannot_set() -> None:
 
 
 @pytest.mark.parametrize(("k", "n", "said"), [(60, 256, "K must be a positive multiple of 8"), (64, 250, "N must be")])
-def test_explain_says_that_sizes_raise(k: int, n: int, said: str) -> None:
-    layer = SparseGatedMLP(k, n)
+def test_sizes_that_the_kernels_do_not_take_need_dense(k: int, n: int, said: str) -> None:
+    """The first call raised, and not the constructor."""
+    with pytest.raises(ValueError, match=rf'SparseGatedMLP: {said}.*; strategy="dense" takes it'):
+        SparseGatedMLP(k, n)
+    layer = SparseGatedMLP(k, n, strategy="dense")
+    assert layer(torch.randn(2, k)).shape == (2, k)
+    layer.strategy = "auto"
     (choice,) = explain(layer)
     assert choice.strategy == "none"
     assert said in choice.reason
     with pytest.raises(ValueError, match=said):
         layer(torch.randn(2, k))
-    layer.strategy = "dense"
-    assert layer(torch.randn(2, k)).shape == (2, k)

@@ -137,7 +137,7 @@ def test_several_calls_all_count() -> None:
     model(x)
     with pytest.raises(RuntimeError, match="called 2 times"):
         recipe.l1_term(model)
-    model(x)
+    # as the error says
     torch.testing.assert_close(recipe.l1_term(model, several=True), expected)
     # two passes for one loss
     model(x)

@@ -198,8 +198,11 @@ def test_a_run_that_stops_goes_on(run: Callable[..., int], tmp_path: Path, monke
             time.sleep(0.2)
 
     monkeypatch.setattr(relufy.Further, "step", interrupted)
+    spent: dict[str, float] = {}
     for _ in range(3):
         assert run("llama", *arguments) == 128 + signal.SIGTERM
+        for path in (tmp_path / "out").glob("*/checkpoints/step-*/state.pt"):
+            spent[path.parents[2].name] = torch.load(path, weights_only=True)["spent"]
         # with any global random state
         torch.manual_seed(99)
     assert "dense: stopped at step 6; the same command goes on" in capsys.readouterr().out
@@ -211,6 +214,12 @@ def test_a_run_that_stops_goes_on(run: Callable[..., int], tmp_path: Path, monke
         assert a[part]["blocks"] == b[part]["blocks"]
         assert a[part]["first_ce"] == b[part]["first_ce"]
         assert a[part]["threshold"] == b[part]["threshold"]
+        curves = [[{**point, "tokens_per_s": 0} for point in each[part]["curve"]] for each in (a, b)]
+        assert curves[0] == curves[1]
+        assert [point["step"] for point in curves[0]] == [10, 12]
+        # what a kept checkpoint counts is part of the whole
+        assert all(point["tokens_per_s"] > 0 for point in a[part]["curve"])
+        assert a[part]["seconds"] > spent[part] > 0.2
     assert not checkpoint.complete(tmp_path / "out" / "sparse" / "checkpoints")
     # what is finished stays, and is not mixed with another run
     monkeypatch.setattr(relufy.Further, "step", None)
@@ -263,6 +272,20 @@ def test_large_weight_files_are_known_by_samples(tmp_path: Path) -> None:
     # other files say nothing about the model
     (tmp_path / "README.md").write_text("x")
     assert relufied.content(tmp_path).startswith(f"1 files of {size + 1:,} bytes with hash ")
+
+
+def test_a_sparse_model_goes_on_from_its_threshold(dense: Callable[[str], Path]) -> None:
+    """It began as ReLU again, and its sparsity was lost."""
+    sparse = relufied.load(dense("llama"))
+    relufied.replace(sparse, "fatrelu")
+    assert {layer.activation for layer in recipe.layers(sparse).values()} == {"relu"}
+    for layer in recipe.layers(sparse).values():
+        layer.activation, layer.threshold = "fatrelu", 0.125
+    relufied.replace(sparse, "fatrelu", "union")
+    settings = {(layer.activation, layer.threshold, layer.strategy) for layer in recipe.layers(sparse).values()}
+    assert settings == {("fatrelu", 0.125, "union")}
+    relufied.replace(sparse, "relu2")
+    assert {(layer.activation, layer.threshold) for layer in recipe.layers(sparse).values()} == {("relu2", 0)}
 
 
 def test_without_dense_the_original_is_still_there(run: Callable[..., int], tmp_path: Path) -> None:
@@ -395,6 +418,14 @@ def test_requests_that_cannot_be_met_are_one_sentence(
         assert not (tmp_path / "new").exists()
     assert run("llama", "--eval-sequences", 7) == 2
     assert "a larger --held-out, a smaller --micro-batch or a shorter --sequence helps" in capsys.readouterr().err
+    bare = shutil.copytree(dense("llama"), tmp_path / "bare")
+    for path in bare.glob("*token*"):
+        path.unlink()
+    assert relufy.main([str(bare), *COMMON, "--text", str(text), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "MODEL: expected a model with a tokenizer, got " in said
+    assert not said.strip().endswith(":")
+    assert "slow tokenizer" in said
     damaged = shutil.copytree(dense("llama"), tmp_path / "damaged")
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:2000])

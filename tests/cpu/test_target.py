@@ -84,11 +84,108 @@ def test_training_reaches_the_target(activation: Any, nnz: int) -> None:
     assert train(fresh, TargetSparsity(nnz, 240, of=of), 1) > 2 * nnz
 
 
-def test_l1_of_the_hidden_state_does_not_silence_every_gate() -> None:
-    """The reason for of="gate": with dReLU a silent up projection makes L1 as small."""
-    model = Model("drelu")
+@pytest.mark.parametrize("activation", ["relu2", "drelu"])
+def test_l1_of_the_hidden_state_is_not_for_every_activation(activation: Any) -> None:
+    """With dReLU a silent up projection makes it as small."""
+    model = Model(activation)
     recipe.record_aux(model)
-    assert train(model, TargetSparsity(3, 240), 240) > 6
+    model(next(batches())[0])
+    with pytest.raises(ValueError, match=f'of must be "gate" for layers with \'{activation}\', got "hidden"'):
+        TargetSparsity(3, 240).term(model)
+
+
+@pytest.mark.parametrize("kind", ["hidden", "gate", "threshold"])
+def test_a_small_learning_rate_does_not_wind_the_coefficient_up(kind: str, caplog: Any) -> None:
+    """The model cannot follow; the coefficient came to 1e5 and more, and the L1 term to as many nats."""
+    model = Model()
+    recipe.record_aux(model, inputs=True)
+    of: Any = kind
+    target: Any = TargetThreshold(model, 12, 240) if kind == "threshold" else TargetSparsity(12, 240, of=of)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+    for _, (x, y) in zip(range(240), batches()):
+        loss = (model(x) - y).square().mean()
+        term = target.term(model)
+        # the coefficient is that of the batch before
+        assert term < 1.25 * 3
+        (loss + term).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        target.update()
+    assert not caplog.records
+    target.read()
+    (record,) = caplog.records
+    assert "come to 3 nats" in record.getMessage()
+    assert "a larger learning rate or more steps help" in record.getMessage()
+    target.read()
+    assert len(caplog.records) == 1
+
+
+def test_the_coefficient_falls_at_once_from_its_most() -> None:
+    """What it did not sum needs no unwinding."""
+    layer = SparseMLP(K, N, bias=True)
+    recipe.record_aux(layer)
+    target, x = TargetSparsity(4, 100), torch.randn(M, K)
+
+    def step() -> float:
+        layer(x)
+        target.term(layer)
+        target.update()
+        return target.read()["coefficient"]
+
+    # nothing is trained, then nearly all is silent at once
+    highest = max(step() for _ in range(60))
+    layer.up_proj.bias.data.fill_(-1.5)
+    assert step() < highest / 3
+    assert step() < highest / 3
+
+
+def spoiled(x: Tensor, how: str) -> Tensor:
+    return x[:0] if how == "empty" else torch.full_like(x, {"nan": math.nan, "infinite": math.inf}[how])
+
+
+@pytest.mark.parametrize("how", ["nan", "infinite", "empty"])
+@pytest.mark.parametrize("kind", ["hidden", "gates", "threshold"])
+@pytest.mark.parametrize("bad", [0, 2])
+def test_steps_without_a_figure_are_ignored(kind: str, how: str, bad: int) -> None:
+    """A NaN stayed in the coefficient for good, and a first batch without tokens made it 4e8."""
+
+    def run(steps: list[str]) -> dict[str, float]:
+        torch.manual_seed(0)
+        model = Model()
+        recipe.record_aux(model, inputs=True)
+        target = {"hidden": hidden, "gates": gates, "threshold": threshold}[kind](model)
+        generator = batches()
+        for step in steps:
+            x = next(generator)[0] if step == "good" else spoiled(torch.zeros(M, K), step)
+            before = target.read()
+            model(x)
+            target.term(model)
+            target.update()
+            assert step == "good" or bad == 0 or target.read() == before
+        found: dict[str, float] = target.read()
+        return found
+
+    steps = ["good"] * 4
+    steps[bad] = how
+    found = run(steps)
+    assert all(math.isfinite(value) for value in found.values())
+    usual = run(["good"] * 4)
+    assert found["coefficient"] == pytest.approx(usual["coefficient"], rel=0.9)
+
+
+def test_a_call_without_tokens_is_not_part_of_the_mean() -> None:
+    found = []
+    for more in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        recipe.record_aux(model)
+        target, x = TargetSparsity(5, 10), next(batches())[0]
+        for batch in (x, x[:0])[: 1 + more]:
+            model(batch)
+            assert target.term(model).isfinite()
+        target.update()
+        found.append(target.read())
+    assert found[0] == found[1]
 
 
 def test_the_goal_falls_in_stages() -> None:
@@ -222,11 +319,12 @@ def test_ranks_share_figures_and_coefficients(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nnz": 0}, "nnz must be above 0, got 0"),
-        ({"nnz": -1}, "nnz must be a finite number of at least 0, got -1"),
+        ({"nnz": 0}, "nnz must be a finite number above 0, got 0"),
+        ({"nnz": -1}, "nnz must be a finite number above 0, got -1"),
         ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
-        ({"reach": 1.5}, "reach must be a number from 0 to 1"),
-        ({"reach": 0}, "reach must be above 0"),
+        ({"reach": 1.5}, "reach must be a number above 0 and at most 1, got 1.5"),
+        ({"reach": 0}, "reach must be a number above 0 and at most 1, got 0"),
+        ({"most": 0.001}, r"most must be at least begin, 0\.01, got 0\.001"),
         ({"sharing": 2}, "sharing must be a number from 0 to 1, got 2"),
         ({"sharing": 0.5}, 'sharing must be 0 unless of is "gate", got 0.5'),
         ({"of": "both"}, "of must be"),
@@ -382,7 +480,7 @@ def test_silent_layers_and_empty_batches_have_no_sharing_term() -> None:
 
 def test_windows_are_not_at_the_same_places_of_all_sequences() -> None:
     """A model silences the places that L1 sees, and no others."""
-    layer = SparseMLP(1, 8)
+    layer = SparseMLP(1, 8, strategy="dense")
     layer.up_proj.weight.data.fill_(1.0)
     positions = torch.arange(1024.0).expand(32, 1024)[..., None]
     for tokens, windows in ((32, 64), (1, 2048)):
@@ -393,7 +491,7 @@ def test_windows_are_not_at_the_same_places_of_all_sequences() -> None:
 
 @pytest.mark.parametrize("tokens", [2048, 2080, 4096, 6112, 8192, 100_000])
 def test_windows_are_spread_over_all_tokens(tokens: int) -> None:
-    layer, rows = SparseMLP(1, 8), torch.arange(float(tokens))[:, None]
+    layer, rows = SparseMLP(1, 8, strategy="dense"), torch.arange(float(tokens))[:, None]
     layer.up_proj.weight.data.fill_(1.0)
     for length in (1, 32):
         (gates,) = _sharing.gates_of([(layer, rows)], length, 2048 // length)
@@ -474,10 +572,28 @@ def test_the_threshold_is_the_greatest_that_the_loss_allows() -> None:
         assert choice.threshold < min(refused) < 1.1 * choice.threshold
 
 
-def test_a_share_of_a_negative_loss_raises_it_too() -> None:
-    losses = iter([-2.0, -1.999, -1.9])
-    choice = recipe.choose_threshold(Model(), lambda: next(losses), evaluations=3)
-    assert choice.threshold == 2**-10
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        ([math.nan], "a finite loss above 0, got nan with threshold 0"),
+        ([math.inf], "a finite loss above 0, got inf with threshold 0"),
+        ([-2.0], r"a finite loss above 0, got -2\.0 with threshold 0"),
+        ([0.0], r"a finite loss above 0, got 0\.0 with threshold 0"),
+        ([1.0, math.nan], r"a finite loss above 0, got nan with threshold 0\.0009"),
+        ([1.0] * 16, r"the loss of model, got 1\.0 for every threshold up to 16"),
+    ],
+)
+def test_losses_that_mean_nothing_are_refused(losses: list[float], message: str) -> None:
+    """A constant one silenced every neuron."""
+    model, each = Model("fatrelu", threshold=0.5), iter(losses)
+    with pytest.raises(ValueError, match=message):
+        recipe.choose_threshold(model, lambda: next(each))
+    assert {(layer.activation, layer.threshold) for layer in recipe.layers(model).values()} == {("fatrelu", 0.5)}
+
+
+def test_an_infinite_loss_of_a_threshold_is_too_much() -> None:
+    losses = iter([1.0, 1.0, math.inf])
+    assert recipe.choose_threshold(Model(), lambda: next(losses), evaluations=3).threshold == 2**-10
 
 
 def test_a_failed_choice_leaves_the_layers_as_they_were() -> None:
@@ -496,7 +612,7 @@ def test_without_a_threshold_the_layers_have_relu() -> None:
     assert {(layer.activation, layer.threshold) for layer in recipe.layers(model).values()} == {("relu", 0)}
     with pytest.raises(ValueError, match=r"mlps\.0 must have .* got 'drelu'"):
         recipe.choose_threshold(Model("drelu"), lambda: 1.0)
-    with pytest.raises(ValueError, match="least must be above 0, got 0"):
+    with pytest.raises(ValueError, match="least must be a finite number above 0, got 0"):
         recipe.choose_threshold(model, lambda: 1.0, least=0)
 
 
@@ -581,7 +697,7 @@ def test_no_graph_is_for_one_threshold(strategy: Any, compiled: bool) -> None:
 def test_thresholds_that_move_are_checked() -> None:
     with pytest.raises(ValueError, match='must have "relu" or "fatrelu", got \'relu2\''):
         TargetThreshold(Model("relu2"), 5, 10)
-    with pytest.raises(ValueError, match="nnz must be a finite number of at least 0, got -1"):
+    with pytest.raises(ValueError, match="nnz must be a finite number above 0, got -1"):
         TargetThreshold(Model(), -1, 10)
     with pytest.raises(ValueError, match=r"nnz must be below 64, the neurons of a layer .* got 64"):
         TargetThreshold(Model(), N, 10)
@@ -591,6 +707,8 @@ def test_thresholds_that_move_are_checked() -> None:
     layer.activation = "fatrelu"
     with pytest.raises(ValueError, match=r"0-d floating tensor without gradient, got torch\.float32 \[2\]"):
         layer.threshold = torch.ones(2)
+    with pytest.raises(ValueError, match=r"got torch\.float32 \[\] that requires grad with 'fatrelu'"):
+        layer.threshold = torch.tensor(1.0, requires_grad=True)
     layer.threshold = torch.tensor(1.0)
     assert "threshold=a tensor" in repr(layer)
     assert "changes during training" in str(twell.explain(layer))
@@ -605,3 +723,81 @@ def test_thresholds_that_move_are_checked() -> None:
             threshold=layer.threshold,
             strategy="no",
         )  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("value", [-3.0, math.nan, math.inf])
+def test_thresholds_in_tensors_on_the_cpu_are_read(value: float) -> None:
+    layer = SparseMLP(K, N, activation="fatrelu")
+    said = f"threshold must be a finite number of at least 0, got a tensor of {value}"
+    with pytest.raises(ValueError, match=said):
+        layer.threshold = torch.tensor(value)
+    level = torch.tensor(0.5)
+    layer.threshold = level
+    level.fill_(value)
+    with pytest.raises(ValueError, match=said):
+        layer(torch.randn(M, K))
+
+
+def test_a_negative_threshold_that_cannot_be_read_is_zero() -> None:
+    """As in a graph and on a GPU."""
+    layer, x = SparseMLP(K, N, activation="fatrelu", strategy="dense"), torch.randn(M, K)
+    expected = layer(x)
+    layer.threshold = level = torch.tensor(0.5)
+    compiled = torch.compile(layer, backend="aot_eager")
+    compiled(x)
+    level.fill_(-3.0)
+    torch.testing.assert_close(compiled(x), expected)
+
+
+def test_a_threshold_begins_as_that_of_the_layers() -> None:
+    """It began at 0, and the sparsity of a model with FATReLU was lost."""
+    x, _ = next(batches())
+    model = Model("fatrelu", threshold=0.25)
+    recipe.record_aux(model, inputs=True)
+    before = model(x)
+    recipe.clear_aux(model)
+    target = TargetThreshold(model, 3, 100)
+    assert target.read()["threshold"] == 0.25
+    torch.testing.assert_close(model(x), before)
+    first = float(target.term(model).detach())
+    assert first == pytest.approx(0.01)
+    target.update()
+    assert target.read()["threshold"] == pytest.approx(0.25, rel=0.2)
+    # before the first step, too
+    other = Model("fatrelu", threshold=0.25)
+    begun = TargetThreshold(other, 3, 100)
+    begun.load_state_dict(begun.state_dict())
+    assert begun.read()["threshold"] == 0.25
+    mixed = Model("fatrelu", threshold=0.25)
+    mixed.mlps[0].threshold = 0.5
+    with pytest.raises(ValueError, match=r"one threshold in common, where it begins, got 0\.25 to 0\.5"):
+        TargetThreshold(mixed, 3, 100)
+
+
+def test_one_threshold_moves_at_a_time() -> None:
+    """The first one reported a threshold that no layer had."""
+    model = Model()
+    recipe.record_aux(model, inputs=True)
+    first = TargetThreshold(model, 5, 10)
+    with pytest.raises(ValueError, match=r"must be a number, got a tensor, .* settle\(\) ends that one"):
+        TargetThreshold(model, 5, 10)
+    first.settle()
+    TargetThreshold(model, 5, 10)
+
+
+def test_states_of_other_targets_are_refused() -> None:
+    sparsity, moving = TargetSparsity(5, 10), TargetThreshold(Model(), 5, 10)
+    for target in (sparsity, moving):
+        name = type(target).__name__
+        with pytest.raises(ValueError, match=f"state must be what {name}.state_dict returned, got the keys a"):
+            target.load_state_dict({"a": 1})
+        with pytest.raises(ValueError, match=f"state must be what {name}.state_dict returned, got list"):
+            target.load_state_dict([])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="state must have of TargetSparsity, got TargetThreshold"):
+        sparsity.load_state_dict(moving.state_dict())
+    with pytest.raises(ValueError, match="state must have of TargetThreshold, got TargetSparsity"):
+        moving.load_state_dict(sparsity.state_dict())
+    with pytest.raises(ValueError, match=r"state must have nnz 5\.0, got 6\.0"):
+        sparsity.load_state_dict(TargetSparsity(6, 10).state_dict())
+    with pytest.raises(ValueError, match="state must have steps 10, got 11"):
+        moving.load_state_dict(TargetThreshold(Model(), 5, 11).state_dict())

@@ -211,8 +211,8 @@ def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, sev
         several: take the mean over all calls of a layer since the last read, for layers that share weights or several
             forward passes for one loss. Otherwise more than one call is an error.
 
-    Reading clears the record. Raises RuntimeError if a layer recorded nothing, or more than one call, or if its L1
-    requires no gradient although its weights do.
+    Reading clears the record. Raises RuntimeError if a layer recorded nothing, or more than one call, whose record then
+    stays, or if its L1 requires no gradient although its weights do.
     """
     require_choice("normalisation", normalisation, NORMALISATIONS)
     means = []
@@ -225,16 +225,20 @@ def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, sev
 
 def read_aux(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP, list[Aux]]]:
     """The unread figures of each layer, as ``l1_term`` uses them; reading clears the record. Errors name ``caller``."""
-    found, recorded = layers(model), {}
+    found, recorded, recorders = layers(model), {}, []
     for name, layer in found.items():
         recorder = getattr(layer, "_recorder", None)
         if recorder is None or not recorder.term:
             raise RuntimeError(f"{caller}: {name or 'the layer'} records nothing: call record_aux(model) first")
         recorded[name] = list(recorder.calls)
+        recorders.append(recorder)
+    for name, calls in recorded.items():
+        _require_one(caller, name or "the layer", calls, several)
+    for layer, recorder in zip(found.values(), recorders):
         recorder.calls.clear()
         layer.aux = None
     for name, layer in found.items():
-        _require_usable(caller, name, layer, recorded[name], several)
+        _require_usable(caller, name, layer, recorded[name])
     return [(layer, recorded[name]) for name, layer in found.items()]
 
 
@@ -248,18 +252,21 @@ def mean_over_layers(model: nn.Module, means: list[Tensor]) -> Tensor:
     return term
 
 
-def _require_usable(caller: str, name: str, layer: MLP, calls: list[Aux], several: bool) -> None:
+def _require_one(caller: str, name: str, calls: list[Aux], several: bool) -> None:
+    if len(calls) > 1 and not several:
+        raise RuntimeError(
+            f"{caller}: {name} was called {len(calls)} times since the last read; several=True takes the mean over all "
+            "calls, clear_aux(model) forgets calls without a loss"
+        )
+
+
+def _require_usable(caller: str, name: str, layer: MLP, calls: list[Aux]) -> None:
     name = name or "the layer"
     if not calls:
         mode = "is in eval mode, where nothing is recorded" if not layer.training else "was not called"
         raise RuntimeError(
             f"{caller}: {name} recorded nothing since the last read: it {mode}, or a model compiled before record_aux "
             "skipped its hooks (torch.compiler.reset() helps)"
-        )
-    if len(calls) > 1 and not several:
-        raise RuntimeError(
-            f"{caller}: {name} was called {len(calls)} times since the last read; several=True takes the mean over all "
-            "calls, clear_aux(model) forgets calls without a loss"
         )
     if torch.is_grad_enabled() and not all(aux.l1.requires_grad for aux in calls):
         if any(parameter.requires_grad for parameter in (*gate_of(layer).parameters(), *layer.parameters())):

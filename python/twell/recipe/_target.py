@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from twell._arguments import require_choice, require_integer, require_number
+from twell._arguments import require_choice, require_integer, require_number, require_positive
+from twell._compaction import MLP
+from twell._runtime.log import logger
 from twell.recipe import _sharing
 from twell.recipe._aux import layers, mean_over_layers, read_aux, whole
 from twell.recipe._threshold import name_in_configuration, nothing, require_relu
@@ -33,8 +35,9 @@ _LEAST = 1e-3
 _GATES, _WINDOW = 2048, 32
 
 # The entries of the state: logarithms of the coefficient without damping, of its first value, of the first and the
-# last number of non-zeros that L1 is steered by, and of the last mean of ``Aux.l0``; the coefficient.
-_SLOW, _BEGIN, _FIRST, _LAST, _FIRED, _NOW = range(6)
+# last number of non-zeros that L1 is steered by, and of the last mean of ``Aux.l0``; the coefficient; 1 once the term
+# has been held at its most. Before there is a usable reading, the logarithms are NaN.
+_SLOW, _BEGIN, _FIRST, _LAST, _FIRED, _NOW, _HELD = range(7)
 
 # With a threshold, L1 is steered to this many times the target, by this share of the way.
 _OPEN, _EARLIER = 2.0, 0.8
@@ -64,7 +67,8 @@ class TargetSparsity:
     towards the end of the run it moves less and less, as the learning rate does.
 
     Everything is computed on the device of the model: no step waits. All ranks must call ``term`` and ``update``
-    equally often; they share figures and coefficients.
+    equally often; they share figures and coefficients. Calls whose figures are not finite, or whose L1 is 0 as without
+    tokens, are ignored: a step of nothing else leaves the coefficient as it is.
 
     Args:
         nnz: the target, a mean over layers; ``term`` raises ValueError unless it is below their mean number of neurons.
@@ -72,6 +76,9 @@ class TargetSparsity:
         stages: how many.
         reach: the share of the steps after which the goal is the target.
         begin: the L1 term in the first step, in nats: the first coefficient is this over the measured L1.
+        most: the L1 term, in nats, at which the coefficient stops rising. A term far above the rest of the loss presses
+            no harder, since optimizers scale their steps: learning rates that reach it are too small for the target, or
+            the steps too few, of which ``read`` warns once.
         of: "hidden", the L1 of ``l1_term``, or "gate", L1 and non-zeros of the gate after ReLU, whatever FATReLU's
             threshold, of up to 2,048 tokens per call, which needs ``record_aux(model, inputs=True)``. Layers with
             "relu2" and "drelu" need "gate": L1 of their hidden state makes gates small without silencing them, or
@@ -89,14 +96,16 @@ class TargetSparsity:
         stages: int = 4,
         reach: float = 0.6,
         begin: float = 0.01,
+        most: float = 3.0,
         of: Literal["hidden", "gate"] = "hidden",
         sharing: float = 0.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value, high in (("nnz", nnz, math.inf), ("reach", reach, 1.0), ("begin", begin, math.inf)):
-            require_number(name, value, 0, high)
-            if not value:
-                raise ValueError(f"{name} must be above 0, got {value}")
+        for name, value in (("nnz", nnz), ("begin", begin), ("most", most)):
+            require_positive(name, value)
+        require_positive("reach", reach, 1)
+        if most < begin:
+            raise ValueError(f"most must be at least begin, {begin}, got {most}")
         require_number("sharing", sharing, 0, 1)
         require_choice("of", of, ("hidden", "gate"))
         if sharing and of != "gate":
@@ -104,16 +113,20 @@ class TargetSparsity:
         require_integer("steps", steps, 1)
         require_integer("stages", stages, 1)
         self.nnz, self.steps, self.stages, self.reach = float(nnz), steps, stages, float(reach)
-        self.begin, self.of, self.sharing, self.group = float(begin), of, float(sharing), group
+        self.begin, self.most = float(begin), float(most)
+        self.of, self.sharing, self.group = of, float(sharing), group
         self.step = 0
         self._state: Tensor | None = None
+        # of the usable terms since the last update: sums of both numbers of non-zeros and of L1, and how many
         self._sum: Tensor | None = None
-        self._calls = 0
+        self._warned = False
 
     def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
         """The coefficient times L1, with the errors of ``l1_term``; reading clears the record."""
         if self._state is None:
             _require_below_neurons(self.nnz, model)
+            if self.of == "hidden":
+                _require_own_l1(model)
         return self.weighed(model, several, "TargetSparsity.term")
 
     def weighed(self, model: nn.Module, several: bool, caller: str) -> Tensor:
@@ -135,29 +148,44 @@ class TargetSparsity:
             state = self._on(l1)
             now = torch.stack([torch.stack([each.to(l1.device) for each in kind]) for kind in (counts, fired)])
             now = now.mean(1, dtype=torch.float64)
-            self._sum = now if self._sum is None else self._sum + now
-            self._calls += 1
+            figures = torch.cat([now, l1.detach().double()[None], now.new_ones(1)])
+            figures = torch.where(figures.isfinite().all() & (figures[2] > 0), figures, 0)
+            self._sum = figures if self._sum is None else self._sum + figures
         # a copy: ``update`` writes the state before a late backward pass may read it
         return penalty * state[_NOW].to(l1.dtype, copy=True)
 
-    @torch.no_grad()
     def update(self) -> None:
         """Steer by the terms since the last update: call it once per step of the optimizer."""
+        self.move()
+
+    @torch.no_grad()
+    def move(self) -> Tensor:
+        """``update``; return whether any term was usable, a 0-d tensor."""
         if self._state is None or self._sum is None:
             raise RuntimeError("TargetSparsity: update needs a term since the last update, got none")
-        state = self._state
-        last, state[_FIRED] = self._mean(self._sum / self._calls).clamp(min=1e-3).log()
-        if not self.step:
-            state[_FIRST] = last
-        first = state[_FIRST].clamp(min=math.log(self.nnz))
-        goal = first + self.progress(self.step) * (math.log(self.nnz) - first)
+        slow, begin, first, _, _, _, held = self._state.unbind()
+        figures = self._mean(self._sum)
+        usable, means = figures[3] > 0, figures[:3] / figures[3]
+        last, fired = means[:2].clamp(min=1e-3).log()
+        l1 = means[2].log()
+        # the first terms may have been unusable
+        begin, slow = (torch.where(each.isnan(), math.log(self.begin) - l1, each) for each in (begin, slow))
+        first = torch.where(first.isnan(), last, first)
+        top = first.clamp(min=math.log(self.nnz))
+        goal = top + self.progress(self.step) * (math.log(self.nnz) - top)
         error = (last - goal).clamp(-_MOST_ERROR, _MOST_ERROR)
-        state[_SLOW] += self._rate() * (error * _SHARPNESS).clamp(-1, 1)
-        state[_SLOW] = torch.maximum(state[_SLOW], state[_BEGIN] + math.log(_LEAST))
-        state[_LAST] = last
-        state[_NOW] = (state[_SLOW] + _DAMPING * error).exp()
+        moved = slow + self._rate() * (error * _SHARPNESS).clamp(-1, 1)
+        moved = torch.maximum(moved, begin + math.log(_LEAST))
+        # where the term is at its most, the slow part does not sum what has no effect
+        most = math.log(self.most) - l1
+        full = moved + _DAMPING * error > most
+        slow = torch.where(full, torch.minimum(moved, slow), moved)
+        now = torch.minimum(slow + _DAMPING * error, most).exp()
+        state = torch.stack([slow, begin, first, last, fired, now, torch.maximum(held, full)])
+        self._state = torch.where(usable, state, self._state)
         self.step += 1
-        self._sum, self._calls = None, 0
+        self._sum = None
+        return usable
 
     def progress(self, step: int) -> float:
         """How far the goal is in ``step``, from 0, the first non-zeros, to 1, the target, in logarithms."""
@@ -165,21 +193,34 @@ class TargetSparsity:
         return min(1.0, (stage + math.sin(math.pi / 2 * min(1.0, 2 * within)) ** 2) / self.stages)
 
     def read(self) -> dict[str, float]:
-        """The coefficient now and the non-zeros of the last step; NaN before there are any. Waits for the device."""
+        """The coefficient now and the non-zeros of the last step; NaN before there are any. Waits for the device.
+
+        Warns once if the term has come to ``most``.
+        """
         if self._state is None:
             return {"coefficient": math.nan, "non_zeros": math.nan}
         values = self._state.tolist()
-        return {"coefficient": values[_NOW], "non_zeros": math.exp(values[_LAST]) if self.step else math.nan}
+        if values[_HELD] and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the L1 term has come to %g nats, and its coefficient rises no further: the learning rate is too small "
+                "for this target, or the steps too few, and non-zeros may stay above it; a larger learning rate or "
+                "more steps help",
+                self.most,
+            )
+        return {"coefficient": values[_NOW], "non_zeros": math.exp(values[_LAST])}
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` needs to go on after a whole step; the arguments are not part of it."""
-        return {"step": self.step, "state": None if self._state is None else self._state.clone()}
+        """What ``load_state_dict`` needs to go on after a whole step; of the arguments it has ``nnz`` and ``steps``."""
+        held = None if self._state is None else self._state.clone()
+        return {"of": "TargetSparsity", "nnz": self.nnz, "steps": self.steps, "step": self.step, "state": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; terms since the last update are forgotten."""
+        """Go on from ``state``; terms since the last update are forgotten. ValueError if it is of another target."""
+        _require_state(state, self.state_dict())
         self.step, held = int(state["step"]), state["state"]
         self._state = None if held is None else held.clone()
-        self._sum, self._calls = None, 0
+        self._sum = None
 
     def _rate(self) -> float:
         """How far the logarithm of the coefficient moves per step and unit of error; after the way it falls to 0."""
@@ -190,9 +231,11 @@ class TargetSparsity:
     def _on(self, l1: Tensor) -> Tensor:
         """The state on the device of ``l1``, made of it if this is the first step."""
         if self._state is None:
-            begin = (self.begin / self._mean(l1.detach().double()).clamp(min=1e-12)).log()
-            nothing = begin.new_zeros(())
-            self._state = torch.stack([begin, begin, nothing, nothing, nothing, begin.exp()])
+            begin = (self.begin / self._mean(l1.detach().double())).log()
+            nothing = torch.full_like(begin, math.nan)
+            begin = torch.where(begin.isfinite(), begin, nothing)
+            now = begin.exp().nan_to_num(0)
+            self._state = torch.stack([begin, begin, nothing, nothing, nothing, now, torch.zeros_like(now)])
         elif self._state.device != l1.device:
             self._state = self._state.to(l1.device, non_blocking=True)
         return self._state
@@ -222,6 +265,27 @@ def _require_below_neurons(nnz: float, model: nn.Module) -> None:
         raise ValueError(f"nnz must be below {neurons:g}, the neurons of a layer (their mean over layers), got {nnz:g}")
 
 
+def _require_own_l1(model: nn.Module) -> None:
+    for name, layer in layers(model).items():
+        if layer.activation in ("relu2", "drelu"):
+            raise ValueError(
+                f'of must be "gate" for layers with {layer.activation!r}, got "hidden" and {name or "the layer"}; it '
+                "needs record_aux(model, inputs=True)"
+            )
+
+
+def _require_state(state: Any, own: dict[str, Any]) -> None:
+    """ValueError unless ``state`` is of the same kind and target as ``own``."""
+    if not isinstance(state, dict) or "of" not in state:
+        got = f"the keys {', '.join(map(str, state)) or 'none'}" if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"state must be what {own['of']}.state_dict returned, got {got}")
+    for name in ("of", "nnz", "steps"):
+        if state.get(name) != own[name]:
+            raise ValueError(f"state must have {name} {own[name]}, got {state.get(name)}")
+    if missing := own.keys() - state.keys():
+        raise ValueError(f"state must have {', '.join(own)}, got none of {', '.join(sorted(missing))}")
+
+
 class TargetThreshold:
     """FATReLU with one threshold for all layers, which training moves until ``nnz`` neurons fire per token.
 
@@ -245,7 +309,8 @@ class TargetThreshold:
 
     The layers must have "relu" or "fatrelu", and get "fatrelu" and a threshold that is a tensor: no step waits for the
     device, no graph is traced again, and the layers run dense. ``settle`` makes a number of it, with which they may
-    run sparse. All ranks must call ``term`` and ``update`` equally often.
+    run sparse. The threshold begins as that of the layers, which must have one in common, and with "relu" at 0. All
+    ranks must call ``term`` and ``update`` equally often. Calls that ``TargetSparsity`` ignores move nothing.
 
     Until then the configuration of a ``PreTrainedModel`` names "fatrelu" without a threshold, and what
     ``save_pretrained`` writes is refused by the stock class and by ``load``. For a file that they can read,
@@ -257,9 +322,10 @@ class TargetThreshold:
         nnz: the target, the mean over layers of ``Aux.l0``, below the mean of their neurons.
         steps: of the whole run, whose learning rate falls to its end.
         reach: the share of the steps after which the goal is the target.
-        sharing, group: as in ``TargetSparsity``.
+        most, sharing, group: as in ``TargetSparsity``.
 
-    Raises ValueError for layers with another activation and for another target.
+    Raises ValueError for layers with another activation, with different thresholds or with one that moves already, as
+    by another ``TargetThreshold`` before its ``settle``, and for another target.
     """
 
     def __init__(
@@ -269,17 +335,20 @@ class TargetThreshold:
         steps: int,
         *,
         reach: float = 0.5,
+        most: float = 3.0,
         sharing: float = 0.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        require_number("nnz", nnz, 0)
-        require_number("reach", reach, 0, 1)
-        self.gates = TargetSparsity(_OPEN * nnz, steps, reach=_EARLIER * reach, of="gate", sharing=sharing, group=group)
+        require_positive("nnz", nnz)
+        require_positive("reach", reach, 1)
+        options: Any = {"most": most, "sharing": sharing, "group": group}
+        self.gates = TargetSparsity(_OPEN * nnz, steps, reach=_EARLIER * reach, of="gate", **options)
         self.nnz, self.reach = float(nnz), float(reach)
         self._model, self._layers = model, list(require_relu(model).values())
         _require_below_neurons(self.nnz, model)
+        self._begin = _common_threshold(self._layers)
         devices = {layer.down_proj.weight.device for layer in self._layers}
-        self._levels = {device: torch.zeros((), device=device) for device in devices}
+        self._levels = {device: torch.full((), self._begin, device=device) for device in devices}
         # logarithms of the threshold, of the least one, and of the first number of non-zeros
         self._state: Tensor | None = None
         for layer in self._layers:
@@ -295,20 +364,27 @@ class TargetThreshold:
     @torch.no_grad()
     def update(self) -> None:
         """Steer by the terms since the last update: call it once per step of the optimizer."""
-        self.gates.update()
+        usable = self.gates.move()
         gates, step = self.gates._state, self.gates.step
         assert gates is not None
-        if self._state is None:
-            # the mean of the gates above 0: their L1 by their number
-            mean = math.log(self.gates.begin) - gates[_BEGIN] - gates[_FIRST]
-            begin = mean + math.log(_START)
-            self._state = torch.stack([begin, begin + math.log(_LEAST), gates[_FIRED].clamp(min=math.log(self.nnz))])
-        level, least, first = self._state
+        # the mean of the gates above 0: their L1 by their number
+        mean = math.log(self.gates.begin) - gates[_BEGIN] - gates[_FIRST]
+        begin = mean + math.log(_START)
+        least = begin + math.log(_LEAST)
+        if self._begin:
+            begin = torch.full_like(begin, math.log(self._begin))
+            least = torch.minimum(least, begin)
+        state = torch.stack([begin, least, gates[_FIRED].clamp(min=math.log(self.nnz))])
+        if self._state is not None:
+            # NaN until there is a usable reading
+            state = torch.where(self._state.isnan(), state, self._state)
+        level, least, first = state
         passed = min(1.0, step / (self.reach * self.gates.steps))
         error = gates[_FIRED] - (first + passed * (math.log(self.nnz) - first))
         rate = min(_FASTEST, max(_RATE, _TRAVEL / (self.reach * self.gates.steps)))
-        level += rate * error.clamp(-_MOST_ERROR, _MOST_ERROR)
-        level.clamp_(min=least)
+        moved = level + rate * error.clamp(-_MOST_ERROR, _MOST_ERROR)
+        moved = torch.maximum(moved, least)
+        self._state = torch.stack([torch.where(usable, moved, level), least, first])
         self._write()
 
     def read(self) -> dict[str, float]:
@@ -332,12 +408,15 @@ class TargetThreshold:
         return threshold
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` needs to go on after a whole step; the arguments are not part of it."""
-        return {**self.gates.state_dict(), "threshold": None if self._state is None else self._state.clone()}
+        """What ``load_state_dict`` needs to go on after a whole step; of the arguments it has ``nnz`` and ``steps``."""
+        held = None if self._state is None else self._state.clone()
+        return {**self.gates.state_dict(), "of": "TargetThreshold", "nnz": self.nnz, "threshold": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; terms since the last update are forgotten."""
-        self.gates.load_state_dict(state)
+        """Go on from ``state``; terms since the last update are forgotten. ValueError if it is of another target."""
+        _require_state(state, self.state_dict())
+        own = self.gates.state_dict()
+        self.gates.load_state_dict({**state, "of": own["of"], "nnz": own["nnz"]})
         held = state["threshold"]
         self._state = None if held is None else held.clone()
         self._write()
@@ -348,6 +427,23 @@ class TargetThreshold:
         self._forget_number()
         for level in self._levels.values():
             if self._state is None:
-                level.zero_()
+                level.fill_(self._begin)
             else:
-                level.copy_(self._state[0].exp(), non_blocking=True)
+                log = self._state[0]
+                level.copy_(torch.where(log.isnan(), self._begin, log.exp()), non_blocking=True)
+
+
+def _common_threshold(found: list[MLP]) -> float:
+    """The threshold of the layers; ValueError unless they have the same, a number."""
+    values = [layer.threshold for layer in found]
+    if any(isinstance(value, Tensor) for value in values):
+        raise ValueError(
+            "the threshold of the layers must be a number, got a tensor, as of a TargetThreshold that moves it: "
+            "settle() ends that one"
+        )
+    if min(values) != max(values):
+        raise ValueError(
+            f"the layers must have one threshold in common, where it begins, got {min(values):g} to {max(values):g}; "
+            "set them to one number before"
+        )
+    return float(values[0])

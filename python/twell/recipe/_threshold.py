@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from twell._activation import ActivationName
-from twell._arguments import require_integer, require_number
+from twell._arguments import require_integer, require_number, require_positive
 from twell._compaction import MLP
 from twell.recipe._aux import layers
 
@@ -44,13 +44,12 @@ def choose_threshold(
         evaluate: returns the loss of ``model``, mostly on held-out text. Report the final loss on other text: the
             choice favours this one.
 
-    Raises ValueError for layers with another activation. If ``evaluate`` raises, the layers are as before.
+    Raises ValueError for layers with another activation, for a loss that is NaN or not above 0, for an infinite one
+    without a threshold, and for one that no threshold changes. After an error the layers are as before.
     """
     require_number("most_loss", most_loss, 0)
-    require_number("least", least, 0)
+    require_positive("least", least)
     require_integer("evaluations", evaluations, 2)
-    if not least:
-        raise ValueError(f"least must be above 0, got {least}")
     found = require_relu(model)
 
     before = [(layer, layer.activation, layer.threshold) for layer in found.values()]
@@ -64,13 +63,17 @@ def choose_threshold(
     def loss(threshold: float) -> float:
         for layer in found.values():
             put(layer, "fatrelu" if threshold else "relu", threshold)
-        tried.append((threshold, float(evaluate())))
-        return tried[-1][1]
+        value = float(evaluate())
+        # a threshold may make a loss infinite: that is too much
+        if not value > 0 or (value == math.inf and not threshold):
+            raise ValueError(f"evaluate must return a finite loss above 0, got {value} with threshold {threshold:g}")
+        tried.append((threshold, value))
+        return value
 
     good, bad = 0.0, math.inf
     try:
         first = loss(0.0)
-        limit = first + most_loss * abs(first)
+        limit = first + most_loss * first
         while len(tried) < evaluations and (good or bad == math.inf):
             candidate = 2 * good or least
             if bad < math.inf:
@@ -79,6 +82,10 @@ def choose_threshold(
                 good = candidate
             else:
                 bad = candidate
+        if all(value == first for _, value in tried):
+            raise ValueError(
+                f"evaluate must return the loss of model, got {first} for every threshold up to {tried[-1][0]:g}"
+            )
     except BaseException:
         for settings in before:
             put(*settings)
