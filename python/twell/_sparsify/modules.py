@@ -36,6 +36,7 @@ class SharedLinear(nn.Linear):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.train(linear.training)
+        _keep_attributes(self, linear)
 
 
 class _HandedOn(threading.local):
@@ -319,14 +320,22 @@ def _name(layer: Any, names: tuple[str, ...], linears: Iterable[nn.Linear], opti
     layer._names = names
     for name, linear in zip(names, linears):
         # add_module would ask the properties of these names
-        layer._modules[name] = shared(linear)
+        layer._modules[name] = plain(linear)
 
 
-def shared(linear: nn.Linear) -> nn.Linear:
-    """A plain ``nn.Linear`` with the parameters of another."""
+def plain(linear: nn.Linear) -> nn.Linear:
+    """A linear layer itself or, of one of another class, an ``nn.Linear`` with its parameters and attributes."""
+    if type(linear) is nn.Linear:
+        return linear
     made = nn.Linear(linear.in_features, linear.out_features, False, device="meta")
     made.weight, made.bias = linear.weight, linear.bias
+    _keep_attributes(made, linear)
     return made
+
+
+def _keep_attributes(made: nn.Module, linear: nn.Linear) -> None:
+    """Give a new layer what a model's code has set on the one that it replaces, as a factor for its learning rate."""
+    vars(made).update({name: value for name, value in vars(linear).items() if not hasattr(made, name)})
 
 
 def _view(weight: Tensor, bias: Tensor | None) -> nn.Linear:

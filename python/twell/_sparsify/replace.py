@@ -39,7 +39,7 @@ from twell._sparsify.modules import (
     NamedMLP,
     PairMLP,
     SparseDown,
-    shared,
+    plain,
 )
 from twell.functional import Strategy
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -90,7 +90,8 @@ def sparsify_(
       that.
 
     The page on models has a table of architectures. Parameters stay the same objects, stored as they were, and state
-    dicts keep their keys, so optimizers, checkpoints and tied weights hold.
+    dicts keep their keys, so optimizers, checkpoints and tied weights hold. Projections that become other objects, in
+    pairs and of classes of their own, keep the attributes that were set on them.
     ``twell.nn.set_down_layout(model, "rows")`` saves the kernels a copy of each down weight at
     each call. A module used in several places is replaced once, in all of them. Experts that are modules count as
     layers; experts stacked in one tensor stay as they are, which is logged.
@@ -268,11 +269,16 @@ def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     options = {**options, **candidate.activation.options()}
     if fused:
         return FusedGatedMLP(names, linears, fused == "up first", **options)
+    linears = [plain(linear) for linear in linears]
+    made: nn.Module
     if names == GATED:
-        return SparseGatedMLP.from_linear(*map(shared, linears), **options)
-    if names == PLAIN:
-        return SparseMLP.from_linear(*map(shared, linears), **options)
-    return (NamedGatedMLP if len(names) == 3 else NamedMLP)(names, linears, **options)
+        made = SparseGatedMLP.from_linear(*linears, **options)
+    elif names == PLAIN:
+        made = SparseMLP.from_linear(*linears, **options)
+    else:
+        return (NamedGatedMLP if len(names) == 3 else NamedMLP)(names, linears, **options)
+    made._modules.update(zip(names, linears))
+    return made
 
 
 def _pair_up(candidate: Candidate, options: dict[str, Any]) -> None:
