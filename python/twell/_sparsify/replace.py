@@ -41,6 +41,7 @@ from twell._sparsify.modules import (
     SparseDown,
     plain,
 )
+from twell._sparsify.pairs import calls_parts
 from twell.functional import Strategy
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -199,6 +200,7 @@ def plan(
     if not candidates:
         raise ValueError(_nothing_found(model, told, left, misses, stacked))
     _require_reachable(model, candidates)
+    _require_whole(model, candidates)
     if candidates[0].name == "" and candidates[0].kind != "pair":
         ours = "SparseGatedMLP.from_linear" if candidates[0].form.gated else "SparseMLP.from_linear"
         raise ValueError(
@@ -332,6 +334,19 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
                 f"nn.Parameter itself, got one that shares memory with {name}, which another layout would end; "
                 f"{LEAVE_OUT}"
             )
+
+
+def _require_whole(model: nn.Module, candidates: list[Candidate]) -> None:
+    """Raise ValueError if code of ``model`` calls single layers of an ``nn.Sequential`` that has a pair."""
+    sequences = {id(c.module): c for c in candidates if type(c.module) is nn.Sequential}
+    for where, owner in model.named_modules() if sequences else ():
+        for key, child in owner._modules.items():
+            if (candidate := sequences.get(id(child))) and (reason := calls_parts(owner, key)):
+                raise ValueError(
+                    f"{label(candidate.name, candidate.module)} must be called as a whole, since its first layer "
+                    f"returns its input and its second does the work of both, but {label(where, owner)} may need what "
+                    f"is between them: its {reason}; {LEAVE_OUT}"
+                )
 
 
 def _down(candidate: Candidate) -> Any:
