@@ -108,9 +108,16 @@ def sparsify_(
     class is read, and the block runs on meta tensors if x is its only input.
 
     Code outside of a candidate is not seen: code that calls ``fc1`` of a block, gives ``forward`` other inputs than x,
-    keeps a reference to a module outside of ``model``, or later changes the settings of one of torch's activations. A
-    module later put around or in place of ``fc1`` or ``fc2`` raises in eager mode if it would change the result, and in
-    compiled graphs if sizes differ.
+    keeps a reference to a module outside of ``model``, or later changes the settings of one of torch's activations. An
+    ``nn.Sequential`` must be called as a whole, since its single layers and slices give other values than before: if
+    the class of the module that has it calls what it takes from it by index or in a loop, it is refused; such calls
+    elsewhere are not seen.
+
+    What is later put around, in place of or between ``fc1`` and ``fc2`` of a pair, dropout and layers of other pairs
+    among it, raises in eager mode if it would change the result. Tracing of a graph looks at the children of the block
+    and at its dropouts, and where one may change the result it raises with ``fullgraph=True`` and runs the block
+    eagerly without. It does not see hooks, a new ``forward`` of a block, or changes after ``fc1`` and ``fc2`` have been
+    compiled apart, as happens to a block that does not fit into a graph: compile again after ``torch._dynamo.reset``.
 
     Args:
         model: any module that contains such layers; for a model of transformers see
@@ -290,7 +297,7 @@ def _pair_up(candidate: Candidate, options: dict[str, Any]) -> None:
     for name, new in zip((*names, attribute), (up, down, nn.Identity().train(module.training))):
         holder, _, key = name.rpartition(".")
         setattr(module.get_submodule(holder), key, new)
-    up._block = Block(module, names)
+    up._block = Block(module, names, (attribute, *candidate.dropouts))
     if isinstance(module, nn.TransformerEncoderLayer):
         # else its fast path for inference would read the weights and run dense
         module.activation_relu_or_gelu = 0
