@@ -225,6 +225,22 @@ def test_filter_takes_candidates_alone() -> None:
     assert type(m["c"]) is Gated
 
 
+@EACH
+def test_attributes_of_projections_stay(form: str) -> None:
+    """As code sets them for initialisation or learning rates; and plain projections of layers stay the same objects."""
+    m = model(form)
+    linears = {name: layer for name, layer in m.named_modules() if isinstance(layer, nn.Linear)}
+    for name, linear in linears.items():
+        linear.lr_mult, linear.strategy = name, "mine"
+    sparse_of(m)
+    for name, linear in linears.items():
+        now = m.get_submodule(name)
+        assert now.lr_mult == name
+        assert isinstance(now, nn.Linear)
+        assert isinstance(now, (DeferredUp, SparseDown)) or now is linear or type(linear) is not nn.Linear
+    assert layer_of(m).strategy == "union"
+
+
 def test_a_module_in_two_places_becomes_one() -> None:
     shared = Gated()
     m = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared), "c": Gated()})

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ffns import BF16, Block, K, Literal, Pair, pickled, tokens, written
+from ffns import BF16, Block, K, Literal, N, Pair, Split, pickled, tokens, written
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -31,6 +31,16 @@ BLOCKS = {
             x = x + self.fc2(h)
         return self.final(x)
     """,
+    # in a loop, which reads only what fc2 returns
+    "repeated": """
+        def forward(self, x, mask):
+            for _ in range(2):
+                x = self.norm(x * mask)
+                x = self.fc1(x)
+                x = self.activation_fn(x)
+                x = self.fc2(x)
+            return self.final(x)
+    """,
     # more than x, so that it is read alone
     "masked": """
         def forward(self, x, mask):
@@ -42,7 +52,7 @@ BLOCKS = {
 @pytest.mark.parametrize("code", BLOCKS)
 def test_other_blocks_are_read(code: str) -> None:
     block, x = written(BLOCKS[code], Block, globals())(), tokens()
-    inputs = (x, x.flip(0)) if code == "masked" else (x,)
+    inputs = (x, x.flip(0)) if "mask" in BLOCKS[code] else (x,)
     expected = block(*inputs)
     assert sparsify_(nn.Sequential(block)) == ["0.fc2"]
     torch.testing.assert_close(block(*inputs), expected)
@@ -134,6 +144,129 @@ def test_a_square_pair_that_is_changed_later_raises(kind: Any, change: str, thro
     setattr(m[0], name, make(getattr(m[0], name)))
     with pytest.raises(NotImplementedError, match=r"fc[12] of a twell pair must be .*got.*before sparsify_"):
         m(torch.randn(3, K))
+
+
+class Residual(nn.Module):
+    """A block with dropouts of nothing between its layers, by modules or, as transformers has them, by attributes."""
+
+    def __init__(self, n: int = N) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2, self.norm = nn.Linear(K, n), nn.ReLU(), nn.Linear(n, K), nn.LayerNorm(K)
+        self.drop, self.p = nn.Dropout(0.0), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.fc1(self.norm(x)))
+        h = F.dropout(h, p=self.p, training=self.training)
+        return x + self.fc2(h)
+
+
+class Dropped(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(self.drop(self.act(self.fc1(self.norm(x)))))
+
+
+FOREIGN: dict[str, Callable[[Any, Any], object]] = {
+    "fc2 of another": lambda a, b: setattr(a, "fc2", b.fc2),
+    "a copy": lambda a, b: setattr(a, "fc2", copy.deepcopy(b.fc2)),
+    "swapped": lambda a, b: (first := a.fc2, setattr(a, "fc2", b.fc2), setattr(b, "fc2", first)),
+    "fc1 of another": lambda a, b: setattr(a, "fc1", b.fc1),
+}
+
+
+@pytest.mark.parametrize("change", FOREIGN)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_layer_of_another_pair_raises(change: str, compiled: bool, order: int) -> None:
+    torch._dynamo.reset()
+    m = nn.Sequential(Residual(), Residual())
+    sparsify_(m)
+    run = torch.compile(m, backend="eager") if compiled else m
+    run(tokens())
+    FOREIGN[change](*list(m)[::order])
+    with pytest.raises(NotImplementedError, match="of a twell pair must be"):
+        run(tokens())
+
+
+def test_tied_pairs_are_one() -> None:
+    m = nn.Sequential(Residual(), Residual())
+    dense = copy.deepcopy(m)
+    sparsify_(m)
+    for model in (m, dense):
+        model[1].fc1, model[1].fc2 = model[0].fc1, model[0].fc2
+    torch.testing.assert_close(m(tokens()), dense(tokens()))
+    torch.testing.assert_close(torch.compile(m, backend="eager")(tokens()), dense(tokens()))
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(K, 4, N, dropout=0.0, batch_first=True)
+
+
+def in_a_row() -> nn.Module:
+    return nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K))
+
+
+LATER: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "act": (Residual, lambda m: setattr(m, "act", nn.GELU())),
+    "act of a row": (in_a_row, lambda m: m.__setitem__(1, nn.GELU())),
+    "p": (Residual, lambda m: setattr(m, "p", 0.5)),
+    "dropout": (Dropped, lambda m: setattr(m.drop, "p", 0.5)),
+    "dropout of torch's": (encoder, lambda m: setattr(m.dropout, "p", 0.5)),
+    "insertion": (in_a_row, lambda m: m.insert(2, nn.Dropout(0.5))),
+    "split": (Split, lambda m: setattr(m.intermediate, "intermediate_act_fn", nn.GELU())),
+    **{
+        name: (lambda: Residual(n=K), lambda m, child=child, make=make: setattr(m, child, make(getattr(m, child))))
+        for name, (child, make) in CHANGES.items()
+    },
+}
+
+
+@pytest.mark.parametrize("change", LATER)
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("before", [False, True], ids=["compiled afterwards", "compiled before"])
+def test_compiled_code_raises_after_a_change(change: str, fullgraph: bool, before: bool) -> None:
+    torch._dynamo.reset()
+    make, do = LATER[change]
+    m = nn.Sequential(make()).train()
+    sparsify_(m)
+    compiled = torch.compile(m, backend="eager", fullgraph=fullgraph)
+    if before:
+        compiled(tokens())
+    do(m[0])
+    kind: Any = torch._dynamo.exc.Unsupported if fullgraph else NotImplementedError
+    with pytest.raises(kind, match=r"of a twell pair must|NotImplementedError"):
+        compiled(tokens())
+
+
+class Passing(nn.Module):
+    """A wrapper that changes nothing, of no class of torch."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x)
+
+
+HARMLESS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "wrapped": (Residual, lambda m: setattr(m, "fc2", Passing(m.fc2))),
+    "dropout in evaluation": (Dropped, lambda m: (m.eval(), setattr(m.drop, "p", 0.5))),
+    "p in evaluation": (Residual, lambda m: (m.eval(), setattr(m, "p", 0.5))),
+    "put before": (in_a_row, lambda m: m.insert(0, nn.LayerNorm(K))),
+    "checkpointed": (Split, lambda m: setattr(m, "intermediate", wrapper(m.intermediate))),
+}
+
+
+@pytest.mark.parametrize("change", HARMLESS)
+def test_compiled_code_allows_what_changes_nothing(change: str) -> None:
+    torch._dynamo.reset()
+    make, do = HARMLESS[change]
+    m = nn.Sequential(make()).eval()
+    dense = copy.deepcopy(m)
+    sparsify_(m, activation="relu")
+    for model in (m, dense):
+        do(model[0])
+    torch.testing.assert_close(torch.compile(m, backend="eager")(tokens()), dense(tokens()))
 
 
 def called_outside(block: Any, x: Tensor) -> Tensor:

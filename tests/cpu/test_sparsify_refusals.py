@@ -523,9 +523,80 @@ BLOCKS = rows(
         hidden = self.fc1(x)
         hidden = self.activation_fn(hidden)
         y = self.fc2(hidden)
-        return y + locals()["hidden"].mean()
+        return y + variables_of_the_caller()["hidden"].mean()
+    must use h for self.fc2 alone
+        h = self.activation_fn(self.fc1(x))
+        y = h.mean() + self.fc2(h)
+        return y
+    must use h for self.fc2 alone
+        h = self.activation_fn(self.fc1(x))
+        y = self.fc2(h)
+        h += 1
+        return x + y
+    must use h for self.fc2 alone
+        h, penalty = x, 0
+        for _ in range(2):
+            penalty = penalty + h.mean()
+            h = self.activation_fn(self.fc1(x))
+            y = self.fc2(h)
+        return y + penalty
+    must use h for self.fc2 alone
+        h, penalties = x, []
+        while len(penalties) < 2 and h.isfinite().all():
+            h = self.fc1(x)
+            h = self.activation_fn(h)
+            y = self.fc2(h)
+            penalties.append(y.mean())
+        return y + sum(penalties)
+    must keep h to itself
+        penalty = lambda: h.mean()
+        h = self.activation_fn(self.fc1(x))
+        y = self.fc2(h)
+        return y + penalty()
+    must keep h to itself
+        penalty = (h.mean() for _ in range(1))
+        h = self.activation_fn(self.fc1(x))
+        y = self.fc2(h)
+        return y + next(penalty)
+    must keep h to itself
+        h = None
+        def kept():
+            nonlocal h
+            return h
+        h = self.activation_fn(self.fc1(x))
+        y = self.fc2(h)
+        return y + kept().mean()
+    must keep HIDDEN to itself
+        global HIDDEN
+        HIDDEN = self.activation_fn(self.fc1(x))
+        y = self.fc2(HIDDEN)
+        return x + y
+    must read local variables by their names alone, got locals
+        h = self.activation_fn(self.fc1(x))
+        y = self.fc2(h)
+        return y + locals()["h"].mean()
+    must read local variables by their names alone, got _getframe
+        h = self.activation_fn(self.fc1(x))
+        y = self.fc2(h)
+        return y + sys._getframe().f_locals["h"].mean()
+    its gate must use fc1
+        def __init__(self):
+            super().__init__()
+            self.gate = lambda x: self.fc1(x).mean()
+        def forward(self, x):
+            return self.gate(x) + self.fc2(self.activation_fn(self.fc1(x)))
+    its gates must use fc1
+        def __init__(self):
+            super().__init__()
+            self.gates = [functools.partial(lambda x: self.fc1(x).mean())]
+        def forward(self, x):
+            return self.gates[0](x) + self.fc2(self.activation_fn(self.fc1(x)))
     """,
 )
+
+
+def variables_of_the_caller() -> dict[str, Any]:
+    return sys._getframe(1).f_locals
 
 
 def beside(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -544,6 +615,65 @@ def test_another_block_is_refused(other: Callable[[], nn.Module], why: str) -> N
     assert type(m[0].fc2) is nn.Linear
 
 
+class Walking(nn.Module):
+    """Calls the layers of its own nn.Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K))
+
+
+WALKS = [
+    "return self.net(x) + self.net[:2](x).mean()",
+    "return self.net[2](self.net[1](self.net[0](x)).relu())",
+    """
+    for layer in self.net:
+        x = layer(x)
+        self.hidden = x
+    return x
+    """,
+    """
+    for i, layer in enumerate(self.net.children()):
+        x = layer(x).clamp(max=6)
+    return x
+    """,
+    "return self.net(x) + sum(layer(x).mean() for layer in self.net[:1])",
+]
+
+
+@pytest.mark.parametrize("code", WALKS)
+def test_code_that_calls_parts_of_a_sequence_is_refused(code: str) -> None:
+    m = written(textwrap.dedent(code), Walking, globals())()
+    with pytest.raises(ValueError, match=r"net \(Sequential\) must be called as a whole.*its forward calls.*filter_fn"):
+        sparsify_(m)
+    assert type(m.net[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "return self.net(x) + self.net[0].weight.mean()",
+        """
+        for layer in self.net:
+            x = layer(x)
+        return x
+        """,
+        """
+        def scale(self):
+            for layer in self.net:
+                layer.name = "a"
+        def forward(self, x):
+            return self.net(x)
+        """,
+    ],
+)
+def test_code_that_calls_a_whole_sequence_is_taken(code: str) -> None:
+    m, x = written(textwrap.dedent(code), Walking, globals())(), tokens()
+    expected = m(x)
+    assert sparsify_(m) == ["net.2"]
+    torch.testing.assert_close(m(x), expected)
+
+
 # Layers of other names and activations.
 
 
@@ -557,6 +687,26 @@ class Reused(Output):
         return self.norm(self.dense(hidden) + hidden[..., :K] + x)
 
 
+class Later(Output):
+    def forward(self, hidden: Tensor, x: Tensor) -> Tensor:
+        kept = lambda: hidden.mean()  # noqa: E731
+        return self.norm(self.dense(hidden) + x) + kept()
+
+
+class Again(Output):
+    def forward(self, hidden: Tensor, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.norm(self.dense(hidden) + x)
+        return x
+
+
+PEEKING = """
+def __init__(self):
+    super().__init__()
+    self.peek = lambda x: self.intermediate(x).mean()
+def forward(self, x):
+    return self.chunk(x)
+"""
 AT_LEAST = "return torch.where(x >= 0.3, x, 0)"
 LOOKALIKES = rows(
     Gated,
@@ -699,6 +849,9 @@ LOOKALIKES = rows(
         ),
         (lambda: Gated(nn.Threshold(0.5, 0.125)), "must apply ReLU, got Threshold"),
         (lambda: Split(output=Reused), "the forward of its output must use hidden for self.dense alone"),
+        (lambda: Split(output=Later), "output: its forward must keep hidden to itself"),
+        (lambda: Split(output=Again), "the forward of its output must call self.dense once, got a loop"),
+        (lambda: made(PEEKING, Split), "its peek must use intermediate"),
         (lambda: OfOwnLinears(kind=LeakyLinear), "another function of x"),
         (lambda: nn.TransformerEncoderLayer(K, 4, N), r"must drop no values in training.*got dropout, p = 0\.1"),
         (lambda: DoubleReLU(nn.SiLU()), "another function of x"),

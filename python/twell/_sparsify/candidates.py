@@ -79,7 +79,7 @@ class Candidate(NamedTuple):
     name: in ``named_modules`` of the model. form: the names of the projections. kind: "layer" is replaced by a layer
     of twell, "whole" by a ``PairMLP``; a "pair" stays and its children are replaced. attribute: the name of the
     activation, None if it is in the code. activation: that of the new layer. was: the name of the one that it replaces,
-    None if it is the module's own.
+    None if it is the module's own. dropouts: what drops nothing between the layers of a pair, but may do so later.
     """
 
     name: str
@@ -89,6 +89,7 @@ class Candidate(NamedTuple):
     attribute: str | None
     activation: Activation
     was: str | None
+    dropouts: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[bool, int, int]:
@@ -230,15 +231,15 @@ def examine(
     dropping = [f"{key}, p = {m.p}" for key, m in others.items() if isinstance(m, _DropoutNd)]
     block, reason = bool(own) or len(others) - len(dropping) > 1, ""
     if len(children) == 2 and not form.fused and (block or children == PAIR):
-        attribute, reason = read_pair(module, children)
-        if attribute is not None:
-            act = getattr(module, attribute)
+        between, reason = read_pair(module, children)
+        if between:
+            act = getattr(module, between[0])
             layers = {child: module._modules[child] for child in children}
-            _require_unhooked(where, {**layers, attribute: act})
-            _require_stateless(f"{where}: {attribute}", act)
-            if reason := run_pair(module, children, attribute):
+            _require_unhooked(where, {**layers, between[0]: act})
+            _require_stateless(f"{where}: {between[0]}", act)
+            if reason := run_pair(module, children, between[0]):
                 raise ValueError(f"{where} cannot be run sparse: {reason}; {LEAVE_OUT}")
-            return _paired(name, module, form, attribute, act)
+            return _paired(name, module, form, between[0], act, *between[1:])
     if dropping and not block:
         raise ValueError(
             f"{where} must drop no values in training, as no kernel does, got {'; '.join(dropping)}: set p to 0, as "
@@ -281,10 +282,13 @@ def _require_roles(where: str, form: Form) -> None:
             )
 
 
-def _paired(name: str, module: nn.Module, form: Form, attribute: str, act: Any) -> tuple[Candidate, Activation | None]:
+def _paired(
+    name: str, module: nn.Module, form: Form, attribute: str, act: Any, *dropouts: str
+) -> tuple[Candidate, Activation | None]:
     weight: Any = module.get_submodule(form.children[0]).weight
     of = family_of(act, weight.dtype)
-    return Candidate(name, module, form, "pair", attribute, RELU, _kind(act) if of else _kind(act) + _oddity(act)), of
+    kind = _kind(act) if of else _kind(act) + _oddity(act)
+    return Candidate(name, module, form, "pair", attribute, RELU, kind, dropouts), of
 
 
 def _examine_torchs(where: str, name: str, module: Any, form: Form) -> tuple[Candidate, Activation | None]:
@@ -297,7 +301,9 @@ def _examine_torchs(where: str, name: str, module: Any, form: Form) -> tuple[Can
     act = getattr(module, attribute)
     _require_unhooked(where, {up: module._modules[up], down: module._modules[down], attribute: act})
     _require_stateless(f"{where}: {attribute}", act)
-    candidate, of = _paired(name, module, form, attribute, act)
+    candidate, of = _paired(
+        name, module, form, attribute, act, *(() if type(module) is nn.Sequential else ("dropout",))
+    )
     if type(module) is not nn.Sequential:
         if module.dropout.p:
             raise ValueError(
@@ -326,7 +332,8 @@ def _examine_split(where: str, name: str, module: nn.Module, form: Form) -> tupl
         attribute = [*others, *functions][0]
         act = getattr(inner, attribute)
         _require_stateless(f"{where}: {first}.{attribute}", act)
-        candidate, of = _paired(name, module, form, f"{first}.{attribute}", act)
+        dropouts = (f"{first}.{n}" for n, m in inner._modules.items() if isinstance(m, _DropoutNd))
+        candidate, of = _paired(name, module, form, f"{first}.{attribute}", act, *dropouts)
         alone = nn.Sequential(inner, module.get_submodule(form.down))
         reason = difference(alone, Form((f"0.{key}", "1")), Formula(act) if of is None else formula_of(of), act)
         reason = reason or read_split(module, (first, second), key)

@@ -10,6 +10,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from twell._activation import ActivationName
 from twell._auto import AutoStrategy
@@ -36,6 +37,7 @@ class SharedLinear(nn.Linear):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.train(linear.training)
+        _keep_attributes(self, linear)
 
 
 class _HandedOn(threading.local):
@@ -49,21 +51,26 @@ _HANDED_ON = _HandedOn()
 
 
 class Block:
-    """A weak reference to the block of a pair, with the pair's names. In a copy of the block it refers to the copy."""
+    """A weak reference to the block of a pair, with names in it. In a copy of the block it refers to the copy.
 
-    def __init__(self, block: nn.Module | None = None, names: tuple[str, ...] = PAIR) -> None:
+    names: of the pair's layers. between: of what may run between them, modules or the ``p`` of a dropout.
+    """
+
+    def __init__(
+        self, block: nn.Module | None = None, names: tuple[str, ...] = PAIR, between: tuple[str, ...] = ()
+    ) -> None:
         self.ref = None if block is None else weakref.ref(block)
-        self.names = names
+        self.names, self.between = names, between
 
     def __call__(self) -> nn.Module | None:
         return None if self.ref is None else self.ref()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Block:
         block = self()
-        return Block(None if block is None else memo.get(id(block)), self.names)
+        return Block(None if block is None else memo.get(id(block)), self.names, self.between)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Block, (self(), self.names)
+        return Block, (self(), self.names, self.between)
 
 
 class DeferredUp(SharedLinear):
@@ -73,32 +80,108 @@ class DeferredUp(SharedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> x."""
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self._require_unchanged()
+        else:
             if isinstance(x, Tensor):
                 _HANDED_ON.tensors[self] = weakref.ref(x)
-            # with other sizes, code that takes x for the hidden state raises by itself
-            if self.in_features == self.out_features:
+            # with other sizes, code that takes x for the hidden state raises by itself, except for another pair's fc2
+            if self.in_features == self.out_features or self._may_be_mixed():
                 self._require_place(SparseDown)
         return x
 
-    def _require_place(self, kind: type[nn.Module]) -> None:
-        """Raise NotImplementedError unless the block still calls this pair's layer of a kind under its name."""
+    def _may_be_mixed(self) -> bool:
+        """Whether the block has another pair's ``SparseDown`` where this pair's was."""
+        block = self._block()
+        fc2 = None if block is None else _below(block, self._block.names[1])
+        return isinstance(fc2, SparseDown) and fc2.up_proj is not self
+
+    def _require_unchanged(self) -> None:
+        """Raise NotImplementedError, while a graph is traced, if the block no longer uses the pair as it did."""
+        # where Dynamo may leave the graph, the block then runs eagerly, which sees more
+        if change := self._change():
+            raise NotImplementedError(change)
+
+    def _change(self) -> str:
+        """Describe what may run in place of the pair or between its layers, by the block's children; "" if nothing."""
         block = self._block()
         if block is None:
-            return
-        fc1, fc2 = self._block.names
-        name = fc2 if kind is SparseDown else fc1
-        child: Any = below(block, name) if "." in name else block._modules.get(name)
-        layer = child
-        # Sequential and wrappers that checkpoint, compile or shard pass their input to their first child
-        while layer is not None and not isinstance(layer, kind) and of_torch(type(layer)):
-            layer = next(layer.children(), None)
-        if not isinstance(layer, kind) or (layer is not self and getattr(layer, "up_proj", None) is not self):
-            raise NotImplementedError(
-                f"{name} of a twell pair must be the {kind.__name__} that sparsify_ made, since {fc1} returns its "
-                f"input and {fc2} does the work of both, got {type(child).__name__}; wrap or replace layers, and merge "
-                "adapters, before sparsify_"
+            return ""
+        (fc1, fc2), between = self._now_in(block)
+        odd = [name for name in between if not _passes_on(_below(block, name))]
+        if odd:
+            return (
+                f"{odd[0]} between {fc1} and {fc2} of a twell pair must change nothing, since {fc2} does the work of "
+                f"both and of the activation, got {_described(_below(block, odd[0]))}: set it before sparsify_"
             )
+        return self._misplaced(DeferredUp) or self._misplaced(SparseDown)
+
+    def _require_place(self, kind: type[nn.Module]) -> None:
+        """Raise NotImplementedError unless the block still calls this pair's layer of a kind under its name."""
+        if misplaced := self._misplaced(kind):
+            raise NotImplementedError(misplaced)
+
+    def _misplaced(self, kind: type[nn.Module]) -> str:
+        """Describe what the block has in place of this pair's layer of a kind; "" if it has that layer."""
+        block = self._block()
+        if block is None:
+            return ""
+        (fc1, fc2), _ = self._now_in(block)
+        name = fc2 if kind is SparseDown else fc1
+        child = _below(block, name)
+        if self._is_within(child, kind):
+            return ""
+        return (
+            f"{name} of a twell pair must be the {kind.__name__} that sparsify_ made, since {fc1} returns its "
+            f"input and {fc2} does the work of both, got {type(child).__name__}; wrap or replace layers, and merge "
+            "adapters, before sparsify_"
+        )
+
+    def _now_in(self, block: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names of the pair and of what is between them, which in an ``nn.Sequential`` move with its length."""
+        if not isinstance(block, nn.Sequential):
+            return self._block.names, self._block.between
+        keys, names = list(block._modules), list(self._block.names)
+        for place, kind in enumerate((DeferredUp, SparseDown)):
+            names[place] = next((key for key in keys if self._is_within(block._modules[key], kind)), names[place])
+        first, last = (keys.index(name) if name in keys else len(keys) for name in names)
+        return tuple(names), tuple(keys[first + 1 : last])
+
+    def _is_within(self, module: Any, kind: type[nn.Module]) -> bool:
+        """Whether a module is this pair's layer of a kind, perhaps in wrappers that call nothing else on its way."""
+        # Sequential and wrappers that checkpoint, compile or shard pass their input to their first child
+        while module is not None and not isinstance(module, kind) and of_torch(type(module)):
+            inner = list(module.children())
+            # what fc1 returns, fc2 must get
+            alone = kind is SparseDown or all(map(_passes_on, inner[1:]))
+            module = inner[0] if inner and alone else None
+        return isinstance(module, kind) and (module is self or getattr(module, "up_proj", None) is self)
+
+
+# the mark of torch.compiler.assume_constant_result: what it reads by a weak reference, tracing need not follow
+DeferredUp._change._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _passes_on(thing: Any) -> bool:
+    """Whether a module returns its input, or the ``p`` of a dropout is 0."""
+    if not isinstance(thing, nn.Module):
+        return bool(thing == 0)
+    if isinstance(thing, _DropoutNd):
+        return thing.p == 0 or not thing.training
+    if type(thing).forward is nn.Identity.forward:
+        return not _is_replaced(thing)
+    inner = list(thing.children())
+    return of_torch(type(thing)) and bool(inner) and all(map(_passes_on, inner))
+
+
+def _described(thing: Any) -> str:
+    return repr(thing) if isinstance(thing, (nn.Dropout, int, float)) else type(thing).__name__
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether a module has a ``forward`` set on the instance that may do more than its class's."""
+    # accelerate wraps each forward; that changes nothing unless it also offloads the weights
+    return "forward" in vars(module) and bool(getattr(vars(module).get("_hf_hook"), "offload", True))
 
 
 class SparseDown(SparseMLP, SharedLinear):
@@ -136,7 +219,9 @@ class SparseDown(SparseMLP, SharedLinear):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden], the very tensor that ``fc1`` got, -> y [..., hidden], as in ``SparseMLP``."""
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self.up_proj._require_unchanged()  # type: ignore[operator]
+        else:
             self._require_handed_on(x)
         return super().forward(x, return_aux)  # type: ignore[call-overload,no-any-return]
 
@@ -145,7 +230,12 @@ class SparseDown(SparseMLP, SharedLinear):
         up: Any = self.up_proj
         handed_on = _HANDED_ON.tensors.pop(up, None)
         if handed_on is None:
-            # fc1 ran compiled or not at all
+            # fc1 ran compiled or not at all, or another pair's did
+            if any(other() is x for other in _HANDED_ON.tensors.values()):
+                raise NotImplementedError(
+                    "fc2 of a twell pair must be called after its own fc1, since it does the work of both, got the "
+                    "input of another pair's fc1; tie or copy layers before sparsify_, or both of a pair together"
+                )
             up._require_place(DeferredUp)
         elif handed_on() is not x and not (any(HOOKS_OF_ALL) or _changed(up) or _changed(self)):
             raise NotImplementedError(
@@ -156,8 +246,7 @@ class SparseDown(SparseMLP, SharedLinear):
 
     def _is_plain(self) -> bool:
         up: Any = self.up_proj
-        # accelerate wraps each forward; that changes nothing unless it also offloads the weights
-        if "forward" in vars(up) and getattr(vars(up).get("_hf_hook"), "offload", True):
+        if _is_replaced(up):
             raise NotImplementedError(
                 "fc1 of a twell pair must keep its forward, got one set on the instance: fc2 does the work of fc1 and "
                 "would not call it"
@@ -319,14 +408,22 @@ def _name(layer: Any, names: tuple[str, ...], linears: Iterable[nn.Linear], opti
     layer._names = names
     for name, linear in zip(names, linears):
         # add_module would ask the properties of these names
-        layer._modules[name] = shared(linear)
+        layer._modules[name] = plain(linear)
 
 
-def shared(linear: nn.Linear) -> nn.Linear:
-    """A plain ``nn.Linear`` with the parameters of another."""
+def plain(linear: nn.Linear) -> nn.Linear:
+    """A linear layer itself or, of one of another class, an ``nn.Linear`` with its parameters and attributes."""
+    if type(linear) is nn.Linear:
+        return linear
     made = nn.Linear(linear.in_features, linear.out_features, False, device="meta")
     made.weight, made.bias = linear.weight, linear.bias
+    _keep_attributes(made, linear)
     return made
+
+
+def _keep_attributes(made: nn.Module, linear: nn.Linear) -> None:
+    """Give a new layer what a model's code has set on the one that it replaces, as a factor for its learning rate."""
+    vars(made).update({name: value for name, value in vars(linear).items() if not hasattr(made, name)})
 
 
 def _view(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -341,3 +438,12 @@ def below(module: nn.Module, name: str) -> nn.Module | None:
     """The child of a child, or None."""
     child, _, key = name.partition(".")
     return getattr(module._modules.get(child), "_modules", {}).get(key)
+
+
+def _below(module: nn.Module, name: str) -> Any:
+    """A child, perhaps of a child within wrappers of torch, or another attribute; None if there is none."""
+    child, _, key = name.rpartition(".")
+    holder: Any = module._modules.get(child) if child else module
+    while child and holder is not None and key not in holder._modules and of_torch(type(holder)):
+        holder = next(holder.children(), None)
+    return getattr(holder, key, None)

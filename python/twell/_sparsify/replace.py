@@ -40,8 +40,9 @@ from twell._sparsify.modules import (
     NamedMLP,
     PairMLP,
     SparseDown,
-    shared,
+    plain,
 )
+from twell._sparsify.pairs import calls_parts
 from twell.functional import Strategy
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -91,7 +92,8 @@ def sparsify_(
       that.
 
     The page on models has a table of architectures. Parameters stay the same objects, stored as they were, and state
-    dicts keep their keys, so optimizers, checkpoints and tied weights hold.
+    dicts keep their keys, so optimizers, checkpoints and tied weights hold. Projections that become other objects, in
+    pairs and of classes of their own, keep the attributes that were set on them.
     ``twell.nn.set_down_layout(model, "rows")`` saves the kernels a copy of each down weight at
     each call. A module used in several places is replaced once, in all of them. Experts that are modules count as
     layers; experts stacked in one tensor stay as they are, which is logged.
@@ -107,9 +109,16 @@ def sparsify_(
     class is read, and the block runs on meta tensors if x is its only input.
 
     Code outside of a candidate is not seen: code that calls ``fc1`` of a block, gives ``forward`` other inputs than x,
-    keeps a reference to a module outside of ``model``, or later changes the settings of one of torch's activations. A
-    module later put around or in place of ``fc1`` or ``fc2`` raises in eager mode if it would change the result, and in
-    compiled graphs if sizes differ.
+    keeps a reference to a module outside of ``model``, or later changes the settings of one of torch's activations. An
+    ``nn.Sequential`` must be called as a whole, since its single layers and slices give other values than before: if
+    the class of the module that has it calls what it takes from it by index or in a loop, it is refused; such calls
+    elsewhere are not seen.
+
+    What is later put around, in place of or between ``fc1`` and ``fc2`` of a pair, dropout and layers of other pairs
+    among it, raises in eager mode if it would change the result. Tracing of a graph looks at the children of the block
+    and at its dropouts, and where one may change the result it raises with ``fullgraph=True`` and runs the block
+    eagerly without. It does not see hooks, a new ``forward`` of a block, or changes after ``fc1`` and ``fc2`` have been
+    compiled apart, as happens to a block that does not fit into a graph: compile again after ``torch._dynamo.reset``.
 
     Args:
         model: any module that contains such layers; for a model of transformers see
@@ -199,6 +208,7 @@ def plan(
     if not candidates:
         raise ValueError(_nothing_found(model, told, left, misses, stacked))
     _require_reachable(model, candidates)
+    _require_whole(model, candidates)
     if candidates[0].name == "" and candidates[0].kind != "pair":
         ours = "SparseGatedMLP.from_linear" if candidates[0].form.gated else "SparseMLP.from_linear"
         raise ValueError(
@@ -269,11 +279,16 @@ def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     options = {**options, **candidate.activation.options()}
     if fused:
         return FusedGatedMLP(names, linears, fused == "up first", **options)
+    linears = [plain(linear) for linear in linears]
+    made: nn.Module
     if names == GATED:
-        return SparseGatedMLP.from_linear(*map(shared, linears), **options)
-    if names == PLAIN:
-        return SparseMLP.from_linear(*map(shared, linears), **options)
-    return (NamedGatedMLP if len(names) == 3 else NamedMLP)(names, linears, **options)
+        made = SparseGatedMLP.from_linear(*linears, **options)
+    elif names == PLAIN:
+        made = SparseMLP.from_linear(*linears, **options)
+    else:
+        return (NamedGatedMLP if len(names) == 3 else NamedMLP)(names, linears, **options)
+    made._modules.update(zip(names, linears))
+    return made
 
 
 def _pair_up(candidate: Candidate, options: dict[str, Any]) -> None:
@@ -283,7 +298,7 @@ def _pair_up(candidate: Candidate, options: dict[str, Any]) -> None:
     for name, new in zip((*names, attribute), (up, down, nn.Identity().train(module.training))):
         holder, _, key = name.rpartition(".")
         setattr(module.get_submodule(holder), key, new)
-    up._block = Block(module, names)
+    up._block = Block(module, names, (attribute, *candidate.dropouts))
     if isinstance(module, nn.TransformerEncoderLayer):
         # else its fast path for inference would read the weights and run dense
         module.activation_relu_or_gelu = 0
@@ -327,6 +342,19 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
                 f"nn.Parameter itself, got one that shares memory with {name}, which another layout would end; "
                 f"{LEAVE_OUT}"
             )
+
+
+def _require_whole(model: nn.Module, candidates: list[Candidate]) -> None:
+    """Raise ValueError if code of ``model`` calls single layers of an ``nn.Sequential`` that has a pair."""
+    sequences = {id(c.module): c for c in candidates if type(c.module) is nn.Sequential}
+    for where, owner in model.named_modules() if sequences else ():
+        for key, child in owner._modules.items():
+            if (candidate := sequences.get(id(child))) and (reason := calls_parts(owner, key)):
+                raise ValueError(
+                    f"{label(candidate.name, candidate.module)} must be called as a whole, since its first layer "
+                    f"returns its input and its second does the work of both, but {label(where, owner)} may need what "
+                    f"is between them: its {reason}; {LEAVE_OUT}"
+                )
 
 
 def _down(candidate: Candidate) -> Any:
