@@ -342,9 +342,9 @@ ALL = (
         "random layers against float64: numbers of cases, largest errors, mismatches",
         "paragraph in the page on development",
         (
-            "python -m tests.fuzz --budget-s 320 --seed 201 --ledger $FOLDER/fuzz-201.jsonl",
-            "python -m tests.fuzz --budget-s 320 --seed 202 --ledger $FOLDER/fuzz-202.jsonl",
-            "python -m tests.fuzz --budget-s 320 --seed 203 --ledger $FOLDER/fuzz-203.jsonl",
+            "python -m tests.fuzz --budget-s 320 --cases 7000 --seed 201 --ledger $FOLDER/fuzz-201.jsonl",
+            "python -m tests.fuzz --budget-s 320 --cases 7000 --seed 202 --ledger $FOLDER/fuzz-202.jsonl",
+            "python -m tests.fuzz --budget-s 320 --cases 7000 --seed 203 --ledger $FOLDER/fuzz-203.jsonl",
             "python -m tests.fuzz --summary $FOLDER/fuzz-201.jsonl $FOLDER/fuzz-202.jsonl $FOLDER/fuzz-203.jsonl "
             "--json $OUT",
         ),
@@ -355,8 +355,8 @@ ALL = (
         "the same for the portable family of kernels",
         "paragraph in the page on development",
         (
-            "python -m tests.fuzz --portable --budget-s 290 --seed 311 --ledger $FOLDER/portable-311.jsonl",
-            "python -m tests.fuzz --portable --budget-s 290 --seed 312 --ledger $FOLDER/portable-312.jsonl",
+            "python -m tests.fuzz --portable --budget-s 290 --cases 4000 --seed 311 --ledger $FOLDER/portable-311.jsonl",
+            "python -m tests.fuzz --portable --budget-s 290 --cases 4000 --seed 312 --ledger $FOLDER/portable-312.jsonl",
             "python -m tests.fuzz --summary $FOLDER/portable-311.jsonl $FOLDER/portable-312.jsonl --json $OUT",
         ),
         (300, 300, 5),
