@@ -355,8 +355,8 @@ ALL = (
         "the same for the portable family of kernels",
         "paragraph in the page on development",
         (
-            "python -m tests.fuzz --portable --budget-s 290 --cases 4000 --seed 311 --ledger $FOLDER/portable-311.jsonl",
-            "python -m tests.fuzz --portable --budget-s 290 --cases 4000 --seed 312 --ledger $FOLDER/portable-312.jsonl",
+            "python -m tests.fuzz --portable --budget-s 290 --seed 311 --ledger $FOLDER/portable-311.jsonl",
+            "python -m tests.fuzz --portable --budget-s 290 --seed 312 --ledger $FOLDER/portable-312.jsonl",
             "python -m tests.fuzz --summary $FOLDER/portable-311.jsonl $FOLDER/portable-312.jsonl --json $OUT",
         ),
         (300, 300, 5),
