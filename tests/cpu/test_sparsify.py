@@ -309,7 +309,7 @@ def test_an_activation_in_the_code_is_told() -> None:
 @pytest.mark.parametrize("form", [Gated, Plain, Pair, Block])
 def test_what_is_nearly_of_the_family_is_told(form: Any) -> None:
     for act, odd in (
-        (lambda x: x.clamp(min=0), "<lambda>, which is ReLU but for its gradient at 0"),
+        (lambda x: x.clamp(min=0), "<lambda>, which is ReLU except for its gradient at 0"),
         (nn.Threshold(-0.1, 0.0), "Threshold with a negative threshold"),
     ):
         with pytest.raises(ValueError, match=rf"must apply ReLU, got {odd}\. "):

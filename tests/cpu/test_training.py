@@ -847,12 +847,11 @@ def trained(strategy: str, seed: int, steps: int = 300) -> list[float]:
 
 
 def test_training_follows_the_dense_run() -> None:
-    sparse, dense, other = (torch.tensor(trained(*how)) for how in (("row", 1), ("dense", 1), ("dense", 2)))
-    assert dense[:10].mean() > 2 * dense[-50:].mean()
-    smooth = lambda losses: losses.unfold(0, 25, 25).mean(1)  # noqa: E731
-    noise = (smooth(other) / smooth(dense) - 1).abs()
-    difference = (smooth(sparse) / smooth(dense) - 1).abs()
-    # measured: 0.0097 and on another CPU 0.0121 at most, where the loss falls fastest, and 0.0024 on average; other
-    # data make 0.016 on average
-    assert difference.max() <= 0.015
+    # two runs each, on other data: where the loss falls fastest, one run differs by 0.0097 or 0.0121, as the CPU has it
+    sparse, dense = (torch.tensor([trained(strategy, seed) for seed in (1, 2)]) for strategy in ("row", "dense"))
+    assert dense[0, :10].mean() > 2 * dense[0, -50:].mean()
+    smooth = lambda losses: losses.unfold(-1, 25, 25).mean(-1)  # noqa: E731
+    noise = (smooth(dense[1]) / smooth(dense[0]) - 1).abs()
+    difference = (smooth(sparse.mean(0)) / smooth(dense.mean(0)) - 1).abs()
+    assert difference.max() <= 0.01
     assert difference.mean() <= noise.mean() / 4

@@ -438,7 +438,7 @@ def _oddity(act: Any) -> str:
     """What keeps an activation out of the family that is nearly in it; else ""."""
     if isinstance(act, nn.Threshold) and act.threshold < 0:
         return " with a negative threshold"
-    return ", which is ReLU but for its gradient at 0" if is_relu_but_at_zero(act) else ""
+    return ", which is ReLU except for its gradient at 0" if is_relu_but_at_zero(act) else ""
 
 
 def _activation(where: str, module: nn.Module, form: Form, attribute: str | None) -> Found:

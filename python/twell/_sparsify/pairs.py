@@ -240,7 +240,9 @@ def _passes_along(loop: ast.For) -> bool:
 def _functions(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
     """The functions of a class and of its bases that are not torch's, by name; properties are read by one."""
     for base in kind.__mro__:
-        for name, value in {} if of_torch(base) or base is object else vars(base).items():
+        if of_torch(base) or base is object:
+            continue
+        for name, value in vars(base).items():
             function = getattr(value, "fget", None) or getattr(value, "__func__", value)
             if isinstance(function, types.FunctionType):
                 yield name, function
