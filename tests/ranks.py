@@ -135,7 +135,9 @@ def _rank(
                 device = torch.device("cuda", rank)
                 torch.cuda.set_device(device)
             timeout = timedelta(seconds=PATIENCE_S)
-            dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+            # gloo is for messages between hosts
+            backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+            dist.init_process_group(backends, f"file://{store}", rank=rank, world_size=world, timeout=timeout)
             message = True, function(device, *arguments)
             # no rank leaves while another still needs it
             dist.barrier()

@@ -134,6 +134,10 @@ class SparseMLPParallel(ParallelStyle):
         # layer come out
         module.register_forward_pre_hook(place, with_kwargs=True, prepend=True)
         module.register_forward_hook(reduce, prepend=True)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in list(hooks)[1:]:
+                # torch.compile (2.11) numbers hooks by insertion, which prepending does not change
+                hooks[key] = hooks.pop(key)
         return module
 
 
@@ -202,7 +206,7 @@ def _vocabulary(
     divisible = embeddings and type(embedding) is nn.Embedding and embedding.padding_idx is None
     divisible &= type(head) is nn.Linear or not tied
     if divisible and embedding is not None:
-        plan[names[embedding]] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        plan[names[embedding]] = _Embedding(input_layouts=Replicate(), output_layouts=Replicate())
     if embeddings and type(head) is nn.Linear and (divisible or not tied):
         layout = Shard(-1) if loss_parallel else Replicate()
         plan[names[head]] = ColwiseParallel(output_layouts=layout, use_local_output=not loss_parallel)
@@ -235,6 +239,19 @@ def _named(model: Any, names: dict[nn.Module, str], getter: str) -> nn.Module | 
     """The submodule that ``model``'s method ``getter`` returns; None without the method or for another result."""
     module = getattr(model, getter, lambda: None)()
     return module if isinstance(module, nn.Module) and module in names else None
+
+
+class _Embedding(RowwiseParallel):
+    """The style of an embedding with a divided vocabulary, whose output has arrived.
+
+    torch's returns one that still may be on its way. A layer compiled on its own gives such an input a gradient that
+    the embedding's backward does not take.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        module.register_forward_hook(lambda _, __, y: functional._no_view(y))
+        return module
 
 
 class _Heads(PrepareModuleInput):

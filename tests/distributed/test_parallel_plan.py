@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 import twell
+from twell import recipe
 from twell.distributed import SparseMLPParallel, tensor_parallel_plan
 
 pytest.importorskip("transformers")
@@ -227,3 +228,32 @@ def both_ways(device: torch.device, kind: str) -> None:
 
 def test_fsdp_of_parts(cpu_ranks: Run) -> None:
     cpu_ranks(4, both_ways, "Qwen3")
+
+
+def compiled(device: torch.device, strategy: str) -> None:
+    """Layers compiled one by one compute what the same layers do eagerly; hooks were there before the plan."""
+    mesh = init_device_mesh(device.type, (2,))
+    results = []
+    for compile_layers in (False, True):
+        torch._dynamo.reset()
+        model = make("Llama")
+        recipe.record_aux(model)
+        for layer in layers(model):
+            layer.strategy = strategy
+        parallelize_module(model, mesh, tensor_parallel_plan(model))
+        for layer in layers(model):
+            for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
+                assert len(hooks) == 2
+                # torch 2.11 guards hooks by their order of insertion
+                assert list(dict.keys(hooks)) == list(hooks)
+        for block in model.model.layers if compile_layers else ():
+            block.compile(backend="aot_eager", dynamic=False)
+        loss = model(input_ids=tokens(0), labels=tokens(0), use_cache=False).loss + COEFFICIENT * recipe.l1_term(model)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.full_tensor() for p in model.parameters())])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("strategy", ["dense", "union"])
+def test_compiled_layer_by_layer(cpu_ranks: Run, strategy: str) -> None:
+    cpu_ranks(2, compiled, strategy)

@@ -57,7 +57,7 @@ def test_other_results_are_red() -> None:
     rows = [parallel.Row("ddp", name, 2, 64, ms=1.0, loss=2.0, norm=4.0) for name in parallel.VARIANTS]
     rows[1].loss = 2.03
     rows[2].norm = float("nan")
-    rows.append(parallel.Row("ddp", "sparse eager", 2, 64, ms=0.5, loss=2.01, norm=4.1))
+    rows[3].ms, rows[3].loss, rows[3].norm = 0.5, 2.01, 4.1
     parallel.compare(rows)
     assert [bool(row.red) for row in rows] == [False, True, True, False]
     assert rows[1].red == "loss 2.03, of dense eager 2.0: more than 1 % apart"
