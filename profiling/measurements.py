@@ -308,7 +308,7 @@ ALL = (
         "training steps on two GPUs by DDP, FSDP2 and tensor parallelism: speed and memory, dense and sparse",
         "table several GPUs",
         ("python -m torch.distributed.run --nproc-per-node 2 -m profiling.parallel --out $OUT",),
-        (200,),
+        (250,),
         gpus=2,
     ),
     Measurement(

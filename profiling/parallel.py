@@ -9,8 +9,9 @@ over fp32 weights. Each rank has --micro-batch sequences of its own; with tensor
 many as all ranks together have in the other modes.
 
 Variants: dense and sparse, eager and with each decoder layer through torch.compile, which keeps what "auto" chose in
-the eager steps before. Times are medians over steps of the slowest rank; memory is the peak of torch's allocator on the
-rank with most, weights and optimizer included.
+the eager steps before. Times are medians over steps of the slowest rank, and "host" is the part until a step's last call
+returned: as long as the step where the GPUs wait for the hosts. Memory is the peak of torch's allocator on the rank with
+most, weights and optimizer included.
 Loss and gradient norm of the first step must be those of dense eager, up to 1 and 5 percent, else a row is red. The
 file is written after each mode. Exit status: 1 if a row is red.
 """
@@ -67,6 +68,8 @@ class Row:
     ms: float | None = None
     p10_ms: float | None = None
     p90_ms: float | None = None
+    # until the step's last call returned
+    host_ms: float | None = None
     tokens_per_ms: float | None = None
     # over the faster of the dense variants in the same mode
     speedup: float | None = None
@@ -166,26 +169,31 @@ def measured(make: Callable[[], Steps], row: Row, here: parallel.World, rounds: 
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(here.device)
     steps = make()
     # "auto" settles in eager steps, and a graph keeps its choice
     with torch.compiler.set_stance("force_eager"):
         for _ in range(SETTLING if row.variant == "sparse compiled" else 0):
             steps.step()
             wait(here)
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(here.device)
     loss, norm = steps.step()
     row.loss, row.norm = mean(loss), mean(norm)
     for _ in range(SETTLING):
         steps.step()
         wait(here)
-    samples = []
+    samples, returned = [], []
     for _ in range(rounds):
         here.barrier()
         start = time.perf_counter()
         steps.step()
+        host = time.perf_counter()
         wait(here)
         samples.append(most((time.perf_counter() - start) * 1e3))
+        returned.append(most((host - start) * 1e3))
     found = spread(samples)
+    row.host_ms = spread(returned).median
     row.ms, row.p10_ms, row.p90_ms = found.median, found.p10, found.p90
     row.tokens_per_ms = row.tokens / found.median
     row.peak_bytes = int(most(torch.cuda.max_memory_allocated(here.device))) if on_gpu else None
@@ -204,7 +212,7 @@ def compare(rows: Sequence[Row]) -> None:
             if ours is None or not abs(ours - theirs) <= allowed * abs(theirs):
                 row.red = f"{name} {ours}, of dense eager {theirs}: more than {100 * allowed:.0f} % apart"
         if row.red:
-            row.ms = row.p10_ms = row.p90_ms = row.tokens_per_ms = None
+            row.ms = row.p10_ms = row.p90_ms = row.host_ms = row.tokens_per_ms = None
         else:
             row.speedup = min(dense) / row.ms
 

@@ -584,12 +584,13 @@ def several_gpus() -> str:
     for row in found["rows"]:
         if row["ms"] and not row["red"]:
             cells = [names[row["mode"]], row["variant"], f"{row['tokens']:,}", f"{row['ms']:.1f}"]
+            cells += [shown(row, "host_ms", ".1f")]
             cells += [f"{row['tokens_per_ms']:.1f}", f"{row['speedup']:.2f}", shown(row, "peak_bytes", ".1f", 1e9)]
             rows.append([*cells, ", ".join(f"{count} {name}" for name, count in sorted(row["strategies"].items()))])
-    header = ["", "variant", "tokens", "ms", "tokens/ms", "over dense", "peak GB with weights", "layers run"]
+    header = ["", "variant", "tokens", "ms", "host ms", "tokens/ms", "over dense", "peak GB with weights", "layers run"]
     options = found["arguments"]
     said = f"{options['config']}, {options['micro_batch']} sequences of {options['sequence']:,} tokens on each GPU."
-    return f"{markdown(header, 'llrrrrrl', rows)}\n\n{said} {found['machine']}"
+    return f"{markdown(header, 'llrrrrrrl', rows)}\n\n{said} {found['machine']}"
 
 
 def soak() -> str:

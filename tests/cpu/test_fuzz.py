@@ -305,6 +305,25 @@ def test_errors_are_what_is_usual(changes: dict[str, Any], monkeypatch: pytest.M
     assert min(result.ratios.values()) > 0.85, result.ratios
 
 
+@pytest.mark.parametrize(("weight", "share"), [(8.0, 1 / 2), (7.3, 1 / 3)])
+def test_sums_on_a_grid_round_by_half_a_step_or_not_at_all(weight: float, share: float) -> None:
+    """Two numbers of fp16 by powers of two: their sum often lies between two numbers."""
+    tokens = 100_000
+    generator = torch.Generator().manual_seed(0)
+    numbers = 1 + torch.rand(2, tokens, generator=generator)
+    small, large = (t.half().double()[:, None] for t in (numbers[0], 8 + 6 * (numbers[1] - 1)))
+    products = [
+        answers.Product(answers.exact(t), torch.tensor([[w]], dtype=torch.float64))
+        for t, w in ((small, weight), (large, 1.0))
+    ]
+    alike = answers.Alike(torch.zeros(tokens, dtype=torch.bool), False)
+    right = answers.Answer.of(products, torch.float16, alike, by_token=True, longest=1)
+    half = answers.half_step(right.value, torch.float16)
+    assert float(right.usual) == pytest.approx(float((half.square() * share).sum().sqrt()), rel=1e-3)
+    error = right.value.half().double() - right.value
+    assert float(error.norm()) == pytest.approx(float(right.usual), rel=0.02)
+
+
 @pytest.mark.parametrize("changes", [{"x_layout": "expanded"}, {"m": 0}, {"pattern": "none"}, {"pattern": "single"}])
 def test_odd_cases_stay_within_their_bounds(changes: dict[str, Any]) -> None:
     """Equal tokens, no tokens, and tokens that fire almost nothing."""

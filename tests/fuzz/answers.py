@@ -204,6 +204,9 @@ class Answer:
             unit, smallest = rounding(dtype)
             bound = unit * value.norm(dim=1) + smallest * math.sqrt(value.shape[1])
         square = last.square() / 3
+        if dtype is not None and by_token:
+            # such a sum is often right between two numbers or one of them
+            square = square.where(~on_a_grid(products), last.square() / 2)
         shares = []
         for p in products:
             right, off, average = p.coefficients
@@ -220,6 +223,16 @@ class Answer:
         energy = alike.merge(square) if by_token else square
         count = torch.minimum(participants(energy), participants(torch.cat(shares)))
         return cls(value, bound, square.sum().sqrt(), count, participants(energy.sum(1)))
+
+
+def on_a_grid(products: list[Product]) -> Tensor:
+    """Return [R, C] whether a result adds up 16-bit coefficients by weights that are all powers of two."""
+    others = torch.zeros(())
+    for p in products:
+        mantissas = p.rows.frexp().mantissa.abs()
+        odd = (mantissas != 0.5) & (mantissas != 0)
+        others = others + (p.coefficients.right != 0).double() @ odd.double()
+    return others == 0
 
 
 def participants(shares: Tensor) -> Tensor:
