@@ -9,11 +9,10 @@ over fp32 weights. Each rank has --micro-batch sequences of its own; with tensor
 many as all ranks together have in the other modes.
 
 Variants: dense and sparse, eager and with each decoder layer through torch.compile, which keeps what "auto" chose in
-the eager steps before. Times are medians over steps of the slowest rank, and "host" is the part until a step's last call
-returned: as long as the step where the GPUs wait for the hosts. Memory is the peak of torch's allocator on the rank with
-most, weights and optimizer included.
-Loss and gradient norm of the first step must be those of dense eager, up to 1 and 5 percent, else a row is red. The
-file is written after each mode. Exit status: 1 if a row is red.
+the eager steps before. Times are medians over steps of the slowest rank. Host time lasts until the step's last call
+returned: as long as the step where GPUs wait for the hosts. Memory is the peak of torch's allocator on the rank with
+most, weights and optimizer included. Loss and gradient norm of the first step must be those of dense eager, up to 1 and
+5 percent, else a row is red. The file is written after each mode. Exit status: 1 if a row is red.
 """
 
 from __future__ import annotations

@@ -240,11 +240,11 @@ def test_steps_on_several_gpus_are_shown_by_mode(readme: Any, tmp_path: Path) ->
     assert "Not measured yet" in readme.several_gpus()
     readme.result.cache_clear()
     row = {"mode": "fsdp", "variant": "sparse eager", "tokens": 32768, "ms": 100.0, "tokens_per_ms": 327.68, "red": ""}
-    row |= {"speedup": 1.25, "peak_bytes": 20_400_000_000, "strategies": {"union": 7, "dense": 1}}
+    row |= {"host_ms": 60.0, "speedup": 1.25, "peak_bytes": 20_400_000_000, "strategies": {"union": 7, "dense": 1}}
     options = {"config": "1B", "micro_batch": 8, "sequence": 2048}
     write(tmp_path, "h200_parallel", [row, row | {"red": "wrong", "ms": None}], arguments=options)
     table, said = readme.several_gpus().split("\n\n")
-    figures = ["32,768", "100.0", "327.7", "1.25", "20.4", "1 dense, 7 union"]
+    figures = ["32,768", "100.0", "60.0", "327.7", "1.25", "20.4", "1 dense, 7 union"]
     assert cells(table) == [["FSDP2", "sparse eager", *figures]]
     assert said.startswith("1B, 8 sequences of 2,048 tokens on each GPU.")
 
