@@ -83,8 +83,11 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         lambda **arguments: callback()(**arguments),
         dict,
         {
-            "coefficient": ["a", -1, float("nan"), None],
+            "coefficient": ["a", -1, float("nan")],
             "normalisation": ["sum", None, ["token_sum"]],
+            "nnz": ["30", 0, -1, float("nan")],
+            "moving_threshold": ["yes", None],
+            "sharing": ["0.1", 2, None],
             **{name: ["3", -1, 2.5, None] for name in ("warmup_steps", "warmup_start", "every", "window", "seed")},
             "reinitialize": ["0.1", 2, None, True],
             "types": ["word", 3],

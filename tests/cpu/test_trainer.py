@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from twell import recipe
 from twell.integrations._trainer import SparsityCallback
+from twell.integrations.transformers import load
 from twell.nn import SparseGatedMLP
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -604,3 +605,122 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     # one rank writes
     assert (tmp_path / "True" / "sparsity.csv").exists()
     assert len(rows(tmp_path / "True" / "sparsity.csv")) == 6
+
+
+# A number of non-zeros instead of a coefficient
+
+
+@pytest.mark.parametrize("moving", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_target_is_that_of_a_plain_loop(tmp_path: Path, accumulation: int, moving: bool) -> None:
+    """Weights after some steps are those of the recipe's own loop over the same micro-batches."""
+    model = llama()
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"learning_rate": 0.05, "lr_scheduler_type": "constant"}
+    args = arguments(tmp_path, max_steps=6, gradient_accumulation_steps=accumulation, **options)
+    own = callback(coefficient=None, nnz=5, moving_threshold=moving)
+    trainer = Recording(model, args, train_dataset=sequences(24, masked=True), callbacks=[own])
+    trainer.train()
+    recipe.record_aux(plain, inputs=moving)
+    target: Any = recipe.TargetThreshold(plain, 5, 6) if moving else recipe.TargetSparsity(5, 6)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    coefficients = []
+    plain.train()
+    for micro, _ in trainer.steps:
+        for inputs, items in micro:
+            loss = plain(**inputs, num_items_in_batch=items).loss
+            (loss + target.term(plain) / len(micro)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        target.update()
+        coefficients.append(target.read()["coefficient"])
+    logged = [entry["sparsity_coefficient"] for entry in trainer.state.log_history if "sparsity_coefficient" in entry]
+    assert logged == pytest.approx(coefficients, rel=1e-3)
+    for a, b in zip(weights(model), weights(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    layer = model.model.layers[0].mlp
+    if moving:
+        assert layer.activation == "fatrelu"
+        assert isinstance(layer.threshold, float)
+        assert layer.threshold == pytest.approx(target.settle(), rel=1e-3)
+        assert trainer.state.log_history[-2]["sparsity_threshold"] == pytest.approx(layer.threshold)
+    else:
+        assert layer.activation == "relu"
+
+
+@pytest.mark.parametrize("moving", [False, True])
+def test_a_target_goes_on_from_a_checkpoint(tmp_path: Path, moving: bool) -> None:
+    def train(folder: Path, resume: bool) -> tuple[list[Tensor], Any]:
+        model = llama()
+        args = arguments(folder, max_steps=6, learning_rate=0.05, save_strategy="steps", save_steps=3)
+        own = callback(coefficient=None, nnz=5, moving_threshold=moving)
+        trainer = Trainer(model, args, train_dataset=sequences(16, masked=True), callbacks=[own])
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
+        return weights(model), model.model.layers[0].mlp.threshold
+
+    (whole, threshold), (resumed, again) = train(tmp_path, False), train(tmp_path, True)
+    assert threshold == again
+    assert (threshold > 0) == moving
+    for a, b in zip(resumed, whole, strict=True):
+        assert torch.equal(a, b)
+    # the threshold of its step, so that it can be read
+    saved = load(tmp_path / "checkpoint-3").model.layers[0].mlp
+    assert saved.activation == ("fatrelu" if moving else "relu")
+    assert (0 < saved.threshold < threshold) == moving
+    other = callback(coefficient=None, nnz=6, moving_threshold=moving)
+    args = arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=3)
+    trainer = Trainer(llama(), args, train_dataset=sequences(16), callbacks=[other])
+    with pytest.raises(ValueError, match=r"state must have nnz 6.0, got 5.0"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_layers_with_square_or_drelu_are_steered_by_their_gate(tmp_path: Path) -> None:
+    model = llama()
+    for block in model.model.layers:
+        block.mlp.activation = "drelu"
+    own = callback(coefficient=None, nnz=5, sharing=0.25)
+    Trainer(model, arguments(tmp_path, max_steps=2), train_dataset=sequences(4), callbacks=[own]).train()
+    assert own.target is None
+    seen: list[Any] = []
+
+    class Look(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(own.target)
+
+    Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=sequences(4), callbacks=[own, Look()]).train()
+    assert (seen[0].of, seen[0].sharing, seen[0].steps) == ("gate", 0.25, 1)
+
+
+def test_wrong_targets_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must be left out with nnz, .* got 0\.1, 'token_sum', 0 and 0"):
+        SparsityCallback(0.1, nnz=5)
+    with pytest.raises(ValueError, match="moving_threshold=True needs nnz"):
+        SparsityCallback(moving_threshold=True)
+    with pytest.raises(ValueError, match=r"sharing=0\.5 needs nnz"):
+        SparsityCallback(sharing=0.5)
+    own = callback(coefficient=None, nnz=5, moving_threshold=True)
+    best = {"load_best_model_at_end": True, "save_strategy": "epoch", "eval_strategy": "epoch"}
+    trainer = Trainer(
+        llama(), arguments(tmp_path, **best), train_dataset=sequences(4), eval_dataset=sequences(2), callbacks=[own]
+    )
+    with pytest.raises(ValueError, match="load_best_model_at_end must be off with moving_threshold"):
+        trainer.train()
+    own = callback(coefficient=None, nnz=48)
+    with pytest.raises(ValueError, match="nnz must be below 48, the neurons of a layer"):
+        Trainer(llama(), arguments(tmp_path, max_steps=1), train_dataset=sequences(4), callbacks=[own]).train()
+
+
+def test_an_interrupted_run_leaves_no_moving_threshold(tmp_path: Path) -> None:
+    model = llama()
+
+    class Interrupt(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    args = arguments(tmp_path, max_steps=4, learning_rate=0.05)
+    options: dict[str, Any] = {"coefficient": None, "nnz": 5, "moving_threshold": True}
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(model, args, train_dataset=sequences(8), callbacks=[callback(**options), Interrupt()]).train()
+    assert isinstance(model.model.layers[0].mlp.threshold, Tensor)
+    Trainer(model, args, train_dataset=sequences(8), callbacks=[callback(**options)]).train()
+    assert isinstance(model.model.layers[0].mlp.threshold, float)

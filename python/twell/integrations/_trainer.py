@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import math
 import os
@@ -15,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from twell import recipe
-from twell._arguments import require, require_choice, require_flag, require_integer, require_number, require_path
+from twell._arguments import (
+    require,
+    require_choice,
+    require_flag,
+    require_integer,
+    require_number,
+    require_path,
+    require_positive,
+)
 from twell._runtime.log import logger
 from twell.recipe import Normalisation, SparsityTracker, StatsWriter, TokenTypes
 
@@ -24,6 +33,9 @@ try:
     from transformers.trainer_callback import ExportableState
 except ImportError as error:
     raise ImportError("SparsityCallback is for the Trainer of transformers: pip install twell[train]") from error
+
+# The paper's coefficient.
+_PAPERS = 2e-5
 
 
 class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -34,13 +46,16 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         model = sparsify(model)
         Trainer(model, args, train_dataset=data, callbacks=[SparsityCallback(warmup_steps=600)]).train()
 
+    or, with a number of non-zeros per token instead of a coefficient, ``callbacks=[SparsityCallback(nnz=30)]``.
+
     The model's forward pass must return a loss. In training mode the callback adds ``coefficient`` times the warm-up's
     factor times ``recipe.l1_term`` to it. A step's gradient is then that of Trainer's loss plus the mean of the term
     over micro-batches and ranks, however Trainer weighs the former: by tokens or by batches, over devices or not, with
     fewer micro-batches in the last step of an epoch. The loss that Trainer logs includes the term; evaluation does not.
 
     Logs of training steps, and ``state.log_history``, gain ``sparsity_l0`` and ``sparsity_l1``, the means over layers
-    since the last log, ``sparsity_dead``, a share of the neurons, and ``sparsity_coefficient``, the current one.
+    since the last log, ``sparsity_dead``, a share of the neurons, and ``sparsity_coefficient``, the current one; with
+    ``moving_threshold`` also ``sparsity_threshold``.
     ``recipe.StatsWriter`` writes each layer's figures. A resumed run continues warm-up and files from its checkpoint,
     in whichever folder; trainer_state.json names the dead neurons. If it does not, the first step is observed.
 
@@ -49,10 +64,15 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     here, which leaves the loss alone.
 
     Args:
-        coefficient: of the L1 term; 2e-5 is the paper's, for models of 0.5 to 2 B parameters. Smaller models have fewer
-            neurons to sum over and need more.
+        coefficient: of the L1 term; None: 2e-5, the paper's, for models of 0.5 to 2 B parameters. Smaller models have
+            fewer neurons to sum over and need more.
         normalisation: "token_sum" or "neuron_mean", as in ``recipe.l1_term``.
         warmup_steps, warmup_start: optimizer steps, as in ``recipe.l1_warmup``.
+        nnz: the mean over layers of non-zeros per token to train to, by ``recipe.TargetSparsity`` over all steps of
+            Trainer, in place of the four arguments above. Layers with "relu2" or "drelu" get L1 of the gate.
+        moving_threshold: with ``nnz``: layers with "relu" or "fatrelu" get FATReLU, whose threshold
+            ``recipe.TargetThreshold`` moves. It settles as training ends. Checkpoints name the threshold of their step.
+        sharing: from 0 to 1, with ``nnz``: as in ``recipe.TargetSparsity``.
         reinitialize: fraction of ``recipe.reinitialize_dead``, which then runs after each optimizer step; 0: never. The
             paper has 0.1.
         every, window: as in ``recipe.SparsityTracker``.
@@ -64,17 +84,21 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     Runs with DDP, FSDP2, torch_compile, bf16 and fp16, and with non-reentrant gradient checkpointing. Raises ValueError
     as training begins if the model has no twell layers; with nn.DataParallel (use torchrun); with label smoothing; with
-    ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it; and with ``types`` under
-    restore_callback_states_from_checkpoint, which makes callbacks from a file without types.
+    ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it; with ``types`` under
+    restore_callback_states_from_checkpoint, which makes callbacks from a file without types; with ``moving_threshold``
+    under load_best_model_at_end, which loads weights alone; and for a checkpoint of another ``nnz`` or number of steps.
     """
 
     def __init__(
         self,
-        coefficient: float = 2e-5,
+        coefficient: float | None = None,
         *,
         normalisation: Normalisation = "token_sum",
         warmup_steps: int = 0,
         warmup_start: int = 0,
+        nnz: float | None = None,
+        moving_threshold: bool = False,
+        sharing: float = 0.0,
         reinitialize: float = 0.0,
         every: int = 100,
         window: int = 1,
@@ -85,10 +109,23 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         wandb: bool = True,
         seed: int = 0,
     ) -> None:
-        require_number("coefficient", coefficient, 0)
+        if coefficient is not None:
+            require_number("coefficient", coefficient, 0)
         require_choice("normalisation", normalisation, recipe.NORMALISATIONS)
         require_integer("warmup_steps", warmup_steps, 0)
         require_integer("warmup_start", warmup_start, 0)
+        if nnz is not None:
+            require_positive("nnz", nnz)
+        require_flag("moving_threshold", moving_threshold)
+        require_number("sharing", sharing, 0, 1)
+        if nnz is None and (moving_threshold or sharing):
+            got = "moving_threshold=True" if moving_threshold else f"sharing={sharing}"
+            raise ValueError(f"SparsityCallback: {got} needs nnz, the non-zeros per token to train to")
+        if nnz is not None and (coefficient, normalisation, warmup_steps, warmup_start) != (None, "token_sum", 0, 0):
+            raise ValueError(
+                "SparsityCallback: coefficient, normalisation and warm-up must be left out with nnz, which finds a "
+                f"coefficient for each step, got {coefficient}, {normalisation!r}, {warmup_steps} and {warmup_start}"
+            )
         require_number("reinitialize", reinitialize, 0, 1)
         require_integer("every", every, 0)
         require_integer("window", window, 1)
@@ -101,6 +138,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         require_flag("wandb", wandb)
         require_integer("seed", seed, 0)
         self.coefficient, self.normalisation = coefficient, normalisation
+        self.nnz, self.moving_threshold, self.sharing = nnz, moving_threshold, sharing
         self.warmup_steps, self.warmup_start = warmup_steps, warmup_start
         self.reinitialize, self.every, self.window, self.types = reinitialize, every, window, types
         self.settle_every, self.csv, self.tensorboard, self.wandb, self.seed = (
@@ -111,6 +149,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             seed,
         )
         self.tracker: SparsityTracker | None = None
+        self.target: recipe.TargetSparsity | recipe.TargetThreshold | None = None
         # the tracker's state after the last step, on every rank
         self._counts: dict[str, Any] | None = None
         self._writer: StatsWriter | None = None
@@ -141,18 +180,23 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 f"SparsityCallback: expected one process per GPU, got nn.DataParallel on {args.n_gpu} GPUs, whose "
                 "copies of the model record nothing; start with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU"
             )
-        if args.label_smoothing_factor and self.coefficient:
+        if args.label_smoothing_factor and self._adds_term:
             raise ValueError(
                 f"SparsityCallback: label_smoothing_factor must be 0, got {args.label_smoothing_factor}: Trainer then "
                 "computes the loss outside the model; override compute_loss and add twell.recipe.l1_term there, with "
                 "coefficient=0 here"
+            )
+        if self.moving_threshold and args.load_best_model_at_end:
+            raise ValueError(
+                "SparsityCallback: load_best_model_at_end must be off with moving_threshold: Trainer would load the "
+                "weights of another step than the threshold's"
             )
         if self.reinitialize and args.deepspeed:
             raise ValueError("SparsityCallback: reinitialize must be 0 under DeepSpeed, which keeps copies of weights")
         self.tracker = SparsityTracker(
             model, every=self.every, window=self.window, types=self.types.names if self.types else ()
         )
-        if self.coefficient:
+        if self.nnz is None and self._adds_term:
             recipe.record_aux(model)
         # Trainer has read it from the checkpoint to resume from, and replaces it in new checkpoints
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
@@ -163,6 +207,10 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "SparsityCallback: restore_callback_states_from_checkpoint must be off with types: the checkpoint has "
                 f"their names alone ({', '.join(saved['types'])})"
             )
+        if self.nnz is not None:
+            self.target = self._target(model, self.nnz, state.max_steps)
+            if state.global_step and saved.get("target") is not None:
+                self.target.load_state_dict(_decoded(saved["target"]))
         self._counts = None
         if state.global_step and self.reinitialize and saved["counts"] is not None:
             self._counts = _decoded(saved["counts"])
@@ -201,7 +249,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._micro_batches = max(min(self._micro_batches, length - done), 1)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Draw dead neurons towards their initialisation."""
+        """Steer towards the target, and draw dead neurons towards their initialisation."""
+        if self.target is not None:
+            self.target.update()
         if self.reinitialize and self.tracker is not None and self._model is not None:
             recipe.reinitialize_dead(
                 self._model, self.tracker.dead(), self.reinitialize, step=state.global_step, seed=self.seed
@@ -209,13 +259,28 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             # here, since every rank must take part and Trainer calls ``state`` on one alone
             self._counts = self.tracker.state_dict()
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let a checkpoint's configuration name the threshold of this step."""
+        if self.moving_threshold and control.should_save:
+            # imported here: transformers.py imports this module
+            from twell.integrations.transformers import name_activation
+
+            # where the configuration cannot name it, a warning said so as training began
+            with contextlib.suppress(TypeError, ValueError):
+                name_activation(kwargs["model"])
+
+    on_epoch_end = on_step_end
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the figures to the logs of a training step, and write them."""
         if self.tracker is None or self._writer is None or logs is None or not {"loss", "learning_rate"} <= logs.keys():
             return
         stats = self.tracker.read()
         figures = {f"sparsity_{name}": value for name, value in stats.summary().items()}
-        figures["sparsity_coefficient"] = self._coefficient(self._step)
+        if self.target is None:
+            figures["sparsity_coefficient"] = self._coefficient(self._step)
+        else:
+            figures |= {f"sparsity_{name}": value for name, value in self.target.read().items() if name != "non_zeros"}
         logs.update(figures)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(figures)
@@ -228,8 +293,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def state(self) -> dict[str, Any]:
         """The entry in a checkpoint's trainer_state.json: arguments, and the counts behind dead neurons."""
-        names = ("coefficient", "normalisation", "warmup_steps", "warmup_start", "reinitialize", "every", "window")
-        arguments = {name: getattr(self, name) for name in (*names, "settle_every", "wandb", "seed")}
+        names = ("coefficient", "normalisation", "warmup_steps", "warmup_start", "nnz", "moving_threshold", "sharing")
+        more = ("reinitialize", "every", "window", "settle_every", "wandb", "seed")
+        arguments = {name: getattr(self, name) for name in (*names, *more)}
         arguments["csv"] = None if self.csv is None else os.fspath(self.csv)
         arguments["tensorboard"] = (
             self.tensorboard if isinstance(self.tensorboard, bool) else os.fspath(self.tensorboard)
@@ -239,7 +305,20 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             "attributes": {},
             "types": list(self.types.names) if self.types else [],
             "counts": None if self._counts is None else _encoded(self._counts),
+            "target": None if self.target is None else _encoded(self.target.state_dict()),
         }
+
+    @property
+    def _adds_term(self) -> bool:
+        return self.nnz is not None or self.coefficient != 0
+
+    def _target(self, model: nn.Module, nnz: float, steps: int) -> recipe.TargetSparsity | recipe.TargetThreshold:
+        if self.moving_threshold:
+            recipe.record_aux(model, inputs=True)
+            return recipe.TargetThreshold(model, nnz, steps, sharing=self.sharing)
+        of_gate = self.sharing or any(layer.activation in ("relu2", "drelu") for layer in recipe.layers(model).values())
+        recipe.record_aux(model, inputs=bool(of_gate))
+        return recipe.TargetSparsity(nnz, steps, of="gate" if of_gate else "hidden", sharing=self.sharing)
 
     def _detach(self) -> None:
         for handle in self._handles:
@@ -249,12 +328,15 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self.tracker.close()
         if self._writer is not None:
             self._writer.close()
+        if isinstance(self.target, recipe.TargetThreshold):
+            self.target.settle()
         if self._model is not None:
             recipe.record_aux(self._model, False)
-        self.tracker = self._counts = self._writer = self._model = self._state = None
+        self.tracker = self.target = self._counts = self._writer = self._model = self._state = None
 
     def _coefficient(self, step: int) -> float:
-        return self.coefficient * recipe.l1_warmup(step, self.warmup_steps, self.warmup_start)
+        coefficient = _PAPERS if self.coefficient is None else self.coefficient
+        return coefficient * recipe.l1_warmup(step, self.warmup_steps, self.warmup_start)
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model."""
@@ -282,10 +364,13 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         assert self.tracker is not None
         self.tracker.end()
         self._watching = False
-        if not self.coefficient:
+        if not self._adds_term:
             return output
-        term = recipe.l1_term(model, self.normalisation, several=True)
-        weight = self._coefficient(self._step)
+        if self.target is None:
+            term = recipe.l1_term(model, self.normalisation, several=True)
+            weight = self._coefficient(self._step)
+        else:
+            term, weight = self.target.term(model, several=True), 1.0
         if kwargs.get("num_items_in_batch") is not None:
             # the model has divided by the tokens of all micro-batches; otherwise Trainer divides by their number
             weight /= self._micro_batches * self._scale
