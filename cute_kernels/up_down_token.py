@@ -122,6 +122,7 @@ def shared_memory(words: int, ctas: int) -> Any:
 
     @cute.struct
     class Shared:
+        # the second one pads
         sums_complete: cute.struct.MemRange[Int64, 2]
         totals: cute.struct.MemRange[Float32, WARPS]
         arena: cute.struct.Align[cute.struct.MemRange[Float32, words], 16]
@@ -141,7 +142,8 @@ class TokenCluster:
         self.groups = WARPS // self.span
         # 16-byte loads per thread and row, and rows that a thread has in flight
         self.vectors = self.columns // (self.span * STEP)
-        # few tokens, and a single CTA per token, must fill the memory's latency by themselves
+        # a cluster of eight has few tokens, and the portable family one CTA per token: each must hide the memory's
+        # latency by itself
         deep = cluster == 8 or spec.family != SM90
         self.rows = (8 if deep else 4) if self.span == 1 else max(1, (16 if deep else 8) // self.vectors)
         # partial sums of a dot product
@@ -695,7 +697,7 @@ class UpDownToken:
 
 
 def fake_arguments(spec: UpDownSpec | UpDownTokenSpec) -> tuple[Any, ...]:
-    """Fake tensors of `Operands`, in the order of its fields."""
+    """Fake tensors of the first fields of `Operands`, x to l1."""
     dtype, m = operands.DTYPES[spec.dtype], cute.sym_int32()
     n, k = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     return (

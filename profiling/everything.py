@@ -42,6 +42,9 @@ LEAST_S = 30
 PATIENCE_S = 20
 # Exit status of a command, and of this one, that left something for the next call.
 LEFT = 3
+# Hashes of sources that differ from the present ones in comments and names alone: every compiled object has the same
+# bytes. By the present hash.
+SAME_CODE = {"2c2a5dab3b77": ("429e108cb8e1",)}
 
 
 def kernels_of(path: Path) -> str:
@@ -57,9 +60,15 @@ def present() -> str:
     return str(fingerprint.source_hash())[:12]
 
 
+def current(kernels: str) -> bool:
+    """Whether kernels of this hash have the code of the present ones."""
+    now = present()
+    return kernels == now or kernels in SAME_CODE.get(now, ())
+
+
 def stale() -> list[Measurement]:
     """The measurements whose files are missing or of other kernels."""
-    return [each for each in ALL if kernels_of(RESULTS / f"{each.name}.json") != present()]
+    return [each for each in ALL if not current(kernels_of(RESULTS / f"{each.name}.json"))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError(f"NAME must be one of {', '.join(known)}, got {', '.join(unknown)}")
     chosen = [known[name] for name in arguments.names] or stale()
     if arguments.list:
-        print("\n".join(map(line, chosen)))
+        for each in chosen:
+            print(line(each))
         print(f"{sum(sum(each.seconds) for each in chosen):6} s in all; kernels {present()}")
         return 0
     if arguments.out is None:

@@ -201,7 +201,6 @@ def measured(make: Callable[[], Steps], row: Row, here: parallel.World, rounds: 
 
 def compare(rows: Sequence[Row]) -> None:
     """Note speed-ups over the faster dense variant of a mode, and results that differ from dense eager's."""
-    dense = [row.ms for row in rows if row.variant.startswith("dense") and row.ms is not None]
     right = rows[0]
     for row in rows:
         if row.red or row.ms is None or right.loss is None or right.norm is None:
@@ -212,7 +211,9 @@ def compare(rows: Sequence[Row]) -> None:
                 row.red = f"{name} {ours}, of dense eager {theirs}: more than {100 * allowed:.0f} % apart"
         if row.red:
             row.ms = row.p10_ms = row.p90_ms = row.host_ms = row.tokens_per_ms = None
-        else:
+    dense = [row.ms for row in rows if row.variant.startswith("dense") and row.ms is not None]
+    for row in rows:
+        if dense and row.ms is not None:
             row.speedup = min(dense) / row.ms
 
 

@@ -422,11 +422,12 @@ def auto_losses() -> str:
     """What "auto" loses at the points outside of its table."""
     found = result("h200_held_out")
     losses = [row["loss"] for row in found["rows"]]
-    parts = [f"{len(losses)} points: {100 * statistics.mean(losses):.2f} % in the mean"]
+    parts = []
     for name, training in (("forward", False), ("training", True)):
         own = [row["loss"] for row in found["rows"] if row["training"] == training]
-        parts.append(f"{name} {100 * statistics.mean(own):.2f} % of {len(own)}")
-    return f"{', '.join(parts)}; at most {100 * max(losses):.1f} %. {found['machine']}"
+        parts.append(f"{100 * statistics.mean(own):.2f} % over {len(own)} {name} points")
+    said = f'On {len(losses)} points "auto" loses {100 * statistics.mean(losses):.2f} % in the mean'
+    return f"{said}: {' and '.join(parts)}; at most {100 * max(losses):.1f} %. {found['machine']}"
 
 
 def fuzz(name: str) -> str:
@@ -862,7 +863,7 @@ def of_other_kernels() -> str:
     """One line that names results of other kernels than those of the sources; empty if there are none."""
     now, others = everything.present(), dict[str, list[str]]()
     for path in sorted(RESULTS.glob("*.json")):
-        if (found := everything.kernels_of(path)) and found != now:
+        if (found := everything.kernels_of(path)) and not everything.current(found):
             others.setdefault(found, []).append(path.stem)
     named = "; ".join(f"{hash_} {', '.join(names)}" for hash_, names in others.items())
     return f"note: results of other kernels than the sources, which are {now}: {named}" if named else ""

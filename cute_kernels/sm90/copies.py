@@ -1,9 +1,24 @@
-"""Bulk copies, and copies between the CTAs of a cluster through distributed shared memory."""
+"""TMA and bulk copies, and copies between the CTAs of a cluster through distributed shared memory."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint16, Uint32
+from cutlass.cute.nvgpu import cpasync
+
+
+class Transfer(NamedTuple):
+    """A TMA copy and its tensor."""
+
+    atom: Any
+    tensor: Any
+
+
+def tma_load(tensor: Any, layout: Any, box: tuple[int, int], peers: int = 1) -> Transfer:
+    """A TMA load of one stage's tile, split over the `peers` CTAs that share it."""
+    op = cpasync.CopyBulkTensorTileG2SMulticastOp() if peers > 1 else cpasync.CopyBulkTensorTileG2SOp()
+    stage = cute.slice_(layout, (None, None, 0))
+    return Transfer(*cpasync.make_tiled_tma_atom(op, tensor, stage, box, num_multicast=peers))
 
 
 @cute.jit

@@ -48,6 +48,7 @@ from ..common.values import (
     widen,
 )
 from ..specs import GatePackSpec
+from .copies import Transfer, tma_load
 from .mma import store_matrices_transposed
 
 TILE_N = geometry.TILE
@@ -72,20 +73,13 @@ class Barrier(IntEnum):
     GATE_LAST = 3
 
 
-class Transfer(NamedTuple):
-    """A TMA copy and its tensor."""
-
-    atom: Any
-    tensor: Any
-
-
 class Operands(NamedTuple):
     """Operands in global memory that are accessed without TMA; an empty `bias` stands for none."""
 
-    bias: Any
-    words: Any
-    spill: Any
-    stats: Any
+    bias: Any  # [N] or [0]
+    words: Any  # int32 [M, tiles * width]
+    spill: Any  # [M, tiles * 256], for tiles of more non-zeros than their words hold
+    stats: Any  # int32 [ceil(M / 8), tiles, 2]: non-zeros, overflowing rows
     width: Any  # words per tile
     threshold: Any  # of fatrelu, see common/activation.py
 
@@ -164,8 +158,8 @@ class GatePack:
         w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, value, stages)
         x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, value, stages)
         loads = (
-            self.transfer(w, w_layout, (self.neurons, self.tile_k), self.own_tokens),
-            self.transfer(x, x_layout, (self.tokens, self.tile_k), self.own_neurons),
+            tma_load(w, w_layout, (self.neurons, self.tile_k), self.own_tokens),
+            tma_load(x, x_layout, (self.tokens, self.tile_k), self.own_neurons),
         )
 
         @cute.struct
@@ -189,12 +183,6 @@ class GatePack:
                 stream=stream,
                 use_pdl=True,
             )
-
-    def transfer(self, tensor: Any, layout: Any, box: tuple[int, int], peers: int) -> Transfer:
-        """A TMA load of one stage's tile, split over the `peers` CTAs that share it."""
-        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if peers > 1 else cpasync.CopyBulkTensorTileG2SOp()
-        stage = cute.slice_(layout, (None, None, 0))
-        return Transfer(*cpasync.make_tiled_tma_atom(op, tensor, stage, box, num_multicast=peers))
 
     @cute.kernel
     def kernel(
@@ -328,7 +316,7 @@ class GatePack:
         rW = mma.make_fragment_A(leader.partition_A(s.sW))
         rX = mma.make_fragment_B(leader.partition_B(s.sX))
         coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((TILE_N, self.tokens)))
-        acc = cute.make_rmem_tensor(coordinates.shape[:3], Float32)
+        acc = cute.make_rmem_tensor(coordinates.shape[:3], self.accumulator)
 
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)

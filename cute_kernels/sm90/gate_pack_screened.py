@@ -44,8 +44,7 @@ from ..common.mma import load_matrices
 from ..common.rows import MAX_WIDTH, clear_arrivals
 from ..common.swizzle import swizzle_piece
 from ..specs import GatePackScreenedSpec
-from .copies import send_words
-from .gate_pack import Transfer
+from .copies import Transfer, send_words, tma_load
 from .gate_pack_few import CLUSTER, MMA_THREADS, NEURONS, PARTS, SPLITS, THREADS, TILE_K, TILE_N, WARPS, GatePackFew
 from .gate_screen import Constants, GateScreen
 from .ring import Ring, open_ring, release
@@ -168,9 +167,8 @@ class GatePackScreened(GatePackFew):
         w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, Int8, stages)
         q_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, Int8, stages)
         x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (NEURONS, tokens, TILE_K), self.dtype, self.units)
-        load = cpasync.CopyBulkTensorTileG2SOp()
         transfers = [
-            Transfer(*cpasync.make_tiled_tma_atom(load, tensor, cute.slice_(layout, (None, None, 0)), box))
+            tma_load(tensor, layout, box)
             for tensor, layout, box in (
                 (w_q, w_layout, (NEURONS, SCREEN_K)),
                 (x_q, q_layout, (tokens, SCREEN_K)),

@@ -86,8 +86,9 @@ class Views(NamedTuple):
 
     sW: Any  # weights
     sX: Any
+    # a gate is a candidate unless its product, less the neuron's offset, is at most -(a + b spread^2 + i bias)
     tokens: Any  # [TOKENS, 4] a, b, i
-    neurons: Any  # [NEURONS, 4] spread^2, bias, offset
+    neurons: Any  # [NEURONS, 4] spread^2, bias in units of the scale, offset
 
 
 class GateScreen(GatePack):
@@ -156,8 +157,7 @@ class GateScreen(GatePack):
                 for j in range_constexpr(3):
                     four[j] = terms[j]
             for i in cutlass.range(thread, NEURONS, TERM_THREADS, unroll=1):
-                operands = self.neuron_operands(o, column * NEURONS + i, extent)
-                square, beta, offset = self.neuron_terms(o, operands)
+                square, beta, offset = self.neuron_terms(o, self.neuron_operands(o, column * NEURONS + i, extent))
                 # without a bias, beta is 0 except for zero rows, where it is below all products
                 terms = (square, beta, offset if o.bias.shape[0] > 0 else offset - beta)
                 four = cute.make_tensor((s.neurons + 4 * i).align(16), cute.make_layout(4))
@@ -176,9 +176,9 @@ class GateScreen(GatePack):
         return exists, scale, spread, offset
 
     @cute.jit
-    def token_terms(self, o, operands):
-        """a, b and i of a token: NaN or infinite if it is not screened; if it is zero, its biases decide."""
-        c, (exists, scale, spread, offset) = o.constants, operands
+    def token_terms(self, o, given):
+        """a, b and i of a token: NaN or infinite if it is not screened; of a zero token the neurons' biases decide."""
+        c, (exists, scale, spread, offset) = o.constants, given
         # no token: not 0, whose product with an infinite bias is NaN
         a, b, i = Float32(NEVER), Float32(0.0), Float32(1.0)
         if exists:
@@ -206,9 +206,9 @@ class GateScreen(GatePack):
         return exists, scale, spread, offset, bias
 
     @cute.jit
-    def neuron_terms(self, o, operands):
+    def neuron_terms(self, o, given):
         """The square of a neuron's spread, its bias in units of its scale, and its offset."""
-        exists, scale, spread, offset, bias = operands
+        exists, scale, spread, offset, bias = given
         square, beta = spread * spread, Float32(0.0)
         if exists:
             beta = bias * o.constants.block / scale

@@ -54,7 +54,7 @@ from ..common.sums import add_flushed, flush_sums
 from ..common.swizzle import swizzle_column, swizzle_piece
 from ..common.values import pack, relu_pack, warp_sum
 from ..specs import OverflowSpec
-from .copies import store_peer
+from .copies import Transfer, store_peer, tma_load
 from .mma import store_matrices
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
@@ -79,13 +79,6 @@ class Barrier(IntEnum):
 
     ALL = 1
     GROUP = 2
-
-
-class Transfer(NamedTuple):
-    """A TMA copy and its tensor."""
-
-    atom: Any
-    tensor: Any
 
 
 class Views(NamedTuple):
@@ -148,12 +141,6 @@ class Dense:
         mma = sm90.make_trivial_tiled_mma(self.dtype, self.dtype, a_mode, b_mode, Float32, (2, 1, 1), (64, columns))
         mma.set(warpgroup.Field.ACCUMULATE, True)
         return mma
-
-    def load_of(self, tensor: Any, layout: Any, box: tuple[int, int], peers: int = 1) -> Transfer:
-        """A TMA load of a stage's tile, split over the `peers` CTAs that share it."""
-        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if peers > 1 else cpasync.CopyBulkTensorTileG2SOp()
-        stage = cute.slice_(layout, (None, None, 0))
-        return Transfer(*cpasync.make_tiled_tma_atom(op, tensor, stage, box, num_multicast=peers))
 
     def store_of(self, tensor: Any) -> Transfer:
         """A TMA store of a group's buffer."""
@@ -292,8 +279,8 @@ class Score(Dense):
         # [tokens, N, P]
         out = cute.make_tensor(parts.iterator, cute.select(parts.layout, mode=[1, 2, 0]))
         return Factors(
-            a=tuple(self.load_of(t, a_layout, (TILE_M, TILE_K)) for t in tokens),
-            b=tuple(self.load_of(w, half_layout, (HALF, TILE_K), CLUSTER) for w in weights),
+            a=tuple(tma_load(t, a_layout, (TILE_M, TILE_K)) for t in tokens),
+            b=tuple(tma_load(w, half_layout, (HALF, TILE_K), CLUSTER) for w in weights),
             store=self.store_of(out),
             mmas=(self.tiled_mma(TILE_N, mode, mode), self.tiled_mma(HALF, mode, mode)),
             layouts=(a_layout, b_layout, half_layout),
@@ -454,8 +441,8 @@ class Product(Dense):
         major = LayoutEnum.ROW_MAJOR if self.by_token else LayoutEnum.COL_MAJOR
         a_layout, b_layout = self.stages(major, LayoutEnum.COL_MAJOR)
         return Factors(
-            a=self.load_of(left, a_layout, (TILE_M, TILE_K)),
-            b=tuple(self.load_of(transposed(t), b_layout, (TILE_N, TILE_K), CLUSTER) for t in b),
+            a=tma_load(left, a_layout, (TILE_M, TILE_K)),
+            b=tuple(tma_load(transposed(t), b_layout, (TILE_N, TILE_K), CLUSTER) for t in b),
             store=None if out is None else self.store_of(out),
             mmas=self.tiled_mma(TILE_N, mode, OperandMajorMode.MN),
             layouts=(a_layout, b_layout),

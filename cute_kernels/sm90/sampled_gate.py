@@ -11,9 +11,9 @@ CTA writes it. Three warp groups:
     pack      warps 0 and 1, as in gate_pack.py.
     load      warps 2 and 3. x by TMA, 64 columns per stage, and the same columns of the unit's rows of w by cp.async,
               swizzled.
-    mma       groups 1 and 2: WGMMA 64x128x16, as in gate_pack.py. Of four times 64 places the first group has the first
-              and the third, of which it computes only the first in units without a third; the other likewise the second
-              and the fourth. Gates of places behind the end of the list are set to 0.
+    mma       groups 1 and 2: WGMMA 64x128x16, as in gate_pack.py. A unit has up to four chunks of 64 places: the first
+              group computes the first and the third, the other the second and the fourth, as far as they exist. Gates
+              of places behind the end of the list are set to 0.
 
     FULL[s]   64 load threads arrive through cp.async, + 1 arrival and the bytes of x.
     EMPTY[s]  8 mma warps arrive.
@@ -39,6 +39,7 @@ from ..common.swizzle import swizzle_piece
 from ..common.units import LONG, begin, deal_units, find_unit, unit_after
 from ..common.values import widen
 from ..specs import SampledGateSpec
+from .copies import tma_load
 from .gate_pack import MMA_WARPS, REGISTERS_LOAD_PACK, REGISTERS_MMA, ROWS, THREADS, TILE_N, Barrier, Extent, GatePack
 from .ring import open_ring, release
 
@@ -53,12 +54,12 @@ class Operands(NamedTuple):
     """Operands in global memory; an empty `bias` stands for none."""
 
     w: Any
-    bias: Any
-    neurons: Any
-    sizes: Any
-    words: Any
-    spill: Any
-    stats: Any
+    bias: Any  # [N] or [0]
+    neurons: Any  # int16 [ceil(M / 128), 64 C]: lists, by token tile
+    sizes: Any  # int32 [ceil(M / 128) + 1]: their lengths
+    words: Any  # int32 [M, tiles * width]
+    spill: Any  # [M, tiles * 256]
+    stats: Any  # int32 [ceil(M / 8), tiles, 2]
     width: Any  # words per tile
     threshold: Any  # of fatrelu, see common/activation.py
 
@@ -98,7 +99,7 @@ class SampledGate(GatePack):
         shape, stages = (TILE_N, TOKENS, TILE_K), self.stages
         w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
-        x_load = self.transfer(x, x_layout, (TOKENS, TILE_K), 1)
+        x_load = tma_load(x, x_layout, (TOKENS, TILE_K))
 
         @cute.struct
         class Shared:

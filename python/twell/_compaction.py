@@ -158,7 +158,9 @@ def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
     """Add the non-zeros of the gate of x [..., K] to ``totals`` [N + 1], by neuron, and its tokens."""
     name, gate, plain = "count_firing", gate_of(mlp), mlp._is_plain()
     if plain:
-        operands = _admission.admit(name, x=x, w_gate=gate.weight, b_gate=gate.bias)
+        # divided by tensor parallelism, say
+        x, weight, bias = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (x, gate.weight, gate.bias))
+        operands = _admission.admit(name, x=x, w_gate=weight, b_gate=bias)
         x, weight, bias = operands["x"], operands["w_gate"], operands.get("b_gate")
     tokens, packs = x.reshape(-1, x.shape[-1]), plain and _packs(mlp, x)
     if not tokens.shape[0]:
@@ -497,6 +499,11 @@ def _neurons(mlp: MLP, name: str = "") -> dict[str, Tensor]:
             raise TypeError(
                 f"{f'{name}.' if name else ''}{projection} must be an nn.Linear with parameters weight and bias alone, "
                 f"got {_kind(linear)} with {sorted(own)}"
+            )
+        if any(hasattr(parameter, "full_tensor") for parameter in own.values()):
+            raise TypeError(
+                f"{f'{name}.' if name else ''}{projection} must have plain parameters, got DTensors: compact and "
+                "restore before the model is sharded"
             )
         rows[f"{projection}.weight"] = own["weight"].t() if projection == "down_proj" else own["weight"]
         if projection != "down_proj" and "bias" in own:

@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 
 from twell import _sharding, functional
 from twell._arguments import require, require_flag
+from twell._runtime.log import logger
 from twell.functional import Aux
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -92,9 +93,16 @@ class SparseMLPParallel(ParallelStyle):
             raise ValueError(f'{name}: the mesh must have one dimension, as mesh["tp"] has, got {device_mesh}')
         if not all(isinstance(linear.weight, nn.Parameter) for linear in _inputs(module)):
             raise ValueError(
-                f"{name}: the module must have a gate and an up projection of their own, which ranks divide, got one "
-                "fused tensor"
+                f"{name}: the module must have a gate and an up projection with parameters of their own, which ranks "
+                "divide, got one fused tensor or parametrizations"
             )
+        for which in ("gate_proj", "up_proj", "down_proj"):
+            linear = getattr(module, which, None)
+            if isinstance(linear, nn.Module) and not linear._parameters.keys() >= {"weight", "bias"}:
+                raise ValueError(
+                    f"{name}: {which} must hold its own weight and bias, got {type(linear).__name__}; merge "
+                    "adapters and remove parametrizations first"
+                )
         if isinstance(module.down_proj.weight, DTensor):
             raise ValueError(f"{name}: the module must hold plain parameters, got {module.down_proj.weight.placements}")
         if module.strategy != "dense":
@@ -153,14 +161,15 @@ def tensor_parallel_plan(
     - With ``embeddings``, the input embedding and the output projection that the model's ``get_input_embeddings`` and
       ``get_output_embeddings`` name: the vocabulary is divided. Tied weights stay tied. An embedding with a
       ``padding_idx`` or of a subclass, as Gemma's, is not divided, and neither is a projection tied to it.
-    - All other modules with parameters are whole on all ranks and compute the same there. Their parameters become
-      DTensors, too, since optimizers and ``clip_grad_norm_`` take no mixture.
+    - All other modules with parameters and without children are whole on all ranks and compute the same there. Their
+      parameters become DTensors, too, since optimizers and ``clip_grad_norm_`` take no mixture. Those of a module with
+      children, of ``nn.MultiheadAttention`` and of ``nn.RNNBase`` stay plain tensors, and a warning names them.
 
     The model takes and returns plain tensors, the same on all ranks. With ``loss_parallel`` logits are DTensors divided
     over the vocabulary instead, for ``torch.distributed.tensor.parallel.loss_parallel``.
 
     Make it after ``sparsify`` and before anything is sharded. Sequence parallelism is not part of it: HF models number
-    positions by the length of their input.
+    positions by the length of their input. Dropout needs the same seed on all ranks of the mesh.
 
     Raises ValueError if ``model`` has no layer of ``twell.nn``, if other modules share a parameter, and for
     ``loss_parallel`` without an output projection that can be divided.
@@ -187,9 +196,22 @@ def tensor_parallel_plan(
             done.update(module.modules())
     head = _vocabulary(plan, model, names, embeddings, loss_parallel)
     done.update(module for module, name in names.items() if name in plan)
+    # they use parameters without calling the modules that hold them
+    apart = {m for module in names if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) for m in module.modules()}
+    plain: list[str] = []
     for module, name in names.items():
-        if module not in done and not any(module.children()) and dict(module.named_parameters()):
+        if module in done or not module._parameters:
+            continue
+        if any(module.children()) or module in apart:
+            plain += [f"{name}.{key}".removeprefix(".") for key, p in module._parameters.items() if p is not None]
+        else:
             plan[name] = _Whole()
+    if plain:
+        logger.warning(
+            "tensor_parallel_plan leaves %s as plain tensors, which clip_grad_norm_ and most optimizers do not take "
+            "beside DTensors",
+            ", ".join(plain),
+        )
     plan.update(head)
     return plan
 

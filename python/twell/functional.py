@@ -124,7 +124,7 @@ def sparse_gated_ffn(
             of compute capability 9.0 or the CPU. It misses a gate if the bound fails, with a probability of at most
             2^-80 per gate. In inference of up to 64 tokens it is "row". "proven" is the same by a bound that never
             fails, with several times as many candidates for most layers. "invariant" is "row" with the same bits for a
-            token whatever other tokens the call has, and however many; for inference on a GPU. "dense" is plain
+            token whatever other tokens the call has, and however many; for inference. "dense" is plain
             PyTorch, for any size and any dtype of F.linear. "auto" takes the cheapest strategy for a sparse layer of
             this size: mostly "union", "row" for few tokens. It keeps nothing between calls and so measures nothing. An
             ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity, "screened" only where its

@@ -111,8 +111,8 @@ def up_down(dtype: torch.dtype, k: int, gated: bool, family: str = specs.SM90) -
 
 
 # Most tokens at which this many CTAs share a token. NVIDIA H200, K = 2,048, N = 5,632, 29 non-zeros per token, us of
-# 4 and 2 CTAs per token, "topic29" and "uniform29": 19 and 24, 13 and 11 at 128 tokens; 21 and 28, 19 and 15 at 256;
-# 33 and 31, 33 and 25 at 512, where 1 takes 39 and 27.
+# 4 and of 2 CTAs per token: "topic29" 19 and 24 at 128 tokens, 21 and 28 at 256, 33 and 31 at 512, where 1 takes 39;
+# "uniform29" 13 and 11, 19 and 15, 33 and 25, where 1 takes 27.
 TOKEN_CLUSTERS = {8: 32, 4: 256, 2: 512, 1: 2048}
 # most tokens that are computed one by one, by hidden size; `up_down` is as fast there, and wins beyond
 TOKEN_UP_DOWN = {2048: 2048, 4096: 640, 8192: 512, 16384: 256}
@@ -124,8 +124,9 @@ def up_down_token(
 ) -> specs.UpDownTokenSpec | None:
     """``up_down`` token by token, for ``m`` tokens: the fewer, the more CTAs share each. None for too many tokens.
 
-    ``invariant``: the same number of CTAs, more than one, for any m; a single CTA leaves heavy tokens, which depend on
-    their neighbours, to two. NotImplementedError for a hidden size beyond the largest class.
+    ``invariant``: the same number of CTAs, more than one, for any m: a launch with one CTA per token gives heavy tokens
+    to clusters of two, and which are heavy depends on their neighbours. NotImplementedError for a hidden size beyond
+    the largest class.
     """
     if family == specs.PORTABLE:
         if not invariant and k <= specs.PORTABLE_K_CLASSES[-1] and m > TOKEN_UP_DOWN[min(TOKEN_UP_DOWN)]:
@@ -168,8 +169,8 @@ def token_pieces(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> i
 
 
 # Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one
-# kernel and of three, "topic29" and "uniform29": 24 and 50, 40 and 74 at 512 tokens; 41 and 53, 62 and 76 at 1,024;
-# 85 and 60, 104 and 100 at 2,048.
+# kernel and of three: "topic29" 24 and 50 at 512 tokens, 41 and 53 at 1,024, 85 and 60 at 2,048; "uniform29" 40 and 74,
+# 62 and 76, 104 and 100.
 UNION_TILE_TOKENS = 1024
 
 
@@ -359,9 +360,10 @@ def require_strategy(requested: object) -> None:
 
 # Tokens of the group of which ``Figures.heaviest`` is the mean.
 HEAVY_GROUP = geometry.STATS_ROWS
-# With at most this many tokens a call takes as long as its heaviest tokens: "row" computes them one by one, and "union"
-# by tiles of 16. With more, others hide them. Leaving each layer out in turn, choices lost 4.75 % with the term for
-# "row" alone, 1.88 and 1.74 % with it for both up to 1,024 and 4,096 tokens.
+# With at most this many tokens a call takes as long as its heaviest tokens: up to 2,048 "row" computes them one by
+# one, and up to 1,024 "union" by tiles of 16. With more, others hide them, but up to here the term still helps.
+# Leaving each layer out in turn, choices lost 4.75 % with the term for "row" alone, 1.88 and 1.74 % with it for both
+# up to 1,024 and 4,096 tokens.
 MOST_WAITING = 4096
 
 
@@ -577,14 +579,17 @@ _Nodes = dict[int, dict[str, _tables.Terms]]
 
 
 def _same_kernels(problem: Problem, key: _tables.Key, nodes: _Nodes) -> _Nodes:
-    """The numbers of tokens at which a measured layer runs the kernels that ``problem`` does."""
+    """The numbers of tokens at which a measured layer runs the kernels that ``problem`` does, as ``_kernels`` says."""
     _, gated, k, n = key
     wanted = _kernels(problem)
     return {m: entry for m, entry in nodes.items() if _kernels(Problem(m, k, n, gated, problem.training)) == wanted}
 
 
 def _kernels(problem: Problem) -> tuple[bool, bool]:
-    """Which kernels run: whether that for few tokens, and whether "union" is one kernel."""
+    """Which kernels run, in two parts: whether ``m`` is at most 64, and whether "union" is one kernel.
+
+    Other kernels change with ``m``, too, where the costs on both sides are near enough to interpolate.
+    """
     m, k, n, gated, training = problem[:5]
     if training:
         return False, False

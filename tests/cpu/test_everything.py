@@ -213,3 +213,10 @@ def test_commands_run_this_python(add: Callable[..., None], run: Callable[..., A
     add("a", ("{}", 0))
     run()
     assert (tmp_path / "out" / "a.log").read_text().startswith(f"$ {sys.executable} ")
+
+
+def test_kernels_that_differ_in_comments_alone_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(everything, "present", lambda: "0123456789ab")
+    monkeypatch.setattr(everything, "SAME_CODE", {"0123456789ab": ("aaaaaaaaaaaa",), "bbbbbbbbbbbb": ("cccccccccccc",)})
+    asked = ["0123456789ab", "aaaaaaaaaaaa", "bbbbbbbbbbbb", "cccccccccccc", ""]
+    assert [each for each in asked if everything.current(each)] == asked[:2]

@@ -172,7 +172,10 @@ def test_auto_misses(readme: Any, tmp_path: Path) -> None:
     expected = [["896 / 4,864", "non-gated, training", "29", "2,048", "dense 2000", "union 1000", "+100.0 %"]]
     expected += [["896 / 4,864", "gated", "29", "2,048", "row 1100", "union 1000", "+10.0 %"]]
     assert cells(readme.auto_misses()) == expected
-    found = "4 points: 28.00 % in the mean, forward 4.00 % of 3, training 100.00 % of 1; at most 100.0 %."
+    found = (
+        'On 4 points "auto" loses 28.00 % in the mean: 4.00 % over 3 forward points and 100.00 % over 1 training points'
+    )
+    found += "; at most 100.0 %."
     assert readme.auto_losses().startswith(found)
 
 

@@ -134,7 +134,9 @@ def test_a_projection_cannot_be_set_by_another_name(form: str, role: str) -> Non
 def test_a_fused_layer_is_not_divided_among_ranks() -> None:
     (layer,) = layers(sparse_of(model("fused"))).values()
     mesh: Any = types.SimpleNamespace(ndim=1)
-    with pytest.raises(ValueError, match="a gate and an up projection of their own, which ranks divide, got one fused"):
+    with pytest.raises(
+        ValueError, match="a gate and an up projection with parameters of their own, which ranks divide, got one fused"
+    ):
         SparseMLPParallel()._apply(layer, mesh)
 
 

@@ -47,7 +47,7 @@ def read_inputs(model: nn.Module) -> list[tuple[Any, Tensor]]:
             raise RuntimeError(f"{where} keeps no inputs: call record_aux(model, inputs=True) first")
         if not recorder.kept:
             raise RuntimeError(f"{where} kept no input since the last read: it was not called in training mode")
-        found += [(layer, whole(x)) for x in recorder.kept]
+        found += [(layer, x) for x in recorder.kept]
         recorder.kept.clear()
     return found
 
@@ -57,7 +57,8 @@ def gates_of(inputs: list[tuple[Any, Tensor]], tokens: int, windows: int) -> lis
     return [_gates(layer, x, tokens, windows) for layer, x in inputs]
 
 
-def _gates(layer: Any, x: Tensor, tokens: int, windows: int) -> Tensor:
+def _gates(layer: Any, kept: Tensor, tokens: int, windows: int) -> Tensor:
+    x = whole(kept)
     rows = x.reshape(-1, x.shape[-1])
     # a call with fewer tokens is one window
     tokens = max(1, min(tokens, len(rows)))
@@ -70,12 +71,38 @@ def _gates(layer: Any, x: Tensor, tokens: int, windows: int) -> Tensor:
         rows = rows[part * count // windows + part * (count // windows) // windows]
     if layer._is_plain():
         projection: Any = _compaction.gate_of(layer)
-        bias = None if projection.bias is None else whole(projection.bias).to(rows.dtype)
-        gate = F.linear(rows, whole(projection.weight).to(rows.dtype), bias)
+        weight = _gathered(projection.weight, kept)
+        if weight.shape != (layer.intermediate, layer.hidden):
+            raise ValueError(
+                f"the gate's weight must be [{layer.intermediate}, {layer.hidden}], got {list(weight.shape)}: FSDP1 "
+                "has flat parts outside of forward, unless its sharding strategy is SHARD_GRAD_OP or NO_SHARD; "
+                "fully_shard (FSDP2) needs nothing"
+            )
+        bias = None if projection.bias is None else _gathered(projection.bias, kept).to(rows.dtype)
+        gate = F.linear(rows, weight.to(rows.dtype), bias)
     else:
         # an adapter, say
         gate = _compaction.gate_by_call(layer, rows)
     return F.relu(gate).float()
+
+
+def _gathered(t: Tensor, x: Tensor) -> Tensor:
+    """The whole of a parameter after forward, when FSDP2 has divided it again; ``x`` is as the layer saw it.
+
+    Ranks of a tensor-parallel mesh, which x names, have the same tokens and compute the same gradient. Others have
+    tokens of their own, and the gradient is the mean of theirs, as by FSDP2's default.
+    """
+    if not hasattr(t, "full_tensor"):
+        return t
+    # a torch without distributed support has no such tensors
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    assert isinstance(t, DTensor)
+    names = t.device_mesh.mesh_dim_names or (None,) * t.device_mesh.ndim
+    same: tuple[Any, ...] = ()
+    if isinstance(x, DTensor):
+        same = names if x.device_mesh == t.device_mesh else x.device_mesh.mesh_dim_names or ()
+    return t.full_tensor(grad_placements=[Replicate() if name in same else Partial("avg") for name in names])
 
 
 def l1(gates: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ _GATES, _WINDOW = 2048, 32
 # The entries of the state: logarithms of the coefficient without damping, of its first value, of the first and the
 # last number of non-zeros that L1 is steered by, and of the last mean of ``Aux.l0``; the coefficient; 1 once the term
 # has been held at its most. Before there is a usable reading, the logarithms are NaN.
-_SLOW, _BEGIN, _FIRST, _LAST, _FIRED, _NOW, _HELD = range(7)
+_, _BEGIN, _FIRST, _LAST, _FIRED, _NOW, _HELD = range(7)
 
 # With a threshold, L1 is steered to this many times the target, by this share of the way.
 _OPEN, _EARLIER = 2.0, 0.8
@@ -311,6 +311,8 @@ class TargetThreshold:
     device, no graph is traced again, and the layers run dense. ``settle`` makes a number of it, with which they may
     run sparse. The threshold begins as that of the layers, which must have one in common, and with "relu" at 0. All
     ranks must call ``term`` and ``update`` equally often. Calls that ``TargetSparsity`` ignores move nothing.
+
+    A copy of the model, as an average of its weights has, keeps a threshold of its own, which does not move.
 
     Until then the configuration of a ``PreTrainedModel`` names "fatrelu" without a threshold, and what
     ``save_pretrained`` writes is refused by the stock class and by ``load``. For a file that they can read,

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from twell._activation import ActivationName
@@ -30,6 +32,7 @@ def choose_threshold(
     most_loss: float = 1e-3,
     least: float = 2**-10,
     evaluations: int = 16,
+    group: dist.ProcessGroup | None = None,
 ) -> ThresholdChoice:
     """Set the greatest threshold that raises the loss by at most ``most_loss``, a share, in all layers of ``model``.
 
@@ -43,6 +46,8 @@ def choose_threshold(
     Args:
         evaluate: returns the loss of ``model``, mostly on held-out text. Report the final loss on other text: the
             choice favours this one.
+        group: of ranks, all of which must call this: they take the mean of their losses, and choose alike. None: all,
+            if torch.distributed is initialised.
 
     Raises ValueError for layers with another activation, for a loss that is NaN or not above 0, for an infinite one
     without a threshold, and for one that no threshold changes. After an error the layers are as before.
@@ -63,7 +68,7 @@ def choose_threshold(
     def loss(threshold: float) -> float:
         for layer in found.values():
             put(layer, "fatrelu" if threshold else "relu", threshold)
-        value = float(evaluate())
+        value = _mean(float(evaluate()), next(iter(found.values())).down_proj.weight.device, group)
         # a threshold may make a loss infinite: that is too much
         if not value > 0 or (value == math.inf and not threshold):
             raise ValueError(f"evaluate must return a finite loss above 0, got {value} with threshold {threshold:g}")
@@ -94,6 +99,15 @@ def choose_threshold(
         put(layer, "fatrelu" if good else "relu", good)
     name_in_configuration(model)
     return ThresholdChoice(good, tuple(tried))
+
+
+def _mean(loss: float, device: torch.device, group: dist.ProcessGroup | None) -> float:
+    """The mean over ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return loss
+    total = torch.tensor(loss, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return float(total) / dist.get_world_size(group)
 
 
 def require_relu(model: nn.Module) -> dict[str, MLP]:

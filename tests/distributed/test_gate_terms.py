@@ -1,0 +1,185 @@
+"""Terms of the loss that compute gates after forward, and what else reads a model's weights there, on several ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import twell
+from twell import recipe
+from twell.distributed import tensor_parallel_plan
+
+Run = Callable[..., list[Any]]
+
+
+class Block(nn.Module):
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        kind: Any = twell.nn.SparseGatedMLP if gated else twell.nn.SparseMLP
+        self.mlp = kind(16, 32, bias=True, strategy="union")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.mlp(x)
+        return y
+
+
+def make(gated: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(gated), Block(gated)).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.0, 0.3)
+    return model
+
+
+def batch(reader: int) -> Tensor:
+    generator = torch.Generator().manual_seed(reader)
+    return torch.randn(2, 24, 16, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean() + recipe.sharing_term(model, 4) + 0.1 * recipe.l1_term(model)
+
+
+def divided(model: nn.Sequential, how: str) -> int:
+    """Divide the model; return which tokens this rank reads."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if how == "tp":
+        parallelize_module(model, init_device_mesh("cpu", (world,)), tensor_parallel_plan(model))
+        return 0
+    mesh = init_device_mesh("cpu", (world,))
+    if how != "fsdp":
+        names = ("dp", "tp") if how == "both" else ("replicate", "shard")
+        whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        mesh = whole
+        if how == "both":
+            parallelize_module(model, whole["tp"], tensor_parallel_plan(model))
+            mesh, rank = whole["dp"], whole["dp"].get_local_rank()
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return rank
+
+
+def gradients(device: torch.device, how: str) -> None:
+    for gated in (True, False):
+        expected, model = make(gated), make(gated)
+        own = divided(model, how)
+        readers = {"tp": 1, "both": 2}.get(how, dist.get_world_size())
+        for each in (expected, model):
+            recipe.record_aux(each, inputs=True)
+        for reader in range(readers):
+            (loss_of(expected, batch(reader)) / readers).backward()
+        loss_of(model, batch(own)).backward()
+        for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert isinstance(p.grad, DTensor)
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("how", "world"), [("tp", 2), ("fsdp", 2), ("both", 4), ("hybrid", 4)])
+def test_gradients_of_sharing(cpu_ranks: Run, how: str, world: int) -> None:
+    """FSDP2 has divided the weights again when the term gathers them."""
+    cpu_ranks(world, gradients, how)
+
+
+def flat(device: torch.device) -> None:
+    model = FullyShardedDataParallel(make(True), use_orig_params=True, device_id=device)
+    recipe.record_aux(model, inputs=True)
+    with pytest.raises(ValueError, match=r"the gate's weight must be \[32, 16\], got \[\d+\]: FSDP1 has flat parts"):
+        loss_of(model, batch(0))
+
+
+def thresholds(device: torch.device) -> list[float]:
+    """Ranks with losses of their own choose one threshold."""
+    model = make(True)
+    ddp = nn.parallel.DistributedDataParallel(model)
+
+    def evaluate() -> float:
+        with torch.no_grad():
+            return float((ddp(batch(dist.get_rank())) - batch(dist.get_rank())).square().mean())
+
+    return [recipe.choose_threshold(ddp, evaluate, most_loss=0.1).threshold]
+
+
+def firing(device: torch.device) -> None:
+    whole, model = make(True), make(True)
+    divided(model, "tp")
+    counts = []
+    for each in (whole, model):
+        with twell.count_firing(each) as found:
+            each(batch(0))
+        counts.append(found["0.mlp"].counts)
+    assert torch.equal(*counts)
+    with pytest.raises(TypeError, match="gate_proj must have plain parameters, got DTensors"):
+        twell.compact(model, found)
+
+
+def adapters(device: torch.device) -> None:
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base
+
+        weight = property(lambda self: self.base.weight)
+        bias = property(lambda self: self.base.bias)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.base(x)
+
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        model = make(True)
+        setattr(model[0].mlp, name, Adapter(getattr(model[0].mlp, name)))
+        with pytest.raises(ValueError, match=f"{name} must hold its own weight and bias, got Adapter; merge adapters"):
+            divided(model, "tp")
+        assert not any(isinstance(p, DTensor) for p in model[0].mlp.parameters())
+
+
+def plain_parameters(device: torch.device) -> str:
+    import logging
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Parameter(torch.zeros(24, 16))
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+            self.mlp = twell.nn.SparseMLP(16, 32, strategy="union")
+
+        def forward(self, x: Tensor) -> Any:
+            x = x + self.positions
+            return self.mlp(x + self.attention(x, x, x)[0])
+
+    torch.manual_seed(0)
+    whole = Positions().double()
+    model = copy.deepcopy(whole)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("twell").addHandler(handler)
+    divided(model, "tp")
+    for each in (whole, model):
+        each(batch(0)).square().sum().backward()
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        torch.testing.assert_close(grad, q.grad)
+    return "".join(said)
+
+
+def test_flat_weights_thresholds_counts_and_what_a_plan_cannot_divide(cpu_ranks: Run) -> None:
+    cpu_ranks(2, flat)
+    first, second = cpu_ranks(2, thresholds)
+    assert first == second
+    assert first[0] > 0
+    cpu_ranks(2, firing)
+    cpu_ranks(2, adapters)
+    said = cpu_ranks(2, plain_parameters)[0]
+    assert "leaves positions, attention.in_proj_weight, attention.in_proj_bias" in said
+    assert "attention.out_proj.weight" in said
