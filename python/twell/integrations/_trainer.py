@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 import math
 import os
@@ -261,13 +260,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let a checkpoint's configuration name the threshold of this step."""
-        if self.moving_threshold and control.should_save:
-            # imported here: transformers.py imports this module
-            from twell.integrations.transformers import name_activation
-
-            # where the configuration cannot name it, a warning said so as training began
-            with contextlib.suppress(TypeError, ValueError):
-                name_activation(kwargs["model"])
+        if isinstance(self.target, recipe.TargetThreshold) and control.should_save:
+            self.target.name_in_configuration()
 
     on_epoch_end = on_step_end
 

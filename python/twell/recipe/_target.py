@@ -15,7 +15,7 @@ from twell._compaction import MLP
 from twell._runtime.log import logger
 from twell.recipe import _sharing
 from twell.recipe._aux import layers, mean_over_layers, read_aux, whole
-from twell.recipe._threshold import name_in_configuration, nothing, require_relu
+from twell.recipe._threshold import name_in_configuration, name_moving_in_configuration, nothing, require_relu
 
 # The coefficient is the exponential of a slow part, which sums the error log(non-zeros / goal), and a fast part in
 # proportion to it, which damps. Tried with models of 0.1 M parameters and 60 to 1,200 steps: runs to 7 to 25 % of the
@@ -316,8 +316,8 @@ class TargetThreshold:
 
     Until then the configuration of a ``PreTrainedModel`` names "fatrelu" without a threshold, and what
     ``save_pretrained`` writes is refused by the stock class and by ``load``. For a file that they can read,
-    ``twell.integrations.transformers.name_activation`` before ``save_pretrained`` writes the threshold of that step;
-    the next ``update`` takes it back out of the configuration.
+    ``name_in_configuration`` before ``save_pretrained`` writes the threshold of that step; the next ``update`` takes it
+    back out of the configuration.
 
     Args:
         model: on its device, not compiled yet.
@@ -395,6 +395,13 @@ class TargetThreshold:
         if self._state is not None and self.gates._state is not None:
             found["non_zeros"] = math.exp(self.gates._state[_FIRED])
         return found | {"threshold": float(next(iter(self._levels.values())))}
+
+    def name_in_configuration(self) -> None:
+        """Write the threshold as it is now to the configuration that ``settle`` writes to, until the next ``update``.
+
+        For ``save_pretrained`` meanwhile. Waits for the device.
+        """
+        name_moving_in_configuration(self._model)
 
     def settle(self) -> float:
         """Give the layers the threshold as a number, which they keep, and return it. Waits for the device.

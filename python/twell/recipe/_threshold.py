@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -125,13 +126,24 @@ def name_in_configuration(model: nn.Module) -> Callable[[], None]:
     ``model`` is that or a wrapper around it. A threshold that moves is not written. Returns what takes a threshold out
     of the configuration again.
     """
-    # the integration is above this package, and needs transformers, which a model of it has loaded
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-    for module in model.modules():
-        if isinstance(module, kind):
-            follow = importlib.import_module("twell.integrations.transformers").follow_activation
-            return follow(module)  # type: ignore[no-any-return]
+    for module, integration in _of_transformers(model):
+        return integration.follow_activation(module)  # type: ignore[no-any-return]
     return nothing
+
+
+def name_moving_in_configuration(model: nn.Module) -> None:
+    """The same for a threshold that moves, as it is now; waits for the device."""
+    for module, integration in _of_transformers(model):
+        # where the configuration cannot name it, ``name_in_configuration`` has warned
+        with contextlib.suppress(ValueError):
+            integration.name_activation(module)
+
+
+def _of_transformers(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """The outermost ``PreTrainedModel`` with the integration, which is above this package, if there is one."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    found = next((module for module in model.modules() if isinstance(module, kind)), None)
+    return [] if found is None else [(found, importlib.import_module("twell.integrations.transformers"))]
 
 
 def nothing() -> None:
