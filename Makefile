@@ -103,7 +103,7 @@ docs: $(stamp) ## build/docs: the documentation as a site; warnings are errors
 	"$(PY)" -m sphinx -W --keep-going -b html -d build/doctrees docs build/docs $(ARGS)
 
 symbols: $(stamp) ## names of the kernels that ship
-	"$(PY)" -m cute_kernels list
+	for arch in $(ARCHITECTURES); do "$(PY)" -m cute_kernels list --arch $$arch; done | sort -u
 
 wheel: $(stamp) ## dist/: a wheel with every kernel inside; ARCHITECTURES=sm_90a for one kind of GPU alone
 	rm -f dist/*.whl
@@ -113,7 +113,9 @@ sdist: $(stamp) ## dist/: the sources, from which pip compiles the kernels
 	rm -f dist/*.tar.gz
 	"$(PY)" -m build --no-isolation --sdist --outdir dist
 
+release: export TWELL_SYMBOLS :=
 release: wheel sdist ## dist/: both, checked as a package index does; CONTRIBUTING.md has the steps of a release
+	"$(PY)" tools/release_check.py dist/*
 	"$(PY)" -m twine check --strict dist/*
 	"$(PY)" -m check_wheel_contents dist/*.whl
 

@@ -7,6 +7,7 @@ checks that the systems of a tag have all that the library needs, and refuses th
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,14 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, str(ROOT)]
-        subprocess.run(build, check=True)
+        # the same sources make the same bytes
+        log = subprocess.run(
+            ["git", "log", "-1", "--format=%ct"], cwd=ROOT, check=False, capture_output=True, text=True
+        )
+        date = {"SOURCE_DATE_EPOCH": log.stdout.strip()} if log.stdout.strip() else {}
+        if status := subprocess.run(build, check=False, env={**os.environ, **date}).returncode:
+            # the build has said why
+            sys.exit(status)
         (wheel,) = Path(folder).glob("*.whl")
         audit = [sys.executable, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--only-plat", "--patcher", "none"]
         audit += [f"--exclude={library}" for library in EXTERNAL]

@@ -1,0 +1,60 @@
+"""tools/release_check.py: what may not go into a release."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twell._runtime import fingerprint
+
+
+@pytest.fixture
+def check(root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(root / "tools"))
+    monkeypatch.delitem(sys.modules, "release_check", raising=False)
+    import release_check  # type: ignore[import-not-found]
+
+    return release_check
+
+
+def wheel_of(path: Path, symbols: dict[str, list[str]], sources: str) -> Path:
+    with zipfile.ZipFile(path, "w") as wheel:
+        for arch, names in symbols.items():
+            manifest = {"arch": arch, "symbols": names, "source_hash": sources}
+            wheel.writestr(f"twell/_lib/{arch}/manifest.json", json.dumps(manifest))
+    return path
+
+
+def test_wheels_without_all_kernels_are_found(check: Any, tmp_path: Path) -> None:
+    from cute_kernels import catalog, specs
+
+    whole = {arch: [spec.symbol for spec in catalog.of_architecture(arch)] for arch in specs.ARCHITECTURES}
+    now = fingerprint.source_hash()
+    assert check.of_wheel(wheel_of(tmp_path / "a.whl", whole, now)) == []
+    part = whole | {"sm_80": whole["sm_80"][1:]}
+    del part["sm_120"]
+    count = len(whole["sm_80"])
+    assert check.of_wheel(wheel_of(tmp_path / "b.whl", part, now)) == [
+        f"b.whl must have {count} kernels for sm_80, got {count - 1}",
+        f"b.whl must have {count} kernels for sm_120, got 0",
+    ]
+    others = check.of_wheel(wheel_of(tmp_path / "c.whl", whole, "0" * 64))
+    assert others == [f"c.whl has kernels of other sources for {arch}" for arch in specs.ARCHITECTURES]
+
+
+def test_sources_are_the_files_of_git(check: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.tar.gz"
+    with tarfile.open(path, "w:gz") as sources:
+        for name in ("README.md", "runs/weights.bin", "PKG-INFO"):
+            sources.addfile(tarfile.TarInfo(f"twell-0.2.0/{name}"), io.BytesIO())
+    assert check.of_sources(path, ["README.md", "Makefile", ".ci/run"]) == [
+        "a.tar.gz must not have runs/weights.bin",
+        "a.tar.gz must have Makefile",
+    ]
