@@ -144,7 +144,7 @@ def _rows(dataset: Path, column: str, files: list[Path]) -> Iterator[str]:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError("--dataset needs the package datasets: pip install twell[train]") from error
+        raise ImportError("--dataset needs the package datasets: pip install 'twell[train]'") from error
     try:
         for row in _open_dataset(datasets, dataset, files):
             if not isinstance(row.get(column), str):

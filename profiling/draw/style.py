@@ -134,7 +134,7 @@ def require() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"{error}. Charts need matplotlib: pip install twell[plots]") from error
+        raise ImportError(f"{error}. Charts need matplotlib: pip install 'twell[plots]'") from error
 
 
 def outputs(stem: Path) -> list[Path]:

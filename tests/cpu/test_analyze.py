@@ -842,7 +842,7 @@ def test_missing_extras_are_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     chart = ("--plot", tmp_path / "a.png") if extra == "plots" else ()
-    with pytest.raises(ImportError, match=rf"pip install twell\[{extra}\]"):
+    with pytest.raises(ImportError, match=rf"pip install 'twell\[{extra}\]'"):
         run(analyze, llama, "--text", words, "--tokens", 300, *chart)
 
 

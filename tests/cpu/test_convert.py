@@ -937,6 +937,6 @@ def test_missing_packages_name_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
     source = write(tmp_path / "source", tensors())
     for name in ("tqdm", "safetensors"):
         monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(RequestError, match=rf"{name}.* pip install twell\[hf\]"):
+        with pytest.raises(RequestError, match=rf"{name}.* pip install 'twell\[hf\]'"):
             run(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

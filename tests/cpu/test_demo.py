@@ -119,7 +119,7 @@ def test_demo_without_matplotlib(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run_demo(folder, tmp_path / "a.png", "--steps", "2") == 0
     printed = capsys.readouterr().out
-    assert "pip install twell[plots]" in printed
+    assert "pip install 'twell[plots]'" in printed
     assert "Agreed: 2 layers" in printed
     assert not (tmp_path / "a.png").exists()
 

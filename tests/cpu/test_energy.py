@@ -259,7 +259,7 @@ def test_without_a_gpu_the_reason_says_so(
 
 def test_names_the_extra_where_pynvml_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(ImportError, match=r"pip install twell\[bench\]"):
+    with pytest.raises(ImportError, match=r"pip install 'twell\[bench\]'"):
         EnergyMeter()
 
 

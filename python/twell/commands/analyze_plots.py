@@ -23,7 +23,7 @@ def require() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"{error}. Charts need matplotlib: pip install twell[plots]") from error
+        raise ImportError(f"{error}. Charts need matplotlib: pip install 'twell[plots]'") from error
 
 
 def _nonzeros(axes: Axes, layers: Sequence[int], reports: Sequence[LayerSparsity]) -> None:

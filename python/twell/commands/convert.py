@@ -453,7 +453,7 @@ def _write(source: Source, plan: _Plan, target: Path, losses: _Losses, check: Ca
     try:
         from tqdm import tqdm
     except ImportError:
-        raise ImportError("twell convert needs tqdm: pip install twell[hf]") from None
+        raise ImportError("twell convert needs tqdm: pip install 'twell[hf]'") from None
     total = sum(tensor.nbytes for file in plan.files for tensor in file.tensors)
     needed = total + sum(path.stat().st_size for path in source.others.values())
     try:

@@ -356,7 +356,7 @@ def _hf() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ImportError(f"{error}. Reading models needs transformers: pip install twell[hf]") from error
+        raise ImportError(f"{error}. Reading models needs transformers: pip install 'twell[hf]'") from error
 
 
 def read(loaded: Loaded, arguments: argparse.Namespace, least: int) -> Text:

@@ -31,7 +31,7 @@ try:
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
 except ImportError as error:
-    raise ImportError("SparsityCallback is for the Trainer of transformers: pip install twell[train]") from error
+    raise ImportError("SparsityCallback is for the Trainer of transformers: pip install 'twell[train]'") from error
 
 # The paper's coefficient.
 _PAPERS = 2e-5

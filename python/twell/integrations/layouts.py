@@ -352,7 +352,7 @@ def read_header(path: Path) -> Header:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise ImportError("reading checkpoints needs safetensors: pip install twell[hf]") from None
+        raise ImportError("reading checkpoints needs safetensors: pip install 'twell[hf]'") from None
     try:
         # the library checks the whole header, so the code below can trust it
         with safe_open(path, framework="pt"):

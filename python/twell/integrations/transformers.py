@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers with their feed-forward layers through twell. ``pip install twell[hf]``.
+"""Models of Hugging Face transformers with their feed-forward layers through twell. ``pip install 'twell[hf]'``.
 
 ``sparsify`` converts an existing model. ``SparseLlamaForCausalLM`` and ``SparseQwen2ForCausalLM`` are sparse from the
 start, for training from scratch and for checkpoints; importing this module registers them with the Auto classes::
@@ -54,7 +54,7 @@ try:
     )
     from transformers.modeling_utils import load_state_dict
 except ImportError:
-    raise ImportError("twell.integrations.transformers needs transformers: pip install twell[hf]") from None
+    raise ImportError("twell.integrations.transformers needs transformers: pip install 'twell[hf]'") from None
 
 # after transformers, since its own message about a missing one is another
 from twell.integrations import _activation_keys

@@ -159,9 +159,10 @@ def _print(this: _Run) -> None:
     for row in found:
         if row.kernels is not None:
             _print_kernels(row)
-    first = asked.jobs[0]
     if asked.device == "cpu":
-        sizes = f"M = {', '.join(map(str, asked.arguments()['m']))}, K = {first.k:,}, N = {first.n:,}"
+        # a recorded layer has sizes of its own
+        ran = {"M": [row.m for row in found], "K": [row.k for row in found], "N": [row.n for row in found]}
+        sizes = ", ".join(f"{name} = {', '.join(f'{size:,}' for size in sorted(set(ran[name])))}" for name in ran)
         print(f"{sizes}, on a CPU, whose times mean nothing; -m, -k and -n change the sizes")
     left_out = f"; left out: {', '.join(dropped)} (--wide)" if dropped else ""
     activation = asked.options.activation

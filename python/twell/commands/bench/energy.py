@@ -1,4 +1,4 @@
-"""Energy of calls on a GPU, by NVML (``pip install twell[bench]``).
+"""Energy of calls on a GPU, by NVML (``pip install 'twell[bench]'``).
 
 ``EnergyMeter`` reads the counter of the whole board's energy since the driver was loaded, in millijoules, if the GPU
 has one (Volta and later). The counter moves in steps of 20 to 100 ms. A measurement waits for a step before its first
@@ -72,7 +72,7 @@ class EnergyMeter:
         try:
             import pynvml
         except ImportError:
-            raise ImportError("measuring energy needs pynvml: pip install twell[bench]") from None
+            raise ImportError("measuring energy needs pynvml: pip install 'twell[bench]'") from None
         self._nvml: Any = pynvml
         self.idle: float | None = None
         self._device = 0

@@ -237,7 +237,7 @@ def _save_picture(request: DemoRequest, *arguments: object) -> None:
     try:
         plots.save(request.out, *arguments)  # type: ignore[arg-type]
     except ImportError as error:
-        print(f"\nNo picture: {error}. Install matplotlib with `pip install twell[plots]`.")
+        print(f"\nNo picture: {error}. Install matplotlib with `pip install 'twell[plots]'`.")
     else:
         print(f"\nPicture: {request.out.absolute()}")
 
