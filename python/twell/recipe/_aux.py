@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from twell._arguments import require_choice, require_integer, require_number
@@ -105,6 +106,15 @@ def whole(t: Tensor) -> Tensor:
     """The full tensor of a DTensor, differentiably; other tensors as they are."""
     full: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
     return full
+
+
+def mean_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The mean over the ranks of ``group``, None for all; ``value`` itself if torch.distributed is not in use."""
+    if dist.is_available() and dist.is_initialized():
+        value = value.clone()
+        dist.all_reduce(value, group=group)
+        value /= dist.get_world_size(group)
+    return value
 
 
 def layers(model: nn.Module) -> dict[str, MLP]:

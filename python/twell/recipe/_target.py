@@ -14,7 +14,7 @@ from twell._arguments import require_choice, require_integer, require_number, re
 from twell._compaction import MLP
 from twell._runtime.log import logger
 from twell.recipe import _sharing
-from twell.recipe._aux import layers, mean_over_layers, read_aux, whole
+from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, read_aux, whole
 from twell.recipe._threshold import name_in_configuration, name_moving_in_configuration, nothing, require_relu
 
 # The coefficient is the exponential of a slow part, which sums the error log(non-zeros / goal), and a fast part in
@@ -164,7 +164,7 @@ class TargetSparsity:
         if self._state is None or self._sum is None:
             raise RuntimeError("TargetSparsity: update needs a term since the last update, got none")
         slow, begin, first, _, _, _, held = self._state.unbind()
-        figures = self._mean(self._sum)
+        figures = mean_over_ranks(self._sum, self.group)
         usable, means = figures[3] > 0, figures[:3] / figures[3]
         last, fired = means[:2].clamp(min=1e-3).log()
         l1 = means[2].log()
@@ -231,7 +231,7 @@ class TargetSparsity:
     def _on(self, l1: Tensor) -> Tensor:
         """The state on the device of ``l1``, made of it if this is the first step."""
         if self._state is None:
-            begin = (self.begin / self._mean(l1.detach().double())).log()
+            begin = (self.begin / mean_over_ranks(l1.detach().double(), self.group)).log()
             nothing = torch.full_like(begin, math.nan)
             begin = torch.where(begin.isfinite(), begin, nothing)
             now = begin.exp().nan_to_num(0)
@@ -239,14 +239,6 @@ class TargetSparsity:
         elif self._state.device != l1.device:
             self._state = self._state.to(l1.device, non_blocking=True)
         return self._state
-
-    def _mean(self, value: Tensor) -> Tensor:
-        """The mean over ranks."""
-        if dist.is_available() and dist.is_initialized():
-            value = value.clone()
-            dist.all_reduce(value, group=self.group)
-            value /= dist.get_world_size(self.group)
-        return value
 
 
 def _shared(gates: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from twell._activation import ActivationName
 from twell._arguments import require_integer, require_number, require_positive
 from twell._compaction import MLP
-from twell.recipe._aux import layers
+from twell.recipe._aux import layers, mean_over_ranks
 
 
 class ThresholdChoice(NamedTuple):
@@ -69,7 +69,10 @@ def choose_threshold(
     def loss(threshold: float) -> float:
         for layer in found.values():
             put(layer, "fatrelu" if threshold else "relu", threshold)
-        value = _mean(float(evaluate()), next(iter(found.values())).down_proj.weight.device, group)
+        own = torch.tensor(
+            float(evaluate()), dtype=torch.float64, device=next(iter(found.values())).down_proj.weight.device
+        )
+        value = float(mean_over_ranks(own, group))
         # a threshold may make a loss infinite: that is too much
         if not value > 0 or (value == math.inf and not threshold):
             raise ValueError(f"evaluate must return a finite loss above 0, got {value} with threshold {threshold:g}")
@@ -100,15 +103,6 @@ def choose_threshold(
         put(layer, "fatrelu" if good else "relu", good)
     name_in_configuration(model)
     return ThresholdChoice(good, tuple(tried))
-
-
-def _mean(loss: float, device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """The mean over ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return loss
-    total = torch.tensor(loss, dtype=torch.float64, device=device)
-    dist.all_reduce(total, group=group)
-    return float(total) / dist.get_world_size(group)
 
 
 def require_relu(model: nn.Module) -> dict[str, MLP]:
