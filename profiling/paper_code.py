@@ -26,6 +26,7 @@ import argparse
 import dataclasses
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import statistics
 import sys
@@ -92,11 +93,13 @@ class Published:
         self._inference = loaded(modules / "twell_modules" / "twell.py", "published_inference")
         loaded(modules / "hybrid_modules" / "sparse_ops_loader.py", "published_training").load_sparse_ops()
         self._extension = None if extension is None else compiled_module(extension)
+        # a layer that is collected takes what the extension knows of its number with it, even if another has it by then
+        self._numbers = itertools.count()
 
     def forward(self, problem: FFN) -> Call:
         """The layer of a forward pass."""
         operands = {"GATE": problem.w_gate, "UP": problem.w_up, "DOWN": problem.w_down, "ext": self._extension}
-        layer = self._inference.TwELLGatedMLP(layer_number=0, **operands)
+        layer = self._inference.TwELLGatedMLP(layer_number=next(self._numbers), **operands)
 
         @torch.no_grad()
         def call(x: Tensor) -> dict[str, Tensor]:

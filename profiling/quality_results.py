@@ -249,8 +249,7 @@ def notes(document: dict[str, Any]) -> str:
         elif result.ffn == "sparse" and alike is not None:
             lines.append(
                 f'L1 {short(result.coefficient)} with sparse kernels and strategy "auto": '
-                f"cross-entropy {result.ce:.4f} ({alike.ce:.4f} dense), {result.tokens_per_s:,.0f} tokens/s "
-                f"({alike.tokens_per_s:,.0f} dense, compiled)."
+                f"cross-entropy {result.ce:.4f} ({alike.ce:.4f} dense)."
             )
     return " ".join([*lines, document["machine"]])
 

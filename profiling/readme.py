@@ -351,7 +351,8 @@ def training_run() -> str:
     sparse = [name for name in runs if name.startswith("sparse")]
     columns = {
         "cross-entropy": (list(runs), lambda row: f"{row['ce']:.3f}"),
-        "held out": (list(runs), lambda row: f"{row['held_out_ce']:.3f}"),
+        # evaluated at some steps alone, at least at the last
+        "held out": (list(runs), lambda row: f"{row['held_out_ce']:.3f}" if "held_out_ce" in row else ""),
         "non-zeros": (sparse, lambda row: f"{row['non_zeros']:.0f}"),
         "thousand tokens/s": (["dense", *sparse], lambda row: f"{row['tokens_per_s'] / 1e3:.0f}"),
         "peak GB": (["dense", *sparse], lambda row: f"{row['peak_bytes'] / 1e9:.1f}"),
@@ -445,14 +446,15 @@ def fuzz(name: str) -> str:
 
 
 def quality_limit() -> str:
-    """The coefficients between which sparsity begins to cost."""
-    found = [
-        point for point in quality_results.points(result("h200_quality")) if point.name == "ReLU" and point.coefficient
-    ]
-    costs = [point.added is not None and point.added > 0 for point in found]
+    """The coefficients between which sparsity begins to cost more than seeds differ."""
+    points = quality_results.points(result("h200_quality"))
+    found = [point for point in points if point.name == "ReLU" and point.coefficient]
+    noise = quality_results.noise(points) or 0.0
+    costs = [point.added is not None and point.added > noise for point in found]
     first = costs.index(True) if True in costs else len(found)
     said = [f"{quality_results.short(point.coefficient)}, {point.l0:.0f} non-zeros per token" for point in found]
-    parts = [f"L1 costs nothing here up to {said[first - 1]}"] if first else []
+    beyond = f" beyond the {100 * noise:.1f} % by which seeds differ" if noise else ""
+    parts = [f"L1 costs nothing here{beyond} up to {said[first - 1]}"] if first else []
     if first < len(found):
         parts.append(f"{100 * (found[first].added or 0):.1f} % at {said[first]}")
     return f"{', and '.join(parts)}."

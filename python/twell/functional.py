@@ -381,7 +381,7 @@ def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, 
         gate = activation.after(gate, inplace=not call.training and _autograd.eager(operands))
         hidden = activation.hidden(gate, None)
     elif call.direct and not call.training and not activation.moves and pays(gate):
-        hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up), activation)
+        hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up), activation, inplace=True)
     elif not activation.moves and _autograd.fuses(gate, operands):
         hidden = _autograd.gated_relu(gate, F.linear(x, w_up, b_up), activation)
     else:

@@ -25,7 +25,7 @@ from tests import family, sanitize
 from tests.fuzz import answers, problems
 from tests.fuzz import run as fuzz
 from tests.fuzz.problems import Case, Limits
-from twell import ops, testing, tuning
+from twell import _tables, ops, testing, tuning
 from twell._activation import activation_of
 from twell._runtime import device, geometry, kernel_module, specs
 from twell.ops import hybrid
@@ -105,9 +105,14 @@ def test_the_family_of_the_gpu_decides_what_is_drawn(
     assert family.is_portable(gpu) == (capability == (8, 0))
     assert not family.is_portable(CPU)
     monkeypatch.setattr(tuning, "family", tuning.family)
+    monkeypatch.setattr(_tables, "_on", lambda index: _tables.SHIPPED)
     family.run_portable()
     assert family.is_portable(gpu)
     assert not family.is_portable(CPU)
+    # "auto" never chooses what the family lacks
+    assert _tables.SHIPPED.screens
+    assert not _tables.in_use(gpu).screens
+    assert _tables.in_use(gpu).union_neurons == geometry.PORTABLE_UNION_NEURONS
 
 
 def test_classes_of_k_are_those_that_ship() -> None:

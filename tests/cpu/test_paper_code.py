@@ -12,14 +12,24 @@ import pytest
 from profiling import paper_code
 
 INFERENCE = """
+import gc
 import torch
+
+NUMBERS = set()
 
 class TwELLGatedMLP(torch.nn.Module):
     def __init__(self, layer_number, GATE, UP, DOWN, ext=None):
         super().__init__()
         self.weights = GATE, UP, DOWN
+        self.number, self.itself = layer_number, [self]
+        NUMBERS.add(layer_number)
+
+    def __del__(self):
+        NUMBERS.discard(self.number)
 
     def forward(self, x):
+        gc.collect()
+        assert self.number in NUMBERS
         gate, up, down = self.weights
         FAULT
         return (x @ gate.T).relu() * (x @ up.T) @ down * SCALE

@@ -16,6 +16,7 @@ from torch import Tensor
 import twell
 from twell import _autograd, functional, ops, testing, tuning
 from twell.ops import library
+from twell.ops.reglu import on_cuda as reglu_on_cuda
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # tokens, K and neurons of a dense layer large enough to be fused, not multiples of eight
@@ -103,6 +104,40 @@ def test_strides_and_alignment(view: Callable[[Tensor], Tensor]) -> None:
     check(dh, gate, up)
     check(dh, gate.contiguous(), up)
     check(dh.clone(memory_format=torch.contiguous_format), gate, up)
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (9,), (8193,), (1021, 1035), (1 << 20, 8)])
+def test_the_result_may_take_the_memory_of_up(shape: tuple[int, ...]) -> None:
+    for view in (lambda t: t, lambda t: t.mT if t.dim() == 2 else t[:-1]):
+        _, gate, up = (view(t) for t in random(*shape))
+        expected, before = plain(gate, up), up.clone()
+        hidden = reglu_on_cuda(gate, up, inplace=True)
+        assert same_bits(hidden, expected)
+        if up.is_contiguous() and up.numel():
+            assert hidden.data_ptr() == up.data_ptr()
+        else:
+            assert same_bits(up, before)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_dense_inference_holds_two_values_per_neuron(direct: bool) -> None:
+    """Gate and up, never a third tensor of that size: not more memory than compiled PyTorch takes."""
+    m, k, n = 4096, 256, 4096
+    x, w_gate, w_up = (torch.randn(shape, device="cuda").to(BF16) for shape in ((m, k), (n, k), (n, k)))
+    w_down = torch.randn(k, n, device="cuda").to(BF16)
+
+    @torch.no_grad()
+    def run() -> Tensor:
+        if direct:
+            return twell.sparse_gated_ffn(x, w_gate, w_up, w_down, strategy="dense")
+        return ops.ffn(x, w_gate, w_up, w_down.t(), None, None, None, 8, "dense", None)
+
+    run()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    assert torch.cuda.max_memory_allocated() - held < 2 * m * n * 2 + 4 * m * k * 2
 
 
 @DTYPES
@@ -251,9 +286,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
 
     def counted(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(gate: Tensor, up: Tensor, *activation: Any) -> Tensor:
+        def call(gate: Tensor, up: Tensor, *activation: Any, **options: Any) -> Tensor:
             calls.append(gate.numel())
-            return operator(gate, up, *activation)
+            return operator(gate, up, *activation, **options)
 
         return call
 

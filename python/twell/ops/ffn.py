@@ -235,17 +235,19 @@ def _dense(layer: Operands, activation: Activation, measurement: _auto.Measureme
     with _without_autocast(x):
         gate, up = _projected(x, w_gate, w_up, b_gate, b_up)
         if up is not None and pays(gate):
-            hidden = reglu_on_cuda(gate, up, activation)
+            hidden = reglu_on_cuda(gate, up, activation, inplace=True)
         else:
             gate = activation.after(gate, inplace=True)
             hidden = activation.hidden(gate, up)
+        # what is left of the gate, so that its memory may be that of y
+        level = activation.level(gate.dtype)
+        nonzeros = gate.numel() - (gate <= level).sum() if totals else None
+        if measurement is not None:
+            candidates = screened.count(x, w_gate, b_gate, measurement.screen)
+            measurement.dense(gate, level, candidates)
+        del gate, up
         y = F.linear(hidden, w_down.t(), b_down)
-    if measurement is not None:
-        candidates = screened.count(x, w_gate, b_gate, measurement.screen)
-        measurement.dense(gate, activation.level(gate.dtype), candidates)
-    if not totals:
-        return y, None, None
-    return y, hidden.abs().sum(dtype=torch.float32), gate.numel() - (gate <= activation.level(gate.dtype)).sum()
+    return y, hidden.abs().sum(dtype=torch.float32) if totals else None, nonzeros
 
 
 def _projected(

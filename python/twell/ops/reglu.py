@@ -68,15 +68,24 @@ def _cuda(gate: Tensor, up: Tensor, activation: str = "relu", threshold: float =
     return on_cuda(gate, up, activation_of(activation, threshold))
 
 
-def on_cuda(gate: Tensor, up: Tensor, activation: Activation = RELU) -> Tensor:
-    """``reglu`` on the current device; the halves of one product are read in place."""
-    hidden = output(gate, up)
+def on_cuda(gate: Tensor, up: Tensor, activation: Activation = RELU, inplace: bool = False) -> Tensor:
+    """``reglu`` on the current device; the halves of one product are read in place.
+
+    ``inplace``: ``up`` is not needed any more. Its memory becomes that of the result, except for halves of a product.
+    """
+    check("up", up, gate.shape, gate.dtype)
     spec, form = tuning.reglu(gate.dtype, backward=False), _form(activation, gate.dtype)
     if _are_halves(gate, up):
+        hidden = output(gate, up)
         memory = ((gate.shape[0] - 1) * gate.stride(0) + gate.shape[1],)
         vectors = (half.as_strided(memory, (1,)) for half in (gate, up))
         launch(spec, *vectors, hidden.view(-1), gate.shape[1], gate.stride(0), *form)
         return hidden
+    if inplace:
+        # each thread has read what it overwrites
+        hidden = up = flat(up).view(up.shape)
+    else:
+        hidden = output(gate, up)
     for operands in _pieces(flat(gate), flat(up), hidden.view(-1)):
         # one row; the width is a multiple of eight
         launch(spec, *operands, PIECE, 0, *form)
