@@ -283,10 +283,14 @@ ALL = (
     ),
     Measurement(
         "h200_sweep_layers",
-        "the layers of a trained model, one at a time",
+        "the recorded layers of a trained model, one at a time",
         "chart and table layers",
-        (SWEEP.replace("SWEEP", "layers") + " --real $REAL --model $FOLDER/h200_model.json",),
-        (120,),
+        (
+            "python -m twell record $RUNS/sparse/final --text $TEXT --tokens 16384 --layers 0 1 2 3 4 5 6 7 "
+            "--out $FOLDER/recorded",
+            SWEEP.replace("SWEEP", "layers") + " --real $FOLDER/recorded",
+        ),
+        (30, 70),
         resumes=True,
     ),
     Measurement(
@@ -313,7 +317,7 @@ ALL = (
     ),
     Measurement(
         "h200_quality",
-        "cross-entropy and sparsity by coefficient of L1",
+        "cross-entropy and sparsity by coefficient of L1; other programs ran beside it, so its times mean nothing",
         "tables and chart quality",
         ("python -m profiling.quality --text $TEXT --budget-s $BUDGET --out $OUT",),
         (360,),
@@ -321,7 +325,8 @@ ALL = (
     ),
     Measurement(
         "h200_relufy",
-        "SiLU models trained further with SiLU and with FATReLU: loss, non-zeros, unions, learning curves",
+        "SiLU models trained further with SiLU and with FATReLU: loss, non-zeros, unions, learning curves; other "
+        "programs ran beside it, so its times mean nothing",
         "tables relufy; chart relufy",
         (f"{RELUFY} --seeds 0 1",),
         (760,),
@@ -391,7 +396,7 @@ ALL = (
 
 def shown_command(command: str) -> str:
     """A command as a page shows it: ``twell`` by its name, and words in capitals for what the reader chooses."""
-    words = command.replace("python -m twell bench", "twell bench").replace("$RUNS", "RUNS")
+    words = command.replace("python -m twell ", "twell ").replace("$RUNS", "RUNS")
     for name, word in (("REAL", "REAL"), ("TEXT", "TEXT"), ("PACKAGE", "CHECKOUT"), ("OUT", "FILE"), ("FOLDER", "OUT")):
         words = words.replace(f"${name}", word)
     return words.replace(" --budget-s $BUDGET", "")

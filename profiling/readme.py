@@ -351,8 +351,6 @@ def training_run() -> str:
     sparse = [name for name in runs if name.startswith("sparse")]
     columns = {
         "cross-entropy": (list(runs), lambda row: f"{row['ce']:.3f}"),
-        # evaluated at some steps alone, at least at the last
-        "held out": (list(runs), lambda row: f"{row['held_out_ce']:.3f}" if "held_out_ce" in row else ""),
         "non-zeros": (sparse, lambda row: f"{row['non_zeros']:.0f}"),
         "thousand tokens/s": (["dense", *sparse], lambda row: f"{row['tokens_per_s'] / 1e3:.0f}"),
         "peak GB": (["dense", *sparse], lambda row: f"{row['peak_bytes'] / 1e9:.1f}"),
@@ -364,7 +362,8 @@ def training_run() -> str:
         if first["step"] % 50 == 0:
             cells = [show(runs[name][index]) for names, show in columns.values() for name in names]
             rows.append([str(first["step"]), *cells])
-    return markdown(header, "r" * len(header), rows)
+    held_out = ", ".join(f"{name} {steps[-1]['held_out_ce']:.3f}" for name, steps in runs.items())
+    return f"{markdown(header, 'r' * len(header), rows)}\n\nCross-entropy on held-out text after the last step: {held_out}."
 
 
 # Layers of a trained model, and where "auto" errs
