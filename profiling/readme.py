@@ -234,7 +234,7 @@ def models(shown: Callable[[str, str], bool] = lambda model, op: True) -> str:
                 before, now = (row[key] for row in both)
                 cells += [f"{before / scale:{form}} / {now / scale:{form}}", change(before, now)]
             rows.append(cells)
-    header = ["model (non-zeros)", "", "ms", "tokens/ms", "speed-up", "mJ/token", "", "peak GB", ""]
+    header = ["model (non-zeros)", "pass", "ms", "tokens/ms", "speed-up", "mJ/token", "change", "peak GB", "change"]
     return markdown(header, "llrrrrrrr", rows)
 
 
@@ -300,6 +300,8 @@ def model_machine(name: str) -> str:
     text = f"Non-zeros per token, layer by layer: {counts}."
     if any(run.get("unions", ())):
         text += f" Share of the neurons that 128 tokens fire: {', '.join(f'{u:.0%}' for u in run['unions'])}."
+    if all(run.get("candidates", (None,))):
+        text += f" Candidates of the int8 screen: {', '.join(f'{c:.0%}' for c in run['candidates'])}."
     return f"{text} {run['machine']}"
 
 

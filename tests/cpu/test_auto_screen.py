@@ -428,22 +428,29 @@ def test_held_out_points_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tally_counts_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first tokens, as the operators do, in 16 bits whatever the dtype of the model."""
+    """Of the first tokens, as the operators do, in 16 bits whatever the dtype of the model, and for all of their union."""
     monkeypatch.setattr(sparsity, "SCREENED", 384)
     mlp = uneven(SparseGatedMLP).float()
     watched = WatchedLayer("mlp", 0, mlp, mlp.gate_proj, True, 8)
-    batches = [torch.randn(300, K), torch.randn(200, K)]
+    # the last tokens, which the screen does not see, fire many more neurons
+    batches = [torch.randn(300, K), torch.randn(200, K), 5 * torch.randn(128, K).abs()]
     counts = sparsity.Tally(N, 8, torch.device("cpu"))
     with torch.no_grad():
         for x in batches:
-            counts.screen(x, mlp.gate_proj)
+            counts.screen(x, mlp.gate_proj, watched.activation)
             for rows, pattern in sparsity.patterns(x, mlp.gate_proj):
                 counts.add(pattern, torch.zeros(len(x), dtype=torch.bool)[rows])
     report = counts.report(watched)
     w, b = mlp.gate_proj.weight.detach().to(BF16), mlp.gate_proj.bias.detach().to(BF16)
     parts: list[Tensor | None] = [screened.count(x[:m].to(BF16), w, b, "screened") for x, m in zip(batches, (256, 128))]
     listed = sum(int(part.sum()) for part in parts if part is not None)
-    assert report.candidates == listed / (3 * N)
+    seen = torch.cat((batches[0][:256], batches[1][:128]))
+    with torch.no_grad():
+        firing = int((mlp.gate_proj(seen) > 0).view(3, 128, N).any(1).sum())
+    assert 0 < firing < listed < 3 * N
+    silent = (listed - firing) / (3 * N - firing)
+    assert report.candidates == pytest.approx(report.unions[128] + (1 - report.unions[128]) * silent)
+    assert firing / (3 * N) < report.unions[128] < report.candidates
     assert report.figures.candidates == report.candidates
     (row,) = sparsity.rows([report], [[]])
     assert row["candidates"] == report.candidates

@@ -61,7 +61,8 @@ COLUMNS = {
     "overflowing": "share of tiles (256 neurons of a token) with more non-zeros than fit",
     "dead": "neurons that fired in no token",
     **{f"union_{t}": f"mean share of n that {t} consecutive tokens fire" for t in UNIONS},
-    "candidates": f"mean share of n that the int8 screen lists for 128 tokens, of the first {SCREENED:,} tokens",
+    "candidates": "mean share of n that the int8 screen lists for 128 tokens: union_128, and of the other neurons the share "
+    f"that it lists in the first {SCREENED:,} tokens",
     **{f"hottest_{h}": f"share of all non-zeros in the {h} most active neurons" for h in HOTTEST},
     "strategy_CALL": "strategy for a call: CALL is m64 for inference on 64 tokens, train16384 for a training step",
     "speedup_CALL": "expected speed-up of the whole layer over dense",
@@ -132,8 +133,8 @@ class Tally:
         self._first = self._zeros(2)
         self._unions = {tokens: self._zeros(1) for tokens in UNIONS}
         self._waiting = torch.empty(0, n, dtype=torch.bool, device=device)
-        # candidates and their tiles of 128 tokens
-        self._listed, self._screened = 0, 0
+        # in tiles of 128 tokens: candidates and neurons that fire, and how many tokens these are
+        self._listed, self._firing, self._screened = 0, 0, 0
 
     def _zeros(self, length: int) -> Tensor:
         return torch.zeros(length, dtype=torch.int64, device=self._device)
@@ -152,7 +153,7 @@ class Tally:
         self._count_unions(block[:whole])
         self._waiting = block[whole:].clone()
 
-    def screen(self, x: Tensor, linear: nn.Linear) -> None:
+    def screen(self, x: Tensor, linear: nn.Linear, activation: Activation) -> None:
         """Count the candidates of tokens x [M, K] in 16 bits, until ``SCREENED`` have been counted."""
         whole = min(len(x), SCREENED - self._screened) // geometry.TOKEN_TILE * geometry.TOKEN_TILE
         if not whole or x.shape[1] % 8 or x.shape[1] > specs.QUANTIZE_K_CLASSES[-1]:
@@ -163,12 +164,22 @@ class Tally:
         )
         listed = screened.count(tokens, weight, bias[0] if bias else None, "screened")
         self._listed += 0 if listed is None else int(listed.sum())
+        pattern = torch.cat([rows for _, rows in patterns(x[:whole], linear, activation)])
+        self._firing += int(pattern.view(-1, geometry.TOKEN_TILE, self._n).any(1).sum())
         self._screened += whole
 
     def _count_unions(self, block: Tensor) -> None:
         for tokens, total in self._unions.items():
             whole = len(block) // tokens
             total += block[: whole * tokens].view(whole, tokens, self._n).any(1).sum()
+
+    def _candidates(self, union: float) -> float | None:
+        """The share of the neurons that the screen lists where ``union`` fires; None where it ran on no token."""
+        if not self._screened:
+            return None
+        neurons = self._screened // geometry.TOKEN_TILE * self._n
+        silent = neurons - self._firing
+        return union + (1 - union) * max(self._listed - self._firing, 0) / silent if silent else 1.0
 
     def report(self, layer: WatchedLayer) -> LayerSparsity:
         """The figures of all tokens, at least one; ends the counting."""
@@ -180,6 +191,7 @@ class Tally:
         def more_than(limit: int) -> float:
             return 1 - int(below[min(limit, n)]) / tokens
 
+        unions = {t: int(v) / (tokens // t * n) for t, v in self._unions.items() if tokens >= t}
         hot = self._fired.sort(descending=True).values.cumsum(0).cpu()
         first, sequences = self._first.tolist()
         return LayerSparsity(
@@ -200,10 +212,10 @@ class Tally:
             heavy_share=more_than(n // HEAVY_SHARE),
             overflowing=int(self._overflowing) / (tokens * geometry.tiles(n)),
             dead=int((self._fired == 0).sum()),
-            unions={t: int(v) / (tokens // t * t // t * n) for t, v in self._unions.items() if tokens >= t},
+            unions=unions,
             hottest={h: int(hot[min(h, n) - 1]) / max(nonzeros, 1) for h in HOTTEST},
             activation=layer.activation,
-            candidates=self._listed * geometry.TOKEN_TILE / (self._screened * n) if self._screened else None,
+            candidates=self._candidates(unions.get(geometry.TOKEN_TILE, 0.0)),
         )
 
 
@@ -231,7 +243,7 @@ def analyze(
     tallies = [Tally(layer.linear.out_features, layer.compression, layer.linear.weight.device) for layer in watched]
 
     def tally(i: int, x: Tensor, first: Tensor) -> None:
-        tallies[i].screen(x, watched[i].linear)
+        tallies[i].screen(x, watched[i].linear, watched[i].activation)
         for rows, pattern in patterns(x, watched[i].linear, watched[i].activation):
             tallies[i].add(pattern, first[rows])
 
