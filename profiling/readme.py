@@ -364,8 +364,9 @@ def training_run() -> str:
         if first["step"] % 50 == 0:
             cells = [show(runs[name][index]) for names, show in columns.values() for name in names]
             rows.append([str(first["step"]), *cells])
-    held_out = ", ".join(f"{name} {steps[-1]['held_out_ce']:.3f}" for name, steps in runs.items())
-    return f"{markdown(header, 'r' * len(header), rows)}\n\nCross-entropy on held-out text after the last step: {held_out}."
+    table = markdown(header, "r" * len(header), rows)
+    held_out = "; ".join(f"{name}: {steps[-1]['held_out_ce']:.3f}" for name, steps in runs.items())
+    return f"{table}\n\nCross-entropy on held-out text after the last step: {held_out}."
 
 
 # Layers of a trained model, and where "auto" errs

@@ -428,7 +428,7 @@ def test_held_out_points_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tally_counts_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first tokens, as the operators do, in 16 bits whatever the dtype of the model, and for all of their union."""
+    """Of the first tokens, as the operators do, in 16 bits whatever the model's dtype, and for the union of all."""
     monkeypatch.setattr(sparsity, "SCREENED", 384)
     mlp = uneven(SparseGatedMLP).float()
     watched = WatchedLayer("mlp", 0, mlp, mlp.gate_proj, True, 8)

@@ -61,8 +61,8 @@ COLUMNS = {
     "overflowing": "share of tiles (256 neurons of a token) with more non-zeros than fit",
     "dead": "neurons that fired in no token",
     **{f"union_{t}": f"mean share of n that {t} consecutive tokens fire" for t in UNIONS},
-    "candidates": "mean share of n that the int8 screen lists for 128 tokens: union_128, and of the other neurons the share "
-    f"that it lists in the first {SCREENED:,} tokens",
+    "candidates": "mean share of n that the int8 screen lists for 128 tokens: union_128, and of the other neurons the "
+    f"share that it lists in the first {SCREENED:,} tokens",
     **{f"hottest_{h}": f"share of all non-zeros in the {h} most active neurons" for h in HOTTEST},
     "strategy_CALL": "strategy for a call: CALL is m64 for inference on 64 tokens, train16384 for a training step",
     "speedup_CALL": "expected speed-up of the whole layer over dense",
