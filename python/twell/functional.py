@@ -353,7 +353,7 @@ def _run(
         screen = route.strategy if route.strategy in tuning.SCREENS else ""
         packed = (layer, mains, call.compression, route.held, call.activation)
         y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals, screen)
-        _note_training(route, layer, nonzeros, sizes, y)
+        _note_training(route, layer, nonzeros, sizes, y, call.activation)
     else:
         _, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
         layer = Operands(layer.x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
@@ -507,25 +507,29 @@ def _note_dense(route: _auto.Route, layer: Operands, gate: Tensor, y: Tensor, ac
     Training keeps its choice until backward passes y.
     """
     if route.measurement is not None:
-        route.measurement.dense(gate, activation.level(gate.dtype), _candidates(layer, route.measurement))
+        candidates = _candidates(layer, route.measurement, activation)
+        route.measurement.dense(gate, activation.level(gate.dtype), candidates)
     if route.holder is not None:
         route.holder.hold(y)
 
 
-def _note_training(route: _auto.Route, layer: Operands, nonzeros: Any, sizes: Any, y: Tensor) -> None:
+def _note_training(
+    route: _auto.Route, layer: Operands, nonzeros: Any, sizes: Any, y: Tensor, activation: Activation
+) -> None:
     """The same for the counts of a sparse call that needs gradients."""
     if route.measurement is not None:
         m, n = route.measurement.problem.m, route.measurement.problem.n
-        most, candidates = geometry.hybrid_capacity(m, n, route.held), _candidates(layer, route.measurement)
+        most = geometry.hybrid_capacity(m, n, route.held)
+        candidates = _candidates(layer, route.measurement, activation)
         route.measurement.counts(nonzeros, sizes[:-1], most=most, candidates=candidates)
     if route.holder is not None:
         route.holder.hold(y)
 
 
-def _candidates(layer: Operands, measurement: _auto.Measurement) -> Tensor | None:
+def _candidates(layer: Operands, measurement: _auto.Measurement, activation: Activation) -> Tensor | None:
     """The candidates of each tile of tokens, if the measurement wants them."""
     x = layer.x.reshape(-1, layer.x.shape[-1])
-    return screened.count(x, layer.w_gate, layer.b_gate, measurement.screen)
+    return screened.count(x, layer.w_gate, layer.b_gate, measurement.screen, activation)
 
 
 def _dense_aux(hidden: Tensor, gate: Tensor, activation: Activation = RELU) -> Aux:

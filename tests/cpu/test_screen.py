@@ -15,8 +15,9 @@ from torch import Tensor
 import twell
 from tests import family as families
 from twell import ops, reference, testing
-from twell._activation import RELU
+from twell._activation import RELU, Activation
 from twell._runtime import device, screen
+from twell.ops import screened
 from twell.ops.operands import Operands
 
 BF16 = torch.bfloat16
@@ -400,6 +401,56 @@ def test_a_screened_layer_with_neurons_far_below_zero_has_few_candidates() -> No
     y, _, _, union, candidates = ops.ffn_screened(*p, *ops.quantize_gate(p.w_gate, True), 8)
     assert torch.equal(y, ops.ffn_union(*p, 8)[0])
     assert union.sum() <= candidates.sum() < 0.9 * 2 * 1024
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("tensor", [False, True])
+def test_the_bias_less_the_threshold_is_rounded_up(tensor: bool, dtype: torch.dtype) -> None:
+    """Every 16-bit bias beside thresholds of all sizes: what the screen takes is never below the exact difference."""
+    every = torch.arange(1 << 16).to(torch.int16).view(dtype)
+    every = every[every.isfinite()]
+    info = torch.finfo(dtype)
+    thresholds = [info.smallest_normal * info.eps, info.tiny, 1 / 3, 0.45, 1.0, 3.0, 1e3, 3e4, float(info.max)]
+    for threshold in thresholds:
+        given = torch.tensor(threshold) if tensor else threshold
+        activation = Activation("fatrelu", given)
+        level = float(activation.level(dtype))
+        found = screened.firing_bias(every, len(every), activation)
+        assert found.dtype == dtype
+        exact = [Fraction(b) - Fraction(level) for b in every.double().tolist()]
+        for value, wanted in zip(found.double().tolist(), exact, strict=True):
+            assert value >= wanted
+        # and little above it
+        near = exact[:: 1 << 8]
+        for value, wanted in zip(found.double().tolist()[:: 1 << 8], near, strict=True):
+            if info.min < value < info.max:
+                assert value <= wanted + abs(wanted) * Fraction(2 * info.eps) + Fraction(info.tiny)
+        none = screened.firing_bias(every[:0], 3, activation)
+        assert none.tolist() == screened.firing_bias(every.new_zeros(3), 3, activation).tolist()
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
+    assert not (screened.firing_bias(special, 3, Activation("fatrelu", 1.0)) <= 0).any()
+    assert screened.firing_bias(every, len(every), RELU) is every
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("shift", [0.0, 2.0, 3.0])
+def test_a_threshold_screens_as_well_as_a_bias(shift: float, biases: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    m, k, n = 256, 512, 1024
+    draw = [torch.randn(s) for s in ((m, k), (n, k), (n, k), (n, k), (n,), (n,), (k,))]
+    threshold = shift * math.sqrt(k)
+    p = testing.FFN(*(t.to(dtype) for t in draw))
+    p = p if biases else p._replace(b_gate=None, b_up=None, b_down=None)
+    quantized = ops.quantize_gate(p.w_gate, True)
+    y, _, _, union, candidates = ops.ffn_screened(*p, *quantized, 8, "fatrelu", threshold)
+    assert torch.equal(y, ops.ffn_union(*p, 8, "fatrelu", threshold)[0])
+    assert (candidates >= union).all()
+    shifted = draw[4] * biases - threshold
+    *_, of_bias = ops.ffn_screened(*p._replace(b_gate=shifted.to(dtype)), *quantized, 8)
+    assert candidates.sum() <= 1.05 * of_bias.sum()
+    if shift == 3:
+        assert 0 < union.sum() < candidates.sum() < n
 
 
 @pytest.mark.parametrize("screen", ["screened", "proven"])

@@ -187,8 +187,15 @@ def test_real_numbers_have_the_bits_of_union(k: int, n: int, dtype: torch.dtype)
     torch.manual_seed(0)
     for shift in (0.0, 2.0, 3.0):
         draw = [torch.randn(s, device=CUDA) for s in ((1000, k), (n, k), (n, k), (n, k), (n,), (n,), (k,))]
-        bias = draw[4] * 0.1 - shift * math.sqrt(k)
-        assert_as_union(FFN(*(t.to(dtype) for t in (*draw[:4], bias, *draw[5:]))))
+        bias, threshold = draw[4] * 0.1, shift * math.sqrt(k)
+        problem = FFN(*(t.to(dtype) for t in (*draw[:4], bias - threshold, *draw[5:])))
+        assert_as_union(problem)
+        # the same neurons by a threshold, and about as many candidates
+        by_threshold = problem._replace(b_gate=bias.to(dtype))
+        assert_as_union(by_threshold, "fatrelu", threshold)
+        assert_as_union(by_threshold._replace(b_gate=None), "fatrelu", threshold)
+        few, same = screened(problem)[4], screened(by_threshold, "fatrelu", threshold)[4]
+        assert same.sum() <= 1.05 * few.sum()
 
 
 def test_workloads_have_the_bits_of_union(workload: str, real_layers: Path | None) -> None:

@@ -86,7 +86,7 @@ def _run(
     nonzeros = counts.sum()
     if route.measurement is not None:
         if candidates is None:
-            candidates = screened.count(layer.x, layer.w_gate, layer.b_gate, route.measurement.screen)
+            candidates = screened.count(layer.x, layer.w_gate, layer.b_gate, route.measurement.screen, activation)
         # a row of stats has 8 tokens
         route.measurement.counts(nonzeros, unions, heaviest=counts.sum(1).amax(), candidates=candidates)
     return y, l1.sum() if totals else None, nonzeros
@@ -243,7 +243,7 @@ def _dense(layer: Operands, activation: Activation, measurement: _auto.Measureme
         level = activation.level(gate.dtype)
         nonzeros = gate.numel() - (gate <= level).sum() if totals else None
         if measurement is not None:
-            candidates = screened.count(x, w_gate, b_gate, measurement.screen)
+            candidates = screened.count(x, w_gate, b_gate, measurement.screen, activation)
             measurement.dense(gate, level, candidates)
         del gate, up
         y = F.linear(hidden, w_down.t(), b_down)

@@ -54,7 +54,7 @@ def on_cpu(
     """The operator on the CPU."""
     y, l1, stats, fired, candidates = _fake(*layer, *quantized, compression, *activation)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    listed = screened.candidates_on_cpu(x, w_gate, b_gate, quantized, nearest)
+    listed = screened.candidates_on_cpu(x, w_gate, b_gate, quantized, nearest, activation)
     gate = activation.after(hybrid.project(x, w_gate, b_gate).to(x.dtype), inplace=True)
     screened.masked(gate, listed)
     up = None if w_up is None else hybrid.project(x, w_up, b_up)
@@ -87,7 +87,7 @@ def on_cuda(
     require(x, "ffn_screened")
     (m, _), n = x.shape, w_gate.shape[0]
     bias, laid, slices = bias_vector("b_gate", b_gate, n, x), hybrid.near_rows(w_gate), geometry.union_slices(m, n)
-    bits, stats = screened.find(x, bias, quantized, nearest), figures(x, w_gate)
+    bits, stats = screened.find(x, bias, quantized, nearest, activation), figures(x, w_gate)
     # the first slice is the longest; the others reuse its memory
     most = slices[0][1] if slices else 0
     words, spill = room(x, most, w_gate, compression)

@@ -96,7 +96,7 @@ def _cpu(
     if screen:
         nearest = screened.is_nearest(screen)
         quantized = quantize_gate(w_gate, True, nearest)
-        screened.masked(gate, screened.candidates_on_cpu(x, w_gate, b_gate, quantized, nearest))
+        screened.masked(gate, screened.candidates_on_cpu(x, w_gate, b_gate, quantized, nearest, form))
     up = None if w_up is None else hybrid.project(x, w_up, b_up)
     hidden = form.hidden(gate.to(l1.dtype), up).masked_fill(gate == 0, 0)
     l1.copy_(hidden.abs().sum())
@@ -159,7 +159,7 @@ def on_cuda(
     else:
         bias = bias_vector("b_gate", b_gate, n, x)
         nearest = screened.is_nearest(screen)
-        bits = screened.find(x, bias, quantize_on_cuda(w_gate, True, nearest), nearest)
+        bits = screened.find(x, bias, quantize_on_cuda(w_gate, True, nearest), nearest, activation)
         screened.pack(x, w_gate, bias, bits, lists, packed, compression, activation)
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import tuning
-from twell._activation import Activation, threshold_pair
+from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import device, geometry
 from twell.ops.gate_pack import Packed
 from twell.ops.gate_screen import gate_screen
@@ -45,18 +45,47 @@ def check_quantized(w_gate: Tensor, quantized: Quantized) -> None:
         check(name, vector, w_gate.shape[:1], torch.float32)
 
 
+def firing_bias(bias: Tensor, n: int, activation: Activation) -> Tensor:
+    """The bias that the screen takes: with it a gate is above 0 if it is above the threshold with ``bias``.
+
+    Both are vectors as kernels read them, empty or of ``n`` values. The difference is rounded up to 16 bits, so no gate
+    that fires is missed; docs/notes/screen.md has the argument.
+    """
+    level = activation.level(bias.dtype)
+    if not activation.moves and not level:
+        return bias
+    if not len(bias):
+        return bias.new_zeros(n) - level if activation.moves else bias.new_full((n,), -level)
+    info = torch.finfo(bias.dtype)
+    # the difference, raised by more than it is rounded here; exact without a bias
+    less = bias.double() - level
+    least = torch.where(bias == 0, less, less + less.abs() * 2**-52)
+    # by more than half a unit in the last place of 16 bits
+    above = (least + least.abs() * info.eps + info.smallest_normal * info.eps).clamp(min=info.min)
+    nearest = least.clamp(min=info.min).to(bias.dtype)
+    return torch.where(nearest >= least, nearest, above.to(bias.dtype))
+
+
 def candidates_on_cpu(
-    x: Tensor, w_gate: Tensor, b_gate: Tensor | None, quantized: Quantized, nearest: bool = False
+    x: Tensor,
+    w_gate: Tensor,
+    b_gate: Tensor | None,
+    quantized: Quantized,
+    nearest: bool = False,
+    activation: Activation = RELU,
 ) -> Tensor:
     """Which neurons are candidates of each tile of 128 tokens: booleans [ceil(M/128), N]."""
-    bias = bias_vector("b_gate", b_gate, len(w_gate), x)
+    n = len(w_gate)
+    bias = firing_bias(bias_vector("b_gate", b_gate, n, x), n, activation)
     bits = gate_screen(*quantize_gate(x, False, nearest), *quantized, bias, nearest)
     listed: Tensor = (bits[:, :, None] >> torch.arange(32, device="cpu", dtype=torch.int32) & 1).bool().flatten(1)
     return listed[:, : len(w_gate)]
 
 
 @torch.no_grad()
-def count(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, screen: str) -> Tensor | None:
+def count(
+    x: Tensor, w_gate: Tensor, b_gate: Tensor | None, screen: str, activation: Activation = RELU
+) -> Tensor | None:
     """How many neurons ``screen`` lists for each tile of 128 tokens of x [M, K]: int64 [ceil(M/128)]; None for "".
 
     For what calls measure where another strategy runs. Nothing waits.
@@ -65,7 +94,7 @@ def count(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, screen: str) -> Tens
         return None
     # another thread may capture a graph meanwhile
     with device.relaxed_capture() if x.is_cuda else nullcontext():
-        bias = bias_vector("b_gate", b_gate, len(w_gate), x)
+        bias = firing_bias(bias_vector("b_gate", b_gate, len(w_gate), x), len(w_gate), activation)
         nearest = is_nearest(screen)
         words = gate_screen(*quantize_gate(x, False, nearest), *quantize_gate(w_gate, True, nearest), bias, nearest)
         # the number of ones in two, four and eight bits
@@ -99,9 +128,10 @@ def is_nearest(screen: str) -> bool:
     return screen == "proven"
 
 
-def find(x: Tensor, b_gate: Tensor, quantized: Quantized, nearest: bool) -> Tensor:
+def find(x: Tensor, b_gate: Tensor, quantized: Quantized, nearest: bool, activation: Activation) -> Tensor:
     """The bits of ``gate_screen`` on the current device; an empty ``b_gate`` is none."""
-    return screen_on_cuda(quantize_on_cuda(x, False, nearest), quantized, b_gate, nearest)
+    bias = firing_bias(b_gate, len(quantized[0]), activation)
+    return screen_on_cuda(quantize_on_cuda(x, False, nearest), quantized, bias, nearest)
 
 
 def pack(
