@@ -801,3 +801,15 @@ def test_states_of_other_targets_are_refused() -> None:
         sparsity.load_state_dict(TargetSparsity(6, 10).state_dict())
     with pytest.raises(ValueError, match="state must have steps 10, got 11"):
         moving.load_state_dict(TargetThreshold(Model(), 5, 11).state_dict())
+    with pytest.raises(ValueError, match="state must have l1_of hidden, got gate"):
+        sparsity.load_state_dict(TargetSparsity(5, 10, of="gate").state_dict())
+    with pytest.raises(ValueError, match=r"state must have sharing 0\.0, got 0\.5"):
+        moving.load_state_dict(TargetThreshold(Model(), 5, 10, sharing=0.5).state_dict())
+
+
+def test_a_threshold_that_moves_is_not_chosen() -> None:
+    model = Model()
+    target = TargetThreshold(model, 5, 10)
+    with pytest.raises(ValueError, match=r"must be a number, got a tensor, .* settle\(\) ends that one"):
+        recipe.choose_threshold(model, lambda: 1.0)
+    target.settle()

@@ -465,9 +465,58 @@ def test_a_run_that_was_interrupted_leaves_nothing_in_the_next(tmp_path: Path) -
     assert train(callback(coefficient=0.0)) == pytest.approx(plain)
     assert first.tracker is None
     assert not model._forward_hooks
-    # two in one Trainer are an error
-    with pytest.raises(ValueError, match="SparsityTracker already"):
+    # two in one Trainer are an error, which leaves nothing either
+    with pytest.raises(ValueError, match="expected one for a Trainer, got a second"):
         train(callback(), callback())
+    assert train() == pytest.approx(plain)
+
+
+def test_a_run_that_was_interrupted_is_noticed_without_another_callback(tmp_path: Path) -> None:
+    class Interrupt(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    model = llama()
+    args = arguments(tmp_path, max_steps=12, gradient_accumulation_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(model, args, train_dataset=sequences(64), callbacks=[callback(), Interrupt()]).train()
+    with pytest.raises(RuntimeError, match="its run was interrupted, and the L1 term has been in the loss of this one"):
+        Trainer(model, args, train_dataset=sequences(64)).train()
+    assert not model._forward_hooks
+    Trainer(model, args, train_dataset=sequences(64)).train()
+    # a longer run with it is none of that
+    Trainer(model, args, train_dataset=sequences(64), callbacks=[callback()]).train()
+
+
+@pytest.mark.parametrize("options", [{}, {"coefficient": None, "nnz": 5}])
+@pytest.mark.parametrize("kind", ["leaves out", "part", "frozen"])
+def test_a_term_that_has_no_gradient_is_an_error(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    class Own(Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            if kind == "leaves out":
+                logits = model(**inputs).logits
+            else:
+                logits = model.lm_head(model.model(input_ids=inputs["input_ids"]).last_hidden_state)
+            return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), inputs["labels"][:, 1:].reshape(-1))
+
+    model = llama()
+    if kind == "frozen":
+        model.model.requires_grad_(False)
+    trainer = (Trainer if kind == "frozen" else Own)(
+        model, arguments(tmp_path, max_steps=2), train_dataset=sequences(8), callbacks=[callback(**options)]
+    )
+    with pytest.raises((ValueError, RuntimeError), match="the L1 term must have a gradient, got none in step 0"):
+        trainer.train()
+
+
+def test_recording_of_ones_own_stays(tmp_path: Path) -> None:
+    model = llama()
+    recipe.record_aux(model)
+    args = arguments(tmp_path, max_steps=1)
+    Trainer(model, args, train_dataset=sequences(4), callbacks=[callback(coefficient=0.0)]).train()
+    recipe.clear_aux(model)
+    model(**{name: each[None] for name, each in sequences(1)[0].items()})
+    assert recipe.l1_term(model) > 0
 
 
 def test_a_loss_of_ones_own_takes_the_term(tmp_path: Path) -> None:
@@ -670,8 +719,35 @@ def test_a_target_goes_on_from_a_checkpoint(tmp_path: Path, moving: bool) -> Non
     other = callback(coefficient=None, nnz=6, moving_threshold=moving)
     args = arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=3)
     trainer = Trainer(llama(), args, train_dataset=sequences(16), callbacks=[other])
-    with pytest.raises(ValueError, match=r"state must have nnz 6.0, got 5.0"):
+    with pytest.raises(ValueError, match=r"step 3 must be of the same nnz, .*nnz 6.0, got 5.0; begin a new run"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_a_checkpoint_without_a_target_is_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    Trainer(llama(), args, train_dataset=sequences(16), callbacks=[callback()]).train()
+    trainer = Trainer(llama(), args, train_dataset=sequences(16), callbacks=[callback(coefficient=None, nnz=5)])
+    with pytest.raises(ValueError, match="checkpoint of step 2 must have a target, as nnz is 5, got none"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+@pytest.mark.parametrize("nnz", [5, 30])
+def test_a_missed_target_is_a_warning(nnz: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    fired: list[float] = []
+
+    class Look(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            fired.append(own.target.read()["non_zeros"])  # type: ignore[union-attr]
+
+    own = callback(coefficient=None, nnz=nnz)
+    args = arguments(tmp_path, max_steps=2, logging_strategy="no")
+    Trainer(model, args, train_dataset=sequences(4), callbacks=[own, Look()]).train()
+    assert f"training ended with {fired[-1]:.4g} non-zeros per token, where nnz is {nnz}" in caplog.text
+    caplog.clear()
+    own = callback(coefficient=None, nnz=fired[-1])
+    Trainer(model, args, train_dataset=sequences(4), callbacks=[own, Look()]).train()
+    assert "training ended" not in caplog.text
 
 
 def test_layers_with_square_or_drelu_are_steered_by_their_gate(tmp_path: Path) -> None:
@@ -703,8 +779,21 @@ def test_wrong_targets_are_refused(tmp_path: Path) -> None:
     trainer = Trainer(
         llama(), arguments(tmp_path, **best), train_dataset=sequences(4), eval_dataset=sequences(2), callbacks=[own]
     )
-    with pytest.raises(ValueError, match="load_best_model_at_end must be off with moving_threshold"):
+    with pytest.raises(ValueError, match="load_best_model_at_end must be off with nnz"):
         trainer.train()
+    best = {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "loss"}
+    own = callback(coefficient=None, nnz=5, moving_threshold=True)
+    trainer = Trainer(
+        llama(), arguments(tmp_path, **best), train_dataset=sequences(4), eval_dataset=sequences(2), callbacks=[own]
+    )
+    with pytest.raises(ValueError, match='save_strategy must not be "best" with moving_threshold'):
+        trainer.train()
+    model = llama()
+    for block in model.model.layers:
+        block.mlp.activation, block.mlp.threshold = "fatrelu", 0.5
+    own = callback(coefficient=None, nnz=5, sharing=0.5)
+    with pytest.raises(ValueError, match=r"sharing must be 0 for layers with FATReLU, .* got 0\.5"):
+        Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=sequences(4), callbacks=[own]).train()
     own = callback(coefficient=None, nnz=48)
     with pytest.raises(ValueError, match="nnz must be below 48, the neurons of a layer"):
         Trainer(llama(), arguments(tmp_path, max_steps=1), train_dataset=sequences(4), callbacks=[own]).train()

@@ -35,6 +35,10 @@ except ImportError as error:
 
 # The paper's coefficient.
 _PAPERS = 2e-5
+# Passes in training mode between two steps of a Trainer, at the most: after these its run has ended.
+_MOST_PASSES = 16
+# A miss of the target by more than this factor is worth a warning.
+_MISSED = 1.1
 
 
 class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -59,8 +63,10 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     in whichever folder; trainer_state.json names the dead neurons. If it does not, the first step is observed.
 
     A loss outside the model (``compute_loss_func``, an overridden ``compute_loss`` that does not use the model's loss,
-    label smoothing) is an error: call ``recipe.record_aux``, add ``recipe.l1_term`` there, and set ``coefficient`` to 0
-    here, which leaves the loss alone.
+    label smoothing) is an error, at the latest when a step ends in which the term had no gradient: call
+    ``recipe.record_aux``, add ``recipe.l1_term`` there, and set ``coefficient`` to 0 here, which leaves the loss alone.
+    A ``compute_loss`` that weighs the model's loss weighs the term, too. After Ctrl-C or an error the model keeps the
+    hooks, until its next training run begins with such a callback or an error says that they are there.
 
     Args:
         coefficient: of the L1 term; None: 2e-5, the paper's, for models of 0.5 to 2 B parameters. Smaller models have
@@ -68,10 +74,13 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         normalisation: "token_sum" or "neuron_mean", as in ``recipe.l1_term``.
         warmup_steps, warmup_start: optimizer steps, as in ``recipe.l1_warmup``.
         nnz: the mean over layers of non-zeros per token to train to, by ``recipe.TargetSparsity`` over all steps of
-            Trainer, in place of the four arguments above. Layers with "relu2" or "drelu" get L1 of the gate.
+            Trainer, in place of the four arguments above. Padding counts as tokens. Layers with "relu2" or "drelu" get
+            L1 of the gate. A warning at the end names a miss by more than a tenth.
         moving_threshold: with ``nnz``: layers with "relu" or "fatrelu" get FATReLU, whose threshold
             ``recipe.TargetThreshold`` moves. It settles as training ends. Checkpoints name the threshold of their step.
-        sharing: from 0 to 1, with ``nnz``: as in ``recipe.TargetSparsity``.
+            Files of an adapter have no place for it: save the model's configuration with them, or merge the adapter.
+        sharing: from 0 to 1, with ``nnz``: as in ``recipe.TargetSparsity``. Layers with FATReLU need
+            ``moving_threshold``.
         reinitialize: fraction of ``recipe.reinitialize_dead``, which then runs after each optimizer step; 0: never. The
             paper has 0.1.
         every, window: as in ``recipe.SparsityTracker``.
@@ -84,8 +93,10 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     Runs with DDP, FSDP2, torch_compile, bf16 and fp16, and with non-reentrant gradient checkpointing. Raises ValueError
     as training begins if the model has no twell layers; with nn.DataParallel (use torchrun); with label smoothing; with
     ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it; with ``types`` under
-    restore_callback_states_from_checkpoint, which makes callbacks from a file without types; with ``moving_threshold``
-    under load_best_model_at_end, which loads weights alone; and for a checkpoint of another ``nnz`` or number of steps.
+    restore_callback_states_from_checkpoint, which makes callbacks from a file without types; with ``nnz`` under
+    load_best_model_at_end, which goes back to a step before the target; with ``moving_threshold`` under
+    ``save_strategy="best"``, whose files name no threshold; for a second SparsityCallback; and for a checkpoint without
+    a target or of another one: another ``nnz``, ``sharing`` or number of steps.
     """
 
     def __init__(
@@ -162,6 +173,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._epoch: tuple[int, int] | None = None
         # micro-batches of this step, and Trainer's factor on the loss
         self._micro_batches = self._scale = 1
+        # passes in training mode since Trainer was last heard of, and whether a term of this step has had a gradient
+        self._passes, self._arrived = 0, False
         self._settled = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -171,9 +184,12 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         recipe.layers(model)
         for hook in list(model._forward_hooks.values()):
             owner = getattr(getattr(hook, "function", None), "__self__", None)
-            # left by a run that ended in an exception or Ctrl-C, without on_train_end
-            if isinstance(owner, SparsityCallback) and owner._state is not state:
+            if isinstance(owner, SparsityCallback):
+                # left by a run that ended in an exception or Ctrl-C, without on_train_end
+                others = owner._state is state
                 owner._detach()
+                if others:
+                    raise ValueError("SparsityCallback: expected one for a Trainer, got a second")
         if args.n_gpu > 1:
             raise ValueError(
                 f"SparsityCallback: expected one process per GPU, got nn.DataParallel on {args.n_gpu} GPUs, whose "
@@ -185,10 +201,15 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "computes the loss outside the model; override compute_loss and add twell.recipe.l1_term there, with "
                 "coefficient=0 here"
             )
-        if self.moving_threshold and args.load_best_model_at_end:
+        if self.nnz is not None and args.load_best_model_at_end:
             raise ValueError(
-                "SparsityCallback: load_best_model_at_end must be off with moving_threshold: Trainer would load the "
-                "weights of another step than the threshold's"
+                "SparsityCallback: load_best_model_at_end must be off with nnz: Trainer would go back to weights from "
+                "before the target was reached, and with moving_threshold to those of another threshold"
+            )
+        if self.moving_threshold and args.save_strategy == "best":
+            raise ValueError(
+                'SparsityCallback: save_strategy must not be "best" with moving_threshold: Trainer decides to save too '
+                "late for the threshold to be named"
             )
         if self.reinitialize and args.deepspeed:
             raise ValueError("SparsityCallback: reinitialize must be 0 under DeepSpeed, which keeps copies of weights")
@@ -208,8 +229,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             )
         if self.nnz is not None:
             self.target = self._target(model, self.nnz, state.max_steps)
-            if state.global_step and saved.get("target") is not None:
-                self.target.load_state_dict(_decoded(saved["target"]))
+            if state.global_step:
+                self._resume(saved.get("target"), state.global_step)
         self._counts = None
         if state.global_step and self.reinitialize and saved["counts"] is not None:
             self._counts = _decoded(saved["counts"])
@@ -221,14 +242,23 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             wandb=self.wandb,
         )
         self._model, self._state, self._epoch, self._settled = model, state, None, state.global_step
-        self._scale = _loss_scale(args, model)
+        self._scale, self._passes, self._arrived = _loss_scale(args, model), 0, False
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
             model.register_forward_hook(_Hook(self._after), with_kwargs=True),
         ]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the model as it was."""
+        """Leave the model as it was; warn of a target that was missed."""
+        if self.target is not None and self.nnz is not None and state.is_world_process_zero:
+            fired = self.target.read()["non_zeros"]
+            if not self.nnz / _MISSED <= fired <= self.nnz * _MISSED:
+                logger.warning(
+                    "training ended with %.4g non-zeros per token, where nnz is %g. If these are too many, more steps, "
+                    "a larger learning rate or layers that are not frozen help; a run that stops early does not get "
+                    "there",
+                    *(fired, self.nnz),
+                )
         self._detach()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -241,14 +271,26 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the micro-batches of the step: the last step of an epoch may have fewer."""
         self._step, self._micro_batches = state.global_step, args.gradient_accumulation_steps
+        self._passes, self._arrived = 0, False
         length = _length(kwargs.get("train_dataloader"))
         if length and self._epoch is not None:
             begun, skipped = self._epoch
             done = (state.global_step - begun + skipped) * args.gradient_accumulation_steps
             self._micro_batches = max(min(self._micro_batches, length - done), 1)
 
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note that the run goes on."""
+        self._passes = 0
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Steer towards the target, and draw dead neurons towards their initialisation."""
+        if self._adds_term and not self._arrived:
+            raise ValueError(
+                f"SparsityCallback: the L1 term must have a gradient, got none in step {state.global_step}: the loss "
+                "is computed outside the model (compute_loss_func, or an overridden compute_loss that leaves the "
+                "model's loss out or calls a part of the model), or all layers are frozen. Add twell.recipe.l1_term to "
+                "that loss, with coefficient=0 here"
+            )
         if self.target is not None:
             self.target.update()
         if self.reinitialize and self.tracker is not None and self._model is not None:
@@ -310,9 +352,31 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self.moving_threshold:
             recipe.record_aux(model, inputs=True)
             return recipe.TargetThreshold(model, nnz, steps, sharing=self.sharing)
-        of_gate = self.sharing or any(layer.activation in ("relu2", "drelu") for layer in recipe.layers(model).values())
+        found = recipe.layers(model)
+        of_gate = self.sharing or any(layer.activation in ("relu2", "drelu") for layer in found.values())
+        if of_gate and any(layer.activation == "fatrelu" for layer in found.values()):
+            raise ValueError(
+                "SparsityCallback: sharing must be 0 for layers with FATReLU, or moving_threshold on: it steers gates "
+                f"above 0, of which the threshold silences some, got {self.sharing}"
+            )
         recipe.record_aux(model, inputs=bool(of_gate))
         return recipe.TargetSparsity(nnz, steps, of="gate" if of_gate else "hidden", sharing=self.sharing)
+
+    def _resume(self, saved: Any, step: int) -> None:
+        """Go on from a checkpoint's target."""
+        assert self.target is not None
+        if saved is None:
+            raise ValueError(
+                f"SparsityCallback: the checkpoint of step {step} must have a target, as nnz is {self.nnz:g}, got "
+                "none: it is of a run without nnz; begin a new run from its weights"
+            )
+        try:
+            self.target.load_state_dict(_decoded(saved))
+        except ValueError as error:
+            raise ValueError(
+                f"SparsityCallback: the checkpoint of step {step} must be of the same nnz, sharing, moving_threshold "
+                f"and number of steps: {error}; begin a new run from its weights"
+            ) from error
 
     def _detach(self) -> None:
         for handle in self._handles:
@@ -324,7 +388,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self._writer.close()
         if isinstance(self.target, recipe.TargetThreshold):
             self.target.settle()
-        if self._model is not None:
+        if self._model is not None and self._adds_term:
             recipe.record_aux(self._model, False)
         self.tracker = self.target = self._counts = self._writer = self._model = self._state = None
 
@@ -340,6 +404,14 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._watching = model.training and torch.is_grad_enabled()
         if not self._watching:
             return
+        self._passes += 1
+        if self._passes > _MOST_PASSES:
+            self._detach()
+            raise RuntimeError(
+                f"SparsityCallback: expected a step of its Trainer within {_MOST_PASSES} forward passes in training "
+                "mode, got none: its run was interrupted, and the L1 term has been in the loss of this one. The model "
+                "is as it was before now; train again"
+            )
         ids = kwargs.get("input_ids", args[0] if args else None)
         positions, types = kwargs.get("position_ids"), None
         # models of images and text have three positions for each token
@@ -365,10 +437,16 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             weight = self._coefficient(self._step)
         else:
             term, weight = self.target.term(model, several=True), 1.0
+        if term.requires_grad:
+            term.register_hook(self._note)  # type: ignore[no-untyped-call]
         if kwargs.get("num_items_in_batch") is not None:
             # the model has divided by the tokens of all micro-batches; otherwise Trainer divides by their number
             weight /= self._micro_batches * self._scale
         return _with_loss(output, lambda loss: loss + weight * term.to(loss.device))
+
+    def _note(self, gradient: Tensor) -> None:
+        """Hook of the term, in the backward pass."""
+        self._arrived = True
 
 
 class _Hook:

@@ -219,8 +219,8 @@ def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, sev
     its cross-entropy; ranks that average gradients average the term.
 
     Args:
-        several: take the mean over all calls of a layer since the last read, for layers that share weights or several
-            forward passes for one loss. Otherwise more than one call is an error.
+        several: take the mean over all calls of all layers since the last read, for layers that share weights or
+            several forward passes for one loss. Otherwise more than one call is an error.
 
     Reading clears the record. Raises RuntimeError if a layer recorded nothing, or more than one call, whose record then
     stays, or if its L1 requires no gradient although its weights do.

@@ -68,7 +68,8 @@ class TargetSparsity:
 
     Everything is computed on the device of the model: no step waits. All ranks must call ``term`` and ``update``
     equally often; they share figures and coefficients. Calls whose figures are not finite, or whose L1 is 0 as without
-    tokens, are ignored: a step of nothing else leaves the coefficient as it is.
+    tokens or in a model that fires no more, are ignored: a step of nothing else leaves the coefficient and the figures
+    as they are. Padding counts as tokens.
 
     Args:
         nnz: the target, a mean over layers; ``term`` raises ValueError unless it is below their mean number of neurons.
@@ -211,9 +212,10 @@ class TargetSparsity:
         return {"coefficient": values[_NOW], "non_zeros": math.exp(values[_LAST])}
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` needs to go on after a whole step; of the arguments it has ``nnz`` and ``steps``."""
+        """What ``load_state_dict`` needs to go on after a whole step, and the arguments that must be the same there."""
         held = None if self._state is None else self._state.clone()
-        return {"of": "TargetSparsity", "nnz": self.nnz, "steps": self.steps, "step": self.step, "state": held}
+        target = {"nnz": self.nnz, "steps": self.steps, "l1_of": self.of, "sharing": self.sharing}
+        return {"of": "TargetSparsity", **target, "step": self.step, "state": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``; terms since the last update are forgotten. ValueError if it is of another target."""
@@ -271,7 +273,7 @@ def _require_state(state: Any, own: dict[str, Any]) -> None:
     if not isinstance(state, dict) or "of" not in state:
         got = f"the keys {', '.join(map(str, state)) or 'none'}" if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"state must be what {own['of']}.state_dict returned, got {got}")
-    for name in ("of", "nnz", "steps"):
+    for name in ("of", "nnz", "steps", "l1_of", "sharing"):
         if state.get(name) != own[name]:
             raise ValueError(f"state must have {name} {own[name]}, got {state.get(name)}")
     if missing := own.keys() - state.keys():
@@ -370,8 +372,9 @@ class TargetThreshold:
             least = torch.minimum(least, begin)
         state = torch.stack([begin, least, gates[_FIRED].clamp(min=math.log(self.nnz))])
         if self._state is not None:
-            # NaN until there is a usable reading
-            state = torch.where(self._state.isnan(), state, self._state)
+            # NaN until there is a usable reading; one that was loaded may be on the CPU
+            before = self._state.to(state.device)
+            state = torch.where(before.isnan(), state, before)
         level, least, first = state
         passed = min(1.0, step / (self.reach * self.gates.steps))
         error = gates[_FIRED] - (first + passed * (math.log(self.nnz) - first))
@@ -399,7 +402,8 @@ class TargetThreshold:
         """Give the layers the threshold as a number, which they keep, and return it. Waits for the device.
 
         A ``PreTrainedModel``, also one in a wrapper, whose configuration names "relu" or "fatrelu", as after
-        ``sparsify``, then names "fatrelu" and the threshold there, so that ``save_pretrained`` writes them.
+        ``sparsify``, then names "fatrelu" and the threshold there, so that its ``save_pretrained`` writes them. That of
+        an adapter does not, nor has a ``state_dict`` the threshold: keep it with such files.
         """
         threshold = self.read()["threshold"]
         for layer in self._layers:
@@ -409,7 +413,7 @@ class TargetThreshold:
         return threshold
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` needs to go on after a whole step; of the arguments it has ``nnz`` and ``steps``."""
+        """What ``load_state_dict`` needs to go on after a whole step, and the arguments that must be the same there."""
         held = None if self._state is None else self._state.clone()
         return {**self.gates.state_dict(), "of": "TargetThreshold", "nnz": self.nnz, "threshold": held}
 

@@ -41,8 +41,9 @@ def choose_threshold(
     must have "relu", or "fatrelu", whose threshold is replaced. With a threshold they have "fatrelu", with 0 "relu".
     A ``PreTrainedModel`` names it in its configuration, too, as ``TargetThreshold.settle`` says.
 
-    The search doubles the threshold from ``least`` while the loss allows it, then halves the interval, as long as there
-    are ``evaluations``, of which the first is without a threshold.
+    The search doubles the threshold from ``least`` until the loss forbids it for the first time, then halves the
+    interval, as long as there are ``evaluations``, of which the first is without a threshold. So with few of them it
+    ends below the greatest, and finds 0 if ``least`` is too much.
 
     Args:
         evaluate: returns the loss of ``model``, mostly on held-out text. Report the final loss on other text: the
@@ -50,14 +51,20 @@ def choose_threshold(
         group: of ranks, all of which must call this: they take the mean of their losses, and choose alike. None: all,
             if torch.distributed is initialised.
 
-    Raises ValueError for layers with another activation, for a loss that is NaN or not above 0, for an infinite one
-    without a threshold, and for one that no threshold changes. After an error the layers are as before.
+    Raises ValueError for layers with another activation or with a threshold that moves, for a loss that is NaN or not
+    above 0, for an infinite one without a threshold, and for one that no threshold changes. After an error the layers
+    are as before.
     """
     require_number("most_loss", most_loss, 0)
     require_positive("least", least)
     require_integer("evaluations", evaluations, 2)
     found = require_relu(model)
 
+    if any(isinstance(layer.threshold, Tensor) for layer in found.values()):
+        raise ValueError(
+            "the threshold of the layers must be a number, got a tensor, as of a TargetThreshold that moves it: "
+            "settle() ends that one"
+        )
     before = [(layer, layer.activation, layer.threshold) for layer in found.values()]
     tried: list[tuple[float, float]] = []
 
