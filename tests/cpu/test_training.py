@@ -847,8 +847,8 @@ def trained(strategy: str, seed: int, steps: int = 300) -> list[float]:
 
 
 def test_training_follows_the_dense_run() -> None:
-    # four runs each, on other data: behind the steepest fall one run differs by up to 0.03, as the CPU has it, and two by
-    # 0.017
+    # four runs each, on other data: behind the steepest fall one run differs by up to 0.03, and two by 0.017, as the
+    # CPU has it
     sparse, dense = (torch.tensor([trained(strategy, seed) for seed in range(1, 5)]) for strategy in ("row", "dense"))
     assert dense[0, :10].mean() > 2 * dense[0, -50:].mean()
     smooth = lambda losses: losses.unfold(-1, 25, 25).mean(-1)  # noqa: E731
