@@ -300,8 +300,6 @@ def model_machine(name: str) -> str:
     text = f"Non-zeros per token, layer by layer: {counts}."
     if any(run.get("unions", ())):
         text += f" Share of the neurons that 128 tokens fire: {', '.join(f'{u:.0%}' for u in run['unions'])}."
-    if all(run.get("candidates", (None,))):
-        text += f" Candidates of the int8 screen: {', '.join(f'{c:.0%}' for c in run['candidates'])}."
     return f"{text} {run['machine']}"
 
 
@@ -455,11 +453,11 @@ def quality_limit() -> str:
     costs = [point.added is not None and point.added > noise for point in found]
     first = costs.index(True) if True in costs else len(found)
     said = [f"{quality_results.short(point.coefficient)}, {point.l0:.0f} non-zeros per token" for point in found]
-    beyond = f" beyond the {100 * noise:.1f} % by which seeds differ" if noise else ""
-    parts = [f"L1 costs nothing here{beyond} up to {said[first - 1]}"] if first else []
+    parts = [f"L1 costs nothing here up to {said[first - 1]}"] if first else []
     if first < len(found):
         parts.append(f"{100 * (found[first].added or 0):.1f} % at {said[first]}")
-    return f"{', and '.join(parts)}."
+    within = f" Seeds differ by {100 * noise:.1f} %: up to that is nothing." if noise else ""
+    return f"{', and '.join(parts)}.{within}"
 
 
 def paper_code() -> str:

@@ -20,7 +20,7 @@ def run_portable() -> None:
     """Let this process run the portable family, whatever its GPU, by the table of that."""
     measured = _tables._on
     tuning.family = lambda index: specs.PORTABLE
-    _tables._on = lambda index: _limited(measured(index))  # type: ignore[assignment]
+    _tables._on = lambda index: _tables.portable(measured(index))  # type: ignore[assignment]
 
 
 def is_portable(device: torch.device) -> bool:
@@ -41,12 +41,7 @@ def is_without_table() -> bool:
 
 def shipped_table() -> _tables.Table:
     """The shipped table as if a user had measured it on a GPU without one: by it "auto" chooses in tests."""
-    return _limited(dataclasses.replace(_tables.SHIPPED, file=Path("shipped")))
-
-
-def _limited(table: _tables.Table) -> _tables.Table:
-    """A table for what the portable family can do."""
-    return dataclasses.replace(table, union_neurons=geometry.PORTABLE_UNION_NEURONS, screens=False)
+    return _tables.portable(dataclasses.replace(_tables.SHIPPED, file=Path("shipped")))
 
 
 def decide_by_the_shipped_table() -> None:

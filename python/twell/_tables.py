@@ -102,6 +102,11 @@ def _on(index: int) -> Table:
         table = _of_gpu(name, hopper)
     if hopper:
         return table
+    return portable(table)
+
+
+def portable(table: Table) -> Table:
+    """The same costs within what the portable family can do."""
     return dataclasses.replace(table, union_neurons=geometry.PORTABLE_UNION_NEURONS, screens=False)
 
 

@@ -291,3 +291,24 @@ def test_where_sparsity_begins_to_cost(added: dict[float, float], said: str, rea
     ]
     write(tmp_path, "h200_quality", rows)
     assert said in readme.quality_limit()
+
+
+def test_less_than_seeds_differ_is_no_cost(readme: Any, tmp_path: Path) -> None:
+    neurons = {"neurons": 100, "l0": 50.0, "l1": 1.0, "dead": 0, "union": None, "strategy": "dense"}
+    added = {(0.0, 0): 0.0, (0.0, 1): 0.0, (1e-5, 0): 0.01, (1e-4, 0): 0.02, (1e-4, 1): -0.02, (1e-3, 0): 0.05}
+    rows = [
+        {
+            "coefficient": c,
+            "seed": seed,
+            "ce": 2 + 2 * more,
+            "blocks": [2 + 2 * more] * 2,
+            "l0": 50.0,
+            "layers": [neurons],
+        }
+        for (c, seed), more in added.items()
+    ]
+    write(tmp_path, "h200_quality", rows)
+    assert readme.quality_limit() == (
+        "L1 costs nothing here up to 1e-4, 50 non-zeros per token, and 5.0 % at 1e-3, 50 non-zeros per token. Seeds "
+        "differ by 2.8 %: up to that is nothing."
+    )

@@ -20,18 +20,18 @@ def test_a_state_that_was_saved_goes_on(moving: bool) -> None:
         torch.manual_seed(0)
         model = SparseGatedMLP(64, 256, dtype=torch.bfloat16, device=CUDA)
         recipe.record_aux(model, inputs=moving)
-        kind: Any = recipe.TargetThreshold(model, 8, 20) if moving else recipe.TargetSparsity(8, 20)
+        target: Any = recipe.TargetThreshold(model, 8, 20) if moving else recipe.TargetSparsity(8, 20)
         if state:
-            kind.load_state_dict(torch.load(io.BytesIO(state), map_location="cpu", weights_only=True))
+            target.load_state_dict(torch.load(io.BytesIO(state), map_location="cpu", weights_only=True))
         found = []
         for step in range(first, steps):
             generator = torch.Generator(CUDA).manual_seed(step)
             x = torch.randn(256, 64, dtype=torch.bfloat16, device=CUDA, generator=generator)
-            (model(x).square().mean() + kind.term(model)).backward()
-            kind.update()
-            found += kind.read().values()
+            (model(x).square().mean() + target.term(model)).backward()
+            target.update()
+            found += target.read().values()
         file = io.BytesIO()
-        torch.save(kind.state_dict(), file)
+        torch.save(target.state_dict(), file)
         return found, file.getvalue()
 
     whole, _ = train(8)

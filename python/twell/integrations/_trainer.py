@@ -186,9 +186,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             owner = getattr(getattr(hook, "function", None), "__self__", None)
             if isinstance(owner, SparsityCallback):
                 # left by a run that ended in an exception or Ctrl-C, without on_train_end
-                others = owner._state is state
+                second = owner._state is state
                 owner._detach()
-                if others:
+                if second:
                     raise ValueError("SparsityCallback: expected one for a Trainer, got a second")
         if args.n_gpu > 1:
             raise ValueError(

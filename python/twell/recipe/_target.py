@@ -15,7 +15,13 @@ from twell._compaction import MLP
 from twell._runtime.log import logger
 from twell.recipe import _sharing
 from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, read_aux, whole
-from twell.recipe._threshold import name_in_configuration, name_moving_in_configuration, nothing, require_relu
+from twell.recipe._threshold import (
+    name_in_configuration,
+    name_moving_in_configuration,
+    nothing,
+    require_relu,
+    require_settled,
+)
 
 # The coefficient is the exponential of a slow part, which sums the error log(non-zeros / goal), and a fast part in
 # proportion to it, which damps. Tried with models of 0.1 M parameters and 60 to 1,200 steps: runs to 7 to 25 % of the
@@ -440,12 +446,8 @@ class TargetThreshold:
 
 def _common_threshold(found: list[MLP]) -> float:
     """The threshold of the layers; ValueError unless they have the same, a number."""
+    require_settled(found)
     values = [layer.threshold for layer in found]
-    if any(isinstance(value, Tensor) for value in values):
-        raise ValueError(
-            "the threshold of the layers must be a number, got a tensor, as of a TargetThreshold that moves it: "
-            "settle() ends that one"
-        )
     if min(values) != max(values):
         raise ValueError(
             f"the layers must have one threshold in common, where it begins, got {min(values):g} to {max(values):g}; "

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -60,11 +60,8 @@ def choose_threshold(
     require_integer("evaluations", evaluations, 2)
     found = require_relu(model)
 
-    if any(isinstance(layer.threshold, Tensor) for layer in found.values()):
-        raise ValueError(
-            "the threshold of the layers must be a number, got a tensor, as of a TargetThreshold that moves it: "
-            "settle() ends that one"
-        )
+    require_settled(found.values())
+
     before = [(layer, layer.activation, layer.threshold) for layer in found.values()]
     tried: list[tuple[float, float]] = []
 
@@ -119,6 +116,15 @@ def require_relu(model: nn.Module) -> dict[str, MLP]:
         if layer.activation not in ("relu", "fatrelu"):
             raise ValueError(f'{name or "the model"} must have "relu" or "fatrelu", got {layer.activation!r}')
     return found
+
+
+def require_settled(found: Iterable[MLP]) -> None:
+    """ValueError if the threshold of a layer moves."""
+    if any(isinstance(layer.threshold, Tensor) for layer in found):
+        raise ValueError(
+            "the threshold of the layers must be a number, got a tensor, as of a TargetThreshold that moves it: "
+            "settle() ends that one"
+        )
 
 
 def name_in_configuration(model: nn.Module) -> Callable[[], None]:
