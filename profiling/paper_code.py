@@ -15,8 +15,9 @@ Each variant is timed in four ways, the variants in turn, calls alternating betw
   waited    one call from Python, until the GPU is done with it
 "dense" is the faster of eager and compiled PyTorch. Times are milliseconds per call, medians.
 
-Results are compared with float64, like those of twell bench: "wrong" says which error is more than 1.1 times that of
-dense PyTorch (1.25 times for the worst row of a gradient). "red" is an error that left no result. After a fault of the
+Results are compared with float64. "errors" and "worst_rows" have the largest error of each variant. Those of twell are
+held to what twell bench allows. The published code may round more often than dense PyTorch: "wrong" says which of its
+errors in norm are more than twice those of dense PyTorch. "red" is an error that left no result. After a fault of the
 GPU nothing more can be measured in that process: the same command goes on behind it, as it skips what the file has.
 """
 
@@ -55,6 +56,9 @@ OPS = ("forward", "train")
 MODES = ("replayed", "queued", "eager", "waited")
 # Calls behind a sleep, or in a row.
 CALLS = 4
+# Errors of the published code that are called wrong, over those of dense PyTorch. More roundings explain smaller ones:
+# without any overflow it errs by 1.2 in norm.
+WRONG = 2.0
 # Faults of the GPU, after which its context is lost.
 LOST = ("illegal memory access", "unspecified launch failure", "misaligned address", "device-side assert")
 
@@ -67,7 +71,7 @@ class Row:
     """One layer forward or in training. ``dense_ms``, ``ms`` (the paper's code), ``twell_ms``: queued; None if red.
 
     ``modes``: milliseconds by mode, then by variant. ``errors``: relative to float64 in the Frobenius norm, in training
-    of the worst gradient, by variant.
+    of the worst gradient, by variant; ``worst_rows``: of the row that errs most, relative to its own norm.
     """
 
     workload: str
@@ -83,6 +87,7 @@ class Row:
     twell_wrong: str = ""
     modes: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    worst_rows: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Published:
@@ -109,8 +114,10 @@ class Published:
 
     def output(self, leaves: FFN) -> Tensor:
         """y with its graph."""
-        y: Tensor = torch.ops.sparse_ops.ff_forward_gated(leaves.x, leaves.w_gate, leaves.w_up, leaves.w_down)[0]
-        return y
+        # it reads the number of tokens from the first two sizes
+        x = leaves.x[None]
+        y: Tensor = torch.ops.sparse_ops.ff_forward_gated(x, leaves.w_gate, leaves.w_up, leaves.w_down)[0]
+        return y[0]
 
 
 def loaded(path: Path, name: str) -> ModuleType:
@@ -282,7 +289,7 @@ def measured(workload: str, op: str, problem: FFN, published: Published, rounds:
         row.twell_wrong = answers.check(row, name, call_of(functions[name], clean, dy)(clean.x))
     theirs: Callable[[FFN], Call] = published.forward if dy is None else partial(call_of, published.output, dy=dy)
     try:
-        row.wrong = answers.check(row, "paper", theirs(clean)(clean.x))
+        row.wrong = answers.check(row, "paper", theirs(clean)(clean.x), WRONG)
         clock.wait()
     except FAILURES as error:
         row.red = reason(error)
@@ -320,16 +327,23 @@ class Answers:
     def __init__(self, problem: FFN, dy: Tensor | None) -> None:
         self._problem, self._dy = problem, dy
 
-    def check(self, row: Row, name: str, found: dict[str, Tensor]) -> str:
-        """Note the error of a variant; return what is wrong, or ""."""
+    def check(self, row: Row, name: str, found: dict[str, Tensor], limit: float | None = None) -> str:
+        """Note the errors of a variant; return what is wrong, or "".
+
+        Wrong is an error in norm of more than ``limit`` times that of dense PyTorch; without it what the suite allows.
+        """
         if self._dy is None:
             compared = {"y": testing.compare(self._problem, found["y"])}
         else:
             compared = testing.compare_gradients(self._problem, self._dy, found)
         worst = max(compared.values(), key=lambda c: c.ours.frobenius)
         row.errors[name] = worst.ours.frobenius
-        wrong = [said(tensor, comparison) for tensor, comparison in compared.items() if not comparison.ok]
-        return "; ".join(wrong)
+        row.worst_rows[name] = max(c.ours.worst_row for c in compared.values())
+
+        def right(c: Comparison) -> bool:
+            return c.ok if limit is None else c.ours.frobenius <= limit * c.dense.frobenius
+
+        return "; ".join(said(tensor, comparison) for tensor, comparison in compared.items() if not right(comparison))
 
 
 def said(tensor: str, comparison: Comparison) -> str:

@@ -478,13 +478,20 @@ def paper_code() -> str:
         shown = [times.get(mode, {}).get(name) for mode, name in columns]
         what = "training step" if row["op"] == "train" else row["op"]
         line = [f"`{row['workload']}`", what, *("" if ms is None else f"{ms:.2f}" for ms in shown)]
-        cells.append([*line, row["red"] or row["wrong"] or "right"])
+        cells.append([*line, row["red"] or row["wrong"] or "right", *paper_errors(row)])
     header = ["workload", "what ran", *(f"{variants[name]}, {mode}" for mode, name in columns), "the paper's result"]
-    table = markdown(header, "ll" + "r" * len(columns) + "l", cells)
+    header += ["its error over dense's", "worst row's"][: len(cells[0]) - len(header)]
+    table = markdown(header, ("ll" + "r" * len(columns) + "lrr")[: len(header)], cells)
     # the five layers of the other means
     shared = [row for row in found["rows"] if row.get("modes") and row["workload"] in LAYERS[:5]]
     said = "\n".join(f"- {line}" for line in paper_code_means(shared))
     return "\n\n".join(part for part in (table, said, f"{found['machine']}.") if part)
+
+
+def paper_errors(row: Row) -> list[str]:
+    """Errors of the paper's code over those of dense PyTorch: in norm, and of the worst row; none in older files."""
+    kinds = [row["errors"], row["worst_rows"]] if "worst_rows" in row else []
+    return [f"{kind['paper'] / kind['dense eager']:.1f}" if "paper" in kind else "" for kind in kinds]
 
 
 def memory() -> str:

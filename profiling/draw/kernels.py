@@ -30,6 +30,10 @@ LABELLED_SHARE = 7
 # The part of a step that a kernel belongs to, by the beginning of its name; all others are "rest".
 PARTS = {
     "gate_pack": "gate GEMM + pack",
+    "quantize_gate": "int8 screen",
+    "gate_screen": "int8 screen",
+    "list_candidates": "int8 screen",
+    "sampled_gate": "gate at candidates",
     "up_down": "up and down",
     "sampled_up": "up at non-zeros",
     "gathered*0": "y = h w_down",

@@ -157,7 +157,7 @@ def test_docstrings_keep_their_markup(site: Path) -> None:
 def test_pages_hold_figures_of_the_results(site: Path) -> None:
     page = (site / "when-it-pays.html").read_text()
     assert page.count("<table") >= 16
-    assert "<td><p>gate_pack_bf16_c8</p></td>" in re.sub(r' class="[^"]*"', "", (site / "profiling.html").read_text())
+    assert "<td><p>gate_pack_bf16_t144</p></td>" in re.sub(r' class="[^"]*"', "", (site / "profiling.html").read_text())
     assert "<table" in (site / "faq.html").read_text()
 
 

@@ -40,6 +40,7 @@ import torch
 KEPT = []
 
 def layer(x, gate, up, down):
+    assert x.size(0) * x.size(1) == x.numel() // gate.size(1)
     y = (x @ gate.T).relu() * (x @ up.T) @ down
     return y, y.new_zeros(()), y.new_zeros(()), y, y, y
 
@@ -93,7 +94,7 @@ def test_right_results_are_timed_in_every_way(package: Callable[..., Path], run:
     for row in rows:
         assert (row["wrong"], row["red"], row["twell_wrong"]) == ("", "", "")
         assert row["nnz"] == pytest.approx(9, rel=0.2)
-        assert row["errors"].keys() == {"dense eager", "twell", "paper"}
+        assert row["errors"].keys() == row["worst_rows"].keys() == {"dense eager", "twell", "paper"}
         # a CPU replays nothing
         assert row["modes"].keys() == {"queued", "eager", "waited"}
         assert all(times.keys() == {"dense", "twell", "paper"} for times in row["modes"].values())
@@ -118,6 +119,13 @@ def test_a_wrong_result_is_named_and_timed(package: Callable[..., Path], run: Ca
     assert forward["wrong"].startswith("y: error 5")
     assert forward["ms"] > 0
     assert train["wrong"] == ""
+
+
+def test_more_roundings_are_not_called_wrong(package: Callable[..., Path], run: Callable[..., Any]) -> None:
+    _, (forward, _), _ = run(package(scale=1.004), "nnz=9")
+    assert 1.2 < forward["errors"]["paper"] / forward["errors"]["dense eager"] < 2
+    assert forward["wrong"] == ""
+    assert forward["worst_rows"]["paper"] > forward["worst_rows"]["dense eager"]
 
 
 def test_a_lost_gpu_ends_the_run_and_the_next_goes_on(package: Callable[..., Path], run: Callable[..., Any]) -> None:

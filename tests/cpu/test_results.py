@@ -201,12 +201,14 @@ def test_the_papers_code_stands_beside_dense_and_twell(readme: Any, tmp_path: Pa
         mode: {"dense": 2.0 + i, "paper": 1.5 + i, "twell": 1.0 + i} for i, mode in enumerate(("queued", "waited"))
     }
     known = {"workload": "real6", "op": "train", "modes": modes, "wrong": "w_up: error 1 %", "red": ""}
+    known |= {kind: {"dense eager": 0.01, "paper": 0.025, "twell": 0.01} for kind in ("errors", "worst_rows")}
     lost = {"workload": "dense911", "op": "forward", "modes": {}, "wrong": "", "red": "illegal memory access"}
-    lost |= {"dense_ms": None, "ms": None}
+    lost |= {"dense_ms": None, "ms": None, "errors": {}, "worst_rows": {}}
     write(tmp_path, "h200_paper_code", [known, lost])
     table = cells(readme.paper_code().split("\n\n")[0])
-    assert table[0] == ["`real6`", "training step", "2.00", "1.50", "1.00", "3.00", "2.50", "2.00", "w_up: error 1 %"]
-    assert table[1] == ["`dense911`", "forward", *[""] * 6, "illegal memory access"]
+    wrong = ["w_up: error 1 %", "2.5", "2.5"]
+    assert table[0] == ["`real6`", "training step", "2.00", "1.50", "1.00", "3.00", "2.50", "2.00", *wrong]
+    assert table[1] == ["`dense911`", "forward", *[""] * 6, "illegal memory access", "", ""]
     assert readme.paper_code().split("\n\n")[1].splitlines() == [
         "- training step, queued: 2.00 times as fast as dense (geometric mean of 1 layers), "
         "1.50 to 1.50 times as fast as the paper's code",
