@@ -294,12 +294,16 @@ def machines(runs: Sequence[dict[str, Any]]) -> str:
     return " And: ".join(reversed(lines.values()))
 
 
-def model_machine(name: str) -> str:
+def model_machine(name: str, candidates: bool = False) -> str:
+    """Non-zeros and unions of a model layer by layer, ``candidates`` too if wanted, and the machine."""
     run = result(name)
     counts = ", ".join(f"{value:.0f}" for value in run["non_zeros"])
     text = f"Non-zeros per token, layer by layer: {counts}."
     if any(run.get("unions", ())):
         text += f" Share of the neurons that 128 tokens fire: {', '.join(f'{u:.0%}' for u in run['unions'])}."
+    if candidates:
+        listed = [share for each in run["models"] for share in each["candidates"]]
+        text += f" Share that the screen lists for them: {', '.join(f'{share:.0%}' for share in listed)}."
     return f"{text} {run['machine']}"
 
 
@@ -791,12 +795,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "models": models,
     "some models": lambda: models(lambda model, op: (model, op) in SOME_MODELS),
     "model": lambda: model_table([result("h200_model")]),
-    "model machine": lambda: model_machine("h200_model"),
+    "model machine": lambda: model_machine("h200_model", candidates=True),
     "configurations": lambda: model_table(configurations()),
     "configurations machine": configurations_machine,
     "beside the paper": beside_paper,
     "sparser model": lambda: model_table([result("h200_model_sparser")]),
-    "sparser model machine": lambda: model_machine("h200_model_sparser"),
+    "sparser model machine": lambda: model_machine("h200_model_sparser", candidates=True),
     "training run": training_run,
     "layers": layers,
     "layer correlation": layer_correlation,
