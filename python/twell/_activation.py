@@ -36,8 +36,9 @@ class Activation(NamedTuple):
     A NaN gate stays NaN. Results have the dtype of the operands: each is computed in fp32, or wider, and rounded once.
 
     A threshold that is a 0-d tensor may change between calls without a wait or another graph; kernels do not read it.
-    It must be finite and 0 or more. Eager calls check one on the CPU. A look at another would be a wait: there, and in
-    graphs, a negative one is 0, and by one that is NaN every gate passes.
+    It must be 0 or more and finite in the dtype of the gate. Eager calls check one on the CPU. A look at another would
+    be a wait: there, and in graphs, a negative one is 0, by one that is NaN every gate passes, and by an infinite one
+    none.
     """
 
     name: str = "relu"
@@ -53,9 +54,9 @@ class Activation(NamedTuple):
         return geometry.ACTIVATIONS[self.name]
 
     def level(self, dtype: torch.dtype) -> Any:
-        """The threshold rounded to ``dtype``; ValueError if it is a number that is infinite there."""
+        """The threshold rounded to ``dtype``; ValueError if it is infinite there, of tensors where ``_is_seen``."""
         if self.moves:
-            return self.threshold.clamp(min=0).to(dtype)
+            return _level_of(self.threshold, dtype)
         return _rounded(self.threshold, dtype) if self.threshold else 0.0
 
     def after(self, gate: Tensor, inplace: bool = False) -> Tensor:
@@ -100,19 +101,34 @@ class Activation(NamedTuple):
 RELU = Activation()
 
 
-def _require_value(threshold: Tensor) -> None:
-    """ValueError unless a threshold on the CPU is finite and at least 0; others, and those of graphs, pass unseen."""
+def _is_seen(threshold: Tensor) -> bool:
+    """Whether a threshold is on the CPU and in no graph, so that its value may be read."""
     if torch.compiler.is_compiling() or threshold.device.type != "cpu" or type(threshold) is not Tensor:
-        return
-    if (
+        return False
+    return not (
         torch._C._get_tracing_state()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
-    ):
-        return
-    value = float(threshold)
-    if not 0 <= value < math.inf:
-        raise ValueError(f"threshold must be a finite number of at least 0, got a tensor of {value}")
+    )
+
+
+def _require_value(threshold: Tensor) -> None:
+    """ValueError unless a threshold that is seen is finite and at least 0."""
+    if _is_seen(threshold):
+        value = float(threshold)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"threshold must be a finite number of at least 0, got a tensor of {value}")
+
+
+def _level_of(threshold: Tensor, dtype: torch.dtype) -> Tensor:
+    """A threshold that moves, rounded to ``dtype``."""
+    level = threshold.clamp(min=0).to(dtype)
+    if dtype.itemsize == 2 and torch.compiler.is_compiling():
+        # compilers that compute in fp32 leave out a rounding, but not an operation on its bits
+        return level.view(torch.int16).clamp(min=0).view(dtype)
+    if _is_seen(threshold) and bool(level.isinf()):
+        raise ValueError(f"threshold must be finite in {dtype}, got a tensor of {float(threshold)}")
+    return level
 
 
 def activation_of(name: Any, threshold: Any = 0, gated: bool = True) -> Activation:

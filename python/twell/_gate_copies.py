@@ -6,10 +6,11 @@ find the layer's ``AutoStrategy``; so graphs do not know of it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -26,12 +27,14 @@ Quantized = TypeVar("Quantized", bound=tuple[Tensor, ...])
 class _Made(NamedTuple):
     """A copy. ``storage`` is that of its weight: while this reference exists, no other storage gets its address.
 
-    state: what differs once the weight is written or replaced. ready: of a GPU, when ``stream`` has made the copy.
+    state: what differs once the weight is written or replaced. sure: False if the graph that made it may have written
+    the weight since. ready: of a GPU, when ``stream`` has made the copy.
     """
 
     quantized: tuple[Tensor, ...]
     state: tuple[Any, ...]
     storage: StorageWeakRef
+    sure: bool
     stream: torch.cuda.Stream | None
     ready: torch.cuda.Event | None
 
@@ -41,6 +44,9 @@ class GateCopy:
 
     A step of any optimizer forgets it, since fused ones write parameters without counting it. Copies and pickles of it
     are empty.
+
+    A compiled graph counts its writes of a weight before it runs. So a copy that an operator of a graph has made is
+    made once more by the next call, unless that counts another write.
     """
 
     def __init__(self) -> None:
@@ -76,7 +82,8 @@ class GateCopy:
             return self._for_graph(state) or make()
         stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
         made = self._made
-        if made is None or made.state != state:
+        if made is None or made.state != state or not made.sure:
+            sure = not _PLACE.in_graph or (made is not None and made.state == state)
             # the old one goes first
             self._made = made = None
             quantized = make()
@@ -84,7 +91,7 @@ class GateCopy:
             if ready is not None:
                 ready.record(stream)
             storage = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
-            self._made = made = _Made(quantized, state, storage, stream, ready)
+            self._made = made = _Made(quantized, state, storage, sure, stream, ready)
         elif stream is not None and made.ready is not None and stream != made.stream:
             made.ready.wait(stream)
             for tensor in made.quantized:
@@ -133,6 +140,35 @@ def _captures(weight: Tensor) -> bool:
 def _state(weight: Tensor, screen: str) -> tuple[Any, ...]:
     """What differs once a weight is written or replaced."""
     return screen, place(weight), weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype
+
+
+class _Place(threading.local):
+    """Where this thread is: in a function of twell that no graph has traced, or in an operator that a graph calls."""
+
+    eager = in_graph = False
+
+
+_PLACE = _Place()
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """For a function that calls an operator, and is not traced."""
+    _PLACE.eager = True
+    try:
+        yield
+    finally:
+        _PLACE.eager = False
+
+
+@contextlib.contextmanager
+def in_graph() -> Iterator[None]:
+    """For an operator: its caller may be a compiled graph."""
+    _PLACE.in_graph = not _PLACE.eager
+    try:
+        yield
+    finally:
+        _PLACE.in_graph = False
 
 
 _COPIES: weakref.WeakValueDictionary[tuple[int, int], GateCopy] = weakref.WeakValueDictionary()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -359,10 +360,13 @@ def _run(
         layer = Operands(layer.x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
         if call.direct:
             y, l1, nonzeros = ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
-        elif call.return_aux:
-            y, l1, nonzeros = ops.ffn_aux(*layer, call.compression, route.strategy, site, *call.activation)
         else:
-            y = ops.ffn(*layer, call.compression, route.strategy, site, *call.activation)
+            arguments = (*layer, call.compression, route.strategy, site, *call.activation)
+            with contextlib.nullcontext() if torch.compiler.is_compiling() else _gate_copies.eager():
+                if call.return_aux:
+                    y, l1, nonzeros = ops.ffn_aux(*arguments)
+                else:
+                    y = ops.ffn(*arguments)
     if x.dim() != 2:
         y = _unviewed(y, x.shape)
     return (y, _per_token(l1, nonzeros, layer.x.shape[0])) if call.return_aux else y

@@ -332,6 +332,28 @@ def test_halves_of_a_fused_weight() -> None:
         assert mlp._gate_copy._made is not before
 
 
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("strategy", ["screened", "proven"])
+def test_a_graph_may_write_the_weight_after_its_call(
+    strategy: Any, backend: str | None, made: list[Tensor], fresh_dynamo: None
+) -> None:
+    """A compiled graph counts its writes before it runs, so the copy that it made was taken for one of after them."""
+    mlp = module(strategy=strategy)
+
+    def step(x: Tensor) -> Tensor:
+        y: Tensor = mlp(x)
+        first_of(mlp).weight.mul_(-1)
+        return y
+
+    run: Any = torch.compile(step, backend=backend) if backend else step
+    x = torch.randn(130, K).to(BF16)
+    with torch.no_grad():
+        for _ in range(3):
+            right = fresh(mlp)(x)
+            assert torch.equal(run(x), right)
+            assert torch.equal(mlp(x), fresh(mlp)(x))
+
+
 def test_compiled_graphs_read_the_copy(made: list[Tensor], fresh_dynamo: None) -> None:
     mlp, x = module(), torch.randn(130, K).to(BF16)
     call(mlp)
@@ -357,10 +379,11 @@ def test_a_graph_that_runs_before_any_call_reads_the_copy(cls: Any, made: list[T
                 # elsewhere in memory
                 keep_gate_copies(mlp)
             made.clear()
-            for _ in range(2):
+            for count in (1, 2, 2):
                 assert torch.equal(compiled(x), fresh(mlp)(x))
-            assert len(made) == 1
-            assert mlp._gate_copy.nbytes == BYTES
+                # the graph may have written the weight after the first one
+                assert len(made) == count
+                assert mlp._gate_copy.nbytes == BYTES
 
 
 def test_a_fused_graph_that_runs_before_any_call_reads_the_copy(made: list[Tensor], fresh_dynamo: None) -> None:
@@ -368,9 +391,9 @@ def test_a_fused_graph_that_runs_before_any_call_reads_the_copy(made: list[Tenso
     keep_gate_copies(mlp)
     compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
-        for _ in range(2):
+        for count in (1, 2, 2):
             assert torch.equal(compiled(x), fresh(mlp)(x))
-    assert len(made) == 1
+            assert len(made) == count
 
 
 def test_layers_without_memory_wait_for_a_call(made: list[Tensor]) -> None:

@@ -160,6 +160,30 @@ def test_reentrant_checkpointing_is_refused() -> None:
     with torch.no_grad():
         model(x)
         assert recipe.l1_term(model) > 0
+    # the sharing term would train the gates alone
+    recipe.record_aux(model, inputs=True)
+    model(x)
+    with pytest.raises(RuntimeError, match=r"kept an input without its gradient, .* use_reentrant=False"):
+        recipe.sharing_term(model)
+    with torch.no_grad():
+        model(x)
+        assert recipe.sharing_term(model) > 0
+
+
+def test_calls_without_tokens_do_not_count() -> None:
+    model, (x,) = Model(), inputs()
+    recipe.record_aux(model, inputs=True)
+    model(x)
+    alone = recipe.l1_term(model), recipe.sharing_term(model, tokens=4)
+    for calls in ((x, x[:0]), (x[:0], x)):
+        for each in calls:
+            model(each)
+        assert (recipe.l1_term(model), recipe.sharing_term(model, tokens=4)) == alone
+    # a rank without tokens has a term of 0, which it can differentiate
+    model(x[:0])
+    term = recipe.l1_term(model)
+    assert term == recipe.sharing_term(model) == 0
+    term.backward()
 
 
 @pytest.mark.parametrize("strategy", ["auto", "dense"])
@@ -367,6 +391,20 @@ def test_reinitialize_draws_by_step_layer_and_seed() -> None:
     recipe.reinitialize_dead(only, {"blocks.1.mlp": everything["blocks.1.mlp"]}, step=3, fraction=1.0)
     assert not only.blocks[0].mlp.gate_proj.weight.any()
     assert torch.equal(only.blocks[1].mlp.gate_proj.weight, first[1])
+
+
+def test_a_weight_of_two_layers_is_reinitialized_where_both_are_dead() -> None:
+    model = nn.ModuleList(SparseMLP(K, N) for _ in range(2))
+    model[1].up_proj.weight = model[0].up_proj.weight
+    before = model[0].up_proj.weight.detach().clone()
+    first, second = torch.arange(N) < 6, torch.arange(N) > 2
+    recipe.reinitialize_dead(model, {"0": first, "1": second}, step=0)
+    changed = (model[0].up_proj.weight != before).any(1)
+    assert torch.equal(changed, first & second)
+    # the other layer stays as it is
+    before = model[0].up_proj.weight.detach().clone()
+    recipe.reinitialize_dead(model, {"0": first}, step=0)
+    assert torch.equal(model[0].up_proj.weight, before)
 
 
 def test_reinitialize_revives_neurons() -> None:

@@ -247,6 +247,36 @@ def test_positions_of_packed_sequences() -> None:
     assert tracker.read().layers[0].positions["1-"] is None
 
 
+def test_calls_without_tokens_do_not_count() -> None:
+    mlp, x = SparseGatedMLP(K, N), torch.randn(12, K)
+    tracker = SparsityTracker(mlp)
+    with tracker.watch(0):
+        mlp(x)
+    alone = tracker.read().layers[0]
+    for calls in ((x, x[:0]), (x[:0], x)):
+        with tracker.watch(1):
+            for each in calls:
+                mlp(each)
+        both = tracker.read().layers[0]
+        assert (both.l0, both.l1) == (alone.l0, alone.l1)
+    with tracker.watch(1):
+        mlp(x[:0])
+    assert tracker.read().layers[0].l0 is None
+
+
+def test_types_and_positions_of_layers_that_have_the_sequence_first() -> None:
+    mlp, x = SparseGatedMLP(K, N), torch.randn(6, 3, K)
+    kinds = torch.zeros(3, 6, dtype=torch.int64)
+    kinds[:, 0] = 1
+    tracker = SparsityTracker(mlp, positions=(0, 1), types=("other", "first"))
+    with tracker.watch(0, types=kinds, positions=torch.arange(6).expand(3, 6)):
+        mlp(x)
+    nonzeros = (F.relu(mlp.gate_proj(x)) != 0).sum(-1).double()
+    found = tracker.read().layers[0]
+    assert found.types["first"] == found.positions["0"] == pytest.approx(float(nonzeros[0].mean()))
+    assert found.types["other"] == found.positions["1-"] == pytest.approx(float(nonzeros[1:].mean()))
+
+
 def test_tracker_refuses_what_it_cannot_count() -> None:
     model, (x,) = Model(), inputs()
     with pytest.raises(ValueError, match="every must be an integer of at least 0, got -1"):

@@ -339,6 +339,20 @@ def test_strategy_of_the_configuration_is_that_of_every_layer(
         assert row["share"] == row["costs"]["row" if strategy == "invariant" else strategy]
 
 
+@pytest.mark.parametrize("strategy", ["screened", "proven"])
+def test_strategies_without_a_time_have_no_share(
+    strategy: str, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(llama, sparsity_strategy=strategy)
+    status, out, _ = check(capsys, llama, *SIZES, "--json", llama / "out.json")
+    assert status == 0
+    for row in json.loads((llama / "out.json").read_text())["rows"]:
+        # for few tokens it is "row"
+        assert row["share"] == (row["costs"]["row"] if row["tokens"] <= 64 else None)
+    assert re.search(rf"\n +0 .* {strategy} - +{strategy} 0\.\d+ ", out)
+    assert re.search(r"\n +FFNs +- +0\.\d+ ", out)
+
+
 def test_damaged_checkpoint_is_refused_by_a_sentence(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = load_file(llama / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"

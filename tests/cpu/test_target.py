@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Iterator
@@ -783,6 +784,61 @@ def test_one_threshold_moves_at_a_time() -> None:
         TargetThreshold(model, 5, 10)
     first.settle()
     TargetThreshold(model, 5, 10)
+
+
+@pytest.mark.parametrize("how", ["compact", "copy", "set"])
+def test_a_threshold_that_layers_do_not_have_is_not_steered(how: str) -> None:
+    """It rose without end, and ``settle`` returned it."""
+    model: Any = Model()
+    x, _ = next(batches())
+    recipe.record_aux(model, inputs=True)
+    target = TargetThreshold(model, 5, 10)
+    model(x)
+    target.term(model)
+    target.update()
+    other = model
+    if how == "compact":
+        twell.compact(model, {f"mlps.{i}": torch.arange(N) < 16 for i in range(2)}, inplace=True)
+    elif how == "copy":
+        other = copy.deepcopy(model)
+    else:
+        model.mlps[1].threshold = 0.5
+    recipe.record_aux(other, inputs=True)
+    other(x)
+    with pytest.raises(RuntimeError, match=r"TargetThreshold\.term: the layers must have the threshold that it gave"):
+        target.term(other)
+    if how != "copy":
+        with pytest.raises(RuntimeError, match=r"TargetThreshold\.settle: the layers must have the threshold"):
+            target.settle()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_layers_round_a_threshold_that_moves(autocast: bool) -> None:
+    """Gates that were equal to the rounded threshold fired: a compiler that computes in fp32 left out the rounding."""
+    mlp = SparseGatedMLP(64, 256, dtype=torch.float32 if autocast else torch.bfloat16, activation="fatrelu")
+    level, x = torch.tensor(0.0), torch.randn(512, 64)
+    x = x if autocast else x.bfloat16()
+    with torch.no_grad():
+        mlp.gate_proj.weight.normal_(std=64**-0.5)
+    mlp.threshold = level
+    compiled = torch.compile(mlp)
+    for value in (1.31, 1.028, 2.306):
+        level.fill_(value)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            assert float(level.bfloat16()) > value
+            fired = compiled(x, return_aux=True)[1].l0
+            mlp.threshold = value
+            assert torch.equal(fired, mlp(x, return_aux=True)[1].l0)
+        mlp.threshold = level
+
+
+def test_thresholds_in_tensors_are_finite_in_the_dtype_of_the_gate() -> None:
+    mlp, x = SparseGatedMLP(K, N, dtype=torch.float16, activation="fatrelu"), torch.randn(4, K).half()
+    message = r"threshold must be finite in torch\.float16, got .*100000"
+    for threshold in (1e5, torch.tensor(1e5)):
+        mlp.threshold = threshold
+        with pytest.raises(ValueError, match=message):
+            mlp(x)
 
 
 def test_states_of_other_targets_are_refused() -> None:

@@ -519,6 +519,23 @@ def test_recording_of_ones_own_stays(tmp_path: Path) -> None:
     assert recipe.l1_term(model) > 0
 
 
+def test_a_term_of_ones_own_may_be_of_two_passes(tmp_path: Path) -> None:
+    """The callback cleared the record of the first one."""
+    calls: list[int] = []
+
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            loss = model(**inputs).loss + model(**inputs).loss
+            calls.append(len(model.model.layers[0].mlp._recorder.calls))
+            return loss + 0.1 * recipe.l1_term(model, several=True)
+
+    model = llama()
+    recipe.record_aux(model)
+    options: Any = {"train_dataset": sequences(4), "callbacks": [callback(coefficient=0.0)]}
+    Own(model, arguments(tmp_path, max_steps=1), **options).train()
+    assert calls == [2]
+
+
 def test_a_loss_of_ones_own_takes_the_term(tmp_path: Path) -> None:
     class Own(Recording):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:

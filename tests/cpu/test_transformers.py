@@ -294,6 +294,27 @@ def test_a_trained_threshold_is_saved_without_a_further_call(name: str, key: str
         assert (getattr(model.config, key), hasattr(model.config, "hidden_act_param")) == ("relu", False)
 
 
+@pytest.mark.parametrize("how", ["settle", "choose_threshold"])
+def test_each_model_of_a_wrapper_is_named(how: str, tmp_path: Path) -> None:
+    """The second one lost its threshold in files, and a dense teacher was a StopIteration."""
+    parts = {"teacher": stock("llama", hidden_act="silu"), "a": sparsify(stock("llama")), "b": sparsify(stock("opt"))}
+    both = torch.nn.ModuleDict(parts).train()
+    if how == "settle":
+        recipe.record_aux(both, inputs=True)
+        target = recipe.TargetThreshold(both, nnz=8, steps=10)
+        out(both["a"])
+        out(both["b"])
+        target.term(both).backward()
+        target.update()
+        target.settle()
+    else:
+        recipe.choose_threshold(both, iter([1.0, 1.0001, 1.0002]).__next__, evaluations=3)
+    for name in "ab":
+        parts[name].save_pretrained(tmp_path / name)
+        assert torch.equal(out(load(tmp_path / name).eval()), out(parts[name].eval()))
+    assert parts["teacher"].config.hidden_act == "silu"
+
+
 def test_a_configuration_that_sparsify_left_alone_is_left_alone() -> None:
     model = stock("llama", hidden_act="silu")
     twell.sparsify_(model, activation="relu")

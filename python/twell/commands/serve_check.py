@@ -58,14 +58,14 @@ class Layer:
 class Row:
     """What a layer would run on ``tokens`` tokens: of prompts or, with ``decode``, of as many sequences.
 
-    share: predicted time over dense's. costs: that of each strategy.
+    share: predicted time over dense's, None if it is not known. costs: that of each strategy.
     """
 
     layer: int
     tokens: int
     decode: bool
     strategy: str
-    share: float
+    share: float | None
     reason: str
     costs: dict[str, float]
 
@@ -366,8 +366,9 @@ def predict(
     strategy, reason, costs = tuning.decide(problem, known, None, table)
     if requested != "auto":
         strategy, reason = requested, "sparsity_strategy of the configuration"
-    # "invariant" is "row" with kernels for any number of tokens
-    share = costs.get("row" if strategy == "invariant" else strategy, 1.0)
+    # "invariant" is "row" with kernels for any number of tokens, and for few tokens strategies that screen are "row"
+    as_row = strategy == "invariant" or (strategy in tuning.SCREENS and m <= tuning.FEW_GATE_PACK)
+    share = costs.get("row" if as_row else strategy, 1.0 if strategy == "dense" else None)
     return Row(layer.number, m, decode, strategy, share, reason, costs)
 
 
@@ -390,11 +391,11 @@ def _report(
     names = [f"{'decode' if decode else 'prefill'} {tokens:,}" for decode, tokens in calls]
     lines = [["layer", "non-zeros", "union, text", "union, batch", *names]]
     for layer, of in zip(found, figures, strict=True):
-        cells = [f"{row.strategy} {row.share:.2f}" for row in rows if row.layer == layer.number]
+        cells = [f"{row.strategy} {_as_share(row.share)}" for row in rows if row.layer == layer.number]
         lines.append([str(layer.number), f"{of.nonzeros:,.1f}", as_percent(of.text), as_percent(of.batch), *cells])
     for name, beside in (("FFNs", False), ("layers", True)):
         shares = [share(found, [row for row in rows if (row.decode, row.tokens) == call], beside) for call in calls]
-        lines.append([name, "", "", "", *(f"{share:.2f}" for share in shares)])
+        lines.append([name, "", "", "", *map(_as_share, shares)])
     yield from aligned(lines)
     yield "non-zeros: mean per token. union: share of the neurons that 128 tokens fire, which follow each other in a"
     yield "  text as in a prompt, or come from many places as in a batch. layers: with the products for query, key,"
@@ -408,9 +409,16 @@ def _report(
         yield f"Far from all measured layers: the nearest has K = {k:,}, N = {n:,}"
 
 
-def share(found: Sequence[Layer], rows: Sequence[Row], beside: bool) -> float:
-    """The share of dense's time of all layers, whose dense times are as their weights."""
+def _as_share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.2f}"
+
+
+def share(found: Sequence[Layer], rows: Sequence[Row], beside: bool) -> float | None:
+    """The share of dense's time of all layers, whose dense times are as their weights; None if one is not known."""
     weights = [layer.k * layer.n for layer in found]
     more = [layer.beside * beside for layer in found]
     total = sum(weight * (1 + extra) for weight, extra in zip(weights, more))
-    return sum(weight * (row.share + extra) for weight, extra, row in zip(weights, more, rows, strict=True)) / total
+    shares = [row.share for row in rows if row.share is not None]
+    if len(shares) < len(rows):
+        return None
+    return sum(weight * (each + extra) for weight, extra, each in zip(weights, more, shares, strict=True)) / total

@@ -65,8 +65,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     A loss outside the model (``compute_loss_func``, an overridden ``compute_loss`` that does not use the model's loss,
     label smoothing) is an error, at the latest when a step ends in which the term had no gradient: call
     ``recipe.record_aux``, add ``recipe.l1_term`` there, and set ``coefficient`` to 0 here, which leaves the loss alone.
-    A ``compute_loss`` that weighs the model's loss weighs the term, too. After Ctrl-C or an error the model keeps the
-    hooks, until its next training run begins with such a callback or an error says that they are there.
+    A ``compute_loss`` that weighs the model's loss weighs the term, too, and so does one that leaves out Trainer's
+    division by micro-batches. After Ctrl-C or an error the model keeps the hooks, until its next training run begins
+    with such a callback or an error says that they are there.
 
     Args:
         coefficient: of the L1 term; None: 2e-5, the paper's, for models of 0.5 to 2 B parameters. Smaller models have
@@ -399,8 +400,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model."""
         assert self.tracker is not None
-        # figures of passes without a loss, such as generated text
-        recipe.clear_aux(model)
+        if self._adds_term:
+            # figures of passes without a loss, such as generated text
+            recipe.clear_aux(model)
         self._watching = model.training and torch.is_grad_enabled()
         if not self._watching:
             return

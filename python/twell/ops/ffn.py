@@ -112,14 +112,16 @@ def _on_cpu(
 ) -> _Totals:
     check_layer(*layer)
     geometry.words_per_tile(compression)
-    return _run(_SPARSE_ON_CPU, layer, compression, activation, _choose(layer, strategy, site), totals)
+    with _gate_copies.in_graph():
+        return _run(_SPARSE_ON_CPU, layer, compression, activation, _choose(layer, strategy, site), totals)
 
 
 def _on_cuda(
     layer: Operands, compression: int, strategy: str, site: Tensor | None, activation: Activation, totals: bool
 ) -> _Totals:
     geometry.words_per_tile(compression)
-    return _run(_SPARSE_ON_CUDA, layer, compression, activation, _choose(layer, strategy, site), totals)
+    with _gate_copies.in_graph():
+        return _run(_SPARSE_ON_CUDA, layer, compression, activation, _choose(layer, strategy, site), totals)
 
 
 @nvtx.marked(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from twell.nn import SparseGatedMLP, SparseMLP
 
 Normalisation = Literal["token_sum", "neuron_mean"]
 NORMALISATIONS = ("token_sum", "neuron_mean")
+T = TypeVar("T")
 
 # Most unread calls of one layer: beyond that, reading was forgotten.
 _MOST_UNREAD = 1024
@@ -24,23 +25,37 @@ _MOST_UNREAD = 1024
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
+class Call(NamedTuple):
+    """The figures of a call. ``idle``: it had no tokens, and its figures are 0."""
+
+    aux: Aux
+    idle: bool
+
+
+class Kept(NamedTuple):
+    """The input of a call. ``grad``: whether gradients were recorded."""
+
+    x: Tensor
+    grad: bool
+
+
 class Recorder:
     """The hooks of one layer, and their record of its calls in training mode until it is read.
 
     calls: the figures with their graphs, for the loss. figures: detached, for the tracker. inputs: of calls in compiled
     graphs, which the tracker counts afterwards; it counts other calls at once, by ``observe``. kept: inputs with
-    their graphs, for terms of the gate.
+    their graphs, for terms of the gate. called: whether there was a call for the tracker, if only one without tokens.
 
     Copies are empty and record nothing.
     """
 
     def __init__(self) -> None:
-        self.term = self.tracked = self.observing = self.keeping = False
+        self.term = self.tracked = self.observing = self.keeping = self.called = False
         self.observe: Callable[[Tensor], None] | None = None
-        self.calls: list[Aux] = []
+        self.calls: list[Call] = []
         self.figures: list[Aux] = []
         self.inputs: list[Tensor] = []
-        self.kept: list[Tensor] = []
+        self.kept: list[Kept] = []
         self.handles: list[Any] = []
         # the strategy that ``settle`` gave the layer
         self.settled: str | None = None
@@ -58,7 +73,7 @@ class Recorder:
             return
         compiling = torch.compiler.is_compiling()
         if self.keeping and (compiling or not _recomputing()):
-            self.kept.append(_cast(x))
+            self.kept.append(Kept(_cast(x), torch.is_grad_enabled()))
         if not self.observing:
             return
         if compiling:
@@ -84,10 +99,14 @@ class Recorder:
                     "l1_term after each forward pass (a SparsityTracker: use watch; with inputs: sharing_term, too), "
                     "or record_aux(model, False)"
                 )
+        y = output[0] if isinstance(output, tuple) else output
+        idle = y.numel() == 0
         if self.term:
-            self.calls.append(aux)
+            self.calls.append(Call(aux, idle))
         if self.tracked:
-            self.figures.append(Aux(aux.l1.detach(), aux.l0))
+            self.called = True
+            if not idle:
+                self.figures.append(Aux(aux.l1.detach(), aux.l0))
 
 
 def _cast(x: Tensor) -> Tensor:
@@ -220,7 +239,8 @@ def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, sev
 
     Args:
         several: take the mean over all calls of all layers since the last read, for layers that share weights or
-            several forward passes for one loss. Otherwise more than one call is an error.
+            several forward passes for one loss. Otherwise more than one call is an error. Calls without tokens do not
+            count; a layer that had no others has an L1 of 0.
 
     Reading clears the record. Raises RuntimeError if a layer recorded nothing, or more than one call, whose record then
     stays, or if its L1 requires no gradient although its weights do.
@@ -241,7 +261,7 @@ def read_aux(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP, li
         recorder = getattr(layer, "_recorder", None)
         if recorder is None or not recorder.term:
             raise RuntimeError(f"{caller}: {name or 'the layer'} records nothing: call record_aux(model) first")
-        recorded[name] = list(recorder.calls)
+        recorded[name] = with_tokens(recorder.calls, [call.idle for call in recorder.calls])
         recorders.append(recorder)
     for name, calls in recorded.items():
         _require_one(caller, name or "the layer", calls, several)
@@ -250,7 +270,12 @@ def read_aux(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP, li
         layer.aux = None
     for name, layer in found.items():
         _require_usable(caller, name, layer, recorded[name])
-    return [(layer, recorded[name]) for name, layer in found.items()]
+    return [(layer, [call.aux for call in recorded[name]]) for name, layer in found.items()]
+
+
+def with_tokens(calls: Sequence[T], idle: Sequence[bool]) -> list[T]:
+    """The calls that are not ``idle``, or one of them where all are."""
+    return [call for call, empty in zip(calls, idle) if not empty] or list(calls[:1])
 
 
 def mean_over_layers(model: nn.Module, means: list[Tensor]) -> Tensor:
@@ -263,7 +288,7 @@ def mean_over_layers(model: nn.Module, means: list[Tensor]) -> Tensor:
     return term
 
 
-def _require_one(caller: str, name: str, calls: list[Aux], several: bool) -> None:
+def _require_one(caller: str, name: str, calls: list[Call], several: bool) -> None:
     if len(calls) > 1 and not several:
         raise RuntimeError(
             f"{caller}: {name} was called {len(calls)} times since the last read; several=True takes the mean over all "
@@ -271,7 +296,7 @@ def _require_one(caller: str, name: str, calls: list[Aux], several: bool) -> Non
         )
 
 
-def _require_usable(caller: str, name: str, layer: MLP, calls: list[Aux]) -> None:
+def _require_usable(caller: str, name: str, layer: MLP, calls: list[Call]) -> None:
     name = name or "the layer"
     if not calls:
         mode = "is in eval mode, where nothing is recorded" if not layer.training else "was not called"
@@ -279,13 +304,18 @@ def _require_usable(caller: str, name: str, layer: MLP, calls: list[Aux]) -> Non
             f"{caller}: {name} recorded nothing since the last read: it {mode}, or a model compiled before record_aux "
             "skipped its hooks (torch.compiler.reset() helps)"
         )
-    if torch.is_grad_enabled() and not all(aux.l1.requires_grad for aux in calls):
-        if any(parameter.requires_grad for parameter in (*gate_of(layer).parameters(), *layer.parameters())):
-            raise RuntimeError(
-                f"{caller}: the L1 of {name} requires no grad, so the term would not train it: the layer ran under "
-                "no_grad, as in activation checkpointing with use_reentrant=True. Use use_reentrant=False (in "
-                'transformers gradient_checkpointing_kwargs={"use_reentrant": False})'
-            )
+    if torch.is_grad_enabled() and not all(call.aux.l1.requires_grad for call in calls):
+        require_gradients(f"{caller}: the L1 of {name} requires no grad", layer)
+
+
+def require_gradients(what: str, layer: MLP) -> None:
+    """RuntimeError with what is wrong if a call ran under no_grad in a layer that has something to train."""
+    if any(parameter.requires_grad for parameter in (*gate_of(layer).parameters(), *layer.parameters())):
+        raise RuntimeError(
+            f"{what}, so the term would not train it: the layer ran under no_grad, as in activation checkpointing with "
+            "use_reentrant=True. Use use_reentrant=False (in transformers "
+            'gradient_checkpointing_kwargs={"use_reentrant": False})'
+        )
 
 
 def _forget_recomputed(found: list[Any]) -> None:

@@ -37,7 +37,8 @@ def reinitialize_dead(
     Args:
         module: a layer, or a model with layers.
         dead: bool [N] on the layer's device; for a model a mapping from names of layers to these, as
-            ``SparsityTracker.dead`` returns. Layers that it does not name stay as they are.
+            ``SparsityTracker.dead`` returns. Layers that it does not name stay as they are. In a weight that layers
+            have in common, rows change that are dead in all of them.
         generator: draws the noise, on the weights' device. All ranks must have it in the same state.
         step: without ``generator``, the noise is a function of ``seed``, this step and the layer's index: the same on
             all ranks, and after a resume.
@@ -66,15 +67,27 @@ def reinitialize_dead(
     require("dead", dead, Mapping, "a bool tensor [N] or a mapping from names of layers to these")
     if unknown := dead.keys() - found.keys():
         raise ValueError(f"dead must name layers of the module ({', '.join(found)}), got {', '.join(sorted(unknown))}")
+    # a weight by the object that its layers have in common: the first layer's place, and the mask
+    weights: dict[int, tuple[int, Tensor, Tensor]] = {}
+    kept: set[int] = set()
     for place, (name, layer) in enumerate(found.items()):
+        weight = _compaction.gate_of(layer).weight
         if name not in dead:
+            kept.add(id(weight))
             continue
-        weight, mask = _gate_weight(name, layer), dead[name]
+        weight, mask = _gate_weight(name, weight, layer.intermediate), dead[name]
         require(f"dead of {name or 'the layer'}", mask, Tensor, "a bool tensor")
         if mask.dtype != torch.bool or mask.shape != (weight.shape[0],):
             raise ValueError(
                 f"dead of {name or 'the layer'} must be bool [{weight.shape[0]}], got {mask.dtype} {list(mask.shape)}"
             )
+        if id(weight) in weights:
+            place, _, others = weights[id(weight)]
+            mask = mask & others.to(mask.device)
+        weights[id(weight)] = place, weight, mask
+    for place, weight, mask in weights.values():
+        if id(weight) in kept:
+            continue
         source = generator
         if source is None:
             # neighbouring steps and layers must not share seeds
@@ -102,11 +115,10 @@ def _part(whole: Tensor, like: Any) -> Tensor:
     return local
 
 
-def _gate_weight(name: str, layer: Any) -> Tensor:
-    weight: Tensor = _compaction.gate_of(layer).weight
-    if weight.dim() != 2 or weight.shape[0] != layer.intermediate:
+def _gate_weight(name: str, weight: Tensor, neurons: int) -> Tensor:
+    if weight.dim() != 2 or weight.shape[0] != neurons:
         raise ValueError(
-            f"the gate of {name or 'the layer'} must have {layer.intermediate} rows, got {list(weight.shape)}: weights "
+            f"the gate of {name or 'the layer'} must have {neurons} rows, got {list(weight.shape)}: weights "
             "of FSDP1 are whole within summon_full_params, those of fully_shard (FSDP2) need nothing"
         )
     return weight

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from twell import _compaction
 from twell._arguments import require_integer
-from twell.recipe._aux import layers, mean_over_layers, whole
+from twell.recipe._aux import layers, mean_over_layers, require_gradients, whole, with_tokens
 
 
 def sharing_term(model: nn.Module, tokens: int = 32, windows: int = 64) -> Tensor:
@@ -30,7 +30,8 @@ def sharing_term(model: nn.Module, tokens: int = 32, windows: int = 64) -> Tenso
         tokens: T. Windows are cut from consecutive rows of the layers' inputs, whatever the ends of sequences.
         windows: the most windows per call of a layer, evenly spaced; they bound the cost.
 
-    Reading clears the record. Raises RuntimeError if a layer kept no input.
+    Reading clears the record. Raises RuntimeError if a layer kept no input, or kept it under no_grad although its
+    weights require gradients. Inputs without tokens do not count.
     """
     require_integer("tokens", tokens, 1)
     require_integer("windows", windows, 1)
@@ -47,8 +48,11 @@ def read_inputs(model: nn.Module) -> list[tuple[Any, Tensor]]:
             raise RuntimeError(f"{where} keeps no inputs: call record_aux(model, inputs=True) first")
         if not recorder.kept:
             raise RuntimeError(f"{where} kept no input since the last read: it was not called in training mode")
-        found += [(layer, x) for x in recorder.kept]
+        kept = with_tokens(recorder.kept, [each.x.numel() == 0 for each in recorder.kept])
         recorder.kept.clear()
+        if torch.is_grad_enabled() and not all(each.grad for each in kept):
+            require_gradients(f"{where} kept an input without its gradient", layer)
+        found += [(layer, each.x) for each in kept]
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -353,13 +354,18 @@ class TargetThreshold:
         self._levels = {device: torch.full((), self._begin, device=device) for device in devices}
         # logarithms of the threshold, of the least one, and of the first number of non-zeros
         self._state: Tensor | None = None
+        self._settled = False
         for layer in self._layers:
             layer.threshold, layer.activation = 0, "fatrelu"
             layer.threshold = self._levels[layer.down_proj.weight.device]
         self._forget_number = name_in_configuration(model)
 
     def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
-        """The coefficient times L1 of the gate, with the errors of ``l1_term``; reading clears the record."""
+        """The coefficient times L1 of the gate, with the errors of ``l1_term``; reading clears the record.
+
+        RuntimeError if the layers of ``model`` are others than those that it gave its threshold, or have lost it.
+        """
+        self._require_own("term", layers(model).values())
         # twice the target may be more than all neurons
         return self.gates.weighed(model, several, "TargetThreshold.term")
 
@@ -409,11 +415,13 @@ class TargetThreshold:
 
         A ``PreTrainedModel``, also one in a wrapper, whose configuration names "relu" or "fatrelu", as after
         ``sparsify``, then names "fatrelu" and the threshold there, so that its ``save_pretrained`` writes them. That of
-        an adapter does not, nor has a ``state_dict`` the threshold: keep it with such files.
+        an adapter does not, nor has a ``state_dict`` the threshold: keep it with such files. RuntimeError as ``term``.
         """
+        self._require_own("settle", layers(self._model).values())
         threshold = self.read()["threshold"]
         for layer in self._layers:
             layer.threshold = threshold
+        self._settled = True
         name_in_configuration(self._model)
         self._forget_number = nothing
         return threshold
@@ -431,6 +439,17 @@ class TargetThreshold:
         held = state["threshold"]
         self._state = None if held is None else held.clone()
         self._write()
+
+    def _require_own(self, caller: str, found: Iterable[MLP]) -> None:
+        """RuntimeError unless the threshold of all these layers is the one that moves, before ``settle``."""
+        if self._settled or torch.compiler.is_compiling():
+            return
+        if any(all(layer.threshold is not level for level in self._levels.values()) for layer in found):
+            raise RuntimeError(
+                f"TargetThreshold.{caller}: the layers must have the threshold that it gave them, got others: "
+                "twell.compact and copies make new layers, and a threshold that was set replaces it. Make a "
+                "TargetThreshold for the layers that train, or set their threshold to the number that read() returns"
+            )
 
     def _write(self) -> None:
         """Give the layers the threshold of the state."""

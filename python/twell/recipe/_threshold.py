@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from twell._activation import ActivationName
 from twell._arguments import require_integer, require_number, require_positive
 from twell._compaction import MLP
+from twell.nn import SparseGatedMLP, SparseMLP
 from twell.recipe._aux import layers, mean_over_ranks
 
 
@@ -99,13 +100,13 @@ def choose_threshold(
             raise ValueError(
                 f"evaluate must return the loss of model, got {first} for every threshold up to {tried[-1][0]:g}"
             )
+        for layer in found.values():
+            put(layer, "fatrelu" if good else "relu", good)
+        name_in_configuration(model)
     except BaseException:
         for settings in before:
             put(*settings)
         raise
-    for layer in found.values():
-        put(layer, "fatrelu" if good else "relu", good)
-    name_in_configuration(model)
     return ThresholdChoice(good, tuple(tried))
 
 
@@ -128,14 +129,18 @@ def require_settled(found: Iterable[MLP]) -> None:
 
 
 def name_in_configuration(model: nn.Module) -> Callable[[], None]:
-    """Write the activation of the layers to the configuration of a ``PreTrainedModel`` that names ReLU or FATReLU.
+    """Write the activation of the layers to the configuration of each ``PreTrainedModel`` that names ReLU or FATReLU.
 
-    ``model`` is that or a wrapper around it. A threshold that moves is not written. Returns what takes a threshold out
-    of the configuration again.
+    ``model`` is one or has some. A threshold that moves is not written. Returns what takes a threshold out of the
+    configurations again.
     """
-    for module, integration in _of_transformers(model):
-        return integration.follow_activation(module)  # type: ignore[no-any-return]
-    return nothing
+    undone = [integration.follow_activation(module) for module, integration in _of_transformers(model)]
+
+    def undo() -> None:
+        for each in undone:
+            each()
+
+    return undo
 
 
 def name_moving_in_configuration(model: nn.Module) -> None:
@@ -147,10 +152,15 @@ def name_moving_in_configuration(model: nn.Module) -> None:
 
 
 def _of_transformers(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """The outermost ``PreTrainedModel`` with the integration, which is above this package, if there is one."""
+    """Each outermost ``PreTrainedModel`` that has twell layers, with the integration, which is above this package."""
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-    found = next((module for module in model.modules() if isinstance(module, kind)), None)
-    return [] if found is None else [(found, importlib.import_module("twell.integrations.transformers"))]
+    found, inside = list[nn.Module](), set[nn.Module]()
+    for module in model.modules():
+        if isinstance(module, kind) and module not in inside:
+            inside.update(module.modules())
+            if any(isinstance(each, (SparseGatedMLP, SparseMLP)) for each in module.modules()):
+                found.append(module)
+    return [(module, importlib.import_module("twell.integrations.transformers")) for module in found]
 
 
 def nothing() -> None:

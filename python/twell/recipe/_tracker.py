@@ -144,7 +144,8 @@ class SparsityTracker:
 
         Backward belongs outside. ``types`` are integers shaped like the tokens, each a type, or -1 for a token not to
         be counted by neuron, position or type. ``positions`` have the same shape, for packed sequences. By default the
-        position in x [..., S, K] is the index in S, and in x [M, K] unknown.
+        position in x [..., S, K] is the index in S, and in x [M, K] unknown. Layers that get x [S, B, K], as in
+        ``nn.TransformerEncoder`` by default, need ``positions`` [B, S]; these, and ``types``, are turned for them.
         """
         self.begin(step, types=types, positions=positions)
         try:
@@ -169,6 +170,7 @@ class SparsityTracker:
             recorder.inputs.clear()
             # left by compiled layers in a checkpoint that backward ran again
             recorder.figures.clear()
+            recorder.called = False
             recorder.observing = self._observing
             if self._observing:
                 recorder.observe = functools.partial(self._observe, name, types, positions)
@@ -188,7 +190,7 @@ class SparsityTracker:
                 assert observe is not None
                 observe(x)
             recorder.inputs.clear()
-        if not any(recorder.figures for recorder in self._recorders.values()):
+        if not any(recorder.called for recorder in self._recorders.values()):
             raise RuntimeError(
                 "SparsityTracker: no layer was called in training mode in watch, or a model that was compiled before "
                 "skipped the tracker's hooks (torch.compiler.reset() helps)"
@@ -388,6 +390,9 @@ class SparsityTracker:
     def _per_token(self, name: str, values: Tensor, x: Tensor) -> Tensor:
         """``values`` as int64 [M] on the device of x; one row may stand for all sequences."""
         shape = x.shape[:-1]
+        if values.dim() == len(shape) == 2 and values.shape != shape and values.shape == shape[::-1]:
+            # the layer has the sequence first
+            values = values.t()
         if values.numel() != shape.numel() and values.numel() == shape[-1]:
             values = values.reshape(-1).expand(shape)
         if values.numel() != shape.numel():

@@ -21,7 +21,7 @@ class TokenTypes:
         names: of the types; type t is ``names[t]``. If "first" is among them, it is the type of the first token of each
             sequence, whatever its id.
         table: int64 [V], the type of each token id; ids beyond V have that of the last one. -1: tokens not to be
-            counted at all, such as padding.
+            counted at all, such as padding. Negative ids, as for padding in labels, are not counted either.
     """
 
     def __init__(self, names: Sequence[str], table: Tensor) -> None:
@@ -41,7 +41,8 @@ class TokenTypes:
         table = self._tables.get(ids.device)
         if table is None:
             table = self._tables[ids.device] = self.table.to(ids.device)
-        types = table[ids.long().clamp(max=len(table) - 1)]
+        ids = ids.long()
+        types = torch.where(ids < 0, -1, table[ids.clamp(0, len(table) - 1)])
         if FIRST not in self.names:
             return types
         if positions is None:
