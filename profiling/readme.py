@@ -460,7 +460,7 @@ def quality_limit() -> str:
     parts = [f"L1 costs nothing here up to {said[first - 1]}"] if first else []
     if first < len(found):
         parts.append(f"{100 * (found[first].added or 0):.1f} % at {said[first]}")
-    within = f" Seeds differ by {100 * noise:.1f} %: up to that is nothing." if noise else ""
+    within = f" Such changes differ by {100 * noise:.1f} % between seeds: smaller ones mean nothing." if noise else ""
     return f"{', and '.join(parts)}.{within}"
 
 

@@ -9,6 +9,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable
+from typing import Any
 
 # Modules of docs/api, and the commands of docs/command-line.md.
 MODULES = (
@@ -120,9 +121,19 @@ def names(module: str) -> str:
     for name in public(found):
         thing = getattr(found, name)
         if (inspect.isclass(thing) or callable(thing)) and (text := inspect.getdoc(thing)):
-            call = "()" if not inspect.isclass(thing) else ""
-            rows.append(f"| `{name}{call}` | {said(text)} |")
+            rows.append(f"| `{name}{arguments(thing)}` | {said(text)} |")
     return "\n".join(["| name | |", "|---|---|", *rows])
+
+
+def arguments(thing: Any) -> str:
+    """The parameters of a function or class with their defaults, without types; "" for one that shows none."""
+    try:
+        signature = inspect.signature(thing)
+    except ValueError:
+        return ""
+    plain = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    text = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    return "" if " object at 0x" in text else text.replace("|", "\\|")
 
 
 def said(docstring: str) -> str:

@@ -641,10 +641,10 @@ def test_requests_that_cannot_be_met(words: list[str], message: str, capsys: pyt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["dance"], "argument OP: expected of gate_pack, up_down, up_down_union, ffn"),
+        (["dance"], "argument OP: expected one of gate_pack, up_down, up_down_union, ffn"),
         (
             ["ffn", "--strategy", "row,best"],
-            "argument --strategy: expected of row, union, screened, proven, invariant, dense, auto, got 'best'",
+            "argument --strategy: expected one of row, union, screened, proven, invariant, dense, auto, got 'best'",
         ),
         (["ffn", "-m", "0"], "argument -m/--tokens: expected an integer of at least 1, got 0"),
         (["--device", "cpu", "-k", "65"], "argument -k/--hidden: expected a multiple of 8 up to 16384, got 65"),

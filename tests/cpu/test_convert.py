@@ -589,11 +589,16 @@ def test_opt(tmp_path: Path) -> None:
         hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32, word_embed_proj_dim=16
     )
     transformers.OPTForCausalLM(settings).save_pretrained(tmp_path / "source")
-    run(tmp_path / "source", tmp_path / "rows", "--layout", "rows")
+    # a model by rows that nothing could load was written
+    with pytest.raises(RequestError, match=r"nothing reads these models .*, got model\.decoder\.layers\.0\.fc2"):
+        run(tmp_path / "source", tmp_path / "rows", "--layout", "rows")
+    # a file of weights has other readers
+    run(tmp_path / "source" / "model.safetensors", tmp_path / "rows.safetensors", "--layout", "rows")
     name = "model.decoder.layers.0.fc2.weight"
-    assert torch.equal(read(tmp_path / "rows")[name], read(tmp_path / "source")[name].t())
-    run(tmp_path / "rows", tmp_path / "linear")
-    assert contents(tmp_path / "linear") == contents(tmp_path / "source")
+    rows = load_file(tmp_path / "rows.safetensors")
+    assert torch.equal(rows[name], read(tmp_path / "source")[name].t())
+    run(tmp_path / "rows.safetensors", tmp_path / "linear.safetensors")
+    assert (tmp_path / "linear.safetensors").read_bytes() == (tmp_path / "source" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen2.5-0.5B", "v1.0", "llama.rows", "there.txt"])

@@ -92,6 +92,13 @@ def test_without_text_figures_are_assumed_and_said_to_be(llama: Path, capsys: py
         assert row["share"] == costs[strategy]
 
 
+def test_more_non_zeros_than_neurons_are_refused(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, said = check(capsys, llama, *SIZES, "--nnz", 321)
+    assert status == 2
+    assert "--nnz: expected at most 320, the neurons of a layer, got 321" in said
+    assert "assumed, 320.0 non-zeros per token, tokens" in check(capsys, llama, *SIZES, "--nnz", 320)[1]
+
+
 def test_measured_figures_are_those_of_the_gates(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = check(capsys, llama, *SIZES, "--text", llama / "text.txt", "--save", "--tokens", 2048)
     assert status == 0

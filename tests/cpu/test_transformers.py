@@ -21,6 +21,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 import twell  # noqa: E402
 from twell import recipe, testing  # noqa: E402
 from twell._sparsify import SparseDown, layers  # noqa: E402
+from twell.commands import cli  # noqa: E402
 from twell.integrations import layouts  # noqa: E402
 from twell.integrations import transformers as integration  # noqa: E402
 from twell.integrations.transformers import (  # noqa: E402
@@ -313,6 +314,14 @@ def test_each_model_of_a_wrapper_is_named(how: str, tmp_path: Path) -> None:
         parts[name].save_pretrained(tmp_path / name)
         assert torch.equal(out(load(tmp_path / name).eval()), out(parts[name].eval()))
     assert parts["teacher"].config.hidden_act == "silu"
+
+
+def test_down_weights_by_rows_of_a_stock_class_are_refused(tmp_path: Path) -> None:
+    """The error was one of transformers about an option."""
+    stock("llama").save_pretrained(tmp_path / "linear")
+    assert cli.main(["convert", str(tmp_path / "linear"), str(tmp_path / "rows"), "--layout", "rows"]) == 0
+    with pytest.raises(ValueError, match=r"as nn\.Linear has them, got rows in .*: use SparseLlamaForCausalLM"):
+        load(tmp_path / "rows")
 
 
 def test_a_configuration_that_sparsify_left_alone_is_left_alone() -> None:

@@ -61,8 +61,11 @@ def _tables(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Pre
             ),
         ]
     )
-    yield "Tokens of a call follow each other in a text, and dense computes gate and up in two products; `twell"
-    yield "  serve-check` takes small calls for tokens of many texts, and dense for one product as in servers."
+    if any(report.gated for report in reports):
+        yield "Tokens of a call follow each other in a text, and dense computes gate and up in two products; `twell"
+        yield "  serve-check` takes small calls for tokens of many texts, and dense for one product as in servers."
+    else:
+        yield "Tokens of a call follow each other in a text."
 
 
 def _summary(

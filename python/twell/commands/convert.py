@@ -52,8 +52,8 @@ intermediate], the layout of nn.Linear, and "rows", [intermediate, hidden], one 
 folder (model.safetensors, or shards with their index, or pytorch_model.bin) or one file of weights; DST is a new folder
 or .safetensors file. Other tensors and other files are copied unchanged; weights in other formats and links to folders
 are left out; links to files are copied as files. Layouts are recognised by shape; a square weight needs the marker that
-this command writes, or --source-layout. DST appears once it is complete. --force replaces a DST that holds only files
-of a conversion; the replaced files are printed.
+this command writes, or --source-layout. DST appears once it is complete. --force replaces a DST that holds a
+checkpoint and nothing else, be it an original or a converted one; the replaced files are printed.
 """
 
 ModelType = Literal["keep", "llama", "sparse_llama", "qwen2", "sparse_qwen2"]
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the plan and write nothing; with --dtype it reads all tensors"
     )
-    parser.add_argument("--force", action="store_true", help="replace DST if it holds a converted checkpoint")
+    parser.add_argument("--force", action="store_true", help="replace DST if it holds a checkpoint and nothing else")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -201,6 +201,11 @@ def _plan(
             raise ValueError(
                 "--layout rows is for twell alone, whose layers apply ReLU: expected a model trained with ReLU, got "
                 f"{activation!r} in {CONFIG}"
+            )
+        if layout == "rows" and (other := next((name for name in stored if not name.endswith("down_proj.weight")), "")):
+            raise ValueError(
+                f"--layout rows: nothing reads these models with down weights by rows, expected down_proj.weight, got "
+                f"{other}. twell.nn.set_down_layout(model, 'rows') stores those of a loaded model so"
             )
         # the sparse classes always have the marker
         sparse = str(config.get("model_type")).startswith("sparse_")

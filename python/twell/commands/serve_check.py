@@ -307,12 +307,17 @@ def _figures(
         raise RequestError(f"MODEL: {error}") from error
     if known is not None:
         return known, f"Figures: measured earlier, {layouts.FIGURES_KEY} of the configuration"
+    least = min(layer.n for layer in found)
+    if (arguments.nnz or 0) > least:
+        raise RequestError(f"--nnz: expected at most {least:,}, the neurons of a layer, got {arguments.nnz:g}")
     assumed = []
     for layer in found:
-        nonzeros = min(arguments.nnz or tuning.ASSUMED_DENSITY * layer.n, layer.n)
+        nonzeros = arguments.nnz or tuning.ASSUMED_DENSITY * layer.n
         union = 1 - (1 - nonzeros / layer.n) ** geometry.TOKEN_TILE
         assumed.append(layouts.LayerFigures(nonzeros, union, union))
     nonzeros = f"{assumed[0].nonzeros:,.1f} non-zeros per token"
+    if arguments.nnz is None:
+        nonzeros += f", one of {1 / tuning.ASSUMED_DENSITY:.0f} neurons, whatever the model's weights"
     return assumed, f"Figures: assumed, {nonzeros}, tokens independent of each other; --text measures them"
 
 

@@ -39,6 +39,10 @@ _PAPERS = 2e-5
 _MOST_PASSES = 16
 # A miss of the target by more than this factor is worth a warning.
 _MISSED = 1.1
+_TOO_MANY = (
+    "More steps, a larger learning rate or layers that are not frozen help; a run that stops early does not get there"
+)
+_TOO_FEW = "The term pressed too hard: a smaller learning rate or more steps help"
 
 
 class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -255,10 +259,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             fired = self.target.read()["non_zeros"]
             if not self.nnz / _MISSED <= fired <= self.nnz * _MISSED:
                 logger.warning(
-                    "training ended with %.4g non-zeros per token, where nnz is %g. If these are too many, more steps, "
-                    "a larger learning rate or layers that are not frozen help; a run that stops early does not get "
-                    "there",
-                    *(fired, self.nnz),
+                    "training ended with %.4g non-zeros per token, where nnz is %g. %s",
+                    *(fired, self.nnz, _TOO_MANY if fired > self.nnz else _TOO_FEW),
                 )
         self._detach()
 

@@ -135,10 +135,17 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
 
     ``strategy`` and ``compression`` are those of ``sparsify``; None is its default, or what the model's class chooses.
     For its other arguments call ``sparsify`` itself. ``options`` are those of ``from_pretrained`` except for fields of
-    the configuration. Raises as ``from_pretrained`` and ``sparsify``; ValueError for a "fatrelu" without a threshold.
+    the configuration. Raises as ``from_pretrained`` and ``sparsify``; ValueError for a "fatrelu" without a threshold,
+    and for down weights that ``twell convert`` stored by rows for a stock class.
     """
     where = {key: options[key] for key in _WHERE if key in options}
     config = AutoConfig.from_pretrained(model, **where)
+    if not isinstance(config, _SparseConfig) and getattr(config, layouts.LAYOUT_KEY, None) == "rows":
+        raise ValueError(
+            f"load: down weights must be as nn.Linear has them, got rows in {str(model)!r}: use "
+            "SparseLlamaForCausalLM.from_pretrained or SparseQwen2ForCausalLM.from_pretrained, or convert it by twell "
+            "convert --layout linear"
+        )
     own = layouts.as_stock(config)
     loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
     settings: dict[str, Any] = {"strategy": strategy, "compression": compression}

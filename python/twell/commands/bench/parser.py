@@ -125,7 +125,7 @@ def _words(known: Iterable[str]) -> Callable[[str], list[str]]:
         found = text.split(",")
         for name in found:
             if name not in names:
-                raise argparse.ArgumentTypeError(f"expected of {', '.join(names)}, got {name!r}")
+                raise argparse.ArgumentTypeError(f"expected one of {', '.join(names)}, got {name!r}")
         return found
 
     return parse_words
