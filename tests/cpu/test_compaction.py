@@ -469,14 +469,14 @@ def test_the_report_has_sizes_and_bytes_before_and_after() -> None:
     # three tiles of 256 neurons became one
     assert layer.gate_saved == pytest.approx(2 / 3)
     assert str(report) == (
-        "module: 536 neurons, 250 alive, 256 kept; gate GEMM 66.7% smaller, 0.1 MB saved; "
+        "module: 536 neurons, 250 alive, 256 kept; gate GEMM, in tiles of 256, 66.7% smaller, 0.1 MB saved; "
         "alive are those that fired 2 times in 123,456 tokens"
     )
     model = Residual()
     _, report = twell.compact(model, {"blocks.1": half(), "idle": torch.arange(16) < 8})
     assert str(report).splitlines() == [
-        "blocks.1: 536 neurons, 264 alive, 264 kept; gate GEMM 33.3% smaller, 0.0 MB saved; as in the mask given",
-        "idle: 16 neurons, 8 alive, 8 kept; gate GEMM 0.0% smaller, 0.0 MB saved; as in the mask given",
+        "blocks.1: 536 neurons, 264 alive, 264 kept; gate GEMM, in tiles of 256, 33.3% smaller, 0.0 MB saved; as in the mask given",
+        "idle: 16 neurons, 8 alive, 8 kept; gate GEMM, in tiles of 256, 0.0% smaller, 0.0 MB saved; as in the mask given",
         "272 of 552 neurons kept in 2 layers, 0.0 MB saved",
     ]
     assert (report.neurons, report.kept) == (552, 272)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import math
 import shutil
 import sys
@@ -265,6 +266,8 @@ def run(request: DemoRequest) -> int:
     model = ByteModel(shape).to(device)
     for lines in (_describe_machine(device, checked), _describe_text(corpus), _describe_model(model, schedule)):
         print(*lines, sep="\n")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("No picture will be drawn: install matplotlib with `pip install 'twell[plots]'` for one")
 
     def notice() -> None:
         print("\nStopping after this step to evaluate the model so far; Ctrl-C again quits.", flush=True)
