@@ -225,7 +225,8 @@ class LayerCompaction:
     def __str__(self) -> str:
         return (
             f"{self.name or 'module'}: {self.neurons:,} neurons, {self.alive:,} alive, {self.kept:,} kept; "
-            f"gate GEMM, in tiles of 256, {self.gate_saved:.1%} smaller, {self.bytes_saved / 1e6:,.1f} MB saved; {self.evidence}"
+            f"gate GEMM, in tiles of 256, {self.gate_saved:.1%} smaller, {self.bytes_saved / 1e6:,.1f} MB saved; "
+            f"{self.evidence}"
         )
 
 

@@ -475,8 +475,10 @@ def test_the_report_has_sizes_and_bytes_before_and_after() -> None:
     model = Residual()
     _, report = twell.compact(model, {"blocks.1": half(), "idle": torch.arange(16) < 8})
     assert str(report).splitlines() == [
-        "blocks.1: 536 neurons, 264 alive, 264 kept; gate GEMM, in tiles of 256, 33.3% smaller, 0.0 MB saved; as in the mask given",
-        "idle: 16 neurons, 8 alive, 8 kept; gate GEMM, in tiles of 256, 0.0% smaller, 0.0 MB saved; as in the mask given",
+        "blocks.1: 536 neurons, 264 alive, 264 kept; gate GEMM, in tiles of 256, 33.3% smaller, 0.0 MB saved; "
+        "as in the mask given",
+        "idle: 16 neurons, 8 alive, 8 kept; gate GEMM, in tiles of 256, 0.0% smaller, 0.0 MB saved; "
+        "as in the mask given",
         "272 of 552 neurons kept in 2 layers, 0.0 MB saved",
     ]
     assert (report.neurons, report.kept) == (552, 272)

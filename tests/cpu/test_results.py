@@ -311,6 +311,6 @@ def test_less_than_seeds_differ_is_no_cost(readme: Any, tmp_path: Path) -> None:
     ]
     write(tmp_path, "h200_quality", rows)
     assert readme.quality_limit() == (
-        "L1 costs nothing here up to 1e-4, 50 non-zeros per token, and 5.0 % at 1e-3, 50 non-zeros per token. Such changes "
-        "differ by 2.8 % between seeds: smaller ones mean nothing."
+        "L1 costs nothing here up to 1e-4, 50 non-zeros per token, and 5.0 % at 1e-3, 50 non-zeros per token. "
+        "Such changes differ by 2.8 % between seeds: smaller ones mean nothing."
     )
