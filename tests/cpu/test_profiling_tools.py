@@ -247,7 +247,7 @@ def test_the_measured_kernels_are_rows_of_the_table() -> None:
     found = json.loads((ROOT / "profiling" / "results" / "h200_ncu.json").read_text())
     rows = {row.kernel: row for row in (summarize.Row(**each) for each in found["rows"])}
     ceilings = found["figures"]["ceilings"]
-    for name in ("gate_pack_bf16_c8", "sampled_up_bf16", "weight_grad_bf16"):
+    for name in ("gate_pack_bf16_t144", "sampled_up_bf16", "weight_grad_bf16"):
         op = name.split("_bf16")[0]
         needed = summarize.work(op, None, found["figures"])
         assert needed is not None
