@@ -316,6 +316,12 @@ def test_each_model_of_a_wrapper_is_named(how: str, tmp_path: Path) -> None:
     assert parts["teacher"].config.hidden_act == "silu"
 
 
+def test_a_model_that_is_not_causal_is_not_loaded(tmp_path: Path) -> None:
+    tiny_t5().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="load: the model must be a causal one, got 't5' in"):
+        load(tmp_path)
+
+
 def test_down_weights_by_rows_of_a_stock_class_are_refused(tmp_path: Path) -> None:
     """The error was one of transformers about an option."""
     stock("llama").save_pretrained(tmp_path / "linear")

@@ -371,6 +371,8 @@ def read(loaded: Loaded, arguments: argparse.Namespace, least: int) -> Text:
     length: int = arguments.sequence or min(_SEQUENCE, longest)
     if length > longest:
         raise RequestError(f"--sequence: expected at most the {longest} positions of the model, got {length}")
+    if arguments.tokens < least:
+        raise RequestError(f"--tokens: expected at least {least:,}, got {arguments.tokens:,}")
     bos = _bos(tokenizer)
     sequences: list[list[int]] = [[]]
     missing: int = arguments.tokens

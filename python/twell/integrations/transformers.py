@@ -53,6 +53,7 @@ try:
         Qwen2ForCausalLM,
     )
     from transformers.modeling_utils import load_state_dict
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 except ImportError:
     raise ImportError("twell.integrations.transformers needs transformers: pip install 'twell[hf]'") from None
 
@@ -145,6 +146,12 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
             f"load: down weights must be as nn.Linear has them, got rows in {str(model)!r}: use "
             "SparseLlamaForCausalLM.from_pretrained or SparseQwen2ForCausalLM.from_pretrained, or convert it by twell "
             "convert --layout linear"
+        )
+    own_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    if not own_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"load: the model must be a causal one, got {config.model_type!r} in {str(model)!r}: load it by its own "
+            "class of transformers, and call sparsify"
         )
     own = layouts.as_stock(config)
     loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
