@@ -153,3 +153,19 @@ def test_compiled_calls_read_the_copy(kept: Any, topic: FFN) -> None:
     before = kept._gate_copy._made
     testing.assert_same(compiled(topic.x), right(kept, topic.x), "y")
     assert kept._gate_copy._made is not before
+
+
+@torch.no_grad()
+def test_a_compiled_graph_may_write_the_weight_after_its_call(kept: Any, topic: FFN) -> None:
+    """It counts the write before it runs, so its copy looked as if it were of the new weight."""
+
+    def step(x: Tensor) -> Tensor:
+        y: Tensor = kept(x)
+        kept.gate_proj.weight.mul_(-1)
+        return y
+
+    compiled = torch.compile(step, fullgraph=True)
+    for _ in range(3):
+        expected = right(kept, topic.x)
+        testing.assert_same(compiled(topic.x), expected, "y")
+        testing.assert_same(kept(topic.x), right(kept, topic.x), "y after the write")
