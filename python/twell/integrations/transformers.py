@@ -147,7 +147,7 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
             "SparseLlamaForCausalLM.from_pretrained or SparseQwen2ForCausalLM.from_pretrained, or convert it by twell "
             "convert --layout linear"
         )
-    own_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if not own_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"load: the model must be a causal one, got {config.model_type!r} in {str(model)!r}: load it by its own "
