@@ -500,6 +500,7 @@ def keep_gate_copies(module: nn.Module, keep: bool = True) -> None:
     - by the functions of fused optimizers without their class, ``torch.optim.adamw.adamw(..., fused=True)`` or
       ``torch._fused_adamw_``, and a replayed CUDA graph that has an optimizer's step in it;
     - under ``torch.autograd._unsafe_preserve_version_counter``;
+    - by a compiled graph that calls a layer twice or more and writes its weight after that;
     - by collectives such as ``torch.distributed.broadcast``, by kernels that take an address, or by FSDP.
 
     Call this again after such a write: that drops the copies. This is why layers keep none by default. Keep none either

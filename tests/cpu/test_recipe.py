@@ -401,7 +401,9 @@ def test_a_weight_of_two_layers_is_reinitialized_where_both_are_dead() -> None:
     recipe.reinitialize_dead(model, {"0": first, "1": second}, step=0)
     changed = (model[0].up_proj.weight != before).any(1)
     assert torch.equal(changed, first & second)
-    # the other layer stays as it is
+    # the other layer stays as it is; one that dead does not name need not have a weight
+    model.append(SparseMLP(K, N))
+    model[2].up_proj = nn.Sequential(model[2].up_proj)
     before = model[0].up_proj.weight.detach().clone()
     recipe.reinitialize_dead(model, {"0": first}, step=0)
     assert torch.equal(model[0].up_proj.weight, before)

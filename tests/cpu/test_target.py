@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,19 @@ def test_a_call_without_tokens_is_not_part_of_the_mean() -> None:
         target.update()
         found.append(target.read())
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("of", ["hidden", "gate"])
+def test_experts_without_tokens_are_not_part_of_the_mean(of: Any) -> None:
+    experts = nn.ModuleList(SparseGatedMLP(K, N) for _ in range(4))
+    recipe.record_aux(experts, inputs=True)
+    target, x = TargetSparsity(5, 10, of=of), torch.randn(40, K)
+    for expert, tokens in zip(experts, (40, 0, 8, 0)):
+        expert(x[:tokens])
+    target.term(experts).backward()
+    target.update()
+    right = [float((experts[i].gate_proj(x[:m]) > 0).sum()) / m for i, m in ((0, 40), (2, 8))]
+    assert target.read()["non_zeros"] == pytest.approx(sum(right) / 2, rel=1e-5)
 
 
 def test_the_goal_falls_in_stages() -> None:
@@ -784,6 +798,17 @@ def test_one_threshold_moves_at_a_time() -> None:
         TargetThreshold(model, 5, 10)
     first.settle()
     TargetThreshold(model, 5, 10)
+
+
+def test_targets_are_pickled_with_their_model() -> None:
+    model = Model()
+    recipe.record_aux(model, inputs=True)
+    again, target = pickle.loads(pickle.dumps((model, TargetThreshold(model, 5, 10))))
+    recipe.record_aux(again, inputs=True)
+    again(next(batches())[0])
+    target.term(again)
+    target.update()
+    assert all(float(layer.threshold) > 0 for layer in again.mlps)
 
 
 @pytest.mark.parametrize("how", ["compact", "copy", "set"])

@@ -389,10 +389,14 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self.tracker.close()
         if self._writer is not None:
             self._writer.close()
-        if isinstance(self.target, recipe.TargetThreshold):
-            self.target.settle()
         if self._model is not None and self._adds_term:
             recipe.record_aux(self._model, False)
+        if isinstance(self.target, recipe.TargetThreshold):
+            try:
+                self.target.settle()
+            except RuntimeError as error:
+                # somebody has set them meanwhile
+                logger.warning("the thresholds of the layers stay as they are: %s", error)
         self.tracker = self.target = self._counts = self._writer = self._model = self._state = None
 
     def _coefficient(self, step: int) -> float:

@@ -248,13 +248,13 @@ def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, sev
     require_choice("normalisation", normalisation, NORMALISATIONS)
     means = []
     for layer, calls in read_aux(model, several, "l1_term"):
-        for aux in calls:
-            l1 = whole(aux.l1)
+        for call in calls:
+            l1 = whole(call.aux.l1)
             means.append(l1 if normalisation == "token_sum" else l1 / layer.intermediate)
     return mean_over_layers(model, means)
 
 
-def read_aux(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP, list[Aux]]]:
+def read_aux(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP, list[Call]]]:
     """The unread figures of each layer, as ``l1_term`` uses them; reading clears the record. Errors name ``caller``."""
     found, recorded, recorders = layers(model), {}, []
     for name, layer in found.items():
@@ -270,7 +270,7 @@ def read_aux(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP, li
         layer.aux = None
     for name, layer in found.items():
         _require_usable(caller, name, layer, recorded[name])
-    return [(layer, [call.aux for call in recorded[name]]) for name, layer in found.items()]
+    return [(layer, recorded[name]) for name, layer in found.items()]
 
 
 def with_tokens(calls: Sequence[T], idle: Sequence[bool]) -> list[T]:

@@ -37,7 +37,7 @@ def reinitialize_dead(
     Args:
         module: a layer, or a model with layers.
         dead: bool [N] on the layer's device; for a model a mapping from names of layers to these, as
-            ``SparsityTracker.dead`` returns. Layers that it does not name stay as they are. In a weight that layers
+            ``SparsityTracker.dead`` returns. Layers that it does not name stay as they are. In a parameter that layers
             have in common, rows change that are dead in all of them.
         generator: draws the noise, on the weights' device. All ranks must have it in the same state.
         step: without ``generator``, the noise is a function of ``seed``, this step and the layer's index: the same on
@@ -69,12 +69,13 @@ def reinitialize_dead(
         raise ValueError(f"dead must name layers of the module ({', '.join(found)}), got {', '.join(sorted(unknown))}")
     # a weight by the object that its layers have in common: the first layer's place, and the mask
     weights: dict[int, tuple[int, Tensor, Tensor]] = {}
-    kept: set[int] = set()
+    kept: dict[int, Any] = {}
     for place, (name, layer) in enumerate(found.items()):
-        weight = _compaction.gate_of(layer).weight
         if name not in dead:
-            kept.add(id(weight))
+            weight = getattr(_compaction.gate_of(layer), "weight", None)
+            kept[id(weight)] = weight
             continue
+        weight = _compaction.gate_of(layer).weight
         weight, mask = _gate_weight(name, weight, layer.intermediate), dead[name]
         require(f"dead of {name or 'the layer'}", mask, Tensor, "a bool tensor")
         if mask.dtype != torch.bool or mask.shape != (weight.shape[0],):

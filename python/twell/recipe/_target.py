@@ -15,7 +15,7 @@ from twell._arguments import require_choice, require_integer, require_number, re
 from twell._compaction import MLP
 from twell._runtime.log import logger
 from twell.recipe import _sharing
-from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, read_aux, whole
+from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, read_aux, whole, with_tokens
 from twell.recipe._threshold import (
     name_in_configuration,
     name_moving_in_configuration,
@@ -139,23 +139,25 @@ class TargetSparsity:
 
     def weighed(self, model: nn.Module, several: bool, caller: str) -> Tensor:
         """``term`` for any target; errors name ``caller``."""
-        calls = [aux for _, each in read_aux(model, several, caller) for aux in each]
-        fired = [whole(aux.l0) for aux in calls]
+        calls = [call for _, each in read_aux(model, several, caller) for call in each]
+        # experts without tokens fire nothing, and say nothing of the others
+        fired = [whole(call.aux.l0) for call in with_tokens(calls, [call.idle for call in calls])]
         if self.of == "hidden":
             counts = fired
-            penalty = l1 = mean_over_layers(model, [whole(aux.l1) for aux in calls])
+            penalty = l1 = mean_over_layers(model, [whole(call.aux.l1) for call in calls])
         else:
             window = _WINDOW if self.sharing else 1
             gates = _sharing.gates_of(_sharing.read_inputs(model), window, _GATES // window)
-            counts = [_sharing.l1((each.detach() > 0).float()) for each in gates]
+            counted = with_tokens(gates, [each.numel() == 0 for each in gates])
+            counts = [_sharing.l1((each.detach() > 0).float()) for each in counted]
             penalty = l1 = mean_over_layers(model, list(map(_sharing.l1, gates)))
             if self.sharing:
                 shared = mean_over_layers(model, list(map(_shared, gates)))
                 penalty = (1 - self.sharing) * l1 + self.sharing * shared
         with torch.no_grad():
             state = self._on(l1)
-            now = torch.stack([torch.stack([each.to(l1.device) for each in kind]) for kind in (counts, fired)])
-            now = now.mean(1, dtype=torch.float64)
+            kinds = [torch.stack([each.to(l1.device) for each in kind]) for kind in (counts, fired)]
+            now = torch.stack([each.mean(dtype=torch.float64) for each in kinds])
             figures = torch.cat([now, l1.detach().double()[None], now.new_ones(1)])
             figures = torch.where(figures.isfinite().all() & (figures[2] > 0), figures, 0)
             self._sum = figures if self._sum is None else self._sum + figures

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import math
 import sys
@@ -135,12 +136,7 @@ def name_in_configuration(model: nn.Module) -> Callable[[], None]:
     configurations again.
     """
     undone = [integration.follow_activation(module) for module, integration in _of_transformers(model)]
-
-    def undo() -> None:
-        for each in undone:
-            each()
-
-    return undo
+    return functools.partial(_call, undone)
 
 
 def name_moving_in_configuration(model: nn.Module) -> None:
@@ -161,6 +157,12 @@ def _of_transformers(model: nn.Module) -> list[tuple[nn.Module, Any]]:
             if any(isinstance(each, (SparseGatedMLP, SparseMLP)) for each in module.modules()):
                 found.append(module)
     return [(module, importlib.import_module("twell.integrations.transformers")) for module in found]
+
+
+def _call(functions: list[Callable[[], None]]) -> None:
+    """Call each: a ``functools.partial`` of this is copied and pickled with what it holds."""
+    for function in functions:
+        function()
 
 
 def nothing() -> None:

@@ -146,6 +146,7 @@ class SparsityTracker:
         be counted by neuron, position or type. ``positions`` have the same shape, for packed sequences. By default the
         position in x [..., S, K] is the index in S, and in x [M, K] unknown. Layers that get x [S, B, K], as in
         ``nn.TransformerEncoder`` by default, need ``positions`` [B, S]; these, and ``types``, are turned for them.
+        Where S = B they are not: give them as [S, B] there.
         """
         self.begin(step, types=types, positions=positions)
         try:
