@@ -334,9 +334,7 @@ def test_halves_of_a_fused_weight() -> None:
 
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("strategy", ["screened", "proven"])
-def test_a_graph_may_write_the_weight_after_its_call(
-    strategy: Any, backend: str | None, made: list[Tensor], fresh_dynamo: None
-) -> None:
+def test_a_graph_may_write_the_weight_after_its_call(strategy: Any, backend: str | None, fresh_dynamo: None) -> None:
     """A compiled graph counts its writes before it runs, so the copy that it made was taken for one of after them."""
     mlp = module(strategy=strategy)
 

@@ -816,7 +816,8 @@ def test_wrong_targets_are_refused(tmp_path: Path) -> None:
         Trainer(llama(), arguments(tmp_path, max_steps=1), train_dataset=sequences(4), callbacks=[own]).train()
 
 
-def test_an_interrupted_run_leaves_no_moving_threshold(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_an_interrupted_run_leaves_no_moving_threshold(by_hand: bool, tmp_path: Path, caplog: Any) -> None:
     model = llama()
 
     class Interrupt(TrainerCallback):  # type: ignore[misc]
@@ -828,5 +829,9 @@ def test_an_interrupted_run_leaves_no_moving_threshold(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         Trainer(model, args, train_dataset=sequences(8), callbacks=[callback(**options), Interrupt()]).train()
     assert isinstance(model.model.layers[0].mlp.threshold, Tensor)
+    if by_hand:
+        for layer in recipe.layers(model).values():
+            layer.threshold = 0.01
     Trainer(model, args, train_dataset=sequences(8), callbacks=[callback(**options)]).train()
     assert isinstance(model.model.layers[0].mlp.threshold, float)
+    assert ("the thresholds of the layers stay as they are" in caplog.text) == by_hand

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from twell import _sparsify
 from twell._activation import ActivationName
 from twell._arguments import require_integer, require_number, require_positive
 from twell._compaction import MLP
-from twell.nn import SparseGatedMLP, SparseMLP
 from twell.recipe._aux import layers, mean_over_ranks
 
 
@@ -154,7 +154,7 @@ def _of_transformers(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     for module in model.modules():
         if isinstance(module, kind) and module not in inside:
             inside.update(module.modules())
-            if any(isinstance(each, (SparseGatedMLP, SparseMLP)) for each in module.modules()):
+            if _sparsify.layers(module):
                 found.append(module)
     return [(module, importlib.import_module("twell.integrations.transformers")) for module in found]
 
