@@ -250,8 +250,8 @@ ALL = (
         "h200_batches",
         "continuous batching of transformers, stock and sparse",
         "table continuous batching",
-        ("python -m profiling.serving batches --budget-s 60 --requests 64 256 --out $OUT",),
-        (110,),
+        ("python -m profiling.serving batches --budget-s 100 --requests 64 256 --out $OUT",),
+        (150,),
     ),
     Measurement(
         "h200_training_run",

@@ -2,9 +2,10 @@
 
 Prompts are drawn or text, of 64 to 192 tokens; all requests arrive at once and want --new tokens each, the likeliest.
 The stock model and the sparse one have the same weights. Each first serves some tokens without CUDA graphs, untimed, in
-which "auto" measures its layers. Then both serve all requests twice, in turn, in CUDA graphs, if --budget-s allows: a
-time is from the first request's start to the last one's end, captures included, and the better of two counts. Without
-the package flash-attn transformers attends by masked products over the cache of all requests, which take most of it.
+which "auto" measures its layers. Then both serve all requests --runs times, in turn, in CUDA graphs, as far as
+--budget-s allows: a time is from the first request's start to the last one's end, captures included, and the median
+counts. Without the package flash-attn transformers attends by masked products over the cache of all requests, which
+take most of it.
 
 Tokens: batches depend on timing and products on the size of a batch, so two runs of one model differ, too. For each
 request whose tokens differ from those of the first stock run, the stock model's logits at the first difference say how
@@ -17,6 +18,7 @@ import argparse
 import dataclasses
 import math
 import random
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +31,7 @@ from torch import Tensor
 from profiling.serving import models
 from twell import testing
 from twell.commands.bench.report import write_json
+from twell.commands.request import at_least
 from twell.nn import explain, set_down_layout
 
 PROMPT = (64, 192)
@@ -38,7 +41,7 @@ MOST_TOKENS, PAGE, SPARE = 8192, 256, 16
 
 @dataclasses.dataclass
 class Row:
-    """One model with so many requests: seconds of its runs, tokens per second of the better.
+    """One model with so many requests: seconds of its runs, tokens per second by their median.
 
     differing: requests whose tokens differ from those of the first stock run, by run. ties: how many of these differ
     first at a tie. worst: the largest distance at a first difference, in roundings. strategies: what "auto" ran.
@@ -61,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, metavar="JSON", help="file for the data")
     add("--requests", type=int, nargs="+", default=[64, 256], metavar="N", help="requests at a time (64 256)")
     add("--new", type=int, default=64, metavar="N", help="tokens to generate for each (64)")
+    add("--runs", type=at_least(1), default=5, metavar="N", help="times that each model serves all requests (5)")
     add("--budget-s", type=float, default=110, help="begin no further run after this many seconds (110)")
     add("--tie", type=float, default=4.0, metavar="N", help="roundings that a tie may be apart (4)")
 
@@ -85,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         for model in (stock, sparse):
             _serve(model, prompts[:count], 8, graphs=False)
         first: list[list[int]] = []
-        for again in range(2):
+        for again in range(arguments.runs):
             if again and time.monotonic() - began > arguments.budget_s:
                 break
             for row, model in zip(found, (stock, sparse)):
@@ -97,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
                 row.ties.append(sum(distance <= arguments.tie for distance in distances))
                 row.worst = max([row.worst, *distances])
         for row in found:
-            row.tokens_per_s = row.tokens / min(row.seconds)
+            row.tokens_per_s = row.tokens / statistics.median(row.seconds)
         for layer in _layers(sparse):
             for choice in explain(layer):
                 key = f"{choice.tokens}{' ' if choice.graph else ''}{choice.graph}: {choice.strategy}"
