@@ -41,10 +41,10 @@ def result(name: str) -> dict[str, Any]:
     return found
 
 
-def measured(workload: str, variant: str, tokens: int = 16384) -> Row:
+def measured(workload: str, variant: str, tokens: int = 16384, name: str = "h200_auto") -> Row:
     found = [
         row
-        for row in result("h200_auto")["rows"]
+        for row in result(name)["rows"]
         if (row["workload"], row["variant"], row["tokens"]) == (workload, variant, tokens) and row["ms"]
     ]
     if len(found) != 1:
@@ -52,9 +52,9 @@ def measured(workload: str, variant: str, tokens: int = 16384) -> Row:
     return found[0]
 
 
-def dense(workload: str, suffix: str, tokens: int = 16384) -> float:
+def dense(workload: str, suffix: str, tokens: int = 16384, name: str = "h200_auto") -> float:
     """Milliseconds of the faster dense variant."""
-    return min(measured(workload, f"dense {kind}{suffix}", tokens)["ms"] for kind in ("eager", "compiled"))
+    return min(measured(workload, f"dense {kind}{suffix}", tokens, name)["ms"] for kind in ("eager", "compiled"))
 
 
 def errors(row: Row) -> list[str]:
@@ -80,8 +80,21 @@ def geometric(ratios: Sequence[float]) -> float:
     return math.prod(ratios) ** (1 / len(ratios))
 
 
+def speedup(workload: str, op: str, name: str = "h200_auto") -> float:
+    """Of "auto", "ffn" or "train", over the faster dense."""
+    return dense(workload, " train" if op == "train" else "", name=name) / float(
+        measured(workload, op, name=name)["ms"]
+    )
+
+
+def mean_speedups(name: str = "h200_auto") -> tuple[float, float]:
+    """Geometric means over the first five layers, forward and in training."""
+    forward, train = (geometric([speedup(each, op, name) for each in LAYERS[:5]]) for op in ("ffn", "train"))
+    return forward, train
+
+
 def mean_speedup() -> str:
-    mean = geometric([dense(name, "") / measured(name, "ffn")["ms"] for name in LAYERS[:5]])
+    mean, _ = mean_speedups()
     of_model = {
         op: [row["speedup_dense"] for row in result("h200_sweep_layers")["rows"] if row["variant"] == op and row["ms"]]
         for op in ("ffn", "train")
@@ -102,6 +115,23 @@ def training() -> str:
         rows.append([f"`{name}`", *against_dense(name, "train", " train"), kind, *errors(row)])
     header = ["workload", "dense", "twell", "speed-up", "strategy", "error over dense's", "worst row's"]
     return markdown(header, "lrrrlrr", rows)
+
+
+def layers_on_h100() -> str:
+    """Forward and training of the layers on an H100, beside the speed-up on an H200."""
+    h100, rows = "h100_auto", []
+    for name in LAYERS:
+        cells = [f"`{name}`"]
+        for op, suffix in (("ffn", ""), ("train", " train")):
+            row = measured(name, op, name=h100)
+            cells += [f"{dense(name, suffix, name=h100):.2f}", f"**{row['ms']:.2f}**"]
+            cells += [f"**{speedup(name, op, h100):.2f}**", f"{speedup(name, op):.2f}", row["strategy"]]
+        rows.append(cells)
+    call = ["twell", "speed-up", "on the H200", "strategy"]
+    table = markdown(["workload", "forward: dense", *call, "training: dense", *call], "l" + "rrrrl" * 2, rows)
+    forward, train = mean_speedups(h100)
+    said = f"Geometric means of the first five: {forward:.2f} forward and {train:.2f} in training."
+    return f"{table}\n\n{said} {result(h100)['machine']}"
 
 
 def decode() -> str:
@@ -173,9 +203,9 @@ PAPER = {
 }
 
 
-def configurations() -> list[dict[str, Any]]:
-    """Results of the models of the paper's sizes. LookupError if two files have the same row."""
-    found = [result(path.stem) for path in sorted(RESULTS.glob("h200_paper_configs*.json"))]
+def configurations(gpu: str = "h200") -> list[dict[str, Any]]:
+    """Results of the models of the paper's sizes on a GPU. LookupError if two files have the same row."""
+    found = [result(path.stem) for path in sorted(RESULTS.glob(f"{gpu}_paper_configs*.json"))]
     counts = Counter((row["config"], row["op"], row["variant"]) for run in found for row in run["rows"])
     if twice := [" ".join(key) for key, count in counts.items() if count > 1]:
         raise LookupError(f"expected one row of each model, got more of {', '.join(twice)}")
@@ -219,8 +249,15 @@ def models(shown: Callable[[str, str], bool] = lambda model, op: True) -> str:
 
     ``shown`` selects rows by model and operation.
     """
+    return faster_models([("0.5B trained", [result("h200_model")]), ("", configurations())], shown)
+
+
+def faster_models(
+    named: Sequence[tuple[str, list[dict[str, Any]]]], shown: Callable[[str, str], bool] = lambda model, op: True
+) -> str:
+    """The faster dense and the faster sparse variant of models: a label, or "" for their own names, and their runs."""
     rows = []
-    for label, runs in (("0.5B trained", [result("h200_model")]), ("", configurations())):
+    for label, runs in named:
         counts = {each["config"]: statistics.fmean(each["non_zeros"]) for run in runs for each in run["models"]}
         for theirs, ours in pairs(timed(runs)):
             both = theirs, ours
@@ -238,19 +275,23 @@ def models(shown: Callable[[str, str], bool] = lambda model, op: True) -> str:
     return markdown(header, "llrrrrrrr", rows)
 
 
+def models_on_h100() -> str:
+    """The same for the paper's sizes on an H100, and the machine."""
+    runs = configurations("h100")
+    return f"{faster_models([('', runs)])}\n\n{machines(runs)}"
+
+
 def headline() -> str:
     """One number each for inference, training and whole models."""
-    forward, train = (
-        geometric([dense(name, suffix) / measured(name, op)["ms"] for name in LAYERS[:5]])
-        for op, suffix in (("ffn", ""), ("train", " train"))
-    )
+    (forward, train), h100 = mean_speedups(), mean_speedups("h100_auto")
     found = [*pairs(timed([result("h200_model")])), *pairs(timed(configurations()))]
     gains = [theirs["ms"] / ours["ms"] for theirs, ours in found]
     return (
         "On an H200, against the faster of eager and compiled dense PyTorch: "
         f"**{forward:.1f}x forward and {train:.1f}x in training** for layers with 14 to 33 "
         "non-zeros per token (geometric means of five layers), "
-        f"**{min(gains):.1f}x to {max(gains):.1f}x for whole models** of 0.5B to 2B."
+        f"**{min(gains):.1f}x to {max(gains):.1f}x for whole models** of 0.5B to 2B. "
+        f"[On an H100](docs/gpus.md#on-an-h100) the layers gain {h100[0]:.1f}x and {h100[1]:.1f}x."
     )
 
 
@@ -423,9 +464,9 @@ def auto_misses() -> str:
     return markdown(["K / N", "", "non-zeros", "tokens", '"auto", microseconds', "the best", ""], "llrrllr", cells)
 
 
-def auto_losses() -> str:
+def auto_losses(name: str = "h200_held_out") -> str:
     """What "auto" loses at the points outside of its table."""
-    found = result("h200_held_out")
+    found = result(name)
     losses = [row["loss"] for row in found["rows"]]
     parts = []
     for name, training in (("forward", False), ("training", True)):
@@ -466,36 +507,27 @@ def quality_limit() -> str:
 
 def paper_code() -> str:
     """The paper's published code beside dense PyTorch and twell: calls that queue, and calls that are waited for."""
-    found = result("h200_paper_code")
-    rows = [
-        (row, row.get("modes") or {"queued": {"dense": row["dense_ms"], "paper": row["ms"]}}) for row in found["rows"]
-    ]
+    found = result("h100_paper_code")
     variants = {"dense": "dense", "paper": "the paper's code", "twell": "twell"}
-    columns = [
-        (mode, name)
-        for mode in ("queued", "waited")
-        for name in variants
-        if any(times.get(mode, {}).get(name) for _, times in rows)
-    ]
+    columns = [(mode, name) for mode in ("queued", "waited") for name in variants]
     cells = []
-    for row, times in rows:
-        shown = [times.get(mode, {}).get(name) for mode, name in columns]
+    for row in found["rows"]:
+        shown = [row["modes"].get(mode, {}).get(name) for mode, name in columns]
         what = "training step" if row["op"] == "train" else row["op"]
         line = [f"`{row['workload']}`", what, *("" if ms is None else f"{ms:.2f}" for ms in shown)]
-        cells.append([*line, row["red"] or row["wrong"] or "right", *paper_errors(row)])
+        # of the paper's code, over those of dense PyTorch
+        errors = [
+            f"{kind['paper'] / kind['dense eager']:.1f}" if "paper" in kind else ""
+            for kind in (row["errors"], row["worst_rows"])
+        ]
+        cells.append([*line, row["red"] or ("wrong" if row["wrong"] else "right"), *errors])
     header = ["workload", "what ran", *(f"{variants[name]}, {mode}" for mode, name in columns), "the paper's result"]
-    header += ["its error over dense's", "worst row's"][: len(cells[0]) - len(header)]
-    table = markdown(header, ("ll" + "r" * len(columns) + "lrr")[: len(header)], cells)
+    table = markdown([*header, "its error over dense's", "worst row's"], "ll" + "r" * len(columns) + "lrr", cells)
     # the five layers of the other means
-    shared = [row for row in found["rows"] if row.get("modes") and row["workload"] in LAYERS[:5]]
-    said = "\n".join(f"- {line}" for line in paper_code_means(shared))
-    return "\n\n".join(part for part in (table, said, f"{found['machine']}.") if part)
-
-
-def paper_errors(row: Row) -> list[str]:
-    """Errors of the paper's code over those of dense PyTorch: in norm, and of the worst row; none in older files."""
-    kinds = [row["errors"], row["worst_rows"]] if "worst_rows" in row else []
-    return [f"{kind['paper'] / kind['dense eager']:.1f}" if "paper" in kind else "" for kind in kinds]
+    said = "\n".join(
+        f"- {line}" for line in paper_code_means([r for r in found["rows"] if r["workload"] in LAYERS[:5]])
+    )
+    return f"{table}\n\n{said}\n\n{found['machine']}"
 
 
 def memory() -> str:
@@ -609,9 +641,9 @@ def several_gpus() -> str:
 
 def soak() -> str:
     """What a soak did."""
-    if missing := unmeasured("h200_soak", "python -m tests.soak"):
+    if missing := unmeasured("h100_soak", "python -m tests.soak"):
         return missing
-    run = result("h200_soak")
+    run = result("h100_soak")
     memory = " and ".join(
         f"{seen['settled']:,.0f} MB {where} at first, {seen['most']:,.0f} at most"
         for where, seen in (("of the GPU", run["gpu_mb"]), ("of the host", run["host_mb"]))
@@ -663,7 +695,7 @@ def traces() -> str:
 
 def continuous_batching() -> str:
     """The continuous batching of transformers, stock and sparse."""
-    found = result("h200_batches")
+    found = result("h100_batches")
     rows = []
     for row in found["rows"]:
         cells = [f"{row['requests']}", row["model"], f"{row['tokens']:,}"]
@@ -788,6 +820,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "forward": forward,
     "mean speed-up": mean_speedup,
     "training": training,
+    "layers on an H100": layers_on_h100,
+    "models on an H100": lambda: (
+        f"{faster_models([('', configurations('h100'))])}\n\n{machines(configurations('h100'))}"
+    ),
+    "large layer on an H100": lambda: layer_calls("h100_large_layer", "twell bench ffn,train,decode -k 4096 -n 14336"),
+    "auto losses on an H100": lambda: auto_losses("h100_held_out"),
     "decode": decode,
     "machine": machine,
     "shapes": shapes,

@@ -48,7 +48,7 @@ ALIKE = 0.01
 
 def speedup(results: Results) -> Chart | None:
     """Forward and training step of the named workloads, and the paper's code, beside dense PyTorch (h200_auto)."""
-    result, paper = results.get("h200_auto"), results.get("h200_paper_code")
+    result, paper = results.get("h200_auto"), results.get("h100_paper_code")
     panels: dict[str, list[Row]] = {}
     for op, variant in (("forward", "ffn"), ("train", "train")):
         panels[op] = []

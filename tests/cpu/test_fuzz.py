@@ -1027,7 +1027,7 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FAKE = """#!/bin/sh
-if [ "$1" = --help ]; then echo "--error-exitcode  --report-api-errors"; exit 0; fi
+if [ "$1" = --help ]; then echo "--error-exitcode  --report-api-errors --print-limit"; exit 0; fi
 echo "========= COMPUTE-SANITIZER"
 echo "$@" >> {log}
 echo "caching $PYTORCH_NO_CUDA_MEMORY_CACHING" >> {log}
@@ -1069,7 +1069,7 @@ def test_the_sanitizer_is_run_with_the_options_that_it_knows(
     log = fake_sanitizer(CLEAN)
     assert sanitize.main(["--tool", "initcheck", "--op", "up_down", "unpack", "--case", "light", "empty"]) == 0
     asked, caching = log.read_text().splitlines()
-    assert asked.startswith("--tool initcheck --report-api-errors no --error-exitcode 99 ")
+    assert asked.startswith("--tool initcheck --report-api-errors no --error-exitcode 99 --print-limit 0 ")
     assert asked.endswith("sanitize.py --limit-s 60 --op up_down unpack --case light empty")
     assert caching == "caching 1"
     out = capsys.readouterr().out
@@ -1087,11 +1087,44 @@ def test_reports_of_the_sanitizer_are_shown_and_counted(
     out = capsys.readouterr().out
     assert "Invalid __global__ read of size 16 bytes" in out
     assert "at up_down_light+0x100" in out
-    assert "up_down                    memcheck   1 ok, 1 reports, 0 s, 1 WRONG" in out
+    assert "up_down                    memcheck   1 ok, 1 reports, 0 s, 1 WRONG, 1 at up_down_light+0x100" in out
     assert "memcheck: 1 errors, exit status 99" in out
     fake_sanitizer("echo nothing", status=0)
     assert sanitize.main(["--tool", "memcheck", "--op", "up_down"]) == 1
     assert "memcheck: no summary" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("as_if_on_a_gpu")
+def test_wrong_results_are_shown_behind_many_reports_and_operators_as_they_end(
+    fake_sanitizer: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sanitize, "_SHOWN", 1)
+    last = 'echo "Error: the GPU no longer answers"\necho "unpack                     light           ok"\nsleep 60'
+    fake_sanitizer(FAULTY.replace('echo "========= ERROR SUMMARY: 1 error"\n', last), status=99)
+    monkeypatch.setattr(sanitize, "_START_S", 2)
+    assert sanitize.main(["--tool", "memcheck", "--op", "up_down", "unpack", "reglu", "--limit-s", "0"]) == 1
+    shown = capsys.readouterr().out.splitlines()[1:]
+    assert shown[:3] == [
+        "========= Invalid __global__ read of size 16 bytes",
+        "up_down                    empty           WRONG output 0: not equal",
+        "Error: the GPU no longer answers",
+    ]
+    assert [line.split()[0] for line in shown[3:]] == ["up_down", "unpack", "reglu", "memcheck:"]
+
+
+@pytest.mark.usefixtures("as_if_on_a_gpu")
+def test_a_sum_beyond_the_integers_of_fp32_may_be_rounded_otherwise() -> None:
+    case, total = sanitize.CASES[0], torch.tensor(3.0 * 2**24)
+    y = torch.ones(2)
+    sanitize.compare("ffn", case, True, (y, total + 4), (y, total))
+    sanitize.compare("ffn", case, True, (y, total / 4), (y, total / 4))
+    for ours, theirs in (
+        ((y, total + 32), (y, total)),
+        ((y, total / 4 + 1), (y, total / 4)),
+        ((y + 1, total), (y, total)),
+    ):
+        with pytest.raises(AssertionError, match="output"):
+            sanitize.compare("ffn", case, True, ours, theirs)
 
 
 @pytest.mark.usefixtures("as_if_on_a_gpu")
