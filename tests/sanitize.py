@@ -69,12 +69,14 @@ _PACKING = ("gate_pack", "gate_pack_screened")
 
 # without a limit on reports, as they are counted; where the host was says nothing
 _COMMON = ("--report-api-errors", "no", "--error-exitcode", "99", "--print-limit", "0", "--show-backtrace", "no")
-# racecheck and synccheck follow kernels only; the other two see a buffer's end only if it has its own allocation
+# The other two tools see a buffer's end only if it has its own allocation. Such a one is freed as soon as nothing holds
+# it, and what a kernel that still runs reads of it counts as uninitialised from there on: so launches wait.
+_OWN = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_LAUNCH_BLOCKING": "1"}
 TOOLS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "memcheck": (_COMMON, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+    "memcheck": (_COMMON, _OWN),
     "racecheck": (_COMMON, {}),
     # bytes that a kernel leaves undefined by design are copied to the host too
-    "initcheck": ((*_COMMON, "--check-api-memory-access", "no"), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+    "initcheck": ((*_COMMON, "--check-api-memory-access", "no"), _OWN),
     "synccheck": (_COMMON, {}),
 }
 

@@ -1030,7 +1030,7 @@ FAKE = """#!/bin/sh
 if [ "$1" = --help ]; then echo "--error-exitcode  --report-api-errors --print-limit"; exit 0; fi
 echo "========= COMPUTE-SANITIZER"
 echo "$@" >> {log}
-echo "caching $PYTORCH_NO_CUDA_MEMORY_CACHING" >> {log}
+echo "caching $PYTORCH_NO_CUDA_MEMORY_CACHING blocking $CUDA_LAUNCH_BLOCKING" >> {log}
 {output}
 exit {status}
 """
@@ -1071,7 +1071,7 @@ def test_the_sanitizer_is_run_with_the_options_that_it_knows(
     asked, caching = log.read_text().splitlines()
     assert asked.startswith("--tool initcheck --report-api-errors no --error-exitcode 99 --print-limit 0 ")
     assert asked.endswith("sanitize.py --limit-s 60 --op up_down unpack --case light empty")
-    assert caching == "caching 1"
+    assert caching == "caching 1 blocking 1"
     out = capsys.readouterr().out
     assert "up_down                    initcheck  1 ok, 0 reports, 0 s, 1 left out" in out
     assert "unpack                     initcheck  did not run" in out
