@@ -69,8 +69,8 @@ _PACKING = ("gate_pack", "gate_pack_screened")
 
 # without a limit on reports, as they are counted; where the host was says nothing
 _COMMON = ("--report-api-errors", "no", "--error-exitcode", "99", "--print-limit", "0", "--show-backtrace", "no")
-# The other two tools see a buffer's end only if it has its own allocation. Such a one is freed as soon as nothing holds
-# it, and what a kernel that still runs reads of it counts as uninitialised from there on: so launches wait.
+# memcheck and initcheck see a buffer's end only if it has its own allocation. Such a one is freed as soon as nothing
+# holds it, and what a kernel that still runs reads of it counts as uninitialised from there on: so launches wait.
 _OWN = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_LAUNCH_BLOCKING": "1"}
 TOOLS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "memcheck": (_COMMON, _OWN),
