@@ -5,10 +5,11 @@
     python -m profiling.everything h200_auto h200_fp8 --out results --budget-s 540 --real FOLDER
 
 Without names: all that is older than the present kernels, in the order of ``profiling.measurements``, except for what
-needs an input that is not given, or more GPUs. A command begins if its predicted seconds are left of --budget-s, one
-that can go on where it stopped also with less; one that runs over the budget is interrupted. Each result is in --out as
-soon as it is done, and what each command printed in NAME.log there. done.json says which commands ended: the same call
-goes on behind them, and repeats all after a change of kernels. Copy good files to profiling/results/.
+needs an input that is not given, more GPUs, or another GPU than this one. A command begins if its predicted seconds are
+left of --budget-s, one that can go on where it stopped also with less; one that runs over the budget is interrupted.
+Each result is in --out as soon as it is done, and what each command printed in NAME.log there. done.json says which
+commands ended: the same call goes on behind them, and repeats all after a change of kernels. Copy good files to
+profiling/results/.
 
 Exit status: 1 if a command failed or a result is red, 2 for a request that makes no sense, 3 if some are left, else 0.
 """
@@ -29,6 +30,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from profiling.measurements import ALL, INPUTS, Measurement
 from twell import _files
 from twell._runtime import fingerprint
@@ -45,6 +48,11 @@ LEFT = 3
 # By the hash of the present sources, hashes of others whose compiled objects for Hopper have the same bytes: they
 # differ in comments, names and where a function stands.
 SAME_CODE = {"2c2a5dab3b77": ("429e108cb8e1",)}
+
+
+def gpu_name() -> str:
+    """The name of this machine's GPU; "" without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def kernels_of(path: Path) -> str:
@@ -141,6 +149,9 @@ class Runner:
         lacked = {each.name: lacking for each in chosen if (lacking := self.lacking(each))}
         if named and lacked:
             raise RequestError("; ".join(f"{name} needs {lacking}" for name, lacking in lacked.items()))
+        if not named:
+            others = {each.name: f"an {each.gpu}" for each in chosen if each.gpu and each.gpu not in gpu_name()}
+            lacked = {**others, **lacked}
         for each in chosen:
             if each.name in lacked:
                 self.say(f"{each.name}: left out, as it needs {lacked[each.name]}")

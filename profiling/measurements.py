@@ -32,6 +32,12 @@ class Measurement(NamedTuple):
     resumes: bool = False
     gpus: int = 1
 
+    @property
+    def gpu(self) -> str:
+        """The GPU of the name, "H100" or "H200"; "" for another name."""
+        first = self.name.partition("_")[0].upper()
+        return first if first in ("H100", "H200") else ""
+
 
 LAYERS = "uniform29 skew29 topic29 topic128 dense911 real:$REAL/3 real:$REAL/6"
 BENCH = "python -m twell bench"

@@ -1,7 +1,7 @@
 """Time the code that the paper's authors published beside twell and dense PyTorch, on the same layers in one run.
 
     python -m profiling.paper_code --package sparser-faster-llms --workload uniform29 skew29 topic29 \
-        real:FOLDER/3 real:FOLDER/6 --out profiling/results/h200_paper_code.json
+        real:FOLDER/3 real:FOLDER/6 topic128 dense911 --out profiling/results/h100_paper_code.json
 
 --package is a checkout of https://github.com/SakanaAI/sparser-faster-llms, which is no part of this repository and is
 only imported: TwELLGatedMLP for the forward pass, torch.ops.sparse_ops.ff_forward_gated for training steps. It compiles
@@ -285,8 +285,8 @@ def measured(workload: str, op: str, problem: FFN, published: Published, rounds:
         clock.wait()
     row.strategy = next((choice.strategy for choice in site.explain() if not choice.graph), "dense")
     answers = Answers(clean, dy)
-    for name in ("dense eager", "twell"):
-        row.twell_wrong = answers.check(row, name, call_of(functions[name], clean, dy)(clean.x))
+    answers.check(row, "dense eager", call_of(functions["dense eager"], clean, dy)(clean.x))
+    row.twell_wrong = answers.check(row, "twell", call_of(functions["twell"], clean, dy)(clean.x))
     theirs: Callable[[FFN], Call] = published.forward if dy is None else partial(call_of, published.output, dy=dy)
     try:
         row.wrong = answers.check(row, "paper", theirs(clean)(clean.x), WRONG)

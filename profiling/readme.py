@@ -291,7 +291,7 @@ def headline() -> str:
         f"**{forward:.1f}x forward and {train:.1f}x in training** for layers with 14 to 33 "
         "non-zeros per token (geometric means of five layers), "
         f"**{min(gains):.1f}x to {max(gains):.1f}x for whole models** of 0.5B to 2B. "
-        f"[On an H100](docs/gpus.md#on-an-h100) the layers gain {h100[0]:.1f}x and {h100[1]:.1f}x."
+        f"[On an H100](docs/gpus.md#on-an-h100) they are {h100[0]:.1f}x and {h100[1]:.1f}x."
     )
 
 
@@ -469,9 +469,9 @@ def auto_losses(name: str = "h200_held_out") -> str:
     found = result(name)
     losses = [row["loss"] for row in found["rows"]]
     parts = []
-    for name, training in (("forward", False), ("training", True)):
+    for kind, training in (("forward", False), ("training", True)):
         own = [row["loss"] for row in found["rows"] if row["training"] == training]
-        parts.append(f"{100 * statistics.mean(own):.2f} % over {len(own)} {name} points")
+        parts.append(f"{100 * statistics.mean(own):.2f} % over {len(own)} {kind} points")
     said = f'On {len(losses)} points "auto" loses {100 * statistics.mean(losses):.2f} % in the mean'
     return f"{said}: {' and '.join(parts)}; at most {100 * max(losses):.1f} %. {found['machine']}"
 
@@ -821,9 +821,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mean speed-up": mean_speedup,
     "training": training,
     "layers on an H100": layers_on_h100,
-    "models on an H100": lambda: (
-        f"{faster_models([('', configurations('h100'))])}\n\n{machines(configurations('h100'))}"
-    ),
+    "models on an H100": models_on_h100,
     "large layer on an H100": lambda: layer_calls("h100_large_layer", "twell bench ffn,train,decode -k 4096 -n 14336"),
     "auto losses on an H100": lambda: auto_losses("h100_held_out"),
     "decode": decode,

@@ -205,7 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for said in found.wrong:
         print(f"WRONG {said}", file=sys.stderr, flush=True)
     if arguments.json is not None:
-        content = {**header(device, vars(arguments)), **vars(found)}
+        options = {name: value for name, value in vars(arguments).items() if name != "json"}
+        content = {**header(device, options), **vars(found)}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
     return int(bool(found.wrong))
 

@@ -154,6 +154,19 @@ def test_red_results_are_kept_and_faults_repeated(
     }
 
 
+def test_files_of_another_gpu_are_made_only_by_name(
+    add: Callable[..., None], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(everything, "gpu_name", lambda: "NVIDIA H100 80GB HBM3")
+    for name in ("h100_auto", "h200_auto"):
+        add(name, ("{}", 0))
+    status, said, found = run()
+    assert status == 0
+    assert list(found) == ["h100_auto"]
+    assert "h200_auto: left out, as it needs an H200" in said
+    assert list(run("h200_auto")[2]) == ["h100_auto", "h200_auto"]
+
+
 def test_inputs_and_gpus_that_are_missing(add: Callable[..., None], run: Callable[..., Any], tmp_path: Path) -> None:
     add("real", ("{}", 0), more=" $REAL")
     add("two", ("{}", 0), gpus=2)

@@ -926,7 +926,7 @@ def test_checks_agree_with_themselves(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(sanitize.Call, "on", on)
     assert sanitize.main(["--case", "light", "--op", "up_down"]) == 1
     assert "WRONG output 0" in capsys.readouterr().out
-    assert sanitize.main(["--op", "up_down", "--limit-s", "-1"]) == 0
+    assert sanitize.main(["--op", "up_down", "--limit-s", "-1"]) == sanitize.LEFT
     assert capsys.readouterr().out.count("left out") == len(sanitize.CASES)
 
 
@@ -1089,6 +1089,8 @@ def test_reports_of_the_sanitizer_are_shown_and_counted(
     assert "at up_down_light+0x100" in out
     assert "up_down                    memcheck   1 ok, 1 reports, 0 s, 1 WRONG, 1 at up_down_light+0x100" in out
     assert "memcheck: 1 errors, exit status 99" in out
+    fake_sanitizer(CLEAN, status=sanitize.LEFT)
+    assert sanitize.main(["--tool", "memcheck", "--op", "up_down"]) == sanitize.LEFT
     fake_sanitizer("echo nothing", status=0)
     assert sanitize.main(["--tool", "memcheck", "--op", "up_down"]) == 1
     assert "memcheck: no summary" in capsys.readouterr().out

@@ -458,8 +458,10 @@ class _Run:
                 variant.call(self.batches[(i + 1) % len(self.batches)])
                 each.append(self.timed(variant, self.batches[i % len(self.batches)]))
             order = order[1:] + order[:1]  # none always follows the same one
-        for (row, _), each in zip(ready, samples, strict=True):
+        for (row, variant), each in zip(ready, samples, strict=True):
             note_times(row, each)
+            # "auto" may have changed its choice since
+            row.strategies = self.strategies(variant)
         dense = [row.ms for row, _ in ready if row.ms is not None and row.variant.startswith("dense")]
         for row, _ in ready:
             row.speedup = min(dense) / row.ms if dense and row.ms else None
@@ -488,7 +490,7 @@ class _Run:
                 if variant.compile:
                     variant.compile_layers(self.settings.backend)
                 base = self.note_errors(row, variant, truth, base)
-                row.strategies = variant.strategies("training" if self.training else "inference")
+                row.strategies = self.strategies(variant)
             except torch.OutOfMemoryError:
                 raise
             except FAILURES as error:
@@ -497,6 +499,10 @@ class _Run:
                 continue
             row.ready_s = time.perf_counter() - start
             yield variant
+
+    def strategies(self, variant: Variant) -> dict[str, int]:
+        """What the layers of a variant run, by strategy."""
+        return variant.strategies("training" if self.training else "inference")
 
     def maker(self) -> Callable[[tuple[str, str, bool]], Variant]:
         if not self.training:
