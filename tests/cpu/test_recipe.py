@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.nn.functional as F
 from recipe_models import (
     K,
     Model,
@@ -407,6 +408,49 @@ def test_a_weight_of_two_layers_is_reinitialized_where_both_are_dead() -> None:
     before = model[0].up_proj.weight.detach().clone()
     recipe.reinitialize_dead(model, {"0": first}, step=0)
     assert torch.equal(model[0].up_proj.weight, before)
+
+
+def test_a_fused_weight_of_two_layers_is_reinitialized_where_both_are_dead() -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Linear(K, 2 * N, bias=False)
+            self.down_proj = nn.Linear(N, K, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = self.gate_up_proj(x).chunk(2, -1)
+            y: Tensor = self.down_proj(gate.relu() * up)
+            return y
+
+    model = nn.Sequential(Fused(), Fused())
+    model[1].gate_up_proj.weight = model[0].gate_up_proj.weight
+    twell.sparsify_(model)
+    weight: Any = model[0].gate_up_proj.weight
+    before = weight.detach().clone()
+    first, second = torch.arange(N) < 6, torch.arange(N) > 2
+    recipe.reinitialize_dead(model, {"0": first}, step=0)
+    assert torch.equal(weight, before)
+    recipe.reinitialize_dead(model, {"0": first, "1": second}, step=0)
+    assert torch.equal((weight != before).any(1), F.pad(first & second, (0, N)))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (torch.nn.utils.parametrizations.weight_norm, "have its weight as a parameter, got one computed from param"),
+        (torch.nn.utils.spectral_norm, "have its weight as a parameter, got one computed from weight_orig"),
+        (lambda gate: gate.requires_grad_(False), "be trained, got a weight without requires_grad"),
+    ],
+)
+def test_gates_that_cannot_be_drawn_again_are_refused(change: Any, said: str) -> None:
+    model = nn.ModuleList(SparseGatedMLP(K, N) for _ in range(2))
+    change(model[0].gate_proj)
+    dead = {name: torch.arange(N) < 6 for name in ("0", "1")}
+    with pytest.raises(ValueError, match=f"the gate of 0 must {said}.*: leave the layer out of dead"):
+        recipe.reinitialize_dead(model, dead, step=0)
+    before: Any = model[1].gate_proj.weight.detach().clone()
+    recipe.reinitialize_dead(model, {"1": dead["1"]}, step=0)
+    assert torch.equal((model[1].gate_proj.weight != before).any(1), dead["1"])
 
 
 def test_reinitialize_revives_neurons() -> None:

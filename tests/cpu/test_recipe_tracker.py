@@ -160,6 +160,19 @@ def test_figures_cover_the_steps_of_a_window() -> None:
     assert not any(mask.any() for mask in never.dead().values())
 
 
+def test_a_step_that_ends_between_its_micro_batches_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    model, batches = Model(), inputs(4)
+    tracker = SparsityTracker(model, every=1)
+    for step, x in enumerate(batches):
+        with tracker.watch(step):
+            model(x)
+        tracker.read()
+    assert "ends it" not in caplog.text
+    with tracker.watch(len(batches) - 1):
+        model(batches[0])
+    assert "read(), dead() or state_dict() between two micro-batches of a step ends it" in caplog.text
+
+
 def test_a_step_that_fails_counts_nothing() -> None:
     model, (x,) = Model(), inputs()
     tracker = SparsityTracker(model)

@@ -66,6 +66,30 @@ def test_hooks_of_a_block_stay() -> None:
     assert calls == [1]
 
 
+def test_a_wrapper_around_the_first_layer_that_passes_its_input_on_raises() -> None:
+    """It may exchange the weight while it calls the layer, as peft does for ``target_parameters``."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, base: Any) -> None:
+            super().__init__()
+            self.base = base
+
+        def forward(self, x: torch.Tensor) -> Any:
+            own = self.base._parameters["weight"]
+            self.base._parameters["weight"] = nn.Parameter(own + 1)
+            try:
+                return self.base(x)
+            finally:
+                self.base._parameters["weight"] = own
+
+    m = Block().eval()
+    sparsify_(nn.Sequential(m))
+    m(tokens())
+    m.fc1 = Wrapper(m.fc1)
+    with pytest.raises(NotImplementedError, match=r"fc1 of a twell pair must be the DeferredUp .*, got Wrapper"):
+        m(tokens())
+
+
 def test_a_pair_whose_first_layer_is_changed_afterwards(caplog: pytest.LogCaptureFixture) -> None:
     m = Block().eval()
     sparsify_(m)

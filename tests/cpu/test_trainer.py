@@ -416,6 +416,12 @@ def test_wrong_settings_and_models_are_refused(tmp_path: Path) -> None:
         SparsityCallback(normalisation="mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="reinitialize must be a number from 0 to 1, got 2"):
         SparsityCallback(reinitialize=2)
+    frozen = llama()
+    for layer in recipe.layers(frozen).values():
+        layer.gate_proj.requires_grad_(False)
+    trainer = Trainer(frozen, arguments(tmp_path), train_dataset=sequences(4), callbacks=[callback(reinitialize=0.1)])
+    with pytest.raises(ValueError, match="reinitialize needs layers whose gate is trained, got frozen ones alone"):
+        trainer.train()
     with pytest.raises(ValueError, match="warmup_steps must be an integer of at least 0, got -1"):
         SparsityCallback(warmup_steps=-1)
 

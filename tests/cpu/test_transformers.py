@@ -443,6 +443,28 @@ def test_parts_that_have_keys_of_their_own_keep_them(tmp_path: Path) -> None:
     assert (content["vision_config"]["hidden_act"], content.get("hidden_act_param")) == ("gelu", None)
 
 
+def test_layers_whose_own_key_says_relu_keep_it_when_others_are_loaded(tmp_path: Path) -> None:
+    sizes = {"hidden_size": K, "intermediate_size": N, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes["hidden_act"] = "relu"  # type: ignore[assignment]
+    vision = {**sizes, "image_size": 8, "patch_size": 4}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.GitConfig(
+        vision_config=vision, vocab_size=64, bos_token_id=1, eos_token_id=2, **dropout, **sizes
+    )
+    model = transformers.GitForCausalLM(config).eval()
+    sparsify(model, filter_fn=lambda _, name: "image" not in name)
+    for layer in layers(model).values():
+        layer.activation, layer.threshold = "fatrelu", 0.5
+    name_activation(model)
+    model.save_pretrained(tmp_path)
+    found = {name: (layer.activation, layer.threshold) for name, layer in layers(load(tmp_path)).items()}
+    assert len(found) == 2
+    assert all(each == (("relu", 0) if "vision" in name else ("fatrelu", 0.5)) for name, each in found.items())
+    # the file says the same
+    again = load(tmp_path)
+    assert (again.config.hidden_act, again.config.vision_config.hidden_act) == ("fatrelu", "relu")
+
+
 def test_an_activation_without_a_key_is_refused() -> None:
     class Fixed(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
         def __init__(self, config: Any) -> None:

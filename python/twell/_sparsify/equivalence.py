@@ -269,6 +269,18 @@ def _is(act: Function, kind: Activation, dtype: torch.dtype) -> bool:
                 return False
             if not all(_same(*pair) for pair in pairs):
                 return False
+        # code may branch on the number of dimensions
+        flat = _every_size(dtype, kind.threshold)
+        for lead, training in itertools.product(LEADS, (True, False)):
+            count = math.prod(lead)
+            x = flat[: len(flat) // count * count].view(*lead, -1)
+            try:
+                with mode(modules, training), torch.no_grad(), state.recording():
+                    same = _same(act(x.clone()), of_gate(x))
+            except Exception:
+                return False
+            if not same:
+                return False
     numbers: tuple[float, ...] = (kind.threshold,) if kind.threshold else ()
     return is_constant("", act, numbers, modules) and not uncovered_input(
         modules, state, numbers, frozenset(id(ran.code) for ran in state.ran.values())

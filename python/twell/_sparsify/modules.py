@@ -85,7 +85,8 @@ class DeferredUp(SharedLinear):
         else:
             if isinstance(x, Tensor):
                 _HANDED_ON.tensors[self] = weakref.ref(x)
-            # with other sizes, code that takes x for the hidden state raises by itself, except for another pair's fc2
+            # with other sizes, code that takes x for the hidden state raises by itself, except for another pair's fc2,
+            # which sees whether a wrapper called this layer
             if self.in_features == self.out_features or self._may_be_mixed():
                 self._require_place(SparseDown)
         return x
@@ -237,7 +238,10 @@ class SparseDown(SparseMLP, SharedLinear):
                     "input of another pair's fc1; tie or copy layers before sparsify_, or both of a pair together"
                 )
             up._require_place(DeferredUp)
-        elif handed_on() is not x and not (any(HOOKS_OF_ALL) or _changed(up) or _changed(self)):
+        elif handed_on() is x:
+            # a wrapper around fc1 may exchange its weight for the time of its call
+            up._require_place(DeferredUp)
+        elif not (any(HOOKS_OF_ALL) or _changed(up) or _changed(self)):
             raise NotImplementedError(
                 "fc2 of a twell pair must be called on the very tensor that fc1 returns, its input, got another one: "
                 "nothing may run between them or change either; wrap or replace layers, and merge adapters, before "

@@ -46,17 +46,17 @@ def find(model: Any, activation: str, is_ours: Callable[[str], bool], blocks: Co
         except Exception as error:
             failed.append(f"{key} can be no other: {_first(error)}")
             continue
-        differing = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-        mine = set(filter(is_ours, differing))
-        if mine and (others := sorted(differing - mine)):
+        others = _differing(before, after)
+        mine = set(filter(is_ours, others))
+        if mine and (strange := sorted(others - mine)):
             raise ValueError(
-                f"{key} of the configuration must be the activation of layers of twell alone, got that of {others[0]}, "
-                "too"
+                f"{key} of the configuration must be the activation of layers of twell alone, got that of "
+                f"{strange[0]}, too"
             )
         if mine:
             found.append(key)
             ours |= mine
-        elif not differing and key.name in layouts.SYNONYMS:
+        elif not others and key.name in layouts.SYNONYMS:
             idle.append(key)
     for block in blocks:
         if not any(name.startswith(f"{block}." if block else "") for name in ours):
@@ -65,6 +65,29 @@ def find(model: Any, activation: str, is_ours: Callable[[str], bool], blocks: Co
                 + "; ".join(failed or [f"keys of other activations are {_list(config)}"])
             )
     return found + [key for key in idle if key.path in {each.path for each in found}]
+
+
+def differing(model: Any, keys: Collection[Key]) -> set[str]:
+    """The names of what differs in the model that the class of ``model`` makes if other activations are at ``keys``.
+
+    Raises ValueError if the configuration does not make the model again.
+    """
+    try:
+        config = _as_read(model.config)
+        other = copy.deepcopy(config)
+        for key in keys:
+            key.write(other, "gelu" if key.read(config) == "relu" else "relu")
+        before, after = (_callables(type(model), each) for each in (config, other))
+    except Exception as error:
+        raise ValueError(
+            f"the configuration must make the model again, to find the layers of {', '.join(map(str, keys))}, got "
+            f"{_first(error)}"
+        ) from error
+    return _differing(before, after)
+
+
+def _differing(before: dict[str, object], after: dict[str, object]) -> set[str]:
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
 def _as_read(config: Any) -> Any:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +52,7 @@ try:
         Qwen2Config,
         Qwen2ForCausalLM,
     )
+    from transformers.activations import ACT2FN
     from transformers.modeling_utils import load_state_dict
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 except ImportError:
@@ -166,19 +167,38 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
 
 
 def with_own(model: Any, own: layouts.Own) -> Any:
-    """Give a model that was loaded as a stock one the activation that ``layouts.as_stock`` took from its file."""
-    with_activation(model, own.activation)
+    """Give a model that was loaded as a stock one the activation that ``layouts.as_stock`` took from its file.
+
+    Only layers have it whose activation is that of the keys: a vision tower may have ReLU by a key of its own.
+    """
+    layers = _sparsify.layers(model)
+    # the sparse classes have one
+    others = set() if isinstance(model, _SparseModel) else {*layouts.keys_of(model.config, ACT2FN)} - {*own.keys}
+    if others:
+        differing = _activation_keys.differing(model, own.keys)
+        blocks = {name: _sparsify.block_of(name, layer) for name, layer in layers.items()}
+        layers = {
+            name: layer
+            for name, layer in layers.items()
+            if any(changed.startswith(f"{blocks[name]}." if blocks[name] else "") for changed in differing)
+        }
+    _give(layers.values(), own.activation)
     _write_activation(model, own.keys, own.activation)
     return model
 
 
 def with_activation(model: Any, activation: Activation) -> Any:
     """Give the twell layers of ``model`` another activation of the family; its configuration stays."""
-    for layer in _sparsify.layers(model).values():
-        layer.threshold = 0
-        layer.activation = activation.name  # type: ignore[assignment]
-        layer.threshold = activation.threshold
+    _give(_sparsify.layers(model).values(), activation)
     return model
+
+
+def _give(layers: Iterable[Any], activation: Activation) -> None:
+    """Give layers another activation of the family."""
+    for layer in layers:
+        layer.threshold = 0
+        layer.activation = activation.name
+        layer.threshold = activation.threshold
 
 
 def name_activation(model: Any) -> None:

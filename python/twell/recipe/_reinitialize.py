@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from twell import _compaction
 from twell._arguments import require, require_integer, require_number
@@ -50,7 +51,8 @@ def reinitialize_dead(
 
     The optimizer's state stays as it is. A dead neuron has no gradient, so its moments have decayed to nothing; weight
     decay applies as ever. An optimizer with its own fp32 copies of 16-bit weights overwrites the result; apply it to
-    those copies then. Biases stay, so a neuron that its bias alone keeps silent may stay dead.
+    those copies then. A weight that is frozen, as below an adapter, or computed from others, as by weight_norm or
+    pruning, raises ValueError. Biases stay, so a neuron that its bias alone keeps silent may stay dead.
     """
     require_number("fraction", fraction, 0, 1)
     require_number("std", std, 0)
@@ -67,14 +69,17 @@ def reinitialize_dead(
     require("dead", dead, Mapping, "a bool tensor [N] or a mapping from names of layers to these")
     if unknown := dead.keys() - found.keys():
         raise ValueError(f"dead must name layers of the module ({', '.join(found)}), got {', '.join(sorted(unknown))}")
-    # a weight by the object that its layers have in common: the first layer's place, and the mask
-    weights: dict[int, tuple[int, Tensor, Tensor]] = {}
-    kept: dict[int, Any] = {}
+    # a weight by its place in memory, which layers may have in common: the first layer's place, and the mask
+    weights: dict[Hashable, tuple[int, Tensor, Tensor]] = {}
+    kept: dict[Hashable, Any] = {}
     for place, (name, layer) in enumerate(found.items()):
         if name not in dead:
             weight = getattr(_compaction.gate_of(layer), "weight", None)
-            kept[id(weight)] = weight
+            if isinstance(weight, Tensor):
+                kept[_memory(weight)] = weight
             continue
+        if obstacle := _obstacle(layer):
+            raise ValueError(f"the gate of {name or 'the layer'} must {obstacle}: leave the layer out of dead")
         weight = _compaction.gate_of(layer).weight
         weight, mask = _gate_weight(name, weight, layer.intermediate), dead[name]
         require(f"dead of {name or 'the layer'}", mask, Tensor, "a bool tensor")
@@ -82,12 +87,13 @@ def reinitialize_dead(
             raise ValueError(
                 f"dead of {name or 'the layer'} must be bool [{weight.shape[0]}], got {mask.dtype} {list(mask.shape)}"
             )
-        if id(weight) in weights:
-            place, _, others = weights[id(weight)]
+        memory = _memory(weight)
+        if memory in weights:
+            place, _, others = weights[memory]
             mask = mask & others.to(mask.device)
-        weights[id(weight)] = place, weight, mask
-    for place, weight, mask in weights.values():
-        if id(weight) in kept:
+        weights[memory] = place, weight, mask
+    for memory, (place, weight, mask) in weights.items():
+        if memory in kept:
             continue
         source = generator
         if source is None:
@@ -114,6 +120,30 @@ def _part(whole: Tensor, like: Any) -> Tensor:
     replicas = DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
     local: Tensor = replicas.redistribute(placements=like.placements).to_local()
     return local
+
+
+def _memory(weight: Any) -> Hashable:
+    """Where a weight is in memory: each access to half of a fused weight makes a new tensor."""
+    local = weight.to_local() if hasattr(weight, "placements") else weight
+    if local.numel() == 0:
+        # a rank may have no part of several weights
+        return id(weight)
+    return local.untyped_storage()._cdata, local.storage_offset(), tuple(local.shape), local.stride()
+
+
+def trained_layers(module: nn.Module) -> set[str]:
+    """The layers of a model whose neurons ``reinitialize_dead`` can draw again."""
+    return {name for name, layer in layers(module).items() if not _obstacle(layer)}
+
+
+def _obstacle(layer: SparseGatedMLP | SparseMLP) -> str:
+    """What the gate of a layer must be that it is not: its weight is computed from others, or frozen; "" if nothing."""
+    projection = _compaction.gate_of(layer)
+    computed = [each for each in ("weight_orig", "weight_g") if each in projection._parameters]
+    if computed or parametrize.is_parametrized(projection, "weight"):
+        source = " and ".join(computed) or "parametrizations"
+        return f"have its weight as a parameter, got one computed from {source}"
+    return "" if projection.weight.requires_grad else "be trained, got a weight without requires_grad"
 
 
 def _gate_weight(name: str, weight: Tensor, neurons: int) -> Tensor:

@@ -17,6 +17,7 @@ from twell import _admission, _compaction, functional
 from twell._activation import activation_of
 from twell._arguments import require, require_integer
 from twell._runtime import geometry
+from twell._runtime.log import warn_once
 from twell.recipe import _aux
 from twell.recipe._stats import LayerStats, SparsityStats, ratio
 from twell.recipe._strategies import strategies
@@ -120,6 +121,7 @@ class SparsityTracker:
         self._open: dict[str, Tensor] = {}
         self._observed = 0  # complete steps in ``_open``
         self._step: int | None = None
+        self._ended: int | None = None
         self._observing = False
         self._fresh = True  # nothing has been observed yet
         self._closed: Tensor | None = None
@@ -164,6 +166,11 @@ class SparsityTracker:
         if types is not None and not self.types:
             raise ValueError("types were given, but the tracker was made without names for them")
         if step != self._step:
+            if self._step is None and step == self._ended:
+                warn_once(
+                    "SparsityTracker: read(), dead() or state_dict() between two micro-batches of a step ends it: what "
+                    "follows counts as another step; call them after the last micro-batch of a step"
+                )
             self._close_step()
             self._step = step
             self._observing = self.every > 0 and (self._fresh or step % self.every == 0)
@@ -276,7 +283,7 @@ class SparsityTracker:
         self._closed = None if closed is None else closed.to(self._device())
         self._reduced, self._fresh, self._dead = closed is not None, closed is None, None
         self._open.clear()
-        self._observed, self._step = 0, None
+        self._observed, self._step, self._ended = 0, None, None
 
     def _device(self) -> torch.device:
         return next(iter(self._layers.values())).down_proj.weight.device
@@ -297,6 +304,8 @@ class SparsityTracker:
                 self._closed, self._reduced, self._dead = torch.cat(flats), False, None
                 self._open.clear()
                 self._observed = 0
+        if self._step is not None:
+            self._ended = self._step
         self._step = None
 
     def _all_reduce(self, packed: Tensor) -> Tensor:
