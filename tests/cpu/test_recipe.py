@@ -426,6 +426,10 @@ def test_a_fused_weight_of_two_layers_is_reinitialized_where_both_are_dead() -> 
     model[1].gate_up_proj.weight = model[0].gate_up_proj.weight
     twell.sparsify_(model)
     weight: Any = model[0].gate_up_proj.weight
+    computed = copy.deepcopy(model)
+    torch.nn.utils.spectral_norm(computed[0].gate_up_proj)
+    with pytest.raises(ValueError, match="the gate of 0 must have its weight as a parameter"):
+        recipe.reinitialize_dead(computed, {"0": torch.arange(N) < 6}, step=0)
     before = weight.detach().clone()
     first, second = torch.arange(N) < 6, torch.arange(N) > 2
     recipe.reinitialize_dead(model, {"0": first}, step=0)
@@ -439,7 +443,7 @@ def test_a_fused_weight_of_two_layers_is_reinitialized_where_both_are_dead() -> 
     [
         (torch.nn.utils.parametrizations.weight_norm, "have its weight as a parameter, got one computed from param"),
         (torch.nn.utils.spectral_norm, "have its weight as a parameter, got one computed from weight_orig"),
-        (lambda gate: gate.requires_grad_(False), "be trained, got a weight without requires_grad"),
+        (lambda gate: gate.requires_grad_(False), "be trained, got no weight that requires grad"),
     ],
 )
 def test_gates_that_cannot_be_drawn_again_are_refused(change: Any, said: str) -> None:
@@ -448,6 +452,7 @@ def test_gates_that_cannot_be_drawn_again_are_refused(change: Any, said: str) ->
     dead = {name: torch.arange(N) < 6 for name in ("0", "1")}
     with pytest.raises(ValueError, match=f"the gate of 0 must {said}.*: leave the layer out of dead"):
         recipe.reinitialize_dead(model, dead, step=0)
+    assert recipe.trained_layers(model) == {"1"}
     before: Any = model[1].gate_proj.weight.detach().clone()
     recipe.reinitialize_dead(model, {"1": dead["1"]}, step=0)
     assert torch.equal((model[1].gate_proj.weight != before).any(1), dead["1"])

@@ -455,6 +455,7 @@ class Annealed(nn.ReLU):
         *(nn.RReLU(0.0, 0.0), lambda x: x.clamp(min=0), lambda x: F.relu(x).clamp(max=60000.0)),
         *(lambda x: F.relu(x).detach(), lambda x: F.relu(x.bfloat16()).to(x.dtype)),
         *(lambda x: F.relu(x) if x.dim() == 1 else F.gelu(x), lambda x: F.relu(x) * (1 if x.ndim < 3 else 0.5)),
+        lambda x: F.relu(x) if x.dim() == 1 else x.clamp(min=0),
     ],
 )
 @pytest.mark.parametrize("form", [Gated, Block])

@@ -409,7 +409,7 @@ def test_types_are_not_restored_from_a_checkpoint(tmp_path: Path) -> None:
             trainer.train(resume_from_checkpoint=steps > 1)
 
 
-def test_wrong_settings_and_models_are_refused(tmp_path: Path) -> None:
+def test_wrong_settings_and_models_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="coefficient must be a finite number of at least 0, got -1"):
         SparsityCallback(-1)
     with pytest.raises(ValueError, match="normalisation must be one of"):
@@ -420,8 +420,11 @@ def test_wrong_settings_and_models_are_refused(tmp_path: Path) -> None:
     for layer in recipe.layers(frozen).values():
         layer.gate_proj.requires_grad_(False)
     trainer = Trainer(frozen, arguments(tmp_path), train_dataset=sequences(4), callbacks=[callback(reinitialize=0.1)])
-    with pytest.raises(ValueError, match="reinitialize needs layers whose gate is trained, got frozen ones alone"):
-        trainer.train()
+    before = [layer.gate_proj.weight.clone() for layer in recipe.layers(frozen).values()]
+    trainer.train()
+    assert "no gate is trained, and reinitialize leaves frozen ones as they are" in caplog.text
+    for weight, layer in zip(before, recipe.layers(frozen).values(), strict=True):
+        assert torch.equal(layer.gate_proj.weight, weight)
     with pytest.raises(ValueError, match="warmup_steps must be an integer of at least 0, got -1"):
         SparsityCallback(warmup_steps=-1)
 

@@ -465,6 +465,18 @@ def test_layers_whose_own_key_says_relu_keep_it_when_others_are_loaded(tmp_path:
     assert (again.config.hidden_act, again.config.vision_config.hidden_act) == ("fatrelu", "relu")
 
 
+def test_a_layer_without_a_key_has_the_activation_of_its_file(tmp_path: Path) -> None:
+    """CTRL has ReLU in its code, and its configuration names the activation of a summary, too."""
+    sizes = {"n_embd": K, "dff": N, "n_layer": 1, "n_head": 4, "vocab_size": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    for summary in ("tanh", "relu"):
+        config = transformers.CTRLConfig(**sizes, hidden_act="relu", summary_activation=summary)
+        transformers.CTRLLMHeadModel(config).save_pretrained(tmp_path)
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_act": "fatrelu", "hidden_act_param": 0.25}))
+        (layer,) = layers(load(tmp_path)).values()
+        assert (layer.activation, layer.threshold) == ("fatrelu", 0.25)
+
+
 def test_an_activation_without_a_key_is_refused() -> None:
     class Fixed(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
         def __init__(self, config: Any) -> None:

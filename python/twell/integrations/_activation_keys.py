@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from twell._runtime.log import logger
 from twell.integrations import layouts
 from twell.integrations.layouts import Key
 
@@ -68,22 +69,20 @@ def find(model: Any, activation: str, is_ours: Callable[[str], bool], blocks: Co
 
 
 def differing(model: Any, keys: Collection[Key]) -> set[str]:
-    """The names of what differs in the model that the class of ``model`` makes if other activations are at ``keys``.
+    """The names of what differs in the model that the class of ``model`` makes if another activation is at ``keys``.
 
-    Raises ValueError if the configuration does not make the model again.
+    None where the class makes no such model.
     """
-    try:
-        config = _as_read(model.config)
-        other = copy.deepcopy(config)
-        for key in keys:
-            key.write(other, "gelu" if key.read(config) == "relu" else "relu")
-        before, after = (_callables(type(model), each) for each in (config, other))
-    except Exception as error:
-        raise ValueError(
-            f"the configuration must make the model again, to find the layers of {', '.join(map(str, keys))}, got "
-            f"{_first(error)}"
-        ) from error
-    return _differing(before, after)
+    for other in ("gelu", "silu", "tanh"):
+        try:
+            config = _as_read(model.config)
+            changed = copy.deepcopy(config)
+            for key in keys:
+                key.write(changed, other)
+            return _differing(*(_callables(type(model), each) for each in (config, changed)))
+        except Exception as error:
+            logger.debug("the activation of %s cannot be %s: %s", ", ".join(map(str, keys)), other, _first(error))
+    return set()
 
 
 def _differing(before: dict[str, object], after: dict[str, object]) -> set[str]:

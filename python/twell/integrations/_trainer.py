@@ -25,8 +25,7 @@ from twell._arguments import (
     require_positive,
 )
 from twell._runtime.log import logger
-from twell.recipe import Normalisation, SparsityTracker, StatsWriter, TokenTypes
-from twell.recipe._reinitialize import trained_layers
+from twell.recipe import Normalisation, SparsityTracker, StatsWriter, TokenTypes, trained_layers
 
 try:
     from transformers import TrainerCallback
@@ -98,7 +97,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     Runs with DDP, FSDP2, torch_compile, bf16 and fp16, and with non-reentrant gradient checkpointing. Raises ValueError
     as training begins if the model has no twell layers; with nn.DataParallel (use torchrun); with label smoothing; with
-    ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it, or where no gate is trained; with
+    ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it; with
     ``types`` under restore_callback_states_from_checkpoint, which makes callbacks without types; with ``nnz`` under
     load_best_model_at_end, which goes back to a step before the target; with ``moving_threshold`` under
     ``save_strategy="best"``, whose files name no threshold; for a second SparsityCallback; and for a checkpoint without
@@ -165,8 +164,6 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             seed,
         )
         self.tracker: SparsityTracker | None = None
-        # layers whose dead neurons are drawn again
-        self._drawn: set[str] = set()
         self.target: recipe.TargetSparsity | recipe.TargetThreshold | None = None
         # the tracker's state after the last step, on every rank
         self._counts: dict[str, Any] | None = None
@@ -221,12 +218,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             )
         if self.reinitialize and args.deepspeed:
             raise ValueError("SparsityCallback: reinitialize must be 0 under DeepSpeed, which keeps copies of weights")
-        self._drawn = trained_layers(model) if self.reinitialize else set()
-        if self.reinitialize and not self._drawn:
-            raise ValueError(
-                "SparsityCallback: reinitialize needs layers whose gate is trained, got frozen ones alone, as below an "
-                "adapter"
-            )
+        if self.reinitialize and not trained_layers(model):
+            logger.warning("SparsityCallback: no gate is trained, and reinitialize leaves frozen ones as they are")
         self.tracker = SparsityTracker(
             model, every=self.every, window=self.window, types=self.types.names if self.types else ()
         )
@@ -306,7 +299,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self.target is not None:
             self.target.update()
         if self.reinitialize and self.tracker is not None and self._model is not None:
-            dead = {name: mask for name, mask in self.tracker.dead().items() if name in self._drawn}
+            trained = trained_layers(self._model)
+            dead = {name: mask for name, mask in self.tracker.dead().items() if name in trained}
             recipe.reinitialize_dead(self._model, dead, self.reinitialize, step=state.global_step, seed=self.seed)
             # here, since every rank must take part and Trainer calls ``state`` on one alone
             self._counts = self.tracker.state_dict()

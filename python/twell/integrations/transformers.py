@@ -169,22 +169,33 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
 def with_own(model: Any, own: layouts.Own) -> Any:
     """Give a model that was loaded as a stock one the activation that ``layouts.as_stock`` took from its file.
 
-    Only layers have it whose activation is that of the keys: a vision tower may have ReLU by a key of its own.
+    A layer whose activation is that of another key, as in a vision tower, keeps the ReLU which that key names.
     """
-    layers = _sparsify.layers(model)
-    # the sparse classes have one
-    others = set() if isinstance(model, _SparseModel) else {*layouts.keys_of(model.config, ACT2FN)} - {*own.keys}
-    if others:
-        differing = _activation_keys.differing(model, own.keys)
-        blocks = {name: _sparsify.block_of(name, layer) for name, layer in layers.items()}
-        layers = {
-            name: layer
-            for name, layer in layers.items()
-            if any(changed.startswith(f"{blocks[name]}." if blocks[name] else "") for changed in differing)
-        }
+    config, layers = model.config, _sparsify.layers(model)
+    # a causal class may take the text part of a configuration alone
+    keys = [key if _has(config, key) else key._replace(path=()) for key in own.keys]
+    keys = list(dict.fromkeys(key for key in keys if _has(config, key)))
+    others = [key for key in layouts.keys_of(config, ACT2FN) if key not in keys and key.read(config).startswith("relu")]
+    # the sparse classes have one key
+    if others and not isinstance(model, _SparseModel):
+        mine, theirs = (_activation_keys.differing(model, each) for each in (keys, others))
+        for name in list(layers):
+            block = _sparsify.block_of(name, layers[name])
+            inside = f"{block}." if block else ""
+            mine_here, others_here = (any(each.startswith(inside) for each in names) for names in (mine, theirs))
+            if others_here and not mine_here:
+                del layers[name]
     _give(layers.values(), own.activation)
-    _write_activation(model, own.keys, own.activation)
+    _write_activation(model, keys, own.activation)
     return model
+
+
+def _has(config: Any, key: layouts.Key) -> bool:
+    """Whether a configuration has a key."""
+    try:
+        return hasattr(key.part(config), key.name)
+    except AttributeError:
+        return False
 
 
 def with_activation(model: Any, activation: Activation) -> Any:

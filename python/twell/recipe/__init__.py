@@ -38,7 +38,7 @@ from twell.recipe._aux import (
     layers,
     record_aux,
 )
-from twell.recipe._reinitialize import reinitialize_dead
+from twell.recipe._reinitialize import reinitialize_dead, trained_layers
 from twell.recipe._sharing import sharing_term
 from twell.recipe._stats import LayerStats, SparsityStats
 from twell.recipe._strategies import settle, strategies
@@ -72,4 +72,5 @@ __all__ = [
     "sharing_term",
     "strategies",
     "token_types",
+    "trained_layers",
 ]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from twell import _compaction
 from twell._arguments import require, require_integer, require_number
+from twell._sparsify.modules import FusedGatedMLP
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.recipe._aux import layers
 
@@ -52,7 +54,8 @@ def reinitialize_dead(
     The optimizer's state stays as it is. A dead neuron has no gradient, so its moments have decayed to nothing; weight
     decay applies as ever. An optimizer with its own fp32 copies of 16-bit weights overwrites the result; apply it to
     those copies then. A weight that is frozen, as below an adapter, or computed from others, as by weight_norm or
-    pruning, raises ValueError. Biases stay, so a neuron that its bias alone keeps silent may stay dead.
+    pruning, raises ValueError: ``trained_layers`` has the layers without. Biases stay, so a neuron that its bias alone
+    keeps silent may stay dead.
     """
     require_number("fraction", fraction, 0, 1)
     require_number("std", std, 0)
@@ -69,44 +72,75 @@ def reinitialize_dead(
     require("dead", dead, Mapping, "a bool tensor [N] or a mapping from names of layers to these")
     if unknown := dead.keys() - found.keys():
         raise ValueError(f"dead must name layers of the module ({', '.join(found)}), got {', '.join(sorted(unknown))}")
-    # a weight by its place in memory, which layers may have in common: the first layer's place, and the mask
-    weights: dict[Hashable, tuple[int, Tensor, Tensor]] = {}
-    kept: dict[Hashable, Any] = {}
+    # rows by the weight that layers may have in common: the first layer's place, the weight, the mask
+    drawn: dict[tuple[int, int], tuple[int, Tensor, Tensor]] = {}
+    kept: dict[tuple[int, int], Any] = {}
     for place, (name, layer) in enumerate(found.items()):
+        projection, first = _gate_rows(layer)
+        weight = getattr(projection, "weight", None)
+        key = id(weight), first
         if name not in dead:
-            weight = getattr(_compaction.gate_of(layer), "weight", None)
-            if isinstance(weight, Tensor):
-                kept[_memory(weight)] = weight
+            kept[key] = weight
             continue
         if obstacle := _obstacle(layer):
             raise ValueError(f"the gate of {name or 'the layer'} must {obstacle}: leave the layer out of dead")
-        weight = _compaction.gate_of(layer).weight
-        weight, mask = _gate_weight(name, weight, layer.intermediate), dead[name]
+        neurons, mask = layer.intermediate, dead[name]
+        weight = _whole(name, weight, neurons if projection is _compaction.gate_of(layer) else 2 * neurons)
         require(f"dead of {name or 'the layer'}", mask, Tensor, "a bool tensor")
-        if mask.dtype != torch.bool or mask.shape != (weight.shape[0],):
+        if mask.dtype != torch.bool or mask.shape != (neurons,):
             raise ValueError(
-                f"dead of {name or 'the layer'} must be bool [{weight.shape[0]}], got {mask.dtype} {list(mask.shape)}"
+                f"dead of {name or 'the layer'} must be bool [{neurons}], got {mask.dtype} {list(mask.shape)}"
             )
-        memory = _memory(weight)
-        if memory in weights:
-            place, _, others = weights[memory]
+        if key in drawn:
+            place, _, others = drawn[key]
             mask = mask & others.to(mask.device)
-        weights[memory] = place, weight, mask
-    for memory, (place, weight, mask) in weights.items():
-        if memory in kept:
+        drawn[key] = place, weight, mask
+    for key, (place, weight, mask) in drawn.items():
+        if key in kept:
             continue
         source = generator
         if source is None:
             # neighbouring steps and layers must not share seeds
-            drawn = random.Random(f"{seed} {step} {place}").getrandbits(62)
-            source = torch.Generator(weight.device).manual_seed(drawn)
-        _reinitialize(weight, mask, fraction, std, source)
+            number = random.Random(f"{seed} {step} {place}").getrandbits(62)
+            source = torch.Generator(weight.device).manual_seed(number)
+        _reinitialize(weight, key[1], mask, fraction, std, source)
 
 
-def _reinitialize(weight: Any, mask: Tensor, fraction: float, std: float, generator: torch.Generator) -> None:
+def trained_layers(module: nn.Module) -> set[str]:
+    """The names of the layers whose dead neurons ``reinitialize_dead`` can draw again: their gate's weight is trained.
+
+    It leaves out layers whose gate is frozen, as below an adapter, or computed from others, as by weight_norm.
+    """
+    return {name for name, layer in layers(module).items() if not _obstacle(layer)}
+
+
+def _gate_rows(layer: Any) -> tuple[nn.Module, int]:
+    """The projection whose weight has the gate's rows, and the first of them: one of gate and up has both."""
+    if isinstance(layer, FusedGatedMLP):
+        return layer._modules[layer._names[0]], layer.intermediate if layer._up_first else 0  # type: ignore[return-value]
+    return _compaction.gate_of(layer), 0
+
+
+def _obstacle(layer: Any) -> str:
+    """What the gate of a layer must be that it is not: its weight is computed from others, or frozen; "" if nothing."""
+    projection, _ = _gate_rows(layer)
+    computed = [each for each in ("weight_orig", "weight_g") if each in projection._parameters]
+    if computed or parametrize.is_parametrized(projection, "weight"):
+        source = " and ".join(computed) or "parametrizations"
+        return f"have its weight as a parameter, got one computed from {source}"
+    trained = getattr(getattr(projection, "weight", None), "requires_grad", False)
+    return "" if trained else "be trained, got no weight that requires grad"
+
+
+def _reinitialize(
+    weight: Any, first: int, mask: Tensor, fraction: float, std: float, generator: torch.Generator
+) -> None:
     wide = torch.promote_types(weight.dtype, torch.float32)
-    noise = torch.randn(weight.shape, generator=generator, device=weight.device, dtype=wide)
-    rows = mask[:, None].expand(weight.shape)
+    neurons, columns = len(mask), weight.shape[1]
+    noise = torch.randn((neurons, columns), generator=generator, device=weight.device, dtype=wide)
+    # the up projection's rows stay
+    around = (0, 0, first, weight.shape[0] - neurons - first)
+    noise, rows = F.pad(noise, around), F.pad(mask[:, None].expand(neurons, columns), around)
     if hasattr(weight, "placements"):
         noise, rows, weight = _part(noise, weight), _part(rows, weight), weight.to_local()
     drawn = torch.lerp(weight.to(wide), noise * std, fraction)
@@ -122,34 +156,10 @@ def _part(whole: Tensor, like: Any) -> Tensor:
     return local
 
 
-def _memory(weight: Any) -> Hashable:
-    """Where a weight is in memory: each access to half of a fused weight makes a new tensor."""
-    local = weight.to_local() if hasattr(weight, "placements") else weight
-    if local.numel() == 0:
-        # a rank may have no part of several weights
-        return id(weight)
-    return local.untyped_storage()._cdata, local.storage_offset(), tuple(local.shape), local.stride()
-
-
-def trained_layers(module: nn.Module) -> set[str]:
-    """The layers of a model whose neurons ``reinitialize_dead`` can draw again."""
-    return {name for name, layer in layers(module).items() if not _obstacle(layer)}
-
-
-def _obstacle(layer: SparseGatedMLP | SparseMLP) -> str:
-    """What the gate of a layer must be that it is not: its weight is computed from others, or frozen; "" if nothing."""
-    projection = _compaction.gate_of(layer)
-    computed = [each for each in ("weight_orig", "weight_g") if each in projection._parameters]
-    if computed or parametrize.is_parametrized(projection, "weight"):
-        source = " and ".join(computed) or "parametrizations"
-        return f"have its weight as a parameter, got one computed from {source}"
-    return "" if projection.weight.requires_grad else "be trained, got a weight without requires_grad"
-
-
-def _gate_weight(name: str, weight: Tensor, neurons: int) -> Tensor:
-    if weight.dim() != 2 or weight.shape[0] != neurons:
+def _whole(name: str, weight: Any, rows: int) -> Tensor:
+    if weight.dim() != 2 or weight.shape[0] != rows:
         raise ValueError(
-            f"the gate of {name or 'the layer'} must have {neurons} rows, got {list(weight.shape)}: weights "
+            f"the gate of {name or 'the layer'} must have {rows} rows, got {list(weight.shape)}: weights "
             "of FSDP1 are whole within summon_full_params, those of fully_shard (FSDP2) need nothing"
         )
-    return weight
+    return weight  # type: ignore[no-any-return]
