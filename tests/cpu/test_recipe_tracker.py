@@ -499,7 +499,30 @@ def fsdp2(rank: int) -> dict[str, Any]:
     recipe.reinitialize_dead(model, masks, step=3)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     weights = [p.full_tensor().detach() for p in model.parameters()]
-    return {"grads": grads, "weights": weights, "stats": tracker.read()}
+    whole: Any = fused()
+    fully_shard(whole[0], mesh=mesh)
+    recipe.reinitialize_dead(whole, {"0": torch.arange(N) % 3 == 0}, step=3)
+    together = whole[0].gate_up_proj.weight.full_tensor().detach()
+    return {"grads": grads, "weights": weights, "stats": tracker.read(), "fused": together}
+
+
+class Fused(nn.Module):
+    """A layer whose gate and up projection are one, as in Phi-3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(K, 2 * N, bias=False), nn.Linear(N, K, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(gate.relu() * up)
+
+
+def fused() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(Fused())
+    assert twell.sparsify_(model) == ["0"]
+    return model
 
 
 def both_ways(device: torch.device, folder: Path) -> None:
@@ -571,3 +594,9 @@ def test_ranks_of_fsdp2_are_as_one_process(two_ranks: tuple[list[dict[str, Any]]
         # the noise is that of the whole weight
         assert all(torch.equal(a, b) for a, b in zip(result["weights"], model.parameters()))
         assert_same_figures(result["stats"], stats)
+    whole: Any = fused()
+    before = whole[0].gate_up_proj.weight.detach().clone()
+    recipe.reinitialize_dead(whole, {"0": torch.arange(N) % 3 == 0}, step=3)
+    changed = (whole[0].gate_up_proj.weight != before).any(1)
+    assert torch.equal(changed.nonzero().flatten(), torch.arange(0, N, 3))
+    assert all(torch.equal(result["fsdp2"]["fused"], whole[0].gate_up_proj.weight) for result in two_ranks[0])
