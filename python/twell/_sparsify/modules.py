@@ -85,8 +85,7 @@ class DeferredUp(SharedLinear):
         else:
             if isinstance(x, Tensor):
                 _HANDED_ON.tensors[self] = weakref.ref(x)
-            # with other sizes, code that takes x for the hidden state raises by itself, except for another pair's fc2,
-            # which sees whether a wrapper called this layer
+            # with other sizes, code that takes x for the hidden state raises by itself, except for another pair's fc2
             if self.in_features == self.out_features or self._may_be_mixed():
                 self._require_place(SparseDown)
         return x

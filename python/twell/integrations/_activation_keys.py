@@ -71,7 +71,7 @@ def find(model: Any, activation: str, is_ours: Callable[[str], bool], blocks: Co
 def differing(model: Any, keys: Collection[Key]) -> set[str]:
     """The names of what differs in the model that the class of ``model`` makes if another activation is at ``keys``.
 
-    None where the class makes no such model.
+    No names if the class makes no such model.
     """
     for other in ("gelu", "silu", "tanh"):
         try:

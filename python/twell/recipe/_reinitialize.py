@@ -85,7 +85,7 @@ def reinitialize_dead(
         if obstacle := _obstacle(layer):
             raise ValueError(f"the gate of {name or 'the layer'} must {obstacle}: leave the layer out of dead")
         neurons, mask = layer.intermediate, dead[name]
-        weight = _whole(name, weight, neurons if projection is _compaction.gate_of(layer) else 2 * neurons)
+        weight = _whole(name, weight, 2 * neurons if isinstance(layer, FusedGatedMLP) else neurons)
         require(f"dead of {name or 'the layer'}", mask, Tensor, "a bool tensor")
         if mask.dtype != torch.bool or mask.shape != (neurons,):
             raise ValueError(
