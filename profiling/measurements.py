@@ -257,8 +257,8 @@ _MEASURED = (
         "continuous batching of transformers, stock and sparse, on an H100; other programs ran on a second GPU of its "
         "machine",
         "table continuous batching",
-        ("python -m profiling.serving batches --budget-s 100 --requests 64 256 --out $OUT",),
-        (150,),
+        ("python -m profiling.serving batches --budget-s 150 --requests 64 256 --out $OUT",),
+        (190,),
     ),
     Measurement(
         "h200_training_run",
