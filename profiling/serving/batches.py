@@ -1,7 +1,8 @@
 """Serve requests with transformers' continuous batching (``generate_batch``), with stock layers and with ``sparsify``.
 
 Prompts are drawn or text, of 64 to 192 tokens; all requests arrive at once and want --new tokens each, the likeliest.
-The stock model and the sparse one have the same weights. Each first serves some tokens without CUDA graphs, untimed, in
+The stock model and the sparse one have the same weights. A drawn model gets random output weights of its own: with those
+of its embedding it would repeat the last token of the prompt, whatever its layers compute. Each first serves some tokens without CUDA graphs, untimed, in
 which "auto" measures its layers, and then all requests once, untimed, in which it captures CUDA graphs, as a server has
 done when it is warm. Then both serve all requests --runs times, in turn, as far as --budget-s allows: a time is from
 the first request's start to the last one's end, and the median counts. Prompts share no pages. Without the package
@@ -35,6 +36,10 @@ from twell.commands.request import at_least
 from twell.nn import explain, set_down_layout
 
 PROMPT = (64, 192)
+# Another seed than the embedding has, of whose weights these would be a shifted copy.
+_HEAD_SEED = 20
+# Sequences whose logits are computed at a time.
+_PART = 32
 # Most tokens of a batch; tokens of a page of the cache, and pages beside one for each request.
 MOST_TOKENS, PAGE, SPARE = 8192, 256, 16
 
@@ -73,6 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
     most = max(arguments.requests)
     subject = models.subject(arguments, (4, 2048 if arguments.model is None else 512), (most, PROMPT[1]))
+    if arguments.model is None:
+        _draw_head(subject.model)
     stock, sparse = _stock(subject.model), subject.model
     set_down_layout(sparse, "rows")
     for layer in _layers(sparse):
@@ -135,6 +142,14 @@ def _layers(model: Any) -> list[Any]:
     return [layer.mlp for layer in model.get_decoder().layers]
 
 
+def _draw_head(model: Any) -> None:
+    """Give the model output weights of its own, as large as those that it has."""
+    embedding = model.get_input_embeddings().weight
+    drawn = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(_HEAD_SEED)) * embedding.float().std().item()
+    model.config.tie_word_embeddings = False
+    model.get_output_embeddings().weight = torch.nn.Parameter(drawn.to(embedding))
+
+
 def _stock(model: Any) -> Any:
     """The model as transformers has it, with ReLU, and with down weights of its own."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -185,15 +200,22 @@ def _distances(
     stock: Any, prompts: Sequence[list[int]], first: Sequence[list[int]], answers: Sequence[list[int]]
 ) -> list[float]:
     """For each request whose answers differ, how many roundings apart the logits at the first difference are."""
-    found = []
+    device = next(stock.parameters()).device
+    different = []
     for prompt, a, b in zip(prompts, first, answers):
-        if a == b:
-            continue
-        at = next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
-        ids = torch.tensor([[*prompt, *a[:at]]], device=next(stock.parameters()).device)
-        logits: Tensor = stock(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
-        one, other = float(logits[a[at]]), float(logits[b[at]])
-        # a bfloat16 has 8 bits
-        rounding = 2.0 ** (math.frexp(max(abs(one), abs(other)))[1] - 8)
-        found.append(abs(one - other) / rounding)
+        if a != b:
+            at = next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
+            different.append(([*prompt, *a[:at]], a[at], b[at]))
+    found = []
+    for start in range(0, len(different), _PART):
+        part = different[start : start + _PART]
+        # tokens behind a sequence do not change what attention, which is causal, makes of it
+        ids = [torch.tensor(sequence, device=device) for sequence, _, _ in part]
+        hidden = stock.get_decoder()(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False)[0]
+        ends = torch.tensor([len(sequence) - 1 for sequence in ids], device=device)
+        logits: Tensor = stock.get_output_embeddings()(hidden[torch.arange(len(part), device=device), ends]).float()
+        for row, (_, a, b) in zip(logits.tolist(), part):
+            # a bfloat16 has 8 bits
+            rounding = 2.0 ** (math.frexp(max(abs(row[a]), abs(row[b])))[1] - 8)
+            found.append(abs(row[a] - row[b]) / rounding)
     return found

@@ -105,3 +105,21 @@ def test_batches_compare_tokens_and_times(tmp_path: Path, capsys: pytest.Capture
         assert row.tokens_per_s == 12 / sorted(row.seconds)[1]
         # on a CPU "auto" is dense: only ties may differ
         assert row.differing == row.ties
+
+
+def test_batches_see_a_wrong_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(pytest.importorskip("transformers"), "ContinuousBatchingConfig"):
+        pytest.skip("this transformers has no continuous batching")
+    stock = batches._stock
+
+    def stock_before_damage(model: Any) -> Any:
+        kept = stock(model)
+        model.get_decoder().layers[1].mlp.down_proj.weight.data.neg_()
+        return kept
+
+    monkeypatch.setattr(batches, "_stock", stock_before_damage)
+    out = tmp_path / "out.json"
+    assert serving.main(["batches", *TINY, "--requests", "8", "--new", "8", "--runs", "1", "--out", str(out)]) == 0
+    first, second = (batches.Row(**row) for row in json.loads(out.read_text())["rows"])
+    assert first.differing == [0]
+    assert second.differing[0] > second.ties[0] and second.worst > 4
