@@ -2,11 +2,12 @@
 
 Prompts are drawn or text, of 64 to 192 tokens; all requests arrive at once and want --new tokens each, the likeliest.
 The stock model and the sparse one have the same weights. A drawn model gets random output weights of its own: with those
-of its embedding it would repeat the last token of the prompt, whatever its layers compute. Each first serves some tokens without CUDA graphs, untimed, in
-which "auto" measures its layers, and then all requests once, untimed, in which it captures CUDA graphs, as a server has
-done when it is warm. Then both serve all requests --runs times, in turn, as far as --budget-s allows: a time is from
-the first request's start to the last one's end, and the median counts. Prompts share no pages. Without the package
-flash-attn transformers attends by masked products over the cache of all requests, which take most of it.
+of its embedding it would repeat the last token of the prompt, whatever its layers compute. Each model first serves some
+tokens without CUDA graphs, untimed, in which "auto" measures its layers, and then all requests once, untimed, in which
+it captures CUDA graphs, as a server has done when it is warm. Then both serve all requests --runs times, in turn, as far
+as --budget-s allows: a time is from the first request's start to the last one's end, and the median counts. Prompts
+share no pages. Without the package flash-attn transformers attends by masked products over the cache of all requests,
+which take most of it.
 
 Tokens: batches depend on timing and products on the size of a batch, so two runs of one model differ, too. For each
 request whose tokens differ from those of the first stock run, the stock model's logits at the first difference say how
@@ -145,7 +146,8 @@ def _layers(model: Any) -> list[Any]:
 def _draw_head(model: Any) -> None:
     """Give the model output weights of its own, as large as those that it has."""
     embedding = model.get_input_embeddings().weight
-    drawn = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(_HEAD_SEED)) * embedding.float().std().item()
+    drawn = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(_HEAD_SEED))
+    drawn *= embedding.float().std().item()
     model.config.tie_word_embeddings = False
     model.get_output_embeddings().weight = torch.nn.Parameter(drawn.to(embedding))
 
@@ -214,8 +216,8 @@ def _distances(
         hidden = stock.get_decoder()(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False)[0]
         ends = torch.tensor([len(sequence) - 1 for sequence in ids], device=device)
         logits: Tensor = stock.get_output_embeddings()(hidden[torch.arange(len(part), device=device), ends]).float()
-        for row, (_, a, b) in zip(logits.tolist(), part):
+        for row, (_, one, other) in zip(logits.tolist(), part):
             # a bfloat16 has 8 bits
-            rounding = 2.0 ** (math.frexp(max(abs(row[a]), abs(row[b])))[1] - 8)
-            found.append(abs(row[a] - row[b]) / rounding)
+            rounding = 2.0 ** (math.frexp(max(abs(row[one]), abs(row[other])))[1] - 8)
+            found.append(abs(row[one] - row[other]) / rounding)
     return found
