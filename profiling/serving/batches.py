@@ -1,13 +1,13 @@
 """Serve requests with transformers' continuous batching (``generate_batch``), with stock layers and with ``sparsify``.
 
 Prompts are drawn or text, of 64 to 192 tokens; all requests arrive at once and want --new tokens each, the likeliest.
-The stock model and the sparse one have the same weights. A drawn model gets random output weights of its own: with those
-of its embedding it would repeat the last token of the prompt, whatever its layers compute. Each model first serves some
-tokens without CUDA graphs, untimed, in which "auto" measures its layers, and then all requests once, untimed, in which
-it captures CUDA graphs, as a server has done when it is warm. Then both serve all requests --runs times, in turn, as far
-as --budget-s allows: a time is from the first request's start to the last one's end, and the median counts. Prompts
-share no pages. Without the package flash-attn transformers attends by masked products over the cache of all requests,
-which take most of it.
+The stock model and the sparse one have the same weights. A drawn model gets random output weights of its own: with
+those of its embedding it would repeat the last token of the prompt, whatever its layers compute. Each model first
+serves some tokens without CUDA graphs, untimed, in which "auto" measures its layers, and then all requests once,
+untimed, in which it captures CUDA graphs, as a server has done when it is warm. Then both serve all requests --runs
+times, in turn, as far as --budget-s allows: a time is from the first request's start to the last one's end, and the
+median counts. Prompts share no pages. Without the package flash-attn transformers attends by masked products over the
+cache of all requests, which take most of it.
 
 Tokens: batches depend on timing and products on the size of a batch, so two runs of one model differ, too. For each
 request whose tokens differ from those of the first stock run, the stock model's logits at the first difference say how
