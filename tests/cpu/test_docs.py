@@ -286,6 +286,15 @@ def test_the_changelog_begins_with_this_version() -> None:
     assert not re.search(r"(?m)^- .*\n(?:  .*\n)*\n- ", text)
 
 
+def test_the_citation_has_the_date_of_the_release() -> None:
+    heading = re.search(r"(?m)^## \S+ - (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n### ")[0])
+    citation = ROOT / "CITATION.cff"
+    if not citation.exists():
+        pytest.skip("an archive of the sources without it")
+    released = re.search(r"(?m)^date-released: (\S+)$", citation.read_text(encoding="utf-8"))
+    assert (heading and heading[1]) == (released and released[1])
+
+
 def test_diagrams_are_as_drawn() -> None:
     checked = subprocess.run(
         [sys.executable, "docs/figures/draw.py", "--check"], cwd=ROOT, capture_output=True, text=True
