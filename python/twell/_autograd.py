@@ -176,7 +176,7 @@ def _gradients(
                 targets.append(torch.zeros_like(weight, dtype=torch.float32))
         main_gate, main_up, main_down = targets
         dx, db_gate, db_up = ops.hybrid_backward_accumulate(
-            *arguments, main_gate, main_up, main_down.t(), needs.x, *activation
+            *arguments, main_gate, main_up, main_down, needs.x, *activation, True
         )
         dw_gate, dw_up, dw_down = (
             target.to(x.dtype) if needed and main is None else None

@@ -124,8 +124,8 @@ def sparse_gated_ffn(
             its error say that it may be a non-zero (docs/notes/screen.md): for sparse layers and many tokens, on a GPU
             of compute capability 9.0 or the CPU. It misses a gate if the bound fails, with a probability of at most
             2^-80 per gate. In inference of up to 64 tokens it is "row". "proven" is the same by a bound that never
-            fails, with several times as many candidates for most layers. "invariant" is "row" with the same bits for a
-            token whatever other tokens the call has, and however many; for inference. "dense" is plain
+            fails, with several times as many candidates for most layers. "invariant" is "row" with, on a GPU, the same
+            bits for a token whatever other tokens the call has, and however many; for inference. "dense" is plain
             PyTorch, for any size and any dtype of F.linear. "auto" takes the cheapest strategy for a sparse layer of
             this size: mostly "union", "row" for few tokens. It keeps nothing between calls and so measures nothing. An
             ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity, "screened" only where its
@@ -543,5 +543,6 @@ def _dense_aux(hidden: Tensor, gate: Tensor, activation: Activation = RELU) -> A
 
 
 def _per_token(l1: Any, nonzeros: Any, tokens: int) -> Aux:
-    tokens = max(tokens, 1)
-    return Aux(l1 / tokens, nonzeros.float() / tokens)
+    # an exported graph has no guard for the case of no tokens, and takes max(tokens, 1) for tokens
+    least: Any = torch.full_like(nonzeros, tokens).clamp(min=1) if torch.compiler.is_exporting() else max(tokens, 1)
+    return Aux(l1 / least, nonzeros.float() / least)

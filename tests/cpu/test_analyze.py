@@ -670,10 +670,10 @@ def test_sequences_begin_as_the_tokenizer_begins(llama: Path, words: Path, tmp_p
 
 def test_text_is_read_in_an_order_of_its_own_but_the_same(llama: Path, words: Path) -> None:
     paths = [words / "3.txt", words / "1.txt"]
-    assert list(saved_model._files(paths)) == paths
+    assert list(saved_model._files(paths)) == [(path, False) for path in paths]
     shuffled = list(saved_model._files([words]))
     assert shuffled == list(saved_model._files([words]))
-    assert {path.name for path in shuffled} == {"0.txt", "1.txt", "2.txt", "3.txt"}
+    assert {path.name for path, within in shuffled if within} == {"0.txt", "1.txt", "2.txt", "3.txt"}
     text = read(llama, "--text", words, *paths, "--tokens", 10**6)
     assert text.files == 6
     assert 3000 < text.tokens < 10**6
@@ -710,7 +710,7 @@ def test_batches_pad_to_the_longest() -> None:
     [
         (["MODEL", "--text", "missing.txt"], "--text: expected a text file or a folder, got '.*missing.txt'"),
         (["MODEL", "--text", "image.png"], "--text: expected UTF-8 text, got '.*image.png'"),
-        (["MODEL", "--text", "empty.txt"], "--text: expected UTF-8 text"),
+        (["MODEL", "--text", "empty.txt"], r"--text: expected UTF-8 text, got '.*empty.txt' \(it is blank\)"),
         (["MODEL", "--text", "bare"], "at least 256 tokens, got 0 in 0 files"),
         (["MODEL", "--text", "short.txt"], "at least 256 tokens, got [0-9]+ in 1 files"),
         (["MODEL", "--text", "long.txt", "--tokens", "255"], r"--tokens: expected at least 256, got 255"),
@@ -742,6 +742,20 @@ def test_bad_requests(
     Path("long.txt").write_text(saved_models.text(500))
     with pytest.raises(RequestError, match=message):
         run(analyze, *(llama if option == "MODEL" else option for option in options))
+
+
+@pytest.mark.parametrize(("byte", "what"), [(b"\xe9", "invalid continuation byte"), (b"\0", "a zero byte")])
+def test_text_that_ends_in_other_bytes(llama: Path, tmp_path: Path, byte: bytes, what: str) -> None:
+    """An error where the file was named; within a folder a warning, and other files count."""
+    words = saved_models.text(500).encode()
+    file = tmp_path / "late.txt"
+    file.write_bytes((words * ((1 << 20) // len(words) + 2))[: 3 << 19] + byte + words)
+    with pytest.raises(RequestError, match=rf"UTF-8 text, got '.*late.txt' \({what} after 1,048,576 characters"):
+        run(analyze, llama, "--text", file, "--tokens", "9999999")
+    (tmp_path / "more.txt").write_bytes(words)
+    found = list(saved_model._files([tmp_path]))
+    assert sorted(path.name for path, _ in found) == ["late.txt", "more.txt"]
+    assert all(within for _, within in found)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,28 @@ def assert_same(ours: Any, eager: Any) -> None:
         testing.assert_same(a, b)
 
 
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = twell.nn.SparseGatedMLP(K, N)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.mlp(x, return_aux=True)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "union", "dense"])
+def test_exported_figures_of_no_tokens_are_zero(strategy: Any) -> None:
+    layer = Counting()
+    layer.mlp.strategy = strategy
+    sizes = ({0: Dim("m", min=0, max=100)},)
+    with torch.no_grad():
+        program = torch.export.export(layer, (torch.randn(6, K),), dynamic_shapes=sizes).module()
+        for m in (0, 1, 7):
+            x = torch.randn(m, K)
+            assert_same(program(x), layer(x))
+    assert program(torch.randn(0, K))[1].l1 == 0
+
+
 def saved(exported: Any) -> Any:
     file = io.BytesIO()
     torch.export.save(exported, file)

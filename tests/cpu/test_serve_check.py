@@ -170,6 +170,15 @@ def test_sparse_checkpoint_that_lies_is_measured_with_relu(
     assert written == before
 
 
+def test_rows_of_a_stock_class_are_refused(saved: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = load_file(llama / "model.safetensors")
+    weights = {name: t.T.contiguous() if "down_proj" in name else t for name, t in weights.items()}
+    save_file(weights, llama / "model.safetensors", metadata={"format": "pt"})
+    status, _, err = check(capsys, llama, *SIZES)
+    assert status == 2
+    assert "vLLM reads down weights [hidden, intermediate]" in err
+
+
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "SparseLlamaForCausalLM"])
 @pytest.mark.parametrize(("activation", "name"), [("relu", "ReLU"), ("fatrelu", "FATReLU"), ("drelu", "dReLU")])
 def test_the_family_is_served_and_measured(

@@ -211,6 +211,33 @@ def test_a_layer_of_another_pair_raises(change: str, compiled: bool, order: int)
         run(tokens())
 
 
+class Bypassing(nn.Module):
+    """A wrapper that reads its layer's parameters and does not call it, as some adapters do."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.base.weight, self.base.bias)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("make", [Residual, Literal, lambda: encoder(), lambda: nn.Sequential(in_a_row())])
+def test_a_pair_with_both_layers_bypassed_raises(make: Callable[[], Any], compiled: bool) -> None:
+    """Nothing else would notice that the activation is gone."""
+    m = nn.Sequential(make().eval())
+    sparsify_(m)
+    m(torch.randn(2, 3, K))
+    for parent in list(m.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear) and "twell" in type(child).__module__:
+                setattr(parent, name, Bypassing(child))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="must be the DeferredUp that sparsify_ made"):
+        (torch.compile(m, backend="eager") if compiled else m)(torch.randn(2, 3, K))
+
+
 def test_tied_pairs_are_one() -> None:
     m = nn.Sequential(Residual(), Residual())
     dense = copy.deepcopy(m)

@@ -599,6 +599,23 @@ def test_some_main_gradients(ffn: Function) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_main_gradients_of_a_graph_may_lie_anywhere(ffn: Function, backend: str) -> None:
+    """A graph that was traced with tensors at the beginning of their storage runs with views of one buffer, too."""
+    p, loss, _ = loss_and_problem(ffn)
+    torch.compiler.reset()
+    step = torch.compile(lambda p, m: loss(*ffn(p, main_grads=m)), backend=backend)
+    for first in (0, 64, 4096):
+        apart = mains_of(p, ffn, "linear")
+        loss(*ffn(p, main_grads=apart)).backward()
+        buffer = torch.full((first + sum(t.numel() for t in apart),), 2.0)
+        parts = buffer[first:].split([t.numel() for t in apart])
+        step(p, tuple(part.view(t.shape) for part, t in zip(parts, apart))).backward()
+        for part, t in zip(parts, apart):
+            torch.testing.assert_close(part.view(t.shape), t)
+
+
+@BOTH
 def test_main_gradients_and_the_rest_of_torch(ffn: Function) -> None:
     """Saved-tensor hooks, checkpoints, compiling and autocast reach the caller's tensors, not copies."""
     p, loss, _ = loss_and_problem(ffn)

@@ -73,6 +73,11 @@ class Block:
         return Block, (self(), self.names, self.between)
 
 
+# Dynamo would compile such a method for itself where it has left the graph around it, and then reuse a comparison of
+# one pair's modules for another's (torch 2.13).
+_eagerly = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
 class DeferredUp(SharedLinear):
     """``fc1`` of a pair: holds the up projection's parameters and returns its input, which ``SparseDown`` takes."""
 
@@ -90,6 +95,7 @@ class DeferredUp(SharedLinear):
                 self._require_place(SparseDown)
         return x
 
+    @_eagerly
     def _may_be_mixed(self) -> bool:
         """Whether the block has another pair's ``SparseDown`` where this pair's was."""
         block = self._block()
@@ -102,6 +108,7 @@ class DeferredUp(SharedLinear):
         if change := self._change():
             raise NotImplementedError(change)
 
+    @_eagerly
     def _change(self) -> str:
         """Describe what may run in place of the pair or between its layers, by the block's children; "" if nothing."""
         block = self._block()
@@ -116,6 +123,7 @@ class DeferredUp(SharedLinear):
             )
         return self._misplaced(DeferredUp) or self._misplaced(SparseDown)
 
+    @_eagerly
     def _require_place(self, kind: type[nn.Module]) -> None:
         """Raise NotImplementedError unless the block still calls this pair's layer of a kind under its name."""
         if misplaced := self._misplaced(kind):
@@ -149,17 +157,31 @@ class DeferredUp(SharedLinear):
 
     def _is_within(self, module: Any, kind: type[nn.Module]) -> bool:
         """Whether a module is this pair's layer of a kind, perhaps in wrappers that call nothing else on its way."""
-        # Sequential and wrappers that checkpoint, compile or shard pass their input to their first child
-        while module is not None and not isinstance(module, kind) and of_torch(type(module)):
-            inner = list(module.children())
-            # what fc1 returns, fc2 must get
-            alone = kind is SparseDown or all(map(_passes_on, inner[1:]))
-            module = inner[0] if inner and alone else None
-        return isinstance(module, kind) and (module is self or getattr(module, "up_proj", None) is self)
+        return _is_within(module, kind, self)
+
+    @_eagerly
+    def _bypassed(self) -> str:
+        """Describe what the block has in place of ``fc1`` of this pair, or of one tied to it; "" if it has that."""
+        block = self._block()
+        if block is None or _is_within(_below(block, self._now_in(block)[0][0]), DeferredUp):
+            return ""
+        return self._misplaced(DeferredUp)
 
 
-# the mark of torch.compiler.assume_constant_result: what it reads by a weak reference, tracing need not follow
+# the mark of torch.compiler.assume_constant_result: what these read by a weak reference, tracing need not follow
 DeferredUp._change._dynamo_marked_constant = True  # type: ignore[attr-defined]
+DeferredUp._bypassed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _is_within(module: Any, kind: type[nn.Module], up: DeferredUp | None = None) -> bool:
+    """Whether a module is a layer of a kind, perhaps in wrappers that call nothing else on its way; that of ``up``."""
+    # Sequential and wrappers that checkpoint, compile or shard pass their input to their first child
+    while module is not None and not isinstance(module, kind) and of_torch(type(module)):
+        inner = list(module.children())
+        # what fc1 returns, fc2 must get
+        alone = kind is SparseDown or all(map(_passes_on, inner[1:]))
+        module = inner[0] if inner and alone else None
+    return isinstance(module, kind) and (up is None or module is up or getattr(module, "up_proj", None) is up)
 
 
 def _passes_on(thing: Any) -> bool:
@@ -168,7 +190,7 @@ def _passes_on(thing: Any) -> bool:
         return bool(thing == 0)
     if isinstance(thing, _DropoutNd):
         return thing.p == 0 or not thing.training
-    if type(thing).forward is nn.Identity.forward:
+    if type(thing).forward in (nn.Identity.forward, HandOn.forward):
         return not _is_replaced(thing)
     inner = list(thing.children())
     return of_torch(type(thing)) and bool(inner) and all(map(_passes_on, inner))
@@ -188,10 +210,10 @@ class SparseDown(SparseMLP, SharedLinear):
     """``fc2`` of a pair: ``fc2(relu(fc1(x)))`` through ``twell.sparse_ffn`` on the input x [..., hidden] of ``fc1``.
 
     For blocks with both layers and the activation among their own children, which keep their own ``forward`` and their
-    keys ``fc1.weight`` and ``fc2.weight``: ``fc1`` becomes a ``DeferredUp``, the activation an ``nn.Identity``, and
-    this layer, an ``nn.Linear`` with the down projection's parameters, does the work of all three. ``up_proj`` is the
-    module ``fc1`` itself but not a child: copying, pickling, moving and loading the block keep the two together. All
-    else is as in ``twell.nn.SparseMLP``.
+    keys ``fc1.weight`` and ``fc2.weight``: ``fc1`` becomes a ``DeferredUp``, the activation a ``HandOn``. This layer,
+    an ``nn.Linear`` with the down projection's parameters, does the work of all three. ``up_proj`` is the module
+    ``fc1`` itself but not a child: copying, pickling, moving and loading the block keep the two together. All else is
+    as in ``twell.nn.SparseMLP``.
     """
 
     up_proj: nn.Linear
@@ -294,16 +316,41 @@ def _changed(module: nn.Module) -> bool:
     return "forward" in vars(module) or bool(_hooks(module))
 
 
+class HandOn(nn.Identity):
+    """The activation of a pair: returns its input, what ``fc1`` returned.
+
+    Where code reads the weights of both layers and calls neither, as some adapters do, nothing else would notice that
+    there is no activation.
+    """
+
+    up: DeferredUp
+
+    def __init__(self, up: DeferredUp) -> None:
+        super().__init__()
+        # as in SparseDown
+        object.__setattr__(self, "up", up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x -> x. NotImplementedError if ``fc1`` did not return it and is no longer in its place."""
+        if torch.compiler.is_compiling() or all(other() is not x for other in _HANDED_ON.tensors.values()):
+            self._require_called()
+        return x
+
+    def _require_called(self) -> None:
+        if bypassed := self.up._bypassed():
+            raise NotImplementedError(bypassed)
+
+
 class PairMLP(nn.Module):
     """Replaces a module of ``fc1``, ReLU and ``fc2`` that has the ReLU in the code of its forward, not in a child."""
 
     def __init__(self, fc1: DeferredUp, fc2: SparseDown) -> None:
         super().__init__()
-        self.fc1, self.fc2 = fc1, fc2
-        fc1._block = Block(self)
+        self.fc1, self.act, self.fc2 = fc1, HandOn(fc1), fc2
+        fc1._block = Block(self, between=("act",))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc2(self.fc1(x))
+        y: Tensor = self.fc2(self.act(self.fc1(x)))
         return y
 
 

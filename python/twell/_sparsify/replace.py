@@ -36,6 +36,7 @@ from twell._sparsify.modules import (
     Block,
     DeferredUp,
     FusedGatedMLP,
+    HandOn,
     NamedGatedMLP,
     NamedMLP,
     PairMLP,
@@ -88,7 +89,7 @@ def sparsify_(
     - a pair of them among the other children of a block, as ``fc1`` and ``fc2`` of OPT; ``linear1`` and ``linear2`` of
       ``nn.TransformerEncoderLayer``, which then leaves its fast path; two layers around an activation in an
       ``nn.Sequential``; and every module of ``fc1`` and ``fc2``. The module stays; the first layer passes its input to
-      the second, which does the work of both, and the activation becomes an ``nn.Identity``. Hooks on these three see
+      the second, which does the work of both, and the activation becomes an identity. Hooks on these three see
       that.
 
     The page on models has a table of architectures. Parameters stay the same objects, stored as they were, and state
@@ -295,7 +296,7 @@ def _pair_up(candidate: Candidate, options: dict[str, Any]) -> None:
     module, names, attribute = candidate.module, candidate.form.children, candidate.attribute
     assert attribute is not None
     up, down = _pair(candidate, options)
-    for name, new in zip((*names, attribute), (up, down, nn.Identity().train(module.training))):
+    for name, new in zip((*names, attribute), (up, down, HandOn(up).train(module.training))):
         holder, _, key = name.rpartition(".")
         setattr(module.get_submodule(holder), key, new)
     up._block = Block(module, names, (attribute, *candidate.dropouts))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from twell import _sparsify
 from twell._activation import NAMES_OF_FAMILY, RELU, Activation, activation_of
 from twell._compaction import gate_of
+from twell._runtime.log import logger
 from twell.commands.request import DEVICE_HELP, RequestError, at_least, pick_device
 from twell.integrations import engines, layouts
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -377,9 +378,9 @@ def read(loaded: Loaded, arguments: argparse.Namespace, least: int) -> Text:
     sequences: list[list[int]] = [[]]
     missing: int = arguments.tokens
     files = 0
-    for path in _files(arguments.text):
+    for path, within in _files(arguments.text):
         before = missing
-        for ids in _ids(path, tokenizer):
+        for ids in _ids(path, tokenizer, within):
             for token in ids:
                 if len(sequences[-1]) == length:
                     sequences.append([])
@@ -413,16 +414,17 @@ def _bos(tokenizer: Any) -> int | None:
     return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
 
 
-def _files(paths: Sequence[Path]) -> Iterator[Path]:
+def _files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
+    """Files of text, and whether they were found within a folder."""
     for path in paths:
         if path.is_dir():
             files = list(files_below(path, ""))
             # neighbours by name would be alike
             random.Random(0).shuffle(files)
-            yield from (file for file in files if _is_text(file))
+            yield from ((file, True) for file in files if _is_text(file))
         else:
             _require_text(path)
-            yield path
+            yield path, False
 
 
 def _require_text(path: Path) -> None:
@@ -431,28 +433,48 @@ def _require_text(path: Path) -> None:
         return
     if not path.is_file():
         raise RequestError(f"--text: expected a text file or a folder, got {str(path)!r} (no such file)")
-    if not _is_text(path):
-        raise RequestError(f"--text: expected UTF-8 text, got {str(path)!r}")
+    if not next(_pieces(path), "").strip():
+        raise RequestError(f"--text: expected UTF-8 text, got {str(path)!r} (it is blank)")
 
 
 def _is_text(path: Path) -> bool:
     """Whether the file begins with UTF-8 text that is not blank."""
-    piece = next(_pieces(path), "")
-    return bool(piece.strip()) and "\0" not in piece
+    try:
+        return bool(next(_pieces(path), "").strip())
+    except RequestError:
+        return False
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """The pieces of a file, up to the first one that is not UTF-8."""
+    """The pieces of a file. Raises RequestError at one that cannot be read or is not UTF-8 text."""
+    characters = 0
     try:
         with path.open(encoding="utf-8") as file:
             while piece := file.read(_PIECE):
+                if "\0" in piece:
+                    raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a zero byte")
                 yield piece
-    except (OSError, UnicodeDecodeError):
-        return
+                characters += len(piece)
+    except (OSError, UnicodeDecodeError) as error:
+        what = error.reason if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise RequestError(
+            f"--text: expected UTF-8 text, got {str(path)!r} ({what} after {characters:,} characters or more)"
+        ) from error
 
 
-def _ids(path: Path, tokenizer: Any) -> Iterator[list[int]]:
-    for i, piece in enumerate(_pieces(path)):
+def _ids(path: Path, tokenizer: Any, within: bool) -> Iterator[list[int]]:
+    """The tokens of a file by pieces. ``within`` a folder it ends where it is no longer text, and a warning says so."""
+    pieces = enumerate(_pieces(path))
+    while True:
+        try:
+            i, piece = next(pieces)
+        except StopIteration:
+            return
+        except RequestError as error:
+            if not within:
+                raise
+            logger.warning("the rest of a file is left out: %s", error)
+            return
         yield tokenizer(piece, add_special_tokens=i == 0, verbose=False)["input_ids"]
 
 

@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     content = saved_model.configuration(folder)
     served = _require_served(content)
     strategy = _strategy(content)
-    found = layers_of(folder)
+    found = layers_of(folder, content)
     _require_stated(found, content)
     _require_divided(found, content, arguments.ranks)
     refused = _refusal(found, arguments.ranks)
@@ -205,13 +205,23 @@ def _strategy(content: dict[str, Any]) -> str:
     return str(strategy)
 
 
-def layers_of(folder: Path) -> list[Layer]:
-    """The gated layers of a checkpoint, from the headers of its files. Raises RequestError if they are not sound."""
+def layers_of(folder: Path, content: dict[str, Any]) -> list[Layer]:
+    """The gated layers of a checkpoint with this configuration, from the headers of its files.
+
+    Raises RequestError if they are not sound, or if vLLM would not load them.
+    """
     try:
         headers = [layouts.read_header(path) for path in layouts.weight_files(folder)]
-        layouts.folder_layouts(folder)
+        by_weight = layouts.folder_layouts(folder)
     except (FileNotFoundError, ValueError) as error:
         raise RequestError(f"MODEL: {error}") from error
+    if not set(content.get("architectures") or ()) & set(engines.SPARSE):
+        for name, layout in by_weight.items():
+            if layout == "rows":
+                raise RequestError(
+                    f"MODEL: {name}: vLLM reads down weights [hidden, intermediate], as nn.Linear stores them, except "
+                    f"for {' and '.join(engines.SPARSE)}, got [intermediate, hidden]; twell convert writes the others"
+                )
     tensors = {name: stored for header in headers for name, stored in header.tensors.items()}
     found = []
     for name, up in tensors.items():

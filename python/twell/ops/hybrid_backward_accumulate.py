@@ -1,10 +1,13 @@
 """``hybrid_backward_accumulate``: ``hybrid_backward`` that adds the weights' gradients to float32 buffers.
 
-main_gate, main_up and main_down are [N, K], in any layout. A layout that kernels cannot write in place costs a float32
-[N, K] of scratch. The biases' gradients are returned, in x's dtype.
+main_gate, main_up and main_down are [N, K], in any layout; with ``as_stored`` main_down is [K, N], as nn.Linear has it.
+A layout that kernels cannot write in place costs a float32 [N, K] of scratch. The biases' gradients are returned, in
+x's dtype.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +16,7 @@ from twell._runtime import nvtx
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
 from twell.ops.hybrid_backward import BACKWARD, backward_first, present
-from twell.ops.library import ACTIVATION, check, has_rows, register
+from twell.ops.library import ACTIVATION, Implementation, check, has_rows, register
 from twell.ops.operands import Gradients, Mains, Operands
 
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -44,11 +47,32 @@ def _returned(gradients: Gradients, like: Tensor) -> Outputs:
     return dx, db_gate, db_up
 
 
+def _transposing(implementation: Implementation) -> Implementation:
+    """Take ``as_stored`` from the arguments, the last one. The dispatcher leaves it out if it is False.
+
+    In a graph a transposed view would not do: functionalization keeps the storage offset that it had in tracing.
+    """
+
+    def transposing(*arguments: Any) -> Any:
+        *others, as_stored = arguments if len(arguments) > _AS_STORED else (*arguments, False)
+        if as_stored:
+            others[_MAIN_DOWN] = others[_MAIN_DOWN].t()
+        return implementation(*others)
+
+    return transposing
+
+
+# places among the arguments
+_MAIN_DOWN, _AS_STORED = 15, 19
+
+
+@_transposing
 @backward_first(4)
 def _fake(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
     return _returned(_checked(given, Mains(main_gate, main_up, main_down), input_grad), given.layer.x)
 
 
+@_transposing
 @backward_first(4)
 def _cpu(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
     mains = Mains(main_gate, main_up, main_down)
@@ -57,6 +81,7 @@ def _cpu(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: 
     return _returned(gradients, given.layer.x)
 
 
+@_transposing
 @backward_first(4)
 def _cuda(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
     mains = Mains(main_gate, main_up, main_down)
@@ -76,7 +101,7 @@ def _cuda(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down:
 
 hybrid_backward_accumulate = register(
     f"hybrid_backward_accumulate({BACKWARD}, Tensor(a!) main_gate, Tensor(b!)? main_up, Tensor(c!) main_down, "
-    f"bool input_grad, {ACTIVATION}) "
+    f"bool input_grad, {ACTIVATION}, bool as_stored=False) "
     "-> (Tensor dx, Tensor db_gate, Tensor db_up)",
     fake=_fake,
     cpu=_cpu,
