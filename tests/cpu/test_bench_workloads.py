@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,6 +148,15 @@ def test_layers_of_two_models_need_two_runs(recorded: Path, tmp_path: Path) -> N
     write_layer(other, 3)
     with pytest.raises(RequestError, match="have the same name, real3: time them in two runs"):
         parse([f"real:{recorded}/3", f"real:{other}"])
+
+
+@pytest.mark.parametrize("alive", [np.zeros(6), np.arange(5), np.arange(6) + 20, np.arange(6) - 1])
+def test_a_recording_with_other_neurons_is_refused(recorded: Path, alive: Any) -> None:
+    with np.load(recorded / "layer3.npz") as arrays:
+        np.savez(recorded / "layer3.npz", **{**arrays, "alive": alive.astype(int)})
+    (source,) = parse([f"real:{recorded}/3"])
+    with pytest.raises(RequestError, match=r"expected tokens, and a row of w for each of the distinct neurons"):
+        source.load(8, 1, 1, device="cpu", dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK no archive", b"PK\x03\x04 no archive"])

@@ -174,7 +174,7 @@ def load_real(
     the gate rows of the neurons that fire at least once; ``alive``, their indices; ``n``, the number of neurons; and
     ``quiet`` [K], a direction whose product with every token is about 1. The other gate rows are noise minus a multiple
     of ``quiet``: those neurons stay silent without zero weights, which would run cooler and faster than real ones.
-    Needs numpy. Raises FileNotFoundError if the layer is not in the folder.
+    Needs numpy. Raises FileNotFoundError if the layer is not in the folder, ValueError if its arrays do not fit.
     """
     import numpy as np
 
@@ -183,14 +183,20 @@ def load_real(
         stored = {key: torch.from_numpy(arrays[key]) for key in ("x", "x_scale", "w", "w_scale", "alive", "quiet")}
         n = int(arrays["n"])
     x = stored["x"].float() * stored["x_scale"]
-    k = x.shape[1]
+    k, alive = x.shape[1], stored["alive"].long()
+    distinct = len(set(alive.tolist()))
+    if not (len(x) and distinct == len(alive) == len(stored["w"]) and ((alive >= 0) & (alive < n)).all()):
+        raise ValueError(
+            f"{path}: expected tokens, and a row of w for each of the distinct neurons alive below n = {n}, got "
+            f"{len(x)} tokens, {len(stored['w'])} rows and {distinct} distinct neurons of {len(alive)}"
+        )
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cpu")
 
     w_gate = normal(n, k) * (0.6 / x.norm(dim=1).mean()) - 4.0 * stored["quiet"]
-    w_gate[stored["alive"].long()] = stored["w"].float() * stored["w_scale"]
+    w_gate[alive] = stored["w"].float() * stored["w_scale"]
     w_up, w_down = normal(n, k) / math.sqrt(k), normal(n, k) / math.sqrt(n)
     x = x.repeat(math.ceil(m / x.shape[0]), 1)[:m]
     return FFN(*(t.to(device, dtype) for t in (x, w_gate, w_up, w_down)))
