@@ -146,7 +146,7 @@ def _layers(model: Any) -> list[Any]:
 def _draw_head(model: Any) -> None:
     """Give the model output weights of its own, as large as those that it has."""
     embedding = model.get_input_embeddings().weight
-    drawn = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(_HEAD_SEED))
+    drawn = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(_HEAD_SEED), device="cpu")
     drawn *= embedding.float().std().item()
     model.config.tie_word_embeddings = False
     model.get_output_embeddings().weight = torch.nn.Parameter(drawn.to(embedding))
