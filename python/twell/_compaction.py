@@ -121,8 +121,8 @@ def count_firing(model: nn.Module) -> Iterator[FiringCounts]:
     gradients and under autocast, and never waits for the device. Recomputation by activation checkpointing is not
     counted. Counts are on the device of each layer, which must not move meanwhile, and can be read at any time.
 
-    A projection that is more than its weight, such as an adapter, is called once more: its dropout draws anew, and its
-    batch norm sees the tokens twice. Pre-hooks that change the input of a layer must be registered before.
+    A projection that is more than its weight, as an adapter is, is called a second time: its dropout draws another
+    mask, and its batch norm sees the tokens twice. Register pre-hooks that change a layer's input before this call.
 
     Counting uses hooks, which a model compiled before may not run: call the original, or compile inside. Pickle models
     outside the ``with``. Raises ValueError if there is no twell layer.

@@ -137,7 +137,7 @@ class DeferredUp(SharedLinear):
         (fc1, fc2), _ = self._now_in(block)
         name = fc2 if kind is SparseDown else fc1
         child = _below(block, name)
-        if self._is_within(child, kind):
+        if _is_within(child, kind, self):
             return ""
         return (
             f"{name} of a twell pair must be the {kind.__name__} that sparsify_ made, since {fc1} returns its "
@@ -151,13 +151,9 @@ class DeferredUp(SharedLinear):
             return self._block.names, self._block.between
         keys, names = list(block._modules), list(self._block.names)
         for place, kind in enumerate((DeferredUp, SparseDown)):
-            names[place] = next((key for key in keys if self._is_within(block._modules[key], kind)), names[place])
+            names[place] = next((key for key in keys if _is_within(block._modules[key], kind, self)), names[place])
         first, last = (keys.index(name) if name in keys else len(keys) for name in names)
         return tuple(names), tuple(keys[first + 1 : last])
-
-    def _is_within(self, module: Any, kind: type[nn.Module]) -> bool:
-        """Whether a module is this pair's layer of a kind, perhaps in wrappers that call nothing else on its way."""
-        return _is_within(module, kind, self)
 
     @_eagerly
     def _bypassed(self) -> str:
@@ -174,7 +170,10 @@ DeferredUp._bypassed._dynamo_marked_constant = True  # type: ignore[attr-defined
 
 
 def _is_within(module: Any, kind: type[nn.Module], up: DeferredUp | None = None) -> bool:
-    """Whether a module is a layer of a kind, perhaps in wrappers that call nothing else on its way; that of ``up``."""
+    """Whether a module is a layer of a kind, perhaps in wrappers that call nothing else on its way.
+
+    With ``up`` it must be of that pair.
+    """
     # Sequential and wrappers that checkpoint, compile or shard pass their input to their first child
     while module is not None and not isinstance(module, kind) and of_torch(type(module)):
         inner = list(module.children())
@@ -333,12 +332,10 @@ class HandOn(nn.Identity):
     def forward(self, x: Tensor) -> Tensor:
         """x -> x. NotImplementedError if ``fc1`` did not return it and is no longer in its place."""
         if torch.compiler.is_compiling() or all(other() is not x for other in _HANDED_ON.tensors.values()):
-            self._require_called()
+            bypassed = self.up._bypassed()
+            if bypassed:
+                raise NotImplementedError(bypassed)
         return x
-
-    def _require_called(self) -> None:
-        if bypassed := self.up._bypassed():
-            raise NotImplementedError(bypassed)
 
 
 class PairMLP(nn.Module):

@@ -89,8 +89,7 @@ def sparsify_(
     - a pair of them among the other children of a block, as ``fc1`` and ``fc2`` of OPT; ``linear1`` and ``linear2`` of
       ``nn.TransformerEncoderLayer``, which then leaves its fast path; two layers around an activation in an
       ``nn.Sequential``; and every module of ``fc1`` and ``fc2``. The module stays; the first layer passes its input to
-      the second, which does the work of both, and the activation becomes an identity. Hooks on these three see
-      that.
+      the second, which does the work of both, and the activation becomes an identity. Hooks on these three see that.
 
     The page on models has a table of architectures. Parameters stay the same objects, stored as they were, and state
     dicts keep their keys, so optimizers, checkpoints and tied weights hold. Projections that become other objects, in

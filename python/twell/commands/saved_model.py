@@ -447,35 +447,34 @@ def _is_text(path: Path) -> bool:
 
 def _pieces(path: Path) -> Iterator[str]:
     """The pieces of a file. Raises RequestError at one that cannot be read or is not UTF-8 text."""
-    characters = 0
+    characters, found = 0, ""
     try:
         with path.open(encoding="utf-8") as file:
             while piece := file.read(_PIECE):
                 if "\0" in piece:
-                    raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "a zero byte")
+                    found = "a zero byte"
+                    break
                 yield piece
                 characters += len(piece)
-    except (OSError, UnicodeDecodeError) as error:
-        what = error.reason if isinstance(error, UnicodeDecodeError) else error.strerror
+    except UnicodeDecodeError as error:
+        found = error.reason
+    except OSError as error:
+        found = str(error.strerror)
+    if found:
         raise RequestError(
-            f"--text: expected UTF-8 text, got {str(path)!r} ({what} after {characters:,} characters or more)"
-        ) from error
+            f"--text: expected UTF-8 text, got {str(path)!r} ({found} after {characters:,} characters or more)"
+        )
 
 
 def _ids(path: Path, tokenizer: Any, within: bool) -> Iterator[list[int]]:
     """The tokens of a file by pieces. ``within`` a folder it ends where it is no longer text, and a warning says so."""
-    pieces = enumerate(_pieces(path))
-    while True:
-        try:
-            i, piece = next(pieces)
-        except StopIteration:
-            return
-        except RequestError as error:
-            if not within:
-                raise
-            logger.warning("the rest of a file is left out: %s", error)
-            return
-        yield tokenizer(piece, add_special_tokens=i == 0, verbose=False)["input_ids"]
+    try:
+        for i, piece in enumerate(_pieces(path)):
+            yield tokenizer(piece, add_special_tokens=i == 0, verbose=False)["input_ids"]
+    except RequestError as error:
+        if not within:
+            raise
+        logger.warning("the rest of a file is left out: %s", error)
 
 
 def batches(sequences: Sequence[Sequence[int]], size: int) -> Iterator[Batch]:

@@ -220,7 +220,8 @@ def layers_of(folder: Path, content: dict[str, Any]) -> list[Layer]:
             if layout == "rows":
                 raise RequestError(
                     f"MODEL: {name}: vLLM reads down weights [hidden, intermediate], as nn.Linear stores them, except "
-                    f"for {' and '.join(engines.SPARSE)}, got [intermediate, hidden]; twell convert writes the others"
+                    f"for {' and '.join(engines.SPARSE)}, got [intermediate, hidden]; twell convert --layout linear "
+                    "turns them"
                 )
     tensors = {name: stored for header in headers for name, stored in header.tensors.items()}
     found = []

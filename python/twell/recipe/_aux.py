@@ -194,8 +194,8 @@ def record_aux(model: nn.Module, enabled: bool = True, *, inputs: bool = False) 
     """Make every twell layer of ``model`` record L1 and L0 of its calls in training mode for ``l1_term``, or stop.
 
     With ``inputs`` it also keeps the inputs of these calls, for ``sharing_term`` and ``TargetSparsity``. Under both
-    tensor parallelism and ``torch.compile`` the loss must then have a term that reads them. Pre-hooks that change the
-    input of a layer must be registered before.
+    tensor parallelism and ``torch.compile`` the loss must then have a term that reads them. Register pre-hooks that
+    change a layer's input before this call.
 
     Costs two reductions that the kernels do anyway, and no synchronisation. Call it before ``torch.compile`` or at
     least before the first step of a compiled model. Recomputation by activation checkpointing is not recorded. Copies

@@ -62,9 +62,9 @@ class SparsityTracker:
 
     L0 and L1 come from each forward pass in ``watch`` and cost nothing: the kernels count anyway. Dead neurons,
     positions, types and unions come from observed steps: the first step watched and the multiples of ``every``. They
-    compute each layer's gate once more, in chunks: a gate GEMM and two passes over its [tokens, N] result; what is more
-    than a weight, such as an adapter, is called for it, and its dropout draws anew. The counts of ``window`` observed
-    steps make a window, and figures are those of the last complete window.
+    compute each layer's gate once more, in chunks: a gate GEMM and two passes over its [tokens, N] result. A projection
+    that is more than its weight, as an adapter is, is called for that, and its dropout draws another mask. The counts
+    of ``window`` observed steps make a window, and figures are those of the last complete window.
 
     Only ``read`` waits for the device. Only calls in training mode count, without the recomputation of activation
     checkpointing. Make the tracker after pre-hooks that change the inputs of layers, on original modules, before
