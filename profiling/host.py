@@ -1,11 +1,13 @@
 """Time what a call of a layer costs the host, beside three nn.Linear with ReLU and product.
 
-    python -m profiling.host --out profiling/results/h200_host.json    # on a GPU, half a minute
+    python -m profiling.host --out profiling/results/h100_host.json    # on a GPU, 40 seconds
 
 host: microseconds of one call by ``time.perf_counter``, with nothing to wait for inside: a run is a few calls on an
 idle GPU, so that its queue never fills; the median of interleaved runs. "forward" needs no gradient; "step" is forward,
-backward and the gradients set to None again, of the tokens and of all weights. waited: milliseconds from a call until
-the GPU is done, at many tokens, and of a replay of its CUDA graph. Workload topic29, bfloat16, down weights by rows.
+backward and the gradients set to None again, of the tokens and of all weights; "step alone" is the same with the
+backward pass in the calling thread (``torch.autograd.set_multithreading_enabled(False)``). waited: milliseconds from a
+call until the GPU is done, and at many tokens of a replay of its CUDA graph. Workload topic29, bfloat16, down weights
+by rows.
 """
 
 from __future__ import annotations
@@ -71,22 +73,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=25, help="runs of each variant (25)")
     arguments = parser.parse_args(argv)
     rows: list[Row] = []
-    for what in ("forward", "step"):
+    for what in ("forward", "step", "step alone"):
         for m in (*FEW, MANY):
             rows += measured(what, m, arguments.runs)
     for row in rows:
         times = (f"{name} {value:.4g}" for name, value in dataclasses.asdict(row).items() if isinstance(value, float))
-        print(f"{row.what:8} {row.m:6} {row.layer:6} {row.chosen:6} {'  '.join(times)}", flush=True)
+        print(f"{row.what:10} {row.m:6} {row.layer:6} {row.chosen:6} {'  '.join(times)}", flush=True)
     write_json(arguments.out, rows, machine=testing.machine_line(), arguments={"runs": arguments.runs})
     return 0
 
 
 def measured(what: str, m: int, runs: int) -> list[Row]:
-    """The rows of all layers: host times of few tokens, waited-for times of many."""
+    """The rows of all layers: the host's times of few tokens, those of replays of many."""
     problem = testing.make(WORKLOAD, m)
     layers: dict[str, nn.Module] = {"dense": Dense(sparse(problem, "dense"))}
     # one strategy in training is both
-    layers |= {f"twell {name}": sparse(problem, name) for name in STRATEGIES if (what, name) != ("step", "row")}
+    layers |= {f"twell {name}": sparse(problem, name) for name in STRATEGIES if what == "forward" or name != "row"}
     calls = {name: call_of(what, layer, problem.x) for name, layer in layers.items()}
     for call in calls.values():
         # past the first measurements of "auto", which take each 64th call from there on
@@ -95,8 +97,9 @@ def measured(what: str, m: int, runs: int) -> list[Row]:
             torch.cuda.synchronize()
     rows = [Row(what, name, m, chosen(layers[name], what)) for name in calls]
     if m in FEW:
-        for row, seconds in zip(rows, interleaved([partial(per_call, call, CALLS) for call in calls.values()], runs)):
-            row.host_us = seconds * 1e6
+        taken = interleaved([partial(per_call, call, count) for count in (CALLS, 1) for call in calls.values()], runs)
+        for row, host, waited in zip(rows, taken, taken[len(rows) :]):
+            row.host_us, row.waited_ms = host * 1e6, waited * 1e3
         return rows
     for row, call in zip(rows, calls.values()):
         graph, _ = testing.captured(call)
@@ -118,14 +121,15 @@ def sparse(problem: testing.FFN, strategy: Any) -> SparseGatedMLP:
 
 
 def call_of(what: str, layer: nn.Module, x: Tensor) -> Callable[[], Any]:
-    """A call of ``layer`` without gradients, or a training step."""
+    """A call of ``layer`` without gradients, or a training step, with or without autograd's own thread."""
     if what == "forward":
         layer.requires_grad_(False)
         return lambda: layer(x)
     leaf, dy, parameters = x.detach().clone().requires_grad_(), torch.randn_like(x), list(layer.parameters())
 
     def step() -> None:
-        layer(leaf).backward(dy)
+        with torch.autograd.set_multithreading_enabled(what == "step"):
+            layer(leaf).backward(dy)
         leaf.grad = None
         for parameter in parameters:
             parameter.grad = None

@@ -178,12 +178,12 @@ _MEASURED = (
         (20,),
     ),
     Measurement(
-        "h200_host",
+        "h100_host",
         "host time of eager calls and of calls that are waited for, dense and each strategy, beside replays of their "
-        "CUDA graphs",
+        "CUDA graphs, and of training steps in one thread",
         "table host; notes on open work",
         ("python -m profiling.host --out $OUT",),
-        (22,),
+        (45,),
     ),
     Measurement(
         "h200_gate_tiles",
