@@ -8,11 +8,12 @@ only imported: TwELLGatedMLP for the forward pass, torch.ops.sparse_ops.ff_forwa
 its kernels when it is loaded, for which it needs nvcc and ninja. On a machine without these take kernels from another:
 --extension names the compiled module of its forward pass, its own variable SPARSE_OPS_PREBUILT the library of training.
 
-Each variant is timed in four ways, the variants in turn, calls alternating between copies of the tokens:
+Each variant is timed in these ways, the variants in turn, calls alternating between copies of the tokens:
   replayed  a replay of a CUDA graph; the published code launches on the default stream, which no graph captures
   queued    the GPU sleeps while the host queues some calls, so that no call waits for the host
   eager     some calls one after the other from Python, until the GPU is done with all
   waited    one call from Python, until the GPU is done with it
+Steps are eager and waited for a second time in "one thread" (``torch.autograd.set_multithreading_enabled(False)``).
 "dense" is the faster of eager and compiled PyTorch. Times are milliseconds per call, medians.
 
 Results are compared with float64. "errors" and "worst_rows" have the largest error of each variant. Those of twell are
@@ -53,7 +54,7 @@ from twell.testing import FFN, Comparison
 
 NAMED = ["uniform29", "skew29", "topic29"]
 OPS = ("forward", "train")
-MODES = ("replayed", "queued", "eager", "waited")
+MODES = ("replayed", "queued", "eager", "waited", "eager, one thread", "waited, one thread")
 # Calls behind a sleep, or in a row.
 CALLS = 4
 # Errors of the published code that are called wrong, over those of dense PyTorch. More roundings explain smaller ones:
@@ -369,6 +370,9 @@ def timed(row: Row, calls: dict[str, Call], problem: FFN, clock: Clock, rounds: 
         runs["queued"][name] = partial(clock.queued, several)
         runs["eager"][name] = partial(clock.eager, several)
         runs["waited"][name] = partial(clock.eager, several[:1])
+        if row.op == "train":
+            for mode in ("eager", "waited"):
+                runs[f"{mode}, one thread"][name] = partial(in_one_thread, runs[mode][name])
         if clock.on_gpu and name != "paper":
             graph, _ = testing.captured(partial(in_turn, several))
             runs["replayed"][name] = partial(replayed, clock, graph, len(several))
@@ -383,6 +387,12 @@ def timed(row: Row, calls: dict[str, Call], problem: FFN, clock: Clock, rounds: 
             row.modes[mode] = {"dense": dense, **medians}
     queued = row.modes["queued"]
     row.dense_ms, row.ms, row.twell_ms = queued["dense"], queued.get("paper"), queued["twell"]
+
+
+def in_one_thread(sample: Callable[[], float]) -> float:
+    """A time whose backward passes stay in the calling thread."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return sample()
 
 
 def in_turn(calls: Sequence[Callable[[], Any]]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from profiling import paper_code
 
@@ -96,10 +97,20 @@ def test_right_results_are_timed_in_every_way(package: Callable[..., Path], run:
         assert row["nnz"] == pytest.approx(9, rel=0.2)
         assert row["errors"].keys() == row["worst_rows"].keys() == {"dense eager", "twell", "paper"}
         # a CPU replays nothing
-        assert row["modes"].keys() == {"queued", "eager", "waited"}
+        expected = {"queued", "eager", "waited"}
+        if row["op"] == "train":
+            expected |= {"eager, one thread", "waited, one thread"}
+        assert row["modes"].keys() == expected
         assert all(times.keys() == {"dense", "twell", "paper"} for times in row["modes"].values())
         times = row["modes"]["queued"]
         assert (row["dense_ms"], row["ms"], row["twell_ms"]) == (times["dense"], times["paper"], times["twell"])
+
+
+def test_one_thread_is_for_one_sample() -> None:
+    threads = torch._C._is_multithreading_enabled
+    assert threads()
+    assert not paper_code.in_one_thread(threads)
+    assert threads()
 
 
 def test_means_are_of_the_layers_that_have_both() -> None:
