@@ -405,10 +405,9 @@ _ON_H100 = ("h200_auto", "h200_held_out", "h200_large_layer", "h200_paper_config
 def on_h100(measurement: Measurement) -> Measurement:
     """A measurement on an H100 beside that on an H200."""
     name = measurement.name.replace("h200", "h100")
-    content = f"`{measurement.name}` on an H100"
-    if measurement.name != "h200_paper_configs":
-        content += "; other programs ran on a second GPU of its machine"
-    return measurement._replace(name=name, content=content, shown="tables in the page on GPUs")
+    return measurement._replace(
+        name=name, content=f"`{measurement.name}` on an H100", shown="tables in the page on GPUs"
+    )
 
 
 ALL = (*_MEASURED, *(on_h100(each) for each in _MEASURED if each.name in _ON_H100))

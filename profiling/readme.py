@@ -609,7 +609,7 @@ def made_by(name: str, command: str, table: Callable[[list[Row]], str]) -> str:
 
 def host() -> str:
     """Host time of calls, and of calls that are waited for."""
-    rows, found = [], result("h200_host")
+    rows, found = [], result("h100_host")
     for row in found["rows"]:
         times = ["" if row[key] is None else f"{row[key] * scale:,.0f}" for key, scale in HOST_COLUMNS.values()]
         layer = f"{row['layer']} ({row['chosen']})" if row["chosen"] else row["layer"]
@@ -701,11 +701,17 @@ def continuous_batching() -> str:
         cells = [f"{row['requests']}", row["model"], f"{row['tokens']:,}"]
         cells += [", ".join(f"{seconds:.2f}" for seconds in row["seconds"]), f"{row['tokens_per_s']:,.0f}"]
         stock = next(r for r in found["rows"] if (r["requests"], r["model"]) == (row["requests"], "stock"))
-        cells += [f"{row['tokens_per_s'] / stock['tokens_per_s']:.2f}", f"{sum(row['differing'])}"]
-        rows.append(cells)
+        cells.append(f"{row['tokens_per_s'] / stock['tokens_per_s']:.2f}")
+        rows.append([*cells, of_runs(row["differing"]), of_runs(row["ties"]), f"{row['worst']:.0f}"])
     header = ["requests", "model", "tokens", "seconds of each run", "tokens per second", "over stock"]
-    table = markdown([*header, "requests with other tokens"], "rlrrrrr", rows)
+    header += ["requests with other tokens, in each run", "of these first at a tie", "furthest, roundings"]
+    table = markdown(header, "rlrrrrrrr", rows)
     return f"{table}\n\n{found['machine']}"
+
+
+def of_runs(counts: list[int]) -> str:
+    """The counts of some runs; one number where all are alike."""
+    return ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
 
 
 def ncu() -> str:

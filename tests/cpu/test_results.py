@@ -233,7 +233,7 @@ def test_layers_of_a_bench_stand_beside_the_faster_dense(readme: Any, tmp_path: 
 
 def test_host_times_and_a_soak_in_words(readme: Any, tmp_path: Path) -> None:
     row = {"what": "forward", "layer": "twell auto", "m": 2048, "chosen": "row", "host_us": 77.4}
-    write(tmp_path, "h200_host", [row | {"waited_ms": None, "replay_ms": 0.5}])
+    write(tmp_path, "h100_host", [row | {"waited_ms": None, "replay_ms": 0.5}])
     assert cells(readme.host().split("\n\n")[0]) == [["forward", "2,048", "twell auto (row)", "77", "", "500"]]
     memory = {name: {"settled": 10.0, "now": 11.0, "most": 12.0} for name in ("gpu_mb", "host_mb")}
     run = {"calls": 3100, "cases": 100, "seconds": 540.0, "wrong": [], **memory}
@@ -241,6 +241,17 @@ def test_host_times_and_a_soak_in_words(readme: Any, tmp_path: Path) -> None:
     said = readme.soak()
     assert said.startswith("3,100 calls of 100 cases in 9 minutes; memory: 10 MB of the GPU at first, 12 at most")
     assert "Faults: none." in said
+
+
+def test_batches_say_which_tokens_differ(readme: Any, tmp_path: Path) -> None:
+    stock = {"model": "stock", "requests": 64, "tokens": 4096, "seconds": [2.0, 2.0], "tokens_per_s": 2048.0}
+    stock |= {"differing": [0, 0], "ties": [0, 0], "worst": 0.0}
+    sparse = stock | {"model": "sparse", "tokens_per_s": 4096.0, "differing": [5, 6], "ties": [4, 4], "worst": 7.0}
+    write(tmp_path, "h100_batches", [stock, sparse])
+    assert cells(readme.continuous_batching().split("\n\n")[0]) == [
+        ["64", "stock", "4,096", "2.00, 2.00", "2,048", "1.00", "0", "0", "0"],
+        ["64", "sparse", "4,096", "2.00, 2.00", "4,096", "2.00", "5, 6", "4", "7"],
+    ]
 
 
 def test_steps_on_several_gpus_are_shown_by_mode(readme: Any, tmp_path: Path) -> None:
