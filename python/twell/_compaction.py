@@ -149,11 +149,23 @@ def _counter(owner: MLP, totals: Tensor) -> Callable[[nn.Module, tuple[Any, ...]
         # a copy of the layer has this hook, too; the layer itself refuses an x that is no tensor
         if module is not owner or not isinstance(x, Tensor):
             return
-        # a call within backward is the recomputation of a checkpoint
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        if torch.compiler.is_compiling() or not recomputing():
             _count(owner, x, totals)
 
     return count
+
+
+def recomputing() -> bool:
+    """Whether this call is the recomputation of a checkpoint, within backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@torch.library.custom_op("twell::add_counts", mutates_args=("totals",))
+def _add_counts(totals: Tensor, fired: Tensor, tokens: int) -> None:
+    """Add to ``totals`` unless a checkpoint recomputes, which a graph learns only when it runs."""
+    if not recomputing():
+        totals[:-1] += fired
+        totals[-1] += tokens
 
 
 @torch.no_grad()
@@ -168,7 +180,7 @@ def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
     tokens, packs = x.reshape(-1, x.shape[-1]), plain and _packs(mlp, x)
     if not tokens.shape[0]:
         return
-    totals[-1] += tokens.shape[0]
+    fired = torch.zeros_like(totals[:-1])
     # chunks of equal size: a short one would run the few-token kernel
     for chunk in tokens.tensor_split(-(-tokens.shape[0] * len(totals[:-1]) // CHUNK_GATES)):
         if packs:
@@ -178,7 +190,8 @@ def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
             # the projection may be more than its weight: an adapter, say
             values = F.linear(chunk, weight, bias) if plain else gate_by_call(mlp, chunk)
             values = activation_of("fatrelu", mlp.threshold).after(values)
-        totals[:-1] += (values != 0).sum(0)
+        fired += (values != 0).sum(0)
+    _add_counts(totals, fired, tokens.shape[0])
 
 
 def gate_by_call(mlp: MLP, rows: Tensor) -> Tensor:

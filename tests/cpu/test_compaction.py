@@ -218,6 +218,22 @@ def test_checkpointed_calls_count_once(reentrant: bool) -> None:
     assert torch.equal(firing[""].counts, fired(p))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_calls_in_a_checkpoint_count_once(backend: str, whole: bool) -> None:
+    torch._dynamo.reset()
+    p = problem()
+    mlp = layer_of(p, True)
+    # behind it, so that recomputation does not stop before it
+    block = nn.Sequential(mlp, nn.Softplus())
+    with twell.count_firing(mlp) as firing:
+        (block if whole else mlp).compile(backend=backend, fullgraph=True)
+        for _ in range(2):
+            checkpoint(block, p.x.clone().requires_grad_(), use_reentrant=False).sum().backward()
+    assert firing[""].tokens == 2 * M
+    assert torch.equal(firing[""].counts, 2 * fired(p))
+
+
 def test_counts_the_layers_of_a_model() -> None:
     model, x = Residual(), problem().x
     with twell.count_firing(model) as firing:

@@ -288,19 +288,32 @@ def test_compiled_code_raises_after_a_change(change: str, fullgraph: bool, befor
         compiled(tokens())
 
 
-class Passing(nn.Module):
-    """A wrapper that changes nothing, of no class of torch."""
+class Pooled(nn.Module):
+    """An adapter that works with any width of its input."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base = base
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x)
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) + x.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("name", ["fc1", "fc2"])
+@pytest.mark.parametrize("make", [Pooled, lambda _: nn.AdaptiveAvgPool1d(K), lambda _: nn.LazyLinear(K)])
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_what_takes_any_width_raises_in_place_of_either_layer(name: str, make: Any, backend: str | None) -> None:
+    torch._dynamo.reset()
+    m = nn.Sequential(Residual())
+    sparsify_(m)
+    m(tokens())
+    setattr(m[0], name, make(getattr(m[0], name)))
+    with pytest.raises(NotImplementedError, match=rf"{name} of a twell pair must be .*got.*before sparsify_"):
+        (torch.compile(m, backend=backend) if backend else m)(tokens())
 
 
 HARMLESS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
-    "wrapped": (Residual, lambda m: setattr(m, "fc2", Passing(m.fc2))),
+    "wrapped": (Residual, lambda m: setattr(m, "fc2", nn.Sequential(m.fc2))),
     "dropout in evaluation": (Dropped, lambda m: (m.eval(), setattr(m.drop, "p", 0.5))),
     "p in evaluation": (Residual, lambda m: (m.eval(), setattr(m, "p", 0.5))),
     "put before": (in_a_row, lambda m: m.insert(0, nn.LayerNorm(K))),

@@ -90,17 +90,9 @@ class DeferredUp(SharedLinear):
         else:
             if isinstance(x, Tensor):
                 _HANDED_ON.tensors[self] = weakref.ref(x)
-            # with other sizes, code that takes x for the hidden state raises by itself, except for another pair's fc2
-            if self.in_features == self.out_features or self._may_be_mixed():
-                self._require_place(SparseDown)
+            # some code that takes x for the hidden state works with any size, adapters among it
+            self._require_place(SparseDown)
         return x
-
-    @_eagerly
-    def _may_be_mixed(self) -> bool:
-        """Whether the block has another pair's ``SparseDown`` where this pair's was."""
-        block = self._block()
-        fc2 = None if block is None else _below(block, self._block.names[1])
-        return isinstance(fc2, SparseDown) and fc2.up_proj is not self
 
     def _require_unchanged(self) -> None:
         """Raise NotImplementedError, while a graph is traced, if the block no longer uses the pair as it did."""

@@ -115,10 +115,12 @@ def sparsify_(
     elsewhere are not seen.
 
     What is later put around, in place of or between ``fc1`` and ``fc2`` of a pair, dropout and layers of other pairs
-    among it, raises in eager mode if it would change the result. Tracing of a graph looks at the children of the block
-    and at its dropouts, and where one may change the result it raises with ``fullgraph=True`` and runs the block
-    eagerly without. It does not see hooks, a new ``forward`` of a block, or changes after ``fc1`` and ``fc2`` have been
-    compiled apart, as happens to a block that does not fit into a graph: compile again after ``torch._dynamo.reset``.
+    among it, raises in eager mode if it would change the result. So does any wrapper around ``fc1`` or ``fc2`` that is
+    not torch's, and an identity in place of the activation leaves the activation on. Tracing of a graph looks at the
+    children of the block and at its dropouts, and where one may change the result it raises with ``fullgraph=True`` and
+    runs the block eagerly without. It does not see hooks, a new ``forward`` of a block, or, where ``fc1`` and ``fc2``
+    are compiled apart, as happens to a block that does not fit into a graph, changes of one block when another has been
+    compiled.
 
     Args:
         model: any module that contains such layers; for a model of transformers see

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from twell._arguments import require_choice, require_integer, require_number
-from twell._compaction import MLP, gate_of
+from twell._compaction import MLP, gate_of, recomputing
 from twell.functional import Aux
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -72,13 +72,13 @@ class Recorder:
             # the layer itself refuses it
             return
         compiling = torch.compiler.is_compiling()
-        if self.keeping and (compiling or not _recomputing()):
+        if self.keeping and (compiling or not recomputing()):
             self.kept.append(Kept(_cast(x), torch.is_grad_enabled()))
         if not self.observing:
             return
         if compiling:
             self.inputs.append(_cast(x.detach()))
-        elif self.observe is not None and not _recomputing():
+        elif self.observe is not None and not recomputing():
             self.observe(x.detach())
 
     def after(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -87,7 +87,7 @@ class Recorder:
         if aux is None or not layer.training:
             return
         if not torch.compiler.is_compiling():
-            if _recomputing():
+            if recomputing():
                 layer.aux = None
                 return
             if max(len(self.calls), len(self.figures), len(self.kept)) >= _MOST_UNREAD:
@@ -114,11 +114,6 @@ def _cast(x: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
-
-
-def _recomputing() -> bool:
-    """Whether this call is a checkpoint's recomputation, within backward."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def whole(t: Tensor) -> Tensor:
@@ -198,8 +193,10 @@ def record_aux(model: nn.Module, enabled: bool = True, *, inputs: bool = False) 
     change a layer's input before this call.
 
     Costs two reductions that the kernels do anyway, and no synchronisation. Call it before ``torch.compile`` or at
-    least before the first step of a compiled model. Recomputation by activation checkpointing is not recorded. Copies
-    of the model record nothing before their own ``record_aux``. Raises ValueError if there is no twell layer.
+    least before the first step of a compiled model. Recomputation by activation checkpointing is not recorded, except
+    for layers that are compiled one by one inside a checkpoint while their term is no part of the loss: call
+    ``clear_aux(model)`` after backward then. Copies of the model record nothing before their own ``record_aux``. Raises
+    ValueError if there is no twell layer.
     """
     for layer in layers(model).values():
         if enabled:
