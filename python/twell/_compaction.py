@@ -160,7 +160,7 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@torch.library.custom_op("twell::add_counts", mutates_args=("totals",))
+@torch.library.custom_op("twell_internal::add_counts", mutates_args=("totals",))
 def _add_counts(totals: Tensor, fired: Tensor, tokens: int) -> None:
     """Add to ``totals`` unless a checkpoint recomputes, which a graph learns only when it runs."""
     if not recomputing():
