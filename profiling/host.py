@@ -4,7 +4,7 @@
 
 host: microseconds of one call by ``time.perf_counter``, with nothing to wait for inside: a run is a few calls on an
 idle GPU, so that its queue never fills; the median of interleaved runs. "forward" needs no gradient; "step" is forward,
-backward and the gradients set to None again, of the tokens and of all weights; "step, one thread" is the same with the
+backward and the gradients set to None again, of the tokens and of all weights; "step alone" is the same with the
 backward pass in the calling thread (``torch.autograd.set_multithreading_enabled(False)``). waited: milliseconds from a
 call until the GPU is done, and at many tokens of a replay of its CUDA graph. Workload topic29, bfloat16, down weights
 by rows.
@@ -73,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=25, help="runs of each variant (25)")
     arguments = parser.parse_args(argv)
     rows: list[Row] = []
-    for what in ("forward", "step", "step, one thread"):
+    for what in ("forward", "step", "step alone"):
         for m in (*FEW, MANY):
             rows += measured(what, m, arguments.runs)
     for row in rows:
         times = (f"{name} {value:.4g}" for name, value in dataclasses.asdict(row).items() if isinstance(value, float))
-        print(f"{row.what:16} {row.m:6} {row.layer:6} {row.chosen:6} {'  '.join(times)}", flush=True)
+        print(f"{row.what:10} {row.m:6} {row.layer:6} {row.chosen:6} {'  '.join(times)}", flush=True)
     write_json(arguments.out, rows, machine=testing.machine_line(), arguments={"runs": arguments.runs})
     return 0
 

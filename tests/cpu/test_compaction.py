@@ -218,6 +218,10 @@ def test_checkpointed_calls_count_once(reentrant: bool) -> None:
     assert torch.equal(firing[""].counts, fired(p))
 
 
+def test_the_operator_that_counts_keeps_the_contract_of_operators() -> None:
+    torch.library.opcheck(torch.ops.twell_internal.add_counts, (torch.zeros(9, dtype=torch.int64), torch.arange(8), 3))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_compiled_calls_in_a_checkpoint_count_once(backend: str, whole: bool) -> None:
