@@ -297,6 +297,8 @@ class AutoStrategy:
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
         # routes of inference by the arguments of ``begin``, until the next decision
         self._routes: dict[tuple[Any, ...], tuple[_Bucket, Route]] = {}
+        # by arguments of ``runs_torchs``, calls that are dense and wait for the host, until the next decision
+        self._settled: dict[tuple[bool, torch.dtype, torch.Size], _Bucket] = {}
         # of the GPU of the latest call
         self._table = _tables.SHIPPED
 
@@ -343,11 +345,12 @@ class AutoStrategy:
                 if not self._is_due(bucket.calls):
                     bucket.calls += 1
                     return route
-        problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged, gate_kept)
-        holder = self if training and _checkpointed() else None
         # fake tensors have no figures, and a captured graph would leave them at each replay
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
         capturing = real and _capturing(x)
+        sizes = (tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged, gate_kept)
+        problem = tuning.Problem(*sizes, eager=not capturing)
+        holder = self if training and _checkpointed() else None
         if real:
             self._table = _tables.in_use(x.device)
         if not real or capturing or not self.heeds(x) or (training and self._recomputes()):
@@ -358,10 +361,14 @@ class AutoStrategy:
             strategy, held = decision.strategy, self._buckets[_key(problem)].held
             if not due or _key(problem) in self._pending or not problem.m:
                 route = Route(strategy, None, holder, held)
+                bucket = self._buckets[_key(problem)]
+                if not due and strategy == "dense" and holder is None and tuning.waits_for_host(problem):
+                    self._settled[training, x.dtype, x.shape] = bucket
                 if not due and not training:
                     if len(self._routes) >= _MOST_ROUTES:
                         self._routes.clear()
-                    self._routes[arguments] = self._buckets[_key(problem)], route
+                        self._settled.clear()
+                    self._routes[arguments] = bucket, route
                 return route
             screen = SCREENS[self.screen]
             figures = self._buckets[_key(problem)].figures or self._nearest(_key(problem))
@@ -374,6 +381,25 @@ class AutoStrategy:
         ):
             strategy = "union"
         return Route(strategy, Measurement(self, problem, call, screen), holder, held)
+
+    def runs_torchs(self, x: Tensor, training: bool) -> bool:
+        """Whether an eager call like this one runs PyTorch's operators with nothing to measure; then it is counted.
+
+        The host is the limit of such calls, so that a layer may call its projections at once.
+        """
+        bucket = self._settled.get((training, x.dtype, x.shape))
+        if (
+            bucket is None
+            # figures change little here, and a call that measures costs the host several times as much
+            or bucket.calls & (bucket.calls - 1) == 0
+            or _capturing(x)
+            or not self.heeds(x)
+            or (training and (_checkpointed() or torch._C._current_graph_task_id() != -1))
+        ):
+            return False
+        with self._lock:
+            bucket.calls += 1
+        return True
 
     def heeds(self, x: Tensor) -> bool:
         """Whether a call on ``x`` counts and may be measured: always, except where a subclass knows better."""
@@ -518,6 +544,7 @@ class AutoStrategy:
             self._buckets.clear()
             self._captures.clear()
             self._routes.clear()
+            self._settled.clear()
 
     def _collect(self) -> None:
         for key, pending in list(self._pending.items()):
@@ -541,6 +568,7 @@ class AutoStrategy:
         bucket.problem, bucket.decision, bucket.held = problem, decision, tuning.held(problem, bucket.recent)
         bucket.others.clear()
         self._routes.clear()
+        self._settled.clear()
         if before is None or decision.strategy != before.strategy:
             m, k, n, gated, training = problem[:5]
             layer = f"{'gated' if gated else 'non-gated'} layer, K = {k}, N = {n}, {_kind(training)}, {m} tokens"
@@ -555,7 +583,7 @@ class AutoStrategy:
             if graph.traced:
                 continue
             alike = [
-                (bucket.calls, key[1], bucket.decision)
+                (bucket.calls, key[1], bucket.problem._replace(eager=False), bucket.figures or self._nearest(key))
                 for key, bucket in self._buckets.items()
                 if key[0]
                 and bucket.problem.down_copied == down_copied
@@ -563,7 +591,7 @@ class AutoStrategy:
                 and bucket.decision is not None
             ]
             if alike:
-                decision = max(alike, key=lambda each: each[:2])[2]
+                decision = self._best(*max(alike, key=lambda each: each[:2])[2:])
             else:
                 figures = self._nearest((True, _bucket(_TYPICAL[few])))
                 decision = _typical(down_copied, few, figures, self._table, latest, SCREENS[self.screen])
@@ -583,7 +611,8 @@ def fresh(x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> 
     if training:
         # nothing is known of its sparsity; a caller that wants a choice passes a site
         return "union" if n <= table.union_neurons and not table.lacks(True, gated) else "dense"
-    problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, False, down_copied)
+    eager = not (type(x) is Tensor and _capturing(x))
+    problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, False, down_copied, eager=eager)
     return tuning.decide(problem, None, None, table).strategy
 
 
@@ -678,7 +707,7 @@ def _key(problem: tuning.Problem) -> tuple[bool, int]:
 
 
 def _is_laid_alike(one: tuning.Problem, other: tuning.Problem) -> bool:
-    return (one.down_copied, one.merged) == (other.down_copied, other.merged)
+    return (one.down_copied, one.merged, one.eager) == (other.down_copied, other.merged, other.eager)
 
 
 def _kind(training: bool) -> str:

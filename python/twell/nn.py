@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import _admission, _auto, _gate_copies, _plain, functional, tuning
@@ -189,6 +190,33 @@ class SparseFFN(nn.Module):
         with_aux = return_aux or self.record_aux
         return self._finish((y, functional._dense_aux(hidden, gate, activation)) if with_aux else y, return_aux)
 
+    def _runs_torchs(self, x: Tensor) -> bool:
+        """Whether "auto" has settled on PyTorch's operators for calls like this one: see ``AutoStrategy``."""
+        site = self._auto if self._strategy == "auto" else self._strategy
+        if torch.compiler.is_compiling() or not isinstance(site, AutoStrategy) or not site._settled:
+            return False
+        if type(x) is not Tensor or self._accumulate_main_grad or self._record_aux or torch._C._get_tracing_state():
+            return False
+        training = torch.is_grad_enabled() and (x.requires_grad or self.down_proj.weight.requires_grad)
+        return site.runs_torchs(x, training)
+
+    def _by_torch(self, x: Tensor) -> Any:
+        """The layer by calling its projections, for ``_runs_torchs``."""
+        # look-ups of nn.Module take half a microsecond each
+        children = self._modules
+
+        def project(name: str, value: Tensor) -> Any:
+            child = children.get(name)
+            return self._project(name, value) if child is None else child(value)
+
+        gate = project("gate_proj" if self._gated else "up_proj", x)
+        up = project("up_proj", x) if self._gated else None
+        if self._activation == "relu":
+            gate = F.relu(gate)
+            return project("down_proj", gate if up is None else gate * up)
+        activation = activation_of(self._activation, self._threshold, self._gated)
+        return project("down_proj", activation.hidden(activation.after(gate), up))
+
     def _site(self) -> AutoStrategy | None:
         """The ``AutoStrategy`` that chooses; None if the strategy is named."""
         if isinstance(self._strategy, AutoStrategy):
@@ -317,6 +345,8 @@ class SparseGatedMLP(SparseFFN):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
+        if not return_aux and self._runs_torchs(x):
+            return self._by_torch(x)  # type: ignore[no-any-return]
         if not self._is_plain():
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
         (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = self._operands()
@@ -384,6 +414,8 @@ class SparseMLP(SparseFFN):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
+        if not return_aux and self._runs_torchs(x):
+            return self._by_torch(x)  # type: ignore[no-any-return]
         if not self._is_plain():
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
         (w_up, b_up), (w_down, b_down) = map(self._applied, ("up_proj", "down_proj"))

@@ -292,6 +292,13 @@ COPY_BYTES = 3.1e12
 QUANTIZE_BYTES = 2.8e12
 _DENSE_FLOP = 790e12
 _DENSE_BYTES = 4.2e12
+# Seconds of the host for a call without gradients and for a training step: three nn.Linear with their activation, and
+# strategies chosen by "auto" (H100, 2026-11-25, `h100_host.json`, the slowest host measured, so that "auto" errs
+# towards dense; "screened" has four launches more).
+HOST_SECONDS = {
+    False: {"dense": 105e-6, "row": 155e-6, "union": 214e-6, "screened": 270e-6},
+    True: {"dense": 630e-6, "union": 1280e-6, "screened": 1340e-6},
+}
 # Of a dense layer of up to 512 tokens: the seconds that one product for gate and up saves, those beyond its products,
 # and the time to read weights over that at the rate above (NVIDIA H200: 3 to 5 us saved; in two products 18, 34 and 118
 # us predicted for K = 1,024, 2,048 and 4,096, and 20, 32 and 97 measured).
@@ -304,6 +311,7 @@ class Problem(NamedTuple):
     ``down_copied``: whether the down weight is stored as in nn.Linear, so that sparse kernels read a copy by rows, made
     at each forward and each backward pass. ``merged``: whether a dense layer computes gate and up in one product.
     ``gate_kept``: whether inference finds the int8 copy of the gate weight that a module keeps for the screen.
+    ``eager``: whether the host launches each kernel in the call, rather than before it in a CUDA graph.
     """
 
     m: int
@@ -314,6 +322,7 @@ class Problem(NamedTuple):
     down_copied: bool = False
     merged: bool = False
     gate_kept: bool = False
+    eager: bool = False
 
 
 class Figures(NamedTuple):
@@ -423,7 +432,16 @@ def costs(
         # the terms are of few candidates: a screen saves at most the gates of all others, one of dense's products
         others = 1 - factors(problem, figures, "screened")[3]
         predicted[screen] = max(predicted[screen], predicted["union"] - others / (3 if problem.gated else 2))
-    return predicted | {"dense": 1.0}
+    predicted["dense"] = 1.0
+    return _eager(problem, predicted) if problem.eager else predicted
+
+
+def _eager(problem: Problem, predicted: dict[str, float]) -> dict[str, float]:
+    """Times of calls that the host launches: no less than its own, and as multiples of such a dense call's."""
+    passes = 3 if problem.training else 1
+    dense, host = passes * _dense_seconds(problem), HOST_SECONDS[problem.training]
+    seconds = {name: max(host.get(name, 0.0), time * dense) for name, time in predicted.items()}
+    return {name: time / seconds["dense"] for name, time in seconds.items()}
 
 
 def worth_screening(
@@ -434,6 +452,12 @@ def worth_screening(
         return False
     predicted = costs(problem, figures._replace(candidates=0.0), table, screen)
     return screen in predicted and predicted[screen] <= min(predicted.values())
+
+
+def waits_for_host(problem: Problem) -> bool:
+    """Whether the host may take longer than the kernels of a dense call; calls of this package cost it up to twice."""
+    passes = 3 if problem.training else 1
+    return problem.eager and passes * _dense_seconds(problem) < 2 * HOST_SECONDS[problem.training].get("dense", 0.0)
 
 
 def copy_cost(problem: Problem) -> float:
@@ -490,7 +514,13 @@ def decide(
         in_place = decide(problem._replace(down_copied=False), figures, current, table, screen).strategy
         if in_place != "dense":
             reason = f"copies of the down weight outweigh {in_place}, which needs none where it is stored by rows"
-            return decision._replace(reason=f"{decision.reason}; {reason}")
+            decision = decision._replace(reason=f"{decision.reason}; {reason}")
+    if decision.strategy == "dense" and problem.eager:
+        replayed = decide(problem._replace(eager=False), figures, None, table, screen).strategy
+        if replayed != "dense":
+            decision = decision._replace(
+                reason=f"{decision.reason}, since the host is the limit; {replayed} in a graph"
+            )
     return decision
 
 
@@ -541,7 +571,7 @@ def coefficients(problem: Problem, table: _tables.Table | None = None) -> dict[s
     More neurons than ``Table.union_neurons`` have neither "union" nor "screened". A kind of calls that the table lacks
     (``Table.lacks``) has no strategy.
     """
-    return _coefficients(problem._replace(down_copied=False, merged=False), table or _tables.SHIPPED)
+    return _coefficients(problem._replace(down_copied=False, merged=False, eager=False), table or _tables.SHIPPED)
 
 
 @functools.lru_cache(1024)
