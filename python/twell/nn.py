@@ -197,17 +197,18 @@ class SparseFFN(nn.Module):
             return False
         if type(x) is not Tensor or self._accumulate_main_grad or self._record_aux or torch._C._get_tracing_state():
             return False
-        training = torch.is_grad_enabled() and (x.requires_grad or self.down_proj.weight.requires_grad)
+        training = torch.is_grad_enabled() and (x.requires_grad or self._applied("down_proj")[0].requires_grad)
         return site.runs_torchs(x, training)
 
     def _by_torch(self, x: Tensor) -> Any:
         """The layer by calling its projections, for ``_runs_torchs``."""
-        # look-ups of nn.Module take half a microsecond each
-        children = self._modules
+        children, torchs = self._modules, _plain.runs_as_linear()
 
         def project(name: str, value: Tensor) -> Any:
             child = children.get(name)
-            return self._project(name, value) if child is None else child(value)
+            if child is None:
+                return self._project(name, value)
+            return _plain.linear(child, value) if torchs else child(value)
 
         gate = project("gate_proj" if self._gated else "up_proj", x)
         up = project("up_proj", x) if self._gated else None
