@@ -323,18 +323,9 @@ class AutoStrategy:
         screen = "" if self.screen == "auto" else f", screen={self.screen!r}"
         return f"AutoStrategy(period={self.period}{screen})"
 
-    def begin(
-        self,
-        x: Tensor,
-        n: int,
-        gated: bool,
-        training: bool,
-        down_copied: bool,
-        merged: bool = False,
-        gate_kept: bool = False,
-    ) -> Route:
+    def begin(self, x: Tensor, n: int, gated: bool, training: bool, down_copied: bool, merged: bool = False) -> Route:
         """Choose the route of a call on x [..., K] with n neurons; the call is not being traced."""
-        arguments = (x.shape, n, gated, training, down_copied, merged, gate_kept)
+        arguments = (x.shape, n, gated, training, down_copied, merged)
         known = self._routes.get(arguments)
         # between the calls that decide and measure, the host has little to do
         if known is not None and type(x) is Tensor and not _capturing(x) and self.heeds(x):
@@ -343,7 +334,7 @@ class AutoStrategy:
                 if not self._is_due(bucket.calls):
                     bucket.calls += 1
                     return route
-        problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged, gate_kept)
+        problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged)
         holder = self if training and _checkpointed() else None
         # fake tensors have no figures, and a captured graph would leave them at each replay
         real = type(x) is Tensor or type(x) is torch.nn.Parameter

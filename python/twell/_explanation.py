@@ -20,8 +20,7 @@ class Choice(NamedTuple):
     graph: "captured" or "compiled" if a graph keeps this choice, else "". calls: how many calls there were, from
     compiled graphs without gradients, too.
     figures: the measured sparsity, or None. measured: the call that measured it. costs: predicted times as multiples of
-    dense's; empty where nothing is known. copy_bytes: memory of the layer's int8 copy of its gate weight, which it has
-    after ``twell.nn.keep_gate_copies``.
+    dense's; empty where nothing is known.
     """
 
     layer: str
@@ -34,7 +33,6 @@ class Choice(NamedTuple):
     figures: tuning.Figures | None = None
     measured: int | None = None
     costs: dict[str, float] = {}  # noqa: RUF012
-    copy_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Explanation:
         return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
-_OF_SCREENS = ("candidates", *(f"{name} time" for name in tuning.SCREENS), "int8 copy")
+_OF_SCREENS = ("candidates", *(f"{name} time" for name in tuning.SCREENS))
 
 
 def _cells(row: Choice) -> dict[str, str]:
@@ -81,6 +79,5 @@ def _cells(row: Choice) -> dict[str, str]:
         "non-zeros": "-" if row.figures is None else f"{figures.nonzeros:.1f}",
         **{name: "-" if share is None else f"{share:.1%}" for name, share in shares.items()},
         **{name: "-" if time is None else f"{time:.2f}" for name, time in times.items()},
-        "int8 copy": f"{row.copy_bytes / 1e6:.1f} MB" if row.copy_bytes else "-",
         "why": row.reason + measured,
     }

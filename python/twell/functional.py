@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from twell import _auto, _autograd, _gate_copies, ops, tuning
+from twell import _auto, _autograd, ops, tuning
 from twell._activation import RELU, Activation, ActivationName, activation_of
 from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, require_packable, sharded
 from twell._auto import AutoStrategy
@@ -362,11 +361,10 @@ def _run(
             y, l1, nonzeros = ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
         else:
             arguments = (*layer, call.compression, route.strategy, site, *call.activation)
-            with contextlib.nullcontext() if torch.compiler.is_compiling() else _gate_copies.eager():
-                if call.return_aux:
-                    y, l1, nonzeros = ops.ffn_aux(*arguments)
-                else:
-                    y = ops.ffn(*arguments)
+            if call.return_aux:
+                y, l1, nonzeros = ops.ffn_aux(*arguments)
+            else:
+                y = ops.ffn(*arguments)
     if x.dim() != 2:
         y = _unviewed(y, x.shape)
     return (y, _per_token(l1, nonzeros, layer.x.shape[0])) if call.return_aux else y
@@ -494,8 +492,7 @@ def _choose(layer: Operands, requested: Any, training: bool, direct: bool) -> _a
         return _auto.Route(requested.trace(m, copied) if site else "union")
     n, gated = layer.w_gate.shape[0], layer.w_up is not None
     if site:
-        kept = not training and _gate_copies.keeps(layer.w_gate)
-        return requested.begin(x, n, gated, training, copied, gate_kept=kept)  # type: ignore[no-any-return]
+        return requested.begin(x, n, gated, training, copied)  # type: ignore[no-any-return]
     return _auto.Route(_auto.fresh(x, n, gated, training, copied))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,11 +62,6 @@ def gate_pack(
     return specs.GatePackSpec(dtype_name(dtype), min(specs.GATE_TOKENS, key=cost))
 
 
-# Least values of a gate weight that is screened for few tokens. NVIDIA H200, time of the layer over that without the
-# screen: 0.84 with 4,096 x 14,336, one token and 8 non-zeros. An earlier form of the kernel: 1.26 with 2,048 x 5,632.
-SCREENED_WEIGHT = 40_000_000
-
-
 @functools.cache
 def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
     """Rows of ``k`` values in int8 for the screen of the gate; NotImplementedError beyond the largest class."""
@@ -77,18 +72,6 @@ def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
 def gate_screen(dtype: torch.dtype) -> specs.GateScreenSpec:
     """The int8 screen of the gate, for biases of a dtype."""
     return specs.GateScreenSpec(dtype_name(dtype))
-
-
-@functools.cache
-def gate_pack_screened(dtype: torch.dtype) -> specs.GatePackScreenedSpec:
-    """The gate GEMM for few tokens behind the int8 screen."""
-    return specs.GatePackScreenedSpec(dtype_name(dtype))
-
-
-def screens_few(m: int, k: int, n: int) -> bool:
-    """Whether the gate of ``m`` tokens is screened where a module keeps the int8 copy of its weight."""
-    few = 0 < m <= specs.GatePackScreenedSpec.tokens
-    return few and k * n >= SCREENED_WEIGHT and k <= specs.QUANTIZE_K_CLASSES[-1]
 
 
 @functools.cache
@@ -288,8 +271,6 @@ ASSUMED_DENSITY = 1 / 190
 # 5.1 us for 2,816 x 1,024, 66 us for 14,336 x 4,096, weights from memory). The rates of dense layers are those of
 # cuBLAS at M = 16,384 and of reading weights from memory there; clocks vary them by 8 %.
 COPY_BYTES = 3.1e12
-# Bytes per second, read and written, of `quantize_gate` for a gate weight (NVIDIA H200: 12.5 us for 5,632 x 2,048).
-QUANTIZE_BYTES = 2.8e12
 _DENSE_FLOP = 790e12
 _DENSE_BYTES = 4.2e12
 # Of a dense layer of up to 512 tokens: the seconds that one product for gate and up saves, those beyond its products,
@@ -303,7 +284,6 @@ class Problem(NamedTuple):
 
     ``down_copied``: whether the down weight is stored as in nn.Linear, so that sparse kernels read a copy by rows, made
     at each forward and each backward pass. ``merged``: whether a dense layer computes gate and up in one product.
-    ``gate_kept``: whether inference finds the int8 copy of the gate weight that a module keeps for the screen.
     """
 
     m: int
@@ -313,7 +293,18 @@ class Problem(NamedTuple):
     training: bool
     down_copied: bool = False
     merged: bool = False
-    gate_kept: bool = False
+
+
+_new_problem = Problem.__new__
+
+
+@functools.wraps(_new_problem)
+def _of_pickles(cls: type[Problem], *sizes: Any, **others: Any) -> Problem:
+    # pickles of version 0.2 have an eighth: whether a layer kept an int8 copy of its gate weight
+    return _new_problem(cls, *(sizes[:7] if len(sizes) == 8 else sizes), **others)
+
+
+Problem.__new__ = _of_pickles  # type: ignore[method-assign, assignment]
 
 
 class Figures(NamedTuple):
@@ -416,8 +407,6 @@ def costs(
         if name == "screened" and (figures.candidates is None or not screen):
             continue
         time = sum(term * factor for term, factor in zip(terms, factors(problem, figures, name)))
-        if name == "screened":
-            time -= kept_saving(problem)
         predicted[screen if name == "screened" else name] = (time + copies) / dense
     if screen in predicted and "union" in predicted:
         # the terms are of few candidates: a screen saves at most the gates of all others, one of dense's products
@@ -443,16 +432,6 @@ def copy_cost(problem: Problem) -> float:
     # backward makes one more copy and twice the products
     copies, passes = (2, 3) if problem.training else (1, 1)
     return copies * 4 * problem.k * problem.n / COPY_BYTES / (passes * _dense_seconds(problem))
-
-
-def kept_saving(problem: Problem) -> float:
-    """What a kept int8 copy of the gate weight saves of a screened call, as a multiple of dense's time.
-
-    The table's times include the copy. Training makes it in each step.
-    """
-    if problem.training or not problem.gate_kept:
-        return 0.0
-    return 3 * problem.k * problem.n / QUANTIZE_BYTES / _dense_seconds(problem)
 
 
 def _dense_seconds(problem: Problem) -> float:

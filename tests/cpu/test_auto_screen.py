@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import json
 import math
 import pickle
@@ -19,15 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import twell
 from profiling import held_out
-from twell import _auto, _tables, functional, ops, testing, tuning
+from twell import _auto, _tables, ops, testing, tuning
 from twell._runtime import device, specs
 from twell.commands import sparsity, tune
 from twell.commands.bench import protocol
 from twell.commands.saved_model import WatchedLayer
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.ops import screened
-from twell.ops.ffn import _SPARSE_ON_CPU
-from twell.ops.ffn import _run as run_ffn
 from twell.tuning import Figures, Problem
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
@@ -141,50 +138,6 @@ def test_counts_where_the_screen_may_be_the_fastest() -> None:
     # nearly all neurons fire
     assert not tuning.worth_screening(problem(), Figures(200, 1.0), SCREENS)
     assert tuning.worth_screening(problem(), Figures(8, 0.3), SCREENS, "proven")
-
-
-def test_a_kept_copy_makes_the_screen_cheaper() -> None:
-    """By the time of the copy, which the table's times include, in inference alone."""
-    for training in (False, True):
-        call, figures = Problem(12288, 2048, 5632, True, training), Figures(30, 0.1, None, 0.12)
-        kept = call._replace(gate_kept=True)
-        one, other = (tuning.costs(each, figures) for each in (call, kept))
-        saved = 0 if training else 3 * 2048 * 5632 / tuning.QUANTIZE_BYTES / (6 * 12288 * 2048 * 5632 / 790e12)
-        assert one["screened"] - other["screened"] == pytest.approx(saved)
-        assert one["union"] == other["union"]
-    assert 0.005 < tuning.kept_saving(Problem(12288, 2048, 5632, True, False, gate_kept=True)) < 0.02
-    few = Problem(64, 2048, 5632, True, False, gate_kept=True)
-    assert tuning.kept_saving(few) == pytest.approx(3 / tuning.QUANTIZE_BYTES / (6 / 4.2e12))
-
-
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("direct", [False, True])
-def test_calls_say_whether_a_copy_is_kept(
-    kept: bool, direct: bool, screens: Arrivals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eager calls on the current GPU, which go past the dispatcher, as those of the operator."""
-    seen: list[bool] = []
-    decide = tuning.decide
-
-    def spy(call: Problem, *arguments: Any) -> Any:
-        # others are for graphs
-        if call.m == 256:
-            seen.append(call.gate_kept)
-        return decide(call, *arguments)
-
-    mlp, x = uneven(SparseGatedMLP), torch.randn(256, K).to(BF16)
-    twell.nn.keep_gate_copies(mlp, kept)
-    monkeypatch.setattr(tuning, "decide", spy)
-    if direct:
-        monkeypatch.setattr(functional, "is_direct", lambda x: True)
-        monkeypatch.setattr(functional, "ffn_on_cuda", functools.partial(run_ffn, _SPARSE_ON_CPU))
-    with torch.no_grad():
-        for _ in range(4):
-            mlp(x)
-        assert set(seen) == {kept}
-        twell.nn.keep_gate_copies(mlp, not kept)
-        mlp(x)
-    assert seen[-1] == (not kept)
 
 
 # Candidates

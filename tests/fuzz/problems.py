@@ -189,14 +189,11 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     strategy = pick(rng, STRATEGIES) if op != "pack" else "row"
     if op == "overflow":
         strategy = "union"
-    elif op == "pack" and m <= 8 and random.Random(f"{seed}:{number}:screen").random() < 0.5:
-        # the gate of few tokens behind its int8 screen
-        strategy = "screened"
     elif training and strategy == "invariant":
         # for inference alone
         strategy = "row"
     if strategy in tuning.SCREENS and not limits.screens:
-        strategy = "row" if op == "pack" else "union"
+        strategy = "union"
     sparse = strategy in SPARSE
     present = [name for name in NAMES if name in biases or (name == "w_up" and gated) or name in ("x", *WEIGHTS[::2])]
     wanted: tuple[str, ...] = ()
