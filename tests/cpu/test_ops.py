@@ -280,7 +280,7 @@ def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call(
         (
             "twell.sparse_gated_ffn or twell.sparse_ffn",
             "twell.pack",
-            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 20,
+            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 19,
             "Tensor.t",
         ),
         strict=True,
