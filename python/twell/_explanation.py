@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from twell import tuning
 
-# Strategies whose predicted times ``Explanation`` shows; those of screens where a row has one.
-_TIMED = ("row", "union", *tuning.SCREENS, "dense")
+# Strategies whose predicted times ``Explanation`` shows; that of "screened" where a row has one.
+_TIMED = ("row", "union", "screened", "dense")
 
 
 class Choice(NamedTuple):
@@ -52,7 +52,7 @@ class Explanation:
             return "no layers of twell"
         cells = [_cells(row) for row in self.rows]
         # columns of the int8 screen are there if a row has something in them
-        header = [name for name in cells[0] if name not in _OF_SCREENS or any(each[name] != "-" for each in cells)]
+        header = [name for name in cells[0] if name not in _OF_SCREEN or any(each[name] != "-" for each in cells)]
         lines = [header, *([each[name] for name in header] for each in cells)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
         # names left-aligned, numbers right-aligned
@@ -61,7 +61,7 @@ class Explanation:
         return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
-_OF_SCREENS = ("candidates", *(f"{name} time" for name in tuning.SCREENS))
+_OF_SCREEN = ("candidates", "screened time")
 
 
 def _cells(row: Choice) -> dict[str, str]:

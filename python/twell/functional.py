@@ -25,8 +25,8 @@ from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.packed import PackedTwell
 
-Strategy = Literal["auto", "row", "union", "screened", "proven", "invariant", "dense"]
-_SPARSE = ("row", "union", *tuning.SCREENS, "invariant")
+Strategy = Literal["auto", "row", "union", "screened", "invariant", "dense"]
+_SPARSE = ("row", "union", "screened", "invariant")
 
 _WIDE_DTYPES = (torch.float32, torch.float64)
 
@@ -122,8 +122,7 @@ def sparse_gated_ffn(
             logged once at INFO. "screened" is "union" that computes a gate only where a product in int8 and a bound of
             its error say that it may be a non-zero (docs/notes/screen.md): for sparse layers and many tokens, on a GPU
             of compute capability 9.0 or the CPU. It misses a gate if the bound fails, with a probability of at most
-            2^-80 per gate. In inference of up to 64 tokens it is "row". "proven" is the same by a bound that never
-            fails, with several times as many candidates for most layers. "invariant" is "row" with, on a GPU, the same
+            2^-80 per gate. In inference of up to 64 tokens it is "row". "invariant" is "row" with, on a GPU, the same
             bits for a token whatever other tokens the call has, and however many; for inference. "dense" is plain
             PyTorch, for any size and any dtype of F.linear. "auto" takes the cheapest strategy for a sparse layer of
             this size: mostly "union", "row" for few tokens. It keeps nothing between calls and so measures nothing. An
@@ -350,9 +349,9 @@ def _run(
         layer = layer._replace(x=x.reshape(-1, x.shape[-1]))
     if call.training:
         totals = call.return_aux or route.measurement is not None
-        screen = route.strategy if route.strategy in tuning.SCREENS else ""
         packed = (layer, mains, call.compression, route.held, call.activation)
-        y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals, screen)
+        screens = route.strategy == "screened"
+        y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals, screens)
         _note_training(route, layer, nonzeros, sizes, y, call.activation)
     else:
         _, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
@@ -529,8 +528,9 @@ def _note_training(
 
 def _candidates(layer: Operands, measurement: _auto.Measurement, activation: Activation) -> Tensor | None:
     """The candidates of each tile of tokens, if the measurement wants them."""
-    x = layer.x.reshape(-1, layer.x.shape[-1])
-    return screened.count(x, layer.w_gate, layer.b_gate, measurement.screen, activation)
+    if not measurement.screen:
+        return None
+    return screened.count(layer.x.reshape(-1, layer.x.shape[-1]), layer.w_gate, layer.b_gate, activation)
 
 
 def _dense_aux(hidden: Tensor, gate: Tensor, activation: Activation = RELU) -> Aux:

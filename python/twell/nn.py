@@ -425,7 +425,7 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
     inference, training = (_auto.fixed(requested, weight.device, dtype, training) for training in (False, True))
     if requested == "invariant":
         training = "none", 'calls raise: strategy="invariant" computes inference alone'
-    if requested in tuning.SCREENS and weight.is_cuda:
+    if requested == "screened" and weight.is_cuda:
         try:
             require_screen(weight, strategy=requested)
         except NotImplementedError as error:

@@ -250,9 +250,7 @@ def overflow(dtype: torch.dtype, mode: str, family: str = specs.SM90) -> specs.O
 # Strategies
 
 
-# strategies that screen the gate
-SCREENS = ("screened", "proven")
-STRATEGIES = ("auto", "row", "union", *SCREENS, "invariant", "dense")
+STRATEGIES = ("auto", "row", "union", "screened", "invariant", "dense")
 
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
 MARGIN = 0.02
@@ -344,6 +342,8 @@ class Decision(NamedTuple):
 
 def require_strategy(requested: object) -> None:
     """Raise ValueError unless ``requested`` is the name of a strategy."""
+    if requested == "proven":
+        raise ValueError('strategy "proven" is gone, use "union", which never screens')
     if requested not in STRATEGIES:
         *names, last = (f'"{name}"' for name in STRATEGIES)
         raise ValueError(f"strategy must be {', '.join(names)} or {last}, got {requested!r}")
@@ -394,12 +394,12 @@ def factors(problem: Problem, figures: Figures, strategy: str) -> tuple[float, f
 
 
 def costs(
-    problem: Problem, figures: Figures, table: _tables.Table | None = None, screen: str = "screened"
+    problem: Problem, figures: Figures, table: _tables.Table | None = None, screen: bool = True
 ) -> dict[str, float]:
     """Predicted time of each strategy that the table has for ``problem``, as a multiple of dense's.
 
-    ``table`` is the shipped one by default. ``screen`` is the strategy that ``figures.candidates`` are of, "screened"
-    or "proven", which take the same time for as many; "" for neither. It has a time where candidates are known.
+    ``table`` is the shipped one by default. "screened" has a time where ``figures.candidates`` are known, with
+    ``screen``.
     """
     copies, dense = copy_cost(problem), merged_cost(problem)
     predicted = {}
@@ -407,22 +407,20 @@ def costs(
         if name == "screened" and (figures.candidates is None or not screen):
             continue
         time = sum(term * factor for term, factor in zip(terms, factors(problem, figures, name)))
-        predicted[screen if name == "screened" else name] = (time + copies) / dense
-    if screen in predicted and "union" in predicted:
+        predicted[name] = (time + copies) / dense
+    if "screened" in predicted and "union" in predicted:
         # the terms are of few candidates: a screen saves at most the gates of all others, one of dense's products
         others = 1 - factors(problem, figures, "screened")[3]
-        predicted[screen] = max(predicted[screen], predicted["union"] - others / (3 if problem.gated else 2))
+        predicted["screened"] = max(predicted["screened"], predicted["union"] - others / (3 if problem.gated else 2))
     return predicted | {"dense": 1.0}
 
 
-def worth_screening(
-    problem: Problem, figures: Figures | None, table: _tables.Table | None = None, screen: str = "screened"
-) -> bool:
-    """Whether ``screen`` would be the fastest strategy if its candidates were the union: else none need be counted."""
+def worth_screening(problem: Problem, figures: Figures | None, table: _tables.Table | None = None) -> bool:
+    """Whether "screened" would be the fastest strategy if its candidates were the union: else none need be counted."""
     if figures is None:
         return False
-    predicted = costs(problem, figures._replace(candidates=0.0), table, screen)
-    return screen in predicted and predicted[screen] <= min(predicted.values())
+    predicted = costs(problem, figures._replace(candidates=0.0), table)
+    return "screened" in predicted and predicted["screened"] <= min(predicted.values())
 
 
 def copy_cost(problem: Problem) -> float:
@@ -454,7 +452,7 @@ def decide(
     figures: Figures | None,
     current: str | None,
     table: _tables.Table | None = None,
-    screen: str = "screened",
+    screen: bool = True,
 ) -> Decision:
     """Choose the strategy for ``problem`` from measured ``figures`` and the ``current`` strategy; either may be None.
 
@@ -474,7 +472,7 @@ def decide(
 
 
 def _measured(
-    problem: Problem, figures: Figures, current: str | None, table: _tables.Table | None, screen: str
+    problem: Problem, figures: Figures, current: str | None, table: _tables.Table | None, screen: bool
 ) -> Decision:
     predicted = costs(problem, figures, table, screen)
     if problem.training:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -38,34 +37,27 @@ def screens(monkeypatch: pytest.MonkeyPatch) -> None:
     require(torch.empty(1, device="cuda"))
 
 
-@pytest.mark.parametrize("screen", ["screened", "proven"])
 @pytest.mark.parametrize("m", [0, 1, 128, 300, M])
-def test_counts_are_those_of_the_operator(m: int, screen: str, topic: FFN) -> None:
+def test_counts_are_those_of_the_operator(m: int, topic: FFN) -> None:
     x = topic.x[:m]
-    nearest = screen == "proven"
-    of_w = twell.ops.quantize_gate(topic.w_gate, True, nearest)
-    listed = twell.ops.ffn_screened(*topic._replace(x=x), *of_w, 8, "relu", 0.0, nearest)[4]
-    found = screened.count(x, topic.w_gate, None, screen)
-    assert found is not None
+    of_w = twell.ops.quantize_gate(topic.w_gate, True)
+    listed = twell.ops.ffn_screened(*topic._replace(x=x), *of_w, 8)[4]
+    found = screened.count(x, topic.w_gate, None)
     testing.assert_same(found.int(), listed, "candidates")
 
 
 @BOTH
-@pytest.mark.parametrize("screen", ["auto", "proven"])
 @pytest.mark.parametrize("training", [False, True])
-def test_a_layer_comes_to_screen(gated: bool, training: bool, screen: Any, topic: FFN, screens: None) -> None:
+def test_a_layer_comes_to_screen(gated: bool, training: bool, topic: FFN, screens: None) -> None:
     """Without a wait, by the candidates that the operator lists; y has the bits of "union"."""
     mlp = module(topic, gated)
-    mlp.strategy = twell.AutoStrategy(screen=screen)
     with torch.set_grad_enabled(training):
         settle(mlp, topic.x, step=backward if training else lambda y: None)
     (row,) = twell.explain(mlp)
-    name = "proven" if screen == "proven" else "screened"
     assert row.figures is not None
-    found = screened.count(topic.x, topic.w_gate, None, name)
-    assert found is not None
+    found = screened.count(topic.x, topic.w_gate, None)
     assert row.figures.candidates == found.sum().item() / (M // 128 * topic.w_gate.shape[0])
-    assert row.strategy == name
+    assert row.strategy == "screened"
     named = copy.deepcopy(mlp)
     named.strategy = "union"
     with torch.no_grad():

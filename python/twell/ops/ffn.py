@@ -84,8 +84,8 @@ def _run(
     counts = stats.select(2, 0)
     nonzeros = counts.sum()
     if route.measurement is not None:
-        if candidates is None:
-            candidates = screened.count(layer.x, layer.w_gate, layer.b_gate, route.measurement.screen, activation)
+        if candidates is None and route.measurement.screen:
+            candidates = screened.count(layer.x, layer.w_gate, layer.b_gate, activation)
         # a row of stats has 8 tokens
         route.measurement.counts(nonzeros, unions, heaviest=counts.sum(1).amax(), candidates=candidates)
     return y, l1.sum() if totals else None, nonzeros
@@ -185,30 +185,22 @@ def _union_on_cuda(layer: Operands, compression: int, activation: Activation, me
 
 
 def _is_row(layer: Operands) -> bool:
-    """Whether "screened" and "proven" are "row": tiles are not for few tokens."""
+    """Whether "screened" is "row": tiles are not for few tokens."""
     return 0 < layer.x.shape[0] <= tuning.FEW_GATE_PACK
 
 
-def _screened_on_cpu(
-    layer: Operands, compression: int, activation: Activation, measured: bool, screen: str
-) -> _Counted:
-    nearest = screened.is_nearest(screen)
+def _screened_on_cpu(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
     if _is_row(layer):
         return _row_on_cpu(layer, compression, activation, measured)
-    quantized = quantize_gate(layer.w_gate, True, nearest)
-    return screened_on_cpu(layer, quantized, compression, activation, nearest)
+    return screened_on_cpu(layer, quantize_gate(layer.w_gate, True), compression, activation)
 
 
-def _screened_on_cuda(
-    layer: Operands, compression: int, activation: Activation, measured: bool, screen: str
-) -> _Counted:
-    nearest = screened.is_nearest(screen)
-    require(layer.x, strategy=screen)
+def _screened_on_cuda(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
+    require(layer.x, strategy="screened")
     if _is_row(layer):
         return _row_on_cuda(layer, compression, activation, measured)
     # made at each call: nothing tells every write of a weight
-    quantized = quantize_on_cuda(layer.w_gate, True, nearest)
-    return screened_on_cuda(layer, quantized, compression, activation, nearest)
+    return screened_on_cuda(layer, quantize_on_cuda(layer.w_gate, True), compression, activation)
 
 
 def _dense(layer: Operands, activation: Activation, measurement: _auto.Measurement | None, totals: bool) -> _Totals:
@@ -225,7 +217,7 @@ def _dense(layer: Operands, activation: Activation, measurement: _auto.Measureme
         level = activation.level(gate.dtype)
         nonzeros = gate.numel() - (gate <= level).sum() if totals else None
         if measurement is not None:
-            candidates = screened.count(x, w_gate, b_gate, measurement.screen, activation)
+            candidates = screened.count(x, w_gate, b_gate, activation) if measurement.screen else None
             measurement.dense(gate, level, candidates)
         del gate, up
         y = F.linear(hidden, w_down.t(), b_down)
@@ -267,13 +259,13 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 _SPARSE_ON_CPU: _Sparse = {
     "row": _row_on_cpu,
     "union": _union_on_cpu,
-    **{screen: functools.partial(_screened_on_cpu, screen=screen) for screen in tuning.SCREENS},
+    "screened": _screened_on_cpu,
     "invariant": _row_on_cpu,
 }
 _SPARSE_ON_CUDA: _Sparse = {
     "row": _row_on_cuda,
     "union": _union_on_cuda,
-    **{screen: functools.partial(_screened_on_cuda, screen=screen) for screen in tuning.SCREENS},
+    "screened": _screened_on_cuda,
     "invariant": functools.partial(_row_on_cuda, invariant=True),
 }
 _ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}"

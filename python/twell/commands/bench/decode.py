@@ -92,7 +92,7 @@ class _Calls:
         """Operations and bytes of a strategy, and its floor."""
         layer = self.layer
         listed = self.listed * geometry.TOKEN_TILE
-        screens, screens_tiles = strategy in tuning.SCREENS, self.m > tuning.FEW_GATE_PACK
+        screens, screens_tiles = strategy == "screened", self.m > tuning.FEW_GATE_PACK
         by_tiles = strategy == "union" or (screens and screens_tiles)
         pairs = listed if by_tiles else float(self.m * layer.n) if strategy == "dense" else self.nonzeros
         rows = layer.n if strategy == "dense" else self.fired
