@@ -37,9 +37,6 @@ _TYPICAL_K, _TYPICAL_N = 2048, 5632
 
 PACKED_DTYPES = (torch.bfloat16, torch.float16)
 
-# The strategy that may screen the gate, by ``AutoStrategy.screen``.
-SCREENS = {"auto": "screened", "proven": "proven", "off": ""}
-
 # Measurements whose largest decides how many non-zeros training keeps room for.
 _RECENT = 8
 
@@ -126,13 +123,13 @@ def _beside_captures(tensor: Tensor) -> AbstractContextManager[None]:
 class Measurement(NamedTuple):
     """A call whose figures the site wants.
 
-    screen: the strategy of which it wants the candidates, too; "" for none.
+    screen: whether it wants the candidates of "screened", too.
     """
 
     site: AutoStrategy
     problem: tuning.Problem
     call: int
-    screen: str = ""
+    screen: bool = False
 
     @torch.no_grad()
     def dense(self, gate: Tensor, threshold: float = 0.0, candidates: Tensor | None = None) -> None:
@@ -157,7 +154,7 @@ class Measurement(NamedTuple):
         """Leave the number of non-zeros (0-d) and, if known, the union of each tile: the neurons its 128 tokens fire.
 
         With more than ``most`` non-zeros the unions are not used. ``heaviest``, 0-d, is the number of non-zeros of the
-        8 consecutive tokens that have the most. ``candidates`` is how many neurons ``screen`` lists for each tile.
+        8 consecutive tokens that have the most. ``candidates`` is how many neurons the screen lists for each tile.
         """
         whole = self.problem.m // geometry.TOKEN_TILE
         with _beside_captures(nonzeros):
@@ -255,10 +252,10 @@ class AutoStrategy:
     takes a sparse strategy and training the dense one. A change must promise to save 2 %, and is logged at INFO;
     ``twell.explain`` shows choices, reasons and figures.
 
-    ``screen`` says which int8 screen of the gate it may pick besides: "auto" the strategy "screened", "proven" the one
-    of that name, "off" none. It needs measured times of the screen in the table of costs and the number of candidates,
-    which calls that measure count, by a run of the screen alone if another strategy runs; they do so only where the
-    screen would be the fastest if it listed nothing but non-zeros. A table without times of it means that no call does.
+    ``screen`` says whether it may pick "screened" besides: "auto" or "off". It needs measured times of the screen in
+    the table of costs and the number of candidates, which calls that measure count, by a run of the screen alone if
+    another strategy runs; they do so only where the screen would be the fastest if it listed nothing but non-zeros. A
+    table without times of it means that no call does.
 
     If the down weight is not stored by rows (``twell.nn.set_down_layout``), the prediction includes the copy that
     sparse strategies make of it. On other GPUs "auto" is "dense", after a warning, and on the CPU, too, where the
@@ -276,12 +273,12 @@ class AutoStrategy:
     Copying and pickling keep choices and figures.
     """
 
-    def __init__(self, *, period: int = 64, screen: Literal["auto", "proven", "off"] = "auto") -> None:
+    def __init__(self, *, period: int = 64, screen: Literal["auto", "off"] = "auto") -> None:
         require_integer("period", period, 1)
         if period & (period - 1):
             raise ValueError(f"period must be a power of two, got {period!r}")
-        if screen not in SCREENS:
-            raise ValueError(f'screen must be "auto", "proven" or "off", got {screen!r}')
+        if screen not in ("auto", "off"):
+            raise ValueError(f'screen must be "auto" or "off", got {screen!r}')
         self.period, self.screen = period, screen
         self._layer: tuple[int, int, bool] | None = None
         self._buckets: dict[tuple[bool, int], _Bucket] = {}
@@ -318,6 +315,10 @@ class AutoStrategy:
         # pickles of earlier versions have graphs of inference, too, before those of training, and captures by bucket
         state = {"_captures": {}, "screen": "auto", **state}
         state.pop("_captured", None)
+        if state["screen"] == "proven":
+            # a strategy of version 0.2 that missed no gate; it may be among the choices
+            AutoStrategy.__init__(self, period=state["period"], screen="off")
+            return
         self.__dict__.update(state, _graphs=state["_graphs"][-len(_GRAPH_KINDS) :])
         self._connect()
 
@@ -325,18 +326,9 @@ class AutoStrategy:
         screen = "" if self.screen == "auto" else f", screen={self.screen!r}"
         return f"AutoStrategy(period={self.period}{screen})"
 
-    def begin(
-        self,
-        x: Tensor,
-        n: int,
-        gated: bool,
-        training: bool,
-        down_copied: bool,
-        merged: bool = False,
-        gate_kept: bool = False,
-    ) -> Route:
+    def begin(self, x: Tensor, n: int, gated: bool, training: bool, down_copied: bool, merged: bool = False) -> Route:
         """Choose the route of a call on x [..., K] with n neurons; the call is not being traced."""
-        arguments = (x.shape, n, gated, training, down_copied, merged, gate_kept)
+        arguments = (x.shape, n, gated, training, down_copied, merged)
         known = self._routes.get(arguments)
         # between the calls that decide and measure, the host has little to do
         if known is not None and type(x) is Tensor and not _capturing(x) and self.heeds(x):
@@ -348,7 +340,7 @@ class AutoStrategy:
         # fake tensors have no figures, and a captured graph would leave them at each replay
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
         capturing = real and _capturing(x)
-        sizes = (tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged, gate_kept)
+        sizes = (tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged)
         problem = tuning.Problem(*sizes, eager=not capturing)
         holder = self if training and _checkpointed() else None
         if real:
@@ -370,10 +362,8 @@ class AutoStrategy:
                         self._settled.clear()
                     self._routes[arguments] = bucket, route
                 return route
-            screen = SCREENS[self.screen]
             figures = self._buckets[_key(problem)].figures or self._nearest(_key(problem))
-            if not tuning.worth_screening(problem, figures, self._table, screen):
-                screen = ""
+            screen = self.screen == "auto" and tuning.worth_screening(problem, figures, self._table)
         if (
             strategy == "row"
             and problem.m >= geometry.TOKEN_TILE
@@ -533,7 +523,7 @@ class AutoStrategy:
         self, problem: tuning.Problem, figures: tuning.Figures | None, current: str | None = None
     ) -> tuning.Decision:
         """``tuning.decide`` by the table in use, among the strategies that the site may choose."""
-        return tuning.decide(problem, figures, current, self._table, SCREENS[self.screen])
+        return tuning.decide(problem, figures, current, self._table, self.screen == "auto")
 
     def _forget_other_layers(self, problem: tuning.Problem) -> None:
         """Forget the figures of a layer of another size: removing neurons changes a module's layer."""
@@ -594,7 +584,7 @@ class AutoStrategy:
                 decision = self._best(*max(alike, key=lambda each: each[:2])[2:])
             else:
                 figures = self._nearest((True, _bucket(_TYPICAL[few])))
-                decision = _typical(down_copied, few, figures, self._table, latest, SCREENS[self.screen])
+                decision = _typical(down_copied, few, figures, self._table, latest, self.screen == "auto")
             graph.strategy, graph.reason = decision.strategy, decision.reason
 
     def _nearest(self, key: tuple[bool, int]) -> tuning.Figures | None:
@@ -691,7 +681,7 @@ def _typical(
     figures: tuning.Figures | None,
     table: _tables.Table | None,
     like: tuning.Problem | None = None,
-    screen: str = "",
+    screen: bool = False,
 ) -> tuning.Decision:
     k, n, gated = (_TYPICAL_K, _TYPICAL_N, True) if like is None else (like.k, like.n, like.gated)
     return tuning.decide(tuning.Problem(_TYPICAL[few], k, n, gated, True, down_copied), figures, None, table, screen)

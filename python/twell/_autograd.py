@@ -29,13 +29,13 @@ def ffn(
     activation: Activation,
     direct: bool,
     totals: bool,
-    screen: str = "",
+    screen: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return y [M, K], the sum of |h| (0-d), the number of non-zeros (0-d, int64) and the hybrid format's ``sizes``.
 
     The first two are differentiable. Without ``totals`` all but y may be None. ``direct``: whether the code of the
     operators may be called without the dispatcher. Backward adds the gradient of a weight to its main, if it has one,
-    instead of returning it. ``screen`` is the strategy whose int8 product says which gates are computed; "" for none.
+    instead of returning it. With ``screen`` an int8 product says which gates are computed.
     Errors speak of ``name``.
     """
     if not torch.compiler.is_compiling() and any(main is not None for main in mains):
@@ -61,7 +61,7 @@ class _FFN(torch.autograd.Function):
         activation: Activation,
         direct: bool,
         totals: bool,
-        screen: str,
+        screen: bool,
         main_gate: Tensor | None,
         main_up: Tensor | None,
         main_down: Tensor | None,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _admission, _auto, _gate_copies, _plain, functional, tuning
+from twell import _admission, _auto, _plain, functional, tuning
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
 from twell._auto import AutoStrategy
@@ -55,9 +55,6 @@ def _setting(name: str) -> Any:
     def put(self: nn.Module, value: Any) -> None:
         _require_setting(self, name, value)  # type: ignore[arg-type]
         self.__dict__[kept] = value
-        copy = self.__dict__.get("_gate_copy")
-        if name == "strategy" and copy is not None:
-            copy.few = self._screen_of_few()  # type: ignore[operator]
 
     return property(get, put)
 
@@ -78,7 +75,6 @@ class SparseFFN(nn.Module):
         _record_aux: bool
         _activation: ActivationName
         _threshold: float | Tensor
-        _gate_copy: _gate_copies.GateCopy | None
         activation: ActivationName
         threshold: float | Tensor
         strategy: Strategy | AutoStrategy
@@ -114,7 +110,7 @@ class SparseFFN(nn.Module):
         self.activation = activation
         self.threshold = threshold
         self.accumulate_main_grad, self.record_aux, self.down_layout = False, False, "linear"
-        self._auto, self._gate_copy = AutoStrategy(), None
+        self._auto = AutoStrategy()
         # load_state_dict(assign=True) replaces parameters stored by rows with contiguous tensors
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
 
@@ -137,9 +133,10 @@ class SparseFFN(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "aux"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # pickles of earlier versions have only the settings that were assigned, under public names
+        # pickles of earlier versions have only the settings that were assigned, under public names, or kept int8 copies
         defaults = {"_accumulate_main_grad": False, "_record_aux": False, "_down_layout": "rows"}
-        defaults |= {"_activation": "relu", "_threshold": 0, "_gate_copy": None}
+        defaults |= {"_activation": "relu", "_threshold": 0}
+        state = {name: value for name, value in state.items() if name not in ("_gate_copy", "_retired_copies")}
         renamed = {f"_{name}" if name in _SETTINGS else name: value for name, value in state.items()}
         super().__setstate__({**defaults, **renamed})  # type: ignore[no-untyped-call]
 
@@ -233,16 +230,6 @@ class SparseFFN(nn.Module):
         if "weight" in parameters and "bias" in parameters:
             return parameters["weight"], parameters["bias"]
         return child.weight, child.bias
-
-    def _enroll_copy(self, w_gate: Tensor) -> None:
-        """Let the operators find the int8 copy of the first weight, if the layer keeps one."""
-        if self._gate_copy is not None and not _auto.tracing(0) and type(w_gate) in _plain.PLAIN_TENSORS:
-            _gate_copies.enroll(w_gate, self._gate_copy, self._screen_of_few())
-
-    def _screen_of_few(self) -> str:
-        """The strategy that screens few tokens with a kept copy, whatever strategy they run by; "" for none."""
-        site = self._site()
-        return _auto.SCREENS[site.screen] if site else "proven" if self._strategy == "proven" else "screened"
 
     def _first_weight(self) -> Tensor:
         """The weight before the activation, as calls hand it to the operators."""
@@ -351,7 +338,6 @@ class SparseGatedMLP(SparseFFN):
         if not self._is_plain():
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
         (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = self._operands()
-        self._enroll_copy(w_gate)
         result = functional.sparse_gated_ffn(  # type: ignore[call-overload, misc]
             x,
             w_gate,
@@ -420,7 +406,6 @@ class SparseMLP(SparseFFN):
         if not self._is_plain():
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
         (w_up, b_up), (w_down, b_down) = map(self._applied, ("up_proj", "down_proj"))
-        self._enroll_copy(w_up)
         result = functional.sparse_ffn(  # type: ignore[call-overload, misc]
             x,
             w_up,
@@ -451,9 +436,7 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
     rows: list[Choice] = []
     for name, layer in layers.named_modules():
         if isinstance(layer, SparseFFN):
-            first, *others = _explain(name, layer)
-            copy_bytes = 0 if layer._gate_copy is None else layer._gate_copy.nbytes
-            rows += [first._replace(copy_bytes=copy_bytes), *others]
+            rows += _explain(name, layer)
     return Explanation(tuple(rows))
 
 
@@ -475,7 +458,7 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
     inference, training = (_auto.fixed(requested, weight.device, dtype, training) for training in (False, True))
     if requested == "invariant":
         training = "none", 'calls raise: strategy="invariant" computes inference alone'
-    if requested in tuning.SCREENS and weight.is_cuda:
+    if requested == "screened" and weight.is_cuda:
         try:
             require_screen(weight, strategy=requested)
         except NotImplementedError as error:
@@ -515,45 +498,14 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
         _lay(layer.down_proj.weight, layout == "rows")
 
 
-def keep_gate_copies(module: nn.Module, keep: bool = True) -> None:
-    """Let every layer of ``twell.nn`` in ``module`` keep the int8 copy of its gate weight, or stop doing so.
+if not TYPE_CHECKING:
 
-    The screen of the gate reads such a copy; an inference call makes its own unless the layer keeps one. It takes half
-    of the gate weight's memory, which ``twell.explain`` shows, from the first call on that screens: none where no
-    strategy does. Calls of up to eight tokens read the copy of a large layer by strategy "row", too. A training step
-    makes its own. A captured CUDA graph reads the copy that a call before its capture has made: capture again after a
-    change of the weight. Without such a call each replay makes its own.
-
-    A kept copy is made again when the weight was replaced, moved or written as autograd counts writes: by in-place
-    operators and ``load_state_dict``; and after each ``step`` of a ``torch.optim.Optimizer``. Other writes are not
-    seen, and results are then wrong:
-
-    - through ``weight.data``, as averages of weights and merged adapters are often written, or another tensor of the
-      same memory, ``weight.untyped_storage()``, DLPack and NumPy;
-    - by the functions of fused optimizers without their class, ``torch.optim.adamw.adamw(..., fused=True)`` or
-      ``torch._fused_adamw_``, and a replayed CUDA graph that has an optimizer's step in it;
-    - under ``torch.autograd._unsafe_preserve_version_counter``;
-    - by a compiled graph that calls a layer twice or more and writes its weight after that;
-    - by collectives such as ``torch.distributed.broadcast``, by kernels that take an address, or by FSDP.
-
-    Call this again after such a write: that drops the copies. This is why layers keep none by default. Keep none either
-    where ``torch.compile`` captures graphs by itself, as with ``mode="reduce-overhead"``.
-
-    Weights that were made in inference mode count no writes, and those that autocast casts are others at each call;
-    their copies are made at each call, too, and so are those of DTensors. Copies and pickles of the module keep the
-    choice, not the copy. Compiled graphs find the copy by the weight's memory: if the weights are moved or replaced
-    after this, or the module is a copy, run one call that is not compiled, or call this again.
-
-    Raises TypeError unless ``keep`` is a bool, ValueError if ``module`` has no such layer.
-    """
-    require_flag("keep", keep)
-    for layer in _layers(module):
-        if layer._gate_copy is not None and _gate_copies.retire(layer._gate_copy):
-            layer.__dict__.setdefault("_retired_copies", []).append(layer._gate_copy)
-        layer._gate_copy = _gate_copies.GateCopy() if keep else None
-        # a compiled graph may run before any call, which would do so
-        if keep and layer._is_plain() and not layer.down_proj.weight.is_meta:
-            layer._enroll_copy(layer._first_weight())
+    def __getattr__(name: str) -> Any:
+        if name == "keep_gate_copies":
+            raise AttributeError(
+                "twell.nn.keep_gate_copies is gone: delete the call, int8 copies are made in each call"
+            )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _layers(module: nn.Module) -> list[SparseFFN]:

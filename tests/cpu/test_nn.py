@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from twell import explain, sparsify_
+import twell
+from twell import explain, sparsify_, tuning
 from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout
 
 BF16 = torch.bfloat16
@@ -345,3 +347,26 @@ def test_sizes_that_the_kernels_do_not_take_need_dense(k: int, n: int, said: str
     assert said in choice.reason
     with pytest.raises(ValueError, match=said):
         layer(torch.randn(2, k))
+
+
+def test_int8_copies_are_kept_no_more() -> None:
+    said = "twell.nn.keep_gate_copies is gone: delete the call, int8 copies are made in each call"
+    with pytest.raises(AttributeError, match=re.escape(said)):
+        twell.nn.keep_gate_copies(nn.Module())
+    with pytest.raises(AttributeError, match="has no attribute 'keep_gate_copy'"):
+        twell.nn.keep_gate_copy  # noqa: B018
+
+
+def test_pickles_of_layers_that_kept_an_int8_copy_load() -> None:
+    """By the bytes of version 0.2: a copy, and the sizes of a call with an eighth field."""
+    mlp = SparseGatedMLP(K, N, dtype=BF16)
+    copied = pickle.loads(b"ctwell._gate_copies\nGateCopy\n)R.")
+    mlp._gate_copy, mlp._retired_copies = copied, [copied]
+    other = pickle.loads(pickle.dumps(mlp))
+    assert not {"_gate_copy", "_retired_copies"} & vars(other).keys()
+    x = tokens()
+    assert torch.equal(other(x), mlp(x))
+    problem = pickle.loads(b"\x80\x02ctwell.tuning\nProblem\n(K\x01K\x02K\x03\x88\x89\x88\x89\x88t\x81.")
+    assert problem == tuning.Problem(1, 2, 3, True, False, True, False)
+    with pytest.raises(TypeError, match="positional arguments"):
+        tuning.Problem(1, 2, 3, True, False, True, False, True, True)  # type: ignore[call-arg]

@@ -342,7 +342,7 @@ def test_weights_of_32_bits_are_said_to_become_16(llama: Path, capsys: pytest.Ca
     assert warning not in out
 
 
-@pytest.mark.parametrize("strategy", ["row", "union", "invariant", "dense", "screened", "proven"])
+@pytest.mark.parametrize("strategy", ["row", "union", "invariant", "dense", "screened"])
 def test_strategy_of_the_configuration_is_that_of_every_layer(
     strategy: str, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,12 +352,12 @@ def test_strategy_of_the_configuration_is_that_of_every_layer(
     assert f'Strategy: "{strategy}", sparsity_strategy of the configuration' in out
     for row in json.loads((llama / "out.json").read_text())["rows"]:
         assert row["strategy"] == strategy
-        if strategy in ("screened", "proven"):
+        if strategy == "screened":
             # "row" for few tokens; for more no time of them is known
             assert row["share"] == (row["costs"]["row"] if row["tokens"] <= 64 else None)
         else:
             assert row["share"] == row["costs"]["row" if strategy == "invariant" else strategy]
-    unknown = strategy in ("screened", "proven")
+    unknown = strategy == "screened"
     assert bool(re.search(rf"\n +0 .* {strategy} - +{strategy} 0\.\d+ ", out)) == unknown
     assert bool(re.search(r"\n +FFNs +- +0\.\d+ ", out)) == unknown
 

@@ -382,8 +382,8 @@ def predict(
     strategy, reason, costs = tuning.decide(problem, known, None, table)
     if requested != "auto":
         strategy, reason = requested, "sparsity_strategy of the configuration"
-    # "invariant" is "row" with kernels for any number of tokens, and for few tokens strategies that screen are "row"
-    as_row = strategy == "invariant" or (strategy in tuning.SCREENS and m <= tuning.FEW_GATE_PACK)
+    # "invariant" is "row" with kernels for any number of tokens, and for few tokens "screened" is "row"
+    as_row = strategy == "invariant" or (strategy == "screened" and m <= tuning.FEW_GATE_PACK)
     share = costs.get("row" if as_row else strategy, 1.0 if strategy == "dense" else None)
     return Row(layer.number, m, decode, strategy, share, reason, costs)
 

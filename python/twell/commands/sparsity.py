@@ -162,7 +162,7 @@ class Tally:
         tokens, weight, *bias = (
             t.detach().to("cpu", dtype) for t in (x[:whole], linear.weight, linear.bias) if t is not None
         )
-        listed = screened.count(tokens, weight, bias[0] if bias else None, "screened", activation)
+        listed = screened.count(tokens, weight, bias[0] if bias else None, activation)
         self._listed += 0 if listed is None else int(listed.sum())
         pattern = torch.cat([rows for _, rows in patterns(x[:whole], linear, activation)])
         self._firing += int(pattern.view(-1, geometry.TOKEN_TILE, self._n).any(1).sum())
