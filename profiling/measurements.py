@@ -249,6 +249,13 @@ _MEASURED = (
         (190,),
     ),
     Measurement(
+        "h100_generate",
+        "`generate` of transformers on a drawn model of 16 layers, stock and after `sparsify`, on an H100",
+        "page generate",
+        ("python -m profiling.serving generate --config 16x2048x5632 --out $OUT",),
+        (240,),
+    ),
+    Measurement(
         "h200_training_run",
         "trainings of 0.5B, dense and sparse, step by step",
         "table and chart training",
