@@ -138,6 +138,9 @@ class SparseFFN(nn.Module):
         defaults |= {"_activation": "relu", "_threshold": 0}
         state = {name: value for name, value in state.items() if name not in ("_gate_copy", "_retired_copies")}
         renamed = {f"_{name}" if name in _SETTINGS else name: value for name, value in state.items()}
+        if renamed.get("_strategy") == "proven":
+            # a strategy of version 0.2 that missed no gate
+            renamed["_strategy"] = "union"
         super().__setstate__({**defaults, **renamed})  # type: ignore[no-untyped-call]
 
     def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
