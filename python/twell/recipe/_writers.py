@@ -149,8 +149,8 @@ def _require_own(path: Path) -> None:
             return
         got = f"one that begins with {line[:60]!r}"
     raise ValueError(
-        f"path must be a new file or one of a StatsWriter, whose first line begins with {begin[:-1]}, got {got}: {path}; "
-        "give another path, or move what is there"
+        f"path must be a new file or one of a StatsWriter, whose first line begins with {begin[:-1]}, got {got}: "
+        f"{path}; give another path, or move what is there"
     )
 
 
