@@ -239,6 +239,38 @@ class _IntoMain(torch.autograd.Function):
         return None, None
 
 
+# Megatron's name: a weight with this attribute wants to hear that its gradient went to its main
+_ADDED = "grad_added_to_main_grad"
+
+
+def announced(weight: Tensor, owner: Tensor) -> Tensor:
+    """Return ``weight``, the parameter ``owner`` or a view of it, whose gradient goes to a main.
+
+    If the owner has the attribute ``grad_added_to_main_grad``, backward sets it and leaves a gradient of zeros, so that
+    hooks of the parameter run; a graph sets it in the forward pass, since backward runs no Python.
+    """
+    if not hasattr(owner, _ADDED) or not weight.requires_grad or not torch.is_grad_enabled():
+        return weight
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        setattr(owner, _ADDED, True)
+    return cast(Tensor, _Announced.apply(weight, None if compiling else owner))  # type: ignore[no-untyped-call]
+
+
+class _Announced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, owner: Tensor | None) -> Tensor:
+        ctx.owner = owner
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, zeros: Tensor) -> tuple[Tensor, None]:
+        # that the layer passes none on makes zeros of it
+        if ctx.owner is not None:
+            setattr(ctx.owner, _ADDED, True)
+        return zeros, None
+
+
 def _transforming() -> bool:
     """Whether a transform of torch.func or a level of forward-mode AD is open."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -472,6 +472,27 @@ def test_adapted_projections_are_called() -> None:
     torch.testing.assert_close(recipe.sharing_term(layer, 1, M), F.relu(layer.gate_proj(x)).sum(1).mean())
 
 
+@pytest.mark.parametrize("of", ["hidden", "gate"])
+def test_terms_of_inputs_add_to_main_gradients(of: Any) -> None:
+    torch.manual_seed(0)
+    model, x, mask = Model(strategy="union"), torch.randn(M, K), torch.arange(M) % 2
+    recipe.record_aux(model, inputs=True)
+    expected: list[Tensor] = []
+    for main in (False, True):
+        for mlp in model.mlps:
+            mlp.accumulate_main_grad = main
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+        y = model(x)
+        (y.square().mean() + TargetSparsity(5, 10, of=of).term(model, attention_mask=mask)).backward()
+        weights = [mlp.gate_proj.weight for mlp in model.mlps]
+        expected = expected or [weight.grad.clone() for weight in weights]
+        if main:
+            assert all(weight.grad is None for weight in weights)
+            torch.testing.assert_close([weight.main_grad for weight in weights], expected)
+        model.zero_grad()
+
+
 def test_autocast_decides_the_dtype_of_gates() -> None:
     layer = SparseMLP(K, N)
     recipe.record_aux(layer, inputs=True)

@@ -100,11 +100,8 @@ def figures(given: Input) -> Aux:
         return functional._dense_aux(activation.hidden(gate, up), gate, activation)
     names = ("gate_proj", "up_proj") if layer._gated else ("up_proj",)
     operands = [weights(layer, getattr(layer, name), x, rows.dtype) for name in names]
-    mains = None
-    if not hasattr(layer.down_proj.weight, "full_tensor"):
-        mains = layer._main_grads(**{name: getattr(layer, name).weight for name in (*names, "down_proj")})
     options = {**activation.options(), "strategy": layer._site() or layer.strategy, "compression": layer.compression}
-    options |= {"main_grads": None if mains is None else (*mains[:-1], None), "return_aux": True}
+    options |= {"main_grads": (*mains_of(layer)[:-1], None), "return_aux": True}
     # y is not used, so that any weight of this shape will do for the down projection
     down = operands[0][0].detach().t()
     if not layer._gated:
@@ -112,6 +109,15 @@ def figures(given: Input) -> Aux:
         return functional.sparse_ffn(rows, up, down, b_up=b_up, **options)[1]  # type: ignore[no-any-return]
     (gate, b_gate), (up, b_up) = operands
     return functional.sparse_gated_ffn(rows, gate, up, down, b_gate=b_gate, b_up=b_up, **options)[1]  # type: ignore[no-any-return]
+
+
+def mains_of(layer: Any) -> list[Tensor | None]:
+    """The tensors to which backward adds the gradients of a layer's weights; None where autograd keeps them."""
+    names = ("gate_proj", "up_proj", "down_proj") if layer._gated else ("up_proj", "down_proj")
+    found = [getattr(layer, name).weight for name in names]
+    gathered = any(hasattr(weight, "full_tensor") for weight in found)
+    mains: list[Tensor | None] | None = None if gathered else layer._main_grads(**dict(zip(names, found)))
+    return mains or [None] * len(names)
 
 
 def weights(layer: Any, projection: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

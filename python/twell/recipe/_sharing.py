@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _compaction
+from twell import _autograd, _compaction
 from twell._arguments import require_integer
 from twell.recipe._aux import mean_over_layers
-from twell.recipe._inputs import Input, read_inputs, weights
+from twell.recipe._inputs import Input, mains_of, read_inputs, weights
 
 
 def sharing_term(model: nn.Module, tokens: int = 32, windows: int = 64) -> Tensor:
@@ -56,7 +56,8 @@ def _gates(given: Input, tokens: int, windows: int) -> Tensor:
         part = torch.arange(windows, device=rows.device)
         rows = rows[part * count // windows + part * (count // windows) // windows]
     if layer._is_plain():
-        gate = F.linear(rows, *weights(layer, _compaction.gate_of(layer), kept, rows.dtype))
+        weight, bias = weights(layer, _compaction.gate_of(layer), kept, rows.dtype)
+        gate = F.linear(rows, _autograd.into_main(weight, mains_of(layer)[0]), bias)
     else:
         # an adapter, say
         gate = _compaction.gate_by_call(layer, rows)
