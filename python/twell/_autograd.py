@@ -110,7 +110,7 @@ class _FFN(torch.autograd.Function):
         gradients = Gradients(b_down=db_down)
         saved: tuple[Tensor | None, ...] = ()
         if any(tuple(needs)[:-1]) and not (dy is None and dl1 is None):
-            x, *_ = saved = ctx.saved_tensors
+            x, *_ = saved = ctx.saved_tensors if compiling else _saved(ctx)
             # saved tensors may have passed hooks, and the gradient may be anything
             present = [t for t in (dy, dl1, *saved) if t is not None]
             direct = ctx.direct and is_direct(x) and eager(present) and not any(map(_is_batched, present[:2]))
@@ -121,6 +121,22 @@ class _FFN(torch.autograd.Function):
         if not compiling and torch.is_grad_enabled():
             gradients = _first_order(ctx.name, gradients, (dy, dl1, *saved))
         return (*[None] * (len(ctx.needs_input_grad) - len(gradients)), *gradients)
+
+
+def _saved(ctx: Any) -> tuple[Tensor | None, ...]:
+    """The saved tensors; NotImplementedError if one was changed in place meanwhile.
+
+    Dense PyTorch does not read x with frozen weights. The kernels do, for a batch that overflows the hybrid format.
+    """
+    try:
+        return ctx.saved_tensors  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"{ctx.name}: the sparse path reads x and the weights in backward, frozen or not, got one that was changed "
+            'in place after the call: write h = h + layer(h) for h += layer(h), or use strategy="dense"'
+        ) from error
 
 
 # is_grads_batched=True makes batched tensors without a transform of torch.func
