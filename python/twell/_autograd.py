@@ -110,7 +110,7 @@ class _FFN(torch.autograd.Function):
         gradients = Gradients(b_down=db_down)
         saved: tuple[Tensor | None, ...] = ()
         if any(tuple(needs)[:-1]) and not (dy is None and dl1 is None):
-            x, *_ = saved = ctx.saved_tensors
+            x, *_ = saved = ctx.saved_tensors if compiling else _saved(ctx)
             # saved tensors may have passed hooks, and the gradient may be anything
             present = [t for t in (dy, dl1, *saved) if t is not None]
             direct = ctx.direct and is_direct(x) and eager(present) and not any(map(_is_batched, present[:2]))
@@ -121,6 +121,22 @@ class _FFN(torch.autograd.Function):
         if not compiling and torch.is_grad_enabled():
             gradients = _first_order(ctx.name, gradients, (dy, dl1, *saved))
         return (*[None] * (len(ctx.needs_input_grad) - len(gradients)), *gradients)
+
+
+def _saved(ctx: Any) -> tuple[Tensor | None, ...]:
+    """The saved tensors; NotImplementedError if one was changed in place meanwhile.
+
+    Dense PyTorch does not read x with frozen weights. The kernels do, for a batch that overflows the hybrid format.
+    """
+    try:
+        return ctx.saved_tensors  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"{ctx.name}: the sparse path reads x and the weights in backward, frozen or not, got one that was changed "
+            'in place after the call: write h = h + layer(h) for h += layer(h), or use strategy="dense"'
+        ) from error
 
 
 # is_grads_batched=True makes batched tensors without a transform of torch.func
@@ -237,6 +253,38 @@ class _IntoMain(torch.autograd.Function):
         with torch.no_grad():
             ctx.main.add_(gradient)
         return None, None
+
+
+# Megatron's name: a weight with this attribute wants to hear that its gradient went to its main
+_ADDED = "grad_added_to_main_grad"
+
+
+def announced(weight: Tensor, owner: Tensor) -> Tensor:
+    """Return ``weight``, the parameter ``owner`` or a view of it, whose gradient goes to a main.
+
+    If the owner has the attribute ``grad_added_to_main_grad``, backward sets it and leaves a gradient of zeros, so that
+    hooks of the parameter run; a graph sets it in the forward pass, since backward runs no Python.
+    """
+    if not hasattr(owner, _ADDED) or not weight.requires_grad or not torch.is_grad_enabled():
+        return weight
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        setattr(owner, _ADDED, True)
+    return cast(Tensor, _Announced.apply(weight, None if compiling else owner))  # type: ignore[no-untyped-call]
+
+
+class _Announced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, owner: Tensor | None) -> Tensor:
+        ctx.owner = owner
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, zeros: Tensor) -> tuple[Tensor, None]:
+        # that the layer passes none on makes zeros of it
+        if ctx.owner is not None:
+            setattr(ctx.owner, _ADDED, True)
+        return zeros, None
 
 
 def _transforming() -> bool:

@@ -196,11 +196,15 @@ def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
 
 def gate_by_call(mlp: MLP, rows: Tensor) -> Tensor:
     """The gate [M, N] of rows [M, K] before its activation, by calling a projection that is more than a weight."""
-    if not torch.is_autocast_enabled(rows.device.type):
-        # rows may have been cast by an autocast that has ended
-        rows = rows.to(next(p.dtype for p in (*gate_of(mlp).parameters(), *mlp.parameters()) if p.is_floating_point()))
-    gate: Tensor = mlp._gate(rows)
+    gate: Tensor = mlp._gate(as_parameters(mlp, rows))
     return gate
+
+
+def as_parameters(mlp: MLP, rows: Tensor) -> Tensor:
+    """Rows, perhaps cast by an autocast that has ended, in the dtype of the parameters, unless autocast will choose."""
+    if torch.is_autocast_enabled(rows.device.type):
+        return rows
+    return rows.to(next(p.dtype for p in (*gate_of(mlp).parameters(), *mlp.parameters()) if p.is_floating_point()))
 
 
 def _packs(mlp: MLP, x: Tensor) -> bool:

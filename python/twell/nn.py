@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _admission, _auto, _plain, functional, tuning
+from twell import _admission, _auto, _autograd, _plain, functional, tuning
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
 from twell._auto import AutoStrategy
@@ -253,6 +253,16 @@ class SparseFFN(nn.Module):
             mains.append(main)
         return mains
 
+    def _announced(self, *weights: Tensor) -> Iterable[Tensor]:
+        """The weights; if backward adds to their mains, such as tell the parameters so that want to know."""
+        if not self._accumulate_main_grad:
+            return weights
+        return map(_autograd.announced, weights, self._owners(*weights))
+
+    def _owners(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        """The parameters of which the weights are."""
+        return weights
+
     def _adopt(self, **projections: nn.Linear) -> None:
         """Give the children of these names the parameters of ``projections``."""
         for name, linear in projections.items():
@@ -280,7 +290,9 @@ class SparseGatedMLP(SparseFFN):
     own ``AutoStrategy``, which chooses by the sparsity measured in earlier calls; ``twell.explain`` shows it. A named
     strategy stays, except that inference in float32 and float64 runs dense.
     With ``accumulate_main_grad = True`` backward adds the gradient of each weight to ``weight.main_grad``, a float32
-    tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone.
+    tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone. A weight that has the
+    attribute ``grad_added_to_main_grad``, as Megatron's have, gets True there and a gradient of zeros, so that its
+    hooks run; compiled graphs set it as they begin.
     """
 
     _gated = True
@@ -341,6 +353,8 @@ class SparseGatedMLP(SparseFFN):
         if not self._is_plain():
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
         (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = self._operands()
+        mains = self._main_grads(gate_proj=w_gate, up_proj=w_up, down_proj=w_down)
+        w_gate, w_up, w_down = self._announced(w_gate, w_up, w_down)
         result = functional.sparse_gated_ffn(  # type: ignore[call-overload, misc]
             x,
             w_gate,
@@ -353,7 +367,7 @@ class SparseGatedMLP(SparseFFN):
             threshold=self._threshold,
             strategy=self._site() or self._strategy,
             compression=self._compression,
-            main_grads=self._main_grads(gate_proj=w_gate, up_proj=w_up, down_proj=w_down),
+            main_grads=mains,
             return_aux=return_aux or self._record_aux,
         )
         return self._finish(result, return_aux)  # type: ignore[no-any-return]
@@ -409,6 +423,8 @@ class SparseMLP(SparseFFN):
         if not self._is_plain():
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
         (w_up, b_up), (w_down, b_down) = map(self._applied, ("up_proj", "down_proj"))
+        mains = self._main_grads(up_proj=w_up, down_proj=w_down)
+        w_up, w_down = self._announced(w_up, w_down)
         result = functional.sparse_ffn(  # type: ignore[call-overload, misc]
             x,
             w_up,
@@ -419,7 +435,7 @@ class SparseMLP(SparseFFN):
             threshold=self._threshold,
             strategy=self._site() or self._strategy,
             compression=self._compression,
-            main_grads=self._main_grads(up_proj=w_up, down_proj=w_down),
+            main_grads=mains,
             return_aux=return_aux or self._record_aux,
         )
         return self._finish(result, return_aux)  # type: ignore[no-any-return]

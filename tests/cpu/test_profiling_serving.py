@@ -136,4 +136,5 @@ def test_generate_is_timed_beside_stock(tmp_path: Path) -> None:
     ]
     assert all(row["tokens_per_s"] > 0 for row in rows)
     # on a CPU both run PyTorch's operators, and choose the same tokens
-    assert rows[-1]["differing"] == 0 and rows[-1]["strategies"] == {"any: dense": 2}
+    assert rows[-1]["differing"] == 0
+    assert rows[-1]["strategies"] == {"any: dense": 2}

@@ -436,6 +436,10 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
         fused, down = mains
         return [*((None, None) if fused is None else self._ordered(fused.chunk(2))), down]
 
+    def _owners(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        fused, _ = self._applied(self._names[0])
+        return fused, fused, weights[-1]
+
     _up_first: bool
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from twell._arguments import require_choice, require_integer, require_number, require_positive
 from twell._compaction import MLP
 from twell._runtime.log import logger
-from twell.recipe import _sharing
-from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, read_aux, whole, with_tokens
+from twell.recipe import _inputs, _sharing
+from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, whole, with_tokens
+from twell.recipe._l1 import read_aux, require_mask
 from twell.recipe._threshold import (
     name_in_configuration,
     name_moving_in_configuration,
@@ -74,9 +75,10 @@ class TargetSparsity:
     towards the end of the run it moves less and less, as the learning rate does.
 
     Everything is computed on the device of the model: no step waits. All ranks must call ``term`` and ``update``
-    equally often; they share figures and coefficients. Calls whose figures are not finite, or whose L1 is 0 as without
-    tokens or in a model that fires no more, are ignored: a step of nothing else leaves the coefficient and the figures
-    as they are. Padding counts as tokens.
+    equally often, whichever layers a rank skips and whichever experts it has tokens for; they share figures and
+    coefficients. Calls whose figures are not finite, or whose L1 is 0 as without tokens or in a model that fires no
+    more, are ignored: a step of nothing else leaves the coefficient and the figures as they are. Padding counts as
+    tokens unless ``term`` gets the ``attention_mask``.
 
     Args:
         nnz: the target, a mean over layers; ``term`` raises ValueError unless it is below their mean number of neurons.
@@ -129,26 +131,37 @@ class TargetSparsity:
         self._sum: Tensor | None = None
         self._warned = False
 
-    def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
-        """The coefficient times L1, with the errors of ``l1_term``; reading clears the record."""
+    def term(self, model: nn.Module, *, several: bool = False, attention_mask: Tensor | None = None) -> Tensor:
+        """The coefficient times L1, with the arguments and errors of ``l1_term``; reading clears the record.
+
+        Of tokens that ``attention_mask`` leaves out neither L1 nor non-zeros count.
+        """
         if self._state is None:
             _require_below_neurons(self.nnz, model)
             if self.of == "hidden":
                 _require_own_l1(model)
-        return self.weighed(model, several, "TargetSparsity.term")
+        return self.weighed(model, several, attention_mask, "TargetSparsity.term")
 
-    def weighed(self, model: nn.Module, several: bool, caller: str) -> Tensor:
+    def weighed(self, model: nn.Module, several: bool, mask: Tensor | None, caller: str) -> Tensor:
         """``term`` for any target; errors name ``caller``."""
-        calls = [call for _, each in read_aux(model, several, caller) for call in each]
+        require_mask(mask)
+        of_gate = self.of == "gate"
+        calls = [call for _, each in read_aux(model, several, caller, None if of_gate else mask) for call in each]
         # experts without tokens fire nothing, and say nothing of the others
         fired = [whole(call.aux.l0) for call in with_tokens(calls, [call.idle for call in calls])]
-        if self.of == "hidden":
+        if not of_gate:
             counts = fired
             penalty = l1 = mean_over_layers(model, [whole(call.aux.l1) for call in calls])
         else:
             window = _WINDOW if self.sharing else 1
-            gates = _sharing.gates_of(_sharing.read_inputs(model), window, _GATES // window)
-            counted = with_tokens(gates, [each.numel() == 0 for each in gates])
+            inputs = _inputs.read_inputs(model, mask)
+            gates = _sharing.gates_of(inputs, window, _GATES // window)
+            idle = [each.numel() == 0 for each in gates]
+            counted = with_tokens(gates, idle)
+            if mask is not None:
+                # the layers' own counts have padding in them
+                given = with_tokens([each for _, found in inputs for each in found], idle)
+                fired = [_sharing.l1(_inputs.fires(*each).float()) for each in zip(given, counted)]
             counts = [_sharing.l1((each.detach() > 0).float()) for each in counted]
             penalty = l1 = mean_over_layers(model, list(map(_sharing.l1, gates)))
             if self.sharing:
@@ -362,14 +375,14 @@ class TargetThreshold:
             layer.threshold = self._levels[layer.down_proj.weight.device]
         self._forget_number = name_in_configuration(model)
 
-    def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
-        """The coefficient times L1 of the gate, with the errors of ``l1_term``; reading clears the record.
+    def term(self, model: nn.Module, *, several: bool = False, attention_mask: Tensor | None = None) -> Tensor:
+        """The coefficient times L1 of the gate, as ``TargetSparsity.term``; reading clears the record.
 
         RuntimeError if the layers of ``model`` are others than those that it gave its threshold, or have lost it.
         """
         self._require_own("term", layers(model).values())
         # twice the target may be more than all neurons
-        return self.gates.weighed(model, several, "TargetThreshold.term")
+        return self.gates.weighed(model, several, attention_mask, "TargetThreshold.term")
 
     @torch.no_grad()
     def update(self) -> None:
