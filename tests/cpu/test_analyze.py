@@ -761,8 +761,8 @@ def test_text_that_ends_in_other_bytes(llama: Path, tmp_path: Path, byte: bytes,
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("config.json", "{", "expected JSON in .*config.json', got JSONDecodeError: "),
-        ("config.json", "[]", "expected a model_type in .*config.json', got none"),
+        ("config.json", "{", "config.json' must be a JSON object, got Expecting"),
+        ("config.json", "[]", "config.json' must be a JSON object, got list"),
         ("config.json", '{"model_type": 3}', "expected a model_type in .*config.json', got none"),
         ("config.json", '{"model_type": "abacus"}', "expected a causal language model .*, got model_type 'abacus'"),
         ("config.json", '{"model_type": "vit"}', "expected a causal language model .*, got model_type 'vit'"),

@@ -41,7 +41,6 @@ def test_help(arguments: list[str], parts: list[str], capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: COMMAND"),
         (["dance"], "invalid choice: 'dance'"),
         (["demo", "--steps", "0"], "argument --steps: expected an integer of at least 1, got 0"),
         (["demo", "--steps", "many"], "argument --steps: expected an integer of at least 1, got 'many'"),
@@ -59,6 +58,12 @@ def test_help(arguments: list[str], parts: list[str], capsys: pytest.CaptureFixt
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_of(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_alone_it_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    printed = capsys.readouterr().err
+    assert all(f"\n    {name} " in printed for name in ("demo", "analyze", "convert", "tune", "bench", "info"))
 
 
 def test_arguments_arrive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,7 +281,7 @@ def test_broken_json_is_refused(llama: Path, capsys: pytest.CaptureFixture[str])
     (llama / "config.json").write_text('{"a": ' + "[" * 100_000)
     status, _, err = check(capsys, llama)
     assert status == 2
-    assert "MODEL: expected JSON in" in err
+    assert "must be a JSON object" in err
 
 
 def without(part: str) -> Any:

@@ -11,7 +11,7 @@ from twell._activation import NAMES_OF_FAMILY
 from twell._runtime import geometry
 from twell._tables import Table, in_use
 from twell.commands import saved_model, sparsity
-from twell.commands.request import RequestError, at_least, pick_device
+from twell.commands.request import at_least, pick_device
 from twell.commands.sparsity import (
     COLUMNS,
     HEAVY,
@@ -126,9 +126,7 @@ def _header(loaded: saved_model.Loaded, reports: Sequence[LayerSparsity], text: 
     if loaded.was:
         new = _kinds(reports)
         yield f"{new} in place of {loaded.was}, its activation in training: figures before any training with {new}"
-    longest = max(map(len, text.sequences))
-    sequences = f"{len(text.sequences):,} sequences of up to {longest:,}"
-    yield f"Text: {text.tokens:,} tokens of {text.files:,} files, {sequences}"
+    yield f"Text: {text}"
 
 
 def _kinds(reports: Sequence[LayerSparsity]) -> str:
@@ -295,10 +293,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     text = saved_model.read(loaded, arguments, LEAST_TOKENS)
     with saved_model.progress(text.tokens, "analyze") as done:
-        try:
-            reports = sparsity.analyze(loaded.model, saved_model.batches(text.sequences, arguments.batch), None, done)
-        except ValueError as error:
-            raise RequestError(str(error)) from error
+        reports = sparsity.analyze(loaded.model, saved_model.batches(text.sequences, arguments.batch), None, done)
     table = in_use(next(loaded.model.parameters()).device)
     predictions = [[predict(report, call, table) for call in calls] for report in reports]
     header = list(_header(loaded, reports, text))

@@ -31,7 +31,6 @@ from twell.commands.checkpoint_files import (
     places_of,
     read_source,
 )
-from twell.commands.request import RequestError
 from twell.integrations import layouts
 from twell.integrations.layouts import (
     ACTIVATIONS,
@@ -102,10 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        convert(**{name: value for name, value in vars(arguments).items() if name != "command"})
-    except (ValueError, OSError, ImportError) as error:
-        raise error if isinstance(error, RequestError) else RequestError(str(error)) from error
+    convert(**{name: value for name, value in vars(arguments).items() if name != "command"})
     return 0
 
 

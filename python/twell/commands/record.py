@@ -364,10 +364,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     batches = saved_model.batches(text.sequences, arguments.batch)
     with saved_model.progress(text.tokens, "record") as done:
-        try:
-            saved_model.observe(loaded.model, layers, batches, record_input, done)
-        except ValueError as error:
-            raise RequestError(str(error)) from error
+        saved_model.observe(loaded.model, layers, batches, record_input, done)
     reports = [tally.report(layer) for tally, layer in zip(tallies, layers, strict=True)]
     results = []
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as scratch:
@@ -379,10 +376,7 @@ def run(arguments: argparse.Namespace) -> int:
             path = folder / f"layer{number}.npz"
             recording = quantize(torch.cat(inputs[known[number]]).to(layer.linear.weight.device), layer)
             recording.save(path)
-            try:
-                agreement, report = check(path, recording, torch.cat(starts), layer)
-            except ValueError as error:
-                raise RequestError(str(error)) from error
+            agreement, report = check(path, recording, torch.cat(starts), layer)
             print(agreement, flush=True)
             results.append((agreement, report))
         (folder / "README.md").write_text(_readme(loaded, text, results, reports), encoding="utf-8")

@@ -350,18 +350,13 @@ def _measured(arguments: argparse.Namespace, found: Sequence[Layer]) -> tuple[li
                 tallies[i].add(pattern, first[rows])
 
     with saved_model.progress(text.tokens, "serve-check") as done:
-        try:
-            batches = saved_model.batches(text.sequences, arguments.batch)
-            saved_model.observe(loaded.model, watched, batches, tally, done)
-        except ValueError as error:
-            raise RequestError(str(error)) from error
+        saved_model.observe(loaded.model, watched, saved_model.batches(text.sequences, arguments.batch), tally, done)
     figures = []
     for at, consecutive, mixed in zip(watched, *both, strict=True):
         report = consecutive.report(at)
         unions = report.unions[geometry.TOKEN_TILE], mixed.report(at).unions[geometry.TOKEN_TILE]
         figures.append(layouts.LayerFigures(report.mean, *unions))
-    sequences = f"{len(text.sequences):,} sequences of up to {max(map(len, text.sequences)):,}"
-    return figures, f"Figures: measured on {text.tokens:,} tokens of {text.files:,} files, {sequences}"
+    return figures, f"Figures: measured on {text}"
 
 
 def predict(

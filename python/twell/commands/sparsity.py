@@ -82,7 +82,7 @@ class Call(NamedTuple):
         return f"{'train' if self.training else 'm'}{self.tokens}"
 
     def __str__(self) -> str:
-        return f"{'training on ' if self.training else ''}{self.tokens:,} token{'s' if self.tokens > 1 else ''}"
+        return f"{'training on ' if self.training else ''}{saved_model.counted(self.tokens, 'token')}"
 
 
 @dataclass(frozen=True)
