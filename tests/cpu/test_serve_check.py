@@ -284,6 +284,18 @@ def test_broken_json_is_refused(llama: Path, capsys: pytest.CaptureFixture[str])
     assert "must be a JSON object" in err
 
 
+def test_figures_are_not_written_through_a_link(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Revisions in a download cache share files, and those of the others changed, too."""
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in llama.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    before = (llama / "config.json").read_text()
+    status, _, err = check(capsys, snapshot, "--text", llama / "text.txt", "--tokens", 600, "--save")
+    assert (status, "--save: expected a config.json of the folder's own, got a link to" in err) == (2, True)
+    assert (llama / "config.json").read_text() == before
+
+
 def without(part: str) -> Any:
     return lambda weights: {name: weight for name, weight in weights.items() if part not in name}
 

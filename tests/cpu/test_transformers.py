@@ -21,7 +21,6 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 import twell  # noqa: E402
 from twell import recipe, testing  # noqa: E402
 from twell._sparsify import SparseDown, layers  # noqa: E402
-from twell.commands import cli  # noqa: E402
 from twell.integrations import layouts  # noqa: E402
 from twell.integrations import transformers as integration  # noqa: E402
 from twell.integrations.transformers import (  # noqa: E402
@@ -324,8 +323,7 @@ def test_a_model_that_is_not_causal_is_not_loaded(tmp_path: Path) -> None:
 
 def test_down_weights_by_rows_of_a_stock_class_are_refused(tmp_path: Path) -> None:
     """The error was one of transformers about an option."""
-    stock("llama").save_pretrained(tmp_path / "linear")
-    assert cli.main(["convert", str(tmp_path / "linear"), str(tmp_path / "rows"), "--layout", "rows"]) == 0
+    store(stock("llama"), tmp_path / "rows", transposed=True, sparsity_down_layout="rows")
     with pytest.raises(ValueError, match=r"as nn\.Linear has them, got rows in .*: use SparseLlamaForCausalLM"):
         load(tmp_path / "rows")
 

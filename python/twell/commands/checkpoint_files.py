@@ -177,9 +177,7 @@ def _without_tied_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
     places = [place(tensor) for tensor in tensors.values()]
     return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if not (_HEAD.search(name) and places.count(place(tensor)) > 1)
+        name: tensor for name, tensor in tensors.items() if not (_HEAD.search(name) and places.count(place(tensor)) > 1)
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError("--save: expected --text, whose figures it writes, got none")
     if arguments.save and folder != arguments.model:
         raise RequestError("--save: expected MODEL to be a folder, got the name of one on the Hub")
+    if arguments.save and (config := folder / layouts.CONFIG).is_symlink():
+        # of a download cache, where revisions share files
+        raise RequestError(
+            f"--save: expected a {layouts.CONFIG} of the folder's own, got a link to {os.readlink(config)!r}, which others "
+            "may read; copy the model first, as by cp -rL or twell convert"
+        )
     if arguments.nnz is not None and arguments.text is not None:
         raise RequestError("--nnz: expected no --text, which measures it, got both")
     content = saved_model.configuration(folder)
@@ -220,7 +227,7 @@ def layers_of(folder: Path, content: dict[str, Any]) -> list[Layer]:
             if layout == "rows":
                 raise RequestError(
                     f"MODEL: {name}: vLLM reads down weights [hidden, intermediate], as nn.Linear stores them, except "
-                    f"for {' and '.join(engines.SPARSE)}, got [intermediate, hidden]; twell convert --layout linear "
+                    f"for {' and '.join(engines.SPARSE)}, got [intermediate, hidden]; twell convert "
                     "turns them"
                 )
     tensors = {name: stored for header in headers for name, stored in header.tensors.items()}

@@ -145,8 +145,8 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     if not isinstance(config, _SparseConfig) and getattr(config, layouts.LAYOUT_KEY, None) == "rows":
         raise ValueError(
             f"load: down weights must be as nn.Linear has them, got rows in {str(model)!r}: use "
-            "SparseLlamaForCausalLM.from_pretrained or SparseQwen2ForCausalLM.from_pretrained, or convert it by twell "
-            "convert --layout linear"
+            "SparseLlamaForCausalLM.from_pretrained or SparseQwen2ForCausalLM.from_pretrained, or convert it by `twell "
+            "convert`"
         )
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if not own_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

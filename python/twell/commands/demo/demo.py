@@ -273,9 +273,7 @@ def run(request: DemoRequest) -> int:
         print("\nStopping after this step to evaluate the model so far; Ctrl-C again quits.", flush=True)
 
     with progress() as show:
-        history = train(
-            model, corpus.train, schedule, request.seed, lambda r: show(r.progress, figures_of(r)), notice
-        )
+        history = train(model, corpus.train, schedule, request.seed, lambda r: show(r.progress, figures_of(r)), notice)
     if not history.steps:
         print("Interrupted before the first step.", file=sys.stderr)
         return INTERRUPTED
@@ -292,7 +290,9 @@ def run(request: DemoRequest) -> int:
         show(0, "held-back text through dense layers")
         dense_loss = token_losses(model, tokens, "dense", request.compression).mean().item()
         if not math.isfinite(dense_loss):
-            print(f"Training diverged: the held-back loss is {dense_loss}. Try another --l1 or --seed.", file=sys.stderr)
+            print(
+                f"Training diverged: the held-back loss is {dense_loss}. Try another --l1 or --seed.", file=sys.stderr
+            )
             return 1
         show(1 / stages, "held-back text through TwELL")
         sparse_loss = token_losses(model, tokens, "row", request.compression).mean().item()
