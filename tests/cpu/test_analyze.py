@@ -712,7 +712,7 @@ def test_batches_pad_to_the_longest() -> None:
         (["MODEL", "--text", "image.png"], "--text: expected UTF-8 text, got '.*image.png'"),
         (["MODEL", "--text", "empty.txt"], r"--text: expected UTF-8 text, got '.*empty.txt' \(it is blank\)"),
         (["MODEL", "--text", "bare"], "at least 256 tokens, got 0 in 0 files"),
-        (["MODEL", "--text", "short.txt"], "at least 256 tokens, got [0-9]+ in 1 files"),
+        (["MODEL", "--text", "short.txt"], "at least 256 tokens, got [0-9]+ in 1 file of"),
         (["MODEL", "--text", "long.txt", "--tokens", "255"], r"--tokens: expected at least 256, got 255"),
         (["nowhere", "--text", "long.txt"], r"MODEL: expected a folder with a config.json, got .*\(no such folder; "),
         (

@@ -30,7 +30,9 @@ def test_replaces_nothing_but_a_bundle(held: str, wheel_stub: Path, root: Path, 
     command = [sys.executable, str(root / "tools" / "bundle.py"), "--out", str(out), "--cache", str(tmp_path / "cache")]
     for wheel in (wheel_stub, tmp_path / "none.whl"):
         done = subprocess.run([*command, "--wheel", str(wheel)], capture_output=True, text=True, check=False)
-        expected = "--out: expected a new folder or an earlier bundle" if wheel.exists() else "--wheel: expected a wheel"
+        expected = (
+            "--out: expected a new folder or an earlier bundle" if wheel.exists() else "--wheel: expected a wheel"
+        )
         assert (done.returncode, expected in done.stderr) == (2, True), done.stderr
         assert (out / held).read_text() == "mine"
     # an earlier bundle stays where the new one cannot be made

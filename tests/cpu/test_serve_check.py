@@ -102,7 +102,7 @@ def test_more_non_zeros_than_neurons_are_refused(llama: Path, capsys: pytest.Cap
 def test_measured_figures_are_those_of_the_gates(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = check(capsys, llama, *SIZES, "--text", llama / "text.txt", "--save", "--tokens", 2048)
     assert status == 0
-    assert "Figures: measured on 2,048 tokens of 1 files, 8 sequences of up to 256" in out
+    assert "Figures: measured on 2,048 tokens of 1 file, 8 sequences of up to 256" in out
     found = measured(json.loads((llama / "config.json").read_text()), 3)
     assert found is not None
     for fired, of in zip(firings(llama), found, strict=True):
@@ -284,7 +284,9 @@ def test_broken_json_is_refused(llama: Path, capsys: pytest.CaptureFixture[str])
     assert "must be a JSON object" in err
 
 
-def test_figures_are_not_written_through_a_link(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_not_written_through_a_link(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Revisions in a download cache share files, and those of the others changed, too."""
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
