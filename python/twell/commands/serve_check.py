@@ -114,8 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.save and (config := folder / layouts.CONFIG).is_symlink():
         # of a download cache, where revisions share files
         raise RequestError(
-            f"--save: expected a {layouts.CONFIG} of the folder's own, got a link to {os.readlink(config)!r}, which others "
-            "may read; copy the model first, as by cp -rL or twell convert"
+            f"--save: expected a {layouts.CONFIG} of the folder's own, got a link to {os.readlink(config)!r}, which "
+            "others may read; copy the model first, as by cp -rL or twell convert"
         )
     if arguments.nnz is not None and arguments.text is not None:
         raise RequestError("--nnz: expected no --text, which measures it, got both")
@@ -411,8 +411,11 @@ def _report(
     for layer, of in zip(found, figures, strict=True):
         cells = [f"{row.strategy} {_as_share(row.share)}" for row in rows if row.layer == layer.number]
         lines.append([str(layer.number), f"{of.nonzeros:,.1f}", as_percent(of.text), as_percent(of.batch), *cells])
-    for name, beside in (("FFNs", False), ("layers", True)):
-        shares = [share(found, [row for row in rows if (row.decode, row.tokens) == call], beside) for call in calls]
+    ffns, whole = (
+        [share(found, [row for row in rows if (row.decode, row.tokens) == call], beside) for call in calls]
+        for beside in (False, True)
+    )
+    for name, shares in (("FFNs", ffns), ("layers", whole)):
         lines.append([name, "", "", "", *map(_as_share, shares)])
     yield from aligned(lines)
     yield "non-zeros: mean per token. union: share of the neurons that 128 tokens fire, which follow each other in a"
@@ -422,9 +425,23 @@ def _report(
     yield f"Dense computes gate and up in one product for up to {tuning.MERGED_TOKENS} tokens, as in servers; `twell"
     yield "  analyze` takes it for two, and all calls for tokens that follow each other in a text."
     yield f"Predicted from times measured on {table.machine.split('; ')[0]} in 16 bits, {table.date[:10]}."
+    yield "  They are of CUDA graphs with down weights by rows, as vLLM lays them out after loading."
     _, _, k, n = tuning.nearest(tuning.Problem(1, found[0].k, found[0].n // ranks, True, False), table)
     if max(sparsity.apart(found[0].k, k), sparsity.apart(found[0].k * found[0].n // ranks, k * n)) > sparsity.FAR:
         yield f"Far from all measured layers: the nearest has K = {k:,}, N = {n:,}"
+    yield _verdict(dict(zip(names, ffns, strict=True)), calls, table)
+
+
+def _verdict(shares: dict[str, float | None], calls: Sequence[tuple[bool, int]], table: _tables.Table) -> str:
+    """For which calls the FFNs gain, and what that holds for."""
+    gains = [f"{name} ({_as_share(of)})" for name, of in shares.items() if of is not None and of * sparsity.PAYS <= 1]
+    few = f", not in eager calls of up to {sparsity.HOST_BOUND:,} tokens" * any(
+        m <= sparsity.HOST_BOUND for _, m in calls
+    )
+    holds = f"in CUDA graphs{few}, with down weights by rows"
+    if not gains:
+        return f"Verdict: no gain of the FFNs on {sparsity.gpu_of(table)}, {holds}"
+    return f"Verdict: FFNs gain on {sparsity.gpu_of(table)} for {', '.join(gains)} of dense's time, {holds}"
 
 
 def _as_share(share: float | None) -> str:

@@ -183,9 +183,8 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
         loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
     else:
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        loaded = type(cls.__name__, (_FullSize, cls), {"_state": full_size.state}).from_pretrained(
-            model, config=config, **options
-        )
+        reader: Any = type(cls.__name__, (_FullSize, cls), {"_state": full_size.state})
+        loaded = reader.from_pretrained(model, config=config, **options)
         loaded.__class__ = cls
     settings: dict[str, Any] = {"strategy": strategy, "compression": compression}
     settings = {name: value for name, value in settings.items() if value is not None}
