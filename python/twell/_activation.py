@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from twell._arguments import require_choice, require_number
 from twell._runtime import geometry
@@ -145,6 +144,9 @@ def activation_of(name: Any, threshold: Any = 0, gated: bool = True) -> Activati
     if torch.compiler.is_compiling():
         # a graph is for one threshold, but torch.compile may make an input of a float that is not a literal, defaults
         # and attributes included: then it traces once more. Hence 0 is the functions' default, not 0.0
+        # here, as it loads sympy, which takes half as long as all of torch
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
         threshold = guard_scalar(threshold)
     if name == "relu" and type(threshold) in (int, float) and threshold == 0:
         return Activation("relu", 0.0)

@@ -89,10 +89,18 @@ def _exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
+def to_onnx() -> bool:
+    """Whether this call is traced for an ONNX file."""
+    # in traces alone, since the question imports the exporter
+    traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
+    return traced and torch.onnx.is_in_onnx_export()
+
+
 # What torch.compiler.assume_constant_result sets, without importing Dynamo: tracing calls them and keeps the answers.
 forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 reason_of_forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Transfer:

@@ -448,6 +448,13 @@ def _route(
                 "which is dense then"
             )
         return _auto.Route("dense")
+    if _auto.to_onnx():
+        if requested in _SPARSE:
+            raise NotImplementedError(
+                f'{name}: strategy="{requested}" cannot be exported to ONNX, which has no such operators; export with '
+                'strategy="dense", or "auto", which is dense then, or by torch.export'
+            )
+        return _auto.Route("dense")
     if training and _auto._exporting():
         if requested in _SPARSE:
             raise NotImplementedError(

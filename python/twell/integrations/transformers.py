@@ -1,7 +1,9 @@
 """Models of Hugging Face transformers with their feed-forward layers through twell. ``pip install 'twell[hf]'``.
 
 ``sparsify`` converts an existing model. ``SparseLlamaForCausalLM`` and ``SparseQwen2ForCausalLM`` are sparse from the
-start, for training from scratch and for checkpoints; importing this module registers them with the Auto classes::
+start, for training from scratch and for checkpoints; importing this module registers them with the Auto classes, and
+with ``AutoModel``, ``AutoModelForSequenceClassification`` (reward models, too) and ``AutoModelForTokenClassification``
+what has their bodies::
 
     import twell.integrations.transformers as twell_hf
     model = twell_hf.sparsify(AutoModelForCausalLM.from_pretrained("facebook/opt-125m"))
@@ -34,7 +36,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from twell import _sparsify
+from twell import _compaction, _sparsify
 from twell._activation import Activation
 from twell._runtime.log import logger
 from twell._sparsify.modules import PairMLP
@@ -45,12 +47,21 @@ from twell.nn import SparseGatedMLP, SparseMLP
 try:
     from transformers import (
         AutoConfig,
+        AutoModel,
         AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
         LlamaConfig,
         LlamaForCausalLM,
+        LlamaForSequenceClassification,
+        LlamaForTokenClassification,
+        LlamaModel,
         PreTrainedModel,
         Qwen2Config,
         Qwen2ForCausalLM,
+        Qwen2ForSequenceClassification,
+        Qwen2ForTokenClassification,
+        Qwen2Model,
     )
     from transformers.activations import ACT2FN
     from transformers.modeling_utils import load_state_dict
@@ -65,8 +76,14 @@ from twell.integrations._trainer import SparsityCallback
 __all__ = [
     "SparseLlamaConfig",
     "SparseLlamaForCausalLM",
+    "SparseLlamaForSequenceClassification",
+    "SparseLlamaForTokenClassification",
+    "SparseLlamaModel",
     "SparseQwen2Config",
     "SparseQwen2ForCausalLM",
+    "SparseQwen2ForSequenceClassification",
+    "SparseQwen2ForTokenClassification",
+    "SparseQwen2Model",
     "SparsityCallback",
     "load",
     "name_activation",
@@ -133,7 +150,9 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
 
     As ``sparsify(AutoModelForCausalLM.from_pretrained(model, **options))``, and it also reads configurations that name
     an activation which no stock class has: "drelu", and "fatrelu" with its threshold as ``hidden_act_param``, as
-    MiniCPM-S names it. Layers of twell that the model's class makes stay as they are.
+    MiniCPM-S names it. Layers of twell that the model's class makes stay as they are. A folder that ``save_pretrained``
+    wrote of a compacted model has its layers compacted again. With ``trust_remote_code`` a folder's own code reads its
+    own configuration, and what its modules compute decides.
 
     ``strategy`` and ``compression`` are those of ``sparsify``; None is its default, or what the model's class chooses.
     For its other arguments call ``sparsify`` itself. ``options`` are those of ``from_pretrained`` except for fields of
@@ -145,17 +164,28 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     if not isinstance(config, _SparseConfig) and getattr(config, layouts.LAYOUT_KEY, None) == "rows":
         raise ValueError(
             f"load: down weights must be as nn.Linear has them, got rows in {str(model)!r}: use "
-            "SparseLlamaForCausalLM.from_pretrained or SparseQwen2ForCausalLM.from_pretrained, or convert it by twell "
-            "convert --layout linear"
+            "SparseLlamaForCausalLM.from_pretrained or SparseQwen2ForCausalLM.from_pretrained, or convert it by `twell "
+            "convert`"
         )
-    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    # transformers prefers registered classes, as twell's
+    own_code = not isinstance(config, _SparseConfig) and "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or {}
+    )
     if not own_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"load: the model must be a causal one, got {config.model_type!r} in {str(model)!r}: load it by its own "
             "class of transformers, and call sparsify"
         )
-    own = layouts.as_stock(config)
-    loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
+    own_code = own_code and bool(options.get("trust_remote_code"))
+    own = None if own_code else layouts.as_stock(config)
+    full_size = None if own_code else _full_size(Path(model, options.get("subfolder") or ""))
+    if full_size is None:
+        loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
+    else:
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        reader: Any = type(cls.__name__, (_FullSize, cls), {"_state": full_size.state})
+        loaded = reader.from_pretrained(model, config=config, **options)
+        loaded.__class__ = cls
     settings: dict[str, Any] = {"strategy": strategy, "compression": compression}
     settings = {name: value for name, value in settings.items() if value is not None}
     if not _sparsify.layers(loaded):
@@ -163,7 +193,32 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     for layer in _sparsify.layers(loaded).values():
         for name, value in settings.items():
             setattr(layer, name, value)
-    return loaded if own is None else with_own(loaded, own)
+    if own is not None:
+        with_own(loaded, own)
+    if full_size is not None:
+        _compaction.compact(loaded, full_size.kept, keep_removed=full_size.complete, inplace=True)
+    return loaded
+
+
+class _FullSize:
+    """A class with this base reads ``_state`` in place of the files that it finds."""
+
+    _state: dict[str, Tensor]
+
+    @classmethod
+    def _load_pretrained_model(cls, model: Any, state_dict: None, *args: Any, **kwargs: Any) -> Any:
+        return super()._load_pretrained_model(model, cls._state, *args, **kwargs)  # type: ignore[misc]
+
+
+def _full_size(folder: Path) -> _compaction.FullSize | None:
+    """The weights of a compacted model in a folder, with its removed neurons; None of any other."""
+    try:
+        files = layouts.weight_files(folder)
+    except FileNotFoundError:
+        return None
+    if not any(name.endswith(_compaction.KEPT) for path in files for name in layouts.read_header(path).tensors):
+        return None
+    return _compaction.full_size({name: t for path in files for name, t in load_state_dict(str(path)).items()})
 
 
 def with_own(model: Any, own: layouts.Own) -> Any:
@@ -414,9 +469,10 @@ class _SparseModel:
                 'be trained further with ReLU first (arXiv 2310.04564); to do that, pass hidden_act="relu"'
             )
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        # after their initialisation, so that a seed gives the stock model's weights
-        for block in self.model.layers:  # type: ignore[attr-defined]
-            block.mlp = _layer(block.mlp, config)
+        # after their initialisation, so that a seed gives the stock model's weights; heads may take the body from here
+        for block in self.base_model.layers:  # type: ignore[attr-defined]
+            if not isinstance(block.mlp, (SparseGatedMLP, SparseMLP)):
+                block.mlp = _layer(block.mlp, config)
 
     @classmethod
     def _load_pretrained_model(
@@ -459,6 +515,8 @@ def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[st
                 shapes |= {name: tuple(t.shape) for name, t in load_state_dict(file).items()}
     else:
         shapes = {name: tuple(t.shape) for name, t in state_dict.items()}
+    if any(name.endswith(_compaction.KEPT) for name in shapes):
+        raise ValueError("the files are of a compacted model, which twell.integrations.transformers.load reads")
     try:
         found = layouts.layouts(shapes, config.to_dict(), metadata or None)
     except ValueError as error:
@@ -489,12 +547,58 @@ class SparseLlamaForCausalLM(_SparseModel, LlamaForCausalLM):  # type: ignore[mi
     config_class = SparseLlamaConfig
 
 
+class SparseLlamaModel(_SparseModel, LlamaModel):  # type: ignore[misc]
+    """``LlamaModel`` likewise: the body of ``SparseLlamaForCausalLM``, whose files it reads."""
+
+    config_class = SparseLlamaConfig
+
+
+class SparseLlamaForSequenceClassification(_SparseModel, LlamaForSequenceClassification):  # type: ignore[misc]
+    """``LlamaForSequenceClassification`` likewise: a classifier or, with ``num_labels=1``, a reward model."""
+
+    config_class = SparseLlamaConfig
+
+
+class SparseLlamaForTokenClassification(_SparseModel, LlamaForTokenClassification):  # type: ignore[misc]
+    """``LlamaForTokenClassification`` likewise."""
+
+    config_class = SparseLlamaConfig
+
+
 class SparseQwen2ForCausalLM(_SparseModel, Qwen2ForCausalLM):  # type: ignore[misc]
     """``Qwen2ForCausalLM`` likewise; see ``SparseQwen2Config``."""
 
     config_class = SparseQwen2Config
 
 
-for _config, _model in ((SparseLlamaConfig, SparseLlamaForCausalLM), (SparseQwen2Config, SparseQwen2ForCausalLM)):
+class SparseQwen2Model(_SparseModel, Qwen2Model):  # type: ignore[misc]
+    """``Qwen2Model`` likewise: the body of ``SparseQwen2ForCausalLM``, whose files it reads."""
+
+    config_class = SparseQwen2Config
+
+
+class SparseQwen2ForSequenceClassification(_SparseModel, Qwen2ForSequenceClassification):  # type: ignore[misc]
+    """``Qwen2ForSequenceClassification`` likewise: a classifier or, with ``num_labels=1``, a reward model."""
+
+    config_class = SparseQwen2Config
+
+
+class SparseQwen2ForTokenClassification(_SparseModel, Qwen2ForTokenClassification):  # type: ignore[misc]
+    """``Qwen2ForTokenClassification`` likewise."""
+
+    config_class = SparseQwen2Config
+
+
+for _config in (SparseLlamaConfig, SparseQwen2Config):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    AutoModelForCausalLM.register(_config, _model, exist_ok=True)
+for _auto, _model in (
+    (AutoModel, SparseLlamaModel),
+    (AutoModel, SparseQwen2Model),
+    (AutoModelForCausalLM, SparseLlamaForCausalLM),
+    (AutoModelForCausalLM, SparseQwen2ForCausalLM),
+    (AutoModelForSequenceClassification, SparseLlamaForSequenceClassification),
+    (AutoModelForSequenceClassification, SparseQwen2ForSequenceClassification),
+    (AutoModelForTokenClassification, SparseLlamaForTokenClassification),
+    (AutoModelForTokenClassification, SparseQwen2ForTokenClassification),
+):
+    _auto.register(_model.config_class, _model, exist_ok=True)
