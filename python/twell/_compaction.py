@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from twell import _admission, _auto, functional
 from twell._activation import activation_of
+from twell._down_layout import unlisted
 from twell._runtime import geometry
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -411,9 +412,10 @@ def _layers(module: nn.Module) -> dict[MLP, list[str]]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"a torch.nn.Module is expected, got {_kind(module)}")
     layers: dict[MLP, list[str]] = {}
-    for name, child in module.named_modules(remove_duplicate=False):
-        if isinstance(child, (SparseGatedMLP, SparseMLP)):
-            layers.setdefault(child, []).append(name)
+    with unlisted():
+        for name, child in module.named_modules(remove_duplicate=False):
+            if isinstance(child, (SparseGatedMLP, SparseMLP)):
+                layers.setdefault(child, []).append(name)
     return layers
 
 

@@ -21,7 +21,7 @@ class Choice(NamedTuple):
     compiled graphs without gradients, too.
     figures: the measured sparsity, or None. measured: the call that measured it. costs: predicted times as multiples of
     dense's; empty where nothing is known. copy_bytes: memory of the layer's int8 copy of its gate weight, which it has
-    after ``twell.nn.keep_gate_copies``.
+    after ``twell.nn.keep_gate_copies``. layout: how the layer's down weight is stored now, "linear" or "rows".
     """
 
     layer: str
@@ -35,6 +35,7 @@ class Choice(NamedTuple):
     measured: int | None = None
     costs: dict[str, float] = {}  # noqa: RUF012
     copy_bytes: int = 0
+    layout: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,5 +83,6 @@ def _cells(row: Choice) -> dict[str, str]:
         **{name: "-" if share is None else f"{share:.1%}" for name, share in shares.items()},
         **{name: "-" if time is None else f"{time:.2f}" for name, time in times.items()},
         "int8 copy": f"{row.copy_bytes / 1e6:.1f} MB" if row.copy_bytes else "-",
+        "layout": row.layout or "-",
         "why": row.reason + measured,
     }

@@ -326,7 +326,7 @@ def test_gradients_are_laid_out_with_their_weights(layout: DownLayout, fused: bo
 
 
 def test_down_layout_refuses_what_it_cannot_set() -> None:
-    with pytest.raises(ValueError, match='layout must be "rows" or "linear", got \'columns\''):
+    with pytest.raises(ValueError, match='layout must be "auto", "rows" or "linear", got \'columns\''):
         set_down_layout(SparseMLP(8, 8), "columns")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must have layers of twell\.nn, got none in Linear"):
         set_down_layout(nn.Linear(8, 8), "rows")
