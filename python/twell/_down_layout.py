@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import shared_cache
 
 from twell import _autograd, _memory
 from twell._admission import sharded
+from twell._runtime import device
 from twell._runtime.log import warn_once
 
 # Whether modules are listed for twell itself, which hands out no parameters.
@@ -41,7 +42,7 @@ class Laid:
     """What a layer has laid by rows by itself.
 
     weight: the Parameter while it lies so. It is kept here, too, because a parametrization moves it to another place.
-    failed: whether there was no memory for the copy.
+    failed: whether there was no memory for a copy.
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,8 @@ class Laid:
         self.lock = threading.RLock()
         self.weight: nn.Parameter | None = None
         self.failed = False
+        # those that the allocator knows to read the weight's memory, which it then does not reuse too early
+        self.streams: set[int] = set()
 
     def put_back(self) -> None:
         """Store the weight as nn.Linear does."""
@@ -64,8 +67,22 @@ class Laid:
                     "capture again"
                 )
                 return
+            self.note_reading(self.weight)
             store(self.weight, rows=False)
+            _wait(self.weight)
             self.weight = None
+            self.streams.clear()
+
+    def note_reading(self, weight: Tensor) -> None:
+        """Let the allocator know that the current stream reads the weight, or twell that a graph does."""
+        if not weight.is_cuda:
+            return
+        stream = torch._C._cuda_getCurrentRawStream(weight.device.index)
+        if is_capturing(weight):
+            _memory.note_capture(weight)
+        elif stream not in self.streams:
+            self.streams.add(stream)
+            weight.record_stream(torch.cuda.current_stream(weight.device))
 
 
 class Turn:
@@ -90,9 +107,19 @@ class Turn:
 
 def turn(layer: Any) -> contextlib.AbstractContextManager[None]:
     """The context of an eager call of ``layer``."""
-    if layer._down_layout != "auto" or not is_on_gpu(layer.down_proj._parameters.get("weight")):
-        return contextlib.nullcontext()
-    return Turn(layer)
+    weight = layer.down_proj._parameters.get("weight")
+    if is_on_gpu(weight) and layer._down_layout == "auto":
+        return Turn(layer)
+    if is_on_gpu(weight) and is_capturing(weight):
+        _memory.note_capture(weight)
+    return contextlib.nullcontext()
+
+
+def lay(layers: Iterable[Any]) -> None:
+    """Lay the down weights of ``layers`` as inference wants them, for calls that are compiled before an eager one."""
+    for layer in layers:
+        with torch.no_grad(), turn(layer):
+            pass
 
 
 def settle(layer: Any) -> None:
@@ -105,13 +132,19 @@ def settle(layer: Any) -> None:
     elif not (trains or laid.failed or obstacle(layer)):
         # one that was replaced since
         laid.put_back()
+        laid.note_reading(parameters["weight"])
         try:
-            store(parameters["weight"], rows=True)
-            laid.weight = parameters["weight"]
+            data = _copied(parameters["weight"], rows=True)
+            _wait(data)
         except torch.OutOfMemoryError:
             laid.failed = True
-    if is_capturing(parameters["weight"]):
-        _memory.note_capture(parameters["weight"])
+        else:
+            # another thread may have listed it meanwhile
+            if not obstacle(layer):
+                parameters["weight"].data = data
+                laid.weight = parameters["weight"]
+                laid.streams.clear()
+    laid.note_reading(parameters["weight"])
 
 
 def obstacle(layer: Any) -> str:
@@ -191,10 +224,19 @@ def store(weight: Tensor, rows: bool) -> bool:
             continue
         # an inference tensor takes only inference data, a normal tensor only normal data
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            data = tensor.data.t().contiguous().t() if rows else tensor.data.contiguous()
-            if data.is_cuda:
-                # other streams may still read the old memory, and will read the new one
-                torch.cuda.synchronize(data.device)
-            tensor.data = data
+            tensor.data = _copied(tensor, rows)
         changed = True
     return changed
+
+
+def _copied(tensor: Tensor, rows: bool) -> Tensor:
+    """A copy of ``tensor`` [K, N] in a layout."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        return tensor.data.t().contiguous().t() if rows else tensor.data.contiguous()
+
+
+def _wait(made: Tensor) -> None:
+    """Wait for the current stream, which makes the tensor: other streams may read it next."""
+    if made.is_cuda:
+        with device.relaxed_capture():
+            torch.cuda.current_stream(made.device).synchronize()

@@ -92,11 +92,11 @@ LISTINGS: dict[str, Callable[[nn.Module], Any]] = {
     "named_parameters": lambda model: dict(model.named_parameters()),
     "of each module": lambda model: [list(m.parameters(recurse=False)) for m in model.modules()],
     "children": lambda model: fully_shard_lists(model),
-    "modules": lambda model: list(model.modules()),
+    "modules": lambda model: len(list(model.modules())) < 0,
     "state_dict": lambda model: model.state_dict(),
     "state_dict of the layer": lambda model: layer_of(model).state_dict(),
     "train": lambda model: model.train(),
-    "cast": lambda model: model.to(torch.float16),
+    "cast": lambda model: model.to(torch.float16).to(BF16),
     "deepcopy": lambda model: copy.deepcopy(model),
     "zero_grad": lambda model: model.zero_grad(),
     "a vector": lambda model: nn.utils.parameters_to_vector(model.parameters()) is None,
@@ -110,22 +110,20 @@ def fully_shard_lists(module: nn.Module) -> list[nn.Parameter]:
 
 
 @EACH
-@pytest.mark.parametrize("way", LISTINGS.values(), ids=LISTINGS)
-def test_whoever_lists_the_weight_gets_it_as_linear_stores_it(
-    make: Callable[[], nn.Module], way: Callable[[nn.Module], Any]
-) -> None:
+def test_whoever_lists_the_weight_gets_it_as_linear_stores_it(make: Callable[[], nn.Module]) -> None:
     model = decoding(make)
-    found = way(model)
-    assert layout(model) == "linear"
-    for module in (model, found):
-        if isinstance(module, nn.Module):
-            assert all(p.is_contiguous() for p in module.parameters())
-    # none of them is in the way of the next call, except for those whose result is kept
-    if isinstance(found, nn.Module) or not found:
-        model.eval().to(BF16)
-        del found, module
+    for name, way in LISTINGS.items():
         generate(model)
-        assert layout(model) == "rows"
+        assert layout(model) == "rows", name
+        found = way(model)
+        assert layout(model) == "linear", name
+        for module in (model, found):
+            assert not isinstance(module, nn.Module) or all(p.is_contiguous() for p in module.parameters()), name
+        # a list or a state dict that is kept stays true
+        generate(model)
+        assert layout(model) == "linear" or isinstance(found, (nn.Module, bool)) or not found, name
+        model.eval()
+        del found, module
 
 
 @EACH
@@ -326,10 +324,10 @@ def test_captures_are_forgotten_with_their_memory() -> None:
 def test_no_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = SparseGatedMLP(K, N, strategy="row", dtype=BF16).eval()
 
-    def fail(weight: Tensor, rows: bool) -> bool:
+    def fail(weight: Tensor, rows: bool) -> Tensor:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(_down_layout, "store", fail)
+    monkeypatch.setattr(_down_layout, "_copied", fail)
     generate(layer)
     assert layout(layer) == "linear"
     assert "no memory" in _down_layout.obstacle(layer)

@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from twell import _sparsify
+from twell import _down_layout, _sparsify
 from twell._activation import Activation
 from twell._runtime.log import logger
 from twell._sparsify.modules import PairMLP
@@ -125,6 +125,7 @@ def sparsify(
             module._is_hf_initialized = True  # type: ignore[assignment]
     if changed:
         _write_activation(model, keys, changed[0].activation)
+    _down_layout.lay(_sparsify.layers(model).values())
     return model
 
 
@@ -163,7 +164,10 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     for layer in _sparsify.layers(loaded).values():
         for name, value in settings.items():
             setattr(layer, name, value)
-    return loaded if own is None else with_own(loaded, own)
+    if own is not None:
+        with_own(loaded, own)
+    _down_layout.lay(_sparsify.layers(loaded).values())
+    return loaded
 
 
 def with_own(model: Any, own: layouts.Own) -> Any:
