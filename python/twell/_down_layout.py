@@ -23,6 +23,7 @@ from twell import _autograd, _memory
 from twell._admission import sharded
 from twell._runtime import device
 from twell._runtime.log import warn_once
+from twell.ops.operands import is_in_memory
 
 # Whether modules are listed for twell itself, which hands out no parameters.
 _UNLISTED: ContextVar[bool] = ContextVar("unlisted", default=False)
@@ -155,7 +156,8 @@ def obstacle(layer: Any) -> str:
     weight = parameters.get("weight")
     if layer._down_layout != "auto":
         return "it was set so"
-    if type(weight) is not nn.Parameter or not is_on_gpu(weight) or weight.is_inference():
+    plain = type(weight) is nn.Parameter and is_on_gpu(weight) and not weight.is_inference()
+    if not plain or not is_in_memory(weight):
         return "it is no plain parameter on a GPU"
     if layer.training:
         return "the layer is in training mode"
