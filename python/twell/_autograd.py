@@ -16,7 +16,7 @@ from twell.ops import hybrid
 from twell.ops.hybrid_backward import on_cuda as backward_on_cuda
 from twell.ops.hybrid_forward import on_cuda as forward_on_cuda
 from twell.ops.library import has_tangent, is_direct
-from twell.ops.operands import Gradients, Mains, Needs, Operands
+from twell.ops.operands import Gradients, Mains, Needs, Operands, is_in_memory
 from twell.ops.reglu import derivatives, pays
 
 
@@ -81,7 +81,7 @@ class _FFN(torch.autograd.Function):
         else:
             y, l1, nonzeros, *tensors = ops.hybrid_forward(*layer, compression, held, *activation, screen)
             kept = hybrid.Kept(*tensors)
-        ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *kept)
+        ctx.save_for_backward(x, w_gate, w_up, w_down, *map(_saveable, (b_gate, b_up)), *kept)
         # not as saved tensors: a hook that moves those would make backward add to a copy
         ctx.mains = mains = Mains(main_gate, main_up, main_down)
         ctx.name, ctx.direct, ctx.activation = name, direct, activation
@@ -123,13 +123,13 @@ class _FFN(torch.autograd.Function):
         return (*[None] * (len(ctx.needs_input_grad) - len(gradients)), *gradients)
 
 
-def _saved(ctx: Any) -> tuple[Tensor | None, ...]:
+def _saved(ctx: Any) -> Any:
     """The saved tensors; NotImplementedError if one was changed in place meanwhile.
 
     Dense PyTorch does not read x with frozen weights. The kernels do, for a batch that overflows the hybrid format.
     """
     try:
-        return ctx.saved_tensors  # type: ignore[no-any-return]
+        return ctx.saved_tensors
     except RuntimeError as error:
         if "inplace operation" not in str(error):
             raise
@@ -137,6 +137,11 @@ def _saved(ctx: Any) -> tuple[Tensor | None, ...]:
             f"{ctx.name}: the sparse path reads x and the weights in backward, frozen or not, got one that was changed "
             'in place after the call: write h = h + layer(h) for h += layer(h), or use strategy="dense"'
         ) from error
+
+
+def _saveable(bias: Tensor | None) -> Tensor | None:
+    """A bias for backward, a copy of one made in inference mode: dense PyTorch saves none and takes it."""
+    return bias.clone() if bias is not None and not torch.compiler.is_compiling() and bias.is_inference() else bias
 
 
 # is_grads_batched=True makes batched tensors without a transform of torch.func
@@ -319,7 +324,7 @@ def eager(operands: Iterable[Tensor]) -> bool:
     """Whether these are plain tensors that hold values, and nothing traces or transforms the call."""
     return (
         not torch.compiler.is_compiling()
-        and all(type(t) is Tensor or type(t) is torch.nn.Parameter for t in operands)
+        and all((type(t) is Tensor or type(t) is torch.nn.Parameter) and is_in_memory(t) for t in operands)
         and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0

@@ -20,7 +20,7 @@ class Choice(NamedTuple):
     graph: "captured" or "compiled" if a graph keeps this choice, else "". calls: how many calls there were, from
     compiled graphs without gradients, too.
     figures: the measured sparsity, or None. measured: the call that measured it. costs: predicted times as multiples of
-    dense's; empty where nothing is known.
+    dense's; empty where nothing is known. layout: how the layer's down weight is stored now, "linear" or "rows".
     """
 
     layer: str
@@ -33,6 +33,7 @@ class Choice(NamedTuple):
     figures: tuning.Figures | None = None
     measured: int | None = None
     costs: dict[str, float] = {}  # noqa: RUF012
+    layout: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,5 +80,6 @@ def _cells(row: Choice) -> dict[str, str]:
         "non-zeros": "-" if row.figures is None else f"{figures.nonzeros:.1f}",
         **{name: "-" if share is None else f"{share:.1%}" for name, share in shares.items()},
         **{name: "-" if time is None else f"{time:.2f}" for name, time in times.items()},
+        "layout": row.layout or "-",
         "why": row.reason + measured,
     }

@@ -109,6 +109,7 @@ class SparseMLPParallel(ParallelStyle):
             _sharding.require_shares(name, module.intermediate, [device_mesh.size()])
 
         source = self.src_data_rank
+        module._laid.put_back()
         for linear in _inputs(module):
             for parameter in dict(linear.named_parameters()):
                 _distribute(linear, parameter, device_mesh, Shard(0), source)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _admission, _auto, _autograd, _plain, functional, tuning
+from twell import _admission, _auto, _autograd, _down_layout, _plain, functional, tuning
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
 from twell._auto import AutoStrategy
@@ -19,7 +20,10 @@ from twell._runtime.log import warn_once
 from twell.functional import Aux, Strategy
 from twell.ops.quantize_gate import require as require_screen
 
-DownLayout = Literal["rows", "linear"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+DownLayout = Literal["auto", "rows", "linear"]
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -69,6 +73,7 @@ class SparseFFN(nn.Module):
     # the names of the children that are projections
     _projections = _PROJECTIONS
     if TYPE_CHECKING:
+        _laid: _down_layout.Laid
         _strategy: Strategy | AutoStrategy
         _compression: int
         _accumulate_main_grad: bool
@@ -109,7 +114,8 @@ class SparseFFN(nn.Module):
         self.compression, self.strategy = compression, strategy
         self.activation = activation
         self.threshold = threshold
-        self.accumulate_main_grad, self.record_aux, self.down_layout = False, False, "linear"
+        self.accumulate_main_grad, self.record_aux, self.down_layout = False, False, "auto"
+        self._laid = _down_layout.Laid()
         self._auto = AutoStrategy()
         # load_state_dict(assign=True) replaces parameters stored by rows with contiguous tensors
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
@@ -129,8 +135,9 @@ class SparseFFN(nn.Module):
         return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}{form}"
 
     def __getstate__(self) -> dict[str, Any]:
+        self._laid.put_back()
         # Aux may be part of autograd's graph, which can neither be copied nor pickled
-        return {name: value for name, value in self.__dict__.items() if name != "aux"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("aux", "_laid")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # pickles of earlier versions have only the settings that were assigned, under public names, or kept int8 copies
@@ -141,7 +148,81 @@ class SparseFFN(nn.Module):
         if renamed.get("_strategy") == "proven":
             # a strategy of version 0.2 that missed no gate
             renamed["_strategy"] = "union"
-        super().__setstate__({**defaults, **renamed})  # type: ignore[no-untyped-call]
+        super().__setstate__({**defaults, **renamed, "_laid": _down_layout.Laid()})  # type: ignore[no-untyped-call]
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As in ``nn.Module``. Listings of parameters come by here, and get the down weight as nn.Linear stores it."""
+        down = self.down_proj
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            if module is down:
+                self._laid.put_back()
+            yield name, module
+        # a child that other layers have, too, may have been listed with them
+        self._laid.put_back()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As in ``nn.Module``."""
+        if not recurse:
+            self._laid.put_back()
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in ``nn.Module``."""
+        self._laid.put_back()
+        return super().state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """As in ``nn.Module``."""
+        if mode:
+            self._laid.put_back()
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._laid.put_back()
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
+    def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
+        """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
+        if not return_aux and self._runs_torchs(x):
+            return self._by_torch(x)  # type: ignore[no-any-return]
+        if not self._is_plain():
+            return self._by_children(x, return_aux)  # type: ignore[no-any-return]
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else _down_layout.turn(self):
+            result = self._sparse(x, return_aux or self._record_aux)
+        return self._finish(result, return_aux)  # type: ignore[no-any-return]
+
+    def _sparse(self, x: Tensor, with_aux: bool) -> Any:
+        """The result of the layer's function."""
+        raise NotImplementedError
+
+    def _options(self) -> dict[str, Any]:
+        """The settings that the functions take."""
+        return {
+            "activation": self._activation,
+            "threshold": self._threshold,
+            "strategy": self._site() or self._strategy,
+            "compression": self._compression,
+        }
+
+    def _fixed(self, weight: Tensor, training: bool) -> tuple[str, str]:
+        """The strategy, with the reason, of all calls on a weight like this; "" where "auto" chooses."""
+        kind, requested = weight.device.type, "auto" if self._site() else str(self.strategy)
+        # autocast leaves float64 as it is
+        autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
+        return _auto.fixed(requested, weight.device, dtype, training)
+
+    def _runs_dense(self, weight: Tensor) -> bool:
+        """Whether inference runs dense, whatever it meets."""
+        return isinstance(self.threshold, Tensor) or self._fixed(weight, False)[0] == "dense"
 
     def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
         """The return value of ``forward``, from that of the function."""
@@ -275,8 +356,8 @@ class SparseGatedMLP(SparseFFN):
 
     ``gate_proj``, ``up_proj`` [intermediate, hidden] and ``down_proj`` [hidden, intermediate] are ``nn.Linear``
     children with their usual initialisation, names, shapes and layout; each has a ``bias`` if asked for. On a GPU the
-    kernels read ``down_proj.weight`` by rows of neurons and so copy it at each call;
-    ``twell.nn.set_down_layout(module, "rows")`` saves the copy.
+    kernels read ``down_proj.weight`` by rows of neurons. For inference the layer stores it so while nothing else holds
+    it (``twell.nn.set_down_layout``); training copies it at each call.
 
     With ``record_aux = True`` each call leaves its ``Aux`` in ``aux``, for models whose code passes on y alone. It is
     part of autograd's graph, so set ``aux`` to None after reading it. Copies and pickles leave it out.
@@ -342,20 +423,11 @@ class SparseGatedMLP(SparseFFN):
         """The weights and biases of the three projections."""
         return map(self._applied, _PROJECTIONS)
 
-    @overload
-    def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
-    @overload
-    def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
-    def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
-        """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
-        if not return_aux and self._runs_torchs(x):
-            return self._by_torch(x)  # type: ignore[no-any-return]
-        if not self._is_plain():
-            return self._by_children(x, return_aux)  # type: ignore[no-any-return]
+    def _sparse(self, x: Tensor, with_aux: bool) -> Any:
         (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = self._operands()
         mains = self._main_grads(gate_proj=w_gate, up_proj=w_up, down_proj=w_down)
         w_gate, w_up, w_down = self._announced(w_gate, w_up, w_down)
-        result = functional.sparse_gated_ffn(  # type: ignore[call-overload, misc]
+        return functional.sparse_gated_ffn(  # type: ignore[call-overload]
             x,
             w_gate,
             w_up,
@@ -363,14 +435,10 @@ class SparseGatedMLP(SparseFFN):
             b_gate=b_gate,
             b_up=b_up,
             b_down=b_down,
-            activation=self._activation,
-            threshold=self._threshold,
-            strategy=self._site() or self._strategy,
-            compression=self._compression,
             main_grads=mains,
-            return_aux=return_aux or self._record_aux,
+            return_aux=with_aux,
+            **self._options(),
         )
-        return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
 
 class SparseMLP(SparseFFN):
@@ -412,33 +480,20 @@ class SparseMLP(SparseFFN):
         mlp._adopt(up_proj=up, down_proj=down)
         return mlp
 
-    @overload
-    def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
-    @overload
-    def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
-    def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
-        """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
-        if not return_aux and self._runs_torchs(x):
-            return self._by_torch(x)  # type: ignore[no-any-return]
-        if not self._is_plain():
-            return self._by_children(x, return_aux)  # type: ignore[no-any-return]
+    def _sparse(self, x: Tensor, with_aux: bool) -> Any:
         (w_up, b_up), (w_down, b_down) = map(self._applied, ("up_proj", "down_proj"))
         mains = self._main_grads(up_proj=w_up, down_proj=w_down)
         w_up, w_down = self._announced(w_up, w_down)
-        result = functional.sparse_ffn(  # type: ignore[call-overload, misc]
+        return functional.sparse_ffn(  # type: ignore[call-overload]
             x,
             w_up,
             w_down,
             b_up=b_up,
             b_down=b_down,
-            activation=self._activation,
-            threshold=self._threshold,
-            strategy=self._site() or self._strategy,
-            compression=self._compression,
             main_grads=mains,
-            return_aux=return_aux or self._record_aux,
+            return_aux=with_aux,
+            **self._options(),
         )
-        return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
 
 def explain(layers: nn.Module | AutoStrategy) -> Explanation:
@@ -453,10 +508,27 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
     if not isinstance(layers, nn.Module):
         raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
     rows: list[Choice] = []
-    for name, layer in layers.named_modules():
-        if isinstance(layer, SparseFFN):
-            rows += _explain(name, layer)
+    for name, layer in _named_layers(layers):
+        layout, advice = _laid_out(layer)
+        for row in _explain(name, layer):
+            copies = row.kind != "training" and row.strategy != "none"
+            rows.append(row._replace(layout=layout, reason=row.reason + advice if copies else row.reason))
     return Explanation(tuple(rows))
+
+
+def _laid_out(layer: SparseFFN) -> tuple[str, str]:
+    """How a layer's down weight is stored, and what to do if sparse inference on a GPU has to copy it."""
+    if not layer._is_plain():
+        return "", ""
+    why = _down_layout.obstacle(layer)
+    weight = layer.down_proj.weight
+    if not functional.copies_down(weight):
+        return "rows", ""
+    if not _down_layout.is_on_gpu(weight) or layer._runs_dense(weight):
+        return "linear", ""
+    if not why:
+        return "linear", "; its next call stores the down weight by rows"
+    return "linear", f'; {why}: twell.nn.set_down_layout(model, "rows") saves copies of the down weight'
 
 
 def _explain(name: str, layer: SparseFFN) -> list[Choice]:
@@ -465,16 +537,13 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
     if isinstance(layer.threshold, Tensor):
         return [Choice(name, "any", "any", "", "dense", "the threshold is a tensor, which changes during training")]
     site, weight = layer._site(), layer.down_proj.weight
-    kind, requested = weight.device.type, "auto" if site else str(layer.strategy)
+    requested = "auto" if site else str(layer.strategy)
     if requested != "dense":
         try:
             _admission.require_sizes("calls raise", weight.shape[1], weight.shape[0], '; strategy="dense" takes it')
         except (ValueError, NotImplementedError) as error:
             return [Choice(name, "any", "any", "", "none", str(error))]
-    # autocast leaves float64 as it is
-    autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
-    inference, training = (_auto.fixed(requested, weight.device, dtype, training) for training in (False, True))
+    inference, training = (layer._fixed(weight, training) for training in (False, True))
     if requested == "invariant":
         training = "none", 'calls raise: strategy="invariant" computes inference alone'
     if requested == "screened" and weight.is_cuda:
@@ -494,27 +563,45 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
     return [Choice(name, "inference", "any", "", *inference), Choice(name, "training", "any", "", *training)]
 
 
+def set_strategy(module: nn.Module, strategy: Strategy | AutoStrategy) -> None:
+    """Set ``strategy`` of every layer of ``twell.nn`` in ``module``; with "auto" each chooses for itself.
+
+    An ``AutoStrategy`` is for one layer: layers that share it share their figures.
+
+    Raises as the attribute does, and ValueError if ``module`` has no such layer.
+    """
+    for layer in _layers(module):
+        layer.strategy = strategy
+
+
 def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
     """Set the layout of ``down_proj.weight`` in every layer of ``twell.nn`` in ``module``. Shapes stay [K, N].
 
-    "linear", the default: contiguous, as nn.Linear stores it. Code that flattens parameters or saves them to contiguous
-    files expects this. The sparse kernels then read a copy by rows, made at each forward and each backward pass: 23 MB
-    at K = 2,048 and N = 5,632. "rows": the transposed view of a contiguous [N, K] tensor, which the kernels read in
-    place; for inference, above all of few tokens, and for training where nothing flattens parameters. FSDP2, flat
-    optimizers such as LBFGS, ``parameters_to_vector`` and safetensors refuse such a weight or need ``.contiguous()``;
-    ``set_down_layout(module, "linear")`` is the way back.
+    "auto", the default: as nn.Linear stores it, for all code that sees the Parameter. In ``eval`` mode and without
+    gradients a call on a GPU first stores it by rows, which the kernels read in place, if nothing else holds the
+    Parameter or its memory. The layer puts it back where it is listed, by ``parameters()`` or ``modules()``, and by
+    ``state_dict``, ``train``, ``to``, copies, pickles, and calls that need its gradient. Both wait for the GPU, once.
+    A weight that a CUDA graph reads stays as it is. Only code that reads ``down_proj.weight`` itself sees the rows.
 
-    Loading a state dict, moving, casting, copying and pickling keep either. Call it before anything keeps views of the
-    parameters; the Parameter objects stay, and their gradients change layout with them. The state of an optimizer does
-    not, and fused optimizers read it in memory order: set the layout before the optimizer's first step, and use the
-    layout of the run whose state is loaded. A weight that was replaced by one of another layout is set right, too.
+    "linear": contiguous, always. The sparse kernels then read a copy by rows, made at each forward and each backward
+    pass: 23 MB at K = 2,048 and N = 5,632. "rows": the transposed view of a contiguous [N, K] tensor, always; also for
+    training where nothing flattens parameters. FSDP2, flat optimizers such as LBFGS, ``parameters_to_vector`` and
+    safetensors refuse such a weight or need ``.contiguous()``; ``set_down_layout(module, "auto")`` is the way back.
+
+    Loading a state dict keeps each; moving, casting, copying and pickling keep "linear" and "rows". Call it before
+    anything keeps views of the parameters; the Parameter objects stay, and their gradients change layout with them. The
+    state of an optimizer does not, and fused optimizers read it in memory order: set the layout before the optimizer's
+    first step, and use the layout of the run whose state is loaded. A weight that was replaced by one of another layout
+    is set right, too.
 
     Raises ValueError for another name, and if ``module`` has no such layer.
     """
     _require_layout("layout", layout)
     for layer in _layers(module):
         layer.down_layout = layout
-        _lay(layer.down_proj.weight, layout == "rows")
+        with layer._laid.lock:
+            layer._laid.weight, layer._laid.failed = None, False
+            _down_layout.store(layer.down_proj.weight, layout == "rows")
 
 
 if not TYPE_CHECKING:
@@ -529,37 +616,26 @@ if not TYPE_CHECKING:
 
 def _layers(module: nn.Module) -> list[SparseFFN]:
     require("module", module, nn.Module, "an nn.Module")
-    layers = [layer for layer in module.modules() if isinstance(layer, SparseFFN)]
+    layers = [layer for _, layer in _named_layers(module)]
     if not layers:
         raise ValueError(f"module must have layers of twell.nn, got none in {type(module).__name__}")
     return layers
 
 
+def _named_layers(module: nn.Module) -> list[tuple[str, SparseFFN]]:
+    """The layers of ``module`` with their names; listing them hands out no parameters."""
+    with _down_layout.unlisted():
+        return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, SparseFFN)]
+
+
 def _require_layout(name: str, layout: object) -> None:
-    if layout not in ("rows", "linear"):
-        raise ValueError(f'{name} must be "rows" or "linear", got {layout!r}')
-
-
-def _lay(weight: Tensor, rows: bool) -> bool:
-    """Store the Parameter ``weight`` [K, N] and its gradient by rows of neurons, or contiguous; whether any changed."""
-    if _admission.sharded({"weight": weight}):
-        from twell import _sharding
-
-        return _sharding.lay(weight, rows)  # type: ignore[arg-type]
-    changed = False
-    for tensor in (weight, weight.grad if weight.is_leaf else None):
-        if tensor is None or (tensor.t() if rows else tensor).is_contiguous():
-            continue
-        # an inference tensor takes only inference data, a normal tensor only normal data
-        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            tensor.data = tensor.data.t().contiguous().t() if rows else tensor.data.contiguous()
-        changed = True
-    return changed
+    if layout not in ("auto", "rows", "linear"):
+        raise ValueError(f'{name} must be "auto", "rows" or "linear", got {layout!r}')
 
 
 def _keep_rows(module: SparseFFN, incompatible_keys: Any) -> None:
     if module.down_layout == "rows" and isinstance(module.down_proj, nn.Linear):
-        _lay(module.down_proj.weight, rows=True)
+        _down_layout.store(module.down_proj.weight, rows=True)
 
 
 def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int, int]:

@@ -45,7 +45,7 @@ LAYERS = [
     ["twell._autograd", "twell._sharding", "twell.packed"],
     ["twell._plain"],
     ["twell._admission"],
-    ["twell.functional"],
+    ["twell.functional", "twell._down_layout"],
     ["twell.nn"],
     ["twell._compaction", "twell._sparsify"],
     ["twell.__init__"],

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import twell
-from twell import explain, sparsify_, tuning
-from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout
+from twell import AutoStrategy, explain, sparsify_, tuning
+from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout, set_strategy
 
 BF16 = torch.bfloat16
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
@@ -328,10 +328,24 @@ def test_gradients_are_laid_out_with_their_weights(layout: DownLayout, fused: bo
 
 
 def test_down_layout_refuses_what_it_cannot_set() -> None:
-    with pytest.raises(ValueError, match='layout must be "rows" or "linear", got \'columns\''):
+    with pytest.raises(ValueError, match='layout must be "auto", "rows" or "linear", got \'columns\''):
         set_down_layout(SparseMLP(8, 8), "columns")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must have layers of twell\.nn, got none in Linear"):
         set_down_layout(nn.Linear(8, 8), "rows")
+
+
+def test_set_strategy_reaches_every_layer() -> None:
+    model = nn.Sequential(SparseMLP(8, 8), nn.Sequential(SparseGatedMLP(8, 8)))
+    set_strategy(model, "union")
+    assert (model[0].strategy, model[1][0].strategy) == ("union", "union")
+    site = AutoStrategy()
+    set_strategy(model[1], site)
+    assert (model[0].strategy, model[1][0].strategy) == ("union", site)
+    with pytest.raises(ValueError, match="strategy must be"):
+        set_strategy(model, "rows")  # type: ignore[arg-type]
+    assert model[0].strategy == "union"
+    with pytest.raises(ValueError, match=r"must have layers of twell\.nn, got none in Linear"):
+        set_strategy(nn.Linear(8, 8), "row")
 
 
 @pytest.mark.parametrize(("k", "n", "said"), [(60, 256, "K must be a positive multiple of 8"), (64, 250, "N must be")])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from twell import tuning
 from twell._activation import NAMES_OF_FAMILY, Activation
+from twell._down_layout import unlisted
 from twell._runtime import geometry
 from twell._runtime.log import logger
 from twell._sparsify.candidates import (
@@ -151,7 +152,8 @@ def layers(model: nn.Module) -> dict[str, SparseGatedMLP | SparseMLP]:
 
     Each is listed once, under its first name; "" is the model itself.
     """
-    return {name: m for name, m in model.named_modules() if isinstance(m, (SparseGatedMLP, SparseMLP))}
+    with unlisted():
+        return {name: m for name, m in model.named_modules() if isinstance(m, (SparseGatedMLP, SparseMLP))}
 
 
 def block_of(name: str, layer: nn.Module) -> str:

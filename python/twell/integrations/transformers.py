@@ -36,7 +36,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from twell import _compaction, _sparsify
+from twell import _compaction, _down_layout, _sparsify
 from twell._activation import Activation
 from twell._runtime.log import logger
 from twell._sparsify.modules import PairMLP
@@ -142,6 +142,7 @@ def sparsify(
             module._is_hf_initialized = True  # type: ignore[assignment]
     if changed:
         _write_activation(model, keys, changed[0].activation)
+    _down_layout.lay(_sparsify.layers(model).values())
     return model
 
 
@@ -197,6 +198,7 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
         with_own(loaded, own)
     if full_size is not None:
         _compaction.compact(loaded, full_size.kept, keep_removed=full_size.complete, inplace=True)
+    _down_layout.lay(_sparsify.layers(loaded).values())
     return loaded
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _auto, tuning
+from twell import _auto, _memory, tuning
 from twell._activation import Activation
 from twell._runtime import geometry, nvtx
 from twell.ops import screened
@@ -118,6 +118,8 @@ def _on_cuda(
     layer: Operands, compression: int, strategy: str, site: Tensor | None, activation: Activation, totals: bool
 ) -> _Totals:
     geometry.words_per_tile(compression)
+    if torch.cuda.is_current_stream_capturing():
+        _memory.note_capture(layer.w_down)
     return _run(_SPARSE_ON_CUDA, layer, compression, activation, _choose(layer, strategy, site), totals)
 
 
