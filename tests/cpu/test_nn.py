@@ -383,6 +383,6 @@ def test_pickles_of_layers_that_kept_an_int8_copy_load() -> None:
     vars(mlp)["_strategy"] = "proven"
     assert pickle.loads(pickle.dumps(mlp)).strategy == "union"
     problem = pickle.loads(b"\x80\x02ctwell.tuning\nProblem\n(K\x01K\x02K\x03\x88\x89\x88\x89\x88t\x81.")
-    assert problem == tuning.Problem(1, 2, 3, True, False, True, False)
+    assert problem[:7] == (1, 2, 3, True, False, True, False)
     with pytest.raises(TypeError, match="positional arguments"):
         tuning.Problem(1, 2, 3, True, False, True, False, True, True)  # type: ignore[call-arg]
