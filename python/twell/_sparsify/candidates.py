@@ -125,9 +125,13 @@ def misfit(module: nn.Module, names: tuple[str, ...]) -> str:
     An ``nn.Linear`` in some wrapper, or without weights of 16 bits, is not seen here: it is one that must be refused.
     """
     children: list[Any] = [below(module, name) for name in names]
+    # a container has other things under the same numbers, and what is wrapped or quantised is known by its sizes
+    contained = type(module) in (nn.Sequential, nn.ModuleList)
+    some = not contained and any(isinstance(child, nn.Linear) or hasattr(child, "in_features") for child in children)
     for name, child in zip(names, children):
         weight = child._parameters.get("weight")
-        if not isinstance(child, nn.Linear) and (of_torch(type(child)) or type(weight) is nn.Parameter):
+        other = of_torch(type(child)) or type(weight) is nn.Parameter
+        if not isinstance(child, nn.Linear) and (other or not some):
             return f"{name} is a {type(child).__name__}, no nn.Linear"
     if not all(isinstance(child, nn.Linear) for child in children) or _is_fused(children):
         return ""
@@ -296,11 +300,16 @@ def _examine_block(
         if (isinstance(act, nn.Module) and _has_state(act)) or ("." in attribute and attribute in form.children):
             continue
         candidate, of = _pair(where, name, module, form, attribute, act)
-        put = None if of is not None else nn.ReLU() if isinstance(act, nn.Module) else F.relu
+        put = {} if of is not None else {attribute: nn.ReLU() if isinstance(act, nn.Module) else F.relu}
         dtype: Any = module.get_submodule(form.down).weight.dtype
-        reasons.append(difference_of_pair(copies, attribute, of or RELU, put, dtype))
+        differs = functools.partial(difference_of_pair, copies, attribute, of or RELU, dtype=dtype)
+        reasons.append(differs(put=put))
         if not reasons[-1]:
-            return candidate, of
+            # dropouts of nothing that lie between the two, for they may drop something later
+            zeros = {k: 0.5 for k, value in vars(module).items() if type(value) is float and value == 0}
+            zeros |= {k: nn.Dropout(0.5) for k, m in module._modules.items() if type(m) is nn.Dropout and m.p == 0}
+            between = tuple(k for k, value in zeros.items() if differs(put={**put, k: value}))
+            return candidate._replace(dropouts=between), of
     reasons = [each for each in reasons if "cannot run on x alone" in each] or reasons
     why = reasons[0] if reasons else "its activation must be an attribute, such as an nn.ReLU"
     raise ValueError(f"{where} cannot be run sparse: {reason}; as a block, {why}: {_OWN_MODULE}; {LEAVE_OUT}")

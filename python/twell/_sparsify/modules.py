@@ -134,8 +134,8 @@ class DeferredUp(SharedLinear):
             return ""
         got = f"{type(child).__module__}.{type(child).__name__}"
         return (
-            f"{name} of a twell pair must be the {kind.__name__} that sparsify_ made, since {fc1} returns its input and "
-            f"{fc2} does the work of both, got {got}: merge an adapter, and replace or wrap a layer, before sparsify_, or "
+            f"{name} of a twell pair must be the {kind.__name__} that sparsify_ made, since {fc1} returns its input "
+            f"and {fc2} does the work of both, got {got}: merge an adapter, and replace a layer, before sparsify_, or "
             "leave the block out by filter_fn"
         )
 
@@ -257,13 +257,13 @@ class SparseDown(SparseMLP, SharedLinear):
         elif not (any(HOOKS_OF_ALL) or _changed(up) or _changed(self)):
             raise NotImplementedError(
                 "fc2 of a twell pair must be called on the very tensor that fc1 returns, its input, got another one: "
-                "nothing may run between them or change either; wrap or replace layers, and merge adapters, before "
-                "sparsify_"
+                "nothing may run between them or change either: merge an adapter, and replace a layer, before sparsify_, "
+                "or leave the block out by filter_fn"
             )
 
     def _is_plain(self) -> bool:
         up: Any = self.up_proj
-        if _is_replaced(up) or _is_replaced(self):
+        if _is_replaced(up):
             got = "one set on the instance: fc2 does the work of fc1 and would not call it"
             if "_hf_hook" in vars(up):
                 got = (
