@@ -158,7 +158,7 @@ def _is_fused(layers: list[Any]) -> bool:
 def holds_stacked_experts(module: nn.Module) -> bool:
     """Whether the weights of several experts are parameters of one module, a matrix for each."""
     named = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3")
-    return sum(p is not None and p.dim() == 3 and name in named for name, p in module._parameters.items()) > 1
+    return sum(name in named and p is not None and p.dim() == 3 for name, p in module._parameters.items()) > 1
 
 
 def label(name: str, module: nn.Module) -> str:
@@ -216,13 +216,13 @@ def _examine_layer(
     callables = [*others, *(key for key in functions if key != "forward")]
     attribute = callables[0] if len(callables) == 1 else None
     _require_unhooked(where, dict(module.named_modules()))
+    own_names = {name for base in type(module).__mro__ if not of_torch(base) for name in vars(base)}
+    if lost := sorted(_INHERITED & own_names - vars(object).keys()):
+        raise ValueError(f"{where} has a {lost[0]} of its own, which would be lost; {LEAVE_OUT}")
     likeness = _likeness(module)
     if likeness not in context.examined:
         context.examined[likeness] = _activation(where, module, form, attribute, context.model)
     activation, was, form = context.examined[likeness]
-    own_names = {name for base in type(module).__mro__ if not of_torch(base) for name in vars(base)}
-    if lost := sorted(_INHERITED & own_names - vars(object).keys()):
-        raise ValueError(f"{where} has a {lost[0]} of its own, which would be lost; {LEAVE_OUT}")
     _require_roles(where, form)
     try:
         # what it takes to become another class; nn.Module itself has nothing else
@@ -303,14 +303,14 @@ def _examine_block(
         put = {} if of is not None else {attribute: nn.ReLU() if isinstance(act, nn.Module) else F.relu}
         dtype: Any = module.get_submodule(form.down).weight.dtype
         differs = functools.partial(difference_of_pair, copies, attribute, of or RELU, dtype=dtype)
-        reasons.append(differs(put=put))
-        if not reasons[-1]:
+        # an attribute that is of the family says more than one that need not be an activation
+        reasons.insert(0 if of is not None else len(reasons), why := differs(put=put))
+        if not why:
             # dropouts of nothing that lie between the two, for they may drop something later
-            zeros = {k: 0.5 for k, value in vars(module).items() if type(value) is float and value == 0}
+            zeros: dict[str, Any] = {k: 0.5 for k, value in vars(module).items() if type(value) is float and value == 0}
             zeros |= {k: nn.Dropout(0.5) for k, m in module._modules.items() if type(m) is nn.Dropout and m.p == 0}
             between = tuple(k for k, value in zeros.items() if differs(put={**put, k: value}))
             return candidate._replace(dropouts=between), of
-    reasons = [each for each in reasons if "cannot run on x alone" in each] or reasons
     why = reasons[0] if reasons else "its activation must be an attribute, such as an nn.ReLU"
     raise ValueError(f"{where} cannot be run sparse: {reason}; as a block, {why}: {_OWN_MODULE}; {LEAVE_OUT}")
 
@@ -378,7 +378,7 @@ def _plain_weight(where: str, linear: Any) -> Tensor:
 
 
 def _require_forward(where: str, module: nn.Module) -> None:
-    """Raise ValueError unless a module runs the forward of its class, perhaps in accelerate's hook that moves tensors."""
+    """Raise ValueError unless a module runs the forward of its class, perhaps in a hook that moves tensors."""
     if "forward" not in vars(module):
         return
     if "_hf_hook" in vars(module) and not only_moves(module):

@@ -4,8 +4,8 @@ Nothing here runs the model's own modules. A copy is made on the CPU, with small
 a module that is to become a layer, outputs and gradients of the copy are compared with those of the formula; for a
 block, in which two layers are to become a pair, with those of a second copy that has such a pair. That is done in
 float64, in the model's dtype and under autocast, in both modes, with and without gradients, for one token and for
-several, at ordinary and at extreme magnitudes. In a layer every operator is recorded, since a clamp or a factor may have
-no effect on these inputs. What a run cannot show, a branch on something else, is the word of who names the module.
+several, at ordinary and at extreme magnitudes. In a layer every operator is recorded, since a clamp or a factor may
+have no effect on these inputs. What a run cannot show, a branch on something else, is the word of who names the module.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ _TRIALS = (
     _Trial(torch.float32, True, True, (2, 4), autocast=True, x_dtype=torch.bfloat16),
 )
 
-# Blocks run in fewer ways, since they are larger and each is run twice; in float32, whose constants their code may make.
+# Blocks run in fewer ways, since they are larger and each is run twice; in float32, as the constants of their code are.
 _OF_BLOCKS = (
     _Trial(None, True, True, (2, 4)),
     _Trial(None, False, False, (2, 4)),
@@ -206,6 +206,10 @@ class Copies:
         self.form = form
         with _apart():
             self._made = {neurons: _small(module, form, neurons, model) for neurons in (_NEURONS, _MORE_NEURONS)}
+            try:
+                self.new()
+            except Exception as error:
+                raise CannotCopyError(_first_line(error)) from error
 
     def new(self, neurons: int = _NEURONS, dtype: torch.dtype = torch.float64) -> Any:
         """One to be used up."""
@@ -416,14 +420,18 @@ def _small(module: nn.Module, form: Form, neurons: int, model: nn.Module) -> nn.
         made = copy.deepcopy(module, memo)
         for inner in made.modules():
             _strip(inner)
-        for child, linear in linears.items():
+        for child in linears:
             small: Any = made.get_submodule(child)
             small.out_features, small.in_features = sizes[child]
     except Exception as error:
-        raise CannotCopyError(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+        raise CannotCopyError(_first_line(error)) from error
     if held := _held(made, {id(inner): name for name, inner in model.named_modules()}):
         raise CannotCopyError(f"it still refers to {held} of the model, as the closure of a function does")
     return made
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _stand_in(generator: torch.Generator, tensor: Tensor, is_parameter: bool, shape: tuple[int, ...]) -> Tensor:
@@ -512,7 +520,7 @@ def _try(stock: Any, form: Form, formula: Formula, trial: _Trial, allowed: froze
     """Describe how a copy differs from the formula in one trial; "" if it does not."""
     assert trial.dtype is not None
     stock.train(trial.training)
-    leaves = {name: p for name, p in stock.named_parameters()}
+    leaves = dict(stock.named_parameters())
     x = _input(trial.dtype, trial, stock.get_submodule(form.children[0]).in_features)
     before, versions, own = _attributes(stock), [p._version for p in leaves.values()], _Operators()
     try:
@@ -522,7 +530,7 @@ def _try(stock: Any, form: Form, formula: Formula, trial: _Trial, allowed: froze
         return f"its forward raised {type(error).__name__}: {error}" if trial.lead in _USUAL else ""
     names = {name for name, _ in own.seen}
     if trial.training and names & _DROPS:
-        return "it drops values in training: set the dropout of its configuration to 0"
+        return "it drops values in training; set the dropout of its configuration to 0"
     if versions != [p._version for p in leaves.values()]:
         return "it changes its weights"
     if changed := _changed(before, _attributes(stock)):
@@ -566,7 +574,7 @@ def _try_pair(stock: Any, paired: Any, width: int, trial: _Trial, must: bool) ->
         try:
             results = _run(block, leaves, x, trial)
         except Exception as error:
-            text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            text = _first_line(error)
             if block is paired:
                 return f"its forward must pass what its first projection returns to the other alone ({text})"
             return f"it cannot run on x alone ({text})" if must else ""
@@ -584,7 +592,7 @@ def _try_pair(stock: Any, paired: Any, width: int, trial: _Trial, must: bool) ->
     for name in found[0].keys() | found[1].keys():
         ours, theirs = (each.get(name) for each in found)
         if ours is not theirs and (theirs is None or not _close(ours, theirs, precision)):
-            return f"its forward must use what its first projection returns for the other alone: {name} differs for {trial}"
+            return f"its forward must use what its first projection returns for the other: {name} differs, {trial}"
     return ""
 
 

@@ -257,8 +257,8 @@ class SparseDown(SparseMLP, SharedLinear):
         elif not (any(HOOKS_OF_ALL) or _changed(up) or _changed(self)):
             raise NotImplementedError(
                 "fc2 of a twell pair must be called on the very tensor that fc1 returns, its input, got another one: "
-                "nothing may run between them or change either: merge an adapter, and replace a layer, before sparsify_, "
-                "or leave the block out by filter_fn"
+                "nothing may run between them or change either: merge an adapter, and replace a layer, before "
+                "sparsify_, or leave the block out by filter_fn"
             )
 
     def _is_plain(self) -> bool:
@@ -354,7 +354,7 @@ class HandOn(nn.Identity):
 
 
 class Applied(nn.Module):
-    """An activation of the family, which no longer runs, in the place of another one in a replaced ``nn.Sequential``."""
+    """An activation in the place of another one in a replaced ``nn.Sequential``, which runs it no longer."""
 
     def __init__(self, activation: Activation) -> None:
         super().__init__()

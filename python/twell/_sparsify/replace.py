@@ -95,9 +95,9 @@ def sparsify_(
 
     A module that is a layer as a whole becomes one of ``twell.nn`` with the same children. It stays the same object, so
     every reference to it holds; its own code is gone, and a method of it that was kept elsewhere raises or computes the
-    same. An ``nn.Sequential`` of Linear, activation and Linear alone, ``names=("0", "2")``, is such a module, and can no
-    longer be indexed. In any other block two layers become a pair: the first passes its input to the second, which does
-    the work of both, and the activation becomes an identity. The block stays, and hooks on these three see that.
+    same. An ``nn.Sequential`` of Linear, activation and Linear alone, ``names=("0", "2")``, is such a module, and can
+    no longer be indexed. In any other block two layers become a pair: the first passes its input to the second, which
+    does the work of both, and the activation becomes an identity. The block stays, and hooks on these three see that.
 
     Parameters stay the same objects, stored as they were, and state dicts keep their keys, so optimizers, checkpoints
     and tied weights hold. Projections that become other objects keep the attributes that were set on them.
@@ -118,11 +118,11 @@ def sparsify_(
     no other code calls the two layers or their activation.
 
     What is later put around, in place of or between the two layers of a pair, dropout and layers of other pairs among
-    it, raises in eager mode if it would change the result. So does any wrapper around either that is not torch's, and an
-    identity in place of the activation leaves the activation on. Tracing of a graph looks at the children of the block
-    and at its dropouts, and where one may change the result it raises with ``fullgraph=True`` and runs the block eagerly
-    without. It does not see hooks, a new ``forward`` of a block, or, where the two are compiled apart, as happens to a
-    block that does not fit into a graph, changes of one block when another has been compiled.
+    it, raises in eager mode if it would change the result. So does any wrapper around either that is not torch's, and
+    an identity in place of the activation leaves the activation on. Tracing of a graph looks at the children of the
+    block and at its dropouts, and where one may change the result it raises with ``fullgraph=True`` and runs the block
+    eagerly without. It does not see hooks, a new ``forward`` of a block, or, where the two are compiled apart, as
+    happens to a block that does not fit into a graph, changes of one block when another has been compiled.
 
     Args:
         model: any module that is or contains such layers; for a model of transformers see
