@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from twell import _compaction, _down_layout, _sparsify
 from twell._activation import Activation
 from twell._runtime.log import logger
-from twell._sparsify.modules import PairMLP
 from twell.functional import Strategy
 from twell.integrations import layouts
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -343,8 +342,7 @@ def _keys_of_layers(model: Any) -> list[layouts.Key]:
     # a pair's layer is the second of its block, whose activation is an identity
     blocks = {_sparsify.block_of(name, layer) for name, layer in layers.items()}
     identities = {name for name, module in modules.items() if isinstance(module, nn.Identity)}
-    pairs = {name for name, module in modules.items() if isinstance(module, PairMLP)}
-    places = layers.keys() | identities | pairs
+    places = layers.keys() | identities
     return _activation_keys.find(model, "relu", lambda name: not places.isdisjoint(_around(name)), blocks)
 
 
