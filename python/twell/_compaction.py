@@ -22,7 +22,7 @@ from twell import _admission, _auto, functional
 from twell._activation import activation_of
 from twell._down_layout import unlisted
 from twell._runtime import geometry
-from twell._sparsify.modules import SparseDown
+from twell._sparsify.modules import FusedGatedMLP, SparseDown
 from twell.nn import SparseGatedMLP, SparseMLP
 
 MLP = SparseGatedMLP | SparseMLP
@@ -494,10 +494,10 @@ def _plan(module: nn.Module, alive: object, minimum: int) -> tuple[dict[str, Ten
         if len(given) > 1:
             raise ValueError(f"compact: alive must name a layer once, got {given[0]!r} and {given[1]!r}")
         if given:
-            if not all(isinstance(linear.weight, nn.Parameter) for linear in _projections(mlp).values()):
+            if isinstance(mlp, FusedGatedMLP):
                 raise NotImplementedError(
-                    f"compact: {given[0]} must have a weight for each projection, got a gate and an up projection in "
-                    "one tensor or a weight that is computed"
+                    f"compact: {given[0] or 'module'} must have a weight for each projection, got a gate and an up "
+                    "projection in one tensor"
                 )
             masks[names[0]], report = _choose(mlp, given[0], alive[given[0]], minimum)
             reports.append(report)

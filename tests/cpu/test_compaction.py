@@ -77,7 +77,7 @@ def half(n: int = N) -> Tensor:
     return mask
 
 
-def is_laid_out(mlp: MLP, layout: str = "linear") -> bool:
+def is_laid_out(mlp: MLP, layout: str = "auto") -> bool:
     weight = mlp.down_proj.weight
     stored = weight.t() if layout == "rows" else weight
     return weight.shape == (K, mlp.intermediate) and stored.is_contiguous() and mlp.down_layout == layout
@@ -535,7 +535,7 @@ def test_tied_projections_stay_tied() -> None:
     assert torch.equal(restored.up_proj.weight, mlp.up_proj.weight)
 
 
-@pytest.mark.parametrize("layout", ["rows", "linear"])
+@pytest.mark.parametrize("layout", ["rows", "linear", "auto"])
 def test_the_down_weight_keeps_its_layout(layout: Any) -> None:
     mlp = layer_of(problem(), True)
     twell.nn.set_down_layout(mlp, layout)
