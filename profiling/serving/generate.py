@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     subject = models.subject(arguments, (arguments.prompts, arguments.prompt), (most, 64))
     if arguments.model is None:
         batches._draw_head(subject.model)
+    prompts, heads = subject.prompts.to(subject.device), subject.heads.to(subject.device)
     stock = batches._stock(subject.model)
     both = {"stock": stock, "sparse": sparsify(batches._stock(subject.model))}
     rows: list[Row] = []
@@ -84,16 +85,16 @@ def run(arguments: argparse.Namespace) -> int:
         return found
 
     def prompt(model: Any) -> Callable[[], Any]:
-        return lambda: model.get_decoder()(subject.prompts, use_cache=False)[0]
+        return lambda: model.get_decoder()(prompts, use_cache=False)[0]
 
     with torch.inference_mode():
         calls = {name: prompt(model) for name, model in both.items()}
-        measure("prompt", arguments.prompts, subject.prompts.numel(), calls)
+        measure("prompt", arguments.prompts, prompts.numel(), calls)
     for cache in arguments.caches:
         for count in arguments.sequences:
             answers: dict[str, Tensor] = {}
 
-            def generate(name: str, ids: Tensor = subject.heads[:count], cache: Any = CACHES[cache]) -> None:
+            def generate(name: str, ids: Tensor = heads[:count], cache: Any = CACHES[cache]) -> None:
                 answers[name] = both[name].generate(  # noqa: B023
                     ids,
                     attention_mask=torch.ones_like(ids),
@@ -106,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
             found = measure(cache, count, count * arguments.new, {name: partial(generate, name) for name in both})
             made = [answers[name].tolist() for name in both]
-            distances = batches._distances(stock, subject.heads[:count].tolist(), *made)
+            distances = batches._distances(stock, heads[:count].tolist(), *made)
             found[1].differing, found[1].worst = len(distances), max(distances, default=0.0)
             found[1].ties = sum(distance <= 4 for distance in distances)
     write_json(
