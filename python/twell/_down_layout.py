@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.multiprocessing.reductions import shared_cache
 
 from twell import _autograd, _memory
@@ -51,12 +52,17 @@ class Laid:
         self.lock = threading.RLock()
         self.weight: nn.Parameter | None = None
         self.failed = False
+        # whether no call has looked at the weight since it was made or put back
+        self.fresh = True
         # those that the allocator knows to read the weight's memory, which it then does not reuse too early
         self.streams: set[int] = set()
 
     def put_back(self) -> None:
         """Store the weight as nn.Linear does."""
         if torch.compiler.is_compiling() or self.weight is None or _UNLISTED.get():
+            return
+        # a compiler lists what it traces, to read it
+        if TracingContext.try_get() is not None:
             return
         with self.lock:
             if self.weight is None:
@@ -71,7 +77,7 @@ class Laid:
             self.note_reading(self.weight)
             store(self.weight, rows=False)
             _wait(self.weight)
-            self.weight = None
+            self.weight, self.fresh = None, True
             self.streams.clear()
 
     def note_reading(self, weight: Tensor) -> None:
@@ -126,6 +132,7 @@ def lay(layers: Iterable[Any]) -> None:
 def settle(layer: Any) -> None:
     """Lay the down weight of a layer as its next call, with or without gradients, wants it."""
     laid, parameters = layer._laid, layer.down_proj._parameters
+    laid.fresh = False
     trains = torch.is_grad_enabled() and parameters["weight"].requires_grad
     if laid.weight is parameters["weight"]:
         if trains:

@@ -179,6 +179,7 @@ class SparseFFN(nn.Module):
         """As in ``nn.Module``."""
         if mode:
             self._laid.put_back()
+        self._laid.fresh = True
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -276,10 +277,16 @@ class SparseFFN(nn.Module):
         site = self._auto if self._strategy == "auto" else self._strategy
         if torch.compiler.is_compiling() or not isinstance(site, AutoStrategy) or not site._settled:
             return False
+        if self._laid.fresh and self._down_layout == "auto":
+            return False
         if type(x) is not Tensor or self._accumulate_main_grad or self._record_aux or torch._C._get_tracing_state():
             return False
         training = torch.is_grad_enabled() and (x.requires_grad or self._applied("down_proj")[0].requires_grad)
-        return site.runs_torchs(x, training)
+        if not site.runs_torchs(x, training):
+            return False
+        if self._laid.weight is not None:
+            self._laid.note_reading(self._laid.weight)
+        return True
 
     def _by_torch(self, x: Tensor) -> Any:
         """The layer by calling its projections, for ``_runs_torchs``."""
