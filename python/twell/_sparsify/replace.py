@@ -95,8 +95,9 @@ def sparsify_(
     The page on models has a table of architectures. Parameters stay the same objects, stored as they were, and state
     dicts keep their keys, so optimizers, checkpoints and tied weights hold. Projections that become other objects, in
     pairs and of classes of their own, keep the attributes that were set on them. In inference on a GPU a layer stores
-    its down weight by rows while nothing else holds it (``twell.nn.set_down_layout``). A module used in several places is replaced once, in all of them. Experts that are modules count as
-    layers; experts stacked in one tensor stay as they are, which is logged.
+    its down weight by rows while nothing else holds it (``twell.nn.set_down_layout``). A module used in
+    several places is replaced once, in all of them. Experts that are modules count as layers; experts stacked in one
+    tensor stay as they are, which is logged.
 
     A candidate must compute exactly the function named, with its gradients. Its ``forward`` runs beside the formula on
     small random weights, in float64, in the model's dtype and under autocast, in training and in evaluation, with and
