@@ -215,7 +215,7 @@ def admit_mains(
             and main.device == weight.device
             and not main.requires_grad
         ):
-            expected = f"a plain float32 tensor {list(weight.shape)} on {weight.device} that requires no grad"
+            expected = f"a float32 tensor {list(weight.shape)} on {weight.device} that requires no grad"
             raise ValueError(f"{name}: main_grads must have for {argument} {expected}, got {_describe(main)}")
         if main is not None and _memory.folded(main):
             got = f"{list(main.shape)} of strides {list(main.stride())}"

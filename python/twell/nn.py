@@ -534,8 +534,8 @@ def _laid_out(layer: SparseFFN) -> tuple[str, str]:
     if not _down_layout.is_on_gpu(weight) or layer._runs_dense(weight):
         return "linear", ""
     if not why:
-        return "linear", "; its next call stores the down weight by rows"
-    return "linear", f'; {why}: twell.nn.set_down_layout(model, "rows") saves copies of the down weight'
+        return "linear", "; the next call lays the down weight by rows"
+    return "linear", f'; sparse calls copy the down weight ({why}): twell.nn.set_down_layout(model, "rows")'
 
 
 def _explain(name: str, layer: SparseFFN) -> list[Choice]:

@@ -803,6 +803,7 @@ def test_explain_is_a_table(chooses: Arrivals) -> None:
         "row time",
         "union time",
         "dense time",
+        "layout",
         "why",
     ]
     assert re.split("  +", lines[0]) == names

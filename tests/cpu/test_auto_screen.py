@@ -111,7 +111,8 @@ def test_explain_says_that_calls_raise_without_the_screen(monkeypatch: pytest.Mo
         assert row.reason.startswith(said)
         monkeypatch.setattr(tuning, "family", lambda index: specs.SM90)
         (row,) = twell.explain(mlp)
-        assert (row.strategy, row.reason) == ("screened", "it was named")
+        assert row.strategy == "screened"
+        assert row.reason.startswith("it was named")
 
 
 def test_neurons_that_fire_are_candidates() -> None:

@@ -154,7 +154,7 @@ def test_crossovers_are_where_the_lines_cross(tmp_path: Path) -> None:
 
 
 def test_titles_are_what_their_points_bear_out(tmp_path: Path) -> None:
-    """"Any number of tokens" stood over a step that loses, "1.5B" beside a table with another model of that size."""
+    """ "Any number of tokens" stood over a step that loses, "1.5B" beside a table with another model of that size."""
     speeds = {("ffn", 1): 2.4, ("ffn", 512): 1.1, ("train", 1024): 0.99, ("train", 4096): 1.4}
     rows = [
         row(op, 29, tokens=m, speedup_dense=gain, requested="auto", strategy="union", pattern="uniform")

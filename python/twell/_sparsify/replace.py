@@ -93,6 +93,8 @@ def sparsify_(
 
     Others stay as they are. If they look like feed-forward layers, one line of the log says so, with the call that
     tries them.
+    In inference on a GPU a layer stores its down weight by rows while nothing else holds it
+    (``twell.nn.set_down_layout``).
 
     A module that is a layer as a whole becomes one of ``twell.nn`` with the same children. It stays the same object, so
     every reference to it holds; its own code is gone, and a method of it that was kept elsewhere raises or computes the

@@ -21,9 +21,9 @@ To compile by hand for the static cache, replace ``model.forward`` with
 ``torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)``.
 
 ``down_proj.weight`` is [hidden, intermediate] in files and in memory, as in the stock classes, so files load either
-way. For inference, and for training where nothing flattens parameters, ``twell.nn.set_down_layout(model, "rows")``
-saves a copy of it at each call. Keep weights on the device: the layers do not see weights that accelerate offloads to
-the CPU or to disk.
+way. For inference on a GPU the layers store it by rows, in ``eval`` mode and while nothing else holds it:
+``sparsify`` and ``load`` do so at once if the model is there, else the first eager call does. Keep weights
+on the device: the layers do not see weights that accelerate offloads to the CPU or to disk.
 """
 
 from __future__ import annotations
