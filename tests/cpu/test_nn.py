@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from twell import explain, sparsify_
+from twell import explain
+from twell._sparsify.modules import pair_up
 from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout
 
 BF16 = torch.bfloat16
@@ -247,7 +248,8 @@ def test_reset_parameters_initialises_as_linear_does(cls: Module, bias: bool) ->
 
 def test_reset_parameters_of_a_pair_leaves_the_other_layer_alone() -> None:
     model = nn.Sequential(OrderedDict(fc1=nn.Linear(K, N), act=nn.ReLU(), fc2=nn.Linear(N, K)))
-    sparsify_(block := nn.Sequential(model))
+    pair_up(model, ("fc1", "fc2"), "act", (), {})
+    block = nn.Sequential(model)
     before = [p.detach().clone() for p in block[0].fc1.parameters()]
     old = block[0].fc2.weight.detach().clone()
     block[0].fc2.reset_parameters()
