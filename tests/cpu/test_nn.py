@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import twell
-from twell import AutoStrategy, explain, sparsify_, tuning
+from twell import AutoStrategy, explain, tuning
+from twell._sparsify.modules import pair_up
 from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout, set_strategy
 
 BF16 = torch.bfloat16
@@ -249,7 +250,8 @@ def test_reset_parameters_initialises_as_linear_does(cls: Module, bias: bool) ->
 
 def test_reset_parameters_of_a_pair_leaves_the_other_layer_alone() -> None:
     model = nn.Sequential(OrderedDict(fc1=nn.Linear(K, N), act=nn.ReLU(), fc2=nn.Linear(N, K)))
-    sparsify_(block := nn.Sequential(model))
+    pair_up(model, ("fc1", "fc2"), "act", (), {})
+    block = nn.Sequential(model)
     before = [p.detach().clone() for p in block[0].fc1.parameters()]
     old = block[0].fc2.weight.detach().clone()
     block[0].fc2.reset_parameters()

@@ -521,7 +521,7 @@ def test_a_fused_weight_of_two_layers_is_reinitialized_where_both_are_dead() -> 
 
     model = nn.Sequential(Fused(), Fused())
     model[1].gate_up_proj.weight = model[0].gate_up_proj.weight
-    twell.sparsify_(model)
+    twell.sparsify_(model, names=("gate_up_proj", "down_proj"))
     weight: Any = model[0].gate_up_proj.weight
     computed = copy.deepcopy(model)
     torch.nn.utils.spectral_norm(computed[0].gate_up_proj)

@@ -296,7 +296,7 @@ def _level(act: Function) -> float:
     """The largest positive number in float64 at which ``act`` is zero, by bisection; 0 if it is not such a function."""
 
     def silent(x: float) -> bool:
-        return not bool(act(torch.tensor([x], dtype=torch.float64)).any())
+        return not bool(act(torch.tensor([x], dtype=torch.float64, device="cpu")).any())
 
     try:
         with torch.no_grad():
@@ -356,17 +356,17 @@ def _every_size(dtype: torch.dtype, threshold: float) -> Tensor:
     tell > from >=.
     """
     if dtype.itemsize == 2:
-        every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cpu").view(dtype)
         # code may round the threshold to the dtype or not, as torch's own does on a GPU and on a CPU
         apart = (every.double() - threshold).abs() > torch.finfo(dtype).eps * threshold
         return every[apart] if threshold else every
-    powers = torch.arange(-2150, 2050, dtype=torch.float64).div(2).exp2()
+    powers = torch.arange(-2150, 2050, dtype=torch.float64, device="cpu").div(2).exp2()
     rest = [0.0, float("inf"), float("nan")]
     if threshold:
         level = torch.tensor(threshold, dtype=dtype)
         rest = [0.0, math.inf, level.item(), level.nextafter(level.new_tensor(math.inf)).item()]
-    others = torch.tensor(rest, dtype=torch.float64)
-    close = torch.arange(1, 2**14, dtype=torch.float64).mul(2**-10)
+    others = torch.tensor(rest, dtype=torch.float64, device="cpu")
+    close = torch.arange(1, 2**14, dtype=torch.float64, device="cpu").mul(2**-10)
     return torch.cat([powers, -powers, close, -close, others, -others]).to(dtype)
 
 
@@ -397,14 +397,16 @@ def _further_inputs(module: nn.Module) -> str:
 
 
 def _draw(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def _small(module: nn.Module, form: Form, neurons: int, model: nn.Module) -> nn.Module:
     """A copy of ``module`` with other tensors, random ones for parameters, and its projections with few ``neurons``."""
     generator = torch.Generator().manual_seed(0)
     # deepcopy takes what is in its memo for a copy; the rest of the model is none of the module's business
-    memo: dict[int, Any] = {id(t): torch.empty(0) for t in itertools.chain(model.parameters(), model.buffers())}
+    memo: dict[int, Any] = {
+        id(t): torch.empty(0, device="cpu") for t in itertools.chain(model.parameters(), model.buffers())
+    }
     for owner in module.modules():
         for key, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
             if tensor is not None:
@@ -437,7 +439,7 @@ def _first_line(error: Exception) -> str:
 def _stand_in(generator: torch.Generator, tensor: Tensor, is_parameter: bool, shape: tuple[int, ...]) -> Tensor:
     """A tensor on the CPU in place of one of a module: random where it is a parameter or has no values."""
     if not tensor.is_floating_point():
-        return torch.zeros(shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu().clone()
+        return torch.zeros(shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor.detach().cpu().clone()
     if is_parameter or tensor.is_meta:
         value = _draw(generator, *shape) / (shape[-1] ** 0.5 if len(shape) > 1 else 1)
         return nn.Parameter(value) if is_parameter else value
@@ -609,7 +611,7 @@ def _input(dtype: torch.dtype, trial: _Trial, k: int) -> Tensor:
         x = (x * largest**trial.size).clamp(-largest, largest)
     else:
         # biases show where x is 0
-        scales = torch.tensor([1.0, 0.0, 0.1, 10.0], dtype=torch.float64)
+        scales = torch.tensor([1.0, 0.0, 0.1, 10.0], dtype=torch.float64, device="cpu")
         x *= scales.repeat(x.numel() // k)[: x.numel() // k].view(*trial.lead, 1)
     return x.to(dtype).to(trial.x_dtype or dtype)
 
@@ -680,7 +682,7 @@ def _operators(function: Function) -> frozenset[Any]:
     """The operators of an elementwise function, forward and backward."""
     with _Operators() as recorded:
         for grad, view in itertools.product((True, False), (True, False)):
-            x = torch.linspace(-4, 4, 8, dtype=torch.float64).requires_grad_(grad)
+            x = torch.linspace(-4, 4, 8, dtype=torch.float64, device="cpu").requires_grad_(grad)
             with torch.set_grad_enabled(grad):
                 # in-place work on a view, such as a linear layer's output, has its own backward
                 y = function(x.clone().view(2, 4) if view else x.clone())

@@ -93,8 +93,6 @@ def sparsify_(
 
     Others stay as they are. If they look like feed-forward layers, one line of the log says so, with the call that
     tries them.
-    In inference on a GPU a layer stores its down weight by rows while nothing else holds it
-    (``twell.nn.set_down_layout``).
 
     A module that is a layer as a whole becomes one of ``twell.nn`` with the same children. It stays the same object, so
     every reference to it holds; its own code is gone, and a method of it that was kept elsewhere raises or computes the
@@ -104,8 +102,8 @@ def sparsify_(
 
     Parameters stay the same objects, stored as they were, and state dicts keep their keys, so optimizers, checkpoints
     and tied weights hold. Projections that become other objects keep the attributes that were set on them.
-    ``twell.nn.set_down_layout(model, "rows")`` saves the kernels a copy of each down weight at each call. A module used
-    in several places is replaced once, in all of them. Experts that are modules count as layers; experts stacked in one
+    In inference on a GPU a layer stores its down weight by rows while nothing else holds it
+    (``twell.nn.set_down_layout``). A module used in several places is replaced once, in all of them. Experts that are modules count as layers; experts stacked in one
     tensor stay as they are, which is logged. Hooks of accelerate that only move tensors between devices work on.
 
     What is checked: a copy of the module, with small random weights, runs on the CPU beside the formula in float64, in

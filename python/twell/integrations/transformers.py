@@ -22,8 +22,9 @@ To compile by hand for the static cache, replace ``model.forward`` with
 
 ``down_proj.weight`` is [hidden, intermediate] in files and in memory, as in the stock classes, so files load either
 way. For inference on a GPU the layers store it by rows, in ``eval`` mode and while nothing else holds it:
-``sparsify`` and ``load`` do so at once if the model is there, else the first eager call does. Keep weights
-on the device: the layers do not see weights that accelerate offloads to the CPU or to disk.
+``sparsify`` and ``load`` do so at once if the model is there, else the first eager call does. A ``device_map`` may
+spread the model over GPUs, before or after ``sparsify``, but not offload it: weights on the CPU or on disk are refused
+before it, and after it run dense or raise.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def sparsify(
     """Run the feed-forward layers of ``model``, a ``PreTrainedModel``, through twell, in place; return ``model``.
 
     Layers with ReLU, squared ReLU, dReLU or FATReLU, of the architectures in the table of the page on models, with and
-    without a head. ``twell.sparsify_``, which it calls, documents the recognised forms and the arguments.
+    without a head. ``twell.sparsify_``, which it calls, documents what is taken and the arguments.
     ``save_pretrained`` writes the files of the stock class.
 
     A model with another activation, mostly SiLU, is refused, since its hidden state has no zeros. With
