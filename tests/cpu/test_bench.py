@@ -77,7 +77,8 @@ def test_every_op_has_checked_and_timed_rows(bench: Callable[..., Result]) -> No
         assert row["ms"] > 0
         assert row["p10_ms"] <= row["ms"] <= row["p90_ms"]
         assert row["tflops"] > 0
-        assert row["floor_ms"] > 0
+        # a CPU has no ceilings that mean anything: floors were 3,044 % of the time
+        assert row["floor_ms"] is None
         assert row["red"] == ""
         assert row["checked"]
         assert (row["k"], row["n"], row["m"], row["dtype"], row["compression"]) == (64, 264, 64, "bf16", 8)
