@@ -108,9 +108,10 @@ class _FFN(torch.autograd.Function):
         if needs.b_down and dy is not None:
             db_down = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
         gradients = Gradients(b_down=db_down)
-        saved: tuple[Tensor | None, ...] = ()
+        saved: tuple[Any, ...] = ()
         if any(tuple(needs)[:-1]) and not (dy is None and dl1 is None):
-            x, *_ = saved = ctx.saved_tensors if compiling else _saved(ctx)
+            saved = ctx.saved_tensors if compiling else _saved(ctx)
+            x = saved[0]
             # saved tensors may have passed hooks, and the gradient may be anything
             present = [t for t in (dy, dl1, *saved) if t is not None]
             direct = ctx.direct and is_direct(x) and eager(present) and not any(map(_is_batched, present[:2]))
@@ -123,7 +124,7 @@ class _FFN(torch.autograd.Function):
         return (*[None] * (len(ctx.needs_input_grad) - len(gradients)), *gradients)
 
 
-def _saved(ctx: Any) -> Any:
+def _saved(ctx: Any) -> tuple[Any, ...]:
     """The saved tensors; NotImplementedError if one was changed in place meanwhile.
 
     Dense PyTorch does not read x with frozen weights. The kernels do, for a batch that overflows the hybrid format.

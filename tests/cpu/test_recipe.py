@@ -32,7 +32,6 @@ import twell
 from twell import _compaction, recipe, tuning
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.recipe import SparsityTracker
-from twell.recipe._aux import begin_pass
 
 BF16 = torch.bfloat16
 
@@ -215,7 +214,7 @@ def test_a_layer_that_is_skipped_has_an_l1_of_zero(strategy: Any) -> None:
     for read in (recipe.l1_term, recipe.sharing_term):
         with pytest.raises(RuntimeError, match="and no other layer did"):
             read(model)
-    begin_pass(model)
+    recipe.clear_aux(model, skippable=True)
     assert recipe.l1_term(model) == recipe.sharing_term(model) == 0
     skipped.mlp.eval()
     part(x)

@@ -103,8 +103,9 @@ def sparsify_(
     Parameters stay the same objects, stored as they were, and state dicts keep their keys, so optimizers, checkpoints
     and tied weights hold. Projections that become other objects keep the attributes that were set on them.
     In inference on a GPU a layer stores its down weight by rows while nothing else holds it
-    (``twell.nn.set_down_layout``). A module used in several places is replaced once, in all of them. Experts that are modules count as layers; experts stacked in one
-    tensor stay as they are, which is logged. Hooks of accelerate that only move tensors between devices work on.
+    (``twell.nn.set_down_layout``). A module used in several places is replaced once, in all of them. Experts that
+    are modules count as layers; experts stacked in one tensor stay as they are, which is logged. Hooks of
+    accelerate that only move tensors between devices work on.
 
     What is checked: a copy of the module, with small random weights, runs on the CPU beside the formula in float64, in
     the model's dtype and under autocast, in training and in evaluation, with and without gradients, for one token and

@@ -38,7 +38,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from twell import _compaction, _down_layout, _sparsify
-from twell._activation import Activation
+from twell._activation import FOLLOWERS, Activation
 from twell._runtime.log import logger
 from twell.functional import Strategy
 from twell.integrations import layouts
@@ -295,21 +295,39 @@ def name_activation(model: Any) -> None:
         raise ValueError(f"name_activation: {error}") from error
 
 
-def follow_activation(model: Any) -> Callable[[], None]:
+def _follow(model: nn.Module, moving: bool) -> list[Callable[[], None]]:
+    """``_follow_activation`` of each outermost ``PreTrainedModel`` that ``model`` is or has, with twell layers."""
+    found, inside = list[nn.Module](), set[nn.Module]()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            inside.update(module.modules())
+            if _sparsify.layers(module):
+                found.append(module)
+    return [_follow_activation(module, moving) for module in found]
+
+
+FOLLOWERS.append(_follow)
+
+
+def _follow_activation(model: Any, moving: bool) -> Callable[[], None]:
     """``name_activation`` for a configuration that names ReLU or FATReLU; ``sparsify_`` leaves others alone.
 
-    A moving threshold is not written. A model whose configuration cannot name it keeps its configuration, after a
-    warning. Returns what takes a threshold out of the configuration again, where this wrote there.
+    A threshold that moves is not written unless ``moving``. A model whose configuration cannot name it keeps its
+    configuration, after a warning. Returns what takes a threshold out of the configuration again, where this wrote
+    there.
     """
     layer = next(iter(_sparsify.layers(model).values()))
     keys: list[layouts.Key] = []
     try:
         keys = _keys_of_layers(model)
     except ValueError as error:
-        logger.warning("the configuration does not name the new activation of layers, and files will not: %s", error)
+        # said when the threshold began to move
+        log = logger.debug if moving else logger.warning
+        log("the configuration does not name the new activation of layers, and files will not: %s", error)
     if not {key.read(model.config) for key in keys} <= {"relu", "fatrelu"}:
         keys = []
-    _write_activation(model, keys, Activation(layer.activation, layer.threshold))
+    threshold = float(layer.threshold) if moving else layer.threshold
+    _write_activation(model, keys, Activation(layer.activation, threshold))
     named = [key.part(config) for config, theirs in _configurations(model, keys) for key in theirs]
     return functools.partial(layouts.remove_threshold, named)
 

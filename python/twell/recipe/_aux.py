@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from twell._arguments import require_choice, require_integer, require_number
+from twell._arguments import require_choice, require_flag, require_integer, require_number
 from twell._compaction import MLP, gate_of, recomputing
 from twell.functional import Aux
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -45,13 +45,13 @@ class Recorder:
     calls: the figures with their graphs, for the loss. figures: detached, for the tracker. inputs: of calls in compiled
     graphs, which the tracker counts afterwards; it counts other calls at once, by ``observe``. kept: inputs with
     their graphs, for terms that compute more. called: whether there was a call for the tracker, if only one without
-    tokens. begun: whether a pass of the model is known to have run, which may have skipped all its layers.
+    tokens. skippable: whether a pass may have skipped all layers.
 
     Copies are empty and record nothing.
     """
 
     def __init__(self) -> None:
-        self.term = self.tracked = self.observing = self.keeping = self.called = self.begun = False
+        self.term = self.tracked = self.observing = self.keeping = self.called = self.skippable = False
         self.observe: Callable[[Tensor], None] | None = None
         self.calls: list[Call] = []
         self.figures: list[Aux] = []
@@ -205,26 +205,25 @@ def record_aux(model: nn.Module, enabled: bool = True, *, inputs: bool = False) 
             recorder.term = layer.record_aux = True
             recorder.keeping = inputs
         elif (found := getattr(layer, "_recorder", None)) is not None:
-            found.term = found.keeping = found.begun = False
+            found.term = found.keeping = found.skippable = False
             found.calls.clear()
             found.kept.clear()
             release(layer)
 
 
-def clear_aux(model: nn.Module) -> None:
-    """Forget the unread figures of the layers of ``model``."""
+def clear_aux(model: nn.Module, *, skippable: bool = False) -> None:
+    """Forget the unread figures of the layers of ``model``.
+
+    With ``skippable`` the pass that follows may skip all of them, as by LayerDrop, and then has terms of 0; otherwise,
+    and after the next ``clear_aux``, a term of no call is an error.
+    """
+    require_flag("skippable", skippable)
     for layer in layers(model).values():
         layer.aux = None
         if (recorder := getattr(layer, "_recorder", None)) is not None:
+            recorder.skippable = skippable
             recorder.calls.clear()
             recorder.kept.clear()
-
-
-def begin_pass(model: nn.Module) -> None:
-    """``clear_aux`` before a pass of ``model`` that will be read, even if it skips all layers."""
-    clear_aux(model)
-    for layer in layers(model).values():
-        recorder_of(layer).begun = True
 
 
 def with_tokens(calls: Sequence[T], idle: Sequence[bool]) -> list[T]:

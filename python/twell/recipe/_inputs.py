@@ -32,7 +32,7 @@ def read_inputs(model: nn.Module, mask: Tensor | None = None) -> list[tuple[Any,
         recorders[name] = recorder = getattr(layer, "_recorder", None)
         if recorder is None or not recorder.keeping:
             raise RuntimeError(f"{name or 'the layer'} keeps no inputs: call record_aux(model, inputs=True) first")
-    if not any(recorder.kept or recorder.begun for recorder in recorders.values()):
+    if not any(recorder.kept or recorder.skippable for recorder in recorders.values()):
         raise RuntimeError(
             f"{next(iter(recorders)) or 'the layer'} kept no input since the last read, and no other layer did: the "
             "model was not called in training mode"

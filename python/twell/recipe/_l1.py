@@ -100,7 +100,7 @@ def _read_calls(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP,
         layer.aux = None
     idle = [name for name, calls in recorded.items() if not calls]
     evaluated = [name for name in idle if not found[name].training]
-    if evaluated or (len(idle) == len(found) and not any(recorder.begun for recorder in recorders)):
+    if evaluated or (len(idle) == len(found) and not any(recorder.skippable for recorder in recorders)):
         raise RuntimeError(_nothing(caller, evaluated[:1] or idle[:1], bool(evaluated)))
     for name, layer in found.items():
         _require_usable(caller, name, layer, recorded[name])
@@ -123,8 +123,8 @@ def _nothing(caller: str, names: list[str], evaluated: bool) -> str:
         return f"{caller}: {names[0] or 'the layer'} recorded nothing: it is in eval mode; call train() on it"
     return (
         f"{caller}: {names[0] or 'the layer'} recorded nothing since the last read, and no other layer did: the model "
-        "was not called in training mode, or skipped all its layers, which has no term; or it was compiled before "
-        "record_aux and skipped its hooks (torch.compiler.reset() helps)"
+        "was not called in training mode, or was compiled before record_aux and skipped its hooks "
+        "(torch.compiler.reset() helps); before a pass that may skip all layers call clear_aux(model, skippable=True)"
     )
 
 
