@@ -124,7 +124,7 @@ class _FFN(torch.autograd.Function):
         return (*[None] * (len(ctx.needs_input_grad) - len(gradients)), *gradients)
 
 
-def _saved(ctx: Any) -> tuple[Any, ...]:
+def _saved(ctx: Any) -> Any:
     """The saved tensors; NotImplementedError if one was changed in place meanwhile.
 
     Dense PyTorch does not read x with frozen weights. The kernels do, for a batch that overflows the hybrid format.
