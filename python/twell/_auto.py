@@ -302,8 +302,8 @@ class AutoStrategy:
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
         # routes of inference by the arguments of ``begin``, until the next decision
         self._routes: dict[tuple[Any, ...], tuple[_Bucket, Route]] = {}
-        # by arguments of ``runs_torchs``, calls that are dense and wait for the host, until the next decision
-        self._settled: dict[tuple[bool, torch.dtype, torch.Size], _Bucket] = {}
+        # by the training, dtype and values of x, calls that are dense and wait for the host, until the next decision
+        self._settled: dict[tuple[bool, torch.dtype, int], _Bucket] = {}
         # of the GPU of the latest call
         self._table = _tables.SHIPPED
 
@@ -363,7 +363,7 @@ class AutoStrategy:
                 route = Route(strategy, None, holder, held)
                 bucket = self._buckets[_key(problem)]
                 if not due and strategy == "dense" and holder is None and tuning.waits_for_host(problem):
-                    self._settled[training, x.dtype, x.shape] = bucket
+                    self._settled[training, x.dtype, x.numel()] = bucket
                 if not due and not training:
                     if len(self._routes) >= _MOST_ROUTES:
                         self._routes.clear()
@@ -385,7 +385,7 @@ class AutoStrategy:
 
         The host is the limit of such calls, so that a layer may call its projections at once.
         """
-        bucket = self._settled.get((training, x.dtype, x.shape))
+        bucket = self._settled.get((training, x.dtype, x.numel()))
         if (
             bucket is None
             # figures change little here, and a call that measures costs the host several times as much
