@@ -271,7 +271,7 @@ def test_citations_name_this_version() -> None:
 def test_the_changelog_begins_with_this_version() -> None:
     """Versions fall, each with a date except for one that is not released yet; kinds are those of Keep a Changelog."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    headings = re.findall(r"(?m)^## (.*)$", text)
+    headings = re.findall(r"(?m)^## (.*)$", text.replace("\n## Unreleased\n", "\n", 1))
     found = [re.fullmatch(r"(\d+\.\d+\.\d+)(?: - \d{4}-\d\d-\d\d|, not released yet)?", each) for each in headings]
     assert all(found), headings
     versions = [match[1] for match in found if match]
