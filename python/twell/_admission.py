@@ -16,7 +16,7 @@ from twell import _autograd, _memory
 from twell._auto import PACKED_DTYPES
 from twell._plain import PLAIN_TENSORS, undisturbed
 from twell._runtime import geometry, specs
-from twell.ops.operands import Mains, Operands
+from twell.ops.operands import Mains, Operands, is_in_memory
 
 _OPTIONAL = ("b_gate", "b_up", "b_down")
 
@@ -32,6 +32,9 @@ def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
         if value.is_nested or value.layout is not torch.strided:
             kind = "a nested tensor" if value.is_nested else value.layout
             raise TypeError(f"{name}: {argument} must be a strided tensor, got {kind}")
+        if not (torch.compiler.is_compiling() or is_in_memory(value)):
+            # a clone of a pending negation would keep it
+            value = value.resolve_neg() if value.is_neg() else value.clone()
         present[argument] = value
 
     x = present["x"]
@@ -73,7 +76,7 @@ def admitted(layer: Operands, gated: bool, compression: int) -> bool:
     for operand in layer:
         kind = type(operand)
         if operand is not None and (kind is Tensor or kind is Parameter):
-            if operand.is_nested or operand.layout is not torch.strided:
+            if operand.is_nested or operand.layout is not torch.strided or not is_in_memory(operand):
                 return False
         elif operand is not None:
             return False
@@ -206,6 +209,7 @@ def admit_mains(
         weight = operands[argument]
         if main is not None and not (
             isinstance(main, Tensor)
+            and not _unwritable(main)
             and main.dtype == torch.float32
             and main.shape == weight.shape
             and main.device == weight.device
@@ -222,6 +226,19 @@ def admit_mains(
     if any(main is not None for main in taken) and (got := _autograd.transformed(operands, True)):
         raise NotImplementedError(f"{name}: main_grads take the gradients of a plain backward pass, got {got}")
     return Mains(*taken) if "w_gate" in operands else Mains(w_gate=taken[0], w_down=taken[1])
+
+
+def _unwritable(main: Tensor) -> str:
+    """What keeps kernels from adding to the memory of ``main``; "" if nothing does."""
+    if main.layout is not torch.strided:
+        return f"of layout {main.layout}"
+    if torch.compiler.is_compiling():
+        return ""
+    if not is_in_memory(main):
+        return "whose memory does not hold its values (a negated view, or zeros without memory)"
+    if main.is_inference():
+        return "made in inference mode"
+    return "that a transform wraps" if torch._is_functional_tensor(main) else ""
 
 
 def require_apart(name: str, mains: Mapping[str, Any], given: Mapping[str, Tensor | None]) -> None:
@@ -241,4 +258,5 @@ def _describe(value: object) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     grad = " that requires grad" if value.requires_grad else ""
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}{grad}"
+    odd = f", {odd}" if (odd := _unwritable(value)) else ""
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}{grad}{odd}"

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from twell import _admission, _auto, functional
 from twell._activation import activation_of
+from twell._down_layout import unlisted
 from twell._runtime import geometry
+from twell._sparsify.modules import FusedGatedMLP, SparseDown
 from twell.nn import SparseGatedMLP, SparseMLP
 
 MLP = SparseGatedMLP | SparseMLP
@@ -196,11 +198,15 @@ def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
 
 def gate_by_call(mlp: MLP, rows: Tensor) -> Tensor:
     """The gate [M, N] of rows [M, K] before its activation, by calling a projection that is more than a weight."""
-    if not torch.is_autocast_enabled(rows.device.type):
-        # rows may have been cast by an autocast that has ended
-        rows = rows.to(next(p.dtype for p in (*gate_of(mlp).parameters(), *mlp.parameters()) if p.is_floating_point()))
-    gate: Tensor = mlp._gate(rows)
+    gate: Tensor = mlp._gate(as_parameters(mlp, rows))
     return gate
+
+
+def as_parameters(mlp: MLP, rows: Tensor) -> Tensor:
+    """Rows, perhaps cast by an autocast that has ended, in the dtype of the parameters, unless autocast will choose."""
+    if torch.is_autocast_enabled(rows.device.type):
+        return rows
+    return rows.to(next(p.dtype for p in (*gate_of(mlp).parameters(), *mlp.parameters()) if p.is_floating_point()))
 
 
 def _packs(mlp: MLP, x: Tensor) -> bool:
@@ -357,7 +363,8 @@ def compact(
     comes from data and holds for that data alone.
 
     Args:
-        module: a SparseGatedMLP, a SparseMLP, or any model with such layers.
+        module: a SparseGatedMLP, a SparseMLP, or any model with such layers, pairs of ``sparsify_`` among them. A gate
+            and an up projection in one tensor raise NotImplementedError.
         alive: for a layer its ``Firing``, or bool [N] that is true for neurons to keep, on any device. For a model a
             mapping from names of layers, as in ``named_modules``, to these, as ``count_firing`` gives it; layers that
             it does not name stay as they are.
@@ -391,6 +398,39 @@ def compact(
     return _replace_layers("compact", module, list(masks), make, inplace), CompactionReport(tuple(reports))
 
 
+# The end of the name of a compacted layer's mask in a state dict.
+KEPT = ".compaction.kept"
+
+
+class FullSize(NamedTuple):
+    """A state dict with all neurons, the neurons that each layer kept, and whether the removed ones had their rows."""
+
+    state: dict[str, Tensor]
+    kept: dict[str, Tensor]
+    complete: bool
+
+
+def full_size(state: Mapping[str, Tensor]) -> FullSize:
+    """Put the removed neurons of compacted layers into the state dict of a model, in copies; dropped ones are zeros."""
+    full, kept, complete = dict(state), dict[str, Tensor](), True
+    for name in [key.removesuffix(KEPT) for key in state if key.endswith(KEPT)]:
+        mask = kept[name] = full.pop(name + KEPT)
+        removed = full.pop(f"{name}.compaction.removed", None)
+        complete &= removed is not None
+        # in the order of ``_neurons``
+        keys = [f"{name}.{each}_proj.{kind}" for each in ("gate", "up") for kind in ("weight", "bias")]
+        for key in [key for key in (*keys, f"{name}.down_proj.weight") if key in full]:
+            down = key.endswith("down_proj.weight")
+            rows = full[key].t() if down else full[key].view(len(full[key]), -1)
+            whole = rows.new_zeros(len(mask), rows.shape[1])
+            whole[mask] = rows
+            if removed is not None:
+                gone, removed = removed.tensor_split([rows.shape[1]], 1)
+                whole[~mask] = gone.to(whole)
+            full[key] = whole.t().contiguous() if down else whole.view(len(mask), *full[key].shape[1:])
+    return FullSize(full, kept, complete)
+
+
 def restore(module: Module, *, inplace: bool = False) -> Module:
     """Undo ``compact``: return ``module``, a compacted layer or a model with some, with all its original neurons.
 
@@ -411,9 +451,10 @@ def _layers(module: nn.Module) -> dict[MLP, list[str]]:
     if not isinstance(module, nn.Module):
         raise TypeError(f"a torch.nn.Module is expected, got {_kind(module)}")
     layers: dict[MLP, list[str]] = {}
-    for name, child in module.named_modules(remove_duplicate=False):
-        if isinstance(child, (SparseGatedMLP, SparseMLP)):
-            layers.setdefault(child, []).append(name)
+    with unlisted():
+        for name, child in module.named_modules(remove_duplicate=False):
+            if isinstance(child, (SparseGatedMLP, SparseMLP)):
+                layers.setdefault(child, []).append(name)
     return layers
 
 
@@ -453,10 +494,10 @@ def _plan(module: nn.Module, alive: object, minimum: int) -> tuple[dict[str, Ten
         if len(given) > 1:
             raise ValueError(f"compact: alive must name a layer once, got {given[0]!r} and {given[1]!r}")
         if given:
-            if not {"up_proj", "down_proj"} <= mlp._modules.keys():
+            if isinstance(mlp, FusedGatedMLP):
                 raise NotImplementedError(
-                    f"compact: {given[0]} must have children up_proj and down_proj, got the second layer of a pair, or "
-                    "projections of other names or in one tensor"
+                    f"compact: {given[0] or 'module'} must have a weight for each projection, got a gate and an up "
+                    "projection in one tensor"
                 )
             masks[names[0]], report = _choose(mlp, given[0], alive[given[0]], minimum)
             reports.append(report)
@@ -507,10 +548,8 @@ def _choose(mlp: MLP, name: str, evidence: object, minimum: int) -> tuple[Tensor
 
 def _neurons(mlp: MLP, name: str = "") -> dict[str, Tensor]:
     """Check and return the parameters with a row per neuron, as weights [N, K] or biases [N, 1]."""
-    inputs = ("gate_proj", "up_proj") if isinstance(mlp, SparseGatedMLP) else ("up_proj",)
     rows: dict[str, Tensor] = {}
-    for projection in (*inputs, "down_proj"):
-        linear = mlp.get_submodule(projection)
+    for projection, linear in _projections(mlp).items():
         own = dict(linear.named_parameters())
         if not isinstance(linear, nn.Linear) or own.keys() - {"bias"} != {"weight"}:
             raise TypeError(
@@ -528,14 +567,20 @@ def _neurons(mlp: MLP, name: str = "") -> dict[str, Tensor]:
     return rows
 
 
+def _projections(mlp: MLP) -> dict[str, nn.Linear]:
+    """The projections by role: in a model of other names, and in pairs, the children have others."""
+    roles = ("gate_proj", "up_proj", "down_proj") if isinstance(mlp, SparseGatedMLP) else ("up_proj", "down_proj")
+    return {role: getattr(mlp, role) for role in roles}
+
+
 def _resized(mlp: MLP, rows: Mapping[str, Tensor], compaction: Compaction | None) -> MLP:
     """A copy of ``mlp`` with other neurons: ``rows`` are contiguous, with the names and widths of ``_neurons``."""
-    parameters = dict(mlp.named_parameters(remove_duplicate=False))
+    parameters = {f"{role}.{n}": p for role, linear in _projections(mlp).items() for n, p in linear._parameters.items()}
     # deepcopy takes these instead of copies
     memo: dict[int, Any] = {id(_compaction(mlp)): None}
     n = 0
     for name, new in rows.items():
-        old = parameters[name]
+        old: Any = parameters[name]
         n = new.shape[0]
         if name == "down_proj.weight":
             data = new.t() if mlp.down_layout == "rows" else new.t().contiguous()
@@ -624,11 +669,22 @@ def _replace_layers(
     with torch.inference_mode(False), torch.no_grad():
         if not inplace:
             layers = {name: module.get_submodule(name) for name in names}
-            return copy.deepcopy(module, {id(layer): make(layer, name) for name, layer in layers.items()})
+            made = {name: make(layer, name) for name, layer in layers.items()}
+            pairs = {name for name, layer in layers.items() if isinstance(layer, SparseDown) and name}
+            copied = copy.deepcopy(module, {id(layers[name]): new for name, new in made.items() if name not in pairs})
+            for name in pairs:
+                copied.get_submodule(name).take(made[name])  # type: ignore[operator]
+            return copied
         places = {all_names[0]: all_names for all_names in _layers(module).values()}
         for name in names:
             # one at a time and without references to the old ones: their memory is free for the next
-            new = make(module.get_submodule(name), name)
+            old = module.get_submodule(name)
+            new = make(old, name)
+            if isinstance(old, SparseDown):
+                # its block and its activation know it
+                old.take(new)
+                continue
+            del old
             for place in places[name]:
                 module.set_submodule(place, new)
     return module

@@ -1,4 +1,4 @@
-"""Tensors in memory: which share a byte, and which have two elements in one place. Exact for any strides."""
+"""Tensors in memory: which share a byte, have two elements in one place, or are read by a captured graph."""
 
 from __future__ import annotations
 
@@ -9,6 +9,24 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# Storages that captured CUDA graphs read. While a weak reference exists, no other storage gets its address.
+_CAPTURED: dict[int, StorageWeakRef] = {}
+
+
+def note_capture(tensor: Tensor) -> None:
+    """Remember that a CUDA graph reads the memory of ``tensor`` at its address."""
+    storage = tensor.untyped_storage()
+    if storage._cdata not in _CAPTURED:
+        for gone in [at for at, known in list(_CAPTURED.items()) if known.expired()]:  # type: ignore[no-untyped-call]
+            _CAPTURED.pop(gone, None)
+        _CAPTURED[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Whether ``note_capture`` was told of the memory of ``tensor``."""
+    return bool(_CAPTURED) and tensor.untyped_storage()._cdata in _CAPTURED
 
 
 def shared(written: Mapping[str, Tensor], read: Mapping[str, Tensor]) -> tuple[str, str] | None:

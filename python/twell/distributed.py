@@ -1,7 +1,7 @@
 """Several GPUs: tensor parallelism for the modules of ``twell.nn``, and plans for whole models.
 
 Data parallelism needs nothing from here. ``DistributedDataParallel``, ``FullyShardedDataParallel`` and ``fully_shard``
-(FSDP2) take the modules as they are. FSDP2 refuses down weights stored by rows (``twell.nn.set_down_layout``), FSDP1
+(FSDP2) take the modules as they are. FSDP2 refuses down weights that ``twell.nn.set_down_layout`` stored by rows, FSDP1
 takes them. Under FSDP2 the ``aux`` of a layer may enter the loss beside the model's output, as usual. For a loss of
 ``aux`` alone FSDP2 does not gather the weights again for backward, unless ``aux`` is part of the output.
 
@@ -109,6 +109,7 @@ class SparseMLPParallel(ParallelStyle):
             _sharding.require_shares(name, module.intermediate, [device_mesh.size()])
 
         source = self.src_data_rank
+        module._laid.put_back()
         for linear in _inputs(module):
             for parameter in dict(linear.named_parameters()):
                 _distribute(linear, parameter, device_mesh, Shard(0), source)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _admission, _auto, _gate_copies, _plain, functional, tuning
+from twell import _admission, _auto, _autograd, _down_layout, _plain, functional, tuning
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
 from twell._auto import AutoStrategy
@@ -18,7 +20,10 @@ from twell._runtime.log import warn_once
 from twell.functional import Aux, Strategy
 from twell.ops.quantize_gate import require as require_screen
 
-DownLayout = Literal["rows", "linear"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+DownLayout = Literal["auto", "rows", "linear"]
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -54,9 +59,6 @@ def _setting(name: str) -> Any:
     def put(self: nn.Module, value: Any) -> None:
         _require_setting(self, name, value)  # type: ignore[arg-type]
         self.__dict__[kept] = value
-        copy = self.__dict__.get("_gate_copy")
-        if name == "strategy" and copy is not None:
-            copy.few = self._screen_of_few()  # type: ignore[operator]
 
     return property(get, put)
 
@@ -71,13 +73,13 @@ class SparseFFN(nn.Module):
     # the names of the children that are projections
     _projections = _PROJECTIONS
     if TYPE_CHECKING:
+        _laid: _down_layout.Laid
         _strategy: Strategy | AutoStrategy
         _compression: int
         _accumulate_main_grad: bool
         _record_aux: bool
         _activation: ActivationName
         _threshold: float | Tensor
-        _gate_copy: _gate_copies.GateCopy | None
         activation: ActivationName
         threshold: float | Tensor
         strategy: Strategy | AutoStrategy
@@ -112,8 +114,9 @@ class SparseFFN(nn.Module):
         self.compression, self.strategy = compression, strategy
         self.activation = activation
         self.threshold = threshold
-        self.accumulate_main_grad, self.record_aux, self.down_layout = False, False, "linear"
-        self._auto, self._gate_copy = AutoStrategy(), None
+        self.accumulate_main_grad, self.record_aux, self.down_layout = False, False, "auto"
+        self._laid = _down_layout.Laid()
+        self._auto = AutoStrategy()
         # load_state_dict(assign=True) replaces parameters stored by rows with contiguous tensors
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
 
@@ -132,15 +135,95 @@ class SparseFFN(nn.Module):
         return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}{form}"
 
     def __getstate__(self) -> dict[str, Any]:
+        self._laid.put_back()
         # Aux may be part of autograd's graph, which can neither be copied nor pickled
-        return {name: value for name, value in self.__dict__.items() if name != "aux"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("aux", "_laid")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # pickles of earlier versions have only the settings that were assigned, under public names
+        # pickles of earlier versions have only the settings that were assigned, under public names, or kept int8 copies
         defaults = {"_accumulate_main_grad": False, "_record_aux": False, "_down_layout": "rows"}
-        defaults |= {"_activation": "relu", "_threshold": 0, "_gate_copy": None}
+        defaults |= {"_activation": "relu", "_threshold": 0}
+        state = {name: value for name, value in state.items() if name not in ("_gate_copy", "_retired_copies")}
         renamed = {f"_{name}" if name in _SETTINGS else name: value for name, value in state.items()}
-        super().__setstate__({**defaults, **renamed})  # type: ignore[no-untyped-call]
+        if renamed.get("_strategy") == "proven":
+            # a strategy of version 0.2 that missed no gate
+            renamed["_strategy"] = "union"
+        super().__setstate__({**defaults, **renamed, "_laid": _down_layout.Laid()})  # type: ignore[no-untyped-call]
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As in ``nn.Module``. Listings of parameters come by here, and get the down weight as nn.Linear stores it."""
+        down = self.down_proj
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            if module is down:
+                self._laid.put_back()
+            yield name, module
+        # a child that other layers have, too, may have been listed with them
+        self._laid.put_back()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As in ``nn.Module``."""
+        if not recurse:
+            self._laid.put_back()
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in ``nn.Module``."""
+        self._laid.put_back()
+        return super().state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """As in ``nn.Module``."""
+        if mode:
+            self._laid.put_back()
+        self._laid.fresh = True
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._laid.put_back()
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
+    def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
+        """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
+        if not return_aux and self._runs_torchs(x):
+            return self._by_torch(x)  # type: ignore[no-any-return]
+        if not self._is_plain():
+            return self._by_children(x, return_aux)  # type: ignore[no-any-return]
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else _down_layout.turn(self):
+            result = self._sparse(x, return_aux or self._record_aux)
+        return self._finish(result, return_aux)  # type: ignore[no-any-return]
+
+    def _sparse(self, x: Tensor, with_aux: bool) -> Any:
+        """The result of the layer's function."""
+        raise NotImplementedError
+
+    def _options(self) -> dict[str, Any]:
+        """The settings that the functions take."""
+        return {
+            "activation": self._activation,
+            "threshold": self._threshold,
+            "strategy": self._site() or self._strategy,
+            "compression": self._compression,
+        }
+
+    def _fixed(self, weight: Tensor, training: bool) -> tuple[str, str]:
+        """The strategy, with the reason, of all calls on a weight like this; "" where "auto" chooses."""
+        kind, requested = weight.device.type, "auto" if self._site() else str(self.strategy)
+        # autocast leaves float64 as it is
+        autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
+        return _auto.fixed(requested, weight.device, dtype, training)
+
+    def _runs_dense(self, weight: Tensor) -> bool:
+        """Whether inference runs dense, whatever it meets."""
+        return isinstance(self.threshold, Tensor) or self._fixed(weight, False)[0] == "dense"
 
     def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
         """The return value of ``forward``, from that of the function."""
@@ -189,6 +272,40 @@ class SparseFFN(nn.Module):
         with_aux = return_aux or self.record_aux
         return self._finish((y, functional._dense_aux(hidden, gate, activation)) if with_aux else y, return_aux)
 
+    def _runs_torchs(self, x: Tensor) -> bool:
+        """Whether "auto" has settled on PyTorch's operators for calls like this one: see ``AutoStrategy``."""
+        site = self._auto if self._strategy == "auto" else self._strategy
+        if torch.compiler.is_compiling() or not isinstance(site, AutoStrategy) or not site._settled:
+            return False
+        if self._laid.fresh and self._down_layout == "auto":
+            return False
+        if type(x) is not Tensor or self._accumulate_main_grad or self._record_aux or torch._C._get_tracing_state():
+            return False
+        training = torch.is_grad_enabled() and (x.requires_grad or self._applied("down_proj")[0].requires_grad)
+        if not site.runs_torchs(x, training):
+            return False
+        if self._laid.weight is not None:
+            self._laid.note_reading(self._laid.weight)
+        return True
+
+    def _by_torch(self, x: Tensor) -> Any:
+        """The layer by calling its projections, for ``_runs_torchs``."""
+        children, torchs = self._modules, _plain.runs_as_linear()
+
+        def project(name: str, value: Tensor) -> Any:
+            child = children.get(name)
+            if child is None:
+                return self._project(name, value)
+            return _plain.linear(child, value) if torchs else child(value)
+
+        gate = project("gate_proj" if self._gated else "up_proj", x)
+        up = project("up_proj", x) if self._gated else None
+        if self._activation == "relu":
+            gate = F.relu(gate)
+            return project("down_proj", gate if up is None else gate * up)
+        activation = activation_of(self._activation, self._threshold, self._gated)
+        return project("down_proj", activation.hidden(activation.after(gate), up))
+
     def _site(self) -> AutoStrategy | None:
         """The ``AutoStrategy`` that chooses; None if the strategy is named."""
         if isinstance(self._strategy, AutoStrategy):
@@ -204,16 +321,6 @@ class SparseFFN(nn.Module):
         if "weight" in parameters and "bias" in parameters:
             return parameters["weight"], parameters["bias"]
         return child.weight, child.bias
-
-    def _enroll_copy(self, w_gate: Tensor) -> None:
-        """Let the operators find the int8 copy of the first weight, if the layer keeps one."""
-        if self._gate_copy is not None and not _auto.tracing(0) and type(w_gate) in _plain.PLAIN_TENSORS:
-            _gate_copies.enroll(w_gate, self._gate_copy, self._screen_of_few())
-
-    def _screen_of_few(self) -> str:
-        """The strategy that screens few tokens with a kept copy, whatever strategy they run by; "" for none."""
-        site = self._site()
-        return _auto.SCREENS[site.screen] if site else "proven" if self._strategy == "proven" else "screened"
 
     def _first_weight(self) -> Tensor:
         """The weight before the activation, as calls hand it to the operators."""
@@ -234,6 +341,16 @@ class SparseFFN(nn.Module):
             mains.append(main)
         return mains
 
+    def _announced(self, *weights: Tensor) -> Iterable[Tensor]:
+        """The weights; if backward adds to their mains, such as tell the parameters so that want to know."""
+        if not self._accumulate_main_grad:
+            return weights
+        return map(_autograd.announced, weights, self._owners(*weights))
+
+    def _owners(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        """The parameters of which the weights are."""
+        return weights
+
     def _adopt(self, **projections: nn.Linear) -> None:
         """Give the children of these names the parameters of ``projections``."""
         for name, linear in projections.items():
@@ -246,8 +363,8 @@ class SparseGatedMLP(SparseFFN):
 
     ``gate_proj``, ``up_proj`` [intermediate, hidden] and ``down_proj`` [hidden, intermediate] are ``nn.Linear``
     children with their usual initialisation, names, shapes and layout; each has a ``bias`` if asked for. On a GPU the
-    kernels read ``down_proj.weight`` by rows of neurons and so copy it at each call;
-    ``twell.nn.set_down_layout(module, "rows")`` saves the copy.
+    kernels read ``down_proj.weight`` by rows of neurons. For inference the layer stores it so while nothing else holds
+    it (``twell.nn.set_down_layout``); training copies it at each call.
 
     With ``record_aux = True`` each call leaves its ``Aux`` in ``aux``, for models whose code passes on y alone. It is
     part of autograd's graph, so set ``aux`` to None after reading it. Copies and pickles leave it out.
@@ -261,7 +378,9 @@ class SparseGatedMLP(SparseFFN):
     own ``AutoStrategy``, which chooses by the sparsity measured in earlier calls; ``twell.explain`` shows it. A named
     strategy stays, except that inference in float32 and float64 runs dense.
     With ``accumulate_main_grad = True`` backward adds the gradient of each weight to ``weight.main_grad``, a float32
-    tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone.
+    tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone. A weight that has the
+    attribute ``grad_added_to_main_grad``, as Megatron's have, gets True there and a gradient of zeros, so that its
+    hooks run; compiled graphs set it as they begin.
     """
 
     _gated = True
@@ -311,17 +430,11 @@ class SparseGatedMLP(SparseFFN):
         """The weights and biases of the three projections."""
         return map(self._applied, _PROJECTIONS)
 
-    @overload
-    def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
-    @overload
-    def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
-    def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
-        """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
-        if not self._is_plain():
-            return self._by_children(x, return_aux)  # type: ignore[no-any-return]
+    def _sparse(self, x: Tensor, with_aux: bool) -> Any:
         (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = self._operands()
-        self._enroll_copy(w_gate)
-        result = functional.sparse_gated_ffn(  # type: ignore[call-overload, misc]
+        mains = self._main_grads(gate_proj=w_gate, up_proj=w_up, down_proj=w_down)
+        w_gate, w_up, w_down = self._announced(w_gate, w_up, w_down)
+        return functional.sparse_gated_ffn(  # type: ignore[call-overload]
             x,
             w_gate,
             w_up,
@@ -329,14 +442,10 @@ class SparseGatedMLP(SparseFFN):
             b_gate=b_gate,
             b_up=b_up,
             b_down=b_down,
-            activation=self._activation,
-            threshold=self._threshold,
-            strategy=self._site() or self._strategy,
-            compression=self._compression,
-            main_grads=self._main_grads(gate_proj=w_gate, up_proj=w_up, down_proj=w_down),
-            return_aux=return_aux or self._record_aux,
+            main_grads=mains,
+            return_aux=with_aux,
+            **self._options(),
         )
-        return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
 
 class SparseMLP(SparseFFN):
@@ -378,30 +487,20 @@ class SparseMLP(SparseFFN):
         mlp._adopt(up_proj=up, down_proj=down)
         return mlp
 
-    @overload
-    def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
-    @overload
-    def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
-    def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
-        """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
-        if not self._is_plain():
-            return self._by_children(x, return_aux)  # type: ignore[no-any-return]
+    def _sparse(self, x: Tensor, with_aux: bool) -> Any:
         (w_up, b_up), (w_down, b_down) = map(self._applied, ("up_proj", "down_proj"))
-        self._enroll_copy(w_up)
-        result = functional.sparse_ffn(  # type: ignore[call-overload, misc]
+        mains = self._main_grads(up_proj=w_up, down_proj=w_down)
+        w_up, w_down = self._announced(w_up, w_down)
+        return functional.sparse_ffn(  # type: ignore[call-overload]
             x,
             w_up,
             w_down,
             b_up=b_up,
             b_down=b_down,
-            activation=self._activation,
-            threshold=self._threshold,
-            strategy=self._site() or self._strategy,
-            compression=self._compression,
-            main_grads=self._main_grads(up_proj=w_up, down_proj=w_down),
-            return_aux=return_aux or self._record_aux,
+            main_grads=mains,
+            return_aux=with_aux,
+            **self._options(),
         )
-        return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
 
 def explain(layers: nn.Module | AutoStrategy) -> Explanation:
@@ -416,12 +515,27 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
     if not isinstance(layers, nn.Module):
         raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
     rows: list[Choice] = []
-    for name, layer in layers.named_modules():
-        if isinstance(layer, SparseFFN):
-            first, *others = _explain(name, layer)
-            copy_bytes = 0 if layer._gate_copy is None else layer._gate_copy.nbytes
-            rows += [first._replace(copy_bytes=copy_bytes), *others]
+    for name, layer in _named_layers(layers):
+        layout, advice = _laid_out(layer)
+        for row in _explain(name, layer):
+            copies = row.kind != "training" and row.strategy != "none"
+            rows.append(row._replace(layout=layout, reason=row.reason + advice if copies else row.reason))
     return Explanation(tuple(rows))
+
+
+def _laid_out(layer: SparseFFN) -> tuple[str, str]:
+    """How a layer's down weight is stored, and what to do if sparse inference on a GPU has to copy it."""
+    if not layer._is_plain():
+        return "", ""
+    why = _down_layout.obstacle(layer)
+    weight = layer.down_proj.weight
+    if not functional.copies_down(weight):
+        return "rows", ""
+    if not _down_layout.is_on_gpu(weight) or layer._runs_dense(weight):
+        return "linear", ""
+    if not why:
+        return "linear", "; the next call lays the down weight by rows"
+    return "linear", f'; sparse calls copy the down weight ({why}): twell.nn.set_down_layout(model, "rows")'
 
 
 def _explain(name: str, layer: SparseFFN) -> list[Choice]:
@@ -430,19 +544,16 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
     if isinstance(layer.threshold, Tensor):
         return [Choice(name, "any", "any", "", "dense", "the threshold is a tensor, which changes during training")]
     site, weight = layer._site(), layer.down_proj.weight
-    kind, requested = weight.device.type, "auto" if site else str(layer.strategy)
+    requested = "auto" if site else str(layer.strategy)
     if requested != "dense":
         try:
             _admission.require_sizes("calls raise", weight.shape[1], weight.shape[0], '; strategy="dense" takes it')
         except (ValueError, NotImplementedError) as error:
             return [Choice(name, "any", "any", "", "none", str(error))]
-    # autocast leaves float64 as it is
-    autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
-    inference, training = (_auto.fixed(requested, weight.device, dtype, training) for training in (False, True))
+    inference, training = (layer._fixed(weight, training) for training in (False, True))
     if requested == "invariant":
         training = "none", 'calls raise: strategy="invariant" computes inference alone'
-    if requested in tuning.SCREENS and weight.is_cuda:
+    if requested == "screened" and weight.is_cuda:
         try:
             require_screen(weight, strategy=requested)
         except NotImplementedError as error:
@@ -459,103 +570,79 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
     return [Choice(name, "inference", "any", "", *inference), Choice(name, "training", "any", "", *training)]
 
 
+def set_strategy(module: nn.Module, strategy: Strategy | AutoStrategy) -> None:
+    """Set ``strategy`` of every layer of ``twell.nn`` in ``module``; with "auto" each chooses for itself.
+
+    An ``AutoStrategy`` is for one layer: layers that share it share their figures.
+
+    Raises as the attribute does, and ValueError if ``module`` has no such layer.
+    """
+    for layer in _layers(module):
+        layer.strategy = strategy
+
+
 def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
     """Set the layout of ``down_proj.weight`` in every layer of ``twell.nn`` in ``module``. Shapes stay [K, N].
 
-    "linear", the default: contiguous, as nn.Linear stores it. Code that flattens parameters or saves them to contiguous
-    files expects this. The sparse kernels then read a copy by rows, made at each forward and each backward pass: 23 MB
-    at K = 2,048 and N = 5,632. "rows": the transposed view of a contiguous [N, K] tensor, which the kernels read in
-    place; for inference, above all of few tokens, and for training where nothing flattens parameters. FSDP2, flat
-    optimizers such as LBFGS, ``parameters_to_vector`` and safetensors refuse such a weight or need ``.contiguous()``;
-    ``set_down_layout(module, "linear")`` is the way back.
+    "auto", the default: as nn.Linear stores it, for all code that sees the Parameter. In ``eval`` mode and without
+    gradients a call on a GPU first stores it by rows, which the kernels read in place, if nothing else holds the
+    Parameter or its memory. The layer puts it back where it is listed, by ``parameters()`` or ``modules()``, and by
+    ``state_dict``, ``train``, ``to``, copies, pickles, and calls that need its gradient. Both wait for the GPU, once.
+    A weight that a CUDA graph reads stays as it is. Only code that reads ``down_proj.weight`` itself sees the rows.
 
-    Loading a state dict, moving, casting, copying and pickling keep either. Call it before anything keeps views of the
-    parameters; the Parameter objects stay, and their gradients change layout with them. The state of an optimizer does
-    not, and fused optimizers read it in memory order: set the layout before the optimizer's first step, and use the
-    layout of the run whose state is loaded. A weight that was replaced by one of another layout is set right, too.
+    "linear": contiguous, always. The sparse kernels then read a copy by rows, made at each forward and each backward
+    pass: 23 MB at K = 2,048 and N = 5,632. "rows": the transposed view of a contiguous [N, K] tensor, always; also for
+    training where nothing flattens parameters. FSDP2, flat optimizers such as LBFGS, ``parameters_to_vector`` and
+    safetensors refuse such a weight or need ``.contiguous()``; ``set_down_layout(module, "auto")`` is the way back.
+
+    Loading a state dict keeps each; moving, casting, copying and pickling keep "linear" and "rows". Call it before
+    anything keeps views of the parameters; the Parameter objects stay, and their gradients change layout with them. The
+    state of an optimizer does not, and fused optimizers read it in memory order: set the layout before the optimizer's
+    first step, and use the layout of the run whose state is loaded. A weight that was replaced by one of another layout
+    is set right, too.
 
     Raises ValueError for another name, and if ``module`` has no such layer.
     """
     _require_layout("layout", layout)
     for layer in _layers(module):
         layer.down_layout = layout
-        _lay(layer.down_proj.weight, layout == "rows")
+        with layer._laid.lock:
+            layer._laid.weight, layer._laid.failed = None, False
+            _down_layout.store(layer.down_proj.weight, layout == "rows")
 
 
-def keep_gate_copies(module: nn.Module, keep: bool = True) -> None:
-    """Let every layer of ``twell.nn`` in ``module`` keep the int8 copy of its gate weight, or stop doing so.
+if not TYPE_CHECKING:
 
-    The screen of the gate reads such a copy; an inference call makes its own unless the layer keeps one. It takes half
-    of the gate weight's memory, which ``twell.explain`` shows, from the first call on that screens: none where no
-    strategy does. Calls of up to eight tokens read the copy of a large layer by strategy "row", too. A training step
-    makes its own. A captured CUDA graph reads the copy that a call before its capture has made: capture again after a
-    change of the weight. Without such a call each replay makes its own.
-
-    A kept copy is made again when the weight was replaced, moved or written as autograd counts writes: by in-place
-    operators and ``load_state_dict``; and after each ``step`` of a ``torch.optim.Optimizer``. Other writes are not
-    seen, and results are then wrong:
-
-    - through ``weight.data``, as averages of weights and merged adapters are often written, or another tensor of the
-      same memory, ``weight.untyped_storage()``, DLPack and NumPy;
-    - by the functions of fused optimizers without their class, ``torch.optim.adamw.adamw(..., fused=True)`` or
-      ``torch._fused_adamw_``, and a replayed CUDA graph that has an optimizer's step in it;
-    - under ``torch.autograd._unsafe_preserve_version_counter``;
-    - by a compiled graph that calls a layer twice or more and writes its weight after that;
-    - by collectives such as ``torch.distributed.broadcast``, by kernels that take an address, or by FSDP.
-
-    Call this again after such a write: that drops the copies. This is why layers keep none by default. Keep none either
-    where ``torch.compile`` captures graphs by itself, as with ``mode="reduce-overhead"``.
-
-    Weights that were made in inference mode count no writes, and those that autocast casts are others at each call;
-    their copies are made at each call, too, and so are those of DTensors. Copies and pickles of the module keep the
-    choice, not the copy. Compiled graphs find the copy by the weight's memory: if the weights are moved or replaced
-    after this, or the module is a copy, run one call that is not compiled, or call this again.
-
-    Raises TypeError unless ``keep`` is a bool, ValueError if ``module`` has no such layer.
-    """
-    require_flag("keep", keep)
-    for layer in _layers(module):
-        if layer._gate_copy is not None and _gate_copies.retire(layer._gate_copy):
-            layer.__dict__.setdefault("_retired_copies", []).append(layer._gate_copy)
-        layer._gate_copy = _gate_copies.GateCopy() if keep else None
-        # a compiled graph may run before any call, which would do so
-        if keep and layer._is_plain() and not layer.down_proj.weight.is_meta:
-            layer._enroll_copy(layer._first_weight())
+    def __getattr__(name: str) -> Any:
+        if name == "keep_gate_copies":
+            raise AttributeError(
+                "twell.nn.keep_gate_copies is gone: delete the call, int8 copies are made in each call"
+            )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _layers(module: nn.Module) -> list[SparseFFN]:
     require("module", module, nn.Module, "an nn.Module")
-    layers = [layer for layer in module.modules() if isinstance(layer, SparseFFN)]
+    layers = [layer for _, layer in _named_layers(module)]
     if not layers:
         raise ValueError(f"module must have layers of twell.nn, got none in {type(module).__name__}")
     return layers
 
 
+def _named_layers(module: nn.Module) -> list[tuple[str, SparseFFN]]:
+    """The layers of ``module`` with their names; listing them hands out no parameters."""
+    with _down_layout.unlisted():
+        return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, SparseFFN)]
+
+
 def _require_layout(name: str, layout: object) -> None:
-    if layout not in ("rows", "linear"):
-        raise ValueError(f'{name} must be "rows" or "linear", got {layout!r}')
-
-
-def _lay(weight: Tensor, rows: bool) -> bool:
-    """Store the Parameter ``weight`` [K, N] and its gradient by rows of neurons, or contiguous; whether any changed."""
-    if _admission.sharded({"weight": weight}):
-        from twell import _sharding
-
-        return _sharding.lay(weight, rows)  # type: ignore[arg-type]
-    changed = False
-    for tensor in (weight, weight.grad if weight.is_leaf else None):
-        if tensor is None or (tensor.t() if rows else tensor).is_contiguous():
-            continue
-        # an inference tensor takes only inference data, a normal tensor only normal data
-        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            tensor.data = tensor.data.t().contiguous().t() if rows else tensor.data.contiguous()
-        changed = True
-    return changed
+    if layout not in ("auto", "rows", "linear"):
+        raise ValueError(f'{name} must be "auto", "rows" or "linear", got {layout!r}')
 
 
 def _keep_rows(module: SparseFFN, incompatible_keys: Any) -> None:
     if module.down_layout == "rows" and isinstance(module.down_proj, nn.Linear):
-        _lay(module.down_proj.weight, rows=True)
+        _down_layout.store(module.down_proj.weight, rows=True)
 
 
 def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int, int]:

@@ -77,7 +77,7 @@ def half(n: int = N) -> Tensor:
     return mask
 
 
-def is_laid_out(mlp: MLP, layout: str = "linear") -> bool:
+def is_laid_out(mlp: MLP, layout: str = "auto") -> bool:
     weight = mlp.down_proj.weight
     stored = weight.t() if layout == "rows" else weight
     return weight.shape == (K, mlp.intermediate) and stored.is_contiguous() and mlp.down_layout == layout
@@ -535,7 +535,7 @@ def test_tied_projections_stay_tied() -> None:
     assert torch.equal(restored.up_proj.weight, mlp.up_proj.weight)
 
 
-@pytest.mark.parametrize("layout", ["rows", "linear"])
+@pytest.mark.parametrize("layout", ["rows", "linear", "auto"])
 def test_the_down_weight_keeps_its_layout(layout: Any) -> None:
     mlp = layer_of(problem(), True)
     twell.nn.set_down_layout(mlp, layout)
@@ -872,3 +872,65 @@ def test_compact_refuses_projections_that_are_no_plain_linear() -> None:
     model[0].gate_proj = nn.Sequential(nn.Linear(K, N))
     with pytest.raises(TypeError, match=r"0.gate_proj must be an nn.Linear .*, got Sequential with"):
         twell.compact(model, {"0": half()})
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2, self.w3 = nn.Linear(K, N), nn.Linear(N, K), nn.Linear(K, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(torch.relu(self.w1(x)) * self.w3(x))
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(K, 2 * N), nn.Linear(N, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(torch.relu(gate) * up)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("kind", [Pair, Named])
+def test_whatever_sparsify_makes_is_compacted_as_it_was_counted(kind: type[nn.Module], inplace: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(kind(), nn.Identity(), kind()), torch.randn(3, K)
+    twell.sparsify_(model)
+    keys, original = list(model.state_dict()), copy.deepcopy(model)
+    with twell.count_firing(model) as firing, torch.no_grad():
+        y = model(x)
+    compacted, report = twell.compact(model, firing, inplace=inplace)
+    assert (compacted is model) == inplace
+    assert report.kept < 2 * N
+    with torch.no_grad():
+        torch.testing.assert_close(compacted(x), y)
+    assert sum(p.numel() for p in compacted.parameters()) < sum(p.numel() for p in original.parameters())
+    other, _ = twell.compact(original, dict(firing))
+    other.load_state_dict(compacted.state_dict())
+    compacted(x).sum().backward()
+    restored = twell.restore(compacted, inplace=inplace)
+    assert list(restored.state_dict()) == keys
+    assert all(map(torch.equal, restored.parameters(), original.parameters()))
+    with torch.no_grad():
+        assert torch.equal(restored(x), y)
+
+
+def test_compacting_one_tensor_of_two_projections_is_refused() -> None:
+    model = nn.Sequential(Fused())
+    twell.sparsify_(model)
+    with twell.count_firing(model) as firing:
+        model(torch.randn(3, K))
+    with pytest.raises(NotImplementedError, match="a gate and an up projection in one tensor"):
+        twell.compact(model, firing)

@@ -13,9 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import twell
-from twell import testing, tuning
+from twell import _autograd, testing, tuning
+from twell._admission import admitted
 from twell._runtime import log
 from twell._runtime.log import warn_once
+from twell.ops.operands import Operands
 
 BF16 = torch.bfloat16
 
@@ -253,7 +255,7 @@ def shaped(**changes: Any) -> dict[str, Any]:
         (
             {"strategy": "fast"},
             ValueError,
-            'strategy must be "auto", "row", "union", "screened", "proven", "invariant" or "dense", got \'fast\'',
+            'strategy must be "auto", "row", "union", "screened", "invariant" or "dense", got \'fast\'',
         ),
     ],
 )
@@ -417,3 +419,91 @@ def test_invariant_is_for_inference() -> None:
         assert gate == "gate_pack"
         assert token is not None
         assert token.cluster > 1
+
+
+# What stands for a tensor without having its values in memory as they are. F.linear takes all of these.
+STAND_INS: dict[str, Callable[[Tensor], Tensor]] = {
+    "negated": lambda t: torch._neg_view(-t),
+    "imaginary part": lambda t: torch.complex(t.float() * 0, -t.float()).conj().imag.to(t.dtype),
+    "imaginary part itself": lambda t: torch.complex(t.float() * 0, -t.float()).conj().imag,
+    "zeros": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+    "expanded": lambda t: t[..., :1].expand(t.shape),
+    "expanded rows": lambda t: t[:1].expand(t.shape),
+    "unaligned": lambda t: torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape),
+    "copied on write": lambda t: torch._lazy_clone(t),  # type: ignore[attr-defined]
+}
+OPERANDS = ["x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"]
+
+
+def operands(dtype: torch.dtype) -> dict[str, Tensor]:
+    problem = real_problem(5, 264, 32, dtype, bias=True)
+    return {**dict(zip(OPERANDS, problem)), "w_down": problem.w_down.t()}
+
+
+@pytest.mark.parametrize("argument", OPERANDS)
+@pytest.mark.parametrize("kind", STAND_INS)
+def test_tensors_whose_memory_does_not_hold_their_values(kind: str, argument: str) -> None:
+    torch.manual_seed(0)
+    given = operands(torch.float32 if kind.endswith("itself") else BF16)
+    odd = STAND_INS[kind](given[argument])
+    for strategy, training in (("row", False), ("union", False), ("union", True), ("dense", False)):
+        results = []
+        for value in (odd, odd.clone().resolve_neg()):
+            leaves = {name: t.clone().requires_grad_(training) for name, t in given.items() if name != argument}
+            with torch.set_grad_enabled(training):
+                y = twell.sparse_gated_ffn(**leaves, **{argument: value}, strategy=strategy)
+                gradients = torch.autograd.grad(y.sum(), list(leaves.values())) if training else ()
+            results.append([y, *gradients])
+        for one, other in zip(*results):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    # kernels that are called without the dispatcher read memory
+    plain = {**given, argument: odd}
+    direct = admitted(Operands(*(plain[name] for name in OPERANDS)), True, 8)
+    assert direct == (kind in ("expanded", "expanded rows", "unaligned", "copied on write", "imaginary part"))
+    if argument in ("x", "w_gate") and not kind.endswith("itself"):
+        packed = [twell.pack(**{"x": given["x"], "w_gate": given["w_gate"], argument: v}) for v in (odd, odd + 0)]
+        assert torch.equal(packed[0].unpack(), packed[1].unpack())
+
+
+@pytest.mark.parametrize("kind", ["negated", "zeros"])
+def test_incoming_gradients_may_be_stand_ins(kind: str) -> None:
+    torch.manual_seed(0)
+    given = {name: t.requires_grad_() for name, t in operands(BF16).items()}
+    upstream = STAND_INS[kind](torch.randn(5, 32).to(BF16))
+    assert not _autograd.eager((upstream,))
+    y = twell.sparse_gated_ffn(**given, strategy="union")
+    results = [
+        torch.autograd.grad(y, list(given.values()), g, retain_graph=True)
+        for g in (upstream, upstream.clone().resolve_neg())
+    ]
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("strategy", ["union", "dense"])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (STAND_INS["negated"], "whose memory does not hold its values"),
+        (STAND_INS["zeros"], "whose memory does not hold its values"),
+        (lambda t: torch.inference_mode()(t.clone)(), "made in inference mode"),
+        (torch._to_functional_tensor, "that a transform wraps"),
+        (lambda t: t.to_sparse(), "of layout torch.sparse_coo"),
+        (lambda t: t.to_sparse_csr(), "of layout torch.sparse_csr"),
+        (lambda t: t.to_mkldnn(), "of layout torch._mkldnn"),
+    ],
+)
+def test_main_gradients_are_plain_memory(make: Callable[[Tensor], Tensor], said: str, strategy: str) -> None:
+    given = {name: t.requires_grad_() for name, t in operands(BF16).items()}
+    mains = [torch.zeros(264, 32), torch.zeros(264, 32), torch.zeros(32, 264)]
+    for i in range(3):
+        odd = [make(main) if i == j else main for j, main in enumerate(mains)]
+        with pytest.raises(ValueError, match=f"main_grads must have for .*, got float32 .*{said}"):
+            twell.sparse_gated_ffn(**given, strategy=strategy, main_grads=odd)
+
+
+@pytest.mark.parametrize("bias", ["b_gate", "b_up", "b_down"])
+def test_biases_made_in_inference_mode_train_as_with_dense(bias: str) -> None:
+    given = {name: t.requires_grad_() for name, t in operands(BF16).items()}
+    with torch.inference_mode():
+        given[bias] = given[bias].clone()
+    assert torch.autograd.grad(twell.sparse_gated_ffn(**given, strategy="union").sum(), [given["w_gate"]])[0].any()

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from twell import explain
+import twell
+from twell import AutoStrategy, explain, tuning
 from twell._sparsify.modules import pair_up
-from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout
+from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout, set_strategy
 
 BF16 = torch.bfloat16
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
@@ -328,10 +330,24 @@ def test_gradients_are_laid_out_with_their_weights(layout: DownLayout, fused: bo
 
 
 def test_down_layout_refuses_what_it_cannot_set() -> None:
-    with pytest.raises(ValueError, match='layout must be "rows" or "linear", got \'columns\''):
+    with pytest.raises(ValueError, match='layout must be "auto", "rows" or "linear", got \'columns\''):
         set_down_layout(SparseMLP(8, 8), "columns")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must have layers of twell\.nn, got none in Linear"):
         set_down_layout(nn.Linear(8, 8), "rows")
+
+
+def test_set_strategy_reaches_every_layer() -> None:
+    model = nn.Sequential(SparseMLP(8, 8), nn.Sequential(SparseGatedMLP(8, 8)))
+    set_strategy(model, "union")
+    assert (model[0].strategy, model[1][0].strategy) == ("union", "union")
+    site = AutoStrategy()
+    set_strategy(model[1], site)
+    assert (model[0].strategy, model[1][0].strategy) == ("union", site)
+    with pytest.raises(ValueError, match="strategy must be"):
+        set_strategy(model, "rows")  # type: ignore[arg-type]
+    assert model[0].strategy == "union"
+    with pytest.raises(ValueError, match=r"must have layers of twell\.nn, got none in Linear"):
+        set_strategy(nn.Linear(8, 8), "row")
 
 
 @pytest.mark.parametrize(("k", "n", "said"), [(60, 256, "K must be a positive multiple of 8"), (64, 250, "N must be")])
@@ -347,3 +363,28 @@ def test_sizes_that_the_kernels_do_not_take_need_dense(k: int, n: int, said: str
     assert said in choice.reason
     with pytest.raises(ValueError, match=said):
         layer(torch.randn(2, k))
+
+
+def test_int8_copies_are_kept_no_more() -> None:
+    said = "twell.nn.keep_gate_copies is gone: delete the call, int8 copies are made in each call"
+    with pytest.raises(AttributeError, match=re.escape(said)):
+        twell.nn.keep_gate_copies(nn.Module())
+    with pytest.raises(AttributeError, match="has no attribute 'keep_gate_copy'"):
+        twell.nn.keep_gate_copy  # noqa: B018
+
+
+def test_pickles_of_layers_that_kept_an_int8_copy_load() -> None:
+    """By the bytes of version 0.2: a copy, and the sizes of a call with an eighth field."""
+    mlp = SparseGatedMLP(K, N, dtype=BF16)
+    copied = pickle.loads(b"ctwell._gate_copies\nGateCopy\n)R.")
+    mlp._gate_copy, mlp._retired_copies = copied, [copied]
+    other = pickle.loads(pickle.dumps(mlp))
+    assert not {"_gate_copy", "_retired_copies"} & vars(other).keys()
+    x = tokens()
+    assert torch.equal(other(x), mlp(x))
+    vars(mlp)["_strategy"] = "proven"
+    assert pickle.loads(pickle.dumps(mlp)).strategy == "union"
+    problem = pickle.loads(b"\x80\x02ctwell.tuning\nProblem\n(K\x01K\x02K\x03\x88\x89\x88\x89\x88t\x81.")
+    assert problem[:7] == (1, 2, 3, True, False, True, False)
+    with pytest.raises(TypeError, match="positional arguments"):
+        tuning.Problem(1, 2, 3, True, False, True, False, True, True)  # type: ignore[call-arg]

@@ -282,6 +282,15 @@ class SparseDown(SparseMLP, SharedLinear):
         parameters = itertools.chain(up._parameters.values(), self._parameters.values())
         return calls_are_torchs() and all(map(behaves, parameters))
 
+    def take(self, other: Any) -> None:
+        """Take the parameters, sizes and record of ``other``, a copy of this pair with other neurons."""
+        for mine, theirs in ((self.up_proj, other.up_proj), (self, other)):
+            mine._parameters.update(theirs._parameters)
+            mine.in_features, mine.out_features = theirs.in_features, theirs.out_features
+        self.intermediate = other.intermediate
+        self._modules.pop("compaction", None)
+        self._modules.update(other._modules)
+
     def _project(self, name: str, x: Tensor) -> Any:
         # the layer's own product, as if it were no part of a pair
         return nn.Linear.forward(self if name == "down_proj" else self.up_proj, x)
@@ -465,6 +474,10 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
             return None
         fused, down = mains
         return [*((None, None) if fused is None else self._ordered(fused.chunk(2))), down]
+
+    def _owners(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        fused, _ = self._applied(self._names[0])
+        return fused, fused, weights[-1]
 
     _up_first: bool
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from twell import tuning
 from twell._activation import NAMES_OF_FAMILY, Activation
+from twell._down_layout import unlisted
 from twell._plain import of_torch
 from twell._runtime import geometry
 from twell._runtime.log import logger
@@ -101,9 +102,10 @@ def sparsify_(
 
     Parameters stay the same objects, stored as they were, and state dicts keep their keys, so optimizers, checkpoints
     and tied weights hold. Projections that become other objects keep the attributes that were set on them.
-    ``twell.nn.set_down_layout(model, "rows")`` saves the kernels a copy of each down weight at each call. A module used
-    in several places is replaced once, in all of them. Experts that are modules count as layers; experts stacked in one
-    tensor stay as they are, which is logged. Hooks of accelerate that only move tensors between devices work on.
+    In inference on a GPU a layer stores its down weight by rows while nothing else holds it
+    (``twell.nn.set_down_layout``). A module used in several places is replaced once, in all of them. Experts that
+    are modules count as layers; experts stacked in one tensor stay as they are, which is logged. Hooks of
+    accelerate that only move tensors between devices work on.
 
     What is checked: a copy of the module, with small random weights, runs on the CPU beside the formula in float64, in
     the model's dtype and under autocast, in training and in evaluation, with and without gradients, for one token and
@@ -152,7 +154,8 @@ def layers(model: nn.Module) -> dict[str, SparseGatedMLP | SparseMLP]:
 
     Each is listed once, under its first name; "" is the model itself.
     """
-    return {name: m for name, m in model.named_modules() if isinstance(m, (SparseGatedMLP, SparseMLP))}
+    with unlisted():
+        return {name: m for name, m in model.named_modules() if isinstance(m, (SparseGatedMLP, SparseMLP))}
 
 
 def block_of(name: str, layer: nn.Module) -> str:

@@ -1,0 +1,251 @@
+"""How ``down_proj.weight`` lies in memory: by rows of neurons for the kernels, as nn.Linear stores it for other code.
+
+With ``down_layout="auto"`` a layer lays its weight by rows before an inference call on a GPU, if nothing but the layer
+holds the Parameter and its memory: no optimizer, list, state dict, view or export. So nothing else can notice. The
+layer puts the weight back before it hands it out: when it is listed, saved, copied, moved, or trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch.multiprocessing.reductions import shared_cache
+
+from twell import _autograd, _memory
+from twell._admission import sharded
+from twell._runtime import device
+from twell._runtime.log import warn_once
+from twell.ops.operands import is_in_memory
+
+# Whether modules are listed for twell itself, which hands out no parameters.
+_UNLISTED: ContextVar[bool] = ContextVar("unlisted", default=False)
+
+
+@contextlib.contextmanager
+def unlisted() -> Iterator[None]:
+    """Walks through modules within this put no weight back."""
+    token = _UNLISTED.set(True)
+    try:
+        yield
+    finally:
+        _UNLISTED.reset(token)
+
+
+class Laid:
+    """What a layer has laid by rows by itself.
+
+    weight: the Parameter while it lies so. It is kept here, too, because a parametrization moves it to another place.
+    failed: whether there was no memory for a copy.
+    """
+
+    def __init__(self) -> None:
+        # held for all of a call, so that no thread exchanges the memory that another one is about to read
+        self.lock = threading.RLock()
+        self.weight: nn.Parameter | None = None
+        self.failed = False
+        # whether no call has looked at the weight since it was made or put back
+        self.fresh = True
+        # those that the allocator knows to read the weight's memory, which it then does not reuse too early
+        self.streams: set[int] = set()
+
+    def put_back(self) -> None:
+        """Store the weight as nn.Linear does."""
+        if torch.compiler.is_compiling() or self.weight is None or _UNLISTED.get():
+            return
+        # a compiler lists what it traces, to read it
+        if TracingContext.try_get() is not None:
+            return
+        with self.lock:
+            if self.weight is None:
+                return
+            if _memory.is_captured(self.weight) or is_capturing(self.weight):
+                warn_once(
+                    "a down weight of a twell layer stays stored by rows although its layer was listed, saved, moved, "
+                    'copied or trained: a CUDA graph reads it; call twell.nn.set_down_layout(model, "linear") and '
+                    "capture again"
+                )
+                return
+            self.note_reading(self.weight)
+            store(self.weight, rows=False)
+            _wait(self.weight)
+            self.weight, self.fresh = None, True
+            self.streams.clear()
+
+    def note_reading(self, weight: Tensor) -> None:
+        """Let the allocator know that the current stream reads the weight, or twell that a graph does."""
+        if not weight.is_cuda:
+            return
+        stream = torch._C._cuda_getCurrentRawStream(weight.device.index)
+        if is_capturing(weight):
+            _memory.note_capture(weight)
+        elif stream not in self.streams:
+            self.streams.add(stream)
+            weight.record_stream(torch.cuda.current_stream(weight.device))
+
+
+class Turn:
+    """An eager call of a layer: its down weight is laid before, and nothing else lays it meanwhile."""
+
+    __slots__ = ("_layer", "_lock")
+
+    def __init__(self, layer: Any) -> None:
+        self._layer, self._lock = layer, layer._laid.lock
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            settle(self._layer)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def turn(layer: Any) -> contextlib.AbstractContextManager[None]:
+    """The context of an eager call of ``layer``."""
+    weight = layer.down_proj._parameters.get("weight")
+    if is_on_gpu(weight) and layer._down_layout == "auto":
+        return Turn(layer)
+    if is_on_gpu(weight) and is_capturing(weight):
+        _memory.note_capture(weight)
+    return contextlib.nullcontext()
+
+
+def lay(layers: Iterable[Any]) -> None:
+    """Lay the down weights of ``layers`` as inference wants them, for calls that are compiled before an eager one."""
+    for layer in layers:
+        with torch.no_grad(), turn(layer):
+            pass
+
+
+def settle(layer: Any) -> None:
+    """Lay the down weight of a layer as its next call, with or without gradients, wants it."""
+    laid, parameters = layer._laid, layer.down_proj._parameters
+    laid.fresh = False
+    trains = torch.is_grad_enabled() and parameters["weight"].requires_grad
+    if laid.weight is parameters["weight"]:
+        if trains:
+            laid.put_back()
+    elif not (trains or laid.failed or obstacle(layer)):
+        # one that was replaced since
+        laid.put_back()
+        laid.note_reading(parameters["weight"])
+        try:
+            data = _copied(parameters["weight"], rows=True)
+            _wait(data)
+        except torch.OutOfMemoryError:
+            laid.failed = True
+        else:
+            # another thread may have listed it meanwhile
+            if not obstacle(layer):
+                parameters["weight"].data = data
+                laid.weight = parameters["weight"]
+                laid.streams.clear()
+    laid.note_reading(parameters["weight"])
+
+
+def obstacle(layer: Any) -> str:
+    """What keeps a layer from laying its down weight by rows by itself; "" if nothing does."""
+    parameters = layer.down_proj._parameters
+    # before this function holds the Parameter itself
+    alone = _references(parameters) == _ALONE if "weight" in parameters else False
+    weight = parameters.get("weight")
+    if layer._down_layout != "auto":
+        return "it was set so"
+    plain = type(weight) is nn.Parameter and is_on_gpu(weight) and not weight.is_inference()
+    if not plain or not is_in_memory(weight):
+        return "it is no plain parameter on a GPU"
+    if layer.training:
+        return "the layer is in training mode"
+    if layer._laid.failed:
+        return "there was no memory for a copy"
+    if not alone or weight.grad is not None or not _owns_memory(weight):
+        return "other code holds it or its memory, as an optimizer, a state dict or a view does"
+    if _memory.is_captured(weight) or is_capturing(weight):
+        return "a CUDA graph reads it"
+    if not _autograd.eager((weight,)):
+        return "the call is traced or transformed"
+    if layer._runs_dense(weight):
+        return "inference runs dense"
+    return ""
+
+
+def is_on_gpu(weight: Tensor | None) -> bool:
+    """Whether kernels of a GPU read the weight; a CPU has no use for rows."""
+    return weight is not None and weight.is_cuda
+
+
+def is_capturing(weight: Tensor) -> bool:
+    """Whether the current stream of a GPU captures a graph."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _references(parameters: dict[str, Any]) -> int:
+    return sys.getrefcount(parameters["weight"])
+
+
+# of a value that the dictionary alone holds
+_ALONE = _references({"weight": object()})
+
+
+def _uses(tensor: Tensor) -> tuple[int, int, int]:
+    """How often the storage of ``tensor`` is held, in C++ and in Python, and the tensor in C++."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage), tensor._use_count()  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _uses_of_one() -> tuple[int, int, int]:
+    """``_uses`` of a tensor whose memory no other one has."""
+    return _uses(torch.empty(1, device="cpu"))
+
+
+def _owns_memory(weight: Tensor) -> bool:
+    """Whether all of the storage is the weight's, and no other tensor, export or process has it."""
+    storage = weight.untyped_storage()
+    whole = weight.storage_offset() == 0 and storage.nbytes() == weight.nbytes
+    place = storage._cdata
+    del storage
+    sent = any(shared.cdata == place for shared in list(shared_cache.values()))
+    return whole and not sent and _uses(weight) == _uses_of_one()
+
+
+def store(weight: Tensor, rows: bool) -> bool:
+    """Store the Parameter ``weight`` [K, N] and its gradient by rows of neurons, or contiguous; whether any changed."""
+    if sharded({"weight": weight}):
+        from twell import _sharding
+
+        return _sharding.lay(weight, rows)  # type: ignore[arg-type]
+    changed = False
+    for tensor in (weight, weight.grad if weight.is_leaf else None):
+        if tensor is None or (tensor.t() if rows else tensor).is_contiguous():
+            continue
+        # an inference tensor takes only inference data, a normal tensor only normal data
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.data = _copied(tensor, rows)
+        changed = True
+    return changed
+
+
+def _copied(tensor: Tensor, rows: bool) -> Tensor:
+    """A copy of ``tensor`` [K, N] in a layout."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        return tensor.data.t().contiguous().t() if rows else tensor.data.contiguous()
+
+
+def _wait(made: Tensor) -> None:
+    """Wait for the current stream, which makes the tensor: other streams may read it next."""
+    if made.is_cuda:
+        with device.relaxed_capture():
+            torch.cuda.current_stream(made.device).synchronize()

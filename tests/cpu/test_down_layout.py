@@ -1,0 +1,399 @@
+"""``down_layout="auto"``: by rows while the layer alone holds its down weight, as nn.Linear's wherever it is seen.
+
+A CPU has no use for rows, so these tests say that it is a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import twell
+from tests.cpu.test_plain_habits import MODELS, forward
+from twell import _down_layout, _memory
+from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP, explain, set_down_layout
+
+BF16 = torch.bfloat16
+K, N = 32, 264
+# README's two lines and the ways around them
+NAMES = ("gated", "plain", "sparsify_", "pair", "transformers", "SparseLlama")
+EACH = pytest.mark.parametrize("make", [MODELS[name] for name in NAMES], ids=NAMES)
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_down_layout, "is_on_gpu", lambda weight: weight is not None)
+
+
+def layer_of(model: nn.Module) -> Any:
+    with _down_layout.unlisted():
+        return next(m for m in model.modules() if isinstance(m, SparseFFN))
+
+
+def layout(model: nn.Module) -> str:
+    stride = layer_of(model).down_proj.weight.stride()
+    return {(1, K): "rows", (N, 1): "linear"}[stride]
+
+
+def generate(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return forward(model)
+
+
+def decoding(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model after its first inference call."""
+    model = make().eval()
+    # blocks that ``sparsify_`` replaced may be in cycles
+    gc.collect()
+    assert layout(model) == "linear"
+    generate(model)
+    assert layout(model) == "rows"
+    return model
+
+
+@EACH
+def test_the_first_inference_call_lays_by_rows(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    parameters = [id(p) for p in model.parameters()]
+    set_down_layout(model, "linear")
+    expected = generate(model)
+    set_down_layout(model, "auto")
+    assert torch.equal(generate(model), expected)
+    assert layout(model) == "rows"
+    assert torch.equal(generate(model), expected)
+    assert [id(p) for p in model.parameters()] == parameters
+
+
+def test_nothing_in_sparsify_keeps_the_weight() -> None:
+    """Without the garbage collector: the second of README's lines is followed by the call."""
+    gc.collect()
+    gc.disable()
+    try:
+        for name in ("sparsify_", "pair", "transformers"):
+            model = MODELS[name]().eval()
+            generate(model)
+            assert layout(model) == "rows", name
+    finally:
+        gc.enable()
+
+
+LISTINGS: dict[str, Callable[[nn.Module], Any]] = {
+    "parameters": lambda model: list(model.parameters()),
+    "named_parameters": lambda model: dict(model.named_parameters()),
+    "of each module": lambda model: [list(m.parameters(recurse=False)) for m in model.modules()],
+    "children": lambda model: fully_shard_lists(model),
+    "modules": lambda model: len(list(model.modules())) < 0,
+    "state_dict": lambda model: model.state_dict(),
+    "state_dict of the layer": lambda model: layer_of(model).state_dict(),
+    "train": lambda model: model.train(),
+    "cast": lambda model: model.to(torch.float16).to(BF16),
+    "deepcopy": lambda model: copy.deepcopy(model),
+    "zero_grad": lambda model: model.zero_grad(),
+    "a vector": lambda model: nn.utils.parameters_to_vector(model.parameters()) is None,
+}
+
+
+def fully_shard_lists(module: nn.Module) -> list[nn.Parameter]:
+    """As FSDP2 lists parameters: by children, and without recursion."""
+    below = [p for child in module.children() for p in fully_shard_lists(child)]
+    return [*below, *(p for _, p in module.named_parameters(recurse=False))]
+
+
+@EACH
+def test_whoever_lists_the_weight_gets_it_as_linear_stores_it(make: Callable[[], nn.Module]) -> None:
+    model = decoding(make)
+    for name, way in LISTINGS.items():
+        generate(model)
+        assert layout(model) == "rows", name
+        found = way(model)
+        assert layout(model) == "linear", name
+        for module in (model, found):
+            assert not isinstance(module, nn.Module) or all(p.is_contiguous() for p in module.parameters()), name
+        # a list or a state dict that is kept stays true
+        generate(model)
+        assert layout(model) == "linear" or isinstance(found, (nn.Module, bool)) or not found, name
+        model.eval()
+        del found, module
+
+
+@EACH
+def test_looking_at_layers_leaves_rows(make: Callable[[], nn.Module]) -> None:
+    model = decoding(make)
+    assert explain(model).rows[0].layout == "rows"
+    twell.nn.set_strategy(model, "row")
+    next(model.parameters())
+    with twell.count_firing(model):
+        generate(model)
+    assert layout(model) == "rows"
+
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "optimizer": lambda layer: torch.optim.AdamW(layer.parameters()),
+    "list": lambda layer: list(layer.parameters()),
+    "state dict": lambda layer: layer.state_dict(),
+    "view": lambda layer: layer.down_proj.weight.detach()[0],
+    "numpy": lambda layer: layer.down_proj.weight.detach().view(torch.int16).numpy(),
+    "dlpack": lambda layer: layer.requires_grad_(False).down_proj.weight.__dlpack__(),
+    "storage": lambda layer: layer.down_proj.weight.untyped_storage(),
+    "other module": lambda layer: SparseMLP.from_linear(layer.up_proj, layer.down_proj),
+    "flat buffer": lambda layer: flatten(layer),
+    "autograd graph": lambda layer: layer(torch.ones(2, K, dtype=BF16)),
+    "gradient": lambda layer: setattr(layer.down_proj.weight, "grad", torch.ones_like(layer.down_proj.weight)),
+    "traced": lambda layer: torch.jit.trace(layer.down_proj, torch.ones(2, N, dtype=BF16)),
+}
+
+
+def flatten(layer: nn.Module) -> Tensor:
+    flat = nn.utils.parameters_to_vector(layer.parameters()).detach()
+    begin = 0
+    for p in layer.parameters():
+        p.data = flat[begin : begin + p.numel()].view_as(p)
+        begin += p.numel()
+    return flat
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_a_weight_that_other_code_holds_stays(hold: Callable[[Any], Any]) -> None:
+    layer = SparseGatedMLP(K, N, dtype=BF16, strategy="row").eval()
+    held = hold(layer)
+    generate(layer)
+    assert layout(layer) == "linear"
+    row, *_ = explain(layer).rows
+    assert row.layout == "linear"
+    assert 'set_down_layout(model, "rows")' in row.reason
+    assert "other code holds it" in row.reason
+    layer.down_proj.weight.grad = None
+    del held
+    if hold is not HOLDERS["flat buffer"]:
+        generate(layer)
+        assert layout(layer) == "rows"
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("training mode", lambda layer: layer.train()),
+        ("a CUDA graph", lambda layer: _memory.note_capture(layer.down_proj.weight)),
+        ("was set so", lambda layer: set_down_layout(layer, "linear")),
+        ("no plain parameter", lambda layer: setattr(layer.down_proj, "weight", nn.Buffer(torch.zeros(K, N)))),
+    ],
+)
+def test_what_else_keeps_a_weight_linear(why: str, change: Callable[[Any], Any]) -> None:
+    layer = SparseGatedMLP(K, N, strategy="row", dtype=BF16).eval()
+    if why == "no plain parameter":
+        del layer.down_proj.weight
+    change(layer)
+    assert why in _down_layout.obstacle(layer)
+    if why != "no plain parameter":
+        generate(layer)
+        assert layout(layer) == "linear"
+
+
+def test_dense_layers_and_inference_tensors_stay() -> None:
+    with torch.inference_mode():
+        made = SparseGatedMLP(K, N, strategy="row", dtype=BF16).eval()
+    for layer in (
+        made,
+        SparseGatedMLP(K, N, strategy="dense", dtype=BF16).eval(),
+        SparseGatedMLP(K, N, strategy="auto", dtype=BF16).eval(),
+        SparseGatedMLP(K, N, strategy="row", dtype=torch.float32).eval(),
+    ):
+        with torch.inference_mode():
+            layer(torch.randn(3, K).to(layer.up_proj.weight.dtype))
+        assert layout(layer) == "linear"
+
+
+def test_a_call_that_needs_the_gradient_has_it_linear() -> None:
+    model = decoding(MODELS["gated"])
+    forward(model).float().sum().backward()
+    assert layout(model) == "linear"
+    assert all(p.grad is not None and p.grad.is_contiguous() for p in model.parameters())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
+def test_fused_optimizers_after_and_between_generation(fused: bool, mode: bool) -> None:
+    """They read weights, gradients and their state in memory order."""
+    weights = []
+    for choice in ("auto", "linear"):
+        torch.manual_seed(0)
+        layer = SparseGatedMLP(K, N, strategy="row").eval()
+        set_down_layout(layer, choice)  # type: ignore[arg-type]
+        with torch.no_grad(), torch.autocast("cpu", BF16):
+            layer(torch.randn(3, K))
+        assert (layout(layer) == "rows") == (choice == "auto")
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=fused)
+        for _ in range(3):
+            layer.train(mode)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", BF16):
+                layer(torch.randn(5, K)).float().square().sum().backward()
+            optimizer.step()
+            with torch.no_grad(), torch.autocast("cpu", BF16):
+                layer.eval()(torch.randn(3, K))
+        weights.append(layer.down_proj.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_averages_that_write_into_a_state_dict() -> None:
+    model = decoding(MODELS["gated"])
+    state = model.state_dict()
+    generate(model)
+    for t in state.values():
+        t.zero_()
+    assert not generate(model).any()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_states_load_into_rows(assign: bool) -> None:
+    model, other = decoding(MODELS["gated"]), MODELS["gated"]().eval()
+    state = {name: t.clone() for name, t in other.state_dict().items()}
+    model.load_state_dict(state, assign=assign)
+    expected = generate(other)
+    assert torch.equal(generate(model), expected)
+    del state
+    assert torch.equal(generate(model), expected)
+    assert layout(model) == "rows"
+    assert all(p.is_contiguous() for p in model.parameters())
+
+
+def test_files_and_pickles(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = decoding(MODELS["transformers"])
+    expected = generate(model)
+    safetensors.save_file(model.state_dict(), tmp_path / "a.safetensors")
+    generate(model)
+    again = pickle.loads(pickle.dumps(model))
+    assert layout(again) == "linear"
+    assert torch.equal(generate(again), expected)
+    assert layout(again) == "rows"
+    assert "_laid" not in layer_of(model).__getstate__()
+
+
+def test_parametrizations_move_the_weight() -> None:
+    model = decoding(MODELS["gated"])
+    torch.nn.utils.parametrize.register_parametrization(layer_of(model).down_proj, "weight", nn.Identity())
+    assert all(p.is_contiguous() for p in model.parameters())
+
+
+def test_layers_that_share_a_child() -> None:
+    """The first of them is listed with the child, the second one has laid it."""
+    first, second = (SparseGatedMLP(K, N, strategy="row", dtype=BF16) for _ in range(2))
+    second.down_proj = first.down_proj
+    model = nn.Sequential(first, second).eval()
+    with torch.no_grad():
+        second(torch.randn(3, K).to(BF16))
+    assert layout(model) == "rows"
+    assert all(p.is_contiguous() for p in list(model.parameters()))
+
+
+def test_a_weight_that_a_graph_reads_is_not_put_back(caplog: pytest.LogCaptureFixture) -> None:
+    model = decoding(MODELS["gated"])
+    place = layer_of(model).down_proj.weight.data_ptr()
+    _memory.note_capture(layer_of(model).down_proj.weight)
+    list(model.parameters())
+    model.train()
+    assert layout(model) == "rows"
+    assert layer_of(model).down_proj.weight.data_ptr() == place
+    assert "a CUDA graph reads it" in caplog.text
+    set_down_layout(model, "linear")
+    assert layout(model) == "linear"
+
+
+def test_captures_are_forgotten_with_their_memory() -> None:
+    held = torch.zeros(8)
+    _memory.note_capture(held)
+    assert _memory.is_captured(held[2:])
+    count = len(_memory._CAPTURED)
+    del held
+    _memory.note_capture(torch.zeros(8))
+    assert len(_memory._CAPTURED) <= count
+    assert not _memory.is_captured(torch.zeros(8))
+
+
+def test_no_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = SparseGatedMLP(K, N, strategy="row", dtype=BF16).eval()
+
+    def fail(weight: Tensor, rows: bool) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(_down_layout, "_copied", fail)
+    generate(layer)
+    assert layout(layer) == "linear"
+    assert "no memory" in _down_layout.obstacle(layer)
+
+
+def test_compiled_calls_follow_the_layout() -> None:
+    """A graph is for one layout; what a listing changes makes another."""
+    torch.compiler.reset()
+    model = MODELS["gated"]().eval()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    expected = generate(compiled)
+    # tracing lays nothing
+    assert layout(model) == "linear"
+    generate(model)
+    assert layout(model) == "rows"
+    assert torch.equal(generate(compiled), expected)
+    assert layout(model) == "rows"
+    assert all(p.is_contiguous() for p in compiled.parameters())
+    assert torch.equal(generate(compiled), expected)
+
+
+def test_functional_calls_leave_foreign_parameters() -> None:
+    model = decoding(MODELS["gated"])
+    theirs = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    generate(model)
+    with torch.no_grad():
+        torch.func.functional_call(model, theirs, (torch.randn(3, K).to(BF16),))
+    assert theirs["down_proj.weight"].is_contiguous()
+    assert all(p.is_contiguous() for p in model.parameters())
+
+
+def test_threads_may_call_and_list_at_once() -> None:
+    torch.manual_seed(0)
+    model = MODELS["gated"]().eval()
+    set_down_layout(model, "linear")
+    x = torch.randn(3, K).to(BF16)
+    with torch.no_grad():
+        expected = model(x)
+    set_down_layout(model, "auto")
+    wrong: list[Any] = []
+
+    def work(lists: bool) -> None:
+        for _ in range(100):
+            try:
+                if lists:
+                    sum(p.numel() for p in model.parameters())
+                else:
+                    with torch.no_grad():
+                        assert torch.equal(model(x), expected)
+            except BaseException as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(i == 0,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_pickles_of_earlier_versions() -> None:
+    layer = SparseMLP(K, N, dtype=BF16)
+    state = layer.__getstate__()
+    old = SparseMLP.__new__(SparseMLP)
+    old.__setstate__({name: value for name, value in state.items() if name != "_down_layout"})
+    assert old.down_layout == "rows"
+    with torch.no_grad():
+        old.eval()(torch.randn(2, K).to(BF16))
+    list(old.parameters())

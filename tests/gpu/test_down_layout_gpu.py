@@ -1,0 +1,286 @@
+"""``down_layout="auto"`` on a GPU: by rows in inference, as nn.Linear's for torch and others, still under a graph."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import twell
+from twell import _down_layout, _memory
+from twell.nn import SparseGatedMLP, explain, set_down_layout
+
+BF16 = torch.bfloat16
+K, N = 264, 776
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(K, N), nn.Linear(K, N)
+        self.down_proj = nn.Linear(N, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+@pytest.fixture(params=[Gated, Pair])
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    """After README's two lines."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(K, K), request.param())
+    twell.sparsify_(made, names=[("gate_proj", "up_proj", "down_proj"), ("fc1", "fc2")])
+    return made.to("cuda", BF16).eval()
+
+
+def layer_of(model: nn.Module) -> Any:
+    return next(iter(twell._sparsify.layers(model).values()))
+
+
+def is_rows(model: nn.Module) -> bool:
+    rows: bool = layer_of(model).down_proj.weight.stride() == (1, K)
+    return rows
+
+
+def decode(model: nn.Module, m: int = 1) -> Tensor:
+    torch.manual_seed(m)
+    with torch.no_grad():
+        y: Tensor = model(torch.randn(m, K, device="cuda", dtype=BF16))
+    return y
+
+
+def test_decoding_is_by_rows_from_the_first_call(model: nn.Module) -> None:
+    assert not is_rows(model)
+    set_down_layout(model, "rows")
+    expected = decode(model)
+    set_down_layout(model, "auto")
+    assert not is_rows(model)
+    assert "the next call lays" in explain(model).rows[0].reason
+    assert torch.equal(decode(model), expected)
+    assert is_rows(model)
+    assert explain(model).rows[0].layout == "rows"
+    layer = layer_of(model)
+    # the call that laid it chose as if it had been so before
+    if site := layer._site():
+        assert not any(bucket.problem.down_copied for bucket in site._buckets.values())
+
+
+def test_plain_habits(model: nn.Module, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    expected = decode(model)
+    safetensors.save_file(model.state_dict(), tmp_path / "a.safetensors")
+    assert torch.equal(decode(model), expected)
+    assert is_rows(model)
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector.detach().clone(), model.parameters())
+    for assign in (False, True):
+        decode(model)
+        model.load_state_dict(safetensors.load_file(tmp_path / "a.safetensors", device="cuda"), assign=assign)
+        assert torch.equal(decode(model), expected)
+    decode(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not is_rows(other)
+        assert torch.equal(decode(other), expected)
+        assert is_rows(other)
+    state = model.state_dict()
+    decode(model)
+    for t in state.values():
+        t.zero_()
+    assert not decode(model).any()
+
+
+def test_fully_shard_after_decoding(model: nn.Module, tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    expected = decode(model, 8)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        fully_shard(model)
+        torch.testing.assert_close(decode(model, 8), expected, rtol=2e-2, atol=2e-2)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_generation_between_training_steps() -> None:
+    """Fused optimizers read their state in memory order."""
+    weights = []
+    for layout in ("auto", "linear"):
+        torch.manual_seed(0)
+        layer = SparseGatedMLP(K, N, device="cuda", strategy="union", dtype=BF16).eval()
+        set_down_layout(layer, layout)  # type: ignore[arg-type]
+        decode(layer)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
+        for i in range(3):
+            layer.train()
+            optimizer.zero_grad()
+            torch.manual_seed(i)
+            layer(torch.randn(256, K, device="cuda", dtype=BF16)).float().square().sum().backward()
+            optimizer.step()
+            decode(layer.eval())
+        weights.append(layer.down_proj.weight.detach().clone())
+    torch.testing.assert_close(*weights, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["rows", "linear"])
+def test_a_captured_graph_keeps_the_memory(first: bool, caplog: pytest.LogCaptureFixture) -> None:
+    layer = SparseGatedMLP(K, N, device="cuda", strategy="row", dtype=BF16).eval()
+    kept = None if first else layer.down_proj.weight
+    x = torch.randn(4, K, device="cuda", dtype=BF16)
+    with torch.no_grad():
+        expected = layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        del kept
+        place = layer.down_proj.weight.data_ptr()
+        list(layer.parameters())
+        layer(x)
+        assert layer.down_proj.weight.data_ptr() == place
+        assert is_rows_of(layer) == first
+        assert ("a CUDA graph reads it" in caplog.text) == first
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
+def is_rows_of(layer: SparseGatedMLP) -> bool:
+    return layer.down_proj.weight.stride() == (1, K)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_graphs_follow_the_layout(mode: str) -> None:
+    torch.compiler.reset()
+    layer = SparseGatedMLP(K, N, device="cuda", strategy="row", dtype=BF16).eval()
+    x = torch.randn(4, K, device="cuda", dtype=BF16)
+    compiled = torch.compile(layer, fullgraph=True, mode=mode)
+    with torch.no_grad():
+        expected = layer(x)
+        for _ in range(3):
+            assert torch.equal(compiled(x), expected)
+        list(layer.parameters())
+        for _ in range(3):
+            assert torch.equal(compiled(x), expected)
+    # a captured graph holds on to it
+    assert is_rows_of(layer) == (mode == "reduce-overhead") == _memory.is_captured(layer.down_proj.weight)
+
+
+def test_threads_and_streams() -> None:
+    layer = SparseGatedMLP(2048, 5632, device="cuda", strategy="row", dtype=BF16).eval()
+    x = torch.randn(4, 2048, device="cuda", dtype=BF16)
+    set_down_layout(layer, "linear")
+    with torch.no_grad():
+        expected = layer(x)
+    set_down_layout(layer, "auto")
+    torch.cuda.synchronize()
+    wrong: list[Any] = []
+
+    def work(lists: bool) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+                for _ in range(100):
+                    if lists:
+                        sum(p.numel() for p in layer.parameters())
+                        # what would reuse memory too early
+                        torch.full((2048, 5632), torch.nan, device="cuda", dtype=BF16)
+                    elif not torch.equal(layer(x), expected):
+                        wrong.append("another result")
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(i == 0,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_laying_beside_a_capture() -> None:
+    """Another thread may capture a graph of something else meanwhile."""
+    layer = SparseGatedMLP(K, N, device="cuda", strategy="row", dtype=BF16).eval()
+    decode(layer)
+    list(layer.parameters())
+    wrong: list[BaseException] = []
+    # drawing belongs to the capture of its device, whichever thread draws
+    token = torch.randn(1, K, device="cuda", dtype=BF16)
+
+    def work() -> None:
+        try:
+            for _ in range(3):
+                with torch.no_grad():
+                    layer(token)
+                list(layer.parameters())
+        except BaseException as error:
+            wrong.append(error)
+
+    x = torch.zeros(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        x.add_(1)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    graph.replay()
+    assert not wrong
+    assert torch.equal(x, torch.ones_like(x))
+
+
+def test_transformers_lays_at_once() -> None:
+    transformers = pytest.importorskip("transformers")
+    import twell.integrations.transformers as twell_hf
+
+    config = transformers.LlamaConfig(
+        vocab_size=40,
+        hidden_size=64,
+        intermediate_size=264,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        hidden_act="relu",
+    )
+    model = twell_hf.sparsify(transformers.LlamaForCausalLM(config).to("cuda", BF16).eval())
+    layers = twell._sparsify.layers(model).values()
+    assert [layer.down_proj.weight.stride() for layer in layers] == [(1, 64)] * 2
+    model.generate(torch.randint(40, (1, 5), device="cuda"), max_new_tokens=4)
+    assert [layer.down_proj.weight.stride() for layer in layers] == [(1, 64)] * 2
+    assert all(p.is_contiguous() for p in model.parameters())
+
+
+def test_negated_weights_have_the_bits_of_plain_ones() -> None:
+    given = [torch.randn(shape, device="cuda", dtype=BF16) for shape in ((5, K), (N, K), (N, K), (K, N))]
+    for i in range(4):
+        odd = [torch._neg_view(-t) if i == j else t for j, t in enumerate(given)]
+        for strategy in ("row", "union", "dense"):
+            y = twell.sparse_gated_ffn(*odd, strategy=strategy)  # type: ignore[arg-type]
+            assert torch.equal(y, twell.sparse_gated_ffn(*given, strategy=strategy))  # type: ignore[arg-type]
+    leaves = [t.requires_grad_() for t in given]
+    y = twell.sparse_gated_ffn(*leaves, strategy="union")
+    dy = torch.randn_like(y)
+    plain, negated = (torch.autograd.grad(y, leaves, g, retain_graph=True) for g in (dy, torch._neg_view(-dy)))
+    assert all(map(torch.equal, plain, negated))
+
+
+def test_nothing_is_laid_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = SparseGatedMLP(K, N, device="cuda", strategy="row", dtype=BF16).eval()
+
+    def fail(tensor: Tensor, rows: bool) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(_down_layout, "_copied", fail)
+    decode(layer)
+    assert not is_rows_of(layer)
