@@ -390,7 +390,7 @@ class AutoStrategy:
             bucket is None
             # figures change little here, and a call that measures costs the host several times as much
             or bucket.calls & (bucket.calls - 1) == 0
-            or _capturing(x)
+            or (x.is_cuda and torch._C._cuda_isCurrentStreamCapturing())
             or not self.heeds(x)
             or (training and (_checkpointed() or torch._C._current_graph_task_id() != -1))
         ):

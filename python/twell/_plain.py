@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ _STAND_INS = ("torch._subclasses", "torch.distributed")
 _CALL = nn.Module.__call__ if getattr(nn.Module.__call__, "__globals__", None) is vars(_module) else None
 _FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(_linear) else None
 _LINEAR = F.linear if isinstance(F.linear, types.BuiltinFunctionType) else None
-_PARAMETERS = ("weight", "bias")
+_PARAMETERS = {"weight", "bias"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_ALL = (
     *(_module._global_forward_pre_hooks, _module._global_forward_hooks),
@@ -73,24 +73,19 @@ def calls_are_torchs() -> bool:
     return called and nn.Linear.forward is _FORWARD and F.linear is _LINEAR
 
 
-def runs_as_linear() -> bool:
-    """Whether the call of an ``nn.Linear`` without hooks of its own is ``F.linear`` and nothing else."""
-    return not any(HOOKS_OF_ALL) and calls_are_torchs()
-
-
-def linear(child: nn.Module, x: Tensor) -> Any:
-    """``child(x)`` if ``runs_as_linear``; without the call of a module where ``child`` is an ``nn.Linear`` as made."""
-    own = child.__dict__
-    if (
-        type(child) is nn.Linear
-        and not (own["_forward_hooks"] or own["_forward_pre_hooks"])
-        and not (own["_backward_hooks"] or own["_backward_pre_hooks"])
-        and "forward" not in own
-        and own.keys().isdisjoint(_PARAMETERS)
-    ):
-        parameters = own["_parameters"]
-        return F.linear(x, parameters["weight"], parameters["bias"])
-    return child(x)
+def run_as_linear(children: Sequence[nn.Module | None]) -> bool:
+    """Whether calling each of ``children`` is ``F.linear`` with its parameters and nothing else."""
+    if any(HOOKS_OF_ALL) or not calls_are_torchs():
+        return False
+    for child in children:
+        if type(child) is not nn.Linear:
+            return False
+        own = child.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            return False
+        if "forward" in own or "weight" in own or "bias" in own or own["_parameters"].keys() != _PARAMETERS:
+            return False
+    return True
 
 
 def is_plain(child: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import _admission, _auto, _autograd, _down_layout, _plain, functional, tuning
-from twell._activation import ActivationName, activation_of
+from twell._activation import RELU, ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
 from twell._auto import AutoStrategy
 from twell._explanation import Choice, Explanation
@@ -281,30 +281,32 @@ class SparseFFN(nn.Module):
             return False
         if type(x) is not Tensor or self._accumulate_main_grad or self._record_aux or torch._C._get_tracing_state():
             return False
-        training = torch.is_grad_enabled() and (x.requires_grad or self._applied("down_proj")[0].requires_grad)
-        if not site.runs_torchs(x, training):
+        if not site.runs_torchs(x, torch.is_grad_enabled()):
             return False
-        if self._laid.weight is not None:
-            self._laid.note_reading(self._laid.weight)
+        weight = self._laid.weight
+        if weight is not None and torch._C._cuda_getCurrentRawStream(weight.device.index) not in self._laid.streams:
+            self._laid.note_reading(weight)
         return True
 
     def _by_torch(self, x: Tensor) -> Any:
         """The layer by calling its projections, for ``_runs_torchs``."""
-        children, torchs = self._modules, _plain.runs_as_linear()
-
-        def project(name: str, value: Tensor) -> Any:
-            child = children.get(name)
-            if child is None:
-                return self._project(name, value)
-            return _plain.linear(child, value) if torchs else child(value)
-
-        gate = project("gate_proj" if self._gated else "up_proj", x)
-        up = project("up_proj", x) if self._gated else None
-        if self._activation == "relu":
-            gate = F.relu(gate)
-            return project("down_proj", gate if up is None else gate * up)
-        activation = activation_of(self._activation, self._threshold, self._gated)
-        return project("down_proj", activation.hidden(activation.after(gate), up))
+        activation = RELU
+        if self._activation != "relu":
+            activation = activation_of(self._activation, self._threshold, self._gated)
+        children: list[Any] = [self._modules.get(name) for name in (_PROJECTIONS if self._gated else _PROJECTIONS[1:])]
+        if not _plain.run_as_linear(children):
+            gate, up = self._pre_activations(x)
+            return self._project("down_proj", activation.hidden(activation.after(gate), up))
+        # without the calls of modules, and without memory of their own for results that nothing else sees
+        *inputs, down = [child._parameters for child in children]
+        gate, up = F.linear(x, inputs[0]["weight"], inputs[0]["bias"]), None
+        if self._gated:
+            up = F.linear(x, inputs[1]["weight"], inputs[1]["bias"])
+        if torch.is_grad_enabled() or activation is not RELU:
+            hidden = activation.hidden(activation.after(gate), up)
+        else:
+            hidden = torch.relu_(gate) if up is None else torch.relu_(gate).mul_(up)
+        return F.linear(hidden, down["weight"], down["bias"])
 
     def _site(self) -> AutoStrategy | None:
         """The ``AutoStrategy`` that chooses; None if the strategy is named."""
