@@ -42,6 +42,8 @@ COLUMNS, VALUES = screen.ROTATED, screen.ROTATED // 32
 VECTORS, VECTOR = 8, 8
 # bits of a column by bits of the rows and columns of both matrices
 MATRICES = ((0, 3, 4, 1), (5, 6, 7, 2))
+# of centred dithers
+UNIT = 2.0 ** -(screen.FRACTION + 1)
 # a sum with it that is rounded down is an integer, in the low bits
 ROUNDER = 3 * 2.0**22
 # Warps of a CTA for rows of all columns of the class, for shorter ones, and its CTAs on an SM, by the warps of a row.
@@ -100,7 +102,6 @@ class QuantizeGate:
         offset: cute.Tensor,
         shift: Int32,
         other_shift: Int32,
-        unit: Float32,
         grid_error: Float32,
         multiprocessors: Int32,
         stream: cuda.CUstream,
@@ -115,23 +116,23 @@ class QuantizeGate:
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas)
         o = Operands(rows, q, scale, spread, offset, grid_error)
-        of_dithers = (shift, other_shift, unit)
+        shifts = (shift, other_shift)
         if rows.shape[0] > 0:
             # the usual sizes have constant places
             if rows.shape[0] <= multiprocessors * self.few:
-                self.launch_few(o, of_dithers, stream)
+                self.launch_few(o, shifts, stream)
             elif rows.shape[1] == self.k_max:
-                self.launch(o, of_dithers, True, multiprocessors, stream)
+                self.launch(o, shifts, True, multiprocessors, stream)
             else:
-                self.launch(o, of_dithers, False, multiprocessors, stream)
+                self.launch(o, shifts, False, multiprocessors, stream)
 
     def launch(
-        self, o: Operands, of_dithers: tuple[Any, ...], whole: bool, multiprocessors: Int32, stream: cuda.CUstream
+        self, o: Operands, shifts: tuple[Any, ...], whole: bool, multiprocessors: Int32, stream: cuda.CUstream
     ) -> None:
         """Launch the kernel for rows of all columns of the class, or of fewer."""
         warps = self.warps if whole else self.partial_warps
         ctas = cute.ceil_div(o.rows.shape[0], warps // self.segments)
-        self.kernel(o, *of_dithers, whole).launch(
+        self.kernel(o, *shifts, whole).launch(
             grid=(cutlass.min(ctas, multiprocessors * self.ctas), 1, 1),
             block=(32 * warps, 1, 1),
             min_blocks_per_mp=self.ctas,
@@ -140,10 +141,10 @@ class QuantizeGate:
             use_pdl=launch.overlaps(),
         )
 
-    def launch_few(self, o: Operands, of_dithers: tuple[Any, ...], stream: cuda.CUstream) -> None:
+    def launch_few(self, o: Operands, shifts: tuple[Any, ...], stream: cuda.CUstream) -> None:
         """Launch the kernel for few rows."""
         if self.few:
-            self.few_kernel(o, *of_dithers).launch(
+            self.few_kernel(o, *shifts).launch(
                 grid=(o.rows.shape[0], 1, 1),
                 block=(32 * self.few_warps, 1, 1),
                 stream=stream,
@@ -151,9 +152,9 @@ class QuantizeGate:
             )
 
     @cute.kernel
-    def kernel(self, o: Operands, shift: Int32, other_shift: Int32, unit: Float32, whole: cutlass.Constexpr):
-        """`shift`: where the dither is in a column's word, `other_shift`: that of the other side; `unit`: of centred
-        dithers, 0 for none, so that values are rounded to nearest; `whole`: all columns of the class exist.
+    def kernel(self, o: Operands, shift: Int32, other_shift: Int32, whole: cutlass.Constexpr):
+        """`shift`: where the dither is in a column's word, `other_shift`: that of the other side; `whole`: all columns
+        of the class exist.
         """
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp, warps = cute.arch.make_warp_uniform(cute.arch.warp_idx()), self.warps if whole else self.partial_warps
@@ -168,7 +169,7 @@ class QuantizeGate:
         # the warp's first column, and bits of the column that are rotated
         start, power = warp % self.segments * COLUMNS, self.power(o.rows.shape[1])
         bits = COLUMNS.bit_length() - 1 if const_expr(whole) else power
-        self.draw_dithers(s, (shift, other_shift), unit, thread, 32 * warps)
+        self.draw_dithers(s, (shift, other_shift), thread, 32 * warps)
         signs = self.draw_signs(start, lane)
         matrices = self.draw_matrices(power, whole, lane)
         launch.griddepcontrol_wait()
@@ -197,14 +198,14 @@ class QuantizeGate:
             screened, levels = self.judge(largest, squares)
             offset = self.round(s, values, start, levels, lane, results)
             self.store(o.q, results, row, target, column, whole, screened)
-            offset = self.join(s, offset, unit, warp, lane)
+            offset = self.join(s, offset, warp, lane)
             if start == 0 and lane == 0 and row < o.rows.shape[0]:
                 self.store_vectors(o, row, largest, squares, offset, screened, levels)
             target += Int64(step) * o.q.stride[0]
             first += step
 
     @cute.kernel
-    def few_kernel(self, o: Operands, shift: Int32, other_shift: Int32, unit: Float32):
+    def few_kernel(self, o: Operands, shift: Int32, other_shift: Int32):
         """One row; the operands are those of `kernel`."""
         thread, lane, row = cute.arch.thread_idx()[0], cute.arch.lane_idx(), cute.arch.block_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -229,7 +230,7 @@ class QuantizeGate:
             four = philox(Uint32(thread * 2 + half), screen.DITHERS)
             pairs = [[Int32(screen.centred(word, Uint32(place))) for word in four] for place in (shift, other_shift)]
             for j in range_constexpr(4):
-                dithers[4 * half + j] = pairs[0][j].to(Float32) * unit + Float32(0.5)
+                dithers[4 * half + j] = pairs[0][j].to(Float32) * Float32(UNIT) + Float32(0.5)
             for j in range_constexpr(2):
                 others[2 * half + j] = Uint32(pairs[1][2 * j]) & Uint32(0xFFFF) | Uint32(pairs[1][2 * j + 1]) << 16
         signs, bits = self.draw_signs(segment * COLUMNS, lane), self.power(o.rows.shape[1])
@@ -277,7 +278,7 @@ class QuantizeGate:
             words.fill(0)
         if exists:
             self.copy(address(o.q, row, column).toint(), 2, words, False)
-        total = warp_sum(offset.to(Float32) * unit)
+        total = warp_sum(offset.to(Float32) * Float32(UNIT))
         if lane == 0:
             offsets[warp] = total
         cute.arch.sync_threads()
@@ -355,7 +356,7 @@ class QuantizeGate:
         return one | negative << 15 if (row ^ column) & (15 - rotated) == 0 else Uint32(0)
 
     @cute.jit
-    def draw_dithers(self, s, shifts, unit: Float32, thread: Int32, threads: cutlass.Constexpr):
+    def draw_dithers(self, s, shifts, thread: Int32, threads: cutlass.Constexpr):
         """Dithers of all columns, where the lanes that round with them find four at a time; eight of the others."""
         for block in cutlass.range(thread, self.k_max // 4, threads, unroll=1):
             four = philox(Uint32(block), screen.DITHERS)
@@ -364,7 +365,7 @@ class QuantizeGate:
                 line, i, v = column >> 3 & 31, column & 7, column >> 8
                 at = v * 256 + (i >> 2) * 128 + line * 4 + (i & 3)
                 own, other = (Int32(screen.centred(four[j], Uint32(shift))) for shift in shifts)
-                dither = own.to(Float32) * unit + Float32(0.5)
+                dither = own.to(Float32) * Float32(UNIT) + Float32(0.5)
                 cute.make_tensor(s.dithers + at, cute.make_layout(1))[0] = dither
                 cute.make_tensor(s.others + column, cute.make_layout(1))[0] = other.to(Int16)
 
@@ -536,9 +537,9 @@ class QuantizeGate:
         )
 
     @cute.jit
-    def join(self, s, offset: Int32, unit: Float32, warp, lane) -> Float32:
+    def join(self, s, offset: Int32, warp, lane) -> Float32:
         """The row's sum of its lanes' `offset`, which are in units of dithers."""
-        total = warp_sum(offset.to(Float32) * unit)
+        total = warp_sum(offset.to(Float32) * Float32(UNIT))
         if const_expr(self.segments > 1):
             if lane == 0:
                 s.offsets[warp] = total
@@ -576,7 +577,6 @@ def signature(spec: QuantizeGateSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.vector(Float32, m),
         Int32(1),
         Int32(1),
-        Float32(1.0),
         Float32(1.0),
         Int32(1),
     )

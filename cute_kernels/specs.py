@@ -182,14 +182,6 @@ class GateScreenSpec(_FamilyKernel):
 
 
 @dataclass(frozen=True)
-class GatePackScreenedSpec(_FamilyKernel):
-    """``x, w_gate, int8 rows of both -> words, spill, stats`` for batches of up to ``tokens``, of any compression."""
-
-    tokens: ClassVar[int] = FEW_TOKENS[0]
-    op: ClassVar[str] = "gate_pack_screened"
-
-
-@dataclass(frozen=True)
 class UpDownSpec(_FamilyKernel):
     """``x, packed gate, w_up, w_down -> y, l1``; if not ``gated``: ``packed activations, w_down -> y, l1``.
 
@@ -455,7 +447,6 @@ Spec = (
     | GatePackFewSpec
     | QuantizeGateSpec
     | GateScreenSpec
-    | GatePackScreenedSpec
     | UpDownTokenSpec
     | UpDownTileSpec
     | UpDownSpec
@@ -486,7 +477,6 @@ def all_specs() -> tuple[Spec, ...]:
         *(GatePackFewSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in FEW_TOKENS),
         *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
         *(GateScreenSpec(d) for d in DTYPES),
-        *(GatePackScreenedSpec(d) for d in DTYPES),
         *(
             UpDownTokenSpec(d, k, c, g, family=f)
             for f in FAMILIES

@@ -137,6 +137,8 @@ def skip(app: Sphinx, what: str, name: str, thing: Any, skipped: bool, options: 
 
 PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)-dark\.svg">\s*<img alt="([^"]*)"[^>]*>\s*</picture>')
 HIDDEN = re.compile(r"<!-- sphinx\n(.*?)\n-->", re.DOTALL)
+# What autodoc shows with links.
+DOCSTRINGS = re.compile(r"<!-- table: docstrings .*?<!-- end -->\n", re.DOTALL)
 OUTSIDE = re.compile(r"\[([^\]]*)\]\((\.\./\w+\.md)\)")
 
 
@@ -144,7 +146,8 @@ def read_page(app: Sphinx, page: str, source: list[str]) -> None:
     """Turn the parts of a page that GitHub reads otherwise into directives.
 
     A ``<picture>`` becomes one image for each theme. The content of a comment ``<!-- sphinx ... -->``, which GitHub
-    leaves out, becomes part of the page. A link to a page above ``docs/`` becomes a download.
+    leaves out, becomes part of the page, in place of the docstrings that GitHub shows. A link to a page above ``docs/``
+    becomes a download.
     """
 
     def images(found: re.Match[str]) -> str:
@@ -154,7 +157,7 @@ def read_page(app: Sphinx, page: str, source: list[str]) -> None:
         )
         return "\n\n".join(each)
 
-    text = HIDDEN.sub(r"\1", PICTURE.sub(images, source[0]))
+    text = DOCSTRINGS.sub("", HIDDEN.sub(r"\1", PICTURE.sub(images, source[0])))
     source[0] = text if "/" in page else OUTSIDE.sub(r"{download}`\1 <\2>`", text)
 
 

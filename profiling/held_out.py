@@ -7,7 +7,9 @@
 A point is a layer of other sizes than those of the table, with a number of tokens, a pattern and non-zeros of its own:
 100 points by a fixed seed, 20 of them training steps. Each strategy is timed as ``twell tune`` does, and "auto" decides
 by the measured figures of the layer, as ``twell.AutoStrategy`` does. The loss is the time of its choice over that of
-the fastest strategy, minus one.
+the fastest strategy, minus one. These times are of CUDA graphs. The same layer is called eagerly, too: the module with
+"auto" and one of PyTorch, taken in turn, each queued ``EAGER_CALLS`` times without a wait; the eager loss is the time
+of a call of "auto" over that of PyTorch, minus one.
 
 Points go to --out after each one; --budget-s ends a run between points. --rows decides again at measured points.
 """
@@ -21,15 +23,20 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from profiling import host
 from profiling.tune import read, write_json
 from twell import _tables, testing, tuning
 from twell.commands import tune
 from twell.commands.bench import protocol
 from twell.commands.request import RequestError
+from twell.nn import explain
 from twell.testing import FFN, Workload
 from twell.tuning import Problem
 
@@ -47,6 +54,9 @@ SHAPES = {
 GATED_SHARE = 0.85
 # Numbers of tokens for each recorded layer.
 RECORDED_POINTS = 2
+
+# Eager calls of a run, runs, and calls before them: past the first measurements of "auto".
+EAGER_CALLS, EAGER_RUNS, EAGER_FIRST = 20, 15, 72
 
 
 class Point(NamedTuple):
@@ -110,7 +120,33 @@ def measure(point: Point, folder: Path | None, device: protocol.Device, seconds:
     pattern = point.workload if isinstance(point.workload, str) else vars(point.workload)
     figures = tune.figures_of(drawn, "screened" in strategies)
     row = {**dict(zip(tune.SIZES, problem)), "pattern": pattern, **figures._asdict(), "red": red}
-    return row | {f"{name}_ms": spread.median for name, spread in times.items()}
+    row |= {f"{name}_ms": spread.median for name, spread in times.items()}
+    return row | eager(drawn, problem, device)
+
+
+def eager(drawn: FFN, problem: Problem, device: protocol.Device) -> dict[str, Any]:
+    """Milliseconds of an eager call by PyTorch and by "auto", and what that ran; {} on a CPU, where "auto" is dense."""
+    if device.torch_device.type != "cuda":
+        return {}
+    layer, what = host.sparse(drawn, "auto", problem.gated), "step" if problem.training else "forward"
+    calls = [host.call_of(what, each, drawn.x) for each in (host.Dense(layer), layer)]
+    for _ in range(EAGER_FIRST):
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+    dense, auto = host.interleaved([partial(queued, call) for call in calls], EAGER_RUNS)
+    rows = [row for row in explain(layer) if not row.graph]
+    return {"eager_dense_ms": dense * 1e3, "eager_auto_ms": auto * 1e3, "eager_auto": rows[0].strategy}
+
+
+def queued(call: Callable[[], Any]) -> float:
+    """Seconds of a call among ``EAGER_CALLS``, after which the host waits once."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(EAGER_CALLS):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / EAGER_CALLS
 
 
 def decided(row: dict[str, Any], table: _tables.Table) -> dict[str, Any]:
@@ -119,6 +155,8 @@ def decided(row: dict[str, Any], table: _tables.Table) -> dict[str, Any]:
     problem = Problem(*(row[name] for name in tune.SIZES))
     decision = tuning.decide(problem, tune.measured_figures(row), None, table)
     loss = ms[decision.strategy] / min(ms.values()) - 1 if decision.strategy in ms else None
+    if "eager_auto_ms" in row:
+        row = row | {"eager_loss": row["eager_auto_ms"] / row["eager_dense_ms"] - 1}
     return row | {"auto": decision.strategy, "costs": decision.costs, "loss": loss}
 
 
@@ -133,6 +171,8 @@ def line(row: dict[str, Any]) -> str:
             measured = row[f"{name}_ms"] / row["dense_ms"]
             guess = f" ({row['costs'][name]:.3f})" if name in row["costs"] else ""
             times.append(f"{name} {measured:.3f}{guess}")
+    if "eager_loss" in row:
+        times.append(f"eager {row['eager_auto']} {1 + row['eager_loss']:.3f} of {row['eager_dense_ms'] * 1e3:.0f} us")
     loss = "RED" if row["loss"] is None else f"{row['loss']:6.1%}"
     return (
         f"{loss}  {row['k']:5} x {row['n']:5} {kind:18} M = {row['m']:5} {row['nonzeros']:6.1f} nnz, heaviest "
@@ -152,6 +192,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         losses = [row["loss"] for row in known]
         yield f"all: {len(losses)} points, mean {statistics.mean(losses):.2%}, most {max(losses):.1%}"
     yield from (line(row) for row in sorted(known, key=lambda row: -row["loss"])[:10])
+    if called := sorted((row for row in known if "eager_loss" in row), key=lambda row: -row["eager_loss"]):
+        losses = [row["eager_loss"] for row in called]
+        slower = sum(loss > 0.03 for loss in losses)
+        yield f"eager: mean {statistics.mean(losses):.2%} over PyTorch, most {losses[0]:.1%}, {slower} points over 3 %"
+        yield from map(line, called[:10])
     yield from (f"RED {line(row)} {row['red']}" for row in rows if row["red"])
 
 

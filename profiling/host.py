@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from twell import testing
 from twell.commands.bench.report import write_json
-from twell.nn import SparseGatedMLP, explain, set_down_layout
+from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP, explain, set_down_layout
 
 FEW, MANY = (16, 2048), 16384
 STRATEGIES = ("auto", "row", "union", "dense")
@@ -50,13 +50,16 @@ class Row:
 
 
 class Dense(nn.Module):
-    """The layer as models write it."""
+    """The layer as models write it, with a gate or without."""
 
-    def __init__(self, like: SparseGatedMLP) -> None:
+    def __init__(self, like: SparseFFN) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = map(copied, (like.gate_proj, like.up_proj, like.down_proj))
+        self.gate_proj = copied(like.gate_proj) if isinstance(like, SparseGatedMLP) else None
+        self.up_proj, self.down_proj = copied(like.up_proj), copied(like.down_proj)
 
     def forward(self, x: Tensor) -> Any:
+        if self.gate_proj is None:
+            return self.down_proj(F.relu(self.up_proj(x)))
         return self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -108,14 +111,16 @@ def measured(what: str, m: int, runs: int) -> list[Row]:
     return rows
 
 
-def sparse(problem: testing.FFN, strategy: Any) -> SparseGatedMLP:
-    """The layer as a module of this package."""
+def sparse(problem: testing.FFN, strategy: Any, gated: bool = True) -> SparseFFN:
+    """The layer as a module of this package, down weight by rows."""
     n, k = problem.w_gate.shape
-    layer = SparseGatedMLP(k, n, strategy=strategy, device=problem.x.device, dtype=problem.x.dtype)
+    kind = SparseGatedMLP if gated else SparseMLP
+    layer = kind(k, n, strategy=strategy, device=problem.x.device, dtype=problem.x.dtype)
     set_down_layout(layer, "rows")
+    first = layer.gate_proj if isinstance(layer, SparseGatedMLP) else layer.up_proj
     with torch.no_grad():
-        layer.gate_proj.weight.copy_(problem.w_gate)
         layer.up_proj.weight.copy_(problem.w_up)
+        first.weight.copy_(problem.w_gate)
         layer.down_proj.weight.copy_(problem.w_down.t())
     return layer
 
@@ -139,7 +144,7 @@ def call_of(what: str, layer: nn.Module, x: Tensor) -> Callable[[], Any]:
 
 def chosen(layer: nn.Module, what: str) -> str:
     """What "auto" runs now; "" for other layers."""
-    if not isinstance(layer, SparseGatedMLP) or layer.strategy != "auto":
+    if not isinstance(layer, SparseFFN) or layer.strategy != "auto":
         return ""
     return explain(layer).rows[0].strategy
 

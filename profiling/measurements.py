@@ -124,16 +124,6 @@ _MEASURED = (
         (335,),
     ),
     Measurement(
-        "h200_screen_decode",
-        "a layer of 4,096 to 14,336 on 1 to 64 tokens, with and without the screen",
-        "table screen decode",
-        (
-            f"{BENCH} decode -k 4096 -n 14336 --workload topic29 nnz=8,skew=1,dead=0.88 --m-decode 1 8 16 64 "
-            "--strategy row screened auto --compile none --json $OUT",
-        ),
-        (30,),
-    ),
-    Measurement(
         "h200_screen_model",
         "a 1.5B model with random weights, with and without the screen",
         "table screen model",
@@ -257,6 +247,13 @@ _MEASURED = (
         "table continuous batching",
         ("python -m profiling.serving batches --budget-s 110 --requests 64 256 --out $OUT",),
         (190,),
+    ),
+    Measurement(
+        "h100_generate",
+        "`generate` of transformers on a drawn model of 16 layers, stock and after `sparsify`, on an H100",
+        "page generate",
+        ("python -m profiling.serving generate --config 16x2048x5632 --out $OUT",),
+        (240,),
     ),
     Measurement(
         "h200_training_run",

@@ -870,11 +870,6 @@ TABLES: dict[str, Callable[[], str]] = {
         "twell bench ffn,train --strategy union screened auto",
         lambda rows: screen_results.table(rows, "union"),
     ),
-    "screen decode": lambda: made_by(
-        "h200_screen_decode",
-        "twell bench decode --strategy row screened auto",
-        lambda rows: screen_results.table(rows, "row"),
-    ),
     "screen model": lambda: made_by(
         "h200_screen_model",
         "twell bench model --config 1.5B --unscreened",

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Modules of docs/api, and the commands of docs/command-line.md.
@@ -24,7 +24,13 @@ def blocks() -> dict[str, Callable[[], str]]:
     """The function that makes each block, by the block's name."""
     import twell.ops
 
-    kinds = (("operator", operator, twell.ops.__all__), ("command", command, COMMANDS), ("names", names, MODULES))
+    kinds = (
+        ("operator", operator, twell.ops.__all__),
+        ("command", command, COMMANDS),
+        ("names", names, MODULES),
+        # the others are for tests and for the curious
+        ("docstrings", docstrings, MODULES[:5]),
+    )
     return {f"{kind} {name}": functools.partial(make, name) for kind, make, found in kinds for name in found}
 
 
@@ -114,15 +120,31 @@ def escaped(text: str) -> str:
     return re.sub(r"([|*<])", r"\\\1", text)
 
 
-def names(module: str) -> str:
-    """A table of a module's public names, with the first paragraph of each docstring."""
+def described(module: str) -> Iterator[tuple[str, Any, str]]:
+    """The name, object and docstring of each public function and class of a module."""
     found = importlib.import_module(module)
-    rows = []
     for name in public(found):
         thing = getattr(found, name)
         if (inspect.isclass(thing) or callable(thing)) and (text := inspect.getdoc(thing)):
-            rows.append(f"| `{name}{arguments(thing)}` | {said(text)} |")
+            yield name, thing, text
+
+
+def names(module: str) -> str:
+    """A table of a module's public names, with the first paragraph of each docstring."""
+    rows = [f"| `{name}{arguments(thing)}` | {said(text)} |" for name, thing, text in described(module)]
     return "\n".join(["| name | |", "|---|---|", *rows])
+
+
+def docstrings(module: str) -> str:
+    """The whole docstring of each public name of a module and of the methods of its classes; the site has its own."""
+    parts = []
+    for name, thing, text in described(module):
+        parts.append(f"### {name}\n\n~~~text\n{text}\n~~~")
+        for method, function in vars(thing).items() if inspect.isclass(thing) else ():
+            if not method.startswith("_") and inspect.isfunction(function) and function.__doc__:
+                called = f"{name}.{method}{arguments(function)}".replace("(self, ", "(").replace("(self)", "()")
+                parts.append(f"`{called}`\n\n~~~text\n{inspect.cleandoc(function.__doc__)}\n~~~")
+    return "\n\n".join(["## Arguments, results and errors", *parts])
 
 
 def arguments(thing: Any) -> str:

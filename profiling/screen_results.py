@@ -7,7 +7,7 @@ from typing import Any
 
 from profiling.draw.common import markdown
 
-CALLS = {"ffn": "forward", "train": "training step", "decode": "forward, weights outside L2"}
+CALLS = {"ffn": "forward", "train": "training step"}
 
 
 def table(rows: Sequence[dict[str, Any]], base: str) -> str:

@@ -13,12 +13,12 @@ from twell._runtime import screen
 OFF = 2.0**-8
 
 
-def assert_right(found: tuple[Tensor, ...], rows: Tensor, weights: bool, nearest: bool = False) -> None:
+def assert_right(found: tuple[Tensor, ...], rows: Tensor, weights: bool) -> None:
     """Compare q, scale, spread and offset of rows [R, K] with the float64 transform and the dithers."""
     q, scale, spread, offset = (t.cpu().double() for t in found)
     k, rows = rows.shape[1], rows.cpu()
-    right = reference.quantize_gate(rows, weights, nearest)
-    own, other = reference.dithers(k, weights, nearest)
+    right = reference.quantize_gate(rows, weights)
+    own, other = reference.dithers(k, weights)
 
     zero, outside = right[2] == 0, ~right[2].isfinite()
     assert torch.equal(spread == 0, zero), f"rows of zeros: got {spread[zero]}"

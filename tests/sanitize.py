@@ -48,7 +48,6 @@ _BACKWARD = ("sampled_grad", "gathered", "rank", "transpose", "weight_grad", "ov
 # Operators, and the kernels that they launch.
 OPS = {
     "gate_pack": ("gate_pack", "gate_pack_few"),
-    "gate_pack_screened": ("quantize_gate", "gate_pack_screened"),
     "up_down": ("up_down", "up_down_token"),
     "up_down_union": ("compact", "sampled_up", "gathered"),
     "ffn_union": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered"),
@@ -63,9 +62,6 @@ OPS = {
     "hybrid_backward": _BACKWARD,
     "hybrid_backward_accumulate": _BACKWARD,
 }
-
-# operators that return a packed gate
-_PACKING = ("gate_pack", "gate_pack_screened")
 
 # No limit on reports, as they are counted. No backtraces of the host, which say nothing.
 _COMMON = ("--report-api-errors", "no", "--error-exitcode", "99", "--print-limit", "0", "--show-backtrace", "no")
@@ -195,10 +191,6 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
     if op == "gate_pack":
         yield packing
         return
-    if op == "gate_pack_screened":
-        few, quantized = x[: specs.GatePackScreenedSpec.tokens], ops.quantize_gate(w_gate, True)
-        yield Call(ops.gate_pack_screened, (few, w_gate, b_gate, *quantized, case.compression))
-        return
     if op == "ffn_union":
         for gated in (True, False):
             weights = (w_up, w_down, b_gate, b_up) if gated else (None, w_down, b_gate, None)
@@ -256,7 +248,7 @@ def repeat(op: str, case: Case, call: Call, repeats: int) -> None:
 
 def defined(op: str, case: Case, outputs: tuple[Tensor, ...]) -> list[Tensor]:
     """The bytes of results, without memory that an operator leaves undefined."""
-    if op in _PACKING:
+    if op == "gate_pack":
         words, spill, stats = outputs
         outputs = words, stats, ops.unpack(words, spill, case.n, case.compression)
     elif op == "hybrid_forward":
@@ -268,7 +260,7 @@ def defined(op: str, case: Case, outputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def compare(op: str, case: Case, gated: bool, actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-    if op in _PACKING:
+    if op == "gate_pack":
         testing.assert_packed_same(actual, expected, case.n, case.compression)
         return
     if op == "hybrid_forward":

@@ -18,7 +18,9 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT / "python"), str(ROOT)]
+
+from twell._files import replacing  # noqa: E402
 
 # folders of a checkout; scratch/ is for experiments and need not exist
 FOLDERS = ("tests", "profiling", "examples", "scratch")
@@ -39,28 +41,52 @@ def main() -> None:
     parser.add_argument("packages", nargs="*", help="more wheels, without their dependencies, as NAME==VERSION")
     arguments = parser.parse_args()
 
+    if not arguments.wheel.is_file():
+        parser.error(f"--wheel: expected a wheel, got {str(arguments.wheel)!r}, which is not there")
+    if foreign := foreign_to_bundle(arguments.out):
+        parser.error(f"--out: expected a new folder or an earlier bundle, got {str(arguments.out)!r} with {foreign}")
     arguments.cache.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(arguments.out, ignore_errors=True)
-    site = arguments.out / "site"
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(arguments.out) as out:
+        out.mkdir()
+        make(arguments, out)
+    size = sum(path.stat().st_size for path in arguments.out.rglob("*") if path.is_file())
+    print(f"{arguments.out}: {size / 1e6:.1f} MB for Python {arguments.python}")
+
+
+def foreign_to_bundle(out: Path) -> str:
+    """What ``out`` has that no bundle has, in words; "" if it may be replaced."""
+    if not out.exists():
+        return ""
+    if not out.is_dir():
+        return "a file in its place"
+    names = {path.name for path in out.iterdir()}
+    if foreign := sorted(names - {*FOLDERS, "site", "runtime", "pyproject.toml", "run.sh"}):
+        return f"{foreign[0]!r} in it"
+    # a checkout has folders of the same names
+    return "" if not names or (out / "run.sh").is_file() else "no run.sh in it"
+
+
+def make(arguments: argparse.Namespace, out: Path) -> None:
+    """Fill the folder of a bundle."""
+    site = out / "site"
     unpack(arguments.wheel, site)
     # the version of tvm-ffi that the kernels were linked to
     for package in (f"apache-tvm-ffi=={metadata.version('apache-tvm-ffi')}", *arguments.packages):
         unpack(download(package, arguments.python, arguments.cache), site)
     runtime = pack_runtime(arguments.cache)
-    (arguments.out / "runtime").mkdir()
-    shutil.copyfile(runtime, arguments.out / "runtime" / "libcute_dsl_runtime.so.xz")
+    (out / "runtime").mkdir()
+    shutil.copyfile(runtime, out / "runtime" / "libcute_dsl_runtime.so.xz")
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "charts")
     for folder in FOLDERS:
         if (ROOT / folder).is_dir():
-            shutil.copytree(ROOT / folder, arguments.out / folder, ignore=ignore)
+            shutil.copytree(ROOT / folder, out / folder, ignore=ignore)
     # pytest's settings
-    shutil.copyfile(ROOT / "pyproject.toml", arguments.out / "pyproject.toml")
+    shutil.copyfile(ROOT / "pyproject.toml", out / "pyproject.toml")
     script = (ROOT / "tools" / "run.sh").read_text()
     script = script.replace("@PYTHON@", arguments.python).replace("@RUNTIME@", runtime.name.partition(".")[0])
-    (arguments.out / "run.sh").write_text(script)
-    (arguments.out / "run.sh").chmod(0o755)
-    size = sum(path.stat().st_size for path in arguments.out.rglob("*") if path.is_file())
-    print(f"{arguments.out}: {size / 1e6:.1f} MB for Python {arguments.python}")
+    (out / "run.sh").write_text(script)
+    (out / "run.sh").chmod(0o755)
 
 
 def unpack(wheel: Path, site: Path) -> None:

@@ -35,7 +35,7 @@ from ..common.activation import above
 from ..common.copies import address, store_values
 from ..common.rows import MAX_WIDTH, clear_arrivals, pack_words, store_words
 from ..common.values import count_flags, nonzero_flags, relu_pack
-from ..specs import GatePackFewSpec, GatePackScreenedSpec
+from ..specs import GatePackFewSpec
 from .copies import load_peer, store_peer
 from .ring import open_ring, release
 
@@ -57,7 +57,7 @@ class Barrier(IntEnum):
 class GatePackFew:
     """For one dtype, presence of a bias and number of tokens; the compression is the run-time words_per_tile."""
 
-    def __init__(self, spec: GatePackFewSpec | GatePackScreenedSpec):
+    def __init__(self, spec: GatePackFewSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.tokens = spec.tokens
         # four CTAs on a multiprocessor, so that all CTAs of a wide layer run at once, or two

@@ -57,7 +57,7 @@ class Constants(NamedTuple):
     """Of the bound, for a number of columns; see `screen.py`."""
 
     root: Any  # half of the columns' square root, the largest error of a row's dithers
-    tail: Any  # of the dithers; 0 for rows that are rounded to nearest
+    tail: Any  # of the dithers
     product: Any  # part of |x| |w| that roundings of the rotation and of the bf16 product may take
     x_part: Any  # parts of |x|, and of |w|
     w_part: Any

@@ -287,7 +287,7 @@ def up_down(theme: Theme) -> str:
 
 def pipeline(theme: Theme) -> str:
     """The kernels of a forward pass and of a training step, and the data between them."""
-    c = Canvas(theme, 500, "Kernels of a forward pass and of a training step")
+    c = Canvas(theme, 586, "Kernels of a forward pass and of a training step")
     blue, orange, green, purple = theme.row, theme.union, theme.extra, theme.paper
 
     c.text(10, 22, "Forward", bold=True, size=14)
@@ -304,14 +304,28 @@ def pipeline(theme: Theme) -> str:
     c.line((x[0] + w / 2, y + h), (x[0] + w / 2, 132), (x[1], 132), arrow=True)
     c.text(x[1] + w + 12, 136, "y, token by token; up to 2,048 tokens have their own kernels", size=11, muted=True)
 
-    c.line((10, 172), (850, 172), colour=theme.grid)
-    c.text(10, 198, "Backward", bold=True, size=14)
-    c.text(110, 198, "from x, dy, the weights and the hybrid format of the forward pass", size=11, muted=True)
-    y = 214
+    c.text(10, 178, "With the int8 screen, in place of gate_pack", bold=True)
+    y = 188
+    for place, label, colour in (
+        (x[0], "quantize_gate\nx, w_gate: int8", orange),
+        (x[1], "gate_screen\nint8 product: who may fire", blue),
+        (x[2], "list_candidates\nof 128 tokens", orange),
+        (x[3], "sampled_gate\nthe gate at candidates", green),
+    ):
+        c.box(place, y, w, h, label, fill=colour)
+    for i in range(3):
+        c.line((x[i] + w, y + h / 2), (x[i + 1], y + h / 2), arrow=True)
+    c.line((x[3] + w / 2, y), (x[3] + w / 2, 164), (x[1] - 20, 164), (x[1] - 20, 80), (x[1], 80), arrow=True)
+    c.text(x[3] + w / 2 - 8, 160, "TwELL of the candidates", anchor="end", size=10, muted=True)
+
+    c.line((10, 258), (850, 258), colour=theme.grid)
+    c.text(10, 284, "Backward", bold=True, size=14)
+    c.text(110, 284, "from x, dy, the weights and the hybrid format of the forward pass", size=11, muted=True)
+    y = 300
     c.box(x[0], y, w, h, "sampled_grad\nd_gate, d_up at non-zeros", fill=green)
     c.box(x[1], y, w, h, "gathered\ndx, two products", fill=green)
     c.line((x[0] + w, y + h / 2), (x[1], y + h / 2), arrow=True)
-    y2 = 300
+    y2 = 386
     c.box(x[1], y2, w, h, "rank, transpose\nby neuron tiles of 64", fill=orange)
     c.box(x[2], y2, w, h, "weight_grad\ndw_gate, dw_up, dw_down", fill=green)
     c.line((x[0] + w / 2, y + h), (x[0] + w / 2, y2 + h / 2), (x[1], y2 + h / 2), arrow=True)
@@ -319,7 +333,7 @@ def pipeline(theme: Theme) -> str:
     c.box(x[3], y2, w, h, "overflow\nonly above the capacity", fill=purple)
     c.line((x[2] + w, y2 + h / 2), (x[3], y2 + h / 2), arrow=True, dashed=True)
 
-    c.line((10, 378), (850, 378), colour=theme.grid)
+    c.line((10, 464), (850, 464), colour=theme.grid)
     for i, (colour, label) in enumerate(
         (
             (blue, "dense product, WGMMA"),
@@ -328,10 +342,10 @@ def pipeline(theme: Theme) -> str:
             (purple, "fallback"),
         )
     ):
-        c.box(10 + i * 205, 392, 16, 14, fill=colour)
-        c.text(32 + i * 205, 404, label, size=11)
+        c.box(10 + i * 205, 478, 16, 14, fill=colour)
+        c.text(32 + i * 205, 490, label, size=11)
     c.note(
-        436,
+        522,
         "Kernels overlap by programmatic dependent launch: each starts as the one before ends, and waits for it "
         "before it reads. The device decides about counts and capacities, never the host, so a whole step can be a "
         "CUDA graph. In training overflow also follows the forward pass; it returns at once if the batch fits.",

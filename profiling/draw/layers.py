@@ -220,14 +220,17 @@ def tokens(results: Results) -> Chart | None:
     }
     # "auto" is what users get; where it was not measured, the best strategy
     gains = {pattern: lines.get("auto") or envelope(lines) for pattern, lines in ordered.items()}
-    slower = sorted({m for points in gains.values() for m, ratio in points if ratio < 1})
-    faster = sorted({m for points in gains.values() for m, ratio in points if ratio > 1} - set(slower))
+    slower, faster = sides(gains.values())
     title = "Speed-up by tokens per call"
     few, many = [m for m in faster if m < min(slower, default=0)], [m for m in faster if m > max(slower, default=0)]
     if few and many:
-        title = f"Sparse beats dense up to {few[-1]:,} and from {many[0]:,} tokens per call"
+        title = f"Forward passes beat dense up to {few[-1]:,} and from {many[0]:,} tokens"
     elif faster and not slower:
-        title = "Sparse beats dense with any number of tokens per call"
+        title = f"Forward passes beat dense with {faster[0]:,} to {faster[-1]:,} tokens"
+    # a step has a line of its own
+    slower, faster = sides(lines["train"] for lines in ordered.values() if "train" in lines)
+    if many := [m for m in faster if m > max(slower, default=0)]:
+        title += f", training steps from {many[0]:,}"
     rows = good(result)
     active = [f"{row['nnz']:.0f}" for row in rows if row.get("nnz")]
     note = sizes(result, tokens=False) + (
@@ -235,6 +238,13 @@ def tokens(results: Results) -> Chart | None:
     )
     note += "" if any(row.get("speedup_compiled") for row in rows) else "dense: eager PyTorch; "
     return Chart(title, note + machine(result), ordered, draw_tokens, (SIZE[0], 4.6))
+
+
+def sides(lines: Iterable[Sequence[Sequence[float]]]) -> tuple[list[int], list[int]]:
+    """The numbers of tokens with which some line loses, and those with which all that were measured gain."""
+    points = [(int(m), ratio) for line in lines for m, ratio in line]
+    slower = {m for m, ratio in points if ratio < 1}
+    return sorted(slower), sorted({m for m, ratio in points if ratio > 1} - slower)
 
 
 def between(values: Sequence[int]) -> str:

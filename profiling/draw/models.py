@@ -41,8 +41,10 @@ def models(results: Results) -> Chart | None:
                 for row in found
             }
             # the size alone; for a folder the size that was found in it
-            name = model if re.match(r"[\d.]+B", model) else sizes.get(model, model)
-            group: Row = {"model": name.split(",")[0].split(" (")[0], "op": op, "bars": bars}
+            drawn = re.match(r"[\d.]+B", model) is not None
+            name = (model if drawn else sizes.get(model, model)).split(",")[0].split(" (")[0]
+            kind = "trained" if not drawn else "hardest pattern" if result["arguments"].get("topic") == 0 else "drawn"
+            group: Row = {"model": f"{name} {kind}", "op": op, "bars": bars}
             groups.append(group | {"nnz": statistics.fmean(active) if active else None})
         if rows:
             machines.append(machine(result))

@@ -236,8 +236,6 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
     known = {
         "gate_pack": Work(2 * m * n * k, tokens + weight + packed),
         "gate_pack_few": Work(2 * m * n * k, tokens + weight + packed),
-        # int8 weights, and at least the rows that fire
-        "gate_pack_screened": Work(m * n * k, 1.5 * tokens + weight / 2 + fired + packed),
         "up_down": Work(0, packed + projections * (tokens + fired), projections * f["group_rows"] * row),
         "up_down_token": Work(0, packed + projections * (tokens + fired)),
         "up_down_tile": Work(0, packed + projections * (tokens + fired)),

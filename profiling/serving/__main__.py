@@ -4,6 +4,7 @@
     build/serving-env/bin/python -m profiling.serving record --out profiling/traces/vllm_cpu.json
     python -m profiling.serving replay --out replay.json                             # on a GPU, three minutes
     python -m profiling.serving batches --out batches.json                           # on a GPU, two minutes
+    python -m profiling.serving generate --config 16x2048x5632 --out generate.json   # on a GPU, four minutes
 
 Each command has --help. A model is one of ``twell bench model``, drawn, or a folder with --text.
 """
@@ -13,13 +14,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from profiling.serving import batches, record, replay
+from profiling.serving import batches, generate, record, replay
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, module in (("record", record), ("replay", replay), ("batches", batches)):
+    for name, module in (("record", record), ("replay", replay), ("batches", batches), ("generate", generate)):
         command = commands.add_parser(
             name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import math
 import struct
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_scalar
+from torch import Tensor, nn
 
 from twell._arguments import require_choice, require_number
 from twell._runtime import geometry
+from twell._runtime.log import logger
 
 ActivationName = Literal["relu", "relu2", "drelu", "fatrelu"]
 
@@ -101,6 +102,24 @@ class Activation(NamedTuple):
 RELU = Activation()
 
 
+# What writes the activation of a model's layers to its files, from integrations: called with the model and whether a
+# threshold that moves is written, too, it returns what takes a threshold out again.
+FOLLOWERS: list[Callable[[nn.Module, bool], list[Callable[[], None]]]] = []
+
+
+def follow(model: nn.Module, moving: bool = False) -> list[Callable[[], None]]:
+    """Let the files of ``model`` name the activation of its layers; return what takes a threshold out of them again.
+
+    A threshold that moves is written, as it is now, if ``moving``.
+    """
+    if not FOLLOWERS and any(hasattr(module, "save_pretrained") for module in model.modules()):
+        logger.warning(
+            "save_pretrained does not name the new activation of the layers: import twell.integrations.transformers, "
+            "and call its name_activation(model) before"
+        )
+    return [forget for follower in FOLLOWERS for forget in follower(model, moving)]
+
+
 def _is_seen(threshold: Tensor) -> bool:
     """Whether a threshold is on the CPU and in no graph, so that its value may be read."""
     if torch.compiler.is_compiling() or threshold.device.type != "cpu" or type(threshold) is not Tensor:
@@ -145,6 +164,9 @@ def activation_of(name: Any, threshold: Any = 0, gated: bool = True) -> Activati
     if torch.compiler.is_compiling():
         # a graph is for one threshold, but torch.compile may make an input of a float that is not a literal, defaults
         # and attributes included: then it traces once more. Hence 0 is the functions' default, not 0.0
+        # here, as it loads sympy, which takes half as long as all of torch
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
         threshold = guard_scalar(threshold)
     if name == "relu" and type(threshold) in (int, float) and threshold == 0:
         return Activation("relu", 0.0)

@@ -37,9 +37,6 @@ _TYPICAL_K, _TYPICAL_N = 2048, 5632
 
 PACKED_DTYPES = (torch.bfloat16, torch.float16)
 
-# The strategy that may screen the gate, by ``AutoStrategy.screen``.
-SCREENS = {"auto": "screened", "proven": "proven", "off": ""}
-
 # Measurements whose largest decides how many non-zeros training keeps room for.
 _RECENT = 8
 
@@ -92,10 +89,18 @@ def _exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
+def to_onnx() -> bool:
+    """Whether this call is traced for an ONNX file."""
+    # in traces alone, since the question imports the exporter
+    traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
+    return traced and torch.onnx.is_in_onnx_export()
+
+
 # What torch.compiler.assume_constant_result sets, without importing Dynamo: tracing calls them and keeps the answers.
 forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 reason_of_forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Transfer:
@@ -126,13 +131,13 @@ def _beside_captures(tensor: Tensor) -> AbstractContextManager[None]:
 class Measurement(NamedTuple):
     """A call whose figures the site wants.
 
-    screen: the strategy of which it wants the candidates, too; "" for none.
+    screen: whether it wants the candidates of "screened", too.
     """
 
     site: AutoStrategy
     problem: tuning.Problem
     call: int
-    screen: str = ""
+    screen: bool = False
 
     @torch.no_grad()
     def dense(self, gate: Tensor, threshold: float = 0.0, candidates: Tensor | None = None) -> None:
@@ -157,7 +162,7 @@ class Measurement(NamedTuple):
         """Leave the number of non-zeros (0-d) and, if known, the union of each tile: the neurons its 128 tokens fire.
 
         With more than ``most`` non-zeros the unions are not used. ``heaviest``, 0-d, is the number of non-zeros of the
-        8 consecutive tokens that have the most. ``candidates`` is how many neurons ``screen`` lists for each tile.
+        8 consecutive tokens that have the most. ``candidates`` is how many neurons the screen lists for each tile.
         """
         whole = self.problem.m // geometry.TOKEN_TILE
         with _beside_captures(nonzeros):
@@ -255,10 +260,10 @@ class AutoStrategy:
     takes a sparse strategy and training the dense one. A change must promise to save 2 %, and is logged at INFO;
     ``twell.explain`` shows choices, reasons and figures.
 
-    ``screen`` says which int8 screen of the gate it may pick besides: "auto" the strategy "screened", "proven" the one
-    of that name, "off" none. It needs measured times of the screen in the table of costs and the number of candidates,
-    which calls that measure count, by a run of the screen alone if another strategy runs; they do so only where the
-    screen would be the fastest if it listed nothing but non-zeros. A table without times of it means that no call does.
+    ``screen`` says whether it may pick "screened" besides: "auto" or "off". It needs measured times of the screen in
+    the table of costs and the number of candidates, which calls that measure count, by a run of the screen alone if
+    another strategy runs; they do so only where the screen would be the fastest if it listed nothing but non-zeros. A
+    table without times of it means that no call does.
 
     If the down weight is not stored by rows (``twell.nn.set_down_layout``), the prediction includes the copy that
     sparse strategies make of it. On other GPUs "auto" is "dense", after a warning, and on the CPU, too, where the
@@ -276,12 +281,12 @@ class AutoStrategy:
     Copying and pickling keep choices and figures.
     """
 
-    def __init__(self, *, period: int = 64, screen: Literal["auto", "proven", "off"] = "auto") -> None:
+    def __init__(self, *, period: int = 64, screen: Literal["auto", "off"] = "auto") -> None:
         require_integer("period", period, 1)
         if period & (period - 1):
             raise ValueError(f"period must be a power of two, got {period!r}")
-        if screen not in SCREENS:
-            raise ValueError(f'screen must be "auto", "proven" or "off", got {screen!r}')
+        if screen not in ("auto", "off"):
+            raise ValueError(f'screen must be "auto" or "off", got {screen!r}')
         self.period, self.screen = period, screen
         self._layer: tuple[int, int, bool] | None = None
         self._buckets: dict[tuple[bool, int], _Bucket] = {}
@@ -297,6 +302,8 @@ class AutoStrategy:
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
         # routes of inference by the arguments of ``begin``, until the next decision
         self._routes: dict[tuple[Any, ...], tuple[_Bucket, Route]] = {}
+        # by the training, dtype and values of x, calls that are dense and wait for the host, until the next decision
+        self._settled: dict[tuple[bool, torch.dtype, int], _Bucket] = {}
         # of the GPU of the latest call
         self._table = _tables.SHIPPED
 
@@ -316,6 +323,10 @@ class AutoStrategy:
         # pickles of earlier versions have graphs of inference, too, before those of training, and captures by bucket
         state = {"_captures": {}, "screen": "auto", **state}
         state.pop("_captured", None)
+        if state["screen"] == "proven":
+            # a strategy of version 0.2 that missed no gate; it may be among the choices
+            AutoStrategy.__init__(self, period=state["period"], screen="off")
+            return
         self.__dict__.update(state, _graphs=state["_graphs"][-len(_GRAPH_KINDS) :])
         self._connect()
 
@@ -323,18 +334,9 @@ class AutoStrategy:
         screen = "" if self.screen == "auto" else f", screen={self.screen!r}"
         return f"AutoStrategy(period={self.period}{screen})"
 
-    def begin(
-        self,
-        x: Tensor,
-        n: int,
-        gated: bool,
-        training: bool,
-        down_copied: bool,
-        merged: bool = False,
-        gate_kept: bool = False,
-    ) -> Route:
+    def begin(self, x: Tensor, n: int, gated: bool, training: bool, down_copied: bool, merged: bool = False) -> Route:
         """Choose the route of a call on x [..., K] with n neurons; the call is not being traced."""
-        arguments = (x.shape, n, gated, training, down_copied, merged, gate_kept)
+        arguments = (x.shape, n, gated, training, down_copied, merged)
         known = self._routes.get(arguments)
         # between the calls that decide and measure, the host has little to do
         if known is not None and type(x) is Tensor and not _capturing(x) and self.heeds(x):
@@ -343,11 +345,12 @@ class AutoStrategy:
                 if not self._is_due(bucket.calls):
                     bucket.calls += 1
                     return route
-        problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged, gate_kept)
-        holder = self if training and _checkpointed() else None
         # fake tensors have no figures, and a captured graph would leave them at each replay
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
         capturing = real and _capturing(x)
+        sizes = (tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged)
+        problem = tuning.Problem(*sizes, eager=not capturing)
+        holder = self if training and _checkpointed() else None
         if real:
             self._table = _tables.in_use(x.device)
         if not real or capturing or not self.heeds(x) or (training and self._recomputes()):
@@ -358,15 +361,17 @@ class AutoStrategy:
             strategy, held = decision.strategy, self._buckets[_key(problem)].held
             if not due or _key(problem) in self._pending or not problem.m:
                 route = Route(strategy, None, holder, held)
+                bucket = self._buckets[_key(problem)]
+                if not due and strategy == "dense" and holder is None and tuning.waits_for_host(problem):
+                    self._settled[training, x.dtype, x.numel()] = bucket
                 if not due and not training:
                     if len(self._routes) >= _MOST_ROUTES:
                         self._routes.clear()
-                    self._routes[arguments] = self._buckets[_key(problem)], route
+                        self._settled.clear()
+                    self._routes[arguments] = bucket, route
                 return route
-            screen = SCREENS[self.screen]
             figures = self._buckets[_key(problem)].figures or self._nearest(_key(problem))
-            if not tuning.worth_screening(problem, figures, self._table, screen):
-                screen = ""
+            screen = self.screen == "auto" and tuning.worth_screening(problem, figures, self._table)
         if (
             strategy == "row"
             and problem.m >= geometry.TOKEN_TILE
@@ -374,6 +379,25 @@ class AutoStrategy:
         ):
             strategy = "union"
         return Route(strategy, Measurement(self, problem, call, screen), holder, held)
+
+    def runs_torchs(self, x: Tensor, training: bool) -> bool:
+        """Whether an eager call like this one runs PyTorch's operators with nothing to measure; then it is counted.
+
+        The host is the limit of such calls, so that a layer may call its projections at once.
+        """
+        bucket = self._settled.get((training, x.dtype, x.numel()))
+        if (
+            bucket is None
+            # figures change little here, and a call that measures costs the host several times as much
+            or bucket.calls & (bucket.calls - 1) == 0
+            or _capturing(x)
+            or not self.heeds(x)
+            or (training and (_checkpointed() or torch._C._current_graph_task_id() != -1))
+        ):
+            return False
+        with self._lock:
+            bucket.calls += 1
+        return True
 
     def heeds(self, x: Tensor) -> bool:
         """Whether a call on ``x`` counts and may be measured: always, except where a subclass knows better."""
@@ -507,7 +531,7 @@ class AutoStrategy:
         self, problem: tuning.Problem, figures: tuning.Figures | None, current: str | None = None
     ) -> tuning.Decision:
         """``tuning.decide`` by the table in use, among the strategies that the site may choose."""
-        return tuning.decide(problem, figures, current, self._table, SCREENS[self.screen])
+        return tuning.decide(problem, figures, current, self._table, self.screen == "auto")
 
     def _forget_other_layers(self, problem: tuning.Problem) -> None:
         """Forget the figures of a layer of another size: removing neurons changes a module's layer."""
@@ -518,6 +542,7 @@ class AutoStrategy:
             self._buckets.clear()
             self._captures.clear()
             self._routes.clear()
+            self._settled.clear()
 
     def _collect(self) -> None:
         for key, pending in list(self._pending.items()):
@@ -541,6 +566,7 @@ class AutoStrategy:
         bucket.problem, bucket.decision, bucket.held = problem, decision, tuning.held(problem, bucket.recent)
         bucket.others.clear()
         self._routes.clear()
+        self._settled.clear()
         if before is None or decision.strategy != before.strategy:
             m, k, n, gated, training = problem[:5]
             layer = f"{'gated' if gated else 'non-gated'} layer, K = {k}, N = {n}, {_kind(training)}, {m} tokens"
@@ -555,7 +581,7 @@ class AutoStrategy:
             if graph.traced:
                 continue
             alike = [
-                (bucket.calls, key[1], bucket.decision)
+                (bucket.calls, key[1], bucket.problem._replace(eager=False), bucket.figures or self._nearest(key))
                 for key, bucket in self._buckets.items()
                 if key[0]
                 and bucket.problem.down_copied == down_copied
@@ -563,10 +589,10 @@ class AutoStrategy:
                 and bucket.decision is not None
             ]
             if alike:
-                decision = max(alike, key=lambda each: each[:2])[2]
+                decision = self._best(*max(alike, key=lambda each: each[:2])[2:])
             else:
                 figures = self._nearest((True, _bucket(_TYPICAL[few])))
-                decision = _typical(down_copied, few, figures, self._table, latest, SCREENS[self.screen])
+                decision = _typical(down_copied, few, figures, self._table, latest, self.screen == "auto")
             graph.strategy, graph.reason = decision.strategy, decision.reason
 
     def _nearest(self, key: tuple[bool, int]) -> tuning.Figures | None:
@@ -583,7 +609,8 @@ def fresh(x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> 
     if training:
         # nothing is known of its sparsity; a caller that wants a choice passes a site
         return "union" if n <= table.union_neurons and not table.lacks(True, gated) else "dense"
-    problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, False, down_copied)
+    eager = not (type(x) is Tensor and _capturing(x))
+    problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, False, down_copied, eager=eager)
     return tuning.decide(problem, None, None, table).strategy
 
 
@@ -662,7 +689,7 @@ def _typical(
     figures: tuning.Figures | None,
     table: _tables.Table | None,
     like: tuning.Problem | None = None,
-    screen: str = "",
+    screen: bool = False,
 ) -> tuning.Decision:
     k, n, gated = (_TYPICAL_K, _TYPICAL_N, True) if like is None else (like.k, like.n, like.gated)
     return tuning.decide(tuning.Problem(_TYPICAL[few], k, n, gated, True, down_copied), figures, None, table, screen)
@@ -678,7 +705,7 @@ def _key(problem: tuning.Problem) -> tuple[bool, int]:
 
 
 def _is_laid_alike(one: tuning.Problem, other: tuning.Problem) -> bool:
-    return (one.down_copied, one.merged) == (other.down_copied, other.merged)
+    return (one.down_copied, one.merged, one.eager) == (other.down_copied, other.merged, other.eager)
 
 
 def _kind(training: bool) -> str:

@@ -29,13 +29,13 @@ def ffn(
     activation: Activation,
     direct: bool,
     totals: bool,
-    screen: str = "",
+    screen: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return y [M, K], the sum of |h| (0-d), the number of non-zeros (0-d, int64) and the hybrid format's ``sizes``.
 
     The first two are differentiable. Without ``totals`` all but y may be None. ``direct``: whether the code of the
     operators may be called without the dispatcher. Backward adds the gradient of a weight to its main, if it has one,
-    instead of returning it. ``screen`` is the strategy whose int8 product says which gates are computed; "" for none.
+    instead of returning it. With ``screen`` an int8 product says which gates are computed.
     Errors speak of ``name``.
     """
     if not torch.compiler.is_compiling() and any(main is not None for main in mains):
@@ -61,7 +61,7 @@ class _FFN(torch.autograd.Function):
         activation: Activation,
         direct: bool,
         totals: bool,
-        screen: str,
+        screen: bool,
         main_gate: Tensor | None,
         main_up: Tensor | None,
         main_down: Tensor | None,
@@ -108,9 +108,10 @@ class _FFN(torch.autograd.Function):
         if needs.b_down and dy is not None:
             db_down = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
         gradients = Gradients(b_down=db_down)
-        saved: tuple[Tensor | None, ...] = ()
+        saved: tuple[Any, ...] = ()
         if any(tuple(needs)[:-1]) and not (dy is None and dl1 is None):
-            x, *_ = saved = ctx.saved_tensors
+            saved = ctx.saved_tensors if compiling else _saved(ctx)
+            x = saved[0]
             # saved tensors may have passed hooks, and the gradient may be anything
             present = [t for t in (dy, dl1, *saved) if t is not None]
             direct = ctx.direct and is_direct(x) and eager(present) and not any(map(_is_batched, present[:2]))
@@ -121,6 +122,22 @@ class _FFN(torch.autograd.Function):
         if not compiling and torch.is_grad_enabled():
             gradients = _first_order(ctx.name, gradients, (dy, dl1, *saved))
         return (*[None] * (len(ctx.needs_input_grad) - len(gradients)), *gradients)
+
+
+def _saved(ctx: Any) -> Any:
+    """The saved tensors; NotImplementedError if one was changed in place meanwhile.
+
+    Dense PyTorch does not read x with frozen weights. The kernels do, for a batch that overflows the hybrid format.
+    """
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"{ctx.name}: the sparse path reads x and the weights in backward, frozen or not, got one that was changed "
+            'in place after the call: write h = h + layer(h) for h += layer(h), or use strategy="dense"'
+        ) from error
 
 
 def _saveable(bias: Tensor | None) -> Tensor | None:
@@ -242,6 +259,38 @@ class _IntoMain(torch.autograd.Function):
         with torch.no_grad():
             ctx.main.add_(gradient)
         return None, None
+
+
+# Megatron's name: a weight with this attribute wants to hear that its gradient went to its main
+_ADDED = "grad_added_to_main_grad"
+
+
+def announced(weight: Tensor, owner: Tensor) -> Tensor:
+    """Return ``weight``, the parameter ``owner`` or a view of it, whose gradient goes to a main.
+
+    If the owner has the attribute ``grad_added_to_main_grad``, backward sets it and leaves a gradient of zeros, so that
+    hooks of the parameter run; a graph sets it in the forward pass, since backward runs no Python.
+    """
+    if not hasattr(owner, _ADDED) or not weight.requires_grad or not torch.is_grad_enabled():
+        return weight
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        setattr(owner, _ADDED, True)
+    return cast(Tensor, _Announced.apply(weight, None if compiling else owner))  # type: ignore[no-untyped-call]
+
+
+class _Announced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, owner: Tensor | None) -> Tensor:
+        ctx.owner = owner
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, zeros: Tensor) -> tuple[Tensor, None]:
+        # that the layer passes none on makes zeros of it
+        if ctx.owner is not None:
+            setattr(ctx.owner, _ADDED, True)
+        return zeros, None
 
 
 def _transforming() -> bool:

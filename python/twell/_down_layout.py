@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.multiprocessing.reductions import shared_cache
 
 from twell import _autograd, _memory
@@ -51,12 +52,17 @@ class Laid:
         self.lock = threading.RLock()
         self.weight: nn.Parameter | None = None
         self.failed = False
+        # whether no call has looked at the weight since it was made or put back
+        self.fresh = True
         # (address, stream): what the allocator knows to be read there, which it then does not reuse too early
         self.reads: set[tuple[int, int]] = set()
 
     def put_back(self) -> None:
         """Store the weight as nn.Linear does."""
         if torch.compiler.is_compiling() or self.weight is None or _UNLISTED.get():
+            return
+        # a compiler lists what it traces, to read it
+        if TracingContext.try_get() is not None:
             return
         with self.lock:
             if self.weight is None:
@@ -71,7 +77,7 @@ class Laid:
             self.note_reading(self.weight)
             store(self.weight, rows=False)
             _wait(self.weight)
-            self.weight = None
+            self.weight, self.fresh = None, True
             self.reads.clear()
 
     def note_reading(self, weight: Tensor) -> None:
@@ -114,6 +120,7 @@ def turn(layer: Any) -> contextlib.AbstractContextManager[None]:
     # a look-up of nn.Module costs a microsecond
     parameters = (layer._modules.get("down_proj") or layer.down_proj)._parameters
     weight = parameters.get("weight")
+    layer._laid.fresh = False
     if type(weight) is nn.Parameter and is_on_gpu(weight):
         if layer._down_layout == "auto":
             return Turn(layer, parameters)

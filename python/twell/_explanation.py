@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from twell import tuning
 
-# Strategies whose predicted times ``Explanation`` shows; those of screens where a row has one.
-_TIMED = ("row", "union", *tuning.SCREENS, "dense")
+# Strategies whose predicted times ``Explanation`` shows; that of "screened" where a row has one.
+_TIMED = ("row", "union", "screened", "dense")
 
 
 class Choice(NamedTuple):
@@ -20,8 +20,7 @@ class Choice(NamedTuple):
     graph: "captured" or "compiled" if a graph keeps this choice, else "". calls: how many calls there were, from
     compiled graphs without gradients, too.
     figures: the measured sparsity, or None. measured: the call that measured it. costs: predicted times as multiples of
-    dense's; empty where nothing is known. copy_bytes: memory of the layer's int8 copy of its gate weight, which it has
-    after ``twell.nn.keep_gate_copies``. layout: how the layer's down weight is stored now, "linear" or "rows".
+    dense's; empty where nothing is known. layout: how the layer's down weight is stored now, "linear" or "rows".
     """
 
     layer: str
@@ -34,7 +33,6 @@ class Choice(NamedTuple):
     figures: tuning.Figures | None = None
     measured: int | None = None
     costs: dict[str, float] = {}  # noqa: RUF012
-    copy_bytes: int = 0
     layout: str = ""
 
 
@@ -55,7 +53,7 @@ class Explanation:
             return "no layers of twell"
         cells = [_cells(row) for row in self.rows]
         # columns of the int8 screen are there if a row has something in them
-        header = [name for name in cells[0] if name not in _OF_SCREENS or any(each[name] != "-" for each in cells)]
+        header = [name for name in cells[0] if name not in _OF_SCREEN or any(each[name] != "-" for each in cells)]
         lines = [header, *([each[name] for name in header] for each in cells)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
         # names left-aligned, numbers right-aligned
@@ -64,7 +62,7 @@ class Explanation:
         return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
-_OF_SCREENS = ("candidates", *(f"{name} time" for name in tuning.SCREENS), "int8 copy")
+_OF_SCREEN = ("candidates", "screened time")
 
 
 def _cells(row: Choice) -> dict[str, str]:
@@ -82,7 +80,6 @@ def _cells(row: Choice) -> dict[str, str]:
         "non-zeros": "-" if row.figures is None else f"{figures.nonzeros:.1f}",
         **{name: "-" if share is None else f"{share:.1%}" for name, share in shares.items()},
         **{name: "-" if time is None else f"{time:.2f}" for name, time in times.items()},
-        "int8 copy": f"{row.copy_bytes / 1e6:.1f} MB" if row.copy_bytes else "-",
         "layout": row.layout or "-",
         "why": row.reason + measured,
     }

@@ -25,9 +25,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
     The new content is on the disk before it replaces the old. A block that raises leaves ``path`` as it was and nothing
     beside it. A symbolic link stays and its target is replaced. A pipe or a device is written directly. A file keeps
-    the permissions of the one it replaces, a folder and its files by name.
+    the permissions of the one it replaces, a folder and its files by name. Raises ValueError as ``require_apart``.
     """
     target = Path(os.path.realpath(path))
+    require_apart(path)
     if not is_replaceable(target):
         yield target
         return
@@ -42,6 +43,14 @@ def replacing(path: Path) -> Iterator[Path]:
             # the caller knows this name
             error.filename = str(path)
         raise
+
+
+def require_apart(path: Path) -> None:
+    """Raise ValueError if ``path`` is a folder that cannot make room: one in which processes work, or a mount point."""
+    target = Path(os.path.realpath(path))
+    if target.is_dir() and (Path.cwd().is_relative_to(target) or os.path.ismount(target)):
+        what = "a mount point" if os.path.ismount(target) else "the current folder, or one around it"
+        raise ValueError(f"expected a folder that can be replaced, got {str(path)!r}, {what}; name a folder in it")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -19,10 +19,13 @@ PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 # torch's own subclasses, such as fake and distributed tensors, count as plain
 _STAND_INS = ("torch._subclasses", "torch.distributed")
 
-# The functions that a call of nn.Linear runs, None where one was replaced before this import; and the global hooks.
+# The functions that a call of nn.Linear runs, None where one was replaced before this import; the attributes of modules
+# that hold the hooks of their calls; and the global hooks.
 _CALL = nn.Module.__call__ if getattr(nn.Module.__call__, "__globals__", None) is vars(_module) else None
 _FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(_linear) else None
 _LINEAR = F.linear if isinstance(F.linear, types.BuiltinFunctionType) else None
+_PARAMETERS = ("weight", "bias")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_ALL = (
     *(_module._global_forward_pre_hooks, _module._global_forward_hooks),
     *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
@@ -70,13 +73,32 @@ def calls_are_torchs() -> bool:
     return called and nn.Linear.forward is _FORWARD and F.linear is _LINEAR
 
 
+def runs_as_linear() -> bool:
+    """Whether the call of an ``nn.Linear`` without hooks of its own is ``F.linear`` and nothing else."""
+    return not any(HOOKS_OF_ALL) and calls_are_torchs()
+
+
+def linear(child: nn.Module, x: Tensor) -> Any:
+    """``child(x)`` if ``runs_as_linear``; without the call of a module where ``child`` is an ``nn.Linear`` as made."""
+    own = child.__dict__
+    if (
+        type(child) is nn.Linear
+        and not (own["_forward_hooks"] or own["_forward_pre_hooks"])
+        and not (own["_backward_hooks"] or own["_backward_pre_hooks"])
+        and "forward" not in own
+        and own.keys().isdisjoint(_PARAMETERS)
+    ):
+        parameters = own["_parameters"]
+        return F.linear(x, parameters["weight"], parameters["bias"])
+    return child(x)
+
+
 def is_plain(child: nn.Module) -> bool:
     """Whether calling ``child`` applies its weight and bias as nn.Linear does, and nothing else."""
-    own, kind = vars(child), type(child)
+    kind = type(child)
     if kind.forward is not nn.Linear.forward or kind.__call__ is not nn.Linear.__call__:
         return False
-    # accelerate wraps each forward; that changes nothing unless it also offloads the weights
-    if _replaced(child) and getattr(own.get("_hf_hook"), "offload", True):
+    if _replaced(child) and not only_moves(child):
         return False
     if child._forward_pre_hooks or child._forward_hooks or child._backward_pre_hooks or child._backward_hooks:
         return False
@@ -84,6 +106,18 @@ def is_plain(child: nn.Module) -> bool:
         if not behaves(parameter):
             return False
     return True
+
+
+def only_moves(module: nn.Module) -> bool:
+    """Whether a ``forward`` on an instance is accelerate's, whose hooks only move tensors between devices."""
+    # a hook that offloads replaces the weights for the time of the call
+    hook = vars(module).get("_hf_hook")
+    return all(getattr(each, "offload", True) is False for each in getattr(hook, "hooks", (hook,)))
+
+
+def of_torch(thing: Any) -> bool:
+    """Whether a class or a function is torch's."""
+    return str(getattr(thing, "__module__", "")).split(".")[0] == "torch"
 
 
 def _replaced(child: nn.Module) -> bool:

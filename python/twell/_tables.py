@@ -125,7 +125,7 @@ def read(gpu: str, fill: bool = True) -> Table:
     """
     try:
         path = path_of(gpu)
-    except RuntimeError:
+    except OSError:
         # a user without a home
         return SHIPPED
     except ValueError as error:
@@ -167,7 +167,7 @@ def completed(own: Table) -> Costs:
 
 
 def path_of(gpu: str) -> Path:
-    """The user's file for a GPU model. Raises RuntimeError or ValueError if there is no folder for it."""
+    """The user's file for a GPU model. Raises OSError or ValueError if there is no folder for it."""
     return env.cache_dir() / FOLDER / f"{re.sub('[^A-Za-z0-9]+', '_', gpu)}.json"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from twell import _auto, _autograd, _gate_copies, ops, tuning
+from twell import _auto, _autograd, ops, tuning
 from twell._activation import RELU, Activation, ActivationName, activation_of
 from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, require_packable, sharded
 from twell._auto import AutoStrategy
@@ -26,8 +25,8 @@ from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.packed import PackedTwell
 
-Strategy = Literal["auto", "row", "union", "screened", "proven", "invariant", "dense"]
-_SPARSE = ("row", "union", *tuning.SCREENS, "invariant")
+Strategy = Literal["auto", "row", "union", "screened", "invariant", "dense"]
+_SPARSE = ("row", "union", "screened", "invariant")
 
 _WIDE_DTYPES = (torch.float32, torch.float64)
 
@@ -123,8 +122,7 @@ def sparse_gated_ffn(
             logged once at INFO. "screened" is "union" that computes a gate only where a product in int8 and a bound of
             its error say that it may be a non-zero (docs/notes/screen.md): for sparse layers and many tokens, on a GPU
             of compute capability 9.0 or the CPU. It misses a gate if the bound fails, with a probability of at most
-            2^-80 per gate. In inference of up to 64 tokens it is "row". "proven" is the same by a bound that never
-            fails, with several times as many candidates for most layers. "invariant" is "row" with, on a GPU, the same
+            2^-80 per gate. In inference of up to 64 tokens it is "row". "invariant" is "row" with, on a GPU, the same
             bits for a token whatever other tokens the call has, and however many; for inference. "dense" is plain
             PyTorch, for any size and any dtype of F.linear. "auto" takes the cheapest strategy for a sparse layer of
             this size: mostly "union", "row" for few tokens. It keeps nothing between calls and so measures nothing. An
@@ -351,9 +349,9 @@ def _run(
         layer = layer._replace(x=x.reshape(-1, x.shape[-1]))
     if call.training:
         totals = call.return_aux or route.measurement is not None
-        screen = route.strategy if route.strategy in tuning.SCREENS else ""
         packed = (layer, mains, call.compression, route.held, call.activation)
-        y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals, screen)
+        screens = route.strategy == "screened"
+        y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals, screens)
         _note_training(route, layer, nonzeros, sizes, y, call.activation)
     else:
         _, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
@@ -362,11 +360,10 @@ def _run(
             y, l1, nonzeros = ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
         else:
             arguments = (*layer, call.compression, route.strategy, site, *call.activation)
-            with contextlib.nullcontext() if torch.compiler.is_compiling() else _gate_copies.eager():
-                if call.return_aux:
-                    y, l1, nonzeros = ops.ffn_aux(*arguments)
-                else:
-                    y = ops.ffn(*arguments)
+            if call.return_aux:
+                y, l1, nonzeros = ops.ffn_aux(*arguments)
+            else:
+                y = ops.ffn(*arguments)
     if x.dim() != 2:
         y = _unviewed(y, x.shape)
     return (y, _per_token(l1, nonzeros, layer.x.shape[0])) if call.return_aux else y
@@ -451,6 +448,13 @@ def _route(
                 "which is dense then"
             )
         return _auto.Route("dense")
+    if _auto.to_onnx():
+        if requested in _SPARSE:
+            raise NotImplementedError(
+                f'{name}: strategy="{requested}" cannot be exported to ONNX, which has no such operators; export with '
+                'strategy="dense", or "auto", which is dense then, or by torch.export'
+            )
+        return _auto.Route("dense")
     if training and _auto._exporting():
         if requested in _SPARSE:
             raise NotImplementedError(
@@ -494,8 +498,7 @@ def _choose(layer: Operands, requested: Any, training: bool, direct: bool) -> _a
         return _auto.Route(requested.trace(m, copied) if site else "union")
     n, gated = layer.w_gate.shape[0], layer.w_up is not None
     if site:
-        kept = not training and _gate_copies.keeps(layer.w_gate)
-        return requested.begin(x, n, gated, training, copied, gate_kept=kept)  # type: ignore[no-any-return]
+        return requested.begin(x, n, gated, training, copied)  # type: ignore[no-any-return]
     return _auto.Route(_auto.fresh(x, n, gated, training, copied))
 
 
@@ -532,8 +535,9 @@ def _note_training(
 
 def _candidates(layer: Operands, measurement: _auto.Measurement, activation: Activation) -> Tensor | None:
     """The candidates of each tile of tokens, if the measurement wants them."""
-    x = layer.x.reshape(-1, layer.x.shape[-1])
-    return screened.count(x, layer.w_gate, layer.b_gate, measurement.screen, activation)
+    if not measurement.screen:
+        return None
+    return screened.count(layer.x.reshape(-1, layer.x.shape[-1]), layer.w_gate, layer.b_gate, activation)
 
 
 def _dense_aux(hidden: Tensor, gate: Tensor, activation: Activation = RELU) -> Aux:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _admission, _auto, _down_layout, _gate_copies, _plain, functional, tuning
+from twell import _admission, _auto, _autograd, _down_layout, _plain, functional, tuning
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
 from twell._auto import AutoStrategy
@@ -58,9 +59,6 @@ def _setting(name: str) -> Any:
     def put(self: nn.Module, value: Any) -> None:
         _require_setting(self, name, value)  # type: ignore[arg-type]
         self.__dict__[kept] = value
-        copy = self.__dict__.get("_gate_copy")
-        if name == "strategy" and copy is not None:
-            copy.few = self._screen_of_few()  # type: ignore[operator]
 
     return property(get, put)
 
@@ -82,7 +80,6 @@ class SparseFFN(nn.Module):
         _record_aux: bool
         _activation: ActivationName
         _threshold: float | Tensor
-        _gate_copy: _gate_copies.GateCopy | None
         activation: ActivationName
         threshold: float | Tensor
         strategy: Strategy | AutoStrategy
@@ -119,7 +116,7 @@ class SparseFFN(nn.Module):
         self.threshold = threshold
         self.accumulate_main_grad, self.record_aux, self.down_layout = False, False, "auto"
         self._laid = _down_layout.Laid()
-        self._auto, self._gate_copy = AutoStrategy(), None
+        self._auto = AutoStrategy()
         # load_state_dict(assign=True) replaces parameters stored by rows with contiguous tensors
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
 
@@ -143,10 +140,14 @@ class SparseFFN(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in ("aux", "_laid")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # pickles of earlier versions have only the settings that were assigned, under public names
+        # pickles of earlier versions have only the settings that were assigned, under public names, or kept int8 copies
         defaults = {"_accumulate_main_grad": False, "_record_aux": False, "_down_layout": "rows"}
-        defaults |= {"_activation": "relu", "_threshold": 0, "_gate_copy": None}
+        defaults |= {"_activation": "relu", "_threshold": 0}
+        state = {name: value for name, value in state.items() if name not in ("_gate_copy", "_retired_copies")}
         renamed = {f"_{name}" if name in _SETTINGS else name: value for name, value in state.items()}
+        if renamed.get("_strategy") == "proven":
+            # a strategy of version 0.2 that missed no gate
+            renamed["_strategy"] = "union"
         super().__setstate__({**defaults, **renamed, "_laid": _down_layout.Laid()})  # type: ignore[no-untyped-call]
 
     def named_modules(
@@ -178,6 +179,7 @@ class SparseFFN(nn.Module):
         """As in ``nn.Module``."""
         if mode:
             self._laid.put_back()
+        self._laid.fresh = True
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -190,6 +192,8 @@ class SparseFFN(nn.Module):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
+        if not return_aux and self._runs_torchs(x):
+            return self._by_torch(x)  # type: ignore[no-any-return]
         if not self._is_plain():
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
         with contextlib.nullcontext() if torch.compiler.is_compiling() else _down_layout.turn(self):
@@ -268,6 +272,40 @@ class SparseFFN(nn.Module):
         with_aux = return_aux or self.record_aux
         return self._finish((y, functional._dense_aux(hidden, gate, activation)) if with_aux else y, return_aux)
 
+    def _runs_torchs(self, x: Tensor) -> bool:
+        """Whether "auto" has settled on PyTorch's operators for calls like this one: see ``AutoStrategy``."""
+        site = self._auto if self._strategy == "auto" else self._strategy
+        if torch.compiler.is_compiling() or not isinstance(site, AutoStrategy) or not site._settled:
+            return False
+        if self._laid.fresh and self._down_layout == "auto":
+            return False
+        if type(x) is not Tensor or self._accumulate_main_grad or self._record_aux or torch._C._get_tracing_state():
+            return False
+        training = torch.is_grad_enabled() and (x.requires_grad or self._applied("down_proj")[0].requires_grad)
+        if not site.runs_torchs(x, training):
+            return False
+        if self._laid.weight is not None:
+            self._laid.note_reading(self._laid.weight)
+        return True
+
+    def _by_torch(self, x: Tensor) -> Any:
+        """The layer by calling its projections, for ``_runs_torchs``."""
+        children, torchs = self._modules, _plain.runs_as_linear()
+
+        def project(name: str, value: Tensor) -> Any:
+            child = children.get(name)
+            if child is None:
+                return self._project(name, value)
+            return _plain.linear(child, value) if torchs else child(value)
+
+        gate = project("gate_proj" if self._gated else "up_proj", x)
+        up = project("up_proj", x) if self._gated else None
+        if self._activation == "relu":
+            gate = F.relu(gate)
+            return project("down_proj", gate if up is None else gate * up)
+        activation = activation_of(self._activation, self._threshold, self._gated)
+        return project("down_proj", activation.hidden(activation.after(gate), up))
+
     def _site(self) -> AutoStrategy | None:
         """The ``AutoStrategy`` that chooses; None if the strategy is named."""
         if isinstance(self._strategy, AutoStrategy):
@@ -283,16 +321,6 @@ class SparseFFN(nn.Module):
         if "weight" in parameters and "bias" in parameters:
             return parameters["weight"], parameters["bias"]
         return child.weight, child.bias
-
-    def _enroll_copy(self, w_gate: Tensor) -> None:
-        """Let the operators find the int8 copy of the first weight, if the layer keeps one."""
-        if self._gate_copy is not None and not _auto.tracing(0) and type(w_gate) in _plain.PLAIN_TENSORS:
-            _gate_copies.enroll(w_gate, self._gate_copy, self._screen_of_few())
-
-    def _screen_of_few(self) -> str:
-        """The strategy that screens few tokens with a kept copy, whatever strategy they run by; "" for none."""
-        site = self._site()
-        return _auto.SCREENS[site.screen] if site else "proven" if self._strategy == "proven" else "screened"
 
     def _first_weight(self) -> Tensor:
         """The weight before the activation, as calls hand it to the operators."""
@@ -312,6 +340,16 @@ class SparseFFN(nn.Module):
                 )
             mains.append(main)
         return mains
+
+    def _announced(self, *weights: Tensor) -> Iterable[Tensor]:
+        """The weights; if backward adds to their mains, such as tell the parameters so that want to know."""
+        if not self._accumulate_main_grad:
+            return weights
+        return map(_autograd.announced, weights, self._owners(*weights))
+
+    def _owners(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        """The parameters of which the weights are."""
+        return weights
 
     def _adopt(self, **projections: nn.Linear) -> None:
         """Give the children of these names the parameters of ``projections``."""
@@ -340,7 +378,9 @@ class SparseGatedMLP(SparseFFN):
     own ``AutoStrategy``, which chooses by the sparsity measured in earlier calls; ``twell.explain`` shows it. A named
     strategy stays, except that inference in float32 and float64 runs dense.
     With ``accumulate_main_grad = True`` backward adds the gradient of each weight to ``weight.main_grad``, a float32
-    tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone.
+    tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone. A weight that has the
+    attribute ``grad_added_to_main_grad``, as Megatron's have, gets True there and a gradient of zeros, so that its
+    hooks run; compiled graphs set it as they begin.
     """
 
     _gated = True
@@ -392,7 +432,8 @@ class SparseGatedMLP(SparseFFN):
 
     def _sparse(self, x: Tensor, with_aux: bool) -> Any:
         (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = self._operands()
-        self._enroll_copy(w_gate)
+        mains = self._main_grads(gate_proj=w_gate, up_proj=w_up, down_proj=w_down)
+        w_gate, w_up, w_down = self._announced(w_gate, w_up, w_down)
         return functional.sparse_gated_ffn(  # type: ignore[call-overload]
             x,
             w_gate,
@@ -401,7 +442,7 @@ class SparseGatedMLP(SparseFFN):
             b_gate=b_gate,
             b_up=b_up,
             b_down=b_down,
-            main_grads=self._main_grads(gate_proj=w_gate, up_proj=w_up, down_proj=w_down),
+            main_grads=mains,
             return_aux=with_aux,
             **self._options(),
         )
@@ -448,14 +489,15 @@ class SparseMLP(SparseFFN):
 
     def _sparse(self, x: Tensor, with_aux: bool) -> Any:
         (w_up, b_up), (w_down, b_down) = map(self._applied, ("up_proj", "down_proj"))
-        self._enroll_copy(w_up)
+        mains = self._main_grads(up_proj=w_up, down_proj=w_down)
+        w_up, w_down = self._announced(w_up, w_down)
         return functional.sparse_ffn(  # type: ignore[call-overload]
             x,
             w_up,
             w_down,
             b_up=b_up,
             b_down=b_down,
-            main_grads=self._main_grads(up_proj=w_up, down_proj=w_down),
+            main_grads=mains,
             return_aux=with_aux,
             **self._options(),
         )
@@ -474,10 +516,8 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
         raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
     rows: list[Choice] = []
     for name, layer in _named_layers(layers):
-        first, *others = _explain(name, layer)
-        copy_bytes = 0 if layer._gate_copy is None else layer._gate_copy.nbytes
         layout, advice = _laid_out(layer)
-        for row in (first._replace(copy_bytes=copy_bytes), *others):
+        for row in _explain(name, layer):
             copies = row.kind != "training" and row.strategy != "none"
             rows.append(row._replace(layout=layout, reason=row.reason + advice if copies else row.reason))
     return Explanation(tuple(rows))
@@ -513,7 +553,7 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
     inference, training = (layer._fixed(weight, training) for training in (False, True))
     if requested == "invariant":
         training = "none", 'calls raise: strategy="invariant" computes inference alone'
-    if requested in tuning.SCREENS and weight.is_cuda:
+    if requested == "screened" and weight.is_cuda:
         try:
             require_screen(weight, strategy=requested)
         except NotImplementedError as error:
@@ -571,45 +611,14 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
             _down_layout.store(layer.down_proj.weight, layout == "rows")
 
 
-def keep_gate_copies(module: nn.Module, keep: bool = True) -> None:
-    """Let every layer of ``twell.nn`` in ``module`` keep the int8 copy of its gate weight, or stop doing so.
+if not TYPE_CHECKING:
 
-    The screen of the gate reads such a copy; an inference call makes its own unless the layer keeps one. It takes half
-    of the gate weight's memory, which ``twell.explain`` shows, from the first call on that screens: none where no
-    strategy does. Calls of up to eight tokens read the copy of a large layer by strategy "row", too. A training step
-    makes its own. A captured CUDA graph reads the copy that a call before its capture has made: capture again after a
-    change of the weight. Without such a call each replay makes its own.
-
-    A kept copy is made again when the weight was replaced, moved or written as autograd counts writes: by in-place
-    operators and ``load_state_dict``; and after each ``step`` of a ``torch.optim.Optimizer``. Other writes are not
-    seen, and results are then wrong:
-
-    - through ``weight.data``, as averages of weights and merged adapters are often written, or another tensor of the
-      same memory, ``weight.untyped_storage()``, DLPack and NumPy;
-    - by the functions of fused optimizers without their class, ``torch.optim.adamw.adamw(..., fused=True)`` or
-      ``torch._fused_adamw_``, and a replayed CUDA graph that has an optimizer's step in it;
-    - under ``torch.autograd._unsafe_preserve_version_counter``;
-    - by a compiled graph that calls a layer twice or more and writes its weight after that;
-    - by collectives such as ``torch.distributed.broadcast``, by kernels that take an address, or by FSDP.
-
-    Call this again after such a write: that drops the copies. This is why layers keep none by default. Keep none either
-    where ``torch.compile`` captures graphs by itself, as with ``mode="reduce-overhead"``.
-
-    Weights that were made in inference mode count no writes, and those that autocast casts are others at each call;
-    their copies are made at each call, too, and so are those of DTensors. Copies and pickles of the module keep the
-    choice, not the copy. Compiled graphs find the copy by the weight's memory: if the weights are moved or replaced
-    after this, or the module is a copy, run one call that is not compiled, or call this again.
-
-    Raises TypeError unless ``keep`` is a bool, ValueError if ``module`` has no such layer.
-    """
-    require_flag("keep", keep)
-    for layer in _layers(module):
-        if layer._gate_copy is not None and _gate_copies.retire(layer._gate_copy):
-            layer.__dict__.setdefault("_retired_copies", []).append(layer._gate_copy)
-        layer._gate_copy = _gate_copies.GateCopy() if keep else None
-        # a compiled graph may run before any call, which would do so
-        if keep and layer._is_plain() and not layer.down_proj.weight.is_meta:
-            layer._enroll_copy(layer._first_weight())
+    def __getattr__(name: str) -> Any:
+        if name == "keep_gate_copies":
+            raise AttributeError(
+                "twell.nn.keep_gate_copies is gone: delete the call, int8 copies are made in each call"
+            )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _layers(module: nn.Module) -> list[SparseFFN]:

@@ -242,30 +242,29 @@ def rotate(rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return values
 
 
-def dithers(k: int, weights: bool, nearest: bool = False) -> tuple[Tensor, Tensor]:
+def dithers(k: int, weights: bool) -> tuple[Tensor, Tensor]:
     """The dithers of ``k`` columns without their mean of 1/2, and those of the other side: float64 [K].
 
-    ``weights`` says whether the first are those of w_gate. They are 0 if ``nearest``.
+    ``weights`` says whether the first are those of w_gate.
     """
     shifts = (screen.W_SHIFT, screen.X_SHIFT) if weights else (screen.X_SHIFT, screen.W_SHIFT)
-    unit, words = 0.0 if nearest else 2.0 ** -(screen.FRACTION + 1), screen.words(k, screen.DITHERS)
+    unit, words = 2.0 ** -(screen.FRACTION + 1), screen.words(k, screen.DITHERS)
     sides = [[screen.centred(word, shift) * unit for word in words] for shift in shifts]
     own, other = torch.tensor(sides, dtype=torch.float64, device="cpu")
     return own, other
 
 
-def quantize_gate(rows: Tensor, weights: bool, nearest: bool = False) -> Quantized:
+def quantize_gate(rows: Tensor, weights: bool) -> Quantized:
     """q int8 [R, K], scale, spread and offset float32 [R] of rows [R, K] of x or w_gate.
 
     ``scale * (q - dither)`` is near rotate(rows), for dithers from -1/2 to 1/2 with mean 0, and ``offset`` is the
     product of q and the dithers of the other side. ``spread`` is at least |rotate(rows)| / scale. It is 0 for a row of
-    zeros, and infinite for one that is not finite or of a magnitude that is not screened. With ``nearest`` all dithers
-    are 0: q is rounded to nearest.
+    zeros, and infinite for one that is not finite or of a magnitude that is not screened.
     """
     rotated, k = rotate(rows), rows.shape[1]
     largest = rotated.abs().amax(1)
     levels = torch.tensor(screen.LEVELS, dtype=torch.float32, device=rows.device) / largest
-    own, other = (t.to(rows.device) for t in dithers(k, weights, nearest))
+    own, other = (t.to(rows.device) for t in dithers(k, weights))
     screened = (largest >= screen.SMALLEST) & (largest <= screen.LARGEST)
     # the sum is rounded to fp32 before its floor is taken
     q = (rotated.double() * levels.double()[:, None] + (own + 0.5)).float().floor().where(screened[:, None], 0)
@@ -276,40 +275,34 @@ def quantize_gate(rows: Tensor, weights: bool, nearest: bool = False) -> Quantiz
     return q.char(), scale, spread.float(), (q.double() @ other).float()
 
 
-def screen_bound(
-    x_spread: Tensor, w_spread: Tensor, k: int, failure: float = screen.FAILURE, nearest: bool = False
-) -> Tensor:
+def screen_bound(x_spread: Tensor, w_spread: Tensor, k: int, failure: float = screen.FAILURE) -> Tensor:
     """How far the product of q_x and q_w without dithers may be below (gate - bias), in units of the scales.
 
     float64 [M, N], for rows that are screened. The product is q_x . q_w - x_offset - w_offset + screen.dither_product.
     The gate is that of bf16 or fp16 products of ``k`` terms summed in fp32. A gate exceeds the bound with a
-    probability of at most 2^-failure, and never that of rows that are rounded to ``nearest``, which have no dithers;
-    docs/notes/screen.md derives it.
+    probability of at most 2^-failure; docs/notes/screen.md derives it.
     """
     u, v, root = x_spread.double()[:, None], w_spread.double(), math.sqrt(k) / 2
     dithers = screen.dither_tail(failure) * (v**2 + (u + root) ** 2).sqrt()
-    integers = root * (u + v) + root**2 if nearest else dithers
     rounding = (2 * screen.ROTATION + screen.product_error(k)) * u * v + screen.grid_error(k) * (u + v)
-    return integers + rounding + screen.SLACK
+    return dithers + rounding + screen.SLACK
 
 
 def token_terms(
-    scale: Tensor, spread: Tensor, offset: Tensor, k: int, failure: float = screen.FAILURE, nearest: bool = False
+    scale: Tensor, spread: Tensor, offset: Tensor, k: int, failure: float = screen.FAILURE
 ) -> tuple[Tensor, Tensor, Tensor]:
     """a, b and i [M]: ``a[m] + b[m] * w_spread[n]^2`` is at least ``screen_bound`` and corrections, ``i`` is 1 / scale.
 
     The corrections are ``screen.dither_product`` minus the offset. With the terms of a row of zeros the bias decides.
     """
     u, root = spread.double(), math.sqrt(k) / 2
-    c, grid, p = 0.0 if nearest else screen.dither_tail(failure), screen.grid_error(k), u + root
-    slope = (root if nearest else c) + (2 * screen.ROTATION + screen.product_error(k)) * u + grid
+    c, grid, p = screen.dither_tail(failure), screen.grid_error(k), u + root
+    slope = c + (2 * screen.ROTATION + screen.product_error(k)) * u + grid
     # a square root is at most (its argument / r + r) / 2 for any r, and near to it if r is near to the root
     r = (screen.USUAL_SPREAD * k + c * p * p / slope).sqrt()
     a = (c * p * p / r + slope * r) / 2 + grid * u + screen.SLACK
-    dithers = 0.0 if nearest else screen.dither_product(k)
-    a = a + root * u + root**2 if nearest else a
     enlarged = 1 + screen.MARGIN
-    a, b = a * enlarged - offset.double() + dithers, slope / (2 * r) * enlarged
+    a, b = a * enlarged - offset.double() + screen.dither_product(k), slope / (2 * r) * enlarged
     zero = u == 0
     return (
         a.masked_fill(zero, -screen.ABOVE_CORRECTIONS),
@@ -328,10 +321,10 @@ def neuron_terms(scale: Tensor, spread: Tensor, bias: Tensor | None, k: int) -> 
     return spread.double() ** 2, torch.where(spread == 0, decisive, beta)
 
 
-def gate_screen(x: Quantized, w_gate: Quantized, bias: Tensor | None, nearest: bool = False) -> Tensor:
+def gate_screen(x: Quantized, w_gate: Quantized, bias: Tensor | None) -> Tensor:
     """Which gates [M, N] may be positive or NaN, of rows from ``quantize_gate``: all others are 0 after ReLU."""
     (qx, x_scale, x_spread, x_offset), (qw, w_scale, w_spread, w_offset), k = x, w_gate, x[0].shape[1]
-    a, b, i = token_terms(x_scale, x_spread, x_offset, k, nearest=nearest)
+    a, b, i = token_terms(x_scale, x_spread, x_offset, k)
     v, beta = neuron_terms(w_scale, w_spread, bias, k)
     reach = i[:, None] * beta + (b[:, None] * v + a[:, None])
     # not a comparison that NaN fails

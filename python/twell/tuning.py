@@ -62,11 +62,6 @@ def gate_pack(
     return specs.GatePackSpec(dtype_name(dtype), min(specs.GATE_TOKENS, key=cost))
 
 
-# Least values of a gate weight that is screened for few tokens. NVIDIA H200, time of the layer over that without the
-# screen: 0.84 with 4,096 x 14,336, one token and 8 non-zeros. An earlier form of the kernel: 1.26 with 2,048 x 5,632.
-SCREENED_WEIGHT = 40_000_000
-
-
 @functools.cache
 def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
     """Rows of ``k`` values in int8 for the screen of the gate; NotImplementedError beyond the largest class."""
@@ -77,18 +72,6 @@ def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
 def gate_screen(dtype: torch.dtype) -> specs.GateScreenSpec:
     """The int8 screen of the gate, for biases of a dtype."""
     return specs.GateScreenSpec(dtype_name(dtype))
-
-
-@functools.cache
-def gate_pack_screened(dtype: torch.dtype) -> specs.GatePackScreenedSpec:
-    """The gate GEMM for few tokens behind the int8 screen."""
-    return specs.GatePackScreenedSpec(dtype_name(dtype))
-
-
-def screens_few(m: int, k: int, n: int) -> bool:
-    """Whether the gate of ``m`` tokens is screened where a module keeps the int8 copy of its weight."""
-    few = 0 < m <= specs.GatePackScreenedSpec.tokens
-    return few and k * n >= SCREENED_WEIGHT and k <= specs.QUANTIZE_K_CLASSES[-1]
 
 
 @functools.cache
@@ -267,9 +250,7 @@ def overflow(dtype: torch.dtype, mode: str, family: str = specs.SM90) -> specs.O
 # Strategies
 
 
-# strategies that screen the gate
-SCREENS = ("screened", "proven")
-STRATEGIES = ("auto", "row", "union", *SCREENS, "invariant", "dense")
+STRATEGIES = ("auto", "row", "union", "screened", "invariant", "dense")
 
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
 MARGIN = 0.02
@@ -288,10 +269,15 @@ ASSUMED_DENSITY = 1 / 190
 # 5.1 us for 2,816 x 1,024, 66 us for 14,336 x 4,096, weights from memory). The rates of dense layers are those of
 # cuBLAS at M = 16,384 and of reading weights from memory there; clocks vary them by 8 %.
 COPY_BYTES = 3.1e12
-# Bytes per second, read and written, of `quantize_gate` for a gate weight (NVIDIA H200: 12.5 us for 5,632 x 2,048).
-QUANTIZE_BYTES = 2.8e12
 _DENSE_FLOP = 790e12
 _DENSE_BYTES = 4.2e12
+# Seconds of the host for a call without gradients and for a training step: three nn.Linear with their activation, and
+# strategies chosen by "auto" (H100, 2026-11-25, `h100_host.json`, the slowest host measured, so that "auto" errs
+# towards dense; "screened" has four launches more).
+HOST_SECONDS = {
+    False: {"dense": 105e-6, "row": 155e-6, "union": 214e-6, "screened": 270e-6},
+    True: {"dense": 630e-6, "union": 1280e-6, "screened": 1340e-6},
+}
 # Of a dense layer of up to 512 tokens: the seconds that one product for gate and up saves, those beyond its products,
 # and the time to read weights over that at the rate above (NVIDIA H200: 3 to 5 us saved; in two products 18, 34 and 118
 # us predicted for K = 1,024, 2,048 and 4,096, and 20, 32 and 97 measured).
@@ -303,7 +289,7 @@ class Problem(NamedTuple):
 
     ``down_copied``: whether the down weight is stored as in nn.Linear, so that sparse kernels read a copy by rows, made
     at each forward and each backward pass. ``merged``: whether a dense layer computes gate and up in one product.
-    ``gate_kept``: whether inference finds the int8 copy of the gate weight that a module keeps for the screen.
+    ``eager``: whether the host launches each kernel in the call, rather than before it in a CUDA graph.
     """
 
     m: int
@@ -313,7 +299,8 @@ class Problem(NamedTuple):
     training: bool
     down_copied: bool = False
     merged: bool = False
-    gate_kept: bool = False
+    # pickles of version 0.2 have a bool of another meaning here; the next decision is made anew
+    eager: bool = False
 
 
 class Figures(NamedTuple):
@@ -353,6 +340,8 @@ class Decision(NamedTuple):
 
 def require_strategy(requested: object) -> None:
     """Raise ValueError unless ``requested`` is the name of a strategy."""
+    if requested == "proven":
+        raise ValueError('strategy "proven" is gone, use "union", which never screens')
     if requested not in STRATEGIES:
         *names, last = (f'"{name}"' for name in STRATEGIES)
         raise ValueError(f"strategy must be {', '.join(names)} or {last}, got {requested!r}")
@@ -403,12 +392,12 @@ def factors(problem: Problem, figures: Figures, strategy: str) -> tuple[float, f
 
 
 def costs(
-    problem: Problem, figures: Figures, table: _tables.Table | None = None, screen: str = "screened"
+    problem: Problem, figures: Figures, table: _tables.Table | None = None, screen: bool = True
 ) -> dict[str, float]:
     """Predicted time of each strategy that the table has for ``problem``, as a multiple of dense's.
 
-    ``table`` is the shipped one by default. ``screen`` is the strategy that ``figures.candidates`` are of, "screened"
-    or "proven", which take the same time for as many; "" for neither. It has a time where candidates are known.
+    ``table`` is the shipped one by default. "screened" has a time where ``figures.candidates`` are known, with
+    ``screen``.
     """
     copies, dense = copy_cost(problem), merged_cost(problem)
     predicted = {}
@@ -416,24 +405,35 @@ def costs(
         if name == "screened" and (figures.candidates is None or not screen):
             continue
         time = sum(term * factor for term, factor in zip(terms, factors(problem, figures, name)))
-        if name == "screened":
-            time -= kept_saving(problem)
-        predicted[screen if name == "screened" else name] = (time + copies) / dense
-    if screen in predicted and "union" in predicted:
+        predicted[name] = (time + copies) / dense
+    if "screened" in predicted and "union" in predicted:
         # the terms are of few candidates: a screen saves at most the gates of all others, one of dense's products
         others = 1 - factors(problem, figures, "screened")[3]
-        predicted[screen] = max(predicted[screen], predicted["union"] - others / (3 if problem.gated else 2))
-    return predicted | {"dense": 1.0}
+        predicted["screened"] = max(predicted["screened"], predicted["union"] - others / (3 if problem.gated else 2))
+    predicted["dense"] = 1.0
+    return _eager(problem, predicted) if problem.eager else predicted
 
 
-def worth_screening(
-    problem: Problem, figures: Figures | None, table: _tables.Table | None = None, screen: str = "screened"
-) -> bool:
-    """Whether ``screen`` would be the fastest strategy if its candidates were the union: else none need be counted."""
+def _eager(problem: Problem, predicted: dict[str, float]) -> dict[str, float]:
+    """Times of calls that the host launches: no less than its own, and as multiples of such a dense call's."""
+    passes = 3 if problem.training else 1
+    dense, host = passes * _dense_seconds(problem), HOST_SECONDS[problem.training]
+    seconds = {name: max(host.get(name, 0.0), time * dense) for name, time in predicted.items()}
+    return {name: time / seconds["dense"] for name, time in seconds.items()}
+
+
+def worth_screening(problem: Problem, figures: Figures | None, table: _tables.Table | None = None) -> bool:
+    """Whether "screened" would be the fastest strategy if its candidates were the union: else none need be counted."""
     if figures is None:
         return False
-    predicted = costs(problem, figures._replace(candidates=0.0), table, screen)
-    return screen in predicted and predicted[screen] <= min(predicted.values())
+    predicted = costs(problem, figures._replace(candidates=0.0), table)
+    return "screened" in predicted and predicted["screened"] <= min(predicted.values())
+
+
+def waits_for_host(problem: Problem) -> bool:
+    """Whether the host may take longer than the kernels of a dense call; calls of this package cost it up to twice."""
+    passes = 3 if problem.training else 1
+    return problem.eager and passes * _dense_seconds(problem) < 2 * HOST_SECONDS[problem.training].get("dense", 0.0)
 
 
 def copy_cost(problem: Problem) -> float:
@@ -443,16 +443,6 @@ def copy_cost(problem: Problem) -> float:
     # backward makes one more copy and twice the products
     copies, passes = (2, 3) if problem.training else (1, 1)
     return copies * 4 * problem.k * problem.n / COPY_BYTES / (passes * _dense_seconds(problem))
-
-
-def kept_saving(problem: Problem) -> float:
-    """What a kept int8 copy of the gate weight saves of a screened call, as a multiple of dense's time.
-
-    The table's times include the copy. Training makes it in each step.
-    """
-    if problem.training or not problem.gate_kept:
-        return 0.0
-    return 3 * problem.k * problem.n / QUANTIZE_BYTES / _dense_seconds(problem)
 
 
 def _dense_seconds(problem: Problem) -> float:
@@ -475,7 +465,7 @@ def decide(
     figures: Figures | None,
     current: str | None,
     table: _tables.Table | None = None,
-    screen: str = "screened",
+    screen: bool = True,
 ) -> Decision:
     """Choose the strategy for ``problem`` from measured ``figures`` and the ``current`` strategy; either may be None.
 
@@ -490,12 +480,18 @@ def decide(
         in_place = decide(problem._replace(down_copied=False), figures, current, table, screen).strategy
         if in_place != "dense":
             reason = f"copies of the down weight outweigh {in_place}, which needs none where it is stored by rows"
-            return decision._replace(reason=f"{decision.reason}; {reason}")
+            decision = decision._replace(reason=f"{decision.reason}; {reason}")
+    if decision.strategy == "dense" and problem.eager:
+        replayed = decide(problem._replace(eager=False), figures, None, table, screen).strategy
+        if replayed != "dense":
+            decision = decision._replace(
+                reason=f"{decision.reason}, since the host is the limit; {replayed} in a graph"
+            )
     return decision
 
 
 def _measured(
-    problem: Problem, figures: Figures, current: str | None, table: _tables.Table | None, screen: str
+    problem: Problem, figures: Figures, current: str | None, table: _tables.Table | None, screen: bool
 ) -> Decision:
     predicted = costs(problem, figures, table, screen)
     if problem.training:
@@ -541,7 +537,7 @@ def coefficients(problem: Problem, table: _tables.Table | None = None) -> dict[s
     More neurons than ``Table.union_neurons`` have neither "union" nor "screened". A kind of calls that the table lacks
     (``Table.lacks``) has no strategy.
     """
-    return _coefficients(problem._replace(down_copied=False, merged=False), table or _tables.SHIPPED)
+    return _coefficients(problem._replace(down_copied=False, merged=False, eager=False), table or _tables.SHIPPED)
 
 
 @functools.lru_cache(1024)

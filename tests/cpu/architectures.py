@@ -26,6 +26,7 @@ DECODER = {
     "eos_token_id": 2,
     "head_dim": 8,
 }
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 SEQ2SEQ = {
     "vocab_size": 64,
     "d_model": 32,
@@ -153,6 +154,36 @@ ARCHITECTURES = (
         **RESIDUAL,
     ),
     Architecture(
+        "Cosmos3 Edge (text)", "Cosmos3EdgeTextModel", {**DECODER, "rope_parameters": MROPE}, "relu2", ("layers.0.mlp",)
+    ),
+    Architecture(
+        "CTRL",
+        "CTRLLMHeadModel",
+        {"vocab_size": 64, "n_embd": 32, "dff": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        "relu",
+        ("transformer.h.0.ffn",),
+    ),
+    Architecture(
+        "DETR, Conditional and Deformable DETR, RT-DETR",
+        "DetrForObjectDetection",
+        {
+            **{key: value for key, value in SEQ2SEQ.items() if key not in ("vocab_size", "max_position_embeddings")},
+            "num_queries": 5,
+            "use_timm_backbone": False,
+            "use_pretrained_backbone": False,
+            "backbone_config": {
+                "model_type": "resnet",
+                "embedding_size": 8,
+                "hidden_sizes": [8, 8],
+                "depths": [1, 1],
+                "out_features": ["stage2"],
+                "num_channels": 3,
+            },
+        },
+        "relu",
+        ("model.encoder.layers.0.mlp.fc2",),
+    ),
+    Architecture(
         "DeepSeek-V3, R1, Kimi K2",
         "DeepseekV3ForCausalLM",
         {
@@ -175,20 +206,13 @@ ARCHITECTURES = (
     ),
     Architecture(
         "DistilBERT",
-        "DistilBertForMaskedLM",
-        {
-            "vocab_size": 64,
-            "dim": 32,
-            "hidden_dim": 64,
-            "n_layers": 2,
-            "n_heads": 4,
-            "dropout": 0.0,
-            "activation": "relu",
-        },
+        "DistilBertModel",
+        {"vocab_size": 64, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4},
         "GELU",
-        (),
-        refusal="must compute lin2",
-        note="its forward cuts x into chunks, by a setting",
+        ("transformer.layer.0.ffn",),
+        {"dropout": 0.0},
+        "must drop no values",
+        retrained=True,
     ),
     Architecture(
         "Falcon",
@@ -243,13 +267,13 @@ ARCHITECTURES = (
         {**DECODER, "hidden_size": 32, "intra_bottleneck_size": 32, "embedding_size": 16},
         "relu",
         (),
-        refusal="its class must use self.intermediate once",
+        refusal=r"MobileBertLayer\); sparsify_\(model, names=.* tries them",
         note="its block uses the hidden state for more than the down projection",
     ),
     Architecture(
         "MPT", "MptForCausalLM", {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4}, "GELU", (), **RESIDUAL
     ),
-    Architecture("NanoChat", "NanoChatForCausalLM", DECODER, "relu2", ("model.layers.0.mlp.fc2",)),
+    Architecture("NanoChat", "NanoChatForCausalLM", DECODER, "relu2", ("model.layers.0.mlp",)),
     Architecture("Nemotron-4, Minitron", "NemotronForCausalLM", DECODER, "relu2", MLP),
     Architecture(
         "Nemotron-H, Nemotron 3 Nano",
@@ -292,11 +316,23 @@ ARCHITECTURES = (
     ),
     Architecture("Pegasus", "PegasusForConditionalGeneration", SEQ2SEQ, "GELU", FC2, retrained=True),
     Architecture("Persimmon", "PersimmonForCausalLM", DECODER, "relu2", MLP),
-    Architecture("Phi-1, Phi-2", "PhiForCausalLM", DECODER, "GELU", ("model.layers.0.mlp.fc2",), retrained=True),
+    Architecture("Phi-1, Phi-2", "PhiForCausalLM", DECODER, "GELU", ("model.layers.0.mlp",), retrained=True),
     Architecture("Phi-3, Phi-4", "Phi3ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("Qwen2, Qwen2.5", "Qwen2ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("Qwen3", "Qwen3ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("Qwen3-MoE", "Qwen3MoeForCausalLM", MOE, "SiLU", (), **STACKED),
+    Architecture(
+        "SeamlessM4T, v2",
+        "SeamlessM4TForTextToText",
+        {
+            **{key: value for key, value in SEQ2SEQ.items() if key != "d_model"},
+            "hidden_size": 32,
+            "speech_encoder_layers": 1,
+        },
+        "relu",
+        ("text_encoder.layers.0.ffn.fc2",),
+        note="its text encoder and decoder",
+    ),
     Architecture("Speech2Text", "Speech2TextForConditionalGeneration", SEQ2SEQ, "relu", FC2),
     Architecture("SmolLM3", "SmolLM3ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("StableLM", "StableLmForCausalLM", DECODER, "SiLU", MLP, retrained=True),
@@ -314,6 +350,7 @@ ARCHITECTURES = (
     Architecture(
         "T5 v1.1, Flan-T5", "T5ForConditionalGeneration", T5_GATED, "GELU", DENSE, **NO_DROPOUT, retrained=True
     ),
+    Architecture("UDOP", "UdopForConditionalGeneration", {**T5, "image_size": 8}, "relu", DENSE, **NO_DROPOUT),
     Architecture("UMT5", "UMT5ForConditionalGeneration", T5_GATED, "GELU", DENSE, **NO_DROPOUT, retrained=True),
     Architecture("Whisper", "WhisperForConditionalGeneration", SEQ2SEQ, "GELU", FC2, retrained=True),
     Architecture(
@@ -330,6 +367,23 @@ ARCHITECTURES = (
         "GELU",
         ("model.layers.0.fc2",),
         retrained=True,
+    ),
+    Architecture(
+        "XLM, FlauBERT",
+        "XLMWithLMHeadModel",
+        {
+            "vocab_size": 64,
+            "emb_dim": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "pad_index": 2,
+            "dropout": 0.0,
+            "max_position_embeddings": 64,
+        },
+        "GELU",
+        (),
+        refusal="must apply ReLU, got GELU",
+        note="`gelu_activation=False` makes it a yes",
     ),
 )
 

@@ -1,4 +1,7 @@
-"""Feed-forward networks as models write them, for the tests of ``sparsify_`` and of what happens to its layers."""
+"""Feed-forward networks as models write them, for the tests of ``sparsify_`` and of what happens to its layers.
+
+Their classes are not known by name: ``NAMES`` tells their projections.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from twell._sparsify import sparsify_
+
 BF16 = torch.bfloat16
 K, N = 32, 264
+NAMES = [
+    *(("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj"), ("fc1", "fc2"), ("w1", "w3", "w2"), ("a", "b")),
+    *(("gate_up_proj", "down_proj"), ("wi", "wo"), ("dense_h_to_4h", "dense_4h_to_h"), ("0", "2")),
+    ("intermediate.dense", "output.dense"),
+]
+
+
+def take(m: nn.Module, *args: Any, **options: Any) -> list[str]:
+    """``sparsify_`` with ``NAMES``."""
+    return sparsify_(m, *args, names=NAMES, **options)
 
 
 class Gated(nn.Module):
@@ -250,7 +265,7 @@ class Told(nn.Module):
 
 
 def sequence(act: Any = None) -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(K), nn.Linear(K, N), act or nn.ReLU(), nn.Linear(N, K), nn.Dropout(0.1))
+    return nn.Sequential(nn.Linear(K, N), act or nn.ReLU(), nn.Linear(N, K), nn.Dropout(0.0))
 
 
 def encoder_layer(act: Any = None) -> nn.Module:
@@ -270,8 +285,8 @@ FORMS = {
     "gated": Form(Gated),
     "gated, bias": Form(lambda: Gated(bias=True)),
     "plain": Form(Plain),
-    "pair": Form(Pair, "1.fc2"),
-    "literal": Form(Literal, "1.fc2"),
+    "pair": Form(Pair),
+    "literal": Form(Literal),
     "block": Form(Block, "1.fc2"),
     "block, function": Form(lambda: Block(act=F.relu, bias=False), "1.fc2"),
     "relu2": Form(lambda: Gated(Squared()), activation="relu2"),
@@ -292,8 +307,8 @@ FORMS = {
     "own linear": Form(lambda: OfOwnLinears(Squared()), activation="relu2"),
     "split": Form(Split, "1.output.dense"),
     "split, relu2": Form(lambda: Split(Squared()), "1.output.dense", "relu2"),
-    "sequence": Form(sequence, "1.3"),
-    "sequence, relu2": Form(lambda: sequence(Squared()), "1.3", "relu2"),
+    "sequence": Form(sequence),
+    "sequence, relu2": Form(lambda: sequence(Squared()), activation="relu2"),
     "encoder": Form(encoder_layer, "1.linear2"),
     "encoder, relu2": Form(lambda: encoder_layer(Squared()), "1.linear2", "relu2"),
     "told": Form(lambda: Told(Squared()), activation="relu2"),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from twell._sparsify import sparsify_
+from twell._sparsify.modules import pair_up
 from twell.nn import SparseGatedMLP, SparseMLP
 
 K, N, B, S = 16, 40, 2, 8
@@ -102,7 +102,7 @@ def brute(gates: list[Tensor], kept: Tensor | None = None) -> tuple[Tensor, Tens
 
 def pair() -> Any:
     block = Pair(n=N, k=K)
-    assert sparsify_(block) == ["fc2"]
+    pair_up(block, ("fc1", "fc2"), "act", (), {})
     return block
 
 

@@ -249,7 +249,7 @@ def test_an_unknown_union_is_bounded_from_above() -> None:
 
 @pytest.mark.parametrize("name", ["fast", "", None, 3, ["row"]])
 def test_names_are_checked(name: Any) -> None:
-    names = '"auto", "row", "union", "screened", "proven", "invariant" or "dense"'
+    names = '"auto", "row", "union", "screened", "invariant" or "dense"'
     with pytest.raises(ValueError, match=f"strategy must be {names}, got {re.escape(repr(name))}"):
         tuning.require_strategy(name)
     with pytest.raises(ValueError, match="strategy must be"):
@@ -896,3 +896,59 @@ def test_explain_takes_modules_and_sites() -> None:
     assert not twell.explain(twell.AutoStrategy())
     with pytest.raises(TypeError, match=r"layers must be an nn.Module or an AutoStrategy, got str"):
         twell.explain("auto")  # type: ignore[call-overload]
+
+
+def eager(m: int, training: bool = False) -> tuning.Problem:
+    return tuning.Problem(m, 1024, 2816, True, training, eager=True)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_eager_calls_count_the_host(training: bool) -> None:
+    """Where launches take longer than dense's kernels, "auto" is dense; a CUDA graph of the same call is not."""
+    few = Figures(8.0, 0.05, 12.0)
+    decision = tuning.decide(eager(4096, training), few, None)
+    replayed = tuning.decide(eager(4096, training)._replace(eager=False), few, None)
+    assert decision.strategy == "dense" != replayed.strategy
+    assert f"the host is the limit; {replayed.strategy} in a graph" in decision.reason
+    # the GPU's times decide where they are longer than the host's
+    assert tuning.decide(eager(65536, training), few, None).strategy == "union"
+    large = tuning.Problem(1, 8192, 28672, True, False, eager=True)
+    assert tuning.decide(large, few, None).strategy == "row"
+
+
+@pytest.mark.usefixtures("chooses")
+def test_a_capture_does_not_keep_what_eager_calls_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "HOST_SECONDS", {False: {"row": 1.0, "union": 1.0}, True: {}})
+    site, x = twell.AutoStrategy(), torch.zeros(256, K, dtype=BF16)
+    site.observe(problem(256), SPARSE)
+    assert site.begin(x, N, True, False, False).strategy == "dense"
+    monkeypatch.setattr(_auto, "_capturing", lambda x: True)
+    assert site.begin(x, N, True, False, False).strategy in ("row", "union")
+
+
+@MODULES
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.usefixtures("chooses")
+def test_a_layer_that_waits_for_the_host_calls_torch(cls: Any, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settled calls are PyTorch's own, give its bits and gradients, count, and end where their conditions do."""
+    monkeypatch.setattr(tuning, "HOST_SECONDS", {t: {"dense": 1.0, "row": 2.0, "union": 2.0} for t in (False, True)})
+    mlp, x = layer(cls, 8), torch.randn(256, K, dtype=BF16, requires_grad=training)
+    stock, settled = copy.deepcopy(mlp), []
+    stock.strategy = "dense"
+    by_torch = mlp._by_torch
+    monkeypatch.setattr(mlp, "_by_torch", lambda x: settled.append(x) or by_torch(x))
+    with torch.set_grad_enabled(training):
+        for _ in range(10):
+            assert torch.equal(mlp(x), stock(x))
+        assert 0 < len(settled) < 10
+        assert twell.explain(mlp).rows[0].calls == 10
+        if training:
+            ours, theirs = (torch.autograd.grad(each(x).sum(), [x, *each.parameters()]) for each in (mlp, stock))
+            assert all(map(torch.equal, ours, theirs))
+        before = len(settled)
+        mlp(x, return_aux=True)
+        mlp.record_aux = True
+        mlp(x)
+        mlp.record_aux, mlp.strategy = False, "union"
+        mlp(x)
+        assert len(settled) == before

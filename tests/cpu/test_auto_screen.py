@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import json
 import math
 import pickle
@@ -14,20 +13,17 @@ from typing import Any
 import pytest
 import torch
 from auto_layers import BF16, COSTS, TABLE, Arrivals, K, N, layer
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import twell
 from profiling import held_out
-from twell import _auto, _tables, functional, ops, testing, tuning
+from twell import _auto, _tables, ops, testing, tuning
 from twell._runtime import device, specs
 from twell.commands import sparsity, tune
 from twell.commands.bench import protocol
 from twell.commands.saved_model import WatchedLayer
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.ops import screened
-from twell.ops.ffn import _SPARSE_ON_CPU
-from twell.ops.ffn import _run as run_ffn
 from twell.tuning import Figures, Problem
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
@@ -61,11 +57,6 @@ def test_decides_by_the_candidates(training: bool) -> None:
     costs = tuning.costs(call, few, SCREENS)
     base = SCREENED[training, True, K, N][1]["screened"][0]
     assert costs["screened"] == pytest.approx(base + 0.2 * 0.3 + 8 / N + 0.45 * 0.31)
-    # the same figures, of the other screen
-    assert tuning.decide(call, few, None, SCREENS, "proven").strategy == "proven"
-    assert tuning.costs(call, few, SCREENS, "proven") == {
-        "proven" if name == "screened" else name: cost for name, cost in costs.items()
-    }
 
 
 def test_a_screen_that_lists_all_neurons_saves_nothing() -> None:
@@ -80,19 +71,19 @@ def test_a_screen_that_lists_all_neurons_saves_nothing() -> None:
 def test_never_screens_without_times_candidates_or_kernels(current: str | None) -> None:
     figures = Figures(8, 0.3, None, 0.3)
     for table, known, screen in (
-        (TABLE, figures, "screened"),
-        (SCREENS, figures._replace(candidates=None), "screened"),
-        (SCREENS, None, "screened"),
-        (SCREENS, figures, ""),
-        (dataclasses.replace(SCREENS, screens=False), figures, "screened"),
-        (dataclasses.replace(SCREENS, union_neurons=N - 8), figures, "screened"),
+        (TABLE, figures, True),
+        (SCREENS, figures._replace(candidates=None), True),
+        (SCREENS, None, True),
+        (SCREENS, figures, False),
+        (dataclasses.replace(SCREENS, screens=False), figures, True),
+        (dataclasses.replace(SCREENS, union_neurons=N - 8), figures, True),
     ):
         for call in (problem(), problem(training=True)):
             decision = tuning.decide(call, known, current, table, screen)
             assert decision.strategy != "screened"
-            assert not decision.costs.keys() & {"screened", "proven", ""}
-            if known is None or known.candidates is not None:
-                assert not tuning.worth_screening(call, known, table, screen)
+            assert "screened" not in decision.costs
+            if screen and (known is None or known.candidates is not None):
+                assert not tuning.worth_screening(call, known, table)
 
 
 def test_other_gpus_have_no_screen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,15 +104,14 @@ def test_explain_says_that_calls_raise_without_the_screen(monkeypatch: pytest.Mo
         mlp = SparseGatedMLP(K, N, dtype=BF16, device="meta")
         for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
             linear.weight = torch.nn.Parameter(torch.empty_like(linear.weight, device="cuda"))
-        for strategy in ("screened", "proven"):
-            mlp.strategy = strategy
-            (row,) = twell.explain(mlp)
-            assert (row.kind, row.strategy) == ("any", "none")
-            said = f'calls raise: strategy "{strategy}" needs compute capability 9.0, got 8.0 on cuda:0; use "row"'
-            assert row.reason.startswith(said)
+        mlp.strategy = "screened"
+        (row,) = twell.explain(mlp)
+        assert (row.kind, row.strategy) == ("any", "none")
+        said = 'calls raise: strategy "screened" needs compute capability 9.0, got 8.0 on cuda:0; use "row"'
+        assert row.reason.startswith(said)
         monkeypatch.setattr(tuning, "family", lambda index: specs.SM90)
         (row,) = twell.explain(mlp)
-        assert row.strategy == "proven"
+        assert row.strategy == "screened"
         assert row.reason.startswith("it was named")
 
 
@@ -141,51 +131,6 @@ def test_counts_where_the_screen_may_be_the_fastest() -> None:
     assert not tuning.worth_screening(problem(), None, SCREENS)
     # nearly all neurons fire
     assert not tuning.worth_screening(problem(), Figures(200, 1.0), SCREENS)
-    assert tuning.worth_screening(problem(), Figures(8, 0.3), SCREENS, "proven")
-
-
-def test_a_kept_copy_makes_the_screen_cheaper() -> None:
-    """By the time of the copy, which the table's times include, in inference alone."""
-    for training in (False, True):
-        call, figures = Problem(12288, 2048, 5632, True, training), Figures(30, 0.1, None, 0.12)
-        kept = call._replace(gate_kept=True)
-        one, other = (tuning.costs(each, figures) for each in (call, kept))
-        saved = 0 if training else 3 * 2048 * 5632 / tuning.QUANTIZE_BYTES / (6 * 12288 * 2048 * 5632 / 790e12)
-        assert one["screened"] - other["screened"] == pytest.approx(saved)
-        assert one["union"] == other["union"]
-    assert 0.005 < tuning.kept_saving(Problem(12288, 2048, 5632, True, False, gate_kept=True)) < 0.02
-    few = Problem(64, 2048, 5632, True, False, gate_kept=True)
-    assert tuning.kept_saving(few) == pytest.approx(3 / tuning.QUANTIZE_BYTES / (6 / 4.2e12))
-
-
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("direct", [False, True])
-def test_calls_say_whether_a_copy_is_kept(
-    kept: bool, direct: bool, screens: Arrivals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eager calls on the current GPU, which go past the dispatcher, as those of the operator."""
-    seen: list[bool] = []
-    decide = tuning.decide
-
-    def spy(call: Problem, *arguments: Any) -> Any:
-        # others are for graphs
-        if call.m == 256:
-            seen.append(call.gate_kept)
-        return decide(call, *arguments)
-
-    mlp, x = uneven(SparseGatedMLP), torch.randn(256, K).to(BF16)
-    twell.nn.keep_gate_copies(mlp, kept)
-    monkeypatch.setattr(tuning, "decide", spy)
-    if direct:
-        monkeypatch.setattr(functional, "is_direct", lambda x: True)
-        monkeypatch.setattr(functional, "ffn_on_cuda", functools.partial(run_ffn, _SPARSE_ON_CPU))
-    with torch.no_grad():
-        for _ in range(4):
-            mlp(x)
-        assert set(seen) == {kept}
-        twell.nn.keep_gate_copies(mlp, not kept)
-        mlp(x)
-    assert seen[-1] == (not kept)
 
 
 # Candidates
@@ -197,12 +142,10 @@ def test_the_count_is_that_of_the_bits(m: int, bias: bool) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(m, 72).to(BF16), torch.randn(520, 72).to(BF16)
     b = (torch.randn(520) * 12 - 30).to(BF16) if bias else None
-    found = screened.count(x, w, b, "screened")
+    found = screened.count(x, w, b)
     expected = screened.candidates_on_cpu(x, w, b, ops.quantize_gate(w, True)).sum(1)
-    assert found is not None
     assert found.tolist() == expected.tolist()
     assert m == 0 or not bias or 0 < found.min() <= found.max() < 520
-    assert screened.count(x, w, b, "") is None
 
 
 def uneven(cls: Any, firing: int = 8) -> Any:
@@ -238,8 +181,7 @@ def test_a_layer_comes_to_screen(cls: Any, training: bool, lead: tuple[int, ...]
     assert set(ran[2:]) == {"screened"}
     (row,) = twell.explain(mlp)
     w, b = first_of(mlp).weight.detach(), first_of(mlp).bias.detach()
-    listed = screened.count(x.view(m, K), w, b, "screened")
-    assert listed is not None
+    listed = screened.count(x.view(m, K), w, b)
     assert row.figures is not None
     assert row.figures.candidates == listed[: m // 128].sum().item() / (m // 128 * N)
     assert row.figures.candidates > row.figures.union > 8 / N  # type: ignore[operator]
@@ -309,9 +251,9 @@ def test_compiled_training_screens_as_calls_did(screens: Arrivals, fresh_dynamo:
 # The argument
 
 
-@pytest.mark.parametrize("screen", ["on", "", None, True, "screened"])
+@pytest.mark.parametrize("screen", ["on", "", None, True, "screened", "proven"])
 def test_the_screen_is_checked(screen: Any) -> None:
-    with pytest.raises(ValueError, match=f'screen must be "auto", "proven" or "off", got {re.escape(repr(screen))}'):
+    with pytest.raises(ValueError, match=f'screen must be "auto" or "off", got {re.escape(repr(screen))}'):
         twell.AutoStrategy(screen=screen)
 
 
@@ -327,6 +269,16 @@ def test_copies_keep_the_screen() -> None:
     old = _auto.AutoStrategy.__new__(_auto.AutoStrategy)
     old.__setstate__(state)
     assert old.screen == "auto"
+
+
+def test_sites_that_might_choose_proven_never_screen() -> None:
+    """Of pickles of version 0.2: that strategy missed no gate. Their choices are forgotten."""
+    site, call = twell.AutoStrategy(period=4), problem()
+    site.choose(call)
+    old = _auto.AutoStrategy.__new__(_auto.AutoStrategy)
+    old.__setstate__(site.__getstate__() | {"screen": "proven"})
+    assert (old.period, old.screen, old.explain()) == (4, "off", [])
+    assert site.explain()
 
 
 # Its costs
@@ -399,8 +351,7 @@ def test_measures_points_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = tune.measure_step(step, {"topic": drawn}, protocol.Cpu(), 0.0)
         names = [row["strategy"] for row in rows if not row["red"]]
         assert names == [*(() if training else ("row",)), "union", "screened"]
-        listed = screened.count(drawn.x[:256], drawn.w_gate, None, "screened")
-        assert listed is not None
+        listed = screened.count(drawn.x[:256], drawn.w_gate, None)
         assert {row["candidates"] for row in rows} == {listed.sum().item() / (2 * N)}
         assert json.loads(json.dumps(rows)) == rows
 
@@ -443,8 +394,7 @@ def test_a_tally_counts_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
                 counts.add(pattern, torch.zeros(len(x), dtype=torch.bool)[rows])
     report = counts.report(watched)
     w, b = mlp.gate_proj.weight.detach().to(BF16), mlp.gate_proj.bias.detach().to(BF16)
-    parts: list[Tensor | None] = [screened.count(x[:m].to(BF16), w, b, "screened") for x, m in zip(batches, (256, 128))]
-    listed = sum(int(part.sum()) for part in parts if part is not None)
+    listed = sum(int(screened.count(x[:m].to(BF16), w, b).sum()) for x, m in zip(batches, (256, 128)))
     seen = torch.cat((batches[0][:256], batches[1][:128]))
     with torch.no_grad():
         firing = int((mlp.gate_proj(seen) > 0).view(3, 128, N).any(1).sum())

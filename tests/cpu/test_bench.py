@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twell import _gate_copies, ops, testing
+from twell import testing
 from twell._activation import activation_of
 from twell.commands.bench import cli, fp8, main, parser, protocol
 from twell.commands.bench.decode import Decode
@@ -79,7 +77,8 @@ def test_every_op_has_checked_and_timed_rows(bench: Callable[..., Result]) -> No
         assert row["ms"] > 0
         assert row["p10_ms"] <= row["ms"] <= row["p90_ms"]
         assert row["tflops"] > 0
-        assert row["floor_ms"] > 0
+        # a CPU has no ceilings that mean anything: floors were 3,044 % of the time
+        assert row["floor_ms"] is None
         assert row["red"] == ""
         assert row["checked"]
         assert (row["k"], row["n"], row["m"], row["dtype"], row["compression"]) == (64, 264, 64, "bf16", 8)
@@ -105,50 +104,24 @@ def test_every_op_has_checked_and_timed_rows(bench: Callable[..., Result]) -> No
     assert gradients.keys() == {f"{t}{s}" for t in ("x", "w_gate", "w_up", "w_down") for s in ("", " with l1")}
 
 
-def test_screened_decode_keeps_its_int8_weights(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are made once per copy of the weights and rounding, and "row" beside them does not find them."""
-    made: list[tuple[int, bool]] = []
-    quantize_gate = ops.quantize_gate
-
-    def spy(rows: Tensor, weights: bool, nearest: bool = False) -> Any:
-        made.append((rows.data_ptr(), nearest))
-        return quantize_gate(rows, weights, nearest)
-
-    for module in (ops, sys.modules["twell.ops.ffn"]):
-        monkeypatch.setattr(module, "quantize_gate", spy)
-    monkeypatch.setattr("twell.tuning.SCREENED_WEIGHT", 1)
+def test_screened_decode_makes_int8_weights_at_each_call(
+    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("twell.tuning.FEW_GATE_PACK", 16)
-    result = bench("decode", "--workload", WORKLOAD, "--strategy", "row,union,screened,proven", "--m-decode", "1,8,32")
+    result = bench("decode", "--workload", WORKLOAD, "--strategy", "row,union,screened", "--m-decode", "1,8,32")
     assert result.code == 0, result.out
-    assert len(made) == len(set(made)) == 4
-    assert not _gate_copies._COPIES
     rows = {(row["strategy"], row["tokens"]): row for row in result.rows if row["variant"] == "decode"}
     assert all(row["checked"] and row["red"] == "" for row in rows.values())
-    for screen, m in itertools.product(("screened", "proven"), (1, 8, 32)):
-        moved = [rows[strategy, m]["memory_gbs"] * rows[strategy, m]["ms"] for strategy in ("row", screen)]
-        # MB of a gate of 264 neurons and 64 values each: half of it, and at least the rows that fire, few of 8 tokens
-        assert m > 8 or moved[1] < moved[0] - 0.25 * 264 * 64 * 2e-6
-        # more tokens than those of "row" are screened by tiles
-        flop = {name: rows[name, m]["executed_tflops"] * rows[name, m]["ms"] for name in ("row", "union", screen)}
-        assert flop[screen] == pytest.approx(flop["union" if m > 16 else "row"])
+    for m in (1, 8, 32):
+        moved = {name: rows[name, m]["memory_gbs"] * rows[name, m]["ms"] for name in ("row", "union", "screened")}
+        # more tokens than those of "row" are screened by tiles: an int8 gate of 264 x 64 is written and read
+        if m > 16:
+            assert moved["screened"] > moved["union"] + 2 * 264 * 64 * 1e-6
+        else:
+            assert moved["screened"] == pytest.approx(moved["row"])
+        flop = {name: rows[name, m]["executed_tflops"] * rows[name, m]["ms"] for name in ("row", "union", "screened")}
+        assert flop["screened"] == pytest.approx(flop["union" if m > 16 else "row"])
         assert flop["row"] < flop["union"]
-
-
-def test_screened_layers_keep_their_int8_weights(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are made once by each rounding, however often a layer is called."""
-    made: list[bool] = []
-    quantize_gate = ops.quantize_gate
-
-    def spy(rows: Tensor, weights: bool, nearest: bool = False) -> Any:
-        made.append(nearest)
-        return quantize_gate(rows, weights, nearest)
-
-    for module in (ops, sys.modules["twell.ops.ffn"]):
-        monkeypatch.setattr(module, "quantize_gate", spy)
-    result = bench("ffn", "--workload", WORKLOAD, "--strategy", "screened,proven,union")
-    assert result.code == 0, result.out
-    assert sorted(made) == [False, True]
-    assert not _gate_copies._COPIES
 
 
 def test_sizes_dtype_and_compression_reach_the_rows(bench: Callable[..., Result]) -> None:
@@ -644,7 +617,7 @@ def test_requests_that_cannot_be_met(words: list[str], message: str, capsys: pyt
         (["dance"], "argument OP: expected one of gate_pack, up_down, up_down_union, ffn"),
         (
             ["ffn", "--strategy", "row,best"],
-            "argument --strategy: expected one of row, union, screened, proven, invariant, dense, auto, got 'best'",
+            "argument --strategy: expected one of row, union, screened, invariant, dense, auto, got 'best'",
         ),
         (["ffn", "-m", "0"], "argument -m/--tokens: expected an integer of at least 1, got 0"),
         (["--device", "cpu", "-k", "65"], "argument -k/--hidden: expected a multiple of 8 up to 16384, got 65"),

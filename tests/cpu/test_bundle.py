@@ -21,6 +21,34 @@ def bundle(wheel: Path, root: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return out
 
 
+@pytest.mark.parametrize("held", ["thesis.txt", "tests/mine.py"])
+def test_replaces_nothing_but_a_bundle(held: str, wheel_stub: Path, root: Path, tmp_path: Path) -> None:
+    """It removed --out whatever was in it, before it looked at anything else."""
+    out = tmp_path / "out"
+    (out / held).parent.mkdir(parents=True)
+    (out / held).write_text("mine")
+    command = [sys.executable, str(root / "tools" / "bundle.py"), "--out", str(out), "--cache", str(tmp_path / "cache")]
+    for wheel in (wheel_stub, tmp_path / "none.whl"):
+        done = subprocess.run([*command, "--wheel", str(wheel)], capture_output=True, text=True, check=False)
+        expected = (
+            "--out: expected a new folder or an earlier bundle" if wheel.exists() else "--wheel: expected a wheel"
+        )
+        assert (done.returncode, expected in done.stderr) == (2, True), done.stderr
+        assert (out / held).read_text() == "mine"
+    # an earlier bundle stays where the new one cannot be made
+    (out / held).rename(out / "run.sh")
+    done = subprocess.run([*command, "--wheel", str(wheel_stub)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "BadZipFile" in done.stderr
+    assert (out / "run.sh").read_text() == "mine"
+
+
+@pytest.fixture
+def wheel_stub(tmp_path: Path) -> Path:
+    (tmp_path / "broken.whl").write_text("no archive")
+    return tmp_path / "broken.whl"
+
+
 def run(bundle: Path, *command: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run run.sh from another folder, with this Python as python3 and its own TMPDIR."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_LIBRARY_PATH")}

@@ -153,6 +153,34 @@ def test_crossovers_are_where_the_lines_cross(tmp_path: Path) -> None:
     assert "(topic)" in chart.title
 
 
+def test_titles_are_what_their_points_bear_out(tmp_path: Path) -> None:
+    """A step that loses stood under "any number of tokens", and "1.5B" was not the table's model of that size."""
+    speeds = {("ffn", 1): 2.4, ("ffn", 512): 1.1, ("train", 1024): 0.99, ("train", 4096): 1.4}
+    rows = [
+        row(op, 29, tokens=m, speedup_dense=gain, requested="auto", strategy="union", pattern="uniform")
+        for (op, m), gain in speeds.items()
+    ]
+    write(tmp_path, "h200_sweep_m", rows)
+    chart = charts.tokens(charts.Results(tmp_path))
+    assert chart.title == "Forward passes beat dense with 1 to 512 tokens, training steps from 4,096"
+    kinds = (("h200_model", "final", None), ("h200_model_hard", "", 0.0), ("h200_model_b", "", 0.5))
+    for name, model, topic in kinds:
+        config = "1.5B" if topic is not None else "final"
+        bar = {
+            "op": "train",
+            "config": config,
+            "ms": 1.0,
+            "tokens_per_ms": 3.0,
+            "peak_bytes": None,
+            "mj_per_token": None,
+        }
+        rows = [bar | {"variant": each, "red": ""} for each in ("dense compiled", "sparse compiled")]
+        models = [{"config": config, "parameters": 5e8}]
+        write(tmp_path, name, rows, arguments={"model": model, "topic": topic}, models=models)
+    groups = charts.models(charts.Results(tmp_path)).data
+    assert {group["model"] for group in groups} == {"0.5B trained", "1.5B hardest pattern", "1.5B drawn"}
+
+
 def test_correlation_is_pearsons(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     write(tmp_path, "h200_sweep_layers", layers_rows())

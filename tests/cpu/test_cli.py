@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +44,6 @@ def test_help(arguments: list[str], parts: list[str], capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: COMMAND"),
         (["dance"], "invalid choice: 'dance'"),
         (["demo", "--steps", "0"], "argument --steps: expected an integer of at least 1, got 0"),
         (["demo", "--steps", "many"], "argument --steps: expected an integer of at least 1, got 'many'"),
@@ -59,6 +61,12 @@ def test_help(arguments: list[str], parts: list[str], capsys: pytest.CaptureFixt
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_of(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_alone_it_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    printed = capsys.readouterr().err
+    assert all(f"\n    {name} " in printed for name in ("demo", "analyze", "convert", "tune", "bench", "info"))
 
 
 def test_arguments_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +90,47 @@ def test_arguments_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds, steps, expected in ((None, 3, (None, 3)), (None, None, (60, None)), (5.0, 3, (5.0, 3))):
         schedule = demo.schedule_of(demo.DemoRequest(request.out, seconds=seconds, steps=steps), preset)
         assert (schedule.seconds, schedule.steps) == expected
+
+
+def deep_configuration(folder: Path) -> list[object]:
+    (folder / "config.json").write_text("[" * 100_000)
+    return ["convert", folder, folder.parent / "out"]
+
+
+def odd_index(folder: Path) -> list[object]:
+    (folder / "config.json").write_text('{"model_type": "llama", "hidden_act": "relu"}')
+    (folder / "model.safetensors.index.json").write_text('{"metadata": 5, "weight_map": {"x": "a.safetensors"}}')
+    (folder / "a.safetensors").touch()
+    return ["convert", folder, folder.parent / "out", "--dtype", "bfloat16"]
+
+
+def closed_folder(folder: Path) -> list[object]:
+    return ["demo", "--text", folder, "--steps", "1"]
+
+
+@pytest.mark.parametrize("make", [deep_configuration, odd_index, closed_folder])
+def test_what_reading_may_raise_is_a_line(
+    make: Callable[[Path], list[object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Each was a traceback: of RecursionError, TypeError or PermissionError."""
+    (folder := tmp_path / "folder").mkdir()
+    words = make(folder)
+    if make is closed_folder:
+
+        def refuse(path: Path) -> Iterator[Path]:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        monkeypatch.setattr(Path, "iterdir", refuse)
+    assert cli.main([str(word) for word in words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"twell {words[0]}: error: ")
+    assert str(folder) in line
+
+
+def test_a_home_of_no_user_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TWELL_CACHE_DIR", "~no-such-user/twell")
+    assert cli.main(["info"]) == 0
+    assert "TWELL_CACHE_DIR can name a folder instead of '~no-such-user/twell'" in capsys.readouterr().out
 
 
 def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

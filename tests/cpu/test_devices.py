@@ -105,7 +105,7 @@ def models() -> list[Any]:
     results += [dead, small(x).detach(), twell.restore(small)(x).detach(), str(twell.explain(model))]
     recipe.reinitialize_dead(model, {name: torch.ones_like(mask) for name, mask in dead.items()}, step=1)
     # on weights of a device that is named
-    sparse = twell.sparsify_(copy.deepcopy(DENSE))
+    sparse = twell.sparsify_(copy.deepcopy(DENSE), names=("gate_proj", "up_proj", "down_proj"))
     return [*results, *model.parameters(), sparse, DENSE(x.float()).detach()]
 
 

@@ -271,7 +271,8 @@ def test_citations_name_this_version() -> None:
 def test_the_changelog_begins_with_this_version() -> None:
     """Versions fall, each with a date except for one that is not released yet; kinds are those of Keep a Changelog."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    headings = [each for each in re.findall(r"(?m)^## (.*)$", text) if each != "Unreleased"]
+    text = re.sub(r"\n## Unreleased\n(?s:.*?)(?=\n## )", "", text, count=1)
+    headings = re.findall(r"(?m)^## (.*)$", text)
     found = [re.fullmatch(r"(\d+\.\d+\.\d+)(?: - \d{4}-\d\d-\d\d|, not released yet)?", each) for each in headings]
     assert all(found), headings
     versions = [match[1] for match in found if match]
@@ -287,7 +288,9 @@ def test_the_changelog_begins_with_this_version() -> None:
 
 
 def test_the_citation_has_the_date_of_the_release() -> None:
-    heading = re.search(r"(?m)^## \S+ - (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n### ")[0])
+    # above it may be what is not released yet
+    first = re.search(r"(?m)^## \d.*$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    heading = first and re.fullmatch(r"## \S+ - (\S+)", first[0])
     citation = ROOT / "CITATION.cff"
     if not citation.exists():
         pytest.skip("an archive of the sources without it")

@@ -137,8 +137,14 @@ def test_other_strategies_are_refused(strategy: Any) -> None:
     for call in (lambda: gated(strategy), lambda: plain(strategy), lambda: SparseMLP(16, 24, strategy=strategy)):
         with pytest.raises(
             ValueError,
-            match='strategy must be "auto", "row", "union", "screened", "proven", "invariant" or "dense", got',
+            match='strategy must be "auto", "row", "union", "screened", "invariant" or "dense", got',
         ):
+            call()
+
+
+def test_the_strategy_that_is_gone_is_refused_by_name_of_another() -> None:
+    for call in (lambda: gated("proven"), lambda: plain("proven"), lambda: SparseMLP(16, 24, strategy="proven")):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match='strategy "proven" is gone, use "union", which never screens'):
             call()
 
 

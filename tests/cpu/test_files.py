@@ -102,6 +102,16 @@ def test_a_swap_that_fails_half_way_is_undone(tmp_path: Path, monkeypatch: pytes
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_folder_in_use_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes would be left in one without a name."""
+    (tmp_path / "out" / "inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "out" / "inner")
+    for path in (Path(), Path(".."), tmp_path / "out", Path("/proc")):
+        with pytest.raises(ValueError, match="expected a folder that can be replaced, got"), _files.replacing(path):
+            pass
+    assert (tmp_path / "out" / "inner").samefile(".")
+
+
 def killed_as_it_swaps(path: Path, after: bool) -> None:
     exchange = _files._exchange
 

@@ -255,7 +255,7 @@ def shaped(**changes: Any) -> dict[str, Any]:
         (
             {"strategy": "fast"},
             ValueError,
-            'strategy must be "auto", "row", "union", "screened", "proven", "invariant" or "dense", got \'fast\'',
+            'strategy must be "auto", "row", "union", "screened", "invariant" or "dense", got \'fast\'',
         ),
     ],
 )

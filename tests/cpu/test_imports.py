@@ -40,8 +40,7 @@ LAYERS = [
     ["twell.reference", "twell._tuning_table"],
     ["twell._tables"],
     ["twell.tuning"],
-    ["twell._explanation", "twell._auto"],
-    ["twell._gate_copies"],
+    ["twell._explanation", "twell._auto", "twell._gate_copies"],
     ["twell.ops"],
     ["twell._autograd", "twell._sharding", "twell.packed"],
     ["twell._plain"],
@@ -249,3 +248,36 @@ def test_loads_no_compiler() -> None:
     loaded = fresh(RUN_ON_CPU + "import sys; print(*sys.modules)").split()
     assert "twell" in loaded
     assert not {name for name in loaded if name.split(".")[0] in ("cutlass", "matplotlib", "transformers")}
+
+
+def is_soon(code: str, most: float, share: float) -> bool:
+    """Whether code takes at most so many seconds of CPU after ``import torch``, or that share of it if it is more.
+
+    In one of three fresh interpreters, since other processes lengthen some.
+    """
+    program = f"""
+import time, torch
+torch_alone = time.process_time()
+{code}
+print(time.process_time() - torch_alone < max({most}, {share} * torch_alone))
+"""
+    return any(fresh(program).split()[-1] == "True" for _ in range(3))
+
+
+def test_importing_twell_adds_little_to_torch() -> None:
+    """It added more than half of what torch takes, by sympy; now 0.2 s where torch takes 2.7."""
+    assert is_soon("import twell", 0.6, 0.2)
+    assert "False" in fresh("import sys, twell; print('sympy' in sys.modules)")
+
+
+@pytest.mark.parametrize("arguments", [["analyze", "/no/where", "--text", "/no"], ["convert", "/no/where", "/no/out"]])
+def test_an_error_of_the_command_line_comes_soon(arguments: list[str]) -> None:
+    """No such folder: nothing is imported for what cannot be done."""
+    code = f"""
+import contextlib, io
+from twell.commands.cli import main
+with contextlib.redirect_stderr(io.StringIO()) as said:
+    assert main({arguments}) == 2
+assert "no such" in said.getvalue(), said.getvalue()
+"""
+    assert is_soon(code, 1.0, 0.3)

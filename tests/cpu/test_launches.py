@@ -3,8 +3,6 @@
 A kernel launched with ``use_pdl`` may run while its predecessor does. ``griddepcontrol.wait`` returns when the
 predecessor has ended and its writes are visible. Every kernel waits, unconditionally, before it touches global memory,
 and lets its successor start only after that. So all earlier kernels have ended, too, when a kernel passes its wait.
-
-All except for its predecessor have ended when it starts: so it may read what that one never writes, see ``AHEAD``.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ from pathlib import Path
 import pytest
 
 KERNELS = Path(__file__).resolve().parents[2] / "cute_kernels"
-# operands that kernels may read before they wait, by file: the int8 weights behind `quantize_gate` of x
-AHEAD = {"gate_pack_screened.py": {"w_q"}}
 WAIT, TRIGGER = "griddepcontrol_wait", "griddepcontrol_launch_dependents"
 
 
@@ -46,8 +42,8 @@ def launched_early(tree: ast.AST) -> set[str]:
     return names
 
 
-def violations(source: str, ahead: set[str] | None = None) -> list[str]:
-    """Return the violations of the rule in a module, which may read operands ``ahead``."""
+def violations(source: str) -> list[str]:
+    """Return the violations of the rule in a module."""
     tree, found = ast.parse(source), []
     early = launched_early(tree)
     for kernel in functions(tree):
@@ -60,7 +56,7 @@ def violations(source: str, ahead: set[str] | None = None) -> list[str]:
             if WAIT in attributes(kernel):
                 found.append(f"{kernel.name}: waits, but is not launched with use_pdl")
             continue
-        found += unordered(kernel, named_tuples(tree) | imported_tuples(tree), ahead or set())
+        found += unordered(kernel, named_tuples(tree) | imported_tuples(tree))
     return found
 
 
@@ -83,7 +79,7 @@ def imported_tuples(tree: ast.AST) -> set[str]:
     return imported & TUPLES
 
 
-def unordered(kernel: ast.FunctionDef, tuples: set[str], ahead: set[str]) -> Iterator[str]:
+def unordered(kernel: ast.FunctionDef, tuples: set[str]) -> Iterator[str]:
     steps = [
         statement.value.func.attr
         if isinstance(statement, ast.Expr)
@@ -104,7 +100,7 @@ def unordered(kernel: ast.FunctionDef, tuples: set[str], ahead: set[str]) -> Ite
         if argument.annotation is None
         or "Tensor" in attributes(argument.annotation) | names(argument.annotation)
         or names(argument.annotation) & tuples
-    } - {"self", *ahead}
+    } - {"self"}
     for statement in kernel.body[:wait]:
         for name in touched(statement, tensors):
             yield f"{kernel.name}: touches {name} before it waits"
@@ -146,15 +142,7 @@ FILES = sorted(
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_kernel_waits_before_it_reads_and_before_the_next_one_starts(path: Path) -> None:
-    assert violations(path.read_text(), AHEAD.get(path.name)) == []
-
-
-@pytest.mark.parametrize("path", [path for path in FILES if path.name in AHEAD], ids=lambda path: path.stem)
-def test_what_is_read_ahead_is_seen(path: Path) -> None:
-    """And nothing is listed in vain."""
-    said = violations(path.read_text())
-    assert {line.split()[2] for line in said if line.endswith("before it waits")} == AHEAD[path.name]
-    assert len(said) == len(AHEAD[path.name])
+    assert violations(path.read_text()) == []
 
 
 def test_every_early_launch_is_looked_at() -> None:

@@ -38,8 +38,12 @@ def out(model: Any) -> Tensor:
         length = 2 * getattr(model.config, "max_source_positions", 0) if hasattr(model.config, "num_mel_bins") else 32
         shape = (2, bins, length) if hasattr(model.config, "num_mel_bins") else (2, length, bins)
         given = {"input_features": torch.randn(shape, generator=generator)}
-    if model.config.is_encoder_decoder:
+    if model.main_input_name == "pixel_values":
+        given = {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator)}
+    elif model.config.is_encoder_decoder:
         given["decoder_input_ids"] = ids
+    if model.config.model_type == "udop":
+        given["bbox"] = torch.rand(2, 9, 4, generator=generator)
     result: Tensor = model(**given)[0]
     return result
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from twell import AutoStrategy, explain, sparsify_
+import twell
+from twell import AutoStrategy, explain, tuning
+from twell._sparsify.modules import pair_up
 from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout, set_strategy
 
 BF16 = torch.bfloat16
@@ -247,7 +250,8 @@ def test_reset_parameters_initialises_as_linear_does(cls: Module, bias: bool) ->
 
 def test_reset_parameters_of_a_pair_leaves_the_other_layer_alone() -> None:
     model = nn.Sequential(OrderedDict(fc1=nn.Linear(K, N), act=nn.ReLU(), fc2=nn.Linear(N, K)))
-    sparsify_(block := nn.Sequential(model))
+    pair_up(model, ("fc1", "fc2"), "act", (), {})
+    block = nn.Sequential(model)
     before = [p.detach().clone() for p in block[0].fc1.parameters()]
     old = block[0].fc2.weight.detach().clone()
     block[0].fc2.reset_parameters()
@@ -359,3 +363,28 @@ def test_sizes_that_the_kernels_do_not_take_need_dense(k: int, n: int, said: str
     assert said in choice.reason
     with pytest.raises(ValueError, match=said):
         layer(torch.randn(2, k))
+
+
+def test_int8_copies_are_kept_no_more() -> None:
+    said = "twell.nn.keep_gate_copies is gone: delete the call, int8 copies are made in each call"
+    with pytest.raises(AttributeError, match=re.escape(said)):
+        twell.nn.keep_gate_copies(nn.Module())
+    with pytest.raises(AttributeError, match="has no attribute 'keep_gate_copy'"):
+        twell.nn.keep_gate_copy  # noqa: B018
+
+
+def test_pickles_of_layers_that_kept_an_int8_copy_load() -> None:
+    """By the bytes of version 0.2: a copy, and the sizes of a call with an eighth field."""
+    mlp = SparseGatedMLP(K, N, dtype=BF16)
+    copied = pickle.loads(b"ctwell._gate_copies\nGateCopy\n)R.")
+    mlp._gate_copy, mlp._retired_copies = copied, [copied]
+    other = pickle.loads(pickle.dumps(mlp))
+    assert not {"_gate_copy", "_retired_copies"} & vars(other).keys()
+    x = tokens()
+    assert torch.equal(other(x), mlp(x))
+    vars(mlp)["_strategy"] = "proven"
+    assert pickle.loads(pickle.dumps(mlp)).strategy == "union"
+    problem = pickle.loads(b"\x80\x02ctwell.tuning\nProblem\n(K\x01K\x02K\x03\x88\x89\x88\x89\x88t\x81.")
+    assert problem[:7] == (1, 2, 3, True, False, True, False)
+    with pytest.raises(TypeError, match="positional arguments"):
+        tuning.Problem(1, 2, 3, True, False, True, False, True, True)  # type: ignore[call-arg]

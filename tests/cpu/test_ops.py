@@ -98,9 +98,6 @@ def screened(o: dict[str, Tensor | None], compression: int) -> list[Any]:
             return y, l1, stats, union, listed.sum(1, dtype=torch.int32)
 
         found.append((ops.ffn_screened, answer, (*layer, *quantized, compression)))
-    if len(x) <= 8:
-        pack = lambda: reference.gate_pack(x, w_gate, o["b_gate"], compression)  # noqa: E731
-        found.append((ops.gate_pack_screened, pack, (x, w_gate, o["b_gate"], *quantized, compression)))
     return found
 
 
@@ -283,7 +280,7 @@ def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call(
         (
             "twell.sparse_gated_ffn or twell.sparse_ffn",
             "twell.pack",
-            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 20,
+            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 19,
             "Tensor.t",
         ),
         strict=True,
@@ -377,8 +374,6 @@ def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
     found += [(ops.hybrid_forward, forward), (ops.hybrid_backward, (*saved, True, True))]
     found += [(ops.hybrid_backward_accumulate, (*saved, *mains, True)), (ops.reglu, (o["x"], o["x"].clone()))]
     found.append((ops.reglu_backward, (o["x"].clone(), o["x"], o["x"].clone())))
-    quantized = ops.quantize_gate(o["w_gate"], True)
-    found.append((ops.gate_pack_screened, (o["x"][:8].clone(), o["w_gate"], o["b_gate"], *quantized, 8)))
     names = [[argument.name for argument in op._schema.arguments] for op, _ in found]
     # those with defaults, of the activation, are left out
     return [(op, dict(zip(each, arguments))) for each, (op, arguments) in zip(names, found)]
@@ -444,7 +439,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[An
     monkeypatch.setattr(device, "capability", lambda index: device.SM_90)
     for name in (
         *("gate_pack", "up_down", "unpack", "up_down_union"),
-        *("quantize_gate", "gate_screen", "screened", "gate_pack_screened"),
+        *("quantize_gate", "gate_screen", "screened"),
     ):
         record = lambda spec, *arguments: launches.append((spec, arguments))  # noqa: E731
         monkeypatch.setattr(sys.modules[f"twell.ops.{name}"], "launch", record)
@@ -472,7 +467,6 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
         *("gate_pack", *gated, "gate_pack", *plain, "quantize_gate", "gate_screen"),
         *("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", *gated),
         *("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", *plain),
-        *(("quantize_gate", "gate_pack_screened") if m <= 8 else ()),
         *(*gated, *plain),
     ]
     for spec, arguments in launched:

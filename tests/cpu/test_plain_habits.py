@@ -19,7 +19,7 @@ K, N = 32, 264
 
 
 class Gated(nn.Module):
-    """A stock feed-forward layer, which ``sparsify_`` recognises."""
+    """A stock feed-forward layer, which ``sparsify_`` takes by the names of its projections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,8 @@ class Pair(nn.Module):
 
 def sparsified(kind: Callable[[], nn.Module]) -> nn.Module:
     model = nn.Sequential(nn.Linear(K, K), kind())
-    twell.sparsify_(model, strategy="union")
+    names = [("gate_proj", "up_proj", "down_proj"), ("fc1", "fc2")]
+    twell.sparsify_(model, strategy="union", names=names)
     return model.to(BF16)
 
 

@@ -124,3 +124,17 @@ def test_batches_see_a_wrong_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert first.differing == [0]
     assert second.differing[0] > second.ties[0]
     assert second.worst > 4
+
+
+def test_generate_is_timed_beside_stock(tmp_path: Path) -> None:
+    small = ["--prompts", "1", "--prompt", "128", "--new", "3", "--runs", "1", "--sequences", "2", "--caches", "eager"]
+    assert serving.main(["generate", *TINY, *small, "--out", str(tmp_path / "made.json")]) == 0
+    rows = json.loads((tmp_path / "made.json").read_text())["rows"]
+    assert [(row["what"], row["model"], row["sequences"]) for row in rows] == [
+        *(("prompt", "stock", 1), ("prompt", "sparse", 1)),
+        *(("eager", "stock", 2), ("eager", "sparse", 2)),
+    ]
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+    # on a CPU both run PyTorch's operators, and choose the same tokens
+    assert rows[-1]["differing"] == 0
+    assert rows[-1]["strategies"] == {"any: dense": 2}

@@ -24,7 +24,7 @@ from layer_checks import CHILDREN, MODULES, Module, agrees, by_children, close, 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from twell._sparsify import sparsify_
+from twell._sparsify.modules import pair_up
 from twell.nn import SparseGatedMLP, SparseMLP, explain, set_down_layout
 
 
@@ -32,7 +32,7 @@ def pairs() -> tuple[Any, Any]:
     """A sparse pair, and the dense one."""
     dense = Pair().to(BF16)
     sparse = copy.deepcopy(dense)
-    assert sparsify_(sparse, strategy="row") == ["fc2"]
+    pair_up(sparse, ("fc1", "fc2"), "act", (), {"strategy": "row"})
     return sparse, dense
 
 

@@ -13,9 +13,12 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from recipe_models import (
+    Adapted,
+    B,
     K,
     Model,
     N,
+    S,
     assert_close,
     gradients,
     inputs,
@@ -108,7 +111,7 @@ def test_l1_term_says_what_is_wrong() -> None:
     with pytest.raises(RuntimeError, match=r"blocks\.0\.mlp records nothing: call record_aux"):
         recipe.l1_term(model)
     recipe.record_aux(model)
-    with pytest.raises(RuntimeError, match=r"blocks\.0\.mlp recorded nothing .* was not called"):
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.mlp recorded nothing .* was not called in training mode"):
         recipe.l1_term(model)
     model.eval()(x)
     with pytest.raises(RuntimeError, match="is in eval mode"):
@@ -185,6 +188,99 @@ def test_calls_without_tokens_do_not_count() -> None:
     term = recipe.l1_term(model)
     assert term == recipe.sharing_term(model) == 0
     term.backward()
+
+
+@pytest.mark.parametrize("strategy", ["dense", "union"])
+def test_a_layer_that_is_skipped_has_an_l1_of_zero(strategy: Any) -> None:
+    """As by LayerDrop, or an expert without tokens."""
+    model, (x,) = Model(*(SparseGatedMLP(K, N, strategy=strategy) for _ in range(3))), inputs()
+    recipe.record_aux(model, inputs=True)
+    skipped = model.blocks[1]
+    part = Model(model.blocks[0].mlp, model.blocks[2].mlp)
+    part.blocks[0], part.blocks[1] = model.blocks[0], model.blocks[2]
+    expected = plain_term(plain_pass(part, x)[2]) * 2 / 3
+    for several in (False, True):
+        part(x)
+        term = recipe.l1_term(model, several=several)
+        torch.testing.assert_close(term, expected)
+        term.backward()
+        assert skipped.mlp.up_proj.weight.grad is None
+    part(x)
+    shared = recipe.sharing_term(part, 4)
+    part(x)
+    torch.testing.assert_close(recipe.sharing_term(model, 4) * 3, shared * 2)
+    # no layer at all: a forward pass that was forgotten, or one that is known
+    recipe.clear_aux(model)
+    for read in (recipe.l1_term, recipe.sharing_term):
+        with pytest.raises(RuntimeError, match="and no other layer did"):
+            read(model)
+    recipe.clear_aux(model, skippable=True)
+    assert recipe.l1_term(model) == recipe.sharing_term(model) == 0
+    skipped.mlp.eval()
+    part(x)
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.mlp recorded nothing: it is in eval mode"):
+        recipe.l1_term(model)
+
+
+def masked() -> Tensor:
+    mask = torch.ones(B, S, dtype=torch.long)
+    mask[1, :5] = 0
+    return mask
+
+
+@pytest.mark.parametrize("layers", ["named", "dense", "pair", "adapter"])
+def test_padding_is_left_out_of_the_term(layers: str) -> None:
+    strategy: Any = "dense" if layers == "dense" else "union"
+    mlps: list[Any] = [SparseGatedMLP(K, N, True, strategy=strategy), SparseMLP(K, N, True, strategy=strategy)]
+    if layers == "pair":
+        mlps = [pair()]
+    if layers == "adapter":
+        mlps[0].up_proj = Adapted(K, N)
+    model, (x,), mask = Model(*mlps).double(), inputs(dtype=torch.float64), masked()
+    if layers == "pair":
+        state = F.relu(F.linear(model.blocks[0].norm(x), mlps[0].fc1.weight, mlps[0].fc1.bias))
+        states = [state]
+    else:
+        states = plain_pass(model, x)[2]
+    expected = torch.stack([(h.abs().sum(-1) * mask).sum() / mask.sum() for h in states]).mean()
+    weights = [p for name, p in model.named_parameters()]
+    right = torch.autograd.grad(expected, weights, allow_unused=True)
+    recipe.record_aux(model, inputs=True)
+    for given in (mask, mask.bool()):
+        model(x)
+        term = recipe.l1_term(model, attention_mask=given)
+        torch.testing.assert_close(term, expected)
+        for got, wanted in zip(torch.autograd.grad(term, weights, allow_unused=True), right, strict=True):
+            torch.testing.assert_close(*(torch.zeros(()) if g is None or not g.any() else g for g in (got, wanted)))
+    assert not unread(model)
+    # nothing but padding
+    model(x)
+    assert recipe.l1_term(model, attention_mask=mask * 0) == 0
+
+
+def test_a_mask_of_other_tokens_is_refused() -> None:
+    layer, x, mask = SparseGatedMLP(K, N), torch.randn(B, S, K), masked()
+    recipe.record_aux(layer)
+    layer(x)
+    with pytest.raises(RuntimeError, match=r"record_aux\(model, inputs=True\)"):
+        recipe.l1_term(layer, attention_mask=mask)
+    experts = nn.ModuleDict({"experts": nn.ModuleList([layer])})
+    recipe.record_aux(layer, inputs=True)
+    layer(x.flatten(0, 1))
+    right = recipe.l1_term(layer, attention_mask=mask)
+    layer(x)
+    assert torch.equal(recipe.l1_term(layer, attention_mask=mask), right)
+    wrong: Any = [(layer, x[:, 1:], mask), (layer, x, mask.t()), (layer, x, mask[:, None]), (layer, x[:1], mask)]
+    # the router may have ordered them anew
+    wrong.append((experts, x.flatten(0, 1), mask))
+    for model, given, tokens in wrong:
+        layer(given)
+        with pytest.raises(ValueError, match=r"attention_mask must be of the tokens of .* leave it out there"):
+            recipe.l1_term(model, attention_mask=tokens)
+        recipe.clear_aux(layer)
+    layer(x)
+    with pytest.raises(TypeError, match=r"attention_mask must be a tensor .* got list"):
+        recipe.l1_term(layer, attention_mask=mask.tolist())
 
 
 @pytest.mark.parametrize("strategy", ["auto", "dense"])
@@ -424,7 +520,7 @@ def test_a_fused_weight_of_two_layers_is_reinitialized_where_both_are_dead() -> 
 
     model = nn.Sequential(Fused(), Fused())
     model[1].gate_up_proj.weight = model[0].gate_up_proj.weight
-    twell.sparsify_(model)
+    twell.sparsify_(model, names=("gate_up_proj", "down_proj"))
     weight: Any = model[0].gate_up_proj.weight
     computed = copy.deepcopy(model)
     torch.nn.utils.spectral_norm(computed[0].gate_up_proj)

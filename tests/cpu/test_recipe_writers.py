@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import logging
+import os
 import resource
 import signal
 import subprocess
@@ -100,9 +101,27 @@ def test_csv_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert (tmp_path / "sparsity.csv.1").read_bytes() == content
     assert (tmp_path / "sparsity.csv.2").exists()
     assert "moved to" in caplog.text
-    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="must have a column step, got a, b"):
-        StatsWriter(tmp_path / "other.csv", resume_step=1)
+
+
+@pytest.mark.parametrize("resume", [None, 5])
+@pytest.mark.parametrize("kind", ["table", "line", "folder", "pipe", "link", "dangling"])
+def test_what_is_not_its_own_is_left_alone(kind: str, resume: int | None, tmp_path: Path) -> None:
+    path, text = tmp_path / "figures", "step,loss,note\n" + "".join(f"{i},0.5,mine\n" for i in range(20))
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "dangling":
+        path.symlink_to(tmp_path / "nowhere")
+    elif kind == "link":
+        (tmp_path / "target").write_text(text)
+        path.symlink_to(tmp_path / "target")
+    else:
+        path.write_text(text if kind == "table" else "precious")
+    before = sorted((p.name, p.lstat().st_ino, p.lstat().st_size) for p in tmp_path.iterdir())
+    with pytest.raises(ValueError, match="path must be a new file or one of a StatsWriter"):
+        StatsWriter(path, resume_step=resume, tensorboard=False)
+    assert sorted((p.name, p.lstat().st_ino, p.lstat().st_size) for p in tmp_path.iterdir()) == before
 
 
 def test_a_write_that_takes_a_part_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

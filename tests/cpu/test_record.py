@@ -355,7 +355,7 @@ def test_nothing_is_left_behind_where_int8_does_not_do(
 ) -> None:
     monkeypatch.setattr(record, "MOST_BIASED", -1.0)
     monkeypatch.setattr(record, "FEW", -1)
-    with pytest.raises(RequestError, match=r"model\.layers\.0\.mlp: int8 does not keep its pattern"):
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp: int8 does not keep its pattern"):
         run(record, llama, "--text", words, "--tokens", 300, "--layers", 0, "--out", tmp_path / "recorded")
     assert not list(tmp_path.iterdir())
 
@@ -365,10 +365,12 @@ def test_nothing_is_left_behind_where_int8_does_not_do(
     [
         (["--layers", "3"], "--layers: expected some of 0, 1, 2, got 3"),
         (["--layers", "0", "7", "9"], "--layers: expected some of 0, 1, 2, got 7, 9"),
-        (["--layers", "0", "--tokens", "100000"], "at least 100,000 tokens, got [0-9,]+ in 1 files"),
+        (["--layers", "0", "--tokens", "100000"], "at least 100,000 tokens, got [0-9,]+ in 1 file of"),
         (["--layers", "0", "--out", "full"], "--out: expected a new or an empty folder"),
         (["--layers", "0", "--out", "full/file"], "--out: expected a folder, got the file"),
         (["--layers", "0", "--out", "no/where"], "--out: expected an existing folder around it"),
+        (["--layers", "0", "--out", "lost"], "--out: expected an existing folder around it"),
+        (["--layers", "0", "--out", "."], "expected a folder that can be replaced, got '.', the current folder"),
     ],
 )
 def test_bad_requests(
@@ -377,9 +379,20 @@ def test_bad_requests(
     monkeypatch.chdir(tmp_path)
     Path("full").mkdir()
     Path("full/file").touch()
-    with pytest.raises(RequestError, match=message):
+    Path("lost").symlink_to("no/where")
+    with pytest.raises(ValueError, match=message):
         run(record, llama, "--text", words, "--out", "new", *options)
     assert not Path("new").exists()
+
+
+def test_a_link_to_an_empty_folder_is_filled(llama: Path, words: Path, tmp_path: Path) -> None:
+    """The folder replaced the link, after the whole run."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    assert run(record, llama, "--text", words, "--tokens", 300, "--layers", 0, "--out", tmp_path / "link") == 0
+    assert (tmp_path / "link").is_symlink()
+    assert {path.name for path in (tmp_path / "empty").iterdir()} == {"README.md", "layer0.npz"}
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "link"}
 
 
 def test_layers_must_be_named(llama: Path, words: Path) -> None:

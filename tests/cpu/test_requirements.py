@@ -101,7 +101,7 @@ def test_an_installed_torch_stays(installed: str, metadata: Message) -> None:
 
 def test_the_compiler_is_an_extra(metadata: Message) -> None:
     plain = {requirement.name for requirement in requirements(metadata)}
-    assert plain == {"torch", "apache-tvm-ffi", RUNTIME, "cuda-bindings"}
+    assert plain == {"torch", "apache-tvm-ffi", RUNTIME, "cuda-bindings", "numpy"}
     assert {requirement.name for requirement in requirements(metadata, "jit")} - plain == {"nvidia-cutlass-dsl"}
 
 

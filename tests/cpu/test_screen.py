@@ -296,19 +296,15 @@ def test_dithers_of_x_and_w_and_signs_are_uncorrelated() -> None:
         assert abs((signs * other).mean()) * math.sqrt(12) * 128 < 4
 
 
-NEAREST = pytest.mark.parametrize("nearest", [False, True], ids=["dithered", "nearest"])
-
-
-@NEAREST
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("k", [8, 24, *SIZES])
-def test_quantize_gate_is_the_reference(k: int, weights: bool, dtype: torch.dtype, nearest: bool) -> None:
+def test_quantize_gate_is_the_reference(k: int, weights: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(k)
     for rows in (*HOSTILE, torch.zeros, lambda r, k: torch.full((r, k), torch.nan), lambda r, k: torch.randn(0, k)):
         matrix = rows(9, k).to(dtype)
-        q, scale, spread, offset = ops.quantize_gate(matrix, weights, nearest)
-        expected = reference.quantize_gate(matrix, weights, nearest)
+        q, scale, spread, offset = ops.quantize_gate(matrix, weights)
+        expected = reference.quantize_gate(matrix, weights)
         assert torch.equal(q, expected[0])
         assert q.stride(0) % 16 == 0
         assert torch.equal(scale, expected[1])
@@ -341,18 +337,17 @@ def unpacked(candidates: Tensor, n: int) -> Tensor:
     return bits[:, :n]
 
 
-@NEAREST
 @pytest.mark.parametrize("m", [0, 1, 127, 128, 129, 300])
 @pytest.mark.parametrize(("n", "k"), [(8, 8), (264, 64), (520, 72)])
-def test_gate_screen_is_the_reference_by_tiles_of_tokens(m: int, n: int, k: int, nearest: bool) -> None:
+def test_gate_screen_is_the_reference_by_tiles_of_tokens(m: int, n: int, k: int) -> None:
     torch.manual_seed(m)
     x, w = outliers(m, k).to(BF16), torch.randn(n, k).to(BF16)
     x[1::7], w[3::9] = 0, 0
     w[5::9] = torch.inf
     for bias in (None, (torch.randn(n) * 20 - 40).to(BF16)):
-        xs, ws = ops.quantize_gate(x, False, nearest), ops.quantize_gate(w, True, nearest)
-        candidates = ops.gate_screen(*xs, *ws, torch.empty(0, dtype=BF16) if bias is None else bias, nearest)
-        expected = reference.gate_screen(xs, ws, bias, nearest=nearest)
+        xs, ws = ops.quantize_gate(x, False), ops.quantize_gate(w, True)
+        candidates = ops.gate_screen(*xs, *ws, torch.empty(0, dtype=BF16) if bias is None else bias)
+        expected = reference.gate_screen(xs, ws, bias)
         tiles = [expected[first : first + 128].any(0) for first in range(0, m, 128)]
         assert torch.equal(unpacked(candidates, n), torch.stack(tiles) if tiles else expected)
 
@@ -453,17 +448,44 @@ def test_a_threshold_screens_as_well_as_a_bias(shift: float, biases: bool, dtype
         assert 0 < union.sum() < candidates.sum() < n
 
 
-@pytest.mark.parametrize("screen", ["screened", "proven"])
-def test_a_screened_layer_of_few_tokens_is_that_of_row(screen: str) -> None:
+def test_a_screened_layer_of_few_tokens_is_that_of_row() -> None:
     torch.manual_seed(0)
     w_gate, w_up, w_down = (torch.randn(264, 72).to(BF16) for _ in range(3))
     for m, same, other in ((1, "row", "union"), (64, "row", "union"), (65, "union", "row")):
         x = torch.randn(m, 72).to(BF16)
         y, of_same, of_other = (
-            twell.sparse_gated_ffn(x, w_gate, w_up, w_down.t(), strategy=s) for s in (screen, same, other)
+            twell.sparse_gated_ffn(x, w_gate, w_up, w_down.t(), strategy=s) for s in ("screened", same, other)
         )
         assert torch.equal(y, of_same)
         assert not torch.equal(y, of_other)
+
+
+def replaced_by_its_data(linear: torch.nn.Linear) -> None:
+    linear.weight = torch.nn.Parameter(linear.weight.data, requires_grad=False)
+    linear.weight.neg_()
+
+
+def interpolated(linear: torch.nn.Linear) -> None:
+    """As averages of weights are written."""
+    linear.weight.data.lerp_(-linear.weight.data, 1.0)
+
+
+def uncounted(linear: torch.nn.Linear) -> None:
+    with torch.autograd._unsafe_preserve_version_counter(linear.weight):
+        linear.weight.neg_()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("write", [replaced_by_its_data, interpolated, uncounted], ids=lambda f: f.__name__)
+def test_no_write_of_a_weight_is_missed(write: Callable[[torch.nn.Linear], None]) -> None:
+    """Whether or not torch counts it: tokens near to each other fire other neurons once the weight is negated."""
+    torch.manual_seed(0)
+    layer = twell.nn.SparseGatedMLP(64, 264, dtype=BF16, strategy="screened")
+    x = (torch.randn(1, 64) + 0.05 * torch.randn(256, 64)).to(BF16)
+    layer(x)
+    write(layer.gate_proj)
+    y, layer.strategy = layer(x), "union"
+    assert torch.equal(y, layer(x))
 
 
 def test_ffn_screened_refuses_and_is_an_operator() -> None:
@@ -483,13 +505,11 @@ def test_ffn_screened_refuses_and_is_an_operator() -> None:
 def test_a_screened_forward_of_training_is_the_other(gated: bool) -> None:
     p = testing.integer_problem(130, 72, 520, density=0.02, biases="gate down")
     layer = p if gated else p._replace(w_up=None)
-    for a, b in zip(ops.hybrid_forward(*layer, 8, 0, "relu", 0.0, "screened"), ops.hybrid_forward(*layer, 8)):
+    for a, b in zip(ops.hybrid_forward(*layer, 8, 0, "relu", 0.0, True), ops.hybrid_forward(*layer, 8)):
         assert torch.equal(a, b)
-    torch.library.opcheck(ops.hybrid_forward, (*layer, 8, 0, "relu", 0.0, "screened"))
-    with pytest.raises(ValueError, match='screen must be "screened", "proven" or "", got \'on\''):
-        ops.hybrid_forward(*layer, 8, 0, "relu", 0.0, "on")
+    torch.library.opcheck(ops.hybrid_forward, (*layer, 8, 0, "relu", 0.0, True))
     with pytest.raises(TypeError, match="x must be bfloat16 or float16"):
-        ops.hybrid_forward(*(None if t is None else t.float() for t in layer), 8, 0, "relu", 0.0, "screened")
+        ops.hybrid_forward(*(None if t is None else t.float() for t in layer), 8, 0, "relu", 0.0, True)
 
 
 # The code for a GPU, on CPU tensors: it refuses before it launches anything
@@ -501,14 +521,13 @@ def on_cuda(op: str, problem: testing.FFN, q: Tensor, *others: Tensor) -> object
     arguments = {
         "quantize_gate": (problem.w_gate, True),
         "gate_screen": (*ops.quantize_gate(problem.x, False), *quantized, problem.x.new_empty(0)),
-        "gate_pack_screened": (problem.x, problem.w_gate, None, *quantized, 8),
         "ffn_screened": (*problem, *quantized, 8),
     }[op]
     result: object = sys.modules[f"twell.ops.{op}"]._cuda(*arguments)
     return result
 
 
-@pytest.mark.parametrize("op", ["gate_screen", "gate_pack_screened", "ffn_screened"])
+@pytest.mark.parametrize("op", ["gate_screen", "ffn_screened"])
 def test_rows_of_other_strides_are_refused(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "capability", lambda index: device.SM_90)
     problem = testing.integer_problem(4, 72, 264)
@@ -524,7 +543,7 @@ def test_rows_of_other_strides_are_refused(op: str, monkeypatch: pytest.MonkeyPa
             on_cuda(op, problem, odd, *others)
 
 
-@pytest.mark.parametrize("op", ["quantize_gate", "gate_screen", "gate_pack_screened", "ffn_screened"])
+@pytest.mark.parametrize("op", ["quantize_gate", "gate_screen", "ffn_screened"])
 def test_the_portable_family_refuses_operators(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "capability", lambda index: (8, 9))
     problem = testing.integer_problem(4, 72, 264)
@@ -536,10 +555,9 @@ def test_the_portable_family_refuses_operators(op: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("m", [4, 300])
-@pytest.mark.parametrize("screen", ["screened", "proven"])
-def test_the_portable_family_refuses_strategies(screen: str, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_portable_family_refuses_strategies(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "capability", lambda index: (8, 9))
-    message = f'strategy "{screen}" needs compute capability 9.0, got 8.9 on cuda:0; use "row", "union" or "auto"'
+    message = 'strategy "screened" needs compute capability 9.0, got 8.9 on cuda:0; use "row", "union" or "auto"'
     layer = Operands(*testing.integer_problem(m, 72, 264))
     with pytest.raises(NotImplementedError, match=re.escape(message)):
-        sys.modules["twell.ops.ffn"]._screened_on_cuda(layer, 8, RELU, False, screen)
+        sys.modules["twell.ops.ffn"]._screened_on_cuda(layer, 8, RELU, False)

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 import saved_models
 from safetensors.torch import load_file, save_file
 
-from twell import tuning
+from twell import _tables, tuning
 from twell._auto import AutoStrategy
 from twell.commands import cli, serve_check
 from twell.integrations import engines
@@ -102,7 +102,7 @@ def test_more_non_zeros_than_neurons_are_refused(llama: Path, capsys: pytest.Cap
 def test_measured_figures_are_those_of_the_gates(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = check(capsys, llama, *SIZES, "--text", llama / "text.txt", "--save", "--tokens", 2048)
     assert status == 0
-    assert "Figures: measured on 2,048 tokens of 1 files, 8 sequences of up to 256" in out
+    assert "Figures: measured on 2,048 tokens of 1 file, 8 sequences of up to 256" in out
     found = measured(json.loads((llama / "config.json").read_text()), 3)
     assert found is not None
     for fired, of in zip(firings(llama), found, strict=True):
@@ -281,7 +281,32 @@ def test_broken_json_is_refused(llama: Path, capsys: pytest.CaptureFixture[str])
     (llama / "config.json").write_text('{"a": ' + "[" * 100_000)
     status, _, err = check(capsys, llama)
     assert status == 2
-    assert "MODEL: expected JSON in" in err
+    assert "must be a JSON object" in err
+
+
+def test_the_verdict_says_what_it_holds_for() -> None:
+    shares, calls = {"prefill 8,192": 0.6, "decode 1": 0.4, "decode 512": 0.97}, [(False, 8192), (True, 1), (True, 512)]
+    assert serve_check._verdict(shares, calls, _tables.SHIPPED) == (
+        "Verdict: FFNs gain on NVIDIA H200 for prefill 8,192 (0.60), decode 1 (0.40) of dense's time, in CUDA graphs, "
+        "not in eager calls of up to 2,048 tokens, with down weights by rows"
+    )
+    assert serve_check._verdict({"prefill 8,192": 1.0}, calls[:1], _tables.SHIPPED) == (
+        "Verdict: no gain of the FFNs on NVIDIA H200, in CUDA graphs, with down weights by rows"
+    )
+
+
+def test_figures_are_not_written_through_a_link(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Revisions in a download cache share files, and those of the others changed, too."""
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in llama.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    before = (llama / "config.json").read_text()
+    status, _, err = check(capsys, snapshot, "--text", llama / "text.txt", "--tokens", 600, "--save")
+    assert (status, "--save: expected a config.json of the folder's own, got a link to" in err) == (2, True)
+    assert (llama / "config.json").read_text() == before
 
 
 def without(part: str) -> Any:
@@ -342,7 +367,7 @@ def test_weights_of_32_bits_are_said_to_become_16(llama: Path, capsys: pytest.Ca
     assert warning not in out
 
 
-@pytest.mark.parametrize("strategy", ["row", "union", "invariant", "dense", "screened", "proven"])
+@pytest.mark.parametrize("strategy", ["row", "union", "invariant", "dense", "screened"])
 def test_strategy_of_the_configuration_is_that_of_every_layer(
     strategy: str, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,12 +377,12 @@ def test_strategy_of_the_configuration_is_that_of_every_layer(
     assert f'Strategy: "{strategy}", sparsity_strategy of the configuration' in out
     for row in json.loads((llama / "out.json").read_text())["rows"]:
         assert row["strategy"] == strategy
-        if strategy in ("screened", "proven"):
+        if strategy == "screened":
             # "row" for few tokens; for more no time of them is known
             assert row["share"] == (row["costs"]["row"] if row["tokens"] <= 64 else None)
         else:
             assert row["share"] == row["costs"]["row" if strategy == "invariant" else strategy]
-    unknown = strategy in ("screened", "proven")
+    unknown = strategy == "screened"
     assert bool(re.search(rf"\n +0 .* {strategy} - +{strategy} 0\.\d+ ", out)) == unknown
     assert bool(re.search(r"\n +FFNs +- +0\.\d+ ", out)) == unknown
 

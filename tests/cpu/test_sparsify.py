@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import cProfile
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ffns import BF16, EACH, FORMS, Block, Gated, K, Literal, N, Pair, Plain, model, pickled, saved, tokens
+from ffns import BF16, EACH, FORMS, Block, Gated, K, Literal, N, Pair, Plain, model, pickled, saved, take, tokens
 from torch import Tensor, nn
 
 import twell
@@ -29,7 +27,7 @@ KINDS = pytest.mark.parametrize(
 
 def sparse_of(m: nn.Module, strategy: Any = "union", **options: Any) -> Any:
     # named: on a CPU "auto" is dense
-    sparsify_(m, strategy=strategy, names=("a", "b"), **options)
+    take(m, strategy=strategy, **options)
     return m
 
 
@@ -43,7 +41,7 @@ def test_same_function_gradients_and_parameters(form: str) -> None:
     dense = model(form)
     sparse = copy.deepcopy(dense)
     keys, parameters = list(sparse.state_dict()), dict(sparse.named_parameters())
-    assert sparsify_(sparse, strategy="union", names=("a", "b")) == [FORMS[form].layer] == list(layers(sparse))
+    assert take(sparse, strategy="union") == [FORMS[form].layer] == list(layers(sparse))
     layer = layer_of(sparse)
     assert (layer.activation, layer.threshold) == FORMS[form][2:]
     assert layer.down_proj.weight.stride() == (N, 1)
@@ -194,7 +192,7 @@ def test_under_inference_mode(form: str, made: str, called: str) -> None:
 def test_checkpointed_block_trains() -> None:
     dense, x = model("block"), tokens()
     sparse = copy.deepcopy(dense)
-    sparsify_(sparse)
+    take(sparse)
     for m, wrap in ((dense, False), (sparse, True)):
         y = torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False) if wrap else m(x)
         y.square().sum().backward()
@@ -205,7 +203,7 @@ def test_checkpointed_block_trains() -> None:
 def test_all_or_nothing() -> None:
     m = nn.ModuleDict({"a": Gated(), "b": Block(), "c": Gated(nn.SiLU())})
     with pytest.raises(ValueError, match=r"c \(Gated\) must apply ReLU, got SiLU.*2310\.04564.*activation=\"relu\""):
-        sparsify_(m)
+        take(m)
     assert [type(child) for child in m.values()] == [Gated, Block, Gated]
     assert type(m["b"].fc2) is nn.Linear
     assert m["a"].down_proj.weight.is_contiguous()
@@ -216,11 +214,11 @@ def test_filter_takes_candidates_alone() -> None:
     m = nn.ModuleDict({"a": Gated(), "b": nn.Sequential(Block(), nn.Linear(K, K)), "c": Gated(nn.SiLU())})
     asked = []
 
-    def take(module: nn.Module, name: str) -> bool:
+    def accept(module: nn.Module, name: str) -> bool:
         asked.append((type(module), name))
         return name != "c"
 
-    assert sparsify_(m, take) == ["a", "b.0.fc2"]
+    assert take(m, accept) == ["a", "b.0.fc2"]
     assert asked == [(Gated, "a"), (Block, "b.0"), (Gated, "c")]
     assert type(m["c"]) is Gated
 
@@ -245,7 +243,7 @@ def test_a_module_in_two_places_becomes_one() -> None:
     shared = Gated()
     m = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared), "c": Gated()})
     m["c"].gate_proj = shared.gate_proj
-    assert sparsify_(m) == ["a", "c"]
+    assert take(m) == ["a", "c"]
     assert m["a"] is m["b"][0]
     assert isinstance(m["a"], SparseGatedMLP)
     assert m["c"].gate_proj.weight is m["a"].gate_proj.weight
@@ -254,16 +252,16 @@ def test_a_module_in_two_places_becomes_one() -> None:
 
 def test_layers_of_twell_are_left_alone() -> None:
     m = nn.ModuleDict({"a": Gated(), "b": SparseMLP(K, N), "c": Block()})
-    assert sparsify_(m) == ["a", "c.fc2"]
+    assert take(m) == ["a", "c.fc2"]
     assert list(layers(m)) == ["a", "b", "c.fc2"]
     with pytest.raises(ValueError, match="3 layers of twell are there already"):
-        sparsify_(m)
+        take(m)
 
 
 @pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU(inplace=True), F.relu, torch.relu, nn.Threshold(0, 0)])
 @pytest.mark.parametrize("form", [Gated, Plain, Pair, Block])
 def test_any_form_of_relu_is_recognised(form: Any, act: Any) -> None:
-    assert len(sparsify_(nn.Sequential(form(act)))) == 1
+    assert len(take(nn.Sequential(form(act)))) == 1
 
 
 ACTIVATIONS = {
@@ -281,10 +279,10 @@ def test_other_activations(form: Any, act: str, caplog: pytest.LogCaptureFixture
     function, name = ACTIVATIONS[act]
     m, relu = nn.Sequential(form(function)).eval(), nn.Sequential(form()).eval()
     with pytest.raises(ValueError, match=rf"must apply ReLU, got {name}\. "):
-        sparsify_(m)
+        take(m)
     relu.load_state_dict(m.state_dict())
     with caplog.at_level(logging.INFO, "twell"):
-        assert len(sparsify_(m, activation="relu")) == 1
+        assert len(take(m, activation="relu")) == 1
     assert f"ReLU replaces {name}; layers that need training before use: 1" in caplog.text
     with torch.no_grad():
         torch.testing.assert_close(m(tokens()), relu(tokens()))
@@ -296,14 +294,10 @@ def test_an_activation_in_the_code_is_told() -> None:
             return self.fc2(F.silu(self.fc1(x)))
 
     with pytest.raises(ValueError, match="must apply ReLU, got SiLU"):
-        sparsify_(nn.Sequential(Coded()))
+        take(nn.Sequential(Coded()))
     m, x = nn.Sequential(Coded()), tokens()
-    sparsify_(m, activation="relu")
-    with torch.no_grad():
-        torch.testing.assert_close(m(x), m[0].fc2.forward(x))
-        torch.testing.assert_close(
-            m(x), F.linear(F.relu(F.linear(x, m[0].fc1.weight, m[0].fc1.bias)), m[0].fc2.weight, m[0].fc2.bias)
-        )
+    take(m, activation="relu")
+    torch.testing.assert_close(m(x), m[0].fc2(F.relu(m[0].fc1(x))))
 
 
 @pytest.mark.parametrize("form", [Gated, Plain, Pair, Block])
@@ -313,7 +307,7 @@ def test_what_is_nearly_of_the_family_is_told(form: Any) -> None:
         (nn.Threshold(-0.1, 0.0), "Threshold with a negative threshold"),
     ):
         with pytest.raises(ValueError, match=rf"must apply ReLU, got {odd}\. "):
-            sparsify_(nn.Sequential(form(act)))
+            take(nn.Sequential(form(act)))
 
 
 class Swapped(nn.Module):
@@ -333,10 +327,10 @@ def test_an_activation_that_is_on_the_other_projection_is_told() -> None:
             return self.w2(self.w1(x) * F.relu(self.w3(x)))
 
     with pytest.raises(ValueError, match="its activation is on up_proj, not on gate_proj: rename the children"):
-        sparsify_(nn.Sequential(Llama("gate_proj", "up_proj", "down_proj")))
+        take(nn.Sequential(Llama("gate_proj", "up_proj", "down_proj")))
     m = nn.Sequential(Meta("w1", "w3", "w2"))
     with pytest.raises(ValueError, match=r'on w3, not on w1: pass names=\("w3", "w1", "w2"\)'):
-        sparsify_(m)
+        take(m)
     assert sparsify_(m, names=("w3", "w1", "w2")) == ["0"]
 
 
@@ -348,14 +342,14 @@ def test_how_an_activation_in_the_code_must_be_written_is_told() -> None:
     with pytest.raises(
         ValueError, match=r"it runs gt, .*where; .* must be F\.relu\(gate\), its square or F\.threshold"
     ):
-        sparsify_(nn.Sequential(Masked()))
+        take(nn.Sequential(Masked()))
 
 
 def test_a_compiled_block_notices_its_new_layers() -> None:
     torch._dynamo.reset()
     m = torch.compile(nn.Sequential(Gated(nn.SiLU()), Block(nn.SiLU())).eval(), backend="eager")
     m(tokens())
-    assert len(sparsify_(m, activation="relu")) == 2
+    assert len(take(m, activation="relu")) == 2
     torch.testing.assert_close(m(tokens()), m._orig_mod(tokens()))
 
 
@@ -372,47 +366,45 @@ def test_sizes_beyond_the_kernels(k: int, n: int, why: str) -> None:
     with torch.device("meta"):
         m = nn.ModuleDict({"ok": Gated(), "odd": Gated(k=k, n=n)})
     with pytest.raises(ValueError, match=rf"odd \(Gated\): {why}"):
-        sparsify_(m)
-    assert sparsify_(m, strategy="dense") == ["ok", "odd"]
+        take(m)
+    assert take(m, strategy="dense") == ["ok", "odd"]
 
 
 def test_a_model_without_layers_is_an_error_that_says_why() -> None:
-    class Fused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate_up_proj, self.down_proj = nn.Linear(K, 3 * N), nn.Linear(N, K)
-
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate_up_proj = nn.Parameter(torch.zeros(2, K, 2 * N))
+            self.gate_up_proj = self.down_proj = nn.Parameter(torch.zeros(2, K, N))
 
-    with pytest.raises(
-        ValueError, match=r"up_proj, down_proj\) or \(fc1, fc2\), or of the names in names=; got Linear"
-    ):
-        sparsify_(nn.Linear(K, K))
-    with pytest.raises(ValueError, match=r"nearest are 0 \(Fused\) with down_proj, gate_up_proj; 2 \(Experts\) with"):
-        sparsify_(nn.Sequential(Fused(), Fused(), Experts()))
+    with pytest.raises(ValueError, match=r"known by name or with their names in names=; got Linear without any$"):
+        take(nn.Linear(K, K))
+    with pytest.raises(ValueError, match=r"0 \(Experts\): experts whose weights are stacked in one tensor stay"):
+        take(nn.Sequential(Experts()))
     with pytest.raises(ValueError, match="that filter_fn accepts; it left out 2, the first '0'"):
-        sparsify_(nn.Sequential(Gated(), Block()), lambda *_: False)
-    with pytest.raises(ValueError, match="got Sequential without any; names= is a, b"):
-        sparsify_(nn.Sequential(Fused()), names=("a", "b"))
-    dropping = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Dropout(0.1), nn.Linear(N, K))
-    with pytest.raises(ValueError, match=r"0 \(Sequential\) with ReLU, Dropout between two linear layers: .*alone"):
-        sparsify_(nn.Sequential(dropping))
-    with pytest.raises(ValueError, match=r"with linear layers from 32 to 64 to 8: .* from K to N to K with ReLU"):
-        sparsify_(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)))
+        take(nn.Sequential(Gated(), Block()), lambda *_: False)
+    with pytest.raises(ValueError, match=r"0 \(Linear3\) is no layer: its projections go from 32 to 792 and"):
+        take(nn.Sequential(type("Linear3", (Plain,), {"__init__": _three_times})()))
+    with pytest.raises(
+        ValueError, match="no layer: its projections go from 32 to 64 and from 64 to 8, not from K to N"
+    ):
+        take(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)))
     with pytest.raises(TypeError, match=r"must be Python code, got a RecursiveScriptModule of torch\.jit"):
-        sparsify_(torch.jit.script(nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K))))
+        take(torch.jit.script(nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K))))
+
+
+def _three_times(self: Any) -> None:
+    nn.Module.__init__(self)
+    self.up_proj, self.down_proj = nn.Linear(K, 3 * N), nn.Linear(N, K)
 
 
 def test_a_model_that_is_itself_a_layer() -> None:
-    with pytest.raises(ValueError, match=r"is itself one.*got Gated; .*twell\.nn\.SparseGatedMLP\.from_linear"):
-        sparsify_(Gated())
-    with pytest.raises(ValueError, match=r"twell\.nn\.SparseMLP\.from_linear"):
-        sparsify_(Plain())
+    m: Any = Gated()
+    expected = m(tokens())
+    assert take(m) == [""]
+    torch.testing.assert_close(m(tokens()), expected)
+    assert isinstance(m, SparseGatedMLP)
     m = Block()
-    assert sparsify_(m) == ["fc2"]
+    assert take(m) == ["fc2"]
     assert isinstance(m.fc1, DeferredUp)
     assert isinstance(m.fc2, SparseDown)
     assert isinstance(m.activation_fn, nn.Identity)
@@ -420,37 +412,13 @@ def test_a_model_that_is_itself_a_layer() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="got int"):
-        sparsify_(3)  # type: ignore[arg-type]
+        take(3)  # type: ignore[arg-type]
     for wrong in ({"activation": "silu"}, {"strategy": "fast"}, {"compression": 3}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
-            sparsify_(nn.Sequential(Gated()), **wrong)  # type: ignore[arg-type]
+            take(nn.Sequential(Gated()), **wrong)  # type: ignore[arg-type]
 
 
 def test_a_model_of_real_size_on_meta() -> None:
     with torch.device("meta"):
         m = nn.ModuleList(Gated(k=4096, n=14336) for _ in range(8))
-    assert len(sparsify_(m)) == 8
-
-
-def test_the_profiler_of_the_thread_goes_on() -> None:
-    seen = []
-
-    def profiler(frame: Any, event: str, called: Any) -> None:
-        seen.append(frame.f_code.co_name)
-
-    before = sys.getprofile()
-    sys.setprofile(profiler)
-    try:
-        sparsify_(nn.Sequential(Gated()))
-        assert sys.getprofile() is profiler
-        seen.clear()
-        tokens()
-    finally:
-        sys.setprofile(before)
-    assert "tokens" in seen
-    profile = cProfile.Profile()
-    profile.enable()
-    sparsify_(nn.Sequential(Gated()))
-    tokens()
-    profile.disable()
-    assert any(entry.code is tokens.__code__ for entry in profile.getstats())
+    assert len(take(m)) == 8

@@ -24,6 +24,7 @@ import twell
 from twell import recipe
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.recipe import TargetSparsity, TargetThreshold, _sharing
+from twell.recipe._inputs import Input
 
 K, N, M = 16, 64, 128
 
@@ -203,6 +204,54 @@ def test_experts_without_tokens_are_not_part_of_the_mean(of: Any) -> None:
     assert target.read()["non_zeros"] == pytest.approx(sum(right) / 2, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["hidden", "gate", "threshold"])
+def test_padding_is_left_out_of_a_target(kind: Any) -> None:
+    x, mask, found = torch.randn(M, K), torch.arange(M) % 3 > 0, []
+    for padded in (False, True):
+        torch.manual_seed(0)
+        model = Model(strategy="union")
+        recipe.record_aux(model, inputs=True)
+        target = TargetThreshold(model, 5, 10) if kind == "threshold" else TargetSparsity(5, 10, of=kind)
+        for _ in range(2):
+            model(x if padded else x[mask])
+            term = target.term(model, attention_mask=mask if padded else None)
+            term.backward()
+            target.update()
+        found.append([term.item(), *target.read().values(), *(p.grad for p in model.mlps[0].up_proj.parameters())])
+    torch.testing.assert_close(*found)
+
+
+def skipping_ranks(device: torch.device, kind: str, folder: Path) -> None:
+    """Ranks call other experts, and at last none at all."""
+    torch.manual_seed(0)
+    model, rank = Model(strategy="union"), dist.get_rank()
+    recipe.record_aux(model, inputs=True)
+    tracker = recipe.SparsityTracker(model, every=1)
+    options: Any = {"of": "hidden" if kind == "mask" else "gate", "sharing": 0.5 * (kind == "gate")}
+    target, x = TargetSparsity(5, 10, **options), next(batches(rank))[0]
+    mask = torch.arange(M) < 100
+    for step in range(3):
+        calls = ({rank}, {0, 1}, {1} if rank else set())[step]
+        recipe.clear_aux(model, skippable=True)
+        with tracker.watch(step):
+            y = sum((model.mlps[i](x) for i in calls), x)
+        term = target.term(model, attention_mask=mask if kind == "mask" else None)
+        if calls:
+            (y.square().mean() + term).backward()
+        target.update()
+        tracker.dead()
+    assert tracker.read().layers[1].tokens
+    torch.save(target.read(), folder / f"result{rank}")
+
+
+@pytest.mark.parametrize("kind", ["gate", "mask"])
+def test_ranks_may_call_other_experts(kind: str, tmp_path: Path) -> None:
+    """Collectives of figures and windows must not wait for a layer that another rank skips."""
+    ranks.run(2, skipping_ranks, kind, tmp_path, folder=tmp_path)
+    first, second = (torch.load(tmp_path / f"result{rank}") for rank in range(2))
+    assert first == second
+
+
 def test_the_goal_falls_in_stages() -> None:
     target = TargetSparsity(10, 1000, stages=4, reach=0.5)
     path = [target.progress(step) for step in range(1001)]
@@ -372,7 +421,7 @@ def test_errors_name_the_function_that_was_called() -> None:
         (TargetThreshold(model, 5, 10), "TargetThreshold.term"),
     ):
         model(torch.randn(M, K))
-        with pytest.raises(RuntimeError, match=rf"^{name}: mlps\.0 recorded nothing .* it is in eval mode"):
+        with pytest.raises(RuntimeError, match=rf"^{name}: mlps\.0 recorded nothing: it is in eval mode"):
             target.term(model)
 
 
@@ -421,6 +470,27 @@ def test_adapted_projections_are_called() -> None:
     x = torch.randn(M, K)
     layer(x)
     torch.testing.assert_close(recipe.sharing_term(layer, 1, M), F.relu(layer.gate_proj(x)).sum(1).mean())
+
+
+@pytest.mark.parametrize("of", ["hidden", "gate"])
+def test_terms_of_inputs_add_to_main_gradients(of: Any) -> None:
+    torch.manual_seed(0)
+    model, x, mask = Model(strategy="union"), torch.randn(M, K), torch.arange(M) % 2
+    recipe.record_aux(model, inputs=True)
+    expected: list[Tensor] = []
+    for main in (False, True):
+        for mlp in model.mlps:
+            mlp.accumulate_main_grad = main
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+        y = model(x)
+        (y.square().mean() + TargetSparsity(5, 10, of=of).term(model, attention_mask=mask)).backward()
+        weights = [mlp.gate_proj.weight for mlp in model.mlps]
+        expected = expected or [weight.grad.clone() for weight in weights]
+        if main:
+            assert all(weight.grad is None for weight in weights)
+            torch.testing.assert_close([weight.main_grad for weight in weights], expected)
+        model.zero_grad()
 
 
 def test_autocast_decides_the_dtype_of_gates() -> None:
@@ -499,7 +569,7 @@ def test_windows_are_not_at_the_same_places_of_all_sequences() -> None:
     layer.up_proj.weight.data.fill_(1.0)
     positions = torch.arange(1024.0).expand(32, 1024)[..., None]
     for tokens, windows in ((32, 64), (1, 2048)):
-        (gates,) = _sharing.gates_of([(layer, positions)], tokens, windows)
+        (gates,) = _sharing.gates_of([(layer, [Input(layer, positions, positions.flatten(0, 1))])], tokens, windows)
         assert gates.shape == (windows, tokens, 8)
         assert len(gates[..., 0].unique()) == 1024
 
@@ -509,7 +579,7 @@ def test_windows_are_spread_over_all_tokens(tokens: int) -> None:
     layer, rows = SparseMLP(1, 8, strategy="dense"), torch.arange(float(tokens))[:, None]
     layer.up_proj.weight.data.fill_(1.0)
     for length in (1, 32):
-        (gates,) = _sharing.gates_of([(layer, rows)], length, 2048 // length)
+        (gates,) = _sharing.gates_of([(layer, [Input(layer, rows, rows)])], length, 2048 // length)
         starts = gates[:, 0, 0].long()
         gaps = starts.diff(append=torch.tensor([tokens]))
         assert starts[0] == 0

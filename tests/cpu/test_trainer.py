@@ -844,3 +844,95 @@ def test_an_interrupted_run_leaves_no_moving_threshold(by_hand: bool, tmp_path: 
     Trainer(model, args, train_dataset=sequences(8), callbacks=[callback(**options)]).train()
     assert isinstance(model.model.layers[0].mlp.threshold, float)
     assert ("the thresholds of the layers stay as they are" in caplog.text) == by_hand
+
+
+def padded(count: int) -> list[dict[str, Tensor]]:
+    found = sequences(count)
+    for i, each in enumerate(found):
+        each["attention_mask"] = (torch.arange(LENGTH) < LENGTH - 4 * (i % 2)).long()
+        each["labels"] = torch.where(each["attention_mask"] == 1, each["labels"], -100)
+    return found
+
+
+@pytest.mark.parametrize("nnz", [None, 5])
+def test_padding_may_be_left_out(nnz: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"coefficient": None, "nnz": nnz} if nnz else {"coefficient": 0.1}
+    own = callback(**options, attention_mask=True)
+    args = arguments(tmp_path, max_steps=2, learning_rate=0.05, lr_scheduler_type="constant")
+    trainer = Recording(model, args, train_dataset=padded(8), callbacks=[own])
+    trainer.train()
+    assert "padding counts" not in caplog.text
+    recipe.record_aux(plain, inputs=True)
+    target = recipe.TargetSparsity(5, 2)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    plain.train()
+    for ((inputs, items),), _ in trainer.steps:
+        mask = inputs["attention_mask"]
+        assert not mask.all()
+        loss = plain(**inputs, num_items_in_batch=items).loss
+        term = target.term(plain, attention_mask=mask) if nnz else 0.1 * recipe.l1_term(plain, attention_mask=mask)
+        (loss + term).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if nnz:
+            target.update()
+    for a, b in zip(weights(model), weights(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    # by default it counts, which is said once
+    Trainer(model, args, train_dataset=padded(8), callbacks=[callback(**options)]).train()
+    assert caplog.text.count("padding counts as tokens") == 1
+    model.config.is_encoder_decoder = True
+    with pytest.raises(ValueError, match="attention_mask must be off for an encoder-decoder"):
+        Trainer(model, args, train_dataset=padded(8), callbacks=[own]).train()
+
+
+def test_a_rate_that_cannot_reach_the_target_is_said_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And at the end there is one advice."""
+
+    def train(rate: float, optimizer: str = "adamw_torch") -> list[str]:
+        caplog.clear()
+        args = arguments(tmp_path, max_steps=40, learning_rate=rate, optim=optimizer, logging_steps=5)
+        own = callback(coefficient=None, nnz=5)
+        Trainer(llama(), args, train_dataset=sequences(80), callbacks=[own]).train()
+        return [
+            record.getMessage() for record in caplog.records if record.name == "twell" and "moved" not in record.msg
+        ]
+
+    first, last = train(5e-5)
+    assert first.startswith("SparsityCallback: nnz=5 can hardly be reached: 40 steps with a learning rate of 5e-05")
+    assert "move the gates too little for their size; a learning rate of about " in first
+    assert last.startswith("training ended with")
+    assert "the learning rate is too small" in last
+    for rate, optimizer in ((3e-2, "adamw_torch"), (5e-5, "sgd")):
+        assert not any("hardly" in message for message in train(rate, optimizer))
+
+
+@pytest.mark.parametrize("coefficient", [2e-5, 1.0])
+def test_a_coefficient_that_changes_nothing_is_said(
+    coefficient: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = arguments(tmp_path, max_steps=30, learning_rate=1e-2, optim="adamw_torch", logging_strategy="no")
+    own = callback(coefficient=coefficient)
+    Trainer(llama(), args, train_dataset=sequences(60), callbacks=[own]).train()
+    assert ("training has not made the model sparser" in caplog.text) == (coefficient < 1)
+
+
+def test_a_pass_may_skip_all_layers(tmp_path: Path) -> None:
+    """LayerDrop in a model with few layers."""
+    model, seen = llama(layers=1), []
+    block = model.model.layers[0]
+    whole, skips = block.forward, iter([False, True, True, False] * 4)
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(next(skips))
+        return hidden_states if seen[-1] else whole(hidden_states, *args, **kwargs)
+
+    block.forward = forward
+    for options in ({"coefficient": 0.1}, {"coefficient": None, "nnz": 5}):
+        args = arguments(tmp_path, max_steps=4, learning_rate=1e-3)
+        Trainer(model, args, train_dataset=sequences(8), callbacks=[callback(**options)]).train()
+    assert sum(seen) == 4

@@ -835,6 +835,55 @@ def test_a_module_fills_main_grad(cls: Any, strategy: Any) -> None:
         mlp(x)
 
 
+@pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
+@pytest.mark.parametrize("strategy", ["auto", "union", "dense"])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_weights_that_want_to_know_of_their_main_gradients(cls: Any, strategy: Any, backend: str | None) -> None:
+    """Megatron's data parallel waits for each gradient by hooks, and asks whether it has been added already."""
+    mlp = cls(32, 264, dtype=BF16, strategy=strategy)
+    weights: dict[str, Any] = dict(mlp.named_parameters())
+    x, found = torch.randn(9, 32).to(BF16), []
+
+    def ready(weight: Any) -> None:
+        assert not weight.grad.any()
+        found.append((weight.grad_added_to_main_grad, weight.main_grad.clone()))
+        weight.grad = None
+
+    for weight in weights.values():
+        weight.main_grad = torch.zeros(weight.shape)
+    torch.compiler.reset()
+    mlp.accumulate_main_grad = True
+    step: Any = mlp if backend is None else torch.compile(mlp, backend=backend, fullgraph=True)
+    step(x).float().sum().backward()
+    expected = [weight.main_grad.clone() for weight in weights.values()]
+    assert all(weight.grad is None for weight in weights.values())
+    for weight in weights.values():
+        weight.main_grad.zero_()
+        weight.grad_added_to_main_grad = False
+        weight.register_post_accumulate_grad_hook(ready)
+    step(x).float().sum().backward()
+    assert [told for told, _ in found] == [True] * len(weights)
+    assert sorted(main.norm().item() for _, main in found) == sorted(main.norm().item() for main in expected)
+    if backend is None:
+        x.requires_grad_()
+        weights["up_proj.weight"].grad_added_to_main_grad = False
+        torch.autograd.grad(mlp(x).float().sum(), x)
+        assert not weights["up_proj.weight"].grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("strategy", ["union", "dense"])
+def test_an_input_that_is_changed_in_place(strategy: Any) -> None:
+    """With frozen weights dense PyTorch does not read it again."""
+    layer = SparseGatedMLP(32, 64, strategy=strategy).requires_grad_(False)
+    h = torch.randn(8, 32, requires_grad=True) * 1
+    h += layer(h)
+    if strategy == "dense":
+        h.sum().backward()
+    else:
+        with pytest.raises(NotImplementedError, match=r"changed in place after the call: write h = h \+ layer\(h\)"):
+            h.sum().backward()
+
+
 # Training
 
 

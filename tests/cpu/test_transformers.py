@@ -21,7 +21,6 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 import twell  # noqa: E402
 from twell import recipe, testing  # noqa: E402
 from twell._sparsify import SparseDown, layers  # noqa: E402
-from twell.commands import cli  # noqa: E402
 from twell.integrations import layouts  # noqa: E402
 from twell.integrations import transformers as integration  # noqa: E402
 from twell.integrations.transformers import (  # noqa: E402
@@ -324,8 +323,7 @@ def test_a_model_that_is_not_causal_is_not_loaded(tmp_path: Path) -> None:
 
 def test_down_weights_by_rows_of_a_stock_class_are_refused(tmp_path: Path) -> None:
     """The error was one of transformers about an option."""
-    stock("llama").save_pretrained(tmp_path / "linear")
-    assert cli.main(["convert", str(tmp_path / "linear"), str(tmp_path / "rows"), "--layout", "rows"]) == 0
+    store(stock("llama"), tmp_path / "rows", transposed=True, sparsity_down_layout="rows")
     with pytest.raises(ValueError, match=r"as nn\.Linear has them, got rows in .*: use SparseLlamaForCausalLM"):
         load(tmp_path / "rows")
 
@@ -890,6 +888,86 @@ def test_a_state_dict_as_argument() -> None:
         assert {key: t.shape for key, t in content.items()} == shapes
 
 
+AUTO = {
+    "AutoModel": "Model",
+    "AutoModelForSequenceClassification": "ForSequenceClassification",
+    "AutoModelForTokenClassification": "ForTokenClassification",
+}
+
+
+@pytest.mark.parametrize("auto", AUTO)
+@BOTH
+def test_the_body_with_another_head(pair: str, auto: str, tmp_path: Path) -> None:
+    """A classifier, or a reward model with one label; files of it open again."""
+    model = sparse(pair)
+    model.save_pretrained(tmp_path / "causal")
+    reader = getattr(transformers, auto)
+    loaded = reader.from_pretrained(tmp_path / "causal", **({} if auto == "AutoModel" else {"num_labels": 1})).eval()
+    assert type(loaded).__name__ == type(model).__name__.replace("ForCausalLM", AUTO[auto])
+    assert all(type(layer) is SparseGatedMLP for layer in layers(loaded).values())
+    assert len(layers(loaded)) == 2
+    body = getattr(loaded, loaded.base_model_prefix, loaded)
+    assert torch.equal(out(body), out(model.model))
+    loaded.save_pretrained(tmp_path / "own")
+    again = reader.from_pretrained(tmp_path / "own").eval()
+    assert type(again) is type(loaded)
+    torch.testing.assert_close(out(again), out(loaded))
+
+
+OWN_CODE = """
+import torch
+from transformers import LlamaForCausalLM
+class Mine(LlamaForCausalLM):
+    def __init__(self, config):
+        named, config.hidden_act = config.hidden_act, "relu"
+        super().__init__(config)
+        config.hidden_act = named
+        for block in self.model.layers:
+            block.mlp.act_fn = torch.nn.{activation}
+"""
+
+
+@pytest.mark.parametrize(("activation", "refused"), [("Threshold(0.125, 0.0)", ""), ("SiLU()", "must apply ReLU")])
+def test_own_code_reads_its_own_configuration(
+    activation: str, refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It got one that named ReLU, and the layers what the folder's configuration named."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = stock("llama")
+    model.save_pretrained(tmp_path / "own")
+    content = json.loads((tmp_path / "own" / "config.json").read_text())
+    content |= {"auto_map": {"AutoModelForCausalLM": "code_of_mine.Mine"}, "hidden_act": "fatrelu"}
+    (tmp_path / "own" / "config.json").write_text(json.dumps(content | {"hidden_act_param": 0.5}))
+    (tmp_path / "own" / "code_of_mine.py").write_text(OWN_CODE.format(activation=activation))
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            load(tmp_path / "own", trust_remote_code=True)
+        return
+    loaded = load(tmp_path / "own", trust_remote_code=True)
+    assert {(layer.activation, layer.threshold) for layer in layers(loaded).values()} == {("fatrelu", 0.125)}
+
+
+@pytest.mark.parametrize("keep_removed", [True, False])
+@pytest.mark.parametrize("kind", ["llama-bias", "nemotron", "own"])
+def test_a_compacted_model_is_saved_and_loaded(kind: str, keep_removed: bool, tmp_path: Path) -> None:
+    """The folder that save_pretrained wrote was one that no class could load."""
+    model = sparse("llama") if kind == "own" else sparsify(stock(kind))
+    masks = {name: torch.arange(N) % (i + 3) > 0 for i, name in enumerate(layers(model))}
+    small, report = twell.compact(model, masks, keep_removed=keep_removed)
+    assert report.kept < report.neurons
+    small.save_pretrained(tmp_path, max_shard_size="20KB")
+    loaded = load(tmp_path)
+    assert type(loaded) is type(model)
+    assert stored(tmp_path).keys() >= small.state_dict().keys() - {"lm_head.weight"}
+    assert all(torch.equal(value, small.state_dict()[key]) for key, value in loaded.state_dict().items())
+    assert torch.equal(out(loaded), out(small))
+    if keep_removed:
+        assert torch.equal(out(twell.restore(loaded)), out(model))
+    if kind == "own":
+        with pytest.raises(ValueError, match=r"of a compacted model, which .*transformers\.load reads"):
+            SparseLlamaForCausalLM.from_pretrained(tmp_path)
+
+
 def test_importing_again_registers_again() -> None:
     before = dict(vars(integration))
     importlib.reload(integration)
@@ -901,6 +979,9 @@ def test_importing_again_registers_again() -> None:
     for config_class, model_class, *_ in PAIRS.values():
         transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         transformers.AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+        for auto, name in AUTO.items():
+            head = getattr(integration, model_class.__name__.replace("ForCausalLM", name))
+            getattr(transformers, auto).register(config_class, head, exist_ok=True)
 
 
 # Models in servers and trainers

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import twell
-from twell._sparsify import sparsify_
+from twell._sparsify.modules import pair_up
 from twell.distributed import SparseMLPParallel
 
 Run = Callable[..., list[Any]]
@@ -43,7 +43,7 @@ class Block(nn.Module):
 def modules() -> dict[str, nn.Module]:
     torch.manual_seed(dist.get_rank())
     pair = Block()
-    sparsify_(pair, strategy="union")
+    pair_up(pair, ("fc1", "fc2"), "activation_fn", (), {"strategy": "union"})
     made = {
         "gated": twell.nn.SparseGatedMLP(HIDDEN, NEURONS, strategy="union"),
         "gated, biased": twell.nn.SparseGatedMLP(HIDDEN, NEURONS, bias=True, strategy="union"),

@@ -15,13 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import tuning
 from twell._runtime import geometry
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPS = {"pack": 3, "forward": 4, "aux": 3, "train": 6, "decode": 3, "overflow": 2, "compact": 1}
-STRATEGIES = {"row": 5, "union": 6, "screened": 3, "proven": 1, "invariant": 1, "dense": 2, "auto": 2, "site": 1}
-SPARSE = ("row", "union", "screened", "proven", "invariant")
+STRATEGIES = {"row": 5, "union": 6, "screened": 4, "invariant": 1, "dense": 2, "auto": 2, "site": 1}
+SPARSE = ("row", "union", "screened", "invariant")
 PATTERNS = {
     "uniform": 3,
     "tokens": 4,
@@ -189,14 +188,11 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     strategy = pick(rng, STRATEGIES) if op != "pack" else "row"
     if op == "overflow":
         strategy = "union"
-    elif op == "pack" and m <= 8 and random.Random(f"{seed}:{number}:screen").random() < 0.5:
-        # the gate of few tokens behind its int8 screen
-        strategy = "screened"
     elif training and strategy == "invariant":
         # for inference alone
         strategy = "row"
-    if strategy in tuning.SCREENS and not limits.screens:
-        strategy = "row" if op == "pack" else "union"
+    if strategy == "screened" and not limits.screens:
+        strategy = "union"
     sparse = strategy in SPARSE
     present = [name for name in NAMES if name in biases or (name == "w_up" and gated) or name in ("x", *WEIGHTS[::2])]
     wanted: tuple[str, ...] = ()

@@ -70,7 +70,7 @@ from tests.fuzz.problems import (
     draw,
     laid_out,
 )
-from twell import ops, testing
+from twell import testing
 from twell._auto import AutoStrategy
 
 MOST_MISMATCHES = 10
@@ -110,27 +110,15 @@ def strategy_of(case: Case) -> Any:
     return AutoStrategy() if case.strategy == "site" else case.strategy
 
 
-# operands of the gate
-GATE = ("x", "w_gate", "b_gate")
-
-
 def caller(case: Case, t: dict[str, Tensor], dy: Tensor) -> Callable[[], Outputs]:
     """What makes the call: outputs by name, gradients by that of their tensor, main gradients with ``main`` before."""
     strategy = strategy_of(case)
     dy = dy.view(t["x"].shape)
 
     def pack() -> Outputs:
-        if strategy == "screened":
-            # autocast gives float32
-            x, w_gate, b_gate = (None if (o := t.get(name)) is None else o.to(DTYPES[case.dtype]) for name in GATE)
-            quantized = ops.quantize_gate(w_gate, True)
-            last = case.compression, case.threshold
-            tensors = ops.gate_pack_screened(x.reshape(-1, case.k), w_gate, b_gate, *quantized, *last)
-            packed = twell.PackedTwell(*tensors, case.n, case.compression)
-        else:
-            packed = twell.pack(
-                t["x"], t["w_gate"], t.get("b_gate"), compression=case.compression, threshold=case.threshold
-            )
+        packed = twell.pack(
+            t["x"], t["w_gate"], t.get("b_gate"), compression=case.compression, threshold=case.threshold
+        )
         return {"dense": packed.unpack(), "words": packed.words, "stats": packed.stats, "nnz": packed.nnz()}
 
     @torch.no_grad()

@@ -23,7 +23,6 @@ NONE = torch.empty(0, dtype=BF16)
 COMPILER = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="no compiler of kernels here")
 WIDTHS = (8, 16, 24, 72, 128, 256, 512, 896, 1024, 2048, 2560, 3072, 4096, 5120, 8192)
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
-NEAREST = pytest.mark.parametrize("nearest", [False, True], ids=["dithers", "nearest"])
 
 
 def hostile(r: int, k: int) -> Tensor:
@@ -45,20 +44,18 @@ def hostile(r: int, k: int) -> Tensor:
     return rows
 
 
-@NEAREST
 @DTYPES
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("k", [*WIDTHS, pytest.param(16384, marks=COMPILER)])
-def test_rows_are_quantised(k: int, weights: bool, dtype: torch.dtype, nearest: bool) -> None:
+def test_rows_are_quantised(k: int, weights: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(k)
     # the last is more than a row for each warp of the GPU
     for r in (1, 100, 300, 4096):
         rows = hostile(r, k).to(dtype)
-        call = functools.partial(ops.quantize_gate, rows.to(CUDA), weights, nearest)
+        call = functools.partial(ops.quantize_gate, rows.to(CUDA), weights)
         testing.poison_memory()
         found = call()
-        assert_right(found, rows, weights, nearest)
-        assert not (nearest and found[3].any())
+        assert_right(found, rows, weights)
         testing.poison_memory()
         again = call()
         for name, first, second in zip(("q", "scale", "spread", "offset"), found, again):
@@ -66,14 +63,14 @@ def test_rows_are_quantised(k: int, weights: bool, dtype: torch.dtype, nearest: 
 
 
 def reaches(
-    x: tuple[Tensor, ...], w: tuple[Tensor, ...], bias: Tensor, candidates: Tensor, nearest: bool
+    x: tuple[Tensor, ...], w: tuple[Tensor, ...], bias: Tensor, candidates: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By bit of the candidates: the least and the most that the highest sum of product and bound may be, and the bit.
 
     Each sum has its own slack: the bias term of a row of zeros is 2^123 times those of other rows.
     """
     (qx, *of_x), (qw, w_scale, w_spread, w_offset), k = x, w, x[0].shape[1]
-    a, b, i = reference.token_terms(*of_x, k, nearest=nearest)
+    a, b, i = reference.token_terms(*of_x, k)
     v, beta = reference.neuron_terms(w_scale, w_spread, bias if len(bias) else None, k)
     reach = i[:, None] * beta + (b[:, None] * v + a[:, None])
     total = qx.double() @ qw.double().t() - w_offset.double() + reach
@@ -87,18 +84,17 @@ def reaches(
     return least, most, bits[:, : qw.shape[0]]
 
 
-@NEAREST
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(1, 8, 8), (127, 264, 72), (129, 520, 896), (300, 1032, 2048), (2500, 4104, 256), (40, 72, 16384)]
 )
-def test_candidates_are_those_of_a_cpu(m: int, n: int, k: int, bias: bool, nearest: bool) -> None:
+def test_candidates_are_those_of_a_cpu(m: int, n: int, k: int, bias: bool) -> None:
     torch.manual_seed(m)
     rows, weights = torch.randn(m, k), torch.randn(n, k) - 2 / math.sqrt(k)
     if k < 16384:
         weights[::11] = hostile(n, k)[::11]
         rows[5::200] = hostile(m, k)[5::200]
-    x, w = (ops.quantize_gate(t.to(BF16), second, nearest) for t, second in ((rows, False), (weights, True)))
+    x, w = (ops.quantize_gate(t.to(BF16), second) for t, second in ((rows, False), (weights, True)))
     given = (torch.randn(n) * 10 - math.sqrt(k) * 3).to(BF16) if bias else NONE
     operands = [t.to(CUDA) for t in (*x, *w, given)]
     # rows of a multiple of 16 bytes
@@ -106,8 +102,8 @@ def test_candidates_are_those_of_a_cpu(m: int, n: int, k: int, bias: bool, neare
         padded = torch.zeros(operands[at].shape[0], -(-k // 16) * 16, dtype=torch.int8, device=CUDA)
         padded[:, :k] = operands[at]
         operands[at] = padded[:, :k]
-    (found,) = testing.poisoned(lambda: (ops.gate_screen(*operands, nearest),))
-    least, most, bits = reaches(x, w, given, found, nearest)
+    (found,) = testing.poisoned(lambda: (ops.gate_screen(*operands),))
+    least, most, bits = reaches(x, w, given, found)
     assert bits[least > 0].all()
     assert not bits[most < 0].any()
     assert ((least > 0) | (most < 0)).float().mean() > 0.99
@@ -136,9 +132,9 @@ def test_gates_lose_at_most_half_of_what_the_bound_allows(m: int, k: int, dtype:
     assert (lost <= allowed).all(), f"lost: got {(lost / allowed).max():.2f} of half of what is allowed"
 
 
-def screened(problem: FFN, *activation: object, nearest: bool = False) -> tuple[Tensor, ...]:
-    q = ops.quantize_gate(problem.w_gate, True, nearest)
-    return testing.poisoned(lambda: ops.ffn_screened(*problem, *q, 8, *(activation or ("relu", 0.0)), nearest))
+def screened(problem: FFN, *activation: object) -> tuple[Tensor, ...]:
+    q = ops.quantize_gate(problem.w_gate, True)
+    return testing.poisoned(lambda: ops.ffn_screened(*problem, *q, 8, *activation))
 
 
 def assert_as_union(problem: FFN, *activation: object) -> None:
@@ -147,21 +143,19 @@ def assert_as_union(problem: FFN, *activation: object) -> None:
         if layer.w_up is None and "drelu" in activation:
             continue
         expected = ops.ffn_union(*layer, 8, *activation)
-        for nearest in (False, True):
-            y, l1, stats, union, candidates = screened(layer, *activation, nearest=nearest)
-            testing.assert_same(union, expected[3], "union")
-            assert (candidates >= union).all()
-            testing.assert_same(y, expected[0], "y")
-            testing.assert_same(l1, expected[1], "l1")
-            testing.assert_same(stats[:, :, 0].sum(1), expected[2][:, :, 0].sum(1), "non-zeros")
+        y, l1, stats, union, candidates = screened(layer, *activation)
+        testing.assert_same(union, expected[3], "union")
+        assert (candidates >= union).all()
+        testing.assert_same(y, expected[0], "y")
+        testing.assert_same(l1, expected[1], "l1")
+        testing.assert_same(stats[:, :, 0].sum(1), expected[2][:, :, 0].sum(1), "non-zeros")
         form = activation or ("relu", 0.0)
         right = ops.hybrid_forward(*layer, 8, 0, *form)
-        for screen_of in ("screened", "proven"):
-            found = ops.hybrid_forward(*layer, 8, 0, *form, screen_of)
-            for name, a, b in zip(("y", "l1", "nonzeros"), found, right):
-                testing.assert_same(a, b, f"{name} of training")
-            sizes = len(problem.x), len(problem.w_gate), layer.w_up is not None
-            testing.assert_hybrid_same(found[3:], right[3:], *sizes)
+        found = ops.hybrid_forward(*layer, 8, 0, *form, True)
+        for name, a, b in zip(("y", "l1", "nonzeros"), found, right):
+            testing.assert_same(a, b, f"{name} of training")
+        sizes = len(problem.x), len(problem.w_gate), layer.w_up is not None
+        testing.assert_hybrid_same(found[3:], right[3:], *sizes)
 
 
 @DTYPES

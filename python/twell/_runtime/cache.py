@@ -69,13 +69,9 @@ def fingerprint(arch: str = built_from.ARCH) -> str:
 def open_folder(name: str | None = None) -> Path:
     """A folder of the cache, by default that of this fingerprint, created if need be.
 
-    Raises OSError or UnsafeCacheError.
+    Raises ValueError, OSError or UnsafeCacheError.
     """
-    try:
-        base = env.cache_dir()
-    except RuntimeError as error:
-        # a user without a home, as in containers
-        raise FileNotFoundError(f"{error} TWELL_CACHE_DIR can name a folder instead") from error
+    base = env.cache_dir()
     base.parent.mkdir(parents=True, exist_ok=True)
     # the user may keep the cache elsewhere through a link; its target is checked
     folder = Path(os.path.realpath(base)) / (name or fingerprint())

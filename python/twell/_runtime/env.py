@@ -33,16 +33,27 @@ def jit() -> bool:
 
 
 def cache_dir() -> Path:
-    """The folder of the user cache (``TWELL_CACHE_DIR``), an absolute path; it may not exist yet."""
+    """The folder of the user cache (``TWELL_CACHE_DIR``), an absolute path; it may not exist yet.
+
+    Raises ValueError for a relative path, FileNotFoundError if it is in a home that is not known.
+    """
     chosen = os.environ.get("TWELL_CACHE_DIR")
     if chosen:
-        folder = Path(chosen).expanduser()
+        folder = _expanded(chosen)
         if not folder.is_absolute():
             raise ValueError(f"environment variable TWELL_CACHE_DIR must be an absolute path, got {chosen!r}")
         return folder
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    base = _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     # the XDG specification says to ignore relative paths
-    return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "twell"
+    return (base if base.is_absolute() else _expanded("~/.cache")) / "twell"
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        # a user without a home, as in containers
+        raise FileNotFoundError(f"{error} TWELL_CACHE_DIR can name a folder instead of {path!r}") from error
 
 
 def log_level() -> int | None:

@@ -1,8 +1,8 @@
 """``sparsify_``: the feed-forward layers of a plain PyTorch model through twell, in place.
 
-A module with the right children is a candidate (``candidates``). ``equivalence`` decides: it runs the module's own
-``forward`` on small random weights, on the CPU, beside the formula. So neither the size nor the device of the model
-matters, and differences that names do not show (dropout, another order, a factor, a residual) are found.
+Modules are taken by the names of their classes (``known``) or by the names of children that the user tells. A copy of
+each that is to become a layer runs on small random weights, on the CPU, beside the formula (``equivalence``), so
+neither the size nor the device of the model matters, and the model itself is never run.
 """
 
 from twell._sparsify.candidates import Candidate

@@ -1,10 +1,12 @@
-"""Which modules of a model ``sparsify_`` can replace: their forms, by the names of children, and what they compute."""
+"""Which modules of a model ``sparsify_`` can replace, and what they compute."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,41 +15,24 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from twell._activation import NAMES_OF_FAMILY, RELU, Activation
+from twell._plain import HOOKS, of_torch, only_moves
 from twell._runtime import geometry, specs
 from twell._sparsify.equivalence import (
+    CannotCopyError,
+    Copies,
     Form,
     Formula,
     Function,
     difference,
+    difference_of_pair,
     family_of,
     formula_of,
     identity,
     is_relu_but_at_zero,
 )
-from twell._sparsify.modules import GATED, PAIR, PLAIN, SharedLinear, SparseDown, below
-from twell._sparsify.other_inputs import HOOKS, of_torch
-from twell._sparsify.pairs import read_pair, read_split, run_pair
+from twell._sparsify.known import Known
+from twell._sparsify.modules import GATED, PLAIN, SharedLinear, SparseDown, below
 from twell.nn import SparseFFN
-
-# The names of projections: gate, up and down; up and down, where up may hold the gate, too. A module with the first
-# three is a layer, and an error where it is not one that can be taken; one with the others must also have layers of
-# fitting sizes, since other kinds of modules have such names, too.
-CERTAIN = (GATED, PLAIN, PAIR)
-_KNOWN_NAMES = (
-    *(GATED, ("w1", "w3", "w2"), ("wi_0", "wi_1", "wo")),
-    *(("gate_up_proj", "down_proj"), PLAIN, PAIR, ("wi", "wo"), ("dense_h_to_4h", "dense_4h_to_h")),
-    *(("c_fc", "c_proj"), ("linear1", "linear2"), ("lin1", "lin2"), ("linear_1", "linear_2"), ("w1", "w2")),
-    *(("fc_in", "fc_out"), ("w_1", "w_2")),
-)
-
-# Children and parameters of feed-forward layers of all forms; a module with one of them is a near miss.
-TELLTALES = frozenset(itertools.chain(*_KNOWN_NAMES))
-
-# A pair whose layers are in two children of a block, as in BERT.
-_SPLIT = ("intermediate.dense", "output.dense")
-
-# torch's own blocks: one method of each calls the feed-forward layers, and nothing else does.
-_TORCHS_BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 # Activations to try if a module has its activation in the code of its forward, not in an attribute.
 _OTHERS: dict[str, Function] = {
@@ -65,27 +50,32 @@ _HOOKS = (
 
 _MACHINERY = frozenset(vars(nn.Module()))
 
-# Methods of every module besides those that a run calls or that print: a class of its own would lose its override.
+# Methods of every module besides those that a run calls or that print: a layer in its place would lose its override.
 _INHERITED = frozenset(
     name for name, value in vars(nn.Module).items() if callable(value) and not (name[:2] == name[-2:] == "__")
 ) - {"forward", "extra_repr", "_get_name", "_call_impl", "_wrapped_call_impl"} | {"__getstate__", "__setstate__"}
 
 LEAVE_OUT = "to leave it as it is, have filter_fn return False for it"
 
+_OWN_MODULE = (
+    "put its feed-forward layer into a module of its own, whose forward takes x alone, or use twell.nn.SparseMLP or "
+    "SparseGatedMLP there"
+)
+
 
 class Candidate(NamedTuple):
     """A module to replace, itself or a pair of its children.
 
-    name: in ``named_modules`` of the model. form: the names of the projections. kind: "layer" is replaced by a layer
-    of twell, "whole" by a ``PairMLP``; a "pair" stays and its children are replaced. attribute: the name of the
-    activation, None if it is in the code. activation: that of the new layer. was: the name of the one that it replaces,
-    None if it is the module's own. dropouts: what drops nothing between the layers of a pair, but may do so later.
+    name: in ``named_modules`` of the model. form: the names of the projections. kind: a "layer" becomes a layer of
+    twell, a "pair" stays and its children are replaced. attribute: the name of the activation, None if it is in the
+    code. activation: that of the new layer. was: the name of the one that it replaces, None if it is the module's own.
+    dropouts: what drops nothing between the layers of a pair, but may do so later.
     """
 
     name: str
     module: nn.Module
     form: Form
-    kind: Literal["layer", "whole", "pair"]
+    kind: Literal["layer", "pair"]
     attribute: str | None
     activation: Activation
     was: str | None
@@ -105,6 +95,14 @@ class Candidate(NamedTuple):
         return f"{self.name}.{self.form.down}" if self.name else self.form.down
 
 
+class Context(NamedTuple):
+    """What all modules of a model are examined with; ``examined`` has what was found in earlier ones."""
+
+    model: nn.Module
+    strategy: str
+    examined: dict[Any, tuple[Activation | None, str, Form]]
+
+
 def outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of ``model`` that are neither twell layers nor within one."""
     inside: set[int] = set()
@@ -115,68 +113,43 @@ def outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def forms_of(module: nn.Module, told: list[tuple[str, ...]]) -> list[Form]:
-    """The names of the projections, if the module's children are those of a form; several of an ``nn.Sequential``."""
-    if type(module) is nn.Sequential:
-        return _forms_in_sequence(module)
-    if any(isinstance(child, SparseDown) for child in (*module._modules.values(), below(module, _SPLIT[1]))):
-        return []
-    if _fit([below(module, name) for name in _SPLIT]):
-        return [Form(_SPLIT)]
-    for names in (*told, *_KNOWN_NAMES):
-        layers = [module._modules.get(name) for name in names]
-        if not all(isinstance(layer, nn.Module) for layer in layers):
-            continue
-        fused = _is_fused(layers)
-        if names in (*told, *CERTAIN) or fused or _fit(layers):
-            # another kind of gate makes it another function
-            odd = names == PLAIN and "gate_up_proj" in module._modules and names not in told
-            return [] if odd else [Form(names, "gate first" if fused else "")]
-    return []
+def has_children(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Whether a module has children of these names, none of which is of a pair already."""
+    children = [below(module, name) for name in names]
+    return all(child is not None and not isinstance(child, SparseDown) for child in children)
 
 
-def _forms_in_sequence(module: nn.Sequential) -> list[Form]:
-    """Two linear layers around a module without children and state, wherever they follow each other."""
-    layers, forms = list(module._modules.items()), []
-    while len(layers) >= 3:
-        (up, first), (_, act), (down, second) = layers[:3]
-        linear = type(first) is type(second) is nn.Linear and act is not None
-        if found := linear and _fit([first, second]) and not [*act.children(), *act.parameters(), *act.buffers()]:
-            forms.append(Form((up, down)))
-        layers = layers[3 if found else 1 :]
-    return forms
+def misfit(module: nn.Module, names: tuple[str, ...]) -> str:
+    """What keeps children of these names from being the projections of a layer by their kind or sizes; "" if nothing.
+
+    An ``nn.Linear`` in some wrapper, or without weights of 16 bits, is not seen here: it is one that must be refused.
+    """
+    children: list[Any] = [below(module, name) for name in names]
+    # a container has other things under the same numbers, and what is wrapped or quantised is known by its sizes
+    contained = type(module) in (nn.Sequential, nn.ModuleList)
+    some = not contained and any(isinstance(child, nn.Linear) or hasattr(child, "in_features") for child in children)
+    for name, child in zip(names, children):
+        weight = child._parameters.get("weight")
+        other = of_torch(type(child)) or type(weight) is nn.Parameter
+        if not isinstance(child, nn.Linear) and (other or not some):
+            return f"{name} is a {type(child).__name__}, no nn.Linear"
+    if not all(isinstance(child, nn.Linear) for child in children) or _is_fused(children):
+        return ""
+    shapes = [(child.out_features, child.in_features) for child in children]
+    if set(shapes[:-1]) == {shapes[-1][::-1]}:
+        return ""
+    return "its projections go " + " and ".join(f"from {k} to {n}" for n, k in shapes) + ", not from K to N to K"
 
 
-def between_fitting(module: nn.Module) -> str:
-    """The modules between two linear layers of an ``nn.Sequential`` that fit, if there is more than one; else ""."""
-    up, between = None, list[str]()
-    for layer in module if type(module) is nn.Sequential else ():
-        if type(layer) is not nn.Linear:
-            between.append(type(layer).__name__)
-        elif len(between) > 1 and _fit([up, layer]):
-            return ", ".join(between)
-        else:
-            up, between = layer, []
-    return ""
+def is_sequence(module: nn.Module) -> bool:
+    """Whether a module is an ``nn.Sequential`` of two linear layers around a module without state, and nothing else."""
+    layers = list(module.children())
+    if type(module) is not nn.Sequential or len(layers) != 3 or list(layers[1].parameters()):
+        return False
+    return type(layers[0]) is type(layers[2]) is nn.Linear and type(layers[1]) is not nn.Linear
 
 
-def unfit_sizes(module: nn.Module) -> str:
-    """The sizes of two linear layers around another in an ``nn.Sequential`` that are not K to N to K; else ""."""
-    layers = list(module._modules.values()) if type(module) is nn.Sequential else []
-    for up, _, down in zip(layers, layers[1:], layers[2:]):
-        if type(up) is type(down) is nn.Linear and up.out_features == down.in_features:
-            if up.in_features != down.out_features:
-                return f"{up.in_features} to {up.out_features} to {down.out_features}"
-    return ""
-
-
-def _fit(layers: Sequence[nn.Module | None]) -> bool:
-    """Whether these are linear layers of the sizes of a feed-forward layer: [N, K], the last one [K, N]."""
-    shapes = [(layer.out_features, layer.in_features) for layer in layers if isinstance(layer, nn.Linear)]
-    return len(shapes) == len(layers) and set(shapes[:-1]) == {shapes[-1][::-1]}
-
-
-def _is_fused(layers: Sequence[nn.Module | None]) -> bool:
+def _is_fused(layers: list[Any]) -> bool:
     """Whether these are two linear layers [2 N, K] and [K, N]."""
     shapes = [(layer.out_features, layer.in_features) for layer in layers if isinstance(layer, nn.Linear)]
     return len(layers) == len(shapes) == 2 and shapes[0] == (2 * shapes[1][-1], shapes[1][0])
@@ -184,90 +157,79 @@ def _is_fused(layers: Sequence[nn.Module | None]) -> bool:
 
 def holds_stacked_experts(module: nn.Module) -> bool:
     """Whether the weights of several experts are parameters of one module, a matrix for each."""
-    return sum(p is not None and p.dim() == 3 and name in TELLTALES for name, p in module._parameters.items()) > 1
+    named = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3")
+    return sum(name in named and p is not None and p.dim() == 3 for name, p in module._parameters.items()) > 1
 
 
 def label(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
-def label_between(name: str, module: nn.Module, between: str) -> str:
-    return f"{label(name, module)} with {between} between two linear layers"
-
-
-class Found(NamedTuple):
-    """What ``_activation`` finds: the activation if it is of the family, its name, and where a fused gate lies."""
-
-    activation: Activation | None
-    name: str
-    form: Form
-
-
-def examine(
-    name: str, module: nn.Module, form: Form, strategy: str, examined: dict[Any, Found]
-) -> tuple[Candidate, Activation | None]:
+def examine(name: str, module: nn.Module, known: Known, context: Context) -> tuple[Candidate, Activation | None]:
     """Make ``module`` a candidate; raise TypeError or ValueError if it cannot be replaced as it is.
 
     Returns it with the name of its activation as the one that is replaced, and that activation if it is of the family.
-    examined: what was found in earlier modules, by ``_likeness``.
     """
-    where, children = label(name, module), form.children
-    torchs = type(module) in _TORCHS_BLOCKS
-    of_block = torchs or type(module) is nn.Sequential
-    exact = of_block or children in (PAIR, _SPLIT)
-    weights = {child: _plain_weight(f"{where}: {child}", module.get_submodule(child), exact) for child in children}
-    _require_sizes(where, weights, form, strategy)
-    if "forward" in vars(module):
-        raise ValueError(
-            f"{where} has a forward set on the instance (as offloading and patches do), which would be lost; "
-            f"{LEAVE_OUT}"
-        )
-    if of_block:
-        return _examine_torchs(where, name, module, form)
-    if children == _SPLIT:
-        return _examine_split(where, name, module, form)
-    others = {key: m for key, m in module._modules.items() if m is not None and key not in children and not _inert(m)}
-    own = [*module._parameters, *module._buffers]
+    where = label(name, module)
+    form = Form(known.names, "gate first" if _is_fused([below(module, each) for each in known.names]) else "")
+    weights = {child: _plain_weight(f"{where}: {child}", module.get_submodule(child)) for child in form.children}
+    _require_sizes(where, weights, form, context.strategy)
+    _require_forward(where, module)
+    if known.attribute:
+        return _examine_known_pair(where, name, module, form, known)
+    others = {key: m for key, m in module._modules.items() if m is not None and key not in form.children}
+    others = {key: m for key, m in others.items() if not _inert(m)}
+    more = [*module._parameters, *module._buffers, *(key for key, m in others.items() if _has_state(m))]
     dropping = [f"{key}, p = {m.p}" for key, m in others.items() if isinstance(m, _DropoutNd)]
-    block, reason = bool(own) or len(others) - len(dropping) > 1, ""
-    if len(children) == 2 and not form.fused and (block or children == PAIR):
-        between, reason = read_pair(module, children)
-        if between:
-            act = getattr(module, between[0])
-            layers = {child: module._modules[child] for child in children}
-            _require_unhooked(where, {**layers, between[0]: act})
-            _require_stateless(f"{where}: {between[0]}", act)
-            if reason := run_pair(module, children, between[0]):
-                raise ValueError(f"{where} cannot be run sparse: {reason}; {LEAVE_OUT}")
-            return _paired(name, module, form, between[0], act, *between[1:])
-    if dropping and not block:
+    if dropping and not more and len(others) - len(dropping) <= 1:
         raise ValueError(
             f"{where} must drop no values in training, as no kernel does, got {'; '.join(dropping)}: set p to 0, as "
             f"most configurations can; {LEAVE_OUT}"
         )
-    if own or len(others) > 1:
-        if reason:
-            raise ValueError(f"{where} cannot be run sparse: {reason}; {LEAVE_OUT}")
-        got = [*own, *(f"{key} ({type(m).__name__})" for key, m in others.items())]
-        raise ValueError(
-            f"{where} must have {', '.join(children)} and an activation alone, got beside them {', '.join(got)}; "
-            f"{LEAVE_OUT}"
-        )
-    for key, other in others.items():
-        _require_stateless(f"{where}: {key}", other)
-    _require_unhooked(where, dict(module.named_modules()))
-    callables = [*others, *(key for key, value in vars(module).items() if not key.startswith("_") and callable(value))]
+    reason = ""
+    if more or len(others) > 1 or any("." in child for child in form.children):
+        got = [*module._parameters, *module._buffers, *(f"{key} ({type(m).__name__})" for key, m in others.items())]
+        reason = f"it must have {', '.join(form.children)} and an activation alone, got beside them {', '.join(got)}"
+    else:
+        try:
+            return _examine_layer(where, name, module, form, list(others), context)
+        except _AnotherFunctionError as error:
+            reason = str(error)
+    if not form.gated and type(module) is not nn.Sequential:
+        return _examine_block(where, name, module, form, reason, context)
+    if type(module) is nn.Sequential:
+        reason += "; other code may call the parts of an nn.Sequential, so put these three into one of their own"
+    raise ValueError(f"{where} cannot be run sparse: {reason}; {LEAVE_OUT}")
+
+
+class _AnotherFunctionError(ValueError):
+    """A module is no layer as a whole."""
+
+
+def _examine_layer(
+    where: str, name: str, module: nn.Module, form: Form, others: list[str], context: Context
+) -> tuple[Candidate, Activation | None]:
+    """As ``examine``, for a module that may be a layer as a whole; _AnotherFunctionError if it is not."""
+    for key in others:
+        _require_stateless(f"{where}: {key}", module._modules[key])
+    functions = [key for key, value in vars(module).items() if not key.startswith("_") and callable(value)]
+    callables = [*others, *(key for key in functions if key != "forward")]
     attribute = callables[0] if len(callables) == 1 else None
-    if (likeness := _likeness(module)) not in examined:
-        examined[likeness] = _activation(where, module, form, attribute)
-    found = examined[likeness]
+    _require_unhooked(where, dict(module.named_modules()))
     own_names = {name for base in type(module).__mro__ if not of_torch(base) for name in vars(base)}
     if lost := sorted(_INHERITED & own_names - vars(object).keys()):
         raise ValueError(f"{where} has a {lost[0]} of its own, which would be lost; {LEAVE_OUT}")
-    kind: Any = "whole" if children == PAIR and not form.fused else "layer"
-    if kind == "layer":
-        _require_roles(where, form)
-    return Candidate(name, module, found.form, kind, attribute, RELU, found.name), found.activation
+    likeness = _likeness(module)
+    if likeness not in context.examined:
+        context.examined[likeness] = _activation(where, module, form, attribute, context.model)
+    activation, was, form = context.examined[likeness]
+    _require_roles(where, form)
+    try:
+        # what it takes to become another class; nn.Module itself has nothing else
+        object.__setattr__(object.__new__(type(module)), "__class__", SparseFFN)
+    except TypeError as error:
+        raise ValueError(f"{where} cannot become a layer in place ({error}): {_OWN_MODULE}; {LEAVE_OUT}") from error
+    return Candidate(name, module, form, "layer", attribute, RELU, was), activation
 
 
 def _require_roles(where: str, form: Form) -> None:
@@ -282,65 +244,91 @@ def _require_roles(where: str, form: Form) -> None:
             )
 
 
-def _paired(
-    name: str, module: nn.Module, form: Form, attribute: str, act: Any, *dropouts: str
+def _examine_known_pair(
+    where: str, name: str, module: nn.Module, form: Form, known: Known
 ) -> tuple[Candidate, Activation | None]:
-    weight: Any = module.get_submodule(form.children[0]).weight
-    of = family_of(act, weight.dtype)
+    """As ``examine``, for a block of a class whose code is known: it is not run."""
+    holder_name, _, key = known.attribute.rpartition(".")
+    holder = module.get_submodule(holder_name)
+    act = getattr(holder, key, None)
+    if not callable(act):
+        raise ValueError(f"{where} must have an activation {known.attribute}, got {act!r}; {LEAVE_OUT}")
+    for child in form.children:
+        inner = below(module, child.rpartition(".")[0]) if "." in child else None
+        owner: Any = module._modules[child.partition(".")[0]] if "." in child else inner
+        if owner is not None:
+            # the classes of both children belong to that of the block
+            if type(owner).__module__ not in {base.__module__ for base in type(module).__mro__}:
+                kind = f"{type(owner).__module__}.{type(owner).__qualname__}"
+                raise ValueError(f"{where}: {child} must be in a module of the model's own, got {kind}; {LEAVE_OUT}")
+            _require_forward(f"{where}: {child.partition('.')[0]}", owner)
+            _require_unhooked(where, {child.partition(".")[0]: owner})
+    for dropout in known.dropouts:
+        value = getattr(module, dropout, 0.0)
+        p = getattr(value, "p", value)
+        if not isinstance(value, nn.Identity) and p != 0:
+            raise ValueError(
+                f"{where} must drop no values in training, as no kernel does, got {dropout}, p = {p}: set p to 0, as "
+                f"most configurations can; {LEAVE_OUT}"
+            )
+    return _pair(where, name, module, form, known.attribute, act, known.dropouts)
+
+
+def _pair(
+    where: str, name: str, module: nn.Module, form: Form, attribute: str, act: Any, dropouts: tuple[str, ...] = ()
+) -> tuple[Candidate, Activation | None]:
+    """A candidate of two layers of a block and the activation between them."""
+    layers = {child: module.get_submodule(child) for child in form.children}
+    _require_unhooked(where, {**layers, attribute: act})
+    _require_stateless(f"{where}: {attribute}", act)
+    down: Any = layers[form.down]
+    of = family_of(act, down.weight.dtype)
     kind = _kind(act) if of else _kind(act) + _oddity(act)
     return Candidate(name, module, form, "pair", attribute, RELU, kind, dropouts), of
 
 
-def _examine_torchs(where: str, name: str, module: Any, form: Form) -> tuple[Candidate, Activation | None]:
-    """As ``examine``, for torch's own blocks and containers."""
-    attribute, reason = "activation", ""
-    up, down = form.children
-    if type(module) is nn.Sequential:
-        keys = list(module._modules)
-        attribute = keys[keys.index(up) + 1]
-    act = getattr(module, attribute)
-    _require_unhooked(where, {up: module._modules[up], down: module._modules[down], attribute: act})
-    _require_stateless(f"{where}: {attribute}", act)
-    candidate, of = _paired(
-        name, module, form, attribute, act, *(() if type(module) is nn.Sequential else ("dropout",))
-    )
-    if type(module) is not nn.Sequential:
-        if module.dropout.p:
-            raise ValueError(
-                f"{where} must drop no values in training, as no kernel does, got dropout, p = {module.dropout.p}: set "
-                f"p to 0; {LEAVE_OUT}"
-            )
-        reason = run_pair(module, form.children, attribute)
-    elif of is not None:
-        alone = nn.Sequential(module._modules[up], act, module._modules[down])
-        reason = difference(alone, Form(("0", "2")), formula_of(of), act)
-    if reason:
-        raise ValueError(f"{where} cannot be run sparse: {reason}; {LEAVE_OUT}")
-    return candidate, of
+def _examine_block(
+    where: str, name: str, module: nn.Module, form: Form, reason: str, context: Context
+) -> tuple[Candidate, Activation | None]:
+    """As ``examine``, for a block of an unknown class: it must run on x alone and be the same with a pair in it."""
+    reasons: list[str] = []
+    copies = _copies(where, module, form, context.model)
+    holders = {"": module} | {part: module._modules[part] for part in (c.partition(".")[0] for c in form.children)}
+    for holder_name, key in ((n, key) for n, m in holders.items() for key in _callables(m, form)):
+        attribute = f"{holder_name}.{key}".removeprefix(".")
+        act = getattr(holders[holder_name], key)
+        if (isinstance(act, nn.Module) and _has_state(act)) or ("." in attribute and attribute in form.children):
+            continue
+        candidate, of = _pair(where, name, module, form, attribute, act)
+        put = {} if of is not None else {attribute: nn.ReLU() if isinstance(act, nn.Module) else F.relu}
+        dtype: Any = module.get_submodule(form.down).weight.dtype
+        differs = functools.partial(difference_of_pair, copies, attribute, of or RELU, dtype=dtype)
+        # an attribute that is of the family says more than one that need not be an activation
+        reasons.insert(0 if of is not None else len(reasons), why := differs(put=put))
+        if not why:
+            # dropouts of nothing that lie between the two, for they may drop something later
+            zeros: dict[str, Any] = {k: 0.5 for k, value in vars(module).items() if type(value) is float and value == 0}
+            zeros |= {k: nn.Dropout(0.5) for k, m in module._modules.items() if type(m) is nn.Dropout and m.p == 0}
+            between = tuple(k for k, value in zeros.items() if differs(put={**put, k: value}))
+            return candidate._replace(dropouts=between), of
+    why = reasons[0] if reasons else "its activation must be an attribute, such as an nn.ReLU"
+    raise ValueError(f"{where} cannot be run sparse: {reason}; as a block, {why}: {_OWN_MODULE}; {LEAVE_OUT}")
 
 
-def _examine_split(where: str, name: str, module: nn.Module, form: Form) -> tuple[Candidate, Activation | None]:
-    """As ``examine``, for a block with the two layers in two children, as in BERT."""
-    (first, _, key), (second, _, _) = (child.partition(".") for child in form.children)
-    inner: Any = module.get_submodule(first)
-    reached = {first: inner, second: module.get_submodule(second), form.down: module.get_submodule(form.down)}
-    _require_unhooked(where, {**reached, **{f"{first}.{n}": m for n, m in inner.named_modules() if n}})
-    others = [n for n, m in inner._modules.items() if m is not None and n != key and not _inert(m)]
-    functions = [n for n, value in vars(inner).items() if not n.startswith("_") and callable(value)]
-    attribute, reason = "", f"{first} must have one linear layer and an activation alone"
-    if len([*others, *functions]) == 1 and not [*inner._parameters, *inner._buffers] and "forward" not in vars(inner):
-        attribute = [*others, *functions][0]
-        act = getattr(inner, attribute)
-        _require_stateless(f"{where}: {first}.{attribute}", act)
-        dropouts = (f"{first}.{n}" for n, m in inner._modules.items() if isinstance(m, _DropoutNd))
-        candidate, of = _paired(name, module, form, f"{first}.{attribute}", act, *dropouts)
-        alone = nn.Sequential(inner, module.get_submodule(form.down))
-        reason = difference(alone, Form((f"0.{key}", "1")), Formula(act) if of is None else formula_of(of), act)
-        reason = reason or read_split(module, (first, second), key)
-        reason = reason or run_pair(module, form.children, f"{first}.{attribute}", must=True)
-    if reason:
-        raise ValueError(f"{where} cannot be run sparse: {reason}; {LEAVE_OUT}")
-    return candidate, of
+def _callables(module: Any, form: Form) -> list[str]:
+    """The attributes of a module that may be an activation."""
+    children = [k for k, m in module._modules.items() if m is not None and k not in form.children and not _inert(m)]
+    functions = [k for k, value in vars(module).items() if not k.startswith("_") and callable(value)]
+    return [k for k in (*children, *functions) if k != "forward" and not isinstance(getattr(module, k), _DropoutNd)]
+
+
+def _copies(where: str, module: nn.Module, form: Form, model: nn.Module) -> Copies:
+    try:
+        return Copies(module, form, model)
+    except CannotCopyError as error:
+        raise ValueError(
+            f"{where} cannot be tried, since no copy of it can be made ({error}): {_OWN_MODULE}; {LEAVE_OUT}"
+        ) from error
 
 
 def _likeness(module: nn.Module) -> Any:
@@ -359,11 +347,10 @@ class _Bare(nn.Linear):
     pass
 
 
-def _plain_weight(where: str, linear: Any, exact: bool) -> Tensor:
-    """The weight of a projection: an ``nn.Linear`` itself or, unless ``exact``, with a ``forward`` of its own."""
-    # which runs with its module
+def _plain_weight(where: str, linear: Any) -> Tensor:
+    """The weight of a projection: an ``nn.Linear``, perhaps of a class that differs in its ``forward`` alone."""
     kind = type(linear)
-    own = not exact and kind.__base__ is nn.Linear and set(vars(kind)) <= {*vars(_Bare), "forward", "__doc__"}
+    own = kind.__base__ is nn.Linear and set(vars(kind)) <= {*vars(_Bare), "forward", "__doc__"}
     if kind is not nn.Linear and not own:
         raise TypeError(
             f"{where} must be an nn.Linear itself, got {kind.__module__}.{kind.__name__}: quantised "
@@ -377,22 +364,37 @@ def _plain_weight(where: str, linear: Any, exact: bool) -> Tensor:
     if linear._parameters.keys() != {"weight", "bias"} or linear._buffers or linear._modules:
         got = sorted([*linear._parameters, *linear._buffers, *linear._modules])
         raise TypeError(f"{where} must have a weight and a bias alone, got {', '.join(got)}; {LEAVE_OUT}")
-    if linear.weight is None or "forward" in vars(linear):
-        raise TypeError(f"{where} must be an nn.Linear as made, got one that was patched; {LEAVE_OUT}")
+    if linear.weight is None:
+        raise TypeError(f"{where} must be an nn.Linear as made, got one without a weight; {LEAVE_OUT}")
+    _require_forward(where, linear)
     weight: Tensor = linear.weight
+    if hasattr(weight, "ds_id") or list(weight.shape) != [linear.out_features, linear.in_features]:
+        raise ValueError(
+            f"{where}.weight must be [{linear.out_features}, {linear.in_features}], got {list(weight.shape)}: where "
+            "DeepSpeed's ZeRO-3 has partitioned it, load the model without deepspeed.zero.Init and call sparsify_ "
+            f"before deepspeed.initialize, with ZeRO-1 or 2; {LEAVE_OUT}"
+        )
     return weight
+
+
+def _require_forward(where: str, module: nn.Module) -> None:
+    """Raise ValueError unless a module runs the forward of its class, perhaps in a hook that moves tensors."""
+    if "forward" not in vars(module):
+        return
+    if "_hf_hook" in vars(module) and not only_moves(module):
+        raise ValueError(
+            f"{where} has a hook of accelerate that does more than move tensors between devices, as offloading by "
+            f"device_map does, which leaves no weights to run on: keep it on a device; {LEAVE_OUT}"
+        )
+    own = vars(module).get("_old_forward") if only_moves(module) else None
+    if not (isinstance(own, types.MethodType) and own.__func__ is type(module).forward):
+        raise ValueError(f"{where} has a forward set on the instance, as patches do, which would be lost; {LEAVE_OUT}")
 
 
 def _require_sizes(where: str, weights: dict[str, Tensor], form: Form, strategy: str) -> None:
     n, k = next(iter(weights.values())).shape
     if form.fused:
         n //= 2
-    for child, weight in weights.items():
-        expected = [k, n] if child == form.down else [2 * n if form.fused else n, k]
-        if list(weight.shape) != expected:
-            raise ValueError(
-                f"{where}: {child}.weight must be {expected} (K = {k}, N = {n}), got {list(weight.shape)}; {LEAVE_OUT}"
-            )
     for what in ("dtype", "device"):
         if len(found := {str(getattr(weight, what)) for weight in weights.values()}) > 1:
             raise ValueError(
@@ -425,6 +427,10 @@ def _require_stateless(where: str, module: Any) -> None:
         )
 
 
+def _has_state(module: nn.Module) -> bool:
+    return any(True for _ in (*module.parameters(), *module.buffers()))
+
+
 def _inert(module: nn.Module) -> bool:
     return type(module) is nn.Identity or (type(module) is nn.Dropout and module.p == 0)
 
@@ -441,55 +447,59 @@ def _oddity(act: Any) -> str:
     return ", which is ReLU except for its gradient at 0" if is_relu_but_at_zero(act) else ""
 
 
-def _activation(where: str, module: nn.Module, form: Form, attribute: str | None) -> Found:
-    """The activation of ``module``. Raises ValueError if it computes none of the formulas."""
+def _activation(
+    where: str, module: nn.Module, form: Form, attribute: str | None, model: nn.Module
+) -> tuple[Activation | None, str, Form]:
+    """The activation of ``module`` if it is of the family, its name, and the form with the place of a fused gate.
+
+    Raises _AnotherFunctionError if it computes none of the formulas.
+    """
     act = None if attribute is None else getattr(module, attribute)
     first: Any = module.get_submodule(form.children[0])
-    own = None if act is None else family_of(act, first.weight.dtype)
+    dtype = first.weight.dtype
+    own = None if act is None else family_of(act, dtype)
     forms = [form, form._replace(fused="up first")] if form.fused else [form]
-    reasons = []
+    copies = _copies(where, module, form, model)
+    # whether the activation is known to be that of the formula, so that its operators may run
+    named = attribute if own is not None else None
+    differs = functools.partial(difference, copies, dtype=dtype)
     kinds = _to_try(module, own, attribute, form)
+    reasons = []
     for kind, each in itertools.product(kinds, forms):
-        reasons.append(difference(module, each, formula_of(kind), act if own else None))
+        reasons.append(differs(each, formula_of(kind), named, None))
         if not reasons[-1]:
-            return Found(kind, NAMES_OF_FAMILY[kind.name], each)
+            return kind, NAMES_OF_FAMILY[kind.name], each
     reason = reasons[0]
     if attribute is not None and act is not None and own is None:
+        puts = (nn.Identity(), nn.ReLU()) if isinstance(act, nn.Module) else (identity, F.relu)
         for each in forms:
-            try:
-                # it is the activation if the module is linear without it, and the formula with ReLU in its place
-                setattr(module, attribute, nn.Identity() if isinstance(act, nn.Module) else identity)
-                other = difference(module, each, Formula(identity), None)
-                setattr(module, attribute, nn.ReLU() if isinstance(act, nn.Module) else F.relu)
-                reason = difference(module, each, formula_of(RELU), None)
-            finally:
-                setattr(module, attribute, act)
+            # it is the activation if the module is linear without it, and the formula with ReLU in its place
+            other = differs(each, Formula(identity), attribute, puts[0])
+            reason = differs(each, formula_of(RELU), attribute, puts[1])
             if not reason and not other:
-                return Found(None, _kind(act) + _oddity(act), each)
+                return None, _kind(act) + _oddity(act), each
             if not reason:
                 reason = f"{attribute} is not the activation, and {_kind(act)} would be lost"
     elif attribute is None:
         for (known, function), each in itertools.product(_OTHERS.items(), forms):
-            if not difference(module, each, Formula(function), None):
-                return Found(None, known, each)
+            if not differs(each, Formula(function), None, None):
+                return None, known, each
     if attribute is None and reason.startswith("it runs "):
         written = "F.relu(gate), its square or F.threshold(gate, self.threshold, 0.0)"
         reason += f"; in the code of forward the activation must be {written}"
     if len(form.children) == 3:
         gate, up, down = form.children
         swapped = Form((up, gate, down))
-        if not all(difference(module, swapped, formula_of(kind), act if own else None) for kind in kinds):
+        if not all(differs(swapped, formula_of(kind), named, None) for kind in kinds):
             remedy = "rename the children" if gate in GATED else f'pass names=("{up}", "{gate}", "{down}")'
             reason = f"its activation is on {up}, not on {gate}: {remedy}"
-    if dropping := [name for name, child in module.named_modules() if isinstance(child, _DropoutNd) and child.p]:
-        reason = f"it drops values ({', '.join(dropping)}); {reason}"
     *inputs, down = form.children
     formula = f"act({inputs[0]}(x)){f' * {inputs[1]}(x)' if len(inputs) > 1 else ''}"
     if form.fused:
         formula = f"act(gate) * up, the halves of {inputs[0]}(x)"
-    raise ValueError(
-        f"{where} must compute {down}({formula}) with an elementwise activation and nothing else, got another function "
-        f"of x: {reason}; {LEAVE_OUT}"
+    raise _AnotherFunctionError(
+        f"it must compute {down}({formula}) with an elementwise activation and nothing else, got another function "
+        f"of x: {reason}"
     )
 
 
@@ -500,7 +510,7 @@ def _to_try(module: nn.Module, own: Activation | None, attribute: str | None, fo
     tries = [RELU]
     if own is None and attribute is None:
         tries.append(Activation("relu2"))
-        # a threshold in the code can only be an attribute: another number would be refused where the code reads it
+        # a threshold in the code can only be an attribute that may be read
         levels = {value for value in vars(module).values() if type(value) is float and 0 < value < math.inf}
         tries += [Activation("fatrelu", level) for level in sorted(levels)]
     if form.gated and (own is not None or attribute is None):

@@ -1,30 +1,38 @@
-"""Whether a module computes one formula and nothing else, by running it.
+"""Whether a module computes one formula and nothing else, by running copies of it.
 
-The model's own tensors are not needed. The module's ``forward`` runs on small random weights beside the formula:
-outputs and gradients are compared in float64, in the model's dtype and under autocast, in both modes, with and without
-gradients, for one token and for several, at ordinary and at extreme magnitudes. Every operator is recorded, since a
-clamp or a factor may have no effect on these inputs, and so is the code that runs (``other_inputs``).
+Nothing here runs the model's own modules. A copy is made on the CPU, with small random weights in place of its own. For
+a module that is to become a layer, outputs and gradients of the copy are compared with those of the formula; for a
+block, in which two layers are to become a pair, with those of a second copy that has such a pair. That is done in
+float64, in the model's dtype and under autocast, in both modes, with and without gradients, for one token and for
+several, at ordinary and at extreme magnitudes. In a layer every operator is recorded, since a clamp or a factor may
+have no effect on these inputs. What a run cannot show, a branch on something else, is the word of who names the module.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import gc
 import inspect
 import itertools
 import math
+import random
+import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from twell._activation import Activation
-from twell._sparsify.other_inputs import LEADS, State, decides, is_constant, of_torch, uncovered_input, watch
+from twell._plain import HOOKS
+from twell._sparsify.modules import pair_up
 
 Function = Callable[[Tensor], Tensor]
 
@@ -41,6 +49,9 @@ _VIEWS = frozenset(
     | {"alias", "detach", "clone", "sum"}
 )
 
+# What drops values.
+_DROPS = frozenset({"bernoulli", "bernoulli_", "native_dropout", "rand_like", "rand"})
+
 # What autocast adds.
 _CAST = "_to_copy"
 
@@ -56,6 +67,10 @@ _PARTS = {
 }
 
 
+# The leading dimensions of an activation's input.
+_LEADS = ((2, 4), (2, 1, 3), (1, 2, 1, 2), (1, 1, 2, 1, 2))
+
+
 def identity(x: Tensor) -> Tensor:
     """x itself."""
     return x
@@ -64,13 +79,12 @@ def identity(x: Tensor) -> Tensor:
 class Formula(NamedTuple):
     """``of_gate(gate) * of_up(up)``, without the second factor in a layer without a gate.
 
-    written: other ways to write ``of_gate``, whose operators a module may run. number: a threshold that it may read.
+    written: other ways to write ``of_gate``, whose operators a module may run.
     """
 
     of_gate: Function
     of_up: Function = identity
     written: tuple[Function, ...] = ()
-    number: float = 0.0
 
 
 def formula_of(kind: Activation) -> Formula:
@@ -81,7 +95,7 @@ def formula_of(kind: Activation) -> Formula:
         return Formula(F.relu, F.relu, _RELUS)
     if kind.threshold:
         threshold = kind.threshold
-        return Formula(lambda x: F.threshold(x, threshold, 0.0), number=threshold)
+        return Formula(lambda x: F.threshold(x, threshold, 0.0))
     return Formula(F.relu, written=_RELUS)
 
 
@@ -159,70 +173,119 @@ _TRIALS = (
     _Trial(torch.float32, True, True, (2, 4), autocast=True, x_dtype=torch.bfloat16),
 )
 
-# Code may branch on the mode, on grad mode, on the dimensions and on the dtypes of x and the weights: these are all
-# combinations, with no leading dimension of x to five.
-_COMBINATIONS = tuple(
-    _Trial(dtype, training, grad, lead, autocast=dtype == torch.float32, x_dtype=x_dtype)
-    for (dtype, x_dtype), training, grad, lead in itertools.product(
-        ((torch.float64, None), (torch.float32, None), (torch.float32, torch.bfloat16)),
-        (True, False),
-        (True, False),
-        LEADS,
-    )
+# Blocks run in fewer ways, since they are larger and each is run twice; in float32, as the constants of their code are.
+_OF_BLOCKS = (
+    _Trial(None, True, True, (2, 4)),
+    _Trial(None, False, False, (2, 4)),
+    _Trial(torch.float32, True, True, (2, 4)),
+    _Trial(torch.float32, False, True, (1, 1)),
+    _Trial(torch.float32, True, True, (9,)),
+    _Trial(torch.float32, False, True, (2, 1, 3)),
+    _Trial(torch.float32, True, True, (2, 4), 0.4),
+    _Trial(torch.float32, True, True, _MORE_LEAD, neurons=_MORE_NEURONS),
+    _Trial(torch.float32, True, True, (2, 4), autocast=True),
 )
 
+_UNRECORDED = contextlib.nullcontext()
 
-def difference(module: nn.Module, form: Form, formula: Formula, own: Function | None) -> str:
-    """Describe how ``module`` differs from ``down(formula(gate(x), up(x)))`` of its children; "" if it does not.
+# The leading dimensions that every module must take.
+_USUAL = ((2, 4), _MORE_LEAD)
 
-    own: the activation that the module applies, where it is known to compute that of the formula.
+
+class CannotCopyError(Exception):
+    """Why no copy of a module can be made that a trial may run."""
+
+
+class Copies:
+    """Copies of a module on the CPU, in float64, with small random weights and a few neurons; nothing of them is real.
+
+    Raises CannotCopyError if there is none, or none that leaves the modules of ``model`` alone.
     """
-    if beside := _further_inputs(module):
-        return f"its forward takes {beside} besides x"
-    linears: dict[str, Any] = {child: module.get_submodule(child) for child in form.children}
-    first = linears[form.children[0]]
-    watched = [m for m in module.modules() if not of_torch(type(m))]
-    with outside_of_modes(), watch(watched) as state:
-        functions = (formula.of_gate, formula.of_up, *formula.written, *(() if own is None else (own,)))
-        allowed = frozenset().union(*map(_operators, functions))
-        weights = {neurons: _small(linears, form, neurons) for neurons in (_NEURONS, _MORE_NEURONS)}
-        for trials in (_TRIALS, _COMBINATIONS):
-            for trial in trials:
-                here = trial._replace(dtype=trial.dtype or first.weight.dtype)
-                if reason := _try(module, weights[here.neurons], form, formula, here, allowed, state):
-                    return reason
-            if not any(decides(ran.code) for ran in state.ran.values()):
-                break
-    numbers: tuple[float, ...] = (first.in_features, first.out_features)
-    numbers += (first.out_features // 2,) * bool(form.fused) + (formula.number,) * bool(formula.number)
-    return uncovered_input(module.modules(), state, numbers, frozenset(map(id, _codes_of(own))))
+
+    def __init__(self, module: nn.Module, form: Form, model: nn.Module) -> None:
+        self.form = form
+        with _apart():
+            self._made = {neurons: _small(module, form, neurons, model) for neurons in (_NEURONS, _MORE_NEURONS)}
+            try:
+                self.new()
+            except Exception as error:
+                raise CannotCopyError(_first_line(error)) from error
+
+    def new(self, neurons: int = _NEURONS, dtype: torch.dtype = torch.float64) -> Any:
+        """One to be used up."""
+        return copy.deepcopy(self._made[neurons]).to(dtype)
 
 
-def _codes_of(act: Function | None) -> list[types.CodeType]:
-    """The code of an activation, which ``family_of`` has run on all values."""
-    functions = [type(m).forward for m in act.modules()] if isinstance(act, nn.Module) else [act]
-    return [function.__code__ for function in functions if isinstance(function, types.FunctionType)]
+def difference(
+    copies: Copies, form: Form, formula: Formula, attribute: str | None, put: Any, dtype: torch.dtype
+) -> str:
+    """Describe how a module differs from ``down(formula(gate(x), up(x)))`` of its children; "" if it does not.
+
+    attribute, put: the name of its activation, and what takes its place; None for itself. dtype: of the model.
+    """
+    with _apart():
+        first = copies.new()
+        if beside := _further_inputs(first):
+            return f"its forward takes {beside} besides x"
+        own = () if attribute is None or put is not None else (getattr(first, attribute),)
+        allowed = frozenset().union(*map(_operators, (formula.of_gate, formula.of_up, *formula.written, *own)))
+        for trial in _TRIALS:
+            here = trial._replace(dtype=trial.dtype or dtype)
+            stock = copies.new(here.neurons, trial.dtype or dtype)
+            if put is not None:
+                setattr(stock, str(attribute), put)
+            if reason := _try(stock, form, formula, here, allowed):
+                return reason
+    return ""
+
+
+def difference_of_pair(
+    copies: Copies, attribute: str, activation: Activation, put: dict[str, Any], dtype: torch.dtype
+) -> str:
+    """Describe how a block differs from itself with a pair; "" if it does not.
+
+    put: what takes the place of attributes in both copies. The other arguments are those of ``difference``.
+    """
+    with _apart():
+        first: Any = copies.new().get_submodule(copies.form.children[0])
+        for trial in _OF_BLOCKS:
+            here = trial._replace(dtype=trial.dtype or dtype)
+            blocks = [copies.new(here.neurons, trial.dtype or dtype) for _ in range(2)]
+            for block, (name, value) in itertools.product(blocks, put.items()):
+                holder, _, key = name.rpartition(".")
+                setattr(block.get_submodule(holder), key, value)
+            pair_up(blocks[1], copies.form.children, attribute, (), {"strategy": "dense", **activation.options()})
+            if reason := _try_pair(blocks[0], blocks[1], first.in_features, here, must=trial.dtype is None):
+                return reason
+    return ""
 
 
 def family_of(act: Function, dtype: torch.dtype) -> Activation | None:
     """The activation of the ReLU family, without a second ReLU, that ``act`` is in float64 and in ``dtype``; or None.
 
     Its values and gradients are compared at 0 and infinity, too, and at NaN, except for FATReLU, which code writes as
-    ``x > threshold``.
+    ``x > threshold``. What runs is a copy of ``act``; None if there is no copy.
     """
-    known = [Activation("relu"), Activation("relu2")]
-    if level := _level(act):
-        known.append(Activation("fatrelu", level))
-    return next((kind for kind in known if _is(act, kind, dtype)), None)
+    with _apart():
+        try:
+            act = copy.deepcopy(act)
+        except Exception:
+            return None
+        for module in act.modules() if isinstance(act, nn.Module) else ():
+            _strip(module)
+        known = [Activation("relu"), Activation("relu2")]
+        if level := _level(act):
+            known.append(Activation("fatrelu", level))
+        return next((kind for kind in known if _is(act, kind, dtype)), None)
 
 
 def is_relu_but_at_zero(act: Function) -> bool:
     """Whether ``act`` has the values of ReLU and another gradient at 0, as a clamp has."""
-    x = _every_size(torch.float64, 0.0)
-    x = x[x.isfinite()].requires_grad_()
     try:
-        with outside_of_modes(), torch.enable_grad():
-            y = act(x.clone())
+        with _apart(), torch.enable_grad():
+            x = _every_size(torch.float64, 0.0)
+            x = x[x.isfinite()].requires_grad_()
+            y = copy.deepcopy(act)(x.clone())
             (grad,) = torch.autograd.grad(y, x, torch.ones_like(x))
     except Exception:
         return False
@@ -236,57 +299,48 @@ def _level(act: Function) -> float:
         return not bool(act(torch.tensor([x], dtype=torch.float64, device="cpu")).any())
 
     try:
-        with outside_of_modes(), torch.no_grad():
-            below, above = 0.0, float(torch.finfo(torch.float16).max)
-            if not silent(below) or not silent(torch.finfo(torch.float64).tiny) or silent(above):
+        with torch.no_grad():
+            low, high = 0.0, float(torch.finfo(torch.float16).max)
+            if not silent(low) or not silent(torch.finfo(torch.float64).tiny) or silent(high):
                 return 0.0
-            while below < (middle := (below + above) / 2) < above:
-                below, above = (middle, above) if silent(middle) else (below, middle)
-            return below
+            while low < (middle := (low + high) / 2) < high:
+                low, high = (middle, high) if silent(middle) else (low, middle)
+            return low
     except Exception:
         return 0.0
 
 
 def _is(act: Function, kind: Activation, dtype: torch.dtype) -> bool:
     """Whether ``act`` is an activation and has its gradient, in float64 and in ``dtype``."""
-    modules = list(act.modules()) if isinstance(act, nn.Module) else []
-    watched = [m for m in modules if not of_torch(type(m))]
     of_gate = formula_of(kind).of_gate
-    with outside_of_modes(), watch(watched) as state:
-        precisions = dict.fromkeys((torch.float64, torch.float32, dtype) if kind.threshold else (torch.float64, dtype))
-        for precision, training, grad in itertools.product(precisions, (True, False), (True, False)):
-            x = _every_size(precision, kind.threshold).requires_grad_(grad)
-            # powers of two, whose products are exact
-            dy = torch.ones_like(x).cumsum(0).remainder(5).exp2()
-            try:
-                with mode(modules, training), torch.set_grad_enabled(grad), state.recording():
-                    # a copy: act may work in place
-                    y, expected = act(x.clone()), of_gate(x)
-                    pairs = [(y, expected)]
-                    if grad:
-                        pairs.append((torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(expected, x, dy)[0]))
-            except Exception:
-                return False
-            if not all(_same(*pair) for pair in pairs):
-                return False
-        # code may branch on the number of dimensions
-        flat = _every_size(dtype, kind.threshold)
-        for lead, training in itertools.product(LEADS[1:], (True, False)):
-            count = math.prod(lead)
-            x = flat[: len(flat) // count * count].view(*lead, -1).requires_grad_()
-            dy = torch.ones_like(x).flatten().cumsum(0).remainder(5).exp2().view(x.shape)
-            try:
-                with mode(modules, training), torch.enable_grad(), state.recording():
-                    y, expected = act(x.clone()), of_gate(x)
-                    gradients = [torch.autograd.grad(each, x, dy)[0] for each in (y, expected)]
-            except Exception:
-                return False
-            if not (_same(y, expected) and _same(*gradients)):
-                return False
-    numbers: tuple[float, ...] = (kind.threshold,) if kind.threshold else ()
-    return is_constant("", act, numbers, modules) and not uncovered_input(
-        modules, state, numbers, frozenset(id(ran.code) for ran in state.ran.values())
-    )
+    precisions = dict.fromkeys((torch.float64, torch.float32, dtype) if kind.threshold else (torch.float64, dtype))
+    flat = {precision: _every_size(precision, kind.threshold) for precision in precisions}
+    # code may branch on the number of dimensions
+    cases = [
+        (x, training, grad) for x, training, grad in itertools.product(flat.values(), (True, False), (True, False))
+    ]
+    for lead, training in itertools.product(_LEADS, (True, False)):
+        count = math.prod(lead)
+        x = flat[dtype]
+        cases.append((x[: len(x) // count * count].view(*lead, -1), training, True))
+    for given, training, grad in cases:
+        x = given.clone().requires_grad_(grad)
+        # powers of two, whose products are exact
+        dy = torch.ones_like(x).flatten().cumsum(0).remainder(5).exp2().view(x.shape)
+        try:
+            if isinstance(act, nn.Module):
+                act.train(training)
+            with torch.set_grad_enabled(grad):
+                # a copy: act may work in place
+                y, expected = act(x.clone()), of_gate(x)
+                pairs = [(y, expected)]
+                if grad:
+                    pairs.append((torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(expected, x, dy)[0]))
+        except Exception:
+            return False
+        if not all(_same(*pair) for pair in pairs):
+            return False
+    return True
 
 
 def _same(ours: Any, theirs: Tensor) -> bool:
@@ -301,7 +355,6 @@ def _every_size(dtype: torch.dtype, threshold: float) -> Tensor:
     With a threshold no NaN, no value of 16 bits next to it, and in the wider ones itself and the next number, which
     tell > from >=.
     """
-    # named, as the default device may be another
     if dtype.itemsize == 2:
         every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cpu").view(dtype)
         # code may round the threshold to the dtype or not, as torch's own does on a GPU and on a CPU
@@ -310,7 +363,7 @@ def _every_size(dtype: torch.dtype, threshold: float) -> Tensor:
     powers = torch.arange(-2150, 2050, dtype=torch.float64, device="cpu").div(2).exp2()
     rest = [0.0, float("inf"), float("nan")]
     if threshold:
-        level = torch.tensor(threshold, dtype=dtype, device="cpu")
+        level = torch.tensor(threshold, dtype=dtype)
         rest = [0.0, math.inf, level.item(), level.nextafter(level.new_tensor(math.inf)).item()]
     others = torch.tensor(rest, dtype=torch.float64, device="cpu")
     close = torch.arange(1, 2**14, dtype=torch.float64, device="cpu").mul(2**-10)
@@ -318,22 +371,18 @@ def _every_size(dtype: torch.dtype, threshold: float) -> Tensor:
 
 
 @contextlib.contextmanager
-def outside_of_modes() -> Iterator[None]:
-    """Leave the caller's autocast and inference mode, and keep torch's random numbers as they are."""
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
-        yield
-
-
-@contextlib.contextmanager
-def mode(modules: Iterable[nn.Module], training: bool) -> Iterator[None]:
-    before = {m: m.training for m in modules}
+def _apart() -> Iterator[None]:
+    """Leave the caller's device, autocast and inference mode, and keep all random numbers as they are."""
+    numpy: Any = sys.modules.get("numpy.random")
+    states = random.getstate(), numpy and numpy.get_state()
     try:
-        for m in before:
-            m.training = training
-        yield
+        with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+            with torch.random.fork_rng(devices=[]):
+                yield
     finally:
-        for m, mode in before.items():
-            m.training = mode
+        random.setstate(states[0])
+        if numpy:
+            numpy.set_state(states[1])
 
 
 def _further_inputs(module: nn.Module) -> str:
@@ -344,55 +393,209 @@ def _further_inputs(module: nn.Module) -> str:
     return ", ".join(parameter.name for parameter in parameters)
 
 
-# Running a module beside the formula
+# Copies, and what they are compared with
 
 
 def _draw(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
-def _small(linears: dict[str, Any], form: Form, neurons: int) -> dict[str, Tensor]:
-    """Random float64 weights with few ``neurons``, and biases where the layers have them, by name."""
-    generator, weights = torch.Generator().manual_seed(0), {}
+def _small(module: nn.Module, form: Form, neurons: int, model: nn.Module) -> nn.Module:
+    """A copy of ``module`` with other tensors, random ones for parameters, and its projections with few ``neurons``."""
+    generator = torch.Generator().manual_seed(0)
+    # deepcopy takes what is in its memo for a copy; the rest of the model is none of the module's business
+    memo: dict[int, Any] = {
+        id(t): torch.empty(0, device="cpu") for t in itertools.chain(model.parameters(), model.buffers())
+    }
+    for owner in module.modules():
+        for key, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            if tensor is not None:
+                memo[id(tensor)] = _stand_in(generator, tensor, key in owner._parameters, tuple(tensor.shape))
+    linears: dict[str, Any] = {child: module.get_submodule(child) for child in form.children}
     k = linears[form.children[0]].in_features
+    sizes = dict.fromkeys(form.inputs, (neurons * (2 if form.fused else 1), k)) | {form.down: (k, neurons)}
     for child, linear in linears.items():
-        inputs, outputs = (neurons, k) if child == form.down else (k, neurons * (2 if form.fused else 1))
-        weights[f"{child}.weight"] = _draw(generator, outputs, inputs) / inputs**0.5
+        memo[id(linear.weight)] = _stand_in(generator, linear.weight, True, sizes[child])
         if linear.bias is not None:
-            weights[f"{child}.bias"] = _draw(generator, outputs)
-    return weights
-
-
-def _try(
-    module: nn.Module,
-    small: dict[str, Tensor],
-    form: Form,
-    formula: Formula,
-    trial: _Trial,
-    allowed: frozenset[Any],
-    state: State,
-) -> str:
-    """Describe how the module differs from the formula in one trial; "" if it does not."""
-    assert trial.dtype is not None
-    weights = {name: weight.to(trial.dtype) for name, weight in small.items()}
-    x, dy = _inputs(trial.dtype, trial, next(iter(small.values())).shape[1])
-    x = x.to(trial.x_dtype or x.dtype)
-    given, own = x.clone(), _Operators()
+            memo[id(linear.bias)] = _stand_in(generator, linear.bias, True, sizes[child][:1])
     try:
-        with mode(module.modules(), trial.training), own, state.recording():
-            ours = _results(lambda w, x: functional_call(module, w, (x,), tie_weights=False), weights, given, dy, trial)
+        made = copy.deepcopy(module, memo)
+        for inner in made.modules():
+            _strip(inner)
+        for child in linears:
+            small: Any = made.get_submodule(child)
+            small.out_features, small.in_features = sizes[child]
+    except Exception as error:
+        raise CannotCopyError(_first_line(error)) from error
+    if held := _held(made, {id(inner): name for name, inner in model.named_modules()}):
+        raise CannotCopyError(f"it still refers to {held} of the model, as the closure of a function does")
+    return made
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _stand_in(generator: torch.Generator, tensor: Tensor, is_parameter: bool, shape: tuple[int, ...]) -> Tensor:
+    """A tensor on the CPU in place of one of a module: random where it is a parameter or has no values."""
+    if not tensor.is_floating_point():
+        return torch.zeros(shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor.detach().cpu().clone()
+    if is_parameter or tensor.is_meta:
+        value = _draw(generator, *shape) / (shape[-1] ** 0.5 if len(shape) > 1 else 1)
+        return nn.Parameter(value) if is_parameter else value
+    return tensor.detach().to("cpu", torch.float64, copy=True)
+
+
+def _strip(module: nn.Module) -> None:
+    """Take hooks of all kinds from a copy: they are the user's functions."""
+    for key in HOOKS:
+        vars(module)[key] = type(vars(module)[key])()
+    vars(module)["_compiled_call_impl"] = None
+    if "_hf_hook" in vars(module):
+        for key in ("_hf_hook", "_old_forward", "forward"):
+            vars(module).pop(key, None)
+
+
+def _held(made: nn.Module, originals: dict[int, str]) -> str:
+    """The name of a module among ``originals`` that something in a copy refers to; "" if there is none."""
+    todo: list[Any] = [made]
+    seen: set[int] = set()
+    while todo:
+        thing = todo.pop()
+        if id(thing) in originals:
+            return originals[id(thing)] or type(thing).__name__
+        if id(thing) in seen or isinstance(thing, (type, types.ModuleType, Tensor)):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, types.FunctionType):
+            # not its globals, which may well have the model
+            todo += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, vars(thing)]
+        elif isinstance(thing, weakref.ref):
+            todo.append(thing())
+        else:
+            todo += gc.get_referents(thing)
+    return ""
+
+
+def _attributes(module: nn.Module) -> dict[str, list[Any]]:
+    """What the attributes of a module and of those within it hold, by name."""
+    machinery = vars(nn.Module()).keys()
+    return {
+        f"{name}.{key}".removeprefix("."): tree_leaves(value)
+        for name, inner in module.named_modules()
+        for key, value in vars(inner).items()
+        if key not in machinery
+    }
+
+
+def _run(
+    module: Any, leaves: dict[str, Tensor], x: Tensor, trial: _Trial, recorder: Any = _UNRECORDED
+) -> dict[str, Any]:
+    """The outputs of a module or function, and the gradients of x and of the weights ``leaves``."""
+    given, wanted = x.clone(), {"x": x.clone().requires_grad_(trial.grad), **leaves}
+    for leaf in leaves.values():
+        leaf.requires_grad_(trial.grad and leaf.is_floating_point())
+    torch.manual_seed(0)
+    random.seed(0)
+    # a view, since in-place work on a leaf would raise
+    with torch.set_grad_enabled(trial.grad), torch.autocast("cpu", torch.bfloat16, enabled=trial.autocast):
+        own = wanted["x"].view(x.shape)
+        with recorder:
+            y = module(own)
+    outputs = [leaf for leaf in tree_leaves(y) if isinstance(leaf, Tensor)]
+    results: dict[str, Any] = {"y": y if isinstance(y, Tensor) else None}
+    results |= {f"output {i}": leaf for i, leaf in enumerate(outputs)} if results["y"] is None else {}
+    if not torch.equal(wanted["x"].detach(), given):
+        results["x"] = wanted["x"]
+    roots = [leaf for leaf in outputs if leaf.requires_grad]
+    if trial.grad and roots:
+        generator = torch.Generator().manual_seed(2)
+        ups = [_draw(generator, *root.shape).to(root.dtype) for root in roots]
+        inputs = {name: leaf for name, leaf in wanted.items() if leaf.requires_grad}
+        with recorder:
+            grads = torch.autograd.grad(roots, list(inputs.values()), ups, allow_unused=True)
+        results |= {f"the gradient of {name}": grad for name, grad in zip(inputs, grads)}
+    return results
+
+
+def _try(stock: Any, form: Form, formula: Formula, trial: _Trial, allowed: frozenset[Any]) -> str:
+    """Describe how a copy differs from the formula in one trial; "" if it does not."""
+    assert trial.dtype is not None
+    stock.train(trial.training)
+    leaves = dict(stock.named_parameters())
+    x = _input(trial.dtype, trial, stock.get_submodule(form.children[0]).in_features)
+    before, versions, own = _attributes(stock), [p._version for p in leaves.values()], _Operators()
+    try:
+        ours = _run(stock, leaves, x, trial, own)
     except Exception as error:
         # a module that raises for other dimensions than three is never called with them
-        return f"its forward raised {type(error).__name__}: {error}" if trial.lead in ((2, 4), _MORE_LEAD) else ""
-    theirs = _results(functools.partial(_formula, form, formula), weights, x.clone(), dy, trial)
+        return f"its forward raised {type(error).__name__}: {error}" if trial.lead in _USUAL else ""
+    names = {name for name, _ in own.seen}
+    if trial.training and names & _DROPS:
+        return "it drops values in training; set the dropout of its configuration to 0"
+    if versions != [p._version for p in leaves.values()]:
+        return "it changes its weights"
+    if changed := _changed(before, _attributes(stock)):
+        return f"its forward sets self.{changed}, which a sparse layer would not"
+    if "x" in ours:
+        return "it changes x in place"
+    theirs = _run(functools.partial(_formula, stock, form, formula), leaves, x, trial)
     for what, expected in theirs.items():
         if not _close(ours.get(what), expected, torch.bfloat16 if trial.autocast else trial.dtype):
             return f"{what} differs for {trial}"
-    if not torch.equal(given, x):
-        return "it changes x in place"
     seen = {operator for operator in own.seen - allowed if not (trial.autocast and operator[0] == _CAST)}
     odd = {name for name, numbers in seen if not _is_linear(name, numbers) and not (form.fused and name == _SPLIT)}
     return f"it runs {', '.join(sorted(odd))}" if odd else ""
+
+
+def _changed(before: dict[str, list[Any]], after: dict[str, list[Any]]) -> str:
+    """The first attribute that is not what it was; "" if there is none."""
+    for name in before.keys() | after.keys():
+        was, now = before.get(name), after.get(name)
+        if was is None or now is None or len(was) != len(now):
+            return name
+        equal = (
+            a is b or (type(a) is type(b) and isinstance(a, (int, float, str)) and a == b) for a, b in zip(was, now)
+        )
+        if not all(equal):
+            return name
+    return ""
+
+
+def _try_pair(stock: Any, paired: Any, width: int, trial: _Trial, must: bool) -> str:
+    """Describe how two copies of a block differ, of which one has a pair, in one trial; "" if they do not.
+
+    must: whether the block has to run in this way.
+    """
+    assert trial.dtype is not None
+    found = []
+    for block in (stock, paired):
+        block.train(trial.training)
+        leaves = dict(block.named_parameters())
+        x = _input(trial.dtype, trial, width)
+        try:
+            results = _run(block, leaves, x, trial)
+        except Exception as error:
+            text = _first_line(error)
+            if block is paired:
+                return f"its forward must pass what its first projection returns to the other alone ({text})"
+            return f"it cannot run on x alone ({text})" if must else ""
+        kept = {
+            f"self.{name}, place {place}": value
+            for name, values in _attributes(block).items()
+            for place, value in enumerate(values)
+            if isinstance(value, Tensor)
+        }
+        buffers = {f"the buffer {name}": value for name, value in block.named_buffers()}
+        found.append({**results, **kept, **buffers})
+    precision = torch.bfloat16 if trial.autocast else trial.dtype
+    if not any(isinstance(found[0].get(name), Tensor) for name in ("y", "output 0")):
+        return "it returns no tensor"
+    for name in found[0].keys() | found[1].keys():
+        ours, theirs = (each.get(name) for each in found)
+        if ours is not theirs and (theirs is None or not _close(ours, theirs, precision)):
+            return f"its forward must use what its first projection returns for the other: {name} differs, {trial}"
+    return ""
 
 
 def _is_linear(name: str, numbers: tuple[Any, ...]) -> bool:
@@ -400,45 +603,23 @@ def _is_linear(name: str, numbers: tuple[Any, ...]) -> bool:
     return name in _VIEWS or (name in _LINEAR and not numbers) or name.startswith("profiler::")
 
 
-def _inputs(dtype: torch.dtype, trial: _Trial, k: int) -> tuple[Tensor, Tensor]:
-    """x and the gradient of y of a trial."""
-    generator, largest = torch.Generator().manual_seed(1), torch.finfo(dtype).max
-    x, dy = (_draw(generator, *trial.lead, k) for _ in range(2))
+def _input(dtype: torch.dtype, trial: _Trial, k: int) -> Tensor:
+    """x of a trial."""
+    largest = torch.finfo(dtype).max
+    x = _draw(torch.Generator().manual_seed(1), *trial.lead, k)
     if trial.size:
         x = (x * largest**trial.size).clamp(-largest, largest)
     else:
         # biases show where x is 0
         scales = torch.tensor([1.0, 0.0, 0.1, 10.0], dtype=torch.float64, device="cpu")
         x *= scales.repeat(x.numel() // k)[: x.numel() // k].view(*trial.lead, 1)
-    return x.to(dtype), dy.to(dtype)
+    return x.to(dtype).to(trial.x_dtype or dtype)
 
 
-def _results(
-    function: Callable[[dict[str, Tensor], Tensor], Any],
-    weights: dict[str, Tensor],
-    x: Tensor,
-    dy: Tensor,
-    trial: _Trial,
-) -> dict[str, Any]:
-    """The output of a function, and the gradients of x and of the weights."""
-    wanted = {"x": x, **{name: weight.clone() for name, weight in weights.items()}}
-    for leaf in wanted.values():
-        leaf.requires_grad_(trial.grad)
-    leaves = {name: wanted[name] for name in weights}
-    with torch.set_grad_enabled(trial.grad), torch.autocast("cpu", torch.bfloat16, enabled=trial.autocast):
-        # a view, since in-place work on a leaf would raise
-        y = function(leaves, x.view(x.shape))
-    if not trial.grad or not isinstance(y, Tensor) or y.shape != dy.shape:
-        return {"y": y}
-    grads: Iterable[Any] = itertools.repeat(None)
-    if y.requires_grad:
-        grads = torch.autograd.grad(y, list(wanted.values()), dy.to(y.dtype), allow_unused=True)
-    return {"y": y, **{f"the gradient of {name}": grad for name, grad in zip(wanted, grads)}}
-
-
-def _formula(form: Form, formula: Formula, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+def _formula(module: Any, form: Form, formula: Formula, x: Tensor) -> Tensor:
     def project(child: str, value: Tensor) -> Tensor:
-        return F.linear(value, weights[f"{child}.weight"], weights.get(f"{child}.bias"))
+        linear = module.get_submodule(child)
+        return F.linear(value, linear.weight, linear.bias)
 
     parts = [project(child, x) for child in form.inputs]
     if form.fused:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
+import types
 import weakref
 from collections.abc import Iterable
 from typing import Any, Literal, overload
@@ -12,18 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from twell._activation import ActivationName
+from twell._activation import Activation, ActivationName
 from twell._auto import AutoStrategy
-from twell._plain import HOOKS_OF_ALL, behaves, calls_are_torchs
+from twell._plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, of_torch, only_moves
 from twell._runtime.log import warn_once
-from twell._sparsify.other_inputs import HOOKS, of_torch
 from twell.functional import Aux, Strategy
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
 
-# The names of projections in layers of twell, and those of a pair.
+# The names of projections in layers of twell.
 GATED = ("gate_proj", "up_proj", "down_proj")
 PLAIN = ("up_proj", "down_proj")
-PAIR = ("fc1", "fc2")
 
 
 class SharedLinear(nn.Linear):
@@ -57,7 +57,7 @@ class Block:
     """
 
     def __init__(
-        self, block: nn.Module | None = None, names: tuple[str, ...] = PAIR, between: tuple[str, ...] = ()
+        self, block: nn.Module | None = None, names: tuple[str, ...] = ("fc1", "fc2"), between: tuple[str, ...] = ()
     ) -> None:
         self.ref = None if block is None else weakref.ref(block)
         self.names, self.between = names, between
@@ -91,6 +91,7 @@ class DeferredUp(SharedLinear):
             if isinstance(x, Tensor):
                 _HANDED_ON.tensors[self] = weakref.ref(x)
             # some code that takes x for the hidden state works with any size, adapters among it
+            self._require_place(DeferredUp)
             self._require_place(SparseDown)
         return x
 
@@ -106,7 +107,7 @@ class DeferredUp(SharedLinear):
         block = self._block()
         if block is None:
             return ""
-        (fc1, fc2), between = self._now_in(block)
+        (fc1, fc2), between = self._block.names, self._block.between
         odd = [name for name in between if not _passes_on(_below(block, name))]
         if odd:
             return (
@@ -126,32 +127,23 @@ class DeferredUp(SharedLinear):
         block = self._block()
         if block is None:
             return ""
-        (fc1, fc2), _ = self._now_in(block)
+        fc1, fc2 = self._block.names
         name = fc2 if kind is SparseDown else fc1
         child = _below(block, name)
         if _is_within(child, kind, self):
             return ""
+        got = f"{type(child).__module__}.{type(child).__name__}"
         return (
-            f"{name} of a twell pair must be the {kind.__name__} that sparsify_ made, since {fc1} returns its "
-            f"input and {fc2} does the work of both, got {type(child).__name__}; wrap or replace layers, and merge "
-            "adapters, before sparsify_"
+            f"{name} of a twell pair must be the {kind.__name__} that sparsify_ made, since {fc1} returns its input "
+            f"and {fc2} does the work of both, got {got}: merge an adapter, and replace a layer, before sparsify_, or "
+            "leave the block out by filter_fn"
         )
-
-    def _now_in(self, block: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names of the pair and of what is between them, which in an ``nn.Sequential`` move with its length."""
-        if not isinstance(block, nn.Sequential):
-            return self._block.names, self._block.between
-        keys, names = list(block._modules), list(self._block.names)
-        for place, kind in enumerate((DeferredUp, SparseDown)):
-            names[place] = next((key for key in keys if _is_within(block._modules[key], kind, self)), names[place])
-        first, last = (keys.index(name) if name in keys else len(keys) for name in names)
-        return tuple(names), tuple(keys[first + 1 : last])
 
     @_eagerly
     def _bypassed(self) -> str:
         """Describe what the block has in place of ``fc1`` of this pair, or of one tied to it; "" if it has that."""
         block = self._block()
-        if block is None or _is_within(_below(block, self._now_in(block)[0][0]), DeferredUp):
+        if block is None or _is_within(_below(block, self._block.names[0]), DeferredUp):
             return ""
         return self._misplaced(DeferredUp)
 
@@ -193,8 +185,17 @@ def _described(thing: Any) -> str:
 
 def _is_replaced(module: nn.Module) -> bool:
     """Whether a module has a ``forward`` set on the instance that may do more than its class's."""
-    # accelerate wraps each forward; that changes nothing unless it also offloads the weights
-    return "forward" in vars(module) and bool(getattr(vars(module).get("_hf_hook"), "offload", True))
+    return "forward" in vars(module) and not only_moves(module)
+
+
+def keep_hook(made: nn.Module, of: nn.Module) -> None:
+    """Let the hook of accelerate that moves the inputs of a module work on the one that takes its place."""
+    wrapper: Any = vars(of).get("forward")
+    if wrapper is not None and only_moves(of):
+        own = types.MethodType(type(made).forward, made)
+        # as accelerate does it; set past nn.Module, which has nothing to register here
+        vars(made).update(_hf_hook=vars(of)["_hf_hook"], _old_forward=own)
+        vars(made)["forward"] = functools.update_wrapper(functools.partial(wrapper.func, made), own)
 
 
 class SparseDown(SparseMLP, SharedLinear):
@@ -256,17 +257,19 @@ class SparseDown(SparseMLP, SharedLinear):
         elif not (any(HOOKS_OF_ALL) or _changed(up) or _changed(self)):
             raise NotImplementedError(
                 "fc2 of a twell pair must be called on the very tensor that fc1 returns, its input, got another one: "
-                "nothing may run between them or change either; wrap or replace layers, and merge adapters, before "
-                "sparsify_"
+                "nothing may run between them or change either: merge an adapter, and replace a layer, before "
+                "sparsify_, or leave the block out by filter_fn"
             )
 
     def _is_plain(self) -> bool:
         up: Any = self.up_proj
         if _is_replaced(up):
-            raise NotImplementedError(
-                "fc1 of a twell pair must keep its forward, got one set on the instance: fc2 does the work of fc1 and "
-                "would not call it"
-            )
+            got = "one set on the instance: fc2 does the work of fc1 and would not call it"
+            if "_hf_hook" in vars(up):
+                got = (
+                    "accelerate's, which offloads its weights: keep them on a device, by device_map, or offload no pair"
+                )
+            raise NotImplementedError(f"fc1 of a twell pair must keep its forward, got {got}")
         if not torch.compiler.is_compiling():
             if any(HOOKS_OF_ALL) or _hooks(up):
                 warn_once("fc1 of a twell pair has hooks: they see its input on both sides and must not change it")
@@ -316,6 +319,26 @@ def _changed(module: nn.Module) -> bool:
     return "forward" in vars(module) or bool(_hooks(module))
 
 
+def pair_up(
+    block: nn.Module, names: tuple[str, ...], attribute: str, dropouts: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    """Make two layers of a block a pair; ``attribute`` is the activation between them.
+
+    The objects that were there stay what they are, for whatever else refers to them.
+    """
+    first, second = map(block.get_submodule, names)
+    up = DeferredUp()
+    up._share(first)  # type: ignore[arg-type]
+    down = SparseDown(up, second, **options)  # type: ignore[arg-type]
+    for name, new in zip((*names, attribute), (up, down, HandOn(up).train(block.training))):
+        holder, _, key = name.rpartition(".")
+        setattr(block.get_submodule(holder), key, new)
+    up._block = Block(block, names, (attribute, *dropouts))
+    if isinstance(block, nn.TransformerEncoderLayer):
+        # else its fast path for inference would read the weights and run dense
+        block.activation_relu_or_gelu = 0
+
+
 class HandOn(nn.Identity):
     """The activation of a pair: returns its input, what ``fc1`` returned.
 
@@ -339,16 +362,23 @@ class HandOn(nn.Identity):
         return x
 
 
-class PairMLP(nn.Module):
-    """Replaces a module of ``fc1``, ReLU and ``fc2`` that has the ReLU in the code of its forward, not in a child."""
+class Applied(nn.Module):
+    """An activation in the place of another one in a replaced ``nn.Sequential``, which runs it no longer."""
 
-    def __init__(self, fc1: DeferredUp, fc2: SparseDown) -> None:
+    def __init__(self, activation: Activation) -> None:
         super().__init__()
-        self.fc1, self.act, self.fc2 = fc1, HandOn(fc1), fc2
-        fc1._block = Block(self, between=("act",))
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc2(self.act(self.fc1(x)))
+        return self.activation.hidden(self.activation.after(x), None)
+
+
+class PairMLP(nn.Module):
+    """A module of ``fc1``, ReLU and ``fc2`` as earlier versions made and pickled it; a layer takes its place now."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        children: Any = self._modules
+        y: Tensor = children["fc2"](children["act"](children["fc1"](x)))
         return y
 
 
@@ -445,6 +475,10 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
         fused, down = mains
         return [*((None, None) if fused is None else self._ordered(fused.chunk(2))), down]
 
+    def _owners(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        fused, _ = self._applied(self._names[0])
+        return fused, fused, weights[-1]
+
     _up_first: bool
 
 
@@ -469,9 +503,30 @@ def plain(linear: nn.Linear) -> nn.Linear:
     return made
 
 
-def _keep_attributes(made: nn.Module, linear: nn.Linear) -> None:
+def _keep_attributes(made: nn.Module, of: nn.Module) -> None:
     """Give a new layer what a model's code has set on the one that it replaces, as a factor for its learning rate."""
-    vars(made).update({name: value for name, value in vars(linear).items() if not hasattr(made, name)})
+    keep_hook(made, of)
+    vars(made).update({name: value for name, value in vars(of).items() if not hasattr(made, name)})
+
+
+def turn(module: nn.Module, made: nn.Module) -> None:
+    """Make ``module`` itself the layer ``made``, so that whatever refers to it has that layer.
+
+    What the module's code computed with is gone: a method of its old class that something kept raises, or computes
+    the same of the projections. Settings that are no functions stay readable.
+    """
+    functions = [key for key, value in vars(module).items() if callable(value) and key not in vars(made)]
+    made.train(module.training)
+    vars(made)["_compiled_call_impl"] = module._compiled_call_impl
+    before = dict(vars(module))
+    object.__setattr__(module, "__class__", type(made))
+    vars(module).clear()
+    vars(module).update(vars(made))
+    vars(module).update(
+        {key: value for key, value in before.items() if key not in functions and not hasattr(module, key)}
+    )
+    wrapped = types.SimpleNamespace(**{key: before[key] for key in ("forward", "_hf_hook") if key in before})
+    keep_hook(module, wrapped)  # type: ignore[arg-type]
 
 
 def _view(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -483,9 +538,10 @@ def _view(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def below(module: nn.Module, name: str) -> nn.Module | None:
-    """The child of a child, or None."""
+    """A child, or "child.name" the child of a child; None if there is none."""
     child, _, key = name.partition(".")
-    return getattr(module._modules.get(child), "_modules", {}).get(key)
+    found = module._modules.get(child)
+    return found._modules.get(key) if key and found is not None else found
 
 
 def _below(module: nn.Module, name: str) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import gc
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,37 +14,34 @@ from torch import Tensor, nn
 from twell import tuning
 from twell._activation import NAMES_OF_FAMILY, Activation
 from twell._down_layout import unlisted
+from twell._plain import of_torch
 from twell._runtime import geometry
 from twell._runtime.log import logger
 from twell._sparsify.candidates import (
-    CERTAIN,
     LEAVE_OUT,
-    TELLTALES,
     Candidate,
-    Found,
-    between_fitting,
+    Context,
     examine,
-    forms_of,
+    has_children,
     holds_stacked_experts,
+    is_sequence,
     label,
-    label_between,
+    misfit,
     outside_layers,
-    unfit_sizes,
 )
+from twell._sparsify.known import LIKELY, SEQUENCE, Known, known, known_sequence
 from twell._sparsify.modules import (
     GATED,
     PLAIN,
-    Block,
-    DeferredUp,
+    Applied,
     FusedGatedMLP,
-    HandOn,
     NamedGatedMLP,
     NamedMLP,
-    PairMLP,
     SparseDown,
+    pair_up,
     plain,
+    turn,
 )
-from twell._sparsify.pairs import calls_parts
 from twell.functional import Strategy
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -61,11 +58,17 @@ _STACKED = (
 
 
 class Plan(NamedTuple):
-    """The candidates for ``apply``, the names that ``filter_fn`` left out, and modules that hold stacked experts."""
+    """The candidates for ``apply``, the names that ``filter_fn`` left out, and what else stays as it is.
+
+    stacked: modules that hold stacked experts. unknown: a sentence about modules of unknown classes. remarks: why
+    modules with the right names are no layers.
+    """
 
     candidates: list[Candidate]
     left: list[str]
     stacked: list[str]
+    unknown: str
+    remarks: list[str]
 
 
 def sparsify_(
@@ -79,68 +82,67 @@ def sparsify_(
 ) -> list[str]:
     """Run the feed-forward layers of ``model`` that have ReLU, or another activation of its family, through twell.
 
-    In place. The activations are relu, relu2 (squared), drelu and fatrelu, with its threshold. Layers are found by the
-    names of ``nn.Linear`` children, wherever they are in ``model``:
+    In place. The activations are relu, relu2 (squared), drelu and fatrelu, with its threshold. Two kinds of modules are
+    taken, wherever they are in ``model``:
 
-    - gate, up [N, K] and down [K, N]: ``gate_proj``, ``up_proj``, ``down_proj`` as in Llama; ``w1``, ``w3``, ``w2``;
-      ``wi_0``, ``wi_1``, ``wo``; or gate and up in one [2 N, K], ``gate_up_proj`` as in Phi-3, read as two views. The
-      module becomes a ``twell.nn.SparseGatedMLP`` with the same children.
-    - up and down: ``up_proj``, ``down_proj`` as in Nemotron; ``dense_h_to_4h``, ``dense_4h_to_h``; ``wi``, ``wo``;
-      ``c_fc``, ``c_proj``; ``linear1``, ``linear2`` and others. The module becomes a ``twell.nn.SparseMLP``.
-    - a pair of them among the other children of a block, as ``fc1`` and ``fc2`` of OPT; ``linear1`` and ``linear2`` of
-      ``nn.TransformerEncoderLayer``, which then leaves its fast path; two layers around an activation in an
-      ``nn.Sequential``; and every module of ``fc1`` and ``fc2``. The module stays; the first layer passes its input to
-      the second, which does the work of both, and the activation becomes an identity. Hooks on these three see that.
+    - those of classes that are known by name: the architectures of the page on models, and torch's
+      ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``, which then leave their fast path. A subclass
+      counts if it has nothing but an ``__init__`` of its own.
+    - those that ``names`` tells by the names of their ``nn.Linear`` children: gate, up [N, K] and down [K, N]; up and
+      down; or gate and up in one [2 N, K] and down, read as two views. "a.b" is the child b of a child a.
 
-    The page on models has a table of architectures. Parameters stay the same objects, stored as they were, and state
-    dicts keep their keys, so optimizers, checkpoints and tied weights hold. Projections that become other objects, in
-    pairs and of classes of their own, keep the attributes that were set on them. In inference on a GPU a layer stores
-    its down weight by rows while nothing else holds it (``twell.nn.set_down_layout``). A module used in
-    several places is replaced once, in all of them. Experts that are modules count as layers; experts stacked in one
-    tensor stay as they are, which is logged.
+    Others stay as they are. If they look like feed-forward layers, one line of the log says so, with the call that
+    tries them.
 
-    A candidate must compute exactly the function named, with its gradients. Its ``forward`` runs beside the formula on
-    small random weights, in float64, in the model's dtype and under autocast, in training and in evaluation, with and
-    without gradients, for one token and for several, at ordinary and at extreme magnitudes. It may run only the
-    operators of linear layers, the activation and one product. The rule for all Python code in these runs that is not
-    torch's, decorators and helpers included: it reads no attributes and globals except for children, functions and
-    constants (sizes, a dropout of 0, the threshold, None), sets none, branches only on conditions that the runs vary
-    (modes, dtypes, up to five leading dimensions), enters no autocast, and calls only Python and torch. The model's own
-    tensors are neither read nor needed, so it may be on ``meta``. For a pair within a block the source of the block's
-    class is read, and the block runs on meta tensors if x is its only input.
+    A module that is a layer as a whole becomes one of ``twell.nn`` with the same children. It stays the same object, so
+    every reference to it holds; its own code is gone, and a method of it that was kept elsewhere raises or computes the
+    same. An ``nn.Sequential`` of Linear, activation and Linear alone, ``names=("0", "2")``, is such a module, and can
+    no longer be indexed. In any other block two layers become a pair: the first passes its input to the second, which
+    does the work of both, and the activation becomes an identity. The block stays, and hooks on these three see that.
 
-    Code outside of a candidate is not seen: code that calls ``fc1`` of a block, gives ``forward`` other inputs than x,
-    keeps a reference to a module outside of ``model``, or later changes the settings of one of torch's activations. An
-    ``nn.Sequential`` must be called as a whole, since its single layers and slices give other values than before: if
-    the class of the module that has it calls what it takes from it by index or in a loop, it is refused; such calls
-    elsewhere are not seen.
+    Parameters stay the same objects, stored as they were, and state dicts keep their keys, so optimizers, checkpoints
+    and tied weights hold. Projections that become other objects keep the attributes that were set on them.
+    In inference on a GPU a layer stores its down weight by rows while nothing else holds it
+    (``twell.nn.set_down_layout``). A module used in several places is replaced once, in all of them. Experts that
+    are modules count as layers; experts stacked in one tensor stay as they are, which is logged. Hooks of
+    accelerate that only move tensors between devices work on.
 
-    What is later put around, in place of or between ``fc1`` and ``fc2`` of a pair, dropout and layers of other pairs
-    among it, raises in eager mode if it would change the result. So does any wrapper around ``fc1`` or ``fc2`` that is
-    not torch's, and an identity in place of the activation leaves the activation on. Tracing of a graph looks at the
-    children of the block and at its dropouts, and where one may change the result it raises with ``fullgraph=True`` and
-    runs the block eagerly without. It does not see hooks, a new ``forward`` of a block, or, where ``fc1`` and ``fc2``
-    are compiled apart, as happens to a block that does not fit into a graph, changes of one block when another has been
-    compiled.
+    What is checked: a copy of the module, with small random weights, runs on the CPU beside the formula in float64, in
+    the model's dtype and under autocast, in training and in evaluation, with and without gradients, for one token and
+    for several, at ordinary and at extreme magnitudes. Outputs and gradients must agree, it may run only the operators
+    of linear layers, the activation and one product, and it may set no attribute. A block that ``names`` tells runs in
+    the same ways beside a copy of it with a pair; it must run on x alone, and what its first projection returns must
+    not matter to anything but the second. The model's own modules are never run, and its tensors are neither read nor
+    needed, except for buffers: it may be on ``meta``. Blocks of known classes are not run.
+
+    What is the word of who names a module: that its code does not branch on anything that these runs do not vary
+    (longer inputs, other devices, settings that change later), leaves nothing behind in globals, and, for a pair, that
+    no other code calls the two layers or their activation.
+
+    What is later put around, in place of or between the two layers of a pair, dropout and layers of other pairs among
+    it, raises in eager mode if it would change the result. So does any wrapper around either that is not torch's, and
+    an identity in place of the activation leaves the activation on. Tracing of a graph looks at the children of the
+    block and at its dropouts, and where one may change the result it raises with ``fullgraph=True`` and runs the block
+    eagerly without. It does not see hooks, a new ``forward`` of a block, or, where the two are compiled apart, as
+    happens to a block that does not fit into a graph, changes of one block when another has been compiled.
 
     Args:
-        model: any module that contains such layers; for a model of transformers see
+        model: any module that is or contains such layers; for a model of transformers see
             ``twell.integrations.transformers.sparsify``, which also keeps its configuration right.
         filter_fn: called with each candidate and its qualified name; False leaves the candidate as it is.
         activation: None keeps each layer's own and refuses candidates with none of the family. Another replaces what
             differs and logs that: the model then computes another function and is of use only after training. "drelu"
             needs gates.
         compression, strategy: of every layer, as in ``twell.sparse_gated_ffn``. With "auto" each chooses for itself.
-        names: of the children, where they are others: (gate, up, down), (up, down) or (gate and up in one, down), or a
-            list of such tuples.
+        names: (gate, up, down), (up, down) or (gate and up in one, down), or a list of such tuples.
 
     Returns the qualified names of the new twell layers, in the order of ``named_modules``. These are the keys of
     ``layers`` and the names that ``twell.explain`` shows.
 
     Raises TypeError or ValueError and changes nothing: if nothing is found; if a candidate computes something else, has
     further children or state, hooks, methods of ``nn.Module`` overridden, projections that are not plain ``nn.Linear``
-    (quantised, adapted, sharded), or sizes that the kernels do not take (multiples of 8, K up to 16,384 and N up to
-    65,536); or if ``model`` is itself a module to replace.
+    (quantised, adapted, sharded, offloaded), or sizes that the kernels do not take (multiples of 8, K up to 16,384 and
+    N up to 65,536). Modules whose projections do not go from K to N to K are no candidates.
     """
     tuning.require_strategy(strategy)
     geometry.words_per_tile(compression)
@@ -180,46 +182,58 @@ def plan(
         )
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"sparsify_: filter_fn must be a function of a module and its name, got {filter_fn!r}")
-    told = _told(names)
+    told, context = _told(names), Context(model, strategy, {})
     candidates: list[Candidate] = []
     left: list[str] = []
     stacked: list[str] = []
-    misses: dict[str, str] = {}
-    examined: dict[Any, Found] = {}
+    unknown: list[tuple[str, tuple[str, ...]]] = []
+    remarks: dict[str, str] = {}
+    whole = {id(m._modules.get(known_sequence(m))) for m in model.modules() if known_sequence(m)}
     for name, module in outside_layers(model):
-        forms = forms_of(module, told)
-        if not forms:
+        has = functools.partial(has_children, module)
+        found = [Known(SEQUENCE)] if id(module) in whole else known(module, has)
+        found = found or [Known(group) for group in told if has(group)]
+        if not found:
             if holds_stacked_experts(module):
                 stacked.append(label(name, module))
-            elif between := between_fitting(module):
-                misses.setdefault("Sequential", label_between(name, module, between))
-            elif sizes := unfit_sizes(module):
-                misses.setdefault("Sequential", f"{label(name, module)} with linear layers from {sizes}")
-            elif found := TELLTALES & (module._modules.keys() | module._parameters.keys()):
-                misses.setdefault(type(module).__name__, f"{label(name, module)} with {', '.join(sorted(found))}")
+            elif likely := _likely(module):
+                unknown.append((label(name, module), likely))
+        elif why := misfit(module, found[0].names):
+            remarks.setdefault(type(module).__name__, f"{label(name, module)} is no layer: {why}")
         elif filter_fn is not None and not filter_fn(module, name):
             left.append(name)
         else:
-            for form in forms:
-                candidate, of = examine(name, module, form, strategy, examined)
-                if of is None and type(module) is nn.Sequential:
-                    # what lies between two linear layers need not be an activation
-                    misses.setdefault("Sequential", label_between(name, module, str(candidate.was)))
-                    continue
-                if of is None and activation is None:
-                    raise ValueError(_explain_activation(candidate))
-                candidates.append(_with_activation(candidate, of, activation))
+            candidate, of = examine(name, module, found[0], context)
+            if of is None and activation is None:
+                raise ValueError(_explain_activation(candidate))
+            candidates.append(_with_activation(candidate, of, activation))
+    planned = Plan(candidates, left, stacked, _about_unknown(unknown, told), list(remarks.values()))
     if not candidates:
-        raise ValueError(_nothing_found(model, told, left, misses, stacked))
+        raise ValueError(_nothing_found(model, planned))
     _require_reachable(model, candidates)
-    _require_whole(model, candidates)
-    if candidates[0].name == "" and candidates[0].kind != "pair":
-        ours = "SparseGatedMLP.from_linear" if candidates[0].form.gated else "SparseMLP.from_linear"
-        raise ValueError(
-            "sparsify_: model must contain the layers to replace, but is itself one, which cannot be replaced in "
-            f"place: got {type(model).__name__}; make a layer of its projections with twell.nn.{ours}"
-        )
-    return Plan(candidates, left, stacked)
+    return planned
+
+
+def _likely(module: nn.Module) -> tuple[str, ...]:
+    """The names of children that may be the projections of a layer, in a module that nothing tells to be one."""
+    if is_sequence(module):
+        first, _, last = module._modules
+        return first, last
+    found = (names for names in LIKELY if has_children(module, names) and not misfit(module, names))
+    return next((names for names in found if all(isinstance(module.get_submodule(n), nn.Linear) for n in names)), ())
+
+
+def _about_unknown(unknown: list[tuple[str, tuple[str, ...]]], told: list[tuple[str, ...]]) -> str:
+    """A sentence about modules of unknown classes, with the call that tries them; "" if there are none."""
+    if not unknown:
+        return ""
+    groups = [*told, *dict.fromkeys(names for _, names in unknown)]
+    groups = list(dict.fromkeys(groups))
+    given = str(groups[0] if len(groups) == 1 else groups).replace("'", '"')
+    return (
+        f"modules of classes that are not known by name stay as they are: {len(unknown)}, the first {unknown[0][0]}; "
+        f"sparsify_(model, names={given}) tries them"
+    )
 
 
 def _told(names: Any) -> list[tuple[str, ...]]:
@@ -250,17 +264,14 @@ def _with_activation(candidate: Candidate, of: Activation | None, wanted: str | 
 
 def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy) -> list[str]:
     """Replace the candidates of ``planned`` and return the names of the new layers."""
-    replacements: dict[int, nn.Module] = {}
     for candidate in planned.candidates:
         module, options = candidate.module, {"compression": compression, "strategy": strategy}
+        options |= candidate.activation.options()
         if candidate.kind == "pair":
-            _pair_up(candidate, options)
+            pair_up(module, candidate.form.children, str(candidate.attribute), candidate.dropouts, options)
         else:
-            replacements[id(module)] = _replacement(candidate, options).train(module.training)
-    for parent in list(model.modules()):
-        for key, child in parent._modules.items():
-            if child is not None and id(child) in replacements:
-                parent._modules[key] = replacements[id(child)]
+            turn(module, _replacement(candidate, options))
+    for parent in model.modules():
         if isinstance(parent, nn.TransformerEncoder) and any(
             isinstance(getattr(layer, "linear2", None), SparseDown) for layer in parent.layers
         ):
@@ -268,6 +279,10 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
             parent.use_nested_tensor = False
     if planned.stacked:
         logger.info("%s: %s", _STACKED, ", ".join(planned.stacked[:3]))
+    if planned.unknown:
+        logger.warning("%s", planned.unknown)
+    if planned.remarks:
+        logger.info("%s", "; ".join(planned.remarks[:3]))
     if changed := [candidate for candidate in planned.candidates if candidate.was is not None]:
         new = NAMES_OF_FAMILY[changed[0].activation.name]
         were = " and ".join(sorted({str(candidate.was) for candidate in changed}))
@@ -278,9 +293,6 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
 def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     module, (names, fused) = candidate.module, candidate.form
     linears: Any = [module.get_submodule(name) for name in names]
-    if candidate.kind == "whole":
-        return PairMLP(*_pair(candidate, options))
-    options = {**options, **candidate.activation.options()}
     if fused:
         return FusedGatedMLP(names, linears, fused == "up first", **options)
     linears = [plain(linear) for linear in linears]
@@ -290,52 +302,37 @@ def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     elif names == PLAIN:
         made = SparseMLP.from_linear(*linears, **options)
     else:
-        return (NamedGatedMLP if len(names) == 3 else NamedMLP)(names, linears, **options)
+        made = (NamedGatedMLP if len(names) == 3 else NamedMLP)(names, linears, **options)
     made._modules.update(zip(names, linears))
+    if type(module) is nn.Sequential:
+        # its children, which code may take from it, stay what they compute
+        parts = {**module._modules, **made._modules}
+        if candidate.was is not None:
+            parts[str(candidate.attribute)] = Applied(candidate.activation).train(module.training)
+        made._modules = {key: parts[key] for key in module._modules}
     return made
 
 
-def _pair_up(candidate: Candidate, options: dict[str, Any]) -> None:
-    module, names, attribute = candidate.module, candidate.form.children, candidate.attribute
-    assert attribute is not None
-    up, down = _pair(candidate, options)
-    for name, new in zip((*names, attribute), (up, down, HandOn(up).train(module.training))):
-        holder, _, key = name.rpartition(".")
-        setattr(module.get_submodule(holder), key, new)
-    up._block = Block(module, names, (attribute, *candidate.dropouts))
-    if isinstance(module, nn.TransformerEncoderLayer):
-        # else its fast path for inference would read the weights and run dense
-        module.activation_relu_or_gelu = 0
-
-
-def _pair(candidate: Candidate, options: dict[str, Any]) -> tuple[DeferredUp, SparseDown]:
-    first, second = map(candidate.module.get_submodule, candidate.form.children)
-    up = DeferredUp()
-    up._share(first)  # type: ignore[arg-type]
-    return up, SparseDown(up, second, **options, **candidate.activation.options())  # type: ignore[arg-type]
-
-
 def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
-    """Raise ValueError if something in ``model`` would still use a replaced module or an old down weight."""
-    replaced = {id(c.module): c for c in candidates if c.kind != "pair"}
+    """Raise ValueError if something would still run a replaced activation or use an old down weight."""
+    # the code of such a module computes with children that it has as a layer, too, but with its old activation
+    coded = {id(c.module): c for c in candidates if c.kind == "layer" and c.was is not None and c.attribute is None}
+    for kept in gc.get_referrers(*(c.module for c in coded.values())) if coded else ():
+        if isinstance(kept, types.MethodType) and id(kept.__self__) in coded and not of_torch(kept.__func__):
+            held = coded[id(kept.__self__)]
+            if kept is not vars(held.module).get("_old_forward"):
+                raise ValueError(
+                    f"{label(held.name, held.module)} must be called as a module, but its method "
+                    f"{kept.__name__} is kept elsewhere, and would still apply {held.was}; {LEAVE_OUT}"
+                )
     weights = {_down(c).weight.untyped_storage()._cdata: (c, _down(c).weight) for c in candidates}
     for name, owner in model.named_modules():
-        where = label(name, owner)
-        compiled = owner._modules.get("_orig_mod")
-        if id(compiled) in replaced or (owner._compiled_call_impl is not None and id(owner) in replaced):
-            raise ValueError(f"{where} was compiled and would still run the old module: compile it after sparsify_")
         if "_fsdp_wrapped_module" in owner._modules and {id(c.module) for c in candidates} & set(
             map(id, owner.modules())
         ):
             raise ValueError(
-                f"{where} has its parameters in one buffer: call sparsify_ before FullyShardedDataParallel"
+                f"{label(name, owner)} has its parameters in one buffer: call sparsify_ before FullyShardedDataParallel"
             )
-        for key, value in vars(owner).items():
-            if key != "_modules" and (found := _first_held(value, replaced)):
-                raise ValueError(
-                    f"{label(found.name, found.module)} must be reached by names of children alone, but {where} has "
-                    f"it in {key}, too, and would still run the old module; {LEAVE_OUT}"
-                )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if type(tensor) not in (Tensor, nn.Parameter):
             continue
@@ -348,43 +345,8 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
             )
 
 
-def _require_whole(model: nn.Module, candidates: list[Candidate]) -> None:
-    """Raise ValueError if code of ``model`` calls single layers of an ``nn.Sequential`` that has a pair."""
-    sequences = {id(c.module): c for c in candidates if type(c.module) is nn.Sequential}
-    for where, owner in model.named_modules() if sequences else ():
-        for key, child in owner._modules.items():
-            if (candidate := sequences.get(id(child))) and (reason := calls_parts(owner, key)):
-                raise ValueError(
-                    f"{label(candidate.name, candidate.module)} must be called as a whole, since its first layer "
-                    f"returns its input and its second does the work of both, but {label(where, owner)} may need what "
-                    f"is between them: its {reason}; {LEAVE_OUT}"
-                )
-
-
 def _down(candidate: Candidate) -> Any:
     return candidate.module.get_submodule(candidate.form.down)
-
-
-def _first_held(value: Any, wanted: dict[int, Candidate], depth: int = 5) -> Candidate | None:
-    """The first of the modules ``wanted`` that a value, a container, method or function, refers to."""
-    if isinstance(value, nn.Module):
-        return wanted.get(id(value))
-    if depth == 0 or isinstance(value, (str, Tensor, type)):
-        return None
-    inner: Iterable[Any] = ()
-    if isinstance(value, dict):
-        inner = value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        inner = value
-    elif isinstance(value, types.MethodType):
-        inner = (value.__self__, value.__func__)
-    elif isinstance(value, functools.partial):
-        inner = (value.func, value.args, value.keywords)
-    elif isinstance(value, types.FunctionType):
-        cells = (cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType())
-        inner = itertools.chain(cells, value.__defaults__ or (), (value.__kwdefaults__ or {}).values())
-    found = (_first_held(item, wanted, depth - 1) for item in inner)
-    return next((candidate for candidate in found if candidate is not None), None)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -407,31 +369,19 @@ def _explain_activation(candidate: Candidate) -> str:
     )
 
 
-def _nothing_found(
-    model: nn.Module,
-    told: list[tuple[str, ...]],
-    left: list[str],
-    misses: dict[str, str],
-    stacked: list[str],
-) -> str:
-    *forms, last = (f"({', '.join(form)})" for form in CERTAIN)
+def _nothing_found(model: nn.Module, planned: Plan) -> str:
     text = (
-        "sparsify_: model must have modules whose projections are nn.Linear children of known names, such as "
-        f"{', '.join(forms)} or {last}, or of the names in names=; got {type(model).__name__} without any"
+        "sparsify_: model must have feed-forward layers of nn.Linear projections, of a class that is known by name or "
+        f"with their names in names=; got {type(model).__name__} without any"
     )
-    if left:
-        text += f" that filter_fn accepts; it left out {len(left)}, the first {left[0] or 'the model'!r}"
-    if told:
-        text += f"; names= is {'; '.join(', '.join(names) for names in told)}"
+    if planned.left:
+        text += (
+            f" that filter_fn accepts; it left out {len(planned.left)}, the first {planned.left[0] or 'the model'!r}"
+        )
     if already := layers(model):
         text += f"; {len(already)} layers of twell are there already, as {next(iter(already)) or 'the model itself'!r}"
-    if stacked:
-        text += f"; {stacked[0]}: {_STACKED}"
-    if misses:
-        text += "; nearest are " + "; ".join(list(misses.values())[:5])
-        text += (
-            ": only nn.Linear projections are recognised, in an nn.Sequential only from K to N to K with ReLU or "
-            "another of its family alone between them, and other names only if names= tells them; or call "
-            "twell.sparse_gated_ffn"
-        )
-    return text
+    if planned.stacked:
+        text += f"; {planned.stacked[0]}: {_STACKED}"
+    if planned.unknown:
+        text += f"; {planned.unknown}"
+    return "; ".join([text, *planned.remarks[:3]])

@@ -11,11 +11,12 @@ from twell._activation import NAMES_OF_FAMILY
 from twell._runtime import geometry
 from twell._tables import Table, in_use
 from twell.commands import saved_model, sparsity
-from twell.commands.request import RequestError, at_least, pick_device
+from twell.commands.request import at_least, pick_device
 from twell.commands.sparsity import (
     COLUMNS,
     HEAVY,
     HEAVY_SHARE,
+    HOST_BOUND,
     LEAST_TOKENS,
     PAYS,
     TOO_FAR,
@@ -28,6 +29,7 @@ from twell.commands.sparsity import (
     distance,
     figures_cells,
     figures_header,
+    gpu_of,
     most_nonzeros,
     nearest,
     predict,
@@ -95,8 +97,9 @@ def _summary(
 def _caveats(
     reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Prediction]], table: Table
 ) -> Iterator[str]:
-    yield f"Expected from times measured on {table.machine.split('; ')[0]} in 16 bits, {table.date[:10]}."
     calls = [each.call for each in predictions[0]]
+    yield f"Expected from times measured on {table.machine.split('; ')[0]} in 16 bits, {table.date[:10]},"
+    yield f"  {holds_for(calls)}."
     yield from _far([(report.gated, report.k, report.n) for report in reports], calls, table)
 
 
@@ -126,9 +129,7 @@ def _header(loaded: saved_model.Loaded, reports: Sequence[LayerSparsity], text: 
     if loaded.was:
         new = _kinds(reports)
         yield f"{new} in place of {loaded.was}, its activation in training: figures before any training with {new}"
-    longest = max(map(len, text.sequences))
-    sequences = f"{len(text.sequences):,} sequences of up to {longest:,}"
-    yield f"Text: {text.tokens:,} tokens of {text.files:,} files, {sequences}"
+    yield f"Text: {text}"
 
 
 def _kinds(reports: Sequence[LayerSparsity]) -> str:
@@ -174,7 +175,7 @@ def verdict(
     if unknown := _unknown(shapes, [each.call for each in predictions[0]], table):
         return unknown
     speeds = {of_call[0].call: speedup(reports, of_call) for of_call in zip(*predictions)}
-    paying = [f"{call} ({value:.2f}x as fast)" for call, value in speeds.items() if value >= PAYS]
+    paying = [f"{_in_graphs(call)} ({value:.2f}x as fast)" for call, value in speeds.items() if value >= PAYS]
     others = [str(call) for call, value in speeds.items() if value < PAYS]
     mean = sum(report.mean for report in reports) / len(reports)
     share = sum(report.mean / report.n for report in reports) / len(reports)
@@ -184,16 +185,27 @@ def verdict(
     )
     if was:
         source = f"before any training with {_kinds(reports)} in place of {was}, {source}"
+    source = f"{holds_for(list(speeds))}; {source}"
     far = _DOUBT if any(each.far for row in predictions for each in row) else ""
-    gpu = _gpu(table)
+    gpu = gpu_of(table)
     if not paying:
         return f"Verdict: {far}twell does not pay on {gpu} for {_listed(others, 'or')}; {source}"
     rest = f", not for {_listed(others, 'or')}" if others else ""
     return f"Verdict: {far}twell pays on {gpu} for the FFNs with {_listed(paying, 'and')}{rest}; {source}"
 
 
-def _gpu(table: Table) -> str:
-    return table.machine.split("; ")[0].split(" (")[0]
+def _in_graphs(call: Call) -> str:
+    """A call in words, with the condition of one that is shorter than the host's work for it."""
+    return f"{call}{' in CUDA graphs' if call.tokens <= HOST_BOUND else ''}"
+
+
+def holds_for(calls: Sequence[Call]) -> str:
+    """What times of these calls were measured with, in words."""
+    layouts = ["by rows in inference"] if any(not call.training for call in calls) else []
+    layouts += ["as nn.Linear stores them in training"] if any(call.training for call in calls) else []
+    eager = f", as eager calls of up to {HOST_BOUND:,} tokens wait for the host"
+    graphs = eager if any(call.tokens <= HOST_BOUND for call in calls) else ""
+    return f"by times in CUDA graphs{graphs}, with down weights {' and '.join(layouts)}"
 
 
 def _measured(table: Table) -> str:
@@ -227,14 +239,18 @@ def without_zeros(model: saved_model.WithoutZeros, calls: Sequence[Call], table:
         return
     gated, k, n = _most_work(model.shapes)
     limit, kind = limits[gated, k, n], "gated" if gated else "non-gated"
-    needs = [f"{most:,} ({as_percent(most / n)}) for {call}" for call, most in zip(calls, limit, strict=True) if most]
+    needs = [
+        f"{most:,} ({as_percent(most / n)}) for {_in_graphs(call)}"
+        for call, most in zip(calls, limit, strict=True)
+        if most
+    ]
     far = _DOUBT if any(nearest((gated, k, n), call, table)[1] for call in calls) else ""
     what = f"it would, trained to non-zeros per token of at most {_listed(needs, 'and')}" if needs else "at no sparsity"
     if len(limits) > 1:
         what += f", in the {kind} layers with K = {k:,}, N = {n:,}, which have most of the work"
     yield (
-        f"Verdict: twell does not pay on {_gpu(table)} as {model.was} makes no zeros; {far}{what}; from layer times of "
-        f"{_measured(table)}"
+        f"Verdict: twell does not pay on {gpu_of(table)} as {model.was} makes no zeros; {far}{what}; "
+        f"{holds_for(calls)}; from layer times of {_measured(table)}"
     )
 
 
@@ -289,16 +305,14 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         loaded = saved_model.load(arguments, arguments.compression, saved_model.ACTIVATION_OPTION)
     except saved_model.WithoutZeros as model:
-        if arguments.csv is not None or arguments.plot is not None:
-            raise
-        print(*without_zeros(model, calls, in_use(pick_device(arguments.device))), sep="\n")
+        *lines, last = without_zeros(model, calls, in_use(pick_device(arguments.device)))
+        wanted = {"CSV": arguments.csv, "chart": arguments.plot}
+        nothing = [f"No {what}: there are no zeros" for what, path in wanted.items() if path is not None]
+        print(*lines, *nothing, last, sep="\n")
         return 0
     text = saved_model.read(loaded, arguments, LEAST_TOKENS)
     with saved_model.progress(text.tokens, "analyze") as done:
-        try:
-            reports = sparsity.analyze(loaded.model, saved_model.batches(text.sequences, arguments.batch), None, done)
-        except ValueError as error:
-            raise RequestError(str(error)) from error
+        reports = sparsity.analyze(loaded.model, saved_model.batches(text.sequences, arguments.batch), None, done)
     table = in_use(next(loaded.model.parameters()).device)
     predictions = [[predict(report, call, table) for call in calls] for report in reports]
     header = list(_header(loaded, reports, text))

@@ -22,6 +22,7 @@ _PICKLES = (".bin", ".pt", ".pth")
 WEIGHTS = (".safetensors", *_PICKLES, ".h5", ".msgpack", ".gguf", ".onnx", ".ckpt")
 _HIDDEN_FOLDERS = (".git", ".cache")
 _CHUNK = 16 << 20
+_HEAD = re.compile(r"(?:^|\.)lm_head\.weight$")
 
 DTYPES = {
     "F64": torch.float64,
@@ -132,7 +133,14 @@ def read_source(source: Path) -> Source:
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"each tensor must be in one file, got several with {twice[0]!r}")
     others = _other_files(source, {file.path.name for file in files})
-    return Source(files, config, None if index is None else layouts.read_json(index), *others)
+    named = None if index is None else layouts.read_json(index)
+    for name, file in (named or {}).get("weight_map", {}).items():
+        if name not in counts and not (config.get("tie_word_embeddings") and _HEAD.search(name)):
+            raise ValueError(
+                f"SRC must have each tensor that its index names, got none for {name!r} in {file!r}; is a download "
+                "incomplete?"
+            )
+    return Source(files, config, named, *others)
 
 
 def _read_pickle(path: Path, config: Mapping[str, Any] | None) -> Pickle:
@@ -169,9 +177,7 @@ def _without_tied_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
     places = [place(tensor) for tensor in tensors.values()]
     return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if not (re.search(r"(?:^|\.)lm_head\.weight$", name) and places.count(place(tensor)) > 1)
+        name: tensor for name, tensor in tensors.items() if not (_HEAD.search(name) and places.count(place(tensor)) > 1)
     }
 
 

@@ -84,6 +84,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` (default: sys.argv). Return the exit code: 2 for bad arguments, 130 for Ctrl-C."""
     given = list(sys.argv[1:] if argv is None else argv)
+    if not given:
+        parser().print_help(sys.stderr)
+        return 2
     if given[:1] == ["bench"]:
         return bench.main(given[1:])
     arguments = vars(parser().parse_args(given))

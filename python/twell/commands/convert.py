@@ -1,4 +1,4 @@
-"""``twell convert``: convert checkpoints from one layout of the down projections to the other, tensor by tensor."""
+"""``twell convert``: checkpoints with down projections as nn.Linear stores them, another dtype or model type."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from twell.commands.checkpoint_files import (
     places_of,
     read_source,
 )
-from twell.commands.request import RequestError
 from twell.integrations import layouts
 from twell.integrations.layouts import (
     ACTIVATIONS,
@@ -47,13 +46,14 @@ from twell.integrations.layouts import (
 )
 
 DESCRIPTION = """\
-Convert a checkpoint of a ReLU language model between two layouts of its down projections: "linear", [hidden,
-intermediate], the layout of nn.Linear, and "rows", [intermediate, hidden], one row per neuron. SRC is a Hugging Face
-folder (model.safetensors, or shards with their index, or pytorch_model.bin) or one file of weights; DST is a new folder
-or .safetensors file. Other tensors and other files are copied unchanged; weights in other formats and links to folders
-are left out; links to files are copied as files. Layouts are recognised by shape; a square weight needs the marker that
-this command writes, or --source-layout. DST appears once it is complete. --force replaces a DST that holds a
-checkpoint and nothing else, be it an original or a converted one; the replaced files are printed.
+Convert a checkpoint of a ReLU language model to safetensors with down projections as nn.Linear stores them, [hidden,
+intermediate] ("linear"), which every loader reads. Some checkpoints have them by rows, [intermediate, hidden], one row
+per neuron. SRC is a Hugging Face folder (model.safetensors, or shards with their index, or pytorch_model.bin) or one
+file of weights; DST is a new folder or .safetensors file. Other tensors and other files are copied unchanged; weights
+in other formats and links to folders are left out; links to files are copied as files. Layouts are recognised by shape;
+a square weight needs the marker that this command writes, or --source-layout. DST appears once it is complete. --force
+replaces a DST that holds a checkpoint and nothing else, be it an original or a converted one; the replaced files are
+printed.
 """
 
 ModelType = Literal["keep", "llama", "sparse_llama", "qwen2", "sparse_qwen2"]
@@ -77,9 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SRC", help="folder of a model, or a file of weights")
     parser.add_argument("target", type=Path, metavar="DST", help="folder or .safetensors file to write")
     parser.add_argument(
-        "--layout", choices=LAYOUTS, default="linear", help="layout of DST's down weights (%(default)s)"
-    )
-    parser.add_argument(
         "--model-type",
         choices=("keep", *_ARCHITECTURES),
         default="keep",
@@ -102,10 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        convert(**{name: value for name, value in vars(arguments).items() if name != "command"})
-    except (ValueError, OSError, ImportError) as error:
-        raise error if isinstance(error, RequestError) else RequestError(str(error)) from error
+    convert(**{name: value for name, value in vars(arguments).items() if name != "command"})
     return 0
 
 
@@ -113,7 +107,6 @@ def convert(
     source: Path,
     target: Path,
     *,
-    layout: DownLayout = "linear",
     model_type: ModelType = "keep",
     dtype: Literal["keep", "bfloat16", "float16", "float32"] = "keep",
     source_layout: DownLayout | None = None,
@@ -127,8 +120,9 @@ def convert(
     """
     target = Path(os.path.realpath(target))
     _require_apart(source, target)
+    _files.require_apart(target)
     checkpoint = read_source(source)
-    plan = _plan(checkpoint, layout, model_type, dtype, source_layout)
+    plan = _plan(checkpoint, model_type, dtype, source_layout)
     replaced = _replaced(checkpoint, plan, target, force)
     _print(checkpoint, plan, source, target, replaced)
     if checkpoint.config is not None and (activation := _activation(checkpoint.config)) != "relu":
@@ -169,15 +163,12 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Plan:
-    layout: DownLayout
     files: list[_Target]
     config: dict[str, Any] | None
     index: dict[str, Any] | None
 
 
-def _plan(
-    source: Source, layout: DownLayout, model_type: ModelType, dtype: str, source_layout: DownLayout | None
-) -> _Plan:
+def _plan(source: Source, model_type: ModelType, dtype: str, source_layout: DownLayout | None) -> _Plan:
     shapes = source.shapes()
     if source_layout is not None:
         try:
@@ -191,46 +182,27 @@ def _plan(
     if not stored:
         some = ", ".join(list(shapes)[:3]) or "no tensors at all"
         raise ValueError(f"SRC must have down projections (down_proj.weight, or fc2.weight of OPT), got {some}")
-    square = any(shapes[name][0] == shapes[name][1] for name in stored)
-    # only rows and square weights need a marker
-    marker = layout if layout == "rows" or square else None
+    # only square weights need a marker
+    marker: DownLayout | None = "linear" if any(shapes[name][0] == shapes[name][1] for name in stored) else None
     config = None
     if source.config is not None:
         config = _config(source.config, model_type, _sizes(shapes, stored), shapes)
-        if layout == "rows" and (activation := _activation(config)) not in (None, "relu"):
-            raise ValueError(
-                "--layout rows is for twell alone, whose layers apply ReLU: expected a model trained with ReLU, got "
-                f"{activation!r} in {CONFIG}"
-            )
-        if layout == "rows" and (other := next((name for name in stored if not name.endswith("down_proj.weight")), "")):
-            raise ValueError(
-                f"--layout rows: nothing reads these models with down weights by rows, expected down_proj.weight, got "
-                f"{other}. twell.nn.set_down_layout(model, 'rows') stores those of a loaded model so"
-            )
         # the sparse classes always have the marker
-        sparse = str(config.get("model_type")).startswith("sparse_")
-        config = _marked(config, layout if sparse else marker)
-        if square and layout == "rows" and not sparse:
-            raise ValueError(
-                "rows of square down projections: other readers would take them for linear without noticing, expected "
-                f"--model-type sparse_llama or sparse_qwen2, got a model of type {config.get('model_type')!r}"
-            )
+        config = _marked(config, "linear" if str(config.get("model_type")).startswith("sparse_") else marker)
         if dtype != "keep":
             key = "torch_dtype" if "dtype" not in config else "dtype"
             config[key] = dtype
     elif model_type != "keep":
         raise ValueError(f"--model-type {model_type} rewrites config.json: expected a folder, got a file of weights")
-    files = [_target(file, stored, layout, marker, dtype) for file in source.files]
-    return _Plan(layout, files, config, _index(source, files, dtype))
+    files = [_target(file, stored, marker, dtype) for file in source.files]
+    return _Plan(files, config, _index(source, files, dtype))
 
 
-def _target(
-    file: WeightsFile, stored: Mapping[str, DownLayout], layout: DownLayout, marker: DownLayout | None, dtype: str
-) -> _Target:
+def _target(file: WeightsFile, stored: Mapping[str, DownLayout], marker: DownLayout | None, dtype: str) -> _Target:
     wanted = None if dtype == "keep" else NAMES[getattr(torch, dtype)]
     tensors = []
     for name, old in sorted(file.header.tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
-        shape, transpose = old.shape, stored.get(name, layout) != layout
+        shape, transpose = old.shape, stored.get(name) == "rows"
         cast = wanted is not None and old.dtype in _FLOATS and old.dtype != wanted
         if transpose:
             if old.dtype not in _FLOATS:
@@ -491,7 +463,15 @@ def _write_file(file: WeightsFile, new: _Target, path: Path, losses: _Losses, ad
     if not new.changed:
         shutil.copyfile(file.path, path)
         advance(sum(tensor.nbytes for tensor in new.tensors))
-        return
+    else:
+        _write_changed(file, new, path, losses, advance)
+    # the library's own checks of the new file
+    layouts.read_header(path)
+
+
+def _write_changed(
+    file: WeightsFile, new: _Target, path: Path, losses: _Losses, advance: Callable[[int], object]
+) -> None:
     places = dict(zip((tensor.name for tensor in new.tensors), places_of([tensor.nbytes for tensor in new.tensors])))
     by_name = {tensor.name: tensor for tensor in new.tensors}
     entries = (by_name[name] for name in file.header.tensors)
@@ -505,8 +485,6 @@ def _write_file(file: WeightsFile, new: _Target, path: Path, losses: _Losses, ad
             for chunk in _convert(file, tensor, losses):
                 out.write(chunk)
                 advance(len(chunk))
-    # the library's own checks of the new file
-    layouts.read_header(path)
 
 
 def _convert(file: WeightsFile, tensor: _Tensor, losses: _Losses) -> Iterator[bytes | memoryview]:
@@ -550,7 +528,7 @@ def _print(source: Source, plan: _Plan, start: Path, target: Path, replaced: Seq
         for tensor in file.tensors:
             stored = old[tensor.name]
             name, layout = re.sub(r"\.\d+\.", ".*.", tensor.name), tensor.layout or ""
-            groups[name, stored.dtype, str(list(stored.shape)), layout, _becomes(tensor, plan.layout)] += 1
+            groups[name, stored.dtype, str(list(stored.shape)), layout, _becomes(tensor)] += 1
     head = ("tensors", "count", "dtype", "shape", "layout", "becomes")
     rows = [head, *((row[0], str(count), *row[1:]) for row, count in groups.items())]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -571,8 +549,8 @@ def _print(source: Source, plan: _Plan, start: Path, target: Path, replaced: Seq
         print(f"replaced in {target}: {', '.join(replaced)}")
 
 
-def _becomes(tensor: _Tensor, layout: DownLayout) -> str:
-    words = [f"{layout} {list(tensor.shape)}"] if tensor.transpose else []
+def _becomes(tensor: _Tensor) -> str:
+    words = [f"linear {list(tensor.shape)}"] if tensor.transpose else []
     if tensor.cast:
         words.append(tensor.dtype)
     return ", ".join(words) or "the same"

@@ -144,7 +144,7 @@ def collect() -> Info:
 def _in_effect(value: Callable[[], object]) -> str:
     try:
         return str(value())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return f"invalid: {error}"
 
 

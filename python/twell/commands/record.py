@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import twell
-from twell import testing, tuning
+from twell import _files, testing, tuning
 from twell.commands import saved_model, sparsity
 from twell.commands.request import RequestError, at_least
 from twell.commands.saved_model import WatchedLayer
@@ -322,13 +322,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_out(out: Path) -> None:
+    _files.require_apart(out)
     if out.is_dir():
         if any(out.iterdir()):
             raise RequestError(f"--out: expected a new or an empty folder, got {str(out)!r} with files in it")
     elif out.exists():
         raise RequestError(f"--out: expected a folder, got the file {str(out)!r}")
-    elif not out.absolute().parent.is_dir():
-        raise RequestError(f"--out: expected an existing folder around it, got {str(out.absolute().parent)!r}")
+    # a link may lead elsewhere
+    around = Path(os.path.realpath(out)).parent
+    if not around.is_dir() or not os.access(around, os.W_OK):
+        raise RequestError(f"--out: expected an existing folder around it that can be written, got {str(around)!r}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -364,28 +367,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     batches = saved_model.batches(text.sequences, arguments.batch)
     with saved_model.progress(text.tokens, "record") as done:
-        try:
-            saved_model.observe(loaded.model, layers, batches, record_input, done)
-        except ValueError as error:
-            raise RequestError(str(error)) from error
+        saved_model.observe(loaded.model, layers, batches, record_input, done)
     reports = [tally.report(layer) for tally, layer in zip(tallies, layers, strict=True)]
     results = []
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.absolute().parent) as scratch:
-        # a folder with the usual mode, unlike the scratch folder
-        folder = Path(scratch) / out.name
+    with _files.replacing(out) as folder:
         folder.mkdir()
         for number in numbers:
             layer = layers[known[number]]
             path = folder / f"layer{number}.npz"
             recording = quantize(torch.cat(inputs[known[number]]).to(layer.linear.weight.device), layer)
             recording.save(path)
-            try:
-                agreement, report = check(path, recording, torch.cat(starts), layer)
-            except ValueError as error:
-                raise RequestError(str(error)) from error
+            agreement, report = check(path, recording, torch.cat(starts), layer)
             print(agreement, flush=True)
             results.append((agreement, report))
         (folder / "README.md").write_text(_readme(loaded, text, results, reports), encoding="utf-8")
-        folder.replace(out)
     print(f"{sum(a.size for a, _ in results) / 1e6:.1f} MB in {out.absolute()}; README.md there has the statistics")
     return 0

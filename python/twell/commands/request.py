@@ -10,6 +10,11 @@ from collections.abc import Callable
 
 import torch
 
+from twell._runtime.log import logger
+
+# What a command may raise where it cannot do what was asked. Any other error is a fault of twell.
+REFUSALS = (ValueError, NotImplementedError, OSError, ImportError)
+
 DEVICE_HELP = "cpu, cuda or cuda:INDEX (default: cuda if there is one)"
 
 
@@ -59,7 +64,8 @@ def _number(limits: str, accept: Callable[[float], bool]) -> Callable[[str], flo
 def exit_status(command: str, run: Callable[[], int]) -> int:
     """Return the status of ``run``; 2 for a request that cannot be met and 130 for Ctrl-C, with a line on stderr.
 
-    1, silently, if the reader of stdout is gone.
+    A request cannot be met if what it names is refused: by twell (ValueError, NotImplementedError), by the system
+    (OSError), or by a missing package (ImportError). 1, silently, if the reader of stdout is gone.
     """
     try:
         status = run()
@@ -69,7 +75,8 @@ def exit_status(command: str, run: Callable[[], int]) -> int:
         # the rest of the buffer goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (RequestError, ImportError) as error:
+    except REFUSALS as error:
+        logger.debug("where the error below comes from", exc_info=True)
         print(f"{command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -6,7 +6,6 @@ Shared by ``twell analyze`` and ``twell record``. Needs the extra ``hf``.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -102,6 +101,16 @@ class Text(NamedTuple):
     @property
     def tokens(self) -> int:
         return sum(map(len, self.sequences))
+
+    def __str__(self) -> str:
+        longest = max(map(len, self.sequences))
+        sequences = f"{counted(len(self.sequences), 'sequence')} of up to {longest:,}"
+        return f"{counted(self.tokens, 'token')} of {counted(self.files, 'file')}, {sequences}"
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, as "1 file" or "2,048 tokens"."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def add_arguments(
@@ -246,10 +255,10 @@ def configuration(folder: Path) -> dict[str, Any]:
         got = "a folder without one" if folder.is_dir() else "no such folder; download a model of a hub first"
         raise RequestError(f"MODEL: expected a folder with a config.json, got {str(folder)!r} ({got})")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RequestError(f"MODEL: expected JSON in {str(path)!r}, got {_line(error)}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        content = layouts.read_json(path)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"MODEL: {error}") from error
+    if not isinstance(content.get("model_type"), str):
         raise RequestError(f"MODEL: expected a model_type in {str(path)!r}, got none")
     return content
 
@@ -399,7 +408,7 @@ def read(loaded: Loaded, arguments: argparse.Namespace, least: int) -> Text:
     text = Text([sequence for sequence in sequences if sequence], files)
     if text.tokens < least:
         raise RequestError(
-            f"--text: expected text of at least {least:,} tokens, got {text.tokens:,} in {files} files of "
+            f"--text: expected text of at least {least:,} tokens, got {text.tokens:,} in {counted(files, 'file')} of "
             f"{', '.join(map(str, arguments.text))} (--tokens {arguments.tokens})"
         )
     highest = max(map(max, text.sequences))

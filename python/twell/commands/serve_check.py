@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError("--save: expected --text, whose figures it writes, got none")
     if arguments.save and folder != arguments.model:
         raise RequestError("--save: expected MODEL to be a folder, got the name of one on the Hub")
+    if arguments.save and (config := folder / layouts.CONFIG).is_symlink():
+        # of a download cache, where revisions share files
+        raise RequestError(
+            f"--save: expected a {layouts.CONFIG} of the folder's own, got a link to {os.readlink(config)!r}, which "
+            "others may read; copy the model first, as by cp -rL or twell convert"
+        )
     if arguments.nnz is not None and arguments.text is not None:
         raise RequestError("--nnz: expected no --text, which measures it, got both")
     content = saved_model.configuration(folder)
@@ -220,7 +227,7 @@ def layers_of(folder: Path, content: dict[str, Any]) -> list[Layer]:
             if layout == "rows":
                 raise RequestError(
                     f"MODEL: {name}: vLLM reads down weights [hidden, intermediate], as nn.Linear stores them, except "
-                    f"for {' and '.join(engines.SPARSE)}, got [intermediate, hidden]; twell convert --layout linear "
+                    f"for {' and '.join(engines.SPARSE)}, got [intermediate, hidden]; twell convert "
                     "turns them"
                 )
     tensors = {name: stored for header in headers for name, stored in header.tensors.items()}
@@ -350,18 +357,13 @@ def _measured(arguments: argparse.Namespace, found: Sequence[Layer]) -> tuple[li
                 tallies[i].add(pattern, first[rows])
 
     with saved_model.progress(text.tokens, "serve-check") as done:
-        try:
-            batches = saved_model.batches(text.sequences, arguments.batch)
-            saved_model.observe(loaded.model, watched, batches, tally, done)
-        except ValueError as error:
-            raise RequestError(str(error)) from error
+        saved_model.observe(loaded.model, watched, saved_model.batches(text.sequences, arguments.batch), tally, done)
     figures = []
     for at, consecutive, mixed in zip(watched, *both, strict=True):
         report = consecutive.report(at)
         unions = report.unions[geometry.TOKEN_TILE], mixed.report(at).unions[geometry.TOKEN_TILE]
         figures.append(layouts.LayerFigures(report.mean, *unions))
-    sequences = f"{len(text.sequences):,} sequences of up to {max(map(len, text.sequences)):,}"
-    return figures, f"Figures: measured on {text.tokens:,} tokens of {text.files:,} files, {sequences}"
+    return figures, f"Figures: measured on {text}"
 
 
 def predict(
@@ -382,8 +384,8 @@ def predict(
     strategy, reason, costs = tuning.decide(problem, known, None, table)
     if requested != "auto":
         strategy, reason = requested, "sparsity_strategy of the configuration"
-    # "invariant" is "row" with kernels for any number of tokens, and for few tokens strategies that screen are "row"
-    as_row = strategy == "invariant" or (strategy in tuning.SCREENS and m <= tuning.FEW_GATE_PACK)
+    # "invariant" is "row" with kernels for any number of tokens, and for few tokens "screened" is "row"
+    as_row = strategy == "invariant" or (strategy == "screened" and m <= tuning.FEW_GATE_PACK)
     share = costs.get("row" if as_row else strategy, 1.0 if strategy == "dense" else None)
     return Row(layer.number, m, decode, strategy, share, reason, costs)
 
@@ -409,8 +411,11 @@ def _report(
     for layer, of in zip(found, figures, strict=True):
         cells = [f"{row.strategy} {_as_share(row.share)}" for row in rows if row.layer == layer.number]
         lines.append([str(layer.number), f"{of.nonzeros:,.1f}", as_percent(of.text), as_percent(of.batch), *cells])
-    for name, beside in (("FFNs", False), ("layers", True)):
-        shares = [share(found, [row for row in rows if (row.decode, row.tokens) == call], beside) for call in calls]
+    ffns, whole = (
+        [share(found, [row for row in rows if (row.decode, row.tokens) == call], beside) for call in calls]
+        for beside in (False, True)
+    )
+    for name, shares in (("FFNs", ffns), ("layers", whole)):
         lines.append([name, "", "", "", *map(_as_share, shares)])
     yield from aligned(lines)
     yield "non-zeros: mean per token. union: share of the neurons that 128 tokens fire, which follow each other in a"
@@ -420,9 +425,23 @@ def _report(
     yield f"Dense computes gate and up in one product for up to {tuning.MERGED_TOKENS} tokens, as in servers; `twell"
     yield "  analyze` takes it for two, and all calls for tokens that follow each other in a text."
     yield f"Predicted from times measured on {table.machine.split('; ')[0]} in 16 bits, {table.date[:10]}."
+    yield "  They are of CUDA graphs with down weights by rows, as vLLM lays them out after loading."
     _, _, k, n = tuning.nearest(tuning.Problem(1, found[0].k, found[0].n // ranks, True, False), table)
     if max(sparsity.apart(found[0].k, k), sparsity.apart(found[0].k * found[0].n // ranks, k * n)) > sparsity.FAR:
         yield f"Far from all measured layers: the nearest has K = {k:,}, N = {n:,}"
+    yield _verdict(dict(zip(names, ffns, strict=True)), calls, table)
+
+
+def _verdict(shares: dict[str, float | None], calls: Sequence[tuple[bool, int]], table: _tables.Table) -> str:
+    """For which calls the FFNs gain, and what that holds for."""
+    gains = [f"{name} ({_as_share(of)})" for name, of in shares.items() if of is not None and of * sparsity.PAYS <= 1]
+    few = f", not in eager calls of up to {sparsity.HOST_BOUND:,} tokens" * any(
+        m <= sparsity.HOST_BOUND for _, m in calls
+    )
+    holds = f"in CUDA graphs{few}, with down weights by rows"
+    if not gains:
+        return f"Verdict: no gain of the FFNs on {sparsity.gpu_of(table)}, {holds}"
+    return f"Verdict: FFNs gain on {sparsity.gpu_of(table)} for {', '.join(gains)} of dense's time, {holds}"
 
 
 def _as_share(share: float | None) -> str:

@@ -137,7 +137,7 @@ def figures_of(problem: FFN, screen: bool = False) -> Figures:
         if len(tiles):
             union += int(tiles.view(-1, geometry.TOKEN_TILE, n).any(1).sum())
     share = union * geometry.TOKEN_TILE / (whole * n) if whole else None
-    listed = screened.count(problem.x[:whole], problem.w_gate, None, "screened") if screen and whole else None
+    listed = screened.count(problem.x[:whole], problem.w_gate, None) if screen and whole else None
     candidates = None if listed is None else int(listed.sum()) * geometry.TOKEN_TILE / (whole * n)
     return Figures(nonzeros / m, share, heaviest / min(m, tuning.HEAVY_GROUP), candidates)
 

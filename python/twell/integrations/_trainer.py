@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from twell import recipe
+from twell._activation import follow
 from twell._arguments import (
     require,
     require_choice,
@@ -25,6 +26,7 @@ from twell._arguments import (
     require_positive,
 )
 from twell._runtime.log import logger
+from twell.nn import SparseGatedMLP
 from twell.recipe import Normalisation, SparsityTracker, StatsWriter, TokenTypes, trained_layers
 
 try:
@@ -39,6 +41,16 @@ _PAPERS = 2e-5
 _MOST_PASSES = 16
 # A miss of the target by more than this factor is worth a warning.
 _MISSED = 1.1
+# How far all steps can move a gate, over its own size, below which a run misses its target or has the L1 term at its
+# most, and from which on it has neither. On a CPU, a tenth of the neurons as target, AdamW, rates that fall to 0, 200
+# steps: models of 64 and 192 hidden values, trained before, failed at 4.8 and 5.0 and succeeded from 9.6 and 10 on.
+_LEAST_TRAVEL, _GOOD_TRAVEL = 6.0, 20.0
+# Without a target: what fires still, as a share of the first step's and of all neurons, in a run that changed nothing.
+_UNCHANGED, _SPARSE = 0.9, 0.05
+_HELD = (
+    "The L1 term came to its most: the learning rate is too small for this target, or the steps too few; a larger "
+    "learning rate or more steps help"
+)
 _TOO_MANY = (
     "More steps, a larger learning rate or layers that are not frozen help; a run that stops early does not get there"
 )
@@ -51,14 +63,23 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     ::
 
         model = sparsify(model)
-        Trainer(model, args, train_dataset=data, callbacks=[SparsityCallback(warmup_steps=600)]).train()
+        args = TrainingArguments(..., learning_rate=1e-3)
+        Trainer(model, args, train_dataset=data, callbacks=[SparsityCallback(nnz=30)]).train()
 
-    or, with a number of non-zeros per token instead of a coefficient, ``callbacks=[SparsityCallback(nnz=30)]``.
+    ``nnz`` is a number of non-zeros per token to train to. An optimizer such as Adam changes a weight by at most about
+    the learning rate in a step, so that a gate of K weights moves by at most rate * K times the size of the inputs,
+    where its own size is that of the weights times the root of K times that of the inputs. Only what inputs have in
+    common moves it for all tokens: rate * steps * sqrt(K) should be above 6 times the root mean square of the gates'
+    weights, better 20 times. Trainer's default of 5e-5 is mostly too small for some hundreds of steps. A warning says
+    so as training begins. As it ends, one names a miss by more than a tenth, or an L1 term that came to its most, with
+    what helps. Without ``nnz`` there is a coefficient, the paper's by default, for models of 0.5 to 2 B parameters; a
+    warning at the end says when it has changed nothing.
 
-    The model's forward pass must return a loss. In training mode the callback adds ``coefficient`` times the warm-up's
-    factor times ``recipe.l1_term`` to it. A step's gradient is then that of Trainer's loss plus the mean of the term
-    over micro-batches and ranks, however Trainer weighs the former: by tokens or by batches, over devices or not, with
-    fewer micro-batches in the last step of an epoch. The loss that Trainer logs includes the term; evaluation does not.
+    The model's forward pass must return a loss. In training mode the callback adds to it the term of
+    ``recipe.TargetSparsity`` or ``coefficient`` times the warm-up's factor times ``recipe.l1_term``. A step's gradient
+    is then that of Trainer's loss plus the mean of the term over micro-batches and ranks, however Trainer weighs the
+    former: by tokens or by batches, over devices or not, with fewer micro-batches in the last step of an epoch. The
+    loss that Trainer logs includes the term; evaluation does not.
 
     Logs of training steps, and ``state.log_history``, gain ``sparsity_l0`` and ``sparsity_l1``, the means over layers
     since the last log, ``sparsity_dead``, a share of the neurons, and ``sparsity_coefficient``, the current one; with
@@ -79,13 +100,15 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         normalisation: "token_sum" or "neuron_mean", as in ``recipe.l1_term``.
         warmup_steps, warmup_start: optimizer steps, as in ``recipe.l1_warmup``.
         nnz: the mean over layers of non-zeros per token to train to, by ``recipe.TargetSparsity`` over all steps of
-            Trainer, in place of the four arguments above. Padding counts as tokens. Layers with "relu2" or "drelu" get
-            L1 of the gate. A warning at the end names a miss by more than a tenth.
+            Trainer, in place of the four arguments above. Layers with "relu2" or "drelu" get L1 of the gate.
         moving_threshold: with ``nnz``: layers with "relu" or "fatrelu" get FATReLU, whose threshold
             ``recipe.TargetThreshold`` moves. It settles as training ends. Checkpoints name the threshold of their step.
             Files of an adapter have no place for it: save the model's configuration with them, or merge the adapter.
         sharing: from 0 to 1, with ``nnz``: as in ``recipe.TargetSparsity``. Layers with FATReLU need
             ``moving_threshold``.
+        attention_mask: leave padding out of the L1 term and of the non-zeros of ``nnz``: tokens at which the batch's
+            ``attention_mask`` is 0, as ``recipe.l1_term`` does and at its cost. A batch without a mask has no padding.
+            False: padding counts; a warning says so if the first batch has some. Figures in logs count it, either way.
         reinitialize: fraction of ``recipe.reinitialize_dead``, which then runs after each optimizer step on layers
             whose gate is trained; 0: never. The paper has 0.1.
         every, window: as in ``recipe.SparsityTracker``.
@@ -97,11 +120,12 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     Runs with DDP, FSDP2, torch_compile, bf16 and fp16, and with non-reentrant gradient checkpointing. Raises ValueError
     as training begins if the model has no twell layers; with nn.DataParallel (use torchrun); with label smoothing; with
-    ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it; with
-    ``types`` under restore_callback_states_from_checkpoint, which makes callbacks without types; with ``nnz`` under
-    load_best_model_at_end, which goes back to a step before the target; with ``moving_threshold`` under
-    ``save_strategy="best"``, whose files name no threshold; for a second SparsityCallback; and for a checkpoint without
-    a target or of another one: another ``nnz``, ``sharing`` or number of steps.
+    ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it; with ``attention_mask`` for an
+    encoder-decoder, whose halves have different tokens; with ``types`` under restore_callback_states_from_checkpoint,
+    which makes callbacks without types; with ``nnz`` under load_best_model_at_end, which goes back to a step before the
+    target; with ``moving_threshold`` under ``save_strategy="best"``, whose files name no threshold; for a second
+    SparsityCallback; and for a checkpoint without a target or of another one: another ``nnz``, ``sharing`` or number of
+    steps. In a step whose layers have other tokens than the mask ``attention_mask`` raises it, too.
     """
 
     def __init__(
@@ -114,6 +138,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         nnz: float | None = None,
         moving_threshold: bool = False,
         sharing: float = 0.0,
+        attention_mask: bool = False,
         reinitialize: float = 0.0,
         every: int = 100,
         window: int = 1,
@@ -141,6 +166,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "SparsityCallback: coefficient, normalisation and warm-up must be left out with nnz, which finds a "
                 f"coefficient for each step, got {coefficient}, {normalisation!r}, {warmup_steps} and {warmup_start}"
             )
+        require_flag("attention_mask", attention_mask)
         require_number("reinitialize", reinitialize, 0, 1)
         require_integer("every", every, 0)
         require_integer("window", window, 1)
@@ -154,7 +180,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         require_integer("seed", seed, 0)
         self.coefficient, self.normalisation = coefficient, normalisation
         self.nnz, self.moving_threshold, self.sharing = nnz, moving_threshold, sharing
-        self.warmup_steps, self.warmup_start = warmup_steps, warmup_start
+        self.warmup_steps, self.warmup_start, self.attention_mask = warmup_steps, warmup_start, attention_mask
         self.reinitialize, self.every, self.window, self.types = reinitialize, every, window, types
         self.settle_every, self.csv, self.tensorboard, self.wandb, self.seed = (
             settle_every,
@@ -181,6 +207,10 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         # passes in training mode since Trainer was last heard of, and whether a term of this step has had a gradient
         self._passes, self._arrived = 0, False
         self._settled = 0
+        # of this pass; whether a batch has been looked at; non-zeros of each layer in the first and the last pass
+        self._mask: Tensor | None = None
+        self._looked = False
+        self._fired: list[list[Tensor]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the layers, hook the model."""
@@ -220,11 +250,16 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             raise ValueError("SparsityCallback: reinitialize must be 0 under DeepSpeed, which keeps copies of weights")
         if self.reinitialize and not trained_layers(model):
             logger.warning("SparsityCallback: no gate is trained, and reinitialize leaves frozen ones as they are")
+        if self.attention_mask and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise ValueError(
+                "SparsityCallback: attention_mask must be off for an encoder-decoder, whose decoder has other tokens, "
+                f"got {type(model).__name__}: padding counts then"
+            )
         self.tracker = SparsityTracker(
             model, every=self.every, window=self.window, types=self.types.names if self.types else ()
         )
         if self.nnz is None and self._adds_term:
-            recipe.record_aux(model)
+            recipe.record_aux(model, inputs=self.attention_mask)
         # Trainer has read it from the checkpoint to resume from, and replaces it in new checkpoints
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         # a list if there are two callbacks; the second one raises below
@@ -238,6 +273,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self.target = self._target(model, self.nnz, state.max_steps)
             if state.global_step:
                 self._resume(saved.get("target"), state.global_step)
+            if advice := _too_slow(model, kwargs.get("optimizer"), state.max_steps):
+                logger.warning("SparsityCallback: nnz=%g can hardly be reached: %s", self.nnz, advice)
         self._counts = None
         if state.global_step and self.reinitialize and saved["counts"] is not None:
             self._counts = _decoded(saved["counts"])
@@ -250,19 +287,29 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         )
         self._model, self._state, self._epoch, self._settled = model, state, None, state.global_step
         self._scale, self._passes, self._arrived = _loss_scale(args, model), 0, False
+        self._looked, self._fired = self.attention_mask or not self._adds_term, []
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
             model.register_forward_hook(_Hook(self._after), with_kwargs=True),
         ]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the model as it was; warn of a target that was missed."""
+        """Leave the model as it was; warn of a target that was missed, and of a coefficient that changed nothing."""
         if self.target is not None and self.nnz is not None and state.is_world_process_zero:
-            fired = self.target.read()["non_zeros"]
-            if not self.nnz / _MISSED <= fired <= self.nnz * _MISSED:
+            fired, held = self.target.read(warn=False)["non_zeros"], self.target.held()
+            if held or not self.nnz / _MISSED <= fired <= self.nnz * _MISSED:
+                advice = _HELD if held else _TOO_MANY if fired > self.nnz else _TOO_FEW
                 logger.warning(
-                    "training ended with %.4g non-zeros per token, where nnz is %g. %s",
-                    *(fired, self.nnz, _TOO_MANY if fired > self.nnz else _TOO_FEW),
+                    "training ended with %.4g non-zeros per token, where nnz is %g. %s", fired, self.nnz, advice
+                )
+        elif self._fired and self._model is not None and state.is_world_process_zero:
+            first, last = (float(torch.stack([each.float().cpu() for each in kind]).mean()) for kind in self._fired)
+            if last > max(_UNCHANGED * first, _SPARSE * _neurons(self._model)):
+                logger.warning(
+                    "training has not made the model sparser: %.4g non-zeros per token at its end, %.4g at its begin. "
+                    "The coefficient %g is too small for this model and these steps: give nnz, the non-zeros to train "
+                    "to, or a larger one",
+                    *(last, first, self._coefficient(self._step)),
                 )
         self._detach()
 
@@ -307,8 +354,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let a checkpoint's configuration name the threshold of this step."""
-        if isinstance(self.target, recipe.TargetThreshold) and control.should_save:
-            self.target.name_in_configuration()
+        if isinstance(self.target, recipe.TargetThreshold) and control.should_save and self._model is not None:
+            follow(self._model, moving=True)
 
     on_epoch_end = on_step_end
 
@@ -321,7 +368,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self.target is None:
             figures["sparsity_coefficient"] = self._coefficient(self._step)
         else:
-            figures |= {f"sparsity_{name}": value for name, value in self.target.read().items() if name != "non_zeros"}
+            figures |= {
+                f"sparsity_{name}": value for name, value in self.target.read(warn=False).items() if name != "non_zeros"
+            }
         logs.update(figures)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(figures)
@@ -335,7 +384,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def state(self) -> dict[str, Any]:
         """The entry in a checkpoint's trainer_state.json: arguments, and the counts behind dead neurons."""
         names = ("coefficient", "normalisation", "warmup_steps", "warmup_start", "nnz", "moving_threshold", "sharing")
-        more = ("reinitialize", "every", "window", "settle_every", "wandb", "seed")
+        more = ("attention_mask", "reinitialize", "every", "window", "settle_every", "wandb", "seed")
         arguments = {name: getattr(self, name) for name in (*names, *more)}
         arguments["csv"] = None if self.csv is None else os.fspath(self.csv)
         arguments["tensorboard"] = (
@@ -364,7 +413,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "SparsityCallback: sharing must be 0 for layers with FATReLU, or moving_threshold on: it steers gates "
                 f"above 0, of which the threshold silences some, got {self.sharing}"
             )
-        recipe.record_aux(model, inputs=bool(of_gate))
+        recipe.record_aux(model, inputs=bool(of_gate) or self.attention_mask)
         return recipe.TargetSparsity(nnz, steps, of="gate" if of_gate else "hidden", sharing=self.sharing)
 
     def _resume(self, saved: Any, step: int) -> None:
@@ -399,7 +448,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             except RuntimeError as error:
                 # somebody has set them meanwhile
                 logger.warning("the thresholds of the layers stay as they are: %s", error)
-        self.tracker = self.target = self._counts = self._writer = self._model = self._state = None
+        self.tracker = self.target = self._counts = self._writer = self._model = self._state = self._mask = None
+        self._fired = []
 
     def _coefficient(self, step: int) -> float:
         coefficient = _PAPERS if self.coefficient is None else self.coefficient
@@ -410,7 +460,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         assert self.tracker is not None
         if self._adds_term:
             # figures of passes without a loss, such as generated text
-            recipe.clear_aux(model)
+            recipe.clear_aux(model, skippable=True)
         self._watching = model.training and torch.is_grad_enabled()
         if not self._watching:
             return
@@ -422,6 +472,15 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "mode, got none: its run was interrupted, and the L1 term has been in the loss of this one. The model "
                 "is as it was before now; train again"
             )
+        mask = kwargs.get("attention_mask")
+        self._mask = mask if self.attention_mask else None
+        if isinstance(mask, Tensor) and not self._looked:
+            self._looked = True
+            if mask.dim() == 2 and bool((mask == 0).any()):
+                logger.warning(
+                    "SparsityCallback: padding counts as tokens, so that the others have more non-zeros than the mean: "
+                    "attention_mask=True leaves it out, and costs another pass of the layers"
+                )
         ids = kwargs.get("input_ids", args[0] if args else None)
         positions, types = kwargs.get("position_ids"), None
         # models of images and text have three positions for each token
@@ -442,13 +501,19 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._watching = False
         if not self._adds_term:
             return output
+        options: dict[str, Any] = {"several": True, "attention_mask": self._mask}
+        called = [layer.aux.l0 for layer in recipe.layers(model).values() if layer.aux is not None]
         if self.target is None:
-            term = recipe.l1_term(model, self.normalisation, several=True)
+            if called:
+                self._fired = [(self._fired or [called])[0], called]
+            term = recipe.l1_term(model, self.normalisation, **options)
             weight = self._coefficient(self._step)
         else:
-            term, weight = self.target.term(model, several=True), 1.0
+            term, weight = self.target.term(model, **options), 1.0
         if term.requires_grad:
             term.register_hook(self._note)  # type: ignore[no-untyped-call]
+        # a pass that skipped all layers has no gradient to arrive
+        self._arrived |= not called
         if kwargs.get("num_items_in_batch") is not None:
             # the model has divided by the tokens of all micro-batches; otherwise Trainer divides by their number
             weight /= self._micro_batches * self._scale
@@ -487,6 +552,34 @@ def _with_loss(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return (change(loss), *output[1:])
     output["loss"] = change(loss)
     return output
+
+
+def _neurons(model: nn.Module) -> float:
+    found = [layer.intermediate for layer in recipe.layers(model).values()]
+    return sum(found) / len(found)
+
+
+def _too_slow(model: nn.Module, optimizer: Any, steps: int) -> str:
+    """Why a target can hardly be reached with this optimizer in so many steps; "" if it may. Waits for the device."""
+    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__.lower()
+    if not any(name in kind for name in ("adam", "lion")):
+        # others change weights by as much as the gradient is large
+        return ""
+    # a schedule has set them to those of its first step
+    rate = max((group.get("initial_lr", group["lr"]) for group in optimizer.param_groups), default=0.0)
+    sizes = []
+    for layer in recipe.layers(model).values():
+        weight: Any = (layer.gate_proj if isinstance(layer, SparseGatedMLP) else layer.up_proj).weight
+        if weight.requires_grad and weight.numel():
+            square = weight.detach().float().square().mean()
+            whole = float(square.full_tensor() if hasattr(square, "full_tensor") else square)
+            sizes.append(math.sqrt(whole / layer.hidden))
+    if not sizes or rate * steps >= _LEAST_TRAVEL * (size := sum(sizes) / len(sizes)):
+        return ""
+    return (
+        f"{steps} steps with a learning rate of {rate:g} move the gates too little for their size; a learning rate of "
+        f"about {_GOOD_TRAVEL * size / steps:.1g}, or more steps, can reach it"
+    )
 
 
 def _encoded(counts: dict[str, Any]) -> str:

@@ -320,7 +320,10 @@ def indexed_files(index: Path, *, missing: bool = False) -> list[Path]:
 
     Raises ValueError for a broken index, and FileNotFoundError if a file is missing, unless ``missing`` allows it.
     """
-    entries = read_json(index).get("weight_map")
+    content = read_json(index)
+    entries = content.get("weight_map")
+    if not isinstance(content.get("metadata", {}), dict):
+        raise ValueError(f'{str(index)!r} must have an object as "metadata", got {content["metadata"]!r}')
     if not isinstance(entries, dict) or not entries or not all(isinstance(name, str) for name in entries.values()):
         raise ValueError(f'{str(index)!r} must have a "weight_map" of tensor names to files, got {entries!r}')
     files = [index.parent / name for name in sorted(set(entries.values()))]
@@ -337,7 +340,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError, naming the file, if it has none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} must be a JSON object, got {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{str(path)!r} must be a JSON object, got {type(content).__name__}")

@@ -1,7 +1,9 @@
 """Models of Hugging Face transformers with their feed-forward layers through twell. ``pip install 'twell[hf]'``.
 
 ``sparsify`` converts an existing model. ``SparseLlamaForCausalLM`` and ``SparseQwen2ForCausalLM`` are sparse from the
-start, for training from scratch and for checkpoints; importing this module registers them with the Auto classes::
+start, for training from scratch and for checkpoints; importing this module registers them with the Auto classes, and
+with ``AutoModel``, ``AutoModelForSequenceClassification`` (reward models, too) and ``AutoModelForTokenClassification``
+what has their bodies::
 
     import twell.integrations.transformers as twell_hf
     model = twell_hf.sparsify(AutoModelForCausalLM.from_pretrained("facebook/opt-125m"))
@@ -20,8 +22,9 @@ To compile by hand for the static cache, replace ``model.forward`` with
 
 ``down_proj.weight`` is [hidden, intermediate] in files and in memory, as in the stock classes, so files load either
 way. For inference on a GPU the layers store it by rows, in ``eval`` mode and while nothing else holds it:
-``sparsify`` and ``load`` do so at once if the model is there, else the first eager call does. Keep weights
-on the device: the layers do not see weights that accelerate offloads to the CPU or to disk.
+``sparsify`` and ``load`` do so at once if the model is there, else the first eager call does. A ``device_map`` may
+spread the model over GPUs, before or after ``sparsify``, but not offload it: weights on the CPU or on disk are refused
+before it, and after it run dense or raise.
 """
 
 from __future__ import annotations
@@ -34,10 +37,9 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from twell import _down_layout, _sparsify
-from twell._activation import Activation
+from twell import _compaction, _down_layout, _sparsify
+from twell._activation import FOLLOWERS, Activation
 from twell._runtime.log import logger
-from twell._sparsify.modules import PairMLP
 from twell.functional import Strategy
 from twell.integrations import layouts
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -45,12 +47,21 @@ from twell.nn import SparseGatedMLP, SparseMLP
 try:
     from transformers import (
         AutoConfig,
+        AutoModel,
         AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
         LlamaConfig,
         LlamaForCausalLM,
+        LlamaForSequenceClassification,
+        LlamaForTokenClassification,
+        LlamaModel,
         PreTrainedModel,
         Qwen2Config,
         Qwen2ForCausalLM,
+        Qwen2ForSequenceClassification,
+        Qwen2ForTokenClassification,
+        Qwen2Model,
     )
     from transformers.activations import ACT2FN
     from transformers.modeling_utils import load_state_dict
@@ -65,8 +76,14 @@ from twell.integrations._trainer import SparsityCallback
 __all__ = [
     "SparseLlamaConfig",
     "SparseLlamaForCausalLM",
+    "SparseLlamaForSequenceClassification",
+    "SparseLlamaForTokenClassification",
+    "SparseLlamaModel",
     "SparseQwen2Config",
     "SparseQwen2ForCausalLM",
+    "SparseQwen2ForSequenceClassification",
+    "SparseQwen2ForTokenClassification",
+    "SparseQwen2Model",
     "SparsityCallback",
     "load",
     "name_activation",
@@ -92,7 +109,7 @@ def sparsify(
     """Run the feed-forward layers of ``model``, a ``PreTrainedModel``, through twell, in place; return ``model``.
 
     Layers with ReLU, squared ReLU, dReLU or FATReLU, of the architectures in the table of the page on models, with and
-    without a head. ``twell.sparsify_``, which it calls, documents the recognised forms and the arguments.
+    without a head. ``twell.sparsify_``, which it calls, documents what is taken and the arguments.
     ``save_pretrained`` writes the files of the stock class.
 
     A model with another activation, mostly SiLU, is refused, since its hidden state has no zeros. With
@@ -134,7 +151,9 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
 
     As ``sparsify(AutoModelForCausalLM.from_pretrained(model, **options))``, and it also reads configurations that name
     an activation which no stock class has: "drelu", and "fatrelu" with its threshold as ``hidden_act_param``, as
-    MiniCPM-S names it. Layers of twell that the model's class makes stay as they are.
+    MiniCPM-S names it. Layers of twell that the model's class makes stay as they are. A folder that ``save_pretrained``
+    wrote of a compacted model has its layers compacted again. With ``trust_remote_code`` a folder's own code reads its
+    own configuration, and what its modules compute decides.
 
     ``strategy`` and ``compression`` are those of ``sparsify``; None is its default, or what the model's class chooses.
     For its other arguments call ``sparsify`` itself. ``options`` are those of ``from_pretrained`` except for fields of
@@ -146,17 +165,28 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     if not isinstance(config, _SparseConfig) and getattr(config, layouts.LAYOUT_KEY, None) == "rows":
         raise ValueError(
             f"load: down weights must be as nn.Linear has them, got rows in {str(model)!r}: use "
-            "SparseLlamaForCausalLM.from_pretrained or SparseQwen2ForCausalLM.from_pretrained, or convert it by twell "
-            "convert --layout linear"
+            "SparseLlamaForCausalLM.from_pretrained or SparseQwen2ForCausalLM.from_pretrained, or convert it by `twell "
+            "convert`"
         )
-    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    # transformers prefers registered classes, as twell's
+    own_code = not isinstance(config, _SparseConfig) and "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or {}
+    )
     if not own_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"load: the model must be a causal one, got {config.model_type!r} in {str(model)!r}: load it by its own "
             "class of transformers, and call sparsify"
         )
-    own = layouts.as_stock(config)
-    loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
+    own_code = own_code and bool(options.get("trust_remote_code"))
+    own = None if own_code else layouts.as_stock(config)
+    full_size = None if own_code else _full_size(Path(model, options.get("subfolder") or ""))
+    if full_size is None:
+        loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
+    else:
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        reader: Any = type(cls.__name__, (_FullSize, cls), {"_state": full_size.state})
+        loaded = reader.from_pretrained(model, config=config, **options)
+        loaded.__class__ = cls
     settings: dict[str, Any] = {"strategy": strategy, "compression": compression}
     settings = {name: value for name, value in settings.items() if value is not None}
     if not _sparsify.layers(loaded):
@@ -166,8 +196,31 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
             setattr(layer, name, value)
     if own is not None:
         with_own(loaded, own)
+    if full_size is not None:
+        _compaction.compact(loaded, full_size.kept, keep_removed=full_size.complete, inplace=True)
     _down_layout.lay(_sparsify.layers(loaded).values())
     return loaded
+
+
+class _FullSize:
+    """A class with this base reads ``_state`` in place of the files that it finds."""
+
+    _state: dict[str, Tensor]
+
+    @classmethod
+    def _load_pretrained_model(cls, model: Any, state_dict: None, *args: Any, **kwargs: Any) -> Any:
+        return super()._load_pretrained_model(model, cls._state, *args, **kwargs)  # type: ignore[misc]
+
+
+def _full_size(folder: Path) -> _compaction.FullSize | None:
+    """The weights of a compacted model in a folder, with its removed neurons; None of any other."""
+    try:
+        files = layouts.weight_files(folder)
+    except FileNotFoundError:
+        return None
+    if not any(name.endswith(_compaction.KEPT) for path in files for name in layouts.read_header(path).tensors):
+        return None
+    return _compaction.full_size({name: t for path in files for name, t in load_state_dict(str(path)).items()})
 
 
 def with_own(model: Any, own: layouts.Own) -> Any:
@@ -242,21 +295,39 @@ def name_activation(model: Any) -> None:
         raise ValueError(f"name_activation: {error}") from error
 
 
-def follow_activation(model: Any) -> Callable[[], None]:
+def _follow(model: nn.Module, moving: bool) -> list[Callable[[], None]]:
+    """``_follow_activation`` of each outermost ``PreTrainedModel`` that ``model`` is or has, with twell layers."""
+    found, inside = list[nn.Module](), set[nn.Module]()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            inside.update(module.modules())
+            if _sparsify.layers(module):
+                found.append(module)
+    return [_follow_activation(module, moving) for module in found]
+
+
+FOLLOWERS.append(_follow)
+
+
+def _follow_activation(model: Any, moving: bool) -> Callable[[], None]:
     """``name_activation`` for a configuration that names ReLU or FATReLU; ``sparsify_`` leaves others alone.
 
-    A moving threshold is not written. A model whose configuration cannot name it keeps its configuration, after a
-    warning. Returns what takes a threshold out of the configuration again, where this wrote there.
+    A threshold that moves is not written unless ``moving``. A model whose configuration cannot name it keeps its
+    configuration, after a warning. Returns what takes a threshold out of the configuration again, where this wrote
+    there.
     """
     layer = next(iter(_sparsify.layers(model).values()))
     keys: list[layouts.Key] = []
     try:
         keys = _keys_of_layers(model)
     except ValueError as error:
-        logger.warning("the configuration does not name the new activation of layers, and files will not: %s", error)
+        # said when the threshold began to move
+        log = logger.debug if moving else logger.warning
+        log("the configuration does not name the new activation of layers, and files will not: %s", error)
     if not {key.read(model.config) for key in keys} <= {"relu", "fatrelu"}:
         keys = []
-    _write_activation(model, keys, Activation(layer.activation, layer.threshold))
+    threshold = float(layer.threshold) if moving else layer.threshold
+    _write_activation(model, keys, Activation(layer.activation, threshold))
     named = [key.part(config) for config, theirs in _configurations(model, keys) for key in theirs]
     return functools.partial(layouts.remove_threshold, named)
 
@@ -290,8 +361,7 @@ def _keys_of_layers(model: Any) -> list[layouts.Key]:
     # a pair's layer is the second of its block, whose activation is an identity
     blocks = {_sparsify.block_of(name, layer) for name, layer in layers.items()}
     identities = {name for name, module in modules.items() if isinstance(module, nn.Identity)}
-    pairs = {name for name, module in modules.items() if isinstance(module, PairMLP)}
-    places = layers.keys() | identities | pairs
+    places = layers.keys() | identities
     return _activation_keys.find(model, "relu", lambda name: not places.isdisjoint(_around(name)), blocks)
 
 
@@ -418,9 +488,10 @@ class _SparseModel:
                 'be trained further with ReLU first (arXiv 2310.04564); to do that, pass hidden_act="relu"'
             )
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        # after their initialisation, so that a seed gives the stock model's weights
-        for block in self.model.layers:  # type: ignore[attr-defined]
-            block.mlp = _layer(block.mlp, config)
+        # after their initialisation, so that a seed gives the stock model's weights; heads may take the body from here
+        for block in self.base_model.layers:  # type: ignore[attr-defined]
+            if not isinstance(block.mlp, (SparseGatedMLP, SparseMLP)):
+                block.mlp = _layer(block.mlp, config)
 
     @classmethod
     def _load_pretrained_model(
@@ -463,6 +534,8 @@ def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[st
                 shapes |= {name: tuple(t.shape) for name, t in load_state_dict(file).items()}
     else:
         shapes = {name: tuple(t.shape) for name, t in state_dict.items()}
+    if any(name.endswith(_compaction.KEPT) for name in shapes):
+        raise ValueError("the files are of a compacted model, which twell.integrations.transformers.load reads")
     try:
         found = layouts.layouts(shapes, config.to_dict(), metadata or None)
     except ValueError as error:
@@ -493,12 +566,58 @@ class SparseLlamaForCausalLM(_SparseModel, LlamaForCausalLM):  # type: ignore[mi
     config_class = SparseLlamaConfig
 
 
+class SparseLlamaModel(_SparseModel, LlamaModel):  # type: ignore[misc]
+    """``LlamaModel`` likewise: the body of ``SparseLlamaForCausalLM``, whose files it reads."""
+
+    config_class = SparseLlamaConfig
+
+
+class SparseLlamaForSequenceClassification(_SparseModel, LlamaForSequenceClassification):  # type: ignore[misc]
+    """``LlamaForSequenceClassification`` likewise: a classifier or, with ``num_labels=1``, a reward model."""
+
+    config_class = SparseLlamaConfig
+
+
+class SparseLlamaForTokenClassification(_SparseModel, LlamaForTokenClassification):  # type: ignore[misc]
+    """``LlamaForTokenClassification`` likewise."""
+
+    config_class = SparseLlamaConfig
+
+
 class SparseQwen2ForCausalLM(_SparseModel, Qwen2ForCausalLM):  # type: ignore[misc]
     """``Qwen2ForCausalLM`` likewise; see ``SparseQwen2Config``."""
 
     config_class = SparseQwen2Config
 
 
-for _config, _model in ((SparseLlamaConfig, SparseLlamaForCausalLM), (SparseQwen2Config, SparseQwen2ForCausalLM)):
+class SparseQwen2Model(_SparseModel, Qwen2Model):  # type: ignore[misc]
+    """``Qwen2Model`` likewise: the body of ``SparseQwen2ForCausalLM``, whose files it reads."""
+
+    config_class = SparseQwen2Config
+
+
+class SparseQwen2ForSequenceClassification(_SparseModel, Qwen2ForSequenceClassification):  # type: ignore[misc]
+    """``Qwen2ForSequenceClassification`` likewise: a classifier or, with ``num_labels=1``, a reward model."""
+
+    config_class = SparseQwen2Config
+
+
+class SparseQwen2ForTokenClassification(_SparseModel, Qwen2ForTokenClassification):  # type: ignore[misc]
+    """``Qwen2ForTokenClassification`` likewise."""
+
+    config_class = SparseQwen2Config
+
+
+for _config in (SparseLlamaConfig, SparseQwen2Config):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    AutoModelForCausalLM.register(_config, _model, exist_ok=True)
+for _auto, _model in (
+    (AutoModel, SparseLlamaModel),
+    (AutoModel, SparseQwen2Model),
+    (AutoModelForCausalLM, SparseLlamaForCausalLM),
+    (AutoModelForCausalLM, SparseQwen2ForCausalLM),
+    (AutoModelForSequenceClassification, SparseLlamaForSequenceClassification),
+    (AutoModelForSequenceClassification, SparseQwen2ForSequenceClassification),
+    (AutoModelForTokenClassification, SparseLlamaForTokenClassification),
+    (AutoModelForTokenClassification, SparseQwen2ForTokenClassification),
+):
+    _auto.register(_model.config_class, _model, exist_ok=True)

@@ -10,7 +10,6 @@ from twell.ops.ffn import ffn, ffn_aux
 from twell.ops.ffn_screened import ffn_screened
 from twell.ops.ffn_union import ffn_union
 from twell.ops.gate_pack import gate_pack
-from twell.ops.gate_pack_screened import gate_pack_screened
 from twell.ops.gate_screen import gate_screen
 from twell.ops.hybrid_backward import hybrid_backward
 from twell.ops.hybrid_backward_accumulate import hybrid_backward_accumulate
@@ -28,7 +27,6 @@ __all__ = [
     "ffn_screened",
     "ffn_union",
     "gate_pack",
-    "gate_pack_screened",
     "gate_screen",
     "hybrid_backward",
     "hybrid_backward_accumulate",

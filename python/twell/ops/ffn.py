@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _auto, _gate_copies, _memory, tuning
+from twell import _auto, _memory, tuning
 from twell._activation import Activation
-from twell._runtime import geometry, nvtx, specs
+from twell._runtime import geometry, nvtx
 from twell.ops import screened
 from twell.ops.ffn_screened import on_cpu as screened_on_cpu
 from twell.ops.ffn_screened import on_cuda as screened_on_cuda
@@ -30,7 +30,6 @@ from twell.ops.ffn_union import on_cuda as union_on_cuda
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
 from twell.ops.gate_pack import outputs as packed_outputs
 from twell.ops.gate_pack import pack
-from twell.ops.gate_pack_screened import pack as pack_screened
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
@@ -43,8 +42,8 @@ from twell.ops.library import (
     register,
 )
 from twell.ops.operands import Operands, PackedOperands
-from twell.ops.quantize_gate import Quantized, quantize_gate, require
 from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
+from twell.ops.quantize_gate import quantize_gate, require
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.ops.up_down import arrivals_for, multiply
@@ -85,8 +84,8 @@ def _run(
     counts = stats.select(2, 0)
     nonzeros = counts.sum()
     if route.measurement is not None:
-        if candidates is None:
-            candidates = screened.count(layer.x, layer.w_gate, layer.b_gate, route.measurement.screen, activation)
+        if candidates is None and route.measurement.screen:
+            candidates = screened.count(layer.x, layer.w_gate, layer.b_gate, activation)
         # a row of stats has 8 tokens
         route.measurement.counts(nonzeros, unions, heaviest=counts.sum(1).amax(), candidates=candidates)
     return y, l1.sum() if totals else None, nonzeros
@@ -103,8 +102,8 @@ def _choose(layer: Operands, strategy: str, site: Tensor | None) -> _auto.Route:
     n, gated, copied = w_gate.shape[0], w_up is not None, not has_row_strides(w_down)
     if site is None:
         return _auto.Route(_auto.fresh(x, n, gated, False, copied))
-    merged, kept = _is_merged(x, w_gate, w_up, b_gate, b_up), _gate_copies.keeps(w_gate)
-    return _auto.site_of(site).begin(x, n, gated, False, copied, merged, kept)
+    merged = _is_merged(x, w_gate, w_up, b_gate, b_up)
+    return _auto.site_of(site).begin(x, n, gated, False, copied, merged)
 
 
 def _on_cpu(
@@ -112,8 +111,7 @@ def _on_cpu(
 ) -> _Totals:
     check_layer(*layer)
     geometry.words_per_tile(compression)
-    with _gate_copies.in_graph():
-        return _run(_SPARSE_ON_CPU, layer, compression, activation, _choose(layer, strategy, site), totals)
+    return _run(_SPARSE_ON_CPU, layer, compression, activation, _choose(layer, strategy, site), totals)
 
 
 def _on_cuda(
@@ -122,8 +120,7 @@ def _on_cuda(
     geometry.words_per_tile(compression)
     if torch.cuda.is_current_stream_capturing():
         _memory.note_capture(layer.w_down)
-    with _gate_copies.in_graph():
-        return _run(_SPARSE_ON_CUDA, layer, compression, activation, _choose(layer, strategy, site), totals)
+    return _run(_SPARSE_ON_CUDA, layer, compression, activation, _choose(layer, strategy, site), totals)
 
 
 @nvtx.marked(
@@ -159,22 +156,13 @@ def _row_on_cpu(layer: Operands, compression: int, activation: Activation, measu
 
 
 def _row_on_cuda(
-    layer: Operands,
-    compression: int,
-    activation: Activation,
-    measured: bool,
-    invariant: bool = False,
-    screen: str | None = None,
+    layer: Operands, compression: int, activation: Activation, measured: bool, invariant: bool = False
 ) -> _Counted:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
     arrivals = None if invariant else arrivals_for(x)
-    copy = None if invariant else _copy_for_few(x, w_gate, screen)
-    if copy is None:
-        pack(x, w_gate, b_gate, packed, compression, activation, invariant, arrivals)
-    else:
-        pack_screened(x, w_gate, b_gate, *copy, packed, compression, activation, arrivals)
+    pack(x, w_gate, b_gate, packed, compression, activation, invariant, arrivals)
     y, l1 = empty(x, x.shape), empty(x, x.shape[0], torch.float32)
     behind = PackedOperands(x, words, spill, w_up, w_down, b_up, b_down)
     multiply(behind, y, l1, compression, activation, invariant, arrivals)
@@ -199,38 +187,22 @@ def _union_on_cuda(layer: Operands, compression: int, activation: Activation, me
 
 
 def _is_row(layer: Operands) -> bool:
-    """Whether "screened" and "proven" are "row", with its screen where there is one: tiles are not for few tokens."""
+    """Whether "screened" is "row": tiles are not for few tokens."""
     return 0 < layer.x.shape[0] <= tuning.FEW_GATE_PACK
 
 
-def _screened_on_cpu(
-    layer: Operands, compression: int, activation: Activation, measured: bool, screen: str
-) -> _Counted:
-    nearest = screened.is_nearest(screen)
+def _screened_on_cpu(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
     if _is_row(layer):
         return _row_on_cpu(layer, compression, activation, measured)
-    quantized = _gate_copies.of(layer.w_gate, screen, lambda: quantize_gate(layer.w_gate, True, nearest))
-    return screened_on_cpu(layer, quantized, compression, activation, nearest)
+    return screened_on_cpu(layer, quantize_gate(layer.w_gate, True), compression, activation)
 
 
-def _copy_for_few(x: Tensor, w_gate: Tensor, screen: str | None) -> tuple[Quantized, bool] | None:
-    """The kept int8 copy of w_gate, if it screens the gate of these few tokens; making one for a call does not pay."""
-    (m, k), n = x.shape, w_gate.shape[0]
-    if not tuning.screens_few(m, k, n) or tuning.family(x.device.index) != specs.SM90:
-        return None
-    return _gate_copies.for_few(w_gate, screen, lambda nearest: quantize_on_cuda(w_gate, True, nearest))
-
-
-def _screened_on_cuda(
-    layer: Operands, compression: int, activation: Activation, measured: bool, screen: str
-) -> _Counted:
-    nearest = screened.is_nearest(screen)
-    require(layer.x, strategy=screen)
+def _screened_on_cuda(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
+    require(layer.x, strategy="screened")
     if _is_row(layer):
-        return _row_on_cuda(layer, compression, activation, measured, screen=screen)
-    # kept only where a module was told to: a write through .data does not raise a tensor's version
-    quantized = _gate_copies.of(layer.w_gate, screen, lambda: quantize_on_cuda(layer.w_gate, True, nearest))
-    return screened_on_cuda(layer, quantized, compression, activation, nearest)
+        return _row_on_cuda(layer, compression, activation, measured)
+    # made at each call: nothing tells every write of a weight
+    return screened_on_cuda(layer, quantize_on_cuda(layer.w_gate, True), compression, activation)
 
 
 def _dense(layer: Operands, activation: Activation, measurement: _auto.Measurement | None, totals: bool) -> _Totals:
@@ -247,7 +219,7 @@ def _dense(layer: Operands, activation: Activation, measurement: _auto.Measureme
         level = activation.level(gate.dtype)
         nonzeros = gate.numel() - (gate <= level).sum() if totals else None
         if measurement is not None:
-            candidates = screened.count(x, w_gate, b_gate, measurement.screen, activation)
+            candidates = screened.count(x, w_gate, b_gate, activation) if measurement.screen else None
             measurement.dense(gate, level, candidates)
         del gate, up
         y = F.linear(hidden, w_down.t(), b_down)
@@ -289,13 +261,13 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 _SPARSE_ON_CPU: _Sparse = {
     "row": _row_on_cpu,
     "union": _union_on_cpu,
-    **{screen: functools.partial(_screened_on_cpu, screen=screen) for screen in tuning.SCREENS},
+    "screened": _screened_on_cpu,
     "invariant": _row_on_cpu,
 }
 _SPARSE_ON_CUDA: _Sparse = {
     "row": _row_on_cuda,
     "union": _union_on_cuda,
-    **{screen: functools.partial(_screened_on_cuda, screen=screen) for screen in tuning.SCREENS},
+    "screened": _screened_on_cuda,
     "invariant": functools.partial(_row_on_cuda, invariant=True),
 }
 _ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}"

@@ -4,7 +4,7 @@
 Neurons that any of 128 tokens may fire are candidates of these tokens. Their gates are computed exactly, all others are
 0, except with a probability of at most 2^-80 per gate: so y has the bits of ``ffn_union`` above 64 tokens. ``stats``
 are by 256 candidates where those of ``ffn_union`` are by 256 neurons. ``candidates`` and ``union`` count the candidates
-of each tile of 128 tokens, and those that fire. With ``nearest``, as q must have been made, no gate is missed.
+of each tile of 128 tokens, and those that fire.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from twell.ops.up_down_union import by_slices, results, union
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _split(arguments: tuple[Any, ...]) -> tuple[Operands, Quantized, int, Activation, bool]:
-    """The layer, its int8 gate weight, compression, activation and ``nearest``, of the arguments of the schema."""
+def _split(arguments: tuple[Any, ...]) -> tuple[Operands, Quantized, int, Activation]:
+    """The layer, its int8 gate weight, compression and activation, of the arguments of the schema."""
     layer, quantized, compression = Operands(*arguments[:7]), arguments[7:11], arguments[11]
-    activation = last_activation(arguments[12:14], layer.w_up is not None)
-    return layer, quantized, compression, activation, any(arguments[14:])
+    return layer, quantized, compression, last_activation(arguments[12:], layer.w_up is not None)
 
 
 def _fake(*arguments: Any) -> Outputs:
-    layer, quantized, compression, activation, _ = _split(arguments)
+    layer, quantized, compression, activation = _split(arguments)
     check_layer(*layer)
     screened.check_quantized(layer.w_gate, quantized)
     activation.level(layer.x.dtype)
@@ -48,13 +47,11 @@ def _cpu(*arguments: Any) -> Outputs:
     return on_cpu(*_split(arguments))
 
 
-def on_cpu(
-    layer: Operands, quantized: Quantized, compression: int, activation: Activation, nearest: bool = False
-) -> Outputs:
+def on_cpu(layer: Operands, quantized: Quantized, compression: int, activation: Activation) -> Outputs:
     """The operator on the CPU."""
     y, l1, stats, fired, candidates = _fake(*layer, *quantized, compression, *activation)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    listed = screened.candidates_on_cpu(x, w_gate, b_gate, quantized, nearest, activation)
+    listed = screened.candidates_on_cpu(x, w_gate, b_gate, quantized, activation)
     gate = activation.after(hybrid.project(x, w_gate, b_gate).to(x.dtype), inplace=True)
     screened.masked(gate, listed)
     up = None if w_up is None else hybrid.project(x, w_up, b_up)
@@ -71,23 +68,21 @@ def on_cpu(
 
 
 def _cuda(*arguments: Any) -> Outputs:
-    layer, quantized, compression, activation, nearest = _split(arguments)
+    layer, quantized, compression, activation = _split(arguments)
     screened.check_quantized(layer.w_gate, quantized)
     require_pitch("q", quantized[0])
-    y, l1, stats, sizes, candidates = on_cuda(layer, quantized, compression, activation, nearest)
+    y, l1, stats, sizes, candidates = on_cuda(layer, quantized, compression, activation)
     return y, l1, stats, union(sizes), union(candidates)
 
 
-def on_cuda(
-    layer: Operands, quantized: Quantized, compression: int, activation: Activation, nearest: bool = False
-) -> Outputs:
+def on_cuda(layer: Operands, quantized: Quantized, compression: int, activation: Activation) -> Outputs:
     """The operator on the current device, with all sizes."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     require(x, "ffn_screened")
     (m, _), n = x.shape, w_gate.shape[0]
     bias, laid, slices = bias_vector("b_gate", b_gate, n, x), hybrid.near_rows(w_gate), geometry.union_slices(m, n)
-    bits, stats = screened.find(x, bias, quantized, nearest, activation), figures(x, w_gate)
+    bits, stats = screened.find(x, bias, quantized, activation), figures(x, w_gate)
     # the first slice is the longest; the others reuse its memory
     most = slices[0][1] if slices else 0
     words, spill = room(x, most, w_gate, compression)
@@ -109,8 +104,7 @@ def on_cuda(
 
 
 ffn_screened = register(
-    f"ffn_screened({LAYER}, Tensor q, Tensor scale, Tensor spread, Tensor offset, int compression, {ACTIVATION}, "
-    "bool nearest=False) "
+    f"ffn_screened({LAYER}, Tensor q, Tensor scale, Tensor spread, Tensor offset, int compression, {ACTIVATION}) "
     "-> (Tensor y, Tensor l1, Tensor stats, Tensor union, Tensor candidates)",
     fake=_fake,
     cpu=_cpu,

@@ -2,7 +2,7 @@
 
 An empty ``b_gate`` is none. Bit n % 32 of candidates[t, n / 32] is set unless all gates of neuron n are 0 after ReLU
 for the tokens of tile t: by a bound of the error of the int8 products that a gate exceeds with a probability of at most
-2^-80. For rows rounded to ``nearest`` the bound is one that no gate exceeds. Bits beyond the last neuron are 0.
+2^-80.  Bits beyond the last neuron are 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def outputs(x: Tensor, w_gate: Tensor) -> Tensor:
 
 
 def _fake(*arguments: Any) -> Tensor:
-    x, w_gate, b_gate, _ = _split(arguments)
+    x, w_gate, b_gate = _split(arguments)
     for name, (matrix, *vectors) in (("x", x), ("w_gate", w_gate)):
         check_rank(name, matrix)
         check(name, matrix, (matrix.shape[0], x[0].shape[1]), torch.int8)
@@ -46,16 +46,16 @@ def _fake(*arguments: Any) -> Tensor:
     return outputs(x[0], w_gate[0])
 
 
-def _split(arguments: tuple[Any, ...]) -> tuple[Quantized, Quantized, Tensor, bool]:
-    """Rows of x and of w_gate as ``quantize_gate`` gives them, the bias and ``nearest``, of the schema's arguments."""
-    return arguments[:4], arguments[4:8], arguments[8], any(arguments[9:])
+def _split(arguments: tuple[Any, ...]) -> tuple[Quantized, Quantized, Tensor]:
+    """Rows of x and of w_gate as ``quantize_gate`` gives them, and the bias, of the schema's arguments."""
+    return arguments[:4], arguments[4:8], arguments[8]
 
 
 def _cpu(*arguments: Any) -> Tensor:
     candidates = _fake(*arguments)
-    (x, x_scale, x_spread, x_offset), (w_gate, w_scale, w_spread, w_offset), b_gate, nearest = _split(arguments)
+    (x, x_scale, x_spread, x_offset), (w_gate, w_scale, w_spread, w_offset), b_gate = _split(arguments)
     (m, k), n = x.shape, w_gate.shape[0]
-    root, tail, product, x_part, w_part, slack, usual, block, dithers = constants(k, nearest)
+    root, tail, product, x_part, w_part, slack, usual, block, dithers = constants(k)
     u, v = x_spread.double(), w_spread.double().square()
     slope, p = product * u + w_part, u + root
     r = (usual + tail * p * p / slope).sqrt()
@@ -79,41 +79,37 @@ def _cpu(*arguments: Any) -> Tensor:
 
 
 @functools.cache
-def constants(k: int, nearest: bool = False) -> tuple[float, ...]:
+def constants(k: int) -> tuple[float, ...]:
     """What the kernel takes of ``k`` columns, in the order of its ``Constants``."""
-    root, tail, grid = math.sqrt(k) / 2, screen.dither_tail(), screen.grid_error(k)
-    of_both = 2 * screen.ROTATION + screen.product_error(k)
-    # tail, product, x_part, w_part, slack
-    if nearest:
-        bound = (0.0, of_both, root + grid, root + grid, screen.SLACK + root * root)
-    else:
-        bound = (tail, of_both, grid, tail + grid, screen.SLACK)
-    dithers = 0.0 if nearest else screen.dither_product(k)
-    return root, *bound, float(screen.USUAL_SPREAD * k), float(screen.rotation_block(k)), dithers
+    tail, grid = screen.dither_tail(), screen.grid_error(k)
+    # root, tail, product, x_part, w_part, slack
+    bound = (math.sqrt(k) / 2, tail, 2 * screen.ROTATION + screen.product_error(k), grid, tail + grid, screen.SLACK)
+    # usual, block, dithers
+    return *bound, float(screen.USUAL_SPREAD * k), float(screen.rotation_block(k)), screen.dither_product(k)
 
 
 def _cuda(*arguments: Any) -> Tensor:
-    x, w_gate, b_gate, nearest = _split(arguments)
+    x, w_gate, b_gate = _split(arguments)
     require(x[0], "gate_screen")
     for name, (q, *_) in (("x", x), ("w_gate", w_gate)):
         require_pitch(name, q)
     bias = bias_vector("b_gate", b_gate if len(b_gate) else None, w_gate[0].shape[0], b_gate)
-    return on_cuda(x, w_gate, bias, nearest)
+    return on_cuda(x, w_gate, bias)
 
 
-def on_cuda(x: Quantized, w_gate: Quantized, b_gate: Tensor, nearest: bool = False) -> Tensor:
+def on_cuda(x: Quantized, w_gate: Quantized, b_gate: Tensor) -> Tensor:
     """The operator on the current device, for a bias as kernels read it."""
     candidates = outputs(x[0], w_gate[0])
     if len(candidates):
         # a cluster is two CTAs, one per multiprocessor
-        of_bound = (*constants(x[0].shape[1], nearest), device.sm_count(x[0].device.index) // 2)
+        of_bound = (*constants(x[0].shape[1]), device.sm_count(x[0].device.index) // 2)
         launch(tuning.gate_screen(b_gate.dtype), *x, *w_gate, b_gate, candidates.view(torch.int16), *of_bound)
     return candidates
 
 
 gate_screen = register(
     "gate_screen(Tensor x, Tensor x_scale, Tensor x_spread, Tensor x_offset, "
-    "Tensor w_gate, Tensor w_scale, Tensor w_spread, Tensor w_offset, Tensor b_gate, bool nearest=False) -> Tensor",
+    "Tensor w_gate, Tensor w_scale, Tensor w_spread, Tensor w_offset, Tensor b_gate) -> Tensor",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

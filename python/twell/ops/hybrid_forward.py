@@ -6,8 +6,8 @@ rounded to x's dtype, and so is h, once. The gate is kept in the hybrid format o
 ``held`` non-zeros per token on average, or for max(64, N / 36) if ``held`` is 0. Dtypes are bfloat16 and float16, on
 the CPU also float32 and float64.
 
-If ``screen`` is "screened" or "proven", gates are computed only where an int8 product says that they may be non-zeros.
-"screened" misses a gate with a probability of at most 2^-80, "proven" none. The screen takes 16-bit values alone.
+With ``screen`` gates are computed only where an int8 product says that they may be non-zeros. It misses a gate with a
+probability of at most 2^-80, and takes 16-bit values alone.
 """
 
 from __future__ import annotations
@@ -66,11 +66,9 @@ def _fake(
     held: int = 0,
     activation: str = "relu",
     threshold: float = 0.0,
-    screen: str = "",
+    screen: bool = False,
 ) -> Outputs:
     check_layer(*layer, wide=not screen)
-    if screen:
-        screened.is_nearest(screen)
     activation_of(activation, threshold, layer.w_up is not None).level(layer.x.dtype)
     geometry.words_per_tile(compression)
     if held < 0:
@@ -85,7 +83,7 @@ def _cpu(
     held: int = 0,
     activation: str = "relu",
     threshold: float = 0.0,
-    screen: str = "",
+    screen: bool = False,
 ) -> Outputs:
     y, l1, nonzeros, *tensors = _fake(*layer, compression, held, activation, threshold, screen)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
@@ -94,9 +92,8 @@ def _cpu(
     form = activation_of(activation, threshold)
     gate = form.after(hybrid.project(x, w_gate, b_gate).to(x.dtype), inplace=True)
     if screen:
-        nearest = screened.is_nearest(screen)
-        quantized = quantize_gate(w_gate, True, nearest)
-        screened.masked(gate, screened.candidates_on_cpu(x, w_gate, b_gate, quantized, nearest, form))
+        quantized = quantize_gate(w_gate, True)
+        screened.masked(gate, screened.candidates_on_cpu(x, w_gate, b_gate, quantized, form))
     up = None if w_up is None else hybrid.project(x, w_up, b_up)
     hidden = form.hidden(gate.to(l1.dtype), up).masked_fill(gate == 0, 0)
     l1.copy_(hidden.abs().sum())
@@ -113,7 +110,7 @@ def _cuda(
     held: int = 0,
     activation: str = "relu",
     threshold: float = 0.0,
-    screen: str = "",
+    screen: bool = False,
 ) -> Outputs:
     form = activation_of(activation, threshold, layer.w_up is not None)
     y, l1, nonzeros, kept = on_cuda(layer, compression, held, form, totals=True, screen=screen)
@@ -128,7 +125,7 @@ def _cuda(
     )
 )
 def on_cuda(
-    layer: Operands, compression: int, held: int, activation: Activation, totals: bool, screen: str = ""
+    layer: Operands, compression: int, held: int, activation: Activation, totals: bool, screen: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Kept]:
     """The operator on the current device; l1 and nonzeros are None unless ``totals``, which cost three kernels."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
@@ -151,15 +148,14 @@ def on_cuda(
     w_up = None if w_up is None else hybrid.near_rows(w_up)
     multiprocessors, capacity = device.sm_count(x.device.index), geometry.hybrid_capacity(m, n, held)
     if screen:
-        require(x, strategy=screen)
+        require(x, strategy="screened")
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
     lists = screened.empty_lists(x, m, n) if screen else None
     if lists is None:
         pack(x, w_gate, b_gate, packed, compression, activation)
     else:
         bias = bias_vector("b_gate", b_gate, n, x)
-        nearest = screened.is_nearest(screen)
-        bits = screened.find(x, bias, quantize_on_cuda(w_gate, True, nearest), nearest, activation)
+        bits = screened.find(x, bias, quantize_on_cuda(w_gate, True), activation)
         screened.pack(x, w_gate, bias, bits, lists, packed, compression, activation)
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
@@ -203,7 +199,7 @@ def on_cuda(
 
 
 hybrid_forward = register(
-    f'hybrid_forward({LAYER}, int compression, int held=0, {ACTIVATION}, str screen="") -> '
+    f"hybrid_forward({LAYER}, int compression, int held=0, {ACTIVATION}, bool screen=False) -> "
     "(Tensor y, Tensor l1, Tensor nonzeros, "
     "Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity)",
     fake=_fake,

@@ -4,8 +4,7 @@ Each row is rotated by a signed block Hadamard transform, scaled, and rounded wi
 fixed seed. ``scale * (q - dither)`` is near the rotated row, for dithers from -1/2 to 1/2 with mean 0; ``offset`` is
 the product of q and the dithers of the other side, those of w_gate for x. ``spread`` is at least the norm of the
 rotated row by its scale. It is 0 for a row of zeros, and infinite for a row that is not screened: not finite, or of a
-magnitude beyond 2^-50 to 2^54. These rows have an offset of 0. With ``nearest`` there are no dithers: q is rounded to
-nearest, and every offset is 0.
+magnitude beyond 2^-50 to 2^54. These rows have an offset of 0.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def outputs(matrix: Tensor) -> Quantized:
     return q.narrow(1, 0, k), scale, spread, offset
 
 
-def _fake(matrix: Tensor, weights: bool, nearest: bool = False) -> Quantized:
+def _fake(matrix: Tensor, weights: bool) -> Quantized:
     check_matrix("rows", matrix)
     return outputs(matrix)
 
@@ -75,7 +74,7 @@ def random_words(count: int, stream: int) -> Tensor:
     return torch.stack((c0, c1, c2, c3), 1).flatten()[:count]
 
 
-def _cpu(matrix: Tensor, weights: bool, nearest: bool = False) -> Quantized:
+def _cpu(matrix: Tensor, weights: bool) -> Quantized:
     q, scale, spread, offset = _fake(matrix, weights)
     r, k = matrix.shape
     tuning.quantize_gate(matrix.dtype, k)
@@ -92,7 +91,7 @@ def _cpu(matrix: Tensor, weights: bool, nearest: bool = False) -> Quantized:
     screened = (largest >= screen.SMALLEST) & (largest <= screen.LARGEST)
     levels = torch.full_like(largest, screen.LEVELS) / largest
     words = random_words(k, screen.DITHERS)
-    own, other = (screen.centred(words, shift).double() * _unit(nearest) for shift in _shifts(weights))
+    own, other = (screen.centred(words, shift).double() * 2.0 ** -(screen.FRACTION + 1) for shift in _shifts(weights))
     sums = (values.double() * levels.double()[:, None] + (own + 0.5)).float()
     q.copy_(sums.floor_().masked_fill_(~screened[:, None], 0))
     offset.copy_(q.double() @ other)
@@ -108,30 +107,24 @@ def _shifts(weights: bool) -> tuple[int, int]:
     return (screen.W_SHIFT, screen.X_SHIFT) if weights else (screen.X_SHIFT, screen.W_SHIFT)
 
 
-def _unit(nearest: bool) -> float:
-    """Of centred dithers; 0 for none."""
-    return 0.0 if nearest else 2.0 ** -(screen.FRACTION + 1)
-
-
-def _cuda(matrix: Tensor, weights: bool, nearest: bool = False) -> Quantized:
+def _cuda(matrix: Tensor, weights: bool) -> Quantized:
     require(matrix, "quantize_gate")
-    return on_cuda(matrix, weights, nearest)
+    return on_cuda(matrix, weights)
 
 
-def on_cuda(matrix: Tensor, weights: bool, nearest: bool = False) -> Quantized:
+def on_cuda(matrix: Tensor, weights: bool) -> Quantized:
     """The operator on the current device."""
     q, scale, spread, offset = outputs(matrix)
     k = matrix.shape[1]
     spec, multiprocessors = tuning.quantize_gate(matrix.dtype, k), device.sm_count(matrix.device.index)
     if len(matrix):
-        constants = (_unit(nearest), screen.grid_error(k), multiprocessors)
-        launch(spec, rows(matrix), q, scale, spread, offset, *_shifts(weights), *constants)
+        constants = (*_shifts(weights), screen.grid_error(k), multiprocessors)
+        launch(spec, rows(matrix), q, scale, spread, offset, *constants)
     return q, scale, spread, offset
 
 
 quantize_gate = register(
-    "quantize_gate(Tensor rows, bool weights, bool nearest=False) -> "
-    "(Tensor q, Tensor scale, Tensor spread, Tensor offset)",
+    "quantize_gate(Tensor rows, bool weights) -> (Tensor q, Tensor scale, Tensor spread, Tensor offset)",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

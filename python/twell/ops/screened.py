@@ -67,36 +67,26 @@ def firing_bias(bias: Tensor, n: int, activation: Activation) -> Tensor:
 
 
 def candidates_on_cpu(
-    x: Tensor,
-    w_gate: Tensor,
-    b_gate: Tensor | None,
-    quantized: Quantized,
-    nearest: bool = False,
-    activation: Activation = RELU,
+    x: Tensor, w_gate: Tensor, b_gate: Tensor | None, quantized: Quantized, activation: Activation = RELU
 ) -> Tensor:
     """Which neurons are candidates of each tile of 128 tokens: booleans [ceil(M/128), N]."""
     n = len(w_gate)
     bias = firing_bias(bias_vector("b_gate", b_gate, n, x), n, activation)
-    bits = gate_screen(*quantize_gate(x, False, nearest), *quantized, bias, nearest)
+    bits = gate_screen(*quantize_gate(x, False), *quantized, bias)
     listed: Tensor = (bits[:, :, None] >> torch.arange(32, device="cpu", dtype=torch.int32) & 1).bool().flatten(1)
     return listed[:, : len(w_gate)]
 
 
 @torch.no_grad()
-def count(
-    x: Tensor, w_gate: Tensor, b_gate: Tensor | None, screen: str, activation: Activation = RELU
-) -> Tensor | None:
-    """How many neurons ``screen`` lists for each tile of 128 tokens of x [M, K]: int64 [ceil(M/128)]; None for "".
+def count(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, activation: Activation = RELU) -> Tensor:
+    """How many neurons the screen lists for each tile of 128 tokens of x [M, K]: int64 [ceil(M/128)].
 
     For what calls measure where another strategy runs. Nothing waits.
     """
-    if not screen:
-        return None
     # another thread may capture a graph meanwhile
     with device.relaxed_capture() if x.is_cuda else nullcontext():
         bias = firing_bias(bias_vector("b_gate", b_gate, len(w_gate), x), len(w_gate), activation)
-        nearest = is_nearest(screen)
-        words = gate_screen(*quantize_gate(x, False, nearest), *quantize_gate(w_gate, True, nearest), bias, nearest)
+        words = gate_screen(*quantize_gate(x, False), *quantize_gate(w_gate, True), bias)
         # the number of ones in two, four and eight bits
         ones = words.view(torch.uint8)
         ones = ones - (ones >> 1 & 0x55)
@@ -121,17 +111,10 @@ def stats_on_cpu(gate: Tensor, listed: Tensor, stats: Tensor, compression: int) 
         own[:, :, 1] = (counts > geometry.capacity(compression)).sum(1)
 
 
-def is_nearest(screen: str) -> bool:
-    """Whether the int8 rows of the strategy ``screen`` are rounded to nearest. Raises ValueError if it has none."""
-    if screen not in tuning.SCREENS:
-        raise ValueError(f'screen must be "screened", "proven" or "", got {screen!r}')
-    return screen == "proven"
-
-
-def find(x: Tensor, b_gate: Tensor, quantized: Quantized, nearest: bool, activation: Activation) -> Tensor:
+def find(x: Tensor, b_gate: Tensor, quantized: Quantized, activation: Activation) -> Tensor:
     """The bits of ``gate_screen`` on the current device; an empty ``b_gate`` is none."""
     bias = firing_bias(b_gate, len(quantized[0]), activation)
-    return screen_on_cuda(quantize_on_cuda(x, False, nearest), quantized, bias, nearest)
+    return screen_on_cuda(quantize_on_cuda(x, False), quantized, bias)
 
 
 def pack(

@@ -33,11 +33,11 @@ from twell.recipe._aux import (
     Normalisation,
     clear_aux,
     convert_coefficient,
-    l1_term,
     l1_warmup,
     layers,
     record_aux,
 )
+from twell.recipe._l1 import l1_term
 from twell.recipe._reinitialize import reinitialize_dead, trained_layers
 from twell.recipe._sharing import sharing_term
 from twell.recipe._stats import LayerStats, SparsityStats

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from twell._arguments import require_choice, require_integer, require_number
+from twell._arguments import require_choice, require_flag, require_integer, require_number
 from twell._compaction import MLP, gate_of, recomputing
 from twell.functional import Aux
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -26,7 +26,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 class Call(NamedTuple):
-    """The figures of a call. ``idle``: it had no tokens, and its figures are 0."""
+    """The figures of a call. ``idle``: it had no tokens, or there was none, and the figures are 0."""
 
     aux: Aux
     idle: bool
@@ -44,13 +44,14 @@ class Recorder:
 
     calls: the figures with their graphs, for the loss. figures: detached, for the tracker. inputs: of calls in compiled
     graphs, which the tracker counts afterwards; it counts other calls at once, by ``observe``. kept: inputs with
-    their graphs, for terms of the gate. called: whether there was a call for the tracker, if only one without tokens.
+    their graphs, for terms that compute more. called: whether there was a call for the tracker, if only one without
+    tokens. skippable: whether a pass may have skipped all layers.
 
     Copies are empty and record nothing.
     """
 
     def __init__(self) -> None:
-        self.term = self.tracked = self.observing = self.keeping = self.called = False
+        self.term = self.tracked = self.observing = self.keeping = self.called = self.skippable = False
         self.observe: Callable[[Tensor], None] | None = None
         self.calls: list[Call] = []
         self.figures: list[Aux] = []
@@ -188,9 +189,9 @@ def release(layer: MLP) -> None:
 def record_aux(model: nn.Module, enabled: bool = True, *, inputs: bool = False) -> None:
     """Make every twell layer of ``model`` record L1 and L0 of its calls in training mode for ``l1_term``, or stop.
 
-    With ``inputs`` it also keeps the inputs of these calls, for ``sharing_term`` and ``TargetSparsity``. Under both
-    tensor parallelism and ``torch.compile`` the loss must then have a term that reads them. Register pre-hooks that
-    change a layer's input before this call.
+    With ``inputs`` it also keeps the inputs of these calls, for ``sharing_term``, ``TargetSparsity`` and masks. Under
+    both tensor parallelism and ``torch.compile`` the loss must then have a term that reads them. Register pre-hooks
+    that change a layer's input before this call.
 
     Costs two reductions that the kernels do anyway, and no synchronisation. Call it before ``torch.compile`` or at
     least before the first step of a compiled model. Recomputation by activation checkpointing is not recorded, except
@@ -204,71 +205,25 @@ def record_aux(model: nn.Module, enabled: bool = True, *, inputs: bool = False) 
             recorder.term = layer.record_aux = True
             recorder.keeping = inputs
         elif (found := getattr(layer, "_recorder", None)) is not None:
-            found.term = found.keeping = False
+            found.term = found.keeping = found.skippable = False
             found.calls.clear()
             found.kept.clear()
             release(layer)
 
 
-def clear_aux(model: nn.Module) -> None:
-    """Forget the unread figures of the layers of ``model``."""
+def clear_aux(model: nn.Module, *, skippable: bool = False) -> None:
+    """Forget the unread figures of the layers of ``model``.
+
+    With ``skippable`` the pass that follows may skip all of them, as by LayerDrop, and then has terms of 0; otherwise,
+    and after the next ``clear_aux``, a term of no call is an error.
+    """
+    require_flag("skippable", skippable)
     for layer in layers(model).values():
         layer.aux = None
         if (recorder := getattr(layer, "_recorder", None)) is not None:
+            recorder.skippable = skippable
             recorder.calls.clear()
             recorder.kept.clear()
-
-
-def l1_term(model: nn.Module, normalisation: Normalisation = "token_sum", *, several: bool = False) -> Tensor:
-    """The L1 term of the training loss, a 0-d tensor: the mean over layers of the mean over tokens of ``|h|``.
-
-    h is the hidden state, ``relu(gate) * up`` or ``relu(up)``. Over the neurons of a token ``|h|`` is
-
-    - summed by "token_sum": arXiv 2603.23198 adds this to the cross-entropy, with coefficient 2e-5;
-    - averaged by "neuron_mean": a layer with N neurons has 1/N of that, and the same term needs N times the
-      coefficient. ``convert_coefficient`` converts.
-
-    Use it after each forward pass of a model that has been through ``record_aux``::
-
-        loss = cross_entropy + coefficient * recipe.l1_term(model)
-
-    All tokens of a batch count, padding too. With gradient accumulation each micro-batch has its own term, scaled like
-    its cross-entropy; ranks that average gradients average the term.
-
-    Args:
-        several: take the mean over all calls of all layers since the last read, for layers that share weights or
-            several forward passes for one loss. Otherwise more than one call is an error. Calls without tokens do not
-            count; a layer that had no others has an L1 of 0.
-
-    Reading clears the record. Raises RuntimeError if a layer recorded nothing, or more than one call, whose record then
-    stays, or if its L1 requires no gradient although its weights do.
-    """
-    require_choice("normalisation", normalisation, NORMALISATIONS)
-    means = []
-    for layer, calls in read_aux(model, several, "l1_term"):
-        for call in calls:
-            l1 = whole(call.aux.l1)
-            means.append(l1 if normalisation == "token_sum" else l1 / layer.intermediate)
-    return mean_over_layers(model, means)
-
-
-def read_aux(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP, list[Call]]]:
-    """The unread figures of each layer, as ``l1_term`` uses them; reading clears the record. Errors name ``caller``."""
-    found, recorded, recorders = layers(model), {}, []
-    for name, layer in found.items():
-        recorder = getattr(layer, "_recorder", None)
-        if recorder is None or not recorder.term:
-            raise RuntimeError(f"{caller}: {name or 'the layer'} records nothing: call record_aux(model) first")
-        recorded[name] = with_tokens(recorder.calls, [call.idle for call in recorder.calls])
-        recorders.append(recorder)
-    for name, calls in recorded.items():
-        _require_one(caller, name or "the layer", calls, several)
-    for layer, recorder in zip(found.values(), recorders):
-        recorder.calls.clear()
-        layer.aux = None
-    for name, layer in found.items():
-        _require_usable(caller, name, layer, recorded[name])
-    return [(layer, recorded[name]) for name, layer in found.items()]
 
 
 def with_tokens(calls: Sequence[T], idle: Sequence[bool]) -> list[T]:
@@ -284,26 +239,6 @@ def mean_over_layers(model: nn.Module, means: list[Tensor]) -> Tensor:
         found = list(layers(model).values())
         term.register_hook(lambda _: _forget_recomputed(found))  # type: ignore[no-untyped-call]
     return term
-
-
-def _require_one(caller: str, name: str, calls: list[Call], several: bool) -> None:
-    if len(calls) > 1 and not several:
-        raise RuntimeError(
-            f"{caller}: {name} was called {len(calls)} times since the last read; several=True takes the mean over all "
-            "calls, clear_aux(model) forgets calls without a loss"
-        )
-
-
-def _require_usable(caller: str, name: str, layer: MLP, calls: list[Call]) -> None:
-    name = name or "the layer"
-    if not calls:
-        mode = "is in eval mode, where nothing is recorded" if not layer.training else "was not called"
-        raise RuntimeError(
-            f"{caller}: {name} recorded nothing since the last read: it {mode}, or a model compiled before record_aux "
-            "skipped its hooks (torch.compiler.reset() helps)"
-        )
-    if torch.is_grad_enabled() and not all(call.aux.l1.requires_grad for call in calls):
-        require_gradients(f"{caller}: the L1 of {name} requires no grad", layer)
 
 
 def require_gradients(what: str, layer: MLP) -> None:

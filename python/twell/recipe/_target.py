@@ -11,18 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from twell._activation import follow
 from twell._arguments import require_choice, require_integer, require_number, require_positive
 from twell._compaction import MLP
 from twell._runtime.log import logger
-from twell.recipe import _sharing
-from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, read_aux, whole, with_tokens
-from twell.recipe._threshold import (
-    name_in_configuration,
-    name_moving_in_configuration,
-    nothing,
-    require_relu,
-    require_settled,
-)
+from twell.recipe import _inputs, _sharing
+from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, whole, with_tokens
+from twell.recipe._l1 import read_aux, require_mask
+from twell.recipe._threshold import require_relu, require_settled
 
 # The coefficient is the exponential of a slow part, which sums the error log(non-zeros / goal), and a fast part in
 # proportion to it, which damps. Tried with models of 0.1 M parameters and 60 to 1,200 steps: runs to 7 to 25 % of the
@@ -74,9 +70,10 @@ class TargetSparsity:
     towards the end of the run it moves less and less, as the learning rate does.
 
     Everything is computed on the device of the model: no step waits. All ranks must call ``term`` and ``update``
-    equally often; they share figures and coefficients. Calls whose figures are not finite, or whose L1 is 0 as without
-    tokens or in a model that fires no more, are ignored: a step of nothing else leaves the coefficient and the figures
-    as they are. Padding counts as tokens.
+    equally often, whichever layers a rank skips and whichever experts it has tokens for; they share figures and
+    coefficients. Calls whose figures are not finite, or whose L1 is 0 as without tokens or in a model that fires no
+    more, are ignored: a step of nothing else leaves the coefficient and the figures as they are. Padding counts as
+    tokens unless ``term`` gets the ``attention_mask``.
 
     Args:
         nnz: the target, a mean over layers; ``term`` raises ValueError unless it is below their mean number of neurons.
@@ -129,26 +126,37 @@ class TargetSparsity:
         self._sum: Tensor | None = None
         self._warned = False
 
-    def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
-        """The coefficient times L1, with the errors of ``l1_term``; reading clears the record."""
+    def term(self, model: nn.Module, *, several: bool = False, attention_mask: Tensor | None = None) -> Tensor:
+        """The coefficient times L1, with the arguments and errors of ``l1_term``; reading clears the record.
+
+        Of tokens that ``attention_mask`` leaves out neither L1 nor non-zeros count.
+        """
         if self._state is None:
             _require_below_neurons(self.nnz, model)
             if self.of == "hidden":
                 _require_own_l1(model)
-        return self.weighed(model, several, "TargetSparsity.term")
+        return self.weighed(model, several, attention_mask, "TargetSparsity.term")
 
-    def weighed(self, model: nn.Module, several: bool, caller: str) -> Tensor:
+    def weighed(self, model: nn.Module, several: bool, mask: Tensor | None, caller: str) -> Tensor:
         """``term`` for any target; errors name ``caller``."""
-        calls = [call for _, each in read_aux(model, several, caller) for call in each]
+        require_mask(mask)
+        of_gate = self.of == "gate"
+        calls = [call for _, each in read_aux(model, several, caller, None if of_gate else mask) for call in each]
         # experts without tokens fire nothing, and say nothing of the others
         fired = [whole(call.aux.l0) for call in with_tokens(calls, [call.idle for call in calls])]
-        if self.of == "hidden":
+        if not of_gate:
             counts = fired
             penalty = l1 = mean_over_layers(model, [whole(call.aux.l1) for call in calls])
         else:
             window = _WINDOW if self.sharing else 1
-            gates = _sharing.gates_of(_sharing.read_inputs(model), window, _GATES // window)
-            counted = with_tokens(gates, [each.numel() == 0 for each in gates])
+            inputs = _inputs.read_inputs(model, mask)
+            gates = _sharing.gates_of(inputs, window, _GATES // window)
+            idle = [each.numel() == 0 for each in gates]
+            counted = with_tokens(gates, idle)
+            if mask is not None:
+                # the layers' own counts have padding in them
+                given = with_tokens([each for _, found in inputs for each in found], idle)
+                fired = [_sharing.l1(_inputs.fires(*each).float()) for each in zip(given, counted)]
             counts = [_sharing.l1((each.detach() > 0).float()) for each in counted]
             penalty = l1 = mean_over_layers(model, list(map(_sharing.l1, gates)))
             if self.sharing:
@@ -202,15 +210,15 @@ class TargetSparsity:
         stage, within = divmod(min(1.0, step / (self.reach * self.steps)) * self.stages, 1)
         return min(1.0, (stage + math.sin(math.pi / 2 * min(1.0, 2 * within)) ** 2) / self.stages)
 
-    def read(self) -> dict[str, float]:
+    def read(self, *, warn: bool = True) -> dict[str, float]:
         """The coefficient now and the non-zeros of the last step; NaN before there are any. Waits for the device.
 
-        Warns once if the term has come to ``most``.
+        Warns once if the term has come to ``most``, unless ``warn`` is false.
         """
         if self._state is None:
             return {"coefficient": math.nan, "non_zeros": math.nan}
         values = self._state.tolist()
-        if values[_HELD] and not self._warned:
+        if values[_HELD] and warn and not self._warned:
             self._warned = True
             logger.warning(
                 "the L1 term has come to %g nats, and its coefficient rises no further: the learning rate is too small "
@@ -219,6 +227,10 @@ class TargetSparsity:
                 self.most,
             )
         return {"coefficient": values[_NOW], "non_zeros": math.exp(values[_LAST])}
+
+    def held(self) -> bool:
+        """Whether the term has come to ``most``: the learning rate is too small, or the steps too few. Waits."""
+        return self._state is not None and bool(self._state[_HELD])
 
     def state_dict(self) -> dict[str, Any]:
         """What ``load_state_dict`` needs to go on after a whole step, and the arguments that must be the same there."""
@@ -319,8 +331,8 @@ class TargetThreshold:
 
     Until then the configuration of a ``PreTrainedModel`` names "fatrelu" without a threshold, and what
     ``save_pretrained`` writes is refused by the stock class and by ``load``. For a file that they can read,
-    ``name_in_configuration`` before ``save_pretrained`` writes the threshold of that step; the next ``update`` takes it
-    back out of the configuration.
+    ``twell.integrations.transformers.name_activation(model)`` before ``save_pretrained`` writes the threshold of that
+    step; the next ``update`` takes it back out of the configuration.
 
     Args:
         model: on its device, not compiled yet.
@@ -360,16 +372,16 @@ class TargetThreshold:
         for layer in self._layers:
             layer.threshold, layer.activation = 0, "fatrelu"
             layer.threshold = self._levels[layer.down_proj.weight.device]
-        self._forget_number = name_in_configuration(model)
+        self._forget = follow(model)
 
-    def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
-        """The coefficient times L1 of the gate, with the errors of ``l1_term``; reading clears the record.
+    def term(self, model: nn.Module, *, several: bool = False, attention_mask: Tensor | None = None) -> Tensor:
+        """The coefficient times L1 of the gate, as ``TargetSparsity.term``; reading clears the record.
 
         RuntimeError if the layers of ``model`` are others than those that it gave its threshold, or have lost it.
         """
         self._require_own("term", layers(model).values())
         # twice the target may be more than all neurons
-        return self.gates.weighed(model, several, "TargetThreshold.term")
+        return self.gates.weighed(model, several, attention_mask, "TargetThreshold.term")
 
     @torch.no_grad()
     def update(self) -> None:
@@ -398,19 +410,16 @@ class TargetThreshold:
         self._state = torch.stack([torch.where(usable, moved, level), least, first])
         self._write()
 
-    def read(self) -> dict[str, float]:
-        """The coefficient and the threshold now and the non-zeros of the last step. Waits for the device."""
-        found = self.gates.read()
+    def read(self, *, warn: bool = True) -> dict[str, float]:
+        """The coefficient and the threshold now and the non-zeros of the last step, as ``TargetSparsity.read``."""
+        found = self.gates.read(warn=warn)
         if self._state is not None and self.gates._state is not None:
             found["non_zeros"] = math.exp(self.gates._state[_FIRED])
         return found | {"threshold": float(next(iter(self._levels.values())))}
 
-    def name_in_configuration(self) -> None:
-        """Write the threshold as it is now to the configuration that ``settle`` writes to, until the next ``update``.
-
-        For ``save_pretrained`` meanwhile. Waits for the device.
-        """
-        name_moving_in_configuration(self._model)
+    def held(self) -> bool:
+        """As ``TargetSparsity.held``."""
+        return self.gates.held()
 
     def settle(self) -> float:
         """Give the layers the threshold as a number, which they keep, and return it. Waits for the device.
@@ -424,8 +433,8 @@ class TargetThreshold:
         for layer in self._layers:
             layer.threshold = threshold
         self._settled = True
-        name_in_configuration(self._model)
-        self._forget_number = nothing
+        follow(self._model)
+        self._forget = []
         return threshold
 
     def state_dict(self) -> dict[str, Any]:
@@ -456,7 +465,8 @@ class TargetThreshold:
     def _write(self) -> None:
         """Give the layers the threshold of the state."""
         # that of another step, which the model may have been saved with
-        self._forget_number()
+        for forget in self._forget:
+            forget()
         for level in self._levels.values():
             if self._state is None:
                 level.fill_(self._begin)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
 import math
-import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from twell import _sparsify
-from twell._activation import ActivationName
+from twell._activation import ActivationName, follow
 from twell._arguments import require_integer, require_number, require_positive
 from twell._compaction import MLP
 from twell.recipe._aux import layers, mean_over_ranks
@@ -103,7 +98,7 @@ def choose_threshold(
             )
         for layer in found.values():
             put(layer, "fatrelu" if good else "relu", good)
-        name_in_configuration(model)
+        follow(model)
     except BaseException:
         for settings in before:
             put(*settings)
@@ -127,43 +122,3 @@ def require_settled(found: Iterable[MLP]) -> None:
             "the threshold of the layers must be a number, got a tensor, as of a TargetThreshold that moves it: "
             "settle() ends that one"
         )
-
-
-def name_in_configuration(model: nn.Module) -> Callable[[], None]:
-    """Write the activation of the layers to the configuration of each ``PreTrainedModel`` that names ReLU or FATReLU.
-
-    ``model`` is one or has some. A threshold that moves is not written. Returns what takes a threshold out of the
-    configurations again.
-    """
-    undone = [integration.follow_activation(module) for module, integration in _of_transformers(model)]
-    return functools.partial(_call, undone)
-
-
-def name_moving_in_configuration(model: nn.Module) -> None:
-    """The same for a threshold that moves, as it is now; waits for the device."""
-    for module, integration in _of_transformers(model):
-        # where the configuration cannot name it, ``name_in_configuration`` has warned
-        with contextlib.suppress(ValueError):
-            integration.name_activation(module)
-
-
-def _of_transformers(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """Each outermost ``PreTrainedModel`` that has twell layers, with the integration, which is above this package."""
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-    found, inside = list[nn.Module](), set[nn.Module]()
-    for module in model.modules():
-        if isinstance(module, kind) and module not in inside:
-            inside.update(module.modules())
-            if _sparsify.layers(module):
-                found.append(module)
-    return [(module, importlib.import_module("twell.integrations.transformers")) for module in found]
-
-
-def _call(functions: list[Callable[[], None]]) -> None:
-    """Call each: a ``functools.partial`` of this is copied and pickled with what it holds."""
-    for function in functions:
-        function()
-
-
-def nothing() -> None:
-    pass

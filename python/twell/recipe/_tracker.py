@@ -124,6 +124,8 @@ class SparsityTracker:
         self._step: int | None = None
         self._ended: int | None = None
         self._observing = False
+        self._called = False  # a layer has been called in a watch
+        self._watched = False  # a watch of the open step has ended
         self._fresh = True  # nothing has been observed yet
         self._closed: Tensor | None = None
         self._reduced = False  # whether ``_closed`` is of all ranks
@@ -199,7 +201,10 @@ class SparsityTracker:
                 assert observe is not None
                 observe(x)
             recorder.inputs.clear()
-        if not any(recorder.called for recorder in self._recorders.values()):
+        # a pass may skip all layers, and a rank may have no token for them
+        self._called |= any(recorder.called for recorder in self._recorders.values())
+        self._watched = True
+        if not self._called or not any(layer.training for layer in self._layers.values()):
             raise RuntimeError(
                 "SparsityTracker: no layer was called in training mode in watch, or a model that was compiled before "
                 "skipped the tracker's hooks (torch.compiler.reset() helps)"
@@ -291,7 +296,8 @@ class SparsityTracker:
 
     def _close_step(self) -> None:
         """Close the open step, and the window if it is complete."""
-        if self._step is not None and self._observing and self._open:
+        # not only where a layer was called: all ranks must have the same windows
+        if self._step is not None and self._observing and self._watched:
             self._observed += 1
             self._fresh = False
             if self._observed >= self.window:
@@ -307,7 +313,7 @@ class SparsityTracker:
                 self._observed = 0
         if self._step is not None:
             self._ended = self._step
-        self._step = None
+        self._step, self._watched = None, False
 
     def _all_reduce(self, packed: Tensor) -> Tensor:
         if dist.is_available() and dist.is_initialized():

@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import io
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from twell import _files
 from twell._arguments import require, require_flag, require_integer, require_path
 from twell._runtime.log import logger
-from twell.recipe._stats import SparsityStats
+from twell.recipe._stats import LayerStats, SparsityStats
 
 _SUMMARY = "mean"
+# the columns that every file begins with; others are l0_at_... and l0_of_...
+_COLUMNS = ["step", *(name for name in LayerStats._fields if name not in ("positions", "types"))]
 
 
 class StatsWriter:
@@ -27,10 +30,11 @@ class StatsWriter:
     before ``write`` returns: a killed run leaves at most its last line cut short.
 
     Args:
-        path: of the CSV file. Its folder is made.
+        path: of the CSV file. Its folder is made. ValueError if there is something else than a regular file that begins
+            with the columns of a StatsWriter, or an empty one: nothing else is moved, cut or written to.
         resume_step: None begins a file and moves an existing one to the first free name of "NAME.1", "NAME.2", ...
             A number continues the existing file after that step: lines of later steps and a line cut short are removed.
-            ValueError if its columns differ from the figures.
+            ``write`` raises ValueError if its columns differ from the figures.
         tensorboard: write to this folder; True: to ``path`` with the suffix ".tensorboard". Without tensorboard
             installed nothing happens.
         wandb: log to the run that is active at ``write``, if any.
@@ -55,11 +59,13 @@ class StatsWriter:
         self._wandb, self._defined = wandb, False
         if not self.active:
             return
+        if os.path.lexists(self.path):
+            _require_own(self.path)
+            if resume_step is None:
+                _move_aside(self.path)
+            else:
+                self._columns = _cut_back(self.path, resume_step)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_step is None:
-            _move_aside(self.path)
-        elif self.path.exists():
-            self._columns = _cut_back(self.path, resume_step)
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -131,10 +137,25 @@ def _append(path: Path, data: bytes) -> None:
             raise
 
 
+def _require_own(path: Path) -> None:
+    """ValueError unless ``path`` is a regular file, no link, that begins as a StatsWriter begins one, or is empty."""
+    kind = path.lstat().st_mode
+    begin, got = _lines([_COLUMNS]), f"no regular file ({stat.filemode(kind)})"
+    if stat.S_ISREG(kind):
+        with open(path, "rb") as file:
+            line = file.readline(1 << 20).decode(errors="replace")
+        # a run that was killed may have left a part of its first line
+        if begin.startswith(line) or line.startswith(f"{begin[:-1]},l0_"):
+            return
+        got = f"one that begins with {line[:60]!r}"
+    raise ValueError(
+        f"path must be a new file or one of a StatsWriter, whose first line begins with {begin[:-1]}, got {got}: "
+        f"{path}; give another path, or move what is there"
+    )
+
+
 def _move_aside(path: Path) -> None:
-    if not path.exists():
-        return
-    free = next(other for i in range(1, 1 << 20) if not (other := path.with_name(f"{path.name}.{i}")).exists())
+    free = next(other for i in range(1, 1 << 20) if not os.path.lexists(other := path.with_name(f"{path.name}.{i}")))
     path.rename(free)
     logger.warning("%s is of another run: moved to %s", path, free)
 
@@ -149,8 +170,6 @@ def _cut_back(path: Path, step: int) -> list[str] | None:
         path.unlink()
         return None
     columns = lines[0]
-    if "step" not in columns:
-        raise ValueError(f"{path} must have a column step, got {', '.join(columns)}")
     place = columns.index("step")
     whole_lines = [line for line in lines[1:] if len(line) == len(columns) and line[place].isdecimal()]
     kept = [line for line in whole_lines if int(line[place]) <= step]

@@ -13,7 +13,7 @@ from torch import Tensor
 from twell import testing, tuning
 from twell._runtime import geometry
 from twell.commands.bench import fp8
-from twell.commands.bench.layers import ITEM, TimedLayer, Variant, Verdict, quantized, tiles_of
+from twell.commands.bench.layers import ITEM, TimedLayer, Variant, Verdict, tiles_of
 from twell.testing import FFN, Comparison, Errors
 
 # Tokens after which recorded layers repeat, and tokens around their middle that are timed and checked.
@@ -37,19 +37,11 @@ class Decode:
         self.nnz = float(self.active.sum()) / tokens
         self.overflowing = float(layer.overflows[middle : middle + tokens].sum()) / tokens
         # a sparse call reads only some rows of the other two weights: the gates alone must exceed the cache
-        screens = [strategy for strategy in tuning.SCREENS if strategy in layer.options.strategies]
-        self.copies = layer.device.copies_for(layer.weight_bytes // ITEM if screens else layer.weight_bytes)
+        self.copies = layer.device.copies_for(layer.weight_bytes)
         self.calls = self.copies * math.ceil(CALLS / self.copies)
         self.weights = [self.window, *(self.window.map(Tensor.clone) for _ in range(self.copies - 1))]
-        # int8 gate weights, which strategies "screened" and "proven" read
-        self.kept = {screen: [quantized(w.w_gate, screen) for w in self.weights] for screen in screens}
         # three fp8 weights of every copy are more than its bf16 gate
         self.fp8 = [fp8.Weights.of(weights) for weights in self.weights] if layer.options.fp8 is not None else []
-
-    def layer_by(self, strategy: Any, copy: int) -> Callable[[FFN], Tensor]:
-        """The layer by a strategy; one that screens has the int8 gate weight of this copy, as of a module's."""
-        kept = self.kept[strategy][copy] if strategy in tuning.SCREENS else None
-        return self.layer.sparse_with(strategy, kept)
 
     def variants(self, m: int) -> list[Variant]:
         """The variants with ``m`` tokens per call: dense PyTorch first, then each strategy."""
@@ -100,14 +92,14 @@ class _Calls:
         """Operations and bytes of a strategy, and its floor."""
         layer = self.layer
         listed = self.listed * geometry.TOKEN_TILE
-        screens, screens_tiles = strategy in tuning.SCREENS, self.m > tuning.FEW_GATE_PACK
+        screens, screens_tiles = strategy == "screened", self.m > tuning.FEW_GATE_PACK
         by_tiles = strategy == "union" or (screens and screens_tiles)
         pairs = listed if by_tiles else float(self.m * layer.n) if strategy == "dense" else self.nonzeros
         rows = layer.n if strategy == "dense" else self.fired
         gate: float = layer.weight_bytes
-        if screens and (screens_tiles or tuning.screens_few(self.m, layer.k, layer.n)):
-            # int8, and at least the rows that fire
-            gate = layer.weight_bytes / ITEM + rows * layer.k * ITEM
+        if screens and screens_tiles:
+            # read, and written and read in int8, and at least the rows that fire
+            gate = layer.weight_bytes * (1 + 2 / ITEM) + rows * layer.k * ITEM
         moved = 2 * self.token_bytes + gate + 2 * rows * layer.k * ITEM
         # memory traffic bounds the smallest batches
         floor = layer.seconds(3 * self.product if strategy == "dense" else self.product, moved)
@@ -140,7 +132,7 @@ class _Calls:
         variant = Variant("decode", "decode", lambda i: (), 3 * self.product, baseline=" decode", requested=requested)
 
         def call(strategy: Any, i: int) -> tuple[Tensor, ...]:
-            return (self.decode.layer_by(strategy, i % self.decode.copies)(self.at(i)),)
+            return (self.layer.sparse(strategy)(self.at(i)),)
 
         def figures(strategy: str) -> dict[str, Any]:
             return self.figures(strategy) | {"verify": functools.partial(self.verify, strategy)}
@@ -149,7 +141,7 @@ class _Calls:
 
     def verify(self, strategy: str, outputs: tuple[Tensor, ...]) -> Verdict:
         """Check y of all tokens, and the bits of the last call with its copy of the weights."""
-        y = self.whole(self.decode.layer_by(strategy, 0))
+        y = self.whole(self.layer.sparse(strategy))
         right, dense, roundings = self.answer
         comparison = Comparison(testing.errors(y, right), dense, roundings)
         if not comparison.ok:

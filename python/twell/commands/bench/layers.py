@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from twell import _auto, _gate_copies, ops, testing, tuning
+from twell import _auto, ops, testing
 from twell._activation import RELU, Activation
 from twell._runtime import geometry
 from twell.commands.bench import fp8
@@ -26,7 +26,7 @@ INFERENCE = ("gate_pack", "up_down", "up_down_union", "ffn", "down", "sparse_ffn
 TRAINING = ("train", "train_forward", "train_backward", "train_overflow", "sparse_train")
 OPS = (*INFERENCE, "decode", *TRAINING)
 WITHOUT_GATE = ("down", "sparse_ffn", "sparse_train")
-STRATEGIES = ("row", "union", *tuning.SCREENS, "invariant", "dense", "auto")
+STRATEGIES = ("row", "union", "screened", "invariant", "dense", "auto")
 
 # Bytes of a stored value.
 ITEM = 2
@@ -40,13 +40,6 @@ _COUNTED = 16384
 Packed = tuple[Tensor, Tensor, Tensor]
 Verdict = tuple[dict[str, Comparison], str]
 Verify = Callable[[tuple[Tensor, ...]], Verdict]
-
-
-def quantized(w_gate: Tensor, strategy: str) -> _gate_copies.GateCopy:
-    """The int8 copy that a module keeps of a gate weight for one of ``tuning.SCREENS``."""
-    copy, nearest = _gate_copies.GateCopy(), strategy == "proven"
-    copy.of(w_gate, strategy, lambda: ops.quantize_gate(w_gate, True, nearest))
-    return copy
 
 
 @dataclass(frozen=True)
@@ -184,21 +177,6 @@ class TimedLayer:
         function = torch.compile(testing.sparse_output, fullgraph=True, dynamic=False) if compiled else None
         options = {"compression": self.options.compression, "strategy": strategy, **self.form}
         return functools.partial(function or testing.sparse_output, **options)
-
-    def sparse_with(self, strategy: Any, kept: _gate_copies.GateCopy | None) -> Callable[..., Tensor]:
-        """``sparse`` as of a module that keeps the int8 copy of its gate weight."""
-        function = self.sparse(strategy)
-        if kept is None:
-            return function
-
-        def with_kept(problem: FFN, **options: Any) -> Tensor:
-            _gate_copies.enroll(problem.w_gate, kept)
-            try:
-                return function(problem, **options)
-            finally:
-                _gate_copies.withdraw(problem.w_gate)
-
-        return with_kept
 
     def dense(self) -> Iterator[tuple[str, Callable[..., Tensor]]]:
         """The dense functions, with their prefix in names of variants."""
@@ -391,7 +369,7 @@ class Inference:
     def _of_readers(self, strategy: str, gated: bool) -> dict[str, float]:
         """Operations and gathered bytes of a strategy after gate_pack, and its floor."""
         layer, projections = self.layer, 2 if gated else 1
-        by_tiles = strategy in ("union", *tuning.SCREENS)
+        by_tiles = strategy in ("union", "screened")
         rows = self._union_rows if by_tiles else layer.nonzeros
         gathered = float(rows) * projections * layer.k * ITEM
         executed = 2.0 * rows * layer.k * projections * (geometry.TOKEN_TILE if by_tiles else 1)
@@ -402,10 +380,6 @@ class Inference:
     def _whole(self, name: str, requested: str, gated: bool) -> Variant:
         """A layer's forward pass by one strategy."""
         flop, dense_floor = self._dense_floor(gated)
-        kept = quantized(self.problem.w_gate, requested) if requested in tuning.SCREENS else None
-        if requested == "auto":
-            # made only if it screens
-            kept = _gate_copies.GateCopy()
 
         def figures(strategy: str) -> dict[str, float]:
             if strategy == "dense":
@@ -413,12 +387,12 @@ class Inference:
             found = self._of_readers(strategy, gated)
             found["executed"] += self.layer.product
             # products in int8 take half the time; candidates come on top
-            found["floor"] += self._pack_floor / 2 if strategy in tuning.SCREENS else self._pack_floor
+            found["floor"] += self._pack_floor / 2 if strategy == "screened" else self._pack_floor
             return found
 
         def call(strategy: Any, i: int) -> tuple[Tensor, ...]:
             problem = self.problem._replace(x=self.layer.x[i % self.layer.copies])
-            return (self.layer.sparse_with(strategy, kept)(problem, gated=gated),)
+            return (self.layer.sparse(strategy)(problem, gated=gated),)
 
         variant = Variant(name, name, lambda i: (), flop, verify=self.layer.verify_output(gated))
         variant.baseline, variant.requested = "" if gated else " non-gated", requested

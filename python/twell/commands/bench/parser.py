@@ -38,8 +38,7 @@ operations:
                 single operators, all except for the first on packed gates; down is up_down without a gate
   ffn, sparse_ffn
                 forward pass of the whole layer, with and without gate, by each of --strategy; all calls share the
-                weights, so small weights stay in L2. What screens the gate, by name or as the choice of "auto", has a
-                kept int8 copy of its weight
+                weights, so small weights stay in L2
   decode        the gated layer on each number of tokens of --m-decode, from the middle of the workload, with several
                 copies of the weights in turn, whose gates exceed L2; errors are those of {DECODED} tokens. Dense is
                 compiled for each number of tokens, by the mode of --compile

@@ -96,14 +96,14 @@ def note_errors(row: LayerRow, compared: Mapping[str, Comparison]) -> None:
         }
 
 
-def note_times(row: LayerRow, samples: Sequence[float], flop: float, floor: float) -> float:
-    """Put the milliseconds of replays into the row, beside ``flop`` dense operations and a floor in seconds."""
+def note_times(row: LayerRow, samples: Sequence[float], flop: float, floor: float | None) -> float:
+    """Put the milliseconds of replays into the row, beside ``flop`` dense operations and any floor in seconds."""
     found = spread(samples)
     row.samples, row.ms, row.min_ms, row.p10_ms, row.p90_ms = len(samples), *found
-    row.floor_ms = floor * 1e3
+    row.floor_ms = None if floor is None else floor * 1e3
     if found.median:
         row.tflops = flop / found.median / 1e9
-        row.floor_share = row.floor_ms / found.median
+        row.floor_share = None if row.floor_ms is None else row.floor_ms / found.median
     return found.median
 
 

@@ -160,7 +160,9 @@ class Runner:
 
     def _fill(self, row: LayerRow, variant: Variant, layer: TimedLayer, times: Mapping[str, list[float]]) -> None:
         """Put times and rates into a row."""
-        ms = note_times(row, times[variant.key], variant.flop, variant.floor)
+        # a CPU's ceilings are measured on sizes that its caches hold
+        floor = variant.floor if self._device.torch_device.type == "cuda" else None
+        ms = note_times(row, times[variant.key], variant.flop, floor)
         if ms:
             row.executed_tflops = None if variant.executed is None else variant.executed / ms / 1e9
             row.l2_gather_gbs = variant.gathered / ms / 1e6 if variant.gathered else None

@@ -98,34 +98,34 @@ def schedule_of(request: DemoRequest, preset: Preset) -> Schedule:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Callable[[Reading], None]]:
-    """Show a bar on a terminal, redrawn in place; elsewhere a plain line at each tenth of the run."""
+def progress() -> Iterator[Callable[[float, str], None]]:
+    """Show a share and a text: as a bar on a terminal, redrawn in place; elsewhere a plain line at each tenth."""
     terminal = sys.stdout.isatty()
     shown = -1
 
-    def figures(r: Reading) -> str:
-        return (
-            f"{100 * r.progress:3.0f} %  step {r.step:5,}  loss {r.loss:.3f}  non-zeros/token {r.non_zeros:6.1f}  "
-            f"{r.tokens_per_second:8,.0f} tokens/s"
-        )
-
-    def show(r: Reading) -> None:
+    def show(share: float, figures: str) -> None:
         nonlocal shown
+        text = f"{100 * share:3.0f} %  {figures}"
         if terminal:
-            text = figures(r)
             width = min(40, shutil.get_terminal_size().columns - len(text) - 4)
-            done = round(width * r.progress)
+            done = round(width * share)
             bar = f"[{'#' * done}{'.' * (width - done)}] " if width >= 8 else ""
             print(f"\r\x1b[K{bar}{text}", end="", flush=True)
-        elif (tenth := int(10 * r.progress)) > shown:
+        elif (tenth := int(10 * share)) > shown:
             shown = tenth
-            print(f"  {figures(r)}", flush=True)
+            print(f"  {text}", flush=True)
 
     try:
         yield show
     finally:
         if terminal:
             print()
+
+
+def figures_of(r: Reading) -> str:
+    return (
+        f"step {r.step:5,}  loss {r.loss:.3f}  non-zeros/token {r.non_zeros:6.1f}  {r.tokens_per_second:8,.0f} tokens/s"
+    )
 
 
 @torch.no_grad()
@@ -272,8 +272,8 @@ def run(request: DemoRequest) -> int:
     def notice() -> None:
         print("\nStopping after this step to evaluate the model so far; Ctrl-C again quits.", flush=True)
 
-    with progress() as report:
-        history = train(model, corpus.train, schedule, request.seed, report, notice)
+    with progress() as show:
+        history = train(model, corpus.train, schedule, request.seed, lambda r: show(r.progress, figures_of(r)), notice)
     if not history.steps:
         print("Interrupted before the first step.", file=sys.stderr)
         return INTERRUPTED
@@ -283,18 +283,26 @@ def run(request: DemoRequest) -> int:
     started = time.perf_counter()
     model = copy.deepcopy(model).to(device=checked, dtype=torch.bfloat16)
     tokens = even_windows(corpus.held, max(1, preset.tokens // shape.context), shape.context + 1).to(checked)
-    dense_loss = token_losses(model, tokens, "dense", request.compression).mean().item()
-    if not math.isfinite(dense_loss):
-        print(f"Training diverged: the held-back loss is {dense_loss}. Try another --l1 or --seed.", file=sys.stderr)
-        return 1
-    sparse_loss = token_losses(model, tokens, "row", request.compression).mean().item()
     reports: list[LayerComparison] = []
     pictured: PackedTwell | None = None
-    for layer, (x, mlp) in enumerate(zip(ffn_inputs(model, tokens[:, :-1]), model.mlps, strict=True)):
-        layer_report, packed = compare_layer(layer, x, mlp, request.compression)
-        reports.append(layer_report)
-        if layer == shape.layers // 2:
-            pictured = packed
+    with progress() as show:
+        stages = shape.layers + 2
+        show(0, "held-back text through dense layers")
+        dense_loss = token_losses(model, tokens, "dense", request.compression).mean().item()
+        if not math.isfinite(dense_loss):
+            print(
+                f"Training diverged: the held-back loss is {dense_loss}. Try another --l1 or --seed.", file=sys.stderr
+            )
+            return 1
+        show(1 / stages, "held-back text through TwELL")
+        sparse_loss = token_losses(model, tokens, "row", request.compression).mean().item()
+        for layer, (x, mlp) in enumerate(zip(ffn_inputs(model, tokens[:, :-1]), model.mlps, strict=True)):
+            show((layer + 2) / stages, f"layer {layer} sparse, dense and in float64")
+            layer_report, packed = compare_layer(layer, x, mlp, request.compression)
+            reports.append(layer_report)
+            if layer == shape.layers // 2:
+                pictured = packed
+        show(1, "compared")
     assert pictured is not None
 
     count = tokens[:, :-1].numel()

@@ -1,0 +1,144 @@
+"""Time transformers' ``generate``, eager and with a static cache, with stock layers and after README's ``sparsify``.
+
+Both models have the same weights, in bfloat16. "prompt" is a forward pass on --prompts sequences of --prompt tokens
+without a cache. "generate" makes --new tokens, the likeliest, for each of some sequences: "eager" with the default
+cache, "static" with ``cache_implementation="static"``, whose steps transformers compiles and replays as CUDA graphs. A
+model makes all tokens twice, untimed, before --runs timed runs, which the two take in turn; the median counts. Tokens
+of the two are compared as in ``batches``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from profiling.serving import batches, models
+from twell import testing
+from twell.commands.bench.report import write_json
+from twell.commands.request import at_least
+from twell.integrations.transformers import sparsify
+from twell.nn import explain
+
+CACHES = {"eager": None, "static": "static"}
+
+
+@dataclasses.dataclass
+class Row:
+    """One model: tokens per second by the median of ``seconds``. strategies: what its layers ran, by tokens."""
+
+    what: str
+    model: str
+    sequences: int
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    tokens_per_s: float = 0.0
+    differing: int = 0
+    ties: int = 0
+    worst: float = 0.0
+    strategies: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    models.add_arguments(parser)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="JSON", help="file for the data")
+    add("--sequences", type=int, nargs="+", default=[1, 16], metavar="N", help="sequences at a time (1 16)")
+    add("--prompts", type=int, default=8, metavar="N", help="sequences of the prompt pass (8)")
+    add("--prompt", type=int, default=2048, metavar="N", help="their tokens; sequences begin with 64 of them (2048)")
+    add("--new", type=int, default=128, metavar="N", help="tokens to generate for each (128)")
+    add("--runs", type=at_least(1), default=5, metavar="N", help="timed runs of each model (5)")
+    add("--caches", nargs="+", choices=CACHES, default=list(CACHES), help="(eager static)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    most = max(arguments.sequences)
+    subject = models.subject(arguments, (arguments.prompts, arguments.prompt), (most, 64))
+    if arguments.model is None:
+        batches._draw_head(subject.model)
+    prompts, heads = subject.prompts.to(subject.device), subject.heads.to(subject.device)
+    stock = batches._stock(subject.model)
+    both = {"stock": stock, "sparse": sparsify(batches._stock(subject.model))}
+    rows: list[Row] = []
+
+    def measure(what: str, sequences: int, tokens: int, calls: dict[str, Callable[[], Any]]) -> list[Row]:
+        found = [Row(what, name, sequences) for name in calls]
+        for call in calls.values():
+            call(), call()
+        for _ in range(arguments.runs):
+            for row, call in zip(found, calls.values()):
+                row.seconds.append(timed(call))
+        for row in found:
+            row.tokens_per_s = tokens / statistics.median(row.seconds)
+            row.strategies = ran(both[row.model])
+            print(
+                f"{what:8} {sequences:4} {row.model:6} {row.tokens_per_s:10,.0f} tokens/s {row.strategies}", flush=True
+            )
+        rows.extend(found)
+        return found
+
+    def prompt(model: Any) -> Callable[[], Any]:
+        return lambda: model.get_decoder()(prompts, use_cache=False)[0]
+
+    with torch.inference_mode():
+        calls = {name: prompt(model) for name, model in both.items()}
+        measure("prompt", arguments.prompts, prompts.numel(), calls)
+    for cache in arguments.caches:
+        for count in arguments.sequences:
+            answers: dict[str, Tensor] = {}
+
+            def generate(name: str, ids: Tensor = heads[:count], cache: Any = CACHES[cache]) -> None:
+                answers[name] = both[name].generate(  # noqa: B023
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=arguments.new,
+                    min_new_tokens=arguments.new,
+                    do_sample=False,
+                    cache_implementation=cache,
+                    pad_token_id=0,
+                )[:, ids.shape[1] :]
+
+            found = measure(cache, count, count * arguments.new, {name: partial(generate, name) for name in both})
+            made = [answers[name].tolist() for name in both]
+            distances = batches._distances(stock, heads[:count].tolist(), *made)
+            found[1].differing, found[1].worst = len(distances), max(distances, default=0.0)
+            found[1].ties = sum(distance <= 4 for distance in distances)
+    write_json(
+        arguments.out,
+        rows,
+        machine=testing.machine_line(subject.device),
+        arguments={name: value for name, value in vars(arguments).items() if name != "config"},
+        model=subject.name,
+        attention=stock.config._attn_implementation,
+    )
+    return 0
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds of a call until the GPU is done."""
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def ran(model: Any) -> dict[str, int]:
+    """How many rows of ``twell.explain`` have each strategy, by tokens."""
+    found: dict[str, int] = {}
+    for choice in explain(model):
+        key = f"{choice.tokens}{' ' if choice.graph else ''}{choice.graph}: {choice.strategy}"
+        found[key] = found.get(key, 0) + 1
+    return found

@@ -1,0 +1,172 @@
+"""The module classes that ``sparsify_`` knows by name: a table of what their code does with their projections.
+
+A class counts by its own name, in the package that defines it. A subclass elsewhere counts as its base if it has
+nothing but an ``__init__`` of its own: with any method it may do something else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+_TRANSFORMERS, _TORCH = "transformers.models.", "torch.nn.modules.transformer"
+
+
+class Known(NamedTuple):
+    """What a class does with the children ``names``: (gate, up, down), (up, down) or (gate and up in one, down).
+
+    attribute: of a pair within a block, the name of the activation; "" for a module that is a layer as a whole.
+    dropouts: of a pair, what may drop values between the activation and the down projection: a module or its ``p``.
+    """
+
+    names: tuple[str, ...]
+    attribute: str = ""
+    dropouts: tuple[str, ...] = ()
+
+
+# Modules of transformers that are a layer as a whole, by the ends of their names and by their children. Those that are
+# more (a norm, a clamp, a factor, a residual) are found by trial.
+_LAYER_ENDS = ("MLP", "Mlp", "MLPBlock", "FFN", "FeedForward", "FeedForwardNetwork", "ActDense", "SwiGLU")
+_LAYERS = (
+    *(("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("wi_0", "wi_1", "wo"), ("gate_up_proj", "down_proj")),
+    *(("up_proj", "down_proj"), ("fc1", "fc2"), ("wi", "wo"), ("dense_h_to_4h", "dense_4h_to_h"), ("c_fc", "c_proj")),
+    *(("linear1", "linear2"), ("lin1", "lin2"), ("fc_in", "fc_out")),
+)
+
+# fc2(dropout(activation(fc1(x)))) among other code of a module, which does nothing else with the hidden state: the
+# layers, the activation and its dropout, and the classes, with their package where the name alone says little.
+_PAIRS: tuple[tuple[Known, str, str], ...] = (
+    (
+        Known(("fc1", "fc2"), "activation_fn", ("activation_dropout",)),
+        _TRANSFORMERS,
+        """
+        AudioFlamingo3EncoderLayer AutoformerDecoderLayer AutoformerEncoderLayer BartDecoderLayer BartEncoderLayer
+        BigBirdPegasusDecoderLayer BioGptDecoderLayer BlenderbotDecoderLayer BlenderbotEncoderLayer
+        BlenderbotSmallDecoderLayer BlenderbotSmallEncoderLayer ConditionalDetrMLP DabDetrDecoderLayerFFN
+        DeformableDetrMLP DetrMLP GroundingDinoDecoderLayer GroundingDinoDeformableLayer InformerDecoderLayer
+        InformerEncoderLayer LEDDecoderLayer LEDEncoderLayer M2M100DecoderLayer M2M100EncoderLayer MBartDecoderLayer
+        MBartEncoderLayer MMGroundingDinoDecoderLayer MMGroundingDinoDeformableLayer MarianDecoderLayer
+        MarianEncoderLayer Mask2FormerPixelDecoderEncoderLayer MaskFormerDetrMLP MossTranscribeDiarizeAudioLayer
+        MusicgenDecoderLayer MusicgenMelodyDecoderLayer MvpDecoderLayer MvpEncoderLayer
+        OneFormerPixelDecoderEncoderLayer PLBartDecoderLayer PLBartEncoderLayer PPDocLayoutV2MLP PPDocLayoutV3MLP
+        PPDocLayoutV4MLP PPFormulaNetDecoderLayer PegasusDecoderLayer PegasusEncoderLayer PegasusXDecoderLayer
+        PegasusXEncoderLayer Qwen2AudioEncoderLayer RTDetrMLP RTDetrV2MLP Speech2TextDecoderLayer
+        Speech2TextEncoderLayer TableTransformerDecoderLayer TableTransformerEncoderLayer
+        TimeSeriesTransformerDecoderLayer TimeSeriesTransformerEncoderLayer TrOCRDecoderLayer VoxtralEncoderLayer
+        WhisperDecoderLayer WhisperEncoderLayer XGLMDecoderLayer fsmt.DecoderLayer fsmt.EncoderLayer
+        """,
+    ),
+    (
+        Known(("fc1", "fc2"), "activation_fn"),
+        _TRANSFORMERS,
+        """
+        BigBirdPegasusEncoderLayer OPTDecoderLayer Qwen2_5OmniAudioEncoderLayer Qwen3ASRAudioEncoderLayer
+        Qwen3OmniMoeAudioEncoderLayer
+        """,
+    ),
+    (Known(("fc1", "fc2"), "activation_fn", ("dropout",)), _TRANSFORMERS, "DabDetrEncoderLayer LwDetrMLP RfDetrMLP"),
+    (Known(("fc1", "fc2"), "activation_fn", ("dropout1",)), _TRANSFORMERS, "JanusVisionMLP"),
+    (Known(("fc1", "fc2"), "activation_fn", ("hidden_dropout",)), _TRANSFORMERS, "FunAsrNanoMLP"),
+    (
+        Known(("fc1", "fc2"), "activation_fn", ("encoder_feedforward_dropout",)),
+        _TRANSFORMERS,
+        "OmDetTurboEncoderLayer",
+    ),
+    (
+        Known(("fc1", "fc2"), "activation", ("dropout",)),
+        _TRANSFORMERS,
+        "GroundingDinoTextEnhancerLayer MMGroundingDinoTextEnhancerLayer",
+    ),
+    (
+        Known(("fc1", "fc2"), "act", ("dropout",)),
+        _TRANSFORMERS,
+        "NllbMoeDenseActDense SeamlessM4TFeedForwardNetwork SeamlessM4Tv2FeedForwardNetwork",
+    ),
+    (Known(("fc1", "fc2"), "act", ("drop",)), _TRANSFORMERS, "LwDetrViTMlp MgpstrMlp VitDetMlp"),
+    (
+        Known(("fc1", "fc2"), "activation", ("drop",)),
+        _TRANSFORMERS,
+        "FocalNetMlp PPOCRV5MobileRecMLP PPOCRV5ServerRecMLP PPOCRV6SmallRecMLP",
+    ),
+    (
+        Known(("linear1", "linear2"), "activation", ("dropout",)),
+        _TRANSFORMERS,
+        "Sam2VideoMemoryAttentionLayer Sam3TrackerVideoMemoryAttentionLayer ZoeDepthTransformerEncoderLayer",
+    ),
+    (
+        Known(("linear1", "linear2"), "activation", ("dropout",)),
+        _TORCH,
+        "TransformerEncoderLayer TransformerDecoderLayer",
+    ),
+    (
+        # the two layers are in two children of the block
+        Known(("intermediate.dense", "output.dense"), "intermediate.intermediate_act_fn"),
+        _TRANSFORMERS,
+        """
+        AlignTextLayer AltRobertaLayer BertGenerationLayer BertLayer BigBirdLayer BlipTextLayer
+        BridgeTowerBertCrossLayer BridgeTowerTextLayer BrosLayer CamembertLayer CanineLayer ChineseCLIPTextLayer
+        ClapAudioLayer ClapTextLayer ConvBertLayer DPTViTLayer Data2VecTextLayer Data2VecVisionLayer DebertaLayer
+        DebertaV2Layer DinatLayer DonutSwinLayer ElectraLayer ErnieLayer FNetLayer FlavaLayer GitLayer LayoutLMLayer
+        LayoutLMv2Layer LayoutLMv3Layer LiltLayer LongformerLayer LukeLayer LxmertLayer MPNetLayer MarkupLMLayer
+        MaskFormerSwinLayer MegatronBertLayer MobileViTTransformerLayer MraLayer NystromformerLayer
+        PPDocLayoutV2ReadingOrderLayer RemBertLayer RoCBertLayer RoFormerLayer RobertaLayer SEWDLayer SplinterLayer
+        Swin2SRLayer Swinv2Layer TapasLayer TvpEncodeLayer VideoMAELayer ViltLayer VisualBertLayer XLMRobertaLayer
+        XLMRobertaXLLayer YolosLayer YosoLayer
+        """,
+    ),
+)
+_PAIR_OF = {(root, name): known for known, root, names in _PAIRS for name in names.split()}
+
+# An nn.Sequential of Linear, activation and Linear that its owner calls as a whole.
+_SEQUENCES = {"ctrl.EncoderLayer": "ffn"}
+SEQUENCE = ("0", "2")
+
+# Children of which a module of another class may be a layer; to say so is all that is done with it.
+LIKELY = (*_LAYERS, ("linear_1", "linear_2"), ("w1", "w2"), ("w_1", "w_2"), ("intermediate.dense", "output.dense"))
+
+# What the body of a class has that defines no method but __init__.
+_WITHOUT_METHODS = frozenset(
+    {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__annotate_func__", "__annotate__"}
+    | {"__annotations_cache__", "__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"}
+    | {"__abstractmethods__", "_abc_impl"}
+)
+
+
+def known_class(module: Any) -> tuple[str, str] | None:
+    """The package root and the name, with its folder if it is a model's, of the known class that a module is of."""
+    kind: Any
+    for kind in type(module).__mro__:
+        where = kind.__module__
+        for root in (_TRANSFORMERS, _TORCH):
+            if where.startswith(root):
+                # a forward that was put into the class is another one
+                own = str(getattr(kind.forward, "__module__", "")).startswith(root)
+                folder = where.removeprefix(root).split(".")[0]
+                return (root, f"{folder}.{kind.__name__}".removeprefix(".")) if own else None
+        if not vars(kind).keys() <= _WITHOUT_METHODS:
+            return None
+    return None
+
+
+def known(module: nn.Module, names_of: Any) -> list[Known]:
+    """What the table says of a module's class; several for a name that stands for several sets of children.
+
+    names_of: a function that says whether the module has children of some names.
+    """
+    found = known_class(module)
+    if found is None:
+        return []
+    root, name = found
+    pair = _PAIR_OF.get(found) or _PAIR_OF.get((root, name.rpartition(".")[2]))
+    if pair is not None:
+        return [pair] if names_of(pair.names) else []
+    if root == _TRANSFORMERS and name.endswith(_LAYER_ENDS):
+        return [Known(names) for names in _LAYERS if names_of(names)][:1]
+    return []
+
+
+def known_sequence(module: nn.Module) -> str:
+    """The name of a child that is an ``nn.Sequential`` of a layer alone, which this module calls as a whole; or ""."""
+    found = known_class(module)
+    return _SEQUENCES.get(found[1], "") if found else ""

@@ -1,0 +1,152 @@
+"""The inputs that layers have kept, and what is computed of them after the forward pass."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from twell import _compaction, functional
+from twell._activation import activation_of
+from twell.functional import Aux
+from twell.recipe._aux import layers, require_gradients, whole, with_tokens
+
+
+class Input(NamedTuple):
+    """An input of a layer as the layer saw it, and the rows [M, K] of it that count."""
+
+    layer: Any
+    x: Tensor
+    rows: Tensor
+
+
+def read_inputs(model: nn.Module, mask: Tensor | None = None) -> list[tuple[Any, list[Input]]]:
+    """Each layer of ``model`` with the inputs that it has kept, without tokens where ``mask`` is 0; clears the record.
+
+    A layer that was not called has one without tokens. So all ranks of a mesh gather the same weights, whatever they
+    call.
+    """
+    read, recorders = [], dict[str, Any]()
+    for name, layer in layers(model).items():
+        recorders[name] = recorder = getattr(layer, "_recorder", None)
+        if recorder is None or not recorder.keeping:
+            raise RuntimeError(f"{name or 'the layer'} keeps no inputs: call record_aux(model, inputs=True) first")
+    if not any(recorder.kept or recorder.skippable for recorder in recorders.values()):
+        raise RuntimeError(
+            f"{next(iter(recorders)) or 'the layer'} kept no input since the last read, and no other layer did: the "
+            "model was not called in training mode"
+        )
+    counted = None if mask is None else _Counted(mask)
+    for name, layer in layers(model).items():
+        where, kept = name or "the layer", list(recorders[name].kept)
+        recorders[name].kept.clear()
+        if torch.is_grad_enabled() and not all(each.grad for each in kept):
+            require_gradients(f"{where} kept an input without its gradient", layer)
+        found = [Input(layer, x, _rows(x) if counted is None else counted(where, x)) for x, _ in kept]
+        if not found:
+            weight = layer.down_proj.weight
+            x = torch.zeros(0, layer.hidden, dtype=weight.dtype, device=weight.device)
+            found = [Input(layer, x, x)]
+        read.append((layer, with_tokens(found, [not len(each.rows) for each in found])))
+    return read
+
+
+def _rows(x: Tensor) -> Tensor:
+    x = whole(x)
+    return x.reshape(-1, x.shape[-1])
+
+
+class _Counted:
+    """Takes the rows of inputs at which a mask is not 0."""
+
+    def __init__(self, mask: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "attention_mask: expected a call outside of compiled graphs, whose sizes cannot follow a mask; compile "
+                "the model, not what reads its term"
+            )
+        self.shape, self.places = mask.shape, whole(mask).reshape(-1).nonzero().squeeze(1)
+
+    def __call__(self, where: str, x: Tensor) -> Tensor:
+        rows = _rows(x)
+        tokens = x.shape[:-1]
+        # experts may get all tokens in another order
+        flat = len(tokens) == 1 and "experts" not in where.split(".")
+        if tokens != self.shape and not (flat and len(rows) == self.shape.numel()):
+            raise ValueError(
+                f"attention_mask must be of the tokens of {where}, {list(tokens)}, got {list(self.shape)}: experts, "
+                "sequences without their padding and the two halves of an encoder-decoder have other tokens; leave it "
+                "out there, and all tokens count"
+            )
+        if self.places.device != rows.device:
+            self.places = self.places.to(rows.device)
+        return rows.index_select(0, self.places)
+
+
+def fires(given: Input, gates: Tensor) -> Tensor:
+    """Where gates after ReLU, computed of an input, are above the layer's threshold."""
+    level: float | Tensor = activation_of("fatrelu", given.layer.threshold).level(given.rows.dtype)
+    return gates.detach() > level
+
+
+def figures(given: Input) -> Aux:
+    """``Aux`` of the rows that count, by another call of the layer on them."""
+    layer, x, rows = given
+    activation = activation_of(layer.activation, layer.threshold, layer._gated)
+    if not layer._is_plain():
+        gate, up = layer._pre_activations(_compaction.as_parameters(layer, rows))
+        gate = activation.after(gate)
+        return functional._dense_aux(activation.hidden(gate, up), gate, activation)
+    names = ("gate_proj", "up_proj") if layer._gated else ("up_proj",)
+    operands = [weights(layer, getattr(layer, name), x, rows.dtype) for name in names]
+    options = {**activation.options(), "strategy": layer._site() or layer.strategy, "compression": layer.compression}
+    options |= {"main_grads": (*mains_of(layer)[:-1], None), "return_aux": True}
+    # y is not used, so that any weight of this shape will do for the down projection
+    down = operands[0][0].detach().t()
+    if not layer._gated:
+        ((up, b_up),) = operands
+        return functional.sparse_ffn(rows, up, down, b_up=b_up, **options)[1]  # type: ignore[no-any-return]
+    (gate, b_gate), (up, b_up) = operands
+    return functional.sparse_gated_ffn(rows, gate, up, down, b_gate=b_gate, b_up=b_up, **options)[1]  # type: ignore[no-any-return]
+
+
+def mains_of(layer: Any) -> list[Tensor | None]:
+    """The tensors to which backward adds the gradients of a layer's weights; None where autograd keeps them."""
+    names = ("gate_proj", "up_proj", "down_proj") if layer._gated else ("up_proj", "down_proj")
+    found = [getattr(layer, name).weight for name in names]
+    gathered = any(hasattr(weight, "full_tensor") for weight in found)
+    mains: list[Tensor | None] | None = None if gathered else layer._main_grads(**dict(zip(names, found)))
+    return mains or [None] * len(names)
+
+
+def weights(layer: Any, projection: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The whole weight and bias of a projection, in the dtype of its input."""
+    weight = _gathered(projection.weight, x)
+    if weight.shape != (layer.intermediate, layer.hidden):
+        raise ValueError(
+            f"the gate's weight must be [{layer.intermediate}, {layer.hidden}], got {list(weight.shape)}: FSDP1 "
+            "has flat parts outside of forward, unless its sharding strategy is SHARD_GRAD_OP or NO_SHARD; "
+            "fully_shard (FSDP2) needs nothing"
+        )
+    bias = None if projection.bias is None else _gathered(projection.bias, x).to(dtype)
+    return weight.to(dtype), bias
+
+
+def _gathered(t: Tensor, x: Tensor) -> Tensor:
+    """The whole of a parameter after forward, when FSDP2 has divided it again; ``x`` is as the layer saw it.
+
+    Ranks of a tensor-parallel mesh, which x names, have the same tokens and compute the same gradient. Others have
+    tokens of their own, and the gradient is the mean of theirs, as by FSDP2's default.
+    """
+    if not hasattr(t, "full_tensor"):
+        return t
+    # a torch without distributed support has no such tensors
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    assert isinstance(t, DTensor)
+    names = t.device_mesh.mesh_dim_names or (None,) * t.device_mesh.ndim
+    same: tuple[Any, ...] = ()
+    if isinstance(x, DTensor):
+        same = names if x.device_mesh == t.device_mesh else x.device_mesh.mesh_dim_names or ()
+    return t.full_tensor(grad_placements=[Replicate() if name in same else Partial("avg") for name in names])

@@ -1,0 +1,134 @@
+"""The L1 term of the loss, from what the layers have recorded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from twell._arguments import require_choice
+from twell._compaction import MLP
+from twell.functional import Aux
+from twell.recipe._aux import (
+    NORMALISATIONS,
+    Call,
+    Normalisation,
+    layers,
+    mean_over_layers,
+    require_gradients,
+    whole,
+    with_tokens,
+)
+from twell.recipe._inputs import figures, read_inputs
+
+
+def l1_term(
+    model: nn.Module,
+    normalisation: Normalisation = "token_sum",
+    *,
+    several: bool = False,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """The L1 term of the training loss, a 0-d tensor: the mean over layers of the mean over tokens of ``|h|``.
+
+    h is the hidden state, ``relu(gate) * up`` or ``relu(up)``. Over the neurons of a token ``|h|`` is
+
+    - summed by "token_sum": arXiv 2603.23198 adds this to the cross-entropy, with coefficient 2e-5;
+    - averaged by "neuron_mean": a layer with N neurons has 1/N of that, and the same term needs N times the
+      coefficient. ``convert_coefficient`` converts.
+
+    Use it after each forward pass of a model that has been through ``record_aux``::
+
+        loss = cross_entropy + coefficient * recipe.l1_term(model)
+
+    With gradient accumulation each micro-batch has its own term, scaled like its cross-entropy; ranks that average
+    gradients average the term. A layer that was skipped, as by LayerDrop, or had no tokens, as an expert to which the
+    router sent none, has an L1 of 0, so that other layers have the same gradient with and without it.
+
+    Args:
+        several: take the mean over all calls of all layers since the last read, for layers that share weights or
+            several forward passes for one loss. Otherwise more than one call is an error. Calls without tokens do not
+            count; a layer that had no others has an L1 of 0.
+        attention_mask: of the tokens [...] as the layers get them in x [..., K], or flattened; 0 or False: padding.
+            Only other tokens count then. It needs ``record_aux(model, inputs=True)`` and runs each layer on them once
+            more, forward and backward without the down projection's part of it, outside of compiled graphs; it waits
+            for a mask on a GPU. ``sharing_term`` cannot read the same inputs again.
+            None: all tokens count, padding too.
+
+    Reading clears the record. Raises RuntimeError if no layer recorded anything, if one is in eval mode or recorded
+    more than one call, whose record then stays, or if its L1 requires no gradient although its weights do; ValueError
+    for a mask of other tokens than a layer's, as where experts get some of them or the model takes padding out itself.
+    """
+    require_choice("normalisation", normalisation, NORMALISATIONS)
+    require_mask(attention_mask)
+    means = []
+    for layer, calls in read_aux(model, several, "l1_term", attention_mask):
+        for call in calls:
+            l1 = whole(call.aux.l1)
+            means.append(l1 if normalisation == "token_sum" else l1 / layer.intermediate)
+    return mean_over_layers(model, means)
+
+
+def require_mask(mask: object) -> None:
+    """TypeError unless this may be an ``attention_mask``."""
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor [...], 0 where tokens are padding, got {type(mask).__name__}")
+
+
+def read_aux(model: nn.Module, several: bool, caller: str, mask: Tensor | None = None) -> list[tuple[MLP, list[Call]]]:
+    """The unread figures of each layer, as ``l1_term`` uses them; reading clears the record. Errors name ``caller``."""
+    calls = _read_calls(model, several, caller)
+    if mask is None:
+        return calls
+    return [
+        (layer, [Call(figures(each), not len(each.rows)) for each in found])
+        for layer, found in read_inputs(model, mask)
+    ]
+
+
+def _read_calls(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP, list[Call]]]:
+    found, recorded, recorders = layers(model), {}, []
+    for name, layer in found.items():
+        recorder = getattr(layer, "_recorder", None)
+        if recorder is None or not recorder.term:
+            raise RuntimeError(f"{caller}: {name or 'the layer'} records nothing: call record_aux(model) first")
+        recorded[name] = with_tokens(recorder.calls, [call.idle for call in recorder.calls])
+        recorders.append(recorder)
+    for name, calls in recorded.items():
+        _require_one(caller, name or "the layer", calls, several)
+    for layer, recorder in zip(found.values(), recorders):
+        recorder.calls.clear()
+        layer.aux = None
+    idle = [name for name, calls in recorded.items() if not calls]
+    evaluated = [name for name in idle if not found[name].training]
+    if evaluated or (len(idle) == len(found) and not any(recorder.skippable for recorder in recorders)):
+        raise RuntimeError(_nothing(caller, evaluated[:1] or idle[:1], bool(evaluated)))
+    for name, layer in found.items():
+        _require_usable(caller, name, layer, recorded[name])
+    given = [call.aux.l1 for calls in recorded.values() for call in calls]
+    like = whole(given[0]).detach() if given else next(iter(found.values())).down_proj.weight.new_zeros(()).float()
+    nothing = Call(Aux(*(torch.zeros_like(like, dtype=dtype) for dtype in (like.dtype, torch.float32))), True)
+    return [(layer, recorded[name] or [nothing]) for name, layer in found.items()]
+
+
+def _require_one(caller: str, name: str, calls: list[Call], several: bool) -> None:
+    if len(calls) > 1 and not several:
+        raise RuntimeError(
+            f"{caller}: {name} was called {len(calls)} times since the last read; several=True takes the mean over all "
+            "calls, clear_aux(model) forgets calls without a loss"
+        )
+
+
+def _nothing(caller: str, names: list[str], evaluated: bool) -> str:
+    if evaluated:
+        return f"{caller}: {names[0] or 'the layer'} recorded nothing: it is in eval mode; call train() on it"
+    return (
+        f"{caller}: {names[0] or 'the layer'} recorded nothing since the last read, and no other layer did: the model "
+        "was not called in training mode, or was compiled before record_aux and skipped its hooks "
+        "(torch.compiler.reset() helps); before a pass that may skip all layers call clear_aux(model, skippable=True)"
+    )
+
+
+def _require_usable(caller: str, name: str, layer: MLP, calls: list[Call]) -> None:
+    name = name or "the layer"
+    if torch.is_grad_enabled() and not all(call.aux.l1.requires_grad for call in calls):
+        require_gradients(f"{caller}: the L1 of {name} requires no grad", layer)

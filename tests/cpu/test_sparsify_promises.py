@@ -1,0 +1,394 @@
+"""What ``sparsify_`` promises of the model around its layers: trials leave it alone, and references to it hold."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import functools
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ffns import NAMES, Block, Gated, K, Literal, N, Plain, pickled, take, tokens
+from torch import Tensor, nn
+
+import twell
+from twell._sparsify import SparseDown, known, layers, sparsify_
+from twell.nn import SparseGatedMLP
+
+
+class ActNorm(nn.Module):
+    """Initialises itself from the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.ready = nn.Parameter(torch.ones(K)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not self.ready:
+            with torch.no_grad():
+                self.scale.copy_(1 / x.reshape(-1, K).std(0))
+            self.ready = True
+        return x * self.scale
+
+
+class Stateful(Block):
+    """A block with a cache, a counter, statistics, first-batch initialisation, a shared child and random numbers."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        super().__init__()
+        self.first, self.stats, self.mask, self.calls = ActNorm(), nn.BatchNorm1d(7), torch.empty(0), 0
+        self.final, self.wrong = self.norm, wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if len(self.mask) < x.shape[-2]:
+            self.mask = torch.ones(x.shape[-2], x.shape[-2], device=x.device).tril()
+        noise = random.random() + torch.rand(())
+        x = F.dropout(self.first(self.mask[: x.shape[-2], : x.shape[-2]] @ x) + noise, 0.1, self.training)
+        h = self.activation_fn(self.fc1(self.norm(x)))
+        x = self.final(x + self.fc2(h))
+        return x + h.mean() if self.wrong else x
+
+
+def everything(m: nn.Module) -> list[Any]:
+    """All tensors of a model by identity and value, its attributes and the states of random numbers."""
+    tensors = [
+        (name, id(t), t.device, t._version, t.clone()) for name, t in [*m.named_parameters(), *m.named_buffers()]
+    ]
+    attributes = [(name, key, id(value)) for name, inner in m.named_modules() for key, value in vars(inner).items()]
+    return [tensors, attributes, [type(inner) for inner in m.modules()], random.getstate(), torch.get_rng_state()]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta"), None])
+def test_a_refusal_changes_nothing(around: Any) -> None:
+    m = nn.Sequential(Plain(), Stateful(), Stateful(wrong=True)).train()
+    before = everything(m)
+    with (around or (lambda: torch.autocast("cpu", torch.bfloat16)))():
+        with pytest.raises(ValueError, match=r"2 \(Stateful\) cannot be run sparse"):
+            take(m)
+    assert same(before, everything(m))
+
+
+def test_trials_leave_the_state_of_a_block_alone() -> None:
+    m = nn.Sequential(Stateful()).train()
+    dense = copy.deepcopy(m)
+    assert take(m) == ["0.fc2"]
+    assert (m[0].calls, m[0].first.ready, len(m[0].mask)) == (0, False, 0)
+    for _ in range(2):
+        results = []
+        for each in (m, dense):
+            torch.manual_seed(0)
+            random.seed(0)
+            results.append(each(tokens()))
+        torch.testing.assert_close(*results)
+    assert not any(p.is_meta for p in m.parameters())
+
+
+class Methods(Block):
+    """Reaches its first projection by other ways than its name."""
+
+    def __init__(self, more: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.more = more
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.activation_fn(self.fc1(x))) + self.more(self, x).mean()
+
+
+REACHES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "children": lambda m, x: next(c for c in m.children() if isinstance(c, nn.Linear))(x),
+    "_modules": lambda m, x: m._modules["fc" + "1"](x),
+    "getattr": lambda m, x: getattr(m, f"fc{1}")(x),
+    "weight": lambda m, x: F.linear(x, m.fc1.weight),
+}
+
+
+@pytest.mark.parametrize("way", REACHES)
+def test_methods_that_reach_a_projection_are_seen(way: str) -> None:
+    m = nn.Sequential(Methods(REACHES[way]))
+    dense = copy.deepcopy(m)
+    if way == "weight":
+        # reading parameters still works
+        assert take(m) == ["0.fc2"]
+        torch.testing.assert_close(m(tokens()), dense(tokens()))
+        return
+    with pytest.raises(ValueError, match="its first projection returns"):
+        take(m)
+
+
+class Walking(nn.Module):
+    """Calls parts of its own nn.Sequential."""
+
+    def __init__(self, walk: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.walk = nn.Sequential(nn.Linear(K, N), nn.SiLU(), nn.Linear(N, K)), walk
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.walk(self.net, x).mean()
+
+
+WALKS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "index": lambda net, x: net[0](x),
+    "slice": lambda net, x: net[:2](x),
+    "loop": lambda net, x: [x := layer(x) for layer in net][1],
+    "children": lambda net, x: nn.Sequential(*list(net.children())[:-1])(x),
+    "old forward": lambda net, x: nn.Sequential.forward(net, x),
+    "whole": lambda net, x: net(x),
+}
+
+
+@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_parts_of_a_sequence_are_right_or_an_error(walk: str, activation: Any) -> None:
+    m: Any = Walking(WALKS[walk])
+    dense = copy.deepcopy(m)
+    dense.net[1] = nn.ReLU() if activation == "relu" else type("Squared", (nn.Module,), {"forward": _squared})()
+    assert take(m, activation=activation) == ["net"]
+    if walk in ("children", "whole"):
+        torch.testing.assert_close(m(tokens()), dense(tokens()))
+        return
+    with pytest.raises(TypeError, match="NamedMLP"):
+        m(tokens())
+
+
+def _squared(self: nn.Module, x: Tensor) -> Tensor:
+    return x.relu().square()
+
+
+REGISTRY: dict[str, type] = {}
+
+
+class Registered(nn.Module):
+    def __init_subclass__(cls, *, name: str, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        REGISTRY[name] = cls
+
+
+class Entry(Plain, Registered, name="entry"): ...
+
+
+def test_no_class_is_made_of_a_users_class() -> None:
+    assert take(nn.Sequential(Entry())) == ["0"]
+    assert REGISTRY == {"entry": Entry}
+    assert Entry.__subclasses__() == []
+
+
+@dataclasses.dataclass
+class Holder:
+    layer: nn.Module
+
+
+HOLDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "dataclass": (Holder, lambda held: held.layer),
+    "namespace": (lambda m: types.SimpleNamespace(layer=m), lambda held: held.layer),
+    "deque": (lambda m: collections.deque([m]), lambda held: held[0]),
+    "closure": (lambda m: lambda x: m(x), lambda held: held),
+    "partial": (lambda m: functools.partial(nn.Module.__call__, m), lambda held: held),
+    "child": (lambda m: nn.ModuleList([m]), lambda held: held[0]),
+    "compiled": (lambda m: torch.compile(m, backend="eager"), lambda held: held),
+    "compiled in place": (lambda m: (m.compile(backend="eager"), [m])[1], lambda held: held[0]),
+    "called": (lambda m: (m(tokens()), torch.compile(m, backend="eager"), [m])[2], lambda held: held[0]),
+}
+
+
+class Held(nn.Module):
+    def __init__(self, layer: nn.Module, hold: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.mlp = layer
+        self.held = hold(layer)
+
+
+@pytest.mark.parametrize("way", HOLDS)
+def test_every_reference_to_a_layer_has_the_new_one(way: str) -> None:
+    torch._dynamo.reset()
+    hold, get = HOLDS[way]
+    m: Any = Held(Gated(nn.SiLU()), hold)
+    get(m.held)(tokens())
+    old, state = m.mlp, {name: t.clone() for name, t in m.mlp.state_dict().items()}
+    take(m, activation="relu")
+    dense = Gated()
+    dense.load_state_dict(state)
+    assert m.mlp is old
+    for layer in (m.mlp, get(m.held)):
+        torch.testing.assert_close(layer(tokens()), dense(tokens()))
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, pickled])
+def test_a_turned_module_is_an_ordinary_one(through: Callable[[Any], Any]) -> None:
+    m = nn.Sequential(Gated())
+    m[0].note, m[0].layer_idx = {"a": 1}, 3
+    take(m)
+    other = through(m)
+    assert type(other[0]) is SparseGatedMLP
+    assert (other[0].note, other[0].layer_idx) == ({"a": 1}, 3)
+    other.load_state_dict(m.state_dict(), assign=True)
+    torch.testing.assert_close(other(tokens()), m(tokens()))
+
+
+def test_methods_that_were_kept_are_right_or_an_error() -> None:
+    m: Any = nn.ModuleList([Gated(), Literal(), type("Silu", (Literal,), {"forward": _silu})()])
+    kept, expected = [m[0].forward, m[1].forward], m[1](tokens())
+    take(m[:2])
+    with pytest.raises(AttributeError, match="act_fn"):
+        kept[0](tokens())
+    torch.testing.assert_close(kept[1](tokens()), expected)
+    kept.append(m[2].forward)
+    with pytest.raises(ValueError, match="its method _silu is kept elsewhere, and would still apply SiLU"):
+        take(m[2:], activation="relu")
+    kept.pop()
+    assert take(m[2:], activation="relu") == ["2"] or layers(m)
+
+
+def _silu(self: Any, x: Tensor) -> Tensor:
+    return self.fc2(F.silu(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+class Projector(nn.Module):
+    """The names of a layer between other sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(96, 64), nn.Linear(64, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.relu(self.up_proj(x)))
+
+
+def test_a_projector_and_containers_with_the_names_are_left_alone() -> None:
+    m = nn.Sequential(Projector(), nn.LayerNorm(K), Plain(), nn.ModuleList([nn.ReLU(), Projector(), nn.ReLU()]))
+    assert take(m) == ["2"]
+    assert type(m[0]) is Projector
+
+
+def test_partitioned_weights_are_named() -> None:
+    m = nn.Sequential(Gated(), nn.TransformerEncoderLayer(K, 4, N, dropout=0.0))
+    for index, part in enumerate(("0 (Gated): gate_proj.weight", "1 (TransformerEncoderLayer): linear1.weight")):
+        for p in m[index].parameters():
+            p.data = torch.empty(0)
+        with pytest.raises(ValueError, match="ZeRO-3") as error:
+            take(m[index:] if index else m)
+        assert part.split(" ", 1)[1] in str(error.value)
+
+
+def test_an_unknown_class_is_left_alone() -> None:
+    class Same(nn.TransformerEncoderLayer):
+        def __init__(self) -> None:
+            super().__init__(K, 4, N, dropout=0.0, batch_first=True)
+
+    class Other(Same):
+        def _ff_block(self, x: Tensor) -> Tensor:
+            return super()._ff_block(x) + self.linear1(x).mean()
+
+    m = nn.ModuleList([Same(), Other()])
+    assert known.known_class(m[0]) is not None
+    assert known.known_class(m[1]) is None
+    assert sparsify_(m) == ["0.linear2"]
+    assert type(m[1].linear2) is nn.Linear
+
+
+def test_a_forward_put_into_a_known_class_makes_it_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.TransformerEncoderLayer, "forward", lambda self, x: self.linear1(x))
+    with pytest.raises(ValueError, match=r"1, the first 0 \(TransformerEncoderLayer\)"):
+        sparsify_(nn.Sequential(nn.TransformerEncoderLayer(K, 4, N, dropout=0.0)))
+
+
+def test_layers_of_fsdp1_are_refused() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        m = FullyShardedDataParallel(nn.Sequential(Gated()), use_orig_params=True, device_id=torch.device("cpu"))
+        with pytest.raises(ValueError, match="has its parameters in one buffer: call sparsify_ before"):
+            take(m)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_down_weight_of_anothers_memory_is_refused() -> None:
+    m: Any = nn.ModuleDict({"mlp": Gated()})
+    m.also = nn.Parameter(m["mlp"].down_proj.weight.data.view(-1)[8:])
+    with pytest.raises(ValueError, match="shares memory with also"):
+        take(m)
+
+
+def spread(m: nn.Module, **options: Any) -> nn.Module:
+    accelerate = pytest.importorskip("accelerate")
+    device_map = {name: "cpu" for name, _ in m.named_children()}
+    accelerate.dispatch_model(m, device_map, main_device="cpu", force_hooks=True, **options)
+    return m
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("form", [Gated, Block, lambda: nn.TransformerEncoderLayer(K, 4, N, 0.0, batch_first=True)])
+def test_hooks_that_move_tensors_work_on(form: Callable[[], nn.Module], before: bool) -> None:
+    m = nn.Sequential(form(), nn.LayerNorm(K)).eval()
+    expected = m(tokens())
+    if before:
+        spread(m)
+    names: Any = [*NAMES, ("linear1", "linear2")]
+    sparsify_(m, names=names, strategy="union")
+    if not before:
+        spread(m)
+    torch.testing.assert_close(m(tokens()), expected)
+    (layer,) = layers(m).values()
+    assert layer._is_plain()
+    hooks = [inner._hf_hook for inner in m.modules() if "_hf_hook" in vars(inner)]
+    assert layer._hf_hook in hooks
+    moved: list[Any] = []
+    layer._hf_hook.pre_forward = lambda module, *args, **kwargs: (moved.append(module), (args, kwargs))[1]
+    m(tokens())
+    assert moved == [layer]
+    assert {row.strategy for row in twell.explain(m)} != {"dense"}
+
+
+@pytest.mark.parametrize("form", [Gated, Block])
+def test_offloaded_weights_are_refused_or_run(form: Callable[[], nn.Module]) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    m = nn.Sequential(form()).eval()
+    expected = m(tokens())
+    offloaded = copy.deepcopy(m)
+    accelerate.cpu_offload(offloaded, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"hook of accelerate that does more .*device_map"):
+        take(offloaded)
+    take(m, strategy="union")
+    accelerate.cpu_offload(m, torch.device("cpu"))
+    if form is Gated:
+        torch.testing.assert_close(m(tokens()), expected)
+        return
+    with pytest.raises(NotImplementedError, match="accelerate's, which offloads its weights"):
+        m(tokens())
+
+
+@pytest.mark.parametrize("target", [["fc1"], ["fc2"], ["fc1", "fc2"], "all-linear"])
+def test_lora_on_either_layer_of_a_pair_has_one_answer(target: Any) -> None:
+    peft = pytest.importorskip("peft")
+    m = nn.Sequential(Block()).eval()
+    expected = m(tokens())
+    config = peft.LoraConfig(target_modules=target, r=4, init_lora_weights=False)
+    adapted = copy.deepcopy(m)
+    take(adapted)
+    with pytest.raises(NotImplementedError, match=r"fc[12] of a twell pair must .*got peft.*merge an adapter"):
+        peft.get_peft_model(adapted, config)(tokens())
+    # the advice works
+    with pytest.raises(TypeError, match="adapters must be merged first"):
+        take(peft.get_peft_model(copy.deepcopy(m), config))
+    merged = peft.get_peft_model(m, config).merge_and_unload()
+    expected = merged(tokens())
+    assert take(merged) == ["0.fc2"]
+    assert isinstance(merged[0].fc2, SparseDown)
+    torch.testing.assert_close(merged(tokens()), expected)
