@@ -54,8 +54,8 @@ class Laid:
         self.failed = False
         # whether no call has looked at the weight since it was made or put back
         self.fresh = True
-        # those that the allocator knows to read the weight's memory, which it then does not reuse too early
-        self.streams: set[int] = set()
+        # (address, stream): what the allocator knows to be read there, which it then does not reuse too early
+        self.reads: set[tuple[int, int]] = set()
 
     def put_back(self) -> None:
         """Store the weight as nn.Linear does."""
@@ -78,32 +78,32 @@ class Laid:
             store(self.weight, rows=False)
             _wait(self.weight)
             self.weight, self.fresh = None, True
-            self.streams.clear()
+            self.reads.clear()
 
     def note_reading(self, weight: Tensor) -> None:
         """Let the allocator know that the current stream reads the weight, or twell that a graph does."""
         if not weight.is_cuda:
             return
-        stream = torch._C._cuda_getCurrentRawStream(weight.device.index)
+        read = weight.data_ptr(), torch._C._cuda_getCurrentRawStream(weight.device.index)
         if is_capturing(weight):
             _memory.note_capture(weight)
-        elif stream not in self.streams:
-            self.streams.add(stream)
+        elif read not in self.reads and _autograd.eager((weight,)):
+            self.reads.add(read)
             weight.record_stream(torch.cuda.current_stream(weight.device))
 
 
 class Turn:
     """An eager call of a layer: its down weight is laid before, and nothing else lays it meanwhile."""
 
-    __slots__ = ("_layer", "_lock")
+    __slots__ = ("_layer", "_lock", "_parameters")
 
-    def __init__(self, layer: Any) -> None:
-        self._layer, self._lock = layer, layer._laid.lock
+    def __init__(self, layer: Any, parameters: dict[str, Any]) -> None:
+        self._layer, self._parameters, self._lock = layer, parameters, layer._laid.lock
 
     def __enter__(self) -> None:
         self._lock.acquire()
         try:
-            settle(self._layer)
+            settle(self._layer, self._parameters)
         except BaseException:
             self._lock.release()
             raise
@@ -112,14 +112,21 @@ class Turn:
         self._lock.release()
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def turn(layer: Any) -> contextlib.AbstractContextManager[None]:
     """The context of an eager call of ``layer``."""
-    weight = layer.down_proj._parameters.get("weight")
-    if is_on_gpu(weight) and layer._down_layout == "auto":
-        return Turn(layer)
-    if is_on_gpu(weight) and is_capturing(weight):
-        _memory.note_capture(weight)
-    return contextlib.nullcontext()
+    # a look-up of nn.Module costs a microsecond
+    parameters = (layer._modules.get("down_proj") or layer.down_proj)._parameters
+    weight = parameters.get("weight")
+    layer._laid.fresh = False
+    if type(weight) is nn.Parameter and is_on_gpu(weight):
+        if layer._down_layout == "auto":
+            return Turn(layer, parameters)
+        if is_capturing(weight):
+            _memory.note_capture(weight)
+    return _NOTHING
 
 
 def lay(layers: Iterable[Any]) -> None:
@@ -129,10 +136,12 @@ def lay(layers: Iterable[Any]) -> None:
             pass
 
 
-def settle(layer: Any) -> None:
-    """Lay the down weight of a layer as its next call, with or without gradients, wants it."""
-    laid, parameters = layer._laid, layer.down_proj._parameters
-    laid.fresh = False
+def settle(layer: Any, parameters: dict[str, Any]) -> None:
+    """Lay the down weight of a layer, one of the ``parameters``, as its next call wants it, with gradients or without.
+
+    Only the dictionary holds the weight here, so that other holders can be counted.
+    """
+    laid = layer._laid
     trains = torch.is_grad_enabled() and parameters["weight"].requires_grad
     if laid.weight is parameters["weight"]:
         if trains:
@@ -151,7 +160,7 @@ def settle(layer: Any) -> None:
             if not obstacle(layer):
                 parameters["weight"].data = data
                 laid.weight = parameters["weight"]
-                laid.streams.clear()
+                laid.reads.clear()
     laid.note_reading(parameters["weight"])
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import twell
 from tests.cpu.test_plain_habits import MODELS, forward
@@ -211,6 +212,34 @@ def test_dense_layers_and_inference_tensors_stay() -> None:
         with torch.inference_mode():
             layer(torch.randn(3, K).to(layer.up_proj.weight.dtype))
         assert layout(layer) == "linear"
+
+
+def test_inference_mode_and_frozen_weights() -> None:
+    layer = SparseGatedMLP(K, N, strategy="row", dtype=BF16).eval()
+    with torch.inference_mode():
+        layer(torch.randn(3, K).to(BF16))
+    assert layout(layer) == "rows"
+    assert not layer.down_proj.weight.is_inference()
+    layer.requires_grad_(False)
+    assert layout(layer) == "linear"
+    layer(torch.randn(3, K).to(BF16))
+    assert layout(layer) == "rows"
+    with torch.inference_mode():
+        list(layer.parameters())
+    assert layout(layer) == "linear"
+    (layer.requires_grad_()(torch.randn(3, K).to(BF16))).sum().backward()
+    assert layer.down_proj.weight.grad is not None
+
+
+def test_traces_and_modes_lay_nothing() -> None:
+    layer = SparseGatedMLP(K, N, strategy="row", dtype=BF16).eval().requires_grad_(False)
+    x = torch.randn(3, K).to(BF16)
+    with FlopCounterMode(display=False):
+        layer(x)
+    torch.jit.trace(layer, x, check_trace=False)
+    torch.func.vmap(SparseGatedMLP(K, N, dtype=BF16).eval())(x[None])
+    torch.export.export(layer, (x,), strict=False)
+    assert layout(layer) == "linear"
 
 
 def test_a_call_that_needs_the_gradient_has_it_linear() -> None:

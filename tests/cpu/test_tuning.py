@@ -272,7 +272,7 @@ def test_no_driver_no_home_no_table(folder: Path, monkeypatch: pytest.MonkeyPatc
     def fails(*_: Any) -> Any:
         raise RuntimeError("nothing there")
 
-    monkeypatch.setattr(_tables.env, "cache_dir", fails)
+    monkeypatch.setenv("TWELL_CACHE_DIR", "~no-such-user/twell")
     assert _tables.read(GPU) is _tables.SHIPPED
     monkeypatch.setattr(device, "name", fails)
     assert _tables.in_use(CUDA) is _tables.SHIPPED

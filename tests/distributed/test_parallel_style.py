@@ -127,7 +127,7 @@ def all_modules(device: torch.device) -> None:
             assert layout == ("rows" if name == "rows" else "auto")
             local = layer.down_proj.weight.to_local()
             assert local.shape == (HIDDEN, NEURONS // 2)
-            assert (local if layout == "linear" else local.t()).is_contiguous()
+            assert (local.t() if layout == "rows" else local).is_contiguous()
             assert (layer.hidden, layer.intermediate) == (HIDDEN, NEURONS)
             ours = train(parts, 2, placed, gathered)
             for got, answer in zip(ours, expected):
