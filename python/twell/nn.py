@@ -282,7 +282,8 @@ class SparseFFN(nn.Module):
         if type(x) is not Tensor or self._accumulate_main_grad or self._record_aux or torch._C._get_tracing_state():
             return False
         training = torch.is_grad_enabled() and (x.requires_grad or self._applied("down_proj")[0].requires_grad)
-        if not site.runs_torchs(x, training):
+        # a gradient is to be laid out as the weight is without twell
+        if (training and self._laid.weight is not None) or not site.runs_torchs(x, training):
             return False
         if self._laid.weight is not None:
             self._laid.note_reading(self._laid.weight)
