@@ -281,7 +281,9 @@ class SparseFFN(nn.Module):
             return False
         if type(x) is not Tensor or self._accumulate_main_grad or self._record_aux or torch._C._get_tracing_state():
             return False
-        if not site.runs_torchs(x, torch.is_grad_enabled()):
+        training = torch.is_grad_enabled()
+        # a gradient is to be laid out as the weight is without twell
+        if (training and self._laid.weight is not None) or not site.runs_torchs(x, training):
             return False
         weight = self._laid.weight
         if weight is not None and torch._C._cuda_getCurrentRawStream(weight.device.index) not in self._laid.streams:

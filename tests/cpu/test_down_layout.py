@@ -249,6 +249,19 @@ def test_a_call_that_needs_the_gradient_has_it_linear() -> None:
     assert all(p.grad is not None and p.grad.is_contiguous() for p in model.parameters())
 
 
+def test_a_settled_dense_call_that_needs_the_gradient_has_it_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoding(MODELS["gated"])
+    layer = layer_of(model)
+    layer.strategy = "auto"
+    layer._auto._settled = {(True, BF16, 0): None}
+    monkeypatch.setattr(twell.AutoStrategy, "runs_torchs", lambda *_: True)
+    generate(model)
+    assert layout(model) == "rows"
+    forward(model).float().sum().backward()
+    assert layout(model) == "linear"
+    assert layer.down_proj.weight.grad.is_contiguous()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
 def test_fused_optimizers_after_and_between_generation(fused: bool, mode: bool) -> None:
