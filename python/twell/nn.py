@@ -285,9 +285,8 @@ class SparseFFN(nn.Module):
         # a gradient is to be laid out as the weight is without twell
         if (training and self._laid.weight is not None) or not site.runs_torchs(x, training):
             return False
-        weight = self._laid.weight
-        if weight is not None and torch._C._cuda_getCurrentRawStream(weight.device.index) not in self._laid.streams:
-            self._laid.note_reading(weight)
+        if self._laid.weight is not None:
+            self._laid.note_reading(self._laid.weight)
         return True
 
     def _by_torch(self, x: Tensor) -> Any:
