@@ -287,7 +287,7 @@ def headline() -> str:
     found = [*pairs(timed([result("h200_model")])), *pairs(timed(configurations()))]
     gains = [theirs["ms"] / ours["ms"] for theirs, ours in found]
     return (
-        "On an H200, against the faster of eager and compiled dense PyTorch: "
+        "On an H200, in CUDA graphs, against the faster of eager and compiled dense PyTorch: "
         f"**{forward:.1f}x forward and {train:.1f}x in training** for layers with 14 to 33 "
         "non-zeros per token (geometric means of five layers), "
         f"**{min(gains):.1f}x to {max(gains):.1f}x for whole models** of 0.5B to 2B. "

@@ -301,10 +301,16 @@ def test_an_unknown_class_is_left_alone() -> None:
     assert type(m[1].linear2) is nn.Linear
 
 
-def test_a_forward_put_into_a_known_class_makes_it_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.TransformerEncoderLayer, "forward", lambda self, x: self.linear1(x))
+@pytest.mark.parametrize("name", ["forward", "_ff_block"])
+def test_a_method_put_into_a_known_class_makes_it_unknown(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    m = nn.Sequential(nn.TransformerEncoderLayer(K, 4, N, dropout=0.0))
+    monkeypatch.setattr(nn.TransformerEncoderLayer, name, lambda self, x: self.linear1(x))
     with pytest.raises(ValueError, match=r"1, the first 0 \(TransformerEncoderLayer\)"):
-        sparsify_(nn.Sequential(nn.TransformerEncoderLayer(K, 4, N, dropout=0.0)))
+        sparsify_(m)
+    monkeypatch.undo()
+    setattr(m[0], name, lambda x: x)
+    with pytest.raises(ValueError, match=f"{name} set on the instance"):
+        sparsify_(m)
 
 
 def test_layers_of_fsdp1_are_refused() -> None:

@@ -124,7 +124,7 @@ def all_modules(device: torch.device) -> None:
             parallelize_module(parts, mesh, plan)
             layer = layer_of(parts)
             layout = layer.down_layout
-            assert layout == ("rows" if name == "rows" else "linear")
+            assert layout == ("rows" if name == "rows" else "auto")
             local = layer.down_proj.weight.to_local()
             assert local.shape == (HIDDEN, NEURONS // 2)
             assert (local if layout == "linear" else local.t()).is_contiguous()

@@ -253,16 +253,14 @@ def _examine_known_pair(
     act = getattr(holder, key, None)
     if not callable(act):
         raise ValueError(f"{where} must have an activation {known.attribute}, got {act!r}; {LEAVE_OUT}")
-    for child in form.children:
-        inner = below(module, child.rpartition(".")[0]) if "." in child else None
-        owner: Any = module._modules[child.partition(".")[0]] if "." in child else inner
-        if owner is not None:
-            # the classes of both children belong to that of the block
-            if type(owner).__module__ not in {base.__module__ for base in type(module).__mro__}:
-                kind = f"{type(owner).__module__}.{type(owner).__qualname__}"
-                raise ValueError(f"{where}: {child} must be in a module of the model's own, got {kind}; {LEAVE_OUT}")
-            _require_forward(f"{where}: {child.partition('.')[0]}", owner)
-            _require_unhooked(where, {child.partition(".")[0]: owner})
+    for part in (child.partition(".")[0] for child in form.children if "." in child):
+        owner: Any = module._modules[part]
+        # the table knows the classes of both children by the block's
+        if type(owner).__module__ not in {base.__module__ for base in type(module).__mro__}:
+            kind = f"{type(owner).__module__}.{type(owner).__qualname__}"
+            raise ValueError(f"{where}: {part} must be of the model's own classes, got {kind}; {LEAVE_OUT}")
+        _require_forward(f"{where}: {part}", owner)
+        _require_unhooked(where, {part: owner})
     for dropout in known.dropouts:
         value = getattr(module, dropout, 0.0)
         p = getattr(value, "p", value)
@@ -378,7 +376,11 @@ def _plain_weight(where: str, linear: Any) -> Tensor:
 
 
 def _require_forward(where: str, module: nn.Module) -> None:
-    """Raise ValueError unless a module runs the forward of its class, perhaps in a hook that moves tensors."""
+    """Raise ValueError unless a module runs the methods of its class, perhaps in a hook that moves tensors."""
+    kind = type(module)
+    if patched := [k for k, v in vars(module).items() if callable(v) and callable(getattr(kind, k, None))]:
+        if patched != ["forward"]:
+            raise ValueError(f"{where} has a {patched[0]} set on the instance, as patches do; {LEAVE_OUT}")
     if "forward" not in vars(module):
         return
     if "_hf_hook" in vars(module) and not only_moves(module):

@@ -363,7 +363,7 @@ def _every_size(dtype: torch.dtype, threshold: float) -> Tensor:
     powers = torch.arange(-2150, 2050, dtype=torch.float64, device="cpu").div(2).exp2()
     rest = [0.0, float("inf"), float("nan")]
     if threshold:
-        level = torch.tensor(threshold, dtype=dtype)
+        level = torch.tensor(threshold, dtype=dtype, device="cpu")
         rest = [0.0, math.inf, level.item(), level.nextafter(level.new_tensor(math.inf)).item()]
     others = torch.tensor(rest, dtype=torch.float64, device="cpu")
     close = torch.arange(1, 2**14, dtype=torch.float64, device="cpu").mul(2**-10)

@@ -6,6 +6,7 @@ nothing but an ``__init__`` of its own: with any method it may do something else
 
 from __future__ import annotations
 
+import types
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -140,8 +141,10 @@ def known_class(module: Any) -> tuple[str, str] | None:
         where = kind.__module__
         for root in (_TRANSFORMERS, _TORCH):
             if where.startswith(root):
-                # a forward that was put into the class is another one
-                own = str(getattr(kind.forward, "__module__", "")).startswith(root)
+                # a method that someone put into the class is another one
+                package = root.partition(".")[0]
+                methods = [kind.forward, *(f for f in vars(kind).values() if isinstance(f, types.FunctionType))]
+                own = all(str(f.__module__).partition(".")[0] in (package, "torch") for f in methods)
                 folder = where.removeprefix(root).split(".")[0]
                 return (root, f"{folder}.{kind.__name__}".removeprefix(".")) if own else None
         if not vars(kind).keys() <= _WITHOUT_METHODS:

@@ -218,7 +218,7 @@ def _likely(module: nn.Module) -> tuple[str, ...]:
     """The names of children that may be the projections of a layer, in a module that nothing tells to be one."""
     if is_sequence(module):
         first, _, last = module._modules
-        return first, last
+        return () if misfit(module, (first, last)) else (first, last)
     found = (names for names in LIKELY if has_children(module, names) and not misfit(module, names))
     return next((names for names in found if all(isinstance(module.get_submodule(n), nn.Linear) for n in names)), ())
 
