@@ -85,7 +85,7 @@ class Architecture(NamedTuple):
             return "no"
         if self.retrained:
             return "after training"
-        return "yes"
+        return "taken"
 
 
 MLP = ("model.layers.0.mlp", "model.layers.1.mlp")
@@ -383,7 +383,7 @@ ARCHITECTURES = (
         "GELU",
         (),
         refusal="must apply ReLU, got GELU",
-        note="`gelu_activation=False` makes it a yes",
+        note="taken with `gelu_activation=False`",
     ),
 )
 
@@ -391,7 +391,7 @@ ARCHITECTURES = (
 def table() -> str:
     """The models of each answer, and the rows of the page, by model."""
     lines = []
-    for answer in ("yes", "after training", "no"):
+    for answer in ("taken", "after training", "no"):
         found = sorted((each.models for each in ARCHITECTURES if each.answer == answer), key=str.lower)
         lines += [*textwrap.wrap(f"**{answer}**: {'; '.join(found)}.", 132, break_on_hyphens=False), ""]
     lines += ["| model | taken? | activation | remark | class of transformers |", "|---|---|---|---|---|"]
