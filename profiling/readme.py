@@ -716,11 +716,10 @@ def generate() -> str:
     for row in found["rows"]:
         rates.setdefault((row["what"], row["sequences"]), {})[row["model"]] = row["tokens_per_s"]
     named = {"prompt": "prompt pass", "eager": "decoding, eager", "static": "decoding, static cache"}
-    rows = [
-        [named[what], f"{sequences}", *(f"{rate[name]:,.0f}" for name in ("stock", "sparse"))]
-        + [f"**{rate['sparse'] / rate['stock']:.2f}**"]
-        for (what, sequences), rate in rates.items()
-    ]
+    rows = []
+    for (what, sequences), rate in rates.items():
+        cells = [named[what], f"{sequences}", f"{rate['stock']:,.0f}", f"{rate['sparse']:,.0f}"]
+        rows.append([*cells, f"**{rate['sparse'] / rate['stock']:.2f}**"])
     table = markdown(["tokens per second", "sequences", "stock", "twell", "ratio"], "lrrrr", rows)
     return f"{table}\n\n{found['machine']}"
 
