@@ -249,9 +249,9 @@ _MEASURED = (
         (190,),
     ),
     Measurement(
-        "h100_generate",
-        "`generate` of transformers on a drawn model of 16 layers, stock and after `sparsify`, on an H100",
-        "page generate",
+        "h200_generate",
+        "`generate` of transformers on a drawn model of 16 layers, stock and after `sparsify`",
+        "table generate",
         ("python -m profiling.serving generate --config 16x2048x5632 --out $OUT",),
         (240,),
     ),

@@ -709,6 +709,21 @@ def continuous_batching() -> str:
     return f"{table}\n\n{found['machine']}"
 
 
+def generate() -> str:
+    """Tokens per second of a prompt pass and of ``generate`` of transformers, stock and sparse."""
+    found = result("h200_generate")
+    rates: dict[tuple[str, int], dict[str, float]] = {}
+    for row in found["rows"]:
+        rates.setdefault((row["what"], row["sequences"]), {})[row["model"]] = row["tokens_per_s"]
+    named = {"prompt": "prompt pass", "eager": "decoding, eager", "static": "decoding, static cache"}
+    rows = []
+    for (what, sequences), rate in rates.items():
+        cells = [named[what], f"{sequences}", f"{rate['stock']:,.0f}", f"{rate['sparse']:,.0f}"]
+        rows.append([*cells, f"**{rate['sparse'] / rate['stock']:.2f}**"])
+    table = markdown(["tokens per second", "sequences", "stock", "twell", "ratio"], "lrrrr", rows)
+    return f"{table}\n\n{found['machine']}"
+
+
 def of_runs(counts: list[int]) -> str:
     """The counts of some runs; one number where all are alike."""
     return ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
@@ -890,6 +905,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving less sparse machine": lambda: serving_machine("h200_serving_less_sparse"),
     "traces": traces,
     "continuous batching": continuous_batching,
+    "generate": generate,
     "ncu": ncu,
     "portable": portable,
 }

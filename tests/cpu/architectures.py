@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -85,7 +84,7 @@ class Architecture(NamedTuple):
             return "no"
         if self.retrained:
             return "after training"
-        return "yes"
+        return "taken"
 
 
 MLP = ("model.layers.0.mlp", "model.layers.1.mlp")
@@ -383,18 +382,14 @@ ARCHITECTURES = (
         "GELU",
         (),
         refusal="must apply ReLU, got GELU",
-        note="`gelu_activation=False` makes it a yes",
+        note="taken with `gelu_activation=False`",
     ),
 )
 
 
 def table() -> str:
-    """The models of each answer, and the rows of the page, by model."""
-    lines = []
-    for answer in ("yes", "after training", "no"):
-        found = sorted((each.models for each in ARCHITECTURES if each.answer == answer), key=str.lower)
-        lines += [*textwrap.wrap(f"**{answer}**: {'; '.join(found)}.", 132, break_on_hyphens=False), ""]
-    lines += ["| model | taken? | activation | remark | class of transformers |", "|---|---|---|---|---|"]
+    """The rows of the page, by model."""
+    lines = ["| model | taken? | activation | remark | class of transformers |", "|---|---|---|---|---|"]
     for each in sorted(ARCHITECTURES, key=lambda each: each.models.lower()):
         needs = ", ".join(f"`{key}={value}`" for key, value in each.needs.items())
         answer = f"**{each.answer}**" + (f", with {needs}" if needs else "")

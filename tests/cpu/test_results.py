@@ -254,6 +254,22 @@ def test_batches_say_which_tokens_differ(readme: Any, tmp_path: Path) -> None:
     ]
 
 
+def test_generate_stands_beside_stock(readme: Any, tmp_path: Path) -> None:
+    """A row for each pass and number of sequences: rates of both models, and the sparse one over the stock one."""
+    passes = [("prompt", 8), ("eager", 1), ("static", 16)]
+    rows = [
+        {"what": what, "sequences": sequences, "model": model, "tokens_per_s": rate}
+        for what, sequences in passes
+        for model, rate in (("stock", 1000.0), ("sparse", 1250.0))
+    ]
+    write(tmp_path, "h200_generate", rows)
+    assert cells(readme.generate().split("\n\n")[0]) == [
+        ["prompt pass", "8", "1,000", "1,250", "**1.25**"],
+        ["decoding, eager", "1", "1,000", "1,250", "**1.25**"],
+        ["decoding, static cache", "16", "1,000", "1,250", "**1.25**"],
+    ]
+
+
 def test_steps_on_several_gpus_are_shown_by_mode(readme: Any, tmp_path: Path) -> None:
     assert "Not measured yet" in readme.several_gpus()
     readme.result.cache_clear()
