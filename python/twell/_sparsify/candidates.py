@@ -210,8 +210,6 @@ def _examine_layer(
     where: str, name: str, module: nn.Module, form: Form, others: list[str], context: Context
 ) -> tuple[Candidate, Activation | None]:
     """As ``examine``, for a module that may be a layer as a whole; _AnotherFunctionError if it is not."""
-    for key in others:
-        _require_stateless(f"{where}: {key}", module._modules[key])
     functions = [key for key, value in vars(module).items() if not key.startswith("_") and callable(value)]
     callables = [*others, *(key for key in functions if key != "forward")]
     attribute = callables[0] if len(callables) == 1 else None
