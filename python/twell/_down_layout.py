@@ -67,11 +67,13 @@ class Laid:
         with self.lock:
             if self.weight is None:
                 return
-            if _memory.is_captured(self.weight) or is_capturing(self.weight):
+            captured = _memory.is_captured(self.weight) or is_capturing(self.weight)
+            if captured or not _has_memory_alone(self.weight):
+                reader = "a CUDA graph reads it" if captured else "another tensor has its memory"
+                then = "capture again" if captured else "make that one again"
                 warn_once(
                     "a down weight of a twell layer stays stored by rows although its layer was listed, saved, moved, "
-                    'copied or trained: a CUDA graph reads it; call twell.nn.set_down_layout(model, "linear") and '
-                    "capture again"
+                    f'copied or trained: {reader}; call twell.nn.set_down_layout(model, "linear") and {then}'
                 )
                 return
             self.note_reading(self.weight)
@@ -190,6 +192,13 @@ def obstacle(layer: Any) -> str:
     return ""
 
 
+def note_capture(layer: Any) -> None:
+    """Note that a graph which is captured now reads the down weight of ``layer``, if one is."""
+    weight = layer.down_proj._parameters.get("weight") if isinstance(layer.down_proj, nn.Linear) else None
+    if type(weight) is nn.Parameter and not torch.compiler.is_compiling() and is_capturing(weight):
+        _memory.note_capture(weight)
+
+
 def is_on_gpu(weight: Tensor | None) -> bool:
     """Whether kernels of a GPU read the weight; a CPU has no use for rows."""
     return weight is not None and weight.is_cuda
@@ -218,6 +227,11 @@ def _uses(tensor: Tensor) -> tuple[int, int, int]:
 def _uses_of_one() -> tuple[int, int, int]:
     """``_uses`` of a tensor whose memory no other one has."""
     return _uses(torch.empty(1, device="cpu"))
+
+
+def _has_memory_alone(weight: Tensor) -> bool:
+    """Whether no other tensor has the memory of ``weight``."""
+    return _uses(weight)[:2] == _uses_of_one()[:2]
 
 
 def _owns_memory(weight: Tensor) -> bool:

@@ -122,6 +122,8 @@ class SparseFFN(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise all projections again, each as nn.Linear does."""
+        # random numbers are drawn in the order of memory
+        self._laid.put_back()
         for name in self._projections:
             if name in self._modules:
                 getattr(self, name).reset_parameters()
@@ -182,6 +184,11 @@ class SparseFFN(nn.Module):
         self._laid.fresh = True
         return super().train(mode)
 
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """As in ``nn.Module``."""
+        self._laid.put_back()
+        return super().apply(fn)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._laid.put_back()
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
@@ -195,6 +202,7 @@ class SparseFFN(nn.Module):
         if not return_aux and self._runs_torchs(x):
             return self._by_torch(x)  # type: ignore[no-any-return]
         if not self._is_plain():
+            _down_layout.note_capture(self)
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
         with contextlib.nullcontext() if torch.compiler.is_compiling() else _down_layout.turn(self):
             result = self._sparse(x, return_aux or self._record_aux)
@@ -281,25 +289,27 @@ class SparseFFN(nn.Module):
             return False
         if type(x) is not Tensor or self._accumulate_main_grad or self._record_aux or torch._C._get_tracing_state():
             return False
-        training = torch.is_grad_enabled()
+        weight = (self._modules.get("down_proj") or self.down_proj)._parameters.get("weight")
+        training = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
         # a gradient is to be laid out as the weight is without twell
-        if (training and self._laid.weight is not None) or not site.runs_torchs(x, training):
+        if training and self._laid.weight is not None:
+            return False
+        # others go the way that asks what they are
+        children = [self._modules.get(name) for name in (_PROJECTIONS if self._gated else _PROJECTIONS[1:])]
+        if not _plain.run_as_linear(children) or not site.runs_torchs(x, training):
             return False
         if self._laid.weight is not None:
             self._laid.note_reading(self._laid.weight)
         return True
 
     def _by_torch(self, x: Tensor) -> Any:
-        """The layer by calling its projections, for ``_runs_torchs``."""
+        """The layer by its projections' weights, for ``_runs_torchs``."""
         activation = RELU
         if self._activation != "relu":
             activation = activation_of(self._activation, self._threshold, self._gated)
-        children: list[Any] = [self._modules.get(name) for name in (_PROJECTIONS if self._gated else _PROJECTIONS[1:])]
-        if not _plain.run_as_linear(children):
-            gate, up = self._pre_activations(x)
-            return self._project("down_proj", activation.hidden(activation.after(gate), up))
+        children: Any = self._modules
         # without the calls of modules, and without memory of their own for results that nothing else sees
-        *inputs, down = [child._parameters for child in children]
+        *inputs, down = [children[name]._parameters for name in (_PROJECTIONS if self._gated else _PROJECTIONS[1:])]
         gate, up = F.linear(x, inputs[0]["weight"], inputs[0]["bias"]), None
         if self._gated:
             up = F.linear(x, inputs[1]["weight"], inputs[1]["bias"])

@@ -174,6 +174,13 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
     form = Form(known.names, "gate first" if _is_fused([below(module, each) for each in known.names]) else "")
     weights = {child: _plain_weight(f"{where}: {child}", module.get_submodule(child)) for child in form.children}
     _require_sizes(where, weights, form, context.strategy)
+    for child, weight in weights.items():
+        bias = module.get_submodule(child).bias
+        if isinstance(bias, Tensor) and bias.dtype != weight.dtype:
+            expected = f"{where}: {child}.bias must be {weight.dtype} as its weight"
+            raise TypeError(f"{expected}, got {bias.dtype}; {LEAVE_OUT}")
+                f"{where}: {child}.bias must be {weight.dtype} as its weight, got {bias.dtype}; {LEAVE_OUT}"
+            )
     _require_forward(where, module)
     if known.attribute:
         return _examine_known_pair(where, name, module, form, known)
@@ -210,8 +217,6 @@ def _examine_layer(
     where: str, name: str, module: nn.Module, form: Form, others: list[str], context: Context
 ) -> tuple[Candidate, Activation | None]:
     """As ``examine``, for a module that may be a layer as a whole; _AnotherFunctionError if it is not."""
-    for key in others:
-        _require_stateless(f"{where}: {key}", module._modules[key])
     functions = [key for key, value in vars(module).items() if not key.startswith("_") and callable(value)]
     callables = [*others, *(key for key in functions if key != "forward")]
     attribute = callables[0] if len(callables) == 1 else None

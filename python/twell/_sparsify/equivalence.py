@@ -495,7 +495,8 @@ def _run(
     given, wanted = x.clone(), {"x": x.clone().requires_grad_(trial.grad), **leaves}
     for leaf in leaves.values():
         leaf.requires_grad_(trial.grad and leaf.is_floating_point())
-    torch.manual_seed(0)
+    # torch.manual_seed would seed the generators of GPUs, too
+    torch.default_generator.manual_seed(0)
     random.seed(0)
     # a view, since in-place work on a leaf would raise
     with torch.set_grad_enabled(trial.grad), torch.autocast("cpu", torch.bfloat16, enabled=trial.autocast):

@@ -72,6 +72,9 @@ def require_mask(mask: object) -> None:
     """TypeError unless this may be an ``attention_mask``."""
     if mask is not None and not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor [...], 0 where tokens are padding, got {type(mask).__name__}")
+    # one that is added to scores is 0 where tokens are none
+    if mask is not None and (mask.is_floating_point() or mask.is_complex()):
+        raise TypeError(f"attention_mask must be of integers or bools, 0 where tokens are padding, got {mask.dtype}")
 
 
 def read_aux(model: nn.Module, several: bool, caller: str, mask: Tensor | None = None) -> list[tuple[MLP, list[Call]]]:
