@@ -179,8 +179,6 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
         if isinstance(bias, Tensor) and bias.dtype != weight.dtype:
             expected = f"{where}: {child}.bias must be {weight.dtype} as its weight"
             raise TypeError(f"{expected}, got {bias.dtype}; {LEAVE_OUT}")
-                f"{where}: {child}.bias must be {weight.dtype} as its weight, got {bias.dtype}; {LEAVE_OUT}"
-            )
     _require_forward(where, module)
     if known.attribute:
         return _examine_known_pair(where, name, module, form, known)
