@@ -249,7 +249,7 @@ _MEASURED = (
         (190,),
     ),
     Measurement(
-        "h200_generate",
+        "h100_generate",
         "`generate` of transformers on a drawn model of 16 layers, stock and after `sparsify`",
         "table generate",
         ("python -m profiling.serving generate --config 16x2048x5632 --out $OUT",),

@@ -711,7 +711,7 @@ def continuous_batching() -> str:
 
 def generate() -> str:
     """Tokens per second of a prompt pass and of ``generate`` of transformers, stock and sparse."""
-    found = result("h200_generate")
+    found = result("h100_generate")
     rates: dict[tuple[str, int], dict[str, float]] = {}
     for row in found["rows"]:
         rates.setdefault((row["what"], row["sequences"]), {})[row["model"]] = row["tokens_per_s"]

@@ -262,7 +262,7 @@ def test_generate_stands_beside_stock(readme: Any, tmp_path: Path) -> None:
         for what, sequences in passes
         for model, rate in (("stock", 1000.0), ("sparse", 1250.0))
     ]
-    write(tmp_path, "h200_generate", rows)
+    write(tmp_path, "h100_generate", rows)
     assert cells(readme.generate().split("\n\n")[0]) == [
         ["prompt pass", "8", "1,000", "1,250", "**1.25**"],
         ["decoding, eager", "1", "1,000", "1,250", "**1.25**"],
