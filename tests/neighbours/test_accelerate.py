@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("accelerate")
 
+import accelerate
 import torch
 from neighbours import after_step, causal_model, logits, same_step, sparse_model, strategies, token_ids
 

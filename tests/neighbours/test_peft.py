@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
 
+import peft
 import torch
 from neighbours import causal_model, logits, sparse_model, strategies, token_ids
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
-if importlib.util.find_spec("sae_lens") is None:
-    pytest.skip("sae_lens is not installed", allow_module_level=True)
+pytest.importorskip("sae_lens")
 
+import sae_lens
 import torch
 
 import twell
@@ -17,9 +15,7 @@ import twell
 @pytest.mark.parametrize("strategy", ["union", "row", "dense"])
 @pytest.mark.parametrize("centred", [True, False], ids=["minus b_dec", "x as it is"])
 def test_a_relu_autoencoder_is_a_sparse_ffn(centred: bool, strategy: str) -> None:
-    from sae_lens import StandardSAE, StandardSAEConfig
-
-    sae = StandardSAE(StandardSAEConfig(d_in=32, d_sae=256, apply_b_dec_to_input=centred))
+    sae = sae_lens.StandardSAE(sae_lens.StandardSAEConfig(d_in=32, d_sae=256, apply_b_dec_to_input=centred))
     with torch.no_grad():
         for parameter in (sae.W_enc, sae.W_dec, sae.b_dec):
             parameter.normal_(std=0.2)

@@ -1,30 +1,28 @@
-"""TRL: a supervised fine-tuning trainer computes its loss outside the model, and trains as ``SparsityCallback`` says."""
+"""TRL: a supervised fine-tuning trainer has its loss outside the model, and trains as ``SparsityCallback`` says."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-for name in ("trl", "datasets"):
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed", allow_module_level=True)
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
 
+import datasets
 import torch
+import trl
 from neighbours import LAYERS, causal_model, sparse_model, token_ids
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from twell import recipe
+from twell.integrations.transformers import SparsityCallback
 
 
 def trainer(kind: Any, model: Any, folder: Path, callbacks: list[Any]) -> Any:
-    import datasets
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig
-
-    arguments = SFTConfig(
+    arguments = trl.SFTConfig(
         output_dir=str(folder),
         per_device_train_batch_size=2,
         max_steps=1,
@@ -50,25 +48,16 @@ def trainer(kind: Any, model: Any, folder: Path, callbacks: list[Any]) -> Any:
 
 
 def test_a_loss_outside_the_model_is_refused(tmp_path: Path) -> None:
-    from trl import SFTTrainer
-
-    from twell.integrations.transformers import SparsityCallback
-
     callback = SparsityCallback(0.1, tensorboard=False)
     with pytest.raises((ValueError, RuntimeError), match=r"computed outside the model .*l1_term"):
-        trainer(SFTTrainer, sparse_model("llama"), tmp_path, [callback]).train()
+        trainer(trl.SFTTrainer, sparse_model("llama"), tmp_path, [callback]).train()
 
 
 def test_a_step_has_the_term_that_compute_loss_adds(tmp_path: Path) -> None:
-    from trl import SFTTrainer
-
-    from twell.integrations.transformers import SparsityCallback
-
-    class WithTerm(SFTTrainer):  # type: ignore[misc]
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
-            loss = loss + 0.1 * recipe.l1_term(model)
-            return (loss, outputs) if return_outputs else loss
+    class WithTerm(trl.SFTTrainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, **options: Any) -> Any:
+            loss = super().compute_loss(model, inputs, **options)
+            return loss + 0.1 * recipe.l1_term(model)
 
     model = sparse_model("llama")
     recipe.record_aux(model)
