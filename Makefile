@@ -42,6 +42,11 @@ stamp := $(VENV)/.twell-ready
 # The environment of `make test-serving`: vLLM's CPU build, which pins its torch and asks for Python 3.11 or newer.
 SERVING := build/serving-env
 VLLM ?= 0.32.0
+# The environment of `make test-neighbours`. All of these install on a CPU machine, beside the torch of CONSTRAINTS;
+# DeepSpeed has no wheel, and its build imports torch.
+NEIGHBOURS := build/neighbours-env
+neighbours := accelerate datasets peft sae-lens trl
+neighbours_pip = "$(NEIGHBOURS)/bin/python" -m pip install --quiet --no-compile $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 # What hangs on torch: operators, autograd, torch.compile, torch.export, modules.
 core := ops functional nn training hybrid packed reference reglu auto auto_graphs compaction recipe recipe_tracker \
 	sparsify sparsify_refusals sparsify_pairs sparsify_family serving projections testing nvtx
@@ -49,7 +54,7 @@ core := ops functional nn training hybrid packed reference reglu auto auto_graph
 # What a change of the library breaks first.
 quick := imports arguments functional nn packed reference ops hybrid launches format memory transforms
 
-.PHONY: help demo test quick check test-torch test-serving lint format charts docs symbols wheel sdist release bundle clean
+.PHONY: help demo test quick check test-torch test-serving test-neighbours nightly lint format charts docs symbols wheel sdist release bundle clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -82,6 +87,21 @@ $(SERVING)/.ready-$(VLLM): pyproject.toml
 	"$(SERVING)/bin/python" -m pip install --quiet --no-compile --no-deps --no-build-isolation \
 		--config-settings=wheel.cmake=false --config-settings=build-dir=build/serving .
 	touch "$@"
+
+test-neighbours: $(NEIGHBOURS)/.ready ## tests with accelerate, peft, DeepSpeed, SAELens and TRL, in an environment of its own (2 GB)
+	"$(NEIGHBOURS)/bin/python" -m pytest tests/neighbours $(ARGS)
+
+# What twell asks for is installed by installing it; then that copy is removed, as for $(stamp).
+$(NEIGHBOURS)/.ready: pyproject.toml $(wildcard $(CONSTRAINTS))
+	test -x "$(NEIGHBOURS)/bin/python" || "$(PYTHON)" -m venv "$(NEIGHBOURS)"
+	$(neighbours_pip) scikit-build-core
+	$(neighbours_pip) --no-build-isolation --config-settings=wheel.cmake=false \
+		--config-settings=build-dir=build/neighbours '.[train]' pytest $(neighbours)
+	"$(NEIGHBOURS)/bin/python" -m pip uninstall --quiet --yes twell
+	DS_BUILD_OPS=0 $(neighbours_pip) --no-build-isolation deepspeed
+	touch "$@"
+
+nightly: test-neighbours test-serving ## what takes environments of its own
 
 build/torch-$(TORCH).txt: constraints.txt
 	mkdir -p build

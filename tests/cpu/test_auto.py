@@ -952,3 +952,29 @@ def test_a_layer_that_waits_for_the_host_calls_torch(cls: Any, training: bool, m
         mlp.record_aux, mlp.strategy = False, "union"
         mlp(x)
         assert len(settled) == before
+
+
+@pytest.mark.usefixtures("chooses")
+def test_a_settled_layer_of_one_projection_for_both_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights that such a layer reads are views; an adapter or a hook hangs on the projection."""
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj, self.down_proj = nn.Linear(K, 2 * N), nn.Linear(N, K)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = self.gate_up_proj(x).chunk(2, -1)
+            y: Tensor = self.down_proj(torch.relu(gate) * up)
+            return y
+
+    monkeypatch.setattr(tuning, "HOST_SECONDS", {t: {"dense": 1.0, "row": 2.0, "union": 2.0} for t in (False, True)})
+    model, x, seen = nn.ModuleList([Fused().to(BF16)]), torch.randn(256, K, dtype=BF16), []
+    twell.sparsify_(model, names=("gate_up_proj", "down_proj"))
+    twell.nn.set_down_layout(model, "linear")
+    with torch.no_grad():
+        for _ in range(10):
+            model[0](x)
+        model[0].gate_up_proj.register_forward_hook(lambda *_: seen.append(1))
+        model[0](x)
+    assert seen

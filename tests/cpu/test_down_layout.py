@@ -439,3 +439,30 @@ def test_pickles_of_earlier_versions() -> None:
     with torch.no_grad():
         old.eval()(torch.randn(2, K).to(BF16))
     list(old.parameters())
+
+
+def test_memory_that_another_tensor_has_stays() -> None:
+    """A view that was taken by rows still is the weight after a listing."""
+    layer: Any = decoding(MODELS["gated"])
+    view = layer.down_proj.weight.data
+    layer.state_dict()
+    view.zero_()
+    assert layout(layer) == "rows"
+    assert not layer.down_proj.weight.any()
+    del view
+    layer.state_dict()
+    assert layout(layer) == "linear"
+
+
+@pytest.mark.parametrize("how", ["reset", "apply"])
+def test_initialisation_draws_in_the_usual_order(how: str) -> None:
+    drawn = []
+    for generated in (True, False):
+        layer: Any = decoding(MODELS["gated"]) if generated else MODELS["gated"]()
+        torch.manual_seed(1)
+        if how == "reset":
+            layer.reset_parameters()
+        else:
+            layer.apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None)
+        drawn.append([p.detach().clone() for p in layer.parameters()])
+    assert all(map(torch.equal, *drawn))

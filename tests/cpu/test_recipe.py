@@ -264,6 +264,9 @@ def test_a_mask_of_other_tokens_is_refused() -> None:
     layer(x)
     with pytest.raises(RuntimeError, match=r"record_aux\(model, inputs=True\)"):
         recipe.l1_term(layer, attention_mask=mask)
+    # one that is added to scores means the opposite
+    with pytest.raises(TypeError, match="integers or bools.*got torch.float32"):
+        recipe.l1_term(layer, attention_mask=mask.float())
     experts = nn.ModuleDict({"experts": nn.ModuleList([layer])})
     recipe.record_aux(layer, inputs=True)
     layer(x.flatten(0, 1))

@@ -372,8 +372,9 @@ def _plain_weight(where: str, linear: Any) -> Tensor:
     if hasattr(weight, "ds_id") or list(weight.shape) != [linear.out_features, linear.in_features]:
         raise ValueError(
             f"{where}.weight must be [{linear.out_features}, {linear.in_features}], got {list(weight.shape)}: where "
-            "DeepSpeed's ZeRO-3 has partitioned it, load the model without deepspeed.zero.Init and call sparsify_ "
-            f"before deepspeed.initialize, with ZeRO-1 or 2; {LEAVE_OUT}"
+            "DeepSpeed's ZeRO-3 has partitioned it, load the model in a new process without deepspeed.zero.Init, which "
+            "replaces F.linear for good, and call sparsify_ before deepspeed.initialize, with ZeRO-1 or 2; "
+            f"{LEAVE_OUT}"
         )
     return weight
 
