@@ -265,7 +265,7 @@ def test_a_mask_of_other_tokens_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"record_aux\(model, inputs=True\)"):
         recipe.l1_term(layer, attention_mask=mask)
     # one that is added to scores means the opposite
-    with pytest.raises(TypeError, match="integers or bools.*got torch.float32"):
+    with pytest.raises(TypeError, match=r"integers or bools.*got torch.float32"):
         recipe.l1_term(layer, attention_mask=mask.float())
     experts = nn.ModuleDict({"experts": nn.ModuleList([layer])})
     recipe.record_aux(layer, inputs=True)
