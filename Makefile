@@ -57,7 +57,7 @@ quick := imports arguments functional nn packed reference ops hybrid launches fo
 .PHONY: help demo test quick check test-torch test-serving test-neighbours nightly lint format charts docs symbols wheel sdist release bundle clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 22
 
 demo: $(stamp) ## train a small model on real text, compare sparse with dense, draw what happened
 	"$(PY)" -m twell demo $(ARGS)
@@ -88,7 +88,7 @@ $(SERVING)/.ready-$(VLLM): pyproject.toml
 		--config-settings=wheel.cmake=false --config-settings=build-dir=build/serving .
 	touch "$@"
 
-test-neighbours: $(NEIGHBOURS)/.ready ## tests with accelerate, peft, DeepSpeed, SAELens and TRL, in an environment of its own (2 GB)
+test-neighbours: $(NEIGHBOURS)/.ready ## tests with accelerate, peft, DeepSpeed, SAELens and TRL, in an environment of its own
 	"$(NEIGHBOURS)/bin/python" -m pytest tests/neighbours $(ARGS)
 
 # What twell asks for is installed by installing it; then that copy is removed, as for $(stamp).

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     """Only where the folder is named: the imports of these packages take seconds, and development has some of them."""
-    return None if any("neighbours" in argument for argument in config.args) else True
+    here, start = Path(__file__).parent, config.invocation_params.dir
+    named = [(start / argument.partition("::")[0]).resolve() for argument in config.args]
+    return None if any(path.is_relative_to(here) for path in named) else True
 
 
 @pytest.fixture(autouse=True)
