@@ -41,15 +41,20 @@ def behaves(value: Tensor | None) -> bool:
     return not any(vars(base).keys() & {"__torch_function__", "__torch_dispatch__"} for base in bases)
 
 
+def transformed() -> bool:
+    """Whether a trace or transform is active, forward-mode AD among them."""
+    return bool(
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._get_tracing_state()
+    )
+
+
 def undisturbed() -> bool:
     """Whether operators do to plain tensors what they always do: no trace, transform, mode or autocast is active."""
     return not (
         torch._C._is_any_autocast_enabled()
         or torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state()
+        or transformed()
     )
 
 

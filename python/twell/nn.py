@@ -287,7 +287,7 @@ class SparseFFN(nn.Module):
             return False
         if self._laid.fresh and self._down_layout == "auto":
             return False
-        if type(x) is not Tensor or self._accumulate_main_grad or self._record_aux or torch._C._get_tracing_state():
+        if type(x) is not Tensor or self._accumulate_main_grad or self._record_aux or _plain.transformed():
             return False
         weight = (self._modules.get("down_proj") or self.down_proj)._parameters.get("weight")
         training = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
