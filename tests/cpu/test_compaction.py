@@ -880,7 +880,8 @@ class Pair(nn.Module):
         self.fc1, self.act, self.fc2 = nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.act(self.fc1(x)))
+        # more than a layer, so that the block stays
+        return x + self.fc2(self.act(self.fc1(x)))
 
 
 class Named(nn.Module):
@@ -907,7 +908,8 @@ class Fused(nn.Module):
 def test_whatever_sparsify_makes_is_compacted_as_it_was_counted(kind: type[nn.Module], inplace: bool) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(kind(), nn.Identity(), kind()), torch.randn(3, K)
-    twell.sparsify_(model)
+    twell.sparsify_(model, names=[("fc1", "fc2"), ("w1", "w3", "w2")])
+    assert isinstance(model[0], Pair) == (kind is Pair)
     keys, original = list(model.state_dict()), copy.deepcopy(model)
     with twell.count_firing(model) as firing, torch.no_grad():
         y = model(x)
@@ -929,7 +931,7 @@ def test_whatever_sparsify_makes_is_compacted_as_it_was_counted(kind: type[nn.Mo
 
 def test_compacting_one_tensor_of_two_projections_is_refused() -> None:
     model = nn.Sequential(Fused())
-    twell.sparsify_(model)
+    twell.sparsify_(model, names=("gate_up_proj", "down_proj"))
     with twell.count_firing(model) as firing:
         model(torch.randn(3, K))
     with pytest.raises(NotImplementedError, match="a gate and an up projection in one tensor"):

@@ -18,6 +18,7 @@ import pytest
 import ranks
 
 from twell import _files
+from twell.recipe import _writers
 
 
 def make(path: Path, kind: str, text: str) -> None:
@@ -262,7 +263,8 @@ def test_files_of_users_are_replaced_whole_and_on_the_disk(
 ) -> None:
     if write is write_table:
         pytest.importorskip("transformers")
-    path, old = tmp_path / "out.csv", "step,layer\n1,a\n2,a\n"
+    # as a StatsWriter begins one
+    path, old = tmp_path / "out.csv", f"{','.join(_writers._COLUMNS)}\n1,a\n2,a\n"
     path.write_text(old)
     synced: list[str] = []
 
