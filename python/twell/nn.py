@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import _admission, _auto, _autograd, _down_layout, _plain, functional, tuning
-from twell._activation import RELU, ActivationName, activation_of
+from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
 from twell._auto import AutoStrategy
 from twell._explanation import Choice, Explanation
@@ -304,18 +304,19 @@ class SparseFFN(nn.Module):
 
     def _by_torch(self, x: Tensor) -> Any:
         """The layer by its projections' weights, for ``_runs_torchs``."""
-        activation = RELU
-        if self._activation != "relu":
-            activation = activation_of(self._activation, self._threshold, self._gated)
         children: Any = self._modules
-        # without the calls of modules, and without memory of their own for results that nothing else sees
+        # without the calls of modules
         *inputs, down = [children[name]._parameters for name in (_PROJECTIONS if self._gated else _PROJECTIONS[1:])]
         gate, up = F.linear(x, inputs[0]["weight"], inputs[0]["bias"]), None
         if self._gated:
             up = F.linear(x, inputs[1]["weight"], inputs[1]["bias"])
-        if torch.is_grad_enabled() or activation is not RELU:
+        if self._activation != "relu":
+            activation = activation_of(self._activation, self._threshold, self._gated)
             hidden = activation.hidden(activation.after(gate), up)
+        elif gate.requires_grad or (up is not None and up.requires_grad):
+            hidden = torch.relu(gate) if up is None else torch.relu(gate) * up
         else:
+            # in the memory of what nothing else sees
             hidden = torch.relu_(gate) if up is None else torch.relu_(gate).mul_(up)
         return F.linear(hidden, down["weight"], down["bias"])
 
