@@ -274,7 +274,7 @@ def test_a_mask_of_other_tokens_is_refused() -> None:
     layer(x)
     assert torch.equal(recipe.l1_term(layer, attention_mask=mask), right)
     wrong: Any = [(layer, x[:, 1:], mask), (layer, x, mask.t()), (layer, x, mask[:, None]), (layer, x[:1], mask)]
-    # the router may have ordered them anew
+    # the router may have changed their order
     wrong.append((experts, x.flatten(0, 1), mask))
     for model, given, tokens in wrong:
         layer(given)
