@@ -136,7 +136,8 @@ def _saved(ctx: Any) -> Any:
             raise
         raise NotImplementedError(
             f"{ctx.name}: the sparse path reads x and the weights in backward, frozen or not, got one that was changed "
-            'in place after the call: write h = h + layer(h) for h += layer(h), or use strategy="dense"'
+            'in place after the call: write h = h + layer(h) for h += layer(h), or use strategy="dense" '
+            f"({error})"
         ) from error
 
 

@@ -470,7 +470,8 @@ def main(argv: list[str] | None = None) -> int:
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
     # graphs are compared with eager calls, so both choose by the GPU's times alone
-    tuning.HOST_SECONDS.update({False: {}, True: {}})
+    if device.type == "cuda":
+        tuning.HOST_SECONDS.update({False: {}, True: {}})
     flags = f" --device {device.type}{' --jit' if arguments.jit else ''}{' --portable' if arguments.portable else ''}"
     if arguments.portable:
         family.run_portable()

@@ -118,7 +118,7 @@ def _on_cuda(
     layer: Operands, compression: int, strategy: str, site: Tensor | None, activation: Activation, totals: bool
 ) -> _Totals:
     geometry.words_per_tile(compression)
-    if torch.cuda.is_current_stream_capturing():
+    if layer.w_down.is_cuda and torch.cuda.is_current_stream_capturing():
         _memory.note_capture(layer.w_down)
     return _run(_SPARSE_ON_CUDA, layer, compression, activation, _choose(layer, strategy, site), totals)
 
