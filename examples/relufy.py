@@ -20,7 +20,6 @@ import math
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -496,23 +495,12 @@ def relufy(choice: argparse.Namespace, tokenizer: Any, here: parallel.World) -> 
     content["said"] = lines
     _files.write_text(choice.out / "report.json", json.dumps(content, indent=1) + "\n")
     print("", *lines, f"wrote {choice.out / 'final'} and {choice.out / 'report.json'}", sep="\n")
-    return bench(choice, here) if choice.bench else 0
+    return 0
 
 
 def _original(choice: argparse.Namespace, tokens: Tokens, here: parallel.World) -> list[float]:
     run = Further(choice, tokens, here, None)
     return run.evaluate()[0]
-
-
-def bench(choice: argparse.Namespace, here: parallel.World) -> int:
-    """Time the model with sparse and with dense layers by ``twell bench model``; its exit status."""
-    command = [sys.executable, "-m", "twell", "bench", "model", str(choice.out / "final")]
-    command += ["--text", *map(str, choice.text), "--sequence", str(choice.sequence)]
-    command += ["--device", str(here.device), "--json", str(choice.out / "speed.json")]
-    if here.device.type == "cpu":
-        print("warning: the kernels need a GPU: times of a CPU say nothing about them")
-    print(" ".join(command), flush=True)
-    return subprocess.run(command, check=False).returncode
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -546,7 +534,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--dense", action=argparse.BooleanOptionalAction, default=True, help="also train the original, to compare")
     strategies = ["dense", "auto", "row", "union", "screened"]
     add("--strategy", choices=strategies, default="dense", help="of the FFNs in training")
-    add("--bench", action="store_true", help="at the end time the model: twell bench model")
 
     add = parser.add_argument_group("data").add_argument
     add("--text", type=Path, nargs="+", default=[], metavar="PATH", help="text files, or folders of them")
@@ -611,8 +598,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     known = {"eager", *AttentionInterface().valid_keys()}
     if choice.attention is not None and choice.attention not in known:
         parser.error(f"--attention: expected one of {', '.join(sorted(known))}, got {choice.attention}")
-    if choice.bench and not choice.text:
-        parser.error("--bench: expected --text, on which the model runs, got a --dataset")
     if choice.warmup is None:
         choice.warmup = choice.steps // 20
     if choice.cache is None:

@@ -1,7 +1,7 @@
 """Measure what the choices of "auto" lose to the best strategy, at points that its table was not fitted to.
 
     python -m profiling.held_out --out build/held_out.json
-    python -m profiling.held_out --out build/held_out.json --recorded FOLDER     # layers of `twell record`, too
+    python -m profiling.held_out --out build/held_out.json --recorded FOLDER     # layers of `profiling.record`, too
     python -m profiling.held_out --rows build/held_out.json --tuning build/tune.json        # needs no GPU
 
 A point is a layer of other sizes than those of the table, with a number of tokens, a pattern and non-zeros of its own:
@@ -33,8 +33,7 @@ import torch
 from profiling import host
 from profiling.tune import read, write_json
 from twell import _tables, testing, tuning
-from twell.commands import tune
-from twell.commands.bench import protocol
+from twell.commands import timing, tune
 from twell.commands.request import RequestError
 from twell.nn import explain
 from twell.testing import FFN, Workload
@@ -100,14 +99,14 @@ def recorded_points(folder: Path, seed: int = SEED) -> list[Point]:
     return found
 
 
-def draw(point: Point, folder: Path | None, device: protocol.Device) -> FFN:
+def draw(point: Point, folder: Path | None, device: timing.Device) -> FFN:
     m, k, n, *_ = point.problem
     if isinstance(point.workload, str):
         return testing.load(point.workload, m, real_layers=folder, device=device.torch_device)
     return tune.draw_workload(point.workload, m, k, n, device.torch_device, point.seed).rows(0, m)
 
 
-def measure(point: Point, folder: Path | None, device: protocol.Device, seconds: float) -> dict[str, Any]:
+def measure(point: Point, folder: Path | None, device: timing.Device, seconds: float) -> dict[str, Any]:
     """The row of a point: its figures, and milliseconds and errors by strategy."""
     drawn = draw(point, folder, device)
     n, k = drawn.w_gate.shape
@@ -116,7 +115,7 @@ def measure(point: Point, folder: Path | None, device: protocol.Device, seconds:
     strategies = tune.measured_strategies(problem, device)
     errors, red = layer.check(strategies)
     recordings = {name: layer.record(name) for name in ("dense", *errors) if name not in red}
-    times = {name: protocol.spread(each) for name, each in tune.times_of(recordings, seconds).items()}
+    times = {name: timing.spread(each) for name, each in tune.times_of(recordings, seconds).items()}
     pattern = point.workload if isinstance(point.workload, str) else vars(point.workload)
     figures = tune.figures_of(drawn, "screened" in strategies)
     row = {**dict(zip(tune.SIZES, problem)), "pattern": pattern, **figures._asdict(), "red": red}
@@ -124,7 +123,7 @@ def measure(point: Point, folder: Path | None, device: protocol.Device, seconds:
     return row | eager(drawn, problem, device)
 
 
-def eager(drawn: FFN, problem: Problem, device: protocol.Device) -> dict[str, Any]:
+def eager(drawn: FFN, problem: Problem, device: timing.Device) -> dict[str, Any]:
     """Milliseconds of an eager call by PyTorch and by "auto", and what that ran; {} on a CPU, where "auto" is dense."""
     if device.torch_device.type != "cuda":
         return {}
@@ -218,7 +217,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def table_of(arguments: argparse.Namespace, device: protocol.Device | None) -> _tables.Table:
+def table_of(arguments: argparse.Namespace, device: timing.Device | None) -> _tables.Table:
     """The table to decide by: fitted to --tuning, else the one in use on the device, else the shipped one."""
     if arguments.tuning:
         runs = [read(path) for path in arguments.tuning]
@@ -227,7 +226,7 @@ def table_of(arguments: argparse.Namespace, device: protocol.Device | None) -> _
     return _tables.SHIPPED if device is None else _tables.in_use(device.torch_device)
 
 
-def measure_all(arguments: argparse.Namespace, device: protocol.Device) -> dict[str, Any]:
+def measure_all(arguments: argparse.Namespace, device: timing.Device) -> dict[str, Any]:
     """Measure all points and return the data, which is also written to --out after each one."""
     started, table = time.monotonic(), table_of(arguments, device)
     data: dict[str, Any] = {

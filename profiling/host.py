@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from profiling.bench.report import write_json
 from twell import testing
-from twell.commands.bench.report import write_json
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP, explain, set_down_layout
 
 FEW, MANY = (16, 2048), 16384

@@ -2,8 +2,8 @@
 
 ``profiling.everything`` runs them; ``profiling.readme`` fills docs/reproduce.md and profiling/results/README.md from
 them. In a command $OUT is the file, $FOLDER its folder, $BUDGET the seconds that are left, and the others are inputs:
-$REAL recorded layers (``twell record``), $TEXT text, $PACKAGE a checkout of the paper's code, $RUNS a folder for
-models, which some commands train and others read.
+$REAL recorded layers (``profiling.record``), $TEXT text, $RUNS a folder for models, which some commands train and
+others read. ``FROZEN`` are results whose scripts are gone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import NamedTuple
 INPUTS = {
     "REAL": "recorded layers 3 and 6 of a model",
     "TEXT": "text to train on",
-    "PACKAGE": "checkout of the paper's code",
     "RUNS": "folder for trained models",
 }
 
@@ -40,7 +39,7 @@ class Measurement(NamedTuple):
 
 
 LAYERS = "uniform29 skew29 topic29 topic128 dense911 real:$REAL/3 real:$REAL/6"
-BENCH = "python -m twell bench"
+BENCH = "python -m profiling.bench"
 # Trainings of one model, which differ in the last options.
 TRAIN = (
     "python examples/train.py --config 0.5B --text $TEXT --max-bytes 136314880 --steps 350 --tokens-per-step 65536 "
@@ -50,7 +49,6 @@ MODEL = f"{BENCH} model $RUNS/RUN/final --text $TEXT --accumulate 4 --energy --j
 SERVING = (
     "python -m profiling.serving replay --no-traces --seconds 0.15 --model $RUNS/RUN/final --text $TEXT --out $OUT"
 )
-RELUFY = "python -m profiling.relufy --text $TEXT --state $RUNS/relufy --budget-s $BUDGET --out $OUT"
 SWEEP = "python -m profiling.sweep SWEEP --out $FOLDER --budget-s $BUDGET"
 
 _MEASURED = (
@@ -60,17 +58,6 @@ _MEASURED = (
         "tables forward, training, decode; chart speedup",
         (f"{BENCH} ffn,train,decode --workload {LAYERS} --m-decode 1,8,64,256 --memory --json $OUT",),
         (110,),
-    ),
-    Measurement(
-        "h100_paper_code",
-        "the paper's published kernels, dense and twell on the same layers, on an H100",
-        "chart speedup; table in the questions and answers",
-        (
-            "python -m profiling.paper_code --package $PACKAGE --workload uniform29 skew29 topic29 real:$REAL/3 "
-            "real:$REAL/6 topic128 dense911 --out $OUT",
-        ),
-        (200,),
-        resumes=True,
     ),
     Measurement(
         "h200_fp8",
@@ -107,13 +94,6 @@ _MEASURED = (
         (320,),
     ),
     Measurement(
-        "h200_activations",
-        "layers of each activation on the same pattern beside dense, and one token with 12 % of the neurons firing",
-        "tables in the page on activations",
-        ("python -m profiling.activations --out $OUT",),
-        (35,),
-    ),
-    Measurement(
         "h200_screen",
         "layers with and without the int8 screen of the gate, forward and in training: times, energy, memory",
         "table screen",
@@ -129,13 +109,6 @@ _MEASURED = (
         "table screen model",
         (f"{BENCH} model --config 1.5B --ops forward train --rounds 4 --unscreened --energy --json $OUT",),
         (250,),
-    ),
-    Measurement(
-        "h200_training",
-        "the kernels of a training step, and of one that overflows",
-        "nothing; it has the time of an overflowing step over dense",
-        (f"{BENCH} train,train_forward,train_backward,train_overflow --workload {LAYERS} --kernels --json $OUT",),
-        (170,),
     ),
     Measurement(
         "h200_overfull",
@@ -174,13 +147,6 @@ _MEASURED = (
         "table host; notes on open work",
         ("python -m profiling.host --out $OUT",),
         (45,),
-    ),
-    Measurement(
-        "h200_gate_tiles",
-        "the gate GEMM with every size of its tiles beside cuBLAS, from 1 to 16,384 tokens",
-        "notes on gate_pack; the choice in `twell.tuning`",
-        ("python -m profiling.gate_tiles --seconds 0.15 --out $OUT",),
-        (16,),
     ),
     Measurement(
         "h200_tuning",
@@ -288,7 +254,7 @@ _MEASURED = (
         "the recorded layers of a trained model, one at a time",
         "chart and table layers",
         (
-            "python -m twell record $RUNS/sparse/final --text $TEXT --tokens 16384 --layers 0 1 2 3 4 5 6 7 "
+            "python -m profiling.record $RUNS/sparse/final --text $TEXT --tokens 16384 --layers 0 1 2 3 4 5 6 7 "
             "--out $FOLDER/recorded",
             SWEEP.replace("SWEEP", "layers") + " --real $FOLDER/recorded",
         ),
@@ -318,33 +284,6 @@ _MEASURED = (
         gpus=2,
     ),
     Measurement(
-        "h200_quality",
-        "cross-entropy and sparsity by coefficient of L1; other programs ran beside it, so its times mean nothing",
-        "tables and chart quality",
-        ("python -m profiling.quality --text $TEXT --budget-s $BUDGET --out $OUT",),
-        (360,),
-        resumes=True,
-    ),
-    Measurement(
-        "h200_relufy",
-        "SiLU models trained further with SiLU and with FATReLU: loss, non-zeros, unions, learning curves; other "
-        "programs ran beside it, so its times mean nothing",
-        "tables relufy; chart relufy",
-        (f"{RELUFY} --seeds 0 1",),
-        (760,),
-        resumes=True,
-    ),
-    Measurement(
-        "h200_relufy_model",
-        "the forward pass of the sparsest of them beside dense",
-        "table relufy speed",
-        (
-            f"{BENCH} model $RUNS/relufy/sparsest/final --text $TEXT --sequence 1024 --ops forward --budget-s 60 "
-            "--json $OUT",
-        ),
-        (40,),
-    ),
-    Measurement(
         "h200_fuzz",
         "random layers against float64: numbers of cases, largest errors, mismatches",
         "paragraph in the page on development",
@@ -367,13 +306,6 @@ _MEASURED = (
             "python -m tests.fuzz --summary $FOLDER/portable-311.jsonl $FOLDER/portable-312.jsonl --json $OUT",
         ),
         (300, 300, 5),
-    ),
-    Measurement(
-        "h200_portable",
-        "kernels of the portable family beside Hopper's, with floors",
-        "tables in the page on GPUs",
-        ("python -m profiling.portable --out $OUT",),
-        (40,),
     ),
     Measurement(
         "h100_soak",
@@ -407,12 +339,25 @@ def on_h100(measurement: Measurement) -> Measurement:
     )
 
 
+# Results of studies that ended on 2026-11-26, by what is in them. Their tables and charts stay as they are; the scripts
+# are in commit 5631cbb.
+FROZEN = {
+    "h100_paper_code": "the paper's published kernels, dense and twell on the same layers, on an H100",
+    "h200_activations": "layers of each activation on the same pattern beside dense",
+    "h200_gate_tiles": "the gate GEMM with every size of its tiles beside cuBLAS, from 1 to 16,384 tokens",
+    "h200_portable": "kernels of the portable family beside Hopper's, with floors",
+    "h200_quality": "cross-entropy and sparsity by coefficient of L1",
+    "h200_relufy": "SiLU models trained further with SiLU and with FATReLU",
+    "h200_relufy_model": "the forward pass of the sparsest of them beside dense",
+    "h200_training": "the kernels of a training step, and of one that overflows",
+}
+
 ALL = (*_MEASURED, *(on_h100(each) for each in _MEASURED if each.name in _ON_H100))
 
 
 def shown_command(command: str) -> str:
-    """A command as a page shows it: ``twell`` by its name, and words in capitals for what the reader chooses."""
-    words = command.replace("python -m twell ", "twell ").replace("$RUNS", "RUNS")
-    for name, word in (("REAL", "REAL"), ("TEXT", "TEXT"), ("PACKAGE", "CHECKOUT"), ("OUT", "FILE"), ("FOLDER", "OUT")):
-        words = words.replace(f"${name}", word)
+    """A command as a page shows it: words in capitals for what the reader chooses."""
+    words = command.replace("$OUT", "FILE").replace("$FOLDER", "OUT")
+    for name in INPUTS:
+        words = words.replace(f"${name}", name)
     return words.replace(" --budget-s $BUDGET", "")

@@ -2,8 +2,8 @@
 
     python -m torch.distributed.run --nproc-per-node 2 -m profiling.parallel --out profiling/results/h200_parallel.json
 
-The model is one of those of ``twell bench model --config``, random weights with the sparsity of trained ones, the same
-on all ranks; the modes are those of examples/train.py --parallel, and "alone", in which no rank waits for another.
+The model is one of those of ``profiling.bench model --config``, random weights with the sparsity of trained ones, the
+same on all ranks; the modes are those of examples/train.py --parallel, and "alone", in which no rank waits for another.
 A step is forward, cross-entropy and L1, backward, clipping and AdamW of rate 0, which keeps the sparsity, in bfloat16
 over fp32 weights. Each rank has --micro-batch sequences of its own; with tensor parallelism all ranks have the same, as
 many as all ranks together have in the other modes.
@@ -40,12 +40,12 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from training import parallel  # noqa: E402
 
+from profiling.bench.layers import SETTLING  # noqa: E402
+from profiling.bench.models_random import Pattern, build, cast, draw, draw_ids, paper_nnz, parse_sizes  # noqa: E402
+from profiling.bench.report import write_json  # noqa: E402
 from twell import _sparsify, recipe, testing  # noqa: E402
-from twell.commands.bench.layers import SETTLING  # noqa: E402
-from twell.commands.bench.models_random import Pattern, build, cast, draw, draw_ids, paper_nnz, parse_sizes  # noqa: E402
-from twell.commands.bench.protocol import FAILURES, reason, spread  # noqa: E402
-from twell.commands.bench.report import write_json  # noqa: E402
 from twell.commands.request import RequestError, at_least, exit_status  # noqa: E402
+from twell.commands.timing import FAILURES, reason, spread  # noqa: E402
 from twell.nn import explain  # noqa: E402
 
 MODES = ("alone", "ddp", "fsdp", "tp")
@@ -267,7 +267,7 @@ def line(row: Row) -> str:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--out", type=Path, metavar="FILE", help="file for the data")
-    top.add_argument("--config", type=parse_sizes, default="1B", metavar="SIZE", help="as of twell bench model (1B)")
+    top.add_argument("--config", type=parse_sizes, default="1B", metavar="SIZE", help="of profiling.bench model (1B)")
     top.add_argument("--nnz", type=float, help="mean non-zeros per token (default: the paper's)")
     top.add_argument("--micro-batch", type=at_least(1), default=8, help="sequences of a rank (%(default)s)")
     top.add_argument("--sequence", type=at_least(2), default=2048, help="tokens of a sequence (%(default)s)")

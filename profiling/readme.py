@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling import activations, everything, measurements, quality_results, reference, relufy_results, screen_results
+from profiling import everything, measurements, reference
 from profiling.draw.common import ResultError, Results, markdown
 from profiling.nsight import summarize
-from profiling.paper_code import means as paper_code_means
 from profiling.serving import replay
 from profiling.sweep import lasting
 from twell._tables import STRATEGIES
@@ -490,46 +489,6 @@ def fuzz(name: str) -> str:
     )
 
 
-def quality_limit() -> str:
-    """The coefficients between which sparsity begins to cost more than seeds differ."""
-    points = quality_results.points(result("h200_quality"))
-    found = [point for point in points if point.name == "ReLU" and point.coefficient]
-    noise = quality_results.noise(points) or 0.0
-    costs = [point.added is not None and point.added > noise for point in found]
-    first = costs.index(True) if True in costs else len(found)
-    said = [f"{quality_results.short(point.coefficient)}, {point.l0:.0f} non-zeros per token" for point in found]
-    parts = [f"L1 costs nothing here up to {said[first - 1]}"] if first else []
-    if first < len(found):
-        parts.append(f"{100 * (found[first].added or 0):.1f} % at {said[first]}")
-    within = f" Such changes differ by {100 * noise:.1f} % between seeds: smaller ones mean nothing." if noise else ""
-    return f"{', and '.join(parts)}.{within}"
-
-
-def paper_code() -> str:
-    """The paper's published code beside dense PyTorch and twell: calls that queue, and calls that are waited for."""
-    found = result("h100_paper_code")
-    variants = {"dense": "dense", "paper": "the paper's code", "twell": "twell"}
-    columns = [(mode, name) for mode in ("queued", "waited") for name in variants]
-    cells = []
-    for row in found["rows"]:
-        shown = [row["modes"].get(mode, {}).get(name) for mode, name in columns]
-        what = "training step" if row["op"] == "train" else row["op"]
-        line = [f"`{row['workload']}`", what, *("" if ms is None else f"{ms:.2f}" for ms in shown)]
-        # of the paper's code, over those of dense PyTorch
-        errors = [
-            f"{kind['paper'] / kind['dense eager']:.1f}" if "paper" in kind else ""
-            for kind in (row["errors"], row["worst_rows"])
-        ]
-        cells.append([*line, row["red"] or ("wrong" if row["wrong"] else "right"), *errors])
-    header = ["workload", "what ran", *(f"{variants[name]}, {mode}" for mode, name in columns), "the paper's result"]
-    table = markdown([*header, "its error over dense's", "worst row's"], "ll" + "r" * len(columns) + "lrr", cells)
-    # the five layers of the other means
-    said = "\n".join(
-        f"- {line}" for line in paper_code_means([r for r in found["rows"] if r["workload"] in LAYERS[:5]])
-    )
-    return f"{table}\n\n{said}\n\n{found['machine']}"
-
-
 def memory() -> str:
     """Memory kept for backward and peaks of a layer with 29 non-zeros; they do not depend on this number."""
     rows: dict[str, dict[str, Any]] = {}
@@ -547,15 +506,8 @@ def memory() -> str:
     return markdown(header, "lrrr", cells)
 
 
-def unmeasured(name: str, command: str) -> str:
-    """A sentence while there is no file of these results; "" if there is one."""
-    return "" if Results(RESULTS).get(name) else f"Not measured yet: `{command}` makes the results."
-
-
 def beside_fp8() -> str:
     """Dense in bf16 and in fp8 beside the sparse layer: times, and errors against float64."""
-    if missing := unmeasured("h200_fp8", "twell bench ffn,decode --fp8"):
-        return missing
     rows, found = [], result("h200_fp8")
     good = [row for row in found["rows"] if row["ms"] and not row["red"]]
     for ours in good:
@@ -581,10 +533,8 @@ def beside_fp8() -> str:
     return f"{table}\n\n{found['machine']}"
 
 
-def layer_calls(name: str, command: str) -> str:
-    """Layers of a file of twell bench beside the faster dense, in microseconds; a sentence while there is no file."""
-    if missing := unmeasured(name, command):
-        return missing
+def layer_calls(name: str) -> str:
+    """Layers of a file of ``profiling.bench`` beside the faster dense, in microseconds."""
     calls = {"ffn": "forward", "decode": "forward, weights outside L2", "train": "training step"}
     calls["train_overflow"] = "training step, sparse"
     rows, found = [], result(name)
@@ -599,12 +549,41 @@ def layer_calls(name: str, command: str) -> str:
     return f"{markdown(header, 'lrrlllrrr', rows)}\n\n{found['machine']}"
 
 
-def made_by(name: str, command: str, table: Callable[[list[Row]], str]) -> str:
-    """The table of a file's rows and its machine line; a sentence while there is no file, with what makes it."""
-    if missing := unmeasured(name, command):
-        return missing
+def with_machine(name: str, table: Callable[[list[Row]], str]) -> str:
+    """The table of a file's rows and its machine line."""
     found = result(name)
     return f"{table(found['rows'])}\n\n{found['machine']}"
+
+
+SCREENED = {"ffn": "forward", "train": "training step"}
+
+
+def screen_table(rows: Sequence[dict[str, Any]], base: str) -> str:
+    """Each call by "screened" and "auto" over ``base``, the strategy without the screen; empty columns are left out."""
+    calls: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if row["variant"] in SCREENED and row["ms"] and not row["red"]:
+            calls.setdefault((row["workload"], row["tokens"], row["variant"]), {})[row["requested"]] = row
+    lines = []
+    for (workload, tokens, variant), own in calls.items():
+        if {base, "screened", "auto"} <= own.keys():
+            theirs, ours, chosen = own[base], own["screened"], own["auto"]
+            cells = [f"`{workload}`", f"{tokens:,}", SCREENED[variant], f"{theirs['ms'] * 1e3:.1f}"]
+            cells += [f"**{ours['ms'] * 1e3:.1f}**", f"**{ours['ms'] / theirs['ms']:.3f}**"]
+            cells += [f"{chosen['strategy']} {chosen['ms'] / theirs['ms']:.3f}"]
+            cells += [beside(theirs, ours, "energy_mj", 1, ".3f"), beside(theirs, ours, "peak_bytes", 1e6, ".0f")]
+            lines.append(cells)
+    header = ["workload", "tokens", "call", f'"{base}", us', '"screened"', "over", '"auto", over', "mJ per token", "MB"]
+    kept = [place for place in range(len(header)) if any(line[place] for line in lines)]
+    left = "".join("lrlrrrlrr"[place] for place in kept)
+    return markdown([header[place] for place in kept], left, [[line[place] for place in kept] for line in lines])
+
+
+def beside(theirs: dict[str, Any], ours: dict[str, Any], field: str, unit: float, form: str) -> str:
+    """Both values of a field, or nothing if one was not measured."""
+    if not (theirs[field] and ours[field]):
+        return ""
+    return f"{theirs[field] / unit:{form}} / {ours[field] / unit:{form}}"
 
 
 def host() -> str:
@@ -623,8 +602,6 @@ HOST_COLUMNS = {"host, us": ("host_us", 1), "waited for": ("waited_ms", 1e3), "r
 
 def several_gpus() -> str:
     """Training steps on two GPUs, dense and sparse."""
-    if missing := unmeasured("h200_parallel", "python -m profiling.parallel"):
-        return missing
     names = {"alone": "no communication", "ddp": "DDP", "fsdp": "FSDP2", "tp": "tensor parallel"}
     rows, found = [], result("h200_parallel")
     for row in found["rows"]:
@@ -641,8 +618,6 @@ def several_gpus() -> str:
 
 def soak() -> str:
     """What a soak did."""
-    if missing := unmeasured("h100_soak", "python -m tests.soak"):
-        return missing
     run = result("h100_soak")
     memory = " and ".join(
         f"{seen['settled']:,.0f} MB {where} at first, {seen['most']:,.0f} at most"
@@ -743,59 +718,6 @@ def ncu() -> str:
     return f"{markdown([c.name for c in columns], align, cells)}\n\n{floors} {found['machine']}\n"
 
 
-def portable() -> str:
-    """The portable family beside Hopper's kernels: kernel by kernel, and whole calls with the model of other GPUs."""
-    found = result("h200_portable")
-    by_place: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in found["rows"]:
-        by_place.setdefault((row["call"], row["kernel"]), {})[row["workload"]] = row
-    names = list(found["modelled"])
-    kernels, wholes = [], []
-    for (call, kernel), rows in by_place.items():
-        for name in [name for name in names if name in rows]:
-            row, gain = rows[name], found["modelled"][name].get(call)
-            times = [f"{row[f'{family}_us']:,.1f}" for family in ("hopper", "portable")]
-            times.append(f"{row['portable_us'] / row['hopper_us']:.2f}")
-            if kernel:
-                floor = "-" if row["floor_us"] is None else f"{row['floor_us']:,.1f} {row['bound']}"
-                kernels.append([call, f"`{kernel}`", name, *times, floor])
-            else:
-                wholes.append([call, name, *times, "-" if gain is None else f"{gain:.2f}"])
-    header = ["Hopper, us", "portable, us", "ratio"]
-    flops, memory_, l2 = (found["ceilings"][name] / 1e12 for name in ("flops", "memory", "l2"))
-    parts = [
-        markdown(["call", "kernel", "workload", *header, "floor"], "lllrrrr", kernels),
-        f"Floors at {flops:.0f} TFLOP/s, {memory_:.2f} TB/s of memory and {l2:.2f} TB/s of L2, in microseconds.",
-        markdown(["whole call", "workload", *header, "modelled gain"], "llrrrr", wholes),
-        found["machine"],
-    ]
-    return "\n\n".join(parts)
-
-
-def relufied() -> str:
-    """What was measured of dense models made sparse, with its chart; a sentence while there are no results."""
-    found = Results(RESULTS).get(relufy_results.NAME)
-    if found is None:
-        return unmeasured(relufy_results.NAME, "python -m profiling.relufy")
-    chart = (
-        "<picture>\n"
-        '  <source media="(prefers-color-scheme: dark)" srcset="../profiling/charts/relufy-dark.svg">\n'
-        '  <img alt="Cross-entropy over dense by tokens and by non-zeros" src="../profiling/charts/relufy-light.svg">\n'
-        "</picture>"
-    )
-    finding = f"{relufy_results.finding(relufy_results.points(found))}."
-    parts = (finding, relufy_results.table(found), chart, relufy_results.layers(found), relufy_results.notes(found))
-    return "\n\n".join(parts)
-
-
-def relufied_speed() -> str:
-    """The speed of the sparsest of these models; a sentence while there are no results."""
-    name = f"{relufy_results.NAME}_model"
-    if missing := unmeasured(name, "twell bench model"):
-        return missing
-    return f"{model_table([result(name)])}\n\n{model_machine(name)}"
-
-
 def most_nonzeros() -> str:
     """How sparse layers of known models must be for each kind of call."""
     from twell import _tables
@@ -831,6 +753,7 @@ def commands() -> str:
 def files() -> str:
     """What is in each file of results."""
     rows = [[f"`{each.name}`", each.content, each.shown] for each in measurements.ALL]
+    rows += [[f"`{name}`", content, "frozen"] for name, content in measurements.FROZEN.items()]
     return markdown(["file", "content", "shown in"], "lll", rows)
 
 
@@ -843,7 +766,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "layers on an H100": layers_on_h100,
     "models on an H100": models_on_h100,
-    "large layer on an H100": lambda: layer_calls("h100_large_layer", "twell bench ffn,train,decode -k 4096 -n 14336"),
+    "large layer on an H100": lambda: layer_calls("h100_large_layer"),
     "auto losses on an H100": lambda: auto_losses("h100_held_out"),
     "decode": decode,
     "machine": machine,
@@ -865,35 +788,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "auto losses": auto_losses,
     "fuzz": lambda: fuzz("h200_fuzz"),
     "fuzz portable": lambda: fuzz("h200_fuzz_portable"),
-    "quality": lambda: quality_results.table(result("h200_quality")),
-    "quality layers": lambda: quality_results.layers(result("h200_quality")),
-    "quality limit": quality_limit,
-    "quality notes": lambda: quality_results.notes(result("h200_quality")),
-    "relufy": relufied,
-    "relufy speed": relufied_speed,
-    "paper code": paper_code,
     "beside fp8": beside_fp8,
-    "decode autotuned": lambda: layer_calls(
-        "h200_decode_autotuned", "twell bench decode --compile max-autotune-no-cudagraphs"
-    ),
-    "large layer": lambda: layer_calls("h200_large_layer", "twell bench ffn,train,decode -k 4096 -n 14336"),
-    "few tokens": lambda: layer_calls("h200_few_ffn", "twell bench ffn -m 512 1024 2048"),
-    "over-full": lambda: layer_calls("h200_overfull", "twell bench train,train_overflow"),
-    "activations": lambda: made_by("h200_activations", "python -m profiling.activations", activations.table),
-    "screen": lambda: made_by(
-        "h200_screen",
-        "twell bench ffn,train --strategy union screened auto",
-        lambda rows: screen_results.table(rows, "union"),
-    ),
-    "screen model": lambda: made_by(
-        "h200_screen_model",
-        "twell bench model --config 1.5B --unscreened",
-        lambda rows: model_table([result("h200_screen_model")]),
-    ),
+    "decode autotuned": lambda: layer_calls("h200_decode_autotuned"),
+    "large layer": lambda: layer_calls("h200_large_layer"),
+    "few tokens": lambda: layer_calls("h200_few_ffn"),
+    "over-full": lambda: layer_calls("h200_overfull"),
+    "screen": lambda: with_machine("h200_screen", lambda rows: screen_table(rows, "union")),
+    "screen model": lambda: with_machine("h200_screen_model", lambda rows: model_table([result("h200_screen_model")])),
     "host": host,
-    "hard model": lambda: made_by(
-        "h200_model_hard", "twell bench model --topic 0", lambda rows: model_table([result("h200_model_hard")])
-    ),
+    "hard model": lambda: with_machine("h200_model_hard", lambda rows: model_table([result("h200_model_hard")])),
     "soak": soak,
     "several GPUs": several_gpus,
     "memory": memory,
@@ -907,7 +810,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "continuous batching": continuous_batching,
     "generate": generate,
     "ncu": ncu,
-    "portable": portable,
 }
 PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->)\n.*?(<!-- end -->)", re.DOTALL)
 

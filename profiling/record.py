@@ -1,4 +1,7 @@
-"""``twell record``: inputs and gate weights of a model's feed-forward layers as files for ``testing.load_real``."""
+"""Record inputs and gate weights of a model's feed-forward layers as files for ``testing.load_real``.
+
+python -m profiling.record MODEL --text FOLDER --layers 3 6 --out RECORDED
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from torch import Tensor
 import twell
 from twell import _files, testing, tuning
 from twell.commands import saved_model, sparsity
-from twell.commands.request import RequestError, at_least
+from twell.commands.request import RequestError, at_least, exit_status
 from twell.commands.saved_model import WatchedLayer
 from twell.commands.sparsity import LayerSparsity, Tally
 
 DESCRIPTION = """\
 Run a model on text and write the inputs of the chosen feed-forward layers and their gate weights as int8: workloads
-with the pattern of a real model, for `twell bench --workload real:FOLDER` and twell.testing.load_real.
+with the pattern of a real model, for `python -m profiling.bench --workload real:FOLDER` and twell.testing.load_real.
 """
 
 # A file must keep the pattern: at most these shares of the non-zeros may be lost or new, or more or fewer in all. With
@@ -279,13 +282,13 @@ def _readme(
 Inputs of {len(results)} of the {len(reports)} ReLU feed-forward layers ({kinds}, K = {k}, N = {n}) of
 `{loaded.folder.absolute().name}`, run in {dtype} on {text.tokens:,} tokens of text in
 {len(text.sequences):,} sequences, and their {weights}.
-Written by `twell record` of twell {twell.__version__}.
+Written by `python -m profiling.record` of twell {twell.__version__}.
 
 `layer{{L}}.npz` holds the input `x` (int8 [tokens, K] times `x_scale` [1, K] or [tokens, 1]); the weight's rows `w`
 (int8 [rows, K] times `w_scale` [rows, 1]) of the neurons `alive`, those that fire at least once, or all; `quiet` [K],
 the direction in which `twell.testing.load_real` shifts the rows that it draws for the others, to keep them silent; and
 `n`, the number of neurons. A bias is part of its row. `twell.testing.load_real(L, FOLDER)` loads a file as a problem,
-and `twell bench ffn --workload {workloads}` times it.
+and `python -m profiling.bench ffn --workload {workloads}` times it.
 
 The files, as `load_real` reads them in bfloat16:
 
@@ -383,3 +386,14 @@ def run(arguments: argparse.Namespace) -> int:
         (folder / "README.md").write_text(_readme(loaded, text, results, reports), encoding="utf-8")
     print(f"{sum(a.size for a, _ in results) / 1e6:.1f} MB in {out.absolute()}; README.md there has the statistics")
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m profiling.record", description=DESCRIPTION)
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    return exit_status("profiling.record", lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

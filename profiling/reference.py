@@ -16,7 +16,7 @@ MODULES = (
     *("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed", "twell.tuning"),
     *("twell.testing", "twell.reference"),
 )
-COMMANDS = ("demo", "info", "tune", "analyze", "serve-check", "record", "bench", "bench model", "convert")
+COMMANDS = ("demo", "info", "tune", "analyze", "serve-check", "convert")
 
 
 @functools.cache
@@ -66,15 +66,8 @@ def backquotes(text: str) -> str:
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The parser of ``twell NAME``."""
-    from twell.commands import bench, cli
-    from twell.commands.bench import models
-    from twell.commands.bench import parser as bench_parser
+    from twell.commands import cli
 
-    if name.startswith("bench"):
-        model = name == "bench model"
-        parser = argparse.ArgumentParser(description=models.DESCRIPTION if model else bench.DESCRIPTION)
-        (models if model else bench_parser).add_arguments(parser)
-        return parser
     subparsers = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
     found: argparse.ArgumentParser = next(subparsers).choices[name]
     return found

@@ -1,4 +1,4 @@
-"""Run ``twell bench`` over ranges and keep the results, one file per sweep: the data of profiling/draw.
+"""Run ``profiling.bench`` over ranges and keep the results, one file per sweep: the data of profiling/draw.
 
     python -m profiling.sweep nnz --out build/sweeps --budget-s 200
     python -m profiling.sweep layers --real FOLDER --model profiling/results/h200_model.json
@@ -333,15 +333,15 @@ def measure(call: Call, more: Sequence[str], bench: Bench, folder: Path) -> tupl
     except KeyboardInterrupt:
         status = 130
     except SystemExit as error:
-        raise SweepError(f"twell bench does not take {' '.join([*call.argv, *more])}") from error
+        raise SweepError(f"profiling.bench does not take {' '.join([*call.argv, *more])}") from error
     except Exception as error:  # a kernel fault may surface in a later call
         traceback.print_exc()
         status, why = 1, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if status == 2 and not result:
         # bench has printed the reason, which holds for all other calls
-        raise SweepError(f"twell bench cannot serve this request, see above: {' '.join([*call.argv, *more])}")
-    return status, result, why or f"twell bench gave no row, exit status {status}"
+        raise SweepError(f"profiling.bench cannot serve this request, see above: {' '.join([*call.argv, *more])}")
+    return status, result, why or f"profiling.bench gave no row, exit status {status}"
 
 
 def rows_of(point: Point, result: dict[str, Any]) -> list[Row]:
@@ -394,7 +394,7 @@ def say(text: str) -> None:
 
 def show(file: File) -> int:
     """Print the speed-ups of a sweep; return the number of red rows."""
-    from twell.commands.bench.report import Column, print_table
+    from profiling.bench.report import Column, print_table
 
     known = {"requested": "", "strategy": "", "speedup_dense": None, "ms": None}
     rows = [SimpleNamespace(**known | row) for row in file.data["rows"] if row.get("red") or row.get("speedup_dense")]
@@ -448,7 +448,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs=argparse.REMAINDER,
         default=[],
         metavar="...",
-        help="pass everything that follows to twell bench",
+        help="pass everything that follows to profiling.bench",
     )
     arguments = parser.parse_args(argv)
     arguments.sweeps = list(dict.fromkeys(arguments.sweeps))
@@ -469,7 +469,7 @@ def dry_run(arguments: argparse.Namespace) -> None:
             call = next_call(missing, LONGEST_S)
             seconds = call.seconds(compiled)
             total += seconds
-            print(f"{seconds:6.1f} s  twell bench {' '.join([*call.argv, *options(arguments)])}")
+            print(f"{seconds:6.1f} s  profiling.bench {' '.join([*call.argv, *options(arguments)])}")
             missing = [point for point in missing if point not in call.points]
             if compiled is not None:
                 compiled |= call.shapes()
@@ -477,7 +477,7 @@ def dry_run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None, bench: Bench | None = None) -> int:
-    """Run the sweeps; ``bench`` replaces ``twell.commands.bench.main`` in tests."""
+    """Run the sweeps; ``bench`` replaces ``profiling.bench.main`` in tests."""
     arguments = parse(argv)
     deadline = time.monotonic() + arguments.budget_s
     files: list[File] = []
@@ -492,7 +492,7 @@ def main(argv: Sequence[str] | None = None, bench: Bench | None = None) -> int:
             if twice:
                 raise SweepError(f"expected folders and files of different names, got {twice[0]!r} twice")
         if bench is None:
-            from twell.commands.bench import main
+            from profiling.bench import main
 
             bench = main
 

@@ -1,4 +1,4 @@
-"""``twell bench``: check kernels, layers and models, then time them beside dense PyTorch."""
+"""``python -m profiling.bench``: check kernels, layers and models, then time them beside dense PyTorch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ gives a red row without speed and exit status 1. Sums of few terms may have larg
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``twell bench`` with the arguments ``argv`` (default: sys.argv).
+    """Run it with the arguments ``argv`` (default: sys.argv).
 
     Returns the exit code: 0, 1 for a red row, 2 for a request that cannot be met, 130 for Ctrl-C. Bad arguments raise
     SystemExit(2).
     """
-    from twell.commands.bench import cli
+    from profiling.bench import cli
 
     return cli.main(list(sys.argv[1:] if argv is None else argv))

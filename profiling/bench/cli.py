@@ -1,85 +1,247 @@
-"""The command ``twell bench``: runs the request, prints the table and writes the data."""
+"""The command ``python -m profiling.bench OP``: its arguments, the run, the table and the file."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from profiling.bench import DESCRIPTION, fp8, report
+from profiling.bench.decode import DECODED
+from profiling.bench.energy import EnergyMeter, open_meter
+from profiling.bench.layers import OPS, STRATEGIES, Options
+from profiling.bench.protocol import Ceilings, Cpu, Device, Gpu
+from profiling.bench.rows import COLUMNS, LayerRow, named
+from profiling.bench.runner import DTYPES, Job, Runner
+from profiling.bench.workloads import EXPLAINED, NAMED, parse
 from twell import testing
-from twell.commands.bench import DESCRIPTION, fp8, report, rows
-from twell.commands.bench.energy import EnergyMeter, open_meter
-from twell.commands.bench.parser import L2_TBS, BenchRequest, add_arguments, request
-from twell.commands.bench.protocol import Ceilings, Cpu, Device, Gpu
-from twell.commands.bench.report import Progress, Writer
-from twell.commands.bench.rows import COLUMNS, LayerRow
-from twell.commands.bench.runner import DTYPES, Runner, steps
-from twell.commands.request import exit_status
+from twell._activation import NAMES, activation_of
+from twell._runtime import geometry, specs
+from twell.commands.request import RequestError, at_least, exit_status, number_above, pick_device
 
-COMMAND = "twell bench"
+COMMAND = "profiling.bench"
 
-# Columns of --memory and --energy.
-MEMORY, ENERGY = ("kept-MB", "peak-MB"), ("mJ/token", "net", "dense/mJ")
+# Weight rows read from L2 by all multiprocessors of an H200 (132, 1,980 MHz): 7.2 to 7.5 TB/s in a streaming read.
+L2_TBS = 7.3
+
+# Default tokens, hidden size and neurons. With those for a CPU the default command takes half a minute on two cores.
+SIZES = 16384, testing.PAPER_HIDDEN, testing.PAPER_NEURONS
+CPU_SIZES = 512, 256, 1408
+DECODED_BY_DEFAULT = (1, 8, 16, 64, 128, 256)
+COMPILE = ("default", "max-autotune-no-cudagraphs", "none")
+
+EPILOG = f"""\
+operations:
+  ffn           forward pass of the whole layer by each of --strategy; all calls share the weights, so small weights
+                stay in L2
+  decode        the same on each number of tokens of --m-decode, from the middle of the workload, with several
+                copies of the weights in turn, whose gates exceed L2; errors are those of {DECODED} tokens. Dense is
+                compiled for each number of tokens, by the mode of --compile
+  train         forward and backward, with the gradients of x and of all weights, by each of --strategy; "row" and
+                "union" are the same. If the hybrid format does not hold the non-zeros, dense is timed instead.
+                Gradients, also of L1, are checked on the same tokens, except for those that rounding would decide
+  train_overflow
+                a step of the sparse path if the hybrid format does not hold the non-zeros
+  model         a whole model: python -m profiling.bench model --help
+
+"auto" is a twell.AutoStrategy; a few calls settle it before it is timed.
+
+workloads:
+  {", ".join(NAMED)}
+                drawn, by name
+  {",".join(f"{key}=" for key in EXPLAINED)}
+                drawn; nnz is required, the others default to 0
+{{parameters}}
+  real:FOLDER, real:FOLDER/3
+                recorded layers (python -m profiling.record), all of a folder or one, of their own sizes
+
+columns:
+{{columns}}
+"""
 
 
-def repro(row: LayerRow, asked: BenchRequest) -> str:
-    """The command that repeats a row and its baselines."""
-    options = asked.options
-    text = next((job.source.text for job in asked.jobs if job.source.name == row.workload), row.workload)
-    words: list[object] = ["python", "-m", "twell", "bench", row.op]
-    words += ["-m", row.m, "-k", row.k, "-n", row.n, "--workload", text]
-    words += ["--strategy", row.requested or ",".join(options.strategies)]
-    if "decode" in row.op.split(","):
-        words += ["--m-decode", row.tokens if row.op == "decode" else ",".join(map(str, options.decoded))]
-    words += ["--dtype", row.dtype, "--compression", row.compression]
-    if options.activation.name != "relu":
-        words += ["--activation", options.activation.name, "--threshold", options.activation.threshold]
-    words += ["--device", asked.device, "--compile", asked.compile, "--seconds", f"{options.seconds:g}"]
-    flags = {"--no-check": not options.check, "--memory": options.memory, "--kernels": options.kernels}
-    flags |= {"--fp8": asked.fp8, "--energy": asked.energy}
-    words += [flag for flag, given in flags.items() if given]
-    return shlex.join(map(str, words))
+def _words(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """An argparse type: a comma-separated list of names."""
+    names = tuple(known)
+
+    def parse_words(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in names:
+                raise argparse.ArgumentTypeError(f"expected one of {', '.join(names)}, got {name!r}")
+        return found
+
+    return parse_words
 
 
-@dataclass
-class _Run:
-    """The request and its results so far."""
+def _size(most: int) -> Callable[[str], int]:
+    """An argparse type: a size that the sparse kernels take, a multiple of 8 up to ``most``."""
 
-    asked: BenchRequest
-    ceilings: Ceilings
-    machine: str
-    meter: EnergyMeter | None
-    found: list[LayerRow]
-    writer: Writer
-    complete: bool = False
+    def parse_size(text: str) -> int:
+        value = at_least(1)(text)
+        if value % 8 or value > most:
+            raise argparse.ArgumentTypeError(f"expected a multiple of 8 up to {most}, got {value}")
+        return value
 
-    def write(self, final: bool) -> None:
-        """Write the data so far; to stdout only at the end."""
-        self.writer.save(final, self._write)
+    return parse_size
 
-    def _write(self, path: Path) -> None:
-        asked = self.asked
-        if path == asked.csv:
-            report.write_csv(path, self.found)
-            return
-        more: dict[str, Any] = {
-            "ceilings": {
-                "tflops": self.ceilings.flops / 1e12,
-                "memory_tbs": self.ceilings.memory / 1e12,
-                "l2_tbs_assumed": self.ceilings.l2 / 1e12,
-            },
-            "complete": self.complete,
-        }
-        if self.meter is not None:
-            more |= {"energy_method": self.meter.method, "idle_watts": self.meter.idle}
-        report.write_json(path, self.found, machine=self.machine, arguments=asked.arguments(), **more)
+
+def _counts(text: str) -> list[int]:
+    """An argparse type: a comma-separated list of integers of at least 1."""
+    return [at_least(1)(item) for item in text.split(",")]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of all operations except for ``model``; explain columns and workloads in the epilog."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG.format(
+        parameters="\n".join(f"                  {key + '=':<9}{text}" for key, text in EXPLAINED.items()),
+        columns="\n".join(_explained(column.name, column.help) for column in COLUMNS),
+    )
+    parser.add_argument("ops", nargs="*", type=_words((*OPS, "model")), metavar="OP", help="operations to time (ffn)")
+
+    defaults = [f"{gpu}; {cpu} on a CPU" for gpu, cpu in zip(SIZES, CPU_SIZES)]
+    layer = parser.add_argument_group("layer")
+    add = layer.add_argument
+    add("-m", "--tokens", nargs="+", type=_counts, metavar="M", help=f"numbers of tokens ({defaults[0]})")
+    add("-k", "--hidden", type=_size(specs.K_CLASSES[-1]), metavar="K", help=f"hidden size ({defaults[1]})")
+    add("-n", "--neurons", type=_size(geometry.MAX_NEURONS), metavar="N", help=f"neurons ({defaults[2]})")
+    add("--workload", nargs="+", action="extend", metavar="W", help="workloads, see below (default: all by name)")
+    add("--dtype", choices=DTYPES, default="bf16", help="dtype of all tensors (%(default)s)")
+    compression = "256 / C words per tile (%(default)s)"
+    add("--compression", type=int, choices=geometry.COMPRESSIONS, default=8, help=compression)
+    add("--activation", choices=NAMES, default="relu", help="%(choices)s (%(default)s)")
+    add("--threshold", type=float, default=0.0, metavar="T", help="of fatrelu: what gates must exceed (%(default)s)")
+    known = ", ".join(STRATEGIES)
+    add("--strategy", nargs="+", type=_words(STRATEGIES), metavar="S", help=f"strategies out of {known} (auto)")
+    few = ",".join(map(str, DECODED_BY_DEFAULT))
+    few += "; -m means the same if decode is the only operation"
+    add("--m-decode", nargs="+", type=_counts, metavar="M", help=f"tokens of decode ({few})")
+
+    how = parser.add_argument_group("measurement")
+    add = how.add_argument
+    add("--device", help="cuda, cuda:INDEX or cpu, whose times mean nothing (default: cuda)")
+    add("--compile", choices=COMPILE, help="torch.compile's mode for the dense layer (default; none on a CPU)")
+    add("--fp8", action="store_true", help="also dense in fp8, in ffn and decode; its error is shown, not judged")
+    seconds = "time per workload, all variants (%(default)s)"
+    add("--seconds", type=number_above(0), default=3.0, metavar="S", help=seconds)
+    add("--memory", action="store_true", help="peak memory of inference; training always measures it")
+    add("--energy", action="store_true", help="energy per token, by NVML: each variant alone")
+    add("--kernels", action="store_true", help="time of each kernel in a call")
+    add("--json", type=Path, metavar="FILE", help="file for the data")
+
+
+def _explained(name: str, text: str) -> str:
+    """A column's name and meaning, in lines of up to 120 characters."""
+    lines, words = [f"  {name:<13}"], text.split()
+    for word in words:
+        if len(lines[-1]) + 1 + len(word) > 118:
+            lines.append(" " * 15)
+        lines[-1] += f" {word}"
+    return "\n".join(lines)
+
+
+def request(arguments: argparse.Namespace) -> tuple[Options, list[Job]]:
+    """What to measure; the defaults that depend on the device go into ``arguments``.
+
+    Raises RequestError if the arguments contradict each other or the machine.
+    """
+    arguments.device = str(pick_device(arguments.device or "cuda"))
+    on_cpu = arguments.device == "cpu"
+    by_default, hidden, neurons = CPU_SIZES if on_cpu else SIZES
+    k, n = arguments.hidden or hidden, arguments.neurons or neurons
+    arguments.compile = arguments.compile or ("none" if on_cpu else "default")
+    tokens, options = _options(arguments, by_default)
+    report.require_writable(arguments.json)
+    swallowed = [text for text in arguments.workload or () if set(text.split(",")) <= set(OPS)]
+    if swallowed:
+        raise RequestError(f"{swallowed[0]} is an operation: expected it before --workload")
+    sources = parse(arguments.workload)
+    if arguments.workload:
+        for source in sources:
+            source.check(n)
+    elif not (sources := [source for source in sources if source.possible(n)]):
+        raise RequestError(f"{n} neurons are too few for the named workloads: expected --workload")
+    if arguments.fp8:
+        _require_fp8(arguments, options.ops, k, n)
+    return options, [Job(source, m, k, n, arguments.dtype) for source in sources for m in tokens]
+
+
+def _require_fp8(arguments: argparse.Namespace, ops: tuple[str, ...], k: int, n: int) -> None:
+    """Raise RequestError unless the layer can be computed in fp8."""
+    if not set(ops) & {"ffn", "decode"}:
+        raise RequestError(f"--fp8 is for ffn and decode: expected one of them, got {', '.join(ops)}")
+    if arguments.dtype != "bf16":
+        raise RequestError(f"with --fp8 --dtype must be bf16, got {arguments.dtype}")
+    for name, size in (("hidden", k), ("neurons", n)):
+        if size % fp8.MULTIPLE:
+            raise RequestError(f"with --fp8 --{name} must be a multiple of {fp8.MULTIPLE}, got {size}")
+    device = arguments.device
+    if device != "cpu" and (found := torch.cuda.get_device_capability(device)) < fp8.CAPABILITY:
+        wanted, got = (".".join(map(str, each)) for each in (fp8.CAPABILITY, found))
+        raise RequestError(f"--fp8 needs a GPU with fp8: expected compute capability {wanted} or more, got {got}")
+
+
+def _options(arguments: argparse.Namespace, by_default: int) -> tuple[tuple[int, ...], Options]:
+    """The numbers of tokens, by default ``by_default`` alone, and the options."""
+    ops = _flat(arguments.ops) or ("ffn",)
+    if "model" in ops:
+        raise RequestError("model must be the only operation: python -m profiling.bench model --help")
+    tokens, decoded = _flat(arguments.tokens), _flat(arguments.m_decode)
+    if ops == ("decode",) and not decoded:
+        tokens, decoded = (), tokens
+    tokens = tokens or (by_default,)
+    decoded = decoded or tuple(m for m in DECODED_BY_DEFAULT if m <= min(tokens))
+    most = min(DECODED, *tokens)
+    if arguments.m_decode and "decode" not in ops:
+        raise RequestError(f"--m-decode is for decode: expected it among the operations, got {', '.join(ops)}")
+    if "decode" in ops and max(decoded) > most:
+        raise RequestError(f"--m-decode must be from 1 to {most} of {min(tokens)} tokens, got {max(decoded)}")
+    try:
+        activation = activation_of(arguments.activation, arguments.threshold, True)
+        activation.level(DTYPES[arguments.dtype])
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+    return tokens, Options(
+        ops,
+        _flat(arguments.strategy) or ("auto",),
+        arguments.compression,
+        decoded,
+        activation=activation,
+        kernels=arguments.kernels,
+        memory=arguments.memory,
+        seconds=arguments.seconds,
+    )
+
+
+def _flat(lists: list[list[Any]] | None) -> tuple[Any, ...]:
+    """All items, each once."""
+    return tuple(dict.fromkeys(item for each in lists or () for item in each))
+
+
+def _facts(
+    arguments: argparse.Namespace,
+    options: Options,
+    jobs: Sequence[Job],
+    ceilings: Ceilings,
+    machine: str,
+    meter: EnergyMeter | None,
+) -> dict[str, Any]:
+    """What a file holds besides rows."""
+    kept = ("dtype", "compression", "activation", "threshold", "device", "compile", "memory", "kernels")
+    asked = {name: getattr(arguments, name) for name in (*kept, "energy", "fp8", "seconds")}
+    asked |= {"ops": options.ops, "workload": list(dict.fromkeys(job.source.name for job in jobs))}
+    asked |= {"m": list(dict.fromkeys(job.m for job in jobs)), "k": jobs[0].k, "n": jobs[0].n}
+    asked |= {"strategy": options.strategies, "m_decode": options.decoded, "l2_tbs": L2_TBS}
+    rates = {"tflops": ceilings.flops / 1e12, "memory_tbs": ceilings.memory / 1e12}
+    rates["l2_tbs_assumed"] = ceilings.l2 / 1e12
+    energy = {} if meter is None else {"energy_method": meter.method, "idle_watts": meter.idle}
+    return {"machine": machine, "arguments": asked, "ceilings": rates, **energy}
 
 
 @torch.no_grad()
@@ -88,59 +250,37 @@ def run(arguments: argparse.Namespace) -> int:
 
     The rows so far are printed and written, after Ctrl-C, too. Raises RequestError if the request cannot be met.
     """
-    asked = request(arguments)
+    options, jobs = request(arguments)
     with ExitStack() as stack:
         device: Device = Cpu()
-        if asked.device != "cpu":
-            stack.enter_context(torch.cuda.device(torch.device(asked.device)))
+        if arguments.device != "cpu":
+            stack.enter_context(torch.cuda.device(torch.device(arguments.device)))
             device = Gpu(torch.device("cuda", torch.cuda.current_device()))
-        meter = open_meter(device.torch_device) if asked.energy else None
-        ceilings, machine = device.ceilings(DTYPES[asked.jobs[0].dtype], L2_TBS)
-        this = _Run(asked, ceilings, machine, meter, [], Writer(asked.json, asked.csv, name=COMMAND))
-        try:
-            _measure(this, device)
-        except KeyboardInterrupt:
-            print(f"\n{COMMAND}: interrupted", file=sys.stderr)
-    if this.found or this.complete:
-        this.write(final=True)
-    if asked.silent:
-        print(machine, file=sys.stderr)
-    else:
-        _print(this)
-    red = sum(bool(row.red) for row in this.found)
-    if red:
-        print(f"{red} of {len(this.found)} rows are red", file=sys.stderr)
-    if this.complete and not this.found:
-        print(f"{COMMAND}: nothing to time: these parts of training are for other patterns", file=sys.stderr)
-    if not this.complete:
-        return 130
-    return 2 if this.writer.failure else int(red > 0)
+        meter = open_meter(device.torch_device) if arguments.energy else None
+        ceilings, machine = device.ceilings(DTYPES[arguments.dtype], L2_TBS)
+        this = report.Run(COMMAND, arguments.json, lambda: _facts(arguments, options, jobs, ceilings, machine, meter))
+        options = replace(options, compiled=_through_compile(testing.dense_output, arguments.compile))
+        if arguments.fp8:
+            options = replace(options, fp8=_through_compile(fp8.output, arguments.compile) or fp8.output)
+        runner = Runner(options, device, ceilings, report.Progress(COMMAND), meter)
+
+        def work() -> None:
+            for job in jobs:
+                for group in runner.run(job):
+                    this.add(group)
+
+        this.measure(work)
+    _print(this, arguments, ceilings)
+    if meter is not None:
+        print(f"energy: of the whole board{'' if meter.idle is None else f'; idle {meter.idle:.0f} W'}")
+    print(machine)
+    return this.status()
 
 
-def _measure(this: _Run, device: Device) -> None:
-    """Run all jobs; write the data after each group of rows."""
-    asked = this.asked
-    options = replace(asked.options, compiled=_compiled(asked.compile))
-    if asked.fp8:
-        options = replace(options, fp8=_through_compile(fp8.output, asked.compile))
-    with Progress(sum(len(steps(options, job)) for job in asked.jobs), name=COMMAND) as progress:
-        runner = Runner(options, device, this.ceilings, progress, this.meter)
-        for job in asked.jobs:
-            for group in runner.run(job):
-                this.found += group
-                this.write(final=False)
-    this.complete = True
-
-
-def _compiled(mode: str) -> Callable[..., torch.Tensor] | None:
-    """The dense layer through torch.compile."""
-    return None if mode == "none" else _through_compile(testing.dense_output, mode)
-
-
-def _through_compile(function: Callable[..., torch.Tensor], mode: str) -> Callable[..., torch.Tensor]:
-    """``function`` through torch.compile; itself if the mode is "none"."""
+def _through_compile(function: Callable[..., torch.Tensor], mode: str) -> Callable[..., torch.Tensor] | None:
+    """``function`` through torch.compile; None if the mode is "none"."""
     if mode == "none":
-        return function
+        return None
     # each number of tokens and each size of a recorded layer is compiled separately
     torch._dynamo.config.recompile_limit = 256
     compiled: Callable[..., torch.Tensor] = torch.compile(
@@ -149,76 +289,53 @@ def _through_compile(function: Callable[..., torch.Tensor], mode: str) -> Callab
     return compiled
 
 
-def _print(this: _Run) -> None:
+def _print(this: report.Run, arguments: argparse.Namespace, ceilings: Ceilings) -> None:
     """Print the table and the lines below it."""
-    asked, found = this.asked, this.found
-    kept = [*(MEMORY if asked.options.memory else ()), *(ENERGY if asked.energy else ())]
-    columns, dropped = (list(COLUMNS), []) if asked.wide else rows.fitting(found, kept=kept)
+    found: list[LayerRow] = this.rows
     if found:
-        report.print_table(columns, found)
+        report.print_table(report.used(COLUMNS, found), found)
+    elif this.complete:
+        print("nothing to time: no pattern is too large for the hybrid format")
     for row in found:
         if row.kernels is not None:
             _print_kernels(row)
-    if asked.device == "cpu":
-        # a recorded layer has sizes of its own
-        ran = {"M": [row.m for row in found], "K": [row.k for row in found], "N": [row.n for row in found]}
-        sizes = ", ".join(f"{name} = {', '.join(f'{size:,}' for size in sorted(set(ran[name])))}" for name in ran)
-        print(f"{sizes}, on a CPU, whose times mean nothing; -m, -k and -n change the sizes")
-    left_out = f"; left out: {', '.join(dropped)} (--wide)" if dropped else ""
-    activation = asked.options.activation
-    named = f", {activation.name}" if activation.name != "relu" else ""
-    named += f" above {activation.threshold:g}" if activation.threshold else ""
-    print(f"{asked.jobs[0].dtype}, compression {asked.options.compression}{named}; columns: {COMMAND} --help{left_out}")
-    if not asked.options.check:
-        print("UNCHECKED: no result was compared with float64 (--no-check)")
-    ceilings = this.ceilings
+    if arguments.device == "cpu":
+        print("on a CPU, whose times mean nothing; -m, -k and -n change the sizes")
+    above = f" above {arguments.threshold:g}" if arguments.threshold else ""
+    print(f"{arguments.dtype}, compression {arguments.compression}, {arguments.activation}{above}; columns: --help")
     print(
         f"ceilings: {ceilings.flops / 1e12:.3g} TFLOP/s and {ceilings.memory / 1e12:.3g} TB/s of memory measured now, "
         f"{ceilings.l2 / 1e12:.3g} TB/s of L2 assumed"
     )
-    if asked.options.memory and asked.device == "cpu":
-        print("memory: not known on a CPU")
-    if this.meter is not None:
-        idle = "" if this.meter.idle is None else f"; idle {this.meter.idle:.0f} W"
-        print(f"energy: of the whole board, by {this.meter.method.replace('_', ' ')}{idle}")
-    print(this.machine)
-    if asked.repro:
-        for row in found:
-            print(f"{row.workload}, {_tokens(row)}, {row.variant} {row.requested}".rstrip() + ":")
-            print(f"  {repro(row, asked)}")
 
 
 def _print_kernels(row: LayerRow) -> None:
     """Print the microseconds of each kernel in one call, the longest first."""
     assert row.kernels is not None
     total = sum(row.kernels.values()) * 1e3
-    print(f"{row.workload}, {_tokens(row)}, {row.variant} ({rows.named(row)}): {total:.0f} us in a queued call")
+    print(f"{row.workload}, {row.tokens} tokens, {row.variant} ({named(row)}): {total:.0f} us in a queued call")
     for symbol, ms in sorted(row.kernels.items(), key=lambda item: -item[1]):
         print(f"  {ms * 1e3:8.1f}  {symbol}")
 
 
-def _tokens(row: LayerRow) -> str:
-    return f"{row.tokens} token{'' if row.tokens == 1 else 's'}"
-
-
 def parser() -> argparse.ArgumentParser:
     """The parser of all operations except for ``model``."""
-    top = argparse.ArgumentParser(prog=COMMAND, description=DESCRIPTION)
+    top = argparse.ArgumentParser(prog=f"python -m {COMMAND}", description=DESCRIPTION)
     add_arguments(top)
     return top
 
 
 def run_model(argv: Sequence[str]) -> int:
-    """Run ``twell bench model``, which has its own arguments."""
-    from twell.commands.bench import models
+    """Run ``python -m profiling.bench model``, which has its own arguments."""
+    from profiling.bench import models
 
-    top = argparse.ArgumentParser(prog=f"{COMMAND} model", description=models.DESCRIPTION)
+    top = argparse.ArgumentParser(prog=f"python -m {models.NAME}", description=models.DESCRIPTION)
     models.add_arguments(top)
     return models.run(top.parse_args(argv))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``twell bench``; see ``twell.commands.bench.main``."""
+    """Run the command; see ``profiling.bench.main``."""
     if list(argv[:1]) == ["model"]:
         return exit_status(f"{COMMAND} model", lambda: run_model(argv[1:]))
     return exit_status(COMMAND, lambda: run(parser().parse_intermixed_args(argv)))

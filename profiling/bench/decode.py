@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiling.bench import fp8
+from profiling.bench.layers import ITEM, TimedLayer, Variant, Verdict, tiles_of
 from twell import testing, tuning
 from twell._runtime import geometry
-from twell.commands.bench import fp8
-from twell.commands.bench.layers import ITEM, TimedLayer, Variant, Verdict, tiles_of
 from twell.testing import FFN, Comparison, Errors
 
 # Tokens after which recorded layers repeat, and tokens around their middle that are timed and checked.
@@ -106,8 +106,8 @@ class _Calls:
         return {"executed": self.product + 2 * 2 * pairs * layer.k, "moved": moved, "floor": floor}
 
     def dense(self, name: str, function: Callable[..., Tensor]) -> Variant:
-        call = lambda i: (function(self.at(i), gated=True),)  # noqa: E731
-        return Variant(f"{name} decode", "decode", call, 3 * self.product, **self.figures("dense"))
+        call = lambda i: (function(self.at(i)),)  # noqa: E731
+        return Variant(f"{name} decode", call, 3 * self.product, **self.figures("dense"))
 
     def fp8(self) -> Variant:
         """The layer with fp8 products, whose error is shown and not judged."""
@@ -126,10 +126,10 @@ class _Calls:
         flop = 3 * self.product
         floor = layer.seconds(flop / fp8.RATE, moved)
         call = lambda i: (of(self.at(i).x, i),)  # noqa: E731
-        return Variant(f"{fp8.NAME} decode", "decode", call, flop, floor, verify=verify, executed=flop, moved=moved)
+        return Variant(f"{fp8.NAME} decode", call, flop, floor, verify=verify, executed=flop, moved=moved)
 
     def sparse(self, requested: str) -> Variant:
-        variant = Variant("decode", "decode", lambda i: (), 3 * self.product, baseline=" decode", requested=requested)
+        variant = Variant("decode", lambda i: (), 3 * self.product, baseline=" decode", requested=requested)
 
         def call(strategy: Any, i: int) -> tuple[Tensor, ...]:
             return (self.layer.sparse(strategy)(self.at(i)),)

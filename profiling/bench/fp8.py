@@ -1,4 +1,4 @@
-"""The dense layer with fp8 products, a baseline of ``twell bench --fp8``: other results than in bf16, and less time.
+"""The dense layer with fp8 products, a baseline of --fp8: other results than in bf16, and less time.
 
 Values are e4m3, each row with an fp32 scale that makes its largest value 448, the largest of e4m3. Weights are
 quantised once, x and the hidden state in each call. Products are ``torch._scaled_mm``'s, with bf16 results.

@@ -1,40 +1,27 @@
-"""``twell bench model``: a trained model on real text, or the paper's configurations with random weights."""
+"""``python -m profiling.bench model``: a trained model on text, or the paper's configurations with random weights."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from profiling.bench import report
+from profiling.bench.energy import EnergyMeter, open_meter
+from profiling.bench.models_random import PAPER, LlamaSizes, Pattern, build, draw, draw_ids, paper_nnz, parse_sizes
+from profiling.bench.models_run import OPS, ModelRow, Settings, Subject, fitting_micro_batch, run_op
+from profiling.bench.report import Column, Progress, require_writable
 from twell import testing
 from twell.commands import saved_model
-from twell.commands.bench import report
-from twell.commands.bench.energy import EnergyMeter, open_meter
-from twell.commands.bench.models_random import (
-    PAPER,
-    LlamaSizes,
-    Pattern,
-    build,
-    draw,
-    draw_ids,
-    paper_nnz,
-    parse_sizes,
-    text_ids,
-)
-from twell.commands.bench.models_run import OPS, ModelRow, Settings, Subject, fitting_micro_batch, run_op
-from twell.commands.bench.report import STDOUT, Column, Progress, Writer, output_path, require_writable
 from twell.commands.request import DEVICE_HELP, RequestError, at_least, number_above, number_from, pick_device
 
-NAME = "twell bench model"
+NAME = "profiling.bench model"
 
 DESCRIPTION = """\
 Time a whole model with sparse feed-forward layers beside the same model with dense ones, in eager mode and through
@@ -70,46 +57,31 @@ COMPILE = "default", "none"
 _BACKEND = "inductor"
 
 
-@dataclass
-class _Report:
-    """The results of a run so far, and their files."""
+class _Report(report.Run):
+    """The results of a run so far, and their file."""
 
-    arguments: argparse.Namespace
-    device: torch.device
-    meter: EnergyMeter | None
-    writer: Writer
-    rows: list[ModelRow] = field(default_factory=list)
-    subjects: list[dict[str, Any]] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    idle_watts: float | None = None
-    machine: str = ""
-    complete: bool = False
+    def __init__(self, arguments: argparse.Namespace, device: torch.device, meter: EnergyMeter | None) -> None:
+        super().__init__(NAME, arguments.json, self.facts)
+        self.arguments, self.device, self.meter = arguments, device, meter
+        self.subjects: list[dict[str, Any]] = []
+        self.skipped: list[str] = []
+        self.idle_watts: float | None = None
+        self.machine = ""
 
-    @property
-    def silent(self) -> bool:
-        """Whether stdout is for the data."""
-        return STDOUT in (str(self.arguments.json), str(self.arguments.csv))
-
-    def write(self, *, final: bool = False) -> None:
-        """Write the data so far; to stdout only at the end."""
-        self.writer.save(final, self._write)
-
-    def _write(self, path: Path) -> None:
-        if path == self.arguments.csv:
-            report.write_csv(path, self.rows)
-            return
-        more: dict[str, Any] = {"models": self.subjects, "skipped": self.skipped, "complete": self.complete}
+    def facts(self) -> dict[str, Any]:
+        """What the file holds besides rows."""
+        more: dict[str, Any] = {"machine": self.machine, "models": self.subjects, "skipped": self.skipped}
+        more["arguments"] = given(self.arguments) | {"compile": _compiled(self.arguments, self.device)}
         if len(self.subjects) == 1:
             more |= {name: self.subjects[0][name] for name in ("layers", "non_zeros", "unions")}
         if self.meter is not None:
             more["energy"] = {"method": self.meter.method, "idle_watts": self.idle_watts}
-        arguments = given(self.arguments) | {"compile": _compiled(self.arguments, self.device)}
-        report.write_json(path, self.rows, machine=self.machine, arguments=arguments, **more)
+        return more
 
 
 def given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The arguments for a file: names instead of paths."""
-    values = {name: value for name, value in vars(arguments).items() if name not in ("json", "csv", "module")}
+    values = {name: value for name, value in vars(arguments).items() if name != "json"}
     values["model"] = None if arguments.model is None else arguments.model.name
     values["text"] = [path.name for path in arguments.text or ()]
     values["config"] = [shape.name for shape in arguments.config or ()]
@@ -124,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = what.add_argument
     add("model", type=Path, nargs="?", metavar="MODEL", help="folder of a saved model with its tokenizer")
     add("--config", type=parse_sizes, nargs="+", metavar="SIZE", help=f"{', '.join(PAPER)} or sizes: see below")
-    add("--text", type=Path, nargs="+", metavar="PATH", help="text files or folders; --config draws tokens without it")
+    add("--text", type=Path, nargs="+", metavar="PATH", help="text files or folders for MODEL")
     number = number_above(0)
     add("--nnz", type=number, nargs="+", metavar="Z", help="mean non-zeros per token, for all --config or for each")
     add("--skew", type=number_from(0, 10), metavar="S", help="spread of the neurons' readiness to fire (1.0)")
@@ -149,16 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--unscreened", action="store_true", help='time "auto" also without the int8 screen of the gate')
     add("--budget-s", type=number, metavar="S", help="begin no operation after this many seconds")
 
-    out = parser.add_argument_group("output")
-    add = out.add_argument
-    add("--repro", action="store_true", help="print for each operation the command that repeats it")
-    add(
-        "--json",
-        type=output_path,
-        metavar="FILE",
-        help=f'write the data; "{STDOUT}" is stdout, with nothing else there',
-    )
-    add("--csv", type=output_path, metavar="FILE", help="the same as CSV")
+    add("--json", type=Path, metavar="FILE", help="write the data")
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -172,12 +135,14 @@ def _check(arguments: argparse.Namespace) -> None:
         for name in ("nnz", "skew", "dead", "topic"):
             if getattr(arguments, name) is not None:
                 raise RequestError(f"--{name} is for --config: a trained model has its own sparsity")
+    elif arguments.text is not None:
+        raise RequestError("--text is for MODEL: --config draws its tokens")
     elif arguments.nnz is not None and len(arguments.nnz) not in (1, len(arguments.config)):
         raise RequestError(
             f"--nnz: expected one value or one for each of {len(arguments.config)} configurations, "
             f"got {len(arguments.nnz)}"
         )
-    require_writable((arguments.json, arguments.csv))
+    require_writable(arguments.json)
     # the import takes seconds
     if arguments.compile not in (None, *COMPILE) and arguments.compile not in torch._dynamo.list_backends(None):
         # backends for debugging are accepted, too
@@ -224,11 +189,7 @@ def _drawn(arguments: argparse.Namespace, shape: LlamaSizes, nnz: float | None, 
     """A model with random weights, and its tokens."""
     chosen = {name: getattr(arguments, name) for name in ("skew", "dead", "topic")}
     pattern = Pattern(nnz or paper_nnz(shape), **{name: value for name, value in chosen.items() if value is not None})
-    sizes = (shape, _needed(arguments), arguments.sequence, pattern.topic)
-    if arguments.text is None:
-        ids = draw_ids(*sizes, seed=arguments.seed)
-    else:
-        ids = text_ids(*sizes, arguments.text, seed=arguments.seed)
+    ids = draw_ids(shape, _needed(arguments), arguments.sequence, pattern.topic, seed=arguments.seed)
     try:
         model = build(shape, arguments.sequence, device)
     except ValueError as error:
@@ -268,60 +229,44 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     device = pick_device(arguments.device)
     meter = open_meter(device) if arguments.energy else None
-    this = _Report(arguments, device, meter, Writer(arguments.json, arguments.csv, name=NAME))
+    this = _Report(arguments, device, meter)
     with ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
-        try:
-            _measure(this)
-            this.complete = True
-        except KeyboardInterrupt:
-            print(f"\n{NAME}: interrupted", file=sys.stderr)
-    this.machine = testing.machine_line(device)
-    # an older file is better than one without rows
-    if this.rows or this.complete:
-        this.write(final=True)
-    if this.silent:
-        print(this.machine, file=sys.stderr)
-    else:
-        _print(this)
-    red = sum(bool(row.red) for row in this.rows)
-    if red:
-        print(f"{red} of {len(this.rows)} rows are red", file=sys.stderr)
-    if not this.complete:
-        return 130
-    return 2 if this.writer.failure else int(red > 0)
+        this.machine = testing.machine_line(device)
+        this.measure(lambda: _measure(this))
+    _print(this)
+    return this.status()
 
 
 def _measure(this: _Report) -> None:
     """Run all operations on all models; write the data after each."""
-    arguments, start = this.arguments, time.monotonic()
+    arguments, start, progress = this.arguments, time.monotonic(), Progress(NAME)
     # train comes last: it casts the weights
     ops = [op for op in OPS if op in arguments.ops]
-    with Progress(name=NAME) as progress:
-        if this.meter is not None:
-            progress.step("idle power")
-            torch.zeros(1, device=this.device)
-            try:
-                this.idle_watts = this.meter.idle_watts()
-            except Exception as error:
-                # NVML's own errors, too
-                raise RequestError(f"--energy: {error}") from error
-        makers = list(_subjects(arguments, this.device))
-        names = [arguments.model.name] if arguments.model is not None else [s.name for s in arguments.config]
-        for name, make in zip(names, makers, strict=True):
-            if _budget_spent(this, start, name):
-                continue
-            progress.step(f"{name}: weights and tokens")
-            subject = make()
-            subject.analyze()
-            this.subjects.append(subject.facts())
-            for op in ops:
-                if not _budget_spent(this, start, f"{name} {op}"):
-                    this.rows += run_op(subject, op, _settings(arguments, subject), this.meter, progress.step)
-                    this.machine = testing.machine_line(this.device)
-                    this.write()
-            del subject
+    if this.meter is not None:
+        progress.step("idle power")
+        torch.zeros(1, device=this.device)
+        try:
+            this.idle_watts = this.meter.idle_watts()
+        except Exception as error:
+            # NVML's own errors, too
+            raise RequestError(f"--energy: {error}") from error
+    makers = list(_subjects(arguments, this.device))
+    names = [arguments.model.name] if arguments.model is not None else [s.name for s in arguments.config]
+    for name, make in zip(names, makers, strict=True):
+        if _budget_spent(this, start, name):
+            continue
+        progress.step(f"{name}: weights and tokens")
+        subject = make()
+        subject.analyze()
+        this.subjects.append(subject.facts())
+        for op in ops:
+            if not _budget_spent(this, start, f"{name} {op}"):
+                rows = run_op(subject, op, _settings(arguments, subject), this.meter, progress.step)
+                this.machine = testing.machine_line(this.device)
+                this.add(rows)
+        del subject
 
 
 def _budget_spent(this: _Report, start: float, what: str) -> bool:
@@ -393,30 +338,21 @@ COLUMNS = (
     ),
     Column("layers-run", _ran, False, "strategies of the layers"),
 )
-# Left out if no row has them.
-_SOMETIMES = ("mJ/token", "net", "peak-GB", "total-GB", "kept-KB")
 
 
 def _print(this: _Report) -> None:
-    good = [row for row in this.rows if not row.red]
-    shown = [c for c in COLUMNS if c.name not in _SOMETIMES or any(c.cell(row) != "-" for row in good)]
     if this.rows:
-        report.print_table(shown, this.rows)
+        report.print_table(report.used(COLUMNS, this.rows), this.rows)
     for line in summaries(this.rows):
         print(line)
     for facts in this.subjects:
         print("\n".join(_sparsity_lines(facts)))
-    for note in dict.fromkeys(f"{row.config} {row.op}: {row.note}" for row in this.rows if row.note):
-        print(note)
     if this.skipped:
         print(f"left out, since --budget-s {this.arguments.budget_s:g} was over: {', '.join(this.skipped)}")
     if this.meter is not None:
         idle = "" if this.idle_watts is None else f"; idle {this.idle_watts:.0f} W"
-        print(f"energy: of the whole board, by {this.meter.method.replace('_', ' ')}{idle}")
+        print(f"energy: of the whole board{idle}")
     print(this.machine)
-    if this.arguments.repro:
-        for config, op in dict.fromkeys((row.config, row.op) for row in this.rows):
-            print(f"{config} {op}:\n  {repro(this.arguments, config, op)}")
 
 
 def _sparsity_lines(facts: dict[str, Any]) -> Iterator[str]:
@@ -464,25 +400,3 @@ def summaries(rows: Sequence[ModelRow]) -> Iterator[str]:
             if before and now is not None:
                 parts.append(f"{what} {now / before - 1:+.1%}")
         yield f"{config} {op}: {', '.join(parts)}"
-
-
-def repro(arguments: argparse.Namespace, config: str, op: str) -> str:
-    """The command that repeats one operation on one model."""
-    words: list[object] = ["python", "-m", "twell", "bench", "model"]
-    if arguments.model is not None:
-        words.append(arguments.model)
-    else:
-        words += ["--config", config]
-    if arguments.text:
-        words += ["--text", *arguments.text]
-    if arguments.nnz is not None:
-        place = [shape.name for shape in arguments.config].index(config)
-        words += ["--nnz", f"{arguments.nnz[min(place, len(arguments.nnz) - 1)]:g}"]
-    words += ["--ops", op, "--batch", arguments.batch, "--sequence", arguments.sequence]
-    words += ["--accumulate", arguments.accumulate, "--rounds", arguments.rounds, "--seed", arguments.seed]
-    for name in ("skew", "dead", "topic", "micro_batch", "device", "compile"):
-        value = getattr(arguments, name)
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", value]
-    words += [f"--{name}" for name in ("energy", "unscreened") if getattr(arguments, name)]
-    return shlex.join(map(str, words))

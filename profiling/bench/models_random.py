@@ -23,11 +23,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -251,44 +247,10 @@ def draw_ids(shape: LlamaSizes, sequences: int, length: int, topic: float, seed:
     generator = torch.Generator().manual_seed(seed)
     frequency = 1 / torch.arange(1, size + 1, dtype=torch.float64, device="cpu")
     ranks = torch.multinomial(frequency, sequences * length, replacement=True, generator=generator)
-    return _in_topics(ranks.view(sequences, length), shape, topic, generator)
-
-
-def text_ids(shape: LlamaSizes, sequences: int, length: int, topic: float, paths: list[Path], seed: int = 0) -> Tensor:
-    """Token ids int64 [sequences, length]: hashes of the words of text, in its order.
-
-    A document, for ``topic``, is 512 words. Raises RequestError if there is too little text.
-    """
-    size = shape.vocab // _topics(shape.vocab, topic)
-    config = SimpleNamespace(vocab_size=shape.vocab, max_position_embeddings=length)
-    loaded = saved_model.Loaded(SimpleNamespace(config=config), _Words(size), Path(), "")  # type: ignore[arg-type]
-    wanted = argparse.Namespace(text=paths, tokens=sequences * length, sequence=length)
-    text = saved_model.read(loaded, wanted, least=sequences * length)
-    return _in_topics(torch.tensor(text.sequences, device="cpu"), shape, topic, torch.Generator().manual_seed(seed))
-
-
-class _Words:
-    """A tokenizer for ``saved_model.read``: words and signs, each a number below ``size``."""
-
-    bos_token_id = None
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": list(self._numbers(text))}
-
-    def _numbers(self, text: str) -> Iterator[int]:
-        for word in re.finditer(r"\w+|[^\w\s]", text):
-            yield zlib.crc32(word.group().encode()) % self._size
-
-
-def _in_topics(ranks: Tensor, shape: LlamaSizes, topic: float, generator: torch.Generator) -> Tensor:
     topics = _topics(shape.vocab, topic)
-    sequences, length = ranks.shape
     drawn = torch.randint(topics, (sequences, math.ceil(length / DOCUMENT)), generator=generator, device="cpu")
     documents = drawn.repeat_interleave(DOCUMENT, 1)[:, :length]
-    return ranks + documents * (shape.vocab // topics)
+    return ranks.view(sequences, length) + documents * (shape.vocab // topics)
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:

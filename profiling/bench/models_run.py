@@ -14,7 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,15 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
+from profiling.bench.energy import EnergyMeter
+from profiling.bench.layers import SETTLING
+from profiling.bench.models_random import cast
+from profiling.bench.rows import ratio
 from twell import _sparsify, recipe, testing
 from twell._runtime import geometry
 from twell._runtime.log import logger
 from twell.commands import saved_model, sparsity
-from twell.commands.bench.energy import EnergyMeter
-from twell.commands.bench.layers import SETTLING
-from twell.commands.bench.models_random import cast
-from twell.commands.bench.protocol import FAILURES, reason, spread
-from twell.commands.bench.rows import ratio
+from twell.commands.timing import FAILURES, reason, spread
 from twell.nn import set_down_layout
 
 OPS = ("forward", "logits", "train")
@@ -92,7 +92,6 @@ class ModelRow:
     non_zeros: list[float] = field(default_factory=list)
     unions: list[float] = field(default_factory=list)
     ready_s: float | None = None
-    note: str = ""
     red: str = ""
 
 
@@ -379,34 +378,20 @@ def run_op(
 ) -> list[ModelRow]:
     """Check all variants of one operation one after the other, time them in turn, and return their rows.
 
-    If memory runs out, all begin again with half the sequences in a pass and twice the passes. ``step`` gets a line at
-    each step.
+    If memory runs out, all rows are red. ``step`` gets a line at each step.
     """
     micro_batch = settings.micro_batch if op == "train" else settings.batch
-    wanted = micro_batch
-    note = ""
-    while True:
-        rows = [
-            ModelRow(op, subject.name, _name(kind), 0, micro_batch, subject.pattern, note=note)
-            for kind in settings.kinds()
-        ]
-        for row in rows:
-            row.non_zeros, row.unions = subject.non_zeros, subject.unions
-        try:
-            _Run(subject, op, settings, micro_batch, meter, step).measure(rows)
-            _free(subject.device)
-            return rows
-        except torch.OutOfMemoryError as error:
-            message = reason(error)
-        # after the except clause nothing holds the frames that held the memory
-        _free(subject.device)
-        if micro_batch == 1:
-            for row in rows:
-                row.red = f"one sequence in a pass runs out of memory: {message}"
-            return rows
-        micro_batch //= 2
-        note = f"{wanted} sequences in a pass ran out of memory"
-        step(f"{subject.name} {op}: {note}, again with {micro_batch}")
+    kinds = settings.kinds()
+    facts = {"pattern": subject.pattern, "non_zeros": subject.non_zeros, "unions": subject.unions}
+    blank = [ModelRow(op, subject.name, _name(kind), 0, micro_batch, **facts) for kind in kinds]  # type: ignore[arg-type]
+    rows, failed = [replace(row) for row in blank], ""
+    try:
+        _Run(subject, op, settings, micro_batch, meter, step).measure(rows)
+    except torch.OutOfMemoryError as error:
+        failed = f"fewer sequences in a pass may fit in memory (--micro-batch, --batch): {reason(error)}"
+    # after the except clause nothing holds the frames that held the memory
+    _free(subject.device)
+    return [replace(row, red=failed) for row in blank] if failed else rows
 
 
 def _name(kind: tuple[str, str, bool]) -> str:

@@ -5,25 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from twell.commands.bench import report
-from twell.commands.bench.protocol import spread
-from twell.commands.bench.report import Column
+from profiling.bench.report import Column
+from twell.commands.timing import spread
 from twell.testing import Comparison
 
 # Times below are shown in microseconds.
 SMALL_MS = 0.1
-
-# Widest table by default, in characters.
-TABLE_WIDTH = 160
 
 
 @dataclasses.dataclass
 class LayerRow:
     """One line of the table and of the data. Times are milliseconds; ``red`` is the fault, empty if there is none.
 
-    ``op`` is the requested operation, ``variant`` the timed one: the op itself, a part or a baseline of it.
+    ``variant`` is the timed operation or a baseline of it.
     """
 
     workload: str
@@ -40,7 +35,6 @@ class LayerRow:
     l2_gather_gbs: float | None = None
     floor_ms: float | None = None
     floor_share: float | None = None
-    over_gemm: float | None = None
     speedup_eager: float | None = None
     speedup_compiled: float | None = None
     frobenius: float | None = None
@@ -62,25 +56,16 @@ class LayerRow:
     # over the faster of eager and compiled dense PyTorch
     speedup_dense: float | None = None
     faster_dense: str = ""
-    op: str = ""
     # tokens of the workload, of which decode takes a few; sizes of the layer
     m: int = 0
     k: int = 0
     n: int = 0
     dtype: str = ""
     compression: int = 0
-    # whether results were compared with float64
-    checked: bool = True
     # millijoules per token: total, of an idle GPU in the same time; and dense's total over this row's
     energy_mj: float | None = None
     idle_mj: float | None = None
     energy_dense: float | None = None
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """The fields that identify the row."""
-        layer = (self.m, self.k, self.n, self.dtype, self.compression)
-        return (self.workload, self.variant, self.requested, self.tokens, *layer)
 
 
 def note_errors(row: LayerRow, compared: Mapping[str, Comparison]) -> None:
@@ -174,8 +159,6 @@ def _dense(row: LayerRow) -> str:
 
 def _error(field: str) -> Callable[[LayerRow], str]:
     def cell(row: LayerRow) -> str:
-        if not row.checked:
-            return "unchecked"
         value, base = getattr(row, field), getattr(row, f"dense_{field}")
         return "-" if value is None or base is None else f"{ratio(value, base):.2f}"
 
@@ -190,11 +173,10 @@ COLUMNS = (
     Column("workload", lambda row: row.workload, True, "the pattern of activation: see --workload"),
     Column("M", lambda row: str(row.tokens), False, "tokens of a call"),
     Column("nnz", lambda row: f"{row.nnz:.1f}", False, "mean non-zeros per token"),
-    Column("variant", lambda row: row.variant, True, "the op, a part of it, or a baseline"),
+    Column("variant", lambda row: row.variant, True, "the operation or a baseline"),
     Column("strategy", named, True, 'the strategy that ran; for "auto" also its choice'),
     Column("time", _time, False, "median of one call"),
     Column("p10-p90", _spread, False, "10th and 90th percentile of one call, in the unit of its time"),
-    Column("TFLOP/s", _rate("tflops"), False, "operations of the dense computation (2 M N K a product) over time"),
     Column(
         "executed",
         _rate("executed_tflops"),
@@ -217,15 +199,7 @@ COLUMNS = (
         "the time; for a layer, the sum over gate_pack and the rest. For training only the gate GEMM's arithmetic and "
         "memory count, so 100 % is out of reach",
     ),
-    Column(
-        "t/GEMM",
-        _number("over_gemm", ".3f"),
-        False,
-        "time over that of cuBLAS's plain x w_gate^T, the same arithmetic as gate_pack",
-    ),
-    Column("eager/t", _number("speedup_eager"), False, "speed-up over the dense layer in eager PyTorch"),
-    Column("compiled/t", _number("speedup_compiled"), False, "speed-up over the dense layer through torch.compile"),
-    Column("dense/t", _dense, False, "speed-up over the faster of these two, and its name"),
+    Column("dense/t", _dense, False, "speed-up over the faster dense layer, and which it is"),
     Column(
         "error",
         _error("frobenius"),
@@ -245,25 +219,3 @@ COLUMNS = (
     Column("net", _net, False, "the same minus the energy of an idle GPU in that time"),
     Column("dense/mJ", _number("energy_dense"), False, "energy of the faster dense variant over this one's"),
 )
-
-# Left out if no row has them or the table is too wide, in this order.
-EXPENDABLE = ("dense/t", "t/GEMM", "kept-MB", "peak-MB", "net", "dense/mJ", "mJ/token", "p10-p90", "worst", "TFLOP/s")
-
-
-def fitting(
-    rows: Sequence[LayerRow], width: int = TABLE_WIDTH, kept: Sequence[str] = ()
-) -> tuple[list[Column], list[str]]:
-    """The columns that some row has, within ``width`` characters, and the names of those left out to fit.
-
-    Columns in ``kept`` are not left out to fit.
-    """
-    good = [row for row in rows if not row.red]
-    columns = [c for c in COLUMNS if c.name not in EXPENDABLE or any(c.cell(row) != "-" for row in good)]
-    dropped: list[str] = []
-    for name in EXPENDABLE:
-        if report.table_width(columns, rows) <= width:
-            break
-        if name not in kept and any(c.name == name for c in columns):
-            columns = [c for c in columns if c.name != name]
-            dropped.append(name)
-    return columns, dropped

@@ -24,7 +24,7 @@ from profiling.draw import style
 from profiling.draw.common import Chart, ResultError, Results, matplotlib_version
 from profiling.draw.kernels import kernels, roofline
 from profiling.draw.layers import layers, memory, nnz, speedup, tokens
-from profiling.draw.models import models, paper, quality, relufy, training
+from profiling.draw.models import models, paper, training
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 CHARTS = Path(__file__).resolve().parents[1] / "charts"
@@ -39,8 +39,6 @@ ALL: dict[str, Callable[[Results], Chart | None]] = {
     "models": models,
     "paper": paper,
     "training": training,
-    "quality": quality,
-    "relufy": relufy,
 }
 
 

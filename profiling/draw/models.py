@@ -1,4 +1,4 @@
-"""Charts of whole models: speed, memory, energy, the paper's sizes, a training run, quality."""
+"""Charts of whole models: speed, memory, energy, the paper's sizes, a training run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from profiling import quality_results, relufy_results
 from profiling.draw.common import Chart, Results, Row, good, legend, line, log_axis, machine, of_line, patch, span
 from profiling.draw.style import SIZE, Theme
 
@@ -252,10 +251,16 @@ def training(results: Results) -> Chart | None:
         )
     options = result["options"]
     note = f"{options['config']}, {int(options['tokens_per_step']):,} tokens per step, "
-    note += f"L1 {quality_results.short(float(options['l1']))} unless named; "
+    note += f"L1 {short(float(options['l1']))} unless named; "
     if any("again" in name for name in curves):
         note += '"dense again" rounds at other places, so its distance from dense is noise\n'
     return Chart(title, note + machine(result), curves, draw_training, (SIZE[0], 4.5))
+
+
+def short(coefficient: float) -> str:
+    """A coefficient as in 2e-5."""
+    mantissa, exponent = f"{coefficient:.2e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}" if coefficient else "0"
 
 
 def draw_training(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
@@ -280,24 +285,3 @@ def draw_training(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None
     log_axis(active, "y", [value for curve in data.values() for value in curve["non_zeros"]])
     active.set_ylabel("non-zeros per token (log)")
     legend(figure, entries)
-
-
-def quality(results: Results) -> Chart | None:
-    """Cross-entropy, non-zeros by layer and dead neurons by coefficient of L1 (h200_quality)."""
-    result = results.get("h200_quality")
-    if result is None:
-        return None
-    footer = f"{quality_results.trained(result)}, {result['arguments']['steps']} steps\n{machine(result)}"
-    return Chart(
-        quality_results.TITLE, footer, quality_results.shown(result), quality_results.draw, quality_results.SIZE
-    )
-
-
-def relufy(results: Results) -> Chart | None:
-    """Cross-entropy of dense models made sparse, by tokens and by non-zeros (h200_relufy)."""
-    result = results.get(relufy_results.NAME)
-    if result is None:
-        return None
-    title = relufy_results.finding(relufy_results.points(result)) or "Dense models made sparse"
-    footer = f"{relufy_results.trained(result)}\n{machine(result)}"
-    return Chart(title, footer, relufy_results.shown(result), relufy_results.draw, relufy_results.SIZE)

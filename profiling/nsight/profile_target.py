@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from profiling.bench.parser import L2_TBS
 from torch import Tensor
 
 import twell
+from profiling.bench import protocol, workloads
+from profiling.bench.layers import SETTLING
 from twell import _files, ops, testing
 from twell._runtime import geometry, nvtx
-from twell.commands.bench import protocol, workloads
-from twell.commands.bench.layers import SETTLING
-from twell.commands.bench.parser import L2_TBS
 from twell.commands.request import RequestError, at_least
 from twell.testing import FFN
 
@@ -154,7 +154,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("op", help=f"comma-separated, out of {', '.join(OPS)}, or kernels: {', '.join(KERNELS)}")
-    add("--workload", default="topic29", help="one workload of twell bench (default: %(default)s)")
+    add("--workload", default="topic29", help="one workload of profiling.bench (default: %(default)s)")
     add("--m", type=at_least(1), help=f"tokens (default: {TOKENS}; decode: {FEW_TOKENS})")
     add(
         "--k",

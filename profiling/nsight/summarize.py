@@ -33,8 +33,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from profiling.bench import report
 from twell._runtime import geometry, specs
-from twell.commands.bench import report
 
 # Bytes of a stored value.
 ITEM = 2
@@ -371,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, metavar="FILE.csv", help="the CSV of ncu")
     parser.add_argument("--floor", type=Path, metavar="FIGURES.json", help="the file of profile_target.py --figures")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, as twell bench does")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows, as profiling.bench does")
     arguments = parser.parse_args(argv)
     try:
         figures = None if arguments.floor is None else json.loads(arguments.floor.read_text())

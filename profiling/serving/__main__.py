@@ -6,7 +6,7 @@
     python -m profiling.serving batches --out batches.json                           # on a GPU, two minutes
     python -m profiling.serving generate --config 16x2048x5632 --out generate.json   # on a GPU, four minutes
 
-Each command has --help. A model is one of ``twell bench model``, drawn, or a folder with --text.
+Each command has --help. A model is one of ``profiling.bench model``, drawn, or a folder with --text.
 """
 
 from __future__ import annotations

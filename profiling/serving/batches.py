@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiling.bench.report import write_json
 from profiling.serving import models
 from twell import testing
-from twell.commands.bench.report import write_json
 from twell.commands.request import at_least
 from twell.nn import explain, set_down_layout
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiling.bench.report import write_json
 from profiling.serving import batches, models
 from twell import testing
-from twell.commands.bench.report import write_json
 from twell.commands.request import at_least
 from twell.integrations.transformers import sparsify
 from twell.nn import explain

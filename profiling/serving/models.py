@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiling.bench.models_random import Pattern, build, draw, draw_ids, paper_nnz, parse_sizes
 from twell.commands import saved_model
-from twell.commands.bench.models_random import Pattern, build, draw, draw_ids, paper_nnz, parse_sizes
 from twell.commands.request import pick_device
 
 

@@ -34,12 +34,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from profiling.bench.report import write_json
 from profiling.serving import models, steps
 from profiling.serving.models import Block
 from twell import _auto, testing
 from twell._explanation import Choice
-from twell.commands.bench.protocol import Cpu, Device, Gpu, Recording, measure, spread
-from twell.commands.bench.report import write_json
+from twell.commands.timing import Cpu, Device, Gpu, Recording, measure, spread
 
 DECODE, PREFILL = (1, 8, 32, 64, 128, 256, 512), (2048, 8192)
 VARIANTS = ("stock", "dense", "row", "union", "auto")

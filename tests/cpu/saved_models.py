@@ -1,4 +1,4 @@
-"""Tiny saved models with tokenizers, and text, for the tests of ``twell analyze`` and ``twell record``."""
+"""Tiny saved models with tokenizers, and text, for the tests of ``twell analyze`` and ``profiling.record``."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ import twell
 from profiling import held_out
 from twell import _auto, _tables, ops, testing, tuning
 from twell._runtime import device, specs
-from twell.commands import sparsity, tune
-from twell.commands.bench import protocol
+from twell.commands import sparsity, timing, tune
 from twell.commands.saved_model import WatchedLayer
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.ops import screened
@@ -329,7 +328,7 @@ def test_written_tables_keep_the_terms() -> None:
 
 def test_screens_are_measured_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = problem(tune.LEAST_SCREENED - 1), problem(tune.LEAST_SCREENED)
-    cpu = protocol.Cpu()
+    cpu = timing.Cpu()
     assert tune.measured_strategies(few, cpu) == ("row", "union")
     assert tune.measured_strategies(many, cpu) == ("row", "union", "screened")
     assert tune.measured_strategies(many._replace(training=True), cpu) == ("union", "screened")
@@ -348,7 +347,7 @@ def test_measures_points_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
         kind = "training" if training else "gated"
         (step,) = tune.plan([(K, N)], [kind], [300], ["topic"])
         drawn = tune.draw("topic", 300, K, N, torch.device("cpu")).rows(0, 300)
-        rows = tune.measure_step(step, {"topic": drawn}, protocol.Cpu(), 0.0)
+        rows = tune.measure_step(step, {"topic": drawn}, timing.Cpu(), 0.0)
         names = [row["strategy"] for row in rows if not row["red"]]
         assert names == [*(() if training else ("row",)), "union", "screened"]
         listed = screened.count(drawn.x[:256], drawn.w_gate, None)
@@ -371,7 +370,7 @@ def test_held_out_points_count_the_screen() -> None:
 def test_held_out_points_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "LEAST_SCREENED", 130)
     point = held_out.Point(Problem(130, 32, 264, True, False), testing.Workload(9.0, neuron_sigma=1.0))
-    row = held_out.measure(point, None, protocol.Cpu(), 0.0)
+    row = held_out.measure(point, None, timing.Cpu(), 0.0)
     assert {"row_ms", "union_ms", "screened_ms", "dense_ms"} <= row.keys()
     assert 0 < row["union"] <= row["candidates"] <= 1
 

@@ -1,4 +1,4 @@
-"""``twell bench`` on the CPU operators: what it times, what it refuses, what it prints and writes."""
+"""``profiling.bench`` on the CPU operators: what it times, what it refuses, what it prints and writes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from profiling.bench import cli, fp8, main, parser, protocol
+from profiling.bench.decode import Decode
+from profiling.bench.layers import INFERENCE, OPS, TRAINING, Options, TimedLayer
+from profiling.bench.protocol import Ceilings, Cpu
+from profiling.bench.report import Progress
+from profiling.bench.rows import LayerRow
+from profiling.bench.runner import Job, Runner
+from profiling.bench.workloads import parse
 from twell import testing
 from twell._activation import activation_of
-from twell.commands.bench import cli, fp8, main, parser, protocol
-from twell.commands.bench.decode import Decode
-from twell.commands.bench.layers import INFERENCE, OPS, TRAINING, Options, TimedLayer
-from twell.commands.bench.protocol import Ceilings, Cpu
-from twell.commands.bench.report import Progress
-from twell.commands.bench.rows import LayerRow
-from twell.commands.bench.runner import Job, Runner
-from twell.commands.bench.workloads import parse
 
 TINY = ["-m", "64", "-k", "64", "-n", "264", "--device", "cpu", "--seconds", "0.001"]
 WORKLOAD = "nnz=9,skew=0.5"
@@ -37,7 +37,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(testing.WORKLOADS, name)
     monkeypatch.setattr(protocol, "WARM_ROUNDS", 1)
     monkeypatch.setattr(protocol, "LEAST_ROUNDS", 2)
-    monkeypatch.setattr("twell.commands.bench.decode.CALLS", 2)
+    monkeypatch.setattr("profiling.bench.decode.CALLS", 2)
 
 
 class Result(NamedTuple):
@@ -423,7 +423,7 @@ REPEATED = (
 def test_repro_repeats_its_row(bench: Callable[..., Result], ops: str, options: tuple[str, ...]) -> None:
     workloads = (WORKLOAD, "nnz=4,topic=0.25") if ops == "ffn" else (WORKLOAD,)
     result = bench(ops, "--workload", *workloads, *options, "--repro")
-    lines = [line.strip() for line in result.out.splitlines() if line.startswith("  python -m twell bench ")]
+    lines = [line.strip() for line in result.out.splitlines() if line.startswith("  python -m profiling.bench ")]
     assert len(lines) == len(result.rows)
     repeated: dict[str, set[tuple[Any, ...]]] = {}
     # one of the two workloads is enough to run again
@@ -462,7 +462,7 @@ def test_ctrl_c_leaves_what_was_measured(
     assert result.data["complete"] is False
     assert "gate_pack" in result.out
     assert result.data["machine"] in result.out
-    assert "twell bench: interrupted" in result.err
+    assert "profiling.bench: interrupted" in result.err
     # an interrupt before the first measurement leaves an older file alone
     path = tmp_path / "old.json"
     path.write_text("old")
@@ -549,7 +549,7 @@ def test_energy_is_of_a_token_beside_dense() -> None:
 @pytest.mark.parametrize("cache", [0, 100_000, 1_000_000])
 def test_decode_leaves_no_gate_in_the_cache(monkeypatch: pytest.MonkeyPatch, cache: int) -> None:
     """A sparse call reads the gate's weight and a few rows of the others."""
-    monkeypatch.setattr("twell.commands.bench.decode.CALLS", 32)
+    monkeypatch.setattr("profiling.bench.decode.CALLS", 32)
 
     class Cached(Cpu):
         def copies_for(self, bytes_each: int) -> int:
@@ -582,7 +582,7 @@ def test_without_a_gpu_the_device_must_be_cpu(words: list[str], capsys: pytest.C
     error = capsys.readouterr().err
     got = words[-1] if "--device" in words else "cuda"
     reason = "--device: expected cpu, as torch can use no CUDA device"
-    assert error == f"twell bench: error: {reason}, got {got!r}\n"
+    assert error == f"profiling.bench: error: {reason}, got {got!r}\n"
 
 
 @pytest.mark.parametrize(
@@ -607,7 +607,7 @@ def test_requests_that_cannot_be_met(words: list[str], message: str, capsys: pyt
     given = words if "--device" in words else [*words, "--device", "cpu"]
     assert main(given) == 2
     error = capsys.readouterr().err
-    assert error.startswith("twell bench: error: ")
+    assert error.startswith("profiling.bench: error: ")
     assert message in error
 
 

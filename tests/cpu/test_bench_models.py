@@ -1,4 +1,4 @@
-"""``twell bench model`` on the CPU: models with random weights and saved ones, checks and output."""
+"""``profiling.bench model`` on the CPU: models with random weights and saved ones, checks and output."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from profiling.bench import main, models, models_random, models_run
+from profiling.bench.energy import Energy
+from profiling.bench.models_random import LlamaSizes, Pattern, parse_sizes
+from profiling.bench.models_run import Settings, Subject, Training
 from tests.cpu import saved_models
 from twell import functional
 from twell.commands import saved_model, sparsity
-from twell.commands.bench import main, models, models_random, models_run
-from twell.commands.bench.energy import Energy
-from twell.commands.bench.models_random import LlamaSizes, Pattern, parse_sizes
-from twell.commands.bench.models_run import Settings, Subject, Training
 from twell.commands.request import RequestError
 
 TINY = "2x32x64x2x64"

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from profiling.bench import protocol
+from profiling.bench.protocol import Ceilings, Cpu, Gpu, Loop, copies_for, measure, spread
 from twell import testing
-from twell.commands.bench import protocol
-from twell.commands.bench.protocol import Ceilings, Cpu, Gpu, Loop, copies_for, measure, spread
 
 
 class Recorded:

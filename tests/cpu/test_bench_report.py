@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from twell.commands.bench import report
-from twell.commands.bench.report import Column, print_table, write_csv, write_json
+from profiling.bench import report
+from profiling.bench.report import Column, print_table, write_csv, write_json
 from twell.commands.request import RequestError
 
 
@@ -109,7 +109,7 @@ def test_a_failure_to_write_is_told_once_and_forgotten_when_it_is_over(
     def full(path: Path) -> None:
         raise OSError("no space left")
 
-    writer = report.Writer(tmp_path / "x.csv", None, name="twell bench")
+    writer = report.Writer(tmp_path / "x.csv", None, name="profiling.bench")
     writer.save(False, full)
     writer.save(False, full)
     assert capsys.readouterr().err.count("x.csv cannot be written: no space left") == 1

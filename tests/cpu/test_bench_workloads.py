@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from profiling.bench import workloads
+from profiling.bench.workloads import parse
 from twell import testing
-from twell.commands.bench import workloads
-from twell.commands.bench.workloads import parse
 from twell.commands.request import RequestError
 
 

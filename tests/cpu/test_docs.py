@@ -27,10 +27,10 @@ import pytest
 import torch
 
 import twell
+from profiling.bench import models
+from profiling.bench import parser as bench_parser
 from twell._runtime import env
 from twell.commands import cli, info
-from twell.commands.bench import models
-from twell.commands.bench import parser as bench_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

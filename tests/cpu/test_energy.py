@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from twell.commands.bench import energy
-from twell.commands.bench.energy import EnergyMeter
+from profiling.bench import energy
+from profiling.bench.energy import EnergyMeter
 
 IDLE, BUSY = 100.0, 600.0  # watts
 

@@ -246,7 +246,7 @@ def write_table(path: Path) -> None:
 
 
 def write_json(path: Path) -> None:
-    from twell.commands.bench import report
+    from profiling.bench import report
 
     report.write_json(path, [], machine="m", arguments={})
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from profiling import activations, dump, gate_tiles, portable, screen_results
+from profiling.bench import protocol
 from profiling.nsight import profile_target, summarize
 from twell import testing, tuning
 from twell._runtime import resolve, specs
-from twell.commands.bench import protocol
 
 ROOT = Path(__file__).resolve().parents[2]
 

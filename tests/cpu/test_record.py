@@ -1,4 +1,4 @@
-"""``twell record``: files from which ``load_real`` reads the model's own pattern, and refusals."""
+"""``profiling.record``: files from which ``load_real`` reads the model's own pattern, and refusals."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ pytest.importorskip("transformers")
 import saved_models
 from saved_models import run
 
+from profiling.bench import workloads
 from twell import _sparsify, testing
 from twell.commands import record, saved_model, sparsity
-from twell.commands.bench import workloads
 from twell.commands.request import RequestError
 from twell.commands.saved_model import Batch, WatchedLayer
 from twell.commands.sparsity import Tally

@@ -20,6 +20,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import relufy  # noqa: E402
+from profiling.relufy_results import Run  # noqa: E402
 from small_runs import weights, write_text  # noqa: E402
 from training import RequestError, checkpoint, data, model, options, relufied  # noqa: E402
 from training import report as training_report  # noqa: E402
@@ -27,9 +28,8 @@ from training.data import Source  # noqa: E402
 
 from profiling import relufy as evidence  # noqa: E402
 from profiling import relufy_results  # noqa: E402
-from profiling.relufy_results import Run  # noqa: E402
+from profiling.bench import models as bench_models  # noqa: E402
 from twell import recipe  # noqa: E402
-from twell.commands.bench import models as bench_models  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 

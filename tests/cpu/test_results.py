@@ -220,7 +220,7 @@ def test_the_papers_code_stands_beside_dense_and_twell(readme: Any, tmp_path: Pa
 
 
 def test_layers_of_a_bench_stand_beside_the_faster_dense(readme: Any, tmp_path: Path) -> None:
-    assert "Not measured yet: `twell bench ffn`" in readme.layer_calls("h200_large_layer", "twell bench ffn")
+    assert "Not measured yet: `profiling.bench ffn`" in readme.layer_calls("h200_large_layer", "profiling.bench ffn")
     readme.result.cache_clear()
     known = {"workload": "topic29", "tokens": 512, "nnz": 29.4, "red": "", "faster_dense": "compiled"}
     known |= {"variant": "ffn", "requested": "auto", "strategy": "row", "ms": 0.5, "speedup_dense": 1.5}

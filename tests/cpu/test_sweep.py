@@ -24,7 +24,7 @@ def sweep(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Bench:
-    """A stand-in for twell bench that writes the requested rows; ``before(self, calls so far)`` may interfere."""
+    """A stand-in for profiling.bench that writes the requested rows; ``before(self, calls so far)`` may interfere."""
 
     def __init__(self, before: Callable[[Bench, int], None] = lambda bench, count: None) -> None:
         self.calls: list[list[str]] = []
@@ -240,7 +240,7 @@ def test_other_settings_or_machines_are_not_mixed(
 def test_bench_itself_on_the_cpu(
     sweep: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The flags are those of twell bench, and charts can be drawn of what comes out."""
+    """The flags are those of profiling.bench, and charts can be drawn of what comes out."""
     model = tmp_path / "model.json"
     model.write_text(json.dumps({"non_zeros": [6.0, 2.0, 4.0]}))
     size = ("-m", 64, "-k", 32, "-n", 64, "--seconds", 0.001, "--compile", "none")

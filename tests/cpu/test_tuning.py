@@ -22,8 +22,7 @@ from profiling import held_out
 from profiling import tune as shipped
 from twell import _auto, _tables, _tuning_table, testing, tuning
 from twell._runtime import device, fingerprint
-from twell.commands import cli, info, tune
-from twell.commands.bench import protocol
+from twell.commands import cli, info, timing, tune
 from twell.commands.request import RequestError
 from twell.tuning import Figures, Problem
 
@@ -618,7 +617,7 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     """The whole command, on a CPU whose name is that of a GPU."""
     monkeypatch.setattr(testing, "machine_line", lambda *_: MACHINE)
     arguments = argparse.Namespace(shape=None, kinds=["gated", "training"], budget_s=600.0)
-    assert tune.tune(arguments, protocol.Cpu()) == 0
+    assert tune.tune(arguments, timing.Cpu()) == 0
     table = _tables.in_use(CUDA)
     assert {key: set(nodes) for key, nodes in table.costs.items() if key[1]} == {
         (False, True, 32, 264): {1, 130},
@@ -632,7 +631,7 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     # out of time at once: nothing is written
     before = table.file.read_text() if table.file else ""
     arguments.budget_s = 0.0
-    assert tune.tune(arguments, protocol.Cpu()) == 1
+    assert tune.tune(arguments, timing.Cpu()) == 1
     printed = capsys.readouterr().out
     assert "out of time before" in printed
     assert printed.endswith("\nincomplete: 0 of 2 layers; run again with --budget-s 3600\n")
@@ -652,7 +651,7 @@ def test_a_run_out_of_time_says_how_much_it_left(
 
     monkeypatch.setattr(tune, "measure", first_layer)
     arguments = argparse.Namespace(shape=None, kinds=["gated", "training"], budget_s=2000.0)
-    assert tune.tune(arguments, protocol.Cpu()) == 1
+    assert tune.tune(arguments, timing.Cpu()) == 1
     printed = capsys.readouterr().out
     assert '; "auto" uses it in processes that start now\nincomplete: 1 of 2 layers; ' in printed
     assert printed.endswith("run again with --budget-s 4000\n")
@@ -724,7 +723,7 @@ def test_a_sent_table_must_be_whole_and_named_after_its_gpu(tmp_path: Path) -> N
 def test_the_generator_measures_the_same_way(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tune, "gpu", lambda name: protocol.Cpu())
+    monkeypatch.setattr(tune, "gpu", lambda name: timing.Cpu())
     out, table = tmp_path / "rows.json", tmp_path / "table.py"
     arguments = ["--out", str(out), "--kinds", "gated", "--patterns", "topic", "uniform", "--seconds", "0"]
     assert shipped.main([*arguments, "--write", "--table", str(table)]) == 0
@@ -838,7 +837,7 @@ def test_held_out_points_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
         calls = (Problem(130, 32, 264, True, False), Problem(130, 32, 264, False, True))
         return [held_out.Point(call, testing.Workload(9.0, neuron_sigma=1.0)) for call in calls]
 
-    monkeypatch.setattr(tune, "gpu", lambda name: protocol.Cpu())
+    monkeypatch.setattr(tune, "gpu", lambda name: timing.Cpu())
     monkeypatch.setattr(held_out, "points", few)
     out = tmp_path / "out.json"
     assert held_out.main(["--out", str(out), "--seconds", "0"]) == 0

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from profiling import paper_code
+from profiling import bench, paper_code
 from tests import sanitize, soak
 from twell import testing
-from twell.commands import bench
 from twell.testing import FFN
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import twell
 from twell._runtime import geometry
-from twell.commands import analyze, bench, convert, record, serve_check, tune
+from twell.commands import analyze, convert, serve_check, tune
 from twell.commands.request import DEVICE_HELP, at_least, exit_status, number_above, number_from
 
 MODELS = (
     ("analyze", analyze, "report the sparsity of a model's layers and the speed-up to expect"),
-    ("record", record, "record layers of a model as workloads for benchmarks"),
     ("serve-check", serve_check, "say what a server would run in each layer of a model"),
     ("convert", convert, "convert checkpoints between layouts and model types"),
     ("tune", tune, 'measure this GPU for strategy "auto"'),
@@ -72,9 +71,6 @@ def parser() -> argparse.ArgumentParser:
         module.add_arguments(command)
         command.set_defaults(module=module)
 
-    # bench parses its own arguments, since "bench model" has others than the rest
-    commands.add_parser("bench", help="time kernels, layers and models beside dense PyTorch", add_help=False)
-
     info = commands.add_parser("info", help="show versions, devices, kernels and cache", description=INFO)
     info.add_argument("--json", action="store_true", help="print JSON")
     info.add_argument("--verbose", action="store_true", help="list each packaged kernel")
@@ -87,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given:
         parser().print_help(sys.stderr)
         return 2
-    if given[:1] == ["bench"]:
-        return bench.main(given[1:])
+    if given[0] in ("bench", "record"):
+        parser().error(f"{given[0]} is in a checkout of twell alone: python -m profiling.{given[0]}")
     arguments = vars(parser().parse_args(given))
     return exit_status(f"twell {arguments['command']}", lambda: _run(**arguments))
 

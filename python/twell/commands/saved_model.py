@@ -1,6 +1,6 @@
 """A saved model and text for it: load both, and observe the inputs of each feed-forward layer.
 
-Shared by ``twell analyze`` and ``twell record``. Needs the extra ``hf``.
+Shared by ``twell analyze`` and ``profiling.record``. Needs the extra ``hf``.
 """
 
 from __future__ import annotations

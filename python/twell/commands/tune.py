@@ -32,7 +32,7 @@ from torch import Tensor
 from twell import _tables, testing, tuning
 from twell._runtime import cache, geometry, specs
 from twell._runtime import device as driver
-from twell.commands.bench import protocol
+from twell.commands import timing
 from twell.commands.request import RequestError, number_above, pick_device
 from twell.ops import screened
 from twell.testing import FFN, Workload
@@ -145,7 +145,7 @@ def figures_of(problem: FFN, screen: bool = False) -> Figures:
 class Layer:
     """Copies of a problem, larger than the L2 cache together, with its strategies as calls on one copy."""
 
-    def __init__(self, problem: FFN, gated: bool, training: bool, device: protocol.Device) -> None:
+    def __init__(self, problem: FFN, gated: bool, training: bool, device: timing.Device) -> None:
         self.gated, self.training, self.device = gated, training, device
         m = problem.x.shape[0]
         # with few tokens a sparse call reads little except for the gate weight
@@ -160,7 +160,7 @@ class Layer:
         least = (24 if m <= 64 else 4) if few else 1
         self.calls = copies * -(-least // copies)
 
-    def call(self, strategy: str) -> protocol.Call:
+    def call(self, strategy: str) -> timing.Call:
         def infer(i: int) -> tuple[Tensor, ...]:
             problem = self.problems[i % len(self.problems)]
             with torch.no_grad():
@@ -176,7 +176,7 @@ class Layer:
 
         return train if self.training else infer
 
-    def record(self, strategy: str) -> protocol.Recording:
+    def record(self, strategy: str) -> timing.Recording:
         return self.device.record(self.call(strategy), self.calls)
 
     def check(self, strategies: Iterable[str]) -> tuple[dict[str, float], dict[str, str]]:
@@ -190,7 +190,7 @@ class Layer:
                 if not errors[name] <= MOST_ERROR[self.training]:
                     red[name] = f"differs from dense by {errors[name]:.1%}"
             except (RuntimeError, NotImplementedError) as error:
-                red[name] = protocol.reason(error)
+                red[name] = timing.reason(error)
         return errors, red
 
 
@@ -199,7 +199,7 @@ def sparse_strategies(training: bool) -> tuple[str, ...]:
     return ("union", "screened") if training else ("row", "union", "screened")
 
 
-def measured_strategies(problem: Problem, device: protocol.Device) -> tuple[str, ...]:
+def measured_strategies(problem: Problem, device: timing.Device) -> tuple[str, ...]:
     """Those that are measured on a device: "screened" where it has the kernels, and of many tokens."""
     on = device.torch_device
     screens = on.type != "cuda" or tuning.family(on.index or 0) == specs.SM90
@@ -214,12 +214,12 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30))
 
 
-def times_of(recordings: dict[str, protocol.Recording], seconds: float) -> dict[str, list[float]]:
+def times_of(recordings: dict[str, timing.Recording], seconds: float) -> dict[str, list[float]]:
     """Milliseconds of one call by strategy; a slow strategy has few samples."""
-    times = protocol.measure(recordings, 0, least=1)
+    times = timing.measure(recordings, 0, least=1)
     fastest = min(map(min, times.values()))
     near = {name: each for name, each in recordings.items() if name == "dense" or min(times[name]) <= SLOW * fastest}
-    return times | protocol.measure(near, seconds, LEAST_ROUNDS)
+    return times | timing.measure(near, seconds, LEAST_ROUNDS)
 
 
 class Step(NamedTuple):
@@ -263,7 +263,7 @@ def plan(
 
 
 def measure(
-    steps: Sequence[Step], device: protocol.Device, *, budget_s: float, seconds: float = 0.05, show: Any = print
+    steps: Sequence[Step], device: timing.Device, *, budget_s: float, seconds: float = 0.05, show: Any = print
 ) -> Iterator[list[dict[str, Any]]]:
     """Measure step by step and yield the rows of each; begin none after ``budget_s`` seconds.
 
@@ -287,12 +287,12 @@ def measure(
             yield rows
 
 
-def measure_step(step: Step, problems: dict[str, FFN], device: protocol.Device, seconds: float) -> list[dict[str, Any]]:
+def measure_step(step: Step, problems: dict[str, FFN], device: timing.Device, seconds: float) -> list[dict[str, Any]]:
     """The rows of a step: one per pattern and sparse strategy."""
     rows, problem = [], step.problem
     # its recording reads the memory of the layer that it was made of
     first: Layer | None = None
-    dense: protocol.Recording | None = None
+    dense: timing.Recording | None = None
     for pattern, drawn in problems.items():
         strategies = measured_strategies(problem, device)
         figures = figures_of(drawn, "screened" in strategies)
@@ -323,7 +323,7 @@ def rows_of(
         row = {**dict(zip(SIZES, problem)), "pattern": pattern, **figures._asdict(), "strategy": name}
         row |= {"red": red.get(name, ""), "error": errors.get(name), "dense_ms": dense_ms}
         if name in times:
-            ms, _, p10, p90 = protocol.spread(times[name])
+            ms, _, p10, p90 = timing.spread(times[name])
             row |= {"ms": ms, "relative": ms / dense_ms, "p10_ms": p10, "p90_ms": p90, "samples": len(times[name])}
         rows.append(row)
     return rows
@@ -539,7 +539,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def gpu(name: str | None) -> protocol.Gpu:
+def gpu(name: str | None) -> timing.Gpu:
     """The device to measure. Raises RequestError if sparse kernels do not run there."""
     if not torch.cuda.is_available():
         raise RequestError(f"tuning needs a GPU of compute capability {driver.SUPPORTED}, and this torch can use none")
@@ -548,7 +548,7 @@ def gpu(name: str | None) -> protocol.Gpu:
     if device.type != "cuda" or driver.architecture(index) is None:
         raise RequestError(f"--device: expected a GPU of compute capability {driver.SUPPORTED}, got {device}")
     torch.cuda.set_device(index)
-    return protocol.Gpu(torch.device("cuda", index))
+    return timing.Gpu(torch.device("cuda", index))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -556,7 +556,7 @@ def run(arguments: argparse.Namespace) -> int:
     return tune(arguments, gpu(arguments.device))
 
 
-def tune(arguments: argparse.Namespace, device: protocol.Device) -> int:
+def tune(arguments: argparse.Namespace, device: timing.Device) -> int:
     """``run`` on a device."""
     try:
         folder = cache.open_folder(_tables.FOLDER)

@@ -1,0 +1,225 @@
+"""How calls are recorded, replayed and timed, on a GPU and, as a trial, on a CPU.
+
+- Each call runs on one of several copies of its operands, which together are at least twice the L2 cache, so that no
+  call finds its operands there. There are at most 256 copies: few tokens are small beside the weights.
+- On a GPU, one call on each copy is captured into a CUDA graph, after as many calls outside of it have loaded kernels
+  and allocated memory. A time is that between two events around a replay, over the number of copies: without the host.
+- All variants are replayed in turn, and the order rotates by one from round to round, so that clocks, temperature and
+  predecessors are the same for each. Two rounds warm up, two more decide how many fit the seconds wanted, and that
+  number, 10 to 200, is timed.
+- A time is the median of its replays; its spread is from the 10th to the 90th percentile.
+
+``Gpu`` and ``Cpu`` have one interface. On a CPU a replay is the calls themselves between two readings of a clock: its
+times only show that a measurement runs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Call = Callable[[int], tuple[Tensor, ...]]
+
+# Errors of a variant that make its row red; a fault of a kernel is a RuntimeError.
+FAILURES = (RuntimeError, NotImplementedError, ValueError, TypeError)
+
+MOST_COPIES = 256
+WARM_ROUNDS = 2
+LEAST_ROUNDS, MOST_ROUNDS = 10, 200
+
+
+def reason(error: Exception) -> str:
+    """An error as one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+class Recording(Protocol):
+    """Calls on every copy of the operands, for replay; ``outputs`` are those of the last copy."""
+
+    copies: int
+    outputs: tuple[Tensor, ...]
+
+    def replay(self) -> Callable[[], float]:
+        """Run the calls. The returned function gives their milliseconds after ``wait``."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for all replays."""
+        ...
+
+    def spoil(self) -> None:
+        """Fill the outputs with NaN, so that an element that the next replay does not write shows."""
+        ...
+
+
+class Graph:
+    """A recording in a CUDA graph. ``warm`` replaces ``call`` in the calls before the capture."""
+
+    def __init__(self, call: Call, copies: int, warm: Call | None = None) -> None:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for i in range(copies):
+                (warm or call)(i)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.copies = copies
+        self.outputs: tuple[Tensor, ...] = ()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for i in range(copies):
+                self.outputs = call(i)
+
+    def replay(self) -> Callable[[], float]:
+        """Start a replay."""
+        start, end = events()
+        start.record()
+        self._graph.replay()
+        end.record()
+        return lambda: float(start.elapsed_time(end))
+
+    def wait(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize()
+
+    def spoil(self) -> None:
+        """Fill the outputs with NaN."""
+        for output in self.outputs:
+            output.view(torch.uint8).fill_(0xFF)
+
+
+def events() -> tuple[Any, Any]:
+    """Two CUDA events with times."""
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class Loop:
+    """A recording without a GPU: the calls themselves, timed by ``clock``, in seconds."""
+
+    def __init__(
+        self, call: Call, copies: int, warm: Call | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.copies, self._call, self._clock = copies, call, clock
+        self.outputs: tuple[Tensor, ...] = ()
+        for i in range(copies):
+            (warm or call)(i)
+
+    def replay(self) -> Callable[[], float]:
+        """Call on every copy."""
+        start = self._clock()
+        for i in range(self.copies):
+            self.outputs = self._call(i)
+        milliseconds = (self._clock() - start) * 1e3
+        return lambda: milliseconds
+
+    def wait(self) -> None:
+        """Return at once: nothing runs asynchronously."""
+
+    def spoil(self) -> None:
+        """Drop the outputs: a replay makes new ones."""
+        self.outputs = ()
+
+
+def measure(recordings: Mapping[str, Recording], seconds: float, least: int = LEAST_ROUNDS) -> dict[str, list[float]]:
+    """Milliseconds of one call, by name: replays in turn for about ``seconds``, ``least`` to 200 rounds."""
+
+    def rounds(count: int) -> dict[str, list[float]]:
+        spans: dict[str, list[Callable[[], float]]] = {name: [] for name in recordings}
+        order = list(recordings)
+        for _ in range(count):
+            for name in order:
+                spans[name].append(recordings[name].replay())
+            order = order[1:] + order[:1]  # none always follows the same one
+        for recording in recordings.values():
+            recording.wait()
+        return {name: [span() / recordings[name].copies for span in each] for name, each in spans.items()}
+
+    if not recordings:
+        return {}
+    rounds(WARM_ROUNDS)
+    once = sum(min(times) * recordings[name].copies for name, times in rounds(WARM_ROUNDS).items()) / 1000
+    wanted = seconds / once if once else MOST_ROUNDS
+    return rounds(int(max(least, min(MOST_ROUNDS, wanted))))
+
+
+class Spread(NamedTuple):
+    """The median, the minimum and the 10th and 90th percentiles of samples."""
+
+    median: float
+    least: float
+    p10: float
+    p90: float
+
+
+def spread(samples: Sequence[float]) -> Spread:
+    """The spread of at least one sample. A percentile is the sample nearest to it."""
+    ordered = sorted(samples)
+    p10, p90 = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
+    return Spread(statistics.median(ordered), ordered[0], p10, p90)
+
+
+def copies_for(bytes_each: int, cache: int) -> int:
+    """The number of copies of ``bytes_each`` that are at least twice ``cache`` bytes: 2 to 256."""
+    return min(max(2, math.ceil(2 * cache / bytes_each)), MOST_COPIES)
+
+
+class Device(Protocol):
+    """The device of a measurement."""
+
+    torch_device: torch.device
+
+    def copies_for(self, bytes_each: int) -> int:
+        """The number of copies of ``bytes_each`` that are at least twice the last cache."""
+        ...
+
+    def record(self, call: Call, copies: int, warm: Call | None = None) -> Recording:
+        """Record ``call`` on each copy."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for all queued work."""
+        ...
+
+
+class Gpu:
+    """The current CUDA device, ``torch_device``."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    def copies_for(self, bytes_each: int) -> int:
+        """Copies for twice the L2 cache."""
+        return copies_for(bytes_each, torch.cuda.get_device_properties(self.torch_device).L2_cache_size)
+
+    def record(self, call: Call, copies: int, warm: Call | None = None) -> Recording:
+        """A CUDA graph."""
+        return Graph(call, copies, warm)
+
+    def wait(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize()
+
+
+class Cpu:
+    """The CPU. ``clock`` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.torch_device = torch.device("cpu")
+        self.clock = clock
+
+    def copies_for(self, bytes_each: int) -> int:
+        """The fewest copies: no cache needs to be avoided."""
+        return copies_for(bytes_each, 0)
+
+    def record(self, call: Call, copies: int, warm: Call | None = None) -> Recording:
+        """The calls themselves."""
+        return Loop(call, copies, warm, self.clock)
+
+    def wait(self) -> None:
+        """Return at once: nothing runs asynchronously."""
