@@ -1,14 +1,12 @@
 """Run ``profiling.bench`` over ranges and keep the results, one file per sweep: the data of profiling/draw.
 
     python -m profiling.sweep nnz --out build/sweeps --budget-s 200
-    python -m profiling.sweep layers --real FOLDER --model profiling/results/h200_model.json
-    python -m profiling.sweep nnz m memory --dry-run          # calls of bench, and their seconds on an H200
+    python -m profiling.sweep layers --real FOLDER
 
 Sweeps:
   nnz      every strategy and the training step by non-zeros per token, on the uniform and the topic pattern
   m        the same by tokens per call: few with rotated weights (bench decode), many with rotated tokens
-  layers   layer by layer: recorded layers (--real), and patterns with the non-zeros of a model's layers (--model: JSON
-           with "non_zeros", as bench model writes it; --analyze: the CSV of twell analyze)
+  layers   layer by layer: recorded layers (--real)
   memory   memory kept and peaks of a training step and of a forward pass, by non-zeros per token
   kernels  the time of each kernel in a forward pass and a training step
 
@@ -23,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import io
 import json
 import re
@@ -35,7 +32,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -106,11 +102,10 @@ class Point:
 # The sweeps
 
 
-def drawn(op: str, nnz: float, pattern: str, m: int, options: Sequence[str], **more: Any) -> Point:
+def drawn(op: str, nnz: float, pattern: str, m: int, options: Sequence[str]) -> Point:
     """A point on a drawn pattern."""
     name = f"nnz={nnz:g}{PATTERNS[pattern]}"
-    label = more.pop("label", "")
-    return Point(op, name, name, m, tuple(options), label, {"pattern": pattern, **more})
+    return Point(op, name, name, m, tuple(options), "", {"pattern": pattern})
 
 
 def sized(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -133,23 +128,13 @@ def tokens(arguments: argparse.Namespace) -> Iterator[Point]:
 
 
 def layers(arguments: argparse.Namespace) -> Iterator[Point]:
-    if not (arguments.real or arguments.model or arguments.analyze):
-        raise SweepError("layers takes --real FOLDER, --model FILE or --analyze FILE, got none of them")
+    if not arguments.real:
+        raise SweepError("layers takes --real FOLDER, got none")
     for op in ("ffn", "train"):
         for folder in arguments.real:
             source = f"layers recorded in {folder.resolve().name}"
             for layer in recorded(folder):
                 yield real(op, folder, layer, arguments.m, AUTO, source=source)
-        files = [(path, of_model) for path in arguments.model] + [(path, of_analysis) for path in arguments.analyze]
-        for path, read in files:
-            for name, found in read(path, arguments).items():
-                source = f"drawn patterns with topics and the non-zeros of the layers of {name}"
-                for layer, nnz, k, n in found:
-                    # a layer that never fires cannot be drawn
-                    if nnz > 0:
-                        options = ("-k", str(k), "-n", str(n), *AUTO)
-                        more = {"label": f"{name}/{layer}", "source": source, "layer": layer}
-                        yield drawn(op, nnz, "topic", arguments.m, options, **more)
 
 
 def real(op: str, folder: Path, layer: int, m: int, options: tuple[str, ...], **fields: Any) -> Point:
@@ -164,34 +149,6 @@ def recorded(folder: Path) -> list[int]:
     if not numbers:
         raise SweepError(f"--real takes a folder of recorded layers (layer3.npz), got {folder}")
     return numbers
-
-
-def of_model(path: Path, arguments: argparse.Namespace) -> dict[str, list[tuple[int, float, int, int]]]:
-    """Number, non-zeros, K and N of each layer, by model, from JSON of bench model."""
-    try:
-        result = json.loads(path.read_text())
-        several = len(result.get("models", [])) > 1
-        models = (
-            {f"{path.stem} {each['config']}": each for each in result["models"]} if several else {path.stem: result}
-        )
-        return {
-            name: [(i, float(nnz), arguments.k, arguments.n) for i, nnz in enumerate(model["non_zeros"])]
-            for name, model in models.items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SweepError(
-            f'--model takes JSON with "non_zeros", a number for each layer, got {path}: {error!r}'
-        ) from error
-
-
-def of_analysis(path: Path, arguments: argparse.Namespace) -> dict[str, list[tuple[int, float, int, int]]]:
-    """The same from the CSV of twell analyze."""
-    try:
-        with path.open(newline="") as file:
-            found = [(int(r["layer"]), float(r["mean"]), int(r["k"]), int(r["n"])) for r in csv.DictReader(file)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SweepError(f"--analyze takes the CSV of twell analyze, got {path}: {error!r}") from error
-    return {path.stem: found}
 
 
 def memory(arguments: argparse.Namespace) -> Iterator[Point]:
@@ -392,31 +349,18 @@ def say(text: str) -> None:
     print(f"sweep: {text}", file=sys.stderr, flush=True)
 
 
-def show(file: File) -> int:
-    """Print the speed-ups of a sweep; return the number of red rows."""
-    from profiling.bench.report import Column, print_table
-
-    known = {"requested": "", "strategy": "", "speedup_dense": None, "ms": None}
-    rows = [SimpleNamespace(**known | row) for row in file.data["rows"] if row.get("red") or row.get("speedup_dense")]
-    columns = [
-        Column("point", lambda row: row.point, left=True),
-        Column("variant", lambda row: row.variant, left=True),
-        Column("strategy", lambda row: named(row.requested, row.strategy), left=True),
-        Column("nnz", lambda row: f"{row.nnz:.1f}"),
-        Column("ms", lambda row: f"{row.ms:.4f}"),
-        Column("speed-up", lambda row: f"{row.speedup_dense:.2f}"),
-    ]
-    print_table(columns, rows, title=f"{file.path.name}: {file.data['machine']}")
-    return sum(bool(row.red) for row in rows)
-
-
-def named(requested: str, strategy: str) -> str:
-    return requested if requested == strategy or not strategy else f"{requested}: {strategy}"
+def red_rows(file: File) -> int:
+    """Print the faults of a sweep; return their number."""
+    rows = [row for row in file.data["rows"] if row.get("red")]
+    for row in rows:
+        print(f"{row['point']}, {row['variant']} {row['requested']}: RED {row['red']}")
+    return len(rows)
 
 
 def options(arguments: argparse.Namespace) -> list[str]:
     """Options of every call of bench."""
-    return ["--seconds", f"{arguments.seconds:g}", "--compile", arguments.compile, *arguments.bench]
+    device = ["--device", arguments.device] if arguments.device else []
+    return ["--seconds", f"{arguments.seconds:g}", "--compile", arguments.compile, *device]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -435,21 +379,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="begin no call that would end later (default: %(default)s)",
     )
     add("--seconds", type=float, default=0.3, help="seconds of samples per point (default: %(default)s)")
-    add("--compile", choices=("default", "max-autotune-no-cudagraphs", "none"), default="default")
+    add("--compile", choices=("default", "none"), default="default")
     add("-m", type=int, default=16384, help="tokens, except in sweep m (default: %(default)s)")
     add("-k", type=int, default=2048, help="hidden size")
     add("-n", type=int, default=5632, help="neurons")
     add("--real", type=Path, nargs="+", default=[], metavar="FOLDER", help="recorded layers, for layers and kernels")
-    add("--model", type=Path, nargs="+", default=[], metavar="JSON", help="results of bench model, for layers")
-    add("--analyze", type=Path, nargs="+", default=[], metavar="CSV", help="of twell analyze, for layers")
-    add("--dry-run", action="store_true", help="list the calls of bench and their expected seconds")
-    add(
-        "--bench",
-        nargs=argparse.REMAINDER,
-        default=[],
-        metavar="...",
-        help="pass everything that follows to profiling.bench",
-    )
+    add("--device", help="of bench")
     arguments = parser.parse_args(argv)
     arguments.sweeps = list(dict.fromkeys(arguments.sweeps))
     for name in ("budget_s", "seconds", "m", "k", "n"):
@@ -459,32 +394,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def dry_run(arguments: argparse.Namespace) -> None:
-    """Print the calls of bench."""
-    for name in arguments.sweeps:
-        missing, total = list(SWEEPS[name](arguments)), 0.0
-        count = len(missing)
-        compiled: set[tuple[Any, ...]] | None = None if arguments.compile == "none" else set()
-        while missing:
-            call = next_call(missing, LONGEST_S)
-            seconds = call.seconds(compiled)
-            total += seconds
-            print(f"{seconds:6.1f} s  profiling.bench {' '.join([*call.argv, *options(arguments)])}")
-            missing = [point for point in missing if point not in call.points]
-            if compiled is not None:
-                compiled |= call.shapes()
-        print(f"{total:6.1f} s  for the {count} points of {name}")
-
-
 def main(argv: Sequence[str] | None = None, bench: Bench | None = None) -> int:
     """Run the sweeps; ``bench`` replaces ``profiling.bench.main`` in tests."""
     arguments = parse(argv)
     deadline = time.monotonic() + arguments.budget_s
     files: list[File] = []
     try:
-        if arguments.dry_run:
-            dry_run(arguments)
-            return 0
         # refuse a bad request for the last sweep before the first begins
         for name in arguments.sweeps:
             keys = [point.key for point in SWEEPS[name](arguments)]
@@ -504,7 +419,7 @@ def main(argv: Sequence[str] | None = None, bench: Bench | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted; the files have the points measured so far; run it again to continue")
         return 130
-    red = sum(show(file) for file in files)
+    red = sum(red_rows(file) for file in files)
     if not all(file.data["complete"] for file in files):
         say("points are missing; run it again to continue")
     return int(red > 0)

@@ -112,7 +112,7 @@ class EnergyMeter:
                 most = max(2, int(_AHEAD / max(time.perf_counter() - start, 1e-6)))
                 continue
             # keep the GPU busy without queueing seconds of work
-            ahead.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            ahead.append(torch.cuda.Event())
             ahead[-1].record(torch.cuda.current_stream(self._device))
             if len(ahead) > most:
                 ahead.popleft().synchronize()

@@ -292,7 +292,7 @@ class Training(Variant):
         return loss + L1 * recipe.l1_term(self.model)
 
     def run_pass(self, tokens: Tensor) -> None:
-        self.loss(tokens).backward()  # type: ignore[no-untyped-call]
+        self.loss(tokens).backward()
 
     def settle(self, batches: Sequence[Tensor]) -> None:
         super().settle(batches)
@@ -317,7 +317,7 @@ class Training(Variant):
         """``check`` in float32, a sequence at a time: the mean over equal parts is the mean of their means."""
         self.dtype = None
         for sequence in torch.split(tokens[: self.micro_batch], 1):
-            (self.loss(sequence) / self.micro_batch).backward()  # type: ignore[no-untyped-call]
+            (self.loss(sequence) / self.micro_batch).backward()
         return self.gradients()
 
     def kept(self, tokens: Tensor) -> tuple[int, int | None]:
@@ -559,7 +559,7 @@ class _Run:
             begin = time.perf_counter()
             variant.call(tokens)
             return (time.perf_counter() - begin) * 1e3
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         variant.call(tokens)
         stop.record()

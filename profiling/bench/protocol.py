@@ -114,7 +114,7 @@ class Gpu(timing.Gpu):
         wholes = []
         try:
             for i in range(rounds * copies):
-                torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+                torch.cuda._sleep(SLEEP_CYCLES)
                 start, end = events()
                 start.record()
                 call(i % copies)

@@ -59,7 +59,7 @@ def kernels(results: Results) -> Chart | None:
     result = results.get("h200_sweep_kernels")
     rows = good(result)
     panels: dict[str, list[Row]] = {}
-    for op, suffix in (("ffn", ""), ("train_forward", " train_forward"), ("train", " train")):
+    for op, suffix in (("ffn", ""), ("train", " train")):
         for row in rows:
             known = [entry["workload"] for entry in panels.get(op, [])]
             if row["variant"] != op or not row.get("kernels") or row["workload"] in known:
@@ -70,9 +70,6 @@ def kernels(results: Results) -> Chart | None:
             dense = dense_ms([each for each in rows if each["workload"] == row["workload"]], suffix)
             entry = {"workload": row["workload"], "nnz": row["nnz"], "parts": parts, "dense": dense}
             panels.setdefault(op, []).append(entry)
-    # there is room for one forward pass
-    if "ffn" in panels:
-        panels.pop("train_forward", None)
     shown = {op: sorted(rows, key=lambda row: row["nnz"]) for op, rows in panels.items() if rows}
     if result is None or not shown:
         return None
@@ -93,8 +90,7 @@ def kernels(results: Results) -> Chart | None:
 
 
 def draw_kernels(figure: SubFigure, theme: Theme, data: dict[str, list[Row]]) -> None:
-    titles = {"ffn": "Forward pass", "train_forward": "Forward pass of training"}
-    titles["train"] = "Training step"
+    titles = {"ffn": "Forward pass", "train": "Training step"}
     order = [*dict.fromkeys(PARTS.values()), REST]
     used = [name for name in order if any(name in row["parts"] for rows in data.values() for row in rows)]
     palette = (theme.row, theme.union, theme.extra, theme.paper, theme.auto, theme.dense)

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from profiling.bench.parser import L2_TBS
 from torch import Tensor
 
 import twell
 from profiling.bench import protocol, workloads
+from profiling.bench.cli import L2_TBS
 from profiling.bench.layers import SETTLING
 from twell import _files, ops, testing
 from twell._runtime import geometry, nvtx

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +15,13 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from profiling.bench import main, models, models_random, models_run
+from profiling.bench import main, models_random, models_run
 from profiling.bench.energy import Energy
 from profiling.bench.models_random import LlamaSizes, Pattern, parse_sizes
 from profiling.bench.models_run import Settings, Subject, Training
 from tests.cpu import saved_models
 from twell import functional
 from twell.commands import saved_model, sparsity
-from twell.commands.request import RequestError
 
 TINY = "2x32x64x2x64"
 SHAPE = parse_sizes(TINY)
@@ -53,12 +51,9 @@ def test_shapes_of_ones_own() -> None:
     assert parse_sizes("1.5B") == LlamaSizes("1.5B", 28, 2048, 5632, 32, 49152)
     assert parse_sizes("4x256x704") == LlamaSizes("4x256x704", 4, 256, 704, 4, 49152)
     assert parse_sizes("4x256x704x8x1000") == LlamaSizes("4x256x704x8x1000", 4, 256, 704, 8, 1000)
-
-
-@pytest.mark.parametrize("text", ["3B", "4x256", "0x256x704", "4x256x704x3", "4x256x704x0", "x", "4x256x704x4x5x6"])
-def test_refuses_other_shapes(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="expected"):
-        parse_sizes(text)
+    for text in ("3B", "4x256", "0x256x704", "4x256x704x3", "4x256x704x0", "4x256x704x4x5x6"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected"):
+            parse_sizes(text)
 
 
 def pattern_of(pattern: Pattern, seed: int = 0) -> tuple[Any, list[float], list[sparsity.LayerSparsity]]:
@@ -99,11 +94,6 @@ def test_the_same_seed_draws_the_same_model() -> None:
     assert not any(other)
 
 
-def test_too_many_non_zeros_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"fewer than 179, the neurons that are not dead, got 2\d\d"):
-        pattern_of(Pattern(170.0))
-
-
 # The command
 
 
@@ -111,14 +101,14 @@ def test_too_many_non_zeros_are_refused() -> None:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The output of one run of the command: two configurations, compiled by the backend that runs eagerly."""
     folder = tmp_path_factory.mktemp("bench")
-    files = folder / "a.json", folder / "a.csv"
+    path = folder / "a.json"
     tiny = ["--config", TINY, "3x32x64x2x64", "--nnz", 4, 5, "--topic", 0.25, "--device", "cpu", "--compile", "eager"]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    code = bench(*tiny, *SIZES, "--ops", "train", "forward", "--json", files[0], "--csv", files[1])
+    code = bench(*tiny, *SIZES, "--ops", "train", "forward", "--json", path)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
-    return SimpleNamespace(code=code, json=json.loads(files[0].read_text()), csv=files[1].read_text(), graphs=graphs)
+    return SimpleNamespace(code=code, json=json.loads(path.read_text()), graphs=graphs)
 
 
 def test_rows_of_configurations(written: Any) -> None:
@@ -147,10 +137,7 @@ def test_rows_of_configurations(written: Any) -> None:
     for first in range(0, len(rows), 4):
         fastest = min(row["ms"] for row in rows[first : first + 2])
         assert [row["speedup"] * row["ms"] for row in rows[first : first + 4]] == pytest.approx([fastest] * 4)
-
-
-def test_what_is_compiled_serves_all_layers_and_configurations(written: Any) -> None:
-    # dense and sparse, inference and training
+    # what is compiled serves all layers and configurations: dense and sparse, inference and training
     assert written.graphs == 4
 
 
@@ -171,7 +158,7 @@ def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     text = tmp_path / "text.txt"
     text.write_text(saved_models.text(2000))
     out = tmp_path / "out.json"
-    code = bench(folder, "--text", text, *SIZES, "--ops", "logits", "--device", "cpu", "--json", out, "--repro")
+    code = bench(folder, "--text", text, *SIZES, "--ops", "logits", "--device", "cpu", "--json", out)
     assert code == 0
     data = json.loads(out.read_text())
     assert [(row["config"], row["op"], row["variant"]) for row in data["rows"]] == [
@@ -183,15 +170,8 @@ def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert (data["layers"], len(data["non_zeros"])) == (3, 3)
     assert str(tmp_path) not in out.read_text()
     printed = capsys.readouterr().out
-    line = printed.splitlines()[-1]
     assert "sparse eager" in printed
     assert "non-zeros per token" in printed
-    # the repro line asks for the same
-    parser = argparse.ArgumentParser()
-    models.add_arguments(parser)
-    again = parser.parse_args(shlex.split(line)[5:])
-    assert (again.model, again.text, again.ops, again.batch) == (folder, [text], ["logits"], 2)
-    assert (again.micro_batch, again.accumulate, again.rounds, again.device) == (1, 2, 2, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +185,7 @@ def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["--config", "0.5B", "1B", "2B", "--nnz", 1, 2], "one value or one for each of 3 configurations, got 2"),
         (["--config", TINY, "--energy", "--device", "cpu"], "--energy needs a CUDA device, got cpu"),
         (["--config", TINY, "--json", "."], ". is a folder"),
-        (["--config", TINY, "--json", "-", "--csv", "-"], "--json and --csv both write -"),
+        (["--config", TINY, "--text", "a"], "--text is for MODEL: --config draws its tokens"),
         (["--config", TINY, "--json", "/proc/x.json"], "/proc/x.json cannot be written"),
         (["--config", TINY, "--device", "cpu", "--compile", "fast"], "--compile must be one of default, none"),
         (["--config", TINY, "--device", "cpu", "--nnz", 60], "--nnz: expected fewer than 45, the neurons"),
@@ -219,17 +199,6 @@ def test_requests_that_cannot_be_met(capsys: pytest.CaptureFixture[str], argumen
     assert bench(*arguments) in (1, 2)
     printed = capsys.readouterr()
     assert message in printed.err + printed.out
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--config", "3B"], ["--topic", "1.5"], ["--dead", "-1"], ["--nnz", "0"], ["--nnz", "nan"], ["--batch", "0"]],
-)
-def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        bench(*arguments)
-    assert ended.value.code == 2
-    assert "expected" in capsys.readouterr().err
 
 
 # Wrong results
@@ -321,21 +290,14 @@ def settings(**changes: Any) -> Settings:
     return Settings(**(given | changes))
 
 
-def test_half_the_sequences_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
-    original = models_run.Forward.run_pass
-
+def test_a_pass_too_large_for_memory_is_red(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
     def run_pass(self: models_run.Forward, tokens: Tensor) -> Tensor:
-        # only some of the variants fail
-        if len(tokens) > 1 and self.strategy != "dense":
-            raise torch.OutOfMemoryError("out of memory")
-        return original(self, tokens)
+        raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(models_run.Forward, "run_pass", run_pass)
-    steps: list[str] = []
-    rows = models_run.run_op(subject, "forward", settings(), step=steps.append)
-    assert [(row.micro_batch, row.tokens, row.red) for row in rows] == [(1, 128, "")] * 2
-    assert {row.note for row in rows} == {"2 sequences in a pass ran out of memory"}
-    assert any("again with 1" in step for step in steps)
+    for row in models_run.run_op(subject, "forward", settings()):
+        assert row.red.startswith("fewer sequences in a pass may fit in memory (--micro-batch, --batch): OutOfMemory")
+        assert row.ms is None
 
 
 # Energy and memory
@@ -392,20 +354,6 @@ def test_what_a_training_pass_keeps(subject: Subject) -> None:
     # activations [64, 64] differ from a weight [64, 32], but not from one [64, 64]
     ambiguous = Training(model, ("dense", "dense", False), 1, optimizer).kept(tokens)
     assert ambiguous[1] is None
-
-
-def test_exact_gradients_are_those_of_the_whole_pass(subject: Subject) -> None:
-    """Computed sequence by sequence in fp32, they equal those of one pass up to rounding."""
-    model = subject.exact()
-    optimizer = torch.optim.SGD(model.parameters())
-    variant = Training(model, ("dense", "dense", False), 2, optimizer)
-    variant.dtype = None
-    whole = variant.check(subject.ids[:2])
-    parts = variant.exact(subject.ids[:2])
-    total, each = models_run.compare_gradients(whole, parts)
-    assert total < 1e-4
-    # seven weights in each of two layers, and the embedding
-    assert len(each) == 15
 
 
 def test_errors_of_tokens_and_of_tensors() -> None:

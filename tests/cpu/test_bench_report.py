@@ -1,22 +1,17 @@
-"""Tables, files and progress of benchmarks."""
+"""Tables and files of benchmarks."""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import math
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from profiling.bench import report
-from profiling.bench.report import Column, print_table, write_csv, write_json
+from profiling.bench.report import Column, print_table, write_json
 from twell.commands.request import RequestError
 
 
@@ -28,9 +23,10 @@ class Result:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-COLUMNS_OF_RESULTS = (
+COLUMNS = (
     Column("name", lambda row: row.name, True),
-    Column("ms", lambda row: f"{row.ms:.2f}"),
+    Column("ms", lambda row: "-" if row.ms is None else f"{row.ms:.2f}"),
+    Column("empty", lambda row: "-"),
     Column("twice", lambda row: f"{2 * row.ms:.1f}"),
 )
 RESULTS = (
@@ -40,17 +36,9 @@ RESULTS = (
 )
 
 
-def printed(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, columns: Sequence[Column], found: Sequence[Any]
-) -> str:
-    monkeypatch.setattr(sys, "stdout", stream)
-    print_table(columns, found, title="what it is")
-    return stream.getvalue()
-
-
-def test_text_is_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert printed(monkeypatch, io.StringIO(), COLUMNS_OF_RESULTS, RESULTS).splitlines() == [
-        "what it is",
+def test_tables_are_aligned_and_a_red_row_has_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(report.used(COLUMNS, RESULTS), RESULTS)
+    assert capsys.readouterr().out.splitlines() == [
         "name          ms  twice",
         "a [x]       1.00    2.0",
         "long name  RED wrong by far, which is longer than any column",
@@ -66,67 +54,37 @@ def test_json_holds_machine_arguments_and_rows(tmp_path: Path) -> None:
     data = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert data.pop("date").endswith("+00:00")
     assert list(data) == ["machine", "arguments", "ceilings", "rows"]
-    assert data["machine"] == "a machine"
-    assert data["ceilings"] == {"l2": 7.3}
     # paths of this machine are left out
     assert data["arguments"] == {"m": [1, 2], "name": "x"}
     assert data["rows"] == [{"name": "a", "ms": None, "red": "", "parts": {"x": None, "y": 1.5}}]
     assert [p.name for p in path.parent.iterdir()] == ["file.json"]
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file.json"
-    write_json(path, [Result("a")], machine="m", arguments={})
-    before = path.read_text()
-
-    def interrupted(self: Path, text: str, encoding: str) -> int:
-        with self.open("w", encoding=encoding) as file:
-            file.write(text[:10])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "write_text", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_json(path, [Result("b")], machine="m", arguments={})
-    assert path.read_text() == before
-
-
 def test_what_cannot_be_written_is_told_before_and_leaves_nothing(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("old")
-    for path in (file / "x.csv", Path("/proc/twell/x.csv"), Path("/proc/x.csv"), tmp_path):
+    for path in (file / "x.json", Path("/proc/twell/x.json"), tmp_path):
         with pytest.raises(RequestError, match=r"cannot be written|is a folder"):
-            report.require_writable([path])
-    with pytest.raises(RequestError, match="both write"):
-        report.require_writable([file, None, file])
-    report.require_writable([tmp_path / "new" / "x.csv", None, file, Path("-")])
+            report.require_writable(path)
+    for good in (tmp_path / "new" / "x.json", None, file):
+        report.require_writable(good)
     assert file.read_text() == "old"
-    assert [path.name for path in (tmp_path / "new").iterdir()] == []
+    assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_a_failure_to_write_is_told_once_and_forgotten_when_it_is_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_file_that_cannot_be_written_costs_no_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(path: Path) -> None:
+    def full(path: Path, text: str) -> None:
         raise OSError("no space left")
 
-    writer = report.Writer(tmp_path / "x.csv", None, name="profiling.bench")
-    writer.save(False, full)
-    writer.save(False, full)
-    assert capsys.readouterr().err.count("x.csv cannot be written: no space left") == 1
-    writer.save(True, lambda path: write_csv(path, [Result("a")]))
-    assert writer.failure == ""
-
-
-def test_csv_holds_every_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "new" / "file.csv"
-    found = [Result("a, b", 1.5, parts={"x": 2.0}), Result("c", red='says "no"')]
-    write_csv(path, found)
-    with path.open(newline="") as file:
-        assert list(csv.DictReader(file)) == [
-            {"name": "a, b", "ms": "1.5", "red": "", "parts": '{"x": 2.0}'},
-            {"name": "c", "ms": "", "red": 'says "no"', "parts": "{}"},
-        ]
-    write_csv(Path("-"), found)
-    assert capsys.readouterr().out == path.read_text()
-    write_csv(path, [])
-    assert path.read_text() == "\n"
+    run = report.Run("bench", tmp_path / "x.json", lambda: {"machine": "m", "arguments": {}})
+    with monkeypatch.context() as patched:
+        patched.setattr("twell._files.write_text", full)
+        run.add([Result("a", 1.0)])
+        run.measure(lambda: run.add([Result("b", 2.0)]))
+    # said once
+    assert capsys.readouterr().err.count("x.json cannot be written: no space left") == 1
+    assert run.status() == 2
+    run.add([Result("c", red="wrong")])
+    assert (run.status(), len(json.loads((tmp_path / "x.json").read_text())["rows"])) == (1, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -84,11 +83,9 @@ def test_drawn_workloads_have_their_pattern() -> None:
     ("text", "message"),
     [
         ("nnz=29,skw=1", "parameters of a workload are nnz, skew, tokens, dead, topic, got 'skw' in 'nnz=29,skw=1'"),
-        ("nnz=29,", "got '' in 'nnz=29,'"),
         ("skew=1", "expected nnz=, the mean non-zeros per token, in 'skew=1'"),
         ("nnz=nan", "expected a number above 0"),
         ("nnz=9,nnz=9", "expected nnz once, got it twice in 'nnz=9,nnz=9'"),
-        ("nnz=9,dead=1.5", "expected a number from 0 to 1 after dead=, got '1.5'"),
         ("nnz=9,skew=100", "expected a number from 0 to 3 after skew=, got '100'"),
         ("topic30", "--workload takes uniform29, skew29, .*, real:FOLDER.* or parameters .nnz=, .*, got 'topic30'"),
         ("real3", "got 'real3'; a recorded layer is real:FOLDER/3"),
@@ -100,14 +97,6 @@ def test_drawn_workloads_have_their_pattern() -> None:
 def test_other_texts_are_refused(text: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         parse([text])
-
-
-@pytest.mark.parametrize("text", ["nnz=2,skew=3,tokens=3", "nnz=40,skew=3", "nnz=2,tokens=3,topic=1"])
-def test_the_widest_spreads_have_the_non_zeros_asked_for(text: str) -> None:
-    (source,) = parse([text])
-    problem = source.load(256, 64, 512, device="cpu", dtype=torch.bfloat16)
-    found = float((problem.x.float() @ problem.w_gate.float().T > 0).sum()) / 256
-    assert found == pytest.approx(source.pattern.nnz if source.pattern else 0, rel=0.1)
 
 
 def test_more_nonzeros_than_neurons_are_refused() -> None:
@@ -140,28 +129,19 @@ def test_recorded_layers_must_exist(recorded: Path, tmp_path: Path) -> None:
         parse([f"real:{tmp_path}"])
     with pytest.raises(RequestError, match="recorded layers in a folder are real:"):
         parse([str(recorded)])
-
-
-def test_layers_of_two_models_need_two_runs(recorded: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    write_layer(other, 3)
+    (tmp_path / "other").mkdir()
+    write_layer(tmp_path / "other", 3)
     with pytest.raises(RequestError, match="have the same name, real3: time them in two runs"):
-        parse([f"real:{recorded}/3", f"real:{other}"])
+        parse([f"real:{recorded}/3", f"real:{tmp_path / 'other'}"])
 
 
-@pytest.mark.parametrize("alive", [np.zeros(6), np.arange(5), np.arange(6) + 20, np.arange(6) - 1])
-def test_a_recording_with_other_neurons_is_refused(recorded: Path, alive: Any) -> None:
+def test_a_broken_recording_is_refused(recorded: Path) -> None:
+    (source,) = parse([f"real:{recorded}/3"])
     with np.load(recorded / "layer3.npz") as arrays:
-        np.savez(recorded / "layer3.npz", **{**arrays, "alive": alive.astype(int)})
-    (source,) = parse([f"real:{recorded}/3"])
-    with pytest.raises(RequestError, match=r"expected tokens, and a row of w for each of the distinct neurons"):
-        source.load(8, 1, 1, device="cpu", dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("content", [b"", b"PK no archive", b"PK\x03\x04 no archive"])
-def test_a_broken_recording_is_refused(recorded: Path, content: bytes) -> None:
-    (recorded / "layer3.npz").write_bytes(content)
-    (source,) = parse([f"real:{recorded}/3"])
-    with pytest.raises(RequestError, match=r"real:.*/3 cannot be read"):
-        source.load(8, 1, 1, device="cpu", dtype=torch.bfloat16)
+        np.savez(recorded / "layer3.npz", **{**arrays, "alive": np.arange(6) + 20})
+    said = r"expected tokens, and a row of w for each of the distinct neurons"
+    for message, content in ((said, None), (r"real:.*/3 cannot be read", b"PK\x03\x04 no archive")):
+        if content is not None:
+            (recorded / "layer3.npz").write_bytes(content)
+        with pytest.raises(RequestError, match=message):
+            source.load(8, 1, 1, device="cpu", dtype=torch.bfloat16)

@@ -1,10 +1,8 @@
-"""``EnergyMeter`` on a simulated GPU and NVML: energy, power sampling, and the choice of the GPU."""
+"""``EnergyMeter`` on a simulated GPU and NVML: energy, and the choice of the GPU."""
 
 from __future__ import annotations
 
-import itertools
 import sys
-import time
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,7 +11,8 @@ import pytest
 import torch
 
 from profiling.bench import energy
-from profiling.bench.energy import EnergyMeter
+from profiling.bench.energy import EnergyMeter, open_meter
+from twell.commands.request import RequestError
 
 IDLE, BUSY = 100.0, 600.0  # watts
 
@@ -65,8 +64,6 @@ class Nvml(ModuleType):
     def __init__(self, board: Board | None = None, **missing: bool) -> None:
         super().__init__("pynvml")
         self.board, self.missing = board, missing
-        self.watts: Callable[[], float] = lambda: BUSY
-        self.asked: list[str] = []
 
     def _check(self, what: str) -> None:
         if self.missing.get(what):
@@ -76,36 +73,16 @@ class Nvml(ModuleType):
         self._check("init")
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        self.asked.append(uuid)
+        # an instance of a divided GPU is not found by the UUID that torch gives
         self._check("uuid")
-        if uuid.startswith("MIG-"):
-            if not self.missing.get("mig"):
-                raise FakeError("not found")
-            return f"instance {uuid}"
-        if self.missing.get("mig") or uuid.removeprefix("GPU-") not in UUIDS:
+        if uuid.removeprefix("GPU-") not in UUIDS:
             raise FakeError("not found")
         return uuid.removeprefix("GPU-")
-
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, instance: str) -> str:
-        return f"parent of {instance}"
-
-    def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:
-        if not (self.missing.get("mig") or self.missing.get("divided")):
-            raise FakeError("not supported")
-        return [1, 1]
-
-    def nvmlDeviceGetHandleByPciBusId(self, address: str) -> str:
-        self.asked.append(address)
-        return address
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
         self._check("counter")
         assert self.board is not None
         return self.board.counter()
-
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
-        self._check("power")
-        return round(self.watts() * 1e3)
 
 
 class FakeEvent:
@@ -128,7 +105,7 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int]], None]:
     """Let torch see these GPUs, in this order."""
 
     def choose(order: list[int]) -> None:
-        gpus = [SimpleNamespace(uuid=UUIDS[i], pci_bus_id=16 + i, pci_domain_id=0, pci_device_id=i) for i in order]
+        gpus = [SimpleNamespace(uuid=UUIDS[i]) for i in order]
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])
@@ -152,8 +129,6 @@ def test_energy_is_the_difference_of_the_counter(
     board = Board(clock)
     install(monkeypatch, Nvml(board))
     meter = EnergyMeter()
-    assert meter.available
-    assert meter.method == "total_energy_counter"
     assert meter.idle_watts(2.0) == pytest.approx(IDLE, rel=1e-3)
     calls = 0
 
@@ -184,26 +159,7 @@ def test_a_counter_that_stands_still_is_no_energy(
             use()
 
 
-def test_power_is_sampled_where_there_is_no_counter(
-    monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]
-) -> None:
-    """With the real clock and a thread: each sample is the power at that moment."""
-    nvml = install(monkeypatch, Nvml(counter=True))
-    for name, value in (("_SAMPLE", 0.002), ("_SETTLE", 0.0), ("_WARM", 0.02)):
-        monkeypatch.setattr(energy, name, value)
-    meter = EnergyMeter(torch.device("cuda"))
-    assert meter.method == "power_sampling"
-    nvml.watts = lambda: IDLE
-    assert meter.idle_watts(0.05) == pytest.approx(IDLE)
-    nvml.watts = lambda: BUSY
-    found = meter.measure(lambda: time.sleep(0.02), 0.1)
-    assert found.seconds >= 0.1
-    assert 1 <= found.calls <= 6
-    assert found.joules == pytest.approx(BUSY * found.seconds)
-    assert found.idle_joules == pytest.approx(IDLE * found.seconds)
-
-
-@pytest.mark.parametrize("order", [*itertools.permutations(range(3)), (2,), (1, 0)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (2,), (1, 0)])
 def test_finds_the_gpu_that_torch_means(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None], order: tuple[int, ...]
 ) -> None:
@@ -211,50 +167,19 @@ def test_finds_the_gpu_that_torch_means(
     visible(list(order))
     install(monkeypatch, Nvml(Board(clock)))
     for index, physical in enumerate(order):
-        assert EnergyMeter(index)._handle == UUIDS[physical]
         assert EnergyMeter(torch.device("cuda", index))._handle == UUIDS[physical]
-    assert EnergyMeter()._handle == UUIDS[order[0]]
-    assert EnergyMeter(torch.device("cuda"))._handle == UUIDS[order[0]]
+    assert EnergyMeter()._handle == EnergyMeter(torch.device("cuda"))._handle == UUIDS[order[0]]
 
 
-def test_a_mig_instance_measures_the_whole_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-    clock: Clock,
-    visible: Callable[[list[int]], None],
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("missing", ["init", "uuid", "counter"])
+def test_what_nvml_cannot_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None], missing: str
 ) -> None:
-    """CUDA_VISIBLE_DEVICES=MIG-...: torch gives the UUID of the instance, which has no power reading."""
-    install(monkeypatch, Nvml(Board(clock), mig=True))
-    warned: list[str] = []
-    monkeypatch.setattr(energy, "warn_once", warned.append)
-    meter = EnergyMeter()
-    assert meter.available
-    assert meter._handle == f"parent of instance MIG-{UUIDS[0]}"
-    assert "whole GPU" in warned[0]
-
-
-@pytest.mark.parametrize("missing", [{"init": True}, {"counter": True, "power": True}])
-def test_without_nvml_or_readings_it_is_unavailable(
-    monkeypatch: pytest.MonkeyPatch,
-    clock: Clock,
-    visible: Callable[[list[int]], None],
-    missing: dict[str, bool],
-) -> None:
-    install(monkeypatch, Nvml(Board(clock), **missing))
-    meter = EnergyMeter()
-    assert not meter.available
-    for use in (lambda: meter.idle_watts(1.0), lambda: meter.measure(lambda: None, 1.0)):
-        with pytest.raises(RuntimeError, match="not supported"):
-            use()
-
-
-def test_without_a_gpu_the_reason_says_so(
-    monkeypatch: pytest.MonkeyPatch, visible: Callable[[list[int]], None]
-) -> None:
-    visible([])
-    install(monkeypatch, Nvml())
-    assert EnergyMeter().reason == "there is no CUDA device"
-    assert "got cpu" in EnergyMeter(torch.device("cpu")).reason
+    install(monkeypatch, Nvml(Board(clock), **{missing: True}))
+    with pytest.raises(RequestError, match=f"--energy: NVML does not count the energy of cuda:0, .*: {missing} not"):
+        open_meter(torch.device("cuda"))
+    with pytest.raises(RequestError, match="--energy needs a CUDA device, got cpu"):
+        open_meter(torch.device("cpu"))
 
 
 def test_names_the_extra_where_pynvml_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,12 @@
-"""examples/relufy.py and profiling/relufy.py: dense models become sparse, and the comparison with dense is fair."""
+"""examples/relufy.py: dense models become sparse, and the comparison with dense is fair."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import signal
-import subprocess
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,15 +17,11 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import relufy  # noqa: E402
-from profiling.relufy_results import Run  # noqa: E402
 from small_runs import weights, write_text  # noqa: E402
-from training import RequestError, checkpoint, data, model, options, relufied  # noqa: E402
+from training import RequestError, checkpoint, data, relufied  # noqa: E402
 from training import report as training_report  # noqa: E402
 from training.data import Source  # noqa: E402
 
-from profiling import relufy as evidence  # noqa: E402
-from profiling import relufy_results  # noqa: E402
-from profiling.bench import models as bench_models  # noqa: E402
 from twell import recipe  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -295,33 +288,6 @@ def test_without_dense_the_original_is_still_there(run: Callable[..., int], tmp_
     assert "dense" not in report(tmp_path / "out")
 
 
-def test_the_model_is_timed(run: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    assert run("llama", "--steps", 2, "--no-dense") == 0
-    commands: list[list[str]] = []
-    real = subprocess.run
-
-    def called(command: list[str], **options: Any) -> Any:
-        if command[1:3] != ["-m", "twell"]:
-            return real(command, **options)
-        commands.append(command)
-        return types.SimpleNamespace(returncode=3)
-
-    monkeypatch.setattr(relufy.subprocess, "run", called)
-    assert "warning: the kernels need a GPU" not in capsys.readouterr().out
-    assert run("llama", "--steps", 2, "--no-dense", "--bench") == 3
-    assert "warning: the kernels need a GPU: times of a CPU say nothing" in capsys.readouterr().out
-    parser = argparse.ArgumentParser()
-    bench_models.add_arguments(parser)
-    assert commands[0][1:5] == ["-m", "twell", "bench", "model"]
-    given = parser.parse_args(commands[0][5:])
-    assert given.model == tmp_path / "out" / "final"
-    assert (given.sequence, given.device) == (32, "cpu")
-    # refused before training, not after it
-    with pytest.raises(SystemExit, match="2"):
-        relufy.parse(["x", "--dataset", "x", "--out", "x", "--bench"])
-    assert "--bench: expected --text, on which the model runs" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("positions", "sequence"), [({"n_positions": 48}, 48), ({"n_positions": 4096}, 1024), (None, 1024)]
 )
@@ -441,178 +407,3 @@ def test_blocks_are_compiled_together(dense: Callable[[str], Path]) -> None:
     blocks = relufied.compile_blocks(network)
     assert blocks == list(network.model.layers)
     assert all("forward" in vars(block) for block in blocks)
-
-
-# The evidence
-
-
-EVIDENCE = (
-    "--layers 2 --hidden 32 --intermediate 64 --heads 2 --vocab 300 --sequence 32 --micro-batch 4 --device cpu "
-    "--tokens-per-step 256 --steps 60 --lr 0.02 --warmup 3 --held-out 0.2 --eval-sequences 64 --log-every 10 "
-    "--dtype float32 --further-lr 0.01 0.005 --shares 0.2 0.5 --targets 8 16"
-).split()
-
-
-@pytest.fixture(scope="module")
-def measured(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
-    """Arguments, and the file of two seeds, made by two commands on machines that share nothing but the file."""
-    root = tmp_path_factory.mktemp("evidence")
-    given = [*EVIDENCE, "--text", str(text), "--out", str(root / "relufy.json")]
-    for seed in ("0", "1"):
-        assert evidence.main([*given, "--state", str(root / seed), "--seeds", seed]) == 0
-    return given, root / "relufy.json"
-
-
-def test_the_evidence_is_complete(measured: tuple[list[str], Path]) -> None:
-    document = relufy_results.load(measured[1])
-    assert str(measured[1].parent) not in measured[1].read_text()
-    found = {result.run: result for result in relufy_results.results(document)}
-    assert list(found) == [
-        *evidence.plan([0], [0.2, 0.5], [8, 16], 0.5, 0.5, [0.01, 0.005]),
-        *evidence.plan([1], [0.2, 0.5], [8, 16], 0.5, 0.5, [0.01, 0.005]),
-    ]
-    assert {run.activation for run in found} == {"base", "dense", "fatrelu"}
-    for run, result in found.items():
-        assert not result.red
-        assert len(result.blocks) == 16
-        assert result.tokens == round(run.share * 60) * 256
-        base = found[Run("base", run.seed)]
-        if run.activation == "dense":
-            # the base before it is trained further
-            assert result.first_ce == pytest.approx(base.ce, abs=1e-4)
-        if run.sparse:
-            dense = [found[Run("dense", run.seed, run.share, lr=lr)] for lr in (0.01, 0.005)]
-            assert relufy_results.baseline(run, found.values()) == min(dense, key=lambda each: each.ce or 0)
-            assert (result.threshold or 0) > 0
-            assert len(result.layers) == 2
-            assert result.l0 == pytest.approx(sum(layer["l0"] for layer in result.layers) / 2, abs=1e-3)
-    # the sparser the target, the sparser the model
-    for seed in (0, 1):
-        l0 = [found[Run("fatrelu", seed, 0.5, target, lr=0.01)].l0 or 0 for target in (8, 16)]
-        assert l0[0] < l0[1] < 32
-    assert (measured[1].parent / "0" / evidence.SAVED / "final" / "config.json").exists()
-
-
-def test_further_training_goes_on_in_the_text(measured: tuple[list[str], Path], monkeypatch: Any) -> None:
-    rows: list[range] = []
-    read = relufy.Sequences.rows
-
-    def spied(self: Any, rows_: range) -> Any:
-        if self.seed is not None:
-            rows.append(rows_)
-        return read(self, rows_)
-
-    monkeypatch.setattr(relufy.Sequences, "rows", spied)
-    out = measured[1].with_name("again.json")
-    given = [*measured[0], "--out", str(out), "--state", str(measured[1].parent / "again"), "--seeds", "0"]
-    assert evidence.main([*given, "--shares", "0.5", "--targets", "8"]) == 0
-    ends = [each.stop for each in rows]
-    # the base reads 480 sequences, each of the six others the next 240
-    assert ends == [*range(4, 481, 4), *([*range(484, 721, 4)] * 6)]
-
-
-def test_a_budget_ends_between_runs(measured: tuple[list[str], Path], tmp_path: Path, capsys: Any) -> None:
-    given = [*measured[0], "--out", str(tmp_path / "relufy.json"), "--state", str(tmp_path / "state"), "--seeds", "0"]
-    assert evidence.main([*given, "--budget-s", "0"]) == 3
-    assert "runs are left after 0 of 0 s; the next: base, seed 0" in capsys.readouterr().out
-    assert not (tmp_path / "relufy.json").exists()
-    # results of other options are not mixed
-    assert evidence.main([*measured[0], "--state", str(tmp_path / "state"), "--clip", "0.5"]) == 2
-    assert "differs in clip" in capsys.readouterr().err
-    other = tmp_path / "text"
-    other.mkdir()
-    for i in range(60):
-        (other / f"{i}.txt").write_text(f"{i} another text\n" * 30)
-    more = ["--text", str(other), "--state", str(tmp_path / "state"), "--seeds"]
-    assert evidence.main([*measured[0], *more, "1", "--shares", "0.1", "0.5"]) == 2
-    assert "--text: expected the text of the runs of seed 1" in capsys.readouterr().err
-    # a finished file needs nothing
-    assert evidence.main([*measured[0], "--state", str(tmp_path / "state")]) == 0
-    assert "0 runs" in capsys.readouterr().out
-
-
-def test_text_is_read_four_times_at_most(measured: tuple[list[str], Path], tmp_path: Path, capsys: Any) -> None:
-    given = [*measured[0], "--out", str(tmp_path / "relufy.json"), "--state", str(tmp_path / "state")]
-    assert evidence.main([*given, "--steps", "6000"]) == 2
-    assert "text is read 4 times at most" in capsys.readouterr().err
-
-
-def test_tables_say_what_was_measured(measured: tuple[list[str], Path], capsys: Any) -> None:
-    assert evidence.main(["--table", str(measured[1])]) == 0
-    printed = capsys.readouterr().out
-    found = {result.run: result for result in relufy_results.results(relufy_results.load(measured[1]))}
-    mine = [found[Run("fatrelu", seed, 0.5, 8, lr=0.01)] for seed in (0, 1)]
-    dense = [relufy_results.baseline(each, found.values()) or each for each in mine]
-    added = sum((a.ce or 0) / (b.ce or 1) - 1 for a, b in zip(mine, dense)) / 2
-    (line,) = [line for line in printed.splitlines() if line.startswith("| FATReLU to 8 | 50 % | 0.01 | 2 |")]
-    assert f"| {100 * added:+.2f} % ± " in line
-    assert f"| {sum(each.l0 or 0 for each in mine) / 2:.1f} |" in line
-    for name in (
-        "FATReLU to 8, distilled 0.5",
-        "FATReLU to 8, sharing 0.5",
-    ):
-        assert f"| {name} | 50 % |" in printed
-    assert "| SiLU | 0 % |  | 2 |" in printed
-    assert json.loads(measured[1].read_text())["machine"] in printed
-
-
-def test_the_page_explains_what_its_tables_show(root: Path) -> None:
-    """By the shipped results, as of one seed and of two."""
-    document = relufy_results.load(root / "profiling" / "results" / f"{relufy_results.NAME}.json")
-    one = [row for row in document["rows"] if row["seed"] == document["rows"][0]["seed"]]
-    two = [*one, *({**row, "seed": row["seed"] + 1} for row in one)]
-    for rows, shown in ((one, False), (two, True)):
-        of_seeds = {**document, "rows": rows}
-        assert ("±" in relufy_results.table(of_seeds)) == ("±" in relufy_results.notes(of_seeds)) == shown
-    header, rule, *lines = relufy_results.layers(document).splitlines()
-    assert {line.count("|") for line in (rule, *lines)} == {header.count("|")}
-
-
-def test_what_the_chart_shows(measured: tuple[list[str], Path]) -> None:
-    """The drawn numbers, read back from matplotlib's objects."""
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    from profiling.draw.style import LIGHT
-
-    document = relufy_results.load(measured[1])
-    figure: Any = Figure()
-    relufy_results.draw(figure, LIGHT, json.loads(json.dumps(relufy_results.shown(document))))
-    by_tokens, by_non_zeros = figure.axes
-    points = {(p.kind, p.share): p for p in relufy_results.points(document) if p.lr == 0.01}
-    line = next(line for line in by_tokens.lines if len(line.get_xdata()) == 2 and line.get_linestyle() == "-")
-    assert list(line.get_xdata()) == [20, 50]
-    assert list(line.get_ydata()) == pytest.approx(
-        [100 * (points["FATReLU to 16", share].added or 0) for share in (0.2, 0.5)]
-    )
-    shown = sorted(line.get_ydata()[0] for line in by_non_zeros.lines if line.get_marker() == "o")
-    kinds = {p.kind for p in relufy_results.points(document) if p.added}
-    best = [min(p.added for p in relufy_results.points(document) if (p.kind, p.share) == (kind, 0.5)) for kind in kinds]
-    assert shown == pytest.approx(sorted(100 * each for each in best))
-
-
-def test_predicted_seconds_are_those_of_the_products(capsys: Any) -> None:
-    assert evidence.main(["--list", "--tflops", "250", "--seeds", "0"]) == 0
-    printed = capsys.readouterr().out
-    choice = options.parse("", [*evidence.DEFAULTS, "--text", "-", "--out", "-", "--activation=silu", "--ffn=dense"])
-    shape = model.Shape(choice.layers, choice.hidden, choice.intermediate, choice.heads, choice.vocab)
-    config = model.configuration(shape, choice.sequence, 0, "silu")
-    with torch.device("meta"):
-        size = sum(p.numel() for p in transformers.LlamaForCausalLM(config).parameters())
-    assert evidence.parameters_of(choice) == pytest.approx(size, rel=1e-3)
-    seconds = choice.steps * choice.tokens_per_step * 6 * evidence.parameters_of(choice) / 250e12 + evidence.OVERHEAD
-    assert f"{seconds:6.0f} s  {choice.steps * choice.tokens_per_step / 1e6:6.1f} M tokens  base, seed 0" in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "expected --out, --list or --table"),
-        (["--out", "x", "--l1", "3"], "--l1: expected no such option, as each run sets it"),
-        (["--out", "x", "--targets", "0"], "expected numbers above 0, got 0"),
-    ],
-)
-def test_options_of_the_evidence_are_checked(arguments: list[str], message: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        evidence.main(arguments)
-    assert message in capsys.readouterr().err
