@@ -2,9 +2,9 @@
 
     python -m profiling.nsight.summarize up_down.csv --floor up_down.json
 
-FILE is the output of ``ncu --import REPORT --csv`` with ``--page raw`` or ``--page details`` (with --print-details all,
-else stalls are missing). The table has medians over the launches of a kernel. --floor is the file that
-profile_target.py --figures wrote for the same workload. profiling/nsight/ncu.sh makes both files and runs this program.
+FILE is the output of ``ncu --import REPORT --csv --page raw``. The table has medians over the launches of a kernel.
+--floor is the file that profile_target.py --figures wrote for the same workload. profiling/nsight/ncu.sh makes both
+files and runs this program.
 
 Columns:
   kernel        operator, compiled variant and kernel, as far as the name tells
@@ -39,9 +39,9 @@ from twell._runtime import geometry, specs
 # Bytes of a stored value.
 ITEM = 2
 
-# Names of each column in ncu: metrics, then titles of the details page. The first one present counts.
+# Names of each column in ncu. The first one present counts.
 METRICS = {
-    "time": ("gpu__time_duration.sum", "gpu__time_duration.avg", "Duration"),
+    "time": ("gpu__time_duration.sum", "gpu__time_duration.avg"),
     "tensor": (
         "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
         "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
@@ -50,32 +50,27 @@ METRICS = {
     "l2": (
         "lts__throughput.avg.pct_of_peak_sustained_elapsed",
         "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
-        "L2 Cache Throughput",
     ),
     "dram": (
         "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
         "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-        "DRAM Throughput",
     ),
     "issue": (
         "smsp__issue_active.avg.pct_of_peak_sustained_active",
         "sm__inst_issued.avg.pct_of_peak_sustained_active",
-        "One or More Eligible",
-        "Issue Slots Busy",
     ),
-    "registers": ("launch__registers_per_thread", "Registers Per Thread"),
-    "static": ("launch__shared_mem_per_block_static", "Static Shared Memory Per Block"),
-    "dynamic": ("launch__shared_mem_per_block_dynamic", "Dynamic Shared Memory Per Block"),
-    "driver": ("launch__shared_mem_per_block_driver", "Driver Shared Memory Per Block"),
-    "achieved": ("sm__warps_active.avg.pct_of_peak_sustained_active", "Achieved Occupancy"),
-    "theoretical": ("sm__maximum_warps_per_active_cycle_pct", "Theoretical Occupancy"),
+    "registers": ("launch__registers_per_thread",),
+    "static": ("launch__shared_mem_per_block_static",),
+    "dynamic": ("launch__shared_mem_per_block_dynamic",),
+    "driver": ("launch__shared_mem_per_block_driver",),
+    "achieved": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
+    "theoretical": ("sm__maximum_warps_per_active_cycle_pct",),
 }
 
 # Stall reasons. Those that end in _not_issued are a part of the others.
 STALL = re.compile(
     r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)_per_(?:issue_active|warp_active)\.(?:ratio|pct)"
 )
-STALL_SHOWN = re.compile(r"Stall ([A-Z][\w /]*)")
 # The state of a warp that issues, which is no stall.
 SELECTED = "selected"
 STALLS_SHOWN = 3
@@ -152,9 +147,9 @@ class Launch:
         """Time of warps in each state, all in one unit."""
         found = {}
         for metric, value in self.values.items():
-            match = STALL.fullmatch(metric) or STALL_SHOWN.fullmatch(metric)
+            match = STALL.fullmatch(metric)
             if match and not match[1].endswith("_not_issued"):
-                found[match[1].lower().replace(" ", "_")] = value
+                found[match[1]] = value
         return found
 
 
@@ -186,10 +181,7 @@ def read(lines: Iterable[str]) -> list[Launch]:
     for row in rows:
         if len(row) != len(header):
             continue
-        if "Metric Name" in at:
-            launch = launches.setdefault(tuple(row[i] for i in key), Launch(row[at["Kernel Name"]]))
-            launch.add(row[at["Metric Name"]], row[at["Metric Unit"]], row[at["Metric Value"]])
-        elif not row[at["ID"]]:
+        if not row[at["ID"]]:
             units = row
         else:
             launch = launches[tuple(row[i] for i in key)] = Launch(row[at["Kernel Name"]])

@@ -95,6 +95,13 @@ assert all(path.startswith(sys.argv[2]) for path in loaded) and len(loaded) == 1
     assert not list(bundle.parent.glob("twell-bundle-*/part.*"))
 
 
+def test_runs_benchmarks(bundle: Path) -> None:
+    words = "-m profiling.bench ffn --workload nnz=4 -m 32 -k 32 -n 64 --device cpu --seconds 0.001".split()
+    done = run(bundle, "python3", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on a CPU" in done.stdout
+
+
 def test_runs_tests(bundle: Path) -> None:
     done = run(bundle, "python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cpu/test_packed.py")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,14 +12,14 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from profiling.draw import charts, style
+from profiling.draw import charts
 from profiling.draw import kernels as of_kernels
 
 MACHINE = "NVIDIA H200 (made up); torch 2.11.0; kernels 0123456789ab"
 NONZEROS = (1, 2, 4, 8, 16, 29, 64, 128, 256, 512, 911, 2816, 5632)
 DRAWN = ("speedup", "nnz", "tokens", "layers", "memory", "kernels", "roofline", "models", "paper", "training")
 # Those whose data is in the repository.
-TRACKED = tuple(name for name in (*DRAWN, "quality") if name != "nnz")
+TRACKED = tuple(name for name in (*DRAWN, "quality", "relufy") if name != "nnz")
 
 
 # Results as the sweeps write them
@@ -135,6 +135,10 @@ def test_every_sweep_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert {line.split(":")[0] for line in capsys.readouterr().out.splitlines()} == names
     for path in (tmp_path / "charts").glob("*.svg"):
         xml.etree.ElementTree.parse(path)
+    # the same bytes each time
+    assert run("--results", tmp_path / "results", "--out", tmp_path / "again") == 0
+    for path in (tmp_path / "charts").glob("*.svg"):
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
 
 
 def test_crossovers_are_where_the_lines_cross(tmp_path: Path) -> None:
@@ -216,15 +220,6 @@ def test_memory_is_shown_per_token(tmp_path: Path) -> None:
     assert "1.0 KB per token for backward instead of 34, its peak is 3.3 times lower" in chart.title
     # of 63 MB in place of 277
     assert "the peak of a forward pass 4.4 times lower" in chart.title
-
-
-def test_kernels_add_up_to_the_whole(tmp_path: Path) -> None:
-    write(tmp_path, "h200_sweep_kernels", kernels_rows())
-    data = charts.kernels(charts.Results(tmp_path)).data
-    assert [entry["workload"] for entry in data["train"]] == ["uniform29", "topic128"]
-    assert sum(data["train"][0]["parts"].values()) == pytest.approx(1.69)
-    assert data["train"][0]["parts"]["rest"] == pytest.approx(0.06)
-    assert (data["ffn"][0]["dense"], data["train"][0]["dense"]) == (1.6, 4.9)
 
 
 def test_every_kernel_of_a_step_has_a_part(root: Path) -> None:
@@ -335,34 +330,3 @@ def test_missing_data_is_an_error_only_where_named(tmp_path: Path, capsys: pytes
     assert run(*where) == 0
     assert run("nnz", *where) == 2
     assert "h200_sweep_nnz" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [("pie",), ("--results", "/nowhere")])
-def test_requests_that_make_no_sense(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        run(*words)
-    assert stopped.value.code == 2
-    assert "got" in capsys.readouterr().err
-
-
-# Style
-
-
-def draw(figure: Any, theme: Any) -> None:
-    axes = figure.subplots()
-    axes.plot([1, 2, 3], color=theme.colours[0], label="line")
-    axes.bar([0, 1], [1, 2], hatch="//")
-    figure.legend(loc="outside upper left")
-
-
-def test_files_are_the_same_bytes_each_time(tmp_path: Path) -> None:
-    first = style.save(draw, tmp_path / "a" / "x", title="Title", footer="machine", data="abc")
-    again = style.save(draw, tmp_path / "b" / "x", title="Title", footer="machine", data="abc")
-    assert [path.name for path in first] == ["x-light.svg", "x-dark.svg"]
-    for one, other in zip(first, again, strict=True):
-        assert one.read_bytes() == other.read_bytes()
-        assert style.data_of(one) == "abc"
-    light, dark = (path.read_bytes() for path in first[:2])
-    assert light != dark
-    plain = style.save(draw, tmp_path / "c" / "x")
-    assert [style.data_of(path) for path in plain] == [""] * 2

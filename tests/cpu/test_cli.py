@@ -30,7 +30,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--help"], ["demo", "info", "analyze", "record", "convert", "--version"]),
+        (["--help"], ["demo", "info", "analyze", "convert", "--version"]),
         (["demo", "--help"], ["--text", "--seconds", "--steps", "--seed", "--out", "--l1", "--compression", "Ctrl-C"]),
         (["info", "--help"], ["--json", "--verbose"]),
     ],
@@ -45,6 +45,8 @@ def test_help(arguments: list[str], parts: list[str], capsys: pytest.CaptureFixt
     ("arguments", "message"),
     [
         (["dance"], "invalid choice: 'dance'"),
+        (["bench", "ffn"], "bench is in a checkout of twell alone: python -m profiling.bench"),
+        (["record", "folder"], "record is in a checkout of twell alone: python -m profiling.record"),
         (["demo", "--steps", "0"], "argument --steps: expected an integer of at least 1, got 0"),
         (["demo", "--steps", "many"], "argument --steps: expected an integer of at least 1, got 'many'"),
         (["demo", "--seconds", "0"], "argument --seconds: expected a number above 0, got '0'"),
@@ -66,7 +68,7 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.Captur
 def test_alone_it_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     printed = capsys.readouterr().err
-    assert all(f"\n    {name} " in printed for name in ("demo", "analyze", "convert", "tune", "bench", "info"))
+    assert all(f"\n    {name} " in printed for name in ("demo", "analyze", "convert", "tune", "info"))
 
 
 def test_arguments_arrive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,6 @@ import pytest
 import torch
 
 import twell
-from profiling.bench import models
-from profiling.bench import parser as bench_parser
 from twell._runtime import env
 from twell.commands import cli, info
 
@@ -255,7 +253,7 @@ def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
 def test_each_command_has_its_section() -> None:
     text = (DOCS / "command-line.md").read_text(encoding="utf-8")
     shown = re.findall(r"(?m)^## twell ([\w -]+)$", text)
-    assert set(shown) == {*commands(cli.parser()), "bench", "bench model"}
+    assert set(shown) == set(commands(cli.parser()))
     assert re.findall(r"<!-- table: command ([\w -]+) -->", text) == shown
 
 
@@ -481,10 +479,6 @@ def complaint(words: list[str], known: dict[str, str]) -> str:
         name, rest = "twell", rest[2:]
     if name == "twell":
         said, parse = io.StringIO(), cli.parser().parse_args
-        if rest[:1] == ["bench"]:
-            model, parser = rest[1:2] == ["model"], argparse.ArgumentParser()
-            (models if model else bench_parser).add_arguments(parser)
-            rest, parse = rest[1 + model :], parser.parse_intermixed_args
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             try:
                 parse(rest)

@@ -16,9 +16,10 @@ pytest.importorskip("transformers")
 import saved_models
 from saved_models import run
 
+from profiling import record
 from profiling.bench import workloads
 from twell import _sparsify, testing
-from twell.commands import record, saved_model, sparsity
+from twell.commands import saved_model, sparsity
 from twell.commands.request import RequestError
 from twell.commands.saved_model import Batch, WatchedLayer
 from twell.commands.sparsity import Tally
@@ -137,28 +138,6 @@ def _arguments(*words: object) -> Any:
     parser = argparse.ArgumentParser()
     record.add_arguments(parser)
     return parser.parse_args([str(word) for word in words])
-
-
-def test_pattern_is_the_stock_models(llama: Path, words: Path, tmp_path: Path) -> None:
-    """Every gate of a file equals that of the model in transformers alone."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    out = tmp_path / "recorded"
-    run(record, llama, "--text", words, "--tokens", 512, "--sequence", 128, "--layers", 1, "--out", out)
-    ids = AutoTokenizer.from_pretrained(llama)(words.read_text())["input_ids"][1:]
-    sequences = torch.tensor([[0, *ids[i : i + 127]] for i in range(0, 4 * 127, 127)])
-    model = AutoModelForCausalLM.from_pretrained(llama)
-    mlp = model.model.layers[1].mlp
-    inputs: list[Tensor] = []
-    mlp.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, -2)))
-    with torch.no_grad():
-        model(sequences)
-        fired = mlp.gate_proj(inputs[0]) > 0
-    pattern = pattern_of(out, 1, 512)
-    assert int((pattern & fired).sum()) > 0.99 * int(fired.sum())
-    assert int((pattern ^ fired).sum()) < 0.015 * int(fired.sum())
-    x = testing.load_real(1, out, 512, device="cpu", dtype=torch.float32).x
-    assert float((x - inputs[0]).norm() / inputs[0].norm()) < 0.01
 
 
 def test_recorded_layers_are_workloads_of_the_benchmark(llama: Path, words: Path, tmp_path: Path) -> None:
@@ -288,22 +267,6 @@ def test_layers_at_the_extremes(share: str, tmp_path: Path) -> None:
     expected = 256 if share == "everything" else 0
     assert agreement.before == agreement.after == len(recording.alive) == expected
     assert (agreement.lost, agreement.added) == (0, 0)
-
-
-def test_three_layers_of_the_usual_size_take_60_mb(tmp_path: Path) -> None:
-    """The worst case: no neuron is dead. Values fall as they do in a model."""
-    torch.manual_seed(0)
-    x, x_scale = record._round(torch.randn(4096, 2048), 0)
-    w, w_scale = record._round(torch.randn(5632, 2048), 1)
-    recording = record.Recording(
-        *(x.to(torch.int8), x_scale, w.to(torch.int8), w_scale),
-        alive=torch.arange(5632, dtype=torch.int32),
-        quiet=torch.zeros(2048),
-        n=5632,
-        fired=torch.zeros(0),
-    )
-    recording.save(tmp_path / "layer0.npz")
-    assert 3 * (tmp_path / "layer0.npz").stat().st_size < 60e6
 
 
 # Refusals

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from profiling import measurements
 from twell import _tables, tuning
-from twell._runtime import specs
 from twell.commands import tune
 
 MACHINE = "NVIDIA H200 (made up); SM 1980 MHz now, 1980 most; kernels 0123456789ab"
 
 
 def test_readme_has_the_figures_of_the_results(root: Path) -> None:
+    """Among them the list of all files of results."""
     checked = subprocess.run(
         [sys.executable, "profiling/readme.py", "--check"], cwd=root, capture_output=True, text=True
     )
@@ -42,27 +41,6 @@ def test_the_seeds_of_a_result_are_those_of_its_commands(name: str, root: Path) 
     runs = json.loads((root / "profiling" / "results" / f"{name}.json").read_text())["runs"]
     (made,) = (each for each in measurements.ALL if each.name == name)
     assert re.findall(r"--seed (\d+)", " ".join(made.commands)) == [str(run["seed"]) for run in runs]
-
-
-def test_every_result_is_described(root: Path) -> None:
-    folder = root / "profiling" / "results"
-    rows = re.findall(r"(?m)^\| ((?:`\w+`(?:, )?)+) \|", (folder / "README.md").read_text())
-    described = [name.strip("`") for cell in rows for name in cell.split(", ")]
-    assert len(described) == len(set(described))
-    assert {path.stem for path in folder.glob("*.json")} <= set(described)
-
-
-def test_the_gate_gemm_runs_with_nearly_the_best_tiles(root: Path) -> None:
-    """``tuning.gate_pack`` against the measured times of all tile sizes: the mean loss, and the largest."""
-    rows = json.loads((root / "profiling" / "results" / "h200_gate_tiles.json").read_text())["rows"]
-    losses = []
-    for row in rows:
-        spec = tuning.gate_pack(torch.bfloat16, row["m"], row["n"], 66)
-        chosen = str(spec.tokens) if isinstance(spec, specs.GatePackSpec) else "few"
-        losses.append(row["us"][chosen] / min(us for name, us in row["us"].items() if name != "cublas") - 1)
-    assert len(losses) >= 30
-    assert sum(losses) / len(losses) < 0.005
-    assert max(losses) < 0.03
 
 
 # Tables of made-up results
@@ -198,95 +176,17 @@ def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path) -> Non
     assert max(losses) < 0.3
 
 
-def test_the_papers_code_stands_beside_dense_and_twell(readme: Any, tmp_path: Path) -> None:
-    modes = {
-        mode: {"dense": 2.0 + i, "paper": 1.5 + i, "twell": 1.0 + i} for i, mode in enumerate(("queued", "waited"))
-    }
-    known = {"workload": "real6", "op": "train", "modes": modes, "wrong": "w_up: error 1 %", "red": ""}
-    known |= {kind: {"dense eager": 0.01, "paper": 0.025, "twell": 0.01} for kind in ("errors", "worst_rows")}
-    lost = {"workload": "dense911", "op": "forward", "modes": {}, "wrong": "", "red": "illegal memory access"}
-    lost |= {"dense_ms": None, "ms": None, "errors": {}, "worst_rows": {}}
-    write(tmp_path, "h100_paper_code", [known, lost])
-    table = cells(readme.paper_code().split("\n\n")[0])
-    wrong = ["wrong", "2.5", "2.5"]
-    assert table[0] == ["`real6`", "training step", "2.00", "1.50", "1.00", "3.00", "2.50", "2.00", *wrong]
-    assert table[1] == ["`dense911`", "forward", *[""] * 6, "illegal memory access", "", ""]
-    assert readme.paper_code().split("\n\n")[1].splitlines() == [
-        "- training step, queued: 2.00 times as fast as dense (geometric mean of 1 layers), "
-        "1.50 to 1.50 times as fast as the paper's code",
-        "- training step, waited: 1.50 times as fast as dense (geometric mean of 1 layers), "
-        "1.25 to 1.25 times as fast as the paper's code",
-    ]
-
-
 def test_layers_of_a_bench_stand_beside_the_faster_dense(readme: Any, tmp_path: Path) -> None:
-    assert "Not measured yet: `profiling.bench ffn`" in readme.layer_calls("h200_large_layer", "profiling.bench ffn")
-    readme.result.cache_clear()
     known = {"workload": "topic29", "tokens": 512, "nnz": 29.4, "red": "", "faster_dense": "compiled"}
     known |= {"variant": "ffn", "requested": "auto", "strategy": "row", "ms": 0.5, "speedup_dense": 1.5}
     others = [{"requested": "row"}, {"red": "wrong"}, {"variant": "dense eager"}, {"variant": "train", "ms": None}]
     write(tmp_path, "h200_large_layer", [known, *(known | other for other in others)])
-    table = cells(readme.layer_calls("h200_large_layer", "").split("\n\n")[0])
+    table = cells(readme.layer_calls("h200_large_layer").split("\n\n")[0])
     times = ["compiled", "750", "**500**", "**1.50**"]
     assert table == [["`topic29`", "512", "29", "forward", strategy, *times] for strategy in ("auto: row", "row")]
 
 
-def test_host_times_and_a_soak_in_words(readme: Any, tmp_path: Path) -> None:
-    row = {"what": "forward", "layer": "twell auto", "m": 2048, "chosen": "row", "host_us": 77.4}
-    write(tmp_path, "h100_host", [row | {"waited_ms": None, "replay_ms": 0.5}])
-    assert cells(readme.host().split("\n\n")[0]) == [["forward", "2,048", "twell auto (row)", "77", "", "500"]]
-    memory = {name: {"settled": 10.0, "now": 11.0, "most": 12.0} for name in ("gpu_mb", "host_mb")}
-    run = {"calls": 3100, "cases": 100, "seconds": 540.0, "wrong": [], **memory}
-    write(tmp_path, "h100_soak", [], **run)
-    said = readme.soak()
-    assert said.startswith("3,100 calls of 100 cases in 9 minutes; memory: 10 MB of the GPU at first, 12 at most")
-    assert "Faults: none." in said
-
-
-def test_batches_say_which_tokens_differ(readme: Any, tmp_path: Path) -> None:
-    stock = {"model": "stock", "requests": 64, "tokens": 4096, "seconds": [2.0, 2.0], "tokens_per_s": 2048.0}
-    stock |= {"differing": [0, 0], "ties": [0, 0], "worst": 0.0}
-    sparse = stock | {"model": "sparse", "tokens_per_s": 4096.0, "differing": [5, 6], "ties": [4, 4], "worst": 7.0}
-    write(tmp_path, "h100_batches", [stock, sparse])
-    assert cells(readme.continuous_batching().split("\n\n")[0]) == [
-        ["64", "stock", "4,096", "2.00, 2.00", "2,048", "1.00", "0", "0", "0"],
-        ["64", "sparse", "4,096", "2.00, 2.00", "4,096", "2.00", "5, 6", "4", "7"],
-    ]
-
-
-def test_generate_stands_beside_stock(readme: Any, tmp_path: Path) -> None:
-    """A row for each pass and number of sequences: rates of both models, and the sparse one over the stock one."""
-    passes = [("prompt", 8), ("eager", 1), ("static", 16)]
-    rows = [
-        {"what": what, "sequences": sequences, "model": model, "tokens_per_s": rate}
-        for what, sequences in passes
-        for model, rate in (("stock", 1000.0), ("sparse", 1250.0))
-    ]
-    write(tmp_path, "h100_generate", rows)
-    assert cells(readme.generate().split("\n\n")[0]) == [
-        ["prompt pass", "8", "1,000", "1,250", "**1.25**"],
-        ["decoding, eager", "1", "1,000", "1,250", "**1.25**"],
-        ["decoding, static cache", "16", "1,000", "1,250", "**1.25**"],
-    ]
-
-
-def test_steps_on_several_gpus_are_shown_by_mode(readme: Any, tmp_path: Path) -> None:
-    assert "Not measured yet" in readme.several_gpus()
-    readme.result.cache_clear()
-    row = {"mode": "fsdp", "variant": "sparse eager", "tokens": 32768, "ms": 100.0, "tokens_per_ms": 327.68, "red": ""}
-    row |= {"host_ms": 60.0, "speedup": 1.25, "peak_bytes": 20_400_000_000, "strategies": {"union": 7, "dense": 1}}
-    options = {"config": "1B", "micro_batch": 8, "sequence": 2048}
-    write(tmp_path, "h200_parallel", [row, row | {"red": "wrong", "ms": None}], arguments=options)
-    table, said = readme.several_gpus().split("\n\n")
-    figures = ["32,768", "100.0", "60.0", "327.7", "1.25", "20.4", "1 dense, 7 union"]
-    assert cells(table) == [["FSDP2", "sparse eager", *figures]]
-    assert said.startswith("1B, 8 sequences of 2,048 tokens on each GPU.")
-
-
 def test_fp8_stands_beside_the_faster_dense_and_the_sparse_layer(readme: Any, tmp_path: Path) -> None:
-    assert "Not measured yet" in readme.beside_fp8()
-    readme.result.cache_clear()
-
     def timed(variant: str, ms: float, error: float, **more: Any) -> dict[str, Any]:
         known = {"workload": "topic29", "tokens": 64, "variant": variant, "ms": ms, "red": "", "frobenius": error}
         return known | {"dense_frobenius": 0.002} | more
@@ -303,43 +203,13 @@ def test_fp8_stands_beside_the_faster_dense_and_the_sparse_layer(readme: Any, tm
     assert cells(table) == [["`topic29`", "64", "40", "30", "**20**", "1.50", *errors]]
 
 
-@pytest.mark.parametrize(
-    ("added", "said"),
-    [
-        (
-            {1e-5: -0.01, 1e-4: 0.0, 1e-3: 0.05},
-            "nothing here up to 1e-4, 50 non-zeros per token, and 5.0 % at 1e-3, 50 non",
-        ),
-        ({1e-5: -0.01, 1e-4: -0.02}, "L1 costs nothing here up to 1e-4, 50 non-zeros per token."),
-        ({1e-5: 0.01, 1e-4: -0.02}, "1.0 % at 1e-5, 50 non-zeros per token."),
-    ],
-)
-def test_where_sparsity_begins_to_cost(added: dict[float, float], said: str, readme: Any, tmp_path: Path) -> None:
-    neurons = {"neurons": 100, "l0": 50.0, "l1": 1.0, "dead": 0, "union": None, "strategy": "dense"}
-    rows = [
-        {"coefficient": c, "ce": 2.0 * (1 + more), "blocks": [2.0 * (1 + more)] * 2, "l0": 50.0, "layers": [neurons]}
-        for c, more in {0.0: 0.0, **added}.items()
-    ]
-    write(tmp_path, "h200_quality", rows)
-    assert said in readme.quality_limit()
+def test_the_table_of_the_screen(readme: Any) -> None:
+    def row(requested: str, ms: float, strategy: str = "", **more: Any) -> dict[str, Any]:
+        known = {"workload": "w", "tokens": 16384, "variant": "ffn", "requested": requested, "strategy": strategy}
+        return known | {"ms": ms, "red": "", "energy_mj": None, "peak_bytes": None} | more
 
-
-def test_less_than_seeds_differ_is_no_cost(readme: Any, tmp_path: Path) -> None:
-    neurons = {"neurons": 100, "l0": 50.0, "l1": 1.0, "dead": 0, "union": None, "strategy": "dense"}
-    added = {(0.0, 0): 0.0, (0.0, 1): 0.0, (1e-5, 0): 0.01, (1e-4, 0): 0.02, (1e-4, 1): -0.02, (1e-3, 0): 0.05}
-    rows = [
-        {
-            "coefficient": c,
-            "seed": seed,
-            "ce": 2 + 2 * more,
-            "blocks": [2 + 2 * more] * 2,
-            "l0": 50.0,
-            "layers": [neurons],
-        }
-        for (c, seed), more in added.items()
-    ]
-    write(tmp_path, "h200_quality", rows)
-    assert readme.quality_limit() == (
-        "L1 costs nothing here up to 1e-4, 50 non-zeros per token, and 5.0 % at 1e-3, 50 non-zeros per token. "
-        "Such changes differ by 2.8 % between seeds: smaller ones mean nothing."
-    )
+    rows = [row("union", 0.5, peak_bytes=2e6), row("screened", 0.4, peak_bytes=3e6), row("auto", 0.45, "screened")]
+    rows += [row("union", 1.0, variant="train"), row("screened", 0.9, variant="train", red="wrong")]
+    header, _, *lines = readme.screen_table(rows, "union").splitlines()
+    assert header == '| workload | tokens | call | "union", us | "screened" | over | "auto", over | MB |'
+    assert lines == ["| `w` | 16,384 | forward | 500.0 | **400.0** | **0.800** | screened 0.900 | 2 / 3 |"]

@@ -74,10 +74,12 @@ def read(folder: Path, name: str = "memory") -> Any:
 
 
 def test_every_sweep_asks_for_its_points(sweep: Any, root: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model.json"
-    model.write_text(json.dumps({"non_zeros": [67.5, 11.0, 0.0]}))
+    real = tmp_path / "real"
+    real.mkdir()
+    for layer in (0, 3):
+        (real / f"layer{layer}.npz").touch()
     bench = Bench()
-    words = ("--out", tmp_path, "--model", model, "--budget-s", 1e6)
+    words = ("--out", tmp_path, "--real", real, "--budget-s", 1e6)
     assert run(sweep, bench, *sweep.SWEEPS, *words) == 0
     for name in sweep.SWEEPS:
         data = read(tmp_path, name)
@@ -95,10 +97,11 @@ def test_every_sweep_asks_for_its_points(sweep: Any, root: Path, tmp_path: Path)
     tokens = {(row["variant"], row["tokens"]) for row in read(tmp_path, "m")["rows"]}
     assert {m for op, m in tokens if op == "decode"} == {1, 4, 16, 64, 128, 256}
     assert max(m for op, m in tokens if op == "ffn") == 131072
-    # a layer that never fires is left out
     layers = read(tmp_path, "layers")["rows"]
-    assert {(row["layer"], row["workload"].split(",")[0]) for row in layers} == {(0, "nnz=67.5"), (1, "nnz=11")}
-    assert all("--kernels" in call for call in bench.calls[-2:])
+    assert {(row["layer"], row["workload"], row["source"]) for row in layers} == {
+        (layer, f"real{layer}", "layers recorded in real") for layer in (0, 3)
+    }
+    assert all("--kernels" in call for call in bench.calls[-4:])
 
 
 def test_a_sweep_resumes_where_it_stopped(sweep: Any, tmp_path: Path) -> None:
@@ -188,12 +191,9 @@ def test_a_call_that_fails_costs_only_its_points(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("layers",), "got none of them"),
+        (("layers",), "layers takes --real FOLDER, got none"),
         (("nnz", "layers", "--real", "."), "--real takes a folder of recorded layers"),
-        (("layers", "--model", "none.json"), "--model takes JSON"),
-        (("layers", "--model", "broken.json"), "--model takes JSON"),
-        (("layers", "--analyze", "broken.json"), "--analyze takes the CSV"),
-        (("layers", "--model", "a/model.json", "b/model.json"), "twice"),
+        (("layers", "--real", "a/real", "b/real"), "twice"),
         (("memory", "--out", "other"), "expected 'memory'"),
         (("memory", "--out", "broken"), "is no file of a sweep"),
     ],
@@ -207,14 +207,11 @@ def test_requests_that_make_no_sense(
     said: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("a", "b", "other", "broken"):
-        Path(folder).mkdir()
-        Path(folder, "model.json").write_text('{"non_zeros": [1.0]}')
-    Path("broken.json").write_text("layer,mean\n0,much\n")
-    arguments = {"bench": ["--seconds", "0.3", "--compile", "default"]}
-    Path("other/h200_sweep_memory.json").write_text(
-        json.dumps({"sweep": "nnz", "points": {}, "rows": [], "arguments": arguments})
-    )
+    for folder in ("a/real", "b/real", "other", "broken"):
+        Path(folder).mkdir(parents=True)
+    for folder in ("a", "b"):
+        Path(folder, "real", "layer1.npz").touch()
+    Path("other/h200_sweep_memory.json").write_text(json.dumps({"sweep": "nnz", "points": {}, "rows": []}))
     Path("broken/h200_sweep_memory.json").write_text("[1]")
     bench = Bench()
     assert run(sweep, bench, *words) == 2
@@ -237,26 +234,16 @@ def test_other_settings_or_machines_are_not_mixed(
     assert read(tmp_path) == before
 
 
-def test_bench_itself_on_the_cpu(
-    sweep: Any, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_itself_on_the_cpu(sweep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The flags are those of profiling.bench, and charts can be drawn of what comes out."""
-    model = tmp_path / "model.json"
-    model.write_text(json.dumps({"non_zeros": [6.0, 2.0, 4.0]}))
-    size = ("-m", 64, "-k", 32, "-n", 64, "--seconds", 0.001, "--compile", "none")
-    words = ("--model", model, *size, "--out", tmp_path, "--bench", "--device", "cpu")
-    # the named workloads that fit so few neurons
+    size = ("-m", 64, "-k", 32, "-n", 64, "--seconds", 0.001, "--compile", "none", "--device", "cpu")
+    # the named workloads that fit so few neurons; "auto" is dense on a CPU, and dense layers have no kernels to show
     monkeypatch.setattr(sweep, "NAMED", ("uniform29",))
-    assert sweep.main(["layers", *map(str, words)]) == 0, capsys.readouterr()
-    # "auto" is dense on a CPU, and dense layers have no kernels to show
     monkeypatch.setattr(sweep, "AUTO", ("--strategy", "row"))
-    assert sweep.main(["kernels", *map(str, words)]) == 0, capsys.readouterr()
-    rows = read(tmp_path, "layers")["rows"]
-    assert sorted({row["layer"] for row in rows}) == [0, 1, 2]
-    assert {row["variant"] for row in rows} == {"dense eager", "dense eager train", "gate GEMM", "ffn", "train"}
+    assert sweep.main(["kernels", *map(str, size), "--out", str(tmp_path)]) == 0
+    rows = read(tmp_path, "kernels")["rows"]
+    assert {row["variant"] for row in rows} == {"dense eager", "dense eager train", "ffn", "train"}
     pytest.importorskip("matplotlib")
     from profiling.draw import charts
 
-    results = charts.Results(tmp_path)
-    assert [point["layer"] for point in charts.layers(results).data["points"]["train"]] == [0, 1, 2]
-    assert set(charts.kernels(results).data) == {"ffn", "train"}
+    assert set(charts.kernels(charts.Results(tmp_path)).data) == {"ffn", "train"}
