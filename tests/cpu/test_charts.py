@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import xml.etree.ElementTree
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,11 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from profiling.draw import charts
+from profiling.draw import charts, common
 from profiling.draw import kernels as of_kernels
+from profiling.draw import layers as of_layers
 
 MACHINE = "NVIDIA H200 (made up); torch 2.11.0; kernels 0123456789ab"
-NONZEROS = (1, 2, 4, 8, 16, 29, 64, 128, 256, 512, 911, 2816, 5632)
-DRAWN = ("speedup", "nnz", "tokens", "layers", "memory", "kernels", "roofline", "models", "paper", "training")
-# Those whose data is in the repository.
-TRACKED = tuple(name for name in (*DRAWN, "quality", "relufy") if name != "nnz")
-
-
-# Results as the sweeps write them
 
 
 def row(variant: str, nnz: float, ms: float = 1.0, **fields: Any) -> dict[str, Any]:
@@ -38,123 +31,44 @@ def write(folder: Path, name: str, rows: list[dict[str, Any]], **more: Any) -> P
     return path
 
 
-def speed(strategy: str, nnz: float, pattern: str) -> float:
-    """Speed-ups like those of an H200: "row" is 1 at 58.5 non-zeros, "union" at 180 or 540."""
-    shared = {"uniform": 1.0, "topic": 3.0}[pattern]
-    if strategy == "row":
-        return 1.65 / (0.65 + nnz / 58.5)
-    if strategy == "union":
-        return 1.65 / (0.7 + 0.95 * nnz / (180 * shared))
-    if strategy == "train":
-        return 4.9 / (1.4 + 3.5 * nnz / (200 * shared))
-    return 0.98 if strategy == "dense" else max(speed(each, nnz, pattern) for each in ("row", "union", "dense"))
-
-
-def nnz_rows() -> list[dict[str, Any]]:
-    rows = []
-    for pattern, nnz in itertools.product(("uniform", "topic"), NONZEROS):
-        for strategy in ("row", "union", "auto", "dense"):
-            fields = {"requested": strategy, "strategy": strategy, "pattern": pattern}
-            rows.append(row("ffn", nnz, speedup_dense=speed(strategy, nnz, pattern), **fields))
-        if nnz < 1000:
-            ratio = speed("train", nnz, pattern)
-            rows.append(row("train", nnz, speedup_dense=ratio, requested="auto", strategy="union", pattern=pattern))
-    return rows
-
-
-def layers_rows() -> list[dict[str, Any]]:
-    counts = [67.5, 11.1, 13.3, 31.0, 56.2, 96.1, 138.6, 272.7]
-    rows = [row("ffn", 30, speedup_dense=2.0, requested="auto", layer=3, source="layers recorded in real")]
-    for layer, nnz in enumerate(counts):
-        for op, ratio in (("ffn", 2.5 - nnz / 300), ("train", 4 - nnz / 90)):
-            fields = {"requested": "auto", "strategy": "union", "layer": layer, "source": "layers of a model"}
-            if op == "ffn":
-                fields |= {"m": 16384, "k": 2048, "n": 5632, "l2_gather_gbs": gathered(UNIONS[layer])}
-            rows.append(row(op, nnz, speedup_dense=ratio + 0.02 * (layer % 3), **fields))
-    return rows
-
-
-UNIONS = (0.3, 0.08, 0.12, 0.2, 0.3, 0.36, 0.42, 0.61)
-
-
-def gathered(share: float) -> float:
-    """GB/s of up and down rows of 2,048 16-bit numbers for tiles of 128 tokens, all in a millisecond."""
-    return share * 5632 * 128 * 2 * 2048 * 2 / 1e6
-
-
-def memory_rows() -> list[dict[str, Any]]:
-    rows = []
-    for nnz in (1, 8, 29, 64, 128, 256, 512, 911):
-        for kind, peak in (("eager", 1.01e9), ("compiled", 0.83e9)):
-            rows.append(row(f"dense {kind} train", nnz, kept_bytes=553648128, peak_bytes=int(peak)))
-            rows.append(row(f"dense {kind}", nnz, peak_bytes=int(peak / 3)))
-        sparse = nnz < 400
-        fields = {"requested": "auto", "strategy": "union" if sparse else "dense"}
-        kept, peak = (16845828, 253987328) if sparse else (553648128, 1012924416)
-        rows.append(row("train", nnz, kept_bytes=kept, peak_bytes=peak, **fields))
-        rows.append(row("ffn", nnz, peak_bytes=peak // 4, **fields))
-    return rows
-
-
-def kernels_rows() -> list[dict[str, Any]]:
-    rows = []
-    for name, nnz in (("uniform29", 29.1), ("topic128", 129.7)):
-        forward = {"gate_pack_bf16_t144": 0.47, "up_down_bf16_k2048": 0.4, "torch": 0.01}
-        step = {"gate_pack_bf16_t144": 0.48, "sampled_up_bf16": 0.15, "gathered_bf16_1": 0.14, "gathered_bf16_2": 0.26}
-        step |= {"sampled_grad_bf16": 0.15, "weight_grad_bf16": 0.45, "rank": 0.02, "torch": 0.04}
-        rows.append(row("dense compiled", nnz, ms=1.6, workload=name))
-        rows.append(row("dense compiled train", nnz, ms=4.9, workload=name))
-        rows.append(row("ffn", nnz, ms=0.85, workload=name, requested="auto", strategy="row", kernels=forward))
-        rows.append(row("train", nnz, ms=1.65, workload=name, requested="auto", strategy="union", kernels=step))
-    return rows
-
-
-def write_sweeps(folder: Path) -> Path:
-    """Every sweep in the format of its file."""
-    sweeps = {"nnz": nnz_rows(), "layers": layers_rows()}
-    sweeps |= {"memory": memory_rows(), "kernels": kernels_rows()}
-    for name, rows in sweeps.items():
-        write(folder, f"h200_sweep_{name}", rows, sweep=name)
-    return folder
-
-
 def run(*words: object) -> int:
     status: int = charts.main([str(word) for word in words])
     return status
 
 
+def real(root: Path, folder: Path, *names: str) -> charts.Results:
+    """These published results in a folder of their own."""
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        shutil.copyfile(root / "profiling" / "results" / f"{name}.json", folder / f"{name}.json")
+    return charts.Results(folder)
+
+
 # What charts show
 
 
-def test_every_sweep_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_sweeps(tmp_path / "results")
-    assert run("--results", tmp_path / "results", "--out", tmp_path / "charts") == 0
-    names = {"nnz", "layers", "memory", "kernels"}
-    wanted = {f"{name}-{theme}.svg" for name in names for theme in ("light", "dark")}
-    assert {path.name for path in (tmp_path / "charts").iterdir()} == wanted
-    assert {line.split(":")[0] for line in capsys.readouterr().out.splitlines()} == names
-    for path in (tmp_path / "charts").glob("*.svg"):
-        xml.etree.ElementTree.parse(path)
-    # the same bytes each time
-    assert run("--results", tmp_path / "results", "--out", tmp_path / "again") == 0
-    for path in (tmp_path / "charts").glob("*.svg"):
-        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+@pytest.mark.nightly
+def test_tracked_charts_show_the_results(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``python -m profiling.draw`` makes this pass again."""
+    assert run("--check") == 0, capsys.readouterr().err
+
+    assert {path.name.rpartition("-")[0] for path in (root / "profiling" / "charts").glob("*.svg")} == {
+        *charts.ALL,
+        # frozen
+        *("quality", "relufy"),
+    }
 
 
-def test_crossovers_are_where_the_lines_cross(tmp_path: Path) -> None:
-    write(tmp_path, "h200_sweep_nnz", nnz_rows())
-    chart = charts.nnz(charts.Results(tmp_path))
-    for pattern, limit in (("uniform", 180), ("topic", 540)):
-        found = {mark["what"]: mark for mark in chart.data[pattern]["marks"]}
-        assert set(found) == {"row = dense", "union = dense", "row = union", "train = dense"}
-        # lines are straight between measured points; the made-up speed-ups are not
-        assert found["row = dense"]["x"] == pytest.approx(58.5, rel=0.1)
-        assert found["union = dense"]["x"] == pytest.approx(limit, rel=0.1)
-        crossed = found["row = union"]
-        assert speed("row", crossed["x"], pattern) == pytest.approx(speed("union", crossed["x"], pattern), rel=0.02)
-        assert crossed["y"] == pytest.approx(speed("row", crossed["x"], pattern), rel=0.1)
-    assert "(uniform)" in chart.title
-    assert "(topic)" in chart.title
+def test_crossovers_are_where_the_lines_cross() -> None:
+    xs = [1.0, 4.0, 16.0, 64.0]
+    # straight in log x and log y: from 2 to 1/2 it is 1 in the middle
+    assert common.crossings(xs, [4.0, 2.0, 0.5, 0.5]) == [pytest.approx(8.0)]
+    assert common.crossings(xs, [4.0, 2.0, 1.5, 1.1]) == []
+    lines = {"row": [[x, 16 / x] for x in xs], "union": [[x, 8 / x**0.5] for x in xs]}
+    found = {mark["what"]: mark for mark in of_layers.marks(lines)}
+    assert found["row = dense"]["x"] == pytest.approx(16)
+    assert found["union = dense"]["x"] == pytest.approx(64)
+    assert (found["row = union"]["x"], found["row = union"]["y"]) == (pytest.approx(4), pytest.approx(4))
 
 
 def test_titles_are_what_their_points_bear_out(tmp_path: Path) -> None:
@@ -185,41 +99,24 @@ def test_titles_are_what_their_points_bear_out(tmp_path: Path) -> None:
     assert {group["model"] for group in groups} == {"0.5B trained", "1.5B hardest pattern", "1.5B drawn"}
 
 
-def test_correlation_is_pearsons(tmp_path: Path) -> None:
+def test_the_chart_of_layers_has_their_correlation(root: Path, tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
-    write(tmp_path, "h200_sweep_layers", layers_rows())
-    chart = charts.layers(charts.Results(tmp_path))
-    points = chart.data["points"]["ffn"]
-    assert [point["layer"] for point in points] == list(range(8))
-    counts = [point["nnz"] for point in points]
-    for op in ("ffn", "train"):
-        gains = [point["speedup"] for point in chart.data["points"][op]]
-        fit = chart.data["fits"][op]
-        assert fit["nnz"] == pytest.approx(numpy.corrcoef(counts, gains)[0, 1])
-        # the forward pass's; the training step's rows have none
-        assert [point["union"] for point in chart.data["points"][op]] == pytest.approx(UNIONS)
-        assert fit["union"] == pytest.approx(numpy.corrcoef(UNIONS, gains)[0, 1])
-    fit = chart.data["fits"]["ffn"]
-    assert f"correlation {fit['nnz']:.3f}, {fit['union']:.3f} with the union" in chart.title
-    # the source with eight layers, not that with one
-    assert chart.machine.startswith("layers of a model; ")
+    chart = charts.layers(real(root, tmp_path, "h200_sweep_layers"))
+    for op, fit in chart.data["fits"].items():
+        points = chart.data["points"][op]
+        gains = [point["speedup"] for point in points]
+        assert [point["layer"] for point in points] == list(range(8))
+        assert fit["nnz"] == pytest.approx(numpy.corrcoef([point["nnz"] for point in points], gains)[0, 1])
+    assert f"correlation {chart.data['fits']['ffn']['nnz']:.3f}" in chart.title
 
 
-def test_memory_is_shown_per_token(tmp_path: Path) -> None:
-    rows = memory_rows()
-    # a failed row does not improve dense's figure
-    rows[0]["kept_bytes"] = 0
-    write(tmp_path, "h200_sweep_memory", rows)
-    chart = charts.memory(charts.Results(tmp_path))
-    data = chart.data
-    assert set(data) == {"kept", "peak", "forward"}
-    assert data["kept"]["lines"]['"union"'][0] == [1, pytest.approx(16845828 / 16384 / 1000)]
-    assert [x for x, _ in data["kept"]["lines"]['"auto" runs dense']] == [512, 911]
-    assert data["kept"]["dense"] == {name: pytest.approx(33.792) for name in ("dense eager", "dense compiled")}
-    assert data["forward"]["dense"]["dense eager"] == pytest.approx(1.01e9 / 3 / 16384 / 1000, rel=1e-6)
-    assert "1.0 KB per token for backward instead of 34, its peak is 3.3 times lower" in chart.title
-    # of 63 MB in place of 277
-    assert "the peak of a forward pass 4.4 times lower" in chart.title
+def test_memory_is_shown_per_token(root: Path, tmp_path: Path) -> None:
+    results = real(root, tmp_path, "h200_sweep_memory")
+    rows = {(row["variant"], row["nnz"]): row for row in results.get("h200_sweep_memory")["rows"]}
+    data = charts.memory(results).data
+    for panel, field in (("kept", "kept_bytes"), ("peak", "peak_bytes")):
+        for nnz, kb in data[panel]["lines"]['"union"']:
+            assert kb == pytest.approx(rows["train", nnz][field] / 16384 / 1000)
 
 
 def test_every_kernel_of_a_step_has_a_part(root: Path) -> None:
@@ -231,12 +128,11 @@ def test_every_kernel_of_a_step_has_a_part(root: Path) -> None:
             assert of_kernels.part_of(symbol) != of_kernels.REST or symbol in small
 
 
-# files of the chart of speed-ups
-SPEEDUPS = ("h200_auto", "h100_paper_code")
-
-
 def test_wrong_results_of_the_papers_code_are_marked(root: Path, tmp_path: Path) -> None:
-    found = {name: json.loads((root / f"profiling/results/{name}.json").read_text()) for name in SPEEDUPS}
+    found = {
+        name: json.loads((root / f"profiling/results/{name}.json").read_text())
+        for name in ("h200_auto", "h100_paper_code")
+    }
     rows = {row["workload"]: row for row in found["h100_paper_code"]["rows"] if row["op"] == "forward"}
     rows["dense911"] |= {"ms": None, "wrong": "", "red": "illegal memory access"}
     for name, content in found.items():
@@ -288,45 +184,30 @@ def test_the_papers_configurations_beside_its_figures(tmp_path: Path) -> None:
 # Files and their check
 
 
-def test_tracked_charts_show_the_results(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``python -m profiling.draw`` makes this pass again."""
-    assert run("--check") == 0, capsys.readouterr().err
-    for name in TRACKED:
-        assert (root / "profiling" / "charts" / f"{name}-light.svg").exists()
-
-
-def test_check_notices_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_notices_what_changed(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, out = tmp_path / "results", tmp_path / "charts"
+    real(root, results, "h200_sweep_memory")
     words = ("memory", "--results", results, "--out", out)
-    rows = memory_rows()
-    write(results, "h200_sweep_memory", rows)
-    assert run(*words, "--check") == 1
-    assert "memory-light.svg: missing" in capsys.readouterr().err
+
+    def checked(said: str, *asked: object) -> None:
+        assert run(*(asked or words), "--check") == 1
+        assert said in capsys.readouterr().err
+
+    checked("memory-light.svg: missing")
     assert run(*words) == 0
+    # the same bytes each time
     assert run(*words, "--check") == 0
-    rows[-2]["kept_bytes"] += 10**6
-    write(results, "h200_sweep_memory", rows)
-    assert run(*words, "--check") == 1
-    said = capsys.readouterr().err
-    assert all(f"memory-{end}: shows other data" in said for end in ("light.svg", "dark.svg"))
-    assert run(*words) == 0
+    path = results / "h200_sweep_memory.json"
+    before = path.read_text()
+    data = json.loads(before)
+    for each in data["rows"]:
+        each["kept_bytes"] = each["kept_bytes"] and each["kept_bytes"] + 10**6
+    path.write_text(json.dumps(data))
+    checked("memory-dark.svg: shows other data")
+    path.write_text(before)
     (out / "memory-dark.svg").write_text((out / "memory-dark.svg").read_text().replace("#0d1117", "#0d1118"))
-    assert run(*words, "--check") == 1
-    assert "memory-dark.svg: is drawn otherwise now" in capsys.readouterr().err
-    (out / "memory-dark.svg").unlink()
-    assert run(*words, "--check") == 1
-    (results / "h200_sweep_memory.json").unlink()
-    assert run("--results", results, "--out", out, "--check") == 1
-    assert "memory-light.svg: there is no data for it" in capsys.readouterr().err
-
-
-def test_missing_data_is_an_error_only_where_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "results").mkdir()
-    where = ("--results", tmp_path / "results", "--out", tmp_path / "charts")
-    assert run(*where) == 2
-    assert f"expected results of some chart in {tmp_path / 'results'}, got none" in capsys.readouterr().err
-    assert not (tmp_path / "charts").exists()
-    write(tmp_path / "results", "h200_sweep_memory", memory_rows())
-    assert run(*where) == 0
-    assert run("nnz", *where) == 2
+    checked("memory-dark.svg: is drawn otherwise now")
+    path.unlink()
+    checked("memory-light.svg: there is no data for it", "--results", results, "--out", out)
+    assert run("nnz", "--results", results, "--out", out) == 2
     assert "h200_sweep_nnz" in capsys.readouterr().err

@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import io
 import itertools
-import json
 import os
 import re
 import runpy
@@ -124,39 +123,24 @@ def public(module: ModuleType) -> list[str]:
     ]
 
 
+@pytest.mark.nightly
 def test_pages_build_without_a_warning(site: Path) -> None:
     assert (site / "index.html").stat().st_size > 1000
     assert (site / "search.html").exists()
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_every_public_name_is_documented(name: str, site: Path) -> None:
-    expected = public(importlib.import_module(name))
-    assert expected
-    module = sys.modules[name]
-    # names that the package exports too are documented there
-    full = {f"{'twell' if getattr(twell, each, None) is getattr(module, each) else name}.{each}" for each in expected}
-    missing = full - documented(site)
-    assert not missing, f"not in docs/api: {', '.join(sorted(missing))}"
-
-
-def test_docstrings_keep_their_markup(site: Path) -> None:
-    """Bars, several names of one argument, fields and links survive the conversion of docstrings."""
-    page = (site / "api" / "twell.html").read_text()
-    text = re.sub(r"<[^>]+>", "", page)
-    assert "sum of |hidden state|" in text
-    assert "w_gate, w_up: [N, K]." in text
-    assert "w_down: [K, N], as in nn.Linear" in text
-    assert "Alias for field number" not in text
-    assert 'href="#twell.AutoStrategy"' in page
-    assert "``" not in text
-
-
-def test_pages_hold_figures_of_the_results(site: Path) -> None:
-    page = (site / "when-it-pays.html").read_text()
-    assert page.count("<table") >= 16
-    assert "<td><p>gate_pack_bf16_t144</p></td>" in re.sub(r' class="[^"]*"', "", (site / "profiling.html").read_text())
-    assert "<table" in (site / "faq.html").read_text()
+@pytest.mark.nightly
+def test_every_public_name_is_documented(site: Path) -> None:
+    found = documented(site)
+    for name in DOCUMENTED:
+        expected = public(importlib.import_module(name))
+        assert expected
+        module = sys.modules[name]
+        # names that the package exports too are documented there
+        own = {
+            f"{'twell' if getattr(twell, each, None) is getattr(module, each) else name}.{each}" for each in expected
+        }
+        assert own <= found, f"not in docs/api: {', '.join(sorted(own - found))}"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
@@ -205,12 +189,12 @@ def test_each_operator_has_its_section() -> None:
     assert sorted(name.strip("`") for cell in table for name in cell.split(", ")) == sorted(registered)
 
 
-@pytest.mark.parametrize("op", twell.ops.__all__)
-def test_section_of_an_operator_names_all_that_its_schema_does(op: str) -> None:
-    schema = getattr(torch.ops.twell, op).default._schema
-    named = set(re.findall(r"`(\w+)`", section(DOCS / "ops.md", op)))
-    words = {each.name for each in (*schema.arguments, *schema.returns) if each.name}
-    assert words <= named, f"{op}: {', '.join(sorted(words - named))}"
+def test_section_of_an_operator_names_all_that_its_schema_does() -> None:
+    for op in twell.ops.__all__:
+        schema = getattr(torch.ops.twell, op).default._schema
+        named = set(re.findall(r"`(\w+)`", section(DOCS / "ops.md", op)))
+        words = {each.name for each in (*schema.arguments, *schema.returns) if each.name}
+        assert words <= named, f"{op}: {', '.join(sorted(words - named))}"
 
 
 def test_environment_page_has_the_variables_that_are_read() -> None:
@@ -359,63 +343,17 @@ def uses(path: Path) -> Iterator[tuple[str, str, list[str]]]:
             yield f"{name_of(path)}:{block.line}", "\n".join(ast.unparse(node) for node in imports), names
 
 
-# Runs each block in a fork of an interpreter that has imported other packages, which take seconds, but not twell.
-FORKS = """
-import json, os, sys, traceback, torch
-try:
-    from transformers import Trainer
-except ImportError:
-    pass
-failed = 0
-for where, code in json.load(sys.stdin):
-    pid = os.fork()
-    if not pid:
-        try:
-            exec(code, {})
-        except Exception:
-            print(where, traceback.format_exc(), file=sys.stderr, flush=True)
-            os._exit(1)
-        os._exit(0)
-    failed |= os.waitpid(pid, 0)[1]
-sys.exit(bool(failed))
-"""
-
-
 def test_blocks_that_are_not_run_use_existing_names() -> None:
-    """Each block has an interpreter with the page's imports alone: any other import could hide a missing one."""
-    snippets = []
+    tried = 0
     for path in TRIED:
         for where, imports, names in uses(path):
             if "transformers" not in imports or importlib.util.find_spec("transformers") is not None:
-                snippets.append((where, "\n".join([imports, *names])))
-    assert snippets
-    search = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS],
-        input=json.dumps(snippets),
-        env={**os.environ, "PYTHONPATH": search},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
-def test_names_of_blocks_that_are_not_run_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    page = tmp_path / "page.md"
-    page.write_text(
-        "```python\nimport os.path as p, sys\n```\n\n<!-- not run: a test -->\n```python\np.no(sys.argv, x)\n```\n"
-    )
-    assert list(uses(page)) == [("page.md:7", "import os.path as p, sys", ["p", "p.no", "sys", "sys.argv"])]
-
-
-def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# A\n\n```python\nx = 1\n```\n\n<!-- not run: a fragment -->\n```python\nraise SystemExit\n```\n")
-    assert [(block.kind, block.line, bool(NOT_RUN.match(block.before))) for block in blocks(page)] == [
-        ("python", 4, False),
-        ("python", 9, True),
-    ]
+                try:
+                    exec("\n".join([imports, *names]), {})
+                except Exception as error:
+                    raise AssertionError(f"{where} uses what does not exist") from error
+                tried += 1
+    assert tried
 
 
 class Command(NamedTuple):
@@ -512,24 +450,3 @@ def complaint(words: list[str], known: dict[str, str]) -> str:
 def test_commands_are_accepted_by_their_parsers(path: Path, help_of: dict[str, str]) -> None:
     wrong = {command.where: complaint(command.words, help_of) for command in shell_commands(path)}
     assert not {where: said for where, said in wrong.items() if said}
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["twell", "info", "--json"], ""),
-        (["python", "-m", "twell", "info", "--nonsense"], "--nonsense"),
-        (["python", "-m", "profiling.readme", "--check"], ""),
-        (["python", "-m", "profiling.readme", "--nonsense"], "has no --nonsense"),
-        (["python", "-m", "profiling.serving", "replay", "--no-traces"], ""),
-        (["python", "-m", "profiling.serving", "batches", "--no-traces"], "has no --no-traces"),
-        (["python", "-m", "profiling.nothing"], "no file"),
-        (["make", "test", "ARGS=-k unpack"], ""),
-        (["make", "coffee"], "no target coffee"),
-        (["coffee"], "unknown command"),
-    ],
-)
-def test_wrong_commands_are_found(words: list[str], said: str, help_of: dict[str, str]) -> None:
-    found = complaint(words, help_of)
-    assert said in found
-    assert bool(said) == bool(found)

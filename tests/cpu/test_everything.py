@@ -88,16 +88,6 @@ def test_results_are_made_in_order_and_once(add: Callable[..., None], run: Calla
     assert (calls(tmp_path, "a"), calls(tmp_path, "b")) == (1, 2)
 
 
-def test_other_kernels_begin_anew(
-    add: Callable[..., None], run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add("a", ("{}", 0))
-    run()
-    monkeypatch.setattr(everything, "present", lambda: "0123456789ab")
-    run()
-    assert calls(tmp_path, "a") == 2
-
-
 def test_what_does_not_fit_is_left_for_the_next_call(
     add: Callable[..., None], run: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -165,15 +155,6 @@ def test_inputs_and_gpus_that_are_missing(add: Callable[..., None], run: Callabl
     assert run("plain", "real", "two") == (2, said, {})
     assert list(run("--real", str(tmp_path), "--gpus", "2")[2]) == ["plain", "real", "two"]
     assert "NAME must be one of real, two, plain, got nothing" in run("nothing")[1]
-
-
-def test_inputs_are_relative_to_the_caller(
-    add: Callable[..., None], run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add("real", ("{}", 0), more=" $REAL/3")
-    monkeypatch.chdir(tmp_path)
-    assert run("--real", "recorded")[0] == 0
-    assert f" {tmp_path}/recorded/3\n" in (tmp_path / "out" / "real.log").read_text()
 
 
 def test_the_list_has_what_is_older(

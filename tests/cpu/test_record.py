@@ -149,19 +149,7 @@ def test_recorded_layers_are_workloads_of_the_benchmark(llama: Path, words: Path
     assert testing.load("real1", 1000, real_layers=out, device="cpu").x.shape == (1000, 64)
 
 
-def test_command_repeats(llama: Path, words: Path, tmp_path: Path) -> None:
-    contents = []
-    for name in ("one", "two"):
-        out = tmp_path / name
-        # an empty folder is as good as a new one
-        out.mkdir()
-        run(record, llama, "--text", words, "--tokens", 300, "--layers", 0, 1, "--out", out)
-        contents.append({path.name: path.read_bytes() for path in out.iterdir()})
-    assert contents[0] == contents[1]
-    assert len(contents[0]) == 3
-
-
-@pytest.mark.parametrize(("kind", "options"), [("opt", {}), ("llama", {"mlp_bias": True}), ("qwen3", {"head_dim": 16})])
+@pytest.mark.parametrize(("kind", "options"), [("opt", {}), ("llama", {"mlp_bias": True})])
 def test_other_models(kind: str, options: dict[str, Any], words: Path, tmp_path: Path) -> None:
     """Non-gated layers, whose up projection takes the gate's place, and biases, which become part of the weight."""
     folder = saved_models.save(tmp_path / "model", kind, **options)
@@ -182,8 +170,7 @@ def test_other_models(kind: str, options: dict[str, Any], words: Path, tmp_path:
 # Quality of files
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_drawn_rows_stay_silent(tmp_path: Path, seed: int) -> None:
+def test_drawn_rows_stay_silent(tmp_path: Path) -> None:
     """For any rows that ``load_real`` draws for neurons that are not stored."""
     x, weight = drawn(512, 128, 1024)
     recording, agreement = round_trip(x, layer_of(weight), tmp_path)
@@ -191,7 +178,7 @@ def test_drawn_rows_stay_silent(tmp_path: Path, seed: int) -> None:
     assert agreement.stored == len(recording.alive)
     silent = torch.ones(1024, dtype=torch.bool)
     silent[recording.alive.long()] = False
-    assert not pattern_of(tmp_path, 3, 512, seed)[:, silent].any()
+    assert not any(bool(pattern_of(tmp_path, 3, 512, seed)[:, silent].any()) for seed in (0, 1, 2))
     product = (recording.x * recording.x_scale) @ recording.quiet
     assert 0.9 < float(product.min()) <= float(product.max()) < 3
 
@@ -242,33 +229,6 @@ def test_features_that_are_large_do_not_drown_the_others(tmp_path: Path) -> None
     assert int((coarse ^ recording.fired).sum()) > 2 * (agreement.lost + agreement.added) * int(recording.fired.sum())
 
 
-def test_counts_are_brought_back(tmp_path: Path) -> None:
-    """Rows that fire too often or too seldom after rounding are moved; otherwise the difference is larger."""
-    x, weight = drawn(1024, 256, 1024)
-    bias = -0.3 * torch.rand(1024)
-    layer = layer_of(weight, bias.bfloat16())
-    recording, agreement = round_trip(x, layer, tmp_path)
-    tokens = record._read_back(recording.x.float(), recording.x_scale)
-    one = record._solve(tokens.double(), torch.ones(1024, dtype=torch.float64)).float()
-    target = weight.float() + layer.linear.bias.float()[:, None] * one
-    plain = (tokens @ record._read_back(*record._round(target, 1)).T > 0).sum(0)
-    wanted = recording.fired.sum(0)
-    settled = pattern_of(tmp_path, 3, 1024).sum(0)
-    assert int((settled - wanted).abs().sum()) < 0.7 * int((plain - wanted).abs().sum())
-    assert abs(agreement.after - agreement.before) < 0.005 * agreement.before
-
-
-@pytest.mark.parametrize("share", ["nothing", "everything"])
-def test_layers_at_the_extremes(share: str, tmp_path: Path) -> None:
-    x, weight = drawn(300, 64, 256)
-    mean = x.float().mean(0)
-    weight = (weight.float() + (20 if share == "everything" else -20) * mean / mean.norm() ** 2).bfloat16()
-    recording, agreement = round_trip(x, layer_of(weight), tmp_path)
-    expected = 256 if share == "everything" else 0
-    assert agreement.before == agreement.after == len(recording.alive) == expected
-    assert (agreement.lost, agreement.added) == (0, 0)
-
-
 # Refusals
 
 
@@ -298,19 +258,6 @@ def test_a_file_that_does_not_keep_the_pattern_is_an_error(spoil: str, tmp_path:
     spoilt.save(tmp_path / "layer3.npz")
     with pytest.raises(ValueError, match=rf"model\.layers\.3\.mlp: int8 does not keep its pattern: .*{message}"):
         record.check(tmp_path / "layer3.npz", spoilt, torch.zeros(512, dtype=torch.bool), layer)
-
-
-def test_few_changes_of_a_layer_that_hardly_fires_are_allowed() -> None:
-    def agreement(lost: int, added: int, nonzeros: int) -> record.Agreement:
-        after = (nonzeros - lost + added) / 1000
-        return record.Agreement(0, 1000, nonzeros / 1000, after, lost / nonzeros, added / nonzeros, 9, 9)
-
-    assert agreement(8, 8, 40).problem == ""
-    assert agreement(0, 16, 40).problem == ""
-    assert "17.0% are new" in agreement(0, 17, 100).problem
-    assert agreement(400, 400, 10000).problem == ""
-    assert "5.0% of the non-zeros are lost" in agreement(501, 500, 10000).problem
-    assert "10.11 non-zeros per token in place of 10.00" in agreement(0, 110, 10000).problem
 
 
 def test_nothing_is_left_behind_where_int8_does_not_do(
@@ -356,10 +303,3 @@ def test_a_link_to_an_empty_folder_is_filled(llama: Path, words: Path, tmp_path:
     assert (tmp_path / "link").is_symlink()
     assert {path.name for path in (tmp_path / "empty").iterdir()} == {"README.md", "layer0.npz"}
     assert {path.name for path in tmp_path.iterdir()} == {"empty", "link"}
-
-
-def test_layers_must_be_named(llama: Path, words: Path) -> None:
-    for options in ([], ["--layers"], ["--layers", "-1"], ["--layers", "x"]):
-        with pytest.raises(SystemExit) as stopped:
-            run(record, llama, "--text", words, "--out", "new", *options)
-        assert stopped.value.code == 2

@@ -133,15 +133,6 @@ class TestLayers:
         assert said in readme.layer_correlation()
 
 
-def test_results_that_are_missing(
-    readme: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["readme.py", "--check"])
-    write(tmp_path, "h200_sweep_m", [])
-    assert readme.main() == 2
-    assert f"expected results in {tmp_path}" in capsys.readouterr().err
-
-
 def test_auto_misses(readme: Any, tmp_path: Path) -> None:
     def point(loss: float, **entries: Any) -> dict[str, Any]:
         known = {"m": 2048, "k": 896, "n": 4864, "gated": True, "training": False, "nonzeros": 29.2, "auto": "row"}

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from profiling.bench import protocol
-from profiling.bench.protocol import Ceilings, Cpu, Gpu
+from profiling.bench.protocol import Cpu
 from twell import testing
 from twell.commands.timing import Loop, copies_for, measure, spread
 
@@ -117,19 +116,3 @@ def test_ceilings_are_rates_of_a_product_and_a_copy() -> None:
     assert math.isclose(ceilings.memory, 2 * (1 << 22) / 0.001)
     assert ceilings.l2 == 7.3e12
     assert machine == testing.machine_line("cpu")
-
-
-def test_machine_line_is_read_while_the_gpu_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    gemm = Recorded("gemm", log)
-    monkeypatch.setattr(protocol, "_ceilings", lambda *_: (Ceilings(1.0, 1.0, 1.0), gemm))
-
-    def machine_line(device: torch.device) -> str:
-        log.append("machine")
-        return f"line of {device}"
-
-    monkeypatch.setattr(testing, "machine_line", machine_line)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
-    _, machine = Gpu(torch.device("cuda", 0)).ceilings(torch.bfloat16, 7.3)
-    assert machine == "line of cuda:0"
-    assert log == ["gemm"] * protocol.BUSY_REPLAYS + ["machine", "wait"]
