@@ -99,7 +99,7 @@ def memory_rows() -> list[dict[str, Any]]:
 def kernels_rows() -> list[dict[str, Any]]:
     rows = []
     for name, nnz in (("uniform29", 29.1), ("topic128", 129.7)):
-        forward = {"gate_pack_bf16_t144": 0.47, "up_down_bf16_k2048": 0.4, "torch": 0.01}
+        forward = {"gate_pack_bf16_t144": 0.47, "up_down_token_bf16_k2048_x1": 0.4, "torch": 0.01}
         step = {"gate_pack_bf16_t144": 0.48, "sampled_up_bf16": 0.15, "gathered_bf16_1": 0.14, "gathered_bf16_2": 0.26}
         step |= {"sampled_grad_bf16": 0.15, "weight_grad_bf16": 0.45, "rank": 0.02, "torch": 0.04}
         rows.append(row("dense compiled", nnz, ms=1.6, workload=name))
