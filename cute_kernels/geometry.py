@@ -13,9 +13,6 @@ MAX_NEURONS = 65536
 # Rows summed into one entry of the statistics that gate_pack writes.
 STATS_ROWS = 8
 
-# Tokens of a group of up_down; each group has one entry in the scratch that marks heavy tokens.
-GROUP_ROWS = 8
-
 # The hybrid format: tokens that share a list of neurons, neurons of a list that share a run of entries, and neurons (by
 # rank of popularity) whose weight gradients are computed together.
 TOKEN_TILE = 128

@@ -18,12 +18,10 @@ FAMILIES = SM90, PORTABLE = ("sm90", "sm80")
 # the same major version.
 ARCHITECTURES = {"sm_80": PORTABLE, "sm_90a": SM90, "sm_100": PORTABLE, "sm_120": PORTABLE}
 
-# Row kernels keep a row of x or y in registers, so its size is fixed at compile time: the smallest class >= K.
-K_CLASSES = (512, 1024, 2048, 4096, 8192, 16384)
-# Of the portable family, whose shared memory holds too few longer rows.
-PORTABLE_K_CLASSES = (512, 1024, 2048)
-
-# K classes of the kernel that computes token by token, by the CTAs of the cluster that shares a row.
+# Kernels of strategy "row" keep a row of x or y in registers, so its size is fixed at compile time: the smallest class
+# >= K.
+K_CLASSES = (1024, 2048, 4096, 8192, 16384)
+# Those of each cluster, by the CTAs that share a row.
 TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
     1: (1024, 2048),
     2: (1024, 2048, 4096),
@@ -31,7 +29,7 @@ TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
     8: (2048, 4096, 8192, 16384),
 }
 # The portable family has no clusters.
-PORTABLE_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {1: (1024, 2048, 4096, 8192, 16384)}
+PORTABLE_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {1: K_CLASSES}
 
 # K classes of the kernel that computes tiles of few tokens.
 TILE_K_CLASSES = (1024, 2048, 4096)
@@ -182,38 +180,11 @@ class GateScreenSpec(_FamilyKernel):
 
 
 @dataclass(frozen=True)
-class UpDownSpec(_FamilyKernel):
+class UpDownTokenSpec(_FamilyKernel):
     """``x, packed gate, w_up, w_down -> y, l1``; if not ``gated``: ``packed activations, w_down -> y, l1``.
 
-    For hidden sizes up to ``k_max``, one of ``K_CLASSES`` or, in the portable family, of ``PORTABLE_K_CLASSES``.
+    Token by token: a ``cluster`` of CTAs for each. For hidden sizes up to ``k_max``, one of ``token_k_classes``.
     """
-
-    k_max: int
-    gated: bool
-    op: ClassVar[str] = "up_down"
-    one_file = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_k_max(self.k_max, K_CLASSES if self.family == SM90 else PORTABLE_K_CLASSES)
-
-    @property
-    def suffix(self) -> str:
-        return f"_k{self.k_max}{'' if self.gated else '_plain'}"
-
-    @property
-    def heavy(self) -> UpDownTokenSpec:
-        """The spec by which heavy tokens are computed, one at a time."""
-        choices = token_k_classes(self.family)
-        cluster = max(choices)
-        return UpDownTokenSpec(
-            self.dtype, k_class(self.k_max, choices[cluster]), cluster, self.gated, family=self.family
-        )
-
-
-@dataclass(frozen=True)
-class UpDownTokenSpec(_FamilyKernel):
-    """``UpDownSpec`` token by token: a ``cluster`` of CTAs for each, and ``k_max`` from ``token_k_classes``."""
 
     k_max: int
     cluster: int
@@ -449,7 +420,6 @@ Spec = (
     | GateScreenSpec
     | UpDownTokenSpec
     | UpDownTileSpec
-    | UpDownSpec
     | UnpackSpec
     | RegluSpec
     | CompactSpec
@@ -472,8 +442,6 @@ def all_specs() -> tuple[Spec, ...]:
     return (
         *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
         *(GatePackSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_GATE_TOKENS),
-        *(UpDownSpec(d, k, g) for d in DTYPES for k in K_CLASSES for g in flags),
-        *(UpDownSpec(d, k, g, family=PORTABLE) for d in DTYPES for k in PORTABLE_K_CLASSES for g in flags),
         *(GatePackFewSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in FEW_TOKENS),
         *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
         *(GateScreenSpec(d) for d in DTYPES),

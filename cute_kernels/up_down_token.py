@@ -1,6 +1,7 @@
-"""The gated up and down projections of up_down.py, token by token: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
-with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). If not `gated`, the packed values are h. So it is for relu; for
-the other activations see common/activation.py.
+"""Gated up and down projections on the pattern of a packed gate: y[m] = sum over non-zeros c of h[m, c] * w_down[c],
+with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). Strategy "row": only the weight rows of non-zeros are read, anew
+for each token. If not `gated`, the packed values are h: neither x nor up rows are read. So it is for relu; for the
+other activations see common/activation.py.
 
 A cluster of `cluster` CTAs, 1 to 8, computes a token, each CTA a part of the columns; tokens share nothing. Few tokens
 take large clusters, for latency. Many tokens take one CTA each, three or four on an SM: some list while others stream.
@@ -55,7 +56,7 @@ from .common.values import (
     warp_sum,
 )
 from .sm90.copies import send_float
-from .specs import SM90, UpDownSpec, UpDownTokenSpec
+from .specs import SM90, UpDownTokenSpec
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -67,7 +68,7 @@ STEP = 256
 AT_ONCE = 16
 # tokens of a group, CTAs that share a heavy token of it, and values of a weight that a light token may read. Clusters
 # of four took 12 % more time for 2,048 tokens (NVIDIA H200, K = 2048, 29 non-zeros per token): SMs wait for one to fit
-GROUP = geometry.GROUP_ROWS
+GROUP = 8
 HEAVY_CLUSTER = 2
 HEAVY_VALUES = 64 * 2048
 
@@ -87,9 +88,9 @@ class Operands(NamedTuple):
     width: Any  # words of a tile
     activation: Any  # see common/activation.py
     # of clusters that share tokens
-    sums: Any = None  # fp32 [tokens * pieces, K + 8]: y of each piece, and in column K its l1; empty for one piece
-    arrivals: Any = None  # int32 [tokens * cluster], zeros: CTAs that have stored their columns of `sums`
-    pieces: Any = None  # clusters that may share a token
+    sums: Any  # fp32 [tokens * pieces, K + 8]: y of each piece, and in column K its l1; empty for one piece
+    arrivals: Any  # int32 [tokens * cluster], zeros: CTAs that have stored their columns of `sums`
+    pieces: Any  # clusters that may share a token
 
 
 class Thread(NamedTuple):
@@ -163,7 +164,6 @@ class TokenCluster:
             self.ctas_per_sm = 2 if self.vectors < 4 else 1
         else:
             self.ctas_per_sm = {1: 4 if self.span > 2 and cluster > 1 else 3, 2: 2, 4: 1, 8: 1}[self.vectors]
-        self.shared = shared_memory(self.words, self.ctas_per_sm)
 
     @cute.jit
     def thread_index(self, k, rank):
@@ -657,8 +657,8 @@ class UpDownToken:
             clusters = tokens * pieces
             if const_expr(self.mixed):
                 clusters = cute.ceil_div(tokens, GROUP) + cute.ceil_div(tokens, self.launched)
-            layer = Operands(x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile, activation)
-            self.kernel(layer._replace(sums=sums, arrivals=arrivals, pieces=pieces)).launch(
+            layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1)
+            self.kernel(Operands(*layer, words_per_tile, activation, sums, arrivals, pieces)).launch(
                 grid=(self.launched * clusters, 1, 1),
                 block=(THREADS, 1, 1),
                 cluster=(self.launched, 1, 1) if const_expr(self.launched > 1) else None,
@@ -696,11 +696,11 @@ class UpDownToken:
             self.own.compute_token(o, s, index, self.own.thread_index(k, rank), Int32(0))
 
 
-def fake_arguments(spec: UpDownSpec | UpDownTokenSpec) -> tuple[Any, ...]:
-    """Fake tensors of the first fields of `Operands`, x to l1."""
+def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, m = operands.DTYPES[spec.dtype], cute.sym_int32()
     n, k = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    return (
+    return UpDownToken(spec), (
         operands.rows(dtype, m, k) if spec.gated else None,
         *operands.packed(dtype, m),
         operands.rows(dtype, n, k) if spec.gated else None,
@@ -709,13 +709,7 @@ def fake_arguments(spec: UpDownSpec | UpDownTokenSpec) -> tuple[Any, ...]:
         operands.bias(dtype),
         operands.rows(dtype, m, k),
         operands.vector(Float32, m),
-    )
-
-
-def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
-    shared = (
         operands.rows(Float32, cute.sym_int32(), cute.sym_int32(divisibility=8)),
         operands.vector(Int32, cute.sym_int32(), 4),
+        *(Int32(1), Int32(1), Int32(1)),
     )
-    return UpDownToken(spec), (*fake_arguments(spec), *shared, Int32(1), Int32(1), Int32(1))

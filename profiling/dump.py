@@ -1,6 +1,6 @@
 """Write the compiler's output for kernels: PTX, CUBIN and SASS of each symbol, and its registers.
 
-    python -m profiling.dump gate_pack_bf16_t144 up_down_bf16_k2048 -o build/dump
+    python -m profiling.dump gate_pack_bf16_t144 up_down_token_bf16_k2048_x1 -o build/dump
 
 Needs the compiler, but no GPU. SASS needs nvdisasm or cuobjdump, from pip install "nvidia-cutlass-dsl[sass]", from
 triton, or from a CUDA toolkit in the path or below /usr/local/cuda. Without one the other files are still written.

@@ -43,20 +43,6 @@ def mma_16x8x16(
 
 
 @cute.jit
-def mma_16x8x8(sums: Any, a0: Uint32, a1: Uint32, b0: Uint32, dtype: cutlass.Constexpr) -> Any:
-    """Return sums + A B, with the first half of k in the operands of `mma_16x8x16`."""
-    kind = ptx_type(dtype)
-    return list(
-        cute.arch.inline_ptx(
-            f"mma.sync.aligned.m16n8k8.row.col.f32.{kind}.{kind}.f32 "
-            "{ {$w0}, {$w1}, {$w2}, {$w3} }, { {$r0}, {$r1} }, { {$r2} }, { {$r3}, {$r4}, {$r5}, {$r6} };",
-            write_only_types=[Float32] * 4,
-            read_only_args=[a0, a1, b0, *sums],
-        )
-    )
-
-
-@cute.jit
 def load_matrices(source: Any) -> Any:
     """Load four 8 x 8 matrices from shared memory; lane 8q + r passes the address of row r of matrix q.
 

@@ -3,7 +3,6 @@
 Tile t of token m begins at words[m, t * width]: its count, then its non-zeros if fewer than `width`. The values
 of a tile that overflows are at spill[m, neuron]. Kernels assign tiles to threads in different ways:
 
-    up_down        a warp per token, a lane per tile. Ranks come from a bitmap, so any order works.
     up_down_token  all warps for one token, a lane per tile and every eighth word per warp. Positions come from prefix
                    sums over the lanes.
     compact        a warp for four tokens. If no tile overflows, a lane per tile of each of the four; otherwise one

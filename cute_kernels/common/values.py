@@ -63,20 +63,14 @@ def high_to_float(pair: Uint32, dtype: cutlass.Constexpr) -> Float32:
 
 
 @cute.jit
-def split_pair(low: Float32, high: Float32, dtype: cutlass.Constexpr) -> Any:
-    """Split two fp32 values into `pack(low, high)` and the rounding error of each, 0 where the result is infinite."""
-    pair = pack(low, high, dtype)
-    errors = []
-    for value, rounded in ((low, low_to_float(pair, dtype)), (high, high_to_float(pair, dtype))):
-        errors.append(value - rounded if cute.arch.fmax(rounded, -rounded) != Float32.inf else Float32(0.0))
-    return pair, *errors
-
-
-@cute.jit
 def split_value(value: Float32, dtype: cutlass.Constexpr) -> Uint32:
-    """Split one fp32 value into two of `dtype`: rounded in bits 0-15, its rounding error in bits 16-31."""
-    pair, error, _ = split_pair(value, Float32(0.0), dtype)
-    return pack(low_to_float(pair, dtype), error, dtype)
+    """Split one fp32 value into two of `dtype`: rounded in bits 0-15, its rounding error in bits 16-31.
+
+    The error of a result that is infinite is 0.
+    """
+    rounded = low_to_float(pack(value, Float32(0.0), dtype), dtype)
+    error = value - rounded if cute.arch.fmax(rounded, -rounded) != Float32.inf else Float32(0.0)
+    return pack(rounded, error, dtype)
 
 
 @cute.jit

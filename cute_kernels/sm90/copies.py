@@ -21,15 +21,6 @@ def tma_load(tensor: Any, layout: Any, box: tuple[int, int], peers: int = 1) -> 
     return Transfer(*cpasync.make_tiled_tma_atom(op, tensor, stage, box, num_multicast=peers))
 
 
-@cute.jit
-def bulk_copy(target: Any, source: Any, size: Int32, barrier: Any) -> None:
-    """Copy `size` bytes, a multiple of 16, from global to shared memory by one thread; completes on the mbarrier."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[target, source, size, barrier],
-    )
-
-
 # Distributed shared memory: `source` and `target` are addresses in this CTA and name the same offset in CTA `rank`.
 
 

@@ -232,59 +232,6 @@ def gate_pack(theme: Theme) -> str:
     return c.done()
 
 
-def up_down(theme: Theme) -> str:
-    c = Canvas(theme, 400, "up_down over time")
-    blue, orange, green = theme.row, theme.union, theme.extra
-    c.text(
-        10, 22, "up_down: eight tokens per CTA, eight warps that each own an eighth of the columns", bold=True, size=14
-    )
-    c.text(10, 46, "list", bold=True)
-    c.text(
-        60, 46, "Warp t marks the neurons of token t in a bitmap; its prefix sums are the ranks of the union.", size=11
-    )
-    colours = [orange, blue, green]
-    rows = [(0, 3, 4, 8), (1, 3, 9), (0, 4, 6, 9), (2, 3)]
-    for i, row in enumerate(rows):
-        c.text(10, 74 + i * 20, f"token {i}" if i < 3 else "token 7", size=10, muted=True)
-        c.box(60, 62 + i * 20, 240, 16)
-        for n in row:
-            c.dot(72 + n * 24, 70 + i * 20, colours[0])
-    c.line((312, 100), (352, 100), arrow=True)
-    for i, n in enumerate((0, 1, 2, 3, 4, 6, 8, 9)):
-        c.box(360 + i * 36, 66, 35, 24, str(n), fill=orange)
-        c.text(377 + i * 36, 104, f"{i}", anchor="middle", size=10, muted=True)
-    c.text(660, 82, "union: each row is read once", size=11)
-    c.text(360, 122, "rank; gates [rank, token] in shared memory, 0 where a token does not fire", size=10, muted=True)
-    c.box(360, 130, 143, 12, fill=blue)
-    c.box(504, 130, 143, 12, fill=green)
-    c.text(660, 141, "batches of four neurons", size=11)
-
-    c.text(10, 178, "stream", bold=True)
-    clock(c, 184)
-    copies, dot, add = lanes(
-        c,
-        [("bulk copies", "one row per warp"), ("dot", "mma: rows of w_up, x"), ("add", "mma: h, rows of w_down")],
-        196,
-        52,
-    )
-    for b in range(4):
-        x = 156 + b * 172
-        c.box(x, copies, 158, 30, f"w_down of batch {b}, w_up of {b + 1}", fill=green, size=10)
-    for b in range(4):
-        x = 190 + b * 172
-        c.box(x, dot, 96, 30, f"dot of batch {b}", fill=blue)
-        c.line((x + 108, dot - 4), (x + 108, add + 34), dashed=True, colour=theme.union)
-        if b < 3:
-            c.box(x + 120, add, 110, 30, f"add of batch {b}", fill=orange)
-    c.text(302, dot + 44, "one barrier per batch", size=10, muted=True)
-    c.note(
-        372,
-        "dot: [4 neurons, K/8 columns] times x of the eight tokens, from registers; partial sums are added in shared "
-        "memory. add: [K/8 columns, 4 neurons] times h, into fp32 sums in registers, while the next dot runs.",
-    )
-    return c.done()
-
-
 def pipeline(theme: Theme) -> str:
     """The kernels of a forward pass and of a training step, and the data between them."""
     c = Canvas(theme, 586, "Kernels of a forward pass and of a training step")
@@ -302,7 +249,7 @@ def pipeline(theme: Theme) -> str:
         c.text(x[i] + w + 30, y + h / 2 - 6, label, anchor="middle", size=10, muted=True)
     c.box(x[1], 112, w, 40, "up_down\nstrategy row", fill=green)
     c.line((x[0] + w / 2, y + h), (x[0] + w / 2, 132), (x[1], 132), arrow=True)
-    c.text(x[1] + w + 12, 136, "y, token by token; up to 2,048 tokens have their own kernels", size=11, muted=True)
+    c.text(x[1] + w + 12, 136, "y, token by token", size=11, muted=True)
 
     c.text(10, 178, "With the int8 screen, in place of gate_pack", bold=True)
     y = 188
@@ -395,7 +342,6 @@ def gathered(theme: Theme) -> str:
 FIGURES: dict[str, Callable[[Theme], str]] = {
     "format": format_,
     "gate_pack": gate_pack,
-    "up_down": up_down,
     "pipeline": pipeline,
     "gathered": gathered,
 }

@@ -49,9 +49,7 @@ def part_of(symbol: str) -> str:
     """The part of a step that a kernel belongs to."""
     if symbol.startswith("gathered"):
         return PARTS[f"gathered*{symbol[-1]}"] if symbol[-1] in "012" else REST
-    # the longest name that matches: up_down_token before up_down
-    known = [name for name in PARTS if symbol.startswith(name)]
-    return PARTS[max(known, key=len)] if known else REST
+    return next((part for name, part in PARTS.items() if symbol.startswith(name)), REST)
 
 
 def kernels(results: Results) -> Chart | None:

@@ -124,15 +124,13 @@ OPS: dict[str, Callable[[FFN, int, Any], Call]] = {
 def figures(p: FFN, compression: int) -> dict[str, int]:
     """The figures that determine the work of the kernels: sizes, and counts of the gate's non-zeros.
 
-    ``union_rows``: neurons that any token of a tile of 128 fires, summed over tiles. ``group_rows``: the same for
-    groups of eight tokens. ``token_rows``: tokens that fire any neuron of a tile of 64 neurons by popularity, summed
-    over tiles. ``fired``: neurons that any token fires.
+    ``union_rows``: neurons that any token of a tile of 128 fires, summed over tiles. ``token_rows``: tokens that fire
+    any neuron of a tile of 64 neurons by popularity, summed over tiles. ``fired``: neurons that any token fires.
     """
     (m, k), n = p.x.shape, p.w_gate.shape[0]
     active = F.linear(p.x, p.w_gate, p.b_gate) > 0
     tiles = F.pad(active, (0, -n % geometry.TILE)).view(m, geometry.tiles(n), geometry.TILE).sum(2)
     by_token = F.pad(active, (0, 0, 0, -m % geometry.TOKEN_TILE)).view(-1, geometry.TOKEN_TILE, n)
-    by_group = by_token.view(-1, geometry.GROUP_ROWS, n)
     popularity = active.sum(0)
     order = popularity.sort(descending=True, stable=True).indices
     by_neuron = F.pad(active[:, order], (0, -n % geometry.NEURON_TILE)).view(m, -1, geometry.NEURON_TILE)
@@ -145,7 +143,6 @@ def figures(p: FFN, compression: int) -> dict[str, int]:
         "fired": int((popularity > 0).sum()),
         "spilled_tiles": int((tiles > geometry.capacity(compression)).sum()),
         "union_rows": int(by_token.any(1).sum()),
-        "group_rows": int(by_group.any(1).sum()),
         "token_rows": int(by_neuron.any(2).sum()),
     }
 

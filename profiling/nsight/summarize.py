@@ -228,8 +228,7 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
     known = {
         "gate_pack": Work(2 * m * n * k, tokens + weight + packed),
         "gate_pack_few": Work(2 * m * n * k, tokens + weight + packed),
-        "up_down": Work(0, packed + projections * (tokens + fired), projections * f["group_rows"] * row),
-        "up_down_token": Work(0, packed + projections * (tokens + fired)),
+        "up_down_token": Work(0, packed + projections * (tokens + fired), projections * nonzeros * row),
         "up_down_tile": Work(0, packed + projections * (tokens + fired)),
         "unpack": Work(0, packed + ITEM * m * n),
         "matrix_transpose": Work(0, 2 * ITEM * n * k),

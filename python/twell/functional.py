@@ -129,7 +129,8 @@ def sparse_gated_ffn(
             ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity, "screened" only where its
             table has times of it. Graphs without gradients choose when they run. "auto" and an ``AutoStrategy`` are
             dense on a CPU and, after a warning, on a GPU that was not measured. Strategies may differ in the last bits
-            of a result.
+            of a result. "row" reads weight rows anew for each token: where many tokens fire many neurons it takes many
+            times as long as dense, and "union" or "auto" are for them.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
             that and spills beyond. The speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the weights'

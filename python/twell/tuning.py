@@ -86,47 +86,31 @@ def sampled_gate(dtype: torch.dtype) -> specs.SampledGateSpec:
     return specs.SampledGateSpec(dtype_name(dtype))
 
 
-@functools.cache
-def up_down(dtype: torch.dtype, k: int, gated: bool, family: str = specs.SM90) -> specs.UpDownSpec:
-    """The up and down projections for hidden size ``k``; NotImplementedError beyond the largest class."""
-    classes = specs.K_CLASSES if family == specs.SM90 else specs.PORTABLE_K_CLASSES
-    return specs.UpDownSpec(dtype_name(dtype), specs.k_class(k, classes), gated, family=family)
-
-
-# Most tokens at which this many CTAs share a token. NVIDIA H200, K = 2,048, N = 5,632, 29 non-zeros per token, us of
-# 4 and of 2 CTAs per token: "topic29" 19 and 24 at 128 tokens, 21 and 28 at 256, 33 and 31 at 512, where 1 takes 39;
-# "uniform29" 13 and 11, 19 and 15, 33 and 25, where 1 takes 27.
-TOKEN_CLUSTERS = {8: 32, 4: 256, 2: 512, 1: 2048}
-# most tokens that are computed one by one, by hidden size; `up_down` is as fast there, and wins beyond
-TOKEN_UP_DOWN = {2048: 2048, 4096: 640, 8192: 512, 16384: 256}
+# Most tokens at which this many CTAs share a token; with more as few do as hold the row. NVIDIA H200, K = 2,048,
+# N = 5,632, 29 non-zeros per token, us of 4 and of 2 CTAs per token: "topic29" 19 and 24 at 128 tokens, 21 and 28 at
+# 256, 33 and 31 at 512, where 1 takes 39; "uniform29" 13 and 11, 19 and 15, 33 and 25, where 1 takes 27.
+TOKEN_CLUSTERS = {8: 32, 4: 256, 2: 512}
 
 
 @functools.lru_cache(4096)
 def up_down_token(
     dtype: torch.dtype, m: int, k: int, gated: bool, invariant: bool = False, family: str = specs.SM90
-) -> specs.UpDownTokenSpec | None:
-    """``up_down`` token by token, for ``m`` tokens: the fewer, the more CTAs share each. None for too many tokens.
+) -> specs.UpDownTokenSpec:
+    """The up and down projections of ``m`` tokens, token by token: the fewer, the more CTAs share each.
 
     ``invariant``: the same number of CTAs, more than one, for any m: a launch with one CTA per token gives heavy tokens
     to clusters of two, and which are heavy depends on their neighbours. NotImplementedError for a hidden size beyond
     the largest class.
     """
+    name, k_max = dtype_name(dtype), specs.k_class(k)
     if family == specs.PORTABLE:
-        if not invariant and k <= specs.PORTABLE_K_CLASSES[-1] and m > TOKEN_UP_DOWN[min(TOKEN_UP_DOWN)]:
-            return None
-        classes = specs.PORTABLE_TOKEN_K_CLASSES[1]
-        return specs.UpDownTokenSpec(dtype_name(dtype), specs.k_class(k, classes), 1, gated, family=family)
+        return specs.UpDownTokenSpec(name, k_max, 1, gated, family=family)
+    fits = [c for c, classes in specs.TOKEN_K_CLASSES.items() if k <= classes[-1]]
     if invariant:
-        cluster = min(c for c, classes in specs.TOKEN_K_CLASSES.items() if c > 1 and k <= classes[-1])
-        return specs.UpDownTokenSpec(
-            dtype_name(dtype), specs.k_class(k, specs.TOKEN_K_CLASSES[cluster]), cluster, gated
-        )
-    if m > TOKEN_UP_DOWN[specs.k_class(k, tuple(TOKEN_UP_DOWN))]:
-        return None
-    clusters = [c for c, classes in specs.TOKEN_K_CLASSES.items() if k <= classes[-1]]
-    cluster = max((c for c in clusters if m <= TOKEN_CLUSTERS[c]), default=min(clusters))
-    k_max = specs.k_class(k, specs.TOKEN_K_CLASSES[cluster])
-    return specs.UpDownTokenSpec(dtype_name(dtype), k_max, cluster, gated)
+        cluster = min(c for c in fits if c > 1)
+    else:
+        cluster = max((c for c in fits if m <= TOKEN_CLUSTERS.get(c, 0)), default=min(fits))
+    return specs.UpDownTokenSpec(name, specs.k_class(k, specs.TOKEN_K_CLASSES[cluster]), cluster, gated)
 
 
 # Most clusters that share a token with many non-zeros: one adds up what they leave. Twice as many in a layer with a
@@ -349,8 +333,8 @@ def require_strategy(requested: object) -> None:
 
 # Tokens of the group of which ``Figures.heaviest`` is the mean.
 HEAVY_GROUP = geometry.STATS_ROWS
-# With at most this many tokens a call takes as long as its heaviest tokens: up to 2,048 "row" computes them one by
-# one, and up to 1,024 "union" by tiles of 16. With more, others hide them, but up to here the term still helps.
+# With at most this many tokens a call takes as long as its heaviest tokens: "row" computes them one by one, and up to
+# 1,024 "union" by tiles of 16. With more, others hide them, but up to here the term still helps.
 # Leaving each layer out in turn, choices lost 4.75 % with the term for "row" alone, 1.88 and 1.74 % with it for both
 # up to 1,024 and 4,096 tokens.
 MOST_WAITING = 4096

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from cute_kernels import catalog, specs
+from twell import tuning
 
 
 def test_symbols_are_distinct_names_that_lead_back() -> None:
@@ -22,7 +24,7 @@ def test_symbols_are_distinct_names_that_lead_back() -> None:
         assert specs.spec_from_symbol(spec.symbol) == spec
 
 
-@pytest.mark.parametrize("symbol", ["", "gate_pack", "gate_pack_bf16_c3", "up_down_bf16_k2000", "unpack_fp32"])
+@pytest.mark.parametrize("symbol", ["", "gate_pack", "gate_pack_bf16_c3", "up_down_token_bf16_k2000_x1", "unpack_fp32"])
 def test_other_symbols_are_refused(symbol: str) -> None:
     with pytest.raises(ValueError, match=repr(symbol)):
         specs.spec_from_symbol(symbol)
@@ -38,7 +40,8 @@ def test_every_supported_size_ships() -> None:
         # the hidden sizes of the models in question
         for k in (64, 1024, 2048, 4096, 8192):
             for gated in (False, True):
-                assert specs.UpDownSpec(dtype, specs.k_class(k), gated) in shipped
+                for m in (1, 64, 300, 100_000):
+                    assert tuning.up_down_token(getattr(torch, dtype), m, k, gated) in shipped
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
@@ -66,8 +69,8 @@ def test_larger_hidden_sizes_are_refused() -> None:
     [
         (lambda: specs.GatePackSpec("float32", 64), "float32"),
         (lambda: specs.GatePackSpec("bfloat16", 72), "tokens"),
-        (lambda: specs.UpDownSpec("bfloat16", 2000, True), "k_max"),
-        (lambda: specs.UpDownSpec("bf16", 2048, False), "bf16"),
+        (lambda: specs.UpDownTokenSpec("bfloat16", 2000, 1, True), "k_max"),
+        (lambda: specs.UpDownTokenSpec("bf16", 2048, 1, False), "bf16"),
         (lambda: specs.UnpackSpec("int8"), "int8"),
     ],
 )

@@ -59,18 +59,9 @@ def register_budget(spec: Spec, kernel: str, arch: str) -> int:
     if not hasattr(spec, "family") and arch != "sm_90a":
         return feasible.registers_per_thread(*ELSEWHERE)
     if getattr(spec, "family", specs.SM90) == specs.PORTABLE:
-        if isinstance(spec, specs.UpDownSpec):
-            if "heavy" in kernel:
-                return register_budget(spec.heavy, kernel, arch)
-            return feasible.registers_per_thread(256, 2)
         if isinstance(spec, specs.UpDownTokenSpec):
             return feasible.registers_per_thread(256, 2 if spec.k_max <= 4096 else 1)
         return feasible.registers_per_thread(*PORTABLE_OCCUPANCY.get(spec.op, (256, 1)))
-    if isinstance(spec, specs.UpDownSpec):
-        if "heavy" in kernel:
-            return register_budget(spec.heavy, kernel, arch)
-        # a second CTA hides the listing of a group of tokens while rows are short enough
-        return feasible.registers_per_thread(256, 2 if spec.k_max <= 2048 else 1)
     if isinstance(spec, specs.QuantizeGateSpec):
         whole, shorter, ctas = quantize_gate.WARPS[spec.k_max // quantize_gate.COLUMNS]
         warps = spec.k_max // 256 if "few" in kernel else shorter if kernel.endswith("_2") else whole
@@ -85,9 +76,6 @@ def local_budget(spec: Spec, kernel: str) -> int:
     """Return the bytes of local memory of a thread: none, except for a few spilled counters outside the hot loops."""
     if getattr(spec, "family", specs.SM90) == specs.PORTABLE:
         return 80
-    if isinstance(spec, specs.UpDownSpec):
-        # 192 registers hold sums and x of the widest slab
-        return local_budget(spec.heavy, kernel) if "heavy" in kernel else 8 if spec.k_max >= 4096 else 0
     if isinstance(spec, specs.QuantizeGateSpec):
         # 16 warps share an SM: that was faster than 12 with more registers
         return 32 if spec.k_max >= 4096 and kernel.endswith("_1") else 0

@@ -290,8 +290,8 @@ library.require_architecture = lambda index: "sm_90a"
 torch.cuda.current_device = lambda: 0
 resolve.resolve = lambda spec, arch: lambda *arguments: None
 with noted("launch"):
-    with twell._runtime.nvtx.range("up_down"):
-        library.launch(specs.UpDownSpec("bfloat16", 2048, True))
+    with twell._runtime.nvtx.range("unpack"):
+        library.launch(specs.UnpackSpec("bfloat16"))
         library.launch(specs.UpDownTokenSpec("bfloat16", 2048, 8, True))
 print(json.dumps(found))
 """
@@ -373,8 +373,8 @@ class TestWholePackage:
         assert marked["unpack"][1][3] == {"m": 16, "n": 264, "dtype": "bfloat16", "compression": 8}
 
     def test_kernels(self, marked: Any) -> None:
-        """A kernel with its operator's name has no range of its own; the one for few tokens has."""
-        assert self.names(marked["launch"]) == [(0, "up_down"), (1, "up_down_token")]
+        """A kernel with its operator's name has no range of its own; others have."""
+        assert self.names(marked["launch"]) == [(0, "unpack"), (1, "up_down_token")]
         assert marked["launch"][1][3] == {"kernel": "up_down_token_bf16_k2048_x8"}
 
     def test_an_error_leaves_no_range_open(self, marked: Any) -> None:

@@ -263,17 +263,13 @@ def test_tiles_of_the_gate_gemm(m: int, tokens: int) -> None:
     assert tuning.gate_pack(torch.bfloat16, m, 5632, 66, False, specs.PORTABLE) == spec
 
 
-@pytest.mark.parametrize(("k", "m"), [(64, 1), (2048, 2049), (2056, 100000), (16384, 1)])
-def test_every_hidden_size_has_a_row_kernel(k: int, m: int) -> None:
-    """Token by token without clusters; groups of tokens while shared memory holds their rows."""
-    by_token = tuning.up_down_token(torch.bfloat16, m, k, True, False, specs.PORTABLE)
-    if by_token is None:
-        assert tuning.up_down(torch.bfloat16, k, True, specs.PORTABLE).k_max >= k
-    else:
-        assert by_token.cluster == 1
-        assert by_token.k_max >= k
-    invariant = tuning.up_down_token(torch.bfloat16, m, k, True, True, specs.PORTABLE)
-    assert invariant == tuning.up_down_token(torch.bfloat16, 1, k, True, True, specs.PORTABLE)
+@pytest.mark.parametrize(("k", "k_max"), [(64, 1024), (2048, 2048), (2056, 4096), (16384, 16384)])
+def test_every_hidden_size_has_a_row_kernel(k: int, k_max: int) -> None:
+    """One, without clusters, for any number of tokens; its bits depend on no other token."""
+    for m in (1, 2049, 100_000):
+        for invariant in (False, True):
+            spec = tuning.up_down_token(torch.bfloat16, m, k, True, invariant, specs.PORTABLE)
+            assert spec == specs.UpDownTokenSpec("bfloat16", k_max, 1, True, family=specs.PORTABLE)
 
 
 def test_few_tokens_of_a_union_take_three_kernels() -> None:
@@ -318,7 +314,7 @@ def test_auto_chooses_in_tests_of_a_gpu_without_a_table(
     ("make", "message"),
     [
         (lambda: specs.GatePackSpec("bfloat16", 144, family="sm80"), r"tokens must be one of \(64, 128\), got 144"),
-        (lambda: specs.UpDownSpec("bfloat16", 4096, True, family="sm80"), "k_max must be one of"),
+        (lambda: specs.UpDownTokenSpec("bfloat16", 512, 1, True, family="sm80"), "k_max must be one of"),
         (lambda: specs.UpDownTokenSpec("bfloat16", 2048, 2, True, family="sm80"), r"cluster must be one of \(1,\)"),
         (lambda: specs.GatheredSpec("bfloat16", 1, family="sm70"), "family must be one of"),
     ],

@@ -24,7 +24,7 @@ COMPILED = {
     "kernel_cutlass_kernel_cute_kernelsgate_packGatePack_object_at__CopyAtom_ThrID10_0": ("gate_pack", "gate_pack"),
     "kernel_cutlass_kernel_twellcute_kernelsgate_packGatePack_object_at__CopyAtom_0": ("gate_pack", "gate_pack"),
     "kernel_cutlass_kernel_cute_kernelsgate_pack_fewGatePackFew_object_at__C_0": (*("gate_pack_few", "gate_pack_few"),),
-    "kernel_cutlass_light_cute_kernelsup_downUpDown_object_at__tensorptrbf16_0": ("up_down", "up_down light"),
+    "kernel_cutlass_kernel_cute_kernelsup_down_tokenUpDownToken_object_at__t_0": (*("up_down_token", "up_down_token"),),
     "kernel_cutlass_compact_cute_kernelscompactCompact_object_at__tensorptri32_1": ("compact", "compact"),
     "kernel_cutlass_locate_cute_kernelscompactCompact_object_at__tensorptri32_0": ("compact", "compact locate"),
     "kernel_cutlass_kernel_cute_kernelsregluRegluBackward_object_at__tensor_0": ("reglu", "reglu backward"),
@@ -54,8 +54,8 @@ profile_target: 3 calls of up_down: topic29, 16384 tokens
 ==PROF== Disconnected from process 4242
 """
 LAUNCH = "ID,Process ID,Process Name,Host Name,Kernel Name,Context,Stream,Block Size,Grid Size".split(",")
-LIGHT, PACK = (
-    "kernel_cutlass_light_cute_kernelsup_downUpDown_object_at__tensorptrbf16_0",
+ROW, PACK = (
+    "kernel_cutlass_kernel_cute_kernelsup_down_tokenUpDownToken_object_at__tensorptrbf16_0",
     "kernel_cutlass_kernel_cute_kernelsgate_packGatePack_object_at__CopyAtom_0",
 )
 
@@ -88,16 +88,16 @@ def raw(*launches: tuple[str, list[str]]) -> str:
     return BEFORE + quoted(rows)
 
 
-LIGHT_1 = ["410.5", "31.25", "88.5", "12.0", "128", "99.33", "1,024", "24.5", "25", "4.5", "4.0", "1.5", "1.0"]
-LIGHT_2 = ["1,410.5", "33.25", "90.5", "14.0", "128", "99.33", "1,024", "25.5", "25", "6.5", "4.0", "1.5", "1.0"]
-LIGHT_3 = ["420.5", "35.25", "92.5", "16.0", "128", "99.33", "1,024", "26.5", "25", "5.5", "4.0", "1.5", "1.0"]
+ROW_1 = ["410.5", "31.25", "88.5", "12.0", "128", "99.33", "1,024", "24.5", "25", "4.5", "4.0", "1.5", "1.0"]
+ROW_2 = ["1,410.5", "33.25", "90.5", "14.0", "128", "99.33", "1,024", "25.5", "25", "6.5", "4.0", "1.5", "1.0"]
+ROW_3 = ["420.5", "35.25", "92.5", "16.0", "128", "99.33", "1,024", "26.5", "25", "5.5", "4.0", "1.5", "1.0"]
 
 
 class TestRaw:
     def test_medians(self) -> None:
-        lines = raw((LIGHT, LIGHT_1), (LIGHT, LIGHT_2), (LIGHT, LIGHT_3)).splitlines(keepends=True)
+        lines = raw((ROW, ROW_1), (ROW, ROW_2), (ROW, ROW_3)).splitlines(keepends=True)
         (row,) = summarize.summarize(summarize.read(lines))
-        assert (row.kernel, row.launches) == ("up_down light", 3)
+        assert (row.kernel, row.launches) == ("up_down_token", 3)
         # the median of three, one with a thousands separator
         assert row.ms == pytest.approx(0.4205)
         assert (row.tensor, row.l2, row.dram) == (33.25, 90.5, 14.0)
@@ -121,7 +121,6 @@ FIGURES: dict[str, Any] = {
     "fired": 100,
     "spilled_tiles": 3,
     "union_rows": 120,
-    "group_rows": 1800,
     "token_rows": 300,
     "ceilings": {"flops": 1e12, "memory": 1e12, "l2": 2e12},
 }
@@ -133,7 +132,7 @@ class TestFloors:
         ("op", "expected"),
         [
             ("gate_pack", summarize.Work(2 * 256 * 512 * 64, 2 * 256 * 64 + 2 * 512 * 64 + PACKED)),
-            ("up_down", summarize.Work(0, PACKED + 4 * 256 * 64 + 4 * 100 * 64, 2 * 1800 * 128)),
+            ("up_down_token", summarize.Work(0, PACKED + 4 * 256 * 64 + 4 * 100 * 64, 2 * 2560 * 128)),
             ("unpack", summarize.Work(0, PACKED + 2 * 256 * 512)),
             ("compact", summarize.Work(0, PACKED + 4 * 2560)),
             ("sampled_up", summarize.Work(2 * 128 * 64 * 120, 2 * 256 * 64 + 2 * 100 * 64 + 8 * 2560, 120 * 128)),
@@ -151,7 +150,7 @@ class TestFloors:
 
 class TestSummary:
     def test_table_and_json(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        for name, text in (("a.csv", raw((LIGHT, LIGHT_1), (PACK, LIGHT_3))), ("a.json", json.dumps(FIGURES))):
+        for name, text in (("a.csv", raw((ROW, ROW_1), (PACK, ROW_3))), ("a.json", json.dumps(FIGURES))):
             (tmp_path / name).write_text(text)
         files = [str(tmp_path / name) for name in ("a.csv", "a.json", "rows.json")]
         assert summarize.main([files[0], "--floor", files[1], "--json", files[2]]) == 0
@@ -166,7 +165,7 @@ class TestSummary:
         ]
         written = json.loads((tmp_path / "rows.json").read_text())
         assert written["machine"] == "NVIDIA Something"
-        assert [row["kernel"] for row in written["rows"]] == ["up_down light", "gate_pack"]
+        assert [row["kernel"] for row in written["rows"]] == ["up_down_token", "gate_pack"]
         assert written["rows"][0]["floor_share"] > 0
 
     @pytest.mark.parametrize("text", [None, "nothing\n", raw()])
@@ -197,7 +196,6 @@ class TestTarget:
         assert found["nonzeros"] == sum(row.sum().item() for row in active)
         assert found["fired"] == sum(bool(column.any()) for column in active.t())
         assert found["union_rows"] == sum(int(active[s : s + 128].any(0).sum()) for s in (0, 128))
-        assert found["group_rows"] == sum(int(active[s : s + 8].any(0).sum()) for s in range(0, 150, 8))
         order = sorted(range(300), key=lambda neuron: -int(active[:, neuron].sum()))
         tiles = [order[s : s + 64] for s in range(0, 300, 64)]
         assert found["token_rows"] == sum(int(active[:, tile].any(1).sum()) for tile in tiles)
@@ -290,7 +288,7 @@ class TestScripts:
         assert done.stderr.startswith("ncu.sh: nothing was measured: no kernel matched regex:cute_kernels|^twell_")
 
     def test_ncu(self, tools: Path, tmp_path: Path) -> None:
-        log = stand_in(tools, "ncu", report=".ncu-rep", csv=raw((LIGHT, LIGHT_1)))
+        log = stand_in(tools, "ncu", report=".ncu-rep", csv=raw((ROW, ROW_1)))
         arguments = ["up_down", *TINY, "--launch-skip", "1", "--launch-count", "2", "--kernel", "up_down"]
         done = script("ncu.sh", *arguments, "-o", "out/a", "--", "--verbose", tools=tools, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
@@ -315,7 +313,7 @@ class TestScripts:
         lines = done.stdout.splitlines()
         assert lines[0] == "profile_target: wrote out/a.json"
         assert lines[1].startswith("profile_target: 3 calls of up_down")
-        assert lines[3].startswith("up_down light")
+        assert lines[3].startswith("up_down_token")
         assert lines[4].startswith("workload nnz=10,skew=1, m 130")
 
     def test_nsys(self, tools: Path, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_the_number_of_tokens_chooses_kernels_where_readme_says() -> None:
         return (
             # tiles of all sizes give the same bits
             [tuning.gate_pack(torch.bfloat16, m, n, 66).op for n in (5632, 14336)],
-            tuning.up_down_token(torch.bfloat16, m, k, True) or tuning.up_down(torch.bfloat16, k, True),
+            tuning.up_down_token(torch.bfloat16, m, k, True),
             tuning.up_down_tile(torch.bfloat16, m, k, 5632, True),
         )
 
@@ -112,13 +112,6 @@ def test_the_number_of_tokens_chooses_kernels_where_readme_says() -> None:
     *some, last = sorted(changes)
     page = (Path(__file__).resolve().parents[2] / "docs" / "promises.md").read_text()
     assert f"they change above {', '.join(f'{m:,}' for m in some)} and {last:,} tokens" in page
-
-
-@pytest.mark.parametrize("k", [8, 2048, 2056, 16384])
-@pytest.mark.parametrize("gated", [True, False])
-def test_a_heavy_token_is_computed_as_if_it_were_alone(gated: bool, k: int) -> None:
-    many = tuning.up_down(torch.bfloat16, k, gated)
-    assert many.heavy == tuning.up_down_token(torch.bfloat16, 1, k, gated)
 
 
 def drawn(sizes: dict[str, Any]) -> Iterator[FFN]:

@@ -165,7 +165,7 @@ class TestCache:
         assert compiler.compiled == [SPEC.symbol]
 
     def test_a_file_of_another_name_is_no_entry(self, compiler: Compiler, folder: Path) -> None:
-        long, short = (specs.UpDownSpec("bfloat16", 512, gated) for gated in (False, True))
+        long, short = (specs.UpDownTokenSpec("bfloat16", 1024, 1, gated) for gated in (False, True))
         assert (cache.load(long)(), cache.load(short)()) == (42, 43)
         assert (cache.load(long)(), cache.load(short)()) == (42, 43)
 

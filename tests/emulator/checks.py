@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.quantized import assert_right
 from twell import ops, testing, tuning
 from twell._activation import RELU, Activation
-from twell._runtime import geometry, specs
+from twell._runtime import geometry
 from twell.ops import hybrid
 from twell.ops.library import launch
 from twell.ops.operands import Gradients, Operands
@@ -383,7 +383,7 @@ def draw(generator: random.Random) -> partial[None]:
     kinds = (quantize_gate, gate_screen, sampled_up, sampled_grad, sampled_gate, locate, rank, ffn_screened)
     kind = generator.choice(kinds)
     if kind is quantize_gate:
-        hidden = 8 * generator.randint(1, specs.K_CLASSES[0] // 8)
+        hidden = 8 * generator.randint(1, 64)
         return partial(kind, generator.randint(1, 60), hidden, biased, seed)
     if kind is gate_screen:
         return partial(kind, generator.randint(4, 300), 8 * generator.randint(3, 70), k, biased, seed)

@@ -49,7 +49,8 @@ WEIGHTS = ("w_gate", "w_up", "w_down")
 BIASES = ("b_gate", "b_up", "b_down")
 NAMES = ("x", *WEIGHTS, *BIASES)
 
-# Classes of K that the packaged kernels have, and the one that is compiled when it is first asked for.
+# Ranges of K by their ends: small ones, the classes of the packaged kernels, and the one that is compiled when it is
+# first asked for.
 PACKAGED_K = (512, 1024, 2048, 4096, 8192)
 COMPILED_K = 16384
 

@@ -2,13 +2,11 @@
 
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import family as families
 from twell import _tables, testing, tuning
-from twell._runtime import specs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,20 +63,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         folder = metafunc.config.getoption("--real-layers", default=None)
         real = [] if folder is None else testing.real_names(folder)
         metafunc.parametrize("workload", [*testing.WORKLOADS, *real])
-
-
-@pytest.fixture(params=["by size", "up_down"])
-def row_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test twice: the row kernel that the sizes choose, and the one for the most tokens."""
-    if request.param == "up_down":
-        by_size = tuning.up_down_token
-
-        def for_many(*arguments: Any) -> specs.UpDownTokenSpec | None:
-            k, family = arguments[2], arguments[-1]
-            # longer rows have no other kernel there
-            return by_size(*arguments) if family == specs.PORTABLE and k > specs.PORTABLE_K_CLASSES[-1] else None
-
-        monkeypatch.setattr(tuning, "up_down_token", for_many)
 
 
 @pytest.fixture

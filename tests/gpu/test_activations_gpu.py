@@ -64,7 +64,7 @@ def test_every_strategy(name: Any, threshold: float, gated: bool, dtype: torch.d
 
 @EVERY
 def test_heavy_tokens(name: Any, threshold: float, gated: bool) -> None:
-    """One token of each eight has all non-zeros: `up_down` has a second kernel for it, `up_down_token` two CTAs."""
+    """One token of each eight has all non-zeros: two CTAs share it, where others have one each."""
     for m in (1200, 2100):
         problem = integers(m, name, density=0.9)
         x = problem.x.clone()

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import twell
 from tests.gpu.operands import padded
+from tests.gpu.strategies import BF16, BIASES, BOTH, FP16, VARIANTS, assert_nothing_waits, label
+from tests.gpu.strategies import right as right_outputs
 from twell import ops, testing
 from twell._runtime import device, geometry
 from twell.commands.demo.model import ByteModel, ModelShape
@@ -23,11 +25,8 @@ from twell.nn import SparseGatedMLP, SparseMLP
 from twell.testing import FFN
 
 DEVICE = "cuda"
-BF16, FP16 = torch.bfloat16, torch.float16
-BIASES = "gate up down"
 # the coefficient of the sum of |h| in real problems; exact in bf16, so that dense PyTorch rounds nothing more
 L1 = 0.25
-BOTH = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 Gradients = dict[str, Tensor]
 
 
@@ -47,13 +46,10 @@ def check_forward(problem: FFN, gated: bool, compression: int) -> tuple[Tensor, 
     """``hybrid_forward`` against float64, and the gate that it keeps against the CPU operator's; returns that gate."""
     arguments = operands(problem, gated)
     y, l1, nonzeros, *kept = testing.poisoned(lambda: ops.hybrid_forward(*arguments, compression))
-    wide = problem.map(Tensor.double)
-    gate = testing.float64_gate(problem)
-    hidden = gate * nn.functional.linear(wide.x, wide.w_up, wide.b_up) if gated else gate
-    expected = nn.functional.linear(hidden.to(y.dtype).double(), wide.w_down.t(), wide.b_down)
-    testing.assert_same(y, expected.float().to(y.dtype), "y")
+    expected, gate = right_outputs(problem, "union", gated), testing.float64_gate(problem)
+    testing.assert_same(y, expected.y, "y")
     assert int(nonzeros) == int((gate != 0).sum())
-    total = float(hidden.abs().sum())
+    total = float(expected.l1.sum())
     assert float(l1) == pytest.approx(total, rel=0 if total < testing.EXACT_LIMIT else 1e-6, abs=0)
     m, n = gate.shape
     on_cpu = ops.hybrid_forward(*(None if t is None else t.cpu() for t in arguments), compression)
@@ -127,11 +123,6 @@ SHAPES = [
     (1000, 2048, 5632),
     (1000, 8, 8192),
 ]
-VARIANTS = [(BF16, 8), (FP16, 4), (BF16, 2), (FP16, 8), (BF16, 4), (FP16, 2)]
-
-
-def label(value: object) -> str:
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.") or "none"
 
 
 @pytest.mark.parametrize(
@@ -306,20 +297,6 @@ def test_no_tokens(gated: bool) -> None:
 
 
 @BOTH
-def test_a_token_that_is_not_a_number(gated: bool) -> None:
-    """Its own gradient and the weights' are NaN; other tokens' gradients keep their bits."""
-    problem = testing.integer_problem(130, 72, 264, density=0.1, device=DEVICE)
-    dy = testing.integer_upstream(problem)
-    clean = testing.sparse_gradients(problem, dy, gated=gated)
-    problem.x[66, 5] = math.nan
-    found = testing.sparse_gradients(problem, dy, gated=gated)
-    others = torch.arange(130, device=DEVICE) != 66
-    testing.assert_same(found["x"][others], clean["x"][others])
-    assert bool(found["w_gate"].isnan().any())
-    assert bool(found["w_down"].isnan().any())
-
-
-@BOTH
 @pytest.mark.parametrize(("left", "right"), [(8, 16), (3, 5)])
 @pytest.mark.parametrize("density", [0.1, 1])
 def test_strided_operands(left: int, right: int, density: float, gated: bool) -> None:
@@ -435,35 +412,6 @@ REAL_PATTERNS = [
 @pytest.mark.parametrize("pattern", REAL_PATTERNS)
 def test_error_budget_of_patterns(pattern: Callable[[FFN], FFN], gated: bool) -> None:
     assert_close(pattern(testing.make("uniform29", 1024, device=DEVICE)), gated)
-
-
-# The same bits
-
-
-def bits_differ(found: Gradients, first: Gradients) -> Tensor:
-    return torch.stack([(found[n].view(torch.int16) != first[n].view(torch.int16)).any() for n in first]).long()
-
-
-@BOTH
-@pytest.mark.parametrize("busy", [False, True], ids=["alone", "busy"])
-@pytest.mark.parametrize(("name", "m"), [("topic128", 2048), ("skew29", 1000), ("dense911", 300)])
-def test_a_hundred_steps_give_the_same_bits(name: str, m: int, busy: bool, gated: bool) -> None:
-    """``busy``: beside matrix products on another stream, so that CTAs start unevenly. The last one overflows."""
-    problem = testing.make(name, m, device=DEVICE)
-    bias = torch.randn(5632, generator=torch.Generator().manual_seed(1)).to(DEVICE, BF16)
-    problem = problem._replace(b_up=bias, b_gate=0 * bias)
-    dy = testing.real_upstream(problem)
-    first = testing.sparse_gradients(problem, dy, L1, gated=gated)
-    different = torch.zeros(len(first), dtype=torch.int64, device=DEVICE)
-    other = torch.cuda.Stream()
-    noise = torch.randn(1024, 1024, device=DEVICE, dtype=BF16)
-    torch.cuda.synchronize()
-    for _ in range(100):
-        if busy:
-            with torch.cuda.stream(other):
-                torch.mm(noise, noise)
-        different += bits_differ(testing.sparse_gradients(problem, dy, L1, gated=gated), first)
-    assert different.tolist() == [0] * len(first)
 
 
 @contextmanager
@@ -702,15 +650,7 @@ def test_nothing_waits_for_the_gpu(density: float, gated: bool) -> None:
         testing.sparse_gradients(problem, dy, 1.0, gated=gated)
         loss_of(leaves(problem), gated, dy, main_grads=mains).backward()
 
-    steps()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError):
-            dy.sum().item()  # the mode detects a wait
-        steps()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_nothing_waits(steps)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

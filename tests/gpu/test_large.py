@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.strategies import exact, output, run
 from twell import ops, testing
-from twell.testing import FFN
+from twell.functional import Strategy
 
 LIMIT = 1 << 31
 pytestmark = pytest.mark.slow
+BY_NAME = pytest.mark.parametrize("strategy", ["row", "union"])
 
 
 @pytest.fixture(autouse=True)
@@ -52,41 +54,32 @@ def test_packed_gate(m: int, compression: int) -> None:
     assert repeated(y, testing.exact_output(block, gated=False))
 
 
-def test_tokens() -> None:
+@BY_NAME
+def test_tokens(strategy: Strategy) -> None:
     """x and y of more than 2^31 elements."""
-    block = testing.integer_problem(64, 8192, 264, density=0.02, device="cuda")
-    x = block.x.repeat(LIMIT // 8192 // 64 + 1, 1)
-    assert x.numel() > LIMIT
-    tall = block._replace(x=x)
+    block = testing.integer_problem(128, 8192, 264, density=0.02, device="cuda")
+    tall = block._replace(x=block.x.repeat(LIMIT // 8192 // 128 + 1, 1))
+    assert tall.x.numel() > LIMIT
     for gated in (True, False):
-        assert repeated(testing.sparse_output(tall, gated=gated), testing.exact_output(block, gated=gated))
+        assert repeated(output(tall, strategy, gated), exact(block, strategy, gated))
 
 
-def test_row_stride_of_tokens() -> None:
-    """Few tokens, so far apart that the last lie beyond 2^31 elements, with NaN between them."""
+def apart(matrix: Tensor) -> Tensor:
+    """The same rows, so far apart that the last lie beyond 2^31 elements, with NaN between them."""
+    rows, columns = matrix.shape
+    stride = (LIMIT // (rows - 1) // 8 + 1) * 8
+    spread = torch.full(((rows - 1) * stride + columns,), torch.nan, dtype=matrix.dtype, device="cuda")
+    return spread.as_strided((rows, columns), (stride, 1)).copy_(matrix)
+
+
+@BY_NAME
+@pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down"])
+def test_rows_far_apart(name: str, strategy: Strategy) -> None:
+    """Tokens, or neurons."""
     problem = testing.integer_problem(257, 264, 776, density=0.1, device="cuda")
-    stride = LIMIT // 256 + 8
-    apart = torch.full((256 * stride + 264,), torch.nan, dtype=torch.bfloat16, device="cuda")
-    x = apart.as_strided((257, 264), (stride, 1))
-    x.copy_(problem.x)
+    spread = problem._replace(**{name: apart(getattr(problem, name))})
     for gated in (True, False):
-        y = testing.sparse_output(problem._replace(x=x), gated=gated)
-        testing.assert_same(y, testing.exact_output(problem, gated=gated))
-
-
-def test_row_stride_of_weights() -> None:
-    """Weights of 65,536 neurons as columns of one buffer of more than 2^31 elements."""
-    problem = testing.integer_problem(65, 64, 65536, density=0.05, device="cuda")
-    stride = LIMIT // 65535 + 9
-    stride -= stride % 8
-    buffer = torch.full((65536, stride), torch.nan, dtype=torch.bfloat16, device="cuda")
-    assert 65535 * stride > LIMIT
-    strided: list[Tensor] = []
-    for i, weight in enumerate(problem[1:4]):
-        view = buffer[:, 128 * i : 128 * i + 64]
-        view.copy_(weight)
-        strided.append(view)
-    wide = FFN(problem.x, *strided)
-    for gated in (True, False):
-        y = testing.sparse_output(wide, gated=gated)
-        testing.assert_same(y, testing.exact_output(problem, gated=gated))
+        expected = exact(problem, strategy, gated)
+        testing.assert_same(output(spread, strategy, gated), expected)
+        # the layer has another kernel for few tokens
+        testing.assert_same(run(spread, strategy, gated).y, expected)

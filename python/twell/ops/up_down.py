@@ -3,7 +3,8 @@
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of the gate, y = h @ w_down + b_down,
 l1[m] = sum of |h[m]|. With ``activation`` "relu2" h has the square of the gate, with "drelu" the ReLU of the up
 projection. The hidden state h is never stored, and stays fp32 until y is rounded. Neurons whose gate is zero add
-nothing, but a non-finite down row may make NaN of 0 * inf in tokens beside one that fires it.
+nothing. Each token reads two weight rows per non-zero anew, so many tokens with many non-zeros take many times as long
+as dense PyTorch.
 
 Without ``w_up``, in a layer without a gate, the packed values are h, or h is their square; x and ``b_up`` are not read
 and may be None.
@@ -83,8 +84,10 @@ def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") ->
 def arrivals_for(x: Tensor) -> Tensor | None:
     """Uninitialised counters of the clusters that share a token of ``x`` [M, K]; None if no clusters do."""
     (m, k), index = x.shape, x.device.index
-    spec = tuning.up_down_token(x.dtype, m, k, True, False, tuning.family(index)) if m else None
-    if spec is None or tuning.token_pieces(m, spec, device.sm_count(index)) == 1:
+    if not m:
+        return None
+    spec = tuning.up_down_token(x.dtype, m, k, True, False, tuning.family(index))
+    if tuning.token_pieces(m, spec, device.sm_count(index)) == 1:
         return None
     return empty(x, m * spec.cluster, torch.int32)
 
@@ -113,21 +116,15 @@ def multiply(
         up_bias = bias_vector("b_up", b_up, w_down.shape[0], spill) if gated else None
         results = (up_bias, bias_vector("b_down", b_down, k, spill), y, l1)
         family = tuning.family(words.device.index)
-        by_token = tuning.up_down_token(spill.dtype, m, k, gated, invariant, family)
-        if by_token is not None:
-            pieces = 1 if invariant else tuning.token_pieces(m, by_token, device.sm_count(words.device.index))
-            if pieces == 1:
-                arrivals = empty(words, 0)
-            elif arrivals is None:
-                arrivals = words.new_zeros(m * by_token.cluster)
-            # y of each piece, and behind it the sum of |h|
-            sums = empty(words, (m * pieces if pieces > 1 else 0, k + 8), torch.float32)
-            launch(by_token, *operands, *results, sums, arrivals, pieces, *form)
-        else:
-            heavy = empty(words, -(-m // geometry.GROUP_ROWS))
-            spec = tuning.up_down(spill.dtype, k, gated, family)
-            clusters = device.sm_count(words.device.index) // spec.heavy.cluster
-            launch(spec, *operands, *results, heavy, *form, clusters)
+        spec = tuning.up_down_token(spill.dtype, m, k, gated, invariant, family)
+        pieces = 1 if invariant else tuning.token_pieces(m, spec, device.sm_count(words.device.index))
+        if pieces == 1:
+            arrivals = empty(words, 0)
+        elif arrivals is None:
+            arrivals = words.new_zeros(m * spec.cluster)
+        # y of each piece, and behind it the sum of |h|
+        sums = empty(words, (m * pieces if pieces > 1 else 0, k + 8), torch.float32)
+        launch(spec, *operands, *results, sums, arrivals, pieces, *form)
 
 
 up_down = register(
