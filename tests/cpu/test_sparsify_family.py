@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import re
-import types
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 import twell
 from twell import recipe
 from twell._sparsify import FusedGatedMLP, NamedGatedMLP, NamedMLP, layers, sparsify_
-from twell.distributed import SparseMLPParallel
 from twell.nn import SparseGatedMLP
 
 
@@ -39,17 +37,7 @@ def test_layers_of_other_names_are_of_the_same_kinds() -> None:
     assert made[2].down_proj.weight.stride() == (1, K)
 
 
-@pytest.mark.parametrize("form", ["fused", "fused, up first"])
-def test_halves_of_a_fused_weight_are_views(form: str) -> None:
-    (layer,) = layers(sparse_of(model(form))).values()
-    weight = layer.gate_up_proj.weight
-    places = {layer.gate_proj.weight.data_ptr(): "gate", layer.up_proj.weight.data_ptr(): "up"}
-    first = "up" if "up first" in form else "gate"
-    assert places[weight.data_ptr()] == first
-    assert len(places) == 2
-
-
-@pytest.mark.parametrize("form", ["fused", "fused, up first", "w1 w3 w2", "wi wo"])
+@pytest.mark.parametrize("form", ["fused, up first", "wi wo"])
 def test_main_gradients_of_other_names(form: str) -> None:
     dense = model(form)
     sparse = sparse_of(copy.deepcopy(dense))
@@ -98,7 +86,7 @@ class Adapter(nn.Module):
         return self.base(x) + self.more(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("form", ["fused", "fused, up first", "w1 w3 w2"])
+@pytest.mark.parametrize("form", ["fused, up first", "w1 w3 w2"])
 def test_figures_of_the_gate_call_adapted_projections(form: str) -> None:
     m = sparse_of(model(form)).train()
     ((name, layer),) = layers(m).items()
@@ -132,15 +120,6 @@ def test_a_projection_cannot_be_set_by_another_name(form: str, role: str) -> Non
         layer(tokens())
     delattr(layer, role)
     layer(tokens())
-
-
-def test_a_fused_layer_is_not_divided_among_ranks() -> None:
-    (layer,) = layers(sparse_of(model("fused"))).values()
-    mesh: Any = types.SimpleNamespace(ndim=1)
-    with pytest.raises(
-        ValueError, match="a gate and an up projection with parameters of their own, which ranks divide, got one fused"
-    ):
-        SparseMLPParallel()._apply(layer, mesh)
 
 
 def test_an_encoder_leaves_its_fast_path() -> None:

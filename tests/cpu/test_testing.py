@@ -36,18 +36,6 @@ def test_workload_has_its_sparsity(name: str) -> None:
     assert not torch.equal(draw(name, document=64, seed=1).x, problem.x)
 
 
-def test_workloads_are_uneven_as_named() -> None:
-    """skew29 spreads over neurons and tokens and has dead neurons; topic29 moreover lets neighbours share neurons."""
-    uniform, skewed, topical = (draw(name, document=64) for name in ("uniform29", "skew29", "topic29"))
-    active = [p.x.float() @ p.w_gate.float().T > 0 for p in (uniform, skewed, topical)]
-    spread = [a.sum(1).float().std() / a.sum(1).float().mean() for a in active]
-    assert spread[1] > 2 * spread[0]
-    dead = [(~a.any(0)).float().mean() for a in active]
-    assert dead[0] < 0.2 < 0.3 < dead[1]
-    union = [(a[:64].any(0).sum() / a[:64].sum()).item() for a in active]
-    assert union[2] < 0.8 * union[1]
-
-
 def test_drawing_is_that_of_the_recorded_figures() -> None:
     """Published figures depend on the order of draws: a few values of each tensor are pinned."""
     x, w_gate, w_up, w_down = testing.make("topic29", 4, 8, 16, seed=3, device="cpu", dtype=torch.float32, document=2)[
@@ -64,6 +52,8 @@ def test_unknown_names_are_refused() -> None:
         testing.make("uniform30", 8, 8, 8, device="cpu")
     with pytest.raises(ValueError, match="folder"):
         testing.load("real3", 8, device="cpu")
+    with pytest.raises(ValueError, match="biases must be words of"):
+        testing.integer_problem(2, 16, 16, biases="all")
 
 
 @pytest.fixture
@@ -109,8 +99,7 @@ def test_recorded_layer(recorded: Path) -> None:
 # Exact problems
 
 
-@pytest.mark.parametrize("k", [8, 64, 200])
-@pytest.mark.parametrize("biases", ["", "gate up down"])
+@pytest.mark.parametrize(("k", "biases"), [(8, ""), (200, "gate up down")])
 def test_integer_problem_density(k: int, biases: str) -> None:
     for density in (0, 0.05, 0.3, 1):
         problem = testing.integer_problem(64, k, 520, density=density, biases=biases, seed=1)
@@ -118,8 +107,7 @@ def test_integer_problem_density(k: int, biases: str) -> None:
         assert share == density if density in (0, 1) else 0.3 * density < share < 3 * density
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("gated", "dtype"), [(True, BF16), (False, FP16)])
 def test_sparse_layers_give_the_exact_answer(gated: bool, dtype: torch.dtype) -> None:
     problem = testing.integer_problem(66, 136, 520, density=0.2, biases="gate up down", dtype=dtype)
     expected = testing.exact_output(problem, gated=gated)
@@ -170,27 +158,11 @@ def test_float64_output_is_the_formula(compared: tuple[FFN, torch.Tensor], monke
     assert torch.allclose(testing.float64_output(biased), expected, rtol=1e-10)
 
 
-def test_layers_are_within_budget(compared: tuple[FFN, torch.Tensor]) -> None:
-    problem, _ = compared
-    for gated in (True, False):
-        comparison = testing.compare(problem, testing.sparse_output(problem, gated=gated), gated=gated)
-        assert comparison.ok, str(comparison)
-        assert 1e-4 < comparison.dense.frobenius < 1e-2
-
-
 def drop_neuron(problem: FFN) -> torch.Tensor:
     """The most used neuron is missing."""
     w_down = problem.w_down.clone()
     w_down[(problem.x.float() @ problem.w_gate.float().T > 0).sum(0).argmax()] = 0
     return testing.sparse_output(problem._replace(w_down=w_down))
-
-
-def drop_one_value(problem: FFN) -> torch.Tensor:
-    """One non-zero of one token is missing."""
-    words, spill, _ = ops.gate_pack(problem.x, problem.w_gate, None, 8)
-    row, tile = divmod(int(((words.view(-1, 32)[:, 0] > 0) & (words.view(-1, 32)[:, 0] < 32)).nonzero()[100]), 4)
-    words.view(256, 4, 32)[row, tile, 0] -= 1
-    return ops.up_down(problem.x, words, spill, problem.w_up, problem.w_down, None, None, 8)[0]
 
 
 def round_twice(problem: FFN) -> torch.Tensor:
@@ -199,19 +171,13 @@ def round_twice(problem: FFN) -> torch.Tensor:
     return (y.view(torch.int16) & ~3).view(BF16)
 
 
-def zero_row(problem: FFN) -> torch.Tensor:
-    y = testing.sparse_output(problem)
-    y[y.float().norm(dim=1).argsort()[len(y) // 20]] = 0  # one of the smallest
-    return y
-
-
 def nan(problem: FFN) -> torch.Tensor:
     y = testing.sparse_output(problem)
     y[5, 5] = math.nan
     return y
 
 
-@pytest.mark.parametrize("planted", [drop_neuron, drop_one_value, round_twice, zero_row, nan])
+@pytest.mark.parametrize("planted", [drop_neuron, round_twice, nan])
 def test_planted_errors_are_over_budget(compared: tuple[FFN, torch.Tensor], planted: object) -> None:
     problem, _ = compared
     assert callable(planted)
@@ -254,36 +220,6 @@ def test_budget() -> None:
     assert Errors(0, 0).within(Errors(0, 0))
 
 
-def test_luck_widens_the_budget_of_few_roundings_only() -> None:
-    """The widening shrinks with the number of roundings and vanishes for millions."""
-    counts = [1, 4, 100, 10_000, 10**6, 10**8]
-    found = [testing.Comparison(Errors(0, 0), Errors(0, 0), n, 1.1, 1.25) for n in counts]
-    assert [c.factor for c in found] == pytest.approx([4.4, 2.75, 1.43, 1.133, 1.1033, 1.10033])
-    assert [c.row_factor / c.factor for c in found] == pytest.approx([1.25 / 1.1] * len(counts))
-    assert testing.allowance(0) == testing.allowance(1)
-    dense = Errors(1e-3, 1e-2)
-    for error in (Errors(1.4e-3, 1e-2), Errors(1e-3, 1.4e-2)):
-        assert [testing.Comparison(error, dense, n).ok for n in (100, 10_000)] == [True, False]
-
-
-@GATED
-def test_roundings_are_the_non_zeros_that_hold_most_of_the_norm(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten equal ones count as ten, a dominant one as one."""
-    gates = torch.zeros(5, 16)
-    gates.view(-1)[::8] = 4
-    problem = testing.pattern_problem(gates, 16)
-    # the up projection is 1 everywhere
-    x, w_up = problem.x.clone(), torch.zeros_like(problem.w_up)
-    x[:, 15], w_up[:, 15] = 1, 1
-    problem = problem._replace(x=x, w_up=w_up)
-    monkeypatch.setattr(testing.answers, "CHUNK_ROWS", 2)
-    assert testing.count_roundings(problem, gated=gated) == pytest.approx(10)
-    w_gate = problem.w_gate.clone()
-    w_gate[0, 0] = 400
-    assert testing.count_roundings(problem._replace(w_gate=w_gate), gated=gated) == pytest.approx(1, abs=0.01)
-    assert testing.count_roundings(problem._replace(w_gate=-w_gate), gated=gated) == 0
-
-
 # Gradients
 
 
@@ -298,8 +234,7 @@ def stepped() -> tuple[FFN, torch.Tensor]:
     return problem, testing.real_upstream(problem)
 
 
-@GATED
-@pytest.mark.parametrize("dl1", [0.0, 0.3])
+@pytest.mark.parametrize(("gated", "dl1"), [(True, 0.3), (False, 0.0)])
 def test_float64_gradients_are_those_of_autograd(
     stepped: tuple[FFN, torch.Tensor], gated: bool, dl1: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,22 +266,6 @@ def test_gradients_of_the_layers(stepped: tuple[FFN, torch.Tensor], gated: bool)
     assert_gradients_equal(testing.sparse_gradients(problem, dy, gated=gated, strategy="dense"), dense)
 
 
-def test_rows_that_cancel_are_measured_by_their_terms() -> None:
-    """Two equal tokens have nearly opposite gradients: the rest of a row is small beside its terms."""
-    problem = testing.integer_problem(2, 8, 8, density=1.0)
-    problem = problem._replace(x=problem.x[:1].expand(2, 8).clone())
-    dy = torch.full((2, 8), 4.0, dtype=problem.x.dtype)
-    dy[1] = -dy[1] + 2.0**-6
-    answer = testing.float64_gradients(problem, dy)
-    hidden = answer["w_down"][:, 0] / 2.0**-6
-    assert bool((hidden > 0).any())
-    # each row is off by a hundredth of one of its two terms, several times the row itself
-    off = answer | {"w_down": answer["w_down"] + 0.01 * hidden[:, None] * dy[0]}
-    compared = testing.compare_gradients(problem, dy, off)["w_down"].ours
-    assert compared.worst_row == pytest.approx(0.01 / math.sqrt(2), rel=0.01)
-    assert compared.frobenius == pytest.approx(0.01 * 4 / 2.0**-6)
-
-
 def assert_gradients_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
@@ -355,10 +274,6 @@ def assert_gradients_equal(found: dict[str, torch.Tensor], expected: dict[str, t
 
 def without_l1(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tensor]:
     return testing.sparse_gradients(problem, dy)
-
-
-def without_a_token(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    return testing.sparse_gradients(problem, dy.clone().index_fill_(0, torch.tensor([17]), 0), 0.25)
 
 
 def with_a_neuron_scaled(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -375,19 +290,12 @@ def with_a_nan(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tensor]:
     return gradients
 
 
-@pytest.mark.parametrize("planted", [without_l1, without_a_token, with_a_neuron_scaled, with_a_nan])
+@pytest.mark.parametrize("planted", [without_l1, with_a_neuron_scaled, with_a_nan])
 def test_planted_errors_of_gradients_are_over_budget(stepped: tuple[FFN, torch.Tensor], planted: object) -> None:
     problem, dy = stepped
     assert callable(planted)
     compared = testing.compare_gradients(problem, dy, planted(problem, dy), 0.25)
     assert not all(comparison.ok for comparison in compared.values())
-
-
-def test_gradients_must_be_complete(stepped: tuple[FFN, torch.Tensor]) -> None:
-    problem, dy = stepped
-    gradients = testing.sparse_gradients(problem, dy, gated=False)
-    with pytest.raises(ValueError, match="w_up"):
-        testing.compare_gradients(problem, dy, gradients)
 
 
 def test_off_kinks() -> None:
@@ -415,17 +323,7 @@ def test_off_kinks() -> None:
     assert 9 not in zeroed(gated=False)
 
 
-def test_upstream_of_repeated_tokens_repeats() -> None:
-    problem = testing.integer_problem(8200, 8, 8)
-    dy = testing.real_upstream(problem)
-    assert (dy.shape, dy.dtype) == (problem.x.shape, BF16)
-    assert torch.equal(dy[4096:8192], dy[:4096])
-    assert torch.equal(dy[8192:], dy[:8])
-
-
-@GATED
-@pytest.mark.parametrize("density", [0.1, 1])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("gated", "density", "dtype"), [(True, 0.1, BF16), (False, 1, FP16)])
 def test_exact_gradients(gated: bool, density: float, dtype: torch.dtype) -> None:
     """They equal the layers' bit by bit, and autograd's where nothing is rounded."""
     problem = testing.integer_problem(70, 24, 136, density=density, biases="gate up down", dtype=dtype)
@@ -461,10 +359,9 @@ def test_assert_same() -> None:
         testing.assert_same(ours, ours.double())
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_assert_packed_same(dtype: torch.dtype) -> None:
+def test_assert_packed_same() -> None:
     """Every defined bit counts; undefined bits and the bits of a NaN do not."""
-    problem = testing.integer_problem(66, 64, 264, density=0.12, dtype=dtype)
+    problem = testing.integer_problem(66, 64, 264, density=0.12)
     problem.x[3] = math.nan
     n, cap = 264, 31
     expected = ops.gate_pack(problem.x, problem.w_gate, None, 8)
@@ -545,8 +442,3 @@ def test_machine_line() -> None:
     for part in ("CPU", f"torch {torch.__version__}", "CuTe DSL", "twell "):
         assert part in line
     assert "\n" not in line
-
-
-def test_unknown_names_of_biases_are_refused() -> None:
-    with pytest.raises(ValueError, match="biases must be words of"):
-        testing.integer_problem(2, 16, 16, biases="all")
