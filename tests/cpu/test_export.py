@@ -66,7 +66,7 @@ def assert_same(ours: Any, eager: Any) -> None:
         testing.assert_same(a, b)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "union", "dense"])
+@pytest.mark.parametrize("strategy", ["union", "dense"])
 def test_exported_figures_of_no_tokens_are_zero(strategy: Any) -> None:
     layer = Layer(problem(6, "", torch.bfloat16), gated=True, function=False, aux=True, strategy=strategy)
     sizes = ({0: Dim("m", min=0, max=100)},)
@@ -85,9 +85,10 @@ def saved(exported: Any) -> Any:
     return torch.export.load(file)
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("function", [True, False], ids=["function", "module"])
-@pytest.mark.parametrize(("strategy", "compression", "biases", "dtype"), OPTIONS)
+@pytest.mark.parametrize(
+    ("strategy", "compression", "biases", "dtype", "function", "gated"),
+    [(*options, i % 2 == 0, i % 3 > 0) for i, options in enumerate(OPTIONS)],
+)
 @torch.no_grad()
 def test_one_exported_graph_is_for_any_number_of_tokens(
     strategy: Any, compression: int, biases: str, dtype: torch.dtype, function: bool, gated: bool
@@ -106,8 +107,7 @@ def test_one_exported_graph_is_for_any_number_of_tokens(
         assert_same(call(p.x[:m]), layer(p.x[:m]))
 
 
-@pytest.mark.parametrize("strategy", ["row", "union", "dense"])
-@pytest.mark.parametrize("example", [1, 64, 129])
+@pytest.mark.parametrize(("strategy", "example"), [("row", 1), ("union", 64), ("row", 129)])
 @torch.no_grad()
 def test_the_graph_does_not_depend_on_the_example(strategy: Any, example: int) -> None:
     """Examples of few tokens, one block and more; decomposed as ahead-of-time compilers do."""
@@ -120,8 +120,7 @@ def test_the_graph_does_not_depend_on_the_example(strategy: Any, example: int) -
         assert_same(call(p.x[:m]), layer(p.x[:m]))
 
 
-@pytest.mark.parametrize("strategy", ["row", "union", "dense"])
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize(("gated", "strategy"), [(True, "row"), (False, "union")])
 @torch.no_grad()
 def test_batch_and_sequence_may_both_be_dynamic(gated: bool, strategy: Any) -> None:
     p = problem(600, "", torch.bfloat16)
@@ -222,8 +221,7 @@ def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(
     assert counted == ({"129 to 256": 1, "5 to 8": 2, "2": 1, "257 to 512": 1} if strategy == "auto" else {})
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("strategy", ["row", "union"])
+@pytest.mark.parametrize(("strategy", "training"), [("row", False), ("union", True)])
 def test_dynamic_compilation_makes_few_graphs(strategy: Any, training: bool) -> None:
     """In training one token and blocks of 64 and 128 have graphs of their own; else one graph is for all but one."""
     torch.compiler.reset()
@@ -249,9 +247,9 @@ def test_dynamic_compilation_makes_few_graphs(strategy: Any, training: bool) -> 
     assert len(graphs) <= (4 if training else 2)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("function", [True, False], ids=["function", "module"])
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize(
+    ("gated", "function", "strict"), [(True, True, True), (False, False, True), (True, False, False)]
+)
 def test_a_layer_that_needs_gradients_exports_dense_only(
     gated: bool, function: bool, strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,27 +115,6 @@ def test_the_down_weight_keeps_its_layout(cls: Module, layout: DownLayout, throu
 
 
 @MODULES
-@pytest.mark.parametrize("layout", ["rows", "linear"])
-def test_meta_then_to_empty_then_load(cls: Module, layout: DownLayout) -> None:
-    with torch.device("meta"):
-        implicit = cls(K, N, dtype=BF16)
-    explicit = cls(K, N, device="meta", dtype=BF16)
-    full = cls(K, N, dtype=BF16)
-    x = tokens()
-    for mlp in (implicit, explicit):
-        set_down_layout(mlp, layout)
-        assert is_laid_out(mlp, layout)
-        assert mlp.down_proj.weight.is_meta
-        with torch.no_grad():
-            assert mlp(x.to("meta")).shape == (5, K)
-        real = mlp.to_empty(device="cpu")
-        assert is_laid_out(real, layout)
-        real.load_state_dict(full.state_dict())
-        with torch.no_grad():
-            assert torch.equal(real(x), full(x))
-
-
-@MODULES
 @pytest.mark.parametrize("bias", [False, True])
 def test_from_linear_shares_every_parameter(cls: Module, bias: bool) -> None:
     layers, x = linears(cls, bias), tokens()

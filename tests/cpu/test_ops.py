@@ -261,32 +261,6 @@ def test_autocast_does_not_touch_the_operators() -> None:
             assert equal(op(*arguments), plain)
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"compression": 4}, r"words must be \[3, 128\] for 3 rows of 264 neurons at compression 4, got \[3, 64\]"),
-        ({"n": 520}, r"words must be \[3, 96\] for 3 rows of 520 neurons at compression 8, got \[3, 64\]"),
-        ({"spill": torch.zeros(2, 512, dtype=BF16)}, r"spill must be \[3, 512\].*got \[2, 512\]"),
-        ({"compression": 3}, r"compression must be one of \(2, 4, 8\), got 3"),
-    ],
-)
-def test_packed_operands_that_do_not_fit_are_refused(change: dict[str, Any], text: str) -> None:
-    o = operands(3, 264, 16)
-    words, spill, _ = ops.gate_pack(o["x"], o["w_gate"], None, 8)
-    arguments = {"words": words, "spill": spill, "n": 264, "compression": 8} | change
-    with pytest.raises(ValueError, match=text):
-        ops.unpack(*arguments.values())
-    n = arguments.pop("n")
-    w = integers(n, 16)
-    with pytest.raises(ValueError, match=text):
-        ops.up_down(None, arguments["words"], arguments["spill"], None, w, None, None, arguments["compression"])
-    packed = arguments["words"], arguments["spill"]
-    for op in (ops.up_down, ops.up_down_union):
-        for w_up in (w, None):
-            with pytest.raises(ValueError, match=text):
-                op(o["x"], *packed, w_up, w, None, None, arguments["compression"])
-
-
 def misfits(arguments: dict[str, Any]) -> list[tuple[str, type[Exception], Any]]:
     """Yield (name, error, operand) for operands that do not fit the others."""
     found: list[tuple[str, type[Exception], Any]] = []

@@ -50,9 +50,17 @@ def cases(op: str, strategy: str, sizes: dict[str, Any], dtype: str, count: int 
     return [dataclasses.replace(base, **changes, seed=seed) for seed in range(count)]
 
 
-@pytest.mark.parametrize("dtype", problems.DTYPES)
-@pytest.mark.parametrize("sizes", [ONE, FEW, MANY], ids=["one", "few", "many"])
-@pytest.mark.parametrize(("op", "strategy"), [("forward", "row"), ("forward", "union"), ("train", "union")])
+@pytest.mark.parametrize(
+    ("op", "strategy", "sizes", "dtype"),
+    [
+        ("forward", "row", ONE, "bf16"),
+        ("forward", "row", MANY, "fp16"),
+        ("forward", "union", FEW, "bf16"),
+        ("train", "union", ONE, "fp16"),
+        ("train", "union", MANY, "bf16"),
+    ],
+    ids=["row one", "row many", "union few", "train one", "train many"],
+)
 def test_every_row_is_within_the_bound(op: str, strategy: str, sizes: dict[str, Any], dtype: str) -> None:
     """y and the gradients of x and all weights are, whatever dense PyTorch's error is."""
     results = [fuzz.attempt(case, CPU) for case in cases(op, strategy, sizes, dtype)]

@@ -239,23 +239,6 @@ def test_positions_of_packed_sequences() -> None:
     assert tracker.read().layers[0].positions["1-"] is None
 
 
-def test_calls_without_tokens_do_not_count() -> None:
-    mlp, x = SparseGatedMLP(K, N), torch.randn(12, K)
-    tracker = SparsityTracker(mlp)
-    with tracker.watch(0):
-        mlp(x)
-    alone = tracker.read().layers[0]
-    for calls in ((x, x[:0]), (x[:0], x)):
-        with tracker.watch(1):
-            for each in calls:
-                mlp(each)
-        both = tracker.read().layers[0]
-        assert (both.l0, both.l1) == (alone.l0, alone.l1)
-    with tracker.watch(1):
-        mlp(x[:0])
-    assert tracker.read().layers[0].l0 is None
-
-
 def test_tracker_refuses_what_it_cannot_count() -> None:
     model, (x,) = Model(), inputs()
     with pytest.raises(ValueError, match="every must be an integer of at least 0, got -1"):

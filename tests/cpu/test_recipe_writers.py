@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch._dynamo.testing
 from recipe_models import (
     Model,
     N,
@@ -26,8 +24,6 @@ from recipe_models import (
 
 from twell import recipe
 from twell.recipe import SparsityTracker, StatsWriter, _writers
-
-BF16 = torch.bfloat16
 
 
 def stats_of(model: Model, number: int = 0) -> recipe.SparsityStats:
@@ -103,8 +99,9 @@ def test_csv_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "moved to" in caplog.text
 
 
-@pytest.mark.parametrize("resume", [None, 5])
-@pytest.mark.parametrize("kind", ["table", "line", "folder", "pipe", "link", "dangling"])
+@pytest.mark.parametrize(
+    ("kind", "resume"), [("table", 5), ("line", None), ("folder", 5), ("pipe", None), ("link", 5), ("dangling", None)]
+)
 def test_what_is_not_its_own_is_left_alone(kind: str, resume: int | None, tmp_path: Path) -> None:
     path, text = tmp_path / "figures", "step,loss,note\n" + "".join(f"{i},0.5,mine\n" for i in range(20))
     if kind == "folder":
@@ -136,8 +133,7 @@ def test_a_write_that_takes_a_part_is_gone_on_with(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "parts.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
 
 
-@pytest.mark.parametrize("room", [0, 130])
-@pytest.mark.parametrize("written", [0, 1])
+@pytest.mark.parametrize(("written", "room"), [(0, 130), (1, 0), (1, 130)])
 def test_lines_that_do_not_fit_raise_and_leave_none(written: int, room: int, tmp_path: Path) -> None:
     """A full disk takes part of a write: the header, or lines; none may stay or join others."""
     path, stats = tmp_path / "sparsity.csv", stats_of(Model())

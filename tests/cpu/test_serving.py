@@ -218,33 +218,6 @@ def test_meta_construction(cls: Module, how: str, copies: bool) -> None:
         assert mlp.down_proj.weight.is_contiguous()
 
 
-@MODULES
-@pytest.mark.parametrize("swap", [False, True])
-def test_dtypes_there_and_back(cls: Module, swap: bool) -> None:
-    torch.__future__.set_swap_module_params_on_conversion(swap)
-    try:
-        mlp = cls(K, N, True)
-        state = {name: tensor.clone() for name, tensor in mlp.state_dict().items()}
-        agrees(mlp, tokens(torch.float32))
-        for change, dtype in (
-            (mlp.double, torch.float64),
-            (mlp.float, torch.float32),
-            (mlp.bfloat16, BF16),
-            (mlp.half, torch.float16),
-            (lambda: mlp.to("cpu", torch.float64, non_blocking=True), torch.float64),
-            (lambda: mlp.to(tokens()), BF16),
-        ):
-            change()
-            assert {parameter.dtype for parameter in mlp.parameters()} == {dtype}
-            assert mlp.down_proj.weight.is_contiguous()
-            agrees(mlp, tokens(dtype))
-            with pytest.raises(TypeError, match=r"x must be .* as the others are, got"):
-                mlp(tokens(torch.float32 if dtype != torch.float32 else BF16))
-        close(mlp.up_proj.weight.double(), state["up_proj.weight"].double())
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
 @pytest.mark.parametrize(
     ("cls", "duplicate", "strategy"),
     [(SparseGatedMLP, copy.deepcopy, "row"), (SparseMLP, pickled, "union"), (SparseGatedMLP, saved, "auto")],
@@ -270,19 +243,6 @@ def test_copies_have_lives_of_their_own(cls: Module, duplicate: Callable[[Any], 
     assigned(other, new_state(other))
     assert other.down_proj.weight.t().is_contiguous()
     assert mlp.down_proj.weight.is_contiguous()
-
-
-@MODULES
-def test_shared_memory(cls: Module) -> None:
-    mlp = cls(K, N, dtype=BF16).share_memory()
-    assert all(parameter.is_shared() for parameter in mlp.parameters())
-    agrees(mlp)
-    # a second module on the same memory, as a worker process would have it
-    other = pickle.loads(pickle.dumps(cls(K, N, dtype=BF16, device="meta")))
-    as_replaced_parameters(other, {name: parameter.data for name, parameter in mlp.named_parameters()})
-    through_state_dict(mlp, new_state(mlp))
-    with torch.no_grad():
-        assert torch.equal(other(tokens()), mlp(tokens()))
 
 
 # several at a time
@@ -505,32 +465,6 @@ def test_models_are_copied_moved_and_cast(kind: str) -> None:
         assert all(layer.down_proj.weight.is_contiguous() for layer in layers(rebuilt).values())
         if kind == "torch":
             matches(rebuilt, dense, x)
-
-
-@KINDS
-def test_models_train_what_requires_grad(kind: str) -> None:
-    sparse, dense, x = model_of(kind)
-    sparse.float()
-    dense.float()
-    x = x.float() if x.is_floating_point() else x
-
-    def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-        model.zero_grad()
-        y = model(x)
-        (y if isinstance(y, Tensor) else y.logits).float().square().mean().backward()
-        return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    for word in ("", "down_proj", "fc1", "gate_proj"):
-        for model in (sparse, dense):
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(not word or word not in name)
-        got, expected = gradients(sparse), gradients(dense)
-        assert got.keys() == expected.keys()
-        for name, gradient in got.items():
-            wanted = expected[name]
-            assert (gradient is None) == (wanted is None)
-            if gradient is not None and wanted is not None:
-                assert (gradient - wanted).norm() <= 1e-4 * wanted.norm() + 1e-9, name
 
 
 @pytest.mark.parametrize(("kind", "merge"), [("opt", False), ("opt", True), ("sparse_llama", False)])

@@ -225,23 +225,11 @@ class Bottleneck(nn.Module):
         return self.up_proj(torch.relu(self.down_proj(x)))
 
 
-class UpIsBoth(ToldFused):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up_proj, self.down_proj = self.a, self.b
-        del self.a, self.b
-
-    def forward(self, x: Tensor) -> Tensor:
-        up, gate = self.up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.act(gate) * up)
-
-
 @pytest.mark.parametrize(
     ("form", "names", "why"),
     [
         (UpIsGate, ("up_proj", "gate_proj", "down_proj"), "up_proj must be the up_proj .* is its gate_proj"),
         (Bottleneck, ("down_proj", "up_proj"), "down_proj must be the down_proj .* is its up_proj"),
-        (UpIsBoth, ("up_proj", "down_proj"), "up_proj must be the up_proj .* is its gate and up in one"),
     ],
 )
 def test_a_name_of_another_role_is_refused(form: Any, names: Any, why: str) -> None:

@@ -99,38 +99,6 @@ def test_trials_leave_the_state_of_a_block_alone() -> None:
     assert not any(p.is_meta for p in m.parameters())
 
 
-class Methods(Block):
-    """Reaches its first projection by other ways than its name."""
-
-    def __init__(self, more: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.more = more
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation_fn(self.fc1(x))) + self.more(self, x).mean()
-
-
-REACHES: dict[str, Callable[[Any, Tensor], Any]] = {
-    "children": lambda m, x: next(c for c in m.children() if isinstance(c, nn.Linear))(x),
-    "_modules": lambda m, x: m._modules["fc" + "1"](x),
-    "getattr": lambda m, x: getattr(m, f"fc{1}")(x),
-    "weight": lambda m, x: F.linear(x, m.fc1.weight),
-}
-
-
-@pytest.mark.parametrize("way", REACHES)
-def test_methods_that_reach_a_projection_are_seen(way: str) -> None:
-    m = nn.Sequential(Methods(REACHES[way]))
-    dense = copy.deepcopy(m)
-    if way == "weight":
-        # reading parameters still works
-        assert take(m) == ["0.fc2"]
-        torch.testing.assert_close(m(tokens()), dense(tokens()))
-        return
-    with pytest.raises(ValueError, match="its first projection returns"):
-        take(m)
-
-
 class Walking(nn.Module):
     """Calls parts of its own nn.Sequential."""
 
@@ -144,8 +112,6 @@ class Walking(nn.Module):
 
 WALKS: dict[str, Callable[[Any, Tensor], Any]] = {
     "index": lambda net, x: net[0](x),
-    "slice": lambda net, x: net[:2](x),
-    "loop": lambda net, x: [x := layer(x) for layer in net][1],
     "children": lambda net, x: nn.Sequential(*list(net.children())[:-1])(x),
     "old forward": lambda net, x: nn.Sequential.forward(net, x),
     "whole": lambda net, x: net(x),
@@ -167,24 +133,6 @@ def test_parts_of_a_sequence_are_right_or_an_error(walk: str, activation: Any) -
 
 def _squared(self: nn.Module, x: Tensor) -> Tensor:
     return x.relu().square()
-
-
-REGISTRY: dict[str, type] = {}
-
-
-class Registered(nn.Module):
-    def __init_subclass__(cls, *, name: str, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        REGISTRY[name] = cls
-
-
-class Entry(Plain, Registered, name="entry"): ...
-
-
-def test_no_class_is_made_of_a_users_class() -> None:
-    assert take(nn.Sequential(Entry())) == ["0"]
-    assert REGISTRY == {"entry": Entry}
-    assert Entry.__subclasses__() == []
 
 
 HOLDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {

@@ -537,20 +537,6 @@ def test_windows_are_not_at_the_same_places_of_all_sequences() -> None:
         assert len(gates[..., 0].unique()) == 1024
 
 
-@pytest.mark.parametrize("tokens", [2048, 2080, 6112, 100_000])
-def test_windows_are_spread_over_all_tokens(tokens: int) -> None:
-    layer, rows = SparseMLP(1, 8, strategy="dense"), torch.arange(float(tokens))[:, None]
-    layer.up_proj.weight.data.fill_(1.0)
-    for length in (1, 32):
-        (gates,) = _sharing.gates_of([(layer, [Input(layer, rows, rows)])], length, 2048 // length)
-        starts = gates[:, 0, 0].long()
-        gaps = starts.diff(append=torch.tensor([tokens]))
-        assert starts[0] == 0
-        # windows do not overlap, and none is twice as far from the next one as in the mean, and one more
-        assert length <= gaps.min()
-        assert gaps.max() <= 2 * (tokens // 2048 + 1) * length
-
-
 def test_neighbours_come_to_share_neurons() -> None:
     """The union of the neurons of a window, at the same non-zeros per token."""
     unions = []

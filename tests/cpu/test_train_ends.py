@@ -167,6 +167,7 @@ def test_evaluation_is_stopped_and_made_up_for(run: Callable[..., int], tmp_path
     assert records(tmp_path / "out") == records(tmp_path / "whole")
 
 
+@pytest.mark.nightly
 def test_finished_runs_are_extended(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
     arguments = ["--checkpoint-every", 10, "--log-every", 1, "--lr", 0.01, "--tokens-per-step", 64]
     assert run("--steps", 40, *arguments) == 0
@@ -453,6 +454,7 @@ def two_ranks(command: list[str], stop: bool = False) -> list[int | None]:
     return others(train_as_rank, (0, port, command, stop), (1, port, command, stop))
 
 
+@pytest.mark.nightly
 def test_two_ranks_are_as_one(run: Callable[..., int], text: Path, cache: Path, tmp_path: Path) -> None:
     def two(mode: str, *more: object, stop: bool = False) -> list[int | None]:
         return two_ranks(command(text, cache, tmp_path / mode, "--parallel", mode, *arguments, *more), stop)

@@ -120,15 +120,6 @@ def test_a_subset_has_the_gradients_of_all(ffn: Function, subset: str) -> None:
     assert_equal(dict(zip(wanted, found, strict=True)), {name: every[name] for name in wanted})
 
 
-@BOTH
-def test_float32_is_dense_autograd(ffn: Function) -> None:
-    p = draw(131, 264, 32, True, dtype=torch.float32)
-    loss = weighted(torch.randn(131, 32))
-    dense = grads(ffn, p, loss, strategy="dense")
-    for name, gradient in grads(ffn, p, loss).items():
-        torch.testing.assert_close(gradient, dense[name], rtol=1e-4, atol=1e-5)
-
-
 def one_row_all_positive(p: testing.FFN) -> None:
     p.x[3, 1], p.w_gate[:, 1] = 20, 1
 
@@ -185,18 +176,6 @@ def test_as_close_to_float64_as_dense_is(
         assert error.within(allowed), f"{name}: {error}, dense {allowed}"
 
 
-@BOTH
-def test_parts_of_the_loss_alone(ffn: Function) -> None:
-    p = draw(9, 264, 32, bias=True, dtype=torch.float64)
-    dy = torch.randn(9, 32, dtype=torch.float64)
-    both = grads(ffn, p, weighted(dy))
-    of_y, of_l1 = grads(ffn, p, lambda y, aux: (y * dy).sum()), grads(ffn, p, lambda y, aux: 0.3 * aux.l1)
-    assert of_l1["w_down"] is None
-    assert of_l1["b_down"] is None
-    for name, gradient in both.items():
-        torch.testing.assert_close(gradient, of_y[name] + (0 if of_l1[name] is None else of_l1[name]))
-
-
 # Layouts
 
 
@@ -227,21 +206,6 @@ def test_strided_tokens_and_gradients(ffn: Function) -> None:
     assert_equal(grads(ffn, strided, lambda y, aux: weighted(dy.t())(y.t(), aux)), expected)
     summed = grads(ffn, p, lambda y, aux: y.sum())
     assert_equal(summed, grads(ffn, p, lambda y, aux: (y * torch.ones(12, 32).to(BF16)).sum()))
-
-
-@BOTH
-def test_the_down_weight_may_have_either_layout(ffn: Function) -> None:
-    p = draw(12, 264, 32)
-    loss = weighted(torch.randn(12, 32))
-    rows = grads(ffn, p, loss)
-    # FFN holds it transposed, so this is nn.Linear's own layout
-    other = p._replace(w_down=p.w_down.detach().t().contiguous().t().requires_grad_())
-    assert_equal(grads(ffn, other, loss), rows)
-    for layout in (torch.contiguous_format, torch.preserve_format):
-        weight = p.w_down.detach().t().clone(memory_format=layout).requires_grad_()
-        y, _ = ffn(p._replace(w_down=weight.t()))
-        y.sum().backward()
-        assert weight.grad.stride() == weight.stride()
 
 
 # Work
@@ -333,21 +297,6 @@ def test_checkpointing(ffn: Function, reentrant: bool, strategy: str) -> None:
 
 
 @BOTH
-def test_saved_tensors_go_through_hooks(ffn: Function) -> None:
-    p, loss, expected = loss_and_problem(ffn)
-    with torch.autograd.graph.save_on_cpu():
-        total = loss(*ffn(p))
-    assert_equal(dict(zip(leaves(p, ffn), torch.autograd.grad(total, tuple(leaves(p, ffn).values())))), expected)
-
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: packed.append(t.clone()) or len(packed) - 1, packed.__getitem__
-    ):
-        total = loss(*ffn(p))
-    assert_equal(dict(zip(leaves(p, ffn), torch.autograd.grad(total, tuple(leaves(p, ffn).values())))), expected)
-
-
-@BOTH
 def test_a_second_backward_with_retain_graph(ffn: Function) -> None:
     p, loss, expected = loss_and_problem(ffn)
     own = leaves(p, ffn)
@@ -427,20 +376,6 @@ def test_compiles_as_one_graph(ffn: Function, backend: str, dynamic: bool) -> No
         found = torch.autograd.grad(loss, tuple(own.values()))
         expected = torch.autograd.grad(expected_loss, tuple(own.values()))
         assert_equal(dict(zip(own, found)), dict(zip(own, expected)))
-
-
-@BOTH
-def test_shapes_without_values(ffn: Function) -> None:
-    p = draw(10, 264, 64, bias=True).map(lambda t: t.detach().to("meta").requires_grad_())
-    p = p._replace(x=torch.empty(2, 5, 64, dtype=BF16, device="meta", requires_grad=True))
-    own = leaves(p, ffn)
-    y, aux = ffn(p)
-    assert (y.shape, y.dtype, y.device.type, y.requires_grad) == (p.x.shape, BF16, "meta", True)
-    assert aux.l1.shape == aux.l0.shape == ()
-    (y.sum() + aux.l1).backward()
-    assert all(t.grad.shape == t.shape and t.grad.is_meta for t in own.values())
-    with pytest.raises(TypeError, match=r"dtype must be bfloat16 or float16 .*got torch.float32 on meta"):
-        ffn(p.map(lambda t: t.float()))
 
 
 # Gradients that go into float32 tensors
