@@ -245,6 +245,27 @@ class Told(nn.Module):
         return self.b(self.act(self.a(x)))
 
 
+class Adapter(nn.Module):
+    """A low-rank adapter that exposes the weight of its base, as in peft."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.down = nn.Linear(base.in_features, 4, False, dtype=base.weight.dtype)
+        self.up = nn.Linear(4, base.out_features, False, dtype=base.weight.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + 3 * self.up(self.down(x))
+
+
 def sequence(act: Any = None) -> nn.Module:
     return nn.Sequential(nn.Linear(K, N), act or nn.ReLU(), nn.Linear(N, K), nn.Dropout(0.0))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import math
 import os
 import signal
@@ -490,12 +489,3 @@ def test_an_entry_that_vanishes_while_it_is_looked_at(
         patch.setattr(cache, "_damage", too_late)
         assert cache.load(SPEC)() == 43
     assert cache.load(SPEC)() == 43
-
-
-def test_nothing_is_logged_where_all_is_well(
-    library: Path, compiler: Compiler, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "twell"):
-        assert resolve.resolve(SPEC)() == 100
-        assert resolve.resolve(OTHER)() == 42
-    assert not caplog.records

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from twell import ops, reference, testing
+from twell import ops, testing
 from twell._runtime import geometry
 from twell.ops import hybrid
 from twell.ops.operands import Operands
@@ -53,16 +52,6 @@ def test_tiles_cover_every_number_of_neurons() -> None:
         assert geometry.training_sums(n) >= chunks / 2
 
 
-def test_words_hold_what_compression_leaves() -> None:
-    for compression in geometry.COMPRESSIONS:
-        width = geometry.words_per_tile(compression)
-        assert width * compression == 256
-        # one word is the count
-        assert geometry.capacity(compression) == width - 1
-    capacities = [geometry.capacity(c) for c in sorted(geometry.COMPRESSIONS)]
-    assert capacities == sorted(capacities, reverse=True)
-
-
 @pytest.mark.parametrize("m", [0, 7, 129, 1_000_000])
 def test_hybrid_capacity_of_every_number_of_neurons(m: int) -> None:
     """A multiple of eight, at least 64 non-zeros per token, at most M * N rounded up, monotone."""
@@ -73,17 +62,6 @@ def test_hybrid_capacity_of_every_number_of_neurons(m: int) -> None:
         assert m * min(n, 64) <= capacity < m * n + 8
         assert capacity >= last
         last = capacity
-
-
-@MANY
-@given(
-    m=st.integers(0, 1 << 22), n=st.sampled_from(EVERY_N), more=st.integers(0, 1 << 12), size=st.sampled_from([0, 2])
-)
-def test_hybrid_words_have_room_for_entries_and_values(m: int, n: int, more: int, size: int) -> None:
-    capacity = geometry.hybrid_capacity(m, n)
-    words = geometry.hybrid_words(capacity, size)
-    assert 4 * words == capacity * (4 + size)
-    assert geometry.hybrid_capacity(m + more, n) >= capacity
 
 
 @MANY
@@ -203,22 +181,6 @@ def test_what_is_undefined_is_not_read(g: Gates, seed: int) -> None:
     assert same_bits(ops.unpack(spoilt.view(m, -1) if m else words, values.view(spill.shape), n, g.compression), clean)
 
 
-@pytest.mark.parametrize("compression", geometry.COMPRESSIONS)
-def test_every_partial_tile(compression: int) -> None:
-    """Each remainder of N by 256 after full tiles, with about as many non-zeros in the last as its words hold."""
-    width = geometry.words_per_tile(compression)
-    for tiles, rest in itertools.product((0, 1, 5, 22), range(8, 257, 8)):
-        n = tiles * 256 + rest
-        values = -torch.ones(3, n)
-        for row, count in enumerate((width - 1, width, rest)):
-            values[row, n - min(count, rest) :] = 2
-        values[0, :tiles:7] = 3
-        g = Gates(values.to(BF16), compression)
-        words, spill, _ = pack(g)
-        assert torch.equal(ops.unpack(words, spill, n, compression), g.values.clamp(min=0))
-        assert words[:, tiles * width].tolist() == [min(width - 1, rest), min(width, rest), rest]
-
-
 # Readers of packed gates
 
 
@@ -239,22 +201,6 @@ def layers(draw: Callable[..., Any], tokens: int = 5, neurons: int = 70) -> Laye
     biases = draw(st.sampled_from(["", "gate up down", "down", "up"]))
     k = max(8, -(-m // 8) * 8)
     return Layer(testing.pattern_problem(values, k, biases=biases, dtype=draw(DTYPES)), draw(COMPRESSIONS))
-
-
-@FEW
-@given(layers())
-def test_projections_of_any_pattern_are_the_reference(layer: Layer) -> None:
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer.problem
-    words, spill, _ = ops.gate_pack(x, w_gate, b_gate, layer.compression)
-    gated = (x, words, spill, w_up, w_down, b_up, b_down, layer.compression)
-    plain = (None, words, spill, None, w_down, None, b_down, layer.compression)
-    for arguments in (gated, plain):
-        for ours, theirs in zip(ops.up_down(*arguments), reference.up_down(*arguments), strict=True):
-            testing.assert_same(ours, theirs)
-    y, l1, union = ops.up_down_union(*gated)
-    assert torch.equal(y, testing.exact_output(layer.problem))
-    assert union.tolist() == [int((testing.float64_gate(layer.problem) > 0).any(0).sum())]
-    testing.assert_same(l1.sum(), ops.up_down(*gated)[1].sum())
 
 
 # The hybrid format
@@ -312,64 +258,7 @@ def test_the_hybrid_format_loses_nothing(gate: Tensor, gated: bool) -> None:
     assert len(kept.entries) == geometry.hybrid_words(capacity, 2 * gated) >= min(total, capacity)
 
 
-@MANY
-@given(patterns())
-def test_entries_and_lists_of_the_hybrid_format_ascend(gate: Tensor) -> None:
-    kept, (m, n) = encoded(gate, None), gate.shape
-    total = int(kept.sizes[-1])
-    if total > geometry.hybrid_capacity(m, n):
-        return
-    tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
-    active = torch.nn.functional.pad(gate != 0, (0, 0, 0, -m % 128)).view(tiles, 128, n).any(1)
-    assert kept.sizes[:-1].tolist() == active.sum(1).tolist()
-    for tile in range(tiles):
-        length = int(kept.sizes[tile])
-        assert (kept.neurons[tile, :length].int() & 0xFFFF).tolist() == active[tile].nonzero().flatten().tolist()
-    if tiles:
-        bounds = kept.chunks
-        assert int(bounds[0, 0]) == 0
-        assert int(bounds[-1, -1]) == total
-        assert torch.equal(bounds[1:, 0], bounds[:-1, -1])
-        assert bool((bounds.diff(dim=1) >= 0).all())
-        run = torch.arange(tiles * chunks).repeat_interleave(bounds.diff(dim=1).flatten())
-        keys = run << 13 | (kept.entries[:total] & 0x1FFF).long()
-        assert bool((keys.diff() > 0).all())
-
-
-@FEW
-@given(
-    m=st.sampled_from([1, 3, 128, 130]),
-    n=st.sampled_from([72, 136, 264, 2304 + 72]),
-    over=st.integers(-1, 1),
-    seed=st.integers(0, 1 << 30),
-)
-def test_the_capacity_decides_whether_entries_are_kept(m: int, n: int, over: int, seed: int) -> None:
-    """One non-zero less than fits, as many as fit, one more; anywhere."""
-    capacity = geometry.hybrid_capacity(m, n)
-    total = min(capacity + over, m * n)
-    places = torch.randperm(m * n, generator=torch.Generator().manual_seed(seed))[:total]
-    gate = torch.zeros(m * n).index_fill_(0, places, 1).view(m, n).to(BF16)
-    kept = encoded(gate, None)
-    decoded, _ = hybrid.decode(layer_of(gate, None), kept)
-    assert torch.equal(decoded, gate.float())
-    assert (not kept.entries.any() and not kept.neurons.any() and not kept.chunks.any()) == (total > capacity)
-
-
 # Training, by its parts
-
-
-@FEW
-@given(layers(tokens=6, neurons=20), st.booleans(), st.integers(0, 1 << 30))
-def test_gradients_of_any_pattern_are_the_reference(layer: Layer, gated: bool, seed: int) -> None:
-    problem = layer.problem if gated else layer.problem._replace(w_up=None, b_up=None)
-    _, _, _, *kept = ops.hybrid_forward(*problem, layer.compression)
-    generator = torch.Generator().manual_seed(seed)
-    dy = torch.randint(-2, 3, problem.x.shape, generator=generator).to(problem.x.dtype)
-    dl1 = torch.tensor(float(torch.randint(-1, 2, (), generator=generator)))
-    found = ops.hybrid_backward(dy, dl1, *problem[:6], *kept, True, True)
-    expected = reference.hybrid_backward(dy, dl1, *problem[:6])
-    for operand, ours, theirs in zip(problem[:6], found, expected, strict=True):
-        testing.assert_same(ours, theirs.to(ours.dtype) if operand is not None else ours.new_empty(0))
 
 
 @FEW

@@ -29,8 +29,6 @@ from twell._activation import activation_of
 from twell._runtime import device, geometry, kernel_module, specs
 from twell.ops.operands import Operands
 
-ROOT = Path(__file__).resolve().parents[2]
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
@@ -112,7 +110,7 @@ def exact_cases(count: int, seed: int = 11) -> list[Case]:
 
 def test_integers_leave_nothing_to_rounding() -> None:
     """Every value rounded to 16 bits fits in bf16's 8 bits, and every sum, in any order, in fp32's 24."""
-    for case in exact_cases(80):
+    for case in exact_cases(25):
         layer = problems.build(case, CPU)
         right = answers.solve(case, layer)
         magnitudes = answers.solve(case, layer._replace(**{name: t.abs() for name, t in layer.present().items()}))
@@ -175,7 +173,6 @@ def test_cases_are_recorded_and_ledgers_summed_up(tmp_path: Path, capsys: pytest
     [
         ("", "no run in these ledgers"),
         ("no JSON", "a.jsonl:1 is no line of a ledger: 'no JSON'"),
-        ('{"a": 1}', "a.jsonl:1 is no line of a ledger"),
         ('{"verdict": "ok"}', "begins without the line that names the machine"),
         (None, "No such file"),
     ],
@@ -262,45 +259,46 @@ def test_a_fault_of_compaction_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     assert fuzz.attempt(case, CPU).verdict.startswith("y restored differs in ")
 
 
-def test_a_number_that_fp16_does_not_hold_may_be_infinite() -> None:
-    found = torch.tensor([math.inf, -math.inf, math.inf, math.inf, 3.0])
-    right = torch.tensor([70000.0, -1e6, -1e6, 60000.0, 2.0], dtype=torch.float64)
-    assert answers.error_of(found, right, torch.float16).tolist() == [0, 0, math.inf, math.inf, 1]
-    assert answers.error_of(found, right, torch.bfloat16)[0].isinf()
-
-
 # Faults
 
 Op = Callable[..., Any]
 
 
-def loses_the_last_entry(op: Op) -> Op:
-    def pack(x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int, *last: Any) -> Any:
-        words, spill, stats = op(x, w_gate, bias, compression, *last)
-        table = words.view(-1, 256 // compression)
-        table[:, -1] = 0
-        return words, spill, stats
-
-    return pack
+Change = Callable[[Any, tuple[Any, ...]], object]
 
 
-def writes_no_last_row(op: Op) -> Op:
-    def projected(*arguments: Any) -> Any:
-        y, *rest = op(*arguments)
-        y[128:] = math.nan
-        return y, *rest
+def changes(change: Change) -> Callable[[Op], Op]:
+    """A fault that changes what an operator returns, in place; ``change`` gets that and the operator's arguments."""
 
-    return projected
+    def fault(op: Op) -> Op:
+        def faulty(*arguments: Any) -> Any:
+            out = op(*arguments)
+            change(out, arguments)
+            return out
+
+        return faulty
+
+    return fault
 
 
-def adds_a_token_twice(op: Op) -> Op:
-    def backward(*arguments: Any) -> Any:
-        dx, dw_gate, dw_up, dw_down, *rest = op(*arguments)
-        if dw_down.numel():
-            dw_down += arguments[0][:1]
-        return dx, dw_gate, dw_up, dw_down, *rest
+def loses_the_last_entry(out: Any, given: tuple[Any, ...]) -> None:
+    out[0].view(-1, 256 // given[3])[:, -1] = 0
 
-    return backward
+
+def writes_no_last_row(out: Any, given: tuple[Any, ...]) -> None:
+    out[0][128:] = math.nan
+
+
+def adds_a_token_twice(out: Any, given: tuple[Any, ...]) -> None:
+    if out[3].numel():
+        out[3].add_(given[0][:1])
+
+
+def ignores_overflows(out: Any, given: tuple[Any, ...]) -> None:
+    """Gradients stay zero for more non-zeros than the hybrid format holds."""
+    if int(given[11][-1]) > geometry.hybrid_capacity(len(given[2]), len(given[3])):
+        for gradient in out:
+            gradient.zero_()
 
 
 def never_the_same(op: Op) -> Op:
@@ -312,34 +310,6 @@ def never_the_same(op: Op) -> Op:
         return y, l1 * (1 + 1e-7 * (len(calls) % 2)), *rest
 
     return projected
-
-
-def counts_one_more_in_training(op: Op) -> Op:
-    def forward(*arguments: Any) -> Any:
-        y, l1, nonzeros, *rest = op(*arguments)
-        return y, l1, nonzeros + 1, *rest
-
-    return forward
-
-
-def adds_one_to_l1(op: Op) -> Op:
-    def projected(*arguments: Any) -> Any:
-        y, l1, *rest = op(*arguments)
-        l1.view(-1)[:1] += 1
-        return y, l1, *rest
-
-    return projected
-
-
-def ignores_overflows(op: Op) -> Op:
-    """Gradients stay zero for more non-zeros than the hybrid format holds."""
-
-    def backward(*arguments: Any) -> Any:
-        dx, *rest = op(*arguments)
-        m, n, total = len(arguments[2]), len(arguments[3]), int(arguments[11][-1])
-        return [g.zero_() for g in (dx, *rest)] if total > geometry.hybrid_capacity(m, n) else [dx, *rest]
-
-    return backward
 
 
 def writes_to_one_buffer(op: Op) -> Op:
@@ -371,13 +341,13 @@ def replace(monkeypatch: pytest.MonkeyPatch, name: str, op: Op) -> None:
 @pytest.mark.parametrize(
     ("name", "fault", "text"),
     [
-        ("gate_pack", loses_the_last_entry, ""),
-        ("up_down_union", writes_no_last_row, "y differs"),
-        ("hybrid_backward", adds_a_token_twice, "w_down differs"),
+        ("gate_pack", changes(loses_the_last_entry), ""),
+        ("up_down_union", changes(writes_no_last_row), "y differs"),
+        ("hybrid_backward", changes(adds_a_token_twice), "w_down differs"),
         ("hybrid_forward", never_the_same, "a second call has other bits"),
-        ("hybrid_backward", ignores_overflows, "differs"),
-        ("hybrid_forward", counts_one_more_in_training, "l0"),
-        ("up_down", adds_one_to_l1, "l1"),
+        ("hybrid_backward", changes(ignores_overflows), "differs"),
+        ("hybrid_forward", changes(lambda out, given: out[2].add_(1)), "l0"),
+        ("up_down", changes(lambda out, given: out[1].view(-1)[:1].add_(1)), "l1"),
         ("up_down_union", writes_to_one_buffer, "a second call writes to what the first returned"),
     ],
 )
@@ -399,15 +369,6 @@ def test_a_fault_is_found(
 
 
 # Faults in real numbers
-
-
-def is_off_in_a_token(op: Op) -> Op:
-    def projected(*arguments: Any) -> Any:
-        y, *rest = op(*arguments)
-        y[0] *= 1.03
-        return y, *rest
-
-    return projected
 
 
 def rounds_h(op: Op) -> Op:
@@ -450,7 +411,12 @@ def is_off_in_a_rare_neuron(op: Op) -> Op:
 @pytest.mark.parametrize(
     ("name", "fault", "changes", "text"),
     [
-        ("up_down", is_off_in_a_token, {"op": "forward", "strategy": "row"}, "y: a row is off"),
+        (
+            "up_down",
+            changes(lambda out, given: out[0][0].mul_(1.03)),
+            {"op": "forward", "strategy": "row"},
+            "y: a row is off",
+        ),
         ("up_down", rounds_h, {"op": "forward", "strategy": "row"}, "y: the error is"),
         ("hybrid_backward_accumulate", rounds_what_it_adds, TRAINING, "main w_gate: the error is"),
         (
@@ -472,7 +438,7 @@ def test_a_fault_in_real_numbers_is_found(
 
 
 def test_the_fewest_tokens_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace(monkeypatch, "up_down", writes_no_last_row(ops.up_down))
+    replace(monkeypatch, "up_down", changes(writes_no_last_row)(ops.up_down))
     drawn = (problems.draw(1, number, LIMITS, False) for number in range(1000))
     case = next(c for c in drawn if c.m >= 256 and c.strategy == "row" and c.op == "forward" and c.gated)
     assert fuzz.attempt(case, CPU).verdict != "ok"

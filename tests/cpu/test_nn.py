@@ -1,7 +1,6 @@
 """The modules: parameters, sharing, and the down weight's layout through everything that torch does to a module."""
 
 import copy
-import io
 import pickle
 import re
 from collections import OrderedDict
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ffns import saved
 from torch import nn
 
 import twell
@@ -82,13 +82,6 @@ def load(assign: bool) -> Callable[[Any], Any]:
         return other
 
     return loaded
-
-
-def saved(mlp: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(mlp, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize(
@@ -223,38 +216,6 @@ def test_record_aux_leaves_figures_and_copies_do_not_take_them() -> None:
     assert copy.deepcopy(mlp).aux is None
     assert pickle.loads(pickle.dumps(mlp)).aux is None
     assert mlp.aux is not None
-
-
-@pytest.mark.parametrize("layout", ["rows", "linear"])
-def test_down_layout_changes_no_result(layout: DownLayout) -> None:
-    mlp, x = SparseGatedMLP(K, N, dtype=BF16, strategy="row"), tokens()
-    weight, y = mlp.down_proj.weight, mlp(x)
-    values = weight.detach().clone()
-    set_down_layout(nn.Sequential(mlp), layout)
-    assert mlp.down_proj.weight is weight
-    assert torch.equal(weight, values)
-    assert torch.equal(mlp(x), y)
-
-
-@pytest.mark.parametrize(("layout", "fused"), [("rows", False), ("linear", True)])
-def test_gradients_are_laid_out_with_their_weights(layout: DownLayout, fused: bool) -> None:
-    """Fused optimizers read both as they lie in memory."""
-    results = []
-    for switch in (False, True):
-        torch.manual_seed(0)
-        mlp = SparseGatedMLP(K, N, strategy="union")
-        set_down_layout(mlp, "linear" if layout == "rows" else "rows")
-        optimizer = torch.optim.AdamW(mlp.parameters(), lr=1e-2, fused=fused)
-        mlp(torch.randn(5, K)).square().sum().backward()
-        # as in Trainer and others, whatever the weight's layout
-        mlp.down_proj.weight.grad = mlp.down_proj.weight.grad.clone(memory_format=torch.preserve_format)
-        if switch:
-            set_down_layout(mlp, layout)
-            assert mlp.down_proj.weight.grad.stride() == mlp.down_proj.weight.stride()
-            assert is_laid_out(mlp, layout)
-        optimizer.step()
-        results.append(mlp.down_proj.weight.detach())
-    torch.testing.assert_close(*results)
 
 
 def test_set_strategy_reaches_every_layer() -> None:

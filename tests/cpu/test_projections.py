@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ffns import BF16, K, N, Pair
+from ffns import BF16, Adapter, K, N, Pair
 from layer_checks import CHILDREN, MODULES, Module, by_children, close, tokens
 from torch import Tensor, nn
 
@@ -89,27 +89,6 @@ def own_forward(mlp: nn.Module, name: str) -> None:
     child = mlp.get_submodule(name)
     forward = child.forward
     child.forward = lambda x: 3 * forward(x)
-
-
-class Adapter(nn.Module):
-    """A low-rank adapter that exposes the weight of its base, as in peft."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.down = nn.Linear(base.in_features, 4, False, dtype=base.weight.dtype)
-        self.up = nn.Linear(4, base.out_features, False, dtype=base.weight.dtype)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base_layer.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.base_layer.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + 3 * self.up(self.down(x))
 
 
 class Scaled(nn.Linear):
@@ -342,12 +321,3 @@ def test_children_of_a_pair_that_are_changed_later(name: str, change: Callable[.
         change(pair, name)
     with torch.no_grad():
         close(*(pair(tokens()) for pair in both))
-
-
-@pytest.mark.parametrize("name", ["fc1", "fc2"])
-def test_adapters_of_a_pair_are_an_error(name: str) -> None:
-    """They add to a layer's output, which for the first of a pair is its input."""
-    sparse, _ = pairs()
-    adapter(sparse, name)
-    with pytest.raises((RuntimeError, ValueError)):
-        sparse(tokens())

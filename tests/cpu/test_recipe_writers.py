@@ -7,11 +7,7 @@ import io
 import logging
 import os
 import resource
-import signal
-import subprocess
 import sys
-import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -152,33 +148,6 @@ def test_lines_that_do_not_fit_raise_and_leave_none(written: int, room: int, tmp
     lines = table(path)
     assert [line["step"] for line in lines] == [str(number) for number in (*range(written), 8) for _ in range(2)]
     assert not any(None in line or None in line.values() for line in lines)
-
-
-def test_a_killed_run_leaves_whole_lines(tmp_path: Path, environment: dict[str, str]) -> None:
-    path = tmp_path / "sparsity.csv"
-    code = """
-        import itertools, sys
-        from twell.recipe import LayerStats, SparsityStats, StatsWriter
-        row = LayerStats("layer", 8, 1.0, 2.0, 3, 1, 0, 1.0, 0.5, {"0-": 1.0}, {}, "row")
-        stats = SparsityStats((row,) * 50)
-        writer = StatsWriter(sys.argv[1], tensorboard=False)
-        for step in itertools.count():
-            writer.write(step, stats)
-    """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(path)], env=environment)
-    try:
-        deadline = time.monotonic() + 60
-        while not (path.exists() and path.stat().st_size > 100_000):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    StatsWriter(path, tensorboard=False, resume_step=1 << 40)
-    lines = table(path)
-    assert len(lines) > 1000
-    assert [int(line["step"]) for line in lines] == [i // 50 for i in range(len(lines))]
 
 
 def test_tensorboard(tmp_path: Path) -> None:

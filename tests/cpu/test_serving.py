@@ -320,30 +320,6 @@ def test_any_part_may_be_frozen(cls: Module, strategy: Any) -> None:
     assert mlp(x).requires_grad
 
 
-def test_keys_may_be_renamed_by_hooks() -> None:
-    model = nn.Sequential(SparseGatedMLP(K, N, dtype=BF16, strategy="row"), SparseMLP(K, N, dtype=BF16, strategy="row"))
-    expected = new_state(model)
-
-    def rename(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: Any) -> None:
-        for name in [name for name in state if name.startswith(prefix)]:
-            state["model." + name] = state.pop(name)
-
-    def undo(module: nn.Module, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
-        for name in list(state):
-            state[name.removeprefix("model.")] = state.pop(name)
-
-    model.register_state_dict_post_hook(rename)
-    model.register_load_state_dict_pre_hook(undo)
-    renamed = {f"model.{name}": tensor for name, tensor in expected.items()}
-    for assign in (False, True):
-        model.load_state_dict({name: tensor.clone() for name, tensor in renamed.items()}, assign=assign)
-        assert model.state_dict().keys() == renamed.keys()
-        assert all(torch.equal(tensor, renamed[name]) for name, tensor in model.state_dict().items())
-        for layer in model:
-            assert layer.down_proj.weight.is_contiguous()
-            agrees(layer)
-
-
 def test_accelerate_places_and_offloads() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = nn.Sequential(SparseGatedMLP(K, N, dtype=BF16, strategy="row"), SparseMLP(K, N, dtype=BF16, strategy="row"))
@@ -465,23 +441,3 @@ def test_models_are_copied_moved_and_cast(kind: str) -> None:
         assert all(layer.down_proj.weight.is_contiguous() for layer in layers(rebuilt).values())
         if kind == "torch":
             matches(rebuilt, dense, x)
-
-
-@pytest.mark.parametrize(("kind", "merge"), [("opt", False), ("opt", True), ("sparse_llama", False)])
-def test_adapters_of_peft(kind: str, merge: bool) -> None:
-    peft = pytest.importorskip("peft")
-    sparse, dense, x = hf_model(kind)
-    names = ["fc1", "fc2"] if kind == "opt" else ["gate_proj", "up_proj", "down_proj"]
-    adapted = []
-    for model in (sparse, dense):
-        torch.manual_seed(0)
-        config = peft.LoraConfig(target_modules=names, r=4, init_lora_weights=False)
-        adapted.append(peft.get_peft_model(copy.deepcopy(model), config))
-    if merge:
-        adapted = [model.merge_and_unload() for model in adapted]
-    if kind == "opt" and not merge:
-        # one adds to the output of the pair's first layer, which is its input, the other reads that as the hidden state
-        with pytest.raises(NotImplementedError, match="merge an adapter"):
-            out(adapted[0], x)
-        return
-    close(*(out(model, x) for model in adapted))

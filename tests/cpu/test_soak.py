@@ -50,14 +50,6 @@ def test_cases_are_called_checked_and_counted(run: Callable[..., Any], monkeypat
     assert min(seen) > max(first)
 
 
-def test_cases_depend_on_seed_and_number_alone() -> None:
-    limits = soak.Limits.of("cpu", False)
-    drawn = soak.cases(7, 0, limits)
-    some = [next(drawn) for _ in range(20)]
-    assert next(soak.cases(7, some[9].number, limits)) == some[9]
-    assert not {case.op for case in some} & {"compact"}
-
-
 def test_a_result_that_changes_is_found(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = soak.caller
 
@@ -117,8 +109,7 @@ def test_memory_that_grows_is_found(name: str, run: Callable[..., Any], monkeypa
     assert f"memory of the {name[:3].upper() if name == 'gpu_bytes' else 'host'} grew from 1000 to 3000 MB" in said
 
 
-@pytest.mark.parametrize("words", [("--threads", "0"), ("--minutes", "0"), ("--calls", "-1")])
-def test_a_soak_of_nothing_is_refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_soak_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        soak.main([*SHORT, *words])
-    assert f"{words[0]} must be above 0, got {words[1]}" in capsys.readouterr().err
+        soak.main([*SHORT, "--minutes", "0"])
+    assert "--minutes must be above 0, got 0" in capsys.readouterr().err

@@ -114,18 +114,6 @@ def test_layers_survive_what_torch_does_to_modules(form: str) -> None:
 
 
 @KINDS
-def test_on_meta_then_loaded(form: str) -> None:
-    full = model(form)
-    with torch.device("meta"):
-        m = sparse_of(model(form))
-    assert all(p.is_meta for p in m.parameters())
-    m.load_state_dict({k: t.clone() for k, t in full.state_dict().items()}, assign=True)
-    assert layer_of(m).down_proj.weight.stride() == (N, 1)
-    with torch.no_grad():
-        assert torch.equal(m(tokens()), full(tokens()))
-
-
-@KINDS
 def test_figures_layout_and_counts(form: str) -> None:
     m = sparse_of(model(form, BF16), strategy="row")
     name, layer = FORMS[form].layer, layer_of(m)

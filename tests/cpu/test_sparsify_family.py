@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ffns import Fused, Gated, K, Meta, N, Squared, Told, Wi, encoder_layer, model, take, tokens
+from ffns import Adapter, Fused, Gated, K, Meta, N, Squared, Told, Wi, encoder_layer, model, take, tokens
 from torch import Tensor, nn
 
 import twell
@@ -65,25 +65,6 @@ def test_hooks_on_projections_of_other_names_make_the_layer_dense(form: str) -> 
         child.register_forward_hook(lambda *_: seen.append(1))
     torch.testing.assert_close(m(tokens()), expected)
     assert len(seen) == len(list(layer.children()))
-
-
-class Adapter(nn.Module):
-    """A projection with a second term, whose ``weight`` is that of the first alone, as adapters have it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base, self.more = base, nn.Linear(base.in_features, base.out_features)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.base.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.more(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("form", ["fused, up first", "w1 w3 w2"])

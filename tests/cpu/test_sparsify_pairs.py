@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ffns import BF16, Block, K, N, Split, pickled, take, tokens
+from ffns import BF16, Adapter, Block, K, N, Split, pickled, take, tokens
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -69,16 +69,6 @@ def sparse_square() -> Any:
     return m
 
 
-class Adapted(nn.Module):
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.base = base
-        self.a, self.b = nn.Linear(base.in_features, 4, False), nn.Linear(4, base.out_features, False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x))
-
-
 class Dropping(nn.Module):
     """A wrapper that loses part of its layer's input."""
 
@@ -102,11 +92,11 @@ class Bypassing(nn.Module):
 
 
 CHANGES: dict[str, tuple[str, Callable[[Any], nn.Module]]] = {
-    "fc1 adapted": ("fc1", Adapted),
+    "fc1 adapted": ("fc1", Adapter),
     "fc1 replaced": ("fc1", lambda _: nn.Linear(K, K)),
     "fc1 left out": ("fc1", lambda _: nn.Identity()),
     "fc1 bypassed": ("fc1", Bypassing),
-    "fc2 adapted": ("fc2", Adapted),
+    "fc2 adapted": ("fc2", Adapter),
     "fc2 of any width": ("fc2", lambda _: nn.AdaptiveAvgPool1d(K)),
     "fc2 of a part": ("fc2", Dropping),
     "of another pair": ("fc2", lambda _: sparse_square()[0].fc2),

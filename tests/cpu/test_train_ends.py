@@ -271,14 +271,15 @@ def test_a_full_disk_is_one_sentence(
     assert steps(tmp_path / "out") == [2, 4]
 
 
-def test_damaged_checkpoints_are_not_read(run: Callable[..., int], tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_not_read(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
     assert run("--steps", 8, "--checkpoint-every", 1, "--keep", 8) == 0
     out = tmp_path / "out"
     saved = {step: out / "checkpoints" / f"step-{step:08d}" for step in range(1, 9)}
     assert steps(out) == list(saved)
     # cut short, missing, without a manifest, with half a manifest, under the name of an unfinished one
     (part,) = saved[8].glob("*.distcp")
-    part.write_bytes(part.read_bytes()[:-1])
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-1])
     (saved[7] / "random-0.pt").unlink()
     (saved[6] / "manifest.json").unlink()
     (saved[5] / "manifest.json").write_text('{"step": 5, "fi')
@@ -289,20 +290,10 @@ def test_damaged_checkpoints_are_not_read(run: Callable[..., int], tmp_path: Pat
     assert run("--steps", 8, "--checkpoint-every", 1, "--keep", 8) == 0
     assert steps(out) == list(range(1, 9))
     assert all(torch.equal(final[name], value) for name, value in weights(out).items())
-
-
-def test_checkpoints_of_other_bytes_are_not_read(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
-    assert run("--steps", 2, "--checkpoint-every", 1) == 0
-    folder = tmp_path / "out" / "checkpoints" / "step-00000002"
-    (part,) = folder.glob("*.distcp")
-    whole = part.read_bytes()
+    # other bytes of the same number
     part.write_bytes(whole[:9000] + bytes(64) + whole[9064:])
-    assert part.read_bytes() != whole
-    assert run("--steps", 2) == 2
-    assert f"{folder} is damaged: expected other bytes in {part.name}; remove it" in capsys.readouterr().err
-    shutil.rmtree(folder)
-    assert run("--steps", 2, "--checkpoint-every", 1) == 0
-    assert (folder / part.name).stat().st_size == len(whole)
+    assert run("--steps", 8, "--checkpoint-every", 1, "--keep", 8) == 2
+    assert f"{saved[8]} is damaged: expected other bytes in {part.name}; remove it" in capsys.readouterr().err
 
 
 def test_two_runs_do_not_share_a_folder(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
