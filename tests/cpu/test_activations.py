@@ -400,6 +400,14 @@ def test_settings_of_modules() -> None:
         twell.nn.SparseMLP(16, 64, activation="relu2", threshold=0.5)
 
 
+def test_thresholds_may_be_numbers_of_numpy() -> None:
+    np = pytest.importorskip("numpy")
+    for kind in (np.float16, np.float32, np.float64, np.int64):
+        assert activation_of("fatrelu", kind(2)) == Activation("fatrelu", 2.0)
+    with pytest.raises(TypeError, match="threshold must be a finite number of at least 0, got bool"):
+        activation_of("fatrelu", np.bool_(True))
+
+
 def test_pickles_from_before_have_relu() -> None:
     mlp = twell.nn.SparseMLP(16, 64)
     state = {name: value for name, value in mlp.__getstate__().items() if name not in ("_activation", "_threshold")}

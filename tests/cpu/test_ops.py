@@ -207,6 +207,15 @@ def test_union_rounds_h_once() -> None:
     assert y.tolist() == [[0.0] * 8]
 
 
+def test_a_word_reads_back_with_all_of_its_bits() -> None:
+    """A NaN with the sign bit set, and the largest neuron: neither may change the other half of the word."""
+    words, spill = torch.zeros(1, 256 * 32, dtype=torch.int32), torch.zeros(1, 65536, dtype=BF16)
+    words[0, 255 * 32], words[0, 255 * 32 + 1] = 1, -64 << 16 | 65535
+    dense = ops.unpack(words, spill, 65536, 8)
+    assert dense.view(torch.int16)[0, 65535] == -64
+    assert not dense[0, :65535].any()
+
+
 @pytest.mark.parametrize(
     ("shape", "bias"), [((0, 264, 64), True), ((5, 264, 16), False), ((5, 264, 16), True), ((65, 8, 8), True)]
 )
@@ -567,6 +576,8 @@ def test_operands_that_only_some_layers_have_are_asked_for() -> None:
     words, spill, _ = ops.gate_pack(o["x"], o["w_gate"], None, 8)
     with pytest.raises(TypeError, match="x must be a tensor, got None"):
         ops.up_down_union(None, words, spill, None, o["w_down"], None, None, 8)
+    with pytest.raises(ValueError, match="x must be given with w_up, got None"):
+        ops.up_down(None, words, spill, o["w_up"], o["w_down"], None, None, 8)
     layer = (o["x"], o["w_gate"], o["w_up"], o["w_down"], None, None)
     with pytest.raises(ValueError, match="compression must be one of"):
         ops.hybrid_forward(*layer, None, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -327,6 +328,18 @@ def test_autocast() -> None:
     assert gate is not None
     assert gate.dtype == torch.float32
     assert gate.abs().sum() > 0
+
+
+def test_copies_and_pickles_record_nothing() -> None:
+    model, (x,) = Model(), inputs()
+    recipe.record_aux(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other(x)
+        with pytest.raises(RuntimeError, match="records nothing"):
+            recipe.l1_term(other)
+        recipe.record_aux(other)
+        other(x)
+        recipe.l1_term(other)
 
 
 def test_layers_that_are_not_recorded_hold_nothing() -> None:

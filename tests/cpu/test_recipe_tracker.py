@@ -188,6 +188,15 @@ def test_only_what_is_watched_counts() -> None:
         model(x)
 
 
+def test_backward_in_watch_counts_no_checkpoint_twice() -> None:
+    model, (x,) = Model(), inputs()
+    model.reentrant = False
+    tracker = SparsityTracker(model)
+    with tracker.watch(0):
+        model(x).sum().backward()
+    assert tracker.read().layers[0].tokens == B * S
+
+
 def test_shared_layers_and_pairs_are_tracked() -> None:
     shared = SparseMLP(K, N)
     model, (x,) = Model(shared, shared), inputs()

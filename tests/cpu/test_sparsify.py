@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ffns import BF16, EACH, FORMS, Block, Gated, K, N, Plain, model, pickled, saved, take, tokens
+from ffns import BF16, EACH, FORMS, Block, Gated, K, Literal, N, Plain, model, pickled, saved, take, tokens
 from torch import Tensor, nn
 
 import twell
@@ -279,6 +279,17 @@ def test_an_activation_that_is_on_the_other_projection_is_told() -> None:
     with pytest.raises(ValueError, match=r'on w3, not on w1: pass names=\("w3", "w1", "w2"\)'):
         take(m)
     assert sparsify_(m, names=("w3", "w1", "w2")) == ["0"]
+
+
+def test_how_an_activation_in_the_code_must_be_written_is_told() -> None:
+    class Masked(Literal):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(torch.where(self.fc1(x) > 0, self.fc1(x), 0))
+
+    with pytest.raises(
+        ValueError, match=r"it runs gt, .*where; .* must be F\.relu\(gate\), its square or F\.threshold"
+    ):
+        take(nn.Sequential(Masked()))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import types
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import twell
 from twell import recipe
 from twell._sparsify import FusedGatedMLP, NamedGatedMLP, NamedMLP, layers, sparsify_
+from twell.distributed import SparseMLPParallel
 from twell.nn import SparseGatedMLP
 
 
@@ -101,6 +103,15 @@ def test_a_projection_cannot_be_set_by_another_name(form: str, role: str) -> Non
         layer(tokens())
     delattr(layer, role)
     layer(tokens())
+
+
+def test_a_fused_layer_is_not_divided_among_ranks() -> None:
+    (layer,) = layers(sparse_of(model("fused"))).values()
+    mesh: Any = types.SimpleNamespace(ndim=1)
+    with pytest.raises(
+        ValueError, match="a gate and an up projection with parameters of their own, which ranks divide, got one fused"
+    ):
+        SparseMLPParallel()._apply(layer, mesh)
 
 
 def test_an_encoder_leaves_its_fast_path() -> None:

@@ -95,6 +95,8 @@ CHANGES: dict[str, tuple[str, Callable[[Any], nn.Module]]] = {
     "fc1 adapted": ("fc1", Adapter),
     "fc1 replaced": ("fc1", lambda _: nn.Linear(K, K)),
     "fc1 left out": ("fc1", lambda _: nn.Identity()),
+    # it may exchange the weight while it calls the layer, as peft does for ``target_parameters``
+    "fc1 wrapped": ("fc1", lambda base: nn.Sequential(base)),
     "fc1 bypassed": ("fc1", Bypassing),
     "fc2 adapted": ("fc2", Adapter),
     "fc2 of any width": ("fc2", lambda _: nn.AdaptiveAvgPool1d(K)),
@@ -161,6 +163,12 @@ def test_tied_pairs_are_one() -> None:
         model[1].fc1, model[1].fc2 = model[0].fc1, model[0].fc2
     torch.testing.assert_close(m(tokens()), dense(tokens()))
     torch.testing.assert_close(torch.compile(m, backend="eager")(tokens()), dense(tokens()))
+
+
+def test_code_outside_of_a_square_pair_raises() -> None:
+    block = sparse_square()[0]
+    with pytest.raises(NotImplementedError, match="the very tensor that fc1 returns"):
+        block.fc2(F.relu(block.fc1(torch.randn(3, K))))
 
 
 def encoder() -> nn.Module:

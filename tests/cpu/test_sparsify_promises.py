@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from ffns import NAMES, Block, Gated, K, N, Plain, pickled, take, tokens
+from ffns import NAMES, Block, Gated, K, Literal, N, Plain, pickled, take, tokens
 from torch import Tensor, nn
 
 import twell
@@ -231,6 +232,36 @@ def test_a_method_put_into_a_known_class_makes_it_unknown(name: str, monkeypatch
     setattr(m[0], name, lambda x: x)
     with pytest.raises(ValueError, match=f"{name} set on the instance"):
         sparsify_(m)
+
+
+def test_layers_of_fsdp1_are_refused() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        m = FullyShardedDataParallel(nn.Sequential(Gated()), use_orig_params=True, device_id=torch.device("cpu"))
+        with pytest.raises(ValueError, match="has its parameters in one buffer: call sparsify_ before"):
+            take(m)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_methods_that_were_kept_are_right_or_an_error() -> None:
+    m: Any = nn.ModuleList([Gated(), Literal(), type("Silu", (Literal,), {"forward": _silu})()])
+    kept, expected = [m[0].forward, m[1].forward], m[1](tokens())
+    take(m[:2])
+    with pytest.raises(AttributeError, match="act_fn"):
+        kept[0](tokens())
+    torch.testing.assert_close(kept[1](tokens()), expected)
+    kept.append(m[2].forward)
+    with pytest.raises(ValueError, match="its method _silu is kept elsewhere, and would still apply SiLU"):
+        take(m[2:], activation="relu")
+    kept.pop()
+    assert take(m[2:], activation="relu") == ["2"] or layers(m)
+
+
+def _silu(self: Any, x: Tensor) -> Tensor:
+    return self.fc2(F.silu(self.fc1(x)))  # type: ignore[no-any-return]
 
 
 def test_a_down_weight_of_anothers_memory_is_refused() -> None:

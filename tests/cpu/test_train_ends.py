@@ -337,6 +337,17 @@ def test_resume_says_what_differs(run: Callable[..., int], tmp_path: Path, capsy
     assert run("--steps", 2, "--ffn", "dense", "--micro-batch", 4, "--log-every", 1) == 0
 
 
+def test_runs_are_not_mixed(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
+    assert run("--steps", 4, "--checkpoint-every", 1, "--keep", 9) == 0
+    earlier = tmp_path / "out" / "checkpoints" / "step-00000002"
+    for resume in ("never", earlier):
+        assert run("--steps", 4, "--resume", resume) == 2
+        assert "step-00000003, " in capsys.readouterr().err
+    # from there into another folder
+    assert run("--steps", 4, "--resume", earlier, out="other") == 0
+    assert same(tmp_path / "out", tmp_path / "other")
+
+
 def test_a_lost_loss_ends_the_run_before_it_is_saved(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
     arguments = ["--steps", 8, "--checkpoint-every", 2, "--lr", 1e38, "--warmup", 0, "--log-every", 100]
     assert run(*arguments) == 2

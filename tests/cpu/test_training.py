@@ -309,6 +309,16 @@ def test_a_second_backward_with_retain_graph(ffn: Function) -> None:
 
 
 @BOTH
+def test_a_weight_changed_before_backward_is_an_error(ffn: Function) -> None:
+    p, loss, _ = loss_and_problem(ffn)
+    total = loss(*ffn(p))
+    with torch.no_grad():
+        p.w_gate.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+@BOTH
 def test_no_second_derivative(ffn: Function) -> None:
     p, loss, expected = loss_and_problem(ffn)
     own = leaves(p, ffn)
