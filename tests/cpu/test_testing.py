@@ -1,9 +1,7 @@
 """Problems have the patterns they promise, and comparisons catch planted errors."""
 
 import math
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -54,46 +52,6 @@ def test_unknown_names_are_refused() -> None:
         testing.load("real3", 8, device="cpu")
     with pytest.raises(ValueError, match="biases must be words of"):
         testing.integer_problem(2, 16, 16, biases="all")
-
-
-@pytest.fixture
-def recorded(tmp_path: Path) -> Path:
-    """A folder with a small layer 3: 20 tokens, 16 features, 40 neurons of which two are alive."""
-    generator = np.random.default_rng(0)
-    x = generator.integers(-127, 128, (20, 16), dtype=np.int8)
-    x[:, 0] = 127
-    quiet = np.zeros(16, np.float32)
-    quiet[0] = 1 / (127 * 0.02)
-    w = np.zeros((2, 16), np.int8)
-    w[0, 1], w[1, 2] = 100, -50
-    np.savez(
-        tmp_path / "layer3.npz",
-        x=x,
-        x_scale=np.float32(0.02),
-        w=w,
-        w_scale=np.float32(0.01),
-        alive=np.array([7, 30]),
-        n=40,
-        quiet=quiet,
-    )
-    (tmp_path / "layerx.npz").touch()
-    return tmp_path
-
-
-def test_recorded_layer(recorded: Path) -> None:
-    """Tokens repeat up to m, the alive neurons have their rows, the others never fire."""
-    assert testing.real_names(recorded) == ["real3"]
-    problem = testing.load("real3", 50, real_layers=recorded, device="cpu", dtype=torch.float32)
-    assert [tuple(t.shape) for t in problem[:4]] == [(50, 16), *[(40, 16)] * 3]
-    assert torch.equal(problem.x[20:40], problem.x[:20])
-    assert problem.w_gate[7, 1] == pytest.approx(1.0)
-    gate = testing.float64_gate(problem)
-    silent = torch.ones(40, dtype=torch.bool)
-    silent[[7, 30]] = False
-    assert not gate[:, silent].any()
-    assert torch.allclose(gate[:, 7], problem.x[:, 1].double().relu())
-    with pytest.raises(FileNotFoundError):
-        testing.load("real4", 50, real_layers=recorded, device="cpu")
 
 
 # Exact problems
@@ -218,6 +176,36 @@ def test_budget() -> None:
     assert not Errors(math.nan, 0).within(dense)
     assert not Errors(math.inf, math.inf).within(Errors(math.inf, math.inf))
     assert Errors(0, 0).within(Errors(0, 0))
+
+
+def test_luck_widens_the_budget_of_few_roundings_only() -> None:
+    """The widening shrinks with the number of roundings and vanishes for millions."""
+    counts = [1, 4, 100, 10_000, 10**6, 10**8]
+    found = [testing.Comparison(Errors(0, 0), Errors(0, 0), n, 1.1, 1.25) for n in counts]
+    assert [c.factor for c in found] == pytest.approx([4.4, 2.75, 1.43, 1.133, 1.1033, 1.10033])
+    assert [c.row_factor / c.factor for c in found] == pytest.approx([1.25 / 1.1] * len(counts))
+    assert testing.allowance(0) == testing.allowance(1)
+    dense = Errors(1e-3, 1e-2)
+    for error in (Errors(1.4e-3, 1e-2), Errors(1e-3, 1.4e-2)):
+        assert [testing.Comparison(error, dense, n).ok for n in (100, 10_000)] == [True, False]
+
+
+@GATED
+def test_roundings_are_the_non_zeros_that_hold_most_of_the_norm(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten equal ones count as ten, a dominant one as one."""
+    gates = torch.zeros(5, 16)
+    gates.view(-1)[::8] = 4
+    problem = testing.pattern_problem(gates, 16)
+    # the up projection is 1 everywhere
+    x, w_up = problem.x.clone(), torch.zeros_like(problem.w_up)
+    x[:, 15], w_up[:, 15] = 1, 1
+    problem = problem._replace(x=x, w_up=w_up)
+    monkeypatch.setattr(testing.answers, "CHUNK_ROWS", 2)
+    assert testing.count_roundings(problem, gated=gated) == pytest.approx(10)
+    w_gate = problem.w_gate.clone()
+    w_gate[0, 0] = 400
+    assert testing.count_roundings(problem._replace(w_gate=w_gate), gated=gated) == pytest.approx(1, abs=0.01)
+    assert testing.count_roundings(problem._replace(w_gate=-w_gate), gated=gated) == 0
 
 
 # Gradients

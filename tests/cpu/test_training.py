@@ -503,9 +503,11 @@ WAYS: dict[str, tuple[Callable[[Tensor, dict[str, Tensor]], Any], str]] = {
 
 
 @BOTH
-@pytest.mark.parametrize("strategy", ["union", "dense"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("around", ["", "checkpoint", "weights that were computed"])
+@pytest.mark.parametrize(
+    ("strategy", "around"),
+    [("union", ""), ("dense", ""), ("union", "checkpoint"), ("union", "weights that were computed")],
+)
 def test_main_gradients_are_added_to_where_a_backward_pass_wants_them(
     ffn: Function, strategy: str, way: str, around: str
 ) -> None:
@@ -531,8 +533,9 @@ def test_main_gradients_are_added_to_where_a_backward_pass_wants_them(
         assert answer.any()
         testing.assert_same(main, answer * (name in wanted) * (2 if "twice" in way else 1), name)
         assert own[name].grad is None
-    # sums of fp32, not rounded to the weights' dtype
-    assert not torch.equal(whole[0].to(BF16).float(), whole[0])
+    if strategy == "union":
+        # sums of fp32, not rounded to the weights' dtype
+        assert not torch.equal(whole[0].to(BF16).float(), whole[0])
     fused = {name for name, *_ in recorder.calls} & {"hybrid_backward_accumulate", "hybrid_backward"}
     if strategy == "union" and wanted:
         assert fused == {"hybrid_backward_accumulate"}
