@@ -77,6 +77,20 @@ def test_gradients_of_integers(name: Any, threshold: float, gated: bool, dtype: 
 
 
 @EVERY
+@pytest.mark.parametrize("strategy", ["union", "dense"])
+def test_gradients_of_real_numbers_in_float64(name: Any, threshold: float, gated: bool, strategy: Any) -> None:
+    """The CPU's operators take wider dtypes, too, and then agree with autograd to the last bits."""
+    torch.manual_seed(0)
+    p = testing.integer_problem(9, 24, 40, density=0.3, biases=BIASES).map(torch.Tensor.double)
+    p = p.map(lambda t: t + 0.1 * torch.randn_like(t))
+    dy, how = torch.randn_like(p.x), form(name, threshold)
+    right = testing.dense_gradients(p, dy, 0.25, gated=gated, **how)
+    found = testing.sparse_gradients(p, dy, 0.25, gated=gated, strategy=strategy, **how)
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, right[key], rtol=1e-9, atol=1e-9)
+
+
+@EVERY
 def test_operators_equal_the_reference(name: Any, threshold: float, gated: bool) -> None:
     for dtype in (BF16, FP16):
         p = integers(21, name, dtype=dtype, k=16, density=0.2)

@@ -187,6 +187,7 @@ def shaped(**changes: Any) -> dict[str, Any]:
         ({"b_gate": torch.zeros(16, dtype=BF16)}, ValueError, r"b_gate must be \[24\] .*got \[16\]"),
         ({"b_down": torch.zeros(24, dtype=BF16)}, ValueError, r"b_down must be \[16\] .*got \[24\]"),
         ({"w_up": torch.zeros(24, 16)}, TypeError, "w_up must be torch.bfloat16 as x is, got torch.float32"),
+        ({"w_gate": torch.zeros(24, 16).half()}, TypeError, "w_gate must be torch.bfloat16 as x is, got torch.float16"),
         ({"w_up": torch.zeros(24, 16, dtype=BF16, device="meta")}, ValueError, "w_up must be on cpu as x is, got meta"),
         ({"compression": 3}, ValueError, r"compression must be one of \(2, 4, 8\), got 3"),
         (

@@ -120,6 +120,28 @@ def test_a_subset_has_the_gradients_of_all(ffn: Function, subset: str) -> None:
     assert_equal(dict(zip(wanted, found, strict=True)), {name: every[name] for name in wanted})
 
 
+@BOTH
+@pytest.mark.parametrize("bias", [False, True])
+def test_float32_is_dense_autograd(ffn: Function, bias: bool) -> None:
+    p = draw(131, 264, 32, bias, dtype=torch.float32)
+    loss = weighted(torch.randn(131, 32))
+    dense = grads(ffn, p, loss, strategy="dense")
+    for name, gradient in grads(ffn, p, loss).items():
+        torch.testing.assert_close(gradient, dense[name], rtol=1e-4, atol=1e-5)
+
+
+@BOTH
+def test_parts_of_the_loss_alone(ffn: Function) -> None:
+    p = draw(9, 264, 32, bias=True, dtype=torch.float64)
+    dy = torch.randn(9, 32, dtype=torch.float64)
+    both = grads(ffn, p, weighted(dy))
+    of_y, of_l1 = grads(ffn, p, lambda y, aux: (y * dy).sum()), grads(ffn, p, lambda y, aux: 0.3 * aux.l1)
+    assert of_l1["w_down"] is None
+    assert of_l1["b_down"] is None
+    for name, gradient in both.items():
+        torch.testing.assert_close(gradient, of_y[name] + (0 if of_l1[name] is None else of_l1[name]))
+
+
 def one_row_all_positive(p: testing.FFN) -> None:
     p.x[3, 1], p.w_gate[:, 1] = 20, 1
 
