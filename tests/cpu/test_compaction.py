@@ -405,7 +405,7 @@ def test_what_a_compacted_layer_has() -> None:
     assert "264 of 536 neurons" in repr(compacted)
     linears = [child for child in compacted.children() if isinstance(child, nn.Linear)]
     assert [(c.in_features, c.out_features) for c in linears] == [(K, 264)] * 2 + [(264, K)]
-    compacted.down_proj.to(BF16)
+    compacted.requires_grad_(False).down_proj.to(BF16)
     compacted(torch.zeros(3, K, dtype=BF16))
     assert seen == [3]
 
