@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,20 +129,6 @@ def test_batch_and_sequence_may_both_be_dynamic(gated: bool, strategy: Any) -> N
     for batch, sequence in ((1, 1), (1, 128), (2, 1), (2, 32), (2, 65), (5, 120)):
         x = p.x[: batch * sequence].view(batch, sequence, K)
         assert_same(call(x), layer(x))
-
-
-@torch.no_grad()
-def test_auto_exports_what_it_would_choose_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_auto.forced, "__code__", (lambda kind, index: "").__code__)
-    p = problem(300, "", torch.bfloat16)
-    layer = Layer(p, True, False, aux=False, strategy="auto")
-    # figures that never arrive
-    monkeypatch.setattr(_auto, "Transfer", lambda values: SimpleNamespace(arrived=lambda: False))
-    exported = torch.export.export(layer, (p.x[:100],), dynamic_shapes=({0: Dim("m", min=1, max=16384)},))
-    assert "twell.ffn.default" in exported.graph_module.code
-    call = exported.module()
-    for m in (1, 64, 65, 129):
-        testing.assert_same(call(p.x[:m]), testing.exact_output(p.rows(0, m)))
 
 
 class Arrived:
