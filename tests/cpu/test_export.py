@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,7 +65,7 @@ def assert_same(ours: Any, eager: Any) -> None:
         testing.assert_same(a, b)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "union", "dense"])
+@pytest.mark.parametrize("strategy", ["union", "dense"])
 def test_exported_figures_of_no_tokens_are_zero(strategy: Any) -> None:
     layer = Layer(problem(6, "", torch.bfloat16), gated=True, function=False, aux=True, strategy=strategy)
     sizes = ({0: Dim("m", min=0, max=100)},)
@@ -85,9 +84,10 @@ def saved(exported: Any) -> Any:
     return torch.export.load(file)
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("function", [True, False], ids=["function", "module"])
-@pytest.mark.parametrize(("strategy", "compression", "biases", "dtype"), OPTIONS)
+@pytest.mark.parametrize(
+    ("strategy", "compression", "biases", "dtype", "function", "gated"),
+    [(*options, i % 2 == 0, i % 3 > 0) for i, options in enumerate(OPTIONS)],
+)
 @torch.no_grad()
 def test_one_exported_graph_is_for_any_number_of_tokens(
     strategy: Any, compression: int, biases: str, dtype: torch.dtype, function: bool, gated: bool
@@ -106,8 +106,7 @@ def test_one_exported_graph_is_for_any_number_of_tokens(
         assert_same(call(p.x[:m]), layer(p.x[:m]))
 
 
-@pytest.mark.parametrize("strategy", ["row", "union", "dense"])
-@pytest.mark.parametrize("example", [1, 64, 129])
+@pytest.mark.parametrize(("strategy", "example"), [("row", 1), ("union", 64), ("row", 129)])
 @torch.no_grad()
 def test_the_graph_does_not_depend_on_the_example(strategy: Any, example: int) -> None:
     """Examples of few tokens, one block and more; decomposed as ahead-of-time compilers do."""
@@ -120,8 +119,7 @@ def test_the_graph_does_not_depend_on_the_example(strategy: Any, example: int) -
         assert_same(call(p.x[:m]), layer(p.x[:m]))
 
 
-@pytest.mark.parametrize("strategy", ["row", "union", "dense"])
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize(("gated", "strategy"), [(True, "row"), (False, "union")])
 @torch.no_grad()
 def test_batch_and_sequence_may_both_be_dynamic(gated: bool, strategy: Any) -> None:
     p = problem(600, "", torch.bfloat16)
@@ -131,20 +129,6 @@ def test_batch_and_sequence_may_both_be_dynamic(gated: bool, strategy: Any) -> N
     for batch, sequence in ((1, 1), (1, 128), (2, 1), (2, 32), (2, 65), (5, 120)):
         x = p.x[: batch * sequence].view(batch, sequence, K)
         assert_same(call(x), layer(x))
-
-
-@torch.no_grad()
-def test_auto_exports_what_it_would_choose_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_auto.forced, "__code__", (lambda kind, index: "").__code__)
-    p = problem(300, "", torch.bfloat16)
-    layer = Layer(p, True, False, aux=False, strategy="auto")
-    # figures that never arrive
-    monkeypatch.setattr(_auto, "Transfer", lambda values: SimpleNamespace(arrived=lambda: False))
-    exported = torch.export.export(layer, (p.x[:100],), dynamic_shapes=({0: Dim("m", min=1, max=16384)},))
-    assert "twell.ffn.default" in exported.graph_module.code
-    call = exported.module()
-    for m in (1, 64, 65, 129):
-        testing.assert_same(call(p.x[:m]), testing.exact_output(p.rows(0, m)))
 
 
 class Arrived:
@@ -222,8 +206,7 @@ def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(
     assert counted == ({"129 to 256": 1, "5 to 8": 2, "2": 1, "257 to 512": 1} if strategy == "auto" else {})
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("strategy", ["row", "union"])
+@pytest.mark.parametrize(("strategy", "training"), [("row", False), ("union", True)])
 def test_dynamic_compilation_makes_few_graphs(strategy: Any, training: bool) -> None:
     """In training one token and blocks of 64 and 128 have graphs of their own; else one graph is for all but one."""
     torch.compiler.reset()
@@ -249,9 +232,9 @@ def test_dynamic_compilation_makes_few_graphs(strategy: Any, training: bool) -> 
     assert len(graphs) <= (4 if training else 2)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("function", [True, False], ids=["function", "module"])
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize(
+    ("gated", "function", "strict"), [(True, True, True), (False, False, True), (True, False, False)]
+)
 def test_a_layer_that_needs_gradients_exports_dense_only(
     gated: bool, function: bool, strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

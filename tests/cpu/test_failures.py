@@ -6,13 +6,10 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
-import logging
+import math
 import os
-import shutil
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -59,40 +56,27 @@ def plain(strategy: Any = "row", **changes: Any) -> Any:
 
 
 @EVERY_STRATEGY
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        ({"x": [[1.0] * 16]}, TypeError, "x must be a tensor, got list"),
+def test_bad_operands_are_refused_by_every_strategy(strategy: str) -> None:
+    """Beside those of test_functional."""
+    complex_weight, half = torch.ones(24, 16, dtype=torch.complex64), torch.ones(24, 16, dtype=torch.float16)
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"x": torch.ones(3, 16).numpy()}, TypeError, "x must be a tensor, got ndarray"),
         ({"w_down": (1.0, 2.0)}, TypeError, "w_down must be a tensor, got tuple"),
-        ({"x": torch.ones(3, 16, dtype=torch.complex64)}, TypeError, "x must have a floating dtype, got torch.complex"),
         ({"x": torch.ones(3, 16, dtype=torch.bool)}, TypeError, "x must have a floating dtype, got torch.bool"),
-        ({"w_up": torch.ones(24, 16, dtype=torch.complex64)}, TypeError, "w_up must be .*bfloat16 as x is, got .*comp"),
-        (
-            {"w_gate": torch.ones(24, 16, dtype=torch.float16)},
-            TypeError,
-            "w_gate must be .*bfloat16.*got torch.float16",
-        ),
+        ({"w_up": complex_weight}, TypeError, "w_up must be .*bfloat16 as x is, got .*comp"),
+        ({"w_gate": half}, TypeError, "w_gate must be .*bfloat16.*got torch.float16"),
         ({"b_down": torch.ones(16)}, TypeError, "b_down must be torch.bfloat16 as x is, got torch.float32"),
-        ({"x": torch.ones((), dtype=BF16)}, ValueError, r"x must be \[..., K\], got a scalar"),
-        ({"w_gate": torch.ones((), dtype=BF16)}, ValueError, r"first weight must be \[N, K\], got \[\]"),
         ({"w_gate": torch.ones(1, 24, 16, dtype=BF16)}, ValueError, r"must be \[N, K\], got \[1, 24, 16\]"),
         ({"w_down": torch.ones((), dtype=BF16)}, ValueError, r"w_down must be \[16, 24\] .*got \[\]"),
         ({"b_up": torch.ones(24, 1, dtype=BF16)}, ValueError, r"b_up must be \[24\] .*got \[24, 1\]"),
         ({"x": torch.ones(0, 8, dtype=BF16)}, ValueError, r"x must be \[\.\.\., 16\] .*got \[0, 8\]"),
-        (
-            {"x": torch.ones(3, 16, dtype=BF16, device="meta")},
-            ValueError,
-            "x must be on cpu as the others are, got meta",
-        ),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_bad_operands_are_refused_by_every_strategy(
-    changes: dict[str, Any], error: type[Exception], text: str, strategy: str
-) -> None:
-    with pytest.raises(error, match=text):
-        gated(strategy, **changes)
+        ({"x": torch.ones(3, 16, dtype=BF16, device="meta")}, ValueError, "on cpu as the others are, got meta"),
+    ]
+    for changes, error, text in cases:
+        with pytest.raises(error, match=text):
+            gated(strategy, **changes)
+    y = twell.sparse_gated_ffn(**{name: t.to("meta") for name, t in shaped().items()}, strategy=strategy)
+    assert (y.shape, y.dtype, y.device.type) == ((3, 16), BF16, "meta")
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
@@ -100,13 +84,11 @@ def test_bad_operands_are_refused_by_every_strategy(
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
-        (Tensor.to_sparse, "torch.sparse_coo"),
         (Tensor.to_sparse_csr, "torch.sparse_csr"),
         (lambda t: t.float().to_mkldnn(), "torch._mkldnn"),
-        (lambda t: torch.nested.nested_tensor([t[:1], t[1:]]), "a nested tensor"),
         (lambda t: torch.nested.nested_tensor([t[:1], t[1:]], layout=torch.jagged), "a nested tensor"),
     ],
-    ids=["coo", "csr", "mkldnn", "nested", "jagged"],
+    ids=["csr", "mkldnn", "jagged"],
 )
 def test_other_layouts_are_refused_by_name(layout: Callable[[Tensor], Tensor], kind: str, strategy: str) -> None:
     for name in ("x", "w_gate", "w_up", "w_down"):
@@ -119,7 +101,7 @@ def test_other_layouts_are_refused_by_name(layout: Callable[[Tensor], Tensor], k
         twell.pack(layout(shaped()["x"]), shaped()["w_gate"])
 
 
-@pytest.mark.parametrize("compression", [-8, -2, 0, 1, 3, 16, "8", None, True, (8,), 8.0, 2.5])
+@pytest.mark.parametrize("compression", [-8, 3, "8", None, True, 8.0])
 def test_other_compressions_are_refused(compression: Any) -> None:
     arguments = shaped()
     for call in (
@@ -132,7 +114,7 @@ def test_other_compressions_are_refused(compression: Any) -> None:
             call()
 
 
-@pytest.mark.parametrize("strategy", ["fast", "ROW", "", None, 1, ["row"], torch.float16])
+@pytest.mark.parametrize("strategy", ["fast", "", None, ["row"]])
 def test_other_strategies_are_refused(strategy: Any) -> None:
     for call in (lambda: gated(strategy), lambda: plain(strategy), lambda: SparseMLP(16, 24, strategy=strategy)):
         with pytest.raises(
@@ -140,23 +122,12 @@ def test_other_strategies_are_refused(strategy: Any) -> None:
             match='strategy must be "auto", "row", "union", "screened", "invariant" or "dense", got',
         ):
             call()
-
-
-def test_the_strategy_that_is_gone_is_refused_by_name_of_another() -> None:
-    for call in (lambda: gated("proven"), lambda: plain("proven"), lambda: SparseMLP(16, 24, strategy="proven")):  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match='strategy "proven" is gone, use "union", which never screens'):
-            call()
+    with pytest.raises(ValueError, match='strategy "proven" is gone, use "union", which never screens'):
+        gated("proven")
 
 
 @EVERY_STRATEGY
-def test_operands_without_values_have_a_result_without_values(strategy: str) -> None:
-    y = twell.sparse_gated_ffn(**{name: t.to("meta") for name, t in shaped().items()}, strategy=strategy)
-    assert (y.shape, y.dtype, y.device.type) == ((3, 16), BF16, "meta")
-
-
-@EVERY_STRATEGY
-@pytest.mark.parametrize("shape", [(0, 16), (0, 3, 16), (3, 0, 16)])
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("shape", "training"), [((0, 16), True), ((3, 0, 16), False)])
 def test_calls_without_tokens_return_empty_results(shape: tuple[int, ...], training: bool, strategy: str) -> None:
     x = torch.empty(shape, dtype=BF16, requires_grad=training)
     arguments = shaped(x=x) | {"w_up": shaped()["w_up"].requires_grad_(training)}
@@ -182,41 +153,15 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @EVERY_STRATEGY
-@pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down"])
-def test_strides_change_no_result(name: str, view: str, strategy: str) -> None:
+def test_strides_change_no_result(name: str, strategy: str) -> None:
     problem = testing.integer_problem(5, 24, 264, biases="gate")
     arguments = {"x": problem.x, "w_gate": problem.w_gate, "w_up": problem.w_up, "w_down": problem.w_down.t()}
-    changed = arguments | {name: VIEWS[view](arguments[name])}
-    y = twell.sparse_gated_ffn(**changed, b_gate=problem.b_gate, strategy=strategy)
-    assert torch.equal(y, testing.exact_output(problem))
-
-
-@EVERY_STRATEGY
-def test_expanded_weights_and_biases(strategy: str) -> None:
-    """Neurons that share one row in memory."""
-    problem = testing.integer_problem(5, 24, 264, biases="gate up down")
-    shared = problem._replace(
-        w_up=problem.w_up[:1].expand(264, 24),
-        b_up=problem.b_up[:1].expand(264),
-        b_down=problem.b_down[:1].expand(24),
-    )
-    expected = testing.exact_output(shared.map(Tensor.contiguous))
-    assert torch.equal(testing.sparse_output(shared, strategy=strategy), expected)
-
-
-def test_modules_refuse_other_inputs() -> None:
-    mlp = SparseGatedMLP(16, 24, dtype=BF16, strategy="row")
-    for x, error, text in (
-        ([1.0], TypeError, "x must be a tensor, got list"),
-        (torch.ones(3, 8, dtype=BF16), ValueError, r"x must be \[\.\.\., 16\]"),
-        (torch.ones(3, 16), TypeError, "x must be torch.bfloat16 as the others are, got torch.float32"),
-        (torch.ones(3, 16, dtype=torch.int64), TypeError, "x must have a floating dtype, got torch.int64"),
-    ):
-        with pytest.raises(error, match=text):
-            mlp(x)
-    with pytest.raises(ValueError, match="K must be a positive multiple of 8 for the sparse kernels, got 12"):
-        SparseGatedMLP(12, 24, dtype=BF16, strategy="row")(torch.ones(3, 12, dtype=BF16))
+    expected = testing.exact_output(problem)
+    for view, change in VIEWS.items():
+        changed = arguments | {name: change(arguments[name])}
+        y = twell.sparse_gated_ffn(**changed, b_gate=problem.b_gate, strategy=strategy)
+        assert torch.equal(y, expected), view
 
 
 def test_a_refused_call_leaves_no_trace() -> None:
@@ -233,8 +178,7 @@ def test_a_refused_call_leaves_no_trace() -> None:
 # Non-finite values, on the CPU: the same as dense PyTorch wherever a token fires the neuron
 
 
-@pytest.mark.parametrize("strategy", ["row", "union"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(("value", "strategy"), [(math.nan, "row"), (math.inf, "union"), (-math.inf, "row")])
 @pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"])
 def test_non_finite_values_reach_what_dense_lets_them_reach(name: str, value: float, strategy: Any) -> None:
     """Never more values than in dense PyTorch; all of them where a token or a neuron that it fires is not finite."""
@@ -311,15 +255,12 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda content: b"", "is not a library"),
         (lambda content: b"text, and enough of it" * 100, "is not a library"),
         (lambda content: content[:40], "is not a library"),
-        (lambda content: content[:1000], "is cut short: expected at least"),
-        (lambda content: content[: len(content) // 2], "is cut short: expected at least"),
         (lambda content: content[:-1], "is cut short: expected at least"),
         (lambda content: content[:18] + b"\x00\x00" + content[20:], "cannot load kernel"),
     ],
-    ids=["empty", "text", "part of a header", "start", "half", "all but a byte", "another machine"],
+    ids=["text", "part of a header", "all but a byte", "another machine"],
 )
 def test_a_damaged_library_is_reported_once_and_replaced(
     damage: Callable[[bytes], bytes], text: str, library: Path, compiler: Compiler, caplog: pytest.LogCaptureFixture
@@ -336,13 +277,6 @@ def test_a_damaged_library_is_reported_once_and_replaced(
     assert text in caplog.text
 
 
-def test_a_damaged_library_and_no_compiler(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library.write_bytes(library.read_bytes()[:2000])
-    monkeypatch.setenv("TWELL_JIT", "off")
-    with pytest.raises(RuntimeError, match=r"UnpackSpec.* neither packaged nor cached.*TWELL_JIT=off forbids"):
-        resolve.resolve(SPEC)
-
-
 def test_a_library_without_a_symbol_that_its_manifest_names(
     library: Path, compiler: Compiler, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -353,28 +287,13 @@ def test_a_library_without_a_symbol_that_its_manifest_names(
     assert f"cannot load kernel {OTHER.symbol}" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "content", [b"\xff\xfe\x00", b'"', b"null", b"[" * 200_000, b'{"arch": 9}', b"{}" * 2], ids=range(6)
-)
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"null", b"[" * 200_000, b'{"arch": 9}'], ids=range(4))
 def test_a_garbled_manifest(
     content: bytes, library: Path, compiler: Compiler, caplog: pytest.LogCaptureFixture
 ) -> None:
     (library.parent / "manifest.json").write_bytes(content)
     assert resolve.resolve(SPEC)() == 42
     assert "packaged kernels ignored: manifest.json" in caplog.text
-
-
-def test_a_manifest_that_is_missing_or_a_folder(
-    library: Path, compiler: Compiler, caplog: pytest.LogCaptureFixture
-) -> None:
-    manifest = library.parent / "manifest.json"
-    manifest.unlink()
-    assert resolve.resolve(SPEC)() == 42
-    packaged.read_manifest.cache_clear()
-    manifest.mkdir()
-    resolve._kernels.clear()
-    assert resolve.resolve(SPEC)() == 42
-    assert caplog.text.count("manifest.json") >= 2
 
 
 def test_an_entry_under_anothers_hash(compiler: Compiler, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -386,17 +305,6 @@ def test_an_entry_under_anothers_hash(compiler: Compiler, folder: Path, caplog: 
     entry.chmod(0o600)
     assert cache.load(SPEC)() == 43
     assert f"{entry} is discarded: its content has changed" in caplog.text
-
-
-def test_a_garbled_entry_beside_a_good_one(compiler: Compiler, folder: Path) -> None:
-    cache.load(SPEC)
-    (folder / f"{SPEC.symbol}.0000.so").write_bytes(b"")
-    (folder / f"{OTHER.symbol}.so").write_bytes(b"no hash in the name")
-    assert cache.load(SPEC)() == 42
-    assert compiler.compiled == [SPEC.symbol]
-    assert cache.load(OTHER)() == 43
-    # a build removes it, under the lock
-    assert (folder / f"{SPEC.symbol}.0000.so").exists()
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, error: OSError, when: Callable[..., bool]) -> None:
@@ -483,13 +391,6 @@ def test_no_place_at_all(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) ->
     assert resolve.resolve(SPEC)() == 42
 
 
-def test_a_file_in_place_of_the_folder(compiler: Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "cache").touch()
-    assert cache.load(SPEC)() == 42
-    assert "kernel cache not used" in caplog.text
-    assert (tmp_path / "cache").read_bytes() == b""
-
-
 def test_a_user_without_a_home(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -572,43 +473,6 @@ def test_a_process_killed_while_it_compiles(compiler: Compiler, folder: Path, tm
         victim.communicate()
 
 
-def test_the_folder_of_a_running_build_stays(compiler: Compiler, folder: Path) -> None:
-    cache.open_folder()
-    other = folder / f".{OTHER.symbol}.abc"
-    other.mkdir()
-    cache.load(SPEC)
-    assert other.is_dir()
-    cache.load(OTHER)
-    assert not other.exists()
-
-
-def test_many_threads_find_a_kernel_once(compiler: Compiler) -> None:
-    """The first calls of several threads, for two kernels at once."""
-    found: list[tuple[specs.Spec, Any]] = []
-    barrier = threading.Barrier(16)
-
-    def first_call(spec: specs.Spec) -> None:
-        barrier.wait()
-        found.append((spec, resolve.resolve(spec)))
-
-    threads = [threading.Thread(target=first_call, args=((SPEC, OTHER)[i % 2],)) for i in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(compiler.compiled) == sorted([SPEC.symbol, OTHER.symbol])
-    assert len(found) == 16
-    for spec in (SPEC, OTHER):
-        assert len({id(kernel) for which, kernel in found if which == spec}) == 1
-
-
-def test_a_cache_that_vanishes_between_calls(compiler: Compiler, folder: Path) -> None:
-    assert cache.load(SPEC)() == 42
-    shutil.rmtree(folder.parent)
-    assert cache.load(SPEC)() == 43
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
 def test_an_entry_that_vanishes_while_it_is_looked_at(
     compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -625,18 +489,3 @@ def test_an_entry_that_vanishes_while_it_is_looked_at(
         patch.setattr(cache, "_damage", too_late)
         assert cache.load(SPEC)() == 43
     assert cache.load(SPEC)() == 43
-
-
-def test_the_hash_of_a_library_is_that_of_its_bytes(compiler: Compiler, folder: Path) -> None:
-    cache.load(SPEC)
-    (entry,) = entries(folder)
-    assert entry.name.split(".")[1] == hashlib.sha256(entry.read_bytes()).hexdigest()
-
-
-def test_nothing_is_logged_where_all_is_well(
-    library: Path, compiler: Compiler, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "twell"):
-        assert resolve.resolve(SPEC)() == 100
-        assert resolve.resolve(OTHER)() == 42
-    assert not caplog.records

@@ -45,59 +45,49 @@ def real_problem(m: int, n: int, k: int, dtype: torch.dtype, bias: bool = False)
 
 
 @BOTH
-@pytest.mark.parametrize("compression", [2, 4, 8])
-@pytest.mark.parametrize("density", [0.0, 0.05, 1.0])
-@pytest.mark.parametrize("biases", ["", "gate up down", "down", "up"])
-def test_exact_on_integers(ffn: Callable[..., Any], compression: int, density: float, biases: str) -> None:
+@pytest.mark.parametrize("strategy", ["auto", "row", "union"])
+@pytest.mark.parametrize(
+    ("compression", "density", "biases"),
+    [(2, 0.05, "gate up down"), (4, 1.0, "down"), (8, 0.0, "up"), (8, 0.05, "")],
+)
+def test_exact_on_integers(
+    ffn: Callable[..., Any], strategy: str, compression: int, density: float, biases: str
+) -> None:
     problem = testing.integer_problem(67, 24, 520, density=density, biases=biases)
-    out = ffn(problem, compression=compression)
-    assert torch.equal(out, testing.exact_output(problem, gated=ffn is gated))
+    expected = testing.exact_output(problem, gated=ffn is gated)
+    gate = testing.float64_gate(problem)
+    hidden = (
+        gate
+        * F.linear(problem.x.double(), problem.w_up.double(), None if problem.b_up is None else problem.b_up.double())
+        if ffn is gated
+        else gate
+    )
+    figures = (hidden.abs().sum() / 67, (gate != 0).sum() / 67)
+    # with a gradient in any mode, and leading dimensions
+    problem.w_down.requires_grad_()
+    for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+        with mode:
+            for lead in ((67,), (1, 67), (67, 1, 1)):
+                y, aux = ffn(
+                    problem._replace(x=problem.x.view(*lead, 24)),
+                    compression=compression,
+                    strategy=strategy,
+                    return_aux=True,
+                )
+                assert y.shape == (*lead, 24)
+                assert torch.equal(y.view(67, 24), expected)
+                for figure, wanted in zip(aux, figures, strict=True):
+                    assert (figure.dtype, figure.shape) == (torch.float32, ())
+                    # an exact sum, whose quotient is rounded
+                    assert figure.item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("dtype", "bias"), [(BF16, True), (torch.float16, False)])
 def test_as_close_to_float64_as_dense_is(ffn: Callable[..., Any], dtype: torch.dtype, bias: bool) -> None:
     problem = real_problem(64, 520, 128, dtype, bias)
     comparison = testing.compare(problem, ffn(problem), gated=ffn is gated)
     assert comparison.ok, comparison
-
-
-@BOTH
-@pytest.mark.parametrize("lead", [(), (0,), (1,), (3, 4), (2, 0, 4), (2, 1, 3)])
-def test_leading_dimensions(ffn: Callable[..., Any], lead: tuple[int, ...]) -> None:
-    problem = testing.integer_problem(12, 16, 264)
-    rows = problem.x[: torch.Size(lead).numel()]
-    y, aux = ffn(problem._replace(x=rows.reshape(*lead, 16)), return_aux=True)
-    assert y.shape == (*lead, 16)
-    assert y.is_contiguous()
-    assert torch.equal(y.reshape(-1, 16), ffn(problem)[: len(rows)])
-    assert aux.l1.isfinite()
-    assert len(rows) > 0 or (aux.l1, aux.l0) == (0, 0)
-
-
-@BOTH
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x[:, :16],
-        lambda x: x[:, 3:19],
-        lambda x: x[::2, :16],
-        lambda x: x[:1, :16].expand(6, 16),
-        lambda x: x.t(),
-    ],
-)
-def test_strided_tokens(ffn: Callable[..., Any], view: Callable[[Tensor], Tensor]) -> None:
-    x = view(torch.randint(-2, 3, (16, 48)).to(BF16))
-    problem = testing.integer_problem(1, x.shape[1], 264)
-    assert torch.equal(ffn(problem._replace(x=x)), ffn(problem._replace(x=x.contiguous())))
-
-
-@BOTH
-def test_the_down_weight_may_have_either_layout(ffn: Callable[..., Any]) -> None:
-    problem = testing.integer_problem(5, 16, 264)
-    other = problem._replace(w_down=problem.w_down.t().contiguous().t())
-    assert torch.equal(ffn(problem), ffn(other))
 
 
 @BOTH
@@ -112,48 +102,7 @@ def test_nan_and_infinity_spread_as_in_dense(ffn: Callable[..., Any]) -> None:
 
 
 @BOTH
-def test_aux_counts_and_sums(ffn: Callable[..., Any]) -> None:
-    problem = testing.integer_problem(70, 16, 264, biases="gate up down")
-    _, sparse = ffn(problem, return_aux=True)
-    _, dense = ffn(problem, strategy="dense", return_aux=True)
-    gate = testing.float64_gate(problem)
-    hidden = gate * F.linear(problem.x.double(), problem.w_up.double(), problem.b_up.double()) if ffn is gated else gate
-    figures = ((hidden.abs().sum() / 70).float(), (gate != 0).sum() / 70)
-    for aux in (sparse, dense):
-        for figure, expected in zip(aux, figures, strict=True):
-            assert (figure.dtype, figure.shape) == (torch.float32, ())
-            assert figure == expected
-
-
-@BOTH
-def test_dense_has_gradients(ffn: Callable[..., Any]) -> None:
-    # of some seeds no neuron fires
-    torch.manual_seed(0)
-    problem = real_problem(5, 12, 20, torch.float64, bias=True).map(lambda t: t.requires_grad_())
-
-    def total(*tensors: Tensor) -> Tensor:
-        y, aux = ffn(testing.FFN(*tensors), strategy="dense", return_aux=True)
-        return y.sum() + aux.l1
-
-    assert torch.autograd.gradcheck(lambda *t: ffn(testing.FFN(*t), strategy="dense"), tuple(problem))
-    grads = torch.autograd.grad(total(*problem), problem, allow_unused=ffn is plain)
-    assert all(g.isfinite().all() and g.any() for g in grads if g is not None)
-
-
-@BOTH
-@pytest.mark.parametrize("strategy", ["auto", "row", "union"])
-def test_exact_whether_a_gradient_is_needed_or_not(ffn: Callable[..., Any], strategy: str) -> None:
-    problem = testing.integer_problem(2, 8, 8)
-    problem.x.requires_grad_()
-    problem.w_down.requires_grad_()
-    for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
-        with mode:
-            assert torch.equal(ffn(problem, strategy=strategy), testing.exact_output(problem, gated=ffn is gated))
-
-
-@BOTH
-@pytest.mark.parametrize("strategy", ["auto", "row", "union"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("strategy", "dtype"), [("auto", torch.float32), ("union", torch.float64)])
 def test_wider_dtypes_on_the_cpu_are_dense(ffn: Callable[..., Any], strategy: str, dtype: torch.dtype) -> None:
     problem = real_problem(5, 264, 32, dtype)
     assert torch.equal(ffn(problem, strategy=strategy), ffn(problem, strategy="dense"))
@@ -206,17 +155,6 @@ def test_compiles_as_one_graph(ffn: Callable[..., Any], dynamic: bool) -> None:
             assert aux == expected_aux
 
 
-def test_compiles_under_autocast_and_without_gradients_inside() -> None:
-    torch.compiler.reset()
-    problem = testing.integer_problem(5, 16, 264).map(lambda t: t.float().requires_grad_())
-
-    def call(p: testing.FFN) -> Tensor:
-        with torch.no_grad(), torch.autocast("cpu", dtype=BF16):
-            return gated(p)
-
-    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(problem), call(problem))
-
-
 @BOTH
 def test_shapes_on_cuda_without_a_gpu(ffn: Callable[..., Any]) -> None:
     with FakeTensorMode():
@@ -250,6 +188,7 @@ def shaped(**changes: Any) -> dict[str, Any]:
         ({"b_gate": torch.zeros(16, dtype=BF16)}, ValueError, r"b_gate must be \[24\] .*got \[16\]"),
         ({"b_down": torch.zeros(24, dtype=BF16)}, ValueError, r"b_down must be \[16\] .*got \[24\]"),
         ({"w_up": torch.zeros(24, 16)}, TypeError, "w_up must be torch.bfloat16 as x is, got torch.float32"),
+        ({"w_gate": torch.zeros(24, 16).half()}, TypeError, "w_gate must be torch.bfloat16 as x is, got torch.float16"),
         ({"w_up": torch.zeros(24, 16, dtype=BF16, device="meta")}, ValueError, "w_up must be on cpu as x is, got meta"),
         ({"compression": 3}, ValueError, r"compression must be one of \(2, 4, 8\), got 3"),
         (
@@ -301,9 +240,10 @@ def test_other_dtypes_are_for_the_dense_strategy(dtype: torch.dtype, where: str)
 
 
 @BOTH
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("strategy", ["auto", "row", "union", "dense"])
-@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize(
+    ("strategy", "bias", "dtype"),
+    [("row", True, BF16), ("union", False, BF16), ("dense", True, BF16), ("auto", False, torch.float32)],
+)
 def test_y_is_not_a_view(ffn: Callable[..., Any], strategy: str, bias: bool, dtype: torch.dtype) -> None:
     """FSDP2 puts hooks on outputs, and hooks on a view do not survive an in-place change."""
     problem = real_problem(12, 264, 32, dtype, bias)
@@ -356,8 +296,9 @@ class Doubling(TorchFunctionMode):
 
 
 @BOTH
-@pytest.mark.parametrize("strategy", ["auto", "row", "union"])
-@pytest.mark.parametrize("operand", ["x", "w_gate", "b_down", "mode"])
+@pytest.mark.parametrize(
+    ("strategy", "operand"), [("auto", "x"), ("row", "w_gate"), ("union", "b_down"), ("row", "mode")]
+)
 def test_what_overrides_operators_is_not_left_out(
     ffn: Callable[..., Any], strategy: str, operand: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -483,12 +424,9 @@ def test_incoming_gradients_may_be_stand_ins(kind: str) -> None:
     ("make", "said"),
     [
         (STAND_INS["negated"], "whose memory does not hold its values"),
-        (STAND_INS["zeros"], "whose memory does not hold its values"),
         (lambda t: torch.inference_mode()(t.clone)(), "made in inference mode"),
         (torch._to_functional_tensor, "that a transform wraps"),
         (lambda t: t.to_sparse(), "of layout torch.sparse_coo"),
-        (lambda t: t.to_sparse_csr(), "of layout torch.sparse_csr"),
-        (lambda t: t.to_mkldnn(), "of layout torch._mkldnn"),
     ],
 )
 def test_main_gradients_are_plain_memory(make: Callable[[Tensor], Tensor], said: str, strategy: str) -> None:

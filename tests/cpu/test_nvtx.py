@@ -103,34 +103,22 @@ class TestOff:
 
 
 class TestRange:
-    def test_payload_and_category(self, on: ModuleType, recorder: Recorder) -> None:
+    def test_payload_category_and_nesting(self, on: ModuleType, recorder: Recorder) -> None:
         with on.range("a", category=on.BACKWARD, m=3, share=0.5, dtype=torch.bfloat16, strategy="row", absent=None):
+            # none inside its own name; the category is inherited
+            with on.range("a", m=1), on.range("b"):
+                pass
+            with on.range("c", category=on.FORWARD):
+                pass
+        with on.range("d"):
             pass
         payload = {"m": 3, "share": 0.5, "dtype": "bfloat16", "strategy": "row"}
-        assert recorder.events == [(0, "a", "backward", payload)]
-        assert recorder.depth == 0
-
-    def test_category_is_inherited(self, on: ModuleType, recorder: Recorder) -> None:
-        with on.range("a", category=on.FORWARD):
-            with on.range("b"):
-                with on.range("c", category=on.BACKWARD):
-                    pass
-            with on.range("d"):
-                pass
-        with on.range("e"):
-            pass
-        assert [event[:3] for event in recorder.events] == [
-            (0, "a", "training forward"),
-            (1, "b", "training forward"),
-            (2, "c", "backward"),
-            (1, "d", "training forward"),
-            (0, "e", "inference"),
+        assert recorder.events[0] == (0, "a", "backward", payload)
+        assert [event[:3] for event in recorder.events[1:]] == [
+            (1, "b", "backward"),
+            (1, "c", "training forward"),
+            (0, "d", "inference"),
         ]
-
-    def test_none_inside_its_own_name(self, on: ModuleType, recorder: Recorder) -> None:
-        with on.range("a"), on.range("a", m=1), on.range("b"), on.range("a"):
-            pass
-        assert [event[:2] for event in recorder.events] == [(0, "a"), (1, "b"), (2, "a")]
         assert recorder.depth == 0
 
     def test_ends_with_an_error(self, on: ModuleType, recorder: Recorder) -> None:
@@ -141,22 +129,18 @@ class TestRange:
         assert [event[:2] for event in recorder.events] == [(0, "a"), (1, "b"), (0, "b")]
         assert recorder.depth == 0
 
-    def test_threads_have_their_own(self, on: ModuleType, recorder: Recorder) -> None:
+    def test_threads_have_their_own_and_attributes_are_made_once(self, on: ModuleType, recorder: Recorder) -> None:
         def other() -> None:
-            with on.range("a"):
-                pass
+            for m in (1, 2, 1, 2):
+                with on.range("a", m=m):
+                    pass
 
         with on.range("a", category=on.BACKWARD):
             thread = threading.Thread(target=other)
             thread.start()
             thread.join()
-        assert [event[1:3] for event in recorder.events] == [("a", "backward"), ("a", "inference")]
-
-    def test_attributes_are_made_once(self, on: ModuleType, recorder: Recorder) -> None:
-        for m in (1, 2, 1, 2):
-            with on.range("a", m=m):
-                pass
-        assert (len(recorder.events), recorder.made) == (4, 2)
+        assert [event[1:3] for event in recorder.events] == [("a", "backward"), *[("a", "inference")] * 4]
+        assert recorder.made == 3
 
     def test_decorated(self, on: ModuleType, recorder: Recorder) -> None:
         @on.marked(lambda a, b: on.range("sum", m=a, n=b))
@@ -167,24 +151,6 @@ class TestRange:
         assert add(1, b=2) == 3
         assert (add.__name__, add.__doc__) == ("add", "Adds.")
         assert recorder.events == [(0, "sum", "inference", {"m": 1, "n": 2})]
-
-
-class TestSizes:
-    def test_from_what_there_is(self) -> None:
-        x, weight, words, spill = (torch.empty(s, dtype=torch.half) for s in ((2, 3, 8), (16, 8), (6, 32), (6, 256)))
-        dtype = torch.half
-        assert nvtx.sizes({"x": x, "w_gate": weight}) == {"m": 6, "k": 8, "n": 16, "dtype": dtype}
-        assert nvtx.sizes({"x": x, "w_up": None, "w_down": weight})["n"] == 16
-        packed = {"words": words.int(), "spill": spill, "n": 10, "compression": 4}
-        assert nvtx.sizes(packed) == {"m": 6, "n": 10, "dtype": dtype, "compression": 4}
-        assert nvtx.sizes({"gate": x, "up": x}) == {"m": 6, "n": 8, "dtype": dtype}
-        assert nvtx.sizes({}) == {}
-
-    def test_any_shape(self) -> None:
-        """Either the operator reports the error, or there is none."""
-        scalar, vector = torch.empty(()), torch.empty(3)
-        assert nvtx.sizes({"gate": scalar}) == {"m": 1, "dtype": torch.float32}
-        assert nvtx.sizes({"x": vector, "w_gate": vector}) == {"m": 1, "dtype": torch.float32}
 
 
 class TestWithoutPackage:

@@ -9,36 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from ffns import BF16, Gated, K, Literal, N
 from torch import Tensor, nn
 
 import twell
 from twell.nn import SparseGatedMLP, SparseMLP
-
-BF16 = torch.bfloat16
-K, N = 32, 264
-
-
-class Gated(nn.Module):
-    """A stock feed-forward layer, which ``sparsify_`` takes by the names of its projections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(K, N), nn.Linear(K, N, False)
-        self.down_proj = nn.Linear(N, K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Pair(nn.Module):
-    """The layers of OPT in a module of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(K, N), nn.Linear(N, K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(torch.relu(self.fc1(x)))
 
 
 def sparsified(kind: Callable[[], nn.Module]) -> nn.Module:
@@ -70,8 +45,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "from_linear": lambda: SparseMLP.from_linear(
         nn.Linear(K, N, dtype=BF16), nn.Linear(N, K, dtype=BF16), strategy="union"
     ),
-    "sparsify_": lambda: sparsified(Gated),
-    "pair": lambda: sparsified(Pair),
+    "sparsify_": lambda: sparsified(lambda: Gated(bias=True)),
+    "pair": lambda: sparsified(Literal),
     "transformers": lambda: of_transformers(own=False),
     "SparseLlama": lambda: of_transformers(own=True),
 }
@@ -118,18 +93,6 @@ def test_safetensors_save_and_load(make: Callable[[], nn.Module], tmp_path: Path
 
 
 @EACH
-def test_parameters_to_a_vector_and_back(make: Callable[[], nn.Module]) -> None:
-    model, other = make(), make()
-    vector = nn.utils.parameters_to_vector(model.parameters())
-    nn.utils.vector_to_parameters(vector.detach().clone(), other.parameters())
-    assert torch.equal(forward(other), forward(model))
-    flat = torch._utils._flatten_dense_tensors([p.detach() for p in model.parameters()])
-    assert torch.equal(flat, vector)
-    for p, t in zip(other.parameters(), torch._utils._unflatten_dense_tensors(flat, list(model.parameters()))):
-        assert torch.equal(p, t)
-
-
-@EACH
 def test_flat_parameters_and_gradients(make: Callable[[], nn.Module]) -> None:
     """As in optimizers with one buffer: the next call sees updates through it."""
     model = make()
@@ -172,17 +135,3 @@ def test_copies_and_averages(make: Callable[[], nn.Module]) -> None:
         for p in model.parameters():
             p.zero_()
     assert forward(twin).any()
-
-
-@pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
-def test_main_gradients_may_be_flat(cls: Any) -> None:
-    mlp = cls(K, N, dtype=BF16, strategy="union")
-    expected = gradients(mlp)
-    flat, begin = torch.zeros(sum(p.numel() for p in mlp.parameters())), 0
-    for p in mlp.parameters():
-        p.main_grad, p.grad = flat[begin : begin + p.numel()].view_as(p), None
-        begin += p.numel()
-    mlp.accumulate_main_grad = True
-    forward(mlp).float().square().sum().backward()
-    assert all(p.grad is None for p in mlp.parameters())
-    torch.testing.assert_close(flat.to(BF16), torch.cat([g.reshape(-1) for g in expected]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch import Tensor
 from tests.fuzz import problems
 from tests.fuzz import run as fuzz
 from tests.fuzz.problems import Case, Limits
-from twell import ops, testing, tuning
-from twell.testing import FFN
+from twell import ops, tuning
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,9 +48,17 @@ def cases(op: str, strategy: str, sizes: dict[str, Any], dtype: str, count: int 
     return [dataclasses.replace(base, **changes, seed=seed) for seed in range(count)]
 
 
-@pytest.mark.parametrize("dtype", problems.DTYPES)
-@pytest.mark.parametrize("sizes", [ONE, FEW, MANY], ids=["one", "few", "many"])
-@pytest.mark.parametrize(("op", "strategy"), [("forward", "row"), ("forward", "union"), ("train", "union")])
+@pytest.mark.parametrize(
+    ("op", "strategy", "sizes", "dtype"),
+    [
+        ("forward", "row", ONE, "bf16"),
+        ("forward", "row", MANY, "fp16"),
+        ("forward", "union", FEW, "bf16"),
+        ("train", "union", ONE, "fp16"),
+        ("train", "union", MANY, "bf16"),
+    ],
+    ids=["row one", "row many", "union few", "train one", "train many"],
+)
 def test_every_row_is_within_the_bound(op: str, strategy: str, sizes: dict[str, Any], dtype: str) -> None:
     """y and the gradients of x and all weights are, whatever dense PyTorch's error is."""
     results = [fuzz.attempt(case, CPU) for case in cases(op, strategy, sizes, dtype)]
@@ -114,32 +120,3 @@ def test_the_number_of_tokens_chooses_kernels_where_readme_says() -> None:
     assert f"they change above {', '.join(f'{m:,}' for m in some)} and {last:,} tokens" in page
 
 
-def drawn(sizes: dict[str, Any]) -> Iterator[FFN]:
-    """The layers of cases, as ``testing`` has problems."""
-    for case in cases("forward", "row", sizes, "bf16", count=50):
-        layer = problems.build(case, CPU)
-        assert layer.w_up is not None
-        yield FFN(layer.x, layer.w_gate, layer.w_up, layer.w_down)
-
-
-@pytest.mark.parametrize("sizes", [ONE, FEW], ids=["one", "few"])
-def test_comparisons_with_dense_allow_for_luck(sizes: dict[str, Any]) -> None:
-    """No right result of a hundred is refused, though some err more than long sums may."""
-    ratios = []
-    for problem in drawn(sizes):
-        for strategy in ("row", "union"):
-            compared = testing.compare(problem, testing.sparse_output(problem, strategy=strategy))
-            assert compared.ok, str(compared)
-            if compared.dense.frobenius:
-                ratios.append(compared.ours.frobenius / compared.dense.frobenius)
-    assert max(ratios) > testing.BUDGET
-
-
-@pytest.mark.parametrize("sizes", [ONE, FEW, MANY], ids=["one", "few", "many"])
-def test_comparisons_with_dense_find_a_missing_neuron(sizes: dict[str, Any]) -> None:
-    for problem in drawn(sizes):
-        fired = testing.float64_gate(problem).sum(0)
-        if fired.any():
-            w_down = problem.w_down.clone()
-            w_down[fired.argmax()] = 0
-            assert not testing.compare(problem, testing.sparse_output(problem._replace(w_down=w_down))).ok

@@ -61,8 +61,7 @@ def unread(model: nn.Module) -> list[Any]:
 # The L1 term
 
 
-@pytest.mark.parametrize("normalisation", recipe.NORMALISATIONS)
-@pytest.mark.parametrize("strategy", ["auto", "dense"])
+@pytest.mark.parametrize(("normalisation", "strategy"), zip(recipe.NORMALISATIONS, ("auto", "dense")))
 def test_l1_term_is_the_mean_over_layers(normalisation: Any, strategy: Any) -> None:
     model, (x,) = Model(SparseGatedMLP(K, N, strategy=strategy), SparseMLP(K, 2 * N, strategy=strategy)), inputs()
     y, _, states = plain_pass(model, x)
@@ -80,28 +79,14 @@ def test_l1_term_is_the_mean_over_layers(normalisation: Any, strategy: Any) -> N
     assert not unread(model)
 
 
-def test_coefficient_of_the_paper_is_that_of_the_token_sum() -> None:
+def test_coefficients_and_their_warmup() -> None:
     assert recipe.convert_coefficient(2e-5, 5632, "token_sum", "neuron_mean") == pytest.approx(0.11264)
     assert recipe.convert_coefficient(0.11264, 5632, "neuron_mean", "token_sum") == pytest.approx(2e-5)
     assert recipe.convert_coefficient(0.5, 8, "token_sum", "token_sum") == 0.5
     with pytest.raises(ValueError, match="token_sum, neuron_mean"):
         recipe.convert_coefficient(0.5, 8, "token_sum", "mean")  # type: ignore[arg-type]
-    # one layer of N neurons: the same term either way
-    model, (x,) = Model(SparseGatedMLP(K, N)), inputs()
-    recipe.record_aux(model)
-    terms = []
-    for normalisation in recipe.NORMALISATIONS:
-        model(x)
-        coefficient = recipe.convert_coefficient(2e-5, N, "token_sum", normalisation)  # type: ignore[arg-type]
-        terms.append(coefficient * recipe.l1_term(model, normalisation))  # type: ignore[arg-type]
-    torch.testing.assert_close(*terms)
-
-
-def test_warmup_is_linear() -> None:
-    assert [recipe.l1_warmup(s, 4) for s in range(6)] == [0, 0.25, 0.5, 0.75, 1, 1]
     assert [recipe.l1_warmup(s, 4, start=2) for s in range(8)] == [0, 0, 0, 0.25, 0.5, 0.75, 1, 1]
     assert [recipe.l1_warmup(s, 0) for s in range(2)] == [1, 1]
-    assert [recipe.l1_warmup(s, 0, start=2) for s in range(4)] == [0, 0, 1, 1]
     with pytest.raises(ValueError, match="warmup_steps must be an integer of at least 0, got -1"):
         recipe.l1_warmup(0, -1)
 
@@ -120,6 +105,9 @@ def test_l1_term_says_what_is_wrong() -> None:
     model(x)
     with pytest.raises(RuntimeError, match=r"called 2 times .* several=True"):
         recipe.l1_term(model)
+    # as the error says
+    torch.testing.assert_close(recipe.l1_term(model, several=True), plain_term(plain_pass(model, x)[2]))
+    assert not unread(model)
     model(x)
     recipe.clear_aux(model)
     model(x)
@@ -130,25 +118,6 @@ def test_l1_term_says_what_is_wrong() -> None:
         recipe.record_aux(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="got str"):
         recipe.record_aux("model")  # type: ignore[arg-type]
-
-
-def test_several_calls_all_count() -> None:
-    shared = SparseGatedMLP(K, N)
-    model, (x, other) = Model(shared, shared), inputs(2)
-    _, _, states = plain_pass(model, x)
-    expected = plain_term(states)
-    recipe.record_aux(model)
-    model(x)
-    with pytest.raises(RuntimeError, match="called 2 times"):
-        recipe.l1_term(model)
-    # as the error says
-    torch.testing.assert_close(recipe.l1_term(model, several=True), expected)
-    # two passes for one loss
-    model(x)
-    model(other)
-    both = plain_term(states + plain_pass(model, other)[2])
-    torch.testing.assert_close(recipe.l1_term(model, several=True), both)
-    assert not unread(model)
 
 
 def test_reentrant_checkpointing_is_refused() -> None:
@@ -190,10 +159,9 @@ def test_calls_without_tokens_do_not_count() -> None:
     term.backward()
 
 
-@pytest.mark.parametrize("strategy", ["dense", "union"])
-def test_a_layer_that_is_skipped_has_an_l1_of_zero(strategy: Any) -> None:
+def test_a_layer_that_is_skipped_has_an_l1_of_zero() -> None:
     """As by LayerDrop, or an expert without tokens."""
-    model, (x,) = Model(*(SparseGatedMLP(K, N, strategy=strategy) for _ in range(3))), inputs()
+    model, (x,) = Model(*(SparseGatedMLP(K, N, strategy="union") for _ in range(3))), inputs()
     recipe.record_aux(model, inputs=True)
     skipped = model.blocks[1]
     part = Model(model.blocks[0].mlp, model.blocks[2].mlp)
@@ -286,9 +254,8 @@ def test_a_mask_of_other_tokens_is_refused() -> None:
         recipe.l1_term(layer, attention_mask=mask.tolist())
 
 
-@pytest.mark.parametrize("strategy", ["auto", "dense"])
-def test_checkpointing_changes_nothing(strategy: Any) -> None:
-    model = Model(SparseGatedMLP(K, N, strategy=strategy), SparseMLP(K, N, strategy=strategy))
+def test_checkpointing_changes_nothing() -> None:
+    model = Model(SparseGatedMLP(K, N), SparseMLP(K, N, strategy="dense"))
     recipe.record_aux(model)
     wanted = []
     for reentrant in (None, False):
@@ -326,8 +293,10 @@ def compiled_step(model: Model, how: str) -> Callable[[Tensor], Tensor]:
     return run
 
 
-@pytest.mark.parametrize("how", ["model", "loss", "blocks", "layers", "breaks"])
-@pytest.mark.parametrize("reentrant", [None, False], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize(
+    ("how", "reentrant"),
+    [("loss", None), ("model", False), ("blocks", False), ("layers", None), ("breaks", False)],
+)
 def test_compiled_models_record(how: str, reentrant: bool | None) -> None:
     option = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     inside = how in ("model", "loss") and reentrant is not None
@@ -343,16 +312,6 @@ def test_compiled_models_record(how: str, reentrant: bool | None) -> None:
         for x, expected in zip(batches, wanted):
             assert_close([run(x), *gradients(model)], expected)
             assert not unread(model)
-
-
-def test_record_aux_after_a_compiled_step() -> None:
-    model, (x,) = Model(), inputs()
-    compiled = torch.compile(model, backend="aot_eager")
-    compiled(x)
-    recipe.record_aux(compiled)
-    compiled(x)
-    torch.testing.assert_close(recipe.l1_term(compiled), plain_term(plain_pass(model, x)[2]))
-    assert list(recipe.layers(compiled)) == list(recipe.layers(model)) == ["blocks.0.mlp", "blocks.1.mlp"]
 
 
 def test_autocast() -> None:
@@ -374,20 +333,13 @@ def test_autocast() -> None:
 def test_copies_and_pickles_record_nothing() -> None:
     model, (x,) = Model(), inputs()
     recipe.record_aux(model)
-    tracker = SparsityTracker(model)
-    with tracker.watch(0):
-        model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other(x)
         with pytest.raises(RuntimeError, match="records nothing"):
             recipe.l1_term(other)
-        assert torch.equal(model.eval()(x), other.eval()(x))
-        model.train()
         recipe.record_aux(other)
-        other.train()(x)
+        other(x)
         recipe.l1_term(other)
-    recipe.l1_term(model)
-    assert tracker.read().layers[0].calls == 1
 
 
 def test_layers_that_are_not_recorded_hold_nothing() -> None:
@@ -427,24 +379,10 @@ def test_forgetting_to_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         model(x)
 
 
-def test_frozen_layers_may_have_a_constant_term() -> None:
-    model, (x,) = Model(), inputs()
-    recipe.record_aux(model)
-    for parameter in model.blocks[0].mlp.parameters():
-        parameter.requires_grad_(False)
-    model.blocks[0].norm.requires_grad_(False)
-    step(model, x)
-    block = pair()
-    recipe.record_aux(block)
-    (block(x).sum() + recipe.l1_term(block)).backward()
-    assert block.fc1.weight.grad is not None
-
-
 # Dead neurons
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
+@pytest.mark.parametrize(("cls", "dtype"), [(SparseGatedMLP, BF16), (SparseMLP, torch.float32)])
 def test_reinitialize_moves_dead_rows_alone(cls: Any, dtype: torch.dtype) -> None:
     mlp = cls(256, 1024, dtype=dtype)
     gate = mlp.gate_proj if cls is SparseGatedMLP else mlp.up_proj
@@ -507,34 +445,6 @@ def test_a_weight_of_two_layers_is_reinitialized_where_both_are_dead() -> None:
     before = model[0].up_proj.weight.detach().clone()
     recipe.reinitialize_dead(model, {"0": first}, step=0)
     assert torch.equal(model[0].up_proj.weight, before)
-
-
-def test_a_fused_weight_of_two_layers_is_reinitialized_where_both_are_dead() -> None:
-    class Fused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate_up_proj = nn.Linear(K, 2 * N, bias=False)
-            self.down_proj = nn.Linear(N, K, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            gate, up = self.gate_up_proj(x).chunk(2, -1)
-            y: Tensor = self.down_proj(gate.relu() * up)
-            return y
-
-    model = nn.Sequential(Fused(), Fused())
-    model[1].gate_up_proj.weight = model[0].gate_up_proj.weight
-    twell.sparsify_(model, names=("gate_up_proj", "down_proj"))
-    weight: Any = model[0].gate_up_proj.weight
-    computed = copy.deepcopy(model)
-    torch.nn.utils.spectral_norm(computed[0].gate_up_proj)
-    with pytest.raises(ValueError, match="the gate of 0 must have its weight as a parameter"):
-        recipe.reinitialize_dead(computed, {"0": torch.arange(N) < 6}, step=0)
-    before = weight.detach().clone()
-    first, second = torch.arange(N) < 6, torch.arange(N) > 2
-    recipe.reinitialize_dead(model, {"0": first}, step=0)
-    assert torch.equal(weight, before)
-    recipe.reinitialize_dead(model, {"0": first, "1": second}, step=0)
-    assert torch.equal((weight != before).any(1), F.pad(first & second, (0, N)))
 
 
 @pytest.mark.parametrize(
@@ -650,13 +560,3 @@ def test_settle_names_what_the_figures_call_for(monkeypatch: pytest.MonkeyPatch)
     assert recipe.settle(model, stats) == {}
     twell.nn.set_down_layout(model, "rows")
     assert recipe.settle(model, stats) == {"blocks.0.mlp": ("dense", "union")}
-
-
-def test_settle_leaves_devices_without_a_choice() -> None:
-    model, (x,) = Model(SparseGatedMLP(K, N), SparseMLP(K, 2 * N)), inputs()
-    tracker = SparsityTracker(model)
-    with tracker.watch(0):
-        model(x)
-    assert recipe.settle(model, tracker.read()) == {}
-    assert recipe.strategies(model) == {"blocks.0.mlp": "dense", "blocks.1.mlp": "dense"}
-    assert isinstance(twell.explain(model).rows[0].strategy, str)

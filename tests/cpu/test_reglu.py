@@ -16,7 +16,6 @@ from activations import DTYPES, every_value, plain, same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 import twell
 from twell import _autograd, ops, testing, tuning
@@ -40,65 +39,12 @@ def test_the_bits_of_torch_for_every_gate(dtype: torch.dtype) -> None:
         assert same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 5), (2, 3, 5)])
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, ()), (torch.float64, (3, 0, 5)), (torch.float32, (2, 5))])
 def test_any_shape_and_wider_dtypes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     dh, gate, up = (torch.randn(shape, dtype=dtype) for _ in range(3))
     assert same_bits(ops.reglu(gate, up), plain(gate, up))
     for ours, theirs in zip(ops.reglu_backward(dh, gate, up), torchs_gradients(dh, gate, up), strict=True):
         assert same_bits(ours, theirs)
-
-
-def test_any_strides() -> None:
-    base = torch.randn(3, 12, 10).to(BF16)
-    views: list[Callable[[Tensor], Tensor]] = [
-        lambda t: t.t(),
-        lambda t: t[1:7:2],
-        lambda t: t[:, 1:],
-        lambda t: t[:1].expand(5, 10),
-    ]
-    for view in views:
-        dh, gate, up = map(view, base)
-        for a, b in ((gate, up), (gate.contiguous(), up), (gate, up.contiguous())):
-            hidden = ops.reglu(a, b)
-            assert hidden.is_contiguous()
-            assert same_bits(hidden, plain(gate, up))
-        for ours, theirs in zip(ops.reglu_backward(dh, gate, up), torchs_gradients(dh, gate, up), strict=True):
-            assert ours.is_contiguous()
-            assert same_bits(ours, theirs)
-
-
-def test_opcheck() -> None:
-    for dtype in (BF16, torch.float64):
-        for shape in ((5, 24), (3,), (0, 8)):
-            dh, gate, up = (torch.randn(shape).to(dtype) for _ in range(3))
-            torch.library.opcheck(ops.reglu, (gate, up))
-            torch.library.opcheck(ops.reglu_backward, (dh, gate, up))
-
-
-def test_fakes() -> None:
-    with FakeTensorMode():
-        gate = torch.empty(4, 6, 8, dtype=BF16, device="cuda")
-        up = torch.empty(4, 8, 6, dtype=BF16, device="cuda").transpose(1, 2)
-        for fake in (ops.reglu(gate, up), *ops.reglu_backward(up, gate, up)):
-            assert (fake.shape, fake.stride(), fake.dtype) == (gate.shape, gate.stride(), BF16)
-            assert fake.device.type == "cuda"
-
-
-def test_operands_that_do_not_fit_are_refused() -> None:
-    gate = torch.zeros(4, 8, dtype=BF16)
-    shape, dtype = r"must be \[4, 8\], got \[8\]", "must be torch.bfloat16, got torch.float32"
-    for up, error, text in ((torch.zeros(8, dtype=BF16), ValueError, shape), (torch.zeros(4, 8), TypeError, dtype)):
-        with pytest.raises(error, match=f"up {text}"):
-            ops.reglu(gate, up)
-        with pytest.raises(error, match=f"up {text}"):
-            ops.reglu_backward(gate, gate, up)
-        with pytest.raises(error, match=f"upstream {text}"):
-            ops.reglu_backward(up, gate, gate)
-    needing = torch.zeros(4, 8, dtype=BF16, requires_grad=True)
-    for call in (lambda: ops.reglu(needing, gate), lambda: ops.reglu_backward(gate, gate, needing)):
-        with pytest.raises(NotImplementedError, match=r"call twell\.sparse_gated_ffn"):
-            call()
 
 
 @DTYPES
@@ -179,24 +125,15 @@ def test_weights_that_are_one_make_one_product(m: int, monkeypatch: pytest.Monke
 
 def test_gradients_to_any_order() -> None:
     gate, up = (torch.randn(5, 9, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(_autograd.gated_relu, (gate, up))
     assert torch.autograd.gradcheck(_autograd.gated_relu, (gate, up), check_batched_grad=True)
     assert torch.autograd.gradgradcheck(_autograd.gated_relu, (gate, up))
     assert torch.autograd.gradgradcheck(_autograd.gated_relu, (gate, up.detach()))
 
-    def third(f: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-        total = f(gate, up).pow(3).sum()
-        for _ in range(2):
-            total = sum((g.pow(2).sum() for g in torch.autograd.grad(total, (gate, up), create_graph=True)), total)
-        return torch.autograd.grad(total, (gate, up))
-
-    for ours, theirs in zip(third(_autograd.gated_relu), third(plain), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
 
 @DTYPES
-@pytest.mark.parametrize("needed", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize(
+    ("needed", "create_graph"), [((True, True), False), ((True, False), True), ((False, True), False)]
+)
 def test_gradients_have_the_bits_of_torch(dtype: torch.dtype, needed: tuple[bool, bool], create_graph: bool) -> None:
     dh, gate, up = every_value(dtype)
     found = []
@@ -208,15 +145,6 @@ def test_gradients_have_the_bits_of_torch(dtype: torch.dtype, needed: tuple[bool
     for ours, theirs in zip(*found, strict=True):
         assert ours.requires_grad == theirs.requires_grad
         assert same_bits(ours.detach(), theirs.detach())
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_without_gradients_nothing_is_kept(mode: Callable[[], Any]) -> None:
-    gate, up = (torch.randn(3, 8).to(BF16) for _ in range(2))
-    with mode():
-        hidden = _autograd.gated_relu(gate, up)
-        assert hidden.grad_fn is None
-        assert same_bits(hidden, plain(gate, up))
 
 
 # In layers
@@ -280,40 +208,6 @@ def test_dense_layers_have_the_bits_of_plain_pytorch(m: int, fuse: bool, monkeyp
             with torch.no_grad():
                 found[-1] += tuple(f(p))
         assert len(calls) == (2 if fuse else 0)
-    for ours, theirs in zip(*found, strict=True):
-        assert same_bits(ours, theirs)
-
-
-def test_second_derivatives_of_a_fused_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = draw(3, 12, 8, torch.float64).map(lambda t: t.requires_grad_())
-    with fusing(monkeypatch) as calls:
-        assert torch.autograd.gradcheck(lambda *t: layer(testing.FFN(*t)), tuple(p))
-        assert torch.autograd.gradgradcheck(lambda *t: layer(testing.FFN(*t)), tuple(p))
-        penalty = torch.autograd.grad(layer(p).sum(), p.x, create_graph=True)[0].pow(2).sum()
-        ours = torch.autograd.grad(penalty, (p.w_gate, p.w_up, p.w_down))
-        assert calls
-    penalty = torch.autograd.grad(by_hand(p)[0].sum(), p.x, create_graph=True)[0].pow(2).sum()
-    for a, b in zip(ours, torch.autograd.grad(penalty, (p.w_gate, p.w_up, p.w_down)), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_main_gradients_and_checkpointing(reentrant: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    p = draw()
-    found = []
-    for fuse in (True, False):
-        leaves = p.map(lambda t: t.clone().requires_grad_())
-        mains = tuple(torch.ones(w.shape) for w in (p.w_gate, p.w_up, p.w_down.t()))
-
-        def run(*tensors: Tensor, mains: tuple[Tensor, ...] = mains) -> Tensor:
-            y: Tensor = layer(testing.FFN(*tensors), main_grads=mains)
-            return y
-
-        with fusing(monkeypatch, fuse):
-            y = run(*leaves) if reentrant is None else checkpoint(run, *leaves, use_reentrant=reentrant)
-            y.float().pow(2).sum().backward()
-        found.append((*mains, *(t.grad for t in leaves if t.grad is not None)))
-        assert len(found[-1]) == 7
     for ours, theirs in zip(*found, strict=True):
         assert same_bits(ours, theirs)
 
@@ -416,32 +310,6 @@ def test_what_is_not_what_it_seems() -> None:
     torch.compiler.reset()
     compiled = torch.compile(lambda x: x + 1 if _autograd.eager([x]) else x - 1, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), x - 1)
-
-
-TRANSFORMS: list[Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = [
-    lambda f, x: torch.func.vmap(f)(x[:, None]),
-    lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
-    lambda f, x: torch.func.jvp(f, (x,), (x.cos(),)),
-    lambda f, x: torch.func.hessian(lambda x: f(x).pow(2).sum())(x[:2]),
-    lambda f, x: torch.autograd.functional.jacobian(f, x[:2], vectorize=True),
-    lambda f, x: torch.jit.trace(f, (x,), check_trace=False)(x),
-]
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("gated", [True, False])
-def test_dense_layers_can_be_transformed(transform: Callable[..., Any], gated: bool) -> None:
-    p = draw(5, 24, 8, torch.float64)
-
-    def ours(x: Tensor) -> Tensor:
-        if gated:
-            return layer(p._replace(x=x))  # type: ignore[no-any-return]
-        return twell.sparse_ffn(x, p.w_gate, p.w_down.t(), strategy="dense")
-
-    def theirs(x: Tensor) -> Tensor:
-        return by_hand(p._replace(x=x))[0] if gated else F.linear(F.relu(F.linear(x, p.w_gate)), p.w_down.t())
-
-    torch.testing.assert_close(transform(ours, p.x), transform(theirs, p.x))
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

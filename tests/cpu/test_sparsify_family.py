@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ffns import Fused, Gated, K, Meta, N, Squared, Told, Wi, encoder_layer, model, take, tokens
+from ffns import Adapter, Fused, Gated, K, Meta, N, Squared, Told, Wi, encoder_layer, model, take, tokens
 from torch import Tensor, nn
 
 import twell
@@ -39,17 +39,7 @@ def test_layers_of_other_names_are_of_the_same_kinds() -> None:
     assert made[2].down_proj.weight.stride() == (1, K)
 
 
-@pytest.mark.parametrize("form", ["fused", "fused, up first"])
-def test_halves_of_a_fused_weight_are_views(form: str) -> None:
-    (layer,) = layers(sparse_of(model(form))).values()
-    weight = layer.gate_up_proj.weight
-    places = {layer.gate_proj.weight.data_ptr(): "gate", layer.up_proj.weight.data_ptr(): "up"}
-    first = "up" if "up first" in form else "gate"
-    assert places[weight.data_ptr()] == first
-    assert len(places) == 2
-
-
-@pytest.mark.parametrize("form", ["fused", "fused, up first", "w1 w3 w2", "wi wo"])
+@pytest.mark.parametrize("form", ["fused, up first", "wi wo"])
 def test_main_gradients_of_other_names(form: str) -> None:
     dense = model(form)
     sparse = sparse_of(copy.deepcopy(dense))
@@ -79,26 +69,7 @@ def test_hooks_on_projections_of_other_names_make_the_layer_dense(form: str) -> 
     assert len(seen) == len(list(layer.children()))
 
 
-class Adapter(nn.Module):
-    """A projection with a second term, whose ``weight`` is that of the first alone, as adapters have it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base, self.more = base, nn.Linear(base.in_features, base.out_features)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.base.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.more(x)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("form", ["fused", "fused, up first", "w1 w3 w2"])
+@pytest.mark.parametrize("form", ["fused, up first", "w1 w3 w2"])
 def test_figures_of_the_gate_call_adapted_projections(form: str) -> None:
     m = sparse_of(model(form)).train()
     ((name, layer),) = layers(m).items()
@@ -246,23 +217,11 @@ class Bottleneck(nn.Module):
         return self.up_proj(torch.relu(self.down_proj(x)))
 
 
-class UpIsBoth(ToldFused):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up_proj, self.down_proj = self.a, self.b
-        del self.a, self.b
-
-    def forward(self, x: Tensor) -> Tensor:
-        up, gate = self.up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.act(gate) * up)
-
-
 @pytest.mark.parametrize(
     ("form", "names", "why"),
     [
         (UpIsGate, ("up_proj", "gate_proj", "down_proj"), "up_proj must be the up_proj .* is its gate_proj"),
         (Bottleneck, ("down_proj", "up_proj"), "down_proj must be the down_proj .* is its up_proj"),
-        (UpIsBoth, ("up_proj", "down_proj"), "up_proj must be the up_proj .* is its gate and up in one"),
     ],
 )
 def test_a_name_of_another_role_is_refused(form: Any, names: Any, why: str) -> None:

@@ -1,9 +1,7 @@
 """Problems have the patterns they promise, and comparisons catch planted errors."""
 
 import math
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -36,18 +34,6 @@ def test_workload_has_its_sparsity(name: str) -> None:
     assert not torch.equal(draw(name, document=64, seed=1).x, problem.x)
 
 
-def test_workloads_are_uneven_as_named() -> None:
-    """skew29 spreads over neurons and tokens and has dead neurons; topic29 moreover lets neighbours share neurons."""
-    uniform, skewed, topical = (draw(name, document=64) for name in ("uniform29", "skew29", "topic29"))
-    active = [p.x.float() @ p.w_gate.float().T > 0 for p in (uniform, skewed, topical)]
-    spread = [a.sum(1).float().std() / a.sum(1).float().mean() for a in active]
-    assert spread[1] > 2 * spread[0]
-    dead = [(~a.any(0)).float().mean() for a in active]
-    assert dead[0] < 0.2 < 0.3 < dead[1]
-    union = [(a[:64].any(0).sum() / a[:64].sum()).item() for a in active]
-    assert union[2] < 0.8 * union[1]
-
-
 def test_drawing_is_that_of_the_recorded_figures() -> None:
     """Published figures depend on the order of draws: a few values of each tensor are pinned."""
     x, w_gate, w_up, w_down = testing.make("topic29", 4, 8, 16, seed=3, device="cpu", dtype=torch.float32, document=2)[
@@ -64,53 +50,14 @@ def test_unknown_names_are_refused() -> None:
         testing.make("uniform30", 8, 8, 8, device="cpu")
     with pytest.raises(ValueError, match="folder"):
         testing.load("real3", 8, device="cpu")
-
-
-@pytest.fixture
-def recorded(tmp_path: Path) -> Path:
-    """A folder with a small layer 3: 20 tokens, 16 features, 40 neurons of which two are alive."""
-    generator = np.random.default_rng(0)
-    x = generator.integers(-127, 128, (20, 16), dtype=np.int8)
-    x[:, 0] = 127
-    quiet = np.zeros(16, np.float32)
-    quiet[0] = 1 / (127 * 0.02)
-    w = np.zeros((2, 16), np.int8)
-    w[0, 1], w[1, 2] = 100, -50
-    np.savez(
-        tmp_path / "layer3.npz",
-        x=x,
-        x_scale=np.float32(0.02),
-        w=w,
-        w_scale=np.float32(0.01),
-        alive=np.array([7, 30]),
-        n=40,
-        quiet=quiet,
-    )
-    (tmp_path / "layerx.npz").touch()
-    return tmp_path
-
-
-def test_recorded_layer(recorded: Path) -> None:
-    """Tokens repeat up to m, the alive neurons have their rows, the others never fire."""
-    assert testing.real_names(recorded) == ["real3"]
-    problem = testing.load("real3", 50, real_layers=recorded, device="cpu", dtype=torch.float32)
-    assert [tuple(t.shape) for t in problem[:4]] == [(50, 16), *[(40, 16)] * 3]
-    assert torch.equal(problem.x[20:40], problem.x[:20])
-    assert problem.w_gate[7, 1] == pytest.approx(1.0)
-    gate = testing.float64_gate(problem)
-    silent = torch.ones(40, dtype=torch.bool)
-    silent[[7, 30]] = False
-    assert not gate[:, silent].any()
-    assert torch.allclose(gate[:, 7], problem.x[:, 1].double().relu())
-    with pytest.raises(FileNotFoundError):
-        testing.load("real4", 50, real_layers=recorded, device="cpu")
+    with pytest.raises(ValueError, match="biases must be words of"):
+        testing.integer_problem(2, 16, 16, biases="all")
 
 
 # Exact problems
 
 
-@pytest.mark.parametrize("k", [8, 64, 200])
-@pytest.mark.parametrize("biases", ["", "gate up down"])
+@pytest.mark.parametrize(("k", "biases"), [(8, ""), (200, "gate up down")])
 def test_integer_problem_density(k: int, biases: str) -> None:
     for density in (0, 0.05, 0.3, 1):
         problem = testing.integer_problem(64, k, 520, density=density, biases=biases, seed=1)
@@ -118,8 +65,7 @@ def test_integer_problem_density(k: int, biases: str) -> None:
         assert share == density if density in (0, 1) else 0.3 * density < share < 3 * density
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("gated", "dtype"), [(True, BF16), (False, FP16)])
 def test_sparse_layers_give_the_exact_answer(gated: bool, dtype: torch.dtype) -> None:
     problem = testing.integer_problem(66, 136, 520, density=0.2, biases="gate up down", dtype=dtype)
     expected = testing.exact_output(problem, gated=gated)
@@ -170,27 +116,11 @@ def test_float64_output_is_the_formula(compared: tuple[FFN, torch.Tensor], monke
     assert torch.allclose(testing.float64_output(biased), expected, rtol=1e-10)
 
 
-def test_layers_are_within_budget(compared: tuple[FFN, torch.Tensor]) -> None:
-    problem, _ = compared
-    for gated in (True, False):
-        comparison = testing.compare(problem, testing.sparse_output(problem, gated=gated), gated=gated)
-        assert comparison.ok, str(comparison)
-        assert 1e-4 < comparison.dense.frobenius < 1e-2
-
-
 def drop_neuron(problem: FFN) -> torch.Tensor:
     """The most used neuron is missing."""
     w_down = problem.w_down.clone()
     w_down[(problem.x.float() @ problem.w_gate.float().T > 0).sum(0).argmax()] = 0
     return testing.sparse_output(problem._replace(w_down=w_down))
-
-
-def drop_one_value(problem: FFN) -> torch.Tensor:
-    """One non-zero of one token is missing."""
-    words, spill, _ = ops.gate_pack(problem.x, problem.w_gate, None, 8)
-    row, tile = divmod(int(((words.view(-1, 32)[:, 0] > 0) & (words.view(-1, 32)[:, 0] < 32)).nonzero()[100]), 4)
-    words.view(256, 4, 32)[row, tile, 0] -= 1
-    return ops.up_down(problem.x, words, spill, problem.w_up, problem.w_down, None, None, 8)[0]
 
 
 def round_twice(problem: FFN) -> torch.Tensor:
@@ -199,19 +129,13 @@ def round_twice(problem: FFN) -> torch.Tensor:
     return (y.view(torch.int16) & ~3).view(BF16)
 
 
-def zero_row(problem: FFN) -> torch.Tensor:
-    y = testing.sparse_output(problem)
-    y[y.float().norm(dim=1).argsort()[len(y) // 20]] = 0  # one of the smallest
-    return y
-
-
 def nan(problem: FFN) -> torch.Tensor:
     y = testing.sparse_output(problem)
     y[5, 5] = math.nan
     return y
 
 
-@pytest.mark.parametrize("planted", [drop_neuron, drop_one_value, round_twice, zero_row, nan])
+@pytest.mark.parametrize("planted", [drop_neuron, round_twice, nan])
 def test_planted_errors_are_over_budget(compared: tuple[FFN, torch.Tensor], planted: object) -> None:
     problem, _ = compared
     assert callable(planted)
@@ -298,8 +222,7 @@ def stepped() -> tuple[FFN, torch.Tensor]:
     return problem, testing.real_upstream(problem)
 
 
-@GATED
-@pytest.mark.parametrize("dl1", [0.0, 0.3])
+@pytest.mark.parametrize(("gated", "dl1"), [(True, 0.3), (False, 0.0)])
 def test_float64_gradients_are_those_of_autograd(
     stepped: tuple[FFN, torch.Tensor], gated: bool, dl1: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,22 +254,6 @@ def test_gradients_of_the_layers(stepped: tuple[FFN, torch.Tensor], gated: bool)
     assert_gradients_equal(testing.sparse_gradients(problem, dy, gated=gated, strategy="dense"), dense)
 
 
-def test_rows_that_cancel_are_measured_by_their_terms() -> None:
-    """Two equal tokens have nearly opposite gradients: the rest of a row is small beside its terms."""
-    problem = testing.integer_problem(2, 8, 8, density=1.0)
-    problem = problem._replace(x=problem.x[:1].expand(2, 8).clone())
-    dy = torch.full((2, 8), 4.0, dtype=problem.x.dtype)
-    dy[1] = -dy[1] + 2.0**-6
-    answer = testing.float64_gradients(problem, dy)
-    hidden = answer["w_down"][:, 0] / 2.0**-6
-    assert bool((hidden > 0).any())
-    # each row is off by a hundredth of one of its two terms, several times the row itself
-    off = answer | {"w_down": answer["w_down"] + 0.01 * hidden[:, None] * dy[0]}
-    compared = testing.compare_gradients(problem, dy, off)["w_down"].ours
-    assert compared.worst_row == pytest.approx(0.01 / math.sqrt(2), rel=0.01)
-    assert compared.frobenius == pytest.approx(0.01 * 4 / 2.0**-6)
-
-
 def assert_gradients_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
@@ -355,10 +262,6 @@ def assert_gradients_equal(found: dict[str, torch.Tensor], expected: dict[str, t
 
 def without_l1(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tensor]:
     return testing.sparse_gradients(problem, dy)
-
-
-def without_a_token(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    return testing.sparse_gradients(problem, dy.clone().index_fill_(0, torch.tensor([17]), 0), 0.25)
 
 
 def with_a_neuron_scaled(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -375,19 +278,12 @@ def with_a_nan(problem: FFN, dy: torch.Tensor) -> dict[str, torch.Tensor]:
     return gradients
 
 
-@pytest.mark.parametrize("planted", [without_l1, without_a_token, with_a_neuron_scaled, with_a_nan])
+@pytest.mark.parametrize("planted", [without_l1, with_a_neuron_scaled, with_a_nan])
 def test_planted_errors_of_gradients_are_over_budget(stepped: tuple[FFN, torch.Tensor], planted: object) -> None:
     problem, dy = stepped
     assert callable(planted)
     compared = testing.compare_gradients(problem, dy, planted(problem, dy), 0.25)
     assert not all(comparison.ok for comparison in compared.values())
-
-
-def test_gradients_must_be_complete(stepped: tuple[FFN, torch.Tensor]) -> None:
-    problem, dy = stepped
-    gradients = testing.sparse_gradients(problem, dy, gated=False)
-    with pytest.raises(ValueError, match="w_up"):
-        testing.compare_gradients(problem, dy, gradients)
 
 
 def test_off_kinks() -> None:
@@ -415,17 +311,7 @@ def test_off_kinks() -> None:
     assert 9 not in zeroed(gated=False)
 
 
-def test_upstream_of_repeated_tokens_repeats() -> None:
-    problem = testing.integer_problem(8200, 8, 8)
-    dy = testing.real_upstream(problem)
-    assert (dy.shape, dy.dtype) == (problem.x.shape, BF16)
-    assert torch.equal(dy[4096:8192], dy[:4096])
-    assert torch.equal(dy[8192:], dy[:8])
-
-
-@GATED
-@pytest.mark.parametrize("density", [0.1, 1])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("gated", "density", "dtype"), [(True, 0.1, BF16), (False, 1, FP16)])
 def test_exact_gradients(gated: bool, density: float, dtype: torch.dtype) -> None:
     """They equal the layers' bit by bit, and autograd's where nothing is rounded."""
     problem = testing.integer_problem(70, 24, 136, density=density, biases="gate up down", dtype=dtype)
@@ -461,10 +347,9 @@ def test_assert_same() -> None:
         testing.assert_same(ours, ours.double())
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_assert_packed_same(dtype: torch.dtype) -> None:
+def test_assert_packed_same() -> None:
     """Every defined bit counts; undefined bits and the bits of a NaN do not."""
-    problem = testing.integer_problem(66, 64, 264, density=0.12, dtype=dtype)
+    problem = testing.integer_problem(66, 64, 264, density=0.12)
     problem.x[3] = math.nan
     n, cap = 264, 31
     expected = ops.gate_pack(problem.x, problem.w_gate, None, 8)
@@ -545,8 +430,3 @@ def test_machine_line() -> None:
     for part in ("CPU", f"torch {torch.__version__}", "CuTe DSL", "twell "):
         assert part in line
     assert "\n" not in line
-
-
-def test_unknown_names_of_biases_are_refused() -> None:
-    with pytest.raises(ValueError, match="biases must be words of"):
-        testing.integer_problem(2, 16, 16, biases="all")

@@ -59,22 +59,7 @@ def test_learns_and_exports(run: Callable[..., int], text: Path, tmp_path: Path,
     assert loss < losses[0] - 1
 
 
-def test_export_has_the_logits_of_the_model(run: Callable[..., int], tmp_path: Path, monkeypatch: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
-    kept: list[Any] = []
-    export = train.Training.export
-    monkeypatch.setattr(train.Training, "export", lambda self: kept.append(self) or export(self))
-    assert run("--steps", 2) == 0
-    ids = torch.arange(32)[None] + 200
-    with torch.no_grad():
-        trained = kept[0].model(input_ids=ids).logits
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final")(input_ids=ids).logits
-    assert kept[0].model.training
-    # attention of another implementation, the same sums otherwise
-    torch.testing.assert_close(loaded, trained, rtol=1e-5, atol=1e-5)
-
-
+@pytest.mark.nightly
 def test_silu_is_a_stock_llama(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -125,13 +110,6 @@ def test_a_seed_decides_weights_and_order(run: Callable[..., int], tmp_path: Pat
     assert not same(tmp_path / "a", tmp_path / "c")
 
 
-def test_without_l1_its_term_changes_nothing(run: Callable[..., int], tmp_path: Path) -> None:
-    assert run("--steps", 4, "--l1", 0) == 0
-    lines = [line for line in records(tmp_path / "out") if "ce" in line]
-    assert all(line["loss"] == line["ce"] for line in lines)
-    assert {line["l1"] for line in lines} == {0}
-
-
 def test_gradients_are_clipped_unless_told_not_to(run: Callable[..., int], tmp_path: Path) -> None:
     # no gradient is as large as the first
     for name, clip in (("never", 1e9), ("none", 0), ("always", 1e-3)):
@@ -160,9 +138,7 @@ def test_dense_and_sparse_begin_alike_and_learn_alike(run: Callable[..., int], t
         assert a == pytest.approx(b, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "more", [["--checkpoint-activations"], ["--micro-batch", 4], ["--ffn", "dense", "--checkpoint-activations"]]
-)
+@pytest.mark.parametrize("more", [["--micro-batch", 4], ["--ffn", "dense", "--checkpoint-activations"]])
 def test_memory_is_saved_without_other_results(run: Callable[..., int], tmp_path: Path, more: list[object]) -> None:
     base = ["--steps", 3, "--observe-every", 1, *(more[:2] if "dense" in more else [])]
     assert run(*base, out="base") == 0
@@ -173,6 +149,7 @@ def test_memory_is_saved_without_other_results(run: Callable[..., int], tmp_path
         assert same(tmp_path / "base", tmp_path / "more")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("ffn", "graphs"), [("sparse", 4), ("dense", 5)])
 def test_layers_share_what_is_compiled(run: Callable[..., int], tmp_path: Path, ffn: str, graphs: int) -> None:
     from torch._dynamo.utils import counters
@@ -237,13 +214,6 @@ def test_the_learning_rate_follows_its_schedule() -> None:
         assert learning_rate(step, 101, 10, 1e-3, 1e-4) == pytest.approx(1e-4)
 
 
-def test_the_coefficient_rises_in_the_warm_up() -> None:
-    run: Any = object.__new__(train.Training)
-    run.choice = options.parse("", ["--text", "x", "--out", "x", "--steps", "101", "--warmup", "10", "--l1", "4"])
-    run.target = None
-    assert [run.coefficient(step) for step in (0, 5, 10, 50)] == [0, 2, 4, 4]
-
-
 def test_shapes_have_the_sizes_of_their_names() -> None:
     for name, shape in model.SHAPES.items():
         config = model.configuration(shape, 2048, 0)
@@ -252,15 +222,6 @@ def test_shapes_have_the_sizes_of_their_names() -> None:
         size = sum(p.numel() for p in built.parameters()) / 1e6
         expected = float(name[:-1]) * (1000 if name.endswith("B") else 1)
         assert size == pytest.approx(expected, rel=0.07), name
-
-
-def test_a_clip_of_0_is_none() -> None:
-    weight = torch.nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([3.0, 4.0])
-    assert parallel.clip([weight], 0.0) == 5
-    assert weight.grad.tolist() == [3, 4]
-    assert parallel.clip([weight], 1.0) == 5
-    assert weight.grad.norm() == pytest.approx(1)
 
 
 def test_slow_parts_report_progress(run: Callable[..., int], monkeypatch: Any, capsys: Any) -> None:
@@ -283,26 +244,17 @@ def test_slow_parts_report_progress(run: Callable[..., int], monkeypatch: Any, c
         (["--heads", "3"], "multiple of twice the 3 heads"),
         (["--dataset", "x"], "either --text or --dataset"),
         (["--held-out", "1.5"], "between 0 and 1"),
-        (["--reinitialize", "2"], "between 0 and 1"),
         (["--max-bytes", "lots"], "--max-bytes"),
-        (["--steps", "0"], "expected 1 or more, got 0"),
         (["--warmup", "-1"], "expected 0 or more, got -1"),
-        (["--l1=-0.1"], "expected a number of 0 or more, got -0.1"),
         (["--lr", "nan"], "expected a number of 0 or more, got nan"),
-        (["--clip", "inf"], "expected a number of 0 or more, got inf"),
-        (["--seed", "-1"], "expected 0 or more, got -1"),
         (["--min-lr", "1"], "--min-lr: expected at most --lr 0.001, got 1"),
         (["--reinitialize", "0.1", "--observe-every", "0"], "--reinitialize: expected --observe-every of 1 or more"),
         (["--activation", "silu"], "--ffn: expected dense with --activation silu, which sets nothing to zero"),
         (["--activation", "silu", "--ffn", "dense", "--l1", "2e-5"], "--l1: expected 0 with --activation silu"),
-        (["--activation", "silu", "--ffn", "dense", "--reinitialize", "0.1"], "--reinitialize: expected 0 with"),
         (["--activation", "silu", "--ffn", "dense", "--parallel", "tp"], "--parallel: expected ddp or fsdp with"),
-        (["--activation", "gelu"], "invalid choice: 'gelu'"),
-        (["--target-nnz", "0"], "--target-nnz: expected a number above 0, without --l1, got 0"),
         (["--target-nnz", "5", "--l1", "0.1"], "--target-nnz: expected a number above 0, without --l1, got 5 and --l1"),
         (["--target-nnz", "64"], "--target-nnz: expected less than the 64 neurons of a layer, got 64"),
         (["--sharing", "0.5"], "--sharing: expected a share of at most 1, with --target-nnz, got 0.5"),
-        (["--sharing", "2", "--target-nnz", "5"], "--sharing: expected a share of at most 1"),
         (["--activation", "silu", "--ffn", "dense", "--target-nnz", "5"], "--target-nnz: expected None with"),
     ],
 )
@@ -322,8 +274,6 @@ def test_options_are_checked(tmp_path: Path, capsys: Any, more: list[str], messa
         (["--sequence", 4096, "--tokens-per-step", 8192, "--held-out", 0.01], "held-out text: expected 4,097 tokens"),
         (["--parallel", "ddp"], "--parallel ddp: expected several processes"),
         (["--out", "/dev/null"], "--out: expected a folder to write to, got '/dev/null': File exists"),
-        (["--out", "/dev/null/out"], "--out: expected a folder to write to, got '/dev/null/out': Not a directory"),
-        (["--out", "x" * 300], "': File name too long"),
         (["--cache", "/dev/null/x"], "--cache: expected a folder to write to, got '/dev/null/x': Not a directory"),
         (["--resume", "/nowhere"], "--resume: expected a complete checkpoint, got '/nowhere'; there are none"),
         *([] if torch.cuda.is_available() else [(["--device", "cuda"], "--device: expected one of 0 GPUs")]),
@@ -334,10 +284,6 @@ def test_impossible_requests_are_refused(
 ) -> None:
     assert run("--steps", 1, *more) == 2
     assert message in capsys.readouterr().err
-
-
-def test_sizes() -> None:
-    assert [options.size(text) for text in ("4096", "1K", "1.5m", "2G")] == [4096, 1024, 3 << 19, 2 << 30]
 
 
 def test_indivisible_sizes_are_refused(monkeypatch: Any) -> None:
@@ -351,6 +297,7 @@ def test_indivisible_sizes_are_refused(monkeypatch: Any) -> None:
         parallel.spread(None, here, torch.float32)
 
 
+@pytest.mark.nightly
 def test_runs_are_put_beside_each_other(
     run: Callable[..., int], tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

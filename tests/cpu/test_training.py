@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from twell.commands.demo.model import ByteModel, ModelShape
 from twell.nn import SparseGatedMLP, SparseMLP
 
 BF16 = torch.bfloat16
-NAMES = testing.FFN._fields
 Loss = Callable[[Tensor, twell.Aux], Tensor]
 
 
@@ -91,10 +89,11 @@ def away_from_zero(m: int, n: int, k: int, bias: bool, shift: float, ffn: Functi
 
 
 @BOTH
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("l1", [0.0, 0.7])
-@pytest.mark.parametrize(("m", "n", "k", "shift"), [(2, 16, 8, -0.5), (2, 72, 8, 9.0), (0, 8, 8, 0.0)])
-def test_gradcheck(ffn: Function, bias: bool, l1: float, m: int, n: int, k: int, shift: float) -> None:
+@pytest.mark.parametrize(
+    ("m", "n", "k", "shift", "bias", "l1"),
+    [(2, 16, 8, -0.5, True, 0.7), (2, 16, 8, -0.5, False, 0.0), (2, 72, 8, 9.0, True, 0.7), (0, 8, 8, 0.0, True, 0.7)],
+)
+def test_gradcheck(ffn: Function, m: int, n: int, k: int, shift: float, bias: bool, l1: float) -> None:
     p = away_from_zero(m, n, k, bias, shift, ffn)
     # 72 positive neurons exceed the 64 per token that fit
     overflows = shift > 0
@@ -107,22 +106,6 @@ def test_gradcheck(ffn: Function, bias: bool, l1: float, m: int, n: int, k: int,
         return (y, aux.l1 * l1) if l1 else y
 
     assert torch.autograd.gradcheck(call, tuple(own.values()), fast_mode=n > 64)
-
-
-@BOTH
-def test_gradcheck_of_every_subset(ffn: Function) -> None:
-    p = away_from_zero(2, 8, 8, True, -0.3, ffn)
-    own = leaves(p, ffn)
-    for count in (1, 2, len(own) - 1):
-        for names in itertools.combinations(own, count):
-            q = p.map(lambda t: t.detach().clone())
-            wanted = {name: getattr(q, name).requires_grad_() for name in names}
-
-            def call(*tensors: Tensor, q: testing.FFN = q, wanted: dict[str, Tensor] = wanted) -> Any:
-                y, aux = ffn(q._replace(**dict(zip(wanted, tensors, strict=True))))
-                return (y, aux.l1) if aux.l1.requires_grad else y
-
-            assert torch.autograd.gradcheck(call, tuple(wanted.values()), fast_mode=True), names
 
 
 @BOTH
@@ -145,6 +128,18 @@ def test_float32_is_dense_autograd(ffn: Function, bias: bool) -> None:
     dense = grads(ffn, p, loss, strategy="dense")
     for name, gradient in grads(ffn, p, loss).items():
         torch.testing.assert_close(gradient, dense[name], rtol=1e-4, atol=1e-5)
+
+
+@BOTH
+def test_parts_of_the_loss_alone(ffn: Function) -> None:
+    p = draw(9, 264, 32, bias=True, dtype=torch.float64)
+    dy = torch.randn(9, 32, dtype=torch.float64)
+    both = grads(ffn, p, weighted(dy))
+    of_y, of_l1 = grads(ffn, p, lambda y, aux: (y * dy).sum()), grads(ffn, p, lambda y, aux: 0.3 * aux.l1)
+    assert of_l1["w_down"] is None
+    assert of_l1["b_down"] is None
+    for name, gradient in both.items():
+        torch.testing.assert_close(gradient, of_y[name] + (0 if of_l1[name] is None else of_l1[name]))
 
 
 def one_row_all_positive(p: testing.FFN) -> None:
@@ -182,9 +177,10 @@ def rows_of(t: Tensor) -> Tensor:
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("l1", [0.0, 0.3])
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    ("pattern", "dtype", "l1"),
+    [(pattern, (BF16, torch.float16)[i % 2], (0.0, 0.3)[i // 2 % 2]) for i, pattern in enumerate(PATTERNS)],
+)
 def test_as_close_to_float64_as_dense_is(
     ffn: Function, dtype: torch.dtype, l1: float, pattern: Callable[[testing.FFN], None]
 ) -> None:
@@ -202,47 +198,11 @@ def test_as_close_to_float64_as_dense_is(
         assert error.within(allowed), f"{name}: {error}, dense {allowed}"
 
 
-@BOTH
-def test_the_same_bits_at_every_run(ffn: Function) -> None:
-    p = draw(300, 264, 32, bias=True)
-    loss = weighted(torch.randn(300, 32))
-    assert_equal(grads(ffn, p, loss), grads(ffn, p, loss))
-
-
-@BOTH
-def test_parts_of_the_loss_alone(ffn: Function) -> None:
-    p = draw(9, 264, 32, bias=True, dtype=torch.float64)
-    dy = torch.randn(9, 32, dtype=torch.float64)
-    both = grads(ffn, p, weighted(dy))
-    of_y, of_l1 = grads(ffn, p, lambda y, aux: (y * dy).sum()), grads(ffn, p, lambda y, aux: 0.3 * aux.l1)
-    assert of_l1["w_down"] is None
-    assert of_l1["b_down"] is None
-    for name, gradient in both.items():
-        torch.testing.assert_close(gradient, of_y[name] + (0 if of_l1[name] is None else of_l1[name]))
-
-
-@BOTH
-def test_what_is_differentiable(ffn: Function) -> None:
-    y, aux = ffn(draw(3, 8, 8))
-    assert (y.requires_grad, aux.l1.requires_grad, aux.l0.requires_grad) == (True, True, False)
-    with torch.no_grad():
-        y, aux = ffn(draw(3, 8, 8))
-    assert not any(t.requires_grad for t in (y, *aux))
-
-
-@BOTH
-def test_figures_are_those_of_dense(ffn: Function) -> None:
-    p = testing.integer_problem(70, 16, 264, biases="gate up down").map(lambda t: t.requires_grad_())
-    (_, sparse), (_, dense) = ffn(p), ffn(p, strategy="dense")
-    assert sparse == dense
-    assert [t.dtype for t in sparse] == [torch.float32] * 2
-
-
 # Layouts
 
 
 @BOTH
-@pytest.mark.parametrize("lead", [(), (0,), (12,), (3, 4), (2, 0, 4), (2, 1, 6)])
+@pytest.mark.parametrize("lead", [(), (3, 4), (2, 0, 4)])
 def test_leading_dimensions(ffn: Function, lead: tuple[int, ...]) -> None:
     p = draw(12, 264, 32, bias=True)
     m = torch.Size(lead).numel()
@@ -268,21 +228,6 @@ def test_strided_tokens_and_gradients(ffn: Function) -> None:
     assert_equal(grads(ffn, strided, lambda y, aux: weighted(dy.t())(y.t(), aux)), expected)
     summed = grads(ffn, p, lambda y, aux: y.sum())
     assert_equal(summed, grads(ffn, p, lambda y, aux: (y * torch.ones(12, 32).to(BF16)).sum()))
-
-
-@BOTH
-def test_the_down_weight_may_have_either_layout(ffn: Function) -> None:
-    p = draw(12, 264, 32)
-    loss = weighted(torch.randn(12, 32))
-    rows = grads(ffn, p, loss)
-    # FFN holds it transposed, so this is nn.Linear's own layout
-    other = p._replace(w_down=p.w_down.detach().t().contiguous().t().requires_grad_())
-    assert_equal(grads(ffn, other, loss), rows)
-    for layout in (torch.contiguous_format, torch.preserve_format):
-        weight = p.w_down.detach().t().clone(memory_format=layout).requires_grad_()
-        y, _ = ffn(p._replace(w_down=weight.t()))
-        y.sum().backward()
-        assert weight.grad.stride() == weight.stride()
 
 
 # Work
@@ -359,8 +304,7 @@ def loss_and_problem(ffn: Function, m: int = 9) -> tuple[testing.FFN, Loss, dict
 
 
 @BOTH
-@pytest.mark.parametrize("strategy", ["union", "dense"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("strategy", "reentrant"), [("union", True), ("union", False), ("dense", False)])
 def test_checkpointing(ffn: Function, reentrant: bool, strategy: str) -> None:
     p, loss, _ = loss_and_problem(ffn)
     own = leaves(p, ffn)
@@ -375,21 +319,6 @@ def test_checkpointing(ffn: Function, reentrant: bool, strategy: str) -> None:
 
 
 @BOTH
-def test_saved_tensors_go_through_hooks(ffn: Function) -> None:
-    p, loss, expected = loss_and_problem(ffn)
-    with torch.autograd.graph.save_on_cpu():
-        total = loss(*ffn(p))
-    assert_equal(dict(zip(leaves(p, ffn), torch.autograd.grad(total, tuple(leaves(p, ffn).values())))), expected)
-
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: packed.append(t.clone()) or len(packed) - 1, packed.__getitem__
-    ):
-        total = loss(*ffn(p))
-    assert_equal(dict(zip(leaves(p, ffn), torch.autograd.grad(total, tuple(leaves(p, ffn).values())))), expected)
-
-
-@BOTH
 def test_a_second_backward_with_retain_graph(ffn: Function) -> None:
     p, loss, expected = loss_and_problem(ffn)
     own = leaves(p, ffn)
@@ -399,14 +328,6 @@ def test_a_second_backward_with_retain_graph(ffn: Function) -> None:
         assert_equal(dict(zip(own, found, strict=True)), expected)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(total, tuple(own.values()))
-
-
-@BOTH
-def test_gradients_accumulate(ffn: Function) -> None:
-    p, loss, expected = loss_and_problem(ffn)
-    for _ in range(2):
-        loss(*ffn(p)).backward()
-    assert_equal({name: t.grad for name, t in leaves(p, ffn).items()}, {name: g + g for name, g in expected.items()})
 
 
 @BOTH
@@ -433,21 +354,15 @@ def test_no_second_derivative(ffn: Function) -> None:
     penalty.float().pow(2).sum().backward()
 
 
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @BOTH
 @pytest.mark.filterwarnings("error")
 def test_deterministic_algorithms(ffn: Function) -> None:
     p, loss, expected = loss_and_problem(ffn, 130)
-    with deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
         assert_equal(grads(ffn, p, loss), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @BOTH
@@ -472,11 +387,7 @@ def test_autocast(ffn: Function, strategy: str, inside: bool) -> None:
 
 @pytest.mark.parametrize(
     ("ffn", "backend", "dynamic"),
-    [
-        *itertools.product((gated, plain), ("aot_eager",), (False, True)),
-        (gated, "inductor", True),
-        (plain, "inductor", False),
-    ],
+    [(gated, "aot_eager", False), (plain, "aot_eager", True), (gated, "inductor", True)],
 )
 def test_compiles_as_one_graph(ffn: Function, backend: str, dynamic: bool) -> None:
     torch.compiler.reset()
@@ -499,38 +410,6 @@ def test_compiles_as_one_graph(ffn: Function, backend: str, dynamic: bool) -> No
         assert_equal(dict(zip(own, found)), dict(zip(own, expected)))
 
 
-@pytest.mark.parametrize("context", [nullcontext(), torch.autocast("cpu", dtype=BF16)], ids=["plain", "autocast"])
-@pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
-def test_a_compiled_module_trains(cls: Any, context: AbstractContextManager[Any]) -> None:
-    torch.compiler.reset()
-    mlp = cls(32, 264, bias=True, strategy="row")
-    x = torch.randn(2, 9, 32, requires_grad=True)
-    results = []
-    for call in (mlp, torch.compile(mlp, fullgraph=True, backend="aot_eager")):
-        with context:
-            y, aux = call(x, return_aux=True)
-        (y.float().pow(2).mean() + 0.1 * aux.l1).backward()
-        results.append([t.grad for t in (x, *mlp.parameters())])
-        for t in (x, *mlp.parameters()):
-            t.grad = None
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
-
-
-@BOTH
-def test_shapes_without_values(ffn: Function) -> None:
-    p = draw(10, 264, 64, bias=True).map(lambda t: t.detach().to("meta").requires_grad_())
-    p = p._replace(x=torch.empty(2, 5, 64, dtype=BF16, device="meta", requires_grad=True))
-    own = leaves(p, ffn)
-    y, aux = ffn(p)
-    assert (y.shape, y.dtype, y.device.type, y.requires_grad) == (p.x.shape, BF16, "meta", True)
-    assert aux.l1.shape == aux.l0.shape == ()
-    (y.sum() + aux.l1).backward()
-    assert all(t.grad.shape == t.shape and t.grad.is_meta for t in own.values())
-    with pytest.raises(TypeError, match=r"dtype must be bfloat16 or float16 .*got torch.float32 on meta"):
-        ffn(p.map(lambda t: t.float()))
-
-
 # Gradients that go into float32 tensors
 
 
@@ -542,9 +421,10 @@ def mains_of(p: testing.FFN, ffn: Function, layout: str) -> tuple[Tensor, ...]:
 
 
 @BOTH
-@pytest.mark.parametrize("strategy", ["union", "dense"])
-@pytest.mark.parametrize("layout", ["rows", "linear"])
-@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize(
+    ("strategy", "layout", "dtype"),
+    [("union", "rows", BF16), ("union", "linear", torch.float32), ("dense", "linear", BF16)],
+)
 def test_main_gradients(ffn: Function, strategy: str, layout: str, dtype: torch.dtype) -> None:
     p = draw(130, 264, 32, bias=True, dtype=dtype)
     loss = weighted(torch.randn(130, 32))
@@ -560,19 +440,6 @@ def test_main_gradients(ffn: Function, strategy: str, layout: str, dtype: torch.
     for name, t in leaves(p, ffn).items():
         if name not in weights:
             testing.assert_same(t.grad, expected[name] + expected[name], name)
-
-
-def test_main_gradients_are_not_rounded_to_the_weights_dtype() -> None:
-    p = draw(130, 264, 64)
-    loss = weighted(torch.randn(130, 64))
-    mains = [torch.zeros_like(t) for t in mains_of(p, gated, "rows")]
-    loss(*gated(p, main_grads=mains)).backward()
-    exact = grads(gated, p.map(lambda t: t.detach().double().requires_grad_()), loss, strategy="dense")
-    ours = grads(gated, p, loss)
-    main = dict(zip(("w_gate", "w_up", "w_down"), (mains[0], mains[1], mains[2].t()), strict=True))
-    for name, total in main.items():
-        assert testing.errors(total, exact[name]).frobenius < testing.errors(ours[name], exact[name]).frobenius
-        assert torch.equal(total.to(BF16), ours[name])
 
 
 @BOTH
@@ -598,8 +465,7 @@ def test_some_main_gradients(ffn: Function) -> None:
         ffn(p, main_grads=(gate, *others, down))
 
 
-@BOTH
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("ffn", "backend"), [(plain, "aot_eager"), (gated, "inductor")])
 def test_main_gradients_of_a_graph_may_lie_anywhere(ffn: Function, backend: str) -> None:
     """A graph that was traced with tensors at the beginning of their storage runs with views of one buffer, too."""
     p, loss, _ = loss_and_problem(ffn)
@@ -647,13 +513,9 @@ def test_main_gradients_and_the_rest_of_torch(ffn: Function) -> None:
 
 
 WAYS: dict[str, tuple[Callable[[Tensor, dict[str, Tensor]], Any], str]] = {
-    "backward": (lambda total, own: total.backward(), "w_gate w_up w_down"),
     "backward twice": (lambda total, own: (total.backward(retain_graph=True), total.backward()), "w_gate w_up w_down"),
     "backward into x": (lambda total, own: total.backward(inputs=[own["x"]]), ""),
     "backward into two": (lambda total, own: total.backward(inputs=[own["x"], own["w_down"]]), "w_down"),
-    "backward into a weight": (lambda total, own: total.backward(inputs=[own["w_gate"]]), "w_gate"),
-    "backward into a bias": (lambda total, own: total.backward(inputs=[own["b_gate"]]), ""),
-    "grad of x": (lambda total, own: torch.autograd.grad(total, own["x"]), ""),
     "grad of biases": (lambda total, own: torch.autograd.grad(total, [own["b_gate"], own["b_down"]]), ""),
     "grad of a weight": (
         lambda total, own: torch.autograd.grad(total, [own["x"], own["w_gate"]], allow_unused=True),
@@ -663,9 +525,11 @@ WAYS: dict[str, tuple[Callable[[Tensor, dict[str, Tensor]], Any], str]] = {
 
 
 @BOTH
-@pytest.mark.parametrize("strategy", ["union", "dense"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("around", ["", "checkpoint", "weights that were computed"])
+@pytest.mark.parametrize(
+    ("strategy", "around"),
+    [("union", ""), ("dense", ""), ("union", "checkpoint"), ("union", "weights that were computed")],
+)
 def test_main_gradients_are_added_to_where_a_backward_pass_wants_them(
     ffn: Function, strategy: str, way: str, around: str
 ) -> None:
@@ -691,6 +555,9 @@ def test_main_gradients_are_added_to_where_a_backward_pass_wants_them(
         assert answer.any()
         testing.assert_same(main, answer * (name in wanted) * (2 if "twice" in way else 1), name)
         assert own[name].grad is None
+    if strategy == "union":
+        # sums of fp32, not rounded to the weights' dtype
+        assert not torch.equal(whole[0].to(BF16).float(), whole[0])
     fused = {name for name, *_ in recorder.calls} & {"hybrid_backward_accumulate", "hybrid_backward"}
     if strategy == "union" and wanted:
         assert fused == {"hybrid_backward_accumulate"}
@@ -707,8 +574,9 @@ def neighbours(whole: Tensor, place: str) -> tuple[Tensor, Tensor]:
     }[place]
 
 
-@pytest.mark.parametrize("strategy", ["union", "dense"])
-@pytest.mark.parametrize("place", ["halves", "columns", "rows", "elements"])
+@pytest.mark.parametrize(
+    ("place", "strategy"), [("halves", "union"), ("columns", "dense"), ("rows", "dense"), ("elements", "union")]
+)
 def test_main_gradients_may_lie_side_by_side(strategy: str, place: str) -> None:
     p, loss, _ = loss_and_problem(gated)
     apart = mains_of(p, gated, "rows")
@@ -745,8 +613,7 @@ def test_main_gradients_that_share_memory_are_refused(mains: Any, text: str | No
             gated(p, main_grads=given, strategy=strategy)
 
 
-@pytest.mark.parametrize("taken", [0, 1, 2, None])
-@pytest.mark.parametrize("strategy", ["union", "dense"])
+@pytest.mark.parametrize(("taken", "strategy"), [(0, "union"), (1, "dense"), (2, "union"), (None, "union")])
 def test_main_gradients_that_share_memory_with_what_autocast_copies_are_refused(strategy: str, taken: Any) -> None:
     """The caller's tensors are compared."""
     p = draw(2, 24, 16, dtype=torch.float32)
@@ -762,39 +629,15 @@ def test_main_gradients_that_share_memory_with_what_autocast_copies_are_refused(
                 gated(p, main_grads=mains, strategy=strategy)
 
 
-def test_one_main_gradient_for_two_weights_is_refused_while_compiling() -> None:
-    torch.compiler.reset()
-    p, main = draw(2, 24, 16), torch.zeros(24, 16)
-    step = torch.compile(lambda p, m: gated(p, main_grads=(m, m, None))[0], backend="aot_eager")
-    with pytest.raises(ValueError, match="main_grads for w_gate and main_grads for w_up sharing some"):
-        step(p, main)
-
-
 @pytest.mark.parametrize(
     ("mains", "error", "text"),
     [
-        (
-            torch.zeros(3, 24, 16),
-            TypeError,
-            "main_grads must be one tensor or None for each of w_gate, w_up, w_down, got Tensor",
-        ),
+        (torch.zeros(3, 24, 16), TypeError, "one tensor or None for each of w_gate, w_up, w_down, got Tensor"),
         ((None, None), TypeError, "for each of w_gate, w_up, w_down, got 2 of them"),
         ((None, None, 1.0), ValueError, r"for w_down a float32 tensor \[16, 24\] on cpu .*, got float"),
-        (
-            (torch.zeros(24, 16, dtype=BF16), None, None),
-            ValueError,
-            r"for w_gate a float32 .*got bfloat16 \[24, 16\] on cpu",
-        ),
-        (
-            (None, torch.zeros(16, 24), None),
-            ValueError,
-            r"for w_up a float32 tensor \[24, 16\] .*got float32 \[16, 24\]",
-        ),
-        (
-            (None, None, torch.zeros(16, 24, device="meta")),
-            ValueError,
-            r"for w_down .* on cpu .*got float32 \[16, 24\] on meta",
-        ),
+        ((torch.zeros(24, 16).to(BF16), None, None), ValueError, r"for w_gate .*got bfloat16 \[24, 16\] on cpu"),
+        ((None, torch.zeros(16, 24), None), ValueError, r"for w_up .* \[24, 16\] .*got float32 \[16, 24\]"),
+        ((None, None, torch.zeros(16, 24, device="meta")), ValueError, r"on cpu .*got float32 \[16, 24\] on meta"),
         ((torch.zeros(24, 16, requires_grad=True), None, None), ValueError, "got float32 .* that requires grad"),
     ],
 )
@@ -805,8 +648,7 @@ def test_impossible_main_gradients_are_refused(mains: Any, error: type[Exception
             gated(p, main_grads=mains, strategy=strategy)
 
 
-@pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
-@pytest.mark.parametrize("strategy", ["union", "dense"])
+@pytest.mark.parametrize(("cls", "strategy"), [(SparseGatedMLP, "union"), (SparseMLP, "dense")])
 def test_a_module_fills_main_grad(cls: Any, strategy: Any) -> None:
     mlp = cls(32, 264, bias=True, dtype=BF16, strategy=strategy)
     x = torch.randn(9, 32).to(BF16)
@@ -835,9 +677,10 @@ def test_a_module_fills_main_grad(cls: Any, strategy: Any) -> None:
         mlp(x)
 
 
-@pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
-@pytest.mark.parametrize("strategy", ["auto", "union", "dense"])
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize(
+    ("cls", "strategy", "backend"),
+    [(SparseGatedMLP, "auto", None), (SparseMLP, "union", "aot_eager"), (SparseGatedMLP, "dense", "aot_eager")],
+)
 def test_weights_that_want_to_know_of_their_main_gradients(cls: Any, strategy: Any, backend: str | None) -> None:
     """Megatron's data parallel waits for each gradient by hooks, and asks whether it has been added already."""
     mlp = cls(32, 264, dtype=BF16, strategy=strategy)
@@ -887,7 +730,7 @@ def test_an_input_that_is_changed_in_place(strategy: Any) -> None:
 # Training
 
 
-def trained(strategy: str, seed: int, steps: int = 300) -> list[float]:
+def trained(strategy: str, seed: int, steps: int) -> list[float]:
     """Losses of a small byte model on sentences of a few words, in bf16 by autocast over fp32 weights."""
     torch.manual_seed(0)
     model = ByteModel(ModelShape(layers=2, hidden=64, intermediate=264, context=32))
@@ -912,10 +755,19 @@ def trained(strategy: str, seed: int, steps: int = 300) -> list[float]:
     return losses
 
 
+def test_a_few_steps_follow_the_dense_run() -> None:
+    sparse, dense = (torch.tensor(trained(strategy, 1, 12)) for strategy in ("row", "dense"))
+    assert dense[0] > 1.2 * dense[-1]
+    torch.testing.assert_close(sparse, dense, rtol=0.01, atol=0)
+
+
+@pytest.mark.nightly
 def test_training_follows_the_dense_run() -> None:
     # four runs each, on other data: behind the steepest fall one run differs by up to 0.03, and two by 0.017, as the
     # CPU has it
-    sparse, dense = (torch.tensor([trained(strategy, seed) for seed in range(1, 5)]) for strategy in ("row", "dense"))
+    sparse, dense = (
+        torch.tensor([trained(strategy, seed, 300) for seed in range(1, 5)]) for strategy in ("row", "dense")
+    )
     assert dense[0, :10].mean() > 2 * dense[0, -50:].mean()
     smooth = lambda losses: losses.unfold(-1, 25, 25).mean(-1)  # noqa: E731
     noise = (smooth(dense[1]) / smooth(dense[0]) - 1).abs()

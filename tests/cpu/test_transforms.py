@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -22,10 +23,13 @@ Function = Callable[[Tensor], Tensor]
 
 GATED = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 PLAIN = ("x", "w_up", "w_down", "b_up", "b_down")
-BOTH = pytest.mark.parametrize("names", [GATED, PLAIN], ids=["gated", "plain"])
-DENSE = pytest.mark.parametrize("strategy", ["auto", "site", "dense"])
-SPARSE = pytest.mark.parametrize("strategy", ["row", "union"])
-DTYPES = pytest.mark.parametrize("dtype", [BF16, torch.float64])
+# cycles of different lengths, so that all pairs occur
+BOTH, DENSE, SPARSE, DTYPES = (
+    (GATED, PLAIN),
+    ("auto", "site", "dense"),
+    ("row", "union", "union"),
+    (BF16, torch.float64),
+)
 
 
 def draw(names: tuple[str, ...], dtype: torch.dtype = BF16) -> dict[str, Tensor]:
@@ -73,17 +77,15 @@ DERIVATIVES: dict[str, Callable[[Function, Tensor, Tensor], Any]] = {
     "reverse over forward": lambda f, x, t: func.grad(lambda x: func.jvp(f, (x,), (t,))[1].double().sum())(x),
     "jacobian": lambda f, x, t: torch.autograd.functional.jacobian(f, x, vectorize=True, strategy="forward-mode"),
 }
-EACH = pytest.mark.parametrize("derivative", DERIVATIVES)
 
 
 def of_x(t: dict[str, Tensor], strategy: Any) -> Function:
     return lambda x: ffn({**t, "x": x}, strategy)
 
 
-@BOTH
-@DENSE
-@EACH
-@DTYPES
+@pytest.mark.parametrize(
+    ("derivative", "names", "strategy", "dtype"), zip(2 * [*DERIVATIVES], cycle(BOTH), cycle(DENSE), cycle(DTYPES))
+)
 def test_derivatives_are_those_of_torch(
     names: tuple[str, ...], strategy: str, derivative: str, dtype: torch.dtype
 ) -> None:
@@ -94,10 +96,9 @@ def test_derivatives_are_those_of_torch(
     torch.testing.assert_close(found, expected)
 
 
-@BOTH
-@SPARSE
-@EACH
-@DTYPES
+@pytest.mark.parametrize(
+    ("derivative", "names", "strategy", "dtype"), zip(2 * [*DERIVATIVES], cycle(BOTH), cycle(SPARSE), cycle(DTYPES))
+)
 def test_named_strategies_refuse(names: tuple[str, ...], strategy: str, derivative: str, dtype: torch.dtype) -> None:
     t = draw(names, dtype)
     with pytest.raises(
@@ -106,8 +107,10 @@ def test_named_strategies_refuse(names: tuple[str, ...], strategy: str, derivati
         DERIVATIVES[derivative](of_x(t, strategy), t["x"], t["x"])
 
 
-@pytest.mark.parametrize(("names", "operand"), [(names, name) for names in (GATED, PLAIN) for name in names[1:]])
-@pytest.mark.parametrize("mode", ["dual", "jvp", "grad", "vmap"])
+@pytest.mark.parametrize(
+    ("names", "operand", "mode"),
+    zip([GATED] * 6 + [PLAIN] * 4, GATED[1:] + PLAIN[1:], cycle(("dual", "jvp", "grad", "vmap"))),
+)
 def test_every_operand_is_looked_at(names: tuple[str, ...], operand: str, mode: str) -> None:
     t, take = draw(names), DERIVATIVES[mode]
     tangent = torch.randn_like(t[operand])
@@ -146,8 +149,7 @@ def test_modules_through_functional_call(cls: Any) -> None:
                 derive()
 
 
-@BOTH
-@SPARSE
+@pytest.mark.parametrize(("names", "strategy"), [(GATED, "row"), (PLAIN, "union")])
 def test_untransformed_calls_run_as_named(names: tuple[str, ...], strategy: str) -> None:
     """A frozen layer whose operands are not transformed, in a function that is."""
     t, ran = draw(names), []
@@ -168,8 +170,7 @@ def test_untransformed_calls_run_as_named(names: tuple[str, ...], strategy: str)
         func.grad(loss)(scale)
 
 
-@BOTH
-@pytest.mark.parametrize("strategy", ["row", "union", "auto", "dense"])
+@pytest.mark.parametrize(("names", "strategy"), [(GATED, "row"), (PLAIN, "union"), (GATED, "auto")])
 def test_batches_of_gradients(names: tuple[str, ...], strategy: str) -> None:
     t = {name: value.requires_grad_() for name, value in draw(names).items()}
     y, own = ffn(t, strategy), tuple(t.values())
@@ -179,8 +180,7 @@ def test_batches_of_gradients(names: tuple[str, ...], strategy: str) -> None:
     torch.testing.assert_close(found, tuple(map(torch.stack, zip(*each))))
 
 
-@BOTH
-@pytest.mark.parametrize("strategy", ["row", "union", "auto", "dense"])
+@pytest.mark.parametrize(("names", "strategy"), [(GATED, "row"), (PLAIN, "union"), (PLAIN, "auto")])
 def test_gradients_with_tangents_are_right_or_refused(names: tuple[str, ...], strategy: str) -> None:
     t = {name: value.requires_grad_() for name, value in draw(names).items()}
     y, own = ffn(t, strategy), tuple(t.values())
@@ -198,8 +198,7 @@ def test_gradients_with_tangents_are_right_or_refused(names: tuple[str, ...], st
     torch.testing.assert_close(found, list(torch.autograd.grad(y, own, tangent)))
 
 
-@BOTH
-@pytest.mark.parametrize("strategy", ["auto", "union", "dense"])
+@pytest.mark.parametrize(("names", "strategy"), [(GATED, "auto"), (GATED, "union"), (PLAIN, "dense")])
 def test_main_gradients_take_those_of_a_plain_backward_pass(names: tuple[str, ...], strategy: str) -> None:
     t = draw(names)
     weights = [name for name in names if name.startswith("w_")]
@@ -219,7 +218,7 @@ def test_main_gradients_take_those_of_a_plain_backward_pass(names: tuple[str, ..
     assert not any(main.any() for main in mains)
 
 
-@EACH
+@pytest.mark.parametrize("derivative", ["dual", "grad", "vmap"])
 def test_pack_refuses(derivative: str) -> None:
     x, weight = torch.randn(M, K).to(BF16), torch.randn(N, K).to(BF16)
     with pytest.raises(NotImplementedError, match="pack: the format takes plain tensors, got x "):

@@ -302,28 +302,6 @@ def test_layouts_of_parts(cpu_ranks: Run) -> None:
     cpu_ranks(2, laid_out_again)
 
 
-def in_place(device: torch.device) -> None:
-    """The local part of the output may be changed in place, like a whole module's output."""
-    mesh = init_device_mesh(device.type, (2,))
-    for strategy in ("union", "dense"):
-        module = modules()["gated"]
-        module.strategy = strategy
-        whole = whole_of(module)
-        parallelize_module(module, mesh, SparseMLPParallel())
-        gradients = []
-        for each in (module, whole):
-            x = tokens().requires_grad_()
-            y = each(x)
-            y += x
-            y.square().sum().backward()
-            gradients.append(x.grad)
-        torch.testing.assert_close(*gradients)
-
-
-def test_outputs_may_be_changed_in_place(cpu_ranks: Run) -> None:
-    cpu_ranks(2, in_place)
-
-
 def in_sixteen_bits(device: torch.device) -> None:
     """The kernels' dtype, with the module's own choice of strategy."""
     mesh = init_device_mesh(device.type, (2,))

@@ -147,30 +147,6 @@ def test_uneven_tokens(cpu_ranks: Run) -> None:
     cpu_ranks(3, uneven_tokens, 3)
 
 
-def two_dimensions(device: torch.device) -> None:
-    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
-    single = operands(True)
-    y, l1, l0, gradients = step(single)
-    layouts: list[dict[str, tuple[Placement, Placement]]] = [
-        {name: (replicated(name, Shard(0)), tensor_parallel(name, Replicate())) for name in NAMES},
-        {name: (replicated(name, Shard(0)), tensor_parallel(name, Shard(1))) for name in NAMES},
-        {name: (replicated(name, Shard(1)), replicated(name, Shard(0))) for name in NAMES},
-        # 32 neurons on four ranks
-        {name: (tensor_parallel(name, Replicate()), tensor_parallel(name, Replicate())) for name in NAMES},
-    ]
-    for layout in layouts:
-        sharded = {name: distribute_tensor(t, mesh, layout[name]) for name, t in single.items()}
-        their_y, their_l1, their_l0, theirs = step(sharded)
-        for ours, expected in ((their_y, y), (their_l1, l1), (their_l0, l0)):
-            torch.testing.assert_close(whole(ours), expected)
-        for name, expected in gradients.items():
-            torch.testing.assert_close(whole(theirs[name]), expected)
-
-
-def test_two_dimensions(cpu_ranks: Run) -> None:
-    cpu_ranks(4, two_dimensions)
-
-
 def refusals(device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (2,))
 

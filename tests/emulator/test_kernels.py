@@ -8,6 +8,7 @@ from tests.emulator import checks
 from tests.emulator.launch import Emulator, Schedule
 from twell._runtime import specs
 
+# in order, and in two random schedules
 SEEDS = pytest.mark.parametrize("seed", range(3))
 # lists of candidates or fired neurons around the sizes of chunks and units, and none
 EDGES = [1, 63, 64, 65, 128, 129, 192, 200, 255, 256, 257, 300, 0]
@@ -15,16 +16,15 @@ LISTS = pytest.mark.parametrize("sizes", [EDGES, EDGES[::-1], [448, 192, 448, 0,
 
 
 @SEEDS
-@pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("k", [8, 136, 1024, 2048, 2560])
-def test_rows_are_quantised_in_several_rounds(emulator: Emulator, k: int, weights: bool, seed: int) -> None:
+@pytest.mark.parametrize("k", [8, 136, 2048, 2560])
+def test_rows_are_quantised_in_several_rounds(emulator: Emulator, k: int, seed: int) -> None:
     # a multiprocessor takes 16 rows at a time
     with emulator.stands_in(2, Schedule.of(seed)):
-        checks.quantize_gate(70, k, weights)
+        checks.quantize_gate(70, k, weights=seed > 0)
 
 
 @SEEDS
-@pytest.mark.parametrize("k", [8, 136, 2048, 2560, 4096])
+@pytest.mark.parametrize("k", [8, 2560, 4096])
 def test_few_rows_are_quantised(emulator: Emulator, k: int, seed: int) -> None:
     # one for each multiprocessor
     with emulator.stands_in(11, Schedule.of(seed)):
@@ -32,39 +32,31 @@ def test_few_rows_are_quantised(emulator: Emulator, k: int, seed: int) -> None:
 
 
 @SEEDS
-@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("m", "n", "k"), [(5, 8, 8), (128, 520, 72), (129, 520, 72), (300, 264, 896)])
-def test_candidates(emulator: Emulator, m: int, n: int, k: int, biased: bool, seed: int) -> None:
+def test_candidates(emulator: Emulator, m: int, n: int, k: int, seed: int) -> None:
     with emulator.stands_in(2, Schedule.of(seed)):
-        checks.gate_screen(m, n, k, biased)
+        checks.gate_screen(m, n, k, biased=seed > 0)
 
 
 @SEEDS
-@pytest.mark.parametrize(("training", "biased"), [(False, True), (True, False)])
 @LISTS
-def test_the_up_projection_at_non_zeros(
-    emulator: Emulator, sizes: list[int], training: bool, biased: bool, seed: int
-) -> None:
+def test_the_up_projection_at_non_zeros(emulator: Emulator, sizes: list[int], seed: int) -> None:
     with emulator.stands_in(2, Schedule.of(seed)):
-        checks.sampled_up(sizes, 72, training, biased, ctas=2 + seed)
+        checks.sampled_up(sizes, 72, training=seed > 0, biased=seed != 1, ctas=2 + seed)
 
 
 @SEEDS
-@pytest.mark.parametrize("gated", [False, True])
 @LISTS
-def test_gradients_at_non_zeros(emulator: Emulator, sizes: list[int], gated: bool, seed: int) -> None:
+def test_gradients_at_non_zeros(emulator: Emulator, sizes: list[int], seed: int) -> None:
     with emulator.stands_in(2, Schedule.of(seed)):
-        checks.sampled_grad(sizes, 72, gated, ctas=2 + seed)
+        checks.sampled_grad(sizes, 72, gated=seed > 0, ctas=2 + seed)
 
 
 @SEEDS
-@pytest.mark.parametrize(("biased", "compression"), [(True, 8), (False, 2)])
 @LISTS
-def test_the_gate_at_candidates(
-    emulator: Emulator, sizes: list[int], biased: bool, compression: int, seed: int
-) -> None:
+def test_the_gate_at_candidates(emulator: Emulator, sizes: list[int], seed: int) -> None:
     with emulator.stands_in(2, Schedule.of(seed)):
-        checks.sampled_gate(sizes, 72, biased, compression, ctas=2 + seed)
+        checks.sampled_gate(sizes, 72, biased=seed > 0, compression=2 if seed == 1 else 8, ctas=2 + seed)
 
 
 @SEEDS
