@@ -586,41 +586,6 @@ def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=120)
 
 
-def test_importing_and_the_cpu_path_need_torch_alone() -> None:
-    """In a fresh interpreter where cutlass, tvm-ffi and cuda-python cannot be imported."""
-    result = run(
-        """
-import sys
-for name in ("cutlass", "tvm_ffi", "cuda"):
-    sys.modules[name] = None
-import torch, twell
-x, w = torch.ones(3, 16, dtype=torch.bfloat16), torch.ones(24, 16, dtype=torch.bfloat16)
-print(twell.sparse_gated_ffn(x, w, w, w.t()).unique().tolist(), twell.pack(x, w).unpack().unique().tolist())
-from twell._runtime import device, resolve, specs
-print(device.describe().problem)
-try:
-    resolve.resolve(specs.UnpackSpec("bfloat16"))
-except RuntimeError as error:
-    print(error)
-"""
-    )
-    assert result.returncode == 0, result.stderr
-    values, problem, missing = result.stdout.splitlines()
-    assert values == "[6144.0] [16.0]"
-    assert "cuda.bindings is not usable" in problem
-    assert "UnpackSpec(dtype='bfloat16') is neither packaged nor cached, and cannot be compiled" in missing
-
-
-def test_importing_loads_no_compiler_and_no_driver() -> None:
-    result = run("""
-import sys, torch
-before = set(sys.modules)
-import twell
-print([name for name in set(sys.modules) - before if name.split(".")[0] in ("cutlass", "tvm_ffi", "cuda")])
-""")
-    assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
-
-
 def test_a_bad_variable_is_named_at_import() -> None:
     result = run("import twell", TWELL_LOG="loud")
     assert result.returncode == 1
