@@ -94,8 +94,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def is_named(item: pytest.Item, arguments: list[str]) -> bool:
     """Whether a command line names this very test, not its file or folder alone."""
-    named = [argument.split("::", 1) for argument in arguments if "::" in argument]
-    return any(item.path == Path(path).resolve() and f"::{name}" in item.nodeid for path, name in named)
+    inner = item.nodeid.partition("::")[2] + "["
+    named = (argument.partition("::")[::2] for argument in arguments)
+    return any(
+        item.path == Path(path).resolve() and inner.startswith((f"{test}[", f"{test}::")) for path, test in named
+    )
 
 
 @pytest.fixture(scope="session")
