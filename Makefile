@@ -11,8 +11,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # The pinned versions, torch's among them; empty to keep or take any that pyproject.toml allows.
 CONSTRAINTS ?= constraints.txt
-# GPUs that the wheel has kernels for, one or more of sm_80 (8.0 to 8.9), sm_90a, sm_100 (10.0 to 10.3), sm_120.
-ARCHITECTURES ?= sm_80 sm_90a sm_100 sm_120
+# GPUs that the wheel has kernels for: all, or some of sm_80 (8.0 to 8.9), sm_90a, sm_100 (10.0 to 10.3), sm_120.
+ARCHITECTURES ?= sm_90a
 # Python and GPUs of the host that a bundle is for, and its kernels: empty for all that ship, else names from `make symbols`.
 BUNDLE_PYTHON ?= 3.12
 BUNDLE_ARCHITECTURES ?= sm_90a
@@ -54,7 +54,7 @@ core := ops functional nn training hybrid packed reference reglu auto auto_graph
 # What a change of the library breaks first.
 quick := imports arguments functional nn packed reference ops hybrid launches format memory transforms
 
-.PHONY: help demo test quick check test-torch test-serving test-neighbours nightly lint format charts docs symbols wheel sdist release bundle clean
+.PHONY: help demo test quick check test-torch test-serving test-neighbours faults nightly lint format charts docs symbols wheel sdist release bundle clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 22
@@ -62,7 +62,7 @@ help: ## list the targets
 demo: $(stamp) ## train a small model on real text, compare sparse with dense, draw what happened
 	"$(PY)" -m twell demo $(ARGS)
 
-test: $(stamp) ## every test that this machine can run; the GPU's are skipped without one
+test: $(stamp) ## the tests of a pull request; the GPU's are skipped without one
 	"$(PY)" -m pytest --numprocesses $(WORKERS) --dist loadgroup $(ARGS)
 
 quick: $(stamp) ## tests of the library on a CPU, in two minutes
@@ -101,7 +101,12 @@ $(NEIGHBOURS)/.ready: pyproject.toml $(wildcard $(CONSTRAINTS))
 	DS_BUILD_OPS=0 $(neighbours_pip) --no-build-isolation deepspeed
 	touch "$@"
 
-nightly: test-neighbours test-serving ## what takes environments of its own
+faults: $(stamp) ## seeded faults, a patch of a line each, that tests must find
+	"$(PY)" -m tests.faults $(ARGS)
+
+nightly: $(stamp) ## what `make test` leaves out: kernels of every GPU, releases, long trainings, seeded faults, neighbours
+	"$(PY)" -m pytest --numprocesses $(WORKERS) --dist loadgroup -m nightly $(ARGS)
+	$(MAKE) faults test-neighbours test-serving ARGS=
 
 build/torch-$(TORCH).txt: constraints.txt
 	mkdir -p build
@@ -123,9 +128,9 @@ docs: $(stamp) ## build/docs: the documentation as a site; warnings are errors
 	"$(PY)" -m sphinx -W --keep-going -b html -d build/doctrees docs build/docs $(ARGS)
 
 symbols: $(stamp) ## names of the kernels that ship
-	for arch in $(ARCHITECTURES); do "$(PY)" -m cute_kernels list --arch $$arch; done | sort -u
+	for arch in $$("$(PY)" -m cute_kernels architectures $(ARCHITECTURES)); do "$(PY)" -m cute_kernels list --arch $$arch; done | sort -u
 
-wheel: $(stamp) ## dist/: a wheel with every kernel inside; ARCHITECTURES=sm_90a for one kind of GPU alone
+wheel: $(stamp) ## dist/: a wheel with the kernels of H100 and H200; ARCHITECTURES="sm_80 sm_90a" for others, or all
 	rm -f dist/*.whl
 	TWELL_ARCHITECTURES="$(ARCHITECTURES)" "$(PY)" tools/wheel.py
 

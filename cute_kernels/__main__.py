@@ -1,4 +1,4 @@
-"""Command line for the build and for people: list, compile, manifest, report."""
+"""Command line for the build and for people: architectures, list, compile, manifest, report."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from .specs import ARCHITECTURES, Spec, all_specs, spec_from_symbol
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+
+    naming = commands.add_parser("architectures", help="print the GPUs that a build is for, one per line")
+    names = f"all, or some of {', '.join(ARCHITECTURES)}"
+    naming.add_argument("names", nargs="*", default=[fingerprint.ARCH], metavar="NAME", help=names)
 
     architecture = argparse.ArgumentParser(add_help=False)
     architecture.add_argument(
@@ -45,6 +49,11 @@ def main(argv: list[str] | None = None) -> int:
     )
 
     arguments = parser.parse_args(argv)
+    if arguments.command == "architectures":
+        if unknown := [name for name in arguments.names if name not in (*ARCHITECTURES, "all")]:
+            naming.error(f"a GPU's architecture must be {names}, got {' '.join(unknown)}")
+        print(*(arch for arch in ARCHITECTURES if {arch, "all"} & set(arguments.names)), sep="\n")
+        return 0
     try:
         shipped = catalog.of_architecture(arguments.arch)
         specs = [spec for symbol in arguments.symbols for spec in _specs(symbol, shipped)] or list(shipped)

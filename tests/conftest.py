@@ -79,13 +79,26 @@ def why_no_gpu() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = why_no_gpu()
     for item in items:
         if ROOT / "tests" / "gpu" in item.path.parents:
             item.add_marker("gpu")
         if reason is not None and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+    if "nightly" not in config.option.markexpr:
+        later = {item for item in items if item.get_closest_marker("nightly") and not is_named(item, config.args)}
+        config.hook.pytest_deselected(items=list(later))
+        items[:] = [item for item in items if item not in later]
+
+
+def is_named(item: pytest.Item, arguments: list[str]) -> bool:
+    """Whether a command line names this very test, not its file or folder alone."""
+    inner = item.nodeid.partition("::")[2] + "["
+    named = (argument.partition("::")[::2] for argument in arguments)
+    return any(
+        item.path == Path(path).resolve() and inner.startswith((f"{test}[", f"{test}::")) for path, test in named
+    )
 
 
 @pytest.fixture(scope="session")
@@ -94,22 +107,27 @@ def root() -> Path:
     return ROOT
 
 
-def architectures() -> list[str]:
-    """The GPUs that tests build a wheel for: all, unless ``TWELL_ARCHITECTURES`` names some, as in a build."""
-    named = os.environ.get("TWELL_ARCHITECTURES", "").split()
-    return named or ["sm_80", "sm_90a", "sm_100", "sm_120"]
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that `make wheel` makes, with the kernels of Hopper."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel with every kernel, as `make wheel` makes it; only what changed is compiled again.
+def whole_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel with the kernels of every GPU, for tests marked nightly."""
+    return build_wheel(tmp_path_factory.mktemp("whole"), "all")
+
+
+def build_wheel(out: Path, architectures: str | None = None) -> Path:
+    """Build a wheel into ``out``; only what changed is compiled again.
 
     Several test processes take turns: they share the build folder.
     """
-    out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, str(ROOT / "tools" / "wheel.py"), "--out", str(out)]
-    environment = {name: value for name, value in os.environ.items() if name != "TWELL_SYMBOLS"}
-    environment["TWELL_ARCHITECTURES"] = " ".join(architectures())
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TWELL_")}
+    if architectures is not None:
+        environment["TWELL_ARCHITECTURES"] = architectures
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     (ROOT / "build").mkdir(exist_ok=True)
     with FileLock(ROOT / "build" / "wheel.lock"):

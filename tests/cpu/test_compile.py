@@ -1,30 +1,23 @@
-"""Every kernel of every architecture that ships compiles, within its registers and shared memory, without a GPU."""
+"""Every kernel that ships compiles within its registers and shared memory, without a GPU; nightly, for every GPU."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cubin import Resources, resources
+from cubin import resources
 
 from cute_kernels import catalog, feasible, quantize_gate, specs
 from cute_kernels.specs import Spec
-from tests.conftest import architectures
+from tests.conftest import is_named
 
-
-@pytest.fixture(scope="module")
-def kernels(root: Path, wheel: Path) -> Callable[[str, Spec], dict[str, Resources]]:
-    """The resources of the kernels in each object of the wheel, by architecture."""
-    folder = root / "build" / "wheel"
-
-    def of(arch: str, spec: Spec) -> dict[str, Resources]:
-        part = folder if arch == "sm_90a" else folder / arch
-        return resources((part / "objects" / f"{spec.symbol}.o").read_bytes())
-
-    return of
+SHIPPED = [
+    pytest.param(arch, spec, id=f"{arch}-{spec.symbol}", marks=[pytest.mark.nightly] * (arch != "sm_90a"))
+    for arch in specs.ARCHITECTURES
+    for spec in catalog.of_architecture(arch)
+]
 
 
 # threads of a CTA, and CTAs that must fit on an SM; those of the portable family that differ are below
@@ -89,16 +82,24 @@ def four_share_an_sm(spec: specs.UpDownTokenSpec) -> bool:
     return 1 < spec.cluster < 8 and spec.k_max // spec.cluster >= 1024
 
 
-@pytest.mark.parametrize(
-    ("arch", "spec"),
-    [pytest.param(arch, s, id=f"{arch}-{s.symbol}") for arch in architectures() for s in catalog.of_architecture(arch)],
-)
-def test_compiles_within_budget(arch: str, spec: Spec, kernels: Callable[[str, Spec], dict[str, Resources]]) -> None:
+@pytest.mark.parametrize(("arch", "spec"), SHIPPED)
+def test_compiles_within_budget(arch: str, spec: Spec, root: Path, request: pytest.FixtureRequest) -> None:
     """Each kernel checks its shared memory as it is traced: 99 KB in the portable family, and 227 on sm_90a."""
-    for name, taken in kernels(arch, spec).items():
+    request.getfixturevalue("wheel" if arch == "sm_90a" else "whole_wheel")
+    folder = root / "build" / "wheel" / ("" if arch == "sm_90a" else arch) / "objects"
+    for name, taken in resources((folder / f"{spec.symbol}.o").read_bytes()).items():
         assert name.startswith(f"twell_{spec.symbol}")
         assert 0 < taken.registers <= register_budget(spec, name, arch), name
         assert taken.local_bytes <= local_budget(spec, name), name
+
+
+@pytest.mark.parametrize("case", ["x"])
+def test_a_nightly_test_runs_where_it_is_named(case: str, request: pytest.FixtureRequest) -> None:
+    item, test = request.node, request.function.__name__
+    for named in (f"{item.path}::{test}", f"{item.path}::{test}[{case}]"):
+        assert is_named(item, ["tests", named])
+    for other in (str(item.path), f"{item.path}::{test[:-1]}", f"{item.path}::{test}[y]", f"{item.path}x::{test}"):
+        assert not is_named(item, [other])
 
 
 # of each kernel with WGMMA a symbol with most of its code
@@ -110,6 +111,7 @@ WGMMA = (
 )
 
 
+@pytest.mark.nightly
 def test_no_wgmma_is_serialised(root: Path) -> None:
     command = [sys.executable, "-m", "cute_kernels", "report", *WGMMA]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
@@ -162,28 +164,20 @@ def parse(root: Path, text: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_report_sees_serialised_wgmma(root: Path) -> None:
-    said = parse(root, SERIALISED)
-    assert "registers=168, spill_bytes=0" in said
+def test_reports_have_serialised_wgmma_and_spills(root: Path) -> None:
+    said = parse(root, SERIALISED + SPILLED + SPILLED)
+    assert said.count("Report(") == 3
+    assert "kernel='kernel_0', registers=168, spill_bytes=0" in said
     assert "(C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized" in said
     assert "(C7517) wgmma.wait_group is injected" in said
-
-
-def test_report_sees_spills(root: Path) -> None:
-    said = parse(root, SPILLED + SPILLED)
-    assert said.count("Report(") == 2
-    assert "kernel='heavy_1', registers=96, spill_bytes=804, wgmma=()" in said
-    assert "kernel='light_0', registers=64, spill_bytes=0, wgmma=()" in said
-
-
-def test_report_refuses_what_it_cannot_read(root: Path) -> None:
+    assert "kernel='heavy_1', registers=96, spill_bytes=804" in said
+    assert "kernel='light_0', registers=64, spill_bytes=0" in said
     assert "RuntimeError: unknown form of ptxas report" in parse(root, SPILLED.replace("registers", "regs"))
 
 
-@pytest.mark.parametrize("arch", specs.ARCHITECTURES)
-def test_options_of_a_program_are_not_the_compilers(arch: str, root: Path, tmp_path: Path) -> None:
+def test_options_of_a_program_are_not_the_compilers(root: Path, tmp_path: Path) -> None:
     """It would take -d for one of its own, and end the process."""
-    command = [sys.executable, "-m", "cute_kernels", "compile", "unpack_bf16", "--arch", arch, "-d", str(tmp_path)]
+    command = [sys.executable, "-m", "cute_kernels", "compile", "unpack_bf16", "--arch", "sm_80", "-d", str(tmp_path)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [path.name for path in tmp_path.iterdir()] == ["unpack_bf16.o"]

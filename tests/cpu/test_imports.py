@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,7 +69,10 @@ TREES = {"cute_kernels": ROOT / "cute_kernels", "twell": ROOT / "python" / "twel
 PURE = ("__init__", "geometry", "feasible", "fingerprint", "specs", "catalog")
 # The only files that may import the compiler, or the runtime's bindings.
 COMPILER_USERS = ("cute_kernels.", "twell._runtime.cache")
-BINDING_USERS = ("twell._runtime.",)
+BINDING_USERS = ("cute_kernels.", "twell._runtime.")
+# The only files that may import modules of these trees by a string: public modules when they are used, the kernel
+# package by either of its names, and a kernel by its spec.
+BY_STRING = {"twell.__init__", "twell._runtime.__init__", "cute_kernels.compile"}
 
 
 def modules() -> list[str]:
@@ -92,12 +94,17 @@ def is_module(name: str) -> bool:
     return package in TREES and (path_of(name).is_file() or TREES[package].joinpath(*rest, "__init__.py").is_file())
 
 
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(path_of(module).read_text())
+
+
 def imports(module: str, whole: bool = False) -> Iterator[tuple[str, bool]]:
     """Return the absolute names that a module imports anywhere, and whether the import is relative.
 
     Modules, or as they are written, names of things in modules included, if ``whole``.
     """
-    for node in ast.walk(ast.parse(path_of(module).read_text())):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, False) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -126,11 +133,11 @@ def test_layers_name_what_exists() -> None:
         assert is_module(name), f"{name} does not exist"
 
 
-@pytest.mark.parametrize("module", modules())
-def test_modules_import_only_their_own_layer_and_those_above(module: str) -> None:
-    for name, _ in imports(module):
-        if name.split(".")[0] in TREES:
-            assert rank(name) <= rank(module), f"{module} imports {name}, which is above it"
+def test_modules_import_only_their_own_layer_and_those_above() -> None:
+    for module in modules():
+        for name, _ in imports(module):
+            if name.split(".")[0] in TREES:
+                assert rank(name) <= rank(module), f"{module} imports {name}, which is above it"
 
 
 def test_imports_form_no_circle() -> None:
@@ -141,39 +148,49 @@ def test_imports_form_no_circle() -> None:
     assert not graph, f"these import each other in a circle: {sorted(graph)}"
 
 
-@pytest.mark.parametrize("module", modules())
-def test_private_names_stay_in_their_folder(module: str) -> None:
+def test_private_names_stay_in_their_folder() -> None:
     """A name with an underscore belongs to its folder and the folders inside."""
-    folder = module.split(".")[:-1]
-    for name, _ in imports(module, whole=True):
-        parts = name.split(".")
-        for i, part in enumerate(parts):
-            if parts[0] in TREES and part.startswith("_") and not part.startswith("__"):
-                assert folder[:i] == parts[:i], f"{module} imports {name}"
+    for module in modules():
+        folder = module.split(".")[:-1]
+        for name, _ in imports(module, whole=True):
+            parts = name.split(".")
+            for i, part in enumerate(parts):
+                if parts[0] in TREES and part.startswith("_") and not part.startswith("__"):
+                    assert folder[:i] == parts[:i], f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("module", [name for name in modules() if name.startswith("cute_kernels.")])
-def test_kernels_know_nothing_of_torch(module: str) -> None:
-    for name, relative in imports(module):
-        assert name.split(".")[0] not in ("torch", "twell"), f"{module} imports {name}"
-        # installed, the package has another name
-        assert relative or not name.startswith("cute_kernels"), f"{module} imports {name} by its absolute name"
+def by_string(tree: ast.AST) -> list[str]:
+    """Return the imports by a string that names twell, a kernel or a relative module, or that is not a literal."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            name = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else "."
+            if called in ("import_module", "__import__") and str(name).split(".")[0] in ("", *TREES):
+                found.append(ast.unparse(node))
+    return found
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_pure_files_import_the_standard_library_alone(name: str) -> None:
-    for imported, relative in imports(f"cute_kernels.{name}"):
-        assert relative or imported.split(".")[0] in sys.stdlib_module_names, imported
+def test_no_string_hides_an_import() -> None:
+    hidden = {module: found for module in modules() if (found := by_string(tree_of(module)))}
+    assert set(hidden) == BY_STRING, hidden
+    for seen in ("importlib.import_module('twell.nn')", "import_module('.nn', 'twell')", "__import__(f'{a}.nn')"):
+        assert by_string(ast.parse(seen)), seen
+    assert not by_string(ast.parse("importlib.import_module('vllm'); importlib.util.find_spec('twell.cute_kernels')"))
 
 
-@pytest.mark.parametrize("module", modules())
-def test_compiler_and_bindings_stay_where_they_belong(module: str) -> None:
-    for name, _ in imports(module):
-        top = name.split(".")[0]
-        if top == "cutlass":
-            assert module.startswith(COMPILER_USERS), f"{module} imports {name}"
-        if top in ("cuda", "tvm_ffi"):
-            assert module.startswith((*BINDING_USERS, "cute_kernels.")), f"{module} imports {name}"
+def test_packages_stay_where_they_belong() -> None:
+    for module in modules():
+        for name, relative in imports(module):
+            top, said = name.split(".")[0], f"{module} imports {name}"
+            if module.startswith("cute_kernels."):
+                assert top not in ("torch", "twell"), said
+                # installed, the package has another name
+                assert relative or top != "cute_kernels", f"{said} by its absolute name"
+            if module in {f"cute_kernels.{pure}" for pure in PURE}:
+                assert relative or top in sys.stdlib_module_names, said
+            assert top != "cutlass" or module.startswith(COMPILER_USERS), said
+            assert top not in ("cuda", "tvm_ffi") or module.startswith(BINDING_USERS), said
 
 
 def fresh(code: str, **environment: str) -> str:
@@ -202,6 +219,7 @@ assert torch.equal(packed.unpack(), torch.relu(x.float() @ wg.float().T).bfloat1
 
 
 def test_works_where_compiler_and_bindings_cannot_be_imported() -> None:
+    """The import asks no driver, opens no library, and leaves alone what only some need."""
     fresh(
         """
 import sys
@@ -210,8 +228,22 @@ class Refuse:
         if name.split(".")[0] in ("cutlass", "tvm_ffi", "cuda", "triton"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Refuse())
+from twell._runtime import device, packaged, resolve, specs
+bindings, device._bindings = device._bindings, lambda: sys.exit("asked the driver")
+import twell, twell.nn, twell.integrations
+assert not packaged._open.cache_info().currsize and not sys.modules["torch"].cuda.is_initialized()
+assert not {"sympy", "matplotlib", "transformers"} & set(sys.modules)
+device._bindings = bindings
 """
         + RUN_ON_CPU
+        + """
+assert "cuda.bindings is not usable" in device.describe().problem
+try:
+    resolve.resolve(specs.UnpackSpec("bfloat16"))
+except RuntimeError as error:
+    said = "UnpackSpec(dtype='bfloat16') is neither packaged nor cached, and cannot be compiled"
+    assert said in str(error), error
+"""
     )
 
 
@@ -219,21 +251,18 @@ def test_public_modules_are_there_after_importing_twell_and_loaded_when_they_are
     names = ("distributed", "integrations", "recipe", "reference", "testing")
     fresh(
         f"""
-import sys, twell
+import sys, torch
+before = set(sys.modules)
+import twell
 assert set({names}) <= set(dir(twell)) and {{"nn", "ops", "sparsify_"}} <= set(dir(twell))
 assert not {{"twell.distributed", "torch.distributed.tensor", "twell.recipe", "twell.testing"}} & set(sys.modules)
+assert not {{"cutlass", "tvm_ffi", "cuda"}} & {{name.split(".")[0] for name in set(sys.modules) - before}}
 for name in {names}:
     assert getattr(twell, name) is sys.modules["twell." + name]
 assert callable(twell.distributed.tensor_parallel_plan)
 assert not hasattr(twell, "nothing")
-"""
-    )
-
-
-def test_a_public_module_that_cannot_be_imported_says_why() -> None:
-    fresh(
-        """
-import sys, twell
+# one that cannot be imported says why
+del sys.modules["twell.distributed"], twell.distributed
 sys.modules["torch.distributed.tensor"] = None
 assert not hasattr(twell, "distributed")
 try:
@@ -242,12 +271,6 @@ except AttributeError as error:
     assert "twell.distributed cannot be imported: " in str(error) and isinstance(error.__cause__, ImportError), error
 """
     )
-
-
-def test_loads_no_compiler() -> None:
-    loaded = fresh(RUN_ON_CPU + "import sys; print(*sys.modules)").split()
-    assert "twell" in loaded
-    assert not {name for name in loaded if name.split(".")[0] in ("cutlass", "matplotlib", "transformers")}
 
 
 def is_soon(code: str, most: float, share: float) -> bool:
@@ -267,17 +290,16 @@ print(time.process_time() - torch_alone < max({most}, {share} * torch_alone))
 def test_importing_twell_adds_little_to_torch() -> None:
     """It added more than half of what torch takes, by sympy; now 0.2 s where torch takes 2.7."""
     assert is_soon("import twell", 0.6, 0.2)
-    assert "False" in fresh("import sys, twell; print('sympy' in sys.modules)")
 
 
-@pytest.mark.parametrize("arguments", [["analyze", "/no/where", "--text", "/no"], ["convert", "/no/where", "/no/out"]])
-def test_an_error_of_the_command_line_comes_soon(arguments: list[str]) -> None:
+def test_errors_of_the_command_line_come_soon() -> None:
     """No such folder: nothing is imported for what cannot be done."""
-    code = f"""
+    code = """
 import contextlib, io
 from twell.commands.cli import main
-with contextlib.redirect_stderr(io.StringIO()) as said:
-    assert main({arguments}) == 2
-assert "no such" in said.getvalue(), said.getvalue()
+for arguments in (["analyze", "/no/where", "--text", "/no"], ["convert", "/no/where", "/no/out"]):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert main(arguments) == 2
+    assert "no such" in said.getvalue(), said.getvalue()
 """
     assert is_soon(code, 1.0, 0.3)

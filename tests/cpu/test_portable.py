@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import logging
-import os
-import subprocess
-import sys
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ GPUS: dict[Capability, str | None] = {
     **{(10, minor): "sm_100" for minor in (0, 3)},
     (12, 0): "sm_120",
 }
-WITH_KERNELS = [capability for capability, arch in GPUS.items() if arch]
 NAMES: dict[Any, str] = {capability: "{}.{}".format(*capability) for capability in GPUS}
 
 
@@ -82,25 +81,7 @@ def wheel_of_all(tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyP
     return folder
 
 
-# By compute capability
-
-
-def test_the_import_asks_no_gpu() -> None:
-    """It is the same whatever GPU there is: it queries none, and loads no library of kernels."""
-    program = """
-import sys
-from twell._runtime import device, packaged
-device._bindings = lambda: sys.exit("asked the driver")
-import twell, twell.nn, twell.integrations
-assert not packaged._open.cache_info().currsize
-assert "tvm_ffi" not in sys.modules and "cutlass" not in sys.modules and not sys.modules["torch"].cuda.is_initialized()
-"""
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@every_gpu(WITH_KERNELS)
+@every_gpu([(8, 6), (9, 0), (10, 3), (12, 0)])
 def test_a_launch_loads_the_library_of_its_architecture_alone(
     capability: Capability, gpu: Callable[[Capability], None], wheel_of_all: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,40 +99,54 @@ def test_a_launch_loads_the_library_of_its_architecture_alone(
     assert set(opened) == {packaged.folder_of(arch) / packaged.LIBRARY}
 
 
-@every_gpu(WITH_KERNELS)
-def test_a_wheel_without_its_architecture_compiles(
-    capability: Capability, gpu: Callable[[Capability], None], wheel_of_all: Path, compiler: Compiler
+def test_a_wheel_for_other_gpus_says_what_to_install(
+    gpu: Callable[[Capability], None],
+    wheel_of_all: Path,
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Into the cache, apart from kernels for other architectures; where that is off, the kernel is missing."""
-    gpu(capability)
-    arch = GPUS[capability]
-    assert arch is not None
-    (packaged.folder_of(arch) / packaged.LIBRARY).unlink()
+    """Kernels compile into the cache, apart from those for other architectures; where that is off, none is there."""
+    gpu((8, 0))
+    shutil.rmtree(packaged.folder_of("sm_80"))
     packaged.read_manifest.cache_clear()
     spec = tuning.gathered(torch.bfloat16, 1, tuning.family(0))
-    resolve.resolve(spec, arch)
+    resolve.resolve(spec, "sm_80")
     assert compiler.compiled == [spec.symbol]
-    others = {cache.fingerprint(other) for other in specs.ARCHITECTURES if other != arch}
-    assert cache.fingerprint(arch) not in others
-    assert [path.name for path in (wheel_of_all.parent / "cache").iterdir()] == [cache.fingerprint(arch)]
+    assert [path.name for path in (wheel_of_all.parent / "cache").iterdir()] == [cache.fingerprint("sm_80")]
+    assert len({cache.fingerprint(arch) for arch in specs.ARCHITECTURES}) == len(specs.ARCHITECTURES)
+    advice = (
+        "the installed kernels are for sm_90a, sm_100, sm_120, and this GPU needs sm_80: in a checkout, "
+        "`TWELL_ARCHITECTURES=sm_80 pip install .` installs them; with the extra jit each compiles at its first call"
+    )
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [advice]
+    other = tuning.gathered(torch.float16, 1, tuning.family(0))
+    monkeypatch.setenv("TWELL_JIT", "off")
+    with pytest.raises(RuntimeError, match=f"TWELL_JIT=off forbids .*; {re.escape(advice)}"):
+        resolve.resolve(other, "sm_80")
+    monkeypatch.delenv("TWELL_JIT")
+    monkeypatch.setattr(cache, "kernel_module", lambda name: importlib.import_module("no_compiler"))
+    with pytest.raises(RuntimeError, match=f"cannot be compiled: .*; {re.escape(advice)}"):
+        resolve.resolve(other, "sm_80")
+    there = device.Device(0, "NVIDIA Pretended", (8, 0), 100, 80 << 30)
+    monkeypatch.setattr(device, "describe", lambda: device.Driver((13, 0), (there,)))
+    state = info.collect()
+    assert not state.kernels.usable
+    said = "\n".join(info.lines(state, verbose=False))
+    assert "none in use (no library at" in said
+    assert "libraries: for sm_90a, sm_100, sm_120" in said
+    assert f"note: {advice}" in said
 
 
-@every_gpu(WITH_KERNELS)
+@every_gpu([(8, 9), (9, 0)])
 def test_info_tells_of_the_library_of_the_gpu(
     capability: Capability, wheel_of_all: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = device.Device(0, "NVIDIA Pretended", capability, 100, 80 << 30)
     monkeypatch.setattr(device, "describe", lambda: device.Driver((13, 0), (there,)))
     state = info.collect()
-    assert state.kernels.arch == GPUS[capability]
-    assert state.kernels.loads
+    assert (state.kernels.arch, state.kernels.loads, state.kernels.problems) == (GPUS[capability], True, ())
     assert set(state.kernels.packaged) == set(specs.ARCHITECTURES)
-    (packaged.folder_of(str(GPUS[capability])) / packaged.LIBRARY).unlink()
-    state = info.collect()
-    assert not state.kernels.usable
-    said = "\n".join(info.lines(state, verbose=False))
-    assert "none in use (no library at" in said
-    assert f"libraries: for {', '.join(state.kernels.packaged)}" in said
 
 
 def test_older_gpus_are_refused(gpu: Callable[[Capability], None], compiler: Compiler) -> None:
@@ -165,9 +160,12 @@ def test_older_gpus_are_refused(gpu: Callable[[Capability], None], compiler: Com
         library.require_architecture(0)
     assert not library.launchable(0, tuning.unpack(torch.bfloat16))
     assert not compiler.compiled
+    for capability, arch in GPUS.items():
+        gpu(capability)
+        assert device.architecture(0) == arch
 
 
-@every_gpu(GPUS)
+@every_gpu([(7, 5), (8, 9), (9, 0), (12, 0)])
 def test_auto_is_dense_without_a_table(
     capability: Capability,
     gpu: Callable[[Capability], None],
@@ -194,16 +192,15 @@ def test_auto_is_dense_without_a_table(
     assert _auto.forced("cuda", 0) == chooses[GPUS[capability] is not None]
 
 
-@every_gpu([capability for capability in WITH_KERNELS if capability != (9, 0)])
 def test_kinds_of_calls_that_were_not_measured_are_dense(
-    capability: Capability, gpu: Callable[[Capability], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: Callable[[Capability], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shipped table is of another GPU: it fills in nothing, nor does one kind of call stand in for another."""
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o700)
     cheap = {(False, True, 2048, 5632): {16384: {"row": (0.5, 0.0, 0.0, 0.0), "union": (0.1, 0.0, 0.0, 0.0)}}}
     _tables.write(_tables.Table(cheap, "NVIDIA Pretended (100 SMs, 80 GiB)", "2026-11-23T10:00:00+00:00"))  # type: ignore[arg-type]
-    gpu(capability)
+    gpu((8, 0))
     table = _tables.in_use(torch.device("cuda", 0))
     assert set(table.costs) == set(cheap)
     for training in (False, True):
@@ -226,7 +223,7 @@ def test_kinds_of_calls_that_were_not_measured_are_dense(
     assert _auto.fresh(x, 5632, True, True, False) == _auto.fresh(x, 5632, False, False, False) == "dense"
 
 
-@every_gpu(WITH_KERNELS)
+@every_gpu([(8, 0), (9, 0)])
 def test_auto_keeps_to_what_the_family_takes(capability: Capability, gpu: Callable[[Capability], None]) -> None:
     """Neurons beyond the hybrid format's of the portable family leave "row" and dense."""
     gpu(capability)
@@ -292,12 +289,11 @@ def test_more_neurons_than_shared_memory_holds_are_refused(monkeypatch: pytest.M
     assert not families.is_absent(refusal.value)
 
 
-@every_gpu([capability for capability in WITH_KERNELS if capability != (9, 0)])
 def test_auto_chooses_in_tests_of_a_gpu_without_a_table(
-    capability: Capability, gpu: Callable[[Capability], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: Callable[[Capability], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
-    gpu(capability)
+    gpu((8, 0))
     assert families.is_without_table()
     before = _tables.in_use(torch.device("cuda", 0))
     assert _auto.forced("cuda", 0) == "dense"

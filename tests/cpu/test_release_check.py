@@ -35,18 +35,19 @@ def wheel_of(path: Path, symbols: dict[str, list[str]], sources: str) -> Path:
 def test_wheels_without_all_kernels_are_found(check: Any, tmp_path: Path) -> None:
     from cute_kernels import catalog, specs
 
-    whole = {arch: [spec.symbol for spec in catalog.of_architecture(arch)] for arch in specs.ARCHITECTURES}
     now = fingerprint.source_hash()
-    assert check.of_wheel(wheel_of(tmp_path / "a.whl", whole, now)) == []
-    part = whole | {"sm_80": whole["sm_80"][1:]}
-    del part["sm_120"]
-    count = len(whole["sm_80"])
-    assert check.of_wheel(wheel_of(tmp_path / "b.whl", part, now)) == [
-        f"b.whl must have {count} kernels for sm_80, got {count - 1}",
-        f"b.whl must have {count} kernels for sm_120, got 0",
+    whole = {arch: [spec.symbol for spec in catalog.of_architecture(arch)] for arch in specs.ARCHITECTURES}
+    hopper = {"sm_90a": whole["sm_90a"]}
+    assert check.of_wheel(wheel_of(tmp_path / "a.whl", hopper, now)) == []
+    assert check.of_wheel(wheel_of(tmp_path / "b.whl", whole, now)) == []
+    count, of_80 = len(whole.pop("sm_90a")), len(whole["sm_80"])
+    whole["sm_80"].pop()
+    assert check.of_wheel(wheel_of(tmp_path / "c.whl", whole, now)) == [
+        f"c.whl must have {of_80} kernels for sm_80, got {of_80 - 1}",
+        f"c.whl must have {count} kernels for sm_90a, got 0",
     ]
-    others = check.of_wheel(wheel_of(tmp_path / "c.whl", whole, "0" * 64))
-    assert others == [f"c.whl has kernels of other sources for {arch}" for arch in specs.ARCHITECTURES]
+    others = check.of_wheel(wheel_of(tmp_path / "d.whl", hopper, "0" * 64))
+    assert others == ["d.whl has kernels of other sources for sm_90a"]
 
 
 def test_sources_are_the_files_of_git(check: Any, tmp_path: Path) -> None:

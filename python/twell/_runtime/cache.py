@@ -177,13 +177,15 @@ def _build(spec: specs.Spec, folder: Path, arch: str) -> Path:
     if not env.jit():
         raise RuntimeError(
             f"kernel {spec} is neither packaged nor cached, and TWELL_JIT=off forbids compiling it; "
-            'allow it once with TWELL_JIT=auto, or use strategy="dense"'
+            'allow it once with TWELL_JIT=auto, or use strategy="dense"' + _more(arch)
         )
     start = time.perf_counter()
     try:
         compile_object = kernel_module("compile").compile_object
     except ImportError as error:
-        raise RuntimeError(f"kernel {spec} is neither packaged nor cached, and cannot be compiled: {error}") from error
+        raise RuntimeError(
+            f"kernel {spec} is neither packaged nor cached, and cannot be compiled: {error}{_more(arch)}"
+        ) from error
     logger.info("compiling kernel %s", spec.symbol)
     with tempfile.TemporaryDirectory(dir=folder, prefix=_scratch(spec)) as scratch:
         product = Path(scratch) / f"{spec.symbol}.o"
@@ -197,6 +199,11 @@ def _build(spec: specs.Spec, folder: Path, arch: str) -> Path:
         os.replace(product, entry)
     logger.info("compiled kernel %s in %.1f s", spec.symbol, time.perf_counter() - start)
     return entry
+
+
+def _more(arch: str) -> str:
+    """The advice for a GPU whose kernels are not installed, to follow an error."""
+    return f"; {said}" if (said := packaged.advice(arch)) else ""
 
 
 def _link(compiler: str, product: Path) -> Path:

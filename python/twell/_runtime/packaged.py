@@ -60,13 +60,32 @@ def folder_of(arch: str) -> Path:
     return FOLDER if arch == fingerprint.ARCH else FOLDER / arch
 
 
+def architectures() -> tuple[str, ...]:
+    """The architectures that there are libraries for."""
+    return tuple(arch for arch in device.ARCHITECTURES.values() if (folder_of(arch) / LIBRARY).is_file())
+
+
+def advice(arch: str) -> str:
+    """How to install kernels for ``arch`` where there are libraries for other GPUs alone; else ""."""
+    present = architectures()
+    if not present or arch in present:
+        return ""
+    return (
+        f"the installed kernels are for {', '.join(present)}, and this GPU needs {arch}: in a checkout, "
+        f"`TWELL_ARCHITECTURES={arch} pip install .` installs them; with the extra jit each compiles at its first call"
+    )
+
+
 def find(symbol: str, arch: str = fingerprint.ARCH) -> Kernel | None:
     """The packaged kernel of this name for ``arch``; None if there is no usable library or it lacks the symbol.
 
-    A damaged library is reported once. Raises RuntimeError if the runtime that every library needs cannot be loaded.
+    A damaged library, and one for other GPUs alone, are reported once. Raises RuntimeError if the runtime that every
+    library needs cannot be loaded.
     """
     folder = folder_of(arch)
     manifest = read_manifest(folder, arch)
+    if manifest is None and (said := advice(arch)):
+        warn_once(said)
     if manifest is None or symbol not in manifest.symbols:
         return None
     load_runtime()

@@ -176,13 +176,13 @@ def _kernels(folder: Path, arch: str = fingerprint.ARCH) -> KernelInfo:
             loads = True
         except RuntimeError as error:
             problems.append(str(error))
+    if said := packaged.advice(arch):
+        problems.append(said)
     return KernelInfo(
         library=str(library),
         present=library.is_file(),
         usable=manifest is not None,
-        packaged=tuple(
-            a for a in device.ARCHITECTURES.values() if (packaged.folder_of(a) / packaged.LIBRARY).is_file()
-        ),
+        packaged=packaged.architectures(),
         loads=loads,
         arch=manifest.arch if manifest else None,
         toolkit=manifest.toolkit if manifest else None,
@@ -277,7 +277,7 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
         yield f"  none in use ({'there is a' if kernels.present else 'no'} library at {kernels.library})"
         if kernels.packaged:
             yield f"  libraries: for {', '.join(kernels.packaged)}"
-    yield from (f"  note: {problem}" for problem in kernels.problems if kernels.present)
+    yield from (f"  note: {problem}" for problem in kernels.problems)
     if verbose:
         yield from (f"    {symbol}" for symbol in kernels.symbols)
     yield "\nCache of compiled kernels"
