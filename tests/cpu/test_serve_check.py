@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from twell import _tables, tuning
 from twell._auto import AutoStrategy
 from twell.commands import cli, serve_check
-from twell.integrations import engines
+from twell.integrations import vllm
 from twell.integrations.layouts import LayerFigures, measured
 
 SIZES = ["--prefill", "2048", "--decode", "1", "64"]
@@ -126,7 +126,7 @@ def test_unions_are_those_that_a_server_takes_for_as_many_tokens(decode: bool) -
         assert row.costs == tuning.decide(problem, tuning.Figures(15.0, union), None).costs
         # a server's layer, as ServedStrategy.learn tells it
         site = AutoStrategy()
-        for typical, of in ((engines.BATCH, figures.batch), (engines.PROMPTS, figures.text)):
+        for typical, of in ((vllm.BATCH, figures.batch), (vllm.PROMPTS, figures.text)):
             site.observe(problem._replace(m=typical), tuning.Figures(15.0, of))
         site.choose(problem)
         assert [choice.costs for choice in site.explain()] == [row.costs]

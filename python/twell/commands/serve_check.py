@@ -21,8 +21,7 @@ from twell._runtime import geometry
 from twell.commands import saved_model, sparsity
 from twell.commands.request import RequestError, at_least, number_above, pick_device
 from twell.commands.sparsity import aligned, as_percent
-from twell.integrations import engines, layouts
-from twell.integrations.vllm import LLAMA_LIKE
+from twell.integrations import layouts, vllm
 
 DESCRIPTION = """\
 Say for each layer of a checkpoint what "auto" would run on chunks of prompts and on batches that decode, and its
@@ -171,18 +170,18 @@ def _require_served(content: dict[str, Any]) -> str:
     activation = layouts.activation(content)
     if activation == "fatrelu":
         _require_threshold(content)
-    if sparse := [name for name in named if name in engines.SPARSE]:
+    if sparse := [name for name in named if name in vllm.SPARSE]:
         if not content.get("sparsity_gated_mlp", True):
             raise RequestError("MODEL: expected layers with a gate, which vLLM serves through twell, got none")
         if activation in layouts.OF_SPARSE:
             return f"vLLM serves {sparse[0]} with {NAMES_OF_FAMILY[activation]}"
         lie = "" if activation == "relu" else f" (its configuration says {activation!r}, which is ignored)"
         return f"vLLM serves {sparse[0]} with ReLU{lie}"
-    alike = [name for name in named if name in LLAMA_LIKE]
-    if alike and activation in engines.ACTIVATIONS:
+    alike = [name for name in named if name in vllm.LLAMA_LIKE]
+    if alike and activation in vllm.ACTIVATIONS:
         return f"vLLM serves {alike[0]} with {NAMES_OF_FAMILY[activation]}"
     raise RequestError(
-        f"MODEL: expected {', '.join(engines.SPARSE)} or a Llama-like model with {', '.join(engines.ACTIVATIONS)}, got "
+        f"MODEL: expected {', '.join(vllm.SPARSE)} or a Llama-like model with {', '.join(vllm.ACTIVATIONS)}, got "
         f"{', '.join(named) or 'no architectures'} with {activation!r}: vLLM serves it without twell"
         f"{f'; {saved_model.TRAINING}' if alike else ''}"
     )
@@ -222,12 +221,12 @@ def layers_of(folder: Path, content: dict[str, Any]) -> list[Layer]:
         by_weight = layouts.folder_layouts(folder)
     except (FileNotFoundError, ValueError) as error:
         raise RequestError(f"MODEL: {error}") from error
-    if not set(content.get("architectures") or ()) & set(engines.SPARSE):
+    if not set(content.get("architectures") or ()) & set(vllm.SPARSE):
         for name, layout in by_weight.items():
             if layout == "rows":
                 raise RequestError(
                     f"MODEL: {name}: vLLM reads down weights [hidden, intermediate], as nn.Linear stores them, except "
-                    f"for {' and '.join(engines.SPARSE)}, got [intermediate, hidden]; twell convert "
+                    f"for {' and '.join(vllm.SPARSE)}, got [intermediate, hidden]; twell convert "
                     "turns them"
                 )
     tensors = {name: stored for header in headers for name, stored in header.tensors.items()}
@@ -380,7 +379,7 @@ def predict(
     problem = tuning.Problem(m, layer.k, layer.n // ranks, True, False, merged=m <= tuning.MERGED_TOKENS)
     if refused:
         return Row(layer.number, m, decode, "dense", 1.0, refused, {})
-    known = tuning.Figures(figures.nonzeros / ranks, engines.union(figures, m))
+    known = tuning.Figures(figures.nonzeros / ranks, vllm.union(figures, m))
     strategy, reason, costs = tuning.decide(problem, known, None, table)
     if requested != "auto":
         strategy, reason = requested, "sparsity_strategy of the configuration"
