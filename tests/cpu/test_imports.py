@@ -48,6 +48,7 @@ LAYERS = [
     ["twell.functional", "twell._down_layout"],
     ["twell.nn"],
     ["twell._compaction", "twell._sparsify"],
+    ["twell._configuration"],
     ["twell.__init__"],
     ["twell.recipe", "twell.distributed"],
     ["twell.integrations"],

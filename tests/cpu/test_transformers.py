@@ -401,13 +401,8 @@ def tiny_rt_detr() -> Any:
 def test_the_stock_class_computes_the_same_whatever_the_key(
     make: Callable[[], Any], names: Any, keys: list[str], others: dict[str, str], tmp_path: Path
 ) -> None:
-    state = torch.get_rng_state()
     model = make()
-    after = torch.get_rng_state()
     sparsify(model, activation="relu", names=names)
-    # what the experiment makes draws nothing
-    assert torch.equal(torch.get_rng_state(), after)
-    torch.set_rng_state(state)
     assert {key: getattr(model.config, key) for key in [*keys, *others]} == {**dict.fromkeys(keys, "relu"), **others}
     model.save_pretrained(tmp_path)
     stock = type(model).from_pretrained(tmp_path).eval()
@@ -475,27 +470,44 @@ def test_a_layer_without_a_key_has_the_activation_of_its_file(tmp_path: Path) ->
         assert (layer.activation, layer.threshold) == ("fatrelu", 0.25)
 
 
-def test_an_activation_without_a_key_is_refused() -> None:
-    class Fixed(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+def test_a_configuration_without_a_known_key_needs_the_call_that_names_one(tmp_path: Path) -> None:
+    class OwnConfig(transformers.LlamaConfig):  # type: ignore[misc, name-defined]
+        def __init__(self, act: str = "silu", **fields: Any) -> None:
+            super().__init__(**fields)
+            del self.hidden_act
+            self.act = act
+
+    class Own(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        config_class = OwnConfig
+
         def __init__(self, config: Any) -> None:
+            config.hidden_act = config.act
             super().__init__(config)
-            for block in self.model.layers:
-                block.mlp.act_fn = torch.nn.SiLU()
+            del config.hidden_act
 
-    class Other(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
-        def __init__(self, config: Any, more: int) -> None:
-            super().__init__(config)
+    model = Own(OwnConfig(**{key: value for key, value in _LLAMA.items() if key != "hidden_act"})).eval()
+    with pytest.raises(ValueError, match=r'must have one of the keys hidden_activation, .* got none; name it, .*key="'):
+        sparsify(model, activation="relu")
+    for key in ("hidden_act", "text_config.act", "vocab_size"):
+        with pytest.raises(ValueError, match=f"key must lead to an activation in OwnConfig, got '{key}'"):
+            sparsify(model, activation="relu", key=key)
+    assert not layers(model)
+    sparsify(model, activation="relu", key="act")
+    assert model.config.act == "relu"
+    model.save_pretrained(tmp_path)
+    assert torch.equal(out(Own.from_pretrained(tmp_path)), out(model))
+    for layer in layers(model).values():
+        layer.activation, layer.threshold = "fatrelu", 0.25
+    with pytest.raises(ValueError, match="name_activation: OwnConfig must have one of the keys"):
+        name_activation(model)
+    name_activation(model, key="act")
+    assert (model.config.act, model.config.hidden_act_param) == ("fatrelu", 0.25)
 
-    fields = {**_LLAMA, "hidden_act": "silu"}
-    with pytest.raises(
-        ValueError, match=r"key for the activation of model\.layers\.\d\.mlp, got none.*sparsify_ leaves"
-    ):
-        sparsify(fixed := Fixed(transformers.LlamaConfig(**fields)), activation="relu")
-    with pytest.raises(ValueError, match=r"must make the model again, .* got TypeError"):
-        sparsify(other := Other(transformers.LlamaConfig(**fields), 1), activation="relu")
-    for model in (fixed, other):
-        assert not layers(model)
-        assert model.config.hidden_act == "silu"
+
+def test_a_key_of_others_is_written_where_the_call_names_it() -> None:
+    model = stock("llama", hidden_act="silu")
+    sparsify(model, activation="relu", filter_fn=lambda _, name: ".0." in name, key="hidden_act")
+    assert model.config.hidden_act == "relu"
 
 
 @pytest.mark.parametrize("name", ["falcon", "xlnet"])

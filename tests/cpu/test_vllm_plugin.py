@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from twell import _configuration
 from twell._activation import Activation
 from twell.integrations import layouts
 from twell.integrations import vllm as plugin
@@ -114,14 +115,14 @@ def test_activation_of_a_sparse_architecture_alone_is_corrected(activation: str)
 def test_activations_that_no_stock_class_has_stay(architecture: str) -> None:
     config = transformers.LlamaConfig(hidden_act="relu2", architectures=[architecture])
     assert plugin.correct(config) == ""
-    found = layouts.as_stock(config)
+    found = _configuration.as_stock(config)
     assert (found and found.activation) == (Activation("relu2") if architecture.startswith("Sparse") else None)
     config = transformers.LlamaConfig(hidden_act="fatrelu", hidden_act_param=0.5, architectures=[architecture])
     assert plugin.correct(config) == ""
-    found = layouts.as_stock(config)
+    found = _configuration.as_stock(config)
     assert found is not None
     assert (found.activation, config.hidden_act) == (Activation("fatrelu", 0.5), "relu")
-    layouts.write_activation(config, found.keys, found.activation)
+    _configuration.write(config, found.keys, found.activation)
     assert (config.hidden_act, config.hidden_act_param) == ("fatrelu", 0.5)
 
 

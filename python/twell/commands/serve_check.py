@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import _admission, _auto, _files, _tables, tuning
+from twell import _admission, _auto, _configuration, _files, _tables, tuning
 from twell._activation import NAMES_OF_FAMILY, activation_of
 from twell._runtime import geometry
 from twell.commands import saved_model, sparsity
@@ -173,7 +173,7 @@ def _require_served(content: dict[str, Any]) -> str:
     if sparse := [name for name in named if name in vllm.SPARSE]:
         if not content.get("sparsity_gated_mlp", True):
             raise RequestError("MODEL: expected layers with a gate, which vLLM serves through twell, got none")
-        if activation in layouts.OF_SPARSE:
+        if activation in _configuration.OF_SPARSE:
             return f"vLLM serves {sparse[0]} with {NAMES_OF_FAMILY[activation]}"
         lie = "" if activation == "relu" else f" (its configuration says {activation!r}, which is ignored)"
         return f"vLLM serves {sparse[0]} with ReLU{lie}"
@@ -189,15 +189,17 @@ def _require_served(content: dict[str, Any]) -> str:
 
 def _require_threshold(content: dict[str, Any]) -> None:
     """Raise RequestError unless the threshold of FATReLU in a configuration is one that layers of 16 bits take."""
-    threshold = content.get(layouts.THRESHOLD_KEY)
+    threshold = content.get(_configuration.THRESHOLD_KEY)
     if threshold is None:
-        raise RequestError(f'MODEL: a configuration with "fatrelu" must have its threshold, {layouts.THRESHOLD_KEY}')
+        raise RequestError(
+            f'MODEL: a configuration with "fatrelu" must have its threshold, {_configuration.THRESHOLD_KEY}'
+        )
     try:
         activation = activation_of("fatrelu", threshold)
         for dtype in _auto.PACKED_DTYPES:
             activation.level(dtype)
     except (TypeError, ValueError) as error:
-        raise RequestError(f"MODEL: {layouts.THRESHOLD_KEY}: {error}") from error
+        raise RequestError(f"MODEL: {_configuration.THRESHOLD_KEY}: {error}") from error
 
 
 def _strategy(content: dict[str, Any]) -> str:

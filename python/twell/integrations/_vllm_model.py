@@ -22,7 +22,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
-from twell import _admission, _auto, tuning
+from twell import _admission, _auto, _configuration, tuning
 from twell._activation import RELU, Activation
 from twell._runtime import geometry
 from twell.integrations import layouts, vllm
@@ -47,13 +47,13 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
         if wrong := vllm.correct(config):
             _logger.info("twell: %s", wrong)
         # of an activation that no stock class has: the model is made with ReLU
-        own = layouts.as_stock(config)
+        own = _configuration.as_stock(config)
         self._activation = RELU if own is None else own.activation
         try:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         finally:
             if own is not None:
-                layouts.write_activation(config, own.keys, own.activation)
+                _configuration.write(config, own.keys, own.activation)
 
     def recursive_replace(self) -> None:
         """Replace the modules of transformers by vLLM's, then the FFNs among them by ``ServedMLP``."""

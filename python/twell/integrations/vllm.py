@@ -22,6 +22,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from twell import _configuration
 from twell._runtime import env
 from twell._runtime.log import logger
 from twell.integrations import layouts
@@ -35,7 +36,7 @@ SPARSE = {
 }
 
 # Activations of layers with a gate that are served, by their names in configurations and in ``torch.ops.twell.ffn``.
-ACTIVATIONS = ("relu", "relu2", *layouts.OWN)
+ACTIVATIONS = ("relu", "relu2", *_configuration.OWN)
 
 # Tokens of a typical batch that decodes, and of one with prompts; figures count for the numbers nearest to them.
 BATCH, PROMPTS = 256, 8192
@@ -111,8 +112,8 @@ def is_sparse(config: Any) -> bool:
 def correct(config: Any) -> str:
     """Make the configuration of a model say what its layers compute; return what was wrong, "" for nothing.
 
-    The ``SPARSE`` architectures have ReLU, or one of ``layouts.OF_SPARSE`` that their configuration names; others what
-    theirs names. Raises NotImplementedError for layers without a gate.
+    The ``SPARSE`` architectures have ReLU, or one of ``OF_SPARSE`` that their configuration names; others what theirs
+    names. Raises NotImplementedError for layers without a gate.
     """
     text = config.get_text_config()
     content = text.to_dict()
@@ -121,9 +122,9 @@ def correct(config: Any) -> str:
     if (size := layouts.intermediate_size(content)) is not None:
         text.intermediate_size = size
     stated = layouts.activation(content)
-    if stated in ("relu", *layouts.OF_SPARSE) or not is_sparse(config):
+    if stated in ("relu", *_configuration.OF_SPARSE) or not is_sparse(config):
         return ""
-    for key in layouts.ACTIVATIONS:
+    for key in _configuration.NAMES:
         if isinstance(content.get(key), str):
             setattr(text, key, "relu")
     return f"the layers apply ReLU; the configuration says {stated!r}, which is ignored"
