@@ -27,10 +27,12 @@ from saved_models import run
 
 import twell
 from twell import _sparsify, _tables, tuning
-from twell.commands import analyze, analyze_plots, cli, saved_model, sparsity
+from twell.commands import analyze, analyze_plots, cli, prediction, saved_model, sparsity
+from twell.commands.analyze import COLUMNS
+from twell.commands.prediction import Call, forecast
 from twell.commands.request import RequestError
 from twell.commands.saved_model import Batch, WatchedLayer
-from twell.commands.sparsity import COLUMNS, UNIONS, Call, LayerSparsity, Tally
+from twell.commands.sparsity import UNIONS, LayerSparsity, Tally
 from twell.integrations import transformers as integration
 
 CALLS = [Call(1, False), Call(64, False), Call(16384, False), Call(16384, True)]
@@ -295,7 +297,7 @@ def test_strategies_are_those_of_the_table(mean: float, gated: bool, k: int, n: 
         # in training the layout is the user's, by default that of nn.Linear
         problem = tuning.Problem(call.tokens, k, n, gated, call.training, down_copied=call.training)
         decision = tuning.decide(problem, report.figures, None)
-        each = sparsity.predict(report, call)
+        each = prediction.predict(report, call)
         assert each.strategy == decision.strategy
         assert each.speedup == pytest.approx(1 / decision.costs[decision.strategy])
         assert each.speedup >= 1 or each.strategy == "dense"
@@ -303,36 +305,36 @@ def test_strategies_are_those_of_the_table(mean: float, gated: bool, k: int, n: 
 
 
 def test_each_strategy_has_its_reason() -> None:
-    assert sparsity.predict(report_of(30, 0.2), CALLS[3]).strategy == "union"
-    losing = sparsity.predict(report_of(900, 0.95), CALLS[2])
+    assert prediction.predict(report_of(30, 0.2), CALLS[3]).strategy == "union"
+    losing = prediction.predict(report_of(900, 0.95), CALLS[2])
     assert (losing.strategy, losing.speedup) == ("dense", 1.0)
     assert "row would take" in losing.reason
     assert "union would take" in losing.reason
-    full = sparsity.predict(report_of(140, 0.1), CALLS[3])
+    full = prediction.predict(report_of(140, 0.1), CALLS[3])
     assert full.strategy == "dense"
     assert "too near the sparse route's limit, 156" in full.reason
     few = dataclasses.replace(_tables.SHIPPED, costs={(False, False, 2048, 5632): {64: {"row": (0.5, 0.0, 0.0, 0.0)}}})
-    unknown = sparsity.predict(report_of(3, 0.1, gated=False), CALLS[0], few)
+    unknown = prediction.predict(report_of(3, 0.1, gated=False), CALLS[0], few)
     assert unknown.reason == "no sparse kernel was measured for 1 token"
-    odd = sparsity.predict(report_of(3, 0.1, n=5630), CALLS[2])
+    odd = prediction.predict(report_of(3, 0.1, n=5630), CALLS[2])
     assert odd.strategy == "dense"
     assert "multiple of 8" in odd.reason
-    assert "16384" in sparsity.predict(report_of(3, 0.1, k=32768), CALLS[2]).reason
+    assert "16384" in prediction.predict(report_of(3, 0.1, k=32768), CALLS[2]).reason
 
 
 def test_layers_far_from_measured_sizes_say_so() -> None:
-    assert not sparsity.predict(report_of(9, 0.1, 1536, 4608), CALLS[2]).far
-    assert sparsity.predict(report_of(9, 0.1, 256, 1024), CALLS[2]).far
+    assert not prediction.predict(report_of(9, 0.1, 1536, 4608), CALLS[2]).far
+    assert prediction.predict(report_of(9, 0.1, 256, 1024), CALLS[2]).far
     # as many weights as a measured layer, in another shape
-    assert sparsity.predict(report_of(9, 0.1, 512, 22528), CALLS[2]).far
+    assert prediction.predict(report_of(9, 0.1, 512, 22528), CALLS[2]).far
 
 
 def test_speed_of_all_layers_is_that_of_their_times() -> None:
     reports = [report_of(9, 0.1), report_of(9, 0.1, 4096, 11008), report_of(9, 0.1, gated=False)]
-    predictions = [sparsity.predict(report, CALLS[2]) for report in reports]
+    predictions = [prediction.predict(report, CALLS[2]) for report in reports]
     times = [3 * 2048 * 5632, 3 * 4096 * 11008, 2 * 2048 * 5632]
     expected = sum(times) / sum(time / each.speedup for time, each in zip(times, predictions, strict=True))
-    assert sparsity.speedup(reports, predictions) == pytest.approx(expected)
+    assert prediction.speedup(reports, predictions) == pytest.approx(expected)
     assert 1 < expected < max(each.speedup for each in predictions)
 
 
@@ -582,9 +584,13 @@ def test_a_threshold_counts() -> None:
 
 def test_the_verdict_names_calls_gpu_and_figures() -> None:
     few, many = (report_of(mean, min(1.0, 8 * mean / 5632)) for mean in (20, 2000))
-    calls = [sparsity.Call(1, False), sparsity.Call(16384, False), sparsity.Call(16384, True)]
-    predictions = [[sparsity.predict(few, call) for call in calls]]
-    line = analyze.verdict([few], predictions, _tables.SHIPPED, 65536)
+    odd, tiny = report_of(2, 0.05, 448, 2048), report_of(2, 0.05, 64, 320)
+    calls = [Call(1, False), Call(16384, False), Call(16384, True)]
+
+    def verdict(*reports: LayerSparsity, was: str = "") -> str:
+        return analyze.verdict(reports, forecast(reports, calls, _tables.SHIPPED), 65536, was)
+
+    line = verdict(few)
     assert re.match(
         r"Verdict: twell pays on NVIDIA H200 for the FFNs with 1 token in CUDA graphs \(\d\.\d\dx as fast\), "
         r"16,384 tokens \(\d\.\d\dx as fast\) and training on 16,384 tokens \(\d\.\d\dx as fast\); by times",
@@ -595,42 +601,35 @@ def test_the_verdict_names_calls_gpu_and_figures() -> None:
         "by times in CUDA graphs, as eager calls of up to 2,048 tokens wait for the host, with down weights by rows in"
     )
     assert f"; {holds} inference and as nn.Linear stores them in training; from" in line
-    assert analyze.holds_for(calls[1:2]) == "by times in CUDA graphs, with down weights by rows in inference"
-    assert analyze.holds_for(calls[2:]).endswith("with down weights as nn.Linear stores them in training")
     assert "from 20.0 non-zeros per token" in line
     assert "on 65,536 tokens and layer times of 20" in line
-    predictions = [[sparsity.predict(many, call) for call in calls]]
-    line = analyze.verdict([many], predictions, _tables.SHIPPED, 65536)
+    assert prediction.holds_for(calls[1:2]) == "by times in CUDA graphs, with down weights by rows in inference"
+    assert prediction.holds_for(calls[2:]).endswith("with down weights as nn.Linear stores them in training")
+    line = verdict(many)
     expected = "Verdict: twell does not pay on NVIDIA H200 for 1 token, 16,384 tokens or training on 16,384 tokens; by "
     assert line.startswith(expected)
     assert "; from 2,000.0 non-zeros per token" in line
     assert "far" not in line
-    odd = report_of(2, 0.05, 448, 2048)
-    line = analyze.verdict([odd], [[sparsity.predict(odd, call) for call in calls]], _tables.SHIPPED, 65536)
     # before the figures
-    assert line.startswith("Verdict: by the nearest measured layer, which is far from this model's, twell ")
-    tiny = report_of(2, 0.05, 64, 320)
-    predictions = [[sparsity.predict(report, call) for call in calls] for report in (few, tiny)]
-    assert analyze.verdict([tiny], predictions[1:], _tables.SHIPPED, 65536).startswith(
-        "Verdict: none, as layers with K = 64, N = 320 are too far from all measured ones, the nearest "
-    )
-    line = analyze.verdict([few], predictions[:1], _tables.SHIPPED, 65536, "SiLU")
-    assert "; before any training with ReLU in place of SiLU, from 20.0 non-zeros" in line
+    assert verdict(odd).startswith("Verdict: by the nearest measured layer, which is far from this model's, twell ")
+    none = "Verdict: none, as layers with K = 64, N = 320 are too far from all measured ones, the nearest "
+    assert verdict(tiny).startswith(none)
+    assert "; before any training with ReLU in place of SiLU, from 20.0 non-zeros" in verdict(few, was="SiLU")
     # they have little of the work
-    assert "twell pays" in analyze.verdict([few, tiny], predictions, _tables.SHIPPED, 65536)
+    assert "twell pays" in verdict(few, tiny)
 
 
-@pytest.mark.parametrize("call", [sparsity.Call(1, False), sparsity.Call(16384, False), sparsity.Call(16384, True)])
+@pytest.mark.parametrize("call", [Call(1, False), Call(16384, False), Call(16384, True)])
 @pytest.mark.parametrize("shape", [(True, 2048, 5632), (False, 4096, 16384)])
 def test_the_most_nonzeros_pay_and_more_do_not(shape: Any, call: Any) -> None:
     gated, k, n = shape
-    most = sparsity.most_nonzeros(shape, call)
+    most = prediction.most_nonzeros(shape, call)
     assert 0 < most <= n / 4
     # for one token the promise ends before the gain
     for nonzeros, pays in ((most, True), *(((2 * most, False),) if call.tokens > 1 else ())):
         figures = tuning.Figures(nonzeros, 1 - (1 - nonzeros / n) ** 128)
         decision = tuning.decide(tuning.Problem(call.tokens, k, n, gated, call.training), figures, None)
-        assert (decision.costs[decision.strategy] * sparsity.PAYS <= 1) == pays
+        assert (decision.costs[decision.strategy] * prediction.PAYS <= 1) == pays
 
 
 def test_a_name_of_the_hub_is_downloaded(
@@ -830,11 +829,11 @@ def test_the_verdict_on_other_activations_is_of_the_layers_with_most_work(first:
     large, small = [(True, 2048, 5632)] * 3, [(True, 64, 64)]
     model = saved_model.WithoutZeros("", tmp_path, "SiLU", small + large if first else large + small)
     table = _tables.in_use(torch.device("cpu"))
-    *_, last = analyze.without_zeros(model, [Call(1, False)], table)
+    *_, last = analyze.without_zeros(model, prediction.requirement(model.shapes, [Call(1, False)], table))
     assert re.match(
         r"Verdict: twell does not pay on NVIDIA H200 as SiLU makes no zeros; .*; from layer times of 20", last
     )
-    most = sparsity.most_nonzeros(large[0], Call(1, False), table)
+    most = prediction.most_nonzeros(large[0], Call(1, False), table)
     assert f"of at most {most:,} (" in last
     assert "in the gated layers with K = 2,048, N = 5,632, which have most of the work" in last
 
@@ -878,7 +877,7 @@ def test_chart_shows_many_layers(tmp_path: Path) -> None:
     """Layers with an unknown union and layers that fire nothing have a place in it too."""
     pytest.importorskip("matplotlib")
     reports = [report_of(0 if i == 3 else i, None if i % 2 else 0.3, number=i) for i in range(40)]
-    predictions = [[sparsity.predict(report, call) for call in CALLS] for report in reports]
+    predictions = [[prediction.predict(report, call) for call in CALLS] for report in reports]
     analyze_plots.save(tmp_path / "a.PNG", reports, predictions, "forty")
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
 

@@ -57,6 +57,7 @@ LAYERS = [
     ["twell.commands.__init__", "twell.commands.request", "twell.commands.checkpoint_files"],
     ["twell.commands.saved_model"],
     ["twell.commands.sparsity"],
+    ["twell.commands.prediction"],
     ["twell.commands.demo", "twell.commands.bench"],
     ["twell.commands.analyze", "twell.commands.analyze_plots", "twell.commands.record"],
     ["twell.commands.serve_check", "twell.commands.tune"],

@@ -18,9 +18,8 @@ from torch import Tensor
 from twell import _admission, _auto, _configuration, _files, _tables, tuning
 from twell._activation import NAMES_OF_FAMILY, activation_of
 from twell._runtime import geometry
-from twell.commands import saved_model, sparsity
-from twell.commands.request import RequestError, at_least, number_above, pick_device
-from twell.commands.sparsity import aligned, as_percent
+from twell.commands import prediction, saved_model, sparsity
+from twell.commands.request import RequestError, aligned, as_percent, at_least, number_above, pick_device
 from twell.integrations import layouts, vllm
 
 DESCRIPTION = """\
@@ -428,21 +427,21 @@ def _report(
     yield f"Predicted from times measured on {table.machine.split('; ')[0]} in 16 bits, {table.date[:10]}."
     yield "  They are of CUDA graphs with down weights by rows, as vLLM lays them out after loading."
     _, _, k, n = tuning.nearest(tuning.Problem(1, found[0].k, found[0].n // ranks, True, False), table)
-    if max(sparsity.apart(found[0].k, k), sparsity.apart(found[0].k * found[0].n // ranks, k * n)) > sparsity.FAR:
+    if max(prediction.apart(found[0].k, k), prediction.apart(found[0].k * found[0].n // ranks, k * n)) > prediction.FAR:
         yield f"Far from all measured layers: the nearest has K = {k:,}, N = {n:,}"
     yield _verdict(dict(zip(names, ffns, strict=True)), calls, table)
 
 
 def _verdict(shares: dict[str, float | None], calls: Sequence[tuple[bool, int]], table: _tables.Table) -> str:
     """For which calls the FFNs gain, and what that holds for."""
-    gains = [f"{name} ({_as_share(of)})" for name, of in shares.items() if of is not None and of * sparsity.PAYS <= 1]
-    few = f", not in eager calls of up to {sparsity.HOST_BOUND:,} tokens" * any(
-        m <= sparsity.HOST_BOUND for _, m in calls
+    gains = [f"{name} ({_as_share(of)})" for name, of in shares.items() if of is not None and of * prediction.PAYS <= 1]
+    few = f", not in eager calls of up to {prediction.HOST_BOUND:,} tokens" * any(
+        m <= prediction.HOST_BOUND for _, m in calls
     )
     holds = f"in CUDA graphs{few}, with down weights by rows"
     if not gains:
-        return f"Verdict: no gain of the FFNs on {sparsity.gpu_of(table)}, {holds}"
-    return f"Verdict: FFNs gain on {sparsity.gpu_of(table)} for {', '.join(gains)} of dense's time, {holds}"
+        return f"Verdict: no gain of the FFNs on {prediction.gpu_of(table)}, {holds}"
+    return f"Verdict: FFNs gain on {prediction.gpu_of(table)} for {', '.join(gains)} of dense's time, {holds}"
 
 
 def _as_share(share: float | None) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from twell import reference, testing
 from twell._runtime import geometry
 from twell.commands.demo.plots import packed_slots
-from twell.commands.sparsity import aligned
+from twell.commands.request import aligned
 from twell.functional import pack, sparse_gated_ffn
 from twell.nn import SparseGatedMLP
 from twell.packed import PackedTwell
