@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import xml.etree.ElementTree
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ def recorded_inputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "opt"])
+@pytest.mark.parametrize("kind", ["llama", "opt"])
 def test_layers_report_what_their_packed_gates_hold(kind: str) -> None:
     """The expected counts come from packed and unpacked gates of a stock model without twell."""
     model: Any = saved_models.build(kind).bfloat16()
@@ -377,14 +377,6 @@ def test_command_reports_every_layer(
             assert float(row[f"speedup_{key}"]) == pytest.approx(1 / decision.costs[decision.strategy])
 
 
-def test_chart_is_written(llama: Path, words: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    chart = tmp_path / "chart.png"
-    assert run(analyze, llama, "--text", words, "--tokens", 300, "--plot", chart) == 0
-    assert chart.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert chart.stat().st_size > 10_000
-
-
 def test_figures_of_the_command_are_those_of_the_stock_model(llama: Path, tmp_path: Path) -> None:
     """Transformers alone runs one file of text, tokenized and cut by hand."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -421,15 +413,6 @@ def test_command_repeats(llama: Path, words: Path, tmp_path: Path, capsys: pytes
     assert kept[0] == kept[1]
 
 
-def test_batch_size_does_not_matter(llama: Path, words: Path, tmp_path: Path) -> None:
-    means = []
-    for batch in (1, 5):
-        table = tmp_path / f"{batch}.csv"
-        run(analyze, llama, "--text", words, "--tokens", 500, "--sequence", 90, "--batch", batch, "--csv", table)
-        means.append([[float(row["mean"]), float(row["union_128"])] for row in rows_of(table)])
-    assert np.allclose(means[0], means[1], rtol=2e-3)
-
-
 def test_opt_layers_are_reported(opt: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "layers.csv"
     assert run(analyze, opt, "--text", words, "--tokens", 300, "--compression", 2, "--csv", table) == 0
@@ -446,41 +429,65 @@ def figures_of(model: Path, words: Path, tmp_path: Path) -> list[tuple[str, ...]
     return [(row["name"], row["mean"], row["dead"], row["union_128"]) for row in rows_of(table)]
 
 
-def test_sparse_classes(words: Path, tmp_path: Path, llama: Path) -> None:
-    """A model saved as SparseLlamaForCausalLM has the figures of the stock one with its weights."""
-    integration = pytest.importorskip("twell.integrations.transformers")
+def as_sparse_class(folder: Path) -> None:
     config = integration.SparseLlamaConfig(**{**saved_models.build().config.to_dict(), "model_type": "sparse_llama"})
     model = integration.SparseLlamaForCausalLM(config)
     model.load_state_dict(saved_models.build().state_dict())
-    folder = tmp_path / "sparse"
     model.save_pretrained(folder)
-    saved_models.save_tokenizer(folder)
-    assert figures_of(folder, words, tmp_path) == figures_of(llama, words, tmp_path)
 
 
-def test_sparse_architecture_has_relu_whatever_its_configuration_names(
-    words: Path, tmp_path: Path, llama: Path
-) -> None:
-    folder = tmp_path / "published"
-    shutil.copytree(llama, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": ["SparseLlamaForCausalLM"], "hidden_act": "silu"}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert figures_of(folder, words, tmp_path) == figures_of(llama, words, tmp_path)
+def with_another_name(folder: Path) -> None:
+    """It has ReLU whatever its configuration names."""
+    rewrite(folder, architectures=["SparseLlamaForCausalLM"], hidden_act="silu")
 
 
-def test_checkpoint_with_down_weights_stored_by_rows(words: Path, tmp_path: Path, llama: Path) -> None:
+def by_rows(folder: Path) -> None:
     """The paper's code stores them so, under the stock model's name."""
     from safetensors.torch import load_file, save_file
 
-    folder = tmp_path / "rows"
-    shutil.copytree(llama, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "silu", "sparsity_l1_coeff": 2e-5}))
+    rewrite(folder, hidden_act="silu", sparsity_l1_coeff=2e-5)
     weights = load_file(folder / "model.safetensors")
     weights = {name: t.T.contiguous() if "down_proj" in name else t for name, t in weights.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def rewrite(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize("change", [as_sparse_class, with_another_name, by_rows])
+def test_sparse_checkpoints_have_the_figures_of_the_stock_model(
+    change: Callable[[Path], None], words: Path, tmp_path: Path, llama: Path
+) -> None:
+    folder = tmp_path / "sparse"
+    shutil.copytree(llama, folder)
+    change(folder)
     assert figures_of(folder, words, tmp_path) == figures_of(llama, words, tmp_path)
+
+
+def test_another_activation(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved_models.save(tmp_path / "silu", hidden_act="silu")
+    # an error stood in place of the answer where a file was asked for
+    files = ("--csv", tmp_path / "a.csv", "--plot", tmp_path / "a.png")
+    assert run(analyze, folder, "--text", words, "--tokens", 300, *files) == 0
+    printed = capsys.readouterr().out
+    for part in (
+        "No chart: there are no zeros",
+        "No CSV: there are no zeros",
+        "FFN layers with SiLU, which makes no zeros",
+        "it takes FATReLU, ReLU",
+        "`twell analyze --activation relu` shows",
+        "Far from all measured layers: a gated layer with K = 64, N = 320; the nearest has",
+    ):
+        assert part in printed
+    assert not list(tmp_path.glob("a.*"))
+    assert printed.splitlines()[-1].startswith("Verdict: none, as layers with K = 64, N = 320 are too far from all ")
+    for activation, named in (("relu", "ReLU"), ("relu2", "squared ReLU"), ("drelu", "dReLU")):
+        assert run(analyze, folder, "--text", words, "--tokens", 300, "--activation", activation) == 0
+        printed = capsys.readouterr().out
+        assert f"\n{named} in place of SiLU" in printed
+        assert f"figures before any training with {named}" in printed
 
 
 def test_weights_that_are_missing_or_cut_short_are_an_error(words: Path, tmp_path: Path, llama: Path) -> None:
@@ -500,30 +507,6 @@ def test_weights_that_are_missing_or_cut_short_are_an_error(words: Path, tmp_pat
     (folder / "model.safetensors").unlink()
     with pytest.raises(RequestError, match="MODEL: "):
         run(analyze, folder, "--text", words, "--tokens", 300)
-
-
-def test_another_activation(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = saved_models.save(tmp_path / "silu", hidden_act="silu")
-    # an error stood in place of the answer where a file was asked for
-    files = ("--csv", tmp_path / "a.csv", "--plot", tmp_path / "a.png")
-    assert run(analyze, folder, "--text", words, "--tokens", 300, *files) == 0
-    printed = capsys.readouterr().out
-    assert "No chart: there are no zeros" in printed
-    assert "No CSV: there are no zeros" in printed
-    assert not list(tmp_path.glob("a.*"))
-    assert "FFN layers with SiLU, which makes no zeros" in printed
-    assert "it takes FATReLU, ReLU" in printed
-    assert "`twell analyze --activation relu` shows" in printed
-    assert "Far from all measured layers: a gated layer with K = 64, N = 320; the nearest has" in printed
-    assert printed.splitlines()[-1].startswith("Verdict: none, as layers with K = 64, N = 320 are too far from all ")
-    assert run(analyze, folder, "--text", words, "--tokens", 300, "--activation", "relu") == 0
-    printed = capsys.readouterr().out
-    assert "ReLU in place of SiLU" in printed
-    assert "figures before any training with ReLU" in printed
-    assert run(analyze, folder, "--text", words, "--tokens", 300, "--activation", "relu2") == 0
-    assert "squared ReLU in place of SiLU" in capsys.readouterr().out
-    assert run(analyze, folder, "--text", words, "--tokens", 300, "--activation", "drelu") == 0
-    assert "dReLU in place of SiLU" in capsys.readouterr().out
 
 
 def test_activations_without_a_stock_class_are_read(
@@ -554,7 +537,6 @@ def test_activations_without_a_stock_class_are_read(
     [
         ("nemotron", {"hidden_act": "relu2"}, "squared ReLU"),
         ("phi3", {"hidden_act": "relu2", "pad_token_id": 0}, "squared ReLU"),
-        ("gpt_neox", {"hidden_act": "relu"}, "ReLU"),
     ],
 )
 def test_every_activation_and_name_is_reported(
@@ -565,7 +547,7 @@ def test_every_activation_and_name_is_reported(
     printed = capsys.readouterr().out
     assert f"3 {named} FFN layers; " in printed
     rows = list(csv.DictReader((tmp_path / "a.csv").open()))
-    assert {row["activation"] for row in rows} == {"relu2" if "squared" in named else "relu"}
+    assert {row["activation"] for row in rows} == {"relu2"}
     assert all(0 < float(row["mean"]) < float(row["n"]) for row in rows)
 
 
@@ -758,12 +740,15 @@ def test_bad_requests(
 
 
 @pytest.mark.parametrize(("byte", "what"), [(b"\xe9", "invalid continuation byte"), (b"\0", "a zero byte")])
-def test_text_that_ends_in_other_bytes(llama: Path, tmp_path: Path, byte: bytes, what: str) -> None:
+def test_text_that_ends_in_other_bytes(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, byte: bytes, what: str
+) -> None:
     """An error where the file was named; within a folder a warning, and other files count."""
-    words = saved_models.text(500).encode()
+    monkeypatch.setattr(saved_model, "_PIECE", 1 << 14)
+    words = saved_models.text(16000).encode()
     file = tmp_path / "late.txt"
-    file.write_bytes((words * ((1 << 20) // len(words) + 2))[: 3 << 19] + byte + words)
-    with pytest.raises(RequestError, match=rf"UTF-8 text, got '.*late.txt' \({what} after 1,048,576 characters"):
+    file.write_bytes(words + byte + words)
+    with pytest.raises(RequestError, match=rf"UTF-8 text, got '.*late.txt' \({what} after 16,384 characters"):
         run(analyze, llama, "--text", file, "--tokens", "9999999")
     (tmp_path / "more.txt").write_bytes(words)
     found = list(saved_model._files([tmp_path]))
@@ -808,13 +793,6 @@ def test_a_broken_model_is_an_error_of_one_line(
     assert not [line for line in lines[:-1] if "rror" in line or "Traceback" in line]
 
 
-def test_exit_codes(llama: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["analyze", str(llama), "--text", str(words), "--tokens", "300"]) == 0
-    assert "Mean over layers" in capsys.readouterr().out
-    assert cli.main(["analyze", str(tmp_path), "--text", str(words)]) == 2
-    assert capsys.readouterr().err.startswith("twell analyze: error: MODEL: expected a folder with a config.json")
-
-
 @pytest.mark.parametrize(
     "options", [["--tokens", "0"], ["--sequence", "1"], ["--batch", "x"], ["--dtype", "int8"], ["--activation", "silu"]]
 )
@@ -852,15 +830,6 @@ def test_tokenizer_of_another_model(words: Path, tmp_path: Path) -> None:
     folder = saved_models.save(tmp_path / "small", vocab_size=64)
     with pytest.raises(RequestError, match="its vocabulary has 64"):
         run(analyze, folder, "--text", words, "--tokens", 300)
-
-
-def test_overflow_in_half_precision_is_an_error(llama: Path, words: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any) -> list[LayerSparsity]:
-        raise ValueError("model.layers.1.mlp: its input is not finite")
-
-    monkeypatch.setattr(sparsity, "analyze", refuse)
-    with pytest.raises(ValueError, match="not finite"):
-        run(analyze, llama, "--text", words, "--tokens", 300)
 
 
 @pytest.mark.parametrize(("missing", "extra"), [("transformers", "hf"), ("matplotlib.figure", "plots")])

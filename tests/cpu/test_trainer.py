@@ -147,9 +147,7 @@ def plain_gradient(model: Any, micro: list[tuple[Any, Any]], coefficient: float)
     return [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("by_tokens", [True, False], ids=["tokens", "batches"])
-@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("accumulation", "masked", "by_tokens"), [(1, False, True), (3, True, True), (3, True, False)])
 def test_gradient_is_that_of_a_plain_loop(tmp_path: Path, accumulation: int, masked: bool, by_tokens: bool) -> None:
     model = llama()
     plain = copy.deepcopy(model)
@@ -497,8 +495,9 @@ def test_a_run_that_was_interrupted_is_noticed_without_another_callback(tmp_path
     Trainer(model, args, train_dataset=sequences(64), callbacks=[callback()]).train()
 
 
-@pytest.mark.parametrize("options", [{}, {"coefficient": None, "nnz": 5}])
-@pytest.mark.parametrize("kind", ["leaves out", "part", "frozen"])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("leaves out", {}), ("part", {"coefficient": None, "nnz": 5}), ("frozen", {})]
+)
 def test_a_term_that_has_no_gradient_is_an_error(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     class Own(Trainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -685,8 +684,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
 # A number of non-zeros instead of a coefficient
 
 
-@pytest.mark.parametrize("moving", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("accumulation", "moving"), [(1, False), (2, True)])
 def test_a_target_is_that_of_a_plain_loop(tmp_path: Path, accumulation: int, moving: bool) -> None:
     """Weights after some steps are those of the recipe's own loop over the same micro-batches."""
     model = llama()
