@@ -469,7 +469,15 @@ def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[st
     return {**state_dict, **{name: state_dict[name].t().contiguous() for name in rows}}
 
 
-class SparseLlamaForCausalLM(_SparseModel, LlamaForCausalLM):  # type: ignore[misc]
+class _SparseLlama(_SparseModel):
+    config_class = SparseLlamaConfig
+
+
+class _SparseQwen2(_SparseModel):
+    config_class = SparseQwen2Config
+
+
+class SparseLlamaForCausalLM(_SparseLlama, LlamaForCausalLM):  # type: ignore[misc]
     """``LlamaForCausalLM`` with a ``twell.nn.SparseGatedMLP`` as ``mlp`` of each block; see ``SparseLlamaConfig``.
 
     Same keys, shapes and initial values as the stock model with ``hidden_act="relu"``. Raises ValueError for another;
@@ -481,49 +489,33 @@ class SparseLlamaForCausalLM(_SparseModel, LlamaForCausalLM):  # type: ignore[mi
     configuration or among the arguments.
     """
 
-    config_class = SparseLlamaConfig
 
-
-class SparseLlamaModel(_SparseModel, LlamaModel):  # type: ignore[misc]
+class SparseLlamaModel(_SparseLlama, LlamaModel):  # type: ignore[misc]
     """``LlamaModel`` likewise: the body of ``SparseLlamaForCausalLM``, whose files it reads."""
 
-    config_class = SparseLlamaConfig
 
-
-class SparseLlamaForSequenceClassification(_SparseModel, LlamaForSequenceClassification):  # type: ignore[misc]
+class SparseLlamaForSequenceClassification(_SparseLlama, LlamaForSequenceClassification):  # type: ignore[misc]
     """``LlamaForSequenceClassification`` likewise: a classifier or, with ``num_labels=1``, a reward model."""
 
-    config_class = SparseLlamaConfig
 
-
-class SparseLlamaForTokenClassification(_SparseModel, LlamaForTokenClassification):  # type: ignore[misc]
+class SparseLlamaForTokenClassification(_SparseLlama, LlamaForTokenClassification):  # type: ignore[misc]
     """``LlamaForTokenClassification`` likewise."""
 
-    config_class = SparseLlamaConfig
 
-
-class SparseQwen2ForCausalLM(_SparseModel, Qwen2ForCausalLM):  # type: ignore[misc]
+class SparseQwen2ForCausalLM(_SparseQwen2, Qwen2ForCausalLM):  # type: ignore[misc]
     """``Qwen2ForCausalLM`` likewise; see ``SparseQwen2Config``."""
 
-    config_class = SparseQwen2Config
 
-
-class SparseQwen2Model(_SparseModel, Qwen2Model):  # type: ignore[misc]
+class SparseQwen2Model(_SparseQwen2, Qwen2Model):  # type: ignore[misc]
     """``Qwen2Model`` likewise: the body of ``SparseQwen2ForCausalLM``, whose files it reads."""
 
-    config_class = SparseQwen2Config
 
-
-class SparseQwen2ForSequenceClassification(_SparseModel, Qwen2ForSequenceClassification):  # type: ignore[misc]
+class SparseQwen2ForSequenceClassification(_SparseQwen2, Qwen2ForSequenceClassification):  # type: ignore[misc]
     """``Qwen2ForSequenceClassification`` likewise: a classifier or, with ``num_labels=1``, a reward model."""
 
-    config_class = SparseQwen2Config
 
-
-class SparseQwen2ForTokenClassification(_SparseModel, Qwen2ForTokenClassification):  # type: ignore[misc]
+class SparseQwen2ForTokenClassification(_SparseQwen2, Qwen2ForTokenClassification):  # type: ignore[misc]
     """``Qwen2ForTokenClassification`` likewise."""
-
-    config_class = SparseQwen2Config
 
 
 for _config in (SparseLlamaConfig, SparseQwen2Config):
