@@ -295,44 +295,30 @@ def without_zeros(model: saved_model.WithoutZeros, needed: Requirement) -> Itera
     )
 
 
+# Columns whose figure has another name in ``LayerSparsity``.
+_FIELDS = {"layer": "number", "max": "most", "first_token": "first"}
+
+
 def rows(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Prediction]]) -> list[dict[str, Any]]:
     """One row per layer, with the columns of ``COLUMNS``; None if the text was too short for a union."""
-    return [
-        {
-            "layer": report.number,
-            "name": report.name,
+    found = []
+    for report, of_layer in zip(reports, predictions, strict=True):
+        known = {
+            **vars(report),
             "kind": "gated" if report.gated else "non-gated",
             "activation": report.activation.name,
             "threshold": report.activation.threshold,
-            "k": report.k,
-            "n": report.n,
-            "compression": report.compression,
-            "tokens": report.tokens,
-            "mean": report.mean,
-            "p50": report.p50,
-            "p99": report.p99,
-            "max": report.most,
-            "first_token": report.first,
-            "heavy": report.heavy,
-            "heavy_share": report.heavy_share,
-            "overflowing": report.overflowing,
-            "dead": report.dead,
-            **{f"union_{t}": report.unions.get(t) for t in UNIONS},
-            "candidates": report.candidates,
-            **{f"hottest_{h}": report.hottest[h] for h in HOTTEST},
-            **{
-                f"{name}_{each.call.key}": value
-                for each in row
-                for name, value in (
-                    ("strategy", each.strategy),
-                    ("speedup", each.speedup),
-                    ("measured", "x".join(map(str, each.measured))),
-                    ("why", each.reason),
-                )
-            },
+            **{f"union_{tokens}": report.unions.get(tokens) for tokens in UNIONS},
+            **{f"hottest_{neurons}": share for neurons, share in report.hottest.items()},
         }
-        for report, row in zip(reports, predictions, strict=True)
-    ]
+        row = {name: known[_FIELDS.get(name, name)] for name in COLUMNS if not name.endswith("_CALL")}
+        for each in of_layer:
+            row[f"strategy_{each.call.key}"] = each.strategy
+            row[f"speedup_{each.call.key}"] = each.speedup
+            row[f"measured_{each.call.key}"] = "x".join(map(str, each.measured))
+            row[f"why_{each.call.key}"] = each.reason
+        found.append(row)
+    return found
 
 
 def write_csv(path: Path, table: Sequence[dict[str, Any]]) -> None:
