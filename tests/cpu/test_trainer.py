@@ -95,6 +95,13 @@ def callback(**options: Any) -> SparsityCallback:
     return SparsityCallback(**{"coefficient": 0.1, "every": 2, "tensorboard": False, **options})
 
 
+class Interrupt(TrainerCallback):  # type: ignore[misc]
+    """Ends a run as Ctrl-C does, after its first step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+
 class Recording(Trainer):  # type: ignore[misc]
     """A Trainer that keeps each step's micro-batches and the optimizer's gradient."""
 
@@ -455,10 +462,6 @@ def test_wrong_settings_and_models_are_refused(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_a_run_that_was_interrupted_leaves_nothing_in_the_next(tmp_path: Path) -> None:
-    class Interrupt(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            raise KeyboardInterrupt
-
     def train(*callbacks: Any) -> Any:
         trainer = Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=sequences(4), callbacks=[*callbacks])
         trainer.train()
@@ -479,10 +482,6 @@ def test_a_run_that_was_interrupted_leaves_nothing_in_the_next(tmp_path: Path) -
 
 
 def test_a_run_that_was_interrupted_is_noticed_without_another_callback(tmp_path: Path) -> None:
-    class Interrupt(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            raise KeyboardInterrupt
-
     model = llama()
     args = arguments(tmp_path, max_steps=12, gradient_accumulation_steps=2)
     with pytest.raises(KeyboardInterrupt):
@@ -607,16 +606,12 @@ def test_tuples_copies_and_generation(tmp_path: Path) -> None:
     # once more with the same callback, after a run that ended early
     spy = callback()
 
-    class Fail(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            raise KeyboardInterrupt
-
     failing = Trainer(
-        model, arguments(tmp_path / "again", max_steps=3), train_dataset=sequences(6), callbacks=[spy, Fail()]
+        model, arguments(tmp_path / "again", max_steps=3), train_dataset=sequences(6), callbacks=[spy, Interrupt()]
     )
     with pytest.raises(KeyboardInterrupt):
         failing.train()
-    failing.remove_callback(Fail)
+    failing.remove_callback(Interrupt)
     failing.train()
     assert failing.state.global_step == 3
 
@@ -826,10 +821,6 @@ def test_wrong_targets_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_an_interrupted_run_leaves_no_moving_threshold(by_hand: bool, tmp_path: Path, caplog: Any) -> None:
     model = llama()
-
-    class Interrupt(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            raise KeyboardInterrupt
 
     args = arguments(tmp_path, max_steps=4, learning_rate=0.05)
     options: dict[str, Any] = {"coefficient": None, "nnz": 5, "moving_threshold": True}
