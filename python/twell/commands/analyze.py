@@ -205,7 +205,7 @@ def _summary(reports: Sequence[LayerSparsity], expected: Forecast) -> Iterator[s
         if not expected.has_screen:
             chosen = "not in the table, which has no times of it"
         share = sum(listed) / len(listed)
-        yield f'int8 screen: {as_percent(share)} of the neurons are candidates of 128 tokens; "screened" is {chosen}'
+        yield f"int8 screen: {as_percent(share)} of the neurons are candidates of 128 tokens; it is {chosen}"
     for (call, speed), of_call in zip(expected.speeds.items(), zip(*expected.layers), strict=True):
         dense: dict[str, list[int]] = {}
         for report, each in zip(reports, of_call, strict=True):
