@@ -29,6 +29,7 @@ before it, and after it run dense or raise.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -297,8 +298,8 @@ def _find(model: Any, changed: list[_sparsify.Candidate], key: str | None) -> li
     try:
         keys = _configuration.find(model, [each.name for each in changed], key)
         if key is None:
-            acts = (getattr(each.module, each.attribute or "", None) for each in changed)
-            kinds = {type(act) for act in acts if isinstance(act, nn.Module)}
+            old = (operator.attrgetter(each.attribute)(each.module) for each in changed if each.attribute is not None)
+            kinds = {type(act) for act in old if isinstance(act, nn.Module)}
             _configuration.require_alone(model, keys, kinds, lambda name: name in alone or name.startswith(whole))
     except ValueError as error:
         raise ValueError(
