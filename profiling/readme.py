@@ -721,7 +721,8 @@ def ncu() -> str:
 def most_nonzeros() -> str:
     """How sparse layers of known models must be for each kind of call."""
     from twell import _tables
-    from twell.commands import sparsity
+    from twell.commands import prediction
+    from twell.commands.request import as_percent
 
     known = {
         "SparseLM 2B": (True, 2048, 5632),
@@ -731,11 +732,16 @@ def most_nonzeros() -> str:
         "OPT 6.7B": (False, 4096, 16384),
         "Nemotron-4 15B": (False, 6144, 24576),
     }
-    calls = [sparsity.Call(1, False), sparsity.Call(64, False), sparsity.Call(16384, False), sparsity.Call(16384, True)]
+    calls = [
+        prediction.Call(1, False),
+        prediction.Call(64, False),
+        prediction.Call(16384, False),
+        prediction.Call(16384, True),
+    ]
     cells = []
     for name, shape in known.items():
-        limits = [sparsity.most_nonzeros(shape, call, _tables.SHIPPED) for call in calls]
-        found = [f"{most:,} ({sparsity.as_percent(most / shape[2])})" if most else "never" for most in limits]
+        limits = [prediction.most_nonzeros(shape, call, _tables.SHIPPED) for call in calls]
+        found = [f"{most:,} ({as_percent(most / shape[2])})" if most else "never" for most in limits]
         cells.append([f"{name}: {shape[1]:,} to {shape[2]:,}{', a gate' if shape[0] else ''}", *found])
     return markdown(["layers like those of", *map(str, calls)], "lrrrr", cells)
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from twell._arguments import require_choice, require_number
 from twell._runtime import geometry
-from twell._runtime.log import logger
 
 ActivationName = Literal["relu", "relu2", "drelu", "fatrelu"]
 
@@ -100,24 +98,6 @@ class Activation(NamedTuple):
 
 
 RELU = Activation()
-
-
-# What writes the activation of a model's layers to its files, from integrations: called with the model and whether a
-# threshold that moves is written, too, it returns what takes a threshold out again.
-FOLLOWERS: list[Callable[[nn.Module, bool], list[Callable[[], None]]]] = []
-
-
-def follow(model: nn.Module, moving: bool = False) -> list[Callable[[], None]]:
-    """Let the files of ``model`` name the activation of its layers; return what takes a threshold out of them again.
-
-    A threshold that moves is written, as it is now, if ``moving``.
-    """
-    if not FOLLOWERS and any(hasattr(module, "save_pretrained") for module in model.modules()):
-        logger.warning(
-            "save_pretrained does not name the new activation of the layers: import twell.integrations.transformers, "
-            "and call its name_activation(model) before"
-        )
-    return [forget for follower in FOLLOWERS for forget in follower(model, moving)]
 
 
 def _is_seen(threshold: Tensor) -> bool:

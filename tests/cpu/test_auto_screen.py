@@ -19,7 +19,7 @@ import twell
 from profiling import held_out
 from twell import _auto, _tables, ops, testing, tuning
 from twell._runtime import device, specs
-from twell.commands import sparsity, timing, tune
+from twell.commands import analyze, prediction, sparsity, timing, tune
 from twell.commands.saved_model import WatchedLayer
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.ops import screened
@@ -402,9 +402,9 @@ def test_a_tally_counts_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.candidates == pytest.approx(report.unions[128] + (1 - report.unions[128]) * silent)
     assert firing / (3 * N) < report.unions[128] < report.candidates
     assert report.figures.candidates == report.candidates
-    (row,) = sparsity.rows([report], [[]])
+    (row,) = analyze.rows([report], [[]])
     assert row["candidates"] == report.candidates
-    assert "candidates" in sparsity.COLUMNS
+    assert "candidates" in analyze.COLUMNS
 
 
 def test_predictions_say_where_the_screen_pays() -> None:
@@ -414,5 +414,5 @@ def test_predictions_say_where_the_screen_pays() -> None:
         hottest={},
         candidates=0.31,
     )
-    assert sparsity.predict(report, sparsity.Call(256, False), SCREENS).strategy == "screened"
-    assert sparsity.predict(report, sparsity.Call(256, False), TABLE).strategy in ("row", "union")
+    assert prediction.predict(report, prediction.Call(256, False), SCREENS).strategy == "screened"
+    assert prediction.predict(report, prediction.Call(256, False), TABLE).strategy in ("row", "union")

@@ -240,9 +240,9 @@ def test_full_disks_are_recognised(code: int) -> None:
 
 
 def write_table(path: Path) -> None:
-    from twell.commands import sparsity
+    from twell.commands import analyze
 
-    sparsity.write_csv(path, [{"layer": 1}])
+    analyze.write_csv(path, [{"layer": 1}])
 
 
 def write_json(path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from twell import _tables, tuning
 from twell._auto import AutoStrategy
 from twell.commands import cli, serve_check
-from twell.integrations import engines
+from twell.integrations import vllm
 from twell.integrations.layouts import LayerFigures, measured
 
 SIZES = ["--prefill", "2048", "--decode", "1", "64"]
@@ -126,7 +126,7 @@ def test_unions_are_those_that_a_server_takes_for_as_many_tokens(decode: bool) -
         assert row.costs == tuning.decide(problem, tuning.Figures(15.0, union), None).costs
         # a server's layer, as ServedStrategy.learn tells it
         site = AutoStrategy()
-        for typical, of in ((engines.BATCH, figures.batch), (engines.PROMPTS, figures.text)):
+        for typical, of in ((vllm.BATCH, figures.batch), (vllm.PROMPTS, figures.text)):
             site.observe(problem._replace(m=typical), tuning.Figures(15.0, of))
         site.choose(problem)
         assert [choice.costs for choice in site.explain()] == [row.costs]
@@ -139,15 +139,9 @@ def test_sums_weigh_layers_by_their_weights_and_those_beside_as_dense() -> None:
     assert serve_check.share(layers, rows, True) == pytest.approx((0.25 * 0.2 + 0.75 * 0.6 + 0.5) / 1.5)
 
 
-def test_sparse_checkpoint_that_lies_is_served_with_relu(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    configure(llama, architectures=["SparseLlamaForCausalLM"], hidden_act="silu", sparsity_gated_mlp=True)
-    status, out, _ = check(capsys, llama, *SIZES)
-    assert status == 0
-    assert "its configuration says 'silu', which is ignored" in out
-
-
-@pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("model_type", ["llama", "sparse_llama", "llama_sparse_relu"])
+@pytest.mark.parametrize(
+    ("model_type", "rows"), [("llama", True), ("sparse_llama", False), ("llama_sparse_relu", True)]
+)
 def test_sparse_checkpoint_that_lies_is_measured_with_relu(
     model_type: str, rows: bool, saved: Path, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +156,7 @@ def test_sparse_checkpoint_that_lies_is_measured_with_relu(
     before = json.loads((llama / "config.json").read_text())
     status, sparse, _ = check(capsys, llama, *words, "--save")
     assert status == 0
+    assert "its configuration says 'silu', which is ignored" in sparse
     figures = "Figures: measured on 2,048 tokens"
     assert out[out.index(figures) :] == sparse[sparse.index(figures) : sparse.index("Figures written")]
     written = json.loads((llama / "config.json").read_text())
@@ -179,8 +174,14 @@ def test_rows_of_a_stock_class_are_refused(saved: Path, llama: Path, capsys: pyt
     assert "vLLM reads down weights [hidden, intermediate]" in err
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "SparseLlamaForCausalLM"])
-@pytest.mark.parametrize(("activation", "name"), [("relu", "ReLU"), ("fatrelu", "FATReLU"), ("drelu", "dReLU")])
+@pytest.mark.parametrize(
+    ("activation", "name", "architecture"),
+    [
+        ("relu", "ReLU", "LlamaForCausalLM"),
+        ("fatrelu", "FATReLU", "SparseLlamaForCausalLM"),
+        ("drelu", "dReLU", "LlamaForCausalLM"),
+    ],
+)
 def test_the_family_is_served_and_measured(
     activation: str, name: str, architecture: str, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

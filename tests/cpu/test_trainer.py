@@ -95,6 +95,13 @@ def callback(**options: Any) -> SparsityCallback:
     return SparsityCallback(**{"coefficient": 0.1, "every": 2, "tensorboard": False, **options})
 
 
+class Interrupt(TrainerCallback):  # type: ignore[misc]
+    """Ends a run as Ctrl-C does, after its first step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+
 class Recording(Trainer):  # type: ignore[misc]
     """A Trainer that keeps each step's micro-batches and the optimizer's gradient."""
 
@@ -147,9 +154,7 @@ def plain_gradient(model: Any, micro: list[tuple[Any, Any]], coefficient: float)
     return [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("by_tokens", [True, False], ids=["tokens", "batches"])
-@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("accumulation", "masked", "by_tokens"), [(1, False, True), (3, True, True), (3, True, False)])
 def test_gradient_is_that_of_a_plain_loop(tmp_path: Path, accumulation: int, masked: bool, by_tokens: bool) -> None:
     model = llama()
     plain = copy.deepcopy(model)
@@ -457,10 +462,6 @@ def test_wrong_settings_and_models_are_refused(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_a_run_that_was_interrupted_leaves_nothing_in_the_next(tmp_path: Path) -> None:
-    class Interrupt(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            raise KeyboardInterrupt
-
     def train(*callbacks: Any) -> Any:
         trainer = Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=sequences(4), callbacks=[*callbacks])
         trainer.train()
@@ -481,10 +482,6 @@ def test_a_run_that_was_interrupted_leaves_nothing_in_the_next(tmp_path: Path) -
 
 
 def test_a_run_that_was_interrupted_is_noticed_without_another_callback(tmp_path: Path) -> None:
-    class Interrupt(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            raise KeyboardInterrupt
-
     model = llama()
     args = arguments(tmp_path, max_steps=12, gradient_accumulation_steps=2)
     with pytest.raises(KeyboardInterrupt):
@@ -497,8 +494,9 @@ def test_a_run_that_was_interrupted_is_noticed_without_another_callback(tmp_path
     Trainer(model, args, train_dataset=sequences(64), callbacks=[callback()]).train()
 
 
-@pytest.mark.parametrize("options", [{}, {"coefficient": None, "nnz": 5}])
-@pytest.mark.parametrize("kind", ["leaves out", "part", "frozen"])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("leaves out", {}), ("part", {"coefficient": None, "nnz": 5}), ("frozen", {})]
+)
 def test_a_term_that_has_no_gradient_is_an_error(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     class Own(Trainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -608,16 +606,12 @@ def test_tuples_copies_and_generation(tmp_path: Path) -> None:
     # once more with the same callback, after a run that ended early
     spy = callback()
 
-    class Fail(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            raise KeyboardInterrupt
-
     failing = Trainer(
-        model, arguments(tmp_path / "again", max_steps=3), train_dataset=sequences(6), callbacks=[spy, Fail()]
+        model, arguments(tmp_path / "again", max_steps=3), train_dataset=sequences(6), callbacks=[spy, Interrupt()]
     )
     with pytest.raises(KeyboardInterrupt):
         failing.train()
-    failing.remove_callback(Fail)
+    failing.remove_callback(Interrupt)
     failing.train()
     assert failing.state.global_step == 3
 
@@ -685,8 +679,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
 # A number of non-zeros instead of a coefficient
 
 
-@pytest.mark.parametrize("moving", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("accumulation", "moving"), [(1, False), (2, True)])
 def test_a_target_is_that_of_a_plain_loop(tmp_path: Path, accumulation: int, moving: bool) -> None:
     """Weights after some steps are those of the recipe's own loop over the same micro-batches."""
     model = llama()
@@ -828,10 +821,6 @@ def test_wrong_targets_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_an_interrupted_run_leaves_no_moving_threshold(by_hand: bool, tmp_path: Path, caplog: Any) -> None:
     model = llama()
-
-    class Interrupt(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            raise KeyboardInterrupt
 
     args = arguments(tmp_path, max_steps=4, learning_rate=0.05)
     options: dict[str, Any] = {"coefficient": None, "nnz": 5, "moving_threshold": True}

@@ -20,7 +20,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import twell  # noqa: E402
 from twell import recipe, testing  # noqa: E402
-from twell._sparsify import SparseDown, layers  # noqa: E402
+from twell._sparsify import layers  # noqa: E402
 from twell.integrations import layouts  # noqa: E402
 from twell.integrations import transformers as integration  # noqa: E402
 from twell.integrations.transformers import (  # noqa: E402
@@ -137,7 +137,7 @@ def test_same_logits_and_gradients(name: str) -> None:
         torch.testing.assert_close(parameters[key].grad, p.grad, rtol=1e-3, atol=1e-4, msg=key)
 
 
-@EACH
+@pytest.mark.parametrize("name", ["llama-bias", "nemotron", "opt-post"])
 def test_16_bits_within_the_budget_of_dense(name: str) -> None:
     dense = stock(name).to(BF16)
     ours, exact = sparsify(copy.deepcopy(dense), strategy="row"), copy.deepcopy(dense).double()
@@ -148,23 +148,17 @@ def test_16_bits_within_the_budget_of_dense(name: str) -> None:
     assert mine.within(theirs, testing.BUDGET, 1.5), f"{mine} against {theirs}"
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "opt", "gemma"])
-def test_another_activation_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["llama", "opt", "gemma"])
+def test_retraining_with_relu(name: str, tmp_path: Path) -> None:
     key = "activation_function" if name == "opt" else "hidden_act"
     act = {"opt": "gelu", "gemma": "gelu_pytorch_tanh"}.get(name, "silu")
-    model = stock(name, **{key: act})
+    model, relu = stock(name, **{key: act}), stock(name)
     before = out(model)
     with pytest.raises(ValueError, match=r"must apply ReLU, got \w+.*2310\.04564.*activation=\"relu\""):
         sparsify(model)
     assert not layers(model)
     assert getattr(model.config, key) == act
     assert torch.equal(out(model), before)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "opt", "gemma"])
-def test_retraining_with_relu(name: str, tmp_path: Path) -> None:
-    key = "activation_function" if name == "opt" else "hidden_act"
-    model, relu = stock(name, **{key: "gelu" if name in ("opt", "gemma") else "silu"}), stock(name)
     sparsify(model, activation="relu")
     assert getattr(model.config, key) == "relu"
     assert torch.equal(out(model), out(relu))
@@ -183,7 +177,7 @@ def test_retraining_takes_all_layers_or_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
-@pytest.mark.parametrize(("activation", "threshold"), [("relu", 0), ("relu2", 0), ("drelu", 0), ("fatrelu", 0.25)])
+@pytest.mark.parametrize(("activation", "threshold"), [("relu2", 0), ("drelu", 0), ("fatrelu", 0.25)])
 def test_every_activation_is_saved_and_loaded(name: str, activation: Any, threshold: float, tmp_path: Path) -> None:
     key = "hidden_act" if name == "llama" else "activation_function"
     model = stock(name, **{key: "silu"})
@@ -270,8 +264,10 @@ def test_an_activation_that_other_layers_do_not_have_is_not_named(caplog: pytest
     assert "got that of model.layers.1.mlp.act_fn, too" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["settle", "choose_threshold"])
-@pytest.mark.parametrize(("name", "key"), [("llama", "hidden_act"), ("opt", "activation_function")])
+@pytest.mark.parametrize(
+    ("name", "key", "how"),
+    [("llama", "hidden_act", "settle"), ("opt", "activation_function", "choose_threshold")],
+)
 def test_a_trained_threshold_is_saved_without_a_further_call(name: str, key: str, how: str, tmp_path: Path) -> None:
     model = sparsify(stock(name, **{key: "silu"}), activation="relu").train()
     if how == "settle":
@@ -313,19 +309,6 @@ def test_each_model_of_a_wrapper_is_named(how: str, tmp_path: Path) -> None:
         parts[name].save_pretrained(tmp_path / name)
         assert torch.equal(out(load(tmp_path / name).eval()), out(parts[name].eval()))
     assert parts["teacher"].config.hidden_act == "silu"
-
-
-def test_a_model_that_is_not_causal_is_not_loaded(tmp_path: Path) -> None:
-    tiny_t5().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="load: the model must be a causal one, got 't5' in"):
-        load(tmp_path)
-
-
-def test_down_weights_by_rows_of_a_stock_class_are_refused(tmp_path: Path) -> None:
-    """The error was one of transformers about an option."""
-    store(stock("llama"), tmp_path / "rows", transposed=True, sparsity_down_layout="rows")
-    with pytest.raises(ValueError, match=r"as nn\.Linear has them, got rows in .*: use SparseLlamaForCausalLM"):
-        load(tmp_path / "rows")
 
 
 def test_a_configuration_that_sparsify_left_alone_is_left_alone() -> None:
@@ -401,13 +384,8 @@ def tiny_rt_detr() -> Any:
 def test_the_stock_class_computes_the_same_whatever_the_key(
     make: Callable[[], Any], names: Any, keys: list[str], others: dict[str, str], tmp_path: Path
 ) -> None:
-    state = torch.get_rng_state()
     model = make()
-    after = torch.get_rng_state()
     sparsify(model, activation="relu", names=names)
-    # what the experiment makes draws nothing
-    assert torch.equal(torch.get_rng_state(), after)
-    torch.set_rng_state(state)
     assert {key: getattr(model.config, key) for key in [*keys, *others]} == {**dict.fromkeys(keys, "relu"), **others}
     model.save_pretrained(tmp_path)
     stock = type(model).from_pretrained(tmp_path).eval()
@@ -475,43 +453,44 @@ def test_a_layer_without_a_key_has_the_activation_of_its_file(tmp_path: Path) ->
         assert (layer.activation, layer.threshold) == ("fatrelu", 0.25)
 
 
-def test_an_activation_without_a_key_is_refused() -> None:
-    class Fixed(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+def test_a_configuration_without_a_known_key_needs_the_call_that_names_one(tmp_path: Path) -> None:
+    class OwnConfig(transformers.LlamaConfig):  # type: ignore[misc, name-defined]
+        def __init__(self, act: str = "silu", **fields: Any) -> None:
+            super().__init__(**fields)
+            del self.hidden_act
+            self.act = act
+
+    class Own(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        config_class = OwnConfig
+
         def __init__(self, config: Any) -> None:
+            config.hidden_act = config.act
             super().__init__(config)
-            for block in self.model.layers:
-                block.mlp.act_fn = torch.nn.SiLU()
+            del config.hidden_act
 
-    class Other(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
-        def __init__(self, config: Any, more: int) -> None:
-            super().__init__(config)
+    model = Own(OwnConfig(**{key: value for key, value in _LLAMA.items() if key != "hidden_act"})).eval()
+    with pytest.raises(ValueError, match=r'must have one of the keys hidden_activation, .* got none; name it, .*key="'):
+        sparsify(model, activation="relu")
+    for key in ("hidden_act", "text_config.act", "vocab_size"):
+        with pytest.raises(ValueError, match=f"key must lead to an activation in OwnConfig, got '{key}'"):
+            sparsify(model, activation="relu", key=key)
+    assert not layers(model)
+    sparsify(model, activation="relu", key="act")
+    assert model.config.act == "relu"
+    model.save_pretrained(tmp_path)
+    assert torch.equal(out(Own.from_pretrained(tmp_path)), out(model))
+    for layer in layers(model).values():
+        layer.activation, layer.threshold = "fatrelu", 0.25
+    with pytest.raises(ValueError, match="name_activation: OwnConfig must have one of the keys"):
+        name_activation(model)
+    name_activation(model, key="act")
+    assert (model.config.act, model.config.hidden_act_param) == ("fatrelu", 0.25)
 
-    fields = {**_LLAMA, "hidden_act": "silu"}
-    with pytest.raises(
-        ValueError, match=r"key for the activation of model\.layers\.\d\.mlp, got none.*sparsify_ leaves"
-    ):
-        sparsify(fixed := Fixed(transformers.LlamaConfig(**fields)), activation="relu")
-    with pytest.raises(ValueError, match=r"must make the model again, .* got TypeError"):
-        sparsify(other := Other(transformers.LlamaConfig(**fields), 1), activation="relu")
-    for model in (fixed, other):
-        assert not layers(model)
-        assert model.config.hidden_act == "silu"
 
-
-@pytest.mark.parametrize("name", ["falcon", "xlnet"])
-def test_load_reads_a_threshold_under_another_key(name: str, tmp_path: Path) -> None:
-    key = {"falcon": "activation", "xlnet": "ff_activation"}[name]
-    model = tiny_falcon(**{key: "relu"}) if name == "falcon" else tiny_xlnet(**{key: "relu"})
-    sparsify(model, names=("layer_1", "layer_2"))
-    losses = iter([1.0, 1.0001, 1.0002])
-    assert recipe.choose_threshold(model, losses.__next__, evaluations=3, least=0.125).threshold == 0.25
-    model.save_pretrained(tmp_path / "drelu")
-    content = json.loads((tmp_path / "drelu" / "config.json").read_text())
-    assert (content[key], content["hidden_act_param"]) == ("fatrelu", 0.25)
-    if name == "falcon":
-        loaded = load(tmp_path / "drelu").eval()
-        assert torch.equal(out(loaded), out(model))
-        assert (loaded.config.activation, loaded.config.hidden_act_param) == ("fatrelu", 0.25)
+def test_a_key_of_others_is_written_where_the_call_names_it() -> None:
+    model = stock("llama", hidden_act="silu")
+    sparsify(model, activation="relu", filter_fn=lambda _, name: ".0." in name, key="hidden_act")
+    assert model.config.hidden_act == "relu"
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -551,22 +530,16 @@ def test_a_moving_threshold_is_never_saved_as_another_model(wrapped: bool, tmp_p
     assert model.config.hidden_act_param == threshold
 
 
-def test_load_takes_what_from_pretrained_takes(tmp_path: Path) -> None:
-    sparse("llama").save_pretrained(tmp_path / "own")
+def test_load_takes_what_from_pretrained_takes_and_settings_of_layers(tmp_path: Path) -> None:
+    sparse("llama", sparsity_strategy="row", sparsity_compression=2).save_pretrained(tmp_path / "own")
+    sparsify(stock("llama"), activation="drelu").save_pretrained(tmp_path / "down" / "stock")
+    sparsify(tiny_falcon(activation="silu"), activation="drelu").save_pretrained(tmp_path / "falcon")
     assert type(load(tmp_path / "own")) is SparseLlamaForCausalLM
-    stock("llama", hidden_act="silu").save_pretrained(tmp_path / "silu")
-    with pytest.raises(ValueError, match="must apply ReLU, got SiLU"):
-        load(tmp_path / "silu")
-    sparsify(stock("llama"), activation="drelu").save_pretrained(tmp_path / "down" / "drelu")
-    model = load(tmp_path / "down", subfolder="drelu", dtype=BF16, local_files_only=True)
+    assert {layer.activation for layer in layers(load(tmp_path / "falcon")).values()} == {"drelu"}
+    model = load(tmp_path / "down", subfolder="stock", dtype=BF16, local_files_only=True)
     assert {layer.activation for layer in layers(model).values()} == {"drelu"}
     assert model.dtype == BF16
-
-
-def test_load_takes_a_strategy_and_a_compression(tmp_path: Path) -> None:
-    sparse("llama", sparsity_strategy="row", sparsity_compression=2).save_pretrained(tmp_path / "own")
-    sparsify(stock("llama"), activation="drelu").save_pretrained(tmp_path / "stock")
-    for folder, settings in (("own", ("row", 2)), ("stock", ("auto", 8))):
+    for folder, settings in (("own", ("row", 2)), ("down/stock", ("auto", 8))):
         model = load(tmp_path / folder)
         assert {(layer.strategy, layer.compression) for layer in layers(model).values()} == {settings}
         model = load(tmp_path / folder, strategy="union", compression=4)
@@ -575,12 +548,17 @@ def test_load_takes_a_strategy_and_a_compression(tmp_path: Path) -> None:
             load(tmp_path / folder, strategy="quick")  # type: ignore[arg-type]
 
 
-def test_what_is_no_dense_model_is_refused() -> None:
-    fields = {**_LLAMA, "num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "head_dim": 8}
-    with torch.device("meta"):
-        experts = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**fields))
-    with pytest.raises(ValueError, match=r"mlp.experts \(Qwen3MoeExperts\): experts whose weights are stacked in one"):
-        sparsify(experts)
+def test_what_load_and_sparsify_refuse(tmp_path: Path) -> None:
+    stock("llama", hidden_act="silu").save_pretrained(tmp_path / "silu")
+    tiny_t5().save_pretrained(tmp_path / "t5")
+    store(stock("llama"), tmp_path / "rows", transposed=True, sparsity_down_layout="rows")
+    for folder, message in (
+        ("silu", "must apply ReLU, got SiLU"),
+        ("t5", "load: the model must be a causal one, got 't5' in"),
+        ("rows", r"as nn\.Linear has them, got rows in .*: use SparseLlamaForCausalLM"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path / folder)
     with pytest.raises(TypeError, match=r"must be a transformers\.PreTrainedModel, got Linear.*twell\.sparsify_"):
         sparsify(torch.nn.Linear(8, 8))
     model = stock("llama")
@@ -589,26 +567,6 @@ def test_what_is_no_dense_model_is_refused() -> None:
         sparsify(model)
     with pytest.raises(ValueError, match="2 layers of twell are there already"):
         sparsify(sparsify(stock("llama")))
-
-
-def test_fused_projections_are_read_as_two() -> None:
-    with torch.device("meta"):
-        phi = transformers.Phi3ForCausalLM(transformers.Phi3Config(**{**_LLAMA, "hidden_act": "relu"}))
-    keys = list(phi.state_dict())
-    assert list(layers(sparsify(phi))) == ["model.layers.0.mlp", "model.layers.1.mlp"]
-    assert list(phi.state_dict()) == keys
-
-
-def test_dropout_on_the_activation_is_seen() -> None:
-    sizes = {"d_model": K, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": N, "decoder_ffn_dim": N}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "activation_function": "relu"}
-    config = transformers.BartConfig(vocab_size=VOCABULARY, activation_dropout=0.1, **sizes, **heads)
-    with torch.device("meta"):
-        bart = transformers.BartForConditionalGeneration(config)
-    with pytest.raises(
-        ValueError, match=r"layers\.0 \(BartEncoderLayer\) must drop no values.*activation_dropout, p = 0\.1"
-    ):
-        sparsify(bart)
 
 
 def dense_loads(folder: Path, pair: str, dtype: torch.dtype) -> Any:
@@ -653,8 +611,7 @@ def test_defaults_and_fields(pair: str) -> None:
     assert (remade.hidden_size, remade.intermediate_size, remade.sparsity_strategy) == (K, N, "auto")
 
 
-@BOTH
-@pytest.mark.parametrize(("shard", "dtype"), [("5GB", torch.float32), ("10KB", BF16)])
+@pytest.mark.parametrize(("pair", "shard", "dtype"), [("qwen2", "5GB", torch.float32), ("llama", "10KB", BF16)])
 def test_round_trip(pair: str, shard: str, dtype: torch.dtype, tmp_path: Path, quiet: pytest.LogCaptureFixture) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     model = cast(sparse(pair, sparsity_strategy="row"), dtype)
@@ -774,10 +731,7 @@ PAPER = {
     ("transposed", "shards", "pickled", "dtype"),
     [
         (False, 1, False, None),
-        (True, 1, False, None),
-        (True, 1, False, BF16),
         (True, 3, False, BF16),
-        (True, 3, False, None),
         (True, 1, True, None),
         (False, 1, True, BF16),
     ],
@@ -836,28 +790,11 @@ def test_square_weights_need_a_layout(pickled: bool, tmp_path: Path) -> None:
         # what it writes says so itself
         model.save_pretrained(tmp_path / "again")
         assert torch.equal(out(SparseLlamaForCausalLM.from_pretrained(tmp_path / "again")), out(dense))
-
-
-def test_square_files_that_say_rows(tmp_path: Path) -> None:
-    dense = stock("llama", intermediate_size=K)
-    marked = store(dense, tmp_path / "marked", transposed=True, metadata=True, sparsity_down_layout="rows")
-    assert torch.equal(out(SparseLlamaForCausalLM.from_pretrained(marked)), out(dense))
-    # weights of another writer beside a configuration of before
-    stale = store(dense, tmp_path / "stale", transposed=True, metadata=True, sparsity_down_layout="linear")
-    with pytest.raises(ValueError, match=r"must be the same in the configuration and in the file's metadata"):
-        SparseLlamaForCausalLM.from_pretrained(stale)
-
-
-def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
-    folder = store(stock("llama"), tmp_path, transposed=False)
-    file = folder / "model.safetensors"
-    state = safetensors_torch.load_file(file)
-    state["model.layers.1.mlp.down_proj.weight"] = torch.zeros(K, N + 8)
-    safetensors_torch.save_file(state, file, {"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight: the down weight must be \[32, 72\]"
-    ):
-        SparseLlamaForCausalLM.from_pretrained(folder)
+    if not pickled:
+        # weights of another writer beside a configuration of before
+        stale = store(dense, tmp_path / "stale", transposed=True, metadata=True, sparsity_down_layout="linear")
+        with pytest.raises(ValueError, match=r"must be the same in the configuration and in the file's metadata"):
+            SparseLlamaForCausalLM.from_pretrained(stale)
 
 
 def test_other_ways_to_load(tmp_path: Path) -> None:
@@ -897,8 +834,14 @@ AUTO = {
 }
 
 
-@pytest.mark.parametrize("auto", AUTO)
-@BOTH
+@pytest.mark.parametrize(
+    ("pair", "auto"),
+    [
+        ("llama", "AutoModel"),
+        ("qwen2", "AutoModelForSequenceClassification"),
+        ("llama", "AutoModelForTokenClassification"),
+    ],
+)
 def test_the_body_with_another_head(pair: str, auto: str, tmp_path: Path) -> None:
     """A classifier, or a reward model with one label; files of it open again."""
     model = sparse(pair)
@@ -949,8 +892,7 @@ def test_own_code_reads_its_own_configuration(
     assert {(layer.activation, layer.threshold) for layer in layers(loaded).values()} == {("fatrelu", 0.125)}
 
 
-@pytest.mark.parametrize("keep_removed", [True, False])
-@pytest.mark.parametrize("kind", ["llama-bias", "nemotron", "own"])
+@pytest.mark.parametrize(("kind", "keep_removed"), [("llama-bias", True), ("nemotron", False), ("own", True)])
 def test_a_compacted_model_is_saved_and_loaded(kind: str, keep_removed: bool, tmp_path: Path) -> None:
     """The folder that save_pretrained wrote was one that no class could load."""
     model = sparse("llama") if kind == "own" else sparsify(stock(kind))
@@ -1021,9 +963,7 @@ def trained() -> dict[str, Any]:
 
 
 @SUBJECT
-@pytest.mark.parametrize(
-    ("dtype", "cache"), [(torch.float32, None), (BF16, None), (torch.float32, "static"), (BF16, "static")]
-)
+@pytest.mark.parametrize(("dtype", "cache"), [(torch.float32, None), (BF16, "static")])
 def test_generate_gives_the_dense_models_tokens(
     subject: str, dtype: torch.dtype, cache: str | None, trained: dict[str, Any]
 ) -> None:
@@ -1044,97 +984,33 @@ def test_generate_gives_the_dense_models_tokens(
 
 
 @SUBJECT
-@pytest.mark.parametrize(
-    "through", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
-)
-def test_copies_stand_alone(subject: str, through: Callable[[Any], Any]) -> None:
+def test_copies_training_and_later_weights(subject: str) -> None:
     model = SUBJECTS[subject]()
     expected = out(model)
-    other = through(model)
-    assert type(other) is type(model)
-    assert stored_as_linear(other)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is type(model)
+        assert stored_as_linear(other)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        assert torch.equal(out(other), expected)
+    other.init_weights()
     assert torch.equal(out(other), expected)
-
-
-@SUBJECT
-def test_made_on_meta_then_loaded(subject: str) -> None:
-    full = SUBJECTS[subject]()
-    with torch.device("meta"):
-        model = SUBJECTS[subject]()
-    assert all(p.is_meta for p in model.parameters())
-    state = {key: t.contiguous().clone() for key, t in full.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    # buffers that no state dict holds
-    for ours, theirs in zip(model.modules(), full.modules(), strict=True):
-        ours._buffers.update({key: t for key, t in theirs._buffers.items() if t is not None})
-    assert stored_as_linear(model)
-    assert torch.equal(out(model), out(full))
-
-
-@SUBJECT
-def test_modes_casts_and_neighbours(subject: str) -> None:
-    model, neighbour = SUBJECTS[subject](), SUBJECTS[subject]()
-    with torch.no_grad():
-        expected = out(model)
-        for p in neighbour.parameters():
-            p.mul_(0.5)
-        assert torch.equal(out(model), expected)
-    with torch.inference_mode():
-        assert torch.equal(out(model), expected)
-    model.to(BF16).to(torch.float32)
-    assert stored_as_linear(model)
-    torch.testing.assert_close(out(model), expected, rtol=0.1, atol=0.3)
-    model.half()
-    with torch.no_grad():
-        assert out(model).isfinite().all()
-
-
-@SUBJECT
-def test_training_with_checkpointing(subject: str) -> None:
-    dense = stock("opt" if subject == "opt" else "llama").train()
-    model = SUBJECTS[subject]().train()
+    other.resize_token_embeddings(VOCABULARY + 3)
+    assert torch.equal(out(other)[..., :VOCABULARY], expected)
+    dense, model = stock("opt" if subject == "opt" else "llama").train(), SUBJECTS[subject]().train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for m in (dense, model):
-        loss = m(input_ids=prompt(), labels=prompt(), use_cache=False).loss
-        loss.backward()
+        m(input_ids=prompt(), labels=prompt(), use_cache=False).loss.backward()
     grads = dict(dense.named_parameters())
     for key, p in model.named_parameters():
         torch.testing.assert_close(p.grad, grads[key].grad, rtol=1e-3, atol=1e-4, msg=key)
 
 
-@SUBJECT
+@pytest.mark.parametrize("subject", ["sparsified", "opt"])
 def test_compiles_in_one_graph(subject: str) -> None:
     torch._dynamo.reset()
     model = SUBJECTS[subject]()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(out(compiled), out(model))
-
-
-@SUBJECT
-def test_figures(subject: str) -> None:
-    model = SUBJECTS[subject]()
-    names = [f"model.decoder.layers.{i}.fc2" if subject == "opt" else f"model.layers.{i}.mlp" for i in range(2)]
-    assert list(layers(model)) == names
-    assert [row.layer for row in twell.explain(model)] == names
-    kind = SparseDown if subject == "opt" else SparseGatedMLP
-    with torch.no_grad(), twell.count_firing(model) as counts:
-        for layer in layers(model).values():
-            assert type(layer) is kind
-            layer.record_aux = True
-        out(model)
-    for name, layer in layers(model).items():
-        assert layer.aux is not None
-        assert round(float(layer.aux.l0) * 18, 2) == int(counts[name].counts.sum())
-
-
-def test_more_weights_can_be_loaded_later() -> None:
-    model = sparsify(stock("llama"))
-    expected = out(model)
-    model.init_weights()
-    assert torch.equal(out(model), expected)
-    model.resize_token_embeddings(VOCABULARY + 3)
-    assert torch.equal(out(model)[..., :VOCABULARY], expected)

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from twell import _configuration
 from twell._activation import Activation
-from twell.integrations import engines, layouts
+from twell.integrations import layouts
 from twell.integrations import vllm as plugin
 
 transformers = pytest.importorskip("transformers")
@@ -103,9 +104,9 @@ def test_keys_of_the_paper_do_not_make_a_stock_architecture_sparse(registry: Reg
 @pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
 def test_activation_of_a_sparse_architecture_alone_is_corrected(activation: str) -> None:
     llama = transformers.LlamaConfig(hidden_act=activation, architectures=["LlamaForCausalLM"])
-    assert (engines.correct(llama), llama.hidden_act) == ("", activation)
+    assert (plugin.correct(llama), llama.hidden_act) == ("", activation)
     sparse = transformers.LlamaConfig(hidden_act=activation, architectures=["SparseLlamaForCausalLM"])
-    wrong = engines.correct(sparse)
+    wrong = plugin.correct(sparse)
     assert sparse.hidden_act == "relu"
     assert (f"the configuration says {activation!r}" in wrong) == (activation != "relu")
 
@@ -113,15 +114,15 @@ def test_activation_of_a_sparse_architecture_alone_is_corrected(activation: str)
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "SparseLlamaForCausalLM"])
 def test_activations_that_no_stock_class_has_stay(architecture: str) -> None:
     config = transformers.LlamaConfig(hidden_act="relu2", architectures=[architecture])
-    assert engines.correct(config) == ""
-    found = layouts.as_stock(config)
+    assert plugin.correct(config) == ""
+    found = _configuration.as_stock(config)
     assert (found and found.activation) == (Activation("relu2") if architecture.startswith("Sparse") else None)
     config = transformers.LlamaConfig(hidden_act="fatrelu", hidden_act_param=0.5, architectures=[architecture])
-    assert engines.correct(config) == ""
-    found = layouts.as_stock(config)
+    assert plugin.correct(config) == ""
+    found = _configuration.as_stock(config)
     assert found is not None
     assert (found.activation, config.hidden_act) == (Activation("fatrelu", 0.5), "relu")
-    layouts.write_activation(config, found.keys, found.activation)
+    _configuration.write(config, found.keys, found.activation)
     assert (config.hidden_act, config.hidden_act_param) == ("fatrelu", 0.5)
 
 
@@ -133,7 +134,7 @@ def test_other_models_are_left_alone(registry: Registry) -> None:
 
 def test_sparse_model_types_are_read_as_stock_configurations(tmp_path: Path) -> None:
     expected = {}
-    for architecture, (stock, model_types, _) in plugin.SPARSE.items():
+    for architecture, (stock, model_types) in plugin.SPARSE.items():
         for model_type in model_types:
             content = {"architectures": [architecture], "model_type": model_type, "sparsity_gated_mlp": True}
             (tmp_path / model_type).mkdir()

@@ -6,7 +6,6 @@ TWELL_CACHE_DIR    a folder   where compiled kernels are kept; default ``$XDG_CA
 TWELL_LOG          a level    debug, info, warning, error or critical: log to stderr from that level on
 TWELL_NVTX         0, 1       mark each operator as an NVTX range; read at import
 TWELL_VLLM         auto, off  whether vLLM serves ReLU models through twell; read when vLLM loads its plug-ins
-TWELL_SGLANG       auto, off  whether SGLang serves ReLU models through twell; read when SGLang loads its plug-ins
 TWELL_DEBUG        0, 1       synchronise after each kernel, so that a fault surfaces in its own call; read at import
 =================  =========  ==================================================================================
 """
@@ -66,11 +65,6 @@ def log_level() -> int | None:
 def vllm() -> bool:
     """Whether the plug-in registers its models with vLLM (``TWELL_VLLM``)."""
     return _choice("TWELL_VLLM", ("auto", "off"), "auto") == "auto"
-
-
-def sglang() -> bool:
-    """Whether the plug-in registers its hooks with SGLang (``TWELL_SGLANG``)."""
-    return _choice("TWELL_SGLANG", ("auto", "off"), "auto") == "auto"
 
 
 def nvtx() -> bool:

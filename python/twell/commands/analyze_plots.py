@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twell import _files
-from twell.commands.sparsity import LayerSparsity, Prediction
+from twell.commands.prediction import Prediction
+from twell.commands.sparsity import LayerSparsity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from twell import _files
+from twell import _configuration, _files
 from twell.commands.checkpoint_files import (
     DTYPES,
     NAMES,
@@ -33,16 +33,13 @@ from twell.commands.checkpoint_files import (
 )
 from twell.integrations import layouts
 from twell.integrations.layouts import (
-    ACTIVATIONS,
     CONFIG,
     INDEX,
     LAYOUT_KEY,
     LAYOUTS,
-    OF_SPARSE,
     OWN_KEYS,
     SINGLE,
     DownLayout,
-    activation,
 )
 
 DESCRIPTION = """\
@@ -297,12 +294,11 @@ def _activation(config: Mapping[str, Any]) -> str | None:
     """The activation of the layers in a configuration, None if it names none."""
     # the paper's classes, known by their keys, run ReLU whatever stock activation hidden_act names
     if any(key.startswith("sparsity_") and key not in OWN_KEYS for key in config):
-        own = activation(config)
-        return own if own in OF_SPARSE else "relu"
+        own = layouts.activation(config)
+        return own if own in _configuration.OF_SPARSE else "relu"
     for part in (config.get("text_config"), config):
-        named = [part.get(key) for key in ACTIVATIONS] if isinstance(part, Mapping) else []
-        if found := [name for name in named if isinstance(name, str)]:
-            return found[0]
+        if isinstance(part, Mapping) and (named := layouts.activation(part)):
+            return named
     return "relu" if str(config.get("model_type")).startswith("sparse_") else None
 
 

@@ -1,4 +1,4 @@
-"""Requests of the command line: argument types, the device, errors and exit codes."""
+"""Requests and tables of the command line: argument types, the device, errors, exit codes, columns of text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -100,3 +100,19 @@ def pick_device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= count:
         raise RequestError(f"--device: expected one of {count} CUDA devices that torch can use, got {name!r}")
     return device
+
+
+def as_percent(value: float | None) -> str:
+    """A share of 1 in words; "-" for one that is not known."""
+    if value is None:
+        return "-"
+    if not value:
+        return "0"
+    percent = 100 * value
+    return "< 0.01 %" if percent < 0.01 else f"{percent:.{2 if percent < 0.995 else 1 if percent < 99.95 else 0}f} %"
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lay lines of cells out in columns, right-aligned, two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from twell import _sparsify
+from twell import _configuration, _sparsify
 from twell._activation import NAMES_OF_FAMILY, RELU, Activation, activation_of
 from twell._compaction import gate_of
 from twell._runtime.log import logger
 from twell.commands.request import DEVICE_HELP, RequestError, at_least, pick_device
-from twell.integrations import engines, layouts
+from twell.integrations import layouts, vllm
 from twell.nn import SparseGatedMLP, SparseMLP
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -317,12 +317,12 @@ def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
     options: dict[str, Any] = {}
     taken = None
     architectures, stated = content.get("architectures"), layouts.activation(content)
-    if named := [name for name in engines.SPARSE if isinstance(architectures, list) and name in architectures]:
+    if named := [name for name in vllm.SPARSE if isinstance(architectures, list) and name in architectures]:
         cls = getattr(integration, named[0])
-    if cls is AutoModelForCausalLM or stated in (layouts.OF_SPARSE if named else layouts.OWN):
+    if cls is AutoModelForCausalLM or stated in (_configuration.OF_SPARSE if named else _configuration.OWN):
         reader = AutoConfig if cls is AutoModelForCausalLM else cls.config_class
         options["config"] = reader.from_pretrained(folder, local_files_only=True)
-        taken = layouts.as_stock(options["config"])
+        taken = _configuration.as_stock(options["config"])
     elif named:
         # their layers have ReLU whatever stock activation the configuration names, as when they are served
         options["hidden_act"] = "relu"

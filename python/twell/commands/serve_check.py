@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import _admission, _auto, _files, _tables, tuning
+from twell import _admission, _auto, _configuration, _files, _tables, tuning
 from twell._activation import NAMES_OF_FAMILY, activation_of
 from twell._runtime import geometry
-from twell.commands import saved_model, sparsity
-from twell.commands.request import RequestError, at_least, number_above, pick_device
-from twell.commands.sparsity import aligned, as_percent
-from twell.integrations import engines, layouts
-from twell.integrations.vllm import LLAMA_LIKE
+from twell.commands import prediction, saved_model, sparsity
+from twell.commands.request import RequestError, aligned, as_percent, at_least, number_above, pick_device
+from twell.integrations import layouts, vllm
 
 DESCRIPTION = """\
 Say for each layer of a checkpoint what "auto" would run on chunks of prompts and on batches that decode, and its
@@ -171,18 +169,18 @@ def _require_served(content: dict[str, Any]) -> str:
     activation = layouts.activation(content)
     if activation == "fatrelu":
         _require_threshold(content)
-    if sparse := [name for name in named if name in engines.SPARSE]:
+    if sparse := [name for name in named if name in vllm.SPARSE]:
         if not content.get("sparsity_gated_mlp", True):
             raise RequestError("MODEL: expected layers with a gate, which vLLM serves through twell, got none")
-        if activation in layouts.OF_SPARSE:
+        if activation in _configuration.OF_SPARSE:
             return f"vLLM serves {sparse[0]} with {NAMES_OF_FAMILY[activation]}"
         lie = "" if activation == "relu" else f" (its configuration says {activation!r}, which is ignored)"
         return f"vLLM serves {sparse[0]} with ReLU{lie}"
-    alike = [name for name in named if name in LLAMA_LIKE]
-    if alike and activation in engines.ACTIVATIONS:
+    alike = [name for name in named if name in vllm.LLAMA_LIKE]
+    if alike and activation in vllm.ACTIVATIONS:
         return f"vLLM serves {alike[0]} with {NAMES_OF_FAMILY[activation]}"
     raise RequestError(
-        f"MODEL: expected {', '.join(engines.SPARSE)} or a Llama-like model with {', '.join(engines.ACTIVATIONS)}, got "
+        f"MODEL: expected {', '.join(vllm.SPARSE)} or a Llama-like model with {', '.join(vllm.ACTIVATIONS)}, got "
         f"{', '.join(named) or 'no architectures'} with {activation!r}: vLLM serves it without twell"
         f"{f'; {saved_model.TRAINING}' if alike else ''}"
     )
@@ -190,15 +188,17 @@ def _require_served(content: dict[str, Any]) -> str:
 
 def _require_threshold(content: dict[str, Any]) -> None:
     """Raise RequestError unless the threshold of FATReLU in a configuration is one that layers of 16 bits take."""
-    threshold = content.get(layouts.THRESHOLD_KEY)
+    threshold = content.get(_configuration.THRESHOLD_KEY)
     if threshold is None:
-        raise RequestError(f'MODEL: a configuration with "fatrelu" must have its threshold, {layouts.THRESHOLD_KEY}')
+        raise RequestError(
+            f'MODEL: a configuration with "fatrelu" must have its threshold, {_configuration.THRESHOLD_KEY}'
+        )
     try:
         activation = activation_of("fatrelu", threshold)
         for dtype in _auto.PACKED_DTYPES:
             activation.level(dtype)
     except (TypeError, ValueError) as error:
-        raise RequestError(f"MODEL: {layouts.THRESHOLD_KEY}: {error}") from error
+        raise RequestError(f"MODEL: {_configuration.THRESHOLD_KEY}: {error}") from error
 
 
 def _strategy(content: dict[str, Any]) -> str:
@@ -222,12 +222,12 @@ def layers_of(folder: Path, content: dict[str, Any]) -> list[Layer]:
         by_weight = layouts.folder_layouts(folder)
     except (FileNotFoundError, ValueError) as error:
         raise RequestError(f"MODEL: {error}") from error
-    if not set(content.get("architectures") or ()) & set(engines.SPARSE):
+    if not set(content.get("architectures") or ()) & set(vllm.SPARSE):
         for name, layout in by_weight.items():
             if layout == "rows":
                 raise RequestError(
                     f"MODEL: {name}: vLLM reads down weights [hidden, intermediate], as nn.Linear stores them, except "
-                    f"for {' and '.join(engines.SPARSE)}, got [intermediate, hidden]; twell convert "
+                    f"for {' and '.join(vllm.SPARSE)}, got [intermediate, hidden]; twell convert "
                     "turns them"
                 )
     tensors = {name: stored for header in headers for name, stored in header.tensors.items()}
@@ -380,7 +380,7 @@ def predict(
     problem = tuning.Problem(m, layer.k, layer.n // ranks, True, False, merged=m <= tuning.MERGED_TOKENS)
     if refused:
         return Row(layer.number, m, decode, "dense", 1.0, refused, {})
-    known = tuning.Figures(figures.nonzeros / ranks, engines.union(figures, m))
+    known = tuning.Figures(figures.nonzeros / ranks, vllm.union(figures, m))
     strategy, reason, costs = tuning.decide(problem, known, None, table)
     if requested != "auto":
         strategy, reason = requested, "sparsity_strategy of the configuration"
@@ -427,21 +427,21 @@ def _report(
     yield f"Predicted from times measured on {table.machine.split('; ')[0]} in 16 bits, {table.date[:10]}."
     yield "  They are of CUDA graphs with down weights by rows, as vLLM lays them out after loading."
     _, _, k, n = tuning.nearest(tuning.Problem(1, found[0].k, found[0].n // ranks, True, False), table)
-    if max(sparsity.apart(found[0].k, k), sparsity.apart(found[0].k * found[0].n // ranks, k * n)) > sparsity.FAR:
+    if max(prediction.apart(found[0].k, k), prediction.apart(found[0].k * found[0].n // ranks, k * n)) > prediction.FAR:
         yield f"Far from all measured layers: the nearest has K = {k:,}, N = {n:,}"
     yield _verdict(dict(zip(names, ffns, strict=True)), calls, table)
 
 
 def _verdict(shares: dict[str, float | None], calls: Sequence[tuple[bool, int]], table: _tables.Table) -> str:
     """For which calls the FFNs gain, and what that holds for."""
-    gains = [f"{name} ({_as_share(of)})" for name, of in shares.items() if of is not None and of * sparsity.PAYS <= 1]
-    few = f", not in eager calls of up to {sparsity.HOST_BOUND:,} tokens" * any(
-        m <= sparsity.HOST_BOUND for _, m in calls
+    gains = [f"{name} ({_as_share(of)})" for name, of in shares.items() if of is not None and of * prediction.PAYS <= 1]
+    few = f", not in eager calls of up to {prediction.HOST_BOUND:,} tokens" * any(
+        m <= prediction.HOST_BOUND for _, m in calls
     )
     holds = f"in CUDA graphs{few}, with down weights by rows"
     if not gains:
-        return f"Verdict: no gain of the FFNs on {sparsity.gpu_of(table)}, {holds}"
-    return f"Verdict: FFNs gain on {sparsity.gpu_of(table)} for {', '.join(gains)} of dense's time, {holds}"
+        return f"Verdict: no gain of the FFNs on {prediction.gpu_of(table)}, {holds}"
+    return f"Verdict: FFNs gain on {prediction.gpu_of(table)} for {', '.join(gains)} of dense's time, {holds}"
 
 
 def _as_share(share: float | None) -> str:

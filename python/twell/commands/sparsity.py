@@ -1,22 +1,20 @@
-"""The sparsity of a model's feed-forward layers, and the strategy and speed that measured times predict for it."""
+"""The sparsity of a model's feed-forward layers on text: what ``twell analyze`` observes."""
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _admission, _auto, _compaction, _files, _tables, tuning
+from twell import _auto, _compaction, tuning
 from twell._activation import RELU, Activation
 from twell._runtime import geometry, specs
 from twell.commands import saved_model
+from twell.commands.request import as_percent
 from twell.commands.saved_model import Batch, WatchedLayer
 from twell.ops import screened
 
@@ -34,64 +32,10 @@ LEAST_TOKENS = UNIONS[-1]
 # The int8 screen runs on so many tokens of each layer, on the CPU, where it takes as long as several dense layers.
 SCREENED = 512
 
-# A layer is far from the nearest measured one if its K or K * N differs by more than the first factor, and beyond
-# prediction by more than the second.
-FAR, TOO_FAR = 2.0, 8.0
-
-# An eager call of so many tokens takes as long as the host's work for it, and the kernels' gain is lost. On one H200,
-# K = 2,048, N = 5,632, one of 2,048 takes 1.1 times as long as dense, a training step 1.8; of 16,384 0.4 and 0.3.
-HOST_BOUND = 2048
-
-# (gated, K, N) of a layer
-Shape = tuple[bool, int, int]
-
-COLUMNS = {
-    "layer": "number of the layer",
-    "name": "its qualified name in the model",
-    "kind": '"gated" or "non-gated"',
-    "activation": "relu, relu2, drelu or fatrelu",
-    "threshold": "of fatrelu, else 0",
-    "k": "hidden size",
-    "n": "neurons",
-    "compression": "of the TwELL format; a tile of 256 neurons holds 256 / compression - 1 non-zeros",
-    "tokens": "tokens that ran",
-    "mean": "mean non-zeros per token after ReLU",
-    "p50": "median of the non-zeros per token",
-    "p99": "99th percentile of the non-zeros per token",
-    "max": "most non-zeros of a token",
-    "first_token": "mean non-zeros of the first token of a sequence",
-    "heavy": f"share of tokens with more than {HEAVY} non-zeros",
-    "heavy_share": f"share of tokens with more than n / {HEAVY_SHARE} non-zeros",
-    "overflowing": "share of tiles (256 neurons of a token) with more non-zeros than fit",
-    "dead": "neurons that fired in no token",
-    **{f"union_{t}": f"mean share of n that {t} consecutive tokens fire" for t in UNIONS},
-    "candidates": "mean share of n that the int8 screen lists for 128 tokens: union_128, and of the other neurons the "
-    f"share that it lists in the first {SCREENED:,} tokens",
-    **{f"hottest_{h}": f"share of all non-zeros in the {h} most active neurons" for h in HOTTEST},
-    "strategy_CALL": "strategy for a call: CALL is m64 for inference on 64 tokens, train16384 for a training step",
-    "speedup_CALL": "expected speed-up of the whole layer over dense",
-    "measured_CALL": "K x N of the measured layer behind it",
-    "why_CALL": "reason for the strategy",
-}
-
-
-class Call(NamedTuple):
-    """A kind of call to predict: its tokens, and whether it is a training step."""
-
-    tokens: int
-    training: bool
-
-    @property
-    def key(self) -> str:
-        return f"{'train' if self.training else 'm'}{self.tokens}"
-
-    def __str__(self) -> str:
-        return f"{'training on ' if self.training else ''}{saved_model.counted(self.tokens, 'token')}"
-
 
 @dataclass(frozen=True)
 class LayerSparsity:
-    """The sparsity of one layer. Shares are from 0 to 1; ``COLUMNS`` explains the figures.
+    """The sparsity of one layer. Shares are from 0 to 1; ``analyze.COLUMNS`` explains the figures.
 
     unions: by number of tokens, up to the length of the text. hottest: by number of neurons. candidates: share of the
     neurons that the int8 screen lists for 128 tokens; None where no batch has so many.
@@ -257,127 +201,6 @@ def analyze(
     return [tally.report(layer) for tally, layer in zip(tallies, watched, strict=True)]
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The choice of "auto" for a kind of call once it has measured the layer.
-
-    speedup: of ``strategy`` over the dense layer. measured: K and N of the measured layer behind it. far: whether that
-    layer is very different.
-    """
-
-    call: Call
-    strategy: str
-    speedup: float
-    reason: str
-    measured: tuple[int, int]
-    far: bool
-
-
-def nearest(shape: Shape, call: Call, table: _tables.Table | None = None) -> tuple[tuple[int, int], bool]:
-    """K and N of the measured layer nearest to a layer, and whether it is very different."""
-    gated, k, n = shape
-    _, gate, *measured = tuning.nearest(tuning.Problem(call.tokens, k, n, gated, call.training), table)
-    found = measured[0], measured[1]
-    return found, gate != gated or distance((k, n), found) > FAR
-
-
-def _problem(shape: Shape, call: Call) -> tuning.Problem:
-    """The sizes of a call. Layers lay their down weight out by rows in inference; in training it is the user's."""
-    gated, k, n = shape
-    return tuning.Problem(call.tokens, k, n, gated, call.training, down_copied=call.training)
-
-
-def gpu_of(table: _tables.Table) -> str:
-    """The name of the GPU that a table is of."""
-    return table.machine.split("; ")[0].split(" (")[0]
-
-
-def distance(size: tuple[int, int], measured: tuple[int, int]) -> float:
-    """The factor between K, or K * N if that is larger, of two layers (K, N)."""
-    return max(apart(size[0], measured[0]), apart(math.prod(size), math.prod(measured)))
-
-
-def predict(report: LayerSparsity, call: Call, table: _tables.Table | None = None) -> Prediction:
-    """Predict the strategy and speed of a call from a table of costs, by default the shipped one."""
-    problem = _problem((report.gated, report.k, report.n), call)
-    measured, far = nearest((report.gated, report.k, report.n), call, table)
-    refusal = _refusal(report)
-    if refusal:
-        return Prediction(call, "dense", 1.0, refusal, measured, far)
-    decision = tuning.decide(problem, report.figures, None, table)
-    sparse = {name: cost for name, cost in decision.costs.items() if name != "dense"}
-    reason = decision.reason
-    if not sparse:
-        reason = f"no sparse kernel was measured for {call}"
-    elif decision.strategy == "dense" and min(sparse.values()) >= 1:
-        reason = ", ".join(f"{name} would take {cost:.2f}" for name, cost in sparse.items()) + " of dense's time"
-    return Prediction(call, decision.strategy, 1 / decision.costs[decision.strategy], reason, measured, far)
-
-
-# Layers that are less than this much faster do not pay: GPUs of one model differ by more.
-PAYS = 1.05
-# Share of neurons beyond which nothing is promised: tables have patterns of up to a fifth.
-MOST_SHARE = 1 / 4
-
-
-def most_nonzeros(shape: Shape, call: Call, table: _tables.Table | None = None) -> int:
-    """The most non-zeros per token with which a layer (gated, K, N) pays if tokens fire independently, or 0.
-
-    At most ``MOST_SHARE`` of its neurons.
-    """
-    n, problem = shape[2], _problem(shape, call)
-
-    def pays(nonzeros: int) -> bool:
-        share = nonzeros / n
-        decision = tuning.decide(problem, tuning.Figures(nonzeros, 1 - (1 - share) ** geometry.TOKEN_TILE), None, table)
-        return decision.costs.get(decision.strategy, 1.0) * PAYS <= 1
-
-    # from few to many in steps of 2 %, since a cost need not rise with them everywhere
-    most, step = 0, 1
-    while step <= n * MOST_SHARE and pays(step):
-        most, step = step, max(step + 1, math.floor(step * 1.02))
-    return most
-
-
-def apart(a: int, b: int) -> float:
-    """The factor between two sizes, at least 1."""
-    return max(a / b, b / a)
-
-
-def _refusal(report: LayerSparsity) -> str:
-    """The reason why the sparse kernels refuse a layer of this size; "" if they do not."""
-    operands = {
-        "x": torch.empty(1, report.k, device="meta"),
-        "w_up": torch.empty(report.n, report.k, device="meta"),
-    }
-    try:
-        _admission.require_packable("sizes", operands, report.compression)
-    except (ValueError, NotImplementedError) as error:
-        return str(error)
-    return ""
-
-
-def speedup(reports: Sequence[LayerSparsity], predictions: Sequence[Prediction]) -> float:
-    """Expected speed-up of all layers together over dense; each layer's time is proportional to its flops."""
-    flops = [report.k * report.n * (3 if report.gated else 2) for report in reports]
-    return sum(flops) / sum(flop / each.speedup for flop, each in zip(flops, predictions, strict=True))
-
-
-def as_percent(value: float | None) -> str:
-    if value is None:
-        return "-"
-    if not value:
-        return "0"
-    percent = 100 * value
-    return "< 0.01 %" if percent < 0.01 else f"{percent:.{2 if percent < 0.995 else 1 if percent < 99.95 else 0}f} %"
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lay lines of cells out in columns, right-aligned, two spaces apart."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-
-
 def figures_header(compression: int) -> list[str]:
     """The header of ``figures_cells``."""
     return [
@@ -398,51 +221,3 @@ def figures_cells(report: LayerSparsity) -> list[str]:
         *(as_percent(report.unions.get(t)) for t in UNIONS),
         *(as_percent(report.hottest[h]) for h in HOTTEST),
     ]
-
-
-def rows(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Prediction]]) -> list[dict[str, Any]]:
-    """One row per layer, with the columns of ``COLUMNS``; None if the text was too short for a union."""
-    return [
-        {
-            "layer": report.number,
-            "name": report.name,
-            "kind": "gated" if report.gated else "non-gated",
-            "activation": report.activation.name,
-            "threshold": report.activation.threshold,
-            "k": report.k,
-            "n": report.n,
-            "compression": report.compression,
-            "tokens": report.tokens,
-            "mean": report.mean,
-            "p50": report.p50,
-            "p99": report.p99,
-            "max": report.most,
-            "first_token": report.first,
-            "heavy": report.heavy,
-            "heavy_share": report.heavy_share,
-            "overflowing": report.overflowing,
-            "dead": report.dead,
-            **{f"union_{t}": report.unions.get(t) for t in UNIONS},
-            "candidates": report.candidates,
-            **{f"hottest_{h}": report.hottest[h] for h in HOTTEST},
-            **{
-                f"{name}_{each.call.key}": value
-                for each in row
-                for name, value in (
-                    ("strategy", each.strategy),
-                    ("speedup", each.speedup),
-                    ("measured", "x".join(map(str, each.measured))),
-                    ("why", each.reason),
-                )
-            },
-        }
-        for report, row in zip(reports, predictions, strict=True)
-    ]
-
-
-def write_csv(path: Path, table: Sequence[dict[str, Any]]) -> None:
-    """Write rows of the same columns, at least one."""
-    with _files.replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(table[0]))
-        writer.writeheader()
-        writer.writerows(table)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from twell import recipe
-from twell._activation import follow
 from twell._arguments import (
     require,
     require_choice,
@@ -25,6 +24,7 @@ from twell._arguments import (
     require_path,
     require_positive,
 )
+from twell._configuration import follow
 from twell._runtime.log import logger
 from twell.nn import SparseGatedMLP
 from twell.recipe import Normalisation, SparsityTracker, StatsWriter, TokenTypes, trained_layers

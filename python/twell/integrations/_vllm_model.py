@@ -8,13 +8,13 @@ load and shard the weights, gate and up as one [2 N, K] of a rank's halves. Only
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import vllm.envs
 from torch import Tensor, nn
 from transformers.activations import ReLUSquaredActivation
+from vllm import envs
 from vllm.config import CUDAGraphMode
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context, is_forward_context_available
@@ -22,10 +22,10 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
-from twell import _auto, tuning
+from twell import _admission, _auto, _configuration, tuning
 from twell._activation import RELU, Activation
 from twell._runtime import geometry
-from twell.integrations import engines, layouts
+from twell.integrations import layouts, vllm
 
 # vLLM sets up the logs below its own name alone
 _logger = init_logger("vllm.twell")
@@ -44,16 +44,16 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
-        if wrong := engines.correct(config):
+        if wrong := vllm.correct(config):
             _logger.info("twell: %s", wrong)
         # of an activation that no stock class has: the model is made with ReLU
-        own = layouts.as_stock(config)
+        own = _configuration.as_stock(config)
         self._activation = RELU if own is None else own.activation
         try:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         finally:
             if own is not None:
-                layouts.write_activation(config, own.keys, own.activation)
+                _configuration.write(config, own.keys, own.activation)
 
     def recursive_replace(self) -> None:
         """Replace the modules of transformers by vLLM's, then the FFNs among them by ``ServedMLP``."""
@@ -98,9 +98,25 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As in vLLM; down weights of the paper's architectures may also be stored [intermediate, hidden]."""
-        if engines.is_sparse(self.config):
-            weights = engines.as_linear(weights, self.text_config)
+        if vllm.is_sparse(self.config):
+            weights = _as_linear(weights, self.text_config)
         return super().load_weights(weights)  # type: ignore[no-any-return]
+
+
+def _as_linear(weights: Iterable[tuple[str, Tensor]], config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Turn down weights that are stored by rows of neurons to those of nn.Linear.
+
+    Raises ValueError, with the name of the weight, for one of another shape.
+    """
+    sizes, content = (config.hidden_size, config.intermediate_size), config.to_dict()
+    for name, weight in weights:
+        if layouts.is_down(name):
+            try:
+                layout = layouts.down_layout(weight.shape, *sizes, content)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            weight = weight.t() if layout == "rows" else weight
+        yield name, weight
 
 
 class ServedStrategy(_auto.AutoStrategy):
@@ -126,7 +142,7 @@ class ServedStrategy(_auto.AutoStrategy):
         _auto.enroll(merged, self)
         if self._known is not None:
             nonzeros, text, batch = self._known
-            for m, union in ((engines.BATCH, batch), (engines.PROMPTS, text)):
+            for m, union in ((vllm.BATCH, batch), (vllm.PROMPTS, text)):
                 self.observe(tuning.Problem(m, k, n, True, False), tuning.Figures(nonzeros / share, union))
 
 
@@ -190,8 +206,8 @@ class _KeptByRows(UnquantizedLinearMethod):  # type: ignore[misc]
     """Lays a down weight [K, N] out by rows of neurons, which the kernels read; its shape stays."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """See ``engines.lay_out_by_rows``."""
-        engines.lay_out_by_rows(layer)
+        """Store ``layer.weight`` [K, N] as the transposed view of a contiguous [N, K] tensor."""
+        layer.weight.data = layer.weight.data.t().contiguous().t()
 
 
 def strategy_of(config: Any) -> str:
@@ -199,7 +215,7 @@ def strategy_of(config: Any) -> str:
     strategy = str(getattr(config, "sparsity_strategy", "auto"))
     tuning.require_strategy(strategy)
     # the bits of the others depend on the number of tokens
-    return "invariant" if vllm.envs.VLLM_BATCH_INVARIANT and strategy != "dense" else strategy
+    return "invariant" if envs.VLLM_BATCH_INVARIANT and strategy != "dense" else strategy
 
 
 def why_not(stock: nn.Module, vllm_config: Any) -> str:
@@ -212,7 +228,14 @@ def why_not(stock: nn.Module, vllm_config: Any) -> str:
         return str(error)
     if quantised := [layer for layer in linears if type(layer.quant_method) is not UnquantizedLinearMethod]:
         return f"weights must not be quantised, got {type(quantised[0].quant_method).__name__}"
-    return engines.why_not(linears[1].weight)
+    down = linears[1].weight
+    if down.dtype not in _auto.PACKED_DTYPES:
+        return f"weights must be bfloat16 or float16, got {down.dtype}"
+    try:
+        _admission.require_sizes("sizes of a rank", down.shape[1], down.shape[0])
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return ""
 
 
 def _linear(stock: nn.Module, kind: type[nn.Module]) -> tuple[str, Any]:

@@ -7,16 +7,15 @@ config.json or in the metadata of its safetensors file.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import sys
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-from twell._activation import RELU, Activation, activation_of
+from twell import _configuration
 
 DownLayout = Literal["rows", "linear"]
 
@@ -30,29 +29,6 @@ FIGURES_KEY = "sparsity_figures"
 
 # Keys that twell's own classes add; other keys with their prefix are the paper's.
 OWN_KEYS = ("sparsity_strategy", "sparsity_compression", LAYOUT_KEY, FIGURES_KEY)
-
-# keys of a layer's activation in configurations; the first one present counts
-ACTIVATIONS = (
-    *("hidden_activation", "hidden_act", "activation_function", "mlp_hidden_act"),
-    *("activation", "ff_activation", "afn"),
-)
-
-# T5's, "gelu" or "gated-gelu" the one, "gelu_new" the other.
-_OF_T5 = ("feed_forward_proj", "dense_act_fn")
-
-_GATED = "gated-"
-
-# Keys that are set beside those that a class reads, so that no reader sees another activation.
-SYNONYMS = (*ACTIVATIONS, *_OF_T5)
-
-# Activations that no stock class of transformers has.
-OWN = ("drelu", "fatrelu")
-
-# What a configuration of the sparse classes may name besides ReLU. They apply ReLU whatever other activation it names.
-OF_SPARSE = ("relu2", *OWN)
-
-# Key of configurations with the threshold of "fatrelu", as MiniCPM-S has it.
-THRESHOLD_KEY = "hidden_act_param"
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -178,103 +154,7 @@ def intermediate_size(config: Mapping[str, Any]) -> int | None:
 
 def activation(config: Mapping[str, Any]) -> str | None:
     """The activation that a configuration names; None if it names none."""
-    return next((name for key in ACTIVATIONS if isinstance(name := config.get(key), str)), None)
-
-
-class Key(NamedTuple):
-    """A key of a configuration of transformers: the attributes that lead to the part that has it, and its name."""
-
-    path: tuple[str, ...]
-    name: str
-
-    def part(self, config: Any) -> Any:
-        return functools.reduce(getattr, self.path, config)
-
-    def read(self, config: Any) -> str:
-        """The activation that it names, of T5's "gated-gelu" without the prefix."""
-        return str(getattr(self.part(config), self.name)).removeprefix(_GATED)
-
-    def write(self, config: Any, activation: str) -> None:
-        part = self.part(config)
-        prefix = _GATED if getattr(part, self.name).startswith(_GATED) else ""
-        setattr(part, self.name, prefix + activation)
-
-    def __str__(self) -> str:
-        return ".".join((*self.path, self.name))
-
-
-class Own(NamedTuple):
-    """An activation that no stock class has, and the keys of a configuration that name it."""
-
-    activation: Activation
-    keys: list[Key]
-
-
-def parts(config: Any) -> dict[tuple[str, ...], Any]:
-    """A configuration of transformers and those within it, by the attributes that lead to each."""
-    found, seen = dict[tuple[str, ...], Any](), set[int]()
-    left: list[tuple[tuple[str, ...], Any]] = [((), config)]
-    while left:
-        path, part = left.pop(0)
-        if id(part) not in seen:
-            seen.add(id(part))
-            found[path] = part
-            left += [((*path, name), value) for name, value in vars(part).items() if hasattr(value, "get_text_config")]
-    return found
-
-
-def keys_of(config: Any, activations: Container[str]) -> list[Key]:
-    """The keys of a configuration of transformers that name one of ``activations``."""
-    return [
-        Key(path, name)
-        for path, part in parts(config).items()
-        for name, value in vars(part).items()
-        # the name of the model's folder may be that of an activation
-        if isinstance(value, str) and not name.startswith("_") and value.removeprefix(_GATED) in activations
-    ]
-
-
-def as_stock(config: Any) -> Own | None:
-    """Name ReLU in a configuration whose activation its class does not have; return what it named, or None.
-
-    Stock classes do not have ``OWN``, the sparse ones ``OF_SPARSE``. Raises ValueError for two such activations, and
-    for FATReLU without a threshold.
-    """
-    sparse = any(name.startswith("Sparse") for name in config.architectures or ())
-    found = keys_of(config, OF_SPARSE if sparse else OWN)
-    if not found:
-        return None
-    named = {(key.read(config), getattr(key.part(config), THRESHOLD_KEY, None)) for key in found}
-    if len(named) > 1:
-        raise ValueError(f"a configuration must name one activation, got {' and '.join(sorted(map(str, named)))}")
-    name, threshold = named.pop()
-    if name == "fatrelu" and threshold is None:
-        raise ValueError(
-            f'a configuration with "fatrelu" must have its threshold, {THRESHOLD_KEY}. A model that was saved while '
-            "twell.recipe.TargetThreshold moved the threshold has none: call its settle before save_pretrained or, "
-            "to save the threshold of that step, twell.integrations.transformers.name_activation"
-        )
-    own = Own(activation_of(name, threshold if name == "fatrelu" else 0), found)
-    write_activation(config, found, RELU)
-    return own
-
-
-def write_activation(config: Any, keys: Iterable[Key], activation: Activation) -> None:
-    """Name an activation at ``keys`` of a configuration of transformers, with the threshold of FATReLU.
-
-    One that moves is not written: nothing reads a configuration that names FATReLU alone.
-    """
-    for key in keys:
-        key.write(config, activation.name)
-        remove_threshold([part := key.part(config)])
-        if activation.name == "fatrelu" and not activation.moves:
-            setattr(part, THRESHOLD_KEY, float(activation.threshold))
-
-
-def remove_threshold(parts: Iterable[Any]) -> None:
-    """Take the threshold of FATReLU out of configurations."""
-    for part in parts:
-        vars(part).pop(THRESHOLD_KEY, None)
+    return next((name for key in _configuration.NAMES if isinstance(name := config.get(key), str)), None)
 
 
 def measured(config: Mapping[str, Any], layers: int) -> list[LayerFigures] | None:

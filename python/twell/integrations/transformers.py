@@ -29,16 +29,15 @@ before it, and after it run dense or raise.
 
 from __future__ import annotations
 
-import functools
-import re
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from twell import _compaction, _down_layout, _sparsify
-from twell._activation import FOLLOWERS, Activation
+from twell import _compaction, _configuration, _down_layout, _sparsify
+from twell._activation import Activation
 from twell._runtime.log import logger
 from twell.functional import Strategy
 from twell.integrations import layouts
@@ -70,7 +69,6 @@ except ImportError:
     raise ImportError("twell.integrations.transformers needs transformers: pip install 'twell[hf]'") from None
 
 # after transformers, since its own message about a missing one is another
-from twell.integrations import _activation_keys
 from twell.integrations._trainer import SparsityCallback
 
 __all__ = [
@@ -93,9 +91,6 @@ __all__ = [
 # Arguments of from_pretrained that say where files are; the configuration is read with the same ones.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
-# What wrappers around modules add to qualified names.
-_WRAPPERS = re.compile(r"\b(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?:\.|$)")
-
 
 def sparsify(
     model: Any,
@@ -105,6 +100,7 @@ def sparsify(
     compression: int = 8,
     strategy: Strategy = "auto",
     names: _sparsify.Names | None = None,
+    key: str | None = None,
 ) -> Any:
     """Run the feed-forward layers of ``model``, a ``PreTrainedModel``, through twell, in place; return ``model``.
 
@@ -115,10 +111,10 @@ def sparsify(
     A model with another activation, mostly SiLU, is refused, since its hidden state has no zeros. With
     ``activation="relu"``, "relu2" or "drelu" the model gets that one, to be trained with it, and so does its
     configuration: ``from_pretrained`` of the stock class then computes the same or, with "drelu", which no stock class
-    has, raises; ``load`` reads the files of causal models. The keys of the configuration are found by experiment: the
-    model's class makes the model again, without memory. ValueError if other modules have the same key, as layers that
-    ``filter_fn`` leaves out and experts stacked in one tensor do, or if there is none. "fatrelu" begins as "relu":
-    ``twell.recipe.TargetThreshold`` trains its threshold.
+    has, raises; ``load`` reads the files of causal models. The key in the configuration is one of a table; ``key`` is
+    another, as "text_config.act". ValueError for a configuration without one, and if other modules have the same one,
+    as layers that ``filter_fn`` leaves out and experts stacked in one tensor do, unless ``key`` says which. "fatrelu"
+    begins as "relu": ``twell.recipe.TargetThreshold`` trains its threshold.
 
     Of a mixture of experts the dense layers, shared experts and experts that are modules are taken; experts stacked in
     one tensor stay as they are.
@@ -134,14 +130,14 @@ def sparsify(
         raise ValueError(f"sparsify: model must have 16-bit weights, got one quantised by {model.quantization_method}")
     planned = _sparsify.plan(model, filter_fn, activation, strategy, names)
     changed = [candidate for candidate in planned.candidates if candidate.was is not None]
-    keys = _keys_of_candidates(model, changed) if changed else []
+    keys = _find(model, changed, key) if changed else []
     _sparsify.apply(model, planned, compression, strategy)
     for layer in _sparsify.layers(model).values():
         for module in layer.modules():
             # transformers would initialise modules without this mark when more weights are loaded later
             module._is_hf_initialized = True  # type: ignore[assignment]
     if changed:
-        _write_activation(model, keys, changed[0].activation)
+        _configuration.write_to_model(model, keys, changed[0].activation)
     _down_layout.lay(_sparsify.layers(model).values())
     return model
 
@@ -178,7 +174,7 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
             "class of transformers, and call sparsify"
         )
     own_code = own_code and bool(options.get("trust_remote_code"))
-    own = None if own_code else layouts.as_stock(config)
+    own = None if own_code else _configuration.as_stock(config)
     full_size = None if own_code else _full_size(Path(model, options.get("subfolder") or ""))
     if full_size is None:
         loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
@@ -223,31 +219,21 @@ def _full_size(folder: Path) -> _compaction.FullSize | None:
     return _compaction.full_size({name: t for path in files for name, t in load_state_dict(str(path)).items()})
 
 
-def with_own(model: Any, own: layouts.Own) -> Any:
+def with_own(model: Any, own: _configuration.Own) -> Any:
     """Give a model that was loaded as a stock one the activation that ``layouts.as_stock`` took from its file.
 
     A layer whose activation is that of another key, as in a vision tower, keeps the ReLU which that key names.
     """
-    config, layers = model.config, _sparsify.layers(model)
+    config = model.config
     # a causal class may take the text part of a configuration alone
     keys = [key if _has(config, key) else key._replace(path=()) for key in own.keys]
     keys = list(dict.fromkeys(key for key in keys if _has(config, key)))
-    others = [key for key in layouts.keys_of(config, ACT2FN) if key not in keys and key.read(config).startswith("relu")]
-    # the sparse classes have one key
-    if others and not isinstance(model, _SparseModel):
-        mine, theirs = (_activation_keys.differing(model, each) for each in (keys, others))
-        for name in list(layers):
-            block = _sparsify.block_of(name, layers[name])
-            inside = f"{block}." if block else ""
-            mine_here, others_here = (any(each.startswith(inside) for each in names) for names in (mine, theirs))
-            if others_here and not mine_here:
-                del layers[name]
-    _give(layers.values(), own.activation)
-    _write_activation(model, keys, own.activation)
+    _give(_configuration.layers_of_keys(model, keys).values(), own.activation)
+    _configuration.write_to_model(model, keys, own.activation)
     return model
 
 
-def _has(config: Any, key: layouts.Key) -> bool:
+def _has(config: Any, key: _configuration.Key) -> bool:
     """Whether a configuration has a key."""
     try:
         return hasattr(key.part(config), key.name)
@@ -269,13 +255,13 @@ def _give(layers: Iterable[Any], activation: Activation) -> None:
         layer.threshold = activation.threshold
 
 
-def name_activation(model: Any) -> None:
+def name_activation(model: Any, key: str | None = None) -> None:
     """Write the activation of the twell layers of ``model`` to its configuration, with FATReLU's threshold.
 
     For layers whose activation was set by hand after ``sparsify``: call it before ``save_pretrained``.
     ``twell.recipe.TargetThreshold.settle`` and ``choose_threshold`` do so themselves. A threshold that moves is written
-    as it is now, which waits for the device, until the next step moves it. The keys are found as by ``sparsify``.
-    ``load`` reads the files of causal models.
+    as it is now, which waits for the device, until the next step moves it. ``key`` is that of ``sparsify``. ``load``
+    reads the files of causal models.
 
     Raises TypeError unless ``model`` is a ``PreTrainedModel``, and ValueError if layers differ in it, if there are none
     or if the configuration has no keys for them alone.
@@ -290,104 +276,37 @@ def name_activation(model: Any) -> None:
             f"all, got {got}"
         )
     try:
-        _write_activation(model, _keys_of_layers(model), found.pop())
+        keys = _configuration.of_layers(model, key)
+        if key is None:
+            kinds = {type(ACT2FN[name]) for each in keys if (name := _stock(each.read(model.config))) in ACT2FN}
+            _configuration.require_alone(model, keys, kinds, _configuration.is_in_layers(model))
+        _configuration.write_to_model(model, keys, found.pop())
     except ValueError as error:
         raise ValueError(f"name_activation: {error}") from error
 
 
-def _follow(model: nn.Module, moving: bool) -> list[Callable[[], None]]:
-    """``_follow_activation`` of each outermost ``PreTrainedModel`` that ``model`` is or has, with twell layers."""
-    found, inside = list[nn.Module](), set[nn.Module]()
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module not in inside:
-            inside.update(module.modules())
-            if _sparsify.layers(module):
-                found.append(module)
-    return [_follow_activation(module, moving) for module in found]
+def _stock(activation: str) -> str:
+    """What stock classes make of a name in their configuration."""
+    return "relu" if activation in _configuration.OWN else activation
 
 
-FOLLOWERS.append(_follow)
-
-
-def _follow_activation(model: Any, moving: bool) -> Callable[[], None]:
-    """``name_activation`` for a configuration that names ReLU or FATReLU; ``sparsify_`` leaves others alone.
-
-    A threshold that moves is not written unless ``moving``. A model whose configuration cannot name it keeps its
-    configuration, after a warning. Returns what takes a threshold out of the configuration again, where this wrote
-    there.
-    """
-    layer = next(iter(_sparsify.layers(model).values()))
-    keys: list[layouts.Key] = []
-    try:
-        keys = _keys_of_layers(model)
-    except ValueError as error:
-        # said when the threshold began to move
-        log = logger.debug if moving else logger.warning
-        log("the configuration does not name the new activation of layers, and files will not: %s", error)
-    if not {key.read(model.config) for key in keys} <= {"relu", "fatrelu"}:
-        keys = []
-    threshold = float(layer.threshold) if moving else layer.threshold
-    _write_activation(model, keys, Activation(layer.activation, threshold))
-    named = [key.part(config) for config, theirs in _configurations(model, keys) for key in theirs]
-    return functools.partial(layouts.remove_threshold, named)
-
-
-def _keys_of_candidates(model: Any, changed: list[_sparsify.Candidate]) -> list[layouts.Key]:
+def _find(model: Any, changed: list[_sparsify.Candidate], key: str | None) -> list[_configuration.Key]:
     """The keys of an activation that ``sparsify`` changes, before it does. Raises ValueError as ``sparsify``."""
-    alone = {f"{each.name}.{each.attribute}".removeprefix(".") for each in changed if each.kind == "pair"}
-    whole = {each.name for each in changed if each.kind != "pair"}
     new = changed[0].activation.name
+    alone = {f"{each.name}.{each.attribute}".removeprefix(".") for each in changed if each.kind == "pair"}
+    whole = tuple(f"{each.name}." for each in changed if each.kind != "pair")
     try:
-        return _activation_keys.find(
-            model,
-            "relu" if new in layouts.OWN else new,
-            lambda name: any(within in alone or within in whole for within in _around(name)),
-            {each.name for each in changed},
-        )
+        keys = _configuration.find(model, [each.name for each in changed], key)
+        if key is None:
+            old = (operator.attrgetter(each.attribute)(each.module) for each in changed if each.attribute is not None)
+            kinds = {type(act) for act in old if isinstance(act, nn.Module)}
+            _configuration.require_alone(model, keys, kinds, lambda name: name in alone or name.startswith(whole))
     except ValueError as error:
         raise ValueError(
             f'sparsify: activation="{new}" cannot be named in the configuration: {error}. twell.sparsify_ leaves the '
             "configuration alone, and save_pretrained then writes the old activation"
         ) from error
-
-
-def _keys_of_layers(model: Any) -> list[layouts.Key]:
-    """The keys of the activation of the twell layers of ``model``. Raises ValueError as ``name_activation``."""
-    if isinstance(model, _SparseModel):
-        # its class makes no other activation
-        return [layouts.Key((), "hidden_act")]
-    modules = {_WRAPPERS.sub("", name): module for name, module in model.named_modules()}
-    layers = {name: module for name, module in modules.items() if isinstance(module, (SparseGatedMLP, SparseMLP))}
-    # a pair's layer is the second of its block, whose activation is an identity
-    blocks = {_sparsify.block_of(name, layer) for name, layer in layers.items()}
-    identities = {name for name, module in modules.items() if isinstance(module, nn.Identity)}
-    places = layers.keys() | identities
-    return _activation_keys.find(model, "relu", lambda name: not places.isdisjoint(_around(name)), blocks)
-
-
-def _around(name: str) -> list[str]:
-    """A qualified name and those of the modules around it."""
-    parts = name.split(".")
-    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
-
-
-def _write_activation(model: Any, keys: list[layouts.Key], activation: Activation) -> None:
-    """Name an activation at ``keys`` of a model's configuration, and of copies of it that parts of the model have."""
-    for config, theirs in _configurations(model, keys):
-        layouts.write_activation(config, theirs, activation)
-
-
-def _configurations(model: Any, keys: list[layouts.Key]) -> list[tuple[Any, list[layouts.Key]]]:
-    """A model's configuration with ``keys``, and copies of it that parts of the model have, as T5's, with theirs."""
-    found, known = [(model.config, keys)], layouts.parts(model.config)
-    done = {id(part) for part in known.values()}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(module, PreTrainedModel) and id(config) not in done:
-            done.add(id(config))
-            kind = type(config)
-            found.append((config, [key._replace(path=()) for key in keys if type(known[key.path]) is kind]))
-    return found
+    return keys
 
 
 class _SparseConfig:
@@ -423,7 +342,7 @@ def _fields(fields: dict[str, Any]) -> dict[str, Any]:
     # the class has its own model_type, which the content's must not hide
     fields.pop("model_type", None)
     theirs = [key for key in fields if key.startswith("sparsity_") and key not in layouts.OWN_KEYS]
-    if theirs and fields["hidden_act"] not in ("relu", *layouts.OF_SPARSE):
+    if theirs and fields["hidden_act"] not in ("relu", *_configuration.OF_SPARSE):
         logger.info(
             "the layers apply ReLU because %s is set; hidden_act is ignored: %r", theirs[0], fields["hidden_act"]
         )
@@ -476,7 +395,7 @@ class _SparseModel:
                 f"{type(self).__name__}: config must be a {expected.__name__}, got {type(config).__name__}; "
                 f"{expected.__name__}(**config.to_dict()) makes one"
             )
-        if config.hidden_act in layouts.OF_SPARSE:
+        if config.hidden_act in _configuration.OF_SPARSE:
             raise ValueError(
                 f'{type(self).__name__}: hidden_act must be "relu", got {config.hidden_act!r}, which '
                 "twell.integrations.transformers.load reads"
@@ -551,7 +470,15 @@ def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[st
     return {**state_dict, **{name: state_dict[name].t().contiguous() for name in rows}}
 
 
-class SparseLlamaForCausalLM(_SparseModel, LlamaForCausalLM):  # type: ignore[misc]
+class _SparseLlama(_SparseModel):
+    config_class = SparseLlamaConfig
+
+
+class _SparseQwen2(_SparseModel):
+    config_class = SparseQwen2Config
+
+
+class SparseLlamaForCausalLM(_SparseLlama, LlamaForCausalLM):  # type: ignore[misc]
     """``LlamaForCausalLM`` with a ``twell.nn.SparseGatedMLP`` as ``mlp`` of each block; see ``SparseLlamaConfig``.
 
     Same keys, shapes and initial values as the stock model with ``hidden_act="relu"``. Raises ValueError for another;
@@ -563,49 +490,33 @@ class SparseLlamaForCausalLM(_SparseModel, LlamaForCausalLM):  # type: ignore[mi
     configuration or among the arguments.
     """
 
-    config_class = SparseLlamaConfig
 
-
-class SparseLlamaModel(_SparseModel, LlamaModel):  # type: ignore[misc]
+class SparseLlamaModel(_SparseLlama, LlamaModel):  # type: ignore[misc]
     """``LlamaModel`` likewise: the body of ``SparseLlamaForCausalLM``, whose files it reads."""
 
-    config_class = SparseLlamaConfig
 
-
-class SparseLlamaForSequenceClassification(_SparseModel, LlamaForSequenceClassification):  # type: ignore[misc]
+class SparseLlamaForSequenceClassification(_SparseLlama, LlamaForSequenceClassification):  # type: ignore[misc]
     """``LlamaForSequenceClassification`` likewise: a classifier or, with ``num_labels=1``, a reward model."""
 
-    config_class = SparseLlamaConfig
 
-
-class SparseLlamaForTokenClassification(_SparseModel, LlamaForTokenClassification):  # type: ignore[misc]
+class SparseLlamaForTokenClassification(_SparseLlama, LlamaForTokenClassification):  # type: ignore[misc]
     """``LlamaForTokenClassification`` likewise."""
 
-    config_class = SparseLlamaConfig
 
-
-class SparseQwen2ForCausalLM(_SparseModel, Qwen2ForCausalLM):  # type: ignore[misc]
+class SparseQwen2ForCausalLM(_SparseQwen2, Qwen2ForCausalLM):  # type: ignore[misc]
     """``Qwen2ForCausalLM`` likewise; see ``SparseQwen2Config``."""
 
-    config_class = SparseQwen2Config
 
-
-class SparseQwen2Model(_SparseModel, Qwen2Model):  # type: ignore[misc]
+class SparseQwen2Model(_SparseQwen2, Qwen2Model):  # type: ignore[misc]
     """``Qwen2Model`` likewise: the body of ``SparseQwen2ForCausalLM``, whose files it reads."""
 
-    config_class = SparseQwen2Config
 
-
-class SparseQwen2ForSequenceClassification(_SparseModel, Qwen2ForSequenceClassification):  # type: ignore[misc]
+class SparseQwen2ForSequenceClassification(_SparseQwen2, Qwen2ForSequenceClassification):  # type: ignore[misc]
     """``Qwen2ForSequenceClassification`` likewise: a classifier or, with ``num_labels=1``, a reward model."""
 
-    config_class = SparseQwen2Config
 
-
-class SparseQwen2ForTokenClassification(_SparseModel, Qwen2ForTokenClassification):  # type: ignore[misc]
+class SparseQwen2ForTokenClassification(_SparseQwen2, Qwen2ForTokenClassification):  # type: ignore[misc]
     """``Qwen2ForTokenClassification`` likewise."""
-
-    config_class = SparseQwen2Config
 
 
 for _config in (SparseLlamaConfig, SparseQwen2Config):

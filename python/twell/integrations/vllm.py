@@ -22,12 +22,26 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from twell import _configuration
 from twell._runtime import env
 from twell._runtime.log import logger
 from twell.integrations import layouts
-from twell.integrations.engines import ACTIVATIONS, SPARSE, read_configurations
 
 __all__ = ["LLAMA_LIKE", "SPARSE", "register"]
+
+# Architectures that always have ReLU: transformers' class of configuration and the model types.
+SPARSE = {
+    "SparseLlamaForCausalLM": ("LlamaConfig", ("sparse_llama", "llama_sparse_relu")),
+    "SparseQwen2ForCausalLM": ("Qwen2Config", ("sparse_qwen2", "qwen2_sparse_relu")),
+}
+
+# Activations of layers with a gate that are served, by their names in configurations and in ``torch.ops.twell.ffn``.
+ACTIVATIONS = ("relu", "relu2", *_configuration.OWN)
+
+# Tokens of a typical batch that decodes, and of one with prompts; figures count for the numbers nearest to them.
+BATCH, PROMPTS = 256, 8192
+# Most tokens that are nearer to the former, by powers of two.
+_MOST_BATCH = 1024
 
 # Architectures with down_proj(act(gate_proj(x)) * up_proj(x)), whose classes in vLLM refuse ReLU and its family.
 LLAMA_LIKE = (
@@ -69,3 +83,53 @@ def _instead(method: Callable[..., Any], architectures: str | Sequence[str], mod
 
 def _is_served(config: Any) -> bool:
     return layouts.activation(config.get_text_config().to_dict()) in ACTIVATIONS
+
+
+def read_configurations() -> None:
+    """Let transformers read configurations of sparse models as the stock model's, with all their keys."""
+    for stock, model_types in SPARSE.values():
+        for model_type in model_types:
+            _read_as(model_type, stock)
+
+
+def _read_as(model_type: str, stock: str) -> None:
+    import transformers
+
+    base = getattr(transformers, stock)
+
+    def from_dict(cls: Any, config_dict: dict[str, Any], /, **kwargs: Any) -> Any:
+        return base.from_dict({**config_dict, "model_type": base.model_type}, **kwargs)
+
+    reader = type(f"{stock}Of_{model_type}", (base,), {"model_type": model_type, "from_dict": classmethod(from_dict)})
+    transformers.AutoConfig.register(model_type, reader, exist_ok=True)
+
+
+def is_sparse(config: Any) -> bool:
+    """Whether a configuration names one of the ``SPARSE`` architectures."""
+    return bool(set(config.architectures or ()) & set(SPARSE))
+
+
+def correct(config: Any) -> str:
+    """Make the configuration of a model say what its layers compute; return what was wrong, "" for nothing.
+
+    The ``SPARSE`` architectures have ReLU, or one of ``OF_SPARSE`` that their configuration names; others what theirs
+    names. Raises NotImplementedError for layers without a gate.
+    """
+    text = config.get_text_config()
+    content = text.to_dict()
+    if not content.get("sparsity_gated_mlp", True):
+        raise NotImplementedError("layers served through twell must have a gate, got sparsity_gated_mlp = False")
+    if (size := layouts.intermediate_size(content)) is not None:
+        text.intermediate_size = size
+    stated = layouts.activation(content)
+    if stated in ("relu", *_configuration.OF_SPARSE) or not is_sparse(config):
+        return ""
+    for key in _configuration.NAMES:
+        if isinstance(content.get(key), str):
+            setattr(text, key, "relu")
+    return f"the layers apply ReLU; the configuration says {stated!r}, which is ignored"
+
+
+def union(figures: layouts.LayerFigures, m: int) -> float:
+    """The union by which "auto" chooses for ``m`` tokens before it has measured any."""
+    return figures.batch if m <= _MOST_BATCH else figures.text

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from twell._activation import follow
 from twell._arguments import require_choice, require_integer, require_number, require_positive
 from twell._compaction import MLP
+from twell._configuration import follow
 from twell._runtime.log import logger
 from twell.recipe import _inputs, _sharing
 from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, whole, with_tokens

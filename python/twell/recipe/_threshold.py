@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from twell._activation import ActivationName, follow
+from twell._activation import ActivationName
 from twell._arguments import require_integer, require_number, require_positive
 from twell._compaction import MLP
+from twell._configuration import follow
 from twell.recipe._aux import layers, mean_over_ranks
 
 
