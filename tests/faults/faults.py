@@ -184,7 +184,7 @@ FAULTS = (
         "python/twell/_sparsify/candidates.py",
         'own = kind.__base__ is nn.Linear and set(vars(kind)) <= {*vars(_Bare), "forward", "__doc__"}',
         "own = issubclass(kind, nn.Linear)",
-        "tests/cpu/test_sparsify_refusals.py -k quantised",
+        "tests/cpu/test_sparsify_refusals.py -k hooks_or_state",
     ),
     Fault(
         "sparsify: pair loses its biases",
