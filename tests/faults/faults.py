@@ -71,13 +71,6 @@ FAULTS = (
         "tests/emulator/test_kernels.py -k up_projection",
     ),
     Fault(
-        "kernels: sums staged before the last ones are read",
-        "cute_kernels/common/sampled.py",
-        "        self.sync_sums()\n        self.stage_sums(s, acc, staged, chunks, thread)",
-        "        self.stage_sums(s, acc, staged, chunks, thread)",
-        'tests/emulator/test_kernels.py -k "up_projection or gradients_at"',
-    ),
-    Fault(
         "kernels: row-tile that overflows by one is not spilled",
         "cute_kernels/sm90/gate_pack.py",
         "cute.arch.vote_ballot_sync(count >= o.width)",

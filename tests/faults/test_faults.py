@@ -34,8 +34,7 @@ def test_every_fault_fits_the_tree(tmp_path: Path) -> None:
         copy = tmp_path / fault.file
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((ROOT / fault.file).read_bytes())
-        before = apply(fault, tmp_path)
-        assert before == (ROOT / fault.file).read_text()
+        apply(fault, tmp_path)
         ast.parse(copy.read_text())
         assert not fault.file.startswith("tests/")
 
