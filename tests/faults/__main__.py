@@ -69,7 +69,7 @@ def run_tests(root: Path, tests: str, timeout: float) -> Run:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    named = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    named = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", text, re.MULTILINE)
     return Run(outcome, named[1] if named else "", time.monotonic() - began, text[-2000:])
 
 

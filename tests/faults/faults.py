@@ -213,7 +213,7 @@ FAULTS = (
         "python/twell/recipe/_tracker.py",
         "self._closed, self._reduced, self._dead = torch.cat(flats), False, None",
         "self._closed, self._reduced = torch.cat(flats), False",
-        'tests/cpu/test_recipe_tracker.py -k "dead or window"',
+        'tests/cpu/test_recipe_tracker.py tests/cpu/test_recipe.py -k "window or revives"',
     ),
     # ---- loaders ----
     Fault(
