@@ -24,7 +24,7 @@ gc.set_threshold(20_000, 20, 20)
 # A bundle has no kernel sources to compile, no build files, no pages and no pictures.
 if not (ROOT / "CMakeLists.txt").exists():
     absent = ("bundle", "catalog", "charts", "compile", "docs", "format", "imports", "requirements", "wheel")
-    collect_ignore = [*(f"cpu/test_{name}.py" for name in absent), "emulator"]
+    collect_ignore = [*(f"cpu/test_{name}.py" for name in absent), "emulator", "faults"]
 
 # Test processes share the cores: threads that wait for each other take them from the other processes.
 if "PYTEST_XDIST_WORKER" in os.environ:

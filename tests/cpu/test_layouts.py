@@ -26,7 +26,7 @@ K, N = 8, 12
         ("_orig_mod.module.layers.1.mlp.experts.3.down_proj.weight", True),
         ("down_proj.weight", True),
         ("model.decoder.layers.3.fc2.weight", True),
-        ("decoder.layers.3.fc2.weight", True),
+        ("decoder.layers.13.fc2.weight", True),
         ("vision_model.encoder.layers.3.mlp.fc2.weight", False),
         ("model.layers.0.mlp.down_proj.bias", False),
         ("model.layers.0.mlp.down_proj.lora_A.weight", False),

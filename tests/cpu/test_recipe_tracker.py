@@ -133,8 +133,13 @@ def test_figures_cover_the_steps_of_a_window() -> None:
     tracker = SparsityTracker(model, every=2, window=2)
     tokens = []
     for number, x in enumerate(batches, start=1):
+        if number == 3:
+            # dies between the windows
+            with torch.no_grad():
+                _compaction.gate_of(model.blocks[0].mlp).weight[7] = 0
         with tracker.watch(number):
             model(x)
+        assert tracker.dead()["blocks.0.mlp"].nonzero().flatten().tolist() == ([7] if number == 6 else [])
         tokens.append(tracker.read().layers[0].tokens)
     # the first, then 2, 4, 6: windows of steps 1 and 2, and of 4 and 6
     assert tokens == [0, 2 * B * S, 2 * B * S, 2 * B * S, 2 * B * S, 2 * B * S]

@@ -91,6 +91,8 @@ def test_interpolation_crosses_no_change_of_kernels() -> None:
         ends = sorted((layer[low]["union"][0], layer[high]["union"][0]))
         assert all(ends[0] - 1e-9 <= at(m) <= ends[1] + 1e-9 for m in (low, low + 1, (low + high) // 2, high - 1, high))
     assert at(1025) - at(1024) == pytest.approx(1.0)
+    # a third of the way in log m
+    assert at(16) == pytest.approx(1.2 / 3 + 1.0 * 2 / 3)
     # without a node on this side of the change the nearest one there counts
     del layer[65], layer[1025]
     costs = {(False, True, 2048, 5632): layer}

@@ -1,0 +1,135 @@
+"""Put each seeded fault into a copy of the tree, and run the tests that must find it.
+
+    python -m tests.faults [--only NAME ...] [--ledger FILE]
+
+The same tests must pass without the fault. A ledger is JSON, one line for each fault. Exit status: 1 if a fault was not
+found or its tests cannot tell, 2 if one does not fit the tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.faults.faults import FAULTS, ROOT, Fault, apply
+
+
+class Run(NamedTuple):
+    """How pytest ended: "passed", "failed" by a test, or otherwise; the first test that failed, and the last lines."""
+
+    outcome: str
+    test: str
+    seconds: float
+    tail: str
+
+
+def copy_tree(root: Path, to: Path) -> None:
+    """Copy the files of a working tree that git knows or would add."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in sorted({name for name in names if name and (root / name).is_file()}):
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / name, to / name)
+
+
+def run_tests(root: Path, tests: str, timeout: float) -> Run:
+    """Run pytest in the tree at ``root`` up to the first failure."""
+    options = ["-q", "-x", "-rfE", "--tb=line", "-p", "no:cacheprovider", *shlex.split(tests)]
+    # bytecode is known by the second and the size of its source, and a fault may change neither
+    settings = {"PYTHONPATH": os.pathsep.join([str(root / "python"), str(root)]), "PYTHONDONTWRITEBYTECODE": "1"}
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options],
+        cwd=root,
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        text, _ = process.communicate(timeout=timeout)
+        outcome = {0: "passed", 1: "failed"}.get(process.returncode, f"pytest ended with {process.returncode}")
+    except subprocess.TimeoutExpired:
+        text, outcome = "", f"no end in {timeout:.0f} s"
+    finally:
+        # the compiler of kernels and other children, too
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    named = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", text, re.MULTILINE)
+    return Run(outcome, named[1] if named else "", time.monotonic() - began, text[-2000:])
+
+
+def verdict(clean: Run, broken: Run) -> str:
+    """What two runs of the same tests say of a fault, the first one without it."""
+    if clean.outcome != "passed":
+        return f"cannot tell: without the fault, {clean.outcome} {clean.test}".rstrip()
+    return {"failed": "found", "passed": "NOT FOUND"}.get(broken.outcome, f"cannot tell: {broken.outcome}")
+
+
+def run(faults: list[Fault], root: Path, ledger: Path | None, timeout: float) -> int:
+    """Run all of ``faults`` on a copy of ``root``, print a table and return the exit status."""
+    rows, clean = [], dict[str, Run]()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        copy_tree(root, copy)
+        # whether all of them fit, before the first test runs
+        for fault in faults:
+            text = apply(fault, copy)
+            (copy / fault.file).write_text(text, encoding="utf-8")
+        for fault in faults:
+            if fault.tests not in clean:
+                clean[fault.tests] = run_tests(copy, fault.tests, timeout)
+            before = last = clean[fault.tests]
+            if before.outcome == "passed":
+                text = apply(fault, copy)
+                last = run_tests(copy, fault.tests, timeout)
+                (copy / fault.file).write_text(text, encoding="utf-8")
+            row = {"fault": fault.name, "verdict": verdict(before, last), "test": last.test, "s": round(last.seconds)}
+            rows.append(row)
+            print(f"{len(rows)} of {len(faults)}: {', '.join(map(str, row.values()))}", flush=True)
+            if row["verdict"] != "found":
+                print(last.tail, flush=True)
+            if ledger is not None:
+                with ledger.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+    print("\n| fault | verdict | test | s |\n|---|---|---|---:|")
+    for row in rows:
+        print(f"| {' | '.join(map(str, row.values()))} |")
+    missed = sum(row["verdict"] != "found" for row in rows)
+    print(f"\n{len(rows) - missed} of {len(rows)} faults found")
+    return int(missed > 0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="faults, or rooms of them")
+    parser.add_argument("--ledger", type=Path, metavar="FILE", help="to which a line is added for each fault")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one run of tests (%(default)s)")
+    given = parser.parse_args(arguments)
+    wanted = set(given.only or ())
+    if unknown := wanted - {name for fault in FAULTS for name in (fault.name, fault.room)}:
+        parser.error(f"--only must name faults or rooms, got {', '.join(sorted(unknown))}")
+    chosen = [fault for fault in FAULTS if not wanted or wanted & {fault.name, fault.room}]
+    try:
+        return run(chosen, ROOT, given.ledger, given.timeout)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""The table of seeded faults, and the tests that must find each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Fault(NamedTuple):
+    """A defect of one file: ``new`` in place of ``old``, which must be there exactly once.
+
+    name: begins with the room. tests: arguments of pytest for the tests that must find it, files and ``-k``.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+    @property
+    def room(self) -> str:
+        """The part of the product."""
+        return self.name.partition(":")[0]
+
+
+def apply(fault: Fault, root: Path) -> str:
+    """Put the fault into the tree at ``root``; return the text of the file before. ValueError unless it fits."""
+    path = root / fault.file
+    if not path.is_file():
+        raise ValueError(f"{fault.name}: expected a file {fault.file}, got none")
+    before = path.read_text(encoding="utf-8")
+    if (count := before.count(fault.old)) != 1:
+        raise ValueError(f"{fault.name}: expected its old text once in {fault.file}, got {count} times")
+    if fault.old == fault.new:
+        raise ValueError(f"{fault.name}: expected a new text that differs from the old one")
+    path.write_text(before.replace(fault.old, fault.new), encoding="utf-8")
+    return before
+
+
+FAULTS = (
+    # ---- kernels ----
+    Fault(
+        "kernels: rank without a barrier",
+        "cute_kernels/rank.py",
+        "        cute.autovec_copy(before, four(counts, OWN * thread))\n        cute.arch.sync_threads()\n",
+        "        cute.autovec_copy(before, four(counts, OWN * thread))\n",
+        "tests/emulator/test_kernels.py -k popularity",
+    ),
+    Fault(
+        "kernels: last token tile has all rows",
+        "cute_kernels/compact.py",
+        "pairs = Int32(cutlass.min(Int64(stats.shape[0]) * stats.shape[1] - first, Int64(pairs)))",
+        "pairs = Int32(pairs)",
+        "tests/emulator/test_kernels.py -k token_tiles",
+    ),
+    Fault(
+        "kernels: column behind the last one",
+        "cute_kernels/sm90/sampled_up.py",
+        "if k * TILE_K + piece * 8 < o.w.shape[1] else Int32(0)",
+        "if k * TILE_K + piece * 8 <= o.w.shape[1] else Int32(0)",
+        "tests/emulator/test_kernels.py -k up_projection",
+    ),
+    Fault(
+        "kernels: two arrivals of a warp",
+        "cute_kernels/sm90/ring.py",
+        "    if lane == 0:\n        cute.arch.mbarrier_arrive(ring.empty + state.index)",
+        "    if lane < 2:\n        cute.arch.mbarrier_arrive(ring.empty + state.index)",
+        "tests/emulator/test_kernels.py -k up_projection",
+    ),
+    Fault(
+        "kernels: row-tile that overflows by one is not spilled",
+        "cute_kernels/sm90/gate_pack.py",
+        "cute.arch.vote_ballot_sync(count >= o.width)",
+        "cute.arch.vote_ballot_sync(count > o.width)",
+        "tests/emulator/test_kernels.py -k gate_at_candidates",
+    ),
+    Fault(
+        "kernels: next launch starts before the wait",
+        "cute_kernels/sm90/sampled_gate.py",
+        "        cute.arch.griddepcontrol_wait()\n        cute.arch.griddepcontrol_launch_dependents()\n",
+        "        cute.arch.griddepcontrol_launch_dependents()\n        cute.arch.griddepcontrol_wait()\n",
+        "tests/cpu/test_launches.py",
+    ),
+    # ---- formats ----
+    Fault(
+        "formats: full row-tile is spilled",
+        "python/twell/ops/gate_pack.py",
+        "overflows = counts > geometry.capacity(compression)",
+        "overflows = counts >= geometry.capacity(compression)",
+        "tests/cpu/test_ops.py -k reference_on_integers",
+    ),
+    Fault(
+        "formats: unpack reads 15 bits of a neuron",
+        "python/twell/ops/unpack.py",
+        "(entry & 0xFFFF).long()",
+        "(entry & 0x7FFF).long()",
+        'tests/cpu/test_ops.py tests/cpu/test_packed.py -k "reads_back or packed"',
+    ),
+    Fault(
+        "formats: entries sorted by 12 bits of their place",
+        "python/twell/ops/hybrid.py",
+        "order = (run << 13 | word).argsort()",
+        "order = (run << 12 | word).argsort()",
+        'tests/cpu/test_hybrid.py -k "holds_every or forward_equals"',
+    ),
+    Fault(
+        "formats: slice of more entries than fit",
+        "cute_kernels/geometry.py",
+        "most = max(1, UNION_ENTRIES // n // TOKEN_TILE) * TOKEN_TILE",
+        "most = (UNION_ENTRIES // n // TOKEN_TILE + 1) * TOKEN_TILE",
+        "tests/cpu/test_ops.py -k slice",
+    ),
+    # ---- gradients ----
+    Fault(
+        "gradients: bias gradients swapped",
+        "python/twell/_autograd.py",
+        "every = Gradients(dx, dw_gate, dw_up, dw_down, db_gate, db_up)",
+        "every = Gradients(dx, dw_gate, dw_up, dw_down, db_up, db_gate)",
+        'tests/cpu/test_training.py -k "dense_autograd or parts_of_the_loss"',
+    ),
+    Fault(
+        "gradients: L1 gradient without the sign",
+        "python/twell/ops/hybrid.py",
+        "dl1 * hidden.sign()",
+        "dl1 * hidden.sign().abs()",
+        'tests/cpu/test_training.py -k "dense_autograd or parts_of_the_loss"',
+    ),
+    Fault(
+        "gradients: main_grad overwritten",
+        "python/twell/_autograd.py",
+        "ctx.main.add_(gradient)",
+        "ctx.main.copy_(gradient)",
+        "tests/cpu/test_training.py -k module_fills",
+    ),
+    Fault(
+        "gradients: half the derivative of squared ReLU",
+        "python/twell/_activation.py",
+        "d_gate = upstream * (2 * own)",
+        "d_gate = upstream * own",
+        'tests/cpu/test_activations.py -k "gradients_of_integers or gradients_of_real"',
+    ),
+    # ---- auto ----
+    Fault(
+        "auto: change without a margin",
+        "python/twell/tuning.py",
+        "if predicted[best] > (1 - MARGIN) * predicted[current]:",
+        "if predicted[best] > (1 + MARGIN) * predicted[current]:",
+        'tests/cpu/test_auto.py -k "decides_by or two_percent"',
+    ),
+    Fault(
+        "auto: union of a partial tile counts as one of a whole",
+        "python/twell/_auto.py",
+        "neurons = m // geometry.TOKEN_TILE * n",
+        "neurons = -(-m // geometry.TOKEN_TILE) * n",
+        'tests/cpu/test_auto.py -k "measures_what or measures_the"',
+    ),
+    Fault(
+        "auto: captured call is measured",
+        "python/twell/_auto.py",
+        "if not real or capturing or not self.heeds(x)",
+        "if not real or not self.heeds(x)",
+        "tests/cpu/test_auto.py tests/cpu/test_auto_graphs.py -k captur",
+    ),
+    Fault(
+        "auto: costs interpolated from the wrong end",
+        "python/twell/tuning.py",
+        "_mean([(1 - share, low[name]), (share, high[name])])",
+        "_mean([(share, low[name]), (1 - share, high[name])])",
+        'tests/cpu/test_tuning.py tests/cpu/test_auto.py -k "interpolat or measured_layer or coefficients"',
+    ),
+    # ---- sparsify ----
+    Fault(
+        "sparsify: any subclass of nn.Linear is taken",
+        "python/twell/_sparsify/candidates.py",
+        'own = kind.__base__ is nn.Linear and set(vars(kind)) <= {*vars(_Bare), "forward", "__doc__"}',
+        "own = issubclass(kind, nn.Linear)",
+        "tests/cpu/test_sparsify_refusals.py -k hooks_or_state",
+    ),
+    Fault(
+        "sparsify: pair loses its biases",
+        "python/twell/_sparsify/modules.py",
+        "self.weight, self.bias = linear.weight, linear.bias",
+        "self.weight, self.bias = linear.weight, None",
+        "tests/cpu/test_sparsify.py -k same_function",
+    ),
+    Fault(
+        "sparsify: refused model has another class",
+        "python/twell/_sparsify/candidates.py",
+        'object.__setattr__(object.__new__(type(module)), "__class__", SparseFFN)',
+        'object.__setattr__(module, "__class__", SparseFFN)',
+        'tests/cpu/test_sparsify.py tests/cpu/test_sparsify_promises.py -k "all_or_nothing or changes_nothing"',
+    ),
+    # ---- recipe ----
+    Fault(
+        "recipe: padding counts in the L1 term",
+        "python/twell/recipe/_inputs.py",
+        "return rows.index_select(0, self.places)",
+        "return rows",
+        "tests/cpu/test_recipe.py tests/cpu/test_target.py -k padding",
+    ),
+    Fault(
+        "recipe: warm-up one step ahead",
+        "python/twell/recipe/_aux.py",
+        "else (step - start) / warmup_steps",
+        "else (step + 1 - start) / warmup_steps",
+        "tests/cpu/test_recipe.py -k warm",
+    ),
+    Fault(
+        "recipe: dead neurons of an earlier window",
+        "python/twell/recipe/_tracker.py",
+        "self._closed, self._reduced, self._dead = torch.cat(flats), False, None",
+        "self._closed, self._reduced = torch.cat(flats), False",
+        'tests/cpu/test_recipe_tracker.py tests/cpu/test_recipe.py -k "window or revives"',
+    ),
+    # ---- loaders ----
+    Fault(
+        "loaders: gate and up of a fused weight swapped",
+        "python/twell/_sparsify/modules.py",
+        "return list(halves)[:: -1 if self._up_first else 1]",
+        "return list(halves)[:: 1 if self._up_first else -1]",
+        'tests/cpu/test_sparsify.py tests/cpu/test_transformers.py -k "same_function or fused_projections"',
+    ),
+    Fault(
+        "loaders: OPT's layers from the tenth on are left as they are",
+        "python/twell/integrations/layouts.py",
+        r"decoder\.layers\.\d+\.fc2\.weight$",
+        r"decoder\.layers\.\d\.fc2\.weight$",
+        'tests/cpu/test_layouts.py tests/cpu/test_convert.py -k "names_of_down or test_opt"',
+    ),
+    Fault(
+        "loaders: integers converted to another dtype",
+        "python/twell/commands/convert.py",
+        "cast = wanted is not None and old.dtype in _FLOATS and old.dtype != wanted",
+        "cast = wanted is not None and old.dtype != wanted",
+        'tests/cpu/test_convert.py -k "test_dtype or odd"',
+    ),
+    # ---- refusals ----
+    Fault(
+        "refusals: weights of another 16-bit dtype are taken",
+        "python/twell/_admission.py",
+        "        if value.dtype != x.dtype:",
+        "        if value.dtype.itemsize != x.dtype.itemsize:",
+        'tests/cpu/test_arguments.py tests/cpu/test_functional.py -k "bad_arguments or wrong_arguments or differs"',
+    ),
+    Fault(
+        "refusals: main_grad that requires a gradient is taken",
+        "python/twell/_admission.py",
+        "            and not main.requires_grad\n",
+        "",
+        "tests/cpu/test_training.py -k impossible_main",
+    ),
+    Fault(
+        "refusals: layer without neurons is taken",
+        "python/twell/_admission.py",
+        "        if size == 0 or size % 8:",
+        "        if size % 8:",
+        "tests/cpu/test_functional.py tests/cpu/test_ops.py -k sizes",
+    ),
+)
