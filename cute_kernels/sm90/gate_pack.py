@@ -109,6 +109,8 @@ class GatePack:
     """
 
     accumulator = Float32
+    # the warp that loads packs the last tile alone
+    absent = {Barrier.GATE_FULL: [PACK_WARPS], Barrier.GATE_EMPTY: [PACK_WARPS]}
 
     def __init__(self, spec: GatePackSpec):
         self.dtype = operands.DTYPES[spec.dtype]

@@ -95,6 +95,7 @@ class GateScreen(GatePack):
     """For one dtype of the bias; sizes and strides stay symbolic. An empty bias is none."""
 
     accumulator = Int32
+    absent = {}
 
     def __init__(self, spec: GateScreenSpec):
         self.dtype = operands.DTYPES[spec.dtype]

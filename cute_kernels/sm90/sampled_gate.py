@@ -75,6 +75,9 @@ class Views(NamedTuple):
 class SampledGate(GatePack):
     """For one dtype; sizes, strides and width stay symbolic. An empty bias is none."""
 
+    # the warps that load pack the last unit alone
+    absent = {barrier: range(PACK_WARPS, PACK_WARPS + LOAD_WARPS) for barrier in (Barrier.GATE_FULL, Barrier.GATE_EMPTY)}
+
     def __init__(self, spec: SampledGateSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.set_sizes(TOKENS, self.dtype, self.dtype, TOKENS * TILE_N)
