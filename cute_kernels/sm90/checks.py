@@ -27,7 +27,9 @@ import numpy as np
 WARP, NAMED_BARRIERS, MBARRIER_BYTES = 32, 16, 8
 
 _OPERATION = re.compile(r'(?:(%\w+)(?::\d+)? = )?"([\w.]+)"\(([^)]*)\)')
-_CONSTANT = re.compile(r'"(?:arith\.constant|cute\.make_int_tuple)"\(\) .*?(?:value = |<")(true|false|-?\d+)(?: : \w+)?["}]')
+_CONSTANT = re.compile(
+    r'"(?:arith\.constant|cute\.make_int_tuple)"\(\) .*?(?:value = |<")(true|false|-?\d+)(?: : \w+)?["}]'
+)
 _BARRIER = re.compile(r"nvvm\.(mbarrier|barrier|cp\.async\.mbarrier|cluster\.(arrive|wait)|bar\.warp)")
 _BARRIER_IN_PTX = re.compile(r"mbarrier\.(init|arrive)|\bbar(rier)?\.|tcgen05\.commit")
 # integers without bits
@@ -135,7 +137,9 @@ class Trace:
         sizes = re.findall(r"exact_(block|cluster)_dim = array<i64: (\d+), (\d+), (\d+)>", kernel.text)
         dims = {which: [int(n) for n in size] for which, *size in sizes}
         if dims["block"][1:] != [1, 1]:
-            raise BarrierError(f"{self.name}: blocks must have one dimension for checks of barriers, got {dims['block']}")
+            raise BarrierError(
+                f"{self.name}: blocks must have one dimension for checks of barriers, got {dims['block']}"
+            )
         self.shape = (int(np.prod(dims.get("cluster", 1))), dims["block"][0])
         cta, thread = np.indices(self.shape)
         self.own = self._known(cta)
@@ -203,10 +207,10 @@ class Trace:
             return [Values(operands[0].data[:, leaders], operands[0].known[:, leaders])]
         if name == "cute.memref.alloca" and "smem" in op.text:
             # allocations are far apart
-            start = len(self.fields) << 32
-            for name, size, at in re.findall(r'"(\w+):(\d+):(\d+)"', op.text):
-                self.fields.append((name, start + int(at), start + int(at) + int(size)))
-            return [self._known(start)]
+            base = len(self.fields) << 32
+            for member, size, at in re.findall(r'"(\w+):(\d+):(\d+)"', op.text):
+                self.fields.append((member, base + int(at), base + int(at) + int(size)))
+            return [self._known(base)]
         if name == "cute.add_offset":
             # of an unknown stage the first one
             start, count = operands
@@ -229,7 +233,8 @@ class Trace:
 
     def _coordinates(self, index: Values, text: str) -> list[Values]:
         """Coordinates in a layout of a flat shape, of which the first runs fastest."""
-        shape, coordinates, rest = re.search(r'!cute\.layout<"\(([\d,]+)\):', text), [], index.data
+        shape = re.search(r'!cute\.layout<"\(([\d,]+)\):', text)
+        coordinates, rest = [], index.data
         for size in map(int, shape[1].split(",") if shape else ()):
             coordinates.append(Values(rest % size, index.known))
             rest = rest // size
@@ -255,7 +260,7 @@ def _mbarriers(trace: Trace) -> Iterator[str]:
                 counts[here] = _count(place.operands[1])
                 initialised[here] += (place.reached & (place.operands[0].data == here)).sum(axis=1)
     used = [place for place in places if place.name != "mbarrier.init"]
-    starts = {int(here) for place in used for here in np.unique(place.operands[0].data[place.reached])}
+    starts = {int(here) for place in used for here in np.unique(place.operands[0].data[~place.operands[0].known])}
     for place in used:
         for here, threads in _arrivals(trace, place, counts, starts):
             # who waits does not arrive
@@ -274,9 +279,7 @@ def _mbarriers(trace: Trace) -> Iterator[str]:
                 yield f"{name} must expect {expected} arrivals, got {counts.get(here)}; who arrives: {said}"
 
 
-def _arrivals(
-    trace: Trace, place: Place, counts: dict[int, int | None], starts: set[int]
-) -> Iterator[tuple[int, Any]]:
+def _arrivals(trace: Trace, place: Place, counts: dict[int, int | None], starts: set[int]) -> Iterator[tuple[int, Any]]:
     """Each mbarrier that a place uses, and by which threads: [CTA of the mbarrier, CTA, thread]."""
     at = place.operands[0]
     rank = trace.own if at.rank is None else at.rank
@@ -285,7 +288,7 @@ def _arrivals(
     for here in map(int, np.unique(at.data[place.reached])):
         yield here, threads & (at.data == here)
         if not at.known[place.reached].all():
-            # one of the stages from there on
+            # one of the stages from there on, and of no others that begin later
             end = min([start for start in starts if start > here] + [trace.field_of(here)[2]])
             for other in [other for other in counts if here < other < end]:
                 yield other, threads & (at.data == here)

@@ -12,26 +12,23 @@ import cutlass.cute as cute
 import numpy as np
 
 from cute_kernels import __main__, compile, specs
-from cute_kernels.sm90 import checks, gate_pack_few, ring
+from cute_kernels.sm90 import checks, gate_pack_few
 
-# kernels with mbarriers or named barriers of their own; the others differ in what they compute
-QUICK = ("gate_pack_bf16_t48", "sampled_up_bf16", "up_down_tile_bf16_k1024", "sampled_gate_bf16")
+# every kernel with mbarriers or named barriers; gate_pack_few is compiled below
+QUICK = ("gate_pack_bf16_t48", "up_down_tile_bf16_k1024", "sampled_gate_bf16")
 NIGHTLY = (
     "gate_screen_bf16",
-    "quantize_gate_bf16_k2048",
+    "quantize_gate_bf16_k16384",
     "up_down_token_bf16_k1024_x2",
+    "sampled_up_bf16",
+    "sampled_grad_bf16_gated",
     "gathered_bf16_0",
     "weight_grad_bf16_plain",
     "overflow_bf16_forward",
-    "overflow_bf16_weights",
 )
 
 
-class Traced(Exception):
-    """Ends a compile after the trace."""
-
-
-def traces(symbol: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[checks.Trace], Any]:
+def traced(symbol: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[checks.Trace], Any]:
     """Return the traced kernels of a symbol, and which warps are absent from which barrier."""
     found: list[Any] = []
 
@@ -46,42 +43,77 @@ def traces(symbol: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[checks.Tr
     return found[0], found[1]
 
 
-def plus(values: checks.Values, more: int) -> checks.Values:
-    return values._replace(data=values.data + more)
+def barriers(place: checks.Place) -> set[int]:
+    """Return the addresses or indices of the barriers that a place uses; none of sync_threads and of a cluster's."""
+    return {int(at) for values in place.operands[:1] for at in np.unique(values.data[place.reached])}
 
 
 @pytest.mark.parametrize("symbol", [*QUICK, *(pytest.param(s, marks=pytest.mark.nightly) for s in NIGHTLY)])
 def test_every_wrong_count_and_every_missing_role_is_found(symbol: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, absent = traces(symbol, monkeypatch)
-    counted = 0
+    kernels, absent = traced(symbol, monkeypatch)
+    wrong_counts = missing_roles = 0
     for trace in kernels:
-        places = trace.places
-        assert list(checks.problems(trace, absent)) == []
+        places = [place for place in trace.places if place.operands]
 
-        def found(changed: list[checks.Place]) -> str:
+        def found(changed: list[checks.Place], trace: checks.Trace = trace) -> str:
             trace.places = changed
             return "; ".join(checks.problems(trace, absent))
 
-        for i, place in enumerate(places):
-            counts = place.name == "mbarrier.init" or (place.name in ("barrier", "barrier.arrive") and place.operands)
-            for more in (-1, 1, 32) if counts else ():
-                number = int(place.operands[1].data.flat[0])
-                wrong = place._replace(operands=[place.operands[0], plus(place.operands[1], more)])
-                said = found([*places[:i], wrong, *places[i + 1 :]])
-                assert str(number + more) in said, (place.name, more, said)
-                counted += 1
+        assert found(trace.places) == ""
         for place in places:
-            if ("arrive" in place.name or place.name == "barrier") and place.operands:
-                # the role has no such barrier, or all of its lanes arrive instead of one
-                same = [
-                    other.name == place.name
-                    and np.array_equal(other.reached, place.reached)
-                    and all(np.array_equal(a.data, b.data) for a, b in zip(other.operands[:1], place.operands[:1]))
-                    for other in places
-                ]
-                assert found([other for other, mine in zip(places, same) if not mine]), place.name
-                lanes = np.arange(trace.shape[1]) % checks.WARP
-                if place.name == "mbarrier.arrive" and not place.reached[:, lanes > 0].any():
-                    every = place.reached[:, np.arange(trace.shape[1]) // checks.WARP * checks.WARP]
-                    assert "must expect" in found([p._replace(reached=every) if p is place else p for p in places])
-    assert counted
+            others = [other for other in places if other is not place]
+            if place.name in ("mbarrier.init", "barrier", "barrier.arrive"):
+                at, count = place.operands[:2]
+                for more in (-1, 1, 32):
+                    wrong = place._replace(operands=[at, count._replace(data=count.data + more)])
+                    assert f"{count.data.flat[0] + more}" in found([*others, wrong]), (place.name, barriers(place))
+                wrong_counts += 1
+            if "arrive" in place.name or place.name == "barrier":
+                # without this role; a barrier that no place names any more is none
+                shares = [bool(barriers(other) & barriers(place)) for other in others]
+                mine = [np.array_equal(other.reached, place.reached) for other in others]
+                if any(s and not m for s, m in zip(shares, mine)):
+                    assert found([o for o, s, m in zip(others, shares, mine) if not (s and m)]), place.name
+                    missing_roles += 1
+            if place.name == "mbarrier.arrive":
+                leaders = np.arange(trace.shape[1]) // checks.WARP * checks.WARP
+                every_lane = place._replace(reached=place.reached[:, leaders])
+                if not np.array_equal(every_lane.reached, place.reached):
+                    assert "must expect" in found([*others, every_lane])
+    assert wrong_counts
+    assert missing_roles
+
+
+def released_by_all(ring: Any, state: Any, lane: Any) -> Any:
+    cute.arch.mbarrier_arrive(ring.empty + state.index)
+    state.advance()
+    return state
+
+
+def changed(function: Any, **change: Any) -> Any:
+    """Return a function of the compiler with other arguments."""
+    return lambda *arguments, **given: function(*arguments, **given | change)
+
+
+INIT, NAMED = cute.arch.mbarrier_init, cute.arch.barrier
+FAULTS = [
+    (
+        cute.arch,
+        "mbarrier_init",
+        lambda at, n: INIT(at, n + 1),
+        r"full\[0\] must expect 1 arrivals, got 2; .*expect_tx",
+    ),
+    (cute.arch, "barrier", changed(NAMED, number_of_threads=96), "named barrier 1 must be for 128 threads .*got 96"),
+    (cute.arch, "mbarrier_arrive", lambda at: None, r"empty\[0\] must expect 0 arrivals, got 4; who arrives: nobody"),
+    (gate_pack_few, "release", released_by_all, r"empty\[0\] must expect 128 arrivals, got 4"),
+    (cute.arch, "sync_threads", lambda: NAMED(barrier_id=16, number_of_threads=160), "must be 1 to 15, got 16"),
+]
+
+
+@pytest.mark.parametrize(("where", "name", "fault", "said"), FAULTS, ids=[name for _, name, _, _ in FAULTS])
+def test_a_wrong_barrier_fails_the_report(
+    where: Any, name: str, fault: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, name, fault)
+    with pytest.raises(checks.BarrierError, match=f"twell_gate_pack_few_bf16_m8_0: .*{said}"):
+        __main__.main(["report", "gate_pack_few_bf16_m8"])
