@@ -19,11 +19,14 @@ from typing import Any
 
 try:
     import cutlass.cute as cute
+    from cutlass.base_dsl.common import DSLRuntimeError
     from cutlass.cute.runtime import find_runtime_libraries, make_fake_stream
+    from cutlass.cutlass_dsl import CuTeDSL
 except ImportError as error:
     raise ImportError(f"no compiler of kernels ({error}); install it with `pip install twell[jit]`") from error
 
 from .fingerprint import ARCH
+from .sm90 import checks
 from .specs import Spec
 
 
@@ -33,10 +36,23 @@ def compile_spec(spec: Spec, options: str = "", arch: str = ARCH) -> Any:
     jit_object, fake_args = module.signature(spec)
     _name_kernels(jit_object, spec)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    with _no_arguments():
+    with _no_arguments(), _checked_barriers(jit_object):
         return cute.compile(
             jit_object, *fake_args, stream, options=f"--enable-tvm-ffi --gpu-arch {arch} {options}".rstrip()
         )
+
+
+@contextmanager
+def _checked_barriers(jit_object: Any) -> Iterator[None]:
+    """Check the barriers of what is traced, before it is compiled."""
+    absent = getattr(jit_object, "absent", {})
+    with CuTeDSL._get_dsl().trace_finalize_hooks(lambda _, module, name: checks.check(module, absent)):
+        try:
+            yield
+        except DSLRuntimeError as error:
+            if isinstance(error.__cause__, checks.BarrierError):
+                raise error.__cause__ from None
+            raise
 
 
 @contextmanager

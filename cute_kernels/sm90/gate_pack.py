@@ -21,7 +21,7 @@ tiles per CTA nothing else would hide its packing. Hand-over:
 """
 
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -109,6 +109,8 @@ class GatePack:
     """
 
     accumulator = Float32
+    # the warp that loads packs the last tile alone
+    absent: ClassVar = {Barrier.GATE_FULL: [PACK_WARPS], Barrier.GATE_EMPTY: [PACK_WARPS]}
 
     def __init__(self, spec: GatePackSpec):
         self.dtype = operands.DTYPES[spec.dtype]

@@ -21,7 +21,7 @@ Hand-over:
 """
 
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -95,6 +95,7 @@ class GateScreen(GatePack):
     """For one dtype of the bias; sizes and strides stay symbolic. An empty bias is none."""
 
     accumulator = Int32
+    absent: ClassVar = {}
 
     def __init__(self, spec: GateScreenSpec):
         self.dtype = operands.DTYPES[spec.dtype]

@@ -20,7 +20,7 @@ CTA writes it. Three warp groups:
     GATE_...  as in gate_pack.py.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -74,6 +74,11 @@ class Views(NamedTuple):
 
 class SampledGate(GatePack):
     """For one dtype; sizes, strides and width stay symbolic. An empty bias is none."""
+
+    # the warps that load pack the last unit alone
+    absent: ClassVar = {
+        barrier: range(PACK_WARPS, PACK_WARPS + LOAD_WARPS) for barrier in (Barrier.GATE_FULL, Barrier.GATE_EMPTY)
+    }
 
     def __init__(self, spec: SampledGateSpec):
         self.dtype = operands.DTYPES[spec.dtype]
