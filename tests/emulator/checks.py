@@ -265,6 +265,20 @@ def ffn_screened(m: int, k: int, n: int, density: float, biases: str, seed: int 
     testing.assert_same(found[2], stats, "stats")
 
 
+def up_down(m: int, k: int, n: int, seed: int = 0) -> None:
+    """The row kernel; one token of each eight fires nearly all neurons."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, 20, (m, 1), generator=generator)
+    counts[::8] = n - 5
+    active = torch.rand(m, n, generator=generator).argsort(1).argsort(1) < counts
+    gates = torch.where(active, torch.randint(1, 9, (m, n), generator=generator), -1)
+    problem = testing.pattern_problem(gates, k, biases="up down", seed=seed)
+    words, spill, _ = ops.gate_pack(problem.x, problem.w_gate, None, 8)
+    arguments = (problem.x, words, spill, *problem[2:4], *problem[5:], 8)
+    for name, found, right in zip(("y", "l1"), on_gpu("up_down")(*arguments), ops.up_down(*arguments)):
+        testing.assert_same(found, right, name)
+
+
 def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bool, seed: int = 0) -> None:
     """All kernels of a forward and backward pass."""
     problem = testing.integer_problem(m, k, n, density=density, biases=biases, seed=seed)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.emulator import checks
 from tests.emulator.launch import Emulator, Schedule
+from twell import tuning
 from twell._runtime import specs
 
 # in order, and in two random schedules
@@ -117,6 +118,15 @@ def test_neurons_that_are_staged_in_two_parts(emulator: Emulator) -> None:
 def test_a_screened_layer(emulator: Emulator, m: int, k: int, n: int, density: float, biases: str, seed: int) -> None:
     with emulator.stands_in(3, Schedule.of(seed)):
         checks.ffn_screened(m, k, n, density, biases)
+
+
+@SEEDS
+def test_heavy_and_light_tokens_by_row(emulator: Emulator, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of many tokens: a CTA for each, and clusters of two for the heavy ones, which the first CTAs look for."""
+    by_size = tuning.up_down_token
+    monkeypatch.setattr(tuning, "up_down_token", lambda dtype, m, *rest: by_size(dtype, 1 << 20, *rest))
+    with emulator.stands_in(8, Schedule.of(seed)):
+        checks.up_down(43, 136, 520, seed)
 
 
 @SEEDS

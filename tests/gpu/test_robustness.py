@@ -31,16 +31,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
+from tests.gpu import strategies
+from tests.gpu.strategies import BF16, BIASES, BOTH, BUSY, CUDA, FP16
 from twell import ops, testing
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.testing import FFN
 
 T = TypeVar("T")
-CUDA = torch.device("cuda")
-BF16, FP16 = torch.bfloat16, torch.float16
-BIASES = "gate up down"
 GIVEN = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
-BOTH = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 Outputs = dict[str, Tensor]
 
 
@@ -87,21 +85,7 @@ def with_biases(problem: FFN, seed: int = 1) -> FFN:
 
 
 def assert_repeats(call: Callable[[], Outputs], runs: int, busy: bool) -> None:
-    """``busy``: beside matrix products on another stream, so that CTAs start unevenly."""
-    first = call()
-    different = torch.zeros(len(first), dtype=torch.int64, device=CUDA)
-    other = torch.cuda.Stream()
-    noise = torch.randn(1024, 1024, device=CUDA, dtype=BF16)
-    torch.cuda.synchronize()
-    for _ in range(runs):
-        if busy:
-            with torch.cuda.stream(other):
-                torch.mm(noise, noise)
-        different += bits_differ(call(), first)
-    assert different.tolist() == [0] * len(first)
-
-
-BUSY = pytest.mark.parametrize("busy", [False, True], ids=["alone", "busy"])
+    strategies.assert_repeats(lambda: tuple(call().values()), runs, busy)
 
 
 @BUSY
@@ -135,7 +119,7 @@ def test_a_thousand_overflows(gated: bool) -> None:
 
 
 @BUSY
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@BOTH
 def test_a_thousand_replays_of_a_training_step(gated: bool, busy: bool) -> None:
     problem = with_biases(testing.make("topic29", 700))
     dy = testing.real_upstream(problem)
