@@ -28,6 +28,8 @@ function(cute_aot_library target)
     list(APPEND symbols_${kernel} ${symbol})
   endforeach()
   list(REMOVE_DUPLICATES groups)
+  # the last ones, of training, take longest: they start first
+  list(REVERSE groups)
 
   set(directory ${arg_FOLDER}/objects)
   set(objects "")

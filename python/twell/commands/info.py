@@ -7,7 +7,7 @@ import logging
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -136,6 +136,8 @@ def collect() -> Info:
     first = driver.devices[0].capability[0] if driver.devices else 9
     arch = device.ARCHITECTURES.get(first, fingerprint.ARCH)
     kernels = _kernels(packaged.folder_of(arch), arch)
+    if driver.devices and (advice := packaged.advice(arch)):
+        kernels = replace(kernels, problems=(*kernels.problems, advice))
     tables = tuple(_table(*model) for model in models.items())
     return Info(versions, devices, driver.problem, kernels, _cache(), tables, environment)
 
@@ -175,8 +177,6 @@ def _kernels(folder: Path, arch: str = fingerprint.ARCH) -> KernelInfo:
             loads = True
         except RuntimeError as error:
             problems.append(str(error))
-    if said := packaged.advice(arch):
-        problems.append(said)
     return KernelInfo(
         library=str(library),
         present=library.is_file(),
