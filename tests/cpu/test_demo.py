@@ -111,7 +111,7 @@ def test_demo_fails_where_packing_is_wrong(
     def corrupt(*arguments: object, **keywords: object) -> PackedTwell:
         packed = pack(*arguments, **keywords)  # type: ignore[arg-type]
         # tiles of an untrained model overflow
-        packed.spill += 1
+        packed.spill.add_(1)
         return packed
 
     monkeypatch.setattr(compare, "pack", corrupt)
