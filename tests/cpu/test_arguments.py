@@ -254,7 +254,7 @@ def test_wrong_arguments_are_named(
         ({"w_down": torch.zeros(24, 16, dtype=BF16)}, r"w_down must be \[16, 24\] .*, got \[24, 16\]"),
         ({"b_down": torch.zeros(24, dtype=BF16)}, r"b_down must be \[16\] .*, got \[24\]"),
         ({"x": torch.zeros(3, 16)}, "x must be torch.bfloat16 as the others are, got torch.float32"),
-        ({"w_down": torch.zeros(16, 24)}, "w_down must be torch.bfloat16 as x is, got torch.float32"),
+        ({"w_down": torch.zeros(16, 24).half()}, "w_down must be torch.bfloat16 as x is, got torch.float16"),
         ({"x": torch.zeros(3, 16, dtype=BF16, device="meta")}, "x must be on cpu as the others are, got meta"),
         (
             {f"w_{n}": torch.zeros(s, dtype=BF16, device="meta") for n, s in SHAPES.items()},
