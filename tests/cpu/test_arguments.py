@@ -239,6 +239,34 @@ def test_wrong_arguments_are_named(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (
+            {"x": torch.zeros(3, 8, dtype=BF16)},
+            r"x must be \[\.\.\., 16\] \(the others have K = 16, N = 24\), got \[3, 8\]",
+        ),
+        ({"x": torch.zeros(8, dtype=BF16)}, r"x must be \[\.\.\., 16\] .*, got \[8\]"),
+        ({"w_gate": torch.zeros(24, 8, dtype=BF16)}, r"w_gate must be \[24, 16\] .*, got \[24, 8\]"),
+        ({"w_gate": torch.zeros(16, 24, dtype=BF16)}, r"w_gate must be \[24, 16\] .*, got \[16, 24\]"),
+        ({"w_up": torch.zeros(32, 16, dtype=BF16)}, r"w_up must be \[24, 16\] .*, got \[32, 16\]"),
+        ({"w_up": torch.zeros(24, dtype=BF16)}, r"w_up must be \[24, 16\] .*, got \[24\]"),
+        ({"w_down": torch.zeros(24, 16, dtype=BF16)}, r"w_down must be \[16, 24\] .*, got \[24, 16\]"),
+        ({"b_down": torch.zeros(24, dtype=BF16)}, r"b_down must be \[16\] .*, got \[24\]"),
+        ({"x": torch.zeros(3, 16)}, "x must be torch.bfloat16 as the others are, got torch.float32"),
+        ({"w_down": torch.zeros(16, 24).half()}, "w_down must be torch.bfloat16 as x is, got torch.float16"),
+        ({"x": torch.zeros(3, 16, dtype=BF16, device="meta")}, "x must be on cpu as the others are, got meta"),
+        (
+            {f"w_{n}": torch.zeros(s, dtype=BF16, device="meta") for n, s in SHAPES.items()},
+            "w_gate must be on cpu as x is, got meta",
+        ),
+    ],
+)
+def test_the_operand_that_differs_from_the_others_is_named(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        twell.sparse_gated_ffn(**{**weights(), **wrong})
+
+
 def test_of_two_operands_x_or_the_second_weight_is_named() -> None:
     w_up = torch.zeros(24, 16, dtype=BF16)
     with pytest.raises(ValueError, match=r"w_down must be \[16, 24\] .*got \[24, 16\]"):

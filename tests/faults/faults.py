@@ -239,7 +239,7 @@ FAULTS = (
     ),
     # ---- refusals ----
     Fault(
-        "refusals: weights of another 16-bit dtype are taken",
+        "refusals: another 16-bit dtype of a weight is not named",
         "python/twell/_admission.py",
         "        if value.dtype != x.dtype:",
         "        if value.dtype.itemsize != x.dtype.itemsize:",
