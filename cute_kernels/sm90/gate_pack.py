@@ -111,7 +111,10 @@ class GatePack:
 
     accumulator = Float32
     # the warp that loads packs the last tile alone
-    absent: ClassVar[Mapping[int, Collection[int]]] = {Barrier.GATE_FULL: [PACK_WARPS], Barrier.GATE_EMPTY: [PACK_WARPS]}
+    absent: ClassVar[Mapping[int, Collection[int]]] = {
+        Barrier.GATE_FULL: [PACK_WARPS],
+        Barrier.GATE_EMPTY: [PACK_WARPS],
+    }
 
     def __init__(self, spec: GatePackSpec):
         self.dtype = operands.DTYPES[spec.dtype]
