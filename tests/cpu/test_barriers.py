@@ -21,7 +21,7 @@ NIGHTLY = (
     "quantize_gate_bf16_k16384",
     "up_down_token_bf16_k1024_x2",
     "sampled_up_bf16",
-    "sampled_grad_bf16_gated",
+    "sampled_grad_bf16_plain",
     "gathered_bf16_0",
     "weight_grad_bf16_plain",
     "overflow_bf16_forward",
