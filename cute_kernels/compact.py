@@ -281,7 +281,7 @@ class Compact:
             self.build(shared, gate, quads, own, most, results, count, plain, tile * TOKENS * size, total, at)
 
     @cute.jit
-    def total_nonzeros(self, s, own, warp, lane):
+    def total_nonzeros(self, s: Views, own: cute.Tensor, warp: Int32, lane: Int32):
         """Number of non-zeros of the CTA's tokens."""
         if lane == 0:
             sums = own[0]
@@ -294,7 +294,7 @@ class Compact:
         return total
 
     @cute.jit
-    def build(self, shared, gate, quads, own, most, results, count, plain, start, total, at):
+    def build(self, shared, gate, quads: cute.Tensor, own: cute.Tensor, most, results, count, plain, start, total, at):
         """Write the lists of the token tile, and its `total` entries from `start` on."""
         entries, neurons, chunks, sizes, popularity, l1, listed = results
         thread, warp, lane = at
@@ -313,7 +313,7 @@ class Compact:
     # ---- phases ----
 
     @cute.jit
-    def count_tokens(self, s, gate, quads, neurons, thread, warp, lane):
+    def count_tokens(self, s: Views, gate, quads: cute.Tensor, neurons: Int32, thread: Int32, warp: Int32, lane: Int32):
         """Load the first words of the first 32 tiles of each of the warp's tokens, a tile per lane; clear counters.
 
         Returns the number of non-zeros of each token, and the largest count of a tile that the lane has seen.
@@ -341,7 +341,7 @@ class Compact:
         return own, most
 
     @cute.jit
-    def load_quads(self, quads, gate, group, warp, lane):
+    def load_quads(self, quads: cute.Tensor, gate, group: Int32, warp: Int32, lane: Int32):
         """Load count and first three non-zeros of a group of 32 tiles, a tile per lane; zeros if it does not exist."""
         words, _, width, tile = gate
         quads.fill(0)
@@ -351,7 +351,7 @@ class Compact:
                 load_values(address(words, m, (group + lane) * width), quads[None, j])
 
     @cute.jit
-    def mark_neurons(self, s, gate, quads, own, most, room, warp, lane):
+    def mark_neurons(self, s: Views, gate, quads: cute.Tensor, own: cute.Tensor, most: Int32, room: Int32, warp, lane):
         """Count the non-zeros by neuron; return how many are kept: those of the warps for which there was room."""
         total = own[0]
         for j in range_constexpr(1, OWN):
@@ -380,7 +380,7 @@ class Compact:
         return cutlass.min(s.scalars[0], s.scalars[1])
 
     @cute.jit
-    def mark_intact(self, s, gate, quads, own, kept, warp, lane):
+    def mark_intact(self, s: Views, gate, quads: cute.Tensor, own: cute.Tensor, kept: Int32, warp: Int32, lane: Int32):
         """`mark` for a warp that keeps its non-zeros, if none of its tiles overflows.
 
         First each lane copies its own tile's non-zeros, for all tokens of the warp; few lanes are busy. Then they are
@@ -431,7 +431,7 @@ class Compact:
                     s.owners[first + 32 * i] = Uint8(token)
 
     @cute.jit
-    def list_union(self, s, neurons, popularity, listed, count, tile, thread, warp, lane):
+    def list_union(self, s: Views, neurons: cute.Tensor, popularity, listed, count: Int32, tile, thread, warp, lane):
         """Write popularity, bitmap, ranks and list of the union; return its size and clear the counters for `count`.
 
         Each warp has a range of the bitmap; a lane holds its words `lane` and 32 + `lane`.
@@ -487,13 +487,13 @@ class Compact:
         return size
 
     @cute.jit
-    def neuron_of(self, listed, tile, place):
+    def neuron_of(self, listed, tile: Int32, place: Int32):
         """The neuron at a place of the gate."""
         neurons, by_place = listed
         return widen(neurons[tile, place]) if by_place != 0 else place
 
     @cute.jit
-    def count_entries(self, s, gate, kept, neurons, chunks, size, start, thread, warp, lane):
+    def count_entries(self, s: Views, gate, kept: Int32, neurons: cute.Tensor, chunks, size, start, thread, warp, lane):
         """Compute where the entries of each chunk, and of each four tokens in it, begin."""
         tile = gate[3]
         for first in cutlass.range(thread, kept, THREADS * BATCHES, unroll=1):
@@ -542,7 +542,7 @@ class Compact:
         cute.arch.sync_threads()
 
     @cute.jit
-    def write_entries(self, s, gate, kept, entries, start, total, fits, thread, warp, lane):
+    def write_entries(self, s: Views, gate, kept: Int32, entries: cute.Tensor, start, total, fits, thread, warp, lane):
         """Write the entries, through shared memory if all of them fit."""
         target = Int32(-1) if fits else start
         gate = (*gate, entries, target)
@@ -566,7 +566,7 @@ class Compact:
                 entries[start + i] = Int32(s.staged[i])
 
     @cute.jit
-    def sum_values(self, s, entries, start, end, activation, l1, tile, thread, warp, lane):
+    def sum_values(self, s: Views, entries: cute.Tensor, start: Int32, end, activation, l1, tile, thread, warp, lane):
         """Store the sum of h of all entries, added in a fixed order."""
         # wait for entries that other threads wrote
         cute.arch.sync_threads()
@@ -587,7 +587,7 @@ class Compact:
     # ---- ordinals of kept non-zeros ----
 
     @cute.jit
-    def ordinal(self, s, first, kept, lane):
+    def ordinal(self, s: Views, first: Int32, kept: Int32, lane: Int32):
         """Ordinal of entry `first` + lane among those of its token and chunk."""
         begins = self.run_starts(s, first + lane, kept)
         ends = begins & Uint32(cute.arch.lanemask_le())
@@ -601,7 +601,7 @@ class Compact:
         return ordinal
 
     @cute.jit
-    def run_starts(self, s, at, kept):
+    def run_starts(self, s: Views, at: Int32, kept: Int32):
         """Mask of lanes whose entry `at` is the first of its token and chunk; `at` may be negative."""
         begin = at <= 0
         if at > 0 and at < kept:
@@ -619,7 +619,7 @@ class Compact:
     # ---- a token's non-zeros from its words and its spill, 32 at a time, ascending ----
 
     @cute.jit
-    def scan_token(self, s, gate, token, lane, phase: cutlass.Constexpr):
+    def scan_token(self, s: Views, gate, token: Int32, lane: Int32, phase: cutlass.Constexpr):
         """Run one phase on the non-zeros of one token; MARK keeps them if there is room."""
         words, spill, width, tile = gate[:4]
         m = tile * TOKENS + token
@@ -659,7 +659,7 @@ class Compact:
                 low = high + 1
 
     @cute.jit
-    def mark_spilled(self, s, gate, token, neuron, position, keep, lane):
+    def mark_spilled(self, s: Views, gate, token: Int32, neuron: Int32, position: Int32, keep, lane: Int32):
         """`mark` for a tile that overflows, eight neurons per lane; return the position of the next kept entry."""
         _, spill, _, tile = gate
         values = load_values(address(spill, tile * TOKENS + token, neuron))
@@ -675,7 +675,7 @@ class Compact:
         return cute.arch.shuffle_sync(at, 31)
 
     @cute.jit
-    def process_words(self, s, gate, token, word, active, at, keep, run, lane, phase: cutlass.Constexpr):
+    def process_words(self, s: Views, gate, token, word: Uint32, active, at, keep, run, lane, phase: cutlass.Constexpr):
         """Run one phase on a non-zero per active lane, ascending. All lanes of the warp must take part."""
         if const_expr(phase == MARK):
             if active:
@@ -694,29 +694,29 @@ class Compact:
         return run
 
     @cute.jit
-    def rank_of(self, s, word):
+    def rank_of(self, s: Views, word: Uint32):
         """Rank in the union of a word's neuron."""
         at = Int32((word & Uint32(0xFFFF)) >> 5)
         below = (Uint32(1) << (word & 31)) - 1
         return widen(s.prefix[at]) + Int32(cute.arch.popc(Uint32(s.bitmap[at]) & below))
 
     @cute.jit
-    def mark_entry(self, s, word):
+    def mark_entry(self, s: Views, word: Uint32):
         neuron = word & Uint32(0xFFFF)
         one = Uint32(1) << ((neuron & 3) * 8)
         cute.arch.atomic_add(s.counters.iterator + Int32(neuron >> 2), one, scope="cta")
 
     @cute.jit
-    def keep_entry(self, s, word, at, token):
+    def keep_entry(self, s: Views, word: Uint32, at: Int32, token: Int32):
         s.words[at] = word
         s.owners[at] = Uint8(token)
 
     @cute.jit
-    def count_entry(self, s, rank, token):
+    def count_entry(self, s: Views, rank: Int32, token: Int32):
         count_token(s.counters, rank // CHUNK, token)
 
     @cute.jit
-    def write_entry(self, s, gate, word, rank, ordinal, token):
+    def write_entry(self, s: Views, gate, word: Uint32, rank: Int32, ordinal: Int32, token: Int32):
         _, _, _, _, entries, target = gate
         chunk, shift = rank // CHUNK, Uint32((token & 3) * 8)
         counter = chunk * PITCH + (token >> 2)
@@ -729,7 +729,7 @@ class Compact:
             s.staged[position] = entry
 
     @cute.jit
-    def ordinal_in_chunk(self, chunk, active, run):
+    def ordinal_in_chunk(self, chunk: Int32, active, run):
         """Ordinal of an entry in its chunk, and the next `run`; active lanes ascend by chunk and continue `run`."""
         flags = Uint32(cute.arch.vote_ballot_sync(active))
         earlier = flags & Uint32(cute.arch.lanemask_lt())
@@ -754,7 +754,7 @@ class Compact:
         return chunks * PITCH, (chunks * PITCH + 1) // 2
 
     @cute.jit
-    def room(self, chunks, total):
+    def room(self, chunks: Int32, total: Int32):
         """Number of non-zeros that can be kept, and whether `total` entries can be staged; if not, more are kept."""
         counters, before = self.counter_words(chunks)
         left = self.arena - counters - before

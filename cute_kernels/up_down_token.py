@@ -166,7 +166,7 @@ class TokenCluster:
             self.ctas_per_sm = {1: 4 if self.span > 2 and cluster > 1 else 3, 2: 2, 4: 1, 8: 1}[self.vectors]
 
     @cute.jit
-    def thread_index(self, k, rank):
+    def thread_index(self, k: Int32, rank):
         """The thread's indices in CTA `rank` of a cluster; columns are divided in pieces of 16 bytes."""
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -177,7 +177,7 @@ class TokenCluster:
         return Thread(rank, left, columns, place * STEP + lane * 8, warp // self.span, place, thread, warp, lane)
 
     @cute.jit
-    def compute_token(self, o, s, m, at, windows, light: cutlass.Constexpr = False, piece=None):
+    def compute_token(self, o: Operands, s: Views, m: Int32, at, windows, light: cutlass.Constexpr = False, piece=None):
         """Compute token `m`, unless `light` and the token is heavy, or a piece of it.
 
         Returns the cluster's number of windows so far.
@@ -248,7 +248,7 @@ class TokenCluster:
         return cute.ceil_div(least, self.turn) * self.turn
 
     @cute.jit
-    def begin(self, s):
+    def begin(self, s: Views):
         """Initialise the cluster's barriers; `cluster_wait` must follow."""
         if const_expr(self.cluster > 1):
             if cute.arch.thread_idx()[0] == 0:
@@ -266,7 +266,7 @@ class TokenCluster:
             cute.arch.mbarrier_arrive_and_expect_tx(s.complete, 4 * self.parts * size)
 
     @cute.jit
-    def count_nonzeros(self, o, m, lane):
+    def count_nonzeros(self, o: Operands, m: Int32, lane: Int32):
         """The number of the token's non-zeros; every warp computes the same."""
         count, tiles = Int32(0), o.words.shape[1] // o.width
         for tile in cutlass.range(lane, tiles, 32, unroll=4):
@@ -274,7 +274,7 @@ class TokenCluster:
         return Int32(cute.arch.warp_redux_sync(count, "add"))
 
     @cute.jit
-    def count_group(self, o, group, lane):
+    def count_group(self, o: Operands, group: Int32, lane: Int32):
         """The number of non-zeros of token lane / 4 of a group in each lane; every warp computes the same."""
         count, token, tiles = Int32(0), group * GROUP + lane // 4, o.words.shape[1] // o.width
         if token < o.y.shape[0]:
@@ -285,7 +285,7 @@ class TokenCluster:
         return count
 
     @cute.jit
-    def heavy_tokens(self, o, group, lane):
+    def heavy_tokens(self, o: Operands, group: Int32, lane: Int32):
         """A mask of the heavy tokens of a group, bits 0, 4, 8 and so on."""
         count = self.count_group(o, group, lane)
         everything = Int32(cute.arch.warp_redux_sync(count if lane % 4 == 0 else 0, "add"))
@@ -293,7 +293,7 @@ class TokenCluster:
         return Uint32(cute.arch.vote_ballot_sync(heavy))
 
     @cute.jit
-    def compute_heavy(self, o, s, group, at):
+    def compute_heavy(self, o: Operands, s: Views, group: Int32, at: Thread):
         """Compute the heavy tokens of a group, one after another."""
         heavy, windows = self.heavy_tokens(o, group, at.lane), Int32(0)
         while heavy != 0:
@@ -304,7 +304,7 @@ class TokenCluster:
     # ---- listing ----
 
     @cute.jit
-    def list_nonzeros(self, o, s, m, base, at):
+    def list_nonzeros(self, o: Operands, s: Views, m: Int32, base: Int32, at: Thread):
         """List non-zeros `base` to `base + window`, ascending: a lane has a tile, and each warp every eighth word."""
         tiles = o.words.shape[1] // o.width
         before = -base
@@ -333,7 +333,7 @@ class TokenCluster:
                     self.list_spilled(o, s, m, group + slot, first, at.lane)
 
     @cute.jit
-    def list_tiles(self, o, s, m, base, size, at):
+    def list_tiles(self, o: Operands, s: Views, m: Int32, base: Int32, size: Int32, at: Thread):
         """List `size` non-zeros from `base` on, ascending: a warp per tile that has any of them, a lane per word."""
         tiles = o.words.shape[1] // o.width
         before = -base
@@ -356,7 +356,7 @@ class TokenCluster:
                             self.list_word(s, first + ordinal, Uint32(word), True)
 
     @cute.jit
-    def list_spilled(self, o, s, m, tile, start, lane):
+    def list_spilled(self, o: Operands, s: Views, m: Int32, tile: Int32, start: Int32, lane: Int32):
         """List the non-zeros of a tile that overflows by one warp, eight values per lane."""
         neuron = tile * geometry.TILE + lane * 8
         quad = load_values(address(o.spill, m, neuron))
@@ -368,14 +368,14 @@ class TokenCluster:
             at += Int32(flags[i])
 
     @cute.jit
-    def list_word(self, s, at, word, valid):
+    def list_word(self, s: Views, at: Int32, word: Uint32, valid):
         if valid and at >= 0 and at < self.window:
             s.nonzeros[at] = word
 
     # ---- rows ----
 
     @cute.jit
-    def load_row(self, values, matrix, row, at, exists: Boolean):
+    def load_row(self, values: cute.Tensor, matrix: cute.Tensor, row: Uint32, at: Thread, exists: Boolean):
         """Load the thread's pieces of a row; zeros beyond the last column, or unless the row `exists`."""
         base = address(matrix, row, at.left) + at.column
         for v in range_constexpr(self.vectors):
@@ -383,7 +383,7 @@ class TokenCluster:
             load_values_if(base + offset, values[None, v], exists and at.column + offset < at.columns)
 
     @cute.jit
-    def load_rows(self, s, rows, matrix, first, size, at):
+    def load_rows(self, s: Views, rows: cute.Tensor, matrix: cute.Tensor, first: Int32, size: Int32, at: Thread):
         """Load rows of the neurons from `first` of the list on; zeros beyond its end."""
         words = self.load_list(s.nonzeros, first)
         for j in range_constexpr(self.rows):
@@ -391,7 +391,7 @@ class TokenCluster:
             self.load_row(rows[None, None, j], matrix, neuron, at, first + j < size)
 
     @cute.jit
-    def load_list(self, values, first):
+    def load_list(self, values: cute.Tensor, first: Int32):
         """Load `rows` elements of a list in shared memory, `first` being a multiple of that."""
         loaded = cute.make_rmem_tensor((self.rows,), values.element_type)
         source = (values.iterator + first).align(min(16, 4 * self.rows))
@@ -446,7 +446,7 @@ class TokenCluster:
         return sums[0]
 
     @cute.jit
-    def hidden_state(self, s, b_up, activation, size, at):
+    def hidden_state(self, s: Views, b_up, activation: Int32, size: Int32, at: Thread):
         """Compute the hidden state of the listed non-zeros, zeros up to full `rows`, and add to the sums of |h|."""
         total = Float32(0.0)
         for i in cutlass.range(at.thread, cute.ceil_div(size, self.rows) * self.rows, THREADS, unroll=1):
@@ -479,7 +479,7 @@ class TokenCluster:
         return value
 
     @cute.jit
-    def add_rows(self, s, acc, rows, first):
+    def add_rows(self, s: Views, acc: cute.Tensor, rows: cute.Tensor, first: Int32):
         """acc += h times the rows, which with their h are zero beyond the list's end."""
         hidden = self.load_list(s.hidden, first)
         for j in range_constexpr(self.rows):
@@ -491,7 +491,7 @@ class TokenCluster:
     # ---- the end ----
 
     @cute.jit
-    def store_token(self, o, s, acc, m, at):
+    def store_token(self, o: Operands, s: Views, acc: cute.Tensor, m: Int32, at: Thread):
         """Add the groups' sums in a fixed order and store this CTA's columns."""
         if const_expr(self.groups > 1):
             self.store_sums(o, s, acc, m, at)
@@ -518,14 +518,14 @@ class TokenCluster:
         store_values(address(o.y, m, column), quad)
 
     @cute.jit
-    def store_sums(self, o, s, acc, m, at):
+    def store_sums(self, o: Operands, s: Views, acc: cute.Tensor, m: Int32, at: Thread):
         """Add the groups' sums in shared memory and store y, a pair of columns per thread and time."""
         self.share_sums(s, acc, at)
         for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
             self.store_pair(o, self.add_groups(s, column), m, at.left + column)
 
     @cute.jit
-    def share_sums(self, s, acc, at):
+    def share_sums(self, s: Views, acc: cute.Tensor, at: Thread):
         """Write each group's sums to shared memory."""
         for v in range_constexpr(self.vectors):
             target = s.sums + (at.group * self.columns + at.column + v * self.span * STEP)
@@ -533,7 +533,7 @@ class TokenCluster:
         cute.arch.sync_threads()
 
     @cute.jit
-    def add_groups(self, s, column):
+    def add_groups(self, s: Views, column: Int32):
         """The sums of two columns over the groups, in a fixed order."""
         sums = cute.make_tensor(s.sums, cute.make_layout(self.groups * self.columns))
         pair = cute.make_rmem_tensor((2,), Float32)
@@ -545,7 +545,7 @@ class TokenCluster:
         return pair
 
     @cute.jit
-    def store_pair(self, o, values, m, column):
+    def store_pair(self, o: Operands, values: cute.Tensor, m: Int32, column: Int32):
         """Add the bias to two values of y, round and store them."""
         pair = cute.make_rmem_tensor((2,), self.dtype)
         for j in range_constexpr(2):
@@ -600,7 +600,7 @@ class TokenCluster:
         return values
 
     @cute.jit
-    def total(self, s):
+    def total(self, s: Views):
         """The sum of |h| over the warps."""
         everything = Float32(0.0)
         for w in range_constexpr(WARPS):

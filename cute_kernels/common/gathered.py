@@ -94,7 +94,7 @@ class GatheredForm:
         raise NotImplementedError
 
     @cute.jit
-    def sort_tiles(self, data, scratch, threads: cutlass.Constexpr, thread):
+    def sort_tiles(self, data: Operands, scratch, threads: cutlass.Constexpr, thread: Int32):
         """Sort token tiles by the length of their lists, descending: a tile's rank is the number of longer lists."""
         tiles = data.sizes.shape[0] - 1
         lengths = cute.make_tensor(cute.recast_ptr(scratch, dtype=Int32), cute.make_layout(SORTED))
@@ -112,25 +112,25 @@ class GatheredForm:
         cute.arch.sync_threads()
 
     @cute.jit
-    def tile_and_part(self, data, unit):
+    def tile_and_part(self, data: Operands, unit: Int32):
         rank = unit // data.slabs
         tile = widen(data.order[rank]) if data.sizes.shape[0] - 1 <= SORTED else rank
         return tile, unit - rank * data.slabs
 
     @cute.jit
-    def list_extent(self, data, tile):
+    def list_extent(self, data: Operands, tile: Int32):
         return data.sizes[tile], tile * data.neurons.shape[1]
 
     @cute.jit
-    def chunk_start(self, data, tile, chunk):
+    def chunk_start(self, data: Operands, tile: Int32, chunk: Int32):
         return data.chunks[tile, chunk]
 
     @cute.jit
-    def row_index(self, data, at):
+    def row_index(self, data: Operands, at: Int32):
         return widen(cute.make_tensor(data.neurons.iterator, cute.make_layout(1 << 30))[at])
 
     @cute.jit
-    def load_coefficient(self, data, at, product):
+    def load_coefficient(self, data: Operands, at: Int32, product: Int32):
         """The entry, and the bits of its coefficient or 0 if the entry holds them; nothing here waits for the loads."""
         word, bits = Uint32(data.entries[at]), Uint32(0)
         if const_expr(not self.from_entries):

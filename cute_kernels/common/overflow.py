@@ -130,7 +130,7 @@ def arrive_and_wait(counters: Any, arrivals: Int32) -> None:
 
 
 @cute.jit
-def bias_pair(bias, at: Int32) -> Any:
+def bias_pair(bias: cute.Tensor, at: Int32) -> Any:
     """Two elements of a bias; zeros beyond its end, where an empty one is at once."""
     low, high = Float32(0.0), Float32(0.0)
     if at < bias.shape[0]:

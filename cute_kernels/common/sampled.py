@@ -95,7 +95,7 @@ class Sampler:
         raise NotImplementedError
 
     @cute.jit
-    def load_ahead(self, o, unit, chunks: cutlass.Constexpr, thread):
+    def load_ahead(self, o: Operands, unit, chunks: cutlass.Constexpr, thread: Int32):
         """Load the bounds of a unit's chunks and a thread's first entries."""
         loaded = Loaded(
             entries=cute.make_rmem_tensor((BATCH,), Uint32),
@@ -108,7 +108,7 @@ class Sampler:
         return loaded
 
     @cute.jit
-    def sample_unit(self, s, o, acc, loaded, unit, chunks: cutlass.Constexpr, thread):
+    def sample_unit(self, s, o: Operands, acc: cute.Tensor, loaded: Loaded, unit, chunks: cutlass.Constexpr, thread):
         """Apply the sums of a unit to its entries."""
         totals = []
         for staged in range_constexpr(-(-chunks // STAGED_CHUNKS)):
@@ -116,7 +116,7 @@ class Sampler:
         self.store_totals(o, s, totals, unit, thread)
 
     @cute.jit
-    def sample(self, s, o, acc, loaded, unit, staged: cutlass.Constexpr, chunks: cutlass.Constexpr, thread):
+    def sample(self, s, o: Operands, acc, loaded, unit, staged: cutlass.Constexpr, chunks: cutlass.Constexpr, thread):
         """Stage up to 128 columns of the sums and apply each entry's own; the first entries are already loaded."""
         self.sync_sums()
         self.stage_sums(s, acc, staged, chunks, thread)
@@ -142,7 +142,7 @@ class Sampler:
         return total
 
     @cute.jit
-    def load_entries(self, o, loaded, at, last):
+    def load_entries(self, o: Operands, loaded: Loaded, at: Int32, last: Int32):
         """Load a thread's next entries and their factors."""
         for j in range_constexpr(BATCH):
             here = at + j * SAMPLERS
@@ -192,12 +192,12 @@ class SampledUpForm(Sampler):
         self.launch(o, capacity, max_ctas, stream)
 
     @cute.jit
-    def load_factor(self, o, at):
+    def load_factor(self, o: Operands, at: Int32):
         """Load nothing."""
         return Float32(1.0)
 
     @cute.jit
-    def apply_entry(self, o, at, value, entry, factor, tile, position):
+    def apply_entry(self, o: Operands, at: Int32, value: Float32, entry: Uint32, factor: Float32, tile, position):
         """Store the hidden state of one entry from its product `value`; returns |hidden|."""
         own = o.pointwise
         if own.bias.shape[0] > 0:
@@ -211,7 +211,7 @@ class SampledUpForm(Sampler):
         return cute.arch.fmax(h, -h)
 
     @cute.jit
-    def store_totals(self, o, s, totals, unit, thread):
+    def store_totals(self, o: Operands, s, totals, unit, thread: Int32):
         """Store the sums of |hidden|, each added in a fixed order."""
         warps = SAMPLERS // 32
         for i in range_constexpr(len(totals)):
@@ -254,14 +254,14 @@ class SampledGradForm(Sampler):
         self.launch(o, d_gate.shape[0], max_ctas, stream)
 
     @cute.jit
-    def load_factor(self, o, at):
+    def load_factor(self, o: Operands, at: Int32):
         """The up projection, 1 if not gated."""
         if const_expr(self.gated):
             return o.pointwise.up[at].to(Float32)
         return Float32(1.0)
 
     @cute.jit
-    def apply_entry(self, o, at, value, entry, factor, tile, position):
+    def apply_entry(self, o: Operands, at: Int32, value: Float32, entry: Uint32, factor: Float32, tile, position):
         """Store the gradients of one entry."""
         own = o.pointwise
         gate = high_to_float(entry, self.dtype)
@@ -273,7 +273,7 @@ class SampledGradForm(Sampler):
         return Float32(0.0)
 
     @cute.jit
-    def store_totals(self, o, s, totals, unit, thread):
+    def store_totals(self, o: Operands, s, totals, unit, thread: Int32):
         """Do nothing: gradients have no total."""
 
 

@@ -113,7 +113,7 @@ class WeightGradForm:
         return 2 * slabs
 
     @cute.jit
-    def tile_and_part(self, data, unit):
+    def tile_and_part(self, data: Operands, unit: Int32):
         """Neuron tile and part: the slabs of x, those of dy and what else a kernel has."""
         parts = self.parts(data.slabs)
         tile = unit // parts
@@ -124,29 +124,29 @@ class WeightGradForm:
         raise NotImplementedError
 
     @cute.jit
-    def list_extent(self, data, rank):
+    def list_extent(self, data: Operands, rank: Int32):
         tile, index = self.piece_at(data, rank)
         first = index * data.piece
         return cutlass.min(data.tiles[tile, 3] - first, data.piece), data.tiles[tile, 1] + first
 
     @cute.jit
-    def chunk_start(self, data, rank, chunk):
+    def chunk_start(self, data: Operands, rank: Int32, chunk: Int32):
         tile, index = self.piece_at(data, rank)
         return data.starts[tile, index * (data.piece // geometry.CHUNK) + chunk]
 
     @cute.jit
-    def row_index(self, data, at):
+    def row_index(self, data: Operands, at: Int32):
         return data.tokens[at]
 
     @cute.jit
-    def load_coefficient(self, data, at, product):
+    def load_coefficient(self, data: Operands, at: Int32, product: Int32):
         word = Uint64(data.packed[at])
         return Uint32(word & Uint64(0xFFFFFFFF)), Uint32(word >> 32)
 
     # ---- pieces of lists ----
 
     @cute.jit
-    def cut_lists(self, data, pieces, numbers, scratch, threads: cutlass.Constexpr, thread):
+    def cut_lists(self, data: Operands, pieces: cute.Tensor, numbers, scratch, threads: cutlass.Constexpr, thread):
         """Cut long lists and sort the pieces by length; returns `data` with them, for the whole CTA.
 
         `pieces` and `numbers`, of a piece's positions and of pieces, stay in shared memory, `scratch` does not. Whole
@@ -201,7 +201,7 @@ class WeightGradForm:
         return data._replace(pieces=pieces, piece=piece, units=units * self.parts(data.slabs))
 
     @cute.jit
-    def piece_at(self, data, rank):
+    def piece_at(self, data: Operands, rank: Int32):
         """The tile of the list of a piece, and the piece's index in it."""
         tile, index = rank, Int32(0)
         if data.tiles.shape[0] <= PIECES:
@@ -210,13 +210,13 @@ class WeightGradForm:
         return tile, index
 
     @cute.jit
-    def is_cut(self, data, rank):
+    def is_cut(self, data: Operands, rank: Int32):
         """Whether the list of a piece has others."""
         tile, _ = self.piece_at(data, rank)
         return data.tiles[tile, 3] > data.piece
 
     @cute.jit
-    def join(self, data, sums, own, rank, part, thread):
+    def join(self, data: Operands, sums: cute.Tensor, own, rank: Int32, part: Int32, thread: Int32):
         """Store a thread's sums of a piece. The last warp to do so for its part of a list adds those of all pieces.
 
         Returns whether this is the last one. `own` are more sums, None for none. `thread` is the index among those that
@@ -248,7 +248,7 @@ class WeightGradForm:
         return last
 
     @cute.jit
-    def copy_sums(self, data, sums, own, unit, part, thread, add: cutlass.Constexpr):
+    def copy_sums(self, data: Operands, sums: cute.Tensor, own, unit: Int32, part, thread, add: cutlass.Constexpr):
         """Store a thread's sums in the memory of unit `unit` + `part`, or add those there to them."""
         base = data.partial.iterator + (Int64(unit + part) * geometry.UNIT_SUMS + thread * 4)
         half = cute.size(sums) // 2
@@ -262,7 +262,7 @@ class WeightGradForm:
     def copy_values(
         self,
         base,
-        sums,
+        sums: cute.Tensor,
         first: cutlass.Constexpr,
         last: cutlass.Constexpr,
         before: cutlass.Constexpr,

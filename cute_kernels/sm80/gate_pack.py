@@ -129,7 +129,7 @@ class GatePack(Product):
     # ---- load ----
 
     @cute.jit
-    def place_of(self, o, tile: Int32, at, extent: Extent):
+    def place_of(self, o: Operands, tile: Int32, at, extent: Extent):
         """The place of a tile; after the last one a place without rows."""
         row, column = tile_of(tile, extent.m_tiles, extent.n_tiles, self.group)
         row = row if tile < extent.m_tiles * extent.n_tiles else extent.m_tiles
@@ -145,7 +145,7 @@ class GatePack(Product):
         )
 
     @cute.jit
-    def load_piece(self, o, ring, place, step, stage, index: cutlass.Constexpr, thread):
+    def load_piece(self, o: Operands, ring, place: Place, step: Int32, stage: Int32, index: cutlass.Constexpr, thread):
         from_x = index * PASS < self.tokens
         first = index * PASS if const_expr(from_x) else index * PASS - self.tokens
         matrix = o.x if const_expr(from_x) else o.w
@@ -158,7 +158,7 @@ class GatePack(Product):
     # ---- pack ----
 
     @cute.jit
-    def pack(self, o, acc, counts, place, at):
+    def pack(self, o: Operands, acc: cute.Tensor, counts, place: Place, at):
         """Write words, spill and statistics of a tile. Values outside the problem count as zeros.
 
         Lane 4 g + q holds neurons 8 v + 2 q and 8 v + 2 q + 1 of rows 16 i + 8 h + g of its warp's part of the tile.
@@ -208,7 +208,7 @@ class GatePack(Product):
                     self.store_counts(o, count, m, column, at.lane)
 
     @cute.jit
-    def add_bias(self, acc, bias, neuron: Int32, lane: Int32):
+    def add_bias(self, acc: cute.Tensor, bias: cute.Tensor, neuron: Int32, lane: Int32):
         """acc += bias[neuron], except for the padding of the last tile."""
         for v in range_constexpr(self.n_frags):
             for j in range_constexpr(2):
@@ -219,7 +219,7 @@ class GatePack(Product):
                         acc[2 * h + j, v, i] += b
 
     @cute.jit
-    def clear_words(self, o, row: Int32, column: Int32, at):
+    def clear_words(self, o: Operands, row: Int32, column: Int32, at):
         """Zeros for all words of the tile, 16 bytes per lane."""
         zeros = cute.make_rmem_tensor((4,), Uint32)
         zeros.fill(0)
@@ -250,7 +250,7 @@ class GatePack(Product):
         return some if eights < 4 else Uint32(0xFFFFFFFF)
 
     @cute.jit
-    def store_words(self, o, pairs, low, high, before, m: Int32, column: Int32, neuron: Int32, lane: Int32):
+    def store_words(self, o: Operands, pairs, low, high, before, m: Int32, column: Int32, neuron: Int32, lane: Int32):
         """Store the words of this lane's non-zeros of a row, behind those of other warps and lanes."""
         mine = Uint32(0x03030303) << Uint32((lane & 3) * 2)
         own_low, own_high = low & mine, high & mine
@@ -280,7 +280,7 @@ class GatePack(Product):
         return Uint32(chosen[0])
 
     @cute.jit
-    def store_spill(self, o, pairs, low, high, m: Int32, neuron: Int32, lane: Int32):
+    def store_spill(self, o: Operands, pairs, low: Uint32, high: Uint32, m: Int32, neuron: Int32, lane: Int32):
         """Store this lane's values of a row that overflows, zero where they are not flagged."""
         for v in range_constexpr(self.n_frags):
             flags = ((low, high)[v // 4] >> Uint32(8 * (v % 4) + (lane & 3) * 2)) & 3
@@ -289,7 +289,7 @@ class GatePack(Product):
             cute.make_tensor(cute.recast_ptr(target.align(4), dtype=Uint32), cute.make_layout(1))[0] = pairs[v] & mask
 
     @cute.jit
-    def store_counts(self, o, count, m: Int32, column: Int32, lane: Int32):
+    def store_counts(self, o: Operands, count: Int32, m: Int32, column: Int32, lane: Int32):
         """Store the counts of eight tokens, and their statistics; four lanes have the same count."""
         if lane & 3 == 0 and m < o.x.shape[0]:
             o.words[m, column * o.width] = count

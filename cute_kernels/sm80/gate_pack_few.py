@@ -147,7 +147,7 @@ class GatePackFew:
         self.add_splits(o, sums, first, thread)
 
     @cute.jit
-    def load(self, o, ring, first, step, stage, thread):
+    def load(self, o: Operands, ring, first: Int32, step: Int32, stage: Int32, thread: Int32):
         """Start a thread's copies of a step; zeros outside the matrices."""
         piece = thread % PIECES
         column = step * TILE_K + piece * PIECE
@@ -166,7 +166,7 @@ class GatePackFew:
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def multiply_step(self, acc, stage, warp, lane):
+    def multiply_step(self, acc: cute.Tensor, stage, warp: Int32, lane: Int32):
         """Add the products of a warp's 16 columns of a step.
 
         Matrices of neurons: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15. Of tokens: columns 0-7 and 8-15 of
@@ -188,7 +188,7 @@ class GatePackFew:
                         acc[j, 2 * pair + v, i] = sums[j]
 
     @cute.jit
-    def stage_sums(self, acc, sums, warp, lane):
+    def stage_sums(self, acc: cute.Tensor, sums: cute.Tensor, warp: Int32, lane: Int32):
         """Store a warp's sums in shared memory, by split and token."""
         neuron = warp // WARPS_K * (16 * FRAGMENTS) + (lane >> 2)
         token = warp % WARPS_K * self.tokens + (lane & 3) * 2
@@ -199,7 +199,7 @@ class GatePackFew:
                         sums[(token + 8 * v + j) * PITCH + neuron + 16 * i + 8 * h] = acc[2 * h + j, v, i]
 
     @cute.jit
-    def add_splits(self, o, sums, first, thread):
+    def add_splits(self, o: Operands, sums: cute.Tensor, first: Int32, thread: Int32):
         """Add up the splits of eight neurons of a token; bias, ReLU, rounding and the threshold; store the gates."""
         eights = NEURONS // 8
         neuron = first + thread % eights * 8

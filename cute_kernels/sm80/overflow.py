@@ -101,7 +101,7 @@ class Dense(Product):
         self.longest = geometry.LONGEST_SUM[spec.dtype] // TILE_K
 
     @cute.jit
-    def by_rows(self, matrix, row, thread) -> Any:
+    def by_rows(self, matrix: cute.Tensor, row: Int32, thread: Int32) -> Any:
         """The source of a K-major operand whose first row in the tile is `row`."""
         own, piece = row + thread // PIECES, thread % PIECES * PIECE
         first = address(matrix, own, piece).toint()
@@ -109,7 +109,7 @@ class Dense(Product):
         return Source(first, pitch, None, None, matrix.shape[1] - piece, matrix.shape[0] - own)
 
     @cute.jit
-    def by_lines(self, matrix, column, width: cutlass.Constexpr, thread) -> Any:
+    def by_lines(self, matrix: cute.Tensor, column: Int32, width: cutlass.Constexpr, thread: Int32) -> Any:
         """The source of an operand by lines of the sum's index, from `column` on."""
         line, own = thread // (width // PIECE), column + thread % (width // PIECE) * PIECE
         first = address(matrix, line, own).toint()
@@ -117,7 +117,7 @@ class Dense(Product):
         return Source(first, pitch, None, None, matrix.shape[0] - line, matrix.shape[1] - own)
 
     @cute.jit
-    def load_piece(self, o, ring, place, step, stage, index: cutlass.Constexpr, thread):
+    def load_piece(self, o, ring, place: Place, step: Int32, stage: Int32, index: cutlass.Constexpr, thread: Int32):
         from_a = index * PASS < self.rows
         source = place.a if const_expr(from_a) else place.b
         k = place.start + step
@@ -139,7 +139,7 @@ class Dense(Product):
             self.copy_line_piece(ring, where, stage, from_a, own, exists, thread)
 
     @cute.jit
-    def add_product(self, ring, f, place, steps, at):
+    def add_product(self, ring, f, place: Place, steps: Int32, at):
         """Add so many steps of a product to the sums."""
         self.begin(None, ring, f, place, Int32(0), at)
         self.multiply_steps(None, ring, f, place, place, steps, Int32(0), at, False)
@@ -155,7 +155,7 @@ class Score(Dense):
         super().__init__(spec, SCORE_TOKENS)
 
     @cute.jit
-    def run(self, ring, tokens, weights, parts, o, here: Slice, team):
+    def run(self, ring, tokens, weights, parts: cute.Tensor, o: Operands, here: Slice, team: cute.Tensor):
         """`tokens`: x and, in backward, dy. `weights`: w_gate, w_up and, in backward, w_down. `team`: see `Pass`."""
         at = thread_index()
         f = self.fragments(ring, at)
@@ -170,7 +170,7 @@ class Score(Dense):
             tile += team[1]
 
     @cute.jit
-    def compute_tile(self, ring, f, tokens, weights, o, here, parts, row, column, steps, at):
+    def compute_tile(self, ring, f, tokens, weights, o: Operands, here: Slice, parts, row: Int32, column, steps, at):
         """All products of a tile, then what follows from them."""
         gates = cute.make_rmem_tensor((self.n_frags, 2, self.m_frags), Uint32)
         clear(f.acc)
@@ -191,13 +191,13 @@ class Score(Dense):
         self.finish(ring, o, here, gates, f.acc, dh, parts, row, column)
 
     @cute.jit
-    def place_of(self, tokens, weight, row, column, at) -> Any:
+    def place_of(self, tokens: cute.Tensor, weight: cute.Tensor, row: Int32, column: Int32, at) -> Any:
         """What a thread copies of a product of a tile."""
         a, b = self.by_rows(tokens, row * SCORE_TOKENS, at.thread), self.by_rows(weight, column * TILE_N, at.thread)
         return Place(a, b, Int32(0), None)
 
     @cute.jit
-    def first_of(self, row, column) -> Any:
+    def first_of(self, row: Int32, column: Int32) -> Any:
         """This thread's first token and neuron in a tile, and its indices, read again here.
 
         So they take no registers in the main loop.
@@ -207,7 +207,7 @@ class Score(Dense):
         return token, column * TILE_N + at.warp_n * (8 * self.n_frags), at
 
     @cute.jit
-    def round_gates(self, o, here, acc, gates, row, column):
+    def round_gates(self, o: Operands, here: Slice, acc: cute.Tensor, gates: cute.Tensor, row: Int32, column: Int32):
         """Gates with bias, rounded, after ReLU and the threshold; zeros past the last token."""
         token, neuron, at = self.first_of(row, column)
         for v in range_constexpr(self.n_frags):
@@ -219,7 +219,7 @@ class Score(Dense):
                     gates[v, h, i] = Uint32(cutlass.select_(token + 16 * i + 8 * h < here.count, pair, Uint32(0)))
 
     @cute.jit
-    def finish(self, ring, o, here, gates, up, dh, parts, row, column):
+    def finish(self, ring, o: Operands, here: Slice, gates: cute.Tensor, up: cute.Tensor, dh, parts, row, column):
         """Compute and store the parts and the sums of a tile."""
         token, neuron, at = self.first_of(row, column)
         for v in range_constexpr(self.n_frags):
@@ -271,13 +271,13 @@ class Score(Dense):
         return cute.make_tensor(pointer, cute.make_layout(count))
 
     @cute.jit
-    def store_part(self, parts, part, pairs, m, neuron, left, at):
+    def store_part(self, parts: cute.Tensor, part, pairs, m: Int32, neuron: Int32, left: Int32, at):
         """Store a row of a warp's values of a part."""
         target = parts.iterator + (Int64(part) * parts.stride[0] + Int64(m) * parts.stride[1] + neuron)
         store_pairs(pairs, target, left, at.lane)
 
     @cute.jit
-    def store_total(self, ring, o, here, total, row, column, at):
+    def store_total(self, ring, o: Operands, here: Slice, total: Float32, row: Int32, column: Int32, at):
         """Store the sums of |h|: two warps beside each other, in both halves of the tokens, have a sum's neurons."""
         totals = self.aside(ring, WARPS_M * WARPS_N)
         total = warp_sum(total)
@@ -330,7 +330,7 @@ class PartProduct(Dense):
         self.by_token = self.a_k_major = by_token
 
     @cute.jit
-    def run(self, ring, parts, b, out, o, here: Slice, index: Int32, team) -> Int32:
+    def run(self, ring, parts: cute.Tensor, b, out: cute.Tensor, o: Operands, here: Slice, index: Int32, team) -> Int32:
         """`b`: two matrices; `out`: y or dx by token, otherwise None. Returns the index in tiles that follow."""
         at = thread_index()
         f = self.fragments(ring, at)
@@ -359,7 +359,7 @@ class PartProduct(Dense):
         return index - m_tiles * n_tiles
 
     @cute.jit
-    def place_by_token(self, parts, b, o, row, column, steps, at) -> Any:
+    def place_by_token(self, parts: cute.Tensor, b, o: Operands, row: Int32, column: Int32, steps: Int32, at) -> Any:
         """What a thread copies of a tile of y or dx, and the steps: the second part follows the first."""
         left, (first, second) = slab(parts, Int32(0)), b
         rows = self.by_rows(left, row * ROWS, at.thread)
@@ -382,7 +382,7 @@ class PartProduct(Dense):
         return Place(self.by_lines(slab(parts, part), row * ROWS, ROWS, at.thread), lines, Int32(0), None)
 
     @cute.jit
-    def add_steps(self, ring, f, o, place, steps, at):
+    def add_steps(self, ring, f, o: Operands, place: Place, steps, at):
         """The sums of a tile; those of many terms are flushed to memory in between."""
         clear(f.acc)
         done = Int32(0)
@@ -396,7 +396,7 @@ class PartProduct(Dense):
             add_flushed(f.acc, o.flushed, 0)
 
     @cute.jit
-    def first_of(self, row, column) -> Any:
+    def first_of(self, row: Int32, column: Int32) -> Any:
         """This thread's first row and column in a tile, and its indices, read again here.
 
         So they take no registers in the main loop.
@@ -406,7 +406,7 @@ class PartProduct(Dense):
         return first, column * TILE_N + at.warp_n * (8 * self.n_frags), at
 
     @cute.jit
-    def store_rounded(self, out, o, acc, row, column):
+    def store_rounded(self, out: cute.Tensor, o: Operands, acc: cute.Tensor, row: Int32, column: Int32):
         """Add the bias, round, and store."""
         first, left, at = self.first_of(row, column)
         if const_expr(not self.backward):
@@ -525,7 +525,7 @@ class Pass:
                 first += here.count
 
     @cute.jit
-    def meet(self, o, team, met):
+    def meet(self, o: Operands, team: cute.Tensor, met: Int32):
         """Wait for all CTAs; return how often they have met."""
         met += 1
         cute.arch.sync_threads()

@@ -106,7 +106,7 @@ class Product:
         raise NotImplementedError
 
     @cute.jit
-    def copy_piece(self, ring, source, stage, index: cutlass.Constexpr, exists: Boolean, thread: Int32):
+    def copy_piece(self, ring, source, stage: Int32, index: cutlass.Constexpr, exists: Boolean, thread: Int32):
         """Copy piece t % PIECES of row t / PIECES + PASS * `index`; zeros and no read unless it `exists`."""
         own, piece = thread // PIECES, thread % PIECES
         target = ring + (stage * self.stage_values + own * TILE_K + swizzle(own, piece) + index * PASS * TILE_K)
@@ -124,7 +124,7 @@ class Product:
         copy_async(target, source, Int32(16) if exists else Int32(0))
 
     @cute.jit
-    def begin(self, o, ring, f, place, stage, at):
+    def begin(self, o, ring, f: Fragments, place, stage: Int32, at: Thread):
         """Start the copies of a tile's first steps, wait for the first of them and load fragments of it.
 
         All threads must have read what the ring held before.
@@ -140,7 +140,7 @@ class Product:
         self.load_fragments(f, stage, 0)
 
     @cute.jit
-    def multiply_steps(self, o, ring, f, place, following, steps, stage, at, wraps: cutlass.Constexpr):
+    def multiply_steps(self, o, ring, f: Fragments, place, following, steps, stage, at, wraps: cutlass.Constexpr):
         """Add the products of all steps of a tile, at least STAGES; return the stage after them.
 
         `wraps`: the first steps of the `following` tile are loaded after the last ones of this tile; otherwise zeros
@@ -168,7 +168,7 @@ class Product:
         return stage
 
     @cute.jit
-    def fragments(self, ring, at):
+    def fragments(self, ring, at: Thread):
         """The fragments of a thread. The sources are addresses in stage 0 that this lane passes to ldmatrix.
 
         Matrices of A: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15. Of B: columns 0-7 and 8-15 of rows
@@ -202,7 +202,7 @@ class Product:
         )
 
     @cute.jit
-    def load_fragments(self, f, stage, block: cutlass.Constexpr):
+    def load_fragments(self, f: Fragments, stage: Int32, block: cutlass.Constexpr):
         """Load the fragments of 16 columns of a stage."""
         before = stage * self.stage_values
         for i in range_constexpr(self.m_frags):
@@ -221,7 +221,7 @@ class Product:
                 f.rB[j % 2, 2 * i + j // 2, block % 2] = four[j]
 
     @cute.jit
-    def multiply(self, f, buffer: cutlass.Constexpr, i: cutlass.Constexpr):
+    def multiply(self, f: Fragments, buffer: cutlass.Constexpr, i: cutlass.Constexpr):
         """Add the products of 16 rows of A, by one set of fragments."""
         for k in range_constexpr(self.n_frags):
             # neighbours share an operand

@@ -20,6 +20,7 @@ tiles per CTA nothing else would hide its packing. Hand-over:
     GATE_LAST    all threads: the gate of the last tile is written.
 """
 
+from collections.abc import Collection, Mapping
 from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple
 
@@ -110,7 +111,10 @@ class GatePack:
 
     accumulator = Float32
     # the warp that loads packs the last tile alone
-    absent: ClassVar = {Barrier.GATE_FULL: [PACK_WARPS], Barrier.GATE_EMPTY: [PACK_WARPS]}
+    absent: ClassVar[Mapping[int, Collection[int]]] = {
+        Barrier.GATE_FULL: [PACK_WARPS],
+        Barrier.GATE_EMPTY: [PACK_WARPS],
+    }
 
     def __init__(self, spec: GatePackSpec):
         self.dtype = operands.DTYPES[spec.dtype]
@@ -232,7 +236,7 @@ class GatePack:
         return Views(sW, sX, epilogue)
 
     @cute.jit
-    def first_group(self, ring, w, x, s, o, place, warp_index: Int32, extent):
+    def first_group(self, ring, w: Transfer, x: Transfer, s: Views, o: Operands, place, warp_index: Int32, extent):
         """Load, or pack, and then pack the last tile; the first tile is at `place`."""
         tile = cute.arch.block_idx()[2]
         if warp_index == PACK_WARPS:
@@ -275,7 +279,7 @@ class GatePack:
         return row, column * self.own_neurons + rank
 
     @cute.jit
-    def load(self, ring, w, x, s, place, extent):
+    def load(self, ring, w: Transfer, x: Transfer, s: Views, place, extent: Extent):
         """Keep the ring full: one w tile and one x tile per stage."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         w_s, w_t = self.partition(w, s.sW, (self.neurons, self.tile_k), rank, self.own_tokens)
@@ -310,7 +314,7 @@ class GatePack:
         cute.copy(transfer.atom, source, target, tma_bar_ptr=barrier, **mask)
 
     @cute.jit
-    def mma(self, ring, mma: cute.TiledMma, s, o, thread: Int32, extent):
+    def mma(self, ring, mma: cute.TiledMma, s: Views, o: Operands, thread: Int32, extent: Extent):
         """Main loop and the register half of the epilogue, for half of the tile's neurons."""
         half = cute.arch.make_warp_uniform(thread // 128)
         warp_index = cute.arch.make_warp_uniform(thread // 32)
@@ -341,7 +345,7 @@ class GatePack:
         self.pack_tile(s, o, tile - step, warp_index + WARPS - MMA_WARPS, Int32(WARPS), extent)
 
     @cute.jit
-    def multiply(self, ring, mma: cute.TiledMma, acc, rW, rX, full, release, extent, begun: Int32 | int = 0):
+    def multiply(self, ring, mma: cute.TiledMma, acc, rW, rX, full, release, extent: Extent, begun: Int32 | int = 0):
         """The main loop of a tile; returns the next states of the ring. `begun` is for `issued`."""
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for k in cutlass.range(extent.k_tiles, unroll=1):
@@ -367,7 +371,7 @@ class GatePack:
         """Called when the products of a stage are issued."""
 
     @cute.jit
-    def add_bias(self, acc, bias, coordinates, column: Int32, neurons: Int32):
+    def add_bias(self, acc: cute.Tensor, bias: cute.Tensor, coordinates: cute.Tensor, column: Int32, neurons: Int32):
         """acc += bias[neuron], except for the padding of the last tile."""
         for part in range_constexpr(2):
             for i in range_constexpr(2):
@@ -378,7 +382,7 @@ class GatePack:
                         acc[(j, i, v), part, 0] += b
 
     @cute.jit
-    def store_gate(self, acc, gate, threshold: Int32, warp_index: Int32):
+    def store_gate(self, acc: cute.Tensor, gate, threshold: Int32, warp_index: Int32):
         """ReLU, rounding, the threshold, and the transposed store.
 
         Lane 4 g + q holds tokens 8 v + 2 q and 8 v + 2 q + 1 of neurons g + 8 i of its warp's 16, in each part.
@@ -403,7 +407,7 @@ class GatePack:
                 store_matrices_transposed(target + v * (8 * 64), pairs)
 
     @cute.jit
-    def pack(self, s, o, tile: Int32, warp_index: Int32, extent):
+    def pack(self, s: Views, o: Operands, tile: Int32, warp_index: Int32, extent: Extent):
         """Pack the CTA's tiles from `tile` on, the last one together with all of its warps."""
         step = cute.arch.grid_dim()[2]
         while tile < extent.m_tiles * extent.n_tiles:
@@ -418,20 +422,20 @@ class GatePack:
             tile += step
 
     @cute.jit
-    def last_tile(self, extent):
+    def last_tile(self, extent: Extent):
         """The last tile of this CTA."""
         first, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
         return first + (extent.m_tiles * extent.n_tiles - 1 - first) // step * step
 
     @cute.jit
-    def pack_tile(self, s, o, tile: Int32, worker: Int32, workers: Int32, extent):
+    def pack_tile(self, s: Views, o: Operands, tile: Int32, worker: Int32, workers: Int32, extent: Extent):
         """Pack every `workers`-th eight tokens of a tile, from `worker` on."""
         row, column = self.tile_of(tile, extent)
         for eight in cutlass.range(worker, self.tokens // ROWS, workers, unroll=1):
             self.pack_rows(s, o, row * (self.tokens // ROWS) + eight, column, eight, extent)
 
     @cute.jit
-    def pack_rows(self, s, o, group: Int32, column: Int32, eight: Int32, extent):
+    def pack_rows(self, s, o, group: Int32, column: Int32, eight: Int32, extent: Extent):
         """Pack eight tokens of a tile, eight neurons per lane. Values outside the problem count as zeros.
 
         Four tokens share a register: a byte each for the flags of the lane's values, and for a count. No prefix sum

@@ -166,7 +166,7 @@ class GatePackFew:
         self.epilogue(shared, sums, bias, words, spill, stats, format, extent, first, at)
 
     @cute.jit
-    def load(self, ring, x_tma, x_g, w_tma, w_g, sX, sW, column, split, blocks):
+    def load(self, ring, x_tma, x_g: cute.Tensor, w_tma, w_g: cute.Tensor, sX: cute.Tensor, sW, column, split, blocks):
         """Load the CTA's blocks of K, one per stage."""
         lane = cute.arch.lane_idx()
         x_tiles = cute.local_tile(x_g, (self.tokens, TILE_K), (None, None))
@@ -186,7 +186,7 @@ class GatePackFew:
             state.advance()
 
     @cute.jit
-    def mma(self, ring, mma: cute.TiledMma, sX, sW, sums, blocks, thread):
+    def mma(self, ring, mma: cute.TiledMma, sX: cute.Tensor, sW: cute.Tensor, sums: cute.Tensor, blocks: Int32, thread):
         """Multiply the CTA's blocks of K, then store its partial sums by token."""
         lane = cute.arch.lane_idx()
         leader = mma.get_slice(0)
@@ -212,7 +212,7 @@ class GatePackFew:
             sums[token * self.pitch + (neuron >> 3) * 4 + (neuron & 3) + ((neuron >> 2) & 1) * self.upper] = acc[i]
 
     @cute.jit
-    def epilogue(self, shared, sums, bias, words, spill, stats, format, extent, first, at):
+    def epilogue(self, shared, sums: cute.Tensor, bias: cute.Tensor, words, spill, stats, format, extent, first, at):
         """Make words, spill and statistics of the cluster's partial sums: a warp takes `rounds` tokens from `first` on.
 
         Warp 4 takes part only in the cluster barriers.
@@ -248,7 +248,7 @@ class GatePackFew:
             stats[thread, column, 1] = overflows
 
     @cute.jit
-    def reduce_splits(self, sums, quads, first, column, bias, neurons, threshold, rank, lane):
+    def reduce_splits(self, sums: cute.Tensor, quads: cute.Tensor, first, column, bias, neurons, threshold, rank, lane):
         """Add the splits' sums of eight neurons for each token of the warp; ReLU, rounding and the threshold."""
         part, at = lane // (32 // PARTS), (lane % (32 // PARTS)) * 4
         neuron = column * TILE_N + lane * 8
@@ -273,7 +273,7 @@ class GatePackFew:
                 quads[i, round] = pair if neuron < neurons else Uint32(0)
 
     @cute.jit
-    def send_counts(self, quads, counts, first, tokens, rank, warp_index, lane):
+    def send_counts(self, quads: cute.Tensor, counts: cute.Tensor, first: Int32, tokens: Int32, rank, warp_index, lane):
         """Store the number of non-zeros of each of the warp's tokens in CTA 0; zero the tokens beyond the last."""
         for i in range_constexpr(self.rounds):
             valid = first + CLUSTER * WARPS * i < tokens
@@ -284,7 +284,7 @@ class GatePackFew:
                 store_peer(counts.iterator + (rank + CLUSTER * (warp_index + WARPS * i)), Int32(0), count)
 
     @cute.jit
-    def pack(self, quad, m, column, words, spill, buffer, width, lane):
+    def pack(self, quad: cute.Tensor, m: Int32, column, words: cute.Tensor, spill: cute.Tensor, buffer, width, lane):
         """Write the words of one token's tile, and its values if it overflows."""
         neuron = column * TILE_N + lane * 8
         count = pack_words(quad, Uint32(neuron), buffer, width, lane)

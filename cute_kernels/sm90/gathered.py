@@ -123,7 +123,7 @@ class Gathered(GatheredForm, SparseProduct):
                 self.multiply_units(ring, shared.sA.data_ptr(), data, fragments, thread - 128, long)
 
     @cute.jit
-    def gather(self, data, stage, part, rows, product, thread):
+    def gather(self, data: Operands, stage, part: Int32, rows: cute.Tensor, product: Int32, thread: Int32):
         if const_expr(self.products == 2):
             if product == 1:
                 gather_columns(stage, data.w2, rows, part * TILE_N, thread)
@@ -133,7 +133,7 @@ class Gathered(GatheredForm, SparseProduct):
             gather_columns(stage, data.w, rows, part * TILE_N, thread)
 
     @cute.jit
-    def scatter_coefficient(self, data, tile, part, half, word, bits, valid):
+    def scatter_coefficient(self, data: Operands, tile, part: Int32, half: Int32, word: Uint32, bits: Uint32, valid):
         """Store a coefficient at (token, list position) in the tile of the group that owns the token."""
         if const_expr(self.from_entries):
             bits = power_pair(word, data.activation, self.dtype) >> 16
@@ -141,7 +141,7 @@ class Gathered(GatheredForm, SparseProduct):
         store_coefficient(tile, word, bits, mine)
 
     @cute.jit
-    def fragments(self, mma: cute.TiledMma, sA, sB, thread):
+    def fragments(self, mma: cute.TiledMma, sA: cute.Tensor, sB: cute.Tensor, thread: Int32):
         """A thread's fragments and sums."""
         leader = mma.get_slice(0)
         rA = mma.make_fragment_A(leader.partition_A(sA))
@@ -152,7 +152,7 @@ class Gathered(GatheredForm, SparseProduct):
         return Fragments(mma, rA, rB, acc, coordinates, row)
 
     @cute.jit
-    def multiply_unit(self, g, f, walk, tile, slab, length, long: cutlass.Constexpr):
+    def multiply_unit(self, g, f: Fragments, walk, tile: Int32, slab: Int32, length: Int32, long: cutlass.Constexpr):
         """Main loop over the list of a token tile, then 64 rows of `out`."""
         out = g.data.out
         f.acc.fill(0.0)
@@ -168,7 +168,7 @@ class Gathered(GatheredForm, SparseProduct):
         return walk
 
     @cute.jit
-    def add_bias(self, f, bias, slab):
+    def add_bias(self, f: Fragments, bias: cute.Tensor, slab: Int32):
         """Add the bias of their columns to the sums."""
         for v in range_constexpr(TILE_N // 8):
             column = slab * TILE_N + f.coordinates[(0, 0, v), 0, 0][1]

@@ -244,7 +244,7 @@ class Dense:
         self.group_sync(at)
 
     @cute.jit
-    def send_buffer(self, s, store: Transfer, pairs, at: Thread, place):
+    def send_buffer(self, s: Views, store: Transfer, pairs: cute.Tensor, at: Thread, place):
         """Write `pairs` [2 rows, 16] of 16-bit values to the buffer and store it as tile `place` of the result."""
         row = at.warp * 16 + (at.lane & 15)
         target = s.buffers + (at.group * (GROUP_ROWS * HALF) + row * 64)
@@ -287,7 +287,7 @@ class Score(Dense):
         )
 
     @cute.jit
-    def extent(self, o, here: Slice) -> Extent:
+    def extent(self, o: Operands, here: Slice) -> Extent:
         """The tiles of a slice."""
         return Extent(
             cute.ceil_div(here.count, TILE_M * CLUSTER),
@@ -296,7 +296,7 @@ class Score(Dense):
         )
 
     @cute.jit
-    def load(self, ring, state, f, s, o, here, index, step):
+    def load(self, ring, state, f: Factors, s: Views, o: Operands, here: Slice, index: Int32, step: Int32):
         """Keep the ring full: x with w_gate and, if there is one, w_up; then, in backward, dy with w_down."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         mask = Int16((1 << CLUSTER) - 1)
@@ -329,7 +329,7 @@ class Score(Dense):
         return state, index - extent.m_tiles * extent.n_tiles
 
     @cute.jit
-    def compute(self, ring, states, f, s, o, here, index, step, thread):
+    def compute(self, ring, states, f: Factors, s: Views, o: Operands, here: Slice, index: Int32, step: Int32, thread):
         """Gate, up and, in backward, dh of the tiles, then the epilogue."""
         wide, narrow = f.mmas
         at = self.thread_of()
@@ -362,7 +362,7 @@ class Score(Dense):
         return states, index - extent.m_tiles * extent.n_tiles
 
     @cute.jit
-    def finish(self, store, s, o, here, acc, dh, row, column, at):
+    def finish(self, store: Transfer, s: Views, o: Operands, here: Slice, acc: cute.Tensor, dh, row: Int32, column, at):
         """Compute and store the parts of 64 tokens and 128 neurons."""
         token = row * TILE_M + at.group * GROUP_ROWS + at.warp * 16 + (at.lane >> 2)
         first = column * HALF + (at.lane & 3) * 2
@@ -449,7 +449,7 @@ class Product(Dense):
         )
 
     @cute.jit
-    def extent(self, o, here: Slice) -> Extent:
+    def extent(self, o: Operands, here: Slice) -> Extent:
         """The tiles of a slice; none if no result is wanted."""
         n_tiles = cute.ceil_div(o.columns, TILE_N)
         if const_expr(self.by_token):
@@ -459,7 +459,7 @@ class Product(Dense):
         return Extent(m_tiles, n_tiles, cute.ceil_div(here.count, TILE_K))
 
     @cute.jit
-    def load(self, ring, state, f, s, o, here, index, step):
+    def load(self, ring, state, f: Factors, s: Views, o: Operands, here: Slice, index: Int32, step: Int32):
         """Keep the ring full."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         mask = Int16((1 << CLUSTER) - 1)
@@ -489,7 +489,7 @@ class Product(Dense):
         return state, index - extent.m_tiles * extent.n_tiles
 
     @cute.jit
-    def terms(self, row, o, extent):
+    def terms(self, row: Int32, o: Operands, extent: Extent):
         """Row of a tile in its part, and the first and the end of the parts that it is a sum over."""
         if const_expr(self.by_token):
             return row, Int32(0), cutlass.max(o.parts - 1, Int32(1))
@@ -498,7 +498,7 @@ class Product(Dense):
         return row - part * rows, part, part + 1
 
     @cute.jit
-    def compute(self, ring, states, f, s, o, here, index, step, thread):
+    def compute(self, ring, states, f: Factors, s: Views, o: Operands, here: Slice, index: Int32, step: Int32, thread):
         """Main loop and epilogue; sums of many terms are flushed to memory in between."""
         mma, at = f.mmas, self.thread_of()
         leader = mma.get_slice(cute.make_layout(2, stride=128)(at.group))
@@ -529,7 +529,7 @@ class Product(Dense):
         return states, index - extent.m_tiles * extent.n_tiles
 
     @cute.jit
-    def store_rounded(self, store, s, o, acc, row, column, at):
+    def store_rounded(self, store: Transfer, s: Views, o: Operands, acc: cute.Tensor, row: Int32, column, at: Thread):
         """Add the bias, round, and store 64 rows."""
         for half in range_constexpr(2):
             pairs = cute.make_rmem_tensor((2, HALF // 8), Uint32)
@@ -628,7 +628,7 @@ class Pass(Dense):
         return thread, group, cute.arch.make_warp_uniform(cute.arch.warp_idx()), ring
 
     @cute.jit
-    def enlist(self, shared, o, thread):
+    def enlist(self, shared, o: Operands, thread: Int32):
         """Find the index of this cluster among those that compute, and their number; the first CTA tells its peer."""
         team = shared.team.data_ptr()
         if thread == 0 and cute.arch.block_idx_in_cluster() == 0:
@@ -646,7 +646,7 @@ class Pass(Dense):
         return Team(cute.arch.make_warp_uniform(told[0]), cute.arch.make_warp_uniform(told[1]))
 
     @cute.jit
-    def meet(self, shared, o, met, thread):
+    def meet(self, shared, o: Operands, met: Int32, thread: Int32):
         """Wait for all CTAs; return how often they have met.
 
         TMA stores and loads parts by the async proxy. Who has waited for a store sees it by the generic one, by which
@@ -663,7 +663,7 @@ class Pass(Dense):
         return met
 
     @cute.jit
-    def load(self, shared, ring, factors, o, thread, warp_index):
+    def load(self, shared, ring, factors, o: Operands, thread: Int32, warp_index: Int32):
         """The load group."""
         score, by_token, by_neuron = factors
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
@@ -688,7 +688,7 @@ class Pass(Dense):
             first += here.count
 
     @cute.jit
-    def compute(self, shared, ring, factors, o, thread):
+    def compute(self, shared, ring, factors, o: Operands, thread: Int32):
         """The mma groups."""
         score, by_token, by_neuron = factors
         states = self.states()

@@ -162,7 +162,7 @@ class SampledGate(GatePack):
     # ---- roles ----
 
     @cute.jit
-    def load(self, ring, x_tma, x, s, sW, o, thread, deal, k_tiles):
+    def load(self, ring, x_tma, x: cute.Tensor, s: Views, sW, o: Operands, thread: Int32, deal, k_tiles: Int32):
         """Load 64 columns of x and of the unit's rows of w per stage. Returns the index of the last unit."""
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
@@ -203,7 +203,7 @@ class SampledGate(GatePack):
         return last
 
     @cute.jit
-    def mma(self, ring, s, o, thread: Int32, deal, k_tiles, tokens):
+    def mma(self, ring, s: Views, o: Operands, thread: Int32, deal, k_tiles: Int32, tokens: Int32):
         """Main loop and the register half of the epilogue, for half of the unit's places."""
         half = cute.arch.make_warp_uniform(thread // 128)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -224,7 +224,7 @@ class SampledGate(GatePack):
         self.pack_unit(s, o, last, worker, Int32(THREADS // 32), tokens)
 
     @cute.jit
-    def compute_gates(self, ring, s, o, unit, state, wait: Boolean, thread, k_tiles, places: cutlass.Constexpr):
+    def compute_gates(self, ring, s: Views, o, unit, state, wait: Boolean, thread, k_tiles, places: cutlass.Constexpr):
         """Multiply the first places of a unit and store its gates, after a `wait` for the gates before to be packed.
 
         Returns the next state of the ring.
@@ -262,7 +262,7 @@ class SampledGate(GatePack):
         return state
 
     @cute.jit
-    def finish_gates(self, o, acc, unit, warp_index: Int32):
+    def finish_gates(self, o: Operands, acc: cute.Tensor, unit, warp_index: Int32):
         """Add the bias, and set the gates of places that do not exist to 0.
 
         Lane 4 g + q holds places g + 8 i of its warp's 16, in each part.
@@ -280,7 +280,7 @@ class SampledGate(GatePack):
                         acc[(j, i, v), part, 0] = gate if exists else Float32(0.0)
 
     @cute.jit
-    def pack_units(self, s, o, index: Int32, warp_index: Int32, deal, tokens):
+    def pack_units(self, s: Views, o: Operands, index: Int32, warp_index: Int32, deal, tokens: Int32):
         """Pack the CTA's units from `index` on, the last one together with all of its warps."""
         unit, cursor = find_unit(o.sizes, deal, index, begin(), 1)
         while unit.chunks > 0:
@@ -297,7 +297,7 @@ class SampledGate(GatePack):
             unit = following
 
     @cute.jit
-    def pack_unit(self, s, o, unit, worker: Int32, workers: Int32, tokens):
+    def pack_unit(self, s: Views, o: Operands, unit, worker: Int32, workers: Int32, tokens: Int32):
         """Pack every `workers`-th eight tokens of a unit, from `worker` on."""
         # of the last eight places some may not exist: their gates are 0
         end = unit.start * geometry.CHUNK + unit.length

@@ -119,7 +119,7 @@ class SampledProduct(Sampler):
                 self.mma(s, o, columns, deal, thread - 128)
 
     @cute.jit
-    def load(self, s, sW, x_tma, x_g, o, columns, deal, thread):
+    def load(self, s: Views, sW, x_tma, x_g: cute.Tensor, o: Operands, columns: Int32, deal, thread: Int32):
         """Load 64 columns of x and of the unit's rows of w per stage."""
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
@@ -157,7 +157,7 @@ class SampledProduct(Sampler):
             unit, cursor = find_unit(o.sizes, deal, index, cursor, 1)
 
     @cute.jit
-    def mma(self, s, o, columns, deal, thread):
+    def mma(self, s: Views, o: Operands, columns: Int32, deal, thread: Int32):
         """Compute all products of each unit, then sample those of the pattern."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
         index = cute.arch.block_idx()[0]
@@ -169,7 +169,7 @@ class SampledProduct(Sampler):
                 unit, cursor = find_unit(o.sizes, deal, index, cursor, 1)
 
     @cute.jit
-    def compute_unit(self, s, o, columns, unit, state, chunks: cutlass.Constexpr, thread):
+    def compute_unit(self, s: Views, o: Operands, columns: Int32, unit, state, chunks: cutlass.Constexpr, thread):
         """Multiply and sample a unit of so many chunks; returns the next state of the ring."""
         half = cute.arch.make_warp_uniform(thread // 128)
         lane, places = cute.arch.lane_idx(), chunks * geometry.CHUNK
@@ -205,7 +205,7 @@ class SampledProduct(Sampler):
         cute.arch.barrier(barrier_id=Barrier.SUMS, number_of_threads=MMA_THREADS)
 
     @cute.jit
-    def stage_sums(self, s, acc, staged: cutlass.Constexpr, chunks: cutlass.Constexpr, thread):
+    def stage_sums(self, s: Views, acc: cute.Tensor, staged: cutlass.Constexpr, chunks: cutlass.Constexpr, thread):
         # the swizzle puts eight rows of a fragment in different banks
         row, column = (thread // 32) * 16 + ((thread & 31) >> 2), (thread & 3) * 2
         for v in range_constexpr(min(STAGED, chunks * geometry.CHUNK - staged * STAGED) // 8):

@@ -159,7 +159,7 @@ class SparseProduct:
         raise NotImplementedError
 
     @cute.jit
-    def fill(self, ring, sB, data, thread):
+    def fill(self, ring, sB, data, thread: Int32):
         """Gather 64 rows per stage; 128 threads arrive at its full barrier when their copies are complete.
 
         cp.async writes by the generic proxy, WGMMA reads by the async proxy: the fence between them is here.
@@ -197,7 +197,7 @@ class SparseProduct:
             in_flight -= 1
 
     @cute.jit
-    def load_row_indices(self, data, rows, turn, current, thread):
+    def load_row_indices(self, data, rows: cute.Tensor, turn: Turn, current: List, thread: Int32):
         if current.length > 0:
             for second in range_constexpr(2):
                 for j in range_constexpr(4):
@@ -208,7 +208,7 @@ class SparseProduct:
     # ---- the warp groups that multiply ----
 
     @cute.jit
-    def multiply_units(self, ring, tiles, data, fragments, thread, long: cutlass.Constexpr):
+    def multiply_units(self, ring, tiles, data, fragments, thread: Int32, long: cutlass.Constexpr):
         """Multiply all units of the CTA, by 256 threads; `fragments` are the kernel's."""
         half = cute.arch.make_warp_uniform(thread // 128)
         ahead = cute.make_rmem_tensor((2, AHEAD), Uint32)
@@ -226,7 +226,7 @@ class SparseProduct:
             tile, part, length = next_tile, next_part, next_length
 
     @cute.jit
-    def multiply_list(self, mma: cute.TiledMma, factors, g, walk, length, long: cutlass.Constexpr):
+    def multiply_list(self, mma: cute.TiledMma, factors, g: MmaGroup, walk: Walk, length, long: cutlass.Constexpr):
         """Add the products of a unit's whole list to its sums; return the walk behind it.
 
         `factors`: fragments of A and B and the sums; or also (mma, B, sums) of a second product of the same A.
@@ -271,7 +271,7 @@ class SparseProduct:
         return Walk(state, slot, ahead)
 
     @cute.jit
-    def multiply(self, mma: cute.TiledMma, factors, tile, stage, second: cutlass.Constexpr):
+    def multiply(self, mma: cute.TiledMma, factors, tile: Int32, stage: Int32, second: cutlass.Constexpr):
         """Sums += half a tile of coefficients times a stage of rows; with a bias the second product, too."""
         rA, rB, acc = factors[:3]
         warpgroup.fence()
@@ -286,7 +286,7 @@ class SparseProduct:
     # ---- an mma group's coefficients ----
 
     @cute.jit
-    def prepare_tiles(self, g):
+    def prepare_tiles(self, g: MmaGroup):
         """Fill the first turn's tile, clear the others, and load the second turn's coefficients."""
         turn, current, following = self.first_turn(g.data, g.thread & 31)
         self.load_coefficients(g, turn, turn.first)
@@ -296,7 +296,7 @@ class SparseProduct:
         return self.fill_tile(g, (turn, current, following, Int32(0)))
 
     @cute.jit
-    def fill_tile(self, g, ahead):
+    def fill_tile(self, g: MmaGroup, ahead):
         """Scatter the coefficients of the turn `ahead`, and load those of the turn after it."""
         turn, current, following, slot = ahead
         tile = self.tile_address(g, slot)
@@ -313,7 +313,7 @@ class SparseProduct:
         return turn, current, following, slot
 
     @cute.jit
-    def scatter_coefficients(self, g, tile, turn, current, at):
+    def scatter_coefficients(self, g: MmaGroup, tile, turn: Turn, current: List, at: Int32):
         for few in range_constexpr(AHEAD // FEW):
             # most turns have few
             if at + GROUP_THREADS * FEW * few < turn.last:
@@ -324,7 +324,7 @@ class SparseProduct:
                     self.scatter_coefficient(g.data, panel, current.part, g.half, low, high, here < turn.last)
 
     @cute.jit
-    def load_coefficients(self, g, turn, at):
+    def load_coefficients(self, g: MmaGroup, turn: Turn, at: Int32):
         for few in range_constexpr(AHEAD // FEW):
             if at + GROUP_THREADS * FEW * few < turn.last:
                 for j in range_constexpr(FEW * few, FEW * few + FEW):
@@ -338,7 +338,7 @@ class SparseProduct:
         return g.tiles + (slot * 2 + g.half) * (64 * 128)
 
     @cute.jit
-    def clear_tile(self, g, slot):
+    def clear_tile(self, g: MmaGroup, slot):
         """Fill a group's tile with zeros."""
         zeros = cute.make_rmem_tensor((4,), Uint32)
         zeros.fill(0)
@@ -349,13 +349,13 @@ class SparseProduct:
     # ---- the order of turns ----
 
     @cute.jit
-    def unit_after(self, unit):
+    def unit_after(self, unit: Int32):
         """The next unit of this CTA; each round reverses the order of CTAs, so long units pair with short ones."""
         grid = Int32(cute.arch.grid_dim()[0])
         return unit + 2 * (grid - unit % grid) - 1
 
     @cute.jit
-    def first_turn(self, data, lane):
+    def first_turn(self, data, lane: Int32):
         unit = Int32(cute.arch.block_idx()[0])
         turn = Turn(unit, Int32(-2), Int32(self.products - 1), Int32(0), Int32(0), Int32(0))
         current = self.load_list(data, unit, lane)
@@ -363,7 +363,7 @@ class SparseProduct:
         return self.next_turn(data, turn, current, following, lane)
 
     @cute.jit
-    def load_list(self, data, unit, lane):
+    def load_list(self, data, unit: Int32, lane: Int32):
         """The list of a unit, with the bounds of the coefficients of its first 64 chunks, two per lane."""
         tile, part, length, base = Int32(0), Int32(0), Int32(0), Int32(0)
         begin, middle, end = Int32(0), Int32(0), Int32(0)
@@ -379,7 +379,7 @@ class SparseProduct:
         return [self.chunk_start(data, tile, cutlass.min(chunk + i, chunks)) for i in range(3)]
 
     @cute.jit
-    def next_turn(self, data, turn, current, following, lane):
+    def next_turn(self, data, turn: Turn, current: List, following: List, lane: Int32):
         """The next turn, the list of its unit, and the list of the unit after."""
         unit, chunk, product, _, _, _ = turn
         tile, part, length, base, begin, middle, end = current

@@ -262,7 +262,7 @@ class UpDownTile:
     # ---- the union of the tile's neurons ----
 
     @cute.jit
-    def scan_tokens(self, o, s, start, at, warp, warps: cutlass.Constexpr, listed: cutlass.Constexpr):
+    def scan_tokens(self, o: Operands, s: Views, start, at, warp, warps: cutlass.Constexpr, listed: cutlass.Constexpr):
         """Mark the non-zeros of the CTA's tokens, or send their gates if they are `listed`, a warp per token."""
         own = TOKENS // self.cluster
         for t in cutlass.range(warp, own, warps, unroll=1):
@@ -271,7 +271,7 @@ class UpDownTile:
                 self.scan_token(o, s, token, start, at, listed)
 
     @cute.jit
-    def scan_token(self, o, s, token, start, at, listed: cutlass.Constexpr):
+    def scan_token(self, o: Operands, s: Views, token: Int32, start: Int32, at: Thread, listed: cutlass.Constexpr):
         """Process one token's non-zeros: a tile of TwELL per lane, four words at a time."""
         m, tiles = at.first + token, o.words.shape[1] // o.width
         quad = cute.make_rmem_tensor((4,), Uint32)
@@ -305,7 +305,7 @@ class UpDownTile:
                         self.process_word(s, spilled_word(values, i, neuron), token, start, listed)
 
     @cute.jit
-    def process_word(self, s, word, token, start, listed: cutlass.Constexpr):
+    def process_word(self, s: Views, word: Uint32, token: Int32, start: Int32, listed: cutlass.Constexpr):
         """Mark one non-zero, or send its gate to the owner of its rank if that is in the window from `start` on."""
         at, bit = Int32((word >> 5) & Uint32(0x7FF)), Uint32(1) << (word & 31)
         if const_expr(listed):
@@ -318,7 +318,7 @@ class UpDownTile:
             cute.arch.atomic_or(s.marked.iterator + at, bit, scope="cta")
 
     @cute.jit
-    def unite(self, s, words, at):
+    def unite(self, s: Views, words: Int32, at: Thread):
         """Fill `union` and `prefix` from the bitmaps of all CTAs; return the size of the union."""
         share = cute.ceil_div(words, THREADS)
         own = Int32(0)
@@ -346,7 +346,7 @@ class UpDownTile:
         return size
 
     @cute.jit
-    def open_window(self, s, start, words, at):
+    def open_window(self, s: Views, start: Int32, words: Int32, at: Thread):
         """List the neurons from rank `start` on. From the second window on, the gates are cleared again."""
         if start > 0:
             # all threads of the CTA have left the window before
@@ -368,7 +368,7 @@ class UpDownTile:
             cute.arch.cluster_wait()
 
     @cute.jit
-    def clear_gates(self, s, thread):
+    def clear_gates(self, s: Views, thread: Int32):
         pairs = cute.recast_tensor(s.gates, Uint32)
         for i in cutlass.range(thread, TOKENS * SHARE // 2, THREADS, unroll=1):
             pairs[i] = Uint32(0)
@@ -376,7 +376,7 @@ class UpDownTile:
     # ---- fill ----
 
     @cute.jit
-    def load_x(self, s, x_tma, x_g, at):
+    def load_x(self, s: Views, x_tma, x_g: cute.Tensor, at: Thread):
         """Load the CTA's columns of x by one warp; rows and columns beyond the last become zero."""
         tiles = cute.local_tile(x_g, (TOKENS, 64), (None, None))
         one = cute.make_layout(1)
@@ -389,7 +389,7 @@ class UpDownTile:
             cute.copy(x_tma, source, x_s[None, i], tma_bar_ptr=s.x_full)
 
     @cute.jit
-    def fill(self, o, s, size, words, at):
+    def fill(self, o: Operands, s: Views, size: Int32, words: Int32, at: Thread):
         """Gather the listed rows of w_up and w_down, group by group."""
         rows = cute.make_rmem_tensor((4,), Int32)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
@@ -408,7 +408,7 @@ class UpDownTile:
         cute.arch.cp_async_wait_group(0)
 
     @cute.jit
-    def fill_group(self, s, matrix, rows, state, base, size, at):
+    def fill_group(self, s: Views, matrix: cute.Tensor, rows: cute.Tensor, state, base: Int32, size: Int32, at: Thread):
         """Gather the rows of one group's chunks; return the state of the ring."""
         for chunk in cutlass.range(base, cutlass.min(base + self.group, size), CHUNK, unroll=1):
             for j in range_constexpr(4):
@@ -425,7 +425,7 @@ class UpDownTile:
     # ---- mma ----
 
     @cute.jit
-    def multiply(self, o, s, up: cute.TiledMma, down: cute.TiledMma, size, words, at):
+    def multiply(self, o: Operands, s: Views, up: cute.TiledMma, down: cute.TiledMma, size: Int32, words, at: Thread):
         """Compute the CTA's columns of y."""
         thread = at.thread - GROUP_THREADS
         up_leader, down_leader = up.get_slice(0), down.get_slice(0)
@@ -483,7 +483,7 @@ class UpDownTile:
         self.store_total(o, s, total, thread, at)
 
     @cute.jit
-    def expect(self, s, chunks, owns):
+    def expect(self, s: Views, chunks: Int32, owns: Boolean):
         """Expect the group's partial sums of the CTA's own ranks, if it has any, and the group's h."""
         if owns:
             cute.arch.mbarrier_arrive_and_expect_tx(s.parts_full, 4 * self.group * TOKENS)
@@ -492,7 +492,7 @@ class UpDownTile:
                 cute.arch.mbarrier_arrive_and_expect_tx(s.hidden_full + chunk, 2 * CHUNK * TOKENS)
 
     @cute.jit
-    def up_products(self, s, up: cute.TiledMma, sums, rW, rX, state, at):
+    def up_products(self, s: Views, up: cute.TiledMma, sums: cute.Tensor, rW: cute.Tensor, rX: cute.Tensor, state, at):
         """Multiply a chunk's rows of w_up by the CTA's columns of x; return the state of the ring."""
         sums.fill(0.0)
         for span in range_constexpr(self.spans):
@@ -509,7 +509,7 @@ class UpDownTile:
         return state
 
     @cute.jit
-    def send_sums(self, s, sums, places, chunk, at):
+    def send_sums(self, s: Views, sums: cute.Tensor, places: cute.Tensor, chunk: Int32, at: Thread):
         """Send the partial sums of a chunk to the owners of its ranks.
 
         Columns of `parts` are permuted by row, so that neither writes nor reads conflict in banks.
@@ -528,7 +528,7 @@ class UpDownTile:
         return token ^ ((row & (TOKENS // 8 - 1)) << 3)
 
     @cute.jit
-    def send_hidden(self, o, s, base, size, thread, at):
+    def send_hidden(self, o: Operands, s: Views, base: Int32, size: Int32, thread: Int32, at: Thread):
         """Compute h of the CTA's own ranks, `own` of a token per thread, and send it to all CTAs; return sum |h|."""
         token, first = thread % TOKENS, thread // TOKENS * self.own
         values, total = [Float32(0.0)] * self.own, Float32(0.0)
@@ -563,7 +563,7 @@ class UpDownTile:
         return total
 
     @cute.jit
-    def down_products(self, s, down: cute.TiledMma, acc, rWd, rH, chunk, state, lane):
+    def down_products(self, s: Views, down: cute.TiledMma, acc: cute.Tensor, rWd: cute.Tensor, rH, chunk, state, lane):
         """Add a stage's products to the sums of its columns; return the state of the ring."""
         cute.arch.mbarrier_wait(s.ring.full + state.index, state.phase)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -577,7 +577,7 @@ class UpDownTile:
     # ---- results ----
 
     @cute.jit
-    def store_rows(self, o, s, acc, targets, thread, at):
+    def store_rows(self, o: Operands, s: Views, acc, targets: cute.Tensor, thread: Int32, at: Thread):
         """Add the bias, round, and store the CTA's columns of y through the ring's memory, which has been read."""
         pitch = self.columns + PAD
         staged = cute.make_tensor(s.stages, cute.make_layout(TOKENS * pitch))
@@ -601,7 +601,7 @@ class UpDownTile:
                 store_values(address(o.y, at.first + token, at.left + column), values)
 
     @cute.jit
-    def store_total(self, o, s, total, thread, at):
+    def store_total(self, o: Operands, s: Views, total: Float32, thread: Int32, at: Thread):
         """Store the CTA's sum of |h|, added in a fixed order."""
         total = warp_sum(total)
         if at.lane == 0:

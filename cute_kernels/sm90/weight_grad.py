@@ -146,14 +146,14 @@ class WeightGrad(WeightGradForm, SparseProduct):
         return part < data.slabs if self.gated else True
 
     @cute.jit
-    def gather(self, data, stage, part, rows, product, thread):
+    def gather(self, data: Operands, stage, part: Int32, rows: cute.Tensor, product: Int32, thread: Int32):
         if part >= data.slabs:
             gather_columns(stage, data.dy, rows, (part - data.slabs) * TILE_N, thread)
         else:
             gather_columns(stage, data.x, rows, part * TILE_N, thread)
 
     @cute.jit
-    def scatter_coefficient(self, data, tile, part, half, low, high, valid):
+    def scatter_coefficient(self, data: Operands, tile, part: Int32, half, low: Uint32, high: Uint32, valid: Boolean):
         """Store a coefficient at (neuron, list position): of x the group's d_gate or d_up, of dy h in both groups."""
         bits = high & Uint32(0xFFFF)
         if const_expr(self.gated):
@@ -162,7 +162,7 @@ class WeightGrad(WeightGradForm, SparseProduct):
         store_coefficient(tile, low, bits, valid)
 
     @cute.jit
-    def fragments(self, mmas, sA, sB, sOnes, thread):
+    def fragments(self, mmas, sA: cute.Tensor, sB: cute.Tensor, sOnes: cute.Tensor, thread: Int32):
         """A thread's fragments and sums."""
         wide, narrow, row_mma = mmas
         half, member = cute.arch.make_warp_uniform(thread // 128), thread & 127
@@ -180,7 +180,7 @@ class WeightGrad(WeightGradForm, SparseProduct):
         return Fragments(wide, narrow, row_mma, rA, rB, rHalf, rOnes, acc, acc_half, sums)
 
     @cute.jit
-    def multiply_unit(self, g, f, walk, rank, part, length, long: cutlass.Constexpr):
+    def multiply_unit(self, g, f: Fragments, walk, rank: Int32, part: Int32, length: Int32, long: cutlass.Constexpr):
         """Main loop over a unit's tokens, then store the rows of its neurons."""
         data = g.data
         of_dy = part >= data.slabs
@@ -206,7 +206,7 @@ class WeightGrad(WeightGradForm, SparseProduct):
         return walk
 
     @cute.jit
-    def store_unit(self, g, f, tile, part, length):
+    def store_unit(self, g, f: Fragments, tile: Int32, part: Int32, length: Int32):
         """Store the sums of a list of `length` as the rows of its neurons."""
         data = g.data
         of_dy = part >= data.slabs
@@ -233,7 +233,7 @@ class WeightGrad(WeightGradForm, SparseProduct):
                     self.store_bias(f.sums, data.db_up, data.order, tile, slab, g.thread)
 
     @cute.jit
-    def store(self, acc, target, main, order, tile, column, columns: cutlass.Constexpr, length, thread):
+    def store(self, acc: cute.Tensor, target, main, order, tile, column, columns: cutlass.Constexpr, length, thread):
         """Store each row of sums as the row of its neuron, or add it to that of `main`."""
         lane = cute.arch.lane_idx()
         row = ((thread & 127) // 32) * 16 + (lane >> 2)
@@ -248,7 +248,7 @@ class WeightGrad(WeightGradForm, SparseProduct):
                 self.add_row(acc, i, columns, address(main, neuron, column + pair), left - pair)
 
     @cute.jit
-    def add_row(self, acc, i: cutlass.Constexpr, columns: cutlass.Constexpr, row, left):
+    def add_row(self, acc: cute.Tensor, i: cutlass.Constexpr, columns: cutlass.Constexpr, row, left: Int32):
         """Add two fp32 values per lane to a row: four lanes access one sector."""
         for v in range_constexpr(columns // 8):
             if 8 * v < left:
@@ -257,7 +257,7 @@ class WeightGrad(WeightGradForm, SparseProduct):
                     pair[j] = pair[j] + acc[(j, i, v), 0, 0]
 
     @cute.jit
-    def store_bias(self, sums, target, order, tile, slab, thread):
+    def store_bias(self, sums: cute.Tensor, target, order: cute.Tensor, tile: Int32, slab: Int32, thread: Int32):
         if const_expr(self.has_bias):
             row = ((thread & 127) // 32) * 16 + ((thread & 31) >> 2)
             if slab == 0 and thread & 3 == 0:

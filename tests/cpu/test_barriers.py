@@ -21,7 +21,7 @@ NIGHTLY = (
     "quantize_gate_bf16_k16384",
     "up_down_token_bf16_k1024_x2",
     "sampled_up_bf16",
-    "sampled_grad_bf16_gated",
+    "sampled_grad_bf16_plain",
     "gathered_bf16_0",
     "weight_grad_bf16_plain",
     "overflow_bf16_forward",
@@ -81,7 +81,8 @@ def test_every_wrong_count_and_every_missing_role_is_found(symbol: str, monkeypa
                 if not np.array_equal(every_lane.reached, place.reached):
                     assert "must expect" in found([*others, every_lane])
     assert wrong_counts
-    assert missing_roles
+    # one role alone
+    assert missing_roles or symbol.startswith("quantize_gate")
 
 
 def released_by_all(ring: Any, state: Any, lane: Any) -> Any:
