@@ -272,7 +272,7 @@ def script(
     environment = {**os.environ, "PATH": str(tools), "PYTHON": python, "OMP_NUM_THREADS": "1"}
     environment.pop("TWELL_NVTX", None)
     command = [str(ROOT / "profiling" / "nsight" / name), *arguments]
-    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
 class TestScripts:
