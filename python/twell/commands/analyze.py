@@ -78,10 +78,10 @@ def _summary(
     yield f"Mean over layers: {mean:,.1f} non-zeros per token, {as_percent(share)} of the neurons"
     listed = [report.candidates for report in reports if report.candidates is not None]
     if listed:
-        known = any("screened" in entry for nodes in table.costs.values() for entry in nodes.values())
+        known = any(tuning.SCREENED in entry for nodes in table.costs.values() for entry in nodes.values())
         chosen = "in the table where it is the fastest" if known else "not in the table, which has no times of it"
         share = sum(listed) / len(listed)
-        yield f'int8 screen: {as_percent(share)} of the neurons are candidates of 128 tokens; "screened" is {chosen}'
+        yield f"int8 screen: {as_percent(share)} of the neurons are candidates of 128 tokens; it is {chosen}"
     for of_call in zip(*predictions):
         dense: dict[str, list[int]] = {}
         for report, each in zip(reports, of_call, strict=True):

@@ -29,7 +29,10 @@ LAYOUTS: tuple[DownLayout, ...] = ("linear", "rows")
 FIGURES_KEY = "sparsity_figures"
 
 # Keys that twell's own classes add; other keys with their prefix are the paper's.
-OWN_KEYS = ("sparsity_strategy", "sparsity_compression", LAYOUT_KEY, FIGURES_KEY)
+OWN_KEYS = (
+    *("sparsity_strategy", "sparsity_screen", "sparsity_invariant", "sparsity_compression"),
+    *(LAYOUT_KEY, FIGURES_KEY),
+)
 
 # keys of a layer's activation in configurations; the first one present counts
 ACTIVATIONS = (

@@ -35,7 +35,8 @@ def repro(row: LayerRow, asked: BenchRequest) -> str:
     text = next((job.source.text for job in asked.jobs if job.source.name == row.workload), row.workload)
     words: list[object] = ["python", "-m", "twell", "bench", row.op]
     words += ["-m", row.m, "-k", row.k, "-n", row.n, "--workload", text]
-    words += ["--strategy", row.requested or ",".join(options.strategies)]
+    strategy, _, how = (row.requested or ",".join(options.strategies)).partition("+")
+    words += ["--strategy", strategy, *([f"--{how}"] if how else [])]
     if "decode" in row.op.split(","):
         words += ["--m-decode", row.tokens if row.op == "decode" else ",".join(map(str, options.decoded))]
     words += ["--dtype", row.dtype, "--compression", row.compression]

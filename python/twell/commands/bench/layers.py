@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from twell import _auto, ops, testing
+from twell import _auto, ops, testing, tuning
 from twell._activation import RELU, Activation
 from twell._runtime import geometry
 from twell.commands.bench import fp8
@@ -26,7 +26,9 @@ INFERENCE = ("gate_pack", "up_down", "up_down_union", "ffn", "down", "sparse_ffn
 TRAINING = ("train", "train_forward", "train_backward", "train_overflow", "sparse_train")
 OPS = (*INFERENCE, "decode", *TRAINING)
 WITHOUT_GATE = ("down", "sparse_ffn", "sparse_train")
-STRATEGIES = ("row", "union", "screened", "invariant", "dense", "auto")
+STRATEGIES = tuning.STRATEGIES
+# what --screen and --invariant time, too, as ``testing.sparse_output`` names it
+SCREENED, INVARIANT = tuning.SCREENED, "row+invariant"
 
 # Bytes of a stored value.
 ITEM = 2
@@ -369,7 +371,7 @@ class Inference:
     def _of_readers(self, strategy: str, gated: bool) -> dict[str, float]:
         """Operations and gathered bytes of a strategy after gate_pack, and its floor."""
         layer, projections = self.layer, 2 if gated else 1
-        by_tiles = strategy in ("union", "screened")
+        by_tiles = strategy in ("union", SCREENED)
         rows = self._union_rows if by_tiles else layer.nonzeros
         gathered = float(rows) * projections * layer.k * ITEM
         executed = 2.0 * rows * layer.k * projections * (geometry.TOKEN_TILE if by_tiles else 1)
@@ -387,7 +389,7 @@ class Inference:
             found = self._of_readers(strategy, gated)
             found["executed"] += self.layer.product
             # products in int8 take half the time; candidates come on top
-            found["floor"] += self._pack_floor / 2 if strategy == "screened" else self._pack_floor
+            found["floor"] += self._pack_floor / 2 if strategy == SCREENED else self._pack_floor
             return found
 
         def call(strategy: Any, i: int) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from twell._activation import NAMES, activation_of
 from twell._runtime import geometry, specs
 from twell.commands.bench import fp8, rows
 from twell.commands.bench.decode import DECODED
-from twell.commands.bench.layers import OPS, STRATEGIES, WITHOUT_GATE, Options
+from twell.commands.bench.layers import INVARIANT, OPS, SCREENED, STRATEGIES, WITHOUT_GATE, Options
 from twell.commands.bench.report import STDOUT, output_path, require_writable
 from twell.commands.bench.rows import COLUMNS
 from twell.commands.bench.runner import DTYPES, Job
@@ -172,6 +172,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threshold", type=float, default=0.0, metavar="T", help="of fatrelu: what gates must exceed (%(default)s)")
     known = ", ".join(STRATEGIES)
     add("--strategy", nargs="+", type=_words(STRATEGIES), metavar="S", help=f"strategies out of {known} (auto)")
+    add("--screen", action="store_true", help='also "union" with the int8 screen of the gate, as "auto" may run it')
+    add("--invariant", action="store_true", help='also "row" with invariant=True, in inference')
     few = ",".join(map(str, DECODED_BY_DEFAULT))
     add(
         "--m-decode",
@@ -278,7 +280,7 @@ def _options(arguments: argparse.Namespace, by_default: int) -> tuple[tuple[int,
         raise RequestError(str(error)) from error
     return tokens, Options(
         ops,
-        _flat(arguments.strategy) or ("auto",),
+        (_flat(arguments.strategy) or ("auto",)) + (SCREENED,) * arguments.screen + (INVARIANT,) * arguments.invariant,
         arguments.compression,
         decoded,
         activation=activation,

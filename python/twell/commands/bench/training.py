@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from twell import ops, testing
-from twell.commands.bench.layers import TRAINING, TimedLayer, Variant, Verdict, Verify
+from twell.commands.bench.layers import INVARIANT, TRAINING, TimedLayer, Variant, Verdict, Verify
 from twell.testing import Comparison
 
 # Upstream gradient of the sum of |h| in the check of a step, exact in bf16.
@@ -47,11 +47,11 @@ class Training:
         return chosen
 
     def _strategies(self, op: str) -> list[str]:
-        """The distinct strategies requested; if the pattern does not fit, the sparse path is ``train_overflow``'s."""
+        """The distinct strategies of training; if the pattern does not fit, the sparse path is ``train_overflow``'s."""
         if op == "train_overflow":
             return ["union"]
         sparse = "union" if self.layer.fits else "dense"
-        names = self.layer.options.strategies
+        names = [name for name in self.layer.options.strategies if name != INVARIANT]
         return list(dict.fromkeys(sparse if name in ("row", "union") else name for name in names))
 
     def _steps(self, op: str, requested: str, gated: bool, baseline: str) -> list[Variant]:
