@@ -24,6 +24,7 @@ from torch import Tensor
 from profiling.draw.common import markdown
 from twell import testing
 from twell._activation import NAMES
+from twell._tables import SCREENED
 from twell.commands.bench import workloads
 from twell.commands.bench.protocol import Cpu, Device, Gpu, measure
 from twell.commands.bench.report import write_json
@@ -183,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem = testing.make(name, TOKENS, K, N, device=where)
         common = {"layer": name, "k": K, "n": N, "gated": True, "tokens": TOKENS}
         with torch.inference_mode():
-            found = forward(problem, True, ("row", "union", "screened"), 1, arguments.seconds, device)
+            found = forward(problem, True, ("row", "union", SCREENED), 1, arguments.seconds, device)
         note(common, "forward", found)
         note(common, "training", training(problem, arguments.seconds, device))
     for k, n, gated, nonzeros in ONE_TOKEN:

@@ -158,7 +158,7 @@ def shapes() -> str:
     for row in result("h200_tuning")["rows"]:
         if not row["red"] and not row["training"] and row["gated"]:
             key = (row["k"], row["n"], row["pattern"], row["m"])
-            best[key] = min(best.get(key, (math.inf, "")), (row["relative"], row["strategy"][0]))
+            best[key] = min(best.get(key, (math.inf, "")), (row["relative"], row["strategy"].rpartition("+")[2][0]))
     tokens = (1, 16, 64, 256, 512, 1024, 2048, 4096, 12288)
     rows = []
     for k, n in SHAPES:
@@ -882,7 +882,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "activations": lambda: made_by("h200_activations", "python -m profiling.activations", activations.table),
     "screen": lambda: made_by(
         "h200_screen",
-        "twell bench ffn,train --strategy union screened auto",
+        "twell bench ffn,train --strategy union auto --screen",
         lambda rows: screen_results.table(rows, "union"),
     ),
     "screen model": lambda: made_by(
