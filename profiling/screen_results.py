@@ -26,17 +26,8 @@ def table(rows: Sequence[dict[str, Any]], base: str) -> str:
             cells += [f"{chosen['strategy']} {chosen['ms'] / theirs['ms']:.3f}"]
             cells += [beside(theirs, ours, "energy_mj", 1, ".3f"), beside(theirs, ours, "peak_bytes", 1e6, ".0f")]
             lines.append(cells)
-    header = [
-        "workload",
-        "tokens",
-        "call",
-        f'"{base}", us',
-        f'"{SCREENED}"',
-        "over",
-        '"auto", over',
-        "mJ per token",
-        "MB",
-    ]
+    over = [f'"{base}", us', f'"{SCREENED}"', "over", '"auto", over']
+    header = ["workload", "tokens", "call", *over, "mJ per token", "MB"]
     kept = [place for place in range(len(header)) if any(line[place] for line in lines)]
     left = "".join("lrlrrrlrr"[place] for place in kept)
     return markdown([header[place] for place in kept], left, [[line[place] for place in kept] for line in lines])

@@ -539,7 +539,7 @@ def test_layers_of_each_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sparse = [row for row in rows if not row["strategy"].startswith("dense")]
     assert {(row["op"], row["activation"], row["strategy"]) for row in sparse if row["layer"] == "topic29"} == {
         (op, name, strategy)
-        for op, strategies in (("forward", ("row", "union", "screened")), ("training", ("union",)))
+        for op, strategies in (("forward", ("row", "union", "union+screen")), ("training", ("union",)))
         for name in ("relu", "relu2", "drelu", "fatrelu")
         for strategy in strategies
     }
@@ -548,7 +548,7 @@ def test_layers_of_each_activation(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(row["over_relu"] == 1 for row in sparse if row["activation"] == "relu")
     lines = [line.split(" | ") for line in activations.table(rows).splitlines()[2:]]
     # three strategies and a training step, then two strategies of each layer on one token
-    assert [line[3] for line in lines] == ["row", "union", "screened", "union", "row", "union", "row", "union"]
+    assert [line[3] for line in lines] == ["row", "union", "union+screen", "union", "row", "union", "row", "union"]
     assert [line[6] == "" for line in lines] == [False] * 6 + [True] * 2
 
 
@@ -557,8 +557,12 @@ def test_the_table_of_the_screen() -> None:
         known = {"workload": "w", "tokens": 16384, "variant": "ffn", "requested": requested, "strategy": strategy}
         return known | {"ms": ms, "red": "", "energy_mj": None, "peak_bytes": None} | more
 
-    rows = [row("union", 0.5, peak_bytes=2e6), row("screened", 0.4, peak_bytes=3e6), row("auto", 0.45, "screened")]
-    rows += [row("union", 1.0, variant="train"), row("screened", 0.9, variant="train", red="wrong")]
+    rows = [
+        row("union", 0.5, peak_bytes=2e6),
+        row("union+screen", 0.4, peak_bytes=3e6),
+        row("auto", 0.45, "union+screen"),
+    ]
+    rows += [row("union", 1.0, variant="train"), row("union+screen", 0.9, variant="train", red="wrong")]
     header, _, *lines = screen_results.table(rows, "union").splitlines()
-    assert header == '| workload | tokens | call | "union", us | "screened" | over | "auto", over | MB |'
-    assert lines == ["| `w` | 16,384 | forward | 500.0 | **400.0** | **0.800** | screened 0.900 | 2 / 3 |"]
+    assert header == '| workload | tokens | call | "union", us | "union+screen" | over | "auto", over | MB |'
+    assert lines == ["| `w` | 16,384 | forward | 500.0 | **400.0** | **0.800** | union+screen 0.900 | 2 / 3 |"]

@@ -17,7 +17,7 @@ from twell.testing import FFN
 M = 4096
 BOTH = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 # times of no machine: the screen is the fastest unless nearly all neurons are candidates
-TERMS = {"union": (0.5, 0.5, 0.0, 0.0), "screened": (0.2, 0.1, 0.0, 0.6)}
+TERMS = {"union": (0.5, 0.5, 0.0, 0.0), "union+screen": (0.2, 0.1, 0.0, 0.6)}
 TABLE = _tables.Table(
     {(training, gated, 2048, 5632): {1024: TERMS} for training in (False, True) for gated in (False, True)},
     "a GPU",
@@ -34,7 +34,7 @@ def topic() -> FFN:
 def screens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tables, "in_use", lambda on: TABLE)
     # a GPU of another family refuses
-    require(torch.empty(1, device="cuda"))
+    require(torch.empty(1, device="cuda"), "gate_screen")
 
 
 @pytest.mark.parametrize("m", [0, 1, 128, 300, M])
@@ -57,7 +57,7 @@ def test_a_layer_comes_to_screen(gated: bool, training: bool, topic: FFN, screen
     assert row.figures is not None
     found = screened.count(topic.x, topic.w_gate, None)
     assert row.figures.candidates == found.sum().item() / (M // 128 * topic.w_gate.shape[0])
-    assert row.strategy == "screened"
+    assert row.strategy == "union+screen"
     named = copy.deepcopy(mlp)
     named.strategy = "union"
     with torch.no_grad():
