@@ -169,14 +169,12 @@ def test_a_layer_comes_to_screen(cls: Any, training: bool, screens: Arrivals, mo
         assert len(screens.sent) == 5
         printed = str(twell.explain(mlp)).splitlines()[0].split("  ")
         assert {"candidates", "union+screen time"} <= {cell.strip() for cell in printed}
-        # switched off, it forgets the choice and keeps the figures
+        # switched off, it forgets the choice at once
         mlp.screen = "off"
         monkeypatch.setattr(screened, "gate_screen", lambda *_: pytest.fail("screened"))
         for _ in range(9):
             mlp(x)
         assert twell.explain(mlp).rows[0].strategy in ("row", "union")
-        mlp.screen = "auto"
-        assert mlp._auto.choose(Problem(300, K, N, cls is SparseGatedMLP, training)).strategy == "union+screen"
 
 
 def test_a_call_that_screens_and_measures_counts_the_lists_it_has(
