@@ -608,6 +608,7 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
             return [Choice(name, "any", "any", "", "none", str(error))]
     inference, training = (layer._fixed(weight, training) for training in (False, True))
     if layer.invariant:
+        inference = inference[0], "invariant=True" if inference[0] == "row" else inference[1]
         training = "none", "calls raise: invariant=True computes inference alone"
     if site and not inference[0]:
         rows = site.explain(name)
