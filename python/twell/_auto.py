@@ -230,8 +230,10 @@ class Route(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The route in a word, as figures and profiles show it."""
-        return f"{self.strategy}{'+screen' if self.screen else ''}{'+invariant' if self.invariant else ''}"
+        """The route in a word, as figures and profiles show it; without what "auto" may choose."""
+        if self.invariant:
+            return f"{self.strategy}+invariant"
+        return tuning.SCREENED if self.screen and self.strategy == "union" else self.strategy
 
 
 AUTO = Route("auto")

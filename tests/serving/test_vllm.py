@@ -219,12 +219,12 @@ def test_batch_invariant_mode_gives_a_token_the_same_bits(monkeypatch: pytest.Mo
     assert _vllm_model.route_of(SimpleNamespace(sparsity_strategy="dense")).name == "dense"
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", False)
     for settings, name in (
-        ({}, "auto+screen"),
-        ({"sparsity_screen": "off"}, "auto"),
+        ({}, "auto"),
         ({"sparsity_strategy": "union"}, "union"),
         ({"sparsity_invariant": True}, "row+invariant"),
     ):
         assert _vllm_model.route_of(SimpleNamespace(**settings)).name == name
+    assert [_vllm_model.route_of(SimpleNamespace(sparsity_screen=s)).screen for s in ("auto", "off")] == [True, False]
 
 
 def test_quantised_layers_run_as_without_twell() -> None:
