@@ -196,7 +196,7 @@ def test_a_rank_has_its_share_of_the_figures() -> None:
     site = ServedStrategy(SimpleNamespace(), LayerFigures(30.0, 0.1, 0.4))
     merged = torch.zeros(2 * 96, 64)
     site.learn(merged, 2)
-    assert _auto.site_of(merged.chunk(2)[0]) is site
+    assert _auto.site_of(merged.chunk(2)[0], True) is site
     found = {bucket.problem[:4]: bucket.figures[:2] for bucket in site._buckets.values()}
     assert found == {(256, 64, 96, True): (15.0, 0.4), (8192, 64, 96, True): (15.0, 0.1)}
 

@@ -111,7 +111,7 @@ class ServedStrategy(_auto.AutoStrategy):
     measured the choice is by ``figures`` of the configuration or, without, as for any layer not yet measured.
     """
 
-    def __init__(self, compilation: Any, figures: layouts.LayerFigures | None, screen: _auto.Screen) -> None:
+    def __init__(self, compilation: Any, figures: layouts.LayerFigures | None, screen: _auto.Screen = "auto") -> None:
         super().__init__(screen=screen)
         self._compilation, self._known = compilation, figures
 
