@@ -696,8 +696,9 @@ def found(weight: Tensor) -> AutoStrategy | None:
 
 
 def site_of(weight: Tensor, screen: bool) -> AutoStrategy:
-    """The site of the layer with this first weight; where none is known, as in a loaded program, one that may
-    ``screen``.
+    """The site of the layer with this first weight; a new one where none is known, as in a loaded program.
+
+    ``screen``: whether a new one may screen.
     """
     site = found(weight)
     if site is None:

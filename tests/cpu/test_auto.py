@@ -184,14 +184,6 @@ def test_calls_between_decisions_take_a_short_way(chooses: Arrivals, monkeypatch
     assert [row.calls for row in short.explain()] == [1]
 
 
-def test_many_tokens_share_a_choice() -> None:
-    for training, low in ((False, 1025), (True, 65)):
-        site = _auto.AutoStrategy()
-        for _ in range(3):
-            first = site.choose(problem(low, training))
-        assert site.choose(problem(2 * low - 2, training)) is first
-
-
 def test_a_dense_layer_of_one_product_is_harder_to_beat() -> None:
     """By a few microseconds: less of a larger layer, nothing for other strategies' ranks."""
     figures = Figures(29, None, 80)
@@ -630,14 +622,6 @@ def test_limits_are_those_of_the_sparse_path_whatever_was_chosen(chooses: Arriva
     with pytest.raises(TypeError, match="dtype must be bfloat16 or float16"):
         twell.sparse_gated_ffn(*arguments, strategy=site)
     assert not site.explain()
-
-
-def test_a_call_without_tokens_works(chooses: Arrivals) -> None:
-    mlp = layer()
-    with torch.no_grad():
-        assert mlp(torch.zeros(0, K, dtype=BF16)).shape == (0, K)
-    mlp(torch.zeros(0, K, dtype=BF16))
-    assert not chooses.sent
 
 
 # Devices

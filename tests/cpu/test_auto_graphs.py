@@ -10,7 +10,7 @@ import pytest
 import torch
 from auto_layers import BF16, DECIDES, SPARSE, Arrivals, K, N, layer, set_firing, strategies_of
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 import twell
 from twell import _auto, testing
@@ -253,34 +253,6 @@ def test_choices_follow_the_sparsity_under_checkpointing(cls: Any, reentrant: bo
         assert not any(site._open for site in sites)
     assert seen[2] == seen[11] == {"dense"}
     assert seen[7] == {"union"}
-
-
-def test_checkpoints_of_a_sequence_of_layers(chooses: Arrivals) -> None:
-    chooses.open, segments = False, 2
-    model = nn.Sequential(*(Block(True, False) for _ in range(4)))
-    expected = copy.deepcopy(model)
-    x = torch.randn(2, 128, K).to(BF16)
-    # the last segment is not checkpointed
-    free = len(model) - len(model) // segments
-    for name, other in (("dense", "union"), ("union", "dense")):
-        # gradients accumulate over three passes; the backward of one comes late
-        late = checkpoint_sequential(model, segments, x, use_reentrant=False)
-        for _ in range(2):
-            y = checkpoint_sequential(model, segments, x, use_reentrant=False)
-            for block in model[:free]:
-                block.site.observe(training(), DECIDES[other])
-            y.float().sum().backward()
-        late.float().sum().backward()
-        assert {decided(block.site) for block in model} == {name}
-        for block in expected:
-            block.mlp.strategy = name
-        for _ in range(3):
-            expected(x).float().sum().backward()
-        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            testing.assert_same(ours.grad, theirs.grad)
-            ours.grad = theirs.grad = None
-        for block in model:
-            block.site.observe(training(), DECIDES[other])
 
 
 def test_a_second_backward_recomputes_the_same(chooses: Arrivals) -> None:

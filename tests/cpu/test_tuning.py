@@ -402,15 +402,6 @@ def test_the_fit_refuses_rows_that_nothing_measured(entries: dict[str, Any], sai
         tune.fit([*rows, rows[0] | entries])
 
 
-def test_the_generator_refuses_them_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, table = tmp_path / "rows.json", tmp_path / "table.py"
-    rows = waiting_rows(128)
-    path.write_text(json.dumps({"machine": MACHINE, "date": "2026-11-22", "rows": [*rows, rows[0] | {"m": 0}]}))
-    assert shipped.main(["--from", str(path), "--write", "--table", str(table)]) == 2
-    assert capsys.readouterr().err == "tune: error: m, k and n must be positive integers, got [0, 2048, 5632]\n"
-    assert not table.exists()
-
-
 def test_a_layer_that_was_not_measured_to_the_end_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     steps = tune.plan([(2048, 5632)], ["gated"])
     assert tune.whole(tune.fit(waiting_rows(128)), steps) == {}
