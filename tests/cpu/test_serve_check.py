@@ -250,7 +250,7 @@ def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.Cap
         ({"architectures": "LlamaForCausalLM"}, [], "must be a list of names, got 'LlamaForCausalLM'"),
         ({"architectures": [5]}, [], "must be a list of names, got [5]"),
         ({"quantization_config": {"quant_method": "fp8"}}, [], "weights must not be quantised"),
-        ({"sparsity_strategy": "rows"}, [], 'sparsity_strategy must be "auto", "row"'),
+        ({"sparsity_strategy": "rows"}, [], 'sparsity_strategy must be "auto", "dense"'),
         ({"sparsity_strategy": ["row"]}, [], "got ['row']"),
         ({"sparsity_compression": 3}, [], "sparsity_compression must be one of (2, 4, 8), got 3"),
         ({"sparsity_figures": [[1, 0.5, 0.5]] * 2 + [[321, 0.5, 0.5]]}, [], "got [321, 0.5, 0.5]"),
