@@ -204,7 +204,7 @@ def _require_threshold(content: dict[str, Any]) -> None:
 def _requested(content: dict[str, Any]) -> _auto.Route:
     """What the configuration asks for. Raises RequestError if that, or its compression, does not exist."""
     try:
-        requested = engines.route_of(content)
+        requested = layouts.route_of(content)
     except (TypeError, ValueError) as error:
         raise RequestError(f"MODEL: {error}") from error
     try:

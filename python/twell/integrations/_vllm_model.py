@@ -94,7 +94,7 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
         known = layouts.measured(self.text_config.to_dict(), self.text_config.num_hidden_layers)
         number = next((int(part) for part in name.split(".") if part.isdecimal()), None)
         figures = None if known is None or number is None else known[number]
-        screens = engines.route_of(vars(self.text_config)).screen
+        screens = layouts.route_of(vars(self.text_config)).screen
         return ServedStrategy(self.vllm_config.compilation_config, figures, "auto" if screens else "off")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -198,7 +198,7 @@ class _KeptByRows(UnquantizedLinearMethod):  # type: ignore[misc]
 
 def route_of(config: Any) -> _auto.Route:
     """What the layers of a model run: what its configuration says, in batch-invariant mode "row" with ``invariant``."""
-    route = engines.route_of(vars(config))
+    route = layouts.route_of(vars(config))
     # the bits of the others depend on the number of tokens
     return _auto.Route("row", invariant=True) if vllm.envs.VLLM_BATCH_INVARIANT and route.strategy != "dense" else route
 

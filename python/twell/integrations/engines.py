@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
-from twell import _admission, _auto, tuning
+from twell import _admission, _auto
 from twell.integrations import layouts
 
 # Architectures that always have ReLU: transformers' class of configuration, the model types, the stock architecture.
@@ -28,20 +28,6 @@ _MOST_BATCH = 1024
 def union(figures: layouts.LayerFigures, m: int) -> float:
     """The union by which "auto" chooses for ``m`` tokens before it has measured any."""
     return figures.batch if m <= _MOST_BATCH else figures.text
-
-
-def route_of(content: Mapping[str, Any]) -> _auto.Route:
-    """What a configuration asks of its layers. Raises TypeError or ValueError, which begin with the name of a key."""
-    strategy, invariant = content.get("sparsity_strategy", "auto"), content.get("sparsity_invariant", False)
-    screen = content.get("sparsity_screen", "auto")
-    try:
-        tuning.require_strategy(strategy, invariant)
-        _auto.require_screen(screen)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"sparsity_{error}") from error
-    if invariant:
-        return _auto.Route("row", invariant=True)
-    return _auto.Route(strategy, screen=strategy == "auto" and screen == "auto")
 
 
 def read_configurations() -> None:
