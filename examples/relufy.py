@@ -532,7 +532,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="share of L1 that makes neighbouring tokens fire the same neurons (default 0)",
     )
     add("--dense", action=argparse.BooleanOptionalAction, default=True, help="also train the original, to compare")
-    strategies = ["dense", "auto", "row", "union", "screened"]
+    strategies = ["dense", "auto", "row", "union"]
     add("--strategy", choices=strategies, default="dense", help="of the FFNs in training")
 
     add = parser.add_argument_group("data").add_argument

@@ -17,7 +17,6 @@ Points go to --out after each one; --budget-s ends a run between points. --rows 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from profiling import host
+from profiling.draw.common import loads
 from profiling.tune import read, write_json
 from twell import _tables, testing, tuning
 from twell.commands import timing, tune
@@ -117,7 +117,7 @@ def measure(point: Point, folder: Path | None, device: timing.Device, seconds: f
     recordings = {name: layer.record(name) for name in ("dense", *errors) if name not in red}
     times = {name: timing.spread(each) for name, each in tune.times_of(recordings, seconds).items()}
     pattern = point.workload if isinstance(point.workload, str) else vars(point.workload)
-    figures = tune.figures_of(drawn, "screened" in strategies)
+    figures = tune.figures_of(drawn, _tables.SCREENED in strategies)
     row = {**dict(zip(tune.SIZES, problem)), "pattern": pattern, **figures._asdict(), "red": red}
     row |= {f"{name}_ms": spread.median for name, spread in times.items()}
     return row | eager(drawn, problem, device)
@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.rows is None:
             data = measure_all(arguments, tune.gpu(None))
         else:
-            data, table = json.loads(arguments.rows.read_text()), table_of(arguments, None)
+            data, table = loads(arguments.rows.read_text()), table_of(arguments, None)
             data["rows"] = [decided(row, table) for row in data["rows"]]
             write_json(data, arguments.out)
     except (RequestError, OSError, ValueError) as error:

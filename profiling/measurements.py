@@ -99,7 +99,7 @@ _MEASURED = (
         "table screen",
         (
             f"{BENCH} ffn,train --workload real:$REAL/3 topic29 nnz=8,skew=1,dead=0.88 real:$REAL/6 skew29 uniform29 "
-            "--strategy union screened auto --compile none --energy --memory --json $OUT",
+            "--strategy union auto --screen --compile none --energy --memory --json $OUT",
         ),
         (335,),
     ),

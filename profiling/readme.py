@@ -22,7 +22,7 @@ from profiling.draw.common import ResultError, Results, markdown
 from profiling.nsight import summarize
 from profiling.serving import replay
 from profiling.sweep import lasting
-from twell._tables import STRATEGIES
+from twell._tables import SCREENED, STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -157,7 +157,7 @@ def shapes() -> str:
     for row in result("h200_tuning")["rows"]:
         if not row["red"] and not row["training"] and row["gated"]:
             key = (row["k"], row["n"], row["pattern"], row["m"])
-            best[key] = min(best.get(key, (math.inf, "")), (row["relative"], row["strategy"][0]))
+            best[key] = min(best.get(key, (math.inf, "")), (row["relative"], row["strategy"].rpartition("+")[2][0]))
     tokens = (1, 16, 64, 256, 512, 1024, 2048, 4096, 12288)
     rows = []
     for k, n in SHAPES:
@@ -555,25 +555,26 @@ def with_machine(name: str, table: Callable[[list[Row]], str]) -> str:
     return f"{table(found['rows'])}\n\n{found['machine']}"
 
 
-SCREENED = {"ffn": "forward", "train": "training step"}
+CALLS = {"ffn": "forward", "train": "training step"}
 
 
 def screen_table(rows: Sequence[dict[str, Any]], base: str) -> str:
-    """Each call by "screened" and "auto" over ``base``, the strategy without the screen; empty columns are left out."""
+    """Each call with the screen and by "auto" over ``base``, which has none; empty columns are left out."""
     calls: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
-        if row["variant"] in SCREENED and row["ms"] and not row["red"]:
+        if row["variant"] in CALLS and row["ms"] and not row["red"]:
             calls.setdefault((row["workload"], row["tokens"], row["variant"]), {})[row["requested"]] = row
     lines = []
     for (workload, tokens, variant), own in calls.items():
-        if {base, "screened", "auto"} <= own.keys():
-            theirs, ours, chosen = own[base], own["screened"], own["auto"]
-            cells = [f"`{workload}`", f"{tokens:,}", SCREENED[variant], f"{theirs['ms'] * 1e3:.1f}"]
+        if {base, SCREENED, "auto"} <= own.keys():
+            theirs, ours, chosen = own[base], own[SCREENED], own["auto"]
+            cells = [f"`{workload}`", f"{tokens:,}", CALLS[variant], f"{theirs['ms'] * 1e3:.1f}"]
             cells += [f"**{ours['ms'] * 1e3:.1f}**", f"**{ours['ms'] / theirs['ms']:.3f}**"]
             cells += [f"{chosen['strategy']} {chosen['ms'] / theirs['ms']:.3f}"]
             cells += [beside(theirs, ours, "energy_mj", 1, ".3f"), beside(theirs, ours, "peak_bytes", 1e6, ".0f")]
             lines.append(cells)
-    header = ["workload", "tokens", "call", f'"{base}", us', '"screened"', "over", '"auto", over', "mJ per token", "MB"]
+    over = [f'"{base}", us', f'"{SCREENED}"', "over", '"auto", over']
+    header = ["workload", "tokens", "call", *over, "mJ per token", "MB"]
     kept = [place for place in range(len(header)) if any(line[place] for line in lines)]
     left = "".join("lrlrrrlrr"[place] for place in kept)
     return markdown([header[place] for place in kept], left, [[line[place] for place in kept] for line in lines])

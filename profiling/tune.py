@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from profiling.draw.common import loads
 from twell import _files, _tables, testing
 from twell.commands import tune
 from twell.commands.request import RequestError
@@ -67,7 +68,7 @@ def table_text(table: _tables.Costs, machine: str, date: str) -> str:
         f"DATE = {json.dumps(date)}",
         "",
         "# (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest);",
-        '# the last of "screened" is per share of candidates',
+        f'# the last of "{_tables.SCREENED}" is per share of candidates',
         "TABLE: dict[tuple[bool, bool, int, int], dict[int, dict[str, tuple[float, float, float, float]]]] = {",
     ]
     for key, by_tokens in sorted(table.items()):
@@ -87,7 +88,7 @@ def table_text(table: _tables.Costs, machine: str, date: str) -> str:
 def read(path: Path) -> dict[str, Any]:
     """Read the file of an earlier run; ValueError if it is another file."""
     try:
-        run = json.loads(path.read_text())
+        run = loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"expected what --out wrote in {path}, got {error}") from error
     needed = {*tune.SIZES, "nonzeros", "union", "pattern", "strategy", "relative", "red"}

@@ -36,7 +36,7 @@ def parse(description: str, arguments: list[str] | None) -> argparse.Namespace:
     )
     group.add_argument(
         "--strategy",
-        choices=["auto", "row", "union", "screened", "dense"],
+        choices=["auto", "dense", "row", "union"],
         default="auto",
         help="strategy of sparse FFNs",
     )

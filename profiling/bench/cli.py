@@ -14,7 +14,7 @@ import torch
 from profiling.bench import DESCRIPTION, fp8, report
 from profiling.bench.decode import DECODED
 from profiling.bench.energy import EnergyMeter, open_meter
-from profiling.bench.layers import OPS, STRATEGIES, Options
+from profiling.bench.layers import INVARIANT, OPS, SCREENED, STRATEGIES, Options
 from profiling.bench.protocol import Ceilings, Cpu, Device, Gpu
 from profiling.bench.rows import COLUMNS, LayerRow, named
 from profiling.bench.runner import DTYPES, Job, Runner
@@ -119,6 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threshold", type=float, default=0.0, metavar="T", help="of fatrelu: what gates must exceed (%(default)s)")
     known = ", ".join(STRATEGIES)
     add("--strategy", nargs="+", type=_words(STRATEGIES), metavar="S", help=f"strategies out of {known} (auto)")
+    add("--screen", action="store_true", help='also "union" with the int8 screen of the gate, as "auto" may run it')
+    add("--invariant", action="store_true", help='also "row" with invariant=True, in inference')
     few = ",".join(map(str, DECODED_BY_DEFAULT))
     few += "; -m means the same if decode is the only operation"
     add("--m-decode", nargs="+", type=_counts, metavar="M", help=f"tokens of decode ({few})")
@@ -209,7 +211,7 @@ def _options(arguments: argparse.Namespace, by_default: int) -> tuple[tuple[int,
         raise RequestError(str(error)) from error
     return tokens, Options(
         ops,
-        _flat(arguments.strategy) or ("auto",),
+        (_flat(arguments.strategy) or ("auto",)) + (SCREENED,) * arguments.screen + (INVARIANT,) * arguments.invariant,
         arguments.compression,
         decoded,
         activation=activation,

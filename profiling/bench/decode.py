@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from profiling.bench import fp8
-from profiling.bench.layers import ITEM, TimedLayer, Variant, Verdict, tiles_of
-from twell import testing, tuning
+from profiling.bench.layers import ITEM, SCREENED, TimedLayer, Variant, Verdict, tiles_of
+from twell import testing
 from twell._runtime import geometry
 from twell.testing import FFN, Comparison, Errors
 
@@ -92,12 +92,10 @@ class _Calls:
         """Operations and bytes of a strategy, and its floor."""
         layer = self.layer
         listed = self.listed * geometry.TOKEN_TILE
-        screens, screens_tiles = strategy == "screened", self.m > tuning.FEW_GATE_PACK
-        by_tiles = strategy == "union" or (screens and screens_tiles)
-        pairs = listed if by_tiles else float(self.m * layer.n) if strategy == "dense" else self.nonzeros
+        pairs = {"dense": float(self.m * layer.n), "union": listed, SCREENED: listed}.get(strategy, self.nonzeros)
         rows = layer.n if strategy == "dense" else self.fired
         gate: float = layer.weight_bytes
-        if screens and screens_tiles:
+        if strategy == SCREENED:
             # read, and written and read in int8, and at least the rows that fire
             gate = layer.weight_bytes * (1 + 2 / ITEM) + rows * layer.k * ITEM
         moved = 2 * self.token_bytes + gate + 2 * rows * layer.k * ITEM

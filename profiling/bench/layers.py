@@ -17,7 +17,7 @@ from torch import Tensor
 import twell
 from profiling.bench import fp8
 from profiling.bench.protocol import Ceilings, Device
-from twell import _auto, testing
+from twell import _auto, testing, tuning
 from twell._activation import RELU, Activation
 from twell._runtime import geometry
 from twell.commands.timing import Call
@@ -25,7 +25,9 @@ from twell.testing import FFN, Comparison, Errors
 
 TRAINING = ("train", "train_overflow")
 OPS = ("ffn", "decode", *TRAINING)
-STRATEGIES = ("row", "union", "screened", "invariant", "dense", "auto")
+STRATEGIES = tuning.STRATEGIES
+# what --screen and --invariant time, too, as ``testing.sparse_output`` names it
+SCREENED, INVARIANT = tuning.SCREENED, "row+invariant"
 
 # Bytes of a stored value.
 ITEM = 2
@@ -255,14 +257,14 @@ class Inference:
         layer = self.layer
         if strategy == "dense":
             return {"executed": self.flop, "gathered": 0.0, "floor": self.dense_floor}
-        by_tiles = strategy in ("union", "screened")
+        by_tiles = strategy in ("union", SCREENED)
         rows = layer.union_rows if by_tiles else layer.nonzeros
         gathered = 2.0 * rows * layer.k * ITEM
         executed = 4.0 * rows * layer.k * (geometry.TOKEN_TILE if by_tiles else 1)
         moved = layer.packed_bytes + 2 * (layer.token_bytes + layer.weight_bytes)
         gate = layer.seconds(layer.product, layer.token_bytes + layer.weight_bytes + layer.packed_bytes)
         # products in int8 take half the time; candidates come on top
-        floor = gate / 2 if strategy == "screened" else gate
+        floor = gate / 2 if strategy == SCREENED else gate
         floor += layer.seconds(executed if by_tiles else 0, moved, gathered)
         return {"executed": executed + layer.product, "gathered": gathered, "floor": floor}
 

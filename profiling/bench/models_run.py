@@ -196,7 +196,8 @@ class Variant:
         # the first variant does it for all
         set_down_layout(self.model, "rows")
         for layer in self.layers.values():
-            layer.strategy = twell.AutoStrategy(screen="off") if self.kind == UNSCREENED else strategy  # type: ignore[assignment]
+            layer.strategy = strategy  # type: ignore[assignment]
+            layer.screen = "off" if self.kind == UNSCREENED else "auto"
         self.strategy, self.micro_batch = strategy, micro_batch
         self.device = next(model.parameters()).device
 
@@ -204,8 +205,6 @@ class Variant:
         """Take the choices of another variant."""
         for layer, other in zip(self.layers.values(), settled.layers.values(), strict=True):
             layer._auto = copy.deepcopy(other._auto)
-            if isinstance(other.strategy, twell.AutoStrategy):
-                layer.strategy = copy.deepcopy(other.strategy)
 
     def settle(self, batches: Sequence[Tensor]) -> None:
         """Let "auto" choose."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiling.bench.layers import TRAINING, TimedLayer, Variant, Verdict, Verify
+from profiling.bench.layers import INVARIANT, TRAINING, TimedLayer, Variant, Verdict, Verify
 from twell import testing
 from twell.testing import Comparison
 
@@ -40,11 +40,11 @@ class Training:
         return chosen
 
     def _strategies(self, op: str) -> list[str]:
-        """The distinct strategies requested; if the pattern does not fit, the sparse path is ``train_overflow``'s."""
+        """The distinct strategies of training; if the pattern does not fit, the sparse path is ``train_overflow``'s."""
         if op == "train_overflow":
             return [] if self.layer.fits else ["union"]
         sparse = "union" if self.layer.fits else "dense"
-        names = self.layer.options.strategies
+        names = [name for name in self.layer.options.strategies if name != INVARIANT]
         return list(dict.fromkeys(sparse if name in ("row", "union") else name for name in names))
 
     def _steps(self, op: str, requested: str) -> list[Variant]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiling.draw import style
 from profiling.draw.style import SIZE, Theme
+from twell._tables import SCREENED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +34,11 @@ class ResultError(Exception):
     """A file of results is another, or lacks the data that a chart or table needs."""
 
 
+def loads(text: str) -> Any:
+    """The JSON of a file of results, with strategies by their names of today: results stay as they were recorded."""
+    return json.loads(re.sub(r'"screened(_ms)?"', rf'"{SCREENED}\1"', text))
+
+
 class Results:
     """The files of a folder by name, each read once."""
 
@@ -46,7 +52,7 @@ class Results:
         if not path.exists():
             return None
         try:
-            loaded: dict[str, Any] = json.loads(path.read_text())
+            loaded: dict[str, Any] = loads(path.read_text())
         except ValueError as error:
             raise ResultError(f"{path} is not JSON: {error}") from error
         if "machine" not in loaded:

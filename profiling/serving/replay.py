@@ -190,7 +190,8 @@ class Server:
         if variant == "stock":
             return F.linear(self.act(F.linear(x, block.merged)), block.down)
         y: Tensor = torch.ops.twell.ffn(
-            x, block.w_gate, block.w_up, block.down_rows.t(), None, None, None, 8, variant, block.w_gate
+            *(x, block.w_gate, block.w_up, block.down_rows.t(), None, None, None, 8, variant, block.w_gate),
+            screen=variant == "auto",
         )
         return y
 
@@ -324,7 +325,7 @@ def _choice(block: Block, tokens: int, graph: str) -> Choice | None:
         ends = row.tokens.split()
         return row.graph == graph and int(ends[0]) <= tokens <= int(ends[-1])
 
-    return next(filter(covers, _auto.site_of(block.w_gate).explain()), None)
+    return next(filter(covers, _auto.site_of(block.w_gate, True).explain()), None)
 
 
 def _figures(block: Block, tokens: int) -> tuple[float | None, ...]:

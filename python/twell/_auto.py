@@ -35,10 +35,18 @@ _MOST_ROUTES = 256
 _TYPICAL = {True: 64, False: 16384}
 _TYPICAL_K, _TYPICAL_N = 2048, 5632
 
+Screen = Literal["auto", "off"]
+
 PACKED_DTYPES = (torch.bfloat16, torch.float16)
 
 # Measurements whose largest decides how many non-zeros training keeps room for.
 _RECENT = 8
+
+
+def require_screen(screen: object) -> None:
+    """Raise ValueError unless this is a value of ``AutoStrategy.screen``."""
+    if screen not in ("auto", "off"):
+        raise ValueError(f'screen must be "auto" or "off", got {screen!r}')
 
 
 def forced(kind: str, index: int | None) -> str:
@@ -131,7 +139,7 @@ def _beside_captures(tensor: Tensor) -> AbstractContextManager[None]:
 class Measurement(NamedTuple):
     """A call whose figures the site wants.
 
-    screen: whether it wants the candidates of "screened", too.
+    screen: whether it wants the candidates of the int8 screen, too.
     """
 
     site: AutoStrategy
@@ -208,13 +216,33 @@ class _Expected(NamedTuple):
 class Route(NamedTuple):
     """How a call runs: its strategy, the measurement to fill and the site whose ``hold`` must get y, if any.
 
-    held: non-zeros per token for which training keeps room; 0: the most.
+    held: non-zeros per token for which training keeps room; 0: the most. screen: whether "union" computes a gate only
+    where the int8 screen says that it may fire, or "auto" may choose so. invariant: whether "row" gives a token the
+    same bits in every call.
     """
 
     strategy: str
     measurement: Measurement | None = None
     holder: AutoStrategy | None = None
     held: int = 0
+    screen: bool = False
+    invariant: bool = False
+
+    @property
+    def name(self) -> str:
+        """The route in a word, as figures and profiles show it; without what "auto" may choose."""
+        if self.invariant:
+            return f"{self.strategy}+invariant"
+        return tuning.SCREENED if self.screen and self.strategy == "union" else self.strategy
+
+
+AUTO = Route("auto")
+
+
+def route_of(name: str, measurement: Measurement | None = None, holder: Any = None, held: int = 0) -> Route:
+    """The route of this ``Route.name``, which is what ``tuning.decide`` chooses."""
+    strategy, _, how = name.partition("+")
+    return Route(strategy, measurement, holder, held, how == "screen", how == "invariant")
 
 
 @dataclasses.dataclass
@@ -260,10 +288,11 @@ class AutoStrategy:
     takes a sparse strategy and training the dense one. A change must promise to save 2 %, and is logged at INFO;
     ``twell.explain`` shows choices, reasons and figures.
 
-    ``screen`` says whether it may pick "screened" besides: "auto" or "off". It needs measured times of the screen in
-    the table of costs and the number of candidates, which calls that measure count, by a run of the screen alone if
-    another strategy runs; they do so only where the screen would be the fastest if it listed nothing but non-zeros. A
-    table without times of it means that no call does.
+    ``screen`` says whether "union" may compute a gate only where an int8 product and its bound say that it may fire:
+    "auto", where measured figures say that it pays, or "off", never. It may be set at any time. ``explain`` calls such
+    calls "union+screen". They need times of the screen in the table of costs and the number of candidates, which calls
+    that measure count, by a run of the screen alone if another strategy runs; they do so only where the screen would
+    be the fastest if it listed nothing but non-zeros.
 
     If the down weight is not stored by rows (``twell.nn.set_down_layout``), the prediction includes the copy that
     sparse strategies make of it. On other GPUs "auto" is "dense", after a warning, and on the CPU, too, where the
@@ -281,13 +310,12 @@ class AutoStrategy:
     Copying and pickling keep choices and figures.
     """
 
-    def __init__(self, *, period: int = 64, screen: Literal["auto", "off"] = "auto") -> None:
+    def __init__(self, *, period: int = 64, screen: Screen = "auto") -> None:
         require_integer("period", period, 1)
         if period & (period - 1):
             raise ValueError(f"period must be a power of two, got {period!r}")
-        if screen not in ("auto", "off"):
-            raise ValueError(f'screen must be "auto" or "off", got {screen!r}')
-        self.period, self.screen = period, screen
+        require_screen(screen)
+        self.period, self._screen = period, screen
         self._layer: tuple[int, int, bool] | None = None
         self._buckets: dict[tuple[bool, int], _Bucket] = {}
         # by kind and tokens
@@ -311,7 +339,7 @@ class AutoStrategy:
         with self._lock:
             return {
                 "period": self.period,
-                "screen": self.screen,
+                "_screen": self._screen,
                 "_layer": self._layer,
                 "_buckets": {key: dataclasses.replace(bucket, others={}) for key, bucket in self._buckets.items()},
                 "_captures": dict(self._captures),
@@ -320,19 +348,46 @@ class AutoStrategy:
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # pickles of earlier versions have graphs of inference, too, before those of training, and captures by bucket
-        state = {"_captures": {}, "screen": "auto", **state}
-        state.pop("_captured", None)
-        if state["screen"] == "proven":
-            # a strategy of version 0.2 that missed no gate; it may be among the choices
-            AutoStrategy.__init__(self, period=state["period"], screen="off")
+        if "_screen" in state:
+            self.__dict__.update(state)
+            self._connect()
             return
-        self.__dict__.update(state, _graphs=state["_graphs"][-len(_GRAPH_KINDS) :])
-        self._connect()
+        # pickles of version 0.2: figures stay, choices do not, which may have names that are gone
+        screen: Any = "off" if state.get("screen", "auto") in ("off", "proven") else "auto"
+        AutoStrategy.__init__(self, period=state["period"], screen=screen)
+        self._layer = state["_layer"]
+        self._buckets = {key: dataclasses.replace(old, decision=None) for key, old in state["_buckets"].items()}
 
     def __repr__(self) -> str:
-        screen = "" if self.screen == "auto" else f", screen={self.screen!r}"
+        screen = "" if self.screens else f", screen={self._screen!r}"
         return f"AutoStrategy(period={self.period}{screen})"
+
+    @property
+    def screens(self) -> bool:
+        """Whether it may screen."""
+        return self._screen == "auto"
+
+    @property
+    def screen(self) -> Screen:
+        """ "auto" or "off": whether it may screen."""
+        return self._screen
+
+    @screen.setter
+    def screen(self, value: Screen) -> None:
+        require_screen(value)
+        with self._lock:
+            if value == self._screen:
+                return
+            self._screen = value
+            for bucket in self._buckets.values():
+                bucket.decision = None
+                bucket.others.clear()
+            self._routes.clear()
+            self._settled.clear()
+            for graph in self._graphs:
+                if graph.strategy == tuning.SCREENED:
+                    # it is traced again
+                    graph.strategy, graph.reason = "union", "the screen was switched off"
 
     def begin(self, x: Tensor, n: int, gated: bool, training: bool, down_copied: bool, merged: bool = False) -> Route:
         """Choose the route of a call on x [..., K] with n neurons; the call is not being traced."""
@@ -355,12 +410,12 @@ class AutoStrategy:
             self._table = _tables.in_use(x.device)
         if not real or capturing or not self.heeds(x) or (training and self._recomputes()):
             strategy, held = self._peek(problem, record=capturing)
-            return Route(strategy, None, holder, held)
+            return route_of(strategy, None, holder, held)
         with self._lock:
             call, decision, due = self._count(problem)
             strategy, held = decision.strategy, self._buckets[_key(problem)].held
             if not due or _key(problem) in self._pending or not problem.m:
-                route = Route(strategy, None, holder, held)
+                route = route_of(strategy, None, holder, held)
                 bucket = self._buckets[_key(problem)]
                 if not due and strategy == "dense" and holder is None and tuning.waits_for_host(problem):
                     self._settled[training, x.dtype, x.numel()] = bucket
@@ -371,14 +426,14 @@ class AutoStrategy:
                     self._routes[arguments] = bucket, route
                 return route
             figures = self._buckets[_key(problem)].figures or self._nearest(_key(problem))
-            screen = self.screen == "auto" and tuning.worth_screening(problem, figures, self._table)
+            screen = self.screens and tuning.worth_screening(problem, figures, self._table)
         if (
             strategy == "row"
             and problem.m >= geometry.TOKEN_TILE
             and "union" in tuning.coefficients(problem, self._table)
         ):
             strategy = "union"
-        return Route(strategy, Measurement(self, problem, call, screen), holder, held)
+        return route_of(strategy, Measurement(self, problem, call, screen), holder, held)
 
     def runs_torchs(self, x: Tensor, training: bool) -> bool:
         """Whether an eager call like this one runs PyTorch's operators with nothing to measure; then it is counted.
@@ -531,7 +586,7 @@ class AutoStrategy:
         self, problem: tuning.Problem, figures: tuning.Figures | None, current: str | None = None
     ) -> tuning.Decision:
         """``tuning.decide`` by the table in use, among the strategies that the site may choose."""
-        return tuning.decide(problem, figures, current, self._table, self.screen == "auto")
+        return tuning.decide(problem, figures, current, self._table, self.screens)
 
     def _forget_other_layers(self, problem: tuning.Problem) -> None:
         """Forget the figures of a layer of another size: removing neurons changes a module's layer."""
@@ -592,7 +647,7 @@ class AutoStrategy:
                 decision = self._best(*max(alike, key=lambda each: each[:2])[2:])
             else:
                 figures = self._nearest((True, _bucket(_TYPICAL[few])))
-                decision = _typical(down_copied, few, figures, self._table, latest, self.screen == "auto")
+                decision = _typical(down_copied, few, figures, self._table, latest, self.screens)
             graph.strategy, graph.reason = decision.strategy, decision.reason
 
     def _nearest(self, key: tuple[bool, int]) -> tuning.Figures | None:
@@ -640,11 +695,14 @@ def found(weight: Tensor) -> AutoStrategy | None:
     return None if known is None or known[0].expired() else known[1]  # type: ignore[no-untyped-call]
 
 
-def site_of(weight: Tensor) -> AutoStrategy:
-    """The site of the layer with this first weight; a new one where none is known, as in a loaded program."""
+def site_of(weight: Tensor, screen: bool) -> AutoStrategy:
+    """The site of the layer with this first weight; a new one where none is known, as in a loaded program.
+
+    ``screen``: whether a new one may screen.
+    """
     site = found(weight)
     if site is None:
-        site = AutoStrategy()
+        site = AutoStrategy(screen="auto" if screen else "off")
         enroll(weight, site)
     return site
 

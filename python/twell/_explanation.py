@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 from twell import tuning
 
-# Strategies whose predicted times ``Explanation`` shows; that of "screened" where a row has one.
-_TIMED = ("row", "union", "screened", "dense")
+# Strategies whose predicted times ``Explanation`` shows; that of the screen where a row has one.
+_TIMED = ("row", "union", tuning.SCREENED, "dense")
 
 
 class Choice(NamedTuple):
     """The strategy of one layer for one kind of call: a row of ``Explanation``.
 
     layer: its qualified name. kind: "inference", "training" or "any". tokens: the range of token counts.
-    graph: "captured" or "compiled" if a graph keeps this choice, else "". calls: how many calls there were, from
-    compiled graphs without gradients, too.
+    graph: "captured" or "compiled" if a graph keeps this choice, else "". strategy: "union+screen" is "union" with the
+    int8 screen. calls: how many calls there were, from compiled graphs without gradients, too.
     figures: the measured sparsity, or None. measured: the call that measured it. costs: predicted times as multiples of
     dense's; empty where nothing is known. layout: how the layer's down weight is stored now, "linear" or "rows".
     """
@@ -62,7 +62,7 @@ class Explanation:
         return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
-_OF_SCREEN = ("candidates", "screened time")
+_OF_SCREEN = ("candidates", f"{tuning.SCREENED} time")
 
 
 def _cells(row: Choice) -> dict[str, str]:

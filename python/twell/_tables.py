@@ -22,13 +22,15 @@ from twell._runtime import cache, device, env, fingerprint, geometry
 from twell._runtime.log import logger
 
 # (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest);
-# the last of "screened" is per share of candidates
+# the last of "union+screen" is per share of candidates
 Key = tuple[bool, bool, int, int]
 Terms = tuple[float, float, float, float]
 Costs = dict[Key, dict[int, dict[str, Terms]]]
 
 FOLDER = "tuning"
-STRATEGIES = ("row", "union", "screened")
+# "union" with the int8 screen of the gate, which "auto" alone may choose: in tables, figures and explanations
+SCREENED = "union+screen"
+STRATEGIES = ("row", "union", SCREENED)
 # names of kinds of calls, by (training, gated)
 KINDS = {
     (False, True): "gated",
@@ -46,7 +48,7 @@ class Table:
     ignored: why a file of the user is not used, or "". note: what to know of a file that is used, or "". measured: the
     kinds of calls (training, gated) that the user's file has. fills: whether other costs stand in for those of a kind
     of call that was not measured; where they do not, that kind is dense. union_neurons: the most that "union" and
-    training take on the GPU that the table is used on. screens: whether that GPU has the kernels of "screened".
+    training take on the GPU that the table is used on. screens: whether that GPU has the kernels of the int8 screen.
     """
 
     costs: Costs
@@ -235,6 +237,8 @@ def _flag(value: Any) -> bool:
 
 
 def _strategy(name: str) -> str:
+    # tables of version 0.2
+    name = SCREENED if name == "screened" else name
     if name not in STRATEGIES:
         raise ValueError(f"strategies must be among {', '.join(STRATEGIES)}, got {name!r}")
     return name

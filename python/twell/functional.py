@@ -25,8 +25,8 @@ from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.packed import PackedTwell
 
-Strategy = Literal["auto", "row", "union", "screened", "invariant", "dense"]
-_SPARSE = ("row", "union", "screened", "invariant")
+Strategy = Literal["auto", "dense", "row", "union"]
+_SPARSE = ("row", "union")
 
 _WIDE_DTYPES = (torch.float32, torch.float64)
 
@@ -59,6 +59,7 @@ def sparse_gated_ffn(
     activation: ActivationName = "relu",
     threshold: float | Tensor = 0,
     strategy: Strategy | AutoStrategy = "auto",
+    invariant: bool = False,
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[False] = False,
@@ -78,6 +79,7 @@ def sparse_gated_ffn(
     activation: ActivationName = "relu",
     threshold: float | Tensor = 0,
     strategy: Strategy | AutoStrategy = "auto",
+    invariant: bool = False,
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[True],
@@ -96,6 +98,7 @@ def sparse_gated_ffn(
     activation: ActivationName = "relu",
     threshold: float | Tensor = 0,
     strategy: Strategy | AutoStrategy = "auto",
+    invariant: bool = False,
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: bool = False,
@@ -119,18 +122,18 @@ def sparse_gated_ffn(
         strategy: how the call runs. "row" reads the weight rows of each token's non-zeros. "union" works on tiles of
             128 tokens, 16 of a small batch, and the neurons that any token of a tile fires. Both are the same where a
             gradient will be needed; where none will be, every named strategy runs float32 and float64 dense, which is
-            logged once at INFO. "screened" is "union" that computes a gate only where a product in int8 and a bound of
-            its error say that it may be a non-zero (docs/notes/screen.md): for sparse layers and many tokens, on a GPU
-            of compute capability 9.0 or the CPU. It misses a gate if the bound fails, with a probability of at most
-            2^-80 per gate. In inference of up to 64 tokens it is "row". "invariant" is "row" with, on a GPU, the same
-            bits for a token whatever other tokens the call has, and however many; for inference. "dense" is plain
-            PyTorch, for any size and any dtype of F.linear. "auto" takes the cheapest strategy for a sparse layer of
-            this size: mostly "union", "row" for few tokens. It keeps nothing between calls and so measures nothing. An
-            ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity, "screened" only where its
-            table has times of it. Graphs without gradients choose when they run. "auto" and an ``AutoStrategy`` are
-            dense on a CPU and, after a warning, on a GPU that was not measured. Strategies may differ in the last bits
-            of a result. "row" reads weight rows anew for each token: where many tokens fire many neurons it takes many
-            times as long as dense, and "union" or "auto" are for them.
+            logged once at INFO. "dense" is plain PyTorch, for any size and any dtype of F.linear. "auto" takes the
+            cheapest strategy for a sparse layer of this size: mostly "union", "row" for few tokens. It keeps nothing
+            between calls and so measures nothing. An ``AutoStrategy`` that you keep, as the modules do, chooses by
+            measured sparsity. It may screen: it runs "union", but computes a gate only where a product in int8 and a
+            bound of its error say that it may be a non-zero (docs/notes/screen.md). That misses a gate if the bound
+            fails, with a probability of at most 2^-80 per gate; a named strategy never screens. Graphs without
+            gradients choose when they run. "auto" and an ``AutoStrategy`` are dense on a CPU and, after a warning, on
+            a GPU that was not measured. Strategies may differ in the last bits of a result. "row" reads weight rows
+            anew for each token: where many tokens fire many neurons it takes many times as long as dense.
+        invariant: with "row", "auto" or an ``AutoStrategy``, inference runs "row", on a GPU with the same bits for a
+            token whatever other tokens the call has, and however many. Calls that need gradients raise
+            NotImplementedError.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
             that and spills beyond. The speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the weights'
@@ -167,7 +170,7 @@ def sparse_gated_ffn(
     """
     layer = Operands(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     kind = activation_of(activation, threshold)
-    return _ffn(sparse_gated_ffn, layer, True, kind, strategy, compression, main_grads, return_aux)
+    return _ffn(sparse_gated_ffn, layer, True, kind, strategy, invariant, compression, main_grads, return_aux)
 
 
 @overload
@@ -181,6 +184,7 @@ def sparse_ffn(
     activation: ActivationName = "relu",
     threshold: float | Tensor = 0,
     strategy: Strategy | AutoStrategy = "auto",
+    invariant: bool = False,
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[False] = False,
@@ -198,6 +202,7 @@ def sparse_ffn(
     activation: ActivationName = "relu",
     threshold: float | Tensor = 0,
     strategy: Strategy | AutoStrategy = "auto",
+    invariant: bool = False,
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[True],
@@ -214,6 +219,7 @@ def sparse_ffn(
     activation: ActivationName = "relu",
     threshold: float | Tensor = 0,
     strategy: Strategy | AutoStrategy = "auto",
+    invariant: bool = False,
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: bool = False,
@@ -225,7 +231,7 @@ def sparse_ffn(
     """
     layer = Operands(x, w_up, None, w_down, b_up, None, b_down)
     kind = activation_of(activation, threshold, gated=False)
-    return _ffn(sparse_ffn, layer, False, kind, strategy, compression, main_grads, return_aux)
+    return _ffn(sparse_ffn, layer, False, kind, strategy, invariant, compression, main_grads, return_aux)
 
 
 def pack(
@@ -270,18 +276,18 @@ def _ffn(
     given: Operands,
     gated: bool,
     activation: Activation,
-    strategy: Strategy | AutoStrategy,
+    strategy: Strategy | AutoStrategy | _auto.Route,
+    invariant: bool,
     compression: int,
     main_grads: Sequence[Tensor | None] | None,
     return_aux: bool,
 ) -> Tensor | tuple[Tensor, Aux]:
     """Run ``function``, ``sparse_gated_ffn`` or ``sparse_ffn``, on the operands ``given``."""
     name = function.__name__
+    requested = _requested(strategy, invariant)
     if activation.moves:
-        if not isinstance(strategy, AutoStrategy):
-            tuning.require_strategy(strategy)
         # no kernel reads a tensor
-        strategy = "dense"
+        strategy, invariant, requested = "dense", False, _auto.Route("dense")
     if plain := admitted(given, gated, compression):
         # the answers to all questions that the other branch asks
         layer, mains = given, Mains()
@@ -290,24 +296,24 @@ def _ffn(
             present = {argument: operand for argument, operand in named.items() if operand is not None}
             mains = admit_mains(name, present, named, main_grads)
         training = torch.is_grad_enabled() and given.requires_grad()
-        if not isinstance(strategy, AutoStrategy):
-            tuning.require_strategy(strategy)
         direct = is_direct(layer.x)
-        route = _choose(layer, strategy, training, direct)
+        route = _choose(layer, requested, training, direct)
     else:
         named, direct = given.named(gated), False
         t = admit(name, **named)
         if sharded(t):
-            return _on_shards(name, function, t, named, activation, strategy, compression, main_grads, return_aux)  # type: ignore[no-any-return]
+            options = {"strategy": strategy, "invariant": invariant, "compression": compression}
+            options |= activation.options()
+            return _on_shards(name, function, t, named, main_grads, return_aux, options)  # type: ignore[no-any-return]
         mains = admit_mains(name, t, named, main_grads)
         layer, training = Operands.of(t), bool(needing_grad(t))
-        route = _route(name, t, layer, training, strategy, compression)
+        route = _route(name, t, layer, training, requested, compression)
     site = None
-    if isinstance(strategy, AutoStrategy) and (route.strategy == "auto" or route.measurement is not None):
+    if isinstance(requested, AutoStrategy) and (route.strategy == "auto" or route.measurement is not None):
         # the operators find the site by the weight that the caller holds
         site = given.w_gate
-        if not _auto.tracing(0) and type(site) in PLAIN_TENSORS and _auto.found(site) is not strategy:
-            _auto.enroll(site, strategy)
+        if not _auto.tracing(0) and type(site) in PLAIN_TENSORS and _auto.found(site) is not requested:
+            _auto.enroll(site, requested)
     activation.level(layer.x.dtype)
     call = _Call(name, training, plain, direct, activation, compression, return_aux)
     return _run(call, layer, route, mains, site)
@@ -332,7 +338,7 @@ class _Call(NamedTuple):
 def _range_of(call: _Call, layer: Operands, route: _auto.Route, *rest: Any) -> nvtx.Context:
     """Return the profiler's range of a routed call."""
     phase = nvtx.FORWARD if call.training else nvtx.INFERENCE
-    return nvtx.range(call.name, category=phase, **nvtx.sizes(layer._asdict()), strategy=route.strategy)
+    return nvtx.range(call.name, category=phase, **nvtx.sizes(layer._asdict()), strategy=route.name)
 
 
 @nvtx.marked(_range_of)
@@ -351,8 +357,7 @@ def _run(
     if call.training:
         totals = call.return_aux or route.measurement is not None
         packed = (layer, mains, call.compression, route.held, call.activation)
-        screens = route.strategy == "screened"
-        y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals, screens)
+        y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals, route.screen)
         _note_training(route, layer, nonzeros, sizes, y, call.activation)
     else:
         _, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
@@ -360,7 +365,8 @@ def _run(
         if call.direct:
             y, l1, nonzeros = ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
         else:
-            arguments = (*layer, call.compression, route.strategy, site, *call.activation)
+            how = (*call.activation, route.screen, route.invariant)
+            arguments = (*layer, call.compression, route.strategy, site, *how)
             if call.return_aux:
                 y, l1, nonzeros = ops.ffn_aux(*arguments)
             else:
@@ -413,11 +419,9 @@ def _on_shards(
     function: Callable[..., Any],
     operands: Mapping[str, Tensor],
     given: Mapping[str, Tensor | None],
-    activation: Activation,
-    strategy: Any,
-    compression: int,
     mains: Sequence[Tensor | None] | None,
     return_aux: bool,
+    options: Mapping[str, Any],
 ) -> Any:
     """Run ``function`` on DTensors: each rank runs it on its local parts."""
     from twell import _sharding
@@ -425,41 +429,54 @@ def _on_shards(
     if isinstance(mains, (tuple, list)):
         weights = [argument for argument in _sharding.WEIGHTS if argument in operands]
         require_apart(name, dict(zip(weights, mains)), given)
-    options = {"strategy": strategy, "compression": compression, **activation.options()}
-    y, figures = _sharding.ffn(
-        name, function, operands, mains, dense=strategy == "dense", return_aux=return_aux, **options
-    )
+    dense = options["strategy"] == "dense"
+    y, figures = _sharding.ffn(name, function, operands, mains, dense=dense, return_aux=return_aux, **options)
     return y if figures is None else (y, Aux(*figures))
 
 
+def _requested(strategy: Any, invariant: bool) -> AutoStrategy | _auto.Route:
+    """What a caller asks for, checked: a site, or the route of a named strategy.
+
+    Benchmarks and tests hand in routes that have no name.
+    """
+    if invariant is False and isinstance(strategy, (AutoStrategy, _auto.Route)):
+        return strategy
+    tuning.require_strategy("auto" if isinstance(strategy, AutoStrategy) else strategy, invariant)
+    return _auto.Route("row", invariant=True) if invariant else _auto.Route(strategy)
+
+
 def _route(
-    name: str, operands: Mapping[str, Tensor], layer: Operands, training: bool, requested: Any, compression: int
+    name: str,
+    operands: Mapping[str, Tensor],
+    layer: Operands,
+    training: bool,
+    requested: AutoStrategy | _auto.Route,
+    compression: int,
 ) -> _auto.Route:
     """Choose how this call runs. Unless "dense" is requested, this checks every limit of the sparse path."""
-    if not isinstance(requested, AutoStrategy):
-        tuning.require_strategy(requested)
-        if requested == "dense":
-            return _auto.Route("dense")
+    strategy = "auto" if isinstance(requested, AutoStrategy) else requested.strategy
+    if strategy == "dense":
+        return _auto.Route("dense")
     x = layer.x
     require_packable(name, operands, compression)
     if got := _autograd.transformed(operands, training):
-        if requested in _SPARSE:
+        if strategy in _SPARSE:
             raise NotImplementedError(
-                f'{name}: strategy="{requested}" takes plain tensors, got {got}; use strategy="dense", or "auto", '
+                f'{name}: strategy="{strategy}" takes plain tensors, got {got}; use strategy="dense", or "auto", '
                 "which is dense then"
             )
         return _auto.Route("dense")
     if _auto.to_onnx():
-        if requested in _SPARSE:
+        if strategy in _SPARSE:
             raise NotImplementedError(
-                f'{name}: strategy="{requested}" cannot be exported to ONNX, which has no such operators; export with '
+                f'{name}: strategy="{strategy}" cannot be exported to ONNX, which has no such operators; export with '
                 'strategy="dense", or "auto", which is dense then, or by torch.export'
             )
         return _auto.Route("dense")
     if training and _auto._exporting():
-        if requested in _SPARSE:
+        if strategy in _SPARSE:
             raise NotImplementedError(
-                f'{name}: strategy="{requested}" exports inference alone, got grad mode and operands that require grad '
+                f'{name}: strategy="{strategy}" exports inference alone, got grad mode and operands that require grad '
                 f"({', '.join(needing_grad(operands))}); export under torch.no_grad(), with frozen weights or with "
                 'strategy="dense"'
             )
@@ -478,28 +495,29 @@ def _route(
     return _choose(layer, requested, training, direct=False)
 
 
-def _choose(layer: Operands, requested: Any, training: bool, direct: bool) -> _auto.Route:
+def _choose(layer: Operands, requested: AutoStrategy | _auto.Route, training: bool, direct: bool) -> _auto.Route:
     """Choose how a call runs that the sparse path takes. An operator that is not called directly chooses itself."""
     x = layer.x
-    if requested == "invariant" and training:
+    site = requested if isinstance(requested, AutoStrategy) else None
+    route = _auto.AUTO if isinstance(requested, AutoStrategy) else requested
+    if route.invariant and training:
         raise NotImplementedError(
-            'strategy="invariant" computes inference alone, got grad mode and operands that require grad; call it '
-            'under torch.no_grad(), or train with "auto", "union" or "dense"'
+            "invariant=True computes inference alone, got grad mode and operands that require grad; call it "
+            "under torch.no_grad(), or train without it"
         )
-    site = isinstance(requested, AutoStrategy)
-    strategy, _ = _auto.fixed("auto" if site else requested, x.device, x.dtype, training)
+    strategy, _ = _auto.fixed(route.strategy, x.device, x.dtype, training)
     if strategy:
-        if strategy == "dense" and requested in _SPARSE and not torch.compiler.is_compiling():
+        if strategy == "dense" and route.strategy in _SPARSE and not torch.compiler.is_compiling():
             info_once("inference in float32 and float64 runs dense, whatever strategy was named")
-        return _auto.Route(strategy)
+        return route if strategy == route.strategy and x.dtype in _auto.PACKED_DTYPES else _auto.Route(strategy)
     copied = copies_down(layer.w_down)
     if not training and not direct:
-        return _auto.Route("auto")
+        return _auto.Route("auto", screen=site is not None and site.screens)
     if training and _auto.tracing(m := _auto.tokens_of(x)):
-        return _auto.Route(requested.trace(m, copied) if site else "union")
+        return _auto.Route("union") if site is None else _auto.route_of(site.trace(m, copied))
     n, gated = layer.w_gate.shape[0], layer.w_up is not None
-    if site:
-        return requested.begin(x, n, gated, training, copied)  # type: ignore[no-any-return]
+    if site is not None:
+        return site.begin(x, n, gated, training, copied)
     return _auto.Route(_auto.fresh(x, n, gated, training, copied))
 
 

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from twell import _admission, _auto, _autograd, _down_layout, _plain, functional, tuning
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
-from twell._auto import AutoStrategy
+from twell._auto import AutoStrategy, Screen
 from twell._explanation import Choice, Explanation
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
 from twell.functional import Aux, Strategy
-from twell.ops.quantize_gate import require as require_screen
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -27,7 +26,16 @@ DownLayout = Literal["auto", "rows", "linear"]
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
-_SETTINGS = ("strategy", "compression", "down_layout", "accumulate_main_grad", "record_aux", "activation", "threshold")
+_SETTINGS = (
+    *("strategy", "invariant", "compression", "down_layout", "accumulate_main_grad", "record_aux"),
+    *("activation", "threshold"),
+)
+# settings of version 0.2 whose strategies are gone
+_RENAMED: dict[Any, dict[str, Any]] = {
+    "screened": {"_strategy": "auto"},
+    "proven": {"_strategy": "union"},
+    "invariant": {"_strategy": "row", "_invariant": True},
+}
 
 
 def _require_setting(layer: SparseFFN, name: str, value: Any) -> None:
@@ -37,14 +45,20 @@ def _require_setting(layer: SparseFFN, name: str, value: Any) -> None:
     elif name == "threshold":
         activation_of(layer.activation, value, layer._gated)
     elif name == "strategy":
-        if not isinstance(value, AutoStrategy):
-            tuning.require_strategy(value)
+        tuning.require_strategy(_name_of(value), layer.__dict__.get("_invariant", False))
+    elif name == "invariant":
+        tuning.require_strategy(_name_of(layer._strategy), value)
     elif name == "compression":
         geometry.words_per_tile(value)
     elif name == "down_layout":
         _require_layout(name, value)
     else:
         require_flag(name, value)
+
+
+def _name_of(strategy: Any) -> Any:
+    """The name of a strategy or a site."""
+    return "auto" if isinstance(strategy, AutoStrategy) else strategy
 
 
 def _setting(name: str) -> Any:
@@ -75,6 +89,7 @@ class SparseFFN(nn.Module):
     if TYPE_CHECKING:
         _laid: _down_layout.Laid
         _strategy: Strategy | AutoStrategy
+        _invariant: bool
         _compression: int
         _accumulate_main_grad: bool
         _record_aux: bool
@@ -83,12 +98,13 @@ class SparseFFN(nn.Module):
         activation: ActivationName
         threshold: float | Tensor
         strategy: Strategy | AutoStrategy
+        invariant: bool
         compression: int
         accumulate_main_grad: bool
         record_aux: bool
         down_layout: DownLayout
     else:
-        strategy, compression, down_layout, accumulate_main_grad, record_aux, activation, threshold = map(
+        strategy, invariant, compression, down_layout, accumulate_main_grad, record_aux, activation, threshold = map(
             _setting, _SETTINGS
         )
 
@@ -101,6 +117,8 @@ class SparseFFN(nn.Module):
         dtype: torch.dtype | None = None,
         activation: ActivationName = "relu",
         threshold: float = 0,
+        screen: Screen = "auto",
+        invariant: bool = False,
     ) -> None:
         super().__init__()
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -111,12 +129,12 @@ class SparseFFN(nn.Module):
             name = type(self).__name__
             _admission.require_sizes(name, intermediate, hidden, '; strategy="dense" takes it')
         self.hidden, self.intermediate = hidden, intermediate
-        self.compression, self.strategy = compression, strategy
+        self.compression, self.strategy, self.invariant = compression, strategy, invariant
         self.activation = activation
         self.threshold = threshold
         self.accumulate_main_grad, self.record_aux, self.down_layout = False, False, "auto"
         self._laid = _down_layout.Laid()
-        self._auto = AutoStrategy()
+        self._auto = AutoStrategy(screen=screen)
         # load_state_dict(assign=True) replaces parameters stored by rows with contiguous tensors
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
 
@@ -134,7 +152,18 @@ class SparseFFN(nn.Module):
             form += ", threshold=a tensor"
         elif self.threshold:
             form += f", threshold={self.threshold}"
+        form += "" if self._auto.screens else f", screen={self.screen!r}"
+        form += ", invariant=True" if self.invariant else ""
         return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}{form}"
+
+    @property
+    def screen(self) -> Screen:
+        """``AutoStrategy.screen`` of the layer's own, by which strategy "auto" chooses."""
+        return self._auto.screen
+
+    @screen.setter
+    def screen(self, value: Screen) -> None:
+        self._auto.screen = value
 
     def __getstate__(self) -> dict[str, Any]:
         self._laid.put_back()
@@ -144,12 +173,11 @@ class SparseFFN(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # pickles of earlier versions have only the settings that were assigned, under public names, or kept int8 copies
         defaults = {"_accumulate_main_grad": False, "_record_aux": False, "_down_layout": "rows"}
-        defaults |= {"_activation": "relu", "_threshold": 0}
+        defaults |= {"_activation": "relu", "_threshold": 0, "_invariant": False}
         state = {name: value for name, value in state.items() if name not in ("_gate_copy", "_retired_copies")}
         renamed = {f"_{name}" if name in _SETTINGS else name: value for name, value in state.items()}
-        if renamed.get("_strategy") == "proven":
-            # a strategy of version 0.2 that missed no gate
-            renamed["_strategy"] = "union"
+        if isinstance(strategy := renamed.get("_strategy"), str):
+            renamed |= _RENAMED.get(strategy, {})
         super().__setstate__({**defaults, **renamed, "_laid": _down_layout.Laid()})  # type: ignore[no-untyped-call]
 
     def named_modules(
@@ -218,12 +246,13 @@ class SparseFFN(nn.Module):
             "activation": self._activation,
             "threshold": self._threshold,
             "strategy": self._site() or self._strategy,
+            "invariant": self._invariant,
             "compression": self._compression,
         }
 
     def _fixed(self, weight: Tensor, training: bool) -> tuple[str, str]:
         """The strategy, with the reason, of all calls on a weight like this; "" where "auto" chooses."""
-        kind, requested = weight.device.type, "auto" if self._site() else str(self.strategy)
+        kind, requested = weight.device.type, "row" if self._invariant else str(_name_of(self._strategy))
         # autocast leaves float64 as it is
         autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
         dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
@@ -285,6 +314,8 @@ class SparseFFN(nn.Module):
         site = self._auto if self._strategy == "auto" else self._strategy
         if torch.compiler.is_compiling() or not isinstance(site, AutoStrategy) or not site._settled:
             return False
+        if self._invariant:
+            return False
         if self._laid.fresh and self._down_layout == "auto":
             return False
         if type(x) is not Tensor or self._accumulate_main_grad or self._record_aux or _plain.transformed():
@@ -321,7 +352,9 @@ class SparseFFN(nn.Module):
         return F.linear(hidden, down["weight"], down["bias"])
 
     def _site(self) -> AutoStrategy | None:
-        """The ``AutoStrategy`` that chooses; None if the strategy is named."""
+        """The ``AutoStrategy`` that chooses; None if nothing is left to choose."""
+        if self._invariant:
+            return None
         if isinstance(self._strategy, AutoStrategy):
             return self._strategy
         return self._auto if self._strategy == "auto" else None
@@ -387,10 +420,11 @@ class SparseGatedMLP(SparseFFN):
     global ones, as FLOP counters register), an adapter, weights of a subclass or a replaced ``forward``, the layer
     warns, calls its projections and runs dense.
 
-    ``compression``, ``strategy``, ``activation`` and ``threshold`` are those of ``twell.sparse_gated_ffn`` and may be
-    set at any time, the threshold to a tensor, too; the state dict holds none of them. With "auto" the module has its
-    own ``AutoStrategy``, which chooses by the sparsity measured in earlier calls; ``twell.explain`` shows it. A named
-    strategy stays, except that inference in float32 and float64 runs dense.
+    ``compression``, ``strategy``, ``invariant``, ``activation`` and ``threshold`` are those of
+    ``twell.sparse_gated_ffn`` and may be set at any time, the threshold to a tensor, too; the state dict holds none of
+    them. With "auto" the module has its own ``AutoStrategy``, which chooses by the sparsity measured in earlier calls;
+    ``twell.explain`` shows it, and ``screen``, "auto" or "off", is its. A named strategy stays, except that inference
+    in float32 and float64 runs dense.
     With ``accumulate_main_grad = True`` backward adds the gradient of each weight to ``weight.main_grad``, a float32
     tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone. A weight that has the
     attribute ``grad_added_to_main_grad``, as Megatron's have, gets True there and a gradient of zeros, so that its
@@ -407,12 +441,14 @@ class SparseGatedMLP(SparseFFN):
         *,
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
+        screen: Screen = "auto",
+        invariant: bool = False,
         activation: ActivationName = "relu",
         threshold: float = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden, intermediate, compression, strategy, dtype, activation, threshold)
+        super().__init__(hidden, intermediate, compression, strategy, dtype, activation, threshold, screen, invariant)
         self.gate_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
@@ -426,6 +462,8 @@ class SparseGatedMLP(SparseFFN):
         *,
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
+        screen: Screen = "auto",
+        invariant: bool = False,
         activation: ActivationName = "relu",
         threshold: float = 0,
     ) -> SparseGatedMLP:
@@ -434,7 +472,7 @@ class SparseGatedMLP(SparseFFN):
         Their storage stays, too. Raises TypeError or ValueError if the three do not form one FFN.
         """
         hidden, intermediate = _require_linear({"gate": gate, "up": up}, down)
-        options: Any = {"compression": compression, "strategy": strategy}
+        options: Any = {"compression": compression, "strategy": strategy, "screen": screen, "invariant": invariant}
         options |= {"activation": activation, "threshold": threshold}
         mlp = cls(hidden, intermediate, device="meta", **options)
         mlp._adopt(gate_proj=gate, up_proj=up, down_proj=down)
@@ -473,12 +511,14 @@ class SparseMLP(SparseFFN):
         *,
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
+        screen: Screen = "auto",
+        invariant: bool = False,
         activation: ActivationName = "relu",
         threshold: float = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden, intermediate, compression, strategy, dtype, activation, threshold)
+        super().__init__(hidden, intermediate, compression, strategy, dtype, activation, threshold, screen, invariant)
         self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
 
@@ -490,12 +530,14 @@ class SparseMLP(SparseFFN):
         *,
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
+        screen: Screen = "auto",
+        invariant: bool = False,
         activation: ActivationName = "relu",
         threshold: float = 0,
     ) -> SparseMLP:
         """Make a module that shares the Parameter objects of two ``nn.Linear``, as ``SparseGatedMLP.from_linear``."""
         hidden, intermediate = _require_linear({"up": up}, down)
-        options: Any = {"compression": compression, "strategy": strategy}
+        options: Any = {"compression": compression, "strategy": strategy, "screen": screen, "invariant": invariant}
         options |= {"activation": activation, "threshold": threshold}
         mlp = cls(hidden, intermediate, device="meta", **options)
         mlp._adopt(up_proj=up, down_proj=down)
@@ -558,20 +600,16 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
     if isinstance(layer.threshold, Tensor):
         return [Choice(name, "any", "any", "", "dense", "the threshold is a tensor, which changes during training")]
     site, weight = layer._site(), layer.down_proj.weight
-    requested = "auto" if site else str(layer.strategy)
+    requested = _name_of(layer.strategy)
     if requested != "dense":
         try:
             _admission.require_sizes("calls raise", weight.shape[1], weight.shape[0], '; strategy="dense" takes it')
         except (ValueError, NotImplementedError) as error:
             return [Choice(name, "any", "any", "", "none", str(error))]
     inference, training = (layer._fixed(weight, training) for training in (False, True))
-    if requested == "invariant":
-        training = "none", 'calls raise: strategy="invariant" computes inference alone'
-    if requested == "screened" and weight.is_cuda:
-        try:
-            require_screen(weight, strategy=requested)
-        except NotImplementedError as error:
-            inference = training = "none", f"calls raise: {error}"
+    if layer.invariant:
+        inference = inference[0], "invariant=True" if inference[0] == "row" else inference[1]
+        training = "none", "calls raise: invariant=True computes inference alone"
     if site and not inference[0]:
         rows = site.explain(name)
         # graphs that ran before any call have a site of their own
@@ -584,15 +622,29 @@ def _explain(name: str, layer: SparseFFN) -> list[Choice]:
     return [Choice(name, "inference", "any", "", *inference), Choice(name, "training", "any", "", *training)]
 
 
-def set_strategy(module: nn.Module, strategy: Strategy | AutoStrategy) -> None:
+def set_strategy(
+    module: nn.Module,
+    strategy: Strategy | AutoStrategy,
+    *,
+    screen: Screen | None = None,
+    invariant: bool | None = None,
+) -> None:
     """Set ``strategy`` of every layer of ``twell.nn`` in ``module``; with "auto" each chooses for itself.
 
-    An ``AutoStrategy`` is for one layer: layers that share it share their figures.
+    ``screen`` and ``invariant`` are set, too, unless they are None. An ``AutoStrategy`` is for one layer: layers that
+    share it share their figures.
 
-    Raises as the attribute does, and ValueError if ``module`` has no such layer.
+    Raises as the attributes do, and ValueError if ``module`` has no such layer.
     """
     for layer in _layers(module):
+        if invariant is not None:
+            tuning.require_strategy(_name_of(strategy), invariant)
+            layer.invariant = False
         layer.strategy = strategy
+        if invariant is not None:
+            layer.invariant = invariant
+        if screen is not None:
+            layer.screen = screen
 
 
 def set_down_layout(module: nn.Module, layout: DownLayout) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from twell import _tables
+from twell._arguments import require_flag
 from twell._runtime import device, geometry, specs
 
 
@@ -234,7 +235,14 @@ def overflow(dtype: torch.dtype, mode: str, family: str = specs.SM90) -> specs.O
 # Strategies
 
 
-STRATEGIES = ("auto", "row", "union", "screened", "invariant", "dense")
+STRATEGIES = ("auto", "dense", "row", "union")
+SCREENED = _tables.SCREENED
+# names of version 0.2, and what a caller says for them
+_GONE = {
+    "screened": '"auto" screens where that was measured to pay (screen="auto" of modules and AutoStrategy)',
+    "proven": 'use "union", which never screens',
+    "invariant": 'use strategy="row" with invariant=True',
+}
 
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
 MARGIN = 0.02
@@ -257,10 +265,10 @@ _DENSE_FLOP = 790e12
 _DENSE_BYTES = 4.2e12
 # Seconds of the host for a call without gradients and for a training step: three nn.Linear with their activation, and
 # strategies chosen by "auto" (H100, 2026-11-25, `h100_host.json`, the slowest host measured, so that "auto" errs
-# towards dense; "screened" has four launches more).
+# towards dense; the screen has four launches more).
 HOST_SECONDS = {
-    False: {"dense": 105e-6, "row": 155e-6, "union": 214e-6, "screened": 270e-6},
-    True: {"dense": 630e-6, "union": 1280e-6, "screened": 1340e-6},
+    False: {"dense": 105e-6, "row": 155e-6, "union": 214e-6, SCREENED: 270e-6},
+    True: {"dense": 630e-6, "union": 1280e-6, SCREENED: 1340e-6},
 }
 # Of a dense layer of up to 512 tokens: the seconds that one product for gate and up saves, those beyond its products,
 # and the time to read weights over that at the rate above (NVIDIA H200: 3 to 5 us saved; in two products 18, 34 and 118
@@ -322,13 +330,16 @@ class Decision(NamedTuple):
     costs: dict[str, float]
 
 
-def require_strategy(requested: object) -> None:
-    """Raise ValueError unless ``requested`` is the name of a strategy."""
-    if requested == "proven":
-        raise ValueError('strategy "proven" is gone, use "union", which never screens')
+def require_strategy(requested: object, invariant: object = False) -> None:
+    """Raise ValueError unless ``requested`` is the name of a strategy, and one that may be ``invariant`` if it is."""
     if requested not in STRATEGIES:
+        if isinstance(requested, str) and requested in _GONE:
+            raise ValueError(f'strategy "{requested}" is gone: {_GONE[requested]}')
         *names, last = (f'"{name}"' for name in STRATEGIES)
         raise ValueError(f"strategy must be {', '.join(names)} or {last}, got {requested!r}")
+    require_flag("invariant", invariant)
+    if invariant and requested in ("dense", "union"):
+        raise ValueError(f'strategy must be "auto" or "row" with invariant=True, got "{requested}"')
 
 
 # Tokens of the group of which ``Figures.heaviest`` is the mean.
@@ -365,12 +376,12 @@ def shares(problem: Problem, figures: Figures) -> tuple[float, float, float]:
 
 
 def factors(problem: Problem, figures: Figures, strategy: str) -> tuple[float, float, float, float]:
-    """What the terms of a strategy's cost are multiplied by; ``figures.candidates`` must be known for "screened"."""
+    """What the terms of a cost are multiplied by; ``figures.candidates`` must be known for that of ``SCREENED``."""
     union, density, heaviest = shares(problem, figures)
-    if strategy != "screened":
+    if strategy != SCREENED:
         return 1.0, union, density, heaviest
     if figures.candidates is None:
-        raise ValueError(f"candidates must be known for the cost of screened, got {figures}")
+        raise ValueError(f"candidates must be known for the cost of {SCREENED}, got {figures}")
     # a neuron that fires is a candidate
     return 1.0, union, density, min(max(union, figures.candidates), 1.0)
 
@@ -380,20 +391,20 @@ def costs(
 ) -> dict[str, float]:
     """Predicted time of each strategy that the table has for ``problem``, as a multiple of dense's.
 
-    ``table`` is the shipped one by default. "screened" has a time where ``figures.candidates`` are known, with
+    ``table`` is the shipped one by default. ``SCREENED`` has a time where ``figures.candidates`` are known, with
     ``screen``.
     """
     copies, dense = copy_cost(problem), merged_cost(problem)
     predicted = {}
     for name, terms in coefficients(problem, table).items():
-        if name == "screened" and (figures.candidates is None or not screen):
+        if name == SCREENED and (figures.candidates is None or not screen):
             continue
         time = sum(term * factor for term, factor in zip(terms, factors(problem, figures, name)))
         predicted[name] = (time + copies) / dense
-    if "screened" in predicted and "union" in predicted:
+    if SCREENED in predicted and "union" in predicted:
         # the terms are of few candidates: a screen saves at most the gates of all others, one of dense's products
-        others = 1 - factors(problem, figures, "screened")[3]
-        predicted["screened"] = max(predicted["screened"], predicted["union"] - others / (3 if problem.gated else 2))
+        others = 1 - factors(problem, figures, SCREENED)[3]
+        predicted[SCREENED] = max(predicted[SCREENED], predicted["union"] - others / (3 if problem.gated else 2))
     predicted["dense"] = 1.0
     return _eager(problem, predicted) if problem.eager else predicted
 
@@ -407,11 +418,11 @@ def _eager(problem: Problem, predicted: dict[str, float]) -> dict[str, float]:
 
 
 def worth_screening(problem: Problem, figures: Figures | None, table: _tables.Table | None = None) -> bool:
-    """Whether "screened" would be the fastest strategy if its candidates were the union: else none need be counted."""
+    """Whether a screen that listed nothing but the union would be the fastest: else none need be counted."""
     if figures is None:
         return False
     predicted = costs(problem, figures._replace(candidates=0.0), table)
-    return "screened" in predicted and predicted["screened"] <= min(predicted.values())
+    return SCREENED in predicted and predicted[SCREENED] <= min(predicted.values())
 
 
 def waits_for_host(problem: Problem) -> bool:
@@ -513,13 +524,13 @@ def nearest(problem: Problem, table: _tables.Table | None = None) -> _tables.Key
 def coefficients(problem: Problem, table: _tables.Table | None = None) -> dict[str, _tables.Terms]:
     """The terms of each sparse strategy's cost: base, then per share of the union, of non-zeros, of the heaviest group.
 
-    The last one of "screened" is per share of candidates instead. A table without that strategy never has it chosen.
+    The last one of ``SCREENED`` is per share of candidates instead. A table without it never has it chosen.
 
     They are those of the measured layers of this kind that run the same kernels, weighted by 1 / distance^2 in log K
     and log N. Each layer's are interpolated in log M between numbers of tokens that run the same kernels, since costs
     jump where kernels change. Fewer tokens than were measured have no sparse strategy; more have the terms of the most.
-    More neurons than ``Table.union_neurons`` have neither "union" nor "screened". A kind of calls that the table lacks
-    (``Table.lacks``) has no strategy.
+    More neurons than ``Table.union_neurons`` have no "union". A kind of calls that the table lacks (``Table.lacks``)
+    has no strategy.
     """
     return _coefficients(problem._replace(down_copied=False, merged=False, eager=False), table or _tables.SHIPPED)
 
@@ -541,7 +552,7 @@ def _coefficients(problem: Problem, table: _tables.Table) -> dict[str, _tables.T
             for name, terms in _between(problem.m, nodes).items():
                 if name != "row" and problem.n > table.union_neurons:
                     continue
-                if name == "screened" and not table.screens:
+                if name == SCREENED and not table.screens:
                     continue
                 weighted.setdefault(name, []).append((weight, terms))
     return {name: _mean(found) for name, found in weighted.items()}

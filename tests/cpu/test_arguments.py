@@ -58,6 +58,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             **{name: [None, "x", 3, [1.0]] for name in ("x", "w_gate", "w_up", "w_down")},
             "b_up": [3],
             "strategy": ["rows", None, 3, ["row"]],
+            "invariant": [1, "yes", None],
             "compression": [3, "8", 8.0, None],
             "main_grads": [3, torch.zeros(3)],
         },
@@ -103,6 +104,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         {
             **{name: ["16", 0, -8, 16.0, None] for name in ("hidden", "intermediate")},
             "strategy": ["rows", None],
+            "screen": ["on", None],
+            "invariant": [1, None],
             "compression": [8.0, "8", None],
         },
     ),
@@ -117,7 +120,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         {"module": [None, "m", linear()], "layout": ["columns", None, ["rows"]]},
     ),
     "explain": (twell.explain, lambda: {"layers": layer()}, {"layers": [None, "m", [layer()]]}),
-    "AutoStrategy": (twell.AutoStrategy, dict, {"period": [3, "64", 64.0, None]}),
+    "AutoStrategy": (twell.AutoStrategy, dict, {"period": [3, "64", 64.0, None], "screen": ["on", "proven", None]}),
     "compact": (
         twell.compact,
         lambda: {"module": layer(), "alive": torch.ones(N, dtype=torch.bool)},
@@ -277,6 +280,8 @@ def test_of_two_operands_x_or_the_second_weight_is_named() -> None:
 
 SETTINGS = {
     "strategy": ("row", ["rows", None, 3, "Row", ["row"]]),
+    "screen": ("off", ["on", "", None, True]),
+    "invariant": (True, [1, "yes", None]),
     "compression": (4, [3, "8", 8.0, None, True]),
     "down_layout": ("linear", ["columns", None, 3]),
     "record_aux": (True, [1, "yes", None]),

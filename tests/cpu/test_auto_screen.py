@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import pickle
-import re
 from typing import Any
 
 import pytest
 import torch
 from auto_layers import BF16, COSTS, TABLE, Arrivals, K, N, layer
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import twell
 from profiling import held_out
 from twell import _auto, _tables, ops, testing, tuning
-from twell._runtime import device, specs
+from twell._runtime import device
 from twell.commands import analyze, prediction, sparsity, timing, tune
 from twell.commands.saved_model import WatchedLayer
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -28,7 +27,9 @@ from twell.tuning import Figures, Problem
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 # the fastest if the candidates are the union, and slower than "row" if they are all neurons
 SCREENED = {
-    key: {m: {**entry, "screened": (max(entry["union"][0] - 0.25, 0.0), 0.2, 1.0, 0.45)} for m, entry in nodes.items()}
+    key: {
+        m: {**entry, "union+screen": (max(entry["union"][0] - 0.25, 0.0), 0.2, 1.0, 0.45)} for m, entry in nodes.items()
+    }
     for key, nodes in COSTS.items()
 }
 SCREENS = _tables.Table(SCREENED, "a GPU", "2026-11-22")  # type: ignore[arg-type]
@@ -40,7 +41,7 @@ def problem(m: int = 256, training: bool = False) -> Problem:
 
 @pytest.fixture
 def screens(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> Arrivals:
-    """ "auto" chooses on the CPU by a table that has times of "screened"."""
+    """ "auto" chooses on the CPU by a table that has times of "union+screen"."""
     monkeypatch.setattr(_tables, "SHIPPED", SCREENS)
     return chooses
 
@@ -51,11 +52,11 @@ def screens(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> Arrivals:
 @pytest.mark.parametrize("training", [False, True])
 def test_decides_by_the_candidates(training: bool) -> None:
     call, few, many = problem(training=training), Figures(8, 0.3, None, 0.31), Figures(8, 0.3, None, 0.9)
-    assert tuning.decide(call, few, None, SCREENS).strategy == "screened"
-    assert tuning.decide(call, many, None, SCREENS).strategy != "screened"
+    assert tuning.decide(call, few, None, SCREENS).strategy == "union+screen"
+    assert tuning.decide(call, many, None, SCREENS).strategy != "union+screen"
     costs = tuning.costs(call, few, SCREENS)
-    base = SCREENED[training, True, K, N][1]["screened"][0]
-    assert costs["screened"] == pytest.approx(base + 0.2 * 0.3 + 8 / N + 0.45 * 0.31)
+    base = SCREENED[training, True, K, N][1]["union+screen"][0]
+    assert costs["union+screen"] == pytest.approx(base + 0.2 * 0.3 + 8 / N + 0.45 * 0.31)
 
 
 def test_a_screen_that_lists_all_neurons_saves_nothing() -> None:
@@ -63,10 +64,10 @@ def test_a_screen_that_lists_all_neurons_saves_nothing() -> None:
     for (training, gated, k, n), nodes in _tables.SHIPPED.costs.items():
         for m in nodes:
             costs = tuning.costs(Problem(m, k, n, gated, training), every)
-            assert costs.get("screened", math.inf) >= costs.get("union", 0)
+            assert costs.get("union+screen", math.inf) >= costs.get("union", 0)
 
 
-@pytest.mark.parametrize("current", [None, "union", "screened"])
+@pytest.mark.parametrize("current", [None, "union", "union+screen"])
 def test_never_screens_without_times_candidates_or_kernels(current: str | None) -> None:
     figures = Figures(8, 0.3, None, 0.3)
     for table, known, screen in (
@@ -79,8 +80,8 @@ def test_never_screens_without_times_candidates_or_kernels(current: str | None) 
     ):
         for call in (problem(), problem(training=True)):
             decision = tuning.decide(call, known, current, table, screen)
-            assert decision.strategy != "screened"
-            assert "screened" not in decision.costs
+            assert decision.strategy != "union+screen"
+            assert "union+screen" not in decision.costs
             if screen and (known is None or known.candidates is not None):
                 assert not tuning.worth_screening(call, known, table)
 
@@ -96,55 +97,35 @@ def test_other_gpus_have_no_screen(monkeypatch: pytest.MonkeyPatch) -> None:
         _tables._on.cache_clear()
 
 
-def test_explain_says_that_calls_raise_without_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "family", lambda index: specs.PORTABLE)
-    monkeypatch.setattr(device, "capability", lambda index: (8, 0))
-    with FakeTensorMode():
-        mlp = SparseGatedMLP(K, N, dtype=BF16, device="meta")
-        for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            linear.weight = torch.nn.Parameter(torch.empty_like(linear.weight, device="cuda"))
-        mlp.strategy = "screened"
-        (row,) = twell.explain(mlp)
-        assert (row.kind, row.strategy) == ("any", "none")
-        said = 'calls raise: strategy "screened" needs compute capability 9.0, got 8.0 on cuda:0; use "row"'
-        assert row.reason.startswith(said)
-        monkeypatch.setattr(tuning, "family", lambda index: specs.SM90)
-        (row,) = twell.explain(mlp)
-        assert row.strategy == "screened"
-        assert row.reason.startswith("it was named")
-
-
 def test_neurons_that_fire_are_candidates() -> None:
     call = problem()
-    assert tuning.factors(call, Figures(8, 0.3, None, 0.1), "screened")[3] == 0.3
-    assert tuning.factors(call, Figures(8, 0.3, None, 7.0), "screened")[3] == 1
+    assert tuning.factors(call, Figures(8, 0.3, None, 0.1), "union+screen")[3] == 0.3
+    assert tuning.factors(call, Figures(8, 0.3, None, 7.0), "union+screen")[3] == 1
     assert tuning.factors(call, Figures(8, 0.3, 9, 0.4), "union") == (1, *tuning.shares(call, Figures(8, 0.3, 9)))
-    with pytest.raises(ValueError, match="candidates must be known for the cost of screened, got Figures"):
-        tuning.factors(call, Figures(8, 0.3), "screened")
+    with pytest.raises(ValueError, match=r"candidates must be known for the cost of union\+screen, got Figures"):
+        tuning.factors(call, Figures(8, 0.3), "union+screen")
     with pytest.raises(ValueError, match="figures must be finite and not negative, got Figures"):
         tuning.costs(call, Figures(8, 0.3, None, -0.1), SCREENS)
 
 
 def test_counts_where_the_screen_may_be_the_fastest() -> None:
     assert tuning.worth_screening(problem(), Figures(8, 0.3), SCREENS)
+    # nothing is known, or nearly all neurons fire
     assert not tuning.worth_screening(problem(), None, SCREENS)
-    # nearly all neurons fire
     assert not tuning.worth_screening(problem(), Figures(200, 1.0), SCREENS)
 
 
 # Candidates
 
 
-@pytest.mark.parametrize("m", [0, 1, 128, 300])
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_count_is_that_of_the_bits(m: int, bias: bool) -> None:
+def test_the_count_is_that_of_the_bits() -> None:
     torch.manual_seed(0)
-    x, w = torch.randn(m, 72).to(BF16), torch.randn(520, 72).to(BF16)
-    b = (torch.randn(520) * 12 - 30).to(BF16) if bias else None
-    found = screened.count(x, w, b)
-    expected = screened.candidates_on_cpu(x, w, b, ops.quantize_gate(w, True)).sum(1)
-    assert found.tolist() == expected.tolist()
-    assert m == 0 or not bias or 0 < found.min() <= found.max() < 520
+    for m, biased in itertools.product((0, 1, 128, 300), (False, True)):
+        x, w = torch.randn(m, 72).to(BF16), torch.randn(520, 72).to(BF16)
+        b = (torch.randn(520) * 12 - 30).to(BF16) if biased else None
+        found = screened.count(x, w, b)
+        assert found.tolist() == screened.candidates_on_cpu(x, w, b, ops.quantize_gate(w, True)).sum(1).tolist()
+        assert m == 0 or not biased or 0 < found.min() <= found.max() < 520
 
 
 def uneven(cls: Any, firing: int = 8) -> Any:
@@ -164,53 +145,48 @@ def first_of(mlp: Any) -> Any:
 
 @MODULES
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("lead", [(256,), (3, 100)])
-def test_a_layer_comes_to_screen(cls: Any, training: bool, lead: tuple[int, ...], screens: Arrivals) -> None:
+def test_a_layer_comes_to_screen(cls: Any, training: bool, screens: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it knows its figures it counts candidates, then it screens; y is that of "dense" all the time."""
-    mlp, x = uneven(cls), torch.randn(*lead, K).to(BF16)
+    mlp, x = uneven(cls), torch.randn(3, 100, K).to(BF16)
     dense = copy.deepcopy(mlp)
     dense.strategy = "dense"
-    ran, m = [], x.shape[:-1].numel()
+    ran = []
     with torch.set_grad_enabled(training):
         for _ in range(9):
             torch.testing.assert_close(mlp(x), dense(x), rtol=2e-2, atol=2e-2)
             ran.append(twell.explain(mlp).rows[0].strategy)
-    # call 0 has no figures, call 1 no candidates yet
-    assert "screened" not in ran[:2]
-    assert set(ran[2:]) == {"screened"}
-    (row,) = twell.explain(mlp)
-    w, b = first_of(mlp).weight.detach(), first_of(mlp).bias.detach()
-    listed = screened.count(x.view(m, K), w, b)
-    assert row.figures is not None
-    assert row.figures.candidates == listed[: m // 128].sum().item() / (m // 128 * N)
-    assert row.figures.candidates > row.figures.union > 8 / N  # type: ignore[operator]
-    assert "screened" in row.costs
-    # with the other counts, one transfer for each call that measures
-    assert len(screens.sent) == 5
-    printed = str(twell.explain(mlp)).splitlines()[0].split("  ")
-    assert {"candidates", "screened time"} <= {cell.strip() for cell in printed}
+        # call 0 has no figures, call 1 no candidates yet
+        assert "union+screen" not in ran[:2]
+        assert set(ran[2:]) == {"union+screen"}
+        (row,) = twell.explain(mlp)
+        listed = screened.count(x.view(300, K), first_of(mlp).weight.detach(), first_of(mlp).bias.detach())
+        assert row.figures is not None
+        assert row.figures.candidates == listed[:2].sum().item() / (2 * N)
+        assert row.figures.candidates > row.figures.union > 8 / N  # type: ignore[operator]
+        # with the other counts, one transfer for each call that measures
+        assert len(screens.sent) == 5
+        printed = str(twell.explain(mlp)).splitlines()[0].split("  ")
+        assert {"candidates", "union+screen time"} <= {cell.strip() for cell in printed}
+        # switched off, it forgets the choice at once
+        mlp.screen = "off"
+        monkeypatch.setattr(screened, "gate_screen", lambda *_: pytest.fail("screened"))
+        for _ in range(9):
+            mlp(x)
+        assert twell.explain(mlp).rows[0].strategy in ("row", "union")
 
 
-@MODULES
-def test_screened_calls_pass_on_the_lists_of_their_own(
-    cls: Any, screens: Arrivals, monkeypatch: pytest.MonkeyPatch
+def test_a_call_that_screens_and_measures_counts_the_lists_it_has(
+    screens: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inference that screens does not screen twice."""
-    mlp, x = uneven(cls), torch.randn(256, K).to(BF16)
+    mlp, x = uneven(SparseGatedMLP), torch.randn(256, K).to(BF16)
     with torch.no_grad():
         for _ in range(3):
             mlp(x)
-        before = twell.explain(mlp).rows[0].figures
         monkeypatch.setattr(screened, "gate_screen", lambda *_: pytest.fail("screened twice"))
         monkeypatch.setattr(screened, "candidates_on_cpu", lambda *_: torch.ones(2, N, dtype=torch.bool))
         for _ in range(2):
             mlp(x)
-    (row,) = twell.explain(mlp)
-    assert before is not None
-    assert before.candidates is not None
-    assert before.candidates < 1
-    assert row.figures is not None
-    assert row.figures.candidates == 1
+    assert screens.sent[-1][2] == 2 * N
 
 
 @pytest.mark.parametrize("screen", ["off", "auto"])
@@ -218,11 +194,11 @@ def test_screened_calls_pass_on_the_lists_of_their_own(
 def test_nothing_is_counted_in_vain(
     screen: Any, training: bool, chooses: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the table has no times of the screen, or the site may not screen."""
+    """Where the table has no times of the screen, or the layer may not screen."""
     monkeypatch.setattr(_tables, "SHIPPED", SCREENS if screen == "off" else TABLE)
     monkeypatch.setattr(screened, "gate_screen", lambda *_: pytest.fail("counted candidates"))
     mlp, x = uneven(SparseGatedMLP), torch.randn(256, K).to(BF16)
-    mlp.strategy = twell.AutoStrategy(screen=screen)
+    mlp.screen = screen
     with torch.set_grad_enabled(training):
         for _ in range(9):
             mlp(x)
@@ -231,53 +207,58 @@ def test_nothing_is_counted_in_vain(
     assert row.figures is not None
     assert row.figures.candidates is None
     assert row.strategy in ("row", "union")
-    assert "candidates" not in str(twell.explain(mlp))
-    assert "screened" not in str(twell.explain(mlp))
+    assert not {"candidates", "union+screen"} & set(str(twell.explain(mlp)).split())
 
 
-def test_compiled_training_screens_as_calls_did(screens: Arrivals, fresh_dynamo: None) -> None:
+def test_compiled_training_screens_as_calls_did_until_that_is_off(screens: Arrivals, fresh_dynamo: None) -> None:
     mlp, x = uneven(SparseGatedMLP), torch.randn(256, K).to(BF16)
     for _ in range(3):
         mlp(x)
     compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
-    y = compiled(x)
-    seen = [row.strategy for row in twell.explain(mlp) if row.graph == "compiled"]
-    assert seen == ["screened"]
-    mlp.strategy = "screened"
-    assert torch.equal(y, mlp(x))
+    assert torch.equal(compiled(x), mlp(x))
+    for screen, expected in (("auto", "union+screen"), ("off", "union")):
+        mlp.screen = screen
+        compiled(x)
+        assert [row.strategy for row in twell.explain(mlp) if row.graph == "compiled"] == [expected]
+
+
+def test_a_loaded_program_screens_only_if_its_layer_might(screens: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no site is known, as in another process, the operator makes one."""
+    p = testing.integer_problem(256, K, N)
+    for screen, expected in ((False, "off"), (True, "auto")):
+        monkeypatch.setattr(_auto, "_SITES", {})
+        ops.ffn(*p, 8, "auto", p.w_gate, screen=screen)
+        assert _auto.site_of(p.w_gate, True).screen == expected
 
 
 # The argument
-
-
-@pytest.mark.parametrize("screen", ["on", "", None, True, "screened", "proven"])
-def test_the_screen_is_checked(screen: Any) -> None:
-    with pytest.raises(ValueError, match=f'screen must be "auto" or "off", got {re.escape(repr(screen))}'):
-        twell.AutoStrategy(screen=screen)
 
 
 def test_copies_keep_the_screen() -> None:
     site = twell.AutoStrategy(period=4, screen="off")
     assert repr(site) == "AutoStrategy(period=4, screen='off')"
     assert repr(twell.AutoStrategy()) == "AutoStrategy(period=64)"
+    mlp = SparseMLP(K, N, screen="off")
+    assert "screen='off'" in repr(mlp)
+    twell.nn.set_strategy(mlp, "auto", screen="auto")
+    assert mlp.screen == "auto"
     for other in (copy.copy(site), copy.deepcopy(site), pickle.loads(pickle.dumps(site))):
         assert (other.period, other.screen) == (4, "off")
-    # a pickle of an earlier version
-    state = site.__getstate__()
-    del state["screen"]
-    old = _auto.AutoStrategy.__new__(_auto.AutoStrategy)
-    old.__setstate__(state)
-    assert old.screen == "auto"
 
 
-def test_sites_that_might_choose_proven_never_screen() -> None:
-    """Of pickles of version 0.2: that strategy missed no gate. Their choices are forgotten."""
-    site, call = twell.AutoStrategy(period=4), problem()
+@pytest.mark.parametrize(("then", "now"), [(None, "auto"), ("auto", "auto"), ("off", "off"), ("proven", "off")])
+def test_sites_of_version_0_2_keep_figures_and_choose_again(then: str | None, now: str) -> None:
+    """Their choices may have names that are gone."""
+    site, call, figures = twell.AutoStrategy(period=4), problem(), Figures(8, 0.3)
+    site.observe(call, figures)
     site.choose(call)
+    state = site.__getstate__()
+    del state["_screen"]
     old = _auto.AutoStrategy.__new__(_auto.AutoStrategy)
-    old.__setstate__(site.__getstate__() | {"screen": "proven"})
-    assert (old.period, old.screen, old.explain()) == (4, "off", [])
-    assert site.explain()
+    old.__setstate__(state | ({} if then is None else {"screen": then}))
+    assert (old.period, old.screen, old.explain()) == (4, now, [])
+    old.choose(call)
+    assert old.explain()[0].figures == figures
 
 
 # Its costs
@@ -287,7 +268,7 @@ TRUE = (0.3, 0.4, 5.0, 0.7)
 
 
 def measured(training: bool = False, m: int = 4096) -> list[dict[str, Any]]:
-    """Rows of tune.py whose times of "screened" have the terms ``TRUE``."""
+    """Rows of tune.py whose times of "union+screen" have the terms ``TRUE``."""
     rows = []
     for i, (nonzeros, union, candidates) in enumerate(
         ((29, 0.48, 0.8), (29, 0.17, 0.25), (29, 0.1, 0.15), (128, 0.26, 0.32), (14, 0.07, 0.09), (8, 0.03, 0.05))
@@ -295,7 +276,7 @@ def measured(training: bool = False, m: int = 4096) -> list[dict[str, Any]]:
         call, figures = Problem(m, 2048, 5632, True, training), Figures(nonzeros, union, None, candidates)
         own = sum(a * b for a, b in zip(TRUE, (1, union, nonzeros / 5632, candidates), strict=True))
         row = {**call._asdict(), **figures._asdict(), "pattern": str(i), "red": "", "dense_ms": 2.0}
-        rows += [row | {"strategy": name, "relative": time} for name, time in (("union", 0.9), ("screened", own))]
+        rows += [row | {"strategy": name, "relative": time} for name, time in (("union", 0.9), ("union+screen", own))]
     return rows
 
 
@@ -303,14 +284,14 @@ def measured(training: bool = False, m: int = 4096) -> list[dict[str, Any]]:
 def test_the_fit_finds_the_terms(training: bool) -> None:
     ((key, by_tokens),) = tune.fit(measured(training)).items()
     assert key == (training, True, 2048, 5632)
-    assert by_tokens[4096]["screened"] == pytest.approx(TRUE, abs=2e-4)
+    assert by_tokens[4096]["union+screen"] == pytest.approx(TRUE, abs=2e-4)
     assert by_tokens[4096]["union"] == pytest.approx((0.9, 0, 0, 0), abs=2e-4)
     assert "choices lose 0.0%" in tune.report(tune.fit(measured(training)), measured(training))
 
 
 def test_rows_of_a_screen_have_candidates() -> None:
     rows = [row | {"candidates": None} for row in measured()]
-    with pytest.raises(ValueError, match="candidates of screened must be a share of the neurons, got none"):
+    with pytest.raises(ValueError, match=r"candidates of union\+screen must be a share of the neurons, got none"):
         tune.fit(rows)
     # a file of before has none, and no such strategy
     before = [row for row in rows if row["strategy"] == "union"]
@@ -320,25 +301,26 @@ def test_rows_of_a_screen_have_candidates() -> None:
     assert set(tune.fit(before)[False, True, 2048, 5632][4096]) == {"union"}
 
 
-def test_written_tables_keep_the_terms() -> None:
+def test_written_tables_keep_the_terms_also_those_of_version_0_2() -> None:
     costs = tune.fit(measured())
     written = _tables.text_of(_tables.Table(costs, "a GPU", "2026-11-22"))
     assert _tables.parse(written).costs == costs
+    assert _tables.parse(written.replace('"union+screen"', '"screened"')).costs == costs
 
 
 def test_screens_are_measured_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = problem(tune.LEAST_SCREENED - 1), problem(tune.LEAST_SCREENED)
     cpu = timing.Cpu()
     assert tune.measured_strategies(few, cpu) == ("row", "union")
-    assert tune.measured_strategies(many, cpu) == ("row", "union", "screened")
-    assert tune.measured_strategies(many._replace(training=True), cpu) == ("union", "screened")
+    assert tune.measured_strategies(many, cpu) == ("row", "union", "union+screen")
+    assert tune.measured_strategies(many._replace(training=True), cpu) == ("union", "union+screen")
 
     class Gpu:
         torch_device = torch.device("cuda", 0)
 
     for capability, expected in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
         monkeypatch.setattr(device, "capability", lambda index, is_of=capability: is_of)
-        assert ("screened" in tune.measured_strategies(many, Gpu())) == expected  # type: ignore[arg-type]
+        assert ("union+screen" in tune.measured_strategies(many, Gpu())) == expected  # type: ignore[arg-type]
 
 
 def test_measures_points_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +331,7 @@ def test_measures_points_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
         drawn = tune.draw("topic", 300, K, N, torch.device("cpu")).rows(0, 300)
         rows = tune.measure_step(step, {"topic": drawn}, timing.Cpu(), 0.0)
         names = [row["strategy"] for row in rows if not row["red"]]
-        assert names == [*(() if training else ("row",)), "union", "screened"]
+        assert names == [*(() if training else ("row",)), "union", "union+screen"]
         listed = screened.count(drawn.x[:256], drawn.w_gate, None)
         assert {row["candidates"] for row in rows} == {listed.sum().item() / (2 * N)}
         assert json.loads(json.dumps(rows)) == rows
@@ -358,21 +340,13 @@ def test_measures_points_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_held_out_points_count_the_screen() -> None:
     call = Problem(4096, 2048, 5632, True, False)
     row = {**call._asdict(), "nonzeros": 29.0, "union": 0.1, "heaviest": 60.0, "candidates": 0.15, "red": {}}
-    row |= {"pattern": {}, "row_ms": 1.0, "union_ms": 1.0, "screened_ms": 0.5, "dense_ms": 1.0}
+    row |= {"pattern": {}, "row_ms": 1.0, "union_ms": 1.0, "union+screen_ms": 0.5, "dense_ms": 1.0}
     table = _tables.Table(tune.fit(measured()), "a GPU", "2026-11-22")
     decided = held_out.decided(row, table)
-    assert (decided["auto"], decided["loss"]) == ("screened", 0)
+    assert (decided["auto"], decided["loss"]) == ("union+screen", 0)
     assert "candidates 0.150" in held_out.line(decided)
-    assert "screened 0.500" in held_out.line(decided)
+    assert "union+screen 0.500" in held_out.line(decided)
     assert held_out.decided({**row, "candidates": None}, table)["auto"] == "union"
-
-
-def test_held_out_points_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "LEAST_SCREENED", 130)
-    point = held_out.Point(Problem(130, 32, 264, True, False), testing.Workload(9.0, neuron_sigma=1.0))
-    row = held_out.measure(point, None, timing.Cpu(), 0.0)
-    assert {"row_ms", "union_ms", "screened_ms", "dense_ms"} <= row.keys()
-    assert 0 < row["union"] <= row["candidates"] <= 1
 
 
 # twell analyze
@@ -414,5 +388,5 @@ def test_predictions_say_where_the_screen_pays() -> None:
         hottest={},
         candidates=0.31,
     )
-    assert prediction.predict(report, prediction.Call(256, False), SCREENS).strategy == "screened"
+    assert prediction.predict(report, prediction.Call(256, False), SCREENS).strategy == "union+screen"
     assert prediction.predict(report, prediction.Call(256, False), TABLE).strategy in ("row", "union")

@@ -92,23 +92,24 @@ def test_every_op_has_checked_and_timed_rows(bench: Callable[..., Result]) -> No
     assert (result.data["arguments"]["workload"], result.data["arguments"]["ops"]) == ([WORKLOAD], list(OPS))
 
 
-def test_screened_decode_makes_int8_weights_at_each_call(
-    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("twell.tuning.FEW_GATE_PACK", 16)
-    result = bench("decode", "--workload", WORKLOAD, "--strategy", "row,union,screened", "--m-decode", "1,32")
+def test_flags_time_the_screen_and_invariant_rows(bench: Callable[..., Result]) -> None:
+    flags = ("--strategy", "row,union", "--screen", "--invariant")
+    result = bench("decode,train", "-m", "64", "--workload", WORKLOAD, *flags, "--m-decode", "1,32")
     assert result.code == 0, result.out
     rows = {(row["strategy"], row["tokens"]): row for row in result.rows if row["variant"] == "decode"}
+    assert all(row["checked"] and row["red"] == "" for row in rows.values())
+    assert {name for name, _ in rows} == {"row", "union", "union+screen", "row+invariant"}
     for m in (1, 32):
-        moved = {name: rows[name, m]["memory_gbs"] * rows[name, m]["ms"] for name in ("row", "union", "screened")}
-        # more tokens than those of "row" are screened by tiles: an int8 gate of 264 x 64 is written and read
-        if m > 16:
-            assert moved["screened"] > moved["union"] + 2 * 264 * 64 * 1e-6
-        else:
-            assert moved["screened"] == pytest.approx(moved["row"])
-        flop = {name: rows[name, m]["executed_tflops"] * rows[name, m]["ms"] for name in ("row", "union", "screened")}
-        assert flop["screened"] == pytest.approx(flop["union" if m > 16 else "row"])
+        moved, flop = (
+            {name: rows[name, m][figure] * rows[name, m]["ms"] for name in ("row", "union", "union+screen")}
+            for figure in ("memory_gbs", "executed_tflops")
+        )
+        # an int8 gate of 264 x 64 is written and read
+        assert moved["union+screen"] > moved["union"] + 2 * 264 * 64 * 1e-6
+        assert flop["union+screen"] == pytest.approx(flop["union"])
         assert flop["row"] < flop["union"]
+    # training gives no invariant bits
+    assert {row["strategy"] for row in result.rows if row["variant"] == "train"} == {"union", "union+screen"}
 
 
 def test_a_recorded_layer_is_timed_with_its_own_sizes(bench: Callable[..., Result], tmp_path: Path) -> None:
@@ -482,7 +483,7 @@ def test_requests_that_cannot_be_met(words: list[str], message: str, capsys: pyt
     ("words", "message"),
     [
         (["dance"], "argument OP: expected one of ffn, decode, train"),
-        (["ffn", "--strategy", "row,best"], "argument --strategy: expected one of row, union, "),
+        (["ffn", "--strategy", "row,best"], "argument --strategy: expected one of auto, dense, row, union, "),
         (["ffn", "-m", "0"], "argument -m/--tokens: expected an integer of at least 1, got 0"),
         (["--device", "cpu", "-k", "65"], "argument -k/--hidden: expected a multiple of 8 up to 16384, got 65"),
         (["ffn", "--seconds", "0"], "argument --seconds: expected a number above 0, got '0'"),

@@ -257,7 +257,7 @@ def test_the_same_model_without_the_screen(subject: Subject, monkeypatch: pytest
     measured = models_run.Variant.settle
 
     def settle(variant: Any, batches: Any) -> None:
-        screens.append((variant.kind, {layer._site().screen for layer in variant.layers.values()}))
+        screens.append((variant.kind, {layer.screen for layer in variant.layers.values()}))
         measured(variant, batches)
 
     monkeypatch.setattr(models_run.Variant, "settle", settle)
@@ -274,8 +274,8 @@ def test_a_compiled_variant_without_the_screen_keeps_it_off(subject: Subject) ->
     )
     second.take_choices(first)
     for one, other in zip(first.layers.values(), second.layers.values(), strict=True):
-        assert other.strategy.screen == "off"
-        assert other.strategy is not one.strategy
+        assert other.screen == "off"
+        assert other._auto is not one._auto
 
 
 def settings(**changes: Any) -> Settings:

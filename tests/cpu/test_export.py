@@ -171,11 +171,9 @@ def test_a_loaded_program_chooses_by_what_it_measures(how: str, monkeypatch: pyt
     assert twell.explain(layer).rows[0].calls == 0
 
 
-@pytest.mark.parametrize("strategy", ["auto", "row", "union", "screened", "dense", "invariant"])
+@pytest.mark.parametrize("name", ["auto", "row", "union", "union+screen", "dense", "row+invariant"])
 @torch.inference_mode()
-def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a serving engine calls it: views of one merged weight, traced once with symbolic tokens."""
     torch.compiler.reset()
     monkeypatch.setattr(_auto, "forced", lambda kind, index: "")
@@ -185,6 +183,7 @@ def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(
     merged, b_merged = torch.cat([p.w_gate, p.w_up]), torch.cat([p.b_gate, p.b_up])
     down = p.w_down.t()
     graphs: list[Any] = []
+    route = _auto.route_of(name)
 
     def backend(module: Any, example: Any) -> Any:
         graphs.append(module)
@@ -193,7 +192,8 @@ def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(
     def layer(x: Tensor) -> Tensor:
         (w_gate, w_up), (b_gate, b_up) = merged.chunk(2), b_merged.chunk(2)
         tokens = x.reshape(-1, x.shape[-1])
-        y = torch.ops.twell.ffn(tokens, w_gate, w_up, down.t(), b_gate, b_up, p.b_down, 8, strategy, w_gate)
+        given = (tokens, w_gate, w_up, down.t(), b_gate, b_up, p.b_down, 8, route.strategy, w_gate)
+        y = torch.ops.twell.ffn(*given, screen=route.screen, invariant=route.invariant)
         return y.view(x.shape)
 
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
@@ -203,7 +203,7 @@ def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(
         testing.assert_same(compiled(x), testing.exact_output(p.rows(0, m)))
     assert len(graphs) == 1
     counted = {row.tokens: row.calls for _, site in _auto._SITES.values() for row in site.explain()}
-    assert counted == ({"129 to 256": 1, "5 to 8": 2, "2": 1, "257 to 512": 1} if strategy == "auto" else {})
+    assert counted == ({"129 to 256": 1, "5 to 8": 2, "2": 1, "257 to 512": 1} if name == "auto" else {})
 
 
 @pytest.mark.parametrize(("strategy", "training"), [("row", False), ("union", True)])

@@ -194,7 +194,7 @@ def shaped(**changes: Any) -> dict[str, Any]:
         (
             {"strategy": "fast"},
             ValueError,
-            'strategy must be "auto", "row", "union", "screened", "invariant" or "dense", got \'fast\'',
+            'strategy must be "auto", "dense", "row" or "union", got \'fast\'',
         ),
     ],
 )
@@ -345,10 +345,16 @@ def test_invariant_is_for_inference() -> None:
     """Its kernels depend on the hidden size alone; a call that would need gradients is refused."""
     x, weight = torch.randn(3, 16, dtype=BF16), torch.randn(8, 16, dtype=BF16, requires_grad=True)
     with pytest.raises(NotImplementedError, match="computes inference alone, got grad mode and operands that require"):
-        twell.sparse_gated_ffn(x, weight, weight, weight.t(), strategy="invariant")
+        twell.sparse_gated_ffn(x, weight, weight, weight.t(), invariant=True)
     with torch.no_grad():
-        y = twell.sparse_gated_ffn(x, weight, weight, weight.t(), strategy="invariant")
-        assert torch.equal(y, twell.sparse_gated_ffn(x, weight, weight, weight.t(), strategy="row"))
+        expected = twell.sparse_gated_ffn(x, weight, weight, weight.t(), strategy="row")
+        for strategy in ("row", "auto", twell.AutoStrategy()):
+            y = twell.sparse_gated_ffn(x, weight, weight, weight.t(), strategy=strategy, invariant=True)
+            assert torch.equal(y, expected)
+        for named in ("dense", "union"):
+            said = f'strategy must be "auto" or "row" with invariant=True, got "{named}"'
+            with pytest.raises(ValueError, match=said):
+                twell.sparse_ffn(x, weight, weight.t(), strategy=named, invariant=True)
     for k in (8, 2048, 4096, 4104, 16384):
         chosen = {
             (tuning.gate_pack(BF16, m, 5632, 66, True).op, tuning.up_down_token(BF16, m, k, gated, True))

@@ -266,8 +266,12 @@ def test_pickles_of_layers_that_kept_an_int8_copy_load() -> None:
     assert not {"_gate_copy", "_retired_copies"} & vars(other).keys()
     x = tokens()
     assert torch.equal(other(x), mlp(x))
-    vars(mlp)["_strategy"] = "proven"
-    assert pickle.loads(pickle.dumps(mlp)).strategy == "union"
+    renamed = {"proven": ("union", False), "screened": ("auto", False), "invariant": ("row", True)}
+    for name, (strategy, invariant) in renamed.items():
+        vars(mlp)["_strategy"] = name
+        del vars(mlp)["_invariant"]
+        old, mlp._invariant = pickle.loads(pickle.dumps(mlp)), False
+        assert (old.strategy, old.invariant, old.screen) == (strategy, invariant, "auto")
     problem = pickle.loads(b"\x80\x02ctwell.tuning\nProblem\n(K\x01K\x02K\x03\x88\x89\x88\x89\x88t\x81.")
     assert problem[:7] == (1, 2, 3, True, False, True, False)
     with pytest.raises(TypeError, match="positional arguments"):

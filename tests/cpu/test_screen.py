@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import re
 import sys
 from collections.abc import Callable
 from fractions import Fraction
@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import twell
 from tests import family as families
-from twell import ops, reference, testing
+from twell import _auto, ops, reference, testing
 from twell._activation import RELU, Activation
 from twell._runtime import device, screen
 from twell.ops import screened
@@ -105,28 +104,26 @@ def test_philox_gives_the_published_words(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("k", SIZES)
-@pytest.mark.parametrize("weights", HOSTILE, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("tokens", HOSTILE, ids=lambda f: f.__name__)
-def test_the_bound_holds_on_hostile_data(tokens: Callable[..., Tensor], weights: Callable[..., Tensor], k: int) -> None:
-    torch.manual_seed(k)
-    error, bound = errors(tokens(24, k).to(BF16), weights(40, k).to(BF16))
-    assert error.numel()
-    # at 2^-80 no error comes near: the worst of a million normal ones is at half of the bound
-    assert (error.abs() / bound).max() < 0.75
+def test_the_bound_holds_on_hostile_data(k: int) -> None:
+    for tokens, weights in itertools.product(HOSTILE, HOSTILE):
+        torch.manual_seed(k)
+        error, bound = errors(tokens(24, k).to(BF16), weights(40, k).to(BF16))
+        assert error.numel()
+        # at 2^-80 no error comes near: the worst of a million normal ones is at half of the bound
+        assert (error.abs() / bound).max() < 0.75, (tokens, weights)
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("k", SIZES[:4])
-@pytest.mark.parametrize("rows", HOSTILE, ids=lambda f: f.__name__)
-def test_no_gate_is_missed(rows: Callable[..., Tensor], k: int, dtype: torch.dtype) -> None:
+def test_no_gate_is_missed(k: int) -> None:
     """Gates of both signs, near to zero or not, with and without a bias that nearly cancels the product."""
-    torch.manual_seed(k)
-    x, w = rows(48, k).to(dtype), gaussian(96, k).to(dtype)
-    product = (x.float() @ w.float().t()).nan_to_num(0, 0, 0)
-    for bias in (None, (-product.median(0)[0]).to(dtype), torch.full((96,), 2.0**-24).to(dtype)):
-        gate = reference.gate(x, w, bias)
-        candidates = reference.gate_screen(*quantized(x, w), bias)
-        assert not ((gate != 0) & ~candidates).any()
+    for rows, dtype in itertools.product(HOSTILE, (BF16, torch.float16)):
+        torch.manual_seed(k)
+        x, w = rows(48, k).to(dtype), gaussian(96, k).to(dtype)
+        product = (x.float() @ w.float().t()).nan_to_num(0, 0, 0)
+        for bias in (None, (-product.median(0)[0]).to(dtype), torch.full((96,), 2.0**-24).to(dtype)):
+            gate = reference.gate(x, w, bias)
+            candidates = reference.gate_screen(*quantized(x, w), bias)
+            assert not ((gate != 0) & ~candidates).any(), (rows, dtype)
 
 
 def test_gates_far_below_zero_are_no_candidates() -> None:
@@ -205,15 +202,15 @@ def test_constants_cover_the_roundings_that_the_page_counts() -> None:
     assert k * 2.0**-149 * screen.ROTATED / least**2 + 35 * 2**20 * float(e) < screen.SLACK
 
 
-@pytest.mark.parametrize("rows", HOSTILE, ids=lambda f: f.__name__)
-def test_no_value_needs_clamping_and_scales_fit(rows: Callable[..., Tensor]) -> None:
+def test_no_value_needs_clamping_and_scales_fit() -> None:
     torch.manual_seed(1)
-    q, scale, spread, offset = reference.quantize_gate(rows(64, 896).to(BF16), True)
-    assert q.abs().max() <= 127
-    ordinary = spread.isfinite() & (spread > 0)
-    assert (scale[~ordinary] == 1).all()
-    assert not q[~ordinary].any()
-    assert not offset[~ordinary].any()
+    for rows in HOSTILE:
+        q, scale, spread, offset = reference.quantize_gate(rows(64, 896).to(BF16), True)
+        assert q.abs().max() <= 127
+        ordinary = spread.isfinite() & (spread > 0)
+        assert (scale[~ordinary] == 1).all()
+        assert not q[~ordinary].any()
+        assert not offset[~ordinary].any()
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -296,12 +293,11 @@ def test_dithers_of_x_and_w_and_signs_are_uncorrelated() -> None:
         assert abs((signs * other).mean()) * math.sqrt(12) * 128 < 4
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("k", [8, 24, *SIZES])
-def test_quantize_gate_is_the_reference(k: int, weights: bool, dtype: torch.dtype) -> None:
+def test_quantize_gate_is_the_reference(k: int) -> None:
     torch.manual_seed(k)
-    for rows in (*HOSTILE, torch.zeros, lambda r, k: torch.full((r, k), torch.nan), lambda r, k: torch.randn(0, k)):
+    special = (torch.zeros, lambda r, k: torch.full((r, k), torch.nan), lambda r, k: torch.randn(0, k))
+    for rows, weights, dtype in itertools.product((*HOSTILE, *special), (False, True), (BF16, torch.float16)):
         matrix = rows(9, k).to(dtype)
         q, scale, spread, offset = ops.quantize_gate(matrix, weights)
         expected = reference.quantize_gate(matrix, weights)
@@ -325,11 +321,6 @@ def test_quantize_gate_refuses() -> None:
         ops.quantize_gate(torch.zeros(2, 16), False)
 
 
-@pytest.mark.parametrize("k", [8, 72, 2048])
-def test_quantize_gate_is_an_operator(k: int) -> None:
-    torch.library.opcheck(ops.quantize_gate, (torch.randn(5, k).to(BF16), True))
-
-
 def unpacked(candidates: Tensor, n: int) -> Tensor:
     """The bits of ``gate_screen`` as booleans [token tiles, N]; all bits beyond must be 0."""
     bits = (candidates.long()[:, :, None] >> torch.arange(32) & 1).bool().flatten(1)
@@ -337,14 +328,14 @@ def unpacked(candidates: Tensor, n: int) -> Tensor:
     return bits[:, :n]
 
 
-@pytest.mark.parametrize("m", [0, 1, 127, 128, 129, 300])
 @pytest.mark.parametrize(("n", "k"), [(8, 8), (264, 64), (520, 72)])
-def test_gate_screen_is_the_reference_by_tiles_of_tokens(m: int, n: int, k: int) -> None:
-    torch.manual_seed(m)
-    x, w = outliers(m, k).to(BF16), torch.randn(n, k).to(BF16)
-    x[1::7], w[3::9] = 0, 0
-    w[5::9] = torch.inf
-    for bias in (None, (torch.randn(n) * 20 - 40).to(BF16)):
+def test_gate_screen_is_the_reference_by_tiles_of_tokens(n: int, k: int) -> None:
+    for m, biased in itertools.product((0, 1, 127, 128, 129, 300), (False, True)):
+        torch.manual_seed(m)
+        x, w = outliers(m, k).to(BF16), torch.randn(n, k).to(BF16)
+        x[1::7], w[3::9] = 0, 0
+        w[5::9] = torch.inf
+        bias = (torch.randn(n) * 20 - 40).to(BF16) if biased else None
         xs, ws = ops.quantize_gate(x, False), ops.quantize_gate(w, True)
         candidates = ops.gate_screen(*xs, *ws, torch.empty(0, dtype=BF16) if bias is None else bias)
         expected = reference.gate_screen(xs, ws, bias)
@@ -370,44 +361,14 @@ def test_gate_screen_refuses() -> None:
             ops.gate_screen(*arguments)
 
 
-def test_gate_screen_is_an_operator() -> None:
-    x, w = torch.randn(130, 72).to(BF16), torch.randn(40, 72).to(BF16)
-    arguments = (*ops.quantize_gate(x, False), *ops.quantize_gate(w, True), torch.zeros(40, dtype=BF16))
-    torch.library.opcheck(ops.gate_screen, arguments)
-
-
-@pytest.mark.parametrize("activation", [("relu", 0.0), ("relu2", 0.0), ("drelu", 0.0), ("fatrelu", 0.75)])
-@pytest.mark.parametrize("biases", ["", "gate up down"])
-@pytest.mark.parametrize("m", [0, 1, 130])
-def test_a_screened_layer_is_that_of_union(m: int, biases: str, activation: tuple[str, float]) -> None:
-    p = testing.integer_problem(m, 72, 520, density=0.02, biases=biases)
-    quantized = ops.quantize_gate(p.w_gate, True)
-    y, l1, stats, union, candidates = ops.ffn_screened(*p, *quantized, 8, *activation)
-    expected = ops.ffn_union(*p, 8, *activation)
-    assert torch.equal(y, expected[0])
-    assert torch.equal(l1.sum(1), expected[1].sum(1))
-    assert torch.equal(union, expected[3])
-    assert torch.equal(stats[:, :, 0].sum(1), expected[2][:, :, 0].sum(1))
-    assert (candidates >= union).all()
-
-
-def test_a_screened_layer_with_neurons_far_below_zero_has_few_candidates() -> None:
-    p = testing.make("topic29", m=256, k=512, n=1024, device="cpu")
-    y, _, _, union, candidates = ops.ffn_screened(*p, *ops.quantize_gate(p.w_gate, True), 8)
-    assert torch.equal(y, ops.ffn_union(*p, 8)[0])
-    assert union.sum() <= candidates.sum() < 0.9 * 2 * 1024
-
-
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("tensor", [False, True])
-def test_the_bias_less_the_threshold_is_rounded_up(tensor: bool, dtype: torch.dtype) -> None:
+def test_the_bias_less_the_threshold_is_rounded_up(dtype: torch.dtype) -> None:
     """Every 16-bit bias beside thresholds of all sizes: what the screen takes is never below the exact difference."""
     every = torch.arange(1 << 16).to(torch.int16).view(dtype)
     every = every[every.isfinite()]
     info = torch.finfo(dtype)
     thresholds = [info.smallest_normal * info.eps, info.tiny, 1 / 3, 0.45, 1.0, 3.0, 1e3, 3e4, float(info.max)]
-    for threshold in thresholds:
-        given = torch.tensor(threshold) if tensor else threshold
+    for given in (*thresholds, torch.tensor(1 / 3), torch.tensor(3e4)):
         activation = Activation("fatrelu", given)
         level = float(activation.level(dtype))
         found = screened.firing_bias(every, len(every), activation)
@@ -427,89 +388,83 @@ def test_the_bias_less_the_threshold_is_rounded_up(tensor: bool, dtype: torch.dt
     assert screened.firing_bias(every, len(every), RELU) is every
 
 
+def test_the_route_has_the_bits_of_union_for_any_number_of_tokens() -> None:
+    torch.manual_seed(0)
+    p = testing.FFN(torch.randn(130, 72), *(torch.randn(264, 72) for _ in range(3)), None, None, None)
+    p = p.map(lambda t: t.to(BF16))
+    for m in (0, 1, 64, 65, 130):
+        screened, union = (testing.sparse_output(p.rows(0, m), strategy=s) for s in ("union+screen", "union"))
+        assert torch.equal(screened, union)
+    with pytest.raises(ValueError, match='screen=True must have strategy "auto" or "union", got "row"'):
+        ops.ffn(*p, 8, "row", None, screen=True)
+
+
+@pytest.mark.parametrize("activation", [("relu", 0.0), ("relu2", 0.0), ("drelu", 0.0), ("fatrelu", 0.75)])
+def test_a_screened_layer_is_that_of_union(activation: tuple[str, float]) -> None:
+    for m, biases in itertools.product((0, 1, 130), ("", "gate up down")):
+        p = testing.integer_problem(m, 72, 520, density=0.02, biases=biases)
+        y, l1, stats, union, candidates = ops.ffn_screened(*p, *ops.quantize_gate(p.w_gate, True), 8, *activation)
+        expected = ops.ffn_union(*p, 8, *activation)
+        assert torch.equal(y, expected[0])
+        assert torch.equal(l1.sum(1), expected[1].sum(1))
+        assert torch.equal(union, expected[3])
+        assert torch.equal(stats[:, :, 0].sum(1), expected[2][:, :, 0].sum(1))
+        assert (candidates >= union).all()
+
+
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("shift", [0.0, 2.0, 3.0])
-def test_a_threshold_screens_as_well_as_a_bias(shift: float, biases: bool, dtype: torch.dtype) -> None:
+def test_a_threshold_screens_as_well_as_a_bias(dtype: torch.dtype) -> None:
+    """Few neurons far below it are candidates, and y is that of "union"."""
     torch.manual_seed(0)
     m, k, n = 256, 512, 1024
     draw = [torch.randn(s) for s in ((m, k), (n, k), (n, k), (n, k), (n,), (n,), (k,))]
-    threshold = shift * math.sqrt(k)
-    p = testing.FFN(*(t.to(dtype) for t in draw))
-    p = p if biases else p._replace(b_gate=None, b_up=None, b_down=None)
-    quantized = ops.quantize_gate(p.w_gate, True)
-    y, _, _, union, candidates = ops.ffn_screened(*p, *quantized, 8, "fatrelu", threshold)
-    assert torch.equal(y, ops.ffn_union(*p, 8, "fatrelu", threshold)[0])
-    assert (candidates >= union).all()
-    shifted = draw[4] * biases - threshold
-    *_, of_bias = ops.ffn_screened(*p._replace(b_gate=shifted.to(dtype)), *quantized, 8)
-    assert candidates.sum() <= 1.05 * of_bias.sum()
-    if shift == 3:
-        assert 0 < union.sum() < candidates.sum() < n
-
-
-def test_a_screened_layer_of_few_tokens_is_that_of_row() -> None:
-    torch.manual_seed(0)
-    w_gate, w_up, w_down = (torch.randn(264, 72).to(BF16) for _ in range(3))
-    for m, same, other in ((1, "row", "union"), (64, "row", "union"), (65, "union", "row")):
-        x = torch.randn(m, 72).to(BF16)
-        y, of_same, of_other = (
-            twell.sparse_gated_ffn(x, w_gate, w_up, w_down.t(), strategy=s) for s in ("screened", same, other)
-        )
-        assert torch.equal(y, of_same)
-        assert not torch.equal(y, of_other)
-
-
-def replaced_by_its_data(linear: torch.nn.Linear) -> None:
-    linear.weight = torch.nn.Parameter(linear.weight.data, requires_grad=False)
-    linear.weight.neg_()
-
-
-def interpolated(linear: torch.nn.Linear) -> None:
-    """As averages of weights are written."""
-    linear.weight.data.lerp_(-linear.weight.data, 1.0)
-
-
-def uncounted(linear: torch.nn.Linear) -> None:
-    with torch.autograd._unsafe_preserve_version_counter(linear.weight):
-        linear.weight.neg_()
+    for shift, biased in itertools.product((0.0, 3.0), (False, True)):
+        threshold = shift * math.sqrt(k)
+        p = testing.FFN(*(t.to(dtype) for t in draw))
+        p = p if biased else p._replace(b_gate=None, b_up=None, b_down=None)
+        quantized = ops.quantize_gate(p.w_gate, True)
+        y, _, _, union, candidates = ops.ffn_screened(*p, *quantized, 8, "fatrelu", threshold)
+        assert torch.equal(y, ops.ffn_union(*p, 8, "fatrelu", threshold)[0])
+        shifted = draw[4] * biased - threshold
+        *_, of_bias = ops.ffn_screened(*p._replace(b_gate=shifted.to(dtype)), *quantized, 8)
+        assert union.sum() <= candidates.sum() <= 1.05 * of_bias.sum()
+        assert shift == 0 or 0 < union.sum() < candidates.sum() < n
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("write", [replaced_by_its_data, interpolated, uncounted], ids=lambda f: f.__name__)
-def test_no_write_of_a_weight_is_missed(write: Callable[[torch.nn.Linear], None]) -> None:
-    """Whether or not torch counts it: tokens near to each other fire other neurons once the weight is negated."""
+def test_no_write_of_a_weight_is_missed() -> None:
+    """Not even one that torch does not count: near tokens fire other neurons once the weight is negated."""
     torch.manual_seed(0)
-    layer = twell.nn.SparseGatedMLP(64, 264, dtype=BF16, strategy="screened")
-    x = (torch.randn(1, 64) + 0.05 * torch.randn(256, 64)).to(BF16)
-    layer(x)
-    write(layer.gate_proj)
-    y, layer.strategy = layer(x), "union"
-    assert torch.equal(y, layer(x))
-
-
-def test_ffn_screened_refuses_and_is_an_operator() -> None:
-    p = testing.integer_problem(130, 72, 520, density=0.02)
-    quantized = ops.quantize_gate(p.w_gate, True)
-    torch.library.opcheck(ops.ffn_screened, (*p, *quantized, 8))
-    torch.library.opcheck(ops.ffn_screened, (*p._replace(w_up=None), *quantized, 8))
-    with pytest.raises(ValueError, match=r"scale must be \[520\], got \[519\]"):
-        ops.ffn_screened(*p, quantized[0], quantized[1][1:], *quantized[2:], 8)
-    with pytest.raises(ValueError, match=r"offset must be \[520\], got \[519\]"):
-        ops.ffn_screened(*p, *quantized[:3], quantized[3][1:], 8)
-    with pytest.raises(TypeError, match=r"q must be torch\.int8, got torch\.int32"):
-        ops.ffn_screened(*p, quantized[0].int(), *quantized[1:], 8)
+    p = testing.FFN(*(torch.randn(264, 64).to(BF16) for _ in range(4)), None, None, None)
+    p = p._replace(x=(torch.randn(1, 64) + 0.05 * torch.randn(256, 64)).to(BF16))
+    testing.sparse_output(p, strategy="union+screen")
+    with torch.autograd._unsafe_preserve_version_counter(p.w_gate):
+        p.w_gate.neg_()
+    screened, union = (testing.sparse_output(p, strategy=strategy) for strategy in ("union+screen", "union"))
+    assert torch.equal(screened, union)
 
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_screened_forward_of_training_is_the_other(gated: bool) -> None:
     p = testing.integer_problem(130, 72, 520, density=0.02, biases="gate down")
     layer = p if gated else p._replace(w_up=None)
-    for a, b in zip(ops.hybrid_forward(*layer, 8, 0, "relu", 0.0, True), ops.hybrid_forward(*layer, 8)):
-        assert torch.equal(a, b)
+    screened = ops.hybrid_forward(*layer, 8, 0, screen=True)
+    assert all(map(torch.equal, screened, ops.hybrid_forward(*layer, 8)))
     torch.library.opcheck(ops.hybrid_forward, (*layer, 8, 0, "relu", 0.0, True))
     with pytest.raises(TypeError, match="x must be bfloat16 or float16"):
-        ops.hybrid_forward(*(None if t is None else t.float() for t in layer), 8, 0, "relu", 0.0, True)
+        ops.hybrid_forward(*(None if t is None else t.float() for t in layer), 8, 0, screen=True)
+
+
+def test_ffn_screened_refuses() -> None:
+    p = testing.integer_problem(130, 72, 520, density=0.02)
+    q, scale, spread, offset = ops.quantize_gate(p.w_gate, True)
+    for wrong, error, said in (
+        ((q, scale[1:], spread, offset), ValueError, r"scale must be \[520\], got \[519\]"),
+        ((q, scale, spread, offset[1:]), ValueError, r"offset must be \[520\], got \[519\]"),
+        ((q.int(), scale, spread, offset), TypeError, r"q must be torch\.int8, got torch\.int32"),
+    ):
+        with pytest.raises(error, match=said):
+            ops.ffn_screened(*p, *wrong, 8)
 
 
 # The code for a GPU, on CPU tensors: it refuses before it launches anything
@@ -554,10 +509,8 @@ def test_the_portable_family_refuses_operators(op: str, monkeypatch: pytest.Monk
     assert families.is_absent(refusal.value)
 
 
-@pytest.mark.parametrize("m", [4, 300])
-def test_the_portable_family_refuses_strategies(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_portable_family_refuses_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "capability", lambda index: (8, 9))
-    message = 'strategy "screened" needs compute capability 9.0, got 8.9 on cuda:0; use "row", "union" or "auto"'
-    layer = Operands(*testing.integer_problem(m, 72, 264))
-    with pytest.raises(NotImplementedError, match=re.escape(message)):
-        sys.modules["twell.ops.ffn"]._screened_on_cuda(layer, 8, RELU, False)
+    layer, route = Operands(*testing.integer_problem(4, 72, 264)), _auto.Route("union", screen=True)
+    with pytest.raises(NotImplementedError, match="ffn with screen=True needs compute capability"):
+        sys.modules["twell.ops.ffn"].on_cuda(layer, 8, RELU, route, False)

@@ -251,7 +251,7 @@ def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.Cap
         ({"architectures": "LlamaForCausalLM"}, [], "must be a list of names, got 'LlamaForCausalLM'"),
         ({"architectures": [5]}, [], "must be a list of names, got [5]"),
         ({"quantization_config": {"quant_method": "fp8"}}, [], "weights must not be quantised"),
-        ({"sparsity_strategy": "rows"}, [], 'sparsity_strategy must be "auto", "row"'),
+        ({"sparsity_strategy": "rows"}, [], 'sparsity_strategy must be "auto", "dense"'),
         ({"sparsity_strategy": ["row"]}, [], "got ['row']"),
         ({"sparsity_compression": 3}, [], "sparsity_compression must be one of (2, 4, 8), got 3"),
         ({"sparsity_figures": [[1, 0.5, 0.5]] * 2 + [[321, 0.5, 0.5]]}, [], "got [321, 0.5, 0.5]"),
@@ -368,7 +368,7 @@ def test_weights_of_32_bits_are_said_to_become_16(llama: Path, capsys: pytest.Ca
     assert warning not in out
 
 
-@pytest.mark.parametrize("strategy", ["row", "union", "invariant", "dense", "screened"])
+@pytest.mark.parametrize("strategy", ["row", "union", "dense"])
 def test_strategy_of_the_configuration_is_that_of_every_layer(
     strategy: str, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -378,14 +378,34 @@ def test_strategy_of_the_configuration_is_that_of_every_layer(
     assert f'Strategy: "{strategy}", sparsity_strategy of the configuration' in out
     for row in json.loads((llama / "out.json").read_text())["rows"]:
         assert row["strategy"] == strategy
-        if strategy == "screened":
-            # "row" for few tokens; for more no time of them is known
-            assert row["share"] == (row["costs"]["row"] if row["tokens"] <= 64 else None)
-        else:
-            assert row["share"] == row["costs"]["row" if strategy == "invariant" else strategy]
-    unknown = strategy == "screened"
-    assert bool(re.search(rf"\n +0 .* {strategy} - +{strategy} 0\.\d+ ", out)) == unknown
-    assert bool(re.search(r"\n +FFNs +- +0\.\d+ ", out)) == unknown
+        assert row["share"] == row["costs"][strategy]
+
+
+def test_invariant_layers_have_the_shares_of_row(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configure(llama, sparsity_invariant=True)
+    status, out, _ = check(capsys, llama, *SIZES, "--json", llama / "out.json")
+    assert status == 0
+    assert 'Strategy: "row" with sparsity_invariant of the configuration' in out
+    written = json.loads((llama / "out.json").read_text())
+    assert written["strategy"] == "row+invariant"
+    assert all((row["strategy"], row["share"]) == ("row", row["costs"]["row"]) for row in written["rows"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"sparsity_strategy": "screened"}, 'sparsity_strategy "screened" is gone: "auto" screens where'),
+        ({"sparsity_strategy": "union", "sparsity_invariant": True}, 'sparsity_strategy must be "auto" or "row" with'),
+        ({"sparsity_screen": "on"}, """sparsity_screen must be "auto" or "off", got 'on'"""),
+    ],
+)
+def test_settings_that_contradict_are_refused(
+    settings: dict[str, Any], said: str, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(llama, **settings)
+    status, _, err = check(capsys, llama, *SIZES)
+    assert status == 2
+    assert f"MODEL: {said}" in err
 
 
 def test_damaged_checkpoint_is_refused_by_a_sentence(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

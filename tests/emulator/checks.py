@@ -253,7 +253,7 @@ def rank(n: int, most: int, ctas: int, counters: int, seed: int = 0) -> None:
 
 
 def ffn_screened(m: int, k: int, n: int, density: float, biases: str, seed: int = 0) -> None:
-    """All kernels of a layer with strategy "screened", one after the other."""
+    """All kernels of a layer with the int8 screen, one after the other."""
     problem = testing.integer_problem(m, k, n, density=density, biases=biases, seed=seed)
     q = ops.quantize_gate(problem.w_gate, True)
     y, l1, stats, union, candidates = ops.ffn_screened(*problem, *q, 8)

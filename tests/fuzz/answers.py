@@ -266,7 +266,7 @@ def solve(case: Case, layer: Layer) -> Right:
     if up is not None:
         hidden = hidden.times(fired(case, up if sparse else up.rounded(dtype)))
     if up is not None or squares:
-        if case.strategy not in ("row", "invariant") or case.training:
+        if case.strategy not in ("row", "row+invariant") or case.training:
             hidden = hidden.rounded(dtype)
         hidden = hidden.where(active)
     down = Product(hidden, layer.w_down.double())

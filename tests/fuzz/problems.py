@@ -19,8 +19,8 @@ from twell._runtime import geometry
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPS = {"pack": 3, "forward": 4, "aux": 3, "train": 6, "decode": 3, "overflow": 2, "compact": 1}
-STRATEGIES = {"row": 5, "union": 6, "screened": 4, "invariant": 1, "dense": 2, "auto": 2, "site": 1}
-SPARSE = ("row", "union", "screened", "invariant")
+STRATEGIES = {"row": 5, "union": 6, "union+screen": 4, "row+invariant": 1, "dense": 2, "auto": 2, "site": 1}
+SPARSE = ("row", "union", "union+screen", "row+invariant")
 PATTERNS = {
     "uniform": 3,
     "tokens": 4,
@@ -189,10 +189,10 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     strategy = pick(rng, STRATEGIES) if op != "pack" else "row"
     if op == "overflow":
         strategy = "union"
-    elif training and strategy == "invariant":
+    elif training and strategy == "row+invariant":
         # for inference alone
         strategy = "row"
-    if strategy == "screened" and not limits.screens:
+    if strategy == "union+screen" and not limits.screens:
         strategy = "union"
     sparse = strategy in SPARSE
     present = [name for name in NAMES if name in biases or (name == "w_up" and gated) or name in ("x", *WEIGHTS[::2])]

@@ -71,7 +71,7 @@ from tests.fuzz.problems import (
     laid_out,
 )
 from twell import testing, tuning
-from twell._auto import AutoStrategy
+from twell._auto import AutoStrategy, route_of
 
 MOST_MISMATCHES = 10
 POISON = 0xFF
@@ -106,7 +106,9 @@ def surroundings(case: Case, device: torch.device) -> Iterator[None]:
 
 
 def strategy_of(case: Case) -> Any:
-    """What a call of the case names."""
+    """What a call of the case asks for."""
+    if "+" in case.strategy:
+        return route_of(case.strategy)
     return AutoStrategy() if case.strategy == "site" else case.strategy
 
 
@@ -190,8 +192,9 @@ def compacted(case: Case, layer: Layer, x: Tensor) -> tuple[Outputs, Outputs]:
     Then, where calls may run dense, dense PyTorch's y of each, from the weights that were drawn.
     """
     kind = twell.nn.SparseGatedMLP if case.gated else twell.nn.SparseMLP
-    strategy = "auto" if case.strategy == "site" else case.strategy
+    strategy, _, how = case.strategy.replace("site", "auto").partition("+")
     options: dict[str, Any] = {"compression": case.compression, "strategy": strategy, **case.form}
+    options["invariant"] = how == "invariant"
     module: Any = kind(case.k, case.n, bool(case.biases), **options, device=x.device, dtype=x.dtype)
     first = "gate_proj" if case.gated else "up_proj"
     names = {first: ("w_gate", "b_gate"), "down_proj": ("w_down", "b_down")}

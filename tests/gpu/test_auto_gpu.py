@@ -14,12 +14,21 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import twell
-from twell import testing
+from twell import _tables, testing
 from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout
+from twell.ops import screened
+from twell.ops.quantize_gate import require
 from twell.testing import FFN
 
 M = 4096
 BF16 = torch.bfloat16
+# times of no machine: the screen is the fastest unless nearly all neurons are candidates
+TERMS = {"union": (0.5, 0.5, 0.0, 0.0), "union+screen": (0.2, 0.1, 0.0, 0.6)}
+SCREENS = _tables.Table(
+    {(training, gated, 2048, 5632): {1024: TERMS} for training in (False, True) for gated in (False, True)},
+    "a GPU",
+    "2026-11-22",
+)
 BOTH = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 
 
@@ -332,3 +341,30 @@ def test_layouts_give_the_same_bits_and_auto_reckons_with_copies(topic: FFN, gat
     assert by_rows.strategy == "row"
     assert copied.strategy == "dense"
     assert "copies of the down weight" in copied.reason
+
+
+@pytest.mark.parametrize("m", [0, 1, 128, 300, M])
+def test_counts_of_candidates_are_those_of_the_operator(m: int, topic: FFN) -> None:
+    x = topic.x[:m]
+    listed = twell.ops.ffn_screened(*topic._replace(x=x), *twell.ops.quantize_gate(topic.w_gate, True), 8)[4]
+    testing.assert_same(screened.count(x, topic.w_gate, None).int(), listed, "candidates")
+
+
+@BOTH
+@pytest.mark.parametrize("training", [False, True])
+def test_a_layer_comes_to_screen(gated: bool, training: bool, topic: FFN, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a wait, by the candidates that the operator lists; y has the bits of "union"."""
+    # a GPU of another family refuses
+    require(torch.empty(1, device="cuda"), "gate_screen")
+    monkeypatch.setattr(_tables, "in_use", lambda on: SCREENS)
+    mlp = module(topic, gated)
+    with torch.set_grad_enabled(training):
+        settle(mlp, topic.x, step=backward if training else lambda y: None)
+    (row,) = twell.explain(mlp)
+    found = screened.count(topic.x, topic.w_gate, None)
+    assert row.figures.candidates == found.sum().item() / (M // 128 * topic.w_gate.shape[0])
+    assert row.strategy == "union+screen"
+    named = copy.deepcopy(mlp)
+    named.strategy = "union"
+    with torch.no_grad():
+        testing.assert_same(mlp(topic.x), named(topic.x), "y")

@@ -1,4 +1,4 @@
-"""Strategy "invariant": the bits of a token's y depend on the token and the weights alone."""
+"""``invariant=True``: the bits of a token's y depend on the token and the weights alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def layers() -> Iterator[FFN]:
 
 
 def output(problem: FFN, x: Tensor, gated: bool = True) -> Tensor:
-    return testing.poisoned(lambda: testing.sparse_output(problem._replace(x=x), gated=gated, strategy="invariant"))
+    return testing.poisoned(lambda: testing.sparse_output(problem._replace(x=x), gated=gated, strategy="row+invariant"))
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
@@ -59,11 +59,11 @@ def test_it_is_as_exact_as_row() -> None:
         )
         options = {"compression": 8}
         by_row = testing.sparse_output(problem, strategy="row", **options)
-        testing.assert_same(testing.sparse_output(problem, strategy="invariant", **options), by_row)
+        testing.assert_same(testing.sparse_output(problem, strategy="row+invariant", **options), by_row)
 
 
 def test_graphs_and_modules() -> None:
-    layer = twell.nn.SparseGatedMLP(256, 1024, strategy="invariant", device="cuda", dtype=torch.bfloat16)
+    layer = twell.nn.SparseGatedMLP(256, 1024, strategy="row", invariant=True, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(70, 256, device="cuda", dtype=torch.bfloat16)
     compiled = torch.compile(layer, dynamic=True)
     with torch.no_grad():

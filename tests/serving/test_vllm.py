@@ -196,7 +196,7 @@ def test_a_rank_has_its_share_of_the_figures() -> None:
     site = ServedStrategy(SimpleNamespace(), LayerFigures(30.0, 0.1, 0.4))
     merged = torch.zeros(2 * 96, 64)
     site.learn(merged, 2)
-    assert _auto.site_of(merged.chunk(2)[0]) is site
+    assert _auto.site_of(merged.chunk(2)[0], True) is site
     found = {bucket.problem[:4]: bucket.figures[:2] for bucket in site._buckets.values()}
     assert found == {(256, 64, 96, True): (15.0, 0.4), (8192, 64, 96, True): (15.0, 0.1)}
 
@@ -208,17 +208,23 @@ def test_figures_of_other_layers_are_refused(relu: Path, run: Any) -> None:
     assert expected in refused.stdout + refused.stderr
 
 
-def test_batch_invariant_mode_runs_the_invariant_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariant_mode_gives_a_token_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own mode needs a GPU."""
     import vllm.envs
 
     from twell.integrations import _vllm_model
 
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-    assert _vllm_model.strategy_of(SimpleNamespace()) == "invariant"
-    assert _vllm_model.strategy_of(SimpleNamespace(sparsity_strategy="dense")) == "dense"
+    assert _vllm_model.route_of(SimpleNamespace()).name == "row+invariant"
+    assert _vllm_model.route_of(SimpleNamespace(sparsity_strategy="dense")).name == "dense"
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", False)
-    assert _vllm_model.strategy_of(SimpleNamespace()) == "auto"
+    for settings, name in (
+        ({}, "auto"),
+        ({"sparsity_strategy": "union"}, "union"),
+        ({"sparsity_invariant": True}, "row+invariant"),
+    ):
+        assert _vllm_model.route_of(SimpleNamespace(**settings)).name == name
+    assert [_vllm_model.route_of(SimpleNamespace(sparsity_screen=s)).screen for s in ("auto", "off")] == [True, False]
 
 
 def test_quantised_layers_run_as_without_twell() -> None:

@@ -203,7 +203,7 @@ class Forecast:
     """What "auto" would run in each layer, and how fast that is.
 
     layers: the predictions of each layer, one a call. speeds: of all layers together, by call. has_screen: whether the
-    table has times of "screened".
+    table has times of the screen.
     """
 
     basis: Basis
@@ -216,7 +216,7 @@ def forecast(reports: Sequence[LayerSparsity], calls: Sequence[Call], table: Tab
     """Predict the calls of layers, one or more."""
     layers = [[predict(report, call, table) for call in calls] for report in reports]
     speeds = {call: speedup(reports, of_call) for call, of_call in zip(calls, zip(*layers), strict=True)}
-    has_screen = any("screened" in entry for nodes in table.costs.values() for entry in nodes.values())
+    has_screen = any(tuning.SCREENED in entry for nodes in table.costs.values() for entry in nodes.values())
     return Forecast(basis([(r.gated, r.k, r.n) for r in reports], calls, table), layers, speeds, has_screen)
 
 

@@ -119,16 +119,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError("--nnz: expected no --text, which measures it, got both")
     content = saved_model.configuration(folder)
     served = _require_served(content)
-    strategy = _strategy(content)
+    requested = _requested(content)
     found = layers_of(folder, content)
     _require_stated(found, content)
     _require_divided(found, content, arguments.ranks)
     refused = _refusal(found, arguments.ranks)
-    remarks = [served if refused else f"{served}, through twell", refused, *_remarks(found, strategy, refused)]
+    remarks = [served if refused else f"{served}, through twell", refused, *_remarks(found, requested, refused)]
     figures, source = _figures(arguments, content, found)
     table = _tables.in_use(pick_device(arguments.device))
     rows = [
-        predict(layer, of_layer, m, decode, arguments.ranks, refused, table, strategy)
+        predict(layer, of_layer, m, decode, arguments.ranks, refused, table, requested)
         for layer, of_layer in zip(found, figures, strict=True)
         for decode, sizes in ((False, arguments.prefill), (True, arguments.decode))
         for m in dict.fromkeys(sizes)
@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         data = {
             "source": source,
-            "strategy": strategy,
+            "strategy": requested.name,
             "ranks": arguments.ranks,
             "figures": [of._asdict() for of in figures],
             "rows": [vars(row) for row in rows],
@@ -201,15 +201,18 @@ def _require_threshold(content: dict[str, Any]) -> None:
         raise RequestError(f"MODEL: {_configuration.THRESHOLD_KEY}: {error}") from error
 
 
-def _strategy(content: dict[str, Any]) -> str:
-    """The strategy of the layers. Raises RequestError if it or the compression does not exist."""
-    strategy = content.get("sparsity_strategy", "auto")
+def _requested(content: dict[str, Any]) -> _auto.Route:
+    """What the configuration asks for. Raises RequestError if that, or its compression, does not exist."""
     try:
-        tuning.require_strategy(strategy)
+        requested = layouts.route_of(content)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"MODEL: {error}") from error
+    try:
         geometry.words_per_tile(content.get("sparsity_compression", 8))
     except ValueError as error:
         raise RequestError(f"MODEL: sparsity_{error}") from error
-    return str(strategy)
+    # predictions know no candidates, and so no screen
+    return requested._replace(screen=False)
 
 
 def layers_of(folder: Path, content: dict[str, Any]) -> list[Layer]:
@@ -293,14 +296,15 @@ def _require_divided(found: Sequence[Layer], content: dict[str, Any], ranks: int
             raise RequestError(f"--ranks: expected a divisor of the {what}, got {ranks}")
 
 
-def _remarks(found: Sequence[Layer], strategy: str, refused: str) -> Iterator[str]:
+def _remarks(found: Sequence[Layer], requested: _auto.Route, refused: str) -> Iterator[str]:
     """What else a server makes of layers that run through twell."""
     if not refused and any(layer.dtype == "F32" for layer in found):
         yield "Its weights are 32-bit: vLLM turns them to 16 bits; with --dtype float32 they run as without twell"
-    if strategy != "auto":
-        yield f'Strategy: "{strategy}", sparsity_strategy of the configuration'
-    if strategy == "invariant":
-        yield 'No time of "invariant" was measured: its shares are those of "row", which may be faster'
+    if requested.invariant:
+        yield 'Strategy: "row" with sparsity_invariant of the configuration'
+        yield 'No time of that was measured: its shares are those of "row", which may be faster'
+    elif requested.strategy != "auto":
+        yield f'Strategy: "{requested.strategy}", sparsity_strategy of the configuration'
 
 
 def _refusal(found: Sequence[Layer], ranks: int) -> str:
@@ -374,19 +378,17 @@ def predict(
     ranks: int,
     refused: str = "",
     table: _tables.Table = _tables.SHIPPED,
-    requested: str = "auto",
+    requested: _auto.Route = _auto.AUTO,
 ) -> Row:
-    """What a server would run in a rank's part of a layer, of the ``requested`` strategy, once it knows the figures."""
+    """What a server would run in a rank's part of a layer, of the ``requested`` route, once it knows the figures."""
     problem = tuning.Problem(m, layer.k, layer.n // ranks, True, False, merged=m <= tuning.MERGED_TOKENS)
     if refused:
         return Row(layer.number, m, decode, "dense", 1.0, refused, {})
     known = tuning.Figures(figures.nonzeros / ranks, vllm.union(figures, m))
     strategy, reason, costs = tuning.decide(problem, known, None, table)
-    if requested != "auto":
-        strategy, reason = requested, "sparsity_strategy of the configuration"
-    # "invariant" is "row" with kernels for any number of tokens, and for few tokens "screened" is "row"
-    as_row = strategy == "invariant" or (strategy == "screened" and m <= tuning.FEW_GATE_PACK)
-    share = costs.get("row" if as_row else strategy, 1.0 if strategy == "dense" else None)
+    if requested.strategy != "auto":
+        strategy, reason = requested.strategy, "named by the configuration"
+    share = costs.get(strategy, 1.0 if strategy == "dense" else None)
     return Row(layer.number, m, decode, strategy, share, reason, costs)
 
 

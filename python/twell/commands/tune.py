@@ -8,7 +8,7 @@ replayed with each pattern, since clocks drift. A strategy that takes several ti
 For each layer, number of tokens and strategy the relative time is fitted by base + a * union + b * density + c *
 heaviest, none negative: least squares of relative errors, with less weight on slow times (``WEIGHT_POWER``). The
 factors are the shares of neurons that a tile of 128 tokens, a token and a token of the heaviest group fire
-(``twell.tuning.shares``); c is for few tokens (``twell.tuning.waits``). For "screened" the last factor is the share of
+(``twell.tuning.shares``); c is for few tokens (``twell.tuning.waits``). For the screen the last factor is the share of
 candidates of a tile (``twell.tuning.factors``), which the screen counts.
 """
 
@@ -85,7 +85,7 @@ PATTERNS: dict[str, tuple[float, dict[str, Any]]] = {
 # where nearly all neurons fire, sparse strategies lose with more tokens, and are slow to measure
 MOST_TOKENS_OF_DENSE = 64
 
-# "screened" is measured from this many tokens on. It saves at most half of the gate GEMM, and copies w_gate in int8 at
+# The screen is measured from this many tokens on. It saves at most half of the gate GEMM, and copies w_gate in int8 at
 # each call: with fewer tokens the one is no more than the other.
 LEAST_SCREENED = 1024
 
@@ -164,13 +164,13 @@ class Layer:
         def infer(i: int) -> tuple[Tensor, ...]:
             problem = self.problems[i % len(self.problems)]
             with torch.no_grad():
-                return (testing.sparse_output(problem, gated=self.gated, strategy=strategy),)  # type: ignore[arg-type]
+                return (testing.sparse_output(problem, gated=self.gated, strategy=strategy),)
 
         def train(i: int) -> tuple[Tensor, ...]:
             i %= len(self.problems)
             with torch.enable_grad():
                 leaves = self.problems[i].map(lambda t: t.detach().requires_grad_())
-                y = testing.sparse_output(leaves, gated=self.gated, strategy=strategy)  # type: ignore[arg-type]
+                y = testing.sparse_output(leaves, gated=self.gated, strategy=strategy)
                 gradients = torch.autograd.grad(y, tuple(leaves.present(self.gated).values()), self.dy[i])
             return (y.detach(), *gradients)
 
@@ -196,17 +196,17 @@ class Layer:
 
 def sparse_strategies(training: bool) -> tuple[str, ...]:
     """The sparse strategies that differ."""
-    return ("union", "screened") if training else ("row", "union", "screened")
+    return ("union", tuning.SCREENED) if training else ("row", "union", tuning.SCREENED)
 
 
 def measured_strategies(problem: Problem, device: timing.Device) -> tuple[str, ...]:
-    """Those that are measured on a device: "screened" where it has the kernels, and of many tokens."""
+    """Those that are measured on a device: the screen where it has the kernels, and of many tokens."""
     on = device.torch_device
     screens = on.type != "cuda" or tuning.family(on.index or 0) == specs.SM90
     return tuple(
         name
         for name in sparse_strategies(problem.training)
-        if name != "screened" or (screens and problem.m >= LEAST_SCREENED)
+        if name != tuning.SCREENED or (screens and problem.m >= LEAST_SCREENED)
     )
 
 
@@ -295,7 +295,7 @@ def measure_step(step: Step, problems: dict[str, FFN], device: timing.Device, se
     dense: timing.Recording | None = None
     for pattern, drawn in problems.items():
         strategies = measured_strategies(problem, device)
-        figures = figures_of(drawn, "screened" in strategies)
+        figures = figures_of(drawn, tuning.SCREENED in strategies)
         if problem.training and figures.nonzeros * step.m > geometry.hybrid_capacity(step.m, step.n):
             continue
         layer = Layer(drawn, problem.gated, problem.training, device)
@@ -369,8 +369,8 @@ def usable(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if row["strategy"] not in sparse_strategies(row["training"]):
             named = ", ".join(sparse_strategies(row["training"]))
             raise ValueError(f"strategy must be one of {named}, got {row['strategy']!r}")
-        if row["strategy"] == "screened" and row.get("candidates") is None:
-            raise ValueError("candidates of screened must be a share of the neurons, got none")
+        if row["strategy"] == tuning.SCREENED and row.get("candidates") is None:
+            raise ValueError(f"candidates of {tuning.SCREENED} must be a share of the neurons, got none")
         if type(row["relative"]) is not float or not 0 < row["relative"] < math.inf:
             raise ValueError(f"relative must be a positive time over dense's, got {row['relative']!r}")
     return list(latest.values())
@@ -394,7 +394,7 @@ def fit(rows: Iterable[dict[str, Any]]) -> _tables.Costs:
         relative = _vector(row["relative"] for row in group)
         # for one token the shares are equal. Ties take the first column: density, because the coefficient of the union
         # would be far too large for a few more tokens
-        columns = 4 if strategy == "screened" or tuning.waits(problem_of(group[0])) else 3
+        columns = 4 if strategy == tuning.SCREENED or tuning.waits(problem_of(group[0])) else 3
         factors = (tuning.factors(problem_of(row), measured_figures(row), strategy) for row in group)
         terms = torch.stack([_vector((one, density, union, last)[:columns]) for one, union, density, last in factors])
         weights = (_vector(fastest[place_of(row)] for row in group) / relative) ** WEIGHT_POWER

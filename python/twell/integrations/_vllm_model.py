@@ -94,7 +94,8 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
         known = layouts.measured(self.text_config.to_dict(), self.text_config.num_hidden_layers)
         number = next((int(part) for part in name.split(".") if part.isdecimal()), None)
         figures = None if known is None or number is None else known[number]
-        return ServedStrategy(self.vllm_config.compilation_config, figures)
+        screens = layouts.route_of(vars(self.text_config)).screen
+        return ServedStrategy(self.vllm_config.compilation_config, figures, "auto" if screens else "off")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As in vLLM; down weights of the paper's architectures may also be stored [intermediate, hidden]."""
@@ -126,8 +127,8 @@ class ServedStrategy(_auto.AutoStrategy):
     measured the choice is by ``figures`` of the configuration or, without, as for any layer not yet measured.
     """
 
-    def __init__(self, compilation: Any, figures: layouts.LayerFigures | None) -> None:
-        super().__init__()
+    def __init__(self, compilation: Any, figures: layouts.LayerFigures | None, screen: _auto.Screen = "auto") -> None:
+        super().__init__(screen=screen)
         self._compilation, self._known = compilation, figures
 
     def heeds(self, x: Tensor) -> bool:
@@ -160,7 +161,7 @@ class ServedMLP(nn.Module):
         merged.quant_method, down.quant_method = _Kept(site), _KeptByRows()
         self.add_module(self._merged, merged)
         self.add_module(self._down, down)
-        self.activation, self.strategy = activation, strategy_of(config)
+        self.activation, self.route = activation, route_of(config)
         self.compression = int(getattr(config, "sparsity_compression", 8))
         geometry.words_per_tile(self.compression)
 
@@ -180,10 +181,11 @@ class ServedMLP(nn.Module):
             b_up,
             b_down,
             self.compression,
-            self.strategy,
+            self.route.strategy,
             w_gate,
-            self.activation.name,
-            self.activation.threshold,
+            *self.activation,
+            self.route.screen,
+            self.route.invariant,
         ).view(x.shape)
         if down.tp_size > 1:
             y = tensor_model_parallel_all_reduce(y)
@@ -210,12 +212,11 @@ class _KeptByRows(UnquantizedLinearMethod):  # type: ignore[misc]
         layer.weight.data = layer.weight.data.t().contiguous().t()
 
 
-def strategy_of(config: Any) -> str:
-    """The strategy of the layers of a model: its configuration's, in batch-invariant mode one that is."""
-    strategy = str(getattr(config, "sparsity_strategy", "auto"))
-    tuning.require_strategy(strategy)
+def route_of(config: Any) -> _auto.Route:
+    """What the layers of a model run: what its configuration says, in batch-invariant mode "row" with ``invariant``."""
+    route = layouts.route_of(vars(config))
     # the bits of the others depend on the number of tokens
-    return "invariant" if envs.VLLM_BATCH_INVARIANT and strategy != "dense" else strategy
+    return _auto.Route("row", invariant=True) if envs.VLLM_BATCH_INVARIANT and route.strategy != "dense" else route
 
 
 def why_not(stock: nn.Module, vllm_config: Any) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-from twell import _configuration
+from twell import _auto, _configuration, tuning
 
 DownLayout = Literal["rows", "linear"]
 
@@ -28,7 +28,10 @@ LAYOUTS: tuple[DownLayout, ...] = ("linear", "rows")
 FIGURES_KEY = "sparsity_figures"
 
 # Keys that twell's own classes add; other keys with their prefix are the paper's.
-OWN_KEYS = ("sparsity_strategy", "sparsity_compression", LAYOUT_KEY, FIGURES_KEY)
+OWN_KEYS = (
+    *("sparsity_strategy", "sparsity_screen", "sparsity_invariant", "sparsity_compression"),
+    *(LAYOUT_KEY, FIGURES_KEY),
+)
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -36,6 +39,20 @@ INDEX = "model.safetensors.index.json"
 
 _DOWN = re.compile(r"(?:^|\.)down_proj\.weight$|(?:^|\.)decoder\.layers\.\d+\.fc2\.weight$")
 _INPUTS = {"down_proj": ("up_proj", "gate_proj"), "fc2": ("fc1",)}
+
+
+def route_of(content: Mapping[str, Any]) -> _auto.Route:
+    """What a configuration asks of its layers. Raises TypeError or ValueError, which begin with the name of a key."""
+    strategy, invariant = content.get("sparsity_strategy", "auto"), content.get("sparsity_invariant", False)
+    screen = content.get("sparsity_screen", "auto")
+    try:
+        tuning.require_strategy(strategy, invariant)
+        _auto.require_screen(screen)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"sparsity_{error}") from error
+    if invariant:
+        return _auto.Route("row", invariant=True)
+    return _auto.Route(strategy, screen=strategy == "auto" and screen == "auto")
 
 
 @dataclass(frozen=True)

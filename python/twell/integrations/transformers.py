@@ -320,12 +320,14 @@ class _SparseConfig:
         self,
         hidden_act: str = "relu",
         sparsity_strategy: str = "auto",
+        sparsity_screen: str = "auto",
+        sparsity_invariant: bool = False,
         sparsity_compression: int = 8,
         sparsity_down_layout: str | None = None,
         **kwargs: Any,
     ) -> None:
         fields = _fields({"hidden_act": hidden_act, **kwargs})
-        own = (sparsity_strategy, sparsity_compression, sparsity_down_layout)
+        own = (sparsity_strategy, sparsity_screen, sparsity_invariant, sparsity_compression, sparsity_down_layout)
         super().__init__(**fields, **dict(zip(layouts.OWN_KEYS, own)))
 
     @classmethod
@@ -357,7 +359,7 @@ class SparseLlamaConfig(_SparseConfig, LlamaConfig):  # type: ignore[misc]
 
     Args:
         hidden_act: "relu"; the model refuses any other.
-        sparsity_strategy: of every layer, a name as in ``twell.sparse_gated_ffn``.
+        sparsity_strategy, sparsity_screen, sparsity_invariant: of every layer, as in ``twell.nn.SparseGatedMLP``.
         sparsity_compression: 2, 4 or 8, likewise.
         sparsity_down_layout: of a checkpoint's files: "linear" if down weights are stored [hidden, intermediate],
             "rows" if [intermediate, hidden]. Needed if both are equal, else the shape decides. ``save_pretrained`` of
@@ -433,7 +435,9 @@ class _SparseModel:
 
 
 def _layer(mlp: Any, config: Any) -> SparseGatedMLP | SparseMLP:
-    options: dict[str, Any] = {"compression": config.sparsity_compression, "strategy": config.sparsity_strategy}
+    options: dict[str, Any] = {
+        key: getattr(config, f"sparsity_{key}") for key in ("strategy", "screen", "invariant", "compression")
+    }
     if getattr(config, "sparsity_gated_mlp", True):
         return SparseGatedMLP.from_linear(mlp.gate_proj, mlp.up_proj, mlp.down_proj, **options)
     return SparseMLP.from_linear(mlp.up_proj, mlp.down_proj, **options)

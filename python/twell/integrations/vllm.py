@@ -10,8 +10,9 @@ serves, through its Transformers backend with the FFNs through twell,
 - all of these with "drelu", or with "fatrelu" and its threshold.
 
 All other models, and models with ``model_impl`` "vllm" or "transformers", are as without twell. ``TWELL_VLLM=off``
-switches it off, and so does ``VLLM_PLUGINS`` without "twell". The configuration may have ``sparsity_strategy`` and
-``sparsity_compression``, as in ``SparseLlamaConfig``: ``--hf-overrides '{"sparsity_strategy": "dense"}'``.
+switches it off, and so does ``VLLM_PLUGINS`` without "twell". The configuration may have ``sparsity_strategy``,
+``sparsity_screen``, ``sparsity_invariant`` and ``sparsity_compression``, as in ``SparseLlamaConfig``:
+``--hf-overrides '{"sparsity_strategy": "dense"}'``.
 
 Importing this module imports neither vLLM nor CUDA. ``_vllm_model`` has the model.
 """

@@ -5,12 +5,14 @@ measure, too. ``site`` is the first weight as the caller holds it: the layer's `
 So one compiled or exported graph is for any number of tokens and for any layer of one kind, keeps choosing, and keeps
 nothing of the process that made it. A CUDA graph keeps what ran when it was captured. ``ffn_aux`` also returns the sum
 of |h| and the number of non-zeros.
+
+With ``screen`` "union" computes gates only where an int8 product says that they may be non-zeros, and "auto" may choose
+so. With ``invariant`` "row" gives a token the same bits whatever other tokens the call has.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,9 +53,9 @@ from twell.ops.up_down import on_cpu as up_down_on_cpu
 
 Aux = tuple[Tensor, Tensor, Tensor]
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
-# y, parts of the sum of |h|, stats; for "union" the unions and for "screened" the candidates, with more behind them
+# y, parts of the sum of |h|, stats; for "union" the unions and, if it screens, the candidates, with more behind them
 _Counted = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-_Sparse = Mapping[str, Callable[[Operands, int, Activation, bool], _Counted]]
+_Sparse = Mapping[str, Callable[[Operands, int, Activation, _auto.Route], _Counted]]
 
 
 def outputs(x: Tensor) -> Aux:
@@ -62,12 +64,11 @@ def outputs(x: Tensor) -> Aux:
 
 
 def _fake(
-    layer: Operands, compression: int, strategy: str, site: Tensor | None, activation: Activation, totals: bool
+    layer: Operands, compression: int, asked: _auto.Route, site: Tensor | None, activation: Activation, totals: bool
 ) -> Aux:
     check_layer(*layer)
     activation.level(layer.x.dtype)
     geometry.words_per_tile(compression)
-    tuning.require_strategy(strategy)
     return outputs(layer.x)
 
 
@@ -77,8 +78,7 @@ def _run(
     """Compute the layer as ``route`` says, by the sparse strategies of its device."""
     if route.strategy == "dense":
         return _dense(layer, activation, route.measurement, totals)
-    counted = sparse[route.strategy](layer, compression, activation, route.measurement is not None)
-    y, l1, stats, unions, candidates = counted
+    y, l1, stats, unions, candidates = sparse[route.strategy](layer, compression, activation, route)
     if not totals and route.measurement is None:
         return y, None, None
     counts = stats.select(2, 0)
@@ -91,11 +91,10 @@ def _run(
     return y, l1.sum() if totals else None, nonzeros
 
 
-def _choose(layer: Operands, strategy: str, site: Tensor | None) -> _auto.Route:
-    """The route of a call of the operators."""
-    if strategy != "auto":
-        tuning.require_strategy(strategy)
-        return _auto.Route(strategy)
+def _choose(layer: Operands, asked: _auto.Route, site: Tensor | None) -> _auto.Route:
+    """The route of a call of the operators that was ``asked`` for, perhaps by "auto"."""
+    if asked.strategy != "auto":
+        return asked
     x, w_gate, w_up, w_down, b_gate, b_up, _ = layer
     if forced := _auto.forced(x.device.type, x.device.index):
         return _auto.Route(forced)
@@ -103,24 +102,24 @@ def _choose(layer: Operands, strategy: str, site: Tensor | None) -> _auto.Route:
     if site is None:
         return _auto.Route(_auto.fresh(x, n, gated, False, copied))
     merged = _is_merged(x, w_gate, w_up, b_gate, b_up)
-    return _auto.site_of(site).begin(x, n, gated, False, copied, merged)
+    return _auto.site_of(site, asked.screen).begin(x, n, gated, False, copied, merged)
 
 
 def _on_cpu(
-    layer: Operands, compression: int, strategy: str, site: Tensor | None, activation: Activation, totals: bool
+    layer: Operands, compression: int, asked: _auto.Route, site: Tensor | None, activation: Activation, totals: bool
 ) -> _Totals:
     check_layer(*layer)
     geometry.words_per_tile(compression)
-    return _run(_SPARSE_ON_CPU, layer, compression, activation, _choose(layer, strategy, site), totals)
+    return _run(_SPARSE_ON_CPU, layer, compression, activation, _choose(layer, asked, site), totals)
 
 
 def _on_cuda(
-    layer: Operands, compression: int, strategy: str, site: Tensor | None, activation: Activation, totals: bool
+    layer: Operands, compression: int, asked: _auto.Route, site: Tensor | None, activation: Activation, totals: bool
 ) -> _Totals:
     geometry.words_per_tile(compression)
     if layer.w_down.is_cuda and torch.cuda.is_current_stream_capturing():
         _memory.note_capture(layer.w_down)
-    return _run(_SPARSE_ON_CUDA, layer, compression, activation, _choose(layer, strategy, site), totals)
+    return _run(_SPARSE_ON_CUDA, layer, compression, activation, _choose(layer, asked, site), totals)
 
 
 @nvtx.marked(
@@ -135,9 +134,10 @@ def _operators(implementation: Callable[..., _Totals]) -> list[Implementation]:
     """``ffn`` and ``ffn_aux`` as functions of the schema's arguments."""
 
     def run(totals: bool, *arguments: Any) -> _Totals:
-        layer = Operands(*arguments[:7])
-        activation = last_activation(arguments[10:], layer.w_up is not None)
-        return implementation(layer, *arguments[7:10], activation, totals)
+        layer, (compression, strategy, site) = Operands(*arguments[:7]), arguments[7:10]
+        activation = last_activation(arguments[10:12], layer.w_up is not None)
+        asked = _asked(strategy, *arguments[12:])
+        return implementation(layer, compression, asked, site, activation, totals)
 
     def ffn(*arguments: Any) -> Tensor:
         return run(False, *arguments)[0]
@@ -148,61 +148,54 @@ def _operators(implementation: Callable[..., _Totals]) -> list[Implementation]:
     return [ffn, ffn_aux]
 
 
-def _row_on_cpu(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
+def _asked(strategy: str, screen: bool = False, invariant: bool = False) -> _auto.Route:
+    """What the arguments of the schema ask for; ValueError if they contradict each other."""
+    tuning.require_strategy(strategy, invariant)
+    if screen and (strategy not in ("auto", "union") or invariant):
+        raise ValueError(f'screen=True must have strategy "auto" or "union", got "{strategy}"')
+    return _auto.Route("row" if invariant else strategy, screen=screen, invariant=invariant)
+
+
+def _row_on_cpu(layer: Operands, compression: int, activation: Activation, route: _auto.Route) -> _Counted:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, activation.threshold)
     y, l1 = up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression, activation.name)
     return y, l1, stats, None, None
 
 
-def _row_on_cuda(
-    layer: Operands, compression: int, activation: Activation, measured: bool, invariant: bool = False
-) -> _Counted:
+def _row_on_cuda(layer: Operands, compression: int, activation: Activation, route: _auto.Route) -> _Counted:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
-    arrivals = None if invariant else arrivals_for(x)
-    pack(x, w_gate, b_gate, packed, compression, activation, invariant, arrivals)
+    arrivals = None if route.invariant else arrivals_for(x)
+    pack(x, w_gate, b_gate, packed, compression, activation, route.invariant, arrivals)
     y, l1 = empty(x, x.shape), empty(x, x.shape[0], torch.float32)
     behind = PackedOperands(x, words, spill, w_up, w_down, b_up, b_down)
-    multiply(behind, y, l1, compression, activation, invariant, arrivals)
+    multiply(behind, y, l1, compression, activation, route.invariant, arrivals)
     return y, l1, stats, None, None
 
 
-def _union_on_cpu(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
+def _union_on_cpu(layer: Operands, compression: int, activation: Activation, route: _auto.Route) -> _Counted:
+    if route.screen:
+        return screened_on_cpu(layer, quantize_gate(layer.w_gate, True), compression, activation)
     return *union_on_cpu(*layer, compression, *activation), None
 
 
-def _union_on_cuda(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
+def _union_on_cuda(layer: Operands, compression: int, activation: Activation, route: _auto.Route) -> _Counted:
+    if route.screen:
+        require(layer.x, "ffn with screen=True")
+        # made at each call: nothing tells every write of a weight
+        return screened_on_cuda(layer, quantize_on_cuda(layer.w_gate, True), compression, activation)
     # the kernel for few tokens knows no unions
     (m, k), n, gated = layer.x.shape, layer.w_gate.shape[0], layer.w_up is not None
     spec = (
         None
-        if measured or not m
+        if route.measurement is not None or not m
         else tuning.up_down_tile(layer.x.dtype, m, k, n, gated, tuning.family(layer.x.device.index))
     )
     if spec is None:
         return *union_on_cuda(layer, compression, activation), None
     return *by_small_tiles(layer, compression, activation, spec), None, None
-
-
-def _is_row(layer: Operands) -> bool:
-    """Whether "screened" is "row": tiles are not for few tokens."""
-    return 0 < layer.x.shape[0] <= tuning.FEW_GATE_PACK
-
-
-def _screened_on_cpu(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
-    if _is_row(layer):
-        return _row_on_cpu(layer, compression, activation, measured)
-    return screened_on_cpu(layer, quantize_gate(layer.w_gate, True), compression, activation)
-
-
-def _screened_on_cuda(layer: Operands, compression: int, activation: Activation, measured: bool) -> _Counted:
-    require(layer.x, strategy="screened")
-    if _is_row(layer):
-        return _row_on_cuda(layer, compression, activation, measured)
-    # made at each call: nothing tells every write of a weight
-    return screened_on_cuda(layer, quantize_on_cuda(layer.w_gate, True), compression, activation)
 
 
 def _dense(layer: Operands, activation: Activation, measurement: _auto.Measurement | None, totals: bool) -> _Totals:
@@ -258,19 +251,10 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
-_SPARSE_ON_CPU: _Sparse = {
-    "row": _row_on_cpu,
-    "union": _union_on_cpu,
-    "screened": _screened_on_cpu,
-    "invariant": _row_on_cpu,
-}
-_SPARSE_ON_CUDA: _Sparse = {
-    "row": _row_on_cuda,
-    "union": _union_on_cuda,
-    "screened": _screened_on_cuda,
-    "invariant": functools.partial(_row_on_cuda, invariant=True),
-}
-_ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}"
+_SPARSE_ON_CPU: _Sparse = {"row": _row_on_cpu, "union": _union_on_cpu}
+_SPARSE_ON_CUDA: _Sparse = {"row": _row_on_cuda, "union": _union_on_cuda}
+_CHOICES = "bool screen=False, bool invariant=False"
+_ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}, {_CHOICES}"
 
 ffn, ffn_aux = (
     register(schema, fake=fake, cpu=cpu, cuda=cuda, instead="twell.sparse_gated_ffn or twell.sparse_ffn")

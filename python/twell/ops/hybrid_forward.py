@@ -148,7 +148,7 @@ def on_cuda(
     w_up = None if w_up is None else hybrid.near_rows(w_up)
     multiprocessors, capacity = device.sm_count(x.device.index), geometry.hybrid_capacity(m, n, held)
     if screen:
-        require(x, strategy="screened")
+        require(x, "hybrid_forward with screen=True")
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
     lists = screened.empty_lists(x, m, n) if screen else None
     if lists is None:

@@ -36,17 +36,12 @@ def _fake(matrix: Tensor, weights: bool) -> Quantized:
     return outputs(matrix)
 
 
-def require(x: Tensor, op: str = "", strategy: str = "") -> None:
-    """Raise NotImplementedError unless the GPU of ``x`` runs the family of kernels that has the screen.
-
-    The error names ``strategy`` if there is one, or else the operator ``op``.
-    """
+def require(x: Tensor, op: str) -> None:
+    """Raise NotImplementedError, which names ``op``, unless the GPU of ``x`` runs the kernels of the screen."""
     index = x.device.index or 0
     if tuning.family(index) != specs.SM90:
-        of = f'strategy "{strategy}"' if strategy else f"torch.ops.twell.{op}"
-        instead = '; use "row", "union" or "auto"' if strategy else ""
         got = "{}.{}".format(*device.capability(index))
-        raise NotImplementedError(f"{of} needs compute capability 9.0, got {got} on cuda:{index}{instead}")
+        raise NotImplementedError(f"torch.ops.twell.{op} needs compute capability 9.0, got {got} on cuda:{index}")
 
 
 def require_pitch(name: str, q: Tensor) -> None:

@@ -46,7 +46,7 @@ def settle(model: nn.Module, stats: SparsityStats) -> dict[str, tuple[str, str]]
         row, before = figures.get(name), layer.strategy
         weight = layer.down_proj.weight
         settled = getattr(getattr(layer, "_recorder", None), "settled", None)
-        free = before == "auto" or isinstance(before, AutoStrategy) or before == settled
+        free = (before == "auto" or isinstance(before, AutoStrategy) or before == settled) and not layer.invariant
         if row is None or row.observed_l0 is None or not free or _auto.forced(weight.device.type, weight.device.index):
             continue
         gated, k = isinstance(layer, SparseGatedMLP), layer.hidden

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import twell
 from twell._activation import ActivationName, activation_of
-from twell._auto import AutoStrategy
+from twell._auto import AutoStrategy, route_of
 from twell._runtime import geometry
-from twell.functional import Aux, Strategy
+from twell.functional import Aux
 from twell.testing.workloads import FFN
 
 # A sum of 2,048 products of x and w in 128 fp32 steps is off by up to 128 * 2^-23 of its size on the way, about
@@ -131,13 +131,14 @@ def sparse_output(
     *,
     gated: bool = True,
     compression: int = 8,
-    strategy: Strategy | AutoStrategy = "row",
+    strategy: str | AutoStrategy = "row",
     activation: ActivationName = "relu",
     threshold: float = 0.0,
 ) -> Tensor:
     """The same layer through ``twell.sparse_gated_ffn`` or ``twell.sparse_ffn``, [M, K].
 
-    The default, strategy "row", does not round the hidden state: integers have one right answer.
+    The default, strategy "row", does not round the hidden state: integers have one right answer. "union+screen" and
+    "row+invariant" are strategies here, too.
     """
     own = {"compression": compression, "strategy": strategy, "activation": activation, "threshold": threshold}
     y: Tensor = _sparse(problem, gated, **own)
@@ -152,6 +153,9 @@ def sparse_layer(problem: FFN, *, gated: bool = True, **options: Any) -> tuple[T
 
 def _sparse(problem: FFN, gated: bool, **options: Any) -> Any:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = problem
+    strategy = options.get("strategy")
+    if isinstance(strategy, str) and "+" in strategy:
+        options["strategy"] = route_of(strategy)
     if gated:
         return twell.sparse_gated_ffn(x, w_gate, w_up, w_down.t(), b_gate=b_gate, b_up=b_up, b_down=b_down, **options)
     return twell.sparse_ffn(x, w_gate, w_down.t(), b_up=b_gate, b_down=b_down, **options)
