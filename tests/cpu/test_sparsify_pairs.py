@@ -80,6 +80,17 @@ class Dropping(nn.Module):
         return self.base(F.dropout(x, 0.5))
 
 
+class Passing(nn.Module):
+    """A wrapper that may exchange the weight while it calls its layer, as peft does for ``target_parameters``."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x)
+
+
 class Bypassing(nn.Module):
     """A wrapper that reads its layer's parameters and does not call it, as some adapters do."""
 
@@ -95,8 +106,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], nn.Module]]] = {
     "fc1 adapted": ("fc1", Adapter),
     "fc1 replaced": ("fc1", lambda _: nn.Linear(K, K)),
     "fc1 left out": ("fc1", lambda _: nn.Identity()),
-    # it may exchange the weight while it calls the layer, as peft does for ``target_parameters``
-    "fc1 wrapped": ("fc1", lambda base: nn.Sequential(base)),
+    "fc1 wrapped": ("fc1", Passing),
     "fc1 bypassed": ("fc1", Bypassing),
     "fc2 adapted": ("fc2", Adapter),
     "fc2 of any width": ("fc2", lambda _: nn.AdaptiveAvgPool1d(K)),
