@@ -147,7 +147,9 @@ def find(model: Any, blocks: Iterable[str], key: str | None = None) -> list[Key]
     if key is not None:
         *path, name = key.split(".")
         named = Key(tuple(path), name)
-        if named.path not in parts(model.config) or not isinstance(getattr(named.part(model.config), name, None), str):
+        part = parts(model.config).get(named.path)
+        # not those of the class, which no file has
+        if part is None or not isinstance(vars(part).get(name), str):
             raise ValueError(f"key must lead to an activation in {type(model.config).__name__}, got {key!r}")
         return [named]
     places = _places(model)

@@ -533,9 +533,15 @@ def test_a_moving_threshold_is_never_saved_as_another_model(wrapped: bool, tmp_p
 def test_load_takes_what_from_pretrained_takes_and_settings_of_layers(tmp_path: Path) -> None:
     sparse("llama", sparsity_strategy="row", sparsity_compression=2).save_pretrained(tmp_path / "own")
     sparsify(stock("llama"), activation="drelu").save_pretrained(tmp_path / "down" / "stock")
-    sparsify(tiny_falcon(activation="silu"), activation="drelu").save_pretrained(tmp_path / "falcon")
+    falcon = sparsify(tiny_falcon(activation="relu"))
+    for layer in layers(falcon).values():
+        layer.activation, layer.threshold = "fatrelu", 0.25
+    name_activation(falcon)
+    falcon.save_pretrained(tmp_path / "falcon")
     assert type(load(tmp_path / "own")) is SparseLlamaForCausalLM
-    assert {layer.activation for layer in layers(load(tmp_path / "falcon")).values()} == {"drelu"}
+    loaded = load(tmp_path / "falcon").eval()
+    assert {(layer.activation, layer.threshold) for layer in layers(loaded).values()} == {("fatrelu", 0.25)}
+    assert (loaded.config.activation, torch.equal(out(loaded), out(falcon))) == ("fatrelu", True)
     model = load(tmp_path / "down", subfolder="stock", dtype=BF16, local_files_only=True)
     assert {layer.activation for layer in layers(model).values()} == {"drelu"}
     assert model.dtype == BF16
@@ -994,8 +1000,10 @@ def test_copies_training_and_later_weights(subject: str) -> None:
             for p in model.parameters():
                 p.mul_(0.5)
         assert torch.equal(out(other), expected)
-    other.init_weights()
-    assert torch.equal(out(other), expected)
+    if subject != "own":
+        # as when more weights are loaded
+        other.init_weights()
+        assert torch.equal(out(other), expected)
     other.resize_token_embeddings(VOCABULARY + 3)
     assert torch.equal(out(other)[..., :VOCABULARY], expected)
     dense, model = stock("opt" if subject == "opt" else "llama").train(), SUBJECTS[subject]().train()
