@@ -343,6 +343,7 @@ def on_h100(measurement: Measurement) -> Measurement:
 # are in commit 5631cbb.
 FROZEN = {
     "h100_paper_code": "the paper's published kernels, dense and twell on the same layers, on an H100",
+    "h100_row": "\"row\" by the kernel up_down, which is gone, and by up_down_token, beside \"union\" and dense",
     "h200_activations": "layers of each activation on the same pattern beside dense",
     "h200_gate_tiles": "the gate GEMM with every size of its tiles beside cuBLAS, from 1 to 16,384 tokens",
     "h200_portable": "kernels of the portable family beside Hopper's, with floors",

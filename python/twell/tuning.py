@@ -276,6 +276,12 @@ HOST_SECONDS = {
 _MERGED_SAVES, _DENSE_STARTS, _FEW_TOKENS_READ = 3.5e-6, 13e-6, 1.25
 
 
+# Most values of x for which "auto" takes "row". NVIDIA H100, ms of "row" and of "union" (`h100_row.json`), "uniform29":
+# K = 2,048 and N = 5,632 0.171 and 0.171 for 2,048 tokens, 1.25 and 1.10 for 16,384; K = 4,096 and N = 14,336 0.344
+# and 0.344 for 1,024, 2.56 and 2.13 for 8,192. "union" is faster by more for every other pattern.
+ROW_VALUES = 1 << 22
+
+
 class Problem(NamedTuple):
     """The sizes of a call: x [m, k], n neurons, with or without gate; ``training`` where a gradient is needed.
 
@@ -529,7 +535,8 @@ def coefficients(problem: Problem, table: _tables.Table | None = None) -> dict[s
     They are those of the measured layers of this kind that run the same kernels, weighted by 1 / distance^2 in log K
     and log N. Each layer's are interpolated in log M between numbers of tokens that run the same kernels, since costs
     jump where kernels change. Fewer tokens than were measured have no sparse strategy; more have the terms of the most.
-    More neurons than ``Table.union_neurons`` have no "union". A kind of calls that the table lacks (``Table.lacks``)
+    More neurons than ``Table.union_neurons`` have no "union", more values of x than ``ROW_VALUES`` no "row". A kind of
+    calls that the table lacks (``Table.lacks``)
     has no strategy.
     """
     return _coefficients(problem._replace(down_copied=False, merged=False, eager=False), table or _tables.SHIPPED)
@@ -551,6 +558,8 @@ def _coefficients(problem: Problem, table: _tables.Table) -> dict[str, _tables.T
             weight = max(_distance(problem, key), 1e-3) ** -2
             for name, terms in _between(problem.m, nodes).items():
                 if name != "row" and problem.n > table.union_neurons:
+                    continue
+                if name == "row" and problem.m * problem.k > ROW_VALUES:
                     continue
                 if name == SCREENED and not table.screens:
                     continue
