@@ -494,7 +494,7 @@ def decide(
 def _measured(
     problem: Problem, figures: Figures, current: str | None, table: _tables.Table | None, screen: bool
 ) -> Decision:
-    predicted = costs(problem, figures, table, screen)
+    predicted = _choices(problem, costs(problem, figures, table, screen))
     if problem.training:
         held = geometry.hybrid_capacity(problem.m, problem.n) / max(problem.m, 1)
         limit = SAFE_SHARE * held * (1 if current in (None, "dense") else 1 + MARGIN)
@@ -510,10 +510,16 @@ def _measured(
     return Decision(best, f"saves {saved:.0%} of the time of {current}", predicted)
 
 
+def _choices(problem: Problem, predicted: dict[str, float]) -> dict[str, float]:
+    """The predicted times of the strategies that "auto" may take."""
+    many = problem.m * problem.k > ROW_VALUES
+    return {name: time for name, time in predicted.items() if name != "row" or not many}
+
+
 def _fresh(problem: Problem, table: _tables.Table | None) -> Decision:
     if problem.training:
         return Decision("dense", "nothing measured yet, and an untrained layer fires half of its neurons", {})
-    assumed = costs(problem, Figures(ASSUMED_DENSITY * problem.n, None), table)
+    assumed = _choices(problem, costs(problem, Figures(ASSUMED_DENSITY * problem.n, None), table))
     row, union = assumed.get("row", 1.0), assumed.get("union", math.inf)
     if problem.m > UNION_TILE_TOKENS and union <= WORST_CASE_PREMIUM * row and union < 1:
         return Decision("union", "nothing measured yet, and its worst case is bounded", {})
@@ -535,8 +541,7 @@ def coefficients(problem: Problem, table: _tables.Table | None = None) -> dict[s
     They are those of the measured layers of this kind that run the same kernels, weighted by 1 / distance^2 in log K
     and log N. Each layer's are interpolated in log M between numbers of tokens that run the same kernels, since costs
     jump where kernels change. Fewer tokens than were measured have no sparse strategy; more have the terms of the most.
-    More neurons than ``Table.union_neurons`` have no "union", more values of x than ``ROW_VALUES`` no "row". A kind of
-    calls that the table lacks (``Table.lacks``)
+    More neurons than ``Table.union_neurons`` have no "union". A kind of calls that the table lacks (``Table.lacks``)
     has no strategy.
     """
     return _coefficients(problem._replace(down_copied=False, merged=False, eager=False), table or _tables.SHIPPED)
@@ -558,8 +563,6 @@ def _coefficients(problem: Problem, table: _tables.Table) -> dict[str, _tables.T
             weight = max(_distance(problem, key), 1e-3) ** -2
             for name, terms in _between(problem.m, nodes).items():
                 if name != "row" and problem.n > table.union_neurons:
-                    continue
-                if name == "row" and problem.m * problem.k > ROW_VALUES:
                     continue
                 if name == SCREENED and not table.screens:
                     continue

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from profiling import measurements
+from profiling.draw.common import loads
 from twell import _tables, tuning
 from twell.commands import tune
 
@@ -152,7 +153,7 @@ def test_auto_misses(readme: Any, tmp_path: Path) -> None:
 
 def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path) -> None:
     """The shipped table decides as it did when the points were published; docs/when-it-pays.md names the misses."""
-    rows = json.loads((root / "profiling/results/h200_held_out.json").read_text())["rows"]
+    rows = loads((root / "profiling/results/h200_held_out.json").read_text())["rows"]
     assert len(rows) >= 100
     losses = []
     for row in rows:
@@ -199,8 +200,8 @@ def test_the_table_of_the_screen(readme: Any) -> None:
         known = {"workload": "w", "tokens": 16384, "variant": "ffn", "requested": requested, "strategy": strategy}
         return known | {"ms": ms, "red": "", "energy_mj": None, "peak_bytes": None} | more
 
-    rows = [row("union", 0.5, peak_bytes=2e6), row("screened", 0.4, peak_bytes=3e6), row("auto", 0.45, "screened")]
-    rows += [row("union", 1.0, variant="train"), row("screened", 0.9, variant="train", red="wrong")]
+    rows = [row("union", 0.5, peak_bytes=2e6), row("union+screen", 0.4, peak_bytes=3e6), row("auto", 0.45, "union+screen")]
+    rows += [row("union", 1.0, variant="train"), row("union+screen", 0.9, variant="train", red="wrong")]
     header, _, *lines = readme.screen_table(rows, "union").splitlines()
-    assert header == '| workload | tokens | call | "union", us | "screened" | over | "auto", over | MB |'
-    assert lines == ["| `w` | 16,384 | forward | 500.0 | **400.0** | **0.800** | screened 0.900 | 2 / 3 |"]
+    assert header == '| workload | tokens | call | "union", us | "union+screen" | over | "auto", over | MB |'
+    assert lines == ["| `w` | 16,384 | forward | 500.0 | **400.0** | **0.800** | union+screen 0.900 | 2 / 3 |"]
