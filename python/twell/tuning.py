@@ -424,10 +424,13 @@ def _eager(problem: Problem, predicted: dict[str, float]) -> dict[str, float]:
 
 
 def worth_screening(problem: Problem, figures: Figures | None, table: _tables.Table | None = None) -> bool:
-    """Whether a screen that listed nothing but the union would be the fastest: else none need be counted."""
+    """Whether a screen that listed nothing but the union would be the fastest: else none need be counted.
+
+    By the times of the GPU: graphs decide by the figures of eager calls, in which the host may be the limit.
+    """
     if figures is None:
         return False
-    predicted = costs(problem, figures._replace(candidates=0.0), table)
+    predicted = costs(problem._replace(eager=False), figures._replace(candidates=0.0), table)
     return SCREENED in predicted and predicted[SCREENED] <= min(predicted.values())
 
 
