@@ -625,28 +625,34 @@ def test_the_gradient_of_l1_alone(gated: bool) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("layout", ["rows", "linear", "padded"])
+@pytest.mark.parametrize("layout", ["rows", "linear", "columns", "elements"])
 @pytest.mark.parametrize("density", [0.1, 1])
 def test_main_gradients(density: float, layout: str, gated: bool) -> None:
-    """fp32 tensors take the weights' gradients, unrounded, whatever their layout; biases keep theirs."""
+    """fp32 tensors take the weights' gradients, unrounded, whatever their layout; biases keep theirs.
+
+    They may be columns of one buffer, whole blocks or every fourth one, and nothing beside them is written.
+    """
     problem = layer(density)
     own, dy = leaves(problem), testing.integer_upstream(problem)
     right = testing.exact_gradients(problem, dy, 1.0, gated=gated)
     names = ("w_gate", "w_up", "w_down") if gated else ("w_gate", "w_down")
-    mains = {}
-    for name in names:
-        main = torch.full(getattr(problem, name).shape, 2.0, device=DEVICE)
-        if layout == "linear":
-            main = main.t().contiguous().t()
-        elif layout == "padded":
-            main = torch.full((main.shape[0], main.shape[1] + 8), 2.0, device=DEVICE)[:, :-8]
-        mains[name] = main
+    (n, k), mains = problem.w_gate.shape, {}
+    whole = torch.full((n, 4 * k), 2.0, device=DEVICE)
+    for i, name in enumerate(names):
+        mains[name] = {
+            "rows": torch.full((n, k), 2.0, device=DEVICE),
+            "linear": torch.full((k, n), 2.0, device=DEVICE).t(),
+            "columns": whole[:, i * k : (i + 1) * k],
+            "elements": whole[:, i::4],
+        }[layout]
     given = [main.t() if name == "w_down" else main for name, main in mains.items()]
     for _ in range(2):
         loss_of(own, gated, dy, main_grads=given).backward()
     for name, main in mains.items():
         assert getattr(own, name).grad is None
         testing.assert_same(main, (2 * right[name] + 2).float(), name)
+        main.fill_(2)
+    assert bool((whole == 2).all())
     found = grads_of(own, gated)
     assert found.keys() == right.keys() - mains.keys()
     for name, gradient in found.items():
