@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from activations import EVERY, float64_hidden, form
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.gpu.operands import padded
 from tests.gpu.strategies import BF16, BIASES, BOTH, FP16, VARIANTS, assert_nothing_waits, label
-from tests.gpu.strategies import right as right_outputs
 from twell import ops, testing
 from twell._runtime import device, geometry
 from twell.commands.demo.model import ByteModel, ModelShape
@@ -26,6 +26,8 @@ DEVICE = "cuda"
 # the coefficient of the sum of |h| in real problems; exact in bf16, so that dense PyTorch rounds nothing more
 L1 = 0.25
 Gradients = dict[str, Tensor]
+# an activation and its threshold
+RELU = ("relu", 0.0)
 
 
 # Exact: small integers, whose every sum fp32 holds
@@ -40,25 +42,27 @@ def upstream_of_l1(dl1: float) -> Tensor:
     return torch.tensor(dl1, dtype=torch.float32, device=DEVICE)
 
 
-def check_forward(problem: FFN, gated: bool, compression: int) -> tuple[Tensor, ...]:
+def check_forward(problem: FFN, gated: bool, compression: int, how: tuple[Any, float] = RELU) -> tuple[Tensor, ...]:
     """``hybrid_forward`` against float64, and the gate that it keeps against the CPU operator's; returns that gate."""
-    arguments = operands(problem, gated)
-    y, l1, nonzeros, *kept = testing.poisoned(lambda: ops.hybrid_forward(*arguments, compression))
-    expected, gate = right_outputs(problem, "union", gated), testing.float64_gate(problem)
-    testing.assert_same(y, expected.y, "y")
+    arguments, options = operands(problem, gated), form(*how)
+    y, l1, nonzeros, *kept = testing.poisoned(lambda: ops.hybrid_forward(*arguments, compression, 0, *how))
+    testing.assert_same(y, testing.exact_output(problem, gated=gated, rounded=True, **options), "y")
+    gate = testing.float64_gate(problem, options["threshold"])
     assert int(nonzeros) == int((gate != 0).sum())
-    total = float(expected.l1.sum())
-    assert float(l1) == pytest.approx(total, rel=0 if total < testing.EXACT_LIMIT else 1e-6, abs=0)
+    total = float(float64_hidden(problem, *how, gated).abs().sum())
+    assert float(l1) == pytest.approx(total, rel=0 if total < testing.EXACT_LIMIT else 2e-6, abs=0)
     m, n = gate.shape
-    on_cpu = ops.hybrid_forward(*(None if t is None else t.cpu() for t in arguments), compression)
+    on_cpu = ops.hybrid_forward(*(None if t is None else t.cpu() for t in arguments), compression, 0, *how)
     testing.assert_hybrid_same(kept, on_cpu[3:], m, n, gated)
     return tuple(kept)
 
 
-def check_backward(problem: FFN, gated: bool, dl1: float, kept: tuple[Tensor, ...]) -> None:
+def check_backward(
+    problem: FFN, gated: bool, dl1: float, kept: tuple[Tensor, ...], how: tuple[Any, float] = RELU
+) -> None:
     """``hybrid_backward`` and ``hybrid_backward_accumulate`` against float64 with the same roundings."""
     dy = testing.integer_upstream(problem)
-    right = testing.exact_gradients(problem, dy, dl1, gated=gated)
+    right = testing.exact_gradients(problem, dy, dl1, gated=gated, **form(*how))
     dtype = problem.x.dtype
     names = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up")
 
@@ -70,10 +74,10 @@ def check_backward(problem: FFN, gated: bool, dl1: float, kept: tuple[Tensor, ..
                 assert gradient.shape == (0,), name
 
     arguments = (dy, upstream_of_l1(dl1), *operands(problem, gated)[:6], *kept)
-    found = testing.poisoned(lambda: ops.hybrid_backward(*arguments, True, True))
+    found = testing.poisoned(lambda: ops.hybrid_backward(*arguments, True, True, *how))
     assert_right(dict(zip(names, found, strict=True)))
     mains = [torch.full(t.shape, 3.0, device=DEVICE) if gated or i != 1 else None for i, t in enumerate(problem[1:4])]
-    dx, db_gate, db_up = ops.hybrid_backward_accumulate(*arguments, *mains, True)
+    dx, db_gate, db_up = ops.hybrid_backward_accumulate(*arguments, *mains, True, *how)
     assert_right({"x": dx, "b_gate": db_gate, "b_up": db_up})
     for name, main in zip(names[1:4], mains, strict=True):
         if main is not None:
@@ -81,20 +85,37 @@ def check_backward(problem: FFN, gated: bool, dl1: float, kept: tuple[Tensor, ..
 
 
 def check(
-    problem: FFN, gated: bool = True, dl1: float = 0.0, compression: int = 8, overflows: bool | None = None
+    problem: FFN,
+    gated: bool = True,
+    dl1: float = 0.0,
+    compression: int = 8,
+    overflows: bool | None = None,
+    how: tuple[Any, float] = RELU,
 ) -> None:
     """All operators, then the function with autograd around them. ``overflows``: whether they must not fit."""
-    kept = check_forward(problem, gated, compression)
+    kept = check_forward(problem, gated, compression, how)
     if overflows is not None:
         capacity = geometry.hybrid_capacity(problem.x.shape[0], problem.w_gate.shape[0])
         assert (int(kept[3][-1]) > capacity) == overflows
-    check_backward(problem, gated, dl1, kept)
+    check_backward(problem, gated, dl1, kept, how)
     dy = testing.integer_upstream(problem)
-    found = testing.sparse_gradients(problem, dy, dl1, gated=gated, compression=compression)
-    right = testing.exact_gradients(problem, dy, dl1, gated=gated)
+    options = {"compression": compression, "strategy": "union", **form(*how)}
+    found = testing.sparse_gradients(problem, dy, dl1, gated=gated, **options)
+    right = testing.exact_gradients(problem, dy, dl1, gated=gated, **form(*how))
     assert found.keys() == right.keys()
     for name, gradient in found.items():
         testing.assert_same(gradient, right[name].float().to(gradient.dtype), f"autograd's gradient of {name}")
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("m", "density", "dtype"), [(1, 0.1, FP16), (130, 0.05, BF16), (300, 0.05, FP16), (300, 0.5, BF16), (70, 1, FP16)]
+)
+def test_every_activation(name: Any, threshold: float, gated: bool, m: int, density: float, dtype: torch.dtype) -> None:
+    problem = testing.integer_problem(
+        m, 264, 264, density=density, biases=BIASES, device=DEVICE, dtype=dtype, activation=name
+    )
+    check(problem, gated, -2.0, overflows=density >= 0.5, how=(name, threshold))
 
 
 @BOTH
