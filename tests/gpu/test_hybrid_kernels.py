@@ -13,6 +13,7 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import device, geometry
+from twell.ops.gate_pack import fill_on_cpu, outputs
 from twell.ops.hybrid import require_neurons
 from twell.ops.library import launch
 
@@ -78,26 +79,13 @@ def pattern(name: str, m: int, n: int) -> Tensor:
 
 def pack(bits: Tensor, compression: int) -> tuple[Tensor, Tensor, Tensor]:
     """TwELL of gates [m, n] on the GPU, as the gate GEMM writes it: the spill of intact row-tiles is not defined."""
-    m, n = bits.shape
-    tiles, width = geometry.tiles(n), geometry.words_per_tile(compression)
-    padded = torch.zeros(m, tiles * geometry.TILE, dtype=torch.int16)
-    padded[:, :n] = bits
-    tiled = padded.view(m, tiles, geometry.TILE)
-    nonzero = tiled & 0x7FFF != 0
-    counts = nonzero.sum(2)
-    place = nonzero.cumsum(2)
-    neuron = torch.arange(tiles * geometry.TILE, dtype=torch.int32).view(1, tiles, geometry.TILE)
-    kept = nonzero & (place < width)
-    words = torch.zeros(m, tiles, width, dtype=torch.int32)
-    row, tile, column = kept.nonzero(as_tuple=True)
-    words[row, tile, place[kept]] = (tiled.int() << 16 | neuron)[row, tile, column]
-    words[:, :, 0] = counts
-    overflows = counts >= width
-    spill = torch.where(overflows[:, :, None], tiled, torch.full_like(tiled, 0x5555))
-    stats = torch.zeros(-(-m // geometry.STATS_ROWS) * geometry.STATS_ROWS, tiles, 2, dtype=torch.int32)
-    stats[:m, :, 0], stats[:m, :, 1] = counts, overflows
-    stats = stats.view(-1, geometry.STATS_ROWS, tiles, 2).sum(1, dtype=torch.int32)
-    return words.view(m, -1).cuda(), spill.view(m, -1).cuda(), stats.cuda()
+    gate = bits.view(BF16)
+    words, spill, stats = outputs(gate, gate.t(), compression)
+    fill_on_cpu((words, spill, stats), gate, compression)
+    tiled = words.view(len(gate), -1, geometry.words_per_tile(compression))
+    intact = tiled[:, :, 0] < geometry.words_per_tile(compression)
+    spill.view(torch.int16).view(len(gate), -1, geometry.TILE)[intact] = 0x5555
+    return words.cuda(), spill.view(torch.int16).cuda(), stats.cuda()
 
 
 # ---- the slow constructions ----
