@@ -12,13 +12,11 @@ import pytest
 import torch
 from activations import EVERY, float64_hidden, form
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.gpu.operands import padded
 from tests.gpu.strategies import BF16, BIASES, BOTH, FP16, VARIANTS, assert_nothing_waits, label
 from twell import ops, testing
 from twell._runtime import device, geometry
-from twell.commands.demo.model import ByteModel, ModelShape
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.testing import FFN
 
@@ -588,21 +586,6 @@ def test_autocast(dtype: torch.dtype, inside: bool, gated: bool) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("density", [0.1, 1])
-def test_checkpointing(density: float, reentrant: bool, gated: bool) -> None:
-    problem = layer(density)
-    own, dy = leaves(problem), testing.integer_upstream(problem)
-    tensors = own.present(gated)
-
-    def block(*given: Tensor) -> Tensor:
-        return loss_of(own._replace(**dict(zip(tensors, given, strict=True))), gated, dy)
-
-    checkpoint(block, *tensors.values(), use_reentrant=reentrant).backward()
-    assert_equal(grads_of(own, gated), exact(problem, gated))
-
-
-@BOTH
 def test_backward_changes_no_saved_tensor(gated: bool) -> None:
     """They may wait on the CPU; the gradients of a second backward pass are those of the first, and add up."""
     own, dy, expected = leaves(layer()), testing.integer_upstream(layer()), exact(layer(), gated)
@@ -630,19 +613,6 @@ def test_a_subset_has_the_gradients_of_all(subset: str, gated: bool) -> None:
     loss_of(problem, gated, testing.integer_upstream(problem)).backward()
     expected = exact(problem, gated)
     assert_equal(grads_of(problem, gated), {name: t for name, t in expected.items() if name in subset.split()})
-
-
-@BOTH
-def test_the_gradient_of_l1_alone(gated: bool) -> None:
-    problem = layer()
-    own = leaves(problem)
-    _, aux = testing.sparse_layer(own, gated=gated)
-    (3 * len(problem.x) * aux.l1).backward()
-    expected = testing.exact_gradients(problem, torch.zeros_like(problem.x), 3.0, gated=gated)
-    found = grads_of(own, gated)
-    assert found.keys() == expected.keys() - {"w_down", "b_down"}
-    for name, gradient in found.items():
-        testing.assert_same(gradient, expected[name].float().to(BF16), name)
 
 
 @BOTH
@@ -680,14 +650,6 @@ def test_main_gradients(density: float, layout: str, gated: bool) -> None:
         testing.assert_same(gradient, 2 * right[name].float().to(BF16), name)
 
 
-@BOTH
-def test_no_second_derivative(gated: bool) -> None:
-    own, dy = leaves(layer()), testing.integer_upstream(layer())
-    (dx,) = torch.autograd.grad(loss_of(own, gated, dy), own.x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        dx.float().sum().backward()
-
-
 # Memory
 
 
@@ -722,51 +684,3 @@ def test_peak_memory(strategy: str) -> None:
     peak()
     torch.cuda.empty_cache()
     assert (peak() <= 500e6) == (strategy == "auto")
-
-
-# Learning
-
-
-def trained(strategy: str, seed: int, steps: int = 300) -> tuple[Tensor, Tensor]:
-    """Loss and mean non-zeros of each step of a small byte model on text of 300 words, in bf16 by autocast."""
-    torch.manual_seed(0)
-    model = ByteModel(ModelShape(layers=2, hidden=128, intermediate=512, context=64))
-    for mlp in model.mlps:
-        mlp.strategy = strategy
-    model.to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    letters = torch.Generator().manual_seed(3)
-    words = [torch.randint(97, 123, (2 + i % 8,), generator=letters) for i in range(300)]
-    space = torch.tensor([32])
-    chosen = (300 * torch.rand(20_000, generator=letters).square()).long()
-    text = torch.cat([t for i in chosen.tolist() for t in (words[i], space)])
-    generator = torch.Generator().manual_seed(seed)
-    history = []
-    for _ in range(steps):
-        starts = torch.randint(len(text) - 65, (16, 1), generator=generator)
-        window = text[starts + torch.arange(65)].to(DEVICE)
-        with torch.autocast(DEVICE, BF16):
-            output = model(window[:, :-1])
-        loss = nn.functional.cross_entropy(output.logits.flatten(0, 1).float(), window[:, 1:].flatten())
-        (loss + 3e-3 * output.l1.mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append(torch.stack([loss.detach(), output.l0.mean()]))
-    return tuple(torch.stack(history).T.cpu())
-
-
-def test_training_follows_the_dense_run() -> None:
-    """300 steps of the demo's model: the loss stays closer to the dense run's than that of another order of the data.
-
-    At first half of the neurons fire and the format overflows; the L1 term soon makes them few.
-    """
-    sparse, nonzeros = trained("auto", 1)
-    dense, _ = trained("dense", 1)
-    other, _ = trained("dense", 2)
-    assert dense[:10].mean() > 1.5 * dense[-50:].mean()
-    assert nonzeros[0] > geometry.hybrid_capacity(1, 512) > nonzeros[-1]
-    smooth = lambda losses: losses.unfold(0, 25, 25).mean(1)  # noqa: E731
-    noise = (smooth(other) / smooth(dense) - 1).abs()
-    difference = (smooth(sparse) / smooth(dense) - 1).abs()
-    assert difference.max() <= noise.max()
-    assert difference.mean() <= noise.mean() / 2

@@ -163,23 +163,6 @@ def mixed_calls() -> list[Callable[[], Outputs]]:
     ]
 
 
-def test_streams_do_not_disturb_each_other() -> None:
-    """Calls interleaved on their own streams, in both orders, have the bits of sequential calls."""
-    calls = mixed_calls()
-    expected = [call() for call in calls]
-    streams = [torch.cuda.Stream() for _ in calls]
-    torch.cuda.synchronize()
-    for turn in range(40):
-        order = range(len(calls)) if turn % 2 else reversed(range(len(calls)))
-        results = {}
-        for i in order:
-            with torch.cuda.stream(streams[i]):
-                results[i] = calls[i]()
-        torch.cuda.synchronize()
-        for i, found in results.items():
-            assert_same(found, expected[i], f"turn {turn}, call {i}:")
-
-
 def in_threads(work: list[Callable[[], T]]) -> list[T]:
     """Run every function in a thread of its own, all at once; the first exception is raised."""
     results: list[Any] = [None] * len(work)
@@ -427,31 +410,6 @@ def test_out_of_memory_in_capture(training: bool, large: FFN) -> None:
         output.fill_(math.nan)
     graph.replay()
     assert_same(outputs, expected, "a later graph:")
-
-
-def test_a_full_gpu() -> None:
-    """Other tensors hold nearly all memory, instead of a limit in torch."""
-    problem = testing.integer_problem(60_000, 1024, 4096, density=0.008, device=CUDA)
-    few = problem.rows(0, 64)
-    expected = {strategy: forward(problem, strategy) for strategy in ("row", "union")}
-    # loading its kernels takes memory
-    forward(few, "row")
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    # the spill alone takes 490 MB in one piece, more than any hole that torch has
-    hoard = [torch.empty(free - 200 * MB, dtype=torch.uint8, device=CUDA)]
-    try:
-        out = {strategy: runs_out(lambda strategy=strategy: forward(problem, strategy)) for strategy in expected}
-        found = forward(few, "row")
-    finally:
-        # otherwise every later test would run out too
-        hoard.clear()
-        torch.cuda.empty_cache()
-    assert all(out.values()), out
-    testing.assert_same(found["y"], expected["row"]["y"][:64])
-    for strategy, right in expected.items():
-        assert_same(forward(problem, strategy), right, strategy)
 
 
 # Invalid operands
