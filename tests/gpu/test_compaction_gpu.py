@@ -140,20 +140,6 @@ def test_same_bits_where_no_removed_neuron_fires(gated: bool, strategy: Any, m: 
     same_parameters(twell.restore(compacted), mlp)
 
 
-@GATED
-@STRATEGIES
-def test_the_difference_is_the_contribution_of_removed_neurons(gated: bool, strategy: Any) -> None:
-    p = problem(density=0.05)
-    mask = torch.arange(1032, device=DEVICE) % 3 != 1
-    compacted, _ = twell.compact(layer_of(p, gated, strategy=strategy), mask)
-    kept = compacted.compaction.kept
-    assert kept.sum() == 688
-    assert fired(p)[~kept].any()
-    with torch.no_grad():
-        y = compacted(p.x)
-    testing.assert_same(y, testing.exact_output(p._replace(w_down=p.w_down * kept[:, None].to(BF16)), gated=gated))
-
-
 def test_moves_and_state_dicts() -> None:
     p = problem()
     mlp = layer_of(p, True)

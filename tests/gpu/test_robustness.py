@@ -210,17 +210,6 @@ def test_threads_do_not_disturb_each_other(own_stream: bool) -> None:
     assert in_threads([worker(i % len(calls)) for i in range(2 * len(calls))]) == [0] * (2 * len(calls))
 
 
-def test_backward_in_another_thread() -> None:
-    problem = testing.integer_problem(300, 264, 776, density=0.05, biases=BIASES, device=CUDA)
-    dy = testing.integer_upstream(problem)
-    right = testing.exact_gradients(problem, dy)
-    leaves = problem.map(lambda t: t.detach().requires_grad_())
-    y, _ = testing.sparse_layer(leaves, strategy="union")
-    in_threads([lambda: y.backward(dy)])
-    for name, leaf in leaves.present(True).items():
-        testing.assert_same(leaf.grad, right[name].float().to(BF16), name)
-
-
 def test_a_site_that_threads_share() -> None:
     """Many threads call one AutoStrategy: integers whose hidden state fp16 holds have one answer for any choice."""
     site = twell.AutoStrategy()
