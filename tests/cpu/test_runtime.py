@@ -373,6 +373,14 @@ class TestResolve:
             assert resolve.resolve(SPEC)() == 42
         assert entered == ["relaxed"]
 
+    def test_capturing_is_asked_of_the_current_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[int] = []
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+        monkeypatch.setattr(device, "is_capturing", lambda stream: bool(asked.append(stream)) or True)
+        assert resolve._capturing()
+        assert asked == [7]
+
     def test_a_failure_is_not_remembered(self, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TWELL_JIT", "off")
         with pytest.raises(RuntimeError):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -151,21 +149,6 @@ def test_halves_of_one_product(m: int, n: int, dtype: torch.dtype) -> None:
         assert same_bits(hidden, plain(gate, up))
 
 
-@pytest.mark.parametrize("m", [1, 64, 512, 513])
-def test_a_dense_layer_whose_weights_are_one(m: int) -> None:
-    """As an engine has them: the result is that of separate weights up to the order of sums, alone and in a graph."""
-    x, w_down = torch.randn(m, 256, device="cuda").to(BF16), torch.randn(768, 256, device="cuda").to(BF16)
-    w_gate, w_up = torch.randn(1536, 256, device="cuda").to(BF16).chunk(2)
-    call = functools.partial(torch.ops.twell.ffn, x, w_gate, w_up, w_down, None, None, None, 8, "dense", None)
-    expected = plain(x.double() @ w_gate.double().t(), x.double() @ w_up.double().t()) @ w_down.double()
-    eager, graph = call(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = call()
-    graph.replay()
-    for y in (eager, captured):
-        assert float((y.double() - expected).norm() / expected.norm()) < 2**-7
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rest", [0, 8 * 8191 + 3])
 def test_beyond_32_bits(rest: int) -> None:
@@ -267,19 +250,6 @@ def test_dense_layers_have_the_bits_of_plain_pytorch(dtype: torch.dtype, fused: 
     assert fused == [M * N] * 2
 
 
-def test_second_derivatives_of_a_dense_layer(fused: list[int]) -> None:
-    p = draw()
-    found = []
-    for f in (layer, by_hand_y):
-        leaves = p.map(lambda t: t.clone().requires_grad_())
-        first = torch.autograd.grad(f(leaves).float().mean(), leaves.x, create_graph=True)[0]
-        found.append(torch.autograd.grad(first.float().pow(2).sum(), (leaves.w_gate, leaves.w_up, leaves.w_down)))
-    for a, b in zip(*found, strict=True):
-        assert b.any()
-        assert same_bits(a, b)
-    assert fused == [M * N]
-
-
 def test_few_tokens_are_fused_in_graphs_alone(fused: list[int]) -> None:
     p = draw(7)
     expected = by_hand_y(p)
@@ -329,25 +299,3 @@ def test_training_takes_no_more_memory_than_plain_pytorch(fused: list[int]) -> N
     assert fused
     assert peaks[0] <= peaks[1]
     assert kept[0] <= kept[1]
-
-
-@pytest.mark.parametrize(("mode", "training"), [("reduce-overhead", False), (None, True)])
-def test_compiled_modules(mode: str | None, training: bool, fused: list[int]) -> None:
-    """The compiler fuses the operators itself."""
-    torch.compiler.reset()
-    module = twell.nn.SparseGatedMLP(K, 1040, bias=True, strategy="dense", device="cuda", dtype=BF16)
-    compiled = torch.compile(copy.deepcopy(module), fullgraph=True, mode=mode)
-    x = torch.randn(1024, K, device="cuda").to(BF16)
-    for _ in range(3):
-        results = []
-        for call in (module, compiled):
-            leaf = x.clone().requires_grad_(training)
-            with torch.set_grad_enabled(training):
-                y = call(leaf)
-            if training:
-                y.float().pow(2).mean().backward()
-            results.append([y.detach().float(), *([leaf.grad.float()] if training else [])])
-        for found, expected in zip(*results, strict=True):
-            assert (found - expected).norm() <= 0.01 * expected.norm()
-    # none while it was traced or run
-    assert fused == [1024 * 1040] * 3
