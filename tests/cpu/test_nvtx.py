@@ -127,16 +127,6 @@ class TestRange:
         assert [event[1:3] for event in recorder.events] == [("a", "backward"), *[("a", "inference")] * 4]
         assert recorder.made == 3
 
-    def test_decorated(self, on: ModuleType, recorder: Recorder) -> None:
-        @on.marked(lambda a, b: on.range("sum", m=a, n=b))
-        def add(a: int, b: int) -> int:
-            """Adds."""
-            return a + b
-
-        assert add(1, b=2) == 3
-        assert (add.__name__, add.__doc__) == ("add", "Adds.")
-        assert recorder.events == [(0, "sum", "inference", {"m": 1, "n": 2})]
-
 
 class TestWithoutPackage:
     @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from activations import BIASES, DTYPES, EVERY, FAMILY, LAYERS, float64_hidden, form
+from activations import BIASES, DTYPES, EVERY, FAMILY, float64_hidden, form
 from torch import Tensor
 
-import twell
 from twell import ops, testing
 from twell.testing import FFN
 
@@ -170,16 +169,3 @@ def test_non_finite_values_as_on_the_cpu(name: Any, threshold: float, gated: boo
                     else:
                         # an infinite h times a weight of zero is NaN, or skipped: all of y, or its columns
                         assert torch.equal(y.cpu().isfinite().all(1), expected.isfinite().all(1)), strategy
-
-
-def test_modules_in_a_graph() -> None:
-    """A captured graph has the activation that the module had."""
-    for name, threshold, gated in LAYERS:
-        kind: Any = twell.nn.SparseGatedMLP if gated else twell.nn.SparseMLP
-        mlp = kind(K, N, device=CUDA, dtype=BF16, strategy="row", activation=name, threshold=threshold / 10)
-        x = torch.randn(9, K, device=CUDA, dtype=BF16)
-        with torch.no_grad():
-            graph, y = testing.captured(lambda mlp=mlp, x=x: mlp(x))
-            y.fill_(math.nan)
-            graph.replay()
-            assert torch.equal(y, mlp(x))

@@ -294,10 +294,11 @@ SHAPES = [
     (129, 65536),
 ]
 PATTERNS = ["empty", "random", "dense rows", "same", "hot", "around capacity", "positive"]
+# three patterns at each shape, in turns
+CASES = [(m, n, PATTERNS[(3 * i + j) % len(PATTERNS)]) for i, (m, n) in enumerate(SHAPES) for j in range(3)]
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize(("m", "n"), SHAPES)
+@pytest.mark.parametrize(("m", "n", "name"), CASES)
 def test_compact(m: int, n: int, name: str) -> None:
     """With the format's capacity, which the denser patterns exceed, and with room for everything."""
     bits = pattern(name, m, n)
@@ -377,8 +378,7 @@ def test_rank(n: int, most: int) -> None:
 # ---- transpose ----
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize(("m", "n"), [s for s in SHAPES if s != (130, 16384)])
+@pytest.mark.parametrize(("m", "n", "name"), [case for case in CASES if case[:2] != (130, 16384)])
 def test_transpose(m: int, n: int, name: str) -> None:
     if name == "positive" and m * n > 2_000_000:
         m = 5

@@ -202,26 +202,6 @@ def test_threads_do_not_disturb_each_other(own_stream: bool) -> None:
     assert in_threads([worker(i % len(calls)) for i in range(2 * len(calls))]) == [0] * (2 * len(calls))
 
 
-def test_a_site_that_threads_share() -> None:
-    """Many threads call one AutoStrategy: integers whose hidden state fp16 holds have one answer for any choice."""
-    site = twell.AutoStrategy()
-    sizes = (3, 130, 700, 1500)
-    problems = [testing.integer_problem(m, 264, 776, density=0.05, seed=m, device=CUDA, dtype=FP16) for m in sizes]
-    expected = [testing.exact_output(problem) for problem in problems]
-
-    def worker(i: int) -> Callable[[], bool]:
-        def work() -> bool:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                return all(
-                    torch.equal(testing.sparse_output(problems[i], strategy=site), expected[i]) for _ in range(40)
-                )
-
-        return work
-
-    torch.cuda.synchronize()
-    assert all(in_threads([worker(i % 4) for i in range(8)]))
-
-
 def test_first_calls_of_many_threads(same_family: str) -> None:
     """In a fresh process eight threads load all kernels at once, and each has the right answer."""
     program = """
