@@ -18,7 +18,6 @@ import torch
 from tiny_kernels import Compiler, compile_tiny
 
 from cute_kernels import catalog
-from tests import family as families
 from twell import _auto, _tables, tuning
 from twell._runtime import cache, device, fingerprint, geometry, log, packaged, resolve, specs
 from twell.commands import info
@@ -97,6 +96,11 @@ def test_a_launch_loads_the_library_of_its_architecture_alone(
     assert library.launchable(0, spec)
     assert resolve.resolve(spec, arch)() == list(specs.ARCHITECTURES).index(arch)  # type: ignore[func-returns-value]
     assert set(opened) == {packaged.folder_of(arch) / packaged.LIBRARY}
+    there = device.Device(0, "NVIDIA Pretended", capability, 100, 80 << 30)
+    monkeypatch.setattr(device, "describe", lambda: device.Driver((13, 0), (there,)))
+    state = info.collect()
+    assert (state.kernels.arch, state.kernels.loads, state.kernels.problems) == (arch, True, ())
+    assert set(state.kernels.packaged) == set(specs.ARCHITECTURES)
 
 
 def test_a_wheel_for_other_gpus_says_what_to_install(
@@ -136,17 +140,6 @@ def test_a_wheel_for_other_gpus_says_what_to_install(
     assert "none in use (no library at" in said
     assert "libraries: for sm_90a, sm_100, sm_120" in said
     assert f"note: {advice}" in said
-
-
-@every_gpu([(8, 9), (9, 0)])
-def test_info_tells_of_the_library_of_the_gpu(
-    capability: Capability, wheel_of_all: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = device.Device(0, "NVIDIA Pretended", capability, 100, 80 << 30)
-    monkeypatch.setattr(device, "describe", lambda: device.Driver((13, 0), (there,)))
-    state = info.collect()
-    assert (state.kernels.arch, state.kernels.loads, state.kernels.problems) == (GPUS[capability], True, ())
-    assert set(state.kernels.packaged) == set(specs.ARCHITECTURES)
 
 
 def test_older_gpus_are_refused(gpu: Callable[[Capability], None], compiler: Compiler) -> None:
@@ -250,60 +243,29 @@ def test_every_architecture_has_its_family(arch: str) -> None:
     assert specs.UnpackSpec("bfloat16") in shipped
 
 
-@pytest.mark.parametrize(("m", "tokens"), [(1, 64), (64, 64), (65, 128), (16384, 128)])
-def test_tiles_of_the_gate_gemm(m: int, tokens: int) -> None:
-    """Up to 64 tokens have a kernel of their own, whose bits differ."""
-    spec = tuning.gate_pack(torch.bfloat16, m, 5632, 66, True, specs.PORTABLE)
-    assert spec == specs.GatePackSpec("bfloat16", tokens, family=specs.PORTABLE)
-    if m <= 64:
-        spec = specs.GatePackFewSpec("bfloat16", {1: 8, 64: 64}[m], family=specs.PORTABLE)
-    assert tuning.gate_pack(torch.bfloat16, m, 5632, 66, False, specs.PORTABLE) == spec
+def test_specs_of_the_portable_family() -> None:
+    """Few tokens have a gate kernel of their own, but no kernel for all of "union"; "row" is one without clusters."""
+    bf16, portable = torch.bfloat16, specs.PORTABLE
+    for m, tokens in ((1, 64), (64, 64), (65, 128), (16384, 128)):
+        tiles = specs.GatePackSpec("bfloat16", tokens, family=portable)
+        few = specs.GatePackFewSpec("bfloat16", {1: 8}.get(m, 64), family=portable)
+        assert tuning.gate_pack(bf16, m, 5632, 66, True, portable) == tiles
+        assert tuning.gate_pack(bf16, m, 5632, 66, False, portable) == (few if m <= 64 else tiles)
+    for k, k_max in ((64, 1024), (2048, 2048), (2056, 4096), (16384, 16384)):
+        row = specs.UpDownTokenSpec("bfloat16", k_max, 1, True, family=portable)
+        for m in (1, 2049, 100_000):
+            assert {tuning.up_down_token(bf16, m, k, True, invariant, portable) for invariant in (False, True)} == {row}
+    assert tuning.up_down_tile(bf16, 16, 2048, 5632, True) is not None
+    assert tuning.up_down_tile(bf16, 16, 2048, 5632, True, portable) is None
 
 
-@pytest.mark.parametrize(("k", "k_max"), [(64, 1024), (2048, 2048), (2056, 4096), (16384, 16384)])
-def test_every_hidden_size_has_a_row_kernel(k: int, k_max: int) -> None:
-    """One, without clusters, for any number of tokens; its bits depend on no other token."""
-    for m in (1, 2049, 100_000):
-        for invariant in (False, True):
-            spec = tuning.up_down_token(torch.bfloat16, m, k, True, invariant, specs.PORTABLE)
-            assert spec == specs.UpDownTokenSpec("bfloat16", k_max, 1, True, family=specs.PORTABLE)
-
-
-def test_few_tokens_of_a_union_take_three_kernels() -> None:
-    assert tuning.up_down_tile(torch.bfloat16, 16, 2048, 5632, True) is not None
-    assert tuning.up_down_tile(torch.bfloat16, 16, 2048, 5632, True, specs.PORTABLE) is None
-
-
-def test_more_neurons_than_shared_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_neurons_than_shared_memory_holds_are_refused() -> None:
     most = geometry.PORTABLE_UNION_NEURONS
     hybrid.require_neurons(most, specs.PORTABLE, "training")
     hybrid.require_neurons(65536, specs.SM90, "training")
     message = f"training takes at most {most} neurons on GPUs of .*, got {most + 8}; use"
-    with pytest.raises(NotImplementedError, match=message) as refusal:
+    with pytest.raises(NotImplementedError, match=message):
         hybrid.require_neurons(most + 8, specs.PORTABLE, "training")
-    # tests on such a GPU are skipped by it; on Hopper it would be an error
-    monkeypatch.setattr(tuning, "family", lambda index: specs.PORTABLE)
-    assert families.is_absent(refusal.value)
-    assert not families.is_absent(NotImplementedError("no second derivative"))
-    monkeypatch.setattr(tuning, "family", lambda index: specs.SM90)
-    assert not families.is_absent(refusal.value)
-
-
-def test_auto_chooses_in_tests_of_a_gpu_without_a_table(
-    gpu: Callable[[Capability], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
-    gpu((8, 0))
-    assert families.is_without_table()
-    before = _tables.in_use(torch.device("cuda", 0))
-    assert _auto.forced("cuda", 0) == "dense"
-    monkeypatch.setattr(_tables, "_on", _tables._on)
-    families.decide_by_the_shipped_table()
-    assert _auto.forced("cuda", 0) == ""
-    # the same costs and limits
-    assert vars(dataclasses.replace(_tables.in_use(torch.device("cuda", 0)), file=None)) == vars(before)
-    monkeypatch.setattr(device, "capability", lambda index: (9, 0))
-    assert not families.is_without_table()
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_dense_models_become_sparse(
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "final").eos_token_id is not None
 
 
-def test_both_read_the_same_text_at_the_same_rates(run: Callable[..., int], tmp_path: Path, monkeypatch: Any) -> None:
+def test_both_read_the_same_text_at_the_same_rates(run: Callable[..., int], monkeypatch: Any, capsys: Any) -> None:
     seen: dict[bool, list[Any]] = {True: [], False: []}
     forward, step = relufy.Further.forward, torch.optim.AdamW.step
     rates: list[float] = []
@@ -154,7 +154,9 @@ def test_both_read_the_same_text_at_the_same_rates(run: Callable[..., int], tmp_
 
     monkeypatch.setattr(relufy.Further, "forward", spied)
     monkeypatch.setattr(torch.optim.AdamW, "step", stepped)
+    monkeypatch.setattr(relufy, "MOST_READS", 0)
     assert run("llama", "--steps", 8, "--lr", 1e-2, "--warmup", 2) == 0
+    assert "warning: text that is read more than 0 times may be learnt by heart" in capsys.readouterr().out
     assert seen[True] == seen[False]
     assert sum(training for training, _, _ in seen[True]) == 8 * 2
     assert rates[:8] == rates[8:]
@@ -211,10 +213,16 @@ def test_results_are_of_the_content_of_model(
 ) -> None:
     def run(folder: Path) -> int:
         arguments = [str(folder), *COMMON, "--text", str(text), "--cache", str(tmp_path / "cache")]
-        return relufy.main([*arguments, "--out", str(tmp_path / "out"), "--steps", "2", "--no-dense"])
+        more = ["--out", str(tmp_path / "out"), "--steps", "2", "--no-dense", "--target-nnz", "8"]
+        return relufy.main([*arguments, *more])
 
     shutil.copytree(dense("llama"), tmp_path / "model")
     assert run(tmp_path / "model") == 0
+    found, printed = report(tmp_path / "out"), capsys.readouterr().out
+    assert found["target_missed"]
+    assert found["said"][-1].startswith("warning: the target of 8 non-zeros was missed: ")
+    assert found["said"][-1] in printed
+    assert "may be learnt by heart" not in printed
     # a copy elsewhere, with other times
     shutil.copytree(tmp_path / "model", tmp_path / "copy", copy_function=shutil.copyfile)
     os.utime(tmp_path / "copy" / "model.safetensors", (1, 1))
@@ -248,41 +256,24 @@ def test_a_sparse_model_goes_on_from_its_threshold(dense: Callable[[str], Path])
     assert {(layer.activation, layer.threshold) for layer in recipe.layers(sparse).values()} == {("relu2", 0)}
 
 
-@pytest.mark.parametrize(
-    ("positions", "sequence"), [({"n_positions": 48}, 48), ({"n_positions": 4096}, 1024), (None, 1024)]
-)
 def test_a_sequence_has_no_more_tokens_than_the_model_has_positions(
-    dense: Callable[[str], Path], text: Path, tmp_path: Path, positions: dict[str, int] | None, sequence: int
+    dense: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     """Of learned positions under another key, and of a model without any."""
     shutil.copytree(dense("llama"), tmp_path / "model")
-    config = transformers.GPTBigCodeConfig(**positions) if positions else transformers.BloomConfig()
-    config.save_pretrained(tmp_path / "model")
     given = [str(tmp_path / "model"), "--text", str(text), "--out", str(tmp_path / "out")]
-    choice = relufy.parse(given)
-    relufy.check(choice)
-    assert choice.sequence == sequence
-    longer = relufy.parse([*given, "--sequence", "49"])
-    if sequence == 48:
-        with pytest.raises(RequestError, match="--sequence: expected at most the 48 positions of MODEL, got 49"):
-            relufy.check(longer)
-    else:
-        relufy.check(longer)
-
-
-def test_a_missed_target_and_text_read_often_are_warned_of(
-    run: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    assert run("llama", "--steps", 2, "--no-dense", "--target-nnz", 8) == 0
-    found, printed = report(tmp_path / "out"), capsys.readouterr().out
-    warning = f"warning: the target of 8 non-zeros was missed: {found['sparse']['l0']:.1f} after 2 steps"
-    assert warning in printed
-    assert found["target_missed"]
-    assert found["said"][-1].startswith(warning)
-    assert "may be learnt by heart" not in printed
-    monkeypatch.setattr(relufy, "MOST_READS", 0)
-    assert run("llama", "--steps", 2, "--no-dense", "--target-nnz", 8) == 0
-    assert "warning: text that is read more than 0 times may be learnt by heart" in capsys.readouterr().out
+    code = transformers.GPTBigCodeConfig
+    for config, sequence in (
+        (transformers.BloomConfig(), 1024),
+        (code(n_positions=4096), 1024),
+        (code(n_positions=48), 48),
+    ):
+        config.save_pretrained(tmp_path / "model")
+        choice = relufy.parse(given)
+        relufy.check(choice)
+        assert choice.sequence == sequence
+    with pytest.raises(RequestError, match="--sequence: expected at most the 48 positions of MODEL, got 49"):
+        relufy.check(relufy.parse([*given, "--sequence", "49"]))
 
 
 @pytest.mark.parametrize(

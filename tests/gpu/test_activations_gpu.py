@@ -1,4 +1,4 @@
-"""The ReLU family on the GPU: every strategy, forward and backward, bit by bit; special values against the CPU."""
+"""The ReLU family in inference on the GPU: every strategy, bit by bit; special values against the CPU."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from activations import BIASES, DTYPES, EVERY, FAMILY, LAYERS, float64_hidden, form
+from activations import BIASES, DTYPES, EVERY, FAMILY, float64_hidden, form
 from torch import Tensor
 
-import twell
 from twell import ops, testing
-from twell._runtime import geometry
 from twell.testing import FFN
 
 CUDA = torch.device("cuda")
@@ -55,62 +53,25 @@ def _call(problem: FFN, gated: bool, strategy: str, how: dict[str, Any]) -> tupl
 
 
 @EVERY
-@DTYPES
-@pytest.mark.parametrize("m", [0, 1, 9, 60, 200, 300, 1500, 2100])
-def test_every_strategy(name: Any, threshold: float, gated: bool, dtype: torch.dtype, m: int) -> None:
+@pytest.mark.parametrize(
+    ("m", "dtype"),
+    [(0, BF16), (1, BF16), (9, FP16), (60, BF16), (200, FP16), (300, BF16), (1500, FP16), (2100, BF16), (2100, FP16)],
+)
+def test_every_strategy(name: Any, threshold: float, gated: bool, m: int, dtype: torch.dtype) -> None:
     """For every number of tokens that has kernels of its own."""
     check(integers(m, name, dtype), gated, form(name, threshold), "row", "union", "row+invariant", "dense")
 
 
 @EVERY
-def test_heavy_tokens(name: Any, threshold: float, gated: bool) -> None:
-    """One token of each eight has all non-zeros: two CTAs share it, where others have one each."""
+def test_heavy_tokens_and_spilled_tiles(name: Any, threshold: float, gated: bool) -> None:
+    """All non-zeros in one token of each eight, which two CTAs share where others have one each; then most in all."""
     for m in (1200, 2100):
         problem = integers(m, name, density=0.9)
         x = problem.x.clone()
         x[torch.arange(m, device=CUDA) % 8 != 3] = 0
         check(problem._replace(x=x, b_gate=None), gated, form(name, threshold), "row")
-
-
-@EVERY
-def test_spilled_tiles(name: Any, threshold: float, gated: bool) -> None:
     for m in (5, 130, 2100):
         check(integers(m, name, density=0.6), gated, form(name, threshold), "row", "union")
-
-
-@EVERY
-@DTYPES
-@pytest.mark.parametrize(("m", "density"), [(1, 0.1), (130, 0.05), (300, 0.05), (300, 0.5), (70, 1.0)])
-def test_training(name: Any, threshold: float, gated: bool, dtype: torch.dtype, m: int, density: float) -> None:
-    """Gradients and main gradients bit by bit; the last two do not fit into the hybrid format."""
-    problem, how = integers(m, name, dtype, density, n=264), form(name, threshold)
-    layer = tuple(problem if gated else problem._replace(w_up=None, b_up=None))
-    last = (name, threshold)
-    y, l1, nonzeros, *kept = testing.poisoned(lambda: ops.hybrid_forward(*layer, 8, 0, *last))
-    testing.assert_same(y, testing.exact_output(problem, gated=gated, rounded=True, **how), "y")
-    gate = testing.float64_gate(problem, threshold)
-    assert int(nonzeros) == int((gate != 0).sum())
-    total = float(float64_hidden(problem, name, threshold, gated).abs().sum())
-    assert float(l1) == pytest.approx(total, rel=2e-6)
-    overflows = int(kept[3][-1]) > geometry.hybrid_capacity(m, 264)
-    assert overflows == (density >= 0.5)
-
-    dy, dl1 = testing.integer_upstream(problem), -2.0
-    right = testing.exact_gradients(problem, dy, dl1, gated=gated, **how)
-    names = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up")
-    saved = (dy, torch.tensor(dl1, device=CUDA), *layer[:6], *kept)
-    found = testing.poisoned(lambda: ops.hybrid_backward(*saved, True, True, *last))
-    for key, gradient in zip(names, found, strict=True):
-        if key in right:
-            testing.assert_same(gradient, right[key].float().to(dtype), f"gradient of {key}")
-    mains = [torch.full(t.shape, 3.0, device=CUDA) if gated or i != 1 else None for i, t in enumerate(problem[1:4])]
-    dx, _, _ = ops.hybrid_backward_accumulate(*saved, *mains, True, *last)
-    testing.assert_same(dx, right["x"].float().to(dtype), "gradient of x beside main gradients")
-    for key, main in zip(names[1:4], mains, strict=True):
-        if main is not None:
-            testing.assert_same(main, (right[key] + 3).float(), f"main gradient of {key}")
-    for key, gradient in testing.sparse_gradients(problem, dy, dl1, gated=gated, strategy="union", **how).items():
-        testing.assert_same(gradient, right[key].float().to(dtype), f"autograd's gradient of {key}")
 
 
 # Special values
@@ -208,16 +169,3 @@ def test_non_finite_values_as_on_the_cpu(name: Any, threshold: float, gated: boo
                     else:
                         # an infinite h times a weight of zero is NaN, or skipped: all of y, or its columns
                         assert torch.equal(y.cpu().isfinite().all(1), expected.isfinite().all(1)), strategy
-
-
-def test_modules_in_a_graph() -> None:
-    """A captured graph has the activation that the module had."""
-    for name, threshold, gated in LAYERS:
-        kind: Any = twell.nn.SparseGatedMLP if gated else twell.nn.SparseMLP
-        mlp = kind(K, N, device=CUDA, dtype=BF16, strategy="row", activation=name, threshold=threshold / 10)
-        x = torch.randn(9, K, device=CUDA, dtype=BF16)
-        with torch.no_grad():
-            graph, y = testing.captured(lambda mlp=mlp, x=x: mlp(x))
-            y.fill_(math.nan)
-            graph.replay()
-            assert torch.equal(y, mlp(x))

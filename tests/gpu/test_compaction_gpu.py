@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -60,9 +59,8 @@ def same_parameters(a: nn.Module, b: nn.Module) -> None:
 
 @GATED
 @pytest.mark.parametrize("strategy", ["row", "union", "auto", "dense"])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("m", [0, 1, 5, 130])
-def test_counts_what_fires(gated: bool, strategy: Any, dtype: torch.dtype, m: int) -> None:
+@pytest.mark.parametrize(("m", "dtype"), [(0, BF16), (1, FP16), (130, BF16)])
+def test_counts_what_fires(gated: bool, strategy: Any, m: int, dtype: torch.dtype) -> None:
     p = problem(m, density=0.05, dtype=dtype)
     layer = counted(layer_of(p, gated, strategy=strategy), p.x)
     assert layer.counts.device.type == DEVICE
@@ -123,9 +121,8 @@ def test_a_graph_counts_at_every_replay() -> None:
 
 @GATED
 @STRATEGIES
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("m", [3, 130, 1000])
-def test_same_bits_where_no_removed_neuron_fires(gated: bool, strategy: Any, dtype: torch.dtype, m: int) -> None:
+@pytest.mark.parametrize(("m", "dtype"), [(3, FP16), (130, BF16), (1000, BF16)])
+def test_same_bits_where_no_removed_neuron_fires(gated: bool, strategy: Any, m: int, dtype: torch.dtype) -> None:
     p = problem(m, dtype=dtype)
     mlp = layer_of(p, gated, strategy=strategy)
     compacted, report = twell.compact(mlp, counted(mlp, p.x))
@@ -143,37 +140,6 @@ def test_same_bits_where_no_removed_neuron_fires(gated: bool, strategy: Any, dty
     same_parameters(twell.restore(compacted), mlp)
 
 
-@GATED
-@STRATEGIES
-def test_the_difference_is_the_contribution_of_removed_neurons(gated: bool, strategy: Any) -> None:
-    p = problem(density=0.05)
-    mask = torch.arange(1032, device=DEVICE) % 3 != 1
-    compacted, _ = twell.compact(layer_of(p, gated, strategy=strategy), mask)
-    kept = compacted.compaction.kept
-    assert kept.sum() == 688
-    assert fired(p)[~kept].any()
-    with torch.no_grad():
-        y = compacted(p.x)
-    testing.assert_same(y, testing.exact_output(p._replace(w_down=p.w_down * kept[:, None].to(BF16)), gated=gated))
-
-
-@GATED
-def test_gradients_are_those_of_the_kept_neurons(gated: bool) -> None:
-    p = problem()
-    mlp = layer_of(p, gated, strategy="row")
-    compacted, _ = twell.compact(mlp, counted(mlp, p.x))
-    kept, upstream, inputs = compacted.compaction.kept, testing.integer_upstream(p), []
-    for layer in (mlp, compacted):
-        inputs.append(p.x.clone().requires_grad_())
-        layer(inputs[-1]).backward(upstream)
-    testing.assert_same(inputs[1].grad, inputs[0].grad, "x")
-    for name, parameter in compacted.named_parameters():
-        full = mlp.get_parameter(name).grad
-        if name != "down_proj.bias":
-            full = full[:, kept] if name == "down_proj.weight" else full[kept]
-        testing.assert_same(parameter.grad, full, name)
-
-
 def test_moves_and_state_dicts() -> None:
     p = problem()
     mlp = layer_of(p, True)
@@ -182,16 +148,11 @@ def test_moves_and_state_dicts() -> None:
     assert there.compaction.kept.device.type == "cpu"
     with torch.no_grad():
         testing.assert_same(there(p.x.cpu()), testing.exact_output(p).cpu())
-    back = there.to(DEVICE)
-    assert back.compaction.removed.device.type == "cpu"
-    file = io.BytesIO()
-    torch.save(compacted.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, map_location=DEVICE)
+    state = compacted.state_dict()
     fresh, _ = twell.compact(SparseGatedMLP(264, 1032, True, dtype=BF16, device=DEVICE), state["compaction.kept"])
     fresh.load_state_dict(state)
-    assert fresh.compaction.removed.device.type == "cpu"
-    for module in (back, fresh):
+    for module in (there.to(DEVICE), fresh):
+        assert module.compaction.removed.device.type == "cpu"
         same_parameters(twell.restore(module), mlp)
         with torch.no_grad():
             testing.assert_same(module(p.x), testing.exact_output(p))
@@ -209,14 +170,3 @@ def test_frees_memory_in_place() -> None:
     assert before - torch.cuda.memory_allocated() > 0.99 * report.bytes_saved
     # at most one and a half layers on top
     assert torch.cuda.max_memory_allocated() - before < 1.5 * 3 * k * n * 2
-
-
-def test_real_numbers_stay_within_the_budget() -> None:
-    p = testing.make("skew29", 4096, 1024, 2816, device=DEVICE)
-    mlp = layer_of(p, True, strategy="row")
-    compacted, report = twell.compact(mlp, counted(mlp, p.x))
-    assert report.layers[0].kept < 2816
-    with torch.no_grad():
-        y = compacted(p.x)
-    comparison = testing.compare(p, y)
-    assert comparison.ok, comparison

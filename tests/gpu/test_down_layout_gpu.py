@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import twell
-from twell import _down_layout, _memory
+from twell import _memory
 from twell.nn import SparseGatedMLP, explain, set_down_layout
 
 BF16 = torch.bfloat16
@@ -82,30 +80,6 @@ def test_decoding_is_by_rows_from_the_first_call(model: nn.Module) -> None:
         assert not any(bucket.problem.down_copied for bucket in site._buckets.values())
 
 
-def test_plain_habits(model: nn.Module, tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    expected = decode(model)
-    safetensors.save_file(model.state_dict(), tmp_path / "a.safetensors")
-    assert torch.equal(decode(model), expected)
-    assert is_rows(model)
-    vector = nn.utils.parameters_to_vector(model.parameters())
-    nn.utils.vector_to_parameters(vector.detach().clone(), model.parameters())
-    for assign in (False, True):
-        decode(model)
-        model.load_state_dict(safetensors.load_file(tmp_path / "a.safetensors", device="cuda"), assign=assign)
-        assert torch.equal(decode(model), expected)
-    decode(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert not is_rows(other)
-        assert torch.equal(decode(other), expected)
-        assert is_rows(other)
-    state = model.state_dict()
-    decode(model)
-    for t in state.values():
-        t.zero_()
-    assert not decode(model).any()
-
-
 def test_fully_shard_after_decoding(model: nn.Module, tmp_path: Path) -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -116,26 +90,6 @@ def test_fully_shard_after_decoding(model: nn.Module, tmp_path: Path) -> None:
         torch.testing.assert_close(decode(model, 8), expected, rtol=2e-2, atol=2e-2)
     finally:
         dist.destroy_process_group()
-
-
-def test_generation_between_training_steps() -> None:
-    """Fused optimizers read their state in memory order."""
-    weights = []
-    for layout in ("auto", "linear"):
-        torch.manual_seed(0)
-        layer = SparseGatedMLP(K, N, device="cuda", strategy="union", dtype=BF16).eval()
-        set_down_layout(layer, layout)  # type: ignore[arg-type]
-        decode(layer)
-        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
-        for i in range(3):
-            layer.train()
-            optimizer.zero_grad()
-            torch.manual_seed(i)
-            layer(torch.randn(256, K, device="cuda", dtype=BF16)).float().square().sum().backward()
-            optimizer.step()
-            decode(layer.eval())
-        weights.append(layer.down_proj.weight.detach().clone())
-    torch.testing.assert_close(*weights, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["rows", "linear"])
@@ -242,26 +196,6 @@ def test_laying_beside_a_capture() -> None:
     assert torch.equal(x, torch.ones_like(x))
 
 
-def test_transformers_lays_at_once() -> None:
-    transformers = pytest.importorskip("transformers")
-    import twell.integrations.transformers as twell_hf
-
-    config = transformers.LlamaConfig(
-        vocab_size=40,
-        hidden_size=64,
-        intermediate_size=264,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        hidden_act="relu",
-    )
-    model = twell_hf.sparsify(transformers.LlamaForCausalLM(config).to("cuda", BF16).eval())
-    layers = twell._sparsify.layers(model).values()
-    assert [layer.down_proj.weight.stride() for layer in layers] == [(1, 64)] * 2
-    model.generate(torch.randint(40, (1, 5), device="cuda"), max_new_tokens=4)
-    assert [layer.down_proj.weight.stride() for layer in layers] == [(1, 64)] * 2
-    assert all(p.is_contiguous() for p in model.parameters())
-
-
 def test_negated_weights_have_the_bits_of_plain_ones() -> None:
     given = [torch.randn(shape, device="cuda", dtype=BF16) for shape in ((5, K), (N, K), (N, K), (K, N))]
     for i in range(4):
@@ -274,14 +208,3 @@ def test_negated_weights_have_the_bits_of_plain_ones() -> None:
     dy = torch.randn_like(y)
     plain, negated = (torch.autograd.grad(y, leaves, g, retain_graph=True) for g in (dy, torch._neg_view(-dy)))
     assert all(map(torch.equal, plain, negated))
-
-
-def test_nothing_is_laid_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = SparseGatedMLP(K, N, device="cuda", strategy="row", dtype=BF16).eval()
-
-    def fail(tensor: Tensor, rows: bool) -> Tensor:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(_down_layout, "_copied", fail)
-    decode(layer)
-    assert not is_rows_of(layer)

@@ -1,12 +1,13 @@
 """The kernels for more non-zeros than the hybrid format holds, against float64, bit for bit."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.operands import padded
 from twell import testing
 from twell._activation import RELU
 from twell._runtime import device, geometry
@@ -151,47 +152,28 @@ def check(p: Problem, modes: tuple[str, ...] = MODES) -> None:
             testing.assert_same(result, expected.float().to(result.dtype), f"{mode} {name}")
 
 
-@pytest.mark.parametrize(
-    ("m", "k", "n"),
-    [
-        *((129, k, 264) for k in (8, 72, 2048, 4096, 16384)),
-        *((m, 72, 1000) for m in (1, 129, 300)),
-        *((300, 136, n) for n in (8, 264, 1000)),
-        (1, 2056, 8),
-        (33, 1032, 1000),
-    ],
-)
-@pytest.mark.parametrize("variant", range(2))
-def test_shapes(m: int, k: int, n: int, variant: int) -> None:
-    """Edges of one size at a time; two of gated and not, with biases and without, and both dtypes at each."""
-    turn = (m + k // 8 + n // 8) % 2
-    check(
-        problem(
-            m,
-            k,
-            n,
-            biases=BIASES if (variant + turn) % 2 else "",
-            gated=variant == 0,
-            dl1=1.0 if turn else 0.0,
-            dtype=(BF16, FP16)[(variant + turn + n // 264) % 2],
-        )
-    )
+# m, k, n and density; edges of one size at a time, and at last more tokens than a slice has
+DRAWN = [
+    *((129, k, 264, 0.3) for k in (8, 72, 2048, 4096, 16384)),
+    *((m, 72, 1000, 0.3) for m in (1, 129, 300)),
+    *((300, 136, n, 0.3) for n in (8, 264, 1000)),
+    *((1, 2056, 8, 0.3), (33, 1032, 1000, 0.3)),
+    *((300, 520, 1000, density) for density in (0, 0.01, 0.1, 0.5, 1)),
+    (geometry.OVERFLOW_FORWARD + 130, 72, 136, 0.02),
+]
 
 
-@pytest.mark.parametrize("density", [0, 0.01, 0.1, 0.5, 1])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("dl1", [0.0, -2.0])
-def test_densities(density: float, gated: bool, dl1: float) -> None:
-    p = problem(300, 520, 1000, density=density, biases=BIASES, gated=gated, dl1=dl1)
+@pytest.mark.parametrize(("m", "k", "n", "density"), DRAWN)
+def test_layers(m: int, k: int, n: int, density: float, gated: bool) -> None:
+    """With all biases and a gradient of the sum of |h|, or without; each in another dtype."""
+    turn = (m + k // 8 + n // 8 + gated) % 2 == 0
+    options: dict[str, Any] = {"biases": BIASES, "dl1": 1.0} if turn else {"dl1": -2.0 if density in (0.1, 1) else 0.0}
+    p = problem(m, k, n, density=density, gated=gated, dtype=(BF16, FP16)[(turn + n // 264) % 2], **options)
     share = float(p.active.float().mean())
-    assert share == density if density in (0, 1) else 0.3 * density < share < 2.5 * density
+    # of few gates it is chance
+    assert share == density if density in (0, 1) else m < 300 or n < 100 or 0.3 * density < share < 2.5 * density
     check(p)
-
-
-@pytest.mark.parametrize("gated", [True, False])
-def test_several_slices(gated: bool) -> None:
-    """More tokens than a slice has; the last one is partial."""
-    check(problem(geometry.OVERFLOW_FORWARD + 130, 72, 136, density=0.02, biases=BIASES, gated=gated, dl1=1.0))
 
 
 def test_passes_in_two_streams() -> None:
@@ -239,17 +221,10 @@ def test_only_what_is_wanted_is_computed(wanted: str) -> None:
 def test_row_strides() -> None:
     """Operands and results whose rows are wider than K."""
     p = problem(70, 72, 264, density=0.3, dl1=1.0)
-
-    def padded(t: Tensor) -> Tensor:
-        wide = torch.full((t.shape[0], t.shape[1] + 24), math.nan, dtype=t.dtype, device="cuda")
-        wide[:, 8:-16] = t
-        return wide[:, 8:-16]
-
     right = answers(p)
-    layer = FFN(*(padded(t) for t in p.layer[:4]))
-    p = p._replace(layer=layer, dy=padded(p.dy))
+    p = p._replace(layer=FFN(*(padded(t, 8, 16) for t in p.layer[:4])), dy=padded(p.dy, 8, 16))
     for mode in MODES[:2]:
-        out = {name: padded(t) if t.shape[-1] == 72 else t for name, t in empty(p, mode).items()}
+        out = {name: padded(t, 8, 16) if t.shape[-1] == 72 else t for name, t in empty(p, mode).items()}
         run(p, mode, outputs=out)
         for name, result in out.items():
             if result.shape[-1] == 72:
@@ -265,36 +240,3 @@ def test_nothing_to_do(mode: str) -> None:
         run(p, mode, excess=excess, outputs=out)
         for name, result in out.items():
             assert bool(result.isnan().all()), name
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_repeats(mode: str) -> None:
-    """Real numbers: the same bits every time, close to float64."""
-    layer = testing.make("dense911", 500, 1024, 1544)
-    generator = torch.Generator(device="cuda").manual_seed(3)
-    dy = torch.randn(500, 1024, generator=generator, device="cuda").to(BF16)
-    p = Problem(layer, dy, 0.5, testing.float64_gate(layer) > 0, True)
-    first = empty(p, mode, 0.0)
-    run(p, mode, outputs=first)
-    for _ in range(5):
-        again = empty(p, mode, 0.0)
-        run(p, mode, outputs=again)
-        for name, result in again.items():
-            testing.assert_same(result, first[name], name)
-
-    x, w_gate, w_up, w_down = (t.double() for t in layer[:4])
-    gate, up = (x @ w_gate.t()).relu(), x @ w_up.t()
-    hidden = gate * up
-    dh = torch.where(p.active, dy.double() @ w_down.t() + 0.5 * hidden.sign(), 0)
-    right = {
-        "y": hidden @ w_down,
-        "dx": (dh * up) @ w_gate + (dh * gate) @ w_up,
-        "dw_gate": (dh * up).t() @ x,
-        "dw_up": (dh * gate).t() @ x,
-        "dw_down": hidden.t() @ dy.double(),
-    }
-    for name, answer in right.items():
-        if name in first:
-            error = float((first[name].double() - answer).norm() / answer.norm())
-            # the coefficients and the result are rounded to 8 bits each
-            assert error < 3e-3, (name, error)

@@ -28,27 +28,18 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.nn.functional as F
+from activations import same_bits
 from torch import Tensor
 
 import twell
 from tests.gpu import strategies
 from tests.gpu.strategies import BF16, BIASES, BOTH, BUSY, CUDA, FP16
 from twell import ops, testing
-from twell.nn import SparseGatedMLP, SparseMLP
 from twell.testing import FFN
 
 T = TypeVar("T")
 GIVEN = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 Outputs = dict[str, Tensor]
-
-
-def bits_differ(found: Outputs, first: Outputs) -> Tensor:
-    """Return int64 for each output whether a bit differs, without a wait."""
-
-    def bits(t: Tensor) -> Tensor:
-        return t.reshape(-1).view(torch.int16)
-
-    return torch.stack([(bits(found[n]) != bits(first[n])).any() for n in first]).long()
 
 
 def assert_same(found: Outputs, expected: Outputs, what: str = "") -> None:
@@ -88,62 +79,25 @@ def assert_repeats(call: Callable[[], Outputs], runs: int, busy: bool) -> None:
     strategies.assert_repeats(lambda: tuple(call().values()), runs, busy)
 
 
-@BUSY
-@pytest.mark.parametrize(("name", "m"), [("topic128", 2048), ("skew29", 1000), ("dense911", 300)])
-def test_a_thousand_runs_of_union(name: str, m: int, busy: bool) -> None:
-    problem = with_biases(testing.make(name, m))
-    assert_repeats(lambda: forward(problem, "union"), 1000, busy)
+# how a call runs, workload, m, and gated or not
+CALLS = [
+    *(("row", name, m, True) for name, m in (("topic29", 1), ("topic128", 8), ("skew29", 100), ("dense911", 300))),
+    *(("union", name, m, True) for name, m in (("topic128", 700), ("skew29", 1000), ("topic128", 2048))),
+    *(("training", "topic128", 1024, gated) for gated in (True, False)),
+    *(("training", "skew29", 500, gated) for gated in (True, False)),
+    *(("overflow", "dense911", 130, gated) for gated in (True, False)),
+]
 
 
 @BUSY
-@pytest.mark.parametrize(("name", "m"), [("topic29", 1), ("topic128", 8), ("skew29", 100), ("dense911", 256)])
-def test_a_thousand_runs_of_few_tokens(name: str, m: int, busy: bool) -> None:
-    problem = with_biases(testing.make(name, m))
-    assert_repeats(lambda: forward(problem, "row"), 1000, busy)
-
-
-@BUSY
-@BOTH
-@pytest.mark.parametrize(("name", "m"), [("topic128", 1024), ("skew29", 500)])
-def test_a_thousand_training_steps(name: str, m: int, gated: bool, busy: bool) -> None:
-    problem = with_biases(testing.make(name, m))
+@pytest.mark.parametrize(("how", "name", "m", "gated"), CALLS)
+def test_a_thousand_calls_and_replays(how: str, name: str, m: int, gated: bool, busy: bool) -> None:
+    """Eager calls and replays of a graph, in outputs that held NaN, have the bits of the first call."""
+    problem = with_biases(testing.make(name, m, *((512, 1544) if how == "overflow" else (2048, 5632))))
     dy = testing.real_upstream(problem)
-    assert_repeats(lambda: step(problem, dy, gated), 1000, busy)
 
-
-@BOTH
-def test_a_thousand_overflows(gated: bool) -> None:
-    problem = with_biases(testing.make("dense911", 130, 512, 1544))
-    dy = testing.real_upstream(problem)
-    assert_repeats(lambda: step(problem, dy, gated), 1000, True)
-
-
-@BUSY
-@BOTH
-def test_a_thousand_replays_of_a_training_step(gated: bool, busy: bool) -> None:
-    problem = with_biases(testing.make("topic29", 700))
-    dy = testing.real_upstream(problem)
-    expected = step(problem, dy, gated)
-    graph, outputs = testing.captured(lambda: step(problem, dy, gated))
-
-    def replay() -> Outputs:
-        graph.replay()
-        return outputs
-
-    assert_same(replay(), expected)
-    first = {name: t.clone() for name, t in outputs.items()}
-    assert_repeats(lambda: replay() and {name: t.clone() for name, t in outputs.items()}, 1000, busy)
-    assert_same(outputs, first)
-
-
-@BUSY
-@pytest.mark.parametrize(
-    ("strategy", "name", "m"), [("row", "skew29", 64), ("row", "dense911", 300), ("union", "topic128", 700)]
-)
-def test_a_thousand_replays_of_inference(strategy: str, name: str, m: int, busy: bool) -> None:
-    problem = with_biases(testing.make(name, m))
-    expected = forward(problem, strategy)
-    graph, outputs = testing.captured(lambda: forward(problem, strategy))
+    def call() -> Outputs:
+        return forward(problem, how, gated) if how in ("row", "union") else step(problem, dy, gated)
 
     def replay() -> Outputs:
         for output in outputs.values():
@@ -151,6 +105,9 @@ def test_a_thousand_replays_of_inference(strategy: str, name: str, m: int, busy:
         graph.replay()
         return {name: t.clone() for name, t in outputs.items()}
 
+    expected = call()
+    assert_repeats(call, 1000, busy)
+    graph, outputs = testing.captured(call)
     assert_same(replay(), expected)
     assert_repeats(replay, 1000, busy)
 
@@ -198,23 +155,6 @@ def mixed_calls() -> list[Callable[[], Outputs]]:
     ]
 
 
-def test_streams_do_not_disturb_each_other() -> None:
-    """Calls interleaved on their own streams, in both orders, have the bits of sequential calls."""
-    calls = mixed_calls()
-    expected = [call() for call in calls]
-    streams = [torch.cuda.Stream() for _ in calls]
-    torch.cuda.synchronize()
-    for turn in range(40):
-        order = range(len(calls)) if turn % 2 else reversed(range(len(calls)))
-        results = {}
-        for i in order:
-            with torch.cuda.stream(streams[i]):
-                results[i] = calls[i]()
-        torch.cuda.synchronize()
-        for i, found in results.items():
-            assert_same(found, expected[i], f"turn {turn}, call {i}:")
-
-
 def in_threads(work: list[Callable[[], T]]) -> list[T]:
     """Run every function in a thread of its own, all at once; the first exception is raised."""
     results: list[Any] = [None] * len(work)
@@ -254,43 +194,12 @@ def test_threads_do_not_disturb_each_other(own_stream: bool) -> None:
                 for _ in range(25):
                     found = calls[i]()
                     stream.synchronize()
-                    different += int(bits_differ(found, expected[i]).sum())
+                    different += sum(not same_bits(found[name], right) for name, right in expected[i].items())
             return different
 
         return work
 
     assert in_threads([worker(i % len(calls)) for i in range(2 * len(calls))]) == [0] * (2 * len(calls))
-
-
-def test_backward_in_another_thread() -> None:
-    problem = testing.integer_problem(300, 264, 776, density=0.05, biases=BIASES, device=CUDA)
-    dy = testing.integer_upstream(problem)
-    right = testing.exact_gradients(problem, dy)
-    leaves = problem.map(lambda t: t.detach().requires_grad_())
-    y, _ = testing.sparse_layer(leaves, strategy="union")
-    in_threads([lambda: y.backward(dy)])
-    for name, leaf in leaves.present(True).items():
-        testing.assert_same(leaf.grad, right[name].float().to(BF16), name)
-
-
-def test_a_site_that_threads_share() -> None:
-    """Many threads call one AutoStrategy: integers whose hidden state fp16 holds have one answer for any choice."""
-    site = twell.AutoStrategy()
-    sizes = (3, 130, 700, 1500)
-    problems = [testing.integer_problem(m, 264, 776, density=0.05, seed=m, device=CUDA, dtype=FP16) for m in sizes]
-    expected = [testing.exact_output(problem) for problem in problems]
-
-    def worker(i: int) -> Callable[[], bool]:
-        def work() -> bool:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                return all(
-                    torch.equal(testing.sparse_output(problems[i], strategy=site), expected[i]) for _ in range(40)
-                )
-
-        return work
-
-    torch.cuda.synchronize()
-    assert all(in_threads([worker(i % 4) for i in range(8)]))
 
 
 def test_first_calls_of_many_threads(same_family: str) -> None:
@@ -323,48 +232,6 @@ print(json.dumps(verdicts))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [True] * 16
-
-
-def trainer(cls: Any, dtype: torch.dtype, strategy: str, seed: int) -> Callable[[], tuple[Tensor, list[Tensor]]]:
-    """One optimizer step of a model of two layers at each call: the loss, and the parameters after it."""
-    torch.manual_seed(seed)
-    layers = [cls(264, 776, bias=True, strategy=strategy, device=CUDA, dtype=dtype) for _ in range(2)]
-    model = torch.nn.Sequential(*layers)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    batch = torch.randn(300, 264, device=CUDA).to(dtype)
-
-    def train() -> tuple[Tensor, list[Tensor]]:
-        optimizer.zero_grad()
-        loss = (model(batch) - 1).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach(), [p.detach().clone() for p in model.parameters()]
-
-    return train
-
-
-def test_two_models_in_one_process() -> None:
-    """Models of different classes, dtypes and strategies train in turns and on two streams as if alone."""
-    kinds = [
-        (SparseGatedMLP, BF16, "union", 1),
-        (SparseMLP, FP16, "union", 2),
-        (SparseGatedMLP, FP16, "dense", 3),
-    ]
-    alone = [[train() for _ in range(6)] for train in (trainer(*kind) for kind in kinds)]
-    together = [trainer(*kind) for kind in kinds]
-    streams = [torch.cuda.Stream() for _ in kinds]
-    torch.cuda.synchronize()
-    for turn in range(6):
-        results = []
-        for train, stream in zip(together, streams, strict=True):
-            with torch.cuda.stream(stream):
-                results.append(train())
-        torch.cuda.synchronize()
-        for i, (loss, parameters) in enumerate(results):
-            expected_loss, expected = alone[i][turn]
-            testing.assert_same(loss, expected_loss, f"loss of model {i}, step {turn}")
-            for ours, right in zip(parameters, expected, strict=True):
-                testing.assert_same(ours, right, f"model {i}, step {turn}")
 
 
 # Memory that runs out
@@ -426,15 +293,23 @@ def large() -> FFN:
     return testing.integer_problem(2048, 1024, 4096, density=0.008, biases=BIASES, device=CUDA, dtype=FP16)
 
 
-@pytest.mark.parametrize("strategy", ["row", "union", "dense"])
+@pytest.mark.parametrize("how", ["row", "union", "dense", "training", "overflow"])
 @BOTH
-def test_out_of_memory_in_forward(strategy: str, gated: bool, large: FFN) -> None:
+def test_out_of_memory(how: str, gated: bool, large: FFN) -> None:
     """Wherever an allocation fails, the next call has the same bits, on memory that the failed one has written."""
-    expected = forward(large, strategy, gated)
-    testing.assert_same(expected["y"], testing.exact_output(large, gated=gated))
+    problem, piece = large, 8 * MB
+    if how in ("training", "overflow"):
+        density = 0.5 if how == "overflow" else 0.008
+        problem = testing.integer_problem(1024, 520, 2056, density=density, biases=BIASES, device=CUDA)
+        piece = 4 * MB
+    dy = testing.integer_upstream(problem)
 
-    def call() -> None:
-        forward(large, strategy, gated)
+    def call() -> Outputs:
+        return step(problem, dy, gated) if problem is not large else forward(problem, how, gated)
+
+    expected = call()
+    if problem is large:
+        testing.assert_same(expected["y"], testing.exact_output(problem, gated=gated))
 
     def failing() -> None:
         try:
@@ -442,26 +317,9 @@ def test_out_of_memory_in_forward(strategy: str, gated: bool, large: FFN) -> Non
         finally:
             # with memory again, after any launches of the failed call
             torch.cuda.set_per_process_memory_fraction(1.0)
-            assert_same(forward(large, strategy, gated), expected, "after running out,")
+            assert_same(call(), expected, "after running out,")
 
-    assert fails_at(failing, range(0, 1200 * MB, 8 * MB)) >= 2
-
-
-@BOTH
-@pytest.mark.parametrize("density", [0.008, 0.5], ids=["fits", "overflows"])
-def test_out_of_memory_in_training(density: float, gated: bool) -> None:
-    problem = testing.integer_problem(1024, 520, 2056, density=density, biases=BIASES, device=CUDA)
-    dy = testing.integer_upstream(problem)
-    expected = step(problem, dy, gated)
-
-    def failing() -> None:
-        try:
-            step(problem, dy, gated)
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-            assert_same(step(problem, dy, gated), expected, "after running out,")
-
-    assert fails_at(failing, range(0, 800 * MB, 4 * MB)) >= 2
+    assert fails_at(failing, range(0, 1200 * MB, piece)) >= 2
 
 
 @BOTH
@@ -515,61 +373,29 @@ def test_out_of_memory_in_capture(training: bool, large: FFN) -> None:
     assert_same(outputs, expected, "a later graph:")
 
 
-def test_a_full_gpu() -> None:
-    """Other tensors hold nearly all memory, instead of a limit in torch."""
-    problem = testing.integer_problem(60_000, 1024, 4096, density=0.008, device=CUDA)
-    few = problem.rows(0, 64)
-    expected = {strategy: forward(problem, strategy) for strategy in ("row", "union")}
-    # loading its kernels takes memory
-    forward(few, "row")
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    # the spill alone takes 490 MB in one piece, more than any hole that torch has
-    hoard = [torch.empty(free - 200 * MB, dtype=torch.uint8, device=CUDA)]
-    try:
-        out = {strategy: runs_out(lambda strategy=strategy: forward(problem, strategy)) for strategy in expected}
-        found = forward(few, "row")
-    finally:
-        # otherwise every later test would run out too
-        hoard.clear()
-        torch.cuda.empty_cache()
-    assert all(out.values()), out
-    testing.assert_same(found["y"], expected["row"]["y"][:64])
-    for strategy, right in expected.items():
-        assert_same(forward(problem, strategy), right, strategy)
-
-
 # Invalid operands
 
 
-@pytest.mark.parametrize(
-    ("place", "change", "error", "text"),
-    [
+@pytest.mark.parametrize("strategy", ["row", "union"])
+def test_bad_operands_are_refused(strategy: Any) -> None:
+    """The error is one sentence, before any launch; the next call is right."""
+    problem = testing.integer_problem(9, 72, 264, biases=BIASES, device=CUDA)
+    t: dict[str, Any] = dict(zip(GIVEN, (*problem[:3], problem.w_down.t(), *problem[4:]), strict=True))
+    wrong: list[tuple[str, Callable[[Tensor], Tensor], type[Exception], str]] = [
         *((place, Tensor.cpu, ValueError, f"{place} must be on cuda:0 as x is, got cpu") for place in GIVEN[1:]),
         ("x", Tensor.cpu, ValueError, "x must be on cuda:0 as the others are, got cpu"),
         *((place, Tensor.half, TypeError, f"{place} must be torch.bfloat16 as x is") for place in GIVEN[1:]),
         ("x", Tensor.float, TypeError, "x must be torch.bfloat16 as the others are, got torch.float32"),
         ("every", Tensor.float, TypeError, "dtype must be .*got torch.float32 on cuda"),
-        ("every", Tensor.double, TypeError, "dtype must be .*got torch.float64 on cuda"),
+        ("every", Tensor.double, TypeError, "dtype must be .*float64 on the CPU.*got torch.float64 on cuda"),
         ("x", Tensor.to_sparse, TypeError, "x must be a strided tensor, got torch.sparse_coo"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", None),
-)
-@pytest.mark.parametrize("strategy", ["row", "union"])
-def test_bad_operands_are_refused(
-    place: str, change: Callable[[Tensor], Tensor], error: type[Exception], text: str, strategy: Any
-) -> None:
-    """The error is one sentence, before any launch; the next call is right."""
-    problem = testing.integer_problem(9, 72, 264, biases=BIASES, device=CUDA)
-    t: dict[str, Any] = dict(zip(GIVEN, (*problem[:3], problem.w_down.t(), *problem[4:]), strict=True))
-
-    def call(arguments: dict[str, Tensor]) -> Tensor:
-        return twell.sparse_gated_ffn(**arguments, strategy=strategy)
-
-    with pytest.raises(error, match=text):
-        call({name: change(value) if place in (name, "every") else value for name, value in t.items()})
-    testing.assert_same(call(t), testing.exact_output(problem))
+    ]
+    for place, change, error, text in wrong:
+        changed = {name: change(value) if place in (name, "every") else value for name, value in t.items()}
+        with pytest.raises(error, match=text):
+            twell.sparse_gated_ffn(**changed, strategy=strategy)
+        y = twell.sparse_gated_ffn(**t, strategy=strategy)
+        testing.assert_same(y, testing.exact_output(problem))
 
 
 # Non-finite values
