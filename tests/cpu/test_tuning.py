@@ -432,19 +432,6 @@ def test_slow_times_that_are_not_linear_leave_fast_ones_fitted() -> None:
     assert all(predicted(table, row) == pytest.approx(row["relative"], rel=0.01) for row in fast)
 
 
-def test_the_fit_is_least_squares_without_negative_terms() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        matrix = torch.randn(6, 3, generator=generator, dtype=torch.float64)
-        target = torch.randn(6, generator=generator, dtype=torch.float64)
-        found = tune.non_negative_least_squares(matrix, target)
-        gradient = matrix.T @ (matrix @ found - target)
-        # the conditions of an optimum
-        assert (found >= 0).all()
-        assert (gradient >= -1e-9).all()
-        assert (gradient * found).abs().max() < 1e-9
-
-
 def test_rows_that_failed_or_were_measured_again() -> None:
     rows = measured()
     wrong = [{**row, "relative": 9.0, "ms": 18.0} for row in rows]
