@@ -16,6 +16,7 @@ import torch
 from auto_layers import BF16, COSTS, TABLE, Arrivals, K, N, layer
 
 import twell
+from profiling import held_out
 from twell import _auto, _tables, ops, testing, tuning
 from twell._runtime import device
 from twell.commands import analyze, prediction, sparsity, timing, tune
@@ -298,6 +299,15 @@ def test_measures_points_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
         listed = screened.count(drawn.x[:256], drawn.w_gate, None)
         assert {row["candidates"] for row in rows} == {listed.sum().item() / (2 * N)}
         assert json.loads(json.dumps(rows)) == rows
+
+
+def test_held_out_points_count_the_screen() -> None:
+    row = {**problem()._asdict(), "nonzeros": 8.0, "union": 0.3, "heaviest": None, "red": {}, "pattern": {}}
+    row |= {"row_ms": 1.0, "union_ms": 1.0, "union+screen_ms": 0.5, "dense_ms": 1.0}
+    decided = held_out.decided(row | {"candidates": 0.31}, SCREENS)
+    assert (decided["auto"], decided["loss"]) == ("union+screen", 0)
+    assert "candidates 0.310" in held_out.line(decided)
+    assert held_out.decided(row | {"candidates": None}, SCREENS)["auto"] in ("row", "union")
 
 
 # twell analyze
