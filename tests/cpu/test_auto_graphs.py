@@ -284,32 +284,16 @@ def test_a_call_in_a_hook_of_backward_decides_nothing(chooses: Arrivals) -> None
     assert [(row.strategy, row.calls) for row in twell.explain(block.mlp)] == [("dense", 1)]
 
 
-@pytest.mark.parametrize("strategy", ["dense", "union"])
-def test_training_keeps_its_choice_until_backward(strategy: str, chooses: Arrivals) -> None:
-    mlp, x = layer(firing=8 if strategy == "dense" else 200), torch.randn(256, K).to(BF16)
-    site, other = site_of(mlp), {"dense": "union", "union": "dense"}[strategy]
-    if strategy == "union":
-        site.observe(training(), SPARSE)
-    kept = once(mlp, x)
-    for _ in range(3):
-        mlp(x)
-        assert decided(site) == strategy
-    # inference is free meanwhile
-    with torch.no_grad():
-        mlp(x)
-    kept.float().sum().backward()
-    mlp(x)
-    assert decided(site) == other
-
-
-def test_a_graph_that_is_dropped_holds_nothing(chooses: Arrivals) -> None:
-    site = twell.AutoStrategy()
+def test_only_a_graph_of_a_checkpoint_holds_a_choice(chooses: Arrivals) -> None:
     mlp, x = layer(firing=8), torch.randn(256, K).to(BF16)
-    mlp.strategy = site
+    site = mlp.strategy = twell.AutoStrategy()
     # the decision due at call 1 is made at the first call that allows one
     y = once(mlp, x)
     mlp(x)
     assert decided(site) == "dense"
+    # inference is free meanwhile, and a graph that is dropped holds nothing
+    with torch.no_grad():
+        mlp(x)
     del y
     gc.collect()
     mlp(x)
@@ -317,17 +301,11 @@ def test_a_graph_that_is_dropped_holds_nothing(chooses: Arrivals) -> None:
     assert decided(site) == "union"
     assert not site._open
 
-
-def test_without_checkpoints_a_graph_holds_nothing(chooses: Arrivals) -> None:
-    mlp, x = layer(firing=8), torch.randn(256, K).to(BF16)
     site = site_of(mlp)
     kept = [mlp(x), mlp(x)]
     assert decided(site) == "union"
     assert all(y.grad_fn is not None for y in kept)
-
-
-def test_frozen_parameters_hold_nothing(chooses: Arrivals) -> None:
-    mlp = layer(firing=8).requires_grad_(False)
-    y = mlp(torch.randn(256, K).to(BF16))
-    assert not y.requires_grad
-    assert strategies_of(mlp)[0][0] == "inference"
+    # frozen parameters are as inference
+    frozen = layer(firing=8).requires_grad_(False)
+    assert not frozen(x).requires_grad
+    assert strategies_of(frozen)[0][0] == "inference"

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import pickle
+import types
 from typing import Any
 
 import pytest
@@ -54,9 +55,16 @@ def test_decides_by_the_candidates(training: bool) -> None:
     call, few, many = problem(training=training), Figures(8, 0.3, None, 0.31), Figures(8, 0.3, None, 0.9)
     assert tuning.decide(call, few, None, SCREENS).strategy == "union+screen"
     assert tuning.decide(call, many, None, SCREENS).strategy != "union+screen"
-    costs = tuning.costs(call, few, SCREENS)
     base = SCREENED[training, True, K, N][1]["union+screen"][0]
-    assert costs["union+screen"] == pytest.approx(base + 0.2 * 0.3 + 8 / N + 0.45 * 0.31)
+    # neurons that fire are candidates, and there are no more than neurons
+    for given, counted in ((0.31, 0.31), (0.1, 0.3), (7.0, 1.0)):
+        costs = tuning.costs(call, few._replace(candidates=given), SCREENS)
+        assert costs["union+screen"] == pytest.approx(base + 0.2 * 0.3 + 8 / N + 0.45 * counted)
+    with pytest.raises(ValueError, match="figures must be finite and not negative, got Figures"):
+        tuning.costs(call, few._replace(candidates=-0.1), SCREENS)
+    # candidates are counted where the screen may be the fastest: not where nearly all neurons fire
+    assert tuning.worth_screening(call, Figures(8, 0.3), SCREENS)
+    assert not tuning.worth_screening(problem(), Figures(200, 1.0), SCREENS)
 
 
 def test_a_screen_that_lists_all_neurons_saves_nothing() -> None:
@@ -97,24 +105,6 @@ def test_other_gpus_have_no_screen(monkeypatch: pytest.MonkeyPatch) -> None:
         _tables._on.cache_clear()
 
 
-def test_neurons_that_fire_are_candidates() -> None:
-    call = problem()
-    assert tuning.factors(call, Figures(8, 0.3, None, 0.1), "union+screen")[3] == 0.3
-    assert tuning.factors(call, Figures(8, 0.3, None, 7.0), "union+screen")[3] == 1
-    assert tuning.factors(call, Figures(8, 0.3, 9, 0.4), "union") == (1, *tuning.shares(call, Figures(8, 0.3, 9)))
-    with pytest.raises(ValueError, match=r"candidates must be known for the cost of union\+screen, got Figures"):
-        tuning.factors(call, Figures(8, 0.3), "union+screen")
-    with pytest.raises(ValueError, match="figures must be finite and not negative, got Figures"):
-        tuning.costs(call, Figures(8, 0.3, None, -0.1), SCREENS)
-
-
-def test_counts_where_the_screen_may_be_the_fastest() -> None:
-    assert tuning.worth_screening(problem(), Figures(8, 0.3), SCREENS)
-    # nothing is known, or nearly all neurons fire
-    assert not tuning.worth_screening(problem(), None, SCREENS)
-    assert not tuning.worth_screening(problem(), Figures(200, 1.0), SCREENS)
-
-
 # Candidates
 
 
@@ -139,15 +129,12 @@ def uneven(cls: Any, firing: int = 8) -> Any:
     return mlp
 
 
-def first_of(mlp: Any) -> Any:
-    return mlp.gate_proj if isinstance(mlp, SparseGatedMLP) else mlp.up_proj
-
-
 @MODULES
 @pytest.mark.parametrize("training", [False, True])
 def test_a_layer_comes_to_screen(cls: Any, training: bool, screens: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it knows its figures it counts candidates, then it screens; y is that of "dense" all the time."""
     mlp, x = uneven(cls), torch.randn(3, 100, K).to(BF16)
+    gate = mlp.gate_proj if cls is SparseGatedMLP else mlp.up_proj
     dense = copy.deepcopy(mlp)
     dense.strategy = "dense"
     ran = []
@@ -159,7 +146,7 @@ def test_a_layer_comes_to_screen(cls: Any, training: bool, screens: Arrivals, mo
         assert "union+screen" not in ran[:2]
         assert set(ran[2:]) == {"union+screen"}
         (row,) = twell.explain(mlp)
-        listed = screened.count(x.view(300, K), first_of(mlp).weight.detach(), first_of(mlp).bias.detach())
+        listed = screened.count(x.view(300, K), gate.weight.detach(), gate.bias.detach())
         assert row.figures is not None
         assert row.figures.candidates == listed[:2].sum().item() / (2 * N)
         assert row.figures.candidates > row.figures.union > 8 / N  # type: ignore[operator]
@@ -167,26 +154,18 @@ def test_a_layer_comes_to_screen(cls: Any, training: bool, screens: Arrivals, mo
         assert len(screens.sent) == 5
         printed = str(twell.explain(mlp)).splitlines()[0].split("  ")
         assert {"candidates", "union+screen time"} <= {cell.strip() for cell in printed}
+        # a call that screens and measures counts the lists it has
+        monkeypatch.setattr(screened, "gate_screen", lambda *_: pytest.fail("screened twice"))
+        if not training:
+            monkeypatch.setattr(screened, "candidates_on_cpu", lambda *_: torch.ones(3, N, dtype=torch.bool))
+            for _ in range(8):
+                mlp(x)
+            assert screens.sent[-1][2] == 2 * N
         # switched off, it forgets the choice at once
         mlp.screen = "off"
-        monkeypatch.setattr(screened, "gate_screen", lambda *_: pytest.fail("screened"))
         for _ in range(9):
             mlp(x)
         assert twell.explain(mlp).rows[0].strategy in ("row", "union")
-
-
-def test_a_call_that_screens_and_measures_counts_the_lists_it_has(
-    screens: Arrivals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mlp, x = uneven(SparseGatedMLP), torch.randn(256, K).to(BF16)
-    with torch.no_grad():
-        for _ in range(3):
-            mlp(x)
-        monkeypatch.setattr(screened, "gate_screen", lambda *_: pytest.fail("screened twice"))
-        monkeypatch.setattr(screened, "candidates_on_cpu", lambda *_: torch.ones(2, N, dtype=torch.bool))
-        for _ in range(2):
-            mlp(x)
-    assert screens.sent[-1][2] == 2 * N
 
 
 @pytest.mark.parametrize("screen", ["off", "auto"])
@@ -282,71 +261,53 @@ def measured(training: bool = False, m: int = 4096) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_the_fit_finds_the_terms(training: bool) -> None:
-    ((key, by_tokens),) = tune.fit(measured(training)).items()
+    """And written tables keep them, also those of version 0.2."""
+    rows = measured(training)
+    costs = tune.fit(rows)
+    ((key, by_tokens),) = costs.items()
     assert key == (training, True, 2048, 5632)
     assert by_tokens[4096]["union+screen"] == pytest.approx(TRUE, abs=2e-4)
     assert by_tokens[4096]["union"] == pytest.approx((0.9, 0, 0, 0), abs=2e-4)
-    assert "choices lose 0.0%" in tune.report(tune.fit(measured(training)), measured(training))
-
-
-def test_rows_of_a_screen_have_candidates() -> None:
-    rows = [row | {"candidates": None} for row in measured()]
-    with pytest.raises(ValueError, match=r"candidates of union\+screen must be a share of the neurons, got none"):
-        tune.fit(rows)
-    # a file of before has none, and no such strategy
-    before = [row for row in rows if row["strategy"] == "union"]
-    for row in before:
-        del row["candidates"]
-    assert tune.measured_figures(before[0]) == Figures(29, 0.48)
-    assert set(tune.fit(before)[False, True, 2048, 5632][4096]) == {"union"}
-
-
-def test_written_tables_keep_the_terms_also_those_of_version_0_2() -> None:
-    costs = tune.fit(measured())
+    assert "choices lose 0.0%" in tune.report(costs, rows)
     written = _tables.text_of(_tables.Table(costs, "a GPU", "2026-11-22"))
     assert _tables.parse(written).costs == costs
     assert _tables.parse(written.replace('"union+screen"', '"screened"')).costs == costs
-
-
-def test_screens_are_measured_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    few, many = problem(tune.LEAST_SCREENED - 1), problem(tune.LEAST_SCREENED)
-    cpu = timing.Cpu()
-    assert tune.measured_strategies(few, cpu) == ("row", "union")
-    assert tune.measured_strategies(many, cpu) == ("row", "union", "union+screen")
-    assert tune.measured_strategies(many._replace(training=True), cpu) == ("union", "union+screen")
-
-    class Gpu:
-        torch_device = torch.device("cuda", 0)
-
-    for capability, expected in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
-        monkeypatch.setattr(device, "capability", lambda index, is_of=capability: is_of)
-        assert ("union+screen" in tune.measured_strategies(many, Gpu())) == expected  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"candidates of union\+screen must be a share of the neurons, got none"):
+        tune.fit([row | {"candidates": None} for row in rows])
+    # a file of before has none, and no such strategy
+    before = [{**row} for row in rows if row["strategy"] == "union"]
+    for row in before:
+        del row["candidates"]
+    assert tune.measured_figures(before[0]) == Figures(29, 0.48)
+    assert set(tune.fit(before)[key][4096]) == {"union"}
 
 
 def test_measures_points_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = timing.Cpu()
+    assert tune.measured_strategies(problem(tune.LEAST_SCREENED - 1), cpu) == ("row", "union")
+    gpu: Any = types.SimpleNamespace(torch_device=torch.device("cuda", 0))
+    for capability, expected in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
+        monkeypatch.setattr(device, "capability", lambda index, is_of=capability: is_of)
+        assert ("union+screen" in tune.measured_strategies(problem(tune.LEAST_SCREENED), gpu)) == expected
+
     monkeypatch.setattr(tune, "LEAST_SCREENED", 130)
-    for training in (False, True):
-        kind = "training" if training else "gated"
+    for kind, strategies in (("gated", ["row", "union", "union+screen"]), ("training", ["union", "union+screen"])):
         (step,) = tune.plan([(K, N)], [kind], [300], ["topic"])
         drawn = tune.draw("topic", 300, K, N, torch.device("cpu")).rows(0, 300)
-        rows = tune.measure_step(step, {"topic": drawn}, timing.Cpu(), 0.0)
-        names = [row["strategy"] for row in rows if not row["red"]]
-        assert names == [*(() if training else ("row",)), "union", "union+screen"]
+        rows = tune.measure_step(step, {"topic": drawn}, cpu, 0.0)
+        assert [row["strategy"] for row in rows if not row["red"]] == strategies
         listed = screened.count(drawn.x[:256], drawn.w_gate, None)
         assert {row["candidates"] for row in rows} == {listed.sum().item() / (2 * N)}
         assert json.loads(json.dumps(rows)) == rows
 
 
 def test_held_out_points_count_the_screen() -> None:
-    call = Problem(4096, 2048, 5632, True, False)
-    row = {**call._asdict(), "nonzeros": 29.0, "union": 0.1, "heaviest": 60.0, "candidates": 0.15, "red": {}}
-    row |= {"pattern": {}, "row_ms": 1.0, "union_ms": 1.0, "union+screen_ms": 0.5, "dense_ms": 1.0}
-    table = _tables.Table(tune.fit(measured()), "a GPU", "2026-11-22")
-    decided = held_out.decided(row, table)
+    row = {**problem()._asdict(), "nonzeros": 8.0, "union": 0.3, "heaviest": None, "red": {}, "pattern": {}}
+    row |= {"row_ms": 1.0, "union_ms": 1.0, "union+screen_ms": 0.5, "dense_ms": 1.0}
+    decided = held_out.decided(row | {"candidates": 0.31}, SCREENS)
     assert (decided["auto"], decided["loss"]) == ("union+screen", 0)
-    assert "candidates 0.150" in held_out.line(decided)
-    assert "union+screen 0.500" in held_out.line(decided)
-    assert held_out.decided({**row, "candidates": None}, table)["auto"] == "union"
+    assert "candidates 0.310" in held_out.line(decided)
+    assert held_out.decided(row | {"candidates": None}, SCREENS)["auto"] in ("row", "union")
 
 
 # twell analyze

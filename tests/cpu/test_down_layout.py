@@ -62,29 +62,29 @@ def decoding(make: Callable[[], nn.Module]) -> nn.Module:
 
 @EACH
 def test_the_first_inference_call_lays_by_rows(make: Callable[[], nn.Module]) -> None:
+    """Without the garbage collector: nothing in ``sparsify_`` keeps the weight."""
     torch.manual_seed(0)
-    model = make().eval()
-    parameters = [id(p) for p in model.parameters()]
-    set_down_layout(model, "linear")
-    expected = generate(model)
-    set_down_layout(model, "auto")
-    assert torch.equal(generate(model), expected)
-    assert layout(model) == "rows"
-    assert torch.equal(generate(model), expected)
-    assert [id(p) for p in model.parameters()] == parameters
-
-
-def test_nothing_in_sparsify_keeps_the_weight() -> None:
-    """Without the garbage collector: the second of README's lines is followed by the call."""
     gc.collect()
     gc.disable()
     try:
-        for name in ("sparsify_", "pair", "transformers"):
-            model = MODELS[name]().eval()
-            generate(model)
-            assert layout(model) == "rows", name
+        model = make().eval()
+        parameters = [id(p) for p in model.parameters()]
+        set_down_layout(model, "linear")
+        expected = generate(model)
+        set_down_layout(model, "auto")
+        assert torch.equal(generate(model), expected)
+        assert layout(model) == "rows"
     finally:
         gc.enable()
+    assert torch.equal(generate(model), expected)
+    # looking at layers leaves rows
+    assert explain(model).rows[0].layout == "rows"
+    twell.nn.set_strategy(model, "row")
+    next(model.parameters())
+    with twell.count_firing(model):
+        generate(model)
+    assert layout(model) == "rows"
+    assert [id(p) for p in model.parameters()] == parameters
 
 
 LISTINGS: dict[str, Callable[[nn.Module], Any]] = {
@@ -123,17 +123,6 @@ def test_whoever_lists_the_weight_gets_it_as_linear_stores_it(make: Callable[[],
         assert layout(model) == "linear" or isinstance(found, (nn.Module, bool)) or not found, name
         model.eval()
         del found, module
-
-
-@EACH
-def test_looking_at_layers_leaves_rows(make: Callable[[], nn.Module]) -> None:
-    model = decoding(make)
-    assert explain(model).rows[0].layout == "rows"
-    twell.nn.set_strategy(model, "row")
-    next(model.parameters())
-    with twell.count_firing(model):
-        generate(model)
-    assert layout(model) == "rows"
 
 
 HOLDERS: dict[str, Callable[[Any], Any]] = {
@@ -176,38 +165,34 @@ def test_a_weight_that_other_code_holds_stays(hold: Callable[[Any], Any]) -> Non
         assert layout(layer) == "rows"
 
 
-@pytest.mark.parametrize(
-    ("why", "change"),
-    [
-        ("training mode", lambda layer: layer.train()),
-        ("a CUDA graph", lambda layer: _memory.note_capture(layer.down_proj.weight)),
-        ("was set so", lambda layer: set_down_layout(layer, "linear")),
-        ("no plain parameter", lambda layer: setattr(layer.down_proj, "weight", nn.Buffer(torch.zeros(K, N)))),
-    ],
-)
-def test_what_else_keeps_a_weight_linear(why: str, change: Callable[[Any], Any]) -> None:
-    layer = SparseGatedMLP(K, N, strategy="row", dtype=BF16).eval()
-    if why == "no plain parameter":
-        del layer.down_proj.weight
-    change(layer)
-    assert why in _down_layout.obstacle(layer)
-    if why != "no plain parameter":
-        generate(layer)
-        assert layout(layer) == "linear"
+def test_what_else_keeps_a_weight_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layer_with(**arguments: Any) -> Any:
+        return SparseGatedMLP(K, N, **{"strategy": "row", "dtype": BF16} | arguments).eval()
 
-
-def test_dense_layers_and_inference_tensors_stay() -> None:
     with torch.inference_mode():
-        made = SparseGatedMLP(K, N, strategy="row", dtype=BF16).eval()
-    for layer in (
-        made,
-        SparseGatedMLP(K, N, strategy="dense", dtype=BF16).eval(),
-        SparseGatedMLP(K, N, strategy="auto", dtype=BF16).eval(),
-        SparseGatedMLP(K, N, strategy="row", dtype=torch.float32).eval(),
-    ):
+        made = layer_with()
+    for layer in (made, layer_with(strategy="dense"), layer_with(strategy="auto"), layer_with(dtype=torch.float32)):
         with torch.inference_mode():
             layer(torch.randn(3, K).to(layer.up_proj.weight.dtype))
         assert layout(layer) == "linear"
+
+    def fail(weight: Tensor, rows: bool) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    for why, change in (
+        ("training mode", lambda layer: layer.train()),
+        ("a CUDA graph", lambda layer: _memory.note_capture(layer.down_proj.weight)),
+        ("was set so", lambda layer: set_down_layout(layer, "linear")),
+        ("no memory", lambda layer: monkeypatch.setattr(_down_layout, "_copied", fail)),
+    ):
+        layer = layer_with()
+        change(layer)
+        generate(layer)
+        assert why in _down_layout.obstacle(layer)
+        assert layout(layer) == "linear"
+    del layer.down_proj.weight
+    layer.down_proj.weight = nn.Buffer(torch.zeros(K, N))
+    assert "no plain parameter" in _down_layout.obstacle(layer)
 
 
 def test_inference_mode_and_frozen_weights() -> None:
@@ -310,18 +295,6 @@ def test_a_weight_that_a_graph_reads_is_not_put_back(caplog: pytest.LogCaptureFi
     assert "a CUDA graph reads it" in caplog.text
     set_down_layout(model, "linear")
     assert layout(model) == "linear"
-
-
-def test_no_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = SparseGatedMLP(K, N, strategy="row", dtype=BF16).eval()
-
-    def fail(weight: Tensor, rows: bool) -> Tensor:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(_down_layout, "_copied", fail)
-    generate(layer)
-    assert layout(layer) == "linear"
-    assert "no memory" in _down_layout.obstacle(layer)
 
 
 def test_compiled_calls_follow_the_layout() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable
 from fractions import Fraction
@@ -139,33 +140,26 @@ def test_rows_that_are_not_screened() -> None:
     """Zero rows are decided by the bias alone; every gate of a row that is not finite, tiny or huge is a candidate."""
     torch.manual_seed(0)
     x, w = torch.randn(8, 64).to(BF16), (torch.randn(16, 64) * 1e-3).to(BF16)
+    ordinary = quantized(x, torch.randn(16, 64).to(BF16))
+    for size in (torch.inf, 3e38):
+        candidates = reference.gate_screen(*ordinary, torch.tensor([size, -size] * 8, dtype=BF16))
+        assert candidates[:, ::2].all()
+        assert not candidates[:, 1::2].any()
     x[1], w[1] = 0, 0
     x[2, 5], x[3, 0], x[4, 1], x[5] = torch.nan, -torch.inf, 3e38, 1e-30
     w[2, 5], w[3, 0], w[4, 1], w[5] = torch.nan, torch.inf, -3e38, -1e-38
     special = [2, 3, 4, 5]
-    for value, of_zero in ((-1e4, False), (0.0, False), (-0.0, False), (1e-40, True), (1.0, True), (torch.nan, True)):
-        bias = torch.full((16,), value, dtype=BF16)
+    plain = [i for i in range(16) if i not in special]
+    biases = ((None, False), (-1e4, False), (0.0, False), (-0.0, False), (1e-40, True), (1.0, True), (torch.nan, True))
+    for value, of_zero in biases:
+        bias = None if value is None else torch.full((16,), value, dtype=BF16)
         candidates = reference.gate_screen(*quantized(x, w), bias)
         assert candidates[special].all()
         assert candidates[:, special].all()
-        plain = [i for i in range(16) if i not in special]
         assert (candidates[1, plain] == of_zero).all()
         assert (candidates[[0, 1, 6, 7], 1] == of_zero).all()
         if value == -1e4:
             assert not candidates[6:8, 6:].any()
-    candidates = reference.gate_screen(*quantized(x, w), None)
-    assert not candidates[1, 0]
-    assert not candidates[0, 1]
-
-
-@pytest.mark.parametrize("size", [torch.inf, 3e38])
-def test_biases_that_are_infinite_or_huge_decide(size: float) -> None:
-    torch.manual_seed(0)
-    x, w = torch.randn(8, 64).to(BF16), torch.randn(16, 64).to(BF16)
-    bias = torch.tensor([size, -size] * 8, dtype=BF16)
-    candidates = reference.gate_screen(*quantized(x, w), bias)
-    assert candidates[:, ::2].all()
-    assert not candidates[:, 1::2].any()
 
 
 @pytest.mark.parametrize("k", SIZES)
@@ -200,17 +194,6 @@ def test_constants_cover_the_roundings_that_the_page_counts() -> None:
     assert 127 * k / 2 + k / 4 < 2**20
     least = screen.SMALLEST / screen.LEVELS
     assert k * 2.0**-149 * screen.ROTATED / least**2 + 35 * 2**20 * float(e) < screen.SLACK
-
-
-def test_no_value_needs_clamping_and_scales_fit() -> None:
-    torch.manual_seed(1)
-    for rows in HOSTILE:
-        q, scale, spread, offset = reference.quantize_gate(rows(64, 896).to(BF16), True)
-        assert q.abs().max() <= 127
-        ordinary = spread.isfinite() & (spread > 0)
-        assert (scale[~ordinary] == 1).all()
-        assert not q[~ordinary].any()
-        assert not offset[~ordinary].any()
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -267,25 +250,20 @@ def test_the_error_is_unbiased_and_its_variance_does_not_depend_on_fractions(
     assert above.sum() > 0
 
 
-@pytest.mark.parametrize("shift", [screen.X_SHIFT, screen.W_SHIFT])
-def test_dithers_are_uniform_and_independent(shift: int) -> None:
+def test_dithers_are_uniform_and_independent() -> None:
     """The words that are used, of 16,384 columns, against the deviations of a uniform, independent sample."""
-    uniform = dithers(16384, shift) + 0.5
-    n = len(uniform)
-    assert abs(uniform.mean() - 0.5) * math.sqrt(12 * n) < 4
-    counts = (uniform * 64).long().bincount(minlength=64).double()
-    expected = n / 64
-    chi = ((counts - expected) ** 2 / expected).sum()
-    assert abs(chi - 63) < 4 * math.sqrt(2 * 63)
-    for lag in (1, 2, 3, 4, 5, 7, 8, 16, 32, 64, 128, 1024):
-        a, b = uniform[lag:] - 0.5, uniform[:-lag] - 0.5
-        assert abs((a * b).mean() * 12) * math.sqrt(n - lag) < 4.5
-
-
-def test_dithers_of_x_and_w_and_signs_are_uncorrelated() -> None:
-    x, w = dithers(16384, screen.X_SHIFT), dithers(16384, screen.W_SHIFT)
-    assert max(x.abs().max(), w.abs().max()) <= 0.5 - 2.0 ** -(screen.FRACTION + 1)
-    assert screen.dither_product(16384) == x @ w
+    n = 16384
+    x, w = dithers(n, screen.X_SHIFT), dithers(n, screen.W_SHIFT)
+    for centred in (x, w):
+        assert centred.abs().max() <= 0.5 - 2.0 ** -(screen.FRACTION + 1)
+        assert abs(centred.mean()) * math.sqrt(12 * n) < 4
+        counts = ((centred + 0.5) * 64).long().bincount(minlength=64).double()
+        chi = ((counts - n / 64) ** 2 / (n / 64)).sum()
+        assert abs(chi - 63) < 4 * math.sqrt(2 * 63)
+        for lag in (1, 2, 3, 4, 5, 7, 8, 16, 32, 64, 128, 1024):
+            assert abs((centred[lag:] * centred[:-lag]).mean() * 12) * math.sqrt(n - lag) < 4.5
+    # those of x, those of w and the signs are uncorrelated
+    assert screen.dither_product(n) == x @ w
     assert abs((x * w).mean() * 12) * 128 < 4
     signs = torch.tensor([1 - 2 * (word >> bit & 1) for word in screen.words(512, screen.SIGNS) for bit in range(32)])
     assert abs(signs.double().mean()) * 128 < 4
@@ -307,18 +285,36 @@ def test_quantize_gate_is_the_reference(k: int) -> None:
         # the sum of squares is in fp32
         torch.testing.assert_close(spread, expected[2], rtol=screen.SPREAD / 4, atol=0)
         assert torch.equal(offset, expected[3])
+        # no value needs clamping, and rows that are not screened have none
+        assert (q.int().abs() <= 127).all()
+        unscreened = ~(spread.isfinite() & (spread > 0))
+        assert (scale[unscreened] == 1).all()
+        assert not q[unscreened].any()
+        assert not offset[unscreened].any()
 
 
-def test_quantize_gate_refuses() -> None:
-    for rows, message in (
-        (torch.zeros(2, 12, dtype=BF16), "rows must have rows of a multiple of 8 values, got"),
-        (torch.zeros(2, dtype=BF16), "rows must have two dimensions, got"),
-        (torch.zeros(2, 16384 + 8, dtype=BF16), "hidden size must be at most 16384, got 16392"),
+def test_operators_refuse() -> None:
+    p = testing.integer_problem(3, 16, 24)
+    x, w, none = ops.quantize_gate(p.x, False), ops.quantize_gate(p.w_gate, True), torch.zeros(24).to(BF16)
+    q, scale, spread, offset = w
+    for op, arguments, error, message in (
+        (ops.quantize_gate, (torch.zeros(2, 12, dtype=BF16), False), ValueError, "a multiple of 8 values, got"),
+        (ops.quantize_gate, (torch.zeros(2, dtype=BF16), False), ValueError, "rows must have two dimensions, got"),
+        (ops.quantize_gate, (torch.zeros(2, 16392).to(BF16), False), NotImplementedError, "at most 16384, got 16392"),
+        (ops.quantize_gate, (torch.zeros(2, 16), False), TypeError, "bfloat16 or float16, got torch.float32"),
+        (ops.gate_screen, (x[0].int(), *x[1:], *w, none), TypeError, "x must be torch.int8, got torch.int32"),
+        (ops.gate_screen, (*x, q[:, :8], *w[1:], none), ValueError, "w_gate must be [24, 16], got [24, 8]"),
+        (ops.gate_screen, (*x, q, scale[1:], *w[2:], none), ValueError, "w_scale must be [24], got [23]"),
+        (ops.gate_screen, (*x[:3], x[3].double(), *w, none), TypeError, "x_offset must be torch.float32, got"),
+        (ops.gate_screen, (*x, *w, none[1:]), ValueError, "b_gate must be [24], got [23]"),
+        (ops.ffn_screened, (*p, q, scale[1:], spread, offset, 8), ValueError, "scale must be [24], got [23]"),
+        (ops.ffn_screened, (*p, q, scale, spread, offset[1:], 8), ValueError, "offset must be [24], got [23]"),
+        (ops.ffn_screened, (*p, q.int(), *w[1:], 8), TypeError, "q must be torch.int8, got torch.int32"),
     ):
-        with pytest.raises((ValueError, NotImplementedError), match=message):
-            ops.quantize_gate(rows, False)
-    with pytest.raises(TypeError, match=r"rows must be bfloat16 or float16, got torch\.float32"):
-        ops.quantize_gate(torch.zeros(2, 16), False)
+        with pytest.raises(error, match=re.escape(message)):
+            op(*arguments)
+    with pytest.raises(ValueError, match='screen=True must have strategy "auto" or "union", got "row"'):
+        ops.ffn(*p, 8, "row", None, screen=True)
 
 
 def unpacked(candidates: Tensor, n: int) -> Tensor:
@@ -341,24 +337,6 @@ def test_gate_screen_is_the_reference_by_tiles_of_tokens(n: int, k: int) -> None
         expected = reference.gate_screen(xs, ws, bias)
         tiles = [expected[first : first + 128].any(0) for first in range(0, m, 128)]
         assert torch.equal(unpacked(candidates, n), torch.stack(tiles) if tiles else expected)
-
-
-def test_gate_screen_refuses() -> None:
-    x, w, bias = (
-        ops.quantize_gate(torch.randn(3, 16).to(BF16), False),
-        torch.randn(24, 16).to(BF16),
-        torch.zeros(24).to(BF16),
-    )
-    w = ops.quantize_gate(w, True)
-    for arguments, error, message in (
-        ((x[0].int(), *x[1:], *w, bias), TypeError, "x must be torch.int8, got torch.int32"),
-        ((*x, w[0][:, :8], *w[1:], bias), ValueError, r"w_gate must be \[24, 16\], got \[24, 8\]"),
-        ((*x, w[0], w[1][1:], *w[2:], bias), ValueError, r"w_scale must be \[24\], got \[23\]"),
-        ((*x[:3], x[3].double(), *w, bias), TypeError, r"x_offset must be torch\.float32, got torch\.float64"),
-        ((*x, *w, bias[1:]), ValueError, r"b_gate must be \[24\], got \[23\]"),
-    ):
-        with pytest.raises(error, match=message):
-            ops.gate_screen(*arguments)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
@@ -388,20 +366,9 @@ def test_the_bias_less_the_threshold_is_rounded_up(dtype: torch.dtype) -> None:
     assert screened.firing_bias(every, len(every), RELU) is every
 
 
-def test_the_route_has_the_bits_of_union_for_any_number_of_tokens() -> None:
-    torch.manual_seed(0)
-    p = testing.FFN(torch.randn(130, 72), *(torch.randn(264, 72) for _ in range(3)), None, None, None)
-    p = p.map(lambda t: t.to(BF16))
-    for m in (0, 1, 64, 65, 130):
-        screened, union = (testing.sparse_output(p.rows(0, m), strategy=s) for s in ("union+screen", "union"))
-        assert torch.equal(screened, union)
-    with pytest.raises(ValueError, match='screen=True must have strategy "auto" or "union", got "row"'):
-        ops.ffn(*p, 8, "row", None, screen=True)
-
-
 @pytest.mark.parametrize("activation", [("relu", 0.0), ("relu2", 0.0), ("drelu", 0.0), ("fatrelu", 0.75)])
 def test_a_screened_layer_is_that_of_union(activation: tuple[str, float]) -> None:
-    for m, biases in itertools.product((0, 1, 130), ("", "gate up down")):
+    for m, biases in itertools.product((0, 1, 64, 65, 130), ("", "gate up down")):
         p = testing.integer_problem(m, 72, 520, density=0.02, biases=biases)
         y, l1, stats, union, candidates = ops.ffn_screened(*p, *ops.quantize_gate(p.w_gate, True), 8, *activation)
         expected = ops.ffn_union(*p, 8, *activation)
@@ -455,18 +422,6 @@ def test_a_screened_forward_of_training_is_the_other(gated: bool) -> None:
         ops.hybrid_forward(*(None if t is None else t.float() for t in layer), 8, 0, screen=True)
 
 
-def test_ffn_screened_refuses() -> None:
-    p = testing.integer_problem(130, 72, 520, density=0.02)
-    q, scale, spread, offset = ops.quantize_gate(p.w_gate, True)
-    for wrong, error, said in (
-        ((q, scale[1:], spread, offset), ValueError, r"scale must be \[520\], got \[519\]"),
-        ((q, scale, spread, offset[1:]), ValueError, r"offset must be \[520\], got \[519\]"),
-        ((q.int(), scale, spread, offset), TypeError, r"q must be torch\.int8, got torch\.int32"),
-    ):
-        with pytest.raises(error, match=said):
-            ops.ffn_screened(*p, *wrong, 8)
-
-
 # The code for a GPU, on CPU tensors: it refuses before it launches anything
 
 
@@ -498,19 +453,14 @@ def test_rows_of_other_strides_are_refused(op: str, monkeypatch: pytest.MonkeyPa
             on_cuda(op, problem, odd, *others)
 
 
-@pytest.mark.parametrize("op", ["quantize_gate", "gate_screen", "ffn_screened"])
-def test_the_portable_family_refuses_operators(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_portable_family_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "capability", lambda index: (8, 9))
     problem = testing.integer_problem(4, 72, 264)
-    with pytest.raises(NotImplementedError) as refusal:
-        on_cuda(op, problem, *ops.quantize_gate(problem.w_gate, True))
-    assert str(refusal.value) == f"torch.ops.twell.{op} needs compute capability 9.0, got 8.9 on cuda:0"
-    # tests there are skipped by it
-    assert families.is_absent(refusal.value)
-
-
-def test_the_portable_family_refuses_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "capability", lambda index: (8, 9))
-    layer, route = Operands(*testing.integer_problem(4, 72, 264)), _auto.Route("union", screen=True)
+    for op in ("quantize_gate", "gate_screen", "ffn_screened"):
+        with pytest.raises(NotImplementedError) as refusal:
+            on_cuda(op, problem, *ops.quantize_gate(problem.w_gate, True))
+        assert str(refusal.value) == f"torch.ops.twell.{op} needs compute capability 9.0, got 8.9 on cuda:0"
+        # tests there are skipped by it
+        assert families.is_absent(refusal.value)
     with pytest.raises(NotImplementedError, match="ffn with screen=True needs compute capability"):
-        sys.modules["twell.ops.ffn"].on_cuda(layer, 8, RELU, route, False)
+        sys.modules["twell.ops.ffn"].on_cuda(Operands(*problem), 8, RELU, _auto.Route("union", screen=True), False)

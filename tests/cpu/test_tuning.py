@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import concurrent.futures
 import itertools
 import json
@@ -62,19 +61,14 @@ def test_coefficients_come_from_layers_of_the_same_kind() -> None:
     assert found(costs, 1 << 20, 1024, 2048) == {
         name: pytest.approx(terms) for name, terms in costs[False, True, 1024, 2048][64].items()
     }
-
-
-def test_nearer_layers_weigh_more() -> None:
-    costs: Any = {
-        (False, True, k, n): {16: {"row": (base, 0.0, 0.0, 0.0)}}
-        for k, n, base in ((1024, 4096, 0.2), (4096, 16384, 0.6))
-    }
+    # nearer layers weigh more
+    costs = {(False, True, k, 4 * k): {16: {"row": (base, 0.0, 0.0, 0.0)}} for k, base in ((1024, 0.2), (4096, 0.6))}
     assert found(costs, 16, 1024, 4096)["row"][0] == pytest.approx(0.2, abs=1e-3)
     assert found(costs, 16, 2048, 8192)["row"][0] == pytest.approx(0.4)
-    bases = [found(costs, 16, k, 4 * k)["row"][0] for k in range(512, 8192, 256)]
-    inside = [found(costs, 16, k, 4 * k)["row"][0] for k in range(1024, 4096, 256)]
+    bases = {k: found(costs, 16, k, 4 * k)["row"][0] for k in range(512, 8192, 256)}
+    inside = [base for k, base in bases.items() if 1024 <= k < 4096]
     assert inside == sorted(inside)
-    assert all(0.2 <= base <= 0.6 for base in bases)
+    assert all(0.2 <= base <= 0.6 for base in bases.values())
     assert tuning.nearest(Problem(16, 2000, 8000, True, False), table_of(costs))[2] == 1024
 
 
@@ -106,30 +100,14 @@ def test_interpolation_crosses_no_change_of_kernels() -> None:
     assert found(costs, 700, 4608, 9728)["union"][0] == pytest.approx(3.0)
 
 
-def test_the_shipped_table_is_complete() -> None:
-    check_table(_tuning_table)
-    assert {key[:2] for key in _tuning_table.TABLE} >= {(False, True), (True, True)}
-    # literals only
-    tree = ast.parse(Path(_tuning_table.__file__).read_text())
-    values = [node.value for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
-    assert [ast.literal_eval(value) for value in values] == [
-        _tuning_table.MACHINE,
-        _tuning_table.DATE,
-        _tuning_table.TABLE,
-    ]
-
-
 def check_table(module: Any) -> None:
-    assert isinstance(module.MACHINE, str)
     assert "torch" in module.MACHINE
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", module.DATE)
     for (training, gated, k, n), by_tokens in module.TABLE.items():
         assert type(training) is type(gated) is bool
-        assert k > 0
-        assert n > 0
+        assert min(k, n, *by_tokens) > 0
         assert list(by_tokens) == sorted(by_tokens)
-        for m, entry in by_tokens.items():
-            assert m > 0
+        for entry in by_tokens.values():
             assert set(entry) <= set(tune.sparse_strategies(training))
             for coefficients in entry.values():
                 assert len(coefficients) == 4
@@ -159,14 +137,12 @@ OWN: Any = {(False, True, 1536, 4096): {64: {"row": (0.25, 0.0, 5.0, 0.0)}}}
 CUDA = torch.device("cuda", 0)
 
 
-def test_the_shipped_table_serves_without_a_file(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_users_table_serves_its_gpu(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert _tables.in_use(CUDA) is _tables.in_use(torch.device("cpu")) is _tables.SHIPPED
     assert not folder.exists()
     assert not caplog.records
-
-
-def test_a_users_table_serves_its_gpu(folder: Path) -> None:
     path = _tables.write(table_of(OWN))
+    forget()
     assert path == folder / "NVIDIA_H100_80GB_HBM3.json"
     table = _tables.in_use(CUDA)
     assert (table.file, table.gpu, table.date) == (path, GPU, "2026-11-22T10:00:00+00:00")
@@ -180,9 +156,7 @@ def test_a_users_table_serves_its_gpu(folder: Path) -> None:
     assert tuning.decide(problem, Figures(10, None), None).costs != decision.costs
     # another model has another file
     assert _tables.read("NVIDIA GH200") is _tables.SHIPPED
-
-
-def test_own_layers_join_the_shipped_ones_on_the_same_gpu(folder: Path) -> None:
+    # on the GPU of the shipped table own layers join its layers
     _tables.write(table_of(OWN, _tables.SHIPPED.machine))
     assert _tables.read(_tables.SHIPPED.gpu).costs == _tables.SHIPPED.costs | OWN
 
@@ -262,19 +236,21 @@ def test_a_table_of_other_kernels_is_used_with_one_warning(folder: Path, caplog:
     assert record.message == f"{path} has times of other kernels: run `twell tune` again"
 
 
-def test_a_pipe_is_no_table(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_driver_no_home_no_table(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does a pipe in its place, which nobody may wait for."""
     path = _tables.write(table_of(OWN))
     path.unlink()
     os.mkfifo(path)
     assert _tables.in_use(CUDA).costs is _tables.SHIPPED.costs
     assert "it must be a file" in caplog.text
 
-
-def test_no_driver_no_home_no_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError("nothing there")
 
     monkeypatch.setenv("TWELL_CACHE_DIR", "~no-such-user/twell")
+    forget()
     assert _tables.read(GPU) is _tables.SHIPPED
     monkeypatch.setattr(device, "name", fails)
     assert _tables.in_use(CUDA) is _tables.SHIPPED
@@ -411,14 +387,6 @@ def test_a_layer_that_was_not_measured_to_the_end_is_left_out(capsys: pytest.Cap
     assert list(tune.whole(tune.fit(waiting_rows(most)), steps)) == [(False, True, 2048, 5632)]
 
 
-@pytest.mark.parametrize(
-    "figures", [Figures(math.nan, None), Figures(-1, None), Figures(3, math.inf), Figures(3, 0, -1)]
-)
-def test_figures_must_be_numbers(figures: Figures) -> None:
-    with pytest.raises(ValueError, match="figures must be finite and not negative, got Figures"):
-        tuning.decide(Problem(128, 2048, 5632, True, False), figures, None)
-
-
 def test_few_tokens_take_as_long_as_the_heaviest() -> None:
     rows = waiting_rows(128)
     costs = tune.fit(rows)
@@ -434,11 +402,8 @@ def test_few_tokens_take_as_long_as_the_heaviest() -> None:
     unknown = tuning.costs(problem, Figures(29, None), table)["row"]
     assert light.costs["row"] < unknown < 1.05 * light.costs["row"]
     assert tune.measured_figures({"nonzeros": 29, "union": None}) == Figures(29, None)
-
-
-def test_few_tokens_wait_for_the_heaviest() -> None:
-    for strategy in ("row", "union"):
-        for m, waits in ((1, False), (8, False), (9, True), (4096, True), (12288, False)):
+    for m, waits in ((1, False), (8, False), (9, True), (4096, True), (12288, False)):
+        for strategy in ("row", "union"):
             costs = tune.fit(waiting_rows(m, strategy))
             assert (costs[False, True, 2048, 5632][m][strategy][3] > 0) == waits
 
@@ -451,6 +416,9 @@ def test_shares_are_shares() -> None:
         assert 0 <= union <= 1
         assert (heaviest == density) == (m <= 8 or nonzeros in (0, 5632))
         assert tuning.shares(problem, Figures(nonzeros, None, 704))[2] == 704 / 5632
+    for figures in (Figures(math.nan, None), Figures(-1, None), Figures(3, math.inf), Figures(3, 0, -1)):
+        with pytest.raises(ValueError, match="figures must be finite and not negative, got Figures"):
+            tuning.decide(Problem(128, 2048, 5632, True, False), figures, None)
 
 
 def test_slow_times_that_are_not_linear_leave_fast_ones_fitted() -> None:
@@ -464,19 +432,6 @@ def test_slow_times_that_are_not_linear_leave_fast_ones_fitted() -> None:
     assert all(predicted(table, row) == pytest.approx(row["relative"], rel=0.01) for row in fast)
 
 
-def test_the_fit_is_least_squares_without_negative_terms() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        matrix = torch.randn(6, 3, generator=generator, dtype=torch.float64)
-        target = torch.randn(6, generator=generator, dtype=torch.float64)
-        found = tune.non_negative_least_squares(matrix, target)
-        gradient = matrix.T @ (matrix @ found - target)
-        # the conditions of an optimum
-        assert (found >= 0).all()
-        assert (gradient >= -1e-9).all()
-        assert (gradient * found).abs().max() < 1e-9
-
-
 def test_rows_that_failed_or_were_measured_again() -> None:
     rows = measured()
     wrong = [{**row, "relative": 9.0, "ms": 18.0} for row in rows]
@@ -484,27 +439,6 @@ def test_rows_that_failed_or_were_measured_again() -> None:
     assert tune.fit([*wrong, *rows, *red]) == tune.fit(rows)
     assert tune.fit(red) == tune.fit(rows[:1]) == {}
     assert tune.report({}, red) == "nothing to fit"
-
-
-@pytest.mark.parametrize("clocks", ["", "; SM 1980 MHz now, 1980 most, memory 3201 MHz, 700 W"])
-def test_writes_the_table_from_files(clocks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows, machine = measured(), f"NVIDIA H200 (132 SMs, 140 GiB){clocks}; driver 580; torch 2.11.0; CuTe DSL 4.8.1"
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file, part in zip(files, (rows[:9], rows[9:])):
-        shipped.write_json({"machine": machine, "date": "2026-11-21T10:00:00+00:00", "rows": part}, file)
-    table = tmp_path / "table.py"
-    assert shipped.main(["--from", *map(str, files), "--write", "--table", str(table)]) == 0
-    assert machine in capsys.readouterr().out
-    written = types.ModuleType("written")
-    exec(compile(table.read_text(), str(table), "exec"), written.__dict__)
-    check_table(written)
-    assert (written.MACHINE, written.DATE, written.TABLE) == (machine, "2026-11-21", tune.fit(rows))
-    assert max(map(len, table.read_text().splitlines())) <= 120
-
-    other = tmp_path / "c.json"
-    shipped.write_json({"machine": "NVIDIA H100 (132 SMs); torch 2.11.0", "date": "2026-11-21", "rows": []}, other)
-    assert shipped.main(["--from", str(files[0]), str(other)]) == 2
-    assert "a table is for one GPU, got measurements of NVIDIA H100, NVIDIA H200" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -532,27 +466,26 @@ def test_files_that_tune_did_not_write(
 def test_the_shipped_table_is_as_generated() -> None:
     generated = shipped.table_text(_tuning_table.TABLE, _tuning_table.MACHINE, _tuning_table.DATE)
     assert generated == Path(_tuning_table.__file__).read_text()
+    check_table(_tuning_table)
+    assert {key[:2] for key in _tuning_table.TABLE} >= {(False, True), (True, True)}
 
 
-@pytest.mark.parametrize("m", [1, 5, 100, 300])
-def test_figures_of_a_measured_layer(m: int) -> None:
-    problem = testing.integer_problem(m, 16, 264)
-    active = testing.float64_gate(problem) != 0
-    whole = m // 128 * 128
-    union = active[:whole].view(-1, 128, 264).any(1).float().mean().item() if whole else None
-    heaviest = max(group.sum().item() for group in active.split(8)) / min(m, 8)
-    expected = Figures(active.sum().item() / m, pytest.approx(union) if whole else None, heaviest)  # type: ignore[arg-type]
-    assert tune.figures_of(problem) == expected
+def test_figures_of_a_measured_layer() -> None:
+    for m in (1, 5, 100, 300):
+        problem = testing.integer_problem(m, 16, 264)
+        active = testing.float64_gate(problem) != 0
+        whole = m // 128 * 128
+        union = active[:whole].view(-1, 128, 264).any(1).float().mean().item() if whole else None
+        heaviest = max(group.sum().item() for group in active.split(8)) / min(m, 8)
+        found = tune.figures_of(problem)
+        assert found._replace(union=None) == Figures(active.sum().item() / m, None, heaviest)
+        assert found.union == (pytest.approx(union) if whole else None)
 
 
 def test_a_row_for_each_strategy() -> None:
-    times = {"row": [2.0, 1.0, 3.0], "dense": [4.0]}
-    call = Problem(64, 2048, 5632, True, False)
+    times, call = {"row": [2.0, 1.0, 3.0], "dense": [4.0]}, Problem(64, 2048, 5632, True, False)
     rows = tune.rows_of(call, "skew", Figures(10, 0.05), times, {"row": 0.01}, {"union": "differs"})
-    assert [(row["strategy"], row["red"], row.get("relative")) for row in rows] == [
-        ("row", "", 0.5),
-        ("union", "differs", None),
-    ]
+    assert [(row["red"], row.get("relative")) for row in rows] == [("", 0.5), ("differs", None)]
     assert json.loads(json.dumps(rows)) == rows
     assert [tune.problem_of(row) for row in rows] == [call, call]
 
@@ -607,10 +540,32 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """The whole command, on a CPU whose name is that of a GPU."""
+    """The whole command, on a CPU whose name is that of a GPU: without time, with time for a layer, with enough."""
     monkeypatch.setattr(testing, "machine_line", lambda *_: MACHINE)
-    arguments = argparse.Namespace(shape=None, kinds=["gated", "training"], budget_s=600.0)
+    arguments = argparse.Namespace(shape=None, kinds=["gated", "training"], budget_s=0.0)
+    assert tune.tune(arguments, timing.Cpu()) == 1
+    printed = capsys.readouterr().out
+    assert "out of time before" in printed
+    assert printed.endswith("\nincomplete: 0 of 2 layers; run again with --budget-s 3600\n")
+    assert not list(folder.glob("*.json"))
+
+    arguments.budget_s = 2000.0
+    of_step, rows = tune.measure, []
+
+    def first_layer(steps: Any, *arguments: Any, **others: Any) -> Any:
+        rows.extend(of_step(steps, *arguments, **others))
+        yield from rows[:2]
+
+    monkeypatch.setattr(tune, "measure", first_layer)
+    assert tune.tune(arguments, timing.Cpu()) == 1
+    printed = capsys.readouterr().out
+    assert '; "auto" uses it in processes that start now\nincomplete: 1 of 2 layers; ' in printed
+    assert printed.endswith("run again with --budget-s 4000\n")
+    assert _tables.in_use(CUDA).measured == {(False, True)}
+
+    monkeypatch.setattr(tune, "measure", lambda *_, **others: iter(rows))
     assert tune.tune(arguments, timing.Cpu()) == 0
+    forget()
     table = _tables.in_use(CUDA)
     assert {key: set(nodes) for key, nodes in table.costs.items() if key[1]} == {
         (False, True, 32, 264): {1, 130},
@@ -621,34 +576,6 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     assert "times are predicted within" in printed
     assert f'wrote {table.file}; "auto" uses it in processes that start now' in printed
     assert "incomplete" not in printed
-    # out of time at once: nothing is written
-    before = table.file.read_text() if table.file else ""
-    arguments.budget_s = 0.0
-    assert tune.tune(arguments, timing.Cpu()) == 1
-    printed = capsys.readouterr().out
-    assert "out of time before" in printed
-    assert printed.endswith("\nincomplete: 0 of 2 layers; run again with --budget-s 3600\n")
-    assert before
-    assert table.file
-    assert table.file.read_text() == before
-
-
-def test_a_run_out_of_time_says_how_much_it_left(
-    small: None, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(testing, "machine_line", lambda *_: MACHINE)
-    of_step = tune.measure
-
-    def first_layer(steps: Any, *arguments: Any, **others: Any) -> Any:
-        yield from list(of_step(steps, *arguments, **others))[:2]
-
-    monkeypatch.setattr(tune, "measure", first_layer)
-    arguments = argparse.Namespace(shape=None, kinds=["gated", "training"], budget_s=2000.0)
-    assert tune.tune(arguments, timing.Cpu()) == 1
-    printed = capsys.readouterr().out
-    assert '; "auto" uses it in processes that start now\nincomplete: 1 of 2 layers; ' in printed
-    assert printed.endswith("run again with --budget-s 4000\n")
-    assert _tables.in_use(CUDA).measured == {(False, True)}
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -679,39 +606,43 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 # Tables that people send
 
 
-def wrong_with(path: Path) -> str | None:
-    """What keeps a file from profiling/tables/; None if nothing does."""
-    table = _tables.parse(path.read_text())
-    if _tables.path_of(table.gpu).name != path.name:
-        return f"the name must be {_tables.path_of(table.gpu).name}"
-    wanted: dict[_tables.Key, set[int]] = {}
-    for step in tune.plan():
-        wanted.setdefault((step.problem.training, step.problem.gated, step.k, step.n), set()).add(step.m)
-    missing = [key for key, tokens in wanted.items() if not tokens <= set(table.costs.get(key, {}))]
-    return f"layers are not measured to the end: {missing}" if missing else None
-
-
-SENT = sorted((Path(shipped.__file__).parent / "tables").glob("*.json"))
-
-
 def test_tables_that_were_sent_are_whole() -> None:
-    assert {path.name: wrong_with(path) for path in SENT} == {path.name: None for path in SENT}
+    for path in (Path(shipped.__file__).parent / "tables").glob("*.json"):
+        table = _tables.parse(path.read_text())
+        assert path.name == _tables.path_of(table.gpu).name
+        for step in tune.plan():
+            known = table.costs.get((step.problem.training, step.problem.gated, step.k, step.n), {})
+            assert step.m in known, f"{path.name}: a layer is not measured to the end: {step}"
 
 
 def test_the_generator_measures_the_same_way(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And writes a table from the rows of several files, of one GPU."""
+    machine = "NVIDIA H200 (132 SMs, 140 GiB); SM 1980 MHz now, 1980 most, memory 3201 MHz, 700 W; torch 2.11.0"
     monkeypatch.setattr(tune, "gpu", lambda name: timing.Cpu())
-    out, table = tmp_path / "rows.json", tmp_path / "table.py"
+    out, table, more, other = (tmp_path / name for name in ("rows.json", "table.py", "more.json", "other.json"))
     arguments = ["--out", str(out), "--kinds", "gated", "--patterns", "topic", "uniform", "--seconds", "0"]
-    assert shipped.main([*arguments, "--write", "--table", str(table)]) == 0
+    assert shipped.main(arguments) == 0
     data = json.loads(out.read_text())
     assert data["complete"]
     assert len(data["rows"]) == 2 * 2 * 2
     assert all(row["heaviest"] >= row["nonzeros"] for row in data["rows"])
+    assert [(row["red"], row["relative"] > 0) for row in data["rows"]] == [("", True)] * 8
+    date = "2026-11-21T10:00:00+00:00"
+    shipped.write_json({**data, "machine": machine, "date": date}, out)
+    shipped.write_json({"machine": machine, "date": date, "rows": measured()}, more)
+    assert shipped.main(["--from", str(out), str(more), "--write", "--table", str(table)]) == 0
+    assert machine in capsys.readouterr().out
     written = types.ModuleType("written")
     exec(compile(table.read_text(), str(table), "exec"), written.__dict__)
-    assert tune.fit(shipped.read(out)["rows"]) == written.TABLE
+    check_table(written)
+    costs = tune.fit([*data["rows"], *measured()])
+    assert (written.MACHINE, written.DATE, written.TABLE) == (machine, "2026-11-21", costs)
+    assert max(map(len, table.read_text().splitlines())) <= 120
+    shipped.write_json({"machine": "NVIDIA H100 (132 SMs); torch 2.11.0", "date": date, "rows": []}, other)
+    assert shipped.main(["--from", str(out), str(other)]) == 2
+    assert "a table is for one GPU, got measurements of NVIDIA H100, NVIDIA H200" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -751,19 +682,6 @@ def test_needs_a_gpu_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 # Points that are held out
 
 
-def test_the_points_are_the_same_everywhere() -> None:
-    points = held_out.points()
-    assert points == held_out.points()
-    assert len(points) == 100
-    assert sum(point.problem.training for point in points) == 20
-    first = points[0]
-    assert (first.problem, round(first.workload.nnz, 3)) == (Problem(437, 2560, 10240, False, False), 133.976)  # type: ignore[union-attr]
-    assert held_out.points(seed=1) != points
-    # layers of none that was measured
-    layers = {key[2:] for key in _tables.SHIPPED.costs} | set(tune.SHAPES)
-    assert not layers & {(point.problem.k, point.problem.n) for point in points}
-
-
 def held(loss: float, **entries: Any) -> dict[str, Any]:
     """A row in which "auto" takes "row"."""
     row = {**Problem(16, 1024, 3072, True, False)._asdict(), "nonzeros": 30.0, "union": None, "red": {}, "pattern": {}}
@@ -799,21 +717,29 @@ def cheap_union() -> list[dict[str, Any]]:
 
 
 def test_held_out_points_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def few() -> list[held_out.Point]:
-        calls = (Problem(130, 32, 264, True, False), Problem(130, 32, 264, False, True))
-        return [held_out.Point(call, testing.Workload(9.0, neuron_sigma=1.0)) for call in calls]
+    points = held_out.points()
+    assert points == held_out.points() != held_out.points(seed=1)
+    assert len(points) == 100
+    assert sum(point.problem.training for point in points) == 20
+    # the same everywhere, and of layers that were not measured
+    first = points[0]
+    assert (first.problem, round(first.workload.nnz, 3)) == (Problem(437, 2560, 10240, False, False), 133.976)  # type: ignore[union-attr]
+    layers = {key[2:] for key in _tables.SHIPPED.costs} | set(tune.SHAPES)
+    assert not layers & {(point.problem.k, point.problem.n) for point in points}
 
+    calls = (Problem(130, 32, 264, True, False), Problem(130, 32, 264, False, True))
+    few = [held_out.Point(call, testing.Workload(9.0, neuron_sigma=1.0)) for call in calls]
     monkeypatch.setattr(tune, "gpu", lambda name: timing.Cpu())
-    monkeypatch.setattr(held_out, "points", few)
+    monkeypatch.setattr(held_out, "points", lambda: few)
     monkeypatch.setattr(tune, "LEAST_SCREENED", 130)
     out = tmp_path / "out.json"
     assert held_out.main(["--out", str(out), "--seconds", "0"]) == 0
     data = json.loads(out.read_text())
     assert data["complete"]
-    first, second = data["rows"]
-    assert {"row_ms", "union_ms", "union+screen_ms", "dense_ms"} <= first.keys()
-    assert "row_ms" not in second
-    for row in (first, second):
+    gated, training = data["rows"]
+    assert {"row_ms", "union_ms", "union+screen_ms", "dense_ms"} <= gated.keys()
+    assert "row_ms" not in training
+    for row in data["rows"]:
         assert 0 < row["union"] <= row["candidates"] <= 1
         times = [value for name, value in row.items() if name.endswith("_ms")]
         assert row["loss"] == row[f"{row['auto']}_ms"] / min(times) - 1
