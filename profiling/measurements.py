@@ -174,21 +174,21 @@ _MEASURED = (
         for sweep, content, shown, seconds, more in (
             ("nnz", "strategies by non-zeros", "chart nnz", 150, ""),
             ("m", "strategies by tokens per call", "chart tokens", 280, ""),
-            ("memory", "bytes kept and peaks by non-zeros", "chart and table memory", 60, ""),
+            ("memory", "bytes kept and peaks by non-zeros", "table memory", 60, ""),
             ("kernels", "kernels of named workloads", "chart kernels", 60, " --real $REAL"),
         )
     ),
     Measurement(
         "h200_paper_configs",
         "models of the paper's sizes with random weights: 0.5B and 1B",
-        "tables models, configurations, beside the paper; chart paper",
+        "tables models, configurations, beside the paper",
         (f"{BENCH} model --config 0.5B 1B --energy --json $OUT",),
         (200,),
     ),
     Measurement(
         "h200_paper_configs_large",
         "the same: 1.5B and 2B",
-        "tables models, configurations, beside the paper; chart paper",
+        "tables models, configurations, beside the paper",
         (f"{BENCH} model --config 1.5B 2B --rounds 4 --energy --json $OUT",),
         (280,),
     ),
@@ -224,7 +224,7 @@ _MEASURED = (
     Measurement(
         "h200_training_run",
         "trainings of 0.5B, dense and sparse, step by step",
-        "table and chart training",
+        "table training run",
         (
             f"{TRAIN} --ffn dense --l1 1e-4 --out $RUNS/dense",
             f"{TRAIN} --strategy dense --l1 1e-4 --out $RUNS/dense-again",
@@ -238,21 +238,21 @@ _MEASURED = (
     Measurement(
         "h200_model",
         "the trained 0.5B model, whole, with energy",
-        "tables models, model; chart models",
+        "tables models, model",
         (MODEL.replace("RUN/", "sparse/"),),
         (110,),
     ),
     Measurement(
         "h200_model_sparser",
         "the same, trained with L1 of 3e-4",
-        "table sparser model; chart models",
+        "table sparser model",
         (MODEL.replace("RUN/", "sparser/"),),
         (110,),
     ),
     Measurement(
         "h200_sweep_layers",
         "the recorded layers of a trained model, one at a time",
-        "chart and table layers",
+        "table layers",
         (
             "python -m profiling.record $RUNS/sparse/final --text $TEXT --tokens 16384 --layers 0 1 2 3 4 5 6 7 "
             "--out $FOLDER/recorded",

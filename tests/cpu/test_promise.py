@@ -118,5 +118,3 @@ def test_the_number_of_tokens_chooses_kernels_where_readme_says() -> None:
     *some, last = sorted(changes)
     page = (Path(__file__).resolve().parents[2] / "docs" / "promises.md").read_text()
     assert f"they change above {', '.join(f'{m:,}' for m in some)} and {last:,} tokens" in page
-
-
