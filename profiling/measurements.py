@@ -18,7 +18,7 @@ INPUTS = {
 
 
 class Measurement(NamedTuple):
-    """A file of results. ``seconds``: predicted for each command on the GPU of its name, or on ``gpus`` of them.
+    """A file of results. ``seconds``: predicted for each command on the GPU of its name.
 
     ``resumes``: a command goes on where it stopped.
     """
@@ -29,7 +29,6 @@ class Measurement(NamedTuple):
     commands: tuple[str, ...]
     seconds: tuple[int, ...]
     resumes: bool = False
-    gpus: int = 1
 
     @property
     def gpu(self) -> str:
@@ -58,13 +57,6 @@ _MEASURED = (
         "tables forward, training, decode; chart speedup",
         (f"{BENCH} ffn,train,decode --workload {LAYERS} --m-decode 1,8,64,256 --memory --json $OUT",),
         (110,),
-    ),
-    Measurement(
-        "h200_fp8",
-        "dense in fp8 beside dense in bf16 and twell, with its errors",
-        "table beside fp8",
-        (f"{BENCH} ffn,decode --workload topic29 uniform29 real:$REAL/3 --m-decode 1,16,64,256 --fp8 --json $OUT",),
-        (50,),
     ),
     Measurement(
         "h200_decode_autotuned",
@@ -208,13 +200,6 @@ _MEASURED = (
         (130,),
     ),
     Measurement(
-        "h100_batches",
-        "continuous batching of transformers, stock and sparse, on an H100",
-        "table continuous batching",
-        ("python -m profiling.serving batches --budget-s 110 --requests 64 256 --out $OUT",),
-        (190,),
-    ),
-    Measurement(
         "h100_generate",
         "`generate` of transformers on a drawn model of 16 layers, stock and after `sparsify`",
         "table generate",
@@ -276,14 +261,6 @@ _MEASURED = (
         (70,),
     ),
     Measurement(
-        "h200_parallel",
-        "training steps on two GPUs by DDP, FSDP2 and tensor parallelism: speed and memory, dense and sparse",
-        "table several GPUs",
-        ("python -m torch.distributed.run --nproc-per-node 2 -m profiling.parallel --out $OUT",),
-        (250,),
-        gpus=2,
-    ),
-    Measurement(
         "h200_fuzz",
         "random layers against float64: numbers of cases, largest errors, mismatches",
         "paragraph in the page on development",
@@ -342,9 +319,12 @@ def on_h100(measurement: Measurement) -> Measurement:
 # Results of studies that ended on 2026-11-26, by what is in them. Their tables and charts stay as they are; the scripts
 # are in commit 5631cbb.
 FROZEN = {
+    "h100_batches": "continuous batching of transformers, stock and sparse, on an H100",
     "h100_paper_code": "the paper's published kernels, dense and twell on the same layers, on an H100",
     "h200_activations": "layers of each activation on the same pattern beside dense",
+    "h200_fp8": "dense in fp8 beside dense in bf16 and twell, with its errors",
     "h200_gate_tiles": "the gate GEMM with every size of its tiles beside cuBLAS, from 1 to 16,384 tokens",
+    "h200_parallel": "training steps on two GPUs by DDP, FSDP2 and tensor parallelism, dense and sparse",
     "h200_portable": "kernels of the portable family beside Hopper's, with floors",
     "h200_quality": "cross-entropy and sparsity by coefficient of L1",
     "h200_relufy": "SiLU models trained further with SiLU and with FATReLU",
