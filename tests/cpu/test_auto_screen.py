@@ -370,7 +370,7 @@ def test_held_out_points_count_the_screen() -> None:
 def test_held_out_points_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "LEAST_SCREENED", 130)
     point = held_out.Point(Problem(130, 32, 264, True, False), testing.Workload(9.0, neuron_sigma=1.0))
-    row = held_out.measure(point, None, timing.Cpu(), 0.0)
+    row = held_out.measure(point, timing.Cpu(), 0.0)
     assert {"row_ms", "union_ms", "screened_ms", "dense_ms"} <= row.keys()
     assert 0 < row["union"] <= row["candidates"] <= 1
 

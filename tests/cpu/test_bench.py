@@ -183,7 +183,7 @@ def test_a_wrong_gradient_is_red(bench: Callable[..., Result], monkeypatch: pyte
 def test_a_wrong_dense_layer_is_no_baseline(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     """A dense layer that torch.compile compiles is checked like the sparse ones."""
     dense = testing.dense_output
-    monkeypatch.setattr(cli, "_through_compile", lambda function, mode: lambda p, **form: 1.05 * dense(p, **form))
+    monkeypatch.setattr(cli, "_compiled", lambda mode: lambda p, **form: 1.05 * dense(p, **form))
     result = bench("ffn", "--workload", WORKLOAD)
     assert result.code == 1
     assert {row["variant"] for row in result.rows if row["red"]} == {"dense compiled"}
