@@ -194,7 +194,7 @@ _MEASURED = (
     Measurement(
         "h200_serving",
         "layers of a drawn 1.5B model at the numbers of tokens of a server, by strategy, and on recorded steps of a "
-        "scheduler; `python -m profiling.serving record` records these",
+        "scheduler",
         "tables serving, traces",
         ("python -m profiling.serving replay --budget-s 120 --out $OUT",),
         (130,),

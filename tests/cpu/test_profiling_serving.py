@@ -62,7 +62,8 @@ def test_phases_add_up_the_times_of_sizes() -> None:
 
 
 def test_replay_measures_each_size_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    steps.write(tmp_path / "trace.json", [Trace(4, 8, [Step(100, 2, 30), Step(0, 4, 99), Step(0, 3, 80)])], {})
+    run = {"sequences": 4, "requests": 8, "steps": [[100, 2, 30], [0, 4, 99], [0, 3, 80]]}
+    (tmp_path / "trace.json").write_text(json.dumps({"traces": [run]}))
     out = tmp_path / "out.json"
     sizes = ["--decode", "1", "4", "--prefill", "32", "--context", "8", "--seconds", "0.001"]
     assert serving.main(["replay", *TINY, *sizes, "--trace", str(tmp_path / "trace.json"), "--out", str(out)]) == 0
