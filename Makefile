@@ -59,7 +59,7 @@ quick := imports arguments functional nn packed reference ops hybrid launches fo
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 22
 
-demo: $(stamp) ## train a small model on real text, compare sparse with dense, draw what happened
+demo: $(stamp) ## train a small model on real text, compare sparse with dense
 	"$(PY)" -m twell demo $(ARGS)
 
 test: $(stamp) ## the tests of a pull request; the GPU's are skipped without one

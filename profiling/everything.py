@@ -2,10 +2,10 @@
 
     python -m profiling.everything --list                  # what is older than the present kernels, and its seconds
     python -m profiling.everything --out results --budget-s 540 --real FOLDER --text FOLDER     # on a GPU
-    python -m profiling.everything h200_auto h200_fp8 --out results --budget-s 540 --real FOLDER
+    python -m profiling.everything h200_auto h200_screen --out results --budget-s 540 --real FOLDER
 
 Without names: all that is older than the present kernels, in the order of ``profiling.measurements``, except for what
-needs an input that is not given, more GPUs, or another GPU than this one. A command begins if its predicted seconds are
+needs an input that is not given, or another GPU than this one. A command begins if its predicted seconds are
 left of --budget-s, one that can go on where it stopped also with less; one that runs over the budget is interrupted.
 Each result is in --out as soon as it is done, and what each command printed in NAME.log there. done.json says which
 commands ended: the same call goes on behind them, and repeats all after a change of kernels. Copy good files to
@@ -91,7 +91,6 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--budget-s", type=at_least(1), default=540, metavar="S", help="seconds of this call (%(default)s)"
     )
-    top.add_argument("--gpus", type=at_least(1), default=1, help="GPUs of this machine (%(default)s)")
     for name, text in INPUTS.items():
         top.add_argument(f"--{name.lower()}", type=Path, metavar="FOLDER", help=text)
     return top
@@ -118,8 +117,7 @@ def line(measurement: Measurement) -> str:
     """One line of the list: predicted seconds, name, kernels of the published file."""
     path = RESULTS / f"{measurement.name}.json"
     state = f"of kernels {kernels_of(path) or 'not named'}" if path.exists() else "not measured yet"
-    gpus = f", {measurement.gpus} GPUs" if measurement.gpus > 1 else ""
-    return f"{sum(measurement.seconds):6} s  {measurement.name:26} {state}{gpus}"
+    return f"{sum(measurement.seconds):6} s  {measurement.name:26} {state}"
 
 
 class Runner:
@@ -127,7 +125,6 @@ class Runner:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.out: Path = arguments.out.resolve()
-        self.gpus = arguments.gpus
         # commands run in the checkout, wherever this was called
         given = {name: getattr(arguments, name.lower()) for name in INPUTS}
         self.inputs = {name: value and value.resolve() for name, value in given.items()}
@@ -168,8 +165,6 @@ class Runner:
         """What a measurement needs and this call does not have; "" if it has all."""
         text = " ".join(measurement.commands)
         missing = [f"--{name.lower()}" for name, value in self.inputs.items() if f"${name}" in text and value is None]
-        if measurement.gpus > self.gpus:
-            missing.append(f"--gpus {measurement.gpus}")
         return ", ".join(missing)
 
     def measure(self, measurement: Measurement) -> int:

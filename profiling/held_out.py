@@ -1,7 +1,6 @@
 """Measure what the choices of "auto" lose to the best strategy, at points that its table was not fitted to.
 
     python -m profiling.held_out --out build/held_out.json
-    python -m profiling.held_out --out build/held_out.json --recorded FOLDER     # layers of `profiling.record`, too
     python -m profiling.held_out --rows build/held_out.json --tuning build/tune.json        # needs no GPU
 
 A point is a layer of other sizes than those of the table, with a number of tokens, a pattern and non-zeros of its own:
@@ -51,18 +50,16 @@ SHAPES = {
     False: ((1024, 4096), (2048, 8192), (2560, 10240), (4096, 16384)),
 }
 GATED_SHARE = 0.85
-# Numbers of tokens for each recorded layer.
-RECORDED_POINTS = 2
 
 # Eager calls of a run, runs, and calls before them: past the first measurements of "auto".
 EAGER_CALLS, EAGER_RUNS, EAGER_FIRST = 20, 15, 72
 
 
 class Point(NamedTuple):
-    """A call, and a workload drawn with ``seed`` or the name of a recorded layer, whose sizes are its own."""
+    """A call, and a workload drawn with ``seed``."""
 
     problem: Problem
-    workload: Workload | str
+    workload: Workload
     seed: int = 0
 
 
@@ -88,37 +85,18 @@ def points(count: int = POINTS, training: int = TRAINING_POINTS, seed: int = SEE
     return found
 
 
-def recorded_points(folder: Path, seed: int = SEED) -> list[Point]:
-    """Points of the recorded layers in ``folder``; their sizes are read with them."""
-    draw = random.Random(seed)
-    found = []
-    for name in testing.real_names(folder):
-        for _ in range(RECORDED_POINTS):
-            m = round(math.exp(draw.random() * math.log(MOST_TOKENS)))
-            found.append(Point(Problem(m, 0, 0, True, False), name))
-    return found
-
-
-def draw(point: Point, folder: Path | None, device: timing.Device) -> FFN:
-    m, k, n, *_ = point.problem
-    if isinstance(point.workload, str):
-        return testing.load(point.workload, m, real_layers=folder, device=device.torch_device)
-    return tune.draw_workload(point.workload, m, k, n, device.torch_device, point.seed).rows(0, m)
-
-
-def measure(point: Point, folder: Path | None, device: timing.Device, seconds: float) -> dict[str, Any]:
+def measure(point: Point, device: timing.Device, seconds: float) -> dict[str, Any]:
     """The row of a point: its figures, and milliseconds and errors by strategy."""
-    drawn = draw(point, folder, device)
-    n, k = drawn.w_gate.shape
-    problem = point.problem._replace(k=k, n=n)
+    problem = point.problem
+    m, k, n, *_ = problem
+    drawn = tune.draw_workload(point.workload, m, k, n, device.torch_device, point.seed).rows(0, m)
     layer = tune.Layer(drawn, problem.gated, problem.training, device)
     strategies = tune.measured_strategies(problem, device)
     errors, red = layer.check(strategies)
     recordings = {name: layer.record(name) for name in ("dense", *errors) if name not in red}
     times = {name: timing.spread(each) for name, each in tune.times_of(recordings, seconds).items()}
-    pattern = point.workload if isinstance(point.workload, str) else vars(point.workload)
     figures = tune.figures_of(drawn, _tables.SCREENED in strategies)
-    row = {**dict(zip(tune.SIZES, problem)), "pattern": pattern, **figures._asdict(), "red": red}
+    row = {**dict(zip(tune.SIZES, problem)), "pattern": vars(point.workload), **figures._asdict(), "red": red}
     row |= {f"{name}_ms": spread.median for name, spread in times.items()}
     return row | eager(drawn, problem, device)
 
@@ -203,7 +181,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, metavar="FILE", help="write the points as JSON")
-    add("--recorded", type=Path, metavar="FOLDER", help="also measure the layers recorded there")
     add(
         "--tuning",
         nargs="+",
@@ -236,12 +213,11 @@ def measure_all(arguments: argparse.Namespace, device: timing.Device) -> dict[st
         "complete": False,
         "rows": [],
     }
-    wanted = points() + (recorded_points(arguments.recorded) if arguments.recorded else [])
-    for point in wanted:
+    for point in points():
         if time.monotonic() - started > arguments.budget_s:
             print("held_out: out of time", file=sys.stderr)
             return data
-        data["rows"].append(decided(measure(point, arguments.recorded, device, arguments.seconds), table))
+        data["rows"].append(decided(measure(point, device, arguments.seconds), table))
         print(line(data["rows"][-1]), flush=True)
         write_json(data, arguments.out)
     data["complete"] = True

@@ -18,7 +18,7 @@ INPUTS = {
 
 
 class Measurement(NamedTuple):
-    """A file of results. ``seconds``: predicted for each command on the GPU of its name, or on ``gpus`` of them.
+    """A file of results. ``seconds``: predicted for each command on the GPU of its name.
 
     ``resumes``: a command goes on where it stopped.
     """
@@ -29,7 +29,6 @@ class Measurement(NamedTuple):
     commands: tuple[str, ...]
     seconds: tuple[int, ...]
     resumes: bool = False
-    gpus: int = 1
 
     @property
     def gpu(self) -> str:
@@ -58,13 +57,6 @@ _MEASURED = (
         "tables forward, training, decode; chart speedup",
         (f"{BENCH} ffn,train,decode --workload {LAYERS} --m-decode 1,8,64,256 --memory --json $OUT",),
         (110,),
-    ),
-    Measurement(
-        "h200_fp8",
-        "dense in fp8 beside dense in bf16 and twell, with its errors",
-        "table beside fp8",
-        (f"{BENCH} ffn,decode --workload topic29 uniform29 real:$REAL/3 --m-decode 1,16,64,256 --fp8 --json $OUT",),
-        (50,),
     ),
     Measurement(
         "h200_decode_autotuned",
@@ -174,21 +166,21 @@ _MEASURED = (
         for sweep, content, shown, seconds, more in (
             ("nnz", "strategies by non-zeros", "chart nnz", 150, ""),
             ("m", "strategies by tokens per call", "chart tokens", 280, ""),
-            ("memory", "bytes kept and peaks by non-zeros", "chart and table memory", 60, ""),
+            ("memory", "bytes kept and peaks by non-zeros", "table memory", 60, ""),
             ("kernels", "kernels of named workloads", "chart kernels", 60, " --real $REAL"),
         )
     ),
     Measurement(
         "h200_paper_configs",
         "models of the paper's sizes with random weights: 0.5B and 1B",
-        "tables models, configurations, beside the paper; chart paper",
+        "tables models, configurations, beside the paper",
         (f"{BENCH} model --config 0.5B 1B --energy --json $OUT",),
         (200,),
     ),
     Measurement(
         "h200_paper_configs_large",
         "the same: 1.5B and 2B",
-        "tables models, configurations, beside the paper; chart paper",
+        "tables models, configurations, beside the paper",
         (f"{BENCH} model --config 1.5B 2B --rounds 4 --energy --json $OUT",),
         (280,),
     ),
@@ -202,17 +194,10 @@ _MEASURED = (
     Measurement(
         "h200_serving",
         "layers of a drawn 1.5B model at the numbers of tokens of a server, by strategy, and on recorded steps of a "
-        "scheduler; `python -m profiling.serving record` records these",
+        "scheduler",
         "tables serving, traces",
         ("python -m profiling.serving replay --budget-s 120 --out $OUT",),
         (130,),
-    ),
-    Measurement(
-        "h100_batches",
-        "continuous batching of transformers, stock and sparse, on an H100",
-        "table continuous batching",
-        ("python -m profiling.serving batches --budget-s 110 --requests 64 256 --out $OUT",),
-        (190,),
     ),
     Measurement(
         "h100_generate",
@@ -224,7 +209,7 @@ _MEASURED = (
     Measurement(
         "h200_training_run",
         "trainings of 0.5B, dense and sparse, step by step",
-        "table and chart training",
+        "table training run",
         (
             f"{TRAIN} --ffn dense --l1 1e-4 --out $RUNS/dense",
             f"{TRAIN} --strategy dense --l1 1e-4 --out $RUNS/dense-again",
@@ -238,21 +223,21 @@ _MEASURED = (
     Measurement(
         "h200_model",
         "the trained 0.5B model, whole, with energy",
-        "tables models, model; chart models",
+        "tables models, model",
         (MODEL.replace("RUN/", "sparse/"),),
         (110,),
     ),
     Measurement(
         "h200_model_sparser",
         "the same, trained with L1 of 3e-4",
-        "table sparser model; chart models",
+        "table sparser model",
         (MODEL.replace("RUN/", "sparser/"),),
         (110,),
     ),
     Measurement(
         "h200_sweep_layers",
         "the recorded layers of a trained model, one at a time",
-        "chart and table layers",
+        "table layers",
         (
             "python -m profiling.record $RUNS/sparse/final --text $TEXT --tokens 16384 --layers 0 1 2 3 4 5 6 7 "
             "--out $FOLDER/recorded",
@@ -274,14 +259,6 @@ _MEASURED = (
         "table serving less sparse",
         (SERVING.replace("RUN/", "sparse/"),),
         (70,),
-    ),
-    Measurement(
-        "h200_parallel",
-        "training steps on two GPUs by DDP, FSDP2 and tensor parallelism: speed and memory, dense and sparse",
-        "table several GPUs",
-        ("python -m torch.distributed.run --nproc-per-node 2 -m profiling.parallel --out $OUT",),
-        (250,),
-        gpus=2,
     ),
     Measurement(
         "h200_fuzz",
@@ -342,10 +319,13 @@ def on_h100(measurement: Measurement) -> Measurement:
 # Results of studies that ended on 2026-11-26, by what is in them. Their tables and charts stay as they are; the scripts
 # are in commit 5631cbb.
 FROZEN = {
+    "h100_batches": "continuous batching of transformers, stock and sparse, on an H100",
     "h100_paper_code": "the paper's published kernels, dense and twell on the same layers, on an H100",
     "h100_row": "\"row\" by the kernel up_down, which is gone, and by up_down_token, beside \"union\" and dense",
     "h200_activations": "layers of each activation on the same pattern beside dense",
+    "h200_fp8": "dense in fp8 beside dense in bf16 and twell, with its errors",
     "h200_gate_tiles": "the gate GEMM with every size of its tiles beside cuBLAS, from 1 to 16,384 tokens",
+    "h200_parallel": "training steps on two GPUs by DDP, FSDP2 and tensor parallelism, dense and sparse",
     "h200_portable": "kernels of the portable family beside Hopper's, with floors",
     "h200_quality": "cross-entropy and sparsity by coefficient of L1",
     "h200_relufy": "SiLU models trained further with SiLU and with FATReLU",

@@ -506,33 +506,6 @@ def memory() -> str:
     return markdown(header, "lrrr", cells)
 
 
-def beside_fp8() -> str:
-    """Dense in bf16 and in fp8 beside the sparse layer: times, and errors against float64."""
-    rows, found = [], result("h200_fp8")
-    good = [row for row in found["rows"] if row["ms"] and not row["red"]]
-    for ours in good:
-        if ours["variant"] not in ("ffn", "decode"):
-            continue
-        suffix = "" if ours["variant"] == "ffn" else " decode"
-        dense = {
-            kind: row
-            for row in good
-            for kind in ("eager", "compiled", "fp8")
-            if (row["workload"], row["tokens"], row["variant"])
-            == (ours["workload"], ours["tokens"], f"dense {kind}{suffix}")
-        }
-        fp8, bf16 = dense["fp8"], min(float(dense[kind]["ms"]) for kind in ("eager", "compiled") if kind in dense)
-        cells = [f"`{ours['workload']}`", f"{ours['tokens']:,}"]
-        cells += [f"{ms * 1e3:.0f}" for ms in (bf16, fp8["ms"])] + [f"**{ours['ms'] * 1e3:.0f}**"]
-        cells += [f"{fp8['ms'] / ours['ms']:.2f}"]
-        rows.append(
-            [*cells, *(f"{100 * e:.2f} %" for e in (ours["dense_frobenius"], fp8["frobenius"], ours["frobenius"]))]
-        )
-    header = ["workload", "tokens", "dense bf16, us", "dense fp8", "twell", "fp8 over twell"]
-    table = markdown([*header, "error: bf16", "fp8", "twell"], "l" + "r" * 8, rows)
-    return f"{table}\n\n{found['machine']}"
-
-
 def layer_calls(name: str) -> str:
     """Layers of a file of ``profiling.bench`` beside the faster dense, in microseconds."""
     calls = {"ffn": "forward", "decode": "forward, weights outside L2", "train": "training step"}
@@ -601,22 +574,6 @@ def host() -> str:
 HOST_COLUMNS = {"host, us": ("host_us", 1), "waited for": ("waited_ms", 1e3), "replayed": ("replay_ms", 1e3)}
 
 
-def several_gpus() -> str:
-    """Training steps on two GPUs, dense and sparse."""
-    names = {"alone": "no communication", "ddp": "DDP", "fsdp": "FSDP2", "tp": "tensor parallel"}
-    rows, found = [], result("h200_parallel")
-    for row in found["rows"]:
-        if row["ms"] and not row["red"]:
-            cells = [names[row["mode"]], row["variant"], f"{row['tokens']:,}", f"{row['ms']:.1f}"]
-            cells += [shown(row, "host_ms", ".1f")]
-            cells += [f"{row['tokens_per_ms']:.1f}", f"{row['speedup']:.2f}", shown(row, "peak_bytes", ".1f", 1e9)]
-            rows.append([*cells, ", ".join(f"{count} {name}" for name, count in sorted(row["strategies"].items()))])
-    header = ["", "variant", "tokens", "ms", "host ms", "tokens/ms", "over dense", "peak GB with weights", "layers run"]
-    options = found["arguments"]
-    said = f"{options['config']}, {options['micro_batch']} sequences of {options['sequence']:,} tokens on each GPU."
-    return f"{markdown(header, 'llrrrrrrl', rows)}\n\n{said} {found['machine']}"
-
-
 def soak() -> str:
     """What a soak did."""
     run = result("h100_soak")
@@ -669,22 +626,6 @@ def traces() -> str:
     return markdown([*header, "layers", "", "with attention", ""], "l" + "r" * 8, rows)
 
 
-def continuous_batching() -> str:
-    """The continuous batching of transformers, stock and sparse."""
-    found = result("h100_batches")
-    rows = []
-    for row in found["rows"]:
-        cells = [f"{row['requests']}", row["model"], f"{row['tokens']:,}"]
-        cells += [", ".join(f"{seconds:.2f}" for seconds in row["seconds"]), f"{row['tokens_per_s']:,.0f}"]
-        stock = next(r for r in found["rows"] if (r["requests"], r["model"]) == (row["requests"], "stock"))
-        cells.append(f"{row['tokens_per_s'] / stock['tokens_per_s']:.2f}")
-        rows.append([*cells, of_runs(row["differing"]), of_runs(row["ties"]), f"{row['worst']:.0f}"])
-    header = ["requests", "model", "tokens", "seconds of each run", "tokens per second", "over stock"]
-    header += ["requests with other tokens, in each run", "of these first at a tie", "furthest, roundings"]
-    table = markdown(header, "rlrrrrrrr", rows)
-    return f"{table}\n\n{found['machine']}"
-
-
 def generate() -> str:
     """Tokens per second of a prompt pass and of ``generate`` of transformers, stock and sparse."""
     found = result("h100_generate")
@@ -698,11 +639,6 @@ def generate() -> str:
         rows.append([*cells, f"**{rate['sparse'] / rate['stock']:.2f}**"])
     table = markdown(["tokens per second", "sequences", "stock", "twell", "ratio"], "lrrrr", rows)
     return f"{table}\n\n{found['machine']}"
-
-
-def of_runs(counts: list[int]) -> str:
-    """The counts of some runs; one number where all are alike."""
-    return ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
 
 
 def ncu() -> str:
@@ -752,8 +688,7 @@ def commands() -> str:
     rows = []
     for each in measurements.ALL:
         said = "<br>".join(f"`{measurements.shown_command(command)}`" for command in each.commands)
-        seconds = f"{sum(each.seconds):,}{f' on {each.gpus} GPUs' if each.gpus > 1 else ''}"
-        rows.append([f"`{each.name}`", each.shown, seconds, said])
+        rows.append([f"`{each.name}`", each.shown, f"{sum(each.seconds):,}", said])
     return markdown(["file", "shown in", "seconds", "command"], "llrl", rows)
 
 
@@ -795,7 +730,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "auto losses": auto_losses,
     "fuzz": lambda: fuzz("h200_fuzz"),
     "fuzz portable": lambda: fuzz("h200_fuzz_portable"),
-    "beside fp8": beside_fp8,
     "decode autotuned": lambda: layer_calls("h200_decode_autotuned"),
     "large layer": lambda: layer_calls("h200_large_layer"),
     "few tokens": lambda: layer_calls("h200_few_ffn"),
@@ -805,7 +739,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "host": host,
     "hard model": lambda: with_machine("h200_model_hard", lambda rows: model_table([result("h200_model_hard")])),
     "soak": soak,
-    "several GPUs": several_gpus,
     "memory": memory,
     "serving": lambda: serving("h200_serving"),
     "serving machine": lambda: serving_machine("h200_serving"),
@@ -814,7 +747,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "serving less sparse": lambda: serving("h200_serving_less_sparse"),
     "serving less sparse machine": lambda: serving_machine("h200_serving_less_sparse"),
     "traces": traces,
-    "continuous batching": continuous_batching,
     "generate": generate,
     "ncu": ncu,
 }

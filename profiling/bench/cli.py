@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from profiling.bench import DESCRIPTION, fp8, report
+from profiling.bench import DESCRIPTION, report
 from profiling.bench.decode import DECODED
 from profiling.bench.energy import EnergyMeter, open_meter
 from profiling.bench.layers import INVARIANT, OPS, SCREENED, STRATEGIES, Options
@@ -129,7 +129,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = how.add_argument
     add("--device", help="cuda, cuda:INDEX or cpu, whose times mean nothing (default: cuda)")
     add("--compile", choices=COMPILE, help="torch.compile's mode for the dense layer (default; none on a CPU)")
-    add("--fp8", action="store_true", help="also dense in fp8, in ffn and decode; its error is shown, not judged")
     seconds = "time per workload, all variants (%(default)s)"
     add("--seconds", type=number_above(0), default=3.0, metavar="S", help=seconds)
     add("--memory", action="store_true", help="peak memory of inference; training always measures it")
@@ -169,24 +168,7 @@ def request(arguments: argparse.Namespace) -> tuple[Options, list[Job]]:
             source.check(n)
     elif not (sources := [source for source in sources if source.possible(n)]):
         raise RequestError(f"{n} neurons are too few for the named workloads: expected --workload")
-    if arguments.fp8:
-        _require_fp8(arguments, options.ops, k, n)
     return options, [Job(source, m, k, n, arguments.dtype) for source in sources for m in tokens]
-
-
-def _require_fp8(arguments: argparse.Namespace, ops: tuple[str, ...], k: int, n: int) -> None:
-    """Raise RequestError unless the layer can be computed in fp8."""
-    if not set(ops) & {"ffn", "decode"}:
-        raise RequestError(f"--fp8 is for ffn and decode: expected one of them, got {', '.join(ops)}")
-    if arguments.dtype != "bf16":
-        raise RequestError(f"with --fp8 --dtype must be bf16, got {arguments.dtype}")
-    for name, size in (("hidden", k), ("neurons", n)):
-        if size % fp8.MULTIPLE:
-            raise RequestError(f"with --fp8 --{name} must be a multiple of {fp8.MULTIPLE}, got {size}")
-    device = arguments.device
-    if device != "cpu" and (found := torch.cuda.get_device_capability(device)) < fp8.CAPABILITY:
-        wanted, got = (".".join(map(str, each)) for each in (fp8.CAPABILITY, found))
-        raise RequestError(f"--fp8 needs a GPU with fp8: expected compute capability {wanted} or more, got {got}")
 
 
 def _options(arguments: argparse.Namespace, by_default: int) -> tuple[tuple[int, ...], Options]:
@@ -236,7 +218,7 @@ def _facts(
 ) -> dict[str, Any]:
     """What a file holds besides rows."""
     kept = ("dtype", "compression", "activation", "threshold", "device", "compile", "memory", "kernels")
-    asked = {name: getattr(arguments, name) for name in (*kept, "energy", "fp8", "seconds")}
+    asked = {name: getattr(arguments, name) for name in (*kept, "energy", "seconds")}
     asked |= {"ops": options.ops, "workload": list(dict.fromkeys(job.source.name for job in jobs))}
     asked |= {"m": list(dict.fromkeys(job.m for job in jobs)), "k": jobs[0].k, "n": jobs[0].n}
     asked |= {"strategy": options.strategies, "m_decode": options.decoded, "l2_tbs": L2_TBS}
@@ -261,9 +243,7 @@ def run(arguments: argparse.Namespace) -> int:
         meter = open_meter(device.torch_device) if arguments.energy else None
         ceilings, machine = device.ceilings(DTYPES[arguments.dtype], L2_TBS)
         this = report.Run(COMMAND, arguments.json, lambda: _facts(arguments, options, jobs, ceilings, machine, meter))
-        options = replace(options, compiled=_through_compile(testing.dense_output, arguments.compile))
-        if arguments.fp8:
-            options = replace(options, fp8=_through_compile(fp8.output, arguments.compile) or fp8.output)
+        options = replace(options, compiled=_compiled(arguments.compile))
         runner = Runner(options, device, ceilings, report.Progress(COMMAND), meter)
 
         def work() -> None:
@@ -279,14 +259,14 @@ def run(arguments: argparse.Namespace) -> int:
     return this.status()
 
 
-def _through_compile(function: Callable[..., torch.Tensor], mode: str) -> Callable[..., torch.Tensor] | None:
-    """``function`` through torch.compile; None if the mode is "none"."""
+def _compiled(mode: str) -> Callable[..., torch.Tensor] | None:
+    """The dense layer through torch.compile; None if the mode is "none"."""
     if mode == "none":
         return None
     # each number of tokens and each size of a recorded layer is compiled separately
     torch._dynamo.config.recompile_limit = 256
     compiled: Callable[..., torch.Tensor] = torch.compile(
-        function, fullgraph=True, dynamic=False, mode=None if mode == "default" else mode
+        testing.dense_output, fullgraph=True, dynamic=False, mode=None if mode == "default" else mode
     )
     return compiled
 

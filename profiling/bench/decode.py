@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiling.bench import fp8
 from profiling.bench.layers import ITEM, SCREENED, TimedLayer, Variant, Verdict, tiles_of
 from twell import testing
 from twell._runtime import geometry
@@ -40,15 +39,12 @@ class Decode:
         self.copies = layer.device.copies_for(layer.weight_bytes)
         self.calls = self.copies * math.ceil(CALLS / self.copies)
         self.weights = [self.window, *(self.window.map(Tensor.clone) for _ in range(self.copies - 1))]
-        # three fp8 weights of every copy are more than its bf16 gate
-        self.fp8 = [fp8.Weights.of(weights) for weights in self.weights] if layer.options.fp8 is not None else []
 
     def variants(self, m: int) -> list[Variant]:
         """The variants with ``m`` tokens per call: dense PyTorch first, then each strategy."""
         call = _Calls(self, m)
         options = self.layer.options
         chosen = [call.dense(name, function) for name, function in self.layer.dense()]
-        chosen += [call.fp8()] if self.fp8 else []
         chosen += [call.sparse(requested) for requested in options.strategies]
         for variant in chosen:
             variant.copies = self.calls
@@ -106,25 +102,6 @@ class _Calls:
     def dense(self, name: str, function: Callable[..., Tensor]) -> Variant:
         call = lambda i: (function(self.at(i)),)  # noqa: E731
         return Variant(f"{name} decode", call, 3 * self.product, **self.figures("dense"))
-
-    def fp8(self) -> Variant:
-        """The layer with fp8 products, whose error is shown and not judged."""
-        layer, function, weights = self.layer, self.layer.options.fp8, self.decode.fp8
-        assert function is not None
-
-        def of(x: Tensor, i: int) -> Tensor:
-            return function(x, weights[i % self.decode.copies], layer.options.activation)
-
-        def verify(outputs: tuple[Tensor, ...]) -> Verdict:
-            right, dense, roundings = self.answer
-            y = self.whole(lambda part: of(part.x, 0))
-            return {"y": Comparison(testing.errors(y, right), dense, roundings)}, ""
-
-        moved = 2 * self.token_bytes + 3 * layer.weight_bytes / ITEM
-        flop = 3 * self.product
-        floor = layer.seconds(flop / fp8.RATE, moved)
-        call = lambda i: (of(self.at(i).x, i),)  # noqa: E731
-        return Variant(f"{fp8.NAME} decode", call, flop, floor, verify=verify, executed=flop, moved=moved)
 
     def sparse(self, requested: str) -> Variant:
         variant = Variant("decode", lambda i: (), 3 * self.product, baseline=" decode", requested=requested)

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from profiling.bench import fp8
 from profiling.bench.protocol import Ceilings, Device
 from twell import _auto, testing, tuning
 from twell._activation import RELU, Activation
@@ -46,8 +45,7 @@ Verify = Callable[[tuple[Tensor, ...]], Verdict]
 class Options:
     """The choices for each workload.
 
-    ``compiled`` is ``testing.dense_output`` through torch.compile, or None; ``fp8`` is ``fp8.output``, itself or
-    through torch.compile, or None.
+    ``compiled`` is ``testing.dense_output`` through torch.compile, or None.
     """
 
     ops: tuple[str, ...]
@@ -55,7 +53,6 @@ class Options:
     compression: int = 8
     decoded: tuple[int, ...] = ()
     compiled: Callable[..., Tensor] | None = None
-    fp8: Callable[..., Tensor] | None = None
     activation: Activation = RELU
     kernels: bool = False
     memory: bool = False
@@ -156,13 +153,9 @@ class TimedLayer:
 
     def verify_output(self, outputs: tuple[Tensor, ...]) -> Verdict:
         """Check y against float64."""
-        found = self.show_errors(outputs)[0]
-        return found, "" if found["y"].ok else str(found["y"])
-
-    def show_errors(self, outputs: tuple[Tensor, ...]) -> Verdict:
-        """The errors of y against float64, which are no fault: fp8 has others than bf16."""
         right, dense, roundings = self.answer
-        return {"y": Comparison(testing.errors(outputs[0], right), dense, roundings)}, ""
+        found = Comparison(testing.errors(outputs[0], right), dense, roundings)
+        return {"y": found}, "" if found.ok else str(found)
 
     def sparse(self, strategy: Any, compiled: bool = False) -> Callable[..., Tensor]:
         """``testing.sparse_output`` by this strategy."""
@@ -224,7 +217,6 @@ class Inference:
         if "ffn" not in layer.options.ops:
             return []
         chosen = [self._dense(name, function) for name, function in layer.dense()]
-        chosen += [self._fp8()] if layer.options.fp8 is not None else []
         return chosen + [self._sparse(requested) for requested in layer.options.strategies]
 
     def _dense(self, name: str, function: Callable[..., Tensor]) -> Variant:
@@ -232,14 +224,6 @@ class Inference:
         call: Call = lambda i: (function(self.problem._replace(x=self.layer.x[i])),)  # noqa: E731
         verify = self.layer.verify_output if name == "dense compiled" else None
         return Variant(name, call, self.flop, self.dense_floor, verify=verify, executed=self.flop)
-
-    def _fp8(self) -> Variant:
-        """The whole layer with fp8 products, whose error is shown and not judged."""
-        layer, function, weights = self.layer, self.layer.options.fp8, fp8.Weights.of(self.problem)
-        assert function is not None
-        call: Call = lambda i: (function(layer.x[i], weights, layer.options.activation),)  # noqa: E731
-        floor = layer.seconds(self.flop / fp8.RATE, 2 * layer.token_bytes + 3 * layer.weight_bytes / ITEM)
-        return Variant(fp8.NAME, call, self.flop, floor, verify=layer.show_errors, executed=self.flop)
 
     def _sparse(self, requested: str) -> Variant:
         """The whole layer by one strategy."""

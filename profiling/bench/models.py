@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -64,13 +63,12 @@ class _Report(report.Run):
         super().__init__(NAME, arguments.json, self.facts)
         self.arguments, self.device, self.meter = arguments, device, meter
         self.subjects: list[dict[str, Any]] = []
-        self.skipped: list[str] = []
         self.idle_watts: float | None = None
         self.machine = ""
 
     def facts(self) -> dict[str, Any]:
         """What the file holds besides rows."""
-        more: dict[str, Any] = {"machine": self.machine, "models": self.subjects, "skipped": self.skipped}
+        more: dict[str, Any] = {"machine": self.machine, "models": self.subjects}
         more["arguments"] = given(self.arguments) | {"compile": _compiled(self.arguments, self.device)}
         if len(self.subjects) == 1:
             more |= {name: self.subjects[0][name] for name in ("layers", "non_zeros", "unions")}
@@ -119,8 +117,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=at_least(1), metavar="N", default=5, help="timed calls of each variant (%(default)s)")
     add("--energy", action="store_true", help="energy per token, by NVML: each variant alone")
     add("--unscreened", action="store_true", help='time "auto" also without the int8 screen of the gate')
-    add("--budget-s", type=number, metavar="S", help="begin no operation after this many seconds")
-
     add("--json", type=Path, metavar="FILE", help="write the data")
 
 
@@ -241,7 +237,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(this: _Report) -> None:
     """Run all operations on all models; write the data after each."""
-    arguments, start, progress = this.arguments, time.monotonic(), Progress(NAME)
+    arguments, progress = this.arguments, Progress(NAME)
     # train comes last: it casts the weights
     ops = [op for op in OPS if op in arguments.ops]
     if this.meter is not None:
@@ -255,27 +251,15 @@ def _measure(this: _Report) -> None:
     makers = list(_subjects(arguments, this.device))
     names = [arguments.model.name] if arguments.model is not None else [s.name for s in arguments.config]
     for name, make in zip(names, makers, strict=True):
-        if _budget_spent(this, start, name):
-            continue
         progress.step(f"{name}: weights and tokens")
         subject = make()
         subject.analyze()
         this.subjects.append(subject.facts())
         for op in ops:
-            if not _budget_spent(this, start, f"{name} {op}"):
-                rows = run_op(subject, op, _settings(arguments, subject), this.meter, progress.step)
-                this.machine = testing.machine_line(this.device)
-                this.add(rows)
+            rows = run_op(subject, op, _settings(arguments, subject), this.meter, progress.step)
+            this.machine = testing.machine_line(this.device)
+            this.add(rows)
         del subject
-
-
-def _budget_spent(this: _Report, start: float, what: str) -> bool:
-    """Whether the budget is spent; then note ``what`` as skipped."""
-    budget = this.arguments.budget_s
-    if budget is None or time.monotonic() - start < budget:
-        return False
-    this.skipped.append(what)
-    return True
 
 
 # Output
@@ -343,12 +327,8 @@ COLUMNS = (
 def _print(this: _Report) -> None:
     if this.rows:
         report.print_table(report.used(COLUMNS, this.rows), this.rows)
-    for line in summaries(this.rows):
-        print(line)
     for facts in this.subjects:
         print("\n".join(_sparsity_lines(facts)))
-    if this.skipped:
-        print(f"left out, since --budget-s {this.arguments.budget_s:g} was over: {', '.join(this.skipped)}")
     if this.meter is not None:
         idle = "" if this.idle_watts is None else f"; idle {this.idle_watts:.0f} W"
         print(f"energy: of the whole board{idle}")
@@ -378,25 +358,3 @@ def _count(value: float) -> str:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(len(values), 1)
-
-
-def summaries(rows: Sequence[ModelRow]) -> Iterator[str]:
-    """The fastest sparse variant beside the fastest dense one: a line for each operation that has both."""
-    for config, op in dict.fromkeys((row.config, row.op) for row in rows):
-        timed = [row for row in rows if (row.config, row.op) == (config, op) and row.ms is not None]
-        dense, sparse = ([row for row in timed if row.variant.startswith(kind)] for kind in ("dense", "sparse"))
-        if not (dense and sparse):
-            continue
-        theirs, ours = (min(each, key=lambda row: row.ms or math.inf) for each in (dense, sparse))
-        parts = [f"{ours.variant} {ours.speedup:.2f} times as fast as {theirs.variant}"]
-        for name, what in (
-            ("mj_per_token", "energy"),
-            ("mj_per_token_idle_corrected", "net of idle"),
-            ("peak_bytes", "peak memory"),
-            ("peak_total_bytes", "with weights and states"),
-            ("kept_bytes_per_token", "kept for backward"),
-        ):
-            before, now = getattr(theirs, name), getattr(ours, name)
-            if before and now is not None:
-                parts.append(f"{what} {now / before - 1:+.1%}")
-        yield f"{config} {op}: {', '.join(parts)}"

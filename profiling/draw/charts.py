@@ -1,7 +1,7 @@
 """Draw profiling/charts/ from profiling/results/: ``python -m profiling.draw``.
 
     python -m profiling.draw                      # all charts whose data is there
-    python -m profiling.draw nnz layers           # these two; an error if their data is missing
+    python -m profiling.draw nnz tokens           # these two; an error if their data is missing
     python -m profiling.draw --check              # exit status 1 if a chart shows other data than the files hold
     python -m profiling.draw --results build/sweeps --out build/charts
 
@@ -23,8 +23,7 @@ from pathlib import Path
 from profiling.draw import style
 from profiling.draw.common import Chart, ResultError, Results, matplotlib_version
 from profiling.draw.kernels import kernels, roofline
-from profiling.draw.layers import layers, memory, nnz, speedup, tokens
-from profiling.draw.models import models, paper, training
+from profiling.draw.layers import nnz, speedup, tokens
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 CHARTS = Path(__file__).resolve().parents[1] / "charts"
@@ -32,13 +31,8 @@ ALL: dict[str, Callable[[Results], Chart | None]] = {
     "speedup": speedup,
     "nnz": nnz,
     "tokens": tokens,
-    "layers": layers,
-    "memory": memory,
     "kernels": kernels,
     "roofline": roofline,
-    "models": models,
-    "paper": paper,
-    "training": training,
 }
 
 

@@ -59,11 +59,6 @@ class Results:
             raise ResultError(f"{path} does not name its machine")
         return loaded
 
-    def matching(self, pattern: str) -> dict[str, dict[str, Any]]:
-        """Content of the files whose names match, sorted by name."""
-        found = {path.stem: self.get(path.stem) for path in sorted(self.folder.glob(f"{pattern}.json"))}
-        return {name: result for name, result in found.items() if result is not None}
-
 
 def markdown(header: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; ``align`` has l or r for each column. ValueError if a line has more cells or fewer."""

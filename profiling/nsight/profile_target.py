@@ -48,7 +48,7 @@ KERNELS = {
 }
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-TOKENS, FEW_TOKENS = 16384, 16
+TOKENS = 16384
 
 
 def gate_pack(p: FFN, compression: int, strategy: Any) -> Call:
@@ -72,8 +72,8 @@ def layer(gated: bool) -> Callable[[FFN, int, Any], Call]:
     )
 
 
-def step(backward: bool, gated: bool = True) -> Callable[[FFN, int, Any], Call]:
-    """Forward passes of training, with or without backward."""
+def step(gated: bool) -> Callable[[FFN, int, Any], Call]:
+    """Training steps of a layer: forward and backward."""
 
     def build(p: FFN, compression: int, strategy: Any) -> Call:
         dy = testing.real_upstream(p)
@@ -83,7 +83,7 @@ def step(backward: bool, gated: bool = True) -> Callable[[FFN, int, Any], Call]:
         @torch.enable_grad()
         def call() -> object:
             y = testing.sparse_output(leaves, gated=gated, compression=compression, strategy=strategy)
-            return torch.autograd.grad(y, needed, dy) if backward else y
+            return torch.autograd.grad(y, needed, dy)
 
         return call
 
@@ -111,11 +111,9 @@ OPS: dict[str, Callable[[FFN, int, Any], Call]] = {
     "unpack": reader(lambda p, w, s, c: ops.unpack(w, s, p.w_gate.shape[0], c)),
     "ffn": layer(gated=True),
     "sparse_ffn": layer(gated=False),
-    "decode": layer(gated=True),
-    "train": step(backward=True),
-    "train_forward": step(backward=False),
+    "train": step(gated=True),
     "train_backward": train_backward,
-    "sparse_train": step(backward=True, gated=False),
+    "sparse_train": step(gated=False),
     "reglu": reglu,
 }
 
@@ -152,7 +150,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("op", help=f"comma-separated, out of {', '.join(OPS)}, or kernels: {', '.join(KERNELS)}")
     add("--workload", default="topic29", help="one workload of profiling.bench (default: %(default)s)")
-    add("--m", type=at_least(1), help=f"tokens (default: {TOKENS}; decode: {FEW_TOKENS})")
+    add("--m", type=at_least(1), default=TOKENS, help="tokens (default: %(default)s)")
     add(
         "--k",
         type=at_least(8),
@@ -184,11 +182,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [op for op in arguments.op if op not in OPS and op not in KERNELS]
     if unknown:
         parser.error(f"unknown operator {', '.join(unknown)}; expected some of {', '.join((*OPS, *KERNELS))}")
-    if "decode" in arguments.op and len(arguments.op) > 1 and arguments.m is None:
-        parser.error("decode beside other operators needs --m")
     if arguments.figures and arguments.trace:
         parser.error("--figures records nothing: leave --trace out")
-    arguments.m = arguments.m or (FEW_TOKENS if arguments.op == ["decode"] else TOKENS)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("needs a CUDA device; --device cpu tries it out")
     return arguments

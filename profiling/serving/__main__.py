@@ -1,9 +1,6 @@
-"""Serving without a server's machine: record the steps of a scheduler, replay them, and run an engine of transformers.
+"""Serving without a server's machine: replay the recorded steps of a scheduler, and run `generate` of transformers.
 
-    make test-serving ARGS=--collect-only                                          # makes the environment of vLLM
-    build/serving-env/bin/python -m profiling.serving record --out profiling/traces/vllm_cpu.json
     python -m profiling.serving replay --out replay.json                             # on a GPU, three minutes
-    python -m profiling.serving batches --out batches.json                           # on a GPU, two minutes
     python -m profiling.serving generate --config 16x2048x5632 --out generate.json   # on a GPU, four minutes
 
 Each command has --help. A model is one of ``profiling.bench model``, drawn, or a folder with --text.
@@ -14,13 +11,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from profiling.serving import batches, generate, record, replay
+from profiling.serving import generate, replay
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, module in (("record", record), ("replay", replay), ("batches", batches), ("generate", generate)):
+    for name, module in (("replay", replay), ("generate", generate)):
         command = commands.add_parser(
             name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )

@@ -4,16 +4,20 @@ Both models have the same weights, in bfloat16. "prompt" is a forward pass on --
 without a cache. "generate" makes --new tokens, the likeliest, for each of some sequences: "eager" with the default
 cache, "static" with ``cache_implementation="static"``, whose steps transformers compiles and replays as CUDA graphs. A
 model makes all tokens twice, untimed, before --runs timed runs, which the two take in turn; the median counts. Tokens
-of the two are compared as in ``batches``.
+of the two are compared: for each sequence that differs, the stock model's logits at the first difference say how far
+apart the two tokens are, in roundings of a bfloat16 logit. Up to 4 of them is a tie. A drawn model gets random output
+weights of its own: with those of its embedding it would repeat the last token of the prompt, whatever its layers
+compute.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +26,16 @@ import torch
 from torch import Tensor
 
 from profiling.bench.report import write_json
-from profiling.serving import batches, models
+from profiling.serving import models
 from twell import testing
 from twell.commands.request import at_least
 from twell.integrations.transformers import sparsify
 from twell.nn import explain
 
+# Another seed than the embedding has, of whose weights these would be a shifted copy.
+_HEAD_SEED = 20
+# Sequences whose logits are computed at a time.
+_PART = 32
 CACHES = {"eager": None, "static": "static"}
 
 
@@ -62,10 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     most = max(arguments.sequences)
     subject = models.subject(arguments, (arguments.prompts, arguments.prompt), (most, 64))
     if arguments.model is None:
-        batches._draw_head(subject.model)
+        _draw_head(subject.model)
     prompts, heads = subject.prompts.to(subject.device), subject.heads.to(subject.device)
-    stock = batches._stock(subject.model)
-    both = {"stock": stock, "sparse": sparsify(batches._stock(subject.model))}
+    stock = _stock(subject.model)
+    both = {"stock": stock, "sparse": sparsify(_stock(subject.model))}
     rows: list[Row] = []
 
     def measure(what: str, sequences: int, tokens: int, calls: dict[str, Callable[[], Any]]) -> list[Row]:
@@ -107,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
 
             found = measure(cache, count, count * arguments.new, {name: partial(generate, name) for name in both})
             made = [answers[name].tolist() for name in both]
-            distances = batches._distances(stock, heads[:count].tolist(), *made)
+            distances = _distances(stock, heads[:count].tolist(), *made)
             found[1].differing, found[1].worst = len(distances), max(distances, default=0.0)
             found[1].ties = sum(distance <= 4 for distance in distances)
     write_json(
@@ -141,4 +149,57 @@ def ran(model: Any) -> dict[str, int]:
     for choice in explain(model):
         key = f"{choice.tokens}{' ' if choice.graph else ''}{choice.graph}: {choice.strategy}"
         found[key] = found.get(key, 0) + 1
+    return found
+
+
+def _draw_head(model: Any) -> None:
+    """Give the model output weights of its own, as large as those that it has."""
+    embedding = model.get_input_embeddings().weight
+    drawn = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(_HEAD_SEED), device="cpu")
+    drawn *= embedding.float().std().item()
+    model.config.tie_word_embeddings = False
+    model.get_output_embeddings().weight = torch.nn.Parameter(drawn.to(embedding))
+
+
+def _stock(model: Any) -> Any:
+    """The model as transformers has it, with ReLU, and with down weights of its own."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    content = model.config.to_dict()
+    # SparseLlama and SparseQwen2 name their base in their model type
+    kind = content.pop("model_type").removeprefix("sparse_")
+    config = AutoConfig.for_model(kind, **content | {"hidden_act": "relu", "architectures": None})
+    with torch.device("meta"):
+        stock = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    state = {name: t.clone() if "down_proj" in name else t for name, t in model.state_dict().items()}
+    stock.load_state_dict(state, assign=True)
+    stock.tie_weights()
+    # meta tensors are not in a state
+    stock.get_decoder().rotary_emb = model.get_decoder().rotary_emb
+    return stock.eval()
+
+
+@torch.inference_mode()
+def _distances(
+    stock: Any, prompts: Sequence[list[int]], first: Sequence[list[int]], answers: Sequence[list[int]]
+) -> list[float]:
+    """For each request whose answers differ, how many roundings apart the logits at the first difference are."""
+    device = next(stock.parameters()).device
+    different = []
+    for prompt, a, b in zip(prompts, first, answers):
+        if a != b:
+            at = next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
+            different.append(([*prompt, *a[:at]], a[at], b[at]))
+    found = []
+    for start in range(0, len(different), _PART):
+        part = different[start : start + _PART]
+        # tokens behind a sequence do not change what attention, which is causal, makes of it
+        ids = [torch.tensor(sequence, device=device) for sequence, _, _ in part]
+        hidden = stock.get_decoder()(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False)[0]
+        ends = torch.tensor([len(sequence) - 1 for sequence in ids], device=device)
+        logits: Tensor = stock.get_output_embeddings()(hidden[torch.arange(len(part), device=device), ends]).float()
+        for row, (_, one, other) in zip(logits.tolist(), part):
+            # a bfloat16 has 8 bits
+            rounding = 2.0 ** (math.frexp(max(abs(row[one]), abs(row[other])))[1] - 8)
+            found.append(abs(row[one] - row[other]) / rounding)
     return found

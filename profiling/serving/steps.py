@@ -1,14 +1,15 @@
-"""Steps of a server's scheduler, and the files that keep them."""
+"""Steps of a server's scheduler, and the file that keeps them.
+
+Those of profiling/traces/ are of vLLM on a CPU: requests that all arrive at once, twice as many as run at a time, with
+prompts and outputs of the lengths in the file. Only the sizes of steps matter, which do not depend on the model.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-from twell import _files
 
 # vLLM's sizes of CUDA graphs on a Hopper GPU, from the documentation of its configuration.
 CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
@@ -49,15 +50,7 @@ class Trace:
         return f"{self.sequences} sequences"
 
 
-def write(path: Path, traces: Sequence[Trace], about: dict[str, object]) -> None:
-    """Write the traces and facts ``about`` the run; a step is [prefill, decode, context]."""
-    runs = [
-        {"sequences": t.sequences, "requests": t.requests, "steps": [list(step) for step in t.steps]} for t in traces
-    ]
-    _files.write_text(path, json.dumps({**about, "traces": runs}) + "\n")
-
-
 def read(path: Path) -> list[Trace]:
-    """The traces of a file."""
+    """The traces of a file, in which a step is [prefill, decode, context]."""
     runs = json.loads(path.read_text())["traces"]
     return [Trace(run["sequences"], run["requests"], [Step(*step) for step in run["steps"]]) for run in runs]

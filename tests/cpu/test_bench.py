@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from profiling.bench import cli, fp8, main
+from profiling.bench import cli, main
 from profiling.bench.decode import Decode
 from profiling.bench.layers import OPS, Options, TimedLayer
 from profiling.bench.protocol import Ceilings, Cpu
@@ -21,7 +21,6 @@ from profiling.bench.rows import LayerRow
 from profiling.bench.runner import Job, Runner
 from profiling.bench.workloads import parse
 from twell import testing
-from twell._activation import activation_of
 from twell.commands import timing
 from twell.commands.timing import Call
 
@@ -185,7 +184,7 @@ def test_a_wrong_gradient_is_red(bench: Callable[..., Result], monkeypatch: pyte
 def test_a_wrong_dense_layer_is_no_baseline(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     """A dense layer that torch.compile compiles is checked like the sparse ones."""
     dense = testing.dense_output
-    monkeypatch.setattr(cli, "_through_compile", lambda function, mode: lambda p, **form: 1.05 * dense(p, **form))
+    monkeypatch.setattr(cli, "_compiled", lambda mode: lambda p, **form: 1.05 * dense(p, **form))
     result = bench("ffn", "--workload", WORKLOAD)
     assert result.code == 1
     assert {row["variant"] for row in result.rows if row["red"]} == {"dense compiled"}
@@ -261,40 +260,7 @@ def test_what_does_not_fit_trains_dense_and_by_overflow(bench: Callable[..., Res
     assert bench("train_overflow", "--workload", WORKLOAD).out.startswith("nothing to time")
 
 
-# fp8 and torch.compile
-
-
-def test_the_error_of_fp8_is_shown_and_not_judged(bench: Callable[..., Result]) -> None:
-    result = bench("ffn,decode", "--workload", WORKLOAD, "--m-decode", "1,8", "--fp8", "-n", "272")
-    assert result.code == 0
-    found = {(row["variant"], row["tokens"]): row for row in result.rows}
-    for row in (found["dense fp8", 64], found["dense fp8 decode", 1], found["dense fp8 decode", 8]):
-        # e4m3 has four significant bits, and a gate near 0 may get another sign
-        assert 10 * row["dense_frobenius"] < row["frobenius"] < 0.5
-        assert row["ms"] > 0
-    # the baseline of speed-ups stays the layer with the same results
-    assert {row["faster_dense"] for row in result.rows if row["variant"] in ("ffn", "decode")} == {"eager"}
-    assert result.data["arguments"]["fp8"] is True
-
-
-def test_fp8_knows_every_activation_and_bias() -> None:
-    problem = testing.FFN(*(torch.randn(size).bfloat16() for size in ((64, 64), (272, 64), (272, 64), (272, 64))))
-    problem = problem._replace(b_gate=torch.randn(272).bfloat16(), b_down=torch.randn(64).bfloat16())
-    for name, threshold in (("relu", 0.0), ("relu2", 0.0), ("drelu", 0.0), ("fatrelu", 2.0)):
-        activation = activation_of(name, threshold)
-        y = fp8.output(problem.x, fp8.Weights.of(problem), activation)
-        assert testing.errors(y, testing.float64_output(problem, **activation.options())).frobenius < 0.1
-    # each row reaches the largest value of e4m3, and zeros stay
-    values, scales = fp8.quantise(torch.tensor([[1e-30, -3.0, 7.0], [0.0, 0.0, 0.0]]).bfloat16())
-    assert values.float().tolist() == [[0, -192, 448], [0, 0, 0]]
-    assert scales[0] == 7 / 448
-
-
-def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "pick_device", lambda text: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert main(["ffn", "--workload", WORKLOAD, "--fp8"]) == 2
-    assert "--fp8 needs a GPU with fp8: expected compute capability 8.9 or more, got 8.0" in capsys.readouterr().err
+# torch.compile
 
 
 def test_decode_has_the_compiled_dense_layer_by_the_mode_asked_for(
@@ -313,13 +279,13 @@ def test_decode_has_the_compiled_dense_layer_by_the_mode_asked_for(
 
     monkeypatch.setattr(torch, "compile", compiled)
     mode = "max-autotune-no-cudagraphs"
-    words = ("--workload", WORKLOAD, "--m-decode", "4", "--strategy", "row", "--fp8", "--compile", mode, "-n", "272")
+    words = ("--workload", WORKLOAD, "--m-decode", "4", "--strategy", "row", "--compile", mode)
     result = bench("decode", *words)
     assert result.code == 0
-    assert modes == [(testing.dense_output, mode), (fp8.output, mode)]
-    assert set(called) == {testing.dense_output, fp8.output}
+    assert modes == [(testing.dense_output, mode)]
+    assert set(called) == {testing.dense_output}
     variants = [row["variant"] for row in result.rows]
-    assert variants == ["dense eager decode", "dense compiled decode", "dense fp8 decode", "decode"]
+    assert variants == ["dense eager decode", "dense compiled decode", "decode"]
 
 
 # Ctrl-C, memory and energy
@@ -464,11 +430,6 @@ def test_decode_leaves_no_gate_in_the_cache(monkeypatch: pytest.MonkeyPatch, cac
         (["ffn", "--json", "."], ". is a folder: expected the name of a file"),
         (["ffn", "--json", "/dev/null/x.json"], "/dev/null/x.json cannot be written"),
         (["ffn", "--energy"], "--energy needs a CUDA device, got cpu"),
-        (["train", "--fp8"], "--fp8 is for ffn and decode: expected one of them, got train"),
-        (
-            ["ffn", "--fp8", "-n", "264", "--workload", "nnz=9"],
-            "with --fp8 --neurons must be a multiple of 16, got 264",
-        ),
         (["ffn,model"], "model must be the only operation"),
     ],
 )

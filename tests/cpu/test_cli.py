@@ -31,7 +31,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "parts"),
     [
         (["--help"], ["demo", "info", "analyze", "convert", "--version"]),
-        (["demo", "--help"], ["--text", "--seconds", "--steps", "--seed", "--out", "--l1", "--compression", "Ctrl-C"]),
+        (["demo", "--help"], ["--text", "--seconds", "--steps", "--seed", "--l1", "--compression", "Ctrl-C"]),
         (["info", "--help"], ["--json", "--verbose"]),
     ],
 )
@@ -74,18 +74,18 @@ def test_arguments_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
         return 7
 
     monkeypatch.setattr(demo, "run", run)
-    given = "--text t --out o.png --seconds 2 --steps 3 --seed 4 --layers 5 --hidden 64 --intermediate 8 --context 9"
+    given = "--text t --seconds 2 --steps 3 --seed 4 --layers 5 --hidden 64 --intermediate 8 --context 9"
     assert cli.main(["demo", *given.split(), "--l1", "0.5", "--compression", "2", "--device", "cpu"]) == 7
     (request,) = seen
-    assert (str(request.text), str(request.out), request.device) == ("t", "o.png", "cpu")
+    assert (str(request.text), request.device) == ("t", "cpu")
     assert (request.seconds, request.steps, request.seed, request.l1, request.compression) == (2.0, 3, 4, 0.5, 2)
     assert (request.layers, request.hidden, request.intermediate, request.context) == (5, 64, 8, 9)
     preset = demo.CPU
     assert demo.pick_shape(request, preset) == demo.ModelShape(5, 64, 8, 9)
-    assert demo.pick_shape(demo.DemoRequest(request.out), preset) == preset.shape
+    assert demo.pick_shape(demo.DemoRequest(), preset) == preset.shape
     # bounded by steps, by time, by both
     for seconds, steps, expected in ((None, 3, (None, 3)), (None, None, (60, None)), (5.0, 3, (5.0, 3))):
-        schedule = demo.schedule_of(demo.DemoRequest(request.out, seconds=seconds, steps=steps), preset)
+        schedule = demo.schedule_of(demo.DemoRequest(seconds=seconds, steps=steps), preset)
         assert (schedule.seconds, schedule.steps) == expected
 
 

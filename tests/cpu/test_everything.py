@@ -142,19 +142,17 @@ def test_files_of_another_gpu_are_made_only_by_name(
     assert list(run("h200_auto")[2]) == ["h100_auto", "h200_auto"]
 
 
-def test_inputs_and_gpus_that_are_missing(add: Callable[..., None], run: Callable[..., Any], tmp_path: Path) -> None:
+def test_inputs_that_are_missing(add: Callable[..., None], run: Callable[..., Any], tmp_path: Path) -> None:
     add("real", ("{}", 0), more=" $REAL")
-    add("two", ("{}", 0), gpus=2)
     status, said, found = run()
     assert (status, found) == (0, {})
     assert "real: left out, as it needs --real" in said
-    assert "two: left out, as it needs --gpus 2" in said
     add("plain", ("{}", 0))
-    said = "profiling.everything: error: real needs --real; two needs --gpus 2\n"
+    said = "profiling.everything: error: real needs --real\n"
     # before anything runs
-    assert run("plain", "real", "two") == (2, said, {})
-    assert list(run("--real", str(tmp_path), "--gpus", "2")[2]) == ["plain", "real", "two"]
-    assert "NAME must be one of real, two, plain, got nothing" in run("nothing")[1]
+    assert run("plain", "real") == (2, said, {})
+    assert list(run("--real", str(tmp_path))[2]) == ["plain", "real"]
+    assert "NAME must be one of real, plain, got nothing" in run("nothing")[1]
 
 
 def test_the_list_has_what_is_older(

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from profiling.serving import __main__ as serving
-from profiling.serving import batches, replay, steps
+from profiling.serving import generate, replay, steps
 from profiling.serving.replay import Phase, Size
 from profiling.serving.steps import Step, Trace
 
@@ -62,7 +62,8 @@ def test_phases_add_up_the_times_of_sizes() -> None:
 
 
 def test_replay_measures_each_size_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    steps.write(tmp_path / "trace.json", [Trace(4, 8, [Step(100, 2, 30), Step(0, 4, 99), Step(0, 3, 80)])], {})
+    run = {"sequences": 4, "requests": 8, "steps": [[100, 2, 30], [0, 4, 99], [0, 3, 80]]}
+    (tmp_path / "trace.json").write_text(json.dumps({"traces": [run]}))
     out = tmp_path / "out.json"
     sizes = ["--decode", "1", "4", "--prefill", "32", "--context", "8", "--seconds", "0.001"]
     assert serving.main(["replay", *TINY, *sizes, "--trace", str(tmp_path / "trace.json"), "--out", str(out)]) == 0
@@ -73,40 +74,6 @@ def test_replay_measures_each_size_and_trace(tmp_path: Path, capsys: pytest.Capt
         assert all(len(each) == 2 for each in row["each_us"].values())
     assert [Phase(**phase).steps for phase in data["phases"]] == [1, 2]
     assert "4 sequences, decode: 2 steps, 7 tokens, 0 not measured" in capsys.readouterr().out
-
-
-def test_batches_compare_tokens_and_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if not hasattr(pytest.importorskip("transformers"), "ContinuousBatchingConfig"):
-        pytest.skip("this transformers has no continuous batching")
-    out = tmp_path / "out.json"
-    words = ["batches", *TINY, "--requests", "3", "--new", "4", "--runs", "3", "--out", str(out)]
-    assert serving.main(words) == 0
-    rows = [batches.Row(**row) for row in json.loads(out.read_text())["rows"]]
-    assert [(row.model, row.requests, row.tokens) for row in rows] == [("stock", 3, 12), ("sparse", 3, 12)]
-    for row in rows:
-        assert len(row.seconds) == len(row.differing) == 3
-        assert row.tokens_per_s == 12 / sorted(row.seconds)[1]
-        # on a CPU "auto" is dense: only ties may differ
-        assert row.differing == row.ties
-
-
-def test_batches_see_a_wrong_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not hasattr(pytest.importorskip("transformers"), "ContinuousBatchingConfig"):
-        pytest.skip("this transformers has no continuous batching")
-    stock = batches._stock
-
-    def stock_before_damage(model: Any) -> Any:
-        kept = stock(model)
-        model.get_decoder().layers[1].mlp.down_proj.weight.data.neg_()
-        return kept
-
-    monkeypatch.setattr(batches, "_stock", stock_before_damage)
-    out = tmp_path / "out.json"
-    assert serving.main(["batches", *TINY, "--requests", "8", "--new", "8", "--runs", "1", "--out", str(out)]) == 0
-    first, second = (batches.Row(**row) for row in json.loads(out.read_text())["rows"])
-    assert first.differing == [0]
-    assert second.differing[0] > second.ties[0]
-    assert second.worst > 4
 
 
 def test_generate_is_timed_beside_stock(tmp_path: Path) -> None:
@@ -121,3 +88,19 @@ def test_generate_is_timed_beside_stock(tmp_path: Path) -> None:
     # on a CPU both run PyTorch's operators, and choose the same tokens
     assert rows[-1]["differing"] == 0
     assert rows[-1]["strategies"] == {"any: dense": 2}
+
+
+def test_generate_sees_a_wrong_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sparsify = generate.sparsify
+
+    def damaged(model: Any) -> Any:
+        sparse = sparsify(model)
+        sparse.get_decoder().layers[1].mlp.down_proj.weight.data.neg_()
+        return sparse
+
+    monkeypatch.setattr(generate, "sparsify", damaged)
+    small = ["--prompts", "1", "--prompt", "128", "--new", "8", "--runs", "1", "--sequences", "8", "--caches", "eager"]
+    assert serving.main(["generate", *TINY, *small, "--out", str(tmp_path / "made.json")]) == 0
+    found = json.loads((tmp_path / "made.json").read_text())["rows"][-1]
+    assert found["differing"] > found["ties"]
+    assert found["worst"] > 4

@@ -211,7 +211,6 @@ class TestTarget:
         ("arguments", "message"),
         [
             (["ffn,nonsense"], "unknown operator nonsense; expected some of gate_pack, "),
-            (["decode,ffn"], "decode beside other operators needs --m"),
             (["ffn", "--figures", "a", "--trace", "b"], "--figures records nothing: leave --trace out"),
             (["ffn", "--m", "0"], "expected an integer of at least 1, got 0"),
         ],

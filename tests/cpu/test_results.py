@@ -178,23 +178,6 @@ def test_layers_of_a_bench_stand_beside_the_faster_dense(readme: Any, tmp_path: 
     assert table == [["`topic29`", "512", "29", "forward", strategy, *times] for strategy in ("auto: row", "row")]
 
 
-def test_fp8_stands_beside_the_faster_dense_and_the_sparse_layer(readme: Any, tmp_path: Path) -> None:
-    def timed(variant: str, ms: float, error: float, **more: Any) -> dict[str, Any]:
-        known = {"workload": "topic29", "tokens": 64, "variant": variant, "ms": ms, "red": "", "frobenius": error}
-        return known | {"dense_frobenius": 0.002} | more
-
-    rows = [timed("dense eager decode", 0.05, 0.0), timed("dense compiled decode", 0.04, 0.002)]
-    rows += [
-        timed("dense fp8 decode", 0.03, 0.09),
-        timed("decode", 0.02, 0.001),
-        timed("dense fp8", 9.0, 0.5, tokens=8),
-    ]
-    write(tmp_path, "h200_fp8", rows)
-    table = readme.beside_fp8().split("\n\n")[0]
-    errors = ["0.20 %", "9.00 %", "0.10 %"]
-    assert cells(table) == [["`topic29`", "64", "40", "30", "**20**", "1.50", *errors]]
-
-
 def test_the_table_of_the_screen(readme: Any) -> None:
     def row(requested: str, ms: float, strategy: str = "", **more: Any) -> dict[str, Any]:
         known = {"workload": "w", "tokens": 16384, "variant": "ffn", "requested": requested, "strategy": strategy}

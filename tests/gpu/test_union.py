@@ -31,7 +31,7 @@ def assert_same_outputs(found: Outputs, expected: Outputs, what: str = "") -> No
         testing.assert_same(ours, theirs, f"{name} {what}")
 
 
-@pytest.mark.parametrize("ctas", [1, 3, 20, 100])
+@pytest.mark.parametrize("ctas", [2, 3, 20, 100])
 def test_bits_do_not_depend_on_how_units_are_dealt(ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In rounds or in a part of one, whole or cut. In sums of |h| neither."""
     for name, m in (("topic29", 3000), ("skew29", 700), ("uniform29", 300)):

@@ -22,7 +22,7 @@ MODELS = (
 )
 DEMO = """\
 Train a small byte-level transformer with a ReLU-gated FFN and an L1 penalty, then run its trained FFN layers on
-held-back text through TwELL and through dense PyTorch, compare both with float64, print a table and save one picture.
+held-back text through TwELL and through dense PyTorch, compare both with float64, and print a table.
 Ctrl-C ends the training early and evaluates the model so far. Exits with 1 if sparse and dense disagree.
 """
 INFO = """\
@@ -44,7 +44,6 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--text", type=Path, metavar="DIR", help="folder of text files (default: the Python standard library's source)"
     )
-    demo.add_argument("--out", type=Path, metavar="PNG", default=Path("twell_demo.png"), help="picture (%(default)s)")
     demo.add_argument("--device", help=DEVICE_HELP)
     length = demo.add_argument_group("training", "without --steps time bounds it, and no two runs are the same")
     length.add_argument(

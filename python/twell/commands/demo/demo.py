@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import math
 import shutil
 import sys
@@ -19,12 +18,10 @@ from torch import Tensor
 
 from twell import testing
 from twell._runtime.device import SM_90
-from twell.commands.demo import plots
 from twell.commands.demo.compare import LOSS_TOLERANCE, LayerComparison, agreement_table, compare_layer, sparsity_table
 from twell.commands.demo.corpus import Corpus, even_windows, read_corpus
 from twell.commands.demo.model import ByteModel, ModelShape, Output, Reading, Schedule, train
 from twell.commands.request import RequestError, pick_device
-from twell.commands.saved_model import check_file
 from twell.functional import Strategy, pack, sparse_gated_ffn
 
 INTERRUPTED = 130
@@ -53,7 +50,6 @@ SM90 = Preset(ModelShape(6, testing.PAPER_HIDDEN, testing.PAPER_NEURONS, 512), 3
 class DemoRequest:
     """The arguments of `twell demo`. None: the machine's preset (`text`: the standard library's source)."""
 
-    out: Path
     text: Path | None = None
     device: str | None = None
     seconds: float | None = None
@@ -229,23 +225,12 @@ def _notes(reports: Sequence[LayerComparison], checked: torch.device) -> Iterato
         yield "  medians of CUDA events, dense and sparse in turn."
 
 
-def _save_picture(request: DemoRequest, *arguments: object) -> None:
-    """Write the PNG; without matplotlib, say how to install it."""
-    try:
-        plots.save(request.out, *arguments)  # type: ignore[arg-type]
-    except ImportError as error:
-        print(f"\nNo picture: {error}. Install matplotlib with `pip install 'twell[plots]'`.")
-    else:
-        print(f"\nPicture: {request.out.absolute()}")
-
-
 def run(request: DemoRequest) -> int:
     """Run the demo and print its progress.
 
     Returns the exit code: 0, 1 on disagreement, divergence or a missing kernel, 130 if nothing was trained.
     Raises RequestError before any training if the request cannot be met.
     """
-    check_file("--out", request.out, (".png",))
     device = pick_device(request.device)
     preset = pick_preset(device)
     shape = pick_shape(request, preset)
@@ -262,8 +247,6 @@ def run(request: DemoRequest) -> int:
     model = ByteModel(shape).to(device)
     for lines in (_describe_machine(device, checked), _describe_text(corpus), _describe_model(model, schedule)):
         print(*lines, sep="\n")
-    if importlib.util.find_spec("matplotlib") is None:
-        print("No picture will be drawn: install matplotlib with `pip install 'twell[plots]'` for one")
 
     def notice() -> None:
         print("\nStopping after this step to evaluate the model so far; Ctrl-C again quits.", flush=True)
@@ -307,12 +290,7 @@ def run(request: DemoRequest) -> int:
     print(f"\nHeld-back loss of the whole model, nats per byte: dense {dense_loss:.4f}, TwELL {sparse_loss:.4f}")
 
     failures = [f"layer {r.layer}: {f}" for r in reports for f in r.failures] + model_failures(dense_loss, sparse_loss)
-    title = f"TwELL demo: {shape.layers} layers, hidden {shape.hidden}, {shape.intermediate:,} neurons, " + (
-        f"{history.steps:,} steps on {corpus.root.name}"
-    )
-    non_zeros = [r.non_zeros for r in reports]
-    _save_picture(request, history.readings, dense_loss, non_zeros, shape.intermediate, title)
-    print(f"Evaluation took {time.perf_counter() - started:.1f} s")
+    print(f"\nEvaluation took {time.perf_counter() - started:.1f} s")
     if failures:
         print("\nFAILED: sparse and dense disagree", *(f"  {failure}" for failure in failures), sep="\n")
         return 1

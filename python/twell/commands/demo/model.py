@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 
 import torch
@@ -166,7 +166,6 @@ class Reading:
 
 @dataclass
 class History:
-    readings: list[Reading] = field(default_factory=list)
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -258,7 +257,6 @@ def train(
                 elapsed = time.perf_counter() - start
                 done = schedule.progress(history.steps, elapsed)
                 reading = Reading(history.steps, done, loss_now, non_zeros, history.tokens / elapsed)
-                history.readings.append(reading)
                 report(reading)
         history.interrupted = stop.requested
     if device.type == "cuda":
