@@ -183,7 +183,11 @@ def test_the_table_of_the_screen(readme: Any) -> None:
         known = {"workload": "w", "tokens": 16384, "variant": "ffn", "requested": requested, "strategy": strategy}
         return known | {"ms": ms, "red": "", "energy_mj": None, "peak_bytes": None} | more
 
-    rows = [row("union", 0.5, peak_bytes=2e6), row("union+screen", 0.4, peak_bytes=3e6), row("auto", 0.45, "union+screen")]
+    rows = [
+        row("union", 0.5, peak_bytes=2e6),
+        row("union+screen", 0.4, peak_bytes=3e6),
+        row("auto", 0.45, "union+screen"),
+    ]
     rows += [row("union", 1.0, variant="train"), row("union+screen", 0.9, variant="train", red="wrong")]
     header, _, *lines = readme.screen_table(rows, "union").splitlines()
     assert header == '| workload | tokens | call | "union", us | "union+screen" | over | "auto", over | MB |'
