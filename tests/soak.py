@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
@@ -34,10 +34,10 @@ from typing import Any
 import torch
 
 from tests import family
-from tests.fuzz.answers import Result, check, check_packed, dense, same_bits, solve
+from tests.fuzz.answers import Result, same_bits, solve
 from tests.fuzz.ledger import header
-from tests.fuzz.problems import DTYPES, SPARSE, Case, Limits, build, contiguous, draw, laid_out
-from tests.fuzz.run import Watchdog, caller, give_back, spoil, usable
+from tests.fuzz.problems import DTYPES, Case, build, draw, laid_out
+from tests.fuzz.run import Watchdog, caller, compare, give_back, prepare, spoil, usable
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -84,12 +84,6 @@ def host_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
-def cases(seed: int, first: int, limits: Limits) -> Iterator[Case]:
-    """The cases from this number on, without those that compact a module."""
-    drawn = (draw(seed, number, limits, False) for number in count(first))
-    return (case for case in drawn if case.op != "compact")
-
-
 class Own(threading.local):
     """The stream of a thread, always the same: cuBLAS keeps memory for each pair of them."""
 
@@ -130,21 +124,14 @@ def repeat(case: Case, device: torch.device, calls: int) -> None:
                 same_bits(again, outputs, f"call {i + 2}")
             spoil(again, keep)
             del again
-        plain = dense(case, operands, layer.dy) if case.strategy not in SPARSE and case.op != "pack" else {}
-    if case.op == "pack":
-        check_packed(case, layer, right, outputs)
-        return
-    baseline = {}
-    if case.strategy != "dense" and not case.exact:
-        with torch.autocast(device.type, enabled=False):
-            baseline = dense(case, contiguous(layer), layer.dy)
-    check(case, operands["x"].shape, right, baseline, plain, outputs, Result())
+    compare(case, layer, operands, right, outputs, Result())
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> Soak:
     """Soak until the minutes are over or something is wrong."""
     found, began, last = Soak(next=arguments.first), time.monotonic(), 0.0
-    drawn = cases(arguments.seed, arguments.first, Limits.of(device.type, False, family.is_portable(device)))
+    limits = prepare(device, arguments.portable)
+    drawn = (draw(arguments.seed, number, limits, False) for number in count(arguments.first))
     watchdog = Watchdog(arguments.limit_s)
     with ThreadPoolExecutor(arguments.threads, initializer=OWN.begin, initargs=(device,)) as pool:
         while time.monotonic() - began + last < 60 * arguments.minutes and not found.wrong:
@@ -194,11 +181,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser().error("--device cuda needs a CUDA device")
     device = torch.device(arguments.device)
-    # a product of integers is exact only where partial sums are not rounded to 16 bits
-    matmul = torch.backends.cuda.matmul
-    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
-    if arguments.portable:
-        family.run_portable()
     found = run(arguments, device)
     print(line(found), flush=True)
     print(f"goes on with --seed {arguments.seed} --first {found.next}", flush=True)

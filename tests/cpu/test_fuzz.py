@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import gzip
 import itertools
 import json
 import math
@@ -19,15 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import twell
 from tests import family, sanitize
 from tests.fuzz import answers, problems
 from tests.fuzz import run as fuzz
 from tests.fuzz.problems import Case, Limits
 from twell import _tables, ops, testing, tuning
-from twell._activation import activation_of
 from twell._runtime import device, geometry, kernel_module, specs
-from twell.ops.operands import Operands
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -103,31 +98,6 @@ def test_a_case_is_a_function_of_seed_and_number() -> None:
         assert one is None or torch.equal(one, other)
 
 
-def exact_cases(count: int, seed: int = 11) -> list[Case]:
-    drawn = (problems.draw(seed, number, LIMITS, False) for number in range(10 * count))
-    return [case for case in drawn if case.exact and case.m][:count]
-
-
-def test_integers_leave_nothing_to_rounding() -> None:
-    """Every value rounded to 16 bits fits in bf16's 8 bits, and every sum, in any order, in fp32's 24."""
-    for case in exact_cases(25):
-        layer = problems.build(case, CPU)
-        right = answers.solve(case, layer)
-        magnitudes = answers.solve(case, layer._replace(**{name: t.abs() for name, t in layer.present().items()}))
-        x, w_gate = layer.x.double().abs(), layer.w_gate.double().abs()
-        reach = x @ w_gate.t() + (0 if layer.b_gate is None else layer.b_gate.double().abs())
-        assert float(right.gate.max()) <= 256
-        assert float(reach.max()) < 1 << 24
-        up = torch.ones(1) if layer.w_up is None else layer.x.double() @ layer.w_up.double().t()
-        factor = right.gate**2 if case.activation == "relu2" else right.gate
-        assert float((factor * up.abs().max()).max()) <= 256
-        for name, answer in magnitudes.answers.items():
-            # the sum of absolute terms, of a layer that fires more than this one
-            assert float(answer.value.abs().max()) < 1 << 27, name
-            assert torch.equal(right.answers[name].value, right.answers[name].value.round())
-            assert float(right.answers[name].value.abs().max()) < 1 << 24
-
-
 RELU = {"activation": "relu", "threshold": 0.0}
 
 
@@ -146,45 +116,33 @@ def test_cases_are_recorded_and_ledgers_summed_up(tmp_path: Path, capsys: pytest
     assert [record["number"] for record in cases] == list(range(40))
     assert {record["verdict"] for record in cases} == {"ok"}
     assert max(ratio for record in cases for ratio in record["ratios"].values()) <= 1
-    assert sum(last["summary"]["counts"]["op"].values()) == 40
-    # a second run appends
+    assert last["ended_after"] > 0
+    # a second run appends, and it is as if it had been killed, with a mismatch
     for _ in range(2):
         assert run("--cases", "2", "--seed", "3", "--ledger", str(more)) == 0
     lines = more.read_text().splitlines()
     assert len(lines) == 2 * (2 + 2)
-    # as if it had been killed, with a mismatch
-    packed = tmp_path / "b.jsonl.gz"
-    packed.write_bytes(
-        gzip.compress("\n".join(lines[:2]).replace('"verdict": "ok"', '"verdict": "y differs"').encode())
-    )
-    assert fuzz.main(["--summary", str(first), str(packed), "--json", str(out)]) == 1
+    more.write_text("\n".join(lines[:2]).replace('"verdict": "ok"', '"verdict": "y differs"'))
+    capsys.readouterr()
+    assert fuzz.main(["--summary", str(first), str(more), "--json", str(out)]) == 1
     printed = capsys.readouterr().out
     assert "seed 3: 40 cases in" in printed
     assert "s, which did not end, on" in printed
     assert "WRONG 3:0 y differs" in printed
     summary = json.loads(out.read_text())
     assert [(r["seed"], r["cases"], r["ended"]) for r in summary["runs"]] == [(3, 40, True), (3, 1, False)]
-    assert (summary["cases"], summary["distinct"], len(summary["mismatches"])) == (41, 40, 1)
+    assert (summary["cases"], len(summary["mismatches"])) == (41, 1)
+    assert sum(summary["counts"]["numbers"].values()) == 41
     assert summary["seconds"] >= summary["case_seconds"] > 0
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
+    for content, text in (
         ("", "no run in these ledgers"),
-        ("no JSON", "a.jsonl:1 is no line of a ledger: 'no JSON'"),
+        ("no JSON", "b.jsonl:1 is no line of a ledger: 'no JSON'"),
         ('{"verdict": "ok"}', "begins without the line that names the machine"),
-        (None, "No such file"),
-    ],
-)
-def test_other_files_are_no_ledger(
-    content: str | None, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ledger = tmp_path / "a.jsonl"
-    if content is not None:
-        ledger.write_text(content)
-    assert fuzz.main(["--summary", str(ledger)]) == 2
-    assert text in capsys.readouterr().err
+    ):
+        more.write_text(content)
+        assert fuzz.main(["--summary", str(more)]) == 2
+        assert text in capsys.readouterr().err
+    assert fuzz.main(["--summary", str(tmp_path / "none")]) == 2
 
 
 # Bounds are as narrow as what is promised
@@ -232,33 +190,6 @@ def test_odd_cases_stay_within_their_bounds(changes: dict[str, Any]) -> None:
     assert set(found.values()) == {"ok"}, {case: verdict for case, verdict in found.items() if verdict != "ok"}
 
 
-COMPACTED = {"op": "compact", "m": 40, "k": 64, "n": 2056, "exact": True, "density": 0.9}
-
-
-def test_a_fault_of_compaction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = crafted(**COMPACTED | {"strategy": "row"})
-    assert fuzz.attempt(case, CPU).verdict == "ok"
-    compact, restore = twell.compact, twell.restore
-
-    def half(module: Any, firing: Any) -> Any:
-        alive = firing.alive()
-        alive[: len(alive) // 2] = False
-        return compact(module, alive)
-
-    def rolled(module: Any) -> Any:
-        module.up_proj.weight.data = module.up_proj.weight.roll(1, 0)
-        return module
-
-    with monkeypatch.context() as patched:
-        patched.setattr(twell, "compact", half)
-        assert fuzz.attempt(case, CPU).verdict == "compact drops a neuron that fires"
-    with monkeypatch.context() as patched:
-        patched.setattr(twell, "compact", lambda module, firing: (rolled(compact(module, firing)[0]), None))
-        assert fuzz.attempt(case, CPU).verdict.startswith("y compacted differs in ")
-    monkeypatch.setattr(twell, "restore", lambda module: rolled(restore(module)))
-    assert fuzz.attempt(case, CPU).verdict.startswith("y restored differs in ")
-
-
 # Faults
 
 Op = Callable[..., Any]
@@ -289,11 +220,6 @@ def writes_no_last_row(out: Any, given: tuple[Any, ...]) -> None:
     out[0][128:] = math.nan
 
 
-def adds_a_token_twice(out: Any, given: tuple[Any, ...]) -> None:
-    if out[3].numel():
-        out[3].add_(given[0][:1])
-
-
 def ignores_overflows(out: Any, given: tuple[Any, ...]) -> None:
     """Gradients stay zero for more non-zeros than the hybrid format holds."""
     if int(given[11][-1]) > geometry.hybrid_capacity(len(given[2]), len(given[3])):
@@ -302,12 +228,11 @@ def ignores_overflows(out: Any, given: tuple[Any, ...]) -> None:
 
 
 def never_the_same(op: Op) -> Op:
-    calls = []
+    calls = itertools.count()
 
     def projected(*arguments: Any) -> Any:
         y, l1, *rest = op(*arguments)
-        calls.append(None)
-        return y, l1 * (1 + 1e-7 * (len(calls) % 2)), *rest
+        return y, l1 * (1 + 1e-7 * (next(calls) % 2)), *rest
 
     return projected
 
@@ -343,7 +268,6 @@ def replace(monkeypatch: pytest.MonkeyPatch, name: str, op: Op) -> None:
     [
         ("gate_pack", changes(loses_the_last_entry), ""),
         ("up_down_union", changes(writes_no_last_row), "y differs"),
-        ("hybrid_backward", changes(adds_a_token_twice), "w_down differs"),
         ("hybrid_forward", never_the_same, "a second call has other bits"),
         ("hybrid_backward", changes(ignores_overflows), "differs"),
         ("hybrid_forward", changes(lambda out, given: out[2].add_(1)), "l0"),
@@ -355,8 +279,6 @@ def test_a_fault_is_found(
     name: str, fault: Callable[[Op], Op], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The fuzzer finds each within 150 cases, and the printed command repeats it."""
-    # a fault looks at its tensors, which an exported graph does not allow
-    monkeypatch.setattr(problems, "EXPORTED", 0)
     replace(monkeypatch, name, fault(getattr(ops, name)))
     monkeypatch.setattr(fuzz, "MOST_MISMATCHES", 1)
     assert run("--cases", "150") == 1
@@ -381,20 +303,6 @@ def rounds_h(op: Op) -> Op:
     return projected
 
 
-def rounds_what_it_adds(op: Op) -> Op:
-    """Gradients are rounded to 16 bits before they are added to the main gradients, arguments 13 to 15."""
-
-    def backward(*arguments: Any) -> Any:
-        mains = [main for main in arguments[13:16] if main is not None]
-        before = [main.clone() for main in mains]
-        out = op(*arguments)
-        for main, was in zip(mains, before, strict=True):
-            main.copy_(was + (main - was).to(arguments[0].dtype).float())
-        return out
-
-    return backward
-
-
 def is_off_in_a_rare_neuron(op: Op) -> Op:
     """The gradient of the neuron with the fewest tokens is off by 1 %; the norm of all does not show it."""
 
@@ -411,14 +319,7 @@ def is_off_in_a_rare_neuron(op: Op) -> Op:
 @pytest.mark.parametrize(
     ("name", "fault", "changes", "text"),
     [
-        (
-            "up_down",
-            changes(lambda out, given: out[0][0].mul_(1.03)),
-            {"op": "forward", "strategy": "row"},
-            "y: a row is off",
-        ),
         ("up_down", rounds_h, {"op": "forward", "strategy": "row"}, "y: the error is"),
-        ("hybrid_backward_accumulate", rounds_what_it_adds, TRAINING, "main w_gate: the error is"),
         (
             "hybrid_backward_accumulate",
             is_off_in_a_rare_neuron,
@@ -426,7 +327,7 @@ def is_off_in_a_rare_neuron(op: Op) -> Op:
             "main w_up: a row is off",
         ),
     ],
-    ids=["token", "h", "main gradient", "rare neuron"],
+    ids=["h", "rare neuron"],
 )
 def test_a_fault_in_real_numbers_is_found(
     name: str, fault: Callable[[Op], Op], changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
@@ -435,16 +336,6 @@ def test_a_fault_in_real_numbers_is_found(
     assert fuzz.attempt(case, CPU).verdict == "ok"
     replace(monkeypatch, name, fault(getattr(ops, name)))
     assert text in fuzz.attempt(case, CPU).verdict
-
-
-def test_the_fewest_tokens_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace(monkeypatch, "up_down", changes(writes_no_last_row)(ops.up_down))
-    drawn = (problems.draw(1, number, LIMITS, False) for number in range(1000))
-    case = next(c for c in drawn if c.m >= 256 and c.strategy == "row" and c.op == "forward" and c.gated)
-    assert fuzz.attempt(case, CPU).verdict != "ok"
-    smallest = fuzz.shrink(case, CPU)
-    assert 128 < smallest.m < 256 + 128
-    assert fuzz.attempt(dataclasses.replace(case, m=smallest.m // 2), CPU).verdict == "ok"
 
 
 def test_a_hang_ends_the_run_and_is_named(environment: dict[str, str]) -> None:
@@ -456,7 +347,7 @@ fuzz.main(["--device", "cpu", "--cases", "1", "--limit-s", "0.2"])
 """
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 3, done.stderr
-    assert "HANGS for more than 0 s: python -m tests.fuzz --replay 1:0 --device cpu --m" in done.stdout
+    assert "HANGS for more than 0 s: python -m tests.fuzz --replay 1:0 --device cpu" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -481,11 +372,6 @@ def test_every_kernel_that_ships_is_run() -> None:
     assert {family for families in sanitize.OPS.values() for family in families} == shipped
 
 
-def called(module: Any, *given: Any) -> Any:
-    """Call the code of ``ffn_aux`` on CUDA."""
-    return module._on_cuda(Operands(*given[:7]), *given[7:10], activation_of(*given[10:]), True)
-
-
 @pytest.mark.parametrize("op", sanitize.OPS)
 def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each CUDA implementation runs on CPU tensors, as on a GPU of 132 SMs, with launches recorded."""
@@ -505,7 +391,7 @@ def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch:
             backward = call.op is ops.reglu_backward
             own_code = vars(module).get("_cuda", vars(module).get("on_cuda", call.op))
             if op == "ffn":
-                own_code = functools.partial(called, module)
+                own_code = module._operators(module._on_cuda)[1]
             (module._backward_cuda if backward else own_code)(*call.arguments)
     own = set(sanitize.OPS[op])
     assert {spec.op for spec in launched} == own
@@ -548,12 +434,10 @@ def test_checks_agree_with_themselves(monkeypatch: pytest.MonkeyPatch, capsys: p
         return moved._replace(op=refused) if device == "cuda" and call.op is ops.unpack else moved
 
     monkeypatch.setattr(sanitize.Call, "on", raises)
-    assert sanitize.main(["--op", "unpack", "up_down", "--case", "light", "empty"]) == 1
-    first, second, *others = capsys.readouterr().out.splitlines()
+    assert sanitize.main(["--op", "unpack", "up_down", "--case", "light"]) == 1
+    first, other = capsys.readouterr().out.splitlines()
     assert first == "unpack                     light           WRONG ValueError: strides of 72"
-    assert second.endswith("WRONG ValueError: strides of 72")
-    assert len(others) == 2
-    assert all(line.endswith(" ok") for line in others)
+    assert other.endswith(" ok")
 
 
 @pytest.mark.usefixtures("as_if_on_a_gpu")
@@ -590,58 +474,23 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FAKE = """#!/bin/sh
 if [ "$1" = --help ]; then echo "--error-exitcode  --report-api-errors --print-limit"; exit 0; fi
-echo "========= COMPUTE-SANITIZER"
 echo "$@" >> {log}
 echo "caching $PYTORCH_NO_CUDA_MEMORY_CACHING blocking $CUDA_LAUNCH_BLOCKING" >> {log}
-{output}
 exit {status}
 """
-CLEAN = """echo "up_down                    light           ok"
-echo "up_down                    empty           left out"
-echo "========= ERROR SUMMARY: 0 errors"
-"""
-FAULTY = """echo "========= Invalid __global__ read of size 16 bytes"
-echo "=========     at up_down_light+0x100"
-echo "=========     Address 0x7f is out of bounds"
-echo "========="
-echo "up_down                    light           ok"
-echo "up_down                    empty           WRONG output 0: not equal"
-echo "========= ERROR SUMMARY: 1 error"
-"""
-
-
-@pytest.fixture
-def fake_sanitizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Replace the sanitizer by a program that prints ``output``; return its arguments."""
-
-    def make(output: str, status: int = 0) -> Path:
-        log = tmp_path / "log"
-        (tmp_path / "compute-sanitizer").write_text(FAKE.format(log=log, output=output, status=status))
-        (tmp_path / "compute-sanitizer").chmod(0o755)
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-        return log
-
-    return make
 
 
 @pytest.mark.usefixtures("as_if_on_a_gpu")
-def test_reports_of_the_sanitizer_are_shown_and_counted(
-    fake_sanitizer: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = fake_sanitizer(FAULTY, status=99)
-    assert sanitize.main(["--tool", "memcheck", "--op", "up_down", "unpack", "--case", "light", "empty"]) == 1
-    asked, caching = log.read_text().splitlines()
-    # the options that it knows
-    assert asked.startswith("--tool memcheck --report-api-errors no --error-exitcode 99 --print-limit 0 ")
-    assert asked.endswith("sanitize.py --limit-s 60 --op up_down unpack --case light empty")
-    assert caching == "caching 1 blocking 1"
-    out = capsys.readouterr().out
-    assert "Invalid __global__ read of size 16 bytes" in out
-    assert "up_down                    memcheck   1 ok, 1 reports, 0 s, 1 WRONG, 1 at up_down_light+0x100" in out
-    assert "unpack                     memcheck   did not run" in out
-    assert "memcheck: 1 errors, exit status 99" in out
-    fake_sanitizer(CLEAN, status=sanitize.LEFT)
-    assert sanitize.main(["--tool", "memcheck", "--op", "up_down"]) == sanitize.LEFT
-    fake_sanitizer("echo nothing", status=0)
-    assert sanitize.main(["--tool", "memcheck", "--op", "up_down"]) == 1
-    assert "memcheck: no summary" in capsys.readouterr().out
+def test_the_sanitizer_gets_the_options_that_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, program = tmp_path / "log", tmp_path / "compute-sanitizer"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    # of clean runs, of those that left cases out, and of those with reports
+    for status, said in ((0, 0), (sanitize.LEFT, sanitize.LEFT), (99, 1)):
+        program.write_text(FAKE.format(log=log, status=status))
+        program.chmod(0o755)
+        log.unlink(missing_ok=True)
+        assert sanitize.main(["--tool", "memcheck", "--op", "up_down", "unpack", "--case", "light", "empty"]) == said
+        asked, environment = log.read_text().splitlines()
+        assert asked.startswith("--tool memcheck --report-api-errors no --error-exitcode 99 --print-limit 0 ")
+        assert asked.endswith("sanitize.py --limit-s 60 --op up_down unpack --case light empty")
+        assert environment == "caching 1 blocking 1"

@@ -40,12 +40,11 @@ def test_long_documents_are_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest
     assert whole[len("".join(documents)) :].strip() == ""
     assert all(len(document) <= 100 for document in documents)
     assert all(document.endswith("\n") for document in documents[:5])
-
-
-@pytest.mark.parametrize("limit", [1, 11, 200])
-def test_max_bytes_cuts_between_characters(tmp_path: Path, limit: int) -> None:
-    (tmp_path / "euro.txt").write_text("€" * 50)
-    assert list(Source((tmp_path,), max_bytes=limit).documents()) == (["€" * min(limit // 3, 50)] if limit > 2 else [])
+    # and between characters, by max_bytes
+    (tmp_path / "euro").mkdir()
+    (tmp_path / "euro" / "euro.txt").write_text("€" * 50)
+    for limit, kept in ((1, []), (11, ["€" * 3]), (200, ["€" * 50])):
+        assert list(Source((tmp_path / "euro",), max_bytes=limit).documents()) == kept
 
 
 def test_tokens_stand_for_the_text(text: Path, tmp_path: Path) -> None:
@@ -60,12 +59,11 @@ def test_tokens_stand_for_the_text(text: Path, tmp_path: Path) -> None:
     assert sum(map(len, parts[1])) / sum(map(len, parts[0] + parts[1])) == pytest.approx(0.1, abs=0.02)
     assert tokens.documents == 60
     assert "60 documents" in said[-1]
-
-
-def test_end_of_document_in_a_text_is_text(tmp_path: Path) -> None:
+    # what ends a document is text in a text
+    (tmp_path / "ends").mkdir()
     for i in range(2):
-        (tmp_path / f"{i}.txt").write_text(f"a{data.END}b{i}")
-    tokens = data.prepare(Source((tmp_path,), without=(tmp_path / "cache",)), tmp_path / "cache", 300, 0.1)
+        (tmp_path / "ends" / f"{i}.txt").write_text(f"a{data.END}b{i}")
+    tokens = data.prepare(Source((tmp_path / "ends",)), tmp_path, 300, 0.1)
     for part in (tokens.train, tokens.held):
         assert [i for i, token in enumerate(part) if token == tokens.end] == [len(part) - 1]
 

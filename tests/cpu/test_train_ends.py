@@ -80,19 +80,8 @@ def test_a_target_is_reached_and_goes_on(run: Callable[..., int], tmp_path: Path
     # the logged coefficient is the controller's
     assert len({line["l1"] for line in whole}) > 20
 
-    forward, read = train.Training.forward, 0
-
-    def interrupted(self: Any, inputs: Any, targets: Any) -> torch.Tensor:
-        nonlocal read
-        read += self.model.training
-        # within a step: the first, and one later
-        if read in (3, 103) and self.model.training:
-            request(signal.SIGTERM)
-            read += 1
-        loss: torch.Tensor = forward(self, inputs, targets)
-        return loss
-
-    monkeypatch.setattr(train.Training, "forward", interrupted)
+    # within a step: the first, and one later
+    signalled(monkeypatch, lambda read, run: run.model.training and read in (3, 102), times=2)
     for _ in range(2):
         assert run(*arguments) == 128 + signal.SIGTERM
     assert run(*arguments) == 0
@@ -109,26 +98,38 @@ def request(number: int) -> None:
     time.sleep(0.2)
 
 
+def signalled(
+    monkeypatch: Any, when: Callable[[int, Any], bool], *, times: int = 1, noise: float = 0.0
+) -> Callable[[], int]:
+    """Send signals in micro-batches of which ``when`` says so, and count those of training.
+
+    noise: of a model that draws random numbers.
+    """
+    forward, read = train.Training.forward, 0
+
+    def interrupted(self: Any, inputs: Any, targets: Any) -> torch.Tensor:
+        nonlocal read, times
+        read += self.model.training
+        if times and when(read, self):
+            times -= 1
+            request(signal.SIGTERM)
+        loss: torch.Tensor = forward(self, inputs, targets)
+        return loss * (1 + noise * torch.rand(())) if noise else loss
+
+    monkeypatch.setattr(train.Training, "forward", interrupted)
+    return lambda: read
+
+
 @pytest.mark.parametrize("begun", [0, 4])
 def test_a_step_that_is_stopped_has_changed_nothing(
     run: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any, begun: int
 ) -> None:
     """Each step has four micro-batches; step 4 looks for dead neurons."""
-    forward, read, stops = train.Training.forward, 0, [4 * begun + 3]
-
-    def interrupted(self: Any, inputs: Any, targets: Any) -> torch.Tensor:
-        nonlocal read
-        read += self.model.training
-        if read in stops and self.model.training:
-            stops.clear()
-            request(signal.SIGTERM)
-        # a model that draws random numbers
-        return forward(self, inputs, targets) * (1 + 0.1 * torch.rand(()))
-
-    monkeypatch.setattr(train.Training, "forward", interrupted)
+    last = 4 * begun + 3
+    read = signalled(monkeypatch, lambda read, run: run.model.training and read == last, noise=0.1)
     arguments = ["--steps", 8, "--checkpoint-every", 8, *SPARSE]
     assert run(*arguments, "--log-every", 3) == 128 + signal.SIGTERM
-    assert read == 4 * begun + 3
+    assert read() == last
     assert steps(tmp_path / "out") == ([begun] if begun else [])
     said = f"saved up to step {begun}" if begun else "no step was complete"
     assert f"stopped; {said}; the same command goes on" in capsys.readouterr().out
@@ -149,18 +150,10 @@ def test_a_step_that_is_stopped_has_changed_nothing(
 
 
 def test_evaluation_is_stopped_and_made_up_for(run: Callable[..., int], tmp_path: Path, monkeypatch: Any) -> None:
-    forward, asked = train.Training.forward, []
-
-    def interrupted(self: Any, inputs: Any, targets: Any) -> torch.Tensor:
-        if not self.model.training and self.done == 4 and len(asked) < 1:
-            asked.append(self.done)
-            request(signal.SIGINT)
-        return forward(self, inputs, targets)
-
     arguments = ["--steps", 6, "--eval-every", 2, "--eval-sequences", 8, "--log-every", 3]
     assert run(*arguments, out="whole") == 0
-    monkeypatch.setattr(train.Training, "forward", interrupted)
-    assert run(*arguments) == 128 + signal.SIGINT
+    signalled(monkeypatch, lambda _, run: not run.model.training and run.done == 4)
+    assert run(*arguments) == 128 + signal.SIGTERM
     assert steps(tmp_path / "out") == [4]
     assert [line["step"] for line in records(tmp_path / "out") if "held_out_ce" in line] == [2]
     assert run(*arguments) == 0
@@ -296,14 +289,6 @@ def test_damaged_checkpoints_are_not_read(run: Callable[..., int], tmp_path: Pat
     assert f"{saved[8]} is damaged: expected other bytes in {part.name}; remove it" in capsys.readouterr().err
 
 
-def test_two_runs_do_not_share_a_folder(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
-    here = parallel.World(0, 1, "", torch.device("cpu"))
-    with checkpoint.alone(tmp_path / "out", here):
-        assert run("--steps", 1) == 2
-        assert "expected a folder of this run alone" in capsys.readouterr().err
-    assert run("--steps", 1) == 0
-
-
 def test_metrics_survive_a_kill_as_the_run_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "metrics.jsonl"
     text = "".join(f'{{"step": {i}}}\n' for i in range(4))
@@ -338,6 +323,9 @@ def test_resume_says_what_differs(run: Callable[..., int], tmp_path: Path, capsy
 
 
 def test_runs_are_not_mixed(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
+    with checkpoint.alone(tmp_path / "out", parallel.World(0, 1, "", torch.device("cpu"))):
+        assert run("--steps", 1) == 2
+        assert "expected a folder of this run alone" in capsys.readouterr().err
     assert run("--steps", 4, "--checkpoint-every", 1, "--keep", 9) == 0
     earlier = tmp_path / "out" / "checkpoints" / "step-00000002"
     for resume in ("never", earlier):
@@ -348,15 +336,9 @@ def test_runs_are_not_mixed(run: Callable[..., int], tmp_path: Path, capsys: Any
     assert same(tmp_path / "out", tmp_path / "other")
 
 
-def test_a_lost_loss_ends_the_run_before_it_is_saved(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
-    arguments = ["--steps", 8, "--checkpoint-every", 2, "--lr", 1e38, "--warmup", 0, "--log-every", 100]
-    assert run(*arguments) == 2
-    assert "the loss became nan by step 2" in capsys.readouterr().err
-    assert steps(tmp_path / "out") == []
-
-
-def test_a_lost_gradient_ends_the_run_before_it_is_saved(
-    run: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_what_is_lost_ends_the_run_before_it_is_saved(
+    run: Callable[..., int], tmp_path: Path, monkeypatch: Any, capsys: Any, what: str
 ) -> None:
     clip = parallel.clip
 
@@ -365,10 +347,13 @@ def test_a_lost_gradient_ends_the_run_before_it_is_saved(
             parameters[0].grad[0, 0] = float("nan")
         return clip(parameters, limit)
 
-    monkeypatch.setattr(parallel, "clip", lost)
-    assert run("--steps", 4, "--checkpoint-every", 1) == 2
-    assert "the gradient became nan by step 2" in capsys.readouterr().err
-    assert steps(tmp_path / "out") == [1]
+    options = ["--lr", 1e38, "--warmup", 0, "--log-every", 100, "--checkpoint-every", 2]
+    if what == "gradient":
+        options = ["--checkpoint-every", 1]
+        monkeypatch.setattr(parallel, "clip", lost)
+    assert run("--steps", 4, *options) == 2
+    assert f"the {what} became nan by step 2" in capsys.readouterr().err
+    assert steps(tmp_path / "out") == ([1] if what == "gradient" else [])
 
 
 def train_until(command: list[str], where: tuple[str, int, bool]) -> None:

@@ -221,7 +221,7 @@ FAULTS = (
         "python/twell/_sparsify/modules.py",
         "return list(halves)[:: -1 if self._up_first else 1]",
         "return list(halves)[:: 1 if self._up_first else -1]",
-        'tests/cpu/test_sparsify.py tests/cpu/test_transformers.py -k "same_function or fused_projections"',
+        "tests/cpu/test_sparsify.py -k same_function",
     ),
     Fault(
         "loaders: OPT's layers from the tenth on are left as they are",

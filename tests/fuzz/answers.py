@@ -56,16 +56,13 @@ class Mismatch(Exception):
 class Result:
     """The outcome of a case.
 
-    ratios: errors as shares of what is allowed. dense: errors as multiples of dense's. nonzeros: of a token.
-    edges: what the pattern exceeds.
+    ratios: errors as shares of what is allowed. nonzeros: of a token.
     """
 
     verdict: str = "ok"
     seconds: float = 0.0
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
-    dense: dict[str, float] = dataclasses.field(default_factory=dict)
     nonzeros: float = 0.0
-    edges: list[str] = dataclasses.field(default_factory=list)
 
 
 class Value(NamedTuple):
@@ -412,18 +409,6 @@ def packed_words(gate: Tensor, compression: int) -> tuple[Tensor, Tensor]:
     return words[:, :, :width].reshape(m, tiles * width), stats.int()
 
 
-def edges(case: Case, right: Right) -> list[str]:
-    """Return whether some tile overflows its words, and all together the hybrid format."""
-    found = []
-    if case.m and case.strategy != "dense":
-        tiles = F.pad(right.gate > 0, (0, -case.n % 256)).view(case.m, -1, 256).sum(2)
-        if int(tiles.max()) >= 256 // case.compression:
-            found.append("spill")
-        if case.training and int(right.nonzeros) > geometry.hybrid_capacity(case.m, case.n):
-            found.append("bitmap")
-    return found
-
-
 # Results
 
 
@@ -498,7 +483,6 @@ def check_answer(case: Case, name: str, found: Tensor, answer: Answer, baseline:
     if baseline is not None and bool(baseline.isfinite().all()):
         theirs = float(error_of(baseline.detach().reshape(value.shape), value, dtype).norm())
         if count >= MANY and theirs:
-            result.dense[name] = float(error.norm()) / theirs
             allowed = min(usual, theirs) if sparse else theirs
         elif not sparse:
             allowed = max(usual, theirs)
@@ -560,16 +544,3 @@ def check_packed(case: Case, layer: Layer, right: Right, found: Outputs) -> None
             raise Mismatch(f"{name} {difference(found[name].reshape(expected.shape), expected)}")
     if int(found["nnz"]) != int(right.nonzeros):
         raise Mismatch(f"nnz {int(found['nnz'])}, expected {int(right.nonzeros)}")
-
-
-def check_compacted(
-    case: Case, right: Right, baseline: Outputs, plain: Outputs, found: Outputs, result: Result
-) -> None:
-    """``plain`` has the results that a dense call may have bit by bit, as in ``check``."""
-    counts = (right.gate > 0).sum(0)
-    if not torch.equal(found["counts"], counts):
-        raise Mismatch(f"counts {difference(found['counts'], counts)}")
-    for name in ("y", "y compacted", "y restored"):
-        # PyTorch may add up parts of a long sum that it has rounded to 16 bits
-        if name in found and not (name in plain and torch.equal(found[name], plain[name])):
-            check_answer(case, name, found[name], right.answers["y"], baseline.get("y"), result)

@@ -18,7 +18,7 @@ from torch import Tensor
 from twell._runtime import geometry
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-OPS = {"pack": 3, "forward": 4, "aux": 3, "train": 6, "decode": 3, "overflow": 2, "compact": 1}
+OPS = {"pack": 3, "forward": 4, "aux": 3, "train": 6, "decode": 3, "overflow": 2}
 STRATEGIES = {"row": 5, "union": 6, "union+screen": 4, "row+invariant": 1, "dense": 2, "auto": 2, "site": 1}
 SPARSE = ("row", "union", "union+screen", "row+invariant")
 PATTERNS = {
@@ -42,8 +42,6 @@ DOWN_LAYOUTS = {"rows": 5, "linear": 2, "padded": 1, "odd": 1}
 # Sums of so many terms are computed in parts. The sizes are for GPUs.
 MANY_NEURONS = (28_672, 32_776, 65_536)
 MANY_TOKENS = (70_001, 131_200, 1 << 20)
-# numbers of tokens in the example of an exported graph
-EXPORTED = 16_384
 BIAS_LAYOUTS = {"plain": 3, "off": 1, "alternate": 1}
 WEIGHTS = ("w_gate", "w_up", "w_down")
 BIASES = ("b_gate", "b_up", "b_down")
@@ -95,7 +93,6 @@ FLAGS = (
     "coherent",
     "checkpointed",
     "device_set",
-    "exported",
 )
 
 
@@ -105,7 +102,7 @@ class Case:
 
     wanted: the tensors that require grad, in training. coherent: most terms of long sums have one sign. checkpointed:
     the forward pass runs again in backward. device_set: another default device than the operands' is set, or theirs on
-    a GPU. exported: a graph with a dynamic number of tokens is called, too. threshold: of fatrelu.
+    a GPU. threshold: of fatrelu.
     """
 
     seed: int
@@ -137,7 +134,6 @@ class Case:
     coherent: bool
     checkpointed: bool
     device_set: bool
-    exported: bool
     activation: str = "relu"
     threshold: float = 0.0
 
@@ -182,9 +178,7 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     gated = op != "pack" and chance(0.7)
     every = tuple(b for b in BIASES if gated or b != "b_up")
     biases = rng.choice([(), (), every, (rng.choice(every),), tuple(b for b in every if chance(0.5))])
-    if op == "compact":
-        biases = rng.choice([(), every])
-    elif op == "pack":
+    if op == "pack":
         biases = tuple(b for b in biases if b == "b_gate")
     strategy = pick(rng, STRATEGIES) if op != "pack" else "row"
     if op == "overflow":
@@ -208,8 +202,7 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     if exact and activation == "relu2" and pattern != "none":
         # squares fit in 8 bits where gates are small
         pattern, density = "uniform", max(density, 0.01)
-    eager = op == "compact"
-    graph = graphs and not eager and chance(0.2)
+    graph = graphs and chance(0.2)
     x_layout = pick(rng, X_LAYOUTS)
     return Case(
         seed,
@@ -235,13 +228,12 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
         l1=training and chance(0.5),
         mains=training and sparse and chance(0.3),
         graph=graph,
-        stream=graphs and not eager and not graph and x_layout != "expanded" and chance(0.2),
-        autocast=not eager and chance(0.15),
-        filled=not eager and chance(0.2),
+        stream=graphs and not graph and x_layout != "expanded" and chance(0.2),
+        autocast=chance(0.15),
+        filled=chance(0.2),
         coherent=not exact and chance(0.25),
         checkpointed=training and chance(0.15),
         device_set=chance(0.15),
-        exported=op == "forward" and sparse and 0 < m <= EXPORTED and chance(0.06),
         activation=activation,
         threshold=threshold,
     )

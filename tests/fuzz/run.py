@@ -3,7 +3,7 @@
     python -m tests.fuzz --budget-s 300 --seed 1 --ledger fuzz.jsonl
     python -m tests.fuzz --replay 1:357
     python -m tests.fuzz --portable --budget-s 300
-    python -m tests.fuzz --summary fuzz.jsonl more.jsonl.gz --json h200_fuzz.json
+    python -m tests.fuzz --summary fuzz.jsonl more.jsonl --json h200_fuzz.json
 
 A case is a function of the seed, its number, the kind of device and its family of kernels, and of nothing else. Half
 of the cases are integers whose every sum fp32 holds in any order: each result has one right answer, float64's, rounded
@@ -13,8 +13,8 @@ and in every row, which ``answers`` derives from where the strategies promise to
 What a call returns is filled with NaN before it is called again, which must give the same bits; so must a CUDA graph.
 On a GPU free memory holds NaN. The reference is plain PyTorch in float64, and shares no code with the package.
 
-A line of the ledger is a case: its fields, verdict, seconds, and errors as shares of the bounds. A mismatch
-prints the command that repeats it, with as few tokens as still show it. Exit status 1 after mismatches, 3 after a hang.
+A line of the ledger is a case: its fields, verdict, seconds, and errors as shares of the bounds. A mismatch prints the
+command that repeats it. Exit status 1 after mismatches, 3 after a hang.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 # before CUDA starts: makes cuBLAS deterministic, for cases in which torch fills new memory with NaN
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import twell
@@ -46,20 +46,18 @@ from tests.fuzz.answers import (
     Mismatch,
     Outputs,
     Result,
+    Right,
     check,
-    check_compacted,
     check_packed,
     dense,
     derive,
     dl1_of,
-    edges,
     same_bits,
     solve,
 )
-from tests.fuzz.ledger import Tally, header, print_summary, read, record_of
+from tests.fuzz.ledger import Record, header, print_summary, read, record_of, summary
 from tests.fuzz.problems import (
     DTYPES,
-    EXPORTED,
     SPARSE,
     WEIGHTS,
     Case,
@@ -164,75 +162,6 @@ def caller(case: Case, t: dict[str, Tensor], dy: Tensor) -> Callable[[], Outputs
     return pack if case.op == "pack" else step if case.training else forward
 
 
-class Exported(nn.Module):
-    """A case's layer, to export: a function of its tokens [M, K]."""
-
-    def __init__(self, case: Case, t: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.case, self.t = case, t
-        # the graph finds the site by the first weight, and chooses when it runs
-        self.strategy = strategy_of(case)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ffn(self.case, {**self.t, "x": x}, strategy=self.strategy)  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def exported(case: Case, t: dict[str, Tensor]) -> Tensor:
-    """y of a graph that takes any number of tokens, made with another one."""
-    x = t["x"].reshape(-1, case.k)
-    tokens = {0: torch.export.Dim("tokens", min=1, max=EXPORTED)}
-    program = torch.export.export(Exported(case, t), (x.new_ones(100, case.k),), dynamic_shapes=(tokens,))
-    return program.module()(x).view(t["x"].shape)  # type: ignore[no-any-return]
-
-
-def compacted(case: Case, layer: Layer, x: Tensor) -> tuple[Outputs, Outputs]:
-    """A module with the layer's weights, counted, compacted and put back: counts, and y before, after and restored.
-
-    Then, where calls may run dense, dense PyTorch's y of each, from the weights that were drawn.
-    """
-    kind = twell.nn.SparseGatedMLP if case.gated else twell.nn.SparseMLP
-    strategy, _, how = case.strategy.replace("site", "auto").partition("+")
-    options: dict[str, Any] = {"compression": case.compression, "strategy": strategy, **case.form}
-    options["invariant"] = how == "invariant"
-    module: Any = kind(case.k, case.n, bool(case.biases), **options, device=x.device, dtype=x.dtype)
-    first = "gate_proj" if case.gated else "up_proj"
-    names = {first: ("w_gate", "b_gate"), "down_proj": ("w_down", "b_down")}
-    if case.gated:
-        names["up_proj"] = ("w_up", "b_up")
-    with torch.no_grad():
-        for name, (weight, bias) in names.items():
-            given = getattr(layer, weight)
-            getattr(module, name).weight.copy_(given.t() if name == "down_proj" else given)
-            if case.biases:
-                getattr(module, name).bias.copy_(getattr(layer, bias))
-        with twell.count_firing(module) as counted:
-            before = module(x)
-        out = {"y": before, "counts": counted[""].counts.clone()}
-        kept = None
-        if bool(out["counts"].any()):
-            smaller, _ = twell.compact(module, counted[""])
-            out["y compacted"] = smaller(x)
-            out["y restored"] = twell.restore(smaller)(x)
-            kept = smaller.compaction.kept
-            if not bool(kept[out["counts"] > 0].all()):
-                raise Mismatch("compact drops a neuron that fires")
-    plain = {}
-    if case.strategy not in SPARSE:
-        plain["y"] = plain["y restored"] = dense_y(case, layer)
-        if kept is not None:
-            plain["y compacted"] = dense_y(case, layer, kept)
-    return out, plain
-
-
-def dense_y(case: Case, layer: Layer, kept: Tensor | None = None) -> Tensor:
-    """Dense PyTorch's y, from weights that are stored as in a module, of all neurons or of those that are ``kept``."""
-    whole = ("x", "b_down") if kept is not None else tuple(layer.present())
-    t = {name: value if name in whole else value[kept] for name, value in layer.present().items()}
-    t["w_down"] = t["w_down"].t().contiguous()
-    return dense(case, t, layer.dy)["y"]
-
-
 # Running
 
 
@@ -281,13 +210,8 @@ def run(case: Case, device: torch.device, result: Result) -> None:
     """Run a case; raise Mismatch, or the call's own exception, if it fails."""
     layer = build(case, device)
     right = solve(case, layer)
-    result.nonzeros, result.edges = float(right.nonzeros) / max(case.m, 1), edges(case, right)
+    result.nonzeros = float(right.nonzeros) / max(case.m, 1)
     operands = laid_out(case, layer)
-    if case.op == "compact":
-        found, plain = compacted(case, layer, layer.x)
-        baseline = {} if case.exact else dense(case, operands, layer.dy)
-        check_compacted(case, right, baseline, plain, found, result)
-        return
     call = caller(case, operands, layer.dy)
     keep = [layer.dy, *operands.values()]
     poison(device)
@@ -311,16 +235,19 @@ def run(case: Case, device: torch.device, result: Result) -> None:
             if case.strategy != "site":
                 same_bits(static, outputs, "a graph")
             outputs = {name: t.clone() for name, t in static.items()}
-        if case.exported:
-            found = {"y": exported(case, operands)}
-            same_bits(found, outputs, "an exported graph")
-            outputs = found
+    compare(case, layer, operands, right, outputs, result)
+
+
+def compare(
+    case: Case, layer: Layer, operands: dict[str, Tensor], right: Right, outputs: Outputs, result: Result
+) -> None:
+    """Check a call's outputs against the answers, and where calls may run dense against dense PyTorch's, too."""
     if case.op == "pack":
         check_packed(case, layer, right, outputs)
         return
     baseline, plain = {}, {}
     if case.strategy not in SPARSE:
-        with surroundings(case, device):
+        with torch.autocast(layer.x.device.type, DTYPES[case.dtype], enabled=case.autocast):
             plain = dense(case, operands, layer.dy)
     if case.strategy != "dense" and not case.exact:
         baseline = dense(dataclasses.replace(case, autocast=False), contiguous(layer), layer.dy)
@@ -385,58 +312,27 @@ def give_back(device: torch.device) -> None:
             torch.cuda.empty_cache()
 
 
-def shrink(case: Case, device: torch.device) -> Case:
-    """Halve the tokens of a failing case while it still fails."""
-    while case.m > 1 and usable(device):
-        smaller = dataclasses.replace(case, m=case.m // 2)
-        if attempt(smaller, device).verdict == "ok":
-            break
-        case = smaller
-    return case
-
-
-class Fuzzer:
-    """Draws, runs and records cases."""
-
-    def __init__(self, device: torch.device, limits: Limits, flags: str, limit_s: float) -> None:
-        self.device, self.limits, self.flags = device, limits, flags
-        self.watchdog = Watchdog(limit_s)
-        self.tally = Tally()
-
-    def command(self, case: Case, tokens: int | None = None) -> str:
-        m = "" if tokens is None else f" --m {tokens}"
-        return f"python -m tests.fuzz --replay {case.seed}:{case.number}{self.flags}{m}"
-
-    def draw(self, seed: int, number: int) -> Case:
-        return draw(seed, number, self.limits, self.device.type == "cuda")
-
-    def take(self, case: Case, ledger: TextIO | None) -> Result:
-        """Run and record a case, and print a failure."""
-        with self.watchdog.over(self.command(case, case.m)):
-            result = attempt(case, self.device)
-        record = record_of(case, result)
-        self.tally.add(record)
-        if ledger is not None:
-            print(json.dumps(record), file=ledger, flush=True)
-        if result.verdict != "ok":
-            print(f"WRONG {case}\n  {result.verdict}", flush=True)
-            with self.watchdog.over(self.command(case, case.m)):
-                smallest = shrink(case, self.device)
-            print(f"  {self.command(case, smallest.m)}", flush=True)
-        return result
+def prepare(device: torch.device, portable: bool, jit: bool = False) -> Limits:
+    """Set what comparisons in this process need, and return the limits of its cases."""
+    # a product of integers is exact only where partial sums are not rounded to 16 bits
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+    if portable:
+        family.run_portable()
+    return Limits.of(device.type, jit, family.is_portable(device))
 
 
 def summarize(ledgers: list[Path], out: Path | None) -> int:
     """Print and write the summary of ledgers; return the exit status."""
     try:
-        summary = read(ledgers)
+        found = read(ledgers)
     except (OSError, EOFError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    print_summary(summary)
+    print_summary(found)
     if out is not None:
-        out.write_text(json.dumps(summary, indent=1) + "\n")
-    return int(bool(summary["mismatches"]))
+        out.write_text(json.dumps(found, indent=1) + "\n")
+    return int(bool(found["mismatches"]))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -450,7 +346,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--portable", action="store_true", help=family.HELP)
     parser.add_argument("--limit-s", type=float, default=120, help="seconds after which a case hangs (%(default)s)")
     parser.add_argument("--replay", metavar="SEED:NUMBER", help="run this one case")
-    parser.add_argument("--m", type=int, help="with --replay: this many tokens")
     parser.add_argument("--summary", nargs="+", type=Path, metavar="LEDGER", help="print what these come to, run none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="with --summary: write it as well")
     arguments = parser.parse_args(argv)
@@ -469,43 +364,45 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--device cuda needs a CUDA device; --device cpu fuzzes the CPU operators")
 
     device = torch.device(arguments.device)
-    # a product of integers is exact only where partial sums are not rounded to 16 bits
-    matmul = torch.backends.cuda.matmul
-    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
     # graphs are compared with eager calls, so both choose by the GPU's times alone
     if device.type == "cuda":
         tuning.HOST_SECONDS.update({False: {}, True: {}})
     flags = f" --device {device.type}{' --jit' if arguments.jit else ''}{' --portable' if arguments.portable else ''}"
-    if arguments.portable:
-        family.run_portable()
-    limits = Limits.of(device.type, arguments.jit, family.is_portable(device))
-    fuzzer = Fuzzer(device, limits, flags, arguments.limit_s)
+    limits = prepare(device, arguments.portable, arguments.jit)
     if arguments.replay:
         try:
             seed, number = map(int, arguments.replay.split(":"))
         except ValueError:
             parser.error(f"--replay must be SEED:NUMBER, got {arguments.replay!r}")
-        case = fuzzer.draw(seed, number)
-        case = case if arguments.m is None else dataclasses.replace(case, m=arguments.m)
+        case = draw(seed, number, limits, device.type == "cuda")
         print(case, flush=True)
         result = attempt(case, device)
         print(f"{result.verdict} ({result.seconds:.2f} s)", *(f"{k} {v:.3f}" for k, v in result.ratios.items()))
         return int(result.verdict != "ok")
 
-    start, mismatches = time.monotonic(), fuzzer.tally.mismatches
+    watchdog, records, found, start = Watchdog(arguments.limit_s), list[Record](), 0, time.monotonic()
     with open(arguments.ledger, "a") if arguments.ledger else contextlib.nullcontext() as ledger:
-        if ledger is not None:
-            print(json.dumps(header(device, vars(arguments))), file=ledger, flush=True)
-        number = 0
-        while number != arguments.cases and time.monotonic() - start < arguments.budget_s:
-            fuzzer.take(fuzzer.draw(arguments.seed, number), ledger)
-            number += 1
-            if len(mismatches) >= MOST_MISMATCHES or (mismatches and not usable(device)):
-                print("stopping here", flush=True)
-                break
+
+        def note(line: Record) -> None:
+            if ledger is not None:
+                print(json.dumps(line), file=ledger, flush=True)
+
+        note(header(device, vars(arguments)))
+        while len(records) != arguments.cases and time.monotonic() - start < arguments.budget_s:
+            case = draw(arguments.seed, len(records), limits, device.type == "cuda")
+            again = f"python -m tests.fuzz --replay {case.seed}:{case.number}{flags}"
+            with watchdog.over(again):
+                result = attempt(case, device)
+            records.append(record_of(case, result))
+            note(records[-1])
+            if result.verdict != "ok":
+                found += 1
+                print(f"WRONG {case}\n  {result.verdict}\n  {again}", flush=True)
+                if found >= MOST_MISMATCHES or not usable(device):
+                    print("stopping here", flush=True)
+                    break
             give_back(device)
-        summary = {"seconds": round(time.monotonic() - start, 3), **fuzzer.tally.summary()}
-        if ledger is not None:
-            print(json.dumps({"summary": summary}), file=ledger, flush=True)
-    print_summary(summary)
-    return int(bool(mismatches))
+        seconds = round(time.monotonic() - start, 3)
+        note({"ended_after": seconds})
+    print_summary({"seconds": seconds, **summary(records)})
+    return int(found > 0)
