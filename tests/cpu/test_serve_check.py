@@ -312,13 +312,10 @@ def by_rows(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            without("1.mlp.gate_proj"),
-            "model.layers.1.mlp.gate_proj.weight must be a matrix of at least one row and column, got none",
-        ),
+        (without("1.mlp.gate_proj"), "model.layers.1.mlp.gate_proj.weight must be a matrix of at least one row and"),
         (
             without("1.mlp.down_proj"),
-            "model.layers.1.mlp.down_proj.weight must be a matrix of at least one row and column, got none",
+            "1.mlp.down_proj.weight must be a matrix of at least one row and column, got none",
         ),
         (without("layers.2."), "num_hidden_layers = 3, got 2 layers from 0 to 1"),
         (without("layers.0."), "num_hidden_layers = 3, got 2 layers from 1 to 2"),
