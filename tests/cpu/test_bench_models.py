@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,27 +55,22 @@ def test_shapes_of_ones_own() -> None:
             parse_sizes(text)
 
 
-def pattern_of(pattern: Pattern, seed: int = 0) -> tuple[Any, list[float], list[sparsity.LayerSparsity]]:
-    """Return a model, the wanted non-zeros and a report on tokens other than those that set its thresholds."""
-    shape = parse_sizes("3x64x256x2x640")
-    model = models_random.build(shape, 256, CPU)
-    ids = models_random.draw_ids(shape, 16, 256, pattern.topic)
-    wanted = models_random.draw(model, ids, pattern, seed)
-    batch = saved_model.Batch(ids, torch.ones_like(ids, dtype=torch.bool))
-    return model, wanted, sparsity.analyze(model, [batch])
-
-
 def test_layers_fire_as_many_neurons_as_wanted() -> None:
-    model, wanted, reports = pattern_of(Pattern(8.0))
-    assert sum(wanted) / 3 == pytest.approx(8)
-    assert [report.mean for report in reports] == pytest.approx(wanted, rel=0.03)
-    for report in reports:
-        assert report.dead > 0.2 * 256
-        assert report.most > 3 * report.mean, "tokens differ"
-        assert report.hottest[64] > 0.5, "neurons differ"
-    # documents share neurons; tokens without topics have larger unions
-    apart = pattern_of(Pattern(8.0, topic=0.0))[2]
-    for together, alone in zip(reports, apart, strict=True):
+    """On tokens other than those that set the thresholds."""
+    shape = parse_sizes("3x64x256x2x640")
+    found = []
+    for topic in (Pattern.topic, 0.0):
+        model = models_random.build(shape, 256, CPU)
+        ids = models_random.draw_ids(shape, 16, 256, topic)
+        wanted = models_random.draw(model, ids, Pattern(8.0, topic=topic))
+        found.append(sparsity.analyze(model, [saved_model.Batch(ids, torch.ones_like(ids, dtype=torch.bool))]))
+        assert sum(wanted) / 3 == pytest.approx(8)
+        assert [report.mean for report in found[-1]] == pytest.approx(wanted, rel=0.03)
+    for together, alone in zip(*found, strict=True):
+        assert together.dead > 0.2 * 256
+        assert together.most > 3 * together.mean, "tokens differ"
+        assert together.hottest[64] > 0.5, "neurons differ"
+        # documents share neurons; tokens without topics have larger unions
         assert together.unions[128] < 0.8 * alone.unions[128]
     # the paper's layers: no parameter but those of the stock model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -90,23 +84,17 @@ def test_layers_fire_as_many_neurons_as_wanted() -> None:
 # The command
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The output of one run of the command: two configurations, compiled by the backend that runs eagerly."""
-    folder = tmp_path_factory.mktemp("bench")
-    path = folder / "a.json"
+def test_rows_of_configurations(tmp_path: Path) -> None:
+    """Two configurations, compiled by the backend that runs eagerly."""
+    path = tmp_path / "a.json"
     tiny = ["--config", TINY, "3x32x64x2x64", "--nnz", 4, 5, "--topic", 0.25, "--device", "cpu", "--compile", "eager"]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    code = bench(*tiny, *SIZES, "--ops", "train", "forward", "--json", path)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert bench(*tiny, *SIZES, "--ops", "train", "forward", "--json", path) == 0
+    # what is compiled serves all layers and configurations: dense and sparse, inference and training
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
     torch._dynamo.reset()
-    return SimpleNamespace(code=code, json=json.loads(path.read_text()), graphs=graphs)
-
-
-def test_rows_of_configurations(written: Any) -> None:
-    assert written.code == 0
-    rows = written.json["rows"]
+    rows = json.loads(path.read_text())["rows"]
     kinds = [f"{kind} {how}" for kind in ("dense", "sparse") for how in ("eager", "compiled")]
     expected = [
         (config, op, kind) for config in (TINY, "3x32x64x2x64") for op in ("forward", "train") for kind in kinds
@@ -130,20 +118,6 @@ def test_rows_of_configurations(written: Any) -> None:
     for first in range(0, len(rows), 4):
         fastest = min(row["ms"] for row in rows[first : first + 2])
         assert [row["speedup"] * row["ms"] for row in rows[first : first + 4]] == pytest.approx([fastest] * 4)
-    # what is compiled serves all layers and configurations: dense and sparse, inference and training
-    assert written.graphs == 4
-
-
-def test_a_model_without_zeros_is_sent_to_its_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has no option --activation."""
-    folder = saved_models.save(tmp_path / "model", hidden_act="silu")
-    text = tmp_path / "text.txt"
-    text.write_text(saved_models.text(2000))
-    assert bench(folder, "--text", text, *SIZES, "--device", "cpu") == 2
-    said = capsys.readouterr().err
-    assert "examples/relufy.py" in said
-    assert "`twell analyze` says how sparse it must become" in said
-    assert "--activation" not in said
 
 
 def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,20 +125,27 @@ def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     text = tmp_path / "text.txt"
     text.write_text(saved_models.text(2000))
     out = tmp_path / "out.json"
-    code = bench(folder, "--text", text, *SIZES, "--ops", "logits", "--device", "cpu", "--json", out)
-    assert code == 0
+    words = ["--text", text, *SIZES, "--ops", "logits", "--device", "cpu", "--json", out]
+    assert bench(folder, *words) == 0
     data = json.loads(out.read_text())
     assert [(row["config"], row["op"], row["variant"]) for row in data["rows"]] == [
         ("model", "logits", "dense eager"),
         ("model", "logits", "sparse eager"),
     ]
-    assert data["arguments"]["model"] == "model"
-    assert data["arguments"]["text"] == ["text.txt"]
+    assert (data["arguments"]["model"], data["arguments"]["text"]) == ("model", ["text.txt"])
     assert (data["layers"], len(data["non_zeros"])) == (3, 3)
     assert str(tmp_path) not in out.read_text()
     printed = capsys.readouterr().out
     assert "sparse eager" in printed
     assert "non-zeros per token" in printed
+    # one without zeros is sent to its training: there is no option --activation
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"relu"', '"silu"'))
+    assert bench(folder, *words) == 2
+    said = capsys.readouterr().err
+    assert "examples/relufy.py" in said
+    assert "`twell analyze` says how sparse it must become" in said
+    assert "--activation" not in said
 
 
 @pytest.mark.parametrize(
@@ -262,12 +243,11 @@ def test_the_same_model_without_the_screen(subject: Subject, monkeypatch: pytest
 
     monkeypatch.setattr(models_run.Variant, "settle", settle)
     rows = models_run.run_op(subject, "forward", settings(unscreened=True))
-    assert [row.variant for row in rows] == ["dense eager", "sparse eager", "unscreened eager"]
-    assert [row.red for row in rows] == [""] * 3
+    assert [(row.variant, row.red) for row in rows] == [
+        (f"{kind} eager", "") for kind in ("dense", "sparse", "unscreened")
+    ]
     assert screens == [("sparse", {"auto"}), ("unscreened", {"off"})]
-
-
-def test_a_compiled_variant_without_the_screen_keeps_it_off(subject: Subject) -> None:
+    # compiled ones keep it off
     first, second = (
         models_run.Forward(subject.for_inference(), ("unscreened", "auto", compiled), 2, False)
         for compiled in (False, True)
@@ -288,9 +268,9 @@ def test_a_pass_too_large_for_memory_is_red(monkeypatch: pytest.MonkeyPatch, sub
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(models_run.Forward, "run_pass", run_pass)
+    said = "fewer sequences in a pass may fit in memory (--micro-batch, --batch): OutOfMemory"
     for row in models_run.run_op(subject, "forward", settings()):
-        assert row.red.startswith("fewer sequences in a pass may fit in memory (--micro-batch, --batch): OutOfMemory")
-        assert row.ms is None
+        assert (row.red.startswith(said), row.ms) == (True, None)
 
 
 # Energy and memory
@@ -338,17 +318,9 @@ def test_what_a_training_pass_keeps(subject: Subject) -> None:
     assert ambiguous[1] is None
 
 
-def test_errors_of_tokens_and_of_tensors() -> None:
-    exact = torch.ones(2, 3, 4)
-    ours = exact.clone()
-    ours[1, 2] = 1.5
-    total, tokens = models_run.compare_tokens(ours, exact)
-    assert total == pytest.approx(0.5 / math.sqrt(6))
-    assert tokens == [0, 0, 0, 0, 0, 0.5]
+def test_errors_of_gradients() -> None:
     # a large gradient hides no small one, and the vector of a norm is left out
     small, large, norm = torch.ones(2, 2), torch.full((2, 2), 1e6), torch.ones(3)
-    total, weights = models_run.compare_gradients([small * 1.5, large, norm * 0], [small, large, norm])
-    assert weights == [0.5, 0]
     total, weights = models_run.compare_gradients([small * 1.5, large * 0.98, norm * 0], [small, large, norm])
     assert weights == pytest.approx([0.5, 0.02], rel=1e-4)
     assert total == pytest.approx(0.1, rel=1e-4)

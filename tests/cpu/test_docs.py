@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -124,13 +125,9 @@ def public(module: ModuleType) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_pages_build_without_a_warning(site: Path) -> None:
+def test_pages_build_without_a_warning_and_document_every_public_name(site: Path) -> None:
     assert (site / "index.html").stat().st_size > 1000
     assert (site / "search.html").exists()
-
-
-@pytest.mark.nightly
-def test_every_public_name_is_documented(site: Path) -> None:
     found = documented(site)
     for name in DOCUMENTED:
         expected = public(importlib.import_module(name))
@@ -143,29 +140,6 @@ def test_every_public_name_is_documented(site: Path) -> None:
         assert own <= found, f"not in docs/api: {', '.join(sorted(own - found))}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_pages_are_whole_without_sphinx(path: Path) -> None:
-    """GitHub shows directives and roles as they are written; those in a comment it leaves out."""
-    text = re.sub(r"(?s)<!-- sphinx\n.*?-->", "", path.read_text(encoding="utf-8"))
-    assert not re.findall(r"```\{.*|\{(?:doc|download|ref|py:\w+)\}`.*", text)
-
-
-@pytest.mark.parametrize("path", LINKED, ids=name_of)
-def test_tables_have_a_delimiter_for_each_column(path: Path) -> None:
-    """Without it GitHub shows the lines as they are written."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for header, rule in itertools.pairwise(lines):
-        if re.fullmatch(r"\|(:?-+:?\|)+", rule.replace(" ", "")):
-            columns = len(re.findall(r"(?<!\\)\|", header)) - 1
-            assert rule.count("|") - 1 == columns, f"{header}\n{rule}"
-
-
-def test_pages_name_pictures_that_exist() -> None:
-    named = [(page, found) for page in LINKED for found in re.findall(r'(?:srcset|src)="([^"]+)"', page.read_text())]
-    assert len(named) > 20
-    assert not [f"{name_of(page)}: {found}" for page, found in named if not (page.parent / found).is_file()]
-
-
 # Operators, variables, commands
 
 
@@ -176,7 +150,7 @@ def section(path: Path, title: str) -> str:
     return found[1]
 
 
-def test_each_operator_has_its_section() -> None:
+def test_each_operator_has_its_section_with_all_that_its_schema_names() -> None:
     text = (DOCS / "ops.md").read_text(encoding="utf-8")
     assert re.findall(r"(?m)^## (\w+)$", text) == re.findall(r"<!-- table: operator (\w+) -->", text)
     registered = {
@@ -187,9 +161,6 @@ def test_each_operator_has_its_section() -> None:
     assert sorted(re.findall(r"(?m)^## (\w+)$", text)) == sorted(registered) == sorted(twell.ops.__all__)
     table = re.findall(r"(?m)^\| (`\w+`(?:, `\w+`)*) \|", text)
     assert sorted(name.strip("`") for cell in table for name in cell.split(", ")) == sorted(registered)
-
-
-def test_section_of_an_operator_names_all_that_its_schema_does() -> None:
     for op in twell.ops.__all__:
         schema = getattr(torch.ops.twell, op).default._schema
         named = set(re.findall(r"`(\w+)`", section(DOCS / "ops.md", op)))
@@ -198,26 +169,14 @@ def test_section_of_an_operator_names_all_that_its_schema_does() -> None:
 
 
 def test_environment_page_has_the_variables_that_are_read() -> None:
-    tree = ast.parse(Path(env.__file__).read_text())
-    constants = {
-        node.targets[0].id: ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Tuple)
-    }
-    read: dict[str, set[str] | None] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"TWELL_\w+", node.value):
-            read.setdefault(node.value, None)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_choice":
-            name, choices = node.args[:2]
-            values = constants[choices.id] if isinstance(choices, ast.Name) else ast.literal_eval(choices)
-            assert isinstance(name, ast.Constant)
-            read[str(name.value)] = set(values)
-    rows = re.findall(r"(?m)^\| `(TWELL_\w+)` \| (.*?) \|", (DOCS / "environment.md").read_text(encoding="utf-8"))
-    assert sorted(name for name, _ in rows) == sorted(read) == sorted(info.VARIABLES)
-    for variable, cell in rows:
-        expected = read[variable]
-        assert expected is None or set(re.findall(r"`(\w+)`", cell)) == expected, variable
+    source = Path(env.__file__).read_text()
+    rows = dict(re.findall(r"(?m)^\| `(TWELL_\w+)` \| (.*?) \|", (DOCS / "environment.md").read_text(encoding="utf-8")))
+    assert sorted(rows) == sorted(set(re.findall(r'"(TWELL_\w+)"', source))) == sorted(info.VARIABLES)
+    choices = re.findall(r'_choice\("(TWELL_\w+)", (\(.*?\)|\w+)', source)
+    assert len(choices) > 3
+    for variable, written in choices:
+        values = getattr(env, written) if written.isidentifier() else ast.literal_eval(written)
+        assert set(re.findall(r"`(\w+)`", rows[variable])) == set(values), variable
 
 
 def test_install_page_has_the_extras() -> None:
@@ -241,13 +200,20 @@ def test_each_command_has_its_section() -> None:
     assert re.findall(r"<!-- table: command ([\w -]+) -->", text) == shown
 
 
-def test_citations_name_this_version() -> None:
+def test_citations_name_this_version_and_its_date() -> None:
     entry = re.search(r"version *= \{(.*?)\}", (DOCS / "cite.md").read_text(encoding="utf-8"))
     assert entry
     assert entry[1] == twell.__version__
     citation = ROOT / "CITATION.cff"
-    if citation.exists():
-        assert f"\nversion: {twell.__version__}\n" in citation.read_text(encoding="utf-8")
+    if not citation.exists():
+        pytest.skip("an archive of the sources without it")
+    text = citation.read_text(encoding="utf-8")
+    assert f"\nversion: {twell.__version__}\n" in text
+    # above it may be what is not released yet
+    first = re.search(r"(?m)^## \d.*$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    heading = first and re.fullmatch(r"## \S+ - (\S+)", first[0])
+    released = re.search(r"(?m)^date-released: (\S+)$", text)
+    assert (heading and heading[1]) == (released and released[1])
 
 
 def test_the_changelog_begins_with_this_version() -> None:
@@ -269,17 +235,6 @@ def test_the_changelog_begins_with_this_version() -> None:
     assert not re.search(r"(?m)^- .*\n(?:  .*\n)*\n- ", text)
 
 
-def test_the_citation_has_the_date_of_the_release() -> None:
-    # above it may be what is not released yet
-    first = re.search(r"(?m)^## \d.*$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
-    heading = first and re.fullmatch(r"## \S+ - (\S+)", first[0])
-    citation = ROOT / "CITATION.cff"
-    if not citation.exists():
-        pytest.skip("an archive of the sources without it")
-    released = re.search(r"(?m)^date-released: (\S+)$", citation.read_text(encoding="utf-8"))
-    assert (heading and heading[1]) == (released and released[1])
-
-
 def test_diagrams_are_as_drawn() -> None:
     checked = subprocess.run(
         [sys.executable, "docs/figures/draw.py", "--check"], cwd=ROOT, capture_output=True, text=True
@@ -291,7 +246,8 @@ def test_diagrams_are_as_drawn() -> None:
 
 
 @pytest.mark.parametrize("path", LINKED, ids=name_of)
-def test_relative_links_lead_somewhere(path: Path) -> None:
+def test_links_lead_somewhere_and_pages_are_whole_on_github(path: Path) -> None:
+    """It shows directives, roles and tables without a delimiter for each column as they are written."""
     text = prose(path)
     targets = re.findall(r"\]\(([^)\s]+)\)", text)
     targets += re.findall(r"\{download\}`[^<`]*<([^>]+)>`", text)
@@ -305,55 +261,46 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
         if not found.exists() or (anchor and found.suffix == ".md" and anchor not in headings(found)):
             dead.append(target)
     assert not dead
+    text = path.read_text(encoding="utf-8")
+    if path in PAGES:
+        # it leaves out those in a comment
+        shown = re.sub(r"(?s)<!-- sphinx\n.*?-->", "", text)
+        assert not re.findall(r"```\{.*|\{(?:doc|download|ref|py:\w+)\}`.*", shown)
+    for header, rule in itertools.pairwise(text.splitlines()):
+        if re.fullmatch(r"\|(:?-+:?\|)+", rule.replace(" ", "")):
+            columns = len(re.findall(r"(?<!\\)\|", header)) - 1
+            assert rule.count("|") - 1 == columns, f"{header}\n{rule}"
 
 
 @pytest.mark.parametrize("path", TRIED, ids=name_of)
 def test_python_blocks_run_on_the_cpu(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of a page share a namespace. A block that cannot run says so above: ``<!-- not run: REASON -->``."""
+    """All blocks of a page share a namespace. One that cannot run says so above, and its names exist."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     namespace: dict[str, object] = {"__name__": "page"}
-    for block in blocks(path):
-        if block.kind != "python":
-            continue
-        where = f"{name_of(path)}:{block.line}"
-        code = compile("\n" * (block.line - 1) + block.text, where, "exec")
-        if NOT_RUN.match(block.before):
-            continue
-        if "transformers" in block.text:
-            pytest.importorskip("transformers")
-        try:
-            exec(code, namespace)
-        except Exception as error:
-            raise AssertionError(f"{where} does not run; mark it <!-- not run: REASON --> if it cannot") from error
-
-
-def uses(path: Path) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield for each block that is not run: its place, the imports up to its end, the dotted names that use them."""
     imports: list[ast.stmt] = []
     for block in blocks(path):
         if block.kind != "python":
             continue
+        where = f"{name_of(path)}:{block.line}"
         tree = ast.parse(block.text)
         imports += [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
-        if NOT_RUN.match(block.before):
-            known = {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
-            dotted = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, (ast.Attribute, ast.Name))}
-            names = sorted(name for name in dotted if re.fullmatch(r"[\w.]+", name) and name.partition(".")[0] in known)
-            yield f"{name_of(path)}:{block.line}", "\n".join(ast.unparse(node) for node in imports), names
+        run = not NOT_RUN.match(block.before)
+        text = "\n" * (block.line - 1) + block.text if run else used(imports, tree)
+        if "transformers" in text:
+            pytest.importorskip("transformers")
+        try:
+            exec(compile(text, where, "exec"), namespace if run else {})
+        except Exception as error:
+            raise AssertionError(f"{where} does not run; mark it <!-- not run: REASON --> if it cannot") from error
 
 
-def test_blocks_that_are_not_run_use_existing_names() -> None:
-    tried = 0
-    for path in TRIED:
-        for where, imports, names in uses(path):
-            if "transformers" not in imports or importlib.util.find_spec("transformers") is not None:
-                try:
-                    exec("\n".join([imports, *names]), {})
-                except Exception as error:
-                    raise AssertionError(f"{where} uses what does not exist") from error
-                tried += 1
-    assert tried
+def used(imports: list[ast.stmt], tree: ast.Module) -> str:
+    """Return code of the imports and of all dotted names that use them."""
+    known = {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}  # type: ignore[attr-defined]
+    dotted = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, (ast.Attribute, ast.Name))}
+    names = sorted(name for name in dotted if re.fullmatch(r"[\w.]+", name) and name.partition(".")[0] in known)
+    return "\n".join([*(ast.unparse(node) for node in imports), *names])
 
 
 class Command(NamedTuple):
@@ -388,29 +335,22 @@ def shell_commands(path: Path) -> Iterator[Command]:
             yield Command(f"{name_of(path)}: {span}", words)
 
 
-@pytest.fixture(scope="module")
-def help_of() -> dict[str, str]:
-    """Return the output of a script's ``--help``; cached."""
-    return {}
+@functools.cache
+def script_help(script: str, *command: str) -> str:
+    """Return the output of a script's ``--help``."""
+    printed, saved = io.StringIO(), (sys.argv, sys.path[:])
+    # modules of the checkout run from its root, others from their folder
+    module = script.startswith(("profiling", "tests"))
+    sys.argv, sys.path[:0] = [script, *command, "--help"], [] if module else [str((ROOT / script).parent)]
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = saved
+    return printed.getvalue()
 
 
-def script_help(script: str, known: dict[str, str], *command: str) -> str:
-    key = " ".join((script, *command))
-    if key not in known:
-        printed, saved = io.StringIO(), (sys.argv, sys.path[:])
-        # modules of the checkout run from its root, others from their folder
-        module = script.startswith(("profiling", "tests"))
-        sys.argv, sys.path[:0] = [script, *command, "--help"], [] if module else [str((ROOT / script).parent)]
-        try:
-            with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-                runpy.run_path(str(ROOT / script), run_name="__main__")
-        finally:
-            sys.argv, sys.path[:] = saved
-        known[key] = printed.getvalue()
-    return known[key]
-
-
-def complaint(words: list[str], known: dict[str, str]) -> str:
+def complaint(words: list[str]) -> str:
     """Return the parser's complaint about a command; empty if there is none."""
     name, *rest = words
     if name in ("python", "python3") and rest[:2] == ["-m", "twell"]:
@@ -438,7 +378,7 @@ def complaint(words: list[str], known: dict[str, str]) -> str:
             return f"no file {rest[0]}"
         # a package may have commands with options of their own
         named = rest[1:2] if rest[0].endswith("__main__.py") else []
-        printed = script_help(rest[0], known, *(word for word in named if not word.startswith("-")))
+        printed = script_help(rest[0], *(word for word in named if not word.startswith("-")))
         missing = [word for word in rest[1:] if word.startswith("--") and word.partition("=")[0] not in printed]
         return f"{rest[0]} has no {', '.join(missing)}" if missing else ""
     if (ROOT / name).is_file():
@@ -447,6 +387,6 @@ def complaint(words: list[str], known: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("path", TRIED, ids=name_of)
-def test_commands_are_accepted_by_their_parsers(path: Path, help_of: dict[str, str]) -> None:
-    wrong = {command.where: complaint(command.words, help_of) for command in shell_commands(path)}
+def test_commands_are_accepted_by_their_parsers(path: Path) -> None:
+    wrong = {command.where: complaint(command.words) for command in shell_commands(path)}
     assert not {where: said for where, said in wrong.items() if said}

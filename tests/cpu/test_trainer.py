@@ -154,20 +154,27 @@ def plain_gradient(model: Any, micro: list[tuple[Any, Any]], coefficient: float)
     return [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("accumulation", "masked", "by_tokens"), [(1, False, True), (3, True, True), (3, True, False)])
-def test_gradient_is_that_of_a_plain_loop(tmp_path: Path, accumulation: int, masked: bool, by_tokens: bool) -> None:
+def assert_gradients(trainer: Recording, plain: Any, *coefficients: float, atol: float = 1e-6) -> None:
+    """Compare each step's gradient with that of a plain loop; the last coefficient holds for all later steps."""
+    for i, (micro, grads) in enumerate(trainer.steps):
+        coefficient = coefficients[min(i, len(coefficients) - 1)]
+        for got, expected in zip(grads, plain_gradient(plain, micro, coefficient), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=atol)
+
+
+@pytest.mark.parametrize(("accumulation", "by_tokens"), [(1, True), (3, True), (3, False)])
+def test_gradient_is_that_of_a_plain_loop(tmp_path: Path, accumulation: int, by_tokens: bool) -> None:
     model = llama()
     plain = copy.deepcopy(model)
     # seven batches: the last step of the epoch has fewer micro-batches
     args = arguments(tmp_path, gradient_accumulation_steps=accumulation, num_train_epochs=2)
-    trainer = Recording(model, args, train_dataset=sequences(14, masked), callbacks=[callback()])
+    data = sequences(14, masked=accumulation > 1)
+    trainer = Recording(model, args, train_dataset=data, callbacks=[callback()])
     trainer.model_accepts_loss_kwargs = by_tokens
     trainer.train()
     assert [len(micro) for micro, _ in trainer.steps] == ([3, 3, 1] if accumulation == 3 else [1] * 7) * 2
     assert all((micro[0][1] is not None) == by_tokens for micro, _ in trainer.steps)
-    for micro, grads in trainer.steps:
-        for got, expected in zip(grads, plain_gradient(plain, micro, 0.1), strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    assert_gradients(trainer, plain, 0.1)
     # the term is no rounding error
     without = plain_gradient(plain, trainer.steps[-1][0], 0.0)
     assert any((a - b).norm() > 0.1 * b.norm() for a, b in zip(trainer.steps[-1][1], without))
@@ -192,32 +199,23 @@ def test_gradient_under_trainers_options(tmp_path: Path, options: dict[str, Any]
             assert spy.tracker is not None
             tokens.append(spy.tracker.read().layers[0].tokens)
 
-    trainer = Recording(
-        model, arguments(tmp_path, max_steps=3, **options), train_dataset=sequences(6), callbacks=[spy, Count()]
-    )
+    args = arguments(tmp_path, max_steps=3, **options)
+    trainer = Recording(model, args, train_dataset=sequences(6), callbacks=[spy, Count()])
     trainer.train()
     assert tokens == [2 * LENGTH] * 3
-    for micro, grads in trainer.steps:
-        for got, expected in zip(grads, plain_gradient(plain, micro, 0.1), strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    assert_gradients(trainer, plain, 0.1)
 
 
 def test_warmup_follows_the_global_step(tmp_path: Path) -> None:
     model = llama()
     plain = copy.deepcopy(model)
-    trainer = Recording(
-        model,
-        arguments(tmp_path),
-        train_dataset=sequences(10),
-        callbacks=[callback(warmup_steps=2, warmup_start=1, normalisation="neuron_mean", coefficient=0.1 * 48)],
-    )
+    own = callback(warmup_steps=2, warmup_start=1, normalisation="neuron_mean", coefficient=0.1 * 48)
+    trainer = Recording(model, arguments(tmp_path), train_dataset=sequences(10), callbacks=[own])
     trainer.train()
     factors = [0, 0, 0.5, 1, 1]
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["sparsity_coefficient"] for entry in logs] == pytest.approx([4.8 * f for f in factors])
-    for (micro, grads), factor in zip(trainer.steps, factors, strict=True):
-        for got, expected in zip(grads, plain_gradient(plain, micro, 0.1 * factor), strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    assert_gradients(trainer, plain, *(0.1 * factor for factor in factors))
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -281,12 +279,11 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_resuming_changes_nothing(tmp_path: Path, accumulation: int) -> None:
+def test_resuming_changes_nothing(tmp_path: Path) -> None:
     # five steps an epoch, the last one with fewer micro-batches, which Trainer itself resumed wrongly before
-    count = 10 * accumulation - (2 if accumulation > 1 and int(transformers.__version__.split(".")[0]) >= 5 else 0)
+    count = 18 if int(transformers.__version__.split(".")[0]) >= 5 else 20
 
-    def train(folder: Path, stop: int | None = None, resume: str | None = None) -> tuple[Any, Any]:
+    def train(folder: Path, *stops: Any, resume: str | None = None) -> tuple[Any, Any]:
         args = arguments(
             folder,
             num_train_epochs=2,
@@ -294,31 +291,27 @@ def test_resuming_changes_nothing(tmp_path: Path, accumulation: int) -> None:
             optim="adamw_torch",
             save_strategy="steps",
             save_steps=3,
-            gradient_accumulation_steps=accumulation,
+            gradient_accumulation_steps=2,
             seed=3,
         )
         model = llama()
         with torch.no_grad():
             # silent in all tokens
             model.model.layers[0].mlp.gate_proj.weight[:8].zero_()
-        stops: list[Any] = []
-        if stop is not None:
-
-            class Stop(TrainerCallback):  # type: ignore[misc]
-                def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-                    # like a run killed some steps after the checkpoint
-                    control.should_training_stop = state.global_step >= stop
-                    return control
-
-            stops = [Stop()]
         own = callback(warmup_steps=8, reinitialize=0.1, every=4)
         trainer = Trainer(model, args, train_dataset=sequences(count, masked=True), callbacks=[own, *stops])
         trainer.train(resume_from_checkpoint=resume)
         return model, trainer
 
+    class Stop(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            # like a run killed some steps after the checkpoint
+            control.should_training_stop = state.global_step >= 5
+            return control
+
     whole, trainer = train(tmp_path / "whole")
     assert trainer.state.global_step == 10
-    train(tmp_path / "killed", stop=5)
+    train(tmp_path / "killed", Stop())
     assert [row["step"] for row in rows(tmp_path / "killed" / "sparsity.csv")][-1] == "5"
     resumed, again = train(tmp_path / "killed", resume=str(tmp_path / "killed" / "checkpoint-3"))
     assert again.state.global_step == 10
@@ -415,50 +408,60 @@ def test_types_are_not_restored_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_wrong_settings_and_models_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match="coefficient must be a finite number of at least 0, got -1"):
-        SparsityCallback(-1)
-    with pytest.raises(ValueError, match="normalisation must be one of"):
-        SparsityCallback(normalisation="mean")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="reinitialize must be a number from 0 to 1, got 2"):
-        SparsityCallback(reinitialize=2)
-    frozen = llama()
-    for layer in recipe.layers(frozen).values():
-        layer.gate_proj.requires_grad_(False)
-    trainer = Trainer(frozen, arguments(tmp_path), train_dataset=sequences(4), callbacks=[callback(reinitialize=0.1)])
-    before = [layer.gate_proj.weight.clone() for layer in recipe.layers(frozen).values()]
-    trainer.train()
-    assert "no gate is trained, and reinitialize leaves frozen ones as they are" in caplog.text
-    for weight, layer in zip(before, recipe.layers(frozen).values(), strict=True):
-        assert torch.equal(layer.gate_proj.weight, weight)
-    with pytest.raises(ValueError, match="warmup_steps must be an integer of at least 0, got -1"):
-        SparsityCallback(warmup_steps=-1)
-
-    def train(model: Any, *, callbacks: list[Any] | None = None, **options: Any) -> None:
-        loss = options.pop("compute_loss_func", None)
-        Trainer(
-            model,
-            arguments(tmp_path, max_steps=1, **options),
-            train_dataset=sequences(4),
-            callbacks=callbacks or [callback()],
-            compute_loss_func=loss,
-        ).train()
-
-    stock = LlamaForCausalLM(llama().config)
-    with pytest.raises(ValueError, match=r"layers of twell\.nn, got none in LlamaForCausalLM; twell\.sparsify_"):
-        train(stock)
-    with pytest.raises(ValueError, match=r"label_smoothing_factor must be 0, got 0\.1"):
-        train(llama(), label_smoothing_factor=0.1)
+    options: dict[str, Any]
+    for options, message in (
+        ({"coefficient": -1}, "coefficient must be a finite number of at least 0, got -1"),
+        ({"normalisation": "mean"}, "normalisation must be one of"),
+        ({"reinitialize": 2}, "reinitialize must be a number from 0 to 1, got 2"),
+        ({"warmup_steps": -1}, "warmup_steps must be an integer of at least 0, got -1"),
+        ({"coefficient": 0.1, "nnz": 5}, r"must be left out with nnz, .* got 0\.1, 'token_sum', 0 and 0"),
+        ({"moving_threshold": True}, "moving_threshold=True needs nnz"),
+        ({"sharing": 0.5}, r"sharing=0\.5 needs nnz"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SparsityCallback(**options)
 
     def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         logits = outputs["logits"][:, :-1].reshape(-1, VOCABULARY)
         return F.cross_entropy(logits, labels[:, 1:].reshape(-1))
 
+    def train(model: Any, own: SparsityCallback | None = None, loss: Any = None, **options: Any) -> None:
+        args = arguments(tmp_path, max_steps=1, **options)
+        data: dict[str, Any] = {"train_dataset": sequences(4), "eval_dataset": sequences(2)}
+        Trainer(model, args, callbacks=[own or callback()], compute_loss_func=loss, **data).train()
+
+    with pytest.raises(ValueError, match=r"layers of twell\.nn, got none in LlamaForCausalLM; twell\.sparsify_"):
+        train(LlamaForCausalLM(llama().config))
+    with pytest.raises(ValueError, match=r"label_smoothing_factor must be 0, got 0\.1"):
+        train(llama(), label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match=r"without: add twell\.recipe\.l1_term to a loss outside the model"):
-        train(llama(), compute_loss_func=own_loss)
-    model = llama()
-    train(model, compute_loss_func=own_loss, callbacks=[callback(coefficient=0.0)])
+        train(llama(), loss=own_loss)
+    train(llama(), callback(coefficient=0.0), loss=own_loss)
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         train(llama(), gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
+    # a target
+    best = {"load_best_model_at_end": True, "save_strategy": "epoch", "eval_strategy": "epoch"}
+    with pytest.raises(ValueError, match="load_best_model_at_end must be off with nnz"):
+        train(llama(), callback(coefficient=None, nnz=5, moving_threshold=True), **best)
+    best = {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "loss"}
+    with pytest.raises(ValueError, match='save_strategy must not be "best" with moving_threshold'):
+        train(llama(), callback(coefficient=None, nnz=5, moving_threshold=True), **best)
+    with pytest.raises(ValueError, match="nnz must be below 48, the neurons of a layer"):
+        train(llama(), callback(coefficient=None, nnz=48))
+    model = llama()
+    for layer in recipe.layers(model).values():
+        layer.activation, layer.threshold = "fatrelu", 0.5
+    with pytest.raises(ValueError, match=r"sharing must be 0 for layers with FATReLU, .* got 0\.5"):
+        train(model, callback(coefficient=None, nnz=5, sharing=0.5))
+    # frozen gates stay as they are
+    frozen = llama()
+    for layer in recipe.layers(frozen).values():
+        layer.gate_proj.requires_grad_(False)
+    before = [layer.gate_proj.weight.clone() for layer in recipe.layers(frozen).values()]
+    train(frozen, callback(reinitialize=0.1))
+    assert "no gate is trained, and reinitialize leaves frozen ones as they are" in caplog.text
+    for weight, layer in zip(before, recipe.layers(frozen).values(), strict=True):
+        assert torch.equal(layer.gate_proj.weight, weight)
 
 
 def test_a_run_that_was_interrupted_leaves_nothing_in_the_next(tmp_path: Path) -> None:
@@ -475,6 +478,8 @@ def test_a_run_that_was_interrupted_leaves_nothing_in_the_next(tmp_path: Path) -
     assert train(callback(coefficient=0.0)) == pytest.approx(plain)
     assert first.tracker is None
     assert not model._forward_hooks
+    # the same one takes part in another run
+    assert train(first) > 2 * plain
     # two in one Trainer are an error, which leaves nothing either
     with pytest.raises(ValueError, match="expected one for a Trainer, got a second"):
         train(callback(), callback())
@@ -516,18 +521,8 @@ def test_a_term_that_has_no_gradient_is_an_error(kind: str, options: dict[str, A
         trainer.train()
 
 
-def test_recording_of_ones_own_stays(tmp_path: Path) -> None:
-    model = llama()
-    recipe.record_aux(model)
-    args = arguments(tmp_path, max_steps=1)
-    Trainer(model, args, train_dataset=sequences(4), callbacks=[callback(coefficient=0.0)]).train()
-    recipe.clear_aux(model)
-    model(**{name: each[None] for name, each in sequences(1)[0].items()})
-    assert recipe.l1_term(model) > 0
-
-
 def test_a_term_of_ones_own_may_be_of_two_passes(tmp_path: Path) -> None:
-    """The callback cleared the record of the first one."""
+    """The callback cleared the record of the first one; recording goes on after the run."""
     calls: list[int] = []
 
     class Own(Trainer):
@@ -541,6 +536,9 @@ def test_a_term_of_ones_own_may_be_of_two_passes(tmp_path: Path) -> None:
     options: Any = {"train_dataset": sequences(4), "callbacks": [callback(coefficient=0.0)]}
     Own(model, arguments(tmp_path, max_steps=1), **options).train()
     assert calls == [2]
+    recipe.clear_aux(model)
+    model(**{name: each[None] for name, each in sequences(1)[0].items()})
+    assert recipe.l1_term(model) > 0
 
 
 def test_a_loss_of_ones_own_takes_the_term(tmp_path: Path) -> None:
@@ -554,16 +552,11 @@ def test_a_loss_of_ones_own_takes_the_term(tmp_path: Path) -> None:
     model = llama()
     plain = copy.deepcopy(model)
     recipe.record_aux(model)
-    trainer = Own(
-        model,
-        arguments(tmp_path, max_steps=2, gradient_accumulation_steps=2),
-        train_dataset=sequences(8),
-    )
+    args = arguments(tmp_path, max_steps=2, gradient_accumulation_steps=2)
+    trainer = Own(model, args, train_dataset=sequences(8))
     trainer.model_accepts_loss_kwargs = False
     trainer.train()
-    for micro, grads in trainer.steps:
-        for got, expected in zip(grads, plain_gradient(plain, micro, 0.1), strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    assert_gradients(trainer, plain, 0.1)
 
 
 def test_tuples_copies_and_generation(tmp_path: Path) -> None:
@@ -592,28 +585,11 @@ def test_tuples_copies_and_generation(tmp_path: Path) -> None:
                 for _ in range(3):
                     kwargs["model"](zeros, labels=zeros)
 
-    trainer = Recording(
-        model,
-        arguments(tmp_path, max_steps=3),
-        train_dataset=sequences(6),
-        callbacks=[callback(coefficient=10.0), Between()],
-    )
+    callbacks = [callback(coefficient=10.0), Between()]
+    trainer = Recording(model, arguments(tmp_path, max_steps=3), train_dataset=sequences(6), callbacks=callbacks)
     trainer.train()
     assert len(averages) == 3
-    for micro, grads in trainer.steps:
-        for got, expected in zip(grads, plain_gradient(plain, micro, 10.0), strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    # once more with the same callback, after a run that ended early
-    spy = callback()
-
-    failing = Trainer(
-        model, arguments(tmp_path / "again", max_steps=3), train_dataset=sequences(6), callbacks=[spy, Interrupt()]
-    )
-    with pytest.raises(KeyboardInterrupt):
-        failing.train()
-    failing.remove_callback(Interrupt)
-    failing.train()
-    assert failing.state.global_step == 3
+    assert_gradients(trainer, plain, 10.0, atol=1e-4)
 
 
 def test_settles_strategies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -679,54 +655,84 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
 # A number of non-zeros instead of a coefficient
 
 
-@pytest.mark.parametrize(("accumulation", "moving"), [(1, False), (2, True)])
-def test_a_target_is_that_of_a_plain_loop(tmp_path: Path, accumulation: int, moving: bool) -> None:
-    """Weights after some steps are those of the recipe's own loop over the same micro-batches."""
+def padded(count: int) -> list[dict[str, Tensor]]:
+    found = sequences(count)
+    for i, each in enumerate(found):
+        each["attention_mask"] = (torch.arange(LENGTH) < LENGTH - 4 * (i % 2)).long()
+        each["labels"] = torch.where(each["attention_mask"] == 1, each["labels"], -100)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("nnz", "moving", "padding"), [(5, False, False), (5, True, False), (5, False, True), (None, False, True)]
+)
+def test_weights_are_those_of_a_plain_loop(
+    nnz: int | None, moving: bool, padding: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The recipe's own loop over the same micro-batches, in which padding may be left out."""
     model = llama()
     plain = copy.deepcopy(model)
     options: dict[str, Any] = {"learning_rate": 0.05, "lr_scheduler_type": "constant"}
-    args = arguments(tmp_path, max_steps=6, gradient_accumulation_steps=accumulation, **options)
-    own = callback(coefficient=None, nnz=5, moving_threshold=moving)
-    trainer = Recording(model, args, train_dataset=sequences(24, masked=True), callbacks=[own])
+    args = arguments(tmp_path, max_steps=6, gradient_accumulation_steps=2 if moving else 1, **options)
+    wanted: dict[str, Any] = {"coefficient": None, "nnz": nnz, "moving_threshold": moving} if nnz else {}
+    data = padded(24) if padding else sequences(24, masked=True)
+    own = callback(**wanted, attention_mask=padding)
+    trainer = Recording(model, args, train_dataset=data, callbacks=[own])
     trainer.train()
-    recipe.record_aux(plain, inputs=moving)
+    assert "padding counts" not in caplog.text
+    recipe.record_aux(plain, inputs=moving or padding)
     target: Any = recipe.TargetThreshold(plain, 5, 6) if moving else recipe.TargetSparsity(5, 6)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
-    coefficients = []
+    coefficients, left_out = [], 0
     plain.train()
     for micro, _ in trainer.steps:
         for inputs, items in micro:
+            mask = inputs.get("attention_mask")
+            left_out += 0 if mask is None else int((mask == 0).sum())
             loss = plain(**inputs, num_items_in_batch=items).loss
-            (loss + target.term(plain) / len(micro)).backward()
+            term = target.term(plain, attention_mask=mask) if nnz else 0.1 * recipe.l1_term(plain, attention_mask=mask)
+            (loss + term / len(micro)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        target.update()
-        coefficients.append(target.read()["coefficient"])
+        if nnz:
+            target.update()
+        coefficients.append(target.read()["coefficient"] if nnz else 0.1)
+    assert (left_out > 0) == padding
     logged = [entry["sparsity_coefficient"] for entry in trainer.state.log_history if "sparsity_coefficient" in entry]
     assert logged == pytest.approx(coefficients, rel=1e-3)
     for a, b in zip(weights(model), weights(plain), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     layer = model.model.layers[0].mlp
+    assert layer.activation == ("fatrelu" if moving else "relu")
     if moving:
-        assert layer.activation == "fatrelu"
         assert isinstance(layer.threshold, float)
         assert layer.threshold == pytest.approx(target.settle(), rel=1e-3)
         assert trainer.state.log_history[-2]["sparsity_threshold"] == pytest.approx(layer.threshold)
-    else:
-        assert layer.activation == "relu"
+
+
+def test_padding_counts_by_default_which_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, args = llama(), arguments(tmp_path, max_steps=2)
+    Trainer(model, args, train_dataset=padded(8), callbacks=[callback()]).train()
+    assert caplog.text.count("padding counts as tokens") == 1
+    model.config.is_encoder_decoder = True
+    with pytest.raises(ValueError, match="attention_mask must be off for an encoder-decoder"):
+        Trainer(model, args, train_dataset=padded(8), callbacks=[callback(attention_mask=True)]).train()
 
 
 @pytest.mark.parametrize("moving", [False, True])
 def test_a_target_goes_on_from_a_checkpoint(tmp_path: Path, moving: bool) -> None:
-    def train(folder: Path, resume: bool) -> tuple[list[Tensor], Any]:
+    common: dict[str, Any] = {"max_steps": 6, "learning_rate": 0.05, "save_strategy": "steps", "save_steps": 3}
+
+    def train(own: SparsityCallback, folder: Path = tmp_path, resume: bool = True) -> tuple[list[Tensor], Any]:
         model = llama()
-        args = arguments(folder, max_steps=6, learning_rate=0.05, save_strategy="steps", save_steps=3)
-        own = callback(coefficient=None, nnz=5, moving_threshold=moving)
-        trainer = Trainer(model, args, train_dataset=sequences(16, masked=True), callbacks=[own])
+        data = sequences(16, masked=True)
+        trainer = Trainer(model, arguments(folder, **common), train_dataset=data, callbacks=[own])
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
         return weights(model), model.model.layers[0].mlp.threshold
 
-    (whole, threshold), (resumed, again) = train(tmp_path, False), train(tmp_path, True)
+    target: dict[str, Any] = {"coefficient": None, "nnz": 5, "moving_threshold": moving}
+    whole, threshold = train(callback(**target), resume=False)
+    resumed, again = train(callback(**target))
     assert threshold == again
     assert (threshold > 0) == moving
     for a, b in zip(resumed, whole, strict=True):
@@ -735,19 +741,12 @@ def test_a_target_goes_on_from_a_checkpoint(tmp_path: Path, moving: bool) -> Non
     saved = load(tmp_path / "checkpoint-3").model.layers[0].mlp
     assert saved.activation == ("fatrelu" if moving else "relu")
     assert (0 < saved.threshold < threshold) == moving
-    other = callback(coefficient=None, nnz=6, moving_threshold=moving)
-    args = arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=3)
-    trainer = Trainer(llama(), args, train_dataset=sequences(16), callbacks=[other])
     with pytest.raises(ValueError, match=r"step 3 must be of the same nnz, .*nnz 6.0, got 5.0; begin a new run"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-
-def test_a_checkpoint_without_a_target_is_refused(tmp_path: Path) -> None:
-    args = arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
-    Trainer(llama(), args, train_dataset=sequences(16), callbacks=[callback()]).train()
-    trainer = Trainer(llama(), args, train_dataset=sequences(16), callbacks=[callback(coefficient=None, nnz=5)])
-    with pytest.raises(ValueError, match="checkpoint of step 2 must have a target, as nnz is 5, got none"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        train(callback(**{**target, "nnz": 6}))
+    if not moving:
+        train(callback(), tmp_path / "without", resume=False)
+        with pytest.raises(ValueError, match="checkpoint of step 3 must have a target, as nnz is 5, got none"):
+            train(callback(**target), tmp_path / "without")
 
 
 @pytest.mark.parametrize("nnz", [5, 30])
@@ -774,48 +773,16 @@ def test_layers_with_square_or_drelu_are_steered_by_their_gate(tmp_path: Path) -
     for block in model.model.layers:
         block.mlp.activation = "drelu"
     own = callback(coefficient=None, nnz=5, sharing=0.25)
-    Trainer(model, arguments(tmp_path, max_steps=2), train_dataset=sequences(4), callbacks=[own]).train()
-    assert own.target is None
     seen: list[Any] = []
 
     class Look(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen.append(own.target)
 
-    Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=sequences(4), callbacks=[own, Look()]).train()
-    assert (seen[0].of, seen[0].sharing, seen[0].steps) == ("gate", 0.25, 1)
-
-
-def test_wrong_targets_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must be left out with nnz, .* got 0\.1, 'token_sum', 0 and 0"):
-        SparsityCallback(0.1, nnz=5)
-    with pytest.raises(ValueError, match="moving_threshold=True needs nnz"):
-        SparsityCallback(moving_threshold=True)
-    with pytest.raises(ValueError, match=r"sharing=0\.5 needs nnz"):
-        SparsityCallback(sharing=0.5)
-    own = callback(coefficient=None, nnz=5, moving_threshold=True)
-    best = {"load_best_model_at_end": True, "save_strategy": "epoch", "eval_strategy": "epoch"}
-    trainer = Trainer(
-        llama(), arguments(tmp_path, **best), train_dataset=sequences(4), eval_dataset=sequences(2), callbacks=[own]
-    )
-    with pytest.raises(ValueError, match="load_best_model_at_end must be off with nnz"):
-        trainer.train()
-    best = {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "loss"}
-    own = callback(coefficient=None, nnz=5, moving_threshold=True)
-    trainer = Trainer(
-        llama(), arguments(tmp_path, **best), train_dataset=sequences(4), eval_dataset=sequences(2), callbacks=[own]
-    )
-    with pytest.raises(ValueError, match='save_strategy must not be "best" with moving_threshold'):
-        trainer.train()
-    model = llama()
-    for block in model.model.layers:
-        block.mlp.activation, block.mlp.threshold = "fatrelu", 0.5
-    own = callback(coefficient=None, nnz=5, sharing=0.5)
-    with pytest.raises(ValueError, match=r"sharing must be 0 for layers with FATReLU, .* got 0\.5"):
-        Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=sequences(4), callbacks=[own]).train()
-    own = callback(coefficient=None, nnz=48)
-    with pytest.raises(ValueError, match="nnz must be below 48, the neurons of a layer"):
-        Trainer(llama(), arguments(tmp_path, max_steps=1), train_dataset=sequences(4), callbacks=[own]).train()
+    for _ in range(2):
+        Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=sequences(4), callbacks=[own, Look()]).train()
+        assert own.target is None
+    assert [(target.of, target.sharing, target.steps) for target in seen] == [("gate", 0.25, 1)] * 2
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
@@ -833,48 +800,6 @@ def test_an_interrupted_run_leaves_no_moving_threshold(by_hand: bool, tmp_path: 
     Trainer(model, args, train_dataset=sequences(8), callbacks=[callback(**options)]).train()
     assert isinstance(model.model.layers[0].mlp.threshold, float)
     assert ("the thresholds of the layers stay as they are" in caplog.text) == by_hand
-
-
-def padded(count: int) -> list[dict[str, Tensor]]:
-    found = sequences(count)
-    for i, each in enumerate(found):
-        each["attention_mask"] = (torch.arange(LENGTH) < LENGTH - 4 * (i % 2)).long()
-        each["labels"] = torch.where(each["attention_mask"] == 1, each["labels"], -100)
-    return found
-
-
-@pytest.mark.parametrize("nnz", [None, 5])
-def test_padding_may_be_left_out(nnz: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = llama()
-    plain = copy.deepcopy(model)
-    options: dict[str, Any] = {"coefficient": None, "nnz": nnz} if nnz else {"coefficient": 0.1}
-    own = callback(**options, attention_mask=True)
-    args = arguments(tmp_path, max_steps=2, learning_rate=0.05, lr_scheduler_type="constant")
-    trainer = Recording(model, args, train_dataset=padded(8), callbacks=[own])
-    trainer.train()
-    assert "padding counts" not in caplog.text
-    recipe.record_aux(plain, inputs=True)
-    target = recipe.TargetSparsity(5, 2)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
-    plain.train()
-    for ((inputs, items),), _ in trainer.steps:
-        mask = inputs["attention_mask"]
-        assert not mask.all()
-        loss = plain(**inputs, num_items_in_batch=items).loss
-        term = target.term(plain, attention_mask=mask) if nnz else 0.1 * recipe.l1_term(plain, attention_mask=mask)
-        (loss + term).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if nnz:
-            target.update()
-    for a, b in zip(weights(model), weights(plain), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    # by default it counts, which is said once
-    Trainer(model, args, train_dataset=padded(8), callbacks=[callback(**options)]).train()
-    assert caplog.text.count("padding counts as tokens") == 1
-    model.config.is_encoder_decoder = True
-    with pytest.raises(ValueError, match="attention_mask must be off for an encoder-decoder"):
-        Trainer(model, args, train_dataset=padded(8), callbacks=[own]).train()
 
 
 def test_a_rate_that_cannot_reach_the_target_is_said_at_the_start(
