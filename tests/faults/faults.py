@@ -231,11 +231,11 @@ FAULTS = (
         'tests/cpu/test_layouts.py tests/cpu/test_convert.py -k "names_of_down or test_opt"',
     ),
     Fault(
-        "loaders: integers converted to another dtype",
+        "loaders: down weights are turned, their shapes in the header are not",
         "python/twell/commands/convert.py",
-        "cast = wanted is not None and old.dtype in _FLOATS and old.dtype != wanted",
-        "cast = wanted is not None and old.dtype != wanted",
-        'tests/cpu/test_convert.py -k "test_dtype or odd"',
+        "each.shape[:: -1 if name in new.turned else 1]",
+        "each.shape",
+        "tests/cpu/test_convert.py -k rows_become",
     ),
     # ---- refusals ----
     Fault(
