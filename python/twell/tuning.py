@@ -497,15 +497,16 @@ def decide(
 def _measured(
     problem: Problem, figures: Figures, current: str | None, table: _tables.Table | None, screen: bool
 ) -> Decision:
-    predicted = _choices(problem, costs(problem, figures, table, screen))
+    predicted = costs(problem, figures, table, screen)
     if problem.training:
         held = geometry.hybrid_capacity(problem.m, problem.n) / max(problem.m, 1)
         limit = SAFE_SHARE * held * (1 if current in (None, "dense") else 1 + MARGIN)
         if figures.nonzeros > limit:
             reason = f"{figures.nonzeros:.0f} non-zeros per token are too near the sparse route's limit, {held:.0f}"
             return Decision("dense", reason, predicted)
-    best = min(predicted, key=lambda name: predicted[name])
-    if current is None or current not in predicted or current == best:
+    choices = {name: time for name, time in predicted.items() if name != "row" or _takes_row(problem)}
+    best = min(choices, key=lambda name: choices[name])
+    if current is None or current not in choices or current == best:
         return Decision(best, f"predicted at {predicted[best]:.2f} of dense's time", predicted)
     if predicted[best] > (1 - MARGIN) * predicted[current]:
         return Decision(current, f"kept: {best} would save less than {MARGIN:.0%}", predicted)
@@ -513,20 +514,19 @@ def _measured(
     return Decision(best, f"saves {saved:.0%} of the time of {current}", predicted)
 
 
-def _choices(problem: Problem, predicted: dict[str, float]) -> dict[str, float]:
-    """The predicted times of the strategies that "auto" may take."""
-    many = problem.m * problem.k > ROW_VALUES
-    return {name: time for name, time in predicted.items() if name != "row" or not many}
+def _takes_row(problem: Problem) -> bool:
+    """Whether "auto" may take "row"."""
+    return problem.m * problem.k <= ROW_VALUES
 
 
 def _fresh(problem: Problem, table: _tables.Table | None) -> Decision:
     if problem.training:
         return Decision("dense", "nothing measured yet, and an untrained layer fires half of its neurons", {})
-    assumed = _choices(problem, costs(problem, Figures(ASSUMED_DENSITY * problem.n, None), table))
+    assumed = costs(problem, Figures(ASSUMED_DENSITY * problem.n, None), table)
     row, union = assumed.get("row", 1.0), assumed.get("union", math.inf)
     if problem.m > UNION_TILE_TOKENS and union <= WORST_CASE_PREMIUM * row and union < 1:
         return Decision("union", "nothing measured yet, and its worst case is bounded", {})
-    strategy = min((row, "row"), (union, "union"), (1.0, "dense"))[1]
+    strategy = min((row if _takes_row(problem) else 1.0, "row"), (union, "union"), (1.0, "dense"))[1]
     return Decision(strategy, f"nothing measured yet, and the best for {problem.m} tokens of a sparse layer", {})
 
 
