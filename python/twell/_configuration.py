@@ -139,27 +139,40 @@ def _remove_threshold(parts: Iterable[Any]) -> None:
 # A model and the keys of its layers
 
 
-def find(model: Any, blocks: Iterable[str], key: str | None = None) -> list[Key]:
-    """The keys of the activation of ``blocks``, names of modules of ``model``: ``key``, or those of ``KEYS``.
+def find(model: Any, blocks: Iterable[str], key: str | None = None, named: Container[str] = ()) -> list[Key]:
+    """The keys of the activation of ``blocks``, names of modules of ``model``: those of ``KEYS``, or ``key``.
 
-    A block has the configuration of the innermost module around it that has one. Raises ValueError if that has no key.
+    A block has the configuration of the innermost module around it that has one. ``key`` names one of ``named`` and is
+    that of all blocks. Raises ValueError if there is no such key, and TypeError unless ``key`` is a string.
     """
-    if key is not None:
-        *path, name = key.split(".")
-        named = Key(tuple(path), name)
-        part = parts(model.config).get(named.path)
-        # not those of the class, which no file has
-        if part is None or not isinstance(vars(part).get(name), str):
-            raise ValueError(f"key must lead to an activation in {type(model.config).__name__}, got {key!r}")
-        return [named]
-    places = _places(model)
-    found = dict.fromkeys(each for block in blocks for each in _keys_at(model.config, places[block]))
-    if not found:
-        raise ValueError(
-            f"{type(model.config).__name__} must have one of the keys {', '.join(NAMES)}, got none; name it, as "
-            'in key="text_config.act"'
-        )
-    return list(found)
+    places, config = _places(model), model.config
+    if key is None:
+        found = dict.fromkeys(each for block in blocks for each in _keys_at(config, places[block]))
+        if not found:
+            raise ValueError(
+                f"{type(config).__name__} must have one of the keys {', '.join(NAMES)}, got none; name it, as in "
+                'key="text_config.act"'
+            )
+        return list(found)
+    if not isinstance(key, str):
+        raise TypeError(f"key must be a string or None, got {key!r}")
+    *before, name = key.split(".")
+    path = tuple(before)
+    line = next((names for names in KEYS if name in names), (name,))
+    # not those of the class, which no file has
+    part = vars(known[path]) if path in (known := parts(config)) else {}
+    keys = [Key(path, each) for each in line if isinstance(part.get(each), str)]
+    if name.startswith("_") or Key(path, name) not in keys or not any(each.read(config) in named for each in keys):
+        got = f"{key!r}, which is {part[name]!r}" if name in part else repr(key)
+        raise ValueError(f"key must lead to the activation of the layers in {type(config).__name__}, got {got}")
+    for block in blocks:
+        own = next((each.path for each in _keys_at(config, places[block])), ())
+        if places[block][: len(path)] != path or len(own) > len(path):
+            raise ValueError(
+                f"key must be that of all changed layers, got {key!r}, which is not that of {block}; filter_fn leaves "
+                "layers as they are"
+            )
+    return keys
 
 
 def _keys_at(config: Any, path: tuple[str, ...]) -> list[Key]:
@@ -191,20 +204,34 @@ def _configuration(module: nn.Module) -> Any:
     return config if hasattr(config, "get_text_config") else None
 
 
-def require_alone(model: Any, keys: Collection[Key], kinds: Collection[type], is_ours: Callable[[str], bool]) -> None:
-    """Raise ValueError if a module of one of ``kinds``, what ``keys`` make, is none of those that ``is_ours`` names."""
+def require_alone(model: Any, keys: Collection[Key], kinds: Collection[Any], is_ours: Callable[[str], bool]) -> None:
+    """Raise ValueError if ``keys`` make the activation of a module that is none of those that ``is_ours`` names.
+
+    kinds: the classes of modules, and functions, that ``keys`` make. A module may also keep the word for its forward.
+    """
     places, paths = _places(model), {key.path for key in keys}
+    words = {"relu" if (word := key.read(model.config)) in OWN else word for key in keys}
     for name, module in model.named_modules():
-        if type(module) in kinds and places[name] in paths and not is_ours(name):
+        if places[name] not in paths:
+            continue
+        found = [name] if type(module) in kinds else []
+        for attribute, value in vars(module).items():
+            is_word = isinstance(value, str) and value in words
+            is_function = callable(value) and (
+                getattr(value, "__name__", None) in words or any(value is each for each in kinds)
+            )
+            if (is_word or is_function) and not attribute.startswith("_"):
+                found.append(f"{name}.{attribute}".removeprefix("."))
+        if others := [each for each in found if not is_ours(each)]:
             raise ValueError(
                 f"{', '.join(map(str, keys))} of the configuration must be the activation of layers of twell alone, "
-                f"got that of {name}, too"
+                f"got that of {others[0]}, too"
             )
 
 
-def of_layers(model: Any, key: str | None = None) -> list[Key]:
-    """The keys of the activation of the twell layers of ``model``. Raises ValueError as ``find``."""
-    return find(model, [_sparsify.block_of(name, layer) for name, layer in _sparsify.layers(model).items()], key)
+def of_layers(model: Any, key: str | None = None, named: Container[str] = ()) -> list[Key]:
+    """The keys of the activation of the twell layers of ``model``. Raises as ``find``."""
+    return find(model, [_sparsify.block_of(name, layer) for name, layer in _sparsify.layers(model).items()], key, named)
 
 
 def is_in_layers(model: nn.Module) -> Callable[[str], bool]:

@@ -224,6 +224,24 @@ def test_an_activation_that_other_layers_do_not_have_is_not_named(caplog: pytest
     assert (model.config.hidden_act, hasattr(model.config, "hidden_act_param")) == ("silu", False)
 
 
+@pytest.mark.parametrize("other", ["silu", torch.nn.functional.silu])
+def test_an_activation_that_is_no_module_counts_as_that_of_another_layer(other: Any) -> None:
+    """Linear attention of Qwen3-Next keeps the word: its files computed something else."""
+    model = stock("llama", hidden_act="silu")
+    model.model.layers[0].self_attn.activation = other
+    with pytest.raises(ValueError, match=r"twell alone, got that of model\.layers\.0\.self_attn\.activation, too"):
+        sparsify(model, activation="relu")
+    assert not layers(model)
+    twell.sparsify_(model, activation="relu")
+    with pytest.raises(ValueError, match=r"twell alone, got that of model\.layers\.0\.self_attn\.activation, too"):
+        name_activation(model)
+    # a threshold is not named either
+    model = sparsify(stock("llama"))
+    model.model.layers[0].self_attn.activation = "relu"
+    assert recipe.choose_threshold(model, iter([1.0, 1.0001, 1.0002]).__next__, evaluations=3).threshold > 0
+    assert model.config.hidden_act == "relu"
+
+
 @pytest.mark.parametrize("how", ["settle", "choose_threshold"])
 def test_a_trained_threshold_is_saved_for_each_model_of_a_wrapper(how: str, tmp_path: Path) -> None:
     """The second one lost its threshold in files, and a dense teacher was a StopIteration."""
@@ -342,7 +360,12 @@ def test_parts_that_have_keys_of_their_own_keep_them(tmp_path: Path) -> None:
     vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4, hidden_act="gelu")
     config = transformers.LlavaConfig(text_config=text, vision_config=vision, projector_hidden_act="silu")
     model = transformers.LlavaForConditionalGeneration(config)
-    sparsify(model, activation="relu", filter_fn=lambda _, name: "language_model" in name)
+    # the file would keep the GELU of the other layers
+    for key, layer in (("text", "vision_tower.encoder.layers"), ("vision", "language_model.layers")):
+        with pytest.raises(ValueError, match=rf"key must be that of all changed .* not that of model\.{layer}\.0\.mlp"):
+            sparsify(model, activation="relu", key=f"{key}_config.hidden_act")
+    assert not layers(model)
+    sparsify(model, activation="relu", key="text_config.hidden_act", filter_fn=lambda _, name: "language_model" in name)
     named = (config.text_config.hidden_act, config.vision_config.hidden_act, config.projector_hidden_act)
     assert named == ("relu", "gelu", "silu")
     assert recipe.choose_threshold(model, iter([1.0, 1.0001, 1.0002]).__next__, evaluations=3).threshold > 0
@@ -406,7 +429,7 @@ def test_a_configuration_without_a_known_key_needs_the_call_that_names_one(tmp_p
     with pytest.raises(ValueError, match=r'must have one of the keys hidden_activation, .* got none; name it, .*key="'):
         sparsify(model, activation="relu")
     for key in ("hidden_act", "text_config.act", "vocab_size"):
-        with pytest.raises(ValueError, match=f"key must lead to an activation in OwnConfig, got '{key}'"):
+        with pytest.raises(ValueError, match=f"key must lead to the activation .* in OwnConfig, got '{key}'"):
             sparsify(model, activation="relu", key=key)
     assert not layers(model)
     sparsify(model, activation="relu", key="act")
@@ -419,6 +442,18 @@ def test_a_configuration_without_a_known_key_needs_the_call_that_names_one(tmp_p
         name_activation(model)
     name_activation(model, key="act")
     assert (model.config.act, model.config.hidden_act_param) == ("fatrelu", 0.25)
+    # words that name no activation, and that of other layers
+    model = stock("llama", hidden_act="silu")
+    model.config.update({"other": "foo", "head_act": "tanh", "name_or_path": "silu"})
+    for key, got in (("other", "foo"), ("head_act", "tanh"), ("_name_or_path", "silu")):
+        with pytest.raises(ValueError, match=f"activation of the layers in LlamaConfig, got '{key}', which is '{got}'"):
+            sparsify(model, activation="relu", key=key)
+    with pytest.raises(TypeError, match="key must be a string or None, got 5"):
+        sparsify(model, activation="relu", key=5)  # type: ignore[arg-type]
+    # keys of one line are set together
+    model = tiny("T5ForConditionalGeneration", feed_forward_proj="gated-gelu")
+    sparsify(model, activation="relu", key="feed_forward_proj")
+    assert (model.config.dense_act_fn, model.config.feed_forward_proj) == ("relu", "gated-relu")
     # a key of layers that stay dense is written where the call names it
     model = stock("llama", hidden_act="silu")
     sparsify(model, activation="relu", filter_fn=lambda _, name: ".0." in name, key="hidden_act")

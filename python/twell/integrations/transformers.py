@@ -62,7 +62,7 @@ try:
         Qwen2ForTokenClassification,
         Qwen2Model,
     )
-    from transformers.activations import ACT2FN
+    from transformers.activations import ACT2CLS, ACT2FN
     from transformers.modeling_utils import load_state_dict
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 except ImportError:
@@ -91,6 +91,9 @@ __all__ = [
 # Arguments of from_pretrained that say where files are; the configuration is read with the same ones.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
+# What a configuration may name as an activation.
+_NAMED = frozenset((*ACT2FN, *_configuration.OWN))
+
 
 def sparsify(
     model: Any,
@@ -113,8 +116,10 @@ def sparsify(
     configuration: ``from_pretrained`` of the stock class then computes the same or, with "drelu", which no stock class
     has, raises; ``load`` reads the files of causal models. The key in the configuration is one of a table; ``key`` is
     another, as "text_config.act". ValueError for a configuration without one, and if other modules have the same one,
-    as layers that ``filter_fn`` leaves out and experts stacked in one tensor do, unless ``key`` says which. "fatrelu"
-    begins as "relu": ``twell.recipe.TargetThreshold`` trains its threshold.
+    as layers that ``filter_fn`` leaves out and experts stacked in one tensor do, unless ``key`` says which. It must
+    name the activation of all layers that change. The key is the model's: a head that reads it when it runs, as
+    classifiers of BigBird, Funnel and Nystromformer do, follows it. "fatrelu" begins as "relu":
+    ``twell.recipe.TargetThreshold`` trains its threshold.
 
     Of a mixture of experts the dense layers, shared experts and experts that are modules are taken; experts stacked in
     one tensor stay as they are.
@@ -263,8 +268,8 @@ def name_activation(model: Any, key: str | None = None) -> None:
     as it is now, which waits for the device, until the next step moves it. ``key`` is that of ``sparsify``. ``load``
     reads the files of causal models.
 
-    Raises TypeError unless ``model`` is a ``PreTrainedModel``, and ValueError if layers differ in it, if there are none
-    or if the configuration has no keys for them alone.
+    Raises TypeError unless ``model`` is a ``PreTrainedModel`` and ``key`` a string, and ValueError if layers differ in
+    it, if there are none or if the configuration has no keys for them alone.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"name_activation: model must be a transformers.PreTrainedModel, got {type(model).__name__}")
@@ -276,31 +281,30 @@ def name_activation(model: Any, key: str | None = None) -> None:
             f"all, got {got}"
         )
     try:
-        keys = _configuration.of_layers(model, key)
+        keys = _configuration.of_layers(model, key, _NAMED)
         if key is None:
-            kinds = {type(ACT2FN[name]) for each in keys if (name := _stock(each.read(model.config))) in ACT2FN}
+            read = {each.read(model.config) for each in keys}
+            kinds = {type(ACT2FN["relu" if name in _configuration.OWN else name]) for name in read if name in _NAMED}
             _configuration.require_alone(model, keys, kinds, _configuration.is_in_layers(model))
         _configuration.write_to_model(model, keys, found.pop())
     except ValueError as error:
         raise ValueError(f"name_activation: {error}") from error
 
 
-def _stock(activation: str) -> str:
-    """What stock classes make of a name in their configuration."""
-    return "relu" if activation in _configuration.OWN else activation
-
-
 def _find(model: Any, changed: list[_sparsify.Candidate], key: str | None) -> list[_configuration.Key]:
     """The keys of an activation that ``sparsify`` changes, before it does. Raises ValueError as ``sparsify``."""
     new = changed[0].activation.name
-    alone = {f"{each.name}.{each.attribute}".removeprefix(".") for each in changed if each.kind == "pair"}
-    whole = tuple(f"{each.name}." for each in changed if each.kind != "pair")
+    # of a pair its activation alone; that of GELU has a function in it
+    mine = (f"{each.name}.{each.attribute if each.kind == 'pair' else ''}".strip(".") for each in changed)
+    inside = tuple(f"{name}." for name in mine)
+    old = [operator.attrgetter(each.attribute)(each.module) for each in changed if each.attribute is not None]
+    kinds = {type(act) if isinstance(act, nn.Module) else act for act in old}
+    # some are made with arguments
+    named = {name for name, kind in ACT2CLS.items() if (kind[0] if isinstance(kind, tuple) else kind) in kinds}
     try:
-        keys = _configuration.find(model, [each.name for each in changed], key)
+        keys = _configuration.find(model, [each.name for each in changed], key, named or _NAMED)
         if key is None:
-            old = (operator.attrgetter(each.attribute)(each.module) for each in changed if each.attribute is not None)
-            kinds = {type(act) for act in old if isinstance(act, nn.Module)}
-            _configuration.require_alone(model, keys, kinds, lambda name: name in alone or name.startswith(whole))
+            _configuration.require_alone(model, keys, kinds, lambda name: f"{name}.".startswith(inside))
     except ValueError as error:
         raise ValueError(
             f'sparsify: activation="{new}" cannot be named in the configuration: {error}. twell.sparsify_ leaves the '
