@@ -226,7 +226,7 @@ def test_set_strategy_reaches_every_layer() -> None:
     set_strategy(model[1], site)
     assert (model[0].strategy, model[1][0].strategy) == ("union", site)
     for wrong in ({"screen": "on"}, {"invariant": 1}, {}):
-        with pytest.raises((TypeError, ValueError), match=" must be .*got"):
+        with pytest.raises((TypeError, ValueError), match=r" must be .*got"):
             set_strategy(model, "auto" if wrong else "rows", **wrong)  # type: ignore[arg-type]
         assert (model[0].strategy, model[1][0].strategy) == ("union", site)
     model[1][0].invariant = True
@@ -282,7 +282,7 @@ def test_invariant_layers_do_not_run_dense_instead() -> None:
     assert (row.strategy, "invariant=True: the threshold is a tensor" in row.reason) == ("none", True)
     mlp.threshold = 0.5
     mlp.up_proj.register_forward_hook(lambda *_: None)
-    with torch.no_grad(), pytest.raises(NotImplementedError, match="invariant: expected plain nn.Linear projections"):
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="invariant: expected plain"):
         mlp(x)
     (row,) = explain(mlp)
     assert row.strategy == "none"
