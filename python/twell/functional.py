@@ -133,8 +133,8 @@ def sparse_gated_ffn(
             anew for each token: where many tokens fire many neurons it takes many times as long as dense, 16.8 ms
             where that takes 1.6 for 16,384 tokens with 911 non-zeros each (H100, K = 2,048, N = 5,632).
         invariant: with "row", "auto" or an ``AutoStrategy``, inference runs "row", on a GPU with the same bits for a
-            token whatever other tokens the call has, and however many. Calls that need gradients raise
-            NotImplementedError.
+            token whatever other tokens the call has, and however many. Calls that need gradients, a threshold that is
+            a tensor, and a class or mode that overrides PyTorch's operators raise NotImplementedError.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
             that and spills beyond. The speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the weights'
@@ -287,6 +287,8 @@ def _ffn(
     name = function.__name__
     requested = _requested(strategy, invariant)
     if activation.moves:
+        if invariant:
+            raise NotImplementedError(f"{name}: threshold must be a number with invariant=True, got a tensor")
         # no kernel reads a tensor
         strategy, invariant, requested = "dense", False, _auto.Route("dense")
     if plain := admitted(given, gated, compression):
@@ -483,6 +485,8 @@ def _route(
             )
         return _auto.Route("dense")
     if got := overridden(operands):
+        if isinstance(requested, _auto.Route) and requested.invariant:
+            raise NotImplementedError(f"{name}: expected PyTorch's own operators with invariant=True, got {got}")
         if not torch.compiler.is_compiling():
             warn_once(
                 f"{name} runs dense: {got} may make something else of PyTorch's operators than the sparse kernels do"

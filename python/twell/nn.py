@@ -117,7 +117,7 @@ class SparseFFN(nn.Module):
         dtype: torch.dtype | None = None,
         activation: ActivationName = "relu",
         threshold: float = 0,
-        screen: Screen = "auto",
+        screen: Screen | None = None,
         invariant: bool = False,
     ) -> None:
         super().__init__()
@@ -134,7 +134,9 @@ class SparseFFN(nn.Module):
         self.threshold = threshold
         self.accumulate_main_grad, self.record_aux, self.down_layout = False, False, "auto"
         self._laid = _down_layout.Laid()
-        self._auto = AutoStrategy(screen=screen)
+        self._auto = AutoStrategy()
+        if screen is not None:
+            self.screen = screen
         # load_state_dict(assign=True) replaces parameters stored by rows with contiguous tensors
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
 
@@ -152,18 +154,23 @@ class SparseFFN(nn.Module):
             form += ", threshold=a tensor"
         elif self.threshold:
             form += f", threshold={self.threshold}"
-        form += "" if self._auto.screens else f", screen={self.screen!r}"
+        form += "" if self.screen == "auto" else f", screen={self.screen!r}"
         form += ", invariant=True" if self.invariant else ""
         return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}{form}"
 
     @property
     def screen(self) -> Screen:
-        """``AutoStrategy.screen`` of the layer's own, by which strategy "auto" chooses."""
-        return self._auto.screen
+        """``AutoStrategy.screen`` of the layer's ``strategy`` if that is one, else of its own, which "auto" has.
+
+        Setting it sets both, and so that of other layers which share the ``AutoStrategy``.
+        """
+        return self._strategy.screen if isinstance(self._strategy, AutoStrategy) else self._auto.screen
 
     @screen.setter
     def screen(self, value: Screen) -> None:
         self._auto.screen = value
+        if isinstance(self._strategy, AutoStrategy):
+            self._strategy.screen = value
 
     def __getstate__(self) -> dict[str, Any]:
         self._laid.put_back()
@@ -294,8 +301,9 @@ class SparseFFN(nn.Module):
 
     def _by_children(self, x: Tensor, return_aux: bool) -> Any:
         """Run ``forward`` dense by calling the projections, one of which is more than a weight and a bias."""
-        if self.accumulate_main_grad:
-            raise NotImplementedError("accumulate_main_grad: expected plain nn.Linear projections, got others or hooks")
+        for name in ("accumulate_main_grad", "invariant"):
+            if getattr(self, name):
+                raise NotImplementedError(f"{name}: expected plain nn.Linear projections, got others or hooks")
         if not torch.compiler.is_compiling():
             warn_once(
                 "a projection of a twell layer has hooks (its own or global ones), a replaced forward, or weights that "
@@ -418,13 +426,14 @@ class SparseGatedMLP(SparseFFN):
 
     The kernels read the weights and biases; the projections themselves are not called. If one has hooks (its own or
     global ones, as FLOP counters register), an adapter, weights of a subclass or a replaced ``forward``, the layer
-    warns, calls its projections and runs dense.
+    warns, calls its projections and runs dense; with ``invariant`` or ``accumulate_main_grad`` it raises
+    NotImplementedError.
 
     ``compression``, ``strategy``, ``invariant``, ``activation`` and ``threshold`` are those of
     ``twell.sparse_gated_ffn`` and may be set at any time, the threshold to a tensor, too; the state dict holds none of
     them. With "auto" the module has its own ``AutoStrategy``, which chooses by the sparsity measured in earlier calls;
-    ``twell.explain`` shows it, and ``screen``, "auto" or "off", is its. A named strategy stays, except that inference
-    in float32 and float64 runs dense.
+    ``twell.explain`` shows it. ``screen``, "auto" or "off", is its, or that of an ``AutoStrategy`` that was given as
+    ``strategy``; None leaves it. A named strategy stays, except that inference in float32 and float64 runs dense.
     With ``accumulate_main_grad = True`` backward adds the gradient of each weight to ``weight.main_grad``, a float32
     tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone. A weight that has the
     attribute ``grad_added_to_main_grad``, as Megatron's have, gets True there and a gradient of zeros, so that its
@@ -441,7 +450,7 @@ class SparseGatedMLP(SparseFFN):
         *,
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
-        screen: Screen = "auto",
+        screen: Screen | None = None,
         invariant: bool = False,
         activation: ActivationName = "relu",
         threshold: float = 0,
@@ -462,7 +471,7 @@ class SparseGatedMLP(SparseFFN):
         *,
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
-        screen: Screen = "auto",
+        screen: Screen | None = None,
         invariant: bool = False,
         activation: ActivationName = "relu",
         threshold: float = 0,
@@ -511,7 +520,7 @@ class SparseMLP(SparseFFN):
         *,
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
-        screen: Screen = "auto",
+        screen: Screen | None = None,
         invariant: bool = False,
         activation: ActivationName = "relu",
         threshold: float = 0,
@@ -530,7 +539,7 @@ class SparseMLP(SparseFFN):
         *,
         compression: int = 8,
         strategy: Strategy | AutoStrategy = "auto",
-        screen: Screen = "auto",
+        screen: Screen | None = None,
         invariant: bool = False,
         activation: ActivationName = "relu",
         threshold: float = 0,
@@ -595,10 +604,12 @@ def _laid_out(layer: SparseFFN) -> tuple[str, str]:
 
 
 def _explain(name: str, layer: SparseFFN) -> list[Choice]:
-    if not layer._is_plain():
-        return [Choice(name, "any", "any", "", "dense", "a projection is more than a weight and a bias")]
-    if isinstance(layer.threshold, Tensor):
-        return [Choice(name, "any", "any", "", "dense", "the threshold is a tensor, which changes during training")]
+    why = "" if layer._is_plain() else "a projection is more than a weight and a bias"
+    if not why and isinstance(layer.threshold, Tensor):
+        why = "the threshold is a tensor, which changes during training"
+    if why:
+        strategy, why = ("none", f"calls raise with invariant=True: {why}") if layer.invariant else ("dense", why)
+        return [Choice(name, "any", "any", "", strategy, why)]
     site, weight = layer._site(), layer.down_proj.weight
     requested = _name_of(layer.strategy)
     if requested != "dense":
@@ -632,17 +643,20 @@ def set_strategy(
     """Set ``strategy`` of every layer of ``twell.nn`` in ``module``; with "auto" each chooses for itself.
 
     ``screen`` and ``invariant`` are set, too, unless they are None. An ``AutoStrategy`` is for one layer: layers that
-    share it share their figures.
+    share it share their figures and its ``screen``.
 
-    Raises as the attributes do, and ValueError if ``module`` has no such layer.
+    Raises as the attributes do, and ValueError if ``module`` has no such layer; then nothing has changed.
     """
-    for layer in _layers(module):
+    layers = _layers(module)
+    if screen is not None:
+        _auto.require_screen(screen)
+    for layer in layers:
+        tuning.require_strategy(_name_of(strategy), layer.invariant if invariant is None else invariant)
+    for layer in layers:
+        # both at once: the one may not go with the other's old value
+        layer._strategy = strategy
         if invariant is not None:
-            tuning.require_strategy(_name_of(strategy), invariant)
-            layer.invariant = False
-        layer.strategy = strategy
-        if invariant is not None:
-            layer.invariant = invariant
+            layer._invariant = invariant
         if screen is not None:
             layer.screen = screen
 

@@ -239,9 +239,9 @@ STRATEGIES = ("auto", "dense", "row", "union")
 SCREENED = _tables.SCREENED
 # names of version 0.2, and what a caller says for them
 _GONE = {
-    "screened": '"auto" screens where that was measured to pay (screen="auto" of modules and AutoStrategy)',
+    "screened": '"auto" screens where that was measured to pay, unless screen="off"',
     "proven": 'use "union", which never screens',
-    "invariant": 'use strategy="row" with invariant=True',
+    "invariant": 'use strategy="row", invariant=True',
 }
 
 # A change of strategy must promise to save this share of the time, about the error of the predictions.

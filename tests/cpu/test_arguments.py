@@ -104,7 +104,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         {
             **{name: ["16", 0, -8, 16.0, None] for name in ("hidden", "intermediate")},
             "strategy": ["rows", None],
-            "screen": ["on", None],
+            "screen": ["on", True],
             "invariant": [1, None],
             "compression": [8.0, "8", None],
         },

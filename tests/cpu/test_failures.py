@@ -129,7 +129,7 @@ def test_other_strategies_are_refused(strategy: Any) -> None:
     [
         ("screened", '"auto" screens where that was measured to pay'),
         ("proven", 'use "union", which never screens'),
-        ("invariant", 'use strategy="row" with invariant=True'),
+        ("invariant", 'use strategy="row", invariant=True'),
     ],
 )
 def test_strategies_that_are_gone_are_refused_with_what_to_say_for_them(name: Any, said: str) -> None:

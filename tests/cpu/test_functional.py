@@ -348,6 +348,11 @@ def test_invariant_is_for_inference() -> None:
         for strategy in ("row", "auto", twell.AutoStrategy()):
             y = twell.sparse_gated_ffn(x, weight, weight, weight.t(), strategy=strategy, invariant=True)
             assert torch.equal(y, expected)
+        with (
+            Doubling(),
+            pytest.raises(NotImplementedError, match="with invariant=True, got the TorchFunctionMode"),
+        ):
+            twell.sparse_gated_ffn(x, weight, weight, weight.t(), invariant=True)
         for named in ("dense", "union"):
             said = f'strategy must be "auto" or "row" with invariant=True, got "{named}"'
             with pytest.raises(ValueError, match=said):

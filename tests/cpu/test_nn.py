@@ -225,9 +225,16 @@ def test_set_strategy_reaches_every_layer() -> None:
     site = AutoStrategy()
     set_strategy(model[1], site)
     assert (model[0].strategy, model[1][0].strategy) == ("union", site)
-    with pytest.raises(ValueError, match="strategy must be"):
-        set_strategy(model, "rows")  # type: ignore[arg-type]
+    for wrong in ({"screen": "on"}, {"invariant": 1}, {}):
+        with pytest.raises((TypeError, ValueError), match=r" must be .*got"):
+            set_strategy(model, "auto" if wrong else "rows", **wrong)  # type: ignore[arg-type]
+        assert (model[0].strategy, model[1][0].strategy) == ("union", site)
+    model[1][0].invariant = True
+    with pytest.raises(ValueError, match='with invariant=True, got "dense"'):
+        set_strategy(model, "dense")
     assert model[0].strategy == "union"
+    set_strategy(model, "dense", invariant=False)
+    assert (model[0].strategy, model[1][0].strategy) == ("dense", "dense")
     with pytest.raises(ValueError, match=r"must have layers of twell\.nn, got none in Linear"):
         set_strategy(nn.Linear(8, 8), "row")
     with pytest.raises(ValueError, match='layout must be "auto", "rows" or "linear", got \'columns\''):
@@ -247,6 +254,38 @@ def test_sizes_that_the_kernels_do_not_take_need_dense(k: int, n: int, said: str
     assert said in choice.reason
     with pytest.raises(ValueError, match=said):
         layer(torch.randn(2, k))
+
+
+def test_screen_is_that_of_the_strategy_that_chooses() -> None:
+    """A layer that was given an ``AutoStrategy`` screened with ``screen="off"``."""
+    site = AutoStrategy()
+    mlp = SparseGatedMLP(K, N, strategy=site, screen="off")
+    assert (site.screen, mlp.screen, mlp._site()) == ("off", "off", site)
+    assert SparseMLP(K, N, strategy=site).screen == site.screen == "off"
+    set_strategy(mlp, "auto")
+    assert (mlp.screen, mlp._site().screens) == ("off", False)  # type: ignore[union-attr]
+    set_strategy(mlp, AutoStrategy(), screen="off")
+    assert (mlp.screen, mlp._site().screens) == ("off", False)  # type: ignore[union-attr]
+    mlp.strategy = AutoStrategy()
+    assert mlp.screen == "auto"
+    mlp.screen = "off"
+    assert not mlp.strategy.screens
+    assert ", screen='off'" in repr(mlp)
+
+
+def test_invariant_layers_do_not_run_dense_instead() -> None:
+    mlp, x = SparseGatedMLP(K, N, dtype=BF16, invariant=True, activation="fatrelu"), tokens()
+    mlp.threshold = torch.tensor(0.5)
+    with pytest.raises(NotImplementedError, match="threshold must be a number with invariant=True, got a tensor"):
+        mlp(x)
+    (row,) = explain(mlp)
+    assert (row.strategy, "invariant=True: the threshold is a tensor" in row.reason) == ("none", True)
+    mlp.threshold = 0.5
+    mlp.up_proj.register_forward_hook(lambda *_: None)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="invariant: expected plain"):
+        mlp(x)
+    (row,) = explain(mlp)
+    assert row.strategy == "none"
 
 
 def test_int8_copies_are_kept_no_more() -> None:

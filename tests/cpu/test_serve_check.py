@@ -219,8 +219,10 @@ def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.Cap
         ({"quantization_config": {"quant_method": "fp8"}}, [], "weights must not be quantised"),
         ({"sparsity_strategy": "rows"}, [], 'sparsity_strategy must be "auto", "dense"'),
         ({"sparsity_strategy": ["row"]}, [], "got ['row']"),
-        ({"sparsity_strategy": "screened"}, [], 'MODEL: sparsity_strategy "screened" is gone: "auto" screens where'),
-        ({"sparsity_strategy": "union", "sparsity_invariant": True}, [], 'must be "auto" or "row" with'),
+        ({"sparsity_strategy": "screened"}, [], 'measured to pay, unless "sparsity_screen": "off"'),
+        ({"sparsity_strategy": "invariant"}, [], 'use "sparsity_strategy": "row", "sparsity_invariant": true'),
+        ({"sparsity_strategy": "union", "sparsity_invariant": True}, [], 'with "sparsity_invariant": true, got'),
+        ({"sparsity_invariant": "false"}, [], "MODEL: sparsity_invariant must be True or False, got"),
         ({"sparsity_screen": "on"}, [], """MODEL: sparsity_screen must be "auto" or "off", got 'on'"""),
         *(
             ({"hidden_act": "fatrelu", "hidden_act_param": value}, [], "MODEL: hidden_act_param: threshold must be")

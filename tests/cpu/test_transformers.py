@@ -511,6 +511,12 @@ def test_load_takes_what_from_pretrained_takes_and_settings_of_layers(tmp_path: 
         assert {(layer.strategy, layer.compression) for layer in layers(model).values()} == {("union", 4)}
         with pytest.raises(ValueError, match="strategy must be"):
             load(tmp_path / folder, strategy="quick")  # type: ignore[arg-type]
+    asks = {"sparsity_strategy": "row", "sparsity_invariant": True, "sparsity_screen": "off"}
+    stock("llama", **asks).save_pretrained(tmp_path / "asks")
+    for layer in layers(load(tmp_path / "asks")).values():
+        assert (layer.strategy, layer.invariant, layer.screen, layer.compression) == ("row", True, "off", 8)
+    with pytest.raises(ValueError, match="with invariant=True, got"):
+        load(tmp_path / "asks", strategy="union")
 
 
 def test_what_load_and_sparsify_refuse(tmp_path: Path) -> None:
@@ -552,8 +558,10 @@ def test_fields_and_weights_of_a_seed(pair: str) -> None:
     assert {(m.strategy, m.compression) for m in layers(model).values()} == {("row", 2)}
     with pytest.raises(ValueError, match=r'hidden_act must be "relu", got \'silu\'.*2310\.04564'):
         sparse(pair, hidden_act="silu")
-    with pytest.raises(ValueError, match="strategy must be"):
+    with pytest.raises(ValueError, match="sparsity_strategy must be"):
         sparse(pair, sparsity_strategy="quick")
+    with pytest.raises(TypeError, match="sparsity_invariant must be True or False, got"):
+        sparse(pair, sparsity_invariant="false")
     assert "layers.*.self_attn.q_proj" in config.base_model_tp_plan
     assert not [key for key in config.base_model_tp_plan if "mlp" in key]
     with pytest.raises(

@@ -202,15 +202,11 @@ def _require_threshold(content: dict[str, Any]) -> None:
 
 
 def _requested(content: dict[str, Any]) -> _auto.Route:
-    """What the configuration asks for. Raises RequestError if that, or its compression, does not exist."""
+    """What the configuration asks for. Raises RequestError if that does not exist."""
     try:
         requested = layouts.route_of(content)
     except (TypeError, ValueError) as error:
         raise RequestError(f"MODEL: {error}") from error
-    try:
-        geometry.words_per_tile(content.get("sparsity_compression", 8))
-    except ValueError as error:
-        raise RequestError(f"MODEL: sparsity_{error}") from error
     # predictions know no candidates, and so no screen
     return requested._replace(screen=False)
 

@@ -24,7 +24,6 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 
 from twell import _admission, _auto, _configuration, tuning
 from twell._activation import RELU, Activation
-from twell._runtime import geometry
 from twell.integrations import layouts, vllm
 
 # vLLM sets up the logs below its own name alone
@@ -163,7 +162,6 @@ class ServedMLP(nn.Module):
         self.add_module(self._down, down)
         self.activation, self.route = activation, route_of(config)
         self.compression = int(getattr(config, "sparsity_compression", 8))
-        geometry.words_per_tile(self.compression)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> y [..., hidden]."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from twell import _auto, _configuration, tuning
+from twell._runtime import geometry
 
 DownLayout = Literal["rows", "linear"]
 
@@ -27,9 +28,13 @@ LAYOUTS: tuple[DownLayout, ...] = ("linear", "rows")
 # Key of config.json with the measured sparsity of each layer, see ``LayerFigures``.
 FIGURES_KEY = "sparsity_figures"
 
+# Attributes of layers that a configuration sets, with this prefix.
+_SETTINGS = ("strategy", "screen", "invariant", "compression")
+_PREFIX = "sparsity_"
+
 # Keys that twell's own classes add; other keys with their prefix are the paper's.
 OWN_KEYS = (
-    *("sparsity_strategy", "sparsity_screen", "sparsity_invariant", "sparsity_compression"),
+    *(f"{_PREFIX}{name}" for name in _SETTINGS),
     *(LAYOUT_KEY, FIGURES_KEY),
 )
 
@@ -38,21 +43,30 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _DOWN = re.compile(r"(?:^|\.)down_proj\.weight$|(?:^|\.)decoder\.layers\.\d+\.fc2\.weight$")
+_ARGUMENT = re.compile(r'\b(strategy|invariant|screen)=("\w+"|True)')
 _INPUTS = {"down_proj": ("up_proj", "gate_proj"), "fc2": ("fc1",)}
 
 
-def route_of(content: Mapping[str, Any]) -> _auto.Route:
-    """What a configuration asks of its layers. Raises TypeError or ValueError, which begin with the name of a key."""
-    strategy, invariant = content.get("sparsity_strategy", "auto"), content.get("sparsity_invariant", False)
-    screen = content.get("sparsity_screen", "auto")
+def settings_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of layers that a configuration sets. Raises TypeError or ValueError, by the names of its keys."""
+    found = {name: content[_PREFIX + name] for name in _SETTINGS if _PREFIX + name in content}
     try:
-        tuning.require_strategy(strategy, invariant)
-        _auto.require_screen(screen)
+        tuning.require_strategy(found.get("strategy", "auto"), found.get("invariant", False))
+        _auto.require_screen(found.get("screen", "auto"))
+        geometry.words_per_tile(found.get("compression", 8))
     except (TypeError, ValueError) as error:
-        raise type(error)(f"sparsity_{error}") from error
-    if invariant:
+        said = _ARGUMENT.sub(lambda match: f'"{_PREFIX}{match[1]}": {match[2].lower()}', str(error))
+        raise type(error)(_PREFIX + said) from error
+    return found
+
+
+def route_of(content: Mapping[str, Any]) -> _auto.Route:
+    """What a configuration asks of its layers. Raises as ``settings_of``."""
+    found = settings_of(content)
+    if found.get("invariant", False):
         return _auto.Route("row", invariant=True)
-    return _auto.Route(strategy, screen=strategy == "auto" and screen == "auto")
+    strategy = found.get("strategy", "auto")
+    return _auto.Route(strategy, screen=strategy == "auto" and found.get("screen", "auto") == "auto")
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,8 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     wrote of a compacted model has its layers compacted again. With ``trust_remote_code`` a folder's own code reads its
     own configuration, and what its modules compute decides.
 
-    ``strategy`` and ``compression`` are those of ``sparsify``; None is its default, or what the model's class chooses.
+    ``strategy`` and ``compression`` are those of ``sparsify``; None is what the configuration says, by the keys of
+    ``SparseLlamaConfig``, else the default, or what the model's class chooses.
     For its other arguments call ``sparsify`` itself. ``options`` are those of ``from_pretrained`` except for fields of
     the configuration. Raises as ``from_pretrained`` and ``sparsify``; ValueError for a "fatrelu" without a threshold,
     and for down weights that ``twell convert`` stored by rows for a stock class.
@@ -178,6 +179,7 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
             f"load: the model must be a causal one, got {config.model_type!r} in {str(model)!r}: load it by its own "
             "class of transformers, and call sparsify"
         )
+    asked = layouts.settings_of(vars(config.get_text_config()))
     own_code = own_code and bool(options.get("trust_remote_code"))
     own = None if own_code else _configuration.as_stock(config)
     full_size = None if own_code else _full_size(Path(model, options.get("subfolder") or ""))
@@ -188,10 +190,10 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
         reader: Any = type(cls.__name__, (_FullSize, cls), {"_state": full_size.state})
         loaded = reader.from_pretrained(model, config=config, **options)
         loaded.__class__ = cls
-    settings: dict[str, Any] = {"strategy": strategy, "compression": compression}
-    settings = {name: value for name, value in settings.items() if value is not None}
+    given = {"strategy": strategy, "compression": compression}
+    settings = asked | {name: value for name, value in given.items() if value is not None}
     if not _sparsify.layers(loaded):
-        sparsify(loaded, **settings)
+        sparsify(loaded, **{name: settings[name] for name in given if name in settings})
     for layer in _sparsify.layers(loaded).values():
         for name, value in settings.items():
             setattr(layer, name, value)
@@ -439,9 +441,7 @@ class _SparseModel:
 
 
 def _layer(mlp: Any, config: Any) -> SparseGatedMLP | SparseMLP:
-    options: dict[str, Any] = {
-        key: getattr(config, f"sparsity_{key}") for key in ("strategy", "screen", "invariant", "compression")
-    }
+    options = layouts.settings_of(vars(config))
     if getattr(config, "sparsity_gated_mlp", True):
         return SparseGatedMLP.from_linear(mlp.gate_proj, mlp.up_proj, mlp.down_proj, **options)
     return SparseMLP.from_linear(mlp.up_proj, mlp.down_proj, **options)
