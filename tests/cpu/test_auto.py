@@ -78,7 +78,7 @@ def test_a_change_must_promise_two_percent(monkeypatch: pytest.MonkeyPatch) -> N
         (0.5, 0.5, "gone", "row"),
     ):
         monkeypatch.setattr(tuning, "costs", lambda *_, r=row, u=union: {"row": r, "union": u, "dense": 1.0})
-        decision = tuning.decide(problem(), SPARSE, current)
+        decision = tuning.decide(problem(1024), SPARSE, current)
         assert decision.strategy == expected, (row, union, current)
         kept = current == expected and min(row, union, 1.0) != decision.costs[expected]
         assert decision.reason.startswith("kept") == kept
