@@ -131,6 +131,7 @@ symbols: $(stamp) ## names of the kernels that ship
 	for arch in $$("$(PY)" -m cute_kernels architectures $(ARCHITECTURES)); do "$(PY)" -m cute_kernels list --arch $$arch; done | sort -u
 
 wheel: $(stamp) ## dist/: a wheel with the kernels of H100 and H200; ARCHITECTURES="sm_80 sm_90a" for others, or all
+	@"$(PY)" -m cute_kernels architectures $(ARCHITECTURES) > /dev/null
 	rm -f dist/*.whl
 	TWELL_ARCHITECTURES="$(ARCHITECTURES)" "$(PY)" tools/wheel.py
 

@@ -98,7 +98,7 @@ def odd_index(folder: Path) -> list[object]:
     (folder / "config.json").write_text('{"model_type": "llama", "hidden_act": "relu"}')
     (folder / "model.safetensors.index.json").write_text('{"metadata": 5, "weight_map": {"x": "a.safetensors"}}')
     (folder / "a.safetensors").touch()
-    return ["convert", folder, folder.parent / "out", "--dtype", "bfloat16"]
+    return ["convert", folder, folder.parent / "out"]
 
 
 def closed_folder(folder: Path) -> list[object]:

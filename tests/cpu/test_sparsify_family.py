@@ -242,6 +242,6 @@ def test_names_are_told_and_checked(caplog: pytest.LogCaptureFixture) -> None:
         r"1, the first 1 \(Gated\); .*\[\(\"a\", \"b\"\), \(\"gate_proj\", .*\] tries",
         caplog.text.replace(")]) ", ")] "),
     )
-    for wrong in ("ab", [], ("a",), [("a", "b", "c", "d")], [("a", 1)]):
+    for wrong in ("ab", [], ("a",), [("a", "b", "c", "d")], [("a", 1)], (None, "a", "b"), [("a", "b"), "c"], 5):
         with pytest.raises(ValueError, match="names must be the names of a layer's projections"):
             sparsify_(nn.Sequential(Told()), names=wrong)  # type: ignore[arg-type]

@@ -240,9 +240,11 @@ def _told(names: Any) -> list[tuple[str, ...]]:
     """``names`` as a list of tuples of two or three names."""
     if names is None:
         return []
-    groups = [names] if not isinstance(names, str) and all(isinstance(name, str) for name in names) else names
-    told = [] if isinstance(groups, str) else [tuple(group) for group in groups if not isinstance(group, str)]
-    if not told or any(len(group) not in (2, 3) or not all(isinstance(n, str) for n in group) for group in told):
+    listed = list(names) if isinstance(names, (tuple, list)) else []
+    groups = [listed] if all(isinstance(name, str) for name in listed) else listed
+    told = [tuple(group) for group in groups if isinstance(group, (tuple, list))]
+    wrong = (len(group) not in (2, 3) or not all(isinstance(n, str) for n in group) for group in told)
+    if len(told) < max(len(groups), 1) or any(wrong):
         raise ValueError(
             "sparsify_: names must be the names of a layer's projections, (gate, up, down), (up, down) or (gate and "
             f"up in one, down), or several such, got {names!r}"
