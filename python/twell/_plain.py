@@ -38,7 +38,7 @@ def behaves(value: Tensor | None) -> bool:
     if kind in PLAIN_TENSORS or value is None or kind.__module__.startswith(_STAND_INS):
         return True
     bases = (base for base in kind.__mro__ if base not in (*PLAIN_TENSORS, torch._C.TensorBase))
-    return not any("__torch_function__" in vars(base) or "__torch_dispatch__" in vars(base) for base in bases)
+    return not any(vars(base).keys() & {"__torch_function__", "__torch_dispatch__"} for base in bases)
 
 
 def transformed() -> bool:
