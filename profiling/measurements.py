@@ -321,8 +321,8 @@ def on_h100(measurement: Measurement) -> Measurement:
 FROZEN = {
     "h100_batches": "continuous batching of transformers, stock and sparse, on an H100",
     "h100_paper_code": "the paper's published kernels, dense and twell on the same layers, on an H100",
-    "h100_row": '"row" by the kernel up_down, which is gone, and by up_down_token, beside "union" and dense',
-    "h100_upgrade": "layers by version 0.2.0 and by what follows it, in turn, in CUDA graphs",
+    "h100_row": '"row" by the old kernel up_down and by up_down_token, beside others; no script kept',
+    "h100_upgrade": "layers by version 0.2.0 and by the next, in CUDA graphs; no script kept, training in a second run",
     "h200_activations": "layers of each activation on the same pattern beside dense",
     "h200_fp8": "dense in fp8 beside dense in bf16 and twell, with its errors",
     "h200_gate_tiles": "the gate GEMM with every size of its tiles beside cuBLAS, from 1 to 16,384 tokens",

@@ -130,7 +130,7 @@ def sparse_gated_ffn(
             fails, with a probability of at most 2^-80 per gate; a named strategy never screens. Graphs without
             gradients choose when they run. "auto" and an ``AutoStrategy`` are dense on a CPU and, after a warning, on
             a GPU that was not measured. Strategies may differ in the last bits of a result. "row" reads weight rows
-            anew for each token: where many tokens fire many neurons it takes many times as long as dense, 16.8 ms
+            again for each token: where many tokens fire many neurons it takes many times as long as dense, 16.8 ms
             where that takes 1.6 for 16,384 tokens with 911 non-zeros each (H100, K = 2,048, N = 5,632).
         invariant: with "row", "auto" or an ``AutoStrategy``, inference runs "row", on a GPU with the same bits for a
             token whatever other tokens the call has, and however many. Calls that need gradients, a threshold that is

@@ -373,7 +373,7 @@ def test_modules(name: Any, threshold: float, gated: bool) -> None:
         y, aux = mlp(x, return_aux=True)
         for strategy in ("row", "dense"):
             mlp.strategy = strategy
-            torch.testing.assert_close(mlp(x), y, rtol=2e-2, atol=4e-3)
+            torch.testing.assert_close(mlp(x), y, rtol=2e-2, atol=1e-3)
         # a hook makes the layer call its children
         handle = mlp.down_proj.register_forward_hook(lambda *_: None)
         by_children, figures = mlp(x, return_aux=True)

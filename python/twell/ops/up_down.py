@@ -3,7 +3,7 @@
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of the gate, y = h @ w_down + b_down,
 l1[m] = sum of |h[m]|. With ``activation`` "relu2" h has the square of the gate, with "drelu" the ReLU of the up
 projection. The hidden state h is never stored, and stays fp32 until y is rounded. Neurons whose gate is zero add
-nothing. Each token reads two weight rows per non-zero anew, so many tokens with many non-zeros take many times as long
+nothing. Each token reads two weight rows per non-zero again, so many tokens with many non-zeros take many times as long
 as dense PyTorch.
 
 Without ``w_up``, in a layer without a gate, the packed values are h, or h is their square; x and ``b_up`` are not read
