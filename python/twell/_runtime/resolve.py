@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,20 +31,54 @@ def resolve(spec: specs.Spec, arch: str = fingerprint.ARCH) -> packaged.Kernel:
         with _lock:
             kernel = _kernels.get(key)
             if kernel is None:
-                kernel = _kernels[key] = _loading(key, _find(spec, arch))
+                kernel = _kernels[key] = _Loading(key, _find(spec, arch))
     return kernel
 
 
-def _loading(key: tuple[str, specs.Spec], kernel: packaged.Kernel) -> packaged.Kernel:
-    """``kernel``, whose first call loads its code onto the GPU; a capture neither records nor forbids that."""
+class _Loading:
+    """A kernel whose first call loads its code onto the GPU."""
 
-    def load(*arguments: Any) -> Any:
-        with device.relaxed_capture() if torch.cuda.is_initialized() else nullcontext():  # type: ignore[no-untyped-call]
-            result = kernel(*arguments)  # type: ignore[func-returns-value]
-        _kernels[key] = kernel
+    def __init__(self, key: tuple[str, specs.Spec], kernel: packaged.Kernel) -> None:
+        self.key, self.kernel = key, kernel
+
+    def __call__(self, *arguments: Any) -> Any:
+        with loading():
+            result = self.kernel(*arguments)  # type: ignore[func-returns-value]
+        _kernels[self.key] = self.kernel
         return result
 
-    return load
+
+def loading() -> AbstractContextManager[None]:
+    """A context for calls that load code onto the GPU: a capture neither records nor forbids that."""
+    return device.relaxed_capture() if torch.cuda.is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
+
+
+def found(spec: specs.Spec, arch: str = fingerprint.ARCH) -> packaged.Kernel:
+    """The same as ``resolve``, for callers whose first call is made within ``loading``."""
+    kernel = resolve(spec, arch)
+    return kernel.kernel if isinstance(kernel, _Loading) else kernel
+
+
+def launchable(index: int, *needed: specs.Spec) -> bool:
+    """Whether kernels can be launched on device ``index``, for callers that have an alternative."""
+    try:
+        arch = device.architecture(index)
+        return arch is not None and all(obtainable(spec, arch) for spec in needed)
+    except RuntimeError:
+        # no cuda-python
+        return False
+
+
+def require_architecture(index: int) -> str:
+    """The architecture of the kernels that device ``index`` runs; raises NotImplementedError if there are none."""
+    arch = device.architecture(index)
+    if arch is None:
+        major, minor = device.capability(index)
+        raise NotImplementedError(
+            f"the sparse kernels need compute capability {device.SUPPORTED}, got {major}.{minor} on cuda:{index}; "
+            'use strategy="dense"'
+        )
+    return arch
 
 
 def obtainable(spec: specs.Spec, arch: str = fingerprint.ARCH) -> bool:

@@ -13,8 +13,9 @@ so. With ``invariant`` "row" gives a token the same bits whatever other tokens t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,40 +23,42 @@ from torch import Tensor
 
 from twell import _auto, _memory, tuning
 from twell._activation import Activation
-from twell._runtime import geometry, nvtx
-from twell.ops import screened
+from twell._runtime import geometry, nvtx, specs
+from twell._runtime.program import Executable, Program, View, allocate, contiguous
+from twell.ops import screened, up_down
+from twell.ops.ffn_screened import launches as screened_launches
 from twell.ops.ffn_screened import on_cpu as screened_on_cpu
-from twell.ops.ffn_screened import on_cuda as screened_on_cuda
+from twell.ops.ffn_screened import shapes as screened_shapes
 from twell.ops.ffn_union import by_small_tiles
+from twell.ops.ffn_union import launches as union_launches
 from twell.ops.ffn_union import on_cpu as union_on_cpu
-from twell.ops.ffn_union import on_cuda as union_on_cuda
+from twell.ops.ffn_union import shapes as union_shapes
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
-from twell.ops.gate_pack import outputs as packed_outputs
-from twell.ops.gate_pack import pack
+from twell.ops.gate_pack import pack, scratch, spec_of, stats_shape
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
+    PROGRAMS,
     Implementation,
-    check_alike,
+    Shape,
+    are_rows,
     check_layer,
-    empty,
-    has_row_strides,
+    check_views,
+    laid,
     last_activation,
+    new,
     register,
 )
-from twell.ops.operands import Operands, PackedOperands
-from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
-from twell.ops.quantize_gate import quantize_gate, require
+from twell.ops.operands import Form, Operands, PackedViews, Views, present
+from twell.ops.quantize_gate import quantize, quantize_gate, require
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
-from twell.ops.up_down import arrivals_for, multiply
-from twell.ops.up_down import on_cpu as up_down_on_cpu
 
 Aux = tuple[Tensor, Tensor, Tensor]
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
 # y, parts of the sum of |h|, stats; for "union" the unions and, if it screens, the candidates, with more behind them
 _Counted = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-_Sparse = Mapping[str, Callable[[Operands, int, Activation, _auto.Route], _Counted]]
+_Sparse = Callable[[Operands, int, Activation, _auto.Route, bool], _Counted]
 
 
 def outputs(x: Tensor) -> Aux:
@@ -75,10 +78,10 @@ def _fake(
 def _run(
     sparse: _Sparse, layer: Operands, compression: int, activation: Activation, route: _auto.Route, totals: bool
 ) -> _Totals:
-    """Compute the layer as ``route`` says, by the sparse strategies of its device."""
+    """Compute the layer as ``route`` says; ``sparse`` is the sparse strategies of its device."""
     if route.strategy == "dense":
         return _dense(layer, activation, route.measurement, totals)
-    y, l1, stats, unions, candidates = sparse[route.strategy](layer, compression, activation, route)
+    y, l1, stats, unions, candidates = sparse(layer, compression, activation, route, totals)
     if not totals and route.measurement is None:
         return y, None, None
     counts = stats.select(2, 0)
@@ -98,7 +101,7 @@ def _choose(layer: Operands, asked: _auto.Route, site: Tensor | None) -> _auto.R
     x, w_gate, w_up, w_down, b_gate, b_up, _ = layer
     if forced := _auto.forced(x.device.type, x.device.index):
         return _auto.Route(forced)
-    n, gated, copied = w_gate.shape[0], w_up is not None, not has_row_strides(w_down)
+    n, gated, copied = w_gate.shape[0], w_up is not None, not are_rows(w_down.shape, w_down.stride())
     if site is None:
         return _auto.Route(_auto.fresh(x, n, gated, False, copied))
     merged = _is_merged(x, w_gate, w_up, b_gate, b_up)
@@ -110,24 +113,30 @@ def _on_cpu(
 ) -> _Totals:
     check_layer(*layer)
     geometry.words_per_tile(compression)
-    return _run(_SPARSE_ON_CPU, layer, compression, activation, _choose(layer, asked, site), totals)
+    route = _choose(layer, asked, site)
+    return _run(_sparse_on_cpu, layer._replace(w_down=layer.w_down.t()), compression, activation, route, totals)
 
 
 def _on_cuda(
     layer: Operands, compression: int, asked: _auto.Route, site: Tensor | None, activation: Activation, totals: bool
 ) -> _Totals:
+    check_layer(*layer)
     geometry.words_per_tile(compression)
     if layer.w_down.is_cuda and torch.cuda.is_current_stream_capturing():
         _memory.note_capture(layer.w_down)
-    return _run(_SPARSE_ON_CUDA, layer, compression, activation, _choose(layer, asked, site), totals)
+    route = _choose(layer, asked, site)
+    return on_cuda(layer._replace(w_down=layer.w_down.t()), compression, activation, route, totals)
 
 
 @nvtx.marked(
     lambda layer, compression, *_: nvtx.range("ffn", **nvtx.sizes(layer._asdict() | {"compression": compression}))
 )
 def on_cuda(layer: Operands, compression: int, activation: Activation, route: _auto.Route, totals: bool) -> _Totals:
-    """The operators on the current device, for a call with a route; l1 and nonzeros are for ``totals``."""
-    return _run(_SPARSE_ON_CUDA, layer, compression, activation, route, totals)
+    """The operators on the current device, for a call with a route; l1 and nonzeros are for ``totals``.
+
+    w_down is [K, N], and x may have any leading dimensions.
+    """
+    return _run(_sparse_on_cuda, layer, compression, activation, route, totals)
 
 
 def _operators(implementation: Callable[..., _Totals]) -> list[Implementation]:
@@ -156,46 +165,102 @@ def _asked(strategy: str, screen: bool = False, invariant: bool = False) -> _aut
     return _auto.Route("row" if invariant else strategy, screen=screen, invariant=invariant)
 
 
-def _row_on_cpu(layer: Operands, compression: int, activation: Activation, route: _auto.Route) -> _Counted:
+def _sparse_on_cpu(
+    layer: Operands, compression: int, activation: Activation, route: _auto.Route, totals: bool
+) -> _Counted:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    layer = layer._replace(w_down=w_down.t())
+    if route.screen:
+        return screened_on_cpu(layer, quantize_gate(w_gate, True), compression, activation)
+    if route.strategy == "union":
+        return *union_on_cpu(*layer, compression, *activation), None
     words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, activation.threshold)
-    y, l1 = up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression, activation.name)
+    y, l1 = up_down.on_cpu(x, words, spill, w_up, w_down.t(), b_up, b_down, compression, activation.name)
     return y, l1, stats, None, None
 
 
-def _row_on_cuda(layer: Operands, compression: int, activation: Activation, route: _auto.Route) -> _Counted:
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    check_alike(w_gate, w_up=w_up, w_down=w_down)
-    words, spill, stats = packed = packed_outputs(x, w_gate, compression)
-    arrivals = None if route.invariant else arrivals_for(x)
-    pack(x, w_gate, b_gate, packed, compression, activation, route.invariant, arrivals)
-    y, l1 = empty(x, x.shape), empty(x, x.shape[0], torch.float32)
-    behind = PackedOperands(x, words, spill, w_up, w_down, b_up, b_down)
-    multiply(behind, y, l1, compression, activation, route.invariant, arrivals)
-    return y, l1, stats, None, None
+class _Pass(NamedTuple):
+    """A sparse layer of one form: what runs it, and the shapes of y and of the figures behind it."""
+
+    run: Executable
+    shapes: tuple[Shape, ...]
 
 
-def _union_on_cpu(layer: Operands, compression: int, activation: Activation, route: _auto.Route) -> _Counted:
-    if route.screen:
-        return screened_on_cpu(layer, quantize_gate(layer.w_gate, True), compression, activation)
-    return *union_on_cpu(*layer, compression, *activation), None
+@functools.lru_cache(PROGRAMS)
+def _pass(form: Form, route: str, tiles: bool, compression: int, activation: Activation, counted: bool) -> _Pass:
+    """The launches of a sparse ``route``. The figures are operands behind y if they are ``counted``, else scratch.
 
-
-def _union_on_cuda(layer: Operands, compression: int, activation: Activation, route: _auto.Route) -> _Counted:
-    if route.screen:
-        require(layer.x, "ffn with screen=True")
-        # made at each call: nothing tells every write of a weight
-        return screened_on_cuda(layer, quantize_on_cuda(layer.w_gate, True), compression, activation)
-    # the kernel for few tokens knows no unions
+    ``tiles``: whether "union" may run by small tiles, which know no unions.
+    """
+    p, (x, *weights, firing) = form.program()
+    layer = Views(x.matrix() if len(x.shape) > 2 else x, *weights)
+    check_views(layer)
     (m, k), n, gated = layer.x.shape, layer.w_gate.shape[0], layer.w_up is not None
-    spec = (
-        None
-        if route.measurement is not None or not m
-        else tuning.up_down_tile(layer.x.dtype, m, k, n, gated, tuning.family(layer.x.device.index))
-    )
-    if spec is None:
-        return *union_on_cuda(layer, compression, activation), None
-    return *by_small_tiles(layer, compression, activation, spec), None, None
+    spec = tuning.up_down_tile(x.dtype, m, k, n, gated, tuning.family(p.index)) if tiles and route == "union" else None
+    shapes: tuple[Shape, ...]
+    if route == tuning.SCREENED:
+        shapes = screened_shapes(layer.x, layer.w_gate)
+    elif route != "union":
+        shapes = *up_down.shapes(x.dtype, m, k), stats_shape(m, n)
+    elif spec is None:
+        shapes = union_shapes(layer.x, layer.w_gate)
+    else:
+        parts = (torch.float32, -(-m // geometry.SMALL_TILE), spec.cluster)
+        shapes = (x.dtype, m, k), parts, stats_shape(m, n)
+    place = p.operand if counted else p.scratch
+    results: Any = p.operand(x.dtype, *x.shape).matrix(), *(place(*shape) for shape in shapes[1:])
+    how = layer, compression, activation
+    if route == tuning.SCREENED:
+        screened_launches(p, layer, firing, quantize(p, layer.w_gate, True), compression, activation, results)
+    elif route != "union":
+        _by_row(p, *how, results, invariant=route != "row")
+    elif spec is None:
+        union_launches(p, *how, results)
+    else:
+        by_small_tiles(p, *how, spec, results)
+    return _Pass(p.compiled(), shapes[1:])
+
+
+def _by_row(
+    p: Program,
+    layer: Views,
+    compression: int,
+    activation: Activation,
+    results: tuple[View, View, View],
+    invariant: bool,
+) -> None:
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    y, l1, stats = results
+    words, spill, _ = scratch(p, x, x.shape[0], w_gate, compression)
+    few = isinstance(spec_of(p, x, w_gate, invariant), specs.GatePackFewSpec)
+    arrivals = up_down.arrivals_for(p, x, w_up is not None, invariant) if few else None
+    pack(p, x, w_gate, b_gate, (words, spill, stats), compression, activation, invariant, arrivals)
+    behind = PackedViews(x, w_up, w_down, b_up, b_down)
+    up_down.multiply(p, behind, words, spill, y, l1, compression, activation, invariant, arrivals)
+
+
+def _sparse_on_cuda(
+    layer: Operands, compression: int, activation: Activation, route: _auto.Route, totals: bool
+) -> _Counted:
+    x, firing = layer.x, None
+    if not x.numel():
+        return (
+            x.new_empty(x.shape),
+            x.new_zeros(1, dtype=torch.float32),
+            x.new_zeros((1, 1, 2), dtype=torch.int32),
+            None,
+            None,
+        )
+    if route.screen:
+        require(x.device.index, "ffn with screen=True")
+        firing = screened.firing_bias(layer.w_gate, layer.b_gate, activation)
+    given = *laid(layer), firing
+    counted = totals or route.measurement is not None
+    run, shapes = _pass(Form.of(given), route.name, route.measurement is None, compression, activation, counted)
+    y = allocate(x, x.shape, contiguous(x.shape), x.dtype)
+    figures = new(x, shapes) if counted else []
+    run(*present(given), y, *figures)
+    return y, *figures, *[None] * (4 - len(figures))
 
 
 def _dense(layer: Operands, activation: Activation, measurement: _auto.Measurement | None, totals: bool) -> _Totals:
@@ -215,7 +280,7 @@ def _dense(layer: Operands, activation: Activation, measurement: _auto.Measureme
             candidates = screened.count(x, w_gate, b_gate, activation) if measurement.screen else None
             measurement.dense(gate, level, candidates)
         del gate, up
-        y = F.linear(hidden, w_down.t(), b_down)
+        y = F.linear(hidden, w_down, b_down)
     return y, hidden.abs().sum(dtype=torch.float32) if totals else None, nonzeros
 
 
@@ -251,8 +316,6 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
-_SPARSE_ON_CPU: _Sparse = {"row": _row_on_cpu, "union": _union_on_cpu}
-_SPARSE_ON_CUDA: _Sparse = {"row": _row_on_cuda, "union": _union_on_cuda}
 _CHOICES = "bool screen=False, bool invariant=False"
 _ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}, {_CHOICES}"
 

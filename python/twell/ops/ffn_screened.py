@@ -9,20 +9,33 @@ of each tile of 128 tokens, and those that fire.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from twell._activation import Activation
 from twell._runtime import geometry
+from twell._runtime.program import Executable, Program, View
 from twell.ops import hybrid, screened
-from twell.ops.gate_pack import figures, room
-from twell.ops.library import ACTIVATION, LAYER, bias_vector, check_alike, check_layer, last_activation, part, register
-from twell.ops.operands import Operands, PackedOperands
-from twell.ops.quantize_gate import Quantized, require, require_pitch
-from twell.ops.screened import Lists
-from twell.ops.up_down_union import by_slices, results, union
+from twell.ops.ffn_union import shapes as shapes_of_union
+from twell.ops.gate_pack import scratch
+from twell.ops.library import (
+    ACTIVATION,
+    LAYER,
+    PROGRAMS,
+    Shape,
+    check_layer,
+    check_views,
+    laid,
+    last_activation,
+    new,
+    register,
+)
+from twell.ops.operands import Form, Operands, PackedViews, Views, present
+from twell.ops.quantize_gate import Quantized, QuantizedViews, require, require_pitch
+from twell.ops.up_down_union import by_slices, union
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -39,8 +52,8 @@ def _fake(*arguments: Any) -> Outputs:
     screened.check_quantized(layer.w_gate, quantized)
     activation.level(layer.x.dtype)
     geometry.words_per_tile(compression)
-    y, l1, sizes = results(layer.x, layer.w_gate.shape[0])
-    return y, l1, figures(layer.x, layer.w_gate), union(sizes), union(torch.empty_like(sizes))
+    y, l1, stats, sizes, candidates = new(layer.x, shapes(layer.x, layer.w_gate))
+    return y, l1, stats, union(sizes), union(candidates)
 
 
 def _cpu(*arguments: Any) -> Outputs:
@@ -69,38 +82,62 @@ def on_cpu(layer: Operands, quantized: Quantized, compression: int, activation: 
 
 def _cuda(*arguments: Any) -> Outputs:
     layer, quantized, compression, activation = _split(arguments)
+    require(layer.x.device.index, "ffn_screened")
     screened.check_quantized(layer.w_gate, quantized)
     require_pitch("q", quantized[0])
-    y, l1, stats, sizes, candidates = on_cuda(layer, quantized, compression, activation)
+    y, l1, stats, sizes, candidates = found = new(layer.x, shapes(layer.x, layer.w_gate))
+    if len(layer.x):
+        firing = screened.firing_bias(layer.w_gate, layer.b_gate, activation)
+        given = *laid(layer._replace(w_down=layer.w_down.t())), firing, *quantized
+        _program(Form.of(given), compression, activation)(*present(given), *found)
     return y, l1, stats, union(sizes), union(candidates)
 
 
-def on_cuda(layer: Operands, quantized: Quantized, compression: int, activation: Activation) -> Outputs:
-    """The operator on the current device, with all sizes."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    check_alike(w_gate, w_up=w_up, w_down=w_down)
-    require(x, "ffn_screened")
-    (m, _), n = x.shape, w_gate.shape[0]
-    bias, laid, slices = bias_vector("b_gate", b_gate, n, x), hybrid.near_rows(w_gate), geometry.union_slices(m, n)
-    bits, stats = screened.find(x, bias, quantized, activation), figures(x, w_gate)
-    # the first slice is the longest; the others reuse its memory
-    most = slices[0][1] if slices else 0
-    words, spill = room(x, most, w_gate, compression)
-    neurons, sizes = screened.empty_lists(x, m, n)
+@functools.lru_cache(PROGRAMS)
+def _program(form: Form, compression: int, activation: Activation) -> Executable:
+    p, views = form.program()
+    layer, firing, quantized = Views(*views[:7]), views[7], views[8:]
+    results = [p.operand(*shape) for shape in shapes(layer.x, layer.w_gate)]
+    launches(p, layer, firing, quantized, compression, activation, results)
+    return p.compiled()
 
-    def packed_of(first: int, last: int) -> tuple[Tensor, ...]:
+
+def launches(
+    p: Program,
+    layer: Views,
+    firing: View | None,
+    quantized: QuantizedViews,
+    compression: int,
+    activation: Activation,
+    results: Sequence[View],
+) -> None:
+    """Launch the layer on slices of its tokens. ``firing`` is the bias of ``ops.screened.firing_bias``."""
+    check_views(layer)
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    y, l1, stats, sizes, candidates = results
+    (m, _), n = x.shape, w_gate.shape[0]
+    slices = geometry.union_slices(m, n)
+    bits = screened.find(p, x, firing, quantized)
+    words, spill, _ = scratch(p, x, slices[0][1], w_gate, compression)
+    neurons = screened.lists(p, m, n).neurons
+
+    def packed_of(first: int, last: int) -> tuple[View, ...]:
         start, stop = first // geometry.TOKEN_TILE, geometry.token_tiles(last)
         # the element behind the sizes of a slice is not read
-        lists = Lists(part(neurons, 0, stop - start), part(sizes, start, stop + 1))
-        own = part(stats, first // geometry.STATS_ROWS, -(-last // geometry.STATS_ROWS))
-        packed = part(words, 0, last - first), part(spill, 0, last - first), own
-        tokens = part(bits, start, stop)
-        screened.pack(part(x, first, last), laid, bias, tokens, lists, packed, compression, activation)
-        return *packed[:2], *lists
+        listed = screened.Lists(neurons.part(0, stop - start), candidates.part(start, stop + 1))
+        own = stats.part(first // geometry.STATS_ROWS, -(-last // geometry.STATS_ROWS))
+        packed = words.part(0, last - first), spill.part(0, last - first), own
+        tokens, tile_bits = x.part(first, last), bits.part(start, stop)
+        screened.pack(p, tokens, w_gate, b_gate, tile_bits, listed, packed, compression, activation)
+        return *packed[:2], *listed
 
-    packed = PackedOperands(x, words, spill, w_up, w_down, b_up, b_down)
-    y, l1, fired = by_slices(packed, slices, packed_of, lambda: results(x, n), activation)
-    return y, l1, stats, fired, sizes
+    by_slices(p, PackedViews(x, w_up, w_down, b_up, b_down), slices, packed_of, (y, l1, sizes), activation)
+
+
+def shapes(x: Tensor | View, w_gate: Tensor | View) -> tuple[Shape, ...]:
+    """Of y, l1, stats, and the sizes of the lists of neurons that fire and of candidates."""
+    found = shapes_of_union(x, w_gate)
+    return *found, found[-1]
 
 
 ffn_screened = register(

@@ -6,47 +6,49 @@ tiles of 128 tokens, so every bit is the same as with the two operators.
 
 from __future__ import annotations
 
-import torch
+import functools
+
 from torch import Tensor
 
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry, specs
-from twell.ops.gate_pack import figures, pack, room
+from twell._runtime.program import Executable, Program, View
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
-from twell.ops.gate_pack import outputs as packed_outputs
-from twell.ops.hybrid import near_rows
+from twell.ops.gate_pack import pack, scratch, stats_shape
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
-    bias_vector,
-    check_alike,
+    PROGRAMS,
+    Shape,
+    bias_view,
     check_layer,
+    check_views,
     down_rows,
-    empty,
-    launch,
+    laid,
     layer_first,
-    part,
+    new,
     register,
-    rows,
 )
-from twell.ops.operands import Operands, PackedOperands
-from twell.ops.up_down_union import by_slices, results, union
+from twell.ops.operands import Form, Operands, PackedViews, Views, present
+from twell.ops.up_down_union import by_slices, union
 from twell.ops.up_down_union import on_cpu as up_down_on_cpu
+from twell.ops.up_down_union import shapes as shapes_behind
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def outputs(x: Tensor, w_gate: Tensor) -> Outputs:
-    """Uninitialised y, l1, stats and sizes, as in the two operators."""
-    y, l1, sizes = results(x, w_gate.shape[0])
-    return y, l1, figures(x, w_gate), sizes
+def shapes(x: Tensor | View, w_gate: Tensor | View) -> tuple[Shape, Shape, Shape, Shape]:
+    """Of y, l1, stats and sizes, as in the two operators."""
+    y, l1, sizes = shapes_behind(x, w_gate.shape[0])
+    return y, l1, stats_shape(x.shape[0], w_gate.shape[0]), sizes
 
 
 @layer_first
 def _fake(layer: Operands, compression: int, activation: str = "relu", threshold: float = 0.0) -> Outputs:
     check_layer(*layer)
     activation_of(activation, threshold, layer.w_up is not None).level(layer.x.dtype)
-    y, l1, stats, sizes = outputs(layer.x, layer.w_gate)
+    geometry.words_per_tile(compression)
+    y, l1, stats, sizes = new(layer.x, shapes(layer.x, layer.w_gate))
     return y, l1, stats, union(sizes)
 
 
@@ -61,46 +63,59 @@ def on_cpu(layer: Operands, compression: int, activation: str = "relu", threshol
 
 @layer_first
 def _cuda(layer: Operands, compression: int, activation: str = "relu", threshold: float = 0.0) -> Outputs:
-    form = activation_of(activation, threshold, layer.w_up is not None)
-    y, l1, stats, sizes = on_cuda(layer, compression, form)
+    y, l1, stats, sizes = found = new(layer.x, shapes(layer.x, layer.w_gate))
+    if len(layer.x):
+        given = laid(layer._replace(w_down=layer.w_down.t()))
+        form = activation_of(activation, threshold, layer.w_up is not None)
+        _program(Form.of(given), compression, form)(*present(given), *found)
     return y, l1, stats, union(sizes)
 
 
-def on_cuda(layer: Operands, compression: int, activation: Activation) -> Outputs:
-    """The operator on the current device, with all sizes."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    check_alike(w_gate, w_up=w_up, w_down=w_down)
-    n, stats, laid = w_gate.shape[0], figures(x, w_gate), rows(w_gate)
-    slices = geometry.union_slices(x.shape[0], n)
-    # the first slice is the longest
-    words, spill = room(x, slices[0][1] if slices else 0, w_gate, compression)
+@functools.lru_cache(PROGRAMS)
+def _program(form: Form, compression: int, activation: Activation) -> Executable:
+    p, views = form.program()
+    layer = Views(*views)
+    y, l1, stats, sizes = (p.operand(*shape) for shape in shapes(layer.x, layer.w_gate))
+    launches(p, layer, compression, activation, (y, l1, stats, sizes))
+    return p.compiled()
 
-    def packed_of(first: int, last: int) -> tuple[Tensor, Tensor]:
-        packed = part(words, 0, last - first), part(spill, 0, last - first)
-        own = part(stats, first // geometry.STATS_ROWS, -(-last // geometry.STATS_ROWS))
-        pack(part(x, first, last), laid, b_gate, (*packed, own), compression, activation)
+
+def launches(
+    p: Program, layer: Views, compression: int, activation: Activation, results: tuple[View, View, View, View]
+) -> None:
+    """Launch the layer on slices of its tokens."""
+    check_views(layer)
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    y, l1, stats, sizes = results
+    slices = geometry.union_slices(x.shape[0], w_gate.shape[0])
+    words, spill, _ = scratch(p, x, slices[0][1], w_gate, compression)
+
+    def packed_of(first: int, last: int) -> tuple[View, View]:
+        packed = words.part(0, last - first), spill.part(0, last - first)
+        own = stats.part(first // geometry.STATS_ROWS, -(-last // geometry.STATS_ROWS))
+        pack(p, x.part(first, last), w_gate, b_gate, (*packed, own), compression, activation)
         return packed
 
-    packed = PackedOperands(x, words, spill, w_up, w_down, b_up, b_down)
-    y, l1, sizes = by_slices(packed, slices, packed_of, lambda: results(x, n), activation)
-    return y, l1, stats, sizes
+    by_slices(p, PackedViews(x, w_up, w_down, b_up, b_down), slices, packed_of, (y, l1, sizes), activation)
 
 
 def by_small_tiles(
-    layer: Operands, compression: int, activation: Activation, spec: specs.UpDownTileSpec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y, l1 and stats of few tokens of a gated layer, by ``gate_pack`` and the kernel of ``spec``: no unions."""
+    p: Program,
+    layer: Views,
+    compression: int,
+    activation: Activation,
+    spec: specs.UpDownTileSpec,
+    results: tuple[View, View, View],
+) -> None:
+    """Launch a gated layer on few tokens, by ``gate_pack`` and the kernel of ``spec``, into y, l1 and stats."""
+    check_views(layer)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    check_alike(w_gate, w_up=w_up, w_down=w_down)
-    words, spill, stats = packed = packed_outputs(x, w_gate, compression)
-    pack(x, w_gate, b_gate, packed, compression, activation)
-    n, k = w_gate.shape
-    y, l1 = empty(x, x.shape), empty(x, (-(-x.shape[0] // geometry.SMALL_TILE), spec.cluster), torch.float32)
-    weights = near_rows(w_up), near_rows(down_rows(w_down))  # type: ignore[arg-type]
-    biases = bias_vector("b_up", b_up, n, x), bias_vector("b_down", b_down, k, x)
+    y, l1, stats = results
+    words, spill, _ = scratch(p, x, x.shape[0], w_gate, compression)
+    pack(p, x, w_gate, b_gate, (words, spill, stats), compression, activation)
+    biases = bias_view(p, b_up, x.dtype), bias_view(p, b_down, x.dtype)
     form = geometry.words_per_tile(compression), activation.code()
-    launch(spec, rows(x), words, spill, *weights, *biases, y, l1, *form)
-    return y, l1, stats
+    p.launch(spec, x, words, spill, w_up, down_rows(p, w_down), *biases, y, l1, *form)
 
 
 ffn_union = register(

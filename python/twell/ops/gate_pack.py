@@ -5,33 +5,48 @@ With a ``threshold`` values up to it are zero, too.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from twell import tuning
 from twell._activation import Activation, activation_of, threshold_pair
-from twell._runtime import device, geometry, specs
-from twell.ops.library import bias_vector, blocks, check_layer, empty, launch, register, rows
+from twell._runtime import geometry, specs
+from twell._runtime.program import Executable, Program, View
+from twell.ops.library import PROGRAMS, Shape, bias_view, blocks, check_layer, laid_bias, new, register, rows
+from twell.ops.operands import Form, present
 
 Packed = tuple[Tensor, Tensor, Tensor]
+PackedViews = tuple[View, View, View]
 
 
 def outputs(x: Tensor, w_gate: Tensor, compression: int) -> Packed:
     """Uninitialised words int32 [M, T*W], spill [M, T*256] of x's dtype, stats int32 [ceil(M/8), T, 2]."""
-    return *room(x, x.shape[0], w_gate, compression), figures(x, w_gate)
+    words, spill, stats = new(x, shapes(x, x.shape[0], w_gate, compression))
+    return words, spill, stats
 
 
-def room(x: Tensor, m: int, w_gate: Tensor, compression: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised words and spill of ``m`` tokens."""
+def shapes(x: Tensor | View, m: int, w_gate: Tensor | View, compression: int) -> tuple[Shape, Shape, Shape]:
+    """Of words, spill and stats of ``m`` tokens."""
     tiles = geometry.tiles(w_gate.shape[0])
-    words = empty(x, (m, tiles * geometry.words_per_tile(compression)), torch.int32)
-    return words, empty(x, (m, tiles * geometry.TILE))
+    return (
+        (torch.int32, m, tiles * geometry.words_per_tile(compression)),
+        (x.dtype, m, tiles * geometry.TILE),
+        stats_shape(m, w_gate.shape[0]),
+    )
 
 
-def figures(x: Tensor, w_gate: Tensor) -> Tensor:
-    """Uninitialised stats."""
-    return empty(x, (blocks(x.shape[0], geometry.STATS_ROWS), geometry.tiles(w_gate.shape[0]), 2), torch.int32)
+def stats_shape(m: int, n: int) -> Shape:
+    """Of stats alone, which are the same at any compression."""
+    return torch.int32, blocks(m, geometry.STATS_ROWS), geometry.tiles(n), 2
+
+
+def scratch(p: Program, x: View, m: int, w_gate: View, compression: int) -> PackedViews:
+    """The same for ``m`` tokens as scratch of a program."""
+    words, spill, stats = (p.scratch(*shape) for shape in shapes(x, m, w_gate, compression))
+    return words, spill, stats
 
 
 def _fake(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
@@ -83,39 +98,51 @@ def fill_on_cpu(packed: Packed, gate: Tensor, compression: int) -> Packed:
 
 def _cuda(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
     packed = outputs(x, w_gate, compression)
-    pack(x, w_gate, b_gate, packed, compression, activation_of("fatrelu", threshold))
+    if len(x):
+        given = rows(x), rows(w_gate), laid_bias(b_gate)
+        _program(Form.of(given), compression, activation_of("fatrelu", threshold))(*present(given), *packed)
     return packed
 
 
+@functools.lru_cache(PROGRAMS)
+def _program(form: Form, compression: int, activation: Activation) -> Executable:
+    p, (x, w_gate, b_gate) = form.program()
+    check_layer(x, w_gate, b_gate=b_gate)
+    words, spill, stats = (p.operand(*shape) for shape in shapes(x, x.shape[0], w_gate, compression))
+    pack(p, x, w_gate, b_gate, (words, spill, stats), compression, activation)
+    return p.compiled()
+
+
+def spec_of(p: Program, x: View, w_gate: View, invariant: bool = False) -> specs.GatePackSpec | specs.GatePackFewSpec:
+    """The kernel that packs the gate of ``x``; if ``invariant``, with bits that do not depend on the other tokens."""
+    # a cluster is two CTAs, one per multiprocessor
+    m, n, clusters = x.shape[0], w_gate.shape[0], p.multiprocessors // 2
+    return tuning.gate_pack(x.dtype, m, n, clusters, invariant, tuning.family(p.index))
+
+
 def pack(
-    x: Tensor,
-    w_gate: Tensor,
-    b_gate: Tensor | None,
-    packed: Packed,
+    p: Program,
+    x: View,
+    w_gate: View,
+    b_gate: View | None,
+    packed: PackedViews,
     compression: int,
     activation: Activation,
     invariant: bool = False,
-    arrivals: Tensor | None = None,
+    arrivals: View | None = None,
 ) -> None:
-    """Launch what fills ``packed``; if ``invariant``, with bits that do not depend on the number of tokens.
+    """Launch what fills ``packed``, by the kernel of ``spec_of``.
 
-    Zeroes ``arrivals``, the counters of up_down's clusters.
+    That for few tokens zeroes ``arrivals``, the counters of up_down's clusters.
     """
-    (m, _), n = x.shape, w_gate.shape[0]
-    if m == 0:
-        return
-    operands = (rows(x), rows(w_gate), bias_vector("b_gate", b_gate, n, x), *packed)
-    multiprocessors, family = device.sm_count(x.device.index), tuning.family(x.device.index)
-    # a cluster is two CTAs, one per multiprocessor; the portable family has none
-    clusters = multiprocessors // 2
-    spec = tuning.gate_pack(x.dtype, m, n, clusters, invariant, family)
+    spec, family = spec_of(p, x, w_gate, invariant), tuning.family(p.index)
+    operands = x, w_gate, bias_view(p, b_gate, x.dtype), *packed
     form = geometry.words_per_tile(compression), threshold_pair(activation, x.dtype)
     if isinstance(spec, specs.GatePackSpec):
-        if arrivals is not None:
-            arrivals.zero_()
-        launch(spec, *operands, *form, clusters if family == specs.SM90 else multiprocessors)
+        # the portable family has no clusters
+        p.launch(spec, *operands, *form, p.multiprocessors // 2 if family == specs.SM90 else p.multiprocessors)
     else:
-        launch(spec, *operands, empty(x, 0, torch.int32) if arrivals is None else arrivals, *form)
+        p.launch(spec, *operands, p.scratch(torch.int32, 0) if arrivals is None else arrivals, *form)
 
 
 gate_pack = register(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import tuning
-from twell._runtime import device, geometry, screen
-from twell.ops.library import bias_vector, blocks, check, check_rank, empty, launch, register
-from twell.ops.quantize_gate import Quantized, require, require_pitch
+from twell._runtime import geometry, screen
+from twell._runtime.program import Executable, Program, View
+from twell.ops.library import PROGRAMS, blocks, check, check_rank, laid_bias, register
+from twell.ops.operands import Form, present
+from twell.ops.quantize_gate import Quantized, QuantizedViews, require, require_pitch
 
 # bits of a word
 _WORD = 32
@@ -26,8 +29,12 @@ _WORD = 32
 
 def outputs(x: Tensor, w_gate: Tensor) -> Tensor:
     """Uninitialised candidates int32 [ceil(M/128), 8 * T]."""
+    return x.new_empty(_shape(x, w_gate), dtype=torch.int32)
+
+
+def _shape(x: Tensor | View, w_gate: Tensor | View) -> tuple[int, int]:
     words = geometry.tiles(w_gate.shape[0]) * geometry.TILE // _WORD
-    return empty(x, (blocks(x.shape[0], geometry.TOKEN_TILE), words), torch.int32)
+    return blocks(x.shape[0], geometry.TOKEN_TILE), words
 
 
 def _fake(*arguments: Any) -> Tensor:
@@ -90,21 +97,37 @@ def constants(k: int) -> tuple[float, ...]:
 
 def _cuda(*arguments: Any) -> Tensor:
     x, w_gate, b_gate = _split(arguments)
-    require(x[0], "gate_screen")
+    require(x[0].device.index, "gate_screen")
     for name, (q, *_) in (("x", x), ("w_gate", w_gate)):
         require_pitch(name, q)
-    bias = bias_vector("b_gate", b_gate if len(b_gate) else None, w_gate[0].shape[0], b_gate)
-    return on_cuda(x, w_gate, bias)
-
-
-def on_cuda(x: Quantized, w_gate: Quantized, b_gate: Tensor) -> Tensor:
-    """The operator on the current device, for a bias as kernels read it."""
-    candidates = outputs(x[0], w_gate[0])
+    candidates = _fake(*arguments)
     if len(candidates):
-        # a cluster is two CTAs, one per multiprocessor
-        of_bound = (*constants(x[0].shape[1]), device.sm_count(x[0].device.index) // 2)
-        launch(tuning.gate_screen(b_gate.dtype), *x, *w_gate, b_gate, candidates.view(torch.int16), *of_bound)
+        given = *x, *w_gate, laid_bias(b_gate), candidates
+        _program(Form.of(given))(*present(given))
     return candidates
+
+
+@functools.lru_cache(PROGRAMS)
+def _program(form: Form) -> Executable:
+    p, (*views, b_gate, candidates) = form.program()
+    (*x,), (*w_gate,) = views[:4], views[4:]
+    _launch(p, x, w_gate, b_gate, candidates)
+    return p.compiled()
+
+
+def screen_rows(p: Program, x: QuantizedViews, w_gate: QuantizedViews, b_gate: View) -> View:
+    """Launch the operator, into scratch."""
+    candidates = p.scratch(torch.int32, *_shape(x[0], w_gate[0]))
+    _launch(p, x, w_gate, b_gate, candidates)
+    return candidates
+
+
+def _launch(p: Program, x: Sequence[View], w_gate: Sequence[View], b_gate: View, candidates: View) -> None:
+    blocks, words = candidates.shape
+    halves = candidates.at(0, torch.int16, blocks, 2 * words)
+    # a cluster is two CTAs, one per multiprocessor
+    of_bound = (*constants(x[0].shape[1]), p.multiprocessors // 2)
+    p.launch(tuning.gate_screen(b_gate.dtype), *x, *w_gate, b_gate, halves, *of_bound)
 
 
 gate_screen = register(

@@ -30,6 +30,7 @@ from torch import Tensor
 from twell import tuning
 from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import device, geometry, specs
+from twell._runtime.program import Program, View
 from twell.ops.library import (
     bias_vector,
     check,
@@ -39,7 +40,6 @@ from twell.ops.library import (
     empty,
     launch,
     rows,
-    vector,
 )
 from twell.ops.operands import Gradients, Operands
 
@@ -151,9 +151,9 @@ def near_rows(matrix: Tensor) -> Tensor:
     return laid
 
 
-def room_aside(x: Tensor, terms: int, ctas: int) -> Tensor:
-    """Scratch to which ``ctas`` CTAs flush sums of up to ``terms`` terms; empty if tensor cores sum these in one go."""
-    return empty(x, geometry.sums_aside(tuning.dtype_name(x.dtype), terms, ctas), torch.float32)
+def room_aside(p: Program, dtype: torch.dtype, terms: int) -> View:
+    """Scratch to which CTAs flush sums of up to ``terms`` terms; empty if tensor cores sum these in one go."""
+    return p.scratch(torch.float32, geometry.sums_aside(tuning.dtype_name(dtype), terms, p.multiprocessors))
 
 
 def values(entries: Tensor, capacity: int, dtype: torch.dtype, count: int) -> Tensor:

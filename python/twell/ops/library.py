@@ -1,9 +1,8 @@
-"""Registration of operators, launches of kernels, checks of operands and their layout for kernels."""
+"""Registration of operators, checks of operands and their layout for kernels."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,21 +11,21 @@ from torch.autograd import forward_ad
 
 from twell import tuning
 from twell._activation import Activation, activation_of
-from twell._runtime import device, env, geometry, nvtx, resolve, specs
+from twell._runtime import geometry, nvtx, specs
 from twell._runtime.log import warn_once
-from twell.ops.operands import Operands, PackedOperands
+from twell._runtime.program import ALIGNMENT, Program, View, launch
+from twell.ops.operands import Operands, PackedOperands, Views
 
 Implementation = Callable[..., Any]
+# a dtype and the lengths of the dimensions
+Shape = tuple[Any, ...]
 
 _LIBRARY = torch.library.Library("twell", "DEF")  # type: ignore[no-untyped-call]
-_DEBUG = env.debug()
 
-# What inductor's code allocates with: 1.1 us against 2.6 for ``Tensor.new_empty`` (H200 host, torch 2.11).
-_ALLOCATE: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-
-# TMA and 16-byte vector loads: base address, and row stride in 16-bit elements.
-ALIGNMENT = 16
+# TMA and 16-byte vector loads: row stride in 16-bit elements.
 STRIDE_MULTIPLE = 8
+# Programs of each operator that are kept: the latest, 5 to 20 KB each.
+PROGRAMS = 256
 
 # Operands in schemas: those of a layer, its activation, and those of the operators behind ``gate_pack`` after their x.
 LAYER = "Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
@@ -155,63 +154,6 @@ def _range_of(name: str, phase: str | None) -> Callable[..., nvtx.Context]:
     return describe
 
 
-@nvtx.marked(lambda spec, *_: nvtx.range(spec.op, kernel=spec.symbol))
-def launch(spec: specs.Spec, *arguments: Any) -> None:
-    """Call the kernel of ``spec`` on the current device and torch's current stream.
-
-    Raises NotImplementedError on a device for which there are no kernels, RuntimeError if there is not this one.
-    """
-    resolve.resolve(spec, require_architecture(torch.cuda.current_device()))(*arguments)
-    if _DEBUG and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize()
-
-
-def launchable(index: int, *needed: specs.Spec) -> bool:
-    """Whether ``launch`` can run these kernels on device ``index``, for callers that have an alternative."""
-    try:
-        arch = device.architecture(index)
-        return arch is not None and all(resolve.obtainable(spec, arch) for spec in needed)
-    except RuntimeError:
-        # no cuda-python
-        return False
-
-
-def require_architecture(index: int) -> str:
-    """The architecture of the kernels that device ``index`` runs; raises NotImplementedError if there are none."""
-    arch = device.architecture(index)
-    if arch is None:
-        major, minor = device.capability(index)
-        raise NotImplementedError(
-            f"the sparse kernels need compute capability {device.SUPPORTED}, got {major}.{minor} on cuda:{index}; "
-            'use strategy="dense"'
-        )
-    return arch
-
-
-def empty(like: Tensor, shape: int | tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-    """``like.new_empty(shape, dtype=dtype)`` in half the time on the current device; ``shape`` may be a length."""
-    # deterministic algorithms may fill new memory
-    if not like.is_cuda or type(like) is not Tensor or _ALLOCATE is None or torch._C._get_deterministic_algorithms():
-        return like.new_empty(shape, dtype=dtype)
-    lengths = (shape,) if isinstance(shape, int) else tuple(shape)
-    strides = _STRIDES[len(lengths)](*lengths)
-    return _ALLOCATE(lengths, strides, dtype or like.dtype)  # type: ignore[no-any-return]
-
-
-# contiguous, by the number of dimensions
-_STRIDES: tuple[Callable[..., tuple[int, ...]], ...] = (
-    lambda: (),
-    lambda a: (1,),
-    lambda a, b: (max(b, 1), 1),
-    lambda a, b, c: (max(b, 1) * max(c, 1), max(c, 1), 1),
-)
-
-
-def part(tensor: Tensor, first: int, last: int) -> Tensor:
-    """``tensor[first:last]``, or ``tensor`` itself if that is all of it: a view costs 1.7 us."""
-    return tensor if first == 0 and last >= tensor.shape[0] else tensor[first:last]
-
-
 def is_direct(x: Tensor) -> bool:
     """Whether the code of operators on plain tensors may be called without the dispatcher, which takes 6 us.
 
@@ -226,10 +168,25 @@ def is_direct(x: Tensor) -> bool:
 
 
 def rows(matrix: Tensor) -> Tensor:
-    """``matrix`` [R, C] with aligned rows of unit stride, as kernels read it; a copy if it is laid out otherwise."""
+    """``matrix`` [R, C] with aligned rows of unit stride, as kernels read it; a copy if it is laid out otherwise.
+
+    Kernels find rows by 32-bit offsets of 16 bytes, so rows that are spread over more than 64 GB are copied, too.
+    NotImplementedError where even a copy is larger.
+    """
     if has_rows(matrix):
-        return matrix
+        if _are_near(matrix.shape, matrix.stride()):
+            return matrix
+        if matrix.numel() > _REACH:
+            raise NotImplementedError(f"kernels take matrices of at most {_REACH} values, got {matrix.numel()}")
+        return matrix.clone(memory_format=torch.contiguous_format)
     return transpose(matrix.t(), matrix.new_empty(matrix.shape))
+
+
+_REACH = 8 << 32
+
+
+def _are_near(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    return shape[0] * strides[0] <= _REACH
 
 
 def transpose(matrix: Tensor, out: Tensor) -> Tensor:
@@ -243,24 +200,49 @@ def transpose(matrix: Tensor, out: Tensor) -> Tensor:
 
 def has_rows(matrix: Tensor) -> bool:
     """Whether kernels can read and write ``matrix`` [R, C] in place."""
-    return has_row_strides(matrix) and matrix.data_ptr() % ALIGNMENT == 0
+    return are_rows(matrix.shape, matrix.stride()) and matrix.data_ptr() % ALIGNMENT == 0
 
 
-def has_row_strides(matrix: Tensor) -> bool:
-    """``has_rows`` without the check of the address, which fake tensors do not have."""
-    stride, inner = matrix.stride()
-    return inner == 1 and stride % STRIDE_MULTIPLE == 0 and stride >= matrix.shape[1]
+def are_rows(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """``has_rows`` without the check of the address, which fake tensors and views of programs do not have."""
+    return strides[1] == 1 and strides[0] % STRIDE_MULTIPLE == 0 and strides[0] >= shape[1]
 
 
-def down_rows(w_down: Tensor) -> Tensor:
-    """``rows`` of a down weight [N, K]. nn.Linear stores the transposed layout; that copy is logged, once."""
-    laid = rows(w_down)
-    if laid is not w_down:
-        warn_once(
-            "down_proj.weight (w_down) is stored as nn.Linear stores it, and the sparse kernels read a copy by rows, "
-            'made at each call; twell.nn.set_down_layout(model, "rows") stores it so that they need none'
-        )
-    return laid
+def laid(layer: Operands) -> Operands:
+    """``layer``, its w_down [K, N], with copies of the operands that kernels cannot read in place."""
+    x, w_gate, w_up, w_down, *biases = layer
+    up = None if w_up is None else rows(w_up)
+    return Operands(rows(x), rows(w_gate), up, readable_down(w_down), *map(laid_bias, biases))
+
+
+def readable_down(w_down: Tensor) -> Tensor:
+    """A down weight [K, N] as programs take it: by rows of neurons, or as nn.Linear stores it; a copy of another."""
+    lies, turned = (w_down.shape, w_down.stride()), (w_down.shape[::-1], w_down.stride()[::-1])
+    in_place = (are_rows(*turned) and _are_near(*turned)) or are_rows(*lies)
+    return w_down if in_place and w_down.data_ptr() % ALIGNMENT == 0 else rows(w_down.t()).t()
+
+
+def down_rows(p: Program, w_down: View) -> View:
+    """A down weight [K, N] as kernels read it, by rows [N, K]; a copy if it is stored as nn.Linear does."""
+    if are_rows(w_down.shape[::-1], w_down.strides[::-1]):
+        return w_down.t()
+    warn_once(
+        "down_proj.weight (w_down) is stored as nn.Linear stores it, and the sparse kernels read a copy by rows, "
+        'made at each call; twell.nn.set_down_layout(model, "rows") stores it so that they need none'
+    )
+    copy = p.scratch(w_down.dtype, *w_down.shape[::-1])
+    p.launch(tuning.matrix_transpose(), w_down.cast(torch.int16), copy.cast(torch.int16))
+    return copy
+
+
+def bias_view(p: Program, given: View | None, dtype: torch.dtype) -> View:
+    """A bias as kernels take it: an empty vector stands for none."""
+    return p.scratch(dtype, 0) if given is None else given
+
+
+def new(like: Tensor, shapes: Iterable[Shape]) -> list[Any]:
+    """Uninitialised tensors of these dtypes and shapes on the device of ``like``."""
+    return [like.new_empty(shape, dtype=dtype) for dtype, *shape in shapes]
 
 
 def blocks(m: int, size: int) -> int:
@@ -275,56 +257,35 @@ def blocks(m: int, size: int) -> int:
     return -(-m // size)
 
 
-def vector(bias: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """A bias [length], zeros for None, contiguous and aligned as kernels read it; a copy if it is not."""
-    if bias is None:
-        return like.new_zeros(length)
-    if bias.stride(0) == 1 and _aligned(bias):
+def laid_bias(bias: Tensor | None) -> Tensor | None:
+    """A bias, contiguous and aligned as kernels read it; a copy if it is not."""
+    if bias is None or (bias.stride(0) == 1 and bias.data_ptr() % ALIGNMENT == 0):
         return bias
     return bias.clone(memory_format=torch.contiguous_format)
 
 
-@functools.cache
-def _none(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The empty vector that stands for no bias. It has no memory, so all calls share it."""
-    return torch.empty(0, dtype=dtype, device=device)
-
-
-def bias_vector(name: str, bias: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """``vector``, an empty one for None. Its length is checked here: kernels take an empty bias for none."""
-    if bias is None:
-        return _none(like.dtype, like.device)
-    if bias.shape != (length,):
-        raise ValueError(f"{name} must be {[length]}, got {list(bias.shape)}")
-    return vector(bias, length, like)
-
-
-def _aligned(tensor: Tensor) -> bool:
-    return tensor.data_ptr() % ALIGNMENT == 0
-
-
 def flat(tensor: Tensor) -> Tensor:
     """All elements of ``tensor`` as a contiguous, aligned vector; a copy if it is not."""
-    if not (tensor.is_contiguous() and _aligned(tensor)):
+    if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.view(-1)
 
 
 def check_layer(
-    x: Tensor,
-    w_gate: Tensor | None = None,
-    w_up: Tensor | None = None,
-    w_down: Tensor | None = None,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
+    x: Tensor | View,
+    w_gate: Tensor | View | None = None,
+    w_up: Tensor | View | None = None,
+    w_down: Tensor | View | None = None,
+    b_gate: Tensor | View | None = None,
+    b_up: Tensor | View | None = None,
+    b_down: Tensor | View | None = None,
     *,
     wide: bool = False,
 ) -> None:
     """Raise unless x is [M, K], the weights [N, K], b_gate and b_up [N], b_down [K], where given, all of one dtype.
 
-    N is that of the first weight. The dtype is one that TwELL stores, or a wider one if ``wide``. For fakes and the
-    CPU: the compiled kernels check the same of their arguments in less time.
+    N is that of the first weight. The dtype is one that TwELL stores, or a wider one if ``wide``. Programs ask this
+    once, when they are made.
     """
     check_matrix("x", x, _WIDE if wide else _STORED)
     dtype, k, n = x.dtype, x.shape[1], -1
@@ -342,7 +303,12 @@ def check_layer(
             check(name, bias, (length,), dtype)
 
 
-def check_matrix(name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = _STORED) -> None:
+def check_views(layer: Views) -> None:
+    """``check_layer`` of a layer in a program."""
+    check_layer(*layer[:3], layer.w_down.t(), *layer[4:])
+
+
+def check_matrix(name: str, matrix: Tensor | View, dtypes: tuple[torch.dtype, ...] = _STORED) -> None:
     """Raise unless ``matrix`` has one of these dtypes, and rows that kernels can read in pieces of 16 bytes."""
     check_rank(name, matrix)
     if matrix.dtype not in dtypes:
@@ -351,13 +317,13 @@ def check_matrix(name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = _S
         raise ValueError(f"{name} must have rows of a multiple of {STRIDE_MULTIPLE} values, got {list(matrix.shape)}")
 
 
-def check_rank(name: str, matrix: Tensor) -> None:
+def check_rank(name: str, matrix: Tensor | View) -> None:
     """Raise ValueError unless ``matrix`` has two dimensions."""
-    if matrix.dim() != 2:
+    if len(matrix.shape) != 2:
         raise ValueError(f"{name} must have two dimensions, got {list(matrix.shape)}")
 
 
-def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check(name: str, tensor: Tensor | View, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Raise ValueError unless ``tensor`` has this shape, TypeError unless it has this dtype."""
     if tensor.shape != shape:
         raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
@@ -365,14 +331,9 @@ def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype)
         raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
 
 
-def check_alike(first: Tensor, **weights: Tensor | None) -> None:
-    """Raise unless ``weights`` have the shape of the first one: kernels that gather rows cannot check the number."""
-    for name, weight in weights.items():
-        if weight is not None:
-            check(name, weight, first.shape, first.dtype)
-
-
-def check_packed(words: Tensor, spill: Tensor, m: int, n: int, compression: int, dtype: torch.dtype) -> None:
+def check_packed(
+    words: Tensor | View, spill: Tensor | View, m: int, n: int, compression: int, dtype: torch.dtype
+) -> None:
     """Raise unless ``words`` and ``spill`` are those of ``m`` rows of ``n`` neurons with gates of ``dtype``."""
     tiles = geometry.tiles(n)
     for name, tensor, width, expected in (

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from twell._runtime.program import Program, View
 
 
 def is_in_memory(tensor: Tensor) -> bool:
@@ -104,3 +107,54 @@ class PackedOperands(NamedTuple):
     w_down: Tensor
     b_up: Tensor | None
     b_down: Tensor | None
+
+
+class Views(NamedTuple):
+    """The ``Operands`` of a layer in a program, w_down [K, N]."""
+
+    x: View
+    w_gate: View
+    w_up: View | None
+    w_down: View
+    b_gate: View | None
+    b_up: View | None
+    b_down: View | None
+
+
+class PackedViews(NamedTuple):
+    """What the launches behind ``gate_pack`` take of a layer in a program, w_down [K, N].
+
+    x is None where it is not read: in strategy "row" of a layer without a gate.
+    """
+
+    x: View | None
+    w_up: View | None
+    w_down: View
+    b_up: View | None
+    b_down: View | None
+
+
+class Form(NamedTuple):
+    """How the tensors of a call lie on a device: what a program may depend on, beside numbers.
+
+    lies: of each tensor its dtype, shape and strides; None where there is none.
+    """
+
+    index: int
+    lies: tuple[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None]) -> Form:
+        """The form of a call with these tensors, one of which is a tensor."""
+        index = next(tensor.device.index for tensor in tensors if tensor is not None)
+        return cls(index or 0, tuple([None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors]))
+
+    def program(self) -> tuple[Program, list[Any]]:
+        """A program of such calls, with a view of each tensor, None where there is none."""
+        p = Program(self.index)
+        return p, [None if t is None else p.operand(t[0], *t[1], strides=t[2]) for t in self.lies]
+
+
+def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Those that are not None, as programs take them."""
+    return [tensor for tensor in tensors if tensor is not None]

@@ -9,6 +9,7 @@ magnitude beyond 2^-50 to 2^54. These rows have an offset of 0.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -16,19 +17,26 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import device, screen, specs
-from twell.ops.library import check_matrix, check_rank, empty, launch, register, rows
+from twell._runtime.program import Executable, Program, View
+from twell.ops.library import PROGRAMS, Shape, check_matrix, check_rank, new, register, rows
+from twell.ops.operands import Form
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
+QuantizedViews = tuple[View, View, View, View]
 # TMA: bytes of which a row's stride is a multiple
 _PITCH = 16
 
 
 def outputs(matrix: Tensor) -> Quantized:
     """Uninitialised q int8 [R, K], with rows of a multiple of 16 bytes; scale, spread and offset float32 [R]."""
+    q, scale, spread, offset = new(matrix, shapes(matrix))
+    return q.narrow(1, 0, matrix.shape[1]), scale, spread, offset
+
+
+def shapes(matrix: Tensor | View) -> tuple[Shape, Shape, Shape, Shape]:
+    """Of the outputs, of q with whole rows."""
     r, k = matrix.shape
-    q = empty(matrix, (r, -(-k // _PITCH) * _PITCH), torch.int8)
-    scale, spread, offset = (empty(matrix, r, torch.float32) for _ in range(3))
-    return q.narrow(1, 0, k), scale, spread, offset
+    return (torch.int8, r, -(-k // _PITCH) * _PITCH), (torch.float32, r), (torch.float32, r), (torch.float32, r)
 
 
 def _fake(matrix: Tensor, weights: bool) -> Quantized:
@@ -36,9 +44,8 @@ def _fake(matrix: Tensor, weights: bool) -> Quantized:
     return outputs(matrix)
 
 
-def require(x: Tensor, op: str) -> None:
-    """Raise NotImplementedError, which names ``op``, unless the GPU of ``x`` runs the kernels of the screen."""
-    index = x.device.index or 0
+def require(index: int, op: str) -> None:
+    """Raise NotImplementedError, which names ``op``, unless the GPU of this index runs the kernels of the screen."""
     if tuning.family(index) != specs.SM90:
         got = "{}.{}".format(*device.capability(index))
         raise NotImplementedError(f"torch.ops.twell.{op} needs compute capability 9.0, got {got} on cuda:{index}")
@@ -103,19 +110,35 @@ def _shifts(weights: bool) -> tuple[int, int]:
 
 
 def _cuda(matrix: Tensor, weights: bool) -> Quantized:
-    require(matrix, "quantize_gate")
-    return on_cuda(matrix, weights)
+    require(matrix.device.index, "quantize_gate")
+    found = outputs(matrix)
+    laid = rows(matrix)
+    _program(Form.of((laid, *found)), weights)(laid, *found)
+    return found
 
 
-def on_cuda(matrix: Tensor, weights: bool) -> Quantized:
-    """The operator on the current device."""
-    q, scale, spread, offset = outputs(matrix)
-    k = matrix.shape[1]
-    spec, multiprocessors = tuning.quantize_gate(matrix.dtype, k), device.sm_count(matrix.device.index)
-    if len(matrix):
-        constants = (*_shifts(weights), screen.grid_error(k), multiprocessors)
-        launch(spec, rows(matrix), q, scale, spread, offset, *constants)
-    return q, scale, spread, offset
+@functools.lru_cache(PROGRAMS)
+def _program(form: Form, weights: bool) -> Executable:
+    p, (matrix, *found) = form.program()
+    check_matrix("rows", matrix)
+    q, scale, spread, offset = found
+    _launch(p, matrix, weights, (q, scale, spread, offset))
+    return p.compiled()
+
+
+def quantize(p: Program, matrix: View, weights: bool) -> QuantizedViews:
+    """Launch the operator on a matrix, into scratch."""
+    q, scale, spread, offset = (p.scratch(*shape) for shape in shapes(matrix))
+    found = q._replace(shape=matrix.shape), scale, spread, offset
+    _launch(p, matrix, weights, found)
+    return found
+
+
+def _launch(p: Program, matrix: View, weights: bool, found: QuantizedViews) -> None:
+    r, k = matrix.shape
+    if r:
+        constants = (*_shifts(weights), screen.grid_error(k), p.multiprocessors)
+        p.launch(tuning.quantize_gate(matrix.dtype, k), matrix, *found, *constants)
 
 
 quantize_gate = register(

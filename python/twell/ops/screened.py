@@ -15,26 +15,25 @@ from torch import Tensor
 from twell import tuning
 from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import device, geometry
-from twell.ops.gate_pack import Packed
-from twell.ops.gate_screen import gate_screen
-from twell.ops.gate_screen import on_cuda as screen_on_cuda
-from twell.ops.library import bias_vector, blocks, check, empty, launch, rows
-from twell.ops.quantize_gate import Quantized, quantize_gate
-from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
+from twell._runtime.program import Program, View
+from twell.ops.gate_pack import PackedViews
+from twell.ops.gate_screen import gate_screen, screen_rows
+from twell.ops.library import bias_view, check, laid_bias
+from twell.ops.quantize_gate import Quantized, QuantizedViews, quantize, quantize_gate
 
 
 class Lists(NamedTuple):
     """The candidates of each token tile: neurons int16 [B, 64 C], and sizes int32 [B + 1], the last one unused."""
 
-    neurons: Tensor
-    sizes: Tensor
+    neurons: View
+    sizes: View
 
 
-def empty_lists(x: Tensor, m: int, n: int) -> Lists:
-    """Uninitialised lists of ``m`` tokens."""
-    tiles = blocks(m, geometry.TOKEN_TILE)
-    neurons = empty(x, (tiles, geometry.CHUNK * geometry.chunks(n)), torch.int16)
-    return Lists(neurons, empty(x, (tiles + 1,), torch.int32))
+def lists(p: Program, m: int, n: int) -> Lists:
+    """Lists of ``m`` tokens as scratch."""
+    tiles = geometry.token_tiles(m)
+    neurons = p.scratch(torch.int16, tiles, geometry.CHUNK * geometry.chunks(n))
+    return Lists(neurons, p.scratch(torch.int32, tiles + 1))
 
 
 def check_quantized(w_gate: Tensor, quantized: Quantized) -> None:
@@ -45,17 +44,17 @@ def check_quantized(w_gate: Tensor, quantized: Quantized) -> None:
         check(name, vector, w_gate.shape[:1], torch.float32)
 
 
-def firing_bias(bias: Tensor, n: int, activation: Activation) -> Tensor:
+def firing_bias(w_gate: Tensor, bias: Tensor | None, activation: Activation) -> Tensor | None:
     """The bias that the screen takes: with it a gate is above 0 if it is above the threshold with ``bias``.
 
-    Both are vectors as kernels read them, empty or of ``n`` values. The difference is rounded up to 16 bits, so no gate
-    that fires is missed; docs/notes/screen.md has the argument.
+    The difference is rounded up to 16 bits, so no gate that fires is missed; docs/notes/screen.md has the argument.
     """
-    level = activation.level(bias.dtype)
+    level = activation.level(w_gate.dtype)
     if not activation.moves and not level:
-        return bias
-    if not len(bias):
-        return bias.new_zeros(n) - level if activation.moves else bias.new_full((n,), -level)
+        return laid_bias(bias)
+    if bias is None:
+        none = w_gate.new_zeros(len(w_gate))
+        return none - level
     info = torch.finfo(bias.dtype)
     # the difference, raised by more than it is rounded here; exact without a bias
     less = bias.double() - level
@@ -66,13 +65,17 @@ def firing_bias(bias: Tensor, n: int, activation: Activation) -> Tensor:
     return torch.where(nearest >= least, nearest, above.to(bias.dtype))
 
 
+def _given_bias(w_gate: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+    """``firing_bias`` as the operator ``gate_screen`` takes it: an empty one is none."""
+    firing = firing_bias(w_gate, bias, activation)
+    return w_gate.new_empty(0) if firing is None else firing
+
+
 def candidates_on_cpu(
     x: Tensor, w_gate: Tensor, b_gate: Tensor | None, quantized: Quantized, activation: Activation = RELU
 ) -> Tensor:
     """Which neurons are candidates of each tile of 128 tokens: booleans [ceil(M/128), N]."""
-    n = len(w_gate)
-    bias = firing_bias(bias_vector("b_gate", b_gate, n, x), n, activation)
-    bits = gate_screen(*quantize_gate(x, False), *quantized, bias)
+    bits = gate_screen(*quantize_gate(x, False), *quantized, _given_bias(w_gate, b_gate, activation))
     listed: Tensor = (bits[:, :, None] >> torch.arange(32, device="cpu", dtype=torch.int32) & 1).bool().flatten(1)
     return listed[:, : len(w_gate)]
 
@@ -85,8 +88,8 @@ def count(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, activation: Activati
     """
     # another thread may capture a graph meanwhile
     with device.relaxed_capture() if x.is_cuda else nullcontext():
-        bias = firing_bias(bias_vector("b_gate", b_gate, len(w_gate), x), len(w_gate), activation)
-        words = gate_screen(*quantize_gate(x, False), *quantize_gate(w_gate, True), bias)
+        firing = _given_bias(w_gate, b_gate, activation)
+        words = gate_screen(*quantize_gate(x, False), *quantize_gate(w_gate, True), firing)
         # the number of ones in two, four and eight bits
         ones = words.view(torch.uint8)
         ones = ones - (ones >> 1 & 0x55)
@@ -111,23 +114,23 @@ def stats_on_cpu(gate: Tensor, listed: Tensor, stats: Tensor, compression: int) 
         own[:, :, 1] = (counts > geometry.capacity(compression)).sum(1)
 
 
-def find(x: Tensor, b_gate: Tensor, quantized: Quantized, activation: Activation) -> Tensor:
-    """The bits of ``gate_screen`` on the current device; an empty ``b_gate`` is none."""
-    bias = firing_bias(b_gate, len(quantized[0]), activation)
-    return screen_on_cuda(quantize_on_cuda(x, False), quantized, bias)
+def find(p: Program, x: View, firing: View | None, quantized: QuantizedViews) -> View:
+    """Launch the screen of all tokens: the bits of ``gate_screen``. ``firing`` is the bias of ``firing_bias``."""
+    return screen_rows(p, quantize(p, x, False), quantized, bias_view(p, firing, x.dtype))
 
 
 def pack(
-    x: Tensor,
-    w_gate: Tensor,
-    b_gate: Tensor,
-    bits: Tensor,
-    lists: Lists,
-    packed: Packed,
+    p: Program,
+    x: View,
+    w_gate: View,
+    b_gate: View | None,
+    bits: View,
+    listed: Lists,
+    packed: PackedViews,
     compression: int,
     activation: Activation,
 ) -> None:
-    """Launch what fills ``lists`` and ``packed``, from the ``bits`` of ``find`` for the tokens of ``x``."""
-    launch(tuning.list_candidates(), bits, *lists, packed[2])
-    form = (geometry.words_per_tile(compression), threshold_pair(activation, x.dtype), device.sm_count(x.device.index))
-    launch(tuning.sampled_gate(x.dtype), rows(x), w_gate, b_gate, *lists, *packed, *form)
+    """Launch what fills ``listed`` and ``packed``, from the ``bits`` of ``find`` for the tokens of ``x``."""
+    p.launch(tuning.list_candidates(), bits, *listed, packed[2])
+    form = (geometry.words_per_tile(compression), threshold_pair(activation, x.dtype), p.multiprocessors)
+    p.launch(tuning.sampled_gate(x.dtype), x, w_gate, bias_view(p, b_gate, x.dtype), *listed, *packed, *form)

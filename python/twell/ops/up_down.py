@@ -12,29 +12,36 @@ and may be None.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from twell import tuning
 from twell._activation import Activation, activation_of
-from twell._runtime import device, geometry
+from twell._runtime import geometry
+from twell._runtime.program import Executable, Program, View
 from twell.ops import hybrid
 from twell.ops.library import (
     PACKED,
-    bias_vector,
+    PROGRAMS,
+    Shape,
+    bias_view,
     check,
     check_layer,
     check_matrix,
     check_packed,
     check_rank,
     down_rows,
-    empty,
-    launch,
+    laid_bias,
+    new,
     packed_first,
+    readable_down,
     register,
     rows,
 )
-from twell.ops.operands import PackedOperands
+from twell.ops.operands import Form, PackedOperands, PackedViews, present
 from twell.ops.unpack import unpack
 
 
@@ -45,7 +52,13 @@ def outputs(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
         raise ValueError("x must be given with w_up, got None")
     m, (n, k) = (words if x is None else x).shape[0], w_down.shape
     check_packed(words, spill, m, n, compression, w_down.dtype)
-    return empty(spill, (m, k)), empty(spill, m, torch.float32)
+    y, l1 = new(spill, shapes(spill.dtype, m, k))
+    return y, l1
+
+
+def shapes(dtype: torch.dtype, m: int, k: int) -> tuple[Shape, Shape]:
+    """Of y and l1."""
+    return (dtype, m, k), (torch.float32, m)
 
 
 @packed_first
@@ -77,54 +90,69 @@ def on_cpu(packed: PackedOperands, compression: int, activation: str = "relu") -
 @packed_first
 def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") -> tuple[Tensor, Tensor]:
     y, l1 = outputs(packed, compression)
-    multiply(packed, y, l1, compression, activation_of(activation, gated=packed.w_up is not None))
+    x, words, spill, w_up, w_down, b_up, b_down = packed
+    if len(y):
+        # without an up projection neither x nor its bias is read
+        up = (None, None, None) if w_up is None else (rows(x), rows(w_up), laid_bias(b_up))
+        given = up[0], words, spill, up[1], readable_down(w_down.t()), up[2], laid_bias(b_down)
+        form = activation_of(activation, gated=w_up is not None)
+        _program(Form.of(given), compression, form)(*present(given), y, l1)
     return y, l1
 
 
-def arrivals_for(x: Tensor) -> Tensor | None:
-    """Uninitialised counters of the clusters that share a token of ``x`` [M, K]; None if no clusters do."""
-    (m, k), index = x.shape, x.device.index
-    if not m:
-        return None
-    spec = tuning.up_down_token(x.dtype, m, k, True, False, tuning.family(index))
-    if tuning.token_pieces(m, spec, device.sm_count(index)) == 1:
-        return None
-    return empty(x, m * spec.cluster, torch.int32)
+@functools.lru_cache(PROGRAMS)
+def _program(form: Form, compression: int, activation: Activation) -> Executable:
+    p, (x, words, spill, *others) = form.program()
+    m, k = words.shape[0], others[1].shape[0]
+    y, l1 = (p.operand(*shape) for shape in shapes(spill.dtype, m, k))
+    behind = PackedViews(x, *others)
+    like = y if x is None else x
+    check_layer(like, w_up=behind.w_up, w_down=behind.w_down.t(), b_up=behind.b_up, b_down=behind.b_down)
+    multiply(p, behind, words, spill, y, l1, compression, activation)
+    return p.compiled()
+
+
+def _kernel(p: Program, m: int, k: int, dtype: torch.dtype, gated: bool, invariant: bool) -> tuple[Any, int]:
+    """The kernel of ``m`` tokens, and how many of its clusters share one."""
+    spec = tuning.up_down_token(dtype, m, k, gated, invariant, tuning.family(p.index))
+    return spec, 1 if invariant else tuning.token_pieces(m, spec, p.multiprocessors)
+
+
+def arrivals_for(p: Program, x: View, gated: bool, invariant: bool) -> View | None:
+    """Scratch for the counters of the clusters that share a token of ``x`` [M, K]; None if no clusters do."""
+    spec, pieces = _kernel(p, *x.shape, x.dtype, gated, invariant)
+    return None if pieces == 1 else p.scratch(torch.int32, x.shape[0] * spec.cluster)
 
 
 def multiply(
-    packed: PackedOperands,
-    y: Tensor,
-    l1: Tensor,
+    p: Program,
+    behind: PackedViews,
+    words: View,
+    spill: View,
+    y: View,
+    l1: View,
     compression: int,
     activation: Activation,
     invariant: bool = False,
-    arrivals: Tensor | None = None,
+    arrivals: View | None = None,
 ) -> None:
     """Launch what fills ``y`` and ``l1``; if ``invariant``, with bits that do not depend on other tokens.
 
-    ``arrivals`` are those of ``arrivals_for``, zeroed; without them they are made here.
+    ``arrivals`` are those of ``arrivals_for``, which another launch has zeroed; without them they are cleared memory.
     """
-    x, words, spill, w_up, w_down, b_up, b_down = packed
-    m, k = y.shape
-    if m:
-        tokens, up, gated = None, None, False
-        if x is not None and w_up is not None:
-            tokens, up, gated = rows(x), rows(w_up), True
-        operands = (tokens, words, spill, up, down_rows(w_down))
-        form = geometry.words_per_tile(compression), activation.code()
-        up_bias = bias_vector("b_up", b_up, w_down.shape[0], spill) if gated else None
-        results = (up_bias, bias_vector("b_down", b_down, k, spill), y, l1)
-        family = tuning.family(words.device.index)
-        spec = tuning.up_down_token(spill.dtype, m, k, gated, invariant, family)
-        pieces = 1 if invariant else tuning.token_pieces(m, spec, device.sm_count(words.device.index))
-        if pieces == 1:
-            arrivals = empty(words, 0)
-        elif arrivals is None:
-            arrivals = words.new_zeros(m * spec.cluster)
-        # y of each piece, and behind it the sum of |h|
-        sums = empty(words, (m * pieces if pieces > 1 else 0, k + 8), torch.float32)
-        launch(spec, *operands, *results, sums, arrivals, pieces, *form)
+    x, w_up, w_down, b_up, b_down = behind
+    (m, k), dtype, gated = y.shape, spill.dtype, w_up is not None
+    spec, pieces = _kernel(p, m, k, dtype, gated, invariant)
+    if pieces == 1:
+        arrivals = p.scratch(torch.int32, 0)
+    elif arrivals is None:
+        arrivals = p.cleared(torch.int32, m * spec.cluster)
+    # y of each piece, and behind it the sum of |h|
+    sums = p.scratch(torch.float32, m * pieces if pieces > 1 else 0, k + 8)
+    biases = bias_view(p, b_up, dtype) if gated else None, bias_view(p, b_down, dtype)
+    form = geometry.words_per_tile(compression), activation.code()
+    operands = x if gated else None, words, spill, w_up, down_rows(p, w_down)
+    p.launch(spec, *operands, *biases, y, l1, sums, arrivals, pieces, *form)
 
 
 up_down = register(

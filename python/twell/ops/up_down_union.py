@@ -8,6 +8,7 @@ y = h @ w_down + b_down. h is rounded to x's dtype, once, as in dense PyTorch. `
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,24 +16,26 @@ from torch import Tensor
 
 from twell import tuning
 from twell._activation import RELU, Activation, activation_of
-from twell._runtime import device, geometry
+from twell._runtime import geometry
+from twell._runtime.program import Executable, Program, View
 from twell.ops import hybrid
 from twell.ops.library import (
     PACKED,
-    bias_vector,
+    PROGRAMS,
+    Shape,
+    bias_view,
     blocks,
-    check_alike,
     check_layer,
     check_packed,
     down_rows,
-    empty,
-    launch,
+    laid_bias,
+    new,
     packed_first,
-    part,
+    readable_down,
     register,
     rows,
 )
-from twell.ops.operands import PackedOperands
+from twell.ops.operands import Form, PackedOperands, PackedViews, present
 from twell.ops.unpack import unpack
 
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -53,9 +56,14 @@ def outputs(packed: PackedOperands, compression: int) -> Outputs:
 
 def results(x: Tensor, n: int) -> Outputs:
     """The same for ``n`` neurons."""
+    y, l1, sizes = new(x, shapes(x, n))
+    return y, l1, sizes
+
+
+def shapes(x: Tensor | View, n: int) -> tuple[Shape, Shape, Shape]:
+    """Of each of them."""
     tiles = blocks(x.shape[0], geometry.TOKEN_TILE)
-    l1 = empty(x, (tiles, geometry.sums_per_tile(n)), torch.float32)
-    return empty(x, x.shape), l1, empty(x, (tiles + 1,), torch.int32)
+    return (x.dtype, *x.shape), (torch.float32, tiles, geometry.sums_per_tile(n)), (torch.int32, tiles + 1)
 
 
 def union(sizes: Tensor) -> Tensor:
@@ -92,75 +100,78 @@ def on_cpu(packed: PackedOperands, compression: int, activation: str = "relu") -
 @packed_first
 def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") -> Outputs:
     y, l1, sizes = found = outputs(packed, compression)
-    check_alike(packed.w_down, w_up=packed.w_up)
-    slices = geometry.union_slices(packed.x.shape[0], packed.w_down.shape[0])
-    form = activation_of(activation, gated=packed.w_up is not None)
-    by_slices(
-        packed, slices, lambda first, last: (packed.words[first:last], packed.spill[first:last]), lambda: found, form
-    )
+    x, words, spill, w_up, w_down, b_up, b_down = packed
+    if len(x):
+        up = None if w_up is None else rows(w_up)
+        given = rows(x), words, spill, up, readable_down(w_down.t()), laid_bias(b_up), laid_bias(b_down)
+        form = activation_of(activation, gated=w_up is not None)
+        _program(Form.of(given), compression, form)(*present(given), *found)
     return y, l1, union(sizes)
 
 
-def by_slices(
-    packed: PackedOperands,
-    slices: Sequence[tuple[int, int]],
-    packed_of: Callable[[int, int], tuple[Tensor, ...]],
-    results_of: Callable[[], Outputs],
-    activation: Activation,
-) -> Outputs:
-    """Launch the kernels that fill what ``results_of`` allocates, and return it.
+@functools.lru_cache(PROGRAMS)
+def _program(form: Form, compression: int, activation: Activation) -> Executable:
+    p, (x, words, spill, w_up, w_down, b_up, b_down) = form.program()
+    n = w_down.shape[1]
+    check_layer(x, w_up=w_up, w_down=w_down.t(), b_up=b_up, b_down=b_down)
+    y, l1, sizes = (p.operand(*shape) for shape in shapes(x, n))
+    by_slices(
+        p,
+        PackedViews(x, w_up, w_down, b_up, b_down),
+        geometry.union_slices(x.shape[0], n),
+        lambda first, last: (words.part(first, last), spill.part(first, last)),
+        (y, l1, sizes),
+        activation,
+    )
+    return p.compiled()
 
-    ``packed_of(first, last)`` gives words and spill of a slice when it is its turn; also ``ops.screened.Lists`` if
-    these have places in lists for neurons. The first is packed before the host does anything else: the GPU has work
-    meanwhile.
+
+def by_slices(
+    p: Program,
+    behind: PackedViews,
+    slices: Sequence[tuple[int, int]],
+    packed_of: Callable[[int, int], tuple[View, ...]],
+    results: tuple[View, View, View],
+    activation: Activation,
+) -> None:
+    """Launch what fills ``results``: y, l1 and sizes.
+
+    ``packed_of(first, last)`` launches what packs a slice, and gives its words and spill; also ``ops.screened.Lists``
+    if these have places in lists for neurons.
     """
-    x, _, _, w_up, w_down, b_up, b_down = packed
-    n, k, dtype = *w_down.shape, x.dtype
-    ready = packed_of(*slices[0]) if slices else None
-    y, l1, sizes = found = results_of()
-    w_down = hybrid.near_rows(down_rows(w_down))
-    if w_up is not None:
-        x, w_up = rows(x), rows(w_up)
-    multiprocessors, tiles = device.sm_count(x.device.index), geometry.tiles(n)
-    family = tuning.family(x.device.index)
+    x, w_up, w_down, b_up, b_down = behind
+    y, l1, sizes = results
+    n, dtype, tiles, ctas = w_down.shape[1], y.dtype, geometry.tiles(w_down.shape[1]), p.multiprocessors
+    family = tuning.family(p.index)
     hybrid.require_neurons(n, family, 'strategy "union"')
-    compact = tuning.compact(dtype, False, family)
-    up = tuning.sampled_up(dtype, False, family)
-    down = tuning.gathered(dtype, 0, family)
     # without an up projection the gates in the entries become h as they are read
     code, of_entries = activation.code(), activation.code() if w_up is None else RELU.code()
-    plain = 1 + code if w_up is None else 0
-    b_up, b_down = bias_vector("b_up", b_up, n, x), bias_vector("b_down", b_down, k, x)
-    aside = hybrid.room_aside(x, n, multiprocessors)
+    plain, most = 1 + code if w_up is None else 0, geometry.MOST
+    aside = hybrid.room_aside(p, dtype, n)
     # the first slice is the longest; the others reuse its memory
-    entries, neurons, chunks = _empty_lists(x, slices[0][1] if slices else 0, n)
+    longest = slices[0][1]
+    entries = p.scratch(torch.int32, longest * n)
+    neurons = p.scratch(torch.int16, geometry.token_tiles(longest), geometry.CHUNK * geometry.chunks(n))
+    chunks = p.scratch(torch.int32, geometry.token_tiles(longest), geometry.chunks(n) + 1)
+    down: View | None = None
     for first, last in slices:
         start, stop = first // geometry.TOKEN_TILE, geometry.token_tiles(last)
         # the element behind the sizes of a slice is zero until the next slice writes its first size there
-        pattern = (entries, part(neurons, 0, stop - start), part(chunks, 0, stop - start), part(sizes, start, stop + 1))
-        words, spill, *lists = ready or packed_of(first, last)
-        ready = None
-        sums, width = part(l1, start, stop), words.shape[1] // tiles
+        pattern = entries, neurons.part(0, stop - start), chunks.part(0, stop - start), sizes.part(start, stop + 1)
+        words, spill, *lists = packed_of(first, last)
+        sums, width = l1.part(start, stop), words.shape[1] // tiles
         # after a screen the words hold places in these lists, else neurons
         listed = (*lists, 1) if lists else (pattern[1], pattern[3], 0)
-        launch(compact, words, spill, None, *pattern, None, sums, n, width, plain, geometry.MOST, *listed)
-        if w_up is not None:
-            own = part(x, first, last)
-            launch(up, own, w_up, b_up, *pattern, None, None, sums, code, geometry.MOST, multiprocessors)
+        compact = tuning.compact(dtype, False, family)
+        p.launch(compact, words, spill, None, *pattern, None, sums, n, width, plain, most, *listed)
+        if x is not None and w_up is not None:
+            up = tuning.sampled_up(dtype, False, family)
+            own, up_bias = x.part(first, last), bias_view(p, b_up, dtype)
+            p.launch(up, own, w_up, up_bias, *pattern, None, None, sums, code, most, ctas)
         # with an up projection h is now in the entries
-        out = (part(y, first, last), aside, of_entries, geometry.MOST, multiprocessors)
-        launch(down, None, w_down, None, None, b_down, *pattern, *out)
-    return found
-
-
-def _empty_lists(x: Tensor, m: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised entries, neurons and chunks as ``hybrid`` has them, with room for any pattern."""
-    tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
-    return (
-        empty(x, m * n, torch.int32),
-        empty(x, (tiles, geometry.CHUNK * chunks), torch.int16),
-        empty(x, (tiles, chunks + 1), torch.int32),
-    )
+        down = down_rows(p, w_down) if down is None else down
+        down_bias, out = bias_view(p, b_down, dtype), (y.part(first, last), aside, of_entries, most, ctas)
+        p.launch(tuning.gathered(dtype, 0, family), None, down, None, None, down_bias, *pattern, *out)
 
 
 up_down_union = register(

@@ -1,0 +1,313 @@
+"""A pass of a layer as data: its launches in order, over operands and scratch that have no memory yet.
+
+Code of ``twell.ops`` describes a pass once per kind of call, as a ``Program``. ``Program.compiled`` makes it an
+``Executable`` of the pass's tensors, which calls run. Two runners take the same data: the C function of
+``host/program.c``, and Python, which launches kernel by kernel with a tensor for each scratch. The latter is for
+TWELL_DEBUG, TWELL_NVTX and installs without the C library; see ``twell._runtime.host``.
+
+The scratch of all launches is one piece of memory. Two scratches may lie at the same place if no launch comes between
+the first and the last one of both: kernels wait for their predecessors before they touch memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from twell._runtime import device, env, host, nvtx, resolve, specs
+
+# Bytes of which the places of scratch are multiples. Kernels load 16 bytes at a time; lines of the cache are of 128.
+_PLACE = 256
+# Bytes at which operands begin.
+ALIGNMENT = 16
+# The base of memory that is zero before the first launch.
+_CLEARED = 1 << 30
+
+# DLPack's codes of kinds of numbers
+_KINDS = {torch.int64: 0, torch.int32: 0, torch.int16: 0, torch.int8: 0, torch.uint8: 1}
+_KINDS |= {torch.float16: 2, torch.float32: 2, torch.bfloat16: 4}
+_NONE, _INTEGER, _FLOAT, _GIVEN, _VIEW = range(5)
+
+_DEBUG = env.debug()
+# What inductor's code allocates with: 1.1 us against 2.6 for ``Tensor.new_empty`` (H200 host, torch 2.11).
+_ALLOCATE: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+class View(NamedTuple):
+    """A tensor of a program: part of an operand, or of scratch if ``base`` is negative. ``offset`` is in bytes."""
+
+    base: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def t(self) -> View:
+        """The transposed matrix."""
+        return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
+
+    def part(self, first: int, last: int) -> View:
+        """Rows from ``first`` up to ``last``, or to the end if there are fewer."""
+        last = min(last, self.shape[0])
+        offset = self.offset + first * self.strides[0] * self.dtype.itemsize
+        return self._replace(offset=offset, shape=(last - first, *self.shape[1:]))
+
+    def at(self, offset: int, dtype: torch.dtype, *shape: int) -> View:
+        """A contiguous tensor that begins ``offset`` bytes behind the first element."""
+        return View(self.base, self.offset + offset, dtype, shape, contiguous(shape))
+
+    def matrix(self) -> View:
+        """A contiguous [..., K] as [M, K]."""
+        count = 1
+        for length in self.shape[:-1]:
+            count *= length
+        return self.at(0, self.dtype, count, self.shape[-1])
+
+    def cast(self, dtype: torch.dtype) -> View:
+        """The same bits as values of another dtype of the same size."""
+        return self._replace(dtype=dtype)
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    count = dtype.itemsize
+    for size in shape:
+        count *= size
+    return count
+
+
+class Program:
+    """The operands, scratch and launches of a pass on device ``index``."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.operands: list[View] = []
+        self.launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
+        self._scratch: list[int] = []
+        self._cleared = 0
+
+    @property
+    def multiprocessors(self) -> int:
+        """The streaming multiprocessors of the device."""
+        return device.sm_count(self.index)
+
+    def operand(self, dtype: torch.dtype, *shape: int, strides: tuple[int, ...] | None = None) -> View:
+        """The next tensor that calls give."""
+        view = View(len(self.operands), 0, dtype, shape, contiguous(shape) if strides is None else strides)
+        self.operands.append(view)
+        return view
+
+    def scratch(self, dtype: torch.dtype, *shape: int) -> View:
+        """Memory between launches, uninitialised."""
+        self._scratch.append(_rounded(_bytes(dtype, shape)))
+        return View(-len(self._scratch), 0, dtype, shape, contiguous(shape))
+
+    def cleared(self, dtype: torch.dtype, *shape: int) -> View:
+        """Memory that is zero before the first launch; a call clears it by a kernel of its own."""
+        view = View(_CLEARED, self._cleared, dtype, shape, contiguous(shape))
+        self._cleared += _rounded(_bytes(dtype, shape))
+        return view
+
+    def launch(self, spec: specs.Spec, *arguments: View | float | None) -> None:
+        """Call the kernel of ``spec`` next, with views, integers, floats and None."""
+        self.launches.append((spec, arguments))
+
+    def lives(self) -> dict[int, tuple[int, int]]:
+        """The first and the last launch that each scratch is an argument of; none of a scratch without any."""
+        lives: dict[int, tuple[int, int]] = {}
+        for i, (_, arguments) in enumerate(self.launches):
+            for view in arguments:
+                if isinstance(view, View) and view.base < 0:
+                    lives[~view.base] = lives.get(~view.base, (i, i))[0], i
+        return lives
+
+    def placed(self) -> tuple[dict[int, int], int]:
+        """The byte offset of each scratch, and the bytes of all together."""
+        lives, offsets = self.lives(), dict[int, int]()
+        # the largest first, each at the lowest place that is free while it lives
+        for own in sorted(lives, key=lambda scratch: -self._scratch[scratch]):
+            first, last = lives[own]
+            beside = sorted(
+                (offsets[other], offsets[other] + self._scratch[other])
+                for other in offsets
+                if lives[other][0] <= last and first <= lives[other][1]
+            )
+            at = 0
+            for begin, end in beside:
+                if at + self._scratch[own] <= begin:
+                    break
+                at = max(at, end)
+            offsets[own] = at
+        return offsets, max((offsets[scratch] + self._scratch[scratch] for scratch in offsets), default=0)
+
+    def compiled(self) -> Executable:
+        """What runs this program. Raises as ``resolve.resolve`` does if there is not each kernel."""
+        return Executable(self)
+
+    def given(self) -> list[View]:
+        """The operands, and behind them the memory that is cleared, if there is any."""
+        cleared = View(len(self.operands), 0, torch.uint8, (self._cleared,), (1,))
+        return [*self.operands, cleared] if self._cleared else self.operands
+
+    def code(self) -> tuple[list[int], int]:
+        """The program as ``host/program.c`` reads it, and the bytes of its scratch, the last tensor given."""
+        offsets, total = self.placed()
+        given, views = self.given(), dict[tuple[int, ...], int]()
+        counts, arguments = [], list[int]()
+        for _, of_launch in self.launches:
+            counts.append(len(of_launch))
+            for argument in of_launch:
+                if argument is None:
+                    arguments += _NONE, 0
+                elif isinstance(argument, float):
+                    arguments += _FLOAT, *struct.unpack("q", struct.pack("d", argument))
+                elif not isinstance(argument, View):
+                    arguments += _INTEGER, int(argument)
+                elif 0 <= argument.base < len(given) and given[argument.base] == argument:
+                    arguments += _GIVEN, argument.base
+                else:
+                    base, offset = argument.base, argument.offset
+                    if base < 0:
+                        base, offset = len(given), offset + offsets[~base]
+                    elif base == _CLEARED:
+                        base = len(given) - 1
+                    view = base, offset, *_described(argument)
+                    arguments += _VIEW, views.setdefault(view, len(views))
+        declared = list(itertools.chain.from_iterable(map(_described, given)))
+        dims = sum(view[3] for view in views), sum(len(view.shape) for view in given)
+        header = [host.FORMAT, len(given) + 1, len(arguments) // 2, len(views), len(counts), *dims]
+        return [*header, *declared, total, *counts, *arguments, *itertools.chain.from_iterable(views)], total
+
+
+def _rounded(count: int) -> int:
+    return -(-count // _PLACE) * _PLACE
+
+
+def _described(view: View) -> tuple[int, ...]:
+    """dtype as DLPack has it, number of dimensions, shape and strides."""
+    dtype = _KINDS[view.dtype] | view.dtype.itemsize << 11 | 1 << 16
+    return dtype, len(view.shape), *view.shape, *view.strides
+
+
+class Executable:
+    """All launches of a program, as a function of its operands."""
+
+    __slots__ = ("_cleared", "_loaded", "_program", "_run", "_size")
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._cleared = program, program._cleared
+        arch = resolve.require_architecture(program.index)
+        kernels = [resolve.found(spec, arch) for spec, _ in program.launches]
+        maker = host.maker()
+        self._run: Any = None
+        # the first run loads code onto the GPU
+        self._loaded = False
+        self._size: tuple[int, ...] = (1,)
+        if maker is not None:
+            code, total = program.code()
+            self._size = (max(total, 1),)
+            self._run = maker(torch.tensor(code, dtype=torch.int64, device="cpu"), *kernels)
+
+    @property
+    def scratch(self) -> int:
+        """Bytes of the scratch that a call allocates."""
+        return self._program.placed()[1]
+
+    def __call__(self, *operands: Tensor) -> None:
+        """Run all launches on the current device, that of the operands, and torch's current stream.
+
+        ValueError, with nothing launched, for operands that are not laid out as they were declared.
+        """
+        if not self.ran(*operands):
+            got = "; ".join(
+                f"{t.dtype} {list(t.shape)} of strides {list(t.stride())} at {t.data_ptr()}" for t in operands
+            )
+            declared = "; ".join(
+                f"{v.dtype} {list(v.shape)} of strides {list(v.strides)}" for v in self._program.operands
+            )
+            raise ValueError(f"expected aligned operands {declared}, got {got}")
+
+    def ran(self, *operands: Tensor) -> bool:
+        """The same, but False for such operands."""
+        if self._cleared:
+            operands = (*operands, torch.zeros(self._cleared, dtype=torch.uint8, device=operands[0].device))
+        if self._run is None:
+            return self._in_python(operands)
+        if self._loaded:
+            return not self._run(*operands, allocate(operands[0], self._size, (1,), torch.uint8))
+        with resolve.loading():
+            self._loaded = not self._run(*operands, allocate(operands[0], self._size, (1,), torch.uint8))
+        return self._loaded
+
+    def _in_python(self, operands: Sequence[Tensor]) -> bool:
+        """The same launch by launch, with a tensor for each scratch while it lives."""
+        program = self._program
+        given = program.given()
+        if len(operands) != len(given):
+            raise ValueError(f"expected {len(given)} tensors, got {len(operands)}")
+        if not all(map(_is_as_declared, given, operands)):
+            return False
+        lives, alive, on = program.lives(), dict[int, Tensor](), operands[0].device
+
+        def real(view: View) -> Tensor:
+            if view.base < 0:
+                own = ~view.base
+                if own not in alive:
+                    alive[own] = torch.empty(program._scratch[own], dtype=torch.uint8, device=on)
+                memory = alive[own]
+            elif view.base == _CLEARED:
+                memory = operands[-1]
+            elif view == given[view.base]:
+                return operands[view.base]
+            else:
+                memory = operands[view.base]
+            first = memory.storage_offset() * memory.dtype.itemsize + view.offset
+            whole = torch.empty(0, dtype=view.dtype, device=on)
+            return whole.set_(memory.untyped_storage(), first // view.dtype.itemsize, view.shape, view.strides)
+
+        for i, (spec, arguments) in enumerate(program.launches):
+            launch(spec, *(real(each) if isinstance(each, View) else each for each in arguments))
+            for own in [own for own in alive if lives[own][1] == i]:
+                del alive[own]
+        return True
+
+
+def _is_as_declared(view: View, tensor: Tensor) -> bool:
+    """Whether ``tensor`` is the operand that ``view`` declares."""
+    if tensor.dtype != view.dtype or tensor.shape != view.shape:
+        return False
+    if not tensor.numel():
+        return True
+    strides = zip(tensor.shape, tensor.stride(), view.strides)
+    return tensor.data_ptr() % ALIGNMENT == 0 and all(own == other for length, own, other in strides if length > 1)
+
+
+def allocate(like: Tensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory on the device of ``like``, which is the current one."""
+    if _ALLOCATE is None or not like.is_cuda:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
+    return _ALLOCATE(shape, strides, dtype)  # type: ignore[no-any-return]
+
+
+@nvtx.marked(lambda spec, *_: nvtx.range(spec.op, kernel=spec.symbol))
+def launch(spec: specs.Spec, *arguments: Any) -> None:
+    """Call the kernel of ``spec`` on the current device and torch's current stream.
+
+    Raises NotImplementedError on a device for which there are no kernels, RuntimeError if there is not this one.
+    """
+    resolve.resolve(spec, resolve.require_architecture(torch.cuda.current_device()))(*arguments)
+    if _DEBUG and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
