@@ -355,6 +355,9 @@ def _run(
         _note_dense(route, layer, gate, y, call.activation)
         return (y, _dense_aux(hidden, gate, call.activation)) if call.return_aux else y
 
+    if call.direct and not call.training:
+        y, l1, nonzeros = ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
+        return (y, _per_token(l1, nonzeros, _auto.tokens_of(x))) if call.return_aux else y
     if x.dim() != 2:
         layer = layer._replace(x=x.reshape(-1, x.shape[-1]))
     if call.training:
@@ -365,15 +368,12 @@ def _run(
     else:
         _, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
         layer = Operands(layer.x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
-        if call.direct:
-            y, l1, nonzeros = ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
+        how = (*call.activation, route.screen, route.invariant)
+        arguments = (*layer, call.compression, route.strategy, site, *how)
+        if call.return_aux:
+            y, l1, nonzeros = ops.ffn_aux(*arguments)
         else:
-            how = (*call.activation, route.screen, route.invariant)
-            arguments = (*layer, call.compression, route.strategy, site, *how)
-            if call.return_aux:
-                y, l1, nonzeros = ops.ffn_aux(*arguments)
-            else:
-                y = ops.ffn(*arguments)
+            y = ops.ffn(*arguments)
     if x.dim() != 2:
         y = _unviewed(y, x.shape)
     return (y, _per_token(l1, nonzeros, layer.x.shape[0])) if call.return_aux else y

@@ -11,10 +11,11 @@ the first and the last one of both: kernels wait for their predecessors before t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import struct
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,26 @@ _NONE, _INTEGER, _FLOAT, _GIVEN, _VIEW = range(5)
 _DEBUG = env.debug()
 # What inductor's code allocates with: 1.1 us against 2.6 for ``Tensor.new_empty`` (H200 host, torch 2.11).
 _ALLOCATE: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+# Programs of each kind of pass that are kept: the latest, 5 to 20 KB each.
+_KEPT = 256
+_caches: list[Any] = []
+
+
+def kept(builder: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function that makes a program, or several, of hashable arguments: the latest results are kept."""
+    cached = functools.lru_cache(_KEPT)(builder)
+    _caches.append(cached)
+    return cached
+
+
+def forget() -> None:
+    """Drop all programs that are kept, as tests do that change what a device is."""
+    for cached in _caches:
+        cached.cache_clear()
 
 
 class View(NamedTuple):
@@ -62,7 +83,9 @@ class View(NamedTuple):
         return View(self.base, self.offset + offset, dtype, shape, contiguous(shape))
 
     def matrix(self) -> View:
-        """A contiguous [..., K] as [M, K]."""
+        """A matrix itself, a contiguous [..., K] as [M, K]."""
+        if len(self.shape) == 2:
+            return self
         count = 1
         for length in self.shape[:-1]:
             count *= length

@@ -13,7 +13,6 @@ so. With ``invariant`` "row" gives a token the same bits whatever other tokens t
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,8 +23,8 @@ from torch import Tensor
 from twell import _auto, _memory, tuning
 from twell._activation import Activation
 from twell._runtime import geometry, nvtx, specs
-from twell._runtime.program import Executable, Program, View, allocate, contiguous
-from twell.ops import screened, up_down
+from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
+from twell.ops import screened
 from twell.ops.ffn_screened import launches as screened_launches
 from twell.ops.ffn_screened import on_cpu as screened_on_cpu
 from twell.ops.ffn_screened import shapes as screened_shapes
@@ -38,7 +37,6 @@ from twell.ops.gate_pack import pack, scratch, spec_of, stats_shape
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
-    PROGRAMS,
     Implementation,
     Shape,
     are_rows,
@@ -53,6 +51,9 @@ from twell.ops.operands import Form, Operands, PackedViews, Views, present
 from twell.ops.quantize_gate import quantize, quantize_gate, require
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
+from twell.ops.up_down import arrivals_for, multiply
+from twell.ops.up_down import on_cpu as up_down_on_cpu
+from twell.ops.up_down import shapes as row_shapes
 
 Aux = tuple[Tensor, Tensor, Tensor]
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
@@ -175,7 +176,7 @@ def _sparse_on_cpu(
     if route.strategy == "union":
         return *union_on_cpu(*layer, compression, *activation), None
     words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, activation.threshold)
-    y, l1 = up_down.on_cpu(x, words, spill, w_up, w_down.t(), b_up, b_down, compression, activation.name)
+    y, l1 = up_down_on_cpu(x, words, spill, w_up, w_down.t(), b_up, b_down, compression, activation.name)
     return y, l1, stats, None, None
 
 
@@ -186,14 +187,14 @@ class _Pass(NamedTuple):
     shapes: tuple[Shape, ...]
 
 
-@functools.lru_cache(PROGRAMS)
+@kept
 def _pass(form: Form, route: str, tiles: bool, compression: int, activation: Activation, counted: bool) -> _Pass:
     """The launches of a sparse ``route``. The figures are operands behind y if they are ``counted``, else scratch.
 
     ``tiles``: whether "union" may run by small tiles, which know no unions.
     """
     p, (x, *weights, firing) = form.program()
-    layer = Views(x.matrix() if len(x.shape) > 2 else x, *weights)
+    layer = Views(x.matrix(), *weights)
     check_views(layer)
     (m, k), n, gated = layer.x.shape, layer.w_gate.shape[0], layer.w_up is not None
     spec = tuning.up_down_tile(x.dtype, m, k, n, gated, tuning.family(p.index)) if tiles and route == "union" else None
@@ -201,7 +202,7 @@ def _pass(form: Form, route: str, tiles: bool, compression: int, activation: Act
     if route == tuning.SCREENED:
         shapes = screened_shapes(layer.x, layer.w_gate)
     elif route != "union":
-        shapes = *up_down.shapes(x.dtype, m, k), stats_shape(m, n)
+        shapes = *row_shapes(x.dtype, m, k), stats_shape(m, n)
     elif spec is None:
         shapes = union_shapes(layer.x, layer.w_gate)
     else:
@@ -233,10 +234,10 @@ def _by_row(
     y, l1, stats = results
     words, spill, _ = scratch(p, x, x.shape[0], w_gate, compression)
     few = isinstance(spec_of(p, x, w_gate, invariant), specs.GatePackFewSpec)
-    arrivals = up_down.arrivals_for(p, x, w_up is not None, invariant) if few else None
+    arrivals = arrivals_for(p, x, w_up is not None, invariant) if few else None
     pack(p, x, w_gate, b_gate, (words, spill, stats), compression, activation, invariant, arrivals)
     behind = PackedViews(x, w_up, w_down, b_up, b_down)
-    up_down.multiply(p, behind, words, spill, y, l1, compression, activation, invariant, arrivals)
+    multiply(p, behind, words, spill, y, l1, compression, activation, invariant, arrivals)
 
 
 def _sparse_on_cuda(

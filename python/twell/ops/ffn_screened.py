@@ -9,7 +9,6 @@ of each tile of 128 tokens, and those that fire.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,14 +16,13 @@ from torch import Tensor
 
 from twell._activation import Activation
 from twell._runtime import geometry
-from twell._runtime.program import Executable, Program, View
+from twell._runtime.program import Executable, Program, View, kept
 from twell.ops import hybrid, screened
 from twell.ops.ffn_union import shapes as shapes_of_union
 from twell.ops.gate_pack import scratch
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
-    PROGRAMS,
     Shape,
     check_layer,
     check_views,
@@ -93,12 +91,13 @@ def _cuda(*arguments: Any) -> Outputs:
     return y, l1, stats, union(sizes), union(candidates)
 
 
-@functools.lru_cache(PROGRAMS)
+@kept
 def _program(form: Form, compression: int, activation: Activation) -> Executable:
     p, views = form.program()
-    layer, firing, quantized = Views(*views[:7]), views[7], views[8:]
+    layer, firing = Views(*views[:7]), views[7]
+    q, scale, spread, offset = views[8:]
     results = [p.operand(*shape) for shape in shapes(layer.x, layer.w_gate)]
-    launches(p, layer, firing, quantized, compression, activation, results)
+    launches(p, layer, firing, (q, scale, spread, offset), compression, activation, results)
     return p.compiled()
 
 

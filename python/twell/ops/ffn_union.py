@@ -6,19 +6,16 @@ tiles of 128 tokens, so every bit is the same as with the two operators.
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor
 
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry, specs
-from twell._runtime.program import Executable, Program, View
+from twell._runtime.program import Executable, Program, View, kept
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
 from twell.ops.gate_pack import pack, scratch, stats_shape
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
-    PROGRAMS,
     Shape,
     bias_view,
     check_layer,
@@ -71,7 +68,7 @@ def _cuda(layer: Operands, compression: int, activation: str = "relu", threshold
     return y, l1, stats, union(sizes)
 
 
-@functools.lru_cache(PROGRAMS)
+@kept
 def _program(form: Form, compression: int, activation: Activation) -> Executable:
     p, views = form.program()
     layer = Views(*views)

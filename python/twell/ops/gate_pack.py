@@ -5,8 +5,6 @@ With a ``threshold`` values up to it are zero, too.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,8 +12,8 @@ from torch import Tensor
 from twell import tuning
 from twell._activation import Activation, activation_of, threshold_pair
 from twell._runtime import geometry, specs
-from twell._runtime.program import Executable, Program, View
-from twell.ops.library import PROGRAMS, Shape, bias_view, blocks, check_layer, laid_bias, new, register, rows
+from twell._runtime.program import Executable, Program, View, kept
+from twell.ops.library import Shape, bias_view, blocks, check_layer, laid_bias, new, register, rows
 from twell.ops.operands import Form, present
 
 Packed = tuple[Tensor, Tensor, Tensor]
@@ -104,7 +102,7 @@ def _cuda(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, th
     return packed
 
 
-@functools.lru_cache(PROGRAMS)
+@kept
 def _program(form: Form, compression: int, activation: Activation) -> Executable:
     p, (x, w_gate, b_gate) = form.program()
     check_layer(x, w_gate, b_gate=b_gate)

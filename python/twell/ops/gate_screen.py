@@ -18,8 +18,8 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import geometry, screen
-from twell._runtime.program import Executable, Program, View
-from twell.ops.library import PROGRAMS, blocks, check, check_rank, laid_bias, register
+from twell._runtime.program import Executable, Program, View, kept
+from twell.ops.library import blocks, check, check_rank, laid_bias, register
 from twell.ops.operands import Form, present
 from twell.ops.quantize_gate import Quantized, QuantizedViews, require, require_pitch
 
@@ -107,7 +107,7 @@ def _cuda(*arguments: Any) -> Tensor:
     return candidates
 
 
-@functools.lru_cache(PROGRAMS)
+@kept
 def _program(form: Form) -> Executable:
     p, (*views, b_gate, candidates) = form.program()
     (*x,), (*w_gate,) = views[:4], views[4:]

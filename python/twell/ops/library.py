@@ -24,8 +24,6 @@ _LIBRARY = torch.library.Library("twell", "DEF")  # type: ignore[no-untyped-call
 
 # TMA and 16-byte vector loads: row stride in 16-bit elements.
 STRIDE_MULTIPLE = 8
-# Programs of each operator that are kept: the latest, 5 to 20 KB each.
-PROGRAMS = 256
 
 # Operands in schemas: those of a layer, its activation, and those of the operators behind ``gate_pack`` after their x.
 LAYER = "Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
@@ -209,10 +207,19 @@ def are_rows(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def laid(layer: Operands) -> Operands:
-    """``layer``, its w_down [K, N], with copies of the operands that kernels cannot read in place."""
+    """``layer``, its x [..., K] and w_down [K, N], with copies of the operands that kernels cannot read in place."""
     x, w_gate, w_up, w_down, *biases = layer
     up = None if w_up is None else rows(w_up)
-    return Operands(rows(x), rows(w_gate), up, readable_down(w_down), *map(laid_bias, biases))
+    return Operands(tokens(x), rows(w_gate), up, readable_down(w_down), *map(laid_bias, biases))
+
+
+def tokens(x: Tensor) -> Tensor:
+    """x [..., K] as programs take it: ``rows``, or contiguous with any number of dimensions."""
+    if x.dim() == 2:
+        return rows(x)
+    if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0:
+        return x
+    return rows(x.reshape(-1, x.shape[-1]))
 
 
 def readable_down(w_down: Tensor) -> Tensor:

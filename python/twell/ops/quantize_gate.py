@@ -9,7 +9,6 @@ magnitude beyond 2^-50 to 2^54. These rows have an offset of 0.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import device, screen, specs
-from twell._runtime.program import Executable, Program, View
-from twell.ops.library import PROGRAMS, Shape, check_matrix, check_rank, new, register, rows
+from twell._runtime.program import Executable, Program, View, kept
+from twell.ops.library import Shape, check_matrix, check_rank, new, register, rows
 from twell.ops.operands import Form
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -117,7 +116,7 @@ def _cuda(matrix: Tensor, weights: bool) -> Quantized:
     return found
 
 
-@functools.lru_cache(PROGRAMS)
+@kept
 def _program(form: Form, weights: bool) -> Executable:
     p, (matrix, *found) = form.program()
     check_matrix("rows", matrix)

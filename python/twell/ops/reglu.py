@@ -15,9 +15,9 @@ from torch import Tensor
 
 from twell import tuning
 from twell._activation import RELU, Activation, activation_of, threshold_pair
-from twell._runtime import nvtx
-from twell.ops import library
-from twell.ops.library import ACTIVATION, check, flat, launch, register
+from twell._runtime import nvtx, resolve
+from twell._runtime.program import launch
+from twell.ops.library import ACTIVATION, check, flat, register
 
 # Values of a launch: offsets in bytes fit in 32 bits.
 PIECE = 1 << 29
@@ -53,7 +53,7 @@ def pays(gate: Tensor) -> bool:
         gate.is_cuda
         and gate.dtype in (torch.bfloat16, torch.float16)
         and (gate.numel() >= tuning.FUSED_ELEMENTS or torch.cuda.is_current_stream_capturing())
-        and library.launchable(
+        and resolve.launchable(
             gate.device.index, tuning.reglu(gate.dtype, backward=False), tuning.reglu(gate.dtype, backward=True)
         )
     )

@@ -12,7 +12,6 @@ and may be None.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -21,11 +20,10 @@ from torch import Tensor
 from twell import tuning
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry
-from twell._runtime.program import Executable, Program, View
+from twell._runtime.program import Executable, Program, View, kept
 from twell.ops import hybrid
 from twell.ops.library import (
     PACKED,
-    PROGRAMS,
     Shape,
     bias_view,
     check,
@@ -100,7 +98,7 @@ def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") ->
     return y, l1
 
 
-@functools.lru_cache(PROGRAMS)
+@kept
 def _program(form: Form, compression: int, activation: Activation) -> Executable:
     p, (x, words, spill, *others) = form.program()
     m, k = words.shape[0], others[1].shape[0]
@@ -120,8 +118,9 @@ def _kernel(p: Program, m: int, k: int, dtype: torch.dtype, gated: bool, invaria
 
 def arrivals_for(p: Program, x: View, gated: bool, invariant: bool) -> View | None:
     """Scratch for the counters of the clusters that share a token of ``x`` [M, K]; None if no clusters do."""
-    spec, pieces = _kernel(p, *x.shape, x.dtype, gated, invariant)
-    return None if pieces == 1 else p.scratch(torch.int32, x.shape[0] * spec.cluster)
+    m, k = x.shape
+    spec, pieces = _kernel(p, m, k, x.dtype, gated, invariant)
+    return None if pieces == 1 else p.scratch(torch.int32, m * spec.cluster)
 
 
 def multiply(

@@ -8,7 +8,6 @@ y = h @ w_down + b_down. h is rounded to x's dtype, once, as in dense PyTorch. `
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,11 +16,10 @@ from torch import Tensor
 from twell import tuning
 from twell._activation import RELU, Activation, activation_of
 from twell._runtime import geometry
-from twell._runtime.program import Executable, Program, View
+from twell._runtime.program import Executable, Program, View, kept
 from twell.ops import hybrid
 from twell.ops.library import (
     PACKED,
-    PROGRAMS,
     Shape,
     bias_view,
     blocks,
@@ -109,7 +107,7 @@ def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") ->
     return y, l1, union(sizes)
 
 
-@functools.lru_cache(PROGRAMS)
+@kept
 def _program(form: Form, compression: int, activation: Activation) -> Executable:
     p, (x, words, spill, w_up, w_down, b_up, b_down) = form.program()
     n = w_down.shape[1]
