@@ -50,7 +50,7 @@ def kept(builder: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a function that makes a program, or several, of hashable arguments: the latest results are kept."""
     cached = functools.lru_cache(_KEPT)(builder)
     _caches.append(cached)
-    return cached
+    return cached  # type: ignore[return-value]
 
 
 def forget() -> None:
