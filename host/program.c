@@ -82,7 +82,8 @@ static bool same_dtype(DLDataType a, DLDataType b) {
   return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
 }
 
-/* Strides of a dimension of at most one element, and of a tensor without elements, reach nothing. */
+/* Strides of a dimension of at most one element, and of a tensor without elements, reach nothing. Every tensor has
+ * strides: tvm-ffi adds those that older DLPack leaves out. */
 static bool is_as_declared(const DLTensor* tensor, const DLTensor* operand) {
   if (!same_dtype(tensor->dtype, operand->dtype) || tensor->ndim != operand->ndim) return false;
   bool empty = false;
@@ -91,19 +92,15 @@ static bool is_as_declared(const DLTensor* tensor, const DLTensor* operand) {
     empty = empty || tensor->shape[d] == 0;
   }
   if (empty) return true;
-  /* before DLPack 1.2 a contiguous tensor may come without strides */
-  int64_t contiguous = 1;
-  for (int d = tensor->ndim - 1; d >= 0; contiguous *= tensor->shape[d--]) {
-    const int64_t stride = tensor->strides ? tensor->strides[d] : contiguous;
-    if (tensor->shape[d] > 1 && stride != operand->strides[d]) return false;
-  }
+  for (int d = 0; d < tensor->ndim; d++)
+    if (tensor->shape[d] > 1 && tensor->strides[d] != operand->strides[d]) return false;
   return address(tensor) % ALIGNMENT == 0;
 }
 
 static bool is_scratch(const DLTensor* tensor, int64_t bytes) {
   if (!same_dtype(tensor->dtype, (DLDataType){kDLUInt, 8, 1}) || tensor->ndim != 1) return false;
   if (tensor->shape[0] < bytes) return false;
-  if (tensor->shape[0] > 1 && tensor->strides && tensor->strides[0] != 1) return false;
+  if (tensor->shape[0] > 1 && tensor->strides[0] != 1) return false;
   return bytes == 0 || address(tensor) % ALIGNMENT == 0;
 }
 
@@ -187,7 +184,8 @@ static int64_t extent(const DLTensor* t) {
 /* Read one tensor, of which `dims` dimensions are left; return its number of dimensions, or refuse it. */
 static int64_t read_tensor(int64_t* code, int64_t dims, DLTensor* tensor) {
   const int64_t dtype = code[0], ndim = code[1];
-  if (dtype < 0 || dtype > UINT32_MAX) return refuse("ValueError", "expected a dtype of 32 bits, got %" PRId64, dtype);
+  if (dtype < 0 || dtype > UINT32_MAX || (dtype >> 8 & 255) == 0 || dtype >> 16 == 0)
+    return refuse("ValueError", "expected a dtype with bits and lanes, got %" PRId64, dtype);
   if (ndim < 0 || ndim > dims)
     return refuse("ValueError", "expected a tensor of up to %" PRId64 " dimensions, got %" PRId64, dims, ndim);
   tensor->dtype = (DLDataType){(uint8_t)dtype, (uint8_t)(dtype >> 8), (uint16_t)(dtype >> 16)};
@@ -237,7 +235,7 @@ static int read_code(Program* p, const TVMFFIAny* kernels) {
     if ((ndim = read_tensor(c + 2, left, &view->tensor)) < 0) return -1;
     const int64_t room = base == p->given - 1 ? p->scratch : extent(&p->operand[base]), own = extent(&view->tensor);
     if (offset < 0 || (own && offset > room - own))
-      return refuse("ValueError", "expected a view within %" PRId64 " bytes of tensor %d, got %" PRId64 " from %" PRId64,
+      return refuse("ValueError", "expected a view within %" PRId64 " bytes of tensor %d, got %" PRId64 " at %" PRId64,
                     room, (int)base, own, offset);
     view->base = (int)base, view->offset = offset;
     c += 4 + 2 * ndim;
@@ -251,7 +249,7 @@ TVM_FFI_DLL_EXPORT int __tvm_ffi_program(void* self, const TVMFFIAny* args, int3
   const DLTensor* code = count > 0 ? tensor_of(&args[0]) : NULL;
   if (!code) return refuse("TypeError", "expected a tensor of code and kernels, got none");
   if (!same_dtype(code->dtype, (DLDataType){kDLInt, 64, 1}) || code->device.device_type != kDLCPU || code->ndim != 1 ||
-      (code->shape[0] > 1 && code->strides && code->strides[0] != 1))
+      (code->shape[0] > 1 && code->strides[0] != 1))
     return refuse("ValueError", "expected code in a contiguous int64 tensor of one dimension on the CPU");
 
   const int64_t length = code->shape[0], *numbers = (const int64_t*)address(code);
