@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from tvm_ffi import libinfo
 
 from twell._runtime import device, host, packaged
 
@@ -142,6 +141,8 @@ def build_wheel(out: Path, architectures: str | None = None) -> Path:
 @pytest.fixture(scope="session")
 def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The C runner of programs, compiled from the checkout, in a bundle that of the wheel."""
+    from tvm_ffi import libinfo
+
     source = ROOT / "host" / "program.c"
     if not source.exists():
         return packaged.FOLDER / host.LIBRARY
