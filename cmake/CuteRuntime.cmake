@@ -1,5 +1,6 @@
 # Finds what compiled kernels link to, in the Python environment of the build: the DSL runtime of the CUDA toolkit that
-# the compiler uses, and tvm-ffi. Sets CUTE_LIBRARIES and CUTE_RPATH.
+# the compiler uses, and tvm-ffi. Sets CUTE_LIBRARIES and CUTE_RPATH; of tvm-ffi alone, for code in C, TVM_FFI_LIBRARY,
+# TVM_FFI_INCLUDE and TVM_FFI_RPATH.
 
 execute_process(
   COMMAND ${Python_EXECUTABLE} -c
@@ -12,6 +13,13 @@ execute_process(
 # run, the runtime may be that of the other toolkit.
 set(folders nvidia_cutlass_dsl/cu12/lib nvidia_cutlass_dsl/cu13/lib tvm_ffi/lib)
 list(TRANSFORM folders PREPEND "$ORIGIN/../../" OUTPUT_VARIABLE CUTE_RPATH)
+list(GET CUTE_LIBRARIES 1 TVM_FFI_LIBRARY)
+list(GET CUTE_RPATH 2 TVM_FFI_RPATH)
+execute_process(
+  COMMAND ${Python_EXECUTABLE} -c
+    "from tvm_ffi import libinfo as i; print(i.find_include_path(), i.find_dlpack_include_path(), sep=';', end='')"
+  OUTPUT_VARIABLE TVM_FFI_INCLUDE
+  COMMAND_ERROR_IS_FATAL ANY)
 foreach(library IN LISTS CUTE_LIBRARIES)
   cmake_path(GET library PARENT_PATH folder)
   if(NOT folder MATCHES "/(nvidia_cutlass_dsl/cu1[23]|tvm_ffi)/lib$")

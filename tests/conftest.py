@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from twell._runtime import device
+from twell._runtime import device, host, packaged
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -135,6 +136,24 @@ def build_wheel(out: Path, architectures: str | None = None) -> Path:
     assert built.returncode == 0, built.stdout
     (path,) = out.glob("*.whl")
     return path
+
+
+@pytest.fixture(scope="session")
+def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The C runner of programs, compiled from the checkout, in a bundle that of the wheel."""
+    from tvm_ffi import libinfo
+
+    source = ROOT / "host" / "program.c"
+    if not source.exists():
+        return packaged.FOLDER / host.LIBRARY
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("needs a C compiler: there is no cc, gcc or clang")
+    library = tmp_path_factory.mktemp("host") / host.LIBRARY
+    command = [compiler, "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-o", str(library)]
+    command += [f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
+    subprocess.run([*command, str(source), libinfo.find_libtvm_ffi(), "-Wl,-z,defs"], check=True)
+    return library
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Check what `make release` has put into dist/: every kernel of its GPUs in the wheel, and files of git alone.
+"""Check what `make release` has put into dist/: kernels of its GPUs, what launches them, and files of git alone.
 
 Exit status 1 with one line per fault.
 """
@@ -16,6 +16,8 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).resolve().parents[1]
 # what the sources leave out of git, and what their builder adds
 LEFT_OUT, ADDED = (".ci/",), {"PKG-INFO"}
+# what launches kernels
+HOST = "twell/_lib/libtwell_host.so"
 
 
 def main() -> int:
@@ -32,11 +34,13 @@ def main() -> int:
 
 
 def of_wheel(path: Path) -> list[str]:
-    """Faults of the kernels in a wheel."""
+    """Faults of the compiled code in a wheel."""
     from cute_kernels import catalog, fingerprint
 
     faults = []
     with zipfile.ZipFile(path) as wheel:
+        if HOST not in wheel.namelist():
+            faults.append(f"{path.name} must have {HOST}, without which launches take longer")
         found = {}
         for name in wheel.namelist():
             if PurePosixPath(name).name == "manifest.json":

@@ -75,6 +75,7 @@ def test_holds_tests_package_and_kernels(bundle: Path, root: Path) -> None:
     for name in ("tests/conftest.py", "tests/gpu", "profiling", "pyproject.toml", "site/twell/nn.py", "site/tvm_ffi"):
         assert (bundle / name).exists(), name
     assert (bundle / "site/twell/_lib/libtwell_kernels.so").is_file()
+    assert (bundle / "site/twell/_lib/libtwell_host.so").is_file()
     assert (bundle / "site/tvm_ffi/lib/libtvm_ffi.so").is_file()
     sizes = {p: p.stat().st_size for p in bundle.rglob("*") if p.is_file() and "scratch" not in p.parts}
     assert sum(sizes.values()) < 60e6, sorted(sizes.items(), key=lambda item: -item[1])[:5]
@@ -88,10 +89,11 @@ def test_runs_the_bundled_package_and_loads_its_kernels(bundle: Path) -> None:
 import sys, tvm_ffi, twell
 # a GPU host has no DSL
 sys.modules["nvidia_cutlass_dsl"] = None
-from twell._runtime import packaged
+from twell._runtime import host, packaged
 for module in (tvm_ffi, twell):
     assert module.__file__.startswith(sys.argv[1]), module.__file__
 assert packaged.find("gate_pack_bf16_t144") is not None
+assert host.runner() == "C (libtwell_host.so)"
 assert "cutlass" not in sys.modules
 loaded = {line.split()[-1] for line in open("/proc/self/maps") if "libcute_dsl_runtime" in line}
 assert all(path.startswith(sys.argv[2]) for path in loaded) and len(loaded) == 1, loaded

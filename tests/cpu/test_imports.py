@@ -233,7 +233,7 @@ sys.meta_path.insert(0, Refuse())
 from twell._runtime import device, packaged, resolve, specs
 bindings, device._bindings = device._bindings, lambda: sys.exit("asked the driver")
 import twell, twell.nn, twell.integrations
-assert not packaged._open.cache_info().currsize and not sys.modules["torch"].cuda.is_initialized()
+assert not packaged.opened.cache_info().currsize and not sys.modules["torch"].cuda.is_initialized()
 assert not {"sympy", "matplotlib", "transformers"} & set(sys.modules)
 device._bindings = bindings
 """

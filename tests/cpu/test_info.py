@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import twell
-from twell._runtime import cache, device, fingerprint, packaged
+from twell._runtime import cache, device, fingerprint, host, packaged
 from twell._runtime.log import logger
 from twell.commands import cli, info
 
@@ -53,7 +53,9 @@ def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info", "--json"]) == 0
     state = json.loads(capsys.readouterr().out)
     assert state["versions"]["torch"] == torch.__version__
-    assert set(state) == {"versions", "devices", "device_problem", "kernels", "cache", "tables", "environment"}
+    assert set(state) == {
+        *("versions", "devices", "device_problem", "kernels", "launches", "cache", "tables", "environment")
+    }
     assert set(state["environment"]) == set(info.VARIABLES)
     if not state["devices"]:
         assert state["device_problem"]
@@ -156,6 +158,26 @@ def test_log_level_does_not_hide_the_reason(tmp_path: Path) -> None:
         assert logger.level == logging.CRITICAL
     finally:
         logger.setLevel(before)
+
+
+def test_says_what_launches_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_library: Path) -> None:
+    folder = tmp_path / "_lib"
+    folder.mkdir()
+    monkeypatch.delenv("TWELL_DEBUG", raising=False)
+    monkeypatch.setattr(packaged, "FOLDER", folder)
+    monkeypatch.setattr(host, "_in_use", host._in_use.__wrapped__)
+    library = folder / host.LIBRARY
+    assert "\nLaunches: Python (no libtwell_host.so: `pip install .` or" in "\n".join(info.lines(info.collect(), False))
+    library.write_bytes(host_library.read_bytes()[:-1])
+    assert info.collect().launches.startswith("Python (libtwell_host.so cannot be used: ")
+    library.unlink()
+    library.write_bytes(host_library.read_bytes())
+    packaged.require_whole.cache_clear()
+    assert info.collect().launches == "C (libtwell_host.so)"
+    monkeypatch.setenv("TWELL_DEBUG", "1")
+    assert info.collect().launches == "Python (TWELL_DEBUG=1)"
+    monkeypatch.setenv("TWELL_DEBUG", "yes")
+    assert info.collect().launches.startswith("invalid: environment variable TWELL_DEBUG must be one of")
 
 
 def test_cache_is_counted_and_not_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,14 +96,25 @@ def test_holds_twell_alone(contents: Path, parts: dict[str, str]) -> None:
     assert next(contents.glob("*.dist-info/licenses/LICENSE")).stat().st_size > 10_000
     assert not [path for path in contents.rglob("*") if path.suffix in (".o", ".pyc", ".ptx", ".cubin")]
     folder = contents / "twell" / "_lib"
-    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {
+    kernels = {
         (Path(part) / name).as_posix() for part in parts.values() for name in ("libtwell_kernels.so", "manifest.json")
+    }
+    # one for all architectures
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {
+        "libtwell_host.so",
+        *kernels,
     }
 
 
 def test_manifests_name_the_build_and_libraries_none_of_its_paths(
     contents: Path, parts: dict[str, str], root: Path
 ) -> None:
+    libraries = sorted((contents / "twell" / "_lib").rglob("*.so"))
+    assert len(libraries) == len(parts) + 1
+    for library in libraries:
+        content = library.read_bytes()
+        for place in (str(root), sys.prefix, str(Path.home()), "/tmp/", "site-packages", ".py\0"):
+            assert place.encode() not in content, (library, place)
     for arch, part in parts.items():
         folder = contents / "twell" / "_lib" / part
         manifest = json.loads((folder / "manifest.json").read_text())
@@ -112,13 +123,12 @@ def test_manifests_name_the_build_and_libraries_none_of_its_paths(
         assert manifest["versions"] == fingerprint.versions()
         assert manifest["source_hash"] == fingerprint.source_hash()
         assert manifest["symbols"] == [spec.symbol for spec in catalog.of_architecture(arch)]
-        library = (folder / "libtwell_kernels.so").read_bytes()
-        for place in (str(root), sys.prefix, str(Path.home()), "/tmp/", "site-packages", ".py\0"):
-            assert place.encode() not in library, place
 
 
 def test_info_of_the_installed_package(clean: Path, parts: dict[str, str]) -> None:
-    kernels = json.loads(run(clean, "twell", "info", "--json"))["kernels"]
+    state = json.loads(run(clean, "twell", "info", "--json"))
+    assert state["launches"] == "C (libtwell_host.so)"
+    kernels = state["kernels"]
     assert kernels["symbols"] == [spec.symbol for spec in catalog.SHIPPED]
     assert kernels["packaged"] == list(parts)
     assert kernels["problems"] == []
@@ -140,6 +150,20 @@ def test_library_finds_the_runtime_of_either_toolkit(toolkit: str | None, conten
     said = subprocess.run(load, capture_output=True, text=True).stderr
     assert ("libcute_dsl_runtime.so: cannot open shared object file" in said) == (toolkit is None), said
     assert said == "" or toolkit is None
+
+
+def test_library_that_launches_needs_tvm_ffi_alone(contents: Path, tmp_path: Path) -> None:
+    """And finds it through the path inside it; it is small."""
+    source = contents / "twell" / "_lib" / "libtwell_host.so"
+    library = tmp_path / "twell" / "_lib" / source.name
+    library.parent.mkdir(parents=True)
+    shutil.copyfile(source, library)
+    assert library.stat().st_size < 50_000
+    load = [sys.executable, "-I", "-c", f"import ctypes; ctypes.CDLL({str(library)!r})"]
+    said = subprocess.run(load, capture_output=True, text=True).stderr
+    assert "libtvm_ffi.so: cannot open shared object file" in said
+    (tmp_path / "tvm_ffi").symlink_to(Path(tvm_ffi.__file__).parent)
+    assert subprocess.run(load, capture_output=True, text=True).stderr == ""
 
 
 def test_every_packaged_kernel_loads_without_the_compiler(clean: Path, parts: dict[str, str]) -> None:
@@ -203,6 +227,9 @@ def test_sdist_installs(options: list[str], symbols: list[str], sdist: Path, tmp
     info = [sys.executable, "-c", "import sys; from twell.commands.cli import main; sys.exit(main(['info', '--json']))"]
     environment |= {"PYTHONPATH": str(place), "TWELL_CACHE_DIR": str(tmp_path / "cache")}
     said = subprocess.run(info, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    kernels = json.loads(said.stdout)["kernels"]
+    state = json.loads(said.stdout)
+    kernels = state["kernels"]
+    # built with the kernels or not at all
+    assert state["launches"].startswith("C (libtwell_host.so)" if symbols else "Python (no libtwell_host.so: ")
     assert (kernels["symbols"], kernels["present"], kernels["loads"]) == (symbols, bool(symbols), bool(symbols))
     assert str(place) in kernels["library"]

@@ -91,7 +91,7 @@ def find(symbol: str, arch: str = fingerprint.ARCH) -> Kernel | None:
     load_runtime()
     library = folder / LIBRARY
     try:
-        _require_whole(library)
+        require_whole(library)
         return load(library, symbol)
     except (OSError, RuntimeError) as error:
         warn_once(f"a packaged kernel cannot be used, install twell again: {error}")
@@ -99,7 +99,7 @@ def find(symbol: str, arch: str = fingerprint.ARCH) -> Kernel | None:
 
 
 @functools.cache
-def _require_whole(library: Path) -> None:
+def require_whole(library: Path) -> None:
     """Raise OSError if ``library`` ends before its table of sections, the last part of a file that linkers write.
 
     The loader maps missing pages of a truncated library, and the process dies when it touches one.
@@ -169,13 +169,14 @@ def load(library: Path, symbol: str) -> Kernel:
     """The function ``symbol`` of a library of kernels; RuntimeError if it or the runtime cannot be loaded."""
     load_runtime()
     try:
-        return _open(library)[symbol]  # type: ignore[no-any-return]
+        return opened(library)[symbol]  # type: ignore[no-any-return]
     except (AttributeError, OSError, RuntimeError) as error:
         raise RuntimeError(f"cannot load kernel {symbol} from {library}: {error}") from error
 
 
 @functools.cache
-def _open(library: Path) -> Any:
+def opened(library: Path) -> Any:
+    """The module of a library, which stays loaded."""
     import tvm_ffi
 
     return tvm_ffi.load_module(str(library))

@@ -1,4 +1,4 @@
-"""``twell info``: versions, devices, packaged kernels, the cache, the table of "auto" and the environment, anywhere."""
+"""``twell info``: versions, devices, kernels, what launches them, the table of "auto", the environment, anywhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 import twell
 from twell import _tables
-from twell._runtime import cache, device, env, fingerprint, packaged
+from twell._runtime import cache, device, env, fingerprint, host, packaged
 from twell._runtime.log import logger
 
 # the last is the compiler, which is optional
@@ -96,12 +96,13 @@ class TableInfo:
 
 @dataclass(frozen=True)
 class Info:
-    """The report of ``twell info``. `environment`: each variable's value in effect."""
+    """The report of ``twell info``. `launches`: the runner of programs in use; `environment`: each variable's value."""
 
     versions: dict[str, str]
     devices: tuple[DeviceInfo, ...]
     device_problem: str | None
     kernels: KernelInfo
+    launches: str
     cache: CacheInfo
     tables: tuple[TableInfo, ...]
     environment: dict[str, str]
@@ -139,7 +140,9 @@ def collect() -> Info:
     if driver.devices and (advice := packaged.advice(arch)):
         kernels = replace(kernels, problems=(*kernels.problems, advice))
     tables = tuple(_table(*model) for model in models.items())
-    return Info(versions, devices, driver.problem, kernels, _cache(), tables, environment)
+    with _warnings():
+        launches = _in_effect(host.runner)
+    return Info(versions, devices, driver.problem, kernels, launches, _cache(), tables, environment)
 
 
 def _in_effect(value: Callable[[], object]) -> str:
@@ -279,6 +282,7 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
     yield from (f"  note: {problem}" for problem in kernels.problems)
     if verbose:
         yield from (f"    {symbol}" for symbol in kernels.symbols)
+    yield f"\nLaunches: {info.launches}"
     yield "\nCache of compiled kernels"
     if info.cache.problem:
         yield f"  not usable: {info.cache.problem}"
