@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
+from tests.cpu import fake_gpu
 from twell import ops, reference, tuning
-from twell._runtime import device, geometry, kernel_module, specs
+from twell._runtime import device, geometry, program, resolve, specs
 from twell._runtime.log import warn_once
 from twell.ops import library
 
@@ -353,18 +354,10 @@ def test_sizes_and_dtypes_that_kernels_do_not_take_are_refused() -> None:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[Any, ...]]]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[specs.Spec, tuple[Any, ...]]]]:
     """Record the launches of the CUDA implementations, called on CPU tensors, as on a GPU of 132 SMs."""
-    launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
-    monkeypatch.setattr(device, "sm_count", lambda index: 132)
-    monkeypatch.setattr(device, "capability", lambda index: device.SM_90)
-    for name in (
-        *("gate_pack", "up_down", "unpack", "up_down_union"),
-        *("quantize_gate", "gate_screen", "screened"),
-    ):
-        record = lambda spec, *arguments: launches.append((spec, arguments))  # noqa: E731
-        monkeypatch.setattr(sys.modules[f"twell.ops.{name}"], "launch", record)
-    return launches
+    yield fake_gpu.install(monkeypatch).launches
+    program.forget()
 
 
 def cuda_calls(o: dict[str, Tensor | None]) -> list[Any]:
@@ -378,8 +371,7 @@ def cuda_calls(o: dict[str, Tensor | None]) -> list[Any]:
 def test_kernels_get_the_arguments_that_they_are_compiled_for(
     bias: bool, m: int, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
 ) -> None:
-    """For every number of tokens that has kernels of its own."""
-    pytest.importorskip("cutlass")
+    """For every number of tokens that has kernels of its own; the fake GPU checks the arguments."""
     cuda_calls(operands(m, 520, 16, bias=bias))
     gated, plain = ["compact", "sampled_up", "gathered"], ["compact", "gathered"]
     assert [spec.op.removesuffix("_few").removesuffix("_token") for spec, _ in launched] == [
@@ -389,25 +381,6 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
         *("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", *plain),
         *(*gated, *plain),
     ]
-    for spec, arguments in launched:
-        _, fakes = kernel_module(spec.module).signature(spec)
-        assert len(arguments) == len(fakes)
-        for argument, fake in zip(arguments, fakes, strict=True):
-            assert (argument is None) == (fake is None)
-            if isinstance(argument, Tensor):
-                assert argument.dim() == len(fake.shape)
-                assert (
-                    str(argument.dtype).removeprefix("torch.").lower()
-                    == {
-                        "BFloat16": "bfloat16",
-                        "Int8": "int8",
-                        "Int16": "int16",
-                        "Int32": "int32",
-                        "Float32": "float32",
-                    }[fake.element_type.__name__]
-                )
-            elif argument is not None:
-                assert isinstance(argument, float if isinstance(fake, kernel_module("quantize_gate").Float32) else int)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -431,7 +404,7 @@ def test_a_slice_is_packed_just_before_it_is_used(
         x, _, bias, words, spill, figures = packs[i][:6]
         assert x.data_ptr() == o["x"][256 * i :].data_ptr()
         assert len(x) == len(words) == len(spill) == rows
-        assert bias is o["b_gate"]
+        assert bias.data_ptr() == o["b_gate"].data_ptr()
         assert figures.data_ptr() == stats[32 * i :].data_ptr()
         assert len(figures) == blocks
         assert words.data_ptr() == packs[0][3].data_ptr() == compacts[i][0].data_ptr()
@@ -522,9 +495,10 @@ def test_without_tokens_nothing_is_launched(launched: list[tuple[specs.Spec, tup
 
 def test_operands_as_kernels_read_them() -> None:
     base = torch.arange(32.0).to(BF16)
-    assert library.vector(base[8:], 24, base).data_ptr() == base[8:].data_ptr()
+    assert library.laid_bias(None) is None
+    assert library.laid_bias(base[8:]).data_ptr() == base[8:].data_ptr()
     for bias in (base[1:9], base[::2][:8], base[:1].expand(8)):
-        laid = library.vector(bias, 8, base)
+        laid = library.laid_bias(bias)
         assert torch.equal(laid, bias)
         assert laid.is_contiguous()
         assert laid.data_ptr() % 16 == 0
@@ -542,20 +516,32 @@ def test_operands_as_kernels_read_them() -> None:
         assert laid.stride() == (matrix.shape[1], 1)
 
 
-def test_a_down_weight_in_the_other_layout_is_copied_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_down_weight_in_the_other_layout_is_copied_and_logged_once(
+    launched: list[tuple[specs.Spec, tuple[Any, ...]]], caplog: pytest.LogCaptureFixture
+) -> None:
     warn_once.cache_clear()
-    weight = integers(16, 264)  # as nn.Linear stores it: [K, N]
-    for _ in range(3):
-        laid = library.down_rows(weight.t())
-        assert torch.equal(laid, weight.t())
-        assert laid.is_contiguous()
+    o = operands(5, 264, 16)
+    rows, copied = o["w_down"], []
+    # as nn.Linear stores it, [K, N], by rows of neurons, and two layouts that no kernel reads
+    layouts = (rows.t().contiguous().t(), rows, rows.repeat_interleave(2, 1)[:, ::2], misaligned(rows))
+    for w_down in layouts:
+        launched.clear()
+        sys.modules["twell.ops.ffn_union"]._cuda(o["x"], o["w_gate"], o["w_up"], w_down, None, None, None, 8)
+        copied.append([spec.op for spec, _ in launched].count("matrix_transpose"))
+        read = launched[-1][1][1]
+        assert read.shape == rows.shape
+        assert read.is_contiguous()
+        assert (read.data_ptr() == rows.data_ptr()) == (w_down is rows)
+    # torch's operators copy what the kernel does not read
+    assert copied == [1, 0, 0, 0]
+    # once, with what the user can do about it
     assert [r.levelname for r in caplog.records] == ["WARNING"]
-    # once, whatever the shape, with what the user can do about it
-    library.down_rows(integers(24, 264).t())
-    assert len(caplog.records) == 1
     assert 'twell.nn.set_down_layout(model, "rows")' in caplog.text
-    rows = weight.t().contiguous()
-    assert library.down_rows(rows) is rows
+
+
+def misaligned(matrix: Tensor) -> Tensor:
+    base = torch.empty(matrix.numel() + 1, dtype=matrix.dtype)
+    return base[1:].view(matrix.shape).copy_(matrix)
 
 
 @pytest.mark.parametrize(
@@ -566,13 +552,13 @@ def test_a_gpu_runs_the_kernels_of_its_major_version(
     capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "capability", lambda index: capability)
-    assert library.require_architecture(0) == arch
+    assert resolve.require_architecture(0) == arch
     assert tuning.family(0) == specs.ARCHITECTURES[arch]
     monkeypatch.setattr(device, "capability", lambda index: (7, 5))
     with pytest.raises(
         NotImplementedError, match=r"need compute capability 8.x.*got 7.5 on cuda:1.*strategy=\"dense\""
     ):
-        library.require_architecture(1)
+        resolve.require_architecture(1)
 
 
 def test_operands_that_only_some_layers_have_are_asked_for() -> None:

@@ -339,6 +339,11 @@ def test_gate_screen_is_the_reference_by_tiles_of_tokens(n: int, k: int) -> None
         assert torch.equal(unpacked(candidates, n), torch.stack(tiles) if tiles else expected)
 
 
+def weight(bias: Tensor) -> Tensor:
+    """A gate weight of a neuron per value of ``bias``."""
+    return bias.new_empty((len(bias), 8))
+
+
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_the_bias_less_the_threshold_is_rounded_up(dtype: torch.dtype) -> None:
     """Every 16-bit bias beside thresholds of all sizes: what the screen takes is never below the exact difference."""
@@ -349,7 +354,7 @@ def test_the_bias_less_the_threshold_is_rounded_up(dtype: torch.dtype) -> None:
     for given in (*thresholds, torch.tensor(1 / 3), torch.tensor(3e4)):
         activation = Activation("fatrelu", given)
         level = float(activation.level(dtype))
-        found = screened.firing_bias(every, len(every), activation)
+        found = screened.firing_bias(weight(every), every, activation)
         assert found.dtype == dtype
         exact = [Fraction(b) - Fraction(level) for b in every.double().tolist()]
         for value, wanted in zip(found.double().tolist(), exact, strict=True):
@@ -359,11 +364,12 @@ def test_the_bias_less_the_threshold_is_rounded_up(dtype: torch.dtype) -> None:
         for value, wanted in zip(found.double().tolist()[:: 1 << 8], near, strict=True):
             if info.min < value < info.max:
                 assert value <= wanted + abs(wanted) * Fraction(2 * info.eps) + Fraction(info.tiny)
-        none = screened.firing_bias(every[:0], 3, activation)
-        assert none.tolist() == screened.firing_bias(every.new_zeros(3), 3, activation).tolist()
+        none = screened.firing_bias(weight(every[:3]), None, activation)
+        assert none.tolist() == screened.firing_bias(weight(every[:3]), every.new_zeros(3), activation).tolist()
     special = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
-    assert not (screened.firing_bias(special, 3, Activation("fatrelu", 1.0)) <= 0).any()
-    assert screened.firing_bias(every, len(every), RELU) is every
+    assert not (screened.firing_bias(weight(special), special, Activation("fatrelu", 1.0)) <= 0).any()
+    assert screened.firing_bias(weight(every), every, RELU) is every
+    assert screened.firing_bias(weight(every), None, RELU) is None
 
 
 @pytest.mark.parametrize("activation", [("relu", 0.0), ("relu2", 0.0), ("drelu", 0.0), ("fatrelu", 0.75)])

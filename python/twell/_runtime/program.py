@@ -264,7 +264,9 @@ class Executable:
             raise ValueError(f"expected aligned operands {declared}, got {got}")
 
     def ran(self, *operands: Tensor) -> bool:
-        """The same, but False for such operands."""
+        """The same, but False for such operands, and for another number of them."""
+        if len(operands) != len(self._program.operands):
+            return False
         if self._cleared:
             operands = (*operands, torch.zeros(self._cleared, dtype=torch.uint8, device=operands[0].device))
         if self._run is None:
@@ -279,8 +281,6 @@ class Executable:
         """The same launch by launch, with a tensor for each scratch while it lives."""
         program = self._program
         given = program.given()
-        if len(operands) != len(given):
-            raise ValueError(f"expected {len(given)} tensors, got {len(operands)}")
         if not all(map(_is_as_declared, given, operands)):
             return False
         lives, alive, on = program.lives(), dict[int, Tensor](), operands[0].device

@@ -253,7 +253,7 @@ def _sparse_on_cuda(
             None,
         )
     if route.screen:
-        require(x.device.index, "ffn with screen=True")
+        require(x.device, "ffn with screen=True")
         firing = screened.firing_bias(layer.w_gate, layer.b_gate, activation)
     given = *laid(layer), firing
     counted = totals or route.measurement is not None

@@ -80,7 +80,7 @@ def on_cpu(layer: Operands, quantized: Quantized, compression: int, activation: 
 
 def _cuda(*arguments: Any) -> Outputs:
     layer, quantized, compression, activation = _split(arguments)
-    require(layer.x.device.index, "ffn_screened")
+    require(layer.x.device, "ffn_screened")
     screened.check_quantized(layer.w_gate, quantized)
     require_pitch("q", quantized[0])
     y, l1, stats, sizes, candidates = found = new(layer.x, shapes(layer.x, layer.w_gate))

@@ -97,7 +97,7 @@ def constants(k: int) -> tuple[float, ...]:
 
 def _cuda(*arguments: Any) -> Tensor:
     x, w_gate, b_gate = _split(arguments)
-    require(x[0].device.index, "gate_screen")
+    require(x[0].device, "gate_screen")
     for name, (q, *_) in (("x", x), ("w_gate", w_gate)):
         require_pitch(name, q)
     candidates = _fake(*arguments)

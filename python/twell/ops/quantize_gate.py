@@ -43,8 +43,9 @@ def _fake(matrix: Tensor, weights: bool) -> Quantized:
     return outputs(matrix)
 
 
-def require(index: int, op: str) -> None:
-    """Raise NotImplementedError, which names ``op``, unless the GPU of this index runs the kernels of the screen."""
+def require(on: torch.device, op: str) -> None:
+    """Raise NotImplementedError, which names ``op``, unless this GPU runs the kernels of the screen."""
+    index = on.index or 0
     if tuning.family(index) != specs.SM90:
         got = "{}.{}".format(*device.capability(index))
         raise NotImplementedError(f"torch.ops.twell.{op} needs compute capability 9.0, got {got} on cuda:{index}")
@@ -109,7 +110,7 @@ def _shifts(weights: bool) -> tuple[int, int]:
 
 
 def _cuda(matrix: Tensor, weights: bool) -> Quantized:
-    require(matrix.device.index, "quantize_gate")
+    require(matrix.device, "quantize_gate")
     found = outputs(matrix)
     laid = rows(matrix)
     _program(Form.of((laid, *found)), weights)(laid, *found)
