@@ -318,7 +318,7 @@ def _is_as_declared(view: View, tensor: Tensor) -> bool:
     return tensor.data_ptr() % ALIGNMENT == 0 and all(own == other for length, own, other in strides if length > 1)
 
 
-def allocate(like: Tensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+def allocate(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Uninitialised memory on the device of ``like``, which is the current one."""
     if _ALLOCATE is None or not like.is_cuda:
         return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)

@@ -258,7 +258,7 @@ def _sparse_on_cuda(
     given = *laid(layer), firing
     counted = totals or route.measurement is not None
     run, shapes = _pass(Form.of(given), route.name, route.measurement is None, compression, activation, counted)
-    y = allocate(x, x.shape, contiguous(x.shape), x.dtype)
+    y = allocate(x, tuple(x.shape), contiguous(x.shape), x.dtype)
     figures = new(x, shapes) if counted else []
     run(*present(given), y, *figures)
     return y, *figures, *[None] * (4 - len(figures))
