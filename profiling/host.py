@@ -246,8 +246,8 @@ COLUMNS = (
 )
 CAPTIONS = {
     "host": "What an eager call costs the host:",
-    "replay": "An eager call among many in a row (queued), a replay of its CUDA graph among many, and a call that is waited "
-    "for:",
+    "replay": "Eager calls among many in a row (queued), replays of their CUDA graphs among many, and eager calls that "
+    "are waited for:",
     "few": 'Forward, the time of an eager call by "auto" over dense\'s, queued / waited for, by number of tokens:',
 }
 
