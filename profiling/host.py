@@ -235,7 +235,6 @@ def kinds(
 # Columns: the field of a row, a factor, a format. The last is of files from before there were parts.
 COLUMNS = (
     ("host, us", "host_us", 1, ",.0f"),
-    ("over dense's", "host_over_dense", 1, ".2f"),
     ("queued, us", "queued_ms", 1e3, ",.0f"),
     ("over dense's", "queued_over_dense", 1, ".2f"),
     ("replays queued", "replay_queued_ms", 1e3, ",.0f"),
@@ -245,7 +244,7 @@ COLUMNS = (
     ("replayed", "replay_ms", 1e3, ",.0f"),
 )
 CAPTIONS = {
-    "host": "What an eager call costs the host:",
+    "host": "What an eager call costs the host, in microseconds and over dense's:",
     "replay": "Eager calls among many in a row (queued), replays of their CUDA graphs among many, and eager calls that "
     "are waited for:",
     "few": 'Forward, the time of an eager call by "auto" over dense\'s, queued / waited for, by number of tokens:',
@@ -262,7 +261,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
     for part, own in parts.items():
         if part in CAPTIONS:
             shown.append(CAPTIONS[part])
-        shown.append(few_table(own) if part == "few" else table(own))
+        shown.append({"host": host_table, "few": few_table}.get(part, table)(own))
     return "\n\n".join(shown)
 
 
@@ -279,25 +278,40 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(header, "l" * several + "lrl" + "r" * len(columns), lines)
 
 
+def pivot(corner: str, cells: Mapping[tuple[str, str], str]) -> str:
+    """A table of cells by line and column."""
+    lines, columns = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
+    rows = [[line, *(cells.get((line, column), "") for column in columns)] for line in lines]
+    return markdown([corner, *columns], "l" + "r" * len(columns), rows)
+
+
+def host_table(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each layer, a column for each kind of call."""
+    cells = {}
+    for row in rows:
+        more = [f"**{row['host_over_dense']:.2f}**"] if row["host_over_dense"] else []
+        more += [row["chosen"]] if row["chosen"] else []
+        cells[row["layer"], f"{row['what']}, {row['m']:,} tokens"] = ", ".join([f"{row['host_us']:,.0f}", *more])
+    return pivot("", cells)
+
+
 def few_table(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each layer, a column for each number of tokens; how many points are slower than dense."""
-    points = {}
+    cells, ratios = {}, dict[str, list[float]]()
     for row in rows:
         if row["layer"] == "auto":
             name = f"{row['k']:,} / {row['n']:,}{'' if row['gated'] else ', no gate'}"
-            points[name, row["m"]] = row["queued_over_dense"], row["waited_over_dense"]
-    tokens = sorted({m for _, m in points})
-    lines = []
-    for name in dict.fromkeys(name for name, _ in points):
-        cells = [f"{ours[0]:.2f} / {ours[1]:.2f}" if (ours := points.get((name, m))) else "" for m in tokens]
-        lines.append([name, *cells])
-    found = markdown(["K / N", *(f"{m:,}" for m in tokens)], "l" + "r" * len(tokens), lines)
-    said = []
-    for place, way in enumerate(("queued", "waited for")):
-        ratios = [point[place] for point in points.values()]
-        said.append(f"{sum(each > SLOWER for each in ratios)} {way}, at most {max(ratios) - 1:+.1%}")
-    slower = f"Of {len(points)} points these take over {SLOWER:g} of dense's time: {'; '.join(said)}."
-    return f"{found}\n\n{slower}"
+            queued, waited = row["queued_over_dense"], row["waited_over_dense"]
+            cells[name, f"{row['m']:,}"] = f"{queued:.2f} / {waited:.2f}"
+            for way, value in (("queued", queued), ("waited for", waited)):
+                ratios.setdefault(way, []).append(value)
+    said = [
+        f"{sum(value > SLOWER for value in each)} {way}, at most {max(each) - 1:+.1%}" for way, each in ratios.items()
+    ]
+    return (
+        f"{pivot('K / N', cells)}\n\n"
+        f"Of {len(cells)} points these take over {SLOWER:g} of dense's time: {'; '.join(said)}."
+    )
 
 
 # The command

@@ -152,6 +152,10 @@ def test_tables_of_files_with_and_without_parts() -> None:
         "|---|--:|---|--:|--:|",
         "| step alone | 2,048 | twell auto (union) | 1,160 | 1,551 |",
     ]
+    calls = [
+        host.Row("host", "step", "topic29", layer, 2048, 2048, 5632, True, chosen, host_us, host_over_dense=over)
+        for layer, chosen, host_us, over in (("dense", "", 1527.1, None), ("auto", "union", 302.4, 0.198))
+    ]
     many = host.Row("replay", "step", "topic29", "auto", 16384, 2048, 5632, chosen="union", queued_ms=1.25)
     many.queued_over_dense, many.replay_queued_ms, many.queued_over_replay = 0.25, 1.225, 1.0204
     few = [
@@ -159,9 +163,14 @@ def test_tables_of_files_with_and_without_parts() -> None:
         for m, n, gated, q, w in ((1, 2816, True, 0.5, 1.0), (8, 2816, True, 1.021, 1.1), (8, 4096, False, 0.9, 1.02))
     ]
     failed = host.Row("few", "forward", "topic", "any", 1, 1024, 2816, red="no kernel")
-    said = host.tables([vars(row) for row in (many, *few, failed)]).splitlines()
-    assert said[0] == host.CAPTIONS["replay"]
-    assert said[2:5] == [
+    said = host.tables([vars(row) for row in (*calls, many, *few, failed)]).splitlines()
+    assert said[:7] == [
+        *(host.CAPTIONS["host"], ""),
+        *("|  | step, 2,048 tokens |", "|---|--:|", "| dense | 1,527 |", "| auto | 302, **0.20**, union |"),
+        "",
+    ]
+    assert said[7] == host.CAPTIONS["replay"]
+    assert said[9:12] == [
         "|  | tokens | layer | queued, us | over dense's | replays queued | queued over replays |",
         "|---|--:|---|--:|--:|--:|--:|",
         "| step | 16,384 | auto (union) | 1,250 | 0.25 | 1,225 | 1.020 |",
