@@ -1,15 +1,15 @@
 """Run the commands behind profiling/results/, as many as fit the time, and go on with the others in the next call.
 
-    python -m profiling.everything --list                  # what is older than the present kernels, and its seconds
+    python -m profiling.everything --list                  # what is older than kernels or version, and its seconds
     python -m profiling.everything --out results --budget-s 540 --real FOLDER --text FOLDER     # on a GPU
     python -m profiling.everything h200_auto h200_screen --out results --budget-s 540 --real FOLDER
 
-Without names: all that is older than the present kernels, in the order of ``profiling.measurements``, except for what
-needs an input that is not given, or another GPU than this one. A command begins if its predicted seconds are
-left of --budget-s, one that can go on where it stopped also with less; one that runs over the budget is interrupted.
-Each result is in --out as soon as it is done, and what each command printed in NAME.log there. done.json says which
-commands ended: the same call goes on behind them, and repeats all after a change of kernels. Copy good files to
-profiling/results/.
+Without names: all that is older than the present kernels, and host times of another version than the present one, in
+the order of ``profiling.measurements``, except for what needs an input that is not given, or another GPU than this one.
+A command begins if its predicted seconds are left of --budget-s, one that can go on where it stopped also with less;
+one that runs over the budget is interrupted. Each result is in --out as soon as it is done, and what each command
+printed in NAME.log there. done.json says which commands ended: the same call goes on behind them, and repeats all after
+a change of kernels. Copy good files to profiling/results/.
 
 Exit status: 1 if a command failed or a result is red, 2 for a request that makes no sense, 3 if some are left, else 0.
 """
@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+import twell
 from profiling.measurements import ALL, INPUTS, Measurement
 from twell import _files
 from twell._runtime import fingerprint
@@ -63,6 +64,14 @@ def kernels_of(path: Path) -> str:
     return found[1] if found else ""
 
 
+def version_of(path: Path) -> str:
+    """The version of the package behind a file of results; "" if there is no file, or its machine line names none."""
+    if not path.exists():
+        return ""
+    found = re.search(r"twell ([^;]+)", json.loads(path.read_text()).get("machine", ""))
+    return found[1] if found else ""
+
+
 def present() -> str:
     """The hash of the present kernels."""
     return str(fingerprint.source_hash())[:12]
@@ -75,8 +84,13 @@ def current(kernels: str) -> bool:
 
 
 def stale() -> list[Measurement]:
-    """The measurements whose files are missing or of other kernels."""
-    return [each for each in ALL if not current(kernels_of(RESULTS / f"{each.name}.json"))]
+    """The measurements whose files are missing or of other kernels, or of another version where that counts."""
+
+    def old(each: Measurement) -> bool:
+        path = RESULTS / f"{each.name}.json"
+        return not current(kernels_of(path)) or (each.host and version_of(path) != twell.__version__)
+
+    return [each for each in ALL if old(each)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,9 +128,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def line(measurement: Measurement) -> str:
-    """One line of the list: predicted seconds, name, kernels of the published file."""
+    """One line of the list: predicted seconds, name, kernels of the published file, its version where that counts."""
     path = RESULTS / f"{measurement.name}.json"
     state = f"of kernels {kernels_of(path) or 'not named'}" if path.exists() else "not measured yet"
+    if measurement.host and path.exists():
+        state += f", version {version_of(path) or 'not named'}"
     return f"{sum(measurement.seconds):6} s  {measurement.name:26} {state}"
 
 

@@ -7,8 +7,8 @@ A point is a layer of other sizes than those of the table, with a number of toke
 100 points by a fixed seed, 20 of them training steps. Each strategy is timed as ``twell tune`` does, and "auto" decides
 by the measured figures of the layer, as ``twell.AutoStrategy`` does. The loss is the time of its choice over that of
 the fastest strategy, minus one. These times are of CUDA graphs. The same layer is called eagerly, too: the module with
-"auto" and one of PyTorch, taken in turn, each queued ``EAGER_CALLS`` times without a wait; the eager loss is the time
-of a call of "auto" over that of PyTorch, minus one.
+"auto" and one of PyTorch, taken in turn, ``EAGER_CALLS`` times in a row (``profiling.host``); the eager loss is the
+time of a call of "auto" over that of PyTorch, minus one.
 
 Points go to --out after each one; --budget-s ends a run between points. --rows decides again at measured points.
 """
@@ -21,20 +21,17 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from profiling import host
+from profiling.bench.protocol import Gpu
 from profiling.draw.common import loads
 from profiling.tune import read, write_json
 from twell import _tables, testing, tuning
 from twell.commands import timing, tune
 from twell.commands.request import RequestError
-from twell.nn import explain
 from twell.testing import FFN, Workload
 from twell.tuning import Problem
 
@@ -51,8 +48,8 @@ SHAPES = {
 }
 GATED_SHARE = 0.85
 
-# Eager calls of a run, runs, and calls before them: past the first measurements of "auto".
-EAGER_CALLS, EAGER_RUNS, EAGER_FIRST = 20, 15, 72
+# Eager calls in a row, and seconds of them for each point.
+EAGER_CALLS, EAGER_S = 20, 0.1
 
 
 class Point(NamedTuple):
@@ -105,25 +102,11 @@ def eager(drawn: FFN, problem: Problem, device: timing.Device) -> dict[str, Any]
     """Milliseconds of an eager call by PyTorch and by "auto", and what that ran; {} on a CPU, where "auto" is dense."""
     if device.torch_device.type != "cuda":
         return {}
-    layer, what = host.sparse(drawn, "auto", problem.gated), "step" if problem.training else "forward"
-    calls = [host.call_of(what, each, drawn.x) for each in (host.Dense(layer), layer)]
-    for _ in range(EAGER_FIRST):
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-    dense, auto = host.interleaved([partial(queued, call) for call in calls], EAGER_RUNS)
-    rows = [row for row in explain(layer) if not row.graph]
-    return {"eager_dense_ms": dense * 1e3, "eager_auto_ms": auto * 1e3, "eager_auto": rows[0].strategy}
-
-
-def queued(call: Callable[[], Any]) -> float:
-    """Seconds of a call among ``EAGER_CALLS``, after which the host waits once."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(EAGER_CALLS):
-        call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / EAGER_CALLS
+    layer, what = host.sparse(drawn, "auto", problem.gated), host.STEP if problem.training else host.FORWARD
+    row = host.Row("held out", what, "", "any", problem.m, problem.k, problem.n, problem.gated)
+    layers, ways = {"dense": host.Dense(layer), "auto": layer}, {"queued": EAGER_CALLS}
+    dense, auto = host.measured(Gpu(device.torch_device), row, layers, drawn.x, ways, EAGER_S)
+    return {"eager_dense_ms": dense.queued_ms, "eager_auto_ms": auto.queued_ms, "eager_auto": auto.chosen}
 
 
 def decided(row: dict[str, Any], table: _tables.Table) -> dict[str, Any]:

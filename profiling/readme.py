@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling import everything, measurements, reference
+from profiling import everything, host, measurements, reference
 from profiling.draw.common import ResultError, Results, markdown
 from profiling.nsight import summarize
 from profiling.serving import replay
@@ -27,6 +27,10 @@ from twell._tables import SCREENED, STRATEGIES
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 PAGES = (ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+# Eager calls, by what tables call them: prefixes of the fields of their milliseconds and speed-ups.
+EAGER = {
+    f"eager, {said}: dense / twell, speed-up": way for said, way in (("queued", "queued"), ("waited for", "waited"))
+}
 LAYERS = ("real3", "topic29", "skew29", "uniform29", "real6", "topic128", "dense911")
 Row = dict[str, Any]
 
@@ -51,45 +55,51 @@ def measured(workload: str, variant: str, tokens: int = 16384, name: str = "h200
     return found[0]
 
 
-def dense(workload: str, suffix: str, tokens: int = 16384, name: str = "h200_auto") -> float:
-    """Milliseconds of the faster dense variant."""
-    return min(measured(workload, f"dense {kind}{suffix}", tokens, name)["ms"] for kind in ("eager", "compiled"))
+def against_dense(row: Row, scale: float = 1, form: str = ".2f") -> list[str]:
+    """Replays of graphs: the time of the faster dense, the row's, and the speed-up."""
+    ours, gain = row["ms"], row["speedup_dense"]
+    return [f"{ours * gain * scale:{form}}", f"**{ours * scale:{form}}**", f"**{gain:.2f}**"]
+
+
+def eager(rows: Sequence[Row], scale: float = 1, form: str = ".2f") -> dict[str, list[str]]:
+    """Columns of eager calls, if any row has them: dense's time, the row's, the speed-up, and another strategy."""
+    columns = {}
+    for said, way in EAGER.items():
+        cells = []
+        for row in rows:
+            ours, gain = row.get(f"{way}_ms"), row.get(f"{way}_speedup")
+            other = f" {row['eager_strategy']}" if ours and row["eager_strategy"] != row["strategy"] else ""
+            times = f"{ours * gain * scale:{form}} / {ours * scale:{form}}, **{gain:.2f}**" if ours and gain else ""
+            cells.append(times + other)
+        if any(cells):
+            columns[said] = cells
+    return columns
+
+
+def layers_beside_dense(op: str) -> str:
+    """The layers by "auto" beside dense."""
+    rows = [measured(name, op) for name in LAYERS]
+    more = eager(rows)
+    lines = [
+        [f"`{row['workload']}`", f"{row['nnz']:.0f}", *against_dense(row), *cells, row["strategy"], *errors(row)]
+        for row, *cells in zip(rows, *more.values())
+    ]
+    header = ["workload", "non-zeros per token", "graphs: dense", "twell", "speed-up", *more, "strategy"]
+    return markdown([*header, "error over dense's", "worst row's"], "lrrrr" + "r" * len(more) + "lrr", lines)
 
 
 def errors(row: Row) -> list[str]:
     return [f"{row[kind] / row[f'dense_{kind}']:.2f}" for kind in ("frobenius", "worst_row")]
 
 
-def against_dense(workload: str, variant: str, suffix: str, tokens: int = 16384, scale: float = 1) -> list[str]:
-    ours, theirs = measured(workload, variant, tokens)["ms"] * scale, dense(workload, suffix, tokens) * scale
-    digits = 2 if scale == 1 else 1
-    return [f"{theirs:.{digits}f}", f"**{ours:.{digits}f}**", f"**{theirs / ours:.2f}**"]
-
-
-def forward() -> str:
-    rows = []
-    for name in LAYERS:
-        row = measured(name, "ffn")
-        rows.append([f"`{name}`", f"{row['nnz']:.0f}", *against_dense(name, "ffn", ""), row["strategy"], *errors(row)])
-    header = ["workload", "non-zeros per token", "dense", "twell", "speed-up", "strategy", "error over dense's"]
-    return markdown([*header, "worst row's"], "lrrrrlrr", rows)
-
-
 def geometric(ratios: Sequence[float]) -> float:
     return math.prod(ratios) ** (1 / len(ratios))
 
 
-def speedup(workload: str, op: str, name: str = "h200_auto") -> float:
-    """Of "auto", "ffn" or "train", over the faster dense."""
-    return dense(workload, " train" if op == "train" else "", name=name) / float(
-        measured(workload, op, name=name)["ms"]
-    )
-
-
-def mean_speedups(name: str = "h200_auto") -> tuple[float, float]:
-    """Geometric means over the first five layers, forward and in training."""
-    forward, train = (geometric([speedup(each, op, name) for each in LAYERS[:5]]) for op in ("ffn", "train"))
-    return forward, train
+def mean_speedups(name: str = "h200_auto", field: str = "speedup_dense") -> list[float]:
+    """Geometric means over the first five layers, forward and in training; none of fields that were not measured."""
+    gains = [[measured(each, op, name=name).get(field, 0.0) for each in LAYERS[:5]] for op in ("ffn", "train")]
+    return [geometric(each) for each in gains] if all(map(all, gains)) else []
 
 
 def mean_speedup() -> str:
@@ -106,25 +116,14 @@ def mean_speedup() -> str:
     )
 
 
-def training() -> str:
-    rows = []
-    for name in LAYERS:
-        row = measured(name, "train")
-        kind = row["strategy"]
-        rows.append([f"`{name}`", *against_dense(name, "train", " train"), kind, *errors(row)])
-    header = ["workload", "dense", "twell", "speed-up", "strategy", "error over dense's", "worst row's"]
-    return markdown(header, "lrrrlrr", rows)
-
-
 def layers_on_h100() -> str:
     """Forward and training of the layers on an H100, beside the speed-up on an H200."""
     h100, rows = "h100_auto", []
     for name in LAYERS:
         cells = [f"`{name}`"]
-        for op, suffix in (("ffn", ""), ("train", " train")):
+        for op in ("ffn", "train"):
             row = measured(name, op, name=h100)
-            cells += [f"{dense(name, suffix, name=h100):.2f}", f"**{row['ms']:.2f}**"]
-            cells += [f"**{speedup(name, op, h100):.2f}**", f"{speedup(name, op):.2f}", row["strategy"]]
+            cells += [*against_dense(row), f"{measured(name, op)['speedup_dense']:.2f}", row["strategy"]]
         rows.append(cells)
     call = ["twell", "speed-up", "on the H200", "strategy"]
     table = markdown(["workload", "forward: dense", *call, "training: dense", *call], "l" + "rrrrl" * 2, rows)
@@ -137,7 +136,7 @@ def decode() -> str:
     counts = (1, 8, 64)
     rows = []
     for name in LAYERS:
-        cells = [cell for tokens in counts for cell in against_dense(name, "decode", " decode", tokens, scale=1e3)]
+        cells = [cell for tokens in counts for cell in against_dense(measured(name, "decode", tokens), 1e3, ".1f")]
         rows.append([f"`{name}`", *cells])
     header = ["workload"]
     for tokens in counts:
@@ -283,12 +282,14 @@ def models_on_h100() -> str:
 def headline() -> str:
     """One number each for inference, training and whole models."""
     (forward, train), h100 = mean_speedups(), mean_speedups("h100_auto")
+    queued = mean_speedups(field="queued_speedup")
+    eagerly = f", {queued[0]:.1f}x and {queued[1]:.1f}x in eager calls, queued," if queued else ""
     found = [*pairs(timed([result("h200_model")])), *pairs(timed(configurations()))]
     gains = [theirs["ms"] / ours["ms"] for theirs, ours in found]
     return (
         "On an H200, in CUDA graphs, against the faster of eager and compiled dense PyTorch: "
-        f"**{forward:.1f}x forward and {train:.1f}x in training** for layers with 14 to 33 "
-        "non-zeros of 5,632 per token (geometric means of five layers), "
+        f"**{forward:.1f}x forward and {train:.1f}x in training**{eagerly} for layers with 14 to 33 "
+        "non-zeros of 5,632 per token (geometric means of five layers); without graphs "
         f"**{min(gains):.1f}x to {max(gains):.1f}x for whole models** of 0.5B to 2B. "
         f"[On an H100](docs/gpus.md#on-an-h100) they are {h100[0]:.1f}x and {h100[1]:.1f}x."
     )
@@ -510,16 +511,16 @@ def layer_calls(name: str) -> str:
     """Layers of a file of ``profiling.bench`` beside the faster dense, in microseconds."""
     calls = {"ffn": "forward", "decode": "forward, weights outside L2", "train": "training step"}
     calls["train_overflow"] = "training step, sparse"
-    rows, found = [], result(name)
-    for row in found["rows"]:
-        if row["variant"] in calls and row["ms"] and not row["red"]:
-            asked = row["requested"] if row["requested"] in ("", row["strategy"]) else f"auto: {row['strategy']}"
-            cells = [f"`{row['workload']}`", f"{row['tokens']:,}", f"{row['nnz']:.0f}", calls[row["variant"]], asked]
-            times = [row["ms"] * row["speedup_dense"], row["ms"]]
-            cells += [row["faster_dense"], f"{times[0] * 1e3:.0f}", f"**{times[1] * 1e3:.0f}**"]
-            rows.append([*cells, f"**{row['speedup_dense']:.2f}**"])
-    header = ["workload", "tokens", "non-zeros per token", "call", "strategy", "faster dense", "dense, us", "twell", ""]
-    return f"{markdown(header, 'lrrlllrrr', rows)}\n\n{found['machine']}"
+    lines, found = [], result(name)
+    rows = [row for row in found["rows"] if row["variant"] in calls and row["ms"] and not row["red"]]
+    more = eager(rows, 1e3, ".0f")
+    for row, *cells in zip(rows, *more.values()):
+        asked = row["requested"] if row["requested"] in ("", row["strategy"]) else f"auto: {row['strategy']}"
+        first = [f"`{row['workload']}`", f"{row['tokens']:,}", f"{row['nnz']:.0f}", calls[row["variant"]], asked]
+        lines.append([*first, row["faster_dense"], *against_dense(row, 1e3, ".0f"), *cells])
+    header = ["workload", "tokens", "non-zeros per token", "call", "strategy", "faster dense", "graphs, us: dense"]
+    table = markdown([*header, "twell", "speed-up", *more], "lrrlllrrr" + "r" * len(more), lines)
+    return f"{table}\n\n{found['machine']}"
 
 
 def with_machine(name: str, table: Callable[[list[Row]], str]) -> str:
@@ -560,18 +561,10 @@ def beside(theirs: dict[str, Any], ours: dict[str, Any], field: str, unit: float
     return f"{theirs[field] / unit:{form}} / {ours[field] / unit:{form}}"
 
 
-def host() -> str:
-    """Host time of calls, and of calls that are waited for."""
-    rows, found = [], result("h100_host")
-    for row in found["rows"]:
-        times = ["" if row[key] is None else f"{row[key] * scale:,.0f}" for key, scale in HOST_COLUMNS.values()]
-        layer = f"{row['layer']} ({row['chosen']})" if row["chosen"] else row["layer"]
-        rows.append([row["what"], f"{row['m']:,}", layer, *times])
-    return f"{markdown(['', 'tokens', 'layer', *HOST_COLUMNS], 'lrlrrr', rows)}\n\n{found['machine']}"
-
-
-# Columns in microseconds, their fields of a row, and what makes these microseconds.
-HOST_COLUMNS = {"host, us": ("host_us", 1), "waited for": ("waited_ms", 1e3), "replayed": ("replay_ms", 1e3)}
+def host_times() -> str:
+    """Eager calls: their host time, beside graphs, and of few tokens."""
+    found = result("h100_host")
+    return f"{host.tables(found['rows'])}\n\n{found['machine']}"
 
 
 def soak() -> str:
@@ -703,9 +696,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "most non-zeros": most_nonzeros,
     "commands": commands,
     "files": files,
-    "forward": forward,
+    "forward": lambda: layers_beside_dense("ffn"),
     "mean speed-up": mean_speedup,
-    "training": training,
+    "training": lambda: layers_beside_dense("train"),
     "layers on an H100": layers_on_h100,
     "models on an H100": models_on_h100,
     "large layer on an H100": lambda: layer_calls("h100_large_layer"),
@@ -736,7 +729,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "over-full": lambda: layer_calls("h200_overfull"),
     "screen": lambda: with_machine("h200_screen", lambda rows: screen_table(rows, "union")),
     "screen model": lambda: with_machine("h200_screen_model", lambda rows: model_table([result("h200_screen_model")])),
-    "host": host,
+    "host": host_times,
     "hard model": lambda: with_machine("h200_model_hard", lambda rows: model_table([result("h200_model_hard")])),
     "soak": soak,
     "memory": memory,

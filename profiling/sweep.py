@@ -286,7 +286,7 @@ def measure(call: Call, more: Sequence[str], bench: Bench, folder: Path) -> tupl
     printed, why = io.StringIO(), ""
     try:
         with contextlib.redirect_stdout(printed):
-            status = bench([*call.argv, *more, "--json", str(path)])
+            status = bench([*call.argv, *more, "--no-eager", "--json", str(path)])
     except KeyboardInterrupt:
         status = 130
     except SystemExit as error:

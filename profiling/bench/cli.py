@@ -129,8 +129,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = how.add_argument
     add("--device", help="cuda, cuda:INDEX or cpu, whose times mean nothing (default: cuda)")
     add("--compile", choices=COMPILE, help="torch.compile's mode for the dense layer (default; none on a CPU)")
-    seconds = "time per workload, all variants (%(default)s)"
+    seconds = "time per workload, all variants; eager calls take as long again (%(default)s)"
     add("--seconds", type=number_above(0), default=3.0, metavar="S", help=seconds)
+    add("--no-eager", action="store_true", help="graphs alone, without eager calls of ffn and train")
     add("--memory", action="store_true", help="peak memory of inference; training always measures it")
     add("--energy", action="store_true", help="energy per token, by NVML: each variant alone")
     add("--kernels", action="store_true", help="time of each kernel in a call")
@@ -199,6 +200,7 @@ def _options(arguments: argparse.Namespace, by_default: int) -> tuple[tuple[int,
         activation=activation,
         kernels=arguments.kernels,
         memory=arguments.memory,
+        eager=not arguments.no_eager,
         seconds=arguments.seconds,
     )
 
@@ -217,7 +219,7 @@ def _facts(
     meter: EnergyMeter | None,
 ) -> dict[str, Any]:
     """What a file holds besides rows."""
-    kept = ("dtype", "compression", "activation", "threshold", "device", "compile", "memory", "kernels")
+    kept = ("dtype", "compression", "activation", "threshold", "device", "compile", "memory", "kernels", "no_eager")
     asked = {name: getattr(arguments, name) for name in (*kept, "energy", "seconds")}
     asked |= {"ops": options.ops, "workload": list(dict.fromkeys(job.source.name for job in jobs))}
     asked |= {"m": list(dict.fromkeys(job.m for job in jobs)), "k": jobs[0].k, "n": jobs[0].n}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import twell
 from profiling.bench.protocol import Ceilings, Device
-from twell import _auto, testing, tuning
+from twell import testing, tuning
 from twell._activation import RELU, Activation
 from twell._runtime import geometry
 from twell.commands.timing import Call
@@ -56,6 +56,7 @@ class Options:
     activation: Activation = RELU
     kernels: bool = False
     memory: bool = False
+    eager: bool = True
     seconds: float = 3.0
     energy_seconds: float = 5.0
 
@@ -82,6 +83,7 @@ class Variant:
     settle: Callable[[], dict[str, Any]] | None = None
     requested: str = ""
     strategy: str = ""
+    eager_strategy: str = ""
     executed: float | None = None  # operations
     moved: float | None = None  # bytes from memory
     copies: int = 0  # calls of a recording; 0: one for each copy of x
@@ -179,28 +181,28 @@ class TimedLayer:
 
         def settle() -> dict[str, Any]:
             passed: Any = variant.requested
-            strategy = variant.requested
+            strategy = eager = variant.requested
             if strategy == "auto":
-                passed, strategy = self._auto(layer)
-            # outside of recordings "auto" may run another strategy to measure
+                passed, strategy, eager = self._auto(layer)
+            # outside of recordings "auto" may run another strategy, by its choice or to measure
             calls = {"call": functools.partial(layer, passed), "eager": functools.partial(layer, strategy)}
-            return {"strategy": strategy, **calls, **figures(strategy)}
+            return {"strategy": strategy, "eager_strategy": eager, **calls, **figures(strategy)}
 
         variant.settle = settle
         return variant
 
-    def _auto(self, layer: Callable[[Any, int], tuple[Tensor, ...]]) -> tuple[twell.AutoStrategy, str]:
-        """A site after some settling calls, and its choice."""
+    def _auto(self, layer: Callable[[Any, int], tuple[Tensor, ...]]) -> tuple[twell.AutoStrategy, str, str]:
+        """A site after some settling calls, and its choices in recordings and in eager calls."""
         site = twell.AutoStrategy()
         for i in range(SETTLING):
             layer(site, i)
             self.device.wait()
-        where = self.device.torch_device
-        strategy = next((choice.strategy for choice in site.explain() if not choice.graph), "")
-        strategy = strategy or _auto.forced(where.type, where.index)
-        if not strategy:
-            raise RuntimeError('"auto" chooses nothing on this device')
-        return site, strategy
+        # graphs are free of the host's time, which the choice of eager calls counts
+        self.device.record(functools.partial(layer, site), 1)
+        chosen = {choice.graph: choice.strategy for choice in site.explain()}
+        # no choice: a device on which "auto" is always dense
+        eager = chosen.get("", "dense")
+        return site, chosen.get("captured", eager), eager
 
 
 class Inference:

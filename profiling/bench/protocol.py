@@ -1,4 +1,8 @@
-"""What benchmarks measure besides times (``twell.commands.timing``): memory, single kernels and ceilings.
+"""What benchmarks measure besides replays (``twell.commands.timing``): eager calls, memory, kernels and ceilings.
+
+An eager call is timed in three ways (``WAYS``). "queued": calls in a row, after which the host waits once; a time is
+the longer of the host's and the GPU's. "waited": one call, and the wait for it. "host": calls in a row that are too few
+to fill the GPU's queue, by the host's clock, without a wait.
 
 The ceilings for rates are measured in the same run, by a large matrix product and a large copy; the machine line is
 read while the GPU is busy. All calls on a layer share the weights, as in a model's larger batches; ``decode`` copies
@@ -37,8 +41,58 @@ class Ceilings:
     l2: float
 
 
+class Queued(timing.Loop):
+    """Calls in a row on the GPU; it has one before them, so that their queue is as it is after many."""
+
+    def replay(self) -> Callable[[], float]:
+        """Call on every copy, between two events."""
+        torch.cuda.synchronize()
+        self._call(0)
+        start, end = events()
+        start.record()
+        for i in range(self.copies):
+            self._call(i)
+        end.record()
+        return lambda: float(start.elapsed_time(end))
+
+    def wait(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize()
+
+
+class Waited(timing.Loop):
+    """Calls that are waited for one by one, by the host's clock."""
+
+    def replay(self) -> Callable[[], float]:
+        """Call on every copy."""
+        seconds = 0.0
+        for i in range(self.copies):
+            torch.cuda.synchronize()
+            start = self._clock()
+            self._call(i)
+            torch.cuda.synchronize()
+            seconds += self._clock() - start
+        return lambda: seconds * 1e3
+
+
+class Launched(timing.Loop):
+    """Calls in a row on an idle GPU, by the host's clock, which does not wait for them."""
+
+    def replay(self) -> Callable[[], float]:
+        """Call on every copy."""
+        torch.cuda.synchronize()
+        return super().replay()
+
+
+WAYS: dict[str, type[timing.Loop]] = {"queued": Queued, "waited": Waited, "host": Launched}
+
+
 class Device(timing.Device, Protocol):
-    """The device of a benchmark: measures memory, kernels and ceilings, too."""
+    """The device of a benchmark: measures eager calls, memory, kernels and ceilings, too."""
+
+    def eager(self, way: str, call: Call, copies: int) -> Recording:
+        """``call`` on each copy, outside of graphs, to be timed in one of ``WAYS``."""
+        ...
 
     def poison(self) -> None:
         """Leave NaN in the memory of the next allocations."""
@@ -63,6 +117,10 @@ class Device(timing.Device, Protocol):
 
 class Gpu(timing.Gpu):
     """The current CUDA device, ``torch_device``."""
+
+    def eager(self, way: str, call: Call, copies: int) -> Recording:
+        """The calls, timed in that way."""
+        return WAYS[way](call, copies)
 
     def poison(self) -> None:
         """``testing.poison_memory``."""
@@ -141,6 +199,10 @@ class Gpu(timing.Gpu):
 
 class Cpu(timing.Cpu):
     """The CPU. ``clock`` gives seconds."""
+
+    def eager(self, way: str, call: Call, copies: int) -> Recording:
+        """The calls: all ways are one, as nothing runs asynchronously."""
+        return self.record(call, copies)
 
     def poison(self) -> None:
         """Do nothing: a CPU's next allocation is not predictable."""

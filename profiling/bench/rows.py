@@ -18,7 +18,8 @@ SMALL_MS = 0.1
 class LayerRow:
     """One line of the table and of the data. Times are milliseconds; ``red`` is the fault, empty if there is none.
 
-    ``variant`` is the timed operation or a baseline of it.
+    ``ms`` and what is made from it are of replays of a CUDA graph, ``queued_ms`` and ``waited_ms`` of eager calls
+    (``protocol.WAYS``), None where these were not timed. ``variant`` is the timed operation or a baseline of it.
     """
 
     workload: str
@@ -66,6 +67,12 @@ class LayerRow:
     energy_mj: float | None = None
     idle_mj: float | None = None
     energy_dense: float | None = None
+    # eager calls, the speed-ups over the faster of eager and compiled dense PyTorch, called alike, and what "auto" ran
+    queued_ms: float | None = None
+    waited_ms: float | None = None
+    queued_speedup: float | None = None
+    waited_speedup: float | None = None
+    eager_strategy: str = ""
 
 
 def note_errors(row: LayerRow, compared: Mapping[str, Comparison]) -> None:
@@ -101,6 +108,13 @@ def note_dense(row: LayerRow, dense: Mapping[str, float]) -> None:
         row.speedup_dense = speedups[row.faster_dense]
 
 
+def note_eager(row: LayerRow, way: str, ms: float, dense: Sequence[float]) -> None:
+    """Put the time of an eager call into the row, and the speed-up over the faster of the dense variants."""
+    setattr(row, f"{way}_ms", ms)
+    if dense and ms:
+        setattr(row, f"{way}_speedup", min(dense) / ms)
+
+
 def ratio(value: float, base: float) -> float:
     """``value`` over ``base``; 1 if both are 0, NaN if either is."""
     return 1.0 if value == base else value / base if base else math.inf * value
@@ -119,6 +133,19 @@ def _number(field: str, form: str = ".2f", scale: float = 1.0) -> Callable[[Laye
     def cell(row: LayerRow) -> str:
         value = getattr(row, field)
         return "-" if value is None else f"{value * scale:{form}}"
+
+    return cell
+
+
+def _eager(way: str) -> Callable[[LayerRow], str]:
+    """The time of an eager call, with its speed-up, and the strategy if it is not that of the recording."""
+
+    def cell(row: LayerRow) -> str:
+        ms, speedup = getattr(row, f"{way}_ms"), getattr(row, f"{way}_speedup")
+        if ms is None:
+            return "-"
+        other = f" {row.eager_strategy}" if row.eager_strategy != row.strategy else ""
+        return f"{ms:.4f} ms" + ("" if speedup is None else f" ({speedup:.2f}{other})")
 
     return cell
 
@@ -175,7 +202,7 @@ COLUMNS = (
     Column("nnz", lambda row: f"{row.nnz:.1f}", False, "mean non-zeros per token"),
     Column("variant", lambda row: row.variant, True, "the operation or a baseline"),
     Column("strategy", named, True, 'the strategy that ran; for "auto" also its choice'),
-    Column("time", _time, False, "median of one call"),
+    Column("time", _time, False, "median of one call in replays of a CUDA graph"),
     Column("p10-p90", _spread, False, "10th and 90th percentile of one call, in the unit of its time"),
     Column(
         "executed",
@@ -200,6 +227,14 @@ COLUMNS = (
         "memory count, so 100 % is out of reach",
     ),
     Column("dense/t", _dense, False, "speed-up over the faster dense layer, and which it is"),
+    Column(
+        "queued",
+        _eager("queued"),
+        False,
+        "an eager call among many in a row, after which the host waits once: the longer of the host's time and the "
+        "GPU's; with the speed-up over the faster dense layer, called alike, and the strategy if it is another one",
+    ),
+    Column("waited for", _eager("waited"), False, "an eager call and the wait for it, with the same"),
     Column(
         "error",
         _error("frobenius"),

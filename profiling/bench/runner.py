@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +13,7 @@ from profiling.bench.decode import Decode
 from profiling.bench.layers import Inference, TimedLayer, Variant
 from profiling.bench.protocol import Ceilings, Device
 from profiling.bench.report import Progress
-from profiling.bench.rows import LayerRow, note_dense, note_errors, note_times
+from profiling.bench.rows import LayerRow, note_dense, note_eager, note_errors, note_times
 from profiling.bench.training import Training
 from profiling.bench.workloads import Source
 from twell._runtime.log import logger
@@ -22,8 +23,13 @@ if TYPE_CHECKING:
     from profiling.bench.energy import EnergyMeter
     from profiling.bench.layers import Options
 
+# Dense PyTorch.
+KINDS = ("eager", "compiled")
+
 # Copies for timing single kernels: each call waits for a sleeping GPU.
 KERNEL_COPIES = 8
+# Least eager calls in a row.
+QUEUED_CALLS = 16
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -73,7 +79,8 @@ class Runner:
         variants = [*Inference(layer).variants(), *Training(layer).variants()]
         if variants:
             nnz, overflowing = layer.nonzeros / layer.m, float(layer.overflowing)
-            yield self._timed(layer, variants, replace(row, nnz=nnz, overflowing_tiles=overflowing))
+            base = replace(row, nnz=nnz, overflowing_tiles=overflowing)
+            yield self._timed(layer, variants, base, self._options.eager)
         if "decode" in self._options.ops:
             decode = Decode(layer)
             for tokens in self._options.decoded:
@@ -81,15 +88,20 @@ class Runner:
                 of_few = replace(row, tokens=tokens, nnz=decode.nnz, overflowing_tiles=decode.overflowing * tokens)
                 yield self._timed(layer, decode.variants(tokens), of_few)
 
-    def _timed(self, layer: TimedLayer, variants: Sequence[Variant], base: LayerRow) -> list[LayerRow]:
-        """Check every variant, then time the right ones in turn. ``base`` has what all rows share."""
+    def _timed(
+        self, layer: TimedLayer, variants: Sequence[Variant], base: LayerRow, eager: bool = False
+    ) -> list[LayerRow]:
+        """Check every variant, then time the right ones in turn, with ``eager`` also outside of graphs.
+
+        ``base`` has what all rows share.
+        """
         rows: dict[str, LayerRow] = {}
         recordings: dict[str, Recording] = {}
         for variant in variants:
             made = rows[variant.key] = replace(base, variant=variant.name, requested=variant.requested)
             try:
                 variant.settled()
-                made.strategy = variant.strategy
+                made.strategy, made.eager_strategy = variant.strategy, variant.eager_strategy
                 recording = self._checked(layer, variant, made)
             except FAILURES as error:
                 made.red = reason(error)
@@ -101,6 +113,8 @@ class Runner:
             for variant in variants:
                 if variant.key in times:
                     self._fill(rows[variant.key], variant, layer, times)
+            if eager:
+                self._eager([variant for variant in variants if variant.key in times], layer, rows)
         except FAILURES as error:
             # the culprit is unknown: none has a time
             for variant in variants:
@@ -147,11 +161,26 @@ class Runner:
             row.l2_gather_gbs = variant.gathered / ms / 1e6 if variant.gathered else None
             row.memory_gbs = None if variant.moved is None else variant.moved / ms / 1e6
         if variant.baseline is not None:
-            names = {name: f"dense {name}{variant.baseline}" for name in ("eager", "compiled")}
+            names = {kind: f"dense {kind}{variant.baseline}" for kind in KINDS}
             note_dense(row, {name: spread(times[key]).median for name, key in names.items() if key in times})
         ours = variant.verify is not None and not variant.name.startswith("dense") and variant.strategy != "dense"
         if self._options.kernels and ours:
             row.kernels = self._device.kernel_times(variant.now, min(variant.copies or layer.copies, KERNEL_COPIES))
+
+    def _eager(self, variants: Sequence[Variant], layer: TimedLayer, rows: Mapping[str, LayerRow]) -> None:
+        """Put the times of eager calls into the rows, in one way after the other by all variants in turn."""
+        copies = layer.copies
+        for way, calls in (("queued", copies * math.ceil(QUEUED_CALLS / copies)), ("waited", copies)):
+
+            def eager(variant: Variant, way: str = way, calls: int = calls) -> Recording:
+                return self._device.eager(way, lambda i: variant.call(i % copies), calls)
+
+            times = measure({variant.key: eager(variant) for variant in variants}, self._options.seconds / 2)
+            medians = {key: spread(samples).median for key, samples in times.items()}
+            for variant in variants:
+                names = [] if variant.baseline is None else [f"dense {k}{variant.baseline}" for k in KINDS]
+                dense = [medians[name] for name in names if name in medians]
+                note_eager(rows[variant.key], way, medians[variant.key], dense)
 
     def _energies(
         self,

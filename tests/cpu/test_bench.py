@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import twell
 from profiling.bench import cli, main
 from profiling.bench.decode import Decode
 from profiling.bench.layers import OPS, Options, TimedLayer
@@ -22,7 +24,7 @@ from profiling.bench.runner import Job, Runner
 from profiling.bench.workloads import parse
 from twell import testing
 from twell.commands import timing
-from twell.commands.timing import Call
+from twell.commands.timing import Call, measure
 
 TINY = ["-m", "64", "-k", "64", "-n", "264", "--device", "cpu", "--seconds", "0.001"]
 WORKLOAD = "nnz=9,skew=0.5"
@@ -70,6 +72,10 @@ def test_every_op_has_checked_and_timed_rows(bench: Callable[..., Result]) -> No
         # a CPU has no ceilings that mean anything: floors were 3,044 % of the time
         assert row["floor_ms"] is None
         assert row["red"] == ""
+        # eager calls of the whole layer alone, beside dense's
+        assert [bool(row[f"{way}_ms"]) for way in ("queued", "waited")] == ["decode" not in row["variant"]] * 2
+        for way in ("queued", "waited"):
+            assert bool(row[f"{way}_speedup"]) == (row["variant"] in ("ffn", "train"))
         assert (row["k"], row["n"], row["m"], row["dtype"], row["compression"]) == (64, 264, 64, "bf16", 8)
         assert row["workload"] == WORKLOAD
     ours = [row for row in result.rows if row["variant"] in OPS]
@@ -89,6 +95,37 @@ def test_every_op_has_checked_and_timed_rows(bench: Callable[..., Result]) -> No
     assert result.data["complete"] is True
     assert result.data["ceilings"].keys() == {"tflops", "memory_tbs", "l2_tbs_assumed"}
     assert (result.data["arguments"]["workload"], result.data["arguments"]["ops"]) == ([WORKLOAD], list(OPS))
+
+
+def test_eager_calls_are_left_out_on_request(bench: Callable[..., Result]) -> None:
+    result = bench("ffn", "--workload", WORKLOAD, "--no-eager")
+    assert result.code == 0
+    assert [(row["variant"], row["queued_ms"], row["waited_ms"]) for row in result.rows] == [
+        ("dense eager", None, None),
+        ("ffn", None, None),
+    ]
+    assert "queued" not in result.out
+
+
+def test_a_row_of_auto_has_its_choices_in_graphs_and_in_eager_calls(
+    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager calls of few tokens count the host and may run dense, where a graph of the same call does not."""
+    chosen = [SimpleNamespace(graph=graph, strategy=name) for graph, name in (("", "dense"), ("captured", "row"))]
+    monkeypatch.setattr("twell.AutoStrategy.explain", lambda site: chosen)
+    output, ran = testing.sparse_output, []
+
+    def watched(problem: testing.FFN, **options: Any) -> Tensor:
+        ran.append(options["strategy"])
+        # a graph would run what the site chose for it
+        return output(problem, **options | {"strategy": "row"})
+
+    monkeypatch.setattr(testing, "sparse_output", watched)
+    (ours,) = (row for row in bench("ffn", "--workload", WORKLOAD).rows if row["variant"] == "ffn")
+    assert (ours["red"], ours["strategy"], ours["eager_strategy"]) == ("", "row", "dense")
+    # checked by the strategy of the graph, timed as the user calls it
+    assert {each for each in ran if isinstance(each, str)} == {"row"}
+    assert isinstance(ran[-1], twell.AutoStrategy)
 
 
 def test_flags_time_the_screen_and_invariant_rows(bench: Callable[..., Result]) -> None:
@@ -137,7 +174,7 @@ def test_a_recorded_layer_is_timed_with_its_own_sizes(bench: Callable[..., Resul
 def assert_no_speed(row: dict[str, Any]) -> None:
     """Check that no figure of the row is derived from a time."""
     names = "ms min_ms p10_ms p90_ms tflops executed_tflops l2_gather_gbs memory_gbs floor_share kernels"
-    names += " speedup_eager speedup_compiled speedup_dense energy_mj"
+    names += " speedup_eager speedup_compiled speedup_dense energy_mj queued_ms waited_ms queued_speedup"
     assert {name: row[name] for name in names.split() if row[name] is not None} == {}
     assert row["samples"] == 0
 
@@ -208,8 +245,14 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 def test_a_fault_while_timing_costs_all_times(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The culprit is unknown."""
-    monkeypatch.setattr("profiling.bench.runner.measure", raising(RuntimeError("an illegal memory access")))
+    """The culprit is unknown, in the second kind of eager calls, too."""
+    calls = []
+
+    def last(*recordings: Any) -> Any:
+        calls.append(recordings)
+        return measure(*recordings) if len(calls) < 3 else raising(RuntimeError("an illegal memory access"))()
+
+    monkeypatch.setattr("profiling.bench.runner.measure", last)
     result = bench("ffn", "--workload", WORKLOAD, "--strategy", "row")
     assert [row["red"] for row in result.rows] == ["RuntimeError: an illegal memory access"] * 2
     for row in result.rows:

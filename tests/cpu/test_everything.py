@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import twell
 from profiling import everything, measurements
 from profiling.measurements import Measurement
 
@@ -159,18 +160,24 @@ def test_the_list_has_what_is_older(
     add: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(everything, "present", lambda: "0123456789ab")
-    for name in ("old", "new", "missing"):
-        add(name, ("{}", 0))
+    for name in ("old", "new", "missing", "host", "host now"):
+        add(name, ("{}", 0), host=name.startswith("host"))
     (tmp_path / "results").mkdir()
-    for name, kernels in (("old", "ba9876543210"), ("new", "0123456789ab")):
-        text = json.dumps({"machine": f"NVIDIA H200; kernels {kernels}; commit 1"})
+    now, version = "0123456789ab", twell.__version__
+    for name, kernels, of in (
+        *(("old", "ba9876543210", version), ("new", now, "0.1.0")),
+        *(("host", now, "0.1.0"), ("host now", now, version)),
+    ):
+        text = json.dumps({"machine": f"NVIDIA H200; twell {of}; kernels {kernels}; commit 1"})
         (tmp_path / "results" / f"{name}.json").write_text(text)
     assert everything.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[2] for line in lines] == ["old", "missing", "in"]
+    assert [line.split()[2] for line in lines] == ["old", "missing", "host", "in"]
     assert lines[0].endswith("of kernels ba9876543210")
     assert lines[1].endswith("not measured yet")
-    assert "10 s in all; kernels 0123456789ab" in lines[2]
+    # what the host costs depends on more than kernels
+    assert lines[2].endswith("of kernels 0123456789ab, version 0.1.0")
+    assert "15 s in all; kernels 0123456789ab" in lines[3]
 
 
 def test_kernels_that_differ_in_comments_alone_are_current(monkeypatch: pytest.MonkeyPatch) -> None:

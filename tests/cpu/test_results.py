@@ -168,14 +168,52 @@ def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path) -> Non
     assert max(losses) < 0.3
 
 
-def test_layers_of_a_bench_stand_beside_the_faster_dense(readme: Any, tmp_path: Path) -> None:
+def benched(**more: Any) -> dict[str, Any]:
+    """A row of bench as files without eager calls have it."""
     known = {"workload": "topic29", "tokens": 512, "nnz": 29.4, "red": "", "faster_dense": "compiled"}
     known |= {"variant": "ffn", "requested": "auto", "strategy": "row", "ms": 0.5, "speedup_dense": 1.5}
+    return known | {"frobenius": 1.0, "dense_frobenius": 2.0, "worst_row": 1.5, "dense_worst_row": 2.0} | more
+
+
+EAGER = {"queued_ms": 0.6, "queued_speedup": 1.25, "waited_ms": 0.8, "waited_speedup": 1.0, "eager_strategy": "row"}
+
+
+def test_layers_of_a_bench_stand_beside_the_faster_dense(readme: Any, tmp_path: Path) -> None:
     others = [{"requested": "row"}, {"red": "wrong"}, {"variant": "dense eager"}, {"variant": "train", "ms": None}]
-    write(tmp_path, "h200_large_layer", [known, *(known | other for other in others)])
+    write(tmp_path, "h200_large_layer", [benched(), *(benched(**other) for other in others)])
     table = cells(readme.layer_calls("h200_large_layer").split("\n\n")[0])
     times = ["compiled", "750", "**500**", "**1.50**"]
     assert table == [["`topic29`", "512", "29", "forward", strategy, *times] for strategy in ("auto: row", "row")]
+
+
+def test_tables_have_eager_calls_where_they_were_timed(readme: Any, tmp_path: Path) -> None:
+    """Decode has graphs alone; an eager call of few tokens may have run another strategy."""
+    rows = [benched(**EAGER), benched(variant="decode"), benched(**EAGER | {"eager_strategy": "dense"})]
+    write(tmp_path, "h200_large_layer", rows)
+    table = readme.layer_calls("h200_large_layer").split("\n\n")[0]
+    ways = [f"eager, {way}: dense / twell, speed-up" for way in ("queued", "waited for")]
+    assert table.splitlines()[0].endswith(f"| graphs, us: dense | twell | speed-up | {ways[0]} | {ways[1]} |")
+    eager = ["750 / 600, **1.25**", "800 / 800, **1.00**"]
+    assert [line[-2:] for line in cells(table)] == [eager, ["", ""], [f"{each} dense" for each in eager]]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_layers_and_headline_say_how_calls_were_timed(readme: Any, tmp_path: Path, eager: bool) -> None:
+    rows = [
+        benched(workload=name, variant=variant, tokens=16384, **EAGER if eager else {})
+        for name in readme.LAYERS
+        for variant in ("ffn", "train")
+    ]
+    for name in ("h200_auto", "h100_auto"):
+        write(tmp_path, name, rows)
+    write(tmp_path, "h200_model", variants("final", "train", 20, 30, 16, 25))
+    table = readme.TABLES["training"]()
+    first = ["`real3`", "29", "0.75", "**0.50**", "**1.50**"]
+    times = ["0.75 / 0.60, **1.25**", "0.80 / 0.80, **1.00**"] if eager else []
+    assert cells(table)[0] == [*first, *times, "row", "0.50", "0.75"]
+    assert "| graphs: dense | twell | speed-up |" in table
+    assert ("1.2x and 1.2x in eager calls, queued," in readme.headline()) == eager
+    assert "; without graphs **1.2x to 1.2x for whole models**" in readme.headline()
 
 
 def test_the_table_of_the_screen(readme: Any) -> None:

@@ -1,0 +1,254 @@
+"""profiling/host.py on CPU operators, and how a GPU's eager calls are timed, with a GPU that records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from profiling import host
+from profiling.bench import protocol
+from profiling.bench.protocol import Cpu, Gpu
+from profiling.draw.common import loads
+from twell import testing
+from twell.commands import timing
+from twell.commands.timing import Call, Recording
+
+K, N = 64, 264
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny layers, and as few calls as possible."""
+    small: dict[str, Any] = {"HIDDEN": K, "NEURONS": N, "MANY": 64, "FEW": 8, "SETTLING": 1}
+    small["HOST_CALLS"] = ((host.FORWARD, 16), (host.ONE_THREAD, 32), (host.STEP, 32))
+    small["LAYERS"] = {True: (((K, N),), (1, 8, 16)), False: (((32, N),), (8,))}
+    for name, value in small.items():
+        monkeypatch.setattr(host, name, value)
+    monkeypatch.setattr(timing, "WARM_ROUNDS", 1)
+    monkeypatch.setattr(timing, "LEAST_ROUNDS", 2)
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any], str]]:
+    """A function that runs the program on the CPU: its exit status, its file, what it printed."""
+
+    def call(*words: str) -> tuple[int, dict[str, Any], str]:
+        path = tmp_path / "out.json"
+        status = host.main(["--out", str(path), "--device", "cpu", "--seconds", "0.001", *words])
+        return status, json.loads(path.read_text()), capsys.readouterr().out
+
+    return call
+
+
+def test_every_part_has_its_rows_and_its_table(run: Callable[..., Any]) -> None:
+    status, data, said = run("--workload", "topic29", "nnz=9")
+    assert status == 0
+    assert data["complete"] is True
+    assert data["machine"] == testing.machine_line("cpu")
+    rows = data["rows"]
+    fields = {"host": {"host"}, "replay": {"queued", "waited"}, "few": {"queued", "waited"}}
+    for row in rows:
+        assert row["red"] == ""
+        timed = {way for way, (field, _) in host.FIELDS.items() if row[field]} - {"replay"}
+        assert timed == fields[row["part"]]
+        ratios = {way for way in timed if row[f"{way}_over_dense"]}
+        assert ratios == (timed if row["layer"] != "dense" else set())
+        assert bool(row["queued_over_replay"]) == bool(row["replay_queued_ms"]) == (row["part"] == "replay")
+        # on a CPU
+        assert row["chosen"] == ("dense" if row["layer"] == "auto" else "")
+    kinds = dict.fromkeys((row["part"], row["what"], row["workload"], row["m"], row["k"], row["gated"]) for row in rows)
+    assert list(kinds) == [
+        ("host", "forward", "topic29", 16, K, True),
+        ("host", "step, one thread", "topic29", 32, K, True),
+        ("host", "step", "topic29", 32, K, True),
+        *(("replay", what, name, 64, K, True) for name in ("topic29", "nnz=9") for what in ("forward", "step")),
+        *(("few", "forward", "topic", m, K, True) for m in (1, 8)),
+        ("few", "forward", "topic", 8, 32, False),
+    ]
+    layers = {
+        what: [row["layer"] for row in rows if row["part"] == "host" and row["what"] == what]
+        for what in ("forward", "step")
+    }
+    assert layers == {"forward": ["dense", "auto", "row", "union"], "step": ["dense", "auto", "union"]}
+    assert [caption in said for caption in host.CAPTIONS.values()] == [True] * 3
+    assert "Of 3 points these take over 1.02 of dense's time: " in said
+    assert said.endswith(f"{data['machine']}\n")
+
+
+def test_a_kind_of_call_that_fails_is_red(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = host.measured
+
+    def fails(device: Any, base: host.Row, *rest: Any) -> list[host.Row]:
+        if base.what == host.STEP:
+            raise RuntimeError("no kernel")
+        return measured(device, base, *rest)
+
+    monkeypatch.setattr(host, "measured", fails)
+    status, data, said = run("--parts", "host")
+    assert status == 1
+    assert [(row["what"], row["red"]) for row in data["rows"] if row["red"]] == [("step", "RuntimeError: no kernel")]
+    assert "RED host: step, topic29, 32 x 64 x 264: RuntimeError: no kernel" in said
+    assert {row["what"] for row in data["rows"] if row["host_us"]} == {"forward", "step, one thread"}
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_dense_is_the_same_layer(gated: bool) -> None:
+    problem = testing.integer_problem(16, K, N)
+    layer = host.sparse(problem, "row", gated)
+    dense = host.Dense(layer)
+    assert torch.equal(dense(problem.x), layer(problem.x))
+    assert {id(p) for p in dense.parameters()}.isdisjoint(map(id, layer.parameters()))
+
+
+@pytest.mark.parametrize("what", [host.STEP, host.ONE_THREAD])
+def test_a_step_has_all_gradients_and_leaves_none(what: str) -> None:
+    """In "one thread" autograd runs without its own."""
+    problem, threads, found = testing.integer_problem(16, K, N), [], []
+
+    class Watched(host.Dense):
+        def forward(self, x: Tensor) -> Tensor:
+            threads.append(torch.autograd.is_multithreading_enabled())
+            for tensor in (x, *self.parameters()):
+                assert tensor.grad is None
+                tensor.register_post_accumulate_grad_hook(lambda t: found.append(t.shape))
+            y: Tensor = super().forward(x)
+            return y
+
+    layer = Watched(host.sparse(problem, "union"))
+    host.measured(Cpu(), host.Row("host", what, "", "", 16, K, N), {"dense": layer}, problem.x, {"host": 1}, 1e-3)
+    assert set(threads) == {what == host.STEP}
+    assert torch.autograd.is_multithreading_enabled()
+    assert set(found) == {(16, K), (N, K), (K, N)}
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+def test_a_ratio_is_the_median_of_those_of_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that becomes twice as slow in its last turns does not count as a slower layer."""
+    times = {"queued dense": [1.0, 1.0, 2.0, 2.0, 2.0], "queued auto": [0.5, 0.5, 0.5, 1.0, 1.0]}
+    times |= {"replay dense": [1.0] * 5, "replay auto": [0.4, 0.5, 0.5, 1.0, 1.0]}
+    monkeypatch.setattr(host, "measure", lambda recordings, seconds: times)
+    problem = testing.integer_problem(16, K, N)
+    layer, row = host.sparse(problem, "auto"), host.Row("replay", host.FORWARD, "w", "", 16, K, N)
+    layers = {"dense": host.Dense(layer), "auto": layer}
+    _, auto = host.measured(Cpu(), row, layers, problem.x, {"queued": 1, "replay": 1}, 1.0)
+    assert (auto.queued_ms, auto.replay_queued_ms) == (0.5, 0.5)
+    assert (auto.queued_over_dense, auto.queued_over_replay) == (0.5, 1.0)
+
+
+# Tables
+
+
+def test_tables_of_files_with_and_without_parts() -> None:
+    old = {"what": "step alone", "layer": "twell auto", "m": 2048, "chosen": "union"}
+    old |= {"host_us": 1160.2, "waited_ms": 1.5514, "replay_ms": None}
+    assert host.tables([old]).splitlines() == [
+        "|  | tokens | layer | host, us | waited for |",
+        "|---|--:|---|--:|--:|",
+        "| step alone | 2,048 | twell auto (union) | 1,160 | 1,551 |",
+    ]
+    calls = [
+        host.Row("host", "step", "topic29", layer, 2048, 2048, 5632, True, chosen, host_us, host_over_dense=over)
+        for layer, chosen, host_us, over in (("dense", "", 1527.1, None), ("auto", "union", 302.4, 0.198))
+    ]
+    many = host.Row("replay", "step", "topic29", "auto", 16384, 2048, 5632, chosen="union", queued_ms=1.25)
+    many.queued_over_dense, many.replay_queued_ms, many.queued_over_replay = 0.25, 1.225, 1.0204
+    few = [
+        host.Row("few", "forward", "topic", "auto", m, 1024, n, gated, queued_over_dense=q, waited_over_dense=w)
+        for m, n, gated, q, w in ((1, 2816, True, 0.5, 1.0), (8, 2816, True, 1.021, 1.1), (8, 4096, False, 0.9, 1.02))
+    ]
+    failed = host.Row("few", "forward", "topic", "any", 1, 1024, 2816, red="no kernel")
+    said = host.tables([vars(row) for row in (*calls, many, *few, failed)]).splitlines()
+    assert said[:7] == [
+        *(host.CAPTIONS["host"], ""),
+        *("|  | step, 2,048 tokens |", "|---|--:|", "| dense | 1,527 |", "| auto | 302, **0.20**, union |"),
+        "",
+    ]
+    assert said[7] == host.CAPTIONS["replay"]
+    assert said[9:12] == [
+        "|  | tokens | layer | queued, us | over dense's | replays queued | queued over replays |",
+        "|---|--:|---|--:|--:|--:|--:|",
+        "| step | 16,384 | auto (union) | 1,250 | 0.25 | 1,225 | 1.020 |",
+    ]
+    assert said[-5:] == [
+        "|---|--:|--:|",
+        "| 1,024 / 2,816 | 0.50 / 1.00 | 1.02 / 1.10 |",
+        "| 1,024 / 4,096, no gate |  | 0.90 / 1.02 |",
+        "",
+        "Of 3 points these take over 1.02 of dense's time: 1 queued, at most +2.1%; 1 waited for, at most +10.0%.",
+    ]
+
+
+def test_the_published_file_has_a_table(root: Path) -> None:
+    rows = loads((root / "profiling/results/h100_host.json").read_text())["rows"]
+    assert len(host.tables(rows).splitlines()) >= len([row for row in rows if row.get("part") != "few"])
+
+
+# Timing on a GPU
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of a GPU: each call takes it 3 ms, and the host's clock goes on by 1 ms when it is read."""
+    found: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            found.append("event")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 3.0 * found.count("call 1")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: found.append("wait"))
+    monkeypatch.setattr(protocol, "events", lambda: (Event(), Event()))
+    return found
+
+
+def recording(log: list[str], way: str) -> Recording:
+    def call(i: int) -> tuple[Tensor, ...]:
+        log.append(f"call {i}")
+        return ()
+
+    made = Gpu(torch.device("cuda")).eager(way, call, 2)
+    # each copy once, to load and allocate
+    assert log == ["call 0", "call 1"]
+    log.clear()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("way", "asked"),
+    [
+        # the GPU has a call when the host begins with the first one that counts
+        ("queued", ["wait", "call 0", "event", "call 0", "call 1", "event"]),
+        ("waited", ["wait", "call 0", "wait", "wait", "call 1", "wait"]),
+        ("host", ["wait", "call 0", "call 1"]),
+    ],
+)
+def test_eager_calls_on_a_gpu(log: list[str], way: str, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recording(log, way)
+    ticks = iter(range(100))
+    monkeypatch.setattr(made, "_clock", lambda: next(ticks) / 1e3)
+    span = made.replay()
+    assert log == asked
+    made.wait()
+    # of both copies: by events, by the host for each call, by the host for all
+    assert span() == pytest.approx({"queued": 3.0, "waited": 2.0, "host": 1.0}[way])
+
+
+def test_replays_are_queued_as_calls_are(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        def replay(self) -> None:
+            log.append("replay")
+
+    monkeypatch.setattr(testing, "captured", lambda call: (Graph(), call()))
+    call: Call = lambda i: (torch.zeros(1),)  # noqa: E731
+    made = host.recorded(Gpu(torch.device("cuda")), "replay", call, 2)
+    log.clear()
+    made.replay()
+    assert log == ["wait", "replay", "event", "replay", "replay", "event"]
