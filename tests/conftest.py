@@ -139,19 +139,27 @@ def build_wheel(out: Path, architectures: str | None = None) -> Path:
 
 
 @pytest.fixture(scope="session")
-def host_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The C runner of programs, compiled from the checkout, in a bundle that of the wheel."""
+def c_compiler() -> list[str]:
+    """The command of a C compiler with tvm-ffi's headers; tests that ask for it are skipped where there is none."""
     from tvm_ffi import libinfo
 
+    found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if found is None:
+        pytest.skip("needs a C compiler: there is no cc, gcc or clang")
+    headers = libinfo.find_include_path(), libinfo.find_dlpack_include_path()
+    return [found, "-std=c11", "-Wall", "-Wextra", *(f"-I{folder}" for folder in headers)]
+
+
+@pytest.fixture(scope="session")
+def host_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The C runner of programs, compiled from the checkout, in a bundle that of the wheel."""
     source = ROOT / "host" / "program.c"
     if not source.exists():
         return packaged.FOLDER / host.LIBRARY
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("needs a C compiler: there is no cc, gcc or clang")
+    from tvm_ffi import libinfo
+
     library = tmp_path_factory.mktemp("host") / host.LIBRARY
-    command = [compiler, "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-o", str(library)]
-    command += [f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
+    command = [*request.getfixturevalue("c_compiler"), "-O2", "-Werror", "-fPIC", "-shared", "-o", str(library)]
     subprocess.run([*command, str(source), libinfo.find_libtvm_ffi(), "-Wl,-z,defs"], check=True)
     return library
 

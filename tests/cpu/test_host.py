@@ -173,6 +173,9 @@ def altered(x: torch.Tensor, **fields: int) -> Any:
         (0, lambda: torch.zeros(0, 4)),
         (0, lambda: torch.zeros(4, 3).t()),
         (0, lambda: torch.zeros(3, 8)[:, :4]),
+        # the stride of one dimension alone
+        (0, lambda: torch.zeros(20).as_strided((3, 4), (4, 2))),
+        (0, lambda: torch.zeros(20).as_strided((3, 4), (5, 1))),
         # 16 bytes behind an aligned address is aligned, 4 bytes behind is not
         (0, lambda: torch.zeros(13)[1:].view(3, 4)),
         (0, lambda: altered(torch.zeros(3, 4), byte_offset=8)),

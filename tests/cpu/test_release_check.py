@@ -53,3 +53,14 @@ def test_wheels_without_all_kernels_are_found(check: Any, tmp_path: Path) -> Non
     assert check.of_wheel(elsewhere) == [
         "e.whl must have twell/_lib/libtwell_host.so, without which launches take longer"
     ]
+
+
+def test_sources_are_the_files_of_git(check: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.tar.gz"
+    with tarfile.open(path, "w:gz") as sources:
+        for name in ("README.md", "runs/weights.bin", "PKG-INFO"):
+            sources.addfile(tarfile.TarInfo(f"twell-0.2.0/{name}"), io.BytesIO())
+    assert check.of_sources(path, ["README.md", "Makefile", ".ci/run"]) == [
+        "a.tar.gz must not have runs/weights.bin",
+        "a.tar.gz must have Makefile",
+    ]

@@ -84,6 +84,23 @@ FAULTS = (
         "        cute.arch.griddepcontrol_launch_dependents()\n        cute.arch.griddepcontrol_wait()\n",
         "tests/cpu/test_launches.py",
     ),
+    # ---- programs ----
+    Fault(
+        "programs: stride of the last dimension is not compared",
+        "host/program.c",
+        """  for (int d = 0; d < tensor->ndim; d++)
+    if (tensor->shape[d] > 1 && tensor->strides[d]""",
+        """  for (int d = 0; d < tensor->ndim - 1; d++)
+    if (tensor->shape[d] > 1 && tensor->strides[d]""",
+        "tests/cpu/test_host.py -k as_declared",
+    ),
+    Fault(
+        "programs: view may end behind its tensor",
+        "host/program.c",
+        "(own && offset > room - own)",
+        "(own && offset > room)",
+        "tests/cpu/test_host.py -k stays_in",
+    ),
     # ---- formats ----
     Fault(
         "formats: full row-tile is spilled",

@@ -26,8 +26,8 @@ held-back text through TwELL and through dense PyTorch, compare both with float6
 Ctrl-C ends the training early and evaluates the model so far. Exits with 1 if sparse and dense disagree.
 """
 INFO = """\
-Show versions, devices, packaged kernels, the kernel cache, the table of costs by which "auto" decides on each GPU, and
-TWELL_* environment variables.
+Show versions, devices, packaged kernels, what launches them, the kernel cache, the table of costs by which "auto"
+decides on each GPU, and TWELL_* environment variables.
 """
 
 
