@@ -16,17 +16,18 @@ from torch import Tensor
 
 import twell
 from profiling.bench.protocol import Ceilings, Device
-from twell import _auto, testing, tuning
+from twell import testing
 from twell._activation import RELU, Activation
 from twell._runtime import geometry
 from twell.commands.timing import Call
+from twell.strategy import plan, tables
 from twell.testing import FFN, Comparison, Errors
 
 TRAINING = ("train", "train_overflow")
 OPS = ("ffn", "decode", *TRAINING)
-STRATEGIES = tuning.STRATEGIES
+STRATEGIES = plan.STRATEGIES
 # what --screen and --invariant time, too, as ``testing.sparse_output`` names it
-SCREENED, INVARIANT = tuning.SCREENED, "row+invariant"
+SCREENED, INVARIANT = tables.SCREENED, "row+invariant"
 
 # Bytes of a stored value.
 ITEM = 2
@@ -197,7 +198,7 @@ class TimedLayer:
             self.device.wait()
         where = self.device.torch_device
         strategy = next((choice.strategy for choice in site.explain() if not choice.graph), "")
-        strategy = strategy or _auto.forced(where.type, where.index)
+        strategy = strategy or ("dense" if tables.imposed(where.type, where.index) else "")
         if not strategy:
             raise RuntimeError('"auto" chooses nothing on this device')
         return site, strategy

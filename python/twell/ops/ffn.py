@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _auto, _memory, tuning
+from twell import _memory, _modes, tuning
 from twell._activation import Activation
 from twell._runtime import geometry, nvtx
 from twell.ops import screened
@@ -50,12 +50,15 @@ from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.ops.up_down import arrivals_for, multiply
 from twell.ops.up_down import on_cpu as up_down_on_cpu
+from twell.strategy.plan import Facts, Route, routed
+from twell.strategy.site import Measurement, site_of, without_site
+from twell.strategy.tables import imposed_on_call
 
 Aux = tuple[Tensor, Tensor, Tensor]
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
 # y, parts of the sum of |h|, stats; for "union" the unions and, if it screens, the candidates, with more behind them
 _Counted = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-_Sparse = Mapping[str, Callable[[Operands, int, Activation, _auto.Route], _Counted]]
+_Sparse = Mapping[str, Callable[[Operands, int, Activation, Route], _Counted]]
 
 
 def outputs(x: Tensor) -> Aux:
@@ -64,7 +67,7 @@ def outputs(x: Tensor) -> Aux:
 
 
 def _fake(
-    layer: Operands, compression: int, asked: _auto.Route, site: Tensor | None, activation: Activation, totals: bool
+    layer: Operands, compression: int, route: Route, site: Tensor | None, activation: Activation, totals: bool
 ) -> Aux:
     check_layer(*layer)
     activation.level(layer.x.dtype)
@@ -73,7 +76,7 @@ def _fake(
 
 
 def _run(
-    sparse: _Sparse, layer: Operands, compression: int, activation: Activation, route: _auto.Route, totals: bool
+    sparse: _Sparse, layer: Operands, compression: int, activation: Activation, route: Route, totals: bool
 ) -> _Totals:
     """Compute the layer as ``route`` says, by the sparse strategies of its device."""
     if route.strategy == "dense":
@@ -91,41 +94,39 @@ def _run(
     return y, l1.sum() if totals else None, nonzeros
 
 
-def _choose(layer: Operands, asked: _auto.Route, site: Tensor | None) -> _auto.Route:
-    """The route of a call of the operators that was ``asked`` for, perhaps by "auto"."""
-    if asked.strategy != "auto":
-        return asked
+def _chosen(layer: Operands, route: Route, site: Tensor | None) -> Route:
+    """The route of a call of the operators, by costs where it is "auto"."""
+    if route.strategy != "auto":
+        return route
     x, w_gate, w_up, w_down, b_gate, b_up, _ = layer
-    if forced := _auto.forced(x.device.type, x.device.index):
-        return _auto.Route(forced)
     n, gated, copied = w_gate.shape[0], w_up is not None, not has_row_strides(w_down)
     if site is None:
-        return _auto.Route(_auto.fresh(x, n, gated, False, copied))
+        return without_site(x, n, gated, False, copied)
     merged = _is_merged(x, w_gate, w_up, b_gate, b_up)
-    return _auto.site_of(site, asked.screen).begin(x, n, gated, False, copied, merged)
+    return site_of(site, route.screen).begin(x, n, gated, False, copied, merged)
 
 
 def _on_cpu(
-    layer: Operands, compression: int, asked: _auto.Route, site: Tensor | None, activation: Activation, totals: bool
+    layer: Operands, compression: int, route: Route, site: Tensor | None, activation: Activation, totals: bool
 ) -> _Totals:
     check_layer(*layer)
     geometry.words_per_tile(compression)
-    return _run(_SPARSE_ON_CPU, layer, compression, activation, _choose(layer, asked, site), totals)
+    return _run(_SPARSE_ON_CPU, layer, compression, activation, _chosen(layer, route, site), totals)
 
 
 def _on_cuda(
-    layer: Operands, compression: int, asked: _auto.Route, site: Tensor | None, activation: Activation, totals: bool
+    layer: Operands, compression: int, route: Route, site: Tensor | None, activation: Activation, totals: bool
 ) -> _Totals:
     geometry.words_per_tile(compression)
-    if layer.w_down.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _modes.capturing(layer.w_down):
         _memory.note_capture(layer.w_down)
-    return _run(_SPARSE_ON_CUDA, layer, compression, activation, _choose(layer, asked, site), totals)
+    return _run(_SPARSE_ON_CUDA, layer, compression, activation, _chosen(layer, route, site), totals)
 
 
 @nvtx.marked(
     lambda layer, compression, *_: nvtx.range("ffn", **nvtx.sizes(layer._asdict() | {"compression": compression}))
 )
-def on_cuda(layer: Operands, compression: int, activation: Activation, route: _auto.Route, totals: bool) -> _Totals:
+def on_cuda(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Totals:
     """The operators on the current device, for a call with a route; l1 and nonzeros are for ``totals``."""
     return _run(_SPARSE_ON_CUDA, layer, compression, activation, route, totals)
 
@@ -136,8 +137,8 @@ def _operators(implementation: Callable[..., _Totals]) -> list[Implementation]:
     def run(totals: bool, *arguments: Any) -> _Totals:
         layer, (compression, strategy, site) = Operands(*arguments[:7]), arguments[7:10]
         activation = last_activation(arguments[10:12], layer.w_up is not None)
-        asked = _asked(strategy, *arguments[12:])
-        return implementation(layer, compression, asked, site, activation, totals)
+        route = _route(layer.x, strategy, *arguments[12:])
+        return implementation(layer, compression, route, site, activation, totals)
 
     def ffn(*arguments: Any) -> Tensor:
         return run(False, *arguments)[0]
@@ -148,22 +149,20 @@ def _operators(implementation: Callable[..., _Totals]) -> list[Implementation]:
     return [ffn, ffn_aux]
 
 
-def _asked(strategy: str, screen: bool = False, invariant: bool = False) -> _auto.Route:
+def _route(x: Tensor, strategy: str, screen: bool = False, invariant: bool = False) -> Route:
     """What the arguments of the schema ask for; ValueError if they contradict each other."""
-    tuning.require_strategy(strategy, invariant)
-    if screen and (strategy not in ("auto", "union") or invariant):
-        raise ValueError(f'screen=True must have strategy "auto" or "union", got "{strategy}"')
-    return _auto.Route("row" if invariant else strategy, screen=screen, invariant=invariant)
+    imposed = imposed_on_call(x.device.type, x.device.index) if strategy == "auto" else ""
+    return routed(Facts("ffn", strategy, invariant, screen=screen, imposed=imposed))
 
 
-def _row_on_cpu(layer: Operands, compression: int, activation: Activation, route: _auto.Route) -> _Counted:
+def _row_on_cpu(layer: Operands, compression: int, activation: Activation, route: Route) -> _Counted:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, activation.threshold)
     y, l1 = up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression, activation.name)
     return y, l1, stats, None, None
 
 
-def _row_on_cuda(layer: Operands, compression: int, activation: Activation, route: _auto.Route) -> _Counted:
+def _row_on_cuda(layer: Operands, compression: int, activation: Activation, route: Route) -> _Counted:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     check_alike(w_gate, w_up=w_up, w_down=w_down)
     words, spill, stats = packed = packed_outputs(x, w_gate, compression)
@@ -175,13 +174,13 @@ def _row_on_cuda(layer: Operands, compression: int, activation: Activation, rout
     return y, l1, stats, None, None
 
 
-def _union_on_cpu(layer: Operands, compression: int, activation: Activation, route: _auto.Route) -> _Counted:
+def _union_on_cpu(layer: Operands, compression: int, activation: Activation, route: Route) -> _Counted:
     if route.screen:
         return screened_on_cpu(layer, quantize_gate(layer.w_gate, True), compression, activation)
     return *union_on_cpu(*layer, compression, *activation), None
 
 
-def _union_on_cuda(layer: Operands, compression: int, activation: Activation, route: _auto.Route) -> _Counted:
+def _union_on_cuda(layer: Operands, compression: int, activation: Activation, route: Route) -> _Counted:
     if route.screen:
         require(layer.x, "ffn with screen=True")
         # made at each call: nothing tells every write of a weight
@@ -198,7 +197,7 @@ def _union_on_cuda(layer: Operands, compression: int, activation: Activation, ro
     return *by_small_tiles(layer, compression, activation, spec), None, None
 
 
-def _dense(layer: Operands, activation: Activation, measurement: _auto.Measurement | None, totals: bool) -> _Totals:
+def _dense(layer: Operands, activation: Activation, measurement: Measurement | None, totals: bool) -> _Totals:
     """The layer by PyTorch's own operators."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     with _without_autocast(x):
