@@ -44,7 +44,7 @@ nitpick_ignore_regex = [
     # names that a module imports from torch, type variables, and what autodoc calls an alias in a union
     (
         r"py:class",
-        r"Tensor|twell\._compaction\.Module|twell\._tables\.Table|twell\.testing\.\w+\._T|TypeAliasForwardRef",
+        r"Tensor|twell\._compaction\.Module|twell\.strategy\.tables\.Table|twell\.testing\.\w+\._T|TypeAliasForwardRef",
     ),
     # documented as data, which only Sphinx 9 finds for a type
     (r"py:class", r"(twell\.\w+\.)?(Strategy|DownLayout|Normalisation)"),

@@ -29,11 +29,12 @@ from profiling import host
 from profiling.bench.protocol import Gpu
 from profiling.draw.common import loads
 from profiling.tune import read, write_json
-from twell import _tables, testing, tuning
+from twell import testing
 from twell.commands import timing, tune
 from twell.commands.request import RequestError
+from twell.strategy import costs, tables
+from twell.strategy.costs import Problem
 from twell.testing import FFN, Workload
-from twell.tuning import Problem
 
 POINTS, TRAINING_POINTS, SEED = 100, 20, 20261122
 MOST_TOKENS, MOST_NONZEROS = 16384, 300
@@ -92,7 +93,7 @@ def measure(point: Point, device: timing.Device, seconds: float) -> dict[str, An
     errors, red = layer.check(strategies)
     recordings = {name: layer.record(name) for name in ("dense", *errors) if name not in red}
     times = {name: timing.spread(each) for name, each in tune.times_of(recordings, seconds).items()}
-    figures = tune.figures_of(drawn, _tables.SCREENED in strategies)
+    figures = tune.figures_of(drawn, tables.SCREENED in strategies)
     row = {**dict(zip(tune.SIZES, problem)), "pattern": vars(point.workload), **figures._asdict(), "red": red}
     row |= {f"{name}_ms": spread.median for name, spread in times.items()}
     return row | eager(drawn, problem, device)
@@ -109,11 +110,11 @@ def eager(drawn: FFN, problem: Problem, device: timing.Device) -> dict[str, Any]
     return {"eager_dense_ms": dense.queued_ms, "eager_auto_ms": auto.queued_ms, "eager_auto": auto.chosen}
 
 
-def decided(row: dict[str, Any], table: _tables.Table) -> dict[str, Any]:
+def decided(row: dict[str, Any], table: tables.Table) -> dict[str, Any]:
     """The row with the choice by ``table``, the predicted times over dense's, and the loss of the choice."""
-    ms = {name: row[f"{name}_ms"] for name in (*_tables.STRATEGIES, "dense") if f"{name}_ms" in row}
+    ms = {name: row[f"{name}_ms"] for name in (*tables.STRATEGIES, "dense") if f"{name}_ms" in row}
     problem = Problem(*(row[name] for name in tune.SIZES))
-    decision = tuning.decide(problem, tune.measured_figures(row), None, table)
+    decision = costs.decide(problem, tune.measured_figures(row), None, table)
     loss = ms[decision.strategy] / min(ms.values()) - 1 if decision.strategy in ms else None
     if "eager_auto_ms" in row:
         row = row | {"eager_loss": row["eager_auto_ms"] / row["eager_dense_ms"] - 1}
@@ -126,7 +127,7 @@ def line(row: dict[str, Any]) -> str:
     heaviest = "-" if row.get("heaviest") is None else f"{row['heaviest']:.1f}"
     listed = "" if row.get("candidates") is None else f", candidates {row['candidates']:.3f}"
     times = []
-    for name in (*_tables.STRATEGIES, "dense"):
+    for name in (*tables.STRATEGIES, "dense"):
         if f"{name}_ms" in row:
             measured = row[f"{name}_ms"] / row["dense_ms"]
             guess = f" ({row['costs'][name]:.3f})" if name in row["costs"] else ""
@@ -177,13 +178,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def table_of(arguments: argparse.Namespace, device: timing.Device | None) -> _tables.Table:
+def table_of(arguments: argparse.Namespace, device: timing.Device | None) -> tables.Table:
     """The table to decide by: fitted to --tuning, else the one in use on the device, else the shipped one."""
     if arguments.tuning:
         runs = [read(path) for path in arguments.tuning]
         costs = tune.fit(row for run in runs for row in run["rows"])
-        return _tables.Table(costs, runs[-1]["machine"], runs[-1]["date"])
-    return _tables.SHIPPED if device is None else _tables.in_use(device.torch_device)
+        return tables.Table(costs, runs[-1]["machine"], runs[-1]["date"])
+    return tables.SHIPPED if device is None else tables.in_use(device.torch_device)
 
 
 def measure_all(arguments: argparse.Namespace, device: timing.Device) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from profiling.draw.common import ResultError, Results, markdown
 from profiling.nsight import summarize
 from profiling.serving import replay
 from profiling.sweep import lasting
-from twell._tables import SCREENED, STRATEGIES
+from twell.strategy.tables import SCREENED, STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -650,9 +650,9 @@ def ncu() -> str:
 
 def most_nonzeros() -> str:
     """How sparse layers of known models must be for each kind of call."""
-    from twell import _tables
     from twell.commands import prediction
     from twell.commands.request import as_percent
+    from twell.strategy import tables
 
     known = {
         "SparseLM 2B": (True, 2048, 5632),
@@ -670,7 +670,7 @@ def most_nonzeros() -> str:
     ]
     cells = []
     for name, shape in known.items():
-        limits = [prediction.most_nonzeros(shape, call, _tables.SHIPPED) for call in calls]
+        limits = [prediction.most_nonzeros(shape, call, tables.SHIPPED) for call in calls]
         found = [f"{most:,} ({as_percent(most / shape[2])})" if most else "never" for most in limits]
         cells.append([f"{name}: {shape[1]:,} to {shape[2]:,}{', a gate' if shape[0] else ''}", *found])
     return markdown(["layers like those of", *map(str, calls)], "lrrrr", cells)

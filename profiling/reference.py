@@ -13,8 +13,8 @@ from typing import Any
 
 # Modules of docs/api, and the commands of docs/command-line.md.
 MODULES = (
-    *("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed", "twell.tuning"),
-    *("twell.testing", "twell.reference"),
+    *("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed"),
+    *("twell.strategy.plan", "twell.strategy.costs", "twell.testing", "twell.reference"),
 )
 COMMANDS = ("demo", "info", "tune", "analyze", "serve-check", "convert")
 

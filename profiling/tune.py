@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from profiling.draw.common import loads
-from twell import _files, _tables, testing
+from twell import _files, testing
 from twell.commands import tune
 from twell.commands.request import RequestError
+from twell.strategy import tables
 
-TABLE_FILE = Path(__file__).resolve().parents[1] / "python" / "twell" / "_tuning_table.py"
+TABLE_FILE = Path(__file__).resolve().parents[1] / "python" / "twell" / "table.py"
 
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -52,8 +53,8 @@ def write_json(data: dict[str, Any], path: Path | None) -> None:
         _files.write_text(path, json.dumps(data, indent=1) + "\n")
 
 
-def table_text(table: _tables.Costs, machine: str, date: str) -> str:
-    """The source of ``twell._tuning_table``."""
+def table_text(table: tables.Costs, machine: str, date: str) -> str:
+    """The source of ``twell.strategy.table``."""
     named = [f"MACHINE = {json.dumps(machine, ensure_ascii=False)}"]
     if len(named[0]) > 120:
         parts = [json.dumps(f"{part}; ", ensure_ascii=False) for part in machine.split("; ")]
@@ -68,7 +69,7 @@ def table_text(table: _tables.Costs, machine: str, date: str) -> str:
         f"DATE = {json.dumps(date)}",
         "",
         "# (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest);",
-        f'# the last of "{_tables.SCREENED}" is per share of candidates',
+        f'# the last of "{tables.SCREENED}" is per share of candidates',
         "TABLE: dict[tuple[bool, bool, int, int], dict[int, dict[str, tuple[float, float, float, float]]]] = {",
     ]
     for key, by_tokens in sorted(table.items()):
@@ -104,7 +105,7 @@ def read(path: Path) -> dict[str, Any]:
 def merged(paths: Sequence[Path]) -> dict[str, Any]:
     """Merge runs on GPUs of one model: all rows, machine and date of the last run."""
     runs = [read(path) for path in paths]
-    models = {_tables.gpu_of(run["machine"]) for run in runs}
+    models = {tables.gpu_of(run["machine"]) for run in runs}
     if len(models) > 1:
         raise ValueError(f"a table is for one GPU, got measurements of {', '.join(sorted(models))}")
     return {**runs[-1], "rows": [row for run in runs for row in run["rows"]]}

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import torch
 
-from twell import _tables, tuning
+from twell import tuning
 from twell._runtime import device as driver
 from twell._runtime import geometry, specs
+from twell.strategy import tables
 
 HELP = "run the kernels of the portable family on this GPU"
 
 
 def run_portable() -> None:
     """Let this process run the portable family, whatever its GPU, by the table of that."""
-    measured = _tables._on
+    measured = tables._on
     tuning.family = lambda index: specs.PORTABLE
-    _tables._on = lambda index: _tables.portable(measured(index))  # type: ignore[assignment]
+    tables._on = lambda index: tables.portable(measured(index))  # type: ignore[assignment]
 
 
 def is_portable(device: torch.device) -> bool:
@@ -39,12 +40,12 @@ def is_without_table() -> bool:
     return driver.architecture(0) is not None and driver.capability(0) != driver.SM_90
 
 
-def shipped_table() -> _tables.Table:
+def shipped_table() -> tables.Table:
     """The shipped table as if a user had measured it on a GPU without one: by it "auto" chooses in tests."""
-    return _tables.portable(dataclasses.replace(_tables.SHIPPED, file=Path("shipped")))
+    return tables.portable(dataclasses.replace(tables.SHIPPED, file=Path("shipped")))
 
 
 def decide_by_the_shipped_table() -> None:
     """Let "auto" choose in this process by ``shipped_table``."""
     table = shipped_table()
-    _tables._on = lambda index: table  # type: ignore[assignment]
+    tables._on = lambda index: table  # type: ignore[assignment]

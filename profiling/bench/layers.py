@@ -16,17 +16,18 @@ from torch import Tensor
 
 import twell
 from profiling.bench.protocol import Ceilings, Device
-from twell import testing, tuning
+from twell import testing
 from twell._activation import RELU, Activation
 from twell._runtime import geometry
 from twell.commands.timing import Call
+from twell.strategy import plan, tables
 from twell.testing import FFN, Comparison, Errors
 
 TRAINING = ("train", "train_overflow")
 OPS = ("ffn", "decode", *TRAINING)
-STRATEGIES = tuning.STRATEGIES
+STRATEGIES = plan.STRATEGIES
 # what --screen and --invariant time, too, as ``testing.sparse_output`` names it
-SCREENED, INVARIANT = tuning.SCREENED, "row+invariant"
+SCREENED, INVARIANT = tables.SCREENED, "row+invariant"
 
 # Bytes of a stored value.
 ITEM = 2

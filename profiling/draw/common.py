@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiling.draw import style
 from profiling.draw.style import SIZE, Theme
-from twell._tables import SCREENED
+from twell.strategy.tables import SCREENED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -37,9 +37,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from profiling.bench.report import write_json
 from profiling.serving import models, steps
 from profiling.serving.models import Block
-from twell import _auto, testing
-from twell._explanation import Choice
+from twell import testing
 from twell.commands.timing import Cpu, Device, Gpu, Recording, measure, spread
+from twell.strategy import site as sites
+from twell.strategy.explanation import Choice
 
 DECODE, PREFILL = (1, 8, 32, 64, 128, 256, 512), (2048, 8192)
 VARIANTS = ("stock", "dense", "row", "union", "auto")
@@ -325,7 +326,7 @@ def _choice(block: Block, tokens: int, graph: str) -> Choice | None:
         ends = row.tokens.split()
         return row.graph == graph and int(ends[0]) <= tokens <= int(ends[-1])
 
-    return next(filter(covers, _auto.site_of(block.w_gate, True).explain()), None)
+    return next(filter(covers, sites.site_of(block.w_gate, True).explain()), None)
 
 
 def _figures(block: Block, tokens: int) -> tuple[float | None, ...]:

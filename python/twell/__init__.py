@@ -12,14 +12,14 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from twell import nn, ops
-from twell._auto import AutoStrategy
+from twell import _pickles, nn, ops  # noqa: F401  (pickles of version 0.2 load)
 from twell._compaction import CompactionReport, Firing, FiringCounts, compact, count_firing, restore
 from twell._runtime import log
 from twell._sparsify import sparsify_
 from twell.functional import Aux, pack, sparse_ffn, sparse_gated_ffn
 from twell.nn import explain
 from twell.packed import PackedTwell
+from twell.strategy.site import AutoStrategy
 
 __version__ = "0.2.0"
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twell import _modes
 from twell._arguments import require_choice, require_number
 from twell._runtime import geometry
 
@@ -102,13 +103,9 @@ RELU = Activation()
 
 def _is_seen(threshold: Tensor) -> bool:
     """Whether a threshold is on the CPU and in no graph, so that its value may be read."""
-    if torch.compiler.is_compiling() or threshold.device.type != "cpu" or type(threshold) is not Tensor:
+    if _modes.compiling() or threshold.device.type != "cpu" or type(threshold) is not Tensor:
         return False
-    return not (
-        torch._C._get_tracing_state()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-    )
+    return not (_modes.dispatched() or _modes.transformed())
 
 
 def _require_value(threshold: Tensor) -> None:
@@ -122,7 +119,7 @@ def _require_value(threshold: Tensor) -> None:
 def _level_of(threshold: Tensor, dtype: torch.dtype) -> Tensor:
     """A threshold that moves, rounded to ``dtype``."""
     level = threshold.clamp(min=0).to(dtype)
-    if dtype.itemsize == 2 and torch.compiler.is_compiling():
+    if dtype.itemsize == 2 and _modes.compiling():
         # compilers that compute in fp32 leave out a rounding, but not an operation on its bits
         return level.view(torch.int16).clamp(min=0).view(dtype)
     if _is_seen(threshold) and bool(level.isinf()):
@@ -141,7 +138,7 @@ def activation_of(name: Any, threshold: Any = 0, gated: bool = True) -> Activati
             )
         _require_value(threshold)
         return Activation(name, threshold)
-    if torch.compiler.is_compiling():
+    if _modes.compiling():
         # a graph is for one threshold, but torch.compile may make an input of a float that is not a literal, defaults
         # and attributes included: then it traces once more. Hence 0 is the functions' default, not 0.0
         # here, as it loads sympy, which takes half as long as all of torch

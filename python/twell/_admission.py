@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from twell import _autograd, _memory
-from twell._auto import PACKED_DTYPES
-from twell._plain import PLAIN_TENSORS, undisturbed
-from twell._runtime import geometry, specs
-from twell.ops.operands import Mains, Operands, is_in_memory
+from twell import _memory, _modes
+from twell._modes import PLAIN_TENSORS, is_in_memory
+from twell.ops.operands import Mains, Operands
+from twell.strategy.plan import PACKED_DTYPES, Facts, unpackable
 
 _OPTIONAL = ("b_gate", "b_up", "b_down")
 
@@ -32,7 +31,7 @@ def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
         if value.is_nested or value.layout is not torch.strided:
             kind = "a nested tensor" if value.is_nested else value.layout
             raise TypeError(f"{name}: {argument} must be a strided tensor, got {kind}")
-        if not (torch.compiler.is_compiling() or is_in_memory(value)):
+        if not (_modes.compiling() or is_in_memory(value)):
             # a clone of a pending negation would keep it
             value = value.resolve_neg() if value.is_neg() else value.clone()
         present[argument] = value
@@ -67,10 +66,10 @@ def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
 def admitted(layer: Operands, gated: bool, compression: int) -> bool:
     """Whether these are plain tensors in eager mode that the sparse kernels take as they are.
 
-    True answers every question of ``admit``, ``sharded``, ``require_packable`` and ``functional._route`` at once: there
-    is nothing to cast, to wrap, to transform or to refuse. False says nothing.
+    True answers every question of ``admit`` and ``sharded``, and those of ``plan`` about operands and modes: there is
+    nothing to cast, to wrap, to transform or to refuse. False says nothing.
     """
-    if torch.compiler.is_compiling() or not undisturbed():
+    if _modes.compiling() or not _modes.undisturbed():
         return False
     x, first, up, down, b_first, b_up, b_down = layer
     for operand in layer:
@@ -106,11 +105,7 @@ def _fits(operand: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: t
 @functools.lru_cache(4096)
 def _takes(n: int, k: int, compression: int) -> bool:
     """Whether the sparse kernels take these sizes."""
-    try:
-        require_sizes("", n, k)
-    except (ValueError, NotImplementedError):
-        return False
-    return compression in geometry.COMPRESSIONS
+    return unpackable(Facts(n=n, k=k, compression=compression)) is None
 
 
 def _common(values: list[tuple[str, Any]]) -> Any:
@@ -158,32 +153,6 @@ def sharded(operands: Mapping[str, Tensor]) -> bool:
     return False
 
 
-def require_packable(
-    name: str, operands: Mapping[str, Tensor], compression: int, instead: str = '; strategy="dense" takes it'
-) -> None:
-    """Raise unless the sparse kernels take the sizes, the device and ``compression``; errors end with ``instead``."""
-    x, weight = operands["x"], operands["w_gate" if "w_gate" in operands else "w_up"]
-    if not isinstance(compression, int) or compression not in geometry.COMPRESSIONS:
-        raise ValueError(f"{name}: compression must be one of {geometry.COMPRESSIONS}, got {compression!r}")
-    n, k = weight.shape
-    require_sizes(name, n, k, instead)
-    if x.device.type not in ("cpu", "cuda", "meta"):
-        raise NotImplementedError(f"{name}: the sparse path runs on cuda and cpu, got {x.device.type}")
-
-
-def require_sizes(name: str, n: int, k: int, instead: str = "") -> None:
-    """Raise ValueError or NotImplementedError unless the sparse kernels take [N, K] weights."""
-    for letter, size, limit in (("K", k, specs.K_CLASSES[-1]), ("N", n, geometry.MAX_NEURONS)):
-        if size == 0 or size % 8:
-            raise ValueError(
-                f"{name}: {letter} must be a positive multiple of 8 for the sparse kernels, got {size}{instead}"
-            )
-        if size > limit:
-            raise NotImplementedError(
-                f"{name}: {letter} must be at most {limit} for the sparse kernels, got {size}{instead}"
-            )
-
-
 def needing_grad(operands: Mapping[str, Tensor]) -> list[str]:
     """Names of the operands whose gradient autograd will want from this call."""
     return [argument for argument, value in operands.items() if value.requires_grad] if torch.is_grad_enabled() else []
@@ -223,7 +192,7 @@ def admit_mains(
     require_apart(name, dict(zip(weights, mains)), given)
     needing = needing_grad(operands)
     taken = [main if argument in needing else None for argument, main in zip(weights, mains)]
-    if any(main is not None for main in taken) and (got := _autograd.transformed(operands, True)):
+    if any(main is not None for main in taken) and (got := _modes.transform_of(operands, True)):
         raise NotImplementedError(f"{name}: main_grads take the gradients of a plain backward pass, got {got}")
     return Mains(*taken) if "w_gate" in operands else Mains(w_gate=taken[0], w_down=taken[1])
 
@@ -232,7 +201,7 @@ def _unwritable(main: Tensor) -> str:
     """What keeps kernels from adding to the memory of ``main``; "" if nothing does."""
     if main.layout is not torch.strided:
         return f"of layout {main.layout}"
-    if torch.compiler.is_compiling():
+    if _modes.compiling():
         return ""
     if not is_in_memory(main):
         return "whose memory does not hold its values (a negated view, or zeros without memory)"

@@ -18,12 +18,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _admission, _auto, functional
+from twell import _admission, _modes, functional
 from twell._activation import activation_of
 from twell._down_layout import unlisted
 from twell._runtime import geometry
 from twell._sparsify.modules import FusedGatedMLP, SparseDown
 from twell.nn import SparseGatedMLP, SparseMLP
+from twell.strategy.plan import PACKED_DTYPES
 
 MLP = SparseGatedMLP | SparseMLP
 Module = TypeVar("Module", bound=nn.Module)
@@ -151,21 +152,16 @@ def _counter(owner: MLP, totals: Tensor) -> Callable[[nn.Module, tuple[Any, ...]
         # a copy of the layer has this hook, too; the layer itself refuses an x that is no tensor
         if module is not owner or not isinstance(x, Tensor):
             return
-        if torch.compiler.is_compiling() or not recomputing():
+        if _modes.compiling() or not _modes.in_backward():
             _count(owner, x, totals)
 
     return count
 
 
-def recomputing() -> bool:
-    """Whether this call is the recomputation of a checkpoint, within backward."""
-    return torch._C._current_graph_task_id() != -1
-
-
 @torch.library.custom_op("twell_internal::add_counts", mutates_args=("totals",))
 def _add_counts(totals: Tensor, fired: Tensor, tokens: int) -> None:
     """Add to ``totals`` unless a checkpoint recomputes, which a graph learns only when it runs."""
-    if not recomputing():
+    if not _modes.in_backward():
         totals[:-1] += fired
         totals[-1] += tokens
 
@@ -211,10 +207,7 @@ def as_parameters(mlp: MLP, rows: Tensor) -> Tensor:
 
 def _packs(mlp: MLP, x: Tensor) -> bool:
     """Whether the sparse kernel computes the gate, or may."""
-    if isinstance(mlp.threshold, Tensor):
-        return False
-    requested = "auto" if isinstance(mlp.strategy, _auto.AutoStrategy) else mlp.strategy
-    return x.dtype in _auto.PACKED_DTYPES and _auto.fixed(requested, x.device, x.dtype, False)[0] != "dense"
+    return x.dtype in PACKED_DTYPES and not mlp._runs_dense(mlp.down_proj.weight)
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.multiprocessing.reductions import shared_cache
 
-from twell import _autograd, _memory
+from twell import _memory, _modes
 from twell._admission import sharded
 from twell._runtime import device
 from twell._runtime.log import warn_once
-from twell.ops.operands import is_in_memory
 
 # Whether modules are listed for twell itself, which hands out no parameters.
 _UNLISTED: ContextVar[bool] = ContextVar("unlisted", default=False)
@@ -59,7 +58,7 @@ class Laid:
 
     def put_back(self) -> None:
         """Store the weight as nn.Linear does."""
-        if torch.compiler.is_compiling() or self.weight is None or _UNLISTED.get():
+        if _modes.compiling() or self.weight is None or _UNLISTED.get():
             return
         # a compiler lists what it traces, to read it
         if TracingContext.try_get() is not None:
@@ -67,7 +66,7 @@ class Laid:
         with self.lock:
             if self.weight is None:
                 return
-            captured = _memory.is_captured(self.weight) or is_capturing(self.weight)
+            captured = _memory.is_captured(self.weight) or _modes.capturing(self.weight)
             if captured or not _has_memory_alone(self.weight):
                 reader = "a CUDA graph reads it" if captured else "another tensor has its memory"
                 then = "capture again" if captured else "make that one again"
@@ -87,9 +86,9 @@ class Laid:
         if not weight.is_cuda:
             return
         read = weight.data_ptr(), torch._C._cuda_getCurrentRawStream(weight.device.index)
-        if is_capturing(weight):
+        if _modes.capturing(weight):
             _memory.note_capture(weight)
-        elif read not in self.reads and _autograd.eager((weight,)):
+        elif read not in self.reads and _modes.eager((weight,)):
             self.reads.add(read)
             weight.record_stream(torch.cuda.current_stream(weight.device))
 
@@ -126,7 +125,7 @@ def turn(layer: Any) -> contextlib.AbstractContextManager[None]:
     if type(weight) is nn.Parameter and is_on_gpu(weight):
         if layer._down_layout == "auto":
             return Turn(layer, parameters)
-        if is_capturing(weight):
+        if _modes.capturing(weight):
             _memory.note_capture(weight)
     return _NOTHING
 
@@ -175,7 +174,7 @@ def obstacle(layer: Any) -> str:
     if layer._down_layout != "auto":
         return "it was set so"
     plain = type(weight) is nn.Parameter and is_on_gpu(weight) and not weight.is_inference()
-    if not plain or not is_in_memory(weight):
+    if not plain or not _modes.is_in_memory(weight):
         return "it is no plain parameter on a GPU"
     if layer.training:
         return "the layer is in training mode"
@@ -183,9 +182,9 @@ def obstacle(layer: Any) -> str:
         return "there was no memory for a copy"
     if not alone or weight.grad is not None or not _owns_memory(weight):
         return "other code holds it or its memory, as an optimizer, a state dict or a view does"
-    if _memory.is_captured(weight) or is_capturing(weight):
+    if _memory.is_captured(weight) or _modes.capturing(weight):
         return "a CUDA graph reads it"
-    if not _autograd.eager((weight,)):
+    if not _modes.eager((weight,)):
         return "the call is traced or transformed"
     if layer._runs_dense(weight):
         return "inference runs dense"
@@ -195,18 +194,13 @@ def obstacle(layer: Any) -> str:
 def note_capture(layer: Any) -> None:
     """Note that a graph which is captured now reads the down weight of ``layer``, if one is."""
     weight = layer.down_proj._parameters.get("weight") if isinstance(layer.down_proj, nn.Linear) else None
-    if type(weight) is nn.Parameter and not torch.compiler.is_compiling() and is_capturing(weight):
+    if type(weight) is nn.Parameter and not _modes.compiling() and _modes.capturing(weight):
         _memory.note_capture(weight)
 
 
 def is_on_gpu(weight: Tensor | None) -> bool:
     """Whether kernels of a GPU read the weight; a CPU has no use for rows."""
     return weight is not None and weight.is_cuda
-
-
-def is_capturing(weight: Tensor) -> bool:
-    """Whether the current stream of a GPU captures a graph."""
-    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _references(parameters: dict[str, Any]) -> int:

@@ -7,9 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from twell import _modes
 
 # Storages that captured CUDA graphs read. While a weak reference exists, no other storage gets its address.
 _CAPTURED: dict[int, StorageWeakRef] = {}
@@ -57,10 +58,9 @@ def folded(matrix: Tensor) -> bool:
 
 def _is_real(tensor: Tensor) -> bool:
     """Whether ``tensor`` has elements in memory, unlike its stand-in in a trace or transform."""
-    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if _modes.compiling() or _modes.is_wrapped(tensor):
         return False
-    plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
-    return plain and not tensor.is_meta and tensor.numel() > 0
+    return type(tensor) in _modes.PLAIN_TENSORS and not tensor.is_meta and tensor.numel() > 0
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

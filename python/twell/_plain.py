@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.modules import linear as _linear
 from torch.nn.modules import module as _module
 
-from twell import _auto
+from twell import _modes
+from twell._modes import PLAIN_TENSORS
 
-PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 # torch's own subclasses, such as fake and distributed tensors, count as plain
 _STAND_INS = ("torch._subclasses", "torch.distributed")
 
@@ -41,30 +40,12 @@ def behaves(value: Tensor | None) -> bool:
     return not any(vars(base).keys() & {"__torch_function__", "__torch_dispatch__"} for base in bases)
 
 
-def transformed() -> bool:
-    """Whether a trace or transform is active, forward-mode AD among them."""
-    return bool(
-        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._get_tracing_state()
-    )
-
-
-def undisturbed() -> bool:
-    """Whether operators do to plain tensors what they always do: no trace, transform, mode or autocast is active."""
-    return not (
-        torch._C._is_any_autocast_enabled()
-        or torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-        or transformed()
-    )
-
-
 def overridden(operands: Mapping[str, Tensor]) -> str:
     """The operand or mode of a call that overrides PyTorch's operators; "" if none."""
     for argument, value in operands.items():
         if not behaves(value):
             return f"{argument}, a {type(value).__name__},"
-    for i in range(torch._C._len_torch_function_stack()):
-        kind = type(torch._C._get_function_stack_at(i))
+    for kind in _modes.function_modes():
         # torch's own modes set the default device, or trace
         if not kind.__module__.startswith("torch."):
             return f"the TorchFunctionMode {kind.__name__}"
@@ -74,7 +55,7 @@ def overridden(operands: Mapping[str, Tensor]) -> str:
 def calls_are_torchs() -> bool:
     """Whether calling an ``nn.Linear`` runs torch's own code; libraries may replace it for all modules."""
     # torch.export replaces the call of every module while it traces
-    called = nn.Linear.__call__ is _CALL or _auto._exporting()
+    called = nn.Linear.__call__ is _CALL or _modes.exporting()
     return called and nn.Linear.forward is _FORWARD and F.linear is _LINEAR
 
 
@@ -122,7 +103,7 @@ def of_torch(thing: Any) -> bool:
 
 def _replaced(child: nn.Module) -> bool:
     """Whether ``child`` has a ``forward`` set on the instance; compiled graphs notice a later one, too."""
-    if not torch.compiler.is_compiling():
+    if not _modes.compiling():
         return "forward" in vars(child)
     # Dynamo guards on the attribute's value, not on an absent key
     forward: Any = child.forward

@@ -48,7 +48,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from twell import ops
+from twell import _modes, ops
 from twell._runtime import geometry
 
 # the dimension of each operand that counts neurons
@@ -205,7 +205,7 @@ def _local(tensor: DTensor, placements: tuple[Placement, ...], gradient: tuple[P
     """The local part of ``tensor``, redistributed to ``placements``; differentiable."""
     if tensor.placements != placements:
         tensor = tensor.redistribute(placements=placements)
-    if torch.compiler.is_compiling():
+    if _modes.compiling():
         return tensor.to_local(grad_placements=gradient)
     return cast(Tensor, _Local.apply(tensor, gradient))  # type: ignore[no-untyped-call]
 

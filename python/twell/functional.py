@@ -10,11 +10,11 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from twell import _auto, _autograd, ops, tuning
+from twell import _autograd, _modes, ops
 from twell._activation import RELU, Activation, ActivationName, activation_of
-from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, require_packable, sharded
-from twell._auto import AutoStrategy
-from twell._plain import PLAIN_TENSORS, overridden
+from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, sharded
+from twell._modes import PLAIN_TENSORS
+from twell._plain import overridden
 from twell._runtime import geometry, nvtx
 from twell._runtime.log import info_once, warn_once
 from twell.ops import screened
@@ -24,11 +24,11 @@ from twell.ops.operands import Mains, Operands
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.packed import PackedTwell
+from twell.strategy.plan import PACKED_DTYPES, Facts, Route, route_of, routed, unpackable
+from twell.strategy.site import AutoStrategy, Measurement, enroll, found, tokens_of, without_site
+from twell.strategy.tables import imposed_on_call
 
 Strategy = Literal["auto", "dense", "row", "union"]
-_SPARSE = ("row", "union")
-
-_WIDE_DTYPES = (torch.float32, torch.float64)
 
 
 class Aux(NamedTuple):
@@ -252,10 +252,13 @@ def pack(
     kind = activation_of("fatrelu", threshold)
     t = admit(name, x=x, w_gate=w_gate, b_gate=b_gate)
     x = t["x"]
-    require_packable(name, t, compression, instead="")
-    if x.dtype not in _auto.PACKED_DTYPES:
+    n, k = t["w_gate"].shape
+    facts = Facts(name, n=n, k=k, compression=compression, device=x.device.type)
+    if refusal := unpackable(facts, instead=""):
+        raise refusal.kind(refusal.message)
+    if x.dtype not in PACKED_DTYPES:
         raise TypeError(f"{name}: dtype must be bfloat16 or float16, which the format stores, got {x.dtype}")
-    if got := _autograd.transformed(t, False) or overridden(t):
+    if got := _modes.transform_of(t, False) or overridden(t):
         raise NotImplementedError(f"{name}: the format takes plain tensors, got {got}")
     if needing := needing_grad(t):
         raise NotImplementedError(
@@ -266,7 +269,7 @@ def pack(
         from twell import _sharding
 
         x = _sharding.packable(name, t)
-    tokens, n = x.reshape(-1, x.shape[-1]), t["w_gate"].shape[0]
+    tokens = x.reshape(-1, x.shape[-1])
     words, spill, stats = ops.gate_pack(tokens, t["w_gate"], t.get("b_gate"), compression, kind.threshold)
     words, spill = (packed.reshape(*x.shape[:-1], packed.shape[1]) for packed in (words, spill))
     return PackedTwell(words, spill, stats, n, compression)
@@ -277,7 +280,7 @@ def _ffn(
     given: Operands,
     gated: bool,
     activation: Activation,
-    strategy: Strategy | AutoStrategy | _auto.Route,
+    strategy: Any,
     invariant: bool,
     compression: int,
     main_grads: Sequence[Tensor | None] | None,
@@ -285,12 +288,16 @@ def _ffn(
 ) -> Tensor | tuple[Tensor, Aux]:
     """Run ``function``, ``sparse_gated_ffn`` or ``sparse_ffn``, on the operands ``given``."""
     name = function.__name__
-    requested = _requested(strategy, invariant)
+    site, asked, screen, same_bits = None, strategy, False, invariant
+    if isinstance(strategy, AutoStrategy):
+        site, asked, screen = strategy, "auto", strategy.screens and not invariant
+    elif isinstance(strategy, Route) and invariant is False:
+        # benchmarks and tests hand in routes that have no name
+        asked, screen, same_bits = strategy.strategy, strategy.screen, strategy.invariant
     if activation.moves:
-        if invariant:
-            raise NotImplementedError(f"{name}: threshold must be a number with invariant=True, got a tensor")
         # no kernel reads a tensor
-        strategy, invariant, requested = "dense", False, _auto.Route("dense")
+        asked = strategy = routed(Facts(name, asked, invariant, moving=True)).strategy
+        invariant = same_bits = screen = False
     if plain := admitted(given, gated, compression):
         # the answers to all questions that the other branch asks
         layer, mains = given, Mains()
@@ -298,9 +305,11 @@ def _ffn(
             named = given.named(gated)
             present = {argument: operand for argument, operand in named.items() if operand is not None}
             mains = admit_mains(name, present, named, main_grads)
-        training = torch.is_grad_enabled() and given.requires_grad()
-        direct = is_direct(layer.x)
-        route = _choose(layer, requested, training, direct)
+        device, training = given.x.device, torch.is_grad_enabled() and given.requires_grad()
+        imposed = imposed_on_call(device.type, device.index) if asked == "auto" else ""
+        direct = is_direct(given.x)
+        facts = Facts(name, asked, same_bits, site is not None, screen, imposed=imposed, training=training)
+        route = routed(facts)
     else:
         named, direct = given.named(gated), False
         t = admit(name, **named)
@@ -310,16 +319,22 @@ def _ffn(
             return _on_shards(name, function, t, named, main_grads, return_aux, options)  # type: ignore[no-any-return]
         mains = admit_mains(name, t, named, main_grads)
         layer, training = Operands.of(t), bool(needing_grad(t))
-        route = _route(name, t, layer, training, requested, compression)
-    site = None
-    if isinstance(requested, AutoStrategy) and (route.strategy == "auto" or route.measurement is not None):
+        facts = Facts(name, asked, same_bits, site is not None, screen, training=training)
+        if asked != "dense":
+            facts = _gathered(facts, t, compression)
+        route = routed(facts)
+        _say(facts, route)
+    if route.strategy == "auto":
+        route = _chosen(layer, site, training, direct, route)
+    first = None
+    if site is not None and (route.strategy == "auto" or route.measurement is not None):
         # the operators find the site by the weight that the caller holds
-        site = given.w_gate
-        if not _auto.tracing(0) and type(site) in PLAIN_TENSORS and _auto.found(site) is not requested:
-            _auto.enroll(site, requested)
+        first = given.w_gate
+        if not _modes.tracing(0) and type(first) in PLAIN_TENSORS and found(first) is not site:
+            enroll(first, site)
     activation.level(layer.x.dtype)
     call = _Call(name, training, plain, direct, activation, compression, return_aux)
-    return _run(call, layer, route, mains, site)
+    return _run(call, layer, route, mains, first)
 
 
 class _Call(NamedTuple):
@@ -338,16 +353,14 @@ class _Call(NamedTuple):
     return_aux: bool
 
 
-def _range_of(call: _Call, layer: Operands, route: _auto.Route, *rest: Any) -> nvtx.Context:
+def _range_of(call: _Call, layer: Operands, route: Route, *rest: Any) -> nvtx.Context:
     """Return the profiler's range of a routed call."""
     phase = nvtx.FORWARD if call.training else nvtx.INFERENCE
     return nvtx.range(call.name, category=phase, **nvtx.sizes(layer._asdict()), strategy=route.name)
 
 
 @nvtx.marked(_range_of)
-def _run(
-    call: _Call, layer: Operands, route: _auto.Route, mains: Mains, site: Tensor | None
-) -> Tensor | tuple[Tensor, Aux]:
+def _run(call: _Call, layer: Operands, route: Route, mains: Mains, site: Tensor | None) -> Tensor | tuple[Tensor, Aux]:
     """Compute ``layer`` as ``route`` says. The operators find the layer's ``AutoStrategy`` by ``site``, if given."""
     x = layer.x
     if route.strategy == "dense":
@@ -357,7 +370,7 @@ def _run(
 
     if call.direct and not call.training:
         y, l1, nonzeros = ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
-        return (y, _per_token(l1, nonzeros, _auto.tokens_of(x))) if call.return_aux else y
+        return (y, _per_token(l1, nonzeros, tokens_of(x))) if call.return_aux else y
     if x.dim() != 2:
         layer = layer._replace(x=x.reshape(-1, x.shape[-1]))
     if call.training:
@@ -389,7 +402,7 @@ def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, 
     gate = F.linear(x, w_gate, b_gate)
     operands = () if call.plain else tuple(operand for operand in layer if operand is not None)
     if w_up is None:
-        gate = activation.after(gate, inplace=not call.training and _autograd.eager(operands))
+        gate = activation.after(gate, inplace=not call.training and _modes.eager(operands))
         hidden = activation.hidden(gate, None)
     elif call.direct and not call.training and not activation.moves and pays(gate):
         hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up), activation, inplace=True)
@@ -406,7 +419,7 @@ def _unviewed(y: Tensor, shape: torch.Size) -> Tensor:
 
     FSDP2 puts hooks on outputs, and a hook on a view is lost when the view is changed in place.
     """
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+    if _modes.jit_tracing():
         # an operator called by its name would make constants of the traced sizes
         return y.reshape(shape)
     return torch.ops.aten._unsafe_view.default(y, shape)  # type: ignore[no-any-return]
@@ -414,7 +427,7 @@ def _unviewed(y: Tensor, shape: torch.Size) -> Tensor:
 
 def _no_view(y: Tensor) -> Tensor:
     """Return ``y`` not as a view, which F.linear with a bias and ``to_local`` may give; unchanged while compiling."""
-    return _unviewed(y, y.shape) if not torch.compiler.is_compiling() and y._is_view() else y
+    return _unviewed(y, y.shape) if not _modes.compiling() and y._is_view() else y
 
 
 def _on_shards(
@@ -437,93 +450,48 @@ def _on_shards(
     return y if figures is None else (y, Aux(*figures))
 
 
-def _requested(strategy: Any, invariant: bool) -> AutoStrategy | _auto.Route:
-    """What a caller asks for, checked: a site, or the route of a named strategy.
-
-    Benchmarks and tests hand in routes that have no name.
-    """
-    if invariant is False and isinstance(strategy, (AutoStrategy, _auto.Route)):
-        return strategy
-    tuning.require_strategy("auto" if isinstance(strategy, AutoStrategy) else strategy, invariant)
-    return _auto.Route("row", invariant=True) if invariant else _auto.Route(strategy)
-
-
-def _route(
-    name: str,
-    operands: Mapping[str, Tensor],
-    layer: Operands,
-    training: bool,
-    requested: AutoStrategy | _auto.Route,
-    compression: int,
-) -> _auto.Route:
-    """Choose how this call runs. Unless "dense" is requested, this checks every limit of the sparse path."""
-    strategy = "auto" if isinstance(requested, AutoStrategy) else requested.strategy
-    if strategy == "dense":
-        return _auto.Route("dense")
-    x = layer.x
-    require_packable(name, operands, compression)
-    if got := _autograd.transformed(operands, training):
-        if strategy in _SPARSE:
-            raise NotImplementedError(
-                f'{name}: strategy="{strategy}" takes plain tensors, got {got}; use strategy="dense", or "auto", '
-                "which is dense then"
-            )
-        return _auto.Route("dense")
-    if _auto.to_onnx():
-        if strategy in _SPARSE:
-            raise NotImplementedError(
-                f'{name}: strategy="{strategy}" cannot be exported to ONNX, which has no such operators; export with '
-                'strategy="dense", or "auto", which is dense then, or by torch.export'
-            )
-        return _auto.Route("dense")
-    if training and _auto._exporting():
-        if strategy in _SPARSE:
-            raise NotImplementedError(
-                f'{name}: strategy="{strategy}" exports inference alone, got grad mode and operands that require grad '
-                f"({', '.join(needing_grad(operands))}); export under torch.no_grad(), with frozen weights or with "
-                'strategy="dense"'
-            )
-        return _auto.Route("dense")
-    if got := overridden(operands):
-        if isinstance(requested, _auto.Route) and requested.invariant:
-            raise NotImplementedError(f"{name}: expected PyTorch's own operators with invariant=True, got {got}")
-        if not torch.compiler.is_compiling():
-            warn_once(
-                f"{name} runs dense: {got} may make something else of PyTorch's operators than the sparse kernels do"
-            )
-        return _auto.Route("dense")
-    if x.dtype not in _auto.PACKED_DTYPES and (x.dtype not in _WIDE_DTYPES or x.device.type != "cpu"):
-        raise TypeError(
-            f"{name}: dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast), "
-            f'got {x.dtype} on {x.device.type}; strategy="dense" takes what F.linear takes there'
-        )
-    return _choose(layer, requested, training, direct=False)
+def _gathered(facts: Facts, operands: Mapping[str, Tensor], compression: int) -> Facts:
+    """The facts of a call that is not plain, or that the kernels may refuse."""
+    x, (n, k) = operands["x"], operands["w_gate" if "w_gate" in operands else "w_up"].shape
+    device = x.device
+    return facts._replace(
+        n=n,
+        k=k,
+        compression=compression,
+        dtype=x.dtype,
+        device=device.type,
+        imposed=imposed_on_call(device.type, device.index) if facts.strategy == "auto" else "",
+        needing=tuple(needing_grad(operands)),
+        transformed=_modes.transform_of(operands, facts.training),
+        overridden=overridden(operands),
+        onnx=_modes.to_onnx(),
+        exporting=_modes.exporting(),
+        tracing=_modes.tracing(tokens_of(x)),
+    )
 
 
-def _choose(layer: Operands, requested: AutoStrategy | _auto.Route, training: bool, direct: bool) -> _auto.Route:
-    """Choose how a call runs that the sparse path takes. An operator that is not called directly chooses itself."""
-    x = layer.x
-    site = requested if isinstance(requested, AutoStrategy) else None
-    route = _auto.AUTO if isinstance(requested, AutoStrategy) else requested
-    if route.invariant and training:
-        raise NotImplementedError(
-            "invariant=True computes inference alone, got grad mode and operands that require grad; call it "
-            "under torch.no_grad(), or train without it"
-        )
-    strategy, _ = _auto.fixed(route.strategy, x.device, x.dtype, training)
-    if strategy:
-        if strategy == "dense" and route.strategy in _SPARSE and not torch.compiler.is_compiling():
-            info_once("inference in float32 and float64 runs dense, whatever strategy was named")
-        return route if strategy == route.strategy and x.dtype in _auto.PACKED_DTYPES else _auto.Route(strategy)
-    copied = copies_down(layer.w_down)
+def _say(facts: Facts, route: Route) -> None:
+    """Say once that a call runs dense against what its caller may expect."""
+    if _modes.compiling() or route.strategy != "dense" or facts.strategy == "dense":
+        return
+    if facts.overridden:
+        got = f"{facts.overridden} may make something else of PyTorch's operators than the sparse kernels do"
+        warn_once(f"{facts.name} runs dense: {got}")
+    elif facts.strategy != "auto" or facts.invariant:
+        info_once("inference in float32 and float64 runs dense, whatever strategy was named")
+
+
+def _chosen(layer: Operands, site: AutoStrategy | None, training: bool, direct: bool, route: Route) -> Route:
+    """The choice of "auto" by costs. An operator that is not called directly chooses itself."""
     if not training and not direct:
-        return _auto.Route("auto", screen=site is not None and site.screens)
-    if training and _auto.tracing(m := _auto.tokens_of(x)):
-        return _auto.Route("union") if site is None else _auto.route_of(site.trace(m, copied))
+        return route
+    x, copied = layer.x, copies_down(layer.w_down)
+    if training and site is not None and _modes.tracing(m := tokens_of(x)):
+        return route_of(site.trace(m, copied))
     n, gated = layer.w_gate.shape[0], layer.w_up is not None
     if site is not None:
         return site.begin(x, n, gated, training, copied)
-    return _auto.Route(_auto.fresh(x, n, gated, training, copied))
+    return without_site(x, n, gated, training, copied)
 
 
 def copies_down(w_down: Tensor) -> bool:
@@ -532,7 +500,7 @@ def copies_down(w_down: Tensor) -> bool:
     return not (inner == 1 and stride >= w_down.shape[0] and stride % STRIDE_MULTIPLE == 0)
 
 
-def _note_dense(route: _auto.Route, layer: Operands, gate: Tensor, y: Tensor, activation: Activation) -> None:
+def _note_dense(route: Route, layer: Operands, gate: Tensor, y: Tensor, activation: Activation) -> None:
     """Hand a dense gate [..., N], before or after its activation, to the measurement, if there is one.
 
     Training keeps its choice until backward passes y.
@@ -544,9 +512,7 @@ def _note_dense(route: _auto.Route, layer: Operands, gate: Tensor, y: Tensor, ac
         route.holder.hold(y)
 
 
-def _note_training(
-    route: _auto.Route, layer: Operands, nonzeros: Any, sizes: Any, y: Tensor, activation: Activation
-) -> None:
+def _note_training(route: Route, layer: Operands, nonzeros: Any, sizes: Any, y: Tensor, activation: Activation) -> None:
     """The same for the counts of a sparse call that needs gradients."""
     if route.measurement is not None:
         m, n = route.measurement.problem.m, route.measurement.problem.n
@@ -557,7 +523,7 @@ def _note_training(
         route.holder.hold(y)
 
 
-def _candidates(layer: Operands, measurement: _auto.Measurement, activation: Activation) -> Tensor | None:
+def _candidates(layer: Operands, measurement: Measurement, activation: Activation) -> Tensor | None:
     """The candidates of each tile of tokens, if the measurement wants them."""
     if not measurement.screen:
         return None
@@ -567,10 +533,10 @@ def _candidates(layer: Operands, measurement: _auto.Measurement, activation: Act
 def _dense_aux(hidden: Tensor, gate: Tensor, activation: Activation = RELU) -> Aux:
     """``Aux`` of a dense hidden state and its gate, before or after its activation."""
     l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
-    return _per_token(l1, gate.numel() - (gate <= activation.level(gate.dtype)).sum(), _auto.tokens_of(hidden))
+    return _per_token(l1, gate.numel() - (gate <= activation.level(gate.dtype)).sum(), tokens_of(hidden))
 
 
 def _per_token(l1: Any, nonzeros: Any, tokens: int) -> Aux:
     # an exported graph has no guard for the case of no tokens, and takes max(tokens, 1) for tokens
-    least: Any = torch.full_like(nonzeros, tokens).clamp(min=1) if torch.compiler.is_exporting() else max(tokens, 1)
+    least: Any = torch.full_like(nonzeros, tokens).clamp(min=1) if _modes.exporting() else max(tokens, 1)
     return Aux(l1 / least, nonzeros.float() / least)

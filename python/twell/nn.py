@@ -10,14 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _admission, _auto, _autograd, _down_layout, _plain, functional, tuning
+from twell import _autograd, _down_layout, _modes, _plain, functional
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
-from twell._auto import AutoStrategy, Screen
-from twell._explanation import Choice, Explanation
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
 from twell.functional import Aux, Strategy
+from twell.strategy import tables
+from twell.strategy.explanation import Choice, Explanation
+from twell.strategy.plan import Facts, Refusal, Route, plan, routed
+from twell.strategy.site import AutoStrategy, Screen, found, require_screen
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,9 +47,9 @@ def _require_setting(layer: SparseFFN, name: str, value: Any) -> None:
     elif name == "threshold":
         activation_of(layer.activation, value, layer._gated)
     elif name == "strategy":
-        tuning.require_strategy(_name_of(value), layer.__dict__.get("_invariant", False))
+        routed(Facts(strategy=_name_of(value), invariant=layer.__dict__.get("_invariant", False)))
     elif name == "invariant":
-        tuning.require_strategy(_name_of(layer._strategy), value)
+        routed(Facts(strategy=_name_of(layer._strategy), invariant=value))
     elif name == "compression":
         geometry.words_per_tile(value)
     elif name == "down_layout":
@@ -125,9 +127,7 @@ class SparseFFN(nn.Module):
             raise TypeError(f"dtype must be a floating torch.dtype, got {dtype!r}")
         require_integer("hidden", hidden, 1)
         require_integer("intermediate", intermediate, 1)
-        if strategy != "dense":
-            name = type(self).__name__
-            _admission.require_sizes(name, intermediate, hidden, '; strategy="dense" takes it')
+        routed(Facts(type(self).__name__, _name_of(strategy), invariant, n=intermediate, k=hidden))
         self.hidden, self.intermediate = hidden, intermediate
         self.compression, self.strategy, self.invariant = compression, strategy, invariant
         self.activation = activation
@@ -239,7 +239,7 @@ class SparseFFN(nn.Module):
         if not self._is_plain():
             _down_layout.note_capture(self)
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
-        with contextlib.nullcontext() if torch.compiler.is_compiling() else _down_layout.turn(self):
+        with contextlib.nullcontext() if _modes.compiling() else _down_layout.turn(self):
             result = self._sparse(x, return_aux or self._record_aux)
         return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
@@ -257,17 +257,22 @@ class SparseFFN(nn.Module):
             "compression": self._compression,
         }
 
-    def _fixed(self, weight: Tensor, training: bool) -> tuple[str, str]:
-        """The strategy, with the reason, of all calls on a weight like this; "" where "auto" chooses."""
-        kind, requested = weight.device.type, "row" if self._invariant else str(_name_of(self._strategy))
+    def _planned(self, weight: Tensor | None, training: bool) -> Route | Refusal:
+        """How all calls on a down weight like this run; with None, as the layer calls its projections."""
+        moving = isinstance(self._threshold, Tensor)
+        facts = Facts(type(self).__name__, _name_of(self._strategy), self._invariant, training=training, moving=moving)
+        if weight is None:
+            return plan(facts._replace(called=True))
+        (k, n), kind, index = weight.shape, weight.device.type, weight.device.index
         # autocast leaves float64 as it is
         autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
         dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
-        return _auto.fixed(requested, weight.device, dtype, training)
+        return plan(facts._replace(n=n, k=k, dtype=dtype, device=kind, imposed=tables.imposed(kind, index)))
 
     def _runs_dense(self, weight: Tensor) -> bool:
-        """Whether inference runs dense, whatever it meets."""
-        return isinstance(self.threshold, Tensor) or self._fixed(weight, False)[0] == "dense"
+        """Whether inference runs dense or not at all, whatever it meets."""
+        answer = self._planned(weight, False)
+        return isinstance(answer, Refusal) or answer.strategy == "dense"
 
     def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
         """The return value of ``forward``, from that of the function."""
@@ -301,10 +306,10 @@ class SparseFFN(nn.Module):
 
     def _by_children(self, x: Tensor, return_aux: bool) -> Any:
         """Run ``forward`` dense by calling the projections, one of which is more than a weight and a bias."""
-        for name in ("accumulate_main_grad", "invariant"):
-            if getattr(self, name):
-                raise NotImplementedError(f"{name}: expected plain nn.Linear projections, got others or hooks")
-        if not torch.compiler.is_compiling():
+        if self.accumulate_main_grad:
+            raise NotImplementedError("accumulate_main_grad: expected plain nn.Linear projections, got others or hooks")
+        routed(Facts(strategy=_name_of(self.strategy), invariant=self.invariant, called=True))
+        if not _modes.compiling():
             warn_once(
                 "a projection of a twell layer has hooks (its own or global ones), a replaced forward, or weights that "
                 "are not plain nn.Parameters (an adapter, say): the layer calls its projections and runs dense"
@@ -320,13 +325,13 @@ class SparseFFN(nn.Module):
     def _runs_torchs(self, x: Tensor) -> bool:
         """Whether "auto" has settled on PyTorch's operators for calls like this one: see ``AutoStrategy``."""
         site = self._auto if self._strategy == "auto" else self._strategy
-        if torch.compiler.is_compiling() or not isinstance(site, AutoStrategy) or not site._settled:
+        if _modes.compiling() or not isinstance(site, AutoStrategy) or not site._settled:
             return False
         if self._invariant:
             return False
         if self._laid.fresh and self._down_layout == "auto":
             return False
-        if type(x) is not Tensor or self._accumulate_main_grad or self._record_aux or _plain.transformed():
+        if type(x) is not Tensor or self._accumulate_main_grad or self._record_aux or _modes.transformed():
             return False
         weight = (self._modules.get("down_proj") or self.down_proj)._parameters.get("weight")
         training = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
@@ -604,33 +609,23 @@ def _laid_out(layer: SparseFFN) -> tuple[str, str]:
 
 
 def _explain(name: str, layer: SparseFFN) -> list[Choice]:
-    why = "" if layer._is_plain() else "a projection is more than a weight and a bias"
-    if not why and isinstance(layer.threshold, Tensor):
-        why = "the threshold is a tensor, which changes during training"
-    if why:
-        strategy, why = ("none", f"calls raise with invariant=True: {why}") if layer.invariant else ("dense", why)
-        return [Choice(name, "any", "any", "", strategy, why)]
-    site, weight = layer._site(), layer.down_proj.weight
-    requested = _name_of(layer.strategy)
-    if requested != "dense":
-        try:
-            _admission.require_sizes("calls raise", weight.shape[1], weight.shape[0], '; strategy="dense" takes it')
-        except (ValueError, NotImplementedError) as error:
-            return [Choice(name, "any", "any", "", "none", str(error))]
-    inference, training = (layer._fixed(weight, training) for training in (False, True))
-    if layer.invariant:
-        inference = inference[0], "invariant=True" if inference[0] == "row" else inference[1]
-        training = "none", "calls raise: invariant=True computes inference alone"
-    if site and not inference[0]:
+    weight = layer.down_proj.weight if layer._is_plain() else None
+    answers = {kind: layer._planned(weight, kind == "training") for kind in ("inference", "training")}
+    site = layer._site()
+    if site and answers["inference"][0] == "auto":
         rows = site.explain(name)
         # graphs that ran before any call have a site of their own
-        other = _auto.found(layer._first_weight())
+        other = found(layer._first_weight())
         if other is not None and other is not site:
             rows += other.explain(name)
         return rows or [Choice(name, "any", "any", "", "auto", "not called yet")]
-    if inference == training:
-        return [Choice(name, "any", "any", "", *inference)]
-    return [Choice(name, "inference", "any", "", *inference), Choice(name, "training", "any", "", *training)]
+    told = {
+        kind: ("none", answer.shown) if isinstance(answer, Refusal) else (answer.strategy, answer.reason)
+        for kind, answer in answers.items()
+    }
+    if told["inference"] == told["training"]:
+        told = {"any": told["inference"]}
+    return [Choice(name, kind, "any", "", *shown) for kind, shown in told.items()]
 
 
 def set_strategy(
@@ -649,9 +644,9 @@ def set_strategy(
     """
     layers = _layers(module)
     if screen is not None:
-        _auto.require_screen(screen)
+        require_screen(screen)
     for layer in layers:
-        tuning.require_strategy(_name_of(strategy), layer.invariant if invariant is None else invariant)
+        routed(Facts(strategy=_name_of(strategy), invariant=layer.invariant if invariant is None else invariant))
     for layer in layers:
         # both at once: the one may not go with the other's old value
         layer._strategy = strategy

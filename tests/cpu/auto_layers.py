@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import twell
-from twell import _tables
 from twell.nn import SparseGatedMLP, set_down_layout
-from twell.tuning import Figures
+from twell.strategy import tables
+from twell.strategy.costs import Figures
 
 BF16 = torch.bfloat16
 K, N = 32, 264
@@ -20,11 +20,11 @@ COSTS = {
     (False, True, K, N): {1: {"row": (0.3, 0.0, 4.0, 0.0), "union": (0.4, 0.5, 1.0, 0.0)}},
     (True, True, K, N): {1: {"union": (0.2, 0.6, 1.0, 0.0)}},
 }
-TABLE = _tables.Table(COSTS, "a GPU", "2026-11-22")
+TABLE = tables.Table(COSTS, "a GPU", "2026-11-22")
 
 
 class Arrivals:
-    """A stand-in for ``_auto.Transfer``: values arrive when ``open`` is true; it counts the queries."""
+    """A stand-in for ``sites.Transfer``: values arrive when ``open`` is true; it counts the queries."""
 
     open = True
     asked = 0

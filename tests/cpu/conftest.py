@@ -22,14 +22,10 @@ def environment(root: Path) -> dict[str, str]:
 @pytest.fixture
 def free_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let "auto" choose on the CPU as it does on a GPU, by the GPU's times alone."""
-    from twell import _auto, tuning
+    from twell.strategy import costs, tables
 
-    def free(kind: str, index: int | None) -> str:
-        return ""
-
-    free._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    monkeypatch.setattr(_auto, "forced", free)
-    monkeypatch.setattr(tuning, "HOST_SECONDS", {False: {}, True: {}})
+    monkeypatch.setattr(tables, "imposed", lambda kind, index: "")
+    monkeypatch.setattr(costs, "HOST_SECONDS", {False: {}, True: {}})
 
 
 @pytest.fixture
@@ -37,11 +33,12 @@ def chooses(free_choice: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The transfers of ``free_choice``, by a table in which the sizes of ``auto_layers`` matter."""
     import auto_layers
 
-    from twell import _auto, _tables
+    from twell.strategy import site as sites
+    from twell.strategy import tables
 
     arrivals = auto_layers.Arrivals()
-    monkeypatch.setattr(_auto, "Transfer", arrivals)
-    monkeypatch.setattr(_tables, "SHIPPED", auto_layers.TABLE)
+    monkeypatch.setattr(sites, "Transfer", arrivals)
+    monkeypatch.setattr(tables, "SHIPPED", auto_layers.TABLE)
     return arrivals
 
 

@@ -26,7 +26,7 @@ import saved_models
 from saved_models import run
 
 import twell
-from twell import _sparsify, _tables, tuning
+from twell import _sparsify
 from twell.commands import analyze, analyze_plots, cli, prediction, saved_model, sparsity
 from twell.commands.analyze import COLUMNS
 from twell.commands.prediction import Call, forecast
@@ -34,6 +34,7 @@ from twell.commands.request import RequestError
 from twell.commands.saved_model import Batch, WatchedLayer
 from twell.commands.sparsity import UNIONS, LayerSparsity, Tally
 from twell.integrations import transformers as integration
+from twell.strategy import costs, tables
 
 CALLS = [Call(1, False), Call(64, False), Call(16384, False), Call(16384, True)]
 
@@ -140,7 +141,7 @@ def test_figures_hold_for_layers_that_fire_nothing_or_everything(value: bool) ->
     tally.add(torch.full((40, 300), value), torch.zeros(40, dtype=torch.bool))
     report = tally.report(layer_of(300))
     assert_report(report, slow(np.full((40, 300), value), [], 8))
-    assert report.figures == tuning.Figures(300.0 * value, None)
+    assert report.figures == costs.Figures(300.0 * value, None)
 
 
 def recorded_inputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
@@ -235,8 +236,8 @@ def test_strategies_are_those_of_the_table(k: int, n: int, mean: float, gated: b
     report = report_of(mean, min(1.0, 8 * mean / n), k, n, gated)
     for call in [*CALLS, Call(300, False), Call(1 << 20, True)]:
         # in training the layout is the user's, by default that of nn.Linear
-        problem = tuning.Problem(call.tokens, k, n, gated, call.training, down_copied=call.training)
-        decision = tuning.decide(problem, report.figures, None)
+        problem = costs.Problem(call.tokens, k, n, gated, call.training, down_copied=call.training)
+        decision = costs.decide(problem, report.figures, None)
         each = prediction.predict(report, call)
         assert each.strategy == decision.strategy
         assert each.speedup == pytest.approx(1 / decision.costs[decision.strategy])
@@ -253,7 +254,7 @@ def test_each_strategy_has_its_reason() -> None:
     full = prediction.predict(report_of(140, 0.1), CALLS[3])
     assert full.strategy == "dense"
     assert "too near the sparse route's limit, 156" in full.reason
-    few = dataclasses.replace(_tables.SHIPPED, costs={(False, False, 2048, 5632): {64: {"row": (0.5, 0.0, 0.0, 0.0)}}})
+    few = dataclasses.replace(tables.SHIPPED, costs={(False, False, 2048, 5632): {64: {"row": (0.5, 0.0, 0.0, 0.0)}}})
     unknown = prediction.predict(report_of(3, 0.1, gated=False), CALLS[0], few)
     assert unknown.reason == "no sparse kernel was measured for 1 token"
     odd = prediction.predict(report_of(3, 0.1, n=5630), CALLS[2])
@@ -306,9 +307,9 @@ def test_command_reports_every_layer(
         lines = [line.split() for line in printed.splitlines() if line.split()[:1] == [row["layer"]]]
         assert [float(lines[0][1]), int(lines[0][2])] == [pytest.approx(float(row["mean"]), abs=0.06), int(row["p50"])]
         assert lines[1][1:3] == [row["strategy_m1"], f"{float(row['speedup_m1']):.2f}x"]
-        figures = tuning.Figures(float(row["mean"]), float(row["union_128"]), None, float(row["candidates"]))
+        figures = costs.Figures(float(row["mean"]), float(row["union_128"]), None, float(row["candidates"]))
         for key, call in zip(keys, CALLS, strict=True):
-            decision = tuning.decide(tuning.Problem(call.tokens, 64, 320, True, call.training), figures, None)
+            decision = costs.decide(costs.Problem(call.tokens, 64, 320, True, call.training), figures, None)
             assert row[f"strategy_{key}"] == decision.strategy
             assert float(row[f"speedup_{key}"]) == pytest.approx(1 / decision.costs[decision.strategy])
 
@@ -455,7 +456,7 @@ def test_the_verdict_names_calls_gpu_and_figures() -> None:
     calls = [Call(1, False), Call(16384, False), Call(16384, True)]
 
     def verdict(*reports: LayerSparsity, was: str = "") -> str:
-        return analyze.verdict(reports, forecast(reports, calls, _tables.SHIPPED), 65536, was)
+        return analyze.verdict(reports, forecast(reports, calls, tables.SHIPPED), 65536, was)
 
     line = verdict(few)
     assert re.match(
@@ -490,8 +491,8 @@ def test_the_most_nonzeros_pay_and_more_do_not(shape: Any, call: Any) -> None:
     assert 0 < most <= n / 4
     # for one token the promise ends before the gain
     for nonzeros, pays in ((most, True), *(((2 * most, False),) if call.tokens > 1 else ())):
-        figures = tuning.Figures(nonzeros, 1 - (1 - nonzeros / n) ** 128)
-        decision = tuning.decide(tuning.Problem(call.tokens, k, n, gated, call.training), figures, None)
+        figures = costs.Figures(nonzeros, 1 - (1 - nonzeros / n) ** 128)
+        decision = costs.decide(costs.Problem(call.tokens, k, n, gated, call.training), figures, None)
         assert (decision.costs[decision.strategy] * prediction.PAYS <= 1) == pays
 
 
@@ -668,7 +669,7 @@ def test_bad_arguments(llama: Path, options: list[str]) -> None:
 def test_the_verdict_on_other_activations_is_of_the_layers_with_most_work(first: bool, tmp_path: Path) -> None:
     large, small = [(True, 2048, 5632)] * 3, [(True, 64, 64)]
     model = saved_model.WithoutZeros("", tmp_path, "SiLU", small + large if first else large + small)
-    table = _tables.in_use(torch.device("cpu"))
+    table = tables.in_use(torch.device("cpu"))
     *_, last = analyze.without_zeros(model, prediction.requirement(model.shapes, [Call(1, False)], table))
     assert re.match(
         r"Verdict: twell does not pay on NVIDIA H200 as SiLU makes no zeros; .*; from layer times of 20", last

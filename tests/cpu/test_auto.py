@@ -25,10 +25,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
-from twell import _auto, _tables, testing, tuning
+from twell import _modes, testing
 from twell._runtime import device, geometry, log
 from twell.nn import SparseGatedMLP, SparseMLP
-from twell.tuning import Figures, Problem
+from twell.strategy import costs, tables
+from twell.strategy import site as sites
+from twell.strategy.costs import Figures, Problem
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 
@@ -43,26 +45,26 @@ def problem(m: int = 16384, training: bool = False, gated: bool = True, k: int =
 def test_decides_by_the_cheapest_prediction() -> None:
     for figures in (SPARSE, Figures(30, 0.5), Figures(130, 0.26), DENSE, Figures(0, 0)):
         for training in (False, True):
-            decision = tuning.decide(problem(training=training), figures, None)
-            assert decision.costs == tuning.costs(problem(training=training), figures)
+            decision = costs.decide(problem(training=training), figures, None)
+            assert decision.costs == costs.costs(problem(training=training), figures)
             if "hold" not in decision.reason:
                 assert decision.costs[decision.strategy] == min(decision.costs.values())
             assert decision.costs["dense"] == 1
-    assert tuning.decide(problem(), DENSE, None).strategy == "dense"
-    assert tuning.decide(problem(1), SPARSE, None).strategy == "row"
-    assert tuning.decide(problem(training=True), SPARSE, None).strategy == "union"
+    assert costs.decide(problem(), DENSE, None).strategy == "dense"
+    assert costs.decide(problem(1), SPARSE, None).strategy == "row"
+    assert costs.decide(problem(training=True), SPARSE, None).strategy == "union"
     # before any measurement
-    assert tuning.decide(problem(training=True), None, None)[::2] == ("dense", {})
-    assert tuning.decide(problem(16384), None, None).strategy == "union"
-    assert tuning.decide(problem(1), None, None).strategy == "row"
-    assert tuning.decide(problem(0), None, None).strategy in ("row", "dense")
-    assert "nothing measured" in tuning.decide(problem(), None, None).reason
+    assert costs.decide(problem(training=True), None, None)[::2] == ("dense", {})
+    assert costs.decide(problem(16384), None, None).strategy == "union"
+    assert costs.decide(problem(1), None, None).strategy == "row"
+    assert costs.decide(problem(0), None, None).strategy in ("row", "dense")
+    assert "nothing measured" in costs.decide(problem(), None, None).reason
     # an unknown union is bounded from above, and so is one that more tokens had
     bound = 1 - (1 - 29 / 5632) ** 128
-    unknown = tuning.costs(problem(), Figures(29, None))
-    assert unknown == tuning.costs(problem(), Figures(29, bound))
-    assert unknown["union"] > tuning.costs(problem(), Figures(29, 0.1))["union"]
-    assert tuning.costs(problem(1), Figures(29, 0.5)) == tuning.costs(problem(1), Figures(29, None))
+    unknown = costs.costs(problem(), Figures(29, None))
+    assert unknown == costs.costs(problem(), Figures(29, bound))
+    assert unknown["union"] > costs.costs(problem(), Figures(29, 0.1))["union"]
+    assert costs.costs(problem(1), Figures(29, 0.5)) == costs.costs(problem(1), Figures(29, None))
 
 
 def test_a_change_must_promise_two_percent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +79,8 @@ def test_a_change_must_promise_two_percent(monkeypatch: pytest.MonkeyPatch) -> N
         (1.025, 1.2, "row", "dense"),
         (0.5, 0.5, "gone", "row"),
     ):
-        monkeypatch.setattr(tuning, "costs", lambda *_, r=row, u=union: {"row": r, "union": u, "dense": 1.0})
-        decision = tuning.decide(problem(1024), SPARSE, current)
+        monkeypatch.setattr(costs, "costs", lambda *_, r=row, u=union: {"row": r, "union": u, "dense": 1.0})
+        decision = costs.decide(problem(1024), SPARSE, current)
         assert decision.strategy == expected, (row, union, current)
         kept = current == expected and min(row, union, 1.0) != decision.costs[expected]
         assert decision.reason.startswith("kept") == kept
@@ -94,16 +96,16 @@ def test_training_keeps_away_from_what_the_hybrid_format_holds() -> None:
         (0.91, "union", "dense"),
         (3.0, "union", "dense"),
     ):
-        decision = tuning.decide(problem(training=True), Figures(share * held, 0.1), current)
+        decision = costs.decide(problem(training=True), Figures(share * held, 0.1), current)
         assert decision.strategy == expected, (share, current)
     assert "156" in decision.reason
     # a forward pass without gradients has no such limit
-    assert tuning.decide(problem(), Figures(0.75 * held, 0.1), "union").strategy == "union"
+    assert costs.decide(problem(), Figures(0.75 * held, 0.1), "union").strategy == "union"
 
 
 def test_training_keeps_room_for_what_recent_calls_needed() -> None:
     """It grows with the first larger one, and shrinks after eight smaller ones."""
-    site, call, few = _auto.AutoStrategy(period=1), problem(training=True), problem(512, training=True)
+    site, call, few = sites.AutoStrategy(period=1), problem(training=True), problem(512, training=True)
 
     def room_after(nonzeros: float) -> int:
         site.observe(call, Figures(nonzeros, 0.1))
@@ -119,15 +121,15 @@ def test_training_keeps_room_for_what_recent_calls_needed() -> None:
     assert site._peek(call, record=True)[1] == 0
     assert copy.deepcopy(site)._peek(call, record=False)[1] == 32
     # few tokens, no gradients: as much as there may be, and never more than without figures
-    assert tuning.held(few, (29.3,)) == tuning.held(problem(), (29.3,)) == 0
-    assert geometry.hybrid_capacity(16384, 5632, tuning.held(call, (911.0,))) == geometry.hybrid_capacity(16384, 5632)
+    assert costs.held(few, (29.3,)) == costs.held(problem(), (29.3,)) == 0
+    assert geometry.hybrid_capacity(16384, 5632, costs.held(call, (911.0,))) == geometry.hybrid_capacity(16384, 5632)
 
 
 def test_few_tokens_have_a_choice_for_each_number_of_them() -> None:
     """Also between powers of two, where the figures are the same; graphs of many sizes are captured in a row."""
-    site, figures = _auto.AutoStrategy(), Figures(34, None, 92)
+    site, figures = sites.AutoStrategy(), Figures(34, None, 92)
     sizes = (72, 80, 96, 128)
-    expected = {m: tuning.decide(problem(m), figures, "row").strategy for m in sizes}
+    expected = {m: costs.decide(problem(m), figures, "row").strategy for m in sizes}
     assert set(expected.values()) == {"row", "dense"}
     site.observe(problem(72), figures)
     # calls 0, 1 and 2 decide; later ones keep the decision
@@ -147,14 +149,14 @@ def test_few_tokens_have_a_choice_for_each_number_of_them() -> None:
 
 def test_calls_between_decisions_take_a_short_way(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which gives the same routes, counts the calls, and ends with each decision, capture and change of the layer."""
-    short, long = _auto.AutoStrategy(period=16), _auto.AutoStrategy(period=16)
+    short, long = sites.AutoStrategy(period=16), sites.AutoStrategy(period=16)
     decided: list[Any] = []
-    count = _auto.AutoStrategy._count
-    monkeypatch.setattr(_auto.AutoStrategy, "_count", lambda site, call: (decided.append(site), count(site, call))[1])
+    count = sites.AutoStrategy._count
+    monkeypatch.setattr(sites.AutoStrategy, "_count", lambda site, call: (decided.append(site), count(site, call))[1])
     xs = {m: torch.zeros(m, K, dtype=BF16) for m in (100, 120)}
     draw = random.Random(0)
     for i in range(200):
-        long._routes.clear()
+        long.routes.clear()
         arguments = (xs[draw.choice((100, 120))], N, True, False, False)
         assert short.begin(*arguments)[::3] == long.begin(*arguments)[::3]
         if i % 50 == 49:
@@ -163,11 +165,11 @@ def test_calls_between_decisions_take_a_short_way(chooses: Arrivals, monkeypatch
     assert [row[2:7] for row in short.explain()] == [row[2:7] for row in long.explain()]
     assert short.explain()[0].calls == 200
     assert decided.count(short) < 80 < decided.count(long)
-    monkeypatch.setattr(_auto, "_capturing", lambda _: True)
+    monkeypatch.setattr(_modes, "capturing", lambda _: True)
     short.begin(xs[100], N, True, False, False)
     assert short.explain()[0].calls == 200
     assert short.explain()[-1].graph == "captured"
-    monkeypatch.setattr(_auto, "_capturing", lambda _: False)
+    monkeypatch.setattr(_modes, "capturing", lambda _: False)
     short.begin(xs[100], 2 * N, True, False, False)
     assert [row.calls for row in short.explain()] == [1]
 
@@ -178,7 +180,7 @@ def test_a_dense_layer_of_one_product_is_harder_to_beat(chooses: Arrivals, monke
     for k, n, most in ((1024, 2816, 0.26), (2048, 5632, 0.14), (4096, 14336, 0.06)):
         for m in (1, 64, 512):
             apart, merged = (
-                tuning.costs(problem(m, k=k, n=n)._replace(merged=is_one), figures) for is_one in (False, True)
+                costs.costs(problem(m, k=k, n=n)._replace(merged=is_one), figures) for is_one in (False, True)
             )
             ratios = {name: merged[name] / apart[name] for name in ("row", "union")}
             assert merged["dense"] == 1
@@ -186,8 +188,8 @@ def test_a_dense_layer_of_one_product_is_harder_to_beat(chooses: Arrivals, monke
             assert 1.01 < ratios["row"] < 1 + most
 
     seen: list[bool] = []
-    begin = _auto.AutoStrategy.begin
-    monkeypatch.setattr(_auto.AutoStrategy, "begin", lambda site, *a: (seen.append(a[5]), begin(site, *a))[1])
+    begin = sites.AutoStrategy.begin
+    monkeypatch.setattr(sites.AutoStrategy, "begin", lambda site, *a: (seen.append(a[5]), begin(site, *a))[1])
     w_gate, w_up = torch.randn(2 * N, K).to(BF16).chunk(2)
     w_down, bias = torch.randn(N, K).to(BF16), torch.zeros(N, dtype=BF16)
     for m, up, b_up in ((9, w_up, None), (9, w_up.clone(), None), (9, w_up, bias), (9, None, None), (513, w_up, None)):
@@ -310,20 +312,20 @@ def test_few_tokens_are_dense_where_the_down_weight_is_copied() -> None:
     for figures in (None, Figures(10, None)):
         for m in (1, 16, 64):
             laid, copied = problem(m), problem(m)._replace(down_copied=True)
-            assert tuning.decide(laid, figures, None).strategy == "row"
-            decision = tuning.decide(copied, figures, None)
+            assert costs.decide(laid, figures, None).strategy == "row"
+            decision = costs.decide(copied, figures, None)
             assert decision.strategy == "dense"
             assert "copies of the down weight outweigh row" in decision.reason
     copied = problem(16384)._replace(down_copied=True)
-    assert tuning.decide(copied, SPARSE, None).strategy == "union"
+    assert costs.decide(copied, SPARSE, None).strategy == "union"
     # a layer that is dense for another reason does not mention copies
-    assert "copies" not in tuning.decide(copied, DENSE, None).reason
+    assert "copies" not in costs.decide(copied, DENSE, None).reason
     # of a step of training, which takes three times as long as inference, there are two copies
     added = {}
     for training in (False, True):
         call = problem(16384, training)
-        copies = tuning.costs(call._replace(down_copied=True), SPARSE)["union"]
-        added[training] = copies - tuning.costs(call, SPARSE)["union"]
+        copies = costs.costs(call._replace(down_copied=True), SPARSE)["union"]
+        added[training] = copies - costs.costs(call, SPARSE)["union"]
     assert 0 < added[True] == pytest.approx(added[False] * 2 / 3)
     # a site decides again where the layout changes
     site, laid = twell.AutoStrategy(), problem(16)
@@ -336,7 +338,7 @@ def test_few_tokens_are_dense_where_the_down_weight_is_copied() -> None:
 
 
 def test_the_cpu_leaves_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_auto, "Transfer", lambda _: pytest.fail("measured on the CPU"))
+    monkeypatch.setattr(sites, "Transfer", lambda _: pytest.fail("measured on the CPU"))
     mlp, x = layer(firing=200), torch.randn(5, K).to(BF16)
     for _ in range(3):
         mlp(x)
@@ -375,7 +377,7 @@ def test_measures_what_is_there(cls: Any, training: bool, chooses: Arrivals) -> 
 @pytest.mark.parametrize("strategy", ["row", "union", "dense"])
 def test_measures_the_heaviest_tokens(strategy: str, chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     """By every strategy the same, from counts of groups of 8 tokens."""
-    monkeypatch.setattr(tuning, "decide", lambda *_: tuning.Decision(strategy, "so that it measures", {}))
+    monkeypatch.setattr(costs, "decide", lambda *_: costs.Decision(strategy, "so that it measures", {}))
     for m in (1, 5, 100, 300):
         p, site = testing.integer_problem(m, 16, 264), twell.AutoStrategy()
         # one group has the most
@@ -433,7 +435,7 @@ def test_no_call_waits(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> No
     mlp, x = layer(firing=200), torch.randn(256, K).to(BF16)
     chooses.open = False
     # the stand-in itself may read values
-    monkeypatch.setattr(_auto, "Transfer", lambda values: chooses(torch.tensor([200 * 256, 400])))
+    monkeypatch.setattr(sites, "Transfer", lambda values: chooses(torch.tensor([200 * 256, 400])))
     for owner, name in ((Tensor, "item"), (Tensor, "__bool__"), (Tensor, "cpu"), (Tensor, "__int__")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("a host synchronisation"))
     for name in ("synchronize", "Event"):
@@ -461,9 +463,9 @@ def test_measurements_do_not_mind_captures_of_other_threads(
         yield
         calls.append("strict")
 
-    monkeypatch.setattr(_auto, "_beside_captures", relaxed)
-    transfer = _auto.Transfer
-    monkeypatch.setattr(_auto, "Transfer", lambda values: (calls.append("transfer"), transfer(values))[1])
+    monkeypatch.setattr(sites, "_beside_captures", relaxed)
+    transfer = sites.Transfer
+    monkeypatch.setattr(sites, "Transfer", lambda values: (calls.append("transfer"), transfer(values))[1])
     mlp, x = layer(firing=8), torch.randn(256, K).to(BF16)
     mlp._auto.observe(Problem(256, K, N, True, training), DECIDES[strategy])
     with torch.set_grad_enabled(training):
@@ -475,7 +477,7 @@ def test_measurements_do_not_mind_captures_of_other_threads(
 
 
 def test_more_than_the_hybrid_format_holds_has_no_union(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "_fresh", lambda *_: tuning.Decision("union", "so that training overflows", {}))
+    monkeypatch.setattr(costs, "_fresh", lambda *_: costs.Decision("union", "so that training overflows", {}))
     mlp, x = layer(firing=100), torch.randn(256, K).to(BF16)
     mlp(x)
     (row,) = twell.explain(mlp)
@@ -534,14 +536,14 @@ def test_limits_are_those_of_the_sparse_path_whatever_was_chosen(chooses: Arriva
 
 def test_other_gpus_are_dense(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Without kernels, and without costs: those of a table that the user measured there are enough."""
-    own = dataclasses.replace(_tables.SHIPPED, file=Path("own.json"))
+    own = dataclasses.replace(tables.SHIPPED, file=Path("own.json"))
     monkeypatch.setattr(device, "capability", {0: (9, 0), 1: (8, 6), 2: (7, 5), 3: (12, 0)}.__getitem__)
     monkeypatch.setattr(device, "name", "H200 A10 T4 B6000".split().__getitem__)
-    monkeypatch.setattr(_tables, "in_use", lambda on: own if on.index == 3 else _tables.SHIPPED)
+    monkeypatch.setattr(tables, "in_use", lambda on: own if on.index == 3 else tables.SHIPPED)
     log.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "twell"):
-        found = [_auto.forced("cuda", index) for index in (0, None, 1, 1, 2, 3)]
-    assert found == ["", "", "dense", "dense", "dense", ""]
+        found = [tables.imposed_on_call("cuda", index) for index in (0, None, 1, 1, 2, 3)]
+    assert [not why for why in found] == [True, True, False, False, False, True]
     assert [record.getMessage() for record in caplog.records] == [
         'strategy="auto" is "dense": costs of the sparse kernels are not known on A10 (compute capability 8.6); '
         "`twell tune` measures them",
@@ -550,13 +552,13 @@ def test_other_gpus_are_dense(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     ]
     # the warnings' reasons, without a GPU where tuning would help nothing
     on = [torch.device("cuda", 1), torch.device("cuda", 2), torch.device("cpu")]
-    reasons = [_auto.fixed("auto", each, BF16, False)[1] for each in on]
+    reasons = [tables.imposed(each.type, each.index) for each in on]
     assert [f'strategy="auto" is "dense": {reason}' for reason in reasons[:2]] == [
         record.getMessage() for record in caplog.records
     ]
     assert "need a GPU" in reasons[2]
     assert "tune" not in reasons[1] + reasons[2]
-    assert _auto.forced("cpu", None) == _auto.forced("meta", None) == "dense"
+    assert tables.imposed("cpu", None) == tables.imposed("meta", None) == reasons[2]
 
 
 def test_tensors_without_values_neither_measure_nor_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,7 +566,7 @@ def test_tensors_without_values_neither_measure_nor_count(monkeypatch: pytest.Mo
         raise RuntimeError("no CUDA driver")
 
     monkeypatch.setattr(device, "capability", no_driver)
-    monkeypatch.setattr(_auto, "Transfer", lambda _: pytest.fail("measured a fake tensor"))
+    monkeypatch.setattr(sites, "Transfer", lambda _: pytest.fail("measured a fake tensor"))
     with FakeTensorMode():
         site = twell.AutoStrategy()
         weights = [torch.empty(N, K, device="cuda", dtype=BF16) for _ in range(3)]
@@ -708,23 +710,23 @@ def test_figures_of_one_kind_do_not_hold_up_those_of_another(chooses: Arrivals) 
 def test_eager_calls_count_the_host(training: bool) -> None:
     """Where launches take longer than dense's kernels, "auto" is dense; a CUDA graph of the same call is not."""
     few, replayed = Figures(8.0, 0.05, 12.0), problem(4096, training, k=1024, n=2816)
-    decision = tuning.decide(replayed._replace(eager=True), few, None)
-    in_a_graph = tuning.decide(replayed, few, None).strategy
+    decision = costs.decide(replayed._replace(eager=True), few, None)
+    in_a_graph = costs.decide(replayed, few, None).strategy
     assert decision.strategy == "dense" != in_a_graph
     assert f"the host is the limit; {in_a_graph} in a graph" in decision.reason
     # the GPU's times decide where they are longer than the host's
-    assert tuning.decide(replayed._replace(m=65536, eager=True), few, None).strategy == "union"
+    assert costs.decide(replayed._replace(m=65536, eager=True), few, None).strategy == "union"
     large = problem(1, k=8192, n=28672)._replace(eager=True)
-    assert tuning.decide(large, few, None).strategy == "row"
+    assert costs.decide(large, few, None).strategy == "row"
 
 
 @pytest.mark.usefixtures("chooses")
 def test_a_capture_does_not_keep_what_eager_calls_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "HOST_SECONDS", {False: {"row": 1.0, "union": 1.0}, True: {}})
+    monkeypatch.setattr(costs, "HOST_SECONDS", {False: {"row": 1.0, "union": 1.0}, True: {}})
     site, x = twell.AutoStrategy(), torch.zeros(256, K, dtype=BF16)
     site.observe(problem(256), SPARSE)
     assert site.begin(x, N, True, False, False).strategy == "dense"
-    monkeypatch.setattr(_auto, "_capturing", lambda x: True)
+    monkeypatch.setattr(_modes, "capturing", lambda x: True)
     assert site.begin(x, N, True, False, False).strategy in ("row", "union")
 
 
@@ -733,7 +735,7 @@ def test_a_capture_does_not_keep_what_eager_calls_chose(monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("chooses")
 def test_a_layer_that_waits_for_the_host_calls_torch(cls: Any, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settled calls are PyTorch's own, give its bits and gradients, count, and end where their conditions do."""
-    monkeypatch.setattr(tuning, "HOST_SECONDS", {t: {"dense": 1.0, "row": 2.0, "union": 2.0} for t in (False, True)})
+    monkeypatch.setattr(costs, "HOST_SECONDS", {t: {"dense": 1.0, "row": 2.0, "union": 2.0} for t in (False, True)})
     mlp, x = layer(cls, 8), torch.randn(256, K, dtype=BF16, requires_grad=training)
     stock, settled = copy.deepcopy(mlp), []
     stock.strategy = "dense"
@@ -770,7 +772,7 @@ def test_a_settled_layer_of_one_projection_for_both_asks_it(monkeypatch: pytest.
             y: Tensor = self.down_proj(torch.relu(gate) * up)
             return y
 
-    monkeypatch.setattr(tuning, "HOST_SECONDS", {t: {"dense": 1.0, "row": 2.0, "union": 2.0} for t in (False, True)})
+    monkeypatch.setattr(costs, "HOST_SECONDS", {t: {"dense": 1.0, "row": 2.0, "union": 2.0} for t in (False, True)})
     model, x, seen = nn.ModuleList([Fused().to(BF16)]), torch.randn(256, K, dtype=BF16), []
     twell.sparsify_(model, names=("gate_up_proj", "down_proj"))
     twell.nn.set_down_layout(model, "linear")

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import twell
-from twell import _auto, testing
+from twell import _modes, testing
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
-from twell.tuning import Figures, Problem
+from twell.strategy import site as sites
+from twell.strategy.costs import Figures, Problem
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 
@@ -40,7 +41,7 @@ def test_a_capture_takes_the_choice_and_leaves_nothing(chooses: Arrivals, monkey
     mlp, x = layer(firing=200), torch.randn(256, K).to(BF16)
     with torch.no_grad():
         capturing = True
-        monkeypatch.setattr(_auto, "_capturing", lambda _: capturing)
+        monkeypatch.setattr(_modes, "capturing", lambda _: capturing)
         mlp(x)
         assert [(row.graph, row.calls) for row in twell.explain(mlp)] == [("captured", 0)]
         assert not chooses.sent
@@ -130,8 +131,8 @@ def test_a_layer_where_another_was_starts_anew(chooses: Arrivals, fresh_dynamo: 
             torch.compile(mlp, backend="eager")(x)
             assert [row.calls for row in twell.explain(mlp)] == [1]
             assert not twell.explain(copy.deepcopy(mlp)).rows[0].calls
-            known = len(_auto._SITES)
-    assert known == len(_auto._SITES) <= 2 + sum(not storage.expired() for storage, _ in _auto._SITES.values())
+            known = len(sites._SITES)
+    assert known == len(sites._SITES) <= 2 + sum(not storage.expired() for storage, _ in sites._SITES.values())
 
 
 def test_two_classes_of_symbolic_sizes(chooses: Arrivals, fresh_dynamo: None) -> None:

@@ -17,13 +17,15 @@ from auto_layers import BF16, COSTS, TABLE, Arrivals, K, N, layer
 
 import twell
 from profiling import held_out
-from twell import _auto, _tables, ops, testing, tuning
+from twell import ops, testing
 from twell._runtime import device
 from twell.commands import analyze, prediction, sparsity, timing, tune
 from twell.commands.saved_model import WatchedLayer
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.ops import screened
-from twell.tuning import Figures, Problem
+from twell.strategy import costs, tables
+from twell.strategy import site as sites
+from twell.strategy.costs import Figures, Problem
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 # the fastest if the candidates are the union, and slower than "row" if they are all neurons
@@ -33,7 +35,7 @@ SCREENED = {
     }
     for key, nodes in COSTS.items()
 }
-SCREENS = _tables.Table(SCREENED, "a GPU", "2026-11-22")  # type: ignore[arg-type]
+SCREENS = tables.Table(SCREENED, "a GPU", "2026-11-22")  # type: ignore[arg-type]
 
 
 def problem(m: int = 256, training: bool = False) -> Problem:
@@ -43,7 +45,7 @@ def problem(m: int = 256, training: bool = False) -> Problem:
 @pytest.fixture
 def screens(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> Arrivals:
     """ "auto" chooses on the CPU by a table that has times of "union+screen"."""
-    monkeypatch.setattr(_tables, "SHIPPED", SCREENS)
+    monkeypatch.setattr(tables, "SHIPPED", SCREENS)
     return chooses
 
 
@@ -53,26 +55,26 @@ def screens(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> Arrivals:
 @pytest.mark.parametrize("training", [False, True])
 def test_decides_by_the_candidates(training: bool) -> None:
     call, few, many = problem(training=training), Figures(8, 0.3, None, 0.31), Figures(8, 0.3, None, 0.9)
-    assert tuning.decide(call, few, None, SCREENS).strategy == "union+screen"
-    assert tuning.decide(call, many, None, SCREENS).strategy != "union+screen"
+    assert costs.decide(call, few, None, SCREENS).strategy == "union+screen"
+    assert costs.decide(call, many, None, SCREENS).strategy != "union+screen"
     base = SCREENED[training, True, K, N][1]["union+screen"][0]
     # neurons that fire are candidates, and there are no more than neurons
     for given, counted in ((0.31, 0.31), (0.1, 0.3), (7.0, 1.0)):
-        costs = tuning.costs(call, few._replace(candidates=given), SCREENS)
-        assert costs["union+screen"] == pytest.approx(base + 0.2 * 0.3 + 8 / N + 0.45 * counted)
+        predicted = costs.costs(call, few._replace(candidates=given), SCREENS)
+        assert predicted["union+screen"] == pytest.approx(base + 0.2 * 0.3 + 8 / N + 0.45 * counted)
     with pytest.raises(ValueError, match="figures must be finite and not negative, got Figures"):
-        tuning.costs(call, few._replace(candidates=-0.1), SCREENS)
+        costs.costs(call, few._replace(candidates=-0.1), SCREENS)
     # candidates are counted where the screen may be the fastest: not where nearly all neurons fire
-    assert tuning.worth_screening(call, Figures(8, 0.3), SCREENS)
-    assert not tuning.worth_screening(problem(), Figures(200, 1.0), SCREENS)
+    assert costs.worth_screening(call, Figures(8, 0.3), SCREENS)
+    assert not costs.worth_screening(problem(), Figures(200, 1.0), SCREENS)
 
 
 def test_a_screen_that_lists_all_neurons_saves_nothing() -> None:
     every = Figures(1408, 1.0, None, 1.0)
-    for (training, gated, k, n), nodes in _tables.SHIPPED.costs.items():
+    for (training, gated, k, n), nodes in tables.SHIPPED.costs.items():
         for m in nodes:
-            costs = tuning.costs(Problem(m, k, n, gated, training), every)
-            assert costs.get("union+screen", math.inf) >= costs.get("union", 0)
+            predicted = costs.costs(Problem(m, k, n, gated, training), every)
+            assert predicted.get("union+screen", math.inf) >= predicted.get("union", 0)
 
 
 @pytest.mark.parametrize("current", [None, "union", "union+screen"])
@@ -87,22 +89,22 @@ def test_never_screens_without_times_candidates_or_kernels(current: str | None) 
         (dataclasses.replace(SCREENS, union_neurons=N - 8), figures, True),
     ):
         for call in (problem(), problem(training=True)):
-            decision = tuning.decide(call, known, current, table, screen)
+            decision = costs.decide(call, known, current, table, screen)
             assert decision.strategy != "union+screen"
             assert "union+screen" not in decision.costs
             if screen and (known is None or known.candidates is not None):
-                assert not tuning.worth_screening(call, known, table)
+                assert not costs.worth_screening(call, known, table)
 
 
 def test_other_gpus_have_no_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "name", lambda index: "a GPU")
     monkeypatch.setattr(device, "capability", lambda index: (8, 0))
-    monkeypatch.setattr(_tables, "_of_gpu", lambda name, fill: SCREENS)
-    _tables._on.cache_clear()
+    monkeypatch.setattr(tables, "_of_gpu", lambda name, fill: SCREENS)
+    tables._on.cache_clear()
     try:
-        assert not _tables.in_use(torch.device("cuda", 0)).screens
+        assert not tables.in_use(torch.device("cuda", 0)).screens
     finally:
-        _tables._on.cache_clear()
+        tables._on.cache_clear()
 
 
 # Candidates
@@ -174,7 +176,7 @@ def test_nothing_is_counted_in_vain(
     screen: Any, training: bool, chooses: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the table has no times of the screen, or the layer may not screen."""
-    monkeypatch.setattr(_tables, "SHIPPED", SCREENS if screen == "off" else TABLE)
+    monkeypatch.setattr(tables, "SHIPPED", SCREENS if screen == "off" else TABLE)
     monkeypatch.setattr(screened, "gate_screen", lambda *_: pytest.fail("counted candidates"))
     mlp, x = uneven(SparseGatedMLP), torch.randn(256, K).to(BF16)
     mlp.screen = screen
@@ -205,9 +207,9 @@ def test_a_loaded_program_screens_only_if_its_layer_might(screens: Arrivals, mon
     """Where no site is known, as in another process, the operator makes one."""
     p = testing.integer_problem(256, K, N)
     for screen, expected in ((False, "off"), (True, "auto")):
-        monkeypatch.setattr(_auto, "_SITES", {})
+        monkeypatch.setattr(sites, "_SITES", {})
         ops.ffn(*p, 8, "auto", p.w_gate, screen=screen)
-        assert _auto.site_of(p.w_gate, True).screen == expected
+        assert sites.site_of(p.w_gate, True).screen == expected
 
 
 # The argument
@@ -233,7 +235,7 @@ def test_sites_of_version_0_2_keep_figures_and_choose_again(then: str | None, no
     site.choose(call)
     state = site.__getstate__()
     del state["_screen"]
-    old = _auto.AutoStrategy.__new__(_auto.AutoStrategy)
+    old = sites.AutoStrategy.__new__(sites.AutoStrategy)
     old.__setstate__(state | ({} if then is None else {"screen": then}))
     assert (old.period, old.screen, old.explain()) == (4, now, [])
     old.choose(call)
@@ -269,9 +271,9 @@ def test_the_fit_finds_the_terms(training: bool) -> None:
     assert by_tokens[4096]["union+screen"] == pytest.approx(TRUE, abs=2e-4)
     assert by_tokens[4096]["union"] == pytest.approx((0.9, 0, 0, 0), abs=2e-4)
     assert "choices lose 0.0%" in tune.report(costs, rows)
-    written = _tables.text_of(_tables.Table(costs, "a GPU", "2026-11-22"))
-    assert _tables.parse(written).costs == costs
-    assert _tables.parse(written.replace('"union+screen"', '"screened"')).costs == costs
+    written = tables.text_of(tables.Table(costs, "a GPU", "2026-11-22"))
+    assert tables.parse(written).costs == costs
+    assert tables.parse(written.replace('"union+screen"', '"screened"')).costs == costs
     with pytest.raises(ValueError, match=r"candidates of union\+screen must be a share of the neurons, got none"):
         tune.fit([row | {"candidates": None} for row in rows])
     # a file of before has none, and no such strategy

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import twell
-from twell import _auto, testing
+from twell import testing
+from twell.strategy import site as sites
+from twell.strategy import tables
+from twell.strategy.plan import route_of
 
 K, N = 16, 264
 # around blocks of 64, tiles of 128 and the limit of the kernels for few tokens, and one of each class
@@ -132,7 +135,7 @@ def test_batch_and_sequence_may_both_be_dynamic(gated: bool, strategy: Any) -> N
 
 
 class Arrived:
-    """A stand-in for ``_auto.Transfer``: values arrive at once."""
+    """A stand-in for ``sites.Transfer``: values arrive at once."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values.tolist()
@@ -148,22 +151,22 @@ class Arrived:
 @torch.no_grad()
 def test_a_loaded_program_chooses_by_what_it_measures(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """It has a site of its own, which lasts as long as its weights."""
-    monkeypatch.setattr(_auto.forced, "__code__", (lambda kind, index: "").__code__)
-    monkeypatch.setattr(_auto, "Transfer", Arrived)
-    monkeypatch.setattr(_auto, "_SITES", {})
+    monkeypatch.setattr(tables.imposed, "__code__", (lambda kind, index: "").__code__)
+    monkeypatch.setattr(sites, "Transfer", Arrived)
+    monkeypatch.setattr(sites, "_SITES", {})
     p = problem(300, "gate up down", torch.bfloat16)
     layer = Layer(p, True, False, aux=False, strategy="auto")
     exported = torch.export.export(layer, (p.x[:100],), dynamic_shapes=({0: Dim("m", min=2, max=4096)},))
-    assert not _auto._SITES
+    assert not sites._SITES
     if how == "saved":
         call: Any = saved(exported).module()
     else:
         package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "layer.pt2"))
         call = torch._inductor.aoti_load_package(package)
-    _auto._SITES.clear()
+    sites._SITES.clear()
     for m in (300, 300, 300, 7):
         testing.assert_same(call(p.x[:m]), testing.exact_output(p.rows(0, m)))
-    ((_, site),) = _auto._SITES.values()
+    ((_, site),) = sites._SITES.values()
     rows = {row.tokens: row for row in site.explain()}
     assert {tokens: row.calls for tokens, row in rows.items()} == {"5 to 8": 1, "257 to 512": 3}
     fired = torch.relu(F.linear(p.x.float(), p.w_gate.float(), p.b_gate.float())) != 0
@@ -176,14 +179,14 @@ def test_a_loaded_program_chooses_by_what_it_measures(how: str, monkeypatch: pyt
 def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a serving engine calls it: views of one merged weight, traced once with symbolic tokens."""
     torch.compiler.reset()
-    monkeypatch.setattr(_auto, "forced", lambda kind, index: "")
-    monkeypatch.setattr(_auto, "Transfer", Arrived)
-    monkeypatch.setattr(_auto, "_SITES", {})
+    monkeypatch.setattr(tables, "imposed", lambda kind, index: "")
+    monkeypatch.setattr(sites, "Transfer", Arrived)
+    monkeypatch.setattr(sites, "_SITES", {})
     p = problem(300, "gate up down", torch.bfloat16)
     merged, b_merged = torch.cat([p.w_gate, p.w_up]), torch.cat([p.b_gate, p.b_up])
     down = p.w_down.t()
     graphs: list[Any] = []
-    route = _auto.route_of(name)
+    route = route_of(name)
 
     def backend(module: Any, example: Any) -> Any:
         graphs.append(module)
@@ -202,7 +205,7 @@ def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(name: str, mo
         torch._dynamo.mark_dynamic(x, 0)
         testing.assert_same(compiled(x), testing.exact_output(p.rows(0, m)))
     assert len(graphs) == 1
-    counted = {row.tokens: row.calls for _, site in _auto._SITES.values() for row in site.explain()}
+    counted = {row.tokens: row.calls for _, site in sites._SITES.values() for row in site.explain()}
     assert counted == ({"129 to 256": 1, "5 to 8": 2, "2": 1, "257 to 512": 1} if name == "auto" else {})
 
 
@@ -239,7 +242,7 @@ def test_a_layer_that_needs_gradients_exports_dense_only(
     gated: bool, function: bool, strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A strict export leaves the gradients of sparse strategies out, without a word."""
-    monkeypatch.setattr(_auto.forced, "__code__", (lambda kind, index: "").__code__)
+    monkeypatch.setattr(tables.imposed, "__code__", (lambda kind, index: "").__code__)
     p = problem(300, "gate up down", torch.bfloat16)
     sizes = ({0: Dim("m", min=1, max=4096)},)
 

@@ -21,8 +21,9 @@ from tests import family, sanitize
 from tests.fuzz import answers, problems
 from tests.fuzz import run as fuzz
 from tests.fuzz.problems import Case, Limits
-from twell import _tables, ops, testing, tuning
+from twell import ops, testing, tuning
 from twell._runtime import device, geometry, kernel_module, specs
+from twell.strategy import tables
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,12 +82,12 @@ def test_the_family_of_the_gpu_decides_what_is_drawn(
     assert family.is_portable(gpu) == (capability == (8, 0))
     assert not family.is_portable(CPU)
     monkeypatch.setattr(tuning, "family", tuning.family)
-    monkeypatch.setattr(_tables, "_on", lambda index: _tables.SHIPPED)
+    monkeypatch.setattr(tables, "_on", lambda index: tables.SHIPPED)
     family.run_portable()
     assert family.is_portable(gpu)
     # "auto" never chooses what the family lacks
-    assert not _tables.in_use(gpu).screens
-    assert _tables.in_use(gpu).union_neurons == geometry.PORTABLE_UNION_NEURONS
+    assert not tables.in_use(gpu).screens
+    assert tables.in_use(gpu).union_neurons == geometry.PORTABLE_UNION_NEURONS
 
 
 def test_a_case_is_a_function_of_seed_and_number() -> None:

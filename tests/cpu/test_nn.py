@@ -13,9 +13,10 @@ from ffns import saved
 from torch import nn
 
 import twell
-from twell import AutoStrategy, explain, tuning
+from twell import AutoStrategy, explain
 from twell._sparsify.modules import pair_up
 from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout, set_strategy
+from twell.strategy import costs
 
 BF16 = torch.bfloat16
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
@@ -314,4 +315,4 @@ def test_pickles_of_layers_that_kept_an_int8_copy_load() -> None:
     problem = pickle.loads(b"\x80\x02ctwell.tuning\nProblem\n(K\x01K\x02K\x03\x88\x89\x88\x89\x88t\x81.")
     assert problem[:7] == (1, 2, 3, True, False, True, False)
     with pytest.raises(TypeError, match="positional arguments"):
-        tuning.Problem(1, 2, 3, True, False, True, False, True, True)  # type: ignore[call-arg]
+        costs.Problem(1, 2, 3, True, False, True, False, True, True)  # type: ignore[call-arg]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import json
 import logging
 import re
@@ -18,10 +19,12 @@ import torch
 from tiny_kernels import Compiler, compile_tiny
 
 from cute_kernels import catalog
-from twell import _auto, _tables, tuning
+from twell import tuning
 from twell._runtime import cache, device, fingerprint, geometry, log, packaged, resolve, specs
 from twell.commands import info
 from twell.ops import hybrid, library
+from twell.strategy import costs, tables
+from twell.strategy import site as sites
 
 Capability = tuple[int, int]
 
@@ -49,7 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Capability], None]:
         monkeypatch.setattr(device, "name", lambda index: "NVIDIA Pretended")
         monkeypatch.setattr(device, "sm_count", lambda index: 100)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        for cached in (_tables._on, _tables._of_gpu, log.warn_once):
+        for cached in (tables._on, tables._of_gpu, log.warn_once):
             cached.cache_clear()
 
     return become
@@ -169,10 +172,9 @@ def test_auto_is_dense_without_a_table(
     """With one warning that says why; a table of `twell tune` is enough, and 9.0 has the shipped one."""
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     gpu(capability)
-    chooses = {True: "", False: "dense"}
     with caplog.at_level(logging.WARNING, "twell"):
-        found = [_auto.forced("cuda", 0) for _ in range(2)]
-    assert found == [chooses[capability == (9, 0)]] * 2
+        found = [tables.imposed_on_call("cuda", 0) for _ in range(2)]
+    assert [not why for why in found] == [capability == (9, 0)] * 2
     assert len(caplog.records) == (capability != (9, 0))
     reason = (
         "`twell tune` measures them" if GPUS[capability] else "(compute capability 7.5), only for 8.x, 9.x, 10.x, 12.x"
@@ -180,9 +182,9 @@ def test_auto_is_dense_without_a_table(
     assert all(record.getMessage().endswith(reason) for record in caplog.records)
     machine = "NVIDIA Pretended (100 SMs, 80 GiB); driver 580"
     tmp_path.chmod(0o700)
-    _tables.write(dataclasses.replace(_tables.SHIPPED, machine=machine))
+    tables.write(dataclasses.replace(tables.SHIPPED, machine=machine))
     gpu(capability)
-    assert _auto.forced("cuda", 0) == chooses[GPUS[capability] is not None]
+    assert tables.imposed_on_call("cuda", 0).endswith("12.x") == (GPUS[capability] is None)
 
 
 def test_kinds_of_calls_that_were_not_measured_are_dense(
@@ -192,43 +194,42 @@ def test_kinds_of_calls_that_were_not_measured_are_dense(
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o700)
     cheap = {(False, True, 2048, 5632): {16384: {"row": (0.5, 0.0, 0.0, 0.0), "union": (0.1, 0.0, 0.0, 0.0)}}}
-    _tables.write(_tables.Table(cheap, "NVIDIA Pretended (100 SMs, 80 GiB)", "2026-11-23T10:00:00+00:00"))  # type: ignore[arg-type]
+    tables.write(tables.Table(cheap, "NVIDIA Pretended (100 SMs, 80 GiB)", "2026-11-23T10:00:00+00:00"))  # type: ignore[arg-type]
     gpu((8, 0))
-    table = _tables.in_use(torch.device("cuda", 0))
+    table = tables.in_use(torch.device("cuda", 0))
     assert set(table.costs) == set(cheap)
     for training in (False, True):
         for gated in (False, True):
-            problem = tuning.Problem(16384, 2048, 5632, gated, training)
-            for figures in (None, tuning.Figures(3.0, 0.02)):
-                decision = tuning.decide(problem, figures, "union", table)
+            problem = costs.Problem(16384, 2048, 5632, gated, training)
+            for figures in (None, costs.Figures(3.0, 0.02)):
+                decision = costs.decide(problem, figures, "union", table)
                 if gated and not training:
                     assert decision.strategy == "union"
                     continue
                 assert decision.strategy == "dense"
-                name = _tables.KINDS[training, gated]
+                name = tables.KINDS[training, gated]
                 assert decision.reason == (
                     f'no times of kind "{name}" for NVIDIA Pretended; `twell tune --kinds "{name}"` measures them'
                 )
-                assert tuning.costs(problem, tuning.Figures(3.0, 0.02), table) == {"dense": 1.0}
+                assert costs.costs(problem, costs.Figures(3.0, 0.02), table) == {"dense": 1.0}
     x = torch.empty(16384, 2048, device="meta")
-    monkeypatch.setattr(_tables, "in_use", lambda on: table)
-    assert _auto.fresh(x, 5632, True, False, False) == "union"
-    assert _auto.fresh(x, 5632, True, True, False) == _auto.fresh(x, 5632, False, False, False) == "dense"
+    monkeypatch.setattr(tables, "in_use", lambda on: table)
+    found = [sites.without_site(x, 5632, *kind, False).strategy for kind in itertools.product((True, False), repeat=2)]
+    assert found == ["dense", "union", "dense", "dense"]
 
 
 @every_gpu([(8, 0), (9, 0)])
 def test_auto_keeps_to_what_the_family_takes(capability: Capability, gpu: Callable[[Capability], None]) -> None:
     """Neurons beyond the hybrid format's of the portable family leave "row" and dense."""
     gpu(capability)
-    table = _tables.in_use(torch.device("cuda", 0))
+    table = tables.in_use(torch.device("cuda", 0))
     assert table.union_neurons == (65536 if capability == (9, 0) else geometry.PORTABLE_UNION_NEURONS)
     for n in (geometry.PORTABLE_UNION_NEURONS, geometry.PORTABLE_UNION_NEURONS + 8):
         taken = n <= table.union_neurons
         for training in (False, True):
-            problem = tuning.Problem(16384, 2048, n, True, training)
-            costs = tuning.costs(problem, tuning.Figures(1.0, 0.01), table)
-            assert ("union" in costs) == taken
-            decision = tuning.decide(problem, tuning.Figures(1.0, 0.01), None, table)
+            problem = costs.Problem(16384, 2048, n, True, training)
+            assert ("union" in costs.costs(problem, costs.Figures(1.0, 0.01), table)) == taken
+            decision = costs.decide(problem, costs.Figures(1.0, 0.01), None, table)
             assert decision.strategy == ("union" if taken else "dense" if training else decision.strategy)
             assert taken or decision.strategy != "union"
 

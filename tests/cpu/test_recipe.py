@@ -29,9 +29,10 @@ from recipe_models import (
 from torch import Tensor, nn
 
 import twell
-from twell import _compaction, recipe, tuning
+from twell import _compaction, recipe
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.recipe import SparsityTracker
+from twell.strategy import costs
 
 BF16 = torch.bfloat16
 
@@ -508,7 +509,7 @@ def test_reinitialize_refuses() -> None:
 @pytest.fixture
 def chooses(free_choice: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few non-zeros make the sparse route cheap."""
-    monkeypatch.setattr(tuning, "coefficients", lambda *_: {"union": (0.2, 0.6, 1.0, 0.0)})
+    monkeypatch.setattr(costs, "coefficients", lambda *_: {"union": (0.2, 0.6, 1.0, 0.0)})
 
 
 def silence(mlp: Any, alive: int) -> None:
@@ -553,7 +554,7 @@ def test_settle_names_what_the_figures_call_for(monkeypatch: pytest.MonkeyPatch)
     silence(mlps[1], 40)
     assert recipe.settle(model, run(3)) == {}
     # where copies of the down weight cost more than the layer saves
-    monkeypatch.setattr(tuning, "COPY_BYTES", 1e12)
+    monkeypatch.setattr(costs, "COPY_BYTES", 1e12)
     silence(mlps[0], 2)
     stats = run(4)
     twell.nn.set_down_layout(model, "linear")

@@ -22,6 +22,8 @@ from twell import _autograd, ops, testing, tuning
 from twell._activation import activation_of
 from twell._runtime import geometry, resolve, specs
 from twell.ops import library
+from twell.strategy import costs
+from twell.strategy import site as sites
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -241,10 +243,10 @@ def test_figures_count_what_fires(fuse: bool, monkeypatch: pytest.MonkeyPatch) -
 
     left: list[tuple[Any, ...]] = []
     keep = lambda self, *figures, heaviest, candidates: left.append((*figures, heaviest))  # noqa: E731
-    monkeypatch.setattr(twell._auto.Measurement, "counts", keep)
+    monkeypatch.setattr(sites.Measurement, "counts", keep)
     gate = torch.randn(300, 264).to(BF16)
     gate[:128, :7], gate[7, 3], gate[:, 9] = -0.0, torch.nan, -1.0
-    measurement = twell._auto.Measurement(twell.AutoStrategy(), tuning.Problem(300, 32, 264, True, False), 0)
+    measurement = sites.Measurement(twell.AutoStrategy(), costs.Problem(300, 32, 264, True, False), 0)
     for each in (gate, F.relu(gate)):
         measurement.dense(each)
     active = F.relu(gate) != 0

@@ -14,8 +14,8 @@ import pytest
 
 from profiling import measurements
 from profiling.draw.common import loads
-from twell import _tables, tuning
 from twell.commands import tune
+from twell.strategy import costs, tables
 
 MACHINE = "NVIDIA H200 (made up); SM 1980 MHz now, 1980 most; kernels 0123456789ab"
 
@@ -157,9 +157,9 @@ def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path) -> Non
     assert len(rows) >= 100
     losses = []
     for row in rows:
-        call = tuning.Problem(*(row[name] for name in tune.SIZES))
-        chosen = tuning.decide(call, tune.measured_figures(row), None).strategy
-        ms = {name: row[f"{name}_ms"] for name in (*_tables.STRATEGIES, "dense") if row.get(f"{name}_ms")}
+        call = costs.Problem(*(row[name] for name in tune.SIZES))
+        chosen = costs.decide(call, tune.measured_figures(row), None).strategy
+        ms = {name: row[f"{name}_ms"] for name in (*tables.STRATEGIES, "dense") if row.get(f"{name}_ms")}
         losses.append(ms[chosen] / min(ms.values()) - 1)
         assert chosen == row["auto"]
         assert losses[-1] == pytest.approx(row["loss"], abs=1e-9)

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from tests import family as families
-from twell import _auto, ops, reference, testing
+from twell import ops, reference, testing
 from twell._activation import RELU, Activation
 from twell._runtime import device, screen
 from twell.ops import screened
 from twell.ops.operands import Operands
+from twell.strategy.plan import Route
 
 BF16 = torch.bfloat16
 
@@ -469,4 +470,4 @@ def test_the_portable_family_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         # tests there are skipped by it
         assert families.is_absent(refusal.value)
     with pytest.raises(NotImplementedError, match="ffn with screen=True needs compute capability"):
-        sys.modules["twell.ops.ffn"].on_cuda(Operands(*problem), 8, RELU, _auto.Route("union", screen=True), False)
+        sys.modules["twell.ops.ffn"].on_cuda(Operands(*problem), 8, RELU, Route("union", screen=True), False)

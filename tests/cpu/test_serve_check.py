@@ -16,11 +16,11 @@ pytest.importorskip("transformers")
 import saved_models
 from safetensors.torch import load_file, save_file
 
-from twell import _tables, tuning
-from twell._auto import AutoStrategy
 from twell.commands import cli, serve_check
 from twell.integrations import vllm
 from twell.integrations.layouts import LayerFigures, measured
+from twell.strategy import costs, tables
+from twell.strategy.site import AutoStrategy
 
 SIZES = ["--prefill", "2048", "--decode", "1", "64"]
 
@@ -91,11 +91,11 @@ def test_without_text_figures_are_assumed_and_said_to_be(llama: Path, capsys: py
         (1, 2048, False),
     ]
     for row in data["rows"]:
-        problem = tuning.Problem(row["tokens"], 64, 320, True, False, merged=row["tokens"] <= 512)
-        known = tuning.Figures(320 / 190, 1 - (1 - 1 / 190) ** 128)
-        strategy, reason, costs = tuning.decide(problem, known, None)
-        assert (row["strategy"], row["reason"], row["costs"]) == (strategy, reason, costs)
-        assert row["share"] == costs[strategy]
+        problem = costs.Problem(row["tokens"], 64, 320, True, False, merged=row["tokens"] <= 512)
+        known = costs.Figures(320 / 190, 1 - (1 - 1 / 190) ** 128)
+        decision = costs.decide(problem, known, None)
+        assert (row["strategy"], row["reason"], row["costs"]) == decision
+        assert row["share"] == decision.costs[decision.strategy]
     assert "assumed, 320.0 non-zeros per token, tokens" in check(capsys, llama, *SIZES, "--nnz", 320)[1]
 
 
@@ -122,12 +122,12 @@ def test_unions_are_those_that_a_server_takes_for_as_many_tokens(decode: bool) -
     figures = LayerFigures(30.0, 0.05, 0.4)
     for m, union in ((1, 0.4), (512, 0.4), (1024, 0.4), (1025, 0.05), (2048, 0.05), (16384, 0.05)):
         row = serve_check.predict(layer, figures, m, decode, ranks=2)
-        problem = tuning.Problem(m, 2048, 2816, True, False, merged=m <= 512)
-        assert row.costs == tuning.decide(problem, tuning.Figures(15.0, union), None).costs
+        problem = costs.Problem(m, 2048, 2816, True, False, merged=m <= 512)
+        assert row.costs == costs.decide(problem, costs.Figures(15.0, union), None).costs
         # a server's layer, as ServedStrategy.learn tells it
         site = AutoStrategy()
         for typical, of in ((vllm.BATCH, figures.batch), (vllm.PROMPTS, figures.text)):
-            site.observe(problem._replace(m=typical), tuning.Figures(15.0, of))
+            site.observe(problem._replace(m=typical), costs.Figures(15.0, of))
         site.choose(problem)
         assert [choice.costs for choice in site.explain()] == [row.costs]
 
@@ -262,11 +262,11 @@ def test_broken_json_is_refused(llama: Path, capsys: pytest.CaptureFixture[str])
 
 def test_the_verdict_says_what_it_holds_for() -> None:
     shares, calls = {"prefill 8,192": 0.6, "decode 1": 0.4, "decode 512": 0.97}, [(False, 8192), (True, 1), (True, 512)]
-    assert serve_check._verdict(shares, calls, _tables.SHIPPED) == (
+    assert serve_check._verdict(shares, calls, tables.SHIPPED) == (
         "Verdict: FFNs gain on NVIDIA H200 for prefill 8,192 (0.60), decode 1 (0.40) of dense's time, in CUDA graphs, "
         "not in eager calls of up to 2,048 tokens, with down weights by rows"
     )
-    assert serve_check._verdict({"prefill 8,192": 1.0}, calls[:1], _tables.SHIPPED) == (
+    assert serve_check._verdict({"prefill 8,192": 1.0}, calls[:1], tables.SHIPPED) == (
         "Verdict: no gain of the FFNs on NVIDIA H200, in CUDA graphs, with down weights by rows"
     )
 

@@ -20,22 +20,26 @@ import torch
 
 from profiling import held_out
 from profiling import tune as shipped
-from twell import _auto, _tables, _tuning_table, testing, tuning
+from twell import testing, tuning
 from twell._runtime import device, fingerprint
 from twell.commands import cli, info, timing, tune
 from twell.commands.request import RequestError
-from twell.tuning import Figures, Problem
+from twell.strategy import costs as rules
+from twell.strategy import site as sites
+from twell.strategy import table as generated
+from twell.strategy import tables
+from twell.strategy.costs import Figures, Problem
 
 GPU = "NVIDIA H100 80GB HBM3"
 MACHINE = f"{GPU} (132 SMs, 79 GiB); driver 580; torch 2.11.0"
 
 
-def table_of(costs: Any, machine: str = MACHINE) -> _tables.Table:
-    return _tables.Table(costs, machine, "2026-11-22T10:00:00+00:00")
+def table_of(costs: Any, machine: str = MACHINE) -> tables.Table:
+    return tables.Table(costs, machine, "2026-11-22T10:00:00+00:00")
 
 
 def found(costs: Any, m: int, k: int, n: int, gated: bool = True, training: bool = False) -> dict[str, Any]:
-    return tuning.coefficients(Problem(m, k, n, gated, training), table_of(costs))
+    return rules.coefficients(Problem(m, k, n, gated, training), table_of(costs))
 
 
 # Between measured layers and numbers of tokens
@@ -69,7 +73,7 @@ def test_coefficients_come_from_layers_of_the_same_kind() -> None:
     inside = [base for k, base in bases.items() if 1024 <= k < 4096]
     assert inside == sorted(inside)
     assert all(0.2 <= base <= 0.6 for base in bases.values())
-    assert tuning.nearest(Problem(16, 2000, 8000, True, False), table_of(costs))[2] == 1024
+    assert rules.nearest(Problem(16, 2000, 8000, True, False), table_of(costs))[2] == 1024
 
 
 def test_interpolation_crosses_no_change_of_kernels() -> None:
@@ -129,8 +133,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def forget() -> None:
-    _tables._on.cache_clear()
-    _tables._of_gpu.cache_clear()
+    tables._on.cache_clear()
+    tables._of_gpu.cache_clear()
 
 
 OWN: Any = {(False, True, 1536, 4096): {64: {"row": (0.25, 0.0, 5.0, 0.0)}}}
@@ -138,54 +142,54 @@ CUDA = torch.device("cuda", 0)
 
 
 def test_a_users_table_serves_its_gpu(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert _tables.in_use(CUDA) is _tables.in_use(torch.device("cpu")) is _tables.SHIPPED
+    assert tables.in_use(CUDA) is tables.in_use(torch.device("cpu")) is tables.SHIPPED
     assert not folder.exists()
     assert not caplog.records
-    path = _tables.write(table_of(OWN))
+    path = tables.write(table_of(OWN))
     forget()
     assert path == folder / "NVIDIA_H100_80GB_HBM3.json"
-    table = _tables.in_use(CUDA)
+    table = tables.in_use(CUDA)
     assert (table.file, table.gpu, table.date) == (path, GPU, "2026-11-22T10:00:00+00:00")
     assert {key for key in table.costs if key[:2] == (False, True)} == set(OWN)
     assert table.costs[False, True, 1536, 4096] == OWN[False, True, 1536, 4096]
     # kinds that were not measured are the shipped ones
-    assert {key for key in table.costs if key[0]} == {key for key in _tables.SHIPPED.costs if key[0]}
+    assert {key for key in table.costs if key[0]} == {key for key in tables.SHIPPED.costs if key[0]}
     problem = Problem(64, 1536, 4096, True, False)
-    decision = tuning.decide(problem, Figures(10, None), None, table)
+    decision = rules.decide(problem, Figures(10, None), None, table)
     assert decision.costs["row"] == pytest.approx(0.25 + 5 * 10 / 4096)
-    assert tuning.decide(problem, Figures(10, None), None).costs != decision.costs
+    assert rules.decide(problem, Figures(10, None), None).costs != decision.costs
     # another model has another file
-    assert _tables.read("NVIDIA GH200") is _tables.SHIPPED
+    assert tables.read("NVIDIA GH200") is tables.SHIPPED
     # on the GPU of the shipped table own layers join its layers
-    _tables.write(table_of(OWN, _tables.SHIPPED.machine))
-    assert _tables.read(_tables.SHIPPED.gpu).costs == _tables.SHIPPED.costs | OWN
+    tables.write(table_of(OWN, tables.SHIPPED.machine))
+    assert tables.read(tables.SHIPPED.gpu).costs == tables.SHIPPED.costs | OWN
 
 
 def test_a_later_run_keeps_the_layers_of_an_earlier_one(folder: Path) -> None:
     later: Any = {(True, True, 1536, 4096): {1024: {"union": (0.5, 0.0, 0.0, 0.0)}}}
-    _tables.write(table_of(OWN))
-    path = _tables.write(table_of(later))
-    assert _tables.parse(path.read_text()).costs == OWN | later
+    tables.write(table_of(OWN))
+    path = tables.write(table_of(later))
+    assert tables.parse(path.read_text()).costs == OWN | later
     # but not those of other kernels, nor of a damaged file
     path.write_text(path.read_text().replace(fingerprint.source_hash(), "0" * 64))
-    assert _tables.parse(_tables.write(table_of(later)).read_text()).costs == later
+    assert tables.parse(tables.write(table_of(later)).read_text()).costs == later
     path.write_text("{")
-    assert _tables.parse(_tables.write(table_of(OWN)).read_text()).costs == OWN
+    assert tables.parse(tables.write(table_of(OWN)).read_text()).costs == OWN
     assert [each.name for each in path.parent.glob("*.json")] == [path.name]
     # fewer numbers of tokens do not replace those that are known
     some: Any = {key: dict(list(by_tokens.items())[:1]) for key, by_tokens in OWN.items()}
-    assert _tables.parse(_tables.write(table_of(some)).read_text()).costs == OWN
+    assert tables.parse(tables.write(table_of(some)).read_text()).costs == OWN
 
 
 def test_processes_that_write_at_once_lose_nothing(folder: Path) -> None:
     layers: list[Any] = [{(True, True, 8 * i, 4096): {64: {"union": (0.5, 0.0, 0.0, 0.0)}}} for i in range(1, 9)]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        paths = list(pool.map(lambda costs: _tables.write(table_of(costs)), layers))
-    assert len(_tables.parse(paths[0].read_text()).costs) == len(layers)
+        paths = list(pool.map(lambda costs: tables.write(table_of(costs)), layers))
+    assert len(tables.parse(paths[0].read_text()).costs) == len(layers)
 
 
 def changed(**entries: Any) -> str:
-    return json.dumps(json.loads(_tables.text_of(table_of(OWN))) | entries)
+    return json.dumps(json.loads(tables.text_of(table_of(OWN))) | entries)
 
 
 @pytest.mark.parametrize(
@@ -200,25 +204,25 @@ def changed(**entries: Any) -> str:
         (changed(layers=[]), "it must have layers, got none"),
         ("[" * 200_000, "no table"),
         (json.dumps({key: value for key, value in json.loads(changed()).items() if key != "kernels"}), "'kernels'"),
-        (_tables.text_of(table_of(OWN)).replace("0.25", "-1"), "costs must be from 0 to 1e9"),
-        (_tables.text_of(table_of(OWN)).replace("0.25", "NaN"), "costs must be from 0 to 1e9"),
-        (_tables.text_of(table_of(OWN)).replace("0.25", "1e308"), "costs must be from 0 to 1e9"),
-        (_tables.text_of(table_of(OWN)).replace("0.25", "1" + "0" * 400), "no table"),
-        (_tables.text_of(table_of(OWN)).replace("1536", "1" + "0" * 400), "sizes must be integers"),
+        (tables.text_of(table_of(OWN)).replace("0.25", "-1"), "costs must be from 0 to 1e9"),
+        (tables.text_of(table_of(OWN)).replace("0.25", "NaN"), "costs must be from 0 to 1e9"),
+        (tables.text_of(table_of(OWN)).replace("0.25", "1e308"), "costs must be from 0 to 1e9"),
+        (tables.text_of(table_of(OWN)).replace("0.25", "1" + "0" * 400), "no table"),
+        (tables.text_of(table_of(OWN)).replace("1536", "1" + "0" * 400), "sizes must be integers"),
         (re.sub('("gated": )(true|false)', '\\1"\\2"', changed()), "training and gated must be true or false"),
         (changed(layers=[json.loads(changed())["layers"][0] | {"tokens": {}}]), "a layer must have numbers of tokens"),
-        (_tables.text_of(table_of(OWN)).replace('"row"', '"auto"'), "strategies must be among row, union"),
-        (_tables.text_of(table_of(OWN)).replace("1536", "-8"), "sizes must be integers from 1"),
+        (tables.text_of(table_of(OWN)).replace('"row"', '"auto"'), "strategies must be among row, union"),
+        (tables.text_of(table_of(OWN)).replace("1536", "-8"), "sizes must be integers from 1"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(
     text: str, said: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = _tables.write(table_of(OWN))
+    path = tables.write(table_of(OWN))
     path.write_text(text, encoding="latin-1")
     for index in (0, 1, 0):
-        table = _tables.in_use(torch.device("cuda", index))
-        assert table.costs is _tables.SHIPPED.costs
+        table = tables.in_use(torch.device("cuda", index))
+        assert table.costs is tables.SHIPPED.costs
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert said in record.message
@@ -226,10 +230,10 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(
 
 
 def test_a_table_of_other_kernels_is_used_with_one_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = _tables.write(table_of(OWN))
+    path = tables.write(table_of(OWN))
     path.write_text(changed(kernels="0" * 64))
     for index in (0, 1, 0):
-        table = _tables.in_use(torch.device("cuda", index))
+        table = tables.in_use(torch.device("cuda", index))
         assert table.file == path
         assert table.costs[False, True, 1536, 4096] == OWN[False, True, 1536, 4096]
     (record,) = caplog.records
@@ -240,10 +244,10 @@ def test_no_driver_no_home_no_table(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor does a pipe in its place, which nobody may wait for."""
-    path = _tables.write(table_of(OWN))
+    path = tables.write(table_of(OWN))
     path.unlink()
     os.mkfifo(path)
-    assert _tables.in_use(CUDA).costs is _tables.SHIPPED.costs
+    assert tables.in_use(CUDA).costs is tables.SHIPPED.costs
     assert "it must be a file" in caplog.text
 
     def fails(*_: Any) -> Any:
@@ -251,17 +255,17 @@ def test_no_driver_no_home_no_table(
 
     monkeypatch.setenv("TWELL_CACHE_DIR", "~no-such-user/twell")
     forget()
-    assert _tables.read(GPU) is _tables.SHIPPED
+    assert tables.read(GPU) is tables.SHIPPED
     monkeypatch.setattr(device, "name", fails)
-    assert _tables.in_use(CUDA) is _tables.SHIPPED
+    assert tables.in_use(CUDA) is tables.SHIPPED
 
 
 def test_a_site_decides_by_the_table_of_its_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow: Any = {(False, True, 32, 264): {1: {"row": (2.0, 0.0, 0.0, 0.0), "union": (3.0, 0.0, 0.0, 0.0)}}}
-    monkeypatch.setattr(_tables, "in_use", lambda on: table_of(slow))
-    site = _auto.AutoStrategy()
+    monkeypatch.setattr(tables, "in_use", lambda on: table_of(slow))
+    site = sites.AutoStrategy()
     assert site.begin(torch.zeros(4, 32), 264, True, False, False).strategy == "dense"
-    assert _auto.fresh(torch.zeros(4, 32), 264, True, False, False) == "dense"
+    assert sites.without_site(torch.zeros(4, 32), 264, True, False, False).strategy == "dense"
 
 
 def test_info_names_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -270,20 +274,20 @@ def test_info_names_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch, cap
         monkeypatch.setattr(device, "describe", lambda: device.Driver((13, 0), devices))
         return "\n".join(info.lines(info.collect(), verbose=False)).partition('Table of "auto"')[2]
 
-    ours = _tables.SHIPPED.gpu
-    assert f"  {ours}: shipped, measured on {ours}, {_tables.SHIPPED.date[:10]}" in told(ours)
+    ours = tables.SHIPPED.gpu
+    assert f"  {ours}: shipped, measured on {ours}, {tables.SHIPPED.date[:10]}" in told(ours)
     assert '  Small: none, and "auto" is dense there until `twell tune` has measured it' in told(ours)
     assert "note:" not in told(ours)
     assert f"  {GPU}: shipped, measured on {ours}" in told()
     assert f"note: these are times of another GPU; `twell tune` measures {GPU}" in told()
-    path = _tables.write(table_of(OWN))
+    path = tables.write(table_of(OWN))
     assert f"  {GPU}: {path}, measured on {GPU}, 2026-11-22\n" in told()
     assert f"  kinds of calls: gated; the shipped times of {ours}: training, non-gated, non-gated training\n" in told()
     assert "note:" not in told()
     path.write_text(changed(kernels="0" * 64))
     assert f"  {GPU}: {path}, measured on {GPU}, 2026-11-22\n" in told()
     assert f"note: {path} has times of other kernels: run `twell tune` again" in told()
-    small = _tables.write(table_of(OWN, "Small (76 SMs)"))
+    small = tables.write(table_of(OWN, "Small (76 SMs)"))
     assert f"  Small: {small}, measured on Small, 2026-11-22\n" in told(ours)
     assert "  kinds of calls: gated; dense: training, non-gated, non-gated training\n" in told(ours)
     small.write_text("{")
@@ -314,7 +318,7 @@ def measured(noise: float = 0.0) -> list[dict[str, Any]]:
             ):
                 problem, figures = Problem(m, k, n, gated, training), Figures(nonzeros, union if m >= 128 else None)
                 for name, coefficients in entry.items():
-                    terms = zip(coefficients, (1.0, *tuning.shares(problem, figures)), strict=True)
+                    terms = zip(coefficients, (1.0, *rules.shares(problem, figures)), strict=True)
                     relative = sum(a * b for a, b in terms) * (1 + noise * (-1) ** i)
                     row = {**problem._asdict(), **figures._asdict(), "pattern": str(i), "strategy": name, "red": ""}
                     rows.append(row | {"dense_ms": 2.0, "ms": 2 * relative, "relative": relative})
@@ -322,7 +326,7 @@ def measured(noise: float = 0.0) -> list[dict[str, Any]]:
 
 
 def predicted(costs: Any, row: dict[str, Any]) -> float:
-    return tuning.costs(tune.problem_of(row), Figures(row["nonzeros"], row["union"]), table_of(costs))[row["strategy"]]
+    return rules.costs(tune.problem_of(row), Figures(row["nonzeros"], row["union"]), table_of(costs))[row["strategy"]]
 
 
 def test_the_fit_finds_what_made_the_times() -> None:
@@ -393,13 +397,13 @@ def test_few_tokens_take_as_long_as_the_heaviest() -> None:
     assert costs[False, True, 2048, 5632][128]["row"] == pytest.approx((0.4, 0.0, 10.0, 6.0), abs=2e-3)
     problem, table = Problem(128, 2048, 5632, True, False), table_of(costs)
     for row in rows:
-        assert tuning.costs(problem, tune.measured_figures(row), table)["row"] == pytest.approx(
+        assert rules.costs(problem, tune.measured_figures(row), table)["row"] == pytest.approx(
             row["relative"], rel=1e-3
         )
-    light, heavy = (tuning.decide(problem, Figures(29, None, most), None, table) for most in (29, 600))
+    light, heavy = (rules.decide(problem, Figures(29, None, most), None, table) for most in (29, 600))
     assert (light.strategy, heavy.strategy) == ("row", "dense")
     # a row of an earlier version, and a caller that does not know: little more than the mean
-    unknown = tuning.costs(problem, Figures(29, None), table)["row"]
+    unknown = rules.costs(problem, Figures(29, None), table)["row"]
     assert light.costs["row"] < unknown < 1.05 * light.costs["row"]
     assert tune.measured_figures({"nonzeros": 29, "union": None}) == Figures(29, None)
     for m, waits in ((1, False), (8, False), (9, True), (4096, True), (12288, False)):
@@ -411,14 +415,14 @@ def test_few_tokens_take_as_long_as_the_heaviest() -> None:
 def test_shares_are_shares() -> None:
     for m, nonzeros in itertools.product((0, 1, 8, 9, 128, 1 << 20), (0, 3, 29, 5632)):
         problem = Problem(m, 2048, 5632, True, False)
-        union, density, heaviest = tuning.shares(problem, Figures(nonzeros, None))
+        union, density, heaviest = rules.shares(problem, Figures(nonzeros, None))
         assert 0 <= density <= heaviest <= 1
         assert 0 <= union <= 1
         assert (heaviest == density) == (m <= 8 or nonzeros in (0, 5632))
-        assert tuning.shares(problem, Figures(nonzeros, None, 704))[2] == 704 / 5632
+        assert rules.shares(problem, Figures(nonzeros, None, 704))[2] == 704 / 5632
     for figures in (Figures(math.nan, None), Figures(-1, None), Figures(3, math.inf), Figures(3, 0, -1)):
         with pytest.raises(ValueError, match="figures must be finite and not negative, got Figures"):
-            tuning.decide(Problem(128, 2048, 5632, True, False), figures, None)
+            rules.decide(Problem(128, 2048, 5632, True, False), figures, None)
 
 
 def test_slow_times_that_are_not_linear_leave_fast_ones_fitted() -> None:
@@ -464,10 +468,10 @@ def test_files_that_tune_did_not_write(
 
 
 def test_the_shipped_table_is_as_generated() -> None:
-    generated = shipped.table_text(_tuning_table.TABLE, _tuning_table.MACHINE, _tuning_table.DATE)
-    assert generated == Path(_tuning_table.__file__).read_text()
-    check_table(_tuning_table)
-    assert {key[:2] for key in _tuning_table.TABLE} >= {(False, True), (True, True)}
+    text = shipped.table_text(generated.TABLE, generated.MACHINE, generated.DATE)
+    assert text == Path(generated.__file__).read_text()
+    check_table(generated)
+    assert {key[:2] for key in generated.TABLE} >= {(False, True), (True, True)}
 
 
 def test_figures_of_a_measured_layer() -> None:
@@ -561,12 +565,12 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     printed = capsys.readouterr().out
     assert '; "auto" uses it in processes that start now\nincomplete: 1 of 2 layers; ' in printed
     assert printed.endswith("run again with --budget-s 4000\n")
-    assert _tables.in_use(CUDA).measured == {(False, True)}
+    assert tables.in_use(CUDA).measured == {(False, True)}
 
     monkeypatch.setattr(tune, "measure", lambda *_, **others: iter(rows))
     assert tune.tune(arguments, timing.Cpu()) == 0
     forget()
-    table = _tables.in_use(CUDA)
+    table = tables.in_use(CUDA)
     assert {key: set(nodes) for key, nodes in table.costs.items() if key[1]} == {
         (False, True, 32, 264): {1, 130},
         (True, True, 32, 264): {130},
@@ -608,8 +612,8 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_tables_that_were_sent_are_whole() -> None:
     for path in (Path(shipped.__file__).parent / "tables").glob("*.json"):
-        table = _tables.parse(path.read_text())
-        assert path.name == _tables.path_of(table.gpu).name
+        table = tables.parse(path.read_text())
+        assert path.name == tables.path_of(table.gpu).name
         for step in tune.plan():
             known = table.costs.get((step.problem.training, step.problem.gated, step.k, step.n), {})
             assert step.m in known, f"{path.name}: a layer is not measured to the end: {step}"
@@ -724,7 +728,7 @@ def test_held_out_points_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
     # the same everywhere, and of layers that were not measured
     first = points[0]
     assert (first.problem, round(first.workload.nnz, 3)) == (Problem(437, 2560, 10240, False, False), 133.976)  # type: ignore[union-attr]
-    layers = {key[2:] for key in _tables.SHIPPED.costs} | set(tune.SHAPES)
+    layers = {key[2:] for key in tables.SHIPPED.costs} | set(tune.SHAPES)
     assert not layers & {(point.problem.k, point.problem.n) for point in points}
 
     calls = (Problem(130, 32, 264, True, False), Problem(130, 32, 264, False, True))

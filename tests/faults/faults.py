@@ -162,28 +162,28 @@ FAULTS = (
     # ---- auto ----
     Fault(
         "auto: change without a margin",
-        "python/twell/tuning.py",
+        "python/twell/strategy/costs.py",
         "if predicted[best] > (1 - MARGIN) * predicted[current]:",
         "if predicted[best] > (1 + MARGIN) * predicted[current]:",
         'tests/cpu/test_auto.py -k "decides_by or two_percent"',
     ),
     Fault(
         "auto: union of a partial tile counts as one of a whole",
-        "python/twell/_auto.py",
+        "python/twell/sites.py",
         "neurons = m // geometry.TOKEN_TILE * n",
         "neurons = -(-m // geometry.TOKEN_TILE) * n",
         'tests/cpu/test_auto.py -k "measures_what or measures_the"',
     ),
     Fault(
         "auto: captured call is measured",
-        "python/twell/_auto.py",
+        "python/twell/sites.py",
         "if not real or capturing or not self.heeds(x)",
         "if not real or not self.heeds(x)",
         "tests/cpu/test_auto.py tests/cpu/test_auto_graphs.py -k captur",
     ),
     Fault(
         "auto: costs interpolated from the wrong end",
-        "python/twell/tuning.py",
+        "python/twell/strategy/costs.py",
         "_mean([(1 - share, low[name]), (share, high[name])])",
         "_mean([(share, low[name]), (1 - share, high[name])])",
         'tests/cpu/test_tuning.py tests/cpu/test_auto.py -k "interpolat or measured_layer or coefficients"',

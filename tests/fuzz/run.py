@@ -68,8 +68,10 @@ from tests.fuzz.problems import (
     draw,
     laid_out,
 )
-from twell import testing, tuning
-from twell._auto import AutoStrategy, route_of
+from twell import testing
+from twell.strategy import costs
+from twell.strategy.plan import route_of
+from twell.strategy.site import AutoStrategy
 
 MOST_MISMATCHES = 10
 POISON = 0xFF
@@ -366,7 +368,7 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(arguments.device)
     # graphs are compared with eager calls, so both choose by the GPU's times alone
     if device.type == "cuda":
-        tuning.HOST_SECONDS.update({False: {}, True: {}})
+        costs.HOST_SECONDS.update({False: {}, True: {}})
     flags = f" --device {device.type}{' --jit' if arguments.jit else ''}{' --portable' if arguments.portable else ''}"
     limits = prepare(device, arguments.portable, arguments.jit)
     if arguments.replay:

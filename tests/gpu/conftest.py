@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests import family as families
-from twell import _tables, testing, tuning
+from twell import testing
+from twell.strategy import costs, tables
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,10 +46,10 @@ def pytest_runtest_call() -> Generator[None]:
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" chooses by the GPU's times alone, by the shipped table where it would be dense."""
-    monkeypatch.setattr(tuning, "HOST_SECONDS", {False: {}, True: {}})
+    monkeypatch.setattr(costs, "HOST_SECONDS", {False: {}, True: {}})
     if families.is_without_table():
         shipped = families.shipped_table()
-        monkeypatch.setattr(_tables, "_on", lambda index: shipped)
+        monkeypatch.setattr(tables, "_on", lambda index: shipped)
 
 
 @pytest.fixture(autouse=True)

@@ -14,17 +14,18 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import twell
-from twell import _tables, testing, tuning
+from twell import testing
 from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout
 from twell.ops import screened
 from twell.ops.quantize_gate import require
+from twell.strategy import costs, tables
 from twell.testing import FFN
 
 M = 4096
 BF16 = torch.bfloat16
 # times of no machine: the screen is the fastest unless nearly all neurons are candidates
 TERMS = {"union": (0.5, 0.5, 0.0, 0.0), "union+screen": (0.2, 0.1, 0.0, 0.6)}
-SCREENS = _tables.Table(
+SCREENS = tables.Table(
     {(training, gated, 2048, 5632): {1024: TERMS} for training in (False, True) for gated in (False, True)},
     "a GPU",
     "2026-11-22",
@@ -87,10 +88,10 @@ def backward(y: Tensor) -> None:
     y.backward(torch.ones_like(y))
 
 
-def true_figures(problem: FFN) -> twell.tuning.Figures:
+def true_figures(problem: FFN) -> costs.Figures:
     active = torch.relu(problem.x @ problem.w_gate.T) != 0
     union = active.view(-1, 128, active.shape[1]).any(1).float().mean()
-    return twell.tuning.Figures(active.sum().item() / len(problem.x), union.item())
+    return costs.Figures(active.sum().item() / len(problem.x), union.item())
 
 
 @BOTH
@@ -118,7 +119,7 @@ def test_chooses_by_what_it_measures(gated: bool, training: bool, layer: tuple[s
     assert row.figures.union == pytest.approx(expected.union, rel=2e-3)
     assert row.costs["dense"] == 1
     # "auto" takes no "row" of so many values
-    choices = {s: cost for s, cost in row.costs.items() if s != "row" or problem.x.numel() <= tuning.ROW_VALUES}
+    choices = {s: cost for s, cost in row.costs.items() if s != "row" or problem.x.numel() <= costs.ROW_VALUES}
     assert row.strategy == min(choices, key=lambda s: choices[s]) or "hold" in row.reason or "kept" in row.reason
     if name == "dense911":
         assert row.strategy == "dense"
@@ -152,7 +153,7 @@ def test_training_passes_gradients_through_every_change(gated: bool, topic: FFN,
 
 def test_more_than_the_hybrid_format_holds(dense: FFN) -> None:
     mlp = module(dense)
-    mlp._auto.observe(twell.tuning.Problem(M, 2048, 5632, True, True), twell.tuning.Figures(10, 0.05))
+    mlp._auto.observe(costs.Problem(M, 2048, 5632, True, True), costs.Figures(10, 0.05))
     with torch.enable_grad():
         mlp(dense.x)
     torch.cuda.synchronize()
@@ -320,7 +321,7 @@ def test_a_layer_comes_to_screen(gated: bool, training: bool, topic: FFN, monkey
     """Without a wait, by the candidates that the operator lists; y has the bits of "union"."""
     # a GPU of another family refuses
     require(torch.empty(1, device="cuda"), "gate_screen")
-    monkeypatch.setattr(_tables, "in_use", lambda on: SCREENS)
+    monkeypatch.setattr(tables, "in_use", lambda on: SCREENS)
     mlp = module(topic, gated)
     with torch.set_grad_enabled(training):
         settle(mlp, topic.x, step=backward if training else lambda y: None)

@@ -16,7 +16,7 @@ from typing import Any
 
 def describe(model: Any) -> dict[str, Any]:
     """The class of the model and those of its FFNs, how their down weights lie in memory, and what "auto" did."""
-    from twell import _auto
+    from twell.strategy import site as sites
 
     layers = [layer.mlp for layer in model.model.layers]
     rows = [
@@ -26,7 +26,7 @@ def describe(model: Any) -> dict[str, Any]:
         if name == "down_proj" and hasattr(child, "weight")
     ]
     weights = [next(layer.parameters()) for layer in layers]
-    sites = [site for site in map(_auto.found, weights) if site is not None]
+    sites = [site for site in map(sites.found, weights) if site is not None]
     choices = [
         [[row.tokens, row.calls, row.figures and row.figures.nonzeros] for row in site.explain()] for site in sites
     ]
@@ -50,10 +50,11 @@ def describe(model: Any) -> dict[str, Any]:
 
 def let_auto_choose() -> None:
     """Let the CPU pass for a GPU where "auto" asks."""
-    from twell import _auto
+    from twell.strategy import site as sites
+    from twell.strategy import tables
 
-    _auto.forced = lambda *_: ""
-    _auto.Transfer = lambda values: SimpleNamespace(arrived=lambda: True, read=values.tolist)  # type: ignore[misc]
+    tables.imposed = lambda *_: ""
+    sites.Transfer = lambda values: SimpleNamespace(arrived=lambda: True, read=values.tolist)  # type: ignore[misc]
 
 
 def main() -> None:

@@ -189,14 +189,14 @@ def test_graphs_are_captured_before_auto_learns() -> None:
 def test_a_rank_has_its_share_of_the_figures() -> None:
     import torch
 
-    from twell import _auto
     from twell.integrations._vllm_model import ServedStrategy
     from twell.integrations.layouts import LayerFigures
+    from twell.strategy import site as sites
 
     site = ServedStrategy(SimpleNamespace(), LayerFigures(30.0, 0.1, 0.4))
     merged = torch.zeros(2 * 96, 64)
     site.learn(merged, 2)
-    assert _auto.site_of(merged.chunk(2)[0], True) is site
+    assert sites.site_of(merged.chunk(2)[0], True) is site
     found = {bucket.problem[:4]: bucket.figures[:2] for bucket in site._buckets.values()}
     assert found == {(256, 64, 96, True): (15.0, 0.4), (8192, 64, 96, True): (15.0, 0.1)}
 

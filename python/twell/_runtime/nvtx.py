@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from twell import _modes
 from twell._runtime import env
 from twell._runtime.log import warn_once
 
@@ -113,7 +114,7 @@ def range(name: str, *, category: str | None = None, **payload: Any) -> Context:
 
     ``payload`` shows integers, floats, strings and dtypes and leaves out other values (a symbolic size, None).
     """
-    if not ON or torch.compiler.is_compiling():
+    if not ON or _modes.compiling():
         return _NOTHING
     shown = ((k, str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v) for k, v in payload.items())
     return _Range(name, category, tuple((k, v) for k, v in shown if type(v) in (int, float, str)))
@@ -128,7 +129,7 @@ def marked(describe: Callable[..., Context]) -> Callable[[_F], _F]:
 
         @functools.wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if _modes.compiling():
                 return function(*arguments, **named)
             with describe(*arguments, **named):
                 return function(*arguments, **named)

@@ -43,7 +43,7 @@ class _Loading:
 
     def __call__(self, *arguments: Any) -> Any:
         with loading():
-            result = self.kernel(*arguments)  # type: ignore[func-returns-value]
+            result = self.kernel(*arguments)
         _kernels[self.key] = self.kernel
         return result
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from twell import _modes
 from twell._activation import Activation, ActivationName
-from twell._auto import AutoStrategy
 from twell._plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, of_torch, only_moves
 from twell._runtime.log import warn_once
 from twell.functional import Aux, Strategy
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
+from twell.strategy.site import AutoStrategy
 
 # The names of projections in layers of twell.
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -85,7 +86,7 @@ class DeferredUp(SharedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> x."""
-        if torch.compiler.is_compiling():
+        if _modes.compiling():
             self._require_unchanged()
         else:
             if isinstance(x, Tensor):
@@ -233,7 +234,7 @@ class SparseDown(SparseMLP, SharedLinear):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden], the very tensor that ``fc1`` got, -> y [..., hidden], as in ``SparseMLP``."""
-        if torch.compiler.is_compiling():
+        if _modes.compiling():
             self.up_proj._require_unchanged()  # type: ignore[operator]
         else:
             self._require_handed_on(x)
@@ -270,7 +271,7 @@ class SparseDown(SparseMLP, SharedLinear):
                     "accelerate's, which offloads its weights: keep them on a device, by device_map, or offload no pair"
                 )
             raise NotImplementedError(f"fc1 of a twell pair must keep its forward, got {got}")
-        if not torch.compiler.is_compiling():
+        if not _modes.compiling():
             if any(HOOKS_OF_ALL) or _hooks(up):
                 warn_once("fc1 of a twell pair has hooks: they see its input on both sides and must not change it")
             if any(HOOKS_OF_ALL) or any(not _of_twell(hook) for hook in _hooks(self)):
@@ -355,7 +356,7 @@ class HandOn(nn.Identity):
 
     def forward(self, x: Tensor) -> Tensor:
         """x -> x. NotImplementedError if ``fc1`` did not return it and is no longer in its place."""
-        if torch.compiler.is_compiling() or all(other() is not x for other in _HANDED_ON.tensors.values()):
+        if _modes.compiling() or all(other() is not x for other in _HANDED_ON.tensors.values()):
             bypassed = self.up._bypassed()
             if bypassed:
                 raise NotImplementedError(bypassed)

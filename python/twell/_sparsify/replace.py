@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from twell import tuning
 from twell._activation import NAMES_OF_FAMILY, Activation
 from twell._down_layout import unlisted
 from twell._plain import of_torch
@@ -44,6 +43,7 @@ from twell._sparsify.modules import (
 )
 from twell.functional import Strategy
 from twell.nn import SparseGatedMLP, SparseMLP
+from twell.strategy.plan import Facts, routed
 
 Filter = Callable[[nn.Module, str], bool]
 Names = Sequence[str] | Sequence[Sequence[str]]
@@ -144,7 +144,7 @@ def sparsify_(
     (quantised, adapted, sharded, offloaded), or sizes that the kernels do not take (multiples of 8, K up to 16,384 and
     N up to 65,536). Modules whose projections do not go from K to N to K are no candidates.
     """
-    tuning.require_strategy(strategy)
+    routed(Facts(strategy=strategy))
     geometry.words_per_tile(compression)
     return apply(model, plan(model, filter_fn, activation, strategy, names), compression, strategy)
 

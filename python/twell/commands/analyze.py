@@ -14,7 +14,6 @@ from typing import Any
 from twell import _files, tuning
 from twell._activation import NAMES_OF_FAMILY
 from twell._runtime import geometry
-from twell._tables import in_use
 from twell.commands import saved_model, sparsity
 from twell.commands.prediction import HOST_BOUND, PAYS, Call, Forecast, Prediction, Requirement, forecast, requirement
 from twell.commands.request import aligned, as_percent, at_least, pick_device
@@ -29,6 +28,7 @@ from twell.commands.sparsity import (
     figures_cells,
     figures_header,
 )
+from twell.strategy.tables import in_use
 
 DESCRIPTION = """\
 Run a model on text and report for each feed-forward layer its sparsity, the best strategy by measured kernel times and

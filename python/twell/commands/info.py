@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 import twell
-from twell import _tables
 from twell._runtime import cache, device, env, fingerprint, host, packaged
 from twell._runtime.log import logger
+from twell.strategy.tables import KINDS, SHIPPED, read
 
 # the last is the compiler, which is optional
 PACKAGES = ("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL, "nvidia-cutlass-dsl")
@@ -209,13 +209,13 @@ def _cache() -> CacheInfo:
 
 def _table(gpu: str, shipped: bool) -> TableInfo:
     """The table for a GPU model, for which the shipped one may stand in or not."""
-    table = _tables.read(gpu, shipped)
+    table = read(gpu, shipped)
     problem = table.ignored or table.note or None
     if table.file is None:
         measured = (table.gpu, table.date) if shipped else ("", "")
         return TableInfo(gpu, *measured, None, (), "", problem)
-    kinds = tuple(name for kind, name in _tables.KINDS.items() if kind in table.measured)
-    others = f"the shipped times of {_tables.SHIPPED.gpu}" if shipped else "dense"
+    kinds = tuple(name for kind, name in KINDS.items() if kind in table.measured)
+    others = f"the shipped times of {SHIPPED.gpu}" if shipped else "dense"
     return TableInfo(gpu, table.gpu, table.date, str(table.file), kinds, others, problem)
 
 
@@ -226,7 +226,7 @@ def _table_lines(tables: tuple[TableInfo, ...]) -> Iterator[str]:
         else:
             yield f'  {table.gpu}: none, and "auto" is dense there until `twell tune` has measured it'
         if table.kinds:
-            rest = [name for name in _tables.KINDS.values() if name not in table.kinds]
+            rest = [name for name in KINDS.values() if name not in table.kinds]
             yield f"  kinds of calls: {', '.join(table.kinds)}" + (
                 f"; {table.others}: {', '.join(rest)}" if rest else ""
             )

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
-from twell import _admission, tuning
 from twell._runtime import geometry
-from twell._tables import Table
 from twell.commands.saved_model import counted
 from twell.commands.sparsity import LayerSparsity
+from twell.strategy import costs
+from twell.strategy.plan import Facts, unpackable
+from twell.strategy.tables import SCREENED, Table
 
 # A layer is far from the nearest measured one if its K or K * N differs by more than the first factor, and beyond
 # prediction by more than the second.
@@ -61,15 +60,15 @@ class Prediction:
 def nearest(shape: Shape, call: Call, table: Table | None = None) -> tuple[tuple[int, int], bool]:
     """K and N of the measured layer nearest to a layer, and whether it is very different."""
     gated, k, n = shape
-    _, gate, *measured = tuning.nearest(tuning.Problem(call.tokens, k, n, gated, call.training), table)
+    _, gate, *measured = costs.nearest(costs.Problem(call.tokens, k, n, gated, call.training), table)
     found = measured[0], measured[1]
     return found, gate != gated or distance((k, n), found) > FAR
 
 
-def _problem(shape: Shape, call: Call) -> tuning.Problem:
+def _problem(shape: Shape, call: Call) -> costs.Problem:
     """The sizes of a call. Layers lay their down weight out by rows in inference; in training it is the user's."""
     gated, k, n = shape
-    return tuning.Problem(call.tokens, k, n, gated, call.training, down_copied=call.training)
+    return costs.Problem(call.tokens, k, n, gated, call.training, down_copied=call.training)
 
 
 def gpu_of(table: Table) -> str:
@@ -86,10 +85,10 @@ def predict(report: LayerSparsity, call: Call, table: Table | None = None) -> Pr
     """Predict the strategy and speed of a call from a table of costs, by default the shipped one."""
     problem = _problem((report.gated, report.k, report.n), call)
     measured, far = nearest((report.gated, report.k, report.n), call, table)
-    refusal = _refusal(report)
+    refusal = unpackable(Facts("sizes", n=report.n, k=report.k, compression=report.compression))
     if refusal:
-        return Prediction(call, "dense", 1.0, refusal, measured, far)
-    decision = tuning.decide(problem, report.figures, None, table)
+        return Prediction(call, "dense", 1.0, refusal.message, measured, far)
+    decision = costs.decide(problem, report.figures, None, table)
     sparse = {name: cost for name, cost in decision.costs.items() if name != "dense"}
     reason = decision.reason
     if not sparse:
@@ -114,7 +113,7 @@ def most_nonzeros(shape: Shape, call: Call, table: Table | None = None) -> int:
 
     def pays(nonzeros: int) -> bool:
         share = nonzeros / n
-        decision = tuning.decide(problem, tuning.Figures(nonzeros, 1 - (1 - share) ** geometry.TOKEN_TILE), None, table)
+        decision = costs.decide(problem, costs.Figures(nonzeros, 1 - (1 - share) ** geometry.TOKEN_TILE), None, table)
         return decision.costs.get(decision.strategy, 1.0) * PAYS <= 1
 
     # from few to many in steps of 2 %, since a cost need not rise with them everywhere
@@ -127,19 +126,6 @@ def most_nonzeros(shape: Shape, call: Call, table: Table | None = None) -> int:
 def apart(a: int, b: int) -> float:
     """The factor between two sizes, at least 1."""
     return max(a / b, b / a)
-
-
-def _refusal(report: LayerSparsity) -> str:
-    """The reason why the sparse kernels refuse a layer of this size; "" if they do not."""
-    operands = {
-        "x": torch.empty(1, report.k, device="meta"),
-        "w_up": torch.empty(report.n, report.k, device="meta"),
-    }
-    try:
-        _admission.require_packable("sizes", operands, report.compression)
-    except (ValueError, NotImplementedError) as error:
-        return str(error)
-    return ""
 
 
 def speedup(reports: Sequence[LayerSparsity], predictions: Sequence[Prediction]) -> float:
@@ -216,7 +202,7 @@ def forecast(reports: Sequence[LayerSparsity], calls: Sequence[Call], table: Tab
     """Predict the calls of layers, one or more."""
     layers = [[predict(report, call, table) for call in calls] for report in reports]
     speeds = {call: speedup(reports, of_call) for call, of_call in zip(calls, zip(*layers), strict=True)}
-    has_screen = any(tuning.SCREENED in entry for nodes in table.costs.values() for entry in nodes.values())
+    has_screen = any(SCREENED in entry for nodes in table.costs.values() for entry in nodes.values())
     return Forecast(basis([(r.gated, r.k, r.n) for r in reports], calls, table), layers, speeds, has_screen)
 
 

@@ -15,12 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import _admission, _auto, _configuration, _files, _tables, tuning
+from twell import _configuration, _files
 from twell._activation import NAMES_OF_FAMILY, activation_of
 from twell._runtime import geometry
 from twell.commands import prediction, saved_model, sparsity
 from twell.commands.request import RequestError, aligned, as_percent, at_least, number_above, pick_device
 from twell.integrations import layouts, vllm
+from twell.strategy.costs import ASSUMED_DENSITY, Figures, Problem, decide, nearest
+from twell.strategy.plan import PACKED_DTYPES, Facts, Route, unpackable
+from twell.strategy.tables import SHIPPED, Table, in_use
+from twell.tuning import MERGED_TOKENS
 
 DESCRIPTION = """\
 Say for each layer of a checkpoint what "auto" would run on chunks of prompts and on batches that decode, and its
@@ -35,6 +39,7 @@ TOKENS, SEQUENCE, BATCH = 32768, 256, 128
 # Names in headers of safetensors files; vLLM turns weights of 32 bits to 16.
 _DTYPES = ("BF16", "F16", "F32")
 
+_AUTO = Route("auto")
 _UP = re.compile(r"(?P<layer>(?:^|.*\.)(?P<number>\d+)\..*)up_proj\.weight$")
 
 
@@ -126,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     refused = _refusal(found, arguments.ranks)
     remarks = [served if refused else f"{served}, through twell", refused, *_remarks(found, requested, refused)]
     figures, source = _figures(arguments, content, found)
-    table = _tables.in_use(pick_device(arguments.device))
+    table = in_use(pick_device(arguments.device))
     rows = [
         predict(layer, of_layer, m, decode, arguments.ranks, refused, table, requested)
         for layer, of_layer in zip(found, figures, strict=True)
@@ -195,13 +200,13 @@ def _require_threshold(content: dict[str, Any]) -> None:
         )
     try:
         activation = activation_of("fatrelu", threshold)
-        for dtype in _auto.PACKED_DTYPES:
+        for dtype in PACKED_DTYPES:
             activation.level(dtype)
     except (TypeError, ValueError) as error:
         raise RequestError(f"MODEL: {_configuration.THRESHOLD_KEY}: {error}") from error
 
 
-def _requested(content: dict[str, Any]) -> _auto.Route:
+def _requested(content: dict[str, Any]) -> Route:
     """What the configuration asks for. Raises RequestError if that does not exist."""
     try:
         requested = layouts.route_of(content)
@@ -292,7 +297,7 @@ def _require_divided(found: Sequence[Layer], content: dict[str, Any], ranks: int
             raise RequestError(f"--ranks: expected a divisor of the {what}, got {ranks}")
 
 
-def _remarks(found: Sequence[Layer], requested: _auto.Route, refused: str) -> Iterator[str]:
+def _remarks(found: Sequence[Layer], requested: Route, refused: str) -> Iterator[str]:
     """What else a server makes of layers that run through twell."""
     if not refused and any(layer.dtype == "F32" for layer in found):
         yield "Its weights are 32-bit: vLLM turns them to 16 bits; with --dtype float32 they run as without twell"
@@ -306,10 +311,9 @@ def _remarks(found: Sequence[Layer], requested: _auto.Route, refused: str) -> It
 def _refusal(found: Sequence[Layer], ranks: int) -> str:
     """Why the kernels cannot take the layers of a rank; "" if they can."""
     for layer in found:
-        try:
-            _admission.require_sizes("sizes of a rank", layer.n // ranks, layer.k)
-        except (ValueError, NotImplementedError) as error:
-            return f"All layers run as without twell: {error}"
+        refusal = unpackable(Facts("sizes of a rank", n=layer.n // ranks, k=layer.k), instead="")
+        if refusal:
+            return f"All layers run as without twell: {refusal.message}"
     return ""
 
 
@@ -330,12 +334,12 @@ def _figures(
         raise RequestError(f"--nnz: expected at most {least:,}, the neurons of a layer, got {arguments.nnz:g}")
     assumed = []
     for layer in found:
-        nonzeros = arguments.nnz or tuning.ASSUMED_DENSITY * layer.n
+        nonzeros = arguments.nnz or ASSUMED_DENSITY * layer.n
         union = 1 - (1 - nonzeros / layer.n) ** geometry.TOKEN_TILE
         assumed.append(layouts.LayerFigures(nonzeros, union, union))
     nonzeros = f"{assumed[0].nonzeros:,.1f} non-zeros per token"
     if arguments.nnz is None:
-        nonzeros += f", one of {1 / tuning.ASSUMED_DENSITY:.0f} neurons, whatever the model's weights"
+        nonzeros += f", one of {1 / ASSUMED_DENSITY:.0f} neurons, whatever the model's weights"
     return assumed, f"Figures: assumed, {nonzeros}, tokens independent of each other; --text measures them"
 
 
@@ -373,15 +377,15 @@ def predict(
     decode: bool,
     ranks: int,
     refused: str = "",
-    table: _tables.Table = _tables.SHIPPED,
-    requested: _auto.Route = _auto.AUTO,
+    table: Table = SHIPPED,
+    requested: Route = _AUTO,
 ) -> Row:
     """What a server would run in a rank's part of a layer, of the ``requested`` route, once it knows the figures."""
-    problem = tuning.Problem(m, layer.k, layer.n // ranks, True, False, merged=m <= tuning.MERGED_TOKENS)
+    problem = Problem(m, layer.k, layer.n // ranks, True, False, merged=m <= MERGED_TOKENS)
     if refused:
         return Row(layer.number, m, decode, "dense", 1.0, refused, {})
-    known = tuning.Figures(figures.nonzeros / ranks, vllm.union(figures, m))
-    strategy, reason, costs = tuning.decide(problem, known, None, table)
+    known = Figures(figures.nonzeros / ranks, vllm.union(figures, m))
+    strategy, reason, costs = decide(problem, known, None, table)
     if requested.strategy != "auto":
         strategy, reason = requested.strategy, "named by the configuration"
     share = costs.get(strategy, 1.0 if strategy == "dense" else None)
@@ -395,7 +399,7 @@ def _report(
     rows: Sequence[Row],
     remarks: Sequence[str],
     ranks: int,
-    table: _tables.Table,
+    table: Table,
 ) -> Iterator[str]:
     sizes = ", ".join(dict.fromkeys(f"K = {layer.k:,}, N = {layer.n:,}" for layer in found))
     divided = f", neurons of {ranks} ranks" if ranks > 1 else ""
@@ -420,17 +424,17 @@ def _report(
     yield "  text as in a prompt, or come from many places as in a batch. layers: with the products for query, key,"
     yield "  value and output, by numbers of weights, without attention itself, which reads the cache of sequences."
     yield "Calls of up to 1,024 tokens count as batches, others as text, as in a server that has measured none."
-    yield f"Dense computes gate and up in one product for up to {tuning.MERGED_TOKENS} tokens, as in servers; `twell"
+    yield f"Dense computes gate and up in one product for up to {MERGED_TOKENS} tokens, as in servers; `twell"
     yield "  analyze` takes it for two, and all calls for tokens that follow each other in a text."
     yield f"Predicted from times measured on {table.machine.split('; ')[0]} in 16 bits, {table.date[:10]}."
     yield "  They are of CUDA graphs with down weights by rows, as vLLM lays them out after loading."
-    _, _, k, n = tuning.nearest(tuning.Problem(1, found[0].k, found[0].n // ranks, True, False), table)
+    _, _, k, n = nearest(Problem(1, found[0].k, found[0].n // ranks, True, False), table)
     if max(prediction.apart(found[0].k, k), prediction.apart(found[0].k * found[0].n // ranks, k * n)) > prediction.FAR:
         yield f"Far from all measured layers: the nearest has K = {k:,}, N = {n:,}"
     yield _verdict(dict(zip(names, ffns, strict=True)), calls, table)
 
 
-def _verdict(shares: dict[str, float | None], calls: Sequence[tuple[bool, int]], table: _tables.Table) -> str:
+def _verdict(shares: dict[str, float | None], calls: Sequence[tuple[bool, int]], table: Table) -> str:
     """For which calls the FFNs gain, and what that holds for."""
     gains = [f"{name} ({_as_share(of)})" for name, of in shares.items() if of is not None and of * prediction.PAYS <= 1]
     few = f", not in eager calls of up to {prediction.HOST_BOUND:,} tokens" * any(

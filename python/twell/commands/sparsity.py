@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _auto, _compaction, tuning
+from twell import _compaction
 from twell._activation import RELU, Activation
 from twell._runtime import geometry, specs
 from twell.commands import saved_model
 from twell.commands.request import as_percent
 from twell.commands.saved_model import Batch, WatchedLayer
 from twell.ops import screened
+from twell.strategy.costs import Figures
+from twell.strategy.plan import PACKED_DTYPES
 
 UNIONS = (16, 64, 128, 256)
 HOTTEST = (64, 256, 1024)
@@ -63,9 +65,9 @@ class LayerSparsity:
     candidates: float | None = None
 
     @property
-    def figures(self) -> tuning.Figures:
+    def figures(self) -> Figures:
         """The figures behind the choice of a strategy."""
-        return tuning.Figures(self.mean, self.unions.get(geometry.TOKEN_TILE), None, self.candidates)
+        return Figures(self.mean, self.unions.get(geometry.TOKEN_TILE), None, self.candidates)
 
 
 class Tally:
@@ -106,7 +108,7 @@ class Tally:
         whole = min(len(x), SCREENED - self._screened) // geometry.TOKEN_TILE * geometry.TOKEN_TILE
         if not whole or x.shape[1] % 8 or x.shape[1] > specs.QUANTIZE_K_CLASSES[-1]:
             return
-        dtype = x.dtype if x.dtype in _auto.PACKED_DTYPES else torch.bfloat16
+        dtype = x.dtype if x.dtype in PACKED_DTYPES else torch.bfloat16
         tokens, weight, *bias = (
             t.detach().to("cpu", dtype) for t in (x[:whole], linear.weight, linear.bias) if t is not None
         )

@@ -8,8 +8,8 @@ replayed with each pattern, since clocks drift. A strategy that takes several ti
 For each layer, number of tokens and strategy the relative time is fitted by base + a * union + b * density + c *
 heaviest, none negative: least squares of relative errors, with less weight on slow times (``WEIGHT_POWER``). The
 factors are the shares of neurons that a tile of 128 tokens, a token and a token of the heaviest group fire
-(``twell.tuning.shares``); c is for few tokens (``twell.tuning.waits``). For the screen the last factor is the share of
-candidates of a tile (``twell.tuning.factors``), which the screen counts.
+(``twell.strategy.costs.shares``); c is for few tokens (``costs.waits``). For the screen the last factor is the share of
+candidates of a tile (``costs.factors``), which the screen counts.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _tables, testing, tuning
+from twell import testing, tuning
 from twell._runtime import cache, geometry, specs
 from twell._runtime import device as driver
 from twell.commands import timing
 from twell.commands.request import RequestError, number_above, pick_device
 from twell.ops import screened
+from twell.strategy import costs, tables
+from twell.strategy.costs import Figures, Problem
 from twell.testing import FFN, Workload
-from twell.tuning import Figures, Problem
 
 DESCRIPTION = """\
 Measure what each strategy costs on this GPU, with the int8 screen where the GPU has it, and write a table to the
@@ -131,7 +132,7 @@ def figures_of(problem: FFN, screen: bool = False) -> Figures:
     for start in range(0, m, 16384):
         stop = min(m, start + 16384)
         active = F.relu(F.linear(problem.x[start:stop], problem.w_gate)) != 0
-        counts = F.pad(active.sum(1), (0, -len(active) % tuning.HEAVY_GROUP)).view(-1, tuning.HEAVY_GROUP).sum(1)
+        counts = F.pad(active.sum(1), (0, -len(active) % costs.HEAVY_GROUP)).view(-1, costs.HEAVY_GROUP).sum(1)
         nonzeros, heaviest = nonzeros + int(counts.sum()), max(heaviest, int(counts.max()))
         tiles = active[: max(min(whole, stop) - start, 0)]
         if len(tiles):
@@ -139,7 +140,7 @@ def figures_of(problem: FFN, screen: bool = False) -> Figures:
     share = union * geometry.TOKEN_TILE / (whole * n) if whole else None
     listed = screened.count(problem.x[:whole], problem.w_gate, None) if screen and whole else None
     candidates = None if listed is None else int(listed.sum()) * geometry.TOKEN_TILE / (whole * n)
-    return Figures(nonzeros / m, share, heaviest / min(m, tuning.HEAVY_GROUP), candidates)
+    return Figures(nonzeros / m, share, heaviest / min(m, costs.HEAVY_GROUP), candidates)
 
 
 class Layer:
@@ -196,7 +197,7 @@ class Layer:
 
 def sparse_strategies(training: bool) -> tuple[str, ...]:
     """The sparse strategies that differ."""
-    return ("union", tuning.SCREENED) if training else ("row", "union", tuning.SCREENED)
+    return ("union", tables.SCREENED) if training else ("row", "union", tables.SCREENED)
 
 
 def measured_strategies(problem: Problem, device: timing.Device) -> tuple[str, ...]:
@@ -206,7 +207,7 @@ def measured_strategies(problem: Problem, device: timing.Device) -> tuple[str, .
     return tuple(
         name
         for name in sparse_strategies(problem.training)
-        if name != tuning.SCREENED or (screens and problem.m >= LEAST_SCREENED)
+        if name != tables.SCREENED or (screens and problem.m >= LEAST_SCREENED)
     )
 
 
@@ -295,7 +296,7 @@ def measure_step(step: Step, problems: dict[str, FFN], device: timing.Device, se
     dense: timing.Recording | None = None
     for pattern, drawn in problems.items():
         strategies = measured_strategies(problem, device)
-        figures = figures_of(drawn, tuning.SCREENED in strategies)
+        figures = figures_of(drawn, tables.SCREENED in strategies)
         if problem.training and figures.nonzeros * step.m > geometry.hybrid_capacity(step.m, step.n):
             continue
         layer = Layer(drawn, problem.gated, problem.training, device)
@@ -369,33 +370,33 @@ def usable(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if row["strategy"] not in sparse_strategies(row["training"]):
             named = ", ".join(sparse_strategies(row["training"]))
             raise ValueError(f"strategy must be one of {named}, got {row['strategy']!r}")
-        if row["strategy"] == tuning.SCREENED and row.get("candidates") is None:
-            raise ValueError(f"candidates of {tuning.SCREENED} must be a share of the neurons, got none")
+        if row["strategy"] == tables.SCREENED and row.get("candidates") is None:
+            raise ValueError(f"candidates of {tables.SCREENED} must be a share of the neurons, got none")
         if type(row["relative"]) is not float or not 0 < row["relative"] < math.inf:
             raise ValueError(f"relative must be a positive time over dense's, got {row['relative']!r}")
     return list(latest.values())
 
 
-def fit(rows: Iterable[dict[str, Any]]) -> _tables.Costs:
+def fit(rows: Iterable[dict[str, Any]]) -> tables.Costs:
     """The table: coefficients for each layer, number of tokens and strategy.
 
     A strategy needs at least two rows; with fewer it is left out.
     """
-    groups: dict[tuple[_tables.Key, int, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[tables.Key, int, str], list[dict[str, Any]]] = {}
     fastest: dict[tuple[Any, ...], float] = {}
     for row in usable(rows):
         key = (row["training"], row["gated"], row["k"], row["n"])
         groups.setdefault((key, row["m"], row["strategy"]), []).append(row)
         fastest[place_of(row)] = min(fastest.get(place_of(row), 1.0), row["relative"])
-    table: _tables.Costs = {}
+    table: tables.Costs = {}
     for (key, m, strategy), group in sorted(groups.items(), key=lambda item: item[0]):
         if len(group) < 2:
             continue
         relative = _vector(row["relative"] for row in group)
         # for one token the shares are equal. Ties take the first column: density, because the coefficient of the union
         # would be far too large for a few more tokens
-        columns = 4 if strategy == tuning.SCREENED or tuning.waits(problem_of(group[0])) else 3
-        factors = (tuning.factors(problem_of(row), measured_figures(row), strategy) for row in group)
+        columns = 4 if strategy == tables.SCREENED or costs.waits(problem_of(group[0])) else 3
+        factors = (costs.factors(problem_of(row), measured_figures(row), strategy) for row in group)
         terms = torch.stack([_vector((one, density, union, last)[:columns]) for one, union, density, last in factors])
         weights = (_vector(fastest[place_of(row)] for row in group) / relative) ** WEIGHT_POWER
         solution = non_negative_least_squares(terms * (weights / relative)[:, None], weights)
@@ -404,14 +405,14 @@ def fit(rows: Iterable[dict[str, Any]]) -> _tables.Costs:
     return table
 
 
-def key_of(step: Step) -> _tables.Key:
+def key_of(step: Step) -> tables.Key:
     """Where a table has the costs of a step."""
     return step.problem.training, step.problem.gated, step.k, step.n
 
 
-def whole(costs: _tables.Costs, steps: Sequence[Step]) -> _tables.Costs:
+def whole(costs: tables.Costs, steps: Sequence[Step]) -> tables.Costs:
     """The layers for which no number of tokens is missing: few tokens would stand in for many."""
-    wanted: dict[_tables.Key, set[int]] = {}
+    wanted: dict[tables.Key, set[int]] = {}
     for step in steps:
         wanted.setdefault(key_of(step), set()).add(step.m)
     for key in [key for key in costs if max(costs[key]) < max(wanted[key])]:
@@ -437,16 +438,16 @@ def measured_figures(row: dict[str, Any]) -> Figures:
     return Figures(row["nonzeros"], row["union"], row.get("heaviest"), row.get("candidates"))
 
 
-def report(table: _tables.Costs, rows: Iterable[dict[str, Any]]) -> str:
+def report(table: tables.Costs, rows: Iterable[dict[str, Any]]) -> str:
     """The errors of the table's predictions, and the loss of its choices against the fastest strategy."""
-    fitted = _tables.Table(table, "", "")
+    fitted = tables.Table(table, "", "")
     errors: list[tuple[float, str]] = []
     problems: dict[tuple[Any, ...], dict[str, tuple[float, float]]] = {}
     for row in usable(rows):
-        costs = tuning.costs(problem_of(row), measured_figures(row), fitted) if table else {}
-        if row["strategy"] not in costs:
+        predicted = costs.costs(problem_of(row), measured_figures(row), fitted) if table else {}
+        if row["strategy"] not in predicted:
             continue
-        value = costs[row["strategy"]]
+        value = predicted[row["strategy"]]
         errors.append((value / row["relative"] - 1, f"{place_of(row)} {row['strategy']}"))
         entry = problems.setdefault(place_of(row), {"dense": (1.0, 1.0)})
         entry[row["strategy"]] = (value, row["relative"])
@@ -559,7 +560,7 @@ def run(arguments: argparse.Namespace) -> int:
 def tune(arguments: argparse.Namespace, device: timing.Device) -> int:
     """``run`` on a device."""
     try:
-        folder = cache.open_folder(_tables.FOLDER)
+        folder = cache.open_folder(tables.FOLDER)
     except (OSError, cache.UnsafeCacheError, ValueError) as error:
         raise RequestError(f"the table cannot be written: {error}") from error
     machine, rows = testing.machine_line(device.torch_device), list[dict[str, Any]]()
@@ -577,7 +578,7 @@ def tune(arguments: argparse.Namespace, device: timing.Device) -> int:
     if not costs:
         print(f"no row to make a table of; {folder} stays as it is")
     else:
-        path = _tables.write(_tables.Table(costs, machine, now()))
+        path = tables.write(tables.Table(costs, machine, now()))
         print(f'wrote {path}; "auto" uses it in processes that start now')
     if progress.done < len(steps):
         layers, enough = len({key_of(step) for step in steps}), max(LONG_S, 2 * arguments.budget_s)

@@ -22,9 +22,12 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
-from twell import _admission, _auto, _configuration, tuning
+from twell import _configuration
 from twell._activation import RELU, Activation
 from twell.integrations import layouts, vllm
+from twell.strategy.costs import Figures, Problem
+from twell.strategy.plan import PACKED_DTYPES, Facts, Route, routed, unpackable
+from twell.strategy.site import AutoStrategy, Screen, enroll
 
 # vLLM sets up the logs below its own name alone
 _logger = init_logger("vllm.twell")
@@ -119,14 +122,14 @@ def _as_linear(weights: Iterable[tuple[str, Tensor]], config: Any) -> Iterator[t
         yield name, weight
 
 
-class ServedStrategy(_auto.AutoStrategy):
+class ServedStrategy(AutoStrategy):
     """ "auto" of a served layer: it learns from requests, and not from the runs that vLLM makes while it starts.
 
     In these all tokens are the same, and so are their neurons. Graphs are captured then, so until a request has been
     measured the choice is by ``figures`` of the configuration or, without, as for any layer not yet measured.
     """
 
-    def __init__(self, compilation: Any, figures: layouts.LayerFigures | None, screen: _auto.Screen = "auto") -> None:
+    def __init__(self, compilation: Any, figures: layouts.LayerFigures | None, screen: Screen = "auto") -> None:
         super().__init__(screen=screen)
         self._compilation, self._known = compilation, figures
 
@@ -139,11 +142,11 @@ class ServedStrategy(_auto.AutoStrategy):
     def learn(self, merged: Tensor, share: int) -> None:
         """Be the strategy of the layer with this weight [2 N, K], of one rank of ``share``."""
         n, k = merged.shape[0] // 2, merged.shape[1]
-        _auto.enroll(merged, self)
+        enroll(merged, self)
         if self._known is not None:
             nonzeros, text, batch = self._known
             for m, union in ((vllm.BATCH, batch), (vllm.PROMPTS, text)):
-                self.observe(tuning.Problem(m, k, n, True, False), tuning.Figures(nonzeros / share, union))
+                self.observe(Problem(m, k, n, True, False), Figures(nonzeros / share, union))
 
 
 class ServedMLP(nn.Module):
@@ -210,11 +213,12 @@ class _KeptByRows(UnquantizedLinearMethod):  # type: ignore[misc]
         layer.weight.data = layer.weight.data.t().contiguous().t()
 
 
-def route_of(config: Any) -> _auto.Route:
+def route_of(config: Any) -> Route:
     """What the layers of a model run: what its configuration says, in batch-invariant mode "row" with ``invariant``."""
     route = layouts.route_of(vars(config))
     # the bits of the others depend on the number of tokens
-    return _auto.Route("row", invariant=True) if envs.VLLM_BATCH_INVARIANT and route.strategy != "dense" else route
+    batch_invariant = envs.VLLM_BATCH_INVARIANT and route.strategy != "dense"
+    return routed(Facts(strategy="row", invariant=True)) if batch_invariant else route
 
 
 def why_not(stock: nn.Module, vllm_config: Any) -> str:
@@ -228,13 +232,10 @@ def why_not(stock: nn.Module, vllm_config: Any) -> str:
     if quantised := [layer for layer in linears if type(layer.quant_method) is not UnquantizedLinearMethod]:
         return f"weights must not be quantised, got {type(quantised[0].quant_method).__name__}"
     down = linears[1].weight
-    if down.dtype not in _auto.PACKED_DTYPES:
+    if down.dtype not in PACKED_DTYPES:
         return f"weights must be bfloat16 or float16, got {down.dtype}"
-    try:
-        _admission.require_sizes("sizes of a rank", down.shape[1], down.shape[0])
-    except (ValueError, NotImplementedError) as error:
-        return str(error)
-    return ""
+    refusal = unpackable(Facts("sizes of a rank", n=down.shape[1], k=down.shape[0]), instead="")
+    return refusal.message if refusal else ""
 
 
 def _linear(stock: nn.Module, kind: type[nn.Module]) -> tuple[str, Any]:

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-from twell import _auto, _configuration, tuning
+from twell import _configuration
 from twell._runtime import geometry
+from twell.strategy.plan import Facts, Route, routed
+from twell.strategy.site import require_screen
 
 DownLayout = Literal["rows", "linear"]
 
@@ -51,8 +53,8 @@ def settings_of(content: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes of layers that a configuration sets. Raises TypeError or ValueError, by the names of its keys."""
     found = {name: content[_PREFIX + name] for name in _SETTINGS if _PREFIX + name in content}
     try:
-        tuning.require_strategy(found.get("strategy", "auto"), found.get("invariant", False))
-        _auto.require_screen(found.get("screen", "auto"))
+        _routed(found)
+        require_screen(found.get("screen", "auto"))
         geometry.words_per_tile(found.get("compression", 8))
     except (TypeError, ValueError) as error:
         said = _ARGUMENT.sub(lambda match: f'"{_PREFIX}{match[1]}": {match[2].lower()}', str(error))
@@ -60,13 +62,15 @@ def settings_of(content: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def route_of(content: Mapping[str, Any]) -> _auto.Route:
+def route_of(content: Mapping[str, Any]) -> Route:
     """What a configuration asks of its layers. Raises as ``settings_of``."""
-    found = settings_of(content)
-    if found.get("invariant", False):
-        return _auto.Route("row", invariant=True)
-    strategy = found.get("strategy", "auto")
-    return _auto.Route(strategy, screen=strategy == "auto" and found.get("screen", "auto") == "auto")
+    return _routed(settings_of(content))
+
+
+def _routed(found: Mapping[str, Any]) -> Route:
+    strategy, invariant = found.get("strategy", "auto"), found.get("invariant", False)
+    screen = strategy == found.get("screen", "auto") == "auto" and not invariant
+    return routed(Facts(strategy=strategy, invariant=invariant, screen=screen))
 
 
 @dataclass(frozen=True)

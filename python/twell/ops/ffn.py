@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _auto, _memory, tuning
+from twell import _memory, _modes, tuning
 from twell._activation import Activation
 from twell._runtime import geometry, nvtx, specs
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
@@ -54,12 +54,15 @@ from twell.ops.reglu import pays
 from twell.ops.up_down import arrivals_for, multiply
 from twell.ops.up_down import on_cpu as up_down_on_cpu
 from twell.ops.up_down import shapes as row_shapes
+from twell.strategy.plan import Facts, Route, routed
+from twell.strategy.site import Measurement, site_of, without_site
+from twell.strategy.tables import SCREENED, imposed_on_call
 
 Aux = tuple[Tensor, Tensor, Tensor]
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
 # y, parts of the sum of |h|, stats; for "union" the unions and, if it screens, the candidates, with more behind them
 _Counted = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-_Sparse = Callable[[Operands, int, Activation, _auto.Route, bool], _Counted]
+_Sparse = Callable[[Operands, int, Activation, Route, bool], _Counted]
 
 
 def outputs(x: Tensor) -> Aux:
@@ -68,7 +71,7 @@ def outputs(x: Tensor) -> Aux:
 
 
 def _fake(
-    layer: Operands, compression: int, asked: _auto.Route, site: Tensor | None, activation: Activation, totals: bool
+    layer: Operands, compression: int, route: Route, site: Tensor | None, activation: Activation, totals: bool
 ) -> Aux:
     check_layer(*layer)
     activation.level(layer.x.dtype)
@@ -77,7 +80,7 @@ def _fake(
 
 
 def _run(
-    sparse: _Sparse, layer: Operands, compression: int, activation: Activation, route: _auto.Route, totals: bool
+    sparse: _Sparse, layer: Operands, compression: int, activation: Activation, route: Route, totals: bool
 ) -> _Totals:
     """Compute the layer as ``route`` says; ``sparse`` is the sparse strategies of its device."""
     if route.strategy == "dense":
@@ -95,44 +98,42 @@ def _run(
     return y, l1.sum() if totals else None, nonzeros
 
 
-def _choose(layer: Operands, asked: _auto.Route, site: Tensor | None) -> _auto.Route:
-    """The route of a call of the operators that was ``asked`` for, perhaps by "auto"."""
-    if asked.strategy != "auto":
-        return asked
+def _chosen(layer: Operands, route: Route, site: Tensor | None) -> Route:
+    """The route of a call of the operators, by costs where it is "auto"."""
+    if route.strategy != "auto":
+        return route
     x, w_gate, w_up, w_down, b_gate, b_up, _ = layer
-    if forced := _auto.forced(x.device.type, x.device.index):
-        return _auto.Route(forced)
     n, gated, copied = w_gate.shape[0], w_up is not None, not are_rows(w_down.shape, w_down.stride())
     if site is None:
-        return _auto.Route(_auto.fresh(x, n, gated, False, copied))
+        return without_site(x, n, gated, False, copied)
     merged = _is_merged(x, w_gate, w_up, b_gate, b_up)
-    return _auto.site_of(site, asked.screen).begin(x, n, gated, False, copied, merged)
+    return site_of(site, route.screen).begin(x, n, gated, False, copied, merged)
 
 
 def _on_cpu(
-    layer: Operands, compression: int, asked: _auto.Route, site: Tensor | None, activation: Activation, totals: bool
+    layer: Operands, compression: int, route: Route, site: Tensor | None, activation: Activation, totals: bool
 ) -> _Totals:
     check_layer(*layer)
     geometry.words_per_tile(compression)
-    route = _choose(layer, asked, site)
+    route = _chosen(layer, route, site)
     return _run(_sparse_on_cpu, layer._replace(w_down=layer.w_down.t()), compression, activation, route, totals)
 
 
 def _on_cuda(
-    layer: Operands, compression: int, asked: _auto.Route, site: Tensor | None, activation: Activation, totals: bool
+    layer: Operands, compression: int, route: Route, site: Tensor | None, activation: Activation, totals: bool
 ) -> _Totals:
     check_layer(*layer)
     geometry.words_per_tile(compression)
-    if layer.w_down.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _modes.capturing(layer.w_down):
         _memory.note_capture(layer.w_down)
-    route = _choose(layer, asked, site)
+    route = _chosen(layer, route, site)
     return on_cuda(layer._replace(w_down=layer.w_down.t()), compression, activation, route, totals)
 
 
 @nvtx.marked(
     lambda layer, compression, *_: nvtx.range("ffn", **nvtx.sizes(layer._asdict() | {"compression": compression}))
 )
-def on_cuda(layer: Operands, compression: int, activation: Activation, route: _auto.Route, totals: bool) -> _Totals:
+def on_cuda(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Totals:
     """The operators on the current device, for a call with a route; l1 and nonzeros are for ``totals``.
 
     w_down is [K, N], and x may have any leading dimensions.
@@ -146,8 +147,8 @@ def _operators(implementation: Callable[..., _Totals]) -> list[Implementation]:
     def run(totals: bool, *arguments: Any) -> _Totals:
         layer, (compression, strategy, site) = Operands(*arguments[:7]), arguments[7:10]
         activation = last_activation(arguments[10:12], layer.w_up is not None)
-        asked = _asked(strategy, *arguments[12:])
-        return implementation(layer, compression, asked, site, activation, totals)
+        route = _route(layer.x, strategy, *arguments[12:])
+        return implementation(layer, compression, route, site, activation, totals)
 
     def ffn(*arguments: Any) -> Tensor:
         return run(False, *arguments)[0]
@@ -158,17 +159,13 @@ def _operators(implementation: Callable[..., _Totals]) -> list[Implementation]:
     return [ffn, ffn_aux]
 
 
-def _asked(strategy: str, screen: bool = False, invariant: bool = False) -> _auto.Route:
+def _route(x: Tensor, strategy: str, screen: bool = False, invariant: bool = False) -> Route:
     """What the arguments of the schema ask for; ValueError if they contradict each other."""
-    tuning.require_strategy(strategy, invariant)
-    if screen and (strategy not in ("auto", "union") or invariant):
-        raise ValueError(f'screen=True must have strategy "auto" or "union", got "{strategy}"')
-    return _auto.Route("row" if invariant else strategy, screen=screen, invariant=invariant)
+    imposed = imposed_on_call(x.device.type, x.device.index) if strategy == "auto" else ""
+    return routed(Facts("ffn", strategy, invariant, screen=screen, imposed=imposed))
 
 
-def _sparse_on_cpu(
-    layer: Operands, compression: int, activation: Activation, route: _auto.Route, totals: bool
-) -> _Counted:
+def _sparse_on_cpu(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Counted:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     layer = layer._replace(w_down=w_down.t())
     if route.screen:
@@ -199,7 +196,7 @@ def _pass(form: Form, route: str, tiles: bool, compression: int, activation: Act
     (m, k), n, gated = layer.x.shape, layer.w_gate.shape[0], layer.w_up is not None
     spec = tuning.up_down_tile(x.dtype, m, k, n, gated, tuning.family(p.index)) if tiles and route == "union" else None
     shapes: tuple[Shape, ...]
-    if route == tuning.SCREENED:
+    if route == SCREENED:
         shapes = screened_shapes(layer.x, layer.w_gate)
     elif route != "union":
         shapes = *row_shapes(x.dtype, m, k), stats_shape(m, n)
@@ -211,7 +208,7 @@ def _pass(form: Form, route: str, tiles: bool, compression: int, activation: Act
     place = p.operand if counted else p.scratch
     results: Any = p.operand(x.dtype, *x.shape).matrix(), *(place(*shape) for shape in shapes[1:])
     how = layer, compression, activation
-    if route == tuning.SCREENED:
+    if route == SCREENED:
         screened_launches(p, layer, firing, quantize(p, layer.w_gate, True), compression, activation, results)
     elif route != "union":
         _by_row(p, *how, results, invariant=route != "row")
@@ -240,9 +237,7 @@ def _by_row(
     multiply(p, behind, words, spill, y, l1, compression, activation, invariant, arrivals)
 
 
-def _sparse_on_cuda(
-    layer: Operands, compression: int, activation: Activation, route: _auto.Route, totals: bool
-) -> _Counted:
+def _sparse_on_cuda(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Counted:
     x, firing = layer.x, None
     if not x.numel():
         return (
@@ -264,7 +259,7 @@ def _sparse_on_cuda(
     return y, *figures, *[None] * (4 - len(figures))
 
 
-def _dense(layer: Operands, activation: Activation, measurement: _auto.Measurement | None, totals: bool) -> _Totals:
+def _dense(layer: Operands, activation: Activation, measurement: Measurement | None, totals: bool) -> _Totals:
     """The layer by PyTorch's own operators."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     with _without_autocast(x):

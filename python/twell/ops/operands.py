@@ -140,7 +140,7 @@ class Form(NamedTuple):
     lies: of each tensor its dtype, shape and strides; None where there is none.
     """
 
-    index: int
+    device: int
     lies: tuple[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None, ...]
 
     @classmethod
@@ -151,7 +151,7 @@ class Form(NamedTuple):
 
     def program(self) -> tuple[Program, list[Any]]:
         """A program of such calls, with a view of each tensor, None where there is none."""
-        p = Program(self.index)
+        p = Program(self.device)
         return p, [None if t is None else p.operand(t[0], *t[1], strides=t[2]) for t in self.lies]
 
 

@@ -53,8 +53,8 @@ def firing_bias(w_gate: Tensor, bias: Tensor | None, activation: Activation) -> 
     if not activation.moves and not level:
         return laid_bias(bias)
     if bias is None:
-        none = w_gate.new_zeros(len(w_gate))
-        return none - level
+        lowered: Tensor = w_gate.new_zeros(len(w_gate)) - level
+        return lowered
     info = torch.finfo(bias.dtype)
     # the difference, raised by more than it is rounded here; exact without a bias
     less = bias.double() - level

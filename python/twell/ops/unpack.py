@@ -7,7 +7,8 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import geometry
-from twell.ops.library import STRIDE_MULTIPLE, check_matrix, check_packed, check_rank, launch, register
+from twell._runtime.program import launch
+from twell.ops.library import STRIDE_MULTIPLE, check_matrix, check_packed, check_rank, register
 
 
 def outputs(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:

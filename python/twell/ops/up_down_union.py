@@ -9,6 +9,7 @@ y = h @ w_down + b_down. h is rounded to x's dtype, once, as in dense PyTorch. `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,7 +160,7 @@ def by_slices(
         words, spill, *lists = packed_of(first, last)
         sums, width = l1.part(start, stop), words.shape[1] // tiles
         # after a screen the words hold places in these lists, else neurons
-        listed = (*lists, 1) if lists else (pattern[1], pattern[3], 0)
+        listed: tuple[Any, ...] = (*lists, 1) if lists else (pattern[1], pattern[3], 0)
         compact = tuning.compact(dtype, False, family)
         p.launch(compact, words, spill, None, *pattern, None, sums, n, width, plain, most, *listed)
         if x is not None and w_up is not None:

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from twell import _modes
 from twell._arguments import require_choice, require_flag, require_integer, require_number
-from twell._compaction import MLP, gate_of, recomputing
+from twell._compaction import MLP, gate_of
 from twell.functional import Aux
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -72,14 +73,14 @@ class Recorder:
         if not isinstance(x, Tensor):
             # the layer itself refuses it
             return
-        compiling = torch.compiler.is_compiling()
-        if self.keeping and (compiling or not recomputing()):
+        compiling = _modes.compiling()
+        if self.keeping and (compiling or not _modes.in_backward()):
             self.kept.append(Kept(_cast(x), torch.is_grad_enabled()))
         if not self.observing:
             return
         if compiling:
             self.inputs.append(_cast(x.detach()))
-        elif self.observe is not None and not recomputing():
+        elif self.observe is not None and not _modes.in_backward():
             self.observe(x.detach())
 
     def after(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -87,8 +88,8 @@ class Recorder:
         aux = layer.aux
         if aux is None or not layer.training:
             return
-        if not torch.compiler.is_compiling():
-            if recomputing():
+        if not _modes.compiling():
+            if _modes.in_backward():
                 layer.aux = None
                 return
             if max(len(self.calls), len(self.figures), len(self.kept)) >= _MOST_UNREAD:
@@ -235,7 +236,7 @@ def mean_over_layers(model: nn.Module, means: list[Tensor]) -> Tensor:
     """The mean of 0-d tensors that may be on several devices, as a term of the loss."""
     device = means[0].device
     term = torch.stack([mean.to(device) for mean in means]).mean()
-    if term.requires_grad and not torch.compiler.is_compiling():
+    if term.requires_grad and not _modes.compiling():
         found = list(layers(model).values())
         term.register_hook(lambda _: _forget_recomputed(found))  # type: ignore[no-untyped-call]
     return term

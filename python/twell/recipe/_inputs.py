@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from twell import _compaction, functional
+from twell import _compaction, _modes, functional
 from twell._activation import activation_of
 from twell.functional import Aux
 from twell.recipe._aux import layers, require_gradients, whole, with_tokens
@@ -61,7 +61,7 @@ class _Counted:
     """Takes the rows of inputs at which a mask is not 0."""
 
     def __init__(self, mask: Tensor) -> None:
-        if torch.compiler.is_compiling():
+        if _modes.compiling():
             raise NotImplementedError(
                 "attention_mask: expected a call outside of compiled graphs, whose sizes cannot follow a mask; compile "
                 "the model, not what reads its term"

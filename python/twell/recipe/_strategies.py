@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from twell import _auto, _tables, tuning
 from twell._arguments import require
-from twell._auto import AutoStrategy
 from twell.functional import copies_down
 from twell.nn import SparseGatedMLP, explain
 from twell.recipe._aux import layers, recorder_of
 from twell.recipe._stats import SparsityStats
+from twell.strategy import tables
+from twell.strategy.costs import Figures, Problem, decide
+from twell.strategy.site import AutoStrategy
 
 
 def strategies(model: nn.Module) -> dict[str, str]:
@@ -45,16 +46,17 @@ def settle(model: nn.Module, stats: SparsityStats) -> dict[str, tuple[str, str]]
     for name, layer in layers(model).items():
         row, before = figures.get(name), layer.strategy
         weight = layer.down_proj.weight
+        device = weight.device
         settled = getattr(getattr(layer, "_recorder", None), "settled", None)
         free = (before == "auto" or isinstance(before, AutoStrategy) or before == settled) and not layer.invariant
-        if row is None or row.observed_l0 is None or not free or _auto.forced(weight.device.type, weight.device.index):
+        if row is None or row.observed_l0 is None or not free or tables.imposed(device.type, device.index):
             continue
         gated, k = isinstance(layer, SparseGatedMLP), layer.hidden
         sizes = (row.tokens // row.calls, k, row.neurons, gated)
-        problem = tuning.Problem(*sizes, training=True, down_copied=copies_down(weight.detach()))
+        problem = Problem(*sizes, training=True, down_copied=copies_down(weight.detach()))
         current = settled if before == settled else None
-        figures_now = tuning.Figures(row.observed_l0, row.union)
-        decision = tuning.decide(problem, figures_now, current, _tables.in_use(weight.device))
+        figures_now = Figures(row.observed_l0, row.union)
+        decision = decide(problem, figures_now, current, tables.in_use(device))
         if decision.strategy != before:
             changes[name] = (str(before), decision.strategy)
         recorder_of(layer).settled = layer.strategy = decision.strategy  # type: ignore[assignment]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from twell import _modes
 from twell._arguments import require_choice, require_integer, require_number, require_positive
 from twell._compaction import MLP
 from twell._configuration import follow
@@ -453,7 +454,7 @@ class TargetThreshold:
 
     def _require_own(self, caller: str, found: Iterable[MLP]) -> None:
         """RuntimeError unless the threshold of all these layers is the one that moves, before ``settle``."""
-        if self._settled or torch.compiler.is_compiling():
+        if self._settled or _modes.compiling():
             return
         if any(all(layer.threshold is not level for level in self._levels.values()) for layer in found):
             raise RuntimeError(

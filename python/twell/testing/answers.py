@@ -11,9 +11,10 @@ from torch import Tensor
 
 import twell
 from twell._activation import ActivationName, activation_of
-from twell._auto import AutoStrategy, route_of
 from twell._runtime import geometry
 from twell.functional import Aux
+from twell.strategy.plan import route_of
+from twell.strategy.site import AutoStrategy
 from twell.testing.workloads import FFN
 
 # A sum of 2,048 products of x and w in 128 fp32 steps is off by up to 128 * 2^-23 of its size on the way, about

@@ -2,7 +2,7 @@
 
 A call at the site asks ``begin`` for its ``Route``. On a schedule the route has a ``Measurement``: counts that the
 kernels write anyway are summed on the device and copied to pinned memory. A later call on the schedule that finds them
-arrived decides again. The host never waits. ``tuning.decide`` holds the rules, this file the memory.
+arrived decides again. The host never waits. ``costs.decide`` holds the rules, this file the memory.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from twell import _tables, tuning
+from twell import _modes
 from twell._arguments import require_integer
-from twell._explanation import Choice
 from twell._runtime import device, geometry
-from twell._runtime.log import logger, warn_once
+from twell._runtime.log import logger
+from twell.strategy import costs, tables
+from twell.strategy.explanation import Choice
+from twell.strategy.plan import Route, route_of
+from twell.tuning import UNION_TILE_TOKENS
 
 # Compiled graphs of training, whose number of tokens may be symbolic, know two classes: at most this many tokens, and
 # more. The decision of a class is that of its typical number.
 FEW = 256
 # Most tokens of inference for which each number of them has its own choice.
-FINE = tuning.UNION_TILE_TOKENS
+FINE = UNION_TILE_TOKENS
 # Kinds of calls that a site remembers the routes of.
 _MOST_ROUTES = 256
 _TYPICAL = {True: 64, False: 16384}
@@ -37,7 +40,7 @@ _TYPICAL_K, _TYPICAL_N = 2048, 5632
 
 Screen = Literal["auto", "off"]
 
-PACKED_DTYPES = (torch.bfloat16, torch.float16)
+_VERSIONS = itertools.count(1)
 
 # Measurements whose largest decides how many non-zeros training keeps room for.
 _RECENT = 8
@@ -47,68 +50,6 @@ def require_screen(screen: object) -> None:
     """Raise ValueError unless this is a value of ``AutoStrategy.screen``."""
     if screen not in ("auto", "off"):
         raise ValueError(f'screen must be "auto" or "off", got {screen!r}')
-
-
-def forced(kind: str, index: int | None) -> str:
-    """The strategy that a device imposes on "auto", by its type and index; "" where it chooses."""
-    why = reason_of_forced(kind, index)
-    if why and kind == "cuda":
-        warn_once(f'strategy="auto" is "dense": {why}')
-    return "dense" if why else ""
-
-
-def reason_of_forced(kind: str, index: int | None) -> str:
-    """Why "auto" is dense on a device; "" where it chooses."""
-    if kind != "cuda":
-        return "the sparse kernels need a GPU; elsewhere the sparse operators are slower than dense"
-    index = index or 0
-    try:
-        capability = device.capability(index)
-    except RuntimeError:
-        # no driver: these are fake tensors
-        return ""
-    if capability == device.SM_90:
-        return ""
-    has_kernels = device.architecture(index) is not None
-    if has_kernels and _tables.in_use(torch.device("cuda", index)).file is not None:
-        return ""
-    of = f"{device.name(index)} (compute capability {'.'.join(map(str, capability))})"
-    if not has_kernels:
-        return f"there are no sparse kernels for {of}, only for {', '.join(f'{m}.x' for m in device.ARCHITECTURES)}"
-    return f"costs of the sparse kernels are not known on {of}; `twell tune` measures them"
-
-
-def fixed(requested: str, device: torch.device, dtype: torch.dtype, training: bool) -> tuple[str, str]:
-    """(strategy, reason) where ``requested`` leaves nothing to choose for operands of ``dtype``, else ("", "")."""
-    if requested == "auto" and (strategy := forced(device.type, device.index)):
-        return strategy, reason_of_forced(device.type, device.index)
-    if requested != "dense" and dtype not in PACKED_DTYPES:
-        # TwELL stores 16-bit values; the operators of training take wider ones, for gradcheck
-        return "union" if training else "dense", "32-bit values run sparse in training alone"
-    if requested == "auto":
-        return "", ""
-    if requested == "row" and training:
-        return "union", 'training is the same by "row" and by "union"'
-    return requested, "it was named"
-
-
-def _exporting() -> bool:
-    # torch 2.11 makes this true in all code that Dynamo traces, exported or not
-    return torch.compiler.is_exporting()
-
-
-def to_onnx() -> bool:
-    """Whether this call is traced for an ONNX file."""
-    # in traces alone, since the question imports the exporter
-    traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
-    return traced and torch.onnx.is_in_onnx_export()
-
-
-# What torch.compiler.assume_constant_result sets, without importing Dynamo: tracing calls them and keeps the answers.
-forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
-reason_of_forced._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
-to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Transfer:
@@ -143,7 +84,7 @@ class Measurement(NamedTuple):
     """
 
     site: AutoStrategy
-    problem: tuning.Problem
+    problem: costs.Problem
     call: int
     screen: bool = False
 
@@ -154,8 +95,8 @@ class Measurement(NamedTuple):
             m, n = self.problem.m, self.problem.n
             silent, whole = gate.reshape(-1, n) <= threshold, m // geometry.TOKEN_TILE
             tiles = silent[: whole * geometry.TOKEN_TILE].view(whole, geometry.TOKEN_TILE, n)
-            nonzeros = F.pad(n - silent.sum(1), (0, -m % tuning.HEAVY_GROUP))
-            groups = nonzeros.view(-1, tuning.HEAVY_GROUP).sum(1)
+            nonzeros = F.pad(n - silent.sum(1), (0, -m % costs.HEAVY_GROUP))
+            groups = nonzeros.view(-1, costs.HEAVY_GROUP).sum(1)
             self.counts(groups.sum(), n - tiles.all(1).sum(1), heaviest=groups.amax(), candidates=candidates)
 
     @torch.no_grad()
@@ -189,13 +130,13 @@ class Measurement(NamedTuple):
 class _Expected(NamedTuple):
     """The counts of a call, still on their way."""
 
-    problem: tuning.Problem
+    problem: costs.Problem
     call: int
     transfer: Transfer
     most: int | None
     names: tuple[str, ...]
 
-    def figures(self) -> tuning.Figures:
+    def figures(self) -> costs.Figures:
         """The figures, after they have arrived."""
         m, n = self.problem.m, self.problem.n
         values = dict(zip(self.names, self.transfer.read()))
@@ -205,62 +146,30 @@ class _Expected(NamedTuple):
             union = None
         else:
             union = unions / neurons
-        return tuning.Figures(
+        return costs.Figures(
             nonzeros / m,
             union,
-            None if heaviest is None else heaviest / min(m, tuning.HEAVY_GROUP),
+            None if heaviest is None else heaviest / min(m, costs.HEAVY_GROUP),
             values["candidates"] / neurons if "candidates" in values else None,
         )
 
 
-class Route(NamedTuple):
-    """How a call runs: its strategy, the measurement to fill and the site whose ``hold`` must get y, if any.
-
-    held: non-zeros per token for which training keeps room; 0: the most. screen: whether "union" computes a gate only
-    where the int8 screen says that it may fire, or "auto" may choose so. invariant: whether "row" gives a token the
-    same bits in every call.
-    """
-
-    strategy: str
-    measurement: Measurement | None = None
-    holder: AutoStrategy | None = None
-    held: int = 0
-    screen: bool = False
-    invariant: bool = False
-
-    @property
-    def name(self) -> str:
-        """The route in a word, as figures and profiles show it; without what "auto" may choose."""
-        if self.invariant:
-            return f"{self.strategy}+invariant"
-        return tuning.SCREENED if self.screen and self.strategy == "union" else self.strategy
-
-
-AUTO = Route("auto")
-
-
-def route_of(name: str, measurement: Measurement | None = None, holder: Any = None, held: int = 0) -> Route:
-    """The route of this ``Route.name``, which is what ``tuning.decide`` chooses."""
-    strategy, _, how = name.partition("+")
-    return Route(strategy, measurement, holder, held, how == "screen", how == "invariant")
-
-
 @dataclasses.dataclass
-class _Bucket:
+class Bucket:
     """The memory of a site for calls of one kind and about the same number of tokens.
 
     others: since the decision, those for other numbers of tokens by the same figures.
     """
 
-    problem: tuning.Problem
-    decision: tuning.Decision | None = None
+    problem: costs.Problem
+    decision: costs.Decision | None = None
     calls: int = 0
     late: bool = False  # whether a decision could not be made when it was due
-    figures: tuning.Figures | None = None
+    figures: costs.Figures | None = None
     measured: int | None = None
     recent: tuple[float, ...] = ()  # non-zeros per token of the latest measurements
     held: int = 0
-    others: dict[int, tuning.Decision] = dataclasses.field(default_factory=dict)
+    others: dict[int, costs.Decision] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -282,7 +191,7 @@ class AutoStrategy:
     Modules with ``strategy="auto"`` have their own. On a GPU of compute capability 9.0, or one that ``twell tune`` has
     measured, it picks "row", "union" or "dense", separately for inference and training, from figures of each power of
     two of tokens; inference on up to 1,024 has a choice for each number of them. It is the cheapest by
-    ``twell.tuning.decide``, from measured times and from the non-zeros of earlier calls. These reach the host
+    ``twell.strategy.costs.decide``, from measured times and from the non-zeros of earlier calls. These reach the host
     asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each ``period``-th, a power of two, decide again
     and measure; to learn the unions, such a call runs "union" in place of "row". Before the first figures, inference
     takes a sparse strategy and training the dense one. A change must promise to save 2 %, and is logged at INFO;
@@ -310,6 +219,9 @@ class AutoStrategy:
     Copying and pickling keep choices and figures.
     """
 
+    # another number whenever a route of ``routes`` may no longer hold
+    version: int
+
     def __init__(self, *, period: int = 64, screen: Screen = "auto") -> None:
         require_integer("period", period, 1)
         if period & (period - 1):
@@ -317,9 +229,9 @@ class AutoStrategy:
         require_screen(screen)
         self.period, self._screen = period, screen
         self._layer: tuple[int, int, bool] | None = None
-        self._buckets: dict[tuple[bool, int], _Bucket] = {}
+        self._buckets: dict[tuple[bool, int], Bucket] = {}
         # by kind and tokens
-        self._captures: dict[tuple[bool, int], tuning.Decision] = {}
+        self._captures: dict[tuple[bool, int], costs.Decision] = {}
         self._graphs = tuple(_Graph(*_typical(*kind, None, None)[:2]) for kind in _GRAPH_KINDS)
         self._connect()
 
@@ -328,12 +240,20 @@ class AutoStrategy:
         # one per bucket: with one for all, a forward pass under a reentrant checkpoint would keep training from any
         self._pending: dict[tuple[bool, int], _Expected] = {}
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
-        # routes of inference by the arguments of ``begin``, until the next decision
-        self._routes: dict[tuple[Any, ...], tuple[_Bucket, Route]] = {}
+        # by the arguments of ``begin``, with the shape for x: routes that hold while ``version`` stays
+        self.routes: dict[tuple[Any, ...], tuple[Bucket, Route]] = {}
         # by the training, dtype and values of x, calls that are dense and wait for the host, until the next decision
-        self._settled: dict[tuple[bool, torch.dtype, int], _Bucket] = {}
+        self._settled: dict[tuple[bool, torch.dtype, int], Bucket] = {}
         # of the GPU of the latest call
-        self._table = _tables.SHIPPED
+        self._table = tables.SHIPPED
+        self._forget_routes()
+
+    def _forget_routes(self) -> None:
+        """Let every kind of call ask for its route again."""
+        # no two sites have the same, so that one number tells a module whether it still has the same site, too
+        self.version = next(_VERSIONS)
+        self.routes.clear()
+        self._settled.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
@@ -382,32 +302,34 @@ class AutoStrategy:
             for bucket in self._buckets.values():
                 bucket.decision = None
                 bucket.others.clear()
-            self._routes.clear()
-            self._settled.clear()
+            self._forget_routes()
             for graph in self._graphs:
-                if graph.strategy == tuning.SCREENED:
+                if graph.strategy == tables.SCREENED:
                     # it is traced again
                     graph.strategy, graph.reason = "union", "the screen was switched off"
 
     def begin(self, x: Tensor, n: int, gated: bool, training: bool, down_copied: bool, merged: bool = False) -> Route:
         """Choose the route of a call on x [..., K] with n neurons; the call is not being traced."""
-        arguments = (x.shape, n, gated, training, down_copied, merged)
-        known = self._routes.get(arguments)
+        kind = (x.shape, n, gated, training, down_copied, merged)
+        known = self.routes.get(kind)
         # between the calls that decide and measure, the host has little to do
-        if known is not None and type(x) is Tensor and not _capturing(x) and self.heeds(x):
-            bucket, route = known
-            with self._lock:
-                if not self._is_due(bucket.calls):
-                    bucket.calls += 1
-                    return route
+        if (
+            known is not None
+            and type(x) is Tensor
+            and not _modes.capturing(x)
+            and self.heeds(x)
+            and not (training and (_modes.checkpointed() or _modes.in_backward()))
+            and self.counted(known[0])
+        ):
+            return known[1]
         # fake tensors have no figures, and a captured graph would leave them at each replay
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
-        capturing = real and _capturing(x)
+        capturing = real and _modes.capturing(x)
         sizes = (tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged)
-        problem = tuning.Problem(*sizes, eager=not capturing)
-        holder = self if training and _checkpointed() else None
+        problem = costs.Problem(*sizes, eager=not capturing)
+        holder = self if training and _modes.checkpointed() else None
         if real:
-            self._table = _tables.in_use(x.device)
+            self._table = tables.in_use(x.device)
         if not real or capturing or not self.heeds(x) or (training and self._recomputes()):
             strategy, held = self._peek(problem, record=capturing)
             return route_of(strategy, None, holder, held)
@@ -415,25 +337,35 @@ class AutoStrategy:
             call, decision, due = self._count(problem)
             strategy, held = decision.strategy, self._buckets[_key(problem)].held
             if not due or _key(problem) in self._pending or not problem.m:
-                route = route_of(strategy, None, holder, held)
-                bucket = self._buckets[_key(problem)]
-                if not due and strategy == "dense" and holder is None and tuning.waits_for_host(problem):
-                    self._settled[training, x.dtype, x.numel()] = bucket
-                if not due and not training:
-                    if len(self._routes) >= _MOST_ROUTES:
-                        self._routes.clear()
-                        self._settled.clear()
-                    self._routes[arguments] = bucket, route
+                route, bucket = route_of(strategy, None, holder, held), self._buckets[_key(problem)]
+                if not due and not bucket.late and holder is None and not (training and _modes.in_backward()):
+                    self._remember(kind, x, problem, bucket, route)
                 return route
             figures = self._buckets[_key(problem)].figures or self._nearest(_key(problem))
-            screen = self.screens and tuning.worth_screening(problem, figures, self._table)
+            screen = self.screens and costs.worth_screening(problem, figures, self._table)
         if (
             strategy == "row"
             and problem.m >= geometry.TOKEN_TILE
-            and "union" in tuning.coefficients(problem, self._table)
+            and "union" in costs.coefficients(problem, self._table)
         ):
             strategy = "union"
         return route_of(strategy, Measurement(self, problem, call, screen), holder, held)
+
+    def _remember(self, kind: Any, x: Tensor, problem: costs.Problem, bucket: Bucket, route: Route) -> None:
+        """Let calls like this one have this route at once, until something changes."""
+        if len(self.routes) >= _MOST_ROUTES:
+            self._forget_routes()
+        self.routes[kind] = bucket, route
+        if route.strategy == "dense" and costs.waits_for_host(problem):
+            self._settled[problem.training, x.dtype, x.numel()] = bucket
+
+    def counted(self, bucket: Bucket) -> bool:
+        """Count a call with a route of ``routes``; False, and nothing is counted, where the call must ``begin``."""
+        with self._lock:
+            if self._is_due(bucket.calls):
+                return False
+            bucket.calls += 1
+            return True
 
     def runs_torchs(self, x: Tensor, training: bool) -> bool:
         """Whether an eager call like this one runs PyTorch's operators with nothing to measure; then it is counted.
@@ -445,9 +377,9 @@ class AutoStrategy:
             bucket is None
             # figures change little here, and a call that measures costs the host several times as much
             or bucket.calls & (bucket.calls - 1) == 0
-            or (x.is_cuda and torch._C._cuda_isCurrentStreamCapturing())
+            or _modes.capturing(x)
             or not self.heeds(x)
-            or (training and (_checkpointed() or torch._C._current_graph_task_id() != -1))
+            or (training and (_modes.checkpointed() or _modes.in_backward()))
         ):
             return False
         with self._lock:
@@ -463,20 +395,20 @@ class AutoStrategy:
 
         A reentrant checkpoint has no earlier one: its forward pass was inference.
         """
-        return torch._C._current_graph_task_id() != -1 and len(self._open) > 0
+        return _modes.in_backward() and len(self._open) > 0
 
-    def choose(self, problem: tuning.Problem) -> tuning.Decision:
+    def choose(self, problem: costs.Problem) -> costs.Decision:
         """Count a call and return its decision."""
         with self._lock:
             return self._count(problem)[1]
 
-    def observe(self, problem: tuning.Problem, figures: tuning.Figures, call: int | None = None) -> None:
+    def observe(self, problem: costs.Problem, figures: costs.Figures, call: int | None = None) -> None:
         """Take the figures of a call, by default the latest; the next call on the schedule decides by them."""
         with self._lock:
             self._observe(problem, figures, call)
 
     def expect(
-        self, problem: tuning.Problem, call: int, transfer: Transfer, most: int | None, names: tuple[str, ...]
+        self, problem: costs.Problem, call: int, transfer: Transfer, most: int | None, names: tuple[str, ...]
     ) -> None:
         """Take the figures of a call once they have arrived; ignore them if others of its bucket are on their way."""
         with self._lock:
@@ -536,7 +468,7 @@ class AutoStrategy:
         graph.traced = True
         return graph.strategy
 
-    def _peek(self, problem: tuning.Problem, record: bool) -> tuple[str, int]:
+    def _peek(self, problem: costs.Problem, record: bool) -> tuple[str, int]:
         """The current choice and room, for a call that is neither counted nor measured."""
         with self._lock:
             self._forget_other_layers(problem)
@@ -551,13 +483,13 @@ class AutoStrategy:
             # later data of a captured graph may be denser
             return decision.strategy, 0 if record or bucket is None else bucket.held
 
-    def _count(self, problem: tuning.Problem) -> tuple[int, tuning.Decision, bool]:
+    def _count(self, problem: costs.Problem) -> tuple[int, costs.Decision, bool]:
         """Count a call: its index in its bucket, its decision, and whether it is on the schedule."""
         self._forget_other_layers(problem)
         key = _key(problem)
         bucket = self._buckets.get(key)
         if bucket is None:
-            bucket = self._buckets[key] = _Bucket(problem)
+            bucket = self._buckets[key] = Bucket(problem)
         call, bucket.calls = bucket.calls, bucket.calls + 1
         due = self._is_due(call)
         if due or bucket.late or bucket.decision is None or not _is_laid_alike(bucket.problem, problem):
@@ -569,7 +501,7 @@ class AutoStrategy:
         """Whether a call of this index decides and measures."""
         return call % self.period == 0 if call >= self.period else call & (call - 1) == 0
 
-    def _finely(self, problem: tuning.Problem, bucket: _Bucket, decision: tuning.Decision) -> tuning.Decision:
+    def _finely(self, problem: costs.Problem, bucket: Bucket, decision: costs.Decision) -> costs.Decision:
         """The decision for this number of tokens, where that of the bucket was for another.
 
         Kernels change between powers of two. With many tokens the choice does not, and training keeps it for backward.
@@ -583,12 +515,12 @@ class AutoStrategy:
         return known
 
     def _best(
-        self, problem: tuning.Problem, figures: tuning.Figures | None, current: str | None = None
-    ) -> tuning.Decision:
-        """``tuning.decide`` by the table in use, among the strategies that the site may choose."""
-        return tuning.decide(problem, figures, current, self._table, self.screens)
+        self, problem: costs.Problem, figures: costs.Figures | None, current: str | None = None
+    ) -> costs.Decision:
+        """``costs.decide`` by the table in use, among the strategies that the site may choose."""
+        return costs.decide(problem, figures, current, self._table, self.screens)
 
-    def _forget_other_layers(self, problem: tuning.Problem) -> None:
+    def _forget_other_layers(self, problem: costs.Problem) -> None:
         """Forget the figures of a layer of another size: removing neurons changes a module's layer."""
         layer = (problem.k, problem.n, problem.gated)
         if self._layer != layer:
@@ -596,8 +528,7 @@ class AutoStrategy:
             self._pending.clear()
             self._buckets.clear()
             self._captures.clear()
-            self._routes.clear()
-            self._settled.clear()
+            self._forget_routes()
 
     def _collect(self) -> None:
         for key, pending in list(self._pending.items()):
@@ -605,23 +536,24 @@ class AutoStrategy:
                 del self._pending[key]
                 self._observe(pending.problem, pending.figures(), pending.call)
 
-    def _observe(self, problem: tuning.Problem, figures: tuning.Figures, call: int | None) -> None:
+    def _observe(self, problem: costs.Problem, figures: costs.Figures, call: int | None) -> None:
         self._forget_other_layers(problem)
-        bucket = self._buckets.setdefault(_key(problem), _Bucket(problem))
+        bucket = self._buckets.setdefault(_key(problem), Bucket(problem))
         bucket.figures, bucket.measured = figures, max(bucket.calls - 1, 0) if call is None else call
         bucket.recent = (*bucket.recent, figures.nonzeros)[-_RECENT:]
 
-    def _decide(self, problem: tuning.Problem, bucket: _Bucket) -> tuning.Decision:
+    def _decide(self, problem: costs.Problem, bucket: Bucket) -> costs.Decision:
         before = bucket.decision
         bucket.late = before is not None and problem.training and len(self._open) > 0
         if before is not None and bucket.late:
+            # each call asks until it can be decided
+            self._forget_routes()
             return before
         figures = bucket.figures or self._nearest(_key(problem))
         decision = self._best(problem, figures, None if before is None else before.strategy)
-        bucket.problem, bucket.decision, bucket.held = problem, decision, tuning.held(problem, bucket.recent)
+        bucket.problem, bucket.decision, bucket.held = problem, decision, costs.held(problem, bucket.recent)
         bucket.others.clear()
-        self._routes.clear()
-        self._settled.clear()
+        self._forget_routes()
         if before is None or decision.strategy != before.strategy:
             m, k, n, gated, training = problem[:5]
             layer = f"{'gated' if gated else 'non-gated'} layer, K = {k}, N = {n}, {_kind(training)}, {m} tokens"
@@ -630,7 +562,7 @@ class AutoStrategy:
         self._decide_graphs(problem)
         return decision
 
-    def _decide_graphs(self, latest: tuning.Problem) -> None:
+    def _decide_graphs(self, latest: costs.Problem) -> None:
         """Decide for graphs compiled from now on: as most calls of their class ran, or by the nearest figures."""
         for (down_copied, few), graph in zip(_GRAPH_KINDS, self._graphs):
             if graph.traced:
@@ -650,7 +582,7 @@ class AutoStrategy:
                 decision = _typical(down_copied, few, figures, self._table, latest, self.screens)
             graph.strategy, graph.reason = decision.strategy, decision.reason
 
-    def _nearest(self, key: tuple[bool, int]) -> tuning.Figures | None:
+    def _nearest(self, key: tuple[bool, int]) -> costs.Figures | None:
         """The figures of the bucket nearest in number of tokens; of two, the one of the same kind."""
         known = {other: b.figures for other, b in self._buckets.items() if b.figures is not None}
         if not known:
@@ -658,15 +590,11 @@ class AutoStrategy:
         return known[min(known, key=lambda other: (abs(other[1] - key[1]), other[0] != key[0], -other[1]))]
 
 
-def fresh(x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> str:
-    """The strategy of a call on x [..., K] that has no site to remember figures."""
-    table = _tables.in_use(x.device)
-    if training:
-        # nothing is known of its sparsity; a caller that wants a choice passes a site
-        return "union" if n <= table.union_neurons and not table.lacks(True, gated) else "dense"
-    eager = not (type(x) is Tensor and _capturing(x))
-    problem = tuning.Problem(tokens_of(x), x.shape[-1], n, gated, False, down_copied, eager=eager)
-    return tuning.decide(problem, None, None, table).strategy
+def without_site(x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> Route:
+    """The route of a call on x [..., K] that "auto" chooses and that has no site to remember figures."""
+    eager = not (type(x) is Tensor and _modes.capturing(x))
+    problem = costs.Problem(tokens_of(x), x.shape[-1], n, gated, training, down_copied, eager=eager)
+    return Route(costs.decide_once(problem, tables.in_use(x.device)))
 
 
 # The sites of layers by the memory of their first weights, with what tells that a weight is gone: how the operators
@@ -716,22 +644,6 @@ def tokens_of(x: Tensor) -> int:
     return m
 
 
-def tracing(m: Any) -> bool:
-    """Whether this call is being traced; ``m``, its number of tokens, may be symbolic."""
-    if torch.compiler.is_compiling() or type(m) is not int:
-        return True
-    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
-
-
-def _checkpointed() -> bool:
-    """Whether activation checkpointing may run this call again: hooks take its saved tensors."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 # Kinds of compiled graphs of training: whether they copy the down weight, whether their tokens are few.
 _GRAPH_KINDS = tuple((i > 1, i % 2 > 0) for i in range(4))
 
@@ -744,13 +656,13 @@ def _graph_index(down_copied: bool, few: bool) -> int:
 def _typical(
     down_copied: bool,
     few: bool,
-    figures: tuning.Figures | None,
-    table: _tables.Table | None,
-    like: tuning.Problem | None = None,
+    figures: costs.Figures | None,
+    table: tables.Table | None,
+    like: costs.Problem | None = None,
     screen: bool = False,
-) -> tuning.Decision:
+) -> costs.Decision:
     k, n, gated = (_TYPICAL_K, _TYPICAL_N, True) if like is None else (like.k, like.n, like.gated)
-    return tuning.decide(tuning.Problem(_TYPICAL[few], k, n, gated, True, down_copied), figures, None, table, screen)
+    return costs.decide(costs.Problem(_TYPICAL[few], k, n, gated, True, down_copied), figures, None, table, screen)
 
 
 def _bucket(m: int) -> int:
@@ -758,11 +670,11 @@ def _bucket(m: int) -> int:
     return (m - 1).bit_length() if m > 0 else 0
 
 
-def _key(problem: tuning.Problem) -> tuple[bool, int]:
+def _key(problem: costs.Problem) -> tuple[bool, int]:
     return problem.training, _bucket(problem.m)
 
 
-def _is_laid_alike(one: tuning.Problem, other: tuning.Problem) -> bool:
+def _is_laid_alike(one: costs.Problem, other: costs.Problem) -> bool:
     return (one.down_copied, one.merged, one.eager) == (other.down_copied, other.merged, other.eager)
 
 
@@ -775,7 +687,7 @@ def _range(bucket: int) -> str:
     return f"{low} to {high}" if low < high else str(high)
 
 
-def _measured(figures: tuning.Figures | None) -> str:
+def _measured(figures: costs.Figures | None) -> str:
     if figures is None:
         return ""
     union = "" if figures.union is None else f", a union of {figures.union:.1%}"

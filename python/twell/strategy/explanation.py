@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from twell import tuning
+from twell.strategy.costs import Figures
+from twell.strategy.tables import SCREENED
 
 # Strategies whose predicted times ``Explanation`` shows; that of the screen where a row has one.
-_TIMED = ("row", "union", tuning.SCREENED, "dense")
+_TIMED = ("row", "union", SCREENED, "dense")
 
 
 class Choice(NamedTuple):
@@ -30,7 +31,7 @@ class Choice(NamedTuple):
     strategy: str
     reason: str
     calls: int = 0
-    figures: tuning.Figures | None = None
+    figures: Figures | None = None
     measured: int | None = None
     costs: dict[str, float] = {}  # noqa: RUF012
     layout: str = ""
@@ -62,12 +63,12 @@ class Explanation:
         return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
-_OF_SCREEN = ("candidates", f"{tuning.SCREENED} time")
+_OF_SCREEN = ("candidates", f"{SCREENED} time")
 
 
 def _cells(row: Choice) -> dict[str, str]:
     """The cells of a row by the names of their columns, in order."""
-    figures = row.figures or tuning.Figures(math.nan, None)
+    figures = row.figures or Figures(math.nan, None)
     calls = f"{row.calls} {row.kind}" if row.calls else row.kind
     measured = "" if row.measured is None else f" (measured in call {row.measured})"
     shares = {"union": figures.union, "candidates": figures.candidates}

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
-from twell import _files, _tuning_table
+from twell import _files
+from twell._modes import constant
 from twell._runtime import cache, device, env, fingerprint, geometry
-from twell._runtime.log import logger
+from twell._runtime.log import logger, warn_once
+from twell.strategy.table import DATE, MACHINE, TABLE
 
 # (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest);
 # the last of "union+screen" is per share of candidates
@@ -80,7 +82,7 @@ def gpu_of(machine: str) -> str:
     return machine.split(" (")[0]
 
 
-SHIPPED = Table(_tuning_table.TABLE, _tuning_table.MACHINE, _tuning_table.DATE)
+SHIPPED = Table(TABLE, MACHINE, DATE)
 
 _lock = threading.Lock()
 
@@ -94,6 +96,37 @@ def in_use(on: torch.device) -> Table:
     except RuntimeError:
         # no driver: these are fake tensors
         return SHIPPED
+
+
+@constant
+def imposed(kind: str, index: int | None) -> str:
+    """Why "auto" is dense on a device, by its type and index; "" where it chooses."""
+    if kind != "cuda":
+        return "the sparse kernels need a GPU; elsewhere the sparse operators are slower than dense"
+    index = index or 0
+    try:
+        capability = device.capability(index)
+    except RuntimeError:
+        # no driver: these are fake tensors
+        return ""
+    if capability == device.SM_90:
+        return ""
+    has_kernels = device.architecture(index) is not None
+    if has_kernels and in_use(torch.device("cuda", index)).file is not None:
+        return ""
+    of = f"{device.name(index)} (compute capability {'.'.join(map(str, capability))})"
+    if not has_kernels:
+        return f"there are no sparse kernels for {of}, only for {', '.join(f'{m}.x' for m in device.ARCHITECTURES)}"
+    return f"costs of the sparse kernels are not known on {of}; `twell tune` measures them"
+
+
+@constant
+def imposed_on_call(kind: str, index: int | None) -> str:
+    """``imposed``, with a warning on a GPU."""
+    why = imposed(kind, index)
+    if why and kind == "cuda":
+        warn_once(f'strategy="auto" is "dense": {why}')
+    return why
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""How a layer runs: the one ``plan``, measured costs, and the memory of call sites."""
