@@ -285,8 +285,12 @@ def _ffn(
     compression: int,
     main_grads: Sequence[Tensor | None] | None,
     return_aux: bool,
+    front: Front | None = None,
 ) -> Tensor | tuple[Tensor, Aux]:
-    """Run ``function``, ``sparse_gated_ffn`` or ``sparse_ffn``, on the operands ``given``."""
+    """Run ``function``, ``sparse_gated_ffn`` or ``sparse_ffn``, on the operands ``given``.
+
+    ``front``: that of the layer, which remembers what computes y of calls like this one.
+    """
     name = function.__name__
     site, asked, screen, same_bits = None, strategy, False, invariant
     if isinstance(strategy, AutoStrategy):
@@ -334,7 +338,30 @@ def _ffn(
             enroll(first, site)
     activation.level(layer.x.dtype)
     call = _Call(name, training, plain, direct, activation, compression, return_aux)
+    if direct and not return_aux and main_grads is None and route.measurement is None:
+        return _simply(call, layer, route, site, front)
     return _run(call, layer, route, mains, first)
+
+
+@nvtx.marked(lambda call, layer, route, *_: _range_of(call, layer, route))
+def _simply(call: _Call, layer: Operands, route: Route, site: AutoStrategy | None, front: Front | None) -> Tensor:
+    """y of a call of plain tensors that leaves no figures."""
+    x, gated, copied = layer.x, layer.w_up is not None, copies_down(layer.w_down)
+    run: Run
+    if route.strategy == "dense":
+        run = torchs(x.numel() // x.shape[-1] * len(layer.w_gate), x, call.activation, call.training)
+    elif call.training:
+        run = _autograd.passes(call.name, layer, call.compression, route.held, call.activation, route.screen)
+    else:
+        layer = laid(layer)
+        run = inference(layer, call.compression, call.activation, route)
+    y = run(*layer)
+    assert y is not None
+    if route.holder is not None:
+        route.holder.hold(y)
+    elif front is not None and not _modes.capturing(x) and (call.training or route.strategy == "dense" or not copied):
+        front.remember(x, call.training, run, site, (len(layer.w_gate), gated, call.training, copied, False))
+    return y
 
 
 class _Call(NamedTuple):

@@ -40,7 +40,6 @@ _TYPICAL_K, _TYPICAL_N = 2048, 5632
 
 Screen = Literal["auto", "off"]
 
-_VERSIONS = itertools.count(1)
 
 # Measurements whose largest decides how many non-zeros training keeps room for.
 _RECENT = 8
@@ -158,7 +157,9 @@ class _Expected(NamedTuple):
 class Bucket:
     """The memory of a site for calls of one kind and about the same number of tokens.
 
-    others: since the decision, those for other numbers of tokens by the same figures.
+    others: since the decision, those for other numbers of tokens by the same figures. version: changes whenever a route
+    that calls remember may no longer hold. settled: whether the choice is dense where the host is the limit: figures
+    change little there, and a call that measures costs the host several times as much.
     """
 
     problem: costs.Problem
@@ -170,6 +171,8 @@ class Bucket:
     recent: tuple[float, ...] = ()  # non-zeros per token of the latest measurements
     held: int = 0
     others: dict[int, costs.Decision] = dataclasses.field(default_factory=dict)
+    version: int = 0
+    settled: bool = False
 
 
 @dataclasses.dataclass
@@ -219,9 +222,6 @@ class AutoStrategy:
     Copying and pickling keep choices and figures.
     """
 
-    # another number whenever a route of ``routes`` may no longer hold
-    version: int
-
     def __init__(self, *, period: int = 64, screen: Screen = "auto") -> None:
         require_integer("period", period, 1)
         if period & (period - 1):
@@ -240,20 +240,16 @@ class AutoStrategy:
         # one per bucket: with one for all, a forward pass under a reentrant checkpoint would keep training from any
         self._pending: dict[tuple[bool, int], _Expected] = {}
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
-        # by the arguments of ``begin``, with the shape for x: routes that hold while ``version`` stays
+        # by the arguments of ``begin``, with the shape for x: routes that hold while their bucket has its version
         self.routes: dict[tuple[Any, ...], tuple[Bucket, Route]] = {}
-        # by the training, dtype and values of x, calls that are dense and wait for the host, until the next decision
-        self._settled: dict[tuple[bool, torch.dtype, int], Bucket] = {}
         # of the GPU of the latest call
         self._table = tables.SHIPPED
-        self._forget_routes()
 
-    def _forget_routes(self) -> None:
-        """Let every kind of call ask for its route again."""
-        # no two sites have the same, so that one number tells a module whether it still has the same site, too
-        self.version = next(_VERSIONS)
-        self.routes.clear()
-        self._settled.clear()
+    def _forget_routes(self, bucket: Bucket | None = None) -> None:
+        """Let the calls of a bucket, by default of all, ask for their routes again."""
+        for each in self._buckets.values() if bucket is None else (bucket,):
+            each.version += 1
+        self.routes = {kind: known for kind, known in self.routes.items() if bucket is not None and known[0] is not bucket}
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
@@ -339,7 +335,9 @@ class AutoStrategy:
             if not due or _key(problem) in self._pending or not problem.m:
                 route, bucket = route_of(strategy, None, holder, held), self._buckets[_key(problem)]
                 if not due and not bucket.late and holder is None and not (training and _modes.in_backward()):
-                    self._remember(kind, x, problem, bucket, route)
+                    if len(self.routes) >= _MOST_ROUTES:
+                        self._forget_routes()
+                    self.routes[kind] = bucket, route
                 return route
             figures = self._buckets[_key(problem)].figures or self._nearest(_key(problem))
             screen = self.screens and costs.worth_screening(problem, figures, self._table)
@@ -351,40 +349,13 @@ class AutoStrategy:
             strategy = "union"
         return route_of(strategy, Measurement(self, problem, call, screen), holder, held)
 
-    def _remember(self, kind: Any, x: Tensor, problem: costs.Problem, bucket: Bucket, route: Route) -> None:
-        """Let calls like this one have this route at once, until something changes."""
-        if len(self.routes) >= _MOST_ROUTES:
-            self._forget_routes()
-        self.routes[kind] = bucket, route
-        if route.strategy == "dense" and costs.waits_for_host(problem):
-            self._settled[problem.training, x.dtype, x.numel()] = bucket
-
     def counted(self, bucket: Bucket) -> bool:
         """Count a call with a route of ``routes``; False, and nothing is counted, where the call must ``begin``."""
         with self._lock:
-            if self._is_due(bucket.calls):
+            if self._is_due(bucket):
                 return False
             bucket.calls += 1
             return True
-
-    def runs_torchs(self, x: Tensor, training: bool) -> bool:
-        """Whether an eager call like this one runs PyTorch's operators with nothing to measure; then it is counted.
-
-        The host is the limit of such calls, so that a layer may call its projections at once.
-        """
-        bucket = self._settled.get((training, x.dtype, x.numel()))
-        if (
-            bucket is None
-            # figures change little here, and a call that measures costs the host several times as much
-            or bucket.calls & (bucket.calls - 1) == 0
-            or _modes.capturing(x)
-            or not self.heeds(x)
-            or (training and (_modes.checkpointed() or _modes.in_backward()))
-        ):
-            return False
-        with self._lock:
-            bucket.calls += 1
-        return True
 
     def heeds(self, x: Tensor) -> bool:
         """Whether a call on ``x`` counts and may be measured: always, except where a subclass knows better."""
@@ -490,16 +461,18 @@ class AutoStrategy:
         bucket = self._buckets.get(key)
         if bucket is None:
             bucket = self._buckets[key] = Bucket(problem)
-        call, bucket.calls = bucket.calls, bucket.calls + 1
-        due = self._is_due(call)
+        call, due, bucket.calls = bucket.calls, self._is_due(bucket), bucket.calls + 1
         if due or bucket.late or bucket.decision is None or not _is_laid_alike(bucket.problem, problem):
             self._collect()
             return call, self._decide(problem, bucket), due
         return call, self._finely(problem, bucket, bucket.decision), due
 
-    def _is_due(self, call: int) -> bool:
-        """Whether a call of this index decides and measures."""
-        return call % self.period == 0 if call >= self.period else call & (call - 1) == 0
+    def _is_due(self, bucket: Bucket) -> bool:
+        """Whether the next call decides and measures."""
+        call = bucket.calls
+        if call < self.period or bucket.settled:
+            return call & (call - 1) == 0
+        return call % self.period == 0
 
     def _finely(self, problem: costs.Problem, bucket: Bucket, decision: costs.Decision) -> costs.Decision:
         """The decision for this number of tokens, where that of the bucket was for another.
@@ -525,10 +498,10 @@ class AutoStrategy:
         layer = (problem.k, problem.n, problem.gated)
         if self._layer != layer:
             self._layer = layer
+            self._forget_routes()
             self._pending.clear()
             self._buckets.clear()
             self._captures.clear()
-            self._forget_routes()
 
     def _collect(self) -> None:
         for key, pending in list(self._pending.items()):
@@ -547,13 +520,16 @@ class AutoStrategy:
         bucket.late = before is not None and problem.training and len(self._open) > 0
         if before is not None and bucket.late:
             # each call asks until it can be decided
-            self._forget_routes()
+            self._forget_routes(bucket)
             return before
         figures = bucket.figures or self._nearest(_key(problem))
         decision = self._best(problem, figures, None if before is None else before.strategy)
-        bucket.problem, bucket.decision, bucket.held = problem, decision, costs.held(problem, bucket.recent)
+        held, settled = costs.held(problem, bucket.recent), decision.strategy == "dense" and costs.waits_for_host(problem)
+        same = before is not None and (before.strategy, bucket.held) == (decision.strategy, held) and not bucket.others
+        if not same or not _is_laid_alike(bucket.problem, problem):
+            self._forget_routes(bucket)
+        bucket.problem, bucket.decision, bucket.held, bucket.settled = problem, decision, held, settled
         bucket.others.clear()
-        self._forget_routes()
         if before is None or decision.strategy != before.strategy:
             m, k, n, gated, training = problem[:5]
             layer = f"{'gated' if gated else 'non-gated'} layer, K = {k}, N = {n}, {_kind(training)}, {m} tokens"
