@@ -46,6 +46,16 @@ def chooses(free_choice: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A GPU of compute capability 9.0 whose kernels record their arguments: ``fake_gpu.FakeGpu``."""
+    import fake_gpu
+
+    yield fake_gpu.install(monkeypatch)
+    # the programs hold its kernels
+    fake_gpu.forget_programs()
+
+
+@pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     import torch
 

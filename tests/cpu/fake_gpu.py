@@ -1,0 +1,188 @@
+"""A GPU that is not there: CPU tensors pass for CUDA ones, and kernels do nothing but record their arguments.
+
+What is launched is checked against the signatures of the kernels, if their compiler is installed: dtypes, dimensions,
+lengths that tensors share, multiples of lengths and strides, and alignment.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from twell._runtime import device, host, kernel_module, program, resolve, specs
+from twell._runtime.program import Program, View
+
+SM_COUNT = 132
+
+try:
+    import cutlass  # noqa: F401
+
+    CHECKS = True
+except ImportError:
+    CHECKS = False
+
+
+class FakeGpu:
+    """What was made and launched since the last ``clear``.
+
+    programs: in the order in which they were compiled; each is made once. launches: of all calls, one by one.
+    """
+
+    def __init__(self) -> None:
+        self.programs: list[Program] = []
+        self.launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
+
+    def clear(self) -> None:
+        self.launches.clear()
+        self.programs.clear()
+
+    def names(self) -> list[str]:
+        """The operators of the kernels that were launched, in order."""
+        return [spec.op for spec, _ in self.launches]
+
+    def kernel(self, spec: specs.Spec, arch: str) -> Any:
+        """The kernel of ``spec``, as ``resolve`` finds it."""
+
+        def run(*arguments: Any) -> None:
+            check_arguments(spec, arguments)
+            self.launches.append((spec, arguments))
+
+        return run
+
+
+def install(monkeypatch: pytest.MonkeyPatch, family: str = specs.SM90) -> FakeGpu:
+    """Let CPU tensors pass for those of the current GPU, one that runs the kernels of ``family``.
+
+    Programs run launch by launch, and tensors of CPU operators are still those of a CPU for the dispatcher.
+    """
+    gpu = FakeGpu()
+    capability = device.SM_90 if family == specs.SM90 else (8, 0)
+    monkeypatch.setattr(device, "sm_count", lambda index: SM_COUNT)
+    monkeypatch.setattr(device, "capability", lambda index: capability)
+    monkeypatch.setattr(resolve, "_find", gpu.kernel)
+    monkeypatch.setattr(resolve, "_kernels", {})
+    monkeypatch.setattr(resolve, "_missing", set())
+    monkeypatch.setattr(host, "maker", lambda: None)
+    monkeypatch.setattr(program, "_ALLOCATE", None)
+    # the index of a CPU tensor's device
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    compiled = Program.compiled
+
+    def recorded(self: Program) -> Any:
+        check_program(self)
+        gpu.programs.append(self)
+        return compiled(self)
+
+    monkeypatch.setattr(Program, "compiled", recorded)
+    forget_programs()
+    return gpu
+
+
+def forget_programs() -> None:
+    """Empty the caches of programs."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("twell."):
+            for value in vars(module).values():
+                if isinstance(value, functools._lru_cache_wrapper) and value.__module__ == name:
+                    value.cache_clear()
+
+
+@functools.cache
+def signature(spec: specs.Spec) -> tuple[Any, ...]:
+    """The fake arguments of the kernel of ``spec``."""
+    fakes: tuple[Any, ...] = kernel_module(spec.module).signature(spec)[1]
+    return fakes
+
+
+def check_arguments(spec: specs.Spec, arguments: tuple[Any, ...]) -> None:
+    """Raise AssertionError unless the kernel of ``spec`` takes these tensors or views, numbers and Nones."""
+    assert spec in specs.all_specs(), spec
+    if not CHECKS:
+        return
+    fakes = signature(spec)
+    assert len(arguments) == len(fakes), (spec, len(arguments), len(fakes))
+    # lengths by the identity of their symbols
+    lengths: dict[int, int] = {}
+    for place, (argument, fake) in enumerate(zip(arguments, fakes)):
+        at = f"{spec.symbol}, argument {place}: {argument if isinstance(argument, View) else type(argument)}"
+        assert (argument is None) == (fake is None), at
+        if isinstance(argument, (Tensor, View)):
+            _check_tensor(at, argument, fake, lengths)
+        elif argument is not None:
+            assert not hasattr(fake, "shape"), at
+            assert isinstance(argument, float if type(fake).__name__ == "Float32" else int), at
+            assert isinstance(argument, float) or -(2**31) <= argument < 2**31, at
+
+
+def _check_tensor(at: str, tensor: Any, fake: Any, lengths: dict[int, int]) -> None:
+    assert hasattr(fake, "shape"), at
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    strides = tensor.strides if isinstance(tensor, View) else tensor.stride()
+    # a view's memory is aligned to 256 bytes, or to 16 of an operand
+    first = tensor.offset if isinstance(tensor, View) else tensor.data_ptr()
+    assert dtype == fake.element_type.__name__.lower(), (at, dtype)
+    assert len(shape) == len(fake.shape), at
+    for length, symbol in zip(shape, fake.shape):
+        if isinstance(symbol, int):
+            assert length == symbol, at
+        else:
+            assert lengths.setdefault(id(symbol), length) == length, (at, shape)
+            assert length % symbol.divisibility == 0, (at, shape)
+    for length, stride, symbol in zip(shape, strides, fake.stride):
+        if length > 1:
+            assert stride == symbol if isinstance(symbol, int) else stride % symbol.divisibility == 0, (at, strides)
+    if 0 not in shape:
+        assert first % fake._assumed_align == 0, (at, first)
+
+
+def check_program(made: Program) -> None:
+    """Raise AssertionError unless the launches fit their kernels, and no two scratches that live at once overlap."""
+    for spec, arguments in made.launches:
+        check_arguments(spec, arguments)
+        for view in _views(arguments):
+            _check_inside(made, view)
+    lives, (offsets, total) = made.lives(), made.placed()
+    assert offsets.keys() == lives.keys()
+    places = [(*lives[own], offsets[own], offsets[own] + made._scratch[own]) for own in lives]
+    for i, (first, last, begin, end) in enumerate(places):
+        assert 0 <= begin <= end <= total
+        for other_first, other_last, other_begin, other_end in places[:i]:
+            apart = last < other_first or other_last < first
+            assert apart or end <= other_begin or other_end <= begin
+
+
+def _views(arguments: tuple[Any, ...]) -> Iterator[View]:
+    return (argument for argument in arguments if isinstance(argument, View))
+
+
+def _check_inside(made: Program, view: View) -> None:
+    """Raise AssertionError unless all of ``view`` lies in its memory."""
+    if 0 in view.shape:
+        return
+    end = view.offset + _reach(view)
+    if view.base < 0:
+        room = made._scratch[~view.base]
+    elif view.base == program._CLEARED:
+        room = made._cleared
+    else:
+        room = _reach(made.operands[view.base])
+    assert 0 <= view.offset, view
+    assert end <= room, (view, room)
+
+
+def _reach(view: View) -> int:
+    """Bytes from the first one of a view to behind the last one."""
+    return (1 + sum((length - 1) * stride for length, stride in zip(view.shape, view.strides))) * view.dtype.itemsize
+
+
+def room(made: Program, *operands: int) -> int:
+    """Bytes of the scratch of a pass and of its operands of these numbers."""
+    return made.placed()[1] + sum(_reach(made.operands[i]) for i in operands)
