@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -355,25 +356,22 @@ def _run(
         _note_dense(route, layer, gate, y, call.activation)
         return (y, _dense_aux(hidden, gate, call.activation)) if call.return_aux else y
 
+    if call.training:
+        y, l1, nonzeros = _train(call, layer, route, mains)
+        return (y, _per_token(l1, nonzeros, _auto.tokens_of(x))) if call.return_aux else y
     if x.dim() != 2:
         layer = layer._replace(x=x.reshape(-1, x.shape[-1]))
-    if call.training:
-        totals = call.return_aux or route.measurement is not None
-        packed = (layer, mains, call.compression, route.held, call.activation)
-        y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals, route.screen)
-        _note_training(route, layer, nonzeros, sizes, y, call.activation)
+    if call.direct:
+        y, l1, nonzeros = ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
     else:
         _, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
         layer = Operands(layer.x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
-        if call.direct:
-            y, l1, nonzeros = ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
+        how = (*call.activation, route.screen, route.invariant)
+        arguments = (*layer, call.compression, route.strategy, site, *how)
+        if call.return_aux:
+            y, l1, nonzeros = ops.ffn_aux(*arguments)
         else:
-            how = (*call.activation, route.screen, route.invariant)
-            arguments = (*layer, call.compression, route.strategy, site, *how)
-            if call.return_aux:
-                y, l1, nonzeros = ops.ffn_aux(*arguments)
-            else:
-                y = ops.ffn(*arguments)
+            y = ops.ffn(*arguments)
     if x.dim() != 2:
         y = _unviewed(y, x.shape)
     return (y, _per_token(l1, nonzeros, layer.x.shape[0])) if call.return_aux else y
@@ -544,17 +542,34 @@ def _note_dense(route: _auto.Route, layer: Operands, gate: Tensor, y: Tensor, ac
         route.holder.hold(y)
 
 
-def _note_training(
-    route: _auto.Route, layer: Operands, nonzeros: Any, sizes: Any, y: Tensor, activation: Activation
-) -> None:
-    """The same for the counts of a sparse call that needs gradients."""
+def _train(
+    call: _Call, layer: Operands, route: _auto.Route, mains: Mains
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y, the sum of |h| and the number of non-zeros of a sparse call that needs gradients."""
+    note, x = None, layer.x
     if route.measurement is not None:
-        m, n = route.measurement.problem.m, route.measurement.problem.n
-        most = geometry.hybrid_capacity(m, n, route.held)
-        candidates = _candidates(layer, route.measurement, activation)
-        route.measurement.counts(nonzeros, sizes[:-1], most=most, candidates=candidates)
+        note = functools.partial(_note_training, route.measurement, route.held, layer, call.activation)
+    totals = call.return_aux or note is not None
+    how = _autograd.Call(call.name, call.compression, route.held, call.activation, route.screen, totals, note)
+    found = _autograd.direct(how, layer, mains) if call.direct else None
+    if found is None and x.dim() == 2:
+        found = _autograd.ffn(how, layer, mains)
+    elif found is None:
+        y, *figures = _autograd.ffn(how, layer._replace(x=x.reshape(-1, x.shape[-1])), mains)
+        found = _unviewed(y, x.shape), *figures
     if route.holder is not None:
-        route.holder.hold(y)
+        # training keeps its choice until backward passes y
+        route.holder.hold(found[0])
+    return found
+
+
+def _note_training(
+    measurement: _auto.Measurement, held: int, layer: Operands, activation: Activation, nonzeros: Tensor, sizes: Tensor
+) -> None:
+    """Hand the counts of a sparse call that needs gradients to its measurement."""
+    most = geometry.hybrid_capacity(measurement.problem.m, measurement.problem.n, held)
+    candidates = _candidates(layer, measurement, activation)
+    measurement.counts(nonzeros, sizes[:-1], most=most, candidates=candidates)
 
 
 def _candidates(layer: Operands, measurement: _auto.Measurement, activation: Activation) -> Tensor | None:
