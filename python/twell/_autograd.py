@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,31 +12,40 @@ from torch.autograd import forward_ad
 from twell import ops
 from twell._activation import RELU, Activation
 from twell._runtime import nvtx
+from twell._runtime.program import Executable, allocate, contiguous, kept
 from twell.ops import hybrid
-from twell.ops.hybrid_backward import on_cuda as backward_on_cuda
-from twell.ops.hybrid_forward import on_cuda as forward_on_cuda
-from twell.ops.library import has_tangent, is_direct
-from twell.ops.operands import Gradients, Mains, Needs, Operands, is_in_memory
+from twell.ops.hybrid_backward import program_of, transposition
+from twell.ops.hybrid_forward import Forward, forward_of
+from twell.ops.library import has_tangent, is_direct, rows
+from twell.ops.operands import Form, Gradients, Mains, Needs, Operands, is_in_memory
 from twell.ops.reglu import derivatives, pays
 
+# what a call that measures does with the number of non-zeros (0-d) and the sizes of the hybrid format
+Note = Callable[[Tensor, Tensor], None]
 
-def ffn(
-    name: str,
-    operands: Operands,
-    mains: Mains,
-    compression: int,
-    held: int,
-    activation: Activation,
-    direct: bool,
-    totals: bool,
-    screen: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return y [M, K], the sum of |h| (0-d), the number of non-zeros (0-d, int64) and the hybrid format's ``sizes``.
 
-    The first two are differentiable. Without ``totals`` all but y may be None. ``direct``: whether the code of the
-    operators may be called without the dispatcher. Backward adds the gradient of a weight to its main, if it has one,
-    instead of returning it. With ``screen`` an int8 product says which gates are computed.
-    Errors speak of ``name``.
+class Call(NamedTuple):
+    """How a layer runs in training.
+
+    totals: whether the sum of |h| and the number of non-zeros are wanted, too. screen: whether an int8 product says
+    which gates are computed. passes: what runs it without the dispatcher. Errors speak of ``name``.
+    """
+
+    name: str
+    compression: int
+    held: int
+    activation: Activation
+    screen: bool = False
+    totals: bool = False
+    note: Note | None = None
+    passes: Passes | None = None
+
+
+def ffn(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """Return y [M, K], the sum of |h| (0-d) and the number of non-zeros (0-d, int64); Nones unless ``call.totals``.
+
+    The first two are differentiable. Backward adds the gradient of a weight to its main, if it has one, instead of
+    returning it. None if ``call.passes`` does not take the operands.
     """
     if not torch.compiler.is_compiling() and any(main is not None for main in mains):
         for weight, main in mains._asdict().items():
@@ -44,24 +53,97 @@ def ffn(
                 # of a view, because the engine does not always know whether the node of a leaf will run
                 view = getattr(operands, weight).view_as(main)
                 operands = operands._replace(**{weight: view})
-    call = (name, compression, held, activation, direct, totals, screen)
-    outputs: Any = _FFN.apply(*call, *mains, *operands)  # type: ignore[no-untyped-call]
-    if direct and not totals:
-        return outputs, None, None, None
-    return cast(tuple[Tensor, Tensor, Tensor, Tensor], outputs)
+    found: Any = _FFN.apply(call, *mains, *operands)  # type: ignore[no-untyped-call]
+    return found if call.totals or found is None else (found, None, None)
+
+
+def direct(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """``ffn`` of x [..., K] without the dispatcher, if ``is_direct``; None where kernels read only copies."""
+    if not operands.x.numel():
+        return None
+    how = call.compression, call.held, call.activation, call.screen, call.totals
+    passes = passes_of(Form.of(operands), *how)
+    return None if passes is None else ffn(call._replace(passes=passes), operands, mains)
+
+
+class Passes:
+    """A layer's passes in training, for plain tensors of one form, in eager mode and on the current device.
+
+    Called with them, it returns y; None, with nothing launched, for tensors of another form.
+    """
+
+    __slots__ = ("_call", "_down", "_gate", "_x", "activation", "form", "forward")
+
+    def __init__(self, form: Form, forward: Forward, call: Call) -> None:
+        self.form, self.forward, self.activation = form, forward, call.activation
+        self._call = call._replace(passes=self)
+        (dtype, x, _), (_, gate, _), _, (_, down, strides) = form.lies[:4]  # type: ignore[misc]
+        self._x, self._gate = (x, contiguous(x), dtype), (gate, contiguous(gate), dtype)
+        # a gradient is stored as the weight is, for optimizers that flatten gradients
+        self._down = (down, strides, dtype) if strides == contiguous(down) else None
+
+    def __call__(self, *operands: Tensor | None) -> Tensor | None:
+        return _FFN.apply(self._call, None, None, None, *operands)  # type: ignore[no-any-return, no-untyped-call]
+
+    @nvtx.marked(lambda _, dy, dl1, saved, *rest: _range_of("hybrid_backward", saved[0], saved[1]))
+    def backward(
+        self, dy: Tensor, dl1: Tensor | None, saved: Sequence[Any], needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...] | None:
+        """The gradients that are needed of all operands but b_down; None, with nothing launched, where it cannot be."""
+        x, w_gate, w_up, w_down, b_gate, b_up, kept = saved
+        of_x, of_gate, of_up, of_down, of_b_gate, of_b_up, _ = needs
+        weights = of_gate or of_up or of_down or of_b_gate or of_b_up
+        if not dy.is_contiguous():
+            # expanded or transposed, as sums and products leave it
+            dy = rows(dy.reshape(-1, dy.shape[-1]))
+        run = _backward_of(self, dy.shape, dy.stride(), dl1 is not None, of_x, weights)
+        dx = allocate(x, *self._x) if of_x else None
+        dw_gate = dw_up = dw_down = db_gate = db_up = None
+        if weights:
+            dw_gate, dw_down = allocate(x, *self._gate), allocate(x, *self._gate)
+            dw_up = None if w_up is None else allocate(x, *self._gate)
+            db_gate = None if b_gate is None else allocate(x, b_gate.shape, (1,), x.dtype)
+            db_up = None if b_up is None else allocate(x, b_up.shape, (1,), x.dtype)
+        operands = dy, dl1, x, w_gate, w_up, w_down, b_gate, b_up, kept, dx, dw_gate, dw_up, dw_down, db_gate, db_up
+        if not run.ran(*[t for t in operands if t is not None]):
+            return None
+        if of_down and dw_down is not None:
+            dw_down = dw_down.t() if self._down is None else self._stored(dw_down)
+        found = dx, dw_gate, dw_up, dw_down, db_gate, db_up
+        return tuple([gradient if needed else None for gradient, needed in zip(found, needs)])
+
+    def _stored(self, dw_down: Tensor) -> Tensor:
+        """``dw_down`` [N, K] as nn.Linear stores the weight, [K, N]."""
+        out = allocate(dw_down, *self._down)  # type: ignore[misc]
+        transposition(self.form.device, dw_down.dtype, *dw_down.shape)(dw_down, out)
+        return out
+
+
+@kept
+def passes_of(
+    form: Form, compression: int, held: int, activation: Activation, screen: bool = False, totals: bool = False
+) -> Passes | None:
+    """The passes of layers whose seven operands have this form, w_down [K, N]; None if kernels read only copies."""
+    forward = forward_of(form, compression, held, activation, screen, totals)
+    name = "sparse_ffn" if form.lies[2] is None else "sparse_gated_ffn"
+    return None if forward is None else Passes(form, forward, Call(name, compression, held, activation, screen, totals))
+
+
+@kept
+def _backward_of(
+    passes: Passes, shape: Any, strides: Any, with_dl1: bool, input_grad: bool, weight_grad: bool
+) -> Executable:
+    form, (lengths, steps, words) = passes.form, passes.forward.kept
+    dy, dl1 = (form.lies[0][0], shape, strides), (torch.float32, (), ()) if with_dl1 else None  # type: ignore[index]
+    operands = Form(form.device, (dy, dl1, *form.lies[:6], (words, lengths, steps)))
+    return program_of(operands, input_grad, weight_grad, passes.activation)
 
 
 class _FFN(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        name: str,
-        compression: int,
-        held: int,
-        activation: Activation,
-        direct: bool,
-        totals: bool,
-        screen: bool,
+        call: Call,
         main_gate: Tensor | None,
         main_up: Tensor | None,
         main_down: Tensor | None,
@@ -72,56 +154,88 @@ class _FFN(torch.autograd.Function):
         b_gate: Tensor | None,
         b_up: Tensor | None,
         b_down: Tensor | None,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
-        layer = Operands(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
-        l1: Tensor | None
-        nonzeros: Tensor | None
-        if direct:
-            y, l1, nonzeros, kept = forward_on_cuda(layer, compression, held, activation, totals, screen)
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor] | None:
+        if call.passes is not None:
+            found: Any = call.passes.forward(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+            if found is None:
+                return None
         else:
-            y, l1, nonzeros, *tensors = ops.hybrid_forward(*layer, compression, held, *activation, screen)
-            kept = hybrid.Kept(*tensors)
-        ctx.save_for_backward(x, w_gate, w_up, w_down, *map(_saveable, (b_gate, b_up)), *kept)
-        # not as saved tensors: a hook that moves those would make backward add to a copy
-        ctx.mains = mains = Mains(main_gate, main_up, main_down)
-        ctx.name, ctx.direct, ctx.activation = name, direct, activation
-        if not torch.compiler.is_compiling():
-            weights = zip(Mains._fields, (w_gate, w_up, w_down), mains)
-            ctx.nodes = {w: weight.grad_fn for w, weight, main in weights if weight is not None and main is not None}
+            layer = Operands(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
+            found = ops.hybrid_forward(*layer, call.compression, call.held, *call.activation, call.screen)
+        y, l1, nonzeros, kept = found
+        if call.note is not None:
+            call.note(nonzeros, hybrid.sizes(kept, x.numel() // x.shape[-1]))
+        if b_gate is not None or b_up is not None:
+            b_gate, b_up = _saveable(b_gate), _saveable(b_up)
+        ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, kept)
+        ctx.call, ctx.mains, ctx.nodes = call, None, None
+        if main_gate is not None or main_up is not None or main_down is not None:
+            # not as saved tensors: a hook that moves those would make backward add to a copy
+            ctx.mains = mains = Mains(main_gate, main_up, main_down)
+            if not torch.compiler.is_compiling():
+                weights = zip(Mains._fields, (w_gate, w_up, w_down), mains)
+                ctx.nodes = {
+                    w: weight.grad_fn for w, weight, main in weights if weight is not None and main is not None
+                }
         ctx.set_materialize_grads(False)
-        if l1 is None or nonzeros is None:
+        if not call.totals:
             return y
-        ctx.mark_non_differentiable(nonzeros, kept.sizes)
-        return y, l1, nonzeros, kept.sizes
+        ctx.mark_non_differentiable(nonzeros)
+        return y, l1, nonzeros
 
     @staticmethod
-    @nvtx.marked(lambda ctx, dy, *_: _backward_range(ctx.name, dy))
-    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None = None, *_: None) -> tuple[Tensor | None, ...]:
-        needs = Needs(*ctx.needs_input_grad[-len(Operands._fields) :])
-        compiling = torch.compiler.is_compiling()
-        if not compiling and ctx.nodes:
+    @nvtx.marked(lambda ctx, dy, *_: _backward_range(ctx.call.name, dy))
+    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None = None, _: None = None) -> tuple[Tensor | None, ...]:
+        call, mains, needs = ctx.call, ctx.mains, ctx.needs_input_grad[4:]
+        compiling = call.passes is None and torch.compiler.is_compiling()
+        if ctx.nodes and not compiling:
             _require_addable(dy, dl1)
             # this backward pass may want less than forward announced: torch.autograd.grad may ask for x alone
             runs = torch._C._will_engine_execute_node
-            needs = needs._replace(**{weight: False for weight, node in ctx.nodes.items() if not runs(node)})
-        db_down = None
-        if needs.b_down and dy is not None:
-            db_down = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
-        gradients = Gradients(b_down=db_down)
+            nodes = ctx.nodes
+            needs = Needs(*needs)._replace(**{weight: False for weight, node in nodes.items() if not runs(node)})
+        *of_passes, of_b_down = needs
+        gradients: tuple[Tensor | None, ...] | None = (None,) * 6
         saved: tuple[Any, ...] = ()
-        if any(tuple(needs)[:-1]) and not (dy is None and dl1 is None):
+        if any(of_passes) and not (dy is None and dl1 is None):
             saved = ctx.saved_tensors if compiling else _saved(ctx)
-            x = saved[0]
-            # saved tensors may have passed hooks, and the gradient may be anything
-            present = [t for t in (dy, dl1, *saved) if t is not None]
-            direct = ctx.direct and is_direct(x) and eager(present) and not any(map(_is_batched, present[:2]))
-            with torch.no_grad():
-                gradients = _gradients(dy, dl1, saved, needs, ctx.mains, ctx.activation, direct)._replace(
-                    b_down=db_down
-                )
+            gradients = None
+            if call.passes is not None and mains is None and dy is not None and _is_undisturbed(dy, dl1, saved):
+                gradients = call.passes.backward(dy, dl1, saved, needs)
+            if gradients is None:
+                with torch.no_grad():
+                    gradients = _gradients(dy, dl1, saved, Needs(*needs), mains or Mains(), call.activation)
+        db_down = None
+        if of_b_down and dy is not None:
+            wide = torch.promote_types(dy.dtype, torch.float32)
+            db_down = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=wide).to(dy.dtype)
+        gradients = (*gradients, db_down)
         if not compiling and torch.is_grad_enabled():
-            gradients = _first_order(ctx.name, gradients, (dy, dl1, *saved))
-        return (*[None] * (len(ctx.needs_input_grad) - len(gradients)), *gradients)
+            gradients = _first_order(call.name, Gradients(*gradients), (dy, dl1, *saved))
+        return None, None, None, None, *gradients
+
+
+def _is_undisturbed(dy: Tensor, dl1: Tensor | None, saved: Sequence[Any]) -> bool:
+    """Whether a backward pass is one of plain tensors of the current device, which nothing records or differentiates.
+
+    Saved tensors may have passed hooks, and the gradient may be anything.
+    """
+    if (
+        torch.is_grad_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or _is_batched(dy)
+        or (dl1 is not None and _is_batched(dl1))
+    ):
+        return False
+    for t in (dy, dl1, *saved):
+        if t is not None and (type(t) not in _PLAIN or t.is_neg() or t._is_zerotensor()):
+            return False
+    return is_direct(dy)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _saved(ctx: Any) -> Any:
@@ -162,32 +276,29 @@ def _require_addable(*upstream: Tensor | None) -> None:
     raise NotImplementedError(f"main_grads take the gradients of a plain backward pass, got {got}")
 
 
+def _range_of(name: str, x: Tensor, w_gate: Tensor) -> nvtx.Context:
+    """The profiler's range of a pass without the dispatcher, as the operator ``name`` has it."""
+    return nvtx.range(name, category=nvtx.BACKWARD, **nvtx.sizes({"x": x, "w_gate": w_gate}))
+
+
 def _backward_range(name: str, dy: Tensor | None) -> nvtx.Context:
     """Return the profiler's range of the backward pass of ``name``. The operator's own range holds the other sizes."""
     return nvtx.range(f"{name}.backward", category=nvtx.BACKWARD, m=None if dy is None else dy.shape[0])
 
 
 def _gradients(
-    dy: Tensor | None,
-    dl1: Tensor | None,
-    saved: tuple[Any, ...],
-    needs: Needs,
-    mains: Mains,
-    activation: Activation,
-    direct: bool,
-) -> Gradients:
-    """Add the gradients of weights that have a main to it, and return the others that are needed."""
-    x, w_gate, w_up, w_down, b_gate, b_up, *kept = saved
+    dy: Tensor | None, dl1: Tensor | None, saved: tuple[Any, ...], needs: Needs, mains: Mains, activation: Activation
+) -> tuple[Tensor | None, ...]:
+    """Add the gradients of weights that have a main to it, and return the others that are needed, but of b_down."""
+    x, w_gate, w_up, w_down, b_gate, b_up, kept = saved
+    shape = x.shape
+    if len(shape) != 2:
+        x, dy = (None if t is None else t.reshape(-1, shape[-1]) for t in (x, dy))
     # the gradient of l1 alone leaves the down projection out
     down_needed = needs.w_down and dy is not None
     if dy is None:
         dy = torch.zeros_like(x)
-    if dl1 is None and direct and x.shape[0]:
-        # without a kernel that clears memory
-        dl1 = hybrid.zero(hybrid.Kept(*kept))
-    elif dl1 is None:
-        dl1 = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-    arguments = (dy, dl1, x, w_gate, w_up, w_down.t(), b_gate, b_up, *kept)
+    arguments = (dy, dl1, x, w_gate, w_up, w_down.t(), b_gate, b_up, kept)
     weights_needed = (needs.w_gate, needs.w_up, down_needed)
 
     if any(needed and main is not None for needed, main in zip(weights_needed, mains)):
@@ -207,18 +318,15 @@ def _gradients(
         )
     else:
         weight_grad = any(weights_needed) or needs.b_gate or needs.b_up
-        if direct:
-            layer = Operands(*arguments[2:8])
-            given = hybrid.Backward(dy, dl1, layer, hybrid.Kept(*kept), activation)
-            found: Any = backward_on_cuda(given, needs.x, weight_grad)[:-1]
-        else:
-            found = ops.hybrid_backward(*arguments, needs.x, weight_grad, *activation)
+        found: Any = ops.hybrid_backward(*arguments, needs.x, weight_grad, *activation)
         dx, dw_gate, dw_up, dw_down, db_gate, db_up = found
         # stored as the weight is, for optimizers that flatten gradients
         dw_down = (ops.matrix_transpose(dw_down) if w_down.is_contiguous() else dw_down.t()) if down_needed else None
 
-    every = Gradients(dx, dw_gate, dw_up, dw_down, db_gate, db_up)
-    return Gradients(*(gradient if needed else None for gradient, needed in zip(every, needs)))
+    if needs.x and len(shape) != 2:
+        dx = dx.view(shape)
+    every = dx, dw_gate, dw_up, dw_down, db_gate, db_up
+    return tuple(gradient if needed else None for gradient, needed in zip(every, needs))
 
 
 def _first_order(name: str, gradients: Gradients, sources: tuple[Tensor | None, ...]) -> Gradients:

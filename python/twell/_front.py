@@ -25,8 +25,6 @@ _MOST = 64
 Run = Callable[..., "Tensor | None"]
 _Kind = tuple[torch.Size, torch.dtype, bool]
 
-_GATED, _PLAIN = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
-
 
 class _Known(NamedTuple):
     """What computes y of a kind of calls; with a site, while ``bucket`` has this ``version``."""
@@ -64,8 +62,9 @@ class Front:
         """y of a call of a known kind; None, with nothing run, of any other."""
         if not self._known or type(x) is not Tensor:
             return None
-        children = [layer._modules.get(name) for name in (_GATED if layer._gated else _PLAIN)]
-        if not run_as_linear(children):
+        names = layer._projections
+        children = [layer._modules.get(name) for name in names]
+        if len(names) != 2 + layer._gated or not run_as_linear(children):
             return None
         weights, biases = [c._parameters["weight"] for c in children], [c._parameters["bias"] for c in children]
         operands = [operand for operand in (x, *weights, *biases) if operand is not None]

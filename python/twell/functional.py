@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -13,14 +14,17 @@ from torch import Tensor
 from twell import _autograd, _modes, ops
 from twell._activation import RELU, Activation, ActivationName, activation_of
 from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, sharded
+from twell._autograd import gated_relu
+from twell._front import Front, Run
 from twell._modes import PLAIN_TENSORS
 from twell._plain import overridden
 from twell._runtime import geometry, nvtx
 from twell._runtime.log import info_once, warn_once
 from twell.ops import screened
+from twell.ops.ffn import inference_of
 from twell.ops.ffn import on_cuda as ffn_on_cuda
 from twell.ops.library import STRIDE_MULTIPLE, is_direct
-from twell.ops.operands import Mains, Operands
+from twell.ops.operands import Form, Mains, Operands
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.packed import PackedTwell
@@ -171,7 +175,7 @@ def sparse_gated_ffn(
     """
     layer = Operands(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     kind = activation_of(activation, threshold)
-    return _ffn(sparse_gated_ffn, layer, True, kind, strategy, invariant, compression, main_grads, return_aux)
+    return run(sparse_gated_ffn, layer, True, kind, strategy, invariant, compression, main_grads, return_aux)
 
 
 @overload
@@ -232,7 +236,7 @@ def sparse_ffn(
     """
     layer = Operands(x, w_up, None, w_down, b_up, None, b_down)
     kind = activation_of(activation, threshold, gated=False)
-    return _ffn(sparse_ffn, layer, False, kind, strategy, invariant, compression, main_grads, return_aux)
+    return run(sparse_ffn, layer, False, kind, strategy, invariant, compression, main_grads, return_aux)
 
 
 def pack(
@@ -275,7 +279,7 @@ def pack(
     return PackedTwell(words, spill, stats, n, compression)
 
 
-def _ffn(
+def run(
     function: Callable[..., Any],
     given: Operands,
     gated: bool,
@@ -338,30 +342,11 @@ def _ffn(
             enroll(first, site)
     activation.level(layer.x.dtype)
     call = _Call(name, training, plain, direct, activation, compression, return_aux)
-    if direct and not return_aux and main_grads is None and route.measurement is None:
-        return _simply(call, layer, route, site, front)
+    if front is not None and direct and not return_aux and main_grads is None:
+        y = _settled(call, layer, route, site, front)
+        if y is not None:
+            return y
     return _run(call, layer, route, mains, first)
-
-
-@nvtx.marked(lambda call, layer, route, *_: _range_of(call, layer, route))
-def _simply(call: _Call, layer: Operands, route: Route, site: AutoStrategy | None, front: Front | None) -> Tensor:
-    """y of a call of plain tensors that leaves no figures."""
-    x, gated, copied = layer.x, layer.w_up is not None, copies_down(layer.w_down)
-    run: Run
-    if route.strategy == "dense":
-        run = torchs(x.numel() // x.shape[-1] * len(layer.w_gate), x, call.activation, call.training)
-    elif call.training:
-        run = _autograd.passes(call.name, layer, call.compression, route.held, call.activation, route.screen)
-    else:
-        layer = laid(layer)
-        run = inference(layer, call.compression, call.activation, route)
-    y = run(*layer)
-    assert y is not None
-    if route.holder is not None:
-        route.holder.hold(y)
-    elif front is not None and not _modes.capturing(x) and (call.training or route.strategy == "dense" or not copied):
-        front.remember(x, call.training, run, site, (len(layer.w_gate), gated, call.training, copied, False))
-    return y
 
 
 class _Call(NamedTuple):
@@ -395,16 +380,13 @@ def _run(call: _Call, layer: Operands, route: Route, mains: Mains, site: Tensor 
         _note_dense(route, layer, gate, y, call.activation)
         return (y, _dense_aux(hidden, gate, call.activation)) if call.return_aux else y
 
-    if call.direct and not call.training:
-        y, l1, nonzeros = ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
+    if call.training:
+        y, l1, nonzeros = _train(call, layer, route, mains)
         return (y, _per_token(l1, nonzeros, tokens_of(x))) if call.return_aux else y
     if x.dim() != 2:
         layer = layer._replace(x=x.reshape(-1, x.shape[-1]))
-    if call.training:
-        totals = call.return_aux or route.measurement is not None
-        packed = (layer, mains, call.compression, route.held, call.activation)
-        y, l1, nonzeros, sizes = _autograd.ffn(call.name, *packed, call.direct, totals, route.screen)
-        _note_training(route, layer, nonzeros, sizes, y, call.activation)
+    if call.direct:
+        y, l1, nonzeros = ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
     else:
         _, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
         layer = Operands(layer.x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
@@ -417,6 +399,50 @@ def _run(call: _Call, layer: Operands, route: Route, mains: Mains, site: Tensor 
     if x.dim() != 2:
         y = _unviewed(y, x.shape)
     return (y, _per_token(l1, nonzeros, layer.x.shape[0])) if call.return_aux else y
+
+
+def _settled(call: _Call, layer: Operands, route: Route, site: AutoStrategy | None, front: Front) -> Tensor | None:
+    """y of a plain call, whose kind ``front`` knows then; None of a call that it must not or cannot know."""
+    x, copied = layer.x, copies_down(layer.w_down)
+    if route.measurement is not None or route.holder is not None or nvtx.ON or _modes.capturing(x):
+        return None
+    way: Run | None
+    if route.strategy == "dense":
+        way = functools.partial(_by_torch, call.activation, call.training)
+    elif call.training:
+        how = call.compression, route.held, call.activation, route.screen
+        way = _autograd.passes_of(Form.of(layer), *how) if x.numel() else None
+    else:
+        # a layer that copies the down weight may lay it by rows at its next call
+        way = None if copied else inference_of(layer, call.compression, call.activation, route)
+    y = None if way is None else way(*layer)
+    if way is not None and y is not None:
+        front.remember(
+            x, call.training, way, site, (len(layer.w_gate), layer.w_up is not None, call.training, copied, False)
+        )
+    return y
+
+
+def _by_torch(
+    activation: Activation,
+    training: bool,
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+) -> Tensor:
+    """A layer of plain tensors by PyTorch's own operators, and by one that takes a large gate in one pass."""
+    gate = F.linear(x, w_gate, b_gate)
+    up = None if w_up is None else F.linear(x, w_up, b_up)
+    if up is not None and pays(gate):
+        hidden = gated_relu(gate, up, activation) if training else reglu_on_cuda(gate, up, activation, inplace=True)
+    else:
+        # in the memory of what nothing else sees
+        hidden = activation.hidden(activation.after(gate, inplace=not training), up)
+    return _no_view(F.linear(hidden, w_down, b_down))
 
 
 def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, Tensor]:
@@ -539,15 +565,32 @@ def _note_dense(route: Route, layer: Operands, gate: Tensor, y: Tensor, activati
         route.holder.hold(y)
 
 
-def _note_training(route: Route, layer: Operands, nonzeros: Any, sizes: Any, y: Tensor, activation: Activation) -> None:
-    """The same for the counts of a sparse call that needs gradients."""
+def _train(call: _Call, layer: Operands, route: Route, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y, the sum of |h| and the number of non-zeros of a sparse call that needs gradients."""
+    note, x = None, layer.x
     if route.measurement is not None:
-        m, n = route.measurement.problem.m, route.measurement.problem.n
-        most = geometry.hybrid_capacity(m, n, route.held)
-        candidates = _candidates(layer, route.measurement, activation)
-        route.measurement.counts(nonzeros, sizes[:-1], most=most, candidates=candidates)
+        note = functools.partial(_note_training, route.measurement, route.held, layer, call.activation)
+    totals = call.return_aux or note is not None
+    how = _autograd.Call(call.name, call.compression, route.held, call.activation, route.screen, totals, note)
+    found = _autograd.direct(how, layer, mains) if call.direct else None
+    if found is None and x.dim() == 2:
+        found = _autograd.ffn(how, layer, mains)
+    elif found is None:
+        y, *figures = _autograd.ffn(how, layer._replace(x=x.reshape(-1, x.shape[-1])), mains)
+        found = _unviewed(y, x.shape), *figures
     if route.holder is not None:
-        route.holder.hold(y)
+        # training keeps its choice until backward passes y
+        route.holder.hold(found[0])
+    return found
+
+
+def _note_training(
+    measurement: Measurement, held: int, layer: Operands, activation: Activation, nonzeros: Tensor, sizes: Tensor
+) -> None:
+    """Hand the counts of a sparse call that needs gradients to its measurement."""
+    most = geometry.hybrid_capacity(measurement.problem.m, measurement.problem.n, held)
+    candidates = _candidates(layer, measurement, activation)
+    measurement.counts(nonzeros, sizes[:-1], most=most, candidates=candidates)
 
 
 def _candidates(layer: Operands, measurement: Measurement, activation: Activation) -> Tensor | None:

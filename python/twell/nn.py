@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import _autograd, _down_layout, _modes, _plain, functional
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
+from twell._front import Front
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
 from twell.functional import Aux, Strategy
+from twell.ops.operands import Operands
 from twell.strategy import tables
 from twell.strategy.explanation import Choice, Explanation
 from twell.strategy.plan import Facts, Refusal, Route, plan, routed
@@ -75,6 +76,7 @@ def _setting(name: str) -> Any:
     def put(self: nn.Module, value: Any) -> None:
         _require_setting(self, name, value)  # type: ignore[arg-type]
         self.__dict__[kept] = value
+        self._front.clear()  # type: ignore[union-attr,operator]
 
     return property(get, put)
 
@@ -86,10 +88,11 @@ class SparseFFN(nn.Module):
     down_proj: nn.Linear
     aux: Aux | None = None
     _gated = False
-    # the names of the children that are projections
-    _projections = _PROJECTIONS
+    # the names of the children that are projections, in the order of calls
+    _projections: tuple[str, ...] = _PROJECTIONS
     if TYPE_CHECKING:
         _laid: _down_layout.Laid
+        _front: Front
         _strategy: Strategy | AutoStrategy
         _invariant: bool
         _compression: int
@@ -129,6 +132,7 @@ class SparseFFN(nn.Module):
         require_integer("intermediate", intermediate, 1)
         routed(Facts(type(self).__name__, _name_of(strategy), invariant, n=intermediate, k=hidden))
         self.hidden, self.intermediate = hidden, intermediate
+        self._front = Front()
         self.compression, self.strategy, self.invariant = compression, strategy, invariant
         self.activation = activation
         self.threshold = threshold
@@ -175,7 +179,7 @@ class SparseFFN(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         self._laid.put_back()
         # Aux may be part of autograd's graph, which can neither be copied nor pickled
-        return {name: value for name, value in self.__dict__.items() if name not in ("aux", "_laid")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("aux", "_laid", "_front")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # pickles of earlier versions have only the settings that were assigned, under public names, or kept int8 copies
@@ -185,7 +189,7 @@ class SparseFFN(nn.Module):
         renamed = {f"_{name}" if name in _SETTINGS else name: value for name, value in state.items()}
         if isinstance(strategy := renamed.get("_strategy"), str):
             renamed |= _RENAMED.get(strategy, {})
-        super().__setstate__({**defaults, **renamed, "_laid": _down_layout.Laid()})  # type: ignore[no-untyped-call]
+        super().__setstate__({**defaults, **renamed, "_laid": _down_layout.Laid(), "_front": Front()})  # type: ignore[no-untyped-call]
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -226,6 +230,7 @@ class SparseFFN(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._laid.put_back()
+        self._front.clear()
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     @overload
@@ -234,8 +239,8 @@ class SparseFFN(nn.Module):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
-        if not return_aux and self._runs_torchs(x):
-            return self._by_torch(x)  # type: ignore[no-any-return]
+        if not (return_aux or _modes.compiling()) and (y := self._front.run(self, x)) is not None:
+            return y
         if not self._is_plain():
             _down_layout.note_capture(self)
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
@@ -245,17 +250,21 @@ class SparseFFN(nn.Module):
 
     def _sparse(self, x: Tensor, with_aux: bool) -> Any:
         """The result of the layer's function."""
-        raise NotImplementedError
+        found = list(self._operands())
+        weights, biases = [weight for weight, _ in found], [bias for _, bias in found]
+        mains = self._main_grads(**dict(zip(_PROJECTIONS if self._gated else _PROJECTIONS[1:], weights)))
+        given: list[Any] = list(self._announced(*weights))
+        if not self._gated:
+            given.insert(1, None)
+            biases.insert(1, None)
+        function = functional.sparse_gated_ffn if self._gated else functional.sparse_ffn
+        activation = activation_of(self._activation, self._threshold, self._gated)
+        how = self._site() or self._strategy, self._invariant, self._compression, mains, with_aux, self._front
+        return functional.run(function, Operands(x, *given, *biases), self._gated, activation, *how)
 
-    def _options(self) -> dict[str, Any]:
-        """The settings that the functions take."""
-        return {
-            "activation": self._activation,
-            "threshold": self._threshold,
-            "strategy": self._site() or self._strategy,
-            "invariant": self._invariant,
-            "compression": self._compression,
-        }
+    def _operands(self) -> Iterable[tuple[Tensor, Tensor | None]]:
+        """The weights and biases of the projections."""
+        return map(self._applied, self._projections)
 
     def _planned(self, weight: Tensor | None, training: bool) -> Route | Refusal:
         """How all calls on a down weight like this run; with None, as the layer calls its projections."""
@@ -321,48 +330,6 @@ class SparseFFN(nn.Module):
         y = self._project("down_proj", hidden)
         with_aux = return_aux or self.record_aux
         return self._finish((y, functional._dense_aux(hidden, gate, activation)) if with_aux else y, return_aux)
-
-    def _runs_torchs(self, x: Tensor) -> bool:
-        """Whether "auto" has settled on PyTorch's operators for calls like this one: see ``AutoStrategy``."""
-        site = self._auto if self._strategy == "auto" else self._strategy
-        if _modes.compiling() or not isinstance(site, AutoStrategy) or not site._settled:
-            return False
-        if self._invariant:
-            return False
-        if self._laid.fresh and self._down_layout == "auto":
-            return False
-        if type(x) is not Tensor or self._accumulate_main_grad or self._record_aux or _modes.transformed():
-            return False
-        weight = (self._modules.get("down_proj") or self.down_proj)._parameters.get("weight")
-        training = torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
-        # a gradient is to be laid out as the weight is without twell
-        if training and self._laid.weight is not None:
-            return False
-        # others go the way that asks what they are
-        children = [self._modules.get(name) for name in (_PROJECTIONS if self._gated else _PROJECTIONS[1:])]
-        if not _plain.run_as_linear(children) or not site.runs_torchs(x, training):
-            return False
-        if self._laid.weight is not None:
-            self._laid.note_reading(self._laid.weight)
-        return True
-
-    def _by_torch(self, x: Tensor) -> Any:
-        """The layer by its projections' weights, for ``_runs_torchs``."""
-        children: Any = self._modules
-        # without the calls of modules
-        *inputs, down = [children[name]._parameters for name in (_PROJECTIONS if self._gated else _PROJECTIONS[1:])]
-        gate, up = F.linear(x, inputs[0]["weight"], inputs[0]["bias"]), None
-        if self._gated:
-            up = F.linear(x, inputs[1]["weight"], inputs[1]["bias"])
-        if self._activation != "relu":
-            activation = activation_of(self._activation, self._threshold, self._gated)
-            hidden = activation.hidden(activation.after(gate), up)
-        elif gate.requires_grad or (up is not None and up.requires_grad):
-            hidden = torch.relu(gate) if up is None else torch.relu(gate) * up
-        else:
-            # in the memory of what nothing else sees
-            hidden = torch.relu_(gate) if up is None else torch.relu_(gate).mul_(up)
-        return F.linear(hidden, down["weight"], down["bias"])
 
     def _site(self) -> AutoStrategy | None:
         """The ``AutoStrategy`` that chooses; None if nothing is left to choose."""
@@ -492,30 +459,11 @@ class SparseGatedMLP(SparseFFN):
         mlp._adopt(gate_proj=gate, up_proj=up, down_proj=down)
         return mlp
 
-    def _operands(self) -> Iterable[tuple[Tensor, Tensor | None]]:
-        """The weights and biases of the three projections."""
-        return map(self._applied, _PROJECTIONS)
-
-    def _sparse(self, x: Tensor, with_aux: bool) -> Any:
-        (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = self._operands()
-        mains = self._main_grads(gate_proj=w_gate, up_proj=w_up, down_proj=w_down)
-        w_gate, w_up, w_down = self._announced(w_gate, w_up, w_down)
-        return functional.sparse_gated_ffn(  # type: ignore[call-overload]
-            x,
-            w_gate,
-            w_up,
-            w_down,
-            b_gate=b_gate,
-            b_up=b_up,
-            b_down=b_down,
-            main_grads=mains,
-            return_aux=with_aux,
-            **self._options(),
-        )
-
 
 class SparseMLP(SparseFFN):
     """``down_proj(relu(up_proj(x)))`` through ``twell.sparse_ffn``; all else as in ``SparseGatedMLP``."""
+
+    _projections = _PROJECTIONS[1:]
 
     def __init__(
         self,
@@ -556,21 +504,6 @@ class SparseMLP(SparseFFN):
         mlp = cls(hidden, intermediate, device="meta", **options)
         mlp._adopt(up_proj=up, down_proj=down)
         return mlp
-
-    def _sparse(self, x: Tensor, with_aux: bool) -> Any:
-        (w_up, b_up), (w_down, b_down) = map(self._applied, ("up_proj", "down_proj"))
-        mains = self._main_grads(up_proj=w_up, down_proj=w_down)
-        w_up, w_down = self._announced(w_up, w_down)
-        return functional.sparse_ffn(  # type: ignore[call-overload]
-            x,
-            w_up,
-            w_down,
-            b_up=b_up,
-            b_down=b_down,
-            main_grads=mains,
-            return_aux=with_aux,
-            **self._options(),
-        )
 
 
 def explain(layers: nn.Module | AutoStrategy) -> Explanation:
@@ -649,6 +582,7 @@ def set_strategy(
         routed(Facts(strategy=_name_of(strategy), invariant=layer.invariant if invariant is None else invariant))
     for layer in layers:
         # both at once: the one may not go with the other's old value
+        layer._front.clear()
         layer._strategy = strategy
         if invariant is not None:
             layer._invariant = invariant

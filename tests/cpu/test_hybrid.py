@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from twell import ops, reference, testing
-from twell._runtime import device, geometry, kernel_module, specs
-from twell.ops import hybrid
+from twell._runtime import geometry
+from twell.ops import hybrid, library
 
 BF16 = torch.bfloat16
 GATED = pytest.mark.parametrize("gated", [True, False])
@@ -36,9 +35,13 @@ def problem(
     return ffn if gated else ffn._replace(w_up=None, b_up=None)
 
 
-def forward(p: testing.FFN, compression: int = 8) -> tuple[Tensor, Tensor, Tensor, hybrid.Kept]:
-    y, l1, nonzeros, *kept = ops.hybrid_forward(*p, compression)
-    return y, l1, nonzeros, hybrid.Kept(*kept)
+def forward(p: testing.FFN, compression: int = 8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y, l1, nonzeros, kept = ops.hybrid_forward(*p, compression)
+    return y, l1, nonzeros, kept
+
+
+def parts(kept: Tensor, p: testing.FFN) -> hybrid.Kept:
+    return hybrid.parts(kept, p.x.shape[0], p.w_gate.shape[0])
 
 
 def upstream(p: testing.FFN, l1: float = 0.5) -> tuple[Tensor, Tensor]:
@@ -47,14 +50,14 @@ def upstream(p: testing.FFN, l1: float = 0.5) -> tuple[Tensor, Tensor]:
     return dy, torch.tensor(l1, dtype=hybrid.accumulator(p.x.dtype))
 
 
-def backward(p: testing.FFN, kept: hybrid.Kept, dy: Tensor, dl1: Tensor, *asked: bool) -> tuple[Tensor, ...]:
-    return ops.hybrid_backward(dy, dl1, *p[:6], *kept, *(asked or (True, True)))
+def backward(p: testing.FFN, kept: Tensor, dy: Tensor, dl1: Tensor, *asked: bool) -> tuple[Tensor, ...]:
+    return ops.hybrid_backward(dy, dl1, *p[:6], kept, *(asked or (True, True)))
 
 
 def arguments_of_all(p: testing.FFN) -> list[tuple[Any, tuple[Any, ...]]]:
     """Return (operator, arguments) of the three operators; main tensors have three layouts."""
     *_, kept = forward(p)
-    saved = (*upstream(p), *p[:6], *kept)
+    saved = (*upstream(p), *p[:6], kept)
     n, k = p.w_gate.shape
     mains = [torch.ones(n, k), torch.ones(k, n).t(), torch.ones(n, k + 8)[:, :k]]
     if p.w_up is None:
@@ -119,6 +122,7 @@ def test_the_format_holds_every_non_zero_once(m: int, n: int, k: int, density: f
     p = problem(m, n, k, density)
     *_, nonzeros, kept = forward(p)
     gate = reference.gate(p.x, p.w_gate, p.b_gate)
+    kept = parts(kept, p)
     values, order = read(kept, m, n)
     expected = {(i, j): int(gate[i, j].view(torch.int16)) & 0xFFFF for i, j in gate.nonzero().tolist()}
     assert values == expected
@@ -140,10 +144,12 @@ def test_forward_equals_the_reference(m: int, n: int, k: int, density: float, dt
             testing.assert_same(actual, expected)
         entries, neurons, chunks, sizes, popularity = reference.hybrid(reference.gate(p.x, p.w_gate, p.b_gate))
         expected_kept = (entries, neurons, chunks, sizes, popularity)
-        for name, actual, expected in zip(kept._fields, kept, expected_kept, strict=True):
+        found = parts(kept, p)
+        for name, actual, expected in zip(found._fields, found, expected_kept, strict=True):
             # the reference has no up projections after the entries
             testing.assert_same(actual[: len(expected)] if name == "entries" else actual, expected, name)
-        assert len(kept.entries) == geometry.hybrid_words(geometry.hybrid_capacity(m, n), 2 * gated)
+            assert actual.storage_offset() * actual.itemsize % 256 == 0, name
+        assert len(found.entries) == geometry.hybrid_words(geometry.hybrid_capacity(m, n), 2 * gated)
 
 
 @GATED
@@ -157,7 +163,7 @@ def test_backward_equals_the_reference(m: int, n: int, k: int, density: float, d
         dy, dl1 = upstream(p)
         expected = reference.hybrid_backward(dy, dl1, *p[:6])
         mains = [torch.full(p.w_gate.shape, 3.0) if w is not None else None for w in (p.w_gate, p.w_up, p.w_down)]
-        added = ops.hybrid_backward_accumulate(dy, dl1, *p[:6], *kept, *mains, True)
+        added = ops.hybrid_backward_accumulate(dy, dl1, *p[:6], kept, *mains, True)
         for name, operand, actual, answer in zip(NAMES, p[:6], backward(p, kept, dy, dl1), expected, strict=True):
             testing.assert_same(actual, answer.to(dtype) if operand is not None else actual.new_empty(0), name)
         for main, answer in zip(mains, expected[1:4], strict=True):
@@ -169,11 +175,11 @@ def test_backward_equals_the_reference(m: int, n: int, k: int, density: float, d
 def test_more_non_zeros_than_fit_are_only_counted() -> None:
     p = problem(3, 264, 16, 1.0)
     *_, nonzeros, kept = forward(p)
-    assert kept.sizes.tolist() == [0, 3 * 264]
+    assert parts(kept, p).sizes.tolist() == hybrid.sizes(kept, 3).tolist() == [0, 3 * 264]
     assert int(nonzeros) == 3 * 264 > geometry.hybrid_capacity(3, 264)
     # as many as fit are no overflow
     exact = testing.pattern_problem((torch.arange(264) % 4 == 0).int()[:256].repeat(3, 1), 16)
-    *_, kept = forward(exact)
+    kept = parts(forward(exact)[-1], exact)
     assert int(kept.sizes[-1]) == geometry.hybrid_capacity(3, 256) == 3 * 64
     assert len(read(kept, 3, 256)[0]) == 3 * 64
 
@@ -188,9 +194,9 @@ def test_room_for_fewer_non_zeros(gated: bool, held: int) -> None:
     for actual, expected in zip(fewer[:3], (y, l1, nonzeros), strict=True):
         assert torch.equal(actual, expected)
     capacity = min(-(-130 * held // 8) * 8, geometry.hybrid_capacity(130, 264))
-    assert len(fewer[3]) == geometry.hybrid_words(capacity, 2 * gated)
+    assert len(parts(fewer[3], p).entries) == geometry.hybrid_words(capacity, 2 * gated)
     dy, dl1 = upstream(p)
-    ours, theirs = (backward(p, hybrid.Kept(*k), dy, dl1) for k in (fewer[3:], kept))
+    ours, theirs = (backward(p, k, dy, dl1) for k in (fewer[3], kept))
     # only where a batch fits do rare neurons add what rounding left of their coefficients
     for actual, expected in zip(ours[: 6 if nonzeros <= capacity else 1], theirs):
         assert torch.equal(actual, expected)
@@ -205,8 +211,12 @@ def test_backward_reads_nothing_undefined(gated: bool, density: float) -> None:
     *_, kept = forward(p)
     dy, dl1 = upstream(p)
     expected = backward(p, kept, dy, dl1)
-    spoilt = hybrid.Kept(*(t.clone() for t in kept))
-    total = int(kept.sizes[-1])
+    whole, total = kept.clone(), int(hybrid.sizes(kept, 130)[-1])
+    # what lies between the parts, too
+    lies = [t.storage_offset() + t.nbytes // 4 for t in parts(kept, p)]
+    for end in lies:
+        whole[end : -(-end // 64) * 64] = -1
+    spoilt = parts(whole, p)
     if density == 1:
         for tensor in (spoilt.entries, spoilt.neurons, spoilt.chunks, spoilt.sizes[:-1], spoilt.popularity):
             tensor.fill_(-1)
@@ -214,9 +224,9 @@ def test_backward_reads_nothing_undefined(gated: bool, density: float) -> None:
         spoilt.entries[total : geometry.hybrid_capacity(130, 264)] = -1
         if gated:
             up_of(spoilt, 130, 264)[total:] = float("nan")
-        for row, length in zip(spoilt.neurons, kept.sizes.tolist()):
+        for row, length in zip(spoilt.neurons, spoilt.sizes.tolist()):
             row[-(-length // 64) * 64 :] = -1
-    for actual, answer in zip(backward(p, spoilt, dy, dl1), expected, strict=True):
+    for actual, answer in zip(backward(p, whole, dy, dl1), expected, strict=True):
         assert torch.equal(actual, answer)
 
 
@@ -226,7 +236,7 @@ def test_neurons_beyond_the_sign_bit() -> None:
     gates[1, 65535] = 5
     p = testing.pattern_problem(gates, 8)
     *_, kept = forward(p)
-    values, _ = read(kept, 2, 65536)
+    values, _ = read(parts(kept, p), 2, 65536)
     assert list(values) == [(0, 3), (0, 32767), (0, 32768), (0, 65535), (1, 65535)]
     dy, dl1 = upstream(p)
     for actual, answer in zip(backward(p, kept, dy, dl1), reference.hybrid_backward(dy, dl1, *p[:6]), strict=True):
@@ -238,7 +248,7 @@ def test_nan_and_infinity_are_non_zeros() -> None:
     p.x[0, 0], p.x[1, 0] = float("nan"), float("inf")
     p.w_gate[:, 0] = 1
     y, l1, _, kept = forward(p)
-    values, _ = read(kept, 4, 72)
+    values, _ = read(parts(kept, p), 4, 72)
     assert sum(token == 0 for token, _ in values) == 72
     assert y[0].isnan().all()
     assert l1.isnan()
@@ -256,9 +266,10 @@ def test_wider_values_are_kept_beside_the_up_projections(gated: bool, dtype: tor
     p = problem(130, 264, 16, density, gated=gated, dtype=dtype)
     capacity = geometry.hybrid_capacity(130, 264)
     y, l1, nonzeros, kept = forward(p)
+    whole, kept = kept, parts(kept, p)
     assert len(kept.entries) == geometry.hybrid_words(capacity, (1 + gated) * dtype.itemsize)
     assert (y.dtype, l1.dtype) == (dtype, dtype)
-    *_, narrow = forward(testing.FFN(*(None if t is None else t.to(BF16) for t in p)))
+    narrow = parts(forward(testing.FFN(*(None if t is None else t.to(BF16) for t in p)))[-1], p)
     for name in ("neurons", "chunks", "sizes", "popularity"):
         assert torch.equal(getattr(kept, name), getattr(narrow, name))
     if density < 1:
@@ -274,7 +285,7 @@ def test_wider_values_are_kept_beside_the_up_projections(gated: bool, dtype: tor
     torch.autograd.backward([hidden @ leaves[3] + leaves[6], hidden.abs().sum()], [dy.double(), dl1.double()])
     assert torch.equal(y.double(), (hidden @ leaves[3] + leaves[6]).detach())
     assert l1 == hidden.abs().sum()
-    for actual, leaf in zip(backward(p, kept, dy, dl1), leaves[:6], strict=True):
+    for actual, leaf in zip(backward(p, whole, dy, dl1), leaves[:6], strict=True):
         assert torch.equal(actual.double(), leaf.grad) if leaf is not None else actual.shape == (0,)
 
 
@@ -287,10 +298,10 @@ def test_offsets_beyond_32_bits_are_refused() -> None:
 def test_rows_beyond_32_bit_offsets_are_copied() -> None:
     near = torch.empty_strided((500_000, 8), (65536, 1), dtype=BF16, device="meta")
     far = torch.empty_strided((600_000, 8), (65536, 1), dtype=BF16, device="meta")
-    assert hybrid.near_rows(near) is near
-    assert hybrid.near_rows(far).stride() == (8, 1)
+    assert library.rows(near) is near
+    assert library.rows(far).stride() == (8, 1)
     with pytest.raises(NotImplementedError, match=r"at most 34359738368 values, got 34359738376"):
-        hybrid.near_rows(torch.empty((2**32 + 1, 8), dtype=BF16, device="meta"))
+        library.rows(torch.empty((2**32 + 1, 8), dtype=BF16, device="meta"))
 
 
 # The contract with torch
@@ -326,124 +337,3 @@ def test_an_input_that_requires_grad_is_refused() -> None:
             NotImplementedError, match=r"has no gradient.*call twell.sparse_gated_ffn or twell.sparse_ffn"
         ):
             op(*needing)
-
-
-# Arguments of kernels
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[specs.Spec, tuple[Any, ...]]]:
-    """Record the launches of the CUDA implementations, called on CPU tensors, as on a GPU of 132 SMs."""
-    launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
-    monkeypatch.setattr(device, "sm_count", lambda index: 132)
-    monkeypatch.setattr(device, "capability", lambda index: device.SM_90)
-    for name in ("gate_pack", "hybrid_forward", "hybrid"):
-        record = lambda spec, *arguments: launches.append((spec, arguments))  # noqa: E731
-        monkeypatch.setattr(sys.modules[f"twell.ops.{name}"], "launch", record)
-    return launches
-
-
-def on_cuda(op: Any, arguments: tuple[Any, ...]) -> Any:
-    return sys.modules[f"twell.ops.{op._opname}"]._cuda(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("gated", "biases"), [(True, ""), (True, "gate up down"), (False, "gate up down"), (False, ""), (True, "up")]
-)
-def test_kernels_get_the_arguments_that_they_are_compiled_for(
-    gated: bool, biases: str, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
-) -> None:
-    pytest.importorskip("cutlass")
-    for op, arguments in arguments_of_all(problem(130, 264, 16, 0.1, gated=gated, biases=biases)):
-        on_cuda(op, arguments)
-    steps = ["sampled_grad", "gathered", "rank", "transpose", "weight_grad", "overflow"]
-    first = ["compact", *(["sampled_up"] if gated else []), "gathered", "overflow"]
-    assert [spec.op for spec, _ in launched] == ["gate_pack", *first, *2 * steps]
-    modes = [spec.mode for spec, _ in launched if isinstance(spec, specs.OverflowSpec)]
-    assert modes == ["forward", "backward", "backward"]
-    # the gradients are stored, or added to sums, which come after those and the biases'
-    stored = [(len(args[8]), len(args[13])) for spec, args in launched if isinstance(spec, specs.WeightGradSpec)]
-    assert stored == [(264, 0), (0, 264)]
-    for spec, arguments in launched:
-        assert spec in specs.all_specs()
-        _, fakes = kernel_module(spec.module).signature(spec)
-        assert len(arguments) == len(fakes), spec
-        for place, (argument, fake) in enumerate(zip(arguments, fakes, strict=True)):
-            assert (argument is None) == (fake is None), (spec, place)
-            if isinstance(argument, Tensor):
-                assert argument.dim() == len(fake.shape), (spec, place)
-                name = str(argument.dtype).removeprefix("torch.").lower()
-                assert name == fake.element_type.__name__.lower(), (spec, place)
-            elif argument is not None:
-                assert isinstance(argument, int), (spec, place)
-
-
-@GATED
-@pytest.mark.parametrize(("name", "threshold"), [("relu", 0.0), ("relu2", 0.0), ("drelu", 0.0), ("fatrelu", 1.0)])
-def test_kernels_get_the_activation_and_the_threshold(
-    gated: bool, name: str, threshold: float, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
-) -> None:
-    """Where gates are made the threshold; where h is, the code; none where a kernel reads values that are h."""
-    if name == "drelu" and not gated:
-        return
-    for op, arguments in arguments_of_all(problem(130, 264, 16, 0.1, gated=gated)):
-        on_cuda(op, (*arguments, *((0,) if op is ops.hybrid_forward else ()), name, threshold))
-    code, level = geometry.ACTIVATIONS[name], 0x3F803F80 if threshold else 0
-    expected = {
-        "gate_pack": level,
-        "compact": 0 if gated else 1 + code,
-        "sampled_up": code,
-        "sampled_grad": code,
-        "transpose": code,
-        "overflow": (int(gated), code, level),
-    }
-    # counted from the end, or of the slice that begins with `gated`
-    places = {"gate_pack": -2, "compact": -5, "sampled_up": -3, "sampled_grad": -2, "transpose": -1}
-    for spec, arguments in launched:
-        if spec.op in places:
-            assert arguments[places[spec.op]] == expected[spec.op], spec
-        elif isinstance(spec, specs.OverflowSpec):
-            first = 9 if spec.mode == "forward" else 10
-            assert arguments[first : first + 3] == expected["overflow"], spec
-        elif isinstance(spec, specs.GatheredSpec):
-            assert arguments[-3] == (code if spec.products == 0 else 0), spec
-
-
-def test_only_what_is_asked_for_is_launched(launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
-    p = problem(130, 264, 16, 0.1)
-    *_, kept = forward(p)
-    arguments = (*upstream(p), *p[:6], *kept)
-    on_cuda(ops.hybrid_backward, (*arguments, True, False))
-    assert [spec.op for spec, _ in launched] == ["sampled_grad", "gathered", "overflow"]
-    launched.clear()
-    on_cuda(ops.hybrid_backward, (*arguments, False, True))
-    assert [spec.op for spec, _ in launched] == ["sampled_grad", "rank", "transpose", "weight_grad", "overflow"]
-    launched.clear()
-    on_cuda(ops.hybrid_backward, (*arguments, False, False))
-    assert not launched
-
-
-@GATED
-def test_without_tokens_nothing_is_launched(gated: bool, launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
-    for op, arguments in arguments_of_all(problem(0, 264, 16, 0.1, gated=gated)):
-        expected = op(*(a.clone() if isinstance(a, Tensor) else a for a in arguments))
-        for actual, answer in zip(on_cuda(op, arguments), expected, strict=True):
-            assert torch.equal(actual, answer)
-    assert not launched
-
-
-def test_main_tensors_that_kernels_cannot_write_are_added_to_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = problem(5, 264, 16, 0.1)
-    _, (op, arguments) = arguments_of_all(p)[1:]
-    expected = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
-    op(*expected)
-
-    def on_cpu(given: Any, dx: Any, weights: Any, accumulate: bool) -> Any:
-        out = weights()._replace(x=dx)
-        hybrid.backward_cpu(given, out, accumulate)
-        return out
-
-    monkeypatch.setattr(hybrid, "backward_cuda", on_cpu)
-    on_cuda(op, arguments)
-    for actual, answer in zip(arguments, expected, strict=True):
-        assert not isinstance(actual, Tensor) or torch.equal(actual, answer)

@@ -237,6 +237,43 @@ def _by_row(
     multiply(p, behind, words, spill, y, l1, compression, activation, invariant, arrivals)
 
 
+class _Inference:
+    """A sparse layer without figures: y of operands of one form, None, with nothing launched, of others."""
+
+    __slots__ = ("_run", "_screen", "_y")
+
+    def __init__(self, x: Tensor, run: Executable, screen: bool) -> None:
+        self._y = tuple(x.shape), contiguous(x.shape), x.dtype
+        self._run, self._screen = run, screen
+
+    def __call__(
+        self,
+        x: Tensor,
+        w_gate: Tensor,
+        w_up: Tensor | None,
+        w_down: Tensor,
+        b_gate: Tensor | None,
+        b_up: Tensor | None,
+        b_down: Tensor | None,
+    ) -> Tensor | None:
+        y, firing = allocate(x, *self._y), b_gate if self._screen else None
+        return y if self._run.ran(*present((x, w_gate, w_up, w_down, b_gate, b_up, b_down, firing)), y) else None
+
+
+def inference_of(layer: Operands, compression: int, activation: Activation, route: Route) -> _Inference | None:
+    """What computes y of calls like this one, w_down [K, N]; None if kernels read only copies, or more than these."""
+    x = layer.x
+    if not x.numel() or (route.screen and activation.threshold):
+        return None
+    if any(given is not own for given, own in zip(laid(layer), layer)):
+        return None
+    if route.screen:
+        require(x.device, "ffn with screen=True")
+    form = Form.of((*layer, layer.b_gate if route.screen else None))
+    run, _ = _pass(form, route.name, True, compression, activation, False)
+    return _Inference(x, run, route.screen)
+
+
 def _sparse_on_cuda(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Counted:
     x, firing = layer.x, None
     if not x.numel():

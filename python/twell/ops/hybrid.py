@@ -1,27 +1,29 @@
 """The hybrid format of a training step, its reader and writer on the CPU, and the launches of backward.
 
 Each tile of 128 tokens has a list of the neurons that any of its tokens fires, ascending. A neuron's position in the
-list is its rank, and 64 ranks are a chunk. For M tokens, N neurons, B token tiles and C = ceil(N / 64) chunks:
+list is its rank, and 64 ranks are a chunk. For M tokens, N neurons, B token tiles and C = ceil(N / 64) chunks, the
+parts of the format are:
 
 - sizes int32 [B+1]: the length of every list, then the number of non-zeros of all tokens.
-- neurons int16 [B, 64*C]: the lists, as unsigned bits; the last neuron repeats up to a multiple of 64.
 - chunks int32 [B, C+1]: the first entry of each chunk and, in the last column, the end of the last one.
+- neurons int16 [B, 64*C]: the lists, as unsigned bits; the last neuron repeats up to a multiple of 64.
+- popularity int32 [N]: the number of non-zeros of each neuron.
 - entries int32, one per non-zero: ``value bits << 16 | token in its tile << 6 | rank in its chunk``, ascending by token
   tile, chunk, token and rank. There is room for ``geometry.hybrid_capacity`` of them. The up projections of the same
   non-zeros follow; see ``values``.
-- popularity int32 [N]: the number of non-zeros of each neuron.
 
-If there are more non-zeros than that, only the total in ``sizes`` is valid, beside ``zero``, and backward computes the
-gate and the up projection again.
+They lie in this order in one tensor ``kept`` int32, each part from a multiple of 256 bytes on: see ``parts``.
+
+If there are more non-zeros than that, only the total in ``sizes`` is valid, beside the first chunk, which begins at
+entry 0, and backward computes the gate and the up projection again.
 
 On the CPU values may be wider than 16 bits. Then the entries hold none, and the values follow the up projections.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,38 +31,32 @@ from torch import Tensor
 
 from twell import tuning
 from twell._activation import RELU, Activation, threshold_pair
-from twell._runtime import device, geometry, specs
+from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
-from twell.ops.library import (
-    bias_vector,
-    check,
-    check_alike,
-    check_layer,
-    down_rows,
-    empty,
-    launch,
-    rows,
-)
-from twell.ops.operands import Gradients, Operands
+from twell.ops.library import bias_view, check, check_layer, down_rows
+from twell.ops.operands import Gradients, Operands, Views
 
 
 class Kept(NamedTuple):
-    """The gate in the hybrid format, with its up projections: kept for backward, beside the operands."""
+    """The parts of the hybrid format: tensors, or views of a program."""
 
-    entries: Tensor
-    neurons: Tensor
-    chunks: Tensor
-    sizes: Tensor
-    popularity: Tensor
+    entries: Any
+    neurons: Any
+    chunks: Any
+    sizes: Any
+    popularity: Any
 
 
 class Backward(NamedTuple):
-    """The operands of both operators of backward: dy [M, K], dl1 (0-d), the layer without b_down and its gate."""
+    """The operands of both operators of backward: dy [M, K], dl1 (0-d or None), the layer without b_down and its gate.
 
-    dy: Tensor
-    dl1: Tensor
-    layer: Operands
-    kept: Kept
+    They are tensors, w_down [N, K], or views of a program, w_down [K, N].
+    """
+
+    dy: Any
+    dl1: Any
+    layer: Any
+    kept: Any
     activation: Activation
 
 
@@ -69,51 +65,75 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def empty_kept(x: Tensor, n: int, gated: bool, held: int = 0) -> Kept:
-    """Uninitialised tensors for the gate of ``x`` [M, K] with ``n`` neurons; ``held``: non-zeros per token, 0: most."""
-    shapes = _kept_shapes(x, n, gated, geometry.hybrid_capacity(x.shape[0], n, held))
-    return Kept(*(empty(x, shape, _KEPT_DTYPES.get(name, torch.int32)) for name, shape in shapes.items()))
+# Words of which the places of parts are multiples.
+_PLACE = 64
 
 
-_KEPT_DTYPES = {"neurons": torch.int16}
+def _places(m: int, n: int) -> tuple[list[tuple[int, torch.dtype, tuple[int, ...]]], int]:
+    """The first word, dtype and shape of each part before the entries, and the first word of those."""
+    tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
+    found, at = [], 0
+    for dtype, shape in (
+        (torch.int32, (tiles + 1,)),
+        (torch.int32, (tiles, chunks + 1)),
+        (torch.int16, (tiles, geometry.CHUNK * chunks)),
+        (torch.int32, (n,)),
+    ):
+        found.append((at, dtype, shape))
+        at += -(-_words(dtype, shape) // _PLACE) * _PLACE
+    return found, at
 
 
-def capacity_of(x: Tensor, n: int, gated: bool, entries: Tensor) -> int:
-    """The non-zeros for which ``entries`` of the gate of ``x`` with ``n`` neurons has room."""
-    room = entries.shape[0] // geometry.hybrid_words(8, _value_bytes(x, gated)) * 8
-    return min(room, geometry.hybrid_capacity(x.shape[0], n))
+def _words(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * dtype.itemsize // 4
 
 
-def _value_bytes(x: Tensor, gated: bool) -> int:
+def words(x: Tensor | View, n: int, gated: bool, held: int = 0) -> int:
+    """Words of ``kept`` for the gate of ``x`` [M, K] with ``n`` neurons; ``held``: non-zeros per token, 0: most."""
+    m = x.shape[0]
+    return _places(m, n)[1] + geometry.hybrid_words(geometry.hybrid_capacity(m, n, held), _value_bytes(x, gated))
+
+
+def capacity_of(x: Tensor | View, n: int, gated: bool, kept: Tensor | View) -> int:
+    """The non-zeros for which ``kept``, the gate of ``x`` with ``n`` neurons, has room."""
+    m = x.shape[0]
+    room = (kept.shape[0] - _places(m, n)[1]) // geometry.hybrid_words(8, _value_bytes(x, gated)) * 8
+    return min(room, geometry.hybrid_capacity(m, n))
+
+
+def _value_bytes(x: Tensor | View, gated: bool) -> int:
     return (gated + (x.dtype.itemsize > 2)) * x.dtype.itemsize
 
 
-def _kept_shapes(x: Tensor, n: int, gated: bool, capacity: int) -> dict[str, tuple[int, ...]]:
-    tiles, chunks = geometry.token_tiles(x.shape[0]), geometry.chunks(n)
-    return {
-        "entries": (geometry.hybrid_words(capacity, _value_bytes(x, gated)),),
-        "neurons": (tiles, geometry.CHUNK * chunks),
-        "chunks": (tiles, chunks + 1),
-        "sizes": (tiles + 1,),
-        "popularity": (n,),
-    }
+def parts(kept: Tensor | View, m: int, n: int) -> Kept:
+    """The parts of ``kept``, the gate of ``m`` tokens with ``n`` neurons."""
+    places, first = _places(m, n)
+    if isinstance(kept, View):
+        sizes, chunks, neurons, popularity = (kept.at(4 * at, dtype, *shape) for at, dtype, shape in places)
+        return Kept(kept.at(4 * first, torch.int32, kept.shape[0] - first), neurons, chunks, sizes, popularity)
+    sizes, chunks, neurons, popularity = (
+        kept[at : at + _words(dtype, shape)].view(dtype).view(shape) for at, dtype, shape in places
+    )
+    return Kept(kept[first:], neurons, chunks, sizes, popularity)
 
 
-def zero(kept: Kept) -> Tensor:
-    """A zero (0-d, float32) of the gate of one token or more, in memory: the first chunk begins at entry 0."""
-    return kept.chunks.view(torch.float32)[0, 0]
+def sizes(kept: Tensor, m: int) -> Tensor:
+    """The first part: the length of the list of each tile of ``m`` tokens, then the number of non-zeros."""
+    return kept[: geometry.token_tiles(m) + 1]
 
 
 def check_backward(given: Backward) -> None:
     """Raise unless the operands of backward fit each other."""
     dy, dl1, layer, kept, _ = given
     x, w_gate, w_up = layer[:3]
-    check_layer(*layer, wide=True)
+    # on the CPU values may be wider
+    check_layer(*layer, wide=isinstance(kept, Tensor))
     check("dy", dy, x.shape, x.dtype)
-    check("dl1", dl1, (), accumulator(x.dtype))
-    about = x, w_gate.shape[0], w_up is not None
-    for (name, shape), tensor in zip(_kept_shapes(*about, capacity_of(*about, kept.entries)).items(), kept):
-        check(name, tensor, shape, _KEPT_DTYPES.get(name, torch.int32))
+    if dl1 is not None:
+        check("dl1", dl1, (), accumulator(x.dtype))
+    m, n, gated = x.shape[0], w_gate.shape[0], w_up is not None
+    held = geometry.hybrid_words(capacity_of(x, n, gated, kept), _value_bytes(x, gated))
+    check("kept", kept, (_places(m, n)[1] + held,), torch.int32)
 
 
 def require_offsets(m: int, n: int) -> None:
@@ -135,20 +155,6 @@ def require_neurons(n: int, family: str, call: str) -> None:
             f"{call} takes at most {most} neurons on GPUs of other compute capability than 9.0, got {n}; "
             'use strategy "dense" or "auto"'
         )
-
-
-def near_rows(matrix: Tensor) -> Tensor:
-    """``rows`` that kernels find by 32-bit offsets of 16 bytes: a copy where they are spread over more than 64 GB.
-
-    Raises NotImplementedError where even a copy is larger.
-    """
-    reach = 8 << 32
-    laid = rows(matrix)
-    if laid.shape[0] * laid.stride(0) > reach:
-        if matrix.numel() > reach:
-            raise NotImplementedError(f"a training step takes matrices of at most {reach} values, got {matrix.numel()}")
-        laid = laid.clone(memory_format=torch.contiguous_format)
-    return laid
 
 
 def room_aside(p: Program, dtype: torch.dtype, terms: int) -> View:
@@ -177,16 +183,15 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).to(values.dtype)
 
 
-def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
-    """Write ``gate`` and ``up`` [M, N], both of the layer's dtype, into ``kept``; unused elements become 0."""
+def encode(gate: Tensor, up: Tensor | None, out: Tensor) -> None:
+    """Write ``gate`` and ``up`` [M, N], both of the layer's dtype, into ``out``; unused elements become 0."""
     m, n = gate.shape
     active = gate != 0
-    for tensor in kept:
-        tensor.zero_()
+    kept = parts(out.zero_(), m, n)
     kept.popularity.copy_(active.sum(0))
     total, stored = int(active.sum()), [] if up is None else [up]
     kept.sizes[-1] = min(total, geometry.MOST)
-    capacity = capacity_of(gate, n, up is not None, kept.entries)
+    capacity = capacity_of(gate, n, up is not None, out)
     if total > capacity:
         return
 
@@ -220,11 +225,11 @@ def encode(gate: Tensor, up: Tensor | None, kept: Kept) -> None:
         target[:total] = dense[token, neuron]
 
 
-def decode(layer: Operands, kept: Kept, activation: Activation = RELU) -> tuple[Tensor, Tensor | None]:
+def decode(layer: Operands, given: Tensor, activation: Activation = RELU) -> tuple[Tensor, Tensor | None]:
     """The gate and the up projection, if there is one, at its non-zeros: dense [M, N] of ``accumulator``'s dtype."""
     x, w_gate, w_up, _, b_gate, b_up, _ = layer
     m, n, dtype = x.shape[0], w_gate.shape[0], x.dtype
-    capacity, wide = capacity_of(x, n, w_up is not None, kept.entries), accumulator(dtype)
+    kept, capacity, wide = parts(given, m, n), capacity_of(x, n, w_up is not None, given), accumulator(dtype)
     total = int(kept.sizes[-1])
     if total > capacity:
         gate = activation.after(project(x, w_gate, b_gate).to(dtype)).to(wide)
@@ -258,17 +263,19 @@ def rare(popularity: Tensor) -> Tensor:
 def backward_cpu(given: Backward, out: Gradients, accumulate: bool) -> None:
     """Fill ``out`` by dense matrix products of the decoded gate, rounded where the kernels round."""
     dy, dl1, layer, kept, activation = given
-    dtype = layer.x.dtype
+    (m, _), n, dtype = layer.x.shape, layer.w_gate.shape[0], layer.x.dtype
     gate, up = decode(layer, kept, activation)
     hidden = activation.hidden(gate, up).masked_fill(gate == 0, 0)
-    dh = project(dy, layer.w_down, None).add_(dl1 * hidden.sign()).masked_fill_(gate == 0, 0)
+    dh = project(dy, layer.w_down, None)
+    if dl1 is not None:
+        dh.add_(dl1 * hidden.sign())
+    dh.masked_fill_(gate == 0, 0)
     wide_gate, wide_up = activation.gradients(dh, gate, up)
     d_gate, d_up = rounded(wide_gate, dtype), None if wide_up is None else rounded(wide_up, dtype)
 
     # for rare neurons the weights' gradients add the rounding errors of their coefficients, too
-    again = rare(kept.popularity) & (
-        kept.sizes[-1] <= capacity_of(layer.x, gate.shape[1], up is not None, kept.entries)
-    )
+    of_gate = parts(kept, m, n)
+    again = rare(of_gate.popularity) & (of_gate.sizes[-1] <= capacity_of(layer.x, n, up is not None, kept))
 
     def for_weights(values: Tensor) -> Tensor:
         first = rounded(values, dtype)
@@ -298,148 +305,146 @@ def backward_cpu(given: Backward, out: Gradients, accumulate: bool) -> None:
 # On the GPU
 
 
-_BIASES = Operands._fields[4:]
-
-
 def overflow_forward(
-    layer: Operands, kept: Kept, capacity: int, activation: Activation, y: Tensor, sums: Tensor, aside: Tensor
+    p: Program,
+    layer: Views,
+    w_down: View,
+    kept: Kept,
+    capacity: int,
+    activation: Activation,
+    y: View,
+    sums: View,
+    aside: View,
 ) -> None:
     """Launch the kernel that fills y and ``sums``, of |h|, densely if there are more non-zeros than ``capacity``.
 
-    ``sums`` is [token tiles, ``geometry.training_sums``] and ``aside`` is ``room_aside`` for n terms. ``popularity``
-    of so many non-zeros is zero, as nothing has counted them: the kernel's CTAs meet there.
+    ``w_down`` is [N, K], ``sums`` [token tiles, ``geometry.training_sums``] and ``aside`` is ``room_aside`` for n
+    terms. ``popularity`` of so many non-zeros is zero, as nothing has counted them: the kernel's CTAs meet there.
     """
-    x, w_gate, w_up, w_down, *given = layer
-    (m, k), n = x.shape, len(w_gate)
-    biases = (bias_vector(*each, x) for each in zip(_BIASES, given, (n, n, k)))
-    scratch = x.new_empty((1, min(m, geometry.OVERFLOW_FORWARD), n))
+    x, w_gate, w_up, _, *given = layer
+    m, n = x.shape[0], w_gate.shape[0]
+    biases = (bias_view(p, bias, x.dtype) for bias in given)
+    scratch = p.scratch(x.dtype, 1, min(m, geometry.OVERFLOW_FORWARD), n)
     form = int(w_up is not None), activation.code(), threshold_pair(activation, x.dtype)
     over = (kept.sizes, capacity, *form, scratch)
     weights = (w_gate, w_gate if w_up is None else w_up, w_down)
-    own = (y, sums, aside, kept.popularity, device.sm_count(x.device.index))
-    spec = tuning.overflow(x.dtype, "forward", tuning.family(x.device.index))
-    launch(spec, x, *weights, *biases, *over, *own)
+    own = (y, sums, aside, kept.popularity, p.multiprocessors)
+    p.launch(tuning.overflow(x.dtype, "forward", tuning.family(p.index)), x, *weights, *biases, *over, *own)
 
 
 def overflow_backward(
-    given: Backward, capacity: int, out: Gradients, accumulate: bool, aside: Tensor, counters: Tensor
-) -> Callable[[], None]:
-    """A function that launches the kernel that fills ``out`` densely if there are more non-zeros than ``capacity``.
+    p: Program,
+    given: Backward,
+    w_down: View,
+    kept: Kept,
+    capacity: int,
+    out: Gradients,
+    accumulate: bool,
+    aside: View,
+    counters: View,
+) -> None:
+    """Launch the kernel that fills ``out`` densely if there are more non-zeros than ``capacity``.
 
-    ``aside`` is ``room_aside`` for m and for n terms, 2n of a layer with an up projection. ``counters`` is int32
-    [``geometry.OVERFLOW_COUNTERS``], zero when the kernel begins.
+    ``w_down`` is [N, K], ``dl1`` of ``given`` [1]. ``aside`` is ``room_aside`` for m and for n terms, 2n of a layer
+    with an up projection. ``counters`` is int32 [``geometry.OVERFLOW_COUNTERS``], zero when the kernel begins.
     """
-    dy, dl1, layer, kept, activation = given
-    x, w_gate, w_up, w_down, b_gate, b_up, _ = layer
-    (m, k), n, gated = x.shape, len(w_gate), int(w_up is not None)
-    biases = (bias_vector(*each, n, x) for each in zip(_BIASES, (b_gate, b_up)))
+    dy, dl1, layer, _, activation = given
+    x, w_gate, w_up, _, b_gate, b_up, _ = layer
+    (m, k), n, gated = x.shape, w_gate.shape[0], int(w_up is not None)
+    biases = (bias_view(p, bias, x.dtype) for bias in (b_gate, b_up))
     slice_size = min(m, geometry.OVERFLOW_BACKWARD)
     form = gated, activation.code(), threshold_pair(activation, x.dtype)
-    over = (kept.sizes, capacity, *form, x.new_empty((2 + gated, slice_size, n)))
-    none, wide = x.new_empty((0, k)), x.new_empty((0, k), dtype=torch.float32)
+    over = (kept.sizes, capacity, *form, p.scratch(x.dtype, 2 + gated, slice_size, n))
+    none, wide = p.scratch(x.dtype, 0, k), p.scratch(torch.float32, 0, k)
     dx, *weights = (none if g is None else g for g in out[:4])
     sums = [wide] * 3
     if accumulate:
         weights, sums = [none] * 3, [wide if g is None else g for g in out[1:4]]
     elif m > slice_size:
         # slices add up in fp32, and the last one rounds
-        sums = [torch.empty_like(w, dtype=torch.float32) for w in weights]
-    d_biases = [none.view(-1) if b is None else b for b in out[4:6]]
-    lines = -(-m // geometry.OVERFLOW_SUM) if any(len(b) for b in d_biases) else 0
-    by_token = x.new_empty((lines, 2 * n), dtype=torch.float32)
-    ctas = device.sm_count(x.device.index)
-    own = (dx, *weights, *sums, int(accumulate), by_token, *d_biases, aside, counters, ctas)
+        sums = [p.scratch(torch.float32, *w.shape) for w in weights]
+    d_biases = [p.scratch(x.dtype, 0) if b is None else b for b in out[4:6]]
+    lines = -(-m // geometry.OVERFLOW_SUM) if any(b.shape[0] for b in d_biases) else 0
+    by_token = p.scratch(torch.float32, lines, 2 * n)
+    own = (dx, *weights, *sums, int(accumulate), by_token, *d_biases, aside, counters, p.multiprocessors)
     operands = (w_gate, w_gate if w_up is None else w_up, w_down, *biases, dl1)
-    spec = tuning.overflow(x.dtype, "backward", tuning.family(x.device.index))
-    return functools.partial(launch, spec, dy, x, *operands, *over, *own)
+    p.launch(tuning.overflow(x.dtype, "backward", tuning.family(p.index)), dy, x, *operands, *over, *own)
 
 
-def backward_cuda(
-    given: Backward, dx: Tensor | None, weights: Callable[[], Gradients] | None, accumulate: bool
-) -> Gradients:
-    """Launch the kernels that fill ``dx`` and the gradients that ``weights`` allocates; return the gradients.
+def launches(p: Program, given: Backward, out: Gradients, accumulate: bool) -> None:
+    """Launch backward, which fills the gradients of ``out``, those of weights and biases all or none.
 
-    ``weights`` returns tensors for all weights, with rows that kernels can write, and biases. It is called late, after
-    most of the scratch memory has been given back.
+    Gradients of weights have rows that kernels can write. They are added to if ``accumulate``, in float32.
     """
-    none = Gradients(dx)
-    if dx is None and weights is None:
-        return none
-    dy, dl1, layer, kept, activation = given
-    x, w_gate, w_up, w_down = layer[:4]
-    check_alike(w_gate, w_up=w_up, w_down=w_down)
+    weight_grad = out.w_gate is not None
+    if out.x is None and not weight_grad:
+        return
+    dy, dl1, layer, tensor, activation = given
+    check_backward(given._replace(layer=layer._replace(w_down=layer.w_down.t())))
+    x, w_gate, w_up = layer[:3]
     (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
-    multiprocessors = device.sm_count(x.device.index)
-    capacity = capacity_of(x, n, gated, kept.entries)
+    capacity, family = capacity_of(x, n, gated, tensor), tuning.family(p.index)
+    kept = parts(tensor, m, n)
+    # without a gradient of l1 the first chunk's zero
+    dl1 = kept.chunks.at(0, torch.float32, 1) if dl1 is None else dl1.at(0, torch.float32, 1)
+    given = given._replace(dl1=dl1)
     entries, neurons, chunks, sizes, popularity = kept
     pattern = (entries, neurons, chunks, sizes)
-    x, dy, w_gate, w_down = near_rows(x), near_rows(dy), near_rows(w_gate), near_rows(down_rows(w_down))
-    w_up = None if w_up is None else near_rows(w_up)
-    up = values(entries, capacity, dtype, 1)[0] if gated else None
-    dl1 = vector(dl1.reshape(1), 1, dl1)
+    w_down, up = down_rows(p, layer.w_down), up_view(entries, capacity, dtype) if gated else None
 
-    d_gate = empty(sizes, capacity)
-    d_up = empty(sizes, capacity) if gated else None
+    d_gate = p.scratch(torch.int32, capacity)
+    d_up = p.scratch(torch.int32, capacity) if gated else None
     by_entry = (up, dl1, d_gate, d_up, activation.code())
-    family = tuning.family(x.device.index)
-    launch(tuning.sampled_grad(dtype, gated, family), dy, w_down, *pattern, *by_entry, multiprocessors)
-    del by_entry
-    if dx is not None:
-        gathered = tuning.gathered(dtype, 2 if gated else 1, family)
+    p.launch(tuning.sampled_grad(dtype, gated, family), dy, w_down, *pattern, *by_entry, p.multiprocessors)
+    if out.x is not None:
         # the rounded ones of two values in each word
-        gate_rounded, up_rounded = (None if d is None else d.view(dtype)[::2] for d in (d_gate, d_up))
-        aside = room_aside(x, 2 * n if gated else n, multiprocessors)
-        coefficients = (gate_rounded, w_gate, up_rounded, w_up, bias_vector("bias", None, 0, x))
-        launch(gathered, *coefficients, *pattern, dx, aside, RELU.code(), capacity, multiprocessors)
-        del gate_rounded, up_rounded, coefficients
-        del aside
-    laid = Backward(dy, dl1, layer._replace(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down), kept, activation)
-    if weights is None:
-        aside = room_aside(x, 2 * n if gated else n, multiprocessors)
-        counters = popularity.new_zeros(geometry.OVERFLOW_COUNTERS)
-        overflow_backward(laid, capacity, none, accumulate, aside, counters)()
-        return none
+        gate_rounded, up_rounded = (
+            None if d is None else d._replace(dtype=dtype, strides=(2,)) for d in (d_gate, d_up)
+        )
+        coefficients = (gate_rounded, w_gate, up_rounded, w_up, bias_view(p, None, dtype))
+        aside = room_aside(p, dtype, 2 * n if gated else n)
+        last = (out.x, aside, RELU.code(), capacity, p.multiprocessors)
+        p.launch(tuning.gathered(dtype, 2 if gated else 1, family), *coefficients, *pattern, *last)
+    if not weight_grad:
+        aside = room_aside(p, dtype, 2 * n if gated else n)
+        counters = p.cleared(torch.int32, geometry.OVERFLOW_COUNTERS)
+        overflow_backward(p, given, w_down, kept, capacity, out, accumulate, aside, counters)
+        return
 
-    order, slot = empty(popularity, n), empty(popularity, n)
+    order, slot = p.scratch(torch.int32, n), p.scratch(torch.int32, n)
     # long lists of tokens are cut: their sums are joined in memory
     bias = layer.b_gate is not None or layer.b_up is not None
     # bias gradients are units of their own in the portable family
-    parts = 2 * -(-k // geometry.SLAB) + int(bias and family != specs.SM90)
-    units = geometry.cut_units(m, parts)
+    units = geometry.cut_units(m, 2 * -(-k // geometry.SLAB) + int(bias and family != specs.SM90))
     # all counters of this pass, which are cleared here
-    arrivals = empty(popularity, units * geometry.UNIT_WARPS + geometry.OVERFLOW_COUNTERS)
-    launch(tuning.rank(), popularity, order, slot, arrivals, multiprocessors)
+    arrivals = p.scratch(torch.int32, units * geometry.UNIT_WARPS + geometry.OVERFLOW_COUNTERS)
+    p.launch(tuning.rank(), popularity, order, slot, arrivals, p.multiprocessors)
     neuron_tiles, token_tiles = -(-n // geometry.NEURON_TILE), geometry.token_tiles(m)
-    groups = empty(sizes, (neuron_tiles, token_tiles, 2))
-    tiles = empty(sizes, (neuron_tiles, 5))
-    starts = empty(sizes, (neuron_tiles, geometry.chunks(2 * m) + 1))
+    groups = p.scratch(torch.int32, neuron_tiles, token_tiles, 2)
+    tiles = p.scratch(torch.int32, neuron_tiles, 5)
+    starts = p.scratch(torch.int32, neuron_tiles, geometry.chunks(2 * m) + 1)
     # entries of rare neuron tiles stand twice
     room = capacity + min(capacity, neuron_tiles * geometry.RARE_ENTRIES)
-    packed = empty(sizes, room, torch.int64)
-    tokens = empty(sizes, room)
+    packed, tokens = p.scratch(torch.int64, room), p.scratch(torch.int32, room)
     by_neuron = (groups, tiles, starts, packed, tokens)
-    launch(tuning.transpose(dtype, gated, family), *pattern, up, d_gate, d_up, slot, *by_neuron, activation.code())
+    p.launch(tuning.transpose(dtype, gated, family), *pattern, up, d_gate, d_up, slot, *by_neuron, activation.code())
 
-    del d_gate, d_up, groups, by_neuron
-    out = weights()
     # a layer with one of two biases still needs memory for the other's gradient
-    db_gate = (empty(x, n) if out.b_gate is None else out.b_gate) if bias else None
-    db_up = (empty(x, n) if out.b_up is None else out.b_up) if bias and gated else None
-    aside = room_aside(x, max(m, 2 * n if gated else n), multiprocessors)
+    db_gate, db_up = (p.scratch(dtype, n) if bias and g is None else g for g in (out.b_gate, out.b_up))
+    db_up = db_up if gated else None
+    aside = room_aside(p, dtype, max(m, 2 * n if gated else n))
     # the gradients are stored, or added to fp32 sums; the others are empty
-    nothing = empty(x, (0, k), dtype if accumulate else torch.float32)
+    nothing = p.scratch(dtype if accumulate else torch.float32, 0, k)
     nothings = [None if w is None else nothing for w in out[1:4]]
     stored, added = (nothings, out[1:4]) if accumulate else (out[1:4], nothings)
-    partial = empty(x, units * geometry.UNIT_SUMS, torch.float32)
+    partial = p.scratch(torch.float32, units * geometry.UNIT_SUMS)
     gradients = (*stored, db_gate, db_up, *added, aside, partial, arrivals)
-    weight_grad = tuning.weight_grad(dtype, gated, bias, family)
     operands = (x, dy, order, sizes, tiles, starts, packed, tokens)
-    out = out._replace(x=dx)
-    counters = arrivals[units * geometry.UNIT_WARPS :]
-    dense = functools.partial(overflow_backward, laid, capacity, out, accumulate, aside, counters)
-    # nothing may run out of memory once something has been added
-    overflow = dense() if accumulate else None
-    launch(weight_grad, *operands, *gradients, capacity, multiprocessors)
-    del order, slot, tiles, starts, packed, tokens, operands, gradients, partial, arrivals
-    (overflow or dense())()
-    return out
+    p.launch(tuning.weight_grad(dtype, gated, bias, family), *operands, *gradients, capacity, p.multiprocessors)
+    counters = arrivals.part(units * geometry.UNIT_WARPS, arrivals.shape[0])
+    overflow_backward(p, given, w_down, kept, capacity, out, accumulate, aside, counters)
+
+
+def up_view(entries: View, capacity: int, dtype: torch.dtype) -> View:
+    """The up projections that follow the entries: [capacity]."""
+    return entries.at(4 * capacity, dtype, capacity)

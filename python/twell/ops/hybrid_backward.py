@@ -11,22 +11,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from twell import tuning
+from twell._activation import Activation
 from twell._runtime import nvtx
+from twell._runtime.program import Executable, Program, View, kept
 from twell.ops import hybrid
-from twell.ops.hybrid import Backward, Kept
-from twell.ops.library import ACTIVATION, Implementation, empty, last_activation, register
-from twell.ops.operands import Gradients, Operands
+from twell.ops.hybrid import Backward
+from twell.ops.library import ACTIVATION, Implementation, flat, laid, last_activation, register, rows
+from twell.ops.operands import Form, Gradients, Operands, Views
+from twell.ops.operands import present as given_ones
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def outputs(layer: Operands, input_grad: bool, weight_grad: bool) -> Gradients:
     """Uninitialised gradients of x's dtype: dx [M, K], weights [N, K], biases [N]; None where none is wanted."""
-    wanted = (input_grad, *(weight_grad and operand is not None for operand in layer[1:]))
-    gradients = (empty(layer.x, o.shape) if w and o is not None else None for w, o in zip(wanted, layer))
+    gradients = (
+        None if shape is None else layer.x.new_empty(shape) for shape in shapes(layer, input_grad, weight_grad)
+    )
     return Gradients(*gradients)
+
+
+def shapes(layer: Operands | Views, input_grad: bool, weight_grad: bool) -> list[tuple[int, ...] | None]:
+    """Of each of them."""
+    x, w_gate, w_up, _, b_gate, b_up, _ = layer
+    wanted = (x if input_grad else None, *((w_gate, w_up, w_gate, b_gate, b_up) if weight_grad else [None] * 5))
+    return [None if operand is None else tuple(operand.shape) for operand in wanted]
 
 
 def present(gradients: Gradients, like: Tensor) -> Outputs:
@@ -37,8 +50,8 @@ def present(gradients: Gradients, like: Tensor) -> Outputs:
 
 # the operands that both operators of backward begin with; b_down's gradient is the sum of dy and needs neither
 BACKWARD = (
-    "Tensor dy, Tensor dl1, Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
-    "Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity"
+    "Tensor dy, Tensor? dl1, Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
+    "Tensor kept"
 )
 
 
@@ -47,11 +60,11 @@ def backward_first(others: int) -> Callable[[Implementation], Implementation]:
 
     def of(implementation: Implementation) -> Implementation:
         def ungrouped(*arguments: Any) -> Any:
-            dy, dl1, *tensors = arguments[:13]
-            rest, form = arguments[13 : 13 + others], arguments[13 + others :]
-            layer = Operands(*tensors[:6])
+            dy, dl1, *operands, kept = arguments[:9]
+            rest, form = arguments[9 : 9 + others], arguments[9 + others :]
+            layer = Operands(*operands)
             activation = last_activation(form, layer.w_up is not None)
-            return implementation(Backward(dy, dl1, layer, Kept(*tensors[6:]), activation), *rest)
+            return implementation(Backward(dy, dl1, layer, kept, activation), *rest)
 
         return ungrouped
 
@@ -75,21 +88,52 @@ def _cpu(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
 
 @backward_first(2)
 def _cuda(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
-    return present(on_cuda(given, input_grad, weight_grad), given.layer.x)
-
-
-@nvtx.marked(
-    lambda given, *_: nvtx.range("hybrid_backward", category=nvtx.BACKWARD, **nvtx.sizes(given.layer._asdict()))
-)
-def on_cuda(given: Backward, input_grad: bool, weight_grad: bool) -> Gradients:
-    """The operator on the current device; None for gradients that are not wanted."""
-    layer = given.layer
+    gradients = outputs(given.layer, input_grad, weight_grad)
     if not given.dy.shape[0]:
-        gradients = outputs(layer, input_grad, weight_grad)
-        return Gradients(*(None if g is None else g.zero_() for g in gradients))
-    dx = empty(layer.x, layer.x.shape) if input_grad else None
-    weights = (lambda: outputs(layer, False, True)) if weight_grad else None
-    return hybrid.backward_cuda(given, dx, weights, accumulate=False)
+        hybrid.check_backward(given)
+        gradients = Gradients(*(None if g is None else g.zero_() for g in gradients))
+    elif input_grad or weight_grad:
+        operands = laid_backward(given)
+        program = program_of(Form.of(operands), input_grad, weight_grad, given.activation)
+        program(*given_ones(operands), *given_ones(gradients))
+    return present(gradients, given.layer.x)
+
+
+def laid_backward(given: Backward) -> list[Tensor | None]:
+    """The operands of backward as programs take them, with copies of those that kernels cannot read in place."""
+    dy, dl1, layer, kept, _ = given
+    layer = laid(layer._replace(w_down=layer.w_down.t()))
+    return [rows(dy), None if dl1 is None else flat(dl1)[0], *layer[:6], flat(kept)]
+
+
+def backward_of(views: list[Any], activation: Activation) -> Backward:
+    """The same in a program of their form; x and dy [..., K] as matrices."""
+    dy, dl1, x, *weights, kept = views
+    return Backward(_folded(dy), dl1, Views(_folded(x), *weights, None), kept, activation)
+
+
+@kept
+def program_of(form: Form, input_grad: bool, weight_grad: bool, activation: Activation) -> Executable:
+    """The launches for operands of this form, those of ``laid_backward``, and the gradients that are wanted."""
+    p, views = form.program()
+    given = backward_of(views, activation)
+    wanted = shapes(given.layer._replace(x=views[2]), input_grad, weight_grad)
+    dx, *others = (None if shape is None else p.operand(views[2].dtype, *shape) for shape in wanted)
+    hybrid.launches(p, given, Gradients(None if dx is None else _folded(dx), *others), accumulate=False)
+    return p.compiled()
+
+
+def _folded(view: View) -> View:
+    return view if len(view.shape) == 2 else view.matrix()
+
+
+@kept
+def transposition(index: int, dtype: torch.dtype, n: int, k: int) -> Executable:
+    """A matrix [N, K] as [K, N]. Not part of backward: memory for both is not needed beside its scratch."""
+    p = Program(index)
+    matrix, out = p.operand(dtype, n, k), p.operand(dtype, k, n)
+    p.launch(tuning.matrix_transpose(), matrix.cast(torch.int16), out.cast(torch.int16))
+    return p.compiled()
 
 
 hybrid_backward = register(

@@ -12,51 +12,43 @@ probability of at most 2^-80, and takes 16-bit values alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from twell import tuning
 from twell._activation import RELU, Activation, activation_of
-from twell._runtime import device, geometry, nvtx
+from twell._runtime import geometry, nvtx
+from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
 from twell.ops import hybrid, screened
-from twell.ops.gate_pack import outputs as packed_outputs
-from twell.ops.gate_pack import pack
-from twell.ops.hybrid import Kept
+from twell.ops.gate_pack import pack, scratch, stats_shape
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
-    bias_vector,
-    check_alike,
+    Shape,
+    are_laid,
+    bias_view,
     check_layer,
+    check_views,
     down_rows,
-    empty,
-    launch,
+    laid,
     layer_first,
+    new,
     register,
 )
-from twell.ops.operands import Operands
-from twell.ops.quantize_gate import on_cuda as quantize_on_cuda
-from twell.ops.quantize_gate import quantize_gate, require
+from twell.ops.operands import Form, Operands, Views
+from twell.ops.quantize_gate import quantize, quantize_gate, require
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def result(x: Tensor) -> Tensor:
-    """Uninitialised y [M, K] of x's dtype."""
-    return empty(x, x.shape)
-
-
-def figures(x: Tensor, w_gate: Tensor, w_up: Tensor | None, held: int) -> tuple[Tensor, Tensor, Kept]:
-    """Uninitialised l1 (0-d, float32 or float64), nonzeros (0-d, int64) and the hybrid format."""
-    l1 = x.new_empty((), dtype=hybrid.accumulator(x.dtype))
-    nonzeros = x.new_empty((), dtype=torch.int64)
-    return l1, nonzeros, hybrid.empty_kept(x, w_gate.shape[0], w_up is not None, held)
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None, held: int) -> Outputs:
-    """Everything that the operator returns, uninitialised: ``result``, then ``figures``."""
-    l1, nonzeros, kept = figures(x, w_gate, w_up, held)
-    return result(x), l1, nonzeros, *kept
+    """Uninitialised y [M, K] of x's dtype, l1 (0-d, float32 or float64), nonzeros (0-d, int64) and kept (int32)."""
+    l1 = x.new_empty((), dtype=hybrid.accumulator(x.dtype))
+    nonzeros = x.new_empty((), dtype=torch.int64)
+    kept = x.new_empty(hybrid.words(x, w_gate.shape[0], w_up is not None, held), dtype=torch.int32)
+    return x.new_empty(x.shape), l1, nonzeros, kept
 
 
 @layer_first
@@ -85,10 +77,9 @@ def _cpu(
     threshold: float = 0.0,
     screen: bool = False,
 ) -> Outputs:
-    y, l1, nonzeros, *tensors = _fake(*layer, compression, held, activation, threshold, screen)
+    y, l1, nonzeros, kept = _fake(*layer, compression, held, activation, threshold, screen)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
-    kept = Kept(*tensors)
     form = activation_of(activation, threshold)
     gate = form.after(hybrid.project(x, w_gate, b_gate).to(x.dtype), inplace=True)
     if screen:
@@ -100,7 +91,7 @@ def _cpu(
     nonzeros.copy_((gate != 0).sum())
     y.copy_(hybrid.project(hidden.to(x.dtype), w_down.t(), b_down))
     hybrid.encode(gate, None if up is None else up.to(x.dtype), kept)
-    return y, l1, nonzeros, *kept
+    return y, l1, nonzeros, kept
 
 
 @layer_first
@@ -112,96 +103,166 @@ def _cuda(
     threshold: float = 0.0,
     screen: bool = False,
 ) -> Outputs:
+    if not layer.x.shape[0]:
+        y, l1, nonzeros, kept = _fake(*layer, compression, held, activation, threshold, screen)
+        return y, l1.zero_(), nonzeros.zero_(), kept.zero_()
     form = activation_of(activation, threshold, layer.w_up is not None)
-    y, l1, nonzeros, kept = on_cuda(layer, compression, held, form, totals=True, screen=screen)
-    assert l1 is not None
-    assert nonzeros is not None
-    return y, l1, nonzeros, *kept
+    given = laid(layer._replace(w_down=layer.w_down.t()))
+    forward = forward_of(Form.of(given), compression, held, form, screen, True)
+    assert forward is not None
+    found = forward(*given)
+    assert found is not None
+    return found  # type: ignore[return-value]
 
 
-@nvtx.marked(
-    lambda layer, compression, *_: nvtx.range(
-        "hybrid_forward", category=nvtx.FORWARD, **nvtx.sizes(layer._asdict() | {"compression": compression})
-    )
-)
-def on_cuda(
-    layer: Operands, compression: int, held: int, activation: Activation, totals: bool, screen: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None, Kept]:
-    """The operator on the current device; l1 and nonzeros are None unless ``totals``, which cost three kernels."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    hybrid.require_offsets(x.shape[0], w_gate.shape[0])
-    check_alike(w_gate, w_up=w_up, w_down=w_down)
-    (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
-    family = tuning.family(x.device.index)
-    hybrid.require_neurons(n, family, "training")
-    l1: Tensor | None = None
-    nonzeros: Tensor | None = None
-    if totals or not m:
-        l1, nonzeros, kept = figures(x, w_gate, w_up, held)
-    else:
-        kept = hybrid.empty_kept(x, n, gated, held)
-    if l1 is not None and nonzeros is not None and not m:
-        nothing = kept._replace(sizes=kept.sizes.zero_(), popularity=kept.popularity.zero_())
-        return result(x), l1.zero_(), nonzeros.zero_(), nothing
+class Forward:
+    """The operator on the current device, for plain tensors of one form: two programs.
 
-    x, w_gate, w_down = (hybrid.near_rows(t) for t in (x, w_gate, down_rows(w_down)))
-    w_up = None if w_up is None else hybrid.near_rows(w_up)
-    multiprocessors, capacity = device.sm_count(x.device.index), geometry.hybrid_capacity(m, n, held)
-    if screen:
-        require(x, "hybrid_forward with screen=True")
-    words, spill, stats = packed = packed_outputs(x, w_gate, compression)
-    lists = screened.empty_lists(x, m, n) if screen else None
-    if lists is None:
-        pack(x, w_gate, b_gate, packed, compression, activation)
-    else:
-        bias = bias_vector("b_gate", b_gate, n, x)
-        bits = screened.find(x, bias, quantize_on_cuda(w_gate, True), activation)
-        screened.pack(x, w_gate, bias, bits, lists, packed, compression, activation)
-    entries, neurons, chunks, sizes, popularity = kept
-    pattern = (entries, neurons, chunks, sizes)
-    width = geometry.words_per_tile(compression)
-    # sums of |h| per token tile, written by the kernel that computes h
-    sums = empty(x, (geometry.token_tiles(m), geometry.training_sums(n)), torch.float32)
-    code, of_entries = activation.code(), RELU.code() if gated else activation.code()
-    plain = 0 if gated else 1 + code
-    compact = tuning.compact(dtype, True, family)
-    # after a screen the words hold places in these lists, else neurons
-    listed = (neurons, sizes, 0) if lists is None else (*lists, 1)
-    launch(compact, words, spill, stats, *pattern, popularity, sums, n, width, plain, capacity, *listed)
-    if nonzeros is not None:
-        if m * n <= geometry.MOST:
-            nonzeros.copy_(sizes[-1])
+    Between them the packed gate, the largest tensor of the step, is given back, and y is allocated.
+    """
+
+    __slots__ = ("_activation", "_figures", "_m", "_multiply", "_pack", "_raised", "kept", "y")
+
+    def __init__(
+        self, form: Form, compression: int, held: int, activation: Activation, screen: bool, totals: bool
+    ) -> None:
+        p, layer = _layer_of(form)
+        check_views(layer)
+        x, w_gate, w_up = layer[:3]
+        (m, _), n, gated = x.shape, w_gate.shape[0], w_up is not None
+        hybrid.require_offsets(m, n)
+        hybrid.require_neurons(n, tuning.family(p.index), "training")
+        if screen:
+            require(torch.device("cuda", p.index), "hybrid_forward with screen=True")
+        self._m, self._activation = m, activation
+        # with a threshold the screen takes a bias of its own
+        self._raised = screen and bool(activation.level(x.dtype))
+        # sums of |h| per token tile, written by the kernel that computes h; the total in ``sizes`` may be cut off
+        self._figures: list[Shape] = []
+        if totals:
+            self._figures.append((torch.float32, geometry.token_tiles(m), geometry.training_sums(n)))
+            if m * n > geometry.MOST:
+                self._figures.append(stats_shape(m, n))
+        self.y = form.lies[0][1], contiguous(form.lies[0][1]), x.dtype  # type: ignore[index]
+        self.kept = ((hybrid.words(x, n, gated, held),), (1,), torch.int32)
+        capacity = geometry.hybrid_capacity(m, n, held)
+        self._pack = self._packed(p, layer, compression, capacity, activation, screen)
+        self._multiply = self._multiplied(*_layer_of(form), capacity, activation)
+
+    def _packed(
+        self, p: Program, layer: Views, compression: int, capacity: int, activation: Activation, screen: bool
+    ) -> Executable:
+        """The gate, packed and then in the hybrid format."""
+        x, w_gate, w_up, _, b_gate, _, _ = layer
+        (m, _), n, dtype = x.shape, w_gate.shape[0], x.dtype
+        firing = p.operand(dtype, n) if self._raised else b_gate
+        entries, neurons, chunks, sizes, popularity = hybrid.parts(self._kept(p), m, n)
+        sums, *figures = self._places(p, m, n, 2)
+        words, spill, stats = scratch(p, x, m, w_gate, compression)
+        packed = words, spill, figures[0] if figures else stats
+        listed: tuple[Any, ...] = (neurons, sizes, 0)
+        if screen:
+            bits = screened.find(p, x, firing, quantize(p, w_gate, True))
+            lists = screened.lists(p, m, n)
+            screened.pack(p, x, w_gate, b_gate, bits, lists, packed, compression, activation)
+            # the words hold places in these lists
+            listed = (*lists, 1)
         else:
-            # the total in ``sizes`` may be cut off
-            torch.sum(stats.select(2, 0), (0, 1), out=nonzeros)
-    # the largest tensors of the step are given back before y is allocated
-    del packed, words, spill, stats, lists, listed
-    y = result(x)
+            pack(p, x, w_gate, b_gate, packed, compression, activation)
+        plain = 0 if w_up is not None else 1 + activation.code()
+        form = n, geometry.words_per_tile(compression), plain, capacity
+        spec = tuning.compact(dtype, True, tuning.family(p.index))
+        p.launch(spec, *packed, entries, neurons, chunks, sizes, popularity, sums, *form, *listed)
+        return p.compiled()
 
-    hidden = None
-    if w_up is not None:
-        up = hybrid.values(entries, capacity, dtype, 1)[0]
-        hidden = empty(up, capacity)
-        spec = tuning.sampled_up(dtype, True, family)
-        up_bias, last = bias_vector("b_up", b_up, n, x), (code, capacity, multiprocessors)
-        launch(spec, x, w_up, up_bias, *pattern, up, hidden, sums, *last)
-    # without an up projection the gates in the entries become h as they are read
-    down = tuning.gathered(dtype, 1 if gated else 0, family)
-    bias = bias_vector("b_down", b_down, k, x)
-    aside = hybrid.room_aside(x, n, multiprocessors)
-    launch(down, hidden, w_down, None, None, bias, *pattern, y, aside, of_entries, capacity, multiprocessors)
+    def _multiplied(self, p: Program, layer: Views, capacity: int, activation: Activation) -> Executable:
+        """The up projection at the non-zeros, and y."""
+        x, w_gate, w_up, _, _, b_up, b_down = layer
+        (m, _), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
+        family, code = tuning.family(p.index), activation.code()
+        kept = hybrid.parts(self._kept(p), m, n)
+        pattern = kept.entries, kept.neurons, kept.chunks, kept.sizes
+        shape, _, _ = self.y
+        y = p.operand(dtype, *shape).matrix()
+        (sums,) = self._places(p, m, n, 1)
+        hidden = None
+        if w_up is not None:
+            up, hidden = hybrid.up_view(kept.entries, capacity, dtype), p.scratch(dtype, capacity)
+            last = (up, hidden, sums, code, capacity, p.multiprocessors)
+            p.launch(tuning.sampled_up(dtype, True, family), x, w_up, bias_view(p, b_up, dtype), *pattern, *last)
+        w_down = down_rows(p, layer.w_down)
+        aside = hybrid.room_aside(p, dtype, n)
+        # without an up projection the gates in the entries become h as they are read
+        of_entries = RELU.code() if gated else code
+        last = (y, aside, of_entries, capacity, p.multiprocessors)
+        bias = bias_view(p, b_down, dtype)
+        p.launch(tuning.gathered(dtype, int(gated), family), hidden, w_down, None, None, bias, *pattern, *last)
+        hybrid.overflow_forward(p, layer, w_down, kept, capacity, activation, y, sums, aside)
+        return p.compiled()
 
-    laid = layer._replace(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
-    hybrid.overflow_forward(laid, kept, capacity, activation, y, sums, aside)
-    if l1 is not None:
-        torch.sum(sums, (0, 1), out=l1)
-    return y, l1, nonzeros, kept
+    def _kept(self, p: Program) -> View:
+        shape, _, dtype = self.kept
+        return p.operand(dtype, *shape)
+
+    def _places(self, p: Program, m: int, n: int, most: int) -> list[View]:
+        """The first ``most`` figures as operands; without any the sums of |h|, which nobody reads."""
+        if self._figures:
+            return [p.operand(*shape) for shape in self._figures[:most]]
+        return [p.scratch(torch.float32, geometry.token_tiles(m), geometry.training_sums(n))]
+
+    @nvtx.marked(
+        lambda _, *layer: nvtx.range(
+            "hybrid_forward", category=nvtx.FORWARD, **nvtx.sizes({"x": layer[0], "w_gate": layer[1]})
+        )
+    )
+    def __call__(
+        self,
+        x: Tensor,
+        w_gate: Tensor,
+        w_up: Tensor | None,
+        w_down: Tensor,
+        b_gate: Tensor | None,
+        b_up: Tensor | None,
+        b_down: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor] | None:
+        """y, l1, nonzeros and kept, w_down [K, N]; None, with nothing launched, for tensors of another form.
+
+        Without totals l1 and nonzeros are None.
+        """
+        given = [t for t in (x, w_gate, w_up, w_down, b_gate, b_up, b_down) if t is not None]
+        kept, figures = allocate(x, *self.kept), new(x, self._figures) if self._figures else []
+        first = [screened.firing_bias(w_gate, b_gate, self._activation)] if self._raised else []
+        if not self._pack.ran(*given, *first, kept, *figures):
+            return None
+        nonzeros = None
+        if figures:
+            stats = figures[1:]
+            nonzeros = stats.pop().select(2, 0).sum() if stats else hybrid.sizes(kept, self._m)[-1].long()
+            del figures[1:]
+        y = allocate(x, *self.y)
+        self._multiply(*given, kept, y, *figures)
+        return y, figures[0].sum() if figures else None, nonzeros, kept
+
+
+@kept
+def forward_of(
+    form: Form, compression: int, held: int, activation: Activation, screen: bool, totals: bool
+) -> Forward | None:
+    """The operator for layers of this form, x [..., K] and w_down [K, N]; None if kernels read only copies of them."""
+    _, shape, strides = form.lies[0]  # type: ignore[misc]
+    if (len(shape) != 2 and strides != contiguous(shape)) or not are_laid(_layer_of(form)[1]):
+        return None
+    return Forward(form, compression, held, activation, screen, totals)
+
+
+def _layer_of(form: Form) -> tuple[Program, Views]:
+    p, (x, *others) = form.program()
+    return p, Views(x if len(x.shape) == 2 else x.matrix(), *others)
 
 
 hybrid_forward = register(
     f"hybrid_forward({LAYER}, int compression, int held=0, {ACTIVATION}, bool screen=False) -> "
-    "(Tensor y, Tensor l1, Tensor nonzeros, "
-    "Tensor entries, Tensor neurons, Tensor chunks, Tensor sizes, Tensor popularity)",
+    "(Tensor y, Tensor l1, Tensor nonzeros, Tensor kept)",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

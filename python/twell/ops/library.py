@@ -187,6 +187,10 @@ def _are_near(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return shape[0] * strides[0] <= _REACH
 
 
+def _are_near_rows(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    return are_rows(shape, strides) and _are_near(shape, strides)
+
+
 def transpose(matrix: Tensor, out: Tensor) -> Tensor:
     """Fill the contiguous ``out`` [C, R] with ``matrix`` [R, C], and return it."""
     blocks = matrix.dtype.itemsize == 2 and matrix.shape[0] % 8 == matrix.shape[1] % 8 == 0
@@ -224,9 +228,19 @@ def tokens(x: Tensor) -> Tensor:
 
 def readable_down(w_down: Tensor) -> Tensor:
     """A down weight [K, N] as programs take it: by rows of neurons, or as nn.Linear stores it; a copy of another."""
-    lies, turned = (w_down.shape, w_down.stride()), (w_down.shape[::-1], w_down.stride()[::-1])
-    in_place = (are_rows(*turned) and _are_near(*turned)) or are_rows(*lies)
-    return w_down if in_place and w_down.data_ptr() % ALIGNMENT == 0 else rows(w_down.t()).t()
+    in_place = _is_readable_down(w_down.shape, w_down.stride()) and w_down.data_ptr() % ALIGNMENT == 0
+    return w_down if in_place else rows(w_down.t()).t()
+
+
+def _is_readable_down(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    return _are_near_rows(shape[::-1], strides[::-1]) or are_rows(shape, strides)
+
+
+def are_laid(layer: Views) -> bool:
+    """Whether ``laid`` copies none of such operands that are aligned."""
+    matrices = all(t is None or _are_near_rows(t.shape, t.strides) for t in layer[:3])
+    biases = all(t is None or t.strides == (1,) for t in layer[4:])
+    return matrices and biases and _is_readable_down(layer.w_down.shape, layer.w_down.strides)
 
 
 def down_rows(p: Program, w_down: View) -> View:

@@ -249,7 +249,9 @@ class AutoStrategy:
         """Let the calls of a bucket, by default of all, ask for their routes again."""
         for each in self._buckets.values() if bucket is None else (bucket,):
             each.version += 1
-        self.routes = {kind: known for kind, known in self.routes.items() if bucket is not None and known[0] is not bucket}
+        self.routes = {
+            kind: known for kind, known in self.routes.items() if bucket is not None and known[0] is not bucket
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
@@ -524,7 +526,10 @@ class AutoStrategy:
             return before
         figures = bucket.figures or self._nearest(_key(problem))
         decision = self._best(problem, figures, None if before is None else before.strategy)
-        held, settled = costs.held(problem, bucket.recent), decision.strategy == "dense" and costs.waits_for_host(problem)
+        held, settled = (
+            costs.held(problem, bucket.recent),
+            decision.strategy == "dense" and costs.waits_for_host(problem),
+        )
         same = before is not None and (before.strategy, bucket.held) == (decision.strategy, held) and not bucket.others
         if not same or not _is_laid_alike(bucket.problem, problem):
             self._forget_routes(bucket)
