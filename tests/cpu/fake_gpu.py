@@ -7,7 +7,6 @@ lengths that tensors share, multiples of lengths and strides, and alignment.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from twell import _modes
 from twell._runtime import device, host, kernel_module, program, resolve, specs
 from twell._runtime.program import Program, View
 
@@ -73,6 +73,7 @@ def install(monkeypatch: pytest.MonkeyPatch, family: str = specs.SM90) -> FakeGp
     # the index of a CPU tensor's device
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(_modes, "_stream_captures", lambda: False)
     monkeypatch.setattr(Tensor, "is_cuda", True)
     compiled = Program.compiled
 
@@ -82,17 +83,8 @@ def install(monkeypatch: pytest.MonkeyPatch, family: str = specs.SM90) -> FakeGp
         return compiled(self)
 
     monkeypatch.setattr(Program, "compiled", recorded)
-    forget_programs()
+    program.forget()
     return gpu
-
-
-def forget_programs() -> None:
-    """Empty the caches of programs."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("twell."):
-            for value in vars(module).values():
-                if isinstance(value, functools._lru_cache_wrapper) and value.__module__ == name:
-                    value.cache_clear()
 
 
 @functools.cache

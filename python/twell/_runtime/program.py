@@ -322,7 +322,8 @@ def allocate(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dty
     """Uninitialised memory on the device of ``like``, which is the current one."""
     if _ALLOCATE is None or not like.is_cuda:
         return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
-    return _ALLOCATE(shape, strides, dtype)  # type: ignore[no-any-return]
+    # it takes no torch.Size
+    return _ALLOCATE(tuple(shape), strides, dtype)  # type: ignore[no-any-return]
 
 
 @nvtx.marked(lambda spec, *_: nvtx.range(spec.op, kernel=spec.symbol))
