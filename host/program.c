@@ -166,12 +166,11 @@ static void destroy(void* self) {
   free(p);
 }
 
-/* Bytes from the first to the last element; -1 where a number is negative or the sum is too large. */
+/* Bytes from the first to the last element; -1 where 63 bits do not hold the number. */
 static int64_t extent(const DLTensor* t) {
   int64_t elements = 1, step, bytes;
   bool empty = false;
   for (int d = 0; d < t->ndim; d++) {
-    if (t->shape[d] < 0 || t->strides[d] < 0) return -1;
     empty = empty || t->shape[d] == 0;
     if (t->shape[d] > 1 && (__builtin_mul_overflow(t->shape[d] - 1, t->strides[d], &step) ||
                             __builtin_add_overflow(elements, step, &elements)))
@@ -192,7 +191,10 @@ static int64_t read_tensor(int64_t* code, int64_t dims, DLTensor* tensor) {
   tensor->ndim = (int)ndim;
   tensor->shape = code + 2;
   tensor->strides = code + 2 + ndim;
-  if (extent(tensor) < 0) return refuse("ValueError", "expected lengths and strides from 0 on that memory can hold");
+  for (const int64_t* size = tensor->shape; size < tensor->shape + 2 * ndim; size++)
+    if (*size < 0) return refuse("ValueError", "expected lengths and strides from 0 on, got %" PRId64, *size);
+  if (extent(tensor) < 0)
+    return refuse("ValueError", "expected a tensor of up to %" PRId64 " bytes, got a larger one", INT64_MAX);
   return ndim;
 }
 
@@ -250,7 +252,10 @@ TVM_FFI_DLL_EXPORT int __tvm_ffi_program(void* self, const TVMFFIAny* args, int3
   if (!code) return refuse("TypeError", "expected a tensor of code and kernels, got none");
   if (!same_dtype(code->dtype, (DLDataType){kDLInt, 64, 1}) || code->device.device_type != kDLCPU || code->ndim != 1 ||
       (code->shape[0] > 1 && code->strides[0] != 1))
-    return refuse("ValueError", "expected code in a contiguous int64 tensor of one dimension on the CPU");
+    return refuse("ValueError",
+                  "expected code in a contiguous int64 tensor of one dimension on the CPU, "
+                  "got %d bits of DLPack's kind %d, %d dimensions, device type %d",
+                  code->dtype.bits, code->dtype.code, (int)code->ndim, (int)code->device.device_type);
 
   const int64_t length = code->shape[0], *numbers = (const int64_t*)address(code);
   if (length > 0 && numbers[OF_FORMAT] != FORMAT)
