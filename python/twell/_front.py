@@ -1,8 +1,8 @@
 """The front of a layer: a call whose kind is known goes from ``forward`` to its launches by one look-up.
 
-A kind of calls is the shape and dtype of x and whether gradients will be needed. A call of it that took the long way
-leaves what computes y; the next one asks only what no kernel checks: modes, hooks, and types of tensors. Everything
-else, such as the layout of a weight that was replaced, is compared by the program itself (``Executable.ran``).
+A kind of calls is the shape, dtype and device of x and whether gradients will be needed. A call of it that took the
+long way leaves what computes y; the next one asks only what no kernel checks: modes, hooks, and types of tensors.
+Everything else, such as the layout of a weight that was replaced, is compared by the program (``Executable.ran``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST = 64
 
 # of x, w_gate, w_up, w_down and biases as ``Operands`` has them: y, or None, with nothing run, if they lie otherwise
 Run = Callable[..., "Tensor | None"]
-_Kind = tuple[torch.Size, torch.dtype, bool]
+_Kind = tuple[torch.Size, torch.dtype, torch.device, bool]
 
 
 class _Known(NamedTuple):
@@ -56,7 +56,7 @@ class Front:
             bucket, version = known[0], known[0].version
         if len(self._known) >= _MOST:
             self._known.clear()
-        self._known[x.shape, x.dtype, training] = _Known(run, site, bucket, version)
+        self._known[x.shape, x.dtype, x.device, training] = _Known(run, site, bucket, version)
 
     def run(self, layer: Any, x: Tensor) -> Tensor | None:
         """y of a call of a known kind; None, with nothing run, of any other."""
@@ -74,7 +74,7 @@ class Front:
                 return None
             needing = needing or operand.requires_grad
         training = needing and torch.is_grad_enabled()
-        kind = x.shape, x.dtype, training
+        kind = x.shape, x.dtype, x.device, training
         known = self._known.get(kind)
         if known is None or not x.is_cuda or nvtx.ON or not _modes.undisturbed() or _modes.profiling():
             return None
@@ -82,7 +82,7 @@ class Front:
         # a gradient is to be laid out as the weight is without twell
         if (laid.fresh and layer._down_layout == "auto") or (training and laid.weight is not None):
             return None
-        if x.device != weights[0].device or x.device.index != torch.cuda.current_device() or _modes.capturing(x):
+        if x.device.index != torch.cuda.current_device() or _modes.capturing(x):
             return None
         if not layer._gated:
             weights.insert(1, None)

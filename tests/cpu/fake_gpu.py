@@ -6,6 +6,7 @@ lengths that tensors share, multiples of lengths and strides, and alignment.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -74,6 +75,7 @@ def install(monkeypatch: pytest.MonkeyPatch, family: str = specs.SM90) -> FakeGp
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(_modes, "_stream_captures", lambda: False)
+    monkeypatch.setattr(device, "relaxed_capture", contextlib.nullcontext)
     monkeypatch.setattr(Tensor, "is_cuda", True)
     compiled = Program.compiled
 

@@ -31,6 +31,7 @@ from twell.nn import SparseGatedMLP, SparseMLP
 from twell.strategy import costs, tables
 from twell.strategy import site as sites
 from twell.strategy.costs import Figures, Problem
+from twell.strategy.plan import Route
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 
@@ -416,9 +417,14 @@ def test_each_kind_and_size_of_calls_has_its_own_choice(chooses: Arrivals) -> No
 
 def test_measures_row_by_running_union(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    sparse = sys.modules["twell.ops.ffn"]._SPARSE_ON_CPU
-    for name, original in list(sparse.items()):
-        monkeypatch.setitem(sparse, name, lambda *a, o=original, n=name: (ran.append(n), o(*a))[1])
+    ffn = sys.modules["twell.ops.ffn"]
+    sparse = ffn._sparse_on_cpu
+
+    def noted(layer: Any, compression: int, activation: Any, route: Route, totals: bool) -> Any:
+        ran.append(route.strategy)
+        return sparse(layer, compression, activation, route, totals)
+
+    monkeypatch.setattr(ffn, "_sparse_on_cpu", noted)
     mlp, x = layer(firing=2), torch.randn(128, K).to(BF16)
     with torch.no_grad():
         for _ in range(6):
@@ -728,57 +734,3 @@ def test_a_capture_does_not_keep_what_eager_calls_chose(monkeypatch: pytest.Monk
     assert site.begin(x, N, True, False, False).strategy == "dense"
     monkeypatch.setattr(_modes, "capturing", lambda x: True)
     assert site.begin(x, N, True, False, False).strategy in ("row", "union")
-
-
-@MODULES
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.usefixtures("chooses")
-def test_a_layer_that_waits_for_the_host_calls_torch(cls: Any, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settled calls are PyTorch's own, give its bits and gradients, count, and end where their conditions do."""
-    monkeypatch.setattr(costs, "HOST_SECONDS", {t: {"dense": 1.0, "row": 2.0, "union": 2.0} for t in (False, True)})
-    mlp, x = layer(cls, 8), torch.randn(256, K, dtype=BF16, requires_grad=training)
-    stock, settled = copy.deepcopy(mlp), []
-    stock.strategy = "dense"
-    by_torch = mlp._by_torch
-    monkeypatch.setattr(mlp, "_by_torch", lambda x: settled.append(x) or by_torch(x))
-    with torch.set_grad_enabled(training):
-        for _ in range(10):
-            assert torch.equal(mlp(x), stock(x))
-        assert 0 < len(settled) < 10
-        assert twell.explain(mlp).rows[0].calls == 10
-        if training:
-            ours, theirs = (torch.autograd.grad(each(x).sum(), [x, *each.parameters()]) for each in (mlp, stock))
-            assert all(map(torch.equal, ours, theirs))
-        before = len(settled)
-        mlp(x, return_aux=True)
-        mlp.record_aux = True
-        mlp(x)
-        mlp.record_aux, mlp.strategy = False, "union"
-        mlp(x)
-        assert len(settled) == before
-
-
-@pytest.mark.usefixtures("chooses")
-def test_a_settled_layer_of_one_projection_for_both_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights that such a layer reads are views; an adapter or a hook hangs on the projection."""
-
-    class Fused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate_up_proj, self.down_proj = nn.Linear(K, 2 * N), nn.Linear(N, K)
-
-        def forward(self, x: Tensor) -> Tensor:
-            gate, up = self.gate_up_proj(x).chunk(2, -1)
-            y: Tensor = self.down_proj(torch.relu(gate) * up)
-            return y
-
-    monkeypatch.setattr(costs, "HOST_SECONDS", {t: {"dense": 1.0, "row": 2.0, "union": 2.0} for t in (False, True)})
-    model, x, seen = nn.ModuleList([Fused().to(BF16)]), torch.randn(256, K, dtype=BF16), []
-    twell.sparsify_(model, names=("gate_up_proj", "down_proj"))
-    twell.nn.set_down_layout(model, "linear")
-    with torch.no_grad():
-        for _ in range(10):
-            model[0](x)
-        model[0].gate_up_proj.register_forward_hook(lambda *_: seen.append(1))
-        model[0](x)
-    assert seen

@@ -223,19 +223,6 @@ def test_traces_and_modes_lay_nothing() -> None:
     assert layout(layer) == "linear"
 
 
-def test_a_settled_dense_call_that_needs_the_gradient_has_it_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = decoding(MODELS["gated"])
-    layer = layer_of(model)
-    layer.strategy = "auto"
-    layer._auto._settled = {(True, BF16, 0): None}
-    monkeypatch.setattr(twell.AutoStrategy, "runs_torchs", lambda *_: True)
-    generate(model)
-    assert layout(model) == "rows"
-    forward(model).float().sum().backward()
-    assert layout(model) == "linear"
-    assert layer.down_proj.weight.grad.is_contiguous()
-
-
 @pytest.mark.parametrize(("fused", "mode"), [(True, True), (True, False), (False, True)])
 def test_fused_optimizers_after_and_between_generation(fused: bool, mode: bool) -> None:
     """They read weights, gradients and their state in memory order."""

@@ -46,6 +46,7 @@ LAYERS = [
     ["twell._pickles", "twell.ops"],
     ["twell._autograd", "twell._sharding", "twell.packed"],
     ["twell._plain"],
+    ["twell._front"],
     ["twell._admission"],
     ["twell.functional", "twell._down_layout"],
     ["twell.nn"],

@@ -19,8 +19,7 @@ import pytest
 import torch
 
 from twell import functional, testing
-from twell._runtime import nvtx
-from twell.ops import library
+from twell._runtime import nvtx, program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,7 +79,7 @@ def test_off_is_as_if_it_were_not_there() -> None:
     def function() -> None: ...
 
     assert nvtx.marked(lambda: nvtx.range("x"))(function) is function
-    for marked in (library.launch, functional._run):
+    for marked in (program.launch, functional._run):
         assert not hasattr(marked, "__wrapped__")
     assert nvtx.range("a", category="b", m=1) is nvtx.range("c")
     code = "import sys, twell; assert 'nvtx' not in sys.modules"
@@ -178,7 +177,7 @@ def get_domain(name):
 CALLS = """
 import contextlib, json, nvtx, torch, twell
 from twell import ops, testing
-from twell.ops import library
+from twell._runtime import program, resolve
 from twell._runtime import resolve, specs
 
 problem = testing.integer_problem(16, 8, 264)
@@ -225,13 +224,13 @@ with noted("compiled step"):
     step(leaves, strategy="union").sum().backward()
 
 # a launch, without a GPU
-library.require_architecture = lambda index: "sm_90a"
+resolve.require_architecture = lambda index: "sm_90a"
 torch.cuda.current_device = lambda: 0
 resolve.resolve = lambda spec, arch: lambda *arguments: None
 with noted("launch"):
     with twell._runtime.nvtx.range("unpack"):
-        library.launch(specs.UnpackSpec("bfloat16"))
-        library.launch(specs.UpDownTokenSpec("bfloat16", 2048, 8, True))
+        program.launch(specs.UnpackSpec("bfloat16"))
+        program.launch(specs.UpDownTokenSpec("bfloat16", 2048, 8, True))
 print(json.dumps(found))
 """
 

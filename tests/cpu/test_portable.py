@@ -20,9 +20,9 @@ from tiny_kernels import Compiler, compile_tiny
 
 from cute_kernels import catalog
 from twell import tuning
-from twell._runtime import cache, device, fingerprint, geometry, log, packaged, resolve, specs
+from twell._runtime import cache, device, fingerprint, geometry, log, packaged, program, resolve, specs
 from twell.commands import info
-from twell.ops import hybrid, library
+from twell.ops import hybrid
 from twell.strategy import costs, tables
 from twell.strategy import site as sites
 
@@ -90,13 +90,13 @@ def test_a_launch_loads_the_library_of_its_architecture_alone(
     gpu(capability)
     arch = GPUS[capability]
     assert arch is not None
-    assert library.require_architecture(0) == arch
+    assert resolve.require_architecture(0) == arch
     assert tuning.family(0) == specs.ARCHITECTURES[arch]
     opened: list[Path] = []
     load = packaged.load
     monkeypatch.setattr(packaged, "load", lambda path, symbol: opened.append(path) or load(path, symbol))  # type: ignore[func-returns-value]
     spec = tuning.gathered(torch.bfloat16, 1, tuning.family(0))
-    assert library.launchable(0, spec)
+    assert resolve.launchable(0, spec)
     assert resolve.resolve(spec, arch)() == list(specs.ARCHITECTURES).index(arch)  # type: ignore[func-returns-value]
     assert set(opened) == {packaged.folder_of(arch) / packaged.LIBRARY}
     there = device.Device(0, "NVIDIA Pretended", capability, 100, 80 << 30)
@@ -150,11 +150,11 @@ def test_older_gpus_are_refused(gpu: Callable[[Capability], None], compiler: Com
     with pytest.raises(
         NotImplementedError, match=r"need compute capability 8\.x, 9\.x, 10\.x or 12\.x, got 7\.5 on cuda:0; use"
     ):
-        library.launch(tuning.unpack(torch.bfloat16))
+        program.launch(tuning.unpack(torch.bfloat16))
     gpu((11, 0))
     with pytest.raises(NotImplementedError, match=r"10\.x or 12\.x, got 11\.0 on cuda:0"):
-        library.require_architecture(0)
-    assert not library.launchable(0, tuning.unpack(torch.bfloat16))
+        resolve.require_architecture(0)
+    assert not resolve.launchable(0, tuning.unpack(torch.bfloat16))
     assert not compiler.compiled
     for capability, arch in GPUS.items():
         gpu(capability)

@@ -20,8 +20,7 @@ from torch.autograd import forward_ad
 import twell
 from twell import _autograd, ops, testing, tuning
 from twell._activation import activation_of
-from twell._runtime import geometry, resolve, specs
-from twell.ops import library
+from twell._runtime import device, geometry, resolve, specs
 from twell.strategy import costs
 from twell.strategy import site as sites
 
@@ -270,7 +269,7 @@ def stand_in(**changes: Any) -> Any:
 def test_large_plain_gates_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     capturing = False
-    monkeypatch.setattr(library, "launchable", lambda *question: asked.append(question) or True)
+    monkeypatch.setattr(resolve, "launchable", lambda *question: asked.append(question) or True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     operands = [torch.zeros(2), torch.nn.Parameter(torch.zeros(2))]
     assert _autograd.fuses(stand_in(), operands)
@@ -282,7 +281,7 @@ def test_large_plain_gates_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not _autograd.fuses(few, operands)
     capturing = True
     assert _autograd.fuses(few, operands)
-    monkeypatch.setattr(library, "launchable", lambda *question: False)
+    monkeypatch.setattr(resolve, "launchable", lambda *question: False)
     assert not _autograd.fuses(stand_in(), operands)
 
 
@@ -371,13 +370,13 @@ def test_without_kernels_dense_layers_do_without(
     assert [resolve.obtainable(other) for _ in range(2)] == [True] * 2
     assert len(looked) == 3
 
-    monkeypatch.setattr(library.device, "capability", lambda index: (9, 0) if index else (7, 5))
-    assert library.launchable(1, other)
-    assert not library.launchable(1, other, spec)
-    assert not library.launchable(0, other)
+    monkeypatch.setattr(device, "capability", lambda index: (9, 0) if index else (7, 5))
+    assert resolve.launchable(1, other)
+    assert not resolve.launchable(1, other, spec)
+    assert not resolve.launchable(0, other)
 
     def no_bindings(index: int) -> tuple[int, int]:
         raise RuntimeError("cuda.bindings is not usable")
 
-    monkeypatch.setattr(library.device, "capability", no_bindings)
-    assert not library.launchable(1, other)
+    monkeypatch.setattr(device, "capability", no_bindings)
+    assert not resolve.launchable(1, other)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import twell
 from twell import _autograd, functional, ops, testing, tuning
-from twell.ops import library
+from twell._runtime import program
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -73,7 +73,7 @@ def test_nothing_else_is_written() -> None:
             spare = [torch.full((size + 8200,), 7.0, dtype=BF16, device="cuda") for _ in range(1 + backward)]
             sources = (dh, gate, up) if backward else (gate, up)
             rows = () if backward else (size, 0)
-            library.launch(tuning.reglu(BF16, backward=backward), *sources, *(t[:size] for t in spare), *rows, 0, 0)
+            program.launch(tuning.reglu(BF16, backward=backward), *sources, *(t[:size] for t in spare), *rows, 0, 0)
             expected = torchs(dh, gate, up)[1:] if backward else torchs(dh, gate, up)[:1]
             for t, right in zip(spare, expected, strict=True):
                 assert same_bits(t[:size], right)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from tests.gpu.strategies import BF16, BIASES, CUDA, DTYPES, FP16, check, output, pack
 from twell import ops, testing, tuning
-from twell._runtime import device, geometry, specs
-from twell.ops import library
+from twell._runtime import device, geometry, program, specs
 from twell.ops.gate_pack import outputs
 from twell.testing import FFN
 
@@ -35,7 +34,7 @@ def test_tiles_of_all_sizes_give_the_same_bits(dtype: torch.dtype, compression: 
     def by_tiles(tokens: int) -> tuple[Tensor, ...]:
         packed = outputs(problem.x, problem.w_gate, compression)
         spec = specs.GatePackSpec(str(dtype).removeprefix("torch."), tokens, family=family)
-        library.launch(spec, problem.x, problem.w_gate, b_gate, *packed, width, 0, ctas)
+        program.launch(spec, problem.x, problem.w_gate, b_gate, *packed, width, 0, ctas)
         return packed
 
     first, *others = (testing.poisoned(lambda tokens=tokens: by_tiles(tokens)) for tokens in choices)

@@ -1,0 +1,403 @@
+"""The front of layers, on a fake GPU: which calls go to their launches at once, and what sends one the long way."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import twell
+from tests.cpu import fake_gpu
+from tests.cpu.fake_gpu import FakeGpu
+from twell import _modes, functional
+from twell._runtime import program
+from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
+from twell.strategy import costs, tables
+
+BF16 = torch.bfloat16
+K, N = 64, 256
+CLASSES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    yield fake_gpu.install(monkeypatch)
+    program.forget()
+
+
+@pytest.fixture
+def long(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """x of each call that took the long way."""
+    calls: list[Tensor] = []
+    run = functional.run
+
+    def counted(function: Any, given: Any, *others: Any) -> Any:
+        calls.append(given.x)
+        return run(function, given, *others)
+
+    monkeypatch.setattr(functional, "run", counted)
+    return calls
+
+
+@pytest.fixture
+def chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "auto" chooses on the fake GPU, and figures arrive at once."""
+    monkeypatch.setattr(tables, "imposed", lambda kind, index: "")
+    monkeypatch.setattr(functional, "imposed_on_call", lambda kind, index: "")
+    monkeypatch.setattr(twell.strategy.site, "Transfer", Arrived)
+
+
+class Arrived:
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def arrived(self) -> bool:
+        return True
+
+    def read(self) -> list[int]:
+        return [8] * self.values.numel()
+
+
+def layer(cls: Any = SparseGatedMLP, strategy: Any = "union", bias: bool = False) -> Any:
+    """A layer for inference, its down weight by rows."""
+    made = cls(K, N, bias, strategy=strategy, dtype=BF16).eval().requires_grad_(False)
+    set_down_layout(made, "rows")
+    return made
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(*shape, K).to(BF16)
+
+
+@CLASSES
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("strategy", ["union", "row"])
+def test_the_second_call_of_a_shape_goes_to_its_launches(
+    cls: Any, bias: bool, strategy: str, gpu: FakeGpu, long: list[Tensor]
+) -> None:
+    mlp = layer(cls, strategy, bias)
+    for shape in ((5,), (2, 40), (1, 1), (200,)):
+        long.clear()
+        x = tokens(*shape)
+        first = mlp(x)
+        launched = list(gpu.launches)
+        gpu.clear()
+        again = mlp(x)
+        assert len(long) == 1
+        assert again.shape == first.shape == x.shape
+        assert [spec for spec, _ in gpu.launches] == [spec for spec, _ in launched]
+        # the operands themselves, and y
+        given = {t.data_ptr() for t in (x, *mlp.parameters(), again)}
+        read = {a.data_ptr() for _, arguments in gpu.launches for a in arguments if isinstance(a, Tensor) and a.numel()}
+        assert given <= read
+        gpu.clear()
+
+
+def test_x_of_other_rows_takes_the_long_way_and_is_right(gpu: FakeGpu, long: list[Tensor]) -> None:
+    mlp, x = layer(), tokens(6)
+    wide, odd = torch.zeros(6, 2 * K, dtype=BF16)[:, :K], torch.zeros(6 * K + 1, dtype=BF16)[1:].view(6, K)
+    for given in (x, x, wide, odd, x.clone().t().contiguous().t()):
+        gpu.clear()
+        mlp(given)
+        (pack, arguments), *_ = gpu.launches
+        assert pack.op.startswith("gate_pack")
+        assert torch.equal(arguments[0], given)
+        assert arguments[0].stride(1) == 1
+        assert arguments[0].data_ptr() % 16 == 0
+    assert len(long) == 4
+
+
+class _Functions(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class _Dispatches(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class _Odd(Tensor):
+    pass
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu", BF16),
+    "a function mode": _Functions,
+    "a dispatch mode": _Dispatches,
+    "a profiler": lambda: torch.profiler.profile(),
+    "forward-mode AD": lambda: torch.autograd.forward_ad.dual_level(),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore")
+def test_modes_send_a_call_the_long_way(mode: str, long: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp, x = layer(), tokens(5)
+    mlp(x), mlp(x)
+    assert len(long) == 1
+    # what happens there is not of this test: on a fake GPU it may fail
+    with contextlib.suppress(Exception), MODES[mode]():
+        mlp(x)
+    assert len(long) == 2
+    mlp(x)
+    assert len(long) == 2
+
+
+def test_a_capture_sends_a_call_the_long_way(long: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp, x = layer(), tokens(5)
+    mlp(x), mlp(x)
+    monkeypatch.setattr(_modes, "_stream_captures", lambda: True)
+    mlp(x), mlp(x)
+    assert len(long) == 3
+    monkeypatch.setattr(_modes, "_stream_captures", lambda: False)
+    mlp(x)
+    assert len(long) == 3
+
+
+def test_another_current_device_sends_a_call_the_long_way(long: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp, x = layer(), tokens(5)
+    mlp(x), mlp(x)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with contextlib.suppress(Exception):
+        mlp(x)
+    assert len(long) == 2
+
+
+def _replace(mlp: Any) -> None:
+    mlp.up_proj = copy.deepcopy(mlp.up_proj)
+    mlp.up_proj.forward = lambda x: x
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "strategy": lambda mlp: setattr(mlp, "strategy", "row"),
+    "set_strategy": lambda mlp: twell.nn.set_strategy(mlp, "row"),
+    "invariant": lambda mlp: twell.nn.set_strategy(mlp, "row", invariant=True),
+    "compression": lambda mlp: setattr(mlp, "compression", 4),
+    "activation": lambda mlp: setattr(mlp, "activation", "relu2"),
+    "record_aux": lambda mlp: setattr(mlp, "record_aux", True),
+    "a layout": lambda mlp: set_down_layout(mlp, "linear"),
+    "a weight of another layout": lambda mlp: setattr(mlp.up_proj.weight, "data", torch.zeros(K, N, dtype=BF16).t()),
+    "a weight out of line": lambda mlp: setattr(
+        mlp.up_proj.weight, "data", torch.zeros(N * K + 1, dtype=BF16)[1:].view(N, K)
+    ),
+    "a bias": lambda mlp: setattr(mlp.down_proj, "bias", nn.Parameter(torch.zeros(K, dtype=BF16), False)),
+    "a cast": lambda mlp: mlp.to(torch.float16).to(BF16),
+}
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "a hook": lambda mlp: mlp.gate_proj.register_forward_hook(lambda *_: None),
+    "a replaced forward": _replace,
+    "a weight of a subclass": lambda mlp: mlp.up_proj._parameters.update(
+        weight=torch.zeros(N, K, dtype=BF16).as_subclass(_Odd)
+    ),
+    "a global hook": lambda mlp: nn.modules.module.register_module_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_layer_is_looked_at_again(change: str, gpu: FakeGpu, long: list[Tensor]) -> None:
+    mlp, x = layer(), tokens(5)
+    mlp(x), mlp(x)
+    assert len(long) == 1
+    CHANGES[change](mlp)
+    with contextlib.suppress(RuntimeError):
+        mlp(x)
+    assert len(long) == 2
+
+
+@pytest.mark.parametrize("change", HOOKS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_projection_that_is_more_than_a_product_is_called(change: str, gpu: FakeGpu, long: list[Tensor]) -> None:
+    mlp, x = layer(), tokens(5)
+    mlp(x), mlp(x)
+    gpu.clear()
+    handle = HOOKS[change](mlp)
+    try:
+        with contextlib.suppress(RuntimeError):
+            mlp(x)
+    finally:
+        if change == "a global hook":
+            handle.remove()
+    # neither by the front nor by kernels
+    assert not gpu.launches
+
+
+def test_other_tensors_take_the_long_way(gpu: FakeGpu, long: list[Tensor]) -> None:
+    mlp, x = layer(), tokens(5)
+    mlp(x), mlp(x)
+    for other in (torch._neg_view(-x), nn.Parameter(x, False), x.as_subclass(_Odd), x.half()):
+        before = len(long)
+        with contextlib.suppress(Exception):
+            mlp(other)
+        assert len(long) == before + 1
+
+
+@CLASSES
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_step_goes_to_its_launches(cls: Any, bias: bool, gpu: FakeGpu, long: list[Tensor]) -> None:
+    mlp = layer(cls, "union", bias).train().requires_grad_()
+    x = tokens(3, 50).requires_grad_()
+    steps = []
+    for _ in range(3):
+        gpu.clear()
+        mlp(x).backward(torch.ones_like(x))
+        steps.append(gpu.names())
+        assert all(p.grad is not None and p.grad.stride() == p.stride() for p in (x, *mlp.parameters()))
+    assert len(long) == 1
+    assert steps[0] == steps[1] == steps[2]
+    with torch.no_grad():
+        mlp(x)
+    assert len(long) == 2
+
+
+def test_frozen_parts_need_no_gradient(gpu: FakeGpu, long: list[Tensor]) -> None:
+    mlp = layer().train().requires_grad_()
+    x = tokens(50)
+    for frozen in ((), ("gate_proj",), ("gate_proj", "up_proj")):
+        for name, child in mlp.named_children():
+            child.requires_grad_(name not in frozen)
+            child.weight.grad = None
+        mlp(x).backward(torch.ones_like(x))
+        assert [p.grad is None for p in mlp.parameters()] == [name in frozen for name, _ in mlp.named_children()]
+    assert len(long) == 1
+
+
+@pytest.mark.usefixtures("chooses")
+@pytest.mark.parametrize("training", [False, True])
+def test_auto_takes_the_long_way_where_it_measures_alone(
+    training: bool, gpu: FakeGpu, long: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the host is never the limit
+    monkeypatch.setattr(costs, "HOST_SECONDS", {False: {}, True: {}})
+    mlp, x = layer(strategy="auto"), tokens(2048)
+    mlp.requires_grad_(training)
+    calls = []
+    for i in range(200):
+        before = len(long)
+        mlp(x)
+        if len(long) > before:
+            calls.append(i)
+    # the calls that measure, and the ones behind those that changed the choice
+    due = {0, 1, 2, 4, 8, 16, 32, 64, 128, 192}
+    assert due <= set(calls)
+    assert len(calls) <= len(due) + 2
+    (row,) = twell.explain(mlp).rows
+    assert row.calls == 200
+
+
+@pytest.mark.usefixtures("chooses")
+@pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_dense_choice_is_torchs_own(
+    cls: Any, training: bool, gpu: FakeGpu, long: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bits and its gradients, in few calls of the long way: a call that measures is a power of two."""
+    monkeypatch.setattr(costs, "HOST_SECONDS", {t: {"dense": 1.0, "row": 2.0, "union": 2.0} for t in (False, True)})
+    mlp, x = layer(cls, "auto", bias=True).requires_grad_(training), tokens(4, 40).requires_grad_(training)
+    stock = copy.deepcopy(mlp)
+    stock.strategy = "dense"
+    for _ in range(200):
+        assert torch.equal(mlp(x), stock(x))
+    ours = [given for given in long if given is x]
+    # both layers: those of "dense" take it once
+    assert len(ours) <= 9 + 3
+    assert twell.explain(mlp).rows[0].calls == 200
+    if training:
+        grads = [torch.autograd.grad(each(x).sum(), [x, *each.parameters()]) for each in (mlp, stock)]
+        assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.usefixtures("chooses")
+def test_a_screen_that_is_switched_off_ends_what_is_known(gpu: FakeGpu, long: list[Tensor]) -> None:
+    mlp, x = layer(strategy="auto"), tokens(2048)
+    for _ in range(12):
+        mlp(x)
+    before = len(long)
+    mlp(x)
+    assert len(long) == before
+    mlp.screen = "off"
+    mlp(x)
+    assert len(long) == before + 1
+
+
+@pytest.mark.usefixtures("chooses")
+def test_checkpoints_of_auto_take_the_long_way(gpu: FakeGpu, long: list[Tensor]) -> None:
+    """There the choice is held until backward is through."""
+    mlp, x = layer(strategy="auto").requires_grad_(), tokens(64)
+    for _ in range(12):
+        mlp(x)
+    before = len(long)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        mlp(x)
+    assert len(long) == before + 1
+
+
+def test_what_a_layer_remembers_is_bounded(gpu: FakeGpu, long: list[Tensor]) -> None:
+    mlp = layer()
+    for m in range(1, 200):
+        mlp(tokens(m))
+        assert len(mlp._front._known) <= 64
+
+
+def test_copies_and_pickles_know_nothing(gpu: FakeGpu, long: list[Tensor]) -> None:
+    mlp, x = layer(), tokens(5)
+    mlp(x), mlp(x)
+    for other in (copy.deepcopy(mlp), pickle.loads(pickle.dumps(mlp))):
+        before = len(long)
+        other(x), other(x)
+        assert len(long) == before + 1
+
+
+def test_threads_share_a_layer(gpu: FakeGpu, long: list[Tensor]) -> None:
+    mlp = layer()
+    xs = [tokens(m) for m in (1, 5, 70, 300)]
+    wrong: list[Any] = []
+
+    def call(x: Tensor) -> None:
+        for _ in range(50):
+            if mlp(x).shape != x.shape:
+                wrong.append(x.shape)
+
+    threads = [threading.Thread(target=call, args=(x,)) for x in xs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(long) <= 16
+
+
+def test_a_layer_of_one_projection_for_both_asks_it(gpu: FakeGpu, long: list[Tensor]) -> None:
+    """The weights that such a layer reads are views; an adapter or a hook hangs on the projection."""
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj, self.down_proj = nn.Linear(K, 2 * N), nn.Linear(N, K)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = self.gate_up_proj(x).chunk(2, -1)
+            y: Tensor = self.down_proj(torch.relu(gate) * up)
+            return y
+
+    model, x, seen = nn.ModuleList([Fused().to(BF16)]), tokens(256), []
+    with pytest.MonkeyPatch.context() as own:
+        # conversion tries blocks, for which a CPU is a CPU
+        own.setattr(Tensor, "is_cuda", False)
+        twell.sparsify_(model, names=("gate_up_proj", "down_proj"))
+    set_down_layout(model, "linear")
+    with torch.no_grad():
+        for _ in range(10):
+            model[0](x)
+        model[0].gate_up_proj.register_forward_hook(lambda *_: seen.append(1))
+        model[0](x)
+    assert seen
