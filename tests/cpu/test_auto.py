@@ -148,7 +148,10 @@ def test_few_tokens_have_a_choice_for_each_number_of_them() -> None:
     assert {site.choose(problem(m)).strategy for m in sizes} == {"row"}
 
 
-def test_calls_between_decisions_take_a_short_way(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("training", [False, True])
+def test_calls_between_decisions_take_a_short_way(
+    training: bool, chooses: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which gives the same routes, counts the calls, and ends with each decision, capture and change of the layer."""
     short, long = sites.AutoStrategy(period=16), sites.AutoStrategy(period=16)
     decided: list[Any] = []
@@ -158,21 +161,170 @@ def test_calls_between_decisions_take_a_short_way(chooses: Arrivals, monkeypatch
     draw = random.Random(0)
     for i in range(200):
         long.routes.clear()
-        arguments = (xs[draw.choice((100, 120))], N, True, False, False)
+        arguments = (xs[draw.choice((100, 120))], N, True, training, False)
         assert short.begin(*arguments)[::3] == long.begin(*arguments)[::3]
         if i % 50 == 49:
             for site in (short, long):
-                site.observe(Problem(100, K, N, True, False), DENSE if i % 100 == 49 else SPARSE)
+                site.observe(Problem(100, K, N, True, training), DENSE if i % 100 == 49 else SPARSE)
     assert [row[2:7] for row in short.explain()] == [row[2:7] for row in long.explain()]
     assert short.explain()[0].calls == 200
     assert decided.count(short) < 80 < decided.count(long)
     monkeypatch.setattr(_modes, "capturing", lambda _: True)
-    short.begin(xs[100], N, True, False, False)
+    short.begin(xs[100], N, True, training, False)
     assert short.explain()[0].calls == 200
     assert short.explain()[-1].graph == "captured"
     monkeypatch.setattr(_modes, "capturing", lambda _: False)
-    short.begin(xs[100], 2 * N, True, False, False)
+    short.begin(xs[100], 2 * N, True, training, False)
     assert [row.calls for row in short.explain()] == [1]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_module_can_keep_a_route_and_count_by_itself(training: bool, chooses: Arrivals) -> None:
+    """While ``version`` stays, ``counted`` stands for ``begin``, except for the calls that decide and measure."""
+    short, long = sites.AutoStrategy(period=8), sites.AutoStrategy(period=8)
+    x, kept, took = torch.zeros(100, K, dtype=BF16), (0, None), []
+    call = (N, True, training, False, False)
+    for i in range(100):
+        version, known = kept
+        if known is not None and version == short.version and short.counted(known[0]):
+            took.append(i)
+            route = known[1]
+        else:
+            route = short.begin(x, *call)
+            kept = short.version, short.routes.get((x.shape, *call))
+        assert route[::3] == long.begin(x, *call)[::3], i
+        if i == 50:
+            for site in (short, long):
+                site.observe(Problem(100, K, N, True, training), DENSE)
+    assert [row[2:7] for row in short.explain()] == [row[2:7] for row in long.explain()]
+    # calls 0, 1, 2, 4, 8, 16, 24, ... decide, and the ones behind them ask for the route
+    due = {0, 1, 2, 4, *range(8, 100, 8)}
+    assert set(took) == set(range(100)) - due - {call + 1 for call in due}
+
+
+def test_what_ends_the_routes_that_modules_keep(chooses: Arrivals) -> None:
+    """Each gives the site a version that no site had before; routes that could be wrong are forgotten."""
+    site, x, known = sites.AutoStrategy(period=4), torch.zeros(100, K, dtype=BF16), set()
+
+    def changed() -> bool:
+        new = site.version not in known
+        known.add(site.version)
+        return new
+
+    def run(calls: int, training: bool = True, n: int = N) -> None:
+        for _ in range(calls):
+            site.begin(x, n, True, training, False)
+
+    assert changed()
+    run(4)
+    assert changed()
+    assert site.routes
+    site.screen = "auto"
+    run(0)
+    assert not changed()
+    site.screen = "off"
+    assert changed()
+    assert not site.routes
+    run(2)
+    changed()
+    run(2)
+    assert not changed()
+    # the decision of another kind of call
+    run(1, training=False)
+    assert changed()
+    run(4, training=False)
+    changed()
+    # another layer
+    run(4, n=2 * N)
+    assert changed()
+    assert all(kind[1] == 2 * N for kind in site.routes)
+    site.observe(Problem(100, K, N, True, True), DENSE)
+    assert changed()
+    assert not site.routes
+    # so many kinds that they are forgotten
+    for m in range(600):
+        for _ in range(4):
+            site.begin(torch.zeros(m, K, dtype=BF16), 2 * N, True, True, False)
+    assert changed()
+    assert len(site.routes) <= 256
+    other = copy.deepcopy(site)
+    assert not other.routes
+    assert other.version not in known
+
+
+def test_checkpoints_and_backward_passes_keep_no_routes(chooses: Arrivals) -> None:
+    """Nor do they use one: the site must hold its choice for them, or give the one of the forward pass."""
+    site, x = sites.AutoStrategy(period=64), torch.zeros(100, K, dtype=BF16)
+    # no call before 64 is due after these
+    for _ in range(33):
+        site.choose(Problem(100, K, N, True, True, eager=True))
+
+    def holders() -> list[Any]:
+        return [site.begin(x, N, True, True, False).holder for _ in range(2)]
+
+    def of_a_checkpoint() -> list[Any]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return holders()
+
+    class InBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Any) -> Any:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            holders()
+            return gradient
+
+    assert of_a_checkpoint() == [site, site]
+    InBackward.apply(torch.zeros((), requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+    assert not site.routes
+    assert holders() == [None, None]
+    assert site.routes
+    assert of_a_checkpoint() == [site, site]
+    assert site.explain()[0].calls == 41
+
+
+def test_a_late_decision_comes_with_the_first_call_that_may_decide(chooses: Arrivals) -> None:
+    site, x = sites.AutoStrategy(period=64), torch.zeros(100, K, dtype=BF16)
+    call = Problem(100, K, N, True, True, eager=True)
+    site.observe(call, SPARSE)
+    for _ in range(63):
+        assert site.choose(call).strategy == "union"
+
+    def strategies(calls: int) -> set[str]:
+        return {site.begin(x, N, True, True, False).strategy for _ in range(calls)}
+
+    assert strategies(1) == {"union"}
+    assert site.routes
+    y = torch.zeros(1, requires_grad=True) + 1
+    site.hold(y)
+    site.observe(call, DENSE)
+    # call 64 is due, and the pass is open
+    assert strategies(4) == {"union"}
+    del y
+    assert strategies(2) == {"dense"}
+
+
+def test_pickles_of_version_0_2_find_what_moved() -> None:
+    site = twell.AutoStrategy(period=4)
+    for training, figures in ((False, SPARSE), (True, DENSE)):
+        site.observe(problem(256, training), figures)
+        site.choose(problem(256, training))
+    written = pickle.dumps(site, protocol=0)
+    moved = {
+        "twell.strategy.site\nBucket": "twell._auto\n_Bucket",
+        "twell.strategy.site\n": "twell._auto\n",
+        "twell.strategy.costs\n": "twell.tuning\n",
+    }
+    for now, then in moved.items():
+        assert f"c{now}".encode() in written
+        written = written.replace(f"c{now}".encode(), f"c{then}".encode())
+    assert b"strategy." not in written
+    other = pickle.loads(written)
+    assert type(other) is twell.AutoStrategy
+    assert other.explain() == site.explain()
+    assert other.choose(problem(256)) == site.choose(problem(256))
 
 
 def test_a_dense_layer_of_one_product_is_harder_to_beat(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:

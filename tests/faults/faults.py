@@ -169,17 +169,24 @@ FAULTS = (
     ),
     Fault(
         "auto: union of a partial tile counts as one of a whole",
-        "python/twell/sites.py",
+        "python/twell/strategy/site.py",
         "neurons = m // geometry.TOKEN_TILE * n",
         "neurons = -(-m // geometry.TOKEN_TILE) * n",
         'tests/cpu/test_auto.py -k "measures_what or measures_the"',
     ),
     Fault(
         "auto: captured call is measured",
-        "python/twell/sites.py",
+        "python/twell/strategy/site.py",
         "if not real or capturing or not self.heeds(x)",
         "if not real or not self.heeds(x)",
         "tests/cpu/test_auto.py tests/cpu/test_auto_graphs.py -k captur",
+    ),
+    Fault(
+        "auto: a checkpoint takes a remembered route",
+        "python/twell/strategy/site.py",
+        "and not (training and (_modes.checkpointed() or _modes.in_backward()))",
+        "",
+        "tests/cpu/test_auto.py -k keep_no_routes",
     ),
     Fault(
         "auto: costs interpolated from the wrong end",
@@ -271,9 +278,16 @@ FAULTS = (
     ),
     Fault(
         "refusals: layer without neurons is taken",
-        "python/twell/_admission.py",
+        "python/twell/strategy/plan.py",
         "        if size == 0 or size % 8:",
         "        if size % 8:",
         "tests/cpu/test_functional.py tests/cpu/test_ops.py -k sizes",
+    ),
+    Fault(
+        "refusals: a transform is dense whatever was named",
+        "python/twell/strategy/plan.py",
+        '    if asked == "auto":\n        return Route("dense", reason="transforms',
+        '    if asked:\n        return Route("dense", reason="transforms',
+        "tests/cpu/test_plan.py -k refusals",
     ),
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 def describe(model: Any) -> dict[str, Any]:
     """The class of the model and those of its FFNs, how their down weights lie in memory, and what "auto" did."""
-    from twell.strategy import site as sites
+    from twell.strategy.site import found
 
     layers = [layer.mlp for layer in model.model.layers]
     rows = [
@@ -26,7 +26,7 @@ def describe(model: Any) -> dict[str, Any]:
         if name == "down_proj" and hasattr(child, "weight")
     ]
     weights = [next(layer.parameters()) for layer in layers]
-    sites = [site for site in map(sites.found, weights) if site is not None]
+    sites = [site for site in map(found, weights) if site is not None]
     choices = [
         [[row.tokens, row.calls, row.figures and row.figures.nonzeros] for row in site.explain()] for site in sites
     ]

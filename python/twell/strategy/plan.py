@@ -48,8 +48,8 @@ class Facts(NamedTuple):
     invariant: Any = False
     site: bool = False
     screen: bool = False
-    n: int | None = None
-    k: int | None = None
+    n: Any = None
+    k: Any = None
     compression: Any = 8
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
@@ -166,7 +166,7 @@ def unpackable(facts: Facts, instead: str = _DENSE_TAKES_IT) -> Refusal | None:
         what = f"compression must be one of {geometry.COMPRESSIONS}, got {facts.compression!r}"
         return _refusal(ValueError, facts, what)
     for letter, size, limit in (("K", facts.k, specs.K_CLASSES[-1]), ("N", facts.n, geometry.MAX_NEURONS)):
-        if not size or size % 8:
+        if size == 0 or size % 8:
             what = f"{letter} must be a positive multiple of 8 for the sparse kernels, got {size}{instead}"
             return _refusal(ValueError, facts, what)
         if size > limit:

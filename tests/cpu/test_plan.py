@@ -1,0 +1,238 @@
+"""``plan``: every route and every refusal by facts alone, in a world where torch traces and transforms nothing."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from twell._runtime import geometry, specs
+from twell.strategy import plan as module
+from twell.strategy.plan import PACKED_DTYPES, STRATEGIES, Facts, Refusal, Route, plan, route_of, routed, unpackable
+
+FP32, FP64 = torch.float32, torch.float64
+DENSE = 'use strategy="dense", or "auto", which is dense then'
+TRANSFORM = "x of a transform of torch.func"
+ONNX = (
+    "cannot be exported to ONNX, which has no such operators; export with "
+    'strategy="dense", or "auto", which is dense then, or by torch.export'
+)
+EXPORT = (
+    "exports inference alone, got grad mode and operands that require grad (x, w_up); export under torch.no_grad(), "
+    'with frozen weights or with strategy="dense"'
+)
+TAKES = '; strategy="dense" takes it'
+MOVES = "the threshold is a tensor, which changes during training"
+CALLED = "a projection is more than a weight and a bias"
+WIDE = "32-bit values run sparse in training alone"
+
+# facts that differ from the defaults, strategy, reason
+ROUTES: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "auto", ""),
+    ({"training": True}, "auto", ""),
+    ({"training": True, "tracing": True, "site": True}, "auto", ""),
+    ({"tracing": True}, "auto", ""),
+    ({"training": True, "tracing": True}, "union", "a graph that trains keeps one strategy, and nothing is known"),
+    ({"imposed": "no kernels"}, "dense", "no kernels"),
+    ({"imposed": "no kernels", "dtype": FP32, "device": "cpu", "training": True}, "dense", "no kernels"),
+    ({"imposed": "no kernels", "strategy": "row"}, "row", "it was named"),
+    ({"strategy": "row"}, "row", "it was named"),
+    ({"strategy": "row", "training": True}, "union", 'training is the same by "row" and by "union"'),
+    ({"strategy": "union"}, "union", "it was named"),
+    ({"strategy": "union", "training": True}, "union", "it was named"),
+    ({"strategy": "union", "tracing": True, "exporting": True}, "union", "it was named"),
+    ({"invariant": True}, "row", "invariant=True"),
+    ({"invariant": True, "strategy": "row"}, "row", "invariant=True"),
+    ({"invariant": True, "imposed": "no kernels", "site": True}, "row", "invariant=True"),
+    *(
+        ({"dtype": dtype, "device": "cpu", "strategy": strategy, "training": training}, way, WIDE)
+        for dtype in (FP32, FP64)
+        for strategy in ("auto", "row", "union")
+        for training, way in ((False, "dense"), (True, "union"))
+    ),
+    ({"dtype": FP32, "device": "cpu", "invariant": True}, "dense", WIDE),
+    # nothing limits "dense"
+    (
+        {"strategy": "dense", "n": 3, "k": 0, "compression": "no", "dtype": torch.float8_e4m3fn, "device": "xpu"},
+        "dense",
+        "it was named",
+    ),
+    ({"strategy": "dense", "transformed": TRANSFORM, "onnx": True, "training": True}, "dense", "it was named"),
+    ({"transformed": TRANSFORM}, "dense", "transforms of torch.func and exports of this kind"),
+    ({"onnx": True}, "dense", "transforms of torch.func and exports of this kind"),
+    ({"exporting": True, "training": True}, "dense", "transforms of torch.func and exports of this kind"),
+    ({"exporting": True}, "auto", ""),
+    ({"overridden": "x, a Noisy,", "strategy": "union"}, "dense", "x, a Noisy,"),
+    ({"overridden": "x, a Noisy,", "dtype": torch.int8}, "dense", "x, a Noisy,"),
+    *(({"moving": True, "strategy": strategy, "n": 3, "k": 3}, "dense", MOVES) for strategy in STRATEGIES),
+    *(({"called": True, "strategy": strategy, "onnx": True}, "dense", CALLED) for strategy in STRATEGIES),
+    ({"n": 65536, "k": 16384}, "auto", ""),
+    *(({"compression": compression}, "auto", "") for compression in geometry.COMPRESSIONS),
+    *(({"n": 8, "k": 8, "device": device}, "auto", "") for device in ("cpu", "cuda", "meta")),
+]
+
+SHAPE: dict[str, Any] = {"n": 264, "k": 32}
+# facts, exception, message without the name
+REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"strategy": "best"}, ValueError, 'strategy must be "auto", "dense", "row" or "union", got \'best\''),
+    ({"strategy": None}, ValueError, 'strategy must be "auto", "dense", "row" or "union", got None'),
+    ({"strategy": ["row"]}, ValueError, 'strategy must be "auto", "dense", "row" or "union", got [\'row\']'),
+    (
+        {"strategy": "screened"},
+        ValueError,
+        'strategy "screened" is gone: "auto" screens where that was measured to pay, unless screen="off"',
+    ),
+    ({"strategy": "proven"}, ValueError, 'strategy "proven" is gone: use "union", which never screens'),
+    ({"strategy": "invariant"}, ValueError, 'strategy "invariant" is gone: use strategy="row", invariant=True'),
+    ({"invariant": 1}, TypeError, "invariant must be True or False, got 1"),
+    ({"invariant": None}, TypeError, "invariant must be True or False, got None"),
+    *(
+        (
+            {"invariant": True, "strategy": strategy},
+            ValueError,
+            f'strategy must be "auto" or "row" with invariant=True, got "{strategy}"',
+        )
+        for strategy in ("dense", "union")
+    ),
+    *(
+        (
+            {"screen": True, "strategy": strategy, "invariant": invariant},
+            ValueError,
+            f'screen=True must have strategy "auto" or "union", got "{strategy}"',
+        )
+        for strategy, invariant in (("row", False), ("dense", False), ("auto", True), ("row", True))
+    ),
+    ({"invariant": True, "moving": True}, NotImplementedError, "threshold must be a number with invariant=True, got a"),
+    ({"invariant": True, "called": True}, NotImplementedError, "expected plain nn.Linear projections, got others or"),
+    ({**SHAPE, "compression": 3}, ValueError, "compression must be one of (2, 4, 8), got 3"),
+    ({**SHAPE, "compression": "8"}, ValueError, "compression must be one of (2, 4, 8), got '8'"),
+    (SHAPE | {"k": 0}, ValueError, f"K must be a positive multiple of 8 for the sparse kernels, got 0{TAKES}"),
+    (SHAPE | {"k": 20}, ValueError, f"K must be a positive multiple of 8 for the sparse kernels, got 20{TAKES}"),
+    (SHAPE | {"n": 12}, ValueError, f"N must be a positive multiple of 8 for the sparse kernels, got 12{TAKES}"),
+    (
+        SHAPE | {"k": specs.K_CLASSES[-1] + 8},
+        NotImplementedError,
+        f"K must be at most 16384 for the sparse kernels, got 16392{TAKES}",
+    ),
+    (
+        SHAPE | {"n": geometry.MAX_NEURONS + 8},
+        NotImplementedError,
+        f"N must be at most 65536 for the sparse kernels, got 65544{TAKES}",
+    ),
+    ({**SHAPE, "device": "xpu"}, NotImplementedError, "the sparse path runs on cuda and cpu, got xpu"),
+    *(
+        (facts | {"strategy": strategy, **more}, NotImplementedError, f'strategy="{strategy}" {why}')
+        for strategy, more in (("row", {}), ("union", {}), ("row", {"invariant": True}))
+        for facts, why in (
+            ({"transformed": TRANSFORM}, f"takes plain tensors, got {TRANSFORM}; {DENSE}"),
+            ({"onnx": True}, ONNX),
+            ({"exporting": True, "training": True, "needing": ("x", "w_up")}, EXPORT),
+        )
+    ),
+    (
+        {"invariant": True, "overridden": "x, a Noisy,"},
+        NotImplementedError,
+        "expected PyTorch's own operators with invariant=True, got x, a Noisy,",
+    ),
+    *(
+        (
+            {"dtype": dtype, "device": device, "strategy": strategy},
+            TypeError,
+            "dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast), "
+            f'got {dtype} on {device}; strategy="dense" takes what F.linear takes there',
+        )
+        for dtype, device in ((FP32, "cuda"), (FP32, "meta"), (torch.float8_e4m3fn, "cpu"))
+        for strategy in ("auto", "row")
+    ),
+    (
+        {"invariant": True, "training": True},
+        NotImplementedError,
+        "invariant=True computes inference alone, got grad mode and operands that require grad; call it under "
+        "torch.no_grad(), or train without it",
+    ),
+]
+# what does not begin with the name of the function: it is about the argument, or of a layer
+UNNAMED = ("strategy must", 'strategy "', "invariant must", "invariant=True computes", "screen=True must")
+
+
+@pytest.mark.parametrize(("facts", "strategy", "reason"), ROUTES)
+def test_routes(facts: dict[str, Any], strategy: str, reason: str) -> None:
+    answer = plan(Facts(**facts))
+    assert isinstance(answer, Route)
+    assert answer == routed(Facts(**facts))
+    assert answer.strategy == strategy
+    assert answer.reason.startswith(reason)
+    assert bool(answer.reason) == (strategy != "auto")
+    assert answer[1:4] == (None, None, 0)
+    assert answer.invariant == (facts.get("invariant", False) and strategy == "row")
+
+
+@pytest.mark.parametrize(("facts", "kind", "said"), REFUSALS)
+def test_refusals(facts: dict[str, Any], kind: type[Exception], said: str) -> None:
+    answer = plan(Facts("a_call", **facts))
+    assert isinstance(answer, Refusal)
+    assert answer.kind is kind
+    name = "" if said.startswith(UNNAMED) else "invariant: " if "called" in facts else "a_call: "
+    assert answer.message.startswith(f"{name}{said}")
+    assert answer.shown.startswith("calls raise")
+    with pytest.raises(kind) as raised:
+        routed(Facts("a_call", **facts))
+    assert str(raised.value) == answer.message
+
+
+def test_explanations_of_refusals() -> None:
+    """As ``explain`` shows them: without the name of a function, in short where calls say more."""
+    shown = {
+        (): f"calls raise: K must be a positive multiple of 8 for the sparse kernels, got 20{TAKES}",
+        ("invariant", "training"): "calls raise: invariant=True computes inference alone",
+        ("invariant", "moving"): f"calls raise with invariant=True: {MOVES}",
+        ("invariant", "called"): f"calls raise with invariant=True: {CALLED}",
+    }
+    for flags, said in shown.items():
+        answer = plan(Facts(**(dict.fromkeys(flags, True) or {"n": 264, "k": 20})))
+        assert isinstance(answer, Refusal)
+        assert answer.shown == said
+
+
+def test_the_screen_stays_where_it_may_run() -> None:
+    for strategy, training in itertools.product(("auto", "union"), (False, True)):
+        assert routed(Facts(strategy=strategy, screen=True, training=training)).screen
+    assert not routed(Facts(screen=True, imposed="no kernels")).screen
+    assert not routed(Facts(screen=True, strategy="union", dtype=FP32, device="cpu", training=True)).screen
+
+
+def test_every_fact_changes_an_answer() -> None:
+    """Alone, or with others: no fact is gathered for nothing. The name is that of errors."""
+    for fact in Facts._fields[1:]:
+        default = Facts._field_defaults[fact]
+        changed = (
+            plan(Facts(**facts)) != plan(Facts(**facts)._replace(**{fact: default}))
+            for facts, *_ in (*ROUTES, *REFUSALS, ({"screen": True},))
+            if facts.get(fact, default) != default
+        )
+        assert any(changed), fact
+
+
+def test_sizes_can_be_asked_alone() -> None:
+    facts = Facts("sizes", n=264, k=20)
+    refusal = unpackable(facts, instead="")
+    assert refusal
+    assert refusal.message == "sizes: K must be a positive multiple of 8 for the sparse kernels, got 20"
+    assert unpackable(facts) == plan(facts)
+    assert unpackable(facts._replace(k=32)) is None
+
+
+def test_it_is_pure() -> None:
+    """No function asks torch, a device or a table: of torch the module has dtypes alone."""
+    used = {name for _, each in inspect.getmembers(module, inspect.isfunction) for name in each.__code__.co_names}
+    assert {name for name, thing in vars(module).items() if inspect.ismodule(thing)} == {"torch", "geometry", "specs"}
+    assert "torch" not in used
+    assert set(PACKED_DTYPES) == {torch.bfloat16, torch.float16}
+
+
+@pytest.mark.parametrize("name", ["dense", "row", "union", "union+screen", "row+invariant"])
+def test_routes_by_name(name: str) -> None:
+    assert route_of(name).name == name
