@@ -14,7 +14,8 @@ from twell import ops
 from twell._activation import RELU, Activation
 from twell._runtime import nvtx
 from twell._runtime.program import Executable, allocate, contiguous
-from twell.ops import hybrid, hybrid_backward
+from twell.ops import hybrid
+from twell.ops.hybrid_backward import program_of, transposition
 from twell.ops.hybrid_forward import Forward, forward_of
 from twell.ops.library import PROGRAMS, has_tangent, is_direct, rows
 from twell.ops.operands import Form, Gradients, Mains, Needs, Operands, is_in_memory
@@ -115,7 +116,7 @@ class Passes:
     def _stored(self, dw_down: Tensor) -> Tensor:
         """``dw_down`` [N, K] as nn.Linear stores the weight, [K, N]."""
         out = allocate(dw_down, *self._down)  # type: ignore[misc]
-        hybrid_backward.transposition(self.form.index, dw_down.dtype, *dw_down.shape)(dw_down, out)
+        transposition(self.form.index, dw_down.dtype, *dw_down.shape)(dw_down, out)
         return out
 
 
@@ -136,7 +137,7 @@ def _backward_of(
     form, (lengths, steps, words) = passes.form, passes.forward.kept
     dy, dl1 = (form.lies[0][0], shape, strides), (torch.float32, (), ()) if with_dl1 else None  # type: ignore[index]
     operands = Form(form.index, (dy, dl1, *form.lies[:6], (words, lengths, steps)))
-    return hybrid_backward.program_of(operands, input_grad, weight_grad, passes.activation)
+    return program_of(operands, input_grad, weight_grad, passes.activation)
 
 
 class _FFN(torch.autograd.Function):
