@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import twell
 from tests.cpu.test_hybrid import GATED, arguments_of_all, forward, parts, problem, upstream
 from twell import _autograd, ops, testing
-from twell._activation import RELU
+from twell._activation import RELU, activation_of
 from twell._runtime import geometry, resolve, specs
-from twell.ops import hybrid
+from twell.ops import hybrid, screened
 from twell.ops.hybrid_backward import program_of
 from twell.ops.hybrid_forward import forward_of
 from twell.ops.operands import Form
@@ -255,7 +255,9 @@ def test_a_screen_of_a_threshold_has_a_bias_of_its_own(gpu: FakeGpu) -> None:
         on_cuda(ops.hybrid_forward, (*given, 8, 0, name, threshold, True))
         assert gpu.names() == [*SCREENED, *multiplied(True)]
         (bias,) = (arguments[8] for spec, arguments in gpu.launches if spec.op == "gate_screen")
-        assert torch.equal(bias, (p.b_gate if biases else torch.zeros_like(p.b_gate)) - threshold)
+        expected = screened.firing_bias(p.w_gate, given.b_gate, activation_of(name, threshold))
+        assert torch.equal(bias, expected)
+        assert (bias.data_ptr() == p.b_gate.data_ptr()) == (not threshold)
 
 
 @pytest.mark.parametrize("shape", [(64,), (2, 65, 64), (1, 130, 64), (5, 2, 13, 64)])
@@ -279,7 +281,7 @@ def test_upstream_gradients_may_lie_anywhere(gpu: FakeGpu) -> None:
         "misaligned": (torch.zeros(130 * 64 + 1, dtype=BF16)[1:].view(130, 64), None),
     }
     for name, (dy, in_place) in layouts.items():
-        step = Step()
+        step = Step(frozen="w_gate w_up w_down")
         y = step.forward()
         gpu.clear()
         torch.autograd.grad(y, step.operands["x"], dy)
