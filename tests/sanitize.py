@@ -36,6 +36,7 @@ from torch import Tensor
 from twell import ops, testing, tuning
 from twell._activation import ActivationName
 from twell._runtime import geometry, specs
+from twell.ops import hybrid
 from twell.testing import FFN
 
 _FORWARD = ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered", "overflow")
@@ -211,8 +212,8 @@ def training_call(op: str, case: Case, problem: FFN, gated: bool) -> Call:
     layer = tuple(problem if gated else problem._replace(w_up=None, b_up=None))
     if op == "hybrid_forward":
         return Call(ops.hybrid_forward, (*layer, case.compression, 0, case.activation), gated)
-    _, _, _, *kept = ops.hybrid_forward(*layer, case.compression, 0, case.activation)
-    saved = (testing.integer_upstream(problem), torch.tensor(1.0), *layer[:6], *kept)
+    *_, kept = ops.hybrid_forward(*layer, case.compression, 0, case.activation)
+    saved = (testing.integer_upstream(problem), torch.tensor(1.0), *layer[:6], kept)
     if op == "hybrid_backward":
         return Call(ops.hybrid_backward, (*saved, True, True, case.activation), gated)
     mains = [None if t is None else torch.ones(t.shape) for t in layer[1:4]]
@@ -245,7 +246,7 @@ def defined(op: str, case: Case, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         words, spill, stats = outputs
         outputs = words, stats, ops.unpack(words, spill, case.n, case.compression)
     elif op == "hybrid_forward":
-        entries, _, chunks, sizes, popularity = outputs[3:]
+        entries, _, chunks, sizes, popularity = hybrid.parts(outputs[3], case.m, case.n)
         total = int(sizes[-1])
         fits = total <= geometry.hybrid_capacity(case.m, case.n)
         outputs = (*outputs[:3], *((sizes, chunks, popularity, entries[:total]) if fits else (sizes[-1:],)))
@@ -257,7 +258,7 @@ def compare(op: str, case: Case, gated: bool, actual: tuple[Any, ...], expected:
         testing.assert_packed_same(actual, expected, case.n, case.compression)
         return
     if op == "hybrid_forward":
-        testing.assert_hybrid_same(actual[3:], expected[3:], case.m, case.n, gated)
+        testing.assert_hybrid_same(actual[3], expected[3], case.m, case.n, gated)
         actual, expected = actual[:3], expected[:3]
     elif op == "ffn_screened":
         # rounding may decide what is a candidate

@@ -93,9 +93,9 @@ def step(gated: bool) -> Callable[[FFN, int, Any], Call]:
 def train_backward(p: FFN, compression: int, strategy: Any) -> Call:
     """Calls of the operator of backward, after one forward pass."""
     dy, layer_ = testing.real_upstream(p), p[1:]
-    kept = ops.hybrid_forward(p.x, *layer_, compression)[3:]
+    *_, kept = ops.hybrid_forward(p.x, *layer_, compression)
     dl1 = p.x.new_zeros((), dtype=torch.float32)
-    return lambda: ops.hybrid_backward(dy, dl1, p.x, *layer_[:5], *kept, True, True)
+    return lambda: ops.hybrid_backward(dy, dl1, p.x, *layer_[:5], kept, True, True)
 
 
 def reglu(p: FFN, compression: int, strategy: Any) -> Call:

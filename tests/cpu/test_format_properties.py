@@ -223,8 +223,8 @@ def patterns(draw: Callable[..., Any]) -> Tensor:
     return torch.where(fires, torch.randint(1, 200, (m, n), generator=generator), 0).to(BF16)
 
 
-def encoded(gate: Tensor, up: Tensor | None) -> hybrid.Kept:
-    kept = hybrid.empty_kept(gate[:, :8].contiguous(), gate.shape[1], up is not None)
+def encoded(gate: Tensor, up: Tensor | None) -> Tensor:
+    kept = torch.empty(hybrid.words(gate, gate.shape[1], up is not None), dtype=torch.int32)
     hybrid.encode(gate, up, kept)
     return kept
 
@@ -248,14 +248,15 @@ def test_the_hybrid_format_loses_nothing(gate: Tensor, gated: bool) -> None:
     kept = encoded(gate, up)
     m, n = gate.shape
     total, capacity = int((gate != 0).sum()), geometry.hybrid_capacity(m, n)
-    assert int(kept.sizes[-1]) == total
-    assert torch.equal(kept.popularity.long(), (gate != 0).sum(0))
+    found = hybrid.parts(kept, m, n)
+    assert int(found.sizes[-1]) == total
+    assert torch.equal(found.popularity.long(), (gate != 0).sum(0))
     decoded, projected = hybrid.decode(layer_of(gate, up), kept)
     assert torch.equal(decoded, gate.float())
     assert (projected is None) == (up is None)
     if up is not None and projected is not None:
         assert torch.equal(projected, up.float().masked_fill(gate == 0, 0))
-    assert len(kept.entries) == geometry.hybrid_words(capacity, 2 * gated) >= min(total, capacity)
+    assert len(found.entries) == geometry.hybrid_words(capacity, 2 * gated) >= min(total, capacity)
 
 
 # Training, by its parts

@@ -23,6 +23,7 @@ from tests.fuzz import run as fuzz
 from tests.fuzz.problems import Case, Limits
 from twell import ops, testing, tuning
 from twell._runtime import device, geometry, kernel_module, specs
+from twell.ops import hybrid
 from twell.strategy import tables
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -223,7 +224,7 @@ def writes_no_last_row(out: Any, given: tuple[Any, ...]) -> None:
 
 def ignores_overflows(out: Any, given: tuple[Any, ...]) -> None:
     """Gradients stay zero for more non-zeros than the hybrid format holds."""
-    if int(given[11][-1]) > geometry.hybrid_capacity(len(given[2]), len(given[3])):
+    if int(hybrid.sizes(given[8], len(given[2]))[-1]) > geometry.hybrid_capacity(len(given[2]), len(given[3])):
         for gradient in out:
             gradient.zero_()
 
@@ -308,7 +309,8 @@ def is_off_in_a_rare_neuron(op: Op) -> Op:
     """The gradient of the neuron with the fewest tokens is off by 1 %; the norm of all does not show it."""
 
     def backward(*arguments: Any) -> Any:
-        popularity, main_up = arguments[12], arguments[14]
+        popularity = hybrid.parts(arguments[8], len(arguments[2]), len(arguments[3])).popularity
+        main_up = arguments[10]
         out = op(*arguments)
         rarest = popularity.masked_fill(popularity == 0, 1 << 30).argmin()
         main_up[rarest] += 0.01 * (main_up[rarest] - answers.MAIN)

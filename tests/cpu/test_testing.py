@@ -1,12 +1,14 @@
 """Problems have the patterns they promise, and comparisons catch planted errors."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from twell import ops, testing
 from twell._runtime import geometry
+from twell.ops import hybrid
 from twell.testing import FFN, WORKLOADS, Errors
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -389,15 +391,15 @@ def test_assert_hybrid_same(gated: bool) -> None:
     for density in (0.1, 1):
         problem = testing.integer_problem(130, 24, 264, density=density)
         layer = problem if gated else problem._replace(w_up=None)
-        _, _, nonzeros, *expected = ops.hybrid_forward(*layer, 8)
+        _, _, nonzeros, expected = ops.hybrid_forward(*layer, 8)
         total, capacity = int(nonzeros), geometry.hybrid_capacity(130, 264)
 
-        def damaged(which: int, index: object, kept: list[torch.Tensor] = expected) -> list[torch.Tensor]:
-            changed = [t.clone() for t in kept]
-            changed[which][index] += 1
+        def damaged(which: int, index: Any, kept: torch.Tensor = expected) -> torch.Tensor:
+            changed = kept.clone()
+            hybrid.parts(changed, 130, 264)[which][index] += 1
             return changed
 
-        size = int(expected[3][0])
+        size = int(hybrid.sizes(expected, 130)[0])
         if density == 1:
             harmless = [(0, 0), (1, (0, 0)), (2, (0, 1)), (3, 0), (4, 5)]
             harmful = [(3, -1)]

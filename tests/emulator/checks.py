@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import overflow
 from tests.quantized import assert_right
 from twell import ops, testing, tuning
 from twell._activation import RELU, Activation
@@ -126,10 +127,11 @@ def pattern(sizes: Sequence[int], k: int, seed: int) -> Pattern:
 
 def kept(given: Pattern, values: Tensor) -> tuple[hybrid.Kept, Tensor, int]:
     """The gate in the hybrid format, ``values`` [M, N] at its non-zeros in the format's order, and their number."""
-    n = given.gate.shape[1]
-    out = hybrid.empty_kept(given.x, n, gated=True)
-    hybrid.encode(given.gate, values.to(BF16), out)
-    capacity, total = hybrid.capacity_of(given.x, n, True, out.entries), int(out.sizes[-1])
+    m, n = given.gate.shape
+    whole = torch.empty(hybrid.words(given.x, n, gated=True), dtype=torch.int32)
+    hybrid.encode(given.gate, values.to(BF16), whole)
+    out = hybrid.parts(whole, m, n)
+    capacity, total = hybrid.capacity_of(given.x, n, True, whole), int(out.sizes[-1])
     return out, hybrid.values(out.entries, capacity, BF16, 1)[0, :total], total
 
 
@@ -285,16 +287,15 @@ def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bo
     layer = list(problem)
     if not gated:
         layer[2] = layer[5] = None
-    y, l1, nonzeros, *saved = ops.hybrid_forward(*layer, 8)
+    y, l1, nonzeros, saved = ops.hybrid_forward(*layer, 8)
     found = on_gpu("hybrid_forward")(*layer, 8)
-    nothing = hybrid.zero(hybrid.Kept(*found[3:]))
-    testing.assert_same(nothing, torch.tensor(0.0), "zero")
+    assert int(hybrid.parts(found[3], m, n).chunks[0, 0]) == 0, "no zero for the gradient of l1"
     for name, a, b in zip(("y", "l1", "nonzeros"), found, (y, l1, nonzeros)):
         testing.assert_same(a, b, name)
-    testing.assert_hybrid_same(found[3:], saved, m, n, gated)
+    testing.assert_hybrid_same(found[3], saved, m, n, gated)
     dy = testing.integer_upstream(problem)
-    right = ops.hybrid_backward(dy, torch.tensor(0.0), *layer[:6], *saved, True, True)
-    ours = on_gpu("hybrid_backward")(dy, nothing, *layer[:6], *found[3:], True, True)
+    right = ops.hybrid_backward(dy, None, *layer[:6], saved, True, True)
+    ours = on_gpu("hybrid_backward")(dy, None, *layer[:6], found[3], True, True)
     for name, a, b in zip(("x", "w_gate", "w_up", "w_down", "b_gate", "b_up"), ours, right, strict=True):
         testing.assert_same(a, b, f"gradient of {name}")
 
@@ -353,22 +354,23 @@ def overfull(case: OverFull, ctas: int, excess: int = 1, seed: int = 0) -> int:
     up = None if layer.w_up is None else hybrid.project(layer.x, layer.w_up, layer.b_up)
     hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
 
-    format_, total = hybrid.empty_kept(layer.x, n, case.gated, held=8), int((gate != 0).sum())
-    assert total > hybrid.capacity_of(layer.x, n, case.gated, format_.entries)
-    format_.sizes[-1] = total
+    format_ = torch.empty(hybrid.words(layer.x, n, case.gated, held=8), dtype=torch.int32)
+    total, sizes = int((gate != 0).sum()), hybrid.sizes(format_, m)
+    assert total > hybrid.capacity_of(layer.x, n, case.gated, format_)
+    sizes[-1] = total
     laid = Operands(*(strided(t) if t is not None and t.dim() > 1 else t for t in layer))
     given = hybrid.Backward(strided(dy), torch.tensor([case.dl1]), laid, format_, activation)
+    room = total - excess
     y = strided(torch.full((m, k), torch.nan, dtype=BF16))
     sums = torch.full((geometry.token_tiles(m), geometry.training_sums(n)), torch.nan)
     out, right = case.gradients(layer), case.gradients(layer)
-    aside = hybrid.room_aside(layer.x, max(m, 2 * n), ctas)
+    aside = overflow.aside(layer.x, max(m, 2 * n), ctas)
     counters = torch.zeros(geometry.OVERFLOW_COUNTERS, dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("OVERFLOW_FORWARD", "OVERFLOW_BACKWARD"):
             patch.setattr(geometry, name, 256)
-        counted = format_._replace(popularity=torch.zeros(n, dtype=torch.int32))
-        hybrid.overflow_forward(laid, counted, total - excess, activation, y, sums, aside)
-        hybrid.overflow_backward(given, total - excess, out, case.accumulate, aside, counters)()
+        overflow.forward(laid, sizes, torch.zeros(n, dtype=torch.int32), room, activation, y, sums, aside)
+        overflow.backward(*given[:3], sizes, room, activation, out, case.accumulate, aside, counters)
 
     if excess > 0:
         hybrid.backward_cpu(given, right, case.accumulate)

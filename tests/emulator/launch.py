@@ -19,9 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cpu.fake_gpu import forget_programs
 from tests.emulator import ptx
 from twell import tuning
-from twell._runtime import device, resolve, specs
+from twell._runtime import device, host, resolve, specs
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILERS = ("c++", "g++", "clang++")
@@ -191,11 +192,15 @@ class Emulator:
             patch.setattr(device, "capability", lambda index: device.SM_90)
             patch.setattr(tuning, "family", lambda index: family)
             patch.setattr(resolve, "resolve", lambda spec, arch: self.kernel(spec))
+            patch.setattr(host, "maker", lambda: None)
             patch.setattr(torch.cuda, "current_device", lambda: 0)
             torch.use_deterministic_algorithms(True)
+            # others are for other numbers of multiprocessors
+            forget_programs()
             try:
                 yield
             finally:
+                forget_programs()
                 torch.use_deterministic_algorithms(deterministic)
 
 

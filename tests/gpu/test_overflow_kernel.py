@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import overflow
 from tests.gpu.operands import padded
 from twell import testing
 from twell._activation import RELU
 from twell._runtime import device, geometry
-from twell.ops import hybrid
-from twell.ops.hybrid import Kept
 from twell.ops.operands import Gradients, Operands
 from twell.testing import FFN
 
@@ -101,12 +100,12 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor], w
     total = int(p.active.sum()) + 1 if waits else m
     sizes = torch.full((geometry.token_tiles(m) + 1,), -1, dtype=torch.int32, device="cuda")
     sizes[-1] = total
-    kept = Kept(*(sizes,) * 4, torch.zeros(n, dtype=torch.int32, device="cuda"))
     layer = Operands(*p.layer) if gated else Operands(*p.layer)._replace(w_up=None, b_up=None)
     # for sums longer than tensor cores add up in one go
-    aside = hybrid.room_aside(p.layer.x, max(m, 2 * n), device.sm_count(0)).fill_(torch.nan)
+    aside = overflow.aside(p.layer.x, max(m, 2 * n), device.sm_count(0))
     if mode == "forward":
-        hybrid.overflow_forward(layer, kept, total - excess, RELU, outputs["y"], outputs["l1"], aside)
+        popularity = torch.zeros(n, dtype=torch.int32, device="cuda")
+        overflow.forward(layer, sizes, popularity, total - excess, RELU, outputs["y"], outputs["l1"], aside)
         return
     dl1 = torch.tensor([p.dl1], device="cuda")
     out = Gradients(
@@ -117,8 +116,7 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor], w
         None if p.layer.b_gate is None else outputs["db_gate"],
         outputs["db_up"] if gated and p.layer.b_up is not None else None,
     )
-    given = hybrid.Backward(p.dy, dl1, layer, kept, RELU)
-    hybrid.overflow_backward(given, total - excess, out, mode == "add", aside, counters())()
+    overflow.backward(p.dy, dl1, layer, sizes, total - excess, RELU, out, mode == "add", aside, counters())
 
 
 def empty(p: Problem, mode: str, fill: float = math.nan) -> dict[str, Tensor]:
@@ -203,14 +201,13 @@ def test_some_biases(biases: str) -> None:
 def test_only_what_is_wanted_is_computed(wanted: str) -> None:
     p = problem(130, 72, 264, biases=BIASES, dl1=1.0)
     right, out = answers(p), empty(p, "backward")
-    kept = Kept(*(torch.full((3,), 1 << 20, dtype=torch.int32, device="cuda"),) * 5)
+    sizes = torch.full((3,), 1 << 20, dtype=torch.int32, device="cuda")
     aside, dl1 = torch.empty(0, device="cuda"), torch.tensor([1.0], device="cuda")
     if wanted == "x":
         gradients = Gradients(out["dx"])
     else:
         gradients = Gradients(None, *(out[name] for name in OUTPUTS["backward"][1:]))
-    given = hybrid.Backward(p.dy, dl1, Operands(*p.layer), kept, RELU)
-    hybrid.overflow_backward(given, 0, gradients, False, aside, counters())()
+    overflow.backward(p.dy, dl1, Operands(*p.layer), sizes, 0, RELU, gradients, False, aside, counters())
     for name, result in out.items():
         if name[1] == wanted or (wanted == "w" and name[1] == "b"):
             testing.assert_same(result, right[name].float().to(result.dtype), name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from twell._runtime import geometry
+from twell.ops import hybrid
 
 _T = TypeVar("_T")
 
@@ -60,17 +61,14 @@ def _canonical(words: Tensor, dtype: torch.dtype, compression: int) -> Tensor:
     return torch.where(nan, table | ~0xFFFF, table).view(words.shape)
 
 
-def assert_hybrid_same(actual: Sequence[Tensor], expected: Sequence[Tensor], m: int, n: int, gated: bool) -> None:
+def assert_hybrid_same(actual: Tensor, expected: Tensor, m: int, n: int, gated: bool) -> None:
     """Raise AssertionError unless two hybrid gates of ``m`` tokens and ``n`` neurons agree in all defined values.
 
-    Each is entries, neurons, chunks, sizes and popularity of 16-bit values, the last outputs of
-    ``twell.ops.hybrid_forward``. Defined are the lists up to a multiple of 64, and an entry and, if ``gated``, an up
+    Each is the last output of ``twell.ops.hybrid_forward``, with 16-bit values. Defined are the lists up to a multiple of 64, and an entry and, if ``gated``, an up
     projection for each non-zero; if these do not fit, only their number.
     """
-    names = ("entries", "neurons", "chunks", "sizes", "popularity")
-    ours, theirs = (dict(zip(names, (t.cpu() for t in kept), strict=True)) for kept in (actual, expected))
-    for name in names:
-        assert ours[name].shape == theirs[name].shape, name
+    assert actual.shape == expected.shape
+    ours, theirs = (hybrid.parts(kept.cpu(), m, n)._asdict() for kept in (actual, expected))
     assert_same(ours["sizes"][-1], theirs["sizes"][-1], "number of non-zeros")
     total, capacity = int(ours["sizes"][-1]), geometry.hybrid_capacity(m, n)
     if total > capacity:

@@ -1,0 +1,440 @@
+"""The launches of training as data, without a GPU: which kernels get what, in which order and in how much memory."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import fake_gpu
+import pytest
+import torch
+from fake_gpu import FakeGpu
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import twell
+from tests.cpu.test_hybrid import GATED, arguments_of_all, forward, parts, problem, upstream
+from twell import _autograd, ops, testing
+from twell._activation import RELU, activation_of
+from twell._runtime import geometry, resolve, specs
+from twell.ops import hybrid, screened
+from twell.ops.hybrid_backward import program_of
+from twell.ops.hybrid_forward import forward_of
+from twell.ops.operands import Form
+
+BF16 = torch.bfloat16
+PACKED = ["gate_pack", "compact"]
+SCREENED = ["quantize_gate", "quantize_gate", "gate_screen", "list_candidates", "sampled_gate", "compact"]
+WEIGHTS = ["rank", "transpose", "weight_grad"]
+
+
+def multiplied(gated: bool) -> list[str]:
+    return [*(["sampled_up"] if gated else []), "gathered", "overflow"]
+
+
+def on_cuda(op: Any, arguments: tuple[Any, ...]) -> Any:
+    return sys.modules[f"twell.ops.{op._opname}"]._cuda(*arguments)
+
+
+# The operators
+
+
+@pytest.mark.parametrize(
+    ("gated", "biases"), [(True, ""), (True, "gate up down"), (False, "gate up down"), (False, ""), (True, "up")]
+)
+def test_kernels_get_the_arguments_that_they_are_compiled_for(gpu: FakeGpu, gated: bool, biases: str) -> None:
+    for op, arguments in arguments_of_all(problem(130, 264, 16, 0.1, gated=gated, biases=biases)):
+        on_cuda(op, arguments)
+    steps = ["sampled_grad", "gathered", *WEIGHTS, "overflow"]
+    assert gpu.names() == [*PACKED, *multiplied(gated), *2 * steps]
+    modes = [spec.mode for spec, _ in gpu.launches if isinstance(spec, specs.OverflowSpec)]
+    assert modes == ["forward", "backward", "backward"]
+    # the gradients are stored, or added to sums, which come after those and the biases'
+    stored = [(len(args[8]), len(args[13])) for spec, args in gpu.launches if isinstance(spec, specs.WeightGradSpec)]
+    assert stored == [(264, 0), (0, 264)]
+
+
+@GATED
+@pytest.mark.parametrize(("name", "threshold"), [("relu", 0.0), ("relu2", 0.0), ("drelu", 0.0), ("fatrelu", 1.0)])
+def test_kernels_get_the_activation_and_the_threshold(gpu: FakeGpu, gated: bool, name: str, threshold: float) -> None:
+    """Where gates are made the threshold; where h is, the code; none where a kernel reads values that are h."""
+    if name == "drelu" and not gated:
+        return
+    for op, arguments in arguments_of_all(problem(130, 264, 16, 0.1, gated=gated)):
+        on_cuda(op, (*arguments, *((0,) if op is ops.hybrid_forward else ()), name, threshold))
+    code, level = geometry.ACTIVATIONS[name], 0x3F803F80 if threshold else 0
+    expected = {
+        "gate_pack": level,
+        "compact": 0 if gated else 1 + code,
+        "sampled_up": code,
+        "sampled_grad": code,
+        "transpose": code,
+        "overflow": (int(gated), code, level),
+    }
+    # counted from the end, or of the slice that begins with `gated`
+    places = {"gate_pack": -2, "compact": -5, "sampled_up": -3, "sampled_grad": -2, "transpose": -1}
+    for spec, arguments in gpu.launches:
+        if spec.op in places:
+            assert arguments[places[spec.op]] == expected[spec.op], spec
+        elif isinstance(spec, specs.OverflowSpec):
+            first = 9 if spec.mode == "forward" else 10
+            assert arguments[first : first + 3] == expected["overflow"], spec
+        elif isinstance(spec, specs.GatheredSpec):
+            assert arguments[-3] == (code if spec.products == 0 else 0), spec
+
+
+def test_only_what_is_asked_for_is_launched(gpu: FakeGpu) -> None:
+    p = problem(130, 264, 16, 0.1)
+    *_, kept = forward(p)
+    arguments = (*upstream(p), *p[:6], kept)
+    for asked, expected in (
+        ((True, False), ["sampled_grad", "gathered", "overflow"]),
+        ((False, True), ["sampled_grad", *WEIGHTS, "overflow"]),
+        ((False, False), []),
+    ):
+        gpu.clear()
+        on_cuda(ops.hybrid_backward, (*arguments, *asked))
+        assert gpu.names() == expected
+        # counters of the last kernel, which no other one clears
+        assert [made._cleared > 0 for made in gpu.programs] == [asked == (True, False)] * any(asked)
+
+
+@GATED
+def test_without_tokens_nothing_is_launched(gpu: FakeGpu, gated: bool) -> None:
+    for op, arguments in arguments_of_all(problem(0, 264, 16, 0.1, gated=gated)):
+        expected = op(*(a.clone() if isinstance(a, Tensor) else a for a in arguments))
+        for actual, answer in zip(on_cuda(op, arguments), expected, strict=True):
+            assert torch.equal(actual, answer)
+    assert not gpu.launches
+
+
+def test_main_tensors_that_kernels_cannot_write_are_added_to_afterwards(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def adding(spec: specs.Spec, arch: str) -> Callable[..., None]:
+        run = gpu.kernel(spec, arch)
+
+        def add(*arguments: Any) -> None:
+            run(*arguments)
+            if spec.op == "weight_grad":
+                for i, main in enumerate(arguments[13:16]):
+                    main.add_(i + 1)
+
+        return add
+
+    monkeypatch.setattr(resolve, "_find", adding)
+    _, (op, arguments) = arguments_of_all(problem(5, 264, 16, 0.1))[1:]
+    on_cuda(op, arguments)
+    assert [set(main.flatten().tolist()) for main in arguments[9:12]] == [{2.0}, {3.0}, {4.0}]
+
+
+def test_a_missing_gradient_of_l1_is_a_zero_of_the_format(gpu: FakeGpu) -> None:
+    p = problem(130, 264, 16, 0.1)
+    *_, kept = forward(p)
+    on_cuda(ops.hybrid_backward, (upstream(p)[0], None, *p[:6], kept, True, True))
+    places = {"sampled_grad": 7, "overflow": 7}
+    given = [arguments[places[spec.op]] for spec, arguments in gpu.launches if spec.op in places]
+    assert len(given) == 2
+    for dl1 in given:
+        assert dl1.data_ptr() == parts(kept, p).chunks.data_ptr()
+        assert (dl1.dtype, dl1.tolist()) == (torch.float32, [0.0])
+
+
+# Steps
+
+
+class Step:
+    """A layer of normal values whose operands are leaves, and one step of it."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...] = (130, 64),
+        n: int = 264,
+        *,
+        gated: bool = True,
+        biases: str = "",
+        rows: bool = True,
+        frozen: str = "",
+        dtype: torch.dtype = BF16,
+    ) -> None:
+        k, names = shape[-1], ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
+        down = torch.empty(n, k, dtype=dtype).t() if rows else torch.empty(k, n, dtype=dtype)
+        sizes: list[Any] = [shape, (n, k), (n, k), down, (n,), (n,), (k,)]
+        self.operands: dict[str, Tensor] = {}
+        for name, size in zip(names, sizes):
+            if (name[0] == "b" and name[2:] not in biases.split()) or (not gated and name in ("w_up", "b_up")):
+                continue
+            tensor = size if isinstance(size, Tensor) else torch.empty(size, dtype=dtype)
+            self.operands[name] = tensor.zero_().requires_grad_(name not in frozen.split())
+        self.gated = gated
+
+    def forward(self, **options: Any) -> Any:
+        o = self.operands
+        options = {"strategy": "union", **options}
+        if self.gated:
+            biases = {name: o.get(name) for name in ("b_gate", "b_up", "b_down")}
+            return twell.sparse_gated_ffn(o["x"], o["w_gate"], o["w_up"], o["w_down"], **biases, **options)
+        biases = {"b_up": o.get("b_gate"), "b_down": o.get("b_down")}
+        return twell.sparse_ffn(o["x"], o["w_gate"], o["w_down"], **biases, **options)
+
+    def __call__(self, **options: Any) -> None:
+        y = self.forward(**options)
+        y.backward(torch.ones_like(y))
+        for name, operand in self.operands.items():
+            assert (operand.grad is not None) == operand.requires_grad, name
+            if operand.grad is not None:
+                assert (operand.grad.shape, operand.grad.stride()) == (operand.shape, operand.stride()), name
+
+
+def launches_of(gated: bool, rows: bool, x: bool, weights: bool, down: bool) -> list[str]:
+    turned = [] if rows else ["matrix_transpose"]
+    up = ["sampled_up"] if gated else []
+    first = [*PACKED, *up, *turned, "gathered", "overflow"]
+    if not x and not weights:
+        return first
+    last = ["sampled_grad", *(["gathered"] if x else []), *(WEIGHTS if weights else []), "overflow"]
+    return [*first, *turned, *last, *(turned if down else [])]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("rows", [True, False])
+@GATED
+def test_steps_launch_what_they_need(gpu: FakeGpu, gated: bool, rows: bool, dtype: torch.dtype) -> None:
+    """Every set of frozen operands, with and without biases, in two programs forward and one backward."""
+    every = ("x", "w_gate w_up b_gate b_up", "w_down", "b_down")
+    for biases, sets in itertools.product(("", "gate up down", "up"), itertools.product((True, False), repeat=4)):
+        step = Step(
+            gated=gated,
+            biases=biases,
+            rows=rows,
+            dtype=dtype,
+            frozen=" ".join(names for names, needed in zip(every, sets) if not needed),
+        )
+        needed = {name for name, t in step.operands.items() if t.requires_grad}
+        if not needed:
+            continue
+        gpu.clear()
+        step()
+        others = needed - {"x", "b_down"}
+        assert gpu.names() == launches_of(gated, rows, "x" in needed, bool(others), "w_down" in needed)
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 8, 8), (127, 64, 72), (129, 72, 264), (4000, 256, 520), (20000, 8, 136)])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@GATED
+def test_programs_of_many_sizes_fit_their_kernels(
+    gpu: FakeGpu, gated: bool, dtype: torch.dtype, m: int, k: int, n: int
+) -> None:
+    """``fake_gpu`` checks each launch, and that scratches that live at once lie apart."""
+    for biases, rows, aux in ((("gate up down", False, True)), ("", True, False)):
+        step = Step((m, k), n, gated=gated, biases=biases, rows=rows, dtype=dtype)
+        found = step.forward(return_aux=aux)
+        total = found[0].float().sum() + found[1].l1 if aux else found.float().sum()
+        total.backward()
+    assert len(gpu.programs) == 7
+    for compression, held, screen in ((2, 8, True), (4, 0, False)):
+        form = Form.of(
+            [step.operands.get(name) for name in ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")]
+        )
+        assert forward_of(form, compression, held, RELU, screen, True) is not None
+
+
+def test_programs_on_gpus_of_the_other_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = fake_gpu.install(monkeypatch, specs.PORTABLE)
+    for gated, biases in ((True, "gate up down"), (False, "")):
+        Step((2000, 64), gated=gated, biases=biases)()
+    fake_gpu.forget_programs()
+    assert {getattr(spec, "family", specs.PORTABLE) for spec, _ in gpu.launches} == {specs.PORTABLE}
+
+
+def test_a_screen_of_a_threshold_has_a_bias_of_its_own(gpu: FakeGpu) -> None:
+    p = problem(130, 264, 16, 0.1, biases="gate")
+    for name, threshold, biases in (("relu", 0.0, True), ("fatrelu", 1.0, True), ("fatrelu", 1.0, False)):
+        gpu.clear()
+        given = p if biases else p._replace(b_gate=None)
+        on_cuda(ops.hybrid_forward, (*given, 8, 0, name, threshold, True))
+        assert gpu.names() == [*SCREENED, *multiplied(True)]
+        (bias,) = (arguments[8] for spec, arguments in gpu.launches if spec.op == "gate_screen")
+        expected = screened.firing_bias(p.w_gate, given.b_gate, activation_of(name, threshold))
+        assert torch.equal(bias, expected)
+        assert (bias.data_ptr() == p.b_gate.data_ptr()) == (not threshold)
+
+
+@pytest.mark.parametrize("shape", [(64,), (2, 65, 64), (1, 130, 64), (5, 2, 13, 64)])
+def test_leading_dimensions_need_no_view(gpu: FakeGpu, shape: tuple[int, ...]) -> None:
+    step = Step(shape, biases="down")
+    y = step.forward()
+    assert (y.shape, y.stride(), y._is_view()) == (step.operands["x"].shape, step.operands["x"].stride(), False)
+    step()
+    transposed = Step((65, 64))
+    x = torch.zeros(5, 13, 64, dtype=BF16).transpose(0, 1).requires_grad_()
+    transposed.operands["x"] = x
+    assert transposed.forward().shape == (13, 5, 64)
+
+
+def test_upstream_gradients_may_lie_anywhere(gpu: FakeGpu) -> None:
+    wide = torch.zeros(130, 80, dtype=BF16)
+    layouts = {
+        "rows": (wide[:, 8:72], wide[:, 8:72]),
+        "expanded": (torch.ones((), dtype=BF16).expand(130, 64), None),
+        "transposed": (torch.zeros(64, 130, dtype=BF16).t(), None),
+        "misaligned": (torch.zeros(130 * 64 + 1, dtype=BF16)[1:].view(130, 64), None),
+    }
+    for name, (dy, in_place) in layouts.items():
+        step = Step(frozen="w_gate w_up w_down")
+        y = step.forward()
+        gpu.clear()
+        torch.autograd.grad(y, step.operands["x"], dy)
+        given = gpu.launches[0][1][0]
+        assert gpu.names() == ["sampled_grad", "gathered", "overflow"]
+        assert torch.equal(given, dy), name
+        assert (given.data_ptr() == dy.data_ptr()) == (in_place is not None), name
+
+
+def test_operands_that_kernels_read_only_as_copies_go_the_long_way(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operators copy them. Here those of the CPU stand for them."""
+    seen = []
+    original = _autograd.passes_of
+    monkeypatch.setattr(_autograd, "passes_of", lambda *how: seen.append(original(*how)) or seen[-1])
+    step = Step()
+    for name, operand in step.operands.items():
+        for misaligned in (False, True):
+            if misaligned:
+                flat = torch.zeros(operand.numel() + 1, dtype=BF16)[1:]
+                other = flat.view(operand.t().shape).t() if name == "w_down" else flat.view(operand.shape)
+            else:
+                other = torch.zeros(*operand.shape, 2, dtype=BF16)[..., 0]
+            gpu.clear()
+            seen.clear()
+            step.operands = {**step.operands, name: other.requires_grad_()}
+            assert step.forward().shape == (130, 64)
+            assert not gpu.launches
+            assert (seen[0] is None) != misaligned, name
+            step.operands[name] = operand
+
+
+def test_the_passes_of_a_form_are_callable(gpu: FakeGpu) -> None:
+    """What a module keeps: y, or None for tensors of another form."""
+    for gated in (True, False):
+        step = Step(gated=gated)
+        names = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
+        operands = [step.operands.get(name) for name in names]
+        passes = _autograd.passes_of(Form.of(operands), 8, 0, RELU)
+        assert passes is not None
+        gpu.clear()
+        y = passes(*operands)
+        assert y is not None
+        y.sum().backward()
+        assert gpu.names() == launches_of(gated, True, True, True, True)
+        gpu.clear()
+        for i in (0, 1, 3):
+            others = list(operands)
+            others[i] = torch.zeros_like(operands[i]).to(torch.float16).requires_grad_()
+            assert passes(*others) is None
+        assert not gpu.launches
+        with pytest.raises(NotImplementedError, match=f"{'sparse_gated_ffn' if gated else 'sparse_ffn'}: .*second der"):
+            y = passes(*operands)
+            torch.autograd.grad(y.sum(), operands[0], create_graph=True)[0].sum().backward()
+
+
+def test_the_sum_and_the_number_are_made_only_where_they_are_asked_for(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step()
+    step()
+    assert [len(made.operands) for made in gpu.programs[:2]] == [5, 6]
+    gpu.clear()
+    _, aux = step.forward(return_aux=True)
+    assert (aux.l1.shape, aux.l0.dtype) == ((), torch.float32)
+    assert [len(made.operands) for made in gpu.programs] == [6, 7]
+    # a total of more than 32 bits is the sum of the statistics
+    fake_gpu.forget_programs()
+    monkeypatch.setattr(geometry, "MOST", 130 * 264 - 1)
+    gpu.clear()
+    step.forward(return_aux=True)
+    assert [len(made.operands) for made in gpu.programs] == [7, 7]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_run_forward_again(gpu: FakeGpu, reentrant: bool) -> None:
+    step = Step()
+    x = step.operands["x"]
+
+    def block(t: Tensor) -> Tensor:
+        step.operands["x"] = t
+        return step.forward()
+
+    checkpoint(block, x, use_reentrant=reentrant).sum().backward()
+    once = launches_of(True, True, True, True, True)
+    # a reentrant one runs the first time without gradients
+    assert gpu.names()[-len(once) :] == once
+    assert gpu.names() == [*once[:5], *once] or reentrant
+    assert x.grad is not None
+
+
+def test_saved_tensors_that_hooks_change_go_the_long_way(gpu: FakeGpu) -> None:
+    step = Step()
+    for unpack in (lambda t: t.clone(), torch._neg_view):
+        gpu.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            y = step.forward()
+        first = len(gpu.launches)
+        y.sum().backward()
+        # the operators of the CPU stand for those that take any tensor
+        assert (len(gpu.launches) > first) == (unpack is not torch._neg_view)
+
+
+def test_threads_share_programs(gpu: FakeGpu) -> None:
+    import threading
+
+    step = Step()
+    step()
+    made = len(gpu.programs)
+    threads = [threading.Thread(target=step) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(gpu.programs) == made
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    ("m", "before_forward", "before_backward"),
+    [(2048, 34.2e6, 152.9e6), (16384, 273.7e6, 404.6e6), (65536, None, None)],
+)
+def test_peak_memory(gpu: FakeGpu, m: int, before_forward: float, before_backward: float) -> None:
+    """Of results and scratch at the paper's size, not more than version 0.3 took, whose tensors came and went singly."""
+    k, n = 2048, 5632
+    rows = [(BF16, shape, (k, 1)) for shape in ((m, k), (n, k), (n, k))]
+    form = Form(0, (*rows, (BF16, (k, n), (1, k)), None, None, None))
+    whole = forward_of(form, 8, 0, RELU, False, False)
+    assert whole is not None
+    (words,), _, _ = whole.kept
+    program_of(Form(0, (rows[0], None, *form.lies[:6], (torch.int32, (words,), (1,)))), True, True, RELU)
+    packing, multiplying, backward = gpu.programs
+    # behind the layer come kept, y and the gradients
+    first, second, last = (
+        fake_gpu.room(packing, 4),
+        fake_gpu.room(multiplying, 4, 5),
+        fake_gpu.room(backward, 6, 7, 8, 9),
+    )
+    if m <= 16384:
+        assert max(first, second) <= before_forward
+        assert last <= before_backward
+    assert first < fake_gpu.room(packing, 4) + 1
+    # one that is not cut would hold y beside the packed gate
+    assert max(first, second) < first + m * k * 2
+
+
+def test_the_format_takes_little_more_than_its_parts() -> None:
+    p = testing.integer_problem(260, 64, 264, density=0.1)
+    *_, kept = forward(p)
+    found = hybrid.parts(kept, 260, 264)
+    assert kept.nbytes - sum(t.nbytes for t in found) < 4 * 256

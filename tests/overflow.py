@@ -1,0 +1,75 @@
+"""The kernels for more non-zeros than the hybrid format holds, launched alone on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twell import tuning
+from twell._activation import Activation
+from twell._runtime import geometry
+from twell._runtime.program import Program
+from twell.ops import hybrid
+from twell.ops.operands import Form, Gradients, Operands, Views, present
+
+
+def aside(x: Tensor, terms: int, ctas: int) -> Tensor:
+    """``hybrid.room_aside`` full of NaN."""
+    length = geometry.sums_aside(tuning.dtype_name(x.dtype), terms, ctas)
+    return torch.full((length,), torch.nan, device=x.device)
+
+
+def _run(tensors: Sequence[Tensor | None], launches: Callable[[Program, list[Any]], None]) -> None:
+    p, views = Form.of(tensors).program()
+    launches(p, views)
+    p.compiled()(*present(tensors))
+
+
+def _kept(sizes: Any, popularity: Any) -> hybrid.Kept:
+    return hybrid.Kept(None, None, None, sizes, popularity)
+
+
+def forward(
+    layer: Operands,
+    sizes: Tensor,
+    popularity: Tensor,
+    capacity: int,
+    activation: Activation,
+    y: Tensor,
+    sums: Tensor,
+    aside: Tensor,
+) -> None:
+    """``hybrid.overflow_forward`` of a layer with w_down [N, K]."""
+
+    def launches(p: Program, views: list[Any]) -> None:
+        own, (of_sizes, of_popularity, *others) = Views(*views[:7]), views[7:]
+        hybrid.overflow_forward(p, own, own.w_down, _kept(of_sizes, of_popularity), capacity, activation, *others)
+
+    _run((*layer, sizes, popularity, y, sums, aside), launches)
+
+
+def backward(
+    dy: Tensor,
+    dl1: Tensor,
+    layer: Operands,
+    sizes: Tensor,
+    capacity: int,
+    activation: Activation,
+    out: Gradients,
+    accumulate: bool,
+    aside: Tensor,
+    counters: Tensor,
+) -> None:
+    """``hybrid.overflow_backward`` of a layer with w_down [N, K] and a gradient dl1 [1]."""
+
+    def launches(p: Program, views: list[Any]) -> None:
+        of_dy, of_dl1, *rest = views
+        own, (of_sizes, *gradients), last = Views(*rest[:6], None), rest[6:13], rest[13:]
+        given = hybrid.Backward(of_dy, of_dl1, own, None, activation)
+        kept = _kept(of_sizes, None)
+        hybrid.overflow_backward(p, given, own.w_down, kept, capacity, Gradients(*gradients), accumulate, *last)
+
+    _run((dy, dl1, *layer[:6], sizes, *out[:6], aside, counters), launches)
