@@ -57,6 +57,9 @@ class FakeGpu:
         return run
 
 
+forget_programs = program.forget
+
+
 def install(monkeypatch: pytest.MonkeyPatch, family: str = specs.SM90) -> FakeGpu:
     """Let CPU tensors pass for those of the current GPU, one that runs the kernels of ``family``.
 
