@@ -448,7 +448,7 @@ def fuses(gate: Tensor, operands: Iterable[Tensor]) -> bool:
     Other gates take torch's operators: no kernel knows the tensors, or a compiler fuses the operators itself.
     """
     # in this order: what ``pays`` asks cannot be traced
-    return eager(operands) and pays(gate)
+    return eager(operands) and pays(gate, gate.numel())
 
 
 def gated_relu(gate: Tensor, up: Tensor, activation: Activation = RELU) -> Tensor:

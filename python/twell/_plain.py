@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ _STAND_INS = ("torch._subclasses", "torch.distributed")
 _CALL = nn.Module.__call__ if getattr(nn.Module.__call__, "__globals__", None) is vars(_module) else None
 _FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(_linear) else None
 _LINEAR = F.linear if isinstance(F.linear, types.BuiltinFunctionType) else None
-_PARAMETERS = {"weight", "bias"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS_OF_ALL = (
     *(_module._global_forward_pre_hooks, _module._global_forward_hooks),
@@ -57,21 +56,6 @@ def calls_are_torchs() -> bool:
     # torch.export replaces the call of every module while it traces
     called = nn.Linear.__call__ is _CALL or _modes.exporting()
     return called and nn.Linear.forward is _FORWARD and F.linear is _LINEAR
-
-
-def run_as_linear(children: Sequence[nn.Module | None]) -> bool:
-    """Whether calling each of ``children`` is ``F.linear`` with its parameters and nothing else."""
-    if any(HOOKS_OF_ALL) or not calls_are_torchs():
-        return False
-    for child in children:
-        if type(child) is not nn.Linear:
-            return False
-        own = child.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
-            return False
-        if "forward" in own or "weight" in own or "bias" in own or own["_parameters"].keys() != _PARAMETERS:
-            return False
-    return True
 
 
 def is_plain(child: nn.Module) -> bool:

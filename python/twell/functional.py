@@ -28,6 +28,7 @@ from twell.ops.operands import Form, Mains, Operands
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.packed import PackedTwell
+from twell.strategy import costs
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, route_of, routed, unpackable
 from twell.strategy.site import AutoStrategy, Measurement, enroll, found, tokens_of, without_site
 from twell.strategy.tables import imposed_on_call
@@ -408,7 +409,7 @@ def _settled(call: _Call, layer: Operands, route: Route, site: AutoStrategy | No
         return None
     way: Run | None
     if route.strategy == "dense":
-        way = functools.partial(_by_torch, call.activation, call.training)
+        way = _torchs(layer, call.activation, call.training)
     elif call.training:
         how = call.compression, route.held, call.activation, route.screen
         way = _autograd.passes_of(Form.of(layer), *how) if x.numel() else None
@@ -423,26 +424,43 @@ def _settled(call: _Call, layer: Operands, route: Route, site: AutoStrategy | No
     return y
 
 
-def _by_torch(
-    activation: Activation,
-    training: bool,
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-) -> Tensor:
-    """A layer of plain tensors by PyTorch's own operators, and by one that takes a large gate in one pass."""
-    gate = F.linear(x, w_gate, b_gate)
-    up = None if w_up is None else F.linear(x, w_up, b_up)
-    if up is not None and pays(gate):
-        hidden = gated_relu(gate, up, activation) if training else reglu_on_cuda(gate, up, activation, inplace=True)
-    else:
-        # in the memory of what nothing else sees
-        hidden = activation.hidden(activation.after(gate, inplace=not training), up)
-    return _no_view(F.linear(hidden, w_down, b_down))
+def _torchs(layer: Operands, activation: Activation, training: bool) -> Run:
+    """What computes y of plain tensors by PyTorch's own operators, as models write the layer.
+
+    One of this package takes a large gate in one pass, except where the host is the limit: it costs the host more.
+    """
+    (n, k), gated = layer.w_gate.shape, layer.w_up is not None
+    m = tokens_of(layer.x)
+    waits = costs.waits_for_host(costs.Problem(m, k, n, gated, training, eager=True))
+    fused = gated and not waits and pays(layer.x, m * n)
+
+    def run(
+        x: Tensor,
+        w_gate: Tensor,
+        w_up: Tensor | None,
+        w_down: Tensor,
+        b_gate: Tensor | None,
+        b_up: Tensor | None,
+        b_down: Tensor | None,
+    ) -> Tensor:
+        gate = F.linear(x, w_gate, b_gate)
+        if w_up is None:
+            hidden = activation.hidden(activation.after(gate, inplace=not training), None)
+        else:
+            up = F.linear(x, w_up, b_up)
+            if fused and training:
+                hidden = gated_relu(gate, up, activation)
+            elif fused:
+                hidden = reglu_on_cuda(gate, up, activation, inplace=True)
+            elif activation.name == "relu" and not training:
+                # in the memory of what nothing else sees
+                hidden = torch.relu_(gate).mul_(up)
+            else:
+                hidden = activation.hidden(activation.after(gate, inplace=not training), up)
+        y = F.linear(hidden, w_down, b_down)
+        return y if b_down is None else _no_view(y)
+
+    return run
 
 
 def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, Tensor]:
@@ -457,7 +475,7 @@ def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, 
     if w_up is None:
         gate = activation.after(gate, inplace=not call.training and _modes.eager(operands))
         hidden = activation.hidden(gate, None)
-    elif call.direct and not call.training and not activation.moves and pays(gate):
+    elif call.direct and not call.training and not activation.moves and pays(gate, gate.numel()):
         hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up), activation, inplace=True)
     elif not activation.moves and _autograd.fuses(gate, operands):
         hidden = _autograd.gated_relu(gate, F.linear(x, w_up, b_up), activation)

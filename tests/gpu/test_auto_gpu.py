@@ -320,7 +320,7 @@ def test_counts_of_candidates_are_those_of_the_operator(m: int, topic: FFN) -> N
 def test_a_layer_comes_to_screen(gated: bool, training: bool, topic: FFN, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a wait, by the candidates that the operator lists; y has the bits of "union"."""
     # a GPU of another family refuses
-    require(torch.empty(1, device="cuda"), "gate_screen")
+    require(torch.device("cuda", 0), "gate_screen")
     monkeypatch.setattr(tables, "in_use", lambda on: SCREENS)
     mlp = module(topic, gated)
     with torch.set_grad_enabled(training):

@@ -85,11 +85,15 @@ def test_clusters_share_a_token(m: int, k: int, neurons: int, monkeypatch: pytes
     # more pieces than a thread loads at a time
     for pieces in (1, 2, 16, 40):
         monkeypatch.setattr(tuning, "token_pieces", lambda m, spec, _, pieces=pieces: pieces if spec.shared else 1)
+        # programs keep what they were made with
+        program.forget()
         check(problem, "row")
         runs = [output(random, "row") for _ in range(20)]
         for run in runs[1:]:
             testing.assert_same(run, runs[0], f"{pieces} clusters")
         results[pieces] = runs[0]
+    monkeypatch.undo()
+    program.forget()
     if tuning.family(0) == specs.PORTABLE:
         pytest.skip("how sums are shared shows in one 16-bit result of thousands, there maybe in none")
     # so they did share

@@ -301,7 +301,7 @@ def _dense(layer: Operands, activation: Activation, measurement: Measurement | N
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     with _without_autocast(x):
         gate, up = _projected(x, w_gate, w_up, b_gate, b_up)
-        if up is not None and pays(gate):
+        if up is not None and pays(gate, gate.numel()):
             hidden = reglu_on_cuda(gate, up, activation, inplace=True)
         else:
             gate = activation.after(gate, inplace=True)

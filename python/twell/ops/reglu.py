@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from twell import tuning
+from twell import _modes, tuning
 from twell._activation import RELU, Activation, activation_of, threshold_pair
 from twell._runtime import nvtx, resolve
 from twell._runtime.program import launch
@@ -47,14 +47,14 @@ def _backward_fake(
     return gradients(upstream, gate, up)
 
 
-def pays(gate: Tensor) -> bool:
-    """Whether the operators take the gate of a dense layer, and save time; loads their kernels."""
+def pays(like: Tensor, values: int) -> bool:
+    """Whether the operators take a dense layer's gate of so many values, and save time; loads their kernels."""
     return (
-        gate.is_cuda
-        and gate.dtype in (torch.bfloat16, torch.float16)
-        and (gate.numel() >= tuning.FUSED_ELEMENTS or torch.cuda.is_current_stream_capturing())
+        like.is_cuda
+        and like.dtype in (torch.bfloat16, torch.float16)
+        and (values >= tuning.FUSED_ELEMENTS or _modes.capturing(like))
         and resolve.launchable(
-            gate.device.index, tuning.reglu(gate.dtype, backward=False), tuning.reglu(gate.dtype, backward=True)
+            like.device.index, tuning.reglu(like.dtype, backward=False), tuning.reglu(like.dtype, backward=True)
         )
     )
 

@@ -37,8 +37,8 @@ _DENSE_BYTES = 4.2e12
 # strategies chosen by "auto" (H100, 2026-11-25, `h100_host.json`, the slowest host measured, so that "auto" errs
 # towards dense; the screen has four launches more).
 HOST_SECONDS = {
-    False: {"dense": 105e-6, "row": 155e-6, "union": 214e-6, SCREENED: 270e-6},
-    True: {"dense": 630e-6, "union": 1280e-6, SCREENED: 1340e-6},
+    False: {"dense": 135e-6, "row": 52e-6, "union": 63e-6, SCREENED: 80e-6},
+    True: {"dense": 620e-6, "union": 400e-6, SCREENED: 440e-6},
 }
 # Of a dense layer of up to 512 tokens: the seconds that one product for gate and up saves, those beyond its products,
 # and the time to read weights over that at the rate above (NVIDIA H200: 3 to 5 us saved; in two products 18, 34 and 118
