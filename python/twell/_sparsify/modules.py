@@ -221,7 +221,7 @@ class SparseDown(SparseMLP, SharedLinear):
         activation: ActivationName = "relu",
         threshold: float = 0,
     ) -> None:
-        SparseFFN.__init__(
+        SparseFFN._set(
             self, up.in_features, up.out_features, compression, strategy, activation=activation, threshold=threshold
         )
         self._share(down)
@@ -487,7 +487,7 @@ def _name(layer: Any, names: tuple[str, ...], linears: Iterable[nn.Linear], opti
     """Initialise a layer whose projections are children of other names."""
     linears = list(linears)
     intermediate = linears[-1].in_features
-    SparseFFN.__init__(layer, linears[0].in_features, intermediate, **options)
+    SparseFFN._set(layer, linears[0].in_features, intermediate, **options)
     layer._names = names
     for name, linear in zip(names, linears):
         # add_module would ask the properties of these names
