@@ -128,24 +128,6 @@ class SparseFFN(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._set(hidden, intermediate, compression, strategy, dtype, activation, threshold, screen, invariant)
-        for name in self._roles:
-            sizes = (intermediate, hidden) if name == "down_proj" else (hidden, intermediate)
-            setattr(self, name, nn.Linear(*sizes, bias, device, dtype))
-
-    def _set(
-        self,
-        hidden: int,
-        intermediate: int,
-        compression: int,
-        strategy: Strategy | AutoStrategy,
-        dtype: torch.dtype | None = None,
-        activation: ActivationName = "relu",
-        threshold: float = 0,
-        screen: Screen | None = None,
-        invariant: bool = False,
-    ) -> None:
-        """Initialise everything but the projections."""
         super().__init__()
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating torch.dtype, got {dtype!r}")
@@ -163,6 +145,12 @@ class SparseFFN(nn.Module):
             self.screen = screen
         # load_state_dict(assign=True) replaces parameters stored by rows with contiguous tensors
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
+        self._add_projections(bias, device, dtype)
+
+    def _add_projections(self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        for name in self._roles:
+            sizes = (self.intermediate, self.hidden) if name == "down_proj" else (self.hidden, self.intermediate)
+            setattr(self, name, nn.Linear(*sizes, bias, device, dtype))
 
     def reset_parameters(self) -> None:
         """Initialise all projections again, each as nn.Linear does."""

@@ -221,12 +221,14 @@ class SparseDown(SparseMLP, SharedLinear):
         activation: ActivationName = "relu",
         threshold: float = 0,
     ) -> None:
-        SparseFFN._set(
-            self, up.in_features, up.out_features, compression, strategy, activation=activation, threshold=threshold
-        )
+        options: Any = {"activation": activation, "threshold": threshold}
+        SparseFFN.__init__(self, up.in_features, up.out_features, compression=compression, strategy=strategy, **options)
         self._share(down)
         # not through nn.Module, which would make it a child with state-dict keys of its own
         object.__setattr__(self, "up_proj", up)
+
+    def _add_projections(self, *_: Any) -> None:
+        """It is one itself, and has the other."""
 
     @overload
     def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
@@ -399,6 +401,9 @@ class _Renamed(SparseFFN):
             )
         return super()._is_plain()
 
+    def _add_projections(self, *_: Any) -> None:
+        """``_name`` adds them."""
+
     _names: tuple[str, ...]
 
 
@@ -487,7 +492,7 @@ def _name(layer: Any, names: tuple[str, ...], linears: Iterable[nn.Linear], opti
     """Initialise a layer whose projections are children of other names."""
     linears = list(linears)
     intermediate = linears[-1].in_features
-    SparseFFN._set(layer, linears[0].in_features, intermediate, **options)
+    SparseFFN.__init__(layer, linears[0].in_features, intermediate, **options)
     layer._names = names
     for name, linear in zip(names, linears):
         # add_module would ask the properties of these names
