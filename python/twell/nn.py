@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 DownLayout = Literal["auto", "rows", "linear"]
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_BIASES = ("b_gate", "b_up", "b_down")
 
 _SETTINGS = (
     *("strategy", "invariant", "compression", "down_layout", "accumulate_main_grad", "record_aux"),
@@ -87,8 +86,6 @@ class SparseFFN(nn.Module):
     down_proj: nn.Linear
     aux: Aux | None = None
     _gated = False
-    # what the projections are, in the order of operands
-    _roles: tuple[str, ...] = _PROJECTIONS[1:]
     # the names of the children that are projections
     _projections = _PROJECTIONS
     if TYPE_CHECKING:
@@ -117,16 +114,13 @@ class SparseFFN(nn.Module):
         self,
         hidden: int,
         intermediate: int,
-        bias: bool = False,
-        *,
-        compression: int = 8,
-        strategy: Strategy | AutoStrategy = "auto",
-        screen: Screen | None = None,
-        invariant: bool = False,
+        compression: int,
+        strategy: Strategy | AutoStrategy,
+        dtype: torch.dtype | None = None,
         activation: ActivationName = "relu",
         threshold: float = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        screen: Screen | None = None,
+        invariant: bool = False,
     ) -> None:
         super().__init__()
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -145,12 +139,6 @@ class SparseFFN(nn.Module):
             self.screen = screen
         # load_state_dict(assign=True) replaces parameters stored by rows with contiguous tensors
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
-        self._add_projections(bias, device, dtype)
-
-    def _add_projections(self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        for name in self._roles:
-            sizes = (self.intermediate, self.hidden) if name == "down_proj" else (self.hidden, self.intermediate)
-            setattr(self, name, nn.Linear(*sizes, bias, device, dtype))
 
     def reset_parameters(self) -> None:
         """Initialise all projections again, each as nn.Linear does."""
@@ -255,17 +243,9 @@ class SparseFFN(nn.Module):
             result = self._sparse(x, return_aux or self._record_aux)
         return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
-    def _operands(self) -> Iterable[tuple[Tensor, Tensor | None]]:
-        """The weight and the bias of each projection."""
-        return map(self._applied, self._roles)
-
     def _sparse(self, x: Tensor, with_aux: bool) -> Any:
         """The result of the layer's function."""
-        weights, biases = zip(*self._operands())
-        mains = self._main_grads(**dict(zip(self._roles, weights)))
-        function: Any = functional.sparse_gated_ffn if self._gated else functional.sparse_ffn
-        options = self._options() | dict(zip(_BIASES[-len(biases) :], biases))
-        return function(x, *self._announced(*weights), main_grads=mains, return_aux=with_aux, **options)
+        raise NotImplementedError
 
     def _options(self) -> dict[str, Any]:
         """The settings that the functions take."""
@@ -359,7 +339,7 @@ class SparseFFN(nn.Module):
         if training and self._laid.weight is not None:
             return False
         # others go the way that asks what they are
-        children = [self._modules.get(name) for name in self._roles]
+        children = [self._modules.get(name) for name in (_PROJECTIONS if self._gated else _PROJECTIONS[1:])]
         if not _plain.run_as_linear(children) or not site.runs_torchs(x, training):
             return False
         if self._laid.weight is not None:
@@ -370,7 +350,7 @@ class SparseFFN(nn.Module):
         """The layer by its projections' weights, for ``_runs_torchs``."""
         children: Any = self._modules
         # without the calls of modules
-        *inputs, down = [children[name]._parameters for name in self._roles]
+        *inputs, down = [children[name]._parameters for name in (_PROJECTIONS if self._gated else _PROJECTIONS[1:])]
         gate, up = F.linear(x, inputs[0]["weight"], inputs[0]["bias"]), None
         if self._gated:
             up = F.linear(x, inputs[1]["weight"], inputs[1]["bias"])
@@ -431,14 +411,11 @@ class SparseFFN(nn.Module):
         """The parameters of which the weights are."""
         return weights
 
-    @classmethod
-    def _of(cls, inputs: dict[str, nn.Linear], down: nn.Linear, **options: Any) -> Self:
-        """A module with the Parameter objects of linear layers that form one FFN."""
-        mlp = cls(*_require_linear(inputs, down), device="meta", **options)
-        for name, linear in zip(cls._roles, (*inputs.values(), down)):
-            child = mlp.get_submodule(name)
+    def _adopt(self, **projections: nn.Linear) -> None:
+        """Give the children of these names the parameters of ``projections``."""
+        for name, linear in projections.items():
+            child = self.get_submodule(name)
             child.weight, child.bias = linear.weight, linear.bias
-        return mlp
 
 
 class SparseGatedMLP(SparseFFN):
@@ -468,9 +445,27 @@ class SparseGatedMLP(SparseFFN):
     hooks run; compiled graphs set it as they begin.
     """
 
-    gate_proj: nn.Linear
     _gated = True
-    _roles = _PROJECTIONS
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        bias: bool = False,
+        *,
+        compression: int = 8,
+        strategy: Strategy | AutoStrategy = "auto",
+        screen: Screen | None = None,
+        invariant: bool = False,
+        activation: ActivationName = "relu",
+        threshold: float = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden, intermediate, compression, strategy, dtype, activation, threshold, screen, invariant)
+        self.gate_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
+        self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
+        self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
 
     @classmethod
     def from_linear(
@@ -490,12 +485,56 @@ class SparseGatedMLP(SparseFFN):
 
         Their storage stays, too. Raises TypeError or ValueError if the three do not form one FFN.
         """
-        options = {"compression": compression, "strategy": strategy, "screen": screen, "invariant": invariant}
-        return cls._of({"gate": gate, "up": up}, down, activation=activation, threshold=threshold, **options)
+        hidden, intermediate = _require_linear({"gate": gate, "up": up}, down)
+        options: Any = {"compression": compression, "strategy": strategy, "screen": screen, "invariant": invariant}
+        options |= {"activation": activation, "threshold": threshold}
+        mlp = cls(hidden, intermediate, device="meta", **options)
+        mlp._adopt(gate_proj=gate, up_proj=up, down_proj=down)
+        return mlp
+
+    def _operands(self) -> Iterable[tuple[Tensor, Tensor | None]]:
+        """The weights and biases of the three projections."""
+        return map(self._applied, _PROJECTIONS)
+
+    def _sparse(self, x: Tensor, with_aux: bool) -> Any:
+        (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = self._operands()
+        mains = self._main_grads(gate_proj=w_gate, up_proj=w_up, down_proj=w_down)
+        w_gate, w_up, w_down = self._announced(w_gate, w_up, w_down)
+        return functional.sparse_gated_ffn(  # type: ignore[call-overload]
+            x,
+            w_gate,
+            w_up,
+            w_down,
+            b_gate=b_gate,
+            b_up=b_up,
+            b_down=b_down,
+            main_grads=mains,
+            return_aux=with_aux,
+            **self._options(),
+        )
 
 
 class SparseMLP(SparseFFN):
     """``down_proj(relu(up_proj(x)))`` through ``twell.sparse_ffn``; all else as in ``SparseGatedMLP``."""
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        bias: bool = False,
+        *,
+        compression: int = 8,
+        strategy: Strategy | AutoStrategy = "auto",
+        screen: Screen | None = None,
+        invariant: bool = False,
+        activation: ActivationName = "relu",
+        threshold: float = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden, intermediate, compression, strategy, dtype, activation, threshold, screen, invariant)
+        self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
+        self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
 
     @classmethod
     def from_linear(
@@ -511,8 +550,27 @@ class SparseMLP(SparseFFN):
         threshold: float = 0,
     ) -> SparseMLP:
         """Make a module that shares the Parameter objects of two ``nn.Linear``, as ``SparseGatedMLP.from_linear``."""
-        options = {"compression": compression, "strategy": strategy, "screen": screen, "invariant": invariant}
-        return cls._of({"up": up}, down, activation=activation, threshold=threshold, **options)
+        hidden, intermediate = _require_linear({"up": up}, down)
+        options: Any = {"compression": compression, "strategy": strategy, "screen": screen, "invariant": invariant}
+        options |= {"activation": activation, "threshold": threshold}
+        mlp = cls(hidden, intermediate, device="meta", **options)
+        mlp._adopt(up_proj=up, down_proj=down)
+        return mlp
+
+    def _sparse(self, x: Tensor, with_aux: bool) -> Any:
+        (w_up, b_up), (w_down, b_down) = map(self._applied, ("up_proj", "down_proj"))
+        mains = self._main_grads(up_proj=w_up, down_proj=w_down)
+        w_up, w_down = self._announced(w_up, w_down)
+        return functional.sparse_ffn(  # type: ignore[call-overload]
+            x,
+            w_up,
+            w_down,
+            b_up=b_up,
+            b_down=b_down,
+            main_grads=mains,
+            return_aux=with_aux,
+            **self._options(),
+        )
 
 
 def explain(layers: nn.Module | AutoStrategy) -> Explanation:
