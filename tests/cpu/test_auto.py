@@ -306,6 +306,23 @@ def test_a_late_decision_comes_with_the_first_call_that_may_decide(chooses: Arri
     assert strategies(2) == {"dense"}
 
 
+def test_explain_says_where_calls_raise() -> None:
+    """Of 32-bit values on a device whose kernels take none, and of sizes that they do not take."""
+    mlp = SparseGatedMLP(32, 264, device="meta", strategy="union")
+    (row,) = twell.explain(mlp)
+    said = (
+        "calls raise: dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast), got"
+    )
+    assert (row.kind, row.strategy) == ("any", "none")
+    assert row.reason.startswith(said)
+    with pytest.raises(TypeError, match="dtype must be bfloat16 or float16"):
+        mlp(torch.zeros(3, 32, device="meta"))
+    mlp = SparseGatedMLP(20, 264, dtype=BF16, strategy="dense")
+    mlp.strategy = "row"
+    (row,) = twell.explain(mlp)
+    assert row.reason.startswith("calls raise: K must be a positive multiple of 8 for the sparse kernels, got 20")
+
+
 def test_pickles_of_version_0_2_find_what_moved() -> None:
     site = twell.AutoStrategy(period=4)
     for training, figures in ((False, SPARSE), (True, DENSE)):

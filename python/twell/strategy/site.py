@@ -333,23 +333,20 @@ class AutoStrategy:
             return route_of(strategy, None, holder, held)
         with self._lock:
             call, decision, due = self._count(problem)
-            strategy, held = decision.strategy, self._buckets[_key(problem)].held
-            if not due or _key(problem) in self._pending or not problem.m:
-                route, bucket = route_of(strategy, None, holder, held), self._buckets[_key(problem)]
+            key, strategy = _key(problem), decision.strategy
+            bucket = self._buckets[key]
+            if not due or key in self._pending or not problem.m:
+                route = route_of(strategy, None, holder, bucket.held)
                 if not due and not bucket.late and holder is None and not (training and _modes.in_backward()):
                     if len(self.routes) >= _MOST_ROUTES:
                         self._forget_routes()
                     self.routes[kind] = bucket, route
                 return route
-            figures = self._buckets[_key(problem)].figures or self._nearest(_key(problem))
-            screen = self.screens and costs.worth_screening(problem, figures, self._table)
-        if (
-            strategy == "row"
-            and problem.m >= geometry.TOKEN_TILE
-            and "union" in costs.coefficients(problem, self._table)
-        ):
+            screen = self.screens and costs.worth_screening(problem, bucket.figures or self._nearest(key), self._table)
+        many = problem.m >= geometry.TOKEN_TILE
+        if strategy == "row" and many and "union" in costs.coefficients(problem, self._table):
             strategy = "union"
-        return route_of(strategy, Measurement(self, problem, call, screen), holder, held)
+        return route_of(strategy, Measurement(self, problem, call, screen), holder, bucket.held)
 
     def counted(self, bucket: Bucket) -> bool:
         """Count a call with a route of ``routes``; False, and nothing is counted, where the call must ``begin``."""
