@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from twell import ops
 from twell._activation import RELU, Activation
 from twell._runtime import nvtx
-from twell._runtime.program import Executable, allocate, contiguous
+from twell._runtime.program import Executable, allocate
 from twell.ops import hybrid
 from twell.ops.hybrid_backward import program_of, transposition
 from twell.ops.hybrid_forward import Forward, forward_of
@@ -48,7 +48,7 @@ def ffn(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | 
     The first two are differentiable. Backward adds the gradient of a weight to its main, if it has one, instead of
     returning it. None if ``call.passes`` does not take the operands.
     """
-    if not torch.compiler.is_compiling() and any(main is not None for main in mains):
+    if _any(mains) and not torch.compiler.is_compiling():
         for weight, main in mains._asdict().items():
             if main is not None:
                 # of a view, because the engine does not always know whether the node of a leaf will run
@@ -64,7 +64,14 @@ def direct(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor
         return None
     how = call.compression, call.held, call.activation, call.screen, call.totals
     passes = passes_of(Form.of(operands), *how)
-    return None if passes is None else ffn(call._replace(passes=passes), operands, mains)
+    if passes is None:
+        return None
+    return ffn(passes.call if call.note is None else call._replace(passes=passes), operands, mains)
+
+
+def _any(mains: Sequence[Tensor | None]) -> bool:
+    main_gate, main_up, main_down = mains
+    return main_gate is not None or main_up is not None or main_down is not None
 
 
 class Passes:
@@ -73,18 +80,18 @@ class Passes:
     Called with them, it returns y; None, with nothing launched, for tensors of another form.
     """
 
-    __slots__ = ("_call", "_down", "_gate", "_x", "activation", "form", "forward")
+    __slots__ = ("_bias", "_down", "_gate", "_x", "activation", "call", "form", "forward")
 
     def __init__(self, form: Form, forward: Forward, call: Call) -> None:
         self.form, self.forward, self.activation = form, forward, call.activation
-        self._call = call._replace(passes=self)
-        (dtype, x, _), (_, gate, _), _, (_, down, strides) = form.lies[:4]  # type: ignore[misc]
-        self._x, self._gate = (x, contiguous(x), dtype), (gate, contiguous(gate), dtype)
+        self.call = call._replace(passes=self)
+        _, (dtype, (n, k), _), _, (*_, strides) = form.lies[:4]  # type: ignore[misc]
+        self._x, self._gate, self._bias = forward.y, ((n, k), (k, 1), dtype), ((n,), (1,), dtype)
         # a gradient is stored as the weight is, for optimizers that flatten gradients
-        self._down = (down, strides, dtype) if strides == contiguous(down) else None
+        self._down = ((k, n), (n, 1), dtype) if strides == (n, 1) else None
 
     def __call__(self, *operands: Tensor | None) -> Tensor | None:
-        return _FFN.apply(self._call, None, None, None, *operands)  # type: ignore[no-any-return, no-untyped-call]
+        return _FFN.apply(self.call, None, None, None, *operands)  # type: ignore[no-any-return, no-untyped-call]
 
     @nvtx.marked(lambda _, dy, dl1, saved, *rest: _range_of("hybrid_backward", saved[0], saved[1]))
     def backward(
@@ -103,8 +110,8 @@ class Passes:
         if weights:
             dw_gate, dw_down = allocate(x, *self._gate), allocate(x, *self._gate)
             dw_up = None if w_up is None else allocate(x, *self._gate)
-            db_gate = None if b_gate is None else allocate(x, b_gate.shape, (1,), x.dtype)
-            db_up = None if b_up is None else allocate(x, b_up.shape, (1,), x.dtype)
+            db_gate = None if b_gate is None else allocate(x, *self._bias)
+            db_up = None if b_up is None else allocate(x, *self._bias)
         operands = dy, dl1, x, w_gate, w_up, w_down, b_gate, b_up, kept, dx, dw_gate, dw_up, dw_down, db_gate, db_up
         if not run.ran(*[t for t in operands if t is not None]):
             return None
@@ -170,9 +177,9 @@ class _FFN(torch.autograd.Function):
             b_gate, b_up = _saveable(b_gate), _saveable(b_up)
         ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, kept)
         ctx.call, ctx.mains, ctx.nodes = call, None, None
-        if main_gate is not None or main_up is not None or main_down is not None:
+        if _any(mains := Mains(main_gate, main_up, main_down)):
             # not as saved tensors: a hook that moves those would make backward add to a copy
-            ctx.mains = mains = Mains(main_gate, main_up, main_down)
+            ctx.mains = mains
             if not torch.compiler.is_compiling():
                 weights = zip(Mains._fields, (w_gate, w_up, w_down), mains)
                 ctx.nodes = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_gpu import FakeGpu
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import twell
@@ -36,6 +37,24 @@ def multiplied(gated: bool) -> list[str]:
 
 def on_cuda(op: Any, arguments: tuple[Any, ...]) -> Any:
     return sys.modules[f"twell.ops.{op._opname}"]._cuda(*arguments)
+
+
+@pytest.fixture
+def dispatched(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators that the dispatcher is asked for, which run as it runs them on a GPU."""
+    names: list[str] = []
+
+    def asked(op: Any) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            names.append(op._opname)
+            with torch.no_grad():
+                return on_cuda(op, arguments)
+
+        return run
+
+    for op in (ops.hybrid_forward, ops.hybrid_backward, ops.hybrid_backward_accumulate):
+        monkeypatch.setattr(ops, op._opname, asked(op))
+    return names
 
 
 # The operators
@@ -272,7 +291,7 @@ def test_leading_dimensions_need_no_view(gpu: FakeGpu, shape: tuple[int, ...]) -
     assert transposed.forward().shape == (13, 5, 64)
 
 
-def test_upstream_gradients_may_lie_anywhere(gpu: FakeGpu) -> None:
+def test_upstream_gradients_may_lie_anywhere(gpu: FakeGpu, dispatched: list[str]) -> None:
     wide = torch.zeros(130, 80, dtype=BF16)
     layouts = {
         "rows": (wide[:, 8:72], wide[:, 8:72]),
@@ -289,12 +308,13 @@ def test_upstream_gradients_may_lie_anywhere(gpu: FakeGpu) -> None:
         assert gpu.names() == ["sampled_grad", "gathered", "overflow"]
         assert torch.equal(given, dy), name
         assert (given.data_ptr() == dy.data_ptr()) == (in_place is not None), name
+    assert dispatched == ["hybrid_backward"], "the last one's layout is right, and only its address is not"
 
 
 def test_operands_that_kernels_read_only_as_copies_go_the_long_way(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGpu, dispatched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operators copy them. Here those of the CPU stand for them."""
+    """The operators copy them, in forward and in backward."""
     seen = []
     original = _autograd.passes_of
     monkeypatch.setattr(_autograd, "passes_of", lambda *how: seen.append(original(*how)) or seen[-1])
@@ -308,9 +328,13 @@ def test_operands_that_kernels_read_only_as_copies_go_the_long_way(
                 other = torch.zeros(*operand.shape, 2, dtype=BF16)[..., 0]
             gpu.clear()
             seen.clear()
+            dispatched.clear()
             step.operands = {**step.operands, name: other.requires_grad_()}
-            assert step.forward().shape == (130, 64)
-            assert not gpu.launches
+            y = step.forward()
+            y.backward(torch.ones_like(y))
+            assert all(t.grad is not None and t.grad.shape == t.shape for t in step.operands.values())
+            assert gpu.names() == launches_of(True, True, True, True, True)
+            assert dispatched == ["hybrid_forward", "hybrid_backward"]
             assert (seen[0] is None) != misaligned, name
             step.operands[name] = operand
 
@@ -374,16 +398,64 @@ def test_checkpoints_run_forward_again(gpu: FakeGpu, reentrant: bool) -> None:
     assert x.grad is not None
 
 
-def test_saved_tensors_that_hooks_change_go_the_long_way(gpu: FakeGpu) -> None:
+class Mode(TorchDispatchMode):
+    """A mode that sees all operators."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Other(Tensor):
+    """A tensor of a class that may mean anything."""
+
+
+def test_saved_tensors_that_hooks_changed(gpu: FakeGpu, dispatched: list[str]) -> None:
+    """Plain ones of another place are taken; others go the long way, which makes plain ones of them or refuses."""
     step = Step()
-    for unpack in (lambda t: t.clone(), torch._neg_view):
-        gpu.clear()
+    for unpack, expected in (
+        (lambda t: t.clone(), []),
+        (lambda t: t.double().to(t.dtype), []),
+        (torch._neg_view, ["hybrid_backward"]),
+        (lambda t: t.as_subclass(Other), ["hybrid_backward"]),
+        (lambda t: torch.cat((t.flatten(), t.flatten()[:1]))[1:].view(t.shape), ["hybrid_backward"]),
+    ):
+        dispatched.clear()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
             y = step.forward()
-        first = len(gpu.launches)
         y.sum().backward()
-        # the operators of the CPU stand for those that take any tensor
-        assert (len(gpu.launches) > first) == (unpack is not torch._neg_view)
+        assert dispatched == expected
+
+
+def test_backward_passes_that_are_more_than_one_of_plain_tensors(gpu: FakeGpu, dispatched: list[str]) -> None:
+    step = Step(frozen="w_gate w_up w_down")
+    x = step.operands["x"]
+    y = step.forward()
+    torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+    assert dispatched == ["hybrid_backward"]
+    for recording in (torch.profiler.profile, Mode):
+        y, before = step.forward(), len(dispatched)
+        with recording():
+            torch.autograd.grad(y, x, torch.ones_like(y))
+        assert len(dispatched) == before + 1
+    y, before = step.forward(), len(dispatched)
+    torch.autograd.grad(y, x, torch.ones_like(y))
+    assert len(dispatched) == before
+
+
+def test_gradients_into_mains_and_of_l1_alone_are_dispatched(gpu: FakeGpu, dispatched: list[str]) -> None:
+    """Forward is direct, and backward runs the operator that adds, or that takes no gradient of y."""
+    for shape in ((130, 64), (2, 65, 64)):
+        dispatched.clear()
+        step = Step(shape)
+        mains = [torch.zeros(264, 64), None, torch.zeros(264, 64).t()]
+        y = step.forward(main_grads=mains)
+        y.backward(torch.ones_like(y))
+        assert dispatched == ["hybrid_backward_accumulate"]
+        assert [name for name, t in step.operands.items() if t.grad is None] == ["w_gate", "w_down"]
+        _, aux = step.forward(return_aux=True)
+        aux.l1.backward()
+        assert dispatched[1:] == ["hybrid_backward"]
+        assert step.operands["x"].grad.shape == shape
 
 
 def test_threads_share_programs(gpu: FakeGpu) -> None:

@@ -145,7 +145,8 @@ class Forward:
             self._figures.append((torch.float32, geometry.token_tiles(m), geometry.training_sums(n)))
             if m * n > geometry.MOST:
                 self._figures.append(stats_shape(m, n))
-        self.y = form.lies[0][1], contiguous(form.lies[0][1]), x.dtype  # type: ignore[index]
+        shape = tuple(form.lies[0][1])  # type: ignore[index]
+        self.y = shape, contiguous(shape), x.dtype
         self.kept = ((hybrid.words(x, n, gated, held),), (1,), torch.int32)
         capacity = geometry.hybrid_capacity(m, n, held)
         self._pack = self._packed(p, layer, compression, capacity, activation, screen)
