@@ -42,20 +42,15 @@ class Call(NamedTuple):
     passes: Passes | None = None
 
 
-def ffn(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+def ffn(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y [M, K], the sum of |h| (0-d) and the number of non-zeros (0-d, int64); Nones unless ``call.totals``.
 
     The first two are differentiable. Backward adds the gradient of a weight to its main, if it has one, instead of
-    returning it. None if ``call.passes`` does not take the operands.
+    returning it.
     """
-    if _any(mains) and not torch.compiler.is_compiling():
-        for weight, main in mains._asdict().items():
-            if main is not None:
-                # of a view, because the engine does not always know whether the node of a leaf will run
-                view = getattr(operands, weight).view_as(main)
-                operands = operands._replace(**{weight: view})
-    found: Any = _FFN.apply(call, *mains, *operands)  # type: ignore[no-untyped-call]
-    return found if call.totals or found is None else (found, None, None)
+    found = _applied(call, operands, mains)
+    assert found is not None
+    return found
 
 
 def direct(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
@@ -66,7 +61,18 @@ def direct(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor
     passes = passes_of(Form.of(operands), *how)
     if passes is None:
         return None
-    return ffn(passes.call if call.note is None else call._replace(passes=passes), operands, mains)
+    return _applied(passes.call if call.note is None else call._replace(passes=passes), operands, mains)
+
+
+def _applied(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    if _any(mains) and not torch.compiler.is_compiling():
+        for weight, main in mains._asdict().items():
+            if main is not None:
+                # of a view, because the engine does not always know whether the node of a leaf will run
+                view = getattr(operands, weight).view_as(main)
+                operands = operands._replace(**{weight: view})
+    found: Any = _FFN.apply(call, *mains, *operands)  # type: ignore[no-untyped-call]
+    return found if call.totals or found is None else (found, None, None)
 
 
 def _any(mains: Sequence[Tensor | None]) -> bool:
@@ -187,7 +193,7 @@ class _FFN(torch.autograd.Function):
                 }
         ctx.set_materialize_grads(False)
         if not call.totals:
-            return y
+            return cast(Tensor, y)
         ctx.mark_non_differentiable(nonzeros)
         return y, l1, nonzeros
 
@@ -203,21 +209,22 @@ class _FFN(torch.autograd.Function):
             nodes = ctx.nodes
             needs = Needs(*needs)._replace(**{weight: False for weight, node in nodes.items() if not runs(node)})
         *of_passes, of_b_down = needs
-        gradients: tuple[Tensor | None, ...] | None = (None,) * 6
+        gradients: tuple[Tensor | None, ...] = (None,) * 6
         saved: tuple[Any, ...] = ()
         if any(of_passes) and not (dy is None and dl1 is None):
             saved = ctx.saved_tensors if compiling else _saved(ctx)
-            gradients = None
+            found = None
             if call.passes is not None and mains is None and dy is not None and _is_undisturbed(dy, dl1, saved):
-                gradients = call.passes.backward(dy, dl1, saved, needs)
-            if gradients is None:
+                found = call.passes.backward(dy, dl1, saved, needs)
+            if found is None:
                 with torch.no_grad():
-                    gradients = _gradients(dy, dl1, saved, Needs(*needs), mains or Mains(), call.activation)
+                    found = _gradients(dy, dl1, saved, Needs(*needs), mains or Mains(), call.activation)
+            gradients = found
         db_down = None
         if of_b_down and dy is not None:
             wide = torch.promote_types(dy.dtype, torch.float32)
             db_down = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=wide).to(dy.dtype)
-        gradients = (*gradients, db_down)
+        gradients = *gradients, db_down
         if not compiling and torch.is_grad_enabled():
             gradients = _first_order(call.name, Gradients(*gradients), (dy, dl1, *saved))
         return None, None, None, None, *gradients

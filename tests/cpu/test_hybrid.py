@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from twell import ops, reference, testing
-from twell._runtime import device, geometry, kernel_module, specs
+from twell._runtime import geometry
 from twell.ops import hybrid, library
 
 BF16 = torch.bfloat16
@@ -338,5 +337,3 @@ def test_an_input_that_requires_grad_is_refused() -> None:
             NotImplementedError, match=r"has no gradient.*call twell.sparse_gated_ffn or twell.sparse_ffn"
         ):
             op(*needing)
-
-

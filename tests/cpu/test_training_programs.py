@@ -23,7 +23,7 @@ from twell._runtime import geometry, resolve, specs
 from twell.ops import hybrid, screened
 from twell.ops.hybrid_backward import program_of
 from twell.ops.hybrid_forward import forward_of
-from twell.ops.operands import Form
+from twell.ops.operands import Form, Operands
 
 BF16 = torch.bfloat16
 PACKED = ["gate_pack", "compact"]
@@ -178,11 +178,11 @@ class Step:
         frozen: str = "",
         dtype: torch.dtype = BF16,
     ) -> None:
-        k, names = shape[-1], ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
+        k = shape[-1]
         down = torch.empty(n, k, dtype=dtype).t() if rows else torch.empty(k, n, dtype=dtype)
         sizes: list[Any] = [shape, (n, k), (n, k), down, (n,), (n,), (k,)]
         self.operands: dict[str, Tensor] = {}
-        for name, size in zip(names, sizes):
+        for name, size in zip(Operands._fields, sizes):
             if (name[0] == "b" and name[2:] not in biases.split()) or (not gated and name in ("w_up", "b_up")):
                 continue
             tensor = size if isinstance(size, Tensor) else torch.empty(size, dtype=dtype)
@@ -254,7 +254,9 @@ def test_programs_of_many_sizes_fit_their_kernels(
         total.backward()
     assert len(gpu.programs) == 7
     for compression, held, screen in ((2, 8, True), (4, 0, False)):
-        form = Form.of([step.operands.get(name) for name in ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")])
+        form = Form.of(
+            [step.operands.get(name) for name in ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")]
+        )
         assert forward_of(form, compression, held, RELU, screen, True) is not None
 
 
@@ -343,8 +345,7 @@ def test_the_passes_of_a_form_are_callable(gpu: FakeGpu) -> None:
     """What a module keeps: y, or None for tensors of another form."""
     for gated in (True, False):
         step = Step(gated=gated)
-        names = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
-        operands = [step.operands.get(name) for name in names]
+        operands = [step.operands.get(name) for name in Operands._fields]
         passes = _autograd.passes_of(Form.of(operands), 8, 0, RELU)
         assert passes is not None
         gpu.clear()
@@ -358,9 +359,10 @@ def test_the_passes_of_a_form_are_callable(gpu: FakeGpu) -> None:
             others[i] = torch.zeros_like(operands[i]).to(torch.float16).requires_grad_()
             assert passes(*others) is None
         assert not gpu.launches
-        with pytest.raises(NotImplementedError, match=f"{'sparse_gated_ffn' if gated else 'sparse_ffn'}: .*second der"):
-            y = passes(*operands)
-            torch.autograd.grad(y.sum(), operands[0], create_graph=True)[0].sum().backward()
+        gradient = torch.autograd.grad(passes(*operands).sum(), operands[0], create_graph=True)[0].sum()
+        name = "sparse_gated_ffn" if gated else "sparse_ffn"
+        with pytest.raises(NotImplementedError, match=f"{name}: .*no second derivative"):
+            gradient.backward()
 
 
 def test_the_sum_and_the_number_are_made_only_where_they_are_asked_for(
@@ -476,10 +478,11 @@ def test_threads_share_programs(gpu: FakeGpu) -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "before_forward", "before_backward"), [(2048, 34.2e6, 152.9e6), (16384, 273.7e6, 404.6e6), (65536, None, None)]
+    ("m", "before_forward", "before_backward"),
+    [(2048, 34.2e6, 152.9e6), (16384, 273.7e6, 404.6e6)],
 )
 def test_peak_memory(gpu: FakeGpu, m: int, before_forward: float, before_backward: float) -> None:
-    """Of results and scratch at the paper's size, not more than version 0.3 took, whose tensors came and went singly."""
+    """Of results and scratch at the paper's size: not more than when tensors came and went one by one."""
     k, n = 2048, 5632
     rows = [(BF16, shape, (k, 1)) for shape in ((m, k), (n, k), (n, k))]
     form = Form(0, (*rows, (BF16, (k, n), (1, k)), None, None, None))
@@ -494,10 +497,8 @@ def test_peak_memory(gpu: FakeGpu, m: int, before_forward: float, before_backwar
         fake_gpu.room(multiplying, 4, 5),
         fake_gpu.room(backward, 6, 7, 8, 9),
     )
-    if m <= 16384:
-        assert max(first, second) <= before_forward
-        assert last <= before_backward
-    assert first < fake_gpu.room(packing, 4) + 1
+    assert max(first, second) <= before_forward
+    assert last <= before_backward
     # one that is not cut would hold y beside the packed gate
     assert max(first, second) < first + m * k * 2
 

@@ -56,9 +56,7 @@ def check_forward(problem: FFN, gated: bool, compression: int, how: tuple[Any, f
     return kept  # type: ignore[no-any-return]
 
 
-def check_backward(
-    problem: FFN, gated: bool, dl1: float, kept: Tensor, how: tuple[Any, float] = RELU
-) -> None:
+def check_backward(problem: FFN, gated: bool, dl1: float, kept: Tensor, how: tuple[Any, float] = RELU) -> None:
     """``hybrid_backward`` and ``hybrid_backward_accumulate`` against float64 with the same roundings."""
     dy = testing.integer_upstream(problem)
     right = testing.exact_gradients(problem, dy, dl1, gated=gated, **form(*how))

@@ -9,7 +9,7 @@ relu; ``twell._activation`` has the others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from twell._runtime.program import Executable, Program, View
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
 from twell.ops.library import ACTIVATION, PROGRAMS, Implementation, flat, laid, last_activation, register, rows
-from twell.ops.operands import Form, Gradients, Operands, Views
+from twell.ops.operands import Form, Gradients, GradientViews, Operands, Views
 from twell.ops.operands import present as given_ones
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -30,7 +30,9 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def outputs(layer: Operands, input_grad: bool, weight_grad: bool) -> Gradients:
     """Uninitialised gradients of x's dtype: dx [M, K], weights [N, K], biases [N]; None where none is wanted."""
-    gradients = (None if shape is None else layer.x.new_empty(shape) for shape in shapes(layer, input_grad, weight_grad))
+    gradients = (
+        None if shape is None else layer.x.new_empty(shape) for shape in shapes(layer, input_grad, weight_grad)
+    )
     return Gradients(*gradients)
 
 
@@ -105,10 +107,11 @@ def laid_backward(given: Backward) -> list[Tensor | None]:
     return [rows(dy), None if dl1 is None else flat(dl1)[0], *layer[:6], flat(kept)]
 
 
-def backward_of(views: list[Any], activation: Activation) -> Backward:
+def backward_of(views: Sequence[Any], activation: Activation) -> Backward:
     """The same in a program of their form; x and dy [..., K] as matrices."""
-    dy, dl1, x, *weights, kept = views
-    return Backward(_folded(dy), dl1, Views(_folded(x), *weights, None), kept, activation)
+    dy, dl1, x, w_gate, w_up, w_down, b_gate, b_up, kept = views
+    layer = Views(_folded(x), w_gate, w_up, w_down, b_gate, b_up, None)
+    return Backward(_folded(dy), dl1, layer, kept, activation)
 
 
 @functools.lru_cache(PROGRAMS)
@@ -116,9 +119,10 @@ def program_of(form: Form, input_grad: bool, weight_grad: bool, activation: Acti
     """The launches for operands of this form, those of ``laid_backward``, and the gradients that are wanted."""
     p, views = form.program()
     given = backward_of(views, activation)
+    # dx is laid out as x, with its leading dimensions
     wanted = shapes(given.layer._replace(x=views[2]), input_grad, weight_grad)
     dx, *others = (None if shape is None else p.operand(views[2].dtype, *shape) for shape in wanted)
-    hybrid.launches(p, given, Gradients(None if dx is None else _folded(dx), *others), accumulate=False)
+    hybrid.launches(p, given, GradientViews(None if dx is None else _folded(dx), *others), accumulate=False)
     return p.compiled()
 
 

@@ -20,7 +20,7 @@ from twell.ops import hybrid
 from twell.ops.hybrid import Backward
 from twell.ops.hybrid_backward import BACKWARD, backward_first, backward_of, laid_backward, present
 from twell.ops.library import ACTIVATION, PROGRAMS, Implementation, check, has_rows, register
-from twell.ops.operands import Form, Gradients, Mains, Operands
+from twell.ops.operands import Form, Gradients, GradientViews, Mains, Operands
 from twell.ops.operands import present as given_ones
 
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -107,7 +107,7 @@ def _cuda(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down:
 def program_of(form: Form, activation: Activation) -> Executable:
     """The launches for operands of this form, those of ``laid_backward``, and gradients that kernels can write."""
     p, views = form.program()
-    hybrid.launches(p, backward_of(views[:9], activation), Gradients(*views[9:]), accumulate=True)
+    hybrid.launches(p, backward_of(views[:9], activation), GradientViews(*views[9:]), accumulate=True)
     return p.compiled()
 
 
