@@ -3,7 +3,7 @@
 dh = dy @ w_down^T + dl1 * sign(h) is computed only at the non-zeros of the gate. d_gate = dh * up and d_up = dh * gate,
 or d_gate = dh without an up projection. dx = d_gate @ w_gate + d_up @ w_up; dw_gate = d_gate^T @ x, dw_up = d_up^T @ x,
 dw_down = h^T @ dy, and the biases' are sums over the tokens. h, d_gate and d_up are rounded, sums are fp32. This is
-relu; ``twell._activation`` has the others.
+relu; ``twell._activation`` has the others. Without dl1 it is zero.
 """
 
 from __future__ import annotations
