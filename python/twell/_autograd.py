@@ -97,7 +97,7 @@ class Passes:
         self._down = ((k, n), (n, 1), dtype) if strides == (n, 1) else None
 
     def __call__(self, *operands: Tensor | None) -> Tensor | None:
-        return _FFN.apply(self.call, None, None, None, *operands)  # type: ignore[no-any-return, no-untyped-call]
+        return _apply(self.call, None, None, None, *operands)  # type: ignore[no-any-return]
 
     @nvtx.marked(lambda _, dy, dl1, saved, *rest: _range_of("hybrid_backward", saved[0], saved[1]))
     def backward(
@@ -182,7 +182,9 @@ class _FFN(torch.autograd.Function):
         if b_gate is not None or b_up is not None:
             b_gate, b_up = _saveable(b_gate), _saveable(b_up)
         ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, kept)
-        ctx.call, ctx.mains, ctx.nodes = call, None, None
+        # a note may hold the operands
+        ctx.call = call if call.note is None else call._replace(note=None)
+        ctx.mains, ctx.nodes = None, None
         if _any(mains := Mains(main_gate, main_up, main_down)):
             # not as saved tensors: a hook that moves those would make backward add to a copy
             ctx.mains = mains
@@ -201,7 +203,7 @@ class _FFN(torch.autograd.Function):
     @nvtx.marked(lambda ctx, dy, *_: _backward_range(ctx.call.name, dy))
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None = None, _: None = None) -> tuple[Tensor | None, ...]:
         call, mains, needs = ctx.call, ctx.mains, ctx.needs_input_grad[4:]
-        compiling = call.passes is None and torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling()
         if ctx.nodes and not compiling:
             _require_addable(dy, dl1)
             # this backward pass may want less than forward announced: torch.autograd.grad may ask for x alone
@@ -214,7 +216,8 @@ class _FFN(torch.autograd.Function):
         if any(of_passes) and not (dy is None and dl1 is None):
             saved = ctx.saved_tensors if compiling else _saved(ctx)
             found = None
-            if call.passes is not None and mains is None and dy is not None and _is_undisturbed(dy, dl1, saved):
+            direct = call.passes is not None and not compiling and mains is None and dy is not None
+            if direct and _is_undisturbed(dy, dl1, saved):
                 found = call.passes.backward(dy, dl1, saved, needs)
             if found is None:
                 with torch.no_grad():
@@ -228,6 +231,10 @@ class _FFN(torch.autograd.Function):
         if not compiling and torch.is_grad_enabled():
             gradients = _first_order(call.name, Gradients(*gradients), (dy, dl1, *saved))
         return None, None, None, None, *gradients
+
+
+# without the part of torch.autograd.Function for transforms of torch.func
+_apply: Any = super(torch.autograd.Function, _FFN).apply
 
 
 def _is_undisturbed(dy: Tensor, dl1: Tensor | None, saved: Sequence[Any]) -> bool:

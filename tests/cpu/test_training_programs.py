@@ -23,7 +23,7 @@ from twell._runtime import geometry, resolve, specs
 from twell.ops import hybrid, screened
 from twell.ops.hybrid_backward import program_of
 from twell.ops.hybrid_forward import forward_of
-from twell.ops.operands import Form, Operands
+from twell.ops.operands import Form, Mains, Operands
 
 BF16 = torch.bfloat16
 PACKED = ["gate_pack", "compact"]
@@ -381,6 +381,20 @@ def test_the_sum_and_the_number_are_made_only_where_they_are_asked_for(
     gpu.clear()
     step.forward(return_aux=True)
     assert [len(made.operands) for made in gpu.programs] == [7, 7]
+
+
+def test_a_note_gets_the_counts_and_is_not_kept(gpu: FakeGpu) -> None:
+    """It may hold x, which saved-tensor hooks move elsewhere."""
+    step, noted = Step(), []
+    call = _autograd.Call("sparse_gated_ffn", 8, 0, RELU, totals=True, note=lambda *counts: noted.append(counts))
+    found = _autograd.direct(call, Operands(**step.operands), Mains())
+    assert found is not None
+    y, _, nonzeros = found
+    ((given, sizes),) = noted
+    assert given.data_ptr() == nonzeros.data_ptr()
+    assert sizes.shape == (3,)
+    assert y.grad_fn.call.note is None
+    assert not nonzeros.requires_grad
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
