@@ -502,8 +502,10 @@ def test_peak_memory(gpu: FakeGpu, m: int, before_forward: float, before_backwar
     form = Form(0, (*rows, (BF16, (k, n), (1, k)), None, None, None))
     whole = forward_of(form, 8, 0, RELU, False, False)
     assert whole is not None
-    (words,), _, _ = whole.kept
-    program_of(Form(0, (rows[0], None, *form.lies[:6], (torch.int32, (words,), (1,)))), True, True, RELU)
+    ((words,), _, _) = whole.kept
+    kept = (torch.int32, (words,), (1,))
+    given = (rows[0], None, *form.lies[:6], kept, *rows, rows[1], None, None)
+    program_of(Form(0, given), RELU, False)
     packing, multiplying, backward = gpu.programs
     # behind the layer come kept, y and the gradients
     first, second, last = (

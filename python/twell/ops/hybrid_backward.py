@@ -9,7 +9,7 @@ relu; ``twell._activation`` has the others. Without dl1 it is zero.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from twell import tuning
 from twell._activation import Activation
 from twell._runtime import nvtx
-from twell._runtime.program import Executable, Program, View
+from twell._runtime.program import Executable, Program
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
 from twell.ops.library import ACTIVATION, PROGRAMS, Implementation, flat, laid, last_activation, register, rows
@@ -30,17 +30,9 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def outputs(layer: Operands, input_grad: bool, weight_grad: bool) -> Gradients:
     """Uninitialised gradients of x's dtype: dx [M, K], weights [N, K], biases [N]; None where none is wanted."""
-    gradients = (
-        None if shape is None else layer.x.new_empty(shape) for shape in shapes(layer, input_grad, weight_grad)
-    )
+    wanted = (input_grad, *(weight_grad and operand is not None for operand in layer[1:]))
+    gradients = (layer.x.new_empty(o.shape) if w and o is not None else None for w, o in zip(wanted, layer))
     return Gradients(*gradients)
-
-
-def shapes(layer: Operands | Views, input_grad: bool, weight_grad: bool) -> list[tuple[int, ...] | None]:
-    """Of each of them."""
-    x, w_gate, w_up, _, b_gate, b_up, _ = layer
-    wanted = (x if input_grad else None, *((w_gate, w_up, w_gate, b_gate, b_up) if weight_grad else [None] * 5))
-    return [None if operand is None else tuple(operand.shape) for operand in wanted]
 
 
 def present(gradients: Gradients, like: Tensor) -> Outputs:
@@ -94,40 +86,29 @@ def _cuda(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
         hybrid.check_backward(given)
         gradients = Gradients(*(None if g is None else g.zero_() for g in gradients))
     elif input_grad or weight_grad:
-        operands = laid_backward(given)
-        program = program_of(Form.of(operands), input_grad, weight_grad, given.activation)
-        program(*given_ones(operands), *given_ones(gradients))
+        run(given, gradients)
     return present(gradients, given.layer.x)
 
 
-def laid_backward(given: Backward) -> list[Tensor | None]:
-    """The operands of backward as programs take them, with copies of those that kernels cannot read in place."""
-    dy, dl1, layer, kept, _ = given
+def run(given: Backward, gradients: Gradients, accumulate: bool = False) -> None:
+    """Launch what fills ``gradients``, those of weights and biases all or none; ``accumulate``: adds to the weights'."""
+    dy, dl1, layer, kept, activation = given
     layer = laid(layer._replace(w_down=layer.w_down.t()))
-    return [rows(dy), None if dl1 is None else flat(dl1)[0], *layer[:6], flat(kept)]
-
-
-def backward_of(views: Sequence[Any], activation: Activation) -> Backward:
-    """The same in a program of their form; x and dy [..., K] as matrices."""
-    dy, dl1, x, w_gate, w_up, w_down, b_gate, b_up, kept = views
-    layer = Views(_folded(x), w_gate, w_up, w_down, b_gate, b_up, None)
-    return Backward(_folded(dy), dl1, layer, kept, activation)
+    tensors = rows(dy), None if dl1 is None else flat(dl1)[0], *layer[:6], flat(kept), *gradients[:6]
+    program_of(Form.of(tensors), activation, accumulate)(*given_ones(tensors))
 
 
 @functools.lru_cache(PROGRAMS)
-def program_of(form: Form, input_grad: bool, weight_grad: bool, activation: Activation) -> Executable:
-    """The launches for operands of this form, those of ``laid_backward``, and the gradients that are wanted."""
-    p, views = form.program()
-    given = backward_of(views, activation)
-    # dx is laid out as x, with its leading dimensions
-    wanted = shapes(given.layer._replace(x=views[2]), input_grad, weight_grad)
-    dx, *others = (None if shape is None else p.operand(views[2].dtype, *shape) for shape in wanted)
-    hybrid.launches(p, given, GradientViews(None if dx is None else _folded(dx), *others), accumulate=False)
+def program_of(form: Form, activation: Activation, accumulate: bool) -> Executable:
+    """The launches for dy, dl1, the layer without b_down, w_down [K, N], kept, and for each of the layer its gradient.
+
+    dy, x and its gradient may have leading dimensions.
+    """
+    p, (dy, dl1, x, w_gate, w_up, w_down, b_gate, b_up, kept, dx, *others) = form.program()
+    dy, x, dx = (t if t is None or len(t.shape) == 2 else t.matrix() for t in (dy, x, dx))
+    layer = Views(x, w_gate, w_up, w_down, b_gate, b_up, None)
+    hybrid.launches(p, Backward(dy, dl1, layer, kept, activation), GradientViews(dx, *others), accumulate)
     return p.compiled()
-
-
-def _folded(view: View) -> View:
-    return view if len(view.shape) == 2 else view.matrix()
 
 
 @functools.lru_cache(PROGRAMS)
