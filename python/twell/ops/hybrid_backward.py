@@ -91,7 +91,7 @@ def _cuda(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
 
 
 def run(given: Backward, gradients: Gradients, accumulate: bool = False) -> None:
-    """Launch what fills ``gradients``, those of weights and biases all or none; ``accumulate``: adds to the weights'."""
+    """Launch what fills ``gradients``, of weights and biases all or none, or adds to those of weights."""
     dy, dl1, layer, kept, activation = given
     layer = laid(layer._replace(w_down=layer.w_down.t()))
     tensors = rows(dy), None if dl1 is None else flat(dl1)[0], *layer[:6], flat(kept), *gradients[:6]
