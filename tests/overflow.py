@@ -13,7 +13,7 @@ from twell._activation import Activation
 from twell._runtime import geometry
 from twell._runtime.program import Program
 from twell.ops import hybrid
-from twell.ops.operands import Form, Gradients, Operands, Views, present
+from twell.ops.operands import Form, Gradients, GradientViews, Operands, Views, present
 
 
 def aside(x: Tensor, terms: int, ctas: int) -> Tensor:
@@ -66,10 +66,10 @@ def backward(
     """``hybrid.overflow_backward`` of a layer with w_down [N, K] and a gradient dl1 [1]."""
 
     def launches(p: Program, views: list[Any]) -> None:
-        of_dy, of_dl1, *rest = views
-        own, (of_sizes, *gradients), last = Views(*rest[:6], None), rest[6:13], rest[13:]
+        of_dy, of_dl1, *own_views, of_sizes = views[:9]
+        own, gradients, last = Views(*[*own_views, None]), views[9:15], views[15:]
         given = hybrid.Backward(of_dy, of_dl1, own, None, activation)
         kept = _kept(of_sizes, None)
-        hybrid.overflow_backward(p, given, own.w_down, kept, capacity, Gradients(*gradients), accumulate, *last)
+        hybrid.overflow_backward(p, given, own.w_down, kept, capacity, GradientViews(*gradients), accumulate, *last)
 
     _run((dy, dl1, *layer[:6], sizes, *out[:6], aside, counters), launches)

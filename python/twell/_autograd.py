@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from twell import ops
 from twell._activation import RELU, Activation
 from twell._runtime import nvtx
-from twell._runtime.program import Executable, allocate, contiguous, kept
+from twell._runtime.program import Executable, allocate, kept
 from twell.ops import hybrid
 from twell.ops.hybrid_backward import program_of, transposition
 from twell.ops.hybrid_forward import Forward, forward_of
@@ -41,13 +41,31 @@ class Call(NamedTuple):
     passes: Passes | None = None
 
 
-def ffn(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+def ffn(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y [M, K], the sum of |h| (0-d) and the number of non-zeros (0-d, int64); Nones unless ``call.totals``.
 
     The first two are differentiable. Backward adds the gradient of a weight to its main, if it has one, instead of
-    returning it. None if ``call.passes`` does not take the operands.
+    returning it.
     """
-    if not torch.compiler.is_compiling() and any(main is not None for main in mains):
+    found = _applied(call, operands, mains)
+    assert found is not None
+    return found
+
+
+def direct(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """``ffn`` of x [..., K] without the dispatcher, if ``is_direct``; None where kernels read only copies."""
+    if not operands.x.numel():
+        return None
+    how = call.compression, call.held, call.activation, call.screen, call.totals
+    passes = passes_of(Form.of(operands), *how)
+    if passes is None:
+        return None
+    return _applied(passes.call if call.note is None else call._replace(passes=passes), operands, mains)
+
+
+def _applied(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    main_gate, main_up, main_down = mains
+    if (main_gate is not None or main_up is not None or main_down is not None) and not torch.compiler.is_compiling():
         for weight, main in mains._asdict().items():
             if main is not None:
                 # of a view, because the engine does not always know whether the node of a leaf will run
@@ -57,13 +75,8 @@ def ffn(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | 
     return found if call.totals or found is None else (found, None, None)
 
 
-def direct(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-    """``ffn`` of x [..., K] without the dispatcher, if ``is_direct``; None where kernels read only copies."""
-    if not operands.x.numel():
-        return None
-    how = call.compression, call.held, call.activation, call.screen, call.totals
-    passes = passes_of(Form.of(operands), *how)
-    return None if passes is None else ffn(call._replace(passes=passes), operands, mains)
+# the shape, strides and dtype of what is allocated
+_Place = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class Passes:
@@ -72,49 +85,44 @@ class Passes:
     Called with them, it returns y; None, with nothing launched, for tensors of another form.
     """
 
-    __slots__ = ("_call", "_down", "_gate", "_x", "activation", "form", "forward")
+    __slots__ = ("_down", "call", "form", "forward", "places")
 
     def __init__(self, form: Form, forward: Forward, call: Call) -> None:
-        self.form, self.forward, self.activation = form, forward, call.activation
-        self._call = call._replace(passes=self)
-        (dtype, x, _), (_, gate, _), _, (_, down, strides) = form.lies[:4]  # type: ignore[misc]
-        self._x, self._gate = (x, contiguous(x), dtype), (gate, contiguous(gate), dtype)
+        self.form, self.forward, self.call = form, forward, call._replace(passes=self)
+        _, (dtype, (n, k), _), w_up, (*_, strides), b_gate, b_up, _ = form.lies  # type: ignore[misc]
+        weight, bias = ((n, k), (k, 1), dtype), ((n,), (1,), dtype)
+        # of the gradients, that of w_down [N, K]
+        self.places: list[_Place | None] = [forward.y, weight, w_up and weight, weight, b_gate and bias, b_up and bias]
         # a gradient is stored as the weight is, for optimizers that flatten gradients
-        self._down = (down, strides, dtype) if strides == contiguous(down) else None
+        self._down: _Place | None = ((k, n), (n, 1), dtype) if strides == (n, 1) else None
 
     def __call__(self, *operands: Tensor | None) -> Tensor | None:
-        return _FFN.apply(self._call, None, None, None, *operands)  # type: ignore[no-any-return, no-untyped-call]
+        return _apply(self.call, None, None, None, *operands)  # type: ignore[no-any-return]
 
     @nvtx.marked(lambda _, dy, dl1, saved, *rest: _range_of("hybrid_backward", saved[0], saved[1]))
     def backward(
         self, dy: Tensor, dl1: Tensor | None, saved: Sequence[Any], needs: Sequence[bool]
-    ) -> tuple[Tensor | None, ...] | None:
+    ) -> list[Tensor | None] | None:
         """The gradients that are needed of all operands but b_down; None, with nothing launched, where it cannot be."""
-        x, w_gate, w_up, w_down, b_gate, b_up, kept = saved
+        x = saved[0]
         of_x, of_gate, of_up, of_down, of_b_gate, of_b_up, _ = needs
         weights = of_gate or of_up or of_down or of_b_gate or of_b_up
         if not dy.is_contiguous():
             # expanded or transposed, as sums and products leave it
             dy = rows(dy.reshape(-1, dy.shape[-1]))
-        run = _backward_of(self, dy.shape, dy.stride(), dl1 is not None, of_x, weights)
-        dx = allocate(x, *self._x) if of_x else None
-        dw_gate = dw_up = dw_down = db_gate = db_up = None
-        if weights:
-            dw_gate, dw_down = allocate(x, *self._gate), allocate(x, *self._gate)
-            dw_up = None if w_up is None else allocate(x, *self._gate)
-            db_gate = None if b_gate is None else allocate(x, b_gate.shape, (1,), x.dtype)
-            db_up = None if b_up is None else allocate(x, b_up.shape, (1,), x.dtype)
-        operands = dy, dl1, x, w_gate, w_up, w_down, b_gate, b_up, kept, dx, dw_gate, dw_up, dw_down, db_gate, db_up
-        if not run.ran(*[t for t in operands if t is not None]):
+        run, places = _backward_of(self, dy.shape, dy.stride(), dl1 is not None, of_x, weights)
+        found = [None if place is None else allocate(x, *place) for place in places]
+        if not run.ran(*[t for t in (dy, dl1, *saved, *found) if t is not None]):
             return None
-        if of_down and dw_down is not None:
-            dw_down = dw_down.t() if self._down is None else self._stored(dw_down)
-        found = dx, dw_gate, dw_up, dw_down, db_gate, db_up
-        return tuple([gradient if needed else None for gradient, needed in zip(found, needs)])
+        if of_down:
+            found[3] = self._stored(found[3])
+        return [gradient if needed else None for gradient, needed in zip(found, needs)]
 
-    def _stored(self, dw_down: Tensor) -> Tensor:
-        """``dw_down`` [N, K] as nn.Linear stores the weight, [K, N]."""
-        out = allocate(dw_down, *self._down)  # type: ignore[misc]
+    def _stored(self, dw_down: Any) -> Tensor:
+        """``dw_down`` [N, K] as [K, N], laid out as the weight is."""
+        if self._down is None:
+            return dw_down.t()  # type: ignore[no-any-return]
+        out = allocate(dw_down, *self._down)
         transposition(self.form.device, dw_down.dtype, *dw_down.shape)(dw_down, out)
         return out
 
@@ -132,11 +140,15 @@ def passes_of(
 @kept
 def _backward_of(
     passes: Passes, shape: Any, strides: Any, with_dl1: bool, input_grad: bool, weight_grad: bool
-) -> Executable:
-    form, (lengths, steps, words) = passes.form, passes.forward.kept
-    dy, dl1 = (form.lies[0][0], shape, strides), (torch.float32, (), ()) if with_dl1 else None  # type: ignore[index]
-    operands = Form(form.device, (dy, dl1, *form.lies[:6], (words, lengths, steps)))
-    return program_of(operands, input_grad, weight_grad, passes.activation)
+) -> tuple[Executable, list[_Place | None]]:
+    """What runs backward for a dy that lies so, and the gradients that it fills."""
+    dx, *others = passes.places
+    places = [dx if input_grad else None, *(others if weight_grad else [None] * len(others))]
+    dl1: _Place | None = ((), (), torch.float32) if with_dl1 else None
+    lies = [None if place is None else (place[2], *place[:2]) for place in (dl1, passes.forward.kept, *places)]
+    dy = passes.forward.y[2], shape, strides
+    form = Form(passes.form.device, (dy, lies[0], *passes.form.lies[:6], *lies[1:]))
+    return program_of(form, passes.call.activation, False), places
 
 
 class _FFN(torch.autograd.Function):
@@ -168,7 +180,9 @@ class _FFN(torch.autograd.Function):
         if b_gate is not None or b_up is not None:
             b_gate, b_up = _saveable(b_gate), _saveable(b_up)
         ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, kept)
-        ctx.call, ctx.mains, ctx.nodes = call, None, None
+        # a note may hold the operands
+        ctx.call = call if call.note is None else call._replace(note=None)
+        ctx.mains, ctx.nodes = None, None
         if main_gate is not None or main_up is not None or main_down is not None:
             # not as saved tensors: a hook that moves those would make backward add to a copy
             ctx.mains = mains = Mains(main_gate, main_up, main_down)
@@ -179,7 +193,7 @@ class _FFN(torch.autograd.Function):
                 }
         ctx.set_materialize_grads(False)
         if not call.totals:
-            return y
+            return y  # type: ignore[no-any-return]
         ctx.mark_non_differentiable(nonzeros)
         return y, l1, nonzeros
 
@@ -187,7 +201,7 @@ class _FFN(torch.autograd.Function):
     @nvtx.marked(lambda ctx, dy, *_: _backward_range(ctx.call.name, dy))
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None = None, _: None = None) -> tuple[Tensor | None, ...]:
         call, mains, needs = ctx.call, ctx.mains, ctx.needs_input_grad[4:]
-        compiling = call.passes is None and torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling()
         if ctx.nodes and not compiling:
             _require_addable(dy, dl1)
             # this backward pass may want less than forward announced: torch.autograd.grad may ask for x alone
@@ -195,24 +209,29 @@ class _FFN(torch.autograd.Function):
             nodes = ctx.nodes
             needs = Needs(*needs)._replace(**{weight: False for weight, node in nodes.items() if not runs(node)})
         *of_passes, of_b_down = needs
-        gradients: tuple[Tensor | None, ...] | None = (None,) * 6
+        gradients: tuple[Tensor | None, ...] = (None,) * 6
         saved: tuple[Any, ...] = ()
         if any(of_passes) and not (dy is None and dl1 is None):
             saved = ctx.saved_tensors if compiling else _saved(ctx)
-            gradients = None
-            if call.passes is not None and mains is None and dy is not None and _is_undisturbed(dy, dl1, saved):
-                gradients = call.passes.backward(dy, dl1, saved, needs)
-            if gradients is None:
+            found = None
+            if dy is not None and not (call.passes is None or mains or compiling) and _is_undisturbed(dy, dl1, saved):
+                found = call.passes.backward(dy, dl1, saved, needs)
+            if found is None:
                 with torch.no_grad():
-                    gradients = _gradients(dy, dl1, saved, Needs(*needs), mains or Mains(), call.activation)
+                    found = _gradients(dy, dl1, saved, Needs(*needs), mains or Mains(), call.activation)
+            gradients = found
         db_down = None
         if of_b_down and dy is not None:
             wide = torch.promote_types(dy.dtype, torch.float32)
             db_down = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=wide).to(dy.dtype)
-        gradients = (*gradients, db_down)
+        gradients = *gradients, db_down
         if not compiling and torch.is_grad_enabled():
             gradients = _first_order(call.name, Gradients(*gradients), (dy, dl1, *saved))
         return None, None, None, None, *gradients
+
+
+# without the part of torch.autograd.Function for transforms of torch.func
+_apply: Any = super(torch.autograd.Function, _FFN).apply
 
 
 def _is_undisturbed(dy: Tensor, dl1: Tensor | None, saved: Sequence[Any]) -> bool:

@@ -63,7 +63,9 @@ class Front:
         """y of a call of a known kind; None, with nothing run, of any other."""
         if not self._known or type(x) is not Tensor or x.is_neg() or x._is_zerotensor():
             return None
-        operands, biases, needing = [x], [], x.requires_grad
+        operands: list[Tensor | None] = [x]
+        biases: list[Tensor | None] = []
+        needing = x.requires_grad
         children = layer._modules
         for name in layer._projections:
             child = children.get(name)

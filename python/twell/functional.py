@@ -591,15 +591,17 @@ def _train(call: _Call, layer: Operands, route: Route, mains: Mains) -> tuple[Te
     totals = call.return_aux or note is not None
     how = _autograd.Call(call.name, call.compression, route.held, call.activation, route.screen, totals, note)
     found = _autograd.direct(how, layer, mains) if call.direct else None
-    if found is None and x.dim() == 2:
-        found = _autograd.ffn(how, layer, mains)
-    elif found is None:
-        y, *figures = _autograd.ffn(how, layer._replace(x=x.reshape(-1, x.shape[-1])), mains)
-        found = _unviewed(y, x.shape), *figures
+    if found is not None:
+        y, l1, nonzeros = found
+    elif x.dim() == 2:
+        y, l1, nonzeros = _autograd.ffn(how, layer, mains)
+    else:
+        y, l1, nonzeros = _autograd.ffn(how, layer._replace(x=x.reshape(-1, x.shape[-1])), mains)
+        y = _unviewed(y, x.shape)
     if route.holder is not None:
         # training keeps its choice until backward passes y
-        route.holder.hold(found[0])
-    return found
+        route.holder.hold(y)
+    return y, l1, nonzeros
 
 
 def _note_training(

@@ -407,7 +407,7 @@ def _child(place: int) -> Any:
     return property(lambda layer: layer._modules[layer._names[place]])
 
 
-class NamedMLP(_Renamed, SparseMLP):
+class NamedMLP(_Renamed, SparseMLP):  # type: ignore[misc]
     """A ``SparseMLP`` whose projections are children of other names, as ``wi`` and ``wo``; else the same."""
 
     def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], **options: Any) -> None:

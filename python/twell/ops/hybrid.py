@@ -34,7 +34,7 @@ from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.library import bias_view, check, check_layer, down_rows
-from twell.ops.operands import Gradients, Operands, Views
+from twell.ops.operands import Gradients, GradientViews, Operands, Views
 
 
 class Kept(NamedTuple):
@@ -72,7 +72,8 @@ _PLACE = 64
 def _places(m: int, n: int) -> tuple[list[tuple[int, torch.dtype, tuple[int, ...]]], int]:
     """The first word, dtype and shape of each part before the entries, and the first word of those."""
     tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
-    found, at = [], 0
+    found: list[tuple[int, torch.dtype, tuple[int, ...]]] = []
+    at = 0
     for dtype, shape in (
         (torch.int32, (tiles + 1,)),
         (torch.int32, (tiles, chunks + 1)),
@@ -108,13 +109,14 @@ def _value_bytes(x: Tensor | View, gated: bool) -> int:
 def parts(kept: Tensor | View, m: int, n: int) -> Kept:
     """The parts of ``kept``, the gate of ``m`` tokens with ``n`` neurons."""
     places, first = _places(m, n)
+    places.append((first, torch.int32, (kept.shape[0] - first,)))
+    found: Any
     if isinstance(kept, View):
-        sizes, chunks, neurons, popularity = (kept.at(4 * at, dtype, *shape) for at, dtype, shape in places)
-        return Kept(kept.at(4 * first, torch.int32, kept.shape[0] - first), neurons, chunks, sizes, popularity)
-    sizes, chunks, neurons, popularity = (
-        kept[at : at + _words(dtype, shape)].view(dtype).view(shape) for at, dtype, shape in places
-    )
-    return Kept(kept[first:], neurons, chunks, sizes, popularity)
+        found = (kept.at(4 * at, dtype, *shape) for at, dtype, shape in places)
+    else:
+        found = (kept[at : at + _words(dtype, shape)].view(dtype).view(shape) for at, dtype, shape in places)
+    sizes, chunks, neurons, popularity, entries = found
+    return Kept(entries, neurons, chunks, sizes, popularity)
 
 
 def sizes(kept: Tensor, m: int) -> Tensor:
@@ -338,7 +340,7 @@ def overflow_backward(
     w_down: View,
     kept: Kept,
     capacity: int,
-    out: Gradients,
+    out: GradientViews,
     accumulate: bool,
     aside: View,
     counters: View,
@@ -366,12 +368,12 @@ def overflow_backward(
     d_biases = [p.scratch(x.dtype, 0) if b is None else b for b in out[4:6]]
     lines = -(-m // geometry.OVERFLOW_SUM) if any(b.shape[0] for b in d_biases) else 0
     by_token = p.scratch(torch.float32, lines, 2 * n)
-    own = (dx, *weights, *sums, int(accumulate), by_token, *d_biases, aside, counters, p.multiprocessors)
+    own: Any = (dx, *weights, *sums, int(accumulate), by_token, *d_biases, aside, counters, p.multiprocessors)
     operands = (w_gate, w_gate if w_up is None else w_up, w_down, *biases, dl1)
     p.launch(tuning.overflow(x.dtype, "backward", tuning.family(p.index)), dy, x, *operands, *over, *own)
 
 
-def launches(p: Program, given: Backward, out: Gradients, accumulate: bool) -> None:
+def launches(p: Program, given: Backward, out: GradientViews, accumulate: bool) -> None:
     """Launch backward, which fills the gradients of ``out``, those of weights and biases all or none.
 
     Gradients of weights have rows that kernels can write. They are added to if ``accumulate``, in float32.

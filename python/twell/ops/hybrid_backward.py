@@ -3,7 +3,7 @@
 dh = dy @ w_down^T + dl1 * sign(h) is computed only at the non-zeros of the gate. d_gate = dh * up and d_up = dh * gate,
 or d_gate = dh without an up projection. dx = d_gate @ w_gate + d_up @ w_up; dw_gate = d_gate^T @ x, dw_up = d_up^T @ x,
 dw_down = h^T @ dy, and the biases' are sums over the tokens. h, d_gate and d_up are rounded, sums are fp32. This is
-relu; ``twell._activation`` has the others.
+relu; ``twell._activation`` has the others. Without dl1 it is zero.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from twell import tuning
 from twell._activation import Activation
 from twell._runtime import nvtx
-from twell._runtime.program import Executable, Program, View, kept
+from twell._runtime.program import Executable, Program, kept
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
 from twell.ops.library import ACTIVATION, Implementation, flat, laid, last_activation, register, rows
-from twell.ops.operands import Form, Gradients, Operands, Views
+from twell.ops.operands import Form, Gradients, GradientViews, Operands, Views
 from twell.ops.operands import present as given_ones
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -29,17 +29,9 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def outputs(layer: Operands, input_grad: bool, weight_grad: bool) -> Gradients:
     """Uninitialised gradients of x's dtype: dx [M, K], weights [N, K], biases [N]; None where none is wanted."""
-    gradients = (
-        None if shape is None else layer.x.new_empty(shape) for shape in shapes(layer, input_grad, weight_grad)
-    )
+    wanted = (input_grad, *(weight_grad and operand is not None for operand in layer[1:]))
+    gradients = (layer.x.new_empty(o.shape) if w and o is not None else None for w, o in zip(wanted, layer))
     return Gradients(*gradients)
-
-
-def shapes(layer: Operands | Views, input_grad: bool, weight_grad: bool) -> list[tuple[int, ...] | None]:
-    """Of each of them."""
-    x, w_gate, w_up, _, b_gate, b_up, _ = layer
-    wanted = (x if input_grad else None, *((w_gate, w_up, w_gate, b_gate, b_up) if weight_grad else [None] * 5))
-    return [None if operand is None else tuple(operand.shape) for operand in wanted]
 
 
 def present(gradients: Gradients, like: Tensor) -> Outputs:
@@ -93,38 +85,29 @@ def _cuda(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
         hybrid.check_backward(given)
         gradients = Gradients(*(None if g is None else g.zero_() for g in gradients))
     elif input_grad or weight_grad:
-        operands = laid_backward(given)
-        program = program_of(Form.of(operands), input_grad, weight_grad, given.activation)
-        program(*given_ones(operands), *given_ones(gradients))
+        run(given, gradients)
     return present(gradients, given.layer.x)
 
 
-def laid_backward(given: Backward) -> list[Tensor | None]:
-    """The operands of backward as programs take them, with copies of those that kernels cannot read in place."""
-    dy, dl1, layer, kept, _ = given
+def run(given: Backward, gradients: Gradients, accumulate: bool = False) -> None:
+    """Launch what fills ``gradients``, of weights and biases all or none, or adds to those of weights."""
+    dy, dl1, layer, kept, activation = given
     layer = laid(layer._replace(w_down=layer.w_down.t()))
-    return [rows(dy), None if dl1 is None else flat(dl1)[0], *layer[:6], flat(kept)]
-
-
-def backward_of(views: list[Any], activation: Activation) -> Backward:
-    """The same in a program of their form; x and dy [..., K] as matrices."""
-    dy, dl1, x, *weights, kept = views
-    return Backward(_folded(dy), dl1, Views(_folded(x), *weights, None), kept, activation)
+    tensors = rows(dy), None if dl1 is None else flat(dl1)[0], *layer[:6], flat(kept), *gradients[:6]
+    program_of(Form.of(tensors), activation, accumulate)(*given_ones(tensors))
 
 
 @kept
-def program_of(form: Form, input_grad: bool, weight_grad: bool, activation: Activation) -> Executable:
-    """The launches for operands of this form, those of ``laid_backward``, and the gradients that are wanted."""
-    p, views = form.program()
-    given = backward_of(views, activation)
-    wanted = shapes(given.layer._replace(x=views[2]), input_grad, weight_grad)
-    dx, *others = (None if shape is None else p.operand(views[2].dtype, *shape) for shape in wanted)
-    hybrid.launches(p, given, Gradients(None if dx is None else _folded(dx), *others), accumulate=False)
+def program_of(form: Form, activation: Activation, accumulate: bool) -> Executable:
+    """The launches for dy, dl1, the layer without b_down, w_down [K, N], kept, and for each of the layer its gradient.
+
+    dy, x and its gradient may have leading dimensions.
+    """
+    p, (dy, dl1, x, w_gate, w_up, w_down, b_gate, b_up, kept, dx, *others) = form.program()
+    dy, x, dx = (t if t is None or len(t.shape) == 2 else t.matrix() for t in (dy, x, dx))
+    layer = Views(x, w_gate, w_up, w_down, b_gate, b_up, None)
+    hybrid.launches(p, Backward(dy, dl1, layer, kept, activation), GradientViews(dx, *others), accumulate)
     return p.compiled()
-
-
-def _folded(view: View) -> View:
-    return view if len(view.shape) == 2 else view.matrix()
 
 
 @kept

@@ -12,15 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell._activation import Activation
 from twell._runtime import nvtx
-from twell._runtime.program import Executable, kept
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
-from twell.ops.hybrid_backward import BACKWARD, backward_first, backward_of, laid_backward, present
+from twell.ops.hybrid_backward import BACKWARD, backward_first, present, run
 from twell.ops.library import ACTIVATION, Implementation, check, has_rows, register
-from twell.ops.operands import Form, Gradients, Mains, Operands
-from twell.ops.operands import present as given_ones
+from twell.ops.operands import Gradients, Mains, Operands
 
 Outputs = tuple[Tensor, Tensor, Tensor]
 
@@ -94,20 +91,11 @@ def _cuda(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down:
     laid = [
         m if m is None or has_rows(m) else torch.zeros_like(m, memory_format=torch.contiguous_format) for m in mains
     ]
-    operands, targets = laid_backward(given), gradients._replace(w_gate=laid[0], w_up=laid[1], w_down=laid[2])
-    program_of(Form.of((*operands, *targets[:6])), given.activation)(*given_ones(operands), *given_ones(targets))
+    run(given, gradients._replace(w_gate=laid[0], w_up=laid[1], w_down=laid[2]), accumulate=True)
     for main, added in zip(mains, laid):
         if main is not None and added is not None and added is not main:
             main.add_(added)
     return _returned(gradients, given.layer.x)
-
-
-@kept
-def program_of(form: Form, activation: Activation) -> Executable:
-    """The launches for operands of this form, those of ``laid_backward``, and gradients that kernels can write."""
-    p, views = form.program()
-    hybrid.launches(p, backward_of(views[:9], activation), Gradients(*views[9:]), accumulate=True)
-    return p.compiled()
 
 
 hybrid_backward_accumulate = register(

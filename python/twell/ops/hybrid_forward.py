@@ -143,7 +143,8 @@ class Forward:
             self._figures.append((torch.float32, geometry.token_tiles(m), geometry.training_sums(n)))
             if m * n > geometry.MOST:
                 self._figures.append(stats_shape(m, n))
-        self.y = form.lies[0][1], contiguous(form.lies[0][1]), x.dtype  # type: ignore[index]
+        shape = tuple(form.lies[0][1])  # type: ignore[index]
+        self.y = shape, contiguous(shape), x.dtype
         self.kept = ((hybrid.words(x, n, gated, held),), (1,), torch.int32)
         capacity = geometry.hybrid_capacity(m, n, held)
         self._pack = self._packed(p, layer, compression, capacity, activation, screen)
@@ -194,9 +195,8 @@ class Forward:
         aside = hybrid.room_aside(p, dtype, n)
         # without an up projection the gates in the entries become h as they are read
         of_entries = RELU.code() if gated else code
-        last = (y, aside, of_entries, capacity, p.multiprocessors)
-        bias = bias_view(p, b_down, dtype)
-        p.launch(tuning.gathered(dtype, int(gated), family), hidden, w_down, None, None, bias, *pattern, *last)
+        bias, behind = bias_view(p, b_down, dtype), (y, aside, of_entries, capacity, p.multiprocessors)
+        p.launch(tuning.gathered(dtype, int(gated), family), hidden, w_down, None, None, bias, *pattern, *behind)
         hybrid.overflow_forward(p, layer, w_down, kept, capacity, activation, y, sums, aside)
         return p.compiled()
 
@@ -229,9 +229,9 @@ class Forward:
 
         Without totals l1 and nonzeros are None.
         """
-        given = [t for t in (x, w_gate, w_up, w_down, b_gate, b_up, b_down) if t is not None]
+        given: list[Any] = [t for t in (x, w_gate, w_up, w_down, b_gate, b_up, b_down) if t is not None]
         kept, figures = allocate(x, *self.kept), new(x, self._figures) if self._figures else []
-        first = [screened.firing_bias(w_gate, b_gate, self._activation)] if self._raised else []
+        first: list[Any] = [screened.firing_bias(w_gate, b_gate, self._activation)] if self._raised else []
         if not self._pack.ran(*given, *first, kept, *figures):
             return None
         nonzeros = None

@@ -121,6 +121,17 @@ class Views(NamedTuple):
     b_down: View | None
 
 
+class GradientViews(NamedTuple):
+    """The ``Gradients`` that a program makes, None where none is wanted; that of w_down is [N, K]."""
+
+    x: View | None = None
+    w_gate: View | None = None
+    w_up: View | None = None
+    w_down: View | None = None
+    b_gate: View | None = None
+    b_up: View | None = None
+
+
 class PackedViews(NamedTuple):
     """What the launches behind ``gate_pack`` take of a layer in a program, w_down [K, N].
 

@@ -64,8 +64,8 @@ def _canonical(words: Tensor, dtype: torch.dtype, compression: int) -> Tensor:
 def assert_hybrid_same(actual: Tensor, expected: Tensor, m: int, n: int, gated: bool) -> None:
     """Raise AssertionError unless two hybrid gates of ``m`` tokens and ``n`` neurons agree in all defined values.
 
-    Each is the last output of ``twell.ops.hybrid_forward``, with 16-bit values. Defined are the lists up to a multiple of 64, and an entry and, if ``gated``, an up
-    projection for each non-zero; if these do not fit, only their number.
+    Each is the last output of ``twell.ops.hybrid_forward``, with 16-bit values. Defined are the lists up to a multiple
+    of 64, and an entry and, if ``gated``, an up projection for each non-zero; if these do not fit, only their number.
     """
     assert actual.shape == expected.shape
     ours, theirs = (hybrid.parts(kept.cpu(), m, n)._asdict() for kept in (actual, expected))
