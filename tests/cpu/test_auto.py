@@ -180,76 +180,68 @@ def test_calls_between_decisions_take_a_short_way(
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_module_can_keep_a_route_and_count_by_itself(training: bool, chooses: Arrivals) -> None:
-    """While ``version`` stays, ``counted`` stands for ``begin``, except for the calls that decide and measure."""
+    """While the bucket has its version, ``counted`` stands for ``begin``, except for calls that decide and measure."""
     short, long = sites.AutoStrategy(period=8), sites.AutoStrategy(period=8)
-    x, kept, took = torch.zeros(100, K, dtype=BF16), (0, None), []
-    call = (N, True, training, False, False)
+    x, took = torch.zeros(100, K, dtype=BF16), []
+    known: Any = None
+    version, call = 0, (N, True, training, False, False)
     for i in range(100):
-        version, known = kept
-        if known is not None and version == short.version and short.counted(known[0]):
+        if known is not None and version == known[0].version and short.counted(known[0]):
             took.append(i)
             route = known[1]
         else:
             route = short.begin(x, *call)
-            kept = short.version, short.routes.get((x.shape, *call))
+            known = short.routes.get((x.shape, *call))
+            version = 0 if known is None else known[0].version
         assert route[::3] == long.begin(x, *call)[::3], i
         if i == 50:
             for site in (short, long):
                 site.observe(Problem(100, K, N, True, training), DENSE)
     assert [row[2:7] for row in short.explain()] == [row[2:7] for row in long.explain()]
-    # calls 0, 1, 2, 4, 8, 16, 24, ... decide, and the ones behind them ask for the route
+    # calls 0, 1, 2, 4, 8, 16, 24, ... decide, and those that changed the choice are followed by one that asks
     due = {0, 1, 2, 4, *range(8, 100, 8)}
-    assert set(took) == set(range(100)) - due - {call + 1 for call in due}
+    asked = set(range(100)) - set(took)
+    assert due <= asked
+    assert len(asked - due) <= 5
 
 
 def test_what_ends_the_routes_that_modules_keep(chooses: Arrivals) -> None:
-    """Each gives the site a version that no site had before; routes that could be wrong are forgotten."""
-    site, x, known = sites.AutoStrategy(period=4), torch.zeros(100, K, dtype=BF16), set()
+    """Each gives the bucket another version; routes that could be wrong are forgotten."""
+    site, x = sites.AutoStrategy(period=4), torch.zeros(100, K, dtype=BF16)
 
-    def changed() -> bool:
-        new = site.version not in known
-        known.add(site.version)
-        return new
-
-    def run(calls: int, training: bool = True, n: int = N) -> None:
+    def run(calls: int, training: bool = True, n: int = N) -> Any:
         for _ in range(calls):
             site.begin(x, n, True, training, False)
+        return site.routes.get((x.shape, n, True, training, False, False))
 
-    assert changed()
-    run(4)
-    assert changed()
-    assert site.routes
+    bucket, _ = run(4)
+    version = bucket.version
+    # the decision of another kind of call does not matter to this one
+    assert run(4, training=False)
+    assert run(3)[0] is bucket
+    assert bucket.version == version
     site.screen = "auto"
-    run(0)
-    assert not changed()
+    assert bucket.version == version
     site.screen = "off"
-    assert changed()
+    assert bucket.version > version
     assert not site.routes
-    run(2)
-    changed()
-    run(2)
-    assert not changed()
-    # the decision of another kind of call
-    run(1, training=False)
-    assert changed()
-    run(4, training=False)
-    changed()
+    version = run(3)[0].version
+    # another choice
+    site.observe(Problem(100, K, N, True, True), SPARSE)
+    before = strategies_of(site)
+    run(4)
+    assert (strategies_of(site) != before) == (bucket.version > version)
     # another layer
-    run(4, n=2 * N)
-    assert changed()
+    version = bucket.version
+    assert run(4, n=2 * N)
+    assert bucket.version > version
     assert all(kind[1] == 2 * N for kind in site.routes)
-    site.observe(Problem(100, K, N, True, True), DENSE)
-    assert changed()
-    assert not site.routes
     # so many kinds that they are forgotten
     for m in range(600):
         for _ in range(4):
             site.begin(torch.zeros(m, K, dtype=BF16), 2 * N, True, True, False)
-    assert changed()
     assert len(site.routes) <= 256
-    other = copy.deepcopy(site)
-    assert not other.routes
-    assert other.version not in known
+    assert not copy.deepcopy(site).routes
 
 
 def test_checkpoints_and_backward_passes_keep_no_routes(chooses: Arrivals) -> None:
@@ -882,17 +874,19 @@ def test_figures_of_one_kind_do_not_hold_up_those_of_another(chooses: Arrivals) 
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_eager_calls_count_the_host(training: bool) -> None:
-    """Where launches take longer than dense's kernels, "auto" is dense; a CUDA graph of the same call is not."""
-    few, replayed = Figures(8.0, 0.05, 12.0), problem(4096, training, k=1024, n=2816)
-    decision = costs.decide(replayed._replace(eager=True), few, None)
-    in_a_graph = costs.decide(replayed, few, None).strategy
+def test_eager_calls_count_the_host(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of this package cost the host less than torch's, which counts in eager calls and not in CUDA graphs."""
+    many, one = Figures(60.0 if training else 400.0, 0.99, 500.0), problem(512, training, k=1024, n=2816)
+    assert costs.decide(one, many, None).strategy == "dense"
+    assert costs.decide(one._replace(eager=True), many, None).strategy != "dense"
+    # the GPU's times decide where they are longer than the host's
+    assert costs.decide(one._replace(m=65536, eager=True), many, None).strategy == "dense"
+    # on a host where they cost more, the reason says what a graph of the same call does
+    monkeypatch.setattr(costs, "HOST_SECONDS", {t: {"dense": 1e-3, "row": 2e-3, "union": 2e-3} for t in (False, True)})
+    few, eager = Figures(8.0, 0.05, 12.0), problem(4096, training, k=1024, n=2816)._replace(eager=True)
+    decision, in_a_graph = costs.decide(eager, few, None), costs.decide(eager._replace(eager=False), few, None).strategy
     assert decision.strategy == "dense" != in_a_graph
     assert f"the host is the limit; {in_a_graph} in a graph" in decision.reason
-    # the GPU's times decide where they are longer than the host's
-    assert costs.decide(replayed._replace(m=65536, eager=True), few, None).strategy == "union"
-    large = problem(1, k=8192, n=28672)._replace(eager=True)
-    assert costs.decide(large, few, None).strategy == "row"
 
 
 @pytest.mark.usefixtures("chooses")

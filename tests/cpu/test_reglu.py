@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import twell
-from twell import _autograd, ops, testing, tuning
+from twell import _autograd, _modes, ops, testing, tuning
 from twell._activation import activation_of
 from twell._runtime import device, geometry, resolve, specs
 from twell.strategy import costs
@@ -270,7 +270,7 @@ def test_large_plain_gates_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     capturing = False
     monkeypatch.setattr(resolve, "launchable", lambda *question: asked.append(question) or True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(_modes, "_stream_captures", lambda: capturing)
     operands = [torch.zeros(2), torch.nn.Parameter(torch.zeros(2))]
     assert _autograd.fuses(stand_in(), operands)
     assert asked == [(0, tuning.reglu(BF16, backward=False), tuning.reglu(BF16, backward=True))]

@@ -261,7 +261,7 @@ def test_no_driver_no_home_no_table(
 
 
 def test_a_site_decides_by_the_table_of_its_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow: Any = {(False, True, 32, 264): {1: {"row": (2.0, 0.0, 0.0, 0.0), "union": (3.0, 0.0, 0.0, 0.0)}}}
+    slow: Any = {(False, True, 32, 264): {1: {"row": (2e6, 0.0, 0.0, 0.0), "union": (3e6, 0.0, 0.0, 0.0)}}}
     monkeypatch.setattr(tables, "in_use", lambda on: table_of(slow))
     site = sites.AutoStrategy()
     assert site.begin(torch.zeros(4, 32), 264, True, False, False).strategy == "dense"
