@@ -11,8 +11,9 @@ the first and the last one of both: kernels wait for their predecessors before t
 
 from __future__ import annotations
 
+import array
 import functools
-import itertools
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -29,9 +30,17 @@ ALIGNMENT = 16
 # The base of memory that is zero before the first launch.
 _CLEARED = 1 << 30
 
-# DLPack's codes of kinds of numbers
-_KINDS = {torch.int64: 0, torch.int32: 0, torch.int16: 0, torch.int8: 0, torch.uint8: 1}
-_KINDS |= {torch.float16: 2, torch.float32: 2, torch.bfloat16: 4}
+# as DLPack has them: the code of a kind of numbers, bits, and one lane
+_DTYPES = {
+    dtype: code | dtype.itemsize << 11 | 1 << 16
+    for code, dtypes in (
+        (0, (torch.int64, torch.int32, torch.int16, torch.int8)),
+        (1, (torch.uint8,)),
+        (2, (torch.float16, torch.float32)),
+        (4, (torch.bfloat16,)),
+    )
+    for dtype in dtypes
+}
 _NONE, _INTEGER, _FLOAT, _GIVEN, _VIEW = range(5)
 
 _DEBUG = env.debug()
@@ -70,13 +79,15 @@ class View(NamedTuple):
 
     def t(self) -> View:
         """The transposed matrix."""
-        return self._replace(shape=self.shape[::-1], strides=self.strides[::-1])
+        return View(self.base, self.offset, self.dtype, self.shape[::-1], self.strides[::-1])
 
     def part(self, first: int, last: int) -> View:
         """Rows from ``first`` up to ``last``, or to the end if there are fewer."""
-        last = min(last, self.shape[0])
+        if first == 0 and last >= self.shape[0]:
+            return self
+        rows = min(last, self.shape[0]) - first
         offset = self.offset + first * self.strides[0] * self.dtype.itemsize
-        return self._replace(offset=offset, shape=(last - first, *self.shape[1:]))
+        return View(self.base, offset, self.dtype, (rows, *self.shape[1:]), self.strides)
 
     def at(self, offset: int, dtype: torch.dtype, *shape: int) -> View:
         """A contiguous tensor that begins ``offset`` bytes behind the first element."""
@@ -86,18 +97,17 @@ class View(NamedTuple):
         """A matrix itself, a contiguous [..., K] as [M, K]."""
         if len(self.shape) == 2:
             return self
-        count = 1
-        for length in self.shape[:-1]:
-            count *= length
-        return self.at(0, self.dtype, count, self.shape[-1])
+        return self.at(0, self.dtype, math.prod(self.shape[:-1]), self.shape[-1])
 
     def cast(self, dtype: torch.dtype) -> View:
         """The same bits as values of another dtype of the same size."""
-        return self._replace(dtype=dtype)
+        return View(self.base, self.offset, dtype, self.shape, self.strides)
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor, in elements."""
+    if len(shape) == 2:
+        return max(shape[1], 1), 1
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -105,11 +115,9 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    count = dtype.itemsize
-    for size in shape:
-        count *= size
-    return count
+def _room(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Bytes of scratch that a tensor takes."""
+    return -(-math.prod(shape) * dtype.itemsize // _PLACE) * _PLACE
 
 
 class Program:
@@ -135,13 +143,13 @@ class Program:
 
     def scratch(self, dtype: torch.dtype, *shape: int) -> View:
         """Memory between launches, uninitialised."""
-        self._scratch.append(_rounded(_bytes(dtype, shape)))
+        self._scratch.append(_room(dtype, shape))
         return View(-len(self._scratch), 0, dtype, shape, contiguous(shape))
 
     def cleared(self, dtype: torch.dtype, *shape: int) -> View:
         """Memory that is zero before the first launch; a call clears it by a kernel of its own."""
         view = View(_CLEARED, self._cleared, dtype, shape, contiguous(shape))
-        self._cleared += _rounded(_bytes(dtype, shape))
+        self._cleared += _room(dtype, shape)
         return view
 
     def launch(self, spec: specs.Spec, *arguments: View | float | None) -> None:
@@ -150,31 +158,30 @@ class Program:
 
     def lives(self) -> dict[int, tuple[int, int]]:
         """The first and the last launch that each scratch is an argument of; none of a scratch without any."""
-        lives: dict[int, tuple[int, int]] = {}
+        lives = dict[int, tuple[int, int]]()
         for i, (_, arguments) in enumerate(self.launches):
             for view in arguments:
-                if isinstance(view, View) and view.base < 0:
-                    lives[~view.base] = lives.get(~view.base, (i, i))[0], i
+                if type(view) is View and view.base < 0:
+                    own = ~view.base
+                    lives[own] = (lives[own][0] if own in lives else i), i
         return lives
 
     def placed(self) -> tuple[dict[int, int], int]:
         """The byte offset of each scratch, and the bytes of all together."""
-        lives, offsets = self.lives(), dict[int, int]()
+        lives, sizes = self.lives(), self._scratch
+        offsets, total = dict.fromkeys(lives, 0), 0
+        done: list[tuple[int, int, int, int]] = []
         # the largest first, each at the lowest place that is free while it lives
-        for own in sorted(lives, key=lambda scratch: -self._scratch[scratch]):
-            first, last = lives[own]
-            beside = sorted(
-                (offsets[other], offsets[other] + self._scratch[other])
-                for other in offsets
-                if lives[other][0] <= last and first <= lives[other][1]
-            )
-            at = 0
-            for begin, end in beside:
-                if at + self._scratch[own] <= begin:
-                    break
-                at = max(at, end)
+        for own in sorted([own for own in lives if sizes[own]], key=sizes.__getitem__, reverse=True):
+            at, size, (first, last) = 0, sizes[own], lives[own]
+            for begin, end, from_launch, to_launch in done:
+                if from_launch <= last and first <= to_launch and begin < at + size:
+                    at = max(at, end)
             offsets[own] = at
-        return offsets, max((offsets[scratch] + self._scratch[scratch] for scratch in offsets), default=0)
+            total = max(total, at + size)
+            done.append((at, at + size, first, last))
+            done.sort()
+        return offsets, total
 
     def compiled(self) -> Executable:
         """What runs this program. Raises as ``resolve.resolve`` does if there is not each kernel."""
@@ -188,41 +195,42 @@ class Program:
     def code(self) -> tuple[list[int], int]:
         """The program as ``host/program.c`` reads it, and the bytes of its scratch, the last tensor given."""
         offsets, total = self.placed()
-        given, views = self.given(), dict[tuple[int, ...], int]()
+        given, views = self.given(), dict[View, int]()
         counts, arguments = [], list[int]()
         for _, of_launch in self.launches:
             counts.append(len(of_launch))
             for argument in of_launch:
-                if argument is None:
+                if type(argument) is View:
+                    base = argument.base
+                    if 0 <= base < len(given) and (argument is given[base] or argument == given[base]):
+                        arguments += _GIVEN, base
+                    else:
+                        arguments += _VIEW, views.setdefault(argument, len(views))
+                elif argument is None:
                     arguments += _NONE, 0
-                elif isinstance(argument, float):
+                elif type(argument) is float:
                     arguments += _FLOAT, *struct.unpack("q", struct.pack("d", argument))
-                elif not isinstance(argument, View):
-                    arguments += _INTEGER, int(argument)
-                elif 0 <= argument.base < len(given) and given[argument.base] == argument:
-                    arguments += _GIVEN, argument.base
                 else:
-                    base, offset = argument.base, argument.offset
-                    if base < 0:
-                        base, offset = len(given), offset + offsets[~base]
-                    elif base == _CLEARED:
-                        base = len(given) - 1
-                    view = base, offset, *_described(argument)
-                    arguments += _VIEW, views.setdefault(view, len(views))
-        declared = list(itertools.chain.from_iterable(map(_described, given)))
-        dims = sum(view[3] for view in views), sum(len(view.shape) for view in given)
-        header = [host.FORMAT, len(given) + 1, len(arguments) // 2, len(views), len(counts), *dims]
-        return [*header, *declared, total, *counts, *arguments, *itertools.chain.from_iterable(views)], total
-
-
-def _rounded(count: int) -> int:
-    return -(-count // _PLACE) * _PLACE
+                    arguments += _INTEGER, argument
+        declared, parts, dims = list[int](), list[int](), 0
+        for view in given:
+            declared += _described(view)
+        for view in views:
+            base, offset = view.base, view.offset
+            if base < 0:
+                base, offset = len(given), offset + offsets[~base]
+            elif base == _CLEARED:
+                base = len(given) - 1
+            parts += base, offset, *_described(view)
+            dims += len(view.shape)
+        lengths = sum(len(view.shape) for view in given)
+        header = [host.FORMAT, len(given) + 1, len(arguments) // 2, len(views), len(counts), dims, lengths]
+        return [*header, *declared, total, *counts, *arguments, *parts], total
 
 
 def _described(view: View) -> tuple[int, ...]:
     """dtype as DLPack has it, number of dimensions, shape and strides."""
-    dtype = _KINDS[view.dtype] | view.dtype.itemsize << 11 | 1 << 16
-    return dtype, len(view.shape), *view.shape, *view.strides
+    return _DTYPES[view.dtype], len(view.shape), *view.shape, *view.strides
 
 
 class Executable:
@@ -242,7 +250,8 @@ class Executable:
         if maker is not None:
             code, total = program.code()
             self._size = (max(total, 1),)
-            self._run = maker(torch.tensor(code, dtype=torch.int64, device="cpu"), *kernels)
+            # half the time of torch.tensor
+            self._run = maker(torch.frombuffer(array.array("q", code), dtype=torch.int64), *kernels)
 
     @property
     def scratch(self) -> int:

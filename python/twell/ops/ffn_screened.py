@@ -95,6 +95,7 @@ def _cuda(*arguments: Any) -> Outputs:
 def _program(form: Form, compression: int, activation: Activation) -> Executable:
     p, views = form.program()
     layer, firing = Views(*views[:7]), views[7]
+    check_views(layer)
     q, scale, spread, offset = views[8:]
     results = [p.operand(*shape) for shape in shapes(layer.x, layer.w_gate)]
     launches(p, layer, firing, (q, scale, spread, offset), compression, activation, results)
@@ -111,7 +112,6 @@ def launches(
     results: Sequence[View],
 ) -> None:
     """Launch the layer on slices of its tokens. ``firing`` is the bias of ``ops.screened.firing_bias``."""
-    check_views(layer)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats, sizes, candidates = results
     (m, _), n = x.shape, w_gate.shape[0]

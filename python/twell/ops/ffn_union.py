@@ -72,6 +72,7 @@ def _cuda(layer: Operands, compression: int, activation: str = "relu", threshold
 def _program(form: Form, compression: int, activation: Activation) -> Executable:
     p, views = form.program()
     layer = Views(*views)
+    check_views(layer)
     y, l1, stats, sizes = (p.operand(*shape) for shape in shapes(layer.x, layer.w_gate))
     launches(p, layer, compression, activation, (y, l1, stats, sizes))
     return p.compiled()
@@ -81,7 +82,6 @@ def launches(
     p: Program, layer: Views, compression: int, activation: Activation, results: tuple[View, View, View, View]
 ) -> None:
     """Launch the layer on slices of its tokens."""
-    check_views(layer)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats, sizes = results
     slices = geometry.union_slices(x.shape[0], w_gate.shape[0])
@@ -105,7 +105,6 @@ def by_small_tiles(
     results: tuple[View, View, View],
 ) -> None:
     """Launch a gated layer on few tokens, by ``gate_pack`` and the kernel of ``spec``, into y, l1 and stats."""
-    check_views(layer)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats = results
     words, spill, _ = scratch(p, x, x.shape[0], w_gate, compression)
