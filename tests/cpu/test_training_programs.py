@@ -149,6 +149,26 @@ def test_main_tensors_that_kernels_cannot_write_are_added_to_afterwards(
     assert [set(main.flatten().tolist()) for main in arguments[9:12]] == [{2.0}, {3.0}, {4.0}]
 
 
+def test_operands_that_do_not_fit_are_refused_by_name(gpu: FakeGpu) -> None:
+    """By the operators, before anything is launched."""
+    for op, arguments in arguments_of_all(problem(130, 264, 16, 0.1)):
+        for place, (argument, value) in enumerate(zip(op._schema.arguments, arguments)):
+            if not isinstance(value, Tensor):
+                continue
+            others = [value.new_zeros(*value.shape, 2), value.new_zeros(()) if value.dim() else value.new_zeros(1)]
+            if argument.name not in ("x", "w_gate") and value.dim():
+                # x and the first weight say what the others must be
+                others.append(value.new_zeros(value.shape[0] + 8, *value.shape[1:]))
+            for other in others:
+                given = (*arguments[:place], other, *arguments[place + 1 :])
+                with pytest.raises(ValueError, match=f"^{argument.name} must"):
+                    on_cuda(op, given)
+    for op, arguments in arguments_of_all(problem(130, 264, 16, 0.1, dtype=torch.float32)):
+        with pytest.raises(TypeError, match=r"^x must be bfloat16 or float16, got torch\.float32"):
+            on_cuda(op, arguments)
+    assert not gpu.launches
+
+
 def test_a_missing_gradient_of_l1_is_a_zero_of_the_format(gpu: FakeGpu) -> None:
     p = problem(130, 264, 16, 0.1)
     *_, kept = forward(p)

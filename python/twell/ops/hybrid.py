@@ -133,6 +133,8 @@ def check_backward(given: Backward) -> None:
     check("dy", dy, x.shape, x.dtype)
     if dl1 is not None:
         check("dl1", dl1, (), accumulator(x.dtype))
+    if len(kept.shape) != 1:
+        raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
     m, n, gated = x.shape[0], w_gate.shape[0], w_up is not None
     held = geometry.hybrid_words(capacity_of(x, n, gated, kept), _value_bytes(x, gated))
     check("kept", kept, (_places(m, n)[1] + held,), torch.int32)

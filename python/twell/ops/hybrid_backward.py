@@ -80,9 +80,9 @@ def _cpu(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
 
 @backward_first(2)
 def _cuda(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
+    hybrid.check_backward(given)
     gradients = outputs(given.layer, input_grad, weight_grad)
     if not given.dy.shape[0]:
-        hybrid.check_backward(given)
         gradients = Gradients(*(None if g is None else g.zero_() for g in gradients))
     elif input_grad or weight_grad:
         run(given, gradients)

@@ -85,7 +85,7 @@ def _cpu(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: 
 @backward_first(4)
 def _cuda(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
     mains = Mains(main_gate, main_up, main_down)
-    gradients = outputs(given.layer, mains, input_grad)
+    gradients = _checked(given, mains, input_grad)
     if not given.dy.shape[0]:
         return _returned(Gradients(*(None if g is None else g.zero_() for g in gradients)), given.layer.x)
     laid = [

@@ -103,8 +103,9 @@ def _cuda(
     threshold: float = 0.0,
     screen: bool = False,
 ) -> Outputs:
+    check_layer(*layer)
     if not layer.x.shape[0]:
-        y, l1, nonzeros, kept = _fake(*layer, compression, held, activation, threshold, screen)
+        y, l1, nonzeros, kept = outputs(*layer[:3], held)
         return y, l1.zero_(), nonzeros.zero_(), kept.zero_()
     form = activation_of(activation, threshold, layer.w_up is not None)
     given = laid(layer._replace(w_down=layer.w_down.t()))
