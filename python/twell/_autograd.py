@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from twell import ops
+from twell import _modes, ops
 from twell._activation import RELU, Activation
 from twell._runtime import nvtx
 from twell._runtime.program import Executable, allocate, kept
 from twell.ops import hybrid
 from twell.ops.hybrid_backward import program_of, transposition
 from twell.ops.hybrid_forward import Forward, forward_of
-from twell.ops.library import has_tangent, is_direct, rows
-from twell.ops.operands import Form, Gradients, Mains, Needs, Operands, is_in_memory
+from twell.ops.library import is_direct, rows
+from twell.ops.operands import Form, Gradients, Mains, Needs, Operands
 from twell.ops.reglu import derivatives, pays
 
 # what a call that measures does with the number of non-zeros (0-d) and the sizes of the hybrid format
@@ -65,7 +64,7 @@ def direct(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor
 
 def _applied(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
     main_gate, main_up, main_down = mains
-    if (main_gate is not None or main_up is not None or main_down is not None) and not torch.compiler.is_compiling():
+    if (main_gate is not None or main_up is not None or main_down is not None) and not _modes.compiling():
         for weight, main in mains._asdict().items():
             if main is not None:
                 # of a view, because the engine does not always know whether the node of a leaf will run
@@ -186,7 +185,7 @@ class _FFN(torch.autograd.Function):
         if main_gate is not None or main_up is not None or main_down is not None:
             # not as saved tensors: a hook that moves those would make backward add to a copy
             ctx.mains = mains = Mains(main_gate, main_up, main_down)
-            if not torch.compiler.is_compiling():
+            if not _modes.compiling():
                 weights = zip(Mains._fields, (w_gate, w_up, w_down), mains)
                 ctx.nodes = {
                     w: weight.grad_fn for w, weight, main in weights if weight is not None and main is not None
@@ -201,7 +200,7 @@ class _FFN(torch.autograd.Function):
     @nvtx.marked(lambda ctx, dy, *_: _backward_range(ctx.call.name, dy))
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None = None, _: None = None) -> tuple[Tensor | None, ...]:
         call, mains, needs = ctx.call, ctx.mains, ctx.needs_input_grad[4:]
-        compiling = torch.compiler.is_compiling()
+        compiling = _modes.compiling()
         if ctx.nodes and not compiling:
             _require_addable(dy, dl1)
             # this backward pass may want less than forward announced: torch.autograd.grad may ask for x alone
@@ -239,17 +238,10 @@ def _is_undisturbed(dy: Tensor, dl1: Tensor | None, saved: Sequence[Any]) -> boo
 
     Saved tensors may have passed hooks, and the gradient may be anything.
     """
-    if (
-        torch.is_grad_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-        or _is_batched(dy)
-        or (dl1 is not None and _is_batched(dl1))
-    ):
+    if torch.is_grad_enabled() or _modes.transformed() or _is_batched(dy) or (dl1 is not None and _is_batched(dl1)):
         return False
     for t in (dy, dl1, *saved):
-        if t is not None and (type(t) not in _PLAIN or t.is_neg() or t._is_zerotensor()):
+        if t is not None and (type(t) not in _PLAIN or not _modes.is_in_memory(t)):
             return False
     return is_direct(dy)
 
@@ -276,7 +268,7 @@ def _saved(ctx: Any) -> Any:
 
 def _saveable(bias: Tensor | None) -> Tensor | None:
     """A bias for backward, a copy of one made in inference mode: dense PyTorch saves none and takes it."""
-    return bias.clone() if bias is not None and not torch.compiler.is_compiling() and bias.is_inference() else bias
+    return bias.clone() if bias is not None and not _modes.compiling() and bias.is_inference() else bias
 
 
 # is_grads_batched=True makes batched tensors without a transform of torch.func
@@ -286,9 +278,9 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 def _require_addable(*upstream: Tensor | None) -> None:
     """Raise NotImplementedError unless gradients made from ``upstream`` can be added to mains."""
     present = [g for g in upstream if g is not None]
-    if torch._C._are_functorch_transforms_active() or any(map(_is_batched, present)):
+    if _modes.functorch() or any(map(_is_batched, present)):
         got = "a batch of them or those of a transform of torch.func"
-    elif any(map(has_tangent, present)):
+    elif any(map(_modes.has_tangent, present)):
         got = "some with forward-mode tangents"
     else:
         return
@@ -382,7 +374,7 @@ class _IntoMain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        if not torch.compiler.is_compiling():
+        if not _modes.compiling():
             _require_addable(gradient)
         with torch.no_grad():
             ctx.main.add_(gradient)
@@ -401,7 +393,7 @@ def announced(weight: Tensor, owner: Tensor) -> Tensor:
     """
     if not hasattr(owner, _ADDED) or not weight.requires_grad or not torch.is_grad_enabled():
         return weight
-    compiling = torch.compiler.is_compiling()
+    compiling = _modes.compiling()
     if compiling:
         setattr(owner, _ADDED, True)
     return cast(Tensor, _Announced.apply(weight, None if compiling else owner))  # type: ignore[no-untyped-call]
@@ -421,53 +413,13 @@ class _Announced(torch.autograd.Function):
         return zeros, None
 
 
-def _transforming() -> bool:
-    """Whether a transform of torch.func or a level of forward-mode AD is open."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-# the mark of torch.compiler.assume_constant_result: tracing opens the transforms that it traces, and calls this
-_transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def transformed(operands: Mapping[str, Tensor], needing: bool) -> str:
-    """Name what asks for a transform of torch.func or forward-mode AD, which only PyTorch's operators have; else "".
-
-    ``needing`` is whether autograd will want gradients.
-    """
-    if not _transforming():
-        return ""
-    if torch.compiler.is_compiling():
-        # tracing does not tell which tensors the transform wraps
-        return "a call inside a transform"
-    if torch._C._are_functorch_transforms_active():
-        for argument, value in operands.items():
-            if torch._C._functorch.is_functorch_wrapped_tensor(value):
-                return f"{argument} of a transform of torch.func"
-        if needing:
-            return "gradients that pass a transform of torch.func"
-    return next((f"{argument} with a forward-mode tangent" for argument, t in operands.items() if has_tangent(t)), "")
-
-
-def eager(operands: Iterable[Tensor]) -> bool:
-    """Whether these are plain tensors that hold values, and nothing traces or transforms the call."""
-    return (
-        not torch.compiler.is_compiling()
-        and all((type(t) is Tensor or type(t) is torch.nn.Parameter) and is_in_memory(t) for t in operands)
-        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and forward_ad._current_level < 0
-    )
-
-
 def fuses(gate: Tensor, operands: Iterable[Tensor]) -> bool:
     """Whether ``gated_relu`` can take this gate, the result of eager operations on ``operands``; loads its kernels.
 
     Other gates take torch's operators: no kernel knows the tensors, or a compiler fuses the operators itself.
     """
     # in this order: what ``pays`` asks cannot be traced
-    return eager(operands) and pays(gate, gate.numel())
+    return _modes.eager(operands) and pays(gate, gate.numel())
 
 
 def gated_relu(gate: Tensor, up: Tensor, activation: Activation = RELU) -> Tensor:
@@ -489,8 +441,8 @@ class _GatedReLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         gate_needed, up_needed, _ = ctx.needs_input_grad
         # double backward, forward-mode AD, only one gradient wanted, or a batch of them
-        torchs_own = torch.is_grad_enabled() or has_tangent(dh) or not (gate_needed and up_needed)
-        if not (torchs_own or torch._C._are_functorch_transforms_active()):
+        torchs_own = torch.is_grad_enabled() or _modes.has_tangent(dh) or not (gate_needed and up_needed)
+        if not (torchs_own or _modes.functorch()):
             return *ops.reglu_backward(dh, gate, up, *ctx.activation), None
         d_gate, d_up = derivatives(dh, gate, up, ctx.activation)
         return d_gate if gate_needed else None, d_up if up_needed else None, None

@@ -20,7 +20,11 @@ PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 # whether torch.compile traces the code
 compiling = torch.compiler.is_compiling
 
-_stream_captures: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+# whether a transform of torch.func is active
+functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+# whether the current stream captures a CUDA graph
+stream_captures: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
 def constant(function: _F) -> _F:
@@ -71,14 +75,12 @@ def has_tangent(tensor: Tensor) -> bool:
 @constant
 def transforming() -> bool:
     """Whether a transform of torch.func or a level of forward-mode AD is open."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return functorch() or forward_ad._current_level >= 0
 
 
 def transformed() -> bool:
     """Whether a transform or a trace of ``torch.jit`` is active, forward-mode AD among them."""
-    return bool(
-        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._get_tracing_state()
-    )
+    return bool(functorch() or forward_ad._current_level >= 0 or torch._C._get_tracing_state())
 
 
 def transform_of(operands: Mapping[str, Tensor], needing: bool) -> str:
@@ -91,7 +93,7 @@ def transform_of(operands: Mapping[str, Tensor], needing: bool) -> str:
     if compiling():
         # tracing does not tell which tensors the transform wraps
         return "a call inside a transform"
-    if torch._C._are_functorch_transforms_active():
+    if functorch():
         for argument, value in operands.items():
             if is_wrapped(value):
                 return f"{argument} of a transform of torch.func"
@@ -142,10 +144,15 @@ def eager(operands: Iterable[Tensor]) -> bool:
         not compiling()
         and all(type(t) in PLAIN_TENSORS and is_in_memory(t) for t in operands)
         and not jit_tracing()
-        and not torch._C._are_functorch_transforms_active()
+        and not functorch()
         and torch._C._len_torch_dispatch_stack() == 0
         and forward_ad._current_level < 0
     )
+
+
+def recorded() -> bool:
+    """Whether a profiler or a TorchDispatchMode sees operators."""
+    return torch._C._autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def profiling() -> bool:
@@ -158,7 +165,7 @@ def profiling() -> bool:
 
 def capturing(x: Tensor) -> bool:
     """Whether the current stream captures a CUDA graph, for a call on ``x``."""
-    return x.is_cuda and _stream_captures()
+    return x.is_cuda and stream_captures()
 
 
 def checkpointed() -> bool:

@@ -117,13 +117,16 @@ class SparseFFN(nn.Module):
         self,
         hidden: int,
         intermediate: int,
-        compression: int,
-        strategy: Strategy | AutoStrategy,
-        dtype: torch.dtype | None = None,
-        activation: ActivationName = "relu",
-        threshold: float = 0,
+        bias: bool = False,
+        *,
+        compression: int = 8,
+        strategy: Strategy | AutoStrategy = "auto",
         screen: Screen | None = None,
         invariant: bool = False,
+        activation: ActivationName = "relu",
+        threshold: float = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -143,6 +146,12 @@ class SparseFFN(nn.Module):
             self.screen = screen
         # load_state_dict(assign=True) replaces parameters stored by rows with contiguous tensors
         self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
+        self._add_projections(bias, device, dtype)
+
+    def _add_projections(self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        for name in self._projections:
+            sizes = (self.intermediate, self.hidden) if name == "down_proj" else (self.hidden, self.intermediate)
+            setattr(self, name, nn.Linear(*sizes, bias, device, dtype))
 
     def reset_parameters(self) -> None:
         """Initialise all projections again, each as nn.Linear does."""
@@ -378,11 +387,14 @@ class SparseFFN(nn.Module):
         """The parameters of which the weights are."""
         return weights
 
-    def _adopt(self, **projections: nn.Linear) -> None:
-        """Give the children of these names the parameters of ``projections``."""
-        for name, linear in projections.items():
-            child = self.get_submodule(name)
+    @classmethod
+    def _of(cls, inputs: dict[str, nn.Linear], down: nn.Linear, **options: Any) -> Self:
+        """A module with the Parameter objects of linear layers that form one FFN."""
+        mlp = cls(*_require_linear(inputs, down), device="meta", **options)
+        for name, linear in zip(cls._projections, (*inputs.values(), down)):
+            child = mlp.get_submodule(name)
             child.weight, child.bias = linear.weight, linear.bias
+        return mlp
 
 
 class SparseGatedMLP(SparseFFN):
@@ -412,27 +424,8 @@ class SparseGatedMLP(SparseFFN):
     hooks run; compiled graphs set it as they begin.
     """
 
+    gate_proj: nn.Linear
     _gated = True
-
-    def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        bias: bool = False,
-        *,
-        compression: int = 8,
-        strategy: Strategy | AutoStrategy = "auto",
-        screen: Screen | None = None,
-        invariant: bool = False,
-        activation: ActivationName = "relu",
-        threshold: float = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(hidden, intermediate, compression, strategy, dtype, activation, threshold, screen, invariant)
-        self.gate_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
-        self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
-        self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
 
     @classmethod
     def from_linear(
@@ -452,37 +445,14 @@ class SparseGatedMLP(SparseFFN):
 
         Their storage stays, too. Raises TypeError or ValueError if the three do not form one FFN.
         """
-        hidden, intermediate = _require_linear({"gate": gate, "up": up}, down)
-        options: Any = {"compression": compression, "strategy": strategy, "screen": screen, "invariant": invariant}
-        options |= {"activation": activation, "threshold": threshold}
-        mlp = cls(hidden, intermediate, device="meta", **options)
-        mlp._adopt(gate_proj=gate, up_proj=up, down_proj=down)
-        return mlp
+        options = {"compression": compression, "strategy": strategy, "screen": screen, "invariant": invariant}
+        return cls._of({"gate": gate, "up": up}, down, activation=activation, threshold=threshold, **options)
 
 
 class SparseMLP(SparseFFN):
     """``down_proj(relu(up_proj(x)))`` through ``twell.sparse_ffn``; all else as in ``SparseGatedMLP``."""
 
     _projections = _PROJECTIONS[1:]
-
-    def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        bias: bool = False,
-        *,
-        compression: int = 8,
-        strategy: Strategy | AutoStrategy = "auto",
-        screen: Screen | None = None,
-        invariant: bool = False,
-        activation: ActivationName = "relu",
-        threshold: float = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(hidden, intermediate, compression, strategy, dtype, activation, threshold, screen, invariant)
-        self.up_proj = nn.Linear(hidden, intermediate, bias, device, dtype)
-        self.down_proj = nn.Linear(intermediate, hidden, bias, device, dtype)
 
     @classmethod
     def from_linear(
@@ -498,12 +468,8 @@ class SparseMLP(SparseFFN):
         threshold: float = 0,
     ) -> SparseMLP:
         """Make a module that shares the Parameter objects of two ``nn.Linear``, as ``SparseGatedMLP.from_linear``."""
-        hidden, intermediate = _require_linear({"up": up}, down)
-        options: Any = {"compression": compression, "strategy": strategy, "screen": screen, "invariant": invariant}
-        options |= {"activation": activation, "threshold": threshold}
-        mlp = cls(hidden, intermediate, device="meta", **options)
-        mlp._adopt(up_proj=up, down_proj=down)
-        return mlp
+        options = {"compression": compression, "strategy": strategy, "screen": screen, "invariant": invariant}
+        return cls._of({"up": up}, down, activation=activation, threshold=threshold, **options)
 
 
 def explain(layers: nn.Module | AutoStrategy) -> Explanation:

@@ -77,7 +77,7 @@ def install(monkeypatch: pytest.MonkeyPatch, family: str = specs.SM90) -> FakeGp
     # the index of a CPU tensor's device
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(_modes, "_stream_captures", lambda: False)
+    monkeypatch.setattr(_modes, "stream_captures", lambda: False)
     monkeypatch.setattr(device, "relaxed_capture", contextlib.nullcontext)
     monkeypatch.setattr(Tensor, "is_cuda", True)
     compiled = Program.compiled

@@ -156,10 +156,10 @@ def test_modes_send_a_call_the_long_way(mode: str, long: list[Tensor], monkeypat
 def test_a_capture_sends_a_call_the_long_way(long: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     mlp, x = layer(), tokens(5)
     mlp(x), mlp(x)
-    monkeypatch.setattr(_modes, "_stream_captures", lambda: True)
+    monkeypatch.setattr(_modes, "stream_captures", lambda: True)
     mlp(x), mlp(x)
     assert len(long) == 3
-    monkeypatch.setattr(_modes, "_stream_captures", lambda: False)
+    monkeypatch.setattr(_modes, "stream_captures", lambda: False)
     mlp(x)
     assert len(long) == 3
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import twell
-from twell import _autograd, testing, tuning
+from twell import _modes, testing, tuning
 from twell._admission import admitted
 from twell._runtime import log
 from twell._runtime.log import warn_once
@@ -418,7 +418,7 @@ def test_incoming_gradients_may_be_stand_ins(kind: str) -> None:
     torch.manual_seed(0)
     given = {name: t.requires_grad_() for name, t in operands(BF16).items()}
     upstream = STAND_INS[kind](torch.randn(5, 32).to(BF16))
-    assert not _autograd.eager((upstream,))
+    assert not _modes.eager((upstream,))
     y = twell.sparse_gated_ffn(**given, strategy="union")
     results = [
         torch.autograd.grad(y, list(given.values()), g, retain_graph=True)

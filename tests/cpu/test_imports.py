@@ -199,6 +199,27 @@ def test_packages_stay_where_they_belong() -> None:
             assert top not in ("cuda", "tvm_ffi") or module.startswith(BINDING_USERS), said
 
 
+# how torch is asked what it is doing now
+QUESTIONS = {
+    *("is_compiling", "is_exporting", "is_tracing", "_get_tracing_state", "is_in_onnx_export"),
+    *("_are_functorch_transforms_active", "is_functorch_wrapped_tensor", "_current_level", "unpack_dual"),
+    *("_len_torch_dispatch_stack", "_len_torch_function_stack", "_is_any_autocast_enabled", "_profiler_enabled"),
+    *("is_current_stream_capturing", "_cuda_isCurrentStreamCapturing", "_current_graph_task_id"),
+    "_top_saved_tensors_default_hooks",
+}
+
+
+def test_one_file_asks_torch_what_it_is_doing() -> None:
+    def asked(module: str) -> set[str]:
+        names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree_of(module))}
+        strings = {node.value for node in ast.walk(tree_of(module)) if isinstance(node, ast.Constant)}
+        return QUESTIONS & (names | {each for each in strings if isinstance(each, str)})
+
+    assert asked("twell._modes") == QUESTIONS - {"is_current_stream_capturing"}
+    others = {module: found for module in modules() if module != "twell._modes" and (found := asked(module))}
+    assert not others
+
+
 def fresh(code: str, **environment: str) -> str:
     """Run code in an interpreter of its own, from the checkout; its output."""
     path = os.pathsep.join([str(ROOT / "python"), str(ROOT)])

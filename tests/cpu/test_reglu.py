@@ -270,7 +270,7 @@ def test_large_plain_gates_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     capturing = False
     monkeypatch.setattr(resolve, "launchable", lambda *question: asked.append(question) or True)
-    monkeypatch.setattr(_modes, "_stream_captures", lambda: capturing)
+    monkeypatch.setattr(_modes, "stream_captures", lambda: capturing)
     operands = [torch.zeros(2), torch.nn.Parameter(torch.zeros(2))]
     assert _autograd.fuses(stand_in(), operands)
     assert asked == [(0, tuning.reglu(BF16, backward=False), tuning.reglu(BF16, backward=True))]
@@ -291,17 +291,17 @@ class Subclass(torch.Tensor):
 
 def test_what_is_not_what_it_seems() -> None:
     x = torch.randn(4, 8)
-    assert _autograd.eager([x, torch.nn.Parameter(x)])
-    assert not _autograd.eager([x, x.as_subclass(Subclass)])
+    assert _modes.eager([x, torch.nn.Parameter(x)])
+    assert not _modes.eager([x, x.as_subclass(Subclass)])
     with FakeTensorMode() as mode:
-        assert not _autograd.eager([mode.from_tensor(x)])
-    assert not _autograd.eager([mode.from_tensor(x)])
+        assert not _modes.eager([mode.from_tensor(x)])
+    assert not _modes.eager([mode.from_tensor(x)])
     with forward_ad.dual_level():
-        assert not _autograd.eager([x])
+        assert not _modes.eager([x])
     seen: list[bool] = []
 
     def look(x: Tensor) -> Tensor:
-        seen.append(_autograd.eager([x]))
+        seen.append(_modes.eager([x]))
         return x * 2
 
     torch.func.vmap(look)(x)
@@ -309,7 +309,7 @@ def test_what_is_not_what_it_seems() -> None:
     torch.jit.trace(look, (x,), check_trace=False)
     assert seen == [False] * 3
     torch.compiler.reset()
-    compiled = torch.compile(lambda x: x + 1 if _autograd.eager([x]) else x - 1, fullgraph=True, backend="eager")
+    compiled = torch.compile(lambda x: x + 1 if _modes.eager([x]) else x - 1, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), x - 1)
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from twell import _modes
 from twell._runtime import device, env, host, nvtx, resolve, specs
 
 # Bytes of which the places of scratch are multiples. Kernels load 16 bytes at a time; lines of the cache are of 128.
@@ -342,5 +343,5 @@ def launch(spec: specs.Spec, *arguments: Any) -> None:
     Raises NotImplementedError on a device for which there are no kernels, RuntimeError if there is not this one.
     """
     resolve.resolve(spec, resolve.require_architecture(torch.cuda.current_device()))(*arguments)
-    if _DEBUG and not torch.cuda.is_current_stream_capturing():
+    if _DEBUG and not _modes.stream_captures():
         torch.cuda.synchronize()

@@ -221,12 +221,14 @@ class SparseDown(SparseMLP, SharedLinear):
         activation: ActivationName = "relu",
         threshold: float = 0,
     ) -> None:
-        SparseFFN.__init__(
-            self, up.in_features, up.out_features, compression, strategy, activation=activation, threshold=threshold
-        )
+        options: Any = {"activation": activation, "threshold": threshold}
+        SparseFFN.__init__(self, up.in_features, up.out_features, compression=compression, strategy=strategy, **options)
         self._share(down)
         # not through nn.Module, which would make it a child with state-dict keys of its own
         object.__setattr__(self, "up_proj", up)
+
+    def _add_projections(self, *_: Any) -> None:
+        """It is one itself, and has the other."""
 
     @overload
     def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
@@ -398,6 +400,9 @@ class _Renamed(SparseFFN):
                 f"{', '.join(self._names)}, got one set as {odd[0]}: delete it, and set the other"
             )
         return super()._is_plain()
+
+    def _add_projections(self, *_: Any) -> None:
+        """``_name`` adds them."""
 
     _names: tuple[str, ...]
 

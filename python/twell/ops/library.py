@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from twell import tuning
+from twell import _modes, tuning
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry, nvtx, specs
 from twell._runtime.log import warn_once
@@ -79,7 +78,7 @@ def last_activation(arguments: Sequence[Any], gated: bool) -> Activation:
 
 def _refuse_grad(name: str, implementation: Implementation, instead: str) -> Implementation:
     def refuse_grad(*arguments: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(isinstance(a, Tensor) and has_tangent(a) for a in arguments):
+        if _modes.transforming() and any(isinstance(a, Tensor) and _modes.has_tangent(a) for a in arguments):
             raise NotImplementedError(
                 f"torch.ops.twell.{name} has no derivative: expected no input with a forward-mode tangent, got one; "
                 'the functions of twell take it with strategy="dense"'
@@ -92,13 +91,6 @@ def _refuse_grad(name: str, implementation: Implementation, instead: str) -> Imp
         return implementation(*arguments)
 
     return refuse_grad
-
-
-def has_tangent(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a dual number of forward-mode AD."""
-    if forward_ad._current_level < 0:
-        return False
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _on_one_device(name: str, fake: Implementation) -> Implementation:
@@ -157,12 +149,7 @@ def is_direct(x: Tensor) -> bool:
 
     It may if nothing records operators, and if x is on the current GPU.
     """
-    return (
-        x.is_cuda
-        and not torch._C._autograd._profiler_enabled()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and x.device.index == torch.cuda.current_device()
-    )
+    return x.is_cuda and not _modes.recorded() and x.device.index == torch.cuda.current_device()
 
 
 def rows(matrix: Tensor) -> Tensor:
@@ -273,7 +260,7 @@ def blocks(m: int, size: int) -> int:
     length with 1, and for an expression of ``m`` that would cut the range of ``m`` at ``size``. torch.compile gets the
     expression, and makes a graph for each side: with a new symbol it would record no CUDA graph.
     """
-    if isinstance(m, torch.SymInt) and torch.compiler.is_exporting():
+    if isinstance(m, torch.SymInt) and _modes.exporting():
         return torch.library.get_ctx().new_dynamic_size()
     return -(-m // size)
 

@@ -11,14 +11,6 @@ from torch import Tensor
 from twell._runtime.program import Program, View
 
 
-def is_in_memory(tensor: Tensor) -> bool:
-    """Whether memory holds the values of a strided tensor: it has no negation pending, and is no zeros without any.
-
-    The dispatcher makes such tensors real. Code that reads their memory without it must ask.
-    """
-    return not (tensor.is_neg() or tensor._is_zerotensor())
-
-
 class Operands(NamedTuple):
     """The operands of a layer: x [M, K], w_gate and w_up [N, K], w_down, b_gate and b_up [N], b_down [K].
 
