@@ -263,11 +263,11 @@ def test_broken_json_is_refused(llama: Path, capsys: pytest.CaptureFixture[str])
 def test_the_verdict_says_what_it_holds_for() -> None:
     shares, calls = {"prefill 8,192": 0.6, "decode 1": 0.4, "decode 512": 0.97}, [(False, 8192), (True, 1), (True, 512)]
     assert serve_check._verdict(shares, calls, tables.SHIPPED) == (
-        "Verdict: FFNs gain on NVIDIA H200 for prefill 8,192 (0.60), decode 1 (0.40) of dense's time, in CUDA graphs, "
-        "not in eager calls of up to 2,048 tokens, with down weights by rows"
+        "Verdict: FFNs gain on NVIDIA H200 for prefill 8,192 (0.60), decode 1 (0.40) of dense's time; by times in "
+        "CUDA graphs, as eager calls of up to 2,048 tokens wait for the host, with down weights by rows"
     )
     assert serve_check._verdict({"prefill 8,192": 1.0}, calls[:1], tables.SHIPPED) == (
-        "Verdict: no gain of the FFNs on NVIDIA H200, in CUDA graphs, with down weights by rows"
+        "Verdict: no gain of the FFNs on NVIDIA H200; by times in CUDA graphs, with down weights by rows"
     )
 
 

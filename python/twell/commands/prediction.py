@@ -19,8 +19,8 @@ from twell.strategy.tables import SCREENED, Table
 # prediction by more than the second.
 FAR, TOO_FAR = 2.0, 8.0
 
-# An eager call of so many tokens takes as long as the host's work for it, and the kernels' gain is lost. On one H200,
-# K = 2,048, N = 5,632, one of 2,048 takes 1.1 times as long as dense, a training step 1.8; of 16,384 0.4 and 0.3.
+# An eager call of up to so many tokens may take as long as the host's work for it (`h100_host.json`), of which times of
+# CUDA graphs say nothing.
 HOST_BOUND = 2048
 
 # (gated, K, N) of a layer

@@ -437,13 +437,13 @@ def _report(
 def _verdict(shares: dict[str, float | None], calls: Sequence[tuple[bool, int]], table: Table) -> str:
     """For which calls the FFNs gain, and what that holds for."""
     gains = [f"{name} ({_as_share(of)})" for name, of in shares.items() if of is not None and of * prediction.PAYS <= 1]
-    few = f", not in eager calls of up to {prediction.HOST_BOUND:,} tokens" * any(
+    few = f", as eager calls of up to {prediction.HOST_BOUND:,} tokens wait for the host" * any(
         m <= prediction.HOST_BOUND for _, m in calls
     )
-    holds = f"in CUDA graphs{few}, with down weights by rows"
+    holds = f"by times in CUDA graphs{few}, with down weights by rows"
     if not gains:
-        return f"Verdict: no gain of the FFNs on {prediction.gpu_of(table)}, {holds}"
-    return f"Verdict: FFNs gain on {prediction.gpu_of(table)} for {', '.join(gains)} of dense's time, {holds}"
+        return f"Verdict: no gain of the FFNs on {prediction.gpu_of(table)}; {holds}"
+    return f"Verdict: FFNs gain on {prediction.gpu_of(table)} for {', '.join(gains)} of dense's time; {holds}"
 
 
 def _as_share(share: float | None) -> str:

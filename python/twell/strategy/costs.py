@@ -34,8 +34,7 @@ COPY_BYTES = 3.1e12
 _DENSE_FLOP = 790e12
 _DENSE_BYTES = 4.2e12
 # Seconds of the host for a call without gradients and for a training step: three nn.Linear with their activation, and
-# strategies chosen by "auto" (H100, 2026-11-25, `h100_host.json`, the slowest host measured, so that "auto" errs
-# towards dense; the screen has four launches more).
+# strategies chosen by "auto" (TODO-MEASURED: GPU, date, `h100_host.json`; the screen has four launches more).
 HOST_SECONDS = {
     False: {"dense": 135e-6, "row": 52e-6, "union": 63e-6, SCREENED: 80e-6},
     True: {"dense": 620e-6, "union": 400e-6, SCREENED: 440e-6},
@@ -191,7 +190,7 @@ def worth_screening(problem: Problem, figures: Figures | None, table: Table | No
 
 
 def waits_for_host(problem: Problem) -> bool:
-    """Whether the host may take longer than the kernels of a dense call; calls of this package cost it up to twice."""
+    """Whether the host may take longer than the kernels of a dense call, on a host half as fast, too."""
     passes = 3 if problem.training else 1
     return problem.eager and passes * _dense_seconds(problem) < 2 * HOST_SECONDS[problem.training].get("dense", 0.0)
 

@@ -196,7 +196,8 @@ class AutoStrategy:
     two of tokens; inference on up to 1,024 has a choice for each number of them. It is the cheapest by
     ``twell.strategy.costs.decide``, from measured times and from the non-zeros of earlier calls. These reach the host
     asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each ``period``-th, a power of two, decide again
-    and measure; to learn the unions, such a call runs "union" in place of "row". Before the first figures, inference
+    and measure; to learn the unions, such a call runs "union" in place of "row". Where the choice is dense and the
+    host the limit, the period is not kept, and calls that measure grow ever rarer. Before the first figures, inference
     takes a sparse strategy and training the dense one. A change must promise to save 2 %, and is logged at INFO;
     ``twell.explain`` shows choices, reasons and figures.
 
