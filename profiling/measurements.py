@@ -138,7 +138,7 @@ _MEASURED = (
         "h100_host",
         "eager calls as users make them, dense and by strategy: their host time, beside replays of their CUDA graphs, "
         'and of few tokens in the layers of the table of "auto"',
-        "table host; seconds by which \"auto\" counts the host",
+        'table host; seconds by which "auto" counts the host',
         ("python -m profiling.host --out $OUT",),
         (200,),
         host=True,
