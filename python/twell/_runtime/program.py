@@ -241,12 +241,10 @@ class Executable:
 
     def __init__(self, program: Program) -> None:
         self._program, self._cleared = program, program._cleared
-        arch = resolve.require_architecture(program.index)
-        kernels = [resolve.found(spec, arch) for spec, _ in program.launches]
+        needed, arch = [spec for spec, _ in program.launches], resolve.require_architecture(program.index)
+        kernels, self._loaded = resolve.found(needed, arch)
         maker = host.maker()
         self._run: Any = None
-        # the first run loads code onto the GPU
-        self._loaded = False
         self._size: tuple[int, ...] = (1,)
         if maker is not None:
             code, total = program.code()
@@ -283,8 +281,12 @@ class Executable:
             return self._in_python(operands)
         if self._loaded:
             return not self._run(*operands, allocate(operands[0], self._size, (1,), torch.uint8))
+        # the first run of a kernel loads its code onto the GPU
         with resolve.loading():
             self._loaded = not self._run(*operands, allocate(operands[0], self._size, (1,), torch.uint8))
+        if self._loaded:
+            program = self._program
+            resolve.note_loaded([spec for spec, _ in program.launches], resolve.require_architecture(program.index))
         return self._loaded
 
     def _in_python(self, operands: Sequence[Tensor]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -53,10 +54,22 @@ def loading() -> AbstractContextManager[None]:
     return device.relaxed_capture() if torch.cuda.is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
 
 
-def found(spec: specs.Spec, arch: str = fingerprint.ARCH) -> packaged.Kernel:
-    """The same as ``resolve``, for callers whose first call is made within ``loading``."""
-    kernel = resolve(spec, arch)
-    return kernel.kernel if isinstance(kernel, _Loading) else kernel
+def found(needed: Sequence[specs.Spec], arch: str) -> tuple[list[packaged.Kernel], bool]:
+    """The kernels of ``resolve`` for a caller that calls them itself, and whether the code of all is on the GPU.
+
+    If it is not, the caller calls them within ``loading`` first, and then ``note_loaded``.
+    """
+    kernels = [resolve(spec, arch) for spec in needed]
+    ready = [kernel.kernel if isinstance(kernel, _Loading) else kernel for kernel in kernels]
+    return ready, ready == kernels
+
+
+def note_loaded(needed: Sequence[specs.Spec], arch: str) -> None:
+    """Remember that the code of these kernels is on the GPU."""
+    for spec in needed:
+        kernel = _kernels.get((arch, spec))
+        if isinstance(kernel, _Loading):
+            _kernels[arch, spec] = kernel.kernel
 
 
 def launchable(index: int, *needed: specs.Spec) -> bool:

@@ -1,0 +1,144 @@
+"""Programs on a GPU: both runners, captures and streams after calls that are known, and many kinds of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import twell
+from twell import testing
+from twell._runtime import host, program
+from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
+from twell.strategy.plan import Route
+
+CUDA = torch.device("cuda", 0)
+K, N = 1024, 2816
+
+
+@pytest.fixture(autouse=True)
+def programs() -> Iterator[None]:
+    program.forget()
+    yield
+    program.forget()
+
+
+def layer(problem: testing.FFN, strategy: Any = "union", gated: bool = True, rows: bool = True) -> Any:
+    """The problem as a module for inference."""
+    made = (SparseGatedMLP if gated else SparseMLP)(K, N, strategy=strategy, device=CUDA, dtype=problem.x.dtype)
+    with torch.no_grad():
+        (made.gate_proj if gated else made.up_proj).weight.copy_(problem.w_gate)
+        if gated:
+            made.up_proj.weight.copy_(problem.w_up)
+        made.down_proj.weight.copy_(problem.w_down.t())
+    set_down_layout(made, "rows" if rows else "linear")
+    return made.eval().requires_grad_(False)
+
+
+def step(made: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """y and all gradients."""
+    leaf = x.detach().requires_grad_()
+    y = made.requires_grad_()(leaf)
+    return [y.detach(), *torch.autograd.grad(y, [leaf, *made.parameters()], dy)]
+
+
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_both_runners_give_the_same_bits(gated: bool, rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if host.maker() is None:
+        pytest.skip(f"there is one runner: {host.runner()}")
+    results = []
+    for maker in (host.maker(), None):
+        monkeypatch.setattr(host, "maker", lambda maker=maker: maker)
+        program.forget()
+        of_one = []
+        for m in (1, 8, 65, 300, 2048):
+            problem = testing.make("topic29", m, K, N)
+            routes = [Route("union", screen=True)] if m > 64 else []
+            for strategy in ("row", "union", *routes):
+                # a route is for functions, a name for modules, whose second call is known
+                with torch.no_grad():
+                    p = problem
+                    function = twell.sparse_gated_ffn if gated else twell.sparse_ffn
+                    weights = (p.w_gate, p.w_up, p.w_down.t()) if gated else (p.w_gate, p.w_down.t())
+                    of_one.append(function(p.x, *weights, strategy=strategy))
+                    if isinstance(strategy, str):
+                        made = layer(problem, strategy, gated, rows)
+                        of_one += [made(problem.x), made(problem.x)]
+            made, dy = layer(problem, "union", gated, rows), torch.ones_like(problem.x)
+            of_one += step(made, problem.x, dy) + step(made, problem.x, dy)
+        results.append(of_one)
+    for by_c, by_python in zip(*results, strict=True):
+        testing.assert_same(by_c, by_python, "C and Python")
+
+
+def test_a_graph_captured_behind_known_calls_replays_their_bits() -> None:
+    for m in (1, 40, 1500):
+        problem = testing.make("topic29", m, K, N)
+        made, x = layer(problem), problem.x.clone()
+        expected = [made(x) for _ in range(3)][-1]
+        other = torch.randn_like(x)
+        of_other = made(other)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = made(x)
+        # calls between replays share nothing with the graph
+        graph.replay()
+        made(other)
+        testing.assert_same(y, expected, "replayed")
+        x.copy_(other)
+        graph.replay()
+        testing.assert_same(y, of_other, "replayed on other tokens")
+
+
+def test_known_calls_run_on_the_current_stream(spin: Callable[[], None]) -> None:
+    problem = testing.make("topic29", 700, K, N)
+    made = layer(problem)
+    expected = [made(problem.x) for _ in range(3)][-1]
+    late = torch.zeros_like(problem.x)
+    for _ in range(5):
+        stream = torch.cuda.Stream()
+        late.zero_()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # the tokens arrive late, on this stream alone
+            spin()
+            late.copy_(problem.x)
+            y = made(late)
+        torch.cuda.current_stream().wait_stream(stream)
+        testing.assert_same(y, expected, "on a stream of its own")
+
+
+@pytest.fixture
+def spin() -> Callable[[], None]:
+    return lambda: torch.cuda._sleep(20_000_000)
+
+
+def test_more_kinds_of_calls_than_are_kept() -> None:
+    problem = testing.make("topic29", 700, K, N)
+    made, dense = layer(problem), layer(problem, "dense")
+    sizes = [*range(1, 300), *range(1, 300, 7)]
+    for m in sizes:
+        y, expected = made(problem.x[:m]), dense(problem.x[:m])
+        assert (y - expected).abs().max() <= 0.02 * expected.abs().max() + 1e-3, m
+
+
+def test_steps_read_the_weights_of_now() -> None:
+    """Known calls hold no values: an optimizer's update, a copy and another memory are seen."""
+    problem = testing.make("topic29", 300, K, N)
+    made, dy = layer(problem), torch.ones_like(problem.x)
+    step(made, problem.x, dy)
+    for change in (
+        lambda w: w.mul_(1.5),
+        lambda w: setattr(w, "data", w.data.clone() * 0.5),
+        lambda w: w.copy_(torch.roll(w, 1, 0)),
+    ):
+        with torch.no_grad():
+            for parameter in made.parameters():
+                change(parameter)
+        other = layer(testing.FFN(problem.x, made.gate_proj.weight, made.up_proj.weight, made.down_proj.weight.t()))
+        for ours, theirs in zip(step(made, problem.x, dy), step(other, problem.x, dy), strict=True):
+            testing.assert_same(ours, theirs, "after a change")
