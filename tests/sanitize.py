@@ -339,7 +339,9 @@ def run_under(tool: str, arguments: argparse.Namespace, cases: list[Case]) -> in
         return 2
     command = command_line(tool, program, arguments, cases)
     print(" ".join(command), flush=True)
-    process = subprocess.Popen(command, env=os.environ | TOOLS[tool][1], start_new_session=True)
+    # the runner in Python gives each scratch memory of its own, at whose end the tool finds what goes beyond
+    environment = os.environ | {"TWELL_DEBUG": "1"} | TOOLS[tool][1]
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
     # a case may take as long again as its operator's limit before it is noticed
     limit_s = _START_S + 2 * arguments.limit_s * len(arguments.op)
     timer = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))

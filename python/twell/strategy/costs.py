@@ -34,10 +34,11 @@ COPY_BYTES = 3.1e12
 _DENSE_FLOP = 790e12
 _DENSE_BYTES = 4.2e12
 # Seconds of the host for a call without gradients and for a training step: three nn.Linear with their activation, and
-# strategies chosen by "auto" (TODO-MEASURED: GPU, date, `h100_host.json`; the screen has four launches more).
+# strategies chosen by "auto". Ratios are those of `h100_host.json`, the time of dense that of the fastest host that was
+# measured, since hosts differ by a factor of two: where the GPU is the limit on a fast host, its times decide.
 HOST_SECONDS = {
-    False: {"dense": 135e-6, "row": 52e-6, "union": 63e-6, SCREENED: 80e-6},
-    True: {"dense": 620e-6, "union": 400e-6, SCREENED: 440e-6},
+    False: {"dense": 70e-6, "row": 25e-6, "union": 30e-6, SCREENED: 38e-6},
+    True: {"dense": 300e-6, "union": 190e-6, SCREENED: 210e-6},
 }
 # Of a dense layer of up to 512 tokens: the seconds that one product for gate and up saves, those beyond its products,
 # and the time to read weights over that at the rate above (NVIDIA H200: 3 to 5 us saved; in two products 18, 34 and 118
