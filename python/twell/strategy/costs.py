@@ -174,7 +174,9 @@ def costs(problem: Problem, figures: Figures, table: Table | None = None, screen
 def _eager(problem: Problem, predicted: dict[str, float]) -> dict[str, float]:
     """Times of calls that the host launches: no less than its own, and as multiples of such a dense call's."""
     passes = 3 if problem.training else 1
-    dense, host = passes * _dense_seconds(problem), HOST_SECONDS[problem.training]
+    # more than the least: where the host may be the limit, products are small
+    dense = passes * (_DENSE_STARTS + _FEW_TOKENS_READ * _dense_seconds(problem))
+    host = HOST_SECONDS[problem.training]
     seconds = {name: max(host.get(name, 0.0), time * dense) for name, time in predicted.items()}
     return {name: time / seconds["dense"] for name, time in seconds.items()}
 
