@@ -153,6 +153,13 @@ class SparseFFN(nn.Module):
             sizes = (self.intermediate, self.hidden) if name == "down_proj" else (self.hidden, self.intermediate)
             setattr(self, name, nn.Linear(*sizes, bias, device, dtype))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _SETTINGS or name == "screen":
+            # nn.Module would make a child of a module, and a parameter of a Parameter, before the property sees it
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def reset_parameters(self) -> None:
         """Initialise all projections again, each as nn.Linear does."""
         # random numbers are drawn in the order of memory

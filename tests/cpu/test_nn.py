@@ -316,3 +316,27 @@ def test_pickles_of_layers_that_kept_an_int8_copy_load() -> None:
     assert problem[:7] == (1, 2, 3, True, False, True, False)
     with pytest.raises(TypeError, match="positional arguments"):
         costs.Problem(1, 2, 3, True, False, True, False, True, True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("value", [nn.GELU(), nn.Parameter(torch.zeros(1))], ids=["module", "parameter"])
+def test_a_module_or_a_parameter_is_no_setting(value: Any) -> None:
+    """nn.Module would register either past the checks, and the setting would stay what it was."""
+    mlp = SparseGatedMLP(64, 256)
+    for name in (
+        "activation",
+        "threshold",
+        "strategy",
+        "screen",
+        "invariant",
+        "compression",
+        "down_layout",
+        "record_aux",
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{name} must be "):
+            setattr(mlp, name, value)
+    with pytest.raises(ValueError, match="activation must be one of relu"):
+        SparseGatedMLP(64, 256, activation=value)
+    assert [name for name, _ in mlp.named_children()] == ["gate_proj", "up_proj", "down_proj"]
+    assert len(list(mlp.parameters())) == 3
+    mlp.strategy = "union"
+    assert mlp.strategy == "union"

@@ -27,7 +27,7 @@ EXPORT = (
 TAKES = '; strategy="dense" takes it'
 MOVES = "the threshold is a tensor, which changes during training"
 CALLED = "a projection is more than a weight and a bias"
-WIDE = "32-bit values run sparse in training alone"
+WIDE = "values wider than 16 bits run sparse in training alone"
 
 # facts that differ from the defaults, strategy, reason
 ROUTES: list[tuple[dict[str, Any], str, str]] = [

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,15 @@ from typing import Any
 from twell._runtime import device, fingerprint
 from twell._runtime.log import logger, warn_once
 
-FOLDER = Path(__file__).resolve().parents[1] / "_lib"
+
+def _folder() -> Path:
+    """``_lib`` of the package, which an editable install has elsewhere than its sources."""
+    beside = Path(__file__).resolve().parents[1] / "_lib"
+    places = [beside, *(Path(place) / "_lib" for place in sys.modules["twell"].__path__)]
+    return next((place for place in places if place.is_dir()), beside)
+
+
+FOLDER = _folder()
 LIBRARY = "libtwell_kernels.so"
 RUNTIME, RUNTIME_PACKAGE = "libcute_dsl_runtime.so", "nvidia-cutlass-dsl-libs-cu12"
 

@@ -148,7 +148,9 @@ def plan(facts: Facts) -> Route | Refusal:
     if asked == "auto" and facts.imposed:
         return Route("dense", reason=facts.imposed)
     if not packed:
-        return Route("union" if facts.training else "dense", reason="32-bit values run sparse in training alone")
+        return Route(
+            "union" if facts.training else "dense", reason="values wider than 16 bits run sparse in training alone"
+        )
     if asked == "auto" and facts.training and facts.tracing and not facts.site:
         return Route("union", reason="a graph that trains keeps one strategy, and nothing is known of its sparsity")
     if asked == "row" and facts.training:
