@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import tuning
 from twell._activation import Activation
-from twell._runtime import nvtx
+from twell._runtime import nvtx, specs
 from twell._runtime.program import Executable, Program, kept
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
@@ -115,7 +114,7 @@ def transposition(index: int, dtype: torch.dtype, n: int, k: int) -> Executable:
     """A matrix [N, K] as [K, N]. Not part of backward: memory for both is not needed beside its scratch."""
     p = Program(index)
     matrix, out = p.operand(dtype, n, k), p.operand(dtype, k, n)
-    p.launch(tuning.matrix_transpose(), matrix.cast(torch.int16), out.cast(torch.int16))
+    p.launch(specs.MatrixTransposeSpec(), matrix.cast(torch.int16), out.cast(torch.int16))
     return p.compiled()
 
 

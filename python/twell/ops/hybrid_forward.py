@@ -173,7 +173,7 @@ class Forward:
             pack(p, x, w_gate, b_gate, packed, compression, activation)
         plain = 0 if w_up is not None else 1 + activation.code()
         form = n, geometry.words_per_tile(compression), plain, capacity
-        spec = tuning.compact(dtype, True, tuning.family(p.index))
+        spec = tuning.compact(dtype, True, family=tuning.family(p.index))
         p.launch(spec, *packed, entries, neurons, chunks, sizes, popularity, sums, *form, *listed)
         return p.compiled()
 
@@ -191,13 +191,13 @@ class Forward:
         if w_up is not None:
             up, hidden = hybrid.up_view(kept.entries, capacity, dtype), p.scratch(dtype, capacity)
             last = (up, hidden, sums, code, capacity, p.multiprocessors)
-            p.launch(tuning.sampled_up(dtype, True, family), x, w_up, bias_view(p, b_up, dtype), *pattern, *last)
+            p.launch(tuning.sampled_up(dtype, True, family=family), x, w_up, bias_view(p, b_up, dtype), *pattern, *last)
         w_down = down_rows(p, layer.w_down)
         aside = hybrid.room_aside(p, dtype, n)
         # without an up projection the gates in the entries become h as they are read
         of_entries = RELU.code() if gated else code
         bias, behind = bias_view(p, b_down, dtype), (y, aside, of_entries, capacity, p.multiprocessors)
-        p.launch(tuning.gathered(dtype, int(gated), family), hidden, w_down, None, None, bias, *pattern, *behind)
+        p.launch(tuning.gathered(dtype, int(gated), family=family), hidden, w_down, None, None, bias, *pattern, *behind)
         hybrid.overflow_forward(p, layer, w_down, kept, capacity, activation, y, sums, aside)
         return p.compiled()
 

@@ -182,7 +182,7 @@ def transpose(matrix: Tensor, out: Tensor) -> Tensor:
     """Fill the contiguous ``out`` [C, R] with ``matrix`` [R, C], and return it."""
     blocks = matrix.dtype.itemsize == 2 and matrix.shape[0] % 8 == matrix.shape[1] % 8 == 0
     if matrix.is_cuda and matrix.numel() and blocks and has_rows(matrix):
-        launch(tuning.matrix_transpose(), matrix.view(torch.int16), out.view(torch.int16))
+        launch(specs.MatrixTransposeSpec(), matrix.view(torch.int16), out.view(torch.int16))
         return out
     return out.copy_(matrix.t())
 
@@ -239,7 +239,7 @@ def down_rows(p: Program, w_down: View) -> View:
         'made at each call; twell.nn.set_down_layout(model, "rows") stores it so that they need none'
     )
     copy = p.scratch(w_down.dtype, *w_down.shape[::-1])
-    p.launch(tuning.matrix_transpose(), w_down.cast(torch.int16), copy.cast(torch.int16))
+    p.launch(specs.MatrixTransposeSpec(), w_down.cast(torch.int16), copy.cast(torch.int16))
     return copy
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from twell import tuning
 from twell._activation import RELU, Activation, threshold_pair
-from twell._runtime import device, geometry
+from twell._runtime import device, geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.gate_pack import PackedViews
 from twell.ops.gate_screen import gate_screen, screen_rows
@@ -131,6 +131,6 @@ def pack(
     activation: Activation,
 ) -> None:
     """Launch what fills ``listed`` and ``packed``, from the ``bits`` of ``find`` for the tokens of ``x``."""
-    p.launch(tuning.list_candidates(), bits, *listed, packed[2])
+    p.launch(specs.ListCandidatesSpec(), bits, *listed, packed[2])
     form = (geometry.words_per_tile(compression), threshold_pair(activation, x.dtype), p.multiprocessors)
     p.launch(tuning.sampled_gate(x.dtype), x, w_gate, bias_view(p, b_gate, x.dtype), *listed, *packed, *form)

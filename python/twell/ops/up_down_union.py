@@ -161,16 +161,16 @@ def by_slices(
         sums, width = l1.part(start, stop), words.shape[1] // tiles
         # after a screen the words hold places in these lists, else neurons
         listed: tuple[Any, ...] = (*lists, 1) if lists else (pattern[1], pattern[3], 0)
-        compact = tuning.compact(dtype, False, family)
+        compact = tuning.compact(dtype, False, family=family)
         p.launch(compact, words, spill, None, *pattern, None, sums, n, width, plain, most, *listed)
         if x is not None and w_up is not None:
-            up = tuning.sampled_up(dtype, False, family)
+            up = tuning.sampled_up(dtype, False, family=family)
             own, up_bias = x.part(first, last), bias_view(p, b_up, dtype)
             p.launch(up, own, w_up, up_bias, *pattern, None, None, sums, code, most, ctas)
         # with an up projection h is now in the entries
         down = down_rows(p, w_down) if down is None else down
         down_bias, out = bias_view(p, b_down, dtype), (y.part(first, last), aside, of_entries, most, ctas)
-        p.launch(tuning.gathered(dtype, 0, family), None, down, None, None, down_bias, *pattern, *out)
+        p.launch(tuning.gathered(dtype, 0, family=family), None, down, None, None, down_bias, *pattern, *out)
 
 
 up_down_union = register(
