@@ -13,10 +13,10 @@ from twell._activation import RELU, Activation
 from twell._runtime import nvtx
 from twell._runtime.program import Executable, allocate, kept
 from twell.ops import hybrid
-from twell.ops.hybrid_backward import program_of, transposition
+from twell.ops.hybrid_backward import build, transpose
 from twell.ops.hybrid_forward import Forward, forward_of
 from twell.ops.library import is_direct, rows
-from twell.ops.operands import Form, Gradients, Mains, Needs, Operands
+from twell.ops.operands import Form, Gradients, Mains, Needs, Operands, made
 from twell.ops.reglu import derivatives, pays
 
 # what a call that measures does with the number of non-zeros (0-d) and the sizes of the hybrid format
@@ -84,7 +84,7 @@ class Passes:
     Called with them, it returns y; None, with nothing launched, for tensors of another form.
     """
 
-    __slots__ = ("_down", "call", "form", "forward", "places")
+    __slots__ = ("call", "down", "form", "forward", "places")
 
     def __init__(self, form: Form, forward: Forward, call: Call) -> None:
         self.form, self.forward, self.call = form, forward, call._replace(passes=self)
@@ -93,7 +93,7 @@ class Passes:
         # of the gradients, that of w_down [N, K]
         self.places: list[_Place | None] = [forward.y, weight, w_up and weight, weight, b_gate and bias, b_up and bias]
         # a gradient is stored as the weight is, for optimizers that flatten gradients
-        self._down: _Place | None = ((k, n), (n, 1), dtype) if strides == (n, 1) else None
+        self.down: _Place | None = ((k, n), (n, 1), dtype) if strides == (n, 1) else None
 
     def __call__(self, *operands: Tensor | None) -> Tensor | None:
         return _apply(self.call, None, None, None, *operands)  # type: ignore[no-any-return]
@@ -109,20 +109,20 @@ class Passes:
         if not dy.is_contiguous():
             # expanded or transposed, as sums and products leave it
             dy = rows(dy.reshape(-1, dy.shape[-1]))
-        run, places = _backward_of(self, dy.shape, dy.stride(), dl1 is not None, of_x, weights)
+        run, places, transposed = _backward_of(self, dy.shape, dy.stride(), dl1 is not None, of_x, weights)
         found = [None if place is None else allocate(x, *place) for place in places]
         if not run.ran(*[t for t in (dy, dl1, *saved, *found) if t is not None]):
             return None
         if of_down:
-            found[3] = self._stored(found[3])
+            found[3] = self._stored(found[3], transposed)
         return [gradient if needed else None for gradient, needed in zip(found, needs)]
 
-    def _stored(self, dw_down: Any) -> Tensor:
+    def _stored(self, dw_down: Any, transposed: Executable | None) -> Tensor:
         """``dw_down`` [N, K] as [K, N], laid out as the weight is."""
-        if self._down is None:
+        if self.down is None or transposed is None:
             return dw_down.t()  # type: ignore[no-any-return]
-        out = allocate(dw_down, *self._down)
-        transposition(self.form.device, dw_down.dtype, *dw_down.shape)(dw_down, out)
+        out = allocate(dw_down, *self.down)
+        transposed(dw_down, out)
         return out
 
 
@@ -139,15 +139,19 @@ def passes_of(
 @kept
 def _backward_of(
     passes: Passes, shape: Any, strides: Any, with_dl1: bool, input_grad: bool, weight_grad: bool
-) -> tuple[Executable, list[_Place | None]]:
-    """What runs backward for a dy that lies so, and the gradients that it fills."""
+) -> tuple[Executable, list[_Place | None], Executable | None]:
+    """What runs backward for a dy that lies so, the gradients that it fills, and what transposes that of w_down."""
     dx, *others = passes.places
     places = [dx if input_grad else None, *(others if weight_grad else [None] * len(others))]
     dl1: _Place | None = ((), (), torch.float32) if with_dl1 else None
     lies = [None if place is None else (place[2], *place[:2]) for place in (dl1, passes.forward.kept, *places)]
+    device, down = passes.form.device, passes.down
     dy = passes.forward.y[2], shape, strides
-    form = Form(passes.form.device, (dy, lies[0], *passes.form.lies[:6], *lies[1:]))
-    return program_of(form, passes.call.activation, False), places
+    form = Form(device, (dy, lies[0], *passes.form.lies[:6], *lies[1:]))
+    transposed = (
+        None if down is None or lies[5] is None else made(transpose, Form(device, (lies[5], (down[2], *down[:2]))))
+    )
+    return made(build, form, passes.call.activation, False), places, transposed
 
 
 class _FFN(torch.autograd.Function):

@@ -13,7 +13,7 @@ so. With ``invariant`` "row" gives a token the same bits whatever other tokens t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,19 +41,17 @@ from twell.ops.library import (
     Shape,
     are_rows,
     check_layer,
-    check_views,
     laid,
     last_activation,
     new,
     register,
 )
-from twell.ops.operands import Form, Operands, PackedViews, Views, present
+from twell.ops.operands import Form, Operands, Views, present
 from twell.ops.quantize_gate import quantize, quantize_gate, require
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.ops.up_down import arrivals_for, multiply
 from twell.ops.up_down import on_cpu as up_down_on_cpu
-from twell.ops.up_down import shapes as row_shapes
 from twell.strategy.plan import Facts, Route, routed
 from twell.strategy.site import Measurement, site_of, without_site
 from twell.strategy.tables import SCREENED, imposed_on_call
@@ -192,14 +190,13 @@ def _pass(form: Form, route: str, tiles: bool, compression: int, activation: Act
     """
     p, (x, *weights, firing) = form.program()
     layer = Views(x.matrix(), *weights)
-    check_views(layer)
     (m, k), n, gated = layer.x.shape, layer.w_gate.shape[0], layer.w_up is not None
     spec = tuning.up_down_tile(x.dtype, m, k, n, gated, tuning.family(p.index)) if tiles and route == "union" else None
     shapes: tuple[Shape, ...]
     if route == SCREENED:
         shapes = screened_shapes(layer.x, layer.w_gate)
     elif route != "union":
-        shapes = *row_shapes(x.dtype, m, k), stats_shape(m, n)
+        shapes = (x.dtype, m, k), (torch.float32, m), stats_shape(m, n)
     elif spec is None:
         shapes = union_shapes(layer.x, layer.w_gate)
     else:
@@ -207,34 +204,29 @@ def _pass(form: Form, route: str, tiles: bool, compression: int, activation: Act
         shapes = (x.dtype, m, k), parts, stats_shape(m, n)
     place = p.operand if counted else p.scratch
     results: Any = p.operand(x.dtype, *x.shape).matrix(), *(place(*shape) for shape in shapes[1:])
-    how = layer, compression, activation
+    how = layer, results, compression, activation
     if route == SCREENED:
-        screened_launches(p, layer, firing, quantize(p, layer.w_gate, True), compression, activation, results)
+        screened_launches(p, layer, firing, quantize(p, layer.w_gate, True), *how[1:])
     elif route != "union":
-        _by_row(p, *how, results, invariant=route != "row")
+        _by_row(p, *how, invariant=route != "row")
     elif spec is None:
-        union_launches(p, *how, results)
+        union_launches(p, *how)
     else:
-        by_small_tiles(p, *how, spec, results)
+        by_small_tiles(p, *how, spec)
     return _Pass(p.compiled(), shapes[1:])
 
 
 def _by_row(
-    p: Program,
-    layer: Views,
-    compression: int,
-    activation: Activation,
-    results: tuple[View, View, View],
-    invariant: bool,
+    p: Program, layer: Views, results: Sequence[View], compression: int, activation: Activation, invariant: bool
 ) -> None:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats = results
     words, spill, _ = scratch(p, x, x.shape[0], w_gate, compression)
     few = isinstance(spec_of(p, x, w_gate, invariant), specs.GatePackFewSpec)
     arrivals = arrivals_for(p, x, w_up is not None, invariant) if few else None
-    pack(p, x, w_gate, b_gate, (words, spill, stats), compression, activation, invariant, arrivals)
-    behind = PackedViews(x, w_up, w_down, b_up, b_down)
-    multiply(p, behind, words, spill, y, l1, compression, activation, invariant, arrivals)
+    how = compression, activation, invariant, arrivals
+    pack(p, x, w_gate, b_gate, words, spill, stats, *how)
+    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how)
 
 
 class _Inference:
@@ -353,7 +345,7 @@ _CHOICES = "bool screen=False, bool invariant=False"
 _ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}, {_CHOICES}"
 
 ffn, ffn_aux = (
-    register(schema, fake=fake, cpu=cpu, cuda=cuda, instead="twell.sparse_gated_ffn or twell.sparse_ffn")
+    register(schema, fake=fake, cpu=cpu, cuda=cuda)
     for schema, fake, cpu, cuda in zip(
         (f"ffn({_ARGUMENTS}) -> Tensor", f"ffn_aux({_ARGUMENTS}) -> (Tensor y, Tensor l1, Tensor nonzeros)"),
         *map(_operators, (_fake, _on_cpu, _on_cuda)),

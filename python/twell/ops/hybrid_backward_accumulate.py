@@ -15,7 +15,7 @@ from torch import Tensor
 from twell._runtime import nvtx
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
-from twell.ops.hybrid_backward import BACKWARD, backward_first, present, run
+from twell.ops.hybrid_backward import BACKWARD, backward_first, fill, present
 from twell.ops.library import ACTIVATION, Implementation, check, has_rows, register
 from twell.ops.operands import Gradients, Mains, Operands
 
@@ -91,7 +91,7 @@ def _cuda(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down:
     laid = [
         m if m is None or has_rows(m) else torch.zeros_like(m, memory_format=torch.contiguous_format) for m in mains
     ]
-    run(given, gradients._replace(w_gate=laid[0], w_up=laid[1], w_down=laid[2]), accumulate=True)
+    fill(given, gradients._replace(w_gate=laid[0], w_up=laid[1], w_down=laid[2]), accumulate=True)
     for main, added in zip(mains, laid):
         if main is not None and added is not None and added is not main:
             main.add_(added)
@@ -105,6 +105,5 @@ hybrid_backward_accumulate = register(
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,
-    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
     phase=nvtx.BACKWARD,
 )

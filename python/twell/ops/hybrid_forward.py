@@ -30,7 +30,6 @@ from twell.ops.library import (
     are_laid,
     bias_view,
     check_layer,
-    check_views,
     down_rows,
     laid,
     layer_first,
@@ -128,7 +127,6 @@ class Forward:
         self, form: Form, compression: int, held: int, activation: Activation, screen: bool, totals: bool
     ) -> None:
         p, layer = _layer_of(form)
-        check_views(layer)
         x, w_gate, w_up = layer[:3]
         (m, _), n, gated = x.shape, w_gate.shape[0], w_up is not None
         hybrid.require_offsets(m, n)
@@ -170,7 +168,7 @@ class Forward:
             # the words hold places in these lists
             listed = (*lists, 1)
         else:
-            pack(p, x, w_gate, b_gate, packed, compression, activation)
+            pack(p, x, w_gate, b_gate, *packed, compression, activation)
         plain = 0 if w_up is not None else 1 + activation.code()
         form = n, geometry.words_per_tile(compression), plain, capacity
         spec = tuning.compact(dtype, True, family=tuning.family(p.index))
@@ -267,6 +265,5 @@ hybrid_forward = register(
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,
-    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
     phase=nvtx.FORWARD,
 )

@@ -40,7 +40,7 @@ def register(
     fake: Implementation,
     cpu: Implementation,
     cuda: Implementation,
-    instead: str,
+    instead: str = "twell.sparse_gated_ffn or twell.sparse_ffn",
     phase: str | None = None,
 ) -> torch._ops.OpOverload:
     """Define an operator of library ``twell`` and return its overload.
@@ -280,20 +280,20 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def check_layer(
-    x: Tensor | View,
-    w_gate: Tensor | View | None = None,
-    w_up: Tensor | View | None = None,
-    w_down: Tensor | View | None = None,
-    b_gate: Tensor | View | None = None,
-    b_up: Tensor | View | None = None,
-    b_down: Tensor | View | None = None,
+    x: Tensor,
+    w_gate: Tensor | None = None,
+    w_up: Tensor | None = None,
+    w_down: Tensor | None = None,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
     *,
     wide: bool = False,
 ) -> None:
     """Raise unless x is [M, K], the weights [N, K], b_gate and b_up [N], b_down [K], where given, all of one dtype.
 
-    N is that of the first weight. The dtype is one that TwELL stores, or a wider one if ``wide``. Programs ask this
-    once, when they are made.
+    N is that of the first weight. The dtype is one that TwELL stores, or a wider one if ``wide``. Operators ask this
+    of what they are called with.
     """
     check_matrix("x", x, _WIDE if wide else _STORED)
     dtype, k, n = x.dtype, x.shape[1], -1
@@ -311,12 +311,7 @@ def check_layer(
             check(name, bias, (length,), dtype)
 
 
-def check_views(layer: Views) -> None:
-    """``check_layer`` of a layer in a program."""
-    check_layer(*layer[:3], layer.w_down.t(), *layer[4:])
-
-
-def check_matrix(name: str, matrix: Tensor | View, dtypes: tuple[torch.dtype, ...] = _STORED) -> None:
+def check_matrix(name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = _STORED) -> None:
     """Raise unless ``matrix`` has one of these dtypes, and rows that kernels can read in pieces of 16 bytes."""
     check_rank(name, matrix)
     if matrix.dtype not in dtypes:
@@ -325,13 +320,13 @@ def check_matrix(name: str, matrix: Tensor | View, dtypes: tuple[torch.dtype, ..
         raise ValueError(f"{name} must have rows of a multiple of {STRIDE_MULTIPLE} values, got {list(matrix.shape)}")
 
 
-def check_rank(name: str, matrix: Tensor | View) -> None:
+def check_rank(name: str, matrix: Tensor) -> None:
     """Raise ValueError unless ``matrix`` has two dimensions."""
     if len(matrix.shape) != 2:
         raise ValueError(f"{name} must have two dimensions, got {list(matrix.shape)}")
 
 
-def check(name: str, tensor: Tensor | View, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Raise ValueError unless ``tensor`` has this shape, TypeError unless it has this dtype."""
     if tensor.shape != shape:
         raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
@@ -339,9 +334,7 @@ def check(name: str, tensor: Tensor | View, shape: tuple[int, ...], dtype: torch
         raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
 
 
-def check_packed(
-    words: Tensor | View, spill: Tensor | View, m: int, n: int, compression: int, dtype: torch.dtype
-) -> None:
+def check_packed(words: Tensor, spill: Tensor, m: int, n: int, compression: int, dtype: torch.dtype) -> None:
     """Raise unless ``words`` and ``spill`` are those of ``m`` rows of ``n`` neurons with gates of ``dtype``."""
     tiles = geometry.tiles(n)
     for name, tensor, width, expected in (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from twell._runtime.program import Program, View
+from twell._runtime.program import Executable, Program, View, kept
 
 
 class Operands(NamedTuple):
@@ -124,19 +124,6 @@ class GradientViews(NamedTuple):
     b_up: View | None = None
 
 
-class PackedViews(NamedTuple):
-    """What the launches behind ``gate_pack`` take of a layer in a program, w_down [K, N].
-
-    x is None where it is not read: in strategy "row" of a layer without a gate.
-    """
-
-    x: View | None
-    w_up: View | None
-    w_down: View
-    b_up: View | None
-    b_down: View | None
-
-
 class Form(NamedTuple):
     """How the tensors of a call lie on a device: what a program may depend on, beside numbers.
 
@@ -161,3 +148,16 @@ class Form(NamedTuple):
 def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """Those that are not None, as programs take them."""
     return [tensor for tensor in tensors if tensor is not None]
+
+
+def run(builder: Callable[..., None], tensors: Sequence[Tensor | None], *numbers: Any) -> None:
+    """Run the launches that ``builder(p, *views, *numbers)`` describes for such tensors."""
+    made(builder, Form.of(tensors), *numbers)(*present(tensors))
+
+
+@kept
+def made(builder: Callable[..., None], form: Form, *numbers: Any) -> Executable:
+    """What runs the launches of ``builder`` for tensors of this form."""
+    p, views = form.program()
+    builder(p, *views, *numbers)
+    return p.compiled()

@@ -5,6 +5,7 @@ words, spill and stats are those of TwELL, but a value's neuron is its place in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -16,7 +17,6 @@ from twell import tuning
 from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import device, geometry, specs
 from twell._runtime.program import Program, View
-from twell.ops.gate_pack import PackedViews
 from twell.ops.gate_screen import gate_screen, screen_rows
 from twell.ops.library import bias_view, check, laid_bias
 from twell.ops.quantize_gate import Quantized, QuantizedViews, quantize, quantize_gate
@@ -126,7 +126,7 @@ def pack(
     b_gate: View | None,
     bits: View,
     listed: Lists,
-    packed: PackedViews,
+    packed: Sequence[View],
     compression: int,
     activation: Activation,
 ) -> None:
