@@ -12,7 +12,7 @@ from twell._activation import Activation
 from twell._runtime import geometry
 from twell._runtime.program import Program
 from twell.ops import hybrid
-from twell.ops.operands import Gradients, GradientViews, Operands, Views, run
+from twell.ops.operands import Gradients, Operands, Views, run
 
 
 def aside(x: Tensor, terms: int, ctas: int) -> Tensor:
@@ -63,6 +63,6 @@ def backward(
         own, gradients, last = Views(*[*own_views, None]), views[9:15], views[15:]
         given = hybrid.Backward(of_dy, of_dl1, own, None, activation)
         kept = _kept(of_sizes, None)
-        hybrid.overflow_backward(p, given, own.w_down, kept, capacity, GradientViews(*gradients), accumulate, *last)
+        hybrid.overflow_backward(p, given, own.w_down, kept, capacity, Gradients(*gradients), accumulate, *last)
 
     run(launches, (dy, dl1, *layer[:6], sizes, *out[:6], aside, counters))

@@ -40,38 +40,32 @@ class Call(NamedTuple):
     passes: Passes | None = None
 
 
-def ffn(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return y [M, K], the sum of |h| (0-d) and the number of non-zeros (0-d, int64); Nones unless ``call.totals``.
+def ffn(
+    call: Call, operands: Operands, mains: Mains, direct: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return y [..., K], the sum of |h| (0-d) and the number of non-zeros (0-d, int64); Nones unless ``call.totals``.
 
     The first two are differentiable. Backward adds the gradient of a weight to its main, if it has one, instead of
-    returning it.
+    returning it. ``direct``: as ``is_direct``; then kernels run without the dispatcher where they can read x [..., K]
+    and all operands in place. Else y is [M, K].
     """
-    found = _applied(call, operands, mains)
-    assert found is not None
-    return found
-
-
-def direct(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-    """``ffn`` of x [..., K] without the dispatcher, if ``is_direct``; None where kernels read only copies."""
-    if not operands.x.numel():
-        return None
-    how = call.compression, call.held, call.activation, call.screen, call.totals
-    passes = passes_of(Form.of(operands), *how)
-    if passes is None:
-        return None
-    return _applied(passes.call if call.note is None else call._replace(passes=passes), operands, mains)
-
-
-def _applied(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-    main_gate, main_up, main_down = mains
-    if (main_gate is not None or main_up is not None or main_down is not None) and not _modes.compiling():
+    x, passes, how = operands.x, None, call
+    if direct and x.numel():
+        passes = passes_of(Form.of(operands), call.compression, call.held, call.activation, call.screen, call.totals)
+    if passes is not None:
+        how = passes.call if call.note is None else call._replace(passes=passes)
+    elif x.dim() != 2:
+        operands = operands._replace(x=x.reshape(-1, x.shape[-1]))
+    given = operands
+    if not _modes.compiling():
         for weight, main in mains._asdict().items():
             if main is not None:
                 # of a view, because the engine does not always know whether the node of a leaf will run
-                view = getattr(operands, weight).view_as(main)
-                operands = operands._replace(**{weight: view})
-    found: Any = _FFN.apply(call, *mains, *operands)  # type: ignore[no-untyped-call]
-    return found if call.totals or found is None else (found, None, None)
+                given = given._replace(**{weight: getattr(operands, weight).view_as(main)})
+    found: Any = _FFN.apply(how, *mains, *given)  # type: ignore[no-untyped-call]
+    if found is None:
+        return ffn(call, operands, mains)
+    return found if call.totals else (found, None, None)
 
 
 # the shape, strides and dtype of what is allocated
@@ -98,7 +92,11 @@ class Passes:
     def __call__(self, *operands: Tensor | None) -> Tensor | None:
         return _apply(self.call, None, None, None, *operands)  # type: ignore[no-any-return]
 
-    @nvtx.marked(lambda _, dy, dl1, saved, *rest: _range_of("hybrid_backward", saved[0], saved[1]))
+    @nvtx.marked(
+        lambda _, dy, dl1, saved, *rest: nvtx.range(
+            "hybrid_backward", category=nvtx.BACKWARD, **nvtx.sizes({"x": saved[0], "w_gate": saved[1]})
+        )
+    )
     def backward(
         self, dy: Tensor, dl1: Tensor | None, saved: Sequence[Any], needs: Sequence[bool]
     ) -> list[Tensor | None] | None:
@@ -162,20 +160,15 @@ class _FFN(torch.autograd.Function):
         main_gate: Tensor | None,
         main_up: Tensor | None,
         main_down: Tensor | None,
-        x: Tensor,
-        w_gate: Tensor,
-        w_up: Tensor | None,
-        w_down: Tensor,
-        b_gate: Tensor | None,
-        b_up: Tensor | None,
-        b_down: Tensor | None,
+        *layer: Any,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor] | None:
+        x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
         if call.passes is not None:
-            found: Any = call.passes.forward(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+            found: Any = call.passes.forward(*layer)
             if found is None:
                 return None
         else:
-            layer = Operands(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
+            layer = (*layer[:3], w_down.t(), b_gate, b_up, b_down)
             found = ops.hybrid_forward(*layer, call.compression, call.held, *call.activation, call.screen)
         y, l1, nonzeros, kept = found
         if call.note is not None:
@@ -245,12 +238,9 @@ def _is_undisturbed(dy: Tensor, dl1: Tensor | None, saved: Sequence[Any]) -> boo
     if torch.is_grad_enabled() or _modes.transformed() or _is_batched(dy) or (dl1 is not None and _is_batched(dl1)):
         return False
     for t in (dy, dl1, *saved):
-        if t is not None and (type(t) not in _PLAIN or not _modes.is_in_memory(t)):
+        if t is not None and (type(t) not in _modes.PLAIN_TENSORS or not _modes.is_in_memory(t)):
             return False
     return is_direct(dy)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _saved(ctx: Any) -> Any:
@@ -289,11 +279,6 @@ def _require_addable(*upstream: Tensor | None) -> None:
     else:
         return
     raise NotImplementedError(f"main_grads take the gradients of a plain backward pass, got {got}")
-
-
-def _range_of(name: str, x: Tensor, w_gate: Tensor) -> nvtx.Context:
-    """The profiler's range of a pass without the dispatcher, as the operator ``name`` has it."""
-    return nvtx.range(name, category=nvtx.BACKWARD, **nvtx.sizes({"x": x, "w_gate": w_gate}))
 
 
 def _backward_range(name: str, dy: Tensor | None) -> nvtx.Context:

@@ -407,9 +407,7 @@ def test_a_note_gets_the_counts_and_is_not_kept(gpu: FakeGpu) -> None:
     """It may hold x, which saved-tensor hooks move elsewhere."""
     step, noted = Step(), []
     call = _autograd.Call("sparse_gated_ffn", 8, 0, RELU, totals=True, note=lambda *counts: noted.append(counts))
-    found = _autograd.direct(call, Operands(**step.operands), Mains())
-    assert found is not None
-    y, _, nonzeros = found
+    y, _, nonzeros = _autograd.ffn(call, Operands(**step.operands), Mains(), direct=True)
     ((given, sizes),) = noted
     assert given.data_ptr() == nonzeros.data_ptr()
     assert sizes.shape == (3,)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from twell._activation import Activation
+from twell._activation import Activation, activation_of
 from twell._runtime import geometry
 from twell._runtime.program import Program, View
 from twell.ops import hybrid, screened
@@ -26,21 +26,20 @@ from twell.ops.library import (
     Shape,
     check_layer,
     laid,
-    last_activation,
     new,
     register,
 )
 from twell.ops.operands import Operands, Views, run
 from twell.ops.quantize_gate import Quantized, QuantizedViews, require, require_pitch
-from twell.ops.up_down_union import by_slices, union
+from twell.ops.up_down_union import by_slices, figures_on_cpu, union
 
-Outputs = tuple[Tensor, ...]
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Operands, Quantized, int, Activation]:
     """The layer, its int8 gate weight, compression and activation, of the arguments of the schema."""
-    layer, quantized, compression = Operands(*arguments[:7]), arguments[7:11], arguments[11]
-    return layer, quantized, compression, last_activation(arguments[12:], layer.w_up is not None)
+    layer, quantized, (compression, name, threshold) = Operands(*arguments[:7]), arguments[7:11], arguments[11:]
+    return layer, quantized, compression, activation_of(name, threshold, layer.w_up is not None)
 
 
 def shapes(x: Tensor | View, w_gate: Tensor | View) -> tuple[Shape, ...]:
@@ -60,8 +59,8 @@ def outputs(layer: Operands, quantized: Quantized, compression: int, activation:
 
 
 def _fake(*arguments: Any) -> Outputs:
-    *found, sizes, candidates = outputs(*_split(arguments))
-    return *found, union(sizes), union(candidates)
+    y, l1, stats, sizes, candidates = outputs(*_split(arguments))
+    return y, l1, stats, union(sizes), union(candidates)
 
 
 def _cpu(*arguments: Any) -> Outputs:
@@ -79,11 +78,7 @@ def on_cpu(layer: Operands, quantized: Quantized, compression: int, activation: 
     hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
     y.copy_(hybrid.project(hidden.to(x.dtype), w_down.t(), b_down))
     candidates.copy_(listed.sum(1))
-    l1.zero_()
-    for tile in range(len(fired)):
-        tokens = slice(tile * geometry.TOKEN_TILE, (tile + 1) * geometry.TOKEN_TILE)
-        l1[tile, 0] = hidden[tokens].abs().sum()
-        fired[tile] = (gate[tokens] != 0).any(0).sum()
+    figures_on_cpu(gate, hidden, l1, fired)
     screened.stats_on_cpu(gate, listed, stats, compression)
     return y, l1, stats, fired, candidates
 
@@ -91,13 +86,13 @@ def on_cpu(layer: Operands, quantized: Quantized, compression: int, activation: 
 def _cuda(*arguments: Any) -> Outputs:
     layer, quantized, compression, activation = _split(arguments)
     require(layer.x.device, "ffn_screened")
-    *found, sizes, candidates = outputs(layer, quantized, compression, activation)
+    y, l1, stats, sizes, candidates = found = outputs(layer, quantized, compression, activation)
     require_pitch("q", quantized[0])
     if len(layer.x):
         firing = screened.firing_bias(layer.w_gate, layer.b_gate, activation)
-        given = *laid(layer._replace(w_down=layer.w_down.t())), firing, *quantized, *found, sizes, candidates
+        given = *laid(layer._replace(w_down=layer.w_down.t())), firing, *quantized, *found
         run(_build, given, compression, activation)
-    return *found, union(sizes), union(candidates)
+    return y, l1, stats, union(sizes), union(candidates)
 
 
 def _build(p: Program, *given: Any) -> None:

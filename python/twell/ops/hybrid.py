@@ -34,7 +34,7 @@ from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.library import bias_view, check, check_layer, down_rows
-from twell.ops.operands import Gradients, GradientViews, Operands, Views
+from twell.ops.operands import Gradients, Operands, Views
 
 
 class Kept(NamedTuple):
@@ -342,7 +342,7 @@ def overflow_backward(
     w_down: View,
     kept: Kept,
     capacity: int,
-    out: GradientViews,
+    out: Gradients,
     accumulate: bool,
     aside: View,
     counters: View,
@@ -375,7 +375,7 @@ def overflow_backward(
     p.launch(tuning.overflow(x.dtype, "backward", family=tuning.family(p.index)), dy, x, *operands, *over, *own)
 
 
-def launches(p: Program, given: Backward, out: GradientViews, accumulate: bool) -> None:
+def launches(p: Program, given: Backward, out: Gradients, accumulate: bool) -> None:
     """Launch backward, which fills the gradients of ``out``, those of weights and biases all or none.
 
     Gradients of weights have rows that kernels can write. They are added to if ``accumulate``, in float32.

@@ -8,18 +8,18 @@ relu; ``twell._activation`` has the others. Without dl1 it is zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from twell._activation import activation_of
 from twell._runtime import nvtx, specs
 from twell._runtime.program import Program, View
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
-from twell.ops.library import ACTIVATION, Implementation, check_matrix, flat, laid, last_activation, register, rows
-from twell.ops.operands import Gradients, GradientViews, Operands, Views, run
+from twell.ops.library import ACTIVATION, Implementation, check_matrix, flat, laid, register, rows
+from twell.ops.operands import Gradients, Operands, Views, run
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -44,30 +44,27 @@ BACKWARD = (
 )
 
 
-def backward_first(others: int) -> Callable[[Implementation], Implementation]:
-    """Make ``implementation(given, ...)`` a function of ``BACKWARD``, ``others`` arguments and ``ACTIVATION``."""
+def backward_first(implementation: Implementation) -> Implementation:
+    """``implementation(given, ...)`` as a function of ``BACKWARD``, other arguments and ``ACTIVATION``."""
 
-    def of(implementation: Implementation) -> Implementation:
-        def ungrouped(*arguments: Any) -> Any:
-            dy, dl1, *operands, kept = arguments[:9]
-            rest, form = arguments[9 : 9 + others], arguments[9 + others :]
-            layer = Operands(*operands)
-            activation = last_activation(form, layer.w_up is not None)
-            return implementation(Backward(dy, dl1, layer, kept, activation), *rest)
+    def ungrouped(*arguments: Any) -> Any:
+        dy, dl1, *operands, kept = arguments[:9]
+        *others, name, threshold = arguments[9:]
+        layer = Operands(*operands)
+        activation = activation_of(name, threshold, layer.w_up is not None)
+        return implementation(Backward(dy, dl1, layer, kept, activation), *others)
 
-        return ungrouped
-
-    return of
+    return ungrouped
 
 
-@backward_first(2)
+@backward_first
 def _fake(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
     given.activation.level(given.layer.x.dtype)
     hybrid.check_backward(given)
     return present(outputs(given.layer, input_grad, weight_grad), given.layer.x)
 
 
-@backward_first(2)
+@backward_first
 def _cpu(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
     hybrid.check_backward(given)
     gradients = outputs(given.layer, input_grad, weight_grad)
@@ -75,7 +72,7 @@ def _cpu(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
     return present(gradients, given.layer.x)
 
 
-@backward_first(2)
+@backward_first
 def _cuda(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
     hybrid.check_backward(given)
     gradients = outputs(given.layer, input_grad, weight_grad)
@@ -102,7 +99,7 @@ def build(p: Program, *given: Any) -> None:
     """
     dy, dl1, x, *others, kept = given[:9]
     dx, *gradients = given[9:15]
-    layer, out = Views(x.matrix(), *[*others, None]), GradientViews(None if dx is None else dx.matrix(), *gradients)
+    layer, out = Views(x.matrix(), *[*others, None]), Gradients(None if dx is None else dx.matrix(), *gradients)
     activation, accumulate = given[15:]
     hybrid.launches(p, Backward(dy.matrix(), dl1, layer, kept, activation), out, accumulate)
 

@@ -48,13 +48,13 @@ def _returned(gradients: Gradients, like: Tensor) -> Outputs:
 
 
 def _transposing(implementation: Implementation) -> Implementation:
-    """Take ``as_stored`` from the arguments, the last one. The dispatcher leaves it out if it is False.
+    """Take ``as_stored`` from the arguments, the last one.
 
     In a graph a transposed view would not do: functionalization keeps the storage offset that it had in tracing.
     """
 
     def transposing(*arguments: Any) -> Any:
-        *others, as_stored = arguments if len(arguments) > _AS_STORED else (*arguments, False)
+        *others, as_stored = arguments
         if as_stored:
             others[_MAIN_DOWN] = others[_MAIN_DOWN].t()
         return implementation(*others)
@@ -62,18 +62,18 @@ def _transposing(implementation: Implementation) -> Implementation:
     return transposing
 
 
-# places among the arguments
-_MAIN_DOWN, _AS_STORED = 11, 15
+# its place among the arguments
+_MAIN_DOWN = 11
 
 
 @_transposing
-@backward_first(4)
+@backward_first
 def _fake(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
     return _returned(_checked(given, Mains(main_gate, main_up, main_down), input_grad), given.layer.x)
 
 
 @_transposing
-@backward_first(4)
+@backward_first
 def _cpu(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
     mains = Mains(main_gate, main_up, main_down)
     gradients = _checked(given, mains, input_grad)
@@ -82,7 +82,7 @@ def _cpu(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: 
 
 
 @_transposing
-@backward_first(4)
+@backward_first
 def _cuda(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
     mains = Mains(main_gate, main_up, main_down)
     gradients = _checked(given, mains, input_grad)

@@ -55,15 +55,18 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """For each of the ``Operands`` its gradient, of its shape; None where none is wanted."""
+    """For each of the ``Operands`` its gradient, of its shape; None where none is wanted.
 
-    x: Tensor | None = None
-    w_gate: Tensor | None = None
-    w_up: Tensor | None = None
-    w_down: Tensor | None = None
-    b_gate: Tensor | None = None
-    b_up: Tensor | None = None
-    b_down: Tensor | None = None
+    They are tensors, or views of a program, and then that of w_down is [N, K].
+    """
+
+    x: Any = None
+    w_gate: Any = None
+    w_up: Any = None
+    w_down: Any = None
+    b_gate: Any = None
+    b_up: Any = None
+    b_down: Any = None
 
 
 class Needs(NamedTuple):
@@ -111,17 +114,6 @@ class Views(NamedTuple):
     b_gate: View | None
     b_up: View | None
     b_down: View | None
-
-
-class GradientViews(NamedTuple):
-    """The ``Gradients`` that a program makes, None where none is wanted; that of w_down is [N, K]."""
-
-    x: View | None = None
-    w_gate: View | None = None
-    w_up: View | None = None
-    w_down: View | None = None
-    b_gate: View | None = None
-    b_up: View | None = None
 
 
 class Form(NamedTuple):

@@ -19,7 +19,9 @@ from twell._runtime import device, geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.gate_screen import gate_screen, screen_rows
 from twell.ops.library import bias_view, check, laid_bias
+from twell.ops.operands import Operands
 from twell.ops.quantize_gate import Quantized, QuantizedViews, quantize, quantize_gate
+from twell.strategy.site import Measurement
 
 
 class Lists(NamedTuple):
@@ -96,6 +98,13 @@ def count(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, activation: Activati
         ones = (ones & 0x33) + (ones >> 2 & 0x33)
         found: Tensor = (ones + (ones >> 4) & 0x0F).sum(1)
         return found
+
+
+def wanted(measurement: Measurement, layer: Operands, activation: Activation) -> Tensor | None:
+    """``count`` for x [..., K], if the measurement wants it."""
+    if not measurement.screen:
+        return None
+    return count(layer.x.reshape(-1, layer.x.shape[-1]), layer.w_gate, layer.b_gate, activation)
 
 
 def masked(gate: Tensor, listed: Tensor) -> Tensor:

@@ -81,12 +81,17 @@ def on_cpu(packed: PackedOperands, compression: int, activation: str = "relu") -
     up = None if w_up is None else hybrid.project(x, w_up, b_up)
     hidden = activation_of(activation).hidden(gate.float(), up).masked_fill(gate == 0, 0)
     y.copy_(hybrid.project(hidden.to(x.dtype), w_down.t(), b_down))
+    figures_on_cpu(gate, hidden, l1, found)
+    return y, l1, found
+
+
+def figures_on_cpu(gate: Tensor, hidden: Tensor, l1: Tensor, found: Tensor) -> None:
+    """Write the sum of |h| and the number of neurons that fire of each tile of tokens."""
     l1.zero_()
     for tile in range(len(found)):
         tokens = slice(tile * geometry.TOKEN_TILE, (tile + 1) * geometry.TOKEN_TILE)
         l1[tile, 0] = hidden[tokens].abs().sum()
         found[tile] = (gate[tokens] != 0).any(0).sum()
-    return y, l1, found
 
 
 @packed_first
