@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +12,13 @@ from twell._activation import Activation
 from twell._runtime import geometry
 from twell._runtime.program import Program
 from twell.ops import hybrid
-from twell.ops.operands import Form, Gradients, GradientViews, Operands, Views, present
+from twell.ops.operands import Gradients, Operands, Views, run
 
 
 def aside(x: Tensor, terms: int, ctas: int) -> Tensor:
     """``hybrid.room_aside`` full of NaN."""
     length = geometry.sums_aside(tuning.dtype_name(x.dtype), terms, ctas)
     return torch.full((length,), torch.nan, device=x.device)
-
-
-def _run(tensors: Sequence[Tensor | None], launches: Callable[[Program, list[Any]], None]) -> None:
-    p, views = Form.of(tensors).program()
-    launches(p, views)
-    p.compiled()(*present(tensors))
 
 
 def _kept(sizes: Any, popularity: Any) -> hybrid.Kept:
@@ -44,11 +37,11 @@ def forward(
 ) -> None:
     """``hybrid.overflow_forward`` of a layer with w_down [N, K]."""
 
-    def launches(p: Program, views: list[Any]) -> None:
+    def launches(p: Program, *views: Any) -> None:
         own, (of_sizes, of_popularity, *others) = Views(*views[:7]), views[7:]
         hybrid.overflow_forward(p, own, own.w_down, _kept(of_sizes, of_popularity), capacity, activation, *others)
 
-    _run((*layer, sizes, popularity, y, sums, aside), launches)
+    run(launches, (*layer, sizes, popularity, y, sums, aside))
 
 
 def backward(
@@ -65,11 +58,11 @@ def backward(
 ) -> None:
     """``hybrid.overflow_backward`` of a layer with w_down [N, K] and a gradient dl1 [1]."""
 
-    def launches(p: Program, views: list[Any]) -> None:
+    def launches(p: Program, *views: Any) -> None:
         of_dy, of_dl1, *own_views, of_sizes = views[:9]
         own, gradients, last = Views(*[*own_views, None]), views[9:15], views[15:]
         given = hybrid.Backward(of_dy, of_dl1, own, None, activation)
         kept = _kept(of_sizes, None)
-        hybrid.overflow_backward(p, given, own.w_down, kept, capacity, GradientViews(*gradients), accumulate, *last)
+        hybrid.overflow_backward(p, given, own.w_down, kept, capacity, Gradients(*gradients), accumulate, *last)
 
-    _run((dy, dl1, *layer[:6], sizes, *out[:6], aside, counters), launches)
+    run(launches, (dy, dl1, *layer[:6], sizes, *out[:6], aside, counters))

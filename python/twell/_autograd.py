@@ -13,10 +13,10 @@ from twell._activation import RELU, Activation
 from twell._runtime import nvtx
 from twell._runtime.program import Executable, allocate, kept
 from twell.ops import hybrid
-from twell.ops.hybrid_backward import program_of, transposition
+from twell.ops.hybrid_backward import build, transpose
 from twell.ops.hybrid_forward import Forward, forward_of
 from twell.ops.library import is_direct, rows
-from twell.ops.operands import Form, Gradients, Mains, Needs, Operands
+from twell.ops.operands import Form, Gradients, Mains, Needs, Operands, made
 from twell.ops.reglu import derivatives, pays
 
 # what a call that measures does with the number of non-zeros (0-d) and the sizes of the hybrid format
@@ -40,38 +40,32 @@ class Call(NamedTuple):
     passes: Passes | None = None
 
 
-def ffn(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return y [M, K], the sum of |h| (0-d) and the number of non-zeros (0-d, int64); Nones unless ``call.totals``.
+def ffn(
+    call: Call, operands: Operands, mains: Mains, direct: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return y [..., K], the sum of |h| (0-d) and the number of non-zeros (0-d, int64); Nones unless ``call.totals``.
 
     The first two are differentiable. Backward adds the gradient of a weight to its main, if it has one, instead of
-    returning it.
+    returning it. ``direct``: as ``is_direct``; then kernels run without the dispatcher where they can read x [..., K]
+    and all operands in place. Else y is [M, K].
     """
-    found = _applied(call, operands, mains)
-    assert found is not None
-    return found
-
-
-def direct(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-    """``ffn`` of x [..., K] without the dispatcher, if ``is_direct``; None where kernels read only copies."""
-    if not operands.x.numel():
-        return None
-    how = call.compression, call.held, call.activation, call.screen, call.totals
-    passes = passes_of(Form.of(operands), *how)
-    if passes is None:
-        return None
-    return _applied(passes.call if call.note is None else call._replace(passes=passes), operands, mains)
-
-
-def _applied(call: Call, operands: Operands, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-    main_gate, main_up, main_down = mains
-    if (main_gate is not None or main_up is not None or main_down is not None) and not _modes.compiling():
+    x, passes, how = operands.x, None, call
+    if direct and x.numel():
+        passes = passes_of(Form.of(operands), call.compression, call.held, call.activation, call.screen, call.totals)
+    if passes is not None:
+        how = passes.call if call.note is None else call._replace(passes=passes)
+    elif x.dim() != 2:
+        operands = operands._replace(x=x.reshape(-1, x.shape[-1]))
+    given = operands
+    if not _modes.compiling():
         for weight, main in mains._asdict().items():
             if main is not None:
                 # of a view, because the engine does not always know whether the node of a leaf will run
-                view = getattr(operands, weight).view_as(main)
-                operands = operands._replace(**{weight: view})
-    found: Any = _FFN.apply(call, *mains, *operands)  # type: ignore[no-untyped-call]
-    return found if call.totals or found is None else (found, None, None)
+                given = given._replace(**{weight: getattr(operands, weight).view_as(main)})
+    found: Any = _FFN.apply(how, *mains, *given)  # type: ignore[no-untyped-call]
+    if found is None:
+        return ffn(call, operands, mains)
+    return found if call.totals else (found, None, None)
 
 
 # the shape, strides and dtype of what is allocated
@@ -84,7 +78,7 @@ class Passes:
     Called with them, it returns y; None, with nothing launched, for tensors of another form.
     """
 
-    __slots__ = ("_down", "call", "form", "forward", "places")
+    __slots__ = ("call", "down", "form", "forward", "places")
 
     def __init__(self, form: Form, forward: Forward, call: Call) -> None:
         self.form, self.forward, self.call = form, forward, call._replace(passes=self)
@@ -93,12 +87,16 @@ class Passes:
         # of the gradients, that of w_down [N, K]
         self.places: list[_Place | None] = [forward.y, weight, w_up and weight, weight, b_gate and bias, b_up and bias]
         # a gradient is stored as the weight is, for optimizers that flatten gradients
-        self._down: _Place | None = ((k, n), (n, 1), dtype) if strides == (n, 1) else None
+        self.down: _Place | None = ((k, n), (n, 1), dtype) if strides == (n, 1) else None
 
     def __call__(self, *operands: Tensor | None) -> Tensor | None:
         return _apply(self.call, None, None, None, *operands)  # type: ignore[no-any-return]
 
-    @nvtx.marked(lambda _, dy, dl1, saved, *rest: _range_of("hybrid_backward", saved[0], saved[1]))
+    @nvtx.marked(
+        lambda _, dy, dl1, saved, *rest: nvtx.range(
+            "hybrid_backward", category=nvtx.BACKWARD, **nvtx.sizes({"x": saved[0], "w_gate": saved[1]})
+        )
+    )
     def backward(
         self, dy: Tensor, dl1: Tensor | None, saved: Sequence[Any], needs: Sequence[bool]
     ) -> list[Tensor | None] | None:
@@ -109,20 +107,20 @@ class Passes:
         if not dy.is_contiguous():
             # expanded or transposed, as sums and products leave it
             dy = rows(dy.reshape(-1, dy.shape[-1]))
-        run, places = _backward_of(self, dy.shape, dy.stride(), dl1 is not None, of_x, weights)
+        run, places, transposed = _backward_of(self, dy.shape, dy.stride(), dl1 is not None, of_x, weights)
         found = [None if place is None else allocate(x, *place) for place in places]
         if not run.ran(*[t for t in (dy, dl1, *saved, *found) if t is not None]):
             return None
         if of_down:
-            found[3] = self._stored(found[3])
+            found[3] = self._stored(found[3], transposed)
         return [gradient if needed else None for gradient, needed in zip(found, needs)]
 
-    def _stored(self, dw_down: Any) -> Tensor:
+    def _stored(self, dw_down: Any, transposed: Executable | None) -> Tensor:
         """``dw_down`` [N, K] as [K, N], laid out as the weight is."""
-        if self._down is None:
+        if self.down is None or transposed is None:
             return dw_down.t()  # type: ignore[no-any-return]
-        out = allocate(dw_down, *self._down)
-        transposition(self.form.device, dw_down.dtype, *dw_down.shape)(dw_down, out)
+        out = allocate(dw_down, *self.down)
+        transposed(dw_down, out)
         return out
 
 
@@ -139,15 +137,19 @@ def passes_of(
 @kept
 def _backward_of(
     passes: Passes, shape: Any, strides: Any, with_dl1: bool, input_grad: bool, weight_grad: bool
-) -> tuple[Executable, list[_Place | None]]:
-    """What runs backward for a dy that lies so, and the gradients that it fills."""
+) -> tuple[Executable, list[_Place | None], Executable | None]:
+    """What runs backward for a dy that lies so, the gradients that it fills, and what transposes that of w_down."""
     dx, *others = passes.places
     places = [dx if input_grad else None, *(others if weight_grad else [None] * len(others))]
     dl1: _Place | None = ((), (), torch.float32) if with_dl1 else None
     lies = [None if place is None else (place[2], *place[:2]) for place in (dl1, passes.forward.kept, *places)]
+    device, down = passes.form.device, passes.down
     dy = passes.forward.y[2], shape, strides
-    form = Form(passes.form.device, (dy, lies[0], *passes.form.lies[:6], *lies[1:]))
-    return program_of(form, passes.call.activation, False), places
+    form = Form(device, (dy, lies[0], *passes.form.lies[:6], *lies[1:]))
+    transposed = (
+        None if down is None or lies[5] is None else made(transpose, Form(device, (lies[5], (down[2], *down[:2]))))
+    )
+    return made(build, form, passes.call.activation, False), places, transposed
 
 
 class _FFN(torch.autograd.Function):
@@ -158,20 +160,15 @@ class _FFN(torch.autograd.Function):
         main_gate: Tensor | None,
         main_up: Tensor | None,
         main_down: Tensor | None,
-        x: Tensor,
-        w_gate: Tensor,
-        w_up: Tensor | None,
-        w_down: Tensor,
-        b_gate: Tensor | None,
-        b_up: Tensor | None,
-        b_down: Tensor | None,
+        *layer: Any,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor] | None:
+        x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
         if call.passes is not None:
-            found: Any = call.passes.forward(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+            found: Any = call.passes.forward(*layer)
             if found is None:
                 return None
         else:
-            layer = Operands(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
+            layer = (*layer[:3], w_down.t(), b_gate, b_up, b_down)
             found = ops.hybrid_forward(*layer, call.compression, call.held, *call.activation, call.screen)
         y, l1, nonzeros, kept = found
         if call.note is not None:
@@ -241,12 +238,9 @@ def _is_undisturbed(dy: Tensor, dl1: Tensor | None, saved: Sequence[Any]) -> boo
     if torch.is_grad_enabled() or _modes.transformed() or _is_batched(dy) or (dl1 is not None and _is_batched(dl1)):
         return False
     for t in (dy, dl1, *saved):
-        if t is not None and (type(t) not in _PLAIN or not _modes.is_in_memory(t)):
+        if t is not None and (type(t) not in _modes.PLAIN_TENSORS or not _modes.is_in_memory(t)):
             return False
     return is_direct(dy)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _saved(ctx: Any) -> Any:
@@ -285,11 +279,6 @@ def _require_addable(*upstream: Tensor | None) -> None:
     else:
         return
     raise NotImplementedError(f"main_grads take the gradients of a plain backward pass, got {got}")
-
-
-def _range_of(name: str, x: Tensor, w_gate: Tensor) -> nvtx.Context:
-    """The profiler's range of a pass without the dispatcher, as the operator ``name`` has it."""
-    return nvtx.range(name, category=nvtx.BACKWARD, **nvtx.sizes({"x": x, "w_gate": w_gate}))
 
 
 def _backward_range(name: str, dy: Tensor | None) -> nvtx.Context:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -12,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from twell import _autograd, _modes, ops
-from twell._activation import RELU, Activation, ActivationName, activation_of
+from twell._activation import Activation, ActivationName, activation_of
 from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, sharded
 from twell._autograd import gated_relu
 from twell._front import Front, Run
@@ -30,7 +29,7 @@ from twell.ops.reglu import pays
 from twell.packed import PackedTwell
 from twell.strategy import costs
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, route_of, routed, unpackable
-from twell.strategy.site import AutoStrategy, Measurement, enroll, found, tokens_of, without_site
+from twell.strategy.site import AutoStrategy, enroll, found, tokens_of, without_site
 from twell.strategy.tables import imposed_on_call
 
 Strategy = Literal["auto", "dense", "row", "union"]
@@ -434,15 +433,8 @@ def _torchs(layer: Operands, activation: Activation, training: bool) -> Run:
     waits = costs.waits_for_host(costs.Problem(m, k, n, gated, training, eager=True))
     fused = gated and not waits and pays(layer.x, m * n)
 
-    def run(
-        x: Tensor,
-        w_gate: Tensor,
-        w_up: Tensor | None,
-        w_down: Tensor,
-        b_gate: Tensor | None,
-        b_up: Tensor | None,
-        b_down: Tensor | None,
-    ) -> Tensor:
+    def run(*operands: Any) -> Tensor:
+        x, w_gate, w_up, w_down, b_gate, b_up, b_down = operands
         gate = F.linear(x, w_gate, b_gate)
         if w_up is None:
             hidden = activation.hidden(activation.after(gate, inplace=not training), None)
@@ -577,7 +569,7 @@ def _note_dense(route: Route, layer: Operands, gate: Tensor, y: Tensor, activati
     Training keeps its choice until backward passes y.
     """
     if route.measurement is not None:
-        candidates = _candidates(layer, route.measurement, activation)
+        candidates = screened.wanted(route.measurement, layer, activation)
         route.measurement.dense(gate, activation.level(gate.dtype), candidates)
     if route.holder is not None:
         route.holder.hold(y)
@@ -585,18 +577,18 @@ def _note_dense(route: Route, layer: Operands, gate: Tensor, y: Tensor, activati
 
 def _train(call: _Call, layer: Operands, route: Route, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, the sum of |h| and the number of non-zeros of a sparse call that needs gradients."""
-    note, x = None, layer.x
-    if route.measurement is not None:
-        note = functools.partial(_note_training, route.measurement, route.held, layer, call.activation)
+    note, x, measurement = None, layer.x, route.measurement
+    if measurement is not None:
+
+        def note(nonzeros: Tensor, sizes: Tensor) -> None:
+            most = geometry.hybrid_capacity(measurement.problem.m, measurement.problem.n, route.held)
+            candidates = screened.wanted(measurement, layer, call.activation)
+            measurement.counts(nonzeros, sizes[:-1], most=most, candidates=candidates)
+
     totals = call.return_aux or note is not None
     how = _autograd.Call(call.name, call.compression, route.held, call.activation, route.screen, totals, note)
-    found = _autograd.direct(how, layer, mains) if call.direct else None
-    if found is not None:
-        y, l1, nonzeros = found
-    elif x.dim() == 2:
-        y, l1, nonzeros = _autograd.ffn(how, layer, mains)
-    else:
-        y, l1, nonzeros = _autograd.ffn(how, layer._replace(x=x.reshape(-1, x.shape[-1])), mains)
+    y, l1, nonzeros = _autograd.ffn(how, layer, mains, call.direct)
+    if y.dim() != x.dim():
         y = _unviewed(y, x.shape)
     if route.holder is not None:
         # training keeps its choice until backward passes y
@@ -604,23 +596,7 @@ def _train(call: _Call, layer: Operands, route: Route, mains: Mains) -> tuple[Te
     return y, l1, nonzeros
 
 
-def _note_training(
-    measurement: Measurement, held: int, layer: Operands, activation: Activation, nonzeros: Tensor, sizes: Tensor
-) -> None:
-    """Hand the counts of a sparse call that needs gradients to its measurement."""
-    most = geometry.hybrid_capacity(measurement.problem.m, measurement.problem.n, held)
-    candidates = _candidates(layer, measurement, activation)
-    measurement.counts(nonzeros, sizes[:-1], most=most, candidates=candidates)
-
-
-def _candidates(layer: Operands, measurement: Measurement, activation: Activation) -> Tensor | None:
-    """The candidates of each tile of tokens, if the measurement wants them."""
-    if not measurement.screen:
-        return None
-    return screened.count(layer.x.reshape(-1, layer.x.shape[-1]), layer.w_gate, layer.b_gate, activation)
-
-
-def _dense_aux(hidden: Tensor, gate: Tensor, activation: Activation = RELU) -> Aux:
+def _dense_aux(hidden: Tensor, gate: Tensor, activation: Activation) -> Aux:
     """``Aux`` of a dense hidden state and its gate, before or after its activation."""
     l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
     return _per_token(l1, gate.numel() - (gate <= activation.level(gate.dtype)).sum(), tokens_of(hidden))

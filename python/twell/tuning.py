@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -62,24 +64,6 @@ def gate_pack(
 def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
     """Rows of ``k`` values in int8 for the screen of the gate; NotImplementedError beyond the largest class."""
     return specs.QuantizeGateSpec(dtype_name(dtype), specs.k_class(k, specs.QUANTIZE_K_CLASSES))
-
-
-@functools.cache
-def gate_screen(dtype: torch.dtype) -> specs.GateScreenSpec:
-    """The int8 screen of the gate, for biases of a dtype."""
-    return specs.GateScreenSpec(dtype_name(dtype))
-
-
-@functools.cache
-def list_candidates() -> specs.ListCandidatesSpec:
-    """The lists of candidates by token tile."""
-    return specs.ListCandidatesSpec()
-
-
-@functools.cache
-def sampled_gate(dtype: torch.dtype) -> specs.SampledGateSpec:
-    """The gate GEMM at listed neurons."""
-    return specs.SampledGateSpec(dtype_name(dtype))
 
 
 # Most tokens at which this many CTAs share a token; with more as few do as hold the row. NVIDIA H200, K = 2,048,
@@ -151,12 +135,6 @@ def up_down_tile(
     return specs.UpDownTileSpec(name, specs.k_class(k, specs.TILE_K_CLASSES))
 
 
-@functools.cache
-def unpack(dtype: torch.dtype) -> specs.UnpackSpec:
-    """TwELL to dense."""
-    return specs.UnpackSpec(dtype_name(dtype))
-
-
 # A gate with fewer values goes to torch's operators, unless a graph is captured: the host is the bound, and one
 # operator of this package costs it as much time as two of torch's. An estimate.
 FUSED_ELEMENTS = 1 << 20
@@ -167,61 +145,19 @@ FUSED_ELEMENTS = 1 << 20
 MERGED_TOKENS = 512
 
 
-@functools.cache
-def reglu(dtype: torch.dtype, backward: bool) -> specs.RegluSpec:
-    """``relu(gate) * up`` of dense layers, or its gradients."""
-    return specs.RegluSpec(dtype_name(dtype), backward)
+def _chosen_by_callers(kind: Any) -> Callable[..., Any]:
+    """The spec of a kernel by the dtype of its operands and the other fields of ``kind``, which its callers know."""
+    return functools.cache(lambda dtype, *others, **named: kind(dtype_name(dtype), *others, **named))
 
 
-@functools.cache
-def compact(dtype: torch.dtype, training: bool, family: str = specs.SM90) -> specs.CompactSpec:
-    """TwELL to the hybrid format."""
-    return specs.CompactSpec(dtype_name(dtype), training, family=family)
-
-
-@functools.cache
-def sampled_up(dtype: torch.dtype, training: bool, family: str = specs.SM90) -> specs.SampledUpSpec:
-    """The up projection at the non-zeros."""
-    return specs.SampledUpSpec(dtype_name(dtype), training, family=family)
-
-
-@functools.cache
-def sampled_grad(dtype: torch.dtype, gated: bool, family: str = specs.SM90) -> specs.SampledGradSpec:
-    """Gradients of the gate and the up projection at the non-zeros."""
-    return specs.SampledGradSpec(dtype_name(dtype), gated, family=family)
-
-
-@functools.cache
-def gathered(dtype: torch.dtype, products: int, family: str = specs.SM90) -> specs.GatheredSpec:
-    """The sum of ``products`` sparse matrices times weights; 0: one matrix, the gate values of the entries."""
-    return specs.GatheredSpec(dtype_name(dtype), products, family=family)
-
-
-@functools.cache
-def rank() -> specs.RankSpec:
-    """Neurons by popularity."""
-    return specs.RankSpec()
-
-
-@functools.cache
-def matrix_transpose() -> specs.MatrixTransposeSpec:
-    """A matrix of 16-bit values, transposed."""
-    return specs.MatrixTransposeSpec()
-
-
-@functools.cache
-def transpose(dtype: torch.dtype, gated: bool, family: str = specs.SM90) -> specs.TransposeSpec:
-    """The non-zeros by neuron."""
-    return specs.TransposeSpec(dtype_name(dtype), gated, family=family)
-
-
-@functools.cache
-def weight_grad(dtype: torch.dtype, gated: bool, bias: bool, family: str = specs.SM90) -> specs.WeightGradSpec:
-    """Gradients of all weights and biases."""
-    return specs.WeightGradSpec(dtype_name(dtype), gated, bias, family=family)
-
-
-@functools.cache
-def overflow(dtype: torch.dtype, mode: str, family: str = specs.SM90) -> specs.OverflowSpec:
-    """A pass (forward, backward) of a training step whose non-zeros exceed the hybrid format."""
-    return specs.OverflowSpec(dtype_name(dtype), mode, family=family)
+unpack = _chosen_by_callers(specs.UnpackSpec)
+reglu = _chosen_by_callers(specs.RegluSpec)
+gate_screen = _chosen_by_callers(specs.GateScreenSpec)
+sampled_gate = _chosen_by_callers(specs.SampledGateSpec)
+compact = _chosen_by_callers(specs.CompactSpec)
+sampled_up = _chosen_by_callers(specs.SampledUpSpec)
+sampled_grad = _chosen_by_callers(specs.SampledGradSpec)
+gathered = _chosen_by_callers(specs.GatheredSpec)
+transpose = _chosen_by_callers(specs.TransposeSpec)
+weight_grad = _chosen_by_callers(specs.WeightGradSpec)
+overflow = _chosen_by_callers(specs.OverflowSpec)

@@ -75,7 +75,7 @@ def wheel_of_all(tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyP
     for number, arch in enumerate(specs.ARCHITECTURES):
         part = packaged.folder_of(arch)
         part.mkdir(parents=True, exist_ok=True)
-        symbol = tuning.gathered(torch.bfloat16, 1, specs.ARCHITECTURES[arch]).symbol
+        symbol = tuning.gathered(torch.bfloat16, 1, family=specs.ARCHITECTURES[arch]).symbol
         compile_tiny(symbol, part / packaged.LIBRARY, number, "-shared")
         manifest = {"arch": arch, "toolkit": "cu12", "versions": fingerprint.versions()}
         manifest |= {"source_hash": fingerprint.source_hash(), "symbols": [symbol]}
@@ -95,7 +95,7 @@ def test_a_launch_loads_the_library_of_its_architecture_alone(
     opened: list[Path] = []
     load = packaged.load
     monkeypatch.setattr(packaged, "load", lambda path, symbol: opened.append(path) or load(path, symbol))  # type: ignore[func-returns-value]
-    spec = tuning.gathered(torch.bfloat16, 1, tuning.family(0))
+    spec = tuning.gathered(torch.bfloat16, 1, family=tuning.family(0))
     assert resolve.launchable(0, spec)
     assert resolve.resolve(spec, arch)() == list(specs.ARCHITECTURES).index(arch)  # type: ignore[func-returns-value]
     assert set(opened) == {packaged.folder_of(arch) / packaged.LIBRARY}
@@ -117,7 +117,7 @@ def test_a_wheel_for_other_gpus_says_what_to_install(
     gpu((8, 0))
     shutil.rmtree(packaged.folder_of("sm_80"))
     packaged.read_manifest.cache_clear()
-    spec = tuning.gathered(torch.bfloat16, 1, tuning.family(0))
+    spec = tuning.gathered(torch.bfloat16, 1, family=tuning.family(0))
     resolve.resolve(spec, "sm_80")
     assert compiler.compiled == [spec.symbol]
     assert [path.name for path in (wheel_of_all.parent / "cache").iterdir()] == [cache.fingerprint("sm_80")]
@@ -127,7 +127,7 @@ def test_a_wheel_for_other_gpus_says_what_to_install(
         "`TWELL_ARCHITECTURES=sm_80 pip install .` installs them; with the extra jit each compiles at its first call"
     )
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [advice]
-    other = tuning.gathered(torch.float16, 1, tuning.family(0))
+    other = tuning.gathered(torch.float16, 1, family=tuning.family(0))
     monkeypatch.setenv("TWELL_JIT", "off")
     with pytest.raises(RuntimeError, match=f"TWELL_JIT=off forbids .*; {re.escape(advice)}"):
         resolve.resolve(other, "sm_80")

@@ -21,9 +21,9 @@ from twell import _autograd, ops, testing
 from twell._activation import RELU, activation_of
 from twell._runtime import geometry, resolve, specs
 from twell.ops import hybrid, screened
-from twell.ops.hybrid_backward import program_of
+from twell.ops.hybrid_backward import build
 from twell.ops.hybrid_forward import forward_of
-from twell.ops.operands import Form, Mains, Operands
+from twell.ops.operands import Form, Mains, Operands, made
 
 BF16 = torch.bfloat16
 PACKED = ["gate_pack", "compact"]
@@ -407,9 +407,7 @@ def test_a_note_gets_the_counts_and_is_not_kept(gpu: FakeGpu) -> None:
     """It may hold x, which saved-tensor hooks move elsewhere."""
     step, noted = Step(), []
     call = _autograd.Call("sparse_gated_ffn", 8, 0, RELU, totals=True, note=lambda *counts: noted.append(counts))
-    found = _autograd.direct(call, Operands(**step.operands), Mains())
-    assert found is not None
-    y, _, nonzeros = found
+    y, _, nonzeros = _autograd.ffn(call, Operands(**step.operands), Mains(), direct=True)
     ((given, sizes),) = noted
     assert given.data_ptr() == nonzeros.data_ptr()
     assert sizes.shape == (3,)
@@ -525,7 +523,7 @@ def test_peak_memory(gpu: FakeGpu, m: int, before_forward: float, before_backwar
     ((words,), _, _) = whole.kept
     kept = (torch.int32, (words,), (1,))
     given = (rows[0], None, *form.lies[:6], kept, *rows, rows[1], None, None)
-    program_of(Form(0, given), RELU, False)
+    made(build, Form(0, given), RELU, False)
     packing, multiplying, backward = gpu.programs
     # behind the layer come kept, y and the gradients
     first, second, last = (

@@ -20,7 +20,7 @@ from tests import overflow
 from tests.quantized import assert_right
 from twell import ops, testing, tuning
 from twell._activation import RELU, Activation
-from twell._runtime import geometry
+from twell._runtime import geometry, specs
 from twell.ops import hybrid
 from twell.ops.library import launch
 from twell.ops.operands import Gradients, Operands
@@ -244,7 +244,7 @@ def rank(n: int, most: int, ctas: int, counters: int, seed: int = 0) -> None:
     torch.manual_seed(seed)
     popularity = torch.randint(0, most + 1, (n,), dtype=torch.int32)
     order, slot, arrivals = (torch.full((length,), POISON, dtype=torch.int32) for length in (n, n, counters))
-    launch(tuning.rank(), popularity, order, slot, arrivals, ctas)
+    launch(specs.RankSpec(), popularity, order, slot, arrivals, ctas)
     right = popularity.sort(descending=True, stable=True).indices
     testing.assert_same(order, right.int(), "order")
     testing.assert_same(slot, right.argsort().int(), "slot")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from twell import tuning
-from twell._runtime import device, geometry
+from twell._runtime import device, geometry, specs
 from twell.ops.gate_pack import fill_on_cpu, outputs
 from twell.ops.hybrid import require_neurons
 from twell.ops.library import launch
@@ -139,7 +139,7 @@ def run_compact(bits: Tensor, compression: int, dtype: torch.dtype, capacity: in
     sums = poisoned(tiles, geometry.sums_per_tile(n), dtype=torch.float32)
     *pattern, popularity = out
     counted = popularity if training else None
-    spec = tuning.compact(dtype, training, tuning.family(0))
+    spec = tuning.compact(dtype, training, family=tuning.family(0))
     read = (words, spill.view(dtype), stats if training else None)
     # the gate names neurons, not places of a list
     lists = (pattern[1], pattern[3], 0)
@@ -207,7 +207,7 @@ def run_transpose(
     )
     groups = poisoned(tiles, geometry.token_tiles(m), 2)
     given = (*pattern[:4], up, d_gate, d_up, slot, groups)
-    launch(tuning.transpose(dtype, gated, tuning.family(0)), *given, *out, geometry.ACTIVATIONS["relu"])
+    launch(tuning.transpose(dtype, gated, family=tuning.family(0)), *given, *out, geometry.ACTIVATIONS["relu"])
     return out
 
 
@@ -331,7 +331,7 @@ def test_compact_counts_saturate() -> None:
     stats[:, :, 0] = 1 << 19
     out = poisoned(140_000 * 8), poisoned(1094, 64, dtype=torch.int16), poisoned(1094, 2), poisoned(1095), poisoned(8)
     sums = poisoned(1094, 128, dtype=torch.float32)
-    spec = tuning.compact(BF16, True, tuning.family(0))
+    spec = tuning.compact(BF16, True, family=tuning.family(0))
     launch(spec, words, spill.view(BF16), stats, *out, sums, 8, 32, 0, 2**31 - 2, out[1], out[3], 0)
     assert int(out[3][-1]) == 2**31 - 1
     assert not bool(out[4].any())
@@ -369,7 +369,7 @@ def test_rank(n: int, most: int) -> None:
     right = popularity.sort(descending=True, stable=True).indices
     for ctas in (1, 7, device.sm_count(0), 1000):
         order, slot, arrivals = poisoned(n), poisoned(n), poisoned(5000)
-        launch(tuning.rank(), popularity.cuda(), order, slot, arrivals, ctas)
+        launch(specs.RankSpec(), popularity.cuda(), order, slot, arrivals, ctas)
         assert_bits(order, right.int(), "order")
         assert_bits(slot, right.argsort().int(), "slot")
         assert not bool(arrivals.any())

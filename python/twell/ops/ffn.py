@@ -13,15 +13,15 @@ so. With ``invariant`` "row" gives a token the same bits whatever other tokens t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from twell import _memory, _modes, tuning
-from twell._activation import Activation
+from twell._activation import Activation, activation_of
 from twell._runtime import geometry, nvtx, specs
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
 from twell.ops import screened
@@ -41,19 +41,16 @@ from twell.ops.library import (
     Shape,
     are_rows,
     check_layer,
-    check_views,
     laid,
-    last_activation,
     new,
     register,
 )
-from twell.ops.operands import Form, Operands, PackedViews, Views, present
+from twell.ops.operands import Form, Operands, Views, present
 from twell.ops.quantize_gate import quantize, quantize_gate, require
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.ops.up_down import arrivals_for, multiply
 from twell.ops.up_down import on_cpu as up_down_on_cpu
-from twell.ops.up_down import shapes as row_shapes
 from twell.strategy.plan import Facts, Route, routed
 from twell.strategy.site import Measurement, site_of, without_site
 from twell.strategy.tables import SCREENED, imposed_on_call
@@ -70,15 +67,6 @@ def outputs(x: Tensor) -> Aux:
     return x.new_empty(x.shape), x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.int64)
 
 
-def _fake(
-    layer: Operands, compression: int, route: Route, site: Tensor | None, activation: Activation, totals: bool
-) -> Aux:
-    check_layer(*layer)
-    activation.level(layer.x.dtype)
-    geometry.words_per_tile(compression)
-    return outputs(layer.x)
-
-
 def _run(
     sparse: _Sparse, layer: Operands, compression: int, activation: Activation, route: Route, totals: bool
 ) -> _Totals:
@@ -91,8 +79,8 @@ def _run(
     counts = stats.select(2, 0)
     nonzeros = counts.sum()
     if route.measurement is not None:
-        if candidates is None and route.measurement.screen:
-            candidates = screened.count(layer.x, layer.w_gate, layer.b_gate, activation)
+        if candidates is None:
+            candidates = screened.wanted(route.measurement, layer, activation)
         # a row of stats has 8 tokens
         route.measurement.counts(nonzeros, unions, heaviest=counts.sum(1).amax(), candidates=candidates)
     return y, l1.sum() if totals else None, nonzeros
@@ -110,24 +98,8 @@ def _chosen(layer: Operands, route: Route, site: Tensor | None) -> Route:
     return site_of(site, route.screen).begin(x, n, gated, False, copied, merged)
 
 
-def _on_cpu(
-    layer: Operands, compression: int, route: Route, site: Tensor | None, activation: Activation, totals: bool
-) -> _Totals:
-    check_layer(*layer)
-    geometry.words_per_tile(compression)
-    route = _chosen(layer, route, site)
-    return _run(_sparse_on_cpu, layer._replace(w_down=layer.w_down.t()), compression, activation, route, totals)
-
-
-def _on_cuda(
-    layer: Operands, compression: int, route: Route, site: Tensor | None, activation: Activation, totals: bool
-) -> _Totals:
-    check_layer(*layer)
-    geometry.words_per_tile(compression)
-    if _modes.capturing(layer.w_down):
-        _memory.note_capture(layer.w_down)
-    route = _chosen(layer, route, site)
-    return on_cuda(layer._replace(w_down=layer.w_down.t()), compression, activation, route, totals)
+def _on_cpu(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Totals:
+    return _run(_sparse_on_cpu, layer, compression, activation, route, totals)
 
 
 @nvtx.marked(
@@ -141,14 +113,23 @@ def on_cuda(layer: Operands, compression: int, activation: Activation, route: Ro
     return _run(_sparse_on_cuda, layer, compression, activation, route, totals)
 
 
-def _operators(implementation: Callable[..., _Totals]) -> list[Implementation]:
-    """``ffn`` and ``ffn_aux`` as functions of the schema's arguments."""
+def _operators(compute: Callable[..., _Totals] | None) -> list[Implementation]:
+    """``ffn`` and ``ffn_aux`` as functions of the schema's arguments; those of fake tensors have nothing to compute."""
 
     def run(totals: bool, *arguments: Any) -> _Totals:
-        layer, (compression, strategy, site) = Operands(*arguments[:7]), arguments[7:10]
-        activation = last_activation(arguments[10:12], layer.w_up is not None)
-        route = _route(layer.x, strategy, *arguments[12:])
-        return implementation(layer, compression, route, site, activation, totals)
+        layer, (compression, strategy, site, *how) = Operands(*arguments[:7]), arguments[7:]
+        name, threshold, screen, invariant = how
+        activation = activation_of(name, threshold, layer.w_up is not None)
+        route = _route(layer.x, strategy, screen, invariant)
+        check_layer(*layer)
+        activation.level(layer.x.dtype)
+        geometry.words_per_tile(compression)
+        if compute is None:
+            return outputs(layer.x)
+        if _modes.capturing(layer.w_down):
+            _memory.note_capture(layer.w_down)
+        route = _chosen(layer, route, site)
+        return compute(layer._replace(w_down=layer.w_down.t()), compression, activation, route, totals)
 
     def ffn(*arguments: Any) -> Tensor:
         return run(False, *arguments)[0]
@@ -159,7 +140,7 @@ def _operators(implementation: Callable[..., _Totals]) -> list[Implementation]:
     return [ffn, ffn_aux]
 
 
-def _route(x: Tensor, strategy: str, screen: bool = False, invariant: bool = False) -> Route:
+def _route(x: Tensor, strategy: str, screen: bool, invariant: bool) -> Route:
     """What the arguments of the schema ask for; ValueError if they contradict each other."""
     imposed = imposed_on_call(x.device.type, x.device.index) if strategy == "auto" else ""
     return routed(Facts("ffn", strategy, invariant, screen=screen, imposed=imposed))
@@ -177,29 +158,23 @@ def _sparse_on_cpu(layer: Operands, compression: int, activation: Activation, ro
     return y, l1, stats, None, None
 
 
-class _Pass(NamedTuple):
-    """A sparse layer of one form: what runs it, and the shapes of y and of the figures behind it."""
-
-    run: Executable
-    shapes: tuple[Shape, ...]
-
-
 @kept
-def _pass(form: Form, route: str, tiles: bool, compression: int, activation: Activation, counted: bool) -> _Pass:
-    """The launches of a sparse ``route``. The figures are operands behind y if they are ``counted``, else scratch.
+def _pass(
+    form: Form, route: str, tiles: bool, compression: int, activation: Activation, counted: bool
+) -> tuple[Executable, tuple[Shape, ...]]:
+    """What runs a sparse ``route``, and the shapes of its figures: operands behind y if ``counted``, else scratch.
 
     ``tiles``: whether "union" may run by small tiles, which know no unions.
     """
     p, (x, *weights, firing) = form.program()
     layer = Views(x.matrix(), *weights)
-    check_views(layer)
     (m, k), n, gated = layer.x.shape, layer.w_gate.shape[0], layer.w_up is not None
     spec = tuning.up_down_tile(x.dtype, m, k, n, gated, tuning.family(p.index)) if tiles and route == "union" else None
     shapes: tuple[Shape, ...]
     if route == SCREENED:
         shapes = screened_shapes(layer.x, layer.w_gate)
     elif route != "union":
-        shapes = *row_shapes(x.dtype, m, k), stats_shape(m, n)
+        shapes = (x.dtype, m, k), (torch.float32, m), stats_shape(m, n)
     elif spec is None:
         shapes = union_shapes(layer.x, layer.w_gate)
     else:
@@ -207,38 +182,33 @@ def _pass(form: Form, route: str, tiles: bool, compression: int, activation: Act
         shapes = (x.dtype, m, k), parts, stats_shape(m, n)
     place = p.operand if counted else p.scratch
     results: Any = p.operand(x.dtype, *x.shape).matrix(), *(place(*shape) for shape in shapes[1:])
-    how = layer, compression, activation
+    how = layer, results, compression, activation
     if route == SCREENED:
-        screened_launches(p, layer, firing, quantize(p, layer.w_gate, True), compression, activation, results)
+        screened_launches(p, layer, firing, quantize(p, layer.w_gate, True), *how[1:])
     elif route != "union":
-        _by_row(p, *how, results, invariant=route != "row")
+        _by_row(p, *how, invariant=route != "row")
     elif spec is None:
-        union_launches(p, *how, results)
+        union_launches(p, *how)
     else:
-        by_small_tiles(p, *how, spec, results)
-    return _Pass(p.compiled(), shapes[1:])
+        by_small_tiles(p, *how, spec)
+    return p.compiled(), shapes[1:]
 
 
 def _by_row(
-    p: Program,
-    layer: Views,
-    compression: int,
-    activation: Activation,
-    results: tuple[View, View, View],
-    invariant: bool,
+    p: Program, layer: Views, results: Sequence[View], compression: int, activation: Activation, invariant: bool
 ) -> None:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats = results
     words, spill, _ = scratch(p, x, x.shape[0], w_gate, compression)
     few = isinstance(spec_of(p, x, w_gate, invariant), specs.GatePackFewSpec)
     arrivals = arrivals_for(p, x, w_up is not None, invariant) if few else None
-    pack(p, x, w_gate, b_gate, (words, spill, stats), compression, activation, invariant, arrivals)
-    behind = PackedViews(x, w_up, w_down, b_up, b_down)
-    multiply(p, behind, words, spill, y, l1, compression, activation, invariant, arrivals)
+    how = compression, activation, invariant, arrivals
+    pack(p, x, w_gate, b_gate, words, spill, stats, *how)
+    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how)
 
 
 class _Inference:
-    """A sparse layer without figures: y of operands of one form, None, with nothing launched, of others."""
+    """A sparse layer without figures: y of ``Operands`` of one form, None, with nothing launched, of others."""
 
     __slots__ = ("_run", "_screen", "_y")
 
@@ -246,18 +216,9 @@ class _Inference:
         self._y = tuple(x.shape), contiguous(x.shape), x.dtype
         self._run, self._screen = run, screen
 
-    def __call__(
-        self,
-        x: Tensor,
-        w_gate: Tensor,
-        w_up: Tensor | None,
-        w_down: Tensor,
-        b_gate: Tensor | None,
-        b_up: Tensor | None,
-        b_down: Tensor | None,
-    ) -> Tensor | None:
-        y, firing = allocate(x, *self._y), b_gate if self._screen else None
-        return y if self._run.ran(*present((x, w_gate, w_up, w_down, b_gate, b_up, b_down, firing)), y) else None
+    def __call__(self, *operands: Any) -> Tensor | None:
+        y, firing = allocate(operands[0], *self._y), operands[4] if self._screen else None
+        return y if self._run.ran(*present((*operands, firing)), y) else None
 
 
 def inference_of(layer: Operands, compression: int, activation: Activation, route: Route) -> _Inference | None:
@@ -310,8 +271,7 @@ def _dense(layer: Operands, activation: Activation, measurement: Measurement | N
         level = activation.level(gate.dtype)
         nonzeros = gate.numel() - (gate <= level).sum() if totals else None
         if measurement is not None:
-            candidates = screened.count(x, w_gate, b_gate, activation) if measurement.screen else None
-            measurement.dense(gate, level, candidates)
+            measurement.dense(gate, level, screened.wanted(measurement, layer, activation))
         del gate, up
         y = F.linear(hidden, w_down, b_down)
     return y, hidden.abs().sum(dtype=torch.float32) if totals else None, nonzeros
@@ -353,9 +313,9 @@ _CHOICES = "bool screen=False, bool invariant=False"
 _ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}, {_CHOICES}"
 
 ffn, ffn_aux = (
-    register(schema, fake=fake, cpu=cpu, cuda=cuda, instead="twell.sparse_gated_ffn or twell.sparse_ffn")
+    register(schema, fake=fake, cpu=cpu, cuda=cuda)
     for schema, fake, cpu, cuda in zip(
         (f"ffn({_ARGUMENTS}) -> Tensor", f"ffn_aux({_ARGUMENTS}) -> (Tensor y, Tensor l1, Tensor nonzeros)"),
-        *map(_operators, (_fake, _on_cpu, _on_cuda)),
+        *map(_operators, (None, _on_cpu, on_cuda)),
     )
 )

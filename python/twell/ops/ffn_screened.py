@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from twell._activation import Activation
+from twell._activation import Activation, activation_of
 from twell._runtime import geometry
-from twell._runtime.program import Executable, Program, View, kept
+from twell._runtime.program import Program, View
 from twell.ops import hybrid, screened
 from twell.ops.ffn_union import shapes as shapes_of_union
 from twell.ops.gate_pack import scratch
@@ -25,32 +25,41 @@ from twell.ops.library import (
     LAYER,
     Shape,
     check_layer,
-    check_views,
     laid,
-    last_activation,
     new,
     register,
 )
-from twell.ops.operands import Form, Operands, PackedViews, Views, present
+from twell.ops.operands import Operands, Views, run
 from twell.ops.quantize_gate import Quantized, QuantizedViews, require, require_pitch
-from twell.ops.up_down_union import by_slices, union
+from twell.ops.up_down_union import by_slices, figures_on_cpu, union
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Operands, Quantized, int, Activation]:
     """The layer, its int8 gate weight, compression and activation, of the arguments of the schema."""
-    layer, quantized, compression = Operands(*arguments[:7]), arguments[7:11], arguments[11]
-    return layer, quantized, compression, last_activation(arguments[12:], layer.w_up is not None)
+    layer, quantized, (compression, name, threshold) = Operands(*arguments[:7]), arguments[7:11], arguments[11:]
+    return layer, quantized, compression, activation_of(name, threshold, layer.w_up is not None)
 
 
-def _fake(*arguments: Any) -> Outputs:
-    layer, quantized, compression, activation = _split(arguments)
+def shapes(x: Tensor | View, w_gate: Tensor | View) -> tuple[Shape, ...]:
+    """Of y, l1, stats, and the sizes of the lists of neurons that fire and of candidates."""
+    found = shapes_of_union(x, w_gate)
+    return *found, found[-1]
+
+
+def outputs(layer: Operands, quantized: Quantized, compression: int, activation: Activation) -> Outputs:
+    """The same uninitialised; raises unless the operands fit each other."""
     check_layer(*layer)
     screened.check_quantized(layer.w_gate, quantized)
     activation.level(layer.x.dtype)
     geometry.words_per_tile(compression)
     y, l1, stats, sizes, candidates = new(layer.x, shapes(layer.x, layer.w_gate))
+    return y, l1, stats, sizes, candidates
+
+
+def _fake(*arguments: Any) -> Outputs:
+    y, l1, stats, sizes, candidates = outputs(*_split(arguments))
     return y, l1, stats, union(sizes), union(candidates)
 
 
@@ -69,11 +78,7 @@ def on_cpu(layer: Operands, quantized: Quantized, compression: int, activation: 
     hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
     y.copy_(hybrid.project(hidden.to(x.dtype), w_down.t(), b_down))
     candidates.copy_(listed.sum(1))
-    l1.zero_()
-    for tile in range(len(fired)):
-        tokens = slice(tile * geometry.TOKEN_TILE, (tile + 1) * geometry.TOKEN_TILE)
-        l1[tile, 0] = hidden[tokens].abs().sum()
-        fired[tile] = (gate[tokens] != 0).any(0).sum()
+    figures_on_cpu(gate, hidden, l1, fired)
     screened.stats_on_cpu(gate, listed, stats, compression)
     return y, l1, stats, fired, candidates
 
@@ -81,25 +86,17 @@ def on_cpu(layer: Operands, quantized: Quantized, compression: int, activation: 
 def _cuda(*arguments: Any) -> Outputs:
     layer, quantized, compression, activation = _split(arguments)
     require(layer.x.device, "ffn_screened")
-    screened.check_quantized(layer.w_gate, quantized)
+    y, l1, stats, sizes, candidates = found = outputs(layer, quantized, compression, activation)
     require_pitch("q", quantized[0])
-    y, l1, stats, sizes, candidates = found = new(layer.x, shapes(layer.x, layer.w_gate))
     if len(layer.x):
         firing = screened.firing_bias(layer.w_gate, layer.b_gate, activation)
-        given = *laid(layer._replace(w_down=layer.w_down.t())), firing, *quantized
-        _program(Form.of(given), compression, activation)(*present(given), *found)
+        given = *laid(layer._replace(w_down=layer.w_down.t())), firing, *quantized, *found
+        run(_build, given, compression, activation)
     return y, l1, stats, union(sizes), union(candidates)
 
 
-@kept
-def _program(form: Form, compression: int, activation: Activation) -> Executable:
-    p, views = form.program()
-    layer, firing = Views(*views[:7]), views[7]
-    check_views(layer)
-    q, scale, spread, offset = views[8:]
-    results = [p.operand(*shape) for shape in shapes(layer.x, layer.w_gate)]
-    launches(p, layer, firing, (q, scale, spread, offset), compression, activation, results)
-    return p.compiled()
+def _build(p: Program, *given: Any) -> None:
+    launches(p, Views(*given[:7]), given[7], given[8:12], given[12:17], *given[17:])
 
 
 def launches(
@@ -107,17 +104,17 @@ def launches(
     layer: Views,
     firing: View | None,
     quantized: QuantizedViews,
+    results: Sequence[View],
     compression: int,
     activation: Activation,
-    results: Sequence[View],
 ) -> None:
     """Launch the layer on slices of its tokens. ``firing`` is the bias of ``ops.screened.firing_bias``."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats, sizes, candidates = results
     (m, _), n = x.shape, w_gate.shape[0]
-    slices = geometry.union_slices(m, n)
+    (_, longest), *_ = geometry.union_slices(m, n)
     bits = screened.find(p, x, firing, quantized)
-    words, spill, _ = scratch(p, x, slices[0][1], w_gate, compression)
+    words, spill, _ = scratch(p, x, longest, w_gate, compression)
     neurons = screened.lists(p, m, n).neurons
 
     def packed_of(first: int, last: int) -> tuple[View, ...]:
@@ -130,13 +127,7 @@ def launches(
         screened.pack(p, tokens, w_gate, b_gate, tile_bits, listed, packed, compression, activation)
         return *packed[:2], *listed
 
-    by_slices(p, PackedViews(x, w_up, w_down, b_up, b_down), slices, packed_of, (y, l1, sizes), activation)
-
-
-def shapes(x: Tensor | View, w_gate: Tensor | View) -> tuple[Shape, ...]:
-    """Of y, l1, stats, and the sizes of the lists of neurons that fire and of candidates."""
-    found = shapes_of_union(x, w_gate)
-    return *found, found[-1]
+    by_slices(p, (x, w_up, w_down, b_up, b_down), packed_of, (y, l1, sizes), activation)
 
 
 ffn_screened = register(
@@ -145,5 +136,4 @@ ffn_screened = register(
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,
-    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )

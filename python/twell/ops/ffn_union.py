@@ -6,11 +6,14 @@ tiles of 128 tokens, so every bit is the same as with the two operators.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry, specs
-from twell._runtime.program import Executable, Program, View, kept
+from twell._runtime.program import Program, View
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
 from twell.ops.gate_pack import pack, scratch, stats_shape
 from twell.ops.library import (
@@ -19,14 +22,13 @@ from twell.ops.library import (
     Shape,
     bias_view,
     check_layer,
-    check_views,
     down_rows,
     laid,
     layer_first,
     new,
     register,
 )
-from twell.ops.operands import Form, Operands, PackedViews, Views, present
+from twell.ops.operands import Operands, Views, run
 from twell.ops.up_down_union import by_slices, union
 from twell.ops.up_down_union import on_cpu as up_down_on_cpu
 from twell.ops.up_down_union import shapes as shapes_behind
@@ -41,12 +43,18 @@ def shapes(x: Tensor | View, w_gate: Tensor | View) -> tuple[Shape, Shape, Shape
 
 
 @layer_first
-def _fake(layer: Operands, compression: int, activation: str = "relu", threshold: float = 0.0) -> Outputs:
+def outputs(layer: Operands, compression: int, activation: str = "relu", threshold: float = 0.0) -> Outputs:
+    """The same uninitialised; raises unless the operands fit each other."""
     check_layer(*layer)
     activation_of(activation, threshold, layer.w_up is not None).level(layer.x.dtype)
     geometry.words_per_tile(compression)
     y, l1, stats, sizes = new(layer.x, shapes(layer.x, layer.w_gate))
-    return y, l1, stats, union(sizes)
+    return y, l1, stats, sizes
+
+
+def _fake(*arguments: Any) -> Outputs:
+    *found, sizes = outputs(*arguments)
+    return *found, union(sizes)
 
 
 @layer_first
@@ -60,55 +68,46 @@ def on_cpu(layer: Operands, compression: int, activation: str = "relu", threshol
 
 @layer_first
 def _cuda(layer: Operands, compression: int, activation: str = "relu", threshold: float = 0.0) -> Outputs:
-    y, l1, stats, sizes = found = new(layer.x, shapes(layer.x, layer.w_gate))
+    *found, sizes = outputs(*layer, compression, activation, threshold)
     if len(layer.x):
-        given = laid(layer._replace(w_down=layer.w_down.t()))
-        form = activation_of(activation, threshold, layer.w_up is not None)
-        _program(Form.of(given), compression, form)(*present(given), *found)
-    return y, l1, stats, union(sizes)
+        given = *laid(layer._replace(w_down=layer.w_down.t())), *found, sizes
+        run(_build, given, compression, activation_of(activation, threshold, layer.w_up is not None))
+    return *found, union(sizes)
 
 
-@kept
-def _program(form: Form, compression: int, activation: Activation) -> Executable:
-    p, views = form.program()
-    layer = Views(*views)
-    check_views(layer)
-    y, l1, stats, sizes = (p.operand(*shape) for shape in shapes(layer.x, layer.w_gate))
-    launches(p, layer, compression, activation, (y, l1, stats, sizes))
-    return p.compiled()
+def _build(p: Program, *given: Any) -> None:
+    launches(p, Views(*given[:7]), given[7:11], *given[11:])
 
 
-def launches(
-    p: Program, layer: Views, compression: int, activation: Activation, results: tuple[View, View, View, View]
-) -> None:
+def launches(p: Program, layer: Views, results: Sequence[View], compression: int, activation: Activation) -> None:
     """Launch the layer on slices of its tokens."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats, sizes = results
-    slices = geometry.union_slices(x.shape[0], w_gate.shape[0])
-    words, spill, _ = scratch(p, x, slices[0][1], w_gate, compression)
+    (_, longest), *_ = geometry.union_slices(x.shape[0], w_gate.shape[0])
+    words, spill, _ = scratch(p, x, longest, w_gate, compression)
 
     def packed_of(first: int, last: int) -> tuple[View, View]:
         packed = words.part(0, last - first), spill.part(0, last - first)
         own = stats.part(first // geometry.STATS_ROWS, -(-last // geometry.STATS_ROWS))
-        pack(p, x.part(first, last), w_gate, b_gate, (*packed, own), compression, activation)
+        pack(p, x.part(first, last), w_gate, b_gate, *packed, own, compression, activation)
         return packed
 
-    by_slices(p, PackedViews(x, w_up, w_down, b_up, b_down), slices, packed_of, (y, l1, sizes), activation)
+    by_slices(p, (x, w_up, w_down, b_up, b_down), packed_of, (y, l1, sizes), activation)
 
 
 def by_small_tiles(
     p: Program,
     layer: Views,
+    results: Sequence[View],
     compression: int,
     activation: Activation,
     spec: specs.UpDownTileSpec,
-    results: tuple[View, View, View],
 ) -> None:
     """Launch a gated layer on few tokens, by ``gate_pack`` and the kernel of ``spec``, into y, l1 and stats."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats = results
     words, spill, _ = scratch(p, x, x.shape[0], w_gate, compression)
-    pack(p, x, w_gate, b_gate, (words, spill, stats), compression, activation)
+    pack(p, x, w_gate, b_gate, words, spill, stats, compression, activation)
     biases = bias_view(p, b_up, x.dtype), bias_view(p, b_down, x.dtype)
     form = geometry.words_per_tile(compression), activation.code()
     p.launch(spec, x, words, spill, w_up, down_rows(p, w_down), *biases, y, l1, *form)
@@ -119,5 +118,4 @@ ffn_union = register(
     fake=_fake,
     cpu=on_cpu,
     cuda=_cuda,
-    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )

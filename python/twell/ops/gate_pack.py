@@ -12,9 +12,9 @@ from torch import Tensor
 from twell import tuning
 from twell._activation import Activation, activation_of, threshold_pair
 from twell._runtime import geometry, specs
-from twell._runtime.program import Executable, Program, View, kept
+from twell._runtime.program import Program, View
 from twell.ops.library import Shape, bias_view, blocks, check_layer, laid_bias, new, register, rows
-from twell.ops.operands import Form, present
+from twell.ops.operands import run
 
 Packed = tuple[Tensor, Tensor, Tensor]
 PackedViews = tuple[View, View, View]
@@ -95,20 +95,11 @@ def fill_on_cpu(packed: Packed, gate: Tensor, compression: int) -> Packed:
 
 
 def _cuda(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
-    packed = outputs(x, w_gate, compression)
+    packed = _fake(x, w_gate, b_gate, compression, threshold)
     if len(x):
-        given = rows(x), rows(w_gate), laid_bias(b_gate)
-        _program(Form.of(given), compression, activation_of("fatrelu", threshold))(*present(given), *packed)
+        given = rows(x), rows(w_gate), laid_bias(b_gate), *packed
+        run(pack, given, compression, activation_of("fatrelu", threshold))
     return packed
-
-
-@kept
-def _program(form: Form, compression: int, activation: Activation) -> Executable:
-    p, (x, w_gate, b_gate) = form.program()
-    check_layer(x, w_gate, b_gate=b_gate)
-    words, spill, stats = (p.operand(*shape) for shape in shapes(x, x.shape[0], w_gate, compression))
-    pack(p, x, w_gate, b_gate, (words, spill, stats), compression, activation)
-    return p.compiled()
 
 
 def spec_of(p: Program, x: View, w_gate: View, invariant: bool = False) -> specs.GatePackSpec | specs.GatePackFewSpec:
@@ -123,18 +114,20 @@ def pack(
     x: View,
     w_gate: View,
     b_gate: View | None,
-    packed: PackedViews,
+    words: View,
+    spill: View,
+    stats: View,
     compression: int,
     activation: Activation,
     invariant: bool = False,
     arrivals: View | None = None,
 ) -> None:
-    """Launch what fills ``packed``, by the kernel of ``spec_of``.
+    """Launch what fills words, spill and stats, by the kernel of ``spec_of``.
 
     That for few tokens zeroes ``arrivals``, the counters of up_down's clusters.
     """
     spec, family = spec_of(p, x, w_gate, invariant), tuning.family(p.index)
-    operands = x, w_gate, bias_view(p, b_gate, x.dtype), *packed
+    operands = x, w_gate, bias_view(p, b_gate, x.dtype), words, spill, stats
     form = geometry.words_per_tile(compression), threshold_pair(activation, x.dtype)
     if isinstance(spec, specs.GatePackSpec):
         # the portable family has no clusters
@@ -149,5 +142,4 @@ gate_pack = register(
     fake=_fake,
     cpu=on_cpu,
     cuda=_cuda,
-    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import geometry, screen
-from twell._runtime.program import Executable, Program, View, kept
+from twell._runtime.program import Program, View
 from twell.ops.library import blocks, check, check_rank, laid_bias, register
-from twell.ops.operands import Form, present
+from twell.ops.operands import run
 from twell.ops.quantize_gate import Quantized, QuantizedViews, require, require_pitch
 
 # bits of a word
@@ -102,32 +101,24 @@ def _cuda(*arguments: Any) -> Tensor:
         require_pitch(name, q)
     candidates = _fake(*arguments)
     if len(candidates):
-        given = *x, *w_gate, laid_bias(b_gate), candidates
-        _program(Form.of(given))(*present(given))
+        run(_launch, (*x, *w_gate, laid_bias(b_gate), candidates))
     return candidates
-
-
-@kept
-def _program(form: Form) -> Executable:
-    p, (*views, b_gate, candidates) = form.program()
-    (*x,), (*w_gate,) = views[:4], views[4:]
-    _launch(p, x, w_gate, b_gate, candidates)
-    return p.compiled()
 
 
 def screen_rows(p: Program, x: QuantizedViews, w_gate: QuantizedViews, b_gate: View) -> View:
     """Launch the operator, into scratch."""
     candidates = p.scratch(torch.int32, *_shape(x[0], w_gate[0]))
-    _launch(p, x, w_gate, b_gate, candidates)
+    _launch(p, *x, *w_gate, b_gate, candidates)
     return candidates
 
 
-def _launch(p: Program, x: Sequence[View], w_gate: Sequence[View], b_gate: View, candidates: View) -> None:
+def _launch(p: Program, *views: View) -> None:
+    *rows, b_gate, candidates = views
     blocks, words = candidates.shape
     halves = candidates.at(0, torch.int16, blocks, 2 * words)
     # a cluster is two CTAs, one per multiprocessor
-    of_bound = (*constants(x[0].shape[1]), p.multiprocessors // 2)
-    p.launch(tuning.gate_screen(b_gate.dtype), *x, *w_gate, b_gate, halves, *of_bound)
+    of_bound = (*constants(rows[0].shape[1]), p.multiprocessors // 2)
+    p.launch(tuning.gate_screen(b_gate.dtype), *rows, b_gate, halves, *of_bound)
 
 
 gate_screen = register(
@@ -136,5 +127,4 @@ gate_screen = register(
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,
-    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )

@@ -34,7 +34,7 @@ from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.library import bias_view, check, check_layer, down_rows
-from twell.ops.operands import Gradients, GradientViews, Operands, Views
+from twell.ops.operands import Gradients, Operands, Views
 
 
 class Kept(NamedTuple):
@@ -129,7 +129,7 @@ def check_backward(given: Backward) -> None:
     dy, dl1, layer, kept, _ = given
     x, w_gate, w_up = layer[:3]
     # on the CPU values may be wider
-    check_layer(*layer, wide=isinstance(kept, Tensor))
+    check_layer(*layer, wide=True)
     check("dy", dy, x.shape, x.dtype)
     if dl1 is not None:
         check("dl1", dl1, (), accumulator(x.dtype))
@@ -333,7 +333,7 @@ def overflow_forward(
     over = (kept.sizes, capacity, *form, scratch)
     weights = (w_gate, w_gate if w_up is None else w_up, w_down)
     own = (y, sums, aside, kept.popularity, p.multiprocessors)
-    p.launch(tuning.overflow(x.dtype, "forward", tuning.family(p.index)), x, *weights, *biases, *over, *own)
+    p.launch(tuning.overflow(x.dtype, "forward", family=tuning.family(p.index)), x, *weights, *biases, *over, *own)
 
 
 def overflow_backward(
@@ -342,7 +342,7 @@ def overflow_backward(
     w_down: View,
     kept: Kept,
     capacity: int,
-    out: GradientViews,
+    out: Gradients,
     accumulate: bool,
     aside: View,
     counters: View,
@@ -372,10 +372,10 @@ def overflow_backward(
     by_token = p.scratch(torch.float32, lines, 2 * n)
     own: Any = (dx, *weights, *sums, int(accumulate), by_token, *d_biases, aside, counters, p.multiprocessors)
     operands = (w_gate, w_gate if w_up is None else w_up, w_down, *biases, dl1)
-    p.launch(tuning.overflow(x.dtype, "backward", tuning.family(p.index)), dy, x, *operands, *over, *own)
+    p.launch(tuning.overflow(x.dtype, "backward", family=tuning.family(p.index)), dy, x, *operands, *over, *own)
 
 
-def launches(p: Program, given: Backward, out: GradientViews, accumulate: bool) -> None:
+def launches(p: Program, given: Backward, out: Gradients, accumulate: bool) -> None:
     """Launch backward, which fills the gradients of ``out``, those of weights and biases all or none.
 
     Gradients of weights have rows that kernels can write. They are added to if ``accumulate``, in float32.
@@ -384,7 +384,6 @@ def launches(p: Program, given: Backward, out: GradientViews, accumulate: bool) 
     if out.x is None and not weight_grad:
         return
     dy, dl1, layer, tensor, activation = given
-    check_backward(given._replace(layer=layer._replace(w_down=layer.w_down.t())))
     x, w_gate, w_up = layer[:3]
     (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
     capacity, family = capacity_of(x, n, gated, tensor), tuning.family(p.index)
@@ -399,7 +398,7 @@ def launches(p: Program, given: Backward, out: GradientViews, accumulate: bool) 
     d_gate = p.scratch(torch.int32, capacity)
     d_up = p.scratch(torch.int32, capacity) if gated else None
     by_entry = (up, dl1, d_gate, d_up, activation.code())
-    p.launch(tuning.sampled_grad(dtype, gated, family), dy, w_down, *pattern, *by_entry, p.multiprocessors)
+    p.launch(tuning.sampled_grad(dtype, gated, family=family), dy, w_down, *pattern, *by_entry, p.multiprocessors)
     if out.x is not None:
         # the rounded ones of two values in each word
         gate_rounded, up_rounded = (
@@ -408,7 +407,7 @@ def launches(p: Program, given: Backward, out: GradientViews, accumulate: bool) 
         coefficients = (gate_rounded, w_gate, up_rounded, w_up, bias_view(p, None, dtype))
         aside = room_aside(p, dtype, 2 * n if gated else n)
         last = (out.x, aside, RELU.code(), capacity, p.multiprocessors)
-        p.launch(tuning.gathered(dtype, 2 if gated else 1, family), *coefficients, *pattern, *last)
+        p.launch(tuning.gathered(dtype, 2 if gated else 1, family=family), *coefficients, *pattern, *last)
     if not weight_grad:
         aside = room_aside(p, dtype, 2 * n if gated else n)
         counters = p.cleared(torch.int32, geometry.OVERFLOW_COUNTERS)
@@ -422,7 +421,7 @@ def launches(p: Program, given: Backward, out: GradientViews, accumulate: bool) 
     units = geometry.cut_units(m, 2 * -(-k // geometry.SLAB) + int(bias and family != specs.SM90))
     # all counters of this pass, which are cleared here
     arrivals = p.scratch(torch.int32, units * geometry.UNIT_WARPS + geometry.OVERFLOW_COUNTERS)
-    p.launch(tuning.rank(), popularity, order, slot, arrivals, p.multiprocessors)
+    p.launch(specs.RankSpec(), popularity, order, slot, arrivals, p.multiprocessors)
     neuron_tiles, token_tiles = -(-n // geometry.NEURON_TILE), geometry.token_tiles(m)
     groups = p.scratch(torch.int32, neuron_tiles, token_tiles, 2)
     tiles = p.scratch(torch.int32, neuron_tiles, 5)
@@ -431,7 +430,9 @@ def launches(p: Program, given: Backward, out: GradientViews, accumulate: bool) 
     room = capacity + min(capacity, neuron_tiles * geometry.RARE_ENTRIES)
     packed, tokens = p.scratch(torch.int64, room), p.scratch(torch.int32, room)
     by_neuron = (groups, tiles, starts, packed, tokens)
-    p.launch(tuning.transpose(dtype, gated, family), *pattern, up, d_gate, d_up, slot, *by_neuron, activation.code())
+    p.launch(
+        tuning.transpose(dtype, gated, family=family), *pattern, up, d_gate, d_up, slot, *by_neuron, activation.code()
+    )
 
     # a layer with one of two biases still needs memory for the other's gradient
     db_gate, db_up = (p.scratch(dtype, n) if bias and g is None else g for g in (out.b_gate, out.b_up))
@@ -444,7 +445,7 @@ def launches(p: Program, given: Backward, out: GradientViews, accumulate: bool) 
     partial = p.scratch(torch.float32, units * geometry.UNIT_SUMS)
     gradients = (*stored, db_gate, db_up, *added, aside, partial, arrivals)
     operands = (x, dy, order, sizes, tiles, starts, packed, tokens)
-    p.launch(tuning.weight_grad(dtype, gated, bias, family), *operands, *gradients, capacity, p.multiprocessors)
+    p.launch(tuning.weight_grad(dtype, gated, bias, family=family), *operands, *gradients, capacity, p.multiprocessors)
     counters = arrivals.part(units * geometry.UNIT_WARPS, arrivals.shape[0])
     overflow_backward(p, given, w_down, kept, capacity, out, accumulate, aside, counters)
 

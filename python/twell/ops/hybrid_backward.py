@@ -8,21 +8,18 @@ relu; ``twell._activation`` has the others. Without dl1 it is zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from twell import tuning
-from twell._activation import Activation
-from twell._runtime import nvtx
-from twell._runtime.program import Executable, Program, kept
+from twell._activation import activation_of
+from twell._runtime import nvtx, specs
+from twell._runtime.program import Program, View
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
-from twell.ops.library import ACTIVATION, Implementation, flat, laid, last_activation, register, rows
-from twell.ops.operands import Form, Gradients, GradientViews, Operands, Views
-from twell.ops.operands import present as given_ones
+from twell.ops.library import ACTIVATION, Implementation, check_matrix, flat, laid, register, rows
+from twell.ops.operands import Gradients, Operands, Views, run
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -47,30 +44,27 @@ BACKWARD = (
 )
 
 
-def backward_first(others: int) -> Callable[[Implementation], Implementation]:
-    """Make ``implementation(given, ...)`` a function of ``BACKWARD``, ``others`` arguments and ``ACTIVATION``."""
+def backward_first(implementation: Implementation) -> Implementation:
+    """``implementation(given, ...)`` as a function of ``BACKWARD``, other arguments and ``ACTIVATION``."""
 
-    def of(implementation: Implementation) -> Implementation:
-        def ungrouped(*arguments: Any) -> Any:
-            dy, dl1, *operands, kept = arguments[:9]
-            rest, form = arguments[9 : 9 + others], arguments[9 + others :]
-            layer = Operands(*operands)
-            activation = last_activation(form, layer.w_up is not None)
-            return implementation(Backward(dy, dl1, layer, kept, activation), *rest)
+    def ungrouped(*arguments: Any) -> Any:
+        dy, dl1, *operands, kept = arguments[:9]
+        *others, name, threshold = arguments[9:]
+        layer = Operands(*operands)
+        activation = activation_of(name, threshold, layer.w_up is not None)
+        return implementation(Backward(dy, dl1, layer, kept, activation), *others)
 
-        return ungrouped
-
-    return of
+    return ungrouped
 
 
-@backward_first(2)
+@backward_first
 def _fake(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
     given.activation.level(given.layer.x.dtype)
     hybrid.check_backward(given)
     return present(outputs(given.layer, input_grad, weight_grad), given.layer.x)
 
 
-@backward_first(2)
+@backward_first
 def _cpu(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
     hybrid.check_backward(given)
     gradients = outputs(given.layer, input_grad, weight_grad)
@@ -78,45 +72,44 @@ def _cpu(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
     return present(gradients, given.layer.x)
 
 
-@backward_first(2)
+@backward_first
 def _cuda(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
     hybrid.check_backward(given)
     gradients = outputs(given.layer, input_grad, weight_grad)
     if not given.dy.shape[0]:
         gradients = Gradients(*(None if g is None else g.zero_() for g in gradients))
     elif input_grad or weight_grad:
-        run(given, gradients)
+        fill(given, gradients)
     return present(gradients, given.layer.x)
 
 
-def run(given: Backward, gradients: Gradients, accumulate: bool = False) -> None:
+def fill(given: Backward, gradients: Gradients, accumulate: bool = False) -> None:
     """Launch what fills ``gradients``, of weights and biases all or none, or adds to those of weights."""
     dy, dl1, layer, kept, activation = given
+    check_matrix("x", layer.x)
     layer = laid(layer._replace(w_down=layer.w_down.t()))
     tensors = rows(dy), None if dl1 is None else flat(dl1)[0], *layer[:6], flat(kept), *gradients[:6]
-    program_of(Form.of(tensors), activation, accumulate)(*given_ones(tensors))
+    run(build, tensors, activation, accumulate)
 
 
-@kept
-def program_of(form: Form, activation: Activation, accumulate: bool) -> Executable:
-    """The launches for dy, dl1, the layer without b_down, w_down [K, N], kept, and for each of the layer its gradient.
+def build(p: Program, *given: Any) -> None:
+    """Describe the launches for dy, dl1, the layer without b_down, kept, and for each of the layer its gradient.
 
-    dy, x and its gradient may have leading dimensions.
+    w_down is [K, N]; dy, x and its gradient may have leading dimensions. Activation and ``accumulate`` follow.
     """
-    p, (dy, dl1, x, w_gate, w_up, w_down, b_gate, b_up, kept, dx, *others) = form.program()
-    dy, x, dx = (t if t is None or len(t.shape) == 2 else t.matrix() for t in (dy, x, dx))
-    layer = Views(x, w_gate, w_up, w_down, b_gate, b_up, None)
-    hybrid.launches(p, Backward(dy, dl1, layer, kept, activation), GradientViews(dx, *others), accumulate)
-    return p.compiled()
+    dy, dl1, x, *others, kept = given[:9]
+    dx, *gradients = given[9:15]
+    layer, out = Views(x.matrix(), *[*others, None]), Gradients(None if dx is None else dx.matrix(), *gradients)
+    activation, accumulate = given[15:]
+    hybrid.launches(p, Backward(dy.matrix(), dl1, layer, kept, activation), out, accumulate)
 
 
-@kept
-def transposition(index: int, dtype: torch.dtype, n: int, k: int) -> Executable:
-    """A matrix [N, K] as [K, N]. Not part of backward: memory for both is not needed beside its scratch."""
-    p = Program(index)
-    matrix, out = p.operand(dtype, n, k), p.operand(dtype, k, n)
-    p.launch(tuning.matrix_transpose(), matrix.cast(torch.int16), out.cast(torch.int16))
-    return p.compiled()
+def transpose(p: Program, matrix: View, out: View) -> None:
+    """Describe the copy of a matrix of 16-bit values into its transpose.
+
+    Not part of backward: memory for both is not needed beside its scratch.
+    """
+    p.launch(specs.MatrixTransposeSpec(), matrix.cast(torch.int16), out.cast(torch.int16))
 
 
 hybrid_backward = register(
@@ -125,6 +118,5 @@ hybrid_backward = register(
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,
-    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
     phase=nvtx.BACKWARD,
 )

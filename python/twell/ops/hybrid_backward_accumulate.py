@@ -15,7 +15,7 @@ from torch import Tensor
 from twell._runtime import nvtx
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
-from twell.ops.hybrid_backward import BACKWARD, backward_first, present, run
+from twell.ops.hybrid_backward import BACKWARD, backward_first, fill, present
 from twell.ops.library import ACTIVATION, Implementation, check, has_rows, register
 from twell.ops.operands import Gradients, Mains, Operands
 
@@ -48,13 +48,13 @@ def _returned(gradients: Gradients, like: Tensor) -> Outputs:
 
 
 def _transposing(implementation: Implementation) -> Implementation:
-    """Take ``as_stored`` from the arguments, the last one. The dispatcher leaves it out if it is False.
+    """Take ``as_stored`` from the arguments, the last one.
 
     In a graph a transposed view would not do: functionalization keeps the storage offset that it had in tracing.
     """
 
     def transposing(*arguments: Any) -> Any:
-        *others, as_stored = arguments if len(arguments) > _AS_STORED else (*arguments, False)
+        *others, as_stored = arguments
         if as_stored:
             others[_MAIN_DOWN] = others[_MAIN_DOWN].t()
         return implementation(*others)
@@ -62,18 +62,18 @@ def _transposing(implementation: Implementation) -> Implementation:
     return transposing
 
 
-# places among the arguments
-_MAIN_DOWN, _AS_STORED = 11, 15
+# its place among the arguments
+_MAIN_DOWN = 11
 
 
 @_transposing
-@backward_first(4)
+@backward_first
 def _fake(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
     return _returned(_checked(given, Mains(main_gate, main_up, main_down), input_grad), given.layer.x)
 
 
 @_transposing
-@backward_first(4)
+@backward_first
 def _cpu(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
     mains = Mains(main_gate, main_up, main_down)
     gradients = _checked(given, mains, input_grad)
@@ -82,7 +82,7 @@ def _cpu(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: 
 
 
 @_transposing
-@backward_first(4)
+@backward_first
 def _cuda(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
     mains = Mains(main_gate, main_up, main_down)
     gradients = _checked(given, mains, input_grad)
@@ -91,7 +91,7 @@ def _cuda(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down:
     laid = [
         m if m is None or has_rows(m) else torch.zeros_like(m, memory_format=torch.contiguous_format) for m in mains
     ]
-    run(given, gradients._replace(w_gate=laid[0], w_up=laid[1], w_down=laid[2]), accumulate=True)
+    fill(given, gradients._replace(w_gate=laid[0], w_up=laid[1], w_down=laid[2]), accumulate=True)
     for main, added in zip(mains, laid):
         if main is not None and added is not None and added is not main:
             main.add_(added)
@@ -105,6 +105,5 @@ hybrid_backward_accumulate = register(
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,
-    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
     phase=nvtx.BACKWARD,
 )

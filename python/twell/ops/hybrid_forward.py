@@ -12,6 +12,7 @@ probability of at most 2^-80, and takes 16-bit values alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,18 +27,17 @@ from twell.ops.gate_pack import pack, scratch, stats_shape
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
+    Implementation,
     Shape,
     are_laid,
     bias_view,
     check_layer,
-    check_views,
     down_rows,
     laid,
-    layer_first,
     new,
     register,
 )
-from twell.ops.operands import Form, Operands, Views
+from twell.ops.operands import Form, Operands, Views, present
 from twell.ops.quantize_gate import quantize, quantize_gate, require
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -51,42 +51,37 @@ def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None, held: int) -> Output
     return x.new_empty(x.shape), l1, nonzeros, kept
 
 
-@layer_first
-def _fake(
-    layer: Operands,
-    compression: int,
-    held: int = 0,
-    activation: str = "relu",
-    threshold: float = 0.0,
-    screen: bool = False,
-) -> Outputs:
+def _grouped(implementation: Callable[..., Outputs]) -> Implementation:
+    """The implementation as a function of the arguments of the schema."""
+
+    def ungrouped(*arguments: Any) -> Outputs:
+        layer, (compression, held, name, threshold, screen) = Operands(*arguments[:7]), arguments[7:]
+        return implementation(layer, compression, held, activation_of(name, threshold, layer.w_up is not None), screen)
+
+    return ungrouped
+
+
+@_grouped
+def _fake(layer: Operands, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
     check_layer(*layer, wide=not screen)
-    activation_of(activation, threshold, layer.w_up is not None).level(layer.x.dtype)
+    activation.level(layer.x.dtype)
     geometry.words_per_tile(compression)
     if held < 0:
         raise ValueError(f"held must be non-zeros per token, or 0 for the most, got {held}")
     return outputs(layer.x, layer.w_gate, layer.w_up, held)
 
 
-@layer_first
-def _cpu(
-    layer: Operands,
-    compression: int,
-    held: int = 0,
-    activation: str = "relu",
-    threshold: float = 0.0,
-    screen: bool = False,
-) -> Outputs:
-    y, l1, nonzeros, kept = _fake(*layer, compression, held, activation, threshold, screen)
+@_grouped
+def _cpu(layer: Operands, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
+    y, l1, nonzeros, kept = _fake(*layer, compression, held, *activation, screen)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
-    form = activation_of(activation, threshold)
-    gate = form.after(hybrid.project(x, w_gate, b_gate).to(x.dtype), inplace=True)
+    gate = activation.after(hybrid.project(x, w_gate, b_gate).to(x.dtype), inplace=True)
     if screen:
         quantized = quantize_gate(w_gate, True)
-        screened.masked(gate, screened.candidates_on_cpu(x, w_gate, b_gate, quantized, form))
+        screened.masked(gate, screened.candidates_on_cpu(x, w_gate, b_gate, quantized, activation))
     up = None if w_up is None else hybrid.project(x, w_up, b_up)
-    hidden = form.hidden(gate.to(l1.dtype), up).masked_fill(gate == 0, 0)
+    hidden = activation.hidden(gate.to(l1.dtype), up).masked_fill(gate == 0, 0)
     l1.copy_(hidden.abs().sum())
     nonzeros.copy_((gate != 0).sum())
     y.copy_(hybrid.project(hidden.to(x.dtype), w_down.t(), b_down))
@@ -94,22 +89,14 @@ def _cpu(
     return y, l1, nonzeros, kept
 
 
-@layer_first
-def _cuda(
-    layer: Operands,
-    compression: int,
-    held: int = 0,
-    activation: str = "relu",
-    threshold: float = 0.0,
-    screen: bool = False,
-) -> Outputs:
+@_grouped
+def _cuda(layer: Operands, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
     check_layer(*layer)
     if not layer.x.shape[0]:
         y, l1, nonzeros, kept = outputs(*layer[:3], held)
         return y, l1.zero_(), nonzeros.zero_(), kept.zero_()
-    form = activation_of(activation, threshold, layer.w_up is not None)
     given = laid(layer._replace(w_down=layer.w_down.t()))
-    forward = forward_of(Form.of(given), compression, held, form, screen, True)
+    forward = forward_of(Form.of(given), compression, held, activation, screen, True)
     assert forward is not None
     found = forward(*given)
     assert found is not None
@@ -128,7 +115,6 @@ class Forward:
         self, form: Form, compression: int, held: int, activation: Activation, screen: bool, totals: bool
     ) -> None:
         p, layer = _layer_of(form)
-        check_views(layer)
         x, w_gate, w_up = layer[:3]
         (m, _), n, gated = x.shape, w_gate.shape[0], w_up is not None
         hybrid.require_offsets(m, n)
@@ -170,10 +156,10 @@ class Forward:
             # the words hold places in these lists
             listed = (*lists, 1)
         else:
-            pack(p, x, w_gate, b_gate, packed, compression, activation)
+            pack(p, x, w_gate, b_gate, *packed, compression, activation)
         plain = 0 if w_up is not None else 1 + activation.code()
         form = n, geometry.words_per_tile(compression), plain, capacity
-        spec = tuning.compact(dtype, True, tuning.family(p.index))
+        spec = tuning.compact(dtype, True, family=tuning.family(p.index))
         p.launch(spec, *packed, entries, neurons, chunks, sizes, popularity, sums, *form, *listed)
         return p.compiled()
 
@@ -191,13 +177,13 @@ class Forward:
         if w_up is not None:
             up, hidden = hybrid.up_view(kept.entries, capacity, dtype), p.scratch(dtype, capacity)
             last = (up, hidden, sums, code, capacity, p.multiprocessors)
-            p.launch(tuning.sampled_up(dtype, True, family), x, w_up, bias_view(p, b_up, dtype), *pattern, *last)
+            p.launch(tuning.sampled_up(dtype, True, family=family), x, w_up, bias_view(p, b_up, dtype), *pattern, *last)
         w_down = down_rows(p, layer.w_down)
         aside = hybrid.room_aside(p, dtype, n)
         # without an up projection the gates in the entries become h as they are read
         of_entries = RELU.code() if gated else code
         bias, behind = bias_view(p, b_down, dtype), (y, aside, of_entries, capacity, p.multiprocessors)
-        p.launch(tuning.gathered(dtype, int(gated), family), hidden, w_down, None, None, bias, *pattern, *behind)
+        p.launch(tuning.gathered(dtype, int(gated), family=family), hidden, w_down, None, None, bias, *pattern, *behind)
         hybrid.overflow_forward(p, layer, w_down, kept, capacity, activation, y, sums, aside)
         return p.compiled()
 
@@ -216,21 +202,12 @@ class Forward:
             "hybrid_forward", category=nvtx.FORWARD, **nvtx.sizes({"x": layer[0], "w_gate": layer[1]})
         )
     )
-    def __call__(
-        self,
-        x: Tensor,
-        w_gate: Tensor,
-        w_up: Tensor | None,
-        w_down: Tensor,
-        b_gate: Tensor | None,
-        b_up: Tensor | None,
-        b_down: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor] | None:
-        """y, l1, nonzeros and kept, w_down [K, N]; None, with nothing launched, for tensors of another form.
+    def __call__(self, *layer: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor] | None:
+        """y, l1, nonzeros and kept of ``Operands``; None, with nothing launched, for tensors of another form.
 
         Without totals l1 and nonzeros are None.
         """
-        given: list[Any] = [t for t in (x, w_gate, w_up, w_down, b_gate, b_up, b_down) if t is not None]
+        (x, w_gate), b_gate, given = layer[:2], layer[4], present(layer)
         kept, figures = allocate(x, *self.kept), new(x, self._figures) if self._figures else []
         first: list[Any] = [screened.firing_bias(w_gate, b_gate, self._activation)] if self._raised else []
         if not self._pack.ran(*given, *first, kept, *figures):
@@ -267,6 +244,5 @@ hybrid_forward = register(
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,
-    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
     phase=nvtx.FORWARD,
 )

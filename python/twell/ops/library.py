@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from twell import _modes, tuning
-from twell._activation import Activation, activation_of
 from twell._runtime import geometry, nvtx, specs
 from twell._runtime.log import warn_once
 from twell._runtime.program import ALIGNMENT, Program, View, launch
@@ -40,24 +40,26 @@ def register(
     fake: Implementation,
     cpu: Implementation,
     cuda: Implementation,
-    instead: str,
+    instead: str = "twell.sparse_gated_ffn or twell.sparse_ffn",
     phase: str | None = None,
 ) -> torch._ops.OpOverload:
     """Define an operator of library ``twell`` and return its overload.
 
     ``fake`` returns outputs of the right shape; ``cpu`` and ``cuda`` compute. All three take
-    the arguments of the schema, and refuse an input that has a forward-mode tangent, or that requires grad while
+    all arguments of the schema, and refuse an input that has a forward-mode tangent, or that requires grad while
     grad mode is on; then the error names ``instead``, the function to call. They do so themselves because an Autograd
     kernel in Python would add half to the cost of every call (4.4 us against 2.8, torch 2.13). ``phase`` is the part of
     a training step that profilers show the operator in, if it is always the same.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    overload = getattr(torch.ops.twell, name).default
+    complete = functools.partial(_complete, overload, instead)
     for device_type, implementation in (("CPU", _without_autocast(cpu)), ("CUDA", _on_device(cuda))):
-        implementation = nvtx.marked(_range_of(name, phase))(_refuse_grad(name, implementation, instead))
+        implementation = nvtx.marked(_range_of(overload, phase))(complete(implementation))
         _LIBRARY.impl(name, implementation, device_type)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"twell::{name}", _on_one_device(name, _refuse_grad(name, fake, instead)), lib=_LIBRARY)
-    return getattr(torch.ops.twell, name).default  # type: ignore[no-any-return]
+    torch.library.register_fake(f"twell::{name}", _on_one_device(name, complete(fake)), lib=_LIBRARY)
+    return overload  # type: ignore[no-any-return]
 
 
 def layer_first(implementation: Callable[..., Any]) -> Implementation:
@@ -70,27 +72,24 @@ def packed_first(implementation: Implementation) -> Implementation:
     return lambda *arguments: implementation(PackedOperands(*arguments[:7]), *arguments[7:])
 
 
-def last_activation(arguments: Sequence[Any], gated: bool) -> Activation:
-    """The activation of the arguments that ``ACTIVATION`` declares: the dispatcher leaves out those with defaults."""
-    name, threshold = (*arguments[:1], "relu")[0], (*arguments[1:], 0.0)[0]
-    return activation_of(name, threshold, gated)
+def _complete(overload: torch._ops.OpOverload, instead: str, implementation: Implementation) -> Implementation:
+    """Refuse inputs with derivatives, and add the arguments with defaults that the dispatcher leaves out."""
+    name, defaults = overload._schema.name.replace("::", "."), [a.default_value for a in overload._schema.arguments]
 
-
-def _refuse_grad(name: str, implementation: Implementation, instead: str) -> Implementation:
-    def refuse_grad(*arguments: Any) -> Any:
+    def complete(*arguments: Any) -> Any:
         if _modes.transforming() and any(isinstance(a, Tensor) and _modes.has_tangent(a) for a in arguments):
             raise NotImplementedError(
-                f"torch.ops.twell.{name} has no derivative: expected no input with a forward-mode tangent, got one; "
+                f"torch.ops.{name} has no derivative: expected no input with a forward-mode tangent, got one; "
                 'the functions of twell take it with strategy="dense"'
             )
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
             raise NotImplementedError(
-                f"torch.ops.twell.{name} has no gradient: expected no input that requires grad while grad mode is on; "
+                f"torch.ops.{name} has no gradient: expected no input that requires grad while grad mode is on; "
                 f"call {instead} instead, or this under torch.no_grad()"
             )
-        return implementation(*arguments)
+        return implementation(*arguments, *defaults[len(arguments) :])
 
-    return refuse_grad
+    return complete
 
 
 def _on_one_device(name: str, fake: Implementation) -> Implementation:
@@ -133,13 +132,12 @@ def _on_device(implementation: Implementation) -> Implementation:
     return on_device
 
 
-def _range_of(name: str, phase: str | None) -> Callable[..., nvtx.Context]:
-    """Return a function that makes the profiler's range of operator ``name`` from its arguments."""
+def _range_of(overload: torch._ops.OpOverload, phase: str | None) -> Callable[..., nvtx.Context]:
+    """Return a function that makes the profiler's range of an operator from its arguments."""
 
     def describe(*arguments: Any) -> nvtx.Context:
-        schema = getattr(torch.ops.twell, name).default._schema
-        given = {argument.name: value for argument, value in zip(schema.arguments, arguments)}
-        return nvtx.range(name, category=phase, **nvtx.sizes(given))
+        given = {argument.name: value for argument, value in zip(overload._schema.arguments, arguments)}
+        return nvtx.range(overload._opname, category=phase, **nvtx.sizes(given))
 
     return describe
 
@@ -182,7 +180,7 @@ def transpose(matrix: Tensor, out: Tensor) -> Tensor:
     """Fill the contiguous ``out`` [C, R] with ``matrix`` [R, C], and return it."""
     blocks = matrix.dtype.itemsize == 2 and matrix.shape[0] % 8 == matrix.shape[1] % 8 == 0
     if matrix.is_cuda and matrix.numel() and blocks and has_rows(matrix):
-        launch(tuning.matrix_transpose(), matrix.view(torch.int16), out.view(torch.int16))
+        launch(specs.MatrixTransposeSpec(), matrix.view(torch.int16), out.view(torch.int16))
         return out
     return out.copy_(matrix.t())
 
@@ -239,7 +237,7 @@ def down_rows(p: Program, w_down: View) -> View:
         'made at each call; twell.nn.set_down_layout(model, "rows") stores it so that they need none'
     )
     copy = p.scratch(w_down.dtype, *w_down.shape[::-1])
-    p.launch(tuning.matrix_transpose(), w_down.cast(torch.int16), copy.cast(torch.int16))
+    p.launch(specs.MatrixTransposeSpec(), w_down.cast(torch.int16), copy.cast(torch.int16))
     return copy
 
 
@@ -280,20 +278,20 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def check_layer(
-    x: Tensor | View,
-    w_gate: Tensor | View | None = None,
-    w_up: Tensor | View | None = None,
-    w_down: Tensor | View | None = None,
-    b_gate: Tensor | View | None = None,
-    b_up: Tensor | View | None = None,
-    b_down: Tensor | View | None = None,
+    x: Tensor,
+    w_gate: Tensor | None = None,
+    w_up: Tensor | None = None,
+    w_down: Tensor | None = None,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
     *,
     wide: bool = False,
 ) -> None:
     """Raise unless x is [M, K], the weights [N, K], b_gate and b_up [N], b_down [K], where given, all of one dtype.
 
-    N is that of the first weight. The dtype is one that TwELL stores, or a wider one if ``wide``. Programs ask this
-    once, when they are made.
+    N is that of the first weight. The dtype is one that TwELL stores, or a wider one if ``wide``. Operators ask this
+    of what they are called with.
     """
     check_matrix("x", x, _WIDE if wide else _STORED)
     dtype, k, n = x.dtype, x.shape[1], -1
@@ -311,12 +309,7 @@ def check_layer(
             check(name, bias, (length,), dtype)
 
 
-def check_views(layer: Views) -> None:
-    """``check_layer`` of a layer in a program."""
-    check_layer(*layer[:3], layer.w_down.t(), *layer[4:])
-
-
-def check_matrix(name: str, matrix: Tensor | View, dtypes: tuple[torch.dtype, ...] = _STORED) -> None:
+def check_matrix(name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = _STORED) -> None:
     """Raise unless ``matrix`` has one of these dtypes, and rows that kernels can read in pieces of 16 bytes."""
     check_rank(name, matrix)
     if matrix.dtype not in dtypes:
@@ -325,13 +318,13 @@ def check_matrix(name: str, matrix: Tensor | View, dtypes: tuple[torch.dtype, ..
         raise ValueError(f"{name} must have rows of a multiple of {STRIDE_MULTIPLE} values, got {list(matrix.shape)}")
 
 
-def check_rank(name: str, matrix: Tensor | View) -> None:
+def check_rank(name: str, matrix: Tensor) -> None:
     """Raise ValueError unless ``matrix`` has two dimensions."""
     if len(matrix.shape) != 2:
         raise ValueError(f"{name} must have two dimensions, got {list(matrix.shape)}")
 
 
-def check(name: str, tensor: Tensor | View, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Raise ValueError unless ``tensor`` has this shape, TypeError unless it has this dtype."""
     if tensor.shape != shape:
         raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
@@ -339,9 +332,7 @@ def check(name: str, tensor: Tensor | View, shape: tuple[int, ...], dtype: torch
         raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
 
 
-def check_packed(
-    words: Tensor | View, spill: Tensor | View, m: int, n: int, compression: int, dtype: torch.dtype
-) -> None:
+def check_packed(words: Tensor, spill: Tensor, m: int, n: int, compression: int, dtype: torch.dtype) -> None:
     """Raise unless ``words`` and ``spill`` are those of ``m`` rows of ``n`` neurons with gates of ``dtype``."""
     tiles = geometry.tiles(n)
     for name, tensor, width, expected in (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from twell._runtime.program import Program, View
+from twell._runtime.program import Executable, Program, View, kept
 
 
 class Operands(NamedTuple):
@@ -55,15 +55,18 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """For each of the ``Operands`` its gradient, of its shape; None where none is wanted."""
+    """For each of the ``Operands`` its gradient, of its shape; None where none is wanted.
 
-    x: Tensor | None = None
-    w_gate: Tensor | None = None
-    w_up: Tensor | None = None
-    w_down: Tensor | None = None
-    b_gate: Tensor | None = None
-    b_up: Tensor | None = None
-    b_down: Tensor | None = None
+    They are tensors, or views of a program, and then that of w_down is [N, K].
+    """
+
+    x: Any = None
+    w_gate: Any = None
+    w_up: Any = None
+    w_down: Any = None
+    b_gate: Any = None
+    b_up: Any = None
+    b_down: Any = None
 
 
 class Needs(NamedTuple):
@@ -113,30 +116,6 @@ class Views(NamedTuple):
     b_down: View | None
 
 
-class GradientViews(NamedTuple):
-    """The ``Gradients`` that a program makes, None where none is wanted; that of w_down is [N, K]."""
-
-    x: View | None = None
-    w_gate: View | None = None
-    w_up: View | None = None
-    w_down: View | None = None
-    b_gate: View | None = None
-    b_up: View | None = None
-
-
-class PackedViews(NamedTuple):
-    """What the launches behind ``gate_pack`` take of a layer in a program, w_down [K, N].
-
-    x is None where it is not read: in strategy "row" of a layer without a gate.
-    """
-
-    x: View | None
-    w_up: View | None
-    w_down: View
-    b_up: View | None
-    b_down: View | None
-
-
 class Form(NamedTuple):
     """How the tensors of a call lie on a device: what a program may depend on, beside numbers.
 
@@ -161,3 +140,16 @@ class Form(NamedTuple):
 def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """Those that are not None, as programs take them."""
     return [tensor for tensor in tensors if tensor is not None]
+
+
+def run(builder: Callable[..., None], tensors: Sequence[Tensor | None], *numbers: Any) -> None:
+    """Run the launches that ``builder(p, *views, *numbers)`` describes for such tensors."""
+    made(builder, Form.of(tensors), *numbers)(*present(tensors))
+
+
+@kept
+def made(builder: Callable[..., None], form: Form, *numbers: Any) -> Executable:
+    """What runs the launches of ``builder`` for tensors of this form."""
+    p, views = form.program()
+    builder(p, *views, *numbers)
+    return p.compiled()

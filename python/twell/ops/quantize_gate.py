@@ -16,9 +16,9 @@ from torch import Tensor
 
 from twell import tuning
 from twell._runtime import device, screen, specs
-from twell._runtime.program import Executable, Program, View, kept
+from twell._runtime.program import Program, View
 from twell.ops.library import Shape, check_matrix, check_rank, new, register, rows
-from twell.ops.operands import Form
+from twell.ops.operands import run
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 QuantizedViews = tuple[View, View, View, View]
@@ -111,34 +111,24 @@ def _shifts(weights: bool) -> tuple[int, int]:
 
 def _cuda(matrix: Tensor, weights: bool) -> Quantized:
     require(matrix.device, "quantize_gate")
-    found = outputs(matrix)
-    laid = rows(matrix)
-    _program(Form.of((laid, *found)), weights)(laid, *found)
+    found = _fake(matrix, weights)
+    run(_launch, (rows(matrix), *found), weights)
     return found
-
-
-@kept
-def _program(form: Form, weights: bool) -> Executable:
-    p, (matrix, *found) = form.program()
-    check_matrix("rows", matrix)
-    q, scale, spread, offset = found
-    _launch(p, matrix, weights, (q, scale, spread, offset))
-    return p.compiled()
 
 
 def quantize(p: Program, matrix: View, weights: bool) -> QuantizedViews:
     """Launch the operator on a matrix, into scratch."""
     q, scale, spread, offset = (p.scratch(*shape) for shape in shapes(matrix))
     found = q._replace(shape=matrix.shape), scale, spread, offset
-    _launch(p, matrix, weights, found)
+    _launch(p, matrix, *found, weights)
     return found
 
 
-def _launch(p: Program, matrix: View, weights: bool, found: QuantizedViews) -> None:
+def _launch(p: Program, matrix: View, q: View, scale: View, spread: View, offset: View, weights: bool) -> None:
     r, k = matrix.shape
     if r:
         constants = (*_shifts(weights), screen.grid_error(k), p.multiprocessors)
-        p.launch(tuning.quantize_gate(matrix.dtype, k), matrix, *found, *constants)
+        p.launch(tuning.quantize_gate(matrix.dtype, k), matrix, q, scale, spread, offset, *constants)
 
 
 quantize_gate = register(
@@ -146,5 +136,4 @@ quantize_gate = register(
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,
-    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )

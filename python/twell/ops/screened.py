@@ -5,6 +5,7 @@ words, spill and stats are those of TwELL, but a value's neuron is its place in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from twell import tuning
 from twell._activation import RELU, Activation, threshold_pair
-from twell._runtime import device, geometry
+from twell._runtime import device, geometry, specs
 from twell._runtime.program import Program, View
-from twell.ops.gate_pack import PackedViews
 from twell.ops.gate_screen import gate_screen, screen_rows
 from twell.ops.library import bias_view, check, laid_bias
+from twell.ops.operands import Operands
 from twell.ops.quantize_gate import Quantized, QuantizedViews, quantize, quantize_gate
+from twell.strategy.site import Measurement
 
 
 class Lists(NamedTuple):
@@ -98,6 +100,13 @@ def count(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, activation: Activati
         return found
 
 
+def wanted(measurement: Measurement, layer: Operands, activation: Activation) -> Tensor | None:
+    """``count`` for x [..., K], if the measurement wants it."""
+    if not measurement.screen:
+        return None
+    return count(layer.x.reshape(-1, layer.x.shape[-1]), layer.w_gate, layer.b_gate, activation)
+
+
 def masked(gate: Tensor, listed: Tensor) -> Tensor:
     """``gate`` [M, N] with zeros where a neuron is no candidate, in place."""
     return gate.masked_fill_(~listed.repeat_interleave(geometry.TOKEN_TILE, 0)[: len(gate)], 0)
@@ -126,11 +135,11 @@ def pack(
     b_gate: View | None,
     bits: View,
     listed: Lists,
-    packed: PackedViews,
+    packed: Sequence[View],
     compression: int,
     activation: Activation,
 ) -> None:
     """Launch what fills ``listed`` and ``packed``, from the ``bits`` of ``find`` for the tokens of ``x``."""
-    p.launch(tuning.list_candidates(), bits, *listed, packed[2])
+    p.launch(specs.ListCandidatesSpec(), bits, *listed, packed[2])
     form = (geometry.words_per_tile(compression), threshold_pair(activation, x.dtype), p.multiprocessors)
     p.launch(tuning.sampled_gate(x.dtype), x, w_gate, bias_view(p, b_gate, x.dtype), *listed, *packed, *form)

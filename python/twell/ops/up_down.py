@@ -20,11 +20,10 @@ from torch import Tensor
 from twell import tuning
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry
-from twell._runtime.program import Executable, Program, View, kept
+from twell._runtime.program import Program, View
 from twell.ops import hybrid
 from twell.ops.library import (
     PACKED,
-    Shape,
     bias_view,
     check,
     check_layer,
@@ -33,13 +32,12 @@ from twell.ops.library import (
     check_rank,
     down_rows,
     laid_bias,
-    new,
     packed_first,
     readable_down,
     register,
     rows,
 )
-from twell.ops.operands import Form, PackedOperands, PackedViews, present
+from twell.ops.operands import PackedOperands, run
 from twell.ops.unpack import unpack
 
 
@@ -50,13 +48,7 @@ def outputs(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
         raise ValueError("x must be given with w_up, got None")
     m, (n, k) = (words if x is None else x).shape[0], w_down.shape
     check_packed(words, spill, m, n, compression, w_down.dtype)
-    y, l1 = new(spill, shapes(spill.dtype, m, k))
-    return y, l1
-
-
-def shapes(dtype: torch.dtype, m: int, k: int) -> tuple[Shape, Shape]:
-    """Of y and l1."""
-    return (dtype, m, k), (torch.float32, m)
+    return spill.new_empty((m, k)), spill.new_empty(m, dtype=torch.float32)
 
 
 @packed_first
@@ -87,27 +79,14 @@ def on_cpu(packed: PackedOperands, compression: int, activation: str = "relu") -
 
 @packed_first
 def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") -> tuple[Tensor, Tensor]:
-    y, l1 = outputs(packed, compression)
+    y, l1 = _fake(*packed, compression, activation)
     x, words, spill, w_up, w_down, b_up, b_down = packed
     if len(y):
         # without an up projection neither x nor its bias is read
         up = (None, None, None) if w_up is None else (rows(x), rows(w_up), laid_bias(b_up))
-        given = up[0], words, spill, up[1], readable_down(w_down.t()), up[2], laid_bias(b_down)
-        form = activation_of(activation, gated=w_up is not None)
-        _program(Form.of(given), compression, form)(*present(given), y, l1)
+        given = up[0], words, spill, up[1], readable_down(w_down.t()), up[2], laid_bias(b_down), y, l1
+        run(multiply, given, compression, activation_of(activation, gated=w_up is not None))
     return y, l1
-
-
-@kept
-def _program(form: Form, compression: int, activation: Activation) -> Executable:
-    p, (x, words, spill, *others) = form.program()
-    m, k = words.shape[0], others[1].shape[0]
-    y, l1 = (p.operand(*shape) for shape in shapes(spill.dtype, m, k))
-    behind = PackedViews(x, *others)
-    like = y if x is None else x
-    check_layer(like, w_up=behind.w_up, w_down=behind.w_down.t(), b_up=behind.b_up, b_down=behind.b_down)
-    multiply(p, behind, words, spill, y, l1, compression, activation)
-    return p.compiled()
 
 
 def _kernel(p: Program, m: int, k: int, dtype: torch.dtype, gated: bool, invariant: bool) -> tuple[Any, int]:
@@ -125,9 +104,13 @@ def arrivals_for(p: Program, x: View, gated: bool, invariant: bool) -> View | No
 
 def multiply(
     p: Program,
-    behind: PackedViews,
+    x: View | None,
     words: View,
     spill: View,
+    w_up: View | None,
+    w_down: View,
+    b_up: View | None,
+    b_down: View | None,
     y: View,
     l1: View,
     compression: int,
@@ -139,7 +122,6 @@ def multiply(
 
     ``arrivals`` are those of ``arrivals_for``, which another launch has zeroed; without them they are cleared memory.
     """
-    x, w_up, w_down, b_up, b_down = behind
     (m, k), dtype, gated = y.shape, spill.dtype, w_up is not None
     spec, pieces = _kernel(p, m, k, dtype, gated, invariant)
     if pieces == 1:
@@ -159,5 +141,4 @@ up_down = register(
     fake=_fake,
     cpu=on_cpu,
     cuda=_cuda,
-    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from twell import tuning
 from twell._activation import RELU, Activation, activation_of
 from twell._runtime import geometry
-from twell._runtime.program import Executable, Program, View, kept
+from twell._runtime.program import Program, View
 from twell.ops import hybrid
 from twell.ops.library import (
     PACKED,
@@ -34,33 +34,17 @@ from twell.ops.library import (
     register,
     rows,
 )
-from twell.ops.operands import Form, PackedOperands, PackedViews, present
+from twell.ops.operands import PackedOperands, run
 from twell.ops.unpack import unpack
 
 Outputs = tuple[Tensor, Tensor, Tensor]
 
 
-def outputs(packed: PackedOperands, compression: int) -> Outputs:
-    """Uninitialised y [M, K], l1 float32 [ceil(M/128), max(ceil(N/128), 128)] and sizes int32 [ceil(M/128) + 1].
-
-    The operator returns all sizes but the last, which the kernels use. Raises unless words and spill are packed for x
-    and w_down.
-    """
-    x, n = packed.x, packed.w_down.shape[0]
-    if x is None:
-        raise TypeError("x must be a tensor, got None")
-    check_packed(packed.words, packed.spill, x.shape[0], n, compression, x.dtype)
-    return results(x, n)
-
-
-def results(x: Tensor, n: int) -> Outputs:
-    """The same for ``n`` neurons."""
-    y, l1, sizes = new(x, shapes(x, n))
-    return y, l1, sizes
-
-
 def shapes(x: Tensor | View, n: int) -> tuple[Shape, Shape, Shape]:
-    """Of each of them."""
+    """Of y [M, K], l1 float32 [ceil(M/128), max(ceil(N/128), 128)] and sizes int32 [ceil(M/128) + 1].
+
+    The operator returns all sizes but the last, which the kernels use.
+    """
     tiles = blocks(x.shape[0], geometry.TOKEN_TILE)
     return (x.dtype, *x.shape), (torch.float32, tiles, geometry.sums_per_tile(n)), (torch.int32, tiles + 1)
 
@@ -72,11 +56,20 @@ def union(sizes: Tensor) -> Tensor:
 
 
 @packed_first
-def _fake(packed: PackedOperands, compression: int, activation: str = "relu") -> Outputs:
-    x, _, _, w_up, w_down, b_up, b_down = packed
+def outputs(packed: PackedOperands, compression: int, activation: str = "relu") -> Outputs:
+    """The same uninitialised; raises unless the operands fit each other."""
+    x, words, spill, w_up, w_down, b_up, b_down = packed
     activation_of(activation, gated=w_up is not None)
-    y, l1, sizes = outputs(packed, compression)
+    if x is None:
+        raise TypeError("x must be a tensor, got None")
+    check_packed(words, spill, x.shape[0], w_down.shape[0], compression, x.dtype)
     check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
+    y, l1, sizes = new(x, shapes(x, w_down.shape[0]))
+    return y, l1, sizes
+
+
+def _fake(*arguments: Any) -> Outputs:
+    y, l1, sizes = outputs(*arguments)
     return y, l1, union(sizes)
 
 
@@ -88,59 +81,57 @@ def on_cpu(packed: PackedOperands, compression: int, activation: str = "relu") -
     up = None if w_up is None else hybrid.project(x, w_up, b_up)
     hidden = activation_of(activation).hidden(gate.float(), up).masked_fill(gate == 0, 0)
     y.copy_(hybrid.project(hidden.to(x.dtype), w_down.t(), b_down))
+    figures_on_cpu(gate, hidden, l1, found)
+    return y, l1, found
+
+
+def figures_on_cpu(gate: Tensor, hidden: Tensor, l1: Tensor, found: Tensor) -> None:
+    """Write the sum of |h| and the number of neurons that fire of each tile of tokens."""
     l1.zero_()
     for tile in range(len(found)):
         tokens = slice(tile * geometry.TOKEN_TILE, (tile + 1) * geometry.TOKEN_TILE)
         l1[tile, 0] = hidden[tokens].abs().sum()
         found[tile] = (gate[tokens] != 0).any(0).sum()
-    return y, l1, found
 
 
 @packed_first
 def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") -> Outputs:
-    y, l1, sizes = found = outputs(packed, compression)
+    y, l1, sizes = found = outputs(*packed, compression, activation)
     x, words, spill, w_up, w_down, b_up, b_down = packed
     if len(x):
         up = None if w_up is None else rows(w_up)
         given = rows(x), words, spill, up, readable_down(w_down.t()), laid_bias(b_up), laid_bias(b_down)
-        form = activation_of(activation, gated=w_up is not None)
-        _program(Form.of(given), compression, form)(*present(given), *found)
+        run(_build, (*given, *found), activation_of(activation, gated=w_up is not None))
     return y, l1, union(sizes)
 
 
-@kept
-def _program(form: Form, compression: int, activation: Activation) -> Executable:
-    p, (x, words, spill, w_up, w_down, b_up, b_down) = form.program()
-    n = w_down.shape[1]
-    check_layer(x, w_up=w_up, w_down=w_down.t(), b_up=b_up, b_down=b_down)
-    y, l1, sizes = (p.operand(*shape) for shape in shapes(x, n))
+def _build(p: Program, x: View, words: View, spill: View, *others: Any) -> None:
+    w_up, w_down, b_up, b_down, y, l1, sizes, activation = others
     by_slices(
         p,
-        PackedViews(x, w_up, w_down, b_up, b_down),
-        geometry.union_slices(x.shape[0], n),
-        lambda first, last: (words.part(first, last), spill.part(first, last)),
+        (x, w_up, w_down, b_up, b_down),
+        lambda *part: (words.part(*part), spill.part(*part)),
         (y, l1, sizes),
         activation,
     )
-    return p.compiled()
 
 
 def by_slices(
     p: Program,
-    behind: PackedViews,
-    slices: Sequence[tuple[int, int]],
+    behind: tuple[View, View | None, View, View | None, View | None],
     packed_of: Callable[[int, int], tuple[View, ...]],
-    results: tuple[View, View, View],
+    results: Sequence[View],
     activation: Activation,
 ) -> None:
-    """Launch what fills ``results``: y, l1 and sizes.
+    """Launch what fills ``results``: y, l1 and sizes, slice by slice.
 
-    ``packed_of(first, last)`` launches what packs a slice, and gives its words and spill; also ``ops.screened.Lists``
-    if these have places in lists for neurons.
+    ``behind``: x, w_up, w_down [K, N], b_up and b_down. ``packed_of(first, last)`` launches what packs a slice,
+    and gives its words and spill; also ``ops.screened.Lists`` if these have places in lists for neurons.
     """
     x, w_up, w_down, b_up, b_down = behind
     y, l1, sizes = results
-    n, dtype, tiles, ctas = w_down.shape[1], y.dtype, geometry.tiles(w_down.shape[1]), p.multiprocessors
+    n, dtype, ctas = w_down.shape[1], y.dtype, p.multiprocessors
+    slices, tiles = geometry.union_slices(x.shape[0], n), geometry.tiles(n)
     family = tuning.family(p.index)
     hybrid.require_neurons(n, family, 'strategy "union"')
     # without an up projection the gates in the entries become h as they are read
@@ -161,16 +152,16 @@ def by_slices(
         sums, width = l1.part(start, stop), words.shape[1] // tiles
         # after a screen the words hold places in these lists, else neurons
         listed: tuple[Any, ...] = (*lists, 1) if lists else (pattern[1], pattern[3], 0)
-        compact = tuning.compact(dtype, False, family)
+        compact = tuning.compact(dtype, False, family=family)
         p.launch(compact, words, spill, None, *pattern, None, sums, n, width, plain, most, *listed)
-        if x is not None and w_up is not None:
-            up = tuning.sampled_up(dtype, False, family)
+        if w_up is not None:
+            up = tuning.sampled_up(dtype, False, family=family)
             own, up_bias = x.part(first, last), bias_view(p, b_up, dtype)
             p.launch(up, own, w_up, up_bias, *pattern, None, None, sums, code, most, ctas)
         # with an up projection h is now in the entries
         down = down_rows(p, w_down) if down is None else down
         down_bias, out = bias_view(p, b_down, dtype), (y.part(first, last), aside, of_entries, most, ctas)
-        p.launch(tuning.gathered(dtype, 0, family), None, down, None, None, down_bias, *pattern, *out)
+        p.launch(tuning.gathered(dtype, 0, family=family), None, down, None, None, down_bias, *pattern, *out)
 
 
 up_down_union = register(
@@ -178,5 +169,4 @@ up_down_union = register(
     fake=_fake,
     cpu=on_cpu,
     cuda=_cuda,
-    instead="twell.sparse_gated_ffn or twell.sparse_ffn",
 )
