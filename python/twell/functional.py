@@ -313,11 +313,8 @@ def run(
             named = given.named(gated)
             present = {argument: operand for argument, operand in named.items() if operand is not None}
             mains = admit_mains(name, present, named, main_grads)
-        device, training = given.x.device, torch.is_grad_enabled() and given.requires_grad()
-        imposed = imposed_on_call(device.type, device.index) if asked == "auto" else ""
+        training = torch.is_grad_enabled() and given.requires_grad()
         direct = is_direct(given.x)
-        facts = Facts(name, asked, same_bits, site is not None, screen, imposed=imposed, training=training)
-        route = routed(facts)
     else:
         named, direct = given.named(gated), False
         t = admit(name, **named)
@@ -327,10 +324,13 @@ def run(
             return _on_shards(name, function, t, named, main_grads, return_aux, options)  # type: ignore[no-any-return]
         mains = admit_mains(name, t, named, main_grads)
         layer, training = Operands.of(t), bool(needing_grad(t))
-        facts = Facts(name, asked, same_bits, site is not None, screen, training=training)
-        if asked != "dense":
-            facts = _gathered(facts, t, compression)
-        route = routed(facts)
+    device = layer.x.device
+    imposed = imposed_on_call(device.type, device.index) if asked == "auto" else ""
+    facts = Facts(name, asked, same_bits, site is not None, screen, imposed=imposed, training=training)
+    if not plain and asked != "dense":
+        facts = _gathered(facts, t, compression)
+    route = routed(facts)
+    if not plain:
         _say(facts, route)
     if route.strategy == "auto":
         route = _chosen(layer, site, training, direct, route)
@@ -516,14 +516,12 @@ def _on_shards(
 def _gathered(facts: Facts, operands: Mapping[str, Tensor], compression: int) -> Facts:
     """The facts of a call that is not plain, or that the kernels may refuse."""
     x, (n, k) = operands["x"], operands["w_gate" if "w_gate" in operands else "w_up"].shape
-    device = x.device
     return facts._replace(
         n=n,
         k=k,
         compression=compression,
         dtype=x.dtype,
-        device=device.type,
-        imposed=imposed_on_call(device.type, device.index) if facts.strategy == "auto" else "",
+        device=x.device.type,
         needing=tuple(needing_grad(operands)),
         transformed=_modes.transform_of(operands, facts.training),
         overridden=overridden(operands),

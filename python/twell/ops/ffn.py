@@ -207,22 +207,13 @@ def _by_row(
     multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how)
 
 
-class _Inference:
-    """A sparse layer without figures: y of ``Operands`` of one form, None, with nothing launched, of others."""
+def inference_of(
+    layer: Operands, compression: int, activation: Activation, route: Route
+) -> Callable[..., Tensor | None] | None:
+    """What computes y of calls like this one, w_down [K, N]; None if kernels read only copies, or more than these.
 
-    __slots__ = ("_run", "_screen", "_y")
-
-    def __init__(self, x: Tensor, run: Executable, screen: bool) -> None:
-        self._y = tuple(x.shape), contiguous(x.shape), x.dtype
-        self._run, self._screen = run, screen
-
-    def __call__(self, *operands: Any) -> Tensor | None:
-        y, firing = allocate(operands[0], *self._y), operands[4] if self._screen else None
-        return y if self._run.ran(*present((*operands, firing)), y) else None
-
-
-def inference_of(layer: Operands, compression: int, activation: Activation, route: Route) -> _Inference | None:
-    """What computes y of calls like this one, w_down [K, N]; None if kernels read only copies, or more than these."""
+    It is a function of ``Operands``, which gives None, with nothing launched, for those of another form.
+    """
     x = layer.x
     if not x.numel() or (route.screen and activation.threshold):
         return None
@@ -232,19 +223,20 @@ def inference_of(layer: Operands, compression: int, activation: Activation, rout
         require(x.device, "ffn with screen=True")
     form = Form.of((*layer, layer.b_gate if route.screen else None))
     run, _ = _pass(form, route.name, True, compression, activation, False)
-    return _Inference(x, run, route.screen)
+    place, screen = (tuple(x.shape), contiguous(x.shape), x.dtype), route.screen
+
+    def inference(*operands: Any) -> Tensor | None:
+        y, firing = allocate(operands[0], *place), operands[4] if screen else None
+        return y if run.ran(*present((*operands, firing)), y) else None
+
+    return inference
 
 
 def _sparse_on_cuda(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Counted:
     x, firing = layer.x, None
     if not x.numel():
-        return (
-            x.new_empty(x.shape),
-            x.new_zeros(1, dtype=torch.float32),
-            x.new_zeros((1, 1, 2), dtype=torch.int32),
-            None,
-            None,
-        )
+        stats = x.new_zeros((1, 1, 2), dtype=torch.int32)
+        return x.new_empty(x.shape), x.new_zeros(1, dtype=torch.float32), stats, None, None
     if route.screen:
         require(x.device, "ffn with screen=True")
         firing = screened.firing_bias(layer.w_gate, layer.b_gate, activation)

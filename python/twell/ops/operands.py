@@ -10,6 +10,9 @@ from torch import Tensor
 
 from twell._runtime.program import Executable, Program, View, kept
 
+# Names of the ``Operands`` among the arguments of ``sparse_ffn``.
+_WITHOUT_GATE = ("x", "w_up", "", "w_down", "b_up", "", "b_down")
+
 
 class Operands(NamedTuple):
     """The operands of a layer: x [M, K], w_gate and w_up [N, K], w_down, b_gate and b_up [N], b_down [K].
@@ -29,22 +32,13 @@ class Operands(NamedTuple):
     @classmethod
     def of(cls, given: Mapping[str, Tensor]) -> Operands:
         """From the arguments of ``sparse_gated_ffn``, or of ``sparse_ffn``, by name."""
-        gated = "w_gate" in given
-        return cls(
-            given["x"],
-            given["w_gate" if gated else "w_up"],
-            given["w_up"] if gated else None,
-            given["w_down"],
-            given.get("b_gate" if gated else "b_up"),
-            given.get("b_up") if gated else None,
-            given.get("b_down"),
-        )
+        names: Any = cls._fields if "w_gate" in given else _WITHOUT_GATE
+        return cls(*(given.get(name) for name in names))  # type: ignore[arg-type]
 
     def named(self, gated: bool) -> dict[str, Tensor | None]:
         """Under the argument names of ``sparse_gated_ffn``, or of ``sparse_ffn``."""
-        if gated:
-            return self._asdict()
-        return {"x": self.x, "w_up": self.w_gate, "w_down": self.w_down, "b_up": self.b_gate, "b_down": self.b_down}
+        names: Any = self._fields if gated else _WITHOUT_GATE
+        return {name: operand for name, operand in zip(names, self) if name}
 
     def requires_grad(self) -> bool:
         """Whether any of them does."""
