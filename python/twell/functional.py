@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,9 @@ from twell.strategy.plan import PACKED_DTYPES, Facts, Route, route_of, routed, u
 from twell.strategy.site import AutoStrategy, enroll, found, tokens_of, without_site
 from twell.strategy.tables import imposed_on_call
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Strategy = Literal["auto", "dense", "row", "union"]
 
 
@@ -50,6 +53,23 @@ class Aux(NamedTuple):
 pytree._register_namedtuple(Aux, serialized_type_name="twell.Aux")
 
 
+class _Options(TypedDict, total=False):
+    """The options of both functions, for their overloads."""
+
+    b_up: Tensor | None
+    b_down: Tensor | None
+    activation: ActivationName
+    threshold: float | Tensor
+    strategy: Strategy | AutoStrategy
+    invariant: bool
+    compression: int
+    main_grads: Sequence[Tensor | None] | None
+
+
+class _GatedOptions(_Options, total=False):
+    b_gate: Tensor | None
+
+
 @overload
 def sparse_gated_ffn(
     x: Tensor,
@@ -57,16 +77,8 @@ def sparse_gated_ffn(
     w_up: Tensor,
     w_down: Tensor,
     *,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    activation: ActivationName = "relu",
-    threshold: float | Tensor = 0,
-    strategy: Strategy | AutoStrategy = "auto",
-    invariant: bool = False,
-    compression: int = 8,
-    main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[False] = False,
+    **options: Unpack[_GatedOptions],
 ) -> Tensor: ...
 
 
@@ -77,16 +89,8 @@ def sparse_gated_ffn(
     w_up: Tensor,
     w_down: Tensor,
     *,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    activation: ActivationName = "relu",
-    threshold: float | Tensor = 0,
-    strategy: Strategy | AutoStrategy = "auto",
-    invariant: bool = False,
-    compression: int = 8,
-    main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[True],
+    **options: Unpack[_GatedOptions],
 ) -> tuple[Tensor, Aux]: ...
 
 
@@ -180,37 +184,13 @@ def sparse_gated_ffn(
 
 @overload
 def sparse_ffn(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    *,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    activation: ActivationName = "relu",
-    threshold: float | Tensor = 0,
-    strategy: Strategy | AutoStrategy = "auto",
-    invariant: bool = False,
-    compression: int = 8,
-    main_grads: Sequence[Tensor | None] | None = None,
-    return_aux: Literal[False] = False,
+    x: Tensor, w_up: Tensor, w_down: Tensor, *, return_aux: Literal[False] = False, **options: Unpack[_Options]
 ) -> Tensor: ...
 
 
 @overload
 def sparse_ffn(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    *,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    activation: ActivationName = "relu",
-    threshold: float | Tensor = 0,
-    strategy: Strategy | AutoStrategy = "auto",
-    invariant: bool = False,
-    compression: int = 8,
-    main_grads: Sequence[Tensor | None] | None = None,
-    return_aux: Literal[True],
+    x: Tensor, w_up: Tensor, w_down: Tensor, *, return_aux: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Aux]: ...
 
 

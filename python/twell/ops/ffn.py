@@ -22,7 +22,7 @@ from torch import Tensor
 
 from twell import _memory, _modes, tuning
 from twell._activation import Activation, activation_of
-from twell._runtime import geometry, nvtx, specs
+from twell._runtime import geometry, nvtx
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
 from twell.ops import screened
 from twell.ops.ffn_screened import launches as screened_launches
@@ -33,7 +33,7 @@ from twell.ops.ffn_union import launches as union_launches
 from twell.ops.ffn_union import on_cpu as union_on_cpu
 from twell.ops.ffn_union import shapes as union_shapes
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
-from twell.ops.gate_pack import pack, scratch, spec_of, stats_shape
+from twell.ops.gate_pack import pack, scratch, stats_shape
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
@@ -49,7 +49,7 @@ from twell.ops.operands import Form, Operands, Views, present
 from twell.ops.quantize_gate import quantize, quantize_gate, require
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
-from twell.ops.up_down import arrivals_for, multiply
+from twell.ops.up_down import counters, multiply
 from twell.ops.up_down import on_cpu as up_down_on_cpu
 from twell.strategy.plan import Facts, Route, routed
 from twell.strategy.site import Measurement, site_of, without_site
@@ -60,11 +60,6 @@ _Totals = tuple[Tensor, Tensor | None, Tensor | None]
 # y, parts of the sum of |h|, stats; for "union" the unions and, if it screens, the candidates, with more behind them
 _Counted = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 _Sparse = Callable[[Operands, int, Activation, Route, bool], _Counted]
-
-
-def outputs(x: Tensor) -> Aux:
-    """Uninitialised y [M, K], l1 float32 and nonzeros int64, both 0-d."""
-    return x.new_empty(x.shape), x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.int64)
 
 
 def _run(
@@ -125,7 +120,8 @@ def _operators(compute: Callable[..., _Totals] | None) -> list[Implementation]:
         activation.level(layer.x.dtype)
         geometry.words_per_tile(compression)
         if compute is None:
-            return outputs(layer.x)
+            x = layer.x
+            return x.new_empty(x.shape), x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.int64)
         if _modes.capturing(layer.w_down):
             _memory.note_capture(layer.w_down)
         route = _chosen(layer, route, site)
@@ -200,11 +196,9 @@ def _by_row(
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats = results
     words, spill, _ = scratch(p, x, x.shape[0], w_gate, compression)
-    few = isinstance(spec_of(p, x, w_gate, invariant), specs.GatePackFewSpec)
-    arrivals = arrivals_for(p, x, w_up is not None, invariant) if few else None
-    how = compression, activation, invariant, arrivals
-    pack(p, x, w_gate, b_gate, words, spill, stats, *how)
-    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how)
+    how = compression, activation, invariant
+    arrivals = pack(p, x, w_gate, b_gate, words, spill, stats, *how, counters(p, x, w_up is not None, invariant))
+    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how, arrivals)
 
 
 def inference_of(

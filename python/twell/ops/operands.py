@@ -136,13 +136,13 @@ def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def run(builder: Callable[..., None], tensors: Sequence[Tensor | None], *numbers: Any) -> None:
+def run(builder: Callable[..., Any], tensors: Sequence[Tensor | None], *numbers: Any) -> None:
     """Run the launches that ``builder(p, *views, *numbers)`` describes for such tensors."""
     made(builder, Form.of(tensors), *numbers)(*present(tensors))
 
 
 @kept
-def made(builder: Callable[..., None], form: Form, *numbers: Any) -> Executable:
+def made(builder: Callable[..., Any], form: Form, *numbers: Any) -> Executable:
     """What runs the launches of ``builder`` for tensors of this form."""
     p, views = form.program()
     builder(p, *views, *numbers)
