@@ -16,7 +16,7 @@ from twell.ops import hybrid
 from twell.ops.hybrid_backward import build, transpose
 from twell.ops.hybrid_forward import Forward, forward_of
 from twell.ops.library import is_direct, rows
-from twell.ops.operands import Form, Gradients, Mains, Needs, Operands, made
+from twell.ops.operands import Form, Gradients, Mains, Needs, Operands, Place, made
 from twell.ops.reglu import derivatives, pays
 
 # what a call that measures does with the number of non-zeros (0-d) and the sizes of the hybrid format
@@ -68,10 +68,6 @@ def ffn(
     return found if call.totals else (found, None, None)
 
 
-# the shape, strides and dtype of what is allocated
-_Place = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-
-
 class Passes:
     """A layer's passes in training, for plain tensors of one form, in eager mode and on the current device.
 
@@ -82,12 +78,12 @@ class Passes:
 
     def __init__(self, form: Form, forward: Forward, call: Call) -> None:
         self.form, self.forward, self.call = form, forward, call._replace(passes=self)
-        _, (dtype, (n, k), _), w_up, (*_, strides), b_gate, b_up, _ = form.lies  # type: ignore[misc]
+        _, ((n, k), _, dtype), w_up, (_, strides, _), b_gate, b_up, _ = form.places  # type: ignore[misc]
         weight, bias = ((n, k), (k, 1), dtype), ((n,), (1,), dtype)
         # of the gradients, that of w_down [N, K]
-        self.places: list[_Place | None] = [forward.y, weight, w_up and weight, weight, b_gate and bias, b_up and bias]
+        self.places: list[Place | None] = [forward.y, weight, w_up and weight, weight, b_gate and bias, b_up and bias]
         # a gradient is stored as the weight is, for optimizers that flatten gradients
-        self.down: _Place | None = ((k, n), (n, 1), dtype) if strides == (n, 1) else None
+        self.down: Any = ((k, n), (n, 1), dtype) if strides == (n, 1) else None
 
     def __call__(self, *operands: Tensor | None) -> Tensor | None:
         return _apply(self.call, None, None, None, *operands)  # type: ignore[no-any-return]
@@ -108,20 +104,17 @@ class Passes:
             # expanded or transposed, as sums and products leave it
             dy = rows(dy.reshape(-1, dy.shape[-1]))
         run, places, transposed = _backward_of(self, dy.shape, dy.stride(), dl1 is not None, of_x, weights)
-        found = [None if place is None else allocate(x, *place) for place in places]
+        found: list[Any] = [None if place is None else allocate(x, *place) for place in places]
         if not run.ran(*[t for t in (dy, dl1, *saved, *found) if t is not None]):
             return None
         if of_down:
-            found[3] = self._stored(found[3], transposed)
+            # laid out as the weight is
+            if transposed is None:
+                found[3] = found[3].t()
+            else:
+                dw_down, found[3] = found[3], allocate(x, *self.down)
+                transposed(dw_down, found[3])
         return [gradient if needed else None for gradient, needed in zip(found, needs)]
-
-    def _stored(self, dw_down: Any, transposed: Executable | None) -> Tensor:
-        """``dw_down`` [N, K] as [K, N], laid out as the weight is."""
-        if self.down is None or transposed is None:
-            return dw_down.t()  # type: ignore[no-any-return]
-        out = allocate(dw_down, *self.down)
-        transposed(dw_down, out)
-        return out
 
 
 @kept
@@ -130,45 +123,36 @@ def passes_of(
 ) -> Passes | None:
     """The passes of layers whose seven operands have this form, w_down [K, N]; None if kernels read only copies."""
     forward = forward_of(form, compression, held, activation, screen, totals)
-    name = "sparse_ffn" if form.lies[2] is None else "sparse_gated_ffn"
+    name = "sparse_ffn" if form.places[2] is None else "sparse_gated_ffn"
     return None if forward is None else Passes(form, forward, Call(name, compression, held, activation, screen, totals))
 
 
 @kept
 def _backward_of(
     passes: Passes, shape: Any, strides: Any, with_dl1: bool, input_grad: bool, weight_grad: bool
-) -> tuple[Executable, list[_Place | None], Executable | None]:
+) -> tuple[Executable, list[Place | None], Executable | None]:
     """What runs backward for a dy that lies so, the gradients that it fills, and what transposes that of w_down."""
     dx, *others = passes.places
     places = [dx if input_grad else None, *(others if weight_grad else [None] * len(others))]
-    dl1: _Place | None = ((), (), torch.float32) if with_dl1 else None
-    lies = [None if place is None else (place[2], *place[:2]) for place in (dl1, passes.forward.kept, *places)]
+    dl1: Place | None = ((), (), torch.float32) if with_dl1 else None
     device, down = passes.form.device, passes.down
-    dy = passes.forward.y[2], shape, strides
-    form = Form(device, (dy, lies[0], *passes.form.lies[:6], *lies[1:]))
-    transposed = (
-        None if down is None or lies[5] is None else made(transpose, Form(device, (lies[5], (down[2], *down[:2]))))
-    )
+    dy = shape, strides, passes.forward.y[2]
+    form = Form(device, (dy, dl1, *passes.form.places[:6], passes.forward.kept, *places))
+    transposed = None if down is None or places[3] is None else made(transpose, Form(device, (places[3], down)))
     return made(build, form, passes.call.activation, False), places, transposed
 
 
 class _FFN(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: Call,
-        main_gate: Tensor | None,
-        main_up: Tensor | None,
-        main_down: Tensor | None,
-        *layer: Any,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor] | None:
-        x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    def forward(ctx: Any, call: Call, *tensors: Any) -> Tensor | tuple[Tensor, Tensor, Tensor] | None:
+        main_gate, main_up, main_down, *layer = tensors
+        x, w_gate, w_up, w_down, b_gate, b_up, _ = layer
         if call.passes is not None:
             found: Any = call.passes.forward(*layer)
             if found is None:
                 return None
         else:
-            layer = (*layer[:3], w_down.t(), b_gate, b_up, b_down)
+            layer[3] = w_down.t()
             found = ops.hybrid_forward(*layer, call.compression, call.held, *call.activation, call.screen)
         y, l1, nonzeros, kept = found
         if call.note is not None:

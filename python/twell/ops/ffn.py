@@ -34,17 +34,7 @@ from twell.ops.ffn_union import on_cpu as union_on_cpu
 from twell.ops.ffn_union import shapes as union_shapes
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
 from twell.ops.gate_pack import pack, scratch, stats_shape
-from twell.ops.library import (
-    ACTIVATION,
-    LAYER,
-    Implementation,
-    Shape,
-    are_rows,
-    check_layer,
-    laid,
-    new,
-    register,
-)
+from twell.ops.library import ACTIVATION, LAYER, Implementation, Shape, are_rows, check_layer, laid, new, register
 from twell.ops.operands import Form, Operands, Views, present
 from twell.ops.quantize_gate import quantize, quantize_gate, require
 from twell.ops.reglu import on_cuda as reglu_on_cuda

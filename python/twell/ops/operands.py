@@ -110,25 +110,29 @@ class Views(NamedTuple):
     b_down: View | None
 
 
+# The shape, strides and dtype of a tensor, as ``allocate`` takes them.
+Place = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
 class Form(NamedTuple):
     """How the tensors of a call lie on a device: what a program may depend on, beside numbers.
 
-    lies: of each tensor its dtype, shape and strides; None where there is none.
+    places: of each tensor; None where there is none.
     """
 
     device: int
-    lies: tuple[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None, ...]
+    places: tuple[Place | None, ...]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None]) -> Form:
         """The form of a call with these tensors, one of which is a tensor."""
         index = next(tensor.device.index for tensor in tensors if tensor is not None)
-        return cls(index or 0, tuple([None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors]))
+        return cls(index or 0, tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]))
 
     def program(self) -> tuple[Program, list[Any]]:
         """A program of such calls, with a view of each tensor, None where there is none."""
         p = Program(self.device)
-        return p, [None if t is None else p.operand(t[0], *t[1], strides=t[2]) for t in self.lies]
+        return p, [None if t is None else p.operand(t[2], *t[0], strides=t[1]) for t in self.places]
 
 
 def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
