@@ -16,7 +16,7 @@ from twell.ops import hybrid
 from twell.ops.hybrid_backward import build, transpose
 from twell.ops.hybrid_forward import Forward, forward_of
 from twell.ops.library import is_direct, rows
-from twell.ops.operands import Form, Gradients, Mains, Needs, Operands, Place, made
+from twell.ops.operands import Form, Gradients, Mains, Operands, Place, made
 from twell.ops.reglu import derivatives, pays
 
 # what a call that measures does with the number of non-zeros (0-d) and the sizes of the hybrid format
@@ -167,10 +167,9 @@ class _FFN(torch.autograd.Function):
             # not as saved tensors: a hook that moves those would make backward add to a copy
             ctx.mains = mains = Mains(main_gate, main_up, main_down)
             if not _modes.compiling():
-                weights = zip(Mains._fields, (w_gate, w_up, w_down), mains)
-                ctx.nodes = {
-                    w: weight.grad_fn for w, weight, main in weights if weight is not None and main is not None
-                }
+                weights = zip((w_gate, w_up, w_down), mains)
+                of_weights = [None if main is None else weight.grad_fn for weight, main in weights]
+                ctx.nodes = [None, *of_weights, None, None, None]
         ctx.set_materialize_grads(False)
         if not call.totals:
             return y  # type: ignore[no-any-return]
@@ -186,8 +185,7 @@ class _FFN(torch.autograd.Function):
             _require_addable(dy, dl1)
             # this backward pass may want less than forward announced: torch.autograd.grad may ask for x alone
             runs = torch._C._will_engine_execute_node
-            nodes = ctx.nodes
-            needs = Needs(*needs)._replace(**{weight: False for weight, node in nodes.items() if not runs(node)})
+            needs = [needed and (node is None or runs(node)) for needed, node in zip(needs, ctx.nodes)]
         *of_passes, of_b_down = needs
         gradients: tuple[Tensor | None, ...] = (None,) * 6
         saved: tuple[Any, ...] = ()
@@ -198,7 +196,7 @@ class _FFN(torch.autograd.Function):
                 found = call.passes.backward(dy, dl1, saved, needs)
             if found is None:
                 with torch.no_grad():
-                    found = _gradients(dy, dl1, saved, Needs(*needs), mains or Mains(), call.activation)
+                    found = _gradients(dy, dl1, saved, needs, mains or Mains(), call.activation)
             gradients = found
         db_down = None
         if of_b_down and dy is not None:
@@ -271,19 +269,25 @@ def _backward_range(name: str, dy: Tensor | None) -> nvtx.Context:
 
 
 def _gradients(
-    dy: Tensor | None, dl1: Tensor | None, saved: tuple[Any, ...], needs: Needs, mains: Mains, activation: Activation
+    dy: Tensor | None,
+    dl1: Tensor | None,
+    saved: tuple[Any, ...],
+    needs: Sequence[bool],
+    mains: Mains,
+    activation: Activation,
 ) -> tuple[Tensor | None, ...]:
     """Add the gradients of weights that have a main to it, and return the others that are needed, but of b_down."""
     x, w_gate, w_up, w_down, b_gate, b_up, kept = saved
+    of_x, of_gate, of_up, of_down, of_b_gate, of_b_up, _ = needs
     shape = x.shape
     if len(shape) != 2:
         x, dy = (None if t is None else t.reshape(-1, shape[-1]) for t in (x, dy))
     # the gradient of l1 alone leaves the down projection out
-    down_needed = needs.w_down and dy is not None
+    of_down = of_down and dy is not None
     if dy is None:
         dy = torch.zeros_like(x)
     arguments = (dy, dl1, x, w_gate, w_up, w_down.t(), b_gate, b_up, kept)
-    weights_needed = (needs.w_gate, needs.w_up, down_needed)
+    weights_needed = (of_gate, of_up, of_down)
 
     if any(needed and main is not None for needed, main in zip(weights_needed, mains)):
         targets: list[Any] = []
@@ -294,20 +298,20 @@ def _gradients(
                 targets.append(torch.zeros_like(weight, dtype=torch.float32))
         main_gate, main_up, main_down = targets
         dx, db_gate, db_up = ops.hybrid_backward_accumulate(
-            *arguments, main_gate, main_up, main_down, needs.x, *activation, True
+            *arguments, main_gate, main_up, main_down, of_x, *activation, True
         )
         dw_gate, dw_up, dw_down = (
             target.to(x.dtype) if needed and main is None else None
             for target, needed, main in zip(targets, weights_needed, mains)
         )
     else:
-        weight_grad = any(weights_needed) or needs.b_gate or needs.b_up
-        found: Any = ops.hybrid_backward(*arguments, needs.x, weight_grad, *activation)
+        weight_grad = any(weights_needed) or of_b_gate or of_b_up
+        found: Any = ops.hybrid_backward(*arguments, of_x, weight_grad, *activation)
         dx, dw_gate, dw_up, dw_down, db_gate, db_up = found
         # stored as the weight is, for optimizers that flatten gradients
-        dw_down = (ops.matrix_transpose(dw_down) if w_down.is_contiguous() else dw_down.t()) if down_needed else None
+        dw_down = (ops.matrix_transpose(dw_down) if w_down.is_contiguous() else dw_down.t()) if of_down else None
 
-    if needs.x and len(shape) != 2:
+    if of_x and len(shape) != 2:
         dx = dx.view(shape)
     every = dx, dw_gate, dw_up, dw_down, db_gate, db_up
     return tuple(gradient if needed else None for gradient, needed in zip(every, needs))

@@ -22,7 +22,7 @@ from twell._runtime.log import info_once, warn_once
 from twell.ops import screened
 from twell.ops.ffn import inference_of
 from twell.ops.ffn import on_cuda as ffn_on_cuda
-from twell.ops.library import STRIDE_MULTIPLE, is_direct
+from twell.ops.library import are_rows, is_direct
 from twell.ops.operands import Form, Mains, Operands
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
@@ -357,7 +357,12 @@ def _run(call: _Call, layer: Operands, route: Route, mains: Mains, site: Tensor 
     x = layer.x
     if route.strategy == "dense":
         y, hidden, gate = _dense(call, layer, mains)
-        _note_dense(route, layer, gate, y, call.activation)
+        if route.measurement is not None:
+            candidates = screened.wanted(route.measurement, layer, call.activation)
+            route.measurement.dense(gate, call.activation.level(gate.dtype), candidates)
+        if route.holder is not None:
+            # training keeps its choice until backward passes y
+            route.holder.hold(y)
         return (y, _dense_aux(hidden, gate, call.activation)) if call.return_aux else y
 
     if call.training:
@@ -537,20 +542,7 @@ def _chosen(layer: Operands, site: AutoStrategy | None, training: bool, direct: 
 
 def copies_down(w_down: Tensor) -> bool:
     """Whether sparse strategies copy ``w_down`` [K, N] by rows at each call."""
-    stride, inner = w_down.stride()[::-1]
-    return not (inner == 1 and stride >= w_down.shape[0] and stride % STRIDE_MULTIPLE == 0)
-
-
-def _note_dense(route: Route, layer: Operands, gate: Tensor, y: Tensor, activation: Activation) -> None:
-    """Hand a dense gate [..., N], before or after its activation, to the measurement, if there is one.
-
-    Training keeps its choice until backward passes y.
-    """
-    if route.measurement is not None:
-        candidates = screened.wanted(route.measurement, layer, activation)
-        route.measurement.dense(gate, activation.level(gate.dtype), candidates)
-    if route.holder is not None:
-        route.holder.hold(y)
+    return not are_rows(w_down.shape[::-1], w_down.stride()[::-1])
 
 
 def _train(call: _Call, layer: Operands, route: Route, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None]:

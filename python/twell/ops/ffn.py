@@ -13,6 +13,7 @@ so. With ``invariant`` "row" gives a token the same bits whatever other tokens t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,10 +84,6 @@ def _chosen(layer: Operands, route: Route, site: Tensor | None) -> Route:
     return site_of(site, route.screen).begin(x, n, gated, False, copied, merged)
 
 
-def _on_cpu(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Totals:
-    return _run(_sparse_on_cpu, layer, compression, activation, route, totals)
-
-
 @nvtx.marked(
     lambda layer, compression, *_: nvtx.range("ffn", **nvtx.sizes(layer._asdict() | {"compression": compression}))
 )
@@ -105,7 +102,10 @@ def _operators(compute: Callable[..., _Totals] | None) -> list[Implementation]:
         layer, (compression, strategy, site, *how) = Operands(*arguments[:7]), arguments[7:]
         name, threshold, screen, invariant = how
         activation = activation_of(name, threshold, layer.w_up is not None)
-        route = _route(layer.x, strategy, screen, invariant)
+        on = layer.x.device
+        imposed = imposed_on_call(on.type, on.index) if strategy == "auto" else ""
+        # ValueError if the arguments contradict each other
+        route = routed(Facts("ffn", strategy, invariant, screen=screen, imposed=imposed))
         check_layer(*layer)
         activation.level(layer.x.dtype)
         geometry.words_per_tile(compression)
@@ -124,12 +124,6 @@ def _operators(compute: Callable[..., _Totals] | None) -> list[Implementation]:
         return run(True, *arguments)
 
     return [ffn, ffn_aux]
-
-
-def _route(x: Tensor, strategy: str, screen: bool, invariant: bool) -> Route:
-    """What the arguments of the schema ask for; ValueError if they contradict each other."""
-    imposed = imposed_on_call(x.device.type, x.device.index) if strategy == "auto" else ""
-    return routed(Facts("ffn", strategy, invariant, screen=screen, imposed=imposed))
 
 
 def _sparse_on_cpu(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Counted:
@@ -292,6 +286,6 @@ ffn, ffn_aux = (
     register(schema, fake=fake, cpu=cpu, cuda=cuda)
     for schema, fake, cpu, cuda in zip(
         (f"ffn({_ARGUMENTS}) -> Tensor", f"ffn_aux({_ARGUMENTS}) -> (Tensor y, Tensor l1, Tensor nonzeros)"),
-        *map(_operators, (None, _on_cpu, on_cuda)),
+        *map(_operators, (None, functools.partial(_run, _sparse_on_cpu), on_cuda)),
     )
 )

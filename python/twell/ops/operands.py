@@ -63,18 +63,6 @@ class Gradients(NamedTuple):
     b_down: Any = None
 
 
-class Needs(NamedTuple):
-    """For each of the ``Operands`` whether its gradient is wanted."""
-
-    x: bool
-    w_gate: bool
-    w_up: bool
-    w_down: bool
-    b_gate: bool
-    b_up: bool
-    b_down: bool
-
-
 class Mains(NamedTuple):
     """For each weight the float32 tensor of its shape to which its gradient is added; None where there is none."""
 
