@@ -16,7 +16,7 @@ from twell.ops import hybrid
 from twell.ops.hybrid_backward import build, transpose
 from twell.ops.hybrid_forward import Forward, forward_of
 from twell.ops.library import is_direct, rows
-from twell.ops.operands import Form, Gradients, Mains, Needs, Operands, made
+from twell.ops.operands import Form, Gradients, Mains, Operands, Place, made
 from twell.ops.reglu import derivatives, pays
 
 # what a call that measures does with the number of non-zeros (0-d) and the sizes of the hybrid format
@@ -68,10 +68,6 @@ def ffn(
     return found if call.totals else (found, None, None)
 
 
-# the shape, strides and dtype of what is allocated
-_Place = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-
-
 class Passes:
     """A layer's passes in training, for plain tensors of one form, in eager mode and on the current device.
 
@@ -82,12 +78,12 @@ class Passes:
 
     def __init__(self, form: Form, forward: Forward, call: Call) -> None:
         self.form, self.forward, self.call = form, forward, call._replace(passes=self)
-        _, (dtype, (n, k), _), w_up, (*_, strides), b_gate, b_up, _ = form.lies  # type: ignore[misc]
+        _, ((n, k), _, dtype), w_up, (_, strides, _), b_gate, b_up, _ = form.places  # type: ignore[misc]
         weight, bias = ((n, k), (k, 1), dtype), ((n,), (1,), dtype)
         # of the gradients, that of w_down [N, K]
-        self.places: list[_Place | None] = [forward.y, weight, w_up and weight, weight, b_gate and bias, b_up and bias]
+        self.places: list[Place | None] = [forward.y, weight, w_up and weight, weight, b_gate and bias, b_up and bias]
         # a gradient is stored as the weight is, for optimizers that flatten gradients
-        self.down: _Place | None = ((k, n), (n, 1), dtype) if strides == (n, 1) else None
+        self.down: Any = ((k, n), (n, 1), dtype) if strides == (n, 1) else None
 
     def __call__(self, *operands: Tensor | None) -> Tensor | None:
         return _apply(self.call, None, None, None, *operands)  # type: ignore[no-any-return]
@@ -108,20 +104,17 @@ class Passes:
             # expanded or transposed, as sums and products leave it
             dy = rows(dy.reshape(-1, dy.shape[-1]))
         run, places, transposed = _backward_of(self, dy.shape, dy.stride(), dl1 is not None, of_x, weights)
-        found = [None if place is None else allocate(x, *place) for place in places]
+        found: list[Any] = [None if place is None else allocate(x, *place) for place in places]
         if not run.ran(*[t for t in (dy, dl1, *saved, *found) if t is not None]):
             return None
         if of_down:
-            found[3] = self._stored(found[3], transposed)
+            # laid out as the weight is
+            if transposed is None:
+                found[3] = found[3].t()
+            else:
+                dw_down, found[3] = found[3], allocate(x, *self.down)
+                transposed(dw_down, found[3])
         return [gradient if needed else None for gradient, needed in zip(found, needs)]
-
-    def _stored(self, dw_down: Any, transposed: Executable | None) -> Tensor:
-        """``dw_down`` [N, K] as [K, N], laid out as the weight is."""
-        if self.down is None or transposed is None:
-            return dw_down.t()  # type: ignore[no-any-return]
-        out = allocate(dw_down, *self.down)
-        transposed(dw_down, out)
-        return out
 
 
 @kept
@@ -130,45 +123,36 @@ def passes_of(
 ) -> Passes | None:
     """The passes of layers whose seven operands have this form, w_down [K, N]; None if kernels read only copies."""
     forward = forward_of(form, compression, held, activation, screen, totals)
-    name = "sparse_ffn" if form.lies[2] is None else "sparse_gated_ffn"
+    name = "sparse_ffn" if form.places[2] is None else "sparse_gated_ffn"
     return None if forward is None else Passes(form, forward, Call(name, compression, held, activation, screen, totals))
 
 
 @kept
 def _backward_of(
     passes: Passes, shape: Any, strides: Any, with_dl1: bool, input_grad: bool, weight_grad: bool
-) -> tuple[Executable, list[_Place | None], Executable | None]:
+) -> tuple[Executable, list[Place | None], Executable | None]:
     """What runs backward for a dy that lies so, the gradients that it fills, and what transposes that of w_down."""
     dx, *others = passes.places
     places = [dx if input_grad else None, *(others if weight_grad else [None] * len(others))]
-    dl1: _Place | None = ((), (), torch.float32) if with_dl1 else None
-    lies = [None if place is None else (place[2], *place[:2]) for place in (dl1, passes.forward.kept, *places)]
+    dl1: Place | None = ((), (), torch.float32) if with_dl1 else None
     device, down = passes.form.device, passes.down
-    dy = passes.forward.y[2], shape, strides
-    form = Form(device, (dy, lies[0], *passes.form.lies[:6], *lies[1:]))
-    transposed = (
-        None if down is None or lies[5] is None else made(transpose, Form(device, (lies[5], (down[2], *down[:2]))))
-    )
+    dy = shape, strides, passes.forward.y[2]
+    form = Form(device, (dy, dl1, *passes.form.places[:6], passes.forward.kept, *places))
+    transposed = None if down is None or places[3] is None else made(transpose, Form(device, (places[3], down)))
     return made(build, form, passes.call.activation, False), places, transposed
 
 
 class _FFN(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: Call,
-        main_gate: Tensor | None,
-        main_up: Tensor | None,
-        main_down: Tensor | None,
-        *layer: Any,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor] | None:
-        x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    def forward(ctx: Any, call: Call, *tensors: Any) -> Tensor | tuple[Tensor, Tensor, Tensor] | None:
+        main_gate, main_up, main_down, *layer = tensors
+        x, w_gate, w_up, w_down, b_gate, b_up, _ = layer
         if call.passes is not None:
             found: Any = call.passes.forward(*layer)
             if found is None:
                 return None
         else:
-            layer = (*layer[:3], w_down.t(), b_gate, b_up, b_down)
+            layer[3] = w_down.t()
             found = ops.hybrid_forward(*layer, call.compression, call.held, *call.activation, call.screen)
         y, l1, nonzeros, kept = found
         if call.note is not None:
@@ -183,10 +167,9 @@ class _FFN(torch.autograd.Function):
             # not as saved tensors: a hook that moves those would make backward add to a copy
             ctx.mains = mains = Mains(main_gate, main_up, main_down)
             if not _modes.compiling():
-                weights = zip(Mains._fields, (w_gate, w_up, w_down), mains)
-                ctx.nodes = {
-                    w: weight.grad_fn for w, weight, main in weights if weight is not None and main is not None
-                }
+                weights = zip((w_gate, w_up, w_down), mains)
+                of_weights = [None if main is None else weight.grad_fn for weight, main in weights]
+                ctx.nodes = [None, *of_weights, None, None, None]
         ctx.set_materialize_grads(False)
         if not call.totals:
             return y  # type: ignore[no-any-return]
@@ -202,8 +185,7 @@ class _FFN(torch.autograd.Function):
             _require_addable(dy, dl1)
             # this backward pass may want less than forward announced: torch.autograd.grad may ask for x alone
             runs = torch._C._will_engine_execute_node
-            nodes = ctx.nodes
-            needs = Needs(*needs)._replace(**{weight: False for weight, node in nodes.items() if not runs(node)})
+            needs = [needed and (node is None or runs(node)) for needed, node in zip(needs, ctx.nodes)]
         *of_passes, of_b_down = needs
         gradients: tuple[Tensor | None, ...] = (None,) * 6
         saved: tuple[Any, ...] = ()
@@ -214,7 +196,7 @@ class _FFN(torch.autograd.Function):
                 found = call.passes.backward(dy, dl1, saved, needs)
             if found is None:
                 with torch.no_grad():
-                    found = _gradients(dy, dl1, saved, Needs(*needs), mains or Mains(), call.activation)
+                    found = _gradients(dy, dl1, saved, needs, mains or Mains(), call.activation)
             gradients = found
         db_down = None
         if of_b_down and dy is not None:
@@ -287,19 +269,25 @@ def _backward_range(name: str, dy: Tensor | None) -> nvtx.Context:
 
 
 def _gradients(
-    dy: Tensor | None, dl1: Tensor | None, saved: tuple[Any, ...], needs: Needs, mains: Mains, activation: Activation
+    dy: Tensor | None,
+    dl1: Tensor | None,
+    saved: tuple[Any, ...],
+    needs: Sequence[bool],
+    mains: Mains,
+    activation: Activation,
 ) -> tuple[Tensor | None, ...]:
     """Add the gradients of weights that have a main to it, and return the others that are needed, but of b_down."""
     x, w_gate, w_up, w_down, b_gate, b_up, kept = saved
+    of_x, of_gate, of_up, of_down, of_b_gate, of_b_up, _ = needs
     shape = x.shape
     if len(shape) != 2:
         x, dy = (None if t is None else t.reshape(-1, shape[-1]) for t in (x, dy))
     # the gradient of l1 alone leaves the down projection out
-    down_needed = needs.w_down and dy is not None
+    of_down = of_down and dy is not None
     if dy is None:
         dy = torch.zeros_like(x)
     arguments = (dy, dl1, x, w_gate, w_up, w_down.t(), b_gate, b_up, kept)
-    weights_needed = (needs.w_gate, needs.w_up, down_needed)
+    weights_needed = (of_gate, of_up, of_down)
 
     if any(needed and main is not None for needed, main in zip(weights_needed, mains)):
         targets: list[Any] = []
@@ -310,20 +298,20 @@ def _gradients(
                 targets.append(torch.zeros_like(weight, dtype=torch.float32))
         main_gate, main_up, main_down = targets
         dx, db_gate, db_up = ops.hybrid_backward_accumulate(
-            *arguments, main_gate, main_up, main_down, needs.x, *activation, True
+            *arguments, main_gate, main_up, main_down, of_x, *activation, True
         )
         dw_gate, dw_up, dw_down = (
             target.to(x.dtype) if needed and main is None else None
             for target, needed, main in zip(targets, weights_needed, mains)
         )
     else:
-        weight_grad = any(weights_needed) or needs.b_gate or needs.b_up
-        found: Any = ops.hybrid_backward(*arguments, needs.x, weight_grad, *activation)
+        weight_grad = any(weights_needed) or of_b_gate or of_b_up
+        found: Any = ops.hybrid_backward(*arguments, of_x, weight_grad, *activation)
         dx, dw_gate, dw_up, dw_down, db_gate, db_up = found
         # stored as the weight is, for optimizers that flatten gradients
-        dw_down = (ops.matrix_transpose(dw_down) if w_down.is_contiguous() else dw_down.t()) if down_needed else None
+        dw_down = (ops.matrix_transpose(dw_down) if w_down.is_contiguous() else dw_down.t()) if of_down else None
 
-    if needs.x and len(shape) != 2:
+    if of_x and len(shape) != 2:
         dx = dx.view(shape)
     every = dx, dw_gate, dw_up, dw_down, db_gate, db_up
     return tuple(gradient if needed else None for gradient, needed in zip(every, needs))

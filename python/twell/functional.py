@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from twell._runtime.log import info_once, warn_once
 from twell.ops import screened
 from twell.ops.ffn import inference_of
 from twell.ops.ffn import on_cuda as ffn_on_cuda
-from twell.ops.library import STRIDE_MULTIPLE, is_direct
+from twell.ops.library import are_rows, is_direct
 from twell.ops.operands import Form, Mains, Operands
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
@@ -31,6 +31,9 @@ from twell.strategy import costs
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, route_of, routed, unpackable
 from twell.strategy.site import AutoStrategy, enroll, found, tokens_of, without_site
 from twell.strategy.tables import imposed_on_call
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Strategy = Literal["auto", "dense", "row", "union"]
 
@@ -50,6 +53,23 @@ class Aux(NamedTuple):
 pytree._register_namedtuple(Aux, serialized_type_name="twell.Aux")
 
 
+class _Options(TypedDict, total=False):
+    """The options of both functions, for their overloads."""
+
+    b_up: Tensor | None
+    b_down: Tensor | None
+    activation: ActivationName
+    threshold: float | Tensor
+    strategy: Strategy | AutoStrategy
+    invariant: bool
+    compression: int
+    main_grads: Sequence[Tensor | None] | None
+
+
+class _GatedOptions(_Options, total=False):
+    b_gate: Tensor | None
+
+
 @overload
 def sparse_gated_ffn(
     x: Tensor,
@@ -57,16 +77,8 @@ def sparse_gated_ffn(
     w_up: Tensor,
     w_down: Tensor,
     *,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    activation: ActivationName = "relu",
-    threshold: float | Tensor = 0,
-    strategy: Strategy | AutoStrategy = "auto",
-    invariant: bool = False,
-    compression: int = 8,
-    main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[False] = False,
+    **options: Unpack[_GatedOptions],
 ) -> Tensor: ...
 
 
@@ -77,16 +89,8 @@ def sparse_gated_ffn(
     w_up: Tensor,
     w_down: Tensor,
     *,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    activation: ActivationName = "relu",
-    threshold: float | Tensor = 0,
-    strategy: Strategy | AutoStrategy = "auto",
-    invariant: bool = False,
-    compression: int = 8,
-    main_grads: Sequence[Tensor | None] | None = None,
     return_aux: Literal[True],
+    **options: Unpack[_GatedOptions],
 ) -> tuple[Tensor, Aux]: ...
 
 
@@ -180,37 +184,13 @@ def sparse_gated_ffn(
 
 @overload
 def sparse_ffn(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    *,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    activation: ActivationName = "relu",
-    threshold: float | Tensor = 0,
-    strategy: Strategy | AutoStrategy = "auto",
-    invariant: bool = False,
-    compression: int = 8,
-    main_grads: Sequence[Tensor | None] | None = None,
-    return_aux: Literal[False] = False,
+    x: Tensor, w_up: Tensor, w_down: Tensor, *, return_aux: Literal[False] = False, **options: Unpack[_Options]
 ) -> Tensor: ...
 
 
 @overload
 def sparse_ffn(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    *,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    activation: ActivationName = "relu",
-    threshold: float | Tensor = 0,
-    strategy: Strategy | AutoStrategy = "auto",
-    invariant: bool = False,
-    compression: int = 8,
-    main_grads: Sequence[Tensor | None] | None = None,
-    return_aux: Literal[True],
+    x: Tensor, w_up: Tensor, w_down: Tensor, *, return_aux: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Aux]: ...
 
 
@@ -313,11 +293,8 @@ def run(
             named = given.named(gated)
             present = {argument: operand for argument, operand in named.items() if operand is not None}
             mains = admit_mains(name, present, named, main_grads)
-        device, training = given.x.device, torch.is_grad_enabled() and given.requires_grad()
-        imposed = imposed_on_call(device.type, device.index) if asked == "auto" else ""
+        training = torch.is_grad_enabled() and given.requires_grad()
         direct = is_direct(given.x)
-        facts = Facts(name, asked, same_bits, site is not None, screen, imposed=imposed, training=training)
-        route = routed(facts)
     else:
         named, direct = given.named(gated), False
         t = admit(name, **named)
@@ -327,10 +304,13 @@ def run(
             return _on_shards(name, function, t, named, main_grads, return_aux, options)  # type: ignore[no-any-return]
         mains = admit_mains(name, t, named, main_grads)
         layer, training = Operands.of(t), bool(needing_grad(t))
-        facts = Facts(name, asked, same_bits, site is not None, screen, training=training)
-        if asked != "dense":
-            facts = _gathered(facts, t, compression)
-        route = routed(facts)
+    device = layer.x.device
+    imposed = imposed_on_call(device.type, device.index) if asked == "auto" else ""
+    facts = Facts(name, asked, same_bits, site is not None, screen, imposed=imposed, training=training)
+    if not plain and asked != "dense":
+        facts = _gathered(facts, t, compression)
+    route = routed(facts)
+    if not plain:
         _say(facts, route)
     if route.strategy == "auto":
         route = _chosen(layer, site, training, direct, route)
@@ -377,7 +357,12 @@ def _run(call: _Call, layer: Operands, route: Route, mains: Mains, site: Tensor 
     x = layer.x
     if route.strategy == "dense":
         y, hidden, gate = _dense(call, layer, mains)
-        _note_dense(route, layer, gate, y, call.activation)
+        if route.measurement is not None:
+            candidates = screened.wanted(route.measurement, layer, call.activation)
+            route.measurement.dense(gate, call.activation.level(gate.dtype), candidates)
+        if route.holder is not None:
+            # training keeps its choice until backward passes y
+            route.holder.hold(y)
         return (y, _dense_aux(hidden, gate, call.activation)) if call.return_aux else y
 
     if call.training:
@@ -516,14 +501,12 @@ def _on_shards(
 def _gathered(facts: Facts, operands: Mapping[str, Tensor], compression: int) -> Facts:
     """The facts of a call that is not plain, or that the kernels may refuse."""
     x, (n, k) = operands["x"], operands["w_gate" if "w_gate" in operands else "w_up"].shape
-    device = x.device
     return facts._replace(
         n=n,
         k=k,
         compression=compression,
         dtype=x.dtype,
-        device=device.type,
-        imposed=imposed_on_call(device.type, device.index) if facts.strategy == "auto" else "",
+        device=x.device.type,
         needing=tuple(needing_grad(operands)),
         transformed=_modes.transform_of(operands, facts.training),
         overridden=overridden(operands),
@@ -559,20 +542,7 @@ def _chosen(layer: Operands, site: AutoStrategy | None, training: bool, direct: 
 
 def copies_down(w_down: Tensor) -> bool:
     """Whether sparse strategies copy ``w_down`` [K, N] by rows at each call."""
-    stride, inner = w_down.stride()[::-1]
-    return not (inner == 1 and stride >= w_down.shape[0] and stride % STRIDE_MULTIPLE == 0)
-
-
-def _note_dense(route: Route, layer: Operands, gate: Tensor, y: Tensor, activation: Activation) -> None:
-    """Hand a dense gate [..., N], before or after its activation, to the measurement, if there is one.
-
-    Training keeps its choice until backward passes y.
-    """
-    if route.measurement is not None:
-        candidates = screened.wanted(route.measurement, layer, activation)
-        route.measurement.dense(gate, activation.level(gate.dtype), candidates)
-    if route.holder is not None:
-        route.holder.hold(y)
+    return not are_rows(w_down.shape[::-1], w_down.stride()[::-1])
 
 
 def _train(call: _Call, layer: Operands, route: Route, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None]:

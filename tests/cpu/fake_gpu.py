@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,3 +184,10 @@ def _reach(view: View) -> int:
 def room(made: Program, *operands: int) -> int:
     """Bytes of the scratch of a pass and of its operands of these numbers."""
     return made.placed()[1] + sum(_reach(made.operands[i]) for i in operands)
+
+
+def on_cuda(op: str, *arguments: Any) -> Any:
+    """Call the operator's code for a GPU, which takes the arguments with defaults, too."""
+    schema = getattr(torch.ops.twell, op).default._schema
+    left_out = [argument.default_value for argument in schema.arguments][len(arguments) :]
+    return sys.modules[f"twell.ops.{op}"]._cuda(*arguments, *left_out)

@@ -390,8 +390,9 @@ def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch:
             backward = call.op is ops.reglu_backward
             own_code = vars(module).get("_cuda", vars(module).get("on_cuda", call.op))
             if op == "ffn":
-                own_code = module._operators(module._on_cuda)[1]
-            (module._backward_cuda if backward else own_code)(*call.arguments)
+                own_code = module._operators(module.on_cuda)[1]
+            left_out = [argument.default_value for argument in call.op._schema.arguments][len(call.arguments) :]
+            (module._backward_cuda if backward else own_code)(*call.arguments, *left_out)
     program.forget()
     launched, own = {spec for spec, _ in gpu.launches}, set(sanitize.OPS[op])
     assert {spec.op for spec in launched} == own

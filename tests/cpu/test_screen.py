@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests import family as families
+from tests.cpu import fake_gpu
 from twell import ops, reference, testing
 from twell._activation import RELU, Activation
 from twell._runtime import device, screen
@@ -440,7 +441,7 @@ def on_cuda(op: str, problem: testing.FFN, q: Tensor, *others: Tensor) -> object
         "gate_screen": (*ops.quantize_gate(problem.x, False), *quantized, problem.x.new_empty(0)),
         "ffn_screened": (*problem, *quantized, 8),
     }[op]
-    result: object = sys.modules[f"twell.ops.{op}"]._cuda(*arguments)
+    result: object = fake_gpu.on_cuda(op, *arguments)
     return result
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +35,7 @@ def multiplied(gated: bool) -> list[str]:
 
 
 def on_cuda(op: Any, arguments: tuple[Any, ...]) -> Any:
-    return sys.modules[f"twell.ops.{op._opname}"]._cuda(*arguments)
+    return fake_gpu.on_cuda(op._opname, *arguments)
 
 
 @pytest.fixture
@@ -516,13 +515,11 @@ def test_threads_share_programs(gpu: FakeGpu) -> None:
 def test_peak_memory(gpu: FakeGpu, m: int, before_forward: float, before_backward: float) -> None:
     """Of results and scratch at the paper's size: not more than when tensors came and went one by one."""
     k, n = 2048, 5632
-    rows = [(BF16, shape, (k, 1)) for shape in ((m, k), (n, k), (n, k))]
-    form = Form(0, (*rows, (BF16, (k, n), (1, k)), None, None, None))
+    rows = [(shape, (k, 1), BF16) for shape in ((m, k), (n, k), (n, k))]
+    form = Form(0, (*rows, ((k, n), (1, k), BF16), None, None, None))
     whole = forward_of(form, 8, 0, RELU, False, False)
     assert whole is not None
-    ((words,), _, _) = whole.kept
-    kept = (torch.int32, (words,), (1,))
-    given = (rows[0], None, *form.lies[:6], kept, *rows, rows[1], None, None)
+    given = (rows[0], None, *form.places[:6], whole.kept, *rows, rows[1], None, None)
     made(build, Form(0, given), RELU, False)
     packing, multiplying, backward = gpu.programs
     # behind the layer come kept, y and the gradients

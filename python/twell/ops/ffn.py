@@ -13,6 +13,7 @@ so. With ``invariant`` "row" gives a token the same bits whatever other tokens t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from twell import _memory, _modes, tuning
 from twell._activation import Activation, activation_of
-from twell._runtime import geometry, nvtx, specs
+from twell._runtime import geometry, nvtx
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
 from twell.ops import screened
 from twell.ops.ffn_screened import launches as screened_launches
@@ -33,23 +34,13 @@ from twell.ops.ffn_union import launches as union_launches
 from twell.ops.ffn_union import on_cpu as union_on_cpu
 from twell.ops.ffn_union import shapes as union_shapes
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
-from twell.ops.gate_pack import pack, scratch, spec_of, stats_shape
-from twell.ops.library import (
-    ACTIVATION,
-    LAYER,
-    Implementation,
-    Shape,
-    are_rows,
-    check_layer,
-    laid,
-    new,
-    register,
-)
+from twell.ops.gate_pack import pack, scratch, stats_shape
+from twell.ops.library import ACTIVATION, LAYER, Implementation, Shape, are_rows, check_layer, laid, new, register
 from twell.ops.operands import Form, Operands, Views, present
 from twell.ops.quantize_gate import quantize, quantize_gate, require
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
-from twell.ops.up_down import arrivals_for, multiply
+from twell.ops.up_down import counters, multiply
 from twell.ops.up_down import on_cpu as up_down_on_cpu
 from twell.strategy.plan import Facts, Route, routed
 from twell.strategy.site import Measurement, site_of, without_site
@@ -60,11 +51,6 @@ _Totals = tuple[Tensor, Tensor | None, Tensor | None]
 # y, parts of the sum of |h|, stats; for "union" the unions and, if it screens, the candidates, with more behind them
 _Counted = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 _Sparse = Callable[[Operands, int, Activation, Route, bool], _Counted]
-
-
-def outputs(x: Tensor) -> Aux:
-    """Uninitialised y [M, K], l1 float32 and nonzeros int64, both 0-d."""
-    return x.new_empty(x.shape), x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.int64)
 
 
 def _run(
@@ -98,10 +84,6 @@ def _chosen(layer: Operands, route: Route, site: Tensor | None) -> Route:
     return site_of(site, route.screen).begin(x, n, gated, False, copied, merged)
 
 
-def _on_cpu(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Totals:
-    return _run(_sparse_on_cpu, layer, compression, activation, route, totals)
-
-
 @nvtx.marked(
     lambda layer, compression, *_: nvtx.range("ffn", **nvtx.sizes(layer._asdict() | {"compression": compression}))
 )
@@ -120,12 +102,16 @@ def _operators(compute: Callable[..., _Totals] | None) -> list[Implementation]:
         layer, (compression, strategy, site, *how) = Operands(*arguments[:7]), arguments[7:]
         name, threshold, screen, invariant = how
         activation = activation_of(name, threshold, layer.w_up is not None)
-        route = _route(layer.x, strategy, screen, invariant)
+        on = layer.x.device
+        imposed = imposed_on_call(on.type, on.index) if strategy == "auto" else ""
+        # ValueError if the arguments contradict each other
+        route = routed(Facts("ffn", strategy, invariant, screen=screen, imposed=imposed))
         check_layer(*layer)
         activation.level(layer.x.dtype)
         geometry.words_per_tile(compression)
         if compute is None:
-            return outputs(layer.x)
+            x = layer.x
+            return x.new_empty(x.shape), x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.int64)
         if _modes.capturing(layer.w_down):
             _memory.note_capture(layer.w_down)
         route = _chosen(layer, route, site)
@@ -138,12 +124,6 @@ def _operators(compute: Callable[..., _Totals] | None) -> list[Implementation]:
         return run(True, *arguments)
 
     return [ffn, ffn_aux]
-
-
-def _route(x: Tensor, strategy: str, screen: bool, invariant: bool) -> Route:
-    """What the arguments of the schema ask for; ValueError if they contradict each other."""
-    imposed = imposed_on_call(x.device.type, x.device.index) if strategy == "auto" else ""
-    return routed(Facts("ffn", strategy, invariant, screen=screen, imposed=imposed))
 
 
 def _sparse_on_cpu(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Counted:
@@ -200,29 +180,18 @@ def _by_row(
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats = results
     words, spill, _ = scratch(p, x, x.shape[0], w_gate, compression)
-    few = isinstance(spec_of(p, x, w_gate, invariant), specs.GatePackFewSpec)
-    arrivals = arrivals_for(p, x, w_up is not None, invariant) if few else None
-    how = compression, activation, invariant, arrivals
-    pack(p, x, w_gate, b_gate, words, spill, stats, *how)
-    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how)
+    how = compression, activation, invariant
+    arrivals = pack(p, x, w_gate, b_gate, words, spill, stats, *how, counters(p, x, w_up is not None, invariant))
+    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how, arrivals)
 
 
-class _Inference:
-    """A sparse layer without figures: y of ``Operands`` of one form, None, with nothing launched, of others."""
+def inference_of(
+    layer: Operands, compression: int, activation: Activation, route: Route
+) -> Callable[..., Tensor | None] | None:
+    """What computes y of calls like this one, w_down [K, N]; None if kernels read only copies, or more than these.
 
-    __slots__ = ("_run", "_screen", "_y")
-
-    def __init__(self, x: Tensor, run: Executable, screen: bool) -> None:
-        self._y = tuple(x.shape), contiguous(x.shape), x.dtype
-        self._run, self._screen = run, screen
-
-    def __call__(self, *operands: Any) -> Tensor | None:
-        y, firing = allocate(operands[0], *self._y), operands[4] if self._screen else None
-        return y if self._run.ran(*present((*operands, firing)), y) else None
-
-
-def inference_of(layer: Operands, compression: int, activation: Activation, route: Route) -> _Inference | None:
-    """What computes y of calls like this one, w_down [K, N]; None if kernels read only copies, or more than these."""
+    It is a function of ``Operands``, which gives None, with nothing launched, for those of another form.
+    """
     x = layer.x
     if not x.numel() or (route.screen and activation.threshold):
         return None
@@ -232,19 +201,20 @@ def inference_of(layer: Operands, compression: int, activation: Activation, rout
         require(x.device, "ffn with screen=True")
     form = Form.of((*layer, layer.b_gate if route.screen else None))
     run, _ = _pass(form, route.name, True, compression, activation, False)
-    return _Inference(x, run, route.screen)
+    place, screen = (tuple(x.shape), contiguous(x.shape), x.dtype), route.screen
+
+    def inference(*operands: Any) -> Tensor | None:
+        y, firing = allocate(operands[0], *place), operands[4] if screen else None
+        return y if run.ran(*present((*operands, firing)), y) else None
+
+    return inference
 
 
 def _sparse_on_cuda(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Counted:
     x, firing = layer.x, None
     if not x.numel():
-        return (
-            x.new_empty(x.shape),
-            x.new_zeros(1, dtype=torch.float32),
-            x.new_zeros((1, 1, 2), dtype=torch.int32),
-            None,
-            None,
-        )
+        stats = x.new_zeros((1, 1, 2), dtype=torch.int32)
+        return x.new_empty(x.shape), x.new_zeros(1, dtype=torch.float32), stats, None, None
     if route.screen:
         require(x.device, "ffn with screen=True")
         firing = screened.firing_bias(layer.w_gate, layer.b_gate, activation)
@@ -316,6 +286,6 @@ ffn, ffn_aux = (
     register(schema, fake=fake, cpu=cpu, cuda=cuda)
     for schema, fake, cpu, cuda in zip(
         (f"ffn({_ARGUMENTS}) -> Tensor", f"ffn_aux({_ARGUMENTS}) -> (Tensor y, Tensor l1, Tensor nonzeros)"),
-        *map(_operators, (None, _on_cpu, on_cuda)),
+        *map(_operators, (None, functools.partial(_run, _sparse_on_cpu), on_cuda)),
     )
 )

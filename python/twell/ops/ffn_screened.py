@@ -20,15 +20,7 @@ from twell._runtime.program import Program, View
 from twell.ops import hybrid, screened
 from twell.ops.ffn_union import shapes as shapes_of_union
 from twell.ops.gate_pack import scratch
-from twell.ops.library import (
-    ACTIVATION,
-    LAYER,
-    Shape,
-    check_layer,
-    laid,
-    new,
-    register,
-)
+from twell.ops.library import ACTIVATION, LAYER, Shape, check_layer, laid, new, register
 from twell.ops.operands import Operands, Views, run
 from twell.ops.quantize_gate import Quantized, QuantizedViews, require, require_pitch
 from twell.ops.up_down_union import by_slices, figures_on_cpu, union

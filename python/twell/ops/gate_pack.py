@@ -102,13 +102,6 @@ def _cuda(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, th
     return packed
 
 
-def spec_of(p: Program, x: View, w_gate: View, invariant: bool = False) -> specs.GatePackSpec | specs.GatePackFewSpec:
-    """The kernel that packs the gate of ``x``; if ``invariant``, with bits that do not depend on the other tokens."""
-    # a cluster is two CTAs, one per multiprocessor
-    m, n, clusters = x.shape[0], w_gate.shape[0], p.multiprocessors // 2
-    return tuning.gate_pack(x.dtype, m, n, clusters, invariant, tuning.family(p.index))
-
-
 def pack(
     p: Program,
     x: View,
@@ -120,20 +113,24 @@ def pack(
     compression: int,
     activation: Activation,
     invariant: bool = False,
-    arrivals: View | None = None,
-) -> None:
-    """Launch what fills words, spill and stats, by the kernel of ``spec_of``.
+    counters: int = 0,
+) -> View | None:
+    """Launch what fills words, spill and stats; if ``invariant``, with bits that do not depend on the other tokens.
 
-    That for few tokens zeroes ``arrivals``, the counters of up_down's clusters.
+    The kernel for few tokens zeroes int32 [counters] for up_down's clusters, which are returned.
     """
-    spec, family = spec_of(p, x, w_gate, invariant), tuning.family(p.index)
+    family, ctas = tuning.family(p.index), p.multiprocessors
+    # a cluster is two CTAs, one per multiprocessor
+    spec = tuning.gate_pack(x.dtype, x.shape[0], w_gate.shape[0], ctas // 2, invariant, family)
     operands = x, w_gate, bias_view(p, b_gate, x.dtype), words, spill, stats
     form = geometry.words_per_tile(compression), threshold_pair(activation, x.dtype)
     if isinstance(spec, specs.GatePackSpec):
         # the portable family has no clusters
-        p.launch(spec, *operands, *form, p.multiprocessors // 2 if family == specs.SM90 else p.multiprocessors)
-    else:
-        p.launch(spec, *operands, p.scratch(torch.int32, 0) if arrivals is None else arrivals, *form)
+        p.launch(spec, *operands, *form, ctas // 2 if family == specs.SM90 else ctas)
+        return None
+    zeroed = p.scratch(torch.int32, counters)
+    p.launch(spec, *operands, zeroed, *form)
+    return zeroed if counters else None
 
 
 gate_pack = register(

@@ -26,17 +26,13 @@ from twell.ops.quantize_gate import Quantized, QuantizedViews, require, require_
 _WORD = 32
 
 
-def outputs(x: Tensor, w_gate: Tensor) -> Tensor:
-    """Uninitialised candidates int32 [ceil(M/128), 8 * T]."""
-    return x.new_empty(_shape(x, w_gate), dtype=torch.int32)
-
-
 def _shape(x: Tensor | View, w_gate: Tensor | View) -> tuple[int, int]:
     words = geometry.tiles(w_gate.shape[0]) * geometry.TILE // _WORD
     return blocks(x.shape[0], geometry.TOKEN_TILE), words
 
 
-def _fake(*arguments: Any) -> Tensor:
+def outputs(*arguments: Any) -> Tensor:
+    """Uninitialised candidates int32 [ceil(M/128), 8 * T]; raises unless the operands fit each other."""
     x, w_gate, b_gate = _split(arguments)
     for name, (matrix, *vectors) in (("x", x), ("w_gate", w_gate)):
         check_rank(name, matrix)
@@ -49,7 +45,7 @@ def _fake(*arguments: Any) -> Tensor:
         raise TypeError(f"b_gate must be bfloat16 or float16, got {b_gate.dtype}")
     if b_gate.shape != (0,):
         check("b_gate", b_gate, (w_gate[0].shape[0],), b_gate.dtype)
-    return outputs(x[0], w_gate[0])
+    return x[0].new_empty(_shape(x[0], w_gate[0]), dtype=torch.int32)
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Quantized, Quantized, Tensor]:
@@ -58,7 +54,7 @@ def _split(arguments: tuple[Any, ...]) -> tuple[Quantized, Quantized, Tensor]:
 
 
 def _cpu(*arguments: Any) -> Tensor:
-    candidates = _fake(*arguments)
+    candidates = outputs(*arguments)
     (x, x_scale, x_spread, x_offset), (w_gate, w_scale, w_spread, w_offset), b_gate = _split(arguments)
     (m, k), n = x.shape, w_gate.shape[0]
     root, tail, product, x_part, w_part, slack, usual, block, dithers = constants(k)
@@ -99,7 +95,7 @@ def _cuda(*arguments: Any) -> Tensor:
     require(x[0].device, "gate_screen")
     for name, (q, *_) in (("x", x), ("w_gate", w_gate)):
         require_pitch(name, q)
-    candidates = _fake(*arguments)
+    candidates = outputs(*arguments)
     if len(candidates):
         run(_launch, (*x, *w_gate, laid_bias(b_gate), candidates))
     return candidates
@@ -124,7 +120,7 @@ def _launch(p: Program, *views: View) -> None:
 gate_screen = register(
     "gate_screen(Tensor x, Tensor x_scale, Tensor x_spread, Tensor x_offset, "
     "Tensor w_gate, Tensor w_scale, Tensor w_spread, Tensor w_offset, Tensor b_gate) -> Tensor",
-    fake=_fake,
+    fake=outputs,
     cpu=_cpu,
     cuda=_cuda,
 )

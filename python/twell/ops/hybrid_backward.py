@@ -8,6 +8,8 @@ relu; ``twell._activation`` has the others. Without dl1 it is zero.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,30 +59,33 @@ def backward_first(implementation: Implementation) -> Implementation:
     return ungrouped
 
 
-@backward_first
-def _fake(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
-    given.activation.level(given.layer.x.dtype)
-    hybrid.check_backward(given)
-    return present(outputs(given.layer, input_grad, weight_grad), given.layer.x)
+def _filling(implementation: Callable[[Backward, Gradients], None]) -> Implementation:
+    """What fills checked gradients as a function of the schema's arguments."""
+
+    @backward_first
+    def filled(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
+        given.activation.level(given.layer.x.dtype)
+        hybrid.check_backward(given)
+        gradients = outputs(given.layer, input_grad, weight_grad)
+        implementation(given, gradients)
+        return present(gradients, given.layer.x)
+
+    return filled
 
 
-@backward_first
-def _cpu(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
-    hybrid.check_backward(given)
-    gradients = outputs(given.layer, input_grad, weight_grad)
-    hybrid.backward_cpu(given, gradients, accumulate=False)
-    return present(gradients, given.layer.x)
-
-
-@backward_first
-def _cuda(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
-    hybrid.check_backward(given)
-    gradients = outputs(given.layer, input_grad, weight_grad)
+@_filling
+def _cuda(given: Backward, gradients: Gradients) -> None:
     if not given.dy.shape[0]:
-        gradients = Gradients(*(None if g is None else g.zero_() for g in gradients))
-    elif input_grad or weight_grad:
+        zero(gradients)
+    elif any(gradient is not None for gradient in gradients):
         fill(given, gradients)
-    return present(gradients, given.layer.x)
+
+
+def zero(gradients: Gradients) -> None:
+    """Fill those of no tokens."""
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.zero_()
 
 
 def fill(given: Backward, gradients: Gradients, accumulate: bool = False) -> None:
@@ -115,8 +120,8 @@ def transpose(p: Program, matrix: View, out: View) -> None:
 hybrid_backward = register(
     f"hybrid_backward({BACKWARD}, bool input_grad, bool weight_grad, {ACTIVATION}) "
     "-> (Tensor dx, Tensor dw_gate, Tensor dw_up, Tensor dw_down, Tensor db_gate, Tensor db_up)",
-    fake=_fake,
-    cpu=_cpu,
+    fake=_filling(lambda *_: None),
+    cpu=_filling(functools.partial(hybrid.backward_cpu, accumulate=False)),
     cuda=_cuda,
     phase=nvtx.BACKWARD,
 )

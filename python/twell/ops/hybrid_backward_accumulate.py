@@ -7,6 +7,7 @@ x's dtype.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,11 +16,9 @@ from torch import Tensor
 from twell._runtime import nvtx
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
-from twell.ops.hybrid_backward import BACKWARD, backward_first, fill, present
+from twell.ops.hybrid_backward import BACKWARD, backward_first, fill, present, zero
 from twell.ops.library import ACTIVATION, Implementation, check, has_rows, register
 from twell.ops.operands import Gradients, Mains, Operands
-
-Outputs = tuple[Tensor, Tensor, Tensor]
 
 
 def outputs(layer: Operands, mains: Mains, input_grad: bool) -> Gradients:
@@ -32,32 +31,31 @@ def outputs(layer: Operands, mains: Mains, input_grad: bool) -> Gradients:
     return Gradients(x.new_empty(x.shape) if input_grad else None, b_gate=db_gate, b_up=db_up)
 
 
-def _checked(given: Backward, mains: Mains, input_grad: bool) -> Gradients:
-    """``outputs`` of operands that fit each other."""
-    given.activation.level(given.layer.x.dtype)
-    hybrid.check_backward(given)
-    for name, main in mains._asdict().items():
-        if main is not None:
-            check(name.replace("w_", "main_"), main, given.layer.w_gate.shape, torch.float32)
-    return outputs(given.layer, mains, input_grad)
+def _filling(implementation: Callable[[Backward, Mains, Gradients], None]) -> Implementation:
+    """What fills checked gradients as a function of the schema's arguments.
 
-
-def _returned(gradients: Gradients, like: Tensor) -> Outputs:
-    dx, _, _, _, db_gate, db_up = present(gradients, like)
-    return dx, db_gate, db_up
-
-
-def _transposing(implementation: Implementation) -> Implementation:
-    """Take ``as_stored`` from the arguments, the last one.
-
-    In a graph a transposed view would not do: functionalization keeps the storage offset that it had in tracing.
+    ``as_stored``: in a graph a transposed view would not do, as functionalization keeps the storage offset that it had
+    in tracing.
     """
+
+    @backward_first
+    def filled(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Any:
+        given.activation.level(given.layer.x.dtype)
+        hybrid.check_backward(given)
+        mains = Mains(main_gate, main_up, main_down)
+        for name, main in mains._asdict().items():
+            if main is not None:
+                check(name.replace("w_", "main_"), main, given.layer.w_gate.shape, torch.float32)
+        gradients = outputs(given.layer, mains, input_grad)
+        implementation(given, mains, gradients)
+        dx, _, _, _, db_gate, db_up = present(gradients, given.layer.x)
+        return dx, db_gate, db_up
 
     def transposing(*arguments: Any) -> Any:
         *others, as_stored = arguments
         if as_stored:
             others[_MAIN_DOWN] = others[_MAIN_DOWN].t()
-        return implementation(*others)
+        return filled(*others)
 
     return transposing
 
@@ -66,28 +64,16 @@ def _transposing(implementation: Implementation) -> Implementation:
 _MAIN_DOWN = 11
 
 
-@_transposing
-@backward_first
-def _fake(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
-    return _returned(_checked(given, Mains(main_gate, main_up, main_down), input_grad), given.layer.x)
-
-
-@_transposing
-@backward_first
-def _cpu(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
-    mains = Mains(main_gate, main_up, main_down)
-    gradients = _checked(given, mains, input_grad)
+@_filling
+def _cpu(given: Backward, mains: Mains, gradients: Gradients) -> None:
     hybrid.backward_cpu(given, gradients._replace(**mains._asdict()), accumulate=True)
-    return _returned(gradients, given.layer.x)
 
 
-@_transposing
-@backward_first
-def _cuda(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down: Tensor, input_grad: bool) -> Outputs:
-    mains = Mains(main_gate, main_up, main_down)
-    gradients = _checked(given, mains, input_grad)
+@_filling
+def _cuda(given: Backward, mains: Mains, gradients: Gradients) -> None:
     if not given.dy.shape[0]:
-        return _returned(Gradients(*(None if g is None else g.zero_() for g in gradients)), given.layer.x)
+        zero(gradients)
+        return
     laid = [
         m if m is None or has_rows(m) else torch.zeros_like(m, memory_format=torch.contiguous_format) for m in mains
     ]
@@ -95,14 +81,13 @@ def _cuda(given: Backward, main_gate: Tensor, main_up: Tensor | None, main_down:
     for main, added in zip(mains, laid):
         if main is not None and added is not None and added is not main:
             main.add_(added)
-    return _returned(gradients, given.layer.x)
 
 
 hybrid_backward_accumulate = register(
     f"hybrid_backward_accumulate({BACKWARD}, Tensor(a!) main_gate, Tensor(b!)? main_up, Tensor(c!) main_down, "
     f"bool input_grad, {ACTIVATION}, bool as_stored=False) "
     "-> (Tensor dx, Tensor db_gate, Tensor db_up)",
-    fake=_fake,
+    fake=_filling(lambda *_: None),
     cpu=_cpu,
     cuda=_cuda,
     phase=nvtx.BACKWARD,

@@ -37,7 +37,7 @@ from twell.ops.library import (
     new,
     register,
 )
-from twell.ops.operands import Form, Operands, Views, present
+from twell.ops.operands import Form, Operands, Views
 from twell.ops.quantize_gate import quantize, quantize_gate, require
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -130,7 +130,7 @@ class Forward:
             self._figures.append((torch.float32, geometry.token_tiles(m), geometry.training_sums(n)))
             if m * n > geometry.MOST:
                 self._figures.append(stats_shape(m, n))
-        shape = tuple(form.lies[0][1])  # type: ignore[index]
+        shape = tuple(form.places[0][0])  # type: ignore[index]
         self.y = shape, contiguous(shape), x.dtype
         self.kept = ((hybrid.words(x, n, gated, held),), (1,), torch.int32)
         capacity = geometry.hybrid_capacity(m, n, held)
@@ -207,7 +207,7 @@ class Forward:
 
         Without totals l1 and nonzeros are None.
         """
-        (x, w_gate), b_gate, given = layer[:2], layer[4], present(layer)
+        (x, w_gate), b_gate, given = layer[:2], layer[4], [t for t in layer if t is not None]
         kept, figures = allocate(x, *self.kept), new(x, self._figures) if self._figures else []
         first: list[Any] = [screened.firing_bias(w_gate, b_gate, self._activation)] if self._raised else []
         if not self._pack.ran(*given, *first, kept, *figures):
@@ -227,7 +227,7 @@ def forward_of(
     form: Form, compression: int, held: int, activation: Activation, screen: bool, totals: bool
 ) -> Forward | None:
     """The operator for layers of this form, x [..., K] and w_down [K, N]; None if kernels read only copies of them."""
-    _, shape, strides = form.lies[0]  # type: ignore[misc]
+    shape, strides, _ = form.places[0]  # type: ignore[misc]
     if (len(shape) != 2 and strides != contiguous(shape)) or not are_laid(_layer_of(form)[1]):
         return None
     return Forward(form, compression, held, activation, screen, totals)

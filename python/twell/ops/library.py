@@ -157,7 +157,7 @@ def rows(matrix: Tensor) -> Tensor:
     NotImplementedError where even a copy is larger.
     """
     if has_rows(matrix):
-        if _are_near(matrix.shape, matrix.stride()):
+        if _are_near_rows(matrix.shape, matrix.stride()):
             return matrix
         if matrix.numel() > _REACH:
             raise NotImplementedError(f"kernels take matrices of at most {_REACH} values, got {matrix.numel()}")
@@ -168,12 +168,8 @@ def rows(matrix: Tensor) -> Tensor:
 _REACH = 8 << 32
 
 
-def _are_near(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    return shape[0] * strides[0] <= _REACH
-
-
 def _are_near_rows(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    return are_rows(shape, strides) and _are_near(shape, strides)
+    return are_rows(shape, strides) and shape[0] * strides[0] <= _REACH
 
 
 def transpose(matrix: Tensor, out: Tensor) -> Tensor:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from twell._runtime.program import Executable, Program, View, kept
 
+# Names of the ``Operands`` among the arguments of ``sparse_ffn``.
+_WITHOUT_GATE = ("x", "w_up", "", "w_down", "b_up", "", "b_down")
+
 
 class Operands(NamedTuple):
     """The operands of a layer: x [M, K], w_gate and w_up [N, K], w_down, b_gate and b_up [N], b_down [K].
@@ -29,22 +32,13 @@ class Operands(NamedTuple):
     @classmethod
     def of(cls, given: Mapping[str, Tensor]) -> Operands:
         """From the arguments of ``sparse_gated_ffn``, or of ``sparse_ffn``, by name."""
-        gated = "w_gate" in given
-        return cls(
-            given["x"],
-            given["w_gate" if gated else "w_up"],
-            given["w_up"] if gated else None,
-            given["w_down"],
-            given.get("b_gate" if gated else "b_up"),
-            given.get("b_up") if gated else None,
-            given.get("b_down"),
-        )
+        names: Any = cls._fields if "w_gate" in given else _WITHOUT_GATE
+        return cls(*(given.get(name) for name in names))  # type: ignore[arg-type]
 
     def named(self, gated: bool) -> dict[str, Tensor | None]:
         """Under the argument names of ``sparse_gated_ffn``, or of ``sparse_ffn``."""
-        if gated:
-            return self._asdict()
-        return {"x": self.x, "w_up": self.w_gate, "w_down": self.w_down, "b_up": self.b_gate, "b_down": self.b_down}
+        names: Any = self._fields if gated else _WITHOUT_GATE
+        return {name: operand for name, operand in zip(names, self) if name}
 
     def requires_grad(self) -> bool:
         """Whether any of them does."""
@@ -67,18 +61,6 @@ class Gradients(NamedTuple):
     b_gate: Any = None
     b_up: Any = None
     b_down: Any = None
-
-
-class Needs(NamedTuple):
-    """For each of the ``Operands`` whether its gradient is wanted."""
-
-    x: bool
-    w_gate: bool
-    w_up: bool
-    w_down: bool
-    b_gate: bool
-    b_up: bool
-    b_down: bool
 
 
 class Mains(NamedTuple):
@@ -116,25 +98,29 @@ class Views(NamedTuple):
     b_down: View | None
 
 
+# The shape, strides and dtype of a tensor, as ``allocate`` takes them.
+Place = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
 class Form(NamedTuple):
     """How the tensors of a call lie on a device: what a program may depend on, beside numbers.
 
-    lies: of each tensor its dtype, shape and strides; None where there is none.
+    places: of each tensor; None where there is none.
     """
 
     device: int
-    lies: tuple[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None, ...]
+    places: tuple[Place | None, ...]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None]) -> Form:
         """The form of a call with these tensors, one of which is a tensor."""
         index = next(tensor.device.index for tensor in tensors if tensor is not None)
-        return cls(index or 0, tuple([None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors]))
+        return cls(index or 0, tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]))
 
     def program(self) -> tuple[Program, list[Any]]:
         """A program of such calls, with a view of each tensor, None where there is none."""
         p = Program(self.device)
-        return p, [None if t is None else p.operand(t[0], *t[1], strides=t[2]) for t in self.lies]
+        return p, [None if t is None else p.operand(t[2], *t[0], strides=t[1]) for t in self.places]
 
 
 def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -142,13 +128,13 @@ def present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def run(builder: Callable[..., None], tensors: Sequence[Tensor | None], *numbers: Any) -> None:
+def run(builder: Callable[..., Any], tensors: Sequence[Tensor | None], *numbers: Any) -> None:
     """Run the launches that ``builder(p, *views, *numbers)`` describes for such tensors."""
     made(builder, Form.of(tensors), *numbers)(*present(tensors))
 
 
 @kept
-def made(builder: Callable[..., None], form: Form, *numbers: Any) -> Executable:
+def made(builder: Callable[..., Any], form: Form, *numbers: Any) -> Executable:
     """What runs the launches of ``builder`` for tensors of this form."""
     p, views = form.program()
     builder(p, *views, *numbers)

@@ -6,7 +6,6 @@ words, spill and stats are those of TwELL, but a value's neuron is its place in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -15,13 +14,13 @@ from torch import Tensor
 
 from twell import tuning
 from twell._activation import RELU, Activation, threshold_pair
-from twell._runtime import device, geometry, specs
+from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.gate_screen import gate_screen, screen_rows
 from twell.ops.library import bias_view, check, laid_bias
 from twell.ops.operands import Operands
 from twell.ops.quantize_gate import Quantized, QuantizedViews, quantize, quantize_gate
-from twell.strategy.site import Measurement
+from twell.strategy.site import Measurement, beside_captures
 
 
 class Lists(NamedTuple):
@@ -88,8 +87,7 @@ def count(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, activation: Activati
 
     For what calls measure where another strategy runs. Nothing waits.
     """
-    # another thread may capture a graph meanwhile
-    with device.relaxed_capture() if x.is_cuda else nullcontext():
+    with beside_captures(x):
         firing = _given_bias(w_gate, b_gate, activation)
         words = gate_screen(*quantize_gate(x, False), *quantize_gate(w_gate, True), firing)
         # the number of ones in two, four and eight bits

@@ -41,19 +41,10 @@ from twell.ops.operands import PackedOperands, run
 from twell.ops.unpack import unpack
 
 
-def outputs(packed: PackedOperands, compression: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised y [M, K] of the weights' dtype and l1 float32 [M]; raises unless packed for x and w_down."""
-    x, words, spill, w_up, w_down, _, _ = packed
-    if x is None and w_up is not None:
-        raise ValueError("x must be given with w_up, got None")
-    m, (n, k) = (words if x is None else x).shape[0], w_down.shape
-    check_packed(words, spill, m, n, compression, w_down.dtype)
-    return spill.new_empty((m, k)), spill.new_empty(m, dtype=torch.float32)
-
-
 @packed_first
-def _fake(packed: PackedOperands, compression: int, activation: str = "relu") -> tuple[Tensor, Tensor]:
-    x, words, _, w_up, w_down, b_up, b_down = packed
+def outputs(packed: PackedOperands, compression: int, activation: str = "relu") -> tuple[Tensor, Tensor]:
+    """Uninitialised y [M, K] of the weights' dtype and l1 float32 [M]; raises unless the operands fit each other."""
+    x, words, spill, w_up, w_down, b_up, b_down = packed
     activation_of(activation, gated=w_up is not None)
     if x is not None and w_up is not None:
         check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
@@ -64,12 +55,16 @@ def _fake(packed: PackedOperands, compression: int, activation: str = "relu") ->
             check("x", x, (words.shape[0], w_down.shape[1]), w_down.dtype)
         if b_down is not None:
             check("b_down", b_down, w_down.shape[1:], w_down.dtype)
-    return outputs(packed, compression)
+    if x is None and w_up is not None:
+        raise ValueError("x must be given with w_up, got None")
+    m, (n, k) = (words if x is None else x).shape[0], w_down.shape
+    check_packed(words, spill, m, n, compression, w_down.dtype)
+    return spill.new_empty((m, k)), spill.new_empty(m, dtype=torch.float32)
 
 
 @packed_first
 def on_cpu(packed: PackedOperands, compression: int, activation: str = "relu") -> tuple[Tensor, Tensor]:
-    y, l1 = _fake(*packed, compression, activation)
+    y, l1 = outputs(*packed, compression, activation)
     x, words, spill, w_up, w_down, b_up, b_down = packed
     gate = unpack(words, spill, w_down.shape[0], compression).float()
     up = None if x is None or w_up is None else hybrid.project(x, w_up, b_up)
@@ -79,7 +74,7 @@ def on_cpu(packed: PackedOperands, compression: int, activation: str = "relu") -
 
 @packed_first
 def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") -> tuple[Tensor, Tensor]:
-    y, l1 = _fake(*packed, compression, activation)
+    y, l1 = outputs(*packed, compression, activation)
     x, words, spill, w_up, w_down, b_up, b_down = packed
     if len(y):
         # without an up projection neither x nor its bias is read
@@ -95,11 +90,11 @@ def _kernel(p: Program, m: int, k: int, dtype: torch.dtype, gated: bool, invaria
     return spec, 1 if invariant else tuning.token_pieces(m, spec, p.multiprocessors)
 
 
-def arrivals_for(p: Program, x: View, gated: bool, invariant: bool) -> View | None:
-    """Scratch for the counters of the clusters that share a token of ``x`` [M, K]; None if no clusters do."""
+def counters(p: Program, x: View, gated: bool, invariant: bool) -> int:
+    """The counters of the clusters that share a token of ``x`` [M, K]; 0 if no clusters do."""
     m, k = x.shape
     spec, pieces = _kernel(p, m, k, x.dtype, gated, invariant)
-    return None if pieces == 1 else p.scratch(torch.int32, m * spec.cluster)
+    return 0 if pieces == 1 else m * spec.cluster
 
 
 def multiply(
@@ -120,7 +115,7 @@ def multiply(
 ) -> None:
     """Launch what fills ``y`` and ``l1``; if ``invariant``, with bits that do not depend on other tokens.
 
-    ``arrivals`` are those of ``arrivals_for``, which another launch has zeroed; without them they are cleared memory.
+    ``arrivals`` are ``counters``, which another launch has zeroed; without them they are cleared memory.
     """
     (m, k), dtype, gated = y.shape, spill.dtype, w_up is not None
     spec, pieces = _kernel(p, m, k, dtype, gated, invariant)
@@ -138,7 +133,7 @@ def multiply(
 
 up_down = register(
     f'up_down(Tensor? x, {PACKED}, int compression, str activation="relu") -> (Tensor y, Tensor l1)',
-    fake=_fake,
+    fake=outputs,
     cpu=on_cpu,
     cuda=_cuda,
 )

@@ -71,7 +71,7 @@ class Transfer:
         return values
 
 
-def _beside_captures(tensor: Tensor) -> AbstractContextManager[None]:
+def beside_captures(tensor: Tensor) -> AbstractContextManager[None]:
     """A context in which a measurement may allocate while another thread captures a graph."""
     return device.relaxed_capture() if tensor.is_cuda else nullcontext()
 
@@ -90,7 +90,7 @@ class Measurement(NamedTuple):
     @torch.no_grad()
     def dense(self, gate: Tensor, threshold: float = 0.0, candidates: Tensor | None = None) -> None:
         """Leave the figures of a dense gate [..., N], before or after its activation: what is above ``threshold``."""
-        with _beside_captures(gate):
+        with beside_captures(gate):
             m, n = self.problem.m, self.problem.n
             silent, whole = gate.reshape(-1, n) <= threshold, m // geometry.TOKEN_TILE
             tiles = silent[: whole * geometry.TOKEN_TILE].view(whole, geometry.TOKEN_TILE, n)
@@ -113,7 +113,7 @@ class Measurement(NamedTuple):
         8 consecutive tokens that have the most. ``candidates`` is how many neurons the screen lists for each tile.
         """
         whole = self.problem.m // geometry.TOKEN_TILE
-        with _beside_captures(nonzeros):
+        with beside_captures(nonzeros):
             values = {"nonzeros": nonzeros.long()}
             if unions is not None and whole:
                 # a partial tile has a smaller union
