@@ -14,7 +14,7 @@ from twell import _autograd, _modes, ops
 from twell._activation import Activation, ActivationName, activation_of
 from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, sharded
 from twell._autograd import gated_relu
-from twell._front import Front, Run
+from twell._front import Learning, Run
 from twell._modes import PLAIN_TENSORS
 from twell._plain import overridden
 from twell._runtime import geometry, nvtx
@@ -269,11 +269,11 @@ def run(
     compression: int,
     main_grads: Sequence[Tensor | None] | None,
     return_aux: bool,
-    front: Front | None = None,
+    learning: Learning | None = None,
 ) -> Tensor | tuple[Tensor, Aux]:
     """Run ``function``, ``sparse_gated_ffn`` or ``sparse_ffn``, on the operands ``given``.
 
-    ``front``: that of the layer, which remembers what computes y of calls like this one.
+    ``learning``: where the layer remembers what computes y of calls like this one.
     """
     name = function.__name__
     site, asked, screen, same_bits = None, strategy, False, invariant
@@ -322,8 +322,8 @@ def run(
             enroll(first, site)
     activation.level(layer.x.dtype)
     call = _Call(name, training, plain, direct, activation, compression, return_aux)
-    if front is not None and direct and not return_aux and main_grads is None:
-        y = _settled(call, layer, route, site, front)
+    if learning is not None and direct and not return_aux and main_grads is None:
+        y = _settled(call, layer, route, site, learning)
         if y is not None:
             return y
     return _run(call, layer, route, mains, first)
@@ -386,10 +386,14 @@ def _run(call: _Call, layer: Operands, route: Route, mains: Mains, site: Tensor 
     return (y, _per_token(l1, nonzeros, layer.x.shape[0])) if call.return_aux else y
 
 
-def _settled(call: _Call, layer: Operands, route: Route, site: AutoStrategy | None, front: Front) -> Tensor | None:
-    """y of a plain call, whose kind ``front`` knows then; None of a call that it must not or cannot know."""
+def _settled(
+    call: _Call, layer: Operands, route: Route, site: AutoStrategy | None, learning: Learning
+) -> Tensor | None:
+    """y of a plain call, whose kind the layer knows then; None of a call that it must not or cannot know."""
     x, copied = layer.x, copies_down(layer.w_down)
-    if route.measurement is not None or route.holder is not None or nvtx.ON or _modes.capturing(x):
+    if route.measurement is not None or nvtx.ON or _modes.capturing(x) or call.activation.moves:
+        return None
+    if call.training and (_modes.checkpointed() or _modes.in_backward()):
         return None
     way: Run | None
     if route.strategy == "dense":
@@ -402,9 +406,7 @@ def _settled(call: _Call, layer: Operands, route: Route, site: AutoStrategy | No
         way = None if copied else inference_of(layer, call.compression, call.activation, route)
     y = None if way is None else way(*layer)
     if way is not None and y is not None:
-        front.remember(
-            x, call.training, way, site, (len(layer.w_gate), layer.w_up is not None, call.training, copied, False)
-        )
+        learning.note(layer, call.training, way, site, route, copied)
     return y
 
 
@@ -417,9 +419,13 @@ def _torchs(layer: Operands, activation: Activation, training: bool) -> Run:
     m = tokens_of(layer.x)
     waits = costs.waits_for_host(costs.Problem(m, k, n, gated, training, eager=True))
     fused = gated and not waits and pays(layer.x, m * n)
+    forms = [None if t is None else (t.shape, t.dtype, t.device) for t in layer[1:]]
 
-    def run(*operands: Any) -> Tensor:
+    def run(*operands: Any) -> Tensor | None:
         x, w_gate, w_up, w_down, b_gate, b_up, b_down = operands
+        # no program compares these, and PyTorch would broadcast some that do not fit
+        if forms != [None if t is None else (t.shape, t.dtype, t.device) for t in operands[1:]]:
+            return None
         gate = F.linear(x, w_gate, b_gate)
         if w_up is None:
             hidden = activation.hidden(activation.after(gate, inplace=not training), None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from twell import _autograd, _down_layout, _modes, _plain, functional
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
-from twell._front import Front
+from twell._front import Front, Learning, Memory
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
 from twell.functional import Aux, Strategy
@@ -246,8 +246,9 @@ class SparseFFN(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._laid.put_back()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._front.clear()
-        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
+        return self
 
     @overload
     def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
@@ -255,17 +256,19 @@ class SparseFFN(nn.Module):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
-        if not (return_aux or _modes.compiling()) and (y := self._front.run(self, x)) is not None:
+        # what this call finds out is of the settings that it reads from here on
+        memory = None if _modes.compiling() else self._front.memory
+        if memory and not return_aux and (y := self._front.run(self, x)) is not None:
             return y
         if not self._is_plain():
             _down_layout.note_capture(self)
             return self._by_children(x, return_aux)  # type: ignore[no-any-return]
         with contextlib.nullcontext() if _modes.compiling() else _down_layout.turn(self):
-            result = self._sparse(x, return_aux or self._record_aux)
+            result = self._sparse(x, return_aux or self._record_aux, memory)
         return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
-    def _sparse(self, x: Tensor, with_aux: bool) -> Any:
-        """The result of the layer's function."""
+    def _sparse(self, x: Tensor, with_aux: bool, memory: Memory | None) -> Any:
+        """The result of the layer's function, which leaves in ``memory`` how calls like this one run."""
         found = list(self._operands())
         weights, biases = [weight for weight, _ in found], [bias for _, bias in found]
         mains = self._main_grads(**dict(zip(_PROJECTIONS if self._gated else _PROJECTIONS[1:], weights)))
@@ -275,7 +278,8 @@ class SparseFFN(nn.Module):
             biases.insert(1, None)
         function = functional.sparse_gated_ffn if self._gated else functional.sparse_ffn
         activation = activation_of(self._activation, self._threshold, self._gated)
-        how = self._site() or self._strategy, self._invariant, self._compression, mains, with_aux, self._front
+        learning = None if memory is None else Learning(memory, len(self._modules))
+        how = self._site() or self._strategy, self._invariant, self._compression, mains, with_aux, learning
         return functional.run(function, Operands(x, *given, *biases), self._gated, activation, *how)
 
     def _operands(self) -> Iterable[tuple[Tensor, Tensor | None]]:
@@ -555,12 +559,12 @@ def set_strategy(
         routed(Facts(strategy=_name_of(strategy), invariant=layer.invariant if invariant is None else invariant))
     for layer in layers:
         # both at once: the one may not go with the other's old value
-        layer._front.clear()
         layer._strategy = strategy
         if invariant is not None:
             layer._invariant = invariant
         if screen is not None:
             layer.screen = screen
+        layer._front.clear()
 
 
 def set_down_layout(module: nn.Module, layout: DownLayout) -> None:

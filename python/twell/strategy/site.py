@@ -358,6 +358,11 @@ class AutoStrategy:
             bucket.calls += 1
             return True
 
+    def uncount(self, bucket: Bucket) -> None:
+        """Take back what ``counted`` counted, for a call that begins anew."""
+        with self._lock:
+            bucket.calls -= 1
+
     def heeds(self, x: Tensor) -> bool:
         """Whether a call on ``x`` counts and may be measured: always, except where a subclass knows better."""
         return True
