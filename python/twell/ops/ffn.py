@@ -46,15 +46,18 @@ from twell.strategy.plan import Facts, Route, routed
 from twell.strategy.site import Measurement, site_of, without_site
 from twell.strategy.tables import SCREENED, imposed_on_call
 
-Aux = tuple[Tensor, Tensor, Tensor]
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
 # y, parts of the sum of |h|, stats; for "union" the unions and, if it screens, the candidates, with more behind them
 _Counted = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-_Sparse = Callable[[Operands, int, Activation, Route, bool], _Counted]
 
 
 def _run(
-    sparse: _Sparse, layer: Operands, compression: int, activation: Activation, route: Route, totals: bool
+    sparse: Callable[..., _Counted],
+    layer: Operands,
+    compression: int,
+    activation: Activation,
+    route: Route,
+    totals: bool,
 ) -> _Totals:
     """Compute the layer as ``route`` says; ``sparse`` is the sparse strategies of its device."""
     if route.strategy == "dense":
@@ -230,8 +233,15 @@ def _sparse_on_cuda(layer: Operands, compression: int, activation: Activation, r
 def _dense(layer: Operands, activation: Activation, measurement: Measurement | None, totals: bool) -> _Totals:
     """The layer by PyTorch's own operators."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    with _without_autocast(x):
-        gate, up = _projected(x, w_gate, w_up, b_gate, b_up)
+    kind = x.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
+        up: Tensor | None
+        if _is_merged(x, w_gate, w_up, b_gate, b_up):
+            # gate and up are halves of one product, as in engines
+            merged = w_gate.as_strided((2 * w_gate.shape[0], w_gate.shape[1]), w_gate.stride())
+            gate, up = F.linear(x, merged).chunk(2, -1)
+        else:
+            gate, up = F.linear(x, w_gate, b_gate), None if w_up is None else F.linear(x, w_up, b_up)
         if up is not None and pays(gate, gate.numel()):
             hidden = reglu_on_cuda(gate, up, activation, inplace=True)
         else:
@@ -247,19 +257,6 @@ def _dense(layer: Operands, activation: Activation, measurement: Measurement | N
     return y, hidden.abs().sum(dtype=torch.float32) if totals else None, nonzeros
 
 
-def _projected(
-    x: Tensor, w_gate: Tensor, w_up: Tensor | None, b_gate: Tensor | None, b_up: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """gate and up: halves of one product where few tokens meet weights that lie one behind the other, as in engines."""
-    if w_up is None:
-        return F.linear(x, w_gate, b_gate), None
-    if _is_merged(x, w_gate, w_up, b_gate, b_up):
-        merged = w_gate.as_strided((2 * w_gate.shape[0], w_gate.shape[1]), w_gate.stride())
-        gate, up = F.linear(x, merged).chunk(2, -1)
-        return gate, up
-    return F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up)
-
-
 def _is_merged(x: Tensor, w_gate: Tensor, w_up: Tensor | None, b_gate: Tensor | None, b_up: Tensor | None) -> bool:
     """Whether a dense layer takes one product: few tokens, no bias, and w_up's memory right behind w_gate's."""
     return (
@@ -272,11 +269,6 @@ def _is_merged(x: Tensor, w_gate: Tensor, w_up: Tensor | None, b_gate: Tensor | 
         and w_gate.shape == w_up.shape
         and w_gate.untyped_storage().data_ptr() == w_up.untyped_storage().data_ptr()
     )
-
-
-def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 _CHOICES = "bool screen=False, bool invariant=False"

@@ -23,8 +23,8 @@ from twell.ops.library import (
     bias_view,
     check_layer,
     down_rows,
+    grouped,
     laid,
-    layer_first,
     new,
     register,
 )
@@ -42,7 +42,7 @@ def shapes(x: Tensor | View, w_gate: Tensor | View) -> tuple[Shape, Shape, Shape
     return y, l1, stats_shape(x.shape[0], w_gate.shape[0]), sizes
 
 
-@layer_first
+@grouped(Operands)
 def outputs(layer: Operands, compression: int, activation: str = "relu", threshold: float = 0.0) -> Outputs:
     """The same uninitialised; raises unless the operands fit each other."""
     check_layer(*layer)
@@ -57,7 +57,7 @@ def _fake(*arguments: Any) -> Outputs:
     return *found, union(sizes)
 
 
-@layer_first
+@grouped(Operands)
 def on_cpu(layer: Operands, compression: int, activation: str = "relu", threshold: float = 0.0) -> Outputs:
     _fake(*layer, compression, activation, threshold)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
@@ -66,7 +66,7 @@ def on_cpu(layer: Operands, compression: int, activation: str = "relu", threshol
     return y, l1, stats, unions
 
 
-@layer_first
+@grouped(Operands)
 def _cuda(layer: Operands, compression: int, activation: str = "relu", threshold: float = 0.0) -> Outputs:
     *found, sizes = outputs(*layer, compression, activation, threshold)
     if len(layer.x):
@@ -96,12 +96,7 @@ def launches(p: Program, layer: Views, results: Sequence[View], compression: int
 
 
 def by_small_tiles(
-    p: Program,
-    layer: Views,
-    results: Sequence[View],
-    compression: int,
-    activation: Activation,
-    spec: specs.UpDownTileSpec,
+    p: Program, layer: Views, results: Sequence[View], compression: int, activation: Activation, spec: specs.Spec
 ) -> None:
     """Launch a gated layer on few tokens, by ``gate_pack`` and the kernel of ``spec``, into y, l1 and stats."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer

@@ -144,7 +144,7 @@ class Forward:
         x, w_gate, w_up, _, b_gate, _, _ = layer
         (m, _), n, dtype = x.shape, w_gate.shape[0], x.dtype
         firing = p.operand(dtype, n) if self._raised else b_gate
-        entries, neurons, chunks, sizes, popularity = hybrid.parts(self._kept(p), m, n)
+        entries, neurons, chunks, sizes, popularity = hybrid.parts(p.operand(torch.int32, *self.kept[0]), m, n)
         sums, *figures = self._places(p, m, n, 2)
         words, spill, stats = scratch(p, x, m, w_gate, compression)
         packed = words, spill, figures[0] if figures else stats
@@ -168,7 +168,7 @@ class Forward:
         x, w_gate, w_up, _, _, b_up, b_down = layer
         (m, _), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
         family, code = tuning.family(p.index), activation.code()
-        kept = hybrid.parts(self._kept(p), m, n)
+        kept = hybrid.parts(p.operand(torch.int32, *self.kept[0]), m, n)
         pattern = kept.entries, kept.neurons, kept.chunks, kept.sizes
         shape, _, _ = self.y
         y = p.operand(dtype, *shape).matrix()
@@ -186,10 +186,6 @@ class Forward:
         p.launch(tuning.gathered(dtype, int(gated), family=family), hidden, w_down, None, None, bias, *pattern, *behind)
         hybrid.overflow_forward(p, layer, w_down, kept, capacity, activation, y, sums, aside)
         return p.compiled()
-
-    def _kept(self, p: Program) -> View:
-        shape, _, dtype = self.kept
-        return p.operand(dtype, *shape)
 
     def _places(self, p: Program, m: int, n: int, most: int) -> list[View]:
         """The first ``most`` figures as operands; without any the sums of |h|, which nobody reads."""

@@ -13,7 +13,7 @@ from twell import _modes, tuning
 from twell._runtime import geometry, nvtx, specs
 from twell._runtime.log import warn_once
 from twell._runtime.program import ALIGNMENT, Program, View, launch
-from twell.ops.operands import Operands, PackedOperands, Views
+from twell.ops.operands import Operands, Views
 
 Implementation = Callable[..., Any]
 # a dtype and the lengths of the dimensions
@@ -62,14 +62,9 @@ def register(
     return overload  # type: ignore[no-any-return]
 
 
-def layer_first(implementation: Callable[..., Any]) -> Implementation:
-    """``implementation(layer, ...)`` as a function of the arguments of a schema: ``LAYER`` and others."""
-    return lambda *arguments: implementation(Operands(*arguments[:7]), *arguments[7:])
-
-
-def packed_first(implementation: Implementation) -> Implementation:
-    """``implementation(packed, ...)`` as a function of x, ``PACKED`` and the other arguments."""
-    return lambda *arguments: implementation(PackedOperands(*arguments[:7]), *arguments[7:])
+def grouped(kind: Callable[..., Any]) -> Callable[[Implementation], Implementation]:
+    """Make ``implementation(operands, ...)`` a function of a schema's arguments: ``LAYER``, or x and ``PACKED``."""
+    return lambda implementation: lambda *given: implementation(kind(*given[:7]), *given[7:])
 
 
 def _complete(overload: torch._ops.OpOverload, instead: str, implementation: Implementation) -> Implementation:

@@ -31,8 +31,8 @@ from twell.ops.library import (
     check_packed,
     check_rank,
     down_rows,
+    grouped,
     laid_bias,
-    packed_first,
     readable_down,
     register,
     rows,
@@ -41,12 +41,14 @@ from twell.ops.operands import PackedOperands, run
 from twell.ops.unpack import unpack
 
 
-@packed_first
+@grouped(PackedOperands)
 def outputs(packed: PackedOperands, compression: int, activation: str = "relu") -> tuple[Tensor, Tensor]:
     """Uninitialised y [M, K] of the weights' dtype and l1 float32 [M]; raises unless the operands fit each other."""
     x, words, spill, w_up, w_down, b_up, b_down = packed
     activation_of(activation, gated=w_up is not None)
-    if x is not None and w_up is not None:
+    if w_up is not None:
+        if x is None:
+            raise ValueError("x must be given with w_up, got None")
         check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
     else:
         check_rank("words", words)
@@ -55,14 +57,12 @@ def outputs(packed: PackedOperands, compression: int, activation: str = "relu") 
             check("x", x, (words.shape[0], w_down.shape[1]), w_down.dtype)
         if b_down is not None:
             check("b_down", b_down, w_down.shape[1:], w_down.dtype)
-    if x is None and w_up is not None:
-        raise ValueError("x must be given with w_up, got None")
     m, (n, k) = (words if x is None else x).shape[0], w_down.shape
     check_packed(words, spill, m, n, compression, w_down.dtype)
     return spill.new_empty((m, k)), spill.new_empty(m, dtype=torch.float32)
 
 
-@packed_first
+@grouped(PackedOperands)
 def on_cpu(packed: PackedOperands, compression: int, activation: str = "relu") -> tuple[Tensor, Tensor]:
     y, l1 = outputs(*packed, compression, activation)
     x, words, spill, w_up, w_down, b_up, b_down = packed
@@ -72,7 +72,7 @@ def on_cpu(packed: PackedOperands, compression: int, activation: str = "relu") -
     return y.copy_(hybrid.project(hidden, w_down.t(), b_down)), l1.copy_(hidden.abs().sum(1))
 
 
-@packed_first
+@grouped(PackedOperands)
 def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") -> tuple[Tensor, Tensor]:
     y, l1 = outputs(*packed, compression, activation)
     x, words, spill, w_up, w_down, b_up, b_down = packed

@@ -27,9 +27,9 @@ from twell.ops.library import (
     check_layer,
     check_packed,
     down_rows,
+    grouped,
     laid_bias,
     new,
-    packed_first,
     readable_down,
     register,
     rows,
@@ -55,7 +55,7 @@ def union(sizes: Tensor) -> Tensor:
     return sizes.narrow(0, 0, sizes.shape[0] - 1)
 
 
-@packed_first
+@grouped(PackedOperands)
 def outputs(packed: PackedOperands, compression: int, activation: str = "relu") -> Outputs:
     """The same uninitialised; raises unless the operands fit each other."""
     x, words, spill, w_up, w_down, b_up, b_down = packed
@@ -73,7 +73,7 @@ def _fake(*arguments: Any) -> Outputs:
     return y, l1, union(sizes)
 
 
-@packed_first
+@grouped(PackedOperands)
 def on_cpu(packed: PackedOperands, compression: int, activation: str = "relu") -> Outputs:
     y, l1, found = _fake(*packed, compression, activation)
     x, words, spill, w_up, w_down, b_up, b_down = packed
@@ -94,7 +94,7 @@ def figures_on_cpu(gate: Tensor, hidden: Tensor, l1: Tensor, found: Tensor) -> N
         found[tile] = (gate[tokens] != 0).any(0).sum()
 
 
-@packed_first
+@grouped(PackedOperands)
 def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") -> Outputs:
     y, l1, sizes = found = outputs(*packed, compression, activation)
     x, words, spill, w_up, w_down, b_up, b_down = packed
