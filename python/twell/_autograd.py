@@ -47,15 +47,13 @@ def ffn(
 
     The first two are differentiable. Backward adds the gradient of a weight to its main, if it has one, instead of
     returning it. ``direct``: as ``is_direct``; then kernels run without the dispatcher where they can read x [..., K]
-    and all operands in place. Else y is [M, K].
+    and all operands in place.
     """
     x, passes, how = operands.x, None, call
     if direct and x.numel():
         passes = passes_of(Form.of(operands), call.compression, call.held, call.activation, call.screen, call.totals)
     if passes is not None:
         how = passes.call if call.note is None else call._replace(passes=passes)
-    elif x.dim() != 2:
-        operands = operands._replace(x=x.reshape(-1, x.shape[-1]))
     given = operands
     if not _modes.compiling():
         for weight, main in mains._asdict().items():
@@ -142,6 +140,17 @@ def _backward_of(
     return made(build, form, passes.call.activation, False), places, transposed
 
 
+def unviewed(y: Tensor, shape: torch.Size) -> Tensor:
+    """Return ``y`` in another shape, but not as a view: no one else sees ``y``.
+
+    FSDP2 puts hooks on outputs, and a hook on a view is lost when the view is changed in place.
+    """
+    if _modes.jit_tracing():
+        # an operator called by its name would make constants of the traced sizes
+        return y.reshape(shape)
+    return torch.ops.aten._unsafe_view.default(y, shape)  # type: ignore[no-any-return]
+
+
 class _FFN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> Tensor | tuple[Tensor, Tensor, Tensor] | None:
@@ -152,9 +161,12 @@ class _FFN(torch.autograd.Function):
             if found is None:
                 return None
         else:
-            layer[3] = w_down.t()
+            # x is saved as it is, whichever way: a recomputation may take the other one
+            layer[0], layer[3] = x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), w_down.t()
             found = ops.hybrid_forward(*layer, call.compression, call.held, *call.activation, call.screen)
         y, l1, nonzeros, kept = found
+        if y.dim() != x.dim():
+            y = unviewed(y, x.shape)
         if call.note is not None:
             call.note(nonzeros, hybrid.sizes(kept, x.numel() // x.shape[-1]))
         if b_gate is not None or b_up is not None:
@@ -236,8 +248,8 @@ def _saved(ctx: Any) -> Any:
         if "inplace operation" not in str(error):
             raise
         raise NotImplementedError(
-            f"{ctx.name}: the sparse path reads x and the weights in backward, frozen or not, got one that was changed "
-            'in place after the call: write h = h + layer(h) for h += layer(h), or use strategy="dense" '
+            f"{ctx.call.name}: the sparse path reads x and the weights in backward, frozen or not, got one that was "
+            'changed in place after the call: write h = h + layer(h) for h += layer(h), or use strategy="dense" '
             f"({error})"
         ) from error
 

@@ -152,7 +152,9 @@ class Learning(NamedTuple):
             if known[1] is not route or site.routes.get(kind) is not known:
                 return
         pattern = 1
-        for bias in (layer.b_gate, layer.b_up, layer.b_down) if layer.w_up is not None else (layer.b_gate, layer.b_down):
+        for bias in (
+            (layer.b_gate, layer.b_up, layer.b_down) if layer.w_up is not None else (layer.b_gate, layer.b_down)
+        ):
             pattern = 2 * pattern + (bias is not None)
         if len(self.memory) >= _MOST:
             self.memory.clear()

@@ -13,7 +13,7 @@ from torch import Tensor
 from twell import _autograd, _modes, ops
 from twell._activation import Activation, ActivationName, activation_of
 from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, sharded
-from twell._autograd import gated_relu
+from twell._autograd import gated_relu, unviewed
 from twell._front import Learning, Run
 from twell._modes import PLAIN_TENSORS
 from twell._plain import overridden
@@ -382,7 +382,7 @@ def _run(call: _Call, layer: Operands, route: Route, mains: Mains, site: Tensor 
         else:
             y = ops.ffn(*arguments)
     if x.dim() != 2:
-        y = _unviewed(y, x.shape)
+        y = unviewed(y, x.shape)
     return (y, _per_token(l1, nonzeros, layer.x.shape[0])) if call.return_aux else y
 
 
@@ -468,20 +468,9 @@ def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, 
     return _no_view(F.linear(hidden, w_down, b_down)), hidden, gate
 
 
-def _unviewed(y: Tensor, shape: torch.Size) -> Tensor:
-    """Return ``y`` in another shape, but not as a view: no one else sees ``y``.
-
-    FSDP2 puts hooks on outputs, and a hook on a view is lost when the view is changed in place.
-    """
-    if _modes.jit_tracing():
-        # an operator called by its name would make constants of the traced sizes
-        return y.reshape(shape)
-    return torch.ops.aten._unsafe_view.default(y, shape)  # type: ignore[no-any-return]
-
-
 def _no_view(y: Tensor) -> Tensor:
     """Return ``y`` not as a view, which F.linear with a bias and ``to_local`` may give; unchanged while compiling."""
-    return _unviewed(y, y.shape) if not _modes.compiling() and y._is_view() else y
+    return unviewed(y, y.shape) if not _modes.compiling() and y._is_view() else y
 
 
 def _on_shards(
@@ -553,7 +542,7 @@ def copies_down(w_down: Tensor) -> bool:
 
 def _train(call: _Call, layer: Operands, route: Route, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, the sum of |h| and the number of non-zeros of a sparse call that needs gradients."""
-    note, x, measurement = None, layer.x, route.measurement
+    note, measurement = None, route.measurement
     if measurement is not None:
 
         def note(nonzeros: Tensor, sizes: Tensor) -> None:
@@ -564,8 +553,6 @@ def _train(call: _Call, layer: Operands, route: Route, mains: Mains) -> tuple[Te
     totals = call.return_aux or note is not None
     how = _autograd.Call(call.name, call.compression, route.held, call.activation, route.screen, totals, note)
     y, l1, nonzeros = _autograd.ffn(how, layer, mains, call.direct)
-    if y.dim() != x.dim():
-        y = _unviewed(y, x.shape)
     if route.holder is not None:
         # training keeps its choice until backward passes y
         route.holder.hold(y)

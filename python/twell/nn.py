@@ -305,10 +305,12 @@ class SparseFFN(nn.Module):
 
     def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
         """The return value of ``forward``, from that of the function."""
-        if not self._record_aux:
+        # a setting may have changed meanwhile
+        if not isinstance(result, tuple):
             return result
-        assert isinstance(result, tuple)
-        y, self.aux = result
+        y, aux = result
+        if self._record_aux:
+            self.aux = aux
         return result if return_aux else y
 
     def _is_plain(self) -> bool:

@@ -31,7 +31,6 @@ from twell.nn import SparseGatedMLP, SparseMLP
 from twell.strategy import costs, tables
 from twell.strategy import site as sites
 from twell.strategy.costs import Figures, Problem
-from twell.strategy.plan import Route
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 
@@ -579,13 +578,9 @@ def test_each_kind_and_size_of_calls_has_its_own_choice(chooses: Arrivals) -> No
 def test_measures_row_by_running_union(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     ffn = sys.modules["twell.ops.ffn"]
-    sparse = ffn._sparse_on_cpu
-
-    def noted(layer: Any, compression: int, activation: Any, route: Route, totals: bool) -> Any:
-        ran.append(route.strategy)
-        return sparse(layer, compression, activation, route, totals)
-
-    monkeypatch.setattr(ffn, "_sparse_on_cpu", noted)
+    for name, function in (("union", "union_on_cpu"), ("row", "up_down_on_cpu")):
+        own = getattr(ffn, function)
+        monkeypatch.setattr(ffn, function, lambda *a, own=own, name=name: (ran.append(name), own(*a))[1])
     mlp, x = layer(firing=2), torch.randn(128, K).to(BF16)
     with torch.no_grad():
         for _ in range(6):
@@ -630,7 +625,7 @@ def test_measurements_do_not_mind_captures_of_other_threads(
         yield
         calls.append("strict")
 
-    monkeypatch.setattr(sites, "_beside_captures", relaxed)
+    monkeypatch.setattr(sites, "beside_captures", relaxed)
     transfer = sites.Transfer
     monkeypatch.setattr(sites, "Transfer", lambda values: (calls.append("transfer"), transfer(values))[1])
     mlp, x = layer(firing=8), torch.randn(256, K).to(BF16)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -345,7 +346,7 @@ def test_what_a_layer_remembers_is_bounded(gpu: FakeGpu, long: list[Tensor]) -> 
     mlp = layer()
     for m in range(1, 200):
         mlp(tokens(m))
-        assert len(mlp._front._known) <= 64
+        assert len(mlp._front.memory) <= 64
 
 
 def test_copies_and_pickles_know_nothing(gpu: FakeGpu, long: list[Tensor]) -> None:
@@ -401,3 +402,164 @@ def test_a_layer_of_one_projection_for_both_asks_it(gpu: FakeGpu, long: list[Ten
         model[0].gate_up_proj.register_forward_hook(lambda *_: seen.append(1))
         model[0](x)
     assert seen
+
+
+def _swapped(mlp: Any) -> None:
+    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+
+
+def _moved(mlp: Any) -> None:
+    mlp.up_proj.bias, mlp.gate_proj.bias = mlp.gate_proj.bias, None
+
+
+@pytest.mark.parametrize("change", [_swapped, _moved])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("strategy", ["union", "row", "dense"])
+def test_a_bias_that_moves_is_that_of_its_projection(
+    change: Callable[[Any], None], training: bool, strategy: str, gpu: FakeGpu, long: list[Tensor]
+) -> None:
+    mlp, x = layer(strategy=strategy), tokens(200).requires_grad_(training)
+    mlp.gate_proj.bias = nn.Parameter(torch.ones(N, dtype=BF16), training)
+    mlp.requires_grad_(training)
+    mlp(x), mlp(x)
+    assert len(long) == 1
+    change(mlp)
+    gpu.clear()
+    mlp(x)
+    assert len(long) == 2
+    packs = [a for spec, a in gpu.launches if spec.op.startswith("gate_pack")]
+    assert all(a[2].numel() == 0 for a in packs)
+    assert len(packs) == (strategy != "dense")
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_threshold_that_moves_is_read_at_each_call(
+    training: bool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a gate of any size is fused where one may be
+    monkeypatch.setattr(functional, "pays", lambda *_: True)
+    monkeypatch.setattr(costs, "HOST_SECONDS", {False: {}, True: {}})
+    mlp, x = layer(strategy="dense").requires_grad_(training), tokens(200)
+    mlp.activation = "fatrelu"
+    mlp.threshold = threshold = torch.tensor(0.0)
+    for value in (0.0, 0.5, 1.5, 100.0):
+        threshold.fill_(value)
+        mlp(x)
+        y = mlp(x)
+        # the fake kernel would leave it undone
+        gate = mlp.gate_proj(x)
+        expected = mlp.down_proj(torch.where(gate <= value, 0, gate) * mlp.up_proj(x))
+        assert torch.equal(y, expected)
+    threshold.fill_(-1.0)
+    with pytest.raises(ValueError, match="threshold must be"):
+        mlp(x)
+
+
+def test_a_call_that_began_before_a_setting_leaves_nothing_behind_it(
+    gpu: FakeGpu, long: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlp, x = layer(), tokens(5)
+    settled = functional._settled
+
+    def before_which(change: Callable[[], None]) -> Callable[..., Any]:
+        def late(*arguments: Any) -> Any:
+            y = settled(*arguments)
+            # another thread, as it were
+            change()
+            return y
+
+        return late
+
+    for change in (
+        lambda: setattr(mlp, "activation", "relu2"),
+        lambda: twell.nn.set_strategy(mlp, "row"),
+        lambda: setattr(mlp, "record_aux", True),
+    ):
+        monkeypatch.setattr(functional, "_settled", before_which(change))
+        mlp(x)
+        monkeypatch.setattr(functional, "_settled", settled)
+        before = len(long)
+        mlp(x)
+        assert len(long) == before + 1
+        mlp.activation, mlp.strategy, mlp.record_aux = "relu", "union", False
+
+
+MISFITS: dict[str, Callable[[Any], Any]] = {
+    "an up projection of one row": lambda mlp: setattr(mlp.up_proj.weight, "data", torch.ones(1, K, dtype=BF16)),
+    "a bias of one value": lambda mlp: setattr(mlp.gate_proj.bias, "data", torch.ones(1, dtype=BF16)),
+    "a down projection of more rows": lambda mlp: setattr(
+        mlp.down_proj.weight, "data", torch.ones(2 * K, N, dtype=BF16)
+    ),
+    "another dtype": lambda mlp: setattr(mlp.up_proj.weight, "data", torch.ones(N, K, dtype=torch.float16)),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+@pytest.mark.parametrize("strategy", ["union", "dense"])
+def test_what_does_not_fit_is_refused_by_known_layers(
+    misfit: str, strategy: str, gpu: FakeGpu, long: list[Tensor]
+) -> None:
+    known, fresh, x = (layer(strategy=strategy, bias=True) for _ in range(2)), None, tokens(5)
+    known, fresh = known
+    known(x), known(x)
+    errors = []
+    for mlp in (known, fresh):
+        MISFITS[misfit](mlp)
+        with pytest.raises((ValueError, TypeError)) as error:
+            mlp(x)
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+
+
+def test_a_projection_set_beside_a_renamed_one_is_refused(gpu: FakeGpu) -> None:
+    from twell._sparsify.modules import NamedMLP
+
+    linears = [nn.Linear(K, N, False, dtype=BF16), nn.Linear(N, K, False, dtype=BF16)]
+    mlp, x = NamedMLP(("wi", "wo"), linears, strategy="union").eval().requires_grad_(False), tokens(5)
+    set_down_layout(mlp, "rows")
+    mlp(x), mlp(x)
+    mlp.up_proj = nn.Linear(K, N, False, dtype=BF16)
+    with pytest.raises(AttributeError, match="up_proj must be set by the child's own name"):
+        mlp(x)
+
+
+def test_x_of_one_row_reaches_kernels_with_plain_strides(gpu: FakeGpu) -> None:
+    """Strides of one row may be anything, which kernels do not take."""
+    mlp = layer().train().requires_grad_()
+    for x in (tokens(1), torch.randn(K, 1).to(BF16).t(), torch.randn(1, 2 * K).to(BF16)[:, :K]):
+        for _ in range(2):
+            gpu.clear()
+            dy = torch.randn(K, 1).to(BF16).t()
+            mlp(x.detach().requires_grad_()).backward(dy)
+            read = [
+                a for _, arguments in gpu.launches for a in arguments if isinstance(a, Tensor) and a.shape == (1, K)
+            ]
+            assert read
+            assert all(a.stride() == (K, 1) for a in read)
+
+
+@pytest.mark.usefixtures("chooses")
+def test_refused_calls_are_counted_once(gpu: FakeGpu) -> None:
+    mlp, x = layer(strategy="auto"), tokens(2048)
+    sliced = torch.zeros(2048, 2 * K, dtype=BF16)[:, :K]
+    for i in range(64):
+        mlp(sliced if i % 2 else x)
+    assert sum(row.calls for row in twell.explain(mlp)) == 64
+
+
+@pytest.mark.parametrize("strategy", ["union", "dense"])
+@pytest.mark.parametrize("watched", ["forward", "backward"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_recomputation_may_take_the_other_way(strategy: str, watched: str, gpu: FakeGpu) -> None:
+    """A profiler over one of the passes sends it through the dispatcher; a checkpoint compares what they save."""
+    mlp, x = layer(strategy=strategy).requires_grad_(), tokens(2, 100).requires_grad_()
+    mlp(x), mlp(x)
+    with pytest.MonkeyPatch.context() as own:
+        if strategy == "union":
+            # operators are those of a CPU
+            own.setattr(Tensor, "is_cuda", False)
+        with torch.profiler.profile() if watched == "forward" else contextlib.nullcontext():
+            y = torch.utils.checkpoint.checkpoint(mlp, x, use_reentrant=False)
+    with torch.profiler.profile() if watched == "backward" else contextlib.nullcontext():
+        y.sum().backward()
+    assert x.grad.shape == x.shape

@@ -138,7 +138,11 @@ class Program:
 
     def operand(self, dtype: torch.dtype, *shape: int, strides: tuple[int, ...] | None = None) -> View:
         """The next tensor that calls give."""
-        view = View(len(self.operands), 0, dtype, shape, contiguous(shape) if strides is None else strides)
+        plain = contiguous(shape)
+        # strides of a dimension of one element reach nothing, and may be anything
+        if strides is None or all(a == b for a, b, length in zip(strides, plain, shape) if length > 1):
+            strides = plain
+        view = View(len(self.operands), 0, dtype, shape, strides)
         self.operands.append(view)
         return view
 
@@ -203,7 +207,8 @@ class Program:
             for argument in of_launch:
                 if type(argument) is View:
                     base = argument.base
-                    if 0 <= base < len(given) and (argument is given[base] or argument == given[base]):
+                    # an operand that may have other strides where they reach nothing is handed on as it was declared
+                    if 0 <= base < len(given) and argument == given[base] and 1 not in argument.shape:
                         arguments += _GIVEN, base
                     else:
                         arguments += _VIEW, views.setdefault(argument, len(views))
@@ -293,9 +298,10 @@ class Executable:
         """The same launch by launch, with a tensor for each scratch while it lives."""
         program = self._program
         given = program.given()
-        if not all(map(_is_as_declared, given, operands)):
+        on = operands[0].device
+        if not all(map(_is_as_declared, given, operands)) or any(operand.device != on for operand in operands):
             return False
-        lives, alive, on = program.lives(), dict[int, Tensor](), operands[0].device
+        lives, alive = program.lives(), dict[int, Tensor]()
 
         def real(view: View) -> Tensor:
             if view.base < 0:
@@ -305,7 +311,7 @@ class Executable:
                 memory = alive[own]
             elif view.base == _CLEARED:
                 memory = operands[-1]
-            elif view == given[view.base]:
+            elif view == given[view.base] and 1 not in view.shape:
                 return operands[view.base]
             else:
                 memory = operands[view.base]
