@@ -54,6 +54,8 @@ def ffn(
         passes = passes_of(Form.of(operands), call.compression, call.held, call.activation, call.screen, call.totals)
     if passes is not None:
         how = passes.call if call.note is None else call._replace(passes=passes)
+    elif x.dim() != 2 and _modes.compiling():
+        operands = operands._replace(x=x.reshape(-1, x.shape[-1]))
     given = operands
     if not _modes.compiling():
         for weight, main in mains._asdict().items():
@@ -63,7 +65,8 @@ def ffn(
     found: Any = _FFN.apply(how, *mains, *given)  # type: ignore[no-untyped-call]
     if found is None:
         return ffn(call, operands, mains)
-    return found if call.totals else (found, None, None)
+    y, l1, nonzeros = found if call.totals else (found, None, None)
+    return (y if y.dim() == x.dim() else unviewed(y, x.shape)), l1, nonzeros
 
 
 class Passes:

@@ -419,13 +419,18 @@ def _torchs(layer: Operands, activation: Activation, training: bool) -> Run:
     m = tokens_of(layer.x)
     waits = costs.waits_for_host(costs.Problem(m, k, n, gated, training, eager=True))
     fused = gated and not waits and pays(layer.x, m * n)
-    forms = [None if t is None else (t.shape, t.dtype, t.device) for t in layer[1:]]
+    inner, outer, dtype = (n, k), (k, n), layer.x.dtype
 
     def run(*operands: Any) -> Tensor | None:
         x, w_gate, w_up, w_down, b_gate, b_up, b_down = operands
         # no program compares these, and PyTorch would broadcast some that do not fit
-        if forms != [None if t is None else (t.shape, t.dtype, t.device) for t in operands[1:]]:
+        if w_gate.shape != inner or w_gate.dtype is not dtype or w_down.shape != outer or w_down.dtype is not dtype:
             return None
+        if w_up is not None and (w_up.shape != inner or w_up.dtype is not dtype):
+            return None
+        for bias, length in ((b_gate, n), (b_up, n), (b_down, k)):
+            if bias is not None and (bias.shape != (length,) or bias.dtype is not dtype):
+                return None
         gate = F.linear(x, w_gate, b_gate)
         if w_up is None:
             hidden = activation.hidden(activation.after(gate, inplace=not training), None)

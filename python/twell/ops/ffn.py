@@ -182,7 +182,7 @@ def _by_row(
 ) -> None:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats = results
-    words, spill, _ = scratch(p, x, x.shape[0], w_gate, compression)
+    words, spill = scratch(p, x, x.shape[0], w_gate, compression)
     how = compression, activation, invariant
     arrivals = pack(p, x, w_gate, b_gate, words, spill, stats, *how, counters(p, x, w_up is not None, invariant))
     multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how, arrivals)

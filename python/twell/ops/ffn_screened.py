@@ -106,7 +106,7 @@ def launches(
     (m, _), n = x.shape, w_gate.shape[0]
     (_, longest), *_ = geometry.union_slices(m, n)
     bits = screened.find(p, x, firing, quantized)
-    words, spill, _ = scratch(p, x, longest, w_gate, compression)
+    words, spill = scratch(p, x, longest, w_gate, compression)
     neurons = screened.lists(p, m, n).neurons
 
     def packed_of(first: int, last: int) -> tuple[View, ...]:

@@ -84,7 +84,7 @@ def launches(p: Program, layer: Views, results: Sequence[View], compression: int
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats, sizes = results
     (_, longest), *_ = geometry.union_slices(x.shape[0], w_gate.shape[0])
-    words, spill, _ = scratch(p, x, longest, w_gate, compression)
+    words, spill = scratch(p, x, longest, w_gate, compression)
 
     def packed_of(first: int, last: int) -> tuple[View, View]:
         packed = words.part(0, last - first), spill.part(0, last - first)
@@ -101,7 +101,7 @@ def by_small_tiles(
     """Launch a gated layer on few tokens, by ``gate_pack`` and the kernel of ``spec``, into y, l1 and stats."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats = results
-    words, spill, _ = scratch(p, x, x.shape[0], w_gate, compression)
+    words, spill = scratch(p, x, x.shape[0], w_gate, compression)
     pack(p, x, w_gate, b_gate, words, spill, stats, compression, activation)
     biases = bias_view(p, b_up, x.dtype), bias_view(p, b_down, x.dtype)
     form = geometry.words_per_tile(compression), activation.code()

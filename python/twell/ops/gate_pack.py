@@ -17,7 +17,6 @@ from twell.ops.library import Shape, bias_view, blocks, check_layer, laid_bias, 
 from twell.ops.operands import run
 
 Packed = tuple[Tensor, Tensor, Tensor]
-PackedViews = tuple[View, View, View]
 
 
 def outputs(x: Tensor, w_gate: Tensor, compression: int) -> Packed:
@@ -41,10 +40,10 @@ def stats_shape(m: int, n: int) -> Shape:
     return torch.int32, blocks(m, geometry.STATS_ROWS), geometry.tiles(n), 2
 
 
-def scratch(p: Program, x: View, m: int, w_gate: View, compression: int) -> PackedViews:
-    """The same for ``m`` tokens as scratch of a program."""
-    words, spill, stats = (p.scratch(*shape) for shape in shapes(x, m, w_gate, compression))
-    return words, spill, stats
+def scratch(p: Program, x: View, m: int, w_gate: View, compression: int) -> tuple[View, View]:
+    """words and spill for ``m`` tokens as scratch of a program."""
+    words, spill, _ = shapes(x, m, w_gate, compression)
+    return p.scratch(*words), p.scratch(*spill)
 
 
 def _fake(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:

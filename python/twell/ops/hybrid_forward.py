@@ -146,8 +146,7 @@ class Forward:
         firing = p.operand(dtype, n) if self._raised else b_gate
         entries, neurons, chunks, sizes, popularity = hybrid.parts(p.operand(torch.int32, *self.kept[0]), m, n)
         sums, *figures = self._places(p, m, n, 2)
-        words, spill, stats = scratch(p, x, m, w_gate, compression)
-        packed = words, spill, figures[0] if figures else stats
+        packed = *scratch(p, x, m, w_gate, compression), figures[0] if figures else p.scratch(*stats_shape(m, n))
         listed: tuple[Any, ...] = (neurons, sizes, 0)
         if screen:
             bits = screened.find(p, x, firing, quantize(p, w_gate, True))

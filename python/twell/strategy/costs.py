@@ -37,7 +37,7 @@ _DENSE_BYTES = 4.2e12
 # strategies chosen by "auto". Ratios are those of `h100_host.json`, the time of dense that of the fastest host that was
 # measured, since hosts differ by a factor of two: where the GPU is the limit on a fast host, its times decide.
 HOST_SECONDS = {
-    False: {"dense": 70e-6, "row": 25e-6, "union": 30e-6, SCREENED: 38e-6},
+    False: {"dense": 60e-6, "row": 20e-6, "union": 25e-6, SCREENED: 32e-6},
     True: {"dense": 300e-6, "union": 190e-6, SCREENED: 210e-6},
 }
 # Of a dense layer of up to 512 tokens: the seconds that one product for gate and up saves, those beyond its products,
