@@ -157,15 +157,15 @@ def unviewed(y: Tensor, shape: torch.Size) -> Tensor:
 class _FFN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> Tensor | tuple[Tensor, Tensor, Tensor] | None:
-        main_gate, main_up, main_down, *layer = tensors
-        x, w_gate, w_up, w_down, b_gate, b_up, _ = layer
+        main_gate, main_up, main_down, x, w_gate, w_up, w_down, b_gate, b_up, b_down = tensors
         if call.passes is not None:
-            found: Any = call.passes.forward(*layer)
+            found: Any = call.passes.forward(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
             if found is None:
                 return None
         else:
             # x is saved as it is, whichever way: a recomputation may take the other one
-            layer[0], layer[3] = x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), w_down.t()
+            matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+            layer = matrix, w_gate, w_up, w_down.t(), b_gate, b_up, b_down
             found = ops.hybrid_forward(*layer, call.compression, call.held, *call.activation, call.screen)
         y, l1, nonzeros, kept = found
         if y.dim() != x.dim():
