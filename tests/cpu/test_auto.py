@@ -630,7 +630,7 @@ def test_measurements_do_not_mind_captures_of_other_threads(
         yield
         calls.append("strict")
 
-    monkeypatch.setattr(sites, "_beside_captures", relaxed)
+    monkeypatch.setattr(sites, "beside_captures", relaxed)
     transfer = sites.Transfer
     monkeypatch.setattr(sites, "Transfer", lambda values: (calls.append("transfer"), transfer(values))[1])
     mlp, x = layer(firing=8), torch.randn(256, K).to(BF16)
