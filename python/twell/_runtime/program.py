@@ -109,6 +109,8 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor, in elements."""
     if len(shape) == 2:
         return max(shape[1], 1), 1
+    if len(shape) == 1:
+        return (1,)
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -129,6 +131,7 @@ class Program:
         self.operands: list[View] = []
         self.launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
         self._scratch: list[int] = []
+        self._empty: dict[torch.dtype, View] = {}
         self._cleared = 0
 
     @property
@@ -148,8 +151,14 @@ class Program:
 
     def scratch(self, dtype: torch.dtype, *shape: int) -> View:
         """Memory between launches, uninitialised."""
+        if shape == (0,) and dtype in self._empty:
+            return self._empty[dtype]
         self._scratch.append(_room(dtype, shape))
-        return View(-len(self._scratch), 0, dtype, shape, contiguous(shape))
+        view = View(-len(self._scratch), 0, dtype, shape, contiguous(shape))
+        if shape == (0,):
+            # one stands for all that is not there
+            self._empty[dtype] = view
+        return view
 
     def cleared(self, dtype: torch.dtype, *shape: int) -> View:
         """Memory that is zero before the first launch; a call clears it by a kernel of its own."""
@@ -200,27 +209,33 @@ class Program:
     def code(self) -> tuple[list[int], int]:
         """The program as ``host/program.c`` reads it, and the bytes of its scratch, the last tensor given."""
         offsets, total = self.placed()
-        given, views = self.given(), dict[View, int]()
-        counts, arguments = [], list[int]()
+        given, places = self.given(), dict[int, int]()
+        counts, arguments, views = [], list[int](), list[View]()
         for _, of_launch in self.launches:
             counts.append(len(of_launch))
             for argument in of_launch:
                 if type(argument) is View:
-                    base = argument.base
+                    base, place = argument.base, places.get(id(argument))
+                    if place is not None:
+                        arguments += _VIEW, place
                     # an operand that may have other strides where they reach nothing is handed on as it was declared
-                    if 0 <= base < len(given) and argument == given[base] and 1 not in argument.shape:
+                    elif 0 <= base < len(given) and argument == given[base] and 1 not in argument.shape:
                         arguments += _GIVEN, base
                     else:
-                        arguments += _VIEW, views.setdefault(argument, len(views))
+                        arguments += _VIEW, len(views)
+                        # launches name the same object again, and hold it
+                        places[id(argument)] = len(views)
+                        views.append(argument)
                 elif argument is None:
                     arguments += _NONE, 0
                 elif type(argument) is float:
                     arguments += _FLOAT, *struct.unpack("q", struct.pack("d", argument))
                 else:
                     arguments += _INTEGER, argument
-        declared, parts, dims = list[int](), list[int](), 0
+        declared, parts, dims, lengths = list[int](), list[int](), 0, 0
         for view in given:
             declared += _described(view)
+            lengths += len(view.shape)
         for view in views:
             base, offset = view.base, view.offset
             if base < 0:
@@ -229,7 +244,6 @@ class Program:
                 base = len(given) - 1
             parts += base, offset, *_described(view)
             dims += len(view.shape)
-        lengths = sum(len(view.shape) for view in given)
         header = [host.FORMAT, len(given) + 1, len(arguments) // 2, len(views), len(counts), dims, lengths]
         return [*header, *declared, total, *counts, *arguments, *parts], total
 

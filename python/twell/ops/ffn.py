@@ -13,7 +13,6 @@ so. With ``invariant`` "row" gives a token the same bits whatever other tokens t
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -278,6 +277,6 @@ ffn, ffn_aux = (
     register(schema, fake=fake, cpu=cpu, cuda=cuda)
     for schema, fake, cpu, cuda in zip(
         (f"ffn({_ARGUMENTS}) -> Tensor", f"ffn_aux({_ARGUMENTS}) -> (Tensor y, Tensor l1, Tensor nonzeros)"),
-        *map(_operators, (None, functools.partial(_run, _sparse_on_cpu), on_cuda)),
+        *map(_operators, (None, lambda *call: _run(_sparse_on_cpu, *call), on_cuda)),
     )
 )
