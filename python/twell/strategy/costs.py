@@ -41,7 +41,7 @@ HOST_SECONDS = {
     False: {"dense": 60e-6, "row": 20e-6, "union": 25e-6, SCREENED: 32e-6},
     True: {"dense": 300e-6, "union": 190e-6, SCREENED: 210e-6},
 }
-_FIRST_LAUNCH = 0.2
+_FIRST_LAUNCH = 0.3
 # Of a dense layer of up to 512 tokens: the seconds that one product for gate and up saves, those beyond its products,
 # and the time to read weights over that at the rate above (NVIDIA H200: 3 to 5 us saved; in two products 18, 34 and 118
 # us predicted for K = 1,024, 2,048 and 4,096, and 20, 32 and 97 measured).
