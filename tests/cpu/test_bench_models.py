@@ -180,10 +180,10 @@ def test_requests_that_cannot_be_met(capsys: pytest.CaptureFixture[str], argumen
 
 def spoil(monkeypatch: pytest.MonkeyPatch, rows: slice) -> None:
     """Have sparse layers return zeros for some tokens, like an overflow that goes unnoticed."""
-    original = functional.sparse_gated_ffn
+    original = functional.run
 
-    def spoiled(x: Tensor, *weights: Tensor, strategy: Any, **options: Any) -> Any:
-        result: Any = original(x, *weights, strategy=strategy, **options)
+    def spoiled(function: Any, given: Any, gated: bool, activation: Any, strategy: Any, *rest: Any) -> Any:
+        result: Any = original(function, given, gated, activation, strategy, *rest)
         if strategy == "dense":
             return result
         y, aux = result if isinstance(result, tuple) else (result, None)
@@ -192,7 +192,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, rows: slice) -> None:
         y = y.masked_fill(wrong.view(*y.shape[:-1], 1), 0)
         return y if aux is None else (y, aux)
 
-    monkeypatch.setattr(functional, "sparse_gated_ffn", spoiled)
+    monkeypatch.setattr(functional, "run", spoiled)
 
 
 def test_no_speed_on_a_red_gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

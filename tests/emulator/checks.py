@@ -287,15 +287,17 @@ def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bo
     layer = list(problem)
     if not gated:
         layer[2] = layer[5] = None
-    y, l1, nonzeros, saved = ops.hybrid_forward(*layer, 8)
-    found = on_gpu("hybrid_forward")(*layer, 8)
+    activation = "relu", 0.0
+    arguments = (*layer, 8, 0, *activation, False)
+    y, l1, nonzeros, saved = ops.hybrid_forward(*arguments)
+    found = on_gpu("hybrid_forward")(*arguments)
     assert int(hybrid.parts(found[3], m, n).chunks[0, 0]) == 0, "no zero for the gradient of l1"
     for name, a, b in zip(("y", "l1", "nonzeros"), found, (y, l1, nonzeros)):
         testing.assert_same(a, b, name)
     testing.assert_hybrid_same(found[3], saved, m, n, gated)
     dy = testing.integer_upstream(problem)
-    right = ops.hybrid_backward(dy, None, *layer[:6], saved, True, True)
-    ours = on_gpu("hybrid_backward")(dy, None, *layer[:6], found[3], True, True)
+    right = ops.hybrid_backward(dy, None, *layer[:6], saved, True, True, *activation)
+    ours = on_gpu("hybrid_backward")(dy, None, *layer[:6], found[3], True, True, *activation)
     for name, a, b in zip(("x", "w_gate", "w_up", "w_down", "b_gate", "b_up"), ours, right, strict=True):
         testing.assert_same(a, b, f"gradient of {name}")
 
