@@ -62,7 +62,7 @@ class Front:
         memory = self.memory
         if not memory or type(x) is not Tensor or x.is_nested or x.layout is not torch.strided:
             return None
-        if x.is_neg() or x._is_zerotensor():
+        if not _modes.is_in_memory(x):
             return None
         operands: list[Tensor | None] = [x]
         biases: list[Tensor | None] = []
@@ -82,13 +82,13 @@ class Front:
             weight, bias = parameters.get("weight"), parameters.get("bias")
             if len(parameters) != 2 or type(weight) is not nn.Parameter or not weight.is_cuda:
                 return None
-            if weight.layout is not torch.strided or weight.is_neg() or weight._is_zerotensor():
+            if weight.layout is not torch.strided or not _modes.is_in_memory(weight):
                 return None
             if "forward" in own or "weight" in own or "bias" in own:
                 return None
             pattern *= 2
             if bias is not None:
-                if type(bias) is not nn.Parameter or bias.is_neg() or bias._is_zerotensor():
+                if type(bias) is not nn.Parameter or not _modes.is_in_memory(bias):
                     return None
                 needing = needing or bias.requires_grad
                 pattern += 1

@@ -359,7 +359,7 @@ class AutoStrategy:
             return True
 
     def uncount(self, bucket: Bucket) -> None:
-        """Take back what ``counted`` counted, for a call that begins anew."""
+        """Take back what ``counted`` counted, for a call that begins again."""
         with self._lock:
             bucket.calls -= 1
 
