@@ -23,7 +23,7 @@ ARCHITECTURES = {"sm_80": PORTABLE, "sm_90a": SM90, "sm_100": PORTABLE, "sm_120"
 K_CLASSES = (1024, 2048, 4096, 8192, 16384)
 # Those of each cluster, by the CTAs that share a row.
 TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
-    1: (1024, 2048),
+    1: K_CLASSES,
     2: (1024, 2048, 4096),
     4: (1024, 2048, 4096, 8192),
     8: (2048, 4096, 8192, 16384),
@@ -202,7 +202,12 @@ class UpDownTokenSpec(_FamilyKernel):
     @property
     def shared(self) -> bool:
         """Whether several clusters may share a token: those for few tokens may."""
-        return self.cluster >= 4 or self.family == PORTABLE
+        return self.cluster >= 4
+
+    @property
+    def balanced(self) -> bool:
+        """Whether CTAs share all non-zeros evenly."""
+        return self.cluster == 1
 
     @property
     def suffix(self) -> str:

@@ -3,9 +3,8 @@ with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). Strategy "row": only the
 for each token. If not `gated`, the packed values are h: neither x nor up rows are read. So it is for relu; for the
 other activations see common/activation.py.
 
-A cluster of `cluster` CTAs, 1 to 8, computes a token, each CTA a part of the columns; tokens share nothing. Few tokens
-take large clusters, for latency. Many tokens take one CTA each, three or four on an SM: some list while others stream.
-The portable family always has one CTA per token.
+A cluster of `cluster` CTAs, 1 to 8, computes a token, each CTA a part of the columns. Few tokens take large clusters,
+for latency. The portable family always has one CTA per token.
 
 Each thread owns eight columns, 16 bytes, of every row, or several times that. So a row takes `span` warps of a CTA, and
 its warps form `groups` of that size. The groups divide the non-zeros: `rows` at a time, with all their loads in flight.
@@ -27,9 +26,11 @@ leave sums in `sums`, and the last to arrive adds these up, in the order of the 
     cluster   once at the start, so that COMPLETE exists; then before each further window, so that all CTAs have read
               the partial sums of the one before.
 
-On sm_90a a launch with one CTA per token gives heavy tokens to clusters of HEAVY_CLUSTER CTAs: those with more than
-`limit` non-zeros and more than a quarter of those of their group of eight. The first clusters look for them, one for
-each group, so that the longest work starts first. The other CTAs skip them.
+With more tokens a CTA is a cluster, and CTAs share the work evenly, however uneven the tokens are. A token weighs its
+non-zeros and `OVERHEAD`. All tokens form one line of weights, in which a CTA has an equal `Share`. What it has of a
+token is a piece, cut at multiples of `turn`; small tokens are not cut. A CTA leaves the sums of at most two pieces of
+cut tokens: the one that began before its share, and the one that goes on behind it. Each CTA finds its share by the
+statistics of the gate, which count eight tokens at a time. Beyond `SLAB` tokens each slab has CTAs of its own.
 """
 
 from typing import Any, NamedTuple
@@ -66,11 +67,15 @@ TILES = 32
 STEP = 256
 # pieces of a token whose sums a thread loads at a time
 AT_ONCE = 16
-# tokens of a group, CTAs that share a heavy token of it, and values of a weight that a light token may read. Clusters
-# of four took 12 % more time for 2,048 tokens (NVIDIA H200, K = 2048, 29 non-zeros per token): SMs wait for one to fit
-GROUP = 8
-HEAVY_CLUSTER = 2
-HEAVY_VALUES = 64 * 2048
+# tokens of a row of statistics, and such rows of a slab
+GROUP, SLAB = geometry.STATS_ROWS, geometry.TOKEN_SLAB
+GROUPS = SLAB // GROUP
+# non-zeros whose time a token takes without any: its x, its list and its y
+OVERHEAD = 8
+# turns of a token that is not cut
+WHOLE = 4
+# values of a weight that a cluster reads for a token before another one shares it
+LEAST_VALUES = 64 * 2048
 
 
 class Operands(NamedTuple):
@@ -91,6 +96,16 @@ class Operands(NamedTuple):
     sums: Any  # fp32 [tokens * pieces, K + 8]: y of each piece, and in column K its l1; empty for one piece
     arrivals: Any  # int32 [tokens * cluster], zeros: CTAs that have stored their columns of `sums`
     pieces: Any  # clusters that may share a token
+    stats: Any  # int32 [ceil(tokens / 8), tiles, 2]: non-zeros of eight tokens in a tile
+
+
+class Share(NamedTuple):
+    """The weights of a slab that a CTA computes: from `first` to `last`; the CTA is number `index` of the slab's."""
+
+    index: Any
+    size: Any  # of each share but the last
+    first: Any
+    last: Any
 
 
 class Thread(NamedTuple):
@@ -116,9 +131,10 @@ class Views(NamedTuple):
     hidden: Any  # [window] h
     partial: Any  # [window, parts] dot products over the columns of each warp of each CTA
     sums: Any  # [groups, columns] y by group; overlays `nonzeros` and the following
+    before: Any  # [GROUPS + 1] weights of the slab before each group of tokens; None without shares
 
 
-def shared_memory(words: int, ctas: int) -> Any:
+def shared_memory(words: int, groups: int, ctas: int) -> Any:
     """The shared memory of a CTA, of which ``ctas`` fit on an SM."""
 
     @cute.struct
@@ -126,6 +142,7 @@ def shared_memory(words: int, ctas: int) -> Any:
         # the second one pads
         sums_complete: cute.struct.MemRange[Int64, 2]
         totals: cute.struct.MemRange[Float32, WARPS]
+        before: cute.struct.MemRange[Int32, groups]
         arena: cute.struct.Align[cute.struct.MemRange[Float32, words], 16]
 
     return feasible.check_shared_memory(Shared, ctas)
@@ -137,7 +154,7 @@ class TokenCluster:
     def __init__(self, spec: UpDownTokenSpec, cluster: int):
         self.dtype = operands.DTYPES[spec.dtype]
         self.gated = spec.gated
-        self.cluster = cluster
+        self.cluster, self.balanced = cluster, spec.balanced
         self.columns = spec.k_max // cluster
         self.span = min(WARPS, self.columns // STEP)
         self.groups = WARPS // self.span
@@ -151,15 +168,13 @@ class TokenCluster:
         self.parts = cluster * self.span
         self.window = min(1024, (4096 if cluster == 1 else 8192) // self.parts)
         lists = self.window * (2 + self.parts if self.gated else 2)
-        # whether clusters may share a token
-        self.split = spec.shared
+        # whether several clusters or CTAs may compute a token
+        self.split = spec.shared or spec.balanced
         self.words = max(lists, self.groups * self.columns if self.groups > 1 or self.split else 0)
-        # non-zeros up to which a token is light
-        self.limit = HEAVY_VALUES // spec.k_max
         # non-zeros of one turn; pieces are multiples of it
         self.turn = self.groups * self.rows
         # one cluster takes less time for fewer (NVIDIA H200)
-        self.least = self.limit if cluster > 1 else self.turn
+        self.least = LEAST_VALUES // spec.k_max
         if deep:
             self.ctas_per_sm = 2 if self.vectors < 4 else 1
         else:
@@ -177,30 +192,36 @@ class TokenCluster:
         return Thread(rank, left, columns, place * STEP + lane * 8, warp // self.span, place, thread, warp, lane)
 
     @cute.jit
-    def compute_token(self, o: Operands, s: Views, m: Int32, at, windows, light: cutlass.Constexpr = False, piece=None):
-        """Compute token `m`, unless `light` and the token is heavy, or a piece of it.
-
-        Returns the cluster's number of windows so far.
-        """
-        # the previous token's sums may still be read
-        cute.arch.sync_threads()
-        x_thread = cute.make_rmem_tensor((4, self.vectors), Uint32)
-        if const_expr(self.gated):
-            self.load_row(x_thread, o.x, m, at, True)
-        if at.lane == 0:
-            s.totals[at.warp] = Float32(0.0)
-        listed, skipped = self.count_nonzeros(o, m, at.lane), Boolean(False)
-        if const_expr(light):
-            if listed > self.limit:
-                skipped = (self.heavy_tokens(o, m // GROUP, at.lane) >> (m % GROUP * 4)) & 1 != 0
-            listed = Int32(0) if skipped else listed
-        acc = cute.make_rmem_tensor((8, self.vectors), Float32)
-        acc.fill(0.0)
-        first, begin, end = at.group * self.rows, Int32(0), listed
+    def compute_token(self, o: Operands, s: Views, m: Int32, at, piece=None):
+        """Compute token `m`, or a piece of it."""
+        listed = self.count_nonzeros(o, m, at.lane)
+        acc, begin, end = cute.make_rmem_tensor((8, self.vectors), Float32), Int32(0), listed
         if const_expr(piece is not None):
             share = self.share(listed, o.pieces)
             begin = piece * share
             end = cutlass.min(listed, begin + share)
+        self.accumulate(o, s, acc, m, listed, begin, end, at)
+        if const_expr(piece is not None):
+            if begin == 0 and end == listed:
+                self.store_token(o, s, acc, m, at)
+            elif begin < end:
+                line = m * o.pieces
+                self.store_piece(o, s, acc, m, line + piece, line, 1, cute.ceil_div(listed, share), at)
+        else:
+            self.store_token(o, s, acc, m, at)
+
+    @cute.jit
+    def accumulate(self, o: Operands, s: Views, acc: cute.Tensor, m: Int32, listed, begin, end, at: Thread):
+        """acc = the sum over non-zeros `begin` to `end` of the `listed` ones of token `m`; `s.totals` of their |h|."""
+        # the previous token's sums may still be read
+        cute.arch.sync_threads()
+        x_thread, windows = cute.make_rmem_tensor((4, self.vectors), Uint32), Int32(0)
+        if const_expr(self.gated):
+            self.load_row(x_thread, o.x, m, at, True)
+        if at.lane == 0:
+            s.totals[at.warp] = Float32(0.0)
+        acc.fill(0.0)
+        first = at.group * self.rows
         for base in cutlass.range(begin, end, self.window, unroll=1):
             size = cutlass.min(end - base, Int32(self.window))
             # a token with many non-zeros has several words in each tile
@@ -229,17 +250,105 @@ class TokenCluster:
                 self.add_rows(s, acc, rows, other)
             # the list has been read
             cute.arch.sync_threads()
-        if const_expr(light):
-            if not skipped:
-                self.store_token(o, s, acc, m, at)
-        elif const_expr(piece is not None):
-            if begin == 0 and end == listed:
-                self.store_token(o, s, acc, m, at)
-            elif begin < end:
-                self.store_piece(o, s, acc, m, piece, cute.ceil_div(listed, share), at)
-        else:
-            self.store_token(o, s, acc, m, at)
-        return windows
+
+    # ---- shares ----
+
+    @cute.jit
+    def compute_share(self, o: Operands, s: Views, cta: Int32, at: Thread):
+        """Compute the share of CTA `cta`: tokens, and pieces of them."""
+        tokens = o.y.shape[0]
+        slabs = cute.ceil_div(tokens, SLAB)
+        ctas = o.pieces // slabs
+        slab = cta // ctas
+        groups = cutlass.min(cute.ceil_div(tokens, GROUP) - slab * GROUPS, Int32(GROUPS))
+        share = self.find_share(o, s, slab, groups, cta - slab * ctas, ctas, at)
+        group = self.group_at(s, share.first, groups, at.lane)
+        weight = s.before[cutlass.min(group, groups)]
+        acc = cute.make_rmem_tensor((8, self.vectors), Float32)
+        while group < groups and weight < share.last:
+            counts = self.count_group(o, slab * GROUPS + group, at.lane)
+            for j in cutlass.range(GROUP, unroll=1):
+                m, listed = (slab * GROUPS + group) * GROUP + j, cute.arch.shuffle_sync(counts, 4 * j)
+                if m < tokens:
+                    begin, end = self.cut(share.first - weight, listed), self.cut(share.last - weight, listed)
+                    if begin < end:
+                        stop = cutlass.min(end, listed)
+                        self.accumulate(o, s, acc, m, listed, begin, stop, at)
+                        if begin == 0 and end > listed:
+                            self.store_token(o, s, acc, m, at)
+                        else:
+                            # of CTA i line 2 i is the piece that began before its share, 2 i + 1 the one that goes on
+                            base, pieces = self.pieces_of(share, weight, listed)
+                            line = 2 * slab * ctas
+                            mine = line + 2 * share.index + Int32(begin == 0)
+                            self.store_piece(o, s, acc, m, mine, line + 2 * base, 2, pieces, at)
+                    weight += listed + OVERHEAD
+            group += 1
+
+    @cute.jit
+    def find_share(self, o: Operands, s: Views, slab: Int32, groups: Int32, index: Int32, ctas: Int32, at: Thread):
+        """Write `s.before` and return the CTA's `Share`."""
+        tiles = o.stats.shape[1]
+        for group in cutlass.range(at.warp, groups, WARPS, unroll=4):
+            count = Int32(0)
+            for tile in cutlass.range(at.lane, tiles, 32, unroll=1):
+                count += o.stats[slab * GROUPS + group, tile, 0]
+            count = Int32(cute.arch.warp_redux_sync(count, "add"))
+            if at.lane == 0:
+                present = cutlass.min(o.y.shape[0] - (slab * GROUPS + group) * GROUP, Int32(GROUP))
+                s.before[group] = count + present * OVERHEAD
+        cute.arch.sync_threads()
+        each, own, total = GROUPS // 32, [], Int32(0)
+        for i in range_constexpr(each):
+            group = at.lane * each + i
+            own.append(s.before[group] if group < groups else Int32(0))
+            total += own[i]
+        before = prefix_sum(total, at.lane)
+        total = cute.arch.shuffle_sync(before + total, 31)
+        cute.arch.sync_threads()
+        if at.warp == 0:
+            for i in range_constexpr(each):
+                s.before[at.lane * each + i] = before
+                before += own[i]
+            if at.lane == 31:
+                s.before[GROUPS] = before
+        cute.arch.sync_threads()
+        # of at least two turns, so that no piece is empty
+        size = cutlass.max(cute.ceil_div(total, ctas), Int32(2 * self.turn + OVERHEAD))
+        first = cutlass.min(index * size, total)
+        return Share(index, size, first, cutlass.min(first + size, total))
+
+    @cute.jit
+    def group_at(self, s: Views, weight: Int32, groups: Int32, lane: Int32):
+        """The last group of tokens that begins at `weight` or before."""
+        count = Int32(0)
+        for i in range_constexpr(GROUPS // 32):
+            group = lane * (GROUPS // 32) + i
+            count += Int32(group < groups and s.before[group] <= weight)
+        return Int32(cute.arch.warp_redux_sync(count, "add")) - 1
+
+    @cute.jit
+    def cut(self, distance: Int32, listed: Int32):
+        """The non-zero before which a token is cut by a border of shares at this distance from its begin.
+
+        0 if the border lies before, and more than `listed` if behind.
+        """
+        place = (distance + self.turn // 2) // self.turn * self.turn
+        behind = listed + OVERHEAD
+        if listed <= WHOLE * self.turn:
+            place = Int32(0) if 2 * distance < behind else behind
+        elif place >= listed:
+            place = behind
+        return cutlass.max(place, Int32(0)) if distance > 0 else Int32(0)
+
+    @cute.jit
+    def pieces_of(self, share: Share, weight: Int32, listed: Int32):
+        """Of a cut token that begins at `weight` the CTA of its first piece, and the number of its pieces."""
+        # borders that `cut` puts before a non-zero: at half a turn, and up to half a turn before the last multiple
+        low = self.turn - self.turn // 2
+        high = cute.ceil_div(listed, self.turn) * self.turn - self.turn // 2
+        first = cute.ceil_div(weight + low, share.size)
+        return first - 1, cute.ceil_div(weight + high, share.size) - first + 1
 
     @cute.jit
     def share(self, listed, pieces):
@@ -283,23 +392,6 @@ class TokenCluster:
         for d in (1, 2):
             count += cute.arch.shuffle_sync_bfly(count, d)
         return count
-
-    @cute.jit
-    def heavy_tokens(self, o: Operands, group: Int32, lane: Int32):
-        """A mask of the heavy tokens of a group, bits 0, 4, 8 and so on."""
-        count = self.count_group(o, group, lane)
-        everything = Int32(cute.arch.warp_redux_sync(count if lane % 4 == 0 else 0, "add"))
-        heavy = lane % 4 == 0 and count > self.limit and 4 * count > everything
-        return Uint32(cute.arch.vote_ballot_sync(heavy))
-
-    @cute.jit
-    def compute_heavy(self, o: Operands, s: Views, group: Int32, at: Thread):
-        """Compute the heavy tokens of a group, one after another."""
-        heavy, windows = self.heavy_tokens(o, group, at.lane), Int32(0)
-        while heavy != 0:
-            token = group * GROUP + lowest_bit(heavy) // 4
-            heavy = heavy & (heavy - 1)
-            windows = self.compute_token(o, s, token, at, windows)
 
     # ---- listing ----
 
@@ -556,9 +648,11 @@ class TokenCluster:
         cute.autovec_copy(pair, cute.make_tensor(address(o.y, m, column).align(4), cute.make_layout(2)))
 
     @cute.jit
-    def store_piece(self, o, s, acc, m, piece, pieces, at):
-        """Store the sums of one of several pieces; the last CTA to do so for these columns adds them and stores y."""
-        line = m * o.pieces + piece
+    def store_piece(self, o, s, acc, m, line, first, step: cutlass.Constexpr, pieces, at):
+        """Store the sums of one of several pieces; the last CTA to do so for these columns adds them and stores y.
+
+        Its line in `sums` is `line`. Piece i has line `first + step * i`, piece 0 the one behind that if `step` is 2.
+        """
         self.share_sums(s, acc, at)
         for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
             target = address(o.sums, line, at.left + column).align(8)
@@ -577,7 +671,7 @@ class TokenCluster:
             # four columns of y per thread, and behind those of the first CTA l1
             for column in cutlass.range(4 * at.thread, at.columns + 4 * Int32(at.rank == 0), 4 * THREADS, unroll=1):
                 mine = column < at.columns
-                values = self.add_pieces(o, m, at.left + column if mine else end, pieces)
+                values = self.add_pieces(o, at.left + column if mine else end, first, step, pieces)
                 if mine:
                     for i in range_constexpr(2):
                         self.store_pair(o, values[2 * i : 2 * i + 2], m, at.left + column + 2 * i)
@@ -585,18 +679,22 @@ class TokenCluster:
                     o.l1[m] = values[0]
 
     @cute.jit
-    def add_pieces(self, o, m, column, pieces):
+    def add_pieces(self, o, column, first, step: cutlass.Constexpr, pieces):
         """The sums of four columns over the pieces, in their order; loads of `AT_ONCE` pieces are in flight."""
         values = [Float32(0.0)] * 4
-        for first in cutlass.range(0, pieces, AT_ONCE, unroll=1):
+        for base in cutlass.range(0, pieces, AT_ONCE, unroll=1):
             quads = cute.make_rmem_tensor((4, AT_ONCE), Float32)
             for p in range_constexpr(AT_ONCE):
                 # the last one again in place of those beyond
-                source = address(o.sums, m * o.pieces + cutlass.min(first + p, pieces - 1), column).align(16)
+                piece = cutlass.min(base + p, pieces - 1)
+                line = first + step * piece
+                if const_expr(step == 2):
+                    line += Int32(piece == 0)
+                source = address(o.sums, line, column).align(16)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), quads[None, p])
             for p in range_constexpr(AT_ONCE):
                 for i in range_constexpr(4):
-                    values[i] = values[i] + quads[i, p] if first + p < pieces else values[i]
+                    values[i] = values[i] + quads[i, p] if base + p < pieces else values[i]
         return values
 
     @cute.jit
@@ -617,6 +715,7 @@ class TokenCluster:
             hidden=cute.make_tensor(arena + window, cute.make_layout(window)),
             partial=cute.make_tensor(arena + 2 * window, cute.make_layout(window * self.parts)),
             sums=arena,
+            before=shared.before.get_tensor(cute.make_layout(GROUPS + 1)) if self.balanced else None,
         )
 
 
@@ -624,14 +723,10 @@ class UpDownToken:
     """For one dtype, cluster size and class of hidden sizes, gated or not."""
 
     def __init__(self, spec: UpDownTokenSpec):
-        self.cluster = spec.cluster
-        self.own = TokenCluster(spec, spec.cluster)
-        # heavy tokens are for clusters
-        self.mixed = spec.cluster == 1 and spec.family == SM90
-        self.launched = HEAVY_CLUSTER if self.mixed else spec.cluster
-        self.team = TokenCluster(spec, self.launched)
-        self.ctas_per_sm = self.own.ctas_per_sm
-        self.shared = shared_memory(max(self.own.words, self.team.words), self.ctas_per_sm)
+        self.cluster, self.balanced = spec.cluster, spec.balanced
+        self.team = TokenCluster(spec, spec.cluster)
+        groups = GROUPS + 1 if self.balanced else 1
+        self.shared = shared_memory(self.team.words, groups, self.team.ctas_per_sm)
 
     @cute.jit
     def __call__(
@@ -639,6 +734,7 @@ class UpDownToken:
         x: cute.Tensor | None,
         words: cute.Tensor,
         spill: cute.Tensor,
+        stats: cute.Tensor,
         w_up: cute.Tensor | None,
         w_down: cute.Tensor,
         b_up: cute.Tensor | None,
@@ -654,15 +750,13 @@ class UpDownToken:
     ):
         tokens = y.shape[0]
         if tokens > 0:
-            clusters = tokens * pieces
-            if const_expr(self.mixed):
-                clusters = cute.ceil_div(tokens, GROUP) + cute.ceil_div(tokens, self.launched)
+            clusters = pieces if const_expr(self.balanced) else tokens * pieces
             layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1)
-            self.kernel(Operands(*layer, words_per_tile, activation, sums, arrivals, pieces)).launch(
-                grid=(self.launched * clusters, 1, 1),
+            self.kernel(Operands(*layer, words_per_tile, activation, sums, arrivals, pieces, stats)).launch(
+                grid=(self.cluster * clusters, 1, 1),
                 block=(THREADS, 1, 1),
-                cluster=(self.launched, 1, 1) if const_expr(self.launched > 1) else None,
-                min_blocks_per_mp=self.ctas_per_sm,
+                cluster=(self.cluster, 1, 1) if const_expr(self.cluster > 1) else None,
+                min_blocks_per_mp=self.team.ctas_per_sm,
                 preferred_smem_carveout=100,
                 stream=stream,
                 use_pdl=launch.overlaps(),
@@ -671,29 +765,22 @@ class UpDownToken:
     @cute.kernel
     def kernel(self, o: Operands):
         block = cute.arch.block_idx()[0]
-        rank, index = block % self.launched, block // self.launched
-        storage = SmemAllocator().allocate(self.shared)
-        s, k = self.team.views(storage), o.y.shape[1]
+        rank, index = block % self.cluster, block // self.cluster
+        s, k = self.team.views(SmemAllocator().allocate(self.shared)), o.y.shape[1]
         self.team.begin(s)
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
-        if const_expr(self.launched > 1):
+        if const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
-        if const_expr(self.mixed):
-            groups = cute.ceil_div(o.y.shape[0], GROUP)
-            if index < groups:
-                self.team.compute_heavy(o, s, index, self.team.thread_index(k, rank))
-            else:
-                m = block - groups * self.launched
-                if m < o.y.shape[0]:
-                    self.own.compute_token(o, self.own.views(storage), m, self.own.thread_index(k, 0), Int32(0), True)
-        elif const_expr(self.own.split):
-            at = self.own.thread_index(k, rank)
+        at = self.team.thread_index(k, rank)
+        if const_expr(self.balanced):
+            self.team.compute_share(o, s, index, at)
+        elif const_expr(self.team.split):
             # first pieces come first: most tokens have no other
             tokens = o.y.shape[0]
-            self.own.compute_token(o, s, index % tokens, at, Int32(0), piece=index // tokens)
+            self.team.compute_token(o, s, index % tokens, at, piece=index // tokens)
         else:
-            self.own.compute_token(o, s, index, self.own.thread_index(k, rank), Int32(0))
+            self.team.compute_token(o, s, index, at)
 
 
 def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -703,6 +790,7 @@ def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
     return UpDownToken(spec), (
         operands.rows(dtype, m, k) if spec.gated else None,
         *operands.packed(dtype, m),
+        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
         operands.rows(dtype, n, k) if spec.gated else None,
         operands.rows(dtype, n, k),
         operands.bias(dtype) if spec.gated else None,

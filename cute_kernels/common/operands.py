@@ -67,7 +67,7 @@ def matrix(dtype: Any, a: Any, b: Any) -> Any:
     return make_fake_compact_tensor(dtype, (a, b), stride_order=(1, 0), assumed_align=4)
 
 
-def gate_pack(name: str, arrivals: bool = False) -> tuple[Any, ...]:
+def gate_pack(name: str) -> tuple[Any, ...]:
     """Operands of a gate GEMM: x, w, bias, words, spill and stats, arrivals, words per tile and threshold."""
     dtype = DTYPES[name]
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
@@ -77,7 +77,7 @@ def gate_pack(name: str, arrivals: bool = False) -> tuple[Any, ...]:
         bias(dtype),
         *packed(dtype, m),
         cube(cutlass.Int32, cute.sym_int32(), cute.sym_int32(), 2),
-        *([vector(cutlass.Int32, cute.sym_int32(), align=4)] if arrivals else []),
+        vector(cutlass.Int32, cute.sym_int32(), align=4),
         cutlass.Int32(1),
         cutlass.Int32(1),
     )

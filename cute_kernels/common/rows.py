@@ -50,7 +50,7 @@ def nth_word(words: Any, m: Int32, group: Int32, width: Int32, before: Int32, or
 
 @cute.jit
 def clear_arrivals(arrivals: Any, thread: Int32, threads: int) -> None:
-    """Zero the counters with which the CTAs of `up_down_token` that share a token find the last of them."""
+    """Zero the counters by which CTAs of `up_down_token` that share a token find the last of them."""
     for i in cutlass.range(thread, arrivals.shape[0], threads, unroll=1):
         arrivals[i] = Int32(0)
 

@@ -23,6 +23,7 @@ from ..common import launch, operands
 from ..common.activation import above_signs
 from ..common.copies import address, store_values
 from ..common.mma import clear
+from ..common.rows import clear_arrivals
 from ..common.values import byte_sum, lowest_bit, relu_pack
 from ..specs import GatePackSpec
 from .product import PASS, PIECE, PIECES, STAGES, THREADS, TILE_K, TILE_N, WARPS_N, Product, thread_index, tile_of
@@ -39,6 +40,7 @@ class Operands(NamedTuple):
     words: Any
     spill: Any
     stats: Any
+    arrivals: Any  # counters of the next kernel, which this one zeroes
     width: Any  # words per tile
     threshold: Any  # of fatrelu, see common/activation.py
 
@@ -81,6 +83,7 @@ class GatePack(Product):
         words: cute.Tensor,
         spill: cute.Tensor,
         stats: cute.Tensor,
+        arrivals: cute.Tensor,
         words_per_tile: Int32,
         threshold: Int32,
         max_ctas: Int32,
@@ -97,7 +100,7 @@ class GatePack(Product):
         k_tiles = cutlass.max(cute.ceil_div(x.shape[1], TILE_K), Int32(STAGES))
         extent = Extent(m_tiles, n_tiles, k_tiles)
         if m_tiles * n_tiles > 0:
-            self.kernel(Operands(x, w, bias, words, spill, stats, words_per_tile, threshold), extent).launch(
+            self.kernel(Operands(x, w, bias, words, spill, stats, arrivals, words_per_tile, threshold), extent).launch(
                 grid=(cutlass.min(m_tiles * n_tiles, max_ctas), 1, 1),
                 block=(THREADS, 1, 1),
                 min_blocks_per_mp=1,
@@ -114,6 +117,8 @@ class GatePack(Product):
         launch.griddepcontrol_launch_dependents()
 
         tile, stage = cute.arch.block_idx()[0], Int32(0)
+        if tile == 0:
+            clear_arrivals(o.arrivals, at.thread, THREADS)
         place = self.place_of(o, tile, at, extent)
         f = self.fragments(ring, at)
         self.begin(o, ring, f, place, stage, at)

@@ -38,6 +38,7 @@ from .. import feasible, geometry
 from ..common import operands
 from ..common.activation import above
 from ..common.copies import address, load_values, store_values
+from ..common.rows import clear_arrivals
 from ..common.swizzle import swizzle_piece
 from ..common.values import (
     byte_sum,
@@ -81,6 +82,7 @@ class Operands(NamedTuple):
     words: Any  # int32 [M, tiles * width]
     spill: Any  # [M, tiles * 256], for tiles of more non-zeros than their words hold
     stats: Any  # int32 [ceil(M / 8), tiles, 2]: non-zeros, overflowing rows
+    arrivals: Any  # int32 [any]: counters of the next kernel, which this one zeroes
     width: Any  # words per tile
     threshold: Any  # of fatrelu, see common/activation.py
 
@@ -147,12 +149,13 @@ class GatePack:
         words: cute.Tensor,
         spill: cute.Tensor,
         stats: cute.Tensor,
+        arrivals: cute.Tensor,
         words_per_tile: Int32,
         threshold: Int32,
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(x, w, Operands(bias, words, spill, stats, words_per_tile, threshold), max_clusters, stream)
+        self.launch(x, w, Operands(bias, words, spill, stats, arrivals, words_per_tile, threshold), max_clusters, stream)
 
     @cute.jit
     def launch(self, x: cute.Tensor, w: cute.Tensor, o: Any, max_clusters: Int32, stream: cuda.CUstream):
@@ -239,6 +242,8 @@ class GatePack:
     def first_group(self, ring, w: Transfer, x: Transfer, s: Views, o: Operands, place, warp_index: Int32, extent):
         """Load, or pack, and then pack the last tile; the first tile is at `place`."""
         tile = cute.arch.block_idx()[2]
+        if tile == 0 and warp_index < PACK_WARPS:
+            clear_arrivals(o.arrivals, cute.arch.thread_idx()[0], 32 * PACK_WARPS)
         if warp_index == PACK_WARPS:
             self.load(ring, w, x, s, place, extent)
             tile = self.last_tile(extent)

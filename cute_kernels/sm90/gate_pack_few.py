@@ -295,4 +295,4 @@ class GatePackFew:
 
 def signature(spec: GatePackFewSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    return GatePackFew(spec), operands.gate_pack(spec.dtype, arrivals=True)
+    return GatePackFew(spec), operands.gate_pack(spec.dtype)

@@ -308,6 +308,6 @@ class SampledGate(GatePack):
 
 def signature(spec: SampledGateSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    x, w, bias, *packed, width, threshold = operands.gate_pack(spec.dtype)
+    x, w, bias, *packed, _, width, threshold = operands.gate_pack(spec.dtype)
     neurons, _, sizes = operands.lists(cute.sym_int32())
     return SampledGate(spec), (x, w, bias, neurons, sizes, *packed, width, threshold, Int32(1))

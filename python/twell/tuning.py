@@ -66,10 +66,8 @@ def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
     return specs.QuantizeGateSpec(dtype_name(dtype), specs.k_class(k, specs.QUANTIZE_K_CLASSES))
 
 
-# Most tokens at which this many CTAs share a token; with more as few do as hold the row. NVIDIA H200, K = 2,048,
-# N = 5,632, 29 non-zeros per token, us of 4 and of 2 CTAs per token: "topic29" 19 and 24 at 128 tokens, 21 and 28 at
-# 256, 33 and 31 at 512, where 1 takes 39; "uniform29" 13 and 11, 19 and 15, 33 and 25, where 1 takes 27.
-TOKEN_CLUSTERS = {8: 32, 4: 256, 2: 512}
+# Most tokens at which this many CTAs share a token; with more one CTA has several tokens, and pieces of them.
+TOKEN_CLUSTERS = {8: 32}
 
 
 @functools.lru_cache(4096)
@@ -78,9 +76,7 @@ def up_down_token(
 ) -> specs.UpDownTokenSpec:
     """The up and down projections of ``m`` tokens, token by token: the fewer, the more CTAs share each.
 
-    ``invariant``: the same number of CTAs, more than one, for any m: a launch with one CTA per token gives heavy tokens
-    to clusters of two, and which are heavy depends on their neighbours. NotImplementedError for a hidden size beyond
-    the largest class.
+    ``invariant``: the same kernel for any m. NotImplementedError for a hidden size beyond the largest class.
     """
     name, k_max = dtype_name(dtype), specs.k_class(k)
     if family == specs.PORTABLE:
@@ -102,10 +98,18 @@ MOST_PIECES = 16
 # to do and leave at once. NVIDIA H200, us of 1 and 4: K = 2,048, 8 tokens of 29 non-zeros 12.4 and 13.2, 64 tokens of
 # "topic29" 24.2 and 22.3; K = 4,096, 8 tokens of 1,720 non-zeros 108 and 88.
 SHORT_ROWS, PIECE_CTAS = 2048, (1, 4)
+# CTAs per multiprocessor that share all tokens, by class of K: as many as it holds.
+BALANCED_CTAS = {1024: 3, 2048: 3, 4096: 2, 8192: 1, 16384: 1}
 
 
 def token_pieces(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> int:
-    """Most clusters of ``up_down_token`` that share one of ``m`` tokens."""
+    """Most clusters of ``up_down_token`` that share one of ``m`` tokens; CTAs that share all of them evenly.
+
+    0 for a kernel that could share them evenly and does not.
+    """
+    if spec.balanced:
+        slabs = -(-m // geometry.TOKEN_SLAB)
+        return max(1, BALANCED_CTAS[spec.k_max] * multiprocessors // slabs) * slabs
     if not spec.shared:
         return 1
     short = spec.cluster == max(TOKEN_CLUSTERS) and spec.k_max <= SHORT_ROWS

@@ -24,6 +24,7 @@ from twell._runtime import geometry, specs
 from twell.ops import hybrid
 from twell.ops.library import launch
 from twell.ops.operands import Gradients, Operands
+from twell.strategy.plan import Route
 
 BF16 = torch.bfloat16
 NONE = torch.empty(0, dtype=BF16)
@@ -267,18 +268,22 @@ def ffn_screened(m: int, k: int, n: int, density: float, biases: str, seed: int 
     testing.assert_same(found[2], stats, "stats")
 
 
-def up_down(m: int, k: int, n: int, seed: int = 0) -> None:
-    """The row kernel; one token of each eight fires nearly all neurons."""
+def by_row(m: int, k: int, n: int, every: int, gated: bool = True, seed: int = 0) -> None:
+    """Strategy "row"; one token of each ``every`` fires nearly all neurons if k is at least m."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, 20, (m, 1), generator=generator)
-    counts[::8] = n - 5
+    counts[::every] = n - 5
     active = torch.rand(m, n, generator=generator).argsort(1).argsort(1) < counts
     gates = torch.where(active, torch.randint(1, 9, (m, n), generator=generator), -1)
-    problem = testing.pattern_problem(gates, k, biases="up down", seed=seed)
-    words, spill, _ = ops.gate_pack(problem.x, problem.w_gate, None, 8)
-    arguments = (problem.x, words, spill, *problem[2:4], *problem[5:], 8)
-    for name, found, right in zip(("y", "l1"), on_gpu("up_down")(*arguments), ops.up_down(*arguments)):
-        testing.assert_same(found, right, name)
+    if m <= k:
+        problem = testing.pattern_problem(gates, k, biases="up down", seed=seed)
+    else:
+        problem = testing.integer_problem(m, k, n, density=0.1, biases="up down", seed=seed)
+    layer = Operands(*problem) if gated else Operands(*problem)._replace(w_up=None, b_up=None)
+    right = ops.ffn_aux(*layer, 8, "row", None)
+    found = importlib.import_module("twell.ops.ffn").on_cuda(layer._replace(w_down=layer.w_down.t()), 8, RELU, Route("row"), True)
+    for name, ours, theirs in zip(("y", "l1", "nonzeros"), found, right):
+        testing.assert_same(ours, theirs, name)
 
 
 def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bool, seed: int = 0) -> None:

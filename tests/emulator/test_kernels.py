@@ -121,12 +121,25 @@ def test_a_screened_layer(emulator: Emulator, m: int, k: int, n: int, density: f
 
 
 @SEEDS
-def test_heavy_and_light_tokens_by_row(emulator: Emulator, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of many tokens: a CTA for each, and clusters of two for the heavy ones, which the first CTAs look for."""
-    by_size = tuning.up_down_token
-    monkeypatch.setattr(tuning, "up_down_token", lambda dtype, m, *rest: by_size(dtype, 1 << 20, *rest))
-    with emulator.stands_in(8, Schedule.of(seed)):
-        checks.up_down(43, 136, 520, seed)
+@pytest.mark.parametrize(
+    ("m", "k", "n", "every", "gated"),
+    [
+        # heavy tokens that many CTAs share, beside light ones
+        (43, 136, 520, 8, True),
+        (70, 136, 520, 35, True),
+        # none is heavy, and all are
+        (100, 104, 264, 1000, True),
+        (36, 72, 264, 1, True),
+        (45, 136, 520, 9, False),
+        # two slabs of tokens
+        (2060, 64, 64, 300, True),
+    ],
+)
+def test_uneven_tokens_by_row(
+    emulator: Emulator, m: int, k: int, n: int, every: int, gated: bool, seed: int
+) -> None:
+    with emulator.stands_in(6, Schedule.of(seed)):
+        checks.by_row(m, k, n, every, gated, seed)
 
 
 @SEEDS

@@ -184,7 +184,7 @@ def _by_row(
     words, spill = scratch(p, x, x.shape[0], w_gate, compression)
     how = compression, activation, invariant
     arrivals = pack(p, x, w_gate, b_gate, words, spill, stats, *how, counters(p, x, w_up is not None, invariant))
-    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how, arrivals)
+    multiply(p, x, words, spill, stats, w_up, w_down, b_up, b_down, y, l1, *how, arrivals)
 
 
 def inference_of(

@@ -116,19 +116,19 @@ def pack(
 ) -> View | None:
     """Launch what fills words, spill and stats; if ``invariant``, with bits that do not depend on the other tokens.
 
-    The kernel for few tokens zeroes int32 [counters] for up_down's clusters, which are returned.
+    The kernel zeroes int32 [counters] for those of up_down, which are returned.
     """
     family, ctas = tuning.family(p.index), p.multiprocessors
     # a cluster is two CTAs, one per multiprocessor
     spec = tuning.gate_pack(x.dtype, x.shape[0], w_gate.shape[0], ctas // 2, invariant, family)
     operands = x, w_gate, bias_view(p, b_gate, x.dtype), words, spill, stats
     form = geometry.words_per_tile(compression), threshold_pair(activation, x.dtype)
+    zeroed = p.scratch(torch.int32, counters)
     if isinstance(spec, specs.GatePackSpec):
         # the portable family has no clusters
-        p.launch(spec, *operands, *form, ctas // 2 if family == specs.SM90 else ctas)
-        return None
-    zeroed = p.scratch(torch.int32, counters)
-    p.launch(spec, *operands, zeroed, *form)
+        p.launch(spec, *operands, zeroed, *form, ctas // 2 if family == specs.SM90 else ctas)
+    else:
+        p.launch(spec, *operands, zeroed, *form)
     return zeroed if counters else None
 
 

@@ -79,22 +79,24 @@ def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") ->
     if len(y):
         # without an up projection neither x nor its bias is read
         up = (None, None, None) if w_up is None else (rows(x), rows(w_up), laid_bias(b_up))
-        given = up[0], words, spill, up[1], readable_down(w_down.t()), up[2], laid_bias(b_down), y, l1
+        given = up[0], words, spill, None, up[1], readable_down(w_down.t()), up[2], laid_bias(b_down), y, l1
         run(multiply, given, compression, activation_of(activation, gated=w_up is not None))
     return y, l1
 
 
-def _kernel(p: Program, m: int, k: int, dtype: torch.dtype, gated: bool, invariant: bool) -> tuple[Any, int]:
-    """The kernel of ``m`` tokens, and how many of its clusters share one."""
-    spec = tuning.up_down_token(dtype, m, k, gated, invariant, tuning.family(p.index))
-    return spec, 1 if invariant else tuning.token_pieces(m, spec, p.multiprocessors)
+def _kernel(p: Program, m: int, k: int, dtype: torch.dtype, gated: bool, alone: bool) -> tuple[Any, int]:
+    """The kernel of ``m`` tokens, and how its clusters share them (``tuning.token_pieces``)."""
+    spec = tuning.up_down_token(dtype, m, k, gated, alone, tuning.family(p.index))
+    if alone:
+        return spec, 0 if spec.balanced else 1
+    return spec, tuning.token_pieces(m, spec, p.multiprocessors)
 
 
 def counters(p: Program, x: View, gated: bool, invariant: bool) -> int:
     """The counters of the clusters that share a token of ``x`` [M, K]; 0 if no clusters do."""
     m, k = x.shape
     spec, pieces = _kernel(p, m, k, x.dtype, gated, invariant)
-    return 0 if pieces == 1 else m * spec.cluster
+    return m * spec.cluster if pieces > 1 else 0
 
 
 def multiply(
@@ -102,6 +104,7 @@ def multiply(
     x: View | None,
     words: View,
     spill: View,
+    stats: View | None,
     w_up: View | None,
     w_down: View,
     b_up: View | None,
@@ -115,19 +118,20 @@ def multiply(
 ) -> None:
     """Launch what fills ``y`` and ``l1``; if ``invariant``, with bits that do not depend on other tokens.
 
-    ``arrivals`` are ``counters``, which another launch has zeroed; without them they are cleared memory.
+    ``stats`` and ``arrivals`` are those of ``pack``, the latter ``counters``; without them no clusters share a token.
     """
     (m, k), dtype, gated = y.shape, spill.dtype, w_up is not None
-    spec, pieces = _kernel(p, m, k, dtype, gated, invariant)
-    if pieces == 1:
+    spec, pieces = _kernel(p, m, k, dtype, gated, invariant or stats is None)
+    if arrivals is None:
         arrivals = p.scratch(torch.int32, 0)
-    elif arrivals is None:
-        arrivals = p.cleared(torch.int32, m * spec.cluster)
     # y of each piece, and behind it the sum of |h|
-    sums = p.scratch(torch.float32, m * pieces if pieces > 1 else 0, k + 8)
+    lines = 0 if pieces <= 1 else 2 * pieces if spec.balanced else m * pieces
+    sums = p.scratch(torch.float32, lines, k + 8)
+    if stats is None:
+        stats = p.scratch(torch.int32, 0, 1, 2)
     biases = bias_view(p, b_up, dtype) if gated else None, bias_view(p, b_down, dtype)
     form = geometry.words_per_tile(compression), activation.code()
-    operands = x if gated else None, words, spill, w_up, down_rows(p, w_down)
+    operands = x if gated else None, words, spill, stats, w_up, down_rows(p, w_down)
     p.launch(spec, *operands, *biases, y, l1, sums, arrivals, pieces, *form)
 
 
