@@ -45,6 +45,9 @@ OVERFLOW_FORWARD, OVERFLOW_BACKWARD = 16384, 3840
 OVERFLOW_SUM, OVERFLOW_NEURONS = 64, 128
 OVERFLOW_COUNTERS = 3
 
+# Most parts of a sum over neurons that clusters of `dense_halves` compute side by side.
+MOST_PARTS = 8
+
 # Codes of the activations in kernels, which say how a non-zero gate becomes h, see common/activation.py. fatrelu
 # differs from relu only in the gates that are zero.
 ACTIVATIONS = {"relu": 0, "relu2": 1, "drelu": 2, "fatrelu": 0}

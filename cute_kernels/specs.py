@@ -28,11 +28,16 @@ TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
     4: (1024, 2048, 4096, 8192),
     8: (2048, 4096, 8192, 16384),
 }
+# Warps of a CTA of that kernel, and columns that a warp loads at a time.
+_TOKEN_WARPS, _WARP_COLUMNS = 8, 256
 # The portable family has no clusters.
 PORTABLE_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {1: K_CLASSES}
 
 # K classes of the kernel that computes tiles of few tokens.
 TILE_K_CLASSES = (1024, 2048, 4096)
+
+# Tokens of a unit of the dense halves.
+DENSE_TOKENS = (64, 128)
 
 # K classes of the kernel that quantises rows for the screen of the gate.
 QUANTIZE_K_CLASSES = (2048, 4096, 8192, 16384)
@@ -200,14 +205,31 @@ class UpDownTokenSpec(_FamilyKernel):
         _check_k_max(self.k_max, choices[self.cluster])
 
     @property
-    def shared(self) -> bool:
-        """Whether several clusters may share a token: those for few tokens may."""
-        return self.cluster >= 4
+    def columns(self) -> int:
+        """Most columns of a CTA."""
+        return self.k_max // self.cluster
 
     @property
-    def balanced(self) -> bool:
-        """Whether CTAs share all non-zeros evenly."""
-        return self.cluster == 1
+    def span(self) -> int:
+        """Warps of a CTA that share a row."""
+        return min(_TOKEN_WARPS, self.columns // _WARP_COLUMNS)
+
+    @property
+    def vectors(self) -> int:
+        """16-byte loads of a thread for a row."""
+        return self.columns // (self.span * _WARP_COLUMNS)
+
+    @property
+    def deep(self) -> bool:
+        """Whether each CTA must hide the memory's latency by itself: few tokens have clusters of eight."""
+        return self.cluster == 8 or self.family != SM90
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that a multiprocessor holds."""
+        if self.deep:
+            return 2 if self.vectors < 4 else 1
+        return {1: 4 if self.span > 2 and self.cluster > 1 else 3, 2: 2, 4: 1, 8: 1}[self.vectors]
 
     @property
     def suffix(self) -> str:
@@ -236,6 +258,26 @@ class UpDownTileSpec(_FamilyKernel):
     @property
     def suffix(self) -> str:
         return f"_k{self.k_max}"
+
+
+@dataclass(frozen=True)
+class DenseHalvesSpec(_FamilyKernel):
+    """``x, packed gate, w_up, w_down -> y`` by dense products, unless the device finds that they are not wanted.
+
+    A unit of work has ``tokens`` tokens, one of ``DENSE_TOKENS``.
+    """
+
+    tokens: int
+    op: ClassVar[str] = "dense_halves"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens not in DENSE_TOKENS:
+            raise ValueError(f"tokens must be one of {DENSE_TOKENS}, got {self.tokens}")
+
+    @property
+    def suffix(self) -> str:
+        return f"_t{self.tokens}"
 
 
 @dataclass(frozen=True)
@@ -425,6 +467,7 @@ Spec = (
     | GateScreenSpec
     | UpDownTokenSpec
     | UpDownTileSpec
+    | DenseHalvesSpec
     | UnpackSpec
     | RegluSpec
     | CompactSpec
@@ -459,6 +502,7 @@ def all_specs() -> tuple[Spec, ...]:
             for g in flags
         ),
         *(UpDownTileSpec(d, k) for d in DTYPES for k in TILE_K_CLASSES),
+        *(DenseHalvesSpec(d, t) for d in DTYPES for t in DENSE_TOKENS),
         *(UnpackSpec(d) for d in DTYPES),
         *(RegluSpec(d, b) for d in DTYPES for b in flags),
         *(CompactSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in flags),

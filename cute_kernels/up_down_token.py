@@ -3,8 +3,15 @@ with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). Strategy "row": only the
 for each token. If not `gated`, the packed values are h: neither x nor up rows are read. So it is for relu; for the
 other activations see common/activation.py.
 
-A cluster of `cluster` CTAs, 1 to 8, computes a token, each CTA a part of the columns. Few tokens take large clusters,
-for latency. The portable family always has one CTA per token.
+A cluster of `cluster` CTAs, 1 to 8, computes a token at a time, each CTA a part of the columns. Few tokens take large
+clusters, for latency. The portable family has clusters of one CTA.
+
+Clusters share the work evenly, however uneven the tokens are. A token weighs its non-zeros and `OVERHEAD`. All tokens
+form one line of weights, of which each cluster has an equal `Share`. What it has of a token is a piece, cut at multiples
+of `turn`; small tokens are not cut. The sums of pieces go to `sums`, and the last to arrive adds them up, in the order
+of the list. A cluster leaves at most two: of the token that began before its share, and of the one that goes on behind
+it. It finds its share by the statistics of the gate, which count eight tokens at a time. Beyond `SLAB` tokens each slab
+has clusters of its own. Without `clusters` each has one token, and tokens share nothing.
 
 Each thread owns eight columns, 16 bytes, of every row, or several times that. So a row takes `span` warps of a CTA, and
 its warps form `groups` of that size. The groups divide the non-zeros: `rows` at a time, with all their loads in flight.
@@ -19,18 +26,9 @@ A CTA handles up to `window` non-zeros at a time:
 
 At the end the groups' sums are added in shared memory, and each CTA rounds and stores its columns. h stays fp32.
 
-Where there are few tokens, up to `pieces` clusters share one with many non-zeros, each with its part of the list. They
-leave sums in `sums`, and the last to arrive adds these up, in the order of the list.
-
     COMPLETE  of each CTA of a larger cluster: 1 arrival + bytes, the partial sums of a window, sent by st.async.
     cluster   once at the start, so that COMPLETE exists; then before each further window, so that all CTAs have read
               the partial sums of the one before.
-
-With more tokens a CTA is a cluster, and CTAs share the work evenly, however uneven the tokens are. A token weighs its
-non-zeros and `OVERHEAD`. All tokens form one line of weights, in which a CTA has an equal `Share`. What it has of a
-token is a piece, cut at multiples of `turn`; small tokens are not cut. A CTA leaves the sums of at most two pieces of
-cut tokens: the one that began before its share, and the one that goes on behind it. Each CTA finds its share by the
-statistics of the gate, which count eight tokens at a time. Beyond `SLAB` tokens each slab has CTAs of its own.
 """
 
 from typing import Any, NamedTuple
@@ -72,10 +70,6 @@ GROUP, SLAB = geometry.STATS_ROWS, geometry.TOKEN_SLAB
 GROUPS = SLAB // GROUP
 # non-zeros whose time a token takes without any: its x, its list and its y
 OVERHEAD = 8
-# turns of a token that is not cut
-WHOLE = 4
-# values of a weight that a cluster reads for a token before another one shares it
-LEAST_VALUES = 64 * 2048
 
 
 class Operands(NamedTuple):
@@ -93,14 +87,14 @@ class Operands(NamedTuple):
     width: Any  # words of a tile
     activation: Any  # see common/activation.py
     # of clusters that share tokens
-    sums: Any  # fp32 [tokens * pieces, K + 8]: y of each piece, and in column K its l1; empty for one piece
+    sums: Any  # fp32 [2 * clusters, K + 8]: y of each piece, and in column K its l1
     arrivals: Any  # int32 [tokens * cluster], zeros: CTAs that have stored their columns of `sums`
-    pieces: Any  # clusters that may share a token
+    clusters: Any  # their number; 0 for one per token
     stats: Any  # int32 [ceil(tokens / 8), tiles, 2]: non-zeros of eight tokens in a tile
 
 
 class Share(NamedTuple):
-    """The weights of a slab that a CTA computes: from `first` to `last`; the CTA is number `index` of the slab's."""
+    """The weights of a slab that a cluster computes: from `first` to `last`; it is number `index` of the slab's."""
 
     index: Any
     size: Any  # of each share but the last
@@ -131,10 +125,10 @@ class Views(NamedTuple):
     hidden: Any  # [window] h
     partial: Any  # [window, parts] dot products over the columns of each warp of each CTA
     sums: Any  # [groups, columns] y by group; overlays `nonzeros` and the following
-    before: Any  # [GROUPS + 1] weights of the slab before each group of tokens; None without shares
+    before: Any  # [GROUPS + 1] weights of the slab before each group of tokens
 
 
-def shared_memory(words: int, groups: int, ctas: int) -> Any:
+def shared_memory(words: int, ctas: int) -> Any:
     """The shared memory of a CTA, of which ``ctas`` fit on an SM."""
 
     @cute.struct
@@ -142,7 +136,7 @@ def shared_memory(words: int, groups: int, ctas: int) -> Any:
         # the second one pads
         sums_complete: cute.struct.MemRange[Int64, 2]
         totals: cute.struct.MemRange[Float32, WARPS]
-        before: cute.struct.MemRange[Int32, groups]
+        before: cute.struct.MemRange[Int32, GROUPS + 1]
         arena: cute.struct.Align[cute.struct.MemRange[Float32, words], 16]
 
     return feasible.check_shared_memory(Shared, ctas)
@@ -151,34 +145,23 @@ def shared_memory(words: int, groups: int, ctas: int) -> Any:
 class TokenCluster:
     """A cluster of CTAs, 1 to 8, that computes one token at a time; for one dtype and class of hidden sizes."""
 
-    def __init__(self, spec: UpDownTokenSpec, cluster: int):
+    def __init__(self, spec: UpDownTokenSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.gated = spec.gated
-        self.cluster, self.balanced = cluster, spec.balanced
-        self.columns = spec.k_max // cluster
-        self.span = min(WARPS, self.columns // STEP)
+        self.cluster, self.columns = spec.cluster, spec.columns
+        self.span, self.vectors = spec.span, spec.vectors
         self.groups = WARPS // self.span
-        # 16-byte loads per thread and row, and rows that a thread has in flight
-        self.vectors = self.columns // (self.span * STEP)
-        # a cluster of eight has few tokens, and the portable family one CTA per token: each must hide the memory's
-        # latency by itself
-        deep = cluster == 8 or spec.family != SM90
-        self.rows = (8 if deep else 4) if self.span == 1 else max(1, (16 if deep else 8) // self.vectors)
+        # rows that a thread has in flight
+        self.rows = (8 if spec.deep else 4) if self.span == 1 else max(1, (16 if spec.deep else 8) // self.vectors)
         # partial sums of a dot product
-        self.parts = cluster * self.span
-        self.window = min(1024, (4096 if cluster == 1 else 8192) // self.parts)
+        self.parts = self.cluster * self.span
+        self.window = min(1024, (4096 if self.cluster == 1 else 8192) // self.parts)
         lists = self.window * (2 + self.parts if self.gated else 2)
-        # whether several clusters or CTAs may compute a token
-        self.split = spec.shared or spec.balanced
-        self.words = max(lists, self.groups * self.columns if self.groups > 1 or self.split else 0)
+        self.words = max(lists, self.groups * self.columns)
         # non-zeros of one turn; pieces are multiples of it
         self.turn = self.groups * self.rows
-        # one cluster takes less time for fewer (NVIDIA H200)
-        self.least = LEAST_VALUES // spec.k_max
-        if deep:
-            self.ctas_per_sm = 2 if self.vectors < 4 else 1
-        else:
-            self.ctas_per_sm = {1: 4 if self.span > 2 and cluster > 1 else 3, 2: 2, 4: 1, 8: 1}[self.vectors]
+        # most non-zeros of a token that is not cut
+        self.whole = self.turn * (2 if self.cluster == 1 else 1)
 
     @cute.jit
     def thread_index(self, k: Int32, rank):
@@ -192,30 +175,14 @@ class TokenCluster:
         return Thread(rank, left, columns, place * STEP + lane * 8, warp // self.span, place, thread, warp, lane)
 
     @cute.jit
-    def compute_token(self, o: Operands, s: Views, m: Int32, at, piece=None):
-        """Compute token `m`, or a piece of it."""
-        listed = self.count_nonzeros(o, m, at.lane)
-        acc, begin, end = cute.make_rmem_tensor((8, self.vectors), Float32), Int32(0), listed
-        if const_expr(piece is not None):
-            share = self.share(listed, o.pieces)
-            begin = piece * share
-            end = cutlass.min(listed, begin + share)
-        self.accumulate(o, s, acc, m, listed, begin, end, at)
-        if const_expr(piece is not None):
-            if begin == 0 and end == listed:
-                self.store_token(o, s, acc, m, at)
-            elif begin < end:
-                line = m * o.pieces
-                self.store_piece(o, s, acc, m, line + piece, line, 1, cute.ceil_div(listed, share), at)
-        else:
-            self.store_token(o, s, acc, m, at)
+    def accumulate(self, o: Operands, s: Views, acc: cute.Tensor, m: Int32, listed, begin, end, windows, at: Thread):
+        """acc = the sum over non-zeros `begin` to `end` of the `listed` ones of token `m`; `s.totals` of their |h|.
 
-    @cute.jit
-    def accumulate(self, o: Operands, s: Views, acc: cute.Tensor, m: Int32, listed, begin, end, at: Thread):
-        """acc = the sum over non-zeros `begin` to `end` of the `listed` ones of token `m`; `s.totals` of their |h|."""
+        Returns the cluster's number of windows so far.
+        """
         # the previous token's sums may still be read
         cute.arch.sync_threads()
-        x_thread, windows = cute.make_rmem_tensor((4, self.vectors), Uint32), Int32(0)
+        x_thread = cute.make_rmem_tensor((4, self.vectors), Uint32)
         if const_expr(self.gated):
             self.load_row(x_thread, o.x, m, at, True)
         if at.lane == 0:
@@ -250,46 +217,53 @@ class TokenCluster:
                 self.add_rows(s, acc, rows, other)
             # the list has been read
             cute.arch.sync_threads()
+        return windows
 
     # ---- shares ----
 
     @cute.jit
-    def compute_share(self, o: Operands, s: Views, cta: Int32, at: Thread):
-        """Compute the share of CTA `cta`: tokens, and pieces of them."""
-        tokens = o.y.shape[0]
+    def compute_share(self, o: Operands, s: Views, index: Int32, at: Thread):
+        """Compute the share of cluster `index`: tokens, and pieces of them; or token `index` alone."""
+        tokens, alone = o.y.shape[0], o.clusters == 0
         slabs = cute.ceil_div(tokens, SLAB)
-        ctas = o.pieces // slabs
-        slab = cta // ctas
+        clusters = o.clusters // slabs
+        slab = index // SLAB if alone else index // clusters
         groups = cutlass.min(cute.ceil_div(tokens, GROUP) - slab * GROUPS, Int32(GROUPS))
-        share = self.find_share(o, s, slab, groups, cta - slab * ctas, ctas, at)
-        group = self.group_at(s, share.first, groups, at.lane)
-        weight = s.before[cutlass.min(group, groups)]
+        share, group = Share(Int32(0), Int32(1), Int32(0), Int32(1)), index % SLAB // GROUP
+        weight, windows = Int32(0), Int32(0)
+        if not alone:
+            share = self.find_share(o, s, slab, groups, index - slab * clusters, clusters, at)
+            group = self.group_at(s, share.first, groups, at.lane)
+            weight = s.before[cutlass.min(group, groups)]
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
         while group < groups and weight < share.last:
             counts = self.count_group(o, slab * GROUPS + group, at.lane)
             for j in cutlass.range(GROUP, unroll=1):
-                m, listed = (slab * GROUPS + group) * GROUP + j, cute.arch.shuffle_sync(counts, 4 * j)
+                m, listed = (slab * GROUPS + group) * GROUP + j, Int32(cute.arch.shuffle_sync(counts, 4 * j))
                 if m < tokens:
                     begin, end = self.cut(share.first - weight, listed), self.cut(share.last - weight, listed)
+                    if alone:
+                        begin, end = Int32(0), listed + OVERHEAD if m == index else Int32(0)
                     if begin < end:
                         stop = cutlass.min(end, listed)
-                        self.accumulate(o, s, acc, m, listed, begin, stop, at)
+                        windows = self.accumulate(o, s, acc, m, listed, begin, stop, windows, at)
                         if begin == 0 and end > listed:
                             self.store_token(o, s, acc, m, at)
                         else:
-                            # of CTA i line 2 i is the piece that began before its share, 2 i + 1 the one that goes on
+                            # of cluster i line 2 i is the piece that began before its share, 2 i + 1 the one that goes on
                             base, pieces = self.pieces_of(share, weight, listed)
-                            line = 2 * slab * ctas
-                            mine = line + 2 * share.index + Int32(begin == 0)
-                            self.store_piece(o, s, acc, m, mine, line + 2 * base, 2, pieces, at)
+                            line = 2 * slab * clusters
+                            own = line + 2 * share.index + Int32(begin == 0)
+                            self.store_piece(o, s, acc, m, own, line + 2 * base, pieces, at)
                     weight += listed + OVERHEAD
-            group += 1
+            # the only token has been in this group
+            group = groups if alone else group + 1
 
     @cute.jit
-    def find_share(self, o: Operands, s: Views, slab: Int32, groups: Int32, index: Int32, ctas: Int32, at: Thread):
-        """Write `s.before` and return the CTA's `Share`."""
+    def find_share(self, o: Operands, s: Views, slab: Int32, groups: Int32, index: Int32, clusters: Int32, at: Thread):
+        """Write `s.before` and return the cluster's `Share`."""
         tiles = o.stats.shape[1]
-        for group in cutlass.range(at.warp, groups, WARPS, unroll=4):
+        for group in cutlass.range(at.warp, groups, WARPS, unroll=8):
             count = Int32(0)
             for tile in cutlass.range(at.lane, tiles, 32, unroll=1):
                 count += o.stats[slab * GROUPS + group, tile, 0]
@@ -304,7 +278,7 @@ class TokenCluster:
             own.append(s.before[group] if group < groups else Int32(0))
             total += own[i]
         before = prefix_sum(total, at.lane)
-        total = cute.arch.shuffle_sync(before + total, 31)
+        total = Int32(cute.arch.shuffle_sync(before + total, 31))
         cute.arch.sync_threads()
         if at.warp == 0:
             for i in range_constexpr(each):
@@ -313,8 +287,8 @@ class TokenCluster:
             if at.lane == 31:
                 s.before[GROUPS] = before
         cute.arch.sync_threads()
-        # of at least two turns, so that no piece is empty
-        size = cutlass.max(cute.ceil_div(total, ctas), Int32(2 * self.turn + OVERHEAD))
+        # of at least a turn, so that no piece is empty
+        size = cutlass.max(cute.ceil_div(total, clusters), Int32(self.turn + OVERHEAD))
         first = cutlass.min(index * size, total)
         return Share(index, size, first, cutlass.min(first + size, total))
 
@@ -335,9 +309,9 @@ class TokenCluster:
         """
         place = (distance + self.turn // 2) // self.turn * self.turn
         behind = listed + OVERHEAD
-        if listed <= WHOLE * self.turn:
+        if listed <= self.whole:
             place = Int32(0) if 2 * distance < behind else behind
-        elif place >= listed:
+        elif place >= listed or distance >= behind:
             place = behind
         return cutlass.max(place, Int32(0)) if distance > 0 else Int32(0)
 
@@ -346,15 +320,9 @@ class TokenCluster:
         """Of a cut token that begins at `weight` the CTA of its first piece, and the number of its pieces."""
         # borders that `cut` puts before a non-zero: at half a turn, and up to half a turn before the last multiple
         low = self.turn - self.turn // 2
-        high = cute.ceil_div(listed, self.turn) * self.turn - self.turn // 2
+        high = cutlass.min(cute.ceil_div(listed, self.turn) * self.turn - self.turn // 2, listed + OVERHEAD)
         first = cute.ceil_div(weight + low, share.size)
         return first - 1, cute.ceil_div(weight + high, share.size) - first + 1
-
-    @cute.jit
-    def share(self, listed, pieces):
-        """The non-zeros of each piece but the last."""
-        least = cutlass.max(cute.ceil_div(listed, pieces), Int32(self.least))
-        return cute.ceil_div(least, self.turn) * self.turn
 
     @cute.jit
     def begin(self, s: Views):
@@ -373,14 +341,6 @@ class TokenCluster:
             cute.arch.cluster_wait()
         if thread == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(s.complete, 4 * self.parts * size)
-
-    @cute.jit
-    def count_nonzeros(self, o: Operands, m: Int32, lane: Int32):
-        """The number of the token's non-zeros; every warp computes the same."""
-        count, tiles = Int32(0), o.words.shape[1] // o.width
-        for tile in cutlass.range(lane, tiles, 32, unroll=4):
-            count += o.words[m, tile * o.width]
-        return Int32(cute.arch.warp_redux_sync(count, "add"))
 
     @cute.jit
     def count_group(self, o: Operands, group: Int32, lane: Int32):
@@ -648,10 +608,10 @@ class TokenCluster:
         cute.autovec_copy(pair, cute.make_tensor(address(o.y, m, column).align(4), cute.make_layout(2)))
 
     @cute.jit
-    def store_piece(self, o, s, acc, m, line, first, step: cutlass.Constexpr, pieces, at):
+    def store_piece(self, o, s, acc, m, line, first, pieces, at):
         """Store the sums of one of several pieces; the last CTA to do so for these columns adds them and stores y.
 
-        Its line in `sums` is `line`. Piece i has line `first + step * i`, piece 0 the one behind that if `step` is 2.
+        Its line in `sums` is `line`. Piece i has line `first + 2 i`, piece 0 the one behind that.
         """
         self.share_sums(s, acc, at)
         for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
@@ -671,7 +631,7 @@ class TokenCluster:
             # four columns of y per thread, and behind those of the first CTA l1
             for column in cutlass.range(4 * at.thread, at.columns + 4 * Int32(at.rank == 0), 4 * THREADS, unroll=1):
                 mine = column < at.columns
-                values = self.add_pieces(o, at.left + column if mine else end, first, step, pieces)
+                values = self.add_pieces(o, at.left + column if mine else end, first, pieces)
                 if mine:
                     for i in range_constexpr(2):
                         self.store_pair(o, values[2 * i : 2 * i + 2], m, at.left + column + 2 * i)
@@ -679,7 +639,7 @@ class TokenCluster:
                     o.l1[m] = values[0]
 
     @cute.jit
-    def add_pieces(self, o, column, first, step: cutlass.Constexpr, pieces):
+    def add_pieces(self, o, column, first, pieces):
         """The sums of four columns over the pieces, in their order; loads of `AT_ONCE` pieces are in flight."""
         values = [Float32(0.0)] * 4
         for base in cutlass.range(0, pieces, AT_ONCE, unroll=1):
@@ -687,10 +647,7 @@ class TokenCluster:
             for p in range_constexpr(AT_ONCE):
                 # the last one again in place of those beyond
                 piece = cutlass.min(base + p, pieces - 1)
-                line = first + step * piece
-                if const_expr(step == 2):
-                    line += Int32(piece == 0)
-                source = address(o.sums, line, column).align(16)
+                source = address(o.sums, first + 2 * piece + Int32(piece == 0), column).align(16)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), quads[None, p])
             for p in range_constexpr(AT_ONCE):
                 for i in range_constexpr(4):
@@ -715,7 +672,7 @@ class TokenCluster:
             hidden=cute.make_tensor(arena + window, cute.make_layout(window)),
             partial=cute.make_tensor(arena + 2 * window, cute.make_layout(window * self.parts)),
             sums=arena,
-            before=shared.before.get_tensor(cute.make_layout(GROUPS + 1)) if self.balanced else None,
+            before=shared.before.get_tensor(cute.make_layout(GROUPS + 1)),
         )
 
 
@@ -723,10 +680,9 @@ class UpDownToken:
     """For one dtype, cluster size and class of hidden sizes, gated or not."""
 
     def __init__(self, spec: UpDownTokenSpec):
-        self.cluster, self.balanced = spec.cluster, spec.balanced
-        self.team = TokenCluster(spec, spec.cluster)
-        groups = GROUPS + 1 if self.balanced else 1
-        self.shared = shared_memory(self.team.words, groups, self.team.ctas_per_sm)
+        self.cluster, self.ctas_per_sm = spec.cluster, spec.ctas_per_sm
+        self.team = TokenCluster(spec)
+        self.shared = shared_memory(self.team.words, self.ctas_per_sm)
 
     @cute.jit
     def __call__(
@@ -743,20 +699,19 @@ class UpDownToken:
         l1: cute.Tensor,
         sums: cute.Tensor,
         arrivals: cute.Tensor,
-        pieces: Int32,
+        clusters: Int32,
         words_per_tile: Int32,
         activation: Int32,
         stream: cuda.CUstream,
     ):
         tokens = y.shape[0]
         if tokens > 0:
-            clusters = pieces if const_expr(self.balanced) else tokens * pieces
             layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1)
-            self.kernel(Operands(*layer, words_per_tile, activation, sums, arrivals, pieces, stats)).launch(
-                grid=(self.cluster * clusters, 1, 1),
+            self.kernel(Operands(*layer, words_per_tile, activation, sums, arrivals, clusters, stats)).launch(
+                grid=(self.cluster * (tokens if clusters == 0 else clusters), 1, 1),
                 block=(THREADS, 1, 1),
                 cluster=(self.cluster, 1, 1) if const_expr(self.cluster > 1) else None,
-                min_blocks_per_mp=self.team.ctas_per_sm,
+                min_blocks_per_mp=self.ctas_per_sm,
                 preferred_smem_carveout=100,
                 stream=stream,
                 use_pdl=launch.overlaps(),
@@ -772,15 +727,7 @@ class UpDownToken:
         launch.griddepcontrol_launch_dependents()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
-        at = self.team.thread_index(k, rank)
-        if const_expr(self.balanced):
-            self.team.compute_share(o, s, index, at)
-        elif const_expr(self.team.split):
-            # first pieces come first: most tokens have no other
-            tokens = o.y.shape[0]
-            self.team.compute_token(o, s, index % tokens, at, piece=index // tokens)
-        else:
-            self.team.compute_token(o, s, index, at)
+        self.team.compute_share(o, s, index, self.team.thread_index(k, rank))
 
 
 def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -66,8 +66,10 @@ def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
     return specs.QuantizeGateSpec(dtype_name(dtype), specs.k_class(k, specs.QUANTIZE_K_CLASSES))
 
 
-# Most tokens at which this many CTAs share a token; with more one CTA has several tokens, and pieces of them.
-TOKEN_CLUSTERS = {8: 32}
+# Most tokens at which clusters have this many CTAs; with more they have as few as hold the row. NVIDIA H200, K = 2,048,
+# N = 5,632, 29 non-zeros per token, us of 4 and of 2 CTAs per token: "topic29" 19 and 24 at 128 tokens, 21 and 28 at
+# 256, 33 and 31 at 512, where 1 takes 39; "uniform29" 13 and 11, 19 and 15, 33 and 25, where 1 takes 27.
+TOKEN_CLUSTERS = {8: 32, 4: 256, 2: 512}
 
 
 @functools.lru_cache(4096)
@@ -89,34 +91,16 @@ def up_down_token(
     return specs.UpDownTokenSpec(name, specs.k_class(k, specs.TOKEN_K_CLASSES[cluster]), cluster, gated)
 
 
-# Most clusters that share a token with many non-zeros: one adds up what they leave. Twice as many in a layer with a
-# gate if all run at once, two CTAs per multiprocessor. NVIDIA H200, K = 4,096, N = 14,336, 1,720 non-zeros, us of 16
-# and 32: 51.2 and 47.7 for one token, 52.5 and 58.0 for two, which do not; 1,966 of 16,384 without a gate 50.2 and
-# 53.0.
-MOST_PIECES = 16
-# CTAs of such clusters per multiprocessor, where the largest clusters have short rows and elsewhere; most have nothing
-# to do and leave at once. NVIDIA H200, us of 1 and 4: K = 2,048, 8 tokens of 29 non-zeros 12.4 and 13.2, 64 tokens of
-# "topic29" 24.2 and 22.3; K = 4,096, 8 tokens of 1,720 non-zeros 108 and 88.
-SHORT_ROWS, PIECE_CTAS = 2048, (1, 4)
-# CTAs per multiprocessor that share all tokens, by class of K: as many as it holds.
-BALANCED_CTAS = {1024: 3, 2048: 3, 4096: 2, 8192: 1, 16384: 1}
+# Multiprocessors whose CTAs form whole clusters, of so many: those of a part of the GPU are 16 or 18.
+_WHOLE_CLUSTERS = 16
 
 
-def token_pieces(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> int:
-    """Most clusters of ``up_down_token`` that share one of ``m`` tokens; CTAs that share all of them evenly.
-
-    0 for a kernel that could share them evenly and does not.
-    """
-    if spec.balanced:
-        slabs = -(-m // geometry.TOKEN_SLAB)
-        return max(1, BALANCED_CTAS[spec.k_max] * multiprocessors // slabs) * slabs
-    if not spec.shared:
-        return 1
-    short = spec.cluster == max(TOKEN_CLUSTERS) and spec.k_max <= SHORT_ROWS
-    ctas, most = PIECE_CTAS[0 if short else 1] * multiprocessors, MOST_PIECES
-    if spec.gated and spec.family == specs.SM90 and most * m * spec.cluster <= multiprocessors:
-        most *= 2
-    return max(1, min(most, ctas // (m * spec.cluster)))
+def token_clusters(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> int:
+    """Clusters of ``up_down_token`` that share ``m`` tokens: as many as run at a time, for each slab of tokens."""
+    if spec.cluster > 1:
+        multiprocessors = max(multiprocessors // _WHOLE_CLUSTERS * _WHOLE_CLUSTERS, 1)
+    slabs = -(-m // geometry.TOKEN_SLAB)
+    return max(1, spec.ctas_per_sm * multiprocessors // spec.cluster // slabs) * slabs
 
 
 # Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one

@@ -121,23 +121,33 @@ def test_a_screened_layer(emulator: Emulator, m: int, k: int, n: int, density: f
 
 
 @SEEDS
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("m", "k", "n", "every", "gated"),
     [
-        # heavy tokens that many CTAs share, beside light ones
+        # heavy tokens that many clusters share, beside light ones
         (43, 136, 520, 8, True),
-        (70, 136, 520, 35, True),
+        (5, 136, 520, 3, True),
         # none is heavy, and all are
-        (100, 104, 264, 1000, True),
+        (70, 136, 264, 1000, False),
         (36, 72, 264, 1, True),
-        (45, 136, 520, 9, False),
         # two slabs of tokens
         (2060, 64, 64, 300, True),
     ],
 )
 def test_uneven_tokens_by_row(
-    emulator: Emulator, m: int, k: int, n: int, every: int, gated: bool, seed: int
+    emulator: Emulator,
+    m: int,
+    k: int,
+    n: int,
+    every: int,
+    gated: bool,
+    cluster: int,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(tuning, "TOKEN_CLUSTERS", {cluster: 1 << 20})
+    tuning.up_down_token.cache_clear()
     with emulator.stands_in(6, Schedule.of(seed)):
         checks.by_row(m, k, n, every, gated, seed)
 

@@ -85,18 +85,16 @@ def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") ->
 
 
 def _kernel(p: Program, m: int, k: int, dtype: torch.dtype, gated: bool, alone: bool) -> tuple[Any, int]:
-    """The kernel of ``m`` tokens, and how its clusters share them (``tuning.token_pieces``)."""
+    """The kernel of ``m`` tokens, and how many clusters share them; 0 where each has a token ``alone``."""
     spec = tuning.up_down_token(dtype, m, k, gated, alone, tuning.family(p.index))
-    if alone:
-        return spec, 0 if spec.balanced else 1
-    return spec, tuning.token_pieces(m, spec, p.multiprocessors)
+    return spec, 0 if alone else tuning.token_clusters(m, spec, p.multiprocessors)
 
 
 def counters(p: Program, x: View, gated: bool, invariant: bool) -> int:
     """The counters of the clusters that share a token of ``x`` [M, K]; 0 if no clusters do."""
     m, k = x.shape
-    spec, pieces = _kernel(p, m, k, x.dtype, gated, invariant)
-    return m * spec.cluster if pieces > 1 else 0
+    spec, clusters = _kernel(p, m, k, x.dtype, gated, invariant)
+    return m * spec.cluster if clusters else 0
 
 
 def multiply(
@@ -121,18 +119,17 @@ def multiply(
     ``stats`` and ``arrivals`` are those of ``pack``, the latter ``counters``; without them no clusters share a token.
     """
     (m, k), dtype, gated = y.shape, spill.dtype, w_up is not None
-    spec, pieces = _kernel(p, m, k, dtype, gated, invariant or stats is None)
+    spec, clusters = _kernel(p, m, k, dtype, gated, invariant or stats is None)
     if arrivals is None:
         arrivals = p.scratch(torch.int32, 0)
     # y of each piece, and behind it the sum of |h|
-    lines = 0 if pieces <= 1 else 2 * pieces if spec.balanced else m * pieces
-    sums = p.scratch(torch.float32, lines, k + 8)
+    sums = p.scratch(torch.float32, 2 * clusters, k + 8)
     if stats is None:
         stats = p.scratch(torch.int32, 0, 1, 2)
     biases = bias_view(p, b_up, dtype) if gated else None, bias_view(p, b_down, dtype)
     form = geometry.words_per_tile(compression), activation.code()
     operands = x if gated else None, words, spill, stats, w_up, down_rows(p, w_down)
-    p.launch(spec, *operands, *biases, y, l1, sums, arrivals, pieces, *form)
+    p.launch(spec, *operands, *biases, y, l1, sums, arrivals, clusters, *form)
 
 
 up_down = register(
