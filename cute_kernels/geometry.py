@@ -12,8 +12,8 @@ MAX_NEURONS = 65536
 
 # Rows summed into one entry of the statistics that gate_pack writes.
 STATS_ROWS = 8
-# Tokens whose non-zeros the CTAs of `up_down_token` share evenly.
-TOKEN_SLAB = 2048
+# Counters of `up_down_token` before those of its tokens.
+TOKEN_COUNTERS = 4
 
 # The hybrid format: tokens that share a list of neurons, neurons of a list that share a run of entries, and neurons (by
 # rank of popularity) whose weight gradients are computed together.

@@ -29,7 +29,7 @@ TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
     8: (2048, 4096, 8192, 16384),
 }
 # Warps of a CTA of that kernel, and columns that a warp loads at a time.
-_TOKEN_WARPS, _WARP_COLUMNS = 8, 256
+TOKEN_WARPS, TOKEN_STEP = 8, 256
 # The portable family has no clusters.
 PORTABLE_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {1: K_CLASSES}
 
@@ -212,12 +212,27 @@ class UpDownTokenSpec(_FamilyKernel):
     @property
     def span(self) -> int:
         """Warps of a CTA that share a row."""
-        return min(_TOKEN_WARPS, self.columns // _WARP_COLUMNS)
+        return min(TOKEN_WARPS, self.columns // TOKEN_STEP)
 
     @property
     def vectors(self) -> int:
         """16-byte loads of a thread for a row."""
-        return self.columns // (self.span * _WARP_COLUMNS)
+        return self.columns // (self.span * TOKEN_STEP)
+
+    @property
+    def groups(self) -> int:
+        """Groups of warps, which divide the non-zeros."""
+        return TOKEN_WARPS // self.span
+
+    @property
+    def rows(self) -> int:
+        """Rows that a thread has in flight."""
+        return (8 if self.deep else 4) if self.span == 1 else max(1, (16 if self.deep else 8) // self.vectors)
+
+    @property
+    def turn(self) -> int:
+        """Non-zeros that a CTA computes at a time."""
+        return self.groups * self.rows
 
     @property
     def deep(self) -> bool:
@@ -229,7 +244,7 @@ class UpDownTokenSpec(_FamilyKernel):
         """CTAs that a multiprocessor holds."""
         if self.deep:
             return 2 if self.vectors < 4 else 1
-        return {1: 4 if self.span > 2 and self.cluster > 1 else 3, 2: 2, 4: 1, 8: 1}[self.vectors]
+        return {1: 3, 2: 2, 4: 1, 8: 1}[self.vectors]
 
     @property
     def suffix(self) -> str:

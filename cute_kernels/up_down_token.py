@@ -3,15 +3,9 @@ with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). Strategy "row": only the
 for each token. If not `gated`, the packed values are h: neither x nor up rows are read. So it is for relu; for the
 other activations see common/activation.py.
 
-A cluster of `cluster` CTAs, 1 to 8, computes a token at a time, each CTA a part of the columns. Few tokens take large
-clusters, for latency. The portable family has clusters of one CTA.
-
-Clusters share the work evenly, however uneven the tokens are. A token weighs its non-zeros and `OVERHEAD`. All tokens
-form one line of weights, of which each cluster has an equal `Share`. What it has of a token is a piece, cut at multiples
-of `turn`; small tokens are not cut. The sums of pieces go to `sums`, and the last to arrive adds them up, in the order
-of the list. A cluster leaves at most two: of the token that began before its share, and of the one that goes on behind
-it. It finds its share by the statistics of the gate, which count eight tokens at a time. Beyond `SLAB` tokens each slab
-has clusters of its own. Without `clusters` each has one token, and tokens share nothing.
+A cluster of `cluster` CTAs, 1 to 8, computes a token, each CTA a part of the columns. Few tokens take large clusters,
+for latency; many take one CTA each, three or four on an SM: some list while others stream. The portable family always
+has one CTA per token.
 
 Each thread owns eight columns, 16 bytes, of every row, or several times that. So a row takes `span` warps of a CTA, and
 its warps form `groups` of that size. The groups divide the non-zeros: `rows` at a time, with all their loads in flight.
@@ -26,9 +20,18 @@ A CTA handles up to `window` non-zeros at a time:
 
 At the end the groups' sums are added in shared memory, and each CTA rounds and stores its columns. h stays fp32.
 
+Behind the clusters of tokens come `helpers`. They share the heavy tokens, those with more than `limit` non-zeros, whose
+clusters leave at once. A heavy token is cut into pieces of one size, such that there are about as many as helpers. The
+sums of a token's pieces go to `sums`, and the last to arrive adds them up, in the order of the list.
+
+With `stats` all leave at once if there are more than `most` non-zeros, and the first one sets `wanted` for the kernel
+of the dense halves.
+
     COMPLETE  of each CTA of a larger cluster: 1 arrival + bytes, the partial sums of a window, sent by st.async.
     cluster   once at the start, so that COMPLETE exists; then before each further window, so that all CTAs have read
               the partial sums of the one before.
+    SEEN      a counter in global memory: each cluster of a token says how heavy it is and adds one; helpers wait for
+              all. They come last, so those they wait for have begun.
 """
 
 from typing import Any, NamedTuple
@@ -55,21 +58,18 @@ from .common.values import (
     warp_sum,
 )
 from .sm90.copies import send_float
-from .specs import SM90, UpDownTokenSpec
+from .specs import TOKEN_STEP, TOKEN_WARPS, UpDownTokenSpec
 
-WARPS = 8
+WARPS = TOKEN_WARPS
 THREADS = 32 * WARPS
 # tiles that are listed at a time, one per lane
 TILES = 32
 # columns of a warp's load
-STEP = 256
+STEP = TOKEN_STEP
 # pieces of a token whose sums a thread loads at a time
 AT_ONCE = 16
-# tokens of a row of statistics, and such rows of a slab
-GROUP, SLAB = geometry.STATS_ROWS, geometry.TOKEN_SLAB
-GROUPS = SLAB // GROUP
-# non-zeros whose time a token takes without any: its x, its list and its y
-OVERHEAD = 8
+# counters before those of tokens: SEEN, padded
+SEEN = geometry.TOKEN_COUNTERS
 
 
 class Operands(NamedTuple):
@@ -86,20 +86,24 @@ class Operands(NamedTuple):
     l1: Any
     width: Any  # words of a tile
     activation: Any  # see common/activation.py
-    # of clusters that share tokens
-    sums: Any  # fp32 [2 * clusters, K + 8]: y of each piece, and in column K its l1
-    arrivals: Any  # int32 [tokens * cluster], zeros: CTAs that have stored their columns of `sums`
-    clusters: Any  # their number; 0 for one per token
+    # of helpers, without which the first three are empty
+    sums: Any  # fp32 [2 * helpers, K + 8]: y of each piece, and in column K its l1
+    counters: Any  # int32 [SEEN + tokens * cluster], zeros: SEEN, then CTAs that have stored their columns of `sums`
+    weights: Any  # int32 [tokens]: non-zeros of each heavy token, else 0
+    helpers: Any
+    limit: Any
+    # of the choice of dense halves, without which they are empty
     stats: Any  # int32 [ceil(tokens / 8), tiles, 2]: non-zeros of eight tokens in a tile
+    wanted: Any  # int32 [1]
+    most: Any
 
 
-class Share(NamedTuple):
-    """The weights of a slab that a cluster computes: from `first` to `last`; it is number `index` of the slab's."""
+class Pieces(NamedTuple):
+    """The pieces of heavy tokens: those before each thread's tokens, in `before`, and how they are cut."""
 
-    index: Any
-    size: Any  # of each share but the last
-    first: Any
-    last: Any
+    size: Any  # of each piece but a token's last
+    total: Any
+    each: Any  # tokens of a thread
 
 
 class Thread(NamedTuple):
@@ -125,7 +129,7 @@ class Views(NamedTuple):
     hidden: Any  # [window] h
     partial: Any  # [window, parts] dot products over the columns of each warp of each CTA
     sums: Any  # [groups, columns] y by group; overlays `nonzeros` and the following
-    before: Any  # [GROUPS + 1] weights of the slab before each group of tokens
+    before: Any  # [THREADS + 1] pieces before each thread's tokens, and in the upper half lines of `sums`
 
 
 def shared_memory(words: int, ctas: int) -> Any:
@@ -136,7 +140,7 @@ def shared_memory(words: int, ctas: int) -> Any:
         # the second one pads
         sums_complete: cute.struct.MemRange[Int64, 2]
         totals: cute.struct.MemRange[Float32, WARPS]
-        before: cute.struct.MemRange[Int32, GROUPS + 1]
+        before: cute.struct.MemRange[Int32, THREADS + 1]
         arena: cute.struct.Align[cute.struct.MemRange[Float32, words], 16]
 
     return feasible.check_shared_memory(Shared, ctas)
@@ -149,19 +153,14 @@ class TokenCluster:
         self.dtype = operands.DTYPES[spec.dtype]
         self.gated = spec.gated
         self.cluster, self.columns = spec.cluster, spec.columns
-        self.span, self.vectors = spec.span, spec.vectors
-        self.groups = WARPS // self.span
-        # rows that a thread has in flight
-        self.rows = (8 if spec.deep else 4) if self.span == 1 else max(1, (16 if spec.deep else 8) // self.vectors)
+        self.span, self.vectors, self.groups, self.rows = spec.span, spec.vectors, spec.groups, spec.rows
         # partial sums of a dot product
         self.parts = self.cluster * self.span
         self.window = min(1024, (4096 if self.cluster == 1 else 8192) // self.parts)
         lists = self.window * (2 + self.parts if self.gated else 2)
         self.words = max(lists, self.groups * self.columns)
-        # non-zeros of one turn; pieces are multiples of it
-        self.turn = self.groups * self.rows
-        # most non-zeros of a token that is not cut
-        self.whole = self.turn * (2 if self.cluster == 1 else 1)
+        # pieces are multiples of it
+        self.turn = spec.turn
 
     @cute.jit
     def thread_index(self, k: Int32, rank):
@@ -219,110 +218,119 @@ class TokenCluster:
             cute.arch.sync_threads()
         return windows
 
-    # ---- shares ----
-
     @cute.jit
-    def compute_share(self, o: Operands, s: Views, index: Int32, at: Thread):
-        """Compute the share of cluster `index`: tokens, and pieces of them; or token `index` alone."""
-        tokens, alone = o.y.shape[0], o.clusters == 0
-        slabs = cute.ceil_div(tokens, SLAB)
-        clusters = o.clusters // slabs
-        slab = index // SLAB if alone else index // clusters
-        groups = cutlass.min(cute.ceil_div(tokens, GROUP) - slab * GROUPS, Int32(GROUPS))
-        share, group = Share(Int32(0), Int32(1), Int32(0), Int32(1)), index % SLAB // GROUP
-        weight, windows = Int32(0), Int32(0)
-        if not alone:
-            share = self.find_share(o, s, slab, groups, index - slab * clusters, clusters, at)
-            group = self.group_at(s, share.first, groups, at.lane)
-            weight = s.before[cutlass.min(group, groups)]
+    def compute(self, o: Operands, s: Views, index: Int32, at: Thread):
+        """Compute token `index`, unless it is left to helpers, or the pieces that belong to a helper."""
+        tokens = o.y.shape[0]
+        helping, listed, pieces = index >= tokens, Int32(0), Pieces(Int32(1 << 30), Int32(1), Int32(1))
+        piece, step, windows = Int32(0), Int32(1), Int32(0)
+        if helping:
+            pieces, piece, step = self.cut_tokens(o, s, at), index - tokens, o.helpers
+        else:
+            listed = self.count_nonzeros(o, index, at.lane)
+            heavy = o.helpers > 0 and listed > o.limit
+            if o.helpers > 0 and at.rank == 0 and at.thread == 0:
+                o.weights[index] = listed if heavy else Int32(0)
+                cute.arch.atomic_add(o.counters.iterator, Int32(1), sem="release", scope="gpu")
+            pieces = Pieces(pieces.size, Int32(0) if heavy else Int32(1), pieces.each)
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
-        while group < groups and weight < share.last:
-            counts = self.count_group(o, slab * GROUPS + group, at.lane)
-            for j in cutlass.range(GROUP, unroll=1):
-                m, listed = (slab * GROUPS + group) * GROUP + j, Int32(cute.arch.shuffle_sync(counts, 4 * j))
-                if m < tokens:
-                    begin, end = self.cut(share.first - weight, listed), self.cut(share.last - weight, listed)
-                    if alone:
-                        begin, end = Int32(0), listed + OVERHEAD if m == index else Int32(0)
-                    if begin < end:
-                        stop = cutlass.min(end, listed)
-                        windows = self.accumulate(o, s, acc, m, listed, begin, stop, windows, at)
-                        if begin == 0 and end > listed:
-                            self.store_token(o, s, acc, m, at)
-                        else:
-                            # of cluster i line 2 i is the piece that began before its share, 2 i + 1 the one that goes on
-                            base, pieces = self.pieces_of(share, weight, listed)
-                            line = 2 * slab * clusters
-                            own = line + 2 * share.index + Int32(begin == 0)
-                            self.store_piece(o, s, acc, m, own, line + 2 * base, pieces, at)
-                    weight += listed + OVERHEAD
-            # the only token has been in this group
-            group = groups if alone else group + 1
+        while piece < pieces.total:
+            m, first, line = index, Int32(0), Int32(0)
+            if helping:
+                m, listed, first, line = self.find_piece(o, s, pieces, piece, at.lane)
+            begin = (piece - first) * pieces.size
+            end = cutlass.min(listed - begin, pieces.size) + begin
+            windows = self.accumulate(o, s, acc, m, listed, begin, end, windows, at)
+            if listed <= pieces.size:
+                self.store_token(o, s, acc, m, at)
+            else:
+                self.store_piece(o, s, acc, m, line + piece - first, line, cute.ceil_div(listed, pieces.size), at)
+            piece += step
+
+    # ---- helpers ----
 
     @cute.jit
-    def find_share(self, o: Operands, s: Views, slab: Int32, groups: Int32, index: Int32, clusters: Int32, at: Thread):
-        """Write `s.before` and return the cluster's `Share`."""
-        tiles = o.stats.shape[1]
-        for group in cutlass.range(at.warp, groups, WARPS, unroll=8):
-            count = Int32(0)
-            for tile in cutlass.range(at.lane, tiles, 32, unroll=1):
-                count += o.stats[slab * GROUPS + group, tile, 0]
-            count = Int32(cute.arch.warp_redux_sync(count, "add"))
-            if at.lane == 0:
-                present = cutlass.min(o.y.shape[0] - (slab * GROUPS + group) * GROUP, Int32(GROUP))
-                s.before[group] = count + present * OVERHEAD
+    def cut_tokens(self, o: Operands, s: Views, at: Thread):
+        """Wait for all tokens' clusters, choose the size of pieces and write `s.before`."""
+        if at.thread == 0:
+            waiting = Boolean(True)
+            while waiting:
+                seen = cute.arch.load(o.counters.iterator, Int32, sem="acquire", scope="gpu")
+                waiting = Int32(seen) < o.y.shape[0]
         cute.arch.sync_threads()
-        each, own, total = GROUPS // 32, [], Int32(0)
-        for i in range_constexpr(each):
-            group = at.lane * each + i
-            own.append(s.before[group] if group < groups else Int32(0))
-            total += own[i]
-        before = prefix_sum(total, at.lane)
-        total = Int32(cute.arch.shuffle_sync(before + total, 31))
+        each = cute.ceil_div(o.y.shape[0], THREADS)
+        total, heavy, first = Int32(0), Int32(0), at.thread * each
+        for m in cutlass.range(first, cutlass.min(first + each, o.y.shape[0]), unroll=1):
+            total += o.weights[m]
+            heavy += Int32(o.weights[m] > 0)
+        total, heavy = self.sum_of_all(s, total, at), self.sum_of_all(s, heavy, at)
+        # each heavy token may have a piece that is not full
+        share = cute.ceil_div(total, cutlass.max(o.helpers - heavy, o.helpers // 2 + 1))
+        size = cutlass.max(cute.ceil_div(share, self.turn), Int32(1)) * self.turn
+        own = Int32(0)
+        for m in cutlass.range(first, cutlass.min(first + each, o.y.shape[0]), unroll=1):
+            own += self.cut(o.weights[m], size)
+        before = prefix_sum(own, at.lane)
+        if at.lane == 31:
+            s.before[at.warp] = before + own
         cute.arch.sync_threads()
-        if at.warp == 0:
-            for i in range_constexpr(each):
-                s.before[at.lane * each + i] = before
-                before += own[i]
-            if at.lane == 31:
-                s.before[GROUPS] = before
+        all_before = Int32(0)
+        for warp in range_constexpr(WARPS):
+            all_before += s.before[warp] if warp < at.warp else Int32(0)
         cute.arch.sync_threads()
-        # of at least a turn, so that no piece is empty
-        size = cutlass.max(cute.ceil_div(total, clusters), Int32(self.turn + OVERHEAD))
-        first = cutlass.min(index * size, total)
-        return Share(index, size, first, cutlass.min(first + size, total))
+        s.before[at.thread] = all_before + before
+        if at.thread == THREADS - 1:
+            s.before[THREADS] = all_before + before + own
+        cute.arch.sync_threads()
+        return Pieces(size, s.before[THREADS] & 0xFFFF, each)
 
     @cute.jit
-    def group_at(self, s: Views, weight: Int32, groups: Int32, lane: Int32):
-        """The last group of tokens that begins at `weight` or before."""
+    def cut(self, listed: Int32, size: Int32):
+        """The number of pieces of a token, and in the upper half that of its lines in `sums`; 0 unless it is heavy."""
+        pieces = cute.ceil_div(listed, size)
+        return pieces + (pieces << 16 if pieces > 1 else Int32(0))
+
+    @cute.jit
+    def sum_of_all(self, s: Views, value: Int32, at: Thread):
+        """The sum over all threads."""
+        value = Int32(cute.arch.warp_redux_sync(value, "add"))
+        if at.lane == 0:
+            s.before[at.warp] = value
+        cute.arch.sync_threads()
+        total = Int32(0)
+        for warp in range_constexpr(WARPS):
+            total += s.before[warp]
+        cute.arch.sync_threads()
+        return total
+
+    @cute.jit
+    def find_piece(self, o: Operands, s: Views, pieces: Pieces, piece: Int32, lane: Int32):
+        """The token of a piece, its non-zeros, its first piece and that one's line in `sums`."""
         count = Int32(0)
-        for i in range_constexpr(GROUPS // 32):
-            group = lane * (GROUPS // 32) + i
-            count += Int32(group < groups and s.before[group] <= weight)
-        return Int32(cute.arch.warp_redux_sync(count, "add")) - 1
+        for i in range_constexpr(THREADS // 32):
+            count += Int32((s.before[i * 32 + lane] & 0xFFFF) <= piece)
+        thread = Int32(cute.arch.warp_redux_sync(count, "add")) - 1
+        m, first, listed = thread * pieces.each, s.before[thread], Int32(0)
+        own = Int32(0)
+        searching = Boolean(True)
+        while searching:
+            first += own
+            listed = o.weights[m]
+            own = self.cut(listed, pieces.size)
+            searching = (first & 0xFFFF) + (own & 0xFFFF) <= piece
+            m += 1
+        return m - 1, listed, first & 0xFFFF, first >> 16
+
+    # ---- the choice ----
 
     @cute.jit
-    def cut(self, distance: Int32, listed: Int32):
-        """The non-zero before which a token is cut by a border of shares at this distance from its begin.
-
-        0 if the border lies before, and more than `listed` if behind.
-        """
-        place = (distance + self.turn // 2) // self.turn * self.turn
-        behind = listed + OVERHEAD
-        if listed <= self.whole:
-            place = Int32(0) if 2 * distance < behind else behind
-        elif place >= listed or distance >= behind:
-            place = behind
-        return cutlass.max(place, Int32(0)) if distance > 0 else Int32(0)
-
-    @cute.jit
-    def pieces_of(self, share: Share, weight: Int32, listed: Int32):
-        """Of a cut token that begins at `weight` the CTA of its first piece, and the number of its pieces."""
-        # borders that `cut` puts before a non-zero: at half a turn, and up to half a turn before the last multiple
-        low = self.turn - self.turn // 2
-        high = cutlass.min(cute.ceil_div(listed, self.turn) * self.turn - self.turn // 2, listed + OVERHEAD)
-        first = cute.ceil_div(weight + low, share.size)
-        return first - 1, cute.ceil_div(weight + high, share.size) - first + 1
+    def is_dense(self, o: Operands, s: Views, at: Thread):
+        """Whether there are more than `most` non-zeros."""
+        count = Int32(0)
+        for group in cutlass.range(at.warp, o.stats.shape[0], WARPS, unroll=4):
+            for tile in cutlass.range(at.lane, o.stats.shape[1], 32, unroll=1):
+                count += o.stats[group, tile, 0]
+        return self.sum_of_all(s, count, at) > o.most
 
     @cute.jit
     def begin(self, s: Views):
@@ -343,15 +351,12 @@ class TokenCluster:
             cute.arch.mbarrier_arrive_and_expect_tx(s.complete, 4 * self.parts * size)
 
     @cute.jit
-    def count_group(self, o: Operands, group: Int32, lane: Int32):
-        """The number of non-zeros of token lane / 4 of a group in each lane; every warp computes the same."""
-        count, token, tiles = Int32(0), group * GROUP + lane // 4, o.words.shape[1] // o.width
-        if token < o.y.shape[0]:
-            for tile in cutlass.range(lane % 4, tiles, 4, unroll=4):
-                count += o.words[token, tile * o.width]
-        for d in (1, 2):
-            count += cute.arch.shuffle_sync_bfly(count, d)
-        return count
+    def count_nonzeros(self, o: Operands, m: Int32, lane: Int32):
+        """The number of the token's non-zeros; every warp computes the same."""
+        count, tiles = Int32(0), o.words.shape[1] // o.width
+        for tile in cutlass.range(lane, tiles, 32, unroll=4):
+            count += o.words[m, tile * o.width]
+        return Int32(cute.arch.warp_redux_sync(count, "add"))
 
     # ---- listing ----
 
@@ -611,7 +616,7 @@ class TokenCluster:
     def store_piece(self, o, s, acc, m, line, first, pieces, at):
         """Store the sums of one of several pieces; the last CTA to do so for these columns adds them and stores y.
 
-        Its line in `sums` is `line`. Piece i has line `first + 2 i`, piece 0 the one behind that.
+        Its line in `sums` is `line`, that of the token's first piece is `first`.
         """
         self.share_sums(s, acc, at)
         for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
@@ -623,7 +628,7 @@ class TokenCluster:
         # everything is stored, and `nonzeros` is free
         cute.arch.sync_threads()
         if at.thread == 0:
-            arrived = o.arrivals.iterator + (m * self.cluster + at.rank)
+            arrived = o.counters.iterator + (SEEN + m * self.cluster + at.rank)
             s.nonzeros[0] = Uint32(cute.arch.atomic_add(arrived, Int32(1), sem="acq_rel", scope="gpu"))
         cute.arch.sync_threads()
         if Int32(s.nonzeros[0]) == pieces - 1:
@@ -647,7 +652,7 @@ class TokenCluster:
             for p in range_constexpr(AT_ONCE):
                 # the last one again in place of those beyond
                 piece = cutlass.min(base + p, pieces - 1)
-                source = address(o.sums, first + 2 * piece + Int32(piece == 0), column).align(16)
+                source = address(o.sums, first + piece, column).align(16)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), quads[None, p])
             for p in range_constexpr(AT_ONCE):
                 for i in range_constexpr(4):
@@ -672,7 +677,7 @@ class TokenCluster:
             hidden=cute.make_tensor(arena + window, cute.make_layout(window)),
             partial=cute.make_tensor(arena + 2 * window, cute.make_layout(window * self.parts)),
             sums=arena,
-            before=shared.before.get_tensor(cute.make_layout(GROUPS + 1)),
+            before=shared.before.get_tensor(cute.make_layout(THREADS + 1)),
         )
 
 
@@ -690,7 +695,6 @@ class UpDownToken:
         x: cute.Tensor | None,
         words: cute.Tensor,
         spill: cute.Tensor,
-        stats: cute.Tensor,
         w_up: cute.Tensor | None,
         w_down: cute.Tensor,
         b_up: cute.Tensor | None,
@@ -698,8 +702,13 @@ class UpDownToken:
         y: cute.Tensor,
         l1: cute.Tensor,
         sums: cute.Tensor,
-        arrivals: cute.Tensor,
-        clusters: Int32,
+        counters: cute.Tensor,
+        weights: cute.Tensor,
+        stats: cute.Tensor,
+        wanted: cute.Tensor,
+        helpers: Int32,
+        limit: Int32,
+        most: Int32,
         words_per_tile: Int32,
         activation: Int32,
         stream: cuda.CUstream,
@@ -707,8 +716,9 @@ class UpDownToken:
         tokens = y.shape[0]
         if tokens > 0:
             layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1)
-            self.kernel(Operands(*layer, words_per_tile, activation, sums, arrivals, clusters, stats)).launch(
-                grid=(self.cluster * (tokens if clusters == 0 else clusters), 1, 1),
+            shared = (sums, counters, weights, helpers, limit, stats, wanted, most)
+            self.kernel(Operands(*layer, words_per_tile, activation, *shared)).launch(
+                grid=(self.cluster * (tokens + helpers), 1, 1),
                 block=(THREADS, 1, 1),
                 cluster=(self.cluster, 1, 1) if const_expr(self.cluster > 1) else None,
                 min_blocks_per_mp=self.ctas_per_sm,
@@ -727,7 +737,13 @@ class UpDownToken:
         launch.griddepcontrol_launch_dependents()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
-        self.team.compute_share(o, s, index, self.team.thread_index(k, rank))
+        at, dense = self.team.thread_index(k, rank), Boolean(False)
+        if o.stats.shape[0] > 0:
+            dense = self.team.is_dense(o, s, at)
+            if cute.arch.block_idx()[0] == 0 and at.thread == 0:
+                o.wanted[0] = Int32(dense)
+        if not dense:
+            self.team.compute(o, s, index, at)
 
 
 def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -737,7 +753,6 @@ def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
     return UpDownToken(spec), (
         operands.rows(dtype, m, k) if spec.gated else None,
         *operands.packed(dtype, m),
-        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
         operands.rows(dtype, n, k) if spec.gated else None,
         operands.rows(dtype, n, k),
         operands.bias(dtype) if spec.gated else None,
@@ -745,6 +760,8 @@ def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.rows(dtype, m, k),
         operands.vector(Float32, m),
         operands.rows(Float32, cute.sym_int32(), cute.sym_int32(divisibility=8)),
+        *(operands.vector(Int32, cute.sym_int32(), 4) for _ in range(2)),
+        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
         operands.vector(Int32, cute.sym_int32(), 4),
-        *(Int32(1), Int32(1), Int32(1)),
+        *(Int32(1),) * 5,
     )

@@ -95,12 +95,24 @@ def up_down_token(
 _WHOLE_CLUSTERS = 16
 
 
-def token_clusters(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> int:
-    """Clusters of ``up_down_token`` that share ``m`` tokens: as many as run at a time, for each slab of tokens."""
+# Most tokens whose pieces helpers can number.
+_MOST_SHARED = 1 << 15
+# Turns of a token that is not heavy.
+_LIGHT_TURNS = int(__import__("os").environ.get("LT", "4"))
+
+
+def token_helpers(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> int:
+    """Clusters of ``up_down_token`` that share the heavy ones of ``m`` tokens: as many as run at a time."""
+    if m > _MOST_SHARED:
+        return 0
     if spec.cluster > 1:
         multiprocessors = max(multiprocessors // _WHOLE_CLUSTERS * _WHOLE_CLUSTERS, 1)
-    slabs = -(-m // geometry.TOKEN_SLAB)
-    return max(1, spec.ctas_per_sm * multiprocessors // spec.cluster // slabs) * slabs
+    return max(1, spec.ctas_per_sm * multiprocessors // spec.cluster)
+
+
+def light_nonzeros(spec: specs.UpDownTokenSpec) -> int:
+    """Most non-zeros of a token that one cluster of ``up_down_token`` computes where there are helpers."""
+    return _LIGHT_TURNS * spec.turn
 
 
 # Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one

@@ -7,7 +7,7 @@ import pytest
 from tests.emulator import checks
 from tests.emulator.launch import Emulator, Schedule
 from twell import tuning
-from twell._runtime import specs
+from twell._runtime import program, specs
 
 # in order, and in two random schedules
 SEEDS = pytest.mark.parametrize("seed", range(3))
@@ -131,8 +131,8 @@ def test_a_screened_layer(emulator: Emulator, m: int, k: int, n: int, density: f
         # none is heavy, and all are
         (70, 136, 264, 1000, False),
         (36, 72, 264, 1, True),
-        # two slabs of tokens
-        (2060, 64, 64, 300, True),
+        # threads that count several tokens
+        (530, 64, 64, 300, True),
     ],
 )
 def test_uneven_tokens_by_row(
@@ -147,7 +147,9 @@ def test_uneven_tokens_by_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tuning, "TOKEN_CLUSTERS", {cluster: 1 << 20})
+    monkeypatch.setattr(tuning, "_LIGHT_TURNS", 1)
     tuning.up_down_token.cache_clear()
+    program.forget()
     with emulator.stands_in(6, Schedule.of(seed)):
         checks.by_row(m, k, n, every, gated, seed)
 

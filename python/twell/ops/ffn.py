@@ -182,9 +182,10 @@ def _by_row(
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats = results
     words, spill = scratch(p, x, x.shape[0], w_gate, compression)
-    how = compression, activation, invariant
-    arrivals = pack(p, x, w_gate, b_gate, words, spill, stats, *how, counters(p, x, w_up is not None, invariant))
-    multiply(p, x, words, spill, stats, w_up, w_down, b_up, b_down, y, l1, *how, arrivals)
+    how = compression, activation
+    counted = counters(p, x, w_up is not None, invariant)
+    zeroed = pack(p, x, w_gate, b_gate, words, spill, stats, *how, invariant, counted)
+    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how, zeroed)
 
 
 def inference_of(

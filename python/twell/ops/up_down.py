@@ -79,22 +79,22 @@ def _cuda(packed: PackedOperands, compression: int, activation: str = "relu") ->
     if len(y):
         # without an up projection neither x nor its bias is read
         up = (None, None, None) if w_up is None else (rows(x), rows(w_up), laid_bias(b_up))
-        given = up[0], words, spill, None, up[1], readable_down(w_down.t()), up[2], laid_bias(b_down), y, l1
+        given = up[0], words, spill, up[1], readable_down(w_down.t()), up[2], laid_bias(b_down), y, l1
         run(multiply, given, compression, activation_of(activation, gated=w_up is not None))
     return y, l1
 
 
 def _kernel(p: Program, m: int, k: int, dtype: torch.dtype, gated: bool, alone: bool) -> tuple[Any, int]:
-    """The kernel of ``m`` tokens, and how many clusters share them; 0 where each has a token ``alone``."""
+    """The kernel of ``m`` tokens, and how many clusters help with heavy ones; none if each token is ``alone``."""
     spec = tuning.up_down_token(dtype, m, k, gated, alone, tuning.family(p.index))
-    return spec, 0 if alone else tuning.token_clusters(m, spec, p.multiprocessors)
+    return spec, 0 if alone else tuning.token_helpers(m, spec, p.multiprocessors)
 
 
 def counters(p: Program, x: View, gated: bool, invariant: bool) -> int:
-    """The counters of the clusters that share a token of ``x`` [M, K]; 0 if no clusters do."""
+    """Counters of the clusters that share tokens of ``x`` [M, K]; 0 if none do."""
     m, k = x.shape
-    spec, clusters = _kernel(p, m, k, x.dtype, gated, invariant)
-    return m * spec.cluster if clusters else 0
+    spec, helpers = _kernel(p, m, k, x.dtype, gated, invariant)
+    return geometry.TOKEN_COUNTERS + m * spec.cluster if helpers else 0
 
 
 def multiply(
@@ -102,7 +102,6 @@ def multiply(
     x: View | None,
     words: View,
     spill: View,
-    stats: View | None,
     w_up: View | None,
     w_down: View,
     b_up: View | None,
@@ -111,25 +110,25 @@ def multiply(
     l1: View,
     compression: int,
     activation: Activation,
-    invariant: bool = False,
-    arrivals: View | None = None,
+    zeroed: View | None = None,
 ) -> None:
-    """Launch what fills ``y`` and ``l1``; if ``invariant``, with bits that do not depend on other tokens.
+    """Launch what fills ``y`` and ``l1``.
 
-    ``stats`` and ``arrivals`` are those of ``pack``, the latter ``counters``; without them no clusters share a token.
+    ``zeroed`` are ``counters``, which another launch has zeroed; without them no clusters share a token.
     """
     (m, k), dtype, gated = y.shape, spill.dtype, w_up is not None
-    spec, clusters = _kernel(p, m, k, dtype, gated, invariant or stats is None)
-    if arrivals is None:
-        arrivals = p.scratch(torch.int32, 0)
+    spec, helpers = _kernel(p, m, k, dtype, gated, zeroed is None)
     # y of each piece, and behind it the sum of |h|
-    sums = p.scratch(torch.float32, 2 * clusters, k + 8)
-    if stats is None:
-        stats = p.scratch(torch.int32, 0, 1, 2)
+    sums = p.scratch(torch.float32, 2 * helpers, k + 8)
+    if zeroed is None:
+        zeroed = p.scratch(torch.int32, 0)
+    weights = p.scratch(torch.int32, m if helpers else 0)
+    choice = p.scratch(torch.int32, 0, 1, 2), p.scratch(torch.int32, 0)
+    numbers = helpers, tuning.light_nonzeros(spec), 0
     biases = bias_view(p, b_up, dtype) if gated else None, bias_view(p, b_down, dtype)
     form = geometry.words_per_tile(compression), activation.code()
-    operands = x if gated else None, words, spill, stats, w_up, down_rows(p, w_down)
-    p.launch(spec, *operands, *biases, y, l1, sums, arrivals, clusters, *form)
+    operands = x if gated else None, words, spill, w_up, down_rows(p, w_down)
+    p.launch(spec, *operands, *biases, y, l1, sums, zeroed, weights, *choice, *numbers, *form)
 
 
 up_down = register(
