@@ -30,8 +30,8 @@ of the dense halves.
     COMPLETE  of each CTA of a larger cluster: 1 arrival + bytes, the partial sums of a window, sent by st.async.
     cluster   once at the start, so that COMPLETE exists; then before each further window, so that all CTAs have read
               the partial sums of the one before.
-    SEEN      a counter in global memory: each cluster of a token says how heavy it is and adds one; helpers wait for
-              all. They come last, so those they wait for have begun.
+    SEEN      a counter in global memory: each cluster of a token says whether it is heavy; helpers wait for all. They
+              come last, so those they wait for have begun.
 """
 
 from typing import Any, NamedTuple
@@ -70,6 +70,8 @@ STEP = TOKEN_STEP
 AT_ONCE = 16
 # counters before those of tokens: SEEN, padded
 SEEN = geometry.TOKEN_COUNTERS
+# what a heavy token adds to SEEN, besides one
+HEAVY = 1 << 16
 
 
 class Operands(NamedTuple):
@@ -222,17 +224,21 @@ class TokenCluster:
     def compute(self, o: Operands, s: Views, index: Int32, at: Thread):
         """Compute token `index`, unless it is left to helpers, or the pieces that belong to a helper."""
         tokens = o.y.shape[0]
-        helping, listed, pieces = index >= tokens, Int32(0), Pieces(Int32(1 << 30), Int32(1), Int32(1))
+        helping, listed, pieces = index >= tokens, Int32(0), Pieces(Int32(1 << 30), Int32(0), Int32(1))
         piece, step, windows = Int32(0), Int32(1), Int32(0)
         if helping:
-            pieces, piece, step = self.cut_tokens(o, s, at), index - tokens, o.helpers
+            heavy = self.wait_for_tokens(o, s, at)
+            piece, step = index - tokens, o.helpers
+            if heavy > 0:
+                pieces = self.cut_tokens(o, s, heavy, at)
         else:
             listed = self.count_nonzeros(o, index, at.lane)
-            heavy = o.helpers > 0 and listed > o.limit
+            is_heavy = o.helpers > 0 and listed > o.limit
             if o.helpers > 0 and at.rank == 0 and at.thread == 0:
-                o.weights[index] = listed if heavy else Int32(0)
-                cute.arch.atomic_add(o.counters.iterator, Int32(1), sem="release", scope="gpu")
-            pieces = Pieces(pieces.size, Int32(0) if heavy else Int32(1), pieces.each)
+                o.weights[index] = listed if is_heavy else Int32(0)
+                seen = Int32(1) + (Int32(HEAVY) if is_heavy else Int32(0))
+                cute.arch.atomic_add(o.counters.iterator, seen, sem="release", scope="gpu")
+            pieces = Pieces(pieces.size, Int32(0) if is_heavy else Int32(1), pieces.each)
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
         while piece < pieces.total:
             m, first, line = index, Int32(0), Int32(0)
@@ -250,20 +256,26 @@ class TokenCluster:
     # ---- helpers ----
 
     @cute.jit
-    def cut_tokens(self, o: Operands, s: Views, at: Thread):
-        """Wait for all tokens' clusters, choose the size of pieces and write `s.before`."""
+    def wait_for_tokens(self, o: Operands, s: Views, at: Thread):
+        """Wait for all tokens' clusters; return how many of them are heavy."""
         if at.thread == 0:
-            waiting = Boolean(True)
-            while waiting:
-                seen = cute.arch.load(o.counters.iterator, Int32, sem="acquire", scope="gpu")
-                waiting = Int32(seen) < o.y.shape[0]
+            seen = Int32(0)
+            while seen & (HEAVY - 1) < o.y.shape[0]:
+                seen = Int32(cute.arch.load(o.counters.iterator, Int32, sem="acquire", scope="gpu"))
+            s.before[0] = seen // HEAVY
         cute.arch.sync_threads()
+        heavy = s.before[0]
+        cute.arch.sync_threads()
+        return heavy
+
+    @cute.jit
+    def cut_tokens(self, o: Operands, s: Views, heavy: Int32, at: Thread):
+        """Choose the size of pieces of so many heavy tokens and write `s.before`."""
         each = cute.ceil_div(o.y.shape[0], THREADS)
-        total, heavy, first = Int32(0), Int32(0), at.thread * each
+        total, first = Int32(0), at.thread * each
         for m in cutlass.range(first, cutlass.min(first + each, o.y.shape[0]), unroll=1):
             total += o.weights[m]
-            heavy += Int32(o.weights[m] > 0)
-        total, heavy = self.sum_of_all(s, total, at), self.sum_of_all(s, heavy, at)
+        total = self.sum_of_all(s, total, at)
         # each heavy token may have a piece that is not full
         share = cute.ceil_div(total, cutlass.max(o.helpers - heavy, o.helpers // 2 + 1))
         size = cutlass.max(cute.ceil_div(share, self.turn), Int32(1)) * self.turn

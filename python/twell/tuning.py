@@ -96,9 +96,12 @@ _WHOLE_CLUSTERS = 16
 
 
 # Most tokens whose pieces helpers can number.
-_MOST_SHARED = 1 << 15
-# Turns of a token that is not heavy.
-_LIGHT_TURNS = int(__import__("os").environ.get("LT", "4"))
+_MOST_SHARED = (1 << 15) - 1
+# Turns of a token that is not heavy: at least so many, and one for so many tokens, which hide it. NVIDIA H100, us of 2, 4
+# and 8 turns: K = 2,048, N = 5,632, tokens uneven, 27, 26 and 27 at 64, 44, 43 and 44 at 256, 59, 56 and 54 at 512; even
+# 43, 43 and 43 at 256, 59, 57 and 57 at 512, where no helpers take 54; K = 4,096, N = 14,336, uneven, 160, 145 and 138 at
+# 256, 280, 263 and 242 at 512.
+_LIGHT_TURNS, _TOKENS_OF_TURN = 4, 32
 
 
 def token_helpers(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> int:
@@ -110,9 +113,26 @@ def token_helpers(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> 
     return max(1, spec.ctas_per_sm * multiprocessors // spec.cluster)
 
 
-def light_nonzeros(spec: specs.UpDownTokenSpec) -> int:
-    """Most non-zeros of a token that one cluster of ``up_down_token`` computes where there are helpers."""
-    return _LIGHT_TURNS * spec.turn
+def light_nonzeros(m: int, spec: specs.UpDownTokenSpec) -> int:
+    """Most non-zeros of one of ``m`` tokens that one cluster of ``up_down_token`` computes where there are helpers."""
+    return max(_LIGHT_TURNS, m // _TOKENS_OF_TURN) * spec.turn
+
+
+@functools.cache
+def dense_halves(dtype: torch.dtype, m: int) -> specs.DenseHalvesSpec:
+    """The up and down projections of ``m`` tokens by dense products."""
+    return specs.DenseHalvesSpec(dtype_name(dtype), next((t for t in specs.DENSE_TOKENS if m <= t), 128))
+
+
+# Bytes per second of rows that tokens read, and flop and bytes of weights per second of the dense halves.
+_ROW_BYTES, _HALVES_FLOP, _HALVES_BYTES, _HALVES_START = 3.3e12, 500e12, 2.4e12, 8e-6
+
+
+def most_by_row(m: int, k: int, n: int, gated: bool) -> int:
+    """Non-zeros of ``m`` tokens with which rows take as long as the dense halves."""
+    rows = 2 if gated else 1
+    dense = max(2 * m * k * n * rows / _HALVES_FLOP, 2 * k * n * rows / _HALVES_BYTES) + _HALVES_START
+    return max(1, int(dense * _ROW_BYTES / (2 * k * rows)))
 
 
 # Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one

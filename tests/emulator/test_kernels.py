@@ -147,11 +147,40 @@ def test_uneven_tokens_by_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tuning, "TOKEN_CLUSTERS", {cluster: 1 << 20})
-    monkeypatch.setattr(tuning, "_LIGHT_TURNS", 1)
+    monkeypatch.setattr(tuning, "light_nonzeros", lambda m, spec: spec.turn)
     tuning.up_down_token.cache_clear()
     program.forget()
     with emulator.stands_in(6, Schedule.of(seed)):
-        checks.by_row(m, k, n, every, gated, seed)
+        checks.by_row(m, k, n, every, gated, seed=seed)
+
+
+@SEEDS
+@pytest.mark.parametrize("most", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("m", "k", "n", "every", "gated"),
+    [
+        # units of 64 and of 128 tokens, of a part of the neurons and of all
+        (43, 136, 520, 8, True),
+        (130, 328, 1000, 2, True),
+        (40, 264, 264, 1, False),
+        (300, 520, 136, 1, True),
+    ],
+)
+def test_the_device_chooses_dense_halves(
+    emulator: Emulator,
+    m: int,
+    k: int,
+    n: int,
+    every: int,
+    gated: bool,
+    most: int,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "most_by_row", lambda *_: most)
+    program.forget()
+    with emulator.stands_in(12, Schedule.of(seed)):
+        checks.by_row(m, k, n, every, gated, True, seed)
 
 
 @SEEDS

@@ -43,7 +43,7 @@ from twell.ops.up_down import counters, multiply
 from twell.ops.up_down import on_cpu as up_down_on_cpu
 from twell.strategy.plan import Facts, Route, routed
 from twell.strategy.site import Measurement, site_of, without_site
-from twell.strategy.tables import SCREENED, imposed_on_call
+from twell.strategy.tables import GUARDED, SCREENED, imposed_on_call
 
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
 # y, parts of the sum of |h|, stats; for "union" the unions and, if it screens, the candidates, with more behind them
@@ -168,7 +168,7 @@ def _pass(
     if route == SCREENED:
         screened_launches(p, layer, firing, quantize(p, layer.w_gate, True), *how[1:])
     elif route != "union":
-        _by_row(p, *how, invariant=route != "row")
+        _by_row(p, *how, route)
     elif spec is None:
         union_launches(p, *how)
     else:
@@ -177,15 +177,17 @@ def _pass(
 
 
 def _by_row(
-    p: Program, layer: Views, results: Sequence[View], compression: int, activation: Activation, invariant: bool
+    p: Program, layer: Views, results: Sequence[View], compression: int, activation: Activation, name: str
 ) -> None:
+    """Strategy "row" by a route of this name."""
+    invariant, guarded = name == "row+invariant", name == GUARDED
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats = results
     words, spill = scratch(p, x, x.shape[0], w_gate, compression)
     how = compression, activation
-    counted = counters(p, x, w_up is not None, invariant)
+    counted = counters(p, x, w_gate.shape[0], w_up is not None, invariant, guarded)
     zeroed = pack(p, x, w_gate, b_gate, words, spill, stats, *how, invariant, counted)
-    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how, zeroed)
+    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how, zeroed, stats if guarded else None)
 
 
 def inference_of(
