@@ -145,11 +145,11 @@ def sums_aside(dtype: str, terms: int, ctas: int) -> int:
     return ctas * CTA_SUMS if terms > LONGEST_SUM[dtype] else 0
 
 
-def dense_units(m: int, k: int, n: int, tokens: int, clusters: int, dtype: str) -> tuple[int, int]:
-    """Parts of a sum over ``n`` neurons in `dense_halves`, as many as clusters or long sums need, and its mma groups.
+def dense_parts(m: int, k: int, n: int, tokens: int, clusters: int, dtype: str) -> int:
+    """Parts of a sum over ``n`` neurons in `dense_halves`: as many as keep clusters busy, or long sums need.
 
     The kernel counts in the same way, by the clusters that run.
     """
     units, steps = -(-k // TILE) * -(-m // tokens), -(-n // 64)
     parts = max(clusters // units, -(-steps // (LONGEST_SUM[dtype] // 64)), 1)
-    return min(parts, steps, MOST_PARTS), 4 * units
+    return min(parts, steps, MOST_PARTS)

@@ -24,8 +24,8 @@ Behind the clusters of tokens come `helpers`. They share the heavy tokens, those
 clusters leave at once. A heavy token is cut into pieces of one size, such that there are about as many as helpers. The
 sums of a token's pieces go to `sums`, and the last to arrive adds them up, in the order of the list.
 
-With `stats` all leave at once if there are more than `most` non-zeros, and the first one sets `wanted` for the kernel
-of the dense halves.
+With `stats` the first cluster adds up all non-zeros and writes the `choice`, for which the others wait. If there are
+more than `most`, all leave, and the kernel of the dense halves computes the tokens.
 
     COMPLETE  of each CTA of a larger cluster: 1 arrival + bytes, the partial sums of a window, sent by st.async.
     cluster   once at the start, so that COMPLETE exists; then before each further window, so that all CTAs have read
@@ -72,6 +72,7 @@ AT_ONCE = 16
 SEEN = geometry.TOKEN_COUNTERS
 # what a heavy token adds to SEEN, besides one
 HEAVY = 1 << 16
+BY_ROW, DENSE = 1, 2
 
 
 class Operands(NamedTuple):
@@ -94,9 +95,9 @@ class Operands(NamedTuple):
     weights: Any  # int32 [tokens]: non-zeros of each heavy token, else 0
     helpers: Any
     limit: Any
-    # of the choice of dense halves, without which they are empty
+    # of the choice, without which they are empty
     stats: Any  # int32 [ceil(tokens / 8), tiles, 2]: non-zeros of eight tokens in a tile
-    wanted: Any  # int32 [1]
+    choice: Any  # int32 [1], zero before: `BY_ROW` or `DENSE`
     most: Any
 
 
@@ -336,13 +337,23 @@ class TokenCluster:
     # ---- the choice ----
 
     @cute.jit
-    def is_dense(self, o: Operands, s: Views, at: Thread):
-        """Whether there are more than `most` non-zeros."""
+    def choose(self, o: Operands, s: Views, at: Thread):
+        """Write the choice, by the number of all non-zeros."""
         count = Int32(0)
-        for group in cutlass.range(at.warp, o.stats.shape[0], WARPS, unroll=4):
+        for group in cutlass.range(at.warp, o.stats.shape[0], WARPS, unroll=8):
             for tile in cutlass.range(at.lane, o.stats.shape[1], 32, unroll=1):
                 count += o.stats[group, tile, 0]
-        return self.sum_of_all(s, count, at) > o.most
+        count = self.sum_of_all(s, count, at)
+        if at.thread == 0:
+            o.choice[0] = Int32(DENSE) if count > o.most else Int32(BY_ROW)
+
+    @cute.jit
+    def is_by_row(self, o: Operands):
+        """Whether tokens are computed here; waits for the choice."""
+        choice = Int32(0)
+        while choice == 0:
+            choice = Int32(cute.arch.load(o.choice.iterator, Int32, sem="relaxed", scope="gpu"))
+        return choice == BY_ROW
 
     @cute.jit
     def begin(self, s: Views):
@@ -717,7 +728,7 @@ class UpDownToken:
         counters: cute.Tensor,
         weights: cute.Tensor,
         stats: cute.Tensor,
-        wanted: cute.Tensor,
+        choice: cute.Tensor,
         helpers: Int32,
         limit: Int32,
         most: Int32,
@@ -728,9 +739,9 @@ class UpDownToken:
         tokens = y.shape[0]
         if tokens > 0:
             layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1)
-            shared = (sums, counters, weights, helpers, limit, stats, wanted, most)
+            shared = (sums, counters, weights, helpers, limit, stats, choice, most)
             self.kernel(Operands(*layer, words_per_tile, activation, *shared)).launch(
-                grid=(self.cluster * (tokens + helpers), 1, 1),
+                grid=(self.cluster * (Int32(stats.shape[0] > 0) + tokens + helpers), 1, 1),
                 block=(THREADS, 1, 1),
                 cluster=(self.cluster, 1, 1) if const_expr(self.cluster > 1) else None,
                 min_blocks_per_mp=self.ctas_per_sm,
@@ -749,12 +760,16 @@ class UpDownToken:
         launch.griddepcontrol_launch_dependents()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
-        at, dense = self.team.thread_index(k, rank), Boolean(False)
+        at, by_row = self.team.thread_index(k, rank), Boolean(True)
         if o.stats.shape[0] > 0:
-            dense = self.team.is_dense(o, s, at)
-            if cute.arch.block_idx()[0] == 0 and at.thread == 0:
-                o.wanted[0] = Int32(dense)
-        if not dense:
+            if index == 0:
+                if rank == 0:
+                    self.team.choose(o, s, at)
+                by_row = Boolean(False)
+            else:
+                by_row = self.team.is_by_row(o)
+            index -= 1
+        if by_row:
             self.team.compute(o, s, index, at)
 
 

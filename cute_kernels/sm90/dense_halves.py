@@ -2,12 +2,12 @@
 h = gate * up with up = x . w_up + b_up, y = h . w_down + b_down, with the gate from TwELL; h is rounded, and zero where
 the gate is. So it is for relu; for the other activations see common/activation.py. Without an up projection, up is 1.
 
-All CTAs return at once unless `wanted` is set. So a CUDA graph can hold both this kernel and a sparse one, and the
-device chooses. Two phases, of which the second begins when the first has ended everywhere:
+All CTAs return at once unless that one's `choice` is this kernel. So a CUDA graph can hold both, and the device chooses.
+A phase begins when the one before has ended everywhere:
 
     up      units of 256 neurons and `tokens` tokens; h goes to `parts`.
-    down    units of 256 columns and `tokens` tokens, and of a part of the neurons where there are too few units. The
-            last part to be done adds the sums of all, in their order.
+    down    units of 256 columns and `tokens` tokens, and of a part of the neurons where there are too few units.
+    add     all add up the sums of the parts, if there are several, in their order.
 
 Persistent and warp-specialized, one CTA per SM, a cluster of two CTAs per unit, each with 128 rows of the weights; they
 share the loads of tokens. Three warp groups:
@@ -49,6 +49,7 @@ from ..common.overflow import arrive_and_wait, enlist
 from ..common.swizzle import swizzle_column, swizzle_piece
 from ..common.values import MAGNITUDE, high_to_float, low_to_float, pack
 from ..specs import DenseHalvesSpec
+from ..up_down_token import DENSE
 from .copies import Transfer, store_peer, tma_load
 from .mma import store_matrices_transposed
 
@@ -62,8 +63,6 @@ THREADS = 384
 MMA_THREADS, EXPAND_THREADS = 256, 96
 REGISTERS = 88, 208
 feasible.check_register_split((REGISTERS[0], REGISTERS[1], REGISTERS[1]))
-# counters of those who compute, before those of the parts of units
-TEAM_COUNTERS = geometry.OVERFLOW_COUNTERS
 
 
 class Barrier(IntEnum):
@@ -85,9 +84,9 @@ class Operands(NamedTuple):
     b_down: Any
     y: Any
     parts: Any  # h [tokens, N]
-    sums: Any  # fp32, of units' parts
-    wanted: Any  # int32 [1]
-    counters: Any  # int32, zeros: `TEAM_COUNTERS`, then one for each mma group of each unit of phase "down"
+    sums: Any  # fp32 [parts * tokens, K], or empty
+    choice: Any  # int32 [1]
+    counters: Any  # int32 [geometry.OVERFLOW_COUNTERS], zeros
     gated: Any
     width: Any  # words of a tile of TwELL
     activation: Any  # see common/activation.py
@@ -119,7 +118,6 @@ class Views(NamedTuple):
     sA: Any
     sB: Any
     tile: Any  # address of [2 panels, tokens, 64]: gates, h or y, swizzled
-    last: Any  # [2] of each mma group: how many parts of a unit were done before
 
 
 class DenseHalves:
@@ -158,7 +156,7 @@ class DenseHalves:
         y: cute.Tensor,
         parts: cute.Tensor,
         sums: cute.Tensor,
-        wanted: cute.Tensor,
+        choice: cute.Tensor,
         counters: cute.Tensor,
         gated: Int32,
         words_per_tile: Int32,
@@ -178,14 +176,13 @@ class DenseHalves:
         class Shared:
             ring: cute.struct.MemRange[Int64, stages * 2]
             team: cute.struct.MemRange[Int32, 2]
-            last: cute.struct.MemRange[Int32, 2]
             sA: cute.struct.Align[cute.struct.MemRange[self.dtype, ROWS * TILE_K * stages], 1024]
             sB: cute.struct.Align[cute.struct.MemRange[self.dtype, self.tokens * TILE_K * stages], 1024]
             tile: cute.struct.Align[cute.struct.MemRange[self.dtype, ROWS * self.tokens], 1024]
 
         self.shared = feasible.check_shared_memory(Shared)
         form = (gated, words_per_tile, activation, w_down.shape[0])
-        o = Operands(words, spill, b_up, b_down, y, parts, sums, wanted, counters, *form)
+        o = Operands(words, spill, b_up, b_down, y, parts, sums, choice, counters, *form)
         if y.shape[0] > 0:
             self.kernel(up, down, b_layout, o).launch(
                 grid=(CLUSTER * max_clusters, 1, 1),
@@ -203,7 +200,7 @@ class DenseHalves:
         shared = SmemAllocator().allocate(self.shared)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if o.wanted[0] != 0:
+        if o.choice[0] == DENSE:
             thread = cute.arch.thread_idx()[0]
             ring = self.make_ring(shared)
             pipeline.pipeline_init_arrive(cluster_shape_mn=(CLUSTER, 1), is_relaxed=True)
@@ -247,12 +244,15 @@ class DenseHalves:
         cute.arch.cluster_wait()
 
     @cute.jit
-    def meet(self, o: Operands, size: Int32, thread: Int32):
-        """Wait for all CTAs. TMA loads read h by the async proxy, while it is stored by the generic one."""
+    def meet(self, o: Operands, size: Int32, met: Int32, thread: Int32):
+        """Wait for all CTAs, which have met `met` times with this one.
+
+        TMA loads read h by the async proxy, while it is stored by the generic one.
+        """
         cute.arch.fence_proxy("async")
         cute.arch.barrier(barrier_id=Barrier.ALL, number_of_threads=THREADS)
         if thread == 0:
-            arrive_and_wait(o.counters, size * CLUSTER)
+            arrive_and_wait(o.counters, met * size * CLUSTER)
         cute.arch.barrier(barrier_id=Barrier.ALL, number_of_threads=THREADS)
         cute.arch.fence_proxy("async")
 
@@ -262,7 +262,6 @@ class DenseHalves:
             sA=shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner),
             sB=shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner),
             tile=shared.tile.data_ptr(),
-            last=shared.last.get_tensor(cute.make_layout(2)),
         )
 
     @cute.jit
@@ -299,10 +298,12 @@ class DenseHalves:
             state = self.load(ring, state, up, self.views(shared, up.a_layout, b_layout), extent, index, size)
         else:
             self.expand(shared.tile.data_ptr(), o, extent, index, size, thread - 32)
-        self.meet(o, size, thread)
+        self.meet(o, size, Int32(1), thread)
+        extent = self.down_extent(o, size)
         if warp == 0:
-            extent = self.down_extent(o, size)
             self.load(ring, state, down, self.views(shared, down.a_layout, b_layout), extent, index, size)
+        if extent.parts > 1:
+            self.meet(o, size, Int32(2), thread)
 
     @cute.jit
     def load(self, ring, state, f: Factors, s: Views, extent: Extent, index: Int32, size: Int32):
@@ -383,9 +384,13 @@ class DenseHalves:
         states = tuple(pipeline.make_pipeline_state(kind, self.stages) for _ in range(2))
         s, extent = self.views(shared, up.a_layout, b_layout), self.up_extent(o, up.a.tensor.shape[1])
         states = self.up_phase(ring, states, up.mma, s, o, extent, index, size, thread)
-        self.meet(o, size, thread + 128)
+        self.meet(o, size, Int32(1), thread + 128)
         s, extent = self.views(shared, down.a_layout, b_layout), self.down_extent(o, size)
         self.down_phase(ring, states, down.mma, s, o, extent, index, size, thread)
+        if extent.parts > 1:
+            self.meet(o, size, Int32(2), thread + 128)
+            own = (CLUSTER * index + cute.arch.block_idx_in_cluster()) * MMA_THREADS + thread
+            self.add_parts(o, extent.parts, own, CLUSTER * MMA_THREADS * size)
 
     @cute.jit
     def up_phase(self, ring, states, mma, s: Views, o: Operands, extent: Extent, index, size, thread: Int32):
@@ -420,12 +425,10 @@ class DenseHalves:
             steps = cutlass.min(extent.steps, extent.all_steps - first)
             acc.fill(0.0)
             states = self.multiply(ring, mma, acc, rA, rB, steps, states)
-            whole = ((column * extent.rows + row) * CLUSTER + rank) * 2 + group
-            complete = Boolean(True)
+            left = column * UNIT + rank * ROWS
             if extent.parts > 1:
-                complete = self.add_parts(s, o, acc, whole, part, extent.parts, group, thread)
-            if complete:
-                left = column * UNIT + rank * ROWS
+                self.store_part(o, acc, part * o.y.shape[0], row * self.tokens, left, thread)
+            else:
                 # the tile may still be read
                 self.group_sync(group)
                 self.store_output(s, o, acc, left, thread)
@@ -538,27 +541,38 @@ class DenseHalves:
                 store_values(address(target, row + t, left + piece * 8), quad)
 
     @cute.jit
-    def add_parts(self, s: Views, o: Operands, acc: cute.Tensor, whole: Int32, part: Int32, parts: Int32, group, thread):
-        """Leave the sums of a part. Whoever is last has those of all in `acc`, in their order; returns whether it is."""
-        own, size = thread % 128, cute.size(acc)
-        for e in range_constexpr(size):
-            o.sums[((whole * parts + part) * size + e) * 128 + own] = acc[e]
-        # all threads of the group have stored
-        self.group_sync(group)
-        if own == 0:
-            counter = o.counters.iterator + (TEAM_COUNTERS + whole)
-            s.last[group] = Int32(cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu"))
-        self.group_sync(group)
-        last = s.last[group] == parts - 1
-        if last:
-            cute.arch.fence_acq_rel_gpu()
-            acc.fill(0.0)
-            for p in cutlass.range(parts, unroll=1):
-                for e in range_constexpr(size):
-                    acc[e] = acc[e] + o.sums[((whole * parts + p) * size + e) * 128 + own]
-        return last
+    def store_part(self, o: Operands, acc: cute.Tensor, line: Int32, row: Int32, left: Int32, thread: Int32):
+        """Store sums of a part to rows of `sums` from `line` on: those of tokens from `row` and columns from `left` on."""
+        lane = cute.arch.lane_idx()
+        first = left + thread // 32 * 16 + (lane >> 2)
+        for v in range_constexpr(self.tokens // 8):
+            for j in range_constexpr(2):
+                m = row + 8 * v + (lane & 3) * 2 + j
+                for i in range_constexpr(2):
+                    column = first + 8 * i
+                    if m < o.y.shape[0] and column < o.y.shape[1]:
+                        o.sums[line + m, column] = acc[(j, i, v), 0, 0]
 
-
+    @cute.jit
+    def add_parts(self, o: Operands, parts: Int32, own: Int32, threads: Int32):
+        """Add up four columns of y per thread and time."""
+        tokens, quads = o.y.shape[0], o.y.shape[1] // 4
+        for at in cutlass.range(own, tokens * quads, threads, unroll=1):
+            m, column = at // quads, at % quads * 4
+            loaded = cute.make_rmem_tensor((4, geometry.MOST_PARTS), Float32)
+            for p in range_constexpr(geometry.MOST_PARTS):
+                # the last one again in place of those beyond
+                source = address(o.sums, cutlass.min(Int32(p), parts - 1) * tokens + m, column).align(16)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), loaded[None, p])
+            rounded = cute.make_rmem_tensor((4,), self.dtype)
+            for i in range_constexpr(4):
+                total = loaded[i, 0]
+                for p in range_constexpr(1, geometry.MOST_PARTS):
+                    total = total + loaded[i, p] if p < parts else total
+                if o.b_down.shape[0] > 0:
+                    total += o.b_down[column + i].to(Float32)
+                rounded[i] = total.to(self.dtype)
+            cute.autovec_copy(rounded, cute.make_tensor(address(o.y, m, column).align(8), cute.make_layout(4)))
 
 
 def signature(spec: DenseHalvesSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -574,7 +588,7 @@ def signature(spec: DenseHalvesSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.bias(dtype),
         operands.rows(dtype, m, k),
         operands.rows(dtype, m, n),
-        operands.vector(Float32, cute.sym_int32()),
+        operands.rows(Float32, cute.sym_int32(), k),
         operands.vector(Int32, cute.sym_int32(), 4),
         operands.vector(Int32, cute.sym_int32(), 4),
         *(Int32(1),) * 4,

@@ -185,7 +185,7 @@ def _by_row(
     y, l1, stats = results
     words, spill = scratch(p, x, x.shape[0], w_gate, compression)
     how = compression, activation
-    counted = counters(p, x, w_gate.shape[0], w_up is not None, invariant, guarded)
+    counted = counters(p, x, w_up is not None, invariant, guarded)
     zeroed = pack(p, x, w_gate, b_gate, words, spill, stats, *how, invariant, counted)
     multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how, zeroed, stats if guarded else None)
 

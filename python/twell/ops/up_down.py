@@ -90,18 +90,15 @@ def _kernel(p: Program, m: int, k: int, dtype: torch.dtype, gated: bool, alone: 
     return spec, 0 if alone else tuning.token_helpers(m, spec, p.multiprocessors)
 
 
-def counters(p: Program, x: View, n: int, gated: bool, invariant: bool, guarded: bool) -> int:
+def counters(p: Program, x: View, gated: bool, invariant: bool, guarded: bool) -> int:
     """Counters of the clusters that share tokens of ``x`` [M, K], and of dense halves if ``guarded``; 0 if none do."""
     m, k = x.shape
     spec, helpers = _kernel(p, m, k, x.dtype, gated, invariant)
     if not helpers:
         return 0
     counted = geometry.TOKEN_COUNTERS + m * spec.cluster
-    if guarded:
-        dense = tuning.dense_halves(x.dtype, m)
-        groups = geometry.dense_units(m, k, n, dense.tokens, p.multiprocessors // 2, dense.dtype)[1]
-        counted += geometry.OVERFLOW_COUNTERS + groups
-    return counted
+    # the choice, and counters of dense halves
+    return counted + (1 + geometry.OVERFLOW_COUNTERS if guarded else 0)
 
 
 def multiply(
@@ -132,18 +129,22 @@ def multiply(
     if zeroed is None:
         zeroed = p.scratch(torch.int32, 0)
     weights = p.scratch(torch.int32, m if helpers else 0)
-    wanted, most = p.scratch(torch.int32, 0 if stats is None else 1), 0
+    choice, most = p.scratch(torch.int32, 0), 0
     if stats is None:
         stats = p.scratch(torch.int32, 0, 1, 2)
     else:
+        of_dense, last = zeroed.shape[0] - geometry.OVERFLOW_COUNTERS, zeroed.shape[0]
+        zeroed, choice, of_dense = (
+            zeroed.part(*ends) for ends in ((0, of_dense - 1), (of_dense - 1, of_dense), (of_dense, last))
+        )
         most = tuning.most_by_row(m, k, w_down.shape[1], gated)
     numbers = helpers, tuning.light_nonzeros(m, spec), most
     biases = bias_view(p, b_up, dtype) if gated else None, bias_view(p, b_down, dtype)
     form = geometry.words_per_tile(compression), activation.code()
     operands = x if gated else None, words, spill, w_up, down_rows(p, w_down)
-    p.launch(spec, *operands, *biases, y, l1, sums, zeroed, weights, stats, wanted, *numbers, *form)
+    p.launch(spec, *operands, *biases, y, l1, sums, zeroed, weights, stats, choice, *numbers, *form)
     if most:
-        dense_halves(p, x, words, spill, operands[3:], biases, y, zeroed, wanted, form)
+        dense_halves(p, x, words, spill, operands[3:], biases, y, choice, of_dense, form)
 
 
 def dense_halves(
@@ -154,24 +155,21 @@ def dense_halves(
     weights: tuple[View | None, View],
     biases: tuple[View | None, View],
     y: View,
+    choice: View,
     zeroed: View,
-    wanted: View,
     form: tuple[int, int],
 ) -> None:
-    """Launch what fills ``y`` if the device has set ``wanted``; ``zeroed`` are counters of this kernel behind others."""
-    (m, k), (w_up, w_down), (b_up, b_down) = y.shape, weights, biases
+    """Launch what fills ``y`` if the device has made this ``choice``; ``zeroed`` are its counters."""
+    (m, k), (w_up, w_down) = y.shape, weights
     n, clusters = w_down.shape[0], p.multiprocessors // 2
     spec = tuning.dense_halves(y.dtype, m)
-    parts, groups = geometry.dense_units(m, k, n, spec.tokens, clusters, spec.dtype)
-    hidden = p.scratch(y.dtype, m, n)
-    sums = p.scratch(torch.float32, 64 * spec.tokens * parts * groups if parts > 1 else 0)
+    parts = geometry.dense_parts(m, k, n, spec.tokens, clusters, spec.dtype)
+    hidden, sums = p.scratch(y.dtype, m, n), p.scratch(torch.float32, parts * m if parts > 1 else 0, k)
     # without an up projection neither it nor its bias is read
     own = w_down if w_up is None else w_up, w_down
-    none = bias_view(p, None, y.dtype) if b_up is None else b_up
-    counted = zeroed.part(zeroed.shape[0] - geometry.OVERFLOW_COUNTERS - groups, zeroed.shape[0])
-    p.launch(
-        spec, x, words, spill, *own, none, b_down, y, hidden, sums, wanted, counted, int(w_up is not None), *form, clusters
-    )
+    b_up, b_down = bias_view(p, None, y.dtype) if biases[0] is None else biases[0], biases[1]
+    results = y, hidden, sums, choice, zeroed
+    p.launch(spec, x, words, spill, *own, b_up, b_down, *results, int(w_up is not None), *form, clusters)
 
 
 up_down = register(
