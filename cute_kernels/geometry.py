@@ -14,6 +14,8 @@ MAX_NEURONS = 65536
 STATS_ROWS = 8
 # Counters of `up_down_token` before those of its tokens.
 TOKEN_COUNTERS = 4
+# Its choice of who computes tokens: itself, or `dense_halves`.
+BY_ROW, BY_DENSE_HALVES = 1, 2
 
 # The hybrid format: tokens that share a list of neurons, neurons of a list that share a run of entries, and neurons (by
 # rank of popularity) whose weight gradients are computed together.

@@ -72,7 +72,6 @@ AT_ONCE = 16
 SEEN = geometry.TOKEN_COUNTERS
 # what a heavy token adds to SEEN, besides one
 HEAVY = 1 << 16
-BY_ROW, DENSE = 1, 2
 
 
 class Operands(NamedTuple):
@@ -97,7 +96,7 @@ class Operands(NamedTuple):
     limit: Any
     # of the choice, without which they are empty
     stats: Any  # int32 [ceil(tokens / 8), tiles, 2]: non-zeros of eight tokens in a tile
-    choice: Any  # int32 [1], zero before: `BY_ROW` or `DENSE`
+    choice: Any  # int32 [1], zero before, see geometry.BY_ROW
     most: Any
 
 
@@ -345,7 +344,7 @@ class TokenCluster:
                 count += o.stats[group, tile, 0]
         count = self.sum_of_all(s, count, at)
         if at.thread == 0:
-            o.choice[0] = Int32(DENSE) if count > o.most else Int32(BY_ROW)
+            o.choice[0] = Int32(geometry.BY_DENSE_HALVES) if count > o.most else Int32(geometry.BY_ROW)
 
     @cute.jit
     def is_by_row(self, o: Operands):
@@ -353,7 +352,7 @@ class TokenCluster:
         choice = Int32(0)
         while choice == 0:
             choice = Int32(cute.arch.load(o.choice.iterator, Int32, sem="relaxed", scope="gpu"))
-        return choice == BY_ROW
+        return choice == geometry.BY_ROW
 
     @cute.jit
     def begin(self, s: Views):

@@ -1,9 +1,9 @@
-"""The up and down projections of few tokens by dense products, where a launch before has found that many neurons fire:
+"""The up and down projections of few tokens by dense products, where many neurons fire:
 h = gate * up with up = x . w_up + b_up, y = h . w_down + b_down, with the gate from TwELL; h is rounded, and zero where
 the gate is. So it is for relu; for the other activations see common/activation.py. Without an up projection, up is 1.
 
-All CTAs return at once unless that one's `choice` is this kernel. So a CUDA graph can hold both, and the device chooses.
-A phase begins when the one before has ended everywhere:
+All CTAs return at once unless `up_down_token`, launched before, left the tokens to this kernel. So a CUDA graph can hold
+both, and the device chooses. A phase begins when the one before has ended everywhere:
 
     up      units of 256 neurons and `tokens` tokens; h goes to `parts`.
     down    units of 256 columns and `tokens` tokens, and of a part of the neurons where there are too few units.
@@ -49,7 +49,6 @@ from ..common.overflow import arrive_and_wait, enlist
 from ..common.swizzle import swizzle_column, swizzle_piece
 from ..common.values import MAGNITUDE, high_to_float, low_to_float, pack
 from ..specs import DenseHalvesSpec
-from ..up_down_token import DENSE
 from .copies import Transfer, store_peer, tma_load
 from .mma import store_matrices_transposed
 
@@ -200,7 +199,7 @@ class DenseHalves:
         shared = SmemAllocator().allocate(self.shared)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if o.choice[0] == DENSE:
+        if o.choice[0] == geometry.BY_DENSE_HALVES:
             thread = cute.arch.thread_idx()[0]
             ring = self.make_ring(shared)
             pipeline.pipeline_init_arrive(cluster_shape_mn=(CLUSTER, 1), is_relaxed=True)
@@ -409,9 +408,7 @@ class DenseHalves:
             self.store_tile(s, o.parts, row * self.tokens, first + group * PANEL, o.neurons, group, thread % 128)
             index += size
             if index < extent.columns * extent.rows:
-                cute.arch.barrier_arrive(
-                    barrier_id=Barrier.GATES_EMPTY, number_of_threads=MMA_THREADS + EXPAND_THREADS
-                )
+                cute.arch.barrier_arrive(barrier_id=Barrier.GATES_EMPTY, number_of_threads=MMA_THREADS + EXPAND_THREADS)
         return states
 
     @cute.jit

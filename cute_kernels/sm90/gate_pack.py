@@ -155,7 +155,9 @@ class GatePack:
         max_clusters: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(x, w, Operands(bias, words, spill, stats, arrivals, words_per_tile, threshold), max_clusters, stream)
+        self.launch(
+            x, w, Operands(bias, words, spill, stats, arrivals, words_per_tile, threshold), max_clusters, stream
+        )
 
     @cute.jit
     def launch(self, x: cute.Tensor, w: cute.Tensor, o: Any, max_clusters: Int32, stream: cuda.CUstream):

@@ -73,7 +73,14 @@ def main() -> None:
     folder = work / arguments.model
     if not (folder / "prompts.json").exists():
         began = time.monotonic()
-        subprocess.run([sys.executable, "-c", f"from pathlib import Path; from profiling.engine import models; models.write(Path({str(folder)!r}), models.DRAWN[{arguments.model!r}])"], check=True)
+        subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                f"from pathlib import Path; from profiling.engine import models; models.write(Path({str(folder)!r}), models.DRAWN[{arguments.model!r}])",
+            ],
+            check=True,
+        )
         print(f"model: {time.monotonic() - began:.0f} s", flush=True)
     del models
     workloads = [[128, size, arguments.new] for size in arguments.sizes]
@@ -122,7 +129,9 @@ def main() -> None:
             print(f"==== {name} failed\n{(work / f'{name}.log').read_text(errors='replace')[-2500:]}")
             continue
         result = json.loads(path.read_text())
-        print(f"== {name}: start {result['start_s']:.0f} s, {result['started']['model']} {result['started']['layers']}, {result['ended']['most_gib']:.2f} GiB; {result['started']['choices']} -> {result['ended']['choices']}")
+        print(
+            f"== {name}: start {result['start_s']:.0f} s, {result['started']['model']} {result['started']['layers']}, {result['ended']['most_gib']:.2f} GiB; {result['started']['choices']} -> {result['ended']['choices']}"
+        )
         for key, row in result["workloads"].items():
             graph = row.get("graph_ms") or [None]
             print(f"   {key:12} {row['per_s']:10,.0f} tokens/s {row['seconds']} graph {graph}")

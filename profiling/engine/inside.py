@@ -72,7 +72,9 @@ def kernels(worker: Any, tokens: int) -> list[tuple[str, int, float]]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         graph.replay()
         torch.cuda.synchronize()
-    rows = [(e.key[:120], e.count, e.self_device_time_total) for e in profile.key_averages() if e.self_device_time_total]
+    rows = [
+        (e.key[:120], e.count, e.self_device_time_total) for e in profile.key_averages() if e.self_device_time_total
+    ]
     rows.sort(key=lambda row: -row[2])
     rest = rows[_KERNELS:]
     return [*rows[:_KERNELS], ("all others", sum(row[1] for row in rest), sum(row[2] for row in rest))]
@@ -82,7 +84,9 @@ def watch(worker: Any) -> None:
     """Keep what reaches each FFN of an engine without graphs, by its number of tokens, for ``patterns``."""
     for layer in worker.get_model().model.layers:
         layer.mlp._seen = {}
-        layer.mlp.register_forward_pre_hook(lambda mlp, args: mlp._seen.__setitem__(args[0].numel() // args[0].shape[-1], args[0].detach().clone()))
+        layer.mlp.register_forward_pre_hook(
+            lambda mlp, args: mlp._seen.__setitem__(args[0].numel() // args[0].shape[-1], args[0].detach().clone())
+        )
 
 
 def patterns(worker: Any, tokens: int) -> list[dict[str, float]]:
@@ -95,9 +99,14 @@ def patterns(worker: Any, tokens: int) -> list[dict[str, float]]:
         fired = (x @ weight[: weight.shape[0] // 2].t()) > 0
         each = fired.sum(1).float()
         tiles = [fired.view(-1, t, fired.shape[1]).any(1).float().sum(1) for t in (16, 64, 128) if tokens % t == 0]
-        found.append({
-            "mean": each.mean().item(), "most": each.max().item(), "top8": each.topk(min(8, tokens)).values.mean().item(),
-            "union": fired.any(0).sum().item(), **{f"union{t}": u.mean().item() for t, u in zip((16, 64, 128), tiles)},
-            "uniontile16most": tiles[0].max().item() if tiles else 0.0,
-        })
+        found.append(
+            {
+                "mean": each.mean().item(),
+                "most": each.max().item(),
+                "top8": each.topk(min(8, tokens)).values.mean().item(),
+                "union": fired.any(0).sum().item(),
+                **{f"union{t}": u.mean().item() for t, u in zip((16, 64, 128), tiles)},
+                "uniontile16most": tiles[0].max().item() if tiles else 0.0,
+            }
+        )
     return found

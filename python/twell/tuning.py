@@ -124,8 +124,10 @@ def dense_halves(dtype: torch.dtype, m: int) -> specs.DenseHalvesSpec:
     return specs.DenseHalvesSpec(dtype_name(dtype), next((t for t in specs.DENSE_TOKENS if m <= t), 128))
 
 
-# Bytes per second of rows that tokens read, and flop and bytes of weights per second of the dense halves.
-_ROW_BYTES, _HALVES_FLOP, _HALVES_BYTES, _HALVES_START = 3.3e12, 500e12, 2.4e12, 8e-6
+# Bytes per second of the rows that tokens read, flop and bytes of weights per second of the dense halves, and the seconds
+# of their two meetings (NVIDIA H100; fitted to 64 to 512 tokens of K = 2,048, N = 5,632 and K = 4,096, N = 14,336, where
+# the halves take 29 to 78 and 85 to 230 us, and times are equal at 96 to 262 and 108 to 361 non-zeros per token).
+_ROW_BYTES, _HALVES_FLOP, _HALVES_BYTES, _HALVES_START = 4.2e12, 570e12, 2.9e12, 15e-6
 
 
 def most_by_row(m: int, k: int, n: int, gated: bool) -> int:

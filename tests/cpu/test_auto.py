@@ -126,7 +126,7 @@ def test_training_keeps_room_for_what_recent_calls_needed() -> None:
 
 
 def test_few_tokens_have_a_choice_for_each_number_of_them() -> None:
-    """Also between powers of two, where the figures are the same; graphs of many sizes are captured in a row."""
+    """Also between powers of two, where the figures are the same."""
     site, figures = sites.AutoStrategy(), Figures(34, None, 92)
     sizes = (72, 80, 96, 128)
     expected = {m: costs.decide(problem(m), figures, "row").strategy for m in sizes}
@@ -137,9 +137,11 @@ def test_few_tokens_have_a_choice_for_each_number_of_them() -> None:
         assert site.choose(problem(72)).strategy == "row"
     for m in (*sizes, *reversed(sizes)):
         assert site.choose(problem(m)).strategy == expected[m]
-        assert site._peek(problem(m), record=True)[0] == expected[m]
+        assert site._peek(problem(m), record=False)[0] == expected[m]
+        site._peek(problem(m), record=True)
+    # graphs of many sizes are captured in a row
     rows = [row for row in site.explain() if row.graph]
-    assert [(row.tokens, row.strategy) for row in rows] == [("72 to 96", "row"), ("128", "dense")]
+    assert [(row.tokens, row.strategy) for row in rows] == [("72 to 128", "row+dense")]
     # new figures at the next decision, for all numbers of tokens
     site.observe(problem(72), Figures(2, None, 3))
     while site.explain()[0].calls != 17:

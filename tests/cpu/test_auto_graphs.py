@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
+import sys
 from typing import Any
 
+import fake_gpu
 import pytest
 import torch
 from auto_layers import BF16, DECIDES, SPARSE, Arrivals, K, N, layer, set_firing, strategies_of
@@ -13,10 +16,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import twell
-from twell import _modes, testing
+from twell import _modes, testing, tuning
+from twell._activation import RELU
+from twell._runtime import geometry
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
+from twell.ops.operands import Operands
+from twell.strategy import costs, tables
 from twell.strategy import site as sites
 from twell.strategy.costs import Figures, Problem
+from twell.strategy.plan import Route
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 
@@ -37,8 +45,10 @@ def test_graphs_know_the_layout(chooses: Arrivals, fresh_dynamo: None) -> None:
 # Graphs
 
 
-def test_a_capture_takes_the_choice_and_leaves_nothing(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlp, x = layer(firing=200), torch.randn(256, K).to(BF16)
+def test_a_capture_of_many_tokens_takes_the_choice_and_leaves_nothing(
+    chooses: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlp, x = layer(firing=200), torch.randn(600, K).to(BF16)
     with torch.no_grad():
         capturing = True
         monkeypatch.setattr(_modes, "capturing", lambda _: capturing)
@@ -53,6 +63,52 @@ def test_a_capture_takes_the_choice_and_leaves_nothing(chooses: Arrivals, monkey
     assert captured.graph == "captured"
     assert captured.strategy in ("row", "union")
     assert "captured inference" in str(twell.explain(mlp))
+
+
+@pytest.mark.parametrize("nonzeros", [0.0, 5.0, 5000.0])
+def test_no_figure_decides_for_a_graph_of_few_tokens(nonzeros: float) -> None:
+    """Figures of requests that an engine makes up must not say what its graphs run."""
+    site, figures = sites.AutoStrategy(), Figures(nonzeros, nonzeros / 5632, nonzeros)
+    for m in (16, 64, 128, 512):
+        problem = Problem(m, 2048, 5632, True, False)
+        for _ in range(3):
+            site.observe(problem, figures)
+            site.choose(problem)
+        expected = costs.captured(problem, tables.SHIPPED)
+        assert expected is not None
+        assert site._peek(problem, record=True)[0] == expected.strategy
+        assert expected.strategy in (tables.GUARDED, "dense")
+        assert m > 64 or expected.strategy == tables.GUARDED
+    assert costs.captured(Problem(8, 2048, 5632, True, False), tables.SHIPPED) is None
+    assert costs.captured(Problem(600, 2048, 5632, True, False), tables.SHIPPED) is None
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_graph_of_few_tokens_holds_both_halves(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = fake_gpu.install(monkeypatch)
+    x, w_gate, w_up, w_down, *_ = testing.integer_problem(64, 256, 512, density=0.1)
+    given = Operands(x, w_gate, w_up if gated else None, w_down.t(), None, None, None)
+    route = Route("row", guarded=True)
+    sys.modules["twell.ops.ffn"].on_cuda(given, 8, RELU, route, False)
+    assert gpu.names() == ["gate_pack_few", "up_down_token", "dense_halves"]
+    (*_, counters, weights, stats, choice, helpers, _, most), form = gpu.launches[1][1][:-2], gpu.launches[1][1][-2:]
+    assert counters.shape == (geometry.TOKEN_COUNTERS + 64 * gpu.launches[1][0].cluster,)
+    assert (weights.shape, stats.shape, choice.shape, form) == ((64,), (8, 2, 2), (1,), (32, 0))
+    assert helpers > 0
+    assert most == tuning.most_by_row(64, 256, 512, gated)
+    # dense halves count nothing
+    gpu.clear()
+    sys.modules["twell.ops.ffn"].on_cuda(given, 8, RELU, route, True)
+    assert "up_down_token" not in gpu.names()
+
+
+def test_a_graph_that_cannot_choose_in_each_replay_is_dense() -> None:
+    problem = Problem(64, 2048, 5632, True, False)
+    without = dataclasses.replace(tables.SHIPPED, screens=False)
+    for table, size in ((without, problem), (tables.SHIPPED, problem._replace(m=256, k=512, n=1408))):
+        decision = costs.captured(size, table)
+        assert decision is not None
+        assert decision.strategy == "dense"
 
 
 class Compiles:

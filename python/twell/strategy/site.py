@@ -212,8 +212,10 @@ class AutoStrategy:
     sparse operators are slower than that; nothing is measured there.
 
     The same figures arriving at the same calls give the same choices. Strategies differ in the last bits, and arrival
-    is a matter of timing: name a strategy for bitwise repeatable runs. A CUDA graph keeps the
-    strategy chosen before its capture, and so does a compiled graph that trains; neither measures, so make them after
+    is a matter of timing: name a strategy for bitwise repeatable runs. A CUDA graph of
+    inference on 16 to 512 tokens leaves the choice to the device, which makes it in each replay from the non-zeros of
+    that replay ("row+dense" of ``explain``), or is dense where that cannot pay. Other CUDA graphs keep the
+    strategy chosen before their capture, and so does a compiled graph that trains; neither measures, so make them after
     some calls, or name the strategy. A compiled, traced or exported graph without gradients has the choice inside if it
     was made on a GPU, since on a CPU it is dense: it
     calls ``torch.ops.twell.ffn``, which finds the site by the memory of the layer's first weight, counts, measures and
@@ -451,7 +453,10 @@ class AutoStrategy:
             self._forget_other_layers(problem)
             key = _key(problem)
             bucket = self._buckets.get(key)
-            if bucket is not None and bucket.decision is not None and _is_laid_alike(bucket.problem, problem):
+            fixed = costs.captured(problem, self._table) if record else None
+            if fixed is not None:
+                decision = fixed
+            elif bucket is not None and bucket.decision is not None and _is_laid_alike(bucket.problem, problem):
                 decision = self._finely(problem, bucket, bucket.decision)
             else:
                 decision = self._best(problem, self._nearest(key))
