@@ -2,8 +2,8 @@
 h = gate * up with up = x . w_up + b_up, y = h . w_down + b_down, with the gate from TwELL; h is rounded, and zero where
 the gate is. So it is for relu; for the other activations see common/activation.py. Without an up projection, up is 1.
 
-All CTAs return at once unless `up_down_token`, launched before, left the tokens to this kernel. So a CUDA graph can hold
-both, and the device chooses. A phase begins when the one before has ended everywhere:
+All CTAs return at once unless `up_down_token`, launched before, left the tokens to this kernel. So a CUDA graph can
+hold both, and the device chooses. A phase begins when the one before has ended everywhere:
 
     up      units of 256 neurons and `tokens` tokens; h goes to `parts`.
     down    units of 256 columns and `tokens` tokens, and of a part of the neurons where there are too few units.
@@ -35,7 +35,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int16, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -539,7 +539,7 @@ class DenseHalves:
 
     @cute.jit
     def store_part(self, o: Operands, acc: cute.Tensor, line: Int32, row: Int32, left: Int32, thread: Int32):
-        """Store sums of a part to rows of `sums` from `line` on: those of tokens from `row` and columns from `left` on."""
+        """Store sums of tokens from `row` and columns from `left` on to rows of `sums` from `line` on."""
         lane = cute.arch.lane_idx()
         first = left + thread // 32 * 16 + (lane >> 2)
         for v in range_constexpr(self.tokens // 8):

@@ -97,10 +97,10 @@ _WHOLE_CLUSTERS = 16
 
 # Most tokens whose pieces helpers can number.
 _MOST_SHARED = (1 << 15) - 1
-# Turns of a token that is not heavy: at least so many, and one for so many tokens, which hide it. NVIDIA H100, us of 2, 4
-# and 8 turns: K = 2,048, N = 5,632, tokens uneven, 27, 26 and 27 at 64, 44, 43 and 44 at 256, 59, 56 and 54 at 512; even
-# 43, 43 and 43 at 256, 59, 57 and 57 at 512, where no helpers take 54; K = 4,096, N = 14,336, uneven, 160, 145 and 138 at
-# 256, 280, 263 and 242 at 512.
+# Turns of a token that is not heavy: at least so many, and one for so many tokens, which hide it. NVIDIA H100, us of 2,
+# 4 and 8 turns: K = 2,048, N = 5,632, tokens uneven, 27, 26 and 27 at 64, 44, 43 and 44 at 256, 59, 56 and 54 at 512;
+# even 59, 57 and 57 at 512, where no helpers take 54; K = 4,096, N = 14,336, uneven, 160, 145 and 138 at 256, 280, 263
+# and 242 at 512.
 _LIGHT_TURNS, _TOKENS_OF_TURN = 4, 32
 
 
@@ -124,9 +124,10 @@ def dense_halves(dtype: torch.dtype, m: int) -> specs.DenseHalvesSpec:
     return specs.DenseHalvesSpec(dtype_name(dtype), next((t for t in specs.DENSE_TOKENS if m <= t), 128))
 
 
-# Bytes per second of the rows that tokens read, flop and bytes of weights per second of the dense halves, and the seconds
-# of their two meetings (NVIDIA H100; fitted to 64 to 512 tokens of K = 2,048, N = 5,632 and K = 4,096, N = 14,336, where
-# the halves take 29 to 78 and 85 to 230 us, and times are equal at 96 to 262 and 108 to 361 non-zeros per token).
+# Bytes per second of the rows that tokens read, flop and bytes of weights per second of the dense halves, and the
+# seconds of their two meetings (NVIDIA H100; fitted to 64 to 512 tokens of K = 2,048, N = 5,632 and of K = 4,096,
+# N = 14,336, where the halves take 29 to 78 and 85 to 230 us, and times are equal at 96 to 262 and 108 to 361 non-zeros
+# per token).
 _ROW_BYTES, _HALVES_FLOP, _HALVES_BYTES, _HALVES_START = 4.2e12, 570e12, 2.9e12, 15e-6
 
 

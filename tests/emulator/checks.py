@@ -269,7 +269,10 @@ def ffn_screened(m: int, k: int, n: int, density: float, biases: str, seed: int 
 
 
 def by_row(m: int, k: int, n: int, every: int, gated: bool = True, guarded: bool = False, seed: int = 0) -> None:
-    """Strategy "row", which the device may compute by dense products if ``guarded``; one token of each ``every`` fires nearly all neurons if k is at least m."""
+    """Strategy "row", which the device may compute by dense products if ``guarded``.
+
+    One token of each ``every`` fires nearly all neurons if k is at least m.
+    """
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, 20, (m, 1), generator=generator)
     counts[::every] = n - 5

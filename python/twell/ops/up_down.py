@@ -12,7 +12,7 @@ and may be None.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,18 @@ from twell.ops.library import (
 )
 from twell.ops.operands import PackedOperands, run
 from twell.ops.unpack import unpack
+
+
+class Packed(NamedTuple):
+    """The views of a packed gate and of the layer behind it."""
+
+    x: View
+    words: View
+    spill: View
+    w_up: View | None
+    w_down: View
+    b_up: View | None
+    b_down: View
 
 
 @grouped(PackedOperands)
@@ -96,9 +108,9 @@ def counters(p: Program, x: View, gated: bool, invariant: bool, guarded: bool) -
     spec, helpers = _kernel(p, m, k, x.dtype, gated, invariant)
     if not helpers:
         return 0
-    counted = geometry.TOKEN_COUNTERS + m * spec.cluster
+    own: int = geometry.TOKEN_COUNTERS + m * spec.cluster
     # the choice, and counters of dense halves
-    return counted + (1 + geometry.OVERFLOW_COUNTERS if guarded else 0)
+    return own + (1 + geometry.OVERFLOW_COUNTERS if guarded else 0)
 
 
 def multiply(
@@ -129,47 +141,36 @@ def multiply(
     if zeroed is None:
         zeroed = p.scratch(torch.int32, 0)
     weights = p.scratch(torch.int32, m if helpers else 0)
-    choice, most = p.scratch(torch.int32, 0), 0
+    choice, halves, most = p.scratch(torch.int32, 0), None, 0
     if stats is None:
         stats = p.scratch(torch.int32, 0, 1, 2)
     else:
-        of_dense, last = zeroed.shape[0] - geometry.OVERFLOW_COUNTERS, zeroed.shape[0]
-        zeroed, choice, of_dense = (
-            zeroed.part(*ends) for ends in ((0, of_dense - 1), (of_dense - 1, of_dense), (of_dense, last))
-        )
+        last = zeroed.shape[0]
+        first = last - geometry.OVERFLOW_COUNTERS
+        zeroed, choice, halves = (zeroed.part(*ends) for ends in ((0, first - 1), (first - 1, first), (first, last)))
         most = tuning.most_by_row(m, k, w_down.shape[1], gated)
     numbers = helpers, tuning.light_nonzeros(m, spec), most
     biases = bias_view(p, b_up, dtype) if gated else None, bias_view(p, b_down, dtype)
     form = geometry.words_per_tile(compression), activation.code()
-    operands = x if gated else None, words, spill, w_up, down_rows(p, w_down)
+    w_down = down_rows(p, w_down)
+    operands = x if gated else None, words, spill, w_up, w_down
     p.launch(spec, *operands, *biases, y, l1, sums, zeroed, weights, stats, choice, *numbers, *form)
-    if most:
-        dense_halves(p, x, words, spill, operands[3:], biases, y, choice, of_dense, form)
+    if x is not None and halves is not None:
+        _by_dense_halves(p, Packed(x, words, spill, w_up, w_down, *biases), y, choice, halves, form)
 
 
-def dense_halves(
-    p: Program,
-    x: View,
-    words: View,
-    spill: View,
-    weights: tuple[View | None, View],
-    biases: tuple[View | None, View],
-    y: View,
-    choice: View,
-    zeroed: View,
-    form: tuple[int, int],
+def _by_dense_halves(
+    p: Program, operands: Packed, y: View, choice: View, counters: View, form: tuple[int, int]
 ) -> None:
-    """Launch what fills ``y`` if the device has made this ``choice``; ``zeroed`` are its counters."""
-    (m, k), (w_up, w_down) = y.shape, weights
-    n, clusters = w_down.shape[0], p.multiprocessors // 2
+    """Launch what fills ``y`` if the device has made this ``choice``; the kernel's ``counters`` are zero."""
+    x, words, spill, w_up, w_down, b_up, b_down = operands
+    (m, k), n, clusters = y.shape, w_down.shape[0], p.multiprocessors // 2
     spec = tuning.dense_halves(y.dtype, m)
     parts = geometry.dense_parts(m, k, n, spec.tokens, clusters, spec.dtype)
     hidden, sums = p.scratch(y.dtype, m, n), p.scratch(torch.float32, parts * m if parts > 1 else 0, k)
     # without an up projection neither it nor its bias is read
-    own = w_down if w_up is None else w_up, w_down
-    b_up, b_down = bias_view(p, None, y.dtype) if biases[0] is None else biases[0], biases[1]
-    results = y, hidden, sums, choice, zeroed
-    p.launch(spec, x, words, spill, *own, b_up, b_down, *results, int(w_up is not None), *form, clusters)
+    own = w_down if w_up is None else w_up, w_down, bias_view(p, None, y.dtype) if b_up is None else b_up, b_down
+    p.launch(spec, x, words, spill, *own, y, hidden, sums, choice, counters, int(w_up is not None), *form, clusters)
 
 
 up_down = register(
