@@ -1,42 +1,81 @@
-"""vLLM's own engine on a GPU: stock and with twell, the same prompts, tokens per second and the GPU's time of steps.
+"""vLLM's own engine on a GPU, stock and with twell: the same prompts, tokens per second and the GPU's time of steps.
 
-    python -m profiling.engine --model 1.5B --work FOLDER --out engine.json
+    python -m profiling.engine --model large --work FOLDER --out engine.json
 
 Each engine is a process of its own. All start side by side, compile and capture; then each is measured alone, in turn,
-while the others wait.
+while the others wait. A step is the CUDA graph that the engine captured for so many sequences, replayed while all of them
+decode, and timed by events. The model is drawn, with grouped heads; "silu" has the same weights in vLLM's own class.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-STOCK = {"model_impl": "transformers"}
+from profiling.bench.report import write_json
+from profiling.engine.models import DRAWN, LENGTH
+from twell import testing
+
+_EAGER = {"enforce_eager": True}
+_STOCK = {"model_impl": "transformers"}
+
+
+def _named(strategy: str) -> dict[str, Any]:
+    return {"hf_overrides": {"sparsity_strategy": strategy}}
+
+
+# Options of the engines of each name; those named first run without twell.
 ENGINES: dict[str, dict[str, Any]] = {
-    "silu": {"kind": "silu", "plugin": False},
-    "stock": {"plugin": False, "options": STOCK},
-    "stock-eager": {"plugin": False, "options": STOCK | {"enforce_eager": True}},
+    "silu": {},
+    "stock": _STOCK,
+    "stock-eager": _STOCK | _EAGER,
     "auto": {},
-    "dense": {"options": {"hf_overrides": {"sparsity_strategy": "dense"}}},
-    "row": {"options": {"hf_overrides": {"sparsity_strategy": "row"}}},
-    "union": {"options": {"hf_overrides": {"sparsity_strategy": "union"}}},
-    "auto-eager": {"options": {"enforce_eager": True}},
+    "dense": _named("dense"),
+    "row": _named("row"),
+    "union": _named("union"),
+    "auto-eager": _EAGER,
 }
+WITHOUT = ("silu", "stock", "stock-eager")
 SIZES = (1, 8, 32, 64, 128, 256, 512)
 
 
-def start(name: str, spec: dict[str, Any], folder: Path) -> subprocess.Popen[bytes]:
-    for end in ("ready", "go", "json"):
-        (folder / f"{name}.{end}").unlink(missing_ok=True)
+@dataclasses.dataclass
+class Row:
+    """One workload of one engine: prompts of ``prompt`` tokens for so many ``sequences``, each making ``new`` tokens.
+
+    per_s: tokens made per second, or of prompts if one is made. step_ms: milliseconds of the GPU for a step; None
+    without graphs. kernels: those of such a step: name, launches, microseconds. patterns: non-zeros of each layer.
+    tokens: those made, by sequence.
+    """
+
+    engine: str
+    prompt: int
+    sequences: int
+    new: int
+    seconds: list[float]
+    per_s: float
+    step_ms: float | None
+    kernels: list[Any]
+    patterns: list[Any]
+    tokens: list[list[int]]
+    red: str = ""
+
+
+def start(name: str, spec: Mapping[str, Any], folder: Path) -> subprocess.Popen[bytes]:
+    """Start the process of an engine."""
+    for ending in ("ready", "go", "json"):
+        (folder / f"{name}.{ending}").unlink(missing_ok=True)
     environment = os.environ | {
-        "TWELL_VLLM": "auto" if spec["plugin"] else "off",
+        "TWELL_VLLM": "off" if name in WITHOUT else "auto",
         "VLLM_CACHE_ROOT": str(folder / "cache" / name),
         "PYTHONUNBUFFERED": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "4",
@@ -47,95 +86,90 @@ def start(name: str, spec: dict[str, Any], folder: Path) -> subprocess.Popen[byt
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
+    """End an engine, with its workers."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, kind)
             time.sleep(1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model", default="1.5B")
-    add("--work", type=Path, required=True)
-    add("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
-    add("--sizes", type=int, nargs="+", default=list(SIZES))
-    add("--new", type=int, default=32)
-    add("--runs", type=int, default=2)
-    add("--prompts", type=int, default=64)
-    add("--cache-gib", type=float, default=5.0)
-    add("--until", type=float, default=480)
-    arguments = parser.parse_args()
-    from profiling.engine import models
-
-    work: Path = arguments.work
-    until = time.monotonic() + arguments.until
-    folder = work / arguments.model
-    if not (folder / "prompts.json").exists():
-        began = time.monotonic()
-        subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                f"from pathlib import Path; from profiling.engine import models; models.write(Path({str(folder)!r}), models.DRAWN[{arguments.model!r}])",
-            ],
-            check=True,
-        )
-        print(f"model: {time.monotonic() - began:.0f} s", flush=True)
-    del models
-    workloads = [[128, size, arguments.new] for size in arguments.sizes]
-    if arguments.prompts:
-        workloads.append([2048, arguments.prompts, 1])
-    processes = {}
-    for name in arguments.engines:
-        given = ENGINES[name]
-        spec = {
-            "name": name,
-            "folder": str(work),
-            "model": str(folder / given.get("kind", "relu")),
-            "prompts": str(folder / "prompts.json"),
-            "plugin": given.get("plugin", True),
-            "cache_bytes": int(arguments.cache_gib * 2**30),
-            "runs": arguments.runs,
-            "workloads": workloads,
-            "options": {"max_num_seqs": 512, "max_model_len": 2304} | given.get("options", {}),
-        }
-        if not spec["options"].get("enforce_eager"):
-            sizes = sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *arguments.sizes})
-            spec["options"]["compilation_config"] = {"cudagraph_capture_sizes": sizes}
-        processes[name] = start(name, spec, work)
-        time.sleep(1)
+def measure(processes: Mapping[str, subprocess.Popen[bytes]], folder: Path, until: float) -> None:
+    """Wait until all engines have started, then let each measure in turn; end all."""
     waiting, began = set(processes), time.monotonic()
-    while waiting and time.monotonic() < until - 30:
+    while waiting and time.monotonic() < until:
         for name in list(waiting):
-            ready, dead = (work / f"{name}.ready").exists(), processes[name].poll() is not None
+            ready, dead = (folder / f"{name}.ready").exists(), processes[name].poll() is not None
             if ready or dead:
                 waiting.discard(name)
                 print(f"{name}: {'ready' if ready else 'ended'} after {time.monotonic() - began:.0f} s", flush=True)
         time.sleep(0.2)
     for name, process in processes.items():
-        if process.poll() is None and (work / f"{name}.ready").exists() and time.monotonic() < until - 15:
-            (work / f"{name}.go").touch()
-            since, log = time.monotonic(), work / f"{name}.log"
+        if process.poll() is None and (folder / f"{name}.ready").exists():
+            (folder / f"{name}.go").touch()
+            log = folder / f"{name}.log"
             while process.poll() is None and time.monotonic() < until:
                 if "MEASURED" in log.read_text(errors="replace")[-4000:]:
                     break
                 time.sleep(0.2)
-            print(f"{name}: measured for {time.monotonic() - since:.0f} s", flush=True)
         end(process)
+
+
+def main() -> int:
+    """Measure the engines, print a line for each workload and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="large", choices=DRAWN, help="(large)")
+    add("--work", type=Path, required=True, metavar="FOLDER", help="for models, logs and caches")
+    add("--out", type=Path, required=True, metavar="JSON", help="file for the data")
+    add("--engines", nargs="+", default=list(ENGINES), choices=ENGINES, metavar="NAME", help=f"({' '.join(ENGINES)})")
+    add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help="sequences that decode")
+    add("--new", type=int, default=32, metavar="N", help="tokens that each makes (32)")
+    add("--runs", type=int, default=2, metavar="N", help="timed runs (2)")
+    add("--prompts", type=int, default=64, metavar="N", help="prompts of 2,048 tokens (64)")
+    add("--cache-gib", type=float, default=5.0, metavar="GIB", help="of each engine (5)")
+    add("--seconds", type=float, default=540, metavar="S", help="for all (540)")
+    arguments = parser.parse_args()
+    until, folder = time.monotonic() + arguments.seconds, arguments.work / arguments.model
+    if not (folder / "prompts.json").exists():
+        # in a process of its own, which frees the GPU
+        subprocess.run([sys.executable, "-m", "profiling.engine.models", str(folder), arguments.model], check=True)
+    workloads = [[128, size, arguments.new] for size in arguments.sizes]
+    workloads += [[2048, arguments.prompts, 1]] if arguments.prompts else []
+    sizes = sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *arguments.sizes})
+    processes = {}
+    for name in arguments.engines:
+        options: dict[str, Any] = {"max_num_seqs": max(sizes), "max_model_len": LENGTH} | ENGINES[name]
+        if "enforce_eager" not in options:
+            options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        spec = {
+            "name": name,
+            "folder": str(folder),
+            "model": str(folder / ("silu" if name == "silu" else "relu")),
+            "cache_bytes": int(arguments.cache_gib * 2**30),
+            "runs": arguments.runs,
+            "workloads": workloads,
+            "options": options,
+        }
+        processes[name] = start(name, spec, folder)
+    measure(processes, folder, until)
+    rows, engines = [], []
     for name in processes:
-        path = work / f"{name}.json"
+        path = folder / f"{name}.json"
         if not path.exists():
-            print(f"==== {name} failed\n{(work / f'{name}.log').read_text(errors='replace')[-2500:]}")
+            log = (folder / f"{name}.log").read_text(errors="replace")
+            print(f"{name} failed:\n{log[-3000:]}")
             continue
         result = json.loads(path.read_text())
-        print(
-            f"== {name}: start {result['start_s']:.0f} s, {result['started']['model']} {result['started']['layers']}, {result['ended']['most_gib']:.2f} GiB; {result['started']['choices']} -> {result['ended']['choices']}"
-        )
-        for key, row in result["workloads"].items():
-            graph = row.get("graph_ms") or [None]
-            print(f"   {key:12} {row['per_s']:10,.0f} tokens/s {row['seconds']} graph {graph}")
+        engines.append({key: value for key, value in result.items() if key != "workloads"})
+        for row in (Row(engine=name, **workload) for workload in result["workloads"]):
+            rows.append(row)
+            step = "" if row.step_ms is None else f", {row.step_ms:.3f} ms of the GPU for a step"
+            what = f"{row.sequences} sequences" if row.new > 1 else f"{row.sequences} prompts of {row.prompt}"
+            print(f"{name:12} {what:24} {row.per_s:10,.0f} tokens/s{step}")
+    given = {key: value for key, value in vars(arguments).items() if key not in ("work", "out")}
+    write_json(arguments.out, rows, machine=testing.machine_line(), arguments=given, engines=engines)
+    return 0 if len(engines) == len(processes) else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

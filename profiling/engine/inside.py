@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 # Replays of a graph before it is timed, and timed ones.
 _BEFORE, _TIMED = 10, 50
 # Kernels of a step that a table names; the rest is one more row.
 _KERNELS = 25
+# Consecutive sequences whose unions are counted.
+_TILES = (16, 64, 128)
+
+
+def _layers(worker: Any) -> list[Any]:
+    return [layer.mlp for layer in worker.get_model().model.layers]
 
 
 def describe(worker: Any) -> dict[str, Any]:
     """Classes of the model, GiB of its memory, and what "auto" chose: layers by strategy, tokens and kind of call."""
-    model = worker.get_model()
-    layers = [layer.mlp for layer in model.model.layers]
+    layers = _layers(worker)
     found: dict[str, Any] = {
-        "model": type(model).__name__,
+        "model": type(worker.get_model()).__name__,
         "layers": sorted({type(layer).__name__ for layer in layers}),
         "allocated_gib": torch.cuda.memory_allocated() / 2**30,
         "most_gib": torch.cuda.max_memory_allocated() / 2**30,
@@ -48,7 +55,7 @@ def _graph(worker: Any, tokens: int) -> Any:
 def replay(worker: Any, tokens: int) -> float | None:
     """Milliseconds of the GPU for the graph of a step that decodes ``tokens`` sequences; None without such a graph.
 
-    Its inputs are what the last step left, so call it right after requests of that number.
+    Its inputs are those of the last step.
     """
     graph = _graph(worker, tokens)
     if graph is None:
@@ -72,41 +79,38 @@ def kernels(worker: Any, tokens: int) -> list[tuple[str, int, float]]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         graph.replay()
         torch.cuda.synchronize()
-    rows = [
-        (e.key[:120], e.count, e.self_device_time_total) for e in profile.key_averages() if e.self_device_time_total
-    ]
-    rows.sort(key=lambda row: -row[2])
+    rows = [(e.key[:120], e.count, e.self_device_time_total) for e in profile.key_averages()]
+    rows = sorted((row for row in rows if row[2]), key=lambda row: -row[2])
     rest = rows[_KERNELS:]
     return [*rows[:_KERNELS], ("all others", sum(row[1] for row in rest), sum(row[2] for row in rest))]
 
 
 def watch(worker: Any) -> None:
     """Keep what reaches each FFN of an engine without graphs, by its number of tokens, for ``patterns``."""
-    for layer in worker.get_model().model.layers:
-        layer.mlp._seen = {}
-        layer.mlp.register_forward_pre_hook(
-            lambda mlp, args: mlp._seen.__setitem__(args[0].numel() // args[0].shape[-1], args[0].detach().clone())
-        )
+
+    def keep(seen: dict[int, Tensor], _: nn.Module, given: tuple[Tensor, ...]) -> None:
+        x = given[0].reshape(-1, given[0].shape[-1])
+        seen[len(x)] = x.detach().clone()
+
+    for layer in _layers(worker):
+        layer._seen = {}
+        layer.register_forward_pre_hook(partial(keep, layer._seen))
 
 
 def patterns(worker: Any, tokens: int) -> list[dict[str, float]]:
-    """Of each layer the pattern of the latest step of ``tokens``, where ``watch`` was called before."""
+    """Non-zeros of each layer in the latest step of so many ``tokens``, where ``watch`` was called before.
+
+    "mean", "most": of a token. "union": neurons that any fires, and for tiles of consecutive tokens their mean.
+    """
     found = []
-    for layer in worker.get_model().model.layers:
-        x = layer.mlp._seen[tokens]
-        x = x.reshape(-1, x.shape[-1])
-        weight = next(layer.mlp.parameters())
-        fired = (x @ weight[: weight.shape[0] // 2].t()) > 0
+    for layer in _layers(worker):
+        weight = next(layer.parameters())
+        fired = (layer._seen[tokens] @ weight[: weight.shape[0] // 2].t()) > 0
         each = fired.sum(1).float()
-        tiles = [fired.view(-1, t, fired.shape[1]).any(1).float().sum(1) for t in (16, 64, 128) if tokens % t == 0]
-        found.append(
-            {
-                "mean": each.mean().item(),
-                "most": each.max().item(),
-                "top8": each.topk(min(8, tokens)).values.mean().item(),
-                "union": fired.any(0).sum().item(),
-                **{f"union{t}": u.mean().item() for t, u in zip((16, 64, 128), tiles)},
-                "uniontile16most": tiles[0].max().item() if tiles else 0.0,
-            }
-        )
+        figures = {"mean": each.mean().item(), "most": each.max().item(), "union": float(fired.any(0).sum())}
+        for tile in _TILES:
+            if tokens % tile == 0:
+                unions = fired.view(-1, tile, fired.shape[1]).any(1).sum(1).float()
+                figures[f"union of {tile}"] = unions.mean().item()
+        found.append(figures)
     return found

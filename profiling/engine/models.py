@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,3 +77,7 @@ def write(folder: Path, drawn: Drawn, nnz: float | None = None) -> None:
         for length, count in PROMPTS.items()
     }
     (folder / "prompts.json").write_text(json.dumps(prompts))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), DRAWN[sys.argv[2]])

@@ -1,7 +1,8 @@
-"""One engine in a process of its own, which ``profiling.engine`` starts: makes tokens, says how fast, and waits in turn.
+"""One engine in a process of its own, which ``profiling.engine`` starts: makes tokens and says how fast.
 
 The process writes FOLDER/NAME.ready once the engine has started, measures once FOLDER/NAME.go exists, and writes
-FOLDER/NAME.json after each workload.
+FOLDER/NAME.json after each workload. Steps are timed while all sequences decode: at the end of a run some have ended,
+and what their places in the graph's inputs hold says nothing.
 """
 
 from __future__ import annotations
@@ -16,22 +17,60 @@ from typing import Any
 
 from profiling.engine import inside
 
+# Tokens that each sequence has made when a step is timed, and those it may make.
+_BEGUN, _MOST = 8, 1024
+
+
+def generate(engine: Any, prompts: list[list[int]], new: int) -> tuple[list[list[int]], float]:
+    """The tokens of each prompt, and the seconds that they took."""
+    from vllm import SamplingParams
+
+    rows = [{"prompt_token_ids": ids} for ids in prompts]
+    parameters = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    outputs = engine.generate(rows, parameters, use_tqdm=False)
+    took = time.perf_counter() - start
+    return [list(output.outputs[0].token_ids) for output in outputs], took
+
+
+def step(engine: Any, prompts: list[list[int]], graphs: bool) -> dict[str, Any]:
+    """Figures of a step in which all ``prompts`` decode."""
+    from vllm import SamplingParams
+
+    core, count = engine.llm_engine, len(prompts)
+    parameters = SamplingParams(max_tokens=_MOST, temperature=0, ignore_eos=True, detokenize=False)
+    names = [f"step-{count}-{i}" for i in range(count)]
+    for name, ids in zip(names, prompts):
+        core.add_request(name, {"prompt_token_ids": ids}, parameters)
+    made: dict[str, int] = {}
+    while len(made) < count or min(made.values()) < _BEGUN:
+        for output in core.step():
+            made[output.request_id] = len(output.outputs[0].token_ids)
+
+    def ask(what: Any) -> Any:
+        return engine.collective_rpc(what, args=(count,))[0]
+
+    times = [ask(inside.replay) for _ in range(3)] if graphs else []
+    row = {
+        "step_ms": statistics.median(times) if times and None not in times else None,
+        "kernels": ask(inside.kernels) if graphs else [],
+        "patterns": [] if graphs else ask(inside.patterns),
+    }
+    core.abort_request(names)
+    while core.has_unfinished_requests():
+        core.step()
+    return row
+
 
 def main(argument: str) -> None:
-    # vLLM reads the environment when it is imported
-    os.environ.update(
-        {
-            "VLLM_NO_USAGE_STATS": "1",
-            # functions of ``inside`` are sent to the worker
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-    )
-    from vllm import LLM, SamplingParams
+    """Measure as the JSON ``argument`` says."""
+    # vLLM reads the environment when it is imported; functions of ``inside`` are sent to the worker
+    os.environ.update({"VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "HF_HUB_OFFLINE": "1"})
+    from vllm import LLM
+    from vllm import __version__ as version
 
     spec: dict[str, Any] = json.loads(argument)
     folder, name = Path(spec["folder"]), spec["name"]
-    result: dict[str, Any] = {"name": name, "workloads": {}}
     began = time.monotonic()
     engine = LLM(
         spec["model"],
@@ -43,38 +82,24 @@ def main(argument: str) -> None:
         seed=0,
         **spec["options"],
     )
-    graphs = not spec["options"].get("enforce_eager")
-    result["start_s"] = time.monotonic() - began
+    graphs = "enforce_eager" not in spec["options"]
+    result: dict[str, Any] = {"name": name, "vllm": version, "start_s": time.monotonic() - began, "workloads": []}
     result["started"] = engine.collective_rpc(inside.describe)[0]
     if not graphs:
         engine.collective_rpc(inside.watch)
     (folder / f"{name}.ready").touch()
     while not (folder / f"{name}.go").exists():
         time.sleep(0.05)
-    prompts = json.loads(Path(spec["prompts"]).read_text())
-
-    def generate(length: int, count: int, new: int) -> tuple[list[Any], float]:
-        rows = [{"prompt_token_ids": ids} for ids in prompts[str(length)][:count]]
-        parameters = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
-        start = time.perf_counter()
-        outputs = engine.generate(rows, parameters, use_tqdm=False)
-        return outputs, time.perf_counter() - start
-
+    prompts = json.loads((folder / "prompts.json").read_text())
     for length, count, new in spec["workloads"]:
-        seconds = []
-        for run in range(1 + spec["runs"]):
-            outputs, took = generate(length, count, new)
-            # the first run compiles and warms up
-            seconds += [took] if run else []
-        row: dict[str, Any] = {"prompt": length, "sequences": count, "new": new, "seconds": seconds}
-        row["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
-        if new > 1 and graphs:
-            row["graph_ms"] = [engine.collective_rpc(inside.replay, args=(count,))[0] for _ in range(3)]
-            row["kernels"] = engine.collective_rpc(inside.kernels, args=(count,))[0]
-        elif new > 1:
-            row["patterns"] = engine.collective_rpc(inside.patterns, args=(count,))[0]
+        given = prompts[str(length)][:count]
+        # the first run compiles and warms up
+        runs = [generate(engine, given, new) for _ in range(1 + spec["runs"])]
+        seconds = [took for _, took in runs[1:]]
+        of_step: dict[str, Any] = {"step_ms": None, "kernels": [], "patterns": []}
+        row = {"prompt": length, "sequences": count, "new": new, "seconds": seconds, "tokens": runs[-1][0]}
         row["per_s"] = count * (new if new > 1 else length) / statistics.median(seconds)
-        result["workloads"][f"{'decode' if new > 1 else 'prompts'} {count}"] = row
+        result["workloads"].append(row | (step(engine, given, graphs) if new > 1 else of_step))
         result["ended"] = engine.collective_rpc(inside.describe)[0]
         (folder / f"{name}.json").write_text(json.dumps(result))
     print("MEASURED", flush=True)
