@@ -3,8 +3,8 @@
     python -m profiling.engine --model large --work FOLDER --out engine.json
 
 Each engine is a process of its own. All start side by side, compile and capture; then each is measured alone, in turn,
-while the others wait. A step is the CUDA graph that the engine captured for so many sequences, replayed while all of them
-decode, and timed by events. The model is drawn, with grouped heads; "silu" has the same weights in vLLM's own class.
+while the others wait. A step is the CUDA graph that the engine captured for so many sequences, replayed while all of
+them decode, and timed by events. The model is drawn, with grouped heads; "silu" has the same weights in vLLM's own class.
 """
 
 from __future__ import annotations
