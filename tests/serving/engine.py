@@ -15,18 +15,12 @@ from typing import Any
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """The class of the model and those of its FFNs, how their down weights lie in memory, and what "auto" did."""
+    """The class of the model, its down projections that run a layer of twell, how they lie, and what "auto" did."""
     from twell.strategy.site import found
 
-    layers = [layer.mlp for layer in model.model.layers]
-    rows = [
-        child.weight.t().is_contiguous()
-        for layer in layers
-        for name, child in layer.named_children()
-        if name == "down_proj" and hasattr(child, "weight")
-    ]
-    weights = [next(layer.parameters()) for layer in layers]
-    sites = [site for site in map(found, weights) if site is not None]
+    methods = {name: (layer, getattr(layer, "quant_method", None)) for name, layer in model.named_modules()}
+    ours = {name: pair for name, pair in methods.items() if type(pair[1]).__name__ == "Served"}
+    sites = [site for _, method in ours.values() if (site := found(method._first.weight)) is not None]
     choices = [
         [[row.tokens, row.calls, row.figures and row.figures.nonzeros] for row in site.explain()] for site in sites
     ]
@@ -40,9 +34,9 @@ def describe(model: Any) -> dict[str, Any]:
     ]
     return {
         "model": type(model).__name__,
-        "layers": [type(layer).__name__ for layer in layers],
-        "rows": rows,
-        "strategies": [getattr(layer, "strategy", "") for layer in layers],
+        "layers": list(ours),
+        "rows": [layer.weight.t().is_contiguous() for layer, _ in ours.values()],
+        "strategies": [method.route.strategy for _, method in ours.values()],
         "choices": choices,
         "known": known,
     }

@@ -24,10 +24,10 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine gave: the tokens of each prompt, the classes of the model and of its FFNs, and its log.
+    """What an engine gave: the tokens of each prompt, the class of the model, and its log.
 
-    cached: tokens of each prompt that were in the cache. rows: of each FFN, whether its down weight lies by rows of
-    neurons. strategies: of each FFN of twell. choices: of each with "auto" [tokens, calls, non-zeros] by size of calls.
+    cached: tokens of each prompt that were in the cache. layers: the down projections of FFNs that run through twell.
+    rows: whether the weight of each lies by rows of neurons. strategies: of each. choices: of each with "auto" [tokens, calls, non-zeros] by size of calls.
     known: of each with "auto" [tokens, [non-zeros, union]] of sizes without a call.
     """
 
