@@ -65,6 +65,7 @@ def main() -> None:
         max_num_seqs=4,
         **request["engine"],
     )
+    started = engine.apply_model(describe)[0]["choices"]
     adapter = LoRARequest("adapter", 1, request["lora"]) if request.get("lora") else None
     for _ in range(request.get("repeat", 1)):
         outputs = engine.generate(
@@ -75,6 +76,7 @@ def main() -> None:
         )
     result = {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "started": started,
         "cached": [output.num_cached_tokens for output in outputs],
         **engine.apply_model(describe)[0],
     }
