@@ -11,26 +11,29 @@ from served import Serve, checkpoint
 LAYERS = 2
 ROW = {"sparsity_strategy": "row"}
 
-# Kind of model, activation, the class that serves it, and its down projections.
+# Kind of model, activation, and its down projections.
 MODELS = [
-    ("Arcee", "relu2", "SparseForCausalLM", "mlp.down_proj"),
-    ("Jais2", "relu2", "SparseForCausalLM", "mlp.down_proj"),
-    ("Starcoder2", "relu", "SparseForCausalLM", "mlp.c_proj"),
-    ("Phi", "relu", "SparseForCausalLM", "mlp.fc2"),
-    ("GPTNeoX", "relu", "SparseForCausalLM", "mlp.dense_4h_to_h"),
-    ("Nemotron", "relu2", "NemotronForCausalLM", "mlp.down_proj"),
-    ("NemotronH", "relu2", "NemotronHForCausalLM", "mixer.down_proj"),
-    ("OPT", "relu", "OPTForCausalLM", "fc2"),
+    ("Arcee", "relu2", "mlp.down_proj"),
+    ("Jais2", "relu2", "mlp.down_proj"),
+    ("Starcoder2", "relu", "mlp.c_proj"),
+    ("Phi", "relu", "mlp.fc2"),
+    ("GPTNeoX", "relu", "mlp.dense_4h_to_h"),
+    ("Nemotron", "relu2", "mlp.down_proj"),
+    ("NemotronH", "relu2", "mixer.down_proj"),
+    ("OPT", "relu", "fc2"),
 ]
+BACKEND = "TransformersForCausalLM"
 
 
-@pytest.mark.parametrize(("kind", "activation", "name", "down"), MODELS, ids=[kind for kind, *_ in MODELS])
-def test_same_tokens(kind: str, activation: str, name: str, down: str, tmp_path: Path, serve: Serve) -> None:
+@pytest.mark.parametrize(("kind", "activation", "down"), MODELS, ids=[kind for kind, *_ in MODELS])
+def test_same_tokens(kind: str, activation: str, down: str, tmp_path: Path, serve: Serve) -> None:
     model = checkpoint(tmp_path, activation, kind=kind)
     stock = serve(model, plugin=False)
+    if kind in ("Phi", "GPTNeoX") and stock.model != BACKEND:
+        pytest.skip("vLLM before 0.32 has a class of its own, which runs without twell")
     served = serve(model, hf_overrides=ROW)
     assert served.tokens == stock.tokens
-    assert served.model == name
+    assert served.model == ("SparseForCausalLM" if stock.model == BACKEND else f"{kind}ForCausalLM")
     assert stock.layers == []
     assert [layer.partition("layers.")[2].partition(".")[2] for layer in served.layers] == [down] * LAYERS
     assert served.rows == [True] * LAYERS

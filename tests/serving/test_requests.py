@@ -139,11 +139,12 @@ def test_a_step_that_fails_ends(worker: Worker, executor: Any) -> None:
 
 
 def test_graphs_with_and_without_twell_are_kept_apart() -> None:
-    from vllm.config import VllmConfig
+    from vllm.config import DeviceConfig, VllmConfig
 
     from twell.integrations._vllm_model import tell_graphs_apart
 
-    with_twell, without = VllmConfig(additional_config={"a": 1}), VllmConfig(additional_config={"a": 1})
+    device = DeviceConfig("cpu")
+    with_twell, without = (VllmConfig(device_config=device, additional_config={"a": 1}) for _ in range(2))
     tell_graphs_apart(with_twell)
     assert with_twell.additional_config["a"] == 1
     assert with_twell.compute_hash() != without.compute_hash()

@@ -24,7 +24,7 @@ def dense_because(route: Route, on: torch.device) -> str:
 
 
 def trouble(
-    route: Route, activation: Activation, gated: bool, k: int, dtype: torch.dtype, compression: int, on: torch.device
+    route: Route, compression: int, on: torch.device, activation: Activation, gated: bool, k: int, dtype: torch.dtype
 ) -> str:
     """Run a small layer on a GPU, which loads kernels; return why that fails and what to do, "" if it does not.
 

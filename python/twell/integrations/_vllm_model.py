@@ -69,7 +69,7 @@ _OWN_ACTIVATIONS = {
 }
 
 
-def served(stock: type[Any]) -> type[Any]:
+def served(stock: Any) -> Any:
     """The class of vLLM's registry with its FFNs through twell; itself where twell knows none of them."""
     if stock is TransformersForCausalLM:
         return SparseForCausalLM
@@ -77,16 +77,16 @@ def served(stock: type[Any]) -> type[Any]:
 
 
 @functools.cache
-def _of_own(stock: type[Any]) -> type[Any]:
+def _of_own(stock: Any) -> Any:
     class Served(stock):  # type: ignore[misc]
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
             tell_graphs_apart(vllm_config)
             super().__init__(vllm_config=vllm_config, prefix=prefix)
-            name, *parts = _OWN[stock.__module__.rpartition(".")[2]]
+            name, up, act, down = _OWN[stock.__module__.rpartition(".")[2]]
             found: dict[str, FFN | str] = {}
             for path, module in self.named_modules():
-                if type(module).__name__ == name and (activation := _own_activation(getattr(module, parts[1]))):
-                    found[path] = FFN(*parts, activation)
+                if type(module).__name__ == name and (activation := _own_activation(getattr(module, act))):
+                    found[path] = FFN(up, act, down, activation)
             serve(self, found, vllm_config)
 
     # it is that class, with other FFNs, to whatever vLLM or its log asks
@@ -205,36 +205,31 @@ def serve(
     if on.type == "cuda" and on.index is None:
         on = torch.device("cuda", torch.cuda.current_device())
     compression = int(getattr(config, "sparsity_compression", 8))
+    trouble = functools.cache(functools.partial(_vllm_kernels.trouble, route, compression, on))
     reasons: Counter[str] = Counter()
-    runs: list[str] = []
-    loads: dict[tuple[Any, ...], str] = {}
     for name, ffn in found.items():
-        module = model.get_submodule(name)
-        reason = ffn if isinstance(ffn, str) else why_not(module, ffn, vllm_config)
-        if not reason and not isinstance(ffn, str):
-            activation = only_twell or ffn.activation
-            weight = module.get_submodule(ffn.down).weight
-            kind = (activation, ffn.gated, weight.shape[0], weight.dtype)
-            if activation.name == "drelu" and not ffn.gated:
-                reason = "a layer with drelu must have a gate, got none"
-            elif kind not in loads:
-                loads[kind] = _vllm_kernels.trouble(route, *kind, compression, on)
-            reason = reason or loads[kind]
-        if reason and only_twell is not None:
-            raise _missing(only_twell, layers, f"{name}: {reason}")
-        if reason:
-            reasons[reason] += 1
+        if isinstance(ffn, str):
+            reason = ffn
         else:
-            replace(model, name, ffn._replace(activation=activation), route, compression, _site(name, config))
-            runs.append(name)
+            module, ffn = model.get_submodule(name), ffn._replace(activation=only_twell or ffn.activation)
+            reason = why_not(module, ffn, vllm_config)
+            if not reason:
+                weight = projections(module, ffn)[1].weight
+                reason = trouble(ffn.activation, ffn.gated, weight.shape[0], weight.dtype)
+            if not reason:
+                replace(model, name, ffn, route, compression, _site(name, config))
+                continue
+        if only_twell is not None:
+            raise _missing(only_twell, layers, f"{name}: {reason}")
+        reasons[reason] += 1
     for reason, count in reasons.items():
         _logger.warning("twell: %d feed-forward layers run as without twell: %s", count, reason)
     if not found:
         _logger.warning("twell: the model runs as without twell: no feed-forward layer of it has ReLU or its square")
-    if runs:
+    if runs := len(found) - sum(reasons.values()):
         watch()
         said = _vllm_kernels.described(route, on)
-        _logger.info("twell: %d feed-forward layers run through torch.ops.twell.ffn: %s", len(runs), said)
+        _logger.info("twell: %d feed-forward layers run through torch.ops.twell.ffn: %s", runs, said)
 
 
 def _missing(activation: Activation, layers: int, got: str) -> NotImplementedError:
@@ -351,6 +346,8 @@ def why_not(module: nn.Module, ffn: FFN, vllm_config: Any) -> str:
     """Why a ReLU FFN, of vLLM's linear layers, runs as without twell; "" if it need not."""
     if vllm_config.lora_config is not None:
         return "LoRA is enabled"
+    if ffn.activation.name == "drelu" and not ffn.gated:
+        return "a layer with drelu must have a gate, got none"
     try:
         first, down = projections(module, ffn)
     except ValueError as error:
