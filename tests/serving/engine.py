@@ -3,7 +3,7 @@
 Usage: python engine.py '{"model": FOLDER, "prompts": [[1, 2]], "tokens": 8, "engine": {...}}'
 
 "repeat": how often the prompts are served, one time after the other; the last counts. "lora": folder of an adapter for
-all requests. "chooses": let "auto" choose on the CPU, too, where figures arrive at once.
+all requests. "chooses": let "auto" choose on the CPU, too, where figures arrive at once. "broken": let no kernel load.
 """
 
 from __future__ import annotations
@@ -51,10 +51,19 @@ def let_auto_choose() -> None:
     sites.Transfer = lambda values: SimpleNamespace(arrived=lambda: True, read=values.tolist)  # type: ignore[misc]
 
 
+def let_no_kernel_load() -> None:
+    """Let the trial of kernels, which a CPU does not make, fail."""
+    from twell.integrations import _vllm_kernels
+
+    _vllm_kernels.trouble = lambda *_: "its kernels cannot be loaded"
+
+
 def main() -> None:
     request = json.loads(sys.argv[1])
     if request.get("chooses"):
         let_auto_choose()
+    if request.get("broken"):
+        let_no_kernel_load()
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Serve, checkpoint
+from conftest import PROMPTS
+from served import Serve, checkpoint, greedy
 
 LAYERS = 2
 ROW = {"sparsity_strategy": "row"}
@@ -63,12 +64,10 @@ def test_tensor_parallel(kind: str, tmp_path: Path, serve: Serve) -> None:
 
 
 def test_fatrelu_without_a_gate(tmp_path: Path, serve: Serve) -> None:
-    relu = serve(checkpoint(tmp_path / "relu", "relu", kind="Arcee"), plugin=False)
-    served = serve(
-        checkpoint(tmp_path / "fat", "relu", kind="Arcee", hidden_act="fatrelu", hidden_act_param=0.5), hf_overrides=ROW
-    )
+    model = checkpoint(tmp_path, "relu", kind="Starcoder2", hidden_act="fatrelu", hidden_act_param=0.5)
+    served = serve(model, hf_overrides=ROW)
     assert len(served.layers) == LAYERS
-    assert served.tokens != relu.tokens
+    assert served.tokens == greedy(model, PROMPTS)
 
 
 @pytest.mark.parametrize(

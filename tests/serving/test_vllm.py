@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import PROMPTS
-from served import Serve, adapter, checkpoint
+from served import Serve, adapter, checkpoint, greedy
 
 LAYERS = 2
 ROW = {"sparsity_strategy": "row"}
@@ -30,7 +30,7 @@ def test_relu_llama_has_the_same_tokens(eager: bool, relu: Path, serve: Serve, e
     assert served.model == "SparseForCausalLM"
     assert len(served.layers) == LAYERS
     assert served.rows == [True] * LAYERS
-    assert f"twell: {LAYERS} feed-forward layers run through torch.ops.twell.ffn" in served.log
+    assert f'twell: {LAYERS} feed-forward layers run through torch.ops.twell.ffn: strategy "row"' in served.log
 
 
 @pytest.mark.parametrize(("model_type", "rows"), [("llama", False), ("llama_sparse_relu", True)])
@@ -64,24 +64,6 @@ def test_squared_relu_has_the_same_tokens(kind: str, tmp_path: Path, serve: Serv
     assert len(served.layers) == LAYERS
 
 
-def greedy(model: Path) -> list[list[int]]:
-    """Eight tokens of each prompt by the best one, without an engine."""
-    import torch
-
-    from twell.integrations.transformers import load
-
-    loaded = load(model, dtype=torch.float16)
-    made = []
-    for prompt in PROMPTS:
-        tokens = torch.tensor([prompt])
-        for _ in range(8):
-            with torch.no_grad():
-                best = loaded(tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
-            tokens = torch.cat((tokens, best), 1)
-        made.append(tokens[0, len(prompt) :].tolist())
-    return made
-
-
 FATRELU = {"hidden_act": "fatrelu", "hidden_act_param": 0.5}
 
 
@@ -93,7 +75,7 @@ def test_activations_that_no_stock_class_has(
 ) -> None:
     model = checkpoint(tmp_path, "relu", **own)
     served = serve(model, enforce_eager=eager, hf_overrides=ROW)
-    assert served.tokens == greedy(model) != expected
+    assert served.tokens == greedy(model, PROMPTS) != expected
     assert len(served.layers) == LAYERS
 
 
@@ -126,6 +108,14 @@ def test_float32_runs_as_without_twell_and_says_why(relu: Path, serve: Serve) ->
     assert served.tokens == stock.tokens
     assert served.layers == []
     assert f"{LAYERS} {AS_WITHOUT} weights must be bfloat16 or float16, got torch.float32" in served.log
+
+
+def test_kernels_that_cannot_load_are_a_reason(relu: Path, serve: Serve, expected: list[list[int]]) -> None:
+    served = serve(relu, request={"broken": True})
+    assert served.tokens == expected
+    assert served.layers == []
+    assert f"{LAYERS} {AS_WITHOUT} its kernels cannot be loaded" in served.log
+    assert "run through torch.ops.twell.ffn" not in served.log
 
 
 def test_adapter_runs_as_without_twell_and_says_why(
