@@ -156,14 +156,18 @@ def test_other_models_are_left_alone(registry: Registry) -> None:
 def test_classes_that_vllm_serves_are_asked_for_by_its_own_names(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import twell.integrations
-
     class OPTForCausalLM:
         pass
 
-    models = SimpleNamespace(served=lambda stock: ("twell's", stock))
-    monkeypatch.setattr(twell.integrations, "_vllm_model", models, raising=False)
-    monkeypatch.setattr(registry, "resolve_model_cls", lambda names, model_config: (OPTForCausalLM, names[0]))
+    class Ours:
+        @staticmethod
+        def served(stock: Any) -> Any:
+            return "twell's", stock
+
+    def resolve_model_cls(names: list[str], model_config: Any) -> Any:
+        return (Ours if names == ["TwellForCausalLM"] else OPTForCausalLM), names[0]
+
+    monkeypatch.setattr(registry, "resolve_model_cls", resolve_model_cls)
     plugin.register()
 
     def resolved(model_impl: str = "auto", **config: Any) -> Any:

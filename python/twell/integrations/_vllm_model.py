@@ -69,13 +69,6 @@ _OWN_ACTIVATIONS = {
 }
 
 
-def served(stock: Any) -> Any:
-    """The class of vLLM's registry with its FFNs through twell; itself where twell knows none of them."""
-    if stock is TransformersForCausalLM:
-        return SparseForCausalLM
-    return _of_own(stock) if stock.__module__ in {f"vllm.model_executor.models.{name}" for name in _OWN} else stock
-
-
 @functools.cache
 def _of_own(stock: Any) -> Any:
     class Served(stock):  # type: ignore[misc]
@@ -128,6 +121,13 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
         found = _of_transformers(self.model)
         super().recursive_replace()
         serve(self.model, found, self.vllm_config, self._only_twell)
+
+    @staticmethod
+    def served(stock: Any) -> Any:
+        """The class of vLLM's registry with its FFNs through twell; itself where twell knows none of them."""
+        if stock is TransformersForCausalLM:
+            return SparseForCausalLM
+        return _of_own(stock) if stock.__module__ in {f"vllm.model_executor.models.{name}" for name in _OWN} else stock
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As in vLLM; down weights of the paper's architectures may also be stored [intermediate, hidden]."""

@@ -109,9 +109,8 @@ def _instead(method: Callable[..., Any], architectures: str | Sequence[str], mod
         return method(names, model_config)
     found, name = method([_OURS] if set(names) & set(LLAMA_LIKE) else names, model_config)
     if isinstance(found, type):
-        from twell.integrations import _vllm_model
-
-        found = _vllm_model.served(found)
+        # vLLM imports twell's class, so that this module need not
+        found = method([_OURS], model_config)[0].served(found)
     return found, name
 
 
