@@ -112,6 +112,11 @@ def test_what_builds_and_what_runs_have_one_range(metadata: Message, project: Pr
     assert builds["apache-tvm-ffi"] == runs["apache-tvm-ffi"]
 
 
+def test_an_extra_has_the_lowest_vllm(metadata: Message) -> None:
+    (ours,) = (requirement for requirement in requirements(metadata, "vllm") if requirement.name == "vllm")
+    assert ours.specifier == SpecifierSet(f">={'.'.join(map(str, vllm.LOWEST))}")
+
+
 def test_vllm_finds_its_plugin(folder: Path) -> None:
     entries = configparser.ConfigParser()
     entries.read(folder / "entry_points.txt")

@@ -14,11 +14,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from twell import _configuration
 from twell._activation import Activation
-from twell.integrations import layouts
+from twell._runtime import device, host
+from twell.integrations import _vllm_kernels, layouts
 from twell.integrations import vllm as plugin
+from twell.integrations._vllm_auto import ServedStrategy, watch
+from twell.strategy import tables
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,6 +47,7 @@ class Registry:
 def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     stand_in = ModuleType("vllm")
     stand_in.ModelRegistry = Registry()  # type: ignore[attr-defined]
+    stand_in.__version__ = "0.32.0"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", stand_in)
     # transformers would keep what is registered; a test below registers in another process
     monkeypatch.setattr(transformers.AutoConfig, "register", lambda *_, **__: None)
@@ -81,6 +86,22 @@ def test_another_value_is_refused(registry: Registry, monkeypatch: pytest.Monkey
     monkeypatch.setenv("TWELL_VLLM", "of")
     with pytest.raises(ValueError, match="TWELL_VLLM must be one of auto, off, got 'of'"):
         plugin.register()
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "0.9.2", "0.29.1rc2.dev3+g1234567"])
+def test_an_older_vllm_is_left_as_it_is(
+    version: str, registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
+    plugin.register()
+    assert vars(registry) == {"models": {}}
+    line = f"twell: models run as without twell: vLLM must be 0.30 or newer, got {version}"
+    assert [(record.name, record.getMessage()) for record in caplog.records] == [("vllm.twell", line)]
+
+
+def test_versions_of_checkouts_are_not_too_old() -> None:
+    newer = ["0.30.0", "0.30.0rc1", "0.33.0", "1.0.0", "0.1.dev5+g1234567", "dev"]
+    assert [version for version in newer if plugin.is_too_old(version)] == []
 
 
 @pytest.mark.parametrize("architecture", plugin.LLAMA_LIKE)
@@ -132,6 +153,150 @@ def test_other_models_are_left_alone(registry: Registry) -> None:
     assert asked(registry, opt, ["OPTForCausalLM"]) == ["OPTForCausalLM"]
 
 
+def test_classes_that_vllm_serves_are_asked_for_by_its_own_names(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OPTForCausalLM:
+        pass
+
+    class Ours:
+        @staticmethod
+        def served(stock: Any) -> Any:
+            return "twell's", stock
+
+    def resolve_model_cls(names: list[str], model_config: Any) -> Any:
+        return (Ours if names == ["TwellForCausalLM"] else OPTForCausalLM), names[0]
+
+    monkeypatch.setattr(registry, "resolve_model_cls", resolve_model_cls)
+    plugin.register()
+
+    def resolved(model_impl: str = "auto", **config: Any) -> Any:
+        model = SimpleNamespace(model_impl=model_impl, hf_config=transformers.OPTConfig(**config))
+        return registry.resolve_model_cls(["OPTForCausalLM"], model)
+
+    assert resolved(activation_function="relu") == (("twell's", OPTForCausalLM), "OPTForCausalLM")
+    assert resolved(activation_function="gelu") == (OPTForCausalLM, "OPTForCausalLM")
+    assert resolved("vllm", activation_function="relu") == (OPTForCausalLM, "OPTForCausalLM")
+
+
+class Wrapper:
+    """vLLM's wrapper of a worker, as far as steps go: ``calls`` are those of a layer in each."""
+
+    def __init__(self) -> None:
+        self.calls: list[bool] = []
+
+    def execute_model(self, planned: Any) -> None:
+        self.calls.append(ServedStrategy(None).heeds(torch.empty(1, 8)))
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> type[Any]:
+    """A class of wrappers such as Ray's, which vLLM up to 0.32 calls by another name."""
+
+    class WorkerWrapperBase(Wrapper):
+        execute_model = Wrapper.execute_model
+
+    class RayWorkerWrapper(WorkerWrapperBase):
+        def execute_model_ray(self, planned: Any) -> None:
+            Wrapper.execute_model(self, planned)
+
+    module = ModuleType("vllm.v1.worker.worker_base")
+    module.WorkerWrapperBase = WorkerWrapperBase  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.v1", "vllm.v1.worker"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    watch.cache_clear()
+    watch()
+    watch()
+    watch.cache_clear()
+    return RayWorkerWrapper
+
+
+def test_calls_within_a_step_of_the_scheduler_are_of_requests(steps: type[Any]) -> None:
+    wrapper, plan, empty = steps(), *(SimpleNamespace(total_num_scheduled_tokens=n) for n in (3, 0))
+    Wrapper.execute_model(wrapper, plan)
+    wrapper.execute_model(plan)
+    wrapper.execute_model(empty)
+    wrapper.execute_model_ray((plan, None))
+    wrapper.execute_model_ray((empty, None, None))
+    Wrapper.execute_model(wrapper, plan)
+    assert wrapper.calls == [False, True, False, True, False, False]
+
+
+def test_without_steps_to_watch_the_log_says_so(
+    steps: type[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WorkerWrapperBase:
+        pass
+
+    monkeypatch.setattr(sys.modules["vllm.v1.worker.worker_base"], "WorkerWrapperBase", WorkerWrapperBase)
+    watch()
+    watch.cache_clear()
+    line = 'twell: vLLM has no WorkerWrapperBase.execute_model, so "auto" measures no request'
+    assert [record.getMessage() for record in caplog.records] == [line]
+
+
+GPU = torch.device("cuda", 0)
+
+
+def tried(strategy: str, on: torch.device = GPU, gated: bool = True) -> str:
+    route = layouts.route_of({"sparsity_strategy": strategy})
+    return _vllm_kernels.trouble(route, 8, on, Activation("relu2"), gated, 64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_kernels_are_tried_where_they_will_run(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's tensors are a CPU's here, and so are its operators."""
+    ran = []
+    zeros, ffn = torch.zeros, torch.ops.twell.ffn
+
+    def recorded(*arguments: Any) -> Any:
+        ran.append(arguments[8])
+        return ffn(*arguments)
+
+    monkeypatch.setattr(tables, "imposed", lambda *_: "")
+    monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
+    monkeypatch.setattr(torch.ops.twell, "ffn", recorded)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda on: None)
+    assert [tried(strategy, gated=gated) for strategy in ("auto", "row", "union", "dense")] == [""] * 4
+    assert ran == ["row", "row", "union"]
+
+    def missing(*arguments: Any) -> Any:
+        raise RuntimeError("kernel gate_pack_bf16 cannot be compiled\nbecause of more")
+
+    monkeypatch.setattr(torch.ops.twell, "ffn", missing)
+    said = tried("auto")
+    assert said.startswith(
+        "its kernels cannot be loaded (RuntimeError: kernel gate_pack_bf16 cannot be compiled); `twell"
+    )
+    assert "extra jit" in said
+    assert "TWELL_VLLM=off" in said
+    assert tried("dense") == tried("auto", torch.device("cpu")) == ""
+    # where "auto" is dense no kernel runs
+    monkeypatch.setattr(tables, "imposed", lambda *_: "costs are not known")
+    assert tried("auto") == ""
+
+
+def test_the_log_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(strategy: str, on: torch.device = GPU) -> str:
+        return _vllm_kernels.described(layouts.route_of({"sparsity_strategy": strategy}), on)
+
+    monkeypatch.setattr(device, "name", lambda index: "NVIDIA H100")
+    monkeypatch.setattr(host, "runner", lambda: "C (libtwell_host.so)")
+    monkeypatch.setattr(tables, "imposed", lambda *_: "")
+    monkeypatch.setattr(tables, "in_use", lambda on: tables.Table({}, "NVIDIA H200 (132 SMs)", "2026-01-01"))
+    launches = "launches by C (libtwell_host.so)"
+    assert said("auto") == f'strategy "auto", {launches}, costs of NVIDIA H200 (shipped) on NVIDIA H100'
+    assert said("row") == f'strategy "row", {launches}'
+    assert said("dense") == 'strategy "dense"'
+    assert said("row", torch.device("cpu")) == 'strategy "row"'
+    tuned = tables.Table({}, "NVIDIA H100 (132 SMs)", "2026-01-01", Path("tuning/a.json"))
+    monkeypatch.setattr(tables, "in_use", lambda on: tuned)
+    assert said("auto") == f'strategy "auto", {launches}, costs of NVIDIA H100 (tuning/a.json) on NVIDIA H100'
+    monkeypatch.setattr(tables, "imposed", lambda *_: "costs are not known")
+    assert said("auto") == 'strategy "auto", which is "dense": costs are not known'
+
+
 def test_sparse_model_types_are_read_as_stock_configurations(tmp_path: Path) -> None:
     expected = {}
     for architecture, (stock, model_types) in plugin.SPARSE.items():
@@ -144,6 +309,7 @@ def test_sparse_model_types_are_read_as_stock_configurations(tmp_path: Path) -> 
     script = f"""
 import json, sys, types
 sys.modules["vllm"] = vllm = types.ModuleType("vllm")
+vllm.__version__ = "0.32.0"
 class Registry:
     register_model = inspect_model_cls = resolve_model_cls = lambda *_: None
 vllm.ModelRegistry = Registry()

@@ -3,7 +3,7 @@
 Usage: python engine.py '{"model": FOLDER, "prompts": [[1, 2]], "tokens": 8, "engine": {...}}'
 
 "repeat": how often the prompts are served, one time after the other; the last counts. "lora": folder of an adapter for
-all requests. "chooses": let "auto" choose on the CPU, too, where figures arrive at once.
+all requests. "chooses": let "auto" choose on the CPU, too, where figures arrive at once. "broken": let no kernel load.
 """
 
 from __future__ import annotations
@@ -15,18 +15,12 @@ from typing import Any
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """The class of the model and those of its FFNs, how their down weights lie in memory, and what "auto" did."""
+    """The class of the model, its down projections that run a layer of twell, how they lie, and what "auto" did."""
     from twell.strategy.site import found
 
-    layers = [layer.mlp for layer in model.model.layers]
-    rows = [
-        child.weight.t().is_contiguous()
-        for layer in layers
-        for name, child in layer.named_children()
-        if name == "down_proj" and hasattr(child, "weight")
-    ]
-    weights = [next(layer.parameters()) for layer in layers]
-    sites = [site for site in map(found, weights) if site is not None]
+    methods = {name: (layer, getattr(layer, "quant_method", None)) for name, layer in model.named_modules()}
+    ours = {name: pair for name, pair in methods.items() if type(pair[1]).__name__ == "Served"}
+    sites = [site for _, method in ours.values() if (site := found(method._first.weight)) is not None]
     choices = [
         [[row.tokens, row.calls, row.figures and row.figures.nonzeros] for row in site.explain()] for site in sites
     ]
@@ -40,9 +34,9 @@ def describe(model: Any) -> dict[str, Any]:
     ]
     return {
         "model": type(model).__name__,
-        "layers": [type(layer).__name__ for layer in layers],
-        "rows": rows,
-        "strategies": [getattr(layer, "strategy", "") for layer in layers],
+        "layers": list(ours),
+        "rows": [layer.weight.t().is_contiguous() for layer, _ in ours.values()],
+        "strategies": [method.route.strategy for _, method in ours.values()],
         "choices": choices,
         "known": known,
     }
@@ -57,10 +51,19 @@ def let_auto_choose() -> None:
     sites.Transfer = lambda values: SimpleNamespace(arrived=lambda: True, read=values.tolist)  # type: ignore[misc]
 
 
+def let_no_kernel_load() -> None:
+    """Let the trial of kernels, which a CPU does not make, fail."""
+    from twell.integrations import _vllm_kernels
+
+    _vllm_kernels.trouble = lambda *_: "its kernels cannot be loaded"
+
+
 def main() -> None:
     request = json.loads(sys.argv[1])
     if request.get("chooses"):
         let_auto_choose()
+    if request.get("broken"):
+        let_no_kernel_load()
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -71,6 +74,7 @@ def main() -> None:
         max_num_seqs=4,
         **request["engine"],
     )
+    started = engine.apply_model(describe)[0]["choices"]
     adapter = LoRARequest("adapter", 1, request["lora"]) if request.get("lora") else None
     for _ in range(request.get("repeat", 1)):
         outputs = engine.generate(
@@ -81,6 +85,7 @@ def main() -> None:
         )
     result = {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "started": started,
         "cached": [output.num_cached_tokens for output in outputs],
         **engine.apply_model(describe)[0],
     }

@@ -21,14 +21,29 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 
+# What configurations call otherwise or have besides, by the kind of model.
+OF_KIND: dict[str, dict[str, Any]] = {
+    "OPT": {"ffn_dim": 704, "word_embed_proj_dim": 256, "init_std": SPREAD, "activation_function": "relu"},
+    "NemotronH": {
+        "layers_block_type": ["mamba", "mlp", "attention", "mlp"],
+        "head_dim": 64,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "n_groups": 2,
+        "ssm_state_size": 64,
+        "chunk_size": 64,
+    },
+}
+
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine gave: the tokens of each prompt, the classes of the model and of its FFNs, and its log.
+    """What an engine gave: the tokens of each prompt, the class of the model, and its log.
 
-    cached: tokens of each prompt that were in the cache. rows: of each FFN, whether its down weight lies by rows of
-    neurons. strategies: of each FFN of twell. choices: of each with "auto" [tokens, calls, non-zeros] by size of calls.
-    known: of each with "auto" [tokens, [non-zeros, union]] of sizes without a call.
+    cached: tokens of each prompt that were in the cache. layers: the down projections of FFNs that run through twell.
+    rows: whether the weight of each lies by rows of neurons. strategies: of each. choices: of each with "auto" [tokens,
+    calls, non-zeros] by size of calls. known: of each with "auto" [tokens, [non-zeros, union]] of sizes without a call.
+    started: the choices before the first request.
     """
 
     tokens: list[list[int]]
@@ -39,6 +54,7 @@ class Served:
     strategies: list[str]
     choices: list[list[tuple[str, int, float | None]]]
     known: list[list[tuple[int, list[float]]]]
+    started: list[list[tuple[str, int, float | None]]]
     log: str
 
 
@@ -65,6 +81,7 @@ def checkpoint(
     torch.manual_seed(0)
     options: dict[str, Any] = SIZES | (sizes or {})
     options |= {"hidden_act": activation, "tie_word_embeddings": False, "initializer_range": SPREAD}
+    options |= OF_KIND.get(kind, {})
     stock = getattr(transformers, f"{kind}Config")(**options)
     getattr(transformers, f"{kind}ForCausalLM")(stock).to(torch.float16).save_pretrained(folder)
     path = folder / "config.json"
@@ -102,3 +119,21 @@ def adapter(folder: Path) -> Path:
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+def greedy(model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Eight tokens of each prompt by the best one, without an engine."""
+    import torch
+
+    from twell.integrations.transformers import load
+
+    loaded = load(model, dtype=torch.float16)
+    made = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt])
+        for _ in range(8):
+            with torch.no_grad():
+                best = loaded(tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat((tokens, best), 1)
+        made.append(tokens[0, len(prompt) :].tolist())
+    return made

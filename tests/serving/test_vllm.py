@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import PROMPTS
-from served import Serve, adapter, checkpoint
+from served import Serve, adapter, checkpoint, greedy
 
 LAYERS = 2
 ROW = {"sparsity_strategy": "row"}
@@ -28,9 +28,9 @@ def test_relu_llama_has_the_same_tokens(eager: bool, relu: Path, serve: Serve, e
     served = serve(relu, enforce_eager=eager, hf_overrides=ROW)
     assert served.tokens == expected
     assert served.model == "SparseForCausalLM"
-    assert served.layers == ["ServedMLP"] * LAYERS
+    assert len(served.layers) == LAYERS
     assert served.rows == [True] * LAYERS
-    assert f"twell: {LAYERS} feed-forward layers run through torch.ops.twell.ffn" in served.log
+    assert f'twell: {LAYERS} feed-forward layers run through torch.ops.twell.ffn: strategy "row"' in served.log
 
 
 @pytest.mark.parametrize(("model_type", "rows"), [("llama", False), ("llama_sparse_relu", True)])
@@ -40,7 +40,7 @@ def test_papers_checkpoint_is_served_with_relu(
     model = checkpoint(tmp_path, "silu", rows, model_type=model_type, **PAPERS)
     served = serve(model, hf_overrides=ROW)
     assert served.tokens == expected
-    assert served.layers == ["ServedMLP"] * LAYERS
+    assert len(served.layers) == LAYERS
     assert "the configuration says 'silu', which is ignored" in served.log
 
 
@@ -52,7 +52,7 @@ def test_qwen2_has_the_same_tokens(tmp_path: Path, serve: Serve) -> None:
     stock = serve(model, plugin=False, model_impl="transformers")
     for served in (serve(model, hf_overrides=ROW), serve(sparse)):
         assert served.tokens == stock.tokens
-        assert served.layers == ["ServedMLP"] * LAYERS
+        assert len(served.layers) == LAYERS
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma"])
@@ -61,25 +61,7 @@ def test_squared_relu_has_the_same_tokens(kind: str, tmp_path: Path, serve: Serv
     stock = serve(model, plugin=False, model_impl="transformers")
     served = serve(model, hf_overrides=ROW)
     assert served.tokens == stock.tokens
-    assert served.layers == ["ServedMLP"] * LAYERS
-
-
-def greedy(model: Path) -> list[list[int]]:
-    """Eight tokens of each prompt by the best one, without an engine."""
-    import torch
-
-    from twell.integrations.transformers import load
-
-    loaded = load(model, dtype=torch.float16)
-    made = []
-    for prompt in PROMPTS:
-        tokens = torch.tensor([prompt])
-        for _ in range(8):
-            with torch.no_grad():
-                best = loaded(tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
-            tokens = torch.cat((tokens, best), 1)
-        made.append(tokens[0, len(prompt) :].tolist())
-    return made
+    assert len(served.layers) == LAYERS
 
 
 FATRELU = {"hidden_act": "fatrelu", "hidden_act_param": 0.5}
@@ -93,8 +75,8 @@ def test_activations_that_no_stock_class_has(
 ) -> None:
     model = checkpoint(tmp_path, "relu", **own)
     served = serve(model, enforce_eager=eager, hf_overrides=ROW)
-    assert served.tokens == greedy(model) != expected
-    assert served.layers == ["ServedMLP"] * LAYERS
+    assert served.tokens == greedy(model, PROMPTS) != expected
+    assert len(served.layers) == LAYERS
 
 
 @pytest.mark.parametrize(
@@ -116,7 +98,7 @@ def test_silu_model_is_untouched(tmp_path: Path, serve: Serve) -> None:
     model = checkpoint(tmp_path, "silu")
     stock, served = serve(model, plugin=False), serve(model)
     assert served.tokens == stock.tokens
-    assert (served.model, served.layers) == (stock.model, stock.layers) == ("LlamaForCausalLM", ["LlamaMLP"] * LAYERS)
+    assert (served.model, served.layers) == (stock.model, stock.layers) == ("LlamaForCausalLM", [])
     assert "twell:" not in served.log
 
 
@@ -124,8 +106,16 @@ def test_float32_runs_as_without_twell_and_says_why(relu: Path, serve: Serve) ->
     stock = serve(relu, plugin=False, model_impl="transformers", dtype="float32")
     served = serve(relu, dtype="float32")
     assert served.tokens == stock.tokens
-    assert served.layers == stock.layers
+    assert served.layers == []
     assert f"{LAYERS} {AS_WITHOUT} weights must be bfloat16 or float16, got torch.float32" in served.log
+
+
+def test_kernels_that_cannot_load_are_a_reason(relu: Path, serve: Serve, expected: list[list[int]]) -> None:
+    served = serve(relu, request={"broken": True})
+    assert served.tokens == expected
+    assert served.layers == []
+    assert f"{LAYERS} {AS_WITHOUT} its kernels cannot be loaded" in served.log
+    assert "run through torch.ops.twell.ffn" not in served.log
 
 
 def test_adapter_runs_as_without_twell_and_says_why(
@@ -135,7 +125,7 @@ def test_adapter_runs_as_without_twell_and_says_why(
     stock = serve(relu, plugin=False, model_impl="transformers", enable_lora=True, request=request)
     served = serve(relu, enable_lora=True, request=request)
     assert served.tokens == stock.tokens != expected
-    assert served.layers == stock.layers
+    assert served.layers == []
     assert f"{LAYERS} {AS_WITHOUT} LoRA is enabled" in served.log
 
 
@@ -153,6 +143,7 @@ def test_auto_learns_from_requests_alone(eager: bool, relu: Path, serve: Serve, 
     served = serve(relu, enforce_eager=eager, **options)
     assert served.tokens == expected
     assert served.strategies == ["auto"] * LAYERS
+    assert served.started == [[]] * LAYERS
     # 128 tokens, 81 with the end of the long prompt, then each sequence has one in a step until it has eight
     assert [[row[:2] for row in layer] for layer in served.choices] == [
         [["2", 1], ["3 to 4", 6], ["65 to 128", 2]],
@@ -162,43 +153,22 @@ def test_auto_learns_from_requests_alone(eager: bool, relu: Path, serve: Serve, 
     assert served.known == [[[256, [3.5, 0.2]], [8192, [3.5, 0.1]]], [[256, [40.25, 0.6]], [8192, [40.25, 0.5]]]]
 
 
-def test_graphs_are_captured_before_auto_learns() -> None:
-    """A CPU has no graphs, so the question is asked of a strategy that is made by hand."""
-    import torch
-    from vllm.config import CUDAGraphMode
-    from vllm.forward_context import override_forward_context
-
-    from twell.integrations._vllm_model import ServedStrategy
-
-    def heeded(site: ServedStrategy) -> list[int]:
-        return [tokens for tokens in (1, 512, 513, 8192) if site.heeds(torch.empty(tokens, 1))]
-
-    def strategy(mode: CUDAGraphMode) -> ServedStrategy:
-        return ServedStrategy(SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=512), None)
-
-    graphs, none = strategy(CUDAGraphMode.FULL_AND_PIECEWISE), strategy(CUDAGraphMode.NONE)
-    assert heeded(graphs) == heeded(none) == []
-    # a step of requests, and a run of vLLM's own
-    with override_forward_context(SimpleNamespace(attn_metadata={})):
-        assert heeded(graphs) == [513, 8192]
-        assert heeded(none) == [1, 512, 513, 8192]
-    with override_forward_context(SimpleNamespace(attn_metadata=None)):
-        assert heeded(graphs) == heeded(none) == []
-
-
 def test_a_rank_has_its_share_of_the_figures() -> None:
     import torch
 
-    from twell.integrations._vllm_model import ServedStrategy
+    from twell.integrations._vllm_auto import ServedStrategy
+    from twell.integrations._vllm_model import HandsOn
     from twell.integrations.layouts import LayerFigures
     from twell.strategy import site as sites
 
-    site = ServedStrategy(SimpleNamespace(), LayerFigures(30.0, 0.1, 0.4))
-    merged = torch.zeros(2 * 96, 64)
-    site.learn(merged, 2)
-    assert sites.site_of(merged.chunk(2)[0], True) is site
-    found = {bucket.problem[:4]: bucket.figures[:2] for bucket in site._buckets.values()}
-    assert found == {(256, 64, 96, True): (15.0, 0.4), (8192, 64, 96, True): (15.0, 0.1)}
+    for gated in (True, False):
+        site = ServedStrategy(LayerFigures(30.0, 0.1, 0.4))
+        weight = torch.zeros((2 if gated else 1) * 96, 64)
+        layer = SimpleNamespace(weight=weight, output_size=2 * len(weight))
+        HandsOn(site, gated).process_weights_after_loading(layer)
+        assert sites.site_of(weight[:96], True) is site
+        found = {bucket.problem[:4]: bucket.figures[:2] for bucket in site._buckets.values()}
+        assert found == {(256, 64, 96, gated): (15.0, 0.4), (8192, 64, 96, gated): (15.0, 0.1)}
 
 
 def test_figures_of_other_layers_are_refused(relu: Path, run: Any) -> None:
@@ -227,33 +197,54 @@ def test_batch_invariant_mode_gives_a_token_the_same_bits(monkeypatch: pytest.Mo
     assert [_vllm_model.route_of(SimpleNamespace(sparsity_screen=s)).screen for s in ("auto", "off")] == [True, False]
 
 
-def test_quantised_layers_run_as_without_twell() -> None:
+def test_layers_run_as_without_twell_for_a_reason() -> None:
     """Quantised weights need a GPU, so the question is asked of layers that are made by hand."""
     import torch
     from torch import nn
-    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        MergedColumnParallelLinear,
+        RowParallelLinear,
+        UnquantizedLinearMethod,
+    )
 
-    from twell.integrations import _vllm_model
+    from twell._activation import RELU
+    from twell.integrations._vllm_model import FFN, why_not
 
     class Fp8Method(UnquantizedLinearMethod):
         pass
 
-    def layer(*methods: type[UnquantizedLinearMethod]) -> nn.Module:
-        stock = nn.Module()
-        for name, kind, method in zip(("merged", "down"), (MergedColumnParallelLinear, RowParallelLinear), methods):
-            linear = kind.__new__(kind)
-            nn.Module.__init__(linear)
-            linear.quant_method, linear.weight = method(), nn.Parameter(torch.empty(64, 96, dtype=torch.bfloat16))
-            stock.add_module(name, linear)
-        return stock
+    def linear(
+        kind: type[nn.Module], shape: tuple[int, int], method: Any = UnquantizedLinearMethod, **options: Any
+    ) -> Any:
+        made: Any = kind.__new__(kind)
+        nn.Module.__init__(made)
+        made.quant_method, made.weight = method(), nn.Parameter(torch.empty(shape, dtype=torch.bfloat16))
+        for name, value in options.items():
+            setattr(made, name, value)
+        return made
 
-    config = SimpleNamespace(lora_config=None)
-    assert _vllm_model.why_not(layer(UnquantizedLinearMethod, UnquantizedLinearMethod), config) == ""
-    for methods in ((Fp8Method, UnquantizedLinearMethod), (UnquantizedLinearMethod, Fp8Method)):
-        reason = "weights must not be quantised, got Fp8Method"
-        assert _vllm_model.why_not(layer(*methods), config) == reason
-    assert _vllm_model.why_not(nn.Module(), config) == (
+    def reason(first: nn.Module | None, down: nn.Module | None, gated: bool = False) -> str:
+        layer = nn.Module()
+        layer.first, layer.down = first, down
+        ffn = FFN("" if gated else "first", "act", "down", RELU)
+        return why_not(layer, ffn, SimpleNamespace(lora_config=None))
+
+    column, row = ColumnParallelLinear, RowParallelLinear
+    assert reason(linear(MergedColumnParallelLinear, (192, 64)), linear(row, (64, 96)), gated=True) == ""
+    assert reason(linear(column, (96, 64)), linear(row, (64, 96))) == ""
+    quantised = "weights must not be quantised, got Fp8Method"
+    assert reason(linear(column, (96, 64), Fp8Method), linear(row, (64, 96))) == quantised
+    assert reason(linear(column, (96, 64)), linear(row, (64, 96), Fp8Method)) == quantised
+    assert reason(linear(column, (96, 64)), linear(row, (64, 96)), gated=True) == (
         "vLLM must have made one MergedColumnParallelLinear of a layer, got 0"
+    )
+    assert reason(nn.Linear(64, 96), linear(row, (64, 96))) == "projections must be linear layers of vLLM, got Linear"
+    whole = "each rank must keep its neurons from the first projection to the last, got those of all ranks"
+    assert reason(linear(column, (96, 64), gather_output=True), linear(row, (64, 96))) == whole
+    assert reason(linear(column, (96, 64)), linear(row, (64, 96), input_is_parallel=False)) == whole
+    assert reason(linear(column, (96, 64)), linear(row, (32, 96))) == (
+        "the first weight must be [96, 32] with a last one of [32, 96], got [96, 64]"
     )
 
 
@@ -261,14 +252,14 @@ def test_odd_sizes_run_as_without_twell(tmp_path: Path, serve: Serve) -> None:
     model = checkpoint(tmp_path, "relu", sizes={"intermediate_size": 700})
     stock, served = serve(model, plugin=False, model_impl="transformers"), serve(model)
     assert served.tokens == stock.tokens
-    assert served.layers == stock.layers
+    assert served.layers == []
     assert "N must be a positive multiple of 8 for the sparse kernels, got 700" in served.log
 
 
 def test_tensor_parallel(relu: Path, serve: Serve, expected: list[list[int]]) -> None:
     served = serve(relu, tensor_parallel_size=2, distributed_executor_backend="mp", hf_overrides=ROW)
     assert served.tokens == expected
-    assert served.layers == ["ServedMLP"] * LAYERS
+    assert len(served.layers) == LAYERS
 
 
 def test_damaged_checkpoint_is_refused(tmp_path: Path, run: Any) -> None:

@@ -1,36 +1,94 @@
-"""The model of ``twell.integrations.vllm``: vLLM's Transformers backend with its ReLU FFNs through ``ops.ffn``.
+"""The models of ``twell.integrations.vllm``: vLLM's own, with their ReLU FFNs through ``ops.ffn``.
 
 vLLM traces a model once, with a symbolic number of tokens, and captures CUDA graphs of many sizes. So a layer is one
-operator, which sees the real number of tokens and chooses its strategy then. Its linear layers stay vLLM's: they hold,
-load and shard the weights, gate and up as one [2 N, K] of a rank's halves. Only their products are not called.
+operator, which sees the real number of tokens and chooses its strategy then.
+
+The linear layers of a served FFN stay vLLM's: they hold, load and shard the weights, gate and up as one [2 N, K] of a
+rank's halves, and add the results of ranks. But the product of the last one is the operator, over the weights of all.
+So an FFN with a gate is a call of that one. One without keeps the code around it: its first linear layer hands x on,
+and its activation does nothing.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ReLUSquaredActivation
 from vllm import envs
-from vllm.config import CUDAGraphMode
-from vllm.distributed import tensor_model_parallel_all_reduce
-from vllm.forward_context import get_forward_context, is_forward_context_available
-from vllm.logger import init_logger
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers import activation as stock_activations
+from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
-from twell import _configuration
+from twell import __version__, _configuration
 from twell._activation import RELU, Activation
-from twell.integrations import layouts, vllm
-from twell.strategy.costs import Figures, Problem
+from twell._sparsify import candidates
+from twell._sparsify.known import known
+from twell.integrations import _vllm_kernels, layouts, vllm
+from twell.integrations._vllm_auto import ServedStrategy, watch
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, routed, unpackable
-from twell.strategy.site import AutoStrategy, Screen, enroll
 
 # vLLM sets up the logs below its own name alone
-_logger = init_logger("vllm.twell")
+_logger = logging.getLogger("vllm.twell")
+
+
+class FFN(NamedTuple):
+    """A feed-forward layer by the names of its parts in a module of vLLM.
+
+    up: the first projection; "" for one of gate and up, which vLLM makes of both. act: what holds the activation.
+    """
+
+    up: str
+    act: str
+    down: str
+    activation: Activation
+
+    @property
+    def gated(self) -> bool:
+        return not self.up
+
+
+# vLLM's own classes of models, by their modules, and in each those of FFNs without a gate: class, up, act, down. Their
+# code is down(act(up(x))), and what comes before and after it in OPT's.
+_OWN = {
+    "arcee": ("ArceeMLP", "up_proj", "act_fn", "down_proj"),
+    "jais2": ("Jais2MLP", "up_proj", "act_fn", "down_proj"),
+    "nemotron": ("NemotronMLP", "up_proj", "act_fn", "down_proj"),
+    "nemotron_h": ("NemotronHMLP", "up_proj", "act_fn", "down_proj"),
+    "opt": ("OPTDecoderLayer", "fc1", "activation_fn", "fc2"),
+}
+_OWN_ACTIVATIONS = {
+    nn.ReLU: RELU,
+    stock_activations.ReLUSquaredActivation: Activation("relu2"),
+    ReLUSquaredActivation: Activation("relu2"),
+}
+
+
+@functools.cache
+def _of_own(stock: Any) -> Any:
+    class Served(stock):  # type: ignore[misc]
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            tell_graphs_apart(vllm_config)
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            name, up, act, down = _OWN[stock.__module__.rpartition(".")[2]]
+            found: dict[str, FFN | str] = {}
+            for path, module in self.named_modules():
+                if type(module).__name__ == name and (activation := _own_activation(getattr(module, act))):
+                    found[path] = FFN(up, act, down, activation)
+            serve(self, found, vllm_config)
+
+    # it is that class, with other FFNs, to whatever vLLM or its log asks
+    Served.__name__, Served.__qualname__, Served.__module__ = stock.__name__, stock.__qualname__, stock.__module__
+    return Served
+
+
+def _own_activation(act: object) -> Activation | None:
+    return next((activation for kind, activation in _OWN_ACTIVATIONS.items() if isinstance(act, kind)), None)
 
 
 class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
@@ -50,7 +108,8 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
             _logger.info("twell: %s", wrong)
         # of an activation that no stock class has: the model is made with ReLU
         own = _configuration.as_stock(config)
-        self._activation = RELU if own is None else own.activation
+        self._only_twell = None if own is None else own.activation
+        tell_graphs_apart(vllm_config)
         try:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         finally:
@@ -58,52 +117,54 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
                 _configuration.write(config, own.keys, own.activation)
 
     def recursive_replace(self) -> None:
-        """Replace the modules of transformers by vLLM's, then the FFNs among them by ``ServedMLP``."""
-        activations = {name: activation_of(module) for name, module in self.model.named_modules()}
-        found = [name for name, activation in activations.items() if activation]
-        if self._activation != RELU:
-            self._require(len(found) == self.text_config.num_hidden_layers, f"{len(found)} layers of twell's form")
+        """Replace the modules of transformers by vLLM's, then serve the FFNs among them."""
+        found = _of_transformers(self.model)
         super().recursive_replace()
-        reasons: Counter[str] = Counter()
-        for name in found:
-            stock = self.model.get_submodule(name)
-            reason = why_not(stock, self.vllm_config)
-            if self._activation != RELU:
-                self._require(not reason, f"{name}: {reason}")
-            if reason:
-                reasons[reason] += 1
-            else:
-                activation = Activation(activations[name]) if self._activation == RELU else self._activation
-                served = ServedMLP(stock, self.text_config, self._site(name), activation)
-                self.model.set_submodule(name, served)
-        if not found:
-            reasons["no layer is down_proj(act(gate_proj(x)) * up_proj(x)) with ReLU or its square"] += 1
-        for reason, count in reasons.items():
-            _logger.warning("twell: %d feed-forward layers run as without twell: %s", count, reason)
-        if count := len(found) - sum(reasons.values()):
-            _logger.info("twell: %d feed-forward layers run through torch.ops.twell.ffn", count)
+        serve(self.model, found, self.vllm_config, self._only_twell)
 
-    def _require(self, right: bool, got: str) -> None:
-        """Raise NotImplementedError if a layer would run without twell, whose code alone has the activation."""
-        if not right:
-            raise NotImplementedError(
-                f"twell must run all {self.text_config.num_hidden_layers} feed-forward layers of a model with "
-                f"{self._activation.name}, which vLLM does not have, got {got}"
-            )
-
-    def _site(self, name: str) -> ServedStrategy:
-        """The strategy of the layer of this name, with the figures that the configuration has for it."""
-        known = layouts.measured(self.text_config.to_dict(), self.text_config.num_hidden_layers)
-        number = next((int(part) for part in name.split(".") if part.isdecimal()), None)
-        figures = None if known is None or number is None else known[number]
-        screens = layouts.route_of(vars(self.text_config)).screen
-        return ServedStrategy(self.vllm_config.compilation_config, figures, "auto" if screens else "off")
+    @staticmethod
+    def served(stock: Any) -> Any:
+        """The class of vLLM's registry with its FFNs through twell; itself where twell knows none of them."""
+        if stock is TransformersForCausalLM:
+            return SparseForCausalLM
+        return _of_own(stock) if stock.__module__ in {f"vllm.model_executor.models.{name}" for name in _OWN} else stock
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As in vLLM; down weights of the paper's architectures may also be stored [intermediate, hidden]."""
         if vllm.is_sparse(self.config):
             weights = _as_linear(weights, self.text_config)
         return super().load_weights(weights)  # type: ignore[no-any-return]
+
+
+def _of_transformers(model: nn.Module) -> dict[str, FFN | str]:
+    """The FFNs of a model of transformers that has no weights yet, by name; why not, for those that only look like one.
+
+    A module counts if copies of it, run with small weights, compute the layer and nothing else.
+    """
+    found: dict[str, FFN | str] = {}
+    # sizes are those of a rank, see ``why_not``
+    context = candidates.Context(model, "dense", {})
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            # a server drops nothing
+            module.p = 0.0
+    for name, module in model.named_modules():
+        for likely in known(module, functools.partial(candidates.has_children, module)):
+            try:
+                candidate, activation = candidates.examine(name, module, likely, context)
+            except (TypeError, ValueError) as error:
+                where, remedy = candidates.label(name, module), f"; {candidates.LEAVE_OUT}"
+                found[name] = str(error).replace(where, type(module).__name__).removesuffix(remedy)
+                continue
+            form, act = candidate.form, candidate.attribute
+            if activation is None:
+                continue
+            if form.fused or act is None:
+                what = "gate and up in one projection" if form.fused else "its activation in its code"
+                found[name] = f"{type(module).__name__} has {what}"
+            else:
+                found[name] = FFN("" if form.gated else form.inputs[0], act, form.down, activation)
+    return found
 
 
 def _as_linear(weights: Iterable[tuple[str, Tensor]], config: Any) -> Iterator[tuple[str, Tensor]]:
@@ -122,95 +183,155 @@ def _as_linear(weights: Iterable[tuple[str, Tensor]], config: Any) -> Iterator[t
         yield name, weight
 
 
-class ServedStrategy(AutoStrategy):
-    """ "auto" of a served layer: it learns from requests, and not from the runs that vLLM makes while it starts.
+def tell_graphs_apart(vllm_config: Any) -> None:
+    """Let vLLM keep compiled graphs with twell's layers and those without under other names, by its configuration."""
+    if isinstance(more := vllm_config.additional_config, dict):
+        vllm_config.additional_config = more | {"twell": __version__}
 
-    In these all tokens are the same, and so are their neurons. Graphs are captured then, so until a request has been
-    measured the choice is by ``figures`` of the configuration or, without, as for any layer not yet measured.
+
+def serve(
+    model: nn.Module, found: Mapping[str, FFN | str], vllm_config: Any, only_twell: Activation | None = None
+) -> None:
+    """Run these FFNs of ``model`` through twell as far as they can, and say what runs and why the others do not.
+
+    only_twell: an activation that stands for ReLU in ``model`` and that vLLM does not have. Raises NotImplementedError
+    if a layer would run without it.
     """
+    config = vllm_config.model_config.hf_config.get_text_config()
+    route, layers = route_of(config), config.num_hidden_layers
+    if only_twell is not None and len(found) != layers:
+        raise _missing(only_twell, layers, f"{len(found)} layers of twell's form")
+    on = vllm_config.device_config.device
+    if on.type == "cuda" and on.index is None:
+        on = torch.device("cuda", torch.cuda.current_device())
+    compression = int(getattr(config, "sparsity_compression", 8))
+    trouble = functools.cache(functools.partial(_vllm_kernels.trouble, route, compression, on))
+    reasons: Counter[str] = Counter()
+    for name, ffn in found.items():
+        if isinstance(ffn, str):
+            reason = ffn
+        else:
+            module, ffn = model.get_submodule(name), ffn._replace(activation=only_twell or ffn.activation)
+            reason = why_not(module, ffn, vllm_config)
+            if not reason:
+                weight = projections(module, ffn)[1].weight
+                reason = trouble(ffn.activation, ffn.gated, weight.shape[0], weight.dtype)
+            if not reason:
+                replace(model, name, ffn, route, compression, _site(name, config))
+                continue
+        if only_twell is not None:
+            raise _missing(only_twell, layers, f"{name}: {reason}")
+        reasons[reason] += 1
+    for reason, count in reasons.items():
+        _logger.warning("twell: %d feed-forward layers run as without twell: %s", count, reason)
+    if not found:
+        _logger.warning("twell: the model runs as without twell: no feed-forward layer of it has ReLU or its square")
+    if runs := len(found) - sum(reasons.values()):
+        watch()
+        said = _vllm_kernels.described(route, on)
+        _logger.info("twell: %d feed-forward layers run through torch.ops.twell.ffn: %s", runs, said)
 
-    def __init__(self, compilation: Any, figures: layouts.LayerFigures | None, screen: Screen = "auto") -> None:
-        super().__init__(screen=screen)
-        self._compilation, self._known = compilation, figures
 
-    def heeds(self, x: Tensor) -> bool:
-        """Whether ``x`` is of requests: numbers of tokens that have a graph run as such once vLLM has started."""
-        graphs = self._compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
-        most = (self._compilation.max_cudagraph_capture_size or 0) if graphs else 0
-        return len(x) > most and is_forward_context_available() and get_forward_context().attn_metadata is not None
+def _missing(activation: Activation, layers: int, got: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"twell must run all {layers} feed-forward layers of a model with {activation.name}, which vLLM does not "
+        f"have, got {got}"
+    )
 
-    def learn(self, merged: Tensor, share: int) -> None:
-        """Be the strategy of the layer with this weight [2 N, K], of one rank of ``share``."""
-        n, k = merged.shape[0] // 2, merged.shape[1]
-        enroll(merged, self)
-        if self._known is not None:
-            nonzeros, text, batch = self._known
-            for m, union in ((vllm.BATCH, batch), (vllm.PROMPTS, text)):
-                self.observe(Problem(m, k, n, True, False), Figures(nonzeros / share, union))
+
+def _site(name: str, config: Any) -> ServedStrategy:
+    """The strategy of the layer of this name, with the figures that the configuration has for it."""
+    measured = layouts.measured(config.to_dict(), config.num_hidden_layers)
+    number = next((int(part) for part in name.split(".") if part.isdecimal()), None)
+    figures = None if measured is None or number is None else measured[number]
+    return ServedStrategy(figures, "auto" if layouts.route_of(vars(config)).screen else "off")
+
+
+def replace(model: nn.Module, name: str, ffn: FFN, route: Route, compression: int, site: ServedStrategy) -> None:
+    """Let the FFN of this name run through twell."""
+    module = model.get_submodule(name)
+    first, down = projections(module, ffn)
+    first.quant_method, down.quant_method = HandsOn(site, ffn.gated), Served(first, ffn, route, compression)
+    if ffn.gated:
+        model.set_submodule(name, ServedMLP(module, first, down))
+    else:
+        owner, _, key = ffn.act.rpartition(".")
+        setattr(module.get_submodule(owner), key, nn.Identity())
 
 
 class ServedMLP(nn.Module):
-    """``down(act(gate(x)) * up(x))`` of one rank, through ``torch.ops.twell.ffn``, and the sum over ranks.
+    """A served FFN with a gate: the linear layers of ``stock``, under their names. The last one is called alone."""
 
-    It takes the linear layers of ``stock`` over, under their names. ``process_weights_after_loading`` of the down
-    projection, which vLLM calls, lays its weight out by rows of neurons.
-    """
-
-    def __init__(self, stock: nn.Module, config: Any, site: ServedStrategy, activation: Activation) -> None:
+    def __init__(self, stock: nn.Module, first: nn.Module, down: nn.Module) -> None:
         super().__init__()
-        self._merged, merged = _linear(stock, MergedColumnParallelLinear)
-        self._down, down = _linear(stock, RowParallelLinear)
-        merged.quant_method, down.quant_method = _Kept(site), _KeptByRows()
-        self.add_module(self._merged, merged)
-        self.add_module(self._down, down)
-        self.activation, self.route = activation, route_of(config)
-        self.compression = int(getattr(config, "sparsity_compression", 8))
+        for name, child in stock.named_children():
+            if child in (first, down):
+                self.add_module(name, child)
+        self._down = next(name for name, child in self.named_children() if child is down)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> y [..., hidden]."""
-        merged, down = getattr(self, self._merged), getattr(self, self._down)
-        w_gate, w_up = merged.weight.chunk(2)
-        b_gate, b_up = (None, None) if merged.bias is None else merged.bias.chunk(2)
-        # one rank alone adds it
-        b_down = None if down.tp_rank > 0 else down.bias
+        y: Tensor = getattr(self, self._down)(x)
+        return y
+
+
+class HandsOn(UnquantizedLinearMethod):  # type: ignore[misc]
+    """The first projection of a served FFN: its weight stays as it was loaded, and if it is called it returns x.
+
+    On a CPU vLLM would pack the weight for its own products.
+    """
+
+    def __init__(self, site: ServedStrategy, gated: bool) -> None:
+        super().__init__()
+        self._site, self._gated = site, gated
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Leave ``layer.weight`` alone, and let the operator find the layer's strategy by it."""
+        rows, k = layer.weight.shape
+        self._site.learn(layer.weight, k, rows // 2 if self._gated else rows, self._gated, layer.output_size // rows)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x itself."""
+        return x
+
+
+class Served(UnquantizedLinearMethod):  # type: ignore[misc]
+    """The down projection of a served FFN, whose product is all of the FFN: ``down(act(gate(x)) * up(x))`` of one rank.
+
+    Its weight [K, N] lies in memory by rows of neurons, which the kernels read; its shape stays.
+    """
+
+    def __init__(self, first: Any, ffn: FFN, route: Route, compression: int) -> None:
+        super().__init__()
+        self._first, self._gated = first, ffn.gated
+        self.activation, self.route, self.compression = ffn.activation, route, compression
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Store ``layer.weight`` [K, N] as the transposed view of a contiguous [N, K] tensor."""
+        layer.weight.data = layer.weight.data.t().contiguous().t()
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., K], the input of the FFN, -> y [..., K]; without a gate the up projection is the first weight."""
+        w_gate, b_gate, w_up, b_up = self._first.weight, self._first.bias, None, None
+        if self._gated:
+            w_gate, w_up = w_gate.chunk(2)
+            b_gate, b_up = (None, None) if b_gate is None else b_gate.chunk(2)
         y: Tensor = torch.ops.twell.ffn(
             x.reshape(-1, x.shape[-1]),
             w_gate,
             w_up,
-            down.weight.t(),
+            layer.weight.t(),
             b_gate,
             b_up,
-            b_down,
+            bias,
             self.compression,
             self.route.strategy,
             w_gate,
             *self.activation,
             self.route.screen,
             self.route.invariant,
-        ).view(x.shape)
-        if down.tp_size > 1:
-            y = tensor_model_parallel_all_reduce(y)
-        return y
-
-
-class _Kept(UnquantizedLinearMethod):  # type: ignore[misc]
-    """Keeps a merged weight as it was loaded; on a CPU vLLM would pack it for its own products."""
-
-    def __init__(self, site: ServedStrategy) -> None:
-        super().__init__()
-        self._site = site
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Leave ``layer.weight`` alone, and let the operator find the layer's strategy by it."""
-        self._site.learn(layer.weight, layer.tp_size)
-
-
-class _KeptByRows(UnquantizedLinearMethod):  # type: ignore[misc]
-    """Lays a down weight [K, N] out by rows of neurons, which the kernels read; its shape stays."""
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Store ``layer.weight`` [K, N] as the transposed view of a contiguous [N, K] tensor."""
-        layer.weight.data = layer.weight.data.t().contiguous().t()
+        )
+        return y.view(x.shape)
 
 
 def route_of(config: Any) -> Route:
@@ -221,36 +342,38 @@ def route_of(config: Any) -> Route:
     return routed(Facts(strategy="row", invariant=True)) if batch_invariant else route
 
 
-def why_not(stock: nn.Module, vllm_config: Any) -> str:
-    """Why a ReLU FFN, after vLLM replaced its linear layers, runs as without twell; "" if it need not."""
+def why_not(module: nn.Module, ffn: FFN, vllm_config: Any) -> str:
+    """Why a ReLU FFN, of vLLM's linear layers, runs as without twell; "" if it need not."""
     if vllm_config.lora_config is not None:
         return "LoRA is enabled"
+    if ffn.activation.name == "drelu" and not ffn.gated:
+        return "a layer with drelu must have a gate, got none"
     try:
-        linears = [_linear(stock, kind)[1] for kind in (MergedColumnParallelLinear, RowParallelLinear)]
+        first, down = projections(module, ffn)
     except ValueError as error:
         return str(error)
-    if quantised := [layer for layer in linears if type(layer.quant_method) is not UnquantizedLinearMethod]:
+    if quantised := [layer for layer in (first, down) if type(layer.quant_method) is not UnquantizedLinearMethod]:
         return f"weights must not be quantised, got {type(quantised[0].quant_method).__name__}"
-    down = linears[1].weight
-    if down.dtype not in PACKED_DTYPES:
-        return f"weights must be bfloat16 or float16, got {down.dtype}"
-    refusal = unpackable(Facts("sizes of a rank", n=down.shape[1], k=down.shape[0]), instead="")
+    if getattr(first, "gather_output", False) or not getattr(down, "input_is_parallel", True):
+        return "each rank must keep its neurons from the first projection to the last, got those of all ranks"
+    k, n = down.weight.shape
+    if list(first.weight.shape) != (wanted := [2 * n if ffn.gated else n, k]):
+        return f"the first weight must be {wanted} with a last one of {[k, n]}, got {list(first.weight.shape)}"
+    if down.weight.dtype not in PACKED_DTYPES:
+        return f"weights must be bfloat16 or float16, got {down.weight.dtype}"
+    refusal = unpackable(Facts("sizes of a rank", n=n, k=k), instead="")
     return refusal.message if refusal else ""
 
 
-def _linear(stock: nn.Module, kind: type[nn.Module]) -> tuple[str, Any]:
-    """The only child of this kind, with its name. Raises ValueError if there is not one."""
-    found = [(name, child) for name, child in stock.named_children() if isinstance(child, kind)]
-    if len(found) != 1:
-        raise ValueError(f"vLLM must have made one {kind.__name__} of a layer, got {len(found)}")
-    return found[0]
-
-
-def activation_of(module: nn.Module) -> str:
-    """The activation, "relu" or "relu2", of a feed-forward layer of a Llama-like model of transformers.
-
-    "" for any other module.
-    """
-    linear = all(isinstance(getattr(module, f"{name}_proj", None), nn.Linear) for name in ("gate", "up", "down"))
-    found = {nn.ReLU: "relu", ReLUSquaredActivation: "relu2"}.get(type(getattr(module, "act_fn", None)), "")
-    return found if linear else ""
+def projections(module: nn.Module, ffn: FFN) -> tuple[Any, Any]:
+    """The first and the last linear layer of an FFN. Raises ValueError if they are not vLLM's."""
+    if ffn.gated:
+        made = [child for child in module.children() if isinstance(child, MergedColumnParallelLinear)]
+        if len(made) != 1:
+            raise ValueError(f"vLLM must have made one MergedColumnParallelLinear of a layer, got {len(made)}")
+        found = made[0], module.get_submodule(ffn.down)
+    else:
+        found = module.get_submodule(ffn.up), module.get_submodule(ffn.down)
+    if other := [type(layer).__name__ for layer in found if not isinstance(layer, LinearBase)]:
+        raise ValueError(f"projections must be linear layers of vLLM, got {other[0]}")
+    return found

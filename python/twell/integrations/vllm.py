@@ -1,15 +1,19 @@
 """twell in vLLM: models with ReLU or another of its family, by ``pip install twell`` beside vLLM.
 
 vLLM calls ``register``, an entry point of its group ``vllm.general_plugins``, in each of its processes. From then on it
-serves, through its Transformers backend with the FFNs through twell,
+serves, with the FFNs through twell,
 
 - ``SparseLlamaForCausalLM`` and ``SparseQwen2ForCausalLM``, the paper's checkpoints and those of
   ``twell.integrations.transformers``: with ReLU, whatever stock activation the configuration names;
 - the architectures of ``LLAMA_LIKE`` where the configuration names "relu" or its square, "relu2". vLLM's own classes
-  refuse those;
-- all of these with "drelu", or with "fatrelu" and its threshold.
+  refuse those, so they run through its Transformers backend, as the first do;
+- what vLLM itself runs through its Transformers backend, with "relu" or "relu2", with or without a gate;
+- all of these with "drelu", or with "fatrelu" and its threshold;
+- vLLM's own classes of Nemotron, Nemotron-H (dense layers and shared experts), OPT and, in versions that have them,
+  Arcee and Jais 2, with "relu" or "relu2".
 
-All other models, and models with ``model_impl`` "vllm" or "transformers", are as without twell. ``TWELL_VLLM=off``
+All other models, and models with ``model_impl`` "vllm" or "transformers", are as without twell, and so are all models
+with a vLLM older than ``LOWEST``. ``TWELL_VLLM=off``
 switches it off, and so does ``VLLM_PLUGINS`` without "twell". The configuration may have ``sparsity_strategy``,
 ``sparsity_screen``, ``sparsity_invariant`` and ``sparsity_compression``, as in ``SparseLlamaConfig``:
 ``--hf-overrides '{"sparsity_strategy": "dense"}'``.
@@ -20,6 +24,8 @@ Importing this module imports neither vLLM nor CUDA. ``_vllm_model`` has the mod
 from __future__ import annotations
 
 import functools
+import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +42,10 @@ SPARSE = {
     "SparseQwen2ForCausalLM": ("Qwen2Config", ("sparse_qwen2", "qwen2_sparse_relu")),
 }
 
-# Activations of layers with a gate that are served, by their names in configurations and in ``torch.ops.twell.ffn``.
+# vLLM's version from which its Transformers backend makes one product of gate and up.
+LOWEST = (0, 30)
+
+# Activations that are served, by their names in configurations and in ``torch.ops.twell.ffn``.
 ACTIVATIONS = ("relu", "relu2", *_configuration.OWN)
 
 # Tokens of a typical batch that decodes, and of one with prompts; figures count for the numbers nearest to them.
@@ -55,15 +64,25 @@ _CLASS = "twell.integrations._vllm_model:SparseForCausalLM"
 
 
 def register() -> None:
-    """Register the models with vLLM in this process; again without effect. Does nothing with ``TWELL_VLLM=off``.
+    """Register the models with vLLM in this process; again without effect.
+
+    Does nothing with ``TWELL_VLLM=off`` and, after a warning, with a vLLM older than ``LOWEST``.
 
     Raises ImportError without vLLM, ValueError for another value of ``TWELL_VLLM``.
     """
     if not env.vllm():
         logger.info("TWELL_VLLM=off: vLLM serves without twell")
         return
+    import vllm
     from vllm import ModelRegistry
 
+    if is_too_old(vllm.__version__):
+        lowest = ".".join(map(str, LOWEST))
+        # vLLM sets up the logs below its own name alone
+        logging.getLogger("vllm.twell").warning(
+            "twell: models run as without twell: vLLM must be %s or newer, got %s", lowest, vllm.__version__
+        )
+        return
     for architecture in (*SPARSE, _OURS):
         ModelRegistry.register_model(architecture, _CLASS)
     read_configurations()
@@ -74,12 +93,25 @@ def register() -> None:
             setattr(ModelRegistry, name, functools.partial(_instead, method))
 
 
+def is_too_old(version: str) -> bool:
+    """Whether this version of vLLM is older than ``LOWEST``. One that is no number, and 0.1.dev, are of a checkout."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and (0, 1) != (number := (int(found[1]), int(found[2]))) and number < LOWEST
+
+
 def _instead(method: Callable[..., Any], architectures: str | Sequence[str], model_config: Any) -> Any:
-    """Call a method of vLLM's registry, with twell's architecture for a Llama-like model of the family of ReLU."""
+    """Call a method of vLLM's registry; for a model of the family of ReLU, its class is twell's.
+
+    A Llama-like one has twell's architecture, too, since vLLM's own class refuses it.
+    """
     names = [architectures] if isinstance(architectures, str) else list(architectures)
-    if model_config.model_impl == "auto" and set(names) & set(LLAMA_LIKE) and _is_served(model_config.hf_config):
-        names = [_OURS]
-    return method(names, model_config)
+    if model_config.model_impl != "auto" or not _is_served(model_config.hf_config):
+        return method(names, model_config)
+    found, name = method([_OURS] if set(names) & set(LLAMA_LIKE) else names, model_config)
+    if isinstance(found, type):
+        # vLLM imports twell's class, so that this module need not
+        found = method([_OURS], model_config)[0].served(found)
+    return found, name
 
 
 def _is_served(config: Any) -> bool:

@@ -1,0 +1,62 @@
+"""What a worker of vLLM says of twell when its model is made: whether kernels run, and what will."""
+
+from __future__ import annotations
+
+import torch
+
+from twell._activation import Activation
+from twell._runtime import device, host
+from twell.strategy import tables
+from twell.strategy.plan import Route
+
+# Neurons of the layer that is tried: kernels depend on K and not on N.
+_NEURONS = 64
+
+_REMEDY = (
+    "`twell info` shows what is installed; install a wheel with kernels for this GPU, or the extra jit, which compiles "
+    "them, or set TWELL_VLLM=off"
+)
+
+
+def dense_because(route: Route, on: torch.device) -> str:
+    """Why "auto" is "dense" on a device; "" where it chooses, and for other strategies."""
+    return tables.imposed(on.type, on.index) if route.strategy == "auto" else ""
+
+
+def trouble(
+    route: Route, compression: int, on: torch.device, activation: Activation, gated: bool, k: int, dtype: torch.dtype
+) -> str:
+    """Run a small layer on a GPU, which loads kernels; return why that fails and what to do, "" if it does not.
+
+    A strategy that needs no kernels is not tried.
+    """
+    if on.type != "cuda" or route.strategy == "dense" or dense_because(route, on):
+        return ""
+    strategy = "row" if route.strategy == "auto" else route.strategy
+    try:
+        weights = [torch.zeros(_NEURONS, k, dtype=dtype, device=on) for _ in range(3 if gated else 2)]
+        x = torch.zeros(1, k, dtype=dtype, device=on)
+        w_gate, w_up, down = weights[0], weights[1] if gated else None, weights[-1]
+        options = (compression, strategy, None, *activation, False, route.invariant)
+        torch.ops.twell.ffn(x, w_gate, w_up, down.t(), None, None, None, *options)
+        torch.cuda.synchronize(on)
+    except Exception as error:
+        # whatever goes wrong here would go wrong in a request
+        said = str(error).strip().partition("\n")[0]
+        return f"its kernels cannot be loaded ({type(error).__name__}: {said}); {_REMEDY}"
+    return ""
+
+
+def described(route: Route, on: torch.device) -> str:
+    """What layers run on a device: the strategy, and on a GPU who launches its kernels and whose costs "auto" has."""
+    strategy = f'strategy "{route.name}"'
+    if why := dense_because(route, on):
+        return f'{strategy}, which is "dense": {why}'
+    if on.type != "cuda" or route.strategy == "dense":
+        return strategy
+    launches = f"launches by {host.runner()}"
+    if route.strategy != "auto":
+        return f"{strategy}, {launches}"
+    table = tables.in_use(on)
+    source = "shipped" if table.file is None else str(table.file)
+    return f"{strategy}, {launches}, costs of {table.gpu} ({source}) on {device.name(on.index or 0)}"

@@ -1,0 +1,159 @@
+"""Layers without a gate through twell in vLLM: the tokens of vLLM without the plug-in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PROMPTS
+from served import Serve, checkpoint, greedy
+
+LAYERS = 2
+ROW = {"sparsity_strategy": "row"}
+
+# Kind of model, activation, and its down projections.
+MODELS = [
+    ("Arcee", "relu2", "mlp.down_proj"),
+    ("Jais2", "relu2", "mlp.down_proj"),
+    ("Starcoder2", "relu", "mlp.c_proj"),
+    ("Phi", "relu", "mlp.fc2"),
+    ("GPTNeoX", "relu", "mlp.dense_4h_to_h"),
+    ("Nemotron", "relu2", "mlp.down_proj"),
+    ("NemotronH", "relu2", "mixer.down_proj"),
+    ("OPT", "relu", "fc2"),
+]
+BACKEND = "TransformersForCausalLM"
+
+
+@pytest.mark.parametrize(("kind", "activation", "down"), MODELS, ids=[kind for kind, *_ in MODELS])
+def test_same_tokens(kind: str, activation: str, down: str, tmp_path: Path, serve: Serve) -> None:
+    model = checkpoint(tmp_path, activation, kind=kind)
+    stock = serve(model, plugin=False)
+    if kind in ("Phi", "GPTNeoX") and stock.model != BACKEND:
+        pytest.skip("vLLM before 0.32 has a class of its own, which runs without twell")
+    served = serve(model, hf_overrides=ROW)
+    assert served.tokens == stock.tokens
+    assert served.model == ("SparseForCausalLM" if stock.model == BACKEND else f"{kind}ForCausalLM")
+    assert stock.layers == []
+    assert [layer.partition("layers.")[2].partition(".")[2] for layer in served.layers] == [down] * LAYERS
+    assert served.rows == [True] * LAYERS
+    assert f"twell: {LAYERS} feed-forward layers run through torch.ops.twell.ffn" in served.log
+
+
+@pytest.mark.parametrize("kind", ["Arcee", "Nemotron"])
+def test_compiled_and_chosen_by_auto(kind: str, tmp_path: Path, serve: Serve) -> None:
+    model = checkpoint(tmp_path, "relu2", kind=kind)
+    # graphs of both are kept in one folder
+    stock = serve(model, plugin=False, enforce_eager=False)
+    served = serve(model, enforce_eager=False, request={"chooses": True})
+    assert served.tokens == stock.tokens
+    # the operator ran, for requests: see test_auto_learns_from_requests_alone
+    assert [[row[:2] for row in layer] for layer in served.choices] == [
+        [["2", 1], ["3 to 4", 6], ["65 to 128", 2]],
+    ] * LAYERS
+
+
+@pytest.mark.parametrize("kind", ["Arcee", "Nemotron"])
+def test_tensor_parallel(kind: str, tmp_path: Path, serve: Serve) -> None:
+    model = checkpoint(tmp_path, "relu2", kind=kind)
+    stock = serve(model, plugin=False)
+    served = serve(model, tensor_parallel_size=2, distributed_executor_backend="mp", hf_overrides=ROW)
+    assert served.tokens == stock.tokens
+    assert len(served.layers) == LAYERS
+
+
+def test_fatrelu_without_a_gate(tmp_path: Path, serve: Serve) -> None:
+    model = checkpoint(tmp_path, "relu", kind="Starcoder2", hidden_act="fatrelu", hidden_act_param=0.5)
+    served = serve(model, hf_overrides=ROW)
+    assert len(served.layers) == LAYERS
+    assert served.tokens == greedy(model, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("Nemotron", {"dtype": "float32"}, "weights must be bfloat16 or float16, got torch.float32"),
+        ("OPT", {"enable_lora": True}, "LoRA is enabled"),
+        ("OPT", {"model_impl": "vllm"}, ""),
+    ],
+)
+def test_layers_that_cannot_run_as_without_twell(
+    kind: str, options: dict[str, Any], reason: str, tmp_path: Path, serve: Serve
+) -> None:
+    model = checkpoint(tmp_path, "relu2", kind=kind)
+    stock, served = serve(model, plugin=False, **options), serve(model, **options)
+    assert served.tokens == stock.tokens
+    assert served.layers == []
+    said = [line for line in served.log.splitlines() if "twell:" in line]
+    assert len(said) == bool(reason)
+    assert all(f"{LAYERS} feed-forward layers run as without twell: {reason}" in line for line in said)
+
+
+def test_another_activation_is_untouched(tmp_path: Path, serve: Serve) -> None:
+    model = checkpoint(tmp_path, "gelu_pytorch_tanh", kind="Starcoder2")
+    stock, served = serve(model, plugin=False), serve(model)
+    assert (served.tokens, served.model, served.layers) == (stock.tokens, stock.model, [])
+    assert "twell:" not in served.log
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rank, of two, that linear layers of vLLM are made for; without processes."""
+    from vllm.model_executor import parameter
+    from vllm.model_executor.layers import linear
+
+    rank = [0]
+    for module in (linear, parameter):
+        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank[0])
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 2)
+    return rank
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_shared_experts_of_nemotron_h(bias: bool, ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has no experts without a gate on a CPU, so the layer is made by hand: two ranks, whose sum is the layer.
+
+    A layer of shared experts leaves the sum to its caller, and one with a bias lets one rank add it.
+    """
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers import linear
+    from vllm.model_executor.models.nemotron_h import NemotronHConfig, NemotronHMLP
+
+    from twell.integrations import _vllm_model
+
+    monkeypatch.setattr(linear, "tensor_model_parallel_all_reduce", lambda y: y)
+    torch.manual_seed(0)
+    hidden, neurons = 64, 96
+    x, up, down = (torch.randn(shape).half() for shape in ((3, hidden), (neurons, hidden), (hidden, neurons)))
+    b_up, b_down = (torch.randn(size).half() if bias else None for size in (neurons, hidden))
+    config = NemotronHConfig(hidden_size=hidden, intermediate_size=neurons, sparsity_strategy="row")
+    settings = VllmConfig(device_config=DeviceConfig("cpu"))
+    monkeypatch.setattr(settings, "model_config", type("Model", (), {"hf_config": config}), raising=False)
+    parts = []
+    for ranks[0] in range(2):
+        with set_current_vllm_config(settings):
+            torch.set_default_dtype(torch.float16)
+            try:
+                layer = NemotronHMLP(config, hidden, neurons, bias=bias, reduce_results=bias)
+            finally:
+                torch.set_default_dtype(torch.float32)
+        model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
+        kept = layer
+        ffn = _vllm_model.FFN("up_proj", "act_fn", "down_proj", _vllm_model.Activation("relu2"))
+        _vllm_model.serve(model, {"layers.0": ffn}, settings)
+        assert model["layers"][0] is kept
+        for child, weight, b in ((layer.up_proj, up, b_up), (layer.down_proj, down, b_down)):
+            child.weight.weight_loader(child.weight, weight)
+            if b is not None:
+                child.bias.weight_loader(child.bias, b)
+            child.quant_method.process_weights_after_loading(child)
+        parts.append(layer(x))
+    expected = F.linear(
+        F.relu(F.linear(x.double(), up.double(), None if b_up is None else b_up.double())).square(), down.double()
+    )
+    expected = expected if b_down is None else expected + b_down
+    torch.testing.assert_close(sum(parts).double(), expected, rtol=0, atol=float(expected.abs().max()) * 2e-3)
