@@ -34,9 +34,11 @@ import torch
 from torch import Tensor
 
 from twell import ops, testing, tuning
-from twell._activation import ActivationName
-from twell._runtime import geometry, specs
+from twell._activation import ActivationName, activation_of
+from twell._runtime import geometry, program, specs
 from twell.ops import hybrid
+from twell.ops.operands import Operands
+from twell.strategy.plan import Route
 from twell.testing import FFN
 
 _FORWARD = ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered", "overflow")
@@ -52,6 +54,8 @@ OPS = {
         *("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", "compact", "sampled_up", "gathered"),
     ),
     "ffn": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered", "up_down_tile"),
+    # "row" with dense halves: of each case both
+    "ffn_row": ("gate_pack", "gate_pack_few", "up_down_token", "dense_halves"),
     "unpack": ("unpack",),
     "reglu": ("reglu",),
     "matrix_transpose": ("matrix_transpose",),
@@ -196,6 +200,12 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
             last = (*ops.quantize_gate(w_gate, True), case.compression, case.activation)
             yield Call(ops.ffn_screened, (*layer, *last), gated)
         return
+    if op == "ffn_row":
+        for gated in (True, False):
+            layer = problem if gated else problem._replace(w_up=None, b_up=None)
+            for most in (1, 1 << 30):
+                yield Call(by_row, (*layer, case.compression, case.activation, most), gated)
+        return
     if op == "ffn":
         yield Call(ops.ffn_aux, (*problem, case.compression, "union", None, case.activation))
         return
@@ -206,6 +216,19 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
         for gated in (True, False):
             weights = (w_up, w_down, b_up) if gated else (None, w_down, None)
             yield Call(getattr(ops, op), (x, words, spill, *weights, b_down, case.compression, case.activation), gated)
+
+
+def by_row(*arguments: Any) -> Tensor:
+    """y by rows or, with more than so many non-zeros, by dense halves."""
+    layer, (compression, activation, most) = Operands(*arguments[:7]), arguments[7:]
+    if not layer.x.is_cuda:
+        y: Tensor = ops.ffn(*layer, compression, "row", None, activation)
+        return y
+    route, how = Route("row", guarded=True), activation_of(activation, gated=layer.w_up is not None)
+    program.forget()
+    with mock.patch.object(tuning, "most_by_row", return_value=most):
+        given = layer._replace(w_down=layer.w_down.t())
+        return sys.modules["twell.ops.ffn"].on_cuda(given, compression, how, route, False)[0]  # type: ignore[no-any-return]
 
 
 def training_call(op: str, case: Case, problem: FFN, gated: bool) -> Call:

@@ -4,7 +4,7 @@
 
 Each engine is a process of its own. All start side by side, compile and capture; then each is measured alone, in turn,
 while the others wait. A step is the CUDA graph that the engine captured for so many sequences, replayed while all of
-them decode, and timed by events. The model is drawn, with grouped heads; "silu" has the same weights in vLLM's own class.
+them decode, and timed by events. The model is drawn, with grouped heads; "silu" has its weights in vLLM's own class.
 """
 
 from __future__ import annotations

@@ -19,8 +19,17 @@ from twell._runtime import geometry
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPS = {"pack": 3, "forward": 4, "aux": 3, "train": 6, "decode": 3, "overflow": 2}
-STRATEGIES = {"row": 5, "union": 6, "union+screen": 4, "row+invariant": 1, "dense": 2, "auto": 2, "site": 1}
-SPARSE = ("row", "union", "union+screen", "row+invariant")
+STRATEGIES = {
+    "row": 4,
+    "row+dense": 2,
+    "union": 5,
+    "union+screen": 4,
+    "row+invariant": 1,
+    "dense": 2,
+    "auto": 2,
+    "site": 1,
+}
+SPARSE = ("row", "row+dense", "union", "union+screen", "row+invariant")
 PATTERNS = {
     "uniform": 3,
     "tokens": 4,
@@ -183,8 +192,11 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     strategy = pick(rng, STRATEGIES) if op != "pack" else "row"
     if op == "overflow":
         strategy = "union"
-    elif training and strategy == "row+invariant":
+    elif training and strategy in ("row+invariant", "row+dense"):
         # for inference alone
+        strategy = "row"
+    if strategy == "row+dense" and (op != "forward" or not limits.screens or k > min(geometry.LONGEST_SUM.values())):
+        # for y alone, on Hopper, from sums in one piece
         strategy = "row"
     if strategy == "union+screen" and not limits.screens:
         strategy = "union"
