@@ -219,11 +219,16 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
 
 
 def by_row(*arguments: Any) -> Tensor:
-    """y by rows or, with more than so many non-zeros, by dense halves."""
+    """y by rows or, on a GPU with more than so many non-zeros, by dense halves."""
+    if arguments[0].is_cuda:
+        return by_row_on_cuda(*arguments)
+    y: Tensor = ops.ffn(*arguments[:8], "row", None, arguments[8])
+    return y
+
+
+def by_row_on_cuda(*arguments: Any) -> Tensor:
+    """The same on the current device."""
     layer, (compression, activation, most) = Operands(*arguments[:7]), arguments[7:]
-    if not layer.x.is_cuda:
-        y: Tensor = ops.ffn(*layer, compression, "row", None, activation)
-        return y
     route, how = Route("row", guarded=True), activation_of(activation, gated=layer.w_up is not None)
     program.forget()
     with mock.patch.object(tuning, "most_by_row", return_value=most):

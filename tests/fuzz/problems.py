@@ -195,11 +195,13 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     elif training and strategy in ("row+invariant", "row+dense"):
         # for inference alone
         strategy = "row"
-    if strategy == "row+dense" and (op != "forward" or not limits.screens or k > min(geometry.LONGEST_SUM.values())):
-        # for y alone, on Hopper, from sums in one piece
-        strategy = "row"
-    if strategy == "union+screen" and not limits.screens:
-        strategy = "union"
+    if strategy == "row+dense":
+        if training or op == "pack" or not limits.screens or k > min(geometry.LONGEST_SUM.values()):
+            # on Hopper alone, from sums in one piece
+            strategy = "row"
+        else:
+            # it has no figures
+            op = "forward"
     sparse = strategy in SPARSE
     present = [name for name in NAMES if name in biases or (name == "w_up" and gated) or name in ("x", *WEIGHTS[::2])]
     wanted: tuple[str, ...] = ()
