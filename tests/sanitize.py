@@ -222,7 +222,9 @@ def by_row(*arguments: Any) -> Tensor:
     """y by rows or, on a GPU with more than so many non-zeros, by dense halves."""
     if arguments[0].is_cuda:
         return by_row_on_cuda(*arguments)
-    y: Tensor = ops.ffn(*arguments[:8], "row", None, arguments[8])
+    # dense halves round h
+    strategy = "union" if arguments[9] == 1 else "row"
+    y: Tensor = ops.ffn(*arguments[:8], strategy, None, arguments[8])
     return y
 
 

@@ -104,8 +104,9 @@ def patterns(worker: Any, tokens: int) -> list[dict[str, float]]:
     """
     found = []
     for layer in _layers(worker):
-        weight = next(layer.parameters())
-        fired = (layer._seen[tokens] @ weight[: weight.shape[0] // 2].t()) > 0
+        x = layer._seen[tokens]
+        weight = next(p for p in layer.parameters() if p.shape[-1] == x.shape[-1])
+        fired = (x @ weight[: weight.shape[0] // 2].t()) > 0
         each = fired.sum(1).float()
         figures = {"mean": each.mean().item(), "most": each.max().item(), "union": float(fired.any(0).sum())}
         for tile in _TILES:

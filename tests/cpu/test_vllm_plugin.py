@@ -241,7 +241,7 @@ GPU = torch.device("cuda", 0)
 
 def tried(strategy: str, on: torch.device = GPU, gated: bool = True) -> str:
     route = layouts.route_of({"sparsity_strategy": strategy})
-    return _vllm_kernels.trouble(route, 8, on, Activation("relu2"), gated, 64, torch.bfloat16)
+    return _vllm_kernels.trouble(route, 8, on, Activation("relu2"), gated, 128, torch.bfloat16)
 
 
 @pytest.mark.parametrize("gated", [True, False])

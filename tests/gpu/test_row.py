@@ -34,7 +34,9 @@ def test_tiles_of_all_sizes_give_the_same_bits(dtype: torch.dtype, compression: 
     def by_tiles(tokens: int) -> tuple[Tensor, ...]:
         packed = outputs(problem.x, problem.w_gate, compression)
         spec = specs.GatePackSpec(str(dtype).removeprefix("torch."), tokens, family=family)
-        program.launch(spec, problem.x, problem.w_gate, b_gate, *packed, width, 0, ctas)
+        zeroed = torch.ones(5, dtype=torch.int32, device=CUDA)
+        program.launch(spec, problem.x, problem.w_gate, b_gate, *packed, zeroed, width, 0, ctas)
+        assert not zeroed.any()
         return packed
 
     first, *others = (testing.poisoned(lambda tokens=tokens: by_tiles(tokens)) for tokens in choices)

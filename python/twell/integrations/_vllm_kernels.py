@@ -34,11 +34,9 @@ def trouble(
         return ""
     strategy = "row" if route.strategy == "auto" else route.strategy
     try:
-        weights = [torch.zeros(_NEURONS, k, dtype=dtype, device=on) for _ in range(3 if gated else 2)]
-        x = torch.zeros(1, k, dtype=dtype, device=on)
-        w_gate, w_up, down = weights[0], weights[1] if gated else None, weights[-1]
+        x, weight = (torch.zeros(rows, k, dtype=dtype, device=on) for rows in (1, _NEURONS))
         options = (compression, strategy, None, *activation, False, route.invariant)
-        torch.ops.twell.ffn(x, w_gate, w_up, down.t(), None, None, None, *options)
+        torch.ops.twell.ffn(x, weight, weight if gated else None, weight, None, None, None, *options)
         torch.cuda.synchronize(on)
     except Exception as error:
         # whatever goes wrong here would go wrong in a request
