@@ -38,7 +38,7 @@ def trouble(
         x = torch.zeros(1, k, dtype=dtype, device=on)
         w_gate, w_up, down = weights[0], weights[1] if gated else None, weights[-1]
         options = (compression, strategy, None, *activation, False, route.invariant)
-        torch.ops.twell.ffn(x, w_gate, w_up, down.t(), None, None, None, *options)
+        torch.ops.twell.ffn(x, w_gate, w_up, down, None, None, None, *options)
         torch.cuda.synchronize(on)
     except Exception as error:
         # whatever goes wrong here would go wrong in a request
