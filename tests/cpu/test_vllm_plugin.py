@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cpu import fake_gpu
 from twell import _configuration
 from twell._activation import Activation
 from twell._runtime import device, host
 from twell.integrations import _vllm_kernels, layouts
 from twell.integrations import vllm as plugin
 from twell.integrations._vllm_auto import ServedStrategy, watch
+from twell.ops.library import check_layer
+from twell.ops.operands import Operands
 from twell.strategy import tables
 
 transformers = pytest.importorskip("transformers")
@@ -246,20 +249,29 @@ def tried(strategy: str, on: torch.device = GPU, gated: bool = True) -> str:
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_kernels_are_tried_where_they_will_run(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's tensors are a CPU's here, and so are its operators."""
-    ran = []
-    zeros, ffn = torch.zeros, torch.ops.twell.ffn
+    gpu, zeros = fake_gpu.install(monkeypatch), torch.zeros
 
-    def recorded(*arguments: Any) -> Any:
-        ran.append(arguments[8])
-        return ffn(*arguments)
+    def ffn(*call: Any) -> Any:
+        """As the dispatcher has it, which takes these for a CPU's tensors."""
+        layer = Operands(*call[:7])
+        check_layer(*layer)
+        route = layouts.route_of({"sparsity_strategy": call[8]})
+        layer = layer._replace(w_down=layer.w_down.t())
+        return sys.modules["twell.ops.ffn"].on_cuda(layer, call[7], Activation(*call[10:12]), route, False)
 
     monkeypatch.setattr(tables, "imposed", lambda *_: "")
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
-    monkeypatch.setattr(torch.ops.twell, "ffn", recorded)
+    monkeypatch.setattr(torch.ops.twell, "ffn", ffn)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda on: None)
-    assert [tried(strategy, gated=gated) for strategy in ("auto", "row", "union", "dense")] == [""] * 4
-    assert ran == ["row", "row", "union"]
+    launched = {}
+    for strategy in ("auto", "row", "union", "dense"):
+        gpu.clear()
+        assert tried(strategy, gated=gated) == ""
+        launched[strategy] = gpu.names()
+    assert launched["auto"] == launched["row"] != launched["union"]
+    assert launched["row"][-1] == "up_down_token"
+    assert launched["union"]
+    assert launched["dense"] == []
 
     def missing(*arguments: Any) -> Any:
         raise RuntimeError("kernel gate_pack_bf16 cannot be compiled\nbecause of more")

@@ -19,7 +19,7 @@ def describe(model: Any) -> dict[str, Any]:
     from twell.strategy.site import found
 
     methods = {name: (layer, getattr(layer, "quant_method", None)) for name, layer in model.named_modules()}
-    ours = {name: pair for name, pair in methods.items() if type(pair[1]).__name__ == "Served"}
+    ours = {name: pair for name, pair in methods.items() if type(pair[1]).__name__ == "RunsFFN"}
     sites = [site for _, method in ours.values() if (site := found(method._first.weight)) is not None]
     choices = [
         [[row.tokens, row.calls, row.figures and row.figures.nonzeros] for row in site.explain()] for site in sites

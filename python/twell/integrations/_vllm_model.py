@@ -71,7 +71,7 @@ _OWN_ACTIVATIONS = {
 
 @functools.cache
 def _of_own(stock: Any) -> Any:
-    class Served(stock):  # type: ignore[misc]
+    class Model(stock):  # type: ignore[misc]
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
             tell_graphs_apart(vllm_config)
             super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -83,8 +83,8 @@ def _of_own(stock: Any) -> Any:
             serve(self, found, vllm_config)
 
     # it is that class, with other FFNs, to whatever vLLM or its log asks
-    Served.__name__, Served.__qualname__, Served.__module__ = stock.__name__, stock.__qualname__, stock.__module__
-    return Served
+    Model.__name__, Model.__qualname__, Model.__module__ = stock.__name__, stock.__qualname__, stock.__module__
+    return Model
 
 
 def _own_activation(act: object) -> Activation | None:
@@ -225,7 +225,9 @@ def serve(
     for reason, count in reasons.items():
         _logger.warning("twell: %d feed-forward layers run as without twell: %s", count, reason)
     if not found:
-        _logger.warning("twell: the model runs as without twell: no feed-forward layer of it has ReLU or its square")
+        _logger.warning(
+            "twell: the model runs as without twell, which knows no feed-forward layer of it with ReLU or its square"
+        )
     if runs := len(found) - sum(reasons.values()):
         watch()
         said = _vllm_kernels.described(route, on)
@@ -251,7 +253,7 @@ def replace(model: nn.Module, name: str, ffn: FFN, route: Route, compression: in
     """Let the FFN of this name run through twell."""
     module = model.get_submodule(name)
     first, down = projections(module, ffn)
-    first.quant_method, down.quant_method = HandsOn(site, ffn.gated), Served(first, ffn, route, compression)
+    first.quant_method, down.quant_method = HandsOn(site, ffn.gated), RunsFFN(first, ffn, route, compression)
     if ffn.gated:
         model.set_submodule(name, ServedMLP(module, first, down))
     else:
@@ -295,7 +297,7 @@ class HandsOn(UnquantizedLinearMethod):  # type: ignore[misc]
         return x
 
 
-class Served(UnquantizedLinearMethod):  # type: ignore[misc]
+class RunsFFN(UnquantizedLinearMethod):  # type: ignore[misc]
     """The down projection of a served FFN, whose product is all of the FFN: ``down(act(gate(x)) * up(x))`` of one rank.
 
     Its weight [K, N] lies in memory by rows of neurons, which the kernels read; its shape stays.
