@@ -91,7 +91,7 @@ class Operands(NamedTuple):
     # of helpers, without which the first three are empty
     sums: Any  # fp32 [2 * helpers, K + 8]: y of each piece, and in column K its l1
     counters: Any  # int32 [SEEN + tokens * cluster], zeros: SEEN, then CTAs that have stored their columns of `sums`
-    weights: Any  # int32 [tokens]: non-zeros of each heavy token, else 0
+    weights: Any  # int32 [tokens], zeros: non-zeros of each heavy token
     helpers: Any
     limit: Any
     # of the choice, without which they are empty
@@ -235,9 +235,12 @@ class TokenCluster:
             listed = self.count_nonzeros(o, index, at.lane)
             is_heavy = o.helpers > 0 and listed > o.limit
             if o.helpers > 0 and at.rank == 0 and at.thread == 0:
-                o.weights[index] = listed if is_heavy else Int32(0)
-                seen = Int32(1) + (Int32(HEAVY) if is_heavy else Int32(0))
-                cute.arch.atomic_add(o.counters.iterator, seen, sem="release", scope="gpu")
+                if is_heavy:
+                    o.weights[index] = listed
+                    cute.arch.atomic_add(o.counters.iterator, Int32(HEAVY + 1), sem="release", scope="gpu")
+                else:
+                    # nothing to publish: a release would keep the cluster waiting
+                    cute.arch.atomic_add(o.counters.iterator, Int32(1), sem="relaxed", scope="gpu")
             pieces = Pieces(pieces.size, Int32(0) if is_heavy else Int32(1), pieces.each)
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
         while piece < pieces.total:

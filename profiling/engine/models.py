@@ -62,7 +62,7 @@ def write(folder: Path, drawn: Drawn, nnz: float | None = None) -> None:
     models_random.draw(model.eval(), models_random.draw_ids(shape, 64, 2048, pattern.topic, 0), pattern)
     weights = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items() if "lm_head" not in name}
     embedding = weights["model.embed_tokens.weight"]
-    normal = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(_HEAD_SEED))
+    normal = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(_HEAD_SEED), device="cpu")
     weights["lm_head.weight"] = (normal * embedding.float().std()).to(embedding.dtype)
     for kind in ("relu", "silu"):
         (folder / kind).mkdir(parents=True, exist_ok=True)

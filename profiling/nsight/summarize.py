@@ -230,6 +230,8 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
         "gate_pack_few": Work(2 * m * n * k, tokens + weight + packed),
         "up_down_token": Work(0, packed + projections * (tokens + fired), projections * nonzeros * row),
         "up_down_tile": Work(0, packed + projections * (tokens + fired)),
+        # where its work is wanted
+        "dense_halves": Work(4 * m * n * k, packed + 2 * (tokens + weight)),
         "unpack": Work(0, packed + ITEM * m * n),
         "matrix_transpose": Work(0, 2 * ITEM * n * k),
         "reglu": Work(0, (5 if getattr(spec, "backward", False) else 3) * ITEM * m * n),

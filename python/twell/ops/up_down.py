@@ -108,7 +108,8 @@ def counters(p: Program, x: View, gated: bool, invariant: bool, guarded: bool) -
     spec, helpers = _kernel(p, m, k, x.dtype, gated, invariant)
     if not helpers:
         return 0
-    own: int = geometry.TOKEN_COUNTERS + m * spec.cluster
+    # those of the tokens' clusters, and the weights of heavy tokens
+    own: int = geometry.TOKEN_COUNTERS + m * spec.cluster + m
     # the choice, and counters of dense halves
     return own + (1 + geometry.OVERFLOW_COUNTERS if guarded else 0)
 
@@ -140,15 +141,16 @@ def multiply(
     sums = p.scratch(torch.float32, 2 * helpers, k + 8)
     if zeroed is None:
         zeroed = p.scratch(torch.int32, 0)
-    weights = p.scratch(torch.int32, m if helpers else 0)
-    choice, halves, most = p.scratch(torch.int32, 0), None, 0
+    choice, halves, most, last = p.scratch(torch.int32, 0), None, 0, zeroed.shape[0]
     if stats is None:
         stats = p.scratch(torch.int32, 0, 1, 2)
     else:
-        last = zeroed.shape[0]
-        first = last - geometry.OVERFLOW_COUNTERS
-        zeroed, choice, halves = (zeroed.part(*ends) for ends in ((0, first - 1), (first - 1, first), (first, last)))
+        halves = zeroed.part(last - geometry.OVERFLOW_COUNTERS, last)
+        last -= geometry.OVERFLOW_COUNTERS + 1
+        choice = zeroed.part(last, last + 1)
         most = tuning.most_by_row(m, k, w_down.shape[1], gated)
+    first = last - m if helpers else last
+    zeroed, weights = zeroed.part(0, first), zeroed.part(first, last)
     numbers = helpers, tuning.light_nonzeros(m, spec), most
     biases = bias_view(p, b_up, dtype) if gated else None, bias_view(p, b_down, dtype)
     form = geometry.words_per_tile(compression), activation.code()
