@@ -37,8 +37,8 @@ def describe(worker: Any) -> dict[str, Any]:
     from twell.strategy.site import found as site_of
 
     for layer in layers:
-        site = site_of(next(layer.parameters()))
-        for row in site.explain() if site is not None else []:
+        sites = [site for site in map(site_of, layer.parameters()) if site is not None]
+        for row in sites[0].explain() if sites else []:
             at = found["choices"].setdefault(f"{row.tokens} {row.graph}".strip(), {})
             at[row.strategy] = at.get(row.strategy, 0) + 1
     return found
