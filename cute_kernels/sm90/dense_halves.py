@@ -483,16 +483,20 @@ class DenseHalves:
         return s.tile + ((warp // 4 * self.tokens + token) * PANEL + swizzle_piece(token, piece))
 
     @cute.jit
+    def biases(self, bias: cute.Tensor, first: Int32, thread: Int32):
+        """The bias of the two rows of this lane's fragments, of which the CTA's begin with `first`."""
+        both, row = [], first + thread // 32 * 16 + (cute.arch.lane_idx() >> 2)
+        for i in range_constexpr(2):
+            value = Float32(0.0)
+            if row + 8 * i < bias.shape[0]:
+                value = bias[row + 8 * i].to(Float32)
+            both.append(value)
+        return both
+
+    @cute.jit
     def store_hidden(self, s: Views, o: Operands, acc: cute.Tensor, first: Int32, thread: Int32):
         """Replace the gates in the tile by h of neurons from `first` on."""
-        place, lane = self.place(s, thread), cute.arch.lane_idx()
-        biases = []
-        for i in range_constexpr(2):
-            neuron = first + thread // 32 * 16 + (lane >> 2) + 8 * i
-            bias = Float32(0.0)
-            if neuron < o.b_up.shape[0]:
-                bias = o.b_up[neuron].to(Float32)
-            biases.append(bias)
+        place, biases = self.place(s, thread), self.biases(o.b_up, first, thread)
         for v in range_constexpr(0, self.tokens // 8, 2):
             gates = load_matrices_transposed(place + v * (8 * PANEL))
             pairs = []
@@ -512,14 +516,7 @@ class DenseHalves:
     @cute.jit
     def store_output(self, s: Views, o: Operands, acc: cute.Tensor, first: Int32, thread: Int32):
         """Write y of columns from `first` on to the tile."""
-        place, lane = self.place(s, thread), cute.arch.lane_idx()
-        biases = []
-        for i in range_constexpr(2):
-            column = first + thread // 32 * 16 + (lane >> 2) + 8 * i
-            bias = Float32(0.0)
-            if column < o.b_down.shape[0]:
-                bias = o.b_down[column].to(Float32)
-            biases.append(bias)
+        place, biases = self.place(s, thread), self.biases(o.b_down, first, thread)
         for v in range_constexpr(0, self.tokens // 8, 2):
             pairs = []
             for u in range_constexpr(2):

@@ -266,7 +266,7 @@ _CHOICE_SECONDS = 3e-6
 
 
 def captured(problem: Problem, table: Table) -> Decision | None:
-    """The choice for a CUDA graph of few tokens, which replays on data that nobody has seen; None for other calls.
+    """The choice for a CUDA graph of few tokens, which replays on later data; None for other calls.
 
     No figure decides it. If "row" of a sparse layer of this size takes less time than dense, the graph has ``GUARDED``,
     so that the device chooses in each replay. Otherwise, and without the kernels for it, it is dense.
