@@ -47,7 +47,8 @@ GATE_TOKENS = (48, 64, 96, 128, 144)
 PORTABLE_GATE_TOKENS = (64, 128)
 
 # Largest batches for which a gate GEMM for few tokens is compiled.
-FEW_TOKENS = (8, 32, 64)
+FEW_TOKENS = (8, 32, 64, 128)
+PORTABLE_FEW_TOKENS = (8, 32, 64)
 
 
 def k_class(k: int, classes: tuple[int, ...] = K_CLASSES) -> int:
@@ -140,19 +141,26 @@ class GatePackSpec(_FamilyKernel):
 
 @dataclass(frozen=True)
 class GatePackFewSpec(_FamilyKernel):
-    """``x, w_gate -> words, spill, stats`` for batches of up to ``tokens``, of any compression."""
+    """``x, w_gate -> words, spill, stats`` for batches of up to ``tokens``, of any compression.
+
+    wide: for many neurons, which occupy the GPU without that CTAs split sums.
+    """
 
     tokens: int
+    wide: bool = field(default=False, kw_only=True)
     op: ClassVar[str] = "gate_pack_few"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokens not in FEW_TOKENS:
-            raise ValueError(f"tokens must be one of {FEW_TOKENS}, got {self.tokens}")
+        choices = FEW_TOKENS if self.family == SM90 else PORTABLE_FEW_TOKENS
+        if self.tokens not in choices:
+            raise ValueError(f"tokens must be one of {choices}, got {self.tokens}")
+        if self.wide and self.family != SM90:
+            raise ValueError(f"family must be {SM90!r} if wide, got {self.family!r}")
 
     @property
     def suffix(self) -> str:
-        return f"_m{self.tokens}"
+        return f"_m{self.tokens}{'_wide' if self.wide else ''}"
 
 
 @dataclass(frozen=True)
@@ -505,7 +513,8 @@ def all_specs() -> tuple[Spec, ...]:
     return (
         *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
         *(GatePackSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_GATE_TOKENS),
-        *(GatePackFewSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in FEW_TOKENS),
+        *(GatePackFewSpec(d, t, wide=w) for d in DTYPES for t in FEW_TOKENS for w in flags),
+        *(GatePackFewSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_FEW_TOKENS),
         *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
         *(GateScreenSpec(d) for d in DTYPES),
         *(

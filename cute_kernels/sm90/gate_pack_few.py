@@ -1,19 +1,21 @@
 """The gate GEMM of gate_pack.py for few tokens, bound by memory: each weight is read once by the whole chip.
 
-A cluster of eight CTAs computes a tile of 256 neurons and all tokens, up to 64; two or four CTAs per SM. The CTAs
-divide the neurons into four parts, and two split the K of a part: each takes every second block of 64 columns. Weights
-are the A operand of WGMMA, tokens the B operand, as few as eight.
+A cluster computes a tile of 256 neurons and all tokens, up to 128; two or four CTAs per SM. It has eight CTAs, which
+divide the neurons into four parts, and two split the K of a part: each takes every second block of 64 columns. If
+`wide` it has two, each with half of the neurons and all of K. Weights are the A operand of WGMMA, tokens the B operand,
+as few as eight.
 
-    load        warp 4. TMA loads of w and x, 64 columns per stage, into a ring.
-    mma         warps 0 to 3: WGMMA 64 x tokens x 16. Then the partial sums go to `sums`, which overlays the ring.
-    epilogue    warps 0 to 3 again, after a cluster barrier. Each CTA takes every eighth token, from its rank on: a
-                warp per token, eight neurons per lane. It adds the splits' sums from distributed shared memory in a
-                fixed order, sends counts to CTA 0 and arrives at a second cluster barrier. It writes its words before
-                it waits there; then CTA 0 writes the statistics.
+    load        the last warp. TMA loads of w and x, 64 columns per stage, into a ring.
+    mma         the other warps, four for each 64 neurons: WGMMA 64 x tokens x 16. Then the partial sums go to `sums`,
+                which overlays the ring.
+    epilogue    the mma warps again, after a cluster barrier. CTAs take tokens in turn: a warp per token, eight neurons
+                per lane. It adds the splits' sums from distributed shared memory in a fixed order, sends counts to CTA
+                0 and arrives at a second cluster barrier. It writes its words before it waits there; then CTA 0 writes
+                the statistics.
 
     FULL[s]    1 arrival + bytes.
-    EMPTY[s]   4 mma warps arrive.
-    MMA        128 mma threads: the ring has been read and may be overwritten.
+    EMPTY[s]   mma warps arrive.
+    MMA        mma threads: the ring has been read and may be overwritten.
 """
 
 from enum import IntEnum
@@ -40,12 +42,8 @@ from .copies import load_peer, store_peer
 from .ring import open_ring, release
 
 TILE_N, TILE_K = geometry.TILE, 64
-# CTAs of a cluster: parts of a tile's neurons, and splits of K
-PARTS, SPLITS = 4, 2
-CLUSTER = PARTS * SPLITS
-NEURONS = TILE_N // PARTS
-MMA_THREADS, THREADS = 128, 160
-WARPS = MMA_THREADS // 32
+# bytes of a ring's stages if two CTAs share an SM
+RING = 110 * 1024
 
 
 class Barrier(IntEnum):
@@ -60,15 +58,21 @@ class GatePackFew:
     def __init__(self, spec: GatePackFewSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.tokens = spec.tokens
-        # four CTAs on a multiprocessor, so that all CTAs of a wide layer run at once, or two
-        self.ctas_per_sm = 4 if self.tokens == 8 else 2
-        self.stages = 5 if self.tokens == 8 else min(6, 110 * 1024 // ((NEURONS + self.tokens) * TILE_K * 2))
+        # CTAs of a cluster: parts of a tile's neurons, and splits of K
+        self.parts, self.splits = (2, 1) if spec.wide else (4, 2)
+        self.cluster, self.neurons = self.parts * self.splits, TILE_N // self.parts
+        self.groups = self.neurons // 64
+        self.warps = 4 * self.groups
+        # four CTAs on a multiprocessor, so that all CTAs of many neurons run at once, or two
+        self.ctas_per_sm = 4 if self.tokens == 8 and not spec.wide else 2
+        self.stage_bytes = (self.neurons + self.tokens) * TILE_K * 2
+        self.stages = 5 if self.ctas_per_sm == 4 else min(6, RING // self.stage_bytes)
         # tokens of a warp in the epilogue
-        self.rounds = max(1, self.tokens // (CLUSTER * WARPS))
+        self.rounds = max(1, self.tokens // (self.cluster * self.warps))
         # a token's sums: neurons 0-3 of each eight, a gap of 4 words, then neurons 4-7. So the lanes of a fragment, and
         # lanes that read eight neurons each, hit different banks
-        self.upper = NEURONS // 2 + 4
-        self.pitch = NEURONS + 4
+        self.upper = self.neurons // 2 + 4
+        self.pitch = self.neurons + 4
 
     @cute.jit
     def __call__(
@@ -85,14 +89,14 @@ class GatePackFew:
         stream: cuda.CUstream,
     ):
         stages = self.stages
-        shape = (NEURONS, self.tokens, TILE_K)
+        shape = (self.neurons, self.tokens, TILE_K)
         mma = sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (64, self.tokens)
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (self.groups, 1, 1), (64, self.tokens)
         )
         w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        w_tma, w_g = cpasync.make_tiled_tma_atom(load, w, cute.slice_(w_layout, (None, None, 0)), (NEURONS, TILE_K))
+        w_tma, w_g = cpasync.make_tiled_tma_atom(load, w, cute.slice_(w_layout, (None, None, 0)), (self.neurons, TILE_K))
         x_tma, x_g = cpasync.make_tiled_tma_atom(load, x, cute.slice_(x_layout, (None, None, 0)), (self.tokens, TILE_K))
         ring = (cute.cosize(w_layout) + cute.cosize(x_layout)) * 2
         # the partial sums overlay the ring, which begins with the tiles of w
@@ -102,8 +106,8 @@ class GatePackFew:
         class Shared:
             full: cute.struct.MemRange[Int64, stages]
             empty: cute.struct.MemRange[Int64, stages]
-            counts: cute.struct.MemRange[Int32, CLUSTER * WARPS * self.rounds]
-            rows: cute.struct.Align[cute.struct.MemRange[Uint32, MAX_WIDTH * WARPS], 16]
+            counts: cute.struct.MemRange[Int32, self.cluster * self.warps * self.rounds]
+            rows: cute.struct.Align[cute.struct.MemRange[Uint32, MAX_WIDTH * self.warps], 16]
             sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
 
@@ -114,7 +118,7 @@ class GatePackFew:
                 x_tma, x_g, w_tma, w_g, bias, words, spill, stats, arrivals, mma, x_layout, w_layout,
                 (words_per_tile, threshold), (x.shape[0], w.shape[0], cute.ceil_div(x.shape[1], TILE_K)),
             ).launch(
-                grid=(CLUSTER, n_tiles, 1), block=(THREADS, 1, 1), cluster=(CLUSTER, 1, 1),
+                grid=(self.cluster, n_tiles, 1), block=(32 * self.warps + 32, 1, 1), cluster=(self.cluster, 1, 1),
                 min_blocks_per_mp=self.ctas_per_sm, preferred_smem_carveout=100, stream=stream, use_pdl=True,
             )  # fmt: skip
 
@@ -140,26 +144,26 @@ class GatePackFew:
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank, column, _ = cute.arch.block_idx()
         shared = SmemAllocator().allocate(self.shared)
-        if warp_index == WARPS:
+        if warp_index == self.warps:
             cpasync.prefetch_descriptor(x_tma)
             cpasync.prefetch_descriptor(w_tma)
-        ring = open_ring(shared, self.stages, 1, WARPS, thread)
+        ring = open_ring(shared, self.stages, 1, self.warps, thread)
         sX = shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if column == 0 and rank == 0:
-            clear_arrivals(arrivals, thread, THREADS)
-        part, split = rank % PARTS, rank // PARTS
-        blocks = (extent[2] - split + SPLITS - 1) // SPLITS
+            clear_arrivals(arrivals, thread, 32 * self.warps + 32)
+        part, split = rank % self.parts, rank // self.parts
+        blocks = (extent[2] - split + self.splits - 1) // self.splits
         sums = cute.make_tensor(
             cute.recast_ptr(shared.sW.data_ptr(), dtype=Float32), cute.make_layout(self.pitch * self.tokens)
         )
         # the warp's first token in the epilogue
-        first = rank + CLUSTER * warp_index
-        if warp_index == WARPS:
-            self.load(ring, x_tma, x_g, w_tma, w_g, sX, sW, column * PARTS + part, split, blocks)
+        first = rank + self.cluster * warp_index
+        if warp_index == self.warps:
+            self.load(ring, x_tma, x_g, w_tma, w_g, sX, sW, column * self.parts + part, split, blocks)
         else:
             self.mma(ring, mma, sX, sW, sums, blocks, thread)
         at = (rank, column, thread, warp_index, lane)
@@ -170,7 +174,7 @@ class GatePackFew:
         """Load the CTA's blocks of K, one per stage."""
         lane = cute.arch.lane_idx()
         x_tiles = cute.local_tile(x_g, (self.tokens, TILE_K), (None, None))
-        w_tiles = cute.local_tile(w_g, (NEURONS, TILE_K), (None, None))
+        w_tiles = cute.local_tile(w_g, (self.neurons, TILE_K), (None, None))
         one = cute.make_layout(1)
         x_s, x_t = cpasync.tma_partition(x_tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(x_tiles, 0, 2))
         w_s, w_t = cpasync.tma_partition(w_tma, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(w_tiles, 0, 2))
@@ -179,8 +183,8 @@ class GatePackFew:
             cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
             barrier = ring.full + state.index
             if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, (NEURONS + self.tokens) * TILE_K * 2)
-            block = split + i * SPLITS
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.stage_bytes)
+            block = split + i * self.splits
             cute.copy(w_tma, w_t[None, column, block], w_s[None, state.index], tma_bar_ptr=barrier)
             cute.copy(x_tma, x_t[None, 0, block], x_s[None, state.index], tma_bar_ptr=barrier)
             state.advance()
@@ -189,10 +193,10 @@ class GatePackFew:
     def mma(self, ring, mma: cute.TiledMma, sX: cute.Tensor, sW: cute.Tensor, sums: cute.Tensor, blocks: Int32, thread):
         """Multiply the CTA's blocks of K, then store its partial sums by token."""
         lane = cute.arch.lane_idx()
-        leader = mma.get_slice(0)
+        leader = mma.get_slice(cute.make_layout(self.groups, stride=128)(cute.arch.make_warp_uniform(thread // 128)))
         rW = mma.make_fragment_A(leader.partition_A(sW))
         rX = mma.make_fragment_B(leader.partition_B(sX))
-        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((NEURONS, self.tokens)))
+        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((self.neurons, self.tokens)))
         acc = cute.make_rmem_tensor(coordinates.shape, Float32)
         acc.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, True)
@@ -206,7 +210,7 @@ class GatePackFew:
             warpgroup.wait_group(0)
             state = release(ring, state, lane)
         # another warp may still read the ring
-        cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=MMA_THREADS)
+        cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=32 * self.warps)
         for i in range_constexpr(cute.size(acc)):
             neuron, token = coordinates[i]
             sums[token * self.pitch + (neuron >> 3) * 4 + (neuron & 3) + ((neuron >> 2) & 1) * self.upper] = acc[i]
@@ -215,26 +219,26 @@ class GatePackFew:
     def epilogue(self, shared, sums: cute.Tensor, bias: cute.Tensor, words, spill, stats, format, extent, first, at):
         """Make words, spill and statistics of the cluster's partial sums: a warp takes `rounds` tokens from `first` on.
 
-        Warp 4 takes part only in the cluster barriers.
+        The last warp takes part only in the cluster barriers.
         """
         rank, column, thread, warp_index, lane = at
         width, threshold = format
-        counts = shared.counts.get_tensor(cute.make_layout(CLUSTER * WARPS * self.rounds))
+        counts = shared.counts.get_tensor(cute.make_layout(self.cluster * self.warps * self.rounds))
         quads = cute.make_rmem_tensor((4, self.rounds), Uint32)
         # every CTA's partial sums are written
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        if warp_index < WARPS:
+        if warp_index < self.warps:
             quads.fill(0)
             if first < extent[0]:
                 self.reduce_splits(sums, quads, first, column, bias, extent[1], threshold, rank, lane)
             self.send_counts(quads, counts, first, extent[0], rank, warp_index, lane)
         # the counts are complete, and no CTA reads a peer's sums any more
         cute.arch.cluster_arrive()
-        if warp_index < WARPS:
+        if warp_index < self.warps:
             buffer = cute.make_tensor(shared.rows.data_ptr() + warp_index * MAX_WIDTH, cute.make_layout(MAX_WIDTH))
             for i in range_constexpr(self.rounds):
-                m = first + CLUSTER * WARPS * i
+                m = first + self.cluster * self.warps * i
                 if m < extent[0]:
                     self.pack(quads[None, i], m, column, words, spill, buffer, width, lane)
         cute.arch.cluster_wait()
@@ -250,7 +254,7 @@ class GatePackFew:
     @cute.jit
     def reduce_splits(self, sums: cute.Tensor, quads: cute.Tensor, first, column, bias, neurons, threshold, rank, lane):
         """Add the splits' sums of eight neurons for each token of the warp; ReLU, rounding and the threshold."""
-        part, at = lane // (32 // PARTS), (lane % (32 // PARTS)) * 4
+        part, at = lane // (32 // self.parts), (lane % (32 // self.parts)) * 4
         neuron = column * TILE_N + lane * 8
         values = cute.make_rmem_tensor((8,), Float32)
         for round in range_constexpr(self.rounds):
@@ -259,13 +263,13 @@ class GatePackFew:
             if neuron < bias.shape[0]:
                 for i in range_constexpr(8):
                     values[i] = bias[neuron + i].to(Float32)
-            token = first + CLUSTER * WARPS * round
+            token = first + self.cluster * self.warps * round
             source = sums.iterator + (token * self.pitch + at)
-            for s in range_constexpr(SPLITS):
+            for s in range_constexpr(self.splits):
                 # each CTA begins with another peer; a token has the same CTA in every run
-                split = (s + rank) % SPLITS
+                split = (s + rank) % self.splits
                 for i in range_constexpr(2):
-                    four = load_peer(source + i * self.upper, split * PARTS + part)
+                    four = load_peer(source + i * self.upper, split * self.parts + part)
                     for j in range_constexpr(4):
                         values[4 * i + j] += four[j]
             for i in range_constexpr(4):
@@ -276,12 +280,12 @@ class GatePackFew:
     def send_counts(self, quads: cute.Tensor, counts: cute.Tensor, first: Int32, tokens: Int32, rank, warp_index, lane):
         """Store the number of non-zeros of each of the warp's tokens in CTA 0; zero the tokens beyond the last."""
         for i in range_constexpr(self.rounds):
-            valid = first + CLUSTER * WARPS * i < tokens
+            valid = first + self.cluster * self.warps * i < tokens
             for j in range_constexpr(4):
                 quads[j, i] = quads[j, i] if valid else Uint32(0)
             count = Int32(cute.arch.warp_redux_sync(count_flags(nonzero_flags(quads[None, i])), "add"))
             if lane == i:
-                store_peer(counts.iterator + (rank + CLUSTER * (warp_index + WARPS * i)), Int32(0), count)
+                store_peer(counts.iterator + (rank + self.cluster * (warp_index + self.warps * i)), Int32(0), count)
 
     @cute.jit
     def pack(self, quad: cute.Tensor, m: Int32, column, words: cute.Tensor, spill: cute.Tensor, buffer, width, lane):
