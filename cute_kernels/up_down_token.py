@@ -24,8 +24,8 @@ Behind the clusters of tokens come `helpers`. They share the heavy tokens, those
 clusters leave at once. A heavy token is cut into pieces of one size, such that there are about as many as helpers. The
 sums of a token's pieces go to `sums`, and the last to arrive adds them up, in the order of the list.
 
-With `stats` the first cluster adds up all non-zeros and writes the `choice`, for which the others wait. If there are
-more than `most`, all leave, and the kernel of the dense halves computes the tokens.
+With `stats` each CTA adds up all non-zeros, and the first one writes the `choice`. If there are more than `most`, all
+leave, and the kernel of the dense halves, launched behind this one, computes the tokens.
 
     COMPLETE  of each CTA of a larger cluster: 1 arrival + bytes, the partial sums of a window, sent by st.async.
     cluster   once at the start, so that COMPLETE exists; then before each further window, so that all CTAs have read
@@ -339,23 +339,16 @@ class TokenCluster:
     # ---- the choice ----
 
     @cute.jit
-    def choose(self, o: Operands, s: Views, at: Thread):
-        """Write the choice, by the number of all non-zeros."""
-        count = Int32(0)
-        for group in cutlass.range(at.warp, o.stats.shape[0], WARPS, unroll=8):
-            for tile in cutlass.range(at.lane, o.stats.shape[1], 32, unroll=1):
-                count += o.stats[group, tile, 0]
-        count = self.sum_of_all(s, count, at)
-        if at.thread == 0:
-            o.choice[0] = Int32(geometry.BY_DENSE_HALVES) if count > o.most else Int32(geometry.BY_ROW)
-
-    @cute.jit
-    def is_by_row(self, o: Operands):
-        """Whether tokens are computed here; waits for the choice."""
-        choice = Int32(0)
-        while choice == 0:
-            choice = Int32(cute.arch.load(o.choice.iterator, Int32, sem="relaxed", scope="gpu"))
-        return choice == geometry.BY_ROW
+    def is_by_row(self, o: Operands, s: Views, at: Thread):
+        """Whether tokens are computed here, by the number of all non-zeros; the first CTA writes the choice."""
+        count, tiles = Int32(0), o.stats.shape[0] * o.stats.shape[1]
+        figures = cute.make_tensor(o.stats.iterator, cute.make_layout((tiles, 2), stride=(2, 1)))
+        for tile in cutlass.range(at.thread, tiles, THREADS, unroll=4):
+            count += figures[tile, 0]
+        by_row = self.sum_of_all(s, count, at) <= o.most
+        if cute.arch.block_idx()[0] == 0 and at.thread == 0:
+            o.choice[0] = Int32(geometry.BY_ROW) if by_row else Int32(geometry.BY_DENSE_HALVES)
+        return by_row
 
     @cute.jit
     def begin(self, s: Views):
@@ -743,7 +736,7 @@ class UpDownToken:
             layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1)
             shared = (sums, counters, weights, helpers, limit, stats, choice, most)
             self.kernel(Operands(*layer, words_per_tile, activation, *shared)).launch(
-                grid=(self.cluster * (Int32(stats.shape[0] > 0) + tokens + helpers), 1, 1),
+                grid=(self.cluster * (tokens + helpers), 1, 1),
                 block=(THREADS, 1, 1),
                 cluster=(self.cluster, 1, 1) if const_expr(self.cluster > 1) else None,
                 min_blocks_per_mp=self.ctas_per_sm,
@@ -764,13 +757,7 @@ class UpDownToken:
             cute.arch.cluster_wait()
         at, by_row = self.team.thread_index(k, rank), Boolean(True)
         if o.stats.shape[0] > 0:
-            if index == 0:
-                if rank == 0:
-                    self.team.choose(o, s, at)
-                by_row = Boolean(False)
-            else:
-                by_row = self.team.is_by_row(o)
-            index -= 1
+            by_row = self.team.is_by_row(o, s, at)
         if by_row:
             self.team.compute(o, s, index, at)
 
