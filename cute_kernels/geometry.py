@@ -12,10 +12,11 @@ MAX_NEURONS = 65536
 
 # Rows summed into one entry of the statistics that gate_pack writes.
 STATS_ROWS = 8
-# Counters of `up_down_token` before those of its tokens.
+# Counters of `up_down_token` before those of its tokens, padded: clusters that have seen their tokens, and all non-zeros
+# plus 1, in place of which is -1 where `dense_halves` computes the tokens.
 TOKEN_COUNTERS = 4
-# Its choice of who computes tokens: itself, or `dense_halves`.
-BY_ROW, BY_DENSE_HALVES = 1, 2
+SEEN, TOTAL = 0, 1
+BY_DENSE_HALVES = -1
 
 # The hybrid format: tokens that share a list of neurons, neurons of a list that share a run of entries, and neurons (by
 # rank of popularity) whose weight gradients are computed together.

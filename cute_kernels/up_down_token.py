@@ -20,12 +20,14 @@ A CTA handles up to `window` non-zeros at a time:
 
 At the end the groups' sums are added in shared memory, and each CTA rounds and stores its columns. h stays fp32.
 
-Behind the clusters of tokens come `helpers`. They share the heavy tokens, those with more than `limit` non-zeros, whose
-clusters leave at once. A heavy token is cut into pieces of one size, such that there are about as many as helpers. The
-sums of a token's pieces go to `sums`, and the last to arrive adds them up, in the order of the list.
+Behind the clusters of tokens come `helpers`, as many as run at a time. They share the heavy tokens, those with more
+than `limit` non-zeros, whose clusters leave at once. A heavy token is cut into pieces of one size, such that there are
+about as many as helpers. The sums of a token's pieces go to `sums`, and the last to arrive adds them up, in the order
+of the list.
 
-With `stats` each CTA adds up all non-zeros, and the first one writes the `choice`. If there are more than `most`, all
-leave, and the kernel of the dense halves, launched behind this one, computes the tokens.
+With `stats` the CTAs that run first add up all non-zeros, and the first one writes their number for later ones. A token
+is not heavy unless it has more than a helper's share of them. If they are more than `most`, all leave, and the kernel of
+the dense halves, launched behind this one, computes the tokens.
 
     COMPLETE  of each CTA of a larger cluster: 1 arrival + bytes, the partial sums of a window, sent by st.async.
     cluster   once at the start, so that COMPLETE exists; then before each further window, so that all CTAs have read
@@ -68,8 +70,6 @@ TILES = 32
 STEP = TOKEN_STEP
 # pieces of a token whose sums a thread loads at a time
 AT_ONCE = 16
-# counters before those of tokens: SEEN, padded
-SEEN = geometry.TOKEN_COUNTERS
 # what a heavy token adds to SEEN, besides one
 HEAVY = 1 << 16
 
@@ -90,13 +90,13 @@ class Operands(NamedTuple):
     activation: Any  # see common/activation.py
     # of helpers, without which the first three are empty
     sums: Any  # fp32 [2 * helpers, K + 8]: y of each piece, and in column K its l1
-    counters: Any  # int32 [SEEN + tokens * cluster], zeros: SEEN, then CTAs that have stored their columns of `sums`
+    # int32 [geometry.TOKEN_COUNTERS + tokens * cluster], zeros: the last are of CTAs that have stored columns of `sums`
+    counters: Any
     weights: Any  # int32 [tokens], zeros: non-zeros of each heavy token
     helpers: Any
     limit: Any
-    # of the choice, without which they are empty
+    # of all tokens, empty if a cluster looks at its own alone
     stats: Any  # int32 [ceil(tokens / 8), tiles, 2]: non-zeros of eight tokens in a tile
-    choice: Any  # int32 [1], zero before, see geometry.BY_ROW
     most: Any
 
 
@@ -221,8 +221,8 @@ class TokenCluster:
         return windows
 
     @cute.jit
-    def compute(self, o: Operands, s: Views, index: Int32, at: Thread):
-        """Compute token `index`, unless it is left to helpers, or the pieces that belong to a helper."""
+    def compute(self, o: Operands, s: Views, index: Int32, limit: Int32, at: Thread):
+        """Compute token `index`, unless it has more than `limit` non-zeros, or the pieces that belong to a helper."""
         tokens = o.y.shape[0]
         helping, listed, pieces = index >= tokens, Int32(0), Pieces(Int32(1 << 30), Int32(0), Int32(1))
         piece, step, windows = Int32(0), Int32(1), Int32(0)
@@ -233,14 +233,14 @@ class TokenCluster:
                 pieces = self.cut_tokens(o, s, heavy, at)
         else:
             listed = self.count_nonzeros(o, index, at.lane)
-            is_heavy = o.helpers > 0 and listed > o.limit
+            is_heavy = o.helpers > 0 and listed > limit
             if o.helpers > 0 and at.rank == 0 and at.thread == 0:
                 if is_heavy:
                     o.weights[index] = listed
-                    cute.arch.atomic_add(o.counters.iterator, Int32(HEAVY + 1), sem="release", scope="gpu")
+                    cute.arch.atomic_add(o.counters.iterator + geometry.SEEN, Int32(HEAVY + 1), sem="release", scope="gpu")
                 else:
                     # nothing to publish: a release would keep the cluster waiting
-                    cute.arch.atomic_add(o.counters.iterator, Int32(1), sem="relaxed", scope="gpu")
+                    cute.arch.atomic_add(o.counters.iterator + geometry.SEEN, Int32(1), sem="relaxed", scope="gpu")
             pieces = Pieces(pieces.size, Int32(0) if is_heavy else Int32(1), pieces.each)
         acc = cute.make_rmem_tensor((8, self.vectors), Float32)
         while piece < pieces.total:
@@ -264,7 +264,7 @@ class TokenCluster:
         if at.thread == 0:
             seen = Int32(0)
             while seen & (HEAVY - 1) < o.y.shape[0]:
-                seen = Int32(cute.arch.load(o.counters.iterator, Int32, sem="acquire", scope="gpu"))
+                seen = Int32(cute.arch.load(o.counters.iterator + geometry.SEEN, Int32, sem="acquire", scope="gpu"))
             s.before[0] = seen // HEAVY
         cute.arch.sync_threads()
         heavy = s.before[0]
@@ -336,19 +336,24 @@ class TokenCluster:
             m += 1
         return m - 1, listed, first & 0xFFFF, first >> 16
 
-    # ---- the choice ----
+    # ---- all tokens ----
 
     @cute.jit
-    def is_by_row(self, o: Operands, s: Views, at: Thread):
-        """Whether tokens are computed here, by the number of all non-zeros; the first CTA writes the choice."""
-        count, tiles = Int32(0), o.stats.shape[0] * o.stats.shape[1]
-        figures = cute.make_tensor(o.stats.iterator, cute.make_layout((tiles, 2), stride=(2, 1)))
-        for tile in cutlass.range(at.thread, tiles, THREADS, unroll=4):
-            count += figures[tile, 0]
-        by_row = self.sum_of_all(s, count, at) <= o.most
-        if cute.arch.block_idx()[0] == 0 and at.thread == 0:
-            o.choice[0] = Int32(geometry.BY_ROW) if by_row else Int32(geometry.BY_DENSE_HALVES)
-        return by_row
+    def find_total(self, o: Operands, s: Views, at: Thread):
+        """The counter TOTAL: each of the CTAs that run first makes it, the first one writes it, later ones read it."""
+        found = Int32(0)
+        if cute.arch.block_idx()[0] < o.helpers * self.cluster:
+            count, tiles = Int32(0), o.stats.shape[0] * o.stats.shape[1]
+            figures = cute.make_tensor(o.stats.iterator, cute.make_layout((tiles, 2), stride=(2, 1)))
+            for tile in cutlass.range(at.thread, tiles, THREADS, unroll=4):
+                count += figures[tile, 0]
+            count = self.sum_of_all(s, count, at)
+            found = count + 1 if count <= o.most else Int32(geometry.BY_DENSE_HALVES)
+            if cute.arch.block_idx()[0] == 0 and at.thread == 0:
+                o.counters[geometry.TOTAL] = found
+        while found == 0:
+            found = Int32(cute.arch.load(o.counters.iterator + geometry.TOTAL, Int32, sem="relaxed", scope="gpu"))
+        return found
 
     @cute.jit
     def begin(self, s: Views):
@@ -646,7 +651,7 @@ class TokenCluster:
         # everything is stored, and `nonzeros` is free
         cute.arch.sync_threads()
         if at.thread == 0:
-            arrived = o.counters.iterator + (SEEN + m * self.cluster + at.rank)
+            arrived = o.counters.iterator + (geometry.TOKEN_COUNTERS + m * self.cluster + at.rank)
             s.nonzeros[0] = Uint32(cute.arch.atomic_add(arrived, Int32(1), sem="acq_rel", scope="gpu"))
         cute.arch.sync_threads()
         if Int32(s.nonzeros[0]) == pieces - 1:
@@ -723,7 +728,6 @@ class UpDownToken:
         counters: cute.Tensor,
         weights: cute.Tensor,
         stats: cute.Tensor,
-        choice: cute.Tensor,
         helpers: Int32,
         limit: Int32,
         most: Int32,
@@ -734,7 +738,7 @@ class UpDownToken:
         tokens = y.shape[0]
         if tokens > 0:
             layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1)
-            shared = (sums, counters, weights, helpers, limit, stats, choice, most)
+            shared = (sums, counters, weights, helpers, limit, stats, most)
             self.kernel(Operands(*layer, words_per_tile, activation, *shared)).launch(
                 grid=(self.cluster * (tokens + helpers), 1, 1),
                 block=(THREADS, 1, 1),
@@ -755,11 +759,12 @@ class UpDownToken:
         launch.griddepcontrol_launch_dependents()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
-        at, by_row = self.team.thread_index(k, rank), Boolean(True)
+        at, total, limit = self.team.thread_index(k, rank), Int32(1), o.limit
         if o.stats.shape[0] > 0:
-            by_row = self.team.is_by_row(o, s, at)
-        if by_row:
-            self.team.compute(o, s, index, at)
+            total = self.team.find_total(o, s, at)
+            limit = cutlass.max(limit, total // o.helpers)
+        if total != geometry.BY_DENSE_HALVES:
+            self.team.compute(o, s, index, limit, at)
 
 
 def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -778,6 +783,5 @@ def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.rows(Float32, cute.sym_int32(), cute.sym_int32(divisibility=8)),
         *(operands.vector(Int32, cute.sym_int32(), 4) for _ in range(2)),
         operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
-        operands.vector(Int32, cute.sym_int32(), 4),
         *(Int32(1),) * 5,
     )

@@ -84,7 +84,7 @@ class Operands(NamedTuple):
     y: Any
     parts: Any  # h [tokens, N]
     sums: Any  # fp32 [parts * tokens, K], or empty
-    choice: Any  # int32 [1]
+    seen: Any  # int32 [geometry.TOKEN_COUNTERS], of `up_down_token`
     counters: Any  # int32 [geometry.OVERFLOW_COUNTERS], zeros
     gated: Any
     width: Any  # words of a tile of TwELL
@@ -155,7 +155,7 @@ class DenseHalves:
         y: cute.Tensor,
         parts: cute.Tensor,
         sums: cute.Tensor,
-        choice: cute.Tensor,
+        seen: cute.Tensor,
         counters: cute.Tensor,
         gated: Int32,
         words_per_tile: Int32,
@@ -181,7 +181,7 @@ class DenseHalves:
 
         self.shared = feasible.check_shared_memory(Shared)
         form = (gated, words_per_tile, activation, w_down.shape[0])
-        o = Operands(words, spill, b_up, b_down, y, parts, sums, choice, counters, *form)
+        o = Operands(words, spill, b_up, b_down, y, parts, sums, seen, counters, *form)
         if y.shape[0] > 0:
             self.kernel(up, down, b_layout, o).launch(
                 grid=(CLUSTER * max_clusters, 1, 1),
@@ -199,7 +199,7 @@ class DenseHalves:
         shared = SmemAllocator().allocate(self.shared)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if o.choice[0] == geometry.BY_DENSE_HALVES:
+        if o.seen[geometry.TOTAL] == geometry.BY_DENSE_HALVES:
             thread = cute.arch.thread_idx()[0]
             ring = self.make_ring(shared)
             pipeline.pipeline_init_arrive(cluster_shape_mn=(CLUSTER, 1), is_relaxed=True)

@@ -200,15 +200,20 @@ class GatePackFew:
         acc = cute.make_rmem_tensor(coordinates.shape, Float32)
         acc.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, True)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        for _ in cutlass.range(blocks, unroll=1):
-            cute.arch.mbarrier_wait(ring.full + state.index, state.phase)
+        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        for i in cutlass.range(blocks, unroll=1):
+            cute.arch.mbarrier_wait(ring.full + full.index, full.phase)
             warpgroup.fence()
             for k in range_constexpr(TILE_K // 16):
-                cute.gemm(mma, acc, rW[None, None, k, state.index], rX[None, None, k, state.index], acc)
+                cute.gemm(mma, acc, rW[None, None, k, full.index], rX[None, None, k, full.index], acc)
             warpgroup.commit_group()
-            warpgroup.wait_group(0)
-            state = release(ring, state, lane)
+            # the products of the previous stage are complete
+            warpgroup.wait_group(1)
+            if i > 0:
+                read = release(ring, read, lane)
+            full.advance()
+        warpgroup.wait_group(0)
         # another warp may still read the ring
         cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=32 * self.warps)
         for i in range_constexpr(cute.size(acc)):

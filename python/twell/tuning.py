@@ -69,7 +69,7 @@ def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
 # Most tokens at which clusters have this many CTAs; with more they have as few as hold the row. NVIDIA H200, K = 2,048,
 # N = 5,632, 29 non-zeros per token, us of 4 and of 2 CTAs per token: "topic29" 19 and 24 at 128 tokens, 21 and 28 at
 # 256, 33 and 31 at 512, where 1 takes 39; "uniform29" 13 and 11, 19 and 15, 33 and 25, where 1 takes 27.
-TOKEN_CLUSTERS = {8: 32, 4: 256, 2: 512}
+TOKEN_CLUSTERS = {8: 16, 4: 64, 2: 512}
 
 
 @functools.lru_cache(4096)
@@ -97,11 +97,8 @@ _WHOLE_CLUSTERS = 16
 
 # Most tokens whose pieces helpers can number.
 _MOST_SHARED = (1 << 15) - 1
-# Turns of a token that is not heavy: at least so many, and one for so many tokens, which hide it. NVIDIA H100, us of 2,
-# 4 and 8 turns: K = 2,048, N = 5,632, tokens uneven, 27, 26 and 27 at 64, 44, 43 and 44 at 256, 59, 56 and 54 at 512;
-# even 59, 57 and 57 at 512, where no helpers take 54; K = 4,096, N = 14,336, uneven, 160, 145 and 138 at 256, 280, 263
-# and 242 at 512.
-_LIGHT_TURNS, _TOKENS_OF_TURN = 4, 32
+# Non-zeros of a token that is never heavy, and most tokens of which each cluster looks at its own alone.
+_LIGHT, TOKENS_ALONE = 64, 8
 
 
 def token_helpers(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> int:
@@ -113,9 +110,9 @@ def token_helpers(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> 
     return max(1, spec.ctas_per_sm * multiprocessors // spec.cluster)
 
 
-def light_nonzeros(m: int, spec: specs.UpDownTokenSpec) -> int:
-    """Most non-zeros of one of ``m`` tokens that one cluster of ``up_down_token`` computes where there are helpers."""
-    return max(_LIGHT_TURNS, m // _TOKENS_OF_TURN) * spec.turn
+def light_nonzeros(spec: specs.UpDownTokenSpec) -> int:
+    """Most non-zeros of a token that one cluster of ``up_down_token`` computes even if that is more than its share."""
+    return max(_LIGHT, 2 * spec.turn)
 
 
 @functools.cache
@@ -131,11 +128,15 @@ def dense_halves(dtype: torch.dtype, m: int) -> specs.DenseHalvesSpec:
 _ROW_BYTES, _HALVES_FLOP, _HALVES_BYTES, _HALVES_START = 4.2e12, 570e12, 2.9e12, 15e-6
 
 
+# Non-zeros that no batch has.
+ALL_BY_ROW = (1 << 31) - 1
+
+
 def most_by_row(m: int, k: int, n: int, gated: bool) -> int:
     """Non-zeros of ``m`` tokens with which rows take as long as the dense halves."""
     rows = 2 if gated else 1
     dense = max(2 * m * k * n * rows / _HALVES_FLOP, 2 * k * n * rows / _HALVES_BYTES) + _HALVES_START
-    return max(1, int(dense * _ROW_BYTES / (2 * k * rows)))
+    return min(max(1, int(dense * _ROW_BYTES / (2 * k * rows))), ALL_BY_ROW - 1)
 
 
 # Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one

@@ -147,7 +147,7 @@ def test_uneven_tokens_by_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tuning, "TOKEN_CLUSTERS", {cluster: 1 << 20})
-    monkeypatch.setattr(tuning, "light_nonzeros", lambda m, spec: spec.turn)
+    monkeypatch.setattr(tuning, "light_nonzeros", lambda spec: spec.turn)
     # without its cache
     monkeypatch.setattr(tuning, "up_down_token", tuning.up_down_token.__wrapped__)
     with emulator.stands_in(6, Schedule.of(seed)):

@@ -190,7 +190,7 @@ def _by_row(
     how = compression, activation
     counted = counters(p, x, w_up is not None, invariant, guarded)
     zeroed = pack(p, x, w_gate, b_gate, words, spill, stats, *how, invariant, counted)
-    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how, zeroed, stats if guarded else None)
+    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how, zeroed, stats, guarded)
 
 
 def inference_of(

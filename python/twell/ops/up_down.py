@@ -12,6 +12,7 @@ and may be None.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -109,9 +110,7 @@ def counters(p: Program, x: View, gated: bool, invariant: bool, guarded: bool) -
     if not helpers:
         return 0
     # those of the tokens' clusters, and the weights of heavy tokens
-    own: int = geometry.TOKEN_COUNTERS + m * spec.cluster + m
-    # the choice, and counters of dense halves
-    return own + (1 + geometry.OVERFLOW_COUNTERS if guarded else 0)
+    return geometry.TOKEN_COUNTERS + m * (spec.cluster + 1) + (geometry.OVERFLOW_COUNTERS if guarded else 0)
 
 
 def multiply(
@@ -129,11 +128,12 @@ def multiply(
     activation: Activation,
     zeroed: View | None = None,
     stats: View | None = None,
+    guarded: bool = False,
 ) -> None:
     """Launch what fills ``y`` and ``l1``.
 
-    ``zeroed`` are ``counters``, which another launch has zeroed; without them no clusters share a token. With ``stats``
-    the device may choose dense products instead, which leave ``l1`` as it is.
+    ``zeroed`` are ``counters``, which another launch has zeroed; without them and ``stats`` no clusters share a token. If
+    ``guarded``, the device may choose dense products instead, which leave ``l1`` as it is.
     """
     (m, k), dtype, gated = y.shape, spill.dtype, w_up is not None
     spec, helpers = _kernel(p, m, k, dtype, gated, zeroed is None)
@@ -141,30 +141,27 @@ def multiply(
     sums = p.scratch(torch.float32, 2 * helpers, k + 8)
     if zeroed is None:
         zeroed = p.scratch(torch.int32, 0)
-    choice, halves, most, last = p.scratch(torch.int32, 0), None, 0, zeroed.shape[0]
-    if stats is None:
+    own, weights, halves = zeroed, zeroed, zeroed
+    if helpers:
+        first = geometry.TOKEN_COUNTERS + m * spec.cluster
+        own, weights, halves = (zeroed.part(*ends) for ends in pairwise((0, first, first + m, zeroed.shape[0])))
+    if stats is None or not (guarded or m > tuning.TOKENS_ALONE):
         stats = p.scratch(torch.int32, 0, 1, 2)
-    else:
-        halves = zeroed.part(last - geometry.OVERFLOW_COUNTERS, last)
-        last -= geometry.OVERFLOW_COUNTERS + 1
-        choice = zeroed.part(last, last + 1)
-        most = tuning.most_by_row(m, k, w_down.shape[1], gated)
-    first = last - m if helpers else last
-    zeroed, weights = zeroed.part(0, first), zeroed.part(first, last)
-    numbers = helpers, tuning.light_nonzeros(m, spec), most
+    most = tuning.most_by_row(m, k, w_down.shape[1], gated) if guarded else tuning.ALL_BY_ROW
+    numbers = helpers, tuning.light_nonzeros(spec), most
     biases = bias_view(p, b_up, dtype) if gated else None, bias_view(p, b_down, dtype)
     form = geometry.words_per_tile(compression), activation.code()
     w_down = down_rows(p, w_down)
     operands = x if gated else None, words, spill, w_up, w_down
-    p.launch(spec, *operands, *biases, y, l1, sums, zeroed, weights, stats, choice, *numbers, *form)
-    if x is not None and halves is not None:
-        _by_dense_halves(p, Packed(x, words, spill, w_up, w_down, *biases), y, choice, halves, form)
+    p.launch(spec, *operands, *biases, y, l1, sums, own, weights, stats, *numbers, *form)
+    if x is not None and guarded:
+        _by_dense_halves(p, Packed(x, words, spill, w_up, w_down, *biases), y, own, halves, form)
 
 
 def _by_dense_halves(
-    p: Program, operands: Packed, y: View, choice: View, counters: View, form: tuple[int, int]
+    p: Program, operands: Packed, y: View, seen: View, counters: View, form: tuple[int, int]
 ) -> None:
-    """Launch what fills ``y`` if the device has made this ``choice``; the kernel's ``counters`` are zero."""
+    """Launch what fills ``y`` if ``seen`` says so, the counters of `up_down_token`; its own ``counters`` are zero."""
     x, words, spill, w_up, w_down, b_up, b_down = operands
     (m, k), n, clusters = y.shape, w_down.shape[0], p.multiprocessors // 2
     spec = tuning.dense_halves(y.dtype, m)
@@ -172,7 +169,7 @@ def _by_dense_halves(
     hidden, sums = p.scratch(y.dtype, m, n), p.scratch(torch.float32, parts * m if parts > 1 else 0, k)
     # without an up projection neither it nor its bias is read
     own = w_down if w_up is None else w_up, w_down, bias_view(p, None, y.dtype) if b_up is None else b_up, b_down
-    p.launch(spec, x, words, spill, *own, y, hidden, sums, choice, counters, int(w_up is not None), *form, clusters)
+    p.launch(spec, x, words, spill, *own, y, hidden, sums, seen, counters, int(w_up is not None), *form, clusters)
 
 
 up_down = register(
