@@ -46,8 +46,9 @@ QUANTIZE_K_CLASSES = (2048, 4096, 8192, 16384)
 GATE_TOKENS = (48, 64, 96, 128, 144)
 PORTABLE_GATE_TOKENS = (64, 128)
 
-# Largest batches for which a gate GEMM for few tokens is compiled.
+# Largest batches for which a gate GEMM for few tokens is compiled, and those of wide layers.
 FEW_TOKENS = (8, 32, 64, 128)
+WIDE_TOKENS = (8, 32)
 PORTABLE_FEW_TOKENS = (8, 32, 64)
 
 
@@ -143,7 +144,7 @@ class GatePackSpec(_FamilyKernel):
 class GatePackFewSpec(_FamilyKernel):
     """``x, w_gate -> words, spill, stats`` for batches of up to ``tokens``, of any compression.
 
-    wide: for many neurons, which occupy the GPU without that CTAs split sums.
+    wide: for so many neurons that CTAs need not share a sum to occupy the GPU.
     """
 
     tokens: int
@@ -152,11 +153,11 @@ class GatePackFewSpec(_FamilyKernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choices = FEW_TOKENS if self.family == SM90 else PORTABLE_FEW_TOKENS
-        if self.tokens not in choices:
-            raise ValueError(f"tokens must be one of {choices}, got {self.tokens}")
         if self.wide and self.family != SM90:
             raise ValueError(f"family must be {SM90!r} if wide, got {self.family!r}")
+        choices = WIDE_TOKENS if self.wide else FEW_TOKENS if self.family == SM90 else PORTABLE_FEW_TOKENS
+        if self.tokens not in choices:
+            raise ValueError(f"tokens must be one of {choices}, got {self.tokens}")
 
     @property
     def suffix(self) -> str:
@@ -513,7 +514,8 @@ def all_specs() -> tuple[Spec, ...]:
     return (
         *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
         *(GatePackSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_GATE_TOKENS),
-        *(GatePackFewSpec(d, t, wide=w) for d in DTYPES for t in FEW_TOKENS for w in flags),
+        *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),
+        *(GatePackFewSpec(d, t, wide=True) for d in DTYPES for t in WIDE_TOKENS),
         *(GatePackFewSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_FEW_TOKENS),
         *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
         *(GateScreenSpec(d) for d in DTYPES),

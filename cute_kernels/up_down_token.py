@@ -237,7 +237,9 @@ class TokenCluster:
             if o.helpers > 0 and at.rank == 0 and at.thread == 0:
                 if is_heavy:
                     o.weights[index] = listed
-                    cute.arch.atomic_add(o.counters.iterator + geometry.SEEN, Int32(HEAVY + 1), sem="release", scope="gpu")
+                    cute.arch.atomic_add(
+                        o.counters.iterator + geometry.SEEN, Int32(HEAVY + 1), sem="release", scope="gpu"
+                    )
                 else:
                     # nothing to publish: a release would keep the cluster waiting
                     cute.arch.atomic_add(o.counters.iterator + geometry.SEEN, Int32(1), sem="relaxed", scope="gpu")

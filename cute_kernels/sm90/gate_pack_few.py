@@ -91,12 +91,20 @@ class GatePackFew:
         stages = self.stages
         shape = (self.neurons, self.tokens, TILE_K)
         mma = sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (self.groups, 1, 1), (64, self.tokens)
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (self.groups, 1, 1),
+            (64, self.tokens),
         )
         w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        w_tma, w_g = cpasync.make_tiled_tma_atom(load, w, cute.slice_(w_layout, (None, None, 0)), (self.neurons, TILE_K))
+        w_tma, w_g = cpasync.make_tiled_tma_atom(
+            load, w, cute.slice_(w_layout, (None, None, 0)), (self.neurons, TILE_K)
+        )
         x_tma, x_g = cpasync.make_tiled_tma_atom(load, x, cute.slice_(x_layout, (None, None, 0)), (self.tokens, TILE_K))
         ring = (cute.cosize(w_layout) + cute.cosize(x_layout)) * 2
         # the partial sums overlay the ring, which begins with the tiles of w

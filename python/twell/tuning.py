@@ -25,12 +25,13 @@ def family(index: int) -> str:
 # 4,096; the choices from it are within 1 % of the best at 27 shapes of 256 to 4,096 tokens).
 _WAVE = {48: 0.72, 64: 0.77, 96: 1.0, 128: 1.36, 144: 1.49}
 
-# Most tokens of the gate GEMM for few tokens; with more than 8, most neurons, too, per cluster that the GPU runs at a
-# time: beyond, the other one keeps every multiprocessor busy. NVIDIA H200: 11.3 us against 14 at 64 tokens, K = 2,048,
-# N = 5,632; 36.5 against 40.2 at 1 and 39 against 36.2 at 64 tokens, K = 4,096, N = 14,336.
-FEW_GATE_PACK = 64
-_FEWEST = 8
+# Most neurons per cluster that the GPU runs at a time for which CTAs of the gate GEMM for few tokens share sums, and
+# numbers of tokens for which the other gate GEMM is faster. NVIDIA H100, us of the gate alone, K = 4,096, N = 14,336: CTAs
+# that share sums, wide and other one 44.1, 43.0 and 44.4 at 1 token, 50.1, 44.2 and 44.7 at 32, 49.4, 48.0 and 45.3 at
+# 64; K = 2,048, N = 5,632: 13.6, 17.0 and 15.6 at 64, 17.7, 21.1 and 15.9 at 96, 15.6, 23.8 and 17.6 at 128.
 _FEW_NEURONS = 2 / 3 * geometry.TILE
+FEW_GATE_PACK = 64
+_NOT_FEW = range(FEW_GATE_PACK + 1, 97)
 
 
 @functools.lru_cache(4096)
@@ -41,11 +42,10 @@ def gate_pack(
 
     ``invariant``: only kernels whose bits do not depend on m.
     """
-    # the portable one has four times as many CTAs as `gate_pack`, for any number of neurons
-    most = FEW_GATE_PACK if family == specs.PORTABLE or n <= _FEW_NEURONS * clusters else _FEWEST
-    if not invariant and m <= most:
-        tokens = next(t for t in specs.FEW_TOKENS if m <= t)
-        return specs.GatePackFewSpec(dtype_name(dtype), tokens, family=family)
+    wide = family == specs.SM90 and n > _FEW_NEURONS * clusters
+    few = specs.PORTABLE_FEW_TOKENS if family == specs.PORTABLE else specs.WIDE_TOKENS if wide else specs.FEW_TOKENS
+    if not invariant and m <= few[-1] and m not in _NOT_FEW:
+        return specs.GatePackFewSpec(dtype_name(dtype), next(t for t in few if m <= t), wide=wide, family=family)
     if family == specs.PORTABLE:
         # all give the same bits
         small, large = specs.PORTABLE_GATE_TOKENS
@@ -66,10 +66,14 @@ def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
     return specs.QuantizeGateSpec(dtype_name(dtype), specs.k_class(k, specs.QUANTIZE_K_CLASSES))
 
 
-# Most tokens at which clusters have this many CTAs; with more they have as few as hold the row. NVIDIA H200, K = 2,048,
-# N = 5,632, 29 non-zeros per token, us of 4 and of 2 CTAs per token: "topic29" 19 and 24 at 128 tokens, 21 and 28 at
-# 256, 33 and 31 at 512, where 1 takes 39; "uniform29" 13 and 11, 19 and 15, 33 and 25, where 1 takes 27.
-TOKEN_CLUSTERS = {8: 16, 4: 64, 2: 512}
+# Most tokens whose clusters have so many CTAs, and non-zeros of a token that is never heavy; with more tokens clusters
+# have as few CTAs as hold the row. NVIDIA H100, us of 8, 4, 2 and 1 CTAs per token, K = 4,096, N = 14,336, 1/190 of the
+# neurons, uneven: 65, 67, 71 at 16 tokens, 69, 67, 71 at 32, 80, 74, 74 at 64; 89, 89, 92 of 4, 2 and 1 at 128, 130, 125,
+# 126 at 256, 235, 214, 216 at 512; even: 61, 64, 67, then 69, 70, 73, 89, 81, 87; 104, 100, 106, 166, 164, 148, 306, 282,
+# 263; K = 2,048, N = 5,632, uneven, 34, 34, 38, then 46, 41, 42, 67, 57, 55. Of 64 and 128 non-zeros: 67 and 70 at 32
+# tokens, 75 and 74 at 64, 89 and 89 at 128, even 70 and 73, 83 and 81, 104 and 100; K = 2,048 55 and 59 at 512.
+TOKEN_CLUSTERS = ((16, 8, 128), (32, 4, 64), (64, 4, 128), (256, 2, 128))
+_LIGHT = 64
 
 
 @functools.lru_cache(4096)
@@ -87,7 +91,8 @@ def up_down_token(
     if invariant:
         cluster = min(c for c in fits if c > 1)
     else:
-        cluster = max((c for c in fits if m <= TOKEN_CLUSTERS.get(c, 0)), default=min(fits))
+        wanted = next((c for most, c, _ in TOKEN_CLUSTERS if m <= most), 1)
+        cluster = min(c for c in fits if c >= wanted)
     return specs.UpDownTokenSpec(name, specs.k_class(k, specs.TOKEN_K_CLASSES[cluster]), cluster, gated)
 
 
@@ -97,8 +102,8 @@ _WHOLE_CLUSTERS = 16
 
 # Most tokens whose pieces helpers can number.
 _MOST_SHARED = (1 << 15) - 1
-# Non-zeros of a token that is never heavy, and most tokens of which each cluster looks at its own alone.
-_LIGHT, TOKENS_ALONE = 64, 8
+# Most tokens of which each cluster looks at its own alone.
+TOKENS_ALONE = 8
 
 
 def token_helpers(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> int:
@@ -110,9 +115,9 @@ def token_helpers(m: int, spec: specs.UpDownTokenSpec, multiprocessors: int) -> 
     return max(1, spec.ctas_per_sm * multiprocessors // spec.cluster)
 
 
-def light_nonzeros(spec: specs.UpDownTokenSpec) -> int:
-    """Most non-zeros of a token that one cluster of ``up_down_token`` computes even if that is more than its share."""
-    return max(_LIGHT, 2 * spec.turn)
+def light_nonzeros(m: int) -> int:
+    """Most non-zeros of one of ``m`` tokens that its cluster computes even if that is more than its share."""
+    return next((light for most, _, light in TOKEN_CLUSTERS if m <= most), _LIGHT)
 
 
 @functools.cache

@@ -129,7 +129,7 @@ def test_a_screened_layer(emulator: Emulator, m: int, k: int, n: int, density: f
         (5, 136, 520, 3, True, 8),
         (5, 136, 520, 3, True, 1),
         # none is heavy, and all are
-        (70, 136, 264, 1000, False, 2),
+        (100, 136, 264, 1000, False, 2),
         (36, 72, 264, 1, True, 1),
         # threads that count several tokens
         (530, 64, 64, 300, True, 1),
@@ -146,8 +146,8 @@ def test_uneven_tokens_by_row(
     seed: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tuning, "TOKEN_CLUSTERS", {cluster: 1 << 20})
-    monkeypatch.setattr(tuning, "light_nonzeros", lambda spec: spec.turn)
+    # every token with more than 8 non-zeros is heavy, unless that is less than a helper's share
+    monkeypatch.setattr(tuning, "TOKEN_CLUSTERS", ((1 << 20, cluster, 8),))
     # without its cache
     monkeypatch.setattr(tuning, "up_down_token", tuning.up_down_token.__wrapped__)
     with emulator.stands_in(6, Schedule.of(seed)):

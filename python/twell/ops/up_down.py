@@ -148,7 +148,7 @@ def multiply(
     if stats is None or not (guarded or m > tuning.TOKENS_ALONE):
         stats = p.scratch(torch.int32, 0, 1, 2)
     most = tuning.most_by_row(m, k, w_down.shape[1], gated) if guarded else tuning.ALL_BY_ROW
-    numbers = helpers, tuning.light_nonzeros(spec), most
+    numbers = helpers, tuning.light_nonzeros(m), most
     biases = bias_view(p, b_up, dtype) if gated else None, bias_view(p, b_down, dtype)
     form = geometry.words_per_tile(compression), activation.code()
     w_down = down_rows(p, w_down)
@@ -158,9 +158,7 @@ def multiply(
         _by_dense_halves(p, Packed(x, words, spill, w_up, w_down, *biases), y, own, halves, form)
 
 
-def _by_dense_halves(
-    p: Program, operands: Packed, y: View, seen: View, counters: View, form: tuple[int, int]
-) -> None:
+def _by_dense_halves(p: Program, operands: Packed, y: View, seen: View, counters: View, form: tuple[int, int]) -> None:
     """Launch what fills ``y`` if ``seen`` says so, the counters of `up_down_token`; its own ``counters`` are zero."""
     x, words, spill, w_up, w_down, b_up, b_down = operands
     (m, k), n, clusters = y.shape, w_down.shape[0], p.multiprocessors // 2
