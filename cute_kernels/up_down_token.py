@@ -26,8 +26,8 @@ about as many as helpers. The sums of a token's pieces go to `sums`, and the las
 of the list.
 
 With `stats` the CTAs that run first add up all non-zeros, and the first one writes their number for later ones. A token
-is not heavy unless it has more than a helper's share of them. If they are more than `most`, all leave, and the kernel of
-the dense halves, launched behind this one, computes the tokens.
+is not heavy unless it has more than a helper's share of them. If they are more than `most`, all leave, and the kernel
+of the dense halves, launched behind this one, computes the tokens.
 
     COMPLETE  of each CTA of a larger cluster: 1 arrival + bytes, the partial sums of a window, sent by st.async.
     cluster   once at the start, so that COMPLETE exists; then before each further window, so that all CTAs have read

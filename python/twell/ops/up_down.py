@@ -110,7 +110,8 @@ def counters(p: Program, x: View, gated: bool, invariant: bool, guarded: bool) -
     if not helpers:
         return 0
     # those of the tokens' clusters, and the weights of heavy tokens
-    return geometry.TOKEN_COUNTERS + m * (spec.cluster + 1) + (geometry.OVERFLOW_COUNTERS if guarded else 0)
+    own: int = geometry.TOKEN_COUNTERS + m * (spec.cluster + 1)
+    return own + (geometry.OVERFLOW_COUNTERS if guarded else 0)
 
 
 def multiply(
@@ -132,8 +133,8 @@ def multiply(
 ) -> None:
     """Launch what fills ``y`` and ``l1``.
 
-    ``zeroed`` are ``counters``, which another launch has zeroed; without them and ``stats`` no clusters share a token. If
-    ``guarded``, the device may choose dense products instead, which leave ``l1`` as it is.
+    ``zeroed`` are ``counters``, which another launch has zeroed; without them and ``stats`` no clusters share a token.
+    If ``guarded``, the device may choose dense products instead, which leave ``l1`` as it is.
     """
     (m, k), dtype, gated = y.shape, spill.dtype, w_up is not None
     spec, helpers = _kernel(p, m, k, dtype, gated, zeroed is None)
