@@ -12,8 +12,8 @@ MAX_NEURONS = 65536
 
 # Rows summed into one entry of the statistics that gate_pack writes.
 STATS_ROWS = 8
-# Counters of `up_down_token` before those of its tokens, padded: clusters that have seen their tokens; all non-zeros plus
-# 1, or -1 where `dense_halves` computes the tokens.
+# Counters of `up_down_token` before those of its tokens, padded: clusters that have seen their tokens; all non-zeros
+# plus 1, or -1 where `dense_halves` computes the tokens.
 TOKEN_COUNTERS = 4
 SEEN, TOTAL = 0, 1
 BY_DENSE_HALVES = -1

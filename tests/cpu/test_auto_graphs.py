@@ -91,9 +91,9 @@ def test_a_graph_of_few_tokens_holds_both_halves(gated: bool, monkeypatch: pytes
     route = Route("row", guarded=True)
     sys.modules["twell.ops.ffn"].on_cuda(given, 8, RELU, route, False)
     assert gpu.names() == ["gate_pack_few", "up_down_token", "dense_halves"]
-    (*_, counters, weights, stats, choice, helpers, _, most), form = gpu.launches[1][1][:-2], gpu.launches[1][1][-2:]
+    (*_, counters, weights, stats, helpers, _, most), form = gpu.launches[1][1][:-2], gpu.launches[1][1][-2:]
     assert counters.shape == (geometry.TOKEN_COUNTERS + 64 * gpu.launches[1][0].cluster,)
-    assert (weights.shape, stats.shape, choice.shape, form) == ((64,), (8, 2, 2), (1,), (32, 0))
+    assert (weights.shape, stats.shape, form) == ((64,), (8, 2, 2), (32, 0))
     assert helpers > 0
     assert most == tuning.most_by_row(64, 256, 512, gated)
     # dense halves count nothing
