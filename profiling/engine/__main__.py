@@ -23,6 +23,7 @@ from typing import Any
 
 from profiling.bench.report import write_json
 from profiling.engine.models import DRAWN, LENGTH
+from profiling.engine.one import COMPARED
 from twell import testing
 
 _EAGER = {"enforce_eager": True}
@@ -52,9 +53,11 @@ SIZES = (1, 8, 32, 64, 128, 256, 512)
 class Row:
     """One workload of one engine: prompts of ``prompt`` tokens for so many ``sequences``, each making ``new`` tokens.
 
-    per_s: tokens made per second, or of prompts if one is made. step_ms: milliseconds of the GPU for a step; None
-    without graphs. kernels: those of such a step: name, launches, microseconds. patterns: non-zeros of each layer.
-    tokens: those made, by sequence.
+    Both are 0 for the trace, whose requests differ (``one.mixed``). per_s: tokens made per second, or of prompts if one
+    is made. step_ms: milliseconds of the GPU for a step; None without graphs. kernels: those of such a step: name,
+    launches, microseconds. patterns: non-zeros of each layer. tokens: those made, by sequence. differ: sequences with
+    other tokens than stock's, and gap: the most by which stock preferred its token where such a sequence first differs,
+    in logits; None where it was not compared.
     """
 
     engine: str
@@ -67,7 +70,18 @@ class Row:
     kernels: list[Any]
     patterns: list[Any]
     tokens: list[list[int]]
+    differ: int | None = None
+    gap: float | None = None
     red: str = ""
+
+
+def compare(row: Row, stock: Mapping[str, Any]) -> None:
+    """Note where the tokens differ from those of a workload of ``stock``."""
+    firsts = []
+    for ours, theirs, gaps in zip(row.tokens, stock["tokens"], stock["gaps"]):
+        firsts += [gap for a, b, gap in zip(ours, theirs, gaps) if a != b][:1]
+    if stock["gaps"]:
+        row.differ, row.gap = len(firsts), max(firsts, default=0.0)
 
 
 def start(name: str, spec: Mapping[str, Any], folder: Path) -> subprocess.Popen[bytes]:
@@ -126,6 +140,7 @@ def main() -> int:
     add("--new", type=int, default=32, metavar="N", help="tokens that each makes (32)")
     add("--runs", type=int, default=2, metavar="N", help="timed runs (2)")
     add("--prompts", type=int, default=64, metavar="N", help="prompts of 2,048 tokens (64)")
+    add("--trace", type=int, default=256, metavar="N", help="requests of a trace of unequal ones (256)")
     add("--cache-gib", type=float, default=5.0, metavar="GIB", help="of each engine (5)")
     add("--seconds", type=float, default=540, metavar="S", help="for all (540)")
     arguments = parser.parse_args()
@@ -135,6 +150,7 @@ def main() -> int:
         subprocess.run([sys.executable, "-m", "profiling.engine.models", str(folder), arguments.model], check=True)
     workloads = [[128, size, arguments.new] for size in arguments.sizes]
     workloads += [[2048, arguments.prompts, 1]] if arguments.prompts else []
+    workloads += [[0, arguments.trace, 0]] if arguments.trace else []
     sizes = sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *arguments.sizes})
     processes = {}
     for name in arguments.engines:
@@ -152,7 +168,7 @@ def main() -> int:
         }
         processes[name] = start(name, spec, folder)
     measure(processes, folder, until)
-    rows, engines = [], []
+    rows, engines, of_stock = [], [], {}
     for name in processes:
         path = folder / f"{name}.json"
         if not path.exists():
@@ -161,11 +177,19 @@ def main() -> int:
             continue
         result = json.loads(path.read_text())
         engines.append({key: value for key, value in result.items() if key != "workloads"})
-        for row in (Row(engine=name, **workload) for workload in result["workloads"]):
+        for workload in result["workloads"]:
+            gaps, size = workload.pop("gaps"), (workload["prompt"], workload["sequences"])
+            if name in COMPARED:
+                of_stock[name, size] = {"tokens": workload["tokens"], "gaps": gaps}
+            row = Row(engine=name, **workload)
+            if stock := of_stock.get(("stock-eager" if name.endswith("-eager") else "stock", size)):
+                compare(row, stock)
             rows.append(row)
             step = "" if row.step_ms is None else f", {row.step_ms:.3f} ms of the GPU for a step"
-            what = f"{row.sequences} sequences" if row.new > 1 else f"{row.sequences} prompts of {row.prompt}"
-            print(f"{name:12} {what:24} {row.per_s:10,.0f} tokens/s{step}")
+            other = f", {row.differ} differ, by {row.gap:.3f}" if row.differ else ""
+            what = f"{row.sequences} prompts of {row.prompt}" if row.new == 1 else f"{row.sequences} sequences"
+            what = what if row.prompt else f"a trace of {row.sequences}"
+            print(f"{name:12} {what:24} {row.per_s:10,.0f} tokens/s{step}{other}")
     given = {key: value for key, value in vars(arguments).items() if key not in ("work", "out")}
     write_json(arguments.out, rows, machine=testing.machine_line(), arguments=given, engines=engines)
     return 0 if len(engines) == len(processes) else 1

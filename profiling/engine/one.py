@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -19,18 +20,43 @@ from profiling.engine import inside
 
 # Tokens that each sequence has made when a step is timed, and those it may make.
 _BEGUN, _MOST = 8, 1024
+# The engines whose tokens others are compared with, and most sequences of a workload for which that is done.
+COMPARED, MOST_COMPARED = ("stock", "stock-eager"), 64
 
 
-def generate(engine: Any, prompts: list[list[int]], new: int) -> tuple[list[list[int]], float]:
-    """The tokens of each prompt, and the seconds that they took."""
+def generate(engine: Any, prompts: list[list[int]], new: list[int]) -> tuple[list[list[int]], float]:
+    """The tokens of each prompt, so many ``new`` ones, and the seconds that they took."""
     from vllm import SamplingParams
 
     rows = [{"prompt_token_ids": ids} for ids in prompts]
-    parameters = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
+    each = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, detokenize=False) for n in new]
     start = time.perf_counter()
-    outputs = engine.generate(rows, parameters, use_tqdm=False)
+    outputs = engine.generate(rows, each, use_tqdm=False)
     took = time.perf_counter() - start
     return [list(output.outputs[0].token_ids) for output in outputs], took
+
+
+def gaps(engine: Any, prompts: list[list[int]], new: int) -> list[list[float]]:
+    """By how much the most likely token exceeds the next one, in logits, at each new token of each prompt."""
+    from vllm import SamplingParams
+
+    rows = [{"prompt_token_ids": ids} for ids in prompts]
+    two = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False, logprobs=2)
+    found = []
+    for output in engine.generate(rows, two, use_tqdm=False):
+        places = [
+            sorted((entry.logprob for entry in place.values()), reverse=True) for place in output.outputs[0].logprobs
+        ]
+        found.append([place[0] - place[1] for place in places])
+    return found
+
+
+def mixed(prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[int]]:
+    """Requests of a trace: ``count`` prompts of 32 to 2,048 tokens and how many new tokens each wants, 16 to 128."""
+    draw = random.Random(0)
+    lengths = [round(2 ** draw.uniform(5, 11)) for _ in range(count)]
+    cut = [prompts[i % len(prompts)][:length] for i, length in enumerate(lengths)]
+    return cut, [draw.randint(16, 128) for _ in range(count)]
 
 
 def step(engine: Any, prompts: list[list[int]], graphs: bool) -> dict[str, Any]:
@@ -92,14 +118,20 @@ def main(argument: str) -> None:
         time.sleep(0.05)
     prompts = json.loads((folder / "prompts.json").read_text())
     for length, count, new in spec["workloads"]:
-        given = prompts[str(length)][:count]
+        of_step: dict[str, Any] = {"step_ms": None, "kernels": [], "patterns": [], "gaps": []}
+        if length:
+            given, wanted = prompts[str(length)][:count], [new] * count
+        else:
+            given, wanted = mixed(prompts[str(max(map(int, prompts)))], count)
         # the first run compiles and warms up
-        runs = [generate(engine, given, new) for _ in range(1 + spec["runs"])]
+        runs = [generate(engine, given, wanted) for _ in range(1 + spec["runs"])]
         seconds = [took for _, took in runs[1:]]
-        of_step: dict[str, Any] = {"step_ms": None, "kernels": [], "patterns": []}
         row = {"prompt": length, "sequences": count, "new": new, "seconds": seconds, "tokens": runs[-1][0]}
-        row["per_s"] = count * (new if new > 1 else length) / statistics.median(seconds)
-        result["workloads"].append(row | (step(engine, given, graphs) if new > 1 else of_step))
+        row["per_s"] = (count * length if new == 1 else sum(wanted)) / statistics.median(seconds)
+        if new > 1:
+            of_step = step(engine, given, graphs)
+            of_step["gaps"] = gaps(engine, given, new) if name in COMPARED and count <= MOST_COMPARED else []
+        result["workloads"].append(row | of_step)
         result["ended"] = engine.collective_rpc(inside.describe)[0]
         (folder / f"{name}.json").write_text(json.dumps(result))
     print("MEASURED", flush=True)

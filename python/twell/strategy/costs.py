@@ -259,10 +259,10 @@ def decide(
 
 
 # Numbers of tokens for which a CUDA graph holds both "row" and dense halves, and the seconds that the choice costs.
-# NVIDIA H100, us with and without it: K = 2,048, N = 5,632 25.1 and 23.9 for 64 tokens, 34.3 and 32.0 for 128, 64 and
-# 57 for 512; K = 4,096, N = 14,336 82.7 and 80.6, 111 and 105, 285 and 282.
+# NVIDIA H100, us with and without it: K = 2,048, N = 5,632 25.8 and 25.1 for 64 tokens, 34.6 and 32.9 for 128, 56.8 and
+# 55.3 for 512; K = 4,096, N = 14,336 74.9 and 73.3, 89.1 and 87.5, 211.7 and 210.2.
 GUARDED_TOKENS = range(16, 513)
-_CHOICE_SECONDS = 3e-6
+_CHOICE_SECONDS = 2e-6
 
 
 def captured(problem: Problem, table: Table) -> Decision | None:
