@@ -4,7 +4,8 @@
 
 Each engine is a process of its own. All start side by side, compile and capture; then each is measured alone, in turn,
 while the others wait. A step is the CUDA graph that the engine captured for so many sequences, replayed while all of
-them decode, and timed by events. The model is drawn, with grouped heads; "silu" has its weights in vLLM's own class.
+them decode, and timed by events. A model is drawn, with grouped heads, or trained, with --text; "silu" has its weights
+in vLLM's own class.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def main() -> int:
     """Measure the engines, print a line for each workload and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="large", choices=DRAWN, help="(large)")
+    add("--model", default="large", metavar="M", help=f"{', '.join(DRAWN)}, or the folder of a saved model (large)")
+    add("--text", type=Path, nargs="+", default=[], metavar="PATH", help="text for a saved model")
     add("--work", type=Path, required=True, metavar="FOLDER", help="for models, logs and caches")
     add("--out", type=Path, required=True, metavar="JSON", help="file for the data")
     add("--engines", nargs="+", default=list(ENGINES), choices=ENGINES, metavar="NAME", help=f"({' '.join(ENGINES)})")
@@ -144,10 +146,20 @@ def main() -> int:
     add("--cache-gib", type=float, default=5.0, metavar="GIB", help="of each engine (5)")
     add("--seconds", type=float, default=540, metavar="S", help="for all (540)")
     arguments = parser.parse_args()
-    until, folder = time.monotonic() + arguments.seconds, arguments.work / arguments.model
+    if (arguments.model not in DRAWN) != bool(arguments.text):
+        parser.error("--text: expected with a saved model, and with no other")
+    until, folder = time.monotonic() + arguments.seconds, arguments.work / Path(arguments.model).name
     if not (folder / "prompts.json").exists():
         # in a process of its own, which frees the GPU
-        subprocess.run([sys.executable, "-m", "profiling.engine.models", str(folder), arguments.model], check=True)
+        write = [
+            sys.executable,
+            "-m",
+            "profiling.engine.models",
+            str(folder),
+            arguments.model,
+            *map(str, arguments.text),
+        ]
+        subprocess.run(write, check=True)
     workloads = [[128, size, arguments.new] for size in arguments.sizes]
     workloads += [[2048, arguments.prompts, 1]] if arguments.prompts else []
     workloads += [[0, arguments.trace, 0]] if arguments.trace else []
@@ -190,7 +202,7 @@ def main() -> int:
             what = f"{row.sequences} prompts of {row.prompt}" if row.new == 1 else f"{row.sequences} sequences"
             what = what if row.prompt else f"a trace of {row.sequences}"
             print(f"{name:12} {what:24} {row.per_s:10,.0f} tokens/s{step}{other}")
-    given = {key: value for key, value in vars(arguments).items() if key not in ("work", "out")}
+    given = {key: value for key, value in vars(arguments).items() if key not in ("work", "out", "text")}
     write_json(arguments.out, rows, machine=testing.machine_line(), arguments=given, engines=engines)
     return 0 if len(engines) == len(processes) else 1
 

@@ -1,7 +1,8 @@
-"""Models to serve, written as checkpoints of transformers: drawn ones, with the same weights for ReLU and SiLU."""
+"""Models to serve, drawn or trained, as checkpoints of transformers with the same weights for ReLU and SiLU."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from profiling.bench import models_random
 from twell import testing
+from twell.commands import saved_model
 
 LENGTH = 2304
 # Correlated output weights would make a model repeat its last token.
@@ -35,49 +38,74 @@ class Drawn(NamedTuple):
 DRAWN = {"1.5B": Drawn(28, 2048, 5632, 16), "large": Drawn(16, 4096, 14336, 32), "tiny": Drawn(2, 2048, 5632, 16)}
 
 
-@torch.no_grad()
-def write(folder: Path, drawn: Drawn, nnz: float | None = None) -> None:
-    """Write ``folder``/relu and ``folder``/silu, of the same weights, and ``folder``/prompts.json."""
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig
-
+def draw(drawn: Drawn, nnz: float | None = None) -> tuple[Any, dict[int, Tensor]]:
+    """A model of random weights in bfloat16, and ids of its prompts by their length."""
     from twell.integrations.transformers import SparseLlamaConfig, SparseLlamaForCausalLM
 
-    sizes: dict[str, Any] = {
-        "vocab_size": drawn.vocab,
-        "hidden_size": drawn.hidden,
-        "intermediate_size": drawn.neurons,
-        "num_hidden_layers": drawn.layers,
-        "num_attention_heads": drawn.heads,
-        "num_key_value_heads": drawn.kv,
-        "max_position_embeddings": LENGTH,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    config = SparseLlamaConfig(
+        vocab_size=drawn.vocab,
+        hidden_size=drawn.hidden,
+        intermediate_size=drawn.neurons,
+        num_hidden_layers=drawn.layers,
+        num_attention_heads=drawn.heads,
+        num_key_value_heads=drawn.kv,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=True,
+        sparsity_strategy="dense",
+    )
     with torch.device("cuda"):
-        model = SparseLlamaForCausalLM(SparseLlamaConfig(**sizes, tie_word_embeddings=True, sparsity_strategy="dense"))
+        model = SparseLlamaForCausalLM(config)
     models_random.cast(model, torch.bfloat16)
     pattern = models_random.Pattern(nnz or 29 / testing.PAPER_NEURONS * drawn.neurons)
     shape = models_random.LlamaSizes("", *drawn[:4], drawn.vocab)
     models_random.draw(model.eval(), models_random.draw_ids(shape, 64, 2048, pattern.topic, 0), pattern)
-    weights = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items() if "lm_head" not in name}
-    embedding = weights["model.embed_tokens.weight"]
+    embedding = model.get_input_embeddings().weight.detach()
     normal = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(_HEAD_SEED), device="cpu")
-    weights["lm_head.weight"] = (normal * embedding.float().std()).to(embedding.dtype)
-    for kind in ("relu", "silu"):
-        (folder / kind).mkdir(parents=True, exist_ok=True)
-        config = LlamaConfig(**sizes, tie_word_embeddings=False, hidden_act=kind)
-        config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
-        config.save_pretrained(folder / kind)
-    save_file(weights, folder / "relu" / "model.safetensors", metadata={"format": "pt"})
-    os.link(folder / "relu" / "model.safetensors", folder / "silu" / "model.safetensors")
+    model.lm_head.weight = torch.nn.Parameter(normal.to(embedding) * embedding.float().std().to(embedding.dtype))
     # other sequences than those of the thresholds
-    prompts = {
-        length: models_random.draw_ids(shape, count, length, pattern.topic, 3 + length).tolist()
+    return model, {
+        length: models_random.draw_ids(shape, count, length, pattern.topic, 3 + length)
         for length, count in PROMPTS.items()
     }
-    (folder / "prompts.json").write_text(json.dumps(prompts))
+
+
+def load(folder: Path, text: list[Path]) -> tuple[Any, dict[int, Tensor]]:
+    """A saved model in bfloat16, and ids of prompts of the text."""
+    longest, wanted = max(PROMPTS), sum(length * count for length, count in PROMPTS.items())
+    options = argparse.Namespace(
+        model=folder, text=text, tokens=wanted, sequence=longest, device="cuda", dtype="bfloat16", activation=None
+    )
+    loaded = saved_model.load(options)
+    sequences = saved_model.read(loaded, options, least=wanted).sequences
+    ids, prompts = torch.tensor([token for sequence in sequences for token in sequence], device="cpu"), {}
+    for length, count in PROMPTS.items():
+        prompts[length], ids = ids[: count * length].view(count, length), ids[count * length :]
+    return loaded.model, prompts
+
+
+@torch.no_grad()
+def write(folder: Path, model: Any, prompts: dict[int, Tensor]) -> None:
+    """Write ``folder``/relu and ``folder``/silu, of the same weights, and ``folder``/prompts.json."""
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    own, known = model.config.to_dict(), LlamaConfig().to_dict()
+    values = {name: own[name] for name in known if name in own and name not in ("architectures", "model_type")}
+    values |= {"max_position_embeddings": LENGTH, "tie_word_embeddings": False, "dtype": torch.bfloat16}
+    for kind in ("relu", "silu"):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+        config = LlamaConfig(**values | {"hidden_act": kind})
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(folder / kind)
+    # a weight that two parts share is written for each
+    weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+    save_file(weights, folder / "relu" / "model.safetensors", metadata={"format": "pt"})
+    os.link(folder / "relu" / "model.safetensors", folder / "silu" / "model.safetensors")
+    (folder / "prompts.json").write_text(json.dumps({length: ids.tolist() for length, ids in prompts.items()}))
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), DRAWN[sys.argv[2]])
+    target, name, *text = sys.argv[1:]
+    made = draw(DRAWN[name]) if name in DRAWN else load(Path(name), [Path(path) for path in text])
+    write(Path(target), *made)
