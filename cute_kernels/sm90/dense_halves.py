@@ -22,8 +22,7 @@ As in overflow.py all who compute must run at the same time, and so enlist. Hand
     ring           PipelineTmaAsync: full = 1 arrival + bytes, empty = 8 mma warps of each of the two CTAs.
     ALL            all threads of a CTA, before and after one of them waits for the other CTAs.
     EXPAND         96 expand threads: the tile is zero, and may be filled.
-    GATES_FULL     96 expand threads arrive, 256 mma threads wait.
-    GATES_EMPTY    256 mma threads arrive, 96 expand threads wait.
+    GATES          expand and mma threads, twice for each unit: the tile has its gates; it has been read.
     GROUP          + 0 or 1: 128 threads of an mma group, before and after they write its part of the tile.
 """
 
@@ -69,9 +68,8 @@ class Barrier(IntEnum):
 
     ALL = 1
     EXPAND = 2
-    GATES_FULL = 3
-    GATES_EMPTY = 4
-    GROUP = 5
+    GATES = 3
+    GROUP = 4
 
 
 class Operands(NamedTuple):
@@ -345,7 +343,7 @@ class DenseHalves:
         while index < extent.columns * extent.rows:
             column, row, _ = self.unit_of(index, extent)
             if begun > 0:
-                cute.arch.barrier(barrier_id=Barrier.GATES_EMPTY, number_of_threads=MMA_THREADS + EXPAND_THREADS)
+                self.gates_sync()
             begun += 1
             for piece in cutlass.range(thread, ROWS * self.tokens // 8, EXPAND_THREADS, unroll=4):
                 store_values(tile + piece * 8, zeros)
@@ -354,8 +352,13 @@ class DenseHalves:
                 m = row * self.tokens + t
                 if m < o.y.shape[0]:
                     self.expand_token(tile, o, m, t, column, rank, lane)
-            cute.arch.barrier_arrive(barrier_id=Barrier.GATES_FULL, number_of_threads=MMA_THREADS + EXPAND_THREADS)
+            self.gates_sync()
             index += size
+
+    @cute.jit
+    def gates_sync(self):
+        """Barrier of all who write or read the gates' tile."""
+        cute.arch.barrier(barrier_id=Barrier.GATES, number_of_threads=MMA_THREADS + EXPAND_THREADS)
 
     @cute.jit
     def expand_token(self, tile, o: Operands, m: Int32, t: Int32, column: Int32, rank: Int32, lane: Int32):
@@ -401,14 +404,14 @@ class DenseHalves:
             acc.fill(0.0)
             if extent.steps > 0:
                 states = self.multiply(ring, mma, acc, rA, rB, extent.steps, states)
-            cute.arch.barrier(barrier_id=Barrier.GATES_FULL, number_of_threads=MMA_THREADS + EXPAND_THREADS)
+            self.gates_sync()
             first = column * UNIT + rank * ROWS
             self.store_hidden(s, o, acc, first, thread)
             self.group_sync(group)
             self.store_tile(s, o.parts, row * self.tokens, first + group * PANEL, o.neurons, group, thread % 128)
             index += size
             if index < extent.columns * extent.rows:
-                cute.arch.barrier_arrive(barrier_id=Barrier.GATES_EMPTY, number_of_threads=MMA_THREADS + EXPAND_THREADS)
+                self.gates_sync()
         return states
 
     @cute.jit
