@@ -96,6 +96,11 @@ def test_a_graph_of_few_tokens_holds_both_halves(gated: bool, monkeypatch: pytes
     assert (weights.shape, stats.shape, form) == ((64,), (8, 2, 2), (32, 0))
     assert helpers > 0
     assert most == tuning.most_by_row(64, 256, 512, gated)
+    # a token alone looks at no others, and shares nothing
+    gpu.clear()
+    sys.modules["twell.ops.ffn"].on_cuda(given, 8, RELU, Route("row", invariant=True), False)
+    (*_, counters, _, stats, helpers, _, _), name = gpu.launches[-1][1][:-2], gpu.names()[-1]
+    assert (name, counters.shape, stats.shape[0], helpers) == ("up_down_token", (0,), 0, 0)
     # dense halves count nothing
     gpu.clear()
     sys.modules["twell.ops.ffn"].on_cuda(given, 8, RELU, route, True)

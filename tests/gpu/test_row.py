@@ -80,23 +80,23 @@ def test_what_rounds_to_zero_is_no_nonzero(m: int) -> None:
     ("m", "k", "neurons"), [*((m, 2048, 5632) for m in (1, 2, 8, 33, 66)), *((m, 4096, 2056) for m in (1, 9, 33, 66))]
 )
 def test_clusters_share_a_token(m: int, k: int, neurons: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exact whatever the number of clusters; their sums depend on how the non-zeros are shared, and on nothing else."""
+    """Exact whatever the number of helpers; their sums depend on how the non-zeros are shared, and on nothing else."""
     problem = testing.integer_problem(m, k, neurons, density=0.3, biases=BIASES, device=CUDA)
     random = testing.make("dense911", m, k, neurons)
     results = {}
-    # more pieces than a thread loads at a time
-    for pieces in (1, 2, 16, 40):
-        monkeypatch.setattr(tuning, "token_pieces", lambda m, spec, _, pieces=pieces: pieces if spec.shared else 1)
+    # more pieces of a token than a thread loads at a time, and more helpers than tokens
+    for helpers in (1, 2, 16, 80):
+        monkeypatch.setattr(tuning, "token_helpers", lambda *_, helpers=helpers: helpers)
         # programs keep what they were made with
         program.forget()
         check(problem, "row")
         runs = [output(random, "row") for _ in range(20)]
         for run in runs[1:]:
-            testing.assert_same(run, runs[0], f"{pieces} clusters")
-        results[pieces] = runs[0]
+            testing.assert_same(run, runs[0], f"{helpers} helpers")
+        results[helpers] = runs[0]
     monkeypatch.undo()
     program.forget()
     if tuning.family(0) == specs.PORTABLE:
         pytest.skip("how sums are shared shows in one 16-bit result of thousands, there maybe in none")
     # so they did share
-    assert not torch.equal(results[1], results[2])
+    assert not torch.equal(results[1], results[80])
