@@ -47,9 +47,6 @@ TRAIN = (
     "--micro-batch 8 --warmup 20 --l1-warmup 40"
 )
 MODEL = f"{BENCH} model $RUNS/RUN/final --text $TEXT --accumulate 4 --energy --json $OUT"
-SERVING = (
-    "python -m profiling.serving replay --no-traces --seconds 0.15 --model $RUNS/RUN/final --text $TEXT --out $OUT"
-)
 SWEEP = "python -m profiling.sweep SWEEP --out $FOLDER --budget-s $BUDGET"
 
 _MEASURED = (
@@ -195,18 +192,10 @@ _MEASURED = (
         (120,),
     ),
     Measurement(
-        "h200_serving",
-        "layers of a drawn 1.5B model at the numbers of tokens of a server, by strategy, and on recorded steps of a "
-        "scheduler",
-        "tables serving, traces",
-        ("python -m profiling.serving replay --budget-s 120 --out $OUT",),
-        (130,),
-    ),
-    Measurement(
         "h100_generate",
         "`generate` of transformers on a drawn model of 16 layers, stock and after `sparsify`",
         "table generate",
-        ("python -m profiling.serving generate --config 16x2048x5632 --out $OUT",),
+        ("python -m profiling.engine.generate --out $OUT",),
         (240,),
     ),
     Measurement(
@@ -248,20 +237,6 @@ _MEASURED = (
         ),
         (30, 70),
         resumes=True,
-    ),
-    Measurement(
-        "h200_serving_trained",
-        "the sizes of `h200_serving` with the 0.5B model trained with L1 of 3e-4",
-        "table serving trained",
-        (SERVING.replace("RUN/", "sparser/"),),
-        (70,),
-    ),
-    Measurement(
-        "h200_serving_less_sparse",
-        "the same with L1 of 1e-4",
-        "table serving less sparse",
-        (SERVING.replace("RUN/", "sparse/"),),
-        (70,),
     ),
     Measurement(
         "h200_fuzz",

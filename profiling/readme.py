@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from profiling import everything, host, measurements, reference
 from profiling.draw.common import ResultError, Results, markdown
 from profiling.nsight import summarize
-from profiling.serving import replay
 from profiling.sweep import lasting
 from twell.strategy.tables import SCREENED, STRATEGIES
 
@@ -581,42 +580,7 @@ def soak() -> str:
     )
 
 
-# Steps of a server
-
-
-def serving(name: str) -> str:
-    """Layers at the numbers of tokens that a server has: FFNs by strategy, and what a decoder layer gains."""
-    rows = []
-    for row in result(name)["rows"]:
-        size = replay.Size(**row)
-        theirs, ours, attention = size.layers_us[size.dense], size.layers_us["auto"], size.attention_us
-        cells = [f"{'prompts' if size.prefill else 'decode'}, {size.tokens:,}"]
-        cells += [f"{size.ffn_us[variant]:.1f}" for variant in replay.VARIANTS[:-1]]
-        cells += [f"**{size.ffn_us['auto']:.1f}**", f"{size.over_dense:.2f}", f"{size.over_best:.2f}"]
-        cells += [f"**{theirs / ours:.2f}**", f"{(theirs + attention) / (ours + attention):.2f}"]
-        rows.append([*cells, ", ".join(f"{count} {strategy}" for strategy, count in size.strategies.items())])
-    header = ["tokens", *replay.VARIANTS, "over dense", "over the best", "layer gains", "with attention", "layers run"]
-    return markdown(header, "l" + "r" * 9 + "l", rows)
-
-
-def serving_machine(name: str) -> str:
-    run = result(name)
-    return f"{run['layers']} layers; {run['arguments']['context']:,} cached tokens per sequence. {run['machine']}"
-
-
-def traces() -> str:
-    """Tokens per second of the layers of a model over recorded steps, by phase."""
-    rows = []
-    for row in result("h200_serving")["phases"]:
-        phase = replay.Phase(**row)
-        cells = [f"{phase.trace}, {phase.phase}", f"{phase.steps}", f"{phase.tokens:,}"]
-        for seconds, more in ((phase.ffn_s, 0.0), (phase.layers_s, 0.0), (phase.layers_s, phase.attention_s)):
-            theirs, ours = min(seconds[name] for name in replay.DENSE) + more, seconds["auto"] + more
-            rates = [f"{phase.tokens / each / 1e3:,.1f}" for each in (theirs, ours)]
-            cells += [" / ".join(rates), f"**{theirs / ours:.2f}**"]
-        rows.append(cells)
-    header = ["thousand tokens per second", "steps", "tokens", "FFNs: dense / auto", ""]
-    return markdown([*header, "layers", "", "with attention", ""], "l" + "r" * 8, rows)
+# Servers and `generate`
 
 
 def generate() -> str:
@@ -733,13 +697,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "hard model": lambda: with_machine("h200_model_hard", lambda rows: model_table([result("h200_model_hard")])),
     "soak": soak,
     "memory": memory,
-    "serving": lambda: serving("h200_serving"),
-    "serving machine": lambda: serving_machine("h200_serving"),
-    "serving trained": lambda: serving("h200_serving_trained"),
-    "serving trained machine": lambda: serving_machine("h200_serving_trained"),
-    "serving less sparse": lambda: serving("h200_serving_less_sparse"),
-    "serving less sparse machine": lambda: serving_machine("h200_serving_less_sparse"),
-    "traces": traces,
     "generate": generate,
     "ncu": ncu,
 }

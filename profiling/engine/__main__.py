@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from profiling.bench.report import write_json
-from profiling.engine.models import DRAWN, LENGTH
+from profiling.engine import models
 from profiling.engine.one import COMPARED
 from twell import testing
 
@@ -133,7 +133,7 @@ def main() -> int:
     """Measure the engines, print a line for each workload and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="large", metavar="M", help=f"{', '.join(DRAWN)}, or the folder of a saved model (large)")
+    add("--model", default="large", metavar="M", help=f"{models.NAMES} (large)")
     add("--text", type=Path, nargs="+", default=[], metavar="PATH", help="text for a saved model")
     add("--work", type=Path, required=True, metavar="FOLDER", help="for models, logs and caches")
     add("--out", type=Path, required=True, metavar="JSON", help="file for the data")
@@ -146,7 +146,7 @@ def main() -> int:
     add("--cache-gib", type=float, default=5.0, metavar="GIB", help="of each engine (5)")
     add("--seconds", type=float, default=540, metavar="S", help="for all (540)")
     arguments = parser.parse_args()
-    if (arguments.model not in DRAWN) != bool(arguments.text):
+    if (models.sizes(arguments.model) is None) != bool(arguments.text):
         parser.error("--text: expected with a saved model, and with no other")
     until, folder = time.monotonic() + arguments.seconds, arguments.work / Path(arguments.model).name
     if not (folder / "prompts.json").exists():
@@ -166,7 +166,7 @@ def main() -> int:
     sizes = sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *arguments.sizes})
     processes = {}
     for name in arguments.engines:
-        options: dict[str, Any] = {"max_num_seqs": max(sizes), "max_model_len": LENGTH} | ENGINES[name]
+        options: dict[str, Any] = {"max_num_seqs": max(sizes), "max_model_len": models.LENGTH} | ENGINES[name]
         if "enforce_eager" not in options:
             options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         spec = {

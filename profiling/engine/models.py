@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +39,24 @@ class Drawn(NamedTuple):
 DRAWN = {"1.5B": Drawn(28, 2048, 5632, 16), "large": Drawn(16, 4096, 14336, 32), "tiny": Drawn(2, 2048, 5632, 16)}
 
 
-def draw(drawn: Drawn, nnz: float | None = None) -> tuple[Any, dict[int, Tensor]]:
+NAMES = f"{', '.join(DRAWN)}, LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]], or the folder of a saved model"
+
+
+def sizes(name: str) -> Drawn | None:
+    """The sizes of a drawn model of this name, or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]]; None for a folder."""
+    if name in DRAWN or not re.fullmatch(r"\d+(x\d+){2,4}", name):
+        return DRAWN.get(name)
+    shape = models_random.parse_sizes(name)
+    return Drawn(shape.layers, shape.hidden, shape.neurons, shape.heads, min(4, shape.heads), shape.vocab)
+
+
+def make(name: str, text: list[Path], device: str, nnz: float | None = None) -> tuple[Any, dict[int, Tensor]]:
+    """A model in bfloat16, drawn or saved in the folder of this name, and ids of its prompts by their length."""
+    drawn = sizes(name)
+    return load(Path(name), text, device) if drawn is None else draw(drawn, device, nnz)
+
+
+def draw(drawn: Drawn, device: str, nnz: float | None = None) -> tuple[Any, dict[int, Tensor]]:
     """A model of random weights in bfloat16, and ids of its prompts by their length."""
     from twell.integrations.transformers import SparseLlamaConfig, SparseLlamaForCausalLM
 
@@ -54,7 +72,7 @@ def draw(drawn: Drawn, nnz: float | None = None) -> tuple[Any, dict[int, Tensor]
         tie_word_embeddings=True,
         sparsity_strategy="dense",
     )
-    with torch.device("cuda"):
+    with torch.device(device):
         model = SparseLlamaForCausalLM(config)
     models_random.cast(model, torch.bfloat16)
     pattern = models_random.Pattern(nnz or 29 / testing.PAPER_NEURONS * drawn.neurons)
@@ -70,11 +88,11 @@ def draw(drawn: Drawn, nnz: float | None = None) -> tuple[Any, dict[int, Tensor]
     }
 
 
-def load(folder: Path, text: list[Path]) -> tuple[Any, dict[int, Tensor]]:
+def load(folder: Path, text: list[Path], device: str) -> tuple[Any, dict[int, Tensor]]:
     """A saved model in bfloat16, and ids of prompts of the text."""
     longest, wanted = max(PROMPTS), sum(length * count for length, count in PROMPTS.items())
     options = argparse.Namespace(
-        model=folder, text=text, tokens=wanted, sequence=longest, device="cuda", dtype="bfloat16", activation=None
+        model=folder, text=text, tokens=wanted, sequence=longest, device=device, dtype="bfloat16", activation=None
     )
     loaded = saved_model.load(options)
     sequences = saved_model.read(loaded, options, least=wanted).sequences
@@ -107,5 +125,4 @@ def write(folder: Path, model: Any, prompts: dict[int, Tensor]) -> None:
 
 if __name__ == "__main__":
     target, name, *text = sys.argv[1:]
-    made = draw(DRAWN[name]) if name in DRAWN else load(Path(name), [Path(path) for path in text])
-    write(Path(target), *made)
+    write(Path(target), *make(name, [Path(path) for path in text], "cuda"))

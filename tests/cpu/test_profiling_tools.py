@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from profiling.engine import __main__ as engine
-from profiling.engine import one
 from profiling.nsight import profile_target, summarize
 from twell import testing
 from twell._runtime import specs
@@ -360,24 +358,3 @@ class TestDump:
         found = re.fullmatch(rf"{kernel}: (\d+) registers, 0 bytes spilled\n", (dumped / "unpack_bf16.txt").read_text())
         assert found is not None
         assert int(found[1]) < 64
-
-
-def test_tokens_of_engines_are_compared() -> None:
-    stock = {"tokens": [[1, 2, 3], [4, 5, 6], [7, 8, 9]], "gaps": [[1.0] * 3, [0.5, 0.25, 3.0], [0.0, 9.0, 9.0]]}
-    figures: dict[str, Any] = {"prompt": 8, "sequences": 3, "new": 3, "seconds": [1.0], "per_s": 9.0, "step_ms": None}
-    figures |= {"kernels": [], "patterns": []}
-    row = engine.Row("auto", **figures, tokens=[[1, 2, 3], [4, 1, 1], [0, 8, 9]])
-    engine.compare(row, stock)
-    assert (row.differ, row.gap) == (2, 0.25)
-    same = engine.Row("auto", **figures, tokens=stock["tokens"])
-    engine.compare(same, stock)
-    assert (same.differ, same.gap) == (0, 0.0)
-
-
-def test_requests_of_a_trace() -> None:
-    prompts, wanted = one.mixed([list(range(2048))] * 2, 100)
-    assert (len(prompts), len(wanted)) == (100, 100)
-    assert all(32 <= len(ids) <= 2048 for ids in prompts)
-    assert all(16 <= new <= 128 for new in wanted)
-    assert len({len(ids) for ids in prompts}) > 50
-    assert one.mixed([list(range(2048))] * 2, 100) == (prompts, wanted)

@@ -5,9 +5,9 @@ without a cache. "generate" makes --new tokens, the likeliest, for each of some 
 cache, "static" with ``cache_implementation="static"``, whose steps transformers compiles and replays as CUDA graphs. A
 model makes all tokens twice, untimed, before --runs timed runs, which the two take in turn; the median counts. Tokens
 of the two are compared: for each sequence that differs, the stock model's logits at the first difference say how far
-apart the two tokens are, in roundings of a bfloat16 logit. Up to 4 of them is a tie. A drawn model gets random output
-weights of its own: with those of its embedding it would repeat the last token of the prompt, whatever its layers
-compute.
+apart the two tokens are, in roundings of a bfloat16 logit. Up to 4 of them is a tie.
+
+    python -m profiling.engine.generate --model 16x2048x5632 --out generate.json   # on a GPU, four minutes
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ import torch
 from torch import Tensor
 
 from profiling.bench.report import write_json
-from profiling.serving import models
+from profiling.engine import models
 from twell import testing
 from twell.commands.request import at_least
 from twell.integrations.transformers import sparsify
 from twell.nn import explain
 
-# Another seed than the embedding has, of whose weights these would be a shifted copy.
-_HEAD_SEED = 20
 # Sequences whose logits are computed at a time.
 _PART = 32
 CACHES = {"eager": None, "static": "static"}
@@ -54,9 +52,14 @@ class Row:
     strategies: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    models.add_arguments(parser)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print a line for each row and write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add("--model", default="16x2048x5632", metavar="M", help=f"{models.NAMES} (16x2048x5632)")
+    add("--text", type=Path, nargs="+", default=[], metavar="PATH", help="text for a saved model")
+    add("--nnz", type=float, help="mean non-zeros per token of a drawn model (default: the paper's)")
+    add("--device", default="cuda", help="(cuda)")
     add("--out", type=Path, required=True, metavar="JSON", help="file for the data")
     add("--sequences", type=int, nargs="+", default=[1, 16], metavar="N", help="sequences at a time (1 16)")
     add("--prompts", type=int, default=8, metavar="N", help="sequences of the prompt pass (8)")
@@ -64,16 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--new", type=int, default=128, metavar="N", help="tokens to generate for each (128)")
     add("--runs", type=at_least(1), default=5, metavar="N", help="timed runs of each model (5)")
     add("--caches", nargs="+", choices=CACHES, default=list(CACHES), help="(eager static)")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    most = max(arguments.sequences)
-    subject = models.subject(arguments, (arguments.prompts, arguments.prompt), (most, 64))
-    if arguments.model is None:
-        _draw_head(subject.model)
-    prompts, heads = subject.prompts.to(subject.device), subject.heads.to(subject.device)
-    stock = _stock(subject.model)
-    both = {"stock": stock, "sparse": sparsify(_stock(subject.model))}
+    arguments = parser.parse_args(argv)
+    model, ids = models.make(arguments.model, arguments.text, arguments.device, arguments.nnz)
+    device = next(iter(model.parameters())).device
+    prompts = ids[max(ids)][: arguments.prompts, : arguments.prompt].to(device)
+    heads = ids[min(ids)][: max(arguments.sequences), :64].to(device)
+    stock = _stock(model)
+    both = {"stock": stock, "sparse": sparsify(_stock(model))}
     rows: list[Row] = []
 
     def measure(what: str, sequences: int, tokens: int, calls: dict[str, Callable[[], Any]]) -> list[Row]:
@@ -121,9 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
     write_json(
         arguments.out,
         rows,
-        machine=testing.machine_line(subject.device),
-        arguments={name: value for name, value in vars(arguments).items() if name != "config"},
-        model=subject.name,
+        machine=testing.machine_line(device),
+        arguments={name: value for name, value in vars(arguments).items() if name not in ("text", "out")},
         attention=stock.config._attn_implementation,
     )
     return 0
@@ -152,15 +151,6 @@ def ran(model: Any) -> dict[str, int]:
     return found
 
 
-def _draw_head(model: Any) -> None:
-    """Give the model output weights of its own, as large as those that it has."""
-    embedding = model.get_input_embeddings().weight
-    drawn = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(_HEAD_SEED), device="cpu")
-    drawn *= embedding.float().std().item()
-    model.config.tie_word_embeddings = False
-    model.get_output_embeddings().weight = torch.nn.Parameter(drawn.to(embedding))
-
-
 def _stock(model: Any) -> Any:
     """The model as transformers has it, with ReLU, and with down weights of its own."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -168,12 +158,13 @@ def _stock(model: Any) -> Any:
     content = model.config.to_dict()
     # SparseLlama and SparseQwen2 name their base in their model type
     kind = content.pop("model_type").removeprefix("sparse_")
-    config = AutoConfig.for_model(kind, **content | {"hidden_act": "relu", "architectures": None})
+    config = AutoConfig.for_model(
+        kind, **content | {"hidden_act": "relu", "architectures": None, "tie_word_embeddings": False}
+    )
     with torch.device("meta"):
         stock = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     state = {name: t.clone() if "down_proj" in name else t for name, t in model.state_dict().items()}
     stock.load_state_dict(state, assign=True)
-    stock.tie_weights()
     # meta tensors are not in a state
     stock.get_decoder().rotary_emb = model.get_decoder().rotary_emb
     return stock.eval()
@@ -203,3 +194,7 @@ def _distances(
             rounding = 2.0 ** (math.frexp(max(abs(row[one]), abs(row[other])))[1] - 8)
             found.append(abs(row[one] - row[other]) / rounding)
     return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,84 @@
+"""profiling/engine without an engine: what it draws and compares, and ``generate`` on tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from profiling.engine import __main__ as engine
+from profiling.engine import generate, models, one
+
+TINY = ["--model", "2x64x256x2x256", "--nnz", "8", "--device", "cpu"]
+
+
+def test_a_drawn_model_is_written_for_engines(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, prompts = models.make("2x64x256x2x256", [], "cpu", 8)
+    models.write(tmp_path, model, prompts)
+    read = json.loads((tmp_path / "prompts.json").read_text())
+    assert {int(length): len(ids) for length, ids in read.items()} == models.PROMPTS
+    for kind in ("relu", "silu"):
+        assert json.loads((tmp_path / kind / "config.json").read_text())["hidden_act"] == kind
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "relu")
+    assert type(stock).__name__ == "LlamaForCausalLM"
+    for name, weight in model.state_dict().items():
+        assert stock.state_dict()[name].equal(weight), name
+    # whose last layer is its own
+    assert not stock.lm_head.weight.equal(stock.model.embed_tokens.weight)
+
+
+def test_generate_is_timed_beside_stock(tmp_path: Path) -> None:
+    small = ["--prompts", "1", "--prompt", "128", "--new", "3", "--runs", "1", "--sequences", "2", "--caches", "eager"]
+    assert generate.main([*TINY, *small, "--out", str(tmp_path / "made.json")]) == 0
+    rows = json.loads((tmp_path / "made.json").read_text())["rows"]
+    assert [(row["what"], row["model"], row["sequences"]) for row in rows] == [
+        *(("prompt", "stock", 1), ("prompt", "sparse", 1)),
+        *(("eager", "stock", 2), ("eager", "sparse", 2)),
+    ]
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+    # on a CPU both run PyTorch's operators, and choose the same tokens
+    assert rows[-1]["differing"] == 0
+    assert rows[-1]["strategies"] == {"any: dense": 2}
+
+
+def test_generate_sees_a_wrong_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sparsify = generate.sparsify
+
+    def damaged(model: Any) -> Any:
+        sparse = sparsify(model)
+        sparse.get_decoder().layers[1].mlp.down_proj.weight.data.neg_()
+        return sparse
+
+    monkeypatch.setattr(generate, "sparsify", damaged)
+    small = ["--prompts", "1", "--prompt", "128", "--new", "8", "--runs", "1", "--sequences", "8", "--caches", "eager"]
+    assert generate.main([*TINY, *small, "--out", str(tmp_path / "made.json")]) == 0
+    found = json.loads((tmp_path / "made.json").read_text())["rows"][-1]
+    assert found["differing"] > found["ties"]
+    assert found["worst"] > 4
+
+
+def test_tokens_of_engines_are_compared() -> None:
+    stock = {"tokens": [[1, 2, 3], [4, 5, 6], [7, 8, 9]], "gaps": [[1.0] * 3, [0.5, 0.25, 3.0], [0.0, 9.0, 9.0]]}
+    figures: dict[str, Any] = {"prompt": 8, "sequences": 3, "new": 3, "seconds": [1.0], "per_s": 9.0, "step_ms": None}
+    figures |= {"kernels": [], "patterns": []}
+    row = engine.Row("auto", **figures, tokens=[[1, 2, 3], [4, 1, 1], [0, 8, 9]])
+    engine.compare(row, stock)
+    assert (row.differ, row.gap) == (2, 0.25)
+    same = engine.Row("auto", **figures, tokens=stock["tokens"])
+    engine.compare(same, stock)
+    assert (same.differ, same.gap) == (0, 0.0)
+
+
+def test_requests_of_a_trace() -> None:
+    prompts, wanted = one.mixed([list(range(2048))] * 2, 100)
+    assert (len(prompts), len(wanted)) == (100, 100)
+    assert all(32 <= len(ids) <= 2048 for ids in prompts)
+    assert all(16 <= new <= 128 for new in wanted)
+    assert len({len(ids) for ids in prompts}) > 50
+    assert one.mixed([list(range(2048))] * 2, 100) == (prompts, wanted)
