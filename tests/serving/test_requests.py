@@ -154,9 +154,16 @@ def test_graphs_with_and_without_twell_are_kept_apart() -> None:
 @pytest.mark.parametrize("second", ["0", "1"], ids=["first runner", "second runner"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_no_choice_comes_from_the_start_of_an_engine(eager: bool, second: str, tmp_path: Path, serve: Serve) -> None:
-    model = checkpoint(tmp_path, "relu")
+    # attention on a GPU has few sizes of heads, all in bfloat16
+    heads = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = checkpoint(tmp_path, "relu", sizes=heads)
     served = serve(
-        model, enforce_eager=eager, max_num_batched_tokens=1024, variables={"VLLM_USE_V2_MODEL_RUNNER": second}
+        model,
+        dtype="bfloat16",
+        enforce_eager=eager,
+        max_num_batched_tokens=1024,
+        gpu_memory_utilization=0.1,
+        variables={"VLLM_USE_V2_MODEL_RUNNER": second},
     )
     started = [row for layer in served.started for row in layer]
     # graphs choose when they are captured, by nothing that was counted
