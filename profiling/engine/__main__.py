@@ -2,10 +2,10 @@
 
     python -m profiling.engine --model large --work FOLDER --out engine.json
 
-Each engine is a process of its own. All start side by side, compile and capture; then each is measured alone, in turn,
-while the others wait. A step is the CUDA graph that the engine captured for so many sequences, replayed while all of
-them decode, and timed by events. A model is drawn, with grouped heads, or trained, with --text; "silu" has its weights
-in vLLM's own class.
+Each engine is a process of its own. All start side by side, compile and capture; then they take runs of each workload
+in turn, one at a time, since hosts wander. A step is the CUDA graph that the engine captured for so many sequences,
+replayed while all of them decode, and timed by events. A model is drawn, with grouped heads, or trained, with --text;
+"silu" has its weights in vLLM's own class.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from profiling.bench.report import write_json
 from profiling.engine import models
@@ -87,7 +87,7 @@ def compare(row: Row, stock: Mapping[str, Any]) -> None:
 
 def start(name: str, spec: Mapping[str, Any], folder: Path) -> subprocess.Popen[bytes]:
     """Start the process of an engine."""
-    for ending in ("ready", "go", "json"):
+    for ending in ("ready", "answer", "json"):
         (folder / f"{name}.{ending}").unlink(missing_ok=True)
     environment = os.environ | {
         "TWELL_VLLM": "off" if name in WITHOUT else "auto",
@@ -97,7 +97,14 @@ def start(name: str, spec: Mapping[str, Any], folder: Path) -> subprocess.Popen[
     }
     command = [sys.executable, "-m", "profiling.engine.one", json.dumps(spec)]
     with open(folder / f"{name}.log", "wb") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -108,25 +115,48 @@ def end(process: subprocess.Popen[bytes]) -> None:
             time.sleep(1)
 
 
-def measure(processes: Mapping[str, subprocess.Popen[bytes]], folder: Path, until: float) -> None:
-    """Wait until all engines have started, then let each measure in turn; end all."""
-    waiting, began = set(processes), time.monotonic()
-    while waiting and time.monotonic() < until:
-        for name in list(waiting):
-            ready, dead = (folder / f"{name}.ready").exists(), processes[name].poll() is not None
-            if ready or dead:
-                waiting.discard(name)
-                print(f"{name}: {'ready' if ready else 'ended'} after {time.monotonic() - began:.0f} s", flush=True)
-        time.sleep(0.2)
-    for name, process in processes.items():
-        if process.poll() is None and (folder / f"{name}.ready").exists():
-            (folder / f"{name}.go").touch()
-            log = folder / f"{name}.log"
-            while process.poll() is None and time.monotonic() < until:
-                if "MEASURED" in log.read_text(errors="replace")[-4000:]:
-                    break
-                time.sleep(0.2)
-        end(process)
+class Engine(NamedTuple):
+    """The process of an engine, and its files."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    def wait(self, ending: str, wanted: str, until: float) -> bool:
+        """Wait for a file with this ending and content; False if the process or the time ended before."""
+        path = self.folder / f"{self.name}.{ending}"
+        while not (path.exists() and path.read_text() == wanted):
+            if self.process.poll() is not None or time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def ask(self, line: str, until: float) -> bool:
+        """Send a line to the process, and wait for its answer."""
+        assert self.process.stdin
+        try:
+            self.process.stdin.write(line.encode())
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return False
+        return self.wait("answer", line, until)
+
+
+def measure(engines: list[Engine], workloads: int, runs: int, until: float) -> None:
+    """Wait until all engines have started; let them take runs of each workload in turn; end all."""
+    began, asked = time.monotonic(), []
+    for engine in engines:
+        if engine.wait("ready", "", until):
+            asked.append(engine)
+        print(
+            f"{engine.name}: {'ready' if engine in asked else 'ended'} after {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
+    for place in range(workloads):
+        for what in (*["run"] * (runs + 1), "end"):
+            asked = [engine for engine in asked if engine.ask(f"{place} {what}\n", until)]
+    for engine in engines:
+        end(engine.process)
 
 
 def main() -> int:
@@ -140,7 +170,7 @@ def main() -> int:
     add("--engines", nargs="+", default=list(ENGINES), choices=ENGINES, metavar="NAME", help=f"({' '.join(ENGINES)})")
     add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help="sequences that decode")
     add("--new", type=int, default=32, metavar="N", help="tokens that each makes (32)")
-    add("--runs", type=int, default=2, metavar="N", help="timed runs (2)")
+    add("--runs", type=int, default=3, metavar="N", help="timed runs (3)")
     add("--prompts", type=int, default=64, metavar="N", help="prompts of 2,048 tokens (64)")
     add("--trace", type=int, default=256, metavar="N", help="requests of a trace of unequal ones (256)")
     add("--cache-gib", type=float, default=5.0, metavar="GIB", help="of each engine (5)")
@@ -164,7 +194,7 @@ def main() -> int:
     workloads += [[2048, arguments.prompts, 1]] if arguments.prompts else []
     workloads += [[0, arguments.trace, 0]] if arguments.trace else []
     sizes = sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *arguments.sizes})
-    processes = {}
+    engines = []
     for name in arguments.engines:
         options: dict[str, Any] = {"max_num_seqs": max(sizes), "max_model_len": models.LENGTH} | ENGINES[name]
         if "enforce_eager" not in options:
@@ -174,21 +204,20 @@ def main() -> int:
             "folder": str(folder),
             "model": str(folder / ("silu" if name == "silu" else "relu")),
             "cache_bytes": int(arguments.cache_gib * 2**30),
-            "runs": arguments.runs,
             "workloads": workloads,
             "options": options,
         }
-        processes[name] = start(name, spec, folder)
-    measure(processes, folder, until)
-    rows, engines, of_stock = [], [], {}
-    for name in processes:
+        engines.append(Engine(name, start(name, spec, folder), folder))
+    measure(engines, len(workloads), arguments.runs, until)
+    rows, found, of_stock = [], [], {}
+    for name in arguments.engines:
         path = folder / f"{name}.json"
         if not path.exists():
             log = (folder / f"{name}.log").read_text(errors="replace")
             print(f"{name} failed:\n{log[-3000:]}")
             continue
         result = json.loads(path.read_text())
-        engines.append({key: value for key, value in result.items() if key != "workloads"})
+        found.append({key: value for key, value in result.items() if key != "workloads"})
         for workload in result["workloads"]:
             gaps, size = workload.pop("gaps"), (workload["prompt"], workload["sequences"])
             if name in COMPARED:
@@ -203,8 +232,8 @@ def main() -> int:
             what = what if row.prompt else f"a trace of {row.sequences}"
             print(f"{name:12} {what:24} {row.per_s:10,.0f} tokens/s{step}{other}")
     given = {key: value for key, value in vars(arguments).items() if key not in ("work", "out", "text")}
-    write_json(arguments.out, rows, machine=testing.machine_line(), arguments=given, engines=engines)
-    return 0 if len(engines) == len(processes) else 1
+    write_json(arguments.out, rows, machine=testing.machine_line(), arguments=given, engines=found)
+    return 0 if len(found) == len(engines) else 1
 
 
 if __name__ == "__main__":

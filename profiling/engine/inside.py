@@ -94,16 +94,17 @@ def watch(worker: Any) -> None:
 
     for layer in _layers(worker):
         layer._seen = {}
-        layer.register_forward_pre_hook(partial(keep, layer._seen))
+        layer._watch = layer.register_forward_pre_hook(partial(keep, layer._seen))
 
 
 def patterns(worker: Any, tokens: int) -> list[dict[str, float]]:
-    """Non-zeros of each layer in the latest step of so many ``tokens``, where ``watch`` was called before.
+    """Non-zeros of each layer in the latest step of so many ``tokens`` since ``watch``, which ends here.
 
     "mean", "most": of a token. "union": neurons that any fires, and for tiles of consecutive tokens their mean.
     """
     found = []
     for layer in _layers(worker):
+        layer._watch.remove()
         x = layer._seen[tokens]
         weight = next(p for p in layer.parameters() if p.shape[-1] == x.shape[-1])
         fired = (x @ weight[: weight.shape[0] // 2].t()) > 0

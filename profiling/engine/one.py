@@ -1,8 +1,9 @@
 """One engine in a process of its own, which ``profiling.engine`` starts: makes tokens and says how fast.
 
-The process writes FOLDER/NAME.ready once the engine has started, measures once FOLDER/NAME.go exists, and writes
-FOLDER/NAME.json after each workload. Steps are timed while all sequences decode: at the end of a run some have ended,
-and what their places in the graph's inputs hold says nothing.
+The process writes FOLDER/NAME.ready once the engine has started. Then each line of its input names a workload by its
+place and what to do: "run" it, or "end" it by timing a step and writing FOLDER/NAME.json. It answers with the same line
+in FOLDER/NAME.answer. Steps are timed while all sequences decode: at the end of a run some have ended, and what their
+places in the graph's inputs hold says nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from profiling.engine import inside
+from twell import _files
 
 # Tokens that each sequence has made when a step is timed, and those it may make.
 _BEGUN, _MOST = 8, 1024
@@ -68,6 +70,8 @@ def step(engine: Any, prompts: list[list[int]], graphs: bool) -> dict[str, Any]:
     names = [f"step-{count}-{i}" for i in range(count)]
     for name, ids in zip(names, prompts):
         core.add_request(name, {"prompt_token_ids": ids}, parameters)
+    if not graphs:
+        engine.collective_rpc(inside.watch)
     made: dict[str, int] = {}
     while len(made) < count or min(made.values()) < _BEGUN:
         for output in core.step():
@@ -111,30 +115,32 @@ def main(argument: str) -> None:
     graphs = "enforce_eager" not in spec["options"]
     result: dict[str, Any] = {"name": name, "vllm": version, "start_s": time.monotonic() - began, "workloads": []}
     result["started"] = engine.collective_rpc(inside.describe)[0]
-    if not graphs:
-        engine.collective_rpc(inside.watch)
-    (folder / f"{name}.ready").touch()
-    while not (folder / f"{name}.go").exists():
-        time.sleep(0.05)
     prompts = json.loads((folder / "prompts.json").read_text())
-    for length, count, new in spec["workloads"]:
-        of_step: dict[str, Any] = {"step_ms": None, "kernels": [], "patterns": [], "gaps": []}
+    (folder / f"{name}.ready").touch()
+    for line in sys.stdin:
+        place, what = line.split()
+        length, count, new = spec["workloads"][int(place)]
         if length:
             given, wanted = prompts[str(length)][:count], [new] * count
         else:
             given, wanted = mixed(prompts[str(max(map(int, prompts)))], count)
-        # the first run compiles and warms up
-        runs = [generate(engine, given, wanted) for _ in range(1 + spec["runs"])]
-        seconds = [took for _, took in runs[1:]]
-        row = {"prompt": length, "sequences": count, "new": new, "seconds": seconds, "tokens": runs[-1][0]}
-        row["per_s"] = (count * length if new == 1 else sum(wanted)) / statistics.median(seconds)
-        if new > 1:
-            of_step = step(engine, given, graphs)
-            of_step["gaps"] = gaps(engine, given, new) if name in COMPARED and count <= MOST_COMPARED else []
-        result["workloads"].append(row | of_step)
-        result["ended"] = engine.collective_rpc(inside.describe)[0]
-        (folder / f"{name}.json").write_text(json.dumps(result))
-    print("MEASURED", flush=True)
+        if int(place) == len(result["workloads"]):
+            result["workloads"].append({"prompt": length, "sequences": count, "new": new, "seconds": []})
+        row = result["workloads"][int(place)]
+        if what == "run":
+            row["tokens"], took = generate(engine, given, wanted)
+            row["seconds"].append(took)
+        else:
+            # the first run compiles and warms up
+            del row["seconds"][0]
+            row["per_s"] = (count * length if new == 1 else sum(wanted)) / statistics.median(row["seconds"])
+            row |= {"step_ms": None, "kernels": [], "patterns": [], "gaps": []}
+            if new > 1:
+                row |= step(engine, given, graphs)
+                row["gaps"] = gaps(engine, given, new) if name in COMPARED and count <= MOST_COMPARED else []
+            result["ended"] = engine.collective_rpc(inside.describe)[0]
+            (folder / f"{name}.json").write_text(json.dumps(result))
+        _files.write_text(folder / f"{name}.answer", line)
 
 
 if __name__ == "__main__":
