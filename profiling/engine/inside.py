@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Replays of a graph before it is timed, and timed ones.
-_BEFORE, _TIMED = 10, 50
+# Replays of a graph before it is timed, and timed ones; cycles for which the GPU waits meanwhile, since a slow host
+# takes longer to launch a graph than the GPU to run it.
+_BEFORE, _TIMED, _WAITED = 5, 30, 400_000_000
 # Kernels of a step that a table names; the rest is one more row.
 _KERNELS = 25
 # Consecutive sequences whose unions are counted.
@@ -61,6 +62,7 @@ def replay(worker: Any, tokens: int) -> float | None:
     if graph is None:
         return None
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_WAITED)
     for _ in range(_BEFORE):
         graph.replay()
     start.record()
