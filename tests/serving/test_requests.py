@@ -150,21 +150,33 @@ def test_graphs_with_and_without_twell_are_kept_apart() -> None:
     assert with_twell.compute_hash() != without.compute_hash()
 
 
+# Attention on a GPU has few sizes of heads, all of them in bfloat16.
+HEADS = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
+ON_GPU: dict[str, Any] = {"dtype": "bfloat16", "max_num_batched_tokens": 1024, "gpu_memory_utilization": 0.1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["auto", "row"])
+def test_two_ranks_on_two_gpus(strategy: str, tmp_path: Path, serve: Serve) -> None:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    model = checkpoint(tmp_path, "relu", sizes=HEADS)
+    options = ON_GPU | {"enforce_eager": False, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    served = serve(model, hf_overrides={"sparsity_strategy": strategy}, **options)
+    assert served.layers
+    alone = serve(model, plugin=False, model_impl="transformers", **ON_GPU)
+    # sums of two halves round otherwise, which later tokens may show
+    assert [tokens[0] for tokens in served.tokens] == [tokens[0] for tokens in alone.tokens]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("second", ["0", "1"], ids=["first runner", "second runner"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
 def test_no_choice_comes_from_the_start_of_an_engine(eager: bool, second: str, tmp_path: Path, serve: Serve) -> None:
-    # attention on a GPU has few sizes of heads, all in bfloat16
-    heads = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = checkpoint(tmp_path, "relu", sizes=heads)
-    served = serve(
-        model,
-        dtype="bfloat16",
-        enforce_eager=eager,
-        max_num_batched_tokens=1024,
-        gpu_memory_utilization=0.1,
-        variables={"VLLM_USE_V2_MODEL_RUNNER": second},
-    )
+    model = checkpoint(tmp_path, "relu", sizes=HEADS)
+    served = serve(model, enforce_eager=eager, variables={"VLLM_USE_V2_MODEL_RUNNER": second}, **ON_GPU)
     started = [row for layer in served.started for row in layer]
     # graphs choose when they are captured, by nothing that was counted
     assert bool(started) == (not eager)
