@@ -47,6 +47,7 @@ TRAIN = (
     "--micro-batch 8 --warmup 20 --l1-warmup 40"
 )
 MODEL = f"{BENCH} model $RUNS/RUN/final --text $TEXT --accumulate 4 --energy --json $OUT"
+ENGINE = "python -m profiling.engine --work $FOLDER/engine"
 SWEEP = "python -m profiling.sweep SWEEP --out $FOLDER --budget-s $BUDGET"
 
 _MEASURED = (
@@ -192,6 +193,21 @@ _MEASURED = (
         (120,),
     ),
     Measurement(
+        "h200_engine_large",
+        "vLLM's engine with a drawn model whose layers have the sizes of Llama-3-8B's, stock and with twell: steps, "
+        "tokens per second, with and without graphs",
+        "table engine large",
+        (f"{ENGINE} --model large --engines stock dense auto stock-eager auto-eager --cache-gib 3 --out $OUT",),
+        (350,),
+    ),
+    Measurement(
+        "h100_engine",
+        "the same with a drawn 1.5B model, with graphs",
+        "table engine",
+        (f"{ENGINE} --model 1.5B --engines stock dense auto --cache-gib 4 --out $OUT",),
+        (280,),
+    ),
+    Measurement(
         "h100_generate",
         "`generate` of transformers on a drawn model of 16 layers, stock and after `sparsify`",
         "table generate",
@@ -300,6 +316,7 @@ FROZEN = {
     "h100_batches": "continuous batching of transformers, stock and sparse, on an H100",
     "h100_paper_code": "the paper's published kernels, dense and twell on the same layers, on an H100",
     "h100_row": '"row" by the old kernel up_down and by up_down_token, beside others; no script kept',
+    "h100_row_clusters": 'the gate of few tokens by kernel, and "row" by CTAs of a token, on an H100; no script kept',
     "h100_upgrade": "layers by version 0.2.0 and by the next, in CUDA graphs; no script kept, training in a second run",
     "h200_activations": "layers of each activation on the same pattern beside dense",
     "h200_fp8": "dense in fp8 beside dense in bf16 and twell, with its errors",
@@ -309,6 +326,7 @@ FROZEN = {
     "h200_quality": "cross-entropy and sparsity by coefficient of L1",
     "h200_relufy": "SiLU models trained further with SiLU and with FATReLU",
     "h200_relufy_model": "the forward pass of the sparsest of them beside dense",
+    "h200_row_clusters": "the same on an H200",
     "h200_training": "the kernels of a training step, and of one that overflows",
 }
 

@@ -583,6 +583,37 @@ def soak() -> str:
 # Servers and `generate`
 
 
+def engine(name: str) -> str:
+    """Steps and tokens per second of an engine: stock, and the operator's "dense" and "auto"."""
+    found = result(name)
+    rows: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in found["rows"]:
+        rows.setdefault((row["prompt"], row["sequences"]), {})[row["engine"]] = row
+    lines = []
+    for (prompt, sequences), of in rows.items():
+        stock, dense, auto = (of[variant] for variant in ("stock", "dense", "auto"))
+        what = f"{sequences} that decode" if stock["step_ms"] else f"{sequences} prompts of {prompt:,}"
+        cells = [what if prompt else f"{sequences} requests, mixed"]
+        if stock["step_ms"]:
+            ratio = auto["step_ms"] / min(stock["step_ms"], dense["step_ms"])
+            cells += [*(f"{row['step_ms']:.3f}" for row in (stock, dense, auto)), f"**{ratio:.2f}**"]
+        else:
+            cells += [""] * 4
+        gain = auto["per_s"] / stock["per_s"]
+        cells += [*(f"{row['per_s']:,.0f}" for row in (stock, auto)), f"{gain:.2f}"]
+        lines.append([*cells, "" if auto["differ"] is None else f"{auto['differ']}, {auto['gap']:.3f}"])
+    header = [
+        "sequences",
+        "step, ms: stock",
+        '"dense"',
+        '"auto"',
+        "over the faster",
+        "tokens per second: stock",
+        '"auto"',
+    ]
+    return f"{markdown([*header, 'ratio', 'differ'], 'l' + 'r' * 8, lines)}\n\n{found['machine']}"
+
+
 def generate() -> str:
     """Tokens per second of a prompt pass and of ``generate`` of transformers, stock and sparse."""
     found = result("h100_generate")
@@ -697,6 +728,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "hard model": lambda: with_machine("h200_model_hard", lambda rows: model_table([result("h200_model_hard")])),
     "soak": soak,
     "memory": memory,
+    "engine large": lambda: engine("h200_engine_large"),
+    "engine": lambda: engine("h100_engine"),
     "generate": generate,
     "ncu": ncu,
 }

@@ -56,9 +56,9 @@ class Row:
 
     Both are 0 for the trace, whose requests differ (``one.mixed``). per_s: tokens made per second, or of prompts if one
     is made. step_ms: milliseconds of the GPU for a step; None without graphs. kernels: those of such a step: name,
-    launches, microseconds. patterns: non-zeros of each layer. tokens: those made, by sequence. differ: sequences with
-    other tokens than stock's, and gap: the most by which stock preferred its token where such a sequence first differs,
-    in logits; None where it was not compared.
+    launches, microseconds. patterns: non-zeros of each layer. differ: sequences with other tokens than stock's, and
+    gap: the most by which stock preferred its token where such a sequence first differs, in logits; None where it was
+    not compared.
     """
 
     engine: str
@@ -70,16 +70,15 @@ class Row:
     step_ms: float | None
     kernels: list[Any]
     patterns: list[Any]
-    tokens: list[list[int]]
     differ: int | None = None
     gap: float | None = None
     red: str = ""
 
 
-def compare(row: Row, stock: Mapping[str, Any]) -> None:
-    """Note where the tokens differ from those of a workload of ``stock``."""
+def compare(row: Row, tokens: list[list[int]], stock: Mapping[str, Any]) -> None:
+    """Note where ``tokens`` differ from those of a workload of ``stock``."""
     firsts = []
-    for ours, theirs, gaps in zip(row.tokens, stock["tokens"], stock["gaps"]):
+    for ours, theirs, gaps in zip(tokens, stock["tokens"], stock["gaps"]):
         firsts += [gap for a, b, gap in zip(ours, theirs, gaps) if a != b][:1]
     if stock["gaps"]:
         row.differ, row.gap = len(firsts), max(firsts, default=0.0)
@@ -219,12 +218,13 @@ def main() -> int:
         result = json.loads(path.read_text())
         found.append({key: value for key, value in result.items() if key != "workloads"})
         for workload in result["workloads"]:
-            gaps, size = workload.pop("gaps"), (workload["prompt"], workload["sequences"])
+            made = {key: workload.pop(key) for key in ("tokens", "gaps")}
+            size = workload["prompt"], workload["sequences"]
             if name in COMPARED:
-                of_stock[name, size] = {"tokens": workload["tokens"], "gaps": gaps}
+                of_stock[name, size] = made
             row = Row(engine=name, **workload)
             if stock := of_stock.get(("stock-eager" if name.endswith("-eager") else "stock", size)):
-                compare(row, stock)
+                compare(row, made["tokens"], stock)
             rows.append(row)
             step = "" if row.step_ms is None else f", {row.step_ms:.3f} ms of the GPU for a step"
             other = f", {row.differ} differ, by {row.gap:.3f}" if row.differ else ""

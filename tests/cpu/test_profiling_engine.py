@@ -67,11 +67,11 @@ def test_tokens_of_engines_are_compared() -> None:
     stock = {"tokens": [[1, 2, 3], [4, 5, 6], [7, 8, 9]], "gaps": [[1.0] * 3, [0.5, 0.25, 3.0], [0.0, 9.0, 9.0]]}
     figures: dict[str, Any] = {"prompt": 8, "sequences": 3, "new": 3, "seconds": [1.0], "per_s": 9.0, "step_ms": None}
     figures |= {"kernels": [], "patterns": []}
-    row = engine.Row("auto", **figures, tokens=[[1, 2, 3], [4, 1, 1], [0, 8, 9]])
-    engine.compare(row, stock)
+    row = engine.Row("auto", **figures)
+    engine.compare(row, [[1, 2, 3], [4, 1, 1], [0, 8, 9]], stock)
     assert (row.differ, row.gap) == (2, 0.25)
-    same = engine.Row("auto", **figures, tokens=stock["tokens"])
-    engine.compare(same, stock)
+    same = engine.Row("auto", **figures)
+    engine.compare(same, stock["tokens"], stock)
     assert (same.differ, same.gap) == (0, 0.0)
 
 

@@ -21,9 +21,9 @@ from twell._runtime import geometry
 from twell.commands import prediction, saved_model, sparsity
 from twell.commands.request import RequestError, aligned, as_percent, at_least, number_above, pick_device
 from twell.integrations import layouts, vllm
-from twell.strategy.costs import ASSUMED_DENSITY, Figures, Problem, decide, nearest
+from twell.strategy.costs import ASSUMED_DENSITY, Figures, Problem, captured, decide, guarded_share, nearest
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, unpackable
-from twell.strategy.tables import SHIPPED, Table, in_use
+from twell.strategy.tables import GUARDED, SHIPPED, Table, in_use
 from twell.tuning import MERGED_TOKENS
 
 DESCRIPTION = """\
@@ -184,10 +184,13 @@ def _require_served(content: dict[str, Any]) -> str:
     alike = [name for name in named if name in vllm.LLAMA_LIKE]
     if alike and activation in vllm.ACTIVATIONS:
         return f"vLLM serves {alike[0]} with {NAMES_OF_FAMILY[activation]}"
+    if activation in vllm.ACTIVATIONS:
+        said = "vLLM may serve it through twell, but only layers with a gate of these models are predicted"
+    else:
+        said = f"vLLM serves it without twell{f'; {saved_model.TRAINING}' if alike else ''}"
     raise RequestError(
         f"MODEL: expected {', '.join(vllm.SPARSE)} or a Llama-like model with {', '.join(vllm.ACTIVATIONS)}, got "
-        f"{', '.join(named) or 'no architectures'} with {activation!r}: vLLM serves it without twell"
-        f"{f'; {saved_model.TRAINING}' if alike else ''}"
+        f"{', '.join(named) or 'no architectures'} with {activation!r}: {said}"
     )
 
 
@@ -388,7 +391,13 @@ def predict(
     strategy, reason, costs = decide(problem, known, None, table)
     if requested.strategy != "auto":
         strategy, reason = requested.strategy, "named by the configuration"
+    elif decode and (graph := captured(problem, table)) is not None:
+        strategy, reason = graph.strategy, graph.reason
     share = costs.get(strategy, 1.0 if strategy == "dense" else None)
+    if strategy == GUARDED:
+        by_rows = guarded_share(problem, known, table)
+        # the time of its dense products is not known
+        share = by_rows if by_rows < 1 else None
     return Row(layer.number, m, decode, strategy, share, reason, costs)
 
 

@@ -13,6 +13,7 @@ so. With ``invariant`` "row" gives a token the same bits whatever other tokens t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,20 +101,35 @@ def on_cuda(layer: Operands, compression: int, activation: Activation, route: Ro
     return _run(_sparse_on_cuda, layer, compression, activation, route, totals)
 
 
+@functools.lru_cache(256)
+def _asked(
+    gated: bool,
+    dtype: torch.dtype,
+    compression: int,
+    strategy: str,
+    imposed: str,
+    name: str,
+    threshold: float,
+    screen: bool,
+    invariant: bool,
+) -> tuple[Activation, Route]:
+    """The activation and the route that a call's arguments ask for; ValueError if they contradict each other."""
+    activation = activation_of(name, threshold, gated)
+    route = routed(Facts("ffn", strategy, invariant, screen=screen, imposed=imposed))
+    activation.level(dtype)
+    geometry.words_per_tile(compression)
+    return activation, route
+
+
 def _operators(compute: Callable[..., _Totals] | None) -> list[Implementation]:
     """``ffn`` and ``ffn_aux`` as functions of the schema's arguments; those of fake tensors have nothing to compute."""
 
     def run(totals: bool, *arguments: Any) -> _Totals:
         layer, (compression, strategy, site, *how) = Operands(*arguments[:7]), arguments[7:]
-        name, threshold, screen, invariant = how
-        activation = activation_of(name, threshold, layer.w_up is not None)
         on = layer.x.device
         imposed = imposed_on_call(on.type, on.index) if strategy == "auto" else ""
-        # ValueError if the arguments contradict each other
-        route = routed(Facts("ffn", strategy, invariant, screen=screen, imposed=imposed))
+        activation, route = _asked(layer.w_up is not None, layer.x.dtype, compression, strategy, imposed, *how)
         check_layer(*layer)
-        activation.level(layer.x.dtype)
-        geometry.words_per_tile(compression)
         if compute is None:
             x = layer.x
             return x.new_empty(x.shape), x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.int64)

@@ -265,6 +265,12 @@ GUARDED_TOKENS = range(16, 513)
 _CHOICE_SECONDS = 2e-6
 
 
+def guarded_share(problem: Problem, figures: Figures, table: Table) -> float:
+    """The time of ``GUARDED`` over dense's where the device computes rows; from 1 on it would rather not."""
+    least = _DENSE_STARTS + _FEW_TOKENS_READ * _dense_seconds(problem)
+    return costs(problem, figures, table, False).get("row", math.inf) + _CHOICE_SECONDS / least
+
+
 def captured(problem: Problem, table: Table) -> Decision | None:
     """The choice for a CUDA graph of few tokens, which replays on later data; None for other calls.
 
@@ -275,10 +281,7 @@ def captured(problem: Problem, table: Table) -> Decision | None:
         return None
     if not table.screens or table.lacks(False, problem.gated):
         return Decision("dense", "a graph keeps its choice, and this GPU cannot choose in each replay", {"dense": 1.0})
-    assumed = costs(problem, Figures(ASSUMED_DENSITY * problem.n, None), table, False)
-    least = _DENSE_STARTS + _FEW_TOKENS_READ * _dense_seconds(problem)
-    time = assumed.get("row", math.inf) + _CHOICE_SECONDS / least
-    if time < 1:
+    if guarded_share(problem, Figures(ASSUMED_DENSITY * problem.n, None), table) < 1:
         return Decision(GUARDED, "the device chooses in each replay", {"dense": 1.0})
     return Decision("dense", f"the best for {problem.m} tokens, even of a sparse layer", {"dense": 1.0})
 
