@@ -21,6 +21,15 @@ def tma_load(tensor: Any, layout: Any, box: tuple[int, int], peers: int = 1) -> 
     return Transfer(*cpasync.make_tiled_tma_atom(op, tensor, stage, box, num_multicast=peers))
 
 
+def partition(transfer: Transfer, target: Any, box: tuple[int, int], rank: Any = 0, peers: int = 1) -> Any:
+    """Stages in shared memory and tiles in global memory of a TMA load that `peers` CTAs share."""
+    tiles = cute.local_tile(transfer.tensor, box, (None,) * cute.rank(transfer.tensor))
+    layout, rank = cute.make_layout(peers), rank if peers > 1 else 0
+    return cpasync.tma_partition(
+        transfer.atom, rank, layout, cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
+
+
 # Distributed shared memory: `source` and `target` are addresses in this CTA and name the same offset in CTA `rank`.
 
 

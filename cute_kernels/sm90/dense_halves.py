@@ -35,7 +35,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int16, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
@@ -48,8 +48,8 @@ from ..common.overflow import arrive_and_wait, enlist
 from ..common.swizzle import swizzle_column, swizzle_piece
 from ..common.values import MAGNITUDE, high_to_float, low_to_float, pack
 from ..specs import DenseHalvesSpec
-from .copies import Transfer, store_peer, tma_load
-from .mma import store_matrices_transposed
+from .copies import Transfer, partition, store_peer, tma_load
+from .mma import accumulate, store_matrices_transposed
 
 # rows of weights of a CTA, and of an mma group, the width of a panel of the tile
 ROWS, PANEL = 128, 64
@@ -306,8 +306,8 @@ class DenseHalves:
     def load(self, ring, state, f: Factors, s: Views, extent: Extent, index: Int32, size: Int32):
         """Keep the ring full: weights for this CTA, half of the tokens for both."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        a_s, a_t = self.partition(f.a, s.sA, (ROWS, TILE_K), 0, 1)
-        b_s, b_t = self.partition(f.b, s.sB, (self.tokens, TILE_K), rank, CLUSTER)
+        a_s, a_t = partition(f.a, s.sA, (ROWS, TILE_K), 0, 1)
+        b_s, b_t = partition(f.b, s.sB, (self.tokens, TILE_K), rank, CLUSTER)
         while index < extent.columns * extent.rows * extent.parts:
             column, row, part = self.unit_of(index, extent)
             first = part * extent.steps
@@ -324,13 +324,6 @@ class DenseHalves:
                 state.advance()
             index += size
         return state
-
-    def partition(self, transfer, target, box, rank, peers: int):
-        """Stages in shared memory and tiles in global memory of a TMA load that `peers` CTAs share."""
-        tiles = cute.local_tile(transfer.tensor, box, (None, None))
-        return cpasync.tma_partition(
-            transfer.atom, rank, cute.make_layout(peers), cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
 
     # ---- gates ----
 
@@ -403,7 +396,7 @@ class DenseHalves:
             column, row, _ = self.unit_of(index, extent)
             acc.fill(0.0)
             if extent.steps > 0:
-                states = self.multiply(ring, mma, acc, rA, rB, extent.steps, states)
+                states = accumulate(ring, mma, acc, rA, rB, 1, extent.steps, states)
             self.gates_sync()
             first = column * UNIT + rank * ROWS
             self.store_hidden(s, o, acc, first, thread)
@@ -424,7 +417,7 @@ class DenseHalves:
             first = part * extent.steps
             steps = cutlass.min(extent.steps, extent.all_steps - first)
             acc.fill(0.0)
-            states = self.multiply(ring, mma, acc, rA, rB, steps, states)
+            states = accumulate(ring, mma, acc, rA, rB, 1, steps, states)
             left = column * UNIT + rank * ROWS
             if extent.parts > 1:
                 self.store_part(o, acc, part * o.y.shape[0], row * self.tokens, left, thread)
@@ -439,6 +432,7 @@ class DenseHalves:
 
     def fragments(self, mma, s: Views, thread: Int32):
         """Descriptors of the stages, and the accumulator."""
+        mma.set(warpgroup.Field.ACCUMULATE, True)
         leader = mma.get_slice(cute.make_layout(2, stride=128)(cute.arch.make_warp_uniform(thread // 128)))
         shape = mma.get_slice(thread).partition_shape_C((ROWS, self.tokens))
         return (
@@ -446,28 +440,6 @@ class DenseHalves:
             mma.make_fragment_B(leader.partition_B(s.sB)),
             cute.make_rmem_tensor(shape, Float32),
         )
-
-    @cute.jit
-    def multiply(self, ring, mma: cute.TiledMma, acc, rA, rB, steps: Int32, states):
-        """acc += product over `steps` stages, at least one."""
-        full, release = states
-        mma.set(warpgroup.Field.ACCUMULATE, True)
-        for k in cutlass.range(steps, unroll=1):
-            ring.consumer_wait(full)
-            warpgroup.fence()
-            for block in range_constexpr(TILE_K // 16):
-                cute.gemm(mma, acc, rA[None, None, block, full.index], rB[None, None, block, full.index], acc)
-            warpgroup.commit_group()
-            # at most one group of WGMMA is in flight: the previous stage has been read
-            warpgroup.wait_group(1)
-            if k > 0:
-                ring.consumer_release(release)
-                release.advance()
-            full.advance()
-        warpgroup.wait_group(0)
-        ring.consumer_release(release)
-        release.advance()
-        return full, release
 
     # ---- the ends ----
 

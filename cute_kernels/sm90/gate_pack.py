@@ -50,7 +50,7 @@ from ..common.values import (
     widen,
 )
 from ..specs import GatePackSpec
-from .copies import Transfer, tma_load
+from .copies import Transfer, partition, tma_load
 from .mma import store_matrices_transposed
 
 TILE_N = geometry.TILE
@@ -289,8 +289,8 @@ class GatePack:
     def load(self, ring, w: Transfer, x: Transfer, s: Views, place, extent: Extent):
         """Keep the ring full: one w tile and one x tile per stage."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        w_s, w_t = self.partition(w, s.sW, (self.neurons, self.tile_k), rank, self.own_tokens)
-        x_s, x_t = self.partition(x, s.sX, (self.tokens, self.tile_k), rank, self.own_neurons)
+        w_s, w_t = partition(w, s.sW, (self.neurons, self.tile_k), rank, self.own_tokens)
+        x_s, x_t = partition(x, s.sX, (self.tokens, self.tile_k), rank, self.own_neurons)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         tile, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
         row, column = place
@@ -306,14 +306,6 @@ class GatePack:
                 state.advance()
             tile += step
             row, column = self.tile_of(tile, extent)
-
-    def partition(self, transfer, target, box, rank, peers: int):
-        """Stages in shared memory and tiles in global memory of a TMA load that `peers` CTAs share."""
-        tiles = cute.local_tile(transfer.tensor, box, (None, None))
-        layout, rank = cute.make_layout(peers), rank if peers > 1 else 0
-        return cpasync.tma_partition(
-            transfer.atom, rank, layout, cute.group_modes(target, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
 
     def copy(self, transfer, source, target, barrier, peers: int) -> None:
         """Load a tile for all `peers` that share it."""

@@ -1,8 +1,36 @@
-"""Matrix stores from registers to shared memory."""
+"""The main loop of a product, and matrix stores from registers to shared memory."""
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
+from cutlass import Int32, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
+
+
+@cute.jit
+def accumulate(ring, mma: cute.TiledMma, acc, rA, rB, scale: cutlass.Constexpr, steps: Int32, states):
+    """acc += product over `steps` stages, at least one; a stage of the ring is every `scale`-th of rB.
+
+    `states` of the ring, of the next stage to wait for and to release, are returned as they are then.
+    """
+    full, release = states
+    for k in cutlass.range(steps, unroll=1):
+        ring.consumer_wait(full)
+        warpgroup.fence()
+        for block in range_constexpr(cute.size(rA, mode=[2])):
+            cute.gemm(mma, acc, rA[None, None, block, full.index], rB[None, None, block, scale * full.index], acc)
+        warpgroup.commit_group()
+        # at most one group of WGMMA is in flight: the previous stage has been read
+        warpgroup.wait_group(1)
+        if k > 0:
+            ring.consumer_release(release)
+            release.advance()
+        full.advance()
+    warpgroup.wait_group(0)
+    ring.consumer_release(release)
+    release.advance()
+    return full, release
 
 
 @cute.jit

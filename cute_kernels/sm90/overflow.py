@@ -54,8 +54,8 @@ from ..common.sums import add_flushed, flush_sums
 from ..common.swizzle import swizzle_column, swizzle_piece
 from ..common.values import pack, relu_pack, warp_sum
 from ..specs import OverflowSpec
-from .copies import Transfer, store_peer, tma_load
-from .mma import store_matrices
+from .copies import Transfer, partition, store_peer, tma_load
+from .mma import accumulate, store_matrices
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 # neurons of a tile of `Score`, and columns of a group's buffer
@@ -156,13 +156,6 @@ class Dense:
 
     # ---- device ----
 
-    def parted(self, transfer: Transfer, smem: Any, box: tuple[int, int], rank: Any, peers: int) -> Any:
-        """Stages in shared memory and tiles in global memory of a load, this CTA's share of them."""
-        tiles = cute.local_tile(transfer.tensor, box, (None,) * cute.rank(transfer.tensor))
-        return cpasync.tma_partition(
-            transfer.atom, rank, cute.make_layout(peers), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-
     def views(self, shared, a_layout, b_layout, half_layout=None) -> Views:
         """Tensors over the shared struct."""
         halves = None
@@ -203,27 +196,6 @@ class Dense:
         """A consumer's states of the stage that is filled next and of the one to be released next."""
         kind = pipeline.PipelineUserType.Consumer
         return pipeline.make_pipeline_state(kind, STAGES), pipeline.make_pipeline_state(kind, STAGES)
-
-    @cute.jit
-    def multiply(self, ring, mma: cute.TiledMma, acc, rA, rB, scale: cutlass.Constexpr, steps: Int32, states):
-        """acc += product over `steps` stages; a stage of the ring is every `scale`-th of rB."""
-        full, release = states
-        for k in cutlass.range(steps, unroll=1):
-            ring.consumer_wait(full)
-            warpgroup.fence()
-            for block in range_constexpr(TILE_K // 16):
-                cute.gemm(mma, acc, rA[None, None, block, full.index], rB[None, None, block, scale * full.index], acc)
-            warpgroup.commit_group()
-            # at most one group of WGMMA is in flight: the previous stage has been read
-            warpgroup.wait_group(1)
-            if k > 0:
-                ring.consumer_release(release)
-                release.advance()
-            full.advance()
-        warpgroup.wait_group(0)
-        ring.consumer_release(release)
-        release.advance()
-        return full, release
 
     @cute.jit
     def thread_of(self) -> Thread:
@@ -300,8 +272,8 @@ class Score(Dense):
         """Keep the ring full: x with w_gate and, if there is one, w_up; then, in backward, dy with w_down."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         mask = Int16((1 << CLUSTER) - 1)
-        left = [self.parted(t, s.sA, (TILE_M, TILE_K), 0, 1) for t in f.a]
-        right = [self.parted(t, s.halves, (HALF, TILE_K), rank, CLUSTER) for t in f.b]
+        left = [partition(t, s.sA, (TILE_M, TILE_K), 0, 1) for t in f.a]
+        right = [partition(t, s.halves, (HALF, TILE_K), rank, CLUSTER) for t in f.b]
         extent, before = self.extent(o, here), here.first // TILE_M
         while index < extent.m_tiles * extent.n_tiles:
             row, column = self.tile_of(index, extent)
@@ -347,14 +319,14 @@ class Score(Dense):
             row, column = self.tile_of(index, extent)
             acc.fill(0.0)
             if o.gated != 0:
-                states = self.multiply(ring, wide, acc, rA, rB, 1, extent.k_tiles, states)
+                states = accumulate(ring, wide, acc, rA, rB, 1, extent.k_tiles, states)
             else:
-                states = self.multiply(ring, narrow, gate, rA, rHalf, 2, extent.k_tiles, states)
+                states = accumulate(ring, narrow, gate, rA, rHalf, 2, extent.k_tiles, states)
                 for e in range_constexpr(cute.size(gate)):
                     acc[cute.size(gate) + e] = Float32(1.0)
             if const_expr(self.backward):
                 dh.fill(0.0)
-                states = self.multiply(ring, narrow, dh, rA, rHalf, 2, extent.k_tiles, states)
+                states = accumulate(ring, narrow, dh, rA, rHalf, 2, extent.k_tiles, states)
             self.finish(f.store, s, o, here, acc, dh, row, column, at)
             index += step
         if at.warp == 0:
@@ -463,8 +435,8 @@ class Product(Dense):
         """Keep the ring full."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         mask = Int16((1 << CLUSTER) - 1)
-        a_s, a_t = self.parted(f.a, s.sA, (TILE_M, TILE_K), 0, 1)
-        (b_s, b_t), (_, c_t) = (self.parted(t, s.sB, (TILE_N, TILE_K), rank, CLUSTER) for t in f.b)
+        a_s, a_t = partition(f.a, s.sA, (TILE_M, TILE_K), 0, 1)
+        (b_s, b_t), (_, c_t) = (partition(t, s.sB, (TILE_N, TILE_K), rank, CLUSTER) for t in f.b)
         extent, before, second = self.extent(o, here), Int32(0), Int32(1)
         if const_expr(not self.by_token):
             before, second = here.first // TILE_K, o.parts - 1
@@ -512,10 +484,10 @@ class Product(Dense):
             steps, done = (end - first) * extent.k_tiles, Int32(0)
             acc.fill(0.0)
             while steps - done > self.longest:
-                states = self.multiply(ring, mma, acc, rA, rB, 1, Int32(self.longest), states)
+                states = accumulate(ring, mma, acc, rA, rB, 1, Int32(self.longest), states)
                 flush_sums(acc, o.flushed, 0, done == 0)
                 done += self.longest
-            states = self.multiply(ring, mma, acc, rA, rB, 1, steps - done, states)
+            states = accumulate(ring, mma, acc, rA, rB, 1, steps - done, states)
             if done > 0:
                 add_flushed(acc, o.flushed, 0)
             if const_expr(self.by_token):
