@@ -56,9 +56,9 @@ class Row:
 
     Both are 0 for the trace, whose requests differ (``one.mixed``). per_s: tokens made per second, or of prompts if one
     is made. step_ms: milliseconds of the GPU for a step; None without graphs. kernels: those of such a step: name,
-    launches, microseconds. patterns: non-zeros of each layer. differ: sequences with other tokens than stock's, and
-    gap: the most by which stock preferred its token where such a sequence first differs, in logits; None where it was
-    not compared.
+    launches, microseconds. patterns: non-zeros of each layer. host: microseconds of an eager layer (``inside.host``).
+    differ: sequences with other tokens than stock's, and gap: the most by which stock preferred its token where such a
+    sequence first differs, in logits; None where it was not compared.
     """
 
     engine: str
@@ -70,6 +70,7 @@ class Row:
     step_ms: float | None
     kernels: list[Any]
     patterns: list[Any]
+    host: dict[str, float]
     differ: int | None = None
     gap: float | None = None
     red: str = ""

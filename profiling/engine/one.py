@@ -85,6 +85,7 @@ def step(engine: Any, prompts: list[list[int]], graphs: bool) -> dict[str, Any]:
         "step_ms": statistics.median(times) if times and None not in times else None,
         "kernels": ask(inside.kernels) if graphs else [],
         "patterns": [] if graphs else ask(inside.patterns),
+        "host": {} if graphs else ask(inside.host),
     }
     core.abort_request(names)
     while core.has_unfinished_requests():
@@ -134,7 +135,7 @@ def main(argument: str) -> None:
             # the first run compiles and warms up
             del row["seconds"][0]
             row["per_s"] = (count * length if new == 1 else sum(wanted)) / statistics.median(row["seconds"])
-            row |= {"step_ms": None, "kernels": [], "patterns": [], "gaps": []}
+            row |= {"step_ms": None, "kernels": [], "patterns": [], "host": {}, "gaps": []}
             if new > 1:
                 row |= step(engine, given, graphs)
                 row["gaps"] = gaps(engine, given, new) if name in COMPARED and count <= MOST_COMPARED else []

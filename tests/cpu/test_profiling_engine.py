@@ -66,7 +66,7 @@ def test_generate_sees_a_wrong_layer(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_tokens_of_engines_are_compared() -> None:
     stock = {"tokens": [[1, 2, 3], [4, 5, 6], [7, 8, 9]], "gaps": [[1.0] * 3, [0.5, 0.25, 3.0], [0.0, 9.0, 9.0]]}
     figures: dict[str, Any] = {"prompt": 8, "sequences": 3, "new": 3, "seconds": [1.0], "per_s": 9.0, "step_ms": None}
-    figures |= {"kernels": [], "patterns": []}
+    figures |= {"kernels": [], "patterns": [], "host": {}}
     row = engine.Row("auto", **figures)
     engine.compare(row, [[1, 2, 3], [4, 1, 1], [0, 8, 9]], stock)
     assert (row.differ, row.gap) == (2, 0.25)
