@@ -10,6 +10,8 @@ COMPRESSIONS = (2, 4, 8)
 # The neuron index takes the low 16 bits of a word.
 MAX_NEURONS = 65536
 
+# Most experts of a layer.
+MAX_EXPERTS = 1024
 # Rows summed into one entry of the statistics that gate_pack writes.
 STATS_ROWS = 8
 # Counters of `up_down_token` before those of its tokens, padded: clusters that have seen their tokens; all non-zeros

@@ -409,6 +409,13 @@ class GatheredSpec(_FamilyKernel):
 
 
 @dataclass(frozen=True)
+class ExpertPairsSpec(_Kernel):
+    """``expert ids, x -> pairs, rows, units, total``: pairs of a token and an expert, in the order of the experts."""
+
+    op: ClassVar[str] = "expert_pairs"
+
+
+@dataclass(frozen=True)
 class RankSpec:
     """``popularity -> order, slot``: neurons sorted by popularity."""
 
@@ -500,6 +507,7 @@ Spec = (
     | SampledGateSpec
     | SampledGradSpec
     | GatheredSpec
+    | ExpertPairsSpec
     | RankSpec
     | MatrixTransposeSpec
     | TransposeSpec
@@ -537,6 +545,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(SampledGateSpec(d) for d in DTYPES),
         *(SampledGradSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
         *(GatheredSpec(d, p, family=f) for f in FAMILIES for d in DTYPES for p in range(3)),
+        *(ExpertPairsSpec(d) for d in DTYPES),
         RankSpec(),
         MatrixTransposeSpec(),
         *(TransposeSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),

@@ -36,6 +36,16 @@ def strided(dtype: Any, n: Any) -> Any:
     return make_fake_tensor(dtype, (n,), stride=(cute.sym_int32(),), assumed_align=4)
 
 
+def strided_matrix(dtype: Any, m: Any, n: Any) -> Any:
+    """A matrix [m, n] of any strides."""
+    return make_fake_tensor(dtype, (m, n), stride=(cute.sym_int32(), cute.sym_int32()), assumed_align=4)
+
+
+def quads(n: Any) -> Any:
+    """A contiguous int32 matrix [n, 4]."""
+    return make_fake_compact_tensor(cutlass.Int32, (n, 4), stride_order=(1, 0), assumed_align=16)
+
+
 def cube(dtype: Any, a: Any, b: Any, c: int) -> Any:
     """A contiguous tensor [a, b, c]."""
     return make_fake_compact_tensor(dtype, (a, b, c), stride_order=(2, 1, 0), assumed_align=16)

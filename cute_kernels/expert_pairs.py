@@ -1,0 +1,169 @@
+"""Pairs of a token and one of its experts, in the order of the experts: where each pair is, the rows of x in that order,
+and the units of pairs that the gate GEMM of expert_pack.py computes.
+
+    pairs [T, k]       the place of each pair, by expert and then by token; -1 for an id that is no expert's
+    rows [T * k, K]    x of the pair at each place
+    units [U, 4]       expert, first place, number of pairs (up to `most`), 0
+    total [4]          the number of units, and zeros
+
+Every CTA counts the pairs of all experts, as there are few, and adds the counts up. Then each of its warps takes pairs
+in turn: the pairs of the same expert before it say its place. So all CTAs agree without a word, and the order does not
+depend on their speed.
+"""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from . import geometry
+from .common import launch, operands
+from .common.copies import address, load_values, store_values
+from .common.rows import clear_arrivals
+from .common.values import prefix_sum
+from .specs import ExpertPairsSpec
+
+THREADS = 256
+WARPS = THREADS // 32
+# experts of a thread, when their counts are added up
+OWN = geometry.MAX_EXPERTS // THREADS
+
+
+class Operands(NamedTuple):
+    """Operands in global memory."""
+
+    ids: Any  # int32 [T, k] of any strides
+    x: Any  # [T, K]
+    pairs: Any  # int32 [T * k]
+    rows: Any  # [T * k, K]
+    units: Any  # int32 [U, 4]
+    total: Any  # int32 [4]
+    arrivals: Any  # int32 [any]: counters of a later kernel, which this one zeroes
+    experts: Any
+    most: Any
+
+
+class ExpertPairs:
+    """For one dtype; sizes stay symbolic."""
+
+    @cute.jit
+    def __call__(
+        self,
+        ids: cute.Tensor,
+        x: cute.Tensor,
+        pairs: cute.Tensor,
+        rows: cute.Tensor,
+        units: cute.Tensor,
+        total: cute.Tensor,
+        arrivals: cute.Tensor,
+        experts: Int32,
+        most: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        count = pairs.shape[0]
+        if count > 0:
+            self.kernel(Operands(ids, x, pairs, rows, units, total, arrivals, experts, most)).launch(
+                grid=(cutlass.min(cute.ceil_div(count, WARPS), max_ctas), 1, 1),
+                block=(THREADS, 1, 1),
+                stream=stream,
+                use_pdl=launch.overlaps(),
+            )
+
+    @cute.kernel
+    def kernel(self, o: Operands):
+        thread, lane, cta = cute.arch.thread_idx()[0], cute.arch.lane_idx(), cute.arch.block_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared, places = SmemAllocator(), cute.make_layout(geometry.MAX_EXPERTS + 1)
+        # the pairs of each expert, those before it, and the units before it
+        counts, before, units = (shared.allocate_tensor(Int32, places, byte_alignment=16) for _ in range(3))
+        sums = shared.allocate_tensor(Int32, cute.make_layout(2 * WARPS), byte_alignment=16)
+        for expert in range_constexpr(OWN):
+            counts[thread + expert * THREADS] = Int32(0)
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
+        if cta == 0:
+            clear_arrivals(o.arrivals, thread, THREADS)
+        cute.arch.sync_threads()
+        number = o.pairs.shape[0]
+        for pair in cutlass.range(thread, number, THREADS, unroll=1):
+            expert = self.expert_of(o, pair)
+            if expert >= 0:
+                cute.arch.atomic_add(counts.iterator + expert, Int32(1), scope="cta")
+        cute.arch.sync_threads()
+        self.add_up(o, counts, before, units, sums, thread, lane, warp)
+        if cta == 0 and thread < 4:
+            o.total[thread] = units[geometry.MAX_EXPERTS] if thread == 0 else Int32(0)
+        for pair in cutlass.range(cta * WARPS + warp, number, cute.arch.grid_dim()[0] * WARPS, unroll=1):
+            self.place_pair(o, counts, before, units, pair, lane)
+
+    @cute.jit
+    def expert_of(self, o: Operands, pair: Int32) -> Int32:
+        """The expert of a pair; -1 if its id is no expert's."""
+        experts = o.ids.shape[1]
+        expert = o.ids[pair // experts, pair % experts]
+        return expert if expert >= 0 and expert < o.experts else Int32(-1)
+
+    @cute.jit
+    def add_up(self, o: Operands, counts, before, units, sums, thread: Int32, lane: Int32, warp: Int32):
+        """The pairs and units before each expert, and behind the last one all of them."""
+        pairs, blocks = Int32(0), Int32(0)
+        for i in range_constexpr(OWN):
+            count = counts[thread * OWN + i]
+            pairs, blocks = pairs + count, blocks + cute.ceil_div(count, o.most)
+        pairs_before, blocks_before = prefix_sum(pairs, lane), prefix_sum(blocks, lane)
+        if lane == 31:
+            sums[warp], sums[WARPS + warp] = pairs_before + pairs, blocks_before + blocks
+        cute.arch.sync_threads()
+        for other in range_constexpr(WARPS):
+            pairs_before += sums[other] if other < warp else Int32(0)
+            blocks_before += sums[WARPS + other] if other < warp else Int32(0)
+        for i in range_constexpr(OWN):
+            expert = thread * OWN + i
+            before[expert], units[expert] = pairs_before, blocks_before
+            pairs_before += counts[expert]
+            blocks_before += cute.ceil_div(counts[expert], o.most)
+        if thread == THREADS - 1:
+            units[geometry.MAX_EXPERTS] = blocks_before
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def place_pair(self, o: Operands, counts, before, units, pair: Int32, lane: Int32):
+        """Write the place of a pair, its unit if it is the first one there, and its row."""
+        expert, place = self.expert_of(o, pair), Int32(-1)
+        if expert >= 0:
+            # pairs of the expert before this one
+            rank = Int32(0)
+            for other in cutlass.range(lane, pair, 32, unroll=4):
+                rank += Int32(self.expert_of(o, other) == expert)
+            rank = Int32(cute.arch.warp_redux_sync(rank, "add"))
+            place = before[expert] + rank
+            if rank % o.most == 0 and lane == 0:
+                unit = units[expert] + rank // o.most
+                quad = cute.make_rmem_tensor((4,), Int32)
+                quad[0], quad[1], quad[3] = expert, place, Int32(0)
+                quad[2] = cutlass.min(counts[expert] - rank, o.most)
+                cute.autovec_copy(quad, cute.make_tensor(address(o.units, unit, 0).align(16), cute.make_layout(4)))
+            token = pair // o.ids.shape[1]
+            for column in cutlass.range(lane * 8, o.x.shape[1], 256, unroll=4):
+                store_values(address(o.rows, place, column), load_values(address(o.x, token, column)))
+        if lane == 0:
+            o.pairs[pair] = place
+
+
+def signature(spec: ExpertPairsSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype, k = operands.DTYPES[spec.dtype], cute.sym_int32(divisibility=8)
+    return ExpertPairs(), (
+        operands.strided_matrix(Int32, cute.sym_int32(), cute.sym_int32()),
+        operands.rows(dtype, cute.sym_int32(), k),
+        operands.vector(Int32, cute.sym_int32()),
+        operands.rows(dtype, cute.sym_int32(), k),
+        operands.quads(cute.sym_int32()),
+        operands.vector(Int32, cute.sym_int32()),
+        operands.vector(Int32, cute.sym_int32()),
+        *(Int32(1),) * 3,
+    )
