@@ -1,4 +1,4 @@
-"""Pairs of a token and one of its experts, in the order of the experts: where each pair is, the rows of x in that order,
+"""Pairs of a token and one of its experts, in the order of the experts: where each is, the rows of x in that order,
 and the units of pairs that the gate GEMM of expert_pack.py computes.
 
     pairs [T, k]       the place of each pair, by expert and then by token; -1 for an id that is no expert's
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, range_constexpr
+from cutlass import Int32, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import geometry

@@ -49,6 +49,8 @@ PORTABLE_GATE_TOKENS = (64, 128)
 # Largest batches for which a gate GEMM for few tokens is compiled, and those of wide layers.
 FEW_TOKENS = (8, 32, 64, 128)
 WIDE_TOKENS = (8, 32)
+# Pairs of a token and one expert that a unit of its gate GEMM has at most.
+EXPERT_TOKENS = (8, 32, 64)
 PORTABLE_FEW_TOKENS = (8, 32, 64)
 
 
@@ -416,6 +418,23 @@ class ExpertPairsSpec(_Kernel):
 
 
 @dataclass(frozen=True)
+class ExpertPackSpec(_FamilyKernel):
+    """``rows of x, w_up of experts, units -> words, spill``: the gate GEMM of experts by units of ``tokens`` pairs."""
+
+    tokens: int
+    op: ClassVar[str] = "expert_pack"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens not in EXPERT_TOKENS:
+            raise ValueError(f"tokens must be one of {EXPERT_TOKENS}, got {self.tokens}")
+
+    @property
+    def suffix(self) -> str:
+        return f"_m{self.tokens}"
+
+
+@dataclass(frozen=True)
 class RankSpec:
     """``popularity -> order, slot``: neurons sorted by popularity."""
 
@@ -508,6 +527,7 @@ Spec = (
     | SampledGradSpec
     | GatheredSpec
     | ExpertPairsSpec
+    | ExpertPackSpec
     | RankSpec
     | MatrixTransposeSpec
     | TransposeSpec
@@ -546,6 +566,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(SampledGradSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
         *(GatheredSpec(d, p, family=f) for f in FAMILIES for d in DTYPES for p in range(3)),
         *(ExpertPairsSpec(d) for d in DTYPES),
+        *(ExpertPackSpec(d, t) for d in DTYPES for t in EXPERT_TOKENS),
         RankSpec(),
         MatrixTransposeSpec(),
         *(TransposeSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),

@@ -19,14 +19,14 @@ as few as eight.
 """
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -38,12 +38,36 @@ from ..common.copies import address, store_values
 from ..common.rows import MAX_WIDTH, clear_arrivals, pack_words, store_words
 from ..common.values import count_flags, nonzero_flags, relu_pack
 from ..specs import GatePackFewSpec
-from .copies import load_peer, store_peer
+from .copies import Transfer, load_peer, partition, store_peer, tma_load
 from .ring import open_ring, release
 
 TILE_N, TILE_K = geometry.TILE, 64
 # bytes of a ring's stages if two CTAs share an SM
 RING = 110 * 1024
+
+
+class Operands(NamedTuple):
+    """Operands in global memory that are accessed without TMA; an empty `bias` stands for none."""
+
+    bias: Any  # [N] or [0]
+    words: Any
+    spill: Any
+    stats: Any
+    arrivals: Any  # int32 [any]: counters of the next kernel, which this one zeroes
+    width: Any  # words per tile
+    threshold: Any
+    units: Any  # of experts, see expert_pairs.py; else None
+    total: Any
+
+
+class Extent(NamedTuple):
+    """Tokens, the place of the first one, neurons, blocks of K, and the expert."""
+
+    tokens: Any
+    first: Any
+    neurons: Any
+    blocks: Any
+    expert: Any
 
 
 class Barrier(IntEnum):
@@ -88,6 +112,13 @@ class GatePackFew:
         threshold: Int32,
         stream: cuda.CUstream,
     ):
+        o = Operands(bias, words, spill, stats, arrivals, words_per_tile, threshold, None, None)
+        extent = Extent(x.shape[0], Int32(0), w.shape[0], cute.ceil_div(x.shape[1], TILE_K), Int32(0))
+        self.launch(x, w, o, extent, Int32(1), stream)
+
+    @cute.jit
+    def launch(self, x: cute.Tensor, w: cute.Tensor, o: Operands, extent: Extent, units: Int32, stream: cuda.CUstream):
+        """Launch the kernel for x [M, K] and w [N, K] or, of experts, [N, K, E]; so many `units` of tokens at most."""
         stages = self.stages
         shape = (self.neurons, self.tokens, TILE_K)
         mma = sm90.make_trivial_tiled_mma(
@@ -101,11 +132,7 @@ class GatePackFew:
         )
         w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        w_tma, w_g = cpasync.make_tiled_tma_atom(
-            load, w, cute.slice_(w_layout, (None, None, 0)), (self.neurons, TILE_K)
-        )
-        x_tma, x_g = cpasync.make_tiled_tma_atom(load, x, cute.slice_(x_layout, (None, None, 0)), (self.tokens, TILE_K))
+        loads = tma_load(x, x_layout, (self.tokens, TILE_K)), tma_load(w, w_layout, (self.neurons, TILE_K))
         ring = (cute.cosize(w_layout) + cute.cosize(x_layout)) * 2
         # the partial sums overlay the ring, which begins with the tiles of w
         assert 4 * self.pitch * self.tokens <= ring
@@ -120,72 +147,73 @@ class GatePackFew:
             sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
-        n_tiles = cute.ceil_div(w.shape[0], TILE_N)
-        if x.shape[0] > 0:
-            self.kernel(
-                x_tma, x_g, w_tma, w_g, bias, words, spill, stats, arrivals, mma, x_layout, w_layout,
-                (words_per_tile, threshold), (x.shape[0], w.shape[0], cute.ceil_div(x.shape[1], TILE_K)),
-            ).launch(
-                grid=(self.cluster, n_tiles, 1), block=(32 * self.warps + 32, 1, 1), cluster=(self.cluster, 1, 1),
-                min_blocks_per_mp=self.ctas_per_sm, preferred_smem_carveout=100, stream=stream, use_pdl=True,
-            )  # fmt: skip
+        if extent.tokens > 0:
+            self.kernel(*loads, o, mma, x_layout, w_layout, extent).launch(
+                grid=(self.cluster, cute.ceil_div(extent.neurons, TILE_N), units),
+                block=(32 * self.warps + 32, 1, 1),
+                cluster=(self.cluster, 1, 1),
+                min_blocks_per_mp=self.ctas_per_sm,
+                preferred_smem_carveout=100,
+                stream=stream,
+                use_pdl=True,
+            )
 
     @cute.kernel
     def kernel(
         self,
-        x_tma: cute.CopyAtom,
-        x_g: cute.Tensor,
-        w_tma: cute.CopyAtom,
-        w_g: cute.Tensor,
-        bias: cute.Tensor,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        stats: cute.Tensor,
-        arrivals: cute.Tensor,
+        x: Transfer,
+        w: Transfer,
+        o: Operands,
         mma: cute.TiledMma,
         x_layout: cute.ComposedLayout,
         w_layout: cute.ComposedLayout,
-        format: tuple[Int32, Int32],
-        extent: tuple[Int32, Int32, Int32],
+        extent: Extent,
     ):
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        rank, column, _ = cute.arch.block_idx()
+        rank, column, unit = cute.arch.block_idx()
         shared = SmemAllocator().allocate(self.shared)
         if warp_index == self.warps:
-            cpasync.prefetch_descriptor(x_tma)
-            cpasync.prefetch_descriptor(w_tma)
+            cpasync.prefetch_descriptor(x.atom)
+            cpasync.prefetch_descriptor(w.atom)
         ring = open_ring(shared, self.stages, 1, self.warps, thread)
         sX = shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if column == 0 and rank == 0:
-            clear_arrivals(arrivals, thread, 32 * self.warps + 32)
-        part, split = rank % self.parts, rank // self.parts
-        blocks = (extent[2] - split + self.splits - 1) // self.splits
-        sums = cute.make_tensor(
-            cute.recast_ptr(shared.sW.data_ptr(), dtype=Float32), cute.make_layout(self.pitch * self.tokens)
-        )
-        # the warp's first token in the epilogue
-        first = rank + self.cluster * warp_index
-        if warp_index == self.warps:
-            self.load(ring, x_tma, x_g, w_tma, w_g, sX, sW, column * self.parts + part, split, blocks)
-        else:
-            self.mma(ring, mma, sX, sW, sums, blocks, thread)
-        at = (rank, column, thread, warp_index, lane)
-        self.epilogue(shared, sums, bias, words, spill, stats, format, extent, first, at)
+        if column == 0 and rank == 0 and unit == 0:
+            clear_arrivals(o.arrivals, thread, 32 * self.warps + 32)
+        exists = Boolean(True)
+        if const_expr(o.units is not None):
+            exists = unit < o.total[0]
+            if exists:
+                extent = extent._replace(tokens=o.units[unit, 2], first=o.units[unit, 1], expert=o.units[unit, 0])
+        if exists:
+            part, split = rank % self.parts, rank // self.parts
+            blocks = (extent.blocks - split + self.splits - 1) // self.splits
+            sums = cute.make_tensor(
+                cute.recast_ptr(shared.sW.data_ptr(), dtype=Float32), cute.make_layout(self.pitch * self.tokens)
+            )
+            # the warp's first token in the epilogue
+            first = rank + self.cluster * warp_index
+            if warp_index == self.warps:
+                self.load(ring, x, w, sX, sW, extent, column * self.parts + part, split, blocks)
+            else:
+                self.mma(ring, mma, sX, sW, sums, blocks, thread)
+            self.epilogue(shared, sums, o, extent, first, (rank, column, thread, warp_index, lane))
 
     @cute.jit
-    def load(self, ring, x_tma, x_g: cute.Tensor, w_tma, w_g: cute.Tensor, sX: cute.Tensor, sW, column, split, blocks):
+    def load(
+        self, ring, x: Transfer, w: Transfer, sX: cute.Tensor, sW: cute.Tensor, extent: Extent, column, split, blocks
+    ):
         """Load the CTA's blocks of K, one per stage."""
         lane = cute.arch.lane_idx()
-        x_tiles = cute.local_tile(x_g, (self.tokens, TILE_K), (None, None))
-        w_tiles = cute.local_tile(w_g, (self.neurons, TILE_K), (None, None))
-        one = cute.make_layout(1)
-        x_s, x_t = cpasync.tma_partition(x_tma, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(x_tiles, 0, 2))
-        w_s, w_t = cpasync.tma_partition(w_tma, 0, one, cute.group_modes(sW, 0, 2), cute.group_modes(w_tiles, 0, 2))
+        if const_expr(cute.rank(w.tensor) > 2):
+            x = Transfer(x.atom, cute.domain_offset((extent.first, 0), x.tensor))
+            w = Transfer(w.atom, w.tensor[None, None, extent.expert])
+        x_s, x_t = partition(x, sX, (self.tokens, TILE_K))
+        w_s, w_t = partition(w, sW, (self.neurons, TILE_K))
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         for i in cutlass.range(blocks, unroll=1):
             cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
@@ -193,8 +221,8 @@ class GatePackFew:
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.stage_bytes)
             block = split + i * self.splits
-            cute.copy(w_tma, w_t[None, column, block], w_s[None, state.index], tma_bar_ptr=barrier)
-            cute.copy(x_tma, x_t[None, 0, block], x_s[None, state.index], tma_bar_ptr=barrier)
+            cute.copy(w.atom, w_t[None, column, block], w_s[None, state.index], tma_bar_ptr=barrier)
+            cute.copy(x.atom, x_t[None, 0, block], x_s[None, state.index], tma_bar_ptr=barrier)
             state.advance()
 
     @cute.jit
@@ -229,13 +257,12 @@ class GatePackFew:
             sums[token * self.pitch + (neuron >> 3) * 4 + (neuron & 3) + ((neuron >> 2) & 1) * self.upper] = acc[i]
 
     @cute.jit
-    def epilogue(self, shared, sums: cute.Tensor, bias: cute.Tensor, words, spill, stats, format, extent, first, at):
+    def epilogue(self, shared, sums: cute.Tensor, o: Operands, extent: Extent, first: Int32, at):
         """Make words, spill and statistics of the cluster's partial sums: a warp takes `rounds` tokens from `first` on.
 
         The last warp takes part only in the cluster barriers.
         """
         rank, column, thread, warp_index, lane = at
-        width, threshold = format
         counts = shared.counts.get_tensor(cute.make_layout(self.cluster * self.warps * self.rounds))
         quads = cute.make_rmem_tensor((4, self.rounds), Uint32)
         # every CTA's partial sums are written
@@ -243,29 +270,29 @@ class GatePackFew:
         cute.arch.cluster_wait()
         if warp_index < self.warps:
             quads.fill(0)
-            if first < extent[0]:
-                self.reduce_splits(sums, quads, first, column, bias, extent[1], threshold, rank, lane)
-            self.send_counts(quads, counts, first, extent[0], rank, warp_index, lane)
+            if first < extent.tokens:
+                self.reduce_splits(sums, quads, first, column, o, extent.neurons, rank, lane)
+            self.send_counts(quads, counts, first, extent.tokens, rank, warp_index, lane)
         # the counts are complete, and no CTA reads a peer's sums any more
         cute.arch.cluster_arrive()
         if warp_index < self.warps:
             buffer = cute.make_tensor(shared.rows.data_ptr() + warp_index * MAX_WIDTH, cute.make_layout(MAX_WIDTH))
             for i in range_constexpr(self.rounds):
                 m = first + self.cluster * self.warps * i
-                if m < extent[0]:
-                    self.pack(quads[None, i], m, column, words, spill, buffer, width, lane)
+                if m < extent.tokens:
+                    self.pack(quads[None, i], extent.first + m, column, o, buffer, lane)
         cute.arch.cluster_wait()
-        if rank == 0 and thread < stats.shape[0]:
+        if rank == 0 and thread < o.stats.shape[0]:
             nonzeros, overflows = Int32(0), Int32(0)
             for i in range_constexpr(geometry.STATS_ROWS):
                 count = counts[thread * geometry.STATS_ROWS + i]
                 nonzeros += count
-                overflows += Int32(count >= width)
-            stats[thread, column, 0] = nonzeros
-            stats[thread, column, 1] = overflows
+                overflows += Int32(count >= o.width)
+            o.stats[thread, column, 0] = nonzeros
+            o.stats[thread, column, 1] = overflows
 
     @cute.jit
-    def reduce_splits(self, sums: cute.Tensor, quads: cute.Tensor, first, column, bias, neurons, threshold, rank, lane):
+    def reduce_splits(self, sums: cute.Tensor, quads: cute.Tensor, first, column, o: Operands, neurons, rank, lane):
         """Add the splits' sums of eight neurons for each token of the warp; ReLU, rounding and the threshold."""
         part, at = lane // (32 // self.parts), (lane % (32 // self.parts)) * 4
         neuron = column * TILE_N + lane * 8
@@ -273,9 +300,9 @@ class GatePackFew:
         for round in range_constexpr(self.rounds):
             values.fill(0.0)
             # an empty bias has no neurons
-            if neuron < bias.shape[0]:
+            if neuron < o.bias.shape[0]:
                 for i in range_constexpr(8):
-                    values[i] = bias[neuron + i].to(Float32)
+                    values[i] = o.bias[neuron + i].to(Float32)
             token = first + self.cluster * self.warps * round
             source = sums.iterator + (token * self.pitch + at)
             for s in range_constexpr(self.splits):
@@ -286,7 +313,7 @@ class GatePackFew:
                     for j in range_constexpr(4):
                         values[4 * i + j] += four[j]
             for i in range_constexpr(4):
-                pair = above(relu_pack(values[2 * i], values[2 * i + 1], self.dtype), threshold, self.dtype)
+                pair = above(relu_pack(values[2 * i], values[2 * i + 1], self.dtype), o.threshold, self.dtype)
                 quads[i, round] = pair if neuron < neurons else Uint32(0)
 
     @cute.jit
@@ -301,13 +328,13 @@ class GatePackFew:
                 store_peer(counts.iterator + (rank + self.cluster * (warp_index + self.warps * i)), Int32(0), count)
 
     @cute.jit
-    def pack(self, quad: cute.Tensor, m: Int32, column, words: cute.Tensor, spill: cute.Tensor, buffer, width, lane):
+    def pack(self, quad: cute.Tensor, m: Int32, column, o: Operands, buffer, lane):
         """Write the words of one token's tile, and its values if it overflows."""
         neuron = column * TILE_N + lane * 8
-        count = pack_words(quad, Uint32(neuron), buffer, width, lane)
-        store_words(address(words, m, column * width), buffer, width, lane)
-        if count >= width:
-            store_values(address(spill, m, neuron), quad)
+        count = pack_words(quad, Uint32(neuron), buffer, o.width, lane)
+        store_words(address(o.words, m, column * o.width), buffer, o.width, lane)
+        if count >= o.width:
+            store_values(address(o.spill, m, neuron), quad)
 
 
 def signature(spec: GatePackFewSpec) -> tuple[Any, tuple[Any, ...]]:
