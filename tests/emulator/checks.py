@@ -291,6 +291,47 @@ def by_row(m: int, k: int, n: int, every: int, gated: bool = True, guarded: bool
         testing.assert_same(ours, theirs, name)
 
 
+def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: bool, seed: int = 0) -> None:
+    """Pairs of tokens and experts, and the packed gates of their units."""
+    torch.manual_seed(seed)
+    x, w = torch.randint(-2, 3, (t, k)).to(BF16), torch.randint(-2, 3, (count, n, k)).to(BF16)
+    # ids that are no expert's, and one expert with many pairs
+    ids = torch.randint(-1, count + 1, (t, top))
+    ids[:, 0] = torch.where(torch.rand(t) < 0.5, 1, ids[:, 0])
+    given = ids.view(torch.int32)[:, ::2] if wide_ids else ids.int()
+    pairs, rows = (
+        torch.full((t * top,), POISON, dtype=torch.int32),
+        strided(torch.full((t * top, k), torch.nan, dtype=BF16)),
+    )
+    units = torch.full((min(t * top, count + t * top // most), 4), POISON, dtype=torch.int32)
+    total, arrivals = torch.full((4,), POISON, dtype=torch.int32), torch.full((77,), POISON, dtype=torch.int32)
+    launch(specs.ExpertPairsSpec("bfloat16"), given, strided(x), pairs, rows, units, total, arrivals, count, most, 3)
+    flat = ids.flatten()
+    valid = (flat >= 0) & (flat < count)
+    order = torch.where(valid, flat, count).sort(stable=True).indices[: int(valid.sum())]
+    places = torch.full((t * top,), -1, dtype=torch.int32)
+    places[order] = torch.arange(len(order), dtype=torch.int32)
+    assert pairs.equal(places)
+    assert not arrivals.any()
+    testing.assert_same(rows[: len(order)], x[order // top], "rows")
+    right, at = [], 0
+    for expert in range(count):
+        pairs_of = int((flat == expert).sum())
+        right += [[expert, at + i, min(most, pairs_of - i), 0] for i in range(0, pairs_of, most)]
+        at += pairs_of
+    assert total.tolist() == [len(right), 0, 0, 0]
+    assert units[: len(right)].tolist() == right
+    width, tiles = geometry.words_per_tile(2), geometry.tiles(n)
+    words, spill = (
+        torch.full((t * top, tiles * size), 0, dtype=kind) for size, kind in ((width, torch.int32), (256, BF16))
+    )
+    tokens = next(size for size in specs.EXPERT_TOKENS if size >= most)
+    launch(specs.ExpertPackSpec("bfloat16", tokens), rows, w, words, spill, units, total, width, 0)
+    gates = torch.stack([torch.relu(x[p // top].float() @ w[flat[p]].float().t()) for p in order.tolist()]).to(BF16)
+    found = ops.unpack(words[: len(order)], spill[: len(order)], n, 2)
+    testing.assert_same(found, gates, "gates")
+
+
 def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bool, seed: int = 0) -> None:
     """All kernels of a forward and backward pass."""
     problem = testing.integer_problem(m, k, n, density=density, biases=biases, seed=seed)

@@ -154,6 +154,23 @@ def test_uneven_tokens_by_row(
         checks.by_row(m, k, n, every, gated, seed=seed)
 
 
+@SEEDS
+@pytest.mark.parametrize(
+    ("t", "k", "n", "count", "top", "most", "wide_ids"),
+    [
+        (1, 64, 72, 5, 2, 8, False),
+        (37, 136, 264, 9, 3, 8, True),
+        (40, 72, 520, 1024, 4, 32, False),
+        (70, 136, 264, 3, 2, 64, True),
+    ],
+)
+def test_pairs_and_gates_of_experts(
+    emulator: Emulator, t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: bool, seed: int
+) -> None:
+    with emulator.stands_in(3, Schedule.of(seed)):
+        checks.experts(t, k, n, count, top, most, wide_ids, seed)
+
+
 @pytest.mark.parametrize(("most", "seed"), [(1, 0), (1, 1), (1 << 20, 2)])
 @pytest.mark.parametrize(
     ("m", "k", "n", "every", "gated"),
