@@ -12,6 +12,8 @@ MAX_NEURONS = 65536
 
 # Most experts of a layer.
 MAX_EXPERTS = 1024
+# Most of them that a token has.
+MAX_EXPERTS_OF_TOKEN = 32
 # Rows summed into one entry of the statistics that gate_pack writes.
 STATS_ROWS = 8
 # Counters of `up_down_token` before those of its tokens, padded: clusters that have seen their tokens; all non-zeros

@@ -207,6 +207,8 @@ class UpDownTokenSpec(_FamilyKernel):
     gated: bool
     op: ClassVar[str] = "up_down_token"
     one_file = True
+    # whether a token's neurons are those of its experts
+    experts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -260,6 +262,14 @@ class UpDownTokenSpec(_FamilyKernel):
     @property
     def suffix(self) -> str:
         return f"_k{self.k_max}_x{self.cluster}{'' if self.gated else '_plain'}"
+
+
+@dataclass(frozen=True)
+class ExpertDownSpec(UpDownTokenSpec):
+    """The same of the experts of each token."""
+
+    op: ClassVar[str] = "expert_down"
+    experts = True
 
 
 @dataclass(frozen=True)
@@ -528,6 +538,7 @@ Spec = (
     | GatheredSpec
     | ExpertPairsSpec
     | ExpertPackSpec
+    | ExpertDownSpec
     | RankSpec
     | MatrixTransposeSpec
     | TransposeSpec
@@ -567,6 +578,14 @@ def all_specs() -> tuple[Spec, ...]:
         *(GatheredSpec(d, p, family=f) for f in FAMILIES for d in DTYPES for p in range(3)),
         *(ExpertPairsSpec(d) for d in DTYPES),
         *(ExpertPackSpec(d, t) for d in DTYPES for t in EXPERT_TOKENS),
+        *(
+            ExpertDownSpec(d, k, c, g, family=f)
+            for f in FAMILIES
+            for d in DTYPES
+            for c, ks in token_k_classes(f).items()
+            for k in ks
+            for g in flags
+        ),
         RankSpec(),
         MatrixTransposeSpec(),
         *(TransposeSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),

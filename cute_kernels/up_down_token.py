@@ -68,10 +68,21 @@ THREADS = 32 * WARPS
 TILES = 32
 # columns of a warp's load
 STEP = TOKEN_STEP
+# experts of a token
+MOST_EXPERTS = geometry.MAX_EXPERTS_OF_TOKEN
 # pieces of a token whose sums a thread loads at a time
 AT_ONCE = 16
 # what a heavy token adds to SEEN, besides one
 HEAVY = 1 << 16
+
+
+class Experts(NamedTuple):
+    """Of layers of experts: a token's rows of words and of weights are those of its experts, see expert_pairs.py."""
+
+    pairs: Any  # int32 [tokens * k]: the row of words of each pair of a token and an expert, or -1
+    ids: Any  # int32 [tokens, k]
+    scales: Any  # fp32 [tokens, k], by which h is multiplied
+    neurons: Any  # of an expert
 
 
 class Operands(NamedTuple):
@@ -98,6 +109,7 @@ class Operands(NamedTuple):
     # of all tokens, empty if a cluster looks at its own alone
     stats: Any  # int32 [ceil(tokens / 8), tiles, 2]: non-zeros of eight tokens in a tile
     most: Any
+    experts: Any = None
 
 
 class Pieces(NamedTuple):
@@ -130,8 +142,11 @@ class Views(NamedTuple):
     nonzeros: Any  # [window] value bits << 16 | neuron
     hidden: Any  # [window] h
     partial: Any  # [window, parts] dot products over the columns of each warp of each CTA
+    slots: Any  # [window] which of the token's experts
     sums: Any  # [groups, columns] y by group; overlays `nonzeros` and the following
     before: Any  # [THREADS + 1] pieces before each thread's tokens, and in the upper half lines of `sums`
+    bases: Any  # [MOST_EXPERTS] the first row of each of the token's experts
+    scales: Any  # [MOST_EXPERTS]
 
 
 def shared_memory(words: int, ctas: int) -> Any:
@@ -143,6 +158,8 @@ def shared_memory(words: int, ctas: int) -> Any:
         sums_complete: cute.struct.MemRange[Int64, 2]
         totals: cute.struct.MemRange[Float32, WARPS]
         before: cute.struct.MemRange[Int32, THREADS + 1]
+        bases: cute.struct.MemRange[Int32, MOST_EXPERTS]
+        scales: cute.struct.MemRange[Float32, MOST_EXPERTS]
         arena: cute.struct.Align[cute.struct.MemRange[Float32, words], 16]
 
     return feasible.check_shared_memory(Shared, ctas)
@@ -153,13 +170,15 @@ class TokenCluster:
 
     def __init__(self, spec: UpDownTokenSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.gated = spec.gated
+        self.gated, self.experts = spec.gated, spec.experts
         self.cluster, self.columns = spec.cluster, spec.columns
         self.span, self.vectors, self.groups, self.rows = spec.span, spec.vectors, spec.groups, spec.rows
         # partial sums of a dot product
         self.parts = self.cluster * self.span
         self.window = min(1024, (4096 if self.cluster == 1 else 8192) // self.parts)
-        lists = self.window * (2 + self.parts if self.gated else 2)
+        # words of the lists but for slots, and of all
+        self.listed = self.window * (2 + self.parts if self.gated else 2)
+        lists = self.listed + (self.window if self.experts else 0)
         self.words = max(lists, self.groups * self.columns)
         # pieces are multiples of it
         self.turn = spec.turn
@@ -183,6 +202,8 @@ class TokenCluster:
         """
         # the previous token's sums may still be read
         cute.arch.sync_threads()
+        if const_expr(self.experts):
+            self.load_experts(o, s, m, at.thread)
         x_thread = cute.make_rmem_tensor((4, self.vectors), Uint32)
         if const_expr(self.gated):
             self.load_row(x_thread, o.x, m, at, True)
@@ -193,7 +214,7 @@ class TokenCluster:
         for base in cutlass.range(begin, end, self.window, unroll=1):
             size = cutlass.min(end - base, Int32(self.window))
             # a token with many non-zeros has several words in each tile
-            if listed > WARPS * (o.words.shape[1] // o.width):
+            if listed > WARPS * self.tiles_of(o):
                 self.list_tiles(o, s, m, base, size, at)
             else:
                 self.list_nonzeros(o, s, m, base, at)
@@ -378,34 +399,69 @@ class TokenCluster:
     @cute.jit
     def count_nonzeros(self, o: Operands, m: Int32, lane: Int32):
         """The number of the token's non-zeros; every warp computes the same."""
-        count, tiles = Int32(0), o.words.shape[1] // o.width
+        count, tiles = Int32(0), self.tiles_of(o)
         for tile in cutlass.range(lane, tiles, 32, unroll=4):
-            count += o.words[m, tile * o.width]
+            row, column, _ = self.locate(o, m, tile)
+            if const_expr(self.experts):
+                count += count_of(o.words, row, column, o.width, row >= 0)
+            else:
+                count += o.words[row, column * o.width]
         return Int32(cute.arch.warp_redux_sync(count, "add"))
 
     # ---- listing ----
 
     @cute.jit
+    def tiles_of(self, o: Operands) -> Int32:
+        """The tiles of a token."""
+        tiles = o.words.shape[1] // o.width
+        if const_expr(self.experts):
+            tiles *= o.experts.ids.shape[1]
+        return tiles
+
+    @cute.jit
+    def locate(self, o: Operands, m: Int32, tile: Int32):
+        """The row of words with a token's tile, the tile's place in it, and which expert of the token's it is of.
+
+        The row is -1 where the token has no such expert, as for a tile behind the last one.
+        """
+        row, column, slot = m, tile, Int32(0)
+        if const_expr(self.experts):
+            tiles, experts = o.words.shape[1] // o.width, o.experts.ids.shape[1]
+            slot = tile // tiles
+            column, row = tile - slot * tiles, Int32(-1)
+            if slot < experts:
+                row = o.experts.pairs[m * experts + slot]
+        return row, column, slot
+
+    @cute.jit
+    def load_experts(self, o: Operands, s: Views, m: Int32, thread: Int32):
+        """Load the first rows of the token's experts, and their scales."""
+        if thread < o.experts.ids.shape[1]:
+            s.bases[thread] = o.experts.ids[m, thread] * o.experts.neurons
+            s.scales[thread] = o.experts.scales[m, thread]
+
+    @cute.jit
     def list_nonzeros(self, o: Operands, s: Views, m: Int32, base: Int32, at: Thread):
         """List non-zeros `base` to `base + window`, ascending: a lane has a tile, and each warp every eighth word."""
-        tiles = o.words.shape[1] // o.width
+        tiles = self.tiles_of(o)
         before = -base
         for group in cutlass.range(0, tiles, TILES, unroll=1):
             tile = group + at.lane
-            exists = tile < tiles
-            count = count_of(o.words, m, tile, o.width, exists)
-            word = Uint32(o.words[m, tile * o.width + at.warp]) if exists else Uint32(0)
+            row, column, expert = self.locate(o, m, tile)
+            exists = tile < tiles and row >= 0
+            count = count_of(o.words, row, column, o.width, exists)
+            word = Uint32(o.words[row, column * o.width + at.warp]) if exists else Uint32(0)
             # position of the tile's first non-zero
             start = before + prefix_sum(count, at.lane)
             before += Int32(cute.arch.warp_redux_sync(count, "add"))
             spilled = count >= o.width
             last = 0 if spilled else count
-            self.list_word(s, start + at.warp - 1, word, at.warp > 0 and at.warp <= last)
+            self.list_word(s, start + at.warp - 1, word, expert, at.warp > 0 and at.warp <= last)
             most = Int32(cute.arch.warp_redux_sync(last, "max"))
             for ordinal in cutlass.range(at.warp + WARPS, most + 1, WARPS, unroll=1):
                 if ordinal <= last:
-                    more = o.words[m, tile * o.width + ordinal]
-                    self.list_word(s, start + ordinal - 1, Uint32(more), True)
+                    more = o.words[row, column * o.width + ordinal]
+                    self.list_word(s, start + ordinal - 1, Uint32(more), expert, True)
             left = Uint32(cute.arch.vote_ballot_sync(spilled))
             while left != 0:
                 slot = lowest_bit(left)
@@ -417,11 +473,12 @@ class TokenCluster:
     @cute.jit
     def list_tiles(self, o: Operands, s: Views, m: Int32, base: Int32, size: Int32, at: Thread):
         """List `size` non-zeros from `base` on, ascending: a warp per tile that has any of them, a lane per word."""
-        tiles = o.words.shape[1] // o.width
+        tiles = self.tiles_of(o)
         before = -base
         for group in cutlass.range(0, tiles, TILES, unroll=1):
             tile = group + at.lane
-            count = count_of(o.words, m, tile, o.width, tile < tiles)
+            row, column, expert = self.locate(o, m, tile)
+            count = count_of(o.words, row, column, o.width, tile < tiles and row >= 0)
             # position of the tile's first non-zero
             start = before + prefix_sum(count, at.lane)
             before += Int32(cute.arch.warp_redux_sync(count, "add"))
@@ -433,26 +490,30 @@ class TokenCluster:
                     if last >= o.width:
                         self.list_spilled(o, s, m, group + slot, first, at.lane)
                     else:
+                        row, column, expert = self.locate(o, m, group + slot)
                         for ordinal in cutlass.range(at.lane, last, 32, unroll=1):
-                            word = o.words[m, (group + slot) * o.width + 1 + ordinal]
-                            self.list_word(s, first + ordinal, Uint32(word), True)
+                            word = o.words[row, column * o.width + 1 + ordinal]
+                            self.list_word(s, first + ordinal, Uint32(word), expert, True)
 
     @cute.jit
     def list_spilled(self, o: Operands, s: Views, m: Int32, tile: Int32, start: Int32, lane: Int32):
         """List the non-zeros of a tile that overflows by one warp, eight values per lane."""
-        neuron = tile * geometry.TILE + lane * 8
-        quad = load_values(address(o.spill, m, neuron))
+        row, column, expert = self.locate(o, m, tile)
+        neuron = column * geometry.TILE + lane * 8
+        quad = load_values(address(o.spill, row, neuron))
         flags = nonzero_flags(quad)
         own = count_flags(flags)
         at = start + prefix_sum(own, lane)
         for i in range_constexpr(8):
-            self.list_word(s, at, spilled_word(quad, i, neuron), flags[i])
+            self.list_word(s, at, spilled_word(quad, i, neuron), expert, flags[i])
             at += Int32(flags[i])
 
     @cute.jit
-    def list_word(self, s: Views, at: Int32, word: Uint32, valid):
+    def list_word(self, s: Views, at: Int32, word: Uint32, expert: Int32, valid):
         if valid and at >= 0 and at < self.window:
             s.nonzeros[at] = word
+            if const_expr(self.experts):
+                s.slots[at] = expert
 
     # ---- rows ----
 
@@ -468,9 +529,13 @@ class TokenCluster:
     def load_rows(self, s: Views, rows: cute.Tensor, matrix: cute.Tensor, first: Int32, size: Int32, at: Thread):
         """Load rows of the neurons from `first` of the list on; zeros beyond its end."""
         words = self.load_list(s.nonzeros, first)
+        slots = self.load_list(s.slots, first) if const_expr(self.experts) else None
         for j in range_constexpr(self.rows):
-            neuron = words[j] & Uint32(0xFFFF)
-            self.load_row(rows[None, None, j], matrix, neuron, at, first + j < size)
+            row = words[j] & Uint32(0xFFFF)
+            if const_expr(self.experts):
+                # beyond the list's end is anything
+                row += Uint32(s.bases[slots[j] & (MOST_EXPERTS - 1)])
+            self.load_row(rows[None, None, j], matrix, row, at, first + j < size)
 
     @cute.jit
     def load_list(self, values: cute.Tensor, first: Int32):
@@ -543,6 +608,8 @@ class TokenCluster:
                     h = hidden(gate, value, activation)
                 else:
                     h = power(gate, activation)
+                if const_expr(self.experts):
+                    h *= s.scales[s.slots[i]]
             s.hidden[i] = h
             total += cute.arch.fmax(h, -h)
         total = warp_sum(total)
@@ -703,6 +770,9 @@ class TokenCluster:
             partial=cute.make_tensor(arena + 2 * window, cute.make_layout(window * self.parts)),
             sums=arena,
             before=shared.before.get_tensor(cute.make_layout(THREADS + 1)),
+            slots=cute.make_tensor(cute.recast_ptr(arena + self.listed, dtype=Int32), cute.make_layout(window)),
+            bases=shared.bases.get_tensor(cute.make_layout(MOST_EXPERTS)),
+            scales=shared.scales.get_tensor(cute.make_layout(MOST_EXPERTS)),
         )
 
 
@@ -737,12 +807,17 @@ class UpDownToken:
         activation: Int32,
         stream: cuda.CUstream,
     ):
-        tokens = y.shape[0]
+        layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1)
+        shared = (sums, counters, weights, helpers, limit, stats, most)
+        self.start(Operands(*layer, words_per_tile, activation, *shared), stream)
+
+    @cute.jit
+    def start(self, o: Operands, stream: cuda.CUstream):
+        """Launch the kernel."""
+        tokens = o.y.shape[0]
         if tokens > 0:
-            layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1)
-            shared = (sums, counters, weights, helpers, limit, stats, most)
-            self.kernel(Operands(*layer, words_per_tile, activation, *shared)).launch(
-                grid=(self.cluster * (tokens + helpers), 1, 1),
+            self.kernel(o).launch(
+                grid=(self.cluster * (tokens + o.helpers), 1, 1),
                 block=(THREADS, 1, 1),
                 cluster=(self.cluster, 1, 1) if const_expr(self.cluster > 1) else None,
                 min_blocks_per_mp=self.ctas_per_sm,

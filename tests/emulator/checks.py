@@ -292,9 +292,10 @@ def by_row(m: int, k: int, n: int, every: int, gated: bool = True, guarded: bool
 
 
 def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: bool, seed: int = 0) -> None:
-    """Pairs of tokens and experts, and the packed gates of their units."""
+    """Layers of experts: pairs, the packed gates of their units, and y with and without a gate."""
     torch.manual_seed(seed)
-    x, w = torch.randint(-2, 3, (t, k)).to(BF16), torch.randint(-2, 3, (count, n, k)).to(BF16)
+    x = (torch.randint(-2, 3, (t, k)) * (torch.rand(t, k) < 4 / k)).to(BF16)
+    w, up, down = (torch.randint(-2, 3, (count, n, k)).to(BF16) for _ in range(3))
     # ids that are no expert's, and one expert with many pairs
     ids = torch.randint(-1, count + 1, (t, top))
     ids[:, 0] = torch.where(torch.rand(t) < 0.5, 1, ids[:, 0])
@@ -330,6 +331,31 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
     gates = torch.stack([torch.relu(x[p // top].float() @ w[flat[p]].float().t()) for p in order.tolist()]).to(BF16)
     found = ops.unpack(words[: len(order)], spill[: len(order)], n, 2)
     testing.assert_same(found, gates, "gates")
+    scales = 2.0 ** torch.randint(-1, 3, (t, top))
+    hidden = gates.float() * scales.flatten()[order, None]
+    for gated, cluster in ((False, 8), (True, 4), (True, 1)):
+        y, l1 = strided(torch.full((t, k), torch.nan, dtype=BF16)), torch.full((t,), torch.nan)
+        counters, weights = arrivals.new_zeros(geometry.TOKEN_COUNTERS + t * cluster), arrivals.new_zeros(t)
+        spec = specs.ExpertDownSpec("bfloat16", specs.TOKEN_K_CLASSES[cluster][0], cluster, gated)
+        operands = (
+            strided(x) if gated else None,
+            words,
+            spill,
+            up.view(-1, k) if gated else None,
+            down.view(-1, k),
+            y,
+            l1,
+        )
+        shared = torch.empty(4, k + 8), counters, weights, pairs, given, scales
+        launch(spec, *operands, *shared, n, 2, 24, width, RELU.code())
+        h = hidden
+        if gated:
+            h = torch.stack([x[p // top].float() @ up[flat[p]].float().t() for p in order.tolist()]) * hidden
+        right = torch.zeros(t, k).index_add_(
+            0, order // top, torch.stack([one @ down[flat[p]].float() for one, p in zip(h, order.tolist())])
+        )
+        testing.assert_same(y, right.to(BF16), f"y, gated {gated}")
+        testing.assert_same(l1, torch.zeros(t).index_add_(0, order // top, h.abs().sum(1)), "l1")
 
 
 def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bool, seed: int = 0) -> None:
