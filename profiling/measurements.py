@@ -201,13 +201,6 @@ _MEASURED = (
         (350,),
     ),
     Measurement(
-        "h100_engine",
-        "the same with a drawn 1.5B model, with graphs",
-        "table engine",
-        (f"{ENGINE} --model 1.5B --engines stock dense auto --cache-gib 4 --out $OUT",),
-        (280,),
-    ),
-    Measurement(
         "h100_generate",
         "`generate` of transformers on a drawn model of 16 layers, stock and after `sparsify`",
         "table generate",

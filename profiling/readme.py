@@ -729,7 +729,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "soak": soak,
     "memory": memory,
     "engine large": lambda: engine("h200_engine_large"),
-    "engine": lambda: engine("h100_engine"),
     "generate": generate,
     "ncu": ncu,
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -57,8 +58,8 @@ class Row:
     Both are 0 for the trace, whose requests differ (``one.mixed``). per_s: tokens made per second, or of prompts if one
     is made. step_ms: milliseconds of the GPU for a step; None without graphs. kernels: those of such a step: name,
     launches, microseconds. patterns: non-zeros of each layer. host: microseconds of an eager layer (``inside.host``).
-    differ: sequences with other tokens than stock's, and gap: the most by which stock preferred its token where such a
-    sequence first differs, in logits; None where it was not compared.
+    differ: sequences with other tokens than stock's, and gap: the most by which stock preferred its token to its next
+    one where such a sequence first differs, in logits, in a run of its own; None where it was not compared.
     """
 
     engine: str
@@ -142,8 +143,11 @@ class Engine(NamedTuple):
         return self.wait("answer", line, until)
 
 
-def measure(engines: list[Engine], workloads: int, runs: int, until: float) -> None:
-    """Wait until all engines have started; let them take runs of each workload in turn; end all."""
+def measure(engines: list[Engine], workloads: int, runs: int, until: float) -> list[Engine]:
+    """Wait until all engines have started; let them take runs of each workload in turn; end all.
+
+    Returns those that have answered everything.
+    """
     began, asked = time.monotonic(), []
     for engine in engines:
         if engine.wait("ready", "", until):
@@ -153,10 +157,12 @@ def measure(engines: list[Engine], workloads: int, runs: int, until: float) -> N
             flush=True,
         )
     for place in range(workloads):
-        for what in (*["run"] * (runs + 1), "end"):
-            asked = [engine for engine in asked if engine.ask(f"{place} {what}\n", until)]
+        for turn, what in enumerate((*["run"] * (runs + 1), "end")):
+            # each line is another one, as answers repeat them
+            asked = [engine for engine in asked if engine.ask(f"{place} {what} {turn}\n", until)]
     for engine in engines:
         end(engine.process)
+    return asked
 
 
 def main() -> int:
@@ -178,7 +184,11 @@ def main() -> int:
     arguments = parser.parse_args()
     if (models.sizes(arguments.model) is None) != bool(arguments.text):
         parser.error("--text: expected with a saved model, and with no other")
-    until, folder = time.monotonic() + arguments.seconds, arguments.work / Path(arguments.model).name
+    until, folder = time.monotonic() + arguments.seconds, arguments.work / arguments.model
+    if arguments.text:
+        # a saved model is known by its path and its text
+        key = "\n".join(str(path.resolve()) for path in (Path(arguments.model), *arguments.text))
+        folder = arguments.work / hashlib.sha256(key.encode()).hexdigest()[:12]
     if not (folder / "prompts.json").exists():
         # in a process of its own, which frees the GPU
         write = [
@@ -208,9 +218,13 @@ def main() -> int:
             "options": options,
         }
         engines.append(Engine(name, start(name, spec, folder), folder))
-    measure(engines, len(workloads), arguments.runs, until)
+    whole = measure(engines, len(workloads), arguments.runs, until)
     rows, found, of_stock = [], [], {}
-    for name in arguments.engines:
+    for engine in engines:
+        if engine not in whole:
+            print(f"{engine.name} did not finish")
+    # those that others are compared with come first
+    for name in sorted(arguments.engines, key=lambda name: name not in COMPARED):
         path = folder / f"{name}.json"
         if not path.exists():
             log = (folder / f"{name}.log").read_text(errors="replace")
@@ -234,7 +248,7 @@ def main() -> int:
             print(f"{name:12} {what:24} {row.per_s:10,.0f} tokens/s{step}{other}")
     given = {key: value for key, value in vars(arguments).items() if key not in ("work", "out", "text")}
     write_json(arguments.out, rows, machine=testing.machine_line(), arguments=given, engines=found)
-    return 0 if len(found) == len(engines) else 1
+    return 0 if len(whole) == len(engines) else 1
 
 
 if __name__ == "__main__":

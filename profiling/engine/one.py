@@ -119,7 +119,7 @@ def main(argument: str) -> None:
     prompts = json.loads((folder / "prompts.json").read_text())
     (folder / f"{name}.ready").touch()
     for line in sys.stdin:
-        place, what = line.split()
+        place, what, _ = line.split()
         length, count, new = spec["workloads"][int(place)]
         if length:
             given, wanted = prompts[str(length)][:count], [new] * count

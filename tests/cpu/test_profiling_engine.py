@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +65,37 @@ def test_generate_sees_a_wrong_layer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = json.loads((tmp_path / "made.json").read_text())["rows"][-1]
     assert found["differing"] > found["ties"]
     assert found["worst"] > 4
+
+
+# Answers each line, and notes when it began and ended; the second line ends an engine that "dies".
+ENGINE = """
+import pathlib, sys, time
+folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+(folder / f"{name}.ready").touch()
+for number, line in enumerate(sys.stdin):
+    if name == "dies" and number == 1:
+        break
+    began = time.monotonic()
+    time.sleep(0.05 if name == "fast" else 0.1)
+    with open(folder / "log", "a") as log:
+        log.write(f"{began} {time.monotonic()} {name} {line}")
+    (folder / f"{name}.part").write_text(line)
+    (folder / f"{name}.part").rename(folder / f"{name}.answer")
+"""
+
+
+def test_engines_run_one_at_a_time(tmp_path: Path) -> None:
+    def start(name: str) -> engine.Engine:
+        command = [sys.executable, "-c", ENGINE, str(tmp_path), name]
+        return engine.Engine(name, subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True), tmp_path)
+
+    engines = [start(name) for name in ("fast", "slow", "dies")]
+    whole = engine.measure(engines, 2, 2, time.monotonic() + 60)
+    assert [each.name for each in whole] == ["fast", "slow"]
+    lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    assert all(float(this[1]) <= float(after[0]) for this, after in itertools.pairwise(lines))
+    ran = [line[2:5] for line in lines if line[2] == "slow"]
+    assert ran == [["slow", place, what] for place in "01" for what in ("run", "run", "run", "end")]
 
 
 def test_tokens_of_engines_are_compared() -> None:

@@ -24,7 +24,7 @@ from twell.integrations import layouts, vllm
 from twell.strategy.costs import ASSUMED_DENSITY, Figures, Problem, captured, decide, guarded_share, nearest
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, unpackable
 from twell.strategy.tables import GUARDED, SHIPPED, Table, in_use
-from twell.tuning import MERGED_TOKENS
+from twell.tuning import MERGED_TOKENS, most_by_row
 
 DESCRIPTION = """\
 Say for each layer of a checkpoint what "auto" would run on chunks of prompts and on batches that decode, and its
@@ -395,9 +395,9 @@ def predict(
         strategy, reason = graph.strategy, graph.reason
     share = costs.get(strategy, 1.0 if strategy == "dense" else None)
     if strategy == GUARDED:
-        by_rows = guarded_share(problem, known, table)
-        # the time of its dense products is not known
-        share = by_rows if by_rows < 1 else None
+        # the time of dense products on the device is not known
+        dense = known.nonzeros * m > most_by_row(m, problem.k, problem.n, True)
+        share = None if dense else guarded_share(problem, known, table)
     return Row(layer.number, m, decode, strategy, share, reason, costs)
 
 
@@ -432,13 +432,19 @@ def _report(
     yield "non-zeros: mean per token. union: share of the neurons that 128 tokens fire, which follow each other in a"
     yield "  text as in a prompt, or come from many places as in a batch. layers: with the products for query, key,"
     yield "  value and output, by numbers of weights, without attention itself, which reads the cache of sequences."
+    yield 'row+dense: a CUDA graph in which the GPU chooses in each step; "-" where it would take dense products, whose'
+    yield "  time is not known. Without figures in config.json a server chooses graphs of fewer by assumed ones."
     yield "Calls of up to 1,024 tokens count as batches, others as text, as in a server that has measured none."
     yield f"Dense computes gate and up in one product for up to {MERGED_TOKENS} tokens, as in servers; `twell"
     yield "  analyze` takes it for two, and all calls for tokens that follow each other in a text."
     yield f"Predicted from times measured on {table.machine.split('; ')[0]} in 16 bits, {table.date[:10]}."
     yield "  They are of CUDA graphs with down weights by rows, as vLLM lays them out after loading."
     _, _, k, n = nearest(Problem(1, found[0].k, found[0].n // ranks, True, False), table)
-    if max(prediction.apart(found[0].k, k), prediction.apart(found[0].k * found[0].n // ranks, k * n)) > prediction.FAR:
+    apart = prediction.distance((found[0].k, found[0].n // ranks), (k, n))
+    if apart > prediction.TOO_FAR:
+        yield f"Verdict: none, too far from all measured layers, the nearest of which has K = {k:,}, N = {n:,}"
+        return
+    if apart > prediction.FAR:
         yield f"Far from all measured layers: the nearest has K = {k:,}, N = {n:,}"
     yield _verdict(dict(zip(names, ffns, strict=True)), calls, table)
 
@@ -450,6 +456,9 @@ def _verdict(shares: dict[str, float | None], calls: Sequence[tuple[bool, int]],
         m <= prediction.HOST_BOUND for _, m in calls
     )
     holds = f"by times in CUDA graphs{few}, with down weights by rows"
+    unknown = [name for name, of in shares.items() if of is None]
+    if unknown:
+        holds += f"; {', '.join(unknown)} not known"
     if not gains:
         return f"Verdict: no gain of the FFNs on {prediction.gpu_of(table)}; {holds}"
     return f"Verdict: FFNs gain on {prediction.gpu_of(table)} for {', '.join(gains)} of dense's time; {holds}"

@@ -266,7 +266,7 @@ _CHOICE_SECONDS = 2e-6
 
 
 def guarded_share(problem: Problem, figures: Figures, table: Table) -> float:
-    """The time of ``GUARDED`` over dense's where the device computes rows; from 1 on it would rather not."""
+    """The time of ``GUARDED`` over dense's where the device computes rows."""
     least = _DENSE_STARTS + _FEW_TOKENS_READ * _dense_seconds(problem)
     return costs(problem, figures, table, False).get("row", math.inf) + _CHOICE_SECONDS / least
 
