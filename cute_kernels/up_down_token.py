@@ -529,8 +529,9 @@ class TokenCluster:
     def load_rows(self, s: Views, rows: cute.Tensor, matrix: cute.Tensor, first: Int32, size: Int32, at: Thread):
         """Load rows of the neurons from `first` of the list on; zeros beyond its end."""
         words = self.load_list(s.nonzeros, first)
-        # without experts nothing reads it
-        slots = self.load_list(s.slots if const_expr(self.experts) else s.nonzeros, first)
+        slots = words
+        if const_expr(self.experts):
+            slots = self.load_list(s.slots, first)
         for j in range_constexpr(self.rows):
             row = words[j] & Uint32(0xFFFF)
             if const_expr(self.experts):
