@@ -81,7 +81,7 @@ def as_torch(layer: Operands, hidden: Callable[[Tensor, Tensor | None], Tensor],
 
     def run(*operands: Any) -> Tensor | None:
         given = Operands(*operands)
-        _, w_gate, w_up, w_down, b_gate, b_up, b_down = given
+        w_gate, w_up, w_down, b_gate, b_up, b_down = given[1:]
         # no program compares these, and PyTorch would broadcast some that do not fit
         if w_gate.shape != inner or w_gate.dtype is not dtype or w_down.shape != outer or w_down.dtype is not dtype:
             return None
@@ -90,7 +90,7 @@ def as_torch(layer: Operands, hidden: Callable[[Tensor, Tensor | None], Tensor],
         for bias, length in ((b_gate, n), (b_up, n), (b_down, k)):
             if bias is not None and (bias.shape != (length,) or bias.dtype is not dtype):
                 return None
-        if merged and not is_merged(given):
+        if merged and not (w_up is not None and _are_one(w_gate, w_up)):
             return None
         y = F.linear(hidden(*_products(given, merged)), w_down, b_down)
         return y if b_down is None else no_view(y)
@@ -115,9 +115,13 @@ def is_merged(layer: Operands) -> bool:
         w_up is not None
         and tokens_of(x) <= tuning.MERGED_TOKENS
         and b_gate is b_up is None
-        and w_up.data_ptr() == w_gate.data_ptr() + w_gate.nbytes
-        and w_gate.is_contiguous()
-        and w_up.is_contiguous()
         and w_gate.shape == w_up.shape
-        and w_gate.untyped_storage().data_ptr() == w_up.untyped_storage().data_ptr()
+        and _are_one(w_gate, w_up)
     )
+
+
+def _are_one(w_gate: Tensor, w_up: Tensor) -> bool:
+    """Whether both are contiguous, in one storage, and one behind the other."""
+    if not (w_gate.is_contiguous() and w_up.is_contiguous() and w_up.data_ptr() == w_gate.data_ptr() + w_gate.nbytes):
+        return False
+    return bool(w_gate.untyped_storage()._cdata == w_up.untyped_storage()._cdata)
