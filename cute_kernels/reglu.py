@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 
-from .common import operands
+from .common import launch, operands
 from .common.activation import above, gradients, hidden
 from .common.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pair
 from .specs import RegluSpec
@@ -44,7 +44,7 @@ class _Elementwise:
         blocks = cutlass.max(cute.ceil_div(size // VECTOR, THREADS * self.vectors), 1)
         if size > 0:
             self.kernel(sources, targets, form, rows, size).launch(
-                grid=(Int32(blocks), 1, 1), block=(THREADS, 1, 1), stream=stream
+                grid=(Int32(blocks), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
             )
 
     @cute.kernel
@@ -52,11 +52,14 @@ class _Elementwise:
         block, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         vectors = size >> 3
         first = Int64(block) * (THREADS * self.vectors) + thread
+        last = cutlass.max(vectors - 1, 0)
+        places = [self.place(cutlass.min(first + i * THREADS, last), rows) for i in range(self.vectors)]
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
         if vectors > 0:
             held = []
             for i in range_constexpr(self.vectors):
-                at = self.place(cutlass.min(first + i * THREADS, vectors - 1), rows)
-                held.append([self.load(source.iterator + at) for source in sources])
+                held.append([self.load(source.iterator + places[i]) for source in sources])
             for i in range_constexpr(self.vectors):
                 results = [self.combine([quad[pair] for quad in held[i]], form) for pair in range(4)]
                 if first + i * THREADS < vectors:

@@ -46,6 +46,10 @@ TRAIN = (
     "python examples/train.py --config 0.5B --text $TEXT --max-bytes 136314880 --steps 350 --tokens-per-step 65536 "
     "--micro-batch 8 --warmup 20 --l1-warmup 40"
 )
+SERVED = (
+    "python examples/train.py --config 0.5B --heads 16 --text $TEXT --max-bytes 40000000 --steps 120 "
+    "--tokens-per-step 32768 --micro-batch 8 --warmup 15 --l1-warmup 30 --checkpoint-every 0"
+)
 MODEL = f"{BENCH} model $RUNS/RUN/final --text $TEXT --accumulate 4 --energy --json $OUT"
 ENGINE = "python -m profiling.engine --work $FOLDER/engine"
 SWEEP = "python -m profiling.sweep SWEEP --out $FOLDER --budget-s $BUDGET"
@@ -201,10 +205,28 @@ _MEASURED = (
         (350,),
     ),
     Measurement(
+        "h100_engine_small",
+        "the same with a drawn model of 1.5B, and what an eager layer costs the host",
+        "tables engine small, engine eager",
+        (f"{ENGINE} --model 1.5B --engines stock dense auto stock-eager auto-eager --cache-gib 4 --out $OUT",),
+        (520,),
+    ),
+    Measurement(
+        "h100_engine_trained",
+        "the same with a model of 0.5B, trained for two minutes",
+        "table engine trained",
+        (
+            f"{SERVED} --l1 1e-3 --out $RUNS/served",
+            f"{ENGINE} --model $RUNS/served/final --text $TEXT --engines stock dense auto --sizes 1 8 64 256 --runs 2 "
+            "--cache-gib 6 --out $OUT",
+        ),
+        (120, 205),
+    ),
+    Measurement(
         "h100_generate",
         "`generate` of transformers on a drawn model of 16 layers, stock and after `sparsify`",
         "table generate",
-        ("python -m profiling.engine.generate --out $OUT",),
+        ("python -m profiling.engine.generate --new 64 --caches eager static --out $OUT",),
         (240,),
     ),
     Measurement(

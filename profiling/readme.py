@@ -591,6 +591,9 @@ def engine(name: str) -> str:
         rows.setdefault((row["prompt"], row["sequences"]), {})[row["engine"]] = row
     lines = []
     for (prompt, sequences), of in rows.items():
+        if not {"stock", "dense", "auto"} <= of.keys():
+            # the time was up
+            continue
         stock, dense, auto = (of[variant] for variant in ("stock", "dense", "auto"))
         what = f"{sequences} that decode" if stock["step_ms"] else f"{sequences} prompts of {prompt:,}"
         cells = [what if prompt else f"{sequences} requests, mixed"]
@@ -612,6 +615,17 @@ def engine(name: str) -> str:
         '"auto"',
     ]
     return f"{markdown([*header, 'ratio', 'differ'], 'l' + 'r' * 8, lines)}\n\n{found['machine']}"
+
+
+def engine_eager() -> str:
+    """What a layer costs the host in an engine without graphs."""
+    found = result("h100_engine_small")
+    rows = []
+    for row in found["rows"]:
+        if row["host"]:
+            twell, stock = row["host"]["twell"], row["host"]["stock"]
+            rows.append([f"{row['sequences']}", f"{stock:.0f}", f"{twell:.0f}", f"**{twell / stock:.2f}**"])
+    return markdown(["sequences", "stock, us", '"auto", us', "ratio"], "rrrr", rows)
 
 
 def generate() -> str:
@@ -729,6 +743,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "soak": soak,
     "memory": memory,
     "engine large": lambda: engine("h200_engine_large"),
+    "engine small": lambda: engine("h100_engine_small"),
+    "engine trained": lambda: engine("h100_engine_trained"),
+    "engine eager": engine_eager,
     "generate": generate,
     "ncu": ncu,
 }

@@ -30,7 +30,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int16, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
@@ -51,7 +51,7 @@ from ..common.values import (
 )
 from ..specs import GatePackSpec
 from .copies import Transfer, partition, tma_load
-from .mma import store_matrices_transposed
+from .mma import accumulate, store_matrices_transposed
 
 TILE_N = geometry.TILE
 # bytes of K of a stage, the width of the swizzle, and of a WGMMA
@@ -346,25 +346,8 @@ class GatePack:
     @cute.jit
     def multiply(self, ring, mma: cute.TiledMma, acc, rW, rX, full, release, extent: Extent, begun: Int32 | int = 0):
         """The main loop of a tile; returns the next states of the ring. `begun` is for `issued`."""
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        for k in cutlass.range(extent.k_tiles, unroll=1):
-            ring.consumer_wait(full)
-            warpgroup.fence()
-            for block in range_constexpr(TILE_K_BYTES // MMA_K_BYTES):
-                cute.gemm(mma, acc, rW[None, None, block, full.index], rX[None, None, block, full.index], acc)
-                mma.set(warpgroup.Field.ACCUMULATE, True)
-            warpgroup.commit_group()
-            self.issued(k, begun, extent)
-            # at most one group of WGMMA is in flight: the previous stage has been read
-            warpgroup.wait_group(1)
-            if k > 0:
-                ring.consumer_release(release)
-                release.advance()
-            full.advance()
-        warpgroup.wait_group(0)
-        ring.consumer_release(release)
-        release.advance()
-        return full, release
+        states, steps = (full, release), extent.k_tiles
+        return accumulate(ring, mma, acc, rW, rX, 1, steps, states, True, lambda k: self.issued(k, begun, extent))
 
     def issued(self, k: Int32, begun: Int32 | int, extent) -> None:
         """Called when the products of a stage are issued."""

@@ -92,6 +92,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.extend(found)
         return found
 
+    def write() -> None:
+        write_json(
+            arguments.out,
+            rows,
+            machine=testing.machine_line(device),
+            arguments={name: value for name, value in vars(arguments).items() if name not in ("text", "out")},
+            attention=stock.config._attn_implementation,
+        )
+
     def prompt(model: Any) -> Callable[[], Any]:
         return lambda: model.get_decoder()(prompts, use_cache=False)[0]
 
@@ -118,13 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             distances = _distances(stock, heads[:count].tolist(), *made)
             found[1].differing, found[1].worst = len(distances), max(distances, default=0.0)
             found[1].ties = sum(distance <= 4 for distance in distances)
-    write_json(
-        arguments.out,
-        rows,
-        machine=testing.machine_line(device),
-        arguments={name: value for name, value in vars(arguments).items() if name not in ("text", "out")},
-        attention=stock.config._attn_implementation,
-    )
+            # what is left may be stopped
+            write()
+    write()
     return 0
 
 

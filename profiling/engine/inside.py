@@ -91,6 +91,11 @@ def kernels(worker: Any, tokens: int) -> list[tuple[str, int, float]]:
     return [*rows[:_KERNELS], ("all others", sum(row[1] for row in rest), sum(row[2] for row in rest))]
 
 
+def _first(layer: Any) -> Any:
+    """The linear layer of gate and up of a served FFN."""
+    return next(child for name, child in layer.named_children() if name != layer._down)
+
+
 def host(worker: Any, tokens: int) -> dict[str, float]:
     """Microseconds of an eager layer, until it is launched and until the GPU is done, by twell and by vLLM's own code.
 
@@ -106,7 +111,7 @@ def host(worker: Any, tokens: int) -> dict[str, float]:
     layers = [layer for layer in _layers(worker) if type(layer).__name__ == "ServedMLP"]
     if not layers:
         return {}
-    pairs = [tuple(layer.children()) for layer in layers]
+    pairs = [(_first(layer), getattr(layer, layer._down)) for layer in layers]
     ours, own = [(a.quant_method, b.quant_method) for a, b in pairs], UnquantizedLinearMethod()
     # as a step of requests
     _vllm_auto._planned = True

@@ -15,7 +15,7 @@ from twell._runtime.program import Executable, allocate, kept
 from twell.ops import hybrid
 from twell.ops.hybrid_backward import build, transpose
 from twell.ops.hybrid_forward import Forward, forward_of
-from twell.ops.library import is_direct, rows
+from twell.ops.library import is_direct, rows, unviewed
 from twell.ops.operands import Form, Gradients, Mains, Operands, Place, made
 from twell.ops.reglu import derivatives, pays
 
@@ -141,17 +141,6 @@ def _backward_of(
     form = Form(device, (dy, dl1, *passes.form.places[:6], passes.forward.kept, *places))
     transposed = None if down is None or places[3] is None else made(transpose, Form(device, (places[3], down)))
     return made(build, form, passes.call.activation, False), places, transposed
-
-
-def unviewed(y: Tensor, shape: torch.Size) -> Tensor:
-    """Return ``y`` in another shape, but not as a view: no one else sees ``y``.
-
-    FSDP2 puts hooks on outputs, and a hook on a view is lost when the view is changed in place.
-    """
-    if _modes.jit_tracing():
-        # an operator called by its name would make constants of the traced sizes
-        return y.reshape(shape)
-    return torch.ops.aten._unsafe_view.default(y, shape)  # type: ignore[no-any-return]
 
 
 class _FFN(torch.autograd.Function):

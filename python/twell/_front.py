@@ -1,13 +1,12 @@
 """The front of a layer: a call whose kind is known goes from ``forward`` to its launches by one look-up.
 
-A kind of calls is the shape of x and whether gradients will be needed. A call of it that took the
-long way leaves what computes y; the next one asks only what no kernel checks: modes, hooks, and types of tensors.
-Everything else, such as the layout of a weight that was replaced, is compared by the program (``Executable.ran``).
+A kind of calls is the shape, dtype and device of x, whether gradients will be needed, which biases there are, and how
+many modules the layer has: one that was set beside a projection may take its role. The front asks modes, hooks, and
+types of tensors, which no kernel checks; see ``strategy/known.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,33 +16,9 @@ from twell import _modes
 from twell._plain import HOOKS_OF_ALL, calls_are_torchs
 from twell._runtime import nvtx
 from twell.ops.operands import Operands
+from twell.strategy.known import Memory, Run, remember
 from twell.strategy.plan import Route
-from twell.strategy.site import AutoStrategy, Bucket
-
-# Kinds of calls that a layer remembers.
-_MOST = 64
-
-# of x, w_gate, w_up, w_down and biases as ``Operands`` has them: y, or None, with nothing run, if they lie otherwise
-Run = Callable[..., "Tensor | None"]
-
-
-class _Known(NamedTuple):
-    """What computes y of a kind of calls; with a site, while ``bucket`` has this ``version``.
-
-    children: how many modules the layer has; one that was set beside a projection may take its role.
-    """
-
-    run: Run
-    dtype: torch.dtype
-    device: int
-    children: int
-    site: AutoStrategy | None
-    bucket: Bucket | None
-    version: int
-
-
-# by the shape of x, whether gradients will be needed, and which biases there are
-Memory = dict[tuple[torch.Size, bool, int], _Known]
+from twell.strategy.site import AutoStrategy
 
 
 class Front:
@@ -96,17 +71,18 @@ class Front:
             operands.append(weight)
             biases.append(bias)
         training = needing and torch.is_grad_enabled()
-        kind = x.shape, training, pattern
+        device = x.device.index
+        kind = x.shape, x.dtype, device, training, pattern, len(children)
         known = memory.get(kind)
-        if known is None or x.dtype is not known.dtype or x.device.index != known.device or not x.is_cuda:
+        if known is None or not x.is_cuda:
             return None
         if any(HOOKS_OF_ALL) or not calls_are_torchs() or not _modes.undisturbed() or _modes.profiling() or nvtx.ON:
             return None
         laid, alone = layer._laid, layer._down_layout == "auto"
         # a gradient is to be laid out as the weight is without twell
-        if (alone and laid.fresh) or (training and laid.weight is not None) or len(children) != known.children:
+        if (alone and laid.fresh) or (training and laid.weight is not None):
             return None
-        if known.device != torch.cuda.current_device() or _modes.capturing(x):
+        if device != torch.cuda.current_device() or _modes.capturing(x):
             return None
         # a recomputation must save what its forward pass saved
         if training and (_modes.checkpointed() or _modes.in_backward()):
@@ -115,18 +91,14 @@ class Front:
             operands.insert(2, None)
             biases.insert(1, None)
         with laid.lock:
-            site, bucket = known.site, known.bucket
-            if site is not None and bucket is not None:
-                if bucket.version != known.version or not site.heeds(x) or not site.counted(bucket):
-                    return None
+            if not known.begins(x):
+                return None
             if alone:
                 laid.note_reading(operands[3])
             y = known.run(*operands, *biases)
         if y is None:
             memory.pop(kind, None)
-            if site is not None and bucket is not None:
-                # the long way counts it
-                site.uncount(bucket)
+            known.undo()
         return y
 
 
@@ -140,23 +112,8 @@ class Learning(NamedTuple):
         self, layer: Operands, training: bool, run: Run, site: AutoStrategy | None, route: Route, copied: bool
     ) -> None:
         """Let calls like this one, which ran by ``route``, go to ``run``."""
-        x, bucket, version = layer.x, None, 0
-        if site is not None:
-            kind = x.shape, len(layer.w_gate), layer.w_up is not None, training, copied, False
-            known = site.routes.get(kind)
-            if known is None:
-                # it measures, or waits for figures
-                return
-            bucket, version = known[0], known[0].version
-            # another thread may have decided meanwhile
-            if known[1] is not route or site.routes.get(kind) is not known:
-                return
-        pattern = 1
-        for bias in (
-            (layer.b_gate, layer.b_up, layer.b_down) if layer.w_up is not None else (layer.b_gate, layer.b_down)
-        ):
+        x, gated, pattern = layer.x, layer.w_up is not None, 1
+        for bias in (layer.b_gate, layer.b_up, layer.b_down) if gated else (layer.b_gate, layer.b_down):
             pattern = 2 * pattern + (bias is not None)
-        if len(self.memory) >= _MOST:
-            self.memory.clear()
-        known_now = _Known(run, x.dtype, x.device.index, self.children, site, bucket, version)
-        self.memory[x.shape, training, pattern] = known_now
+        kind = x.shape, x.dtype, x.device.index, training, pattern, self.children
+        remember(self.memory, kind, run, route, site, (x.shape, len(layer.w_gate), gated, training, copied, False))

@@ -32,11 +32,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 from torch.utils import _pytree as pytree
 
-from twell import _sharding, functional
+from twell import _sharding
 from twell._arguments import require, require_flag
 from twell._runtime.log import logger
 from twell.functional import Aux
 from twell.nn import SparseGatedMLP, SparseMLP
+from twell.ops.library import no_view
 
 __all__ = ["SparseMLPParallel", "tensor_parallel_plan"]
 
@@ -136,7 +137,7 @@ class SparseMLPParallel(ParallelStyle):
             if layer.record_aux:
                 layer.aux = figures
             y = _redistributed(y, output_layouts, local)
-            y = functional._no_view(y) if local else y
+            y = no_view(y) if local else y
             return (y, figures) if isinstance(result, tuple) else y
 
         # prepended: other hooks, earlier or later, see DTensors that fit the weights go in and figures of the whole
@@ -273,7 +274,7 @@ class _Embedding(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
-        module.register_forward_hook(lambda _, __, y: functional._no_view(y))
+        module.register_forward_hook(lambda _, __, y: no_view(y))
         return module
 
 

@@ -13,21 +13,21 @@ from torch import Tensor
 from twell import _autograd, _modes, ops
 from twell._activation import Activation, ActivationName, activation_of
 from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, sharded
-from twell._autograd import gated_relu, unviewed
-from twell._front import Learning, Run
+from twell._autograd import gated_relu
+from twell._front import Learning
 from twell._modes import PLAIN_TENSORS
 from twell._plain import overridden
 from twell._runtime import geometry, nvtx
 from twell._runtime.log import info_once, warn_once
 from twell.ops import screened
+from twell.ops.dense import as_torch, fuses
 from twell.ops.ffn import inference_of
 from twell.ops.ffn import on_cuda as ffn_on_cuda
-from twell.ops.library import are_rows, is_direct
+from twell.ops.library import are_rows, is_direct, no_view, unviewed
 from twell.ops.operands import Form, Mains, Operands
 from twell.ops.reglu import on_cuda as reglu_on_cuda
-from twell.ops.reglu import pays
 from twell.packed import PackedTwell
-from twell.strategy import costs
+from twell.strategy.known import Run
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, route_of, routed, unpackable
 from twell.strategy.site import AutoStrategy, enroll, found, tokens_of, without_site
 from twell.strategy.tables import imposed_on_call
@@ -396,59 +396,30 @@ def _settled(
     if call.training and (_modes.checkpointed() or _modes.in_backward()):
         return None
     way: Run | None
-    if route.strategy == "dense":
-        way = _torchs(layer, call.activation, call.training)
+    if call.training and route.strategy == "dense":
+        way = _trained_by_torch(layer, call.activation)
     elif call.training:
         how = call.compression, route.held, call.activation, route.screen
         way = _autograd.passes_of(Form.of(layer), *how) if x.numel() else None
     else:
         # a layer that copies the down weight may lay it by rows at its next call
-        way = None if copied else inference_of(layer, call.compression, call.activation, route)
+        way = inference_of(layer, call.compression, call.activation, route)
     y = None if way is None else way(*layer)
     if way is not None and y is not None:
         learning.note(layer, call.training, way, site, route, copied)
     return y
 
 
-def _torchs(layer: Operands, activation: Activation, training: bool) -> Run:
-    """What computes y of plain tensors by PyTorch's own operators, as models write the layer.
+def _trained_by_torch(layer: Operands, activation: Activation) -> Run:
+    """What computes y of plain tensors like these by PyTorch's own operators, for backward."""
+    fused = fuses(layer, training=True)
 
-    One of this package takes a large gate in one pass, except where the host is the limit: it costs the host more.
-    """
-    (n, k), gated = layer.w_gate.shape, layer.w_up is not None
-    m = tokens_of(layer.x)
-    waits = costs.waits_for_host(costs.Problem(m, k, n, gated, training, eager=True))
-    fused = gated and not waits and pays(layer.x, m * n)
-    inner, outer, dtype = (n, k), (k, n), layer.x.dtype
+    def hidden(gate: Tensor, up: Tensor | None) -> Tensor:
+        if fused and up is not None:
+            return gated_relu(gate, up, activation)
+        return activation.hidden(activation.after(gate, inplace=False), up)
 
-    def run(*operands: Any) -> Tensor | None:
-        x, w_gate, w_up, w_down, b_gate, b_up, b_down = operands
-        # no program compares these, and PyTorch would broadcast some that do not fit
-        if w_gate.shape != inner or w_gate.dtype is not dtype or w_down.shape != outer or w_down.dtype is not dtype:
-            return None
-        if w_up is not None and (w_up.shape != inner or w_up.dtype is not dtype):
-            return None
-        for bias, length in ((b_gate, n), (b_up, n), (b_down, k)):
-            if bias is not None and (bias.shape != (length,) or bias.dtype is not dtype):
-                return None
-        gate = F.linear(x, w_gate, b_gate)
-        if w_up is None:
-            hidden = activation.hidden(activation.after(gate, inplace=not training), None)
-        else:
-            up = F.linear(x, w_up, b_up)
-            if fused and training:
-                hidden = gated_relu(gate, up, activation)
-            elif fused:
-                hidden = reglu_on_cuda(gate, up, activation, inplace=True)
-            elif activation.name == "relu" and not training:
-                # in the memory of what nothing else sees
-                hidden = torch.relu_(gate).mul_(up)
-            else:
-                hidden = activation.hidden(activation.after(gate, inplace=not training), up)
-        y = F.linear(hidden, w_down, b_down)
-        return y if b_down is None else _no_view(y)
-
-    return run
+    return as_torch(layer, hidden)
 
 
 def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, Tensor]:
@@ -463,19 +434,14 @@ def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, 
     if w_up is None:
         gate = activation.after(gate, inplace=not call.training and _modes.eager(operands))
         hidden = activation.hidden(gate, None)
-    elif call.direct and not call.training and not activation.moves and pays(gate, gate.numel()):
+    elif call.direct and not call.training and not activation.moves and fuses(layer):
         hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up), activation, inplace=True)
     elif not activation.moves and _autograd.fuses(gate, operands):
         hidden = _autograd.gated_relu(gate, F.linear(x, w_up, b_up), activation)
     else:
         gate = activation.after(gate)
         hidden = activation.hidden(gate, F.linear(x, w_up, b_up))
-    return _no_view(F.linear(hidden, w_down, b_down)), hidden, gate
-
-
-def _no_view(y: Tensor) -> Tensor:
-    """Return ``y`` not as a view, which F.linear with a bias and ``to_local`` may give; unchanged while compiling."""
-    return unviewed(y, y.shape) if not _modes.compiling() and y._is_view() else y
+    return no_view(F.linear(hidden, w_down, b_down)), hidden, gate
 
 
 def _on_shards(

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from twell import _autograd, _down_layout, _modes, _plain, functional
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
-from twell._front import Front, Learning, Memory
+from twell._front import Front, Learning
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
 from twell.functional import Aux, Strategy
 from twell.ops.operands import Operands
 from twell.strategy import tables
 from twell.strategy.explanation import Choice, Explanation
+from twell.strategy.known import Memory
 from twell.strategy.plan import Facts, Refusal, Route, plan, routed
 from twell.strategy.site import AutoStrategy, Screen, found, require_screen
 

@@ -26,9 +26,8 @@ def family(index: int) -> str:
 _WAVE = {48: 0.72, 64: 0.77, 96: 1.0, 128: 1.36, 144: 1.49}
 
 # Most neurons per cluster that the GPU runs at a time for which CTAs of the gate GEMM for few tokens share sums, and
-# numbers of tokens for which the other gate GEMM is faster. NVIDIA H100, us of the gate alone, whose CTAs share sums,
-# do not, and of the other one: K = 4,096, N = 14,336 44.1, 43.0, 44.4 at 1 token, 50.1, 44.2, 44.7 at 32, 49.4, 48.0,
-# 45.3 at 64; K = 2,048, N = 5,632 13.6, 17.0, 15.6 at 64, 17.7, 21.1, 15.9 at 96, 15.6, 23.8, 17.6 at 128.
+# numbers of tokens for which the other gate GEMM is faster. NVIDIA H100 and H200, K = 4,096, N = 14,336 and K = 2,048,
+# N = 5,632: by 2 to 20 % where both were measured (docs/notes/few_tokens.md has a table).
 _FEW_NEURONS = 2 / 3 * geometry.TILE
 FEW_GATE_PACK = 64
 _NOT_FEW = range(FEW_GATE_PACK + 1, 97)
@@ -67,11 +66,8 @@ def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
 
 
 # Most tokens whose clusters have so many CTAs, and non-zeros of a token that is never heavy; with more tokens clusters
-# have as few CTAs as hold the row. NVIDIA H100, K = 4,096, N = 14,336, one neuron in 190 fires, us of tokens that
-# differ and of equal ones: 8, 4 and 2 CTAs 65, 67, 71 and 61, 64, 67 at 16 tokens, 69, 67, 71 and 69, 70, 73 at 32,
-# 80, 74, 74 and 89, 81, 87 at 64; 4, 2 and 1 89, 89, 92 and 104, 100, 106 at 128, 130, 125, 126 and 166, 164, 148 at
-# 256, 235, 214, 216 and 306, 282, 263 at 512. 64 and 128 non-zeros: 67, 70 and 70, 73 at 32, 75, 74 and 83, 81 at 64,
-# 89, 89 and 104, 100 at 128.
+# have as few CTAs as hold the row. NVIDIA H100, the same layers, one neuron in 190: within 2 % of the best of those
+# measured, but for 256 equal tokens, which take up to 11 % less time by one CTA each (a table is there, too).
 TOKEN_CLUSTERS = ((16, 8, 128), (32, 4, 64), (64, 4, 128), (256, 2, 128))
 _LIGHT = 64
 

@@ -21,6 +21,7 @@ from tests.cpu.fake_gpu import FakeGpu
 from twell import _modes, functional
 from twell._runtime import program
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
+from twell.ops import dense
 from twell.strategy import costs, tables
 
 BF16 = torch.bfloat16
@@ -436,7 +437,7 @@ def test_a_threshold_that_moves_is_read_at_each_call(
     training: bool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a gate of any size is fused where one may be
-    monkeypatch.setattr(functional, "pays", lambda *_: True)
+    monkeypatch.setattr(dense, "pays", lambda *_: True)
     monkeypatch.setattr(costs, "HOST_SECONDS", {False: {}, True: {}})
     mlp, x = layer(strategy="dense").requires_grad_(training), tokens(200)
     mlp.activation = "fatrelu"

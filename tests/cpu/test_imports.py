@@ -43,6 +43,7 @@ LAYERS = [
     ["twell.strategy.costs", "twell.strategy.plan"],
     ["twell.strategy.explanation"],
     ["twell.strategy.site"],
+    ["twell.strategy.known"],
     ["twell._pickles", "twell.ops"],
     ["twell._autograd", "twell._sharding", "twell.packed"],
     ["twell._plain"],

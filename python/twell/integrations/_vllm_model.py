@@ -25,12 +25,14 @@ from vllm.model_executor.layers import activation as stock_activations
 from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
-from twell import __version__, _configuration
+from twell import __version__, _configuration, _modes
 from twell._activation import RELU, Activation
 from twell._sparsify import candidates
 from twell._sparsify.known import known
 from twell.integrations import _vllm_kernels, layouts, vllm
 from twell.integrations._vllm_auto import ServedStrategy, watch
+from twell.ops.ffn import direct
+from twell.ops.library import is_direct
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, routed, unpackable
 
 # vLLM sets up the logs below its own name alone
@@ -318,7 +320,9 @@ class RunsFFN(UnquantizedLinearMethod):  # type: ignore[misc]
         if self._gated:
             w_gate, w_up = w_gate.chunk(2)
             b_gate, b_up = (None, None) if b_gate is None else b_gate.chunk(2)
-        y: Tensor = torch.ops.twell.ffn(
+        # a plain eager call need not go through the dispatcher
+        alone = not _modes.compiling() and not torch.is_grad_enabled() and is_direct(x)
+        y: Tensor = (direct if alone else torch.ops.twell.ffn)(
             x.reshape(-1, x.shape[-1]),
             w_gate,
             w_up,

@@ -12,20 +12,18 @@ so. With ``invariant`` "row" gives a token the same bits whatever other tokens t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from twell import _memory, _modes, tuning
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry, nvtx
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
-from twell.ops import screened
+from twell.ops import dense, screened
 from twell.ops.ffn_screened import launches as screened_launches
 from twell.ops.ffn_screened import on_cpu as screened_on_cpu
 from twell.ops.ffn_screened import shapes as screened_shapes
@@ -35,15 +33,25 @@ from twell.ops.ffn_union import on_cpu as union_on_cpu
 from twell.ops.ffn_union import shapes as union_shapes
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
 from twell.ops.gate_pack import pack, scratch, stats_shape
-from twell.ops.library import ACTIVATION, LAYER, Implementation, Shape, are_rows, check_layer, laid, new, register
+from twell.ops.library import (
+    ACTIVATION,
+    LAYER,
+    Implementation,
+    Shape,
+    are_rows,
+    check_layer,
+    has_rows,
+    laid,
+    new,
+    register,
+)
 from twell.ops.operands import Form, Operands, Views, present
 from twell.ops.quantize_gate import quantize, quantize_gate, require
-from twell.ops.reglu import on_cuda as reglu_on_cuda
-from twell.ops.reglu import pays
 from twell.ops.up_down import counters, multiply
 from twell.ops.up_down import on_cpu as up_down_on_cpu
+from twell.strategy.known import Memory, Run, remember
 from twell.strategy.plan import Facts, Route, routed
-from twell.strategy.site import Measurement, site_of, without_site
+from twell.strategy.site import AutoStrategy, found, site_of, without_site
 from twell.strategy.tables import GUARDED, SCREENED, imposed_on_call
 
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
@@ -61,7 +69,7 @@ def _run(
 ) -> _Totals:
     """Compute the layer as ``route`` says; ``sparse`` is the sparse strategies of its device."""
     if route.strategy == "dense":
-        return _dense(layer, activation, route.measurement, totals)
+        return dense.totalled(layer, activation, route.measurement, totals)
     y, l1, stats, unions, candidates = sparse(layer, compression, activation, route, totals)
     if not totals and route.measurement is None:
         return y, None, None
@@ -79,12 +87,23 @@ def _chosen(layer: Operands, route: Route, site: Tensor | None) -> Route:
     """The route of a call of the operators, by costs where it is "auto"."""
     if route.strategy != "auto":
         return route
-    x, w_gate, w_up, w_down, b_gate, b_up, _ = layer
-    n, gated, copied = w_gate.shape[0], w_up is not None, not are_rows(w_down.shape, w_down.stride())
     if site is None:
-        return without_site(x, n, gated, False, copied)
-    merged = _is_merged(x, w_gate, w_up, b_gate, b_up)
-    return site_of(site, route.screen).begin(x, n, gated, False, copied, merged)
+        x, w_gate, w_up, w_down, *_ = layer
+        copied = not are_rows(w_down.shape, w_down.stride())
+        return without_site(x, w_gate.shape[0], w_up is not None, False, copied)
+    return site_of(site, route.screen).begin(layer.x, *_asked_by(layer))
+
+
+def _asked_by(layer: Operands) -> tuple[int, bool, bool, bool, bool]:
+    """What a site is asked by, after x: w_down is [N, K]."""
+    _, w_gate, w_up, w_down, *_ = layer
+    return (
+        w_gate.shape[0],
+        w_up is not None,
+        False,
+        not are_rows(w_down.shape, w_down.stride()),
+        dense.is_merged(layer),
+    )
 
 
 @nvtx.marked(
@@ -121,8 +140,11 @@ def _asked(
     return activation, route
 
 
-def _operators(compute: Callable[..., _Totals] | None) -> list[Implementation]:
-    """``ffn`` and ``ffn_aux`` as functions of the schema's arguments; those of fake tensors have nothing to compute."""
+def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) -> list[Implementation]:
+    """``ffn`` and ``ffn_aux`` as functions of the schema's arguments; those of fake tensors have nothing to compute.
+
+    remembers: whether kinds of calls become known.
+    """
 
     def run(totals: bool, *arguments: Any) -> _Totals:
         layer, (compression, strategy, site, *how) = Operands(*arguments[:7]), arguments[7:]
@@ -133,18 +155,78 @@ def _operators(compute: Callable[..., _Totals] | None) -> list[Implementation]:
         if compute is None:
             x = layer.x
             return x.new_empty(x.shape), x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.int64)
-        if _modes.capturing(layer.w_down):
+        if capturing := _modes.capturing(layer.w_down):
             _memory.note_capture(layer.w_down)
         route = _chosen(layer, route, site)
-        return compute(layer._replace(w_down=layer.w_down.t()), compression, activation, route, totals)
+        turned = layer._replace(w_down=layer.w_down.t())
+        if (
+            remembers
+            and not totals
+            and not capturing
+            and (y := _settled(turned, arguments, activation, route)) is not None
+        ):
+            return y, None, None
+        return compute(turned, compression, activation, route, totals)
 
     def ffn(*arguments: Any) -> Tensor:
-        return run(False, *arguments)[0]
+        y = _by_known(arguments) if remembers else None
+        return run(False, *arguments)[0] if y is None else y
 
     def ffn_aux(*arguments: Any) -> _Totals:
         return run(True, *arguments)
 
     return [ffn, ffn_aux]
+
+
+# Kinds of calls with a named strategy whose way is known.
+_NAMED: Memory = {}
+
+
+def _kind(arguments: Sequence[Any], site: AutoStrategy | None) -> tuple[Memory, tuple[Any, ...]]:
+    """Where calls with such arguments of the schema may be known, and as what."""
+    x, w_gate, w_up, _, b_gate, b_up, b_down = arguments[:7]
+    absent = w_up is None, b_gate is None, b_up is None, b_down is None
+    kind = x.shape, x.dtype, x.device.index, w_gate.shape, absent, arguments[7:9], arguments[10:]
+    # sites are of one layer, and have a memory each
+    return _NAMED if site is None else site.known, kind
+
+
+def _by_known(arguments: Sequence[Any]) -> Tensor | None:
+    """y of a call whose kind is known; None, with nothing run, of any other."""
+    x, weight = arguments[0], arguments[9]
+    if _modes.stream_captures() or torch.is_autocast_enabled("cuda"):
+        return None
+    site = None
+    if arguments[8] == "auto":
+        site = None if weight is None else found(weight)
+        if site is None:
+            return None
+    memory, kind = _kind(arguments, site)
+    known = memory.get(kind)
+    if known is None or not known.begins(x):
+        return None
+    _, w_gate, w_up, w_down, *biases = arguments[:7]
+    y = known.run(x, w_gate, w_up, w_down.t(), *biases)
+    if y is None:
+        memory.pop(kind, None)
+        known.undo()
+    return y
+
+
+def _settled(layer: Operands, arguments: Sequence[Any], activation: Activation, route: Route) -> Tensor | None:
+    """y of a call by ``route``, w_down [K, N], whose kind is known then; None of one that cannot be."""
+    x, weight = layer.x, arguments[9]
+    site = found(weight) if arguments[8] == "auto" and weight is not None else None
+    if nvtx.ON or route.measurement is not None or (arguments[8] == "auto" and site is None):
+        return None
+    if torch.is_autocast_enabled("cuda"):
+        return None
+    run = inference_of(layer, arguments[7], activation, route, merged=True)
+    y = None if run is None else run(*layer)
+    if run is not None and y is not None:
+        chosen = x.shape, *_asked_by(layer._replace(w_down=layer.w_down.t()))
+        remember(*_kind(arguments, site), run, route, site, chosen)
+    return y
 
 
 def _sparse_on_cpu(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Counted:
@@ -210,16 +292,19 @@ def _by_row(
 
 
 def inference_of(
-    layer: Operands, compression: int, activation: Activation, route: Route
-) -> Callable[..., Tensor | None] | None:
+    layer: Operands, compression: int, activation: Activation, route: Route, merged: bool = False
+) -> Run | None:
     """What computes y of calls like this one, w_down [K, N]; None if kernels read only copies, or more than these.
 
-    It is a function of ``Operands``, which gives None, with nothing launched, for those of another form.
+    merged: whether a dense layer may compute gate and up in one product.
     """
     x = layer.x
+    if route.strategy == "dense":
+        return dense.inference_of(layer, activation, merged)
     if not x.numel() or (route.screen and activation.threshold):
         return None
-    if any(given is not own for given, own in zip(laid(layer), layer)):
+    # a layer that copies the down weight may lay it by rows at its next call
+    if any(given is not own for given, own in zip(laid(layer), layer)) or not has_rows(layer.w_down.t()):
         return None
     if route.screen:
         require(x.device, "ffn with screen=True")
@@ -251,54 +336,19 @@ def _sparse_on_cuda(layer: Operands, compression: int, activation: Activation, r
     return y, *figures, *[None] * (4 - len(figures))
 
 
-def _dense(layer: Operands, activation: Activation, measurement: Measurement | None, totals: bool) -> _Totals:
-    """The layer by PyTorch's own operators."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    kind = x.device.type
-    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
-        up: Tensor | None
-        if _is_merged(x, w_gate, w_up, b_gate, b_up):
-            # gate and up are halves of one product, as in engines
-            merged = w_gate.as_strided((2 * w_gate.shape[0], w_gate.shape[1]), w_gate.stride())
-            gate, up = F.linear(x, merged).chunk(2, -1)
-        else:
-            gate, up = F.linear(x, w_gate, b_gate), None if w_up is None else F.linear(x, w_up, b_up)
-        if up is not None and pays(gate, gate.numel()):
-            hidden = reglu_on_cuda(gate, up, activation, inplace=True)
-        else:
-            gate = activation.after(gate, inplace=True)
-            hidden = activation.hidden(gate, up)
-        # what is left of the gate, so that its memory may be that of y
-        level = activation.level(gate.dtype)
-        nonzeros = gate.numel() - (gate <= level).sum() if totals else None
-        if measurement is not None:
-            measurement.dense(gate, level, screened.wanted(measurement, layer, activation))
-        del gate, up
-        y = F.linear(hidden, w_down, b_down)
-    return y, hidden.abs().sum(dtype=torch.float32) if totals else None, nonzeros
-
-
-def _is_merged(x: Tensor, w_gate: Tensor, w_up: Tensor | None, b_gate: Tensor | None, b_up: Tensor | None) -> bool:
-    """Whether a dense layer takes one product: few tokens, no bias, and w_up's memory right behind w_gate's."""
-    return (
-        w_up is not None
-        and x.shape[0] <= tuning.MERGED_TOKENS
-        and b_gate is b_up is None
-        and w_up.data_ptr() == w_gate.data_ptr() + w_gate.nbytes
-        and w_gate.is_contiguous()
-        and w_up.is_contiguous()
-        and w_gate.shape == w_up.shape
-        and w_gate.untyped_storage().data_ptr() == w_up.untyped_storage().data_ptr()
-    )
-
-
 _CHOICES = "bool screen=False, bool invariant=False"
 _ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}, {_CHOICES}"
+
+_on_cuda = _operators(on_cuda, remembers=True)
+# ``ffn`` of plain tensors without gradients, for which ``library.is_direct`` holds, with all arguments of the schema
+direct = _on_cuda[0]
 
 ffn, ffn_aux = (
     register(schema, fake=fake, cpu=cpu, cuda=cuda)
     for schema, fake, cpu, cuda in zip(
         (f"ffn({_ARGUMENTS}) -> Tensor", f"ffn_aux({_ARGUMENTS}) -> (Tensor y, Tensor l1, Tensor nonzeros)"),
-        *map(_operators, (None, lambda *call: _run(_sparse_on_cpu, *call), on_cuda)),
+        _operators(None),
+        _operators(lambda *call: _run(_sparse_on_cpu, *call)),
+        _on_cuda,
     )
 )

@@ -237,6 +237,22 @@ def bias_view(p: Program, given: View | None, dtype: torch.dtype) -> View:
     return p.scratch(dtype, 0) if given is None else given
 
 
+def unviewed(y: Tensor, shape: torch.Size) -> Tensor:
+    """Return ``y`` in another shape, but not as a view: no one else sees ``y``.
+
+    FSDP2 puts hooks on outputs, and a hook on a view is lost when the view is changed in place.
+    """
+    if _modes.jit_tracing():
+        # an operator called by its name would make constants of the traced sizes
+        return y.reshape(shape)
+    return torch.ops.aten._unsafe_view.default(y, shape)  # type: ignore[no-any-return]
+
+
+def no_view(y: Tensor) -> Tensor:
+    """Return ``y`` not as a view, which F.linear with a bias and ``to_local`` may give; unchanged while compiling."""
+    return unviewed(y, y.shape) if not _modes.compiling() and y._is_view() else y
+
+
 def new(like: Tensor, shapes: Iterable[Shape]) -> list[Any]:
     """Uninitialised tensors of these dtypes and shapes on the device of ``like``."""
     return [like.new_empty(shape, dtype=dtype) for dtype, *shape in shapes]

@@ -246,6 +246,8 @@ class AutoStrategy:
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
         # by the arguments of ``begin``, with the shape for x: routes that hold while their bucket has its version
         self.routes: dict[tuple[Any, ...], tuple[Bucket, Route]] = {}
+        # kinds of calls of the operators whose way is known, ``strategy.known``
+        self.known: dict[tuple[Any, ...], Any] = {}
         # of the GPU of the latest call
         self._table = tables.SHIPPED
 

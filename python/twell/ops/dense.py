@@ -1,0 +1,127 @@
+"""A layer by PyTorch's own operators, as models write it, and ``reglu`` where that pays.
+
+In the operators gate and up of few tokens are one product, where the weights lie so, as in engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import _modes, tuning
+from twell._activation import Activation
+from twell.ops import screened
+from twell.ops.library import no_view
+from twell.ops.operands import Operands
+from twell.ops.reglu import on_cuda as reglu_on_cuda
+from twell.ops.reglu import pays
+from twell.strategy import costs
+from twell.strategy.known import Run
+from twell.strategy.site import Measurement, tokens_of
+
+
+def totalled(
+    layer: Operands, activation: Activation, measurement: Measurement | None, totals: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y, and with ``totals`` the sum of |h| and the number of non-zeros; figures for ``measurement``."""
+    kind = layer.x.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
+        gate, up = _products(layer, is_merged(layer))
+        if up is not None and fuses(layer):
+            hidden = reglu_on_cuda(gate, up, activation, inplace=True)
+        else:
+            gate = activation.after(gate, inplace=True)
+            hidden = activation.hidden(gate, up)
+        # what is left of the gate, so that its memory may be that of y
+        level = activation.level(gate.dtype)
+        nonzeros = gate.numel() - (gate <= level).sum() if totals else None
+        if measurement is not None:
+            measurement.dense(gate, level, screened.wanted(measurement, layer, activation))
+        del gate, up
+        y = F.linear(hidden, layer.w_down, layer.b_down)
+    return y, hidden.abs().sum(dtype=torch.float32) if totals else None, nonzeros
+
+
+def fuses(layer: Operands, training: bool = False) -> bool:
+    """Whether ``reglu`` is the activation: for a large gate, unless the host is the limit, which it costs more."""
+    x, (n, k) = layer.x, layer.w_gate.shape
+    if layer.w_up is None or not pays(x, (m := tokens_of(x)) * n):
+        return False
+    return not costs.waits_for_host(costs.Problem(m, k, n, True, training, eager=not _modes.capturing(x)))
+
+
+def inference_of(layer: Operands, activation: Activation, merged: bool) -> Run:
+    """What computes y of plain tensors like these, for which no gradient is needed, w_down [K, N]."""
+    fused = fuses(layer)
+
+    def hidden(gate: Tensor, up: Tensor | None) -> Tensor:
+        if fused and up is not None:
+            return reglu_on_cuda(gate, up, activation, inplace=True)
+        if activation.name == "relu" and up is not None:
+            # in the memory of what nothing else sees
+            return torch.relu_(gate).mul_(up)
+        return activation.hidden(activation.after(gate, inplace=True), up)
+
+    return as_torch(layer, hidden, merged and is_merged(layer))
+
+
+def as_torch(layer: Operands, hidden: Callable[[Tensor, Tensor | None], Tensor], merged: bool = False) -> Run:
+    """What computes y of plain tensors like these, with this function of gate and up in between.
+
+    merged: gate and up are one product, which ``is_merged`` must allow.
+    """
+    inner, dtype = layer.w_gate.shape, layer.x.dtype
+    n, k = inner
+    outer = torch.Size((k, n))
+
+    def run(*operands: Any) -> Tensor | None:
+        given = Operands(*operands)
+        w_gate, w_up, w_down, b_gate, b_up, b_down = given[1:]
+        # no program compares these, and PyTorch would broadcast some that do not fit
+        if w_gate.shape != inner or w_gate.dtype is not dtype or w_down.shape != outer or w_down.dtype is not dtype:
+            return None
+        if w_up is not None and (w_up.shape != inner or w_up.dtype is not dtype):
+            return None
+        for bias, length in ((b_gate, n), (b_up, n), (b_down, k)):
+            if bias is not None and (bias.shape != (length,) or bias.dtype is not dtype):
+                return None
+        if merged and not (w_up is not None and _are_one(w_gate, w_up)):
+            return None
+        y = F.linear(hidden(*_products(given, merged)), w_down, b_down)
+        return y if b_down is None else no_view(y)
+
+    return run
+
+
+def _products(layer: Operands, merged: bool) -> tuple[Tensor, Tensor | None]:
+    """Gate and up before the activation."""
+    x, w_gate, w_up, _, b_gate, b_up, _ = layer
+    if merged:
+        n, k = w_gate.shape
+        gate, up = F.linear(x, w_gate.as_strided((2 * n, k), (k, 1))).chunk(2, -1)
+        return gate, up
+    return F.linear(x, w_gate, b_gate), None if w_up is None else F.linear(x, w_up, b_up)
+
+
+def is_merged(layer: Operands) -> bool:
+    """Whether gate and up are one product: few tokens, no bias, and w_up's memory right behind w_gate's."""
+    x, w_gate, w_up, _, b_gate, b_up, _ = layer
+    return (
+        w_up is not None
+        and tokens_of(x) <= tuning.MERGED_TOKENS
+        and b_gate is b_up is None
+        and w_gate.shape == w_up.shape
+        and _are_one(w_gate, w_up)
+    )
+
+
+def _are_one(w_gate: Tensor, w_up: Tensor) -> bool:
+    """Whether both are contiguous, in one storage, and one behind the other."""
+    if not (w_gate.is_contiguous() and w_up.is_contiguous() and w_up.data_ptr() == w_gate.data_ptr() + w_gate.nbytes):
+        return False
+    return bool(w_gate.untyped_storage()._cdata == w_up.untyped_storage()._cdata)

@@ -1,0 +1,164 @@
+"""The operator ``ffn`` on a fake GPU: kinds of calls whose way is known, and what ends that."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cpu import fake_gpu
+from tests.cpu.fake_gpu import FakeGpu
+from twell import testing
+from twell._runtime import program
+from twell.ops.ffn import direct
+from twell.strategy import costs, site
+from twell.testing.bits import assert_same
+
+M, K, N = 40, 64, 256
+OPERATOR: Any = sys.modules["twell.ops.ffn"]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    monkeypatch.setattr(OPERATOR, "_NAMED", {})
+    yield fake_gpu.install(monkeypatch)
+    program.forget()
+
+
+@pytest.fixture
+def long(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """x of each call whose kind was not known."""
+    calls: list[Tensor] = []
+    check = OPERATOR.check_layer
+    monkeypatch.setattr(OPERATOR, "check_layer", lambda x, *others: calls.append(x) or check(x, *others))
+    return calls
+
+
+def operands(m: int = M, gated: bool = True, biases: str = "") -> list[Tensor | None]:
+    """Those of the operator; ``biases`` has a letter for each of g(ate), u(p) and d(own) that there is."""
+    x, w_gate, w_up, w_down, *given = testing.integer_problem(m, K, N, density=0.1, biases="gate up down")
+    kept = [bias if letter in biases else None for letter, bias in zip("gud", given)]
+    return [x, w_gate, w_up if gated else None, w_down, *kept]
+
+
+def call(given: list[Tensor | None], strategy: str = "row", weight: Tensor | None = None, **options: Any) -> Tensor:
+    named = {"activation": "relu", "threshold": 0.0, "screen": False, "invariant": False, **options}
+    return direct(*given, 8, strategy, weight, *named.values())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("strategy", ["row", "union"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_second_call_of_a_kind_launches_the_same(strategy: str, gated: bool, gpu: FakeGpu, long: Any) -> None:
+    given = operands(gated=gated)
+    call(given, strategy)
+    first = list(gpu.launches)
+    gpu.clear()
+    call(given, strategy)
+    assert len(long) == 1
+    assert [spec for spec, _ in gpu.launches] == [spec for spec, _ in first]
+    for (_, arguments), (_, before) in zip(gpu.launches, first):
+        assert [getattr(a, "shape", a) for a in arguments] == [getattr(b, "shape", b) for b in before]
+
+
+def test_kinds_differ_by_whatever_changes_what_runs(gpu: FakeGpu, long: Any) -> None:
+    ways: list[tuple[Any, ...]] = [("row", {}), ("union", {}), ("row", {"invariant": True}), ("dense", {})]
+    ways += [("row", {"activation": "relu2"}), ("row", {"activation": "fatrelu", "threshold": 0.5})]
+    forms = [operands(biases=biases) for biases in ("", "g", "u", "d", "gd", "ud")] + [operands(m=8)]
+    for given, (strategy, options) in itertools.product(forms, ways):
+        call(given, strategy, **options)
+    assert len(long) == len(forms) * len(ways)
+    # one bias of N values is not another
+    gpu.clear()
+    given = operands(biases="u")
+    call(given, "row")
+    assert len(long) == len(forms) * len(ways)
+    ((_, packed), (_, multiplied)) = gpu.launches
+    assert not any(given[5] is argument for argument in packed)
+    assert any(given[5] is argument for argument in multiplied)
+
+
+def test_operands_that_lie_otherwise_take_the_long_way(gpu: FakeGpu, long: Any) -> None:
+    given = operands()
+    call(given, "row"), call(given, "row")
+    assert len(long) == 1
+    w_gate: Any = given[1]
+    wide = torch.zeros(N, K + 8, dtype=w_gate.dtype)[:, :K]
+    call([given[0], wide, *given[2:]], "row")
+    assert len(long) == 2
+    for strategy in ("row", "dense"):
+        call(given, strategy)
+        with pytest.raises(ValueError, match="w_down must be"):
+            call([*given[:3], given[3][:, :32], *given[4:]], strategy)  # type: ignore[index]
+        with pytest.raises(TypeError, match="w_up must be"):
+            call([*given[:2], given[2].half(), *given[3:]], strategy)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "relu2", "drelu"])
+def test_a_dense_call_has_the_bits_of_the_first(merged: bool, activation: str, gpu: FakeGpu, long: Any) -> None:
+    x, w_gate, w_up, *others = operands(biases="" if merged else "gud")
+    if merged:
+        w_gate, w_up = torch.cat((w_gate, w_up)).chunk(2)  # type: ignore[arg-type]
+    first, second = (call([x, w_gate, w_up, *others], "dense", activation=activation) for _ in range(2))
+    assert len(long) == 1
+    assert torch.equal(first, second)
+    # weights that are apart are not read as one
+    apart = [x, w_gate, w_up.clone(), *others]  # type: ignore[union-attr]
+    assert_same(call(apart, "dense", activation=activation), first)
+
+
+def test_a_captured_call_takes_the_long_way(gpu: FakeGpu, long: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = operands()
+    call(given)
+    monkeypatch.setattr("twell._modes.stream_captures", lambda: True)
+    call(given), call(given)
+    assert len(long) == 3
+
+
+class Arrived:
+    """A transfer whose figures arrive at once."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def arrived(self) -> bool:
+        return True
+
+    def read(self) -> list[int]:
+        return [8] * self.values.numel()
+
+
+def test_auto_keeps_its_schedule_and_its_choices(gpu: FakeGpu, long: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OPERATOR, "imposed_on_call", lambda kind, index: "")
+    monkeypatch.setattr(site, "Transfer", Arrived)
+    given = operands()
+    weight: Any = given[1]
+    found = site.site_of(weight, True)
+    due = {0, 1, 2, 4, 8, 16, 32, 64, 128, 192}
+    calls = set()
+    for i in range(200):
+        before = len(long)
+        call(given, "auto", weight)
+        if len(long) > before:
+            calls.add(i)
+    assert due <= calls
+    assert len(calls) <= len(due) + 2
+    (row,) = found.explain()
+    assert row.calls == 200
+    # another choice for calls of this kind ends what is known
+    other = costs.Decision("dense" if row.strategy != "dense" else "row", "a test", {})
+    monkeypatch.setattr(costs, "decide", lambda *_: other)
+    (bucket,) = found._buckets.values()
+    while not found._is_due(bucket):
+        call(given, "auto", weight)
+    call(given, "auto", weight)
+    gpu.clear()
+    before = len(long)
+    call(given, "auto", weight), call(given, "auto", weight)
+    assert len(long) == before + 1
+    assert bool(gpu.launches) == (other.strategy != "dense")
