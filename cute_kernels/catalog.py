@@ -6,8 +6,6 @@ from .specs import ARCHITECTURES, PORTABLE, SM90, Spec, all_specs
 
 # The largest class is compiled on demand: few models have such a hidden size.
 MAX_SHIPPED_K = 8192
-# No operator launches them yet.
-_UNUSED = ("expert_pairs", "expert_pack", "expert_down")
 # They run everywhere, but the kernels between them need Hopper.
 _SCREEN = ("quantize_gate", "list_candidates")
 
@@ -21,7 +19,6 @@ def of_architecture(arch: str) -> tuple[Spec, ...]:
         if getattr(s, "k_max", 0) <= MAX_SHIPPED_K
         and getattr(s, "family", family) == family
         and (family == SM90 or s.op not in _SCREEN)
-        and s.op not in _UNUSED
     )
 
 

@@ -1,7 +1,8 @@
 """Pairs of a token and one of its experts, in the order of the experts: where each is, the rows of x in that order,
 and the units of pairs that the gate GEMM of expert_pack.py computes.
 
-    pairs [T, k]       the place of each pair, by expert and then by token; -1 for an id that is no expert's
+    owners [T, k]      the expert of each pair; -1 for an id that is no expert's
+    pairs [T, k]       the place of each pair, by expert and then by token; -1 likewise
     rows [T * k, K]    x of the pair at each place
     units [U, 4]       expert, first place, number of pairs (up to `most`), 0
     total [4]          the number of units, and zeros
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, range_constexpr
+from cutlass import Int32, Int64, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import geometry
@@ -35,8 +36,9 @@ OWN = geometry.MAX_EXPERTS // THREADS
 class Operands(NamedTuple):
     """Operands in global memory."""
 
-    ids: Any  # int32 [T, k] of any strides
+    ids: Any  # int32 or int64 [T, k] of any strides
     x: Any  # [T, K]
+    owners: Any  # int32 [T * k]
     pairs: Any  # int32 [T * k]
     rows: Any  # [T * k, K]
     units: Any  # int32 [U, 4]
@@ -47,13 +49,14 @@ class Operands(NamedTuple):
 
 
 class ExpertPairs:
-    """For one dtype; sizes stay symbolic."""
+    """For one dtype of x and one of ids; sizes stay symbolic."""
 
     @cute.jit
     def __call__(
         self,
         ids: cute.Tensor,
         x: cute.Tensor,
+        owners: cute.Tensor,
         pairs: cute.Tensor,
         rows: cute.Tensor,
         units: cute.Tensor,
@@ -66,7 +69,7 @@ class ExpertPairs:
     ):
         count = pairs.shape[0]
         if count > 0:
-            self.kernel(Operands(ids, x, pairs, rows, units, total, arrivals, experts, most)).launch(
+            self.kernel(Operands(ids, x, owners, pairs, rows, units, total, arrivals, experts, most)).launch(
                 grid=(cutlass.min(cute.ceil_div(count, WARPS), max_ctas), 1, 1),
                 block=(THREADS, 1, 1),
                 stream=stream,
@@ -105,7 +108,7 @@ class ExpertPairs:
         """The expert of a pair; -1 if its id is no expert's."""
         experts = o.ids.shape[1]
         expert = o.ids[pair // experts, pair % experts]
-        return expert if expert >= 0 and expert < o.experts else Int32(-1)
+        return Int32(expert) if expert >= 0 and expert < o.experts else Int32(-1)
 
     @cute.jit
     def add_up(self, o: Operands, counts, before, units, sums, thread: Int32, lane: Int32, warp: Int32):
@@ -151,16 +154,16 @@ class ExpertPairs:
             for column in cutlass.range(lane * 8, o.x.shape[1], 256, unroll=4):
                 store_values(address(o.rows, place, column), load_values(address(o.x, token, column)))
         if lane == 0:
-            o.pairs[pair] = place
+            o.owners[pair], o.pairs[pair] = expert, place
 
 
 def signature(spec: ExpertPairsSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, k = operands.DTYPES[spec.dtype], cute.sym_int32(divisibility=8)
     return ExpertPairs(), (
-        operands.strided_matrix(Int32, cute.sym_int32(), cute.sym_int32()),
+        operands.strided_matrix(Int64 if spec.wide else Int32, cute.sym_int32(), cute.sym_int32()),
         operands.rows(dtype, cute.sym_int32(), k),
-        operands.vector(Int32, cute.sym_int32()),
+        *(operands.vector(Int32, cute.sym_int32()) for _ in range(2)),
         operands.rows(dtype, cute.sym_int32(), k),
         operands.quads(cute.sym_int32()),
         operands.vector(Int32, cute.sym_int32()),

@@ -207,8 +207,6 @@ class UpDownTokenSpec(_FamilyKernel):
     gated: bool
     op: ClassVar[str] = "up_down_token"
     one_file = True
-    # whether a token's neurons are those of its experts
-    experts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -269,7 +267,6 @@ class ExpertDownSpec(UpDownTokenSpec):
     """The same of the experts of each token."""
 
     op: ClassVar[str] = "expert_down"
-    experts = True
 
 
 @dataclass(frozen=True)
@@ -422,9 +419,17 @@ class GatheredSpec(_FamilyKernel):
 
 @dataclass(frozen=True)
 class ExpertPairsSpec(_Kernel):
-    """``expert ids, x -> pairs, rows, units, total``: pairs of a token and an expert, in the order of the experts."""
+    """``ids, x -> owners, pairs, rows, units, total``: pairs of a token and an expert, in the order of the experts.
 
+    wide: whether ids are int64.
+    """
+
+    wide: bool
     op: ClassVar[str] = "expert_pairs"
+
+    @property
+    def suffix(self) -> str:
+        return "_wide" if self.wide else ""
 
 
 @dataclass(frozen=True)
@@ -576,7 +581,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(SampledGateSpec(d) for d in DTYPES),
         *(SampledGradSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
         *(GatheredSpec(d, p, family=f) for f in FAMILIES for d in DTYPES for p in range(3)),
-        *(ExpertPairsSpec(d) for d in DTYPES),
+        *(ExpertPairsSpec(d, w) for d in DTYPES for w in flags),
         *(ExpertPackSpec(d, t) for d in DTYPES for t in EXPERT_TOKENS),
         *(
             ExpertDownSpec(d, k, c, g, family=f)

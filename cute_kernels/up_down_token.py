@@ -48,41 +48,16 @@ from . import feasible, geometry
 from .common import launch, operands
 from .common.activation import hidden, power
 from .common.copies import address, load_values, load_values_if, store_values
-from .common.rows import count_of, spilled_word
-from .common.values import (
-    count_flags,
-    high_to_float,
-    low_to_float,
-    lowest_bit,
-    nonzero_flags,
-    pack,
-    prefix_sum,
-    warp_sum,
-)
+from .common.token_list import TokenList
+from .common.token_pieces import HEAVY, THREADS, WARPS, Pieces, TokenPieces
+from .common.values import high_to_float, low_to_float, pack, warp_sum
 from .sm90.copies import send_float
-from .specs import TOKEN_STEP, TOKEN_WARPS, UpDownTokenSpec
+from .specs import TOKEN_STEP, UpDownTokenSpec
 
-WARPS = TOKEN_WARPS
-THREADS = 32 * WARPS
-# tiles that are listed at a time, one per lane
-TILES = 32
 # columns of a warp's load
 STEP = TOKEN_STEP
-# experts of a token
-MOST_EXPERTS = geometry.MAX_EXPERTS_OF_TOKEN
 # pieces of a token whose sums a thread loads at a time
 AT_ONCE = 16
-# what a heavy token adds to SEEN, besides one
-HEAVY = 1 << 16
-
-
-class Experts(NamedTuple):
-    """Of layers of experts: a token's rows of words and of weights are those of its experts, see expert_pairs.py."""
-
-    pairs: Any  # int32 [tokens * k]: the row of words of each pair of a token and an expert, or -1
-    ids: Any  # int32 [tokens, k]
-    scales: Any  # fp32 [tokens, k], by which h is multiplied
-    neurons: Any  # of an expert
 
 
 class Operands(NamedTuple):
@@ -109,15 +84,7 @@ class Operands(NamedTuple):
     # of all tokens, empty if a cluster looks at its own alone
     stats: Any  # int32 [ceil(tokens / 8), tiles, 2]: non-zeros of eight tokens in a tile
     most: Any
-    experts: Any = None
-
-
-class Pieces(NamedTuple):
-    """The pieces of heavy tokens: those before each thread's tokens, in `before`, and how they are cut."""
-
-    size: Any  # of each piece but a token's last
-    total: Any
-    each: Any  # tokens of a thread
+    experts: Any = None  # of expert_down.py
 
 
 class Thread(NamedTuple):
@@ -142,11 +109,9 @@ class Views(NamedTuple):
     nonzeros: Any  # [window] value bits << 16 | neuron
     hidden: Any  # [window] h
     partial: Any  # [window, parts] dot products over the columns of each warp of each CTA
-    slots: Any  # [window] which of the token's experts
     sums: Any  # [groups, columns] y by group; overlays `nonzeros` and the following
     before: Any  # [THREADS + 1] pieces before each thread's tokens, and in the upper half lines of `sums`
-    bases: Any  # [MOST_EXPERTS] the first row of each of the token's experts
-    scales: Any  # [MOST_EXPERTS]
+    experts: Any = None  # of expert_down.py
 
 
 def shared_memory(words: int, ctas: int) -> Any:
@@ -158,28 +123,25 @@ def shared_memory(words: int, ctas: int) -> Any:
         sums_complete: cute.struct.MemRange[Int64, 2]
         totals: cute.struct.MemRange[Float32, WARPS]
         before: cute.struct.MemRange[Int32, THREADS + 1]
-        bases: cute.struct.MemRange[Int32, MOST_EXPERTS]
-        scales: cute.struct.MemRange[Float32, MOST_EXPERTS]
         arena: cute.struct.Align[cute.struct.MemRange[Float32, words], 16]
 
     return feasible.check_shared_memory(Shared, ctas)
 
 
-class TokenCluster:
+class TokenCluster(TokenList, TokenPieces):
     """A cluster of CTAs, 1 to 8, that computes one token at a time; for one dtype and class of hidden sizes."""
 
     def __init__(self, spec: UpDownTokenSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.gated, self.experts = spec.gated, spec.experts
+        self.gated = spec.gated
         self.cluster, self.columns = spec.cluster, spec.columns
         self.span, self.vectors, self.groups, self.rows = spec.span, spec.vectors, spec.groups, spec.rows
         # partial sums of a dot product
         self.parts = self.cluster * self.span
         self.window = min(1024, (4096 if self.cluster == 1 else 8192) // self.parts)
-        # words of the lists but for slots, and of all
-        self.listed = self.window * (2 + self.parts if self.gated else 2)
-        lists = self.listed + (self.window if self.experts else 0)
-        self.words = max(lists, self.groups * self.columns)
+        self.lists = self.window * (2 + self.parts if self.gated else 2)
+        # of shared memory
+        self.words = max(self.lists, self.groups * self.columns)
         # pieces are multiples of it
         self.turn = spec.turn
 
@@ -202,8 +164,7 @@ class TokenCluster:
         """
         # the previous token's sums may still be read
         cute.arch.sync_threads()
-        if const_expr(self.experts):
-            self.load_experts(o, s, m, at.thread)
+        self.enter(o, s, m, at)
         x_thread = cute.make_rmem_tensor((4, self.vectors), Uint32)
         if const_expr(self.gated):
             self.load_row(x_thread, o.x, m, at, True)
@@ -222,9 +183,9 @@ class TokenCluster:
             if const_expr(self.gated):
                 if const_expr(self.cluster > 1):
                     self.expect_sums(s, size, windows, at.thread)
-                self.up_products(s, x_thread, o.w_up, size, at)
+                self.up_products(o, s, x_thread, size, at)
             rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
-            self.load_rows(s, rows, o.w_down, first, size, at)
+            self.load_rows(o, s, rows, False, first, size, at)
             if const_expr(self.gated):
                 if const_expr(self.cluster > 1):
                     cute.arch.mbarrier_wait(s.complete, windows & 1)
@@ -235,11 +196,14 @@ class TokenCluster:
             cute.arch.sync_threads()
             for other in cutlass.range(first, size, self.groups * self.rows, unroll=1):
                 if other != first:
-                    self.load_rows(s, rows, o.w_down, other, size, at)
+                    self.load_rows(o, s, rows, False, other, size, at)
                 self.add_rows(s, acc, rows, other)
             # the list has been read
             cute.arch.sync_threads()
         return windows
+
+    def enter(self, o: Operands, s: Views, m: Int32, at: Thread) -> None:
+        """Prepare for token `m`; all threads meet before its list is read."""
 
     @cute.jit
     def compute(self, o: Operands, s: Views, index: Int32, limit: Int32, at: Thread):
@@ -279,87 +243,7 @@ class TokenCluster:
                 self.store_piece(o, s, acc, m, line + piece - first, line, cute.ceil_div(listed, pieces.size), at)
             piece += step
 
-    # ---- helpers ----
-
-    @cute.jit
-    def wait_for_tokens(self, o: Operands, s: Views, at: Thread):
-        """Wait for all tokens' clusters; return how many of them are heavy."""
-        if at.thread == 0:
-            seen = Int32(0)
-            while seen & (HEAVY - 1) < o.y.shape[0]:
-                seen = Int32(cute.arch.load(o.counters.iterator + geometry.SEEN, Int32, sem="acquire", scope="gpu"))
-            s.before[0] = seen // HEAVY
-        cute.arch.sync_threads()
-        heavy = s.before[0]
-        cute.arch.sync_threads()
-        return heavy
-
-    @cute.jit
-    def cut_tokens(self, o: Operands, s: Views, heavy: Int32, at: Thread):
-        """Choose the size of pieces of so many heavy tokens and write `s.before`."""
-        each = cute.ceil_div(o.y.shape[0], THREADS)
-        total, first = Int32(0), at.thread * each
-        for m in cutlass.range(first, cutlass.min(first + each, o.y.shape[0]), unroll=1):
-            total += o.weights[m]
-        total = self.sum_of_all(s, total, at)
-        # each heavy token may have a piece that is not full
-        share = cute.ceil_div(total, cutlass.max(o.helpers - heavy, o.helpers // 2 + 1))
-        size = cutlass.max(cute.ceil_div(share, self.turn), Int32(1)) * self.turn
-        own = Int32(0)
-        for m in cutlass.range(first, cutlass.min(first + each, o.y.shape[0]), unroll=1):
-            own += self.cut(o.weights[m], size)
-        before = prefix_sum(own, at.lane)
-        if at.lane == 31:
-            s.before[at.warp] = before + own
-        cute.arch.sync_threads()
-        all_before = Int32(0)
-        for warp in range_constexpr(WARPS):
-            all_before += s.before[warp] if warp < at.warp else Int32(0)
-        cute.arch.sync_threads()
-        s.before[at.thread] = all_before + before
-        if at.thread == THREADS - 1:
-            s.before[THREADS] = all_before + before + own
-        cute.arch.sync_threads()
-        return Pieces(size, s.before[THREADS] & 0xFFFF, each)
-
-    @cute.jit
-    def cut(self, listed: Int32, size: Int32):
-        """The number of pieces of a token, and in the upper half that of its lines in `sums`; 0 unless it is heavy."""
-        pieces = cute.ceil_div(listed, size)
-        return pieces + (pieces << 16 if pieces > 1 else Int32(0))
-
-    @cute.jit
-    def sum_of_all(self, s: Views, value: Int32, at: Thread):
-        """The sum over all threads."""
-        value = Int32(cute.arch.warp_redux_sync(value, "add"))
-        if at.lane == 0:
-            s.before[at.warp] = value
-        cute.arch.sync_threads()
-        total = Int32(0)
-        for warp in range_constexpr(WARPS):
-            total += s.before[warp]
-        cute.arch.sync_threads()
-        return total
-
-    @cute.jit
-    def find_piece(self, o: Operands, s: Views, pieces: Pieces, piece: Int32, lane: Int32):
-        """The token of a piece, its non-zeros, its first piece and that one's line in `sums`."""
-        count = Int32(0)
-        for i in range_constexpr(THREADS // 32):
-            count += Int32((s.before[i * 32 + lane] & 0xFFFF) <= piece)
-        thread = Int32(cute.arch.warp_redux_sync(count, "add")) - 1
-        m, first, listed = thread * pieces.each, s.before[thread], Int32(0)
-        own = Int32(0)
-        searching = Boolean(True)
-        while searching:
-            first += own
-            listed = o.weights[m]
-            own = self.cut(listed, pieces.size)
-            searching = (first & 0xFFFF) + (own & 0xFFFF) <= piece
-            m += 1
-        return m - 1, listed, first & 0xFFFF, first >> 16
-
-    # ---- all tokens ----
+    # ---- the beginning ----
 
     @cute.jit
     def find_total(self, o: Operands, s: Views, at: Thread):
@@ -396,125 +280,6 @@ class TokenCluster:
         if thread == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(s.complete, 4 * self.parts * size)
 
-    @cute.jit
-    def count_nonzeros(self, o: Operands, m: Int32, lane: Int32):
-        """The number of the token's non-zeros; every warp computes the same."""
-        count, tiles = Int32(0), self.tiles_of(o)
-        for tile in cutlass.range(lane, tiles, 32, unroll=4):
-            row, column, _ = self.locate(o, m, tile)
-            if const_expr(self.experts):
-                count += count_of(o.words, row, column, o.width, row >= 0)
-            else:
-                count += o.words[row, column * o.width]
-        return Int32(cute.arch.warp_redux_sync(count, "add"))
-
-    # ---- listing ----
-
-    @cute.jit
-    def tiles_of(self, o: Operands) -> Int32:
-        """The tiles of a token."""
-        tiles = o.words.shape[1] // o.width
-        if const_expr(self.experts):
-            tiles *= o.experts.ids.shape[1]
-        return tiles
-
-    @cute.jit
-    def locate(self, o: Operands, m: Int32, tile: Int32):
-        """The row of words with a token's tile, the tile's place in it, and which expert of the token's it is of.
-
-        The row is -1 where the token has no such expert, as for a tile behind the last one.
-        """
-        row, column, slot = m, tile, Int32(0)
-        if const_expr(self.experts):
-            tiles, experts = o.words.shape[1] // o.width, o.experts.ids.shape[1]
-            slot = tile // tiles
-            column, row = tile - slot * tiles, Int32(-1)
-            if slot < experts:
-                row = o.experts.pairs[m * experts + slot]
-        return row, column, slot
-
-    @cute.jit
-    def load_experts(self, o: Operands, s: Views, m: Int32, thread: Int32):
-        """Load the first rows of the token's experts, and their scales."""
-        if thread < o.experts.ids.shape[1]:
-            s.bases[thread] = o.experts.ids[m, thread] * o.experts.neurons
-            s.scales[thread] = o.experts.scales[m, thread]
-
-    @cute.jit
-    def list_nonzeros(self, o: Operands, s: Views, m: Int32, base: Int32, at: Thread):
-        """List non-zeros `base` to `base + window`, ascending: a lane has a tile, and each warp every eighth word."""
-        tiles = self.tiles_of(o)
-        before = -base
-        for group in cutlass.range(0, tiles, TILES, unroll=1):
-            tile = group + at.lane
-            row, column, expert = self.locate(o, m, tile)
-            exists = tile < tiles and row >= 0
-            count = count_of(o.words, row, column, o.width, exists)
-            word = Uint32(o.words[row, column * o.width + at.warp]) if exists else Uint32(0)
-            # position of the tile's first non-zero
-            start = before + prefix_sum(count, at.lane)
-            before += Int32(cute.arch.warp_redux_sync(count, "add"))
-            spilled = count >= o.width
-            last = 0 if spilled else count
-            self.list_word(s, start + at.warp - 1, word, expert, at.warp > 0 and at.warp <= last)
-            most = Int32(cute.arch.warp_redux_sync(last, "max"))
-            for ordinal in cutlass.range(at.warp + WARPS, most + 1, WARPS, unroll=1):
-                if ordinal <= last:
-                    more = o.words[row, column * o.width + ordinal]
-                    self.list_word(s, start + ordinal - 1, Uint32(more), expert, True)
-            left = Uint32(cute.arch.vote_ballot_sync(spilled))
-            while left != 0:
-                slot = lowest_bit(left)
-                left = left & (left - 1)
-                first = cute.arch.shuffle_sync(start, slot)
-                if slot % WARPS == at.warp:
-                    self.list_spilled(o, s, m, group + slot, first, at.lane)
-
-    @cute.jit
-    def list_tiles(self, o: Operands, s: Views, m: Int32, base: Int32, size: Int32, at: Thread):
-        """List `size` non-zeros from `base` on, ascending: a warp per tile that has any of them, a lane per word."""
-        tiles = self.tiles_of(o)
-        before = -base
-        for group in cutlass.range(0, tiles, TILES, unroll=1):
-            tile = group + at.lane
-            row, column, expert = self.locate(o, m, tile)
-            count = count_of(o.words, row, column, o.width, tile < tiles and row >= 0)
-            # position of the tile's first non-zero
-            start = before + prefix_sum(count, at.lane)
-            before += Int32(cute.arch.warp_redux_sync(count, "add"))
-            needed = Uint32(cute.arch.vote_ballot_sync(start < size and start + count > 0))
-            for j in range_constexpr(TILES // WARPS):
-                slot = at.warp + WARPS * j
-                first, last = cute.arch.shuffle_sync(start, slot), cute.arch.shuffle_sync(count, slot)
-                if (needed >> slot) & 1 != 0:
-                    if last >= o.width:
-                        self.list_spilled(o, s, m, group + slot, first, at.lane)
-                    else:
-                        row, column, expert = self.locate(o, m, group + slot)
-                        for ordinal in cutlass.range(at.lane, last, 32, unroll=1):
-                            word = o.words[row, column * o.width + 1 + ordinal]
-                            self.list_word(s, first + ordinal, Uint32(word), expert, True)
-
-    @cute.jit
-    def list_spilled(self, o: Operands, s: Views, m: Int32, tile: Int32, start: Int32, lane: Int32):
-        """List the non-zeros of a tile that overflows by one warp, eight values per lane."""
-        row, column, expert = self.locate(o, m, tile)
-        neuron = column * geometry.TILE + lane * 8
-        quad = load_values(address(o.spill, row, neuron))
-        flags = nonzero_flags(quad)
-        own = count_flags(flags)
-        at = start + prefix_sum(own, lane)
-        for i in range_constexpr(8):
-            self.list_word(s, at, spilled_word(quad, i, neuron), expert, flags[i])
-            at += Int32(flags[i])
-
-    @cute.jit
-    def list_word(self, s: Views, at: Int32, word: Uint32, expert: Int32, valid):
-        if valid and at >= 0 and at < self.window:
-            s.nonzeros[at] = word
-            if const_expr(self.experts):
-                s.slots[at] = expert
-
     # ---- rows ----
 
     @cute.jit
@@ -526,18 +291,16 @@ class TokenCluster:
             load_values_if(base + offset, values[None, v], exists and at.column + offset < at.columns)
 
     @cute.jit
-    def load_rows(self, s: Views, rows: cute.Tensor, matrix: cute.Tensor, first: Int32, size: Int32, at: Thread):
-        """Load rows of the neurons from `first` of the list on; zeros beyond its end."""
-        words = self.load_list(s.nonzeros, first)
-        slots = words
-        if const_expr(self.experts):
-            slots = self.load_list(s.slots, first)
+    def load_rows(self, o, s: Views, rows: cute.Tensor, up: cutlass.Constexpr, first: Int32, size: Int32, at: Thread):
+        """Load rows of the up or the down weights of the neurons from `first` of the list on; zeros beyond its end."""
+        numbers, matrix = self.rows_of(o, s, first, up), o.w_up if const_expr(up) else o.w_down
         for j in range_constexpr(self.rows):
-            row = words[j] & Uint32(0xFFFF)
-            if const_expr(self.experts):
-                # beyond the list's end is anything
-                row += Uint32(s.bases[slots[j] & (MOST_EXPERTS - 1)])
-            self.load_row(rows[None, None, j], matrix, row, at, first + j < size)
+            self.load_row(rows[None, None, j], matrix, numbers[j], at, first + j < size)
+
+    def rows_of(self, o: Operands, s: Views, first: Int32, up: bool) -> list[Uint32]:
+        """The numbers of the rows of the up or the down weights of the neurons from `first` of the list on."""
+        words = self.load_list(s.nonzeros, first)
+        return [words[j] & Uint32(0xFFFF) for j in range(self.rows)]
 
     @cute.jit
     def load_list(self, values: cute.Tensor, first: Int32):
@@ -548,13 +311,13 @@ class TokenCluster:
         return loaded
 
     @cute.jit
-    def up_products(self, s, x_thread, w_up, size, at):
+    def up_products(self, o, s, x_thread, size, at):
         """Store dot products over each warp's columns in `partial`."""
         # lanes that share a row at the end of the sums over the warp
         sharing = 32 // self.rows
         for first in cutlass.range(at.group * self.rows, size, self.groups * self.rows, unroll=1):
             rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
-            self.load_rows(s, rows, w_up, first, size, at)
+            self.load_rows(o, s, rows, True, first, size, at)
             sums = [Float32(0.0)] * self.rows
             for v in range_constexpr(self.vectors):
                 for i in range_constexpr(4):
@@ -610,13 +373,16 @@ class TokenCluster:
                     h = hidden(gate, value, activation)
                 else:
                     h = power(gate, activation)
-                if const_expr(self.experts):
-                    h *= s.scales[s.slots[i]]
+                h = self.scaled(s, i, h)
             s.hidden[i] = h
             total += cute.arch.fmax(h, -h)
         total = warp_sum(total)
         if at.lane == 0:
             s.totals[at.warp] += total
+
+    def scaled(self, s: Views, i: Int32, h: Float32) -> Float32:
+        """The hidden value of number `i` of the list."""
+        return h
 
     @cute.jit
     def sum_parts(self, s, i):
@@ -772,18 +538,17 @@ class TokenCluster:
             partial=cute.make_tensor(arena + 2 * window, cute.make_layout(window * self.parts)),
             sums=arena,
             before=shared.before.get_tensor(cute.make_layout(THREADS + 1)),
-            slots=cute.make_tensor(cute.recast_ptr(arena + self.listed, dtype=Int32), cute.make_layout(window)),
-            bases=shared.bases.get_tensor(cute.make_layout(MOST_EXPERTS)),
-            scales=shared.scales.get_tensor(cute.make_layout(MOST_EXPERTS)),
         )
 
 
 class UpDownToken:
     """For one dtype, cluster size and class of hidden sizes, gated or not."""
 
+    Team: type[TokenCluster] = TokenCluster
+
     def __init__(self, spec: UpDownTokenSpec):
         self.cluster, self.ctas_per_sm = spec.cluster, spec.ctas_per_sm
-        self.team = TokenCluster(spec)
+        self.team = self.Team(spec)
         self.shared = shared_memory(self.team.words, self.ctas_per_sm)
 
     @cute.jit
@@ -811,10 +576,10 @@ class UpDownToken:
     ):
         layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1)
         shared = (sums, counters, weights, helpers, limit, stats, most)
-        self.start(Operands(*layer, words_per_tile, activation, *shared), stream)
+        self.launch(Operands(*layer, words_per_tile, activation, *shared), stream)
 
     @cute.jit
-    def start(self, o: Operands, stream: cuda.CUstream):
+    def launch(self, o: Operands, stream: cuda.CUstream):
         """Launch the kernel."""
         tokens = o.y.shape[0]
         if tokens > 0:

@@ -38,7 +38,8 @@ def strided(dtype: Any, n: Any) -> Any:
 
 def strided_matrix(dtype: Any, m: Any, n: Any) -> Any:
     """A matrix [m, n] of any strides."""
-    return make_fake_tensor(dtype, (m, n), stride=(cute.sym_int32(), cute.sym_int32()), assumed_align=4)
+    align = dtype.width // 8
+    return make_fake_tensor(dtype, (m, n), stride=(cute.sym_int32(), cute.sym_int32()), assumed_align=align)
 
 
 def quads(n: Any) -> Any:

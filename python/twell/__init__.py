@@ -1,9 +1,9 @@
 """Exact sparse ReLU feed-forward layers in the TwELL format (Tile-wise ELLPACK, arXiv 2603.23198).
 
-``sparse_gated_ffn``, ``sparse_ffn`` and ``pack`` are the functions, ``twell.nn`` has the modules, ``twell.ops`` the
-registered operators, and ``explain`` shows the strategy of a layer. ``sparsify_`` converts a model in place,
-``twell.integrations.transformers`` one of Hugging Face. ``twell.recipe`` is for training, ``twell.distributed`` for
-tensor parallelism; both are imported at first use. Importing twell needs torch alone: no GPU, no driver, no compiler.
+``sparse_gated_ffn``, ``sparse_ffn``, ``sparse_experts`` and ``pack`` are the functions, ``twell.nn`` has the modules,
+``twell.ops`` the registered operators, and ``explain`` shows the strategy of a layer. ``sparsify_`` converts a model in
+place, ``twell.integrations.transformers`` one of Hugging Face. ``twell.recipe`` is for training, ``twell.distributed``
+for tensor parallelism; both are imported at first use. Importing twell needs torch alone: no GPU, driver or compiler.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from twell import _pickles, nn, ops  # noqa: F401  (pickles of version 0.2 load)
 from twell._compaction import CompactionReport, Firing, FiringCounts, compact, count_firing, restore
 from twell._runtime import log
 from twell._sparsify import sparsify_
+from twell.experts import sparse_experts
 from twell.functional import Aux, pack, sparse_ffn, sparse_gated_ffn
 from twell.nn import explain
 from twell.packed import PackedTwell
@@ -38,6 +39,7 @@ __all__ = [
     "ops",
     "pack",
     "restore",
+    "sparse_experts",
     "sparse_ffn",
     "sparse_gated_ffn",
     "sparsify_",

@@ -140,6 +140,17 @@ def most_by_row(m: int, k: int, n: int, gated: bool) -> int:
     return min(max(1, int(dense * _ROW_BYTES / (2 * k * rows))), ALL_BY_ROW - 1)
 
 
+def expert_tokens(pairs: int, experts: int) -> int:
+    """Most pairs of a token and one expert in a unit of the gate GEMM of experts."""
+    return next((size for size in specs.EXPERT_TOKENS if 3 * pairs <= size * experts), specs.EXPERT_TOKENS[-1])
+
+
+def expert_down(dtype: torch.dtype, t: int, k: int, gated: bool, invariant: bool) -> specs.ExpertDownSpec:
+    """The second half of ``t`` tokens' experts, token by token."""
+    spec = up_down_token(dtype, t, k, gated, invariant)
+    return specs.ExpertDownSpec(spec.dtype, spec.k_max, spec.cluster, spec.gated)
+
+
 # Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one
 # kernel and of three: "topic29" 24 and 50 at 512 tokens, 41 and 53 at 1,024, 85 and 60 at 2,048; "uniform29" 40 and 74,
 # 62 and 76, 104 and 100.

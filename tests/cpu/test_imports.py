@@ -49,7 +49,7 @@ LAYERS = [
     ["twell._plain"],
     ["twell._front"],
     ["twell._admission"],
-    ["twell.functional", "twell._down_layout"],
+    ["twell.functional", "twell.experts", "twell._down_layout"],
     ["twell.nn"],
     ["twell._compaction", "twell._sparsify"],
     ["twell._configuration"],

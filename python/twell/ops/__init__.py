@@ -6,6 +6,7 @@ gradient: ``twell._autograd`` joins forward to backward. ``twell.functional`` is
 
 from __future__ import annotations
 
+from twell.ops.experts import experts
 from twell.ops.ffn import ffn, ffn_aux
 from twell.ops.ffn_screened import ffn_screened
 from twell.ops.ffn_union import ffn_union
@@ -22,6 +23,7 @@ from twell.ops.up_down import up_down
 from twell.ops.up_down_union import up_down_union
 
 __all__ = [
+    "experts",
     "ffn",
     "ffn_aux",
     "ffn_screened",

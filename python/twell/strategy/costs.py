@@ -198,6 +198,21 @@ def worth_screening(problem: Problem, figures: Figures | None, table: Table | No
     return SCREENED in predicted and predicted[SCREENED] <= min(predicted.values())
 
 
+# Layers of experts: bytes of weights per second of grouped products (torch's on an H200, 128 experts of 1,856 x 2,688,
+# 64 to 256 tokens), of the gate GEMM and of rows, and the share of neurons that is taken to fire.
+_GROUPED_BYTES, _EXPERT_BYTES, _ROW_BYTES, _EXPERTS_FIRE = 2.9e12, 3.5e12, 4.2e12, 0.1
+
+
+def experts_by_row(t: int, count: int, n: int, k: int, top: int, gated: bool) -> bool:
+    """Whether ``t`` tokens of ``count`` experts, ``top`` for each, are faster by "row" than by grouped products."""
+    pairs, products, weights = t * top, 3 if gated else 2, 2 * n * k
+    # of routes that are drawn evenly
+    touched = count * (1 - (1 - 1 / count) ** pairs) * weights
+    dense = products * max(touched / _GROUPED_BYTES, pairs * weights / _DENSE_FLOP)
+    rows = (products - 1) * pairs * _EXPERTS_FIRE * weights / _ROW_BYTES
+    return max(touched / _EXPERT_BYTES, pairs * weights / _DENSE_FLOP) + rows < dense
+
+
 def waits_for_host(problem: Problem) -> bool:
     """Whether the host may take longer than the kernels of a dense call, on a host half as fast, too."""
     passes = 3 if problem.training else 1

@@ -1,0 +1,126 @@
+"""``sparse_experts``: the routed experts of a mixture, on the non-zeros of their gates."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from twell import _modes, ops
+from twell._activation import ActivationName, activation_of
+from twell._arguments import require_flag
+from twell._runtime import geometry
+from twell.ops.experts import Experts, dense, require_how
+from twell.strategy.plan import PACKED_DTYPES, Facts, unpackable
+
+_NAME = "sparse_experts"
+
+
+def sparse_experts(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    *,
+    activation: ActivationName = "relu",
+    threshold: float = 0.0,
+    w_gate: Tensor | None = None,
+    strategy: Literal["auto", "dense", "row"] = "auto",
+    invariant: bool = False,
+    compression: int = 8,
+) -> Tensor:
+    """``y[t] = sum over j of weights[t, j] * (act(x[t] @ w_up[e]^T) @ w_down[e]^T)`` with e = expert_ids[t, j].
+
+    With ``w_gate`` an expert is ``(act(x[t] @ w_gate[e]^T) * (x[t] @ w_up[e]^T)) @ w_down[e]^T``.
+
+    Args:
+        x: tokens [..., K].
+        w_up, w_gate: [E, N, K], of up to 1,024 experts. N is a multiple of 8 up to 65,536, K one up to 16,384.
+        w_down: [E, K, N], as in models. "row" reads it in place if it is the transposed view of a tensor [E, N, K]
+            (``rows.transpose(1, 2)``), else it copies all of it at each call, after a warning.
+        expert_ids: int32 or int64 [..., k], k up to 32. Ids may repeat; -1 is no expert, and adds nothing.
+        weights: floating [..., k], those of the router; they are used in fp32.
+        activation, threshold: as in ``sparse_gated_ffn``, "relu2" for the experts of Nemotron; "drelu" needs a gate.
+        strategy: "row" reads the rows of each token's non-zeros, as is best for few tokens. "dense" is grouped products
+            of PyTorch. "auto" is "row" on a GPU of compute capability 9.0 for so few tokens that it should be faster at
+            10 % firing, and where ``w_down`` lies by rows; else "dense".
+        invariant: give a token the same bits whatever the other tokens are, by "row".
+        compression: of the packed gates: 2, 4 or 8.
+
+    Returns y [..., K] of the dtype of x. By "row" gates are rounded to that dtype, hidden states are not, and all
+    experts of a token are added in fp32, in one order, and rounded once. "dense" rounds hidden states and the result of
+    each expert, too.
+
+    "row" takes bfloat16 and float16, and has no gradients: where one is needed, "auto" is "dense", and "row" raises
+    NotImplementedError. An id below -1 or of E or more raises ValueError on a CPU; on a GPU it adds nothing, as
+    a look at it would be a wait. Raises ValueError or TypeError for operands that do not fit each other.
+    Source: Nemotron 3 (NVIDIA, 2025), whose experts have squared ReLU.
+    """
+    require_flag("invariant", invariant)
+    require_how(strategy, invariant)
+    act = activation_of(activation, threshold, w_gate is not None)
+    if act.moves:
+        raise TypeError(f"{_NAME}: threshold must be a number, got a tensor")
+    operands = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down, "expert_ids": expert_ids, "weights": weights}
+    given = {name: operand for name, operand in operands.items() if operand is not None or name != "w_gate"}
+    for name, operand in given.items():
+        if not isinstance(operand, Tensor):
+            raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(operand).__name__}")
+    if x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, w_up, w_down = x.to(dtype), w_up.to(dtype), w_down.to(dtype)
+        w_gate = None if w_gate is None else w_gate.to(dtype)
+    _check(x, w_gate, w_up, w_down, expert_ids, weights)
+    first, second = (w_up, None) if w_gate is None else (w_gate, w_up)
+    ids = expert_ids.reshape(-1, expert_ids.shape[-1])
+    layer = Experts(x.reshape(-1, x.shape[-1]), first, second, w_down.transpose(1, 2), ids, weights.reshape(ids.shape))
+    needing = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given.values())
+    plain = x.dtype in PACKED_DTYPES and not needing and not _modes.transforming()
+    if strategy == "dense" or (strategy == "auto" and not invariant and not plain):
+        return dense(layer, act).view(x.shape)
+    if not plain:
+        raise NotImplementedError(
+            f'{_NAME}: "row" takes bfloat16 and float16 without gradients and transforms, got {x.dtype}'
+            f'{" and operands that require grad" if needing else ""}; strategy="dense" takes it'
+        )
+    if refusal := unpackable(Facts(_NAME, n=first.shape[1], k=x.shape[-1], compression=compression)):
+        raise refusal.kind(refusal.message)
+    layer = layer._replace(weights=layer.weights.float())
+    y: Tensor = ops.experts(*layer, compression, strategy, *act, invariant)
+    return y.view(x.shape)
+
+
+def _check(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+    """Raise unless the operands fit each other."""
+    if not x.dim() or not x.is_floating_point():
+        raise ValueError(f"{_NAME}: x must be floating [..., K], got {x.dtype} {list(x.shape)}")
+    if w_up.dim() != 3:
+        raise ValueError(f"{_NAME}: w_up must be [E, N, K], got {list(w_up.shape)}")
+    (count, n, _), k = w_up.shape, x.shape[-1]
+    shapes = {"w_up": (w_up, [count, n, k]), "w_gate": (w_gate, [count, n, k]), "w_down": (w_down, [count, k, n])}
+    for name, (weight, shape) in shapes.items():
+        if weight is None:
+            continue
+        if list(weight.shape) != shape:
+            raise ValueError(f"{_NAME}: {name} must be {shape}, got {list(weight.shape)}")
+        if weight.dtype != x.dtype:
+            raise TypeError(f"{_NAME}: {name} must be {x.dtype} as x is, got {weight.dtype}")
+    if not 0 < count <= geometry.MAX_EXPERTS:
+        raise ValueError(f"{_NAME}: expected 1 to {geometry.MAX_EXPERTS} experts, got {count}")
+    if expert_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{_NAME}: expert_ids must be int32 or int64, got {expert_ids.dtype}")
+    most, tokens = geometry.MAX_EXPERTS_OF_TOKEN, list(x.shape[:-1])
+    if list(expert_ids.shape[:-1]) != tokens or not expert_ids.dim() or not 0 < expert_ids.shape[-1] <= most:
+        raise ValueError(f"{_NAME}: expert_ids must be {[*tokens, 'k']} with k to {most}, got {list(expert_ids.shape)}")
+    if not weights.is_floating_point() or weights.shape != expert_ids.shape:
+        expected = f"floating {list(expert_ids.shape)}"
+        raise ValueError(f"{_NAME}: weights must be {expected}, got {weights.dtype} {list(weights.shape)}")
+    if expert_ids.device.type == "cpu" and not _modes.tracing(0):
+        wrong = (expert_ids < -1) | (expert_ids >= count)
+        if bool(wrong.any()):
+            raise ValueError(f"{_NAME}: expert_ids must be from -1 to {count - 1}, got {int(expert_ids[wrong][0])}")
+    devices = {str(operand.device) for operand in (x, w_gate, w_up, w_down, expert_ids, weights) if operand is not None}
+    if len(devices) > 1:
+        raise ValueError(f"{_NAME}: operands must be on one device, got {' and '.join(sorted(devices))}")

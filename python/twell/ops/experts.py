@@ -1,0 +1,257 @@
+"""``experts``: a layer of experts without gradients, y[t] = sum over its experts e of weights[t, e] * ffn_e(x[t]).
+
+By "row" the gate GEMM computes the experts that are touched, and then each token reads the weight rows of its
+non-zeros, those of all its experts in one sum. "dense" is grouped products of PyTorch. An id that is no expert's, below
+0 or too large, adds nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import tuning
+from twell._activation import Activation, activation_of, threshold_pair
+from twell._arguments import require_choice
+from twell._runtime import geometry, specs
+from twell._runtime.log import warn_once
+from twell._runtime.program import ALIGNMENT, Program, View
+from twell.ops import hybrid
+from twell.ops.gate_pack import gate_on_cpu
+from twell.ops.library import ACTIVATION, check, check_matrix, register, rows
+from twell.ops.operands import run
+from twell.strategy.costs import experts_by_row
+
+STRATEGIES = ("auto", "dense", "row")
+
+
+class Experts(NamedTuple):
+    """x [T, K]; w_gate, w_up and w_down [E, N, K]; ids and weights [T, k].
+
+    Without a gate there is no w_up, and the up projection stands at w_gate.
+    """
+
+    x: Any
+    w_gate: Any
+    w_up: Any
+    w_down: Any
+    ids: Any
+    weights: Any
+
+
+def check_experts(given: Experts) -> None:
+    """Raise unless the operands fit each other."""
+    x, w_gate, w_up, w_down, ids, weights = given
+    check_matrix("x", x)
+    for name, weight in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
+        if weight is not None and weight.dim() != 3:
+            raise ValueError(f"{name} must have three dimensions, got {list(weight.shape)}")
+    count, n, _ = w_gate.shape
+    for name, weight in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
+        if weight is not None:
+            check(name, weight, (count, n, x.shape[1]), x.dtype)
+    if n % 8 or not 0 < n <= geometry.MAX_NEURONS:
+        raise ValueError(f"N must be a positive multiple of 8 up to {geometry.MAX_NEURONS}, got {n}")
+    if not 0 < count <= geometry.MAX_EXPERTS:
+        raise ValueError(f"there must be 1 to {geometry.MAX_EXPERTS} experts, got {count}")
+    if ids.dim() != 2 or ids.shape[0] != x.shape[0] or not 0 < ids.shape[1] <= geometry.MAX_EXPERTS_OF_TOKEN:
+        most = geometry.MAX_EXPERTS_OF_TOKEN
+        raise ValueError(f"ids must be [{x.shape[0]}, k] with k from 1 to {most}, got {list(ids.shape)}")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"ids must be int32 or int64, got {ids.dtype}")
+    check("weights", weights, tuple(ids.shape), torch.float32)
+
+
+def _fake(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    compression: int,
+    strategy: str,
+    activation: str = "relu",
+    threshold: float = 0.0,
+    invariant: bool = False,
+) -> Tensor:
+    require_how(strategy, invariant)
+    activation_of(activation, threshold, w_up is not None).level(x.dtype)
+    geometry.words_per_tile(compression)
+    check_experts(Experts(x, w_gate, w_up, w_down, ids, weights))
+    return x.new_empty(x.shape)
+
+
+def require_how(strategy: str, invariant: bool) -> None:
+    """Raise ValueError unless a call may be asked to run so."""
+    require_choice("strategy", strategy, STRATEGIES)
+    if invariant and strategy == "dense":
+        raise ValueError('strategy must be "auto" or "row" with invariant=True, got "dense"')
+
+
+def _cpu(*arguments: Any) -> Tensor:
+    y = _fake(*arguments)
+    given, (_, strategy, name, threshold, invariant) = Experts(*arguments[:6]), arguments[6:]
+    wrong = (given.ids < -1) | (given.ids >= len(given.w_gate))
+    if bool(wrong.any()):
+        first = int(given.ids[wrong][0])
+        raise ValueError(f"ids must be from -1 to {len(given.w_gate) - 1}, got {first}")
+    activation = activation_of(name, threshold)
+    if strategy == "dense" or (strategy == "auto" and not invariant):
+        return dense(given, activation)
+    return y.copy_(_sums(given, activation))
+
+
+def _sums(given: Experts, activation: Activation) -> Tensor:
+    """y in fp32, of gates that are rounded and hidden states that are not."""
+    x, w_gate, w_up, w_down, ids, weights = given
+    y = torch.zeros(x.shape, dtype=torch.float32, device="cpu")
+    for expert in ids.unique().tolist():
+        tokens, slots = (ids == expert).nonzero(as_tuple=True)
+        if expert < 0:
+            continue
+        gate = gate_on_cpu(x[tokens], w_gate[expert], None, activation.threshold).float()
+        up = None if w_up is None else hybrid.project(x[tokens], w_up[expert], None)
+        hidden = activation.hidden(gate, up).masked_fill(gate == 0, 0) * weights[tokens, slots, None]
+        y.index_add_(0, tokens, hybrid.project(hidden, w_down[expert].t(), None))
+    return y
+
+
+def _cuda(*arguments: Any) -> Tensor:
+    y = _fake(*arguments)
+    given, (compression, strategy, name, threshold, invariant) = Experts(*arguments[:6]), arguments[6:]
+    activation = activation_of(name, threshold)
+    x, w_gate, w_up, w_down, ids, weights = given
+    if not x.numel():
+        return y
+    index = x.device.index
+    family = tuning.family(index)
+    if strategy == "auto" and not invariant:
+        sizes = len(x), *w_gate.shape, ids.shape[1], w_up is not None
+        by_row = family == specs.SM90 and _is_readable(w_down) and experts_by_row(*sizes)
+        strategy = "row" if by_row else "dense"
+    if strategy == "dense":
+        return dense(given, activation)
+    if family != specs.SM90:
+        raise NotImplementedError('experts have kernels for sm_90a alone; strategy="dense" runs everywhere')
+    up = None if w_up is None else _slabs(w_up)
+    operands = rows(x), _slabs(w_gate), up, _slabs(w_down), ids, weights, y
+    run(launches, operands, compression, activation, invariant)
+    return y
+
+
+def _slabs(weight: Tensor) -> Tensor:
+    """Experts' weights as kernels read them; a copy of those that lie otherwise."""
+    if _is_readable(weight):
+        return weight
+    warn_once(
+        "weights of experts are copied at each call: expected matrices of aligned rows, and w_down [E, K, N] as the "
+        "transposed view of [E, N, K]"
+    )
+    return weight.clone(memory_format=torch.contiguous_format)
+
+
+def _is_readable(weight: Tensor) -> bool:
+    """Whether kernels read weights [E, N, K] in place."""
+    between, pitch, unit = weight.stride()
+    aligned = unit == 1 and pitch % 8 == 0 and pitch >= weight.shape[2] and weight.data_ptr() % ALIGNMENT == 0
+    return aligned and between % pitch == 0 and between >= pitch * weight.shape[1]
+
+
+def launches(
+    p: Program,
+    x: View,
+    w_gate: View,
+    w_up: View | None,
+    w_down: View,
+    ids: View,
+    weights: View,
+    y: View,
+    compression: int,
+    activation: Activation,
+    invariant: bool,
+) -> None:
+    """Launch what fills ``y`` by rows."""
+    (t, k), (count, n, _), top = x.shape, w_gate.shape, ids.shape[1]
+    number, width = t * top, geometry.words_per_tile(compression)
+    most = tuning.expert_tokens(number, count)
+    down = tuning.expert_down(x.dtype, t, k, w_up is not None, invariant)
+    helpers = 0 if invariant else tuning.token_helpers(t, down, p.multiprocessors)
+    owners, places = (p.scratch(torch.int32, number) for _ in range(2))
+    gathered, units = p.scratch(x.dtype, number, k), p.scratch(torch.int32, min(number, count + number // most), 4)
+    total, first = p.scratch(torch.int32, 4), geometry.TOKEN_COUNTERS + t * down.cluster
+    counters = p.scratch(torch.int32, first + t)
+    words = p.scratch(torch.int32, number, geometry.tiles(n) * width)
+    spill = p.scratch(x.dtype, number, geometry.tiles(n) * geometry.TILE)
+    name, level = tuning.dtype_name(x.dtype), threshold_pair(activation, x.dtype)
+    pairs = specs.ExpertPairsSpec(name, ids.dtype == torch.int64)
+    p.launch(pairs, ids, x, owners, places, gathered, units, total, counters, count, most, p.multiprocessors)
+    p.launch(specs.ExpertPackSpec(name, most), gathered, w_gate, words, spill, units, total, width, level)
+    (up, up_rows), (second, down_rows) = (None, 0) if w_up is None else _matrix(w_up), _matrix(w_down)
+    sums = p.scratch(torch.float32, 2 * helpers, k + 8)
+    given = x if w_up is not None else None, words, spill, up, second, y, p.scratch(torch.float32, t), sums
+    own, heavy = counters.part(0, first), counters.part(first, first + t)
+    form = up_rows, down_rows, helpers, tuning.light_nonzeros(t), width, activation.code()
+    p.launch(down, *given, own, heavy, owners, places, weights, *form)
+
+
+def _matrix(weights: View) -> tuple[View, int]:
+    """All rows from the first expert's first to the last one's last, and those from one expert to the next."""
+    (count, n, k), (between, pitch, _) = weights.shape, weights.strides
+    step = between // pitch
+    return View(weights.base, weights.offset, weights.dtype, ((count - 1) * step + n, k), (pitch, 1)), step
+
+
+# Grouped products
+
+
+def dense(given: Experts, activation: Activation) -> Tensor:
+    """y by PyTorch's own operators, which have gradients."""
+    x, w_gate, w_up, w_down, ids, weights = given
+    count, top = len(w_gate), ids.shape[1]
+    owners = torch.where((ids >= 0) & (ids < count), ids, count).flatten()
+    order = owners.argsort(stable=True)
+    found = owners[order]
+    ends = torch.searchsorted(found, torch.arange(count, device=x.device, dtype=found.dtype), right=True)
+    # products behind the last expert's are undefined, and so are their gradients
+    nobodys, ends = (found == count)[:, None], ends.int()
+    gathered = x[order // top].masked_fill(nobodys, 0)
+    gate = activation.after(_grouped(gathered, w_gate.transpose(1, 2), ends))
+    up = None if w_up is None else _grouped(gathered, w_up.transpose(1, 2), ends)
+    made = _grouped(activation.hidden(gate, up), w_down, ends).masked_fill(nobodys, 0)
+    # places of a token's pairs
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=x.device)).view(ids.shape)
+    y = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    for slot in range(top):
+        y = y + made[places[:, slot]].to(y.dtype) * weights[:, slot, None].to(y.dtype)
+    return y.to(x.dtype)
+
+
+def _grouped(values: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """values [P, C] of each expert, which end at ``ends`` [E], times weights [E, C, D] -> [P, D]."""
+    grouped: Any = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
+    if grouped is not None and values.is_cuda and values.dtype == torch.bfloat16:
+        products: Tensor = grouped(values, weights, offs=ends)
+        return products
+    found: list[Tensor] = []
+    first = 0
+    # the host waits for the lengths
+    for end, weight in zip(ends.tolist(), weights):
+        if end > first:
+            found.append(values[first:end].matmul(weight))
+        first = end
+    found.append(values.new_zeros(len(values) - first, weights.shape[2]))
+    return torch.cat(found)
+
+
+experts = register(
+    "experts(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor ids, Tensor weights, int compression, "
+    f"str strategy, {ACTIVATION}, bool invariant=False) -> Tensor",
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
+    instead="twell.sparse_experts",
+)

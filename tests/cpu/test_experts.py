@@ -1,0 +1,193 @@
+"""``sparse_experts`` without a GPU: the formula, what its operands may be, and the launches on a fake GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import twell
+from tests.cpu import fake_gpu
+from twell import ops
+from twell._activation import activation_of
+from twell._runtime import geometry, program
+from twell.strategy.costs import experts_by_row
+from twell.testing.bits import assert_same
+
+BF16 = torch.bfloat16
+T, K, N, E, TOP = 13, 24, 40, 5, 3
+
+
+def problem(
+    t: int = T, k: int = K, n: int = N, count: int = E, top: int = TOP, dtype: torch.dtype = BF16, gated: bool = False
+) -> dict[str, Tensor]:
+    """Small integers whose sums are exact in fp32; some ids are -1, and some repeat."""
+    torch.manual_seed(t + k + n)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-2, 3, shape).to(dtype)
+
+    x = integers(t, k) * (torch.rand(t, k) < 0.2)
+    found = {
+        "x": x.to(dtype),
+        "w_up": integers(count, n, k),
+        "w_down": integers(count, n, k).transpose(1, 2),
+        "expert_ids": torch.randint(-1, count, (t, top)),
+        "weights": 2.0 ** torch.randint(-1, 2, (t, top)),
+    }
+    return found | ({"w_gate": integers(count, n, k)} if gated else {})
+
+
+def answer(p: dict[str, Tensor], activation: str = "relu", threshold: float = 0.0) -> Tensor:
+    """y in float64, token by token."""
+    form = activation_of(activation, threshold, "w_gate" in p)
+    wide = {name: operand.double() for name, operand in p.items() if name != "expert_ids"}
+    x, w_up = wide["x"].reshape(-1, p["x"].shape[-1]), wide["w_up"]
+    y = torch.zeros_like(x)
+    for token, experts in enumerate(p["expert_ids"].view(len(x), -1).tolist()):
+        for slot, expert in enumerate(experts):
+            if expert >= 0:
+                up = F.linear(x[token], w_up[expert])
+                gate = form.after(F.linear(x[token], wide["w_gate"][expert]) if "w_gate" in p else up)
+                hidden = form.hidden(gate, up if "w_gate" in p else None)
+                y[token] += wide["weights"].view(len(x), -1)[token, slot] * F.linear(hidden, wide["w_down"][expert])
+    return y.view(p["x"].shape)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "row", "dense"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(
+    ("activation", "threshold", "gated"),
+    [("relu", 0.0, False), ("relu2", 0.0, False), ("relu2", 0.0, True), ("drelu", 0.0, True), ("fatrelu", 1.5, False)],
+)
+def test_the_formula(strategy: Any, dtype: torch.dtype, activation: Any, threshold: float, gated: bool) -> None:
+    p = problem(dtype=dtype, gated=gated)
+    y = twell.sparse_experts(**p, activation=activation, threshold=threshold, strategy=strategy)
+    assert y.dtype == dtype
+    right = answer(p, activation, threshold)
+    if strategy == "row":
+        assert_same(y, right.to(dtype))
+    else:
+        # each hidden state and each expert's result is rounded
+        torch.testing.assert_close(y.double(), right, rtol=2**-7, atol=float(right.abs().max()) * 2**-6)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3), (0,), (1,)])
+def test_tokens_of_any_shape(shape: tuple[int, ...]) -> None:
+    p = problem()
+    for name in ("x", "expert_ids", "weights"):
+        p[name] = p[name][0].expand(*shape, -1)
+    for strategy in ("row", "dense"):
+        y = twell.sparse_experts(**p, strategy=strategy)  # type: ignore[arg-type]
+        assert_same(y, answer(p).to(BF16) if y.numel() else p["x"])
+
+
+def test_one_weight_of_gate_and_up_and_other_types() -> None:
+    p = problem(gated=True)
+    both = torch.cat((p["w_gate"], p["w_up"]), 1)
+    p |= {
+        "w_gate": both[:, :N],
+        "w_up": both[:, N:],
+        "expert_ids": p["expert_ids"].int(),
+        "weights": p["weights"].half(),
+    }
+    assert_same(twell.sparse_experts(**p, strategy="row"), answer(p).to(BF16))
+    # down weights as models store them
+    p["w_down"] = p["w_down"].contiguous()
+    assert_same(twell.sparse_experts(**p, strategy="row"), answer(p).to(BF16))
+
+
+def test_gradients_are_those_of_dense_products() -> None:
+    p = problem(t=4, k=8, n=8, dtype=torch.float64, gated=True)
+    floating = [name for name in p if name != "expert_ids"]
+    given = [torch.randn_like(p[name], dtype=torch.float64).requires_grad_() for name in floating]
+
+    def run(*operands: Tensor) -> Tensor:
+        return twell.sparse_experts(expert_ids=p["expert_ids"], **dict(zip(floating, operands)))  # type: ignore[arg-type]
+
+    assert torch.autograd.gradcheck(run, given)
+    p = problem()
+    p["w_up"].requires_grad_()
+    with pytest.raises(NotImplementedError, match="operands that require grad"):
+        twell.sparse_experts(**p, strategy="row")
+    assert twell.sparse_experts(**p).requires_grad
+    with torch.no_grad():
+        assert_same(twell.sparse_experts(**p, strategy="row"), answer(p).to(BF16))
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"x": torch.zeros(T, K + 8, dtype=BF16)}, ValueError, r"w_up must be \[5, 40, 32\], got \[5, 40, 24\]"),
+    ({"x": torch.zeros(T, K)}, TypeError, "w_up must be torch.float32 as x is"),
+    ({"w_down": torch.zeros(E, N, K, dtype=BF16)}, ValueError, r"w_down must be \[5, 24, 40\], got \[5, 40, 24\]"),
+    ({"w_up": torch.zeros(N, K, dtype=BF16)}, ValueError, r"w_up must be \[E, N, K\]"),
+    ({"expert_ids": torch.zeros(T, TOP)}, TypeError, "must be int32 or int64, got torch.float32"),
+    ({"expert_ids": torch.zeros(T - 1, TOP).int()}, ValueError, r"expert_ids must be \[13, 'k'\]"),
+    ({"expert_ids": torch.full((T, TOP), E)}, ValueError, "from -1 to 4, got 5"),
+    ({"expert_ids": torch.full((T, TOP), -2)}, ValueError, "from -1 to 4, got -2"),
+    ({"weights": torch.zeros(T, TOP + 1)}, ValueError, r"weights must be floating \[13, 3\]"),
+    ({"weights": torch.zeros(T, TOP).int()}, ValueError, "got torch.int32"),
+    ({"activation": "drelu"}, ValueError, "drelu"),
+    ({"activation": "silu"}, ValueError, "silu"),
+    ({"strategy": "union"}, ValueError, "union"),
+    ({"compression": 3, "strategy": "row"}, ValueError, "compression"),
+    ({"invariant": True, "strategy": "dense"}, ValueError, "invariant"),
+    ({"w_up": None}, TypeError, "w_up must be a tensor, got NoneType"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "said"), WRONG, ids=[said for _, _, said in WRONG])
+def test_what_does_not_fit_is_refused(change: dict[str, Any], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        twell.sparse_experts(**problem() | change)
+
+
+def test_the_operator_keeps_the_contract_of_operators() -> None:
+    for gated in (False, True):
+        p = problem(gated=gated)
+        gate, up = (p["w_gate"], p["w_up"]) if gated else (p["w_up"], None)
+        given = p["x"], gate, up, p["w_down"].transpose(1, 2), p["expert_ids"], p["weights"]
+        torch.library.opcheck(ops.experts, (*given, 8, "row"), {"activation": "relu2"})
+
+
+def test_compiled_and_exported() -> None:
+    p = problem()
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            return twell.sparse_experts(x, p["w_up"], p["w_down"], ids, weights, strategy="row")
+
+    given = p["x"], p["expert_ids"], p["weights"]
+    right = answer(p).to(BF16)
+    assert_same(torch.compile(Layer(), fullgraph=True, backend="aot_eager")(*given), right)
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    exported = torch.export.export(Layer(), given, dynamic_shapes=[{0: tokens}] * 3, strict=False)
+    assert_same(exported.module()(*given), right)
+    fewer = tuple(operand[:4] for operand in given)
+    assert_same(exported.module()(*fewer), right[:4])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("t", [1, 70, 300])
+def test_launches_by_row(gated: bool, invariant: bool, t: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = fake_gpu.install(monkeypatch)
+    p = problem(t=t, k=64, n=264, gated=gated)
+    gate, up = (p["w_gate"], p["w_up"]) if gated else (p["w_up"], None)
+    given = p["x"], gate, up, p["w_down"].transpose(1, 2), p["expert_ids"], p["weights"]
+    fake_gpu.on_cuda("experts", *given, 8, "row", "relu", 0.0, invariant)
+    assert gpu.names() == ["expert_pairs", "expert_pack", "expert_down"]
+    _, (*_, helpers, _, _, _) = gpu.launches[-1]
+    assert (helpers == 0) == invariant
+    units = gpu.launches[0][1][5]
+    assert len(units) >= E + (t * TOP - E) // gpu.launches[1][0].tokens or len(units) == t * TOP
+    program.forget()
+
+
+def test_few_tokens_go_by_row() -> None:
+    nemotron = 128, 1856, 2688, 6, False
+    by_row = [t for t in (1, 8, 32, 64, 128, 1024, 16384) if experts_by_row(t, *nemotron)]
+    assert by_row == [1, 8, 32, 64, 128]
+    assert geometry.MAX_EXPERTS == 1024
