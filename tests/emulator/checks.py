@@ -299,20 +299,22 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
     # ids that are no expert's, and one expert with many pairs
     ids = torch.randint(-1, count + 1, (t, top))
     ids[:, 0] = torch.where(torch.rand(t) < 0.5, 1, ids[:, 0])
-    given = ids.view(torch.int32)[:, ::2] if wide_ids else ids.int()
-    pairs, rows = (
-        torch.full((t * top,), POISON, dtype=torch.int32),
-        strided(torch.full((t * top, k), torch.nan, dtype=BF16)),
-    )
+    if wide_ids:
+        ids[0, 0] = (1 << 32) + 1
+    given = ids if wide_ids else ids.int()
+    owners, pairs = (torch.full((t * top,), POISON, dtype=torch.int32) for _ in range(2))
+    rows = strided(torch.full((t * top, k), torch.nan, dtype=BF16))
     units = torch.full((min(t * top, count + t * top // most), 4), POISON, dtype=torch.int32)
     total, arrivals = torch.full((4,), POISON, dtype=torch.int32), torch.full((77,), POISON, dtype=torch.int32)
-    launch(specs.ExpertPairsSpec("bfloat16"), given, strided(x), pairs, rows, units, total, arrivals, count, most, 3)
+    spec = specs.ExpertPairsSpec("bfloat16", wide_ids)
+    launch(spec, given, strided(x), owners, pairs, rows, units, total, arrivals, count, most, 3)
     flat = ids.flatten()
     valid = (flat >= 0) & (flat < count)
     order = torch.where(valid, flat, count).sort(stable=True).indices[: int(valid.sum())]
     places = torch.full((t * top,), -1, dtype=torch.int32)
     places[order] = torch.arange(len(order), dtype=torch.int32)
     assert pairs.equal(places)
+    assert owners.equal(torch.where(valid, flat, -1).int())
     assert not arrivals.any()
     testing.assert_same(rows[: len(order)], x[order // top], "rows")
     right, at = [], 0
@@ -346,8 +348,8 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
             y,
             l1,
         )
-        shared = torch.empty(4, k + 8), counters, weights, pairs, given, scales
-        launch(spec, *operands, *shared, n, 2, 24, width, RELU.code())
+        shared = torch.empty(4, k + 8), counters, weights, owners, pairs, scales
+        launch(spec, *operands, *shared, n, n, 2, 24, width, RELU.code())
         h = hidden
         if gated:
             h = torch.stack([x[p // top].float() @ up[flat[p]].float().t() for p in order.tolist()]) * hidden

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -52,8 +52,8 @@ Names = Sequence[str] | Sequence[Sequence[str]]
 _TARGETS = ("relu", "relu2", "drelu")
 
 _STACKED = (
-    "experts whose weights are stacked in one tensor stay as they are, since each gets few tokens and the kernels take "
-    "the weights of one layer"
+    "experts whose weights are stacked in one tensor stay as they are; twell.integrations.transformers.sparsify takes "
+    "those with an activation of the ReLU family, and twell.sparse_experts computes them"
 )
 
 
@@ -167,9 +167,17 @@ def block_of(name: str, layer: nn.Module) -> str:
 
 
 def plan(
-    model: nn.Module, filter_fn: Filter | None, activation: str | None, strategy: str, names: Names | None = None
+    model: nn.Module,
+    filter_fn: Filter | None,
+    activation: str | None,
+    strategy: str,
+    names: Names | None = None,
+    served: Collection[nn.Module] = (),
 ) -> Plan:
-    """Plan ``sparsify_``: the same checks and errors, without any change."""
+    """Plan ``sparsify_``: the same checks and errors, without any change.
+
+    served: stacked experts that the caller takes; then there need be no layers.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"sparsify_: model must be an nn.Module, got {type(model).__name__}")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
@@ -194,6 +202,8 @@ def plan(
         found = [Known(SEQUENCE)] if id(module) in whole else known(module, has)
         found = found or [Known(group) for group in told if has(group)]
         if not found:
+            if module in served:
+                continue
             if holds_stacked_experts(module):
                 stacked.append(label(name, module))
             elif likely := _likely(module):
@@ -208,7 +218,7 @@ def plan(
                 raise ValueError(_explain_activation(candidate))
             candidates.append(_with_activation(candidate, of, activation))
     planned = Plan(candidates, left, stacked, _about_unknown(unknown, told), list(remarks.values()))
-    if not candidates:
+    if not candidates and not served:
         raise ValueError(_nothing_found(model, planned))
     _require_reachable(model, candidates)
     return planned

@@ -69,6 +69,7 @@ except ImportError:
     raise ImportError("twell.integrations.transformers needs transformers: pip install 'twell[hf]'") from None
 
 # after transformers, since its own message about a missing one is another
+from twell.integrations import experts as stacked
 from twell.integrations._trainer import SparsityCallback
 
 __all__ = [
@@ -121,8 +122,9 @@ def sparsify(
     classifiers of BigBird, Funnel and Nystromformer do, follows it. "fatrelu" begins as "relu":
     ``twell.recipe.TargetThreshold`` trains its threshold.
 
-    Of a mixture of experts the dense layers, shared experts and experts that are modules are taken; experts stacked in
-    one tensor stay as they are.
+    Of a mixture of experts the dense layers, shared experts and experts that are modules are taken. So are routed
+    experts stacked in one tensor, whose activation is of the family as it is: they run ``twell.sparse_experts``, by
+    ``strategy`` "auto", "dense" or "row". Their down weights are laid by rows if the model is in ``eval`` mode.
 
     Raises TypeError or ValueError and changes nothing: as ``twell.sparsify_``, and for a quantised model.
     """
@@ -133,10 +135,12 @@ def sparsify(
         )
     if getattr(model, "quantization_method", None) is not None:
         raise ValueError(f"sparsify: model must have 16-bit weights, got one quantised by {model.quantization_method}")
-    planned = _sparsify.plan(model, filter_fn, activation, strategy, names)
+    experts = [each for name, each in stacked.found(model) if filter_fn is None or filter_fn(each, name)]
+    planned = _sparsify.plan(model, filter_fn, activation, strategy, names, experts)
     changed = [candidate for candidate in planned.candidates if candidate.was is not None]
     keys = _find(model, changed, key) if changed else []
     _sparsify.apply(model, planned, compression, strategy)
+    stacked.serve(model, experts, strategy, compression)
     for layer in _sparsify.layers(model).values():
         for module in layer.modules():
             # transformers would initialise modules without this mark when more weights are loaded later

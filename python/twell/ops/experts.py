@@ -227,7 +227,8 @@ def dense(given: Experts, activation: Activation) -> Tensor:
     y = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     for slot in range(top):
         y = y + made[places[:, slot]].to(y.dtype) * weights[:, slot, None].to(y.dtype)
-    return y.to(x.dtype)
+    rounded: Tensor = y.to(x.dtype)
+    return rounded
 
 
 def _grouped(values: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
