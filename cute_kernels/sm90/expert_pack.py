@@ -15,9 +15,9 @@ from .. import geometry
 from ..common import operands
 from ..common.activation import power
 from ..common.copies import address, store_values
-from ..common.values import high_to_float, low_to_float, pack
+from ..common.values import count_flags, high_to_float, low_to_float, nonzero_flags, pack
 from ..specs import ExpertPackSpec, GatePackFewSpec
-from .gate_pack_few import TILE_K, Extent, GatePackFew, Operands
+from .gate_pack_few import TILE_K, TILE_N, Extent, GatePackFew, Operands
 
 
 class More(NamedTuple):
@@ -60,17 +60,19 @@ class ExpertPack(GatePackFew):
         self.launch(x, by_expert, o, extent, units.shape[0], stream)
 
     @cute.jit
-    def keep(self, quad: cute.Tensor, extent: Extent, m: Int32, neuron: Int32, count: Int32, o: Operands, lane: Int32):
+    def keep(self, quad: cute.Tensor, extent: Extent, token: Int32, column: Int32, o: Operands, lane: Int32):
         if o.more.hidden.shape[0] > 0:
+            count = Int32(cute.arch.warp_redux_sync(count_flags(nonzero_flags(quad)), "add"))
             if lane == 0:
                 nonzeros = o.more.nonzeros.iterator + extent.expert
                 cute.arch.atomic_add(nonzeros, count, sem="relaxed", scope="gpu")
+            neuron = column * TILE_N + lane * 8
             if neuron < extent.neurons:
                 rounded = cute.make_rmem_tensor((4,), Uint32)
                 for i in range_constexpr(4):
                     pair = (low_to_float(quad[i], self.dtype), high_to_float(quad[i], self.dtype))
                     rounded[i] = pack(*(power(value, o.more.activation) for value in pair), self.dtype)
-                store_values(address(o.more.hidden, m, neuron), rounded)
+                store_values(address(o.more.hidden, extent.first + token, neuron), rounded)
 
 
 def signature(spec: ExpertPackSpec) -> tuple[Any, tuple[Any, ...]]:

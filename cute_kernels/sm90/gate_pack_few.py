@@ -293,7 +293,8 @@ class GatePackFew:
             for i in range_constexpr(self.rounds):
                 m = first + self.cluster * self.warps * i
                 if m < extent.tokens:
-                    self.pack(quads[None, i], extent, m, column, o, buffer, lane)
+                    self.pack(quads[None, i], extent.first + m, column, o, buffer, lane)
+                    self.keep(quads[None, i], extent, m, column, o, lane)
         cute.arch.cluster_wait()
         if rank == 0 and thread < o.stats.shape[0]:
             nonzeros, overflows = Int32(0), Int32(0)
@@ -341,16 +342,15 @@ class GatePackFew:
                 store_peer(counts.iterator + (rank + self.cluster * (warp_index + self.warps * i)), Int32(0), count)
 
     @cute.jit
-    def pack(self, quad: cute.Tensor, extent: Extent, token: Int32, column, o: Operands, buffer, lane):
+    def pack(self, quad: cute.Tensor, m: Int32, column, o: Operands, buffer, lane):
         """Write the words of one token's tile, and its values if it overflows."""
-        neuron, m = column * TILE_N + lane * 8, extent.first + token
+        neuron = column * TILE_N + lane * 8
         count = pack_words(quad, Uint32(neuron), buffer, o.width, lane)
         store_words(address(o.words, m, column * o.width), buffer, o.width, lane)
         if count >= o.width:
             store_values(address(o.spill, m, neuron), quad)
-        self.keep(quad, extent, m, neuron, count, o, lane)
 
-    def keep(self, quad: cute.Tensor, extent: Extent, m: Int32, neuron, count, o: Operands, lane) -> None:
+    def keep(self, quad: cute.Tensor, extent: Extent, token: Int32, column, o: Operands, lane) -> None:
         """Keep what else is wanted of one token's tile."""
 
 
