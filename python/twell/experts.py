@@ -43,9 +43,9 @@ def sparse_experts(
         expert_ids: int32 or int64 [..., k], k up to 32. Ids may repeat; -1 is no expert, and adds nothing.
         weights: floating [..., k], those of the router; they are used in fp32.
         activation, threshold: as in ``sparse_gated_ffn``, "relu2" for the experts of Nemotron; "drelu" needs a gate.
-        strategy: "row" reads the rows of each token's non-zeros, as is best for few tokens. "dense" is grouped products
-            of PyTorch. "auto" is "row" on a GPU of compute capability 9.0 for so few tokens that it should be faster at
-            10 % firing, and where ``w_down`` lies by rows; else "dense".
+        strategy: "row" reads the rows of each token's non-zeros, as is best for few tokens; it needs a GPU of compute
+            capability 9.0, or a CPU. "dense" is grouped products of PyTorch. "auto" is "dense" until "row" has been
+            timed on a GPU.
         invariant: give a token the same bits whatever the other tokens are, by "row".
         compression: of the packed gates: 2, 4 or 8.
 

@@ -121,3 +121,13 @@ def test_an_activation_that_changes_is_seen() -> None:
 def test_a_filter_leaves_experts_out() -> None:
     sparse = twell_hf.sparsify(model(), filter_fn=lambda module, name: "shared" in name)
     assert all(each.config._experts_implementation == "eager" for _, each in stacked.found(sparse))
+
+
+def test_experts_by_rows_and_then_the_rest() -> None:
+    """As docs/experts.md has it."""
+    sparse = twell_hf.sparsify(model(), filter_fn=lambda _, name: name.endswith(".experts"), strategy="row")
+    (experts,) = [each for _, each in stacked.found(sparse)]
+    twell_hf.sparsify(sparse, filter_fn=lambda _, name: not name.endswith(".experts"))
+    assert experts.__dict__["_twell"].strategy == "row"
+    assert experts.config._experts_implementation == "twell"
+    assert len(twell.nn.explain(sparse).rows) == 1

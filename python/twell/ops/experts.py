@@ -24,7 +24,6 @@ from twell.ops import hybrid
 from twell.ops.gate_pack import gate_on_cpu
 from twell.ops.library import ACTIVATION, check, check_matrix, register, rows
 from twell.ops.operands import run
-from twell.strategy.costs import experts_by_row
 
 STRATEGIES = ("auto", "dense", "row")
 
@@ -131,9 +130,8 @@ def _cuda(*arguments: Any) -> Tensor:
     index = x.device.index
     family = tuning.family(index)
     if strategy == "auto" and not invariant:
-        sizes = len(x), *w_gate.shape, ids.shape[1], w_up is not None
-        by_row = family == specs.SM90 and _is_readable(w_down) and experts_by_row(*sizes)
-        strategy = "row" if by_row else "dense"
+        # rows have not been timed on a GPU
+        strategy = "dense"
     if strategy == "dense":
         return dense(given, activation)
     if family != specs.SM90:
