@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ import transformers
 from saved_models import run
 from test_experts_transformers import model
 
+import twell
+from profiling import record
+from twell import testing
 from twell.commands import analyze, analyze_experts, experts, serve_check
 from twell.commands.experts import STEPS, ExpertsSparsity, Step
 from twell.commands.request import RequestError
@@ -220,3 +224,40 @@ def test_the_verdict_follows_the_zeros() -> None:
         each = [report.seconds(size) for report in (sparse, dense)]
         assert speeds[size] == pytest.approx(sum(s["dense"] for s in each) / sum(s["row"] for s in each))
         assert each[1]["dense"] / each[1]["row"] < speeds[size] < each[0]["dense"] / each[0]["row"]
+
+
+# Recorded layers
+
+
+@pytest.mark.parametrize("kind", ["NemotronH", "Mixtral"])
+def test_recorded_experts_reproduce_the_layer(
+    kind: str, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nemotron = kind == "NemotronH"
+    folder = saved(tmp_path / "model", kind, **({} if nemotron else {"hidden_act": "relu"}))
+    out = tmp_path / "recorded"
+    options = ("--tokens", TOKENS, "--sequence", LENGTH, "--layers", 0 if nemotron else 1, "--out", out)
+    assert run(record, folder, "--text", words, *options) == 0
+    number = 0 if nemotron else 1
+    dense = ["layer0.npz"] if nemotron else []
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", f"experts{number}.npz", *dense]
+    printed, readme = capsys.readouterr().out, (out / "README.md").read_text()
+    assert f"experts {number}: " in printed
+    assert ("# Recorded gate activations" in readme) == nemotron
+    assert "# Recorded experts" in readme
+    module, (x, ids, weights) = calls_of(folder, words)[0][number]
+    with torch.no_grad():
+        right = module(x, ids, weights)
+    problem = testing.load_experts(number, out, device="cpu", dtype=torch.float32)
+    assert problem["activation"] == ("relu2" if nemotron else "relu")
+    assert problem["w_down"].stride(1) == 1
+    y = twell.sparse_experts(**problem)
+    # rounded to int8; a few tokens near two experts may have taken another one in a batch
+    errors = (y - right).norm(dim=1) / right.norm(dim=1)
+    assert float(errors.median()) < 0.05
+    assert float((errors > 0.2).double().mean()) < 0.01
+    with np.load(out / f"experts{number}.npz") as arrays:
+        assert arrays["first"].nonzero()[0].tolist() == list(range(0, TOKENS, LENGTH))
+        assert {arrays[name].dtype.name for name in ("x", "w_up", "w_down")} == {"int8"}
+    with pytest.raises(RequestError, match=f"--layers: expected some of {'0' if nemotron else '0, 1'}, got 5"):
+        run(record, folder, "--text", words, "--layers", 5, "--out", tmp_path / "new")
