@@ -450,6 +450,13 @@ class ExpertPackSpec(_FamilyKernel):
 
 
 @dataclass(frozen=True)
+class ExpertDenseSpec(ExpertPackSpec):
+    """``hidden states, w_down of experts, units -> z``: the dense down product of experts with many non-zeros."""
+
+    op: ClassVar[str] = "expert_dense"
+
+
+@dataclass(frozen=True)
 class RankSpec:
     """``popularity -> order, slot``: neurons sorted by popularity."""
 
@@ -543,6 +550,7 @@ Spec = (
     | GatheredSpec
     | ExpertPairsSpec
     | ExpertPackSpec
+    | ExpertDenseSpec
     | ExpertDownSpec
     | RankSpec
     | MatrixTransposeSpec
@@ -583,11 +591,11 @@ def all_specs() -> tuple[Spec, ...]:
         *(GatheredSpec(d, p, family=f) for f in FAMILIES for d in DTYPES for p in range(3)),
         *(ExpertPairsSpec(d, w) for d in DTYPES for w in flags),
         *(ExpertPackSpec(d, t) for d in DTYPES for t in EXPERT_TOKENS),
+        *(ExpertDenseSpec(d, t) for d in DTYPES for t in EXPERT_TOKENS),
         *(
-            ExpertDownSpec(d, k, c, g, family=f)
-            for f in FAMILIES
+            ExpertDownSpec(d, k, c, g)
             for d in DTYPES
-            for c, ks in token_k_classes(f).items()
+            for c, ks in token_k_classes(SM90).items()
             for k in ks
             for g in flags
         ),

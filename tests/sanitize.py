@@ -33,6 +33,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tests.fuzz import experts as mixtures
 from twell import ops, testing, tuning
 from twell._activation import ActivationName, activation_of
 from twell._runtime import geometry, program, specs
@@ -56,6 +57,7 @@ OPS = {
     "ffn": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered", "up_down_tile"),
     # "row" with dense halves: of each case both
     "ffn_row": ("gate_pack", "gate_pack_few", "up_down_token", "dense_halves"),
+    "experts": ("expert_pairs", "expert_pack", "expert_down"),
     "unpack": ("unpack",),
     "reglu": ("reglu",),
     "matrix_transpose": ("matrix_transpose",),
@@ -252,12 +254,29 @@ def training_call(op: str, case: Case, problem: FFN, gated: bool) -> Call:
 
 def check(op: str, case: Case, repeats: int = 0) -> None:
     """Run one operator on the GPU, and ``repeats`` times more; AssertionError if it differs from the CPU's, or once."""
+    if op == "experts":
+        check_experts(case)
+        return
     # slices of two token tiles, so that there are several
     with mock.patch.object(geometry, "UNION_ENTRIES", 2 * geometry.TOKEN_TILE * case.n):
         for call in calls(op, case, case.problem()):
             actual, expected = (tuple(t.cpu() for t in call.on(where).run()) for where in ("cuda", "cpu"))
             compare(op, case, call.gated, actual, expected)
             repeat(op, case, call.on("cuda"), repeats)
+
+
+def check_experts(case: Case) -> None:
+    """Run layers of three experts on the GPU; AssertionError if y is wrong."""
+    for gated in (True, False):
+        how = {"dtype": "fp16" if case.dtype == torch.float16 else "bf16", "compression": case.compression}
+        mixture = mixtures.Case(
+            0, 0, min(case.m, 300), case.k, case.n, 3, 2, exact=True, gated=gated, activation=case.activation,
+            density=case.density, strategy="row", invariant=False, wide=gated, hot=0.5, merged=gated, down_rows=True,
+            absent=0.1, **how,
+        )  # fmt: skip
+        problem = mixtures.build(mixture, torch.device("cuda"))
+        wrong = mixtures.check(mixture, problem, mixtures.call(mixture, problem))
+        assert not wrong, f"gated {gated}: {wrong}"
 
 
 def repeat(op: str, case: Case, call: Call, repeats: int) -> None:

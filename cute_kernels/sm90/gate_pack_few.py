@@ -58,6 +58,7 @@ class Operands(NamedTuple):
     threshold: Any
     units: Any  # of experts, see expert_pairs.py; else None
     total: Any
+    more: Any = None  # of expert_pack.py
 
 
 class Extent(NamedTuple):
@@ -79,16 +80,23 @@ class Barrier(IntEnum):
 class GatePackFew:
     """For one dtype, presence of a bias and number of tokens; the compression is the run-time words_per_tile."""
 
+    # how the weights lie: by rows of K
+    weights = LayoutEnum.ROW_MAJOR, OperandMajorMode.K
+
     def __init__(self, spec: GatePackFewSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.tokens = spec.tokens
         # CTAs of a cluster: parts of a tile's neurons, and splits of K
-        self.parts, self.splits = (2, 1) if spec.wide else (4, 2)
-        self.cluster, self.neurons = self.parts * self.splits, TILE_N // self.parts
+        self.arrange(*((2, 1) if spec.wide else (4, 2)), TILE_N, 4 if self.tokens == 8 and not spec.wide else 2)
+
+    def arrange(self, parts: int, splits: int, tile: int, ctas_per_sm: int) -> None:
+        """Divide `tile` neurons and K among the CTAs of a cluster."""
+        self.parts, self.splits, self.tile = parts, splits, tile
+        self.cluster, self.neurons = self.parts * self.splits, tile // self.parts
         self.groups = self.neurons // 64
         self.warps = 4 * self.groups
         # four CTAs on a multiprocessor, so that all CTAs of many neurons run at once, or two
-        self.ctas_per_sm = 4 if self.tokens == 8 and not spec.wide else 2
+        self.ctas_per_sm = ctas_per_sm
         self.stage_bytes = (self.neurons + self.tokens) * TILE_K * 2
         self.stages = 5 if self.ctas_per_sm == 4 else min(6, RING // self.stage_bytes)
         # tokens of a warp in the epilogue
@@ -124,13 +132,13 @@ class GatePackFew:
         mma = sm90.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
-            OperandMajorMode.K,
+            self.weights[1],
             OperandMajorMode.K,
             Float32,
             (self.groups, 1, 1),
             (64, self.tokens),
         )
-        w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
+        w_layout = sm90.make_smem_layout_a(self.weights[0], shape, self.dtype, stages)
         x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         loads = tma_load(x, x_layout, (self.tokens, TILE_K)), tma_load(w, w_layout, (self.neurons, TILE_K))
         ring = (cute.cosize(w_layout) + cute.cosize(x_layout)) * 2
@@ -149,7 +157,7 @@ class GatePackFew:
         self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
         if extent.tokens > 0:
             self.kernel(*loads, o, mma, x_layout, w_layout, extent).launch(
-                grid=(self.cluster, cute.ceil_div(extent.neurons, TILE_N), units),
+                grid=(self.cluster, cute.ceil_div(extent.neurons, self.tile), units),
                 block=(32 * self.warps + 32, 1, 1),
                 cluster=(self.cluster, 1, 1),
                 min_blocks_per_mp=self.ctas_per_sm,
@@ -189,6 +197,7 @@ class GatePackFew:
             exists = unit < o.total[0]
             if exists:
                 extent = extent._replace(tokens=o.units[unit, 2], first=o.units[unit, 1], expert=o.units[unit, 0])
+                exists = self.wants(o, extent.expert)
         if exists:
             part, split = rank % self.parts, rank // self.parts
             blocks = (extent.blocks - split + self.splits - 1) // self.splits
@@ -202,6 +211,10 @@ class GatePackFew:
             else:
                 self.mma(ring, mma, sX, sW, sums, blocks, thread)
             self.epilogue(shared, sums, o, extent, first, (rank, column, thread, warp_index, lane))
+
+    def wants(self, o: Operands, expert: Int32) -> Any:
+        """Whether the units of an expert are computed."""
+        return Boolean(True)
 
     @cute.jit
     def load(
@@ -280,7 +293,7 @@ class GatePackFew:
             for i in range_constexpr(self.rounds):
                 m = first + self.cluster * self.warps * i
                 if m < extent.tokens:
-                    self.pack(quads[None, i], extent.first + m, column, o, buffer, lane)
+                    self.pack(quads[None, i], extent, m, column, o, buffer, lane)
         cute.arch.cluster_wait()
         if rank == 0 and thread < o.stats.shape[0]:
             nonzeros, overflows = Int32(0), Int32(0)
@@ -328,13 +341,17 @@ class GatePackFew:
                 store_peer(counts.iterator + (rank + self.cluster * (warp_index + self.warps * i)), Int32(0), count)
 
     @cute.jit
-    def pack(self, quad: cute.Tensor, m: Int32, column, o: Operands, buffer, lane):
+    def pack(self, quad: cute.Tensor, extent: Extent, token: Int32, column, o: Operands, buffer, lane):
         """Write the words of one token's tile, and its values if it overflows."""
-        neuron = column * TILE_N + lane * 8
+        neuron, m = column * TILE_N + lane * 8, extent.first + token
         count = pack_words(quad, Uint32(neuron), buffer, o.width, lane)
         store_words(address(o.words, m, column * o.width), buffer, o.width, lane)
         if count >= o.width:
             store_values(address(o.spill, m, neuron), quad)
+        self.keep(quad, extent, m, neuron, count, o, lane)
+
+    def keep(self, quad: cute.Tensor, extent: Extent, m: Int32, neuron, count, o: Operands, lane) -> None:
+        """Keep what else is wanted of one token's tile."""
 
 
 def signature(spec: GatePackFewSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +26,8 @@ from twell._runtime import geometry, specs
 from twell.commands.request import RequestError, at_least, exit_status, number_above, pick_device
 
 COMMAND = "profiling.bench"
+# Operations with arguments of their own, and their modules.
+_OTHERS = {"model": "models", "moe": "moe"}
 
 # Weight rows read from L2 by all multiprocessors of an H200 (132, 1,980 MHz): 7.2 to 7.5 TB/s in a streaming read.
 L2_TBS = 7.3
@@ -48,6 +51,7 @@ operations:
   train_overflow
                 a step of the sparse path if the hybrid format does not hold the non-zeros
   model         a whole model: python -m profiling.bench model --help
+  moe           a layer of routed experts: python -m profiling.bench moe --help
 
 "auto" is a twell.AutoStrategy; a few calls settle it before it is timed.
 
@@ -103,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parameters="\n".join(f"                  {key + '=':<9}{text}" for key, text in EXPLAINED.items()),
         columns="\n".join(_explained(column.name, column.help) for column in COLUMNS),
     )
-    parser.add_argument("ops", nargs="*", type=_words((*OPS, "model")), metavar="OP", help="operations to time (ffn)")
+    parser.add_argument("ops", nargs="*", type=_words((*OPS, *_OTHERS)), metavar="OP", help="operations to time (ffn)")
 
     defaults = [f"{gpu}; {cpu} on a CPU" for gpu, cpu in zip(SIZES, CPU_SIZES)]
     layer = parser.add_argument_group("layer")
@@ -175,8 +179,8 @@ def request(arguments: argparse.Namespace) -> tuple[Options, list[Job]]:
 def _options(arguments: argparse.Namespace, by_default: int) -> tuple[tuple[int, ...], Options]:
     """The numbers of tokens, by default ``by_default`` alone, and the options."""
     ops = _flat(arguments.ops) or ("ffn",)
-    if "model" in ops:
-        raise RequestError("model must be the only operation: python -m profiling.bench model --help")
+    if other := next((name for name in _OTHERS if name in ops), ""):
+        raise RequestError(f"{other} must be the only operation: python -m profiling.bench {other} --help")
     tokens, decoded = _flat(arguments.tokens), _flat(arguments.m_decode)
     if ops == ("decode",) and not decoded:
         tokens, decoded = (), tokens
@@ -303,23 +307,23 @@ def _print_kernels(row: LayerRow) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all operations except for ``model``."""
+    """The parser of all operations except for ``model`` and ``moe``."""
     top = argparse.ArgumentParser(prog=f"python -m {COMMAND}", description=DESCRIPTION)
     add_arguments(top)
     return top
 
 
-def run_model(argv: Sequence[str]) -> int:
-    """Run ``python -m profiling.bench model``, which has its own arguments."""
-    from profiling.bench import models
-
-    top = argparse.ArgumentParser(prog=f"python -m {models.NAME}", description=models.DESCRIPTION)
-    models.add_arguments(top)
-    return models.run(top.parse_args(argv))
+def run_other(name: str, argv: Sequence[str]) -> int:
+    """Run ``python -m profiling.bench model`` or ``moe``, which have their own arguments."""
+    module = importlib.import_module(f"profiling.bench.{_OTHERS[name]}")
+    top = argparse.ArgumentParser(prog=f"python -m {module.NAME}", description=module.DESCRIPTION)
+    module.add_arguments(top)
+    status: int = module.run(top.parse_args(argv))
+    return status
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; see ``profiling.bench.main``."""
-    if list(argv[:1]) == ["model"]:
-        return exit_status(f"{COMMAND} model", lambda: run_model(argv[1:]))
+    if argv and argv[0] in _OTHERS:
+        return exit_status(f"{COMMAND} {argv[0]}", lambda: run_other(argv[0], argv[1:]))
     return exit_status(COMMAND, lambda: run(parser().parse_intermixed_args(argv)))

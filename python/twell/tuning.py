@@ -151,6 +151,18 @@ def expert_down(dtype: torch.dtype, t: int, k: int, gated: bool, invariant: bool
     return specs.ExpertDownSpec(spec.dtype, spec.k_max, spec.cluster, spec.gated)
 
 
+# Fewest tokens of which experts may have so many non-zeros that their down product is dense, and the non-zeros of an
+# expert, over its neurons, with which it is.
+_FEWEST_DENSE, _DENSE_NONZEROS = 9, 1.3
+
+
+def most_of_expert(dtype: torch.dtype, t: int, n: int, gated: bool, invariant: bool) -> int | None:
+    """Most non-zeros of an expert, over ``t`` tokens, that are computed by rows; None if all are."""
+    if gated or invariant or t < _FEWEST_DENSE or n > geometry.LONGEST_SUM[dtype_name(dtype)]:
+        return None
+    return int(_DENSE_NONZEROS * n)
+
+
 # Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one
 # kernel and of three: "topic29" 24 and 50 at 512 tokens, 41 and 53 at 1,024, 85 and 60 at 2,048; "uniform29" 40 and 74,
 # 62 and 76, 104 and 100.

@@ -287,7 +287,7 @@ ARCHITECTURES = (
         },
         "relu2",
         ("model.layers.0.mixer", "model.layers.1.mixer.shared_experts"),
-        note="dense layers and shared experts",
+        note="dense layers, shared and [routed experts](experts.md)",
     ),
     Architecture(
         "NLLB-MoE",

@@ -286,7 +286,7 @@ def misfits(arguments: dict[str, Any]) -> list[tuple[str, type[Exception], Any]]
         if tensor.dim() and name != "matrix":
             # one column, or one value, less
             found.append((name, ValueError, tensor.narrow(-1, 0, tensor.shape[-1] - 1)))
-        if name != "matrix":
+        if name not in ("matrix", "ids"):
             found.append((name, TypeError, tensor.to(torch.int64 if not tensor.is_floating_point() else torch.float64)))
     return found
 
@@ -303,6 +303,9 @@ def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
     found += [(ops.hybrid_forward, forward), (ops.hybrid_backward, (*saved, True, True))]
     found += [(ops.hybrid_backward_accumulate, (*saved, *mains, True)), (ops.reglu, (o["x"], o["x"].clone()))]
     found.append((ops.reglu_backward, (o["x"].clone(), o["x"], o["x"].clone())))
+    stacked = (o[name].repeat(2, 1, 1) for name in ("w_gate", "w_up", "w_down"))
+    ids, weights = torch.zeros(130, 2, dtype=torch.int32), torch.zeros(130, 2)
+    found.append((ops.experts, (o["x"], *stacked, ids, weights, 8, "row")))
     names = [[argument.name for argument in op._schema.arguments] for op, _ in found]
     # those with defaults, of the activation, are left out
     return [(op, dict(zip(each, arguments))) for each, (op, arguments) in zip(names, found)]

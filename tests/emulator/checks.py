@@ -329,13 +329,24 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
         torch.full((t * top, tiles * size), 0, dtype=kind) for size, kind in ((width, torch.int32), (256, BF16))
     )
     tokens = next(size for size in specs.EXPERT_TOKENS if size >= most)
-    launch(specs.ExpertPackSpec("bfloat16", tokens), rows, w, words, spill, units, total, width, 0)
+    made, nonzeros = torch.full((t * top, n), torch.nan, dtype=BF16), torch.zeros(count, dtype=torch.int32)
+    of_units = units, total, strided(made), nonzeros
+    launch(specs.ExpertPackSpec("bfloat16", tokens), rows, w, words, spill, *of_units, width, 0, RELU.code())
     gates = torch.stack([torch.relu(x[p // top].float() @ w[flat[p]].float().t()) for p in order.tolist()]).to(BF16)
     found = ops.unpack(words[: len(order)], spill[: len(order)], n, 2)
     testing.assert_same(found, gates, "gates")
+    testing.assert_same(of_units[2][: len(order)], gates, "hidden states")
+    fired = (gates > 0).sum(1)
+    assert nonzeros.equal(torch.zeros(count, dtype=torch.int64).index_add_(0, flat[order], fired).int())
+    z, limit = strided(torch.full((t * top, k), torch.nan)), int(nonzeros.float().median())
+    launch(specs.ExpertDenseSpec("bfloat16", tokens), of_units[2], down, units, total, nonzeros, z, limit)
+    own = torch.stack([g.float() @ down[flat[p]].float() for g, p in zip(gates, order.tolist())])
+    dense = nonzeros[flat[order]] > limit
+    testing.assert_same(z[: len(order)][dense], own[dense], "products of some experts")
+    assert z[: len(order)][~dense].isnan().all()
     scales = 2.0 ** torch.randint(-1, 3, (t, top))
     hidden = gates.float() * scales.flatten()[order, None]
-    for gated, cluster in ((False, 8), (True, 4), (True, 1)):
+    for gated, cluster in ((False, 8), (False, 1), (True, 4), (True, 1)):
         y, l1 = strided(torch.full((t, k), torch.nan, dtype=BF16)), torch.full((t,), torch.nan)
         counters, weights = arrivals.new_zeros(geometry.TOKEN_COUNTERS + t * cluster), arrivals.new_zeros(t)
         spec = specs.ExpertDownSpec("bfloat16", specs.TOKEN_K_CLASSES[cluster][0], cluster, gated)
@@ -349,7 +360,8 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
             l1,
         )
         shared = torch.empty(4, k + 8), counters, weights, owners, pairs, scales
-        launch(spec, *operands, *shared, n, n, 2, 24, width, RELU.code())
+        products = z if not gated else z[:0]
+        launch(spec, *operands, *shared, products, nonzeros, limit, n, n, 2, 24, width, RELU.code())
         h = hidden
         if gated:
             h = torch.stack([x[p // top].float() @ up[flat[p]].float().t() for p in order.tolist()]) * hidden
@@ -357,7 +369,8 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
             0, order // top, torch.stack([one @ down[flat[p]].float() for one, p in zip(h, order.tolist())])
         )
         testing.assert_same(y, right.to(BF16), f"y, gated {gated}")
-        testing.assert_same(l1, torch.zeros(t).index_add_(0, order // top, h.abs().sum(1)), "l1")
+        by_row = h if gated else h * ~dense[:, None]
+        testing.assert_same(l1, torch.zeros(t).index_add_(0, order // top, by_row.abs().sum(1)), "l1")
 
 
 def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bool, seed: int = 0) -> None:

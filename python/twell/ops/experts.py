@@ -1,8 +1,9 @@
 """``experts``: a layer of experts without gradients, y[t] = sum over its experts e of weights[t, e] * ffn_e(x[t]).
 
 By "row" the gate GEMM computes the experts that are touched, and then each token reads the weight rows of its
-non-zeros, those of all its experts in one sum. "dense" is grouped products of PyTorch. An id that is no expert's, below
-0 or too large, adds nothing.
+non-zeros, those of all its experts in one sum. Without a gate, the device computes the down product of experts with
+many non-zeros densely, from rounded hidden states. "dense" is grouped products of PyTorch. An id that is no expert's,
+below 0 or too large, adds nothing.
 """
 
 from __future__ import annotations
@@ -183,19 +184,29 @@ def launches(
     owners, places = (p.scratch(torch.int32, number) for _ in range(2))
     gathered, units = p.scratch(x.dtype, number, k), p.scratch(torch.int32, min(number, count + number // most), 4)
     total, first = p.scratch(torch.int32, 4), geometry.TOKEN_COUNTERS + t * down.cluster
-    counters = p.scratch(torch.int32, first + t)
+    counters = p.scratch(torch.int32, first + t + count)
+    nonzeros = counters.part(first + t, first + t + count)
+    limit = tuning.most_of_expert(x.dtype, t, n, w_up is not None, invariant)
+    # of experts whose down product is dense
+    hidden = p.scratch(x.dtype, 0 if limit is None else number, n)
+    z = p.scratch(torch.float32, 0 if limit is None else number, k)
     words = p.scratch(torch.int32, number, geometry.tiles(n) * width)
     spill = p.scratch(x.dtype, number, geometry.tiles(n) * geometry.TILE)
     name, level = tuning.dtype_name(x.dtype), threshold_pair(activation, x.dtype)
     pairs = specs.ExpertPairsSpec(name, ids.dtype == torch.int64)
     p.launch(pairs, ids, x, owners, places, gathered, units, total, counters, count, most, p.multiprocessors)
-    p.launch(specs.ExpertPackSpec(name, most), gathered, w_gate, words, spill, units, total, width, level)
+    of_units = units, total, hidden, nonzeros
+    p.launch(
+        specs.ExpertPackSpec(name, most), gathered, w_gate, words, spill, *of_units, width, level, activation.code()
+    )
+    if limit is not None:
+        p.launch(specs.ExpertDenseSpec(name, most), hidden, w_down, units, total, nonzeros, z, limit)
     (up, up_rows), (second, down_rows) = (None, 0) if w_up is None else _matrix(w_up), _matrix(w_down)
     sums = p.scratch(torch.float32, 2 * helpers, k + 8)
     given = x if w_up is not None else None, words, spill, up, second, y, p.scratch(torch.float32, t), sums
     own, heavy = counters.part(0, first), counters.part(first, first + t)
-    form = up_rows, down_rows, helpers, tuning.light_nonzeros(t), width, activation.code()
-    p.launch(down, *given, own, heavy, owners, places, weights, *form)
+    numbers = limit or 0, up_rows, down_rows, helpers, tuning.light_nonzeros(t), width, activation.code()
+    p.launch(down, *given, own, heavy, owners, places, weights, z, nonzeros, *numbers)
 
 
 def _matrix(weights: View) -> tuple[View, int]:

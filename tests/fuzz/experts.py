@@ -1,0 +1,225 @@
+"""The fuzzer of ``sparse_experts``: ``python -m tests.fuzz.experts --budget-s 60 --ledger a.jsonl``.
+
+A case draws sizes, routes, layouts and options. Half of the cases have small integers, whose sums are exact in fp32,
+so each bit must be right by "row"; the others are real numbers, as close to float64 as dense products are. A call runs
+twice, in memory that holds NaN, and then in a CUDA graph with other tokens and routes. With ``invariant`` some tokens
+run again without the others, and must have the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import twell
+from tests.fuzz.ledger import header
+from tests.fuzz.run import Watchdog, poison
+from twell import testing
+from twell._activation import activation_of
+from twell.testing.experts import Mixture, dense_experts, float64_experts
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+MOST_MISMATCHES = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem and one way to call it. hot: share of the tokens whose first expert is the same one."""
+
+    seed: int
+    number: int
+    t: int
+    k: int
+    n: int
+    experts: int
+    top: int
+    dtype: str
+    exact: bool
+    gated: bool
+    activation: str
+    density: float
+    strategy: str
+    invariant: bool
+    compression: int
+    wide: bool
+    hot: float
+    merged: bool
+    down_rows: bool
+    absent: float
+
+
+def draw(seed: int, number: int, on_gpu: bool) -> Case:
+    """The case of this number."""
+    r = random.Random(f"{seed}:{number}")
+    t = r.choice((0, 1, 1, 2, 3, 7, 8, 9, 16, 31, 33, 64, 65, 100, 128, 256, 300) if on_gpu else (0, 1, 2, 5, 9))
+    k = 8 * r.randint(1, r.choice((8, 16, 64, 336, 512)) if on_gpu else 9)
+    n = 8 * r.randint(1, r.choice((8, 33, 64, 232)) if on_gpu else 40)
+    experts = r.choice((1, 2, 3, 8, 17, 64, 128, 512, 1024) if on_gpu else (1, 2, 5, 9))
+    while experts > 1 and experts * n * k > (1 << 28 if on_gpu else 1 << 16):
+        experts //= 2
+    top = r.choice((1, 2, 3, 6, 8, 22, 32))
+    gated = r.random() < 0.4
+    name = r.choice(("relu", "relu2", "relu2", "fatrelu", *(("drelu",) if gated else ())))
+    invariant = r.random() < 0.25
+    return Case(
+        seed, number, t, k, n, experts, top,
+        r.choice(("bf16", "bf16", "fp16")),
+        exact=r.random() < 0.5,
+        gated=gated,
+        activation=name,
+        density=r.choice((0.02, 0.1, 0.1, 0.3, 1.0)),
+        strategy="row" if invariant else r.choice(("row", "row", "row", "auto", "dense")),
+        invariant=invariant,
+        compression=r.choice((2, 4, 8, 8)),
+        wide=r.random() < 0.5,
+        hot=r.choice((0.0, 0.0, 0.5, 1.0)),
+        merged=gated and r.random() < 0.5,
+        down_rows=r.random() < 0.9,
+        absent=r.choice((0.0, 0.0, 0.1, 1.0)),
+    )  # fmt: skip
+
+
+def build(case: Case, device: torch.device, again: int = 0) -> Mixture:
+    """The operands of a case; ``again`` draws other tokens and routes for the same weights."""
+    weights = torch.Generator(device).manual_seed(hash((case.seed, case.number)) % 2**31)
+    routes = torch.Generator(device).manual_seed(hash((case.seed, case.number, again + 1)) % 2**31)
+    dtype = DTYPES[case.dtype]
+
+    def values(g: torch.Generator, *shape: int, least: int = -2) -> Tensor:
+        if case.exact:
+            return torch.randint(least, 3, shape, generator=g, device=device).to(dtype)
+        return torch.randn(shape, generator=g, device=device).to(dtype)
+
+    e, n, k = case.experts, case.n, case.k
+    # few terms, so that sums of products and their squares stay exact
+    shown = torch.rand(case.t, k, generator=routes, device=device) < (3 / k if case.exact else 1)
+    x = values(routes, case.t, k) * shown
+    # the share of neurons that may fire, with non-negative weights on few of them
+    fires = (torch.rand(e, n, 1, generator=weights, device=device) < case.density).to(dtype)
+    first = values(weights, e, n, k) * fires
+    if not case.exact:
+        first = first * k**-0.5
+    if case.merged:
+        both = torch.cat((first, values(weights, e, n, k, least=-1)), 1)
+        gate, up = both[:, :n], both[:, n:]
+    else:
+        gate, up = first, values(weights, e, n, k, least=-1) if case.gated else first
+    down = values(weights, e, n, k).transpose(1, 2)
+    if not case.down_rows:
+        down = down.contiguous()
+    ids = torch.randint(0, e, (case.t, case.top), generator=routes, device=device)
+    hot = torch.rand(case.t, generator=routes, device=device) < case.hot
+    ids[:, 0] = torch.where(hot, e - 1, ids[:, 0])
+    gone = torch.rand(ids.shape, generator=routes, device=device) < case.absent
+    ids = torch.where(gone, -1, ids)
+    scales = 2.0 ** torch.randint(-1, 2, ids.shape, generator=routes, device=device)
+    return Mixture(x, up, down, ids if case.wide else ids.int(), scales, gate if case.gated else None)
+
+
+def call(case: Case, p: Mixture) -> Tensor:
+    """y of a call as the case asks for it."""
+    threshold = 1.0 if case.activation == "fatrelu" else 0.0
+    options: dict[str, Any] = {"strategy": case.strategy, "compression": case.compression, "invariant": case.invariant}
+    return twell.sparse_experts(**p._asdict(), activation=case.activation, threshold=threshold, **options)
+
+
+def check(case: Case, p: Mixture, y: Tensor) -> str:
+    """What is wrong with y; "" if nothing is."""
+    form: Any = activation_of(case.activation, 1.0 if case.activation == "fatrelu" else 0.0, case.gated)
+    right = float64_experts(p, *form)
+    if not y.numel():
+        return "" if y.shape == right.shape else f"shape {list(y.shape)}"
+    rounded = right.to(y.dtype)
+    if case.exact and case.strategy == "row" and float(right.abs().max()) < 2**24:
+        wrong = (y != rounded) & ~(y.isnan() & rounded.isnan())
+        return f"{int(wrong.sum())} values differ, the first at {wrong.nonzero()[0].tolist()}" if wrong.any() else ""
+    if not bool(rounded.isfinite().all()):
+        return ""
+    dense = testing.errors(dense_experts(p, *form), right)
+    ours = testing.errors(y, right)
+    # of few hidden values, chance decides
+    budget = 1.1 * testing.allowance(case.t * case.top / 16)
+    exact = dense.frobenius < 2**-12 and ours.frobenius < 2**-8
+    return "" if exact or ours.within(dense, budget, 4 * budget) else f"error {ours}, dense {dense}"
+
+
+@torch.no_grad()
+def attempt(case: Case, device: torch.device) -> str:
+    """The verdict on a case: "ok", or what is wrong."""
+    p = build(case, device)
+    poison(device)
+    y = call(case, p)
+    if wrong := check(case, p, y):
+        return wrong
+    poison(device)
+    if not torch.equal(call(case, p).nan_to_num(), y.nan_to_num()):
+        return "a second call has other bits"
+    # products on a CPU have other bits for other numbers of rows
+    if case.invariant and case.t > 1 and device.type == "cuda":
+        some = slice(0, case.t, 3)
+        part = p._replace(x=p.x[some], expert_ids=p.expert_ids[some], weights=p.weights[some])
+        if not torch.equal(call(case, part), y[some]):
+            return "other tokens change the bits of some"
+    if device.type == "cuda" and case.t and case.down_rows and (case.strategy != "dense" or case.dtype == "bf16"):
+        graph, static = testing.captured(lambda: call(case, p))
+        other = build(case, device, 1)
+        for own, new in zip((p.x, p.expert_ids, p.weights), (other.x, other.expert_ids, other.weights)):
+            own.copy_(new)
+        static.fill_(torch.nan)
+        graph.replay()
+        if wrong := check(case, p, static):
+            return f"a graph: {wrong}"
+    return "ok"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fuzz; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget-s", type=float, default=60, help="seconds after which no case begins (%(default)s)")
+    parser.add_argument("--cases", type=int, help="most cases")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ledger", type=Path, help="file that each case is appended to, as a line of JSON")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--limit-s", type=float, default=120, help="seconds after which a case hangs (%(default)s)")
+    parser.add_argument("--replay", metavar="SEED:NUMBER", help="run this one case")
+    arguments = parser.parse_args(argv)
+    device = torch.device(arguments.device)
+    if arguments.replay:
+        case = draw(*map(int, arguments.replay.split(":")), device.type == "cuda")
+        print(case, verdict := attempt(case, device), sep="\n")
+        return int(verdict != "ok")
+    watchdog, found, number, start = Watchdog(arguments.limit_s), 0, 0, time.monotonic()
+    with open(arguments.ledger, "a") if arguments.ledger else contextlib.nullcontext() as ledger:
+        if ledger is not None:
+            print(json.dumps(header(device, vars(arguments))), file=ledger, flush=True)
+        while number != arguments.cases and time.monotonic() - start < arguments.budget_s and found < MOST_MISMATCHES:
+            case = draw(arguments.seed, number, device.type == "cuda")
+            number += 1
+            again = f"python -m tests.fuzz.experts --device {device.type} --replay {case.seed}:{case.number}"
+            with watchdog.over(again):
+                try:
+                    verdict = attempt(case, device)
+                except Exception as error:
+                    # any exception of a legal call is a mismatch
+                    verdict = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            if ledger is not None:
+                print(json.dumps(dataclasses.asdict(case) | {"verdict": verdict}), file=ledger, flush=True)
+            if verdict != "ok":
+                found += 1
+                print(f"WRONG {case}\n  {verdict}\n  {again}", flush=True)
+    print(f"{number} cases in {time.monotonic() - start:.0f} s, {found} mismatches")
+    return int(found > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
