@@ -1,5 +1,7 @@
 """Record inputs and gate weights of a model's feed-forward layers as files for ``testing.load_real``.
 
+Layers of stacked experts become files for ``testing.load_experts``, with all of their weights.
+
 python -m profiling.record MODEL --text FOLDER --layers 3 6 --out RECORDED
 """
 
@@ -10,20 +12,24 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import twell
 from twell import _files, testing, tuning
-from twell.commands import saved_model, sparsity
+from twell.commands import analyze_experts, experts, saved_model, sparsity
+from twell.commands.experts import WatchedExperts
 from twell.commands.request import RequestError, at_least, exit_status
 from twell.commands.saved_model import WatchedLayer
 from twell.commands.sparsity import LayerSparsity, Tally
+from twell.integrations import experts as stacked
 
 DESCRIPTION = """\
 Run a model on text and write the inputs of the chosen feed-forward layers and their gate weights as int8: workloads
 with the pattern of a real model, for `python -m profiling.bench --workload real:FOLDER` and twell.testing.load_real.
+Layers of stacked experts are written with routes and all weights, for twell.testing.load_experts.
 """
 
 # A file must keep the pattern: at most these shares of the non-zeros may be lost or new, or more or fewer in all. With
@@ -51,7 +57,8 @@ class Agreement:
     """Comparison of the pattern of a file, as ``load_real`` reads it, with the model's.
 
     before, after: mean non-zeros per token. lost, added: non-zeros that only the model has, and that only the file has,
-    as shares of the model's. stored: neurons with a gate row in the file. size: bytes.
+    as shares of the model's. stored: neurons with a gate row in the file. size: bytes. Of experts, tokens are pairs of
+    a token and one of its experts.
     """
 
     number: int
@@ -62,6 +69,7 @@ class Agreement:
     added: float
     stored: int
     size: int
+    what: str = "layer"
 
     @property
     def problem(self) -> str:
@@ -81,7 +89,8 @@ class Agreement:
 
     def __str__(self) -> str:
         return (
-            f"layer {self.number}: {self.before:.2f} non-zeros per token in the model, {self.after:.2f} in the file; "
+            f"{self.what} {self.number}: {self.before:.2f} non-zeros per token in the model, {self.after:.2f} in the "
+            f"file; "
             f"{1 - self.lost:.2%} kept, {self.added:.2%} added; {self.stored:,} rows, {self.size / 1e6:.1f} MB"
         )
 
@@ -117,11 +126,7 @@ def quantize(x: Tensor, layer: WatchedLayer) -> Recording:
     """
     fired = torch.cat([pattern for _, pattern in sparsity.patterns(x, layer.linear)])
     weight, bias = layer.linear.weight.float(), layer.linear.bias
-    x_int, x_scale = min(
-        (_round(x.float(), dim) for dim in (0, 1)), key=lambda rounded: _count_changed(rounded, layer, fired)
-    )
-    tokens = _read_back(x_int, x_scale)
-    one = _solve(tokens.double(), torch.ones(len(tokens), dtype=torch.float64, device=x.device)).float()
+    x_int, x_scale, tokens, one = _round_input(x, [(layer.linear, torch.arange(len(x), device=x.device), fired)])
     if bias is not None:
         weight = weight + bias.float()[:, None] * one
     quiet = _quiet_direction(tokens)
@@ -140,6 +145,20 @@ def quantize(x: Tensor, layer: WatchedLayer) -> Recording:
     )
 
 
+# A projection, the indices of its tokens, and the neurons that they fire.
+Fired = tuple[torch.nn.Linear, Tensor, Tensor]
+
+
+def _round_input(x: Tensor, projections: Sequence[Fired]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x as integers and scales, as it will be read, and a direction [K] whose product with each token is about 1."""
+    x_int, x_scale = min(
+        (_round(x.float(), dim) for dim in (0, 1)), key=lambda rounded: _count_changed(rounded, projections)
+    )
+    tokens = _read_back(x_int, x_scale)
+    one = _solve(tokens.double(), torch.ones(len(tokens), dtype=torch.float64, device=x.device)).float()
+    return x_int, x_scale, tokens, one
+
+
 def _round(values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Integers up to 127 as floats, and their scales along ``dim``."""
     largest = values.abs().amax(dim, keepdim=True) if values.numel() else values.new_ones(values.shape[0], 1)
@@ -147,10 +166,14 @@ def _round(values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return (values / scale).round().clamp(-127, 127), scale
 
 
-def _count_changed(rounded: tuple[Tensor, Tensor], layer: WatchedLayer, fired: Tensor) -> int:
-    """Count the gates that change if x is rounded and the weight is the model's."""
-    x = _read_back(*rounded).to(layer.linear.weight.dtype)
-    return sum(int((pattern != fired[rows]).sum()) for rows, pattern in sparsity.patterns(x, layer.linear))
+def _count_changed(rounded: tuple[Tensor, Tensor], projections: Sequence[Fired]) -> int:
+    """Count the gates that change if x is rounded and the weights are the model's."""
+    x = _read_back(*rounded)
+    return sum(
+        int((pattern != fired[rows]).sum())
+        for linear, tokens, fired in projections
+        for rows, pattern in sparsity.patterns(x[tokens].to(linear.weight.dtype), linear)
+    )
 
 
 def _read_back(integers: Tensor, scale: Tensor) -> Tensor:
@@ -261,6 +284,8 @@ def _readme(
     reports: Sequence[LayerSparsity],
 ) -> str:
     """The README.md of the folder."""
+    if not results:
+        return ""
     dtype = tuning.dtype_name(next(loaded.model.parameters()).dtype)
     header = sparsity.figures_header(reports[0].compression)
     k, n = (", ".join(sorted({f"{getattr(r, size):,}" for r in reports})) for size in ("k", "n"))
@@ -268,13 +293,6 @@ def _readme(
     weights = "gate weights"
     if not all(r.gated for r in reports):
         weights += ", or the weights of the up projections that ReLU follows"
-    agreements = [
-        [
-            *(str(a.number), f"{a.before:.2f}", f"{a.after:.2f}", f"{1 - a.lost:.2%}", f"{a.added:.2%}"),
-            *(f"{a.stored:,}", f"{a.size / 1e6:.1f}"),
-        ]
-        for a, _ in results
-    ]
     workloads = " ".join(f"real:FOLDER/{agreement.number}" for agreement, _ in results)
     return f"""\
 # Recorded gate activations
@@ -296,7 +314,7 @@ The files, as `load_real` reads them in bfloat16:
 
 Changes by int8: mean non-zeros per token, and shares of the model's non-zeros.
 
-{_markdown([["layer", "in the model", "in the file", "kept", "added", "rows", "MB"], *agreements])}
+{_changes([agreement for agreement, _ in results])}
 
 The model itself, on the same tokens:
 
@@ -308,9 +326,115 @@ of neurons that this many consecutive tokens fire; hottest: share of the non-zer
 """
 
 
+def _changes(agreements: Sequence[Agreement]) -> str:
+    """The table of what int8 changes."""
+    lines = [
+        [
+            *(str(a.number), f"{a.before:.2f}", f"{a.after:.2f}", f"{1 - a.lost:.2%}", f"{a.added:.2%}"),
+            *(f"{a.stored:,}", f"{a.size / 1e6:.1f}"),
+        ]
+        for a in agreements
+    ]
+    return _markdown([["layer", "in the model", "in the file", "kept", "added", "rows", "MB"], *lines])
+
+
+def _readme_of_experts(
+    loaded: saved_model.Loaded,
+    text: saved_model.Text,
+    agreements: Sequence[Agreement],
+    reports: Sequence[experts.ExpertsSparsity],
+) -> str:
+    """The part of the README.md about layers of experts."""
+    if not agreements:
+        return ""
+    return f"""\
+# Recorded experts
+
+{len(agreements)} of the {len(reports)} layers of stacked experts of `{loaded.folder.absolute().name}`,
+run on {text.tokens:,} tokens of text in {len(text.sequences):,} sequences.
+Written by `python -m profiling.record` of twell {twell.__version__}.
+
+`experts{{L}}.npz` holds what `twell.testing.load_experts` documents: the input, the routes and all weights as int8.
+`twell.sparse_experts(**twell.testing.load_experts(L, FOLDER))` runs it.
+
+Changes by int8: mean non-zeros of a token and one of its experts, and shares of the model's non-zeros.
+
+{_changes(agreements)}
+
+The model itself, on the same tokens, by values after the activation and by routes:
+
+{_markdown([analyze_experts.figures_header(), *map(analyze_experts.figures_cells, reports)])}
+
+zeros: share over all tokens and their experts; least, mean, most: share of an expert with tokens; used: experts with
+tokens; busiest: its tokens, as a multiple of an even share; effective: experts that, with even shares, would have the
+entropy of the routes.
+"""
+
+
 def _markdown(lines: Sequence[Sequence[str]]) -> str:
     header, *rest = lines
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *rest))
+
+
+# Layers of experts
+
+
+@torch.no_grad()
+def write_experts(
+    path: Path, layer: WatchedExperts, x: Tensor, first: Tensor, ids: Tensor, weights: Tensor
+) -> Agreement:
+    """Write a layer of experts, its input x [T, K] and routes [T, k], as ``load_experts`` documents; then check it.
+
+    Rows of the projection before the activation are rounded as by ``quantize``. Raises ValueError as ``check``.
+    """
+    import numpy as np
+
+    projections = []
+    for expert, tokens in experts.of_experts(ids, len(layer.linears)):
+        linear = layer.linears[expert]
+        patterns = [pattern for _, pattern in sparsity.patterns(x[tokens], linear)]
+        projections.append((expert, (linear, tokens, torch.cat(patterns))))
+    x_int, x_scale, read, one = _round_input(x, [each for _, each in projections])
+    fitted = {
+        expert: _fit_rows(read[tokens], linear.weight.float(), fired, one)
+        for expert, (linear, tokens, fired) in projections
+    }
+    gates = [fitted.get(i) or _round(linear.weight.float(), 1) for i, linear in enumerate(layer.linears)]
+    module: Any = layer.module
+    _, w_up = stacked.projections(module)
+    rounded = {"w_gate" if layer.gated else "w_up": gates}
+    if layer.gated:
+        rounded["w_up"] = [_round(weight.float(), 1) for weight in w_up]
+    rounded["w_down"] = [_round(weight.float().t(), 1) for weight in module.down_proj]
+    arrays = {"x": x_int.to(torch.int8), "x_scale": x_scale, "expert_ids": ids.int(), "weights": weights.float()}
+    arrays["first"] = first
+    for name, pairs in rounded.items():
+        arrays[name] = torch.stack([integers.to(torch.int8) for integers, _ in pairs])
+        arrays[f"{name}_scale"] = torch.stack([scale for _, scale in pairs])
+    kept: dict[str, Any] = {name: array.cpu().numpy() for name, array in arrays.items()}
+    np.savez_compressed(path, activation=np.array(layer.activation.name), **kept)
+    stored = testing.load_experts(layer.number, path.parent, device=x.device)
+    lost = added = before = pairs_of_all = 0
+    for expert, (_, tokens, fired) in projections:
+        again = experts.linear_of(stored["w_gate" if layer.gated else "w_up"][expert].float())
+        for rows, pattern in sparsity.patterns(stored["x"][tokens].float(), again):
+            lost += int((fired[rows] & ~pattern).sum())
+            added += int((pattern & ~fired[rows]).sum())
+        before, pairs_of_all = before + int(fired.sum()), pairs_of_all + len(tokens)
+    agreement = Agreement(
+        number=layer.number,
+        tokens=pairs_of_all,
+        before=before / pairs_of_all,
+        after=(before - lost + added) / pairs_of_all,
+        lost=lost / max(before, 1),
+        added=added / max(before, 1),
+        stored=len(layer.linears) * layer.linears[0].out_features,
+        size=path.stat().st_size,
+        what="experts",
+    )
+    if agreement.problem:
+        raise ValueError(f"{layer.name}: int8 does not keep its pattern: {agreement.problem}")
+    return agreement
 
 
 # The command
@@ -344,38 +468,51 @@ def run(arguments: argparse.Namespace) -> int:
     """
     out: Path = arguments.out
     _check_out(out)
-    loaded = saved_model.load(arguments, remedy=saved_model.ACTIVATION_OPTION)
-    if any(layer.activation.threshold for layer in saved_model.layers(loaded.model)):
+    loaded = saved_model.load(arguments, remedy=saved_model.ACTIVATION_OPTION, experts=True)
+    layers, routed = saved_model.layers(loaded.model), experts.layers(loaded.model)
+    activations = [*(each.activation for each in layers), *(each.activation for each in routed)]
+    if any(activation.threshold for activation in activations):
         raise RequestError("MODEL: expected layers that fire above 0, as workloads do, got FATReLU with a threshold")
-    layers = saved_model.layers(loaded.model)
     known = {layer.number: i for i, layer in enumerate(layers)}
+    known_experts = {layer.number: i for i, layer in enumerate(routed)}
     numbers = list(dict.fromkeys(arguments.layers))
-    unknown = [number for number in numbers if number not in known]
+    unknown = [number for number in numbers if number not in known and number not in known_experts]
     if unknown:
-        expected, got = (", ".join(map(str, these)) for these in (known, unknown))
+        every = sorted({*known, *known_experts})
+        expected, got = (", ".join(map(str, these)) for these in (every, unknown))
         raise RequestError(f"--layers: expected some of {expected}, got {got}")
     text = saved_model.read(loaded, arguments, arguments.tokens)
-    inputs: dict[int, list[Tensor]] = {known[number]: [] for number in numbers}
+    inputs: dict[int, list[Tensor]] = {known[number]: [] for number in numbers if number in known}
+    # x and routes
+    routes: dict[int, list[tuple[Tensor, ...]]] = {known_experts[n]: [] for n in numbers if n in known_experts}
     starts: list[Tensor] = []
     tallies = [Tally(layer.linear.out_features, layer.compression, layer.linear.weight.device) for layer in layers]
+    of_experts = [experts.ExpertsTally(layer, max(map(len, text.sequences))) for layer in routed]
 
-    def record_input(i: int, x: Tensor, first: Tensor) -> None:
+    def record_input(i: int, x: Tensor, first: Tensor, *given: Tensor) -> None:
+        if i == 0:
+            starts.append(first)
+        if i >= len(layers):
+            i -= len(layers)
+            of_experts[i].add(x, first, *given)
+            if i in routes:
+                routes[i].append(tuple(t.to("cpu", copy=True) for t in (x, *experts.routes(given))))
+            return
         for rows, pattern in sparsity.patterns(x, layers[i].linear):
             tallies[i].add(pattern, first[rows])
         if i in inputs:
             # a copy: the model may write to its own
             inputs[i].append(x.to("cpu", copy=True))
-        if i == 0:
-            starts.append(first)
 
     batches = saved_model.batches(text.sequences, arguments.batch)
     with saved_model.progress(text.tokens, "record") as done:
-        saved_model.observe(loaded.model, layers, batches, record_input, done)
+        saved_model.observe(loaded.model, [*layers, *routed], batches, record_input, done)
     reports = [tally.report(layer) for tally, layer in zip(tallies, layers, strict=True)]
-    results = []
+    reports_of_experts = [tally.report() for tally in of_experts]
+    results, agreements = [], []
     with _files.replacing(out) as folder:
         folder.mkdir()
-        for number in numbers:
+        for number in filter(known.__contains__, numbers):
             layer = layers[known[number]]
             path = folder / f"layer{number}.npz"
             recording = quantize(torch.cat(inputs[known[number]]).to(layer.linear.weight.device), layer)
@@ -383,8 +520,19 @@ def run(arguments: argparse.Namespace) -> int:
             agreement, report = check(path, recording, torch.cat(starts), layer)
             print(agreement, flush=True)
             results.append((agreement, report))
-        (folder / "README.md").write_text(_readme(loaded, text, results, reports), encoding="utf-8")
-    print(f"{sum(a.size for a, _ in results) / 1e6:.1f} MB in {out.absolute()}; README.md there has the statistics")
+        for number in filter(known_experts.__contains__, numbers):
+            at = routed[known_experts[number]]
+            where = at.linears[0].weight.device
+            x, ids, weights = (torch.cat(parts).to(where) for parts in zip(*routes[known_experts[number]]))
+            agreements.append(write_experts(folder / f"experts{number}.npz", at, x, torch.cat(starts), ids, weights))
+            print(agreements[-1], flush=True)
+        about = (
+            _readme(loaded, text, results, reports),
+            _readme_of_experts(loaded, text, agreements, reports_of_experts),
+        )
+        (folder / "README.md").write_text("\n".join(filter(None, about)), encoding="utf-8")
+    size = sum(agreement.size for agreement in (*agreements, *(a for a, _ in results)))
+    print(f"{size / 1e6:.1f} MB in {out.absolute()}; README.md there has the statistics")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, whatever ends the process that writes them."""
+"""Files and folders that appear whole or not at all, whatever ends the process that writes them; files of a folder."""
 
 from __future__ import annotations
 
@@ -155,3 +155,18 @@ def _remove(path: Path) -> None:
             path.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("%s could not be removed: %s", path, error)
+
+
+_SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
+
+
+def files_below(root: Path, suffix: str) -> Iterator[Path]:
+    """Regular files below `root`, sorted by name, without hidden and installed ones."""
+    for path in sorted(root.iterdir()):
+        if path.name.startswith(".") or path.name in _SKIPPED_FOLDERS:
+            continue
+        if path.is_dir():
+            if not path.is_symlink():
+                yield from files_below(path, suffix)
+        elif path.is_file() and path.name.endswith(suffix):
+            yield path

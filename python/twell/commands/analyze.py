@@ -14,9 +14,9 @@ from typing import Any
 from twell import _files, tuning
 from twell._activation import NAMES_OF_FAMILY
 from twell._runtime import geometry
-from twell.commands import saved_model, sparsity
+from twell.commands import analyze_experts, experts, saved_model, sparsity
 from twell.commands.prediction import HOST_BOUND, PAYS, Call, Forecast, Prediction, Requirement, forecast, requirement
-from twell.commands.request import aligned, as_percent, at_least, pick_device
+from twell.commands.request import aligned, as_percent, at_least, check_file, listed, pick_device
 from twell.commands.sparsity import (
     HEAVY,
     HEAVY_SHARE,
@@ -33,7 +33,8 @@ from twell.strategy.tables import in_use
 DESCRIPTION = """\
 Run a model on text and report for each feed-forward layer its sparsity, the best strategy by measured kernel times and
 the speed-up to expect. The last line is the verdict: whether twell pays, on which GPU and for how many tokens, from
-which figures. For a model with SiLU or GELU, which make no zeros, it says what it would take.
+which figures. Experts stacked in one tensor have figures and a verdict of their own, for decoding. For a model with
+SiLU or GELU, which make no zeros, it says what it would take.
 """
 
 COLUMNS = {
@@ -68,7 +69,7 @@ COLUMNS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
-    saved_model.add_arguments(parser, tokens=65536)
+    saved_model.add_arguments(parser, tokens=65536, shorter=f"; of stacked experts 1 / {experts.STEPS[-1]} of --tokens")
     add = parser.add_argument
     add(
         "--compression",
@@ -96,15 +97,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="draw a chart, PNG or SVG by suffix; needs matplotlib")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     width = max(map(len, COLUMNS))
-    parser.epilog = "columns of the CSV, shares from 0 to 1:\n" + "\n".join(
-        f"  {name:<{width}}  {meaning}" for name, meaning in COLUMNS.items()
+    parts = {
+        "columns of the CSV, shares from 0 to 1:": COLUMNS,
+        "of layers of experts, which have those to n, tokens and mean, of a token and one of its experts, and": (
+            analyze_experts.COLUMNS
+        ),
+    }
+    parser.epilog = "\n".join(
+        line
+        for title, columns in parts.items()
+        for line in (title, *(f"  {name:<{width}}  {meaning}" for name, meaning in columns.items()))
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and print. Raises RequestError before the model runs if the request cannot be met."""
-    saved_model.check_file("--csv", arguments.csv, (".csv",))
-    saved_model.check_file("--plot", arguments.plot, (".png", ".svg"))
+    check_file("--csv", arguments.csv, (".csv",))
+    check_file("--plot", arguments.plot, (".png", ".svg"))
     if arguments.plot is not None:
         from twell.commands import analyze_plots
 
@@ -112,49 +121,68 @@ def run(arguments: argparse.Namespace) -> int:
     calls = [Call(m, False) for m in dict.fromkeys(arguments.tokens_per_call)]
     calls += [Call(m, True) for m in dict.fromkeys(arguments.training_tokens)]
     try:
-        loaded = saved_model.load(arguments, arguments.compression, saved_model.ACTIVATION_OPTION)
+        loaded = saved_model.load(arguments, arguments.compression, saved_model.ACTIVATION_OPTION, True)
     except saved_model.WithoutZeros as model:
         table = in_use(pick_device(arguments.device))
-        needed = requirement(model.shapes, calls, table)
         wanted = {"CSV": arguments.csv, "chart": arguments.plot}
         nothing = [f"No {what}: there are no zeros" for what, path in wanted.items() if path is not None]
-        *lines, last = without_zeros(model, needed)
+        *lines, last = without_zeros(model, requirement(model.shapes, calls, table) if model.shapes else None)
         print(*lines, *nothing, last, sep="\n")
         return 0
-    layers = saved_model.layers(loaded.model)
-    text = saved_model.read(loaded, arguments, LEAST_TOKENS)
+    layers, routed = saved_model.layers(loaded.model), experts.layers(loaded.model)
+    text = saved_model.read(loaded, arguments, LEAST_TOKENS, experts.STEPS[-1] if routed else 1)
+    tallies = [experts.ExpertsTally(each, max(map(len, text.sequences))) for each in routed]
     batches = saved_model.batches(text.sequences, arguments.batch)
     table = in_use(next(loaded.model.parameters()).device)
     with saved_model.progress(text.tokens, "analyze") as done:
-        reports = sparsity.analyze(loaded.model, batches, layers, done)
-    expected = forecast(reports, calls, table)
-    header = list(_header(loaded, reports, text))
-    last = verdict(reports, expected, text.tokens, loaded.was)
-    print(*header, "", *_tables(reports, expected), "", *_summary(reports, expected), sep="\n")
+        reports = sparsity.analyze(loaded.model, batches, layers, done, {t.watched: t.add for t in tallies})
+    of_experts = [tally.report() for tally in tallies]
+    header = list(_header(loaded, reports, of_experts, text))
+    print(*header, sep="\n")
+    written = analyze_experts.rows(of_experts)
+    verdicts: list[str] = []
+    if reports:
+        expected = forecast(reports, calls, table)
+        print("", *_tables(reports, expected), "", *_summary(reports, expected), sep="\n")
+        written = [*rows(reports, expected.layers), *written]
+        verdicts.append(verdict(reports, expected, text.tokens, loaded.was))
+    if of_experts:
+        print("", *analyze_experts.tables(of_experts), "", sep="\n")
+        verdicts.append(analyze_experts.verdict(of_experts, text.tokens))
     if arguments.csv is not None:
-        written = rows(reports, expected.layers)
         write_csv(arguments.csv, written)
         print(f"CSV: {arguments.csv.absolute()}")
-    if arguments.plot is not None:
+    if arguments.plot is not None and reports:
         analyze_plots.save(arguments.plot, reports, expected.layers, "\n".join(header))
         print(f"Chart: {arguments.plot.absolute()}")
-    print(last)
+    elif arguments.plot is not None:
+        print("No chart: it shows layers without experts")
+    print(*verdicts, sep="\n")
     return 0
 
 
 # The report
 
 
-def _header(loaded: saved_model.Loaded, reports: Sequence[LayerSparsity], text: saved_model.Text) -> Iterator[str]:
+def _header(
+    loaded: saved_model.Loaded,
+    reports: Sequence[LayerSparsity],
+    of_experts: Sequence[experts.ExpertsSparsity],
+    text: saved_model.Text,
+) -> Iterator[str]:
     parameter = next(loaded.model.parameters())
     where = f"{parameter.device}, {tuning.dtype_name(parameter.dtype)}"
-    yield f"{loaded.folder.absolute().name}: {len(reports)} {_kinds(reports)} FFN layers; {where}"
+    kinds = f"{len(reports)} {_kinds(reports)} FFN layers; " if reports else ""
+    yield f"{loaded.folder.absolute().name}: {kinds}{where}"
     shapes: dict[tuple[bool, int, int], list[int]] = {}
     for report in reports:
         shapes.setdefault((report.gated, report.k, report.n), []).append(report.number)
     for (gated, k, n), numbers in shapes.items():
         these = f"layers {', '.join(map(str, numbers))}: " if len(shapes) > 1 else ""
         yield f"{these}{'gated' if gated else 'non-gated'}, K = {k:,}, N = {n:,}"
+    yield from analyze_experts.header(of_experts)
+    if loaded.left:
+        yield f"{loaded.left[0].upper()}{loaded.left[1:]}"
     if loaded.was:
         new = _kinds(reports)
         yield f"{new} in place of {loaded.was}, its activation in training: figures before any training with {new}"
@@ -245,9 +273,9 @@ def verdict(reports: Sequence[LayerSparsity], expected: Forecast, tokens: int, w
     source = f"{known.holds}; {source}"
     far = _DOUBT if known.far else ""
     if not paying:
-        return f"Verdict: {far}twell does not pay on {known.gpu} for {_listed(others, 'or')}; {source}"
-    rest = f", not for {_listed(others, 'or')}" if others else ""
-    return f"Verdict: {far}twell pays on {known.gpu} for the FFNs with {_listed(paying, 'and')}{rest}; {source}"
+        return f"Verdict: {far}twell does not pay on {known.gpu} for {listed(others, 'or')}; {source}"
+    rest = f", not for {listed(others, 'or')}" if others else ""
+    return f"Verdict: {far}twell pays on {known.gpu} for the FFNs with {listed(paying, 'and')}{rest}; {source}"
 
 
 def _in_graphs(call: Call) -> str:
@@ -255,13 +283,13 @@ def _in_graphs(call: Call) -> str:
     return f"{call}{' in CUDA graphs' if call.tokens <= HOST_BOUND else ''}"
 
 
-def _listed(parts: Sequence[str], word: str) -> str:
-    """Parts as "a, b and c"."""
-    return f" {word} ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
-
-
-def without_zeros(model: saved_model.WithoutZeros, needed: Requirement) -> Iterator[str]:
+def without_zeros(model: saved_model.WithoutZeros, needed: Requirement | None) -> Iterator[str]:
     """What a model would need whose activation makes no zeros; the last line is the verdict."""
+    if model.left:
+        yield f"{model.folder.absolute().name}: {model.left}"
+    if needed is None:
+        yield "Verdict: twell does not pay, as it computes no layer of the model"
+        return
     known = needed.basis
     yield f"{model.folder.absolute().name}: {len(model.shapes)} FFN layers with {model.was}, which makes no zeros"
     yield "To gain, it takes FATReLU, ReLU, squared ReLU or dReLU in its place and training until tokens have at most"
@@ -285,7 +313,7 @@ def without_zeros(model: saved_model.WithoutZeros, needed: Requirement) -> Itera
         for call, most in zip(needed.calls, needed.limits[known.most_work], strict=True)
         if most
     ]
-    what = f"it would, trained to non-zeros per token of at most {_listed(needs, 'and')}" if needs else "at no sparsity"
+    what = f"it would, trained to non-zeros per token of at most {listed(needs, 'and')}" if needs else "at no sparsity"
     if len(needed.limits) > 1:
         kind = "gated" if gated else "non-gated"
         what += f", in the {kind} layers with K = {k:,}, N = {n:,}, which have most of the work"
@@ -322,8 +350,8 @@ def rows(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Predic
 
 
 def write_csv(path: Path, table: Sequence[dict[str, Any]]) -> None:
-    """Write rows of the same columns, at least one."""
+    """Write rows, at least one; a column that a row does not have stays empty in it."""
     with _files.replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(table[0]))
+        writer = csv.DictWriter(file, list(dict.fromkeys(column for row in table for column in row)))
         writer.writeheader()
         writer.writerows(table)

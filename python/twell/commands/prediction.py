@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from twell._runtime import geometry
-from twell.commands.saved_model import counted
+from twell.commands.request import counted
 from twell.commands.sparsity import LayerSparsity
 from twell.strategy import costs
 from twell.strategy.plan import Facts, unpackable

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -110,6 +111,29 @@ def as_percent(value: float | None) -> str:
         return "0"
     percent = 100 * value
     return "< 0.01 %" if percent < 0.01 else f"{percent:.{2 if percent < 0.995 else 1 if percent < 99.95 else 0}f} %"
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, as "1 file" or "2,048 tokens"."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def listed(parts: Sequence[str], word: str) -> str:
+    """Parts as "a, b and c"."""
+    return f" {word} ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
+def check_file(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
+    """Raise RequestError unless ``path`` is None or a file with one of the suffixes can be written there."""
+    if path is None:
+        return
+    if path.suffix.lower() not in suffixes:
+        raise RequestError(f"{option}: expected a path that ends in {' or '.join(suffixes)}, got {str(path)!r}")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise RequestError(f"{option}: expected an existing folder to write to, got {str(folder)!r}")
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise RequestError(f"{option}: expected a file that can be written, got {str(path)!r}")
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:

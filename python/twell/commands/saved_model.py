@@ -6,7 +6,6 @@ Shared by ``twell analyze`` and ``profiling.record``. Needs the extra ``hf``.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +20,9 @@ from torch import Tensor, nn
 from twell import _configuration, _sparsify
 from twell._activation import NAMES_OF_FAMILY, RELU, Activation, activation_of
 from twell._compaction import gate_of
+from twell._files import files_below
 from twell._runtime.log import logger
-from twell.commands.request import DEVICE_HELP, RequestError, at_least, pick_device
+from twell.commands.request import DEVICE_HELP, RequestError, at_least, counted, pick_device
 from twell.integrations import layouts, vllm
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -53,16 +53,22 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class WatchedLayer:
-    """A feed-forward layer that fires where ``linear(x)`` is above the threshold of its activation.
-
-    number: its index in the model's stack. module: the module that is called with x as first argument. linear: only its
-    weight and bias count; its call may do something else. gated: whether it has an up projection beside.
-    """
+class Watched:
+    """A module that is called with x as first argument. number: its index in the model's stack."""
 
     name: str
     number: int
     module: nn.Module
+
+
+@dataclass(frozen=True, eq=False)
+class WatchedLayer(Watched):
+    """A feed-forward layer that fires where ``linear(x)`` is above the threshold of its activation.
+
+    linear: only its weight and bias count; its call may do something else. gated: whether it has an up projection
+    beside.
+    """
+
     linear: nn.Linear
     gated: bool
     compression: int
@@ -70,26 +76,31 @@ class WatchedLayer:
 
 
 class WithoutZeros(RequestError):
-    """A model whose activation makes no zeros.
+    """A model whose activation makes no zeros, or with experts alone that twell does not compute.
 
-    folder: of the model. was: the activation, in words. shapes: (gated, K, N) of each layer.
+    folder: of the model. was: the activation, in words. shapes: (gated, K, N) of each layer; none of experts alone.
+    left: as in ``Loaded``.
     """
 
-    def __init__(self, message: str, folder: Path, was: str, shapes: list[tuple[bool, int, int]]) -> None:
+    def __init__(
+        self, message: str, folder: Path, was: str, shapes: list[tuple[bool, int, int]], left: str = ""
+    ) -> None:
         super().__init__(message)
-        self.folder, self.was, self.shapes = folder, was, shapes
+        self.folder, self.was, self.shapes, self.left = folder, was, shapes, left
 
 
 class Loaded(NamedTuple):
     """A model in evaluation mode whose FFNs are twell layers, its tokenizer, and the folder of both.
 
-    was: the activations that ReLU has replaced, in words; "" for a ReLU model.
+    was: the activations that ReLU has replaced, in words; "" for a ReLU model. left: the experts that twell does not
+    compute, and why; "" if there are none.
     """
 
     model: nn.Module
     tokenizer: Any
     folder: Path
     was: str
+    left: str = ""
 
 
 class Text(NamedTuple):
@@ -108,19 +119,21 @@ class Text(NamedTuple):
         return f"{counted(self.tokens, 'token')} of {counted(self.files, 'file')}, {sequences}"
 
 
-def counted(number: int, what: str) -> str:
-    """A number of things, as "1 file" or "2,048 tokens"."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
-
-
 def add_arguments(
-    parser: argparse.ArgumentParser, tokens: int, *, sequence: int | None = None, batch: int = 4, served: bool = False
+    parser: argparse.ArgumentParser,
+    tokens: int,
+    *,
+    sequence: int | None = None,
+    batch: int = 4,
+    served: bool = False,
+    shorter: str = "",
 ) -> None:
     """Add the arguments of ``load``, ``read`` and ``batches``, with the defaults of some.
 
-    ``served``: the model is one that a server takes as it is, and the text may be missing.
+    ``served``: the model is one that a server takes as it is, and the text may be missing. ``shorter``: when the
+    command reads shorter sequences by default.
     """
-    longest = f"{_SEQUENCE}, or the model's limit if it is lower"
+    longest = f"{_SEQUENCE}, or the model's limit if it is lower{shorter}"
     add = parser.add_argument
     add(
         "model",
@@ -162,12 +175,14 @@ def load(
     arguments: argparse.Namespace,
     compression: int | None = None,
     remedy: str = "No option does that here: train the model; `twell analyze` says how sparse it must become",
+    experts: bool = False,
 ) -> Loaded:
     """Load the model and tokenizer of ``arguments`` onto their device.
 
     The FFNs run as dense PyTorch, which takes any device and dtype; their gates are the same. ``remedy`` is what the
-    command advises for another activation. Raises RequestError if the model cannot be loaded or has no FFN of the ReLU
-    family, WithoutZeros if another activation is the only reason, ImportError without transformers.
+    command advises for another activation, and ``experts`` whether it takes a model with stacked experts alone. Raises
+    RequestError if the model cannot be loaded or has no FFN of the ReLU family, WithoutZeros if another activation is
+    the only reason, ImportError without transformers.
     """
     folder = local(arguments.model)
     content = configuration(folder)
@@ -180,23 +195,28 @@ def load(
     with _hf():
         from transformers import AutoTokenizer
 
+        from twell.integrations import experts as stacked
         from twell.integrations import transformers as integration
     _require_causal(folder, content)
     with _reading(folder, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     with _reading(folder, "a model"):
         model = _load(folder, arguments.dtype, content)
+    left = stacked.left(model)
+    served = [each for _, each in stacked.found(model)]
     try:
         was = ""
         if not _sparsify.layers(model):
             if arguments.activation is not None:
-                was = _replaced(_sparsify.plan(model, None, arguments.activation, "dense"))
+                was = _replaced(_sparsify.plan(model, None, arguments.activation, "dense", served=served))
             integration.sparsify(model, activation=arguments.activation, strategy="dense")
         elif arguments.activation is not None:
             own = {layer.activation for layer in _sparsify.layers(model).values()} - {arguments.activation}
             was = " and ".join(sorted(NAMES_OF_FAMILY[name] for name in own))
             integration.with_activation(model, Activation(arguments.activation))
     except (ValueError, TypeError) as error:
+        if left and "stacked in one tensor" in str(error):
+            raise WithoutZeros(f"MODEL: {left}", folder, "", [], left) from error
         if 'pass activation="relu"' not in str(error):
             raise RequestError(f"MODEL: {error}") from error
         message = f"MODEL: {error}. {remedy}"
@@ -204,12 +224,14 @@ def load(
             planned = _sparsify.plan(model, None, "relu", "dense")
         except (ValueError, TypeError):
             raise RequestError(message) from error
-        raise WithoutZeros(message, folder, _replaced(planned), [c.shape for c in planned.candidates]) from error
+        raise WithoutZeros(message, folder, _replaced(planned), [c.shape for c in planned.candidates], left) from error
+    if not experts and not _sparsify.layers(model):
+        raise RequestError("MODEL: expected layers besides experts stacked in one tensor, got such experts alone")
     for layer in _sparsify.layers(model).values():
         layer.strategy = "dense"
         if compression is not None:
             layer.compression = compression
-    return Loaded(model.to(device).eval(), tokenizer, folder, was)
+    return Loaded(model.to(device).eval(), tokenizer, folder, was, left)
 
 
 def _replaced(planned: _sparsify.Plan) -> str:
@@ -349,10 +371,13 @@ def layers(model: nn.Module) -> list[WatchedLayer]:
     Their numbers come from their names ("model.layers.3.mlp" is 3), or count from 0 if names do not distinguish them.
     """
     found = _sparsify.layers(model)
-    numbers = [next((int(part) for part in name.split(".") if part.isdecimal()), -1) for name in found]
-    if len(set(numbers)) < len(numbers) or -1 in numbers:
-        numbers = list(range(len(found)))
-    return [_layer(name, number, module) for (name, module), number in zip(found.items(), numbers)]
+    return [_layer(name, number, module) for (name, module), number in zip(found.items(), numbers(found))]
+
+
+def numbers(names: Iterable[str]) -> list[int]:
+    """The numbers of layers with these names."""
+    found = [next((int(part) for part in name.split(".") if part.isdecimal()), -1) for name in names]
+    return list(range(len(found))) if len(set(found)) < len(found) or -1 in found else found
 
 
 def _layer(name: str, number: int, module: SparseGatedMLP | SparseMLP) -> WatchedLayer:
@@ -369,8 +394,8 @@ def _hf() -> Iterator[None]:
         raise ImportError(f"{error}. Reading models needs transformers: pip install 'twell[hf]'") from error
 
 
-def read(loaded: Loaded, arguments: argparse.Namespace, least: int) -> Text:
-    """Read the first ``--tokens`` of the text as sequences.
+def read(loaded: Loaded, arguments: argparse.Namespace, least: int, many: int = 1) -> Text:
+    """Read the first ``--tokens`` of the text as sequences, by default as so many or more.
 
     Documents follow each other with the special tokens that the tokenizer adds; if it begins texts with its BOS token,
     so does every sequence. Raises RequestError if a path is no text or there are fewer than ``least`` tokens.
@@ -378,7 +403,7 @@ def read(loaded: Loaded, arguments: argparse.Namespace, least: int) -> Text:
     config: Any = loaded.model.config
     tokenizer = loaded.tokenizer
     longest = getattr(config, "max_position_embeddings", None) or _SEQUENCE
-    length: int = arguments.sequence or min(_SEQUENCE, longest)
+    length: int = arguments.sequence or min(_SEQUENCE, longest, max(2, arguments.tokens // many))
     if length > longest:
         raise RequestError(f"--sequence: expected at most the {longest} positions of the model, got {length}")
     if arguments.tokens < least:
@@ -506,22 +531,23 @@ def progress(tokens: int, what: str) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-OnInput = Callable[[int, Tensor, Tensor], None]
+OnInput = Callable[..., object]
 
 
 @torch.inference_mode()
 def observe(
     model: nn.Module,
-    watched: Sequence[WatchedLayer],
+    watched: Sequence[Watched],
     token_batches: Iterable[Batch],
     on_input: OnInput,
     done: Callable[[int], object] | None = None,
 ) -> int:
     """Run ``model`` on the batches and call ``on_input(i, x, first)`` with the input of ``watched[i]``, at every call.
 
-    x [tokens, K] has no padding; ``first``, bool [tokens], marks the first token of each sequence. ``done`` is called
-    with the number of tokens of each batch. Returns the number of tokens. Raises ValueError if x is not finite, or does
-    not hold the tokens of the batch, as in a layer of experts.
+    x [tokens, K] has no padding; ``first``, bool [tokens], marks the first token of each sequence. Other tensors with
+    which a module is called, such as the routes of experts, follow likewise. ``done`` is called with the number of
+    tokens of each batch. Returns the number of tokens. Raises ValueError if x is not finite, or does not hold the
+    tokens of the batch, as in an expert that is a module.
     """
     # the body of a causal model alone: logits of all tokens would be its largest tensor by far
     body = getattr(model, "base_model", None)
@@ -532,14 +558,13 @@ def observe(
 
     def hook(i: int) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x: Tensor = args[0] if args else next(iter(kwargs.values()))
-            x = x.reshape(-1, x.shape[-1])
-            if len(x) != len(first):
-                raise ValueError(f"{watched[i].name}: expected the batch's {len(first)} tokens, got {len(x)}")
-            x, starts = (x, first) if present is None else (x[present], first[present])
+            given = [t.reshape(-1, t.shape[-1]) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            if len(given[0]) != len(first):
+                raise ValueError(f"{watched[i].name}: expected the batch's {len(first)} tokens, got {len(given[0])}")
+            x, starts, *others = (t if present is None else t[present] for t in (given[0], first, *given[1:]))
             if not bool(x.isfinite().all()):
                 raise ValueError(f"{watched[i].name}: its input is not finite in {x.dtype}; another --dtype may help")
-            on_input(i, x, starts.to(x.device))
+            on_input(i, x, starts.to(x.device), *others)
 
         return before
 
@@ -560,31 +585,3 @@ def observe(
         for handle in handles:
             handle.remove()
     return total
-
-
-def check_file(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
-    """Raise RequestError unless ``path`` is None or a file with one of the suffixes can be written there."""
-    if path is None:
-        return
-    if path.suffix.lower() not in suffixes:
-        raise RequestError(f"{option}: expected a path that ends in {' or '.join(suffixes)}, got {str(path)!r}")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise RequestError(f"{option}: expected an existing folder to write to, got {str(folder)!r}")
-    if path.is_dir() or not os.access(folder, os.W_OK):
-        raise RequestError(f"{option}: expected a file that can be written, got {str(path)!r}")
-
-
-_SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
-
-
-def files_below(root: Path, suffix: str) -> Iterator[Path]:
-    """Regular files below `root`, sorted by name, without hidden and installed ones."""
-    for path in sorted(root.iterdir()):
-        if path.name.startswith(".") or path.name in _SKIPPED_FOLDERS:
-            continue
-        if path.is_dir():
-            if not path.is_symlink():
-                yield from files_below(path, suffix)
-        elif path.is_file() and path.name.endswith(suffix):
-            yield path

@@ -19,7 +19,7 @@ from twell import _configuration, _files
 from twell._activation import NAMES_OF_FAMILY, activation_of
 from twell._runtime import geometry
 from twell.commands import prediction, saved_model, sparsity
-from twell.commands.request import RequestError, aligned, as_percent, at_least, number_above, pick_device
+from twell.commands.request import RequestError, aligned, as_percent, at_least, check_file, number_above, pick_device
 from twell.integrations import layouts, vllm
 from twell.strategy.costs import ASSUMED_DENSITY, Figures, Problem, captured, decide, guarded_share, nearest
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, unpackable
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and print. Raises RequestError before the model runs if the request cannot be met."""
     folder = saved_model.local(arguments.model)
-    saved_model.check_file("--json", arguments.json, (".json",))
+    check_file("--json", arguments.json, (".json",))
     if arguments.json is not None and arguments.json.is_file() and folder.resolve() in arguments.json.resolve().parents:
         raise RequestError(f"--json: expected a new file or one outside of the model, got {str(arguments.json)!r}")
     if arguments.save and arguments.text is None:

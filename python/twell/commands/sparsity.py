@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from twell._activation import RELU, Activation
 from twell._runtime import geometry, specs
 from twell.commands import saved_model
 from twell.commands.request import as_percent
-from twell.commands.saved_model import Batch, WatchedLayer
+from twell.commands.saved_model import Batch, Watched, WatchedLayer
 from twell.ops import screened
 from twell.strategy.costs import Figures
 from twell.strategy.plan import PACKED_DTYPES
@@ -183,24 +184,30 @@ def analyze(
     token_batches: Iterable[Batch],
     layers: Sequence[WatchedLayer] | None = None,
     done: Callable[[int], object] | None = None,
+    others: Mapping[Watched, Callable[..., object]] = MappingProxyType({}),
 ) -> list[LayerSparsity]:
     """Report the sparsity of ``layers``, by default all twell layers of ``model``, on the text of ``token_batches``.
 
     The model should be in evaluation mode and stays as it is. ``done`` is called with the number of tokens of each
-    batch. Raises ValueError without layers or tokens, or if a layer's input is not finite.
+    batch, and the functions of ``others`` with the inputs of other modules, as by ``saved_model.observe``. Raises
+    ValueError without layers or tokens, or if a layer's input is not finite.
     """
-    watched = saved_model.layers(model) if layers is None else layers
-    tallies = [Tally(layer.linear.out_features, layer.compression, layer.linear.weight.device) for layer in watched]
+    layers = saved_model.layers(model) if layers is None else layers
+    watched: list[Watched] = [*layers, *others]
+    tallies = [Tally(layer.linear.out_features, layer.compression, layer.linear.weight.device) for layer in layers]
 
-    def tally(i: int, x: Tensor, first: Tensor) -> None:
-        tallies[i].screen(x, watched[i].linear, watched[i].activation)
-        for rows, pattern in patterns(x, watched[i].linear, watched[i].activation):
+    def tally(i: int, x: Tensor, first: Tensor, *routes: Tensor) -> None:
+        if i >= len(layers):
+            others[watched[i]](x, first, *routes)
+            return
+        tallies[i].screen(x, layers[i].linear, layers[i].activation)
+        for rows, pattern in patterns(x, layers[i].linear, layers[i].activation):
             tallies[i].add(pattern, first[rows])
 
     seen = saved_model.observe(model, watched, token_batches, tally, done)
     if not watched or not seen:
         raise ValueError(f"analyze: expected layers and tokens, got {len(watched)} layers and {seen} tokens")
-    return [tally.report(layer) for tally, layer in zip(tallies, watched, strict=True)]
+    return [tally.report(layer) for tally, layer in zip(tallies, layers, strict=True)]
 
 
 def figures_header(compression: int) -> list[str]:

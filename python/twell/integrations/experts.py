@@ -79,13 +79,25 @@ def forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
         warn_once(f"{type(experts).__name__} run as without twell: {reason}")
         others: Callable[..., Tensor] = moe.ALL_EXPERTS_FUNCTIONS[_OTHERS]
         return others(experts, hidden_states, top_k_index, top_k_weights)
-    w_gate, w_up = experts.gate_up_proj.chunk(2, 1) if experts.has_gate else (None, experts.up_proj)
+    w_gate, w_up = projections(experts)
     if experts._is_expert_parallel:
         # those of other ranks
         top_k_index = torch.where(top_k_index < experts.num_experts, top_k_index, -1)
     _, activation, strategy, compression = experts.__dict__["_twell"]
     options = {"strategy": strategy, "compression": compression, **activation.options()}
     return sparse_experts(hidden_states, w_up, experts.down_proj, top_k_index, top_k_weights, w_gate=w_gate, **options)
+
+
+def projections(experts: Any) -> tuple[Tensor | None, Tensor]:
+    """The gate and up projections [E, N, K] of experts that twell computes; without a gate the first is None."""
+    return experts.gate_up_proj.chunk(2, 1) if experts.has_gate else (None, experts.up_proj)
+
+
+def activation(experts: Any) -> Activation:
+    """The activation of experts that twell computes."""
+    found = _settings(experts).activation
+    assert found is not None
+    return found
 
 
 @_modes.constant
@@ -102,6 +114,19 @@ def found(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if is_experts(module) and not why_not(module):
             yield name, module
+
+
+def left(model: nn.Module) -> str:
+    """Which experts in ``model`` twell does not compute, and why; "" if there are none."""
+    reasons: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if is_experts(module) and (reason := why_not(module)):
+            reasons.setdefault(reason, []).append(f"{name} ({type(module).__name__})")
+    return "; ".join(
+        f"experts that twell does not compute: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: "
+        f"{reason}"
+        for reason, names in reasons.items()
+    )
 
 
 def serve(model: Any, experts: list[Any], strategy: str, compression: int) -> None:

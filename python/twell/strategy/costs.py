@@ -198,19 +198,32 @@ def worth_screening(problem: Problem, figures: Figures | None, table: Table | No
     return SCREENED in predicted and predicted[SCREENED] <= min(predicted.values())
 
 
-# Layers of experts: bytes of weights per second of grouped products (torch's on an H200, 128 experts of 1,856 x 2,688,
+# Layers of experts: bytes of weights per second of grouped products (torch's on this GPU, 128 experts of this K and N,
 # 64 to 256 tokens), of the gate GEMM and of rows, and the share of neurons that is taken to fire.
+EXPERTS_GPU, EXPERTS_MEASURED = "NVIDIA H200", (2688, 1856)
 _GROUPED_BYTES, _EXPERT_BYTES, _ROW_BYTES, _EXPERTS_FIRE = 2.9e12, 3.5e12, 4.2e12, 0.1
 
 
 def experts_by_row(t: int, count: int, n: int, k: int, top: int, gated: bool) -> bool:
     """Whether ``t`` tokens of ``count`` experts, ``top`` for each, are faster by "row" than by grouped products."""
-    pairs, products, weights = t * top, 3 if gated else 2, 2 * n * k
     # of routes that are drawn evenly
-    touched = count * (1 - (1 - 1 / count) ** pairs) * weights
-    dense = products * max(touched / _GROUPED_BYTES, pairs * weights / _DENSE_FLOP)
-    rows = (products - 1) * pairs * _EXPERTS_FIRE * weights / _ROW_BYTES
-    return max(touched / _EXPERT_BYTES, pairs * weights / _DENSE_FLOP) + rows < dense
+    touched = count * (1 - (1 - 1 / count) ** (t * top))
+    seconds = experts_seconds(t, top, touched, _EXPERTS_FIRE * n, n, k, gated)
+    return seconds["row"] < seconds["dense"]
+
+
+def experts_seconds(t: int, top: int, touched: float, nonzeros: float, n: int, k: int, gated: bool) -> dict[str, float]:
+    """Predicted seconds of a layer of experts by "row" and, by grouped products of PyTorch, "dense".
+
+    ``t`` tokens have ``top`` experts each, ``touched`` in all, and ``nonzeros`` of an expert's ``n`` neurons per token.
+    """
+    pairs, products, weights = t * top, 3 if gated else 2, 2 * n * k
+    flop = pairs * weights / _DENSE_FLOP
+    rows = (products - 1) * pairs * nonzeros * 2 * k / _ROW_BYTES
+    return {
+        "row": max(touched * weights / _EXPERT_BYTES, flop) + rows,
+        "dense": products * max(touched * weights / _GROUPED_BYTES, flop),
+    }
 
 
 def waits_for_host(problem: Problem) -> bool:

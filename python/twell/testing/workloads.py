@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -200,6 +200,31 @@ def load_real(
     w_up, w_down = normal(n, k) / math.sqrt(k), normal(n, k) / math.sqrt(n)
     x = x.repeat(math.ceil(m / x.shape[0]), 1)[:m]
     return FFN(*(t.to(device, dtype) for t in (x, w_gate, w_up, w_down)))
+
+
+def load_experts(
+    layer: int, folder: Path | str, *, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """Read ``folder/experts{layer}.npz``, a recorded layer of experts: the arguments of ``twell.sparse_experts``.
+
+    The file holds ``x`` int8 [T, K] and ``x_scale`` [T, 1] or [1, K]; ``expert_ids`` int32 and ``weights`` float32
+    [T, k], the routes; ``w_up``, ``w_down`` and, with a gate, ``w_gate``, int8 [E, N, K], each with a scale [E, N, 1]
+    such as ``w_up_scale``; the name of the ``activation``; and ``first``, bool [T], true where a sequence begins.
+    ``w_down`` is returned as the view [E, K, N], which kernels read in place. Needs numpy. Raises FileNotFoundError if
+    the layer is not in the folder.
+    """
+    import numpy as np
+
+    with np.load(Path(folder) / f"experts{layer}.npz") as arrays:
+        scaled = {name: (arrays[name], arrays[f"{name}_scale"]) for name in arrays.files if f"{name}_scale" in arrays}
+        routes = {name: torch.from_numpy(arrays[name]).to(device) for name in ("expert_ids", "weights")}
+        activation = str(arrays["activation"])
+    problem = {
+        name: (torch.from_numpy(integers).to(device).float() * torch.from_numpy(scale).to(device)).to(dtype)
+        for name, (integers, scale) in scaled.items()
+    }
+    problem["w_down"] = problem["w_down"].transpose(1, 2)
+    return {**problem, **routes, "activation": activation}
 
 
 def load(

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from twell._files import files_below
 from twell.commands.request import RequestError
-from twell.commands.saved_model import files_below
 
 HELD_BACK_SHARE = 0.1
 MAX_BYTES = 64 << 20

@@ -1,0 +1,263 @@
+"""``twell analyze`` on stacked experts: figures against plain loops, the verdict against the costs, refusals."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+pytest.importorskip("transformers.integrations.moe")
+
+import saved_models
+import transformers
+from saved_models import run
+from test_experts_transformers import model
+
+import twell
+from profiling import record
+from twell import testing
+from twell.commands import analyze, analyze_experts, experts, serve_check
+from twell.commands.experts import STEPS, ExpertsSparsity, Step
+from twell.commands.request import RequestError
+from twell.integrations import experts as stacked
+from twell.strategy import costs
+
+TOKENS, LENGTH = 1000, 12
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("words") / "words.txt"
+    path.write_text(saved_models.text(3000))
+    return path
+
+
+def saved(folder: Path, kind: str = "NemotronH", **changes: Any) -> Path:
+    model(kind, vocab_size=288, max_position_embeddings=256, **changes).save_pretrained(folder)
+    saved_models.save_tokenizer(folder)
+    return folder
+
+
+def calls_of(folder: Path, words: Path) -> tuple[list[tuple[Any, list[Tensor]]], int]:
+    """Each layer of experts of the stock model with x, ids and weights of the text, and its number of sequences."""
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)(words.read_text())["input_ids"][1:]
+    sequences = [[0, *tokens[i : i + LENGTH - 1]] for i in range(0, TOKENS, LENGTH - 1)]
+    whole, rest = divmod(TOKENS, LENGTH)
+    sequences = [*sequences[:whole], sequences[whole][:rest]]
+    stock = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    found: dict[Any, list[list[Tensor]]] = {}
+    for module in stock.modules():
+        if stacked.is_experts(module):
+            module.register_forward_pre_hook(lambda m, given: found.setdefault(m, []).append([*given]))
+    with torch.no_grad():
+        for sequence in sequences:
+            stock(torch.tensor([sequence]))
+    return [(m, [torch.cat(parts) for parts in zip(*calls)]) for m, calls in found.items()], len(sequences)
+
+
+def slow(module: Any, x: Tensor, ids: Tensor, sequences: int) -> dict[str, Any]:
+    """Compute a report in plain loops."""
+    gate, _ = stacked.projections(module)
+    weight = module.up_proj if gate is None else gate
+    count, n, _ = weight.shape
+    fired = [{e: x[t] @ weight[e].T > 0 for e in ids[t].tolist()} for t in range(len(x))]
+    of_expert: list[list[Tensor]] = [[each[e] for each in fired if e in each] for e in range(count)]
+    used = [each for each in of_expert if each]
+    zeros = [1 - float(torch.stack(each).double().mean()) for each in used]
+    shares = [len(each) / ids.numel() for each in used]
+    every = torch.stack([row for each in used for row in each]).double()
+    # eight positions of sequences of twelve tokens
+    positions = sorted({LENGTH * i // 8 - 1 for i in range(1, 9)})
+    steps = {}
+    for size in STEPS:
+        touched, unions, taken = 0, [], 0
+        for position in positions:
+            at = [s * LENGTH + position for s in range(min(sequences, 256)) if s * LENGTH + position < len(x)]
+            for start in range(0, len(at) - size + 1, size):
+                step = [fired[t] for t in at[start : start + size]]
+                experts_of_step = set().union(*step)
+                unions += [
+                    float(torch.stack([each[e] for each in step if e in each]).any(0).double().mean())
+                    for e in experts_of_step
+                ]
+                touched, taken = touched + len(experts_of_step), taken + 1
+        if taken:
+            steps[size] = (touched / taken, sum(unions) / len(unions))
+    return {
+        "zeros": 1 - float(every.mean()),
+        "zeros_least": min(zeros),
+        "zeros_mean": sum(zeros) / len(zeros),
+        "zeros_most": max(zeros),
+        "used": len(used),
+        "busiest": max(shares) * count,
+        "effective": math.exp(-sum(share * math.log(share) for share in shares)),
+        "steps": steps,
+        "sizes": (count, n, x.shape[1], ids.shape[1]),
+    }
+
+
+@pytest.mark.parametrize("kind", ["NemotronH", "Mixtral"])
+def test_figures_are_those_of_plain_loops(
+    kind: str, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nemotron = kind == "NemotronH"
+    folder = saved(tmp_path / "model", kind, **({"moe_latent_size": 16} if nemotron else {"hidden_act": "relu"}))
+    file = tmp_path / "a.csv"
+    options = ("--tokens", TOKENS, "--sequence", LENGTH, "--csv", file)
+    assert run(analyze, folder, "--text", words, *options) == 0
+    printed = capsys.readouterr().out
+    with file.open(newline="", encoding="utf-8") as opened:
+        table = list(csv.DictReader(opened))
+    # the shared experts of Nemotron come first
+    assert [row["kind"] for row in table if "experts" not in row["kind"]] == ["non-gated"] * nemotron
+    rows = [row for row in table if "experts" in row["kind"]]
+    calls, sequences = calls_of(folder, words)
+    assert len(rows) == len(calls) == (1 if nemotron else 2)
+    for row, (module, (x, ids, _)) in zip(rows, calls, strict=True):
+        expected = slow(module, x, ids, sequences)
+        steps = expected.pop("steps")
+        count, n, k, top = expected.pop("sizes")
+        assert [int(row[name]) for name in ("experts", "n", "k", "top", "tokens")] == [count, n, k, top, TOKENS]
+        assert row["activation"] == ("relu2" if nemotron else "relu")
+        # a token near two experts may take another one in a batch
+        for name, value in expected.items():
+            assert float(row[name]) == pytest.approx(value, rel=0.01), name
+        assert set(steps) == {1, 8, 32, 64}
+        for size in STEPS:
+            assert bool(row[f"touched_{size}"]) == (size in steps)
+            if size in steps:
+                touched, union = steps[size]
+                assert float(row[f"touched_{size}"]) == pytest.approx(touched, rel=0.01)
+                assert float(row[f"fired_{size}"]) == pytest.approx(union, rel=0.01)
+                seconds = costs.experts_seconds(size, top, touched, (1 - expected["zeros"]) * n, n, k, not nemotron)
+                assert float(row[f"speedup_{size}"]) == pytest.approx(seconds["dense"] / seconds["row"], rel=0.02)
+    assert "too few sequences for steps of 128 and 256; --sequence makes them shorter" in printed
+    *_, before, last = printed.splitlines()
+    assert before.startswith("Verdict: ") == nemotron
+    assert last.startswith(f"Verdict on experts: none, as experts with K = {k}, N = {n} are too far from the measured")
+    kinds = ("6 non-gated squared ReLU", 3) if nemotron else ("5 gated ReLU", 2)
+    assert f"of experts: {kinds[0]} experts, {kinds[1]} per token, K = {k}, N = {n}\n" in printed
+    assert ("FFN layers" in printed) == nemotron
+
+
+def test_sequences_are_as_many_as_the_largest_step_takes(
+    words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(tmp_path / "model", "Mixtral", hidden_act="relu")
+    chart = tmp_path / "a.svg"
+    assert run(analyze, folder, "--text", words, "--tokens", 2048, "--plot", chart) == 0
+    printed = capsys.readouterr().out
+    assert "2,048 tokens of 1 file, 256 sequences of up to 8" in printed
+    assert "too few sequences" not in printed
+    assert "No chart: it shows layers without experts" in printed
+    assert not chart.exists()
+    assert re.search(
+        r"\n +1 +\d+\.\d\dx +.* 0\.\d\dx\n\nVerdict on experts",
+        printed.replace("No chart: it shows layers without experts\n", ""),
+    )
+
+
+def test_other_experts_are_named_with_the_reason(
+    words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(tmp_path / "silu", "Mixtral", hidden_act="silu")
+    reason = "(MixtralExperts) and 1 more: their activation must be of the ReLU family, got SiLU"
+    for option in ((), ("--activation", "relu")):
+        assert run(analyze, folder, "--text", words, "--tokens", 300, "--csv", tmp_path / "a.csv", *option) == 0
+        *first, last = capsys.readouterr().out.splitlines()
+        assert f"experts that twell does not compute: model.layers.0.mlp.experts {reason}" in first[0]
+        assert "No CSV: there are no zeros" in first
+        assert last == "Verdict: twell does not pay, as it computes no layer of the model"
+
+
+def test_dense_layers_beside_other_experts(
+    words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    folder = saved(tmp_path / "model")
+    monkeypatch.setattr(stacked, "why_not", lambda _: "for a test")
+    assert run(analyze, folder, "--text", words, "--tokens", 300) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "\nExperts that twell does not compute: model.layers.0.mixer.experts (NemotronHExperts): for a test" in printed
+    )
+    assert "1 squared ReLU FFN layers" in printed
+    assert "Verdict on experts" not in printed
+
+
+def test_other_commands_take_no_experts_alone(words: Path, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "Mixtral", hidden_act="relu")
+    with pytest.raises(RequestError):
+        run(serve_check, folder, "--text", words, "--tokens", 300)
+
+
+def report_of(zeros: float, n: int = 1856, count: int = 128) -> ExpertsSparsity:
+    steps = {size: Step(count * (1 - (1 - 6 / count) ** size), 0.1) for size in STEPS}
+    spread = (zeros, zeros, zeros)
+    relu2 = experts.Activation("relu2")
+    return ExpertsSparsity("a", 0, False, relu2, 2688, n, count, 6, 4096, zeros, spread, count, 1.0, count, steps)
+
+
+def test_the_verdict_follows_the_zeros() -> None:
+    sparse, dense, odd = report_of(0.907), report_of(0.0), report_of(0.907, 1852)
+    line = analyze_experts.verdict([sparse, sparse], 65536)
+    assert line.startswith("Verdict on experts: twell pays on NVIDIA H200 in decoding 1 (2.")
+    assert line.endswith("from 90.7 % zeros on 65,536 tokens")
+    line = analyze_experts.verdict([dense], 65536)
+    assert ", not 32, 64, 128 or 256 sequences; predicted for a step" in line
+    line = analyze_experts.verdict([odd], 65536)
+    assert "twell does not pay on NVIDIA H200 in decoding 1, 8, 32, 64, 128 or 256 sequences" in line
+    assert any("stays dense: sizes: N must be a" in part for part in analyze_experts.tables([odd]))
+    far = dataclasses.replace(sparse, k=1024)
+    assert "experts: by measured experts that are far from this" in analyze_experts.verdict([sparse, far], 65536)
+    # all layers together, by their times
+    speeds = experts.speedups([sparse, dense])
+    for size in STEPS:
+        each = [report.seconds(size) for report in (sparse, dense)]
+        assert speeds[size] == pytest.approx(sum(s["dense"] for s in each) / sum(s["row"] for s in each))
+        assert each[1]["dense"] / each[1]["row"] < speeds[size] < each[0]["dense"] / each[0]["row"]
+
+
+# Recorded layers
+
+
+@pytest.mark.parametrize("kind", ["NemotronH", "Mixtral"])
+def test_recorded_experts_reproduce_the_layer(
+    kind: str, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nemotron = kind == "NemotronH"
+    folder = saved(tmp_path / "model", kind, **({} if nemotron else {"hidden_act": "relu"}))
+    out = tmp_path / "recorded"
+    options = ("--tokens", TOKENS, "--sequence", LENGTH, "--layers", 0 if nemotron else 1, "--out", out)
+    assert run(record, folder, "--text", words, *options) == 0
+    number = 0 if nemotron else 1
+    dense = ["layer0.npz"] if nemotron else []
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", f"experts{number}.npz", *dense]
+    printed, readme = capsys.readouterr().out, (out / "README.md").read_text()
+    assert f"experts {number}: " in printed
+    assert ("# Recorded gate activations" in readme) == nemotron
+    assert "# Recorded experts" in readme
+    module, (x, ids, weights) = calls_of(folder, words)[0][number]
+    with torch.no_grad():
+        right = module(x, ids, weights)
+    problem = testing.load_experts(number, out, device="cpu", dtype=torch.float32)
+    assert problem["activation"] == ("relu2" if nemotron else "relu")
+    assert problem["w_down"].stride(1) == 1
+    y = twell.sparse_experts(**problem)
+    # rounded to int8; a few tokens near two experts may have taken another one in a batch
+    errors = (y - right).norm(dim=1) / right.norm(dim=1)
+    assert float(errors.median()) < 0.05
+    assert float((errors > 0.2).double().mean()) < 0.01
+    with np.load(out / f"experts{number}.npz") as arrays:
+        assert arrays["first"].nonzero()[0].tolist() == list(range(0, TOKENS, LENGTH))
+        assert {arrays[name].dtype.name for name in ("x", "w_up", "w_down")} == {"int8"}
+    with pytest.raises(RequestError, match=f"--layers: expected some of {'0' if nemotron else '0, 1'}, got 5"):
+        run(record, folder, "--text", words, "--layers", 5, "--out", tmp_path / "new")
