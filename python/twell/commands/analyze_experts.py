@@ -104,11 +104,13 @@ def verdict(reports: Sequence[ExpertsSparsity], tokens: int) -> str:
         f"sequences; predicted for a step in a CUDA graph, with down weights by rows, against grouped products of "
         f"PyTorch; from {as_percent(zeros)} zeros on {tokens:,} tokens"
     )
+    # grouped products were timed, rows were not
+    source += '; strategy="row" has not been timed on a GPU, and "auto" is dense'
     start = f"Verdict on experts: {doubt}twell"
     if not paying:
-        return f"{start} does not pay on {EXPERTS_GPU} in decoding {listed(others, 'or')} {source}"
+        return f"{start} should not pay on {EXPERTS_GPU} in decoding {listed(others, 'or')} {source}"
     rest = f", not {listed(others, 'or')}" if others else ""
-    return f"{start} pays on {EXPERTS_GPU} in decoding {listed(paying, 'and')}{rest} {source}"
+    return f"{start} should pay on {EXPERTS_GPU} in decoding {listed(paying, 'and')}{rest} {source}"
 
 
 def rows(reports: Sequence[ExpertsSparsity]) -> list[dict[str, Any]]:
