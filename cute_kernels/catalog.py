@@ -6,8 +6,8 @@ from .specs import ARCHITECTURES, PORTABLE, SM90, Spec, all_specs
 
 # The largest class is compiled on demand: few models have such a hidden size.
 MAX_SHIPPED_K = 8192
-# They run everywhere, but the kernels between them need Hopper.
-_SCREEN = ("quantize_gate", "list_candidates")
+# They run everywhere, but the kernels beside them need Hopper.
+_FOR_HOPPER = ("quantize_gate", "list_candidates", "expert_pairs")
 
 
 def of_architecture(arch: str) -> tuple[Spec, ...]:
@@ -18,7 +18,7 @@ def of_architecture(arch: str) -> tuple[Spec, ...]:
         for s in all_specs()
         if getattr(s, "k_max", 0) <= MAX_SHIPPED_K
         and getattr(s, "family", family) == family
-        and (family == SM90 or s.op not in _SCREEN)
+        and (family == SM90 or s.op not in _FOR_HOPPER)
     )
 
 

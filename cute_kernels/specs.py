@@ -51,6 +51,8 @@ FEW_TOKENS = (8, 32, 64, 128)
 WIDE_TOKENS = (8, 32)
 # Pairs of a token and one expert that a unit of its gate GEMM has at most.
 EXPERT_TOKENS = (8, 32, 64)
+# CTAs that compute a token of experts.
+EXPERT_CLUSTERS = (2, 8)
 PORTABLE_FEW_TOKENS = (8, 32, 64)
 
 
@@ -267,6 +269,11 @@ class ExpertDownSpec(UpDownTokenSpec):
     """The same of the experts of each token."""
 
     op: ClassVar[str] = "expert_down"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cluster not in EXPERT_CLUSTERS:
+            raise ValueError(f"cluster must be one of {EXPERT_CLUSTERS}, got {self.cluster}")
 
 
 @dataclass(frozen=True)
@@ -595,8 +602,8 @@ def all_specs() -> tuple[Spec, ...]:
         *(
             ExpertDownSpec(d, k, c, g)
             for d in DTYPES
-            for c, ks in token_k_classes(SM90).items()
-            for k in ks
+            for c in EXPERT_CLUSTERS
+            for k in TOKEN_K_CLASSES[c]
             for g in flags
         ),
         RankSpec(),

@@ -145,10 +145,16 @@ def expert_tokens(pairs: int, experts: int) -> int:
     return next((size for size in specs.EXPERT_TOKENS if 3 * pairs <= size * experts), specs.EXPERT_TOKENS[-1])
 
 
+# Most tokens of experts that large clusters compute.
+_FEW_EXPERT_TOKENS = 32
+
+
 def expert_down(dtype: torch.dtype, t: int, k: int, gated: bool, invariant: bool) -> specs.ExpertDownSpec:
-    """The second half of ``t`` tokens' experts, token by token."""
-    spec = up_down_token(dtype, t, k, gated, invariant)
-    return specs.ExpertDownSpec(spec.dtype, spec.k_max, spec.cluster, spec.gated)
+    """The second half of ``t`` tokens' experts, token by token; if ``invariant`` the same kernel for any t."""
+    small, large = specs.EXPERT_CLUSTERS
+    many = invariant or t > _FEW_EXPERT_TOKENS
+    cluster = small if many and k <= specs.TOKEN_K_CLASSES[small][-1] else large
+    return specs.ExpertDownSpec(dtype_name(dtype), specs.k_class(k, specs.TOKEN_K_CLASSES[cluster]), cluster, gated)
 
 
 # Fewest tokens of which experts may have so many non-zeros that their down product is dense, and the non-zeros of an

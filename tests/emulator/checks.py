@@ -346,7 +346,7 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
     assert z[: len(order)][~dense].isnan().all()
     scales = 2.0 ** torch.randint(-1, 3, (t, top))
     hidden = gates.float() * scales.flatten()[order, None]
-    for gated, cluster in ((False, 8), (False, 1), (True, 4), (True, 1)):
+    for gated, cluster in ((False, 8), (False, 2), (True, 8), (True, 2)):
         y, l1 = strided(torch.full((t, k), torch.nan, dtype=BF16)), torch.full((t,), torch.nan)
         counters, weights = arrivals.new_zeros(geometry.TOKEN_COUNTERS + t * cluster), arrivals.new_zeros(t)
         spec = specs.ExpertDownSpec("bfloat16", specs.TOKEN_K_CLASSES[cluster][0], cluster, gated)
