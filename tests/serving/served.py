@@ -42,8 +42,8 @@ class Served:
 
     cached: tokens of each prompt that were in the cache. layers: the down projections of FFNs that run through twell.
     rows: whether the weight of each lies by rows of neurons. experts, experts_rows: the same of layers of experts.
-    strategies: of each of ``layers``. choices: of each with "auto" [tokens, calls, non-zeros] by size of calls. known: of each with
-    "auto" [tokens, [non-zeros, union]] of sizes without a call.
+    strategies: of each FFN. choices: of each with "auto" [tokens, calls, non-zeros] by size of calls. known: of each
+    with "auto" [tokens, [non-zeros, union]] of sizes without a call.
     started: the choices before the first request.
     """
 

@@ -67,11 +67,15 @@ class Layers:
                     self.reasons[f"weights must not be quantised, got {type(method).__name__}"] += 1
                 elif not _register():
                     self.reasons["another plug-in of vLLM runs experts"] += 1
-        for reason, count in self.reasons.items():
-            _logger.warning("twell: %d layers of experts run as without twell: %s", count, reason)
+        self.complain()
         if self.served:
             said = _vllm_kernels.described_experts(self.route, self._on)
             _logger.info("twell: %d layers of experts run through torch.ops.twell.experts: %s", self.served, said)
+
+    def complain(self) -> None:
+        """Say in the log why layers that were asked about run as without twell."""
+        for reason, count in self.reasons.items():
+            _logger.warning("twell: %d layers of experts run as without twell: %s", count, reason)
 
 
 _making: ContextVar[Layers | None] = ContextVar("_making", default=None)
@@ -84,6 +88,10 @@ def serving(layers: Layers) -> Iterator[None]:
     token = _making.set(layers)
     try:
         yield
+    except Exception:
+        # vLLM may have no kernel for them
+        layers.complain()
+        raise
     finally:
         _making.reset(token)
 
