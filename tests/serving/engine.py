@@ -4,10 +4,12 @@ Usage: python engine.py '{"model": FOLDER, "prompts": [[1, 2]], "tokens": 8, "en
 
 "repeat": how often the prompts are served, one time after the other; the last counts. "lora": folder of an adapter for
 all requests. "chooses": let "auto" choose on the CPU, too, where figures arrive at once. "broken": let no kernel load.
+"experts": let a CPU have experts without a gate.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from types import SimpleNamespace
@@ -15,11 +17,12 @@ from typing import Any
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """The class of the model, its down projections that run a layer of twell, how they lie, and what "auto" did."""
+    """The class of the model, its layers that twell runs, how down weights lie, and what "auto" did."""
     from twell.strategy.site import found
 
     methods = {name: (layer, getattr(layer, "quant_method", None)) for name, layer in model.named_modules()}
     ours = {name: pair for name, pair in methods.items() if type(pair[1]).__name__ == "RunsFFN"}
+    experts = {name: layer for name, (layer, how) in methods.items() if type(how).__name__ == "RunsExperts"}
     sites = [site for _, method in ours.values() if (site := found(method._first.weight)) is not None]
     choices = [
         [[row.tokens, row.calls, row.figures and row.figures.nonzeros] for row in site.explain()] for site in sites
@@ -37,6 +40,8 @@ def describe(model: Any) -> dict[str, Any]:
         "layers": list(ours),
         "rows": [layer.weight.t().is_contiguous() for layer, _ in ours.values()],
         "strategies": [method.route.strategy for _, method in ours.values()],
+        "experts": list(experts),
+        "experts_rows": [layer.w2_weight.transpose(1, 2).is_contiguous() for layer in experts.values()],
         "choices": choices,
         "known": known,
     }
@@ -56,6 +61,19 @@ def let_no_kernel_load() -> None:
     from twell.integrations import _vllm_kernels
 
     _vllm_kernels.trouble = lambda *_: "its kernels cannot be loaded"
+
+
+def let_experts_have_no_gate() -> None:
+    """Let a CPU pass for a GPU where vLLM refuses them: where their configuration is complete."""
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+    completed = FusedMoEConfig.__post_init__
+
+    def complete(config: Any) -> None:
+        with contextlib.suppress(NotImplementedError):
+            completed(config)
+
+    FusedMoEConfig.__post_init__ = complete
 
 
 def main() -> None:
@@ -92,5 +110,8 @@ def main() -> None:
     print("RESULT", json.dumps(result))
 
 
+# workers of several ranks import this file by another name
+if __name__ in ("__main__", "__mp_main__") and json.loads(sys.argv[1]).get("experts"):
+    let_experts_have_no_gate()
 if __name__ == "__main__":
     main()

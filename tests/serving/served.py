@@ -41,8 +41,9 @@ class Served:
     """What an engine gave: the tokens of each prompt, the class of the model, and its log.
 
     cached: tokens of each prompt that were in the cache. layers: the down projections of FFNs that run through twell.
-    rows: whether the weight of each lies by rows of neurons. strategies: of each. choices: of each with "auto" [tokens,
-    calls, non-zeros] by size of calls. known: of each with "auto" [tokens, [non-zeros, union]] of sizes without a call.
+    rows: whether the weight of each lies by rows of neurons. experts, experts_rows: the same of layers of experts.
+    strategies: of each FFN. choices: of each with "auto" [tokens, calls, non-zeros] by size of calls. known: of each
+    with "auto" [tokens, [non-zeros, union]] of sizes without a call.
     started: the choices before the first request.
     """
 
@@ -51,6 +52,8 @@ class Served:
     model: str
     layers: list[str]
     rows: list[bool]
+    experts: list[str]
+    experts_rows: list[bool]
     strategies: list[str]
     choices: list[list[tuple[str, int, float | None]]]
     known: list[list[tuple[int, list[float]]]]
@@ -66,7 +69,7 @@ def checkpoint(
     activation: str,
     rows: bool = False,
     kind: str = "Llama",
-    sizes: dict[str, int] | None = None,
+    sizes: dict[str, Any] | None = None,
     **config: Any,
 ) -> Path:
     """Write a model of random weights, for the same sizes the same; ``config`` changes its config.json.
@@ -79,9 +82,8 @@ def checkpoint(
     from safetensors.torch import load_file, save_file
 
     torch.manual_seed(0)
-    options: dict[str, Any] = SIZES | (sizes or {})
-    options |= {"hidden_act": activation, "tie_word_embeddings": False, "initializer_range": SPREAD}
-    options |= OF_KIND.get(kind, {})
+    options: dict[str, Any] = SIZES | {"hidden_act": activation, "tie_word_embeddings": False}
+    options |= {"initializer_range": SPREAD, **OF_KIND.get(kind, {}), **(sizes or {})}
     stock = getattr(transformers, f"{kind}Config")(**options)
     getattr(transformers, f"{kind}ForCausalLM")(stock).to(torch.float16).save_pretrained(folder)
     path = folder / "config.json"
@@ -121,13 +123,15 @@ def adapter(folder: Path) -> Path:
     return folder
 
 
-def greedy(model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Eight tokens of each prompt by the best one, without an engine."""
+def greedy(model: Path, prompts: list[list[int]], stock: bool = False) -> list[list[int]]:
+    """Eight tokens of each prompt by the best one, without an engine; with ``stock`` without twell."""
     import torch
+    import transformers
 
     from twell.integrations.transformers import load
 
-    loaded = load(model, dtype=torch.float16)
+    reader: Any = transformers.AutoModelForCausalLM.from_pretrained if stock else load
+    loaded = reader(model, dtype=torch.float16)
     made = []
     for prompt in prompts:
         tokens = torch.tensor([prompt])

@@ -40,9 +40,30 @@ def trouble(
         torch.cuda.synchronize(on)
     except Exception as error:
         # whatever goes wrong here would go wrong in a request
-        said = str(error).strip().partition("\n")[0]
-        return f"its kernels cannot be loaded ({type(error).__name__}: {said}); {_REMEDY}"
+        return _unloadable(error)
     return ""
+
+
+def trouble_of_experts(
+    route: Route, compression: int, on: torch.device, activation: Activation, gated: bool, k: int, dtype: torch.dtype
+) -> str:
+    """As ``trouble``, of a layer of experts."""
+    if on.type != "cuda" or route.strategy == "dense":
+        return ""
+    try:
+        x, ids = torch.zeros(1, k, dtype=dtype, device=on), torch.zeros(1, 1, dtype=torch.int32, device=on)
+        weight = torch.zeros(1, _NEURONS, k, dtype=dtype, device=on)
+        options = (compression, "row", *activation, route.invariant)
+        torch.ops.twell.experts(x, weight, weight if gated else None, weight, ids, ids.float(), *options)
+        torch.cuda.synchronize(on)
+    except Exception as error:
+        return _unloadable(error)
+    return ""
+
+
+def _unloadable(error: Exception) -> str:
+    said = str(error).strip().partition("\n")[0]
+    return f"its kernels cannot be loaded ({type(error).__name__}: {said}); {_REMEDY}"
 
 
 def described(route: Route, on: torch.device) -> str:
@@ -58,3 +79,9 @@ def described(route: Route, on: torch.device) -> str:
     table = tables.in_use(on)
     source = "shipped" if table.file is None else str(table.file)
     return f"{strategy}, {launches}, costs of {table.gpu} ({source}) on {device.name(on.index or 0)}"
+
+
+def described_experts(route: Route, on: torch.device) -> str:
+    """What layers of experts run on a device: the strategy, and on a GPU who launches its kernels."""
+    strategy = f'strategy "{route.name}"'
+    return strategy if on.type != "cuda" or route.strategy == "dense" else f"{strategy}, launches by {host.runner()}"

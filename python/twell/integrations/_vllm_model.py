@@ -29,7 +29,7 @@ from twell import __version__, _configuration, _modes
 from twell._activation import RELU, Activation
 from twell._sparsify import candidates
 from twell._sparsify.known import known
-from twell.integrations import _vllm_kernels, layouts, vllm
+from twell.integrations import _vllm_experts, _vllm_kernels, layouts, vllm
 from twell.integrations._vllm_auto import ServedStrategy, watch
 from twell.ops.ffn import direct
 from twell.ops.library import is_direct
@@ -76,13 +76,18 @@ def _of_own(stock: Any) -> Any:
     class Model(stock):  # type: ignore[misc]
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
             tell_graphs_apart(vllm_config)
-            super().__init__(vllm_config=vllm_config, prefix=prefix)
+            config = vllm_config.model_config.hf_config.get_text_config()
+            experts = _vllm_experts.Layers(route_of(config), _compression(config), _device(vllm_config))
+            with _vllm_experts.serving(experts):
+                super().__init__(vllm_config=vllm_config, prefix=prefix)
             name, up, act, down = _OWN[stock.__module__.rpartition(".")[2]]
             found: dict[str, FFN | str] = {}
             for path, module in self.named_modules():
                 if type(module).__name__ == name and (activation := _own_activation(getattr(module, act))):
                     found[path] = FFN(up, act, down, activation)
-            serve(self, found, vllm_config)
+            if found or not experts.served:
+                serve(self, found, vllm_config)
+            experts.tell(self)
 
     # it is that class, with other FFNs, to whatever vLLM or its log asks
     Model.__name__, Model.__qualname__, Model.__module__ = stock.__name__, stock.__qualname__, stock.__module__
@@ -203,10 +208,7 @@ def serve(
     route, layers = route_of(config), config.num_hidden_layers
     if only_twell is not None and len(found) != layers:
         raise _missing(only_twell, layers, f"{len(found)} layers of twell's form")
-    on = vllm_config.device_config.device
-    if on.type == "cuda" and on.index is None:
-        on = torch.device("cuda", torch.cuda.current_device())
-    compression = int(getattr(config, "sparsity_compression", 8))
+    on, compression = _device(vllm_config), _compression(config)
     trouble = functools.cache(functools.partial(_vllm_kernels.trouble, route, compression, on))
     reasons: Counter[str] = Counter()
     for name, ffn in found.items():
@@ -234,6 +236,15 @@ def serve(
         watch()
         said = _vllm_kernels.described(route, on)
         _logger.info("twell: %d feed-forward layers run through torch.ops.twell.ffn: %s", runs, said)
+
+
+def _device(vllm_config: Any) -> torch.device:
+    on: torch.device = vllm_config.device_config.device
+    return torch.device("cuda", torch.cuda.current_device()) if on.type == "cuda" and on.index is None else on
+
+
+def _compression(config: Any) -> int:
+    return int(getattr(config, "sparsity_compression", 8))
 
 
 def _missing(activation: Activation, layers: int, got: str) -> NotImplementedError:

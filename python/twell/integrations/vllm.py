@@ -9,8 +9,8 @@ serves, with the FFNs through twell,
   refuse those, so they run through its Transformers backend, as the first do;
 - what vLLM itself runs through its Transformers backend, with "relu" or "relu2", with or without a gate;
 - all of these with "drelu", or with "fatrelu" and its threshold;
-- vLLM's own classes of Nemotron, Nemotron-H (dense layers and shared experts), OPT and, in versions that have them,
-  Arcee and Jais 2, with "relu" or "relu2".
+- vLLM's own classes of Nemotron, Nemotron-H (dense layers, shared and routed experts), OPT and, in versions that have
+  them, Arcee and Jais 2, with "relu" or "relu2"; routed experts with "relu2" alone.
 
 All other models, and models with ``model_impl`` "vllm" or "transformers", are as without twell, and so are all models
 with a vLLM older than ``LOWEST``. ``TWELL_VLLM=off``
@@ -18,7 +18,7 @@ switches it off, and so does ``VLLM_PLUGINS`` without "twell". The configuration
 ``sparsity_screen``, ``sparsity_invariant`` and ``sparsity_compression``, as in ``SparseLlamaConfig``:
 ``--hf-overrides '{"sparsity_strategy": "dense"}'``.
 
-Importing this module imports neither vLLM nor CUDA. ``_vllm_model`` has the model.
+Importing this module imports neither vLLM nor CUDA. ``_vllm_model`` has the model, ``_vllm_experts`` routed experts.
 """
 
 from __future__ import annotations

@@ -1,0 +1,324 @@
+"""Routed experts in vLLM without vLLM: its classes are stand-ins with the methods that the plug-in calls.
+
+tests/serving/test_experts.py has the tests with the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from twell import tuning
+from twell._activation import Activation
+from twell._runtime import host, specs
+from twell.integrations import _vllm_kernels, layouts
+
+NAME = "twell.integrations._vllm_experts"
+LAYERS = "vllm.model_executor.layers"
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+E, N, K, TOP = 6, 64, 32, 3
+
+
+class RoutedExperts(nn.Module):
+    """vLLM's container of the weights of experts."""
+
+
+def make_method() -> Any:
+    """vLLM's class for experts that are not quantised, with its registry."""
+
+    class UnquantizedFusedMoEMethod(Base):
+        replaced: Any = None
+
+        def __new__(cls, *arguments: Any) -> Any:
+            replaced, stock = UnquantizedFusedMoEMethod.replaced, cls is UnquantizedFusedMoEMethod
+            return nn.Module.__new__(replaced if stock and replaced is not None else cls)
+
+        def __init__(self, moe: Any) -> None:
+            super().__init__(moe)
+            self.unquantized_backend = "stock"
+
+        @classmethod
+        def register_oot(cls, kind: Any) -> None:
+            assert UnquantizedFusedMoEMethod.replaced is None
+            UnquantizedFusedMoEMethod.replaced = kind
+
+    return UnquantizedFusedMoEMethod
+
+
+class Base(nn.Module):
+    def __init__(self, moe: Any) -> None:
+        super().__init__()
+        self.moe = moe
+
+
+@pytest.fixture
+def experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module of twell, which imports vLLM."""
+    layers = ModuleType(f"{LAYERS}.fused_moe")
+    layers.UnquantizedFusedMoEMethod, layers.RoutedExperts = make_method(), RoutedExperts  # type: ignore[attr-defined]
+    oracle = ModuleType(f"{LAYERS}.fused_moe.oracle.unquantized")
+    oracle.UnquantizedMoeBackend = Enum("UnquantizedMoeBackend", {"OOT": "OOT"})  # type: ignore[attr-defined]
+    packages = ("vllm", "vllm.model_executor", LAYERS, f"{LAYERS}.fused_moe.oracle")
+    for module in (*map(ModuleType, packages), layers, oracle):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    yield importlib.import_module(NAME)
+    sys.modules.pop(NAME)
+
+
+@dataclasses.dataclass
+class Config:
+    """vLLM's ``FusedMoEConfig``."""
+
+    activation: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(value="relu2_no_mul"))
+    is_act_and_mul: bool = False
+    is_lora_enabled: bool = False
+    has_bias: bool = False
+    moe_backend: str = "auto"
+    moe_parallel_config: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(enable_eplb=False))
+    dp_size: int = 1
+    pcp_size: int = 1
+    is_sequence_parallel: bool = False
+    in_dtype: torch.dtype = torch.bfloat16
+    num_local_experts: int = E
+    experts_per_token: int = TOP
+    intermediate_size_per_partition: int = N
+    hidden_dim: int = K
+
+
+def layers_of(experts: Any, strategy: str = "row", on: torch.device = CPU, **content: Any) -> Any:
+    return experts.Layers(layouts.route_of({"sparsity_strategy": strategy} | content), 8, on)
+
+
+def made(experts: Any, layers: Any, config: Config) -> Any:
+    with experts.serving(layers):
+        return experts.UnquantizedFusedMoEMethod(config)
+
+
+def drawn(gated: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x, w13, w2, ids and weights, small integers whose sums are exact."""
+    torch.manual_seed(0)
+    x, w13, w2 = (
+        torch.randint(-1, 2, shape).bfloat16() for shape in ((5, K), (E, N * (2 if gated else 1), K), (E, K, N))
+    )
+    ids = torch.stack([torch.randperm(E)[:TOP] for _ in range(5)]).int()
+    return x, w13, w2, ids, torch.randint(1, 3, (5, TOP)).float()
+
+
+def loaded(method: Any, w13: Tensor, w2: Tensor, expert_map: Tensor | None = None, on_input: bool = False) -> Any:
+    layer = RoutedExperts()
+    layer.w13_weight, layer.w2_weight = (nn.Parameter(w.clone(), requires_grad=False) for w in (w13, w2))
+    layer.expert_map, layer.apply_router_weight_on_input = expert_map, on_input
+    method.process_weights_after_loading(layer)
+    assert layer.w2_weight.shape == w2.shape
+    assert layer.w2_weight.transpose(1, 2).is_contiguous()
+    # vLLM does so again after an update of weights
+    before = layer.w2_weight.data_ptr()
+    method.process_weights_after_loading(layer)
+    assert layer.w2_weight.data_ptr() == before
+    return layer
+
+
+def expected(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, gated: bool = False) -> Tensor:
+    y = torch.zeros(len(x), K, dtype=torch.float64)
+    for t in range(len(x)):
+        for expert, weight in zip(ids[t].tolist(), weights[t].tolist()):
+            products = w13[expert].double() @ x[t].double()
+            gate, up = products.chunk(2) if gated else (products, 1.0)
+            y[t] += weight * (w2[expert].double() @ (gate.relu().square() * up))
+    return y.bfloat16()
+
+
+def assert_near(y: Any, reference: Tensor) -> None:
+    """Grouped products round hidden states, and ranks their sums."""
+    torch.testing.assert_close(y.double(), reference.double(), rtol=0, atol=float(reference.abs().max()) * 1e-2)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("strategy", ["row", "auto", "union"])
+def test_experts_run_through_the_operator(gated: bool, strategy: str, experts: Any) -> None:
+    x, w13, w2, ids, weights = drawn(gated)
+    layers = layers_of(experts, strategy)
+    activation = SimpleNamespace(value="relu2" if gated else "relu2_no_mul")
+    method = made(experts, layers, Config(activation=activation, is_act_and_mul=gated))
+    assert type(method) is experts.RunsExperts
+    assert method.unquantized_backend.name == "OOT"
+    assert layers.route.strategy == {"union": "auto"}.get(strategy, strategy)
+    y = method.forward_native(loaded(method, w13, w2), x, weights, ids)
+    assert_near(y, expected(x, w13, w2, ids, weights, gated))
+
+
+def test_ranks_add_their_experts(experts: Any) -> None:
+    x, w13, w2, ids, weights = drawn()
+    method = made(experts, layers_of(experts), Config())
+    parts = []
+    for first in (0, E // 2):
+        own = slice(first, first + E // 2)
+        expert_map = torch.full((E,), -1, dtype=torch.int32)
+        expert_map[own] = torch.arange(E // 2, dtype=torch.int32)
+        layer = loaded(method, w13[own], w2[own], expert_map)
+        parts.append(method.forward_native(layer, x, weights, ids).double())
+    assert_near(sum(parts), expected(x, w13, w2, ids, weights))
+
+
+def test_weights_of_the_router_may_be_of_the_input(experts: Any) -> None:
+    x, w13, w2, ids, weights = drawn()
+    ids, weights = ids[:, :1], weights[:, :1]
+    method = made(experts, layers_of(experts), Config(experts_per_token=1))
+    y = method.forward_native(loaded(method, w13, w2, on_input=True), x, weights, ids)
+    scaled = x * weights.bfloat16()
+    assert torch.equal(y, expected(scaled, w13, w2, ids, torch.ones_like(weights)))
+    assert not torch.equal(y, expected(x, w13, w2, ids, weights))
+
+
+def test_one_graph_has_all_numbers_of_tokens(experts: Any) -> None:
+    x, w13, w2, ids, weights = drawn()
+    method = made(experts, layers_of(experts), Config())
+    layer = loaded(method, w13, w2, torch.arange(E, dtype=torch.int32))
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def call(x: Tensor, weights: Tensor, ids: Tensor) -> Any:
+        return method.forward_native(layer, x, weights, ids)
+
+    run = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+    for t in (5, 3, 2):
+        some = [given[:t].clone() for given in (x, weights, ids)]
+        assert torch.equal(run(*some), call(*some))
+    assert len(graphs) == 1
+    assert any(node.target is torch.ops.twell.experts for node in graphs[0].graph.nodes)
+
+
+def test_other_layers_are_vllms_own(experts: Any) -> None:
+    stock, silu = experts.UnquantizedFusedMoEMethod, Config(activation=SimpleNamespace(value="silu"))
+    layers = layers_of(experts)
+    assert type(made(experts, layers, Config())) is experts.RunsExperts
+    others = made(experts, layers, silu), stock(Config()), made(experts, layers, Config(has_bias=True))
+    # the second one is of a model that twell does not make
+    assert [type(method) for method in others] == [stock] * 3
+    assert [method.unquantized_backend for method in others] == ["stock"] * 3
+    assert layers.served == 1
+    assert layers.reasons == {
+        "their activation must be one of relu2, relu2_no_mul, got silu": 1,
+        "experts must have no bias": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"is_lora_enabled": True}, "LoRA is enabled"),
+        ({"moe_backend": "triton"}, "another kernel was named, triton"),
+        ({"moe_parallel_config": SimpleNamespace(enable_eplb=True)}, "EPLB, which moves experts between ranks"),
+        ({"dp_size": 2}, "all tokens must be on every rank, got data, context or sequence parallelism"),
+        ({"in_dtype": torch.float32}, "weights must be bfloat16 or float16, got torch.float32"),
+        ({"num_local_experts": 1025}, "experts of a rank must be at most 1024, got 1025"),
+        ({"experts_per_token": 33}, "experts of a token must be at most 32, got 33"),
+        ({"intermediate_size_per_partition": 700}, "sizes of a rank: N must be a positive multiple of 8"),
+    ],
+    ids=str,
+)
+def test_layers_run_as_without_twell_for_a_reason(change: dict[str, Any], reason: str, experts: Any) -> None:
+    got = experts.why_not(Config(**change), layouts.route_of({}), CPU)
+    assert got.startswith(reason)
+    assert bool(got) == bool(reason)
+
+
+def test_what_a_gpu_runs(experts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(strategy: str, dtype: torch.dtype = torch.bfloat16) -> str:
+        return str(experts.why_not(Config(in_dtype=dtype), layouts.route_of({"sparsity_strategy": strategy}), GPU))
+
+    monkeypatch.setattr(tuning, "family", lambda index: specs.SM90)
+    assert reason("row") == reason("row", torch.float16) == ""
+    for other in ("auto", "dense"):
+        assert reason(other).startswith('"row" has not been timed on a GPU yet')
+    monkeypatch.setattr(tuning, "family", lambda index: specs.PORTABLE)
+    assert reason("row") == "kernels for experts need compute capability 9.0"
+
+
+def test_kernels_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros, calls = torch.zeros, []
+
+    def called(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) > 2:
+            raise RuntimeError("kernel expert_pack_bf16 cannot be compiled\nbecause of more")
+
+    def tried(strategy: str, gated: bool = False, on: torch.device = GPU) -> str:
+        route = layouts.route_of({"sparsity_strategy": strategy})
+        return _vllm_kernels.trouble_of_experts(route, 8, on, Activation("relu2"), gated, K, torch.bfloat16)
+
+    monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
+    monkeypatch.setattr(torch.ops.twell, "experts", called)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda on: None)
+    assert tried("dense") == tried("row", on=CPU) == ""
+    assert calls == []
+    assert tried("auto") == tried("row", gated=True) == ""
+    assert [call[2] is None for call in calls] == [True, False]
+    assert [call[7] for call in calls] == ["row", "row"]
+    said = "its kernels cannot be loaded (RuntimeError: kernel expert_pack_bf16 cannot be compiled); `twell info`"
+    assert tried("row").startswith(said)
+
+
+def test_the_log_says_what_runs(
+    experts: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm.twell")
+    layers, model = layers_of(experts, "auto", sparsity_invariant=True), nn.Module()
+    methods = [made(experts, layers, Config(has_bias=bias)) for bias in (False, True, True)]
+    for number, method in enumerate([*methods, type("Fp8MoEMethod", (nn.Module,), {})()]):
+        layer = RoutedExperts()
+        layer.quant_method = method
+        model.add_module(str(number), layer)
+    layers.tell(model)
+    assert [record.getMessage() for record in caplog.records] == [
+        "twell: 2 layers of experts run as without twell: experts must have no bias",
+        "twell: 1 layers of experts run as without twell: weights must not be quantised, got Fp8MoEMethod",
+        'twell: 1 layers of experts run through torch.ops.twell.experts: strategy "row+invariant"',
+    ]
+    monkeypatch.setattr(host, "runner", lambda: "C (libtwell_host.so)")
+    assert _vllm_kernels.described_experts(layouts.route_of({}), GPU) == (
+        'strategy "auto", launches by C (libtwell_host.so)'
+    )
+
+
+def test_reasons_are_told_where_vllm_refuses_a_layer(experts: Any, caplog: pytest.LogCaptureFixture) -> None:
+    layers = layers_of(experts)
+
+    def make() -> None:
+        with experts.serving(layers):
+            experts.UnquantizedFusedMoEMethod(Config(has_bias=True))
+            raise NotImplementedError("vLLM has no kernel")
+
+    with pytest.raises(NotImplementedError, match="no kernel"):
+        make()
+    assert [record.getMessage() for record in caplog.records] == [
+        "twell: 1 layers of experts run as without twell: experts must have no bias"
+    ]
+
+
+def test_another_plug_in_keeps_its_experts(experts: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Theirs(experts.UnquantizedFusedMoEMethod):  # type: ignore[misc, name-defined]
+        pass
+
+    experts.UnquantizedFusedMoEMethod.register_oot(Theirs)
+    layers, layer = layers_of(experts), RoutedExperts()
+    layer.quant_method = made(experts, layers, Config())
+    assert type(layer.quant_method) is Theirs
+    layers.tell(layer)
+    assert [record.getMessage() for record in caplog.records] == [
+        "twell: 1 layers of experts run as without twell: another plug-in of vLLM runs experts"
+    ]

@@ -1,0 +1,83 @@
+"""Routed experts of Nemotron-H through twell in vLLM: the tokens of transformers.
+
+On a CPU vLLM has no experts without a gate, so there is no engine without twell to compare with.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PROMPTS
+from served import Serve, checkpoint, greedy
+
+LAYERS = 2
+SIZES = {
+    "layers_block_type": ["mamba", "moe", "attention", "moe"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 192,
+    "moe_shared_expert_intermediate_size": 256,
+}
+EXPERTS = {"experts": True}
+ROW = {"sparsity_strategy": "row"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("experts"), "relu2", kind="NemotronH", sizes=SIZES)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    return greedy(model, PROMPTS, stock=True)
+
+
+@pytest.mark.parametrize("strategy", ["row", "dense", "union"])
+def test_same_tokens(strategy: str, model: Path, serve: Serve, expected: list[list[int]]) -> None:
+    served = serve(model, hf_overrides={"sparsity_strategy": strategy}, request=EXPERTS)
+    assert served.tokens == expected
+    assert served.model == "NemotronHForCausalLM"
+    assert len(served.experts) == LAYERS
+    assert served.experts_rows == [True] * LAYERS
+    # shared experts
+    assert len(served.layers) == LAYERS
+    said = {"union": "auto"}.get(strategy, strategy)
+    assert f'{LAYERS} layers of experts run through torch.ops.twell.experts: strategy "{said}"' in served.log
+
+
+def test_compiled(model: Path, serve: Serve, expected: list[list[int]]) -> None:
+    served = serve(model, enforce_eager=False, hf_overrides=ROW, request=EXPERTS)
+    assert served.tokens == expected
+    assert len(served.experts) == LAYERS
+
+
+@pytest.mark.parametrize("by_expert", [False, True], ids=["tensor", "expert"])
+def test_parallel(by_expert: bool, model: Path, serve: Serve, expected: list[list[int]]) -> None:
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_expert_parallel": by_expert}
+    served = serve(model, hf_overrides=ROW, request=EXPERTS, **ranks)
+    assert served.tokens == expected
+    assert len(served.experts) == LAYERS
+
+
+def test_latent_experts_of_groups(tmp_path: Path, serve: Serve) -> None:
+    more = {"moe_latent_size": 64, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+    model = checkpoint(tmp_path, "relu2", kind="NemotronH", sizes=SIZES | more)
+    served = serve(model, hf_overrides=ROW, request=EXPERTS)
+    assert served.tokens == greedy(model, PROMPTS, stock=True)
+    assert len(served.experts) == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": "float32"}, "weights must be bfloat16 or float16, got torch.float32"),
+        ({"moe_backend": "triton"}, "another kernel was named, triton"),
+    ],
+)
+def test_experts_that_cannot_are_left_to_vllm(options: dict[str, Any], reason: str, model: Path, run: Any) -> None:
+    """It has none on a CPU, and raises its own error."""
+    refused = run(model, request=EXPERTS, **options)
+    assert refused.returncode != 0
+    assert reason in refused.stdout + refused.stderr
