@@ -44,8 +44,8 @@ def sparse_experts(
         weights: floating [..., k], those of the router; they are used in fp32.
         activation, threshold: as in ``sparse_gated_ffn``, "relu2" for the experts of Nemotron; "drelu" needs a gate.
         strategy: "row" reads the rows of each token's non-zeros, as is best for few tokens; it needs a GPU of compute
-            capability 9.0, or a CPU. "dense" is grouped products of PyTorch. "auto" is "dense" until "row" has been
-            timed on a GPU.
+            capability 9.0, or a CPU. "dense" is grouped products of PyTorch, and in other dtypes than bfloat16, for
+            which it has none, a loop that waits for the GPU. "auto" is "dense" until "row" has been timed on a GPU.
         invariant: give a token the same bits whatever the other tokens are, by "row".
         compression: of the packed gates: 2, 4 or 8.
 
