@@ -226,7 +226,7 @@ _MEASURED = (
         "h100_generate",
         "`generate` of transformers on a drawn model of 16 layers, stock and after `sparsify`",
         "table generate",
-        ("python -m profiling.engine.generate --new 64 --caches eager static --out $OUT",),
+        ("python -m profiling.engine.generate --new 64 --out $OUT",),
         (240,),
     ),
     Measurement(

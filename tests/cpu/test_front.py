@@ -54,18 +54,7 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" chooses on the fake GPU, and figures arrive at once."""
     monkeypatch.setattr(tables, "imposed", lambda kind, index: "")
     monkeypatch.setattr(functional, "imposed_on_call", lambda kind, index: "")
-    monkeypatch.setattr(twell.strategy.site, "Transfer", Arrived)
-
-
-class Arrived:
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-    def arrived(self) -> bool:
-        return True
-
-    def read(self) -> list[int]:
-        return [8] * self.values.numel()
+    monkeypatch.setattr(twell.strategy.site, "Transfer", fake_gpu.Arrived)
 
 
 def layer(cls: Any = SparseGatedMLP, strategy: Any = "union", bias: bool = False) -> Any:

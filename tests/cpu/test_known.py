@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.cpu import fake_gpu
@@ -25,7 +26,7 @@ OPERATOR: Any = sys.modules["twell.ops.ffn"]
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    monkeypatch.setattr(OPERATOR, "_NAMED", {})
+    program.forget()
     yield fake_gpu.install(monkeypatch)
     program.forget()
 
@@ -100,16 +101,24 @@ def test_operands_that_lie_otherwise_take_the_long_way(gpu: FakeGpu, long: Any) 
 
 @pytest.mark.parametrize("merged", [True, False])
 @pytest.mark.parametrize("activation", ["relu", "relu2", "drelu"])
-def test_a_dense_call_has_the_bits_of_the_first(merged: bool, activation: str, gpu: FakeGpu, long: Any) -> None:
+def test_a_dense_call_has_the_bits_of_the_first(
+    merged: bool, activation: str, gpu: FakeGpu, long: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, w_gate, w_up, *others = operands(biases="" if merged else "gud")
     if merged:
         w_gate, w_up = torch.cat((w_gate, w_up)).chunk(2)  # type: ignore[arg-type]
     first, second = (call([x, w_gate, w_up, *others], "dense", activation=activation) for _ in range(2))
     assert len(long) == 1
     assert torch.equal(first, second)
-    # weights that are apart are not read as one
+    # weights that are apart are not read as one, and the other way round, whichever came first
+    products: list[int] = []
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, w, b=None: products.append(len(w)) or linear(x, w, b))
     apart = [x, w_gate, w_up.clone(), *others]  # type: ignore[union-attr]
-    assert_same(call(apart, "dense", activation=activation), first)
+    for given, one in ((apart, False), ([x, w_gate, w_up, *others], merged), (apart, False)):
+        products.clear()
+        assert_same(call(given, "dense", activation=activation), first)
+        assert products[:-1] == ([2 * N] if one else [N, N])
 
 
 def test_a_captured_call_takes_the_long_way(gpu: FakeGpu, long: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,22 +129,9 @@ def test_a_captured_call_takes_the_long_way(gpu: FakeGpu, long: Any, monkeypatch
     assert len(long) == 3
 
 
-class Arrived:
-    """A transfer whose figures arrive at once."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-    def arrived(self) -> bool:
-        return True
-
-    def read(self) -> list[int]:
-        return [8] * self.values.numel()
-
-
 def test_auto_keeps_its_schedule_and_its_choices(gpu: FakeGpu, long: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OPERATOR, "imposed_on_call", lambda kind, index: "")
-    monkeypatch.setattr(site, "Transfer", Arrived)
+    monkeypatch.setattr(site, "Transfer", fake_gpu.Arrived)
     given = operands()
     weight: Any = given[1]
     found = site.site_of(weight, True)

@@ -67,14 +67,15 @@ def inference_of(layer: Operands, activation: Activation, merged: bool) -> Run:
             return torch.relu_(gate).mul_(up)
         return activation.hidden(activation.after(gate, inplace=True), up)
 
-    return as_torch(layer, hidden, merged and is_merged(layer))
+    return as_torch(layer, hidden, merged)
 
 
 def as_torch(layer: Operands, hidden: Callable[[Tensor, Tensor | None], Tensor], merged: bool = False) -> Run:
     """What computes y of plain tensors like these, with this function of gate and up in between.
 
-    merged: gate and up are one product, which ``is_merged`` must allow.
+    merged: gate and up are one product where ``is_merged`` says so, of these tensors and of those of a call alike.
     """
+    few, one = merged and _may_merge(layer), merged and is_merged(layer)
     inner, dtype = layer.w_gate.shape, layer.x.dtype
     n, k = inner
     outer = torch.Size((k, n))
@@ -90,9 +91,10 @@ def as_torch(layer: Operands, hidden: Callable[[Tensor, Tensor | None], Tensor],
         for bias, length in ((b_gate, n), (b_up, n), (b_down, k)):
             if bias is not None and (bias.shape != (length,) or bias.dtype is not dtype):
                 return None
-        if merged and not (w_up is not None and _are_one(w_gate, w_up)):
+        # another layer of these sizes, whose bits must not depend on which came first
+        if few and w_up is not None and _are_one(w_gate, w_up) is not one:
             return None
-        y = F.linear(hidden(*_products(given, merged)), w_down, b_down)
+        y = F.linear(hidden(*_products(given, one)), w_down, b_down)
         return y if b_down is None else no_view(y)
 
     return run
@@ -110,14 +112,14 @@ def _products(layer: Operands, merged: bool) -> tuple[Tensor, Tensor | None]:
 
 def is_merged(layer: Operands) -> bool:
     """Whether gate and up are one product: few tokens, no bias, and w_up's memory right behind w_gate's."""
-    x, w_gate, w_up, _, b_gate, b_up, _ = layer
-    return (
-        w_up is not None
-        and tokens_of(x) <= tuning.MERGED_TOKENS
-        and b_gate is b_up is None
-        and w_gate.shape == w_up.shape
-        and _are_one(w_gate, w_up)
-    )
+    _, w_gate, w_up, *_ = layer
+    return _may_merge(layer) and w_up is not None and w_gate.shape == w_up.shape and _are_one(w_gate, w_up)
+
+
+def _may_merge(layer: Operands) -> bool:
+    """Whether ``is_merged`` depends on where the weights lie."""
+    x, _, w_up, _, b_gate, b_up, _ = layer
+    return w_up is not None and tokens_of(x) <= tuning.MERGED_TOKENS and b_gate is b_up is None
 
 
 def _are_one(w_gate: Tensor, w_up: Tensor) -> bool:

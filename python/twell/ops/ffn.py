@@ -158,15 +158,11 @@ def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) 
         if capturing := _modes.capturing(layer.w_down):
             _memory.note_capture(layer.w_down)
         route = _chosen(layer, route, site)
-        turned = layer._replace(w_down=layer.w_down.t())
-        if (
-            remembers
-            and not totals
-            and not capturing
-            and (y := _settled(turned, arguments, activation, route)) is not None
-        ):
-            return y, None, None
-        return compute(turned, compression, activation, route, totals)
+        if remembers and not totals and not capturing:
+            y = _settled(layer, arguments, activation, route)
+            if y is not None:
+                return y, None, None
+        return compute(layer._replace(w_down=layer.w_down.t()), compression, activation, route, totals)
 
     def ffn(*arguments: Any) -> Tensor:
         y = _by_known(arguments) if remembers else None
@@ -178,8 +174,10 @@ def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) 
     return [ffn, ffn_aux]
 
 
-# Kinds of calls with a named strategy whose way is known.
-_NAMED: Memory = {}
+@kept
+def _named() -> Memory:
+    """Kinds of calls with a named strategy whose way is known."""
+    return {}
 
 
 def _kind(arguments: Sequence[Any], site: AutoStrategy | None) -> tuple[Memory, tuple[Any, ...]]:
@@ -188,7 +186,7 @@ def _kind(arguments: Sequence[Any], site: AutoStrategy | None) -> tuple[Memory, 
     absent = w_up is None, b_gate is None, b_up is None, b_down is None
     kind = x.shape, x.dtype, x.device.index, w_gate.shape, absent, arguments[7:9], arguments[10:]
     # sites are of one layer, and have a memory each
-    return _NAMED if site is None else site.known, kind
+    return _named() if site is None else site.known, kind
 
 
 def _by_known(arguments: Sequence[Any]) -> Tensor | None:
@@ -214,18 +212,16 @@ def _by_known(arguments: Sequence[Any]) -> Tensor | None:
 
 
 def _settled(layer: Operands, arguments: Sequence[Any], activation: Activation, route: Route) -> Tensor | None:
-    """y of a call by ``route``, w_down [K, N], whose kind is known then; None of one that cannot be."""
-    x, weight = layer.x, arguments[9]
-    site = found(weight) if arguments[8] == "auto" and weight is not None else None
-    if nvtx.ON or route.measurement is not None or (arguments[8] == "auto" and site is None):
+    """y of a call by ``route``, whose kind is known then; None of one that cannot be."""
+    weight, auto = arguments[9], arguments[8] == "auto"
+    site = found(weight) if auto and weight is not None else None
+    if nvtx.ON or route.measurement is not None or (auto and site is None) or torch.is_autocast_enabled("cuda"):
         return None
-    if torch.is_autocast_enabled("cuda"):
-        return None
-    run = inference_of(layer, arguments[7], activation, route, merged=True)
-    y = None if run is None else run(*layer)
+    turned = layer._replace(w_down=layer.w_down.t())
+    run = inference_of(turned, arguments[7], activation, route, merged=True)
+    y = None if run is None else run(*turned)
     if run is not None and y is not None:
-        chosen = x.shape, *_asked_by(layer._replace(w_down=layer.w_down.t()))
-        remember(*_kind(arguments, site), run, route, site, chosen)
+        remember(*_kind(arguments, site), run, route, site, (layer.x.shape, *_asked_by(layer)))
     return y
 
 
