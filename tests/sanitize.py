@@ -33,7 +33,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.fuzz import experts as mixtures
 from twell import ops, testing, tuning
 from twell._activation import ActivationName, activation_of
 from twell._runtime import geometry, program, specs
@@ -57,7 +56,7 @@ OPS = {
     "ffn": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered", "up_down_tile"),
     # "row" with dense halves: of each case both
     "ffn_row": ("gate_pack", "gate_pack_few", "up_down_token", "dense_halves"),
-    "experts": ("expert_pairs", "expert_pack", "expert_down"),
+    "experts": ("expert_pairs", "expert_pack", "expert_down", "expert_dense"),
     "unpack": ("unpack",),
     "reglu": ("reglu",),
     "matrix_transpose": ("matrix_transpose",),
@@ -208,6 +207,9 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
             for most in (1, 1 << 30):
                 yield Call(by_row, (*layer, case.compression, case.activation, most), gated)
         return
+    if op == "experts":
+        yield from experts_calls(case, problem)
+        return
     if op == "ffn":
         yield Call(ops.ffn_aux, (*problem, case.compression, "union", None, case.activation))
         return
@@ -218,6 +220,38 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
         for gated in (True, False):
             weights = (w_up, w_down, b_up) if gated else (None, w_down, None)
             yield Call(getattr(ops, op), (x, words, spill, *weights, b_down, case.compression, case.activation), gated)
+
+
+def experts_calls(case: Case, problem: FFN) -> Iterator[Call]:
+    """Layers of three experts, one of which half of the tokens have twice; some ids are no expert's."""
+    x, *layer = problem[:4]
+    gate, up, down = (torch.stack([w.roll(shift, 1) for shift in range(3)]) for w in layer)
+    tokens = torch.arange(case.m)[:, None]
+    ids = torch.cat((tokens % 3, tokens % 2, tokens % 5 - 1), 1)
+    ids[ids == 3] = -1
+    weights = torch.tensor([0.5, 1.0, 2.0]).repeat(case.m, 1)
+    for gated in (True, False):
+        operands = x, gate, up if gated else None, down
+        # dense down products round squares
+        for most in (1 << 30, 1)[: 1 if gated or case.activation == "relu2" else 2]:
+            wide = ids if gated else ids.int()
+            yield Call(by_expert, (*operands, wide, weights, case.compression, case.activation, most), gated)
+
+
+def by_expert(*arguments: Any) -> Tensor:
+    """y of experts by rows or, on a GPU for those with more than so many non-zeros, by dense down products."""
+    if arguments[0].is_cuda:
+        return by_expert_on_cuda(*arguments)
+    y: Tensor = ops.experts(*arguments[:7], "row", arguments[7])
+    return y
+
+
+def by_expert_on_cuda(*arguments: Any) -> Tensor:
+    """The same on the current device."""
+    program.forget()
+    with mock.patch.object(tuning, "most_of_expert", return_value=arguments[8]):
+        own_code = sys.modules["twell.ops.experts"]._cuda
+        return own_code(*arguments[:7], "row", arguments[7], 0.0, False)  # type: ignore[no-any-return]
 
 
 def by_row(*arguments: Any) -> Tensor:
@@ -254,29 +288,12 @@ def training_call(op: str, case: Case, problem: FFN, gated: bool) -> Call:
 
 def check(op: str, case: Case, repeats: int = 0) -> None:
     """Run one operator on the GPU, and ``repeats`` times more; AssertionError if it differs from the CPU's, or once."""
-    if op == "experts":
-        check_experts(case)
-        return
     # slices of two token tiles, so that there are several
     with mock.patch.object(geometry, "UNION_ENTRIES", 2 * geometry.TOKEN_TILE * case.n):
         for call in calls(op, case, case.problem()):
             actual, expected = (tuple(t.cpu() for t in call.on(where).run()) for where in ("cuda", "cpu"))
             compare(op, case, call.gated, actual, expected)
             repeat(op, case, call.on("cuda"), repeats)
-
-
-def check_experts(case: Case) -> None:
-    """Run layers of three experts on the GPU; AssertionError if y is wrong."""
-    for gated in (True, False):
-        how = {"dtype": "fp16" if case.dtype == torch.float16 else "bf16", "compression": case.compression}
-        mixture = mixtures.Case(
-            0, 0, min(case.m, 300), case.k, case.n, 3, 2, exact=True, gated=gated, activation=case.activation,
-            density=case.density, strategy="row", invariant=False, wide=gated, hot=0.5, merged=gated, down_rows=True,
-            absent=0.1, **how,
-        )  # fmt: skip
-        problem = mixtures.build(mixture, torch.device("cuda"))
-        wrong = mixtures.check(mixture, problem, mixtures.call(mixture, problem))
-        assert not wrong, f"gated {gated}: {wrong}"
 
 
 def repeat(op: str, case: Case, call: Call, repeats: int) -> None:

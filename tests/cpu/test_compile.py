@@ -40,6 +40,9 @@ OCCUPANCY = {
     "weight_grad": (384, 1),
     "overflow": (384, 1),
     "dense_halves": (384, 1),
+    "expert_pairs": (256, 4),
+    "expert_pack": (160, 2),
+    "expert_dense": (160, 2),
 }
 
 

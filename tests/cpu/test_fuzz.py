@@ -385,8 +385,8 @@ def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch:
         monkeypatch.setattr(Tensor, "is_cuda", False)
     for case in sanitize.CASES:
         for call in sanitize.calls(op, case, case.problem()):
-            if op == "ffn_row":
-                sanitize.by_row_on_cuda(*call.arguments)
+            if op in ("ffn_row", "experts"):
+                {"ffn_row": sanitize.by_row_on_cuda, "experts": sanitize.by_expert_on_cuda}[op](*call.arguments)
                 continue
             module = sys.modules[f"twell.ops.{call.op._opname.removesuffix('_backward')}"] if op == "reglu" else None
             module = module or sys.modules[f"twell.ops.{op}"]

@@ -145,7 +145,8 @@ class TestFloors:
 
     def test_every_kernel_with_work_has_a_floor(self) -> None:
         without = {spec.op for spec in specs.all_specs() if summarize.work(spec.op, spec, FIGURES) is None}
-        assert without == {"rank", "overflow"}
+        # profiling.bench gives floors of layers of experts
+        assert without == {"rank", "overflow", "expert_pairs", "expert_pack", "expert_dense", "expert_down"}
 
 
 class TestSummary:

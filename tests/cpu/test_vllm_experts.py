@@ -1,6 +1,6 @@
 """Routed experts in vLLM without vLLM: its classes are stand-ins with the methods that the plug-in calls.
 
-tests/serving/test_experts.py has the tests with the engine.
+tests/serving/test_routed_experts.py has the tests with the engine.
 """
 
 from __future__ import annotations
