@@ -47,17 +47,19 @@ class ExpertCluster(TokenCluster):
         super().__init__(spec)
         # behind the other lists
         self.listed = self.lists
-        self.lists += self.window + 2 * geometry.MAX_EXPERTS_OF_TOKEN
-        self.words = max(self.words, self.lists)
+        self.lists += self.window
+        # behind the sums, too: they may be written while others have not yet entered
+        self.owned = max(self.words, self.lists)
+        self.words = self.owned + 2 * geometry.MAX_EXPERTS_OF_TOKEN
 
     def views(self, shared: Any) -> Views:
         most = geometry.MAX_EXPERTS_OF_TOKEN
-        slots = cute.recast_ptr(shared.arena.data_ptr() + self.listed, dtype=Int32)
-        scales = shared.arena.data_ptr() + self.listed + self.window + most
+        arena = shared.arena.data_ptr()
+        slots, owners = (cute.recast_ptr(arena + at, dtype=Int32) for at in (self.listed, self.owned))
         listed = Listed(
             cute.make_tensor(slots, cute.make_layout(self.window)),
-            cute.make_tensor(slots + self.window, cute.make_layout(most)),
-            cute.make_tensor(scales, cute.make_layout(most)),
+            cute.make_tensor(owners, cute.make_layout(most)),
+            cute.make_tensor(arena + self.owned + most, cute.make_layout(most)),
         )
         views: Views = super().views(shared)
         return views._replace(experts=listed)

@@ -7,9 +7,9 @@ and the units of pairs that the gate GEMM of expert_pack.py computes.
     units [U, 4]       expert, first place, number of pairs (up to `most`), 0
     total [4]          the number of units, and zeros
 
-Every CTA counts the pairs of all experts, as there are few, and adds the counts up. Then each of its warps takes pairs
-in turn: the pairs of the same expert before it say its place. So all CTAs agree without a word, and the order does not
-depend on their speed.
+Every CTA counts the pairs of all experts, as there are few, and those before its own pairs, and adds the counts up.
+Then its warps place its own pairs, which lie together: the pairs of the same expert before one say its place. So all
+CTAs agree without a word, and the order does not depend on their speed.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, range_constexpr
+from cutlass import Int32, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import geometry
@@ -36,7 +36,7 @@ OWN = geometry.MAX_EXPERTS // THREADS
 class Operands(NamedTuple):
     """Operands in global memory."""
 
-    ids: Any  # int32 or int64 [T, k] of any strides
+    ids: Any  # int32 [T * k, 1 or 2]: the words of each id, the lower one first
     x: Any  # [T, K]
     owners: Any  # int32 [T * k]
     pairs: Any  # int32 [T * k]
@@ -48,8 +48,18 @@ class Operands(NamedTuple):
     most: Any
 
 
+@cute.jit
+def expert_of(ids: cute.Tensor, pair: Int32, experts: Int32) -> Int32:
+    """The expert of a pair; -1 if its id is no expert's."""
+    expert = ids[pair, 0]
+    exists = expert >= 0 and expert < experts
+    if ids.shape[1] > 1:
+        exists = exists and ids[pair, 1] == 0
+    return expert if exists else Int32(-1)
+
+
 class ExpertPairs:
-    """For one dtype of x and one of ids; sizes stay symbolic."""
+    """For one dtype; sizes stay symbolic."""
 
     @cute.jit
     def __call__(
@@ -81,34 +91,32 @@ class ExpertPairs:
         thread, lane, cta = cute.arch.thread_idx()[0], cute.arch.lane_idx(), cute.arch.block_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared, places = SmemAllocator(), cute.make_layout(geometry.MAX_EXPERTS + 1)
-        # the pairs of each expert, those before it, and the units before it
-        counts, before, units = (shared.allocate_tensor(Int32, places, byte_alignment=16) for _ in range(3))
+        # the pairs of each expert, of them those before the CTA's own; the pairs and the units of the experts before it
+        counts, earlier, before, units = (shared.allocate_tensor(Int32, places, byte_alignment=16) for _ in range(4))
         sums = shared.allocate_tensor(Int32, cute.make_layout(2 * WARPS), byte_alignment=16)
         for expert in range_constexpr(OWN):
             counts[thread + expert * THREADS] = Int32(0)
+            earlier[thread + expert * THREADS] = Int32(0)
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
         if cta == 0:
             clear_arrivals(o.arrivals, thread, THREADS)
         cute.arch.sync_threads()
         number = o.pairs.shape[0]
-        for pair in cutlass.range(thread, number, THREADS, unroll=1):
-            expert = self.expert_of(o, pair)
+        share = cute.ceil_div(number, cute.arch.grid_dim()[0])
+        first = cta * share
+        for pair in cutlass.range(thread, number, THREADS, unroll=4):
+            expert = expert_of(o.ids, pair, o.experts)
             if expert >= 0:
                 cute.arch.atomic_add(counts.iterator + expert, Int32(1), scope="cta")
+                if pair < first:
+                    cute.arch.atomic_add(earlier.iterator + expert, Int32(1), scope="cta")
         cute.arch.sync_threads()
         self.add_up(o, counts, before, units, sums, thread, lane, warp)
         if cta == 0 and thread < 4:
             o.total[thread] = units[geometry.MAX_EXPERTS] if thread == 0 else Int32(0)
-        for pair in cutlass.range(cta * WARPS + warp, number, cute.arch.grid_dim()[0] * WARPS, unroll=1):
-            self.place_pair(o, counts, before, units, pair, lane)
-
-    @cute.jit
-    def expert_of(self, o: Operands, pair: Int32) -> Int32:
-        """The expert of a pair; -1 if its id is no expert's."""
-        experts = o.ids.shape[1]
-        expert = o.ids[pair // experts, pair % experts]
-        return Int32(expert) if expert >= 0 and expert < o.experts else Int32(-1)
+        for pair in cutlass.range(first + warp, cutlass.min(first + share, number), WARPS, unroll=1):
+            self.place_pair(o, counts, earlier, before, units, first, pair, lane)
 
     @cute.jit
     def add_up(self, o: Operands, counts, before, units, sums, thread: Int32, lane: Int32, warp: Int32):
@@ -134,15 +142,15 @@ class ExpertPairs:
         cute.arch.sync_threads()
 
     @cute.jit
-    def place_pair(self, o: Operands, counts, before, units, pair: Int32, lane: Int32):
-        """Write the place of a pair, its unit if it is the first one there, and its row."""
-        expert, place = self.expert_of(o, pair), Int32(-1)
+    def place_pair(self, o: Operands, counts, earlier, before, units, first: Int32, pair: Int32, lane: Int32):
+        """Write the place of a pair, its unit if it is the first one there, and its row; `first` is the CTA's."""
+        expert, place = expert_of(o.ids, pair, o.experts), Int32(-1)
         if expert >= 0:
             # pairs of the expert before this one
             rank = Int32(0)
-            for other in cutlass.range(lane, pair, 32, unroll=4):
-                rank += Int32(self.expert_of(o, other) == expert)
-            rank = Int32(cute.arch.warp_redux_sync(rank, "add"))
+            for other in cutlass.range(first + lane, pair, 32, unroll=1):
+                rank += Int32(expert_of(o.ids, other, o.experts) == expert)
+            rank = Int32(cute.arch.warp_redux_sync(rank, "add")) + earlier[expert]
             place = before[expert] + rank
             if rank % o.most == 0 and lane == 0:
                 unit = units[expert] + rank // o.most
@@ -150,7 +158,7 @@ class ExpertPairs:
                 quad[0], quad[1], quad[3] = expert, place, Int32(0)
                 quad[2] = cutlass.min(counts[expert] - rank, o.most)
                 cute.autovec_copy(quad, cute.make_tensor(address(o.units, unit, 0).align(16), cute.make_layout(4)))
-            token = pair // o.ids.shape[1]
+            token = pair // (o.pairs.shape[0] // o.x.shape[0])
             for column in cutlass.range(lane * 8, o.x.shape[1], 256, unroll=4):
                 store_values(address(o.rows, place, column), load_values(address(o.x, token, column)))
         if lane == 0:
@@ -161,7 +169,7 @@ def signature(spec: ExpertPairsSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, k = operands.DTYPES[spec.dtype], cute.sym_int32(divisibility=8)
     return ExpertPairs(), (
-        operands.strided_matrix(Int64 if spec.wide else Int32, cute.sym_int32(), cute.sym_int32()),
+        operands.matrix(Int32, cute.sym_int32(), cute.sym_int32()),
         operands.rows(dtype, cute.sym_int32(), k),
         *(operands.vector(Int32, cute.sym_int32()) for _ in range(2)),
         operands.rows(dtype, cute.sym_int32(), k),

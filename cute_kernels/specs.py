@@ -426,17 +426,9 @@ class GatheredSpec(_FamilyKernel):
 
 @dataclass(frozen=True)
 class ExpertPairsSpec(_Kernel):
-    """``ids, x -> owners, pairs, rows, units, total``: pairs of a token and an expert, in the order of the experts.
+    """``ids, x -> owners, pairs, rows, units, total``: pairs of a token and an expert, in the order of the experts."""
 
-    wide: whether ids are int64.
-    """
-
-    wide: bool
     op: ClassVar[str] = "expert_pairs"
-
-    @property
-    def suffix(self) -> str:
-        return "_wide" if self.wide else ""
 
 
 @dataclass(frozen=True)
@@ -596,7 +588,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(SampledGateSpec(d) for d in DTYPES),
         *(SampledGradSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
         *(GatheredSpec(d, p, family=f) for f in FAMILIES for d in DTYPES for p in range(3)),
-        *(ExpertPairsSpec(d, w) for d in DTYPES for w in flags),
+        *(ExpertPairsSpec(d) for d in DTYPES),
         *(ExpertPackSpec(d, t) for d in DTYPES for t in EXPERT_TOKENS),
         *(ExpertDenseSpec(d, t) for d in DTYPES for t in EXPERT_TOKENS),
         *(

@@ -1,8 +1,10 @@
 """The down product of experts with many non-zeros, dense: z[p] = h[p] . w_down[expert] for pairs of a token and an
-expert, in the order of expert_pairs.py, with h of expert_pack.py.
+expert, in the order of expert_pairs.py, with h of expert_pack.py. An expert whose non-zeros are at most `limit` is left
+to expert_down.py.
 
-It is gate_pack_few.py for each unit of pairs: a CTA computes 128 columns and all of N, and stores its sums. An expert
-whose non-zeros are at most `limit` is left to expert_down.py, and its CTAs return.
+Persistent: each CTA finds the units of such experts, and takes every so many-th of their tiles, 128 columns of a unit
+and all of N. Its last warp loads and the others multiply, as in gate_pack_few.py; they store their sums from registers
+while the next tile is loaded.
 """
 
 from typing import Any, NamedTuple
@@ -10,23 +12,32 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32, Uint32, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
+from .. import geometry
 from ..common import operands
-from ..common.copies import address
+from ..common.values import lowest_bit
 from ..specs import ExpertDenseSpec, GatePackFewSpec
-from .gate_pack_few import TILE_K, Extent, GatePackFew, Operands
+from .copies import Transfer
+from .gate_pack_few import TILE_K, Extent, GatePackFew
+from .ring import open_ring, release
 
 COLUMNS = 128
+# units of a word of the list
+UNITS = 32
 
 
-class More(NamedTuple):
-    """Operands in global memory."""
+class Operands(NamedTuple):
+    """Operands in global memory; see expert_pairs.py."""
 
-    z: Any  # fp32 [pairs, K]
+    units: Any  # int32 [U, 4], U up to geometry.MAX_UNITS
+    total: Any
     nonzeros: Any  # int32 [E]
+    z: Any  # fp32 [pairs, K]
     limit: Any
 
 
@@ -39,6 +50,7 @@ class ExpertDense(GatePackFew):
     def __init__(self, spec: ExpertDenseSpec):
         super().__init__(GatePackFewSpec(spec.dtype, spec.tokens))
         self.arrange(1, 1, COLUMNS, 2)
+        self.threads = 32 * self.warps + 32
 
     @cute.jit
     def __call__(
@@ -50,34 +62,95 @@ class ExpertDense(GatePackFew):
         nonzeros: cute.Tensor,
         z: cute.Tensor,
         limit: Int32,
+        multiprocessors: Int32,
         stream: cuda.CUstream,
     ):
-        none = cute.make_tensor(total.iterator, cute.make_layout((Int32(0),)))
-        more = More(z, nonzeros, limit)
-        o = Operands(none, None, None, None, none, Int32(1), Int32(0), units, total, more)
         by_expert = cute.make_tensor(w.iterator, cute.select(w.layout, mode=[2, 1, 0]))
-        extent = Extent(hidden.shape[0], Int32(0), w.shape[2], cute.ceil_div(w.shape[1], TILE_K), Int32(0))
-        self.launch(hidden, by_expert, o, extent, units.shape[0], stream)
+        mma, loads, layouts = self.prepare(hidden, by_expert)
+        tiles = units.shape[0] * cute.ceil_div(z.shape[1], COLUMNS)
+        if tiles > 0:
+            o = Operands(units, total, nonzeros, z, limit)
+            self.kernel(*loads, o, mma, *layouts, cute.ceil_div(w.shape[1], TILE_K)).launch(
+                grid=(cutlass.min(tiles, self.ctas_per_sm * multiprocessors), 1, 1),
+                block=(self.threads, 1, 1),
+                min_blocks_per_mp=self.ctas_per_sm,
+                preferred_smem_carveout=100,
+                stream=stream,
+                use_pdl=True,
+            )
 
-    @cute.jit
-    def wants(self, o: Operands, expert: Int32):
-        return Boolean(o.more.nonzeros[expert] > o.more.limit)
-
-    @cute.jit
-    def epilogue(self, shared, sums: cute.Tensor, o: Operands, extent: Extent, first: Int32, at):
-        """Store the sums: half a warp takes a token, and a lane eight of its columns."""
-        _, column, thread, _, lane = at
+    @cute.kernel
+    def kernel(
+        self,
+        hidden: Transfer,
+        w: Transfer,
+        o: Operands,
+        mma: cute.TiledMma,
+        x_layout: cute.ComposedLayout,
+        w_layout: cute.ComposedLayout,
+        blocks: Int32,
+    ):
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        allocator = SmemAllocator()
+        shared = allocator.allocate(self.shared)
+        wanted = allocator.allocate_tensor(Uint32, cute.make_layout(geometry.MAX_UNITS // UNITS), byte_alignment=16)
+        if warp == self.warps:
+            cpasync.prefetch_descriptor(hidden.atom)
+            cpasync.prefetch_descriptor(w.atom)
+        ring = open_ring(shared, self.stages, 1, self.warps, thread)
+        sX = shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner)
+        sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        total = o.total[0]
+        self.find_units(o, wanted, total, warp, lane)
         cute.arch.sync_threads()
-        left = column * COLUMNS + lane % 16 * 8
-        if left < extent.neurons:
-            for token in cutlass.range(thread // 16, extent.tokens, 2 * self.warps + 2, unroll=1):
-                source = sums.iterator + (token * self.pitch + lane % 16 * 4)
-                for half in cutlass.range_constexpr(2):
-                    quad = cute.make_rmem_tensor((4,), Float32)
-                    part = (source + half * self.upper).align(16)
-                    cute.autovec_copy(cute.make_tensor(part, cute.make_layout(4)), quad)
-                    target = address(o.more.z, extent.first + token, left + 4 * half).align(16)
-                    cute.autovec_copy(quad, cute.make_tensor(target, cute.make_layout(4)))
+        columns, cta, ctas = cute.ceil_div(o.z.shape[1], COLUMNS), cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        rW, rX, coordinates, acc = self.fragments(mma, sX, sW, thread)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        # the CTA's next tile, from the first one of this unit on
+        tile = cta
+        for word in cutlass.range(cute.ceil_div(total, UNITS), unroll=1):
+            left = wanted[word]
+            while left != 0:
+                unit = word * UNITS + lowest_bit(left)
+                left = left & (left - 1)
+                if tile < columns:
+                    first = o.units[unit, 1]
+                    extent = Extent(o.units[unit, 2], first, first, o.z.shape[1], blocks, o.units[unit, 0])
+                    while tile < columns:
+                        if warp == self.warps:
+                            state = self.load(ring, state, hidden, w, sX, sW, extent, tile, Int32(0), blocks)
+                        else:
+                            full, read = self.multiply(ring, mma, rW, rX, acc, blocks, full, read)
+                            read = release(ring, read, lane)
+                            self.store(o, extent, coordinates, acc, tile)
+                        tile += ctas
+                tile -= columns
+
+    @cute.jit
+    def find_units(self, o: Operands, wanted: cute.Tensor, total: Int32, warp: Int32, lane: Int32):
+        """Write a bit for each unit: whether it is of an expert with many non-zeros."""
+        for word in cutlass.range(warp, cute.ceil_div(total, UNITS), self.warps + 1, unroll=1):
+            unit = word * UNITS + lane
+            many = False
+            if unit < total:
+                many = o.nonzeros[o.units[unit, 0]] > o.limit
+            bits = cute.arch.vote_ballot_sync(many)
+            if lane == 0:
+                wanted[word] = Uint32(bits)
+
+    @cute.jit
+    def store(self, o: Operands, extent: Extent, coordinates: cute.Tensor, acc: cute.Tensor, tile: Int32):
+        """Store the sums: eight threads have neighbouring columns of a token."""
+        for i in range_constexpr(cute.size(acc)):
+            column, token = coordinates[i]
+            column += tile * COLUMNS
+            if token < extent.tokens and column < extent.neurons:
+                o.z[extent.first + token, column] = acc[i]
 
 
 def signature(spec: ExpertDenseSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -91,5 +164,5 @@ def signature(spec: ExpertDenseSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.vector(Int32, cute.sym_int32()),
         operands.vector(Int32, cute.sym_int32(), 4),
         operands.rows(Float32, pairs, k),
-        Int32(1),
+        *(Int32(1),) * 2,
     )

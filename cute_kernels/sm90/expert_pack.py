@@ -3,29 +3,39 @@ expert_pairs.py. It is gate_pack_few.py for each unit of pairs, of one expert; C
 
 For experts whose down product will be dense, as expert_dense.py says, it also writes the hidden states, rounded, and
 counts the non-zeros of each expert.
+
+Without units each pair is one, read from `ids`, and nothing runs before: a unit writes its owner and its place.
 """
 
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, range_constexpr
+from cutlass import Boolean, Int32, Uint32, range_constexpr
 
 from .. import geometry
 from ..common import operands
 from ..common.activation import power
 from ..common.copies import address, store_values
 from ..common.values import count_flags, high_to_float, low_to_float, nonzero_flags, pack
-from ..specs import ExpertPackSpec, GatePackFewSpec
+from ..expert_pairs import expert_of
+from ..specs import EXPERT_TOKENS, ExpertPackSpec, GatePackFewSpec
 from .gate_pack_few import TILE_K, TILE_N, Extent, GatePackFew, Operands
 
 
-class More(NamedTuple):
-    """Operands in global memory besides those of layers."""
+class Experts(NamedTuple):
+    """Operands in global memory besides those of layers; see expert_pairs.py."""
 
+    units: Any  # int32 [U, 4], or empty
+    total: Any
     hidden: Any  # [pairs, N], or empty
     nonzeros: Any  # int32 [E], zeros
+    ids: Any
+    owners: Any  # int32 [pairs]
+    pairs: Any  # int32 [pairs]
     activation: Any
+    number: Any  # of experts
+    top: Any  # experts of a token
 
 
 class ExpertPack(GatePackFew):
@@ -33,6 +43,9 @@ class ExpertPack(GatePackFew):
 
     def __init__(self, spec: ExpertPackSpec):
         super().__init__(GatePackFewSpec(spec.dtype, spec.tokens))
+        if spec.tokens > EXPERT_TOKENS[0]:
+            # tokens are as many bytes as weights, so that fewer CTAs read them
+            self.arrange(2, 1, TILE_N, 2)
 
     @cute.jit
     def __call__(
@@ -45,6 +58,10 @@ class ExpertPack(GatePackFew):
         total: cute.Tensor,
         hidden: cute.Tensor,
         nonzeros: cute.Tensor,
+        ids: cute.Tensor,
+        owners: cute.Tensor,
+        pairs: cute.Tensor,
+        arrivals: cute.Tensor,
         words_per_tile: Int32,
         threshold: Int32,
         activation: Int32,
@@ -52,27 +69,45 @@ class ExpertPack(GatePackFew):
     ):
         none = cute.make_tensor(words.iterator, cute.make_layout((Int32(0), Int32(1), 2), stride=(2, 2, 1)))
         bias = cute.make_tensor(x.iterator, cute.make_layout((Int32(0),)))
-        o = Operands(
-            bias, words, spill, none, none, words_per_tile, threshold, units, total, More(hidden, nonzeros, activation)
-        )
+        top = cute.ceil_div(pairs.shape[0], x.shape[0])
+        experts = Experts(units, total, hidden, nonzeros, ids, owners, pairs, activation, w.shape[0], top)
+        o = Operands(bias, words, spill, none, arrivals, words_per_tile, threshold, experts)
         by_expert = cute.make_tensor(w.iterator, cute.select(w.layout, mode=[1, 2, 0]))
-        extent = Extent(x.shape[0], Int32(0), w.shape[1], cute.ceil_div(x.shape[1], TILE_K), Int32(0))
-        self.launch(x, by_expert, o, extent, units.shape[0], stream)
+        blocks = cute.ceil_div(x.shape[1], TILE_K)
+        extent = Extent(x.shape[0], Int32(0), Int32(0), w.shape[1], blocks, Int32(0))
+        self.launch(x, by_expert, o, extent, units.shape[0] if units.shape[0] > 0 else pairs.shape[0], stream)
+
+    @cute.jit
+    def part_of(self, o: Operands, extent: Extent, unit: Int32, leads: Boolean):
+        e, exists = o.experts, Boolean(False)
+        if e.units.shape[0] > 0:
+            exists = unit < e.total[0]
+            if exists:
+                first = e.units[unit, 1]
+                extent = extent._replace(tokens=e.units[unit, 2], first=first, source=first, expert=e.units[unit, 0])
+        else:
+            expert = expert_of(e.ids, unit, e.number)
+            exists = expert >= 0
+            extent = extent._replace(tokens=Int32(1), first=unit, source=unit // e.top, expert=expert)
+            if leads:
+                e.owners[unit] = expert
+                e.pairs[unit] = unit if exists else Int32(-1)
+        return extent, exists
 
     @cute.jit
     def keep(self, quad: cute.Tensor, extent: Extent, token: Int32, column: Int32, o: Operands, lane: Int32):
-        if o.more.hidden.shape[0] > 0:
+        if o.experts.hidden.shape[0] > 0:
             count = Int32(cute.arch.warp_redux_sync(count_flags(nonzero_flags(quad)), "add"))
             if lane == 0:
-                nonzeros = o.more.nonzeros.iterator + extent.expert
+                nonzeros = o.experts.nonzeros.iterator + extent.expert
                 cute.arch.atomic_add(nonzeros, count, sem="relaxed", scope="gpu")
             neuron = column * TILE_N + lane * 8
             if neuron < extent.neurons:
                 rounded = cute.make_rmem_tensor((4,), Uint32)
                 for i in range_constexpr(4):
                     pair = (low_to_float(quad[i], self.dtype), high_to_float(quad[i], self.dtype))
-                    rounded[i] = pack(*(power(value, o.more.activation) for value in pair), self.dtype)
-                store_values(address(o.more.hidden, extent.first + token, neuron), rounded)
+                    rounded[i] = pack(*(power(value, o.experts.activation) for value in pair), self.dtype)
+                store_values(address(o.experts.hidden, extent.first + token, neuron), rounded)
 
 
 def signature(spec: ExpertPackSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -80,12 +115,15 @@ def signature(spec: ExpertPackSpec) -> tuple[Any, tuple[Any, ...]]:
     dtype, pairs = operands.DTYPES[spec.dtype], cute.sym_int32()
     k, n = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     return ExpertPack(spec), (
-        operands.rows(dtype, pairs, k),
+        operands.rows(dtype, cute.sym_int32(), k),
         operands.slabs(dtype, cute.sym_int32(), n, k),
         *operands.packed(dtype, pairs),
         operands.quads(cute.sym_int32()),
         operands.vector(Int32, cute.sym_int32()),
         operands.rows(dtype, cute.sym_int32(), n),
+        operands.vector(Int32, cute.sym_int32(), 4),
+        operands.matrix(Int32, cute.sym_int32(), cute.sym_int32()),
+        *(operands.vector(Int32, pairs) for _ in range(2)),
         operands.vector(Int32, cute.sym_int32(), 4),
         Int32(geometry.words_per_tile(8)),
         *(Int32(0),) * 2,

@@ -56,16 +56,15 @@ class Operands(NamedTuple):
     arrivals: Any  # int32 [any]: counters of the next kernel, which this one zeroes
     width: Any  # words per tile
     threshold: Any
-    units: Any  # of experts, see expert_pairs.py; else None
-    total: Any
-    more: Any = None  # of expert_pack.py
+    experts: Any = None  # of expert_pack.py
 
 
 class Extent(NamedTuple):
-    """Tokens, the place of the first one, neurons, blocks of K, and the expert."""
+    """Tokens, the places of the first one in words and in x, neurons, blocks of K, and the expert."""
 
     tokens: Any
     first: Any
+    source: Any
     neurons: Any
     blocks: Any
     expert: Any
@@ -120,13 +119,28 @@ class GatePackFew:
         threshold: Int32,
         stream: cuda.CUstream,
     ):
-        o = Operands(bias, words, spill, stats, arrivals, words_per_tile, threshold, None, None)
-        extent = Extent(x.shape[0], Int32(0), w.shape[0], cute.ceil_div(x.shape[1], TILE_K), Int32(0))
+        o = Operands(bias, words, spill, stats, arrivals, words_per_tile, threshold)
+        extent = Extent(x.shape[0], Int32(0), Int32(0), w.shape[0], cute.ceil_div(x.shape[1], TILE_K), Int32(0))
         self.launch(x, w, o, extent, Int32(1), stream)
 
     @cute.jit
-    def launch(self, x: cute.Tensor, w: cute.Tensor, o: Operands, extent: Extent, units: Int32, stream: cuda.CUstream):
+    def launch(self, x: cute.Tensor, w: cute.Tensor, o: Any, extent: Extent, units: Int32, stream: cuda.CUstream):
         """Launch the kernel for x [M, K] and w [N, K] or, of experts, [N, K, E]; so many `units` of tokens at most."""
+        mma, loads, layouts = self.prepare(x, w)
+        if extent.tokens > 0:
+            self.kernel(*loads, o, mma, *layouts, extent).launch(
+                grid=(self.cluster, cute.ceil_div(extent.neurons, self.tile), units),
+                block=(32 * self.warps + 32, 1, 1),
+                cluster=(self.cluster, 1, 1),
+                min_blocks_per_mp=self.ctas_per_sm,
+                preferred_smem_carveout=100,
+                stream=stream,
+                use_pdl=True,
+            )
+
+    @cute.jit
+    def prepare(self, x: cute.Tensor, w: cute.Tensor):
+        """The MMA, the loads of x and w, and their layouts in shared memory, whose struct is `self.shared`."""
         stages = self.stages
         shape = (self.neurons, self.tokens, TILE_K)
         mma = sm90.make_trivial_tiled_mma(
@@ -155,16 +169,7 @@ class GatePackFew:
             sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
-        if extent.tokens > 0:
-            self.kernel(*loads, o, mma, x_layout, w_layout, extent).launch(
-                grid=(self.cluster, cute.ceil_div(extent.neurons, self.tile), units),
-                block=(32 * self.warps + 32, 1, 1),
-                cluster=(self.cluster, 1, 1),
-                min_blocks_per_mp=self.ctas_per_sm,
-                preferred_smem_carveout=100,
-                stream=stream,
-                use_pdl=True,
-            )
+        return mma, loads, (x_layout, w_layout)
 
     @cute.kernel
     def kernel(
@@ -192,12 +197,7 @@ class GatePackFew:
         cute.arch.griddepcontrol_launch_dependents()
         if column == 0 and rank == 0 and unit == 0:
             clear_arrivals(o.arrivals, thread, 32 * self.warps + 32)
-        exists = Boolean(True)
-        if const_expr(o.units is not None):
-            exists = unit < o.total[0]
-            if exists:
-                extent = extent._replace(tokens=o.units[unit, 2], first=o.units[unit, 1], expert=o.units[unit, 0])
-                exists = self.wants(o, extent.expert)
+        extent, exists = self.part_of(o, extent, unit, column == 0 and rank == 0 and thread == 0)
         if exists:
             part, split = rank % self.parts, rank // self.parts
             blocks = (extent.blocks - split + self.splits - 1) // self.splits
@@ -207,27 +207,25 @@ class GatePackFew:
             # the warp's first token in the epilogue
             first = rank + self.cluster * warp_index
             if warp_index == self.warps:
-                self.load(ring, x, w, sX, sW, extent, column * self.parts + part, split, blocks)
+                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+                self.load(ring, state, x, w, sX, sW, extent, column * self.parts + part, split, blocks)
             else:
                 self.mma(ring, mma, sX, sW, sums, blocks, thread)
             self.epilogue(shared, sums, o, extent, first, (rank, column, thread, warp_index, lane))
 
-    def wants(self, o: Operands, expert: Int32) -> Any:
-        """Whether the units of an expert are computed."""
-        return Boolean(True)
+    def part_of(self, o: Operands, extent: Extent, unit: Int32, leads: Boolean) -> Any:
+        """The extent of a unit, and whether there is one; one thread of the unit's `leads`."""
+        return extent, Boolean(True)
 
     @cute.jit
-    def load(
-        self, ring, x: Transfer, w: Transfer, sX: cute.Tensor, sW: cute.Tensor, extent: Extent, column, split, blocks
-    ):
-        """Load the CTA's blocks of K, one per stage."""
+    def load(self, ring, state, x: Transfer, w: Transfer, sX, sW, extent: Extent, column, split, blocks):
+        """Load the CTA's blocks of K, one per stage; return the state of the next stage."""
         lane = cute.arch.lane_idx()
         if const_expr(cute.rank(w.tensor) > 2):
-            x = Transfer(x.atom, cute.domain_offset((extent.first, 0), x.tensor))
+            x = Transfer(x.atom, cute.domain_offset((extent.source, 0), x.tensor))
             w = Transfer(w.atom, w.tensor[None, None, extent.expert])
         x_s, x_t = partition(x, sX, (self.tokens, TILE_K))
         w_s, w_t = partition(w, sW, (self.neurons, TILE_K))
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         for i in cutlass.range(blocks, unroll=1):
             cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
             barrier = ring.full + state.index
@@ -237,20 +235,35 @@ class GatePackFew:
             cute.copy(w.atom, w_t[None, column, block], w_s[None, state.index], tma_bar_ptr=barrier)
             cute.copy(x.atom, x_t[None, 0, block], x_s[None, state.index], tma_bar_ptr=barrier)
             state.advance()
+        return state
 
     @cute.jit
     def mma(self, ring, mma: cute.TiledMma, sX: cute.Tensor, sW: cute.Tensor, sums: cute.Tensor, blocks: Int32, thread):
         """Multiply the CTA's blocks of K, then store its partial sums by token."""
-        lane = cute.arch.lane_idx()
+        rW, rX, coordinates, acc = self.fragments(mma, sX, sW, thread)
+        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        self.multiply(ring, mma, rW, rX, acc, blocks, full, read)
+        # another warp may still read the ring
+        cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=32 * self.warps)
+        for i in range_constexpr(cute.size(acc)):
+            neuron, token = coordinates[i]
+            sums[token * self.pitch + (neuron >> 3) * 4 + (neuron & 3) + ((neuron >> 2) & 1) * self.upper] = acc[i]
+
+    def fragments(self, mma: cute.TiledMma, sX: cute.Tensor, sW: cute.Tensor, thread: Int32) -> Any:
+        """What a thread multiplies, the neuron and the token of each of its sums, and the sums."""
         leader = mma.get_slice(cute.make_layout(self.groups, stride=128)(cute.arch.make_warp_uniform(thread // 128)))
         rW = mma.make_fragment_A(leader.partition_A(sW))
         rX = mma.make_fragment_B(leader.partition_B(sX))
         coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((self.neurons, self.tokens)))
-        acc = cute.make_rmem_tensor(coordinates.shape, Float32)
+        return rW, rX, coordinates, cute.make_rmem_tensor(coordinates.shape, Float32)
+
+    @cute.jit
+    def multiply(self, ring, mma: cute.TiledMma, rW, rX, acc: cute.Tensor, blocks: Int32, full, read):
+        """acc = the sums over the blocks of K; return the states of the next stages to wait for and to release."""
+        lane = cute.arch.lane_idx()
         acc.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, True)
-        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         for i in cutlass.range(blocks, unroll=1):
             cute.arch.mbarrier_wait(ring.full + full.index, full.phase)
             warpgroup.fence()
@@ -263,11 +276,7 @@ class GatePackFew:
                 read = release(ring, read, lane)
             full.advance()
         warpgroup.wait_group(0)
-        # another warp may still read the ring
-        cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=32 * self.warps)
-        for i in range_constexpr(cute.size(acc)):
-            neuron, token = coordinates[i]
-            sums[token * self.pitch + (neuron >> 3) * 4 + (neuron & 3) + ((neuron >> 2) & 1) * self.upper] = acc[i]
+        return full, read
 
     @cute.jit
     def epilogue(self, shared, sums: cute.Tensor, o: Operands, extent: Extent, first: Int32, at):

@@ -145,6 +145,9 @@ def expert_tokens(pairs: int, experts: int) -> int:
     return next((size for size in specs.EXPERT_TOKENS if 3 * pairs <= size * experts), specs.EXPERT_TOKENS[-1])
 
 
+# Most tokens of which each pair with an expert is a unit of the gate GEMM of its own.
+UNORDERED_TOKENS = 1
+
 # Most tokens of experts that large clusters compute.
 _FEW_EXPERT_TOKENS = 32
 
@@ -162,9 +165,11 @@ def expert_down(dtype: torch.dtype, t: int, k: int, gated: bool, invariant: bool
 _FEWEST_DENSE, _DENSE_NONZEROS = 9, 1.3
 
 
-def most_of_expert(dtype: torch.dtype, t: int, n: int, gated: bool, invariant: bool) -> int | None:
+def most_of_expert(dtype: torch.dtype, t: int, n: int, units: int, gated: bool, invariant: bool) -> int | None:
     """Most non-zeros of an expert, over ``t`` tokens, that are computed by rows; None if all are."""
-    if gated or invariant or t < _FEWEST_DENSE or n > geometry.LONGEST_SUM[dtype_name(dtype)]:
+    if gated or invariant or t < _FEWEST_DENSE or units > geometry.MAX_UNITS:
+        return None
+    if n > geometry.LONGEST_SUM[dtype_name(dtype)]:
         return None
     return int(_DENSE_NONZEROS * n)
 

@@ -301,12 +301,12 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
     ids[:, 0] = torch.where(torch.rand(t) < 0.5, 1, ids[:, 0])
     if wide_ids:
         ids[0, 0] = (1 << 32) + 1
-    given = ids if wide_ids else ids.int()
+    given = (ids if wide_ids else ids.int()).view(torch.int32).view(t * top, -1)
     owners, pairs = (torch.full((t * top,), POISON, dtype=torch.int32) for _ in range(2))
     rows = strided(torch.full((t * top, k), torch.nan, dtype=BF16))
     units = torch.full((min(t * top, count + t * top // most), 4), POISON, dtype=torch.int32)
     total, arrivals = torch.full((4,), POISON, dtype=torch.int32), torch.full((77,), POISON, dtype=torch.int32)
-    spec = specs.ExpertPairsSpec("bfloat16", wide_ids)
+    spec = specs.ExpertPairsSpec("bfloat16")
     launch(spec, given, strided(x), owners, pairs, rows, units, total, arrivals, count, most, 3)
     flat = ids.flatten()
     valid = (flat >= 0) & (flat < count)
@@ -331,7 +331,9 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
     tokens = next(size for size in specs.EXPERT_TOKENS if size >= most)
     made, nonzeros = torch.full((t * top, n), torch.nan, dtype=BF16), torch.zeros(count, dtype=torch.int32)
     of_units = units, total, strided(made), nonzeros
-    launch(specs.ExpertPackSpec("bfloat16", tokens), rows, w, words, spill, *of_units, width, 0, RELU.code())
+    numbers = width, 0, RELU.code()
+    of_pairs = given, owners, pairs, arrivals[:0]
+    launch(specs.ExpertPackSpec("bfloat16", tokens), rows, w, words, spill, *of_units, *of_pairs, *numbers)
     gates = torch.stack([torch.relu(x[p // top].float() @ w[flat[p]].float().t()) for p in order.tolist()]).to(BF16)
     found = ops.unpack(words[: len(order)], spill[: len(order)], n, 2)
     testing.assert_same(found, gates, "gates")
@@ -339,7 +341,7 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
     fired = (gates > 0).sum(1)
     assert nonzeros.equal(torch.zeros(count, dtype=torch.int64).index_add_(0, flat[order], fired).int())
     z, limit = strided(torch.full((t * top, k), torch.nan)), int(nonzeros.float().median())
-    launch(specs.ExpertDenseSpec("bfloat16", tokens), of_units[2], down, units, total, nonzeros, z, limit)
+    launch(specs.ExpertDenseSpec("bfloat16", tokens), of_units[2], down, units, total, nonzeros, z, limit, 3)
     own = torch.stack([g.float() @ down[flat[p]].float() for g, p in zip(gates, order.tolist())])
     dense = nonzeros[flat[order]] > limit
     testing.assert_same(z[: len(order)][dense], own[dense], "products of some experts")
@@ -349,7 +351,7 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
     for gated, cluster in ((False, 8), (False, 2), (True, 8), (True, 2)):
         y, l1 = strided(torch.full((t, k), torch.nan, dtype=BF16)), torch.full((t,), torch.nan)
         counters, weights = arrivals.new_zeros(geometry.TOKEN_COUNTERS + t * cluster), arrivals.new_zeros(t)
-        spec = specs.ExpertDownSpec("bfloat16", specs.TOKEN_K_CLASSES[cluster][0], cluster, gated)
+        spec = specs.ExpertDownSpec("bfloat16", specs.k_class(k, specs.TOKEN_K_CLASSES[cluster]), cluster, gated)
         operands = (
             strided(x) if gated else None,
             words,
@@ -371,6 +373,16 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
         testing.assert_same(y, right.to(BF16), f"y, gated {gated}")
         by_row = h if gated else h * ~dense[:, None]
         testing.assert_same(l1, torch.zeros(t).index_add_(0, order // top, by_row.abs().sum(1)), "l1")
+    # each pair as a unit, and no kernel before
+    words.zero_(), arrivals.fill_(POISON)
+    alone = [torch.full((t * top,), POISON, dtype=torch.int32) for _ in range(2)]
+    of_units = units[:0], total, strided(made)[:0], nonzeros
+    of_pairs = given, *alone, arrivals
+    launch(specs.ExpertPackSpec("bfloat16", 8), strided(x), w, words, spill, *of_units, *of_pairs, *numbers)
+    assert alone[0].equal(owners)
+    assert alone[1].equal(torch.where(valid, torch.arange(t * top), -1).int())
+    assert not arrivals.any()
+    testing.assert_same(ops.unpack(words, spill, n, 2)[order], gates, "gates of pairs alone")
 
 
 def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bool, seed: int = 0) -> None:

@@ -130,16 +130,21 @@ def _cuda(*arguments: Any) -> Tensor:
     index = x.device.index
     family = tuning.family(index)
     if strategy == "auto" and not invariant:
-        # rows have not been timed on a GPU
-        strategy = "dense"
+        strategy = "dense" if _never_waits(x, len(w_gate)) else "row"
     if strategy == "dense":
         return dense(given, activation)
     if family != specs.SM90:
         raise NotImplementedError('experts have kernels for sm_90a alone; strategy="dense" runs everywhere')
     up = None if w_up is None else _slabs(w_up)
-    operands = rows(x), _slabs(w_gate), up, _slabs(w_down), ids, weights, y
+    operands = rows(x), _slabs(w_gate), up, _slabs(w_down), _aligned(ids), _aligned(weights), y
     run(launches, operands, compression, activation, invariant)
     return y
+
+
+def _aligned(small: Tensor) -> Tensor:
+    """A contiguous tensor at an aligned address; a copy of one that is not."""
+    small = small.contiguous()
+    return small if small.data_ptr() % ALIGNMENT == 0 else small.clone()
 
 
 def _slabs(weight: Tensor) -> Tensor:
@@ -176,35 +181,43 @@ def launches(
     """Launch what fills ``y`` by rows."""
     (t, k), (count, n, _), top = x.shape, w_gate.shape, ids.shape[1]
     number, width = t * top, geometry.words_per_tile(compression)
-    most = tuning.expert_tokens(number, count)
+    # each pair of few tokens is a unit, and no kernel puts them in order
+    direct = t <= tuning.UNORDERED_TOKENS
+    most = specs.EXPERT_TOKENS[0] if direct else tuning.expert_tokens(number, count)
     down = tuning.expert_down(x.dtype, t, k, w_up is not None, invariant)
     helpers = 0 if invariant else tuning.token_helpers(t, down, p.multiprocessors)
     owners, places = (p.scratch(torch.int32, number) for _ in range(2))
-    gathered, units = p.scratch(x.dtype, number, k), p.scratch(torch.int32, min(number, count + number // most), 4)
-    total, first = p.scratch(torch.int32, 4), geometry.TOKEN_COUNTERS + t * down.cluster
+    some = 0 if direct else min(number, count + number // most)
+    units, total = p.scratch(torch.int32, some, 4), p.scratch(torch.int32, 4)
+    first = geometry.TOKEN_COUNTERS + t * down.cluster
     counters = p.scratch(torch.int32, first + t + count)
     nonzeros = counters.part(first + t, first + t + count)
-    limit = tuning.most_of_expert(x.dtype, t, n, w_up is not None, invariant)
+    limit = None if direct else tuning.most_of_expert(x.dtype, t, n, some, w_up is not None, invariant)
+    words_of_ids = ids.at(0, torch.int32, number, ids.dtype.itemsize // 4)
     # of experts whose down product is dense
     hidden = p.scratch(x.dtype, 0 if limit is None else number, n)
     z = p.scratch(torch.float32, 0 if limit is None else number, k)
     words = p.scratch(torch.int32, number, geometry.tiles(n) * width)
     spill = p.scratch(x.dtype, number, geometry.tiles(n) * geometry.TILE)
     name, level = tuning.dtype_name(x.dtype), threshold_pair(activation, x.dtype)
-    pairs = specs.ExpertPairsSpec(name, ids.dtype == torch.int64)
-    p.launch(pairs, ids, x, owners, places, gathered, units, total, counters, count, most, p.multiprocessors)
-    of_units = units, total, hidden, nonzeros
-    p.launch(
-        specs.ExpertPackSpec(name, most), gathered, w_gate, words, spill, *of_units, width, level, activation.code()
-    )
+    if direct:
+        given, cleared = x, counters
+    else:
+        given, cleared = p.scratch(x.dtype, number, k), counters.part(0, 0)
+        of_pairs = owners, places, given, units, total, counters
+        p.launch(specs.ExpertPairsSpec(name), words_of_ids, x, *of_pairs, count, most, p.multiprocessors)
+    of_units = units, total, hidden, nonzeros, words_of_ids, owners, places, cleared
+    numbers = width, level, activation.code()
+    p.launch(specs.ExpertPackSpec(name, most), given, w_gate, words, spill, *of_units, *numbers)
     if limit is not None:
-        p.launch(specs.ExpertDenseSpec(name, most), hidden, w_down, units, total, nonzeros, z, limit)
+        dense = hidden, w_down, units, total, nonzeros, z, limit, p.multiprocessors
+        p.launch(specs.ExpertDenseSpec(name, most), *dense)
     (up, up_rows), (second, down_rows) = (None, 0) if w_up is None else _matrix(w_up), _matrix(w_down)
     sums = p.scratch(torch.float32, 2 * helpers, k + 8)
-    given = x if w_up is not None else None, words, spill, up, second, y, p.scratch(torch.float32, t), sums
+    layer = x if w_up is not None else None, words, spill, up, second, y, p.scratch(torch.float32, t), sums
     own, heavy = counters.part(0, first), counters.part(first, first + t)
     numbers = limit or 0, up_rows, down_rows, helpers, tuning.light_nonzeros(t), width, activation.code()
-    p.launch(down, *given, own, heavy, owners, places, weights, z, nonzeros, *numbers)
+    p.launch(down, *layer, own, heavy, owners, places, weights, z, nonzeros, *numbers)
 
 
 def _matrix(weights: View) -> tuple[View, int]:
@@ -240,11 +253,20 @@ def dense(given: Experts, activation: Activation) -> Tensor:
     return rounded
 
 
+_grouped_mm: Any = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
+# It takes fewer groups than this.
+_GROUPS = 1024
+
+
+def _never_waits(values: Tensor, experts: int) -> bool:
+    """Whether dense products of so many experts are one operator, without the host."""
+    return _grouped_mm is not None and values.is_cuda and values.dtype == torch.bfloat16 and experts < _GROUPS
+
+
 def _grouped(values: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """values [P, C] of each expert, which end at ``ends`` [E], times weights [E, C, D] -> [P, D]."""
-    grouped: Any = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
-    if grouped is not None and values.is_cuda and values.dtype == torch.bfloat16:
-        products: Tensor = grouped(values, weights, offs=ends)
+    if _never_waits(values, len(weights)):
+        products: Tensor = _grouped_mm(values, weights, offs=ends)
         return products
     found: list[Tensor] = []
     first = 0
