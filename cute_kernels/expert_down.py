@@ -1,22 +1,19 @@
 """The second half of layers of experts: y[t] = sum over the experts e of token t, and the non-zeros c of both, of
 scale[t, e] * h[t, e, c] * w_down[e, c]. It is up_down_token.py, where a token's tiles are those of its experts, one
-after the other, and the rows of weights are those of all experts. Sums of experts that expert_dense.py computed are
-added first.
+after the other, and the rows of weights are those of all experts.
 """
 
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, range_constexpr
+from cutlass import Float32, Int32, Uint32
 
 from . import geometry
 from .common import operands
-from .common.copies import address
 from .common.rows import count_of
 from .specs import ExpertDownSpec, UpDownTokenSpec
-from .up_down_token import STEP, Operands, Thread, TokenCluster, UpDownToken, Views
+from .up_down_token import Operands, Thread, TokenCluster, UpDownToken, Views
 
 
 class Experts(NamedTuple):
@@ -25,9 +22,6 @@ class Experts(NamedTuple):
     owners: Any  # int32 [tokens * k]: the expert of each pair of a token and an expert, or -1
     pairs: Any  # int32 [tokens * k]: its row of words, or -1
     scales: Any  # fp32 [tokens, k], by which h is multiplied
-    z: Any  # fp32 [pairs, K], of expert_dense.py, or empty
-    nonzeros: Any  # int32 [E]
-    most: Any  # non-zeros of an expert whose product is not in z
     up_rows: Any  # rows of w_up from one expert to the next
     down_rows: Any
 
@@ -81,39 +75,8 @@ class ExpertCluster(TokenCluster):
         own = tiles // experts
         slot, row = tile // own, Int32(-1)
         if slot < experts:
-            row = self.row_of(o, m * experts + slot, False)
+            row = o.experts.pairs[m * experts + slot]
         return row, tile - slot * own, row >= 0, slot
-
-    @cute.jit
-    def row_of(self, o: Operands, pair: Int32, dense: cutlass.Constexpr):
-        """The row of a pair in `words`, or if `dense` in `z`; -1 if its products are in the other one, or in none."""
-        row = o.experts.pairs[pair]
-        if o.experts.z.shape[0] > 0:
-            if row >= 0:
-                many = o.experts.nonzeros[o.experts.owners[pair]] > o.experts.most
-                row = row if many == Boolean(dense) else Int32(-1)
-        elif dense:
-            row = Int32(-1)
-        return row
-
-    @cute.jit
-    def first_sums(self, o: Operands, acc: cute.Tensor, m: Int32, begin: Int32, at: Thread):
-        """Add the products that are in `z`, once for each token, by the threads of the first group."""
-        if o.experts.z.shape[0] > 0 and begin == 0 and at.group == 0:
-            experts = o.experts.scales.shape[1]
-            for slot in cutlass.range(experts, unroll=1):
-                pair = m * experts + slot
-                place = self.row_of(o, pair, True)
-                if place >= 0:
-                    scale = o.experts.scales[m, slot]
-                    for v in range_constexpr(self.vectors):
-                        column = at.column + v * self.span * STEP
-                        if column < at.columns:
-                            values = cute.make_rmem_tensor((8,), Float32)
-                            source = address(o.experts.z, place, at.left + column).align(16)
-                            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), values)
-                            for i in range_constexpr(8):
-                                acc[i, v] += scale * values[i]
 
     @cute.jit
     def count_of(self, o: Operands, m: Int32, tile: Int32, tiles: Int32):
@@ -156,9 +119,6 @@ class ExpertDown(UpDownToken):
         owners: cute.Tensor,
         pairs: cute.Tensor,
         scales: cute.Tensor,
-        z: cute.Tensor,
-        nonzeros: cute.Tensor,
-        most: Int32,
         up_rows: Int32,
         down_rows: Int32,
         helpers: Int32,
@@ -170,7 +130,7 @@ class ExpertDown(UpDownToken):
         none = cute.make_tensor(y.iterator, cute.make_layout((Int32(0),)))
         stats = cute.make_tensor(words.iterator, cute.make_layout((Int32(0), Int32(1), 2), stride=(2, 2, 1)))
         layer = (x, words, spill, w_up, w_down, none, none, y, l1, words_per_tile, activation)
-        experts = Experts(owners, pairs, scales, z, nonzeros, most, up_rows, down_rows)
+        experts = Experts(owners, pairs, scales, up_rows, down_rows)
         self.launch(Operands(*layer, sums, counters, weights, helpers, limit, stats, Int32(0), experts), stream)
 
 
@@ -189,7 +149,5 @@ def signature(spec: ExpertDownSpec) -> tuple[Any, tuple[Any, ...]]:
         *(operands.vector(Int32, cute.sym_int32(), 4) for _ in range(2)),
         *(operands.vector(Int32, pairs) for _ in range(2)),
         operands.strided_matrix(Float32, m, cute.sym_int32()),
-        operands.rows(Float32, cute.sym_int32(), k),
-        operands.vector(Int32, cute.sym_int32(), 4),
-        *(Int32(1),) * 7,
+        *(Int32(1),) * 6,
     )

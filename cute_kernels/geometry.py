@@ -14,8 +14,6 @@ MAX_NEURONS = 65536
 MAX_EXPERTS = 1024
 # Most of them that a token has.
 MAX_EXPERTS_OF_TOKEN = 32
-# Most units of pairs of which some are computed densely.
-MAX_UNITS = 8192
 # Rows summed into one entry of the statistics that gate_pack writes.
 STATS_ROWS = 8
 # Counters of `up_down_token` before those of its tokens, padded: clusters that have seen their tokens; all non-zeros

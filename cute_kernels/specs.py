@@ -449,10 +449,24 @@ class ExpertPackSpec(_FamilyKernel):
 
 
 @dataclass(frozen=True)
-class ExpertDenseSpec(ExpertPackSpec):
-    """``hidden states, w_down of experts, units -> z``: the dense down product of experts with many non-zeros."""
+class ExpertUnionSpec(_Kernel):
+    """``hidden states, units -> neurons, compact hidden states``: those of the neurons that any pair of a unit fires."""
 
-    op: ClassVar[str] = "expert_dense"
+    op: ClassVar[str] = "expert_union"
+
+
+@dataclass(frozen=True)
+class ExpertGatheredSpec(ExpertPackSpec):
+    """``compact hidden states, neurons, w_down of experts, units -> z``: the down product of each pair."""
+
+    op: ClassVar[str] = "expert_gathered"
+
+
+@dataclass(frozen=True)
+class ExpertSumSpec(_Kernel):
+    """``z, pairs, weights -> y``: the sum over the experts of each token."""
+
+    op: ClassVar[str] = "expert_sum"
 
 
 @dataclass(frozen=True)
@@ -549,7 +563,9 @@ Spec = (
     | GatheredSpec
     | ExpertPairsSpec
     | ExpertPackSpec
-    | ExpertDenseSpec
+    | ExpertUnionSpec
+    | ExpertGatheredSpec
+    | ExpertSumSpec
     | ExpertDownSpec
     | RankSpec
     | MatrixTransposeSpec
@@ -590,7 +606,9 @@ def all_specs() -> tuple[Spec, ...]:
         *(GatheredSpec(d, p, family=f) for f in FAMILIES for d in DTYPES for p in range(3)),
         *(ExpertPairsSpec(d) for d in DTYPES),
         *(ExpertPackSpec(d, t) for d in DTYPES for t in EXPERT_TOKENS),
-        *(ExpertDenseSpec(d, t) for d in DTYPES for t in EXPERT_TOKENS),
+        *(ExpertUnionSpec(d) for d in DTYPES),
+        *(ExpertGatheredSpec(d, t) for d in DTYPES for t in EXPERT_TOKENS),
+        *(ExpertSumSpec(d) for d in DTYPES),
         *(
             ExpertDownSpec(d, k, c, g)
             for d in DTYPES

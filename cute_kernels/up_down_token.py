@@ -171,7 +171,6 @@ class TokenCluster(TokenList, TokenPieces):
         if at.lane == 0:
             s.totals[at.warp] = Float32(0.0)
         acc.fill(0.0)
-        self.first_sums(o, acc, m, begin, at)
         first = at.group * self.rows
         for base in cutlass.range(begin, end, self.window, unroll=1):
             size = cutlass.min(end - base, Int32(self.window))
@@ -205,9 +204,6 @@ class TokenCluster(TokenList, TokenPieces):
 
     def enter(self, o: Operands, s: Views, m: Int32, at: Thread) -> None:
         """Prepare for token `m`; all threads meet before its list is read."""
-
-    def first_sums(self, o: Operands, acc: cute.Tensor, m: Int32, begin: Int32, at: Thread) -> None:
-        """Begin the sums over non-zeros from `begin` on, which are zeros."""
 
     @cute.jit
     def compute(self, o: Operands, s: Views, index: Int32, limit: Int32, at: Thread):

@@ -56,7 +56,7 @@ OPS = {
     "ffn": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered", "up_down_tile"),
     # "row" with dense halves: of each case both
     "ffn_row": ("gate_pack", "gate_pack_few", "up_down_token", "dense_halves"),
-    "experts": ("expert_pairs", "expert_pack", "expert_down", "expert_dense"),
+    "experts": tuple(f"expert_{part}" for part in ("pairs", "pack", "down", "union", "gathered", "sum")),
     "unpack": ("unpack",),
     "reglu": ("reglu",),
     "matrix_transpose": ("matrix_transpose",),
@@ -232,14 +232,14 @@ def experts_calls(case: Case, problem: FFN) -> Iterator[Call]:
     weights = torch.tensor([0.5, 1.0, 2.0]).repeat(case.m, 1)
     for gated in (True, False):
         operands = x, gate, up if gated else None, down
-        # dense down products round squares
-        for most in (1 << 30, 1)[: 1 if gated or case.activation == "relu2" else 2]:
+        # unions round squares
+        for by_union in (False, True)[: 1 if gated or case.activation == "relu2" else 2]:
             wide = ids if gated else ids.int()
-            yield Call(by_expert, (*operands, wide, weights, case.compression, case.activation, most), gated)
+            yield Call(by_expert, (*operands, wide, weights, case.compression, case.activation, by_union), gated)
 
 
 def by_expert(*arguments: Any) -> Tensor:
-    """y of experts by rows or, on a GPU for those with more than so many non-zeros, by dense down products."""
+    """y of experts by rows of tokens or, on a GPU, by unions of rows."""
     if arguments[0].is_cuda:
         return by_expert_on_cuda(*arguments)
     y: Tensor = ops.experts(*arguments[:7], "row", arguments[7])
@@ -249,7 +249,7 @@ def by_expert(*arguments: Any) -> Tensor:
 def by_expert_on_cuda(*arguments: Any) -> Tensor:
     """The same on the current device."""
     program.forget()
-    with mock.patch.object(tuning, "most_of_expert", return_value=arguments[8]):
+    with mock.patch.object(tuning, "by_union_of_experts", return_value=arguments[8] and len(arguments[0]) > 1):
         own_code = sys.modules["twell.ops.experts"]._cuda
         return own_code(*arguments[:7], "row", arguments[7], 0.0, False)  # type: ignore[no-any-return]
 

@@ -1,8 +1,7 @@
 """The gate GEMM of experts: words of TwELL of relu(x . w[expert]) for pairs of a token and an expert, in the order of
 expert_pairs.py. It is gate_pack_few.py for each unit of pairs, of one expert; CTAs of units that there are not return.
 
-For experts whose down product will be dense, as expert_dense.py says, it also writes the hidden states, rounded, and
-counts the non-zeros of each expert.
+For expert_union.py it writes the hidden states themselves, rounded, instead of words.
 
 Without units each pair is one, read from `ids`, and nothing runs before: a unit writes its owner and its place.
 """
@@ -17,7 +16,7 @@ from .. import geometry
 from ..common import operands
 from ..common.activation import power
 from ..common.copies import address, store_values
-from ..common.values import count_flags, high_to_float, low_to_float, nonzero_flags, pack
+from ..common.values import high_to_float, low_to_float, pack
 from ..expert_pairs import expert_of
 from ..specs import EXPERT_TOKENS, ExpertPackSpec, GatePackFewSpec
 from .gate_pack_few import TILE_K, TILE_N, Extent, GatePackFew, Operands
@@ -29,7 +28,6 @@ class Experts(NamedTuple):
     units: Any  # int32 [U, 4], or empty
     total: Any
     hidden: Any  # [pairs, N], or empty
-    nonzeros: Any  # int32 [E], zeros
     ids: Any
     owners: Any  # int32 [pairs]
     pairs: Any  # int32 [pairs]
@@ -45,7 +43,7 @@ class ExpertPack(GatePackFew):
         super().__init__(GatePackFewSpec(spec.dtype, spec.tokens))
         if spec.tokens > EXPERT_TOKENS[0]:
             # tokens are as many bytes as weights, so that fewer CTAs read them
-            self.arrange(2, 1, TILE_N, 2)
+            self.arrange(2, 1, 2)
 
     @cute.jit
     def __call__(
@@ -57,7 +55,6 @@ class ExpertPack(GatePackFew):
         units: cute.Tensor,
         total: cute.Tensor,
         hidden: cute.Tensor,
-        nonzeros: cute.Tensor,
         ids: cute.Tensor,
         owners: cute.Tensor,
         pairs: cute.Tensor,
@@ -70,7 +67,7 @@ class ExpertPack(GatePackFew):
         none = cute.make_tensor(words.iterator, cute.make_layout((Int32(0), Int32(1), 2), stride=(2, 2, 1)))
         bias = cute.make_tensor(x.iterator, cute.make_layout((Int32(0),)))
         top = cute.ceil_div(pairs.shape[0], x.shape[0])
-        experts = Experts(units, total, hidden, nonzeros, ids, owners, pairs, activation, w.shape[0], top)
+        experts = Experts(units, total, hidden, ids, owners, pairs, activation, w.shape[0], top)
         o = Operands(bias, words, spill, none, arrivals, words_per_tile, threshold, experts)
         by_expert = cute.make_tensor(w.iterator, cute.select(w.layout, mode=[1, 2, 0]))
         blocks = cute.ceil_div(x.shape[1], TILE_K)
@@ -95,19 +92,17 @@ class ExpertPack(GatePackFew):
         return extent, exists
 
     @cute.jit
-    def keep(self, quad: cute.Tensor, extent: Extent, token: Int32, column: Int32, o: Operands, lane: Int32):
-        if o.experts.hidden.shape[0] > 0:
-            count = Int32(cute.arch.warp_redux_sync(count_flags(nonzero_flags(quad)), "add"))
-            if lane == 0:
-                nonzeros = o.experts.nonzeros.iterator + extent.expert
-                cute.arch.atomic_add(nonzeros, count, sem="relaxed", scope="gpu")
-            neuron = column * TILE_N + lane * 8
-            if neuron < extent.neurons:
-                rounded = cute.make_rmem_tensor((4,), Uint32)
-                for i in range_constexpr(4):
-                    pair = (low_to_float(quad[i], self.dtype), high_to_float(quad[i], self.dtype))
-                    rounded[i] = pack(*(power(value, o.experts.activation) for value in pair), self.dtype)
-                store_values(address(o.experts.hidden, extent.first + token, neuron), rounded)
+    def pack(self, quad: cute.Tensor, m: Int32, column: Int32, o: Operands, buffer, lane: Int32):
+        """Write the words of one pair's tile, or its hidden states."""
+        neuron = column * TILE_N + lane * 8
+        if o.experts.hidden.shape[0] == 0:
+            GatePackFew.pack(self, quad, m, column, o, buffer, lane)
+        elif neuron < o.experts.hidden.shape[1]:
+            rounded = cute.make_rmem_tensor((4,), Uint32)
+            for i in range_constexpr(4):
+                pair = (low_to_float(quad[i], self.dtype), high_to_float(quad[i], self.dtype))
+                rounded[i] = pack(*(power(value, o.experts.activation) for value in pair), self.dtype)
+            store_values(address(o.experts.hidden, m, neuron), rounded)
 
 
 def signature(spec: ExpertPackSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -117,11 +112,10 @@ def signature(spec: ExpertPackSpec) -> tuple[Any, tuple[Any, ...]]:
     return ExpertPack(spec), (
         operands.rows(dtype, cute.sym_int32(), k),
         operands.slabs(dtype, cute.sym_int32(), n, k),
-        *operands.packed(dtype, pairs),
+        *operands.packed(dtype, cute.sym_int32()),
         operands.quads(cute.sym_int32()),
         operands.vector(Int32, cute.sym_int32()),
         operands.rows(dtype, cute.sym_int32(), n),
-        operands.vector(Int32, cute.sym_int32(), 4),
         operands.matrix(Int32, cute.sym_int32(), cute.sym_int32()),
         *(operands.vector(Int32, pairs) for _ in range(2)),
         operands.vector(Int32, cute.sym_int32(), 4),

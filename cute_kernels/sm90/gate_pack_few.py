@@ -79,19 +79,16 @@ class Barrier(IntEnum):
 class GatePackFew:
     """For one dtype, presence of a bias and number of tokens; the compression is the run-time words_per_tile."""
 
-    # how the weights lie: by rows of K
-    weights = LayoutEnum.ROW_MAJOR, OperandMajorMode.K
-
     def __init__(self, spec: GatePackFewSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.tokens = spec.tokens
         # CTAs of a cluster: parts of a tile's neurons, and splits of K
-        self.arrange(*((2, 1) if spec.wide else (4, 2)), TILE_N, 4 if self.tokens == 8 and not spec.wide else 2)
+        self.arrange(*((2, 1) if spec.wide else (4, 2)), 4 if self.tokens == 8 and not spec.wide else 2)
 
-    def arrange(self, parts: int, splits: int, tile: int, ctas_per_sm: int) -> None:
-        """Divide `tile` neurons and K among the CTAs of a cluster."""
-        self.parts, self.splits, self.tile = parts, splits, tile
-        self.cluster, self.neurons = self.parts * self.splits, tile // self.parts
+    def arrange(self, parts: int, splits: int, ctas_per_sm: int) -> None:
+        """Divide a tile of neurons and K among the CTAs of a cluster."""
+        self.parts, self.splits = parts, splits
+        self.cluster, self.neurons = self.parts * self.splits, TILE_N // self.parts
         self.groups = self.neurons // 64
         self.warps = 4 * self.groups
         # four CTAs on a multiprocessor, so that all CTAs of many neurons run at once, or two
@@ -126,33 +123,18 @@ class GatePackFew:
     @cute.jit
     def launch(self, x: cute.Tensor, w: cute.Tensor, o: Any, extent: Extent, units: Int32, stream: cuda.CUstream):
         """Launch the kernel for x [M, K] and w [N, K] or, of experts, [N, K, E]; so many `units` of tokens at most."""
-        mma, loads, layouts = self.prepare(x, w)
-        if extent.tokens > 0:
-            self.kernel(*loads, o, mma, *layouts, extent).launch(
-                grid=(self.cluster, cute.ceil_div(extent.neurons, self.tile), units),
-                block=(32 * self.warps + 32, 1, 1),
-                cluster=(self.cluster, 1, 1),
-                min_blocks_per_mp=self.ctas_per_sm,
-                preferred_smem_carveout=100,
-                stream=stream,
-                use_pdl=True,
-            )
-
-    @cute.jit
-    def prepare(self, x: cute.Tensor, w: cute.Tensor):
-        """The MMA, the loads of x and w, and their layouts in shared memory, whose struct is `self.shared`."""
         stages = self.stages
         shape = (self.neurons, self.tokens, TILE_K)
         mma = sm90.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
-            self.weights[1],
+            OperandMajorMode.K,
             OperandMajorMode.K,
             Float32,
             (self.groups, 1, 1),
             (64, self.tokens),
         )
-        w_layout = sm90.make_smem_layout_a(self.weights[0], shape, self.dtype, stages)
+        w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         loads = tma_load(x, x_layout, (self.tokens, TILE_K)), tma_load(w, w_layout, (self.neurons, TILE_K))
         ring = (cute.cosize(w_layout) + cute.cosize(x_layout)) * 2
@@ -169,7 +151,16 @@ class GatePackFew:
             sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
-        return mma, loads, (x_layout, w_layout)
+        if extent.tokens > 0:
+            self.kernel(*loads, o, mma, x_layout, w_layout, extent).launch(
+                grid=(self.cluster, cute.ceil_div(extent.neurons, TILE_N), units),
+                block=(32 * self.warps + 32, 1, 1),
+                cluster=(self.cluster, 1, 1),
+                min_blocks_per_mp=self.ctas_per_sm,
+                preferred_smem_carveout=100,
+                stream=stream,
+                use_pdl=True,
+            )
 
     @cute.kernel
     def kernel(
@@ -207,8 +198,7 @@ class GatePackFew:
             # the warp's first token in the epilogue
             first = rank + self.cluster * warp_index
             if warp_index == self.warps:
-                state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-                self.load(ring, state, x, w, sX, sW, extent, column * self.parts + part, split, blocks)
+                self.load(ring, x, w, sX, sW, extent, column * self.parts + part, split, blocks)
             else:
                 self.mma(ring, mma, sX, sW, sums, blocks, thread)
             self.epilogue(shared, sums, o, extent, first, (rank, column, thread, warp_index, lane))
@@ -218,9 +208,10 @@ class GatePackFew:
         return extent, Boolean(True)
 
     @cute.jit
-    def load(self, ring, state, x: Transfer, w: Transfer, sX, sW, extent: Extent, column, split, blocks):
-        """Load the CTA's blocks of K, one per stage; return the state of the next stage."""
+    def load(self, ring, x: Transfer, w: Transfer, sX, sW, extent: Extent, column, split, blocks):
+        """Load the CTA's blocks of K, one per stage."""
         lane = cute.arch.lane_idx()
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         if const_expr(cute.rank(w.tensor) > 2):
             x = Transfer(x.atom, cute.domain_offset((extent.source, 0), x.tensor))
             w = Transfer(w.atom, w.tensor[None, None, extent.expert])
@@ -235,35 +226,20 @@ class GatePackFew:
             cute.copy(w.atom, w_t[None, column, block], w_s[None, state.index], tma_bar_ptr=barrier)
             cute.copy(x.atom, x_t[None, 0, block], x_s[None, state.index], tma_bar_ptr=barrier)
             state.advance()
-        return state
 
     @cute.jit
     def mma(self, ring, mma: cute.TiledMma, sX: cute.Tensor, sW: cute.Tensor, sums: cute.Tensor, blocks: Int32, thread):
         """Multiply the CTA's blocks of K, then store its partial sums by token."""
-        rW, rX, coordinates, acc = self.fragments(mma, sX, sW, thread)
-        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        self.multiply(ring, mma, rW, rX, acc, blocks, full, read)
-        # another warp may still read the ring
-        cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=32 * self.warps)
-        for i in range_constexpr(cute.size(acc)):
-            neuron, token = coordinates[i]
-            sums[token * self.pitch + (neuron >> 3) * 4 + (neuron & 3) + ((neuron >> 2) & 1) * self.upper] = acc[i]
-
-    def fragments(self, mma: cute.TiledMma, sX: cute.Tensor, sW: cute.Tensor, thread: Int32) -> Any:
-        """What a thread multiplies, the neuron and the token of each of its sums, and the sums."""
+        lane = cute.arch.lane_idx()
         leader = mma.get_slice(cute.make_layout(self.groups, stride=128)(cute.arch.make_warp_uniform(thread // 128)))
         rW = mma.make_fragment_A(leader.partition_A(sW))
         rX = mma.make_fragment_B(leader.partition_B(sX))
         coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((self.neurons, self.tokens)))
-        return rW, rX, coordinates, cute.make_rmem_tensor(coordinates.shape, Float32)
-
-    @cute.jit
-    def multiply(self, ring, mma: cute.TiledMma, rW, rX, acc: cute.Tensor, blocks: Int32, full, read):
-        """acc = the sums over the blocks of K; return the states of the next stages to wait for and to release."""
-        lane = cute.arch.lane_idx()
+        acc = cute.make_rmem_tensor(coordinates.shape, Float32)
         acc.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, True)
+        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         for i in cutlass.range(blocks, unroll=1):
             cute.arch.mbarrier_wait(ring.full + full.index, full.phase)
             warpgroup.fence()
@@ -276,7 +252,11 @@ class GatePackFew:
                 read = release(ring, read, lane)
             full.advance()
         warpgroup.wait_group(0)
-        return full, read
+        # another warp may still read the ring
+        cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=32 * self.warps)
+        for i in range_constexpr(cute.size(acc)):
+            neuron, token = coordinates[i]
+            sums[token * self.pitch + (neuron >> 3) * 4 + (neuron & 3) + ((neuron >> 2) & 1) * self.upper] = acc[i]
 
     @cute.jit
     def epilogue(self, shared, sums: cute.Tensor, o: Operands, extent: Extent, first: Int32, at):
@@ -303,7 +283,6 @@ class GatePackFew:
                 m = first + self.cluster * self.warps * i
                 if m < extent.tokens:
                     self.pack(quads[None, i], extent.first + m, column, o, buffer, lane)
-                    self.keep(quads[None, i], extent, m, column, o, lane)
         cute.arch.cluster_wait()
         if rank == 0 and thread < o.stats.shape[0]:
             nonzeros, overflows = Int32(0), Int32(0)
@@ -358,9 +337,6 @@ class GatePackFew:
         store_words(address(o.words, m, column * o.width), buffer, o.width, lane)
         if count >= o.width:
             store_values(address(o.spill, m, neuron), quad)
-
-    def keep(self, quad: cute.Tensor, extent: Extent, token: Int32, column, o: Operands, lane) -> None:
-        """Keep what else is wanted of one token's tile."""
 
 
 def signature(spec: GatePackFewSpec) -> tuple[Any, tuple[Any, ...]]:

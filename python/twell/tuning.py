@@ -140,8 +140,11 @@ def most_by_row(m: int, k: int, n: int, gated: bool) -> int:
     return min(max(1, int(dense * _ROW_BYTES / (2 * k * rows))), ALL_BY_ROW - 1)
 
 
-def expert_tokens(pairs: int, experts: int) -> int:
-    """Most pairs of a token and one expert in a unit of the gate GEMM of experts."""
+def expert_tokens(pairs: int, experts: int, invariant: bool) -> int:
+    """Most pairs of a token and one expert in a unit of the gate GEMM of experts; if ``invariant`` for any of both."""
+    if invariant:
+        # smaller units divide K
+        return specs.EXPERT_TOKENS[1]
     return next((size for size in specs.EXPERT_TOKENS if 3 * pairs <= size * experts), specs.EXPERT_TOKENS[-1])
 
 
@@ -149,7 +152,7 @@ def expert_tokens(pairs: int, experts: int) -> int:
 UNORDERED_TOKENS = 1
 
 # Most tokens of experts that large clusters compute.
-_FEW_EXPERT_TOKENS = 32
+_FEW_EXPERT_TOKENS = 8
 
 
 def expert_down(dtype: torch.dtype, t: int, k: int, gated: bool, invariant: bool) -> specs.ExpertDownSpec:
@@ -160,18 +163,13 @@ def expert_down(dtype: torch.dtype, t: int, k: int, gated: bool, invariant: bool
     return specs.ExpertDownSpec(dtype_name(dtype), specs.k_class(k, specs.TOKEN_K_CLASSES[cluster]), cluster, gated)
 
 
-# Fewest tokens of which experts may have so many non-zeros that their down product is dense, and the non-zeros of an
-# expert, over its neurons, with which it is.
-_FEWEST_DENSE, _DENSE_NONZEROS = 9, 1.3
+# Most tokens of experts whose rows each token reads; of more, each unit of pairs reads the union of its rows once.
+_EXPERTS_BY_TOKEN = 32
 
 
-def most_of_expert(dtype: torch.dtype, t: int, n: int, units: int, gated: bool, invariant: bool) -> int | None:
-    """Most non-zeros of an expert, over ``t`` tokens, that are computed by rows; None if all are."""
-    if gated or invariant or t < _FEWEST_DENSE or units > geometry.MAX_UNITS:
-        return None
-    if n > geometry.LONGEST_SUM[dtype_name(dtype)]:
-        return None
-    return int(_DENSE_NONZEROS * n)
+def by_union_of_experts(dtype: torch.dtype, t: int, n: int, gated: bool, invariant: bool) -> bool:
+    """Whether units of pairs share the rows of experts."""
+    return not (gated or invariant) and t > _EXPERTS_BY_TOKEN and n <= geometry.LONGEST_SUM[dtype_name(dtype)]
 
 
 # Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one

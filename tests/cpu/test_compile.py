@@ -41,8 +41,10 @@ OCCUPANCY = {
     "overflow": (384, 1),
     "dense_halves": (384, 1),
     "expert_pairs": (256, 4),
-    "expert_pack": (160, 2),
-    "expert_dense": (160, 2),
+    "expert_pack": (288, 2),
+    "expert_union": (256, 2),
+    "expert_gathered": (384, 2),
+    "expert_sum": (256, 4),
 }
 
 

@@ -329,23 +329,28 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
         torch.full((t * top, tiles * size), 0, dtype=kind) for size, kind in ((width, torch.int32), (256, BF16))
     )
     tokens = next(size for size in specs.EXPERT_TOKENS if size >= most)
-    made, nonzeros = torch.full((t * top, n), torch.nan, dtype=BF16), torch.zeros(count, dtype=torch.int32)
-    of_units = units, total, strided(made), nonzeros
-    numbers = width, 0, RELU.code()
-    of_pairs = given, owners, pairs, arrivals[:0]
-    launch(specs.ExpertPackSpec("bfloat16", tokens), rows, w, words, spill, *of_units, *of_pairs, *numbers)
+    made = strided(torch.full((t * top, n), torch.nan, dtype=BF16))
+    numbers, of_pairs = (width, 0, RELU.code()), (given, owners, pairs, arrivals[:0])
+    pack = specs.ExpertPackSpec("bfloat16", tokens)
+    launch(pack, rows, w, words, spill, units, total, made[:0], *of_pairs, *numbers)
     gates = torch.stack([torch.relu(x[p // top].float() @ w[flat[p]].float().t()) for p in order.tolist()]).to(BF16)
-    found = ops.unpack(words[: len(order)], spill[: len(order)], n, 2)
-    testing.assert_same(found, gates, "gates")
-    testing.assert_same(of_units[2][: len(order)], gates, "hidden states")
-    fired = (gates > 0).sum(1)
-    assert nonzeros.equal(torch.zeros(count, dtype=torch.int64).index_add_(0, flat[order], fired).int())
-    z, limit = strided(torch.full((t * top, k), torch.nan)), int(nonzeros.float().median())
-    launch(specs.ExpertDenseSpec("bfloat16", tokens), of_units[2], down, units, total, nonzeros, z, limit, 3)
+    testing.assert_same(ops.unpack(words[: len(order)], spill[: len(order)], n, 2), gates, "gates")
+    launch(pack, rows, w, words[:0], spill[:0], units, total, made, *of_pairs, *numbers)
+    testing.assert_same(made[: len(order)], gates, "hidden states")
+    neurons = torch.full((len(units), n), POISON, dtype=torch.int32)
+    compact = torch.full((t * top, -(-n // 64) * 64), torch.nan, dtype=BF16)
+    launch(specs.ExpertUnionSpec("bfloat16"), made, units, total, neurons, compact)
+    for unit, (_, at, size, listed) in enumerate(units[: len(right)].tolist()):
+        union = (gates[at : at + size] > 0).any(0).nonzero()[:, 0].int()
+        testing.assert_same(neurons[unit, :listed], union, "union")
+        padded = torch.zeros(size, -(-listed // 64) * 64, dtype=BF16)
+        padded[:, :listed] = gates[at : at + size, union]
+        testing.assert_same(compact[at : at + size, : padded.shape[1]], padded, "hidden states of the union")
+    z = strided(torch.full((t * top, k), torch.nan))
+    of_units = compact, down.view(-1, k), neurons, units, total
+    launch(specs.ExpertGatheredSpec("bfloat16", tokens), *of_units, z, n, 3)
     own = torch.stack([g.float() @ down[flat[p]].float() for g, p in zip(gates, order.tolist())])
-    dense = nonzeros[flat[order]] > limit
-    testing.assert_same(z[: len(order)][dense], own[dense], "products of some experts")
-    assert z[: len(order)][~dense].isnan().all()
+    testing.assert_same(z[: len(order)], own, "products")
     scales = 2.0 ** torch.randint(-1, 3, (t, top))
     hidden = gates.float() * scales.flatten()[order, None]
     for gated, cluster in ((False, 8), (False, 2), (True, 8), (True, 2)):
@@ -362,8 +367,7 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
             l1,
         )
         shared = torch.empty(4, k + 8), counters, weights, owners, pairs, scales
-        products = z if not gated else z[:0]
-        launch(spec, *operands, *shared, products, nonzeros, limit, n, n, 2, 24, width, RELU.code())
+        launch(spec, *operands, *shared, n, n, 2, 24, width, RELU.code())
         h = hidden
         if gated:
             h = torch.stack([x[p // top].float() @ up[flat[p]].float().t() for p in order.tolist()]) * hidden
@@ -371,14 +375,16 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
             0, order // top, torch.stack([one @ down[flat[p]].float() for one, p in zip(h, order.tolist())])
         )
         testing.assert_same(y, right.to(BF16), f"y, gated {gated}")
-        by_row = h if gated else h * ~dense[:, None]
-        testing.assert_same(l1, torch.zeros(t).index_add_(0, order // top, by_row.abs().sum(1)), "l1")
+        testing.assert_same(l1, torch.zeros(t).index_add_(0, order // top, h.abs().sum(1)), "l1")
+        if not gated:
+            y.fill_(torch.nan)
+            launch(specs.ExpertSumSpec("bfloat16"), z, pairs, scales, y)
+            testing.assert_same(y, right.to(BF16), "sums of products")
     # each pair as a unit, and no kernel before
     words.zero_(), arrivals.fill_(POISON)
     alone = [torch.full((t * top,), POISON, dtype=torch.int32) for _ in range(2)]
-    of_units = units[:0], total, strided(made)[:0], nonzeros
-    of_pairs = given, *alone, arrivals
-    launch(specs.ExpertPackSpec("bfloat16", 8), strided(x), w, words, spill, *of_units, *of_pairs, *numbers)
+    of_pairs = made[:0], given, *alone, arrivals
+    launch(specs.ExpertPackSpec("bfloat16", 8), strided(x), w, words, spill, units[:0], total, *of_pairs, *numbers)
     assert alone[0].equal(owners)
     assert alone[1].equal(torch.where(valid, torch.arange(t * top), -1).int())
     assert not arrivals.any()

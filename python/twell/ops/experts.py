@@ -28,6 +28,10 @@ from twell.ops.operands import run
 STRATEGIES = ("auto", "dense", "row")
 
 
+# CTAs per multiprocessor that order pairs.
+_PAIR_CTAS = 4
+
+
 class Experts(NamedTuple):
     """x [T, K]; w_gate, w_up and w_down [E, N, K]; ids and weights [T, k].
 
@@ -178,46 +182,48 @@ def launches(
     activation: Activation,
     invariant: bool,
 ) -> None:
-    """Launch what fills ``y`` by rows."""
+    """Launch what fills ``y``: by the rows of each token or, of many tokens, by the union of rows of each unit."""
     (t, k), (count, n, _), top = x.shape, w_gate.shape, ids.shape[1]
-    number, width = t * top, geometry.words_per_tile(compression)
+    number, name = t * top, tuning.dtype_name(x.dtype)
     # each pair of few tokens is a unit, and no kernel puts them in order
-    direct = t <= tuning.UNORDERED_TOKENS
-    most = specs.EXPERT_TOKENS[0] if direct else tuning.expert_tokens(number, count)
+    direct = t <= tuning.UNORDERED_TOKENS and not invariant
+    most = specs.EXPERT_TOKENS[0] if direct else tuning.expert_tokens(number, count, invariant)
+    by_union = tuning.by_union_of_experts(x.dtype, t, n, w_up is not None, invariant)
     down = tuning.expert_down(x.dtype, t, k, w_up is not None, invariant)
-    helpers = 0 if invariant else tuning.token_helpers(t, down, p.multiprocessors)
     owners, places = (p.scratch(torch.int32, number) for _ in range(2))
     some = 0 if direct else min(number, count + number // most)
     units, total = p.scratch(torch.int32, some, 4), p.scratch(torch.int32, 4)
-    first = geometry.TOKEN_COUNTERS + t * down.cluster
-    counters = p.scratch(torch.int32, first + t + count)
-    nonzeros = counters.part(first + t, first + t + count)
-    limit = None if direct else tuning.most_of_expert(x.dtype, t, n, some, w_up is not None, invariant)
-    words_of_ids = ids.at(0, torch.int32, number, ids.dtype.itemsize // 4)
-    # of experts whose down product is dense
-    hidden = p.scratch(x.dtype, 0 if limit is None else number, n)
-    z = p.scratch(torch.float32, 0 if limit is None else number, k)
-    words = p.scratch(torch.int32, number, geometry.tiles(n) * width)
-    spill = p.scratch(x.dtype, number, geometry.tiles(n) * geometry.TILE)
-    name, level = tuning.dtype_name(x.dtype), threshold_pair(activation, x.dtype)
+    first = 0 if by_union else geometry.TOKEN_COUNTERS + t * down.cluster
+    counters = p.scratch(torch.int32, first + t)
+    ids = ids.at(0, torch.int32, number, ids.dtype.itemsize // 4)
     if direct:
-        given, cleared = x, counters
+        gathered, cleared = x, counters
     else:
-        given, cleared = p.scratch(x.dtype, number, k), counters.part(0, 0)
-        of_pairs = owners, places, given, units, total, counters
-        p.launch(specs.ExpertPairsSpec(name), words_of_ids, x, *of_pairs, count, most, p.multiprocessors)
-    of_units = units, total, hidden, nonzeros, words_of_ids, owners, places, cleared
-    numbers = width, level, activation.code()
-    p.launch(specs.ExpertPackSpec(name, most), given, w_gate, words, spill, *of_units, *numbers)
-    if limit is not None:
-        dense = hidden, w_down, units, total, nonzeros, z, limit, p.multiprocessors
-        p.launch(specs.ExpertDenseSpec(name, most), *dense)
+        gathered, cleared = p.scratch(x.dtype, number, k), counters.part(0, 0)
+        of_pairs = owners, places, gathered, units, total, counters
+        p.launch(specs.ExpertPairsSpec(name), ids, x, *of_pairs, count, most, _PAIR_CTAS * p.multiprocessors)
+    width, tiles = geometry.words_per_tile(compression), geometry.tiles(n)
+    words = p.scratch(torch.int32, 0 if by_union else number, tiles * width)
+    spill = p.scratch(x.dtype, 0 if by_union else number, tiles * geometry.TILE)
+    hidden = p.scratch(x.dtype, number if by_union else 0, n)
+    of_units = units, total, hidden, ids, owners, places, cleared
+    numbers = width, threshold_pair(activation, x.dtype), activation.code()
+    p.launch(specs.ExpertPackSpec(name, most), gathered, w_gate, words, spill, *of_units, *numbers)
     (up, up_rows), (second, down_rows) = (None, 0) if w_up is None else _matrix(w_up), _matrix(w_down)
+    if by_union:
+        neurons, z = p.scratch(torch.int32, some, n), p.scratch(torch.float32, number, k)
+        compact = p.scratch(x.dtype, number, -(-n // geometry.CHUNK) * geometry.CHUNK)
+        p.launch(specs.ExpertUnionSpec(name), hidden, units, total, neurons, compact)
+        product = compact, second, neurons, units, total, z, down_rows, p.multiprocessors
+        p.launch(specs.ExpertGatheredSpec(name, most), *product)
+        p.launch(specs.ExpertSumSpec(name), z, places, weights, y)
+        return
+    helpers = 0 if invariant else tuning.token_helpers(t, down, p.multiprocessors)
     sums = p.scratch(torch.float32, 2 * helpers, k + 8)
     layer = x if w_up is not None else None, words, spill, up, second, y, p.scratch(torch.float32, t), sums
     own, heavy = counters.part(0, first), counters.part(first, first + t)
-    numbers = limit or 0, up_rows, down_rows, helpers, tuning.light_nonzeros(t), width, activation.code()
-    p.launch(down, *layer, own, heavy, owners, places, weights, z, nonzeros, *numbers)
+    numbers = up_rows, down_rows, helpers, tuning.light_nonzeros(t), width, activation.code()
+    p.launch(down, *layer, own, heavy, owners, places, weights, *numbers)
 
 
 def _matrix(weights: View) -> tuple[View, int]:

@@ -1,0 +1,78 @@
+"""The sum over a token's experts: y[t] = sum over its slots s of scale[t, s] * z[pair of t and s], in their order."""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, range_constexpr
+
+from .common import launch, operands
+from .common.copies import address, store_values
+from .common.values import pack
+from .specs import ExpertSumSpec
+
+THREADS = 256
+
+
+class Operands(NamedTuple):
+    """Operands in global memory."""
+
+    z: Any  # fp32 [pairs, K]
+    pairs: Any  # int32 [tokens * k]: rows of z, or -1
+    scales: Any  # fp32 [tokens, k]
+    y: Any  # [tokens, K]
+
+
+class ExpertSum:
+    """For one dtype; sizes stay symbolic."""
+
+    def __init__(self, spec: ExpertSumSpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+
+    @cute.jit
+    def __call__(
+        self, z: cute.Tensor, pairs: cute.Tensor, scales: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream
+    ):
+        pieces = y.shape[0] * (y.shape[1] // 8)
+        if pieces > 0:
+            self.kernel(Operands(z, pairs, scales, y)).launch(
+                grid=(cute.ceil_div(pieces, THREADS), 1, 1),
+                block=(THREADS, 1, 1),
+                stream=stream,
+                use_pdl=launch.overlaps(),
+            )
+
+    @cute.kernel
+    def kernel(self, o: Operands):
+        piece = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+        pieces, top = o.y.shape[1] // 8, o.scales.shape[1]
+        token, column = piece // pieces, piece % pieces * 8
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
+        if token < o.y.shape[0]:
+            sums, values = (cute.make_rmem_tensor((8,), Float32) for _ in range(2))
+            sums.fill(0.0)
+            for slot in cutlass.range(top, unroll=4):
+                place = o.pairs[token * top + slot]
+                if place >= 0:
+                    scale = o.scales[token, slot]
+                    source = address(o.z, place, column).align(16)
+                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), values)
+                    for i in range_constexpr(8):
+                        sums[i] += scale * values[i]
+            quad = cute.make_rmem_tensor((4,), Uint32)
+            for i in range_constexpr(4):
+                quad[i] = pack(sums[2 * i], sums[2 * i + 1], self.dtype)
+            store_values(address(o.y, token, column), quad)
+
+
+def signature(spec: ExpertSumSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype, m, k = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32(divisibility=8)
+    return ExpertSum(spec), (
+        operands.rows(Float32, cute.sym_int32(), k),
+        operands.vector(Int32, cute.sym_int32()),
+        operands.strided_matrix(Float32, m, cute.sym_int32()),
+        operands.rows(dtype, m, k),
+    )

@@ -1,0 +1,128 @@
+"""The union of the neurons that the pairs of a unit fire, and their hidden states at those neurons alone. Units and
+places are those of expert_pairs.py, hidden states those of expert_pack.py.
+
+    neurons [U, N]     the neurons of each unit that fire for any of its pairs, ascending
+    compact [pairs, N] the hidden states of each pair at the neurons of its unit, and zeros up to a multiple of 64
+    units [u, 3]       the number of neurons
+
+One CTA per unit. A thread has eight neurons at a time: it adds up their bits over the pairs, and prefix sums give the
+places of those that fire.
+"""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint16, Uint32, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from . import geometry
+from .common import launch, operands
+from .common.copies import address, load_values
+from .common.values import count_flags, nonzero_flags, prefix_sum, value_bits
+from .specs import ExpertUnionSpec
+
+THREADS = 256
+WARPS = THREADS // 32
+
+
+class Operands(NamedTuple):
+    """Operands in global memory."""
+
+    hidden: Any  # [pairs, N]
+    units: Any  # int32 [U, 4]
+    total: Any
+    neurons: Any  # int32 [U, N]
+    compact: Any  # [pairs, N], N rounded up to a multiple of 64
+
+
+class ExpertUnion:
+    """For one dtype; sizes stay symbolic."""
+
+    @cute.jit
+    def __call__(
+        self,
+        hidden: cute.Tensor,
+        units: cute.Tensor,
+        total: cute.Tensor,
+        neurons: cute.Tensor,
+        compact: cute.Tensor,
+        stream: cuda.CUstream,
+    ):
+        if units.shape[0] > 0:
+            self.kernel(Operands(hidden, units, total, neurons, compact)).launch(
+                grid=(units.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
+            )
+
+    @cute.kernel
+    def kernel(self, o: Operands):
+        thread, lane, unit = cute.arch.thread_idx()[0], cute.arch.lane_idx(), cute.arch.block_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        sums = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
+        if unit < o.total[0]:
+            first, pairs, size = o.units[unit, 1], o.units[unit, 2], Int32(0)
+            for base in cutlass.range(0, o.hidden.shape[1], 8 * THREADS, unroll=1):
+                size = self.append(o, sums, unit, first, pairs, base + 8 * thread, size, warp, lane)
+            # up to full blocks
+            left = cute.ceil_div(size, geometry.CHUNK) * geometry.CHUNK - size
+            for i in cutlass.range(thread, left * pairs, THREADS, unroll=1):
+                row = self.bits(o, first + i // left)
+                row[size + i % left] = Uint16(0)
+            if thread == 0:
+                o.units[unit, 3] = size
+
+    def bits(self, o: Operands, pair: Int32) -> Any:
+        """The row of a pair in `compact`, as bits."""
+        row = cute.recast_ptr(address(o.compact, pair, 0), dtype=Uint16)
+        return cute.make_tensor(row, cute.make_layout(o.compact.shape[1]))
+
+    @cute.jit
+    def append(self, o: Operands, sums: cute.Tensor, unit, first, pairs, neuron: Int32, size: Int32, warp, lane):
+        """Append those of the thread's eight neurons from `neuron` on that fire; return the size of the list."""
+        fired = cute.make_rmem_tensor((4,), Uint32)
+        fired.fill(0)
+        if neuron < o.hidden.shape[1]:
+            for pair in cutlass.range(first, first + pairs, unroll=8):
+                quad = load_values(address(o.hidden, pair, neuron))
+                for i in range_constexpr(4):
+                    fired[i] = fired[i] | quad[i]
+        flags = nonzero_flags(fired)
+        count = count_flags(flags)
+        place = size + prefix_sum(count, lane)
+        # the sums of the round before have been read
+        cute.arch.sync_threads()
+        if lane == 31:
+            sums[warp] = place - size + count
+        cute.arch.sync_threads()
+        for other in range_constexpr(WARPS):
+            place += sums[other] if other < warp else Int32(0)
+            size += sums[other]
+        places = []
+        for i in range_constexpr(8):
+            places.append(place)
+            if flags[i]:
+                o.neurons[unit, place] = neuron + i
+            place += Int32(flags[i])
+        if count > 0:
+            for pair in cutlass.range(first, first + pairs, unroll=4):
+                quad, row = load_values(address(o.hidden, pair, neuron)), self.bits(o, pair)
+                for i in range_constexpr(8):
+                    if flags[i]:
+                        row[places[i]] = Uint16(value_bits(quad, i) >> 16)
+        return size
+
+
+def signature(spec: ExpertUnionSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype, pairs, units = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32()
+    n = cute.sym_int32(divisibility=8)
+    return ExpertUnion(), (
+        operands.rows(dtype, pairs, n),
+        operands.quads(units),
+        operands.vector(Int32, cute.sym_int32()),
+        operands.rows(Int32, units, cute.sym_int32(divisibility=8)),
+        operands.rows(dtype, pairs, cute.sym_int32(divisibility=geometry.CHUNK)),
+    )

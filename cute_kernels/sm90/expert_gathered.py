@@ -1,0 +1,212 @@
+"""The down product of experts for units of pairs: z[p] = sum over the neurons c that any pair of the unit fires of
+h[p, c] * w_down[expert, c]. Units are those of expert_pairs.py, neurons and h those of expert_union.py. Each row of the
+weights is read once for a unit; WGMMA does the rest.
+
+Persistent, two CTAs per SM. A CTA takes every so many-th tile: 128 columns of a unit. Neighbours read the same rows.
+
+    fill    four warps. cp.async of 64 rows of w_down, 128 columns each, into a swizzled MN-major stage of a ring, and
+            TMA of h at the same 64 neurons.
+    mma     eight warps, four for each 64 columns: WGMMA 64 x pairs x 16, weights as the A operand. Then they store
+            their sums from registers.
+
+    FULL[s]    128 fill threads when their copies are complete, and 1 arrival + bytes of TMA.
+    EMPTY[s]   8 mma warps arrive.
+"""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from .. import feasible, geometry
+from ..common import operands
+from ..specs import ExpertGatheredSpec
+from .copies import Transfer, partition, tma_load
+from .ring import open_ring, release
+from .sparse_product import gather_columns
+
+# columns of a tile, and positions of a list in a stage
+COLUMNS, TILE_K = 128, geometry.CHUNK
+PANELS = COLUMNS // 64
+MMA_WARPS, FILL_THREADS = 8, 128
+THREADS = 32 * MMA_WARPS + FILL_THREADS
+CTAS_PER_SM = 2
+# bytes of a ring's stages
+RING = 110 * 1024
+
+
+class Operands(NamedTuple):
+    """Operands in global memory that are accessed without TMA."""
+
+    w: Any  # [rows of all experts, K]
+    neurons: Any  # int32 [U, N]
+    units: Any  # int32 [U, 4]
+    total: Any
+    z: Any  # fp32 [pairs, K]
+    between: Any  # rows from one expert to the next
+
+
+class ExpertGathered:
+    """For one dtype and number of pairs per unit."""
+
+    def __init__(self, spec: ExpertGatheredSpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.tokens = spec.tokens
+        self.stages = min(6, RING // ((COLUMNS + self.tokens) * TILE_K * 2))
+
+    @cute.jit
+    def __call__(
+        self,
+        compact: cute.Tensor,
+        w: cute.Tensor,
+        neurons: cute.Tensor,
+        units: cute.Tensor,
+        total: cute.Tensor,
+        z: cute.Tensor,
+        between: Int32,
+        multiprocessors: Int32,
+        stream: cuda.CUstream,
+    ):
+        stages, shape = self.stages, (COLUMNS, self.tokens, TILE_K)
+        mma = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.MN, OperandMajorMode.K, Float32, (PANELS, 1, 1), (64, self.tokens)
+        )
+        w_layout = sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, shape, self.dtype, stages)
+        h_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
+
+        @cute.struct
+        class Shared:
+            full: cute.struct.MemRange[Int64, stages]
+            empty: cute.struct.MemRange[Int64, stages]
+            sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
+            sH: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(h_layout)], 1024]
+
+        self.shared = feasible.check_shared_memory(Shared, CTAS_PER_SM)
+        h = tma_load(compact, h_layout, (self.tokens, TILE_K))
+        tiles = units.shape[0] * cute.ceil_div(z.shape[1], COLUMNS)
+        if tiles > 0:
+            o = Operands(w, neurons, units, total, z, between)
+            self.kernel(h, o, mma, h_layout, w_layout).launch(
+                grid=(cutlass.min(tiles, CTAS_PER_SM * multiprocessors), 1, 1),
+                block=(THREADS, 1, 1),
+                min_blocks_per_mp=CTAS_PER_SM,
+                preferred_smem_carveout=100,
+                stream=stream,
+                use_pdl=True,
+            )
+
+    @cute.kernel
+    def kernel(
+        self, h: Transfer, o: Operands, mma: cute.TiledMma, h_layout: cute.ComposedLayout, w_layout: cute.ComposedLayout
+    ):
+        thread = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = SmemAllocator().allocate(self.shared)
+        if warp == MMA_WARPS:
+            cpasync.prefetch_descriptor(h.atom)
+        ring = open_ring(shared, self.stages, FILL_THREADS + 1, MMA_WARPS, thread)
+        sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
+        sH = shared.sH.get_tensor(h_layout.outer, swizzle=h_layout.inner)
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        tiles = o.total[0] * cute.ceil_div(o.z.shape[1], COLUMNS)
+        if warp >= MMA_WARPS:
+            self.fill(ring, h, shared.sW.data_ptr(), sH, o, tiles, thread - 32 * MMA_WARPS, warp)
+        else:
+            self.multiply(ring, mma, sW, sH, o, tiles, thread)
+
+    @cute.jit
+    def fill(self, ring, h: Transfer, weights, sH: cute.Tensor, o: Operands, tiles: Int32, thread: Int32, warp: Int32):
+        """Load the stages of the CTA's tiles."""
+        columns = cute.ceil_div(o.z.shape[1], COLUMNS)
+        rows = cute.make_rmem_tensor((4,), Int32)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        for tile in cutlass.range(cute.arch.block_idx()[0], tiles, cute.arch.grid_dim()[0], unroll=1):
+            unit, column = tile // columns, tile % columns * COLUMNS
+            size, base = o.units[unit, 3], o.units[unit, 0] * o.between
+            own = Transfer(h.atom, cute.domain_offset((o.units[unit, 1], 0), h.tensor))
+            h_s, h_t = partition(own, sH, (self.tokens, TILE_K))
+            if size > 0:
+                self.load_rows(rows, o, unit, base, Int32(0), size, thread)
+            for block in cutlass.range(cute.ceil_div(size, TILE_K), unroll=1):
+                cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
+                barrier = ring.full + state.index
+                if warp == MMA_WARPS:
+                    if thread == 0:
+                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tokens * TILE_K * 2)
+                    cute.copy(own.atom, h_t[None, 0, block], h_s[None, state.index], tma_bar_ptr=barrier)
+                stage = weights + state.index * (COLUMNS * TILE_K)
+                gather_columns(stage, o.w, rows, column, thread, PANELS)
+                cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+                self.load_rows(rows, o, unit, base, (block + 1) * TILE_K, size, thread)
+                state.advance()
+
+    @cute.jit
+    def load_rows(self, rows: cute.Tensor, o: Operands, unit: Int32, base: Int32, first: Int32, size: Int32, thread):
+        """Load the thread's rows of the stage that begins with neuron `first` of the list."""
+        for j in range_constexpr(4):
+            # beyond the list the last row again: h is zero there
+            at = cutlass.min(first + thread // 8 + 16 * j, size - 1)
+            rows[j] = base + o.neurons[unit, at]
+
+    @cute.jit
+    def multiply(self, ring, mma: cute.TiledMma, sW: cute.Tensor, sH: cute.Tensor, o: Operands, tiles, thread: Int32):
+        """Multiply the CTA's tiles and store them."""
+        columns, lane = cute.ceil_div(o.z.shape[1], COLUMNS), cute.arch.lane_idx()
+        leader = mma.get_slice(cute.make_layout(PANELS, stride=128)(cute.arch.make_warp_uniform(thread // 128)))
+        rW = mma.make_fragment_A(leader.partition_A(sW))
+        rH = mma.make_fragment_B(leader.partition_B(sH))
+        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((COLUMNS, self.tokens)))
+        acc = cute.make_rmem_tensor(coordinates.shape, Float32)
+        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        for tile in cutlass.range(cute.arch.block_idx()[0], tiles, cute.arch.grid_dim()[0], unroll=1):
+            unit, column = tile // columns, tile % columns * COLUMNS
+            first, pairs = o.units[unit, 1], o.units[unit, 2]
+            blocks = cute.ceil_div(o.units[unit, 3], TILE_K)
+            acc.fill(0.0)
+            for i in cutlass.range(blocks, unroll=1):
+                cute.arch.mbarrier_wait(ring.full + full.index, full.phase)
+                # cp.async writes by the generic proxy, WGMMA reads by the async proxy
+                cute.arch.fence_proxy("async.shared", space="cta")
+                warpgroup.fence()
+                for k in range_constexpr(TILE_K // 16):
+                    cute.gemm(mma, acc, rW[None, None, k, full.index], rH[None, None, k, full.index], acc)
+                warpgroup.commit_group()
+                # the products of the previous stage are complete
+                warpgroup.wait_group(1)
+                if i > 0:
+                    read = release(ring, read, lane)
+                full.advance()
+            warpgroup.wait_group(0)
+            if blocks > 0:
+                read = release(ring, read, lane)
+            # eight threads have neighbouring columns of a pair
+            for i in range_constexpr(cute.size(acc)):
+                own, pair = coordinates[i]
+                if pair < pairs and column + own < o.z.shape[1]:
+                    o.z[first + pair, column + own] = acc[i]
+
+
+def signature(spec: ExpertGatheredSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype, pairs, units = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32()
+    k = cute.sym_int32(divisibility=8)
+    return ExpertGathered(spec), (
+        operands.rows(dtype, pairs, cute.sym_int32(divisibility=TILE_K)),
+        operands.rows(dtype, cute.sym_int32(divisibility=8), k),
+        operands.rows(Int32, units, cute.sym_int32(divisibility=8)),
+        operands.quads(units),
+        operands.vector(Int32, cute.sym_int32()),
+        operands.rows(Float32, pairs, k),
+        *(Int32(1),) * 2,
+    )
