@@ -5,8 +5,8 @@ places are those of expert_pairs.py, hidden states those of expert_pack.py.
     compact [pairs, N] the hidden states of each pair at the neurons of its unit, and zeros up to a multiple of 64
     units [u, 3]       the number of neurons
 
-One CTA per unit. A thread has eight neurons at a time: it adds up their bits over the pairs, and prefix sums give the
-places of those that fire.
+One CTA for each eight pairs of a unit; the first one also writes the list. A thread has eight neurons at a time: it
+adds up their bits over all pairs, and prefix sums give the places of those that fire.
 """
 
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ from .specs import ExpertUnionSpec
 
 THREADS = 256
 WARPS = THREADS // 32
+# pairs of a CTA
+PAIRS = 8
 
 
 class Operands(NamedTuple):
@@ -48,30 +50,38 @@ class ExpertUnion:
         total: cute.Tensor,
         neurons: cute.Tensor,
         compact: cute.Tensor,
+        most: Int32,
         stream: cuda.CUstream,
     ):
         if units.shape[0] > 0:
             self.kernel(Operands(hidden, units, total, neurons, compact)).launch(
-                grid=(units.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
+                grid=(units.shape[0], cute.ceil_div(most, PAIRS), 1),
+                block=(THREADS, 1, 1),
+                stream=stream,
+                use_pdl=launch.overlaps(),
             )
 
     @cute.kernel
     def kernel(self, o: Operands):
-        thread, lane, unit = cute.arch.thread_idx()[0], cute.arch.lane_idx(), cute.arch.block_idx()[0]
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        unit, part, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         sums = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
-        if unit < o.total[0]:
-            first, pairs, size = o.units[unit, 1], o.units[unit, 2], Int32(0)
+        pairs = o.units[unit, 2] if unit < o.total[0] else Int32(0)
+        if part * PAIRS < pairs:
+            first, size = o.units[unit, 1], Int32(0)
+            own, end = first + part * PAIRS, first + cutlass.min((part + 1) * PAIRS, pairs)
             for base in cutlass.range(0, o.hidden.shape[1], 8 * THREADS, unroll=1):
-                size = self.append(o, sums, unit, first, pairs, base + 8 * thread, size, warp, lane)
+                extent = first, first + pairs, own, end
+                size = self.append(o, sums, unit, extent, base + 8 * thread, size, warp, lane)
             # up to full blocks
             left = cute.ceil_div(size, geometry.CHUNK) * geometry.CHUNK - size
-            for i in cutlass.range(thread, left * pairs, THREADS, unroll=1):
-                row = self.bits(o, first + i // left)
+            for i in cutlass.range(thread, left * (end - own), THREADS, unroll=1):
+                row = self.bits(o, own + i // left)
                 row[size + i % left] = Uint16(0)
-            if thread == 0:
+            if part == 0 and thread == 0:
                 o.units[unit, 3] = size
 
     def bits(self, o: Operands, pair: Int32) -> Any:
@@ -80,12 +90,16 @@ class ExpertUnion:
         return cute.make_tensor(row, cute.make_layout(o.compact.shape[1]))
 
     @cute.jit
-    def append(self, o: Operands, sums: cute.Tensor, unit, first, pairs, neuron: Int32, size: Int32, warp, lane):
-        """Append those of the thread's eight neurons from `neuron` on that fire; return the size of the list."""
+    def append(self, o: Operands, sums: cute.Tensor, unit, extent, neuron: Int32, size: Int32, warp, lane):
+        """Append those of the thread's eight neurons from `neuron` on that fire; return the size of the list.
+
+        `extent`: the unit's first pair and its end, and those of the CTA's own pairs.
+        """
+        first, last, own, end = extent
         fired = cute.make_rmem_tensor((4,), Uint32)
         fired.fill(0)
         if neuron < o.hidden.shape[1]:
-            for pair in cutlass.range(first, first + pairs, unroll=8):
+            for pair in cutlass.range(first, last, unroll=8):
                 quad = load_values(address(o.hidden, pair, neuron))
                 for i in range_constexpr(4):
                     fired[i] = fired[i] | quad[i]
@@ -103,11 +117,11 @@ class ExpertUnion:
         places = []
         for i in range_constexpr(8):
             places.append(place)
-            if flags[i]:
+            if flags[i] and own == first:
                 o.neurons[unit, place] = neuron + i
             place += Int32(flags[i])
         if count > 0:
-            for pair in cutlass.range(first, first + pairs, unroll=4):
+            for pair in cutlass.range(own, end, unroll=PAIRS):
                 quad, row = load_values(address(o.hidden, pair, neuron)), self.bits(o, pair)
                 for i in range_constexpr(8):
                     if flags[i]:
@@ -125,4 +139,5 @@ def signature(spec: ExpertUnionSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.vector(Int32, cute.sym_int32()),
         operands.rows(Int32, units, cute.sym_int32(divisibility=8)),
         operands.rows(dtype, pairs, cute.sym_int32(divisibility=geometry.CHUNK)),
+        Int32(1),
     )

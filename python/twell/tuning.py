@@ -145,31 +145,37 @@ def expert_tokens(pairs: int, experts: int, invariant: bool) -> int:
     if invariant:
         # smaller units divide K
         return specs.EXPERT_TOKENS[1]
-    return next((size for size in specs.EXPERT_TOKENS if 3 * pairs <= size * experts), specs.EXPERT_TOKENS[-1])
+    return next((size for size in specs.EXPERT_TOKENS if 2 * pairs <= size * experts), specs.EXPERT_TOKENS[-1])
 
 
 # Most tokens of which each pair with an expert is a unit of the gate GEMM of its own.
-UNORDERED_TOKENS = 1
+UNORDERED_TOKENS = 4
 
-# Most tokens of experts that large clusters compute.
-_FEW_EXPERT_TOKENS = 8
+# Most tokens of experts whose rows each token reads. Of more, each unit of pairs reads the union of its rows once, so
+# that no layer takes much longer than dense products, however many neurons fire.
+_EXPERTS_BY_TOKEN = 8
 
 
 def expert_down(dtype: torch.dtype, t: int, k: int, gated: bool, invariant: bool) -> specs.ExpertDownSpec:
     """The second half of ``t`` tokens' experts, token by token; if ``invariant`` the same kernel for any t."""
     small, large = specs.EXPERT_CLUSTERS
-    many = invariant or t > _FEW_EXPERT_TOKENS
+    many = invariant or t > _EXPERTS_BY_TOKEN
     cluster = small if many and k <= specs.TOKEN_K_CLASSES[small][-1] else large
     return specs.ExpertDownSpec(dtype_name(dtype), specs.k_class(k, specs.TOKEN_K_CLASSES[cluster]), cluster, gated)
-
-
-# Most tokens of experts whose rows each token reads; of more, each unit of pairs reads the union of its rows once.
-_EXPERTS_BY_TOKEN = 32
 
 
 def by_union_of_experts(dtype: torch.dtype, t: int, n: int, gated: bool, invariant: bool) -> bool:
     """Whether units of pairs share the rows of experts."""
     return not (gated or invariant) and t > _EXPERTS_BY_TOKEN and n <= geometry.LONGEST_SUM[dtype_name(dtype)]
+
+
+# Most pairs of tokens and experts, over the experts, and most tokens with a gate, that are not left to dense products.
+_PAIRS_OF_EXPERT, _GATED_TOKENS = 48, 64
+
+
+def experts_by_row(t: int, top: int, count: int, gated: bool) -> bool:
+    """Whether ``t`` tokens of ``count`` experts, ``top`` for each, take less time than by grouped products."""
+    return t <= _GATED_TOKENS if gated else t * top <= _PAIRS_OF_EXPERT * count
 
 
 # Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one

@@ -339,7 +339,7 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
     testing.assert_same(made[: len(order)], gates, "hidden states")
     neurons = torch.full((len(units), n), POISON, dtype=torch.int32)
     compact = torch.full((t * top, -(-n // 64) * 64), torch.nan, dtype=BF16)
-    launch(specs.ExpertUnionSpec("bfloat16"), made, units, total, neurons, compact)
+    launch(specs.ExpertUnionSpec("bfloat16"), made, units, total, neurons, compact, most)
     for unit, (_, at, size, listed) in enumerate(units[: len(right)].tolist()):
         union = (gates[at : at + size] > 0).any(0).nonzero()[:, 0].int()
         testing.assert_same(neurons[unit, :listed], union, "union")

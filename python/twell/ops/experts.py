@@ -134,7 +134,9 @@ def _cuda(*arguments: Any) -> Tensor:
     index = x.device.index
     family = tuning.family(index)
     if strategy == "auto" and not invariant:
-        strategy = "dense" if _never_waits(x, len(w_gate)) else "row"
+        few = tuning.experts_by_row(len(x), ids.shape[1], len(w_gate), w_up is not None)
+        # of other dense products the host waits for the GPU
+        strategy = "dense" if family != specs.SM90 or (not few and _never_waits(x, len(w_gate))) else "row"
     if strategy == "dense":
         return dense(given, activation)
     if family != specs.SM90:
@@ -213,7 +215,7 @@ def launches(
     if by_union:
         neurons, z = p.scratch(torch.int32, some, n), p.scratch(torch.float32, number, k)
         compact = p.scratch(x.dtype, number, -(-n // geometry.CHUNK) * geometry.CHUNK)
-        p.launch(specs.ExpertUnionSpec(name), hidden, units, total, neurons, compact)
+        p.launch(specs.ExpertUnionSpec(name), hidden, units, total, neurons, compact, most)
         product = compact, second, neurons, units, total, z, down_rows, p.multiprocessors
         p.launch(specs.ExpertGatheredSpec(name, most), *product)
         p.launch(specs.ExpertSumSpec(name), z, places, weights, y)
