@@ -6,6 +6,7 @@ and the units of pairs that the gate GEMM of expert_pack.py computes.
     rows [T * k, K]    x of the pair at each place
     units [U, 4]       expert, first place, number of pairs (up to `most`), 0
     total [4]          the number of units, and zeros
+    ends [E]           the place behind the pairs of each expert
 
 Every CTA counts the pairs of all experts, as there are few, and those before its own pairs, and adds the counts up.
 Then its warps place its own pairs, which lie together: the pairs of the same expert before one say its place. So all
@@ -44,7 +45,7 @@ class Operands(NamedTuple):
     units: Any  # int32 [U, 4]
     total: Any  # int32 [4]
     arrivals: Any  # int32 [any]: counters of a later kernel, which this one zeroes
-    experts: Any
+    ends: Any  # int32 [E]
     most: Any
 
 
@@ -72,14 +73,14 @@ class ExpertPairs:
         units: cute.Tensor,
         total: cute.Tensor,
         arrivals: cute.Tensor,
-        experts: Int32,
+        ends: cute.Tensor,
         most: Int32,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
         count = pairs.shape[0]
         if count > 0:
-            self.kernel(Operands(ids, x, owners, pairs, rows, units, total, arrivals, experts, most)).launch(
+            self.kernel(Operands(ids, x, owners, pairs, rows, units, total, arrivals, ends, most)).launch(
                 grid=(cutlass.min(cute.ceil_div(count, WARPS), max_ctas), 1, 1),
                 block=(THREADS, 1, 1),
                 stream=stream,
@@ -106,15 +107,18 @@ class ExpertPairs:
         share = cute.ceil_div(number, cute.arch.grid_dim()[0])
         first = cta * share
         for pair in cutlass.range(thread, number, THREADS, unroll=4):
-            expert = expert_of(o.ids, pair, o.experts)
+            expert = expert_of(o.ids, pair, o.ends.shape[0])
             if expert >= 0:
                 cute.arch.atomic_add(counts.iterator + expert, Int32(1), scope="cta")
                 if pair < first:
                     cute.arch.atomic_add(earlier.iterator + expert, Int32(1), scope="cta")
         cute.arch.sync_threads()
         self.add_up(o, counts, before, units, sums, thread, lane, warp)
-        if cta == 0 and thread < 4:
-            o.total[thread] = units[geometry.MAX_EXPERTS] if thread == 0 else Int32(0)
+        if cta == 0:
+            if thread < 4:
+                o.total[thread] = units[geometry.MAX_EXPERTS] if thread == 0 else Int32(0)
+            for expert in cutlass.range(thread, o.ends.shape[0], THREADS, unroll=1):
+                o.ends[expert] = before[expert] + counts[expert]
         for pair in cutlass.range(first + warp, cutlass.min(first + share, number), WARPS, unroll=1):
             self.place_pair(o, counts, earlier, before, units, first, pair, lane)
 
@@ -144,12 +148,12 @@ class ExpertPairs:
     @cute.jit
     def place_pair(self, o: Operands, counts, earlier, before, units, first: Int32, pair: Int32, lane: Int32):
         """Write the place of a pair, its unit if it is the first one there, and its row; `first` is the CTA's."""
-        expert, place = expert_of(o.ids, pair, o.experts), Int32(-1)
+        expert, place = expert_of(o.ids, pair, o.ends.shape[0]), Int32(-1)
         if expert >= 0:
             # pairs of the expert before this one
             rank = Int32(0)
             for other in cutlass.range(first + lane, pair, 32, unroll=1):
-                rank += Int32(expert_of(o.ids, other, o.experts) == expert)
+                rank += Int32(expert_of(o.ids, other, o.ends.shape[0]) == expert)
             rank = Int32(cute.arch.warp_redux_sync(rank, "add")) + earlier[expert]
             place = before[expert] + rank
             if rank % o.most == 0 and lane == 0:
@@ -174,7 +178,6 @@ def signature(spec: ExpertPairsSpec) -> tuple[Any, tuple[Any, ...]]:
         *(operands.vector(Int32, cute.sym_int32()) for _ in range(2)),
         operands.rows(dtype, cute.sym_int32(), k),
         operands.quads(cute.sym_int32()),
-        operands.vector(Int32, cute.sym_int32()),
-        operands.vector(Int32, cute.sym_int32()),
-        *(Int32(1),) * 3,
+        *(operands.vector(Int32, cute.sym_int32()) for _ in range(3)),
+        *(Int32(1),) * 2,
     )

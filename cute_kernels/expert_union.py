@@ -5,7 +5,7 @@ places are those of expert_pairs.py, hidden states those of expert_pack.py.
     compact [pairs, N] the hidden states of each pair at the neurons of its unit, and zeros up to a multiple of 64
     units [u, 3]       the number of neurons
 
-One CTA for each eight pairs of a unit; the first one also writes the list. A thread has eight neurons at a time: it
+One CTA for each 16 pairs of a unit; the first one also writes the list. A thread has eight neurons at a time: it
 adds up their bits over all pairs, and prefix sums give the places of those that fire.
 """
 
@@ -26,7 +26,7 @@ from .specs import ExpertUnionSpec
 THREADS = 256
 WARPS = THREADS // 32
 # pairs of a CTA
-PAIRS = 8
+PAIRS = 16
 
 
 class Operands(NamedTuple):
@@ -121,7 +121,7 @@ class ExpertUnion:
                 o.neurons[unit, place] = neuron + i
             place += Int32(flags[i])
         if count > 0:
-            for pair in cutlass.range(own, end, unroll=PAIRS):
+            for pair in cutlass.range(own, end, unroll=8):
                 quad, row = load_values(address(o.hidden, pair, neuron)), self.bits(o, pair)
                 for i in range_constexpr(8):
                     if flags[i]:

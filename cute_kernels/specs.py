@@ -450,7 +450,7 @@ class ExpertPackSpec(_FamilyKernel):
 
 @dataclass(frozen=True)
 class ExpertUnionSpec(_Kernel):
-    """``hidden states, units -> neurons, compact hidden states``: those of the neurons that any pair of a unit fires."""
+    """``hidden states, units -> neurons, compact hidden states``: those that any pair of a unit fires."""
 
     op: ClassVar[str] = "expert_union"
 
@@ -464,9 +464,14 @@ class ExpertGatheredSpec(ExpertPackSpec):
 
 @dataclass(frozen=True)
 class ExpertSumSpec(_Kernel):
-    """``z, pairs, weights -> y``: the sum over the experts of each token."""
+    """``z, pairs, weights -> y``: the sum over the experts of each token; z is fp32, or of ``dtype`` if ``rounded``."""
 
+    rounded: bool
     op: ClassVar[str] = "expert_sum"
+
+    @property
+    def suffix(self) -> str:
+        return "_rounded" if self.rounded else ""
 
 
 @dataclass(frozen=True)
@@ -608,7 +613,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(ExpertPackSpec(d, t) for d in DTYPES for t in EXPERT_TOKENS),
         *(ExpertUnionSpec(d) for d in DTYPES),
         *(ExpertGatheredSpec(d, t) for d in DTYPES for t in EXPERT_TOKENS),
-        *(ExpertSumSpec(d) for d in DTYPES),
+        *(ExpertSumSpec(d, r) for d in DTYPES for r in flags),
         *(
             ExpertDownSpec(d, k, c, g)
             for d in DTYPES

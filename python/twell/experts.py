@@ -43,15 +43,17 @@ def sparse_experts(
         expert_ids: int32 or int64 [..., k], k up to 32. Ids may repeat; -1 is no expert, and adds nothing.
         weights: floating [..., k], those of the router; they are used in fp32.
         activation, threshold: as in ``sparse_gated_ffn``, "relu2" for the experts of Nemotron; "drelu" needs a gate.
-        strategy: "row" reads the rows of each token's non-zeros, as is best for few tokens; it needs a GPU of compute
-            capability 9.0, or a CPU. "dense" is grouped products of PyTorch, and in other dtypes than bfloat16, for
-            which it has none, a loop that waits for the GPU. "auto" is "dense" until "row" has been timed on a GPU.
+        strategy: "row" reads the rows of non-zeros, as is best for few tokens of each expert; it needs a GPU of compute
+            capability 9.0, or a CPU. "dense" is grouped products of PyTorch, and in other dtypes than bfloat16, and for
+            1,024 experts, for which it has none, a loop that waits for the GPU. "auto" on such a GPU is "row" for up to
+            48 pairs of a token and an expert per expert, or with a gate for up to 64 tokens, and where "dense" waits,
+            if w_down lies by rows; else it is "dense".
         invariant: give a token the same bits whatever the other tokens are, by "row".
         compression: of the packed gates: 2, 4 or 8.
 
-    Returns y [..., K] of the dtype of x. By "row" gates are rounded to that dtype, hidden states are not, and all
-    experts of a token are added in fp32, in one order, and rounded once. "dense" rounds hidden states and the result of
-    each expert, too.
+    Returns y [..., K] of the dtype of x. By "row" gates are rounded to that dtype, hidden states are not (on a GPU, of
+    more than 8 tokens without a gate, they are), and all experts of a token are added in fp32, in one order, and
+    rounded once. "dense" rounds hidden states and the result of each expert, too.
 
     "row" takes bfloat16 and float16, and has no gradients: where one is needed, "auto" is "dense", and "row" raises
     NotImplementedError. An id below -1 or of E or more raises ValueError on a CPU; on a GPU it adds nothing, as

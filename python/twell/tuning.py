@@ -169,13 +169,13 @@ def by_union_of_experts(dtype: torch.dtype, t: int, n: int, gated: bool, invaria
     return not (gated or invariant) and t > _EXPERTS_BY_TOKEN and n <= geometry.LONGEST_SUM[dtype_name(dtype)]
 
 
-# Most pairs of tokens and experts, over the experts, and most tokens with a gate, that are not left to dense products.
-_PAIRS_OF_EXPERT, _GATED_TOKENS = 48, 64
+# Most pairs of tokens and experts, over the experts, that are not left to dense products: without and with a gate.
+_PAIRS_OF_EXPERT, _PAIRS_OF_GATED = 48, 3
 
 
 def experts_by_row(t: int, top: int, count: int, gated: bool) -> bool:
     """Whether ``t`` tokens of ``count`` experts, ``top`` for each, take less time than by grouped products."""
-    return t <= _GATED_TOKENS if gated else t * top <= _PAIRS_OF_EXPERT * count
+    return t * top <= (_PAIRS_OF_GATED if gated else _PAIRS_OF_EXPERT) * count
 
 
 # Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one

@@ -27,7 +27,13 @@ LAYERS = [
     [
         *("cute_kernels.unpack", "cute_kernels.reglu", "cute_kernels.matrix_transpose"),
         *("cute_kernels.compact", "cute_kernels.rank", "cute_kernels.transpose", "cute_kernels.sampled_grad"),
-        *("cute_kernels.up_down_token", "cute_kernels.expert_pairs", "cute_kernels.expert_down", "cute_kernels.expert_union", "cute_kernels.expert_sum"),
+        *(
+            "cute_kernels.up_down_token",
+            "cute_kernels.expert_pairs",
+            "cute_kernels.expert_down",
+            "cute_kernels.expert_union",
+            "cute_kernels.expert_sum",
+        ),
         *("cute_kernels.quantize_gate", "cute_kernels.list_candidates"),
     ],
     ["cute_kernels.compile", "cute_kernels.catalog"],

@@ -306,8 +306,9 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
     rows = strided(torch.full((t * top, k), torch.nan, dtype=BF16))
     units = torch.full((min(t * top, count + t * top // most), 4), POISON, dtype=torch.int32)
     total, arrivals = torch.full((4,), POISON, dtype=torch.int32), torch.full((77,), POISON, dtype=torch.int32)
+    ends = torch.full((count,), POISON, dtype=torch.int32)
     spec = specs.ExpertPairsSpec("bfloat16")
-    launch(spec, given, strided(x), owners, pairs, rows, units, total, arrivals, count, most, 3)
+    launch(spec, given, strided(x), owners, pairs, rows, units, total, arrivals, ends, most, 3)
     flat = ids.flatten()
     valid = (flat >= 0) & (flat < count)
     order = torch.where(valid, flat, count).sort(stable=True).indices[: int(valid.sum())]
@@ -316,6 +317,7 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
     assert pairs.equal(places)
     assert owners.equal(torch.where(valid, flat, -1).int())
     assert not arrivals.any()
+    assert ends.equal(torch.stack([((flat >= 0) & (flat <= e)).sum() for e in range(count)]).int())
     testing.assert_same(rows[: len(order)], x[order // top], "rows")
     right, at = [], 0
     for expert in range(count):
@@ -377,9 +379,11 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
         testing.assert_same(y, right.to(BF16), f"y, gated {gated}")
         testing.assert_same(l1, torch.zeros(t).index_add_(0, order // top, h.abs().sum(1)), "l1")
         if not gated:
-            y.fill_(torch.nan)
-            launch(specs.ExpertSumSpec("bfloat16"), z, pairs, scales, y)
-            testing.assert_same(y, right.to(BF16), "sums of products")
+            for products in (z, strided(z.to(BF16))):
+                y.fill_(torch.nan)
+                launch(specs.ExpertSumSpec("bfloat16", products.dtype == BF16), products, pairs, scales, y)
+                terms = products[places.clamp(min=0)].float() * scales.flatten()[:, None] * (places >= 0)[:, None]
+                testing.assert_same(y, terms.view(t, top, k).sum(1).to(BF16), "sums of products")
     # each pair as a unit, and no kernel before
     words.zero_(), arrivals.fill_(POISON)
     alone = [torch.full((t * top,), POISON, dtype=torch.int32) for _ in range(2)]

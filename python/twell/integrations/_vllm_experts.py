@@ -189,15 +189,8 @@ def why_not(moe: Any, route: Route, on: torch.device) -> str:
     facts = Facts("sizes of a rank", n=moe.intermediate_size_per_partition, k=moe.hidden_dim)
     if refusal := unpackable(facts, instead=""):
         return refusal.message
-    return "" if on.type != "cuda" else _why_not_on_gpu(moe, route, on)
-
-
-def _why_not_on_gpu(moe: Any, route: Route, on: torch.device) -> str:
-    if tuning.family(on.index or 0) != specs.SM90:
+    if on.type == "cuda" and tuning.family(on.index or 0) != specs.SM90:
         return "kernels for experts need compute capability 9.0"
-    if route.strategy != "row" and not route.invariant:
-        # and vLLM's own kernels are faster than grouped products of PyTorch
-        return '"row" has not been timed on a GPU yet; sparsity_strategy "row" runs it'
     return ""
 
 

@@ -1,13 +1,14 @@
 """``experts``: a layer of experts without gradients, y[t] = sum over its experts e of weights[t, e] * ffn_e(x[t]).
 
-By "row" the gate GEMM computes the experts that are touched, and then each token reads the weight rows of its
-non-zeros, those of all its experts in one sum. Without a gate, the device computes the down product of experts with
-many non-zeros densely, from rounded hidden states. "dense" is grouped products of PyTorch. An id that is no expert's,
-below 0 or too large, adds nothing.
+By "row" the gate GEMM computes the experts that are touched. Then each of few tokens, or of layers with a gate, reads
+the weight rows of its non-zeros, those of all its experts in one sum. Of more tokens, units of up to 8, 32 or 64 tokens
+of an expert read the rows that any of them needs, and multiply them with rounded hidden states. "dense" is grouped
+products of PyTorch. An id that is no expert's, below 0 or too large, adds nothing.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -135,10 +136,14 @@ def _cuda(*arguments: Any) -> Tensor:
     family = tuning.family(index)
     if strategy == "auto" and not invariant:
         few = tuning.experts_by_row(len(x), ids.shape[1], len(w_gate), w_up is not None)
-        # of other dense products the host waits for the GPU
-        strategy = "dense" if family != specs.SM90 or (not few and _never_waits(x, len(w_gate))) else "row"
+        # rows in another layout would be copied; other dense products let the host wait
+        by_row = family == specs.SM90 and _is_readable(w_down) and (few or not _never_waits(x, len(w_gate)))
+        strategy = "row" if by_row else "dense"
     if strategy == "dense":
-        return dense(given, activation)
+        if family != specs.SM90 or not _never_waits(x, len(w_gate)):
+            return dense(given, activation)
+        aligned = given._replace(x=rows(x), ids=_aligned(ids), weights=_aligned(weights))
+        return _dense_on_hopper(aligned, activation, y)
     if family != specs.SM90:
         raise NotImplementedError('experts have kernels for sm_90a alone; strategy="dense" runs everywhere')
     up = None if w_up is None else _slabs(w_up)
@@ -197,13 +202,13 @@ def launches(
     units, total = p.scratch(torch.int32, some, 4), p.scratch(torch.int32, 4)
     first = 0 if by_union else geometry.TOKEN_COUNTERS + t * down.cluster
     counters = p.scratch(torch.int32, first + t)
-    ids = ids.at(0, torch.int32, number, ids.dtype.itemsize // 4)
+    ids = _words(ids)
     if direct:
         gathered, cleared = x, counters
     else:
         gathered, cleared = p.scratch(x.dtype, number, k), counters.part(0, 0)
-        of_pairs = owners, places, gathered, units, total, counters
-        p.launch(specs.ExpertPairsSpec(name), ids, x, *of_pairs, count, most, _PAIR_CTAS * p.multiprocessors)
+        of_pairs = owners, places, gathered, units, total, counters, p.scratch(torch.int32, count), most
+        p.launch(specs.ExpertPairsSpec(name), ids, x, *of_pairs, _PAIR_CTAS * p.multiprocessors)
     width, tiles = geometry.words_per_tile(compression), geometry.tiles(n)
     words = p.scratch(torch.int32, 0 if by_union else number, tiles * width)
     spill = p.scratch(x.dtype, 0 if by_union else number, tiles * geometry.TILE)
@@ -218,7 +223,7 @@ def launches(
         p.launch(specs.ExpertUnionSpec(name), hidden, units, total, neurons, compact, most)
         product = compact, second, neurons, units, total, z, down_rows, p.multiprocessors
         p.launch(specs.ExpertGatheredSpec(name, most), *product)
-        p.launch(specs.ExpertSumSpec(name), z, places, weights, y)
+        p.launch(specs.ExpertSumSpec(name, False), z, places, weights, y)
         return
     helpers = 0 if invariant else tuning.token_helpers(t, down, p.multiprocessors)
     sums = p.scratch(torch.float32, 2 * helpers, k + 8)
@@ -226,6 +231,11 @@ def launches(
     own, heavy = counters.part(0, first), counters.part(first, first + t)
     numbers = up_rows, down_rows, helpers, tuning.light_nonzeros(t), width, activation.code()
     p.launch(down, *layer, own, heavy, owners, places, weights, *numbers)
+
+
+def _words(ids: View) -> View:
+    """Contiguous ids [T, k] as the 32-bit words of each."""
+    return ids.at(0, torch.int32, math.prod(ids.shape), ids.dtype.itemsize // 4)
 
 
 def _matrix(weights: View) -> tuple[View, int]:
@@ -269,6 +279,32 @@ _GROUPS = 1024
 def _never_waits(values: Tensor, experts: int) -> bool:
     """Whether dense products of so many experts are one operator, without the host."""
     return _grouped_mm is not None and values.is_cuda and values.dtype == torch.bfloat16 and experts < _GROUPS
+
+
+def _dense_on_hopper(given: Experts, activation: Activation, y: Tensor) -> Tensor:
+    """The same without gradients: y, filled by one operator for each product and kernels around them."""
+    x, w_gate, w_up, w_down, ids, weights = given
+    places, ends = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (ids.numel(), len(w_gate)))
+    gathered = x.new_empty(ids.numel(), x.shape[1])
+    run(_order, (x, ids, gathered, places, ends))
+    gate = activation.after(_grouped_mm(gathered, w_gate.transpose(1, 2), offs=ends))
+    up = None if w_up is None else _grouped_mm(gathered, w_up.transpose(1, 2), offs=ends)
+    run(_add_up, (_grouped_mm(activation.hidden(gate, up), w_down, offs=ends), places, weights, y))
+    return y
+
+
+def _order(p: Program, x: View, ids: View, gathered: View, places: View, ends: View) -> None:
+    """Launch what puts rows of x in the order of their experts."""
+    number = math.prod(ids.shape)
+    owners, units = p.scratch(torch.int32, number), p.scratch(torch.int32, number, 4)
+    unused = units, p.scratch(torch.int32, 4), p.scratch(torch.int32, 0)
+    pairs = _words(ids), x, owners, places, gathered, *unused, ends
+    p.launch(specs.ExpertPairsSpec(tuning.dtype_name(x.dtype)), *pairs, 1 << 30, _PAIR_CTAS * p.multiprocessors)
+
+
+def _add_up(p: Program, made: View, places: View, weights: View, y: View) -> None:
+    """Launch what adds the products of each token's experts."""
+    p.launch(specs.ExpertSumSpec(tuning.dtype_name(y.dtype), True), made, places, weights, y)
 
 
 def _grouped(values: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
