@@ -16,8 +16,8 @@ from .. import geometry
 from ..common import operands
 from ..common.activation import power
 from ..common.copies import address, store_values
+from ..common.experts import expert_of
 from ..common.values import high_to_float, low_to_float, pack
-from ..expert_pairs import expert_of
 from ..specs import EXPERT_TOKENS, ExpertPackSpec, GatePackFewSpec
 from .gate_pack_few import TILE_K, TILE_N, Extent, GatePackFew, Operands
 

@@ -21,7 +21,7 @@ from profiling.bench.report import Column
 from twell import testing
 from twell._activation import activation_of
 from twell.commands import timing
-from twell.commands.request import at_least, number_above, pick_device
+from twell.commands.request import at_least, number_above, number_from, pick_device
 from twell.testing.experts import FIRING, Mixture, dense_experts, draw_experts, float64_experts, hidden_of
 
 NAME = "profiling.bench moe"
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPES, default=["nano"], help="(nano)")
     add("--sequences", type=at_least(1), nargs="+", default=list(SEQUENCES), metavar="N", help=f"{SEQUENCES}")
-    add("--firing", type=number_above(0), nargs="+", default=[FIRING], metavar="SHARE", help=f"({FIRING})")
+    add("--firing", type=number_from(0.001, 0.999), nargs="+", default=[FIRING], metavar="SHARE", help=f"({FIRING})")
     add("--skew", type=float, nargs="+", default=[0.0], metavar="S", help="of routes: the r-th expert like r^-S (0)")
     add("--gated", action="store_true", help="experts have a gate")
     add("--activation", choices=["relu", "relu2"], default="relu2", help="(relu2)")

@@ -11,10 +11,9 @@ from torch import Tensor
 
 import twell
 from tests.cpu import fake_gpu
-from twell import ops
+from twell import ops, tuning
 from twell._activation import activation_of
 from twell._runtime import geometry, program
-from twell.strategy.costs import experts_by_row
 from twell.testing.bits import assert_same
 
 BF16 = torch.bfloat16
@@ -192,8 +191,27 @@ def test_launches_by_row(gated: bool, invariant: bool, t: int, monkeypatch: pyte
     program.forget()
 
 
-def test_few_tokens_go_by_row() -> None:
-    nemotron = 128, 1856, 2688, 6, False
-    by_row = [t for t in (1, 8, 32, 64, 128, 1024, 16384) if experts_by_row(t, *nemotron)]
-    assert by_row == [1, 8, 32, 64, 128]
+@pytest.mark.parametrize(
+    ("t", "gated", "expected"), [(1024, False, True), (1025, False, False), (64, True, True), (65, True, False)]
+)
+def test_few_pairs_of_an_expert_go_by_row(t: int, gated: bool, expected: bool) -> None:
+    assert tuning.experts_by_row(t, 6, 128, gated) == expected
+
+
+def test_auto_copies_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = fake_gpu.install(monkeypatch)
+    p = problem(t=40, k=64, n=264)
+    rows = p["w_down"].transpose(1, 2)
+    by_row = ["expert_pairs", "expert_pack", "expert_union", "expert_gathered", "expert_sum"]
+    copied = rows.transpose(1, 2).contiguous().transpose(1, 2)
+    # the kernels around dense products
+    for w_down, launched in ((rows, by_row), (copied, ["expert_pairs", "expert_sum"])):
+        given = p["x"], p["w_up"], None, w_down, p["expert_ids"], p["weights"]
+        fake_gpu.on_cuda("experts", *given, 8, "auto", "relu", 0.0, False)
+        assert gpu.names() == launched
+        gpu.launches.clear()
+    program.forget()
+
+
+def test_limits() -> None:
     assert geometry.MAX_EXPERTS == 1024

@@ -104,8 +104,6 @@ def verdict(reports: Sequence[ExpertsSparsity], tokens: int) -> str:
         f"sequences; predicted for a step in a CUDA graph, with down weights by rows, against grouped products of "
         f"PyTorch; from {as_percent(zeros)} zeros on {tokens:,} tokens"
     )
-    # grouped products were timed, rows were not
-    source += '; strategy="row" has not been timed on a GPU, and "auto" is dense'
     start = f"Verdict on experts: {doubt}twell"
     if not paying:
         return f"{start} should not pay on {EXPERTS_GPU} in decoding {listed(others, 'or')} {source}"

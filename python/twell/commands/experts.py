@@ -81,8 +81,9 @@ class ExpertsSparsity:
 
     def seconds(self, sequences: int) -> dict[str, float]:
         """Predicted seconds of a step of decoding by "row" and by grouped products, "dense"."""
-        touched = self.steps[sequences].touched
-        found = experts_seconds(sequences, self.top, touched, self.mean, self.n, self.k, self.gated)
+        touched, union = self.steps[sequences]
+        fired = 1 - self.zeros if self.gated else union
+        found = experts_seconds(sequences * self.top, touched, fired, self.n, self.k, self.gated)
         return found | {"row": found["dense"]} if self.refusal else found
 
 

@@ -214,8 +214,8 @@ def launches(
     spill = p.scratch(x.dtype, 0 if by_union else number, tiles * geometry.TILE)
     hidden = p.scratch(x.dtype, number if by_union else 0, n)
     of_units = units, total, hidden, ids, owners, places, cleared
-    numbers = width, threshold_pair(activation, x.dtype), activation.code()
-    p.launch(specs.ExpertPackSpec(name, most), gathered, w_gate, words, spill, *of_units, *numbers)
+    of_gates = width, threshold_pair(activation, x.dtype), activation.code()
+    p.launch(specs.ExpertPackSpec(name, most), gathered, w_gate, words, spill, *of_units, *of_gates)
     (up, up_rows), (second, down_rows) = (None, 0) if w_up is None else _matrix(w_up), _matrix(w_down)
     if by_union:
         neurons, z = p.scratch(torch.int32, some, n), p.scratch(torch.float32, number, k)
@@ -287,7 +287,7 @@ def _dense_on_hopper(given: Experts, activation: Activation, y: Tensor) -> Tenso
     places, ends = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (ids.numel(), len(w_gate)))
     gathered = x.new_empty(ids.numel(), x.shape[1])
     run(_order, (x, ids, gathered, places, ends))
-    gate = activation.after(_grouped_mm(gathered, w_gate.transpose(1, 2), offs=ends))
+    gate = activation.after(_grouped_mm(gathered, w_gate.transpose(1, 2), offs=ends), inplace=True)
     up = None if w_up is None else _grouped_mm(gathered, w_up.transpose(1, 2), offs=ends)
     run(_add_up, (_grouped_mm(activation.hidden(gate, up), w_down, offs=ends), places, weights, y))
     return y

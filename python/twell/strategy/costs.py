@@ -198,31 +198,26 @@ def worth_screening(problem: Problem, figures: Figures | None, table: Table | No
     return SCREENED in predicted and predicted[SCREENED] <= min(predicted.values())
 
 
-# Layers of experts: bytes of weights per second of grouped products (torch's on this GPU, 128 experts of this K and N,
-# 64 to 256 tokens), of the gate GEMM and of rows, and the share of neurons that is taken to fire.
-EXPERTS_GPU, EXPERTS_MEASURED = "NVIDIA H200", (2688, 1856)
-_GROUPED_BYTES, _EXPERT_BYTES, _ROW_BYTES, _EXPERTS_FIRE = 2.9e12, 3.5e12, 4.2e12, 0.1
+# Layers of experts: seconds before and between kernels and bytes of weights per second, of grouped products of PyTorch,
+# and of "row" with its rows: 128 experts of this K and N, 6 of a token, 9.3 % of neurons firing, 1 to 1,024 tokens
+# (profiling/results/h100_experts.json).
+EXPERTS_GPU, EXPERTS_MEASURED = "NVIDIA H100", (2688, 1856)
+_GROUPED_START, _GROUPED_BYTES = 29e-6, 2.6e12
+_EXPERTS_START, _EXPERT_BYTES, _EXPERT_ROW_BYTES = 20e-6, 2.9e12, 2.6e12
 
 
-def experts_by_row(t: int, count: int, n: int, k: int, top: int, gated: bool) -> bool:
-    """Whether ``t`` tokens of ``count`` experts, ``top`` for each, are faster by "row" than by grouped products."""
-    # of routes that are drawn evenly
-    touched = count * (1 - (1 - 1 / count) ** (t * top))
-    seconds = experts_seconds(t, top, touched, _EXPERTS_FIRE * n, n, k, gated)
-    return seconds["row"] < seconds["dense"]
-
-
-def experts_seconds(t: int, top: int, touched: float, nonzeros: float, n: int, k: int, gated: bool) -> dict[str, float]:
+def experts_seconds(pairs: int, touched: float, fired: float, n: int, k: int, gated: bool) -> dict[str, float]:
     """Predicted seconds of a layer of experts by "row" and, by grouped products of PyTorch, "dense".
 
-    ``t`` tokens have ``top`` experts each, ``touched`` in all, and ``nonzeros`` of an expert's ``n`` neurons per token.
+    ``pairs`` of a token and an expert have ``touched`` experts in all. Of the ``n`` neurons of each the share ``fired``
+    fires for any of its tokens or, with a gate, for one token.
     """
-    pairs, products, weights = t * top, 3 if gated else 2, 2 * n * k
+    products, weights = 3 if gated else 2, 2.0 * n * k
     flop = pairs * weights / _DENSE_FLOP
-    rows = (products - 1) * pairs * nonzeros * 2 * k / _ROW_BYTES
+    rows = fired * weights * (2 * pairs if gated else touched)
     return {
-        "row": max(touched * weights / _EXPERT_BYTES, flop) + rows,
-        "dense": products * max(touched * weights / _GROUPED_BYTES, flop),
+        "row": _EXPERTS_START + max(touched * weights / _EXPERT_BYTES, flop) + rows / _EXPERT_ROW_BYTES,
+        "dense": _GROUPED_START + products * max(touched * weights / _GROUPED_BYTES, flop),
     }
 
 
