@@ -46,7 +46,7 @@ def sparse_experts(
         strategy: "row" reads the rows of non-zeros, as is best for few tokens of each expert; it needs a GPU of compute
             capability 9.0, or a CPU. "dense" is grouped products of PyTorch, and in other dtypes than bfloat16, and for
             1,024 experts, for which it has none, a loop that waits for the GPU. "auto" on such a GPU is "row" for up to
-            48 pairs of a token and an expert per expert, or with a gate for up to 64 tokens, and where "dense" waits,
+            40 pairs of a token and an expert per expert, or with a gate for up to 3, and where "dense" waits,
             if w_down lies by rows; else it is "dense".
         invariant: give a token the same bits whatever the other tokens are, by "row".
         compression: of the packed gates: 2, 4 or 8.
@@ -80,7 +80,7 @@ def sparse_experts(
     layer = Experts(x.reshape(-1, x.shape[-1]), first, second, w_down.transpose(1, 2), ids, weights.reshape(ids.shape))
     needing = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given.values())
     plain = x.dtype in PACKED_DTYPES and not needing and not _modes.transforming()
-    if strategy == "dense" or (strategy == "auto" and not invariant and not plain):
+    if not plain and not invariant and strategy != "row":
         return dense(layer, act).view(x.shape)
     if not plain:
         raise NotImplementedError(

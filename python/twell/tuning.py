@@ -170,7 +170,7 @@ def by_union_of_experts(dtype: torch.dtype, t: int, n: int, gated: bool, invaria
 
 
 # Most pairs of tokens and experts, over the experts, that are not left to dense products: without and with a gate.
-_PAIRS_OF_EXPERT, _PAIRS_OF_GATED = 48, 3
+_PAIRS_OF_EXPERT, _PAIRS_OF_GATED = 40, 3
 
 
 def experts_by_row(t: int, top: int, count: int, gated: bool) -> bool:

@@ -192,7 +192,7 @@ def test_launches_by_row(gated: bool, invariant: bool, t: int, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("t", "gated", "expected"), [(1024, False, True), (1025, False, False), (64, True, True), (65, True, False)]
+    ("t", "gated", "expected"), [(853, False, True), (854, False, False), (64, True, True), (65, True, False)]
 )
 def test_few_pairs_of_an_expert_go_by_row(t: int, gated: bool, expected: bool) -> None:
     assert tuning.experts_by_row(t, 6, 128, gated) == expected
