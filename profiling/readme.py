@@ -643,6 +643,50 @@ def generate() -> str:
     return f"{table}\n\n{found['machine']}"
 
 
+def _experts(name: str) -> tuple[dict[str, Any], dict[tuple[Any, ...], dict[str, Any]]]:
+    """The file of a bench of experts, and its rows by shape, firing, skew and sequences, and by variant."""
+    found = result(name)
+    cases: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in found["rows"]:
+        case = row["shape"], row["firing"], row["skew"], row["sequences"]
+        cases.setdefault(case, {})[row["variant"].strip('"')] = row
+    return found, cases
+
+
+def experts() -> str:
+    """Layers of experts of one shape, by sequences that decode."""
+    found, cases = _experts("h100_experts")
+    rows = []
+    for (_, _, _, sequences), case in cases.items():
+        auto, grouped = case["auto"], case["grouped products"]
+        cells = [f"{sequences:,}", f"{auto['touched']:.0f}", *(f"{case[n]['us']:.0f}" for n in ("grouped products", "dense"))]
+        cells += [f"{auto['us']:.0f}", f"**{auto['over_grouped']:.2f}**", f"{auto['over_copy']:.2f}"]
+        gigabytes = auto["floor_us"] * found["copy_tbs"] / 1e3
+        rows.append([*cells, f"{gigabytes:.2f}", f"{auto['floor_us'] / auto['us']:.0%}", f"{grouped['over_copy']:.2f}"])
+    columns = [
+        "sequences", "experts touched", "grouped products, us", '"dense", us', '"auto", us', "over grouped products",
+        "over two copies", "GB to read", "share of their floor", "grouped products over two copies",
+    ]  # fmt: skip
+    return f"{markdown(columns, 'r' * len(columns), rows)}\n\n{found['machine']}"
+
+
+def experts_elsewhere() -> str:
+    """How many times as fast "auto" is as grouped products, by zeros, routes, sizes and kind of experts."""
+    rows, machines, sizes = [], [], (1, 8, 64, 256, 1024)
+    for name in ("firing", "skew", "large", "gated"):
+        found, cases = _experts(f"h100_experts_{name}")
+        machines.append(found["machine"])
+        kinds: dict[tuple[Any, ...], dict[int, str]] = {}
+        for (shape, firing, skew, sequences), case in cases.items():
+            kinds.setdefault((shape, firing, skew), {})[sequences] = f"{case['auto']['over_grouped']:.2f}"
+        for (shape, firing, skew), by_size in kinds.items():
+            what = f"{shape.capitalize()}, {firing:.1%} fire, {f'skew {skew:g}' if skew else 'even routes'}"
+            gated = ", with a gate" if name == "gated" else ""
+            rows.append([what + gated, *(by_size.get(size, "") for size in sizes)])
+    table = markdown(["layer", *(f"{size:,}" for size in sizes)], "l" + "r" * len(sizes), rows)
+    return f"{table}\n\n{' '.join(dict.fromkeys(machines))}"
+
+
 def ncu() -> str:
     """Measurements of each kernel by Nsight Compute."""
     found = result("h200_ncu")
@@ -747,6 +791,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine trained": lambda: engine("h100_engine_trained"),
     "engine eager": engine_eager,
     "generate": generate,
+    "experts": experts,
+    "experts elsewhere": experts_elsewhere,
     "ncu": ncu,
 }
 PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->)\n.*?(<!-- end -->)", re.DOTALL)

@@ -219,7 +219,7 @@ def measured(
     for name, row in rows.items():
         if name not in recordings and not row.red:
             continue
-        row.floor_us = floors.get("row" if name != "grouped" else "dense", 0.0) / rate * 1e6
+        row.floor_us = floors["dense" if name in ("grouped", "dense") else "row"] / rate * 1e6
         row.over_copy = floors["dense"] / rate * 1e6 / row.us
         row.over_grouped = rows["grouped"].us / row.us
         found.append(row)
