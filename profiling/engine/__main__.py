@@ -5,7 +5,10 @@
 Each engine is a process of its own. All start side by side, compile and capture; then they take runs of each workload
 in turn, one at a time, since hosts wander. A step is the CUDA graph that the engine captured for so many sequences,
 replayed while all of them decode, and timed by events. A model is drawn, with grouped heads, or trained, with --text;
-"silu" has its weights in vLLM's own class.
+"silu" has its weights in vLLM's own class. "nemotron" is drawn, too, a Nemotron-H with routed experts, and all its
+engines have vLLM's own class:
+
+    python -m profiling.engine --model nemotron --engines stock auto row --work FOLDER --out engine.json
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from profiling.bench.report import write_json
-from profiling.engine import models
+from profiling.engine import mixture, models
 from profiling.engine.one import COMPARED
 from twell import testing
 
@@ -48,6 +51,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "auto-eager": _EAGER,
 }
 WITHOUT = ("silu", "stock", "stock-eager")
+# Those of a model of routed experts.
+OF_MIXTURE = ("stock", "stock-eager", "auto", "dense", "row", "auto-eager")
 SIZES = (1, 8, 32, 64, 128, 256, 512)
 
 
@@ -169,11 +174,11 @@ def main() -> int:
     """Measure the engines, print a line for each workload and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="large", metavar="M", help=f"{models.NAMES} (large)")
+    add("--model", default="large", metavar="M", help=f"{models.NAMES}; {', '.join(mixture.DRAWN)} (large)")
     add("--text", type=Path, nargs="+", default=[], metavar="PATH", help="text for a saved model")
     add("--work", type=Path, required=True, metavar="FOLDER", help="for models, logs and caches")
     add("--out", type=Path, required=True, metavar="JSON", help="file for the data")
-    add("--engines", nargs="+", default=list(ENGINES), choices=ENGINES, metavar="NAME", help=f"({' '.join(ENGINES)})")
+    add("--engines", nargs="+", choices=ENGINES, metavar="NAME", help=f"({' '.join(ENGINES)}, as far as the model can)")
     add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help="sequences that decode")
     add("--new", type=int, default=32, metavar="N", help="tokens that each makes (32)")
     add("--runs", type=int, default=3, metavar="N", help="timed runs (3)")
@@ -182,8 +187,12 @@ def main() -> int:
     add("--cache-gib", type=float, default=5.0, metavar="GIB", help="of each engine (5)")
     add("--seconds", type=float, default=540, metavar="S", help="for all (540)")
     arguments = parser.parse_args()
-    if (models.sizes(arguments.model) is None) != bool(arguments.text):
+    mixed = arguments.model in mixture.DRAWN
+    if (not mixed and models.sizes(arguments.model) is None) != bool(arguments.text):
         parser.error("--text: expected with a saved model, and with no other")
+    arguments.engines = arguments.engines or list(OF_MIXTURE if mixed else ENGINES)
+    if mixed and (wrong := set(arguments.engines) - set(OF_MIXTURE)):
+        parser.error(f"--engines: {arguments.model} has {', '.join(OF_MIXTURE)}, got {', '.join(sorted(wrong))}")
     until, folder = time.monotonic() + arguments.seconds, arguments.work / arguments.model
     if arguments.text:
         # a saved model is known by its path and its text
@@ -194,7 +203,7 @@ def main() -> int:
         write = [
             sys.executable,
             "-m",
-            "profiling.engine.models",
+            f"profiling.engine.{'mixture' if mixed else 'models'}",
             str(folder),
             arguments.model,
             *map(str, arguments.text),
@@ -207,6 +216,8 @@ def main() -> int:
     engines = []
     for name in arguments.engines:
         options: dict[str, Any] = {"max_num_seqs": max(sizes), "max_model_len": models.LENGTH} | ENGINES[name]
+        if mixed:
+            options.pop("model_impl", None)
         if "enforce_eager" not in options:
             options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         spec = {

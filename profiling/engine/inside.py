@@ -23,11 +23,18 @@ _TILES = (16, 64, 128)
 
 
 def _layers(worker: Any) -> list[Any]:
-    return [layer.mlp for layer in worker.get_model().model.layers]
+    """The FFNs of a model, or the layers of routed experts, with their shared ones, of a Nemotron-H."""
+    layers = worker.get_model().model.layers
+    if hasattr(layers[0], "mixer"):
+        return [layer.mixer for layer in layers if hasattr(layer.mixer, "experts")]
+    return [layer.mlp for layer in layers]
 
 
 def describe(worker: Any) -> dict[str, Any]:
-    """Classes of the model, GiB of its memory, and what "auto" chose: layers by strategy, tokens and kind of call."""
+    """Classes of the model, GiB of its memory, and what "auto" chose: layers by strategy, tokens and kind of call.
+
+    "experts": layers of routed experts that twell runs; their shared ones choose.
+    """
     layers = _layers(worker)
     found: dict[str, Any] = {
         "model": type(worker.get_model()).__name__,
@@ -35,6 +42,7 @@ def describe(worker: Any) -> dict[str, Any]:
         "allocated_gib": torch.cuda.memory_allocated() / 2**30,
         "most_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "experts": sum(map(_runs_experts, layers)),
         "choices": {},
     }
     if "twell" not in sys.modules:
@@ -47,6 +55,11 @@ def describe(worker: Any) -> dict[str, Any]:
             at = found["choices"].setdefault(f"{row.tokens} {row.graph}".strip(), {})
             at[row.strategy] = at.get(row.strategy, 0) + 1
     return found
+
+
+def _runs_experts(layer: Any) -> bool:
+    methods = (getattr(module, "quant_method", None) for module in layer.modules())
+    return any(type(method).__name__ == "RunsExperts" for method in methods)
 
 
 def _graph(worker: Any, tokens: int) -> Any:
@@ -157,12 +170,16 @@ def watch(worker: Any) -> None:
 def patterns(worker: Any, tokens: int) -> list[dict[str, float]]:
     """Non-zeros of each layer in the latest step of so many ``tokens`` since ``watch``, which ends here.
 
-    "mean", "most": of a token. "union": neurons that any fires, and for tiles of consecutive tokens their mean.
+    "mean", "most": of a token. "union": neurons that any fires, and for tiles of consecutive tokens their mean. Of
+    routed experts: of a token in one of its experts, the mean union of an expert's tokens, and "experts" with a token.
     """
     found = []
     for layer in _layers(worker):
         layer._watch.remove()
         x = layer._seen[tokens]
+        if hasattr(layer, "experts"):
+            found.append(_of_experts(layer, x, worker.get_model().config.num_experts_per_tok))
+            continue
         weight = next(p for p in layer.parameters() if p.shape[-1] == x.shape[-1])
         fired = (x @ weight[: weight.shape[0] // 2].t()) > 0
         each = fired.sum(1).float()
@@ -173,3 +190,18 @@ def patterns(worker: Any, tokens: int) -> list[dict[str, float]]:
                 figures[f"union of {tile}"] = unions.mean().item()
         found.append(figures)
     return found
+
+
+def _of_experts(layer: Any, x: Tensor, top: int) -> dict[str, float]:
+    """Non-zeros of routed experts, of which each token has the ``top`` ones of one group."""
+    weight = next(module.w13_weight for module in layer.modules() if hasattr(module, "w13_weight"))
+    scores = (x.float() @ layer.gate.weight.float().t()).sigmoid() + layer.gate.e_score_correction_bias
+    ids = scores.topk(top).indices
+    each, unions = [], []
+    for expert in ids.unique().tolist():
+        fired = (x[(ids == expert).any(1)] @ weight[expert].t()) > 0
+        each.append(fired.sum(1).float())
+        unions.append(float(fired.any(0).sum()))
+    pairs = torch.cat(each)
+    union = statistics.mean(unions)
+    return {"mean": pairs.mean().item(), "most": pairs.max().item(), "union": union, "experts": float(len(unions))}

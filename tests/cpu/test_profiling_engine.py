@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
 from profiling.engine import __main__ as engine
-from profiling.engine import generate, models, one
+from profiling.engine import generate, inside, mixture, models, one
 
 TINY = ["--model", "2x64x256x2x256", "--nnz", "8", "--device", "cpu"]
 
@@ -35,6 +37,49 @@ def test_a_drawn_model_is_written_for_engines(tmp_path: Path) -> None:
         assert stock.state_dict()[name].equal(weight), name
     # whose last layer is its own
     assert not stock.lm_head.weight.equal(stock.model.embed_tokens.weight)
+
+
+def test_a_drawn_model_of_experts_fires_and_is_written(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import NemotronHForCausalLM
+
+    sizes = mixture.Drawn(256, 192, 384, 8, 3, 4, 2, 4, head=64, pattern="ME*E", vocab=512)
+    model, prompts = mixture.draw(sizes, "cpu")
+    assert {length: len(ids) for length, ids in prompts.items()} == models.PROMPTS
+    experts = mixture.layers(model)
+    firing: list[tuple[int, float]] = []
+
+    def count(up: Any, given: Any, gates: torch.Tensor) -> None:
+        firing.append((gates.shape[-1], (gates > 0).float().mean().item()))
+
+    for mixer in experts:
+        mixer.shared_experts.up_proj.register_forward_hook(count)
+        # by vLLM's name
+        mixer.experts.w13_weight = mixer.experts.up_proj
+    worker = SimpleNamespace(get_model=lambda: model)
+    inside.watch(worker)
+    with torch.no_grad():
+        hidden = model(prompts[128][:4], use_cache=False, output_hidden_states=True).hidden_states
+    # no layer writes the column that stands for a bias
+    assert all(each[..., 0].eq(4).all() for each in hidden[:-1])
+    figures = inside.patterns(worker, 512)
+    assert [row["experts"] for row in figures] == [8, 8]
+    firing += [(sizes.neurons, row["mean"] / sizes.neurons) for row in figures]
+    assert sorted(neurons for neurons, _ in firing) == [192, 192, 384, 384]
+    assert all(0.08 < share < 0.11 for _, share in firing), firing
+
+    for mixer in experts:
+        del mixer.experts.w13_weight
+    mixture.write(tmp_path, model, prompts)
+    read = json.loads((tmp_path / "prompts.json").read_text())
+    assert {int(length): len(ids) for length, ids in read.items()} == models.PROMPTS
+    # experts one by one, as vLLM loads them
+    keys = load_file(tmp_path / "relu" / "model.safetensors")
+    assert keys["backbone.layers.1.mixer.experts.7.up_proj.weight"].equal(experts[0].experts.up_proj[7])
+    stock = NemotronHForCausalLM.from_pretrained(tmp_path / "relu")
+    assert stock.config.hybrid_override_pattern == "ME*E"
+    for name, weight in model.state_dict().items():
+        assert stock.state_dict()[name].equal(weight), name
 
 
 def test_generate_is_timed_beside_stock(tmp_path: Path) -> None:

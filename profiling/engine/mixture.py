@@ -1,0 +1,135 @@
+"""A drawn Nemotron-H, a model of routed experts, as a checkpoint of transformers for vLLM's own class."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from profiling.engine import models
+from twell.testing.experts import FIRING
+
+
+class Drawn(NamedTuple):
+    """Sizes of a drawn model. pattern: a layer for each letter, M of Mamba, * of attention or E of experts.
+
+    heads are those of queries, of ``head`` values; Mamba has ``mamba`` heads of 64 values.
+    """
+
+    hidden: int
+    neurons: int
+    shared: int
+    experts: int
+    top: int
+    heads: int
+    kv: int
+    mamba: int
+    head: int = 128
+    pattern: str = "MEME*EME*E"
+    vocab: int = 32768
+
+
+# By name. The sizes of Nemotron 3 Nano, of fewer layers, with half of its experts and of its Mamba heads.
+DRAWN = {"nemotron": Drawn(2688, 1856, 3712, 64, 6, 32, 2, 32)}
+
+_KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe"}
+# Column 0 of the residual, which no layer writes, beside others that begin with a deviation of 1. It is the bias of
+# experts.
+_CONSTANT = 4.0
+# Its square is small where few neurons fire.
+_DOWN = 2.0
+_SAMPLE = (4, 128)
+
+
+def draw(drawn: Drawn, device: str) -> tuple[Any, dict[int, Tensor]]:
+    """A model of random weights in bfloat16 whose experts fire for the share ``FIRING``, and ids of its prompts."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    config = NemotronHConfig(
+        vocab_size=drawn.vocab,
+        hidden_size=drawn.hidden,
+        intermediate_size=drawn.neurons,
+        layers_block_type=[_KINDS[letter] for letter in drawn.pattern],
+        num_attention_heads=drawn.heads,
+        num_key_value_heads=drawn.kv,
+        head_dim=drawn.head,
+        mamba_num_heads=drawn.mamba,
+        mamba_head_dim=64,
+        n_groups=drawn.mamba // 4,
+        n_routed_experts=drawn.experts,
+        num_experts_per_tok=drawn.top,
+        moe_intermediate_size=drawn.neurons,
+        moe_shared_expert_intermediate_size=drawn.shared,
+        routed_scaling_factor=2.5,
+        max_position_embeddings=models.LENGTH,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.device(device):
+        model = NemotronHForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    generator = torch.Generator(device).manual_seed(0)
+    _fill(model, generator)
+
+    def ids(*shape: int) -> Tensor:
+        return torch.randint(drawn.vocab, shape, generator=generator, device=device)
+
+    _calibrate(model, ids(*_SAMPLE))
+    return model, {length: ids(count, length) for length, count in models.PROMPTS.items()}
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, generator: torch.Generator) -> None:
+    """Draw all matrices; norms, and what Mamba has besides, stay."""
+    for name, weight in model.named_parameters():
+        part = name.removesuffix(".weight").rpartition(".")[2]
+        if weight.dim() == 1:
+            continue
+        scale = {"embeddings": weight.shape[-1] ** 0.5, "down_proj": _DOWN}.get(part, 1.0)
+        weight.normal_(std=scale * weight.shape[-1] ** -0.5, generator=generator)
+        if part == "embeddings":
+            weight[:, 0] = _CONSTANT
+        elif part in ("gate", "lm_head"):
+            # the constant prefers no expert and no token
+            weight[:, 0] = 0
+        elif part in ("o_proj", "out_proj", "down_proj"):
+            weight[..., 0, :] = 0
+
+
+@torch.no_grad()
+def _calibrate(model: nn.Module, ids: Tensor) -> None:
+    """Let the share ``FIRING`` of the gates of each layer be positive for these ``ids``, by column 0 of up weights."""
+    quantile = float(torch.special.ndtri(torch.tensor(FIRING, dtype=torch.float64, device="cpu")))
+
+    def set_column(mixer: Any, given: tuple[Tensor, ...]) -> None:
+        x = given[0].flatten(0, -2).float()
+        for up in (mixer.experts.up_proj, mixer.shared_experts.up_proj.weight):
+            # of a gate of independent weights with the deviation 1 / sqrt(hidden)
+            deviation = x[:, 1:].norm(dim=1).mean() * up.shape[-1] ** -0.5
+            up[..., 0] = quantile * deviation / x[:, 0].mean()
+
+    hooks = [layer.register_forward_pre_hook(set_column) for layer in layers(model)]
+    model(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+
+
+def layers(model: Any) -> list[Any]:
+    """The layers of experts of a model of transformers."""
+    return [layer.mixer for layer in model.model.layers if hasattr(layer.mixer, "experts")]
+
+
+@torch.no_grad()
+def write(folder: Path, model: Any, prompts: dict[int, Tensor]) -> None:
+    """Write ``folder``/relu and ``folder``/prompts.json."""
+    model.save_pretrained(folder / "relu")
+    (folder / "prompts.json").write_text(json.dumps({length: ids.tolist() for length, ids in prompts.items()}))
+
+
+if __name__ == "__main__":
+    target, name = sys.argv[1:]
+    write(Path(target), *draw(DRAWN[name], "cuda"))
