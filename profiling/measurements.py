@@ -223,6 +223,16 @@ _MEASURED = (
         (120, 205),
     ),
     Measurement(
+        "h100_engine_experts",
+        "the same with a drawn Nemotron-H of 10 layers, 5 of them with experts of Nemotron 3 Nano's sizes",
+        "table engine experts",
+        (
+            f"{ENGINE} --model nemotron --engines stock dense auto --sizes 1 8 32 64 128 256 --runs 2 --seconds 280 "
+            "--out $OUT",
+        ),
+        (280,),
+    ),
+    Measurement(
         "h100_generate",
         "`generate` of transformers on a drawn model of 16 layers, stock and after `sparsify`",
         "table generate",
