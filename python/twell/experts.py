@@ -48,11 +48,11 @@ def sparse_experts(
             1,024 experts, for which it has none, a loop that waits for the GPU. "auto" on such a GPU is "row" for up to
             40 pairs of a token and an expert per expert, or with a gate for up to 3, and where "dense" waits,
             if w_down lies by rows; else it is "dense".
-        invariant: give a token the same bits whatever the other tokens are, by "row".
+        invariant: on a GPU give a token the same bits whatever the other tokens are, by "row".
         compression: of the packed gates: 2, 4 or 8.
 
     Returns y [..., K] of the dtype of x. By "row" gates are rounded to that dtype, hidden states are not (on a GPU, of
-    more than 8 tokens without a gate, they are), and all experts of a token are added in fp32, in one order, and
+    more than 8 tokens without a gate, they are, except for "relu2" in float16), and all experts of a token are added in fp32, in one order, and
     rounded once. "dense" rounds hidden states and the result of each expert, too.
 
     "row" takes bfloat16 and float16, and has no gradients: where one is needed, "auto" is "dense", and "row" raises
@@ -62,6 +62,7 @@ def sparse_experts(
     """
     require_flag("invariant", invariant)
     require_how(strategy, invariant)
+    geometry.words_per_tile(compression)
     act = activation_of(activation, threshold, w_gate is not None)
     if act.moves:
         raise TypeError(f"{_NAME}: threshold must be a number, got a tensor")
@@ -80,15 +81,17 @@ def sparse_experts(
     layer = Experts(x.reshape(-1, x.shape[-1]), first, second, w_down.transpose(1, 2), ids, weights.reshape(ids.shape))
     needing = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given.values())
     plain = x.dtype in PACKED_DTYPES and not needing and not _modes.transforming()
-    if not plain and not invariant and strategy != "row":
+    refusal = unpackable(Facts(_NAME, n=first.shape[1], k=x.shape[-1], compression=compression), instead="")
+    if (refusal or not plain) and not invariant and strategy != "row":
         return dense(layer, act).view(x.shape)
+    instead = "" if invariant else '; strategy="dense" takes it'
     if not plain:
         raise NotImplementedError(
             f'{_NAME}: "row" takes bfloat16 and float16 without gradients and transforms, got {x.dtype}'
-            f'{" and operands that require grad" if needing else ""}; strategy="dense" takes it'
+            f"{' and operands that require grad' if needing else ''}{instead}"
         )
-    if refusal := unpackable(Facts(_NAME, n=first.shape[1], k=x.shape[-1], compression=compression)):
-        raise refusal.kind(refusal.message)
+    if refusal:
+        raise refusal.kind(refusal.message + instead)
     layer = layer._replace(weights=layer.weights.float())
     y: Tensor = ops.experts(*layer, compression, strategy, *act, invariant)
     return y.view(x.shape)
@@ -96,8 +99,8 @@ def sparse_experts(
 
 def _check(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
     """Raise unless the operands fit each other."""
-    if not x.dim() or not x.is_floating_point():
-        raise ValueError(f"{_NAME}: x must be floating [..., K], got {x.dtype} {list(x.shape)}")
+    if not x.dim() or not x.shape[-1] or not x.is_floating_point() or x.dtype.itemsize < 2:
+        raise ValueError(f"{_NAME}: x must be [..., K] of at least 16-bit floats, got {x.dtype} {list(x.shape)}")
     if w_up.dim() != 3:
         raise ValueError(f"{_NAME}: w_up must be [E, N, K], got {list(w_up.shape)}")
     (count, n, _), k = w_up.shape, x.shape[-1]

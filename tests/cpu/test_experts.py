@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -215,3 +216,66 @@ def test_auto_copies_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_limits() -> None:
     assert geometry.MAX_EXPERTS == 1024
+
+
+def test_weights_of_nobody_may_be_anything() -> None:
+    p = problem()
+    p["expert_ids"][0, 1] = -1
+    right = twell.sparse_experts(**p, strategy="row")
+    p["weights"][0, 1] = torch.nan
+    for strategy in ("row", "dense", "auto"):
+        y = twell.sparse_experts(**p, strategy=strategy)
+        assert not y.isnan().any()
+        torch.testing.assert_close(y, right, rtol=0.02, atol=0.02 * right.float().abs().max().item())
+
+
+def test_dense_takes_what_rows_do_not() -> None:
+    p = problem(k=64, n=12)
+    assert twell.sparse_experts(**p).shape == p["x"].shape
+    assert twell.sparse_experts(**p, strategy="dense").shape == p["x"].shape
+    with pytest.raises(ValueError, match=r'N must be a positive multiple of 8 .*, got 12; strategy="dense" takes it'):
+        twell.sparse_experts(**p, strategy="row")
+    with pytest.raises(ValueError, match=r"for the sparse kernels, got 12$"):
+        twell.sparse_experts(**p, invariant=True)
+
+
+def test_a_module_with_parameters_is_compiled() -> None:
+    p = problem()
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = (torch.nn.Parameter(p[name].clone()) for name in ("w_up", "w_down"))
+
+        def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            return twell.sparse_experts(x, self.up, self.down, ids, weights)
+
+    layer, given = Layer(), (p["x"], p["expert_ids"], p["weights"])
+    right = layer(*given)
+    found = torch.compile(layer, fullgraph=True, backend="aot_eager")(*given)
+    torch.testing.assert_close(found, right)
+    found.float().sum().backward()
+    assert layer.up.grad is not None
+    assert layer.up.grad.isfinite().all()
+
+
+def test_a_grid_has_so_many_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = fake_gpu.install(monkeypatch)
+    p = problem(t=40, k=64, n=264, gated=True)
+    given = p["x"], p["w_gate"], p["w_up"], p["w_down"].transpose(1, 2), p["expert_ids"], p["weights"]
+    monkeypatch.setattr(sys.modules["twell.ops.experts"], "_MOST_UNITS", 3)
+    with pytest.raises(NotImplementedError, match="expected at most 3 units of"):
+        fake_gpu.on_cuda("experts", *given, 8, "row", "relu", 0.0, False)
+    assert not gpu.names()
+    program.forget()
+
+
+def test_squares_of_float16_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = fake_gpu.install(monkeypatch)
+    p = problem(t=40, k=64, n=264)
+    for activation, last in (("relu2", "expert_down"), ("relu", "expert_sum")):
+        given = p["x"], p["w_up"], None, p["w_down"].transpose(1, 2)
+        halves = [t if t is None else t.half() for t in given]
+        fake_gpu.on_cuda("experts", *halves, p["expert_ids"], p["weights"], 8, "row", activation, 0.0, False)
+        assert gpu.names()[-1] == last
+    program.forget()

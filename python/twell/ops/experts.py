@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import tuning
+from twell import _modes, tuning
 from twell._activation import Activation, activation_of, threshold_pair
 from twell._arguments import require_choice
 from twell._runtime import geometry, specs
@@ -23,14 +23,14 @@ from twell._runtime.log import warn_once
 from twell._runtime.program import ALIGNMENT, Program, View
 from twell.ops import hybrid
 from twell.ops.gate_pack import gate_on_cpu
-from twell.ops.library import ACTIVATION, check, check_matrix, register, rows
+from twell.ops.library import ACTIVATION, REACH, check, check_matrix, register, rows
 from twell.ops.operands import run
 
 STRATEGIES = ("auto", "dense", "row")
 
 
-# CTAs per multiprocessor that order pairs.
-_PAIR_CTAS = 4
+# CTAs per multiprocessor that order pairs; units that a grid may have.
+_PAIR_CTAS, _MOST_UNITS = 4, 65535
 
 
 class Experts(NamedTuple):
@@ -173,7 +173,8 @@ def _is_readable(weight: Tensor) -> bool:
     """Whether kernels read weights [E, N, K] in place."""
     between, pitch, unit = weight.stride()
     aligned = unit == 1 and pitch % 8 == 0 and pitch >= weight.shape[2] and weight.data_ptr() % ALIGNMENT == 0
-    return aligned and between % pitch == 0 and between >= pitch * weight.shape[1]
+    near = between * len(weight) <= REACH
+    return aligned and near and between % pitch == 0 and between >= pitch * weight.shape[1]
 
 
 def launches(
@@ -195,10 +196,14 @@ def launches(
     # each pair of few tokens is a unit, and no kernel puts them in order
     direct = t <= tuning.UNORDERED_TOKENS and not invariant
     most = specs.EXPERT_TOKENS[0] if direct else tuning.expert_tokens(number, count, invariant)
-    by_union = tuning.by_union_of_experts(x.dtype, t, n, w_up is not None, invariant)
+    # the squares of float16 may exceed it, so that they are not rounded
+    squares = x.dtype == torch.float16 and activation.name == "relu2"
+    by_union = not squares and tuning.by_union_of_experts(x.dtype, t, n, w_up is not None, invariant)
     down = tuning.expert_down(x.dtype, t, k, w_up is not None, invariant)
     owners, places = (p.scratch(torch.int32, number) for _ in range(2))
     some = 0 if direct else min(number, count + number // most)
+    if some > _MOST_UNITS:
+        raise NotImplementedError(f"expected at most {_MOST_UNITS} units of {most} pairs, got {number} pairs")
     units, total = p.scratch(torch.int32, some, 4), p.scratch(torch.int32, 4)
     first = 0 if by_union else geometry.TOKEN_COUNTERS + t * down.cluster
     counters = p.scratch(torch.int32, first + t)
@@ -225,7 +230,9 @@ def launches(
         p.launch(specs.ExpertGatheredSpec(name, most), *product)
         p.launch(specs.ExpertSumSpec(name, False), z, places, weights, y)
         return
-    helpers = 0 if invariant else tuning.token_helpers(t, down, p.multiprocessors)
+    # helpers add up the non-zeros of all tokens
+    shared = not invariant and number * n < 1 << 31
+    helpers = tuning.token_helpers(t, down, p.multiprocessors) if shared else 0
     sums = p.scratch(torch.float32, 2 * helpers, k + 8)
     layer = x if w_up is not None else None, words, spill, up, second, y, p.scratch(torch.float32, t), sums
     own, heavy = counters.part(0, first), counters.part(first, first + t)
@@ -252,7 +259,9 @@ def dense(given: Experts, activation: Activation) -> Tensor:
     """y by PyTorch's own operators, which have gradients."""
     x, w_gate, w_up, w_down, ids, weights = given
     count, top = len(w_gate), ids.shape[1]
-    owners = torch.where((ids >= 0) & (ids < count), ids, count).flatten()
+    exists = (ids >= 0) & (ids < count)
+    # a weight of nobody may be anything
+    owners, weights = torch.where(exists, ids, count).flatten(), torch.where(exists, weights, 0)
     order = owners.argsort(stable=True)
     found = owners[order]
     ends = torch.searchsorted(found, torch.arange(count, device=x.device, dtype=found.dtype), right=True)
@@ -278,7 +287,12 @@ _GROUPS = 1024
 
 def _never_waits(values: Tensor, experts: int) -> bool:
     """Whether dense products of so many experts are one operator, without the host."""
-    return _grouped_mm is not None and values.is_cuda and values.dtype == torch.bfloat16 and experts < _GROUPS
+    if _grouped_mm is None or experts >= _GROUPS:
+        return False
+    if values.is_cuda:
+        return values.dtype == torch.bfloat16
+    # on a CPU a loop is as good, but not for a trace
+    return _modes.compiling() and values.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _dense_on_hopper(given: Experts, activation: Activation, y: Tensor) -> Tensor:
@@ -287,9 +301,9 @@ def _dense_on_hopper(given: Experts, activation: Activation, y: Tensor) -> Tenso
     places, ends = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (ids.numel(), len(w_gate)))
     gathered = x.new_empty(ids.numel(), x.shape[1])
     run(_order, (x, ids, gathered, places, ends))
-    gate = activation.after(_grouped_mm(gathered, w_gate.transpose(1, 2), offs=ends), inplace=True)
-    up = None if w_up is None else _grouped_mm(gathered, w_up.transpose(1, 2), offs=ends)
-    run(_add_up, (_grouped_mm(activation.hidden(gate, up), w_down, offs=ends), places, weights, y))
+    gate = activation.after(_grouped(gathered, w_gate.transpose(1, 2), ends), inplace=True)
+    up = None if w_up is None else _grouped(gathered, w_up.transpose(1, 2), ends)
+    run(_add_up, (_grouped(activation.hidden(gate, up), w_down, ends), places, weights, y))
     return y
 
 
@@ -310,7 +324,10 @@ def _add_up(p: Program, made: View, places: View, weights: View, y: View) -> Non
 def _grouped(values: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """values [P, C] of each expert, which end at ``ends`` [E], times weights [E, C, D] -> [P, D]."""
     if _never_waits(values, len(weights)):
-        products: Tensor = _grouped_mm(values, weights, offs=ends)
+        # the operator wants aligned rows or columns
+        pitch = max(weights.stride()[1:])
+        aligned = pitch % 8 == 0 and weights.stride(0) % 8 == 0 and 1 in weights.stride()[1:]
+        products: Tensor = _grouped_mm(values, weights if aligned else weights.contiguous(), offs=ends)
         return products
     found: list[Tensor] = []
     first = 0

@@ -154,17 +154,18 @@ def rows(matrix: Tensor) -> Tensor:
     if has_rows(matrix):
         if _are_near_rows(matrix.shape, matrix.stride()):
             return matrix
-        if matrix.numel() > _REACH:
-            raise NotImplementedError(f"kernels take matrices of at most {_REACH} values, got {matrix.numel()}")
+        if matrix.numel() > REACH:
+            raise NotImplementedError(f"kernels take matrices of at most {REACH} values, got {matrix.numel()}")
         return matrix.clone(memory_format=torch.contiguous_format)
     return transpose(matrix.t(), matrix.new_empty(matrix.shape))
 
 
-_REACH = 8 << 32
+# Values over which a matrix may be spread.
+REACH = 8 << 32
 
 
 def _are_near_rows(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    return are_rows(shape, strides) and shape[0] * strides[0] <= _REACH
+    return are_rows(shape, strides) and shape[0] * strides[0] <= REACH
 
 
 def transpose(matrix: Tensor, out: Tensor) -> Tensor:
