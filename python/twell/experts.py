@@ -51,9 +51,9 @@ def sparse_experts(
         invariant: on a GPU give a token the same bits whatever the other tokens are, by "row".
         compression: of the packed gates: 2, 4 or 8.
 
-    Returns y [..., K] of the dtype of x. By "row" gates are rounded to that dtype, hidden states are not (on a GPU, of
-    more than 8 tokens without a gate, they are, except for "relu2" in float16), and all experts of a token are added in fp32, in one order, and
-    rounded once. "dense" rounds hidden states and the result of each expert, too.
+    Returns y [..., K] of the dtype of x. By "row" gates are rounded to that dtype, all experts of a token are added in
+    fp32, in one order, and rounded once. Hidden states stay fp32, except on a GPU for over 8 tokens without a gate,
+    unless their activation is "relu2" in float16. "dense" rounds hidden states and the result of each expert, too.
 
     "row" takes bfloat16 and float16, and has no gradients: where one is needed, "auto" is "dense", and "row" raises
     NotImplementedError. An id below -1 or of E or more raises ValueError on a CPU; on a GPU it adds nothing, as

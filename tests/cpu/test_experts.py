@@ -279,3 +279,12 @@ def test_squares_of_float16_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> 
         fake_gpu.on_cuda("experts", *halves, p["expert_ids"], p["weights"], 8, "row", activation, 0.0, False)
         assert gpu.names()[-1] == last
     program.forget()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_a_rank_without_tokens_has_gradients(dtype: torch.dtype) -> None:
+    p = {name: t.to(dtype) if t.is_floating_point() else t for name, t in problem().items()}
+    p["expert_ids"] = torch.full_like(p["expert_ids"], -1)
+    p["w_up"] = p["w_up"].clone().requires_grad_()
+    twell.sparse_experts(**p).sum().backward()
+    assert not p["w_up"].grad.any()

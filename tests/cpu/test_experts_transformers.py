@@ -131,3 +131,14 @@ def test_experts_by_rows_and_then_the_rest() -> None:
     assert experts.__dict__["_twell"].strategy == "row"
     assert experts.config._experts_implementation == "twell"
     assert len(twell.nn.explain(sparse).rows) == 1
+
+
+def test_a_refusal_says_why_experts_are_left() -> None:
+    with pytest.raises(ValueError, match="their activation must be of the ReLU family, got SiLU"):
+        twell_hf.sparsify(model("Mixtral", hidden_act="silu"))
+
+
+def test_experts_of_odd_sizes_are_left() -> None:
+    odd = model("Mixtral", hidden_act="relu", intermediate_size=44)
+    with pytest.raises(ValueError, match=r"their sizes: N must be a positive multiple of 8 .*, got 44"):
+        twell_hf.sparsify(odd)

@@ -17,6 +17,7 @@ from twell._activation import Activation
 from twell._runtime.log import warn_once
 from twell._sparsify.equivalence import family_of
 from twell.experts import sparse_experts
+from twell.strategy.plan import Facts, unpackable
 
 try:
     from transformers.integrations import moe
@@ -55,7 +56,9 @@ def why_not(experts: Any) -> str:
         return "they must compute act(gate) * up, got a function of their own"
     if _settings(experts).activation is None:
         return f"their activation must be of the ReLU family, got {type(experts.act_fn).__name__}"
-    return ""
+    _, k, n = experts.down_proj.shape
+    refusal = unpackable(Facts("their sizes", n=n, k=k), instead="")
+    return refusal.message if refusal else ""
 
 
 def _settings(experts: Any) -> Settings:

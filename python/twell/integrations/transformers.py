@@ -136,7 +136,12 @@ def sparsify(
     if getattr(model, "quantization_method", None) is not None:
         raise ValueError(f"sparsify: model must have 16-bit weights, got one quantised by {model.quantization_method}")
     experts = [each for name, each in stacked.found(model) if filter_fn is None or filter_fn(each, name)]
-    planned = _sparsify.plan(model, filter_fn, activation, strategy, names, experts)
+    try:
+        planned = _sparsify.plan(model, filter_fn, activation, strategy, names, experts)
+    except ValueError as error:
+        if reason := stacked.left(model):
+            raise ValueError(f"{error}; {reason}") from None
+        raise
     changed = [candidate for candidate in planned.candidates if candidate.was is not None]
     keys = _find(model, changed, key) if changed else []
     _sparsify.apply(model, planned, compression, strategy)

@@ -329,7 +329,8 @@ def _grouped(values: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         aligned = pitch % 8 == 0 and weights.stride(0) % 8 == 0 and 1 in weights.stride()[1:]
         products: Tensor = _grouped_mm(values, weights if aligned else weights.contiguous(), offs=ends)
         return products
-    found: list[Tensor] = []
+    # without any expert, too, the result is of the weights
+    found = [values[:0].matmul(weights[0])]
     first = 0
     # the host waits for the lengths
     for end, weight in zip(ends.tolist(), weights):
