@@ -136,8 +136,9 @@ def _cuda(*arguments: Any) -> Tensor:
     family = tuning.family(index)
     if strategy == "auto" and not invariant:
         few = tuning.experts_by_row(len(x), ids.shape[1], len(w_gate), w_up is not None)
-        # rows in another layout would be copied; other dense products let the host wait
-        by_row = family == specs.SM90 and _is_readable(w_down) and (few or not _never_waits(x, len(w_gate)))
+        # weights in another layout would be copied; other dense products let the host wait
+        readable = all(_is_readable(weight) for weight in (w_gate, w_up, w_down) if weight is not None)
+        by_row = family == specs.SM90 and readable and (few or not _never_waits(x, len(w_gate)))
         strategy = "row" if by_row else "dense"
     if strategy == "dense":
         if family != specs.SM90 or not _never_waits(x, len(w_gate)):
