@@ -78,17 +78,20 @@ def test_demo_end_to_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_demo_repeats_for_steps_and_seed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tables = []
+    tables, losses = [], []
     for seed in ("0", "0", "1"):
         # time does not bound it
         assert run_demo(folder, "--steps", "4", "--seconds", "900", "--seed", seed) == 0
         printed = capsys.readouterr().out
-        # the errors between them are of sums whose order on a CPU depends on where the memory lies
+        # the errors between them and the loss are of sums whose order on a CPU depends on where the memory lies
         start, end = printed.index("Sparsity of the gate"), printed.index("Errors of the output")
+        tables.append(printed[start:end])
         loss = printed[printed.index("Held-back loss") : printed.index("Evaluation took")]
-        tables.append(printed[start:end] + loss)
+        losses.append([float(number) for number in re.findall(r"\d\.\d{4}", loss)])
     assert tables[0] == tables[1]
     assert tables[0] != tables[2]
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], abs=3e-4)
 
 
 def test_demo_fails_where_packing_is_wrong(
