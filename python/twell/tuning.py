@@ -148,6 +148,11 @@ def expert_tokens(pairs: int, experts: int, invariant: bool) -> int:
     return next((size for size in specs.EXPERT_TOKENS if 2 * pairs <= size * experts), specs.EXPERT_TOKENS[-1])
 
 
+# The constants of experts, up to `experts_by_row`, are of an NVIDIA H100 and experts of K = 2,688, N = 1,856.
+
+# CTAs per multiprocessor that put pairs of tokens and experts in order.
+PAIR_CTAS = 4
+
 # Most tokens of which each pair with an expert is a unit of the gate GEMM of its own.
 UNORDERED_TOKENS = 4
 

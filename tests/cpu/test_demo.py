@@ -91,7 +91,9 @@ def test_demo_repeats_for_steps_and_seed(folder: Path, capsys: pytest.CaptureFix
     assert tables[0] == tables[1]
     assert tables[0] != tables[2]
     assert len(losses[0]) == 2
-    assert losses[0] == pytest.approx(losses[1], abs=3e-4)
+    # another seed is much farther away
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+    assert min(abs(a - b) for a, b in zip(losses[0], losses[2])) > 2e-3
 
 
 def test_demo_fails_where_packing_is_wrong(

@@ -218,7 +218,7 @@ def test_limits() -> None:
     assert geometry.MAX_EXPERTS == 1024
 
 
-def test_weights_of_nobody_may_be_anything() -> None:
+def test_weights_of_slots_without_an_expert_may_be_nan() -> None:
     p = problem()
     p["expert_ids"][0, 1] = -1
     right = twell.sparse_experts(**p, strategy="row")
@@ -288,3 +288,14 @@ def test_a_rank_without_tokens_has_gradients(dtype: torch.dtype) -> None:
     p["w_up"] = p["w_up"].clone().requires_grad_()
     twell.sparse_experts(**p).sum().backward()
     assert not p["w_up"].grad.any()
+
+
+def test_units_that_share_rows_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few tokens, too, if they were to share rows."""
+    gpu = fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(tuning, "by_union_of_experts", lambda *_: True)
+    p = problem(t=3, k=64, n=264)
+    given = p["x"], p["w_up"], None, p["w_down"].transpose(1, 2), p["expert_ids"], p["weights"]
+    fake_gpu.on_cuda("experts", *given, 8, "row", "relu", 0.0, False)
+    assert gpu.names() == ["expert_pairs", "expert_pack", "expert_union", "expert_gathered", "expert_sum"]
+    program.forget()

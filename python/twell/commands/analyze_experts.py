@@ -23,7 +23,7 @@ COLUMNS = {
     "effective": "experts that, with even shares, would have the entropy of the routes",
     "touched_S": "experts that a step of decoding S sequences touches: one token of each, at one position",
     "fired_S": "mean share of n that such a step fires in a touched expert",
-    "speedup_S": 'predicted speed of such a step by "row" over grouped products of PyTorch',
+    "speedup_S": 'predicted speed of such a step by "auto" over grouped products of PyTorch',
 }
 
 
@@ -61,11 +61,11 @@ def tables(reports: Sequence[ExpertsSparsity]) -> Iterator[str]:
     if missing := [str(size) for size in STEPS if size not in known]:
         yield f"The text has too few sequences for steps of {listed(missing, 'and')}; --sequence makes them shorter."
     yield ""
-    yield 'Experts: predicted speed of a step by "row", grouped products of PyTorch are 1'
+    yield 'Experts: predicted speed of a step by "auto", grouped products of PyTorch are 1'
     lines = [["layer", *(counted(size, "sequence") for size in known)]]
     for each in reports:
         speeds = [each.seconds(size) for size in known]
-        lines.append([str(each.number), *(f"{seconds['dense'] / seconds['row']:.2f}x" for seconds in speeds)])
+        lines.append([str(each.number), *(f"{seconds['dense'] / seconds['auto']:.2f}x" for seconds in speeds)])
     yield from aligned(lines)
     for each in reports:
         if each.refusal:
@@ -86,7 +86,7 @@ def figures_cells(report: ExpertsSparsity) -> list[str]:
 
 
 def verdict(reports: Sequence[ExpertsSparsity], tokens: int) -> str:
-    """Whether experts by "row" pay in decoding, on which GPU and for how many sequences. ``tokens``: of the text."""
+    """Whether experts by "auto" pay in decoding, on which GPU and for how many sequences. ``tokens``: of the text."""
     farthest = max(reports, key=lambda each: distance((each.k, each.n), EXPERTS_MEASURED))
     factor = distance((farthest.k, farthest.n), EXPERTS_MEASURED)
     k, n = EXPERTS_MEASURED
@@ -129,6 +129,6 @@ def rows(reports: Sequence[ExpertsSparsity]) -> list[dict[str, Any]]:
             seconds = each.seconds(size) if step else None
             row[f"touched_{size}"] = step and step.touched
             row[f"fired_{size}"] = step and step.union
-            row[f"speedup_{size}"] = seconds and seconds["dense"] / seconds["row"]
+            row[f"speedup_{size}"] = seconds and seconds["dense"] / seconds["auto"]
         found.append(row)
     return found

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from twell import tuning
 from twell._activation import Activation
 from twell._runtime import geometry
 from twell.commands import saved_model
@@ -80,11 +81,12 @@ class ExpertsSparsity:
         return refusal.message if refusal else ""
 
     def seconds(self, sequences: int) -> dict[str, float]:
-        """Predicted seconds of a step of decoding by "row" and by grouped products, "dense"."""
+        """Predicted seconds of a step of decoding by "auto" and by grouped products, "dense"."""
         touched, union = self.steps[sequences]
         fired = 1 - self.zeros if self.gated else union
         found = experts_seconds(sequences * self.top, touched, fired, self.n, self.k, self.gated)
-        return found | {"row": found["dense"]} if self.refusal else found
+        by_row = not self.refusal and tuning.experts_by_row(sequences, self.top, self.experts, self.gated)
+        return {"auto": found["row" if by_row else "dense"], "dense": found["dense"]}
 
 
 def layers(model: nn.Module) -> list[WatchedExperts]:
@@ -204,10 +206,10 @@ class ExpertsTally:
 
 
 def speedups(reports: Sequence[ExpertsSparsity]) -> dict[int, float]:
-    """Predicted speed of all layers together by "row" over grouped products, by sequences of a step of decoding."""
+    """Predicted speed of all layers together by "auto" over grouped products, by sequences of a step of decoding."""
     found = {}
     for sequences in STEPS:
         if all(sequences in report.steps for report in reports):
             seconds = [report.seconds(sequences) for report in reports]
-            found[sequences] = sum(each["dense"] for each in seconds) / sum(each["row"] for each in seconds)
+            found[sequences] = sum(each["dense"] for each in seconds) / sum(each["auto"] for each in seconds)
     return found

@@ -29,8 +29,8 @@ from twell.ops.operands import run
 STRATEGIES = ("auto", "dense", "row")
 
 
-# CTAs per multiprocessor that order pairs; units that a grid may have.
-_PAIR_CTAS, _MOST_UNITS = 4, 65535
+# Units that a grid may have.
+_MOST_UNITS = 65535
 
 
 class Experts(NamedTuple):
@@ -194,12 +194,12 @@ def launches(
     """Launch what fills ``y``: by the rows of each token or, of many tokens, by the union of rows of each unit."""
     (t, k), (count, n, _), top = x.shape, w_gate.shape, ids.shape[1]
     number, name = t * top, tuning.dtype_name(x.dtype)
-    # each pair of few tokens is a unit, and no kernel puts them in order
-    direct = t <= tuning.UNORDERED_TOKENS and not invariant
-    most = specs.EXPERT_TOKENS[0] if direct else tuning.expert_tokens(number, count, invariant)
     # the squares of float16 may exceed it, so that they are not rounded
     squares = x.dtype == torch.float16 and activation.name == "relu2"
     by_union = not squares and tuning.by_union_of_experts(x.dtype, t, n, w_up is not None, invariant)
+    # each pair of few tokens is a unit, and no kernel puts them in order
+    direct = t <= tuning.UNORDERED_TOKENS and not (invariant or by_union)
+    most = specs.EXPERT_TOKENS[0] if direct else tuning.expert_tokens(number, count, invariant)
     down = tuning.expert_down(x.dtype, t, k, w_up is not None, invariant)
     owners, places = (p.scratch(torch.int32, number) for _ in range(2))
     some = 0 if direct else min(number, count + number // most)
@@ -214,7 +214,7 @@ def launches(
     else:
         gathered, cleared = p.scratch(x.dtype, number, k), counters.part(0, 0)
         of_pairs = owners, places, gathered, units, total, counters, p.scratch(torch.int32, count), most
-        p.launch(specs.ExpertPairsSpec(name), ids, x, *of_pairs, _PAIR_CTAS * p.multiprocessors)
+        p.launch(specs.ExpertPairsSpec(name), ids, x, *of_pairs, tuning.PAIR_CTAS * p.multiprocessors)
     width, tiles = geometry.words_per_tile(compression), geometry.tiles(n)
     words = p.scratch(torch.int32, 0 if by_union else number, tiles * width)
     spill = p.scratch(x.dtype, 0 if by_union else number, tiles * geometry.TILE)
@@ -261,17 +261,17 @@ def dense(given: Experts, activation: Activation) -> Tensor:
     x, w_gate, w_up, w_down, ids, weights = given
     count, top = len(w_gate), ids.shape[1]
     exists = (ids >= 0) & (ids < count)
-    # a weight of nobody may be anything
+    # the weight of a slot without an expert may be NaN
     owners, weights = torch.where(exists, ids, count).flatten(), torch.where(exists, weights, 0)
     order = owners.argsort(stable=True)
     found = owners[order]
     ends = torch.searchsorted(found, torch.arange(count, device=x.device, dtype=found.dtype), right=True)
     # products behind the last expert's are undefined, and so are their gradients
-    nobodys, ends = (found == count)[:, None], ends.int()
-    gathered = x[order // top].masked_fill(nobodys, 0)
+    without, ends = (found == count)[:, None], ends.int()
+    gathered = x[order // top].masked_fill(without, 0)
     gate = activation.after(_grouped(gathered, w_gate.transpose(1, 2), ends))
     up = None if w_up is None else _grouped(gathered, w_up.transpose(1, 2), ends)
-    made = _grouped(activation.hidden(gate, up), w_down, ends).masked_fill(nobodys, 0)
+    made = _grouped(activation.hidden(gate, up), w_down, ends).masked_fill(without, 0)
     # places of a token's pairs
     places = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=x.device)).view(ids.shape)
     y = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -314,7 +314,7 @@ def _order(p: Program, x: View, ids: View, gathered: View, places: View, ends: V
     owners, units = p.scratch(torch.int32, number), p.scratch(torch.int32, number, 4)
     unused = units, p.scratch(torch.int32, 4), p.scratch(torch.int32, 0)
     pairs = _words(ids), x, owners, places, gathered, *unused, ends
-    p.launch(specs.ExpertPairsSpec(tuning.dtype_name(x.dtype)), *pairs, 1 << 30, _PAIR_CTAS * p.multiprocessors)
+    p.launch(specs.ExpertPairsSpec(tuning.dtype_name(x.dtype)), *pairs, 1 << 30, tuning.PAIR_CTAS * p.multiprocessors)
 
 
 def _add_up(p: Program, made: View, places: View, weights: View, y: View) -> None:
