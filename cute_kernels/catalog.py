@@ -7,7 +7,7 @@ from .specs import ARCHITECTURES, PORTABLE, SM90, Spec, all_specs
 # The largest class is compiled on demand: few models have such a hidden size.
 MAX_SHIPPED_K = 8192
 # They run everywhere, but the kernels beside them need Hopper.
-_FOR_HOPPER = ("quantize_gate", "list_candidates", "expert_pairs", "expert_union", "expert_sum")
+_FOR_HOPPER = ("quantize_gate", "quantize_tokens", "list_candidates", "expert_pairs", "expert_union", "expert_sum")
 
 
 def of_architecture(arch: str) -> tuple[Spec, ...]:

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+# e4m3 weights and rows of x with fp32 scales; all else is bfloat16.
+E4M3 = "float8_e4m3fn"
+WEIGHTS = {**DTYPES, E4M3: "e4m3"}
 
 # Families of kernels, each in the folder of its name: sm_90a alone, and every GPU since sm_80.
 FAMILIES = SM90, PORTABLE = ("sm90", "sm80")
@@ -28,8 +31,15 @@ TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
     4: (1024, 2048, 4096, 8192),
     8: (2048, 4096, 8192, 16384),
 }
-# Warps of a CTA of that kernel, and columns that a warp loads at a time.
-TOKEN_WARPS, TOKEN_STEP = 8, 256
+# The same of e4m3 weights: a CTA has 512 columns at least.
+E4M3_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
+    1: K_CLASSES,
+    2: (1024, 2048, 4096),
+    4: (2048, 4096, 8192),
+    8: (4096, 8192, 16384),
+}
+# Warps of a CTA of that kernel, and bytes that a warp loads at a time.
+TOKEN_WARPS, TOKEN_STEP = 8, 512
 # The portable family has no clusters.
 PORTABLE_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {1: K_CLASSES}
 
@@ -44,6 +54,8 @@ QUANTIZE_K_CLASSES = (2048, 4096, 8192, 16384)
 
 # Tokens of a tile of the gate GEMM, multiples of 16. Each is the fastest for some batches, see tuning.gate_pack.
 GATE_TOKENS = (48, 64, 96, 128, 144)
+# Those of e4m3 weights whose sums stay in the tensor cores, or not.
+E4M3_GATE_TOKENS = {True: (64, 96, 128, 144), False: (64, 96)}
 PORTABLE_GATE_TOKENS = (64, 128)
 
 # Largest batches for which a gate GEMM for few tokens is compiled, and those of wide layers.
@@ -64,9 +76,11 @@ def k_class(k: int, classes: tuple[int, ...] = K_CLASSES) -> int:
     raise NotImplementedError(f"hidden size must be at most {classes[-1]}, got {k}")
 
 
-def token_k_classes(family: str) -> dict[int, tuple[int, ...]]:
-    """``TOKEN_K_CLASSES`` of a family."""
-    return TOKEN_K_CLASSES if family == SM90 else PORTABLE_TOKEN_K_CLASSES
+def token_k_classes(family: str, dtype: str = "") -> dict[int, tuple[int, ...]]:
+    """``TOKEN_K_CLASSES`` of a family, for weights of ``dtype``."""
+    if family != SM90:
+        return PORTABLE_TOKEN_K_CLASSES
+    return E4M3_TOKEN_K_CLASSES if dtype == E4M3 else TOKEN_K_CLASSES
 
 
 def _check_k_max(k_max: int, classes: tuple[int, ...]) -> None:
@@ -80,10 +94,12 @@ class _Kernel:
 
     dtype: str
     op: ClassVar[str]
+    # names of the dtypes that ``dtype`` may be, by those in symbols
+    dtypes: ClassVar[dict[str, str]] = DTYPES
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {self.dtype!r}")
+        if self.dtype not in self.dtypes:
+            raise ValueError(f"dtype must be one of {tuple(self.dtypes)}, got {self.dtype!r}")
 
     @property
     def suffix(self) -> str:
@@ -91,12 +107,12 @@ class _Kernel:
 
     @property
     def symbol(self) -> str:
-        return f"{self.op}_{DTYPES[self.dtype]}{self.suffix}"
+        return f"{self.op}_{self.dtypes[self.dtype]}{self.suffix}"
 
     @property
     def module(self) -> str:
         """The module with the kernel, inside this package."""
-        return self.op
+        return f"{self.op}_e4m3" if self.dtype == E4M3 else self.op
 
 
 @dataclass(frozen=True)
@@ -111,15 +127,18 @@ class _FamilyKernel(_Kernel):
         super().__post_init__()
         if self.family not in FAMILIES:
             raise ValueError(f"family must be one of {FAMILIES}, got {self.family!r}")
+        if self.dtype == E4M3 and self.family != SM90:
+            raise ValueError(f"family must be {SM90!r} of e4m3 weights, got {self.family!r}")
 
     @property
     def symbol(self) -> str:
         portable = "" if self.family == SM90 else "portable_"
-        return f"{self.op}_{portable}{DTYPES[self.dtype]}{self.suffix}"
+        return f"{self.op}_{portable}{self.dtypes[self.dtype]}{self.suffix}"
 
     @property
     def module(self) -> str:
-        return self.op if self.one_file else f"{self.family}.{self.op}"
+        module = super().module
+        return module if self.one_file else f"{self.family}.{module}"
 
 
 @dataclass(frozen=True)
@@ -131,17 +150,24 @@ class GatePackSpec(_FamilyKernel):
     """
 
     tokens: int
+    # whether the tensor cores hold the whole sum, of which they keep about 14 bits if the weights are e4m3
+    fast: bool = field(default=True, kw_only=True)
     op: ClassVar[str] = "gate_pack"
+    dtypes: ClassVar[dict[str, str]] = WEIGHTS
 
     def __post_init__(self) -> None:
         super().__post_init__()
         choices = GATE_TOKENS if self.family == SM90 else PORTABLE_GATE_TOKENS
+        if self.dtype == E4M3:
+            choices = E4M3_GATE_TOKENS[self.fast]
+        elif not self.fast:
+            raise ValueError(f"fast must be True of {self.dtype} weights, got False")
         if self.tokens not in choices:
             raise ValueError(f"tokens must be one of {choices}, got {self.tokens}")
 
     @property
     def suffix(self) -> str:
-        return f"_t{self.tokens}"
+        return f"_t{self.tokens}{'' if self.fast else '_slow'}"
 
 
 @dataclass(frozen=True)
@@ -154,6 +180,7 @@ class GatePackFewSpec(_FamilyKernel):
     tokens: int
     wide: bool = field(default=False, kw_only=True)
     op: ClassVar[str] = "gate_pack_few"
+    dtypes: ClassVar[dict[str, str]] = WEIGHTS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,6 +215,13 @@ class QuantizeGateSpec(_Kernel):
 
 
 @dataclass(frozen=True)
+class QuantizeTokensSpec(_Kernel):
+    """``x -> q, scale``: rows of x in e4m3, each by its largest value, or all by one scale."""
+
+    op: ClassVar[str] = "quantize_tokens"
+
+
+@dataclass(frozen=True)
 class GateScreenSpec(_FamilyKernel):
     """``int8 rows of x and w_gate -> candidates``: bits of the neurons that any of 128 tokens may fire.
 
@@ -208,11 +242,12 @@ class UpDownTokenSpec(_FamilyKernel):
     cluster: int
     gated: bool
     op: ClassVar[str] = "up_down_token"
+    dtypes: ClassVar[dict[str, str]] = WEIGHTS
     one_file = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choices = token_k_classes(self.family)
+        choices = token_k_classes(self.family, self.dtype)
         if self.cluster not in choices:
             raise ValueError(f"cluster must be one of {tuple(choices)}, got {self.cluster}")
         _check_k_max(self.k_max, choices[self.cluster])
@@ -223,14 +258,19 @@ class UpDownTokenSpec(_FamilyKernel):
         return self.k_max // self.cluster
 
     @property
+    def step(self) -> int:
+        """Columns that a warp loads at a time."""
+        return TOKEN_STEP // (1 if self.dtype == E4M3 else 2)
+
+    @property
     def span(self) -> int:
         """Warps of a CTA that share a row."""
-        return min(TOKEN_WARPS, self.columns // TOKEN_STEP)
+        return min(TOKEN_WARPS, self.columns // self.step)
 
     @property
     def vectors(self) -> int:
         """16-byte loads of a thread for a row."""
-        return self.columns // (self.span * TOKEN_STEP)
+        return self.columns // (self.span * self.step)
 
     @property
     def groups(self) -> int:
@@ -366,6 +406,12 @@ class SampledUpSpec(_FamilyKernel):
 
     training: bool
     op: ClassVar[str] = "sampled_up"
+    dtypes: ClassVar[dict[str, str]] = WEIGHTS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.training and self.dtype == E4M3:
+            raise ValueError("training must be False of e4m3 weights, got True")
 
     @property
     def suffix(self) -> str:
@@ -413,9 +459,12 @@ class GatheredSpec(_FamilyKernel):
 
     products: int
     op: ClassVar[str] = "gathered"
+    dtypes: ClassVar[dict[str, str]] = WEIGHTS
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.products and self.dtype == E4M3:
+            raise ValueError(f"products must be 0 of e4m3 weights, got {self.products}")
         if self.products not in (0, 1, 2):
             raise ValueError(f"products must be 0, 1 or 2, got {self.products}")
 
@@ -554,6 +603,7 @@ Spec = (
     GatePackSpec
     | GatePackFewSpec
     | QuantizeGateSpec
+    | QuantizeTokensSpec
     | GateScreenSpec
     | UpDownTokenSpec
     | UpDownTileSpec
@@ -586,11 +636,13 @@ def all_specs() -> tuple[Spec, ...]:
     return (
         *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
         *(GatePackSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_GATE_TOKENS),
-        *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),
-        *(GatePackFewSpec(d, t, wide=True) for d in DTYPES for t in WIDE_TOKENS),
+        *(GatePackSpec(E4M3, t, fast=f) for f, choices in E4M3_GATE_TOKENS.items() for t in choices),
+        *(GatePackFewSpec(d, t) for d in WEIGHTS for t in FEW_TOKENS),
+        *(GatePackFewSpec(d, t, wide=True) for d in WEIGHTS for t in WIDE_TOKENS),
         *(GatePackFewSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_FEW_TOKENS),
         *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
         *(GateScreenSpec(d) for d in DTYPES),
+        QuantizeTokensSpec("bfloat16"),
         *(
             UpDownTokenSpec(d, k, c, g, family=f)
             for f in FAMILIES
@@ -599,16 +651,19 @@ def all_specs() -> tuple[Spec, ...]:
             for k in ks
             for g in flags
         ),
+        *(UpDownTokenSpec(E4M3, k, c, g) for c, ks in E4M3_TOKEN_K_CLASSES.items() for k in ks for g in flags),
         *(UpDownTileSpec(d, k) for d in DTYPES for k in TILE_K_CLASSES),
         *(DenseHalvesSpec(d, t) for d in DTYPES for t in DENSE_TOKENS),
         *(UnpackSpec(d) for d in DTYPES),
         *(RegluSpec(d, b) for d in DTYPES for b in flags),
         *(CompactSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in flags),
         *(SampledUpSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in flags),
+        SampledUpSpec(E4M3, False),
         ListCandidatesSpec(),
         *(SampledGateSpec(d) for d in DTYPES),
         *(SampledGradSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
         *(GatheredSpec(d, p, family=f) for f in FAMILIES for d in DTYPES for p in range(3)),
+        GatheredSpec(E4M3, 0),
         *(ExpertPairsSpec(d) for d in DTYPES),
         *(ExpertPackSpec(d, t) for d in DTYPES for t in EXPERT_TOKENS),
         *(ExpertUnionSpec(d) for d in DTYPES),

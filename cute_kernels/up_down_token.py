@@ -7,7 +7,7 @@ A cluster of `cluster` CTAs, 1 to 8, computes a token, each CTA a part of the co
 for latency; many take one CTA each, three or four on an SM: some list while others stream. The portable family always
 has one CTA per token.
 
-Each thread owns eight columns, 16 bytes, of every row, or several times that. So a row takes `span` warps of a CTA, and
+Each thread owns 16 bytes of every row, eight columns, or several times that. So a row takes `span` warps of a CTA, and
 its warps form `groups` of that size. The groups divide the non-zeros: `rows` at a time, with all their loads in flight.
 A CTA handles up to `window` non-zeros at a time:
 
@@ -52,10 +52,8 @@ from .common.token_list import TokenList
 from .common.token_pieces import HEAVY, THREADS, WARPS, Pieces, TokenPieces
 from .common.values import high_to_float, low_to_float, pack, warp_sum
 from .sm90.copies import send_float
-from .specs import TOKEN_STEP, UpDownTokenSpec
+from .specs import E4M3, UpDownTokenSpec
 
-# columns of a warp's load
-STEP = TOKEN_STEP
 # pieces of a token whose sums a thread loads at a time
 AT_ONCE = 16
 
@@ -85,6 +83,7 @@ class Operands(NamedTuple):
     stats: Any  # int32 [ceil(tokens / 8), tiles, 2]: non-zeros of eight tokens in a tile
     most: Any
     experts: Any = None  # of expert_down.py
+    scales: Any = None  # of up_down_token_e4m3.py
 
 
 class Thread(NamedTuple):
@@ -136,12 +135,16 @@ class TokenCluster(TokenList, TokenPieces):
         self.gated = spec.gated
         self.cluster, self.columns = spec.cluster, spec.columns
         self.span, self.vectors, self.groups, self.rows = spec.span, spec.vectors, spec.groups, spec.rows
+        # columns of a warp's load, and of a thread's
+        self.step, self.width = spec.step, spec.step // 32
         # partial sums of a dot product
         self.parts = self.cluster * self.span
         self.window = min(1024, (4096 if self.cluster == 1 else 8192) // self.parts)
         self.lists = self.window * (2 + self.parts if self.gated else 2)
         # of shared memory
-        self.words = max(self.lists, self.groups * self.columns)
+        # see `place_of` of up_down_token_e4m3.py
+        self.pitch = self.columns + (4 * 16 if spec.dtype == E4M3 else 0)
+        self.words = max(self.lists, self.groups * self.pitch)
         # pieces are multiples of it
         self.turn = spec.turn
 
@@ -150,11 +153,12 @@ class TokenCluster(TokenList, TokenPieces):
         """The thread's indices in CTA `rank` of a cluster; columns are divided in pieces of 16 bytes."""
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        share = cute.ceil_div(k, 8 * self.cluster) * 8
+        share = cute.ceil_div(k, self.width * self.cluster) * self.width
         left = rank * share
         columns = cutlass.max(cutlass.min(k - left, share), Int32(0))
         place = warp % self.span
-        return Thread(rank, left, columns, place * STEP + lane * 8, warp // self.span, place, thread, warp, lane)
+        column = place * self.step + lane * self.width
+        return Thread(rank, left, columns, column, warp // self.span, place, thread, warp, lane)
 
     @cute.jit
     def accumulate(self, o: Operands, s: Views, acc: cute.Tensor, m: Int32, listed, begin, end, windows, at: Thread):
@@ -191,7 +195,7 @@ class TokenCluster(TokenList, TokenPieces):
                     cute.arch.mbarrier_wait(s.complete, windows & 1)
                 else:
                     cute.arch.sync_threads()
-            self.hidden_state(s, o.b_up, o.activation, size, at)
+            self.hidden_state(o, s, m, size, at)
             windows += 1
             cute.arch.sync_threads()
             for other in cutlass.range(first, size, self.groups * self.rows, unroll=1):
@@ -229,7 +233,7 @@ class TokenCluster(TokenList, TokenPieces):
                     # nothing to publish: a release would keep the cluster waiting
                     cute.arch.atomic_add(o.counters.iterator + geometry.SEEN, Int32(1), sem="relaxed", scope="gpu")
             pieces = Pieces(pieces.size, Int32(0) if is_heavy else Int32(1), pieces.each)
-        acc = cute.make_rmem_tensor((8, self.vectors), Float32)
+        acc = cute.make_rmem_tensor((self.width, self.vectors), Float32)
         while piece < pieces.total:
             m, first, line = index, Int32(0), Int32(0)
             if helping:
@@ -287,7 +291,7 @@ class TokenCluster(TokenList, TokenPieces):
         """Load the thread's pieces of a row; zeros beyond the last column, or unless the row `exists`."""
         base = address(matrix, row, at.left) + at.column
         for v in range_constexpr(self.vectors):
-            offset = v * self.span * STEP
+            offset = v * self.span * self.step
             load_values_if(base + offset, values[None, v], exists and at.column + offset < at.columns)
 
     @cute.jit
@@ -310,6 +314,10 @@ class TokenCluster(TokenList, TokenPieces):
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.rows)), loaded)
         return loaded
 
+    def values_of(self, word: Uint32) -> list[Float32]:
+        """The values of a row in four bytes of it."""
+        return [low_to_float(word, self.dtype), high_to_float(word, self.dtype)]
+
     @cute.jit
     def up_products(self, o, s, x_thread, size, at):
         """Store dot products over each warp's columns in `partial`."""
@@ -321,10 +329,11 @@ class TokenCluster(TokenList, TokenPieces):
             sums = [Float32(0.0)] * self.rows
             for v in range_constexpr(self.vectors):
                 for i in range_constexpr(4):
-                    low, high = low_to_float(x_thread[i, v], self.dtype), high_to_float(x_thread[i, v], self.dtype)
+                    own = self.values_of(x_thread[i, v])
                     for j in range_constexpr(self.rows):
-                        sums[j] += low * low_to_float(rows[i, v, j], self.dtype)
-                        sums[j] += high * high_to_float(rows[i, v, j], self.dtype)
+                        values = self.values_of(rows[i, v, j])
+                        for e in range_constexpr(len(own)):
+                            sums[j] += own[e] * values[e]
             value = self.sum_rows(sums, at.lane)
             nonzero, copy = first + at.lane // sharing, at.lane % sharing
             if const_expr(self.cluster == 1):
@@ -358,7 +367,7 @@ class TokenCluster(TokenList, TokenPieces):
         return sums[0]
 
     @cute.jit
-    def hidden_state(self, s: Views, b_up, activation: Int32, size: Int32, at: Thread):
+    def hidden_state(self, o: Operands, s: Views, m: Int32, size: Int32, at: Thread):
         """Compute the hidden state of the listed non-zeros, zeros up to full `rows`, and add to the sums of |h|."""
         total = Float32(0.0)
         for i in cutlass.range(at.thread, cute.ceil_div(size, self.rows) * self.rows, THREADS, unroll=1):
@@ -367,18 +376,22 @@ class TokenCluster(TokenList, TokenPieces):
                 word = s.nonzeros[i]
                 gate = high_to_float(word, self.dtype)
                 if const_expr(self.gated):
-                    value = self.sum_parts(s, i)
-                    if b_up.shape[0] > 0:
-                        value += b_up[Int32(word & Uint32(0xFFFF))].to(Float32)
-                    h = hidden(gate, value, activation)
+                    value = self.scaled_up(o, s, m, i, self.sum_parts(s, i))
+                    if o.b_up.shape[0] > 0:
+                        value += o.b_up[Int32(word & Uint32(0xFFFF))].to(Float32)
+                    h = hidden(gate, value, o.activation)
                 else:
-                    h = power(gate, activation)
+                    h = power(gate, o.activation)
                 h = self.scaled(s, i, h)
             s.hidden[i] = h
             total += cute.arch.fmax(h, -h)
         total = warp_sum(total)
         if at.lane == 0:
             s.totals[at.warp] += total
+
+    def scaled_up(self, o: Operands, s: Views, m: Int32, i: Int32, product: Float32) -> Float32:
+        """The product of a row of x and the up weights of number `i` of the list."""
+        return product
 
     def scaled(self, s: Views, i: Int32, h: Float32) -> Float32:
         """The hidden value of number `i` of the list."""
@@ -402,8 +415,9 @@ class TokenCluster(TokenList, TokenPieces):
         for j in range_constexpr(self.rows):
             for v in range_constexpr(self.vectors):
                 for i in range_constexpr(4):
-                    acc[2 * i, v] += hidden[j] * low_to_float(rows[i, v, j], self.dtype)
-                    acc[2 * i + 1, v] += hidden[j] * high_to_float(rows[i, v, j], self.dtype)
+                    values = self.values_of(rows[i, v, j])
+                    for e in range_constexpr(len(values)):
+                        acc[len(values) * i + e, v] += hidden[j] * values[e]
 
     # ---- the end ----
 
@@ -415,15 +429,19 @@ class TokenCluster(TokenList, TokenPieces):
         else:
             cute.arch.sync_threads()
             for v in range_constexpr(self.vectors):
-                column = at.column + v * self.span * STEP
+                column = at.column + v * self.span * self.step
                 if column < at.columns:
-                    self.store_columns(o, acc[None, v], m, at.left + column)
+                    for i in range_constexpr(self.width // 8):
+                        values = cute.make_tensor(acc[None, v].iterator + 8 * i, cute.make_layout(8))
+                        self.store_columns(o, values, m, at.left + column + 8 * i)
         if at.rank == 0 and at.thread == 0:
             o.l1[m] = self.total(s)
 
     @cute.jit
     def store_columns(self, o, values, m, column):
         """Add the bias to eight values of y, round and store them."""
+        for i in range_constexpr(8):
+            values[i] = self.scaled_column(o, values[i], column + i)
         if o.b_down.shape[0] > 0:
             bias = load_values(o.b_down.iterator + column)
             for i in range_constexpr(4):
@@ -445,19 +463,30 @@ class TokenCluster(TokenList, TokenPieces):
     def share_sums(self, s: Views, acc: cute.Tensor, at: Thread):
         """Write each group's sums to shared memory."""
         for v in range_constexpr(self.vectors):
-            target = s.sums + (at.group * self.columns + at.column + v * self.span * STEP)
-            cute.autovec_copy(acc[None, v], cute.make_tensor(target.align(16), cute.make_layout(8)))
+            for i in range_constexpr(self.width // 4):
+                place = self.place_of(at.column + v * self.span * self.step + 4 * i)
+                target = s.sums + (at.group * self.pitch + place)
+                four = cute.make_tensor(acc[None, v].iterator + 4 * i, cute.make_layout(4))
+                cute.autovec_copy(four, cute.make_tensor(target.align(16), cute.make_layout(4)))
         cute.arch.sync_threads()
+
+    def place_of(self, column: Int32) -> Int32:
+        """Where the sum of an even column is in shared memory."""
+        return column
+
+    def scaled_column(self, o: Operands, value: Float32, column: Int32) -> Float32:
+        """The sum of a column of y before its bias."""
+        return value
 
     @cute.jit
     def add_groups(self, s: Views, column: Int32):
         """The sums of two columns over the groups, in a fixed order."""
-        sums = cute.make_tensor(s.sums, cute.make_layout(self.groups * self.columns))
-        pair = cute.make_rmem_tensor((2,), Float32)
+        sums = cute.make_tensor(s.sums, cute.make_layout(self.groups * self.pitch))
+        pair, place = cute.make_rmem_tensor((2,), Float32), self.place_of(column)
         for j in range_constexpr(2):
             value = Float32(0.0)
             for g in range_constexpr(self.groups):
-                value += sums[g * self.columns + column + j]
+                value += sums[g * self.pitch + place + j]
             pair[j] = value
         return pair
 
@@ -466,7 +495,7 @@ class TokenCluster(TokenList, TokenPieces):
         """Add the bias to two values of y, round and store them."""
         pair = cute.make_rmem_tensor((2,), self.dtype)
         for j in range_constexpr(2):
-            value = values[j]
+            value = self.scaled_column(o, values[j], column + j)
             if o.b_down.shape[0] > 0:
                 value += o.b_down[column + j].to(Float32)
             pair[j] = value.to(self.dtype)

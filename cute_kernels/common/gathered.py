@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint16, Uint32, const_expr
 
 from .. import geometry
+from ..specs import E4M3
 from . import operands
 from .values import widen
 
@@ -38,6 +39,7 @@ class Operands(NamedTuple):
     activation: Any  # of the values in entries, see common/activation.py
     slabs: Any
     units: Any
+    scale: Any = None  # of e4m3 columns, see sm90/gathered_e4m3.py
     order: Any = None  # in shared memory: token tiles, longest list first
 
 
@@ -48,7 +50,7 @@ class GatheredForm:
         self.dtype = operands.DTYPES[spec.dtype]
         self.from_entries = spec.products == 0
         self.products = max(1, spec.products)
-        self.longest = geometry.LONGEST_SUM[spec.dtype]
+        self.longest = geometry.LONGEST_SUM["bfloat16" if spec.dtype == E4M3 else spec.dtype]
 
     @cute.jit
     def __call__(
@@ -69,25 +71,16 @@ class GatheredForm:
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
+        matrices = coefficients, w, coefficients2, w2, bias
+        self.launch_units((*matrices, entries, neurons, chunks, sizes, out, flushed, activation), capacity, max_ctas, stream)
+
+    @cute.jit
+    def launch_units(self, given: Any, capacity: Int32, max_ctas: Int32, stream: cuda.CUstream, scale: Any = None):
+        """Launch the kernel for the `given` operands, all up to the activation."""
+        out = given[9]
         slabs = cute.ceil_div(out.shape[1], TILE_N)
         units = cute.ceil_div(out.shape[0], TILE_M) * slabs
-        data = Operands(
-            coefficients,
-            w,
-            coefficients2,
-            w2,
-            bias,
-            entries,
-            neurons,
-            chunks,
-            sizes,
-            out,
-            flushed,
-            activation,
-            slabs,
-            units,
-        )
-        self.launch(data, capacity, max_ctas, stream)
+        self.launch(Operands(*given, slabs, units, scale), capacity, max_ctas, stream)
 
     def launch(self, data, capacity, max_ctas, stream):
         """Launch the kernel unless there are no units."""
@@ -144,14 +137,15 @@ class GatheredForm:
 
 
 def arguments(spec: Any) -> tuple[Any, ...]:
-    """The fake arguments that stand for the operands."""
-    dtype = operands.DTYPES[spec.dtype]
-    n, k, p = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8), cute.sym_int32()
+    """The fake arguments that stand for the operands; scales of columns follow e4m3 rows."""
+    dtype, fp8 = operands.DTYPES[spec.dtype], spec.dtype == E4M3
+    n, k, p = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=16 if fp8 else 8), cute.sym_int32()
     b = cute.sym_int32()
     second = spec.products == 2
+    of_bytes = operands.bytes_by_rows(cutlass.Uint8, n, k), operands.vector(Float32, k)
     return (
         operands.strided(dtype, p) if spec.products > 0 else None,
-        operands.rows(dtype, n, k),
+        *(of_bytes if fp8 else (operands.rows(dtype, n, k),)),
         operands.strided(dtype, p) if second else None,
         operands.rows(dtype, n, k) if second else None,
         operands.bias(dtype),

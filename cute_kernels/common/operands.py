@@ -7,8 +7,10 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from .. import geometry
+from ..specs import E4M3
 
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+# 16-bit values of layers whose weights have such a dtype
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, E4M3: cutlass.BFloat16}
 
 
 def rows(dtype: Any, m: Any, k: Any) -> Any:
@@ -19,6 +21,16 @@ def rows(dtype: Any, m: Any, k: Any) -> Any:
 def bytes_by_rows(dtype: Any, m: Any, k: Any) -> Any:
     """A row-major matrix [m, k] of bytes: 64-bit row stride in multiples of 16, 16-byte aligned base."""
     return make_fake_tensor(dtype, (m, k), stride=(cute.sym_int64(divisibility=16), 1), assumed_align=16)
+
+
+def e4m3_rows(m: Any, k: Any) -> tuple[Any, Any]:
+    """A row-major matrix [m, k] of e4m3 values as bytes, and the fp32 scales of its rows."""
+    return bytes_by_rows(cutlass.Uint8, m, k), vector(cutlass.Float32, m)
+
+
+def e4m3(matrix: Any) -> Any:
+    """A matrix of bytes as one of e4m3 values."""
+    return cute.make_tensor(cute.recast_ptr(matrix.iterator, dtype=cutlass.Float8E4M3FN), matrix.layout)
 
 
 def vector(dtype: Any, n: Any, align: int = 16) -> Any:
@@ -79,12 +91,15 @@ def matrix(dtype: Any, a: Any, b: Any) -> Any:
 
 
 def gate_pack(name: str) -> tuple[Any, ...]:
-    """Operands of a gate GEMM: x, w, bias, words, spill and stats, arrivals, words per tile and threshold."""
-    dtype = DTYPES[name]
-    m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
+    """Operands of a gate GEMM: x, w, bias, words, spill and stats, arrivals, words per tile and threshold.
+
+    Scales of rows follow x and w if these are e4m3.
+    """
+    dtype, m, n = DTYPES[name], cute.sym_int32(), cute.sym_int32(divisibility=8)
+    k = cute.sym_int32(divisibility=16 if name == E4M3 else 8)
     return (
-        rows(dtype, m, k),
-        rows(dtype, n, k),
+        *(e4m3_rows(m, k) if name == E4M3 else (rows(dtype, m, k),)),
+        *(e4m3_rows(n, k) if name == E4M3 else (rows(dtype, n, k),)),
         bias(dtype),
         *packed(dtype, m),
         cube(cutlass.Int32, cute.sym_int32(), cute.sym_int32(), 2),

@@ -20,6 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 
 from .. import geometry
+from ..specs import E4M3
 from . import operands
 from .activation import add_l1, gradients, hidden
 from .swizzle import swizzle_column
@@ -54,6 +55,7 @@ class Up(NamedTuple):
     hidden: Any
     l1: Any
     activation: Any
+    scales: Any = None  # see sm90/sampled_up_e4m3.py
 
 
 class Grad(NamedTuple):
@@ -81,6 +83,7 @@ class Sampler:
     """
 
     dtype: Any
+    value: Any  # the type of x and w
 
     def launch(self, o, capacity, max_ctas, stream):
         """Launch the kernel unless there are no tokens."""
@@ -168,6 +171,7 @@ class SampledUpForm(Sampler):
 
     def __init__(self, spec: Any):
         self.dtype = operands.DTYPES[spec.dtype]
+        self.value = cutlass.Float8E4M3FN if spec.dtype == E4M3 else self.dtype
         self.training = spec.training
 
     @cute.jit
@@ -196,10 +200,15 @@ class SampledUpForm(Sampler):
         """Load nothing."""
         return Float32(1.0)
 
+    def scaled(self, o: Operands, value: Float32, entry: Uint32, tile: Int32, position: Int32) -> Float32:
+        """The up projection of an entry before its bias."""
+        return value
+
     @cute.jit
     def apply_entry(self, o: Operands, at: Int32, value: Float32, entry: Uint32, factor: Float32, tile, position):
         """Store the hidden state of one entry from its product `value`; returns |hidden|."""
         own = o.pointwise
+        value = self.scaled(o, value, entry, tile, position)
         if own.bias.shape[0] > 0:
             value += own.bias[widen(o.neurons[tile, position])].to(Float32)
         h = hidden(high_to_float(entry, self.dtype), value, own.activation)
@@ -230,7 +239,7 @@ class SampledGradForm(Sampler):
     """For one dtype, gated or not."""
 
     def __init__(self, spec: Any):
-        self.dtype = operands.DTYPES[spec.dtype]
+        self.dtype = self.value = operands.DTYPES[spec.dtype]
         self.gated = spec.gated
 
     @cute.jit
@@ -278,13 +287,17 @@ class SampledGradForm(Sampler):
 
 
 def up_arguments(spec: Any) -> tuple[Any, ...]:
-    """The fake arguments that stand for the operands of the up projection."""
-    dtype = operands.DTYPES[spec.dtype]
-    n, k, p = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8), cute.sym_int32()
+    """The fake arguments that stand for the operands of the up projection; scales follow e4m3 rows."""
+    dtype, m = operands.DTYPES[spec.dtype], cute.sym_int32()
+    n, k, p = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=16), cute.sym_int32()
     b = cute.sym_int32()
+    if spec.dtype == E4M3:
+        matrices = (*operands.e4m3_rows(m, k), *operands.e4m3_rows(n, k))
+    else:
+        k = cute.sym_int32(divisibility=8)
+        matrices = (operands.rows(dtype, m, k), operands.rows(dtype, n, k))
     return (
-        operands.rows(dtype, cute.sym_int32(), k),
-        operands.rows(dtype, n, k),
+        *matrices,
         operands.bias(dtype),
         operands.vector(Int32, cute.sym_int32()),
         *operands.lists(b),

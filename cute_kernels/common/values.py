@@ -63,6 +63,17 @@ def high_to_float(pair: Uint32, dtype: cutlass.Constexpr) -> Float32:
 
 
 @cute.jit
+def unpack_e4m3(word: Uint32) -> Any:
+    """Four e4m3 values as two pairs of fp16, which hold all of them exactly: bytes 0 and 1, bytes 2 and 3."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; mov.b32 { low, high }, {$r0};"
+        " cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }",
+        write_only_types=[Uint32] * 2,
+        read_only_args=[word],
+    )
+
+
+@cute.jit
 def split_value(value: Float32, dtype: cutlass.Constexpr) -> Uint32:
     """Split one fp32 value into two of `dtype`: rounded in bits 0-15, its rounding error in bits 16-31.
 

@@ -19,7 +19,7 @@ from ..common.copies import address, store_values
 from ..common.experts import expert_of
 from ..common.values import high_to_float, low_to_float, pack
 from ..specs import EXPERT_TOKENS, ExpertPackSpec, GatePackFewSpec
-from .gate_pack_few import TILE_K, TILE_N, Extent, GatePackFew, Operands
+from .gate_pack_few import TILE_N, Extent, GatePackFew, Operands
 
 
 class Experts(NamedTuple):
@@ -70,7 +70,7 @@ class ExpertPack(GatePackFew):
         experts = Experts(units, total, hidden, ids, owners, pairs, activation, w.shape[0], top)
         o = Operands(bias, words, spill, none, arrivals, words_per_tile, threshold, experts)
         by_expert = cute.make_tensor(w.iterator, cute.select(w.layout, mode=[1, 2, 0]))
-        blocks = cute.ceil_div(x.shape[1], TILE_K)
+        blocks = cute.ceil_div(x.shape[1], self.tile_k)
         extent = Extent(x.shape[0], Int32(0), Int32(0), w.shape[1], blocks, Int32(0))
         self.launch(x, by_expert, o, extent, units.shape[0] if units.shape[0] > 0 else pairs.shape[0], stream)
 

@@ -85,6 +85,7 @@ class Operands(NamedTuple):
     arrivals: Any  # int32 [any]: counters of the next kernel, which this one zeroes
     width: Any  # words per tile
     threshold: Any  # of fatrelu, see common/activation.py
+    scales: Any = None  # of x and w, see gate_pack_e4m3.py
 
 
 class Extent(NamedTuple):
@@ -103,6 +104,7 @@ class Views(NamedTuple):
     sW: Any  # weights
     sX: Any
     gate: Any  # [4 panels, tokens, 64 neurons], swizzled
+    scales: Any = None  # see gate_pack_e4m3.py
 
 
 class GatePack:
@@ -328,8 +330,10 @@ class GatePack:
         first, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
         tile = first
         while tile < extent.m_tiles * extent.n_tiles:
-            _, column = self.tile_of(tile, extent)
+            row, column = self.tile_of(tile, extent)
+            scales = self.load_scales(o, row, column, coordinates, thread & 127, extent)
             full, release = self.multiply(ring, mma, acc, rW, rX, full, release, extent)
+            self.scale(s, acc, scales, (tile - first) // step, half, thread & 127)
             if o.bias.shape[0] > 0:
                 self.add_bias(acc, o.bias, coordinates, column, extent.neurons)
             if tile != first:
@@ -351,6 +355,12 @@ class GatePack:
 
     def issued(self, k: Int32, begun: Int32 | int, extent) -> None:
         """Called when the products of a stage are issued."""
+
+    def load_scales(self, o: Operands, row: Int32, column: Int32, coordinates, thread: Int32, extent: Extent) -> Any:
+        """What `scale` needs of a tile, in flight during its main loop."""
+
+    def scale(self, s: Views, acc, scales: Any, turn: Int32, half: Int32, thread: Int32) -> None:
+        """Multiply the sums of the CTA's tile number `turn` by scales."""
 
     @cute.jit
     def add_bias(self, acc: cute.Tensor, bias: cute.Tensor, coordinates: cute.Tensor, column: Int32, neurons: Int32):

@@ -1,11 +1,11 @@
 """The gate GEMM of gate_pack.py for few tokens, bound by memory: each weight is read once by the whole chip.
 
 A cluster computes a tile of 256 neurons and all tokens, up to 128; two or four CTAs per SM. It has eight CTAs, which
-divide the neurons into four parts, and two split the K of a part: each takes every second block of 64 columns. If
+divide the neurons into four parts, and two split the K of a part: each takes every second block of 128 bytes. If
 `wide` it has two, each with half of the neurons and all of K. Weights are the A operand of WGMMA, tokens the B operand,
 as few as eight.
 
-    load        the last warp. TMA loads of w and x, 64 columns per stage, into a ring.
+    load        the last warp. TMA loads of w and x, 128 bytes of a row per stage, into a ring.
     mma         the other warps, four for each 64 neurons: WGMMA 64 x tokens x 16. Then the partial sums go to `sums`,
                 which overlays the ring.
     epilogue    the mma warps again, after a cluster barrier. CTAs take tokens in turn: a warp per token, eight neurons
@@ -37,11 +37,13 @@ from ..common.activation import above
 from ..common.copies import address, store_values
 from ..common.rows import MAX_WIDTH, clear_arrivals, pack_words, store_words
 from ..common.values import count_flags, nonzero_flags, relu_pack
-from ..specs import GatePackFewSpec
+from ..specs import E4M3, GatePackFewSpec
 from .copies import Transfer, load_peer, partition, store_peer, tma_load
 from .ring import open_ring, release
 
-TILE_N, TILE_K = geometry.TILE, 64
+TILE_N, TILE_K_BYTES = geometry.TILE, 128
+# bytes of K of a WGMMA
+MMA_K_BYTES = 32
 # bytes of a ring's stages if two CTAs share an SM
 RING = 110 * 1024
 
@@ -57,6 +59,7 @@ class Operands(NamedTuple):
     width: Any  # words per tile
     threshold: Any
     experts: Any = None  # of expert_pack.py
+    scales: Any = None  # of x and w, see gate_pack_few_e4m3.py
 
 
 class Extent(NamedTuple):
@@ -81,6 +84,9 @@ class GatePackFew:
 
     def __init__(self, spec: GatePackFewSpec):
         self.dtype = operands.DTYPES[spec.dtype]
+        # the type of x and w, and columns of a stage
+        self.value = cutlass.Float8E4M3FN if spec.dtype == E4M3 else self.dtype
+        self.tile_k = TILE_K_BYTES * 8 // self.value.width
         self.tokens = spec.tokens
         # CTAs of a cluster: parts of a tile's neurons, and splits of K
         self.arrange(*((2, 1) if spec.wide else (4, 2)), 4 if self.tokens == 8 and not spec.wide else 2)
@@ -93,7 +99,7 @@ class GatePackFew:
         self.warps = 4 * self.groups
         # four CTAs on a multiprocessor, so that all CTAs of many neurons run at once, or two
         self.ctas_per_sm = ctas_per_sm
-        self.stage_bytes = (self.neurons + self.tokens) * TILE_K * 2
+        self.stage_bytes = (self.neurons + self.tokens) * TILE_K_BYTES
         self.stages = 5 if self.ctas_per_sm == 4 else min(6, RING // self.stage_bytes)
         # tokens of a warp in the epilogue
         self.rounds = max(1, self.tokens // (self.cluster * self.warps))
@@ -117,27 +123,27 @@ class GatePackFew:
         stream: cuda.CUstream,
     ):
         o = Operands(bias, words, spill, stats, arrivals, words_per_tile, threshold)
-        extent = Extent(x.shape[0], Int32(0), Int32(0), w.shape[0], cute.ceil_div(x.shape[1], TILE_K), Int32(0))
+        extent = Extent(x.shape[0], Int32(0), Int32(0), w.shape[0], cute.ceil_div(x.shape[1], self.tile_k), Int32(0))
         self.launch(x, w, o, extent, Int32(1), stream)
 
     @cute.jit
     def launch(self, x: cute.Tensor, w: cute.Tensor, o: Any, extent: Extent, units: Int32, stream: cuda.CUstream):
         """Launch the kernel for x [M, K] and w [N, K] or, of experts, [N, K, E]; so many `units` of tokens at most."""
         stages = self.stages
-        shape = (self.neurons, self.tokens, TILE_K)
+        shape = (self.neurons, self.tokens, self.tile_k)
         mma = sm90.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
+            self.value,
+            self.value,
             OperandMajorMode.K,
             OperandMajorMode.K,
             Float32,
             (self.groups, 1, 1),
             (64, self.tokens),
         )
-        w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
-        x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
-        loads = tma_load(x, x_layout, (self.tokens, TILE_K)), tma_load(w, w_layout, (self.neurons, TILE_K))
-        ring = (cute.cosize(w_layout) + cute.cosize(x_layout)) * 2
+        w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.value, stages)
+        x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.value, stages)
+        loads = tma_load(x, x_layout, (self.tokens, self.tile_k)), tma_load(w, w_layout, (self.neurons, self.tile_k))
+        ring = (cute.cosize(w_layout) + cute.cosize(x_layout)) * self.value.width // 8
         # the partial sums overlay the ring, which begins with the tiles of w
         assert 4 * self.pitch * self.tokens <= ring
 
@@ -147,8 +153,8 @@ class GatePackFew:
             empty: cute.struct.MemRange[Int64, stages]
             counts: cute.struct.MemRange[Int32, self.cluster * self.warps * self.rounds]
             rows: cute.struct.Align[cute.struct.MemRange[Uint32, MAX_WIDTH * self.warps], 16]
-            sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
-            sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
+            sW: cute.struct.Align[cute.struct.MemRange[self.value, cute.cosize(w_layout)], 1024]
+            sX: cute.struct.Align[cute.struct.MemRange[self.value, cute.cosize(x_layout)], 1024]
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
         if extent.tokens > 0:
@@ -215,8 +221,8 @@ class GatePackFew:
         if const_expr(cute.rank(w.tensor) > 2):
             x = Transfer(x.atom, cute.domain_offset((extent.source, 0), x.tensor))
             w = Transfer(w.atom, w.tensor[None, None, extent.expert])
-        x_s, x_t = partition(x, sX, (self.tokens, TILE_K))
-        w_s, w_t = partition(w, sW, (self.neurons, TILE_K))
+        x_s, x_t = partition(x, sX, (self.tokens, self.tile_k))
+        w_s, w_t = partition(w, sW, (self.neurons, self.tile_k))
         for i in cutlass.range(blocks, unroll=1):
             cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
             barrier = ring.full + state.index
@@ -243,7 +249,7 @@ class GatePackFew:
         for i in cutlass.range(blocks, unroll=1):
             cute.arch.mbarrier_wait(ring.full + full.index, full.phase)
             warpgroup.fence()
-            for k in range_constexpr(TILE_K // 16):
+            for k in range_constexpr(TILE_K_BYTES // MMA_K_BYTES):
                 cute.gemm(mma, acc, rW[None, None, k, full.index], rX[None, None, k, full.index], acc)
             warpgroup.commit_group()
             # the products of the previous stage are complete
@@ -273,7 +279,7 @@ class GatePackFew:
         if warp_index < self.warps:
             quads.fill(0)
             if first < extent.tokens:
-                self.reduce_splits(sums, quads, first, column, o, extent.neurons, rank, lane)
+                self.reduce_splits(sums, quads, first, column, o, extent, rank, lane)
             self.send_counts(quads, counts, first, extent.tokens, rank, warp_index, lane)
         # the counts are complete, and no CTA reads a peer's sums any more
         cute.arch.cluster_arrive()
@@ -294,17 +300,13 @@ class GatePackFew:
             o.stats[thread, column, 1] = overflows
 
     @cute.jit
-    def reduce_splits(self, sums: cute.Tensor, quads: cute.Tensor, first, column, o: Operands, neurons, rank, lane):
+    def reduce_splits(self, sums: cute.Tensor, quads: cute.Tensor, first, column, o: Operands, extent, rank, lane):
         """Add the splits' sums of eight neurons for each token of the warp; ReLU, rounding and the threshold."""
         part, at = lane // (32 // self.parts), (lane % (32 // self.parts)) * 4
         neuron = column * TILE_N + lane * 8
         values = cute.make_rmem_tensor((8,), Float32)
         for round in range_constexpr(self.rounds):
-            values.fill(0.0)
-            # an empty bias has no neurons
-            if neuron < o.bias.shape[0]:
-                for i in range_constexpr(8):
-                    values[i] = o.bias[neuron + i].to(Float32)
+            self.start_sums(values, o, neuron)
             token = first + self.cluster * self.warps * round
             source = sums.iterator + (token * self.pitch + at)
             for s in range_constexpr(self.splits):
@@ -314,9 +316,22 @@ class GatePackFew:
                     four = load_peer(source + i * self.upper, split * self.parts + part)
                     for j in range_constexpr(4):
                         values[4 * i + j] += four[j]
+            self.finish_sums(values, o, extent, token, neuron)
             for i in range_constexpr(4):
                 pair = above(relu_pack(values[2 * i], values[2 * i + 1], self.dtype), o.threshold, self.dtype)
-                quads[i, round] = pair if neuron < neurons else Uint32(0)
+                quads[i, round] = pair if neuron < extent.neurons else Uint32(0)
+
+    @cute.jit
+    def start_sums(self, values: cute.Tensor, o: Operands, neuron: Int32):
+        """The bias of eight neurons, to which the splits' sums are added."""
+        values.fill(0.0)
+        # an empty bias has no neurons
+        if neuron < o.bias.shape[0]:
+            for i in range_constexpr(8):
+                values[i] = o.bias[neuron + i].to(Float32)
+
+    def finish_sums(self, values: cute.Tensor, o: Operands, extent: Extent, token: Int32, neuron: Int32) -> None:
+        """What becomes of the sums of a unit's token before the activation."""
 
     @cute.jit
     def send_counts(self, quads: cute.Tensor, counts: cute.Tensor, first: Int32, tokens: Int32, rank, warp_index, lane):

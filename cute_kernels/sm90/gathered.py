@@ -63,12 +63,7 @@ class Gathered(GatheredForm, SparseProduct):
 
     @cute.jit
     def launch(self, data, capacity, max_ctas, stream):
-        shape = (TILE_M, TILE_N, TILE_K)
-        mma = sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1), (64, TILE_N)
-        )
-        a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M // 2, TILE_N, TURN), self.dtype, 6)
-        b_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, shape, self.dtype, STAGES)
+        mma, a_layout, b_layout = self.products_of()
 
         @cute.struct
         class Shared:
@@ -91,6 +86,15 @@ class Gathered(GatheredForm, SparseProduct):
                 self.kernel(*arguments, False).launch(
                     grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
                 )
+
+    def products_of(self) -> Any:
+        """The MMA, and the layouts of coefficients and of stages of rows in shared memory."""
+        mma = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1), (64, TILE_N)
+        )
+        a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M // 2, TILE_N, TURN), self.dtype, 6)
+        b_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (TILE_M, TILE_N, TILE_K), self.dtype, STAGES)
+        return mma, a_layout, b_layout
 
     @cute.kernel
     def kernel(
@@ -154,9 +158,15 @@ class Gathered(GatheredForm, SparseProduct):
     @cute.jit
     def multiply_unit(self, g, f: Fragments, walk, tile: Int32, slab: Int32, length: Int32, long: cutlass.Constexpr):
         """Main loop over the list of a token tile, then 64 rows of `out`."""
-        out = g.data.out
         f.acc.fill(0.0)
         walk = self.multiply_list(f.mma, (f.rA, f.rB, f.acc), g, walk, length, long)
+        self.store(g, f, tile, slab)
+        return walk
+
+    @cute.jit
+    def store(self, g, f: Fragments, tile: Int32, slab: Int32):
+        """Add the bias, round and store a unit's sums."""
+        out = g.data.out
         if g.data.bias.shape[0] > 0:
             self.add_bias(f, g.data.bias, slab)
         row = tile * TILE_M + f.row
@@ -165,7 +175,6 @@ class Gathered(GatheredForm, SparseProduct):
             target = address(out, row + 8 * i, column)
             left = out.shape[1] - column if row + 8 * i < out.shape[0] else 0
             store_rounded(f.acc, i, TILE_N, target, left, g.lane, self.dtype)
-        return walk
 
     @cute.jit
     def add_bias(self, f: Fragments, bias: cute.Tensor, slab: Int32):

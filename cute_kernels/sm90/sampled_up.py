@@ -4,7 +4,7 @@ Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and 64, 128, 
 common/units.py; each row of w in the union of 128 tokens' neurons is read once. A CTA's units are the longest first, so
 that each length has a loop of its own. Two kinds of warp groups:
 
-    load    group 0. x by TMA, 64 columns per stage, and the same columns of the unit's rows of w by cp.async, swizzled.
+    load    group 0. x by TMA, 128 bytes of a row per stage, and the same columns of the unit's rows of w by cp.async, swizzled.
     mma     groups 1 and 2, 64 tokens each: WGMMA 64x256x16 over the columns, narrower of shorter units, then the
             epilogue.
 
@@ -37,11 +37,12 @@ from ..specs import SampledUpSpec
 from .ring import open_ring, release
 from .sparse_product import GROUP_THREADS, REGISTERS_FILL, REGISTERS_MMA, THREADS
 
-TILE_K = 64
+TILE_K_BYTES, MMA_K_BYTES = 128, 32
 STAGES = 3
 MMA_THREADS = 2 * GROUP_THREADS
-# rows of w that the load threads copy at a time
-PASS = GROUP_THREADS // (TILE_K // 8)
+# threads that copy a row of w, 16 bytes each, and rows that are copied at a time
+PIECES = TILE_K_BYTES // 16
+PASS = GROUP_THREADS // PIECES
 
 
 class Barrier(IntEnum):
@@ -63,13 +64,17 @@ class Views(NamedTuple):
 class SampledProduct(Sampler):
     """The kernel of both forms, see common/sampled.py."""
 
+    def tile_k(self) -> int:
+        """Columns of a stage."""
+        return TILE_K_BYTES * 8 // self.value.width
+
     @cute.jit
     def launch(self, o, capacity, max_ctas, stream):
-        shape = (TILE_M, TILE_N, TILE_K)
-        x_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, STAGES)
-        w_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, STAGES)
+        shape = (TILE_M, TILE_N, self.tile_k())
+        x_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.value, STAGES)
+        w_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.value, STAGES)
         x_tma, x_g = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), o.x, cute.slice_(x_layout, (None, None, 0)), (TILE_M, TILE_K)
+            cpasync.CopyBulkTensorTileG2SOp(), o.x, cute.slice_(x_layout, (None, None, 0)), (TILE_M, self.tile_k())
         )
 
         @cute.struct
@@ -77,8 +82,8 @@ class SampledProduct(Sampler):
             full: cute.struct.MemRange[Int64, STAGES]
             empty: cute.struct.MemRange[Int64, STAGES]
             totals: cute.struct.MemRange[Float32, TILE_N // STAGED * (MMA_THREADS // 32)]
-            sX: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x_layout)], 1024]
-            sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
+            sX: cute.struct.Align[cute.struct.MemRange[self.value, cute.cosize(x_layout)], 1024]
+            sW: cute.struct.Align[cute.struct.MemRange[self.value, cute.cosize(w_layout)], 1024]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, TILE_M * STAGED], 1024]
 
         self.shared = feasible.check_shared_memory(Shared)
@@ -106,7 +111,7 @@ class SampledProduct(Sampler):
         ring = open_ring(shared, STAGES, GROUP_THREADS + 1, MMA_THREADS // 32, thread)
         cute.arch.sync_threads()
         s = self.views(shared, ring, x_layout, w_layout)
-        columns = cute.ceil_div(o.w.shape[1], TILE_K)
+        columns = cute.ceil_div(o.w.shape[1], self.tile_k())
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if o.sizes[o.sizes.shape[0] - 1] <= capacity:
@@ -120,16 +125,17 @@ class SampledProduct(Sampler):
 
     @cute.jit
     def load(self, s: Views, sW, x_tma, x_g: cute.Tensor, o: Operands, columns: Int32, deal, thread: Int32):
-        """Load 64 columns of x and of the unit's rows of w per stage."""
+        """Load columns of x and of the unit's rows of w, stage by stage."""
         lane = cute.arch.lane_idx()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
-        tiles = cute.local_tile(x_g, (TILE_M, TILE_K), (None, None))
+        tile_k, of_piece = self.tile_k(), self.tile_k() // PIECES
+        tiles = cute.local_tile(x_g, (TILE_M, tile_k), (None, None))
         x_s, x_t = cpasync.tma_partition(
             x_tma, 0, cute.make_layout(1), cute.group_modes(s.sX, 0, 2), cute.group_modes(tiles, 0, 2)
         )
-        first, piece = thread // 8, thread % 8
+        first, piece = thread // PIECES, thread % PIECES
         rows = cute.make_rmem_tensor((TILE_N // PASS,), Int64)
-        target = sW + (first * TILE_K + swizzle_piece(first, piece))
+        target = sW + (first * tile_k + swizzle_piece(first, piece) * of_piece // 8)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
         index = cute.arch.block_idx()[0]
         unit, cursor = find_unit(o.sizes, deal, index, begin(), 1)
@@ -137,20 +143,20 @@ class SampledProduct(Sampler):
             for j in range_constexpr(TILE_N // PASS):
                 row = first + PASS * j
                 neuron = widen(o.neurons[unit.tile, unit.start * geometry.CHUNK + row]) if row < unit.length else 0
-                rows[j] = Int64(neuron) * o.w.stride[0] + piece * 8
+                rows[j] = Int64(neuron) * o.w.stride[0] + piece * of_piece
             for k in cutlass.range(columns, unroll=1):
                 cute.arch.mbarrier_wait(s.ring.empty + state.index, state.phase)
                 if warp_index == 0:
                     if lane == 0:
-                        cute.arch.mbarrier_arrive_and_expect_tx(s.ring.full + state.index, TILE_M * TILE_K * 2)
+                        cute.arch.mbarrier_arrive_and_expect_tx(s.ring.full + state.index, TILE_M * TILE_K_BYTES)
                     x_tile = x_t[None, unit.tile, k]
                     cute.copy(x_tma, x_tile, x_s[None, state.index], tma_bar_ptr=s.ring.full + state.index)
-                size = Int32(16) if k * TILE_K + piece * 8 < o.w.shape[1] else Int32(0)
-                column = k * TILE_K if size > 0 else 0
-                stage = target + state.index * (TILE_N * TILE_K)
+                size = Int32(16) if k * tile_k + piece * of_piece < o.w.shape[1] else Int32(0)
+                column = k * tile_k if size > 0 else 0
+                stage = target + state.index * (TILE_N * tile_k)
                 for j in range_constexpr(TILE_N // PASS):
                     if j * PASS < unit.length:
-                        copy_async(stage + j * PASS * TILE_K, o.w.iterator + (rows[j] + column), size)
+                        copy_async(stage + j * PASS * tile_k, o.w.iterator + (rows[j] + column), size)
                 cute.arch.cp_async_mbarrier_arrive_noinc(s.ring.full + state.index)
                 state.advance()
             index = unit_after(index, deal.ctas)
@@ -174,11 +180,11 @@ class SampledProduct(Sampler):
         half = cute.arch.make_warp_uniform(thread // 128)
         lane, places = cute.arch.lane_idx(), chunks * geometry.CHUNK
         mma = sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, places)
+            self.value, self.value, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, places)
         )
         leader = mma.get_slice(cute.make_layout(2, stride=128)(half))
         rX = mma.make_fragment_A(leader.partition_A(s.sX))
-        rW = mma.make_fragment_B(leader.partition_B(cute.local_tile(s.sW, (places, TILE_K), (0, 0, None))))
+        rW = mma.make_fragment_B(leader.partition_B(cute.local_tile(s.sW, (places, self.tile_k()), (0, 0, None))))
         acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((TILE_M, places)), Float32)
         read = state.clone()
         loaded = self.load_ahead(o, unit, chunks, thread)
@@ -187,7 +193,7 @@ class SampledProduct(Sampler):
             cute.arch.mbarrier_wait(s.ring.full + state.index, state.phase)
             cute.arch.fence_proxy("async.shared", space="cta")
             warpgroup.fence()
-            for block in range_constexpr(TILE_K // 16):
+            for block in range_constexpr(TILE_K_BYTES // MMA_K_BYTES):
                 cute.gemm(mma, acc, rX[None, None, block, state.index], rW[None, None, block, state.index], acc)
                 mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()

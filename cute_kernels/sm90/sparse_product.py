@@ -125,6 +125,8 @@ class SparseProduct:
     has_bias = False
     products: int
     longest: int
+    # 16-bit values of a stage of rows
+    stage_values = 256 * 64
 
     def tile_and_part(self, data, unit):
         """Sparse tile and part of the columns of a unit."""
@@ -173,7 +175,7 @@ class SparseProduct:
             for second in range_constexpr(2):
                 if turn.chunk * 64 + 64 * second < current.length:
                     cute.arch.mbarrier_wait(ring.empty + stage, phase)
-                    target = sB + stage * (256 * 64)
+                    target = sB + stage * self.stage_values
                     self.gather(data, target, current.part, rows[None, second], turn.product, thread)
                     cute.arch.cp_async_commit_group()
                     stage += 1

@@ -1,0 +1,59 @@
+"""sampled_up.py of e4m3 rows with scales: up = x_q[m] . w_q[c] * w_scale[c] * x_scale[m] + bias[c]."""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from ..common import operands
+from ..common.sampled import TILE_M, Operands, SampledUpForm, Up, up_arguments
+from ..common.values import widen
+from ..specs import SampledUpSpec
+from .sampled_up import SampledProduct
+
+
+class Scales(NamedTuple):
+    """Operands in global memory."""
+
+    x: Any  # fp32 [M]
+    w: Any  # fp32 [N]
+
+
+class SampledUpE4m3(SampledProduct, SampledUpForm):
+    """The up projection; hidden states are bfloat16."""
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        x_scale: cute.Tensor,
+        w_up: cute.Tensor,
+        w_scale: cute.Tensor,
+        b_up: cute.Tensor,
+        entries: cute.Tensor,
+        neurons: cute.Tensor,
+        chunks: cute.Tensor,
+        sizes: cute.Tensor,
+        up: None,
+        hidden: None,
+        l1: cute.Tensor,
+        activation: Int32,
+        capacity: Int32,
+        max_ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        pointwise = Up(b_up, up, hidden, l1, activation, Scales(x_scale, w_scale))
+        pattern = entries, neurons, chunks, sizes
+        self.launch(Operands(operands.e4m3(x), operands.e4m3(w_up), *pattern, pointwise), capacity, max_ctas, stream)
+
+    @cute.jit
+    def scaled(self, o: Operands, value: Float32, entry: Uint32, tile: Int32, position: Int32):
+        token = tile * TILE_M + Int32((entry >> 6) & Uint32(127))
+        scales = o.pointwise.scales
+        return value * scales.w[widen(o.neurons[tile, position])] * scales.x[token]
+
+
+def signature(spec: SampledUpSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    return SampledUpE4m3(spec), up_arguments(spec)

@@ -1,0 +1,105 @@
+"""up_down_token.py of e4m3 rows with scales:
+
+    h[m, c] = gate[m, c] * (x_q[m] . u_q[c] * u_scale[c] * x_scale[m] + b_up[c])
+    y[m]    = sum over c of h[m, c] * d_q[c] * d_scale + b_down
+
+Values are unpacked to fp16 pairs, which hold all of them exactly, then to fp32, in which all is multiplied and added. A
+thread owns 16 columns of each 16 bytes.
+"""
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from .common import operands
+from .common.values import high_to_float, low_to_float, unpack_e4m3
+from .specs import UpDownTokenSpec
+from .up_down_token import Operands, TokenCluster, UpDownToken, Views
+
+
+class Scales(NamedTuple):
+    """Operands in global memory, None if absent."""
+
+    x: Any  # fp32 [M]
+    up: Any  # fp32 [N]
+    down: Any  # fp32 [K]
+
+
+class E4m3Rows(TokenCluster):
+    """What e4m3 rows are to a cluster."""
+
+    def values_of(self, word: Uint32) -> list[Float32]:
+        pairs = unpack_e4m3(word)
+        return [half(pair, cutlass.Float16) for pair in pairs for half in (low_to_float, high_to_float)]
+
+    @cute.jit
+    def scaled_up(self, o: Operands, s: Views, m: Int32, i: Int32, product: Float32):
+        return product * o.scales.up[Int32(s.nonzeros[i] & Uint32(0xFFFF))] * o.scales.x[m]
+
+    @cute.jit
+    def scaled_column(self, o: Operands, value: Float32, column: Int32):
+        return value * o.scales.down[column]
+
+    def place_of(self, column: Int32) -> Int32:
+        # every fourth quad of columns lies in a row of its own, so that threads write to different banks
+        return (column >> 4) * 4 + (column & 3) + ((column >> 2) & 3) * (self.pitch // 4)
+
+
+class UpDownTokenE4m3(UpDownToken):
+    """For one cluster size and class of hidden sizes, gated or not."""
+
+    Team = E4m3Rows
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor | None,
+        x_scale: cute.Tensor | None,
+        words: cute.Tensor,
+        spill: cute.Tensor,
+        w_up: cute.Tensor | None,
+        up_scale: cute.Tensor | None,
+        w_down: cute.Tensor,
+        down_scale: cute.Tensor,
+        b_up: cute.Tensor | None,
+        b_down: cute.Tensor,
+        y: cute.Tensor,
+        l1: cute.Tensor,
+        sums: cute.Tensor,
+        counters: cute.Tensor,
+        weights: cute.Tensor,
+        stats: cute.Tensor,
+        helpers: Int32,
+        limit: Int32,
+        most: Int32,
+        words_per_tile: Int32,
+        activation: Int32,
+        stream: cuda.CUstream,
+    ):
+        layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile, activation)
+        shared = (sums, counters, weights, helpers, limit, stats, most)
+        self.launch(Operands(*layer, *shared, scales=Scales(x_scale, up_scale, down_scale)), stream)
+
+
+def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype, m = operands.DTYPES[spec.dtype], cute.sym_int32()
+    n, k = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=16)
+    return UpDownTokenE4m3(spec), (
+        *(operands.e4m3_rows(m, k) if spec.gated else (None, None)),
+        *operands.packed(dtype, m),
+        *(operands.e4m3_rows(n, k) if spec.gated else (None, None)),
+        operands.bytes_by_rows(cutlass.Uint8, n, k),
+        operands.vector(Float32, k),
+        operands.bias(dtype) if spec.gated else None,
+        operands.bias(dtype),
+        operands.rows(dtype, m, k),
+        operands.vector(Float32, m),
+        operands.rows(Float32, cute.sym_int32(), cute.sym_int32(divisibility=8)),
+        *(operands.vector(cutlass.Int32, cute.sym_int32(), 4) for _ in range(2)),
+        operands.cube(cutlass.Int32, cute.sym_int32(), cute.sym_int32(), 2),
+        *(Int32(1),) * 5,
+    )
