@@ -1,9 +1,9 @@
-"""Rows of x in e4m3: x_q[m] = e4m3(x[m] / scale[m]), scale[m] = max|x[m]| / 448, which is 1 for a row of zeros.
+"""Rows of x in e4m3: x_q[m] = e4m3(x[m] * (1 / scale[m])) with scale[m] = max|x[m]| / 448, but not below 2^-126.
 
 If `given` is not empty, all rows have its scale, and values beyond 448 times that become the largest. A row with NaN
 has the scale NaN, one with an infinity an infinite scale: then all that depends on the row is NaN.
 
-A CTA has a row. It reads it twice, the second time from L1.
+A warp has 2,048 columns in registers; two, four or eight warps share a longer row.
 """
 
 from typing import Any, NamedTuple
@@ -15,13 +15,15 @@ from cutlass import Float32, Int32, Uint8, Uint32, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from .common import launch, operands
-from .common.copies import address, load_values
-from .common.values import high_to_float, low_to_float
+from .common.copies import address, load_values_if
+from .common.values import MAGNITUDE, high_to_float, low_to_float
 from .specs import QuantizeTokensSpec
 
 THREADS = 256
 WARPS = THREADS // 32
-LARGEST = 448.0
+# pieces of 16 bytes of a thread
+PIECES = 8
+LARGEST, SMALLEST = 448.0, 2.0**-126
 
 
 class Operands(NamedTuple):
@@ -42,55 +44,73 @@ class QuantizeTokens:
     @cute.jit
     def __call__(self, x: cute.Tensor, given: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, stream: cuda.CUstream):
         if x.shape[0] > 0:
+            rows = WARPS // warps_of(x.shape[1])
             self.kernel(Operands(x, given, q, scale)).launch(
-                grid=(x.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
+                grid=(cute.ceil_div(x.shape[0], rows), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
             )
 
     @cute.kernel
     def kernel(self, o: Operands):
-        m, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
-        maxima = SmemAllocator().allocate_array(Uint32, WARPS)
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp, share = cute.arch.make_warp_uniform(cute.arch.warp_idx()), warps_of(o.x.shape[1])
+        maxima = cute.make_tensor(SmemAllocator().allocate_array(Uint32, WARPS), cute.make_layout(WARPS))
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
-        scale = Float32(0.0)
+        m = cute.arch.block_idx()[0] * (WARPS // share) + warp // share
+        exists = m < o.x.shape[0]
+        first, step = (warp % share * 32 + lane) * 8, share * 256
+        row = cute.make_rmem_tensor((4, PIECES), Uint32)
+        for i in range_constexpr(PIECES):
+            column = first + i * step
+            valid = exists & (column < o.x.shape[1])
+            load_values_if(address(o.x, m if valid else 0, column if valid else 0), row[None, i], valid)
+        scale = Float32(1.0)
         if o.given.shape[0] > 0:
             scale = o.given[0]
         else:
-            scale = self.largest(o, m, cute.make_tensor(maxima, cute.make_layout(WARPS)), thread) / Float32(LARGEST)
-            scale = scale if scale != 0.0 else Float32(1.0)
-        if thread == 0:
+            largest = self.largest(row)
+            if lane == 0:
+                maxima[warp] = largest
+            cute.arch.sync_threads()
+            for i in cutlass.range(share):
+                largest = cutlass.max(largest, maxima[warp // share * share + i])
+            scale = low_to_float(largest, self.dtype) / Float32(LARGEST)
+            # NaN is not below it; of a smaller one the inverse would be infinite
+            scale = Float32(SMALLEST) if scale < SMALLEST else scale
+        if exists & (first == 0):
             o.scale[m] = scale
-        for column in cutlass.range(8 * thread, o.x.shape[1], 8 * THREADS, unroll=2):
-            quad = load_values(address(o.x, m, column))
-            words = cute.make_rmem_tensor((2,), Uint32)
-            for i in range_constexpr(2):
-                words[i] = quantize(quad[2 * i], quad[2 * i + 1], scale, self.dtype)
-            target = cute.recast_ptr(address(o.q, m, column).align(8), dtype=Uint32)
-            cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(2)))
+        words, inverse = cute.make_rmem_tensor((2,), Uint32), Float32(1.0) / scale
+        for i in range_constexpr(PIECES):
+            column = first + i * step
+            if exists & (column < o.x.shape[1]):
+                for j in range_constexpr(2):
+                    words[j] = quantize(row[2 * j, i], row[2 * j + 1, i], inverse, self.dtype)
+                target = cute.recast_ptr(address(o.q, m, column).align(8), dtype=Uint32)
+                cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(2)))
 
     @cute.jit
-    def largest(self, o: Operands, m: Int32, maxima: cute.Tensor, thread: Int32):
-        """The largest magnitude of a row. Without signs values are in the order of their bits, and NaN is above all."""
+    def largest(self, row: cute.Tensor):
+        """The largest magnitude in a warp. Without signs values are in the order of their bits, and NaN is above all."""
         bits = Uint32(0)
-        for column in cutlass.range(8 * thread, o.x.shape[1], 8 * THREADS, unroll=2):
-            quad = load_values(address(o.x, m, column))
-            for i in range_constexpr(4):
-                for half in range_constexpr(2):
-                    magnitude = (quad[i] >> 16 if half == 1 else quad[i]) & Uint32(0x7FFF)
-                    bits = cutlass.max(bits, magnitude)
-        bits = Uint32(cute.arch.warp_redux_sync(Int32(bits), "max"))
-        if thread & 31 == 0:
-            maxima[thread // 32] = bits
-        cute.arch.sync_threads()
-        for warp in range_constexpr(WARPS):
-            bits = cutlass.max(bits, maxima[warp])
-        return low_to_float(bits, self.dtype)
+        for i in range_constexpr(cute.size(row)):
+            for part in (row[i], row[i] >> 16):
+                bits = cutlass.max(bits, part & Uint32(MAGNITUDE))
+        return Uint32(cute.arch.warp_redux_sync(Int32(bits), "max"))
 
 
 @cute.jit
-def quantize(first: Uint32, second: Uint32, scale: Float32, dtype: cutlass.Constexpr) -> Uint32:
-    """Four 16-bit values over a scale as e4m3: round to nearest even, saturating."""
-    values = [half(pair, dtype) / scale for pair in (first, second) for half in (low_to_float, high_to_float)]
+def warps_of(k: Int32) -> Int32:
+    """Warps that share a row."""
+    warps = Int32(1)
+    while warps * (256 * PIECES) < k:
+        warps = warps * 2
+    return warps
+
+
+@cute.jit
+def quantize(first: Uint32, second: Uint32, factor: Float32, dtype: cutlass.Constexpr) -> Uint32:
+    """Four 16-bit values times a factor as e4m3: round to nearest even, saturating."""
+    values = [half(pair, dtype) * factor for pair in (first, second) for half in (low_to_float, high_to_float)]
     return cute.arch.inline_ptx(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};"
         " cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, { low, high }; }",
