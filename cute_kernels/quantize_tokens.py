@@ -1,9 +1,12 @@
 """Rows of x in e4m3: x_q[m] = e4m3(x[m] * (1 / scale[m])) with scale[m] = max|x[m]| / 448, but not below 2^-126.
 
 If `given` is not empty, all rows have its scale, and values beyond 448 times that become the largest. A row with NaN
-has the scale NaN, one with an infinity an infinite scale: then all that depends on the row is NaN.
+or an infinity has the scale NaN, and NaN alone: then all that depends on the row is NaN.
 
-A warp has 2,048 columns in registers; two, four or eight warps share a longer row.
+Of a `hidden` state x is relu(gate) * up, rounded as dense layers round it; of one without an up projection it is
+relu(gate), and for the other activations see common/activation.py.
+
+A warp has 2,048 columns in registers; up to 16 warps share a longer row.
 """
 
 from typing import Any, NamedTuple
@@ -11,15 +14,16 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint8, Uint32, range_constexpr
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from .common import launch, operands
+from .common.activation import above, hidden, power
 from .common.copies import address, load_values_if
-from .common.values import MAGNITUDE, high_to_float, low_to_float
+from .common.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pair
 from .specs import QuantizeTokensSpec
 
-THREADS = 256
+THREADS = 512
 WARPS = THREADS // 32
 # pieces of 16 bytes of a thread
 PIECES = 8
@@ -29,7 +33,9 @@ LARGEST, SMALLEST = 448.0, 2.0**-126
 class Operands(NamedTuple):
     """Operands in global memory."""
 
-    x: Any  # [M, K]
+    x: Any  # [M, K], or the gate before its activation
+    up: Any  # [M, K] or None, of a hidden state
+    form: Any  # its activation and threshold
     given: Any  # fp32 [1], or empty
     q: Any  # e4m3 [M, K] as bytes
     scale: Any  # fp32 [M]
@@ -43,9 +49,15 @@ class QuantizeTokens:
 
     @cute.jit
     def __call__(self, x: cute.Tensor, given: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, stream: cuda.CUstream):
+        self.launch(Operands(x, None, None, given, q, scale), stream)
+
+    @cute.jit
+    def launch(self, o: Operands, stream: cuda.CUstream):
+        """Launch the kernel."""
+        x = o.x
         if x.shape[0] > 0:
             rows = WARPS // warps_of(x.shape[1])
-            self.kernel(Operands(x, given, q, scale)).launch(
+            self.kernel(o).launch(
                 grid=(cute.ceil_div(x.shape[0], rows), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
             )
 
@@ -63,7 +75,10 @@ class QuantizeTokens:
         for i in range_constexpr(PIECES):
             column = first + i * step
             valid = exists & (column < o.x.shape[1])
-            load_values_if(address(o.x, m if valid else 0, column if valid else 0), row[None, i], valid)
+            token, column = m if valid else 0, column if valid else 0
+            load_values_if(address(o.x, token, column), row[None, i], valid)
+            if const_expr(o.form is not None):
+                self.multiply(o, row[None, i], token, column, valid)
         scale = Float32(1.0)
         if o.given.shape[0] > 0:
             scale = o.given[0]
@@ -77,6 +92,7 @@ class QuantizeTokens:
             scale = low_to_float(largest, self.dtype) / Float32(LARGEST)
             # NaN is not below it; of a smaller one the inverse would be infinite
             scale = Float32(SMALLEST) if scale < SMALLEST else scale
+            scale = Float32.nan if scale == Float32.inf else scale
         if exists & (first == 0):
             o.scale[m] = scale
         words, inverse = cute.make_rmem_tensor((2,), Uint32), Float32(1.0) / scale
@@ -87,6 +103,22 @@ class QuantizeTokens:
                     words[j] = quantize(row[2 * j, i], row[2 * j + 1, i], inverse, self.dtype)
                 target = cute.recast_ptr(address(o.q, m, column).align(8), dtype=Uint32)
                 cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(2)))
+
+    @cute.jit
+    def multiply(self, o: Operands, gates: cute.Tensor, token: Int32, column: Int32, valid: Boolean):
+        """Eight hidden values in place of eight gates."""
+        activation, threshold = o.form
+        ups = cute.make_rmem_tensor((4,), Uint32)
+        if const_expr(o.up is not None):
+            load_values_if(address(o.up, token, column), ups, valid)
+        for i in range_constexpr(4):
+            gate, values = above(relu_pair(gates[i], self.dtype), threshold, self.dtype), []
+            for half in (low_to_float, high_to_float):
+                if const_expr(o.up is not None):
+                    values.append(hidden(half(gate, self.dtype), half(ups[i], self.dtype), activation))
+                else:
+                    values.append(power(half(gate, self.dtype), activation))
+            gates[i] = pack(*values, self.dtype)
 
     @cute.jit
     def largest(self, row: cute.Tensor):
@@ -119,12 +151,30 @@ def quantize(first: Uint32, second: Uint32, factor: Float32, dtype: cutlass.Cons
     )
 
 
+class QuantizeHidden(QuantizeTokens):
+    """For one dtype, with an up projection or without."""
+
+    @cute.jit
+    def __call__(
+        self,
+        gate: cute.Tensor,
+        up: cute.Tensor | None,
+        given: cute.Tensor,
+        q: cute.Tensor,
+        scale: cute.Tensor,
+        activation: Int32,
+        threshold: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.launch(Operands(gate, up, (activation, threshold), given, q, scale), stream)
+
+
 def signature(spec: QuantizeTokensSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    m, k = cute.sym_int32(), cute.sym_int32(divisibility=16)
-    return QuantizeTokens(spec), (
-        operands.rows(operands.DTYPES[spec.dtype], m, k),
-        operands.vector(Float32, cute.sym_int32(), 4),
-        operands.bytes_by_rows(Uint8, m, k),
-        operands.vector(Float32, m),
-    )
+    dtype, m, k = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32(divisibility=16)
+    matrix = operands.rows(dtype, m, k)
+    others = operands.vector(Float32, cute.sym_int32(), 4), *operands.e4m3_rows(m, k)
+    if spec.source == "tokens":
+        return QuantizeTokens(spec), (matrix, *others)
+    up = operands.rows(dtype, m, k) if spec.source == "gated" else None
+    return QuantizeHidden(spec), (matrix, up, *others, Int32(1), Int32(1))

@@ -52,6 +52,9 @@ DENSE_TOKENS = (64, 128)
 # K classes of the kernel that quantises rows for the screen of the gate.
 QUANTIZE_K_CLASSES = (2048, 4096, 8192, 16384)
 
+# What is quantised to e4m3 by rows.
+QUANTIZED = ("tokens", "gated", "plain")
+
 # Tokens of a tile of the gate GEMM, multiples of 16. Each is the fastest for some batches, see tuning.gate_pack.
 GATE_TOKENS = (48, 64, 96, 128, 144)
 # Those of e4m3 weights whose sums stay in the tensor cores, or not.
@@ -216,9 +219,22 @@ class QuantizeGateSpec(_Kernel):
 
 @dataclass(frozen=True)
 class QuantizeTokensSpec(_Kernel):
-    """``x -> q, scale``: rows of x in e4m3, each by its largest value, or all by one scale."""
+    """``x -> q, scale``: rows of x in e4m3, each by its largest value, or all by one scale.
 
+    ``source``: what is quantised, "tokens", or the hidden state of a dense layer, "gated" or "plain".
+    """
+
+    source: str
     op: ClassVar[str] = "quantize_tokens"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.source not in QUANTIZED:
+            raise ValueError(f"source must be one of {QUANTIZED}, got {self.source!r}")
+
+    @property
+    def suffix(self) -> str:
+        return f"_{self.source}"
 
 
 @dataclass(frozen=True)
@@ -280,7 +296,10 @@ class UpDownTokenSpec(_FamilyKernel):
     @property
     def rows(self) -> int:
         """Rows that a thread has in flight."""
-        return (8 if self.deep else 4) if self.span == 1 else max(1, (16 if self.deep else 8) // self.vectors)
+        if self.span == 1:
+            return 8 if self.deep else 4
+        # of e4m3 rows fewer, as most of the rest are registers of sums
+        return max(1, (16 if self.deep else 4 if self.dtype == E4M3 else 8) // self.vectors)
 
     @property
     def turn(self) -> int:
@@ -297,7 +316,7 @@ class UpDownTokenSpec(_FamilyKernel):
         """CTAs that a multiprocessor holds."""
         if self.deep:
             return 2 if self.vectors < 4 else 1
-        return {1: 3, 2: 2, 4: 1, 8: 1}[self.vectors]
+        return {1: 4 if self.dtype == E4M3 and self.cluster == 1 else 3, 2: 2, 4: 1, 8: 1}[self.vectors]
 
     @property
     def suffix(self) -> str:
@@ -642,7 +661,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(GatePackFewSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_FEW_TOKENS),
         *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
         *(GateScreenSpec(d) for d in DTYPES),
-        QuantizeTokensSpec("bfloat16"),
+        *(QuantizeTokensSpec("bfloat16", s) for s in QUANTIZED),
         *(
             UpDownTokenSpec(d, k, c, g, family=f)
             for f in FAMILIES

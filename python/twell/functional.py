@@ -17,8 +17,11 @@ from twell._autograd import gated_relu
 from twell._front import Learning
 from twell._modes import PLAIN_TENSORS
 from twell._plain import overridden
+from twell._quantised import is_quantised
+from twell._quantised import run as quantised
 from twell._runtime import geometry, nvtx
 from twell._runtime.log import info_once, warn_once
+from twell.float8 import Float8
 from twell.ops import screened
 from twell.ops.dense import as_torch, fuses
 from twell.ops.ffn import inference_of
@@ -64,6 +67,7 @@ class _Options(TypedDict, total=False):
     invariant: bool
     compression: int
     main_grads: Sequence[Tensor | None] | None
+    fast_accum: bool
 
 
 class _GatedOptions(_Options, total=False):
@@ -72,10 +76,10 @@ class _GatedOptions(_Options, total=False):
 
 @overload
 def sparse_gated_ffn(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
+    x: Tensor | Float8,
+    w_gate: Tensor | Float8,
+    w_up: Tensor | Float8,
+    w_down: Tensor | Float8,
     *,
     return_aux: Literal[False] = False,
     **options: Unpack[_GatedOptions],
@@ -84,10 +88,10 @@ def sparse_gated_ffn(
 
 @overload
 def sparse_gated_ffn(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
+    x: Tensor | Float8,
+    w_gate: Tensor | Float8,
+    w_up: Tensor | Float8,
+    w_down: Tensor | Float8,
     *,
     return_aux: Literal[True],
     **options: Unpack[_GatedOptions],
@@ -95,10 +99,10 @@ def sparse_gated_ffn(
 
 
 def sparse_gated_ffn(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
+    x: Tensor | Float8,
+    w_gate: Tensor | Float8,
+    w_up: Tensor | Float8,
+    w_down: Tensor | Float8,
     *,
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
@@ -110,6 +114,7 @@ def sparse_gated_ffn(
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: bool = False,
+    fast_accum: bool = True,
 ) -> Tensor | tuple[Tensor, Aux]:
     """``(relu(x @ w_gate^T + b_gate) * (x @ w_up^T + b_up)) @ w_down^T + b_down``, on the non-zeros of the gate.
 
@@ -151,6 +156,11 @@ def sparse_gated_ffn(
             such as ``torch.autograd.grad(y, x)``, adds none; one that torch.compile traced adds all. main_down is added
             to in place if it is the transposed view of [N, K] rows, else through a copy.
         return_aux: also return ``Aux(l1, l0)``.
+        fast_accum: with e4m3 weights, whether tensor cores hold whole sums, of which they keep about 14 bits, as
+            ``use_fast_accum`` of ``torch._scaled_mm``; else they hold sums of 128 products.
+
+    Weights may be e4m3, all of them, as ``twell.Float8`` records: then x is bfloat16, or a record, y is bfloat16, and
+    calls are inference (docs/float8.md). What follows is of 16-bit weights.
 
     All tensors are bfloat16 or float16 and on one device: a GPU of compute capability 8.0 or higher, or the CPU. The
     CPU takes float32 and float64 too, for tests. Under autocast every call first casts floating tensors, except for
@@ -177,27 +187,31 @@ def sparse_gated_ffn(
     Raises TypeError, ValueError or NotImplementedError naming what was got and expected; a second derivative raises
     NotImplementedError unless ``strategy`` is "dense".
     """
-    layer = Operands(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    kind = activation_of(activation, threshold)
+    kind, weights, biases = activation_of(activation, threshold), (w_gate, w_up, w_down), (b_gate, b_up, b_down)
+    if is_quantised(x, weights):
+        _require_inference(main_grads, return_aux)
+        how = kind, strategy, invariant, compression, fast_accum
+        return quantised("sparse_gated_ffn", x, weights, biases, *how)
+    layer = Operands(x, *weights, *biases)
     return run(sparse_gated_ffn, layer, True, kind, strategy, invariant, compression, main_grads, return_aux)
 
 
 @overload
 def sparse_ffn(
-    x: Tensor, w_up: Tensor, w_down: Tensor, *, return_aux: Literal[False] = False, **options: Unpack[_Options]
+    x: Tensor | Float8, w_up: Tensor | Float8, w_down: Tensor | Float8, *, return_aux: Literal[False] = False, **options: Unpack[_Options]
 ) -> Tensor: ...
 
 
 @overload
 def sparse_ffn(
-    x: Tensor, w_up: Tensor, w_down: Tensor, *, return_aux: Literal[True], **options: Unpack[_Options]
+    x: Tensor | Float8, w_up: Tensor | Float8, w_down: Tensor | Float8, *, return_aux: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Aux]: ...
 
 
 def sparse_ffn(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
+    x: Tensor | Float8,
+    w_up: Tensor | Float8,
+    w_down: Tensor | Float8,
     *,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
@@ -208,15 +222,26 @@ def sparse_ffn(
     compression: int = 8,
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: bool = False,
+    fast_accum: bool = True,
 ) -> Tensor | tuple[Tensor, Aux]:
     """``relu(x @ w_up^T + b_up) @ w_down^T + b_down``, on the non-zeros of the hidden state.
 
     w_up is [N, K], w_down [K, N], b_up [N], b_down [K], main_grads (main_up, main_down). The activation "drelu" needs a
     gate. Everything else is as in ``sparse_gated_ffn``, errors and the dtypes that run dense included.
     """
-    layer = Operands(x, w_up, None, w_down, b_up, None, b_down)
-    kind = activation_of(activation, threshold, gated=False)
+    kind, weights, biases = activation_of(activation, threshold, gated=False), (w_up, None, w_down), (b_up, None, b_down)
+    if is_quantised(x, weights):
+        _require_inference(main_grads, return_aux)
+        return quantised("sparse_ffn", x, weights, biases, kind, strategy, invariant, compression, fast_accum)
+    layer = Operands(x, *weights, *biases)
     return run(sparse_ffn, layer, False, kind, strategy, invariant, compression, main_grads, return_aux)
+
+
+def _require_inference(main_grads: Any, return_aux: bool) -> None:
+    """Raise for what calls on e4m3 weights do not have."""
+    if main_grads is not None or return_aux:
+        asked = "main_grads" if main_grads is not None else "return_aux"
+        raise NotImplementedError(f"{asked}: e4m3 weights are for inference alone; train, and measure, the 16-bit ones")
 
 
 def pack(

@@ -16,6 +16,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def stored(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of gates and outputs of layers whose weights have this one."""
+    return torch.bfloat16 if dtype is torch.float8_e4m3fn else dtype
+
+
 def family(index: int) -> str:
     """The family of kernels that device ``index`` runs, which has compute capability 8.0 at least."""
     return specs.SM90 if device.capability(index) == device.SM_90 else specs.PORTABLE
@@ -24,6 +29,9 @@ def family(index: int) -> str:
 # Time of a wave of tiles of the gate GEMM by their tokens, as a multiple of that of 96 (NVIDIA H200, K = 1,024 to
 # 4,096; the choices from it are within 1 % of the best at 27 shapes of 256 to 4,096 tokens).
 _WAVE = {48: 0.72, 64: 0.77, 96: 1.0, 128: 1.36, 144: 1.49}
+
+# The same of e4m3 weights (NVIDIA H100 and H200, K = 2,048, 16,384 tokens).
+_E4M3_WAVE = {64: 0.72, 96: 1.0, 128: 1.28, 144: 1.42}
 
 # Most neurons per cluster that the GPU runs at a time for which CTAs of the gate GEMM for few tokens share sums, and
 # numbers of tokens for which the other gate GEMM is faster. NVIDIA H100 and H200, K = 4,096, N = 14,336 and K = 2,048,
@@ -35,12 +43,19 @@ _NOT_FEW = range(FEW_GATE_PACK + 1, 97)
 
 @functools.lru_cache(4096)
 def gate_pack(
-    dtype: torch.dtype, m: int, n: int, clusters: int, invariant: bool = False, family: str = specs.SM90
+    dtype: torch.dtype,
+    m: int,
+    n: int,
+    clusters: int,
+    invariant: bool = False,
+    family: str = specs.SM90,
+    fast: bool = True,
 ) -> specs.GatePackSpec | specs.GatePackFewSpec:
     """The gate GEMM of ``m`` tokens and ``n`` neurons on a GPU that runs so many ``clusters`` of two CTAs at a time.
 
-    ``invariant``: only kernels whose bits do not depend on m.
+    ``invariant``: only kernels whose bits do not depend on m. ``fast``: whether the tensor cores hold whole sums.
     """
+    invariant = invariant or not fast
     wide = family == specs.SM90 and n > _FEW_NEURONS * clusters
     few = specs.PORTABLE_FEW_TOKENS if family == specs.PORTABLE else specs.WIDE_TOKENS if wide else specs.FEW_TOKENS
     if not invariant and m <= few[-1] and m not in _NOT_FEW:
@@ -53,10 +68,12 @@ def gate_pack(
     def cost(tokens: int) -> float:
         # a cluster takes two tiles of tokens
         tiles = -(-m // (2 * tokens)) * geometry.tiles(n)
-        return -(-tiles // clusters) * _WAVE[tokens]
+        return -(-tiles // clusters) * waves[tokens]
 
+    name = dtype_name(dtype)
+    waves = {t: _E4M3_WAVE[t] for t in specs.E4M3_GATE_TOKENS[fast]} if name == specs.E4M3 else _WAVE
     # all give the same bits
-    return specs.GatePackSpec(dtype_name(dtype), min(specs.GATE_TOKENS, key=cost))
+    return specs.GatePackSpec(name, min(waves, key=cost), fast=fast)
 
 
 @functools.cache
@@ -83,13 +100,14 @@ def up_down_token(
     name, k_max = dtype_name(dtype), specs.k_class(k)
     if family == specs.PORTABLE:
         return specs.UpDownTokenSpec(name, k_max, 1, gated, family=family)
-    fits = [c for c, classes in specs.TOKEN_K_CLASSES.items() if k <= classes[-1]]
+    of_clusters = specs.token_k_classes(family, name)
+    fits = [c for c, classes in of_clusters.items() if k <= classes[-1]]
     if invariant:
         cluster = min(c for c in fits if c > 1)
     else:
         wanted = next((c for most, c, _ in TOKEN_CLUSTERS if m <= most), 1)
         cluster = min(c for c in fits if c >= wanted)
-    return specs.UpDownTokenSpec(name, specs.k_class(k, specs.TOKEN_K_CLASSES[cluster]), cluster, gated)
+    return specs.UpDownTokenSpec(name, specs.k_class(k, of_clusters[cluster]), cluster, gated)
 
 
 # Multiprocessors whose CTAs form whole clusters, of so many: those of a part of the GPU are 16 or 18.
@@ -219,6 +237,7 @@ def _chosen_by_callers(kind: Any) -> Callable[..., Any]:
 
 
 unpack = _chosen_by_callers(specs.UnpackSpec)
+quantize_tokens = _chosen_by_callers(specs.QuantizeTokensSpec)
 reglu = _chosen_by_callers(specs.RegluSpec)
 gate_screen = _chosen_by_callers(specs.GateScreenSpec)
 sampled_gate = _chosen_by_callers(specs.SampledGateSpec)

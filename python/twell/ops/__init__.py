@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from twell.ops.experts import experts
 from twell.ops.ffn import ffn, ffn_aux
+from twell.ops.ffn_float8 import ffn_float8
 from twell.ops.ffn_screened import ffn_screened
 from twell.ops.ffn_union import ffn_union
 from twell.ops.gate_pack import gate_pack
@@ -26,6 +27,7 @@ __all__ = [
     "experts",
     "ffn",
     "ffn_aux",
+    "ffn_float8",
     "ffn_screened",
     "ffn_union",
     "gate_pack",

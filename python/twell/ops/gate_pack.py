@@ -14,7 +14,7 @@ from twell._activation import Activation, activation_of, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.library import Shape, bias_view, blocks, check_layer, laid_bias, new, register, rows
-from twell.ops.operands import run
+from twell.ops.operands import Scaled, launched, run
 
 Packed = tuple[Tensor, Tensor, Tensor]
 
@@ -25,12 +25,12 @@ def outputs(x: Tensor, w_gate: Tensor, compression: int) -> Packed:
     return words, spill, stats
 
 
-def shapes(x: Tensor | View, m: int, w_gate: Tensor | View, compression: int) -> tuple[Shape, Shape, Shape]:
+def shapes(x: Tensor | View | Scaled, m: int, w_gate: Tensor | View | Scaled, compression: int) -> tuple[Shape, Shape, Shape]:
     """Of words, spill and stats of ``m`` tokens."""
     tiles = geometry.tiles(w_gate.shape[0])
     return (
         (torch.int32, m, tiles * geometry.words_per_tile(compression)),
-        (x.dtype, m, tiles * geometry.TILE),
+        (tuning.stored(x.dtype), m, tiles * geometry.TILE),
         stats_shape(m, w_gate.shape[0]),
     )
 
@@ -40,7 +40,7 @@ def stats_shape(m: int, n: int) -> Shape:
     return torch.int32, blocks(m, geometry.STATS_ROWS), geometry.tiles(n), 2
 
 
-def scratch(p: Program, x: View, m: int, w_gate: View, compression: int) -> tuple[View, View]:
+def scratch(p: Program, x: View | Scaled, m: int, w_gate: View | Scaled, compression: int) -> tuple[View, View]:
     """words and spill for ``m`` tokens as scratch of a program."""
     words, spill, _ = shapes(x, m, w_gate, compression)
     return p.scratch(*words), p.scratch(*spill)
@@ -103,8 +103,8 @@ def _cuda(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, th
 
 def pack(
     p: Program,
-    x: View,
-    w_gate: View,
+    x: View | Scaled,
+    w_gate: View | Scaled,
     b_gate: View | None,
     words: View,
     spill: View,
@@ -120,9 +120,10 @@ def pack(
     """
     family, ctas = tuning.family(p.index), p.multiprocessors
     # a cluster is two CTAs, one per multiprocessor
-    spec = tuning.gate_pack(x.dtype, x.shape[0], w_gate.shape[0], ctas // 2, invariant, family)
-    operands = x, w_gate, bias_view(p, b_gate, x.dtype), words, spill, stats
-    form = geometry.words_per_tile(compression), threshold_pair(activation, x.dtype)
+    fast = x.fast if isinstance(x, Scaled) else True
+    spec = tuning.gate_pack(x.dtype, x.shape[0], w_gate.shape[0], ctas // 2, invariant, family, fast)
+    operands = *launched(x), *launched(w_gate), bias_view(p, b_gate, spill.dtype), words, spill, stats
+    form = geometry.words_per_tile(compression), threshold_pair(activation, spill.dtype)
     zeroed = p.scratch(torch.int32, counters)
     if isinstance(spec, specs.GatePackSpec):
         # the portable family has no clusters

@@ -13,7 +13,7 @@ from twell import _modes, tuning
 from twell._runtime import geometry, nvtx, specs
 from twell._runtime.log import warn_once
 from twell._runtime.program import ALIGNMENT, Program, View, launch
-from twell.ops.operands import Operands, Views
+from twell.ops.operands import Operands, Scaled, Views
 
 Implementation = Callable[..., Any]
 # a dtype and the lengths of the dimensions
@@ -220,9 +220,9 @@ def are_laid(layer: Views) -> bool:
     return matrices and biases and _is_readable_down(layer.w_down.shape, layer.w_down.strides)
 
 
-def down_rows(p: Program, w_down: View) -> View:
+def down_rows(p: Program, w_down: View | Scaled) -> View | Scaled:
     """A down weight [K, N] as kernels read it, by rows [N, K]; a copy if it is stored as nn.Linear does."""
-    if are_rows(w_down.shape[::-1], w_down.strides[::-1]):
+    if isinstance(w_down, Scaled) or are_rows(w_down.shape[::-1], w_down.strides[::-1]):
         return w_down.t()
     warn_once(
         "down_proj.weight (w_down) is stored as nn.Linear stores it, and the sparse kernels read a copy by rows, "

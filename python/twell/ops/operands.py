@@ -98,6 +98,44 @@ class Views(NamedTuple):
     b_down: View | None
 
 
+class Scaled(NamedTuple):
+    """A matrix of e4m3 values, as bytes, with fp32 scales: of its rows, or of the columns of a down weight by rows.
+
+    fast: of x, whether the tensor cores hold whole sums of its products.
+    """
+
+    values: View
+    scale: View
+    fast: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self.values.strides
+
+    def part(self, first: int, last: int) -> Scaled:
+        """Rows from ``first`` up to ``last``, or to the end if there are fewer."""
+        return self._replace(values=self.values.part(first, last), scale=self.scale.part(first, last))
+
+    def t(self) -> Scaled:
+        """The transposed matrix; the scales stay."""
+        return self._replace(values=self.values.t())
+
+
+def launched(matrix: View | Scaled | None, scaled: bool = False) -> tuple[View | None, ...]:
+    """A matrix as arguments of kernels: itself, or values and scales; ``scaled``: whether one that is absent has any."""
+    if isinstance(matrix, Scaled):
+        return matrix.values, matrix.scale
+    return (None, None) if scaled else (matrix,)
+
+
 # The shape, strides and dtype of a tensor, as ``allocate`` takes them.
 Place = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 

@@ -38,7 +38,7 @@ from twell.ops.library import (
     register,
     rows,
 )
-from twell.ops.operands import PackedOperands, run
+from twell.ops.operands import PackedOperands, Scaled, launched, run
 from twell.ops.unpack import unpack
 
 
@@ -103,7 +103,7 @@ def _kernel(p: Program, m: int, k: int, dtype: torch.dtype, gated: bool, alone: 
     return spec, 0 if alone else tuning.token_helpers(m, spec, p.multiprocessors)
 
 
-def counters(p: Program, x: View, gated: bool, invariant: bool, guarded: bool) -> int:
+def counters(p: Program, x: View | Scaled, gated: bool, invariant: bool, guarded: bool) -> int:
     """Counters of the clusters that share tokens of ``x`` [M, K], and of dense halves if ``guarded``; 0 if none do."""
     m, k = x.shape
     spec, helpers = _kernel(p, m, k, x.dtype, gated, invariant)
@@ -116,11 +116,11 @@ def counters(p: Program, x: View, gated: bool, invariant: bool, guarded: bool) -
 
 def multiply(
     p: Program,
-    x: View | None,
+    x: View | Scaled | None,
     words: View,
     spill: View,
-    w_up: View | None,
-    w_down: View,
+    w_up: Any,
+    w_down: Any,
     b_up: View | None,
     b_down: View | None,
     y: View,
@@ -137,7 +137,7 @@ def multiply(
     If ``guarded``, the device may choose dense products instead, which leave ``l1`` as it is.
     """
     (m, k), dtype, gated = y.shape, spill.dtype, w_up is not None
-    spec, helpers = _kernel(p, m, k, dtype, gated, zeroed is None)
+    spec, helpers = _kernel(p, m, k, w_down.dtype, gated, zeroed is None)
     # y of each piece, and behind it the sum of |h|
     sums = p.scratch(torch.float32, 2 * helpers, k + 8)
     if zeroed is None:
@@ -153,9 +153,10 @@ def multiply(
     biases = bias_view(p, b_up, dtype) if gated else None, bias_view(p, b_down, dtype)
     form = geometry.words_per_tile(compression), activation.code()
     w_down = down_rows(p, w_down)
-    operands = x if gated else None, words, spill, w_up, w_down
-    p.launch(spec, *operands, *biases, y, l1, sums, own, weights, stats, *numbers, *form)
-    if x is not None and guarded:
+    scaled = isinstance(w_down, Scaled)
+    of_x, of_up = launched(x if gated else None, scaled), launched(w_up, scaled)
+    p.launch(spec, *of_x, words, spill, *of_up, *launched(w_down), *biases, y, l1, sums, own, weights, stats, *numbers, *form)
+    if guarded and not isinstance(x, Scaled) and x is not None:
         _by_dense_halves(p, Packed(x, words, spill, w_up, w_down, *biases), y, own, halves, form)
 
 

@@ -34,7 +34,7 @@ from twell.ops.library import (
     register,
     rows,
 )
-from twell.ops.operands import PackedOperands, run
+from twell.ops.operands import PackedOperands, Scaled, launched, run
 from twell.ops.unpack import unpack
 
 Outputs = tuple[Tensor, Tensor, Tensor]
@@ -118,7 +118,7 @@ def _build(p: Program, x: View, words: View, spill: View, *others: Any) -> None:
 
 def by_slices(
     p: Program,
-    behind: tuple[View, View | None, View, View | None, View | None],
+    behind: tuple[View | Scaled, View | Scaled | None, View | Scaled, View | None, View | None],
     packed_of: Callable[[int, int], tuple[View, ...]],
     results: Sequence[View],
     activation: Activation,
@@ -143,7 +143,7 @@ def by_slices(
     entries = p.scratch(torch.int32, longest * n)
     neurons = p.scratch(torch.int16, geometry.token_tiles(longest), geometry.CHUNK * geometry.chunks(n))
     chunks = p.scratch(torch.int32, geometry.token_tiles(longest), geometry.chunks(n) + 1)
-    down: View | None = None
+    down: View | Scaled | None = None
     for first, last in slices:
         start, stop = first // geometry.TOKEN_TILE, geometry.token_tiles(last)
         # the element behind the sizes of a slice is zero until the next slice writes its first size there
@@ -155,13 +155,14 @@ def by_slices(
         compact = tuning.compact(dtype, False, family=family)
         p.launch(compact, words, spill, None, *pattern, None, sums, n, width, plain, most, *listed)
         if w_up is not None:
-            up = tuning.sampled_up(dtype, False, family=family)
-            own, up_bias = x.part(first, last), bias_view(p, b_up, dtype)
-            p.launch(up, own, w_up, up_bias, *pattern, None, None, sums, code, most, ctas)
+            up = tuning.sampled_up(x.dtype, False, family=family)
+            own, up_bias = launched(x.part(first, last)), bias_view(p, b_up, dtype)
+            p.launch(up, *own, *launched(w_up), up_bias, *pattern, None, None, sums, code, most, ctas)
         # with an up projection h is now in the entries
         down = down_rows(p, w_down) if down is None else down
         down_bias, out = bias_view(p, b_down, dtype), (y.part(first, last), aside, of_entries, most, ctas)
-        p.launch(tuning.gathered(dtype, 0, family=family), None, down, None, None, down_bias, *pattern, *out)
+        rows = launched(down)
+        p.launch(tuning.gathered(down.dtype, 0, family=family), None, *rows, None, None, down_bias, *pattern, *out)
 
 
 up_down_union = register(

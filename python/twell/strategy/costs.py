@@ -59,7 +59,8 @@ class Problem(NamedTuple):
 
     ``down_copied``: whether the down weight is stored as in nn.Linear, so that sparse kernels read a copy by rows, made
     at each forward and each backward pass. ``merged``: whether a dense layer computes gate and up in one product.
-    ``eager``: whether the host launches each kernel in the call, rather than before it in a CUDA graph.
+    ``eager``: whether the host launches each kernel in the call, rather than before it in a CUDA graph. ``float8``:
+    whether weights are e4m3 with scales.
     """
 
     m: int
@@ -71,6 +72,7 @@ class Problem(NamedTuple):
     merged: bool = False
     # pickles of version 0.2 have a bool of another meaning here; then the next call decides again
     eager: bool = False
+    float8: bool = False
 
 
 class Figures(NamedTuple):
@@ -158,6 +160,10 @@ def costs(problem: Problem, figures: Figures, table: Table | None = None, screen
     ``table`` is the shipped one by default. ``SCREENED`` has a time where ``figures.candidates`` are known, with
     ``screen``.
     """
+    if problem.float8:
+        seconds = float8_seconds(problem, figures)
+        predicted = {name: time / seconds["dense"] for name, time in seconds.items()}
+        return _eager(problem, predicted) if problem.eager else predicted
     copies, dense = copy_cost(problem), merged_cost(problem)
     predicted = {}
     for name, terms in coefficients(problem, table).items():
@@ -221,6 +227,35 @@ def experts_seconds(pairs: int, touched: float, fired: float, n: int, k: int, ga
     }
 
 
+# Layers of e4m3 weights: seconds before and between kernels, flop and bytes of weights per second of products, bytes of
+# rows per second of "row", flop per second of the products of "union" and bytes of values that passes read and write.
+# NVIDIA H100, K = 2,048 and 4,096 (profiling/results/h100_float8.json).
+_F8_STARTS = {"dense": 20e-6, "row": 6e-6, "union": 22e-6}
+_F8_FLOP, _F8_BYTES, _F8_ROWS, _F8_PASS = 1300e12, 2.8e12, 3.6e12, 2.8e12
+_F8_UP_FLOP, _F8_DOWN_FLOP = 800e12, 480e12
+
+
+def float8_seconds(problem: Problem, figures: Figures) -> dict[str, float]:
+    """Predicted seconds of a layer of e4m3 weights by each strategy, on the GPU."""
+    m, k, n = problem[:3]
+    union, density, heaviest = shares(problem, figures)
+    product = max(2 * m * k * n / _F8_FLOP, k * n / _F8_BYTES)
+    gate, rows = product + 3 * m * k / _F8_PASS, 2 if problem.gated else 1
+    own = m * density
+    if waits(problem):
+        # the heaviest tokens are behind each other
+        own = max(own, heaviest * min(m, HEAVY_GROUP))
+    entries = m * density * n * 12 / _F8_PASS
+    up = 2 * m * union * n * k / _F8_UP_FLOP if problem.gated else 0.0
+    down = 2 * m * union * n * k / _F8_DOWN_FLOP + 2 * m * k / _F8_PASS
+    weights = rows * k * n * min(1.0, union) / _F8_BYTES
+    return {
+        "row": _F8_STARTS["row"] + gate + max(rows * own * n * k / _F8_ROWS, weights),
+        "union": _F8_STARTS["union"] + gate + entries + max(up + down, weights),
+        "dense": _F8_STARTS["dense"] + gate + rows * product + m * n * (3 + 2 * rows) / _F8_PASS,
+    }
+
+
 def waits_for_host(problem: Problem) -> bool:
     """Whether the host may take longer than the kernels of a dense call, on a host half as fast, too."""
     passes = 3 if problem.training else 1
@@ -264,7 +299,7 @@ def decide(
     Without figures inference takes a sparse strategy and training the dense one. Calls of a kind for which the table
     must not stand in (``Table.lacks``) are dense.
     """
-    if table is not None and (lacks := table.lacks(problem.training, problem.gated)):
+    if table is not None and not problem.float8 and (lacks := table.lacks(problem.training, problem.gated)):
         return Decision("dense", lacks, {"dense": 1.0})
     decision = _fresh(problem, table) if figures is None else _measured(problem, figures, current, table, screen)
     if decision.strategy == "dense" and problem.down_copied:
@@ -300,7 +335,7 @@ def captured(problem: Problem, table: Table) -> Decision | None:
     No figure decides it. If "row" of a sparse layer of this size takes less time than dense, the graph has ``GUARDED``,
     so that the device chooses in each replay. Otherwise, and without the kernels for it, it is dense.
     """
-    if problem.training or problem.eager or problem.m not in GUARDED_TOKENS:
+    if problem.training or problem.eager or problem.float8 or problem.m not in GUARDED_TOKENS:
         return None
     if not table.screens or table.lacks(False, problem.gated):
         return Decision("dense", "a graph keeps its choice, and this GPU cannot choose in each replay", {"dense": 1.0})
@@ -338,7 +373,7 @@ def _measured(problem: Problem, figures: Figures, current: str | None, table: Ta
 
 def _takes_row(problem: Problem) -> bool:
     """Whether "auto" may take "row"."""
-    return problem.m * problem.k <= ROW_VALUES
+    return problem.float8 or problem.m * problem.k <= ROW_VALUES
 
 
 def _fresh(problem: Problem, table: Table | None) -> Decision:

@@ -312,9 +312,18 @@ class AutoStrategy:
                     # it is traced again
                     graph.strategy, graph.reason = "union", "the screen was switched off"
 
-    def begin(self, x: Tensor, n: int, gated: bool, training: bool, down_copied: bool, merged: bool = False) -> Route:
+    def begin(
+        self,
+        x: Tensor,
+        n: int,
+        gated: bool,
+        training: bool,
+        down_copied: bool,
+        merged: bool = False,
+        float8: bool = False,
+    ) -> Route:
         """Choose the route of a call on x [..., K] with n neurons; the call is not being traced."""
-        kind = (x.shape, n, gated, training, down_copied, merged)
+        kind = (x.shape, n, gated, training, down_copied, merged, float8)
         known = self.routes.get(kind)
         # between the calls that decide and measure, the host has little to do
         if (
@@ -330,7 +339,7 @@ class AutoStrategy:
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
         capturing = real and _modes.capturing(x)
         sizes = (tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged)
-        problem = costs.Problem(*sizes, eager=not capturing)
+        problem = costs.Problem(*sizes, eager=not capturing, float8=float8)
         holder = self if training and _modes.checkpointed() else None
         if real:
             self._table = tables.in_use(x.device)
@@ -348,9 +357,9 @@ class AutoStrategy:
                         self._forget_routes()
                     self.routes[kind] = bucket, route
                 return route
-            screen = self.screens and costs.worth_screening(problem, bucket.figures or self._nearest(key), self._table)
+            screen = self.screens and not float8 and costs.worth_screening(problem, bucket.figures or self._nearest(key), self._table)
         many = problem.m >= geometry.TOKEN_TILE
-        if strategy == "row" and many and "union" in costs.coefficients(problem, self._table):
+        if strategy == "row" and many and (float8 or "union" in costs.coefficients(problem, self._table)):
             strategy = "union"
         return route_of(strategy, Measurement(self, problem, call, screen), holder, bucket.held)
 
@@ -582,10 +591,12 @@ class AutoStrategy:
         return known[min(known, key=lambda other: (abs(other[1] - key[1]), other[0] != key[0], -other[1]))]
 
 
-def without_site(x: Tensor, n: int, gated: bool, training: bool, down_copied: bool) -> Route:
+def without_site(
+    x: Tensor, n: int, gated: bool, training: bool, down_copied: bool, float8: bool = False
+) -> Route:
     """The route of a call on x [..., K] that "auto" chooses and that has no site to remember figures."""
     eager = not (type(x) is Tensor and _modes.capturing(x))
-    problem = costs.Problem(tokens_of(x), x.shape[-1], n, gated, training, down_copied, eager=eager)
+    problem = costs.Problem(tokens_of(x), x.shape[-1], n, gated, training, down_copied, eager=eager, float8=float8)
     return Route(costs.decide_once(problem, tables.in_use(x.device)))
 
 
@@ -667,7 +678,7 @@ def _key(problem: costs.Problem) -> tuple[bool, int]:
 
 
 def _is_laid_alike(one: costs.Problem, other: costs.Problem) -> bool:
-    return (one.down_copied, one.merged, one.eager) == (other.down_copied, other.merged, other.eager)
+    return (one.down_copied, one.merged, *one[7:]) == (other.down_copied, other.merged, *other[7:])
 
 
 def _kind(training: bool) -> str:

@@ -1,0 +1,122 @@
+"""``Float8MLP``: a layer of e4m3 weights, for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twell import _quantised
+from twell._activation import ActivationName, activation_of
+from twell._arguments import require, require_flag
+from twell._runtime import geometry
+from twell.float8 import E4M3, Float8
+from twell.functional import Strategy
+from twell.strategy.plan import Facts, routed
+from twell.strategy.site import AutoStrategy
+
+
+class Float8Projection(nn.Module):
+    """A weight [R, C] in e4m3 with a scale for each row, ``weight_scale`` float32 [R, 1], and a bias, if any.
+
+    The state dict has the names and shapes of compressed-tensors' format FP8_DYNAMIC.
+    """
+
+    weight: nn.Parameter
+    weight_scale: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(self, record: Float8, bias: Tensor | None = None, by_columns: bool = False) -> None:
+        super().__init__()
+        require("weight", record, Float8, "a Float8")
+        if record.values.dim() != 2:
+            raise ValueError(f"weight must have two dimensions, got {list(record.shape)}")
+        values = record.values.t().contiguous().t() if by_columns else record.values.contiguous()
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.register_buffer("weight_scale", record.by_rows()[:, None].clone())
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def record(self) -> Float8:
+        """The weight as functions take it. Raises TypeError if it was cast to another dtype."""
+        weight, scale = self.weight, self.weight_scale
+        if weight.dtype != E4M3 or scale.dtype != torch.float32:
+            got = f"{weight.dtype} and {scale.dtype}"
+            raise TypeError(
+                f"weight and weight_scale must be {E4M3} and torch.float32, got {got}: a quantised layer keeps its "
+                "dtypes; cast the model before it is quantised"
+            )
+        return Float8(weight.detach(), scale.view(-1))
+
+    def extra_repr(self) -> str:
+        return f"{list(self.weight.shape)}, e4m3, bias={self.bias is not None}"
+
+
+class Float8MLP(nn.Module):
+    """``twell.sparse_gated_ffn`` of e4m3 weights on bfloat16 x [..., hidden], or ``twell.sparse_ffn`` without a gate.
+
+    ``gate`` (None without one) and ``up`` are [intermediate, hidden], ``down`` is [hidden, intermediate], each a
+    ``twell.Float8`` with scales by rows or of the tensor; ``biases`` are theirs, bfloat16 or None. ``down`` is stored
+    by rows of neurons, as kernels read it. ``input_scale``, float32 [1]: one scale for all of x; else each token has its
+    own. ``activation``, ``threshold``, ``strategy``, ``invariant``, ``compression`` and ``fast_accum`` are those of the
+    functions. With "auto" the module has its own ``AutoStrategy``. For inference alone: its parameters require no grad.
+    """
+
+    def __init__(
+        self,
+        gate: Float8 | None,
+        up: Float8,
+        down: Float8,
+        *,
+        biases: Sequence[Tensor | None] = (None, None, None),
+        activation: ActivationName = "relu",
+        threshold: float = 0,
+        strategy: Strategy | AutoStrategy = "auto",
+        invariant: bool = False,
+        compression: int = 8,
+        fast_accum: bool = True,
+        input_scale: Tensor | None = None,
+        names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
+        super().__init__()
+        require_flag("fast_accum", fast_accum)
+        geometry.words_per_tile(compression)
+        self.hidden, self.intermediate = down.shape
+        for name, record in zip(names, (gate, up)):
+            if record is not None and tuple(record.shape) != (self.intermediate, self.hidden):
+                raise ValueError(f"{name} must be {[self.intermediate, self.hidden]}, got {list(record.shape)}")
+        self._form = activation_of(activation, threshold, gate is not None)
+        asked = "auto" if isinstance(strategy, AutoStrategy) else strategy
+        routed(Facts("Float8MLP", asked, invariant, n=self.intermediate, k=self.hidden))
+        self.strategy, self.invariant, self.compression, self.fast_accum = strategy, invariant, compression, fast_accum
+        self._auto = AutoStrategy(screen="off")
+        self._names = tuple(names) if gate is not None else tuple(names[-2:])
+        records = [record for record in (gate, up, down) if record is not None]
+        given = biases if gate is not None else biases[-2:]
+        for name, record, bias in zip(self._names, records, given):
+            setattr(self, name, Float8Projection(record, bias, by_columns=record is down))
+        self.register_buffer("input_scale", None if input_scale is None else input_scale.detach().float().view(1))
+
+    def forward(self, x: Tensor | Float8) -> Tensor:
+        """x [..., hidden] -> y [..., hidden], bfloat16."""
+        children = [getattr(self, name) for name in self._names]
+        records: list[Any] = [child.record() for child in children]
+        biases: list[Any] = [child.bias for child in children]
+        if len(children) == 2:
+            records.insert(1, None)
+            biases.insert(1, None)
+        how = self._site() or self.strategy, self.invariant, self.compression, self.fast_accum, self.input_scale
+        name = "Float8MLP"
+        return _quantised.run(name, x, records, biases, self._form, *how)
+
+    def _site(self) -> AutoStrategy | None:
+        """The ``AutoStrategy`` that chooses; None if nothing is left to choose."""
+        if self.invariant:
+            return None
+        if isinstance(self.strategy, AutoStrategy):
+            return self.strategy
+        return self._auto if self.strategy == "auto" else None
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden}, {self.intermediate}, activation={self._form.name!r}, strategy={self.strategy!r}"

@@ -1,0 +1,122 @@
+"""Calls of the functions on e4m3 weights: checks of operands, and the operator ``ffn_float8``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twell import _modes, ops
+from twell._activation import Activation
+from twell._arguments import require_flag
+from twell._modes import PLAIN_TENSORS
+from twell._plain import behaves
+from twell.float8 import Float8
+from twell.ops.ffn_float8 import direct
+from twell.ops.library import are_rows, is_direct, unviewed
+from twell.strategy.plan import Facts, routed
+from twell.strategy.site import AutoStrategy, enroll, found
+
+_WHAT = "e4m3 weights are for inference alone"
+
+
+def is_quantised(x: Any, weights: Sequence[Any]) -> bool:
+    """Whether a call has an operand in e4m3."""
+    return isinstance(x, Float8) or any(isinstance(weight, Float8) for weight in weights)
+
+
+def run(
+    name: str,
+    x: Tensor | Float8,
+    weights: Sequence[Any],
+    biases: Sequence[Tensor | None],
+    activation: Activation,
+    strategy: Any,
+    invariant: bool,
+    compression: int,
+    fast_accum: bool = True,
+    input_scale: Tensor | None = None,
+) -> Tensor:
+    """y [..., K] bfloat16 of x [..., K]; weights: gate, or up of a layer without one, up or None, and down [K, N].
+
+    ``input_scale``: fp32 [1], by which all of a bfloat16 x is divided; else each token has its own.
+    """
+    gate, up, down = (_record(name, argument, weight) for argument, weight in _named(weights))
+    if gate is None or down is None:
+        raise TypeError(f"{name}: weights must be given, got None")
+    if activation.moves:
+        raise NotImplementedError(f"{name}: {_WHAT}: threshold must be a number, got a tensor")
+    require_flag("fast_accum", fast_accum)
+    values, scale = (x.values, x.by_rows()) if isinstance(x, Float8) else (_cast(name, x), input_scale)
+    given = [values, gate.values, *(() if up is None else (up.values,)), down.values, *biases]
+    _require_plain(name, values, given)
+    site, asked = None, strategy
+    if isinstance(strategy, AutoStrategy):
+        site, asked = strategy, "auto"
+    routed(Facts(name, asked, invariant, site is not None))
+    first = None
+    if site is not None:
+        first = gate.values
+        if not _modes.tracing(0) and type(first) in PLAIN_TENSORS and found(first) is not site:
+            enroll(first, site)
+    tokens = values if values.dim() == 2 else values.reshape(-1, values.shape[-1])
+    of_up = (None, None) if up is None else (up.values, up.by_rows())
+    matrices = tokens, scale, gate.values, gate.by_rows(), *of_up, down.values.t(), down.by_rows()
+    how = compression, asked, first, activation.name, activation.threshold, fast_accum, invariant
+    operator = direct if is_direct(tokens) and not _modes.compiling() else ops.ffn_float8
+    y: Tensor = operator(*matrices, *biases, *how)
+    return y if values.dim() == 2 else unviewed(y, values.shape)
+
+
+def lies_by_rows(down: Float8) -> bool:
+    """Whether kernels read a down weight [K, N] in place."""
+    return are_rows(down.values.shape[::-1], down.values.stride()[::-1])
+
+
+def _named(weights: Sequence[Any]) -> list[tuple[str, Any]]:
+    names = ("w_gate", "w_up", "w_down") if weights[1] is not None else ("w_up", "", "w_down")
+    return list(zip(names, weights))
+
+
+def _record(name: str, argument: str, weight: Any) -> Float8 | None:
+    """A weight's record with scales by rows."""
+    if weight is None:
+        return None
+    if not isinstance(weight, Float8):
+        advice = "twell.quantize makes it so"
+        raise TypeError(f"{name}: {argument} must be a Float8 as other operands are, got {type(weight).__name__}; {advice}")
+    if weight.values.dim() != 2:
+        raise ValueError(f"{name}: {argument} must have two dimensions, got {list(weight.shape)}")
+    if weight.granularity == "block":
+        raise NotImplementedError(f"{name}: {argument} has scales by blocks; expected one for each row, or one in all")
+    return weight
+
+
+def _cast(name: str, x: Any) -> Tensor:
+    """x as the kernels take it, bfloat16."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: x must be a tensor or a Float8, got {type(x).__name__}")
+    kind = x.device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and x.is_floating_point():
+        x = x.to(torch.get_autocast_dtype(kind))
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"{name}: x must be bfloat16 with e4m3 weights, got {x.dtype}: run the model in bfloat16")
+    return x
+
+
+def _require_plain(name: str, x: Tensor, operands: Sequence[Tensor | None]) -> None:
+    """Raise unless kernels may read the operands as they are."""
+    if not x.dim():
+        raise ValueError(f"{name}: x must have a dimension at least, got a number")
+    present = {str(i): operand for i, operand in enumerate(operands) if operand is not None}
+    for operand in present.values():
+        if not behaves(operand):
+            raise NotImplementedError(f"{name}: {_WHAT} and plain tensors, got a {type(operand).__name__}")
+        if operand.device != x.device:
+            raise ValueError(f"{name}: operands must be on {x.device} as x is, got one on {operand.device}")
+    if torch.is_grad_enabled() and any(operand.requires_grad for operand in present.values()):
+        raise NotImplementedError(f"{name}: {_WHAT}, got an operand that requires grad: call it under torch.no_grad()")
+    if got := _modes.transform_of(present, False):
+        raise NotImplementedError(f"{name}: {_WHAT}, without transforms, got {got}")

@@ -1,0 +1,56 @@
+"""``quantize_``: the layers of a model in e4m3, in place."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from twell._arguments import require
+from twell._float8_mlp import Float8MLP
+from twell._sparsify.modules import SparseDown
+from twell.float8 import Granularity, quantize
+from twell.nn import SparseFFN
+
+
+def quantize_(model: nn.Module, *, granularity: Granularity = "row", fast_accum: bool = True) -> list[str]:
+    """Replace the layers of ``twell.nn`` in a bfloat16 ``model`` by ``twell.nn.Float8MLP``, for inference.
+
+    ``sparsify_`` makes such layers of a model of others. Weights get a scale per row, or one per tensor. Settings stay.
+    Returns the names of the layers. Nothing is changed, and ValueError or TypeError is raised, if there is none, if
+    one cannot be replaced, or if its weights are not bfloat16.
+    """
+    require("model", model, nn.Module, "an nn.Module")
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SparseFFN)}
+    if not layers:
+        raise ValueError(f"model must have layers of twell.nn, got none in {type(model).__name__}; see twell.sparsify_")
+    made = {name: _quantised(name, layer, granularity, fast_accum) for name, layer in layers.items()}
+    for name, layer in made.items():
+        parent, _, child = name.rpartition(".")
+        if not name:
+            raise ValueError(f"model must contain its layers, got a layer alone, a {type(model).__name__}")
+        setattr(model.get_submodule(parent), child, layer)
+    return list(made)
+
+
+def _quantised(name: str, layer: SparseFFN, granularity: Granularity, fast_accum: bool) -> Float8MLP:
+    if isinstance(layer, SparseDown) or not layer._is_plain():
+        raise TypeError(f"{name} must be a layer of plain projections, got a {type(layer).__name__} with others or hooks")
+    found = list(layer._operands())
+    for weight, _ in found:
+        if str(weight.dtype) != "torch.bfloat16" or weight.is_meta:
+            raise TypeError(f"{name} must have bfloat16 weights in memory, got {weight.dtype} on {weight.device}")
+    records = [quantize(weight.detach(), granularity) for weight, _ in found]
+    biases = [None if bias is None else bias.detach() for _, bias in found]
+    if not layer._gated:
+        records.insert(0, None)  # type: ignore[arg-type]
+        biases.insert(0, None)
+    made = Float8MLP(
+        *records,
+        biases=biases,
+        activation=layer.activation,
+        threshold=layer.threshold,  # type: ignore[arg-type]
+        strategy=layer.strategy,
+        invariant=layer.invariant,
+        compression=layer.compression,
+        fast_accum=fast_accum,
+    )
+    return made.train(layer.training)

@@ -1,0 +1,310 @@
+"""``ffn_float8``: a layer of e4m3 weights with scales, without gradients, in one operator, as ``ffn`` is for 16 bits.
+
+x is bfloat16 and quantised per token by the first kernel, or by the one scale of a static ``x_scale`` [1]; or it is
+e4m3 with a scale for each token, ``x_scale`` [M]. Weights have scales by rows, those of w_down by its columns, since it
+is [N, K] here. The formula is that of ``twell.float8``. "dense" is products of ``torch._scaled_mm``, with the hidden
+state quantised per token between them.
+
+``fast_accum``: whether tensor cores hold whole sums of the gate, as ``use_fast_accum`` of ``torch._scaled_mm`` says,
+whose bits the gate has then and otherwise. Few tokens have other bits, unless without it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from twell import float8, tuning
+from twell._activation import Activation, activation_of, threshold_pair
+from twell._runtime import device, geometry, specs
+from twell._runtime.log import warn_once
+from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
+from twell.float8 import E4M3, Float8
+from twell.ops.ffn_union import launches as union_launches
+from twell.ops.gate_pack import pack, scratch, stats_shape
+from twell.ops.library import ACTIVATION, Shape, check, check_rank, has_rows, laid_bias, new, register
+from twell.ops.operands import Form, Scaled, Views, present, run
+from twell.ops.up_down import counters, multiply
+from twell.strategy.plan import Facts, Route, routed
+from twell.strategy.site import site_of, without_site
+from twell.strategy.tables import imposed_on_call
+
+# Most columns of a row that kernels quantise.
+_MOST_QUANTISED = 32768
+# What values of rows, and products of ``torch._scaled_mm``, are multiples of.
+_MULTIPLE = 16
+
+
+class Layer(NamedTuple):
+    """The operands: x [M, K], w_gate and w_up [N, K], w_down [N, K], with scales, b_gate and b_up [N], b_down [K].
+
+    A layer without a gate has no w_up: its up projection stands at w_gate, with its bias at b_gate.
+    """
+
+    x: Tensor
+    x_scale: Tensor | None
+    w_gate: Tensor
+    gate_scale: Tensor
+    w_up: Tensor | None
+    up_scale: Tensor | None
+    w_down: Tensor
+    down_scale: Tensor
+    b_gate: Tensor | None = None
+    b_up: Tensor | None = None
+    b_down: Tensor | None = None
+
+
+def check_float8(layer: Layer) -> None:
+    """Raise unless the operands fit each other."""
+    for name, matrix in (("x", layer.x), ("w_gate", layer.w_gate), ("w_up", layer.w_up), ("w_down", layer.w_down)):
+        if matrix is not None:
+            check_rank(name, matrix)
+    (m, k), n = layer.x.shape, layer.w_gate.shape[0]
+    if k % _MULTIPLE or n % geometry.STATS_ROWS or not 0 < k <= specs.K_CLASSES[-1] or not 0 < n <= geometry.MAX_NEURONS:
+        limits = f"K a multiple of 16 up to {specs.K_CLASSES[-1]}, N one of 8 up to {geometry.MAX_NEURONS}"
+        raise ValueError(f"e4m3 weights must have {limits}, got K = {k}, N = {n}")
+    if layer.x.dtype == E4M3:
+        if layer.x_scale is None:
+            raise ValueError("x_scale must be given with an e4m3 x, got None")
+        check("x_scale", layer.x_scale, (m,), torch.float32)
+    elif layer.x.dtype != torch.bfloat16:
+        raise TypeError(f"x must be bfloat16, or e4m3 with scales, got {layer.x.dtype}")
+    elif layer.x_scale is not None:
+        check("x_scale", layer.x_scale, (1,), torch.float32)
+    if (layer.w_up is None) != (layer.up_scale is None):
+        raise ValueError("w_up and up_scale must be given together, got one of them")
+    for name, weight, scale, length in (
+        ("gate", layer.w_gate, layer.gate_scale, n),
+        ("up", layer.w_up, layer.up_scale, n),
+        ("down", layer.w_down, layer.down_scale, k),
+    ):
+        if weight is not None and scale is not None:
+            check(f"w_{name}", weight, (n, k), E4M3)
+            check(f"{name}_scale", scale, (length,), torch.float32)
+    for name, bias, length in (("b_gate", layer.b_gate, n), ("b_up", layer.b_up, n), ("b_down", layer.b_down, k)):
+        if bias is not None:
+            check(name, bias, (length,), torch.bfloat16)
+
+
+@functools.lru_cache(256)
+def _asked(
+    gated: bool, compression: int, strategy: str, imposed: str, name: str, threshold: float, invariant: bool
+) -> tuple[Activation, Route]:
+    """The activation and the route that a call's arguments ask for; ValueError if they contradict each other."""
+    activation = activation_of(name, threshold, gated)
+    route = routed(Facts("ffn_float8", strategy, invariant, imposed=imposed))
+    activation.level(torch.bfloat16)
+    geometry.words_per_tile(compression)
+    return activation, route
+
+
+def _operator(compute: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+    """The operator as a function of the schema's arguments; that of fake tensors has nothing to compute."""
+
+    def ffn_float8(*arguments: Any) -> Tensor:
+        layer, (compression, strategy, site, name, threshold, fast, invariant) = Layer(*arguments[:11]), arguments[11:]
+        on = layer.x.device
+        imposed = imposed_on_call(on.type, on.index) if strategy == "auto" else ""
+        activation, route = _asked(layer.w_up is not None, compression, strategy, imposed, name, threshold, invariant)
+        check_float8(layer)
+        if compute is None:
+            return layer.x.new_empty(layer.x.shape, dtype=torch.bfloat16)
+        if route.strategy == "auto":
+            route = _chosen(layer, site)
+        return compute(layer, compression, activation, route, fast)
+
+    return ffn_float8
+
+
+def _chosen(layer: Layer, site: Tensor | None) -> Route:
+    """The route that costs choose."""
+    x, n, gated = layer.x, layer.w_gate.shape[0], layer.w_up is not None
+    if site is None:
+        return without_site(x, n, gated, False, False, float8=True)
+    return site_of(site, False).begin(x, n, gated, False, False, float8=True)
+
+
+def _on_cpu(layer: Layer, compression: int, activation: Activation, route: Route, fast: bool) -> Tensor:
+    tokens = float8.quantize_tokens(layer.x, layer.x_scale)
+    if route.strategy == "dense":
+        return float8.dense(tokens, *_weights(layer), activation, use_fast_accum=fast)
+    return float8.formula(tokens, *_weights(layer), activation, torch.float32).bfloat16()
+
+
+def _weights(layer: Layer) -> tuple[Float8, Float8 | None, Float8, float8.Biases]:
+    """Gate, up and down [K, N] as records, and the biases."""
+    up = None if layer.w_up is None or layer.up_scale is None else Float8(layer.w_up, layer.up_scale)
+    down = Float8(layer.w_down.t(), layer.down_scale)
+    return Float8(layer.w_gate, layer.gate_scale), up, down, (layer.b_gate, layer.b_up, layer.b_down)
+
+
+def on_cuda(layer: Layer, compression: int, activation: Activation, route: Route, fast: bool) -> Tensor:
+    """y of a call with a route, on the current device."""
+    if not layer.x.numel():
+        return layer.x.new_empty(layer.x.shape, dtype=torch.bfloat16)
+    if route.strategy == "dense":
+        y, gate = _dense_on_cuda(layer, activation, fast)
+        if route.measurement is not None:
+            route.measurement.dense(gate, activation.level(gate.dtype))
+        return y
+    given = _laid(layer)
+    counted = route.measurement is not None
+    run, shapes = _pass(Form.of(given), route.name, compression, activation, fast, counted)
+    y = allocate(layer.x, tuple(layer.x.shape), contiguous(layer.x.shape), torch.bfloat16)
+    figures = new(y, shapes) if counted else []
+    run(*present(given), y, *figures)
+    if route.measurement is not None:
+        _, stats, *unions = figures
+        counts = stats.select(2, 0)
+        sizes = unions[0][:-1] if unions else None
+        route.measurement.counts(counts.sum(), sizes, heaviest=counts.sum(1).amax())
+    return y
+
+
+def _laid(layer: Layer) -> list[Tensor | None]:
+    """The operands as programs take them: e4m3 values as bytes, with rows that kernels read in place."""
+    x, x_scale, w_gate, gate_scale, w_up, up_scale, w_down, down_scale, *biases = layer
+    rows = _readable("x", x), x_scale, _readable("w_gate", w_gate), gate_scale
+    more = None if w_up is None else _readable("w_up", w_up), up_scale, _readable("w_down", w_down), down_scale
+    scales = (*rows, *more)
+    return [*(t if t is None or t.dim() == 2 else laid_bias(t) for t in scales), *map(laid_bias, biases)]
+
+
+def _readable(name: str, matrix: Tensor) -> Tensor:
+    """A matrix with aligned rows, e4m3 values as bytes; a copy of one that lies otherwise."""
+    if matrix.dtype == E4M3:
+        matrix = matrix.view(torch.uint8)
+    near = matrix.shape[0] * matrix.stride(0) <= _REACH
+    if has_rows(matrix) and matrix.stride(0) * matrix.itemsize % _MULTIPLE == 0 and near:
+        return matrix
+    if name == "w_down":
+        warn_once(
+            "the e4m3 down weight is copied at each call: expected the transposed view of contiguous rows [N, K], as "
+            "twell.nn.Float8MLP stores it"
+        )
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
+@kept
+def _pass(
+    form: Form, route: str, compression: int, activation: Activation, fast: bool, counted: bool
+) -> tuple[Executable, tuple[Shape, ...]]:
+    """What runs a sparse ``route``, and the shapes of its figures: operands behind y if ``counted``, else scratch."""
+    p, views = form.program()
+    x, x_scale, w_gate, gate_scale, w_up, up_scale, w_down, down_scale, *biases = views
+    (m, k), n = x.shape, w_gate.shape[0]
+    if x.dtype == torch.uint8:
+        tokens = Scaled(x, x_scale, fast)
+    else:
+        tokens = Scaled(p.scratch(torch.uint8, m, k), p.scratch(torch.float32, m), fast)
+        spec = tuning.quantize_tokens(x.dtype, "tokens")
+        p.launch(spec, x, p.scratch(torch.float32, 0) if x_scale is None else x_scale, tokens.values, tokens.scale)
+    up = None if w_up is None else Scaled(w_up, up_scale)
+    layer = Views(tokens, Scaled(w_gate, gate_scale), up, Scaled(w_down, down_scale).t(), *biases)
+    shapes: tuple[Shape, ...]
+    if route == "union":
+        tiles = geometry.token_tiles(m)
+        shapes = (torch.float32, tiles, geometry.sums_per_tile(n)), stats_shape(m, n), (torch.int32, tiles + 1)
+    else:
+        shapes = (torch.float32, m), stats_shape(m, n)
+    place = p.operand if counted else p.scratch
+    results = p.operand(torch.bfloat16, m, k), *(place(*shape) for shape in shapes)
+    if route == "union":
+        union_launches(p, layer, results, compression, activation)
+    else:
+        _by_row(p, layer, results, compression, activation, route == "row+invariant")
+    return p.compiled(), shapes
+
+
+def _by_row(
+    p: Program, layer: Views, results: tuple[View, ...], compression: int, activation: Activation, invariant: bool
+) -> None:
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    y, l1, stats = results
+    words, spill = scratch(p, x, x.shape[0], w_gate, compression)
+    counted = counters(p, x, w_up is not None, invariant, False)
+    zeroed = pack(p, x, w_gate, b_gate, words, spill, stats, compression, activation, invariant, counted)
+    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, compression, activation, zeroed, stats)
+
+
+# Bytes over which a matrix may be spread: kernels find rows by 32-bit offsets of 16 bytes.
+_REACH = 16 << 32
+
+
+# Dense products
+
+
+def _dense_on_cuda(layer: Layer, activation: Activation, fast: bool) -> tuple[Tensor, Tensor]:
+    """y, and the gate before its activation."""
+    gate, up, down, biases = _weights(layer)
+    n, k = layer.w_gate.shape
+    if n % _MULTIPLE or n > _MOST_QUANTISED or device.capability(layer.x.device.index) != device.SM_90:
+        tokens = float8.quantize_tokens(layer.x, layer.x_scale)
+        made = float8.gate_of(tokens, gate, biases[0])
+        return float8.dense(tokens, gate, up, down, biases, activation, use_fast_accum=fast), made
+    x, scale = layer.x, layer.x_scale
+    if x.dtype != E4M3 or scale is None:
+        x, scale = _quantised(layer.x, scale)
+    made = _product(x, scale, layer.w_gate, layer.gate_scale, layer.b_gate, fast)
+    projected = None
+    if layer.w_up is not None and layer.up_scale is not None:
+        projected = _product(x, scale, layer.w_up, layer.up_scale, layer.b_up, fast)
+    hidden, of_tokens = x.new_empty(made.shape), scale.new_empty(len(x))
+    operands = made, projected, None, hidden.view(torch.uint8), of_tokens
+    run(_quantise, operands, "plain" if projected is None else "gated", activation)
+    w_down = layer.w_down.t().contiguous()
+    return _product(hidden, of_tokens, w_down, layer.down_scale, layer.b_down, fast), made
+
+
+def _product(x: Tensor, x_scale: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, fast: bool) -> Tensor:
+    """x @ w^T + bias in bfloat16."""
+    matrices = x, w if w.is_contiguous() else w.contiguous()
+    return torch._scaled_mm(
+        matrices[0],
+        matrices[1].t(),
+        scale_a=x_scale[:, None],
+        scale_b=scale[None],
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast,
+    )
+
+
+def _quantised(x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows of x in e4m3, and their scales."""
+    x = _readable("x", x)
+    q, scale = x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), dtype=torch.float32)
+    run(_quantise, (x, None, given, q.view(torch.uint8), scale), "tokens", None)
+    return q, scale
+
+
+def _quantise(
+    p: Program, x: View, up: View | None, given: View | None, q: View, scale: View, source: str, form: Any
+) -> None:
+    given = p.scratch(torch.float32, 0) if given is None else given
+    spec = tuning.quantize_tokens(x.dtype, source)
+    if form is None:
+        p.launch(spec, x, given, q, scale)
+    else:
+        p.launch(spec, x, up, given, q, scale, form.code(), threshold_pair(form, x.dtype))
+
+
+_SCALED = (
+    "Tensor x, Tensor? x_scale, Tensor w_gate, Tensor gate_scale, Tensor? w_up, Tensor? up_scale, Tensor w_down, "
+    "Tensor down_scale, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
+)
+
+# ``ffn_float8`` of plain tensors for which ``library.is_direct`` holds, with all arguments of the schema
+direct = _operator(on_cuda)
+
+ffn_float8 = register(
+    f"ffn_float8({_SCALED}, int compression, str strategy, Tensor? site, {ACTIVATION}, bool fast_accum=True, "
+    "bool invariant=False) -> Tensor",
+    fake=_operator(None),
+    cpu=_operator(_on_cpu),
+    cuda=_operator(on_cuda),
+)
