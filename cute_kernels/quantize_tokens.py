@@ -58,12 +58,15 @@ class QuantizeTokens:
         if x.shape[0] > 0:
             rows = WARPS // warps_of(x.shape[1])
             self.kernel(o).launch(
-                grid=(cute.ceil_div(x.shape[0], rows), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
+                grid=(cute.ceil_div(x.shape[0], rows), 1, 1),
+                block=(THREADS, 1, 1),
+                stream=stream,
+                use_pdl=launch.overlaps(),
             )
 
     @cute.kernel
     def kernel(self, o: Operands):
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        lane = cute.arch.lane_idx()
         warp, share = cute.arch.make_warp_uniform(cute.arch.warp_idx()), warps_of(o.x.shape[1])
         maxima = cute.make_tensor(SmemAllocator().allocate_array(Uint32, WARPS), cute.make_layout(WARPS))
         launch.griddepcontrol_wait()
@@ -122,7 +125,7 @@ class QuantizeTokens:
 
     @cute.jit
     def largest(self, row: cute.Tensor):
-        """The largest magnitude in a warp. Without signs values are in the order of their bits, and NaN is above all."""
+        """The largest magnitude in a warp: without sign, values are in the order of their bits, NaN above all."""
         bits = Uint32(0)
         for i in range_constexpr(cute.size(row)):
             for part in (row[i], row[i] >> 16):

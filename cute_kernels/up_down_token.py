@@ -142,7 +142,7 @@ class TokenCluster(TokenList, TokenPieces):
         self.window = min(1024, (4096 if self.cluster == 1 else 8192) // self.parts)
         self.lists = self.window * (2 + self.parts if self.gated else 2)
         # of shared memory
-        # see `place_of` of up_down_token_e4m3.py
+        # of one group's sums
         self.pitch = self.columns + (4 * 16 if spec.dtype == E4M3 else 0)
         self.words = max(self.lists, self.groups * self.pitch)
         # pieces are multiples of it
@@ -314,9 +314,16 @@ class TokenCluster(TokenList, TokenPieces):
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.rows)), loaded)
         return loaded
 
-    def values_of(self, word: Uint32) -> list[Float32]:
-        """The values of a row in four bytes of it."""
-        return [low_to_float(word, self.dtype), high_to_float(word, self.dtype)]
+    def products(self, x_thread: cute.Tensor, rows: cute.Tensor) -> list[Float32]:
+        """The dot products of a thread's columns of x and of each of its rows."""
+        sums = [Float32(0.0)] * self.rows
+        for v in range(self.vectors):
+            for i in range(4):
+                low, high = low_to_float(x_thread[i, v], self.dtype), high_to_float(x_thread[i, v], self.dtype)
+                for j in range(self.rows):
+                    sums[j] += low * low_to_float(rows[i, v, j], self.dtype)
+                    sums[j] += high * high_to_float(rows[i, v, j], self.dtype)
+        return sums
 
     @cute.jit
     def up_products(self, o, s, x_thread, size, at):
@@ -326,15 +333,7 @@ class TokenCluster(TokenList, TokenPieces):
         for first in cutlass.range(at.group * self.rows, size, self.groups * self.rows, unroll=1):
             rows = cute.make_rmem_tensor((4, self.vectors, self.rows), Uint32)
             self.load_rows(o, s, rows, True, first, size, at)
-            sums = [Float32(0.0)] * self.rows
-            for v in range_constexpr(self.vectors):
-                for i in range_constexpr(4):
-                    own = self.values_of(x_thread[i, v])
-                    for j in range_constexpr(self.rows):
-                        values = self.values_of(rows[i, v, j])
-                        for e in range_constexpr(len(own)):
-                            sums[j] += own[e] * values[e]
-            value = self.sum_rows(sums, at.lane)
+            value = self.sum_rows(self.products(x_thread, rows), at.lane)
             nonzero, copy = first + at.lane // sharing, at.lane % sharing
             if const_expr(self.cluster == 1):
                 if copy == 0:
@@ -415,9 +414,8 @@ class TokenCluster(TokenList, TokenPieces):
         for j in range_constexpr(self.rows):
             for v in range_constexpr(self.vectors):
                 for i in range_constexpr(4):
-                    values = self.values_of(rows[i, v, j])
-                    for e in range_constexpr(len(values)):
-                        acc[len(values) * i + e, v] += hidden[j] * values[e]
+                    acc[2 * i, v] += hidden[j] * low_to_float(rows[i, v, j], self.dtype)
+                    acc[2 * i + 1, v] += hidden[j] * high_to_float(rows[i, v, j], self.dtype)
 
     # ---- the end ----
 
@@ -431,17 +429,13 @@ class TokenCluster(TokenList, TokenPieces):
             for v in range_constexpr(self.vectors):
                 column = at.column + v * self.span * self.step
                 if column < at.columns:
-                    for i in range_constexpr(self.width // 8):
-                        values = cute.make_tensor(acc[None, v].iterator + 8 * i, cute.make_layout(8))
-                        self.store_columns(o, values, m, at.left + column + 8 * i)
+                    self.store_columns(o, acc[None, v], m, at.left + column)
         if at.rank == 0 and at.thread == 0:
             o.l1[m] = self.total(s)
 
     @cute.jit
     def store_columns(self, o, values, m, column):
         """Add the bias to eight values of y, round and store them."""
-        for i in range_constexpr(8):
-            values[i] = self.scaled_column(o, values[i], column + i)
         if o.b_down.shape[0] > 0:
             bias = load_values(o.b_down.iterator + column)
             for i in range_constexpr(4):
@@ -463,30 +457,19 @@ class TokenCluster(TokenList, TokenPieces):
     def share_sums(self, s: Views, acc: cute.Tensor, at: Thread):
         """Write each group's sums to shared memory."""
         for v in range_constexpr(self.vectors):
-            for i in range_constexpr(self.width // 4):
-                place = self.place_of(at.column + v * self.span * self.step + 4 * i)
-                target = s.sums + (at.group * self.pitch + place)
-                four = cute.make_tensor(acc[None, v].iterator + 4 * i, cute.make_layout(4))
-                cute.autovec_copy(four, cute.make_tensor(target.align(16), cute.make_layout(4)))
+            target = s.sums + (at.group * self.columns + at.column + v * self.span * self.step)
+            cute.autovec_copy(acc[None, v], cute.make_tensor(target.align(16), cute.make_layout(8)))
         cute.arch.sync_threads()
-
-    def place_of(self, column: Int32) -> Int32:
-        """Where the sum of an even column is in shared memory."""
-        return column
-
-    def scaled_column(self, o: Operands, value: Float32, column: Int32) -> Float32:
-        """The sum of a column of y before its bias."""
-        return value
 
     @cute.jit
     def add_groups(self, s: Views, column: Int32):
         """The sums of two columns over the groups, in a fixed order."""
-        sums = cute.make_tensor(s.sums, cute.make_layout(self.groups * self.pitch))
-        pair, place = cute.make_rmem_tensor((2,), Float32), self.place_of(column)
+        sums = cute.make_tensor(s.sums, cute.make_layout(self.groups * self.columns))
+        pair = cute.make_rmem_tensor((2,), Float32)
         for j in range_constexpr(2):
             value = Float32(0.0)
             for g in range_constexpr(self.groups):
-                value += sums[g * self.pitch + place + j]
+                value += sums[g * self.columns + column + j]
             pair[j] = value
         return pair
 
@@ -495,7 +478,7 @@ class TokenCluster(TokenList, TokenPieces):
         """Add the bias to two values of y, round and store them."""
         pair = cute.make_rmem_tensor((2,), self.dtype)
         for j in range_constexpr(2):
-            value = self.scaled_column(o, values[j], column + j)
+            value = values[j]
             if o.b_down.shape[0] > 0:
                 value += o.b_down[column + j].to(Float32)
             pair[j] = value.to(self.dtype)

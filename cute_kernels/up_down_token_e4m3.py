@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32, range_constexpr
 
 from .common import operands
 from .common.values import high_to_float, low_to_float, unpack_e4m3
 from .specs import UpDownTokenSpec
-from .up_down_token import Operands, TokenCluster, UpDownToken, Views
+from .up_down_token import Operands, Thread, TokenCluster, UpDownToken, Views
 
 
 class Scales(NamedTuple):
@@ -31,21 +31,77 @@ class Scales(NamedTuple):
 class E4m3Rows(TokenCluster):
     """What e4m3 rows are to a cluster."""
 
-    def values_of(self, word: Uint32) -> list[Float32]:
-        pairs = unpack_e4m3(word)
-        return [half(pair, cutlass.Float16) for pair in pairs for half in (low_to_float, high_to_float)]
+    def products(self, x_thread: cute.Tensor, rows: cute.Tensor) -> list[Float32]:
+        sums = [Float32(0.0)] * self.rows
+        for v in range(self.vectors):
+            for i in range(4):
+                own = values_of(x_thread[i, v])
+                for j in range(self.rows):
+                    for a, b in zip(own, values_of(rows[i, v, j])):
+                        sums[j] += a * b
+        return sums
+
+    @cute.jit
+    def add_rows(self, s: Views, acc: cute.Tensor, rows: cute.Tensor, first: Int32):
+        hidden = self.load_list(s.hidden, first)
+        for j in range_constexpr(self.rows):
+            for v in range_constexpr(self.vectors):
+                for i in range_constexpr(4):
+                    values = values_of(rows[i, v, j])
+                    for e in range_constexpr(4):
+                        acc[4 * i + e, v] += hidden[j] * values[e]
 
     @cute.jit
     def scaled_up(self, o: Operands, s: Views, m: Int32, i: Int32, product: Float32):
         return product * o.scales.up[Int32(s.nonzeros[i] & Uint32(0xFFFF))] * o.scales.x[m]
 
     @cute.jit
-    def scaled_column(self, o: Operands, value: Float32, column: Int32):
-        return value * o.scales.down[column]
+    def store_columns(self, o: Operands, values: cute.Tensor, m: Int32, column: Int32):
+        for half in range_constexpr(2):
+            eight = cute.make_rmem_tensor((8,), Float32)
+            for i in range_constexpr(8):
+                eight[i] = values[8 * half + i] * o.scales.down[column + 8 * half + i]
+            TokenCluster.store_columns(self, o, eight, m, column + 8 * half)
+
+    @cute.jit
+    def store_pair(self, o: Operands, values: Any, m: Int32, column: Int32):
+        pair = cute.make_rmem_tensor((2,), Float32)
+        for j in range_constexpr(2):
+            pair[j] = values[j] * o.scales.down[column + j]
+        TokenCluster.store_pair(self, o, pair, m, column)
+
+    @cute.jit
+    def share_sums(self, s: Views, acc: cute.Tensor, at: Thread):
+        for v in range_constexpr(self.vectors):
+            for i in range_constexpr(4):
+                place = self.place_of(at.column + v * self.span * self.step + 4 * i)
+                target = (s.sums + (at.group * self.pitch + place)).align(16)
+                four = cute.make_tensor(acc[None, v].iterator + 4 * i, cute.make_layout(4))
+                cute.autovec_copy(four, cute.make_tensor(target, cute.make_layout(4)))
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def add_groups(self, s: Views, column: Int32):
+        sums = cute.make_tensor(s.sums, cute.make_layout(self.groups * self.pitch))
+        pair, place = cute.make_rmem_tensor((2,), Float32), self.place_of(column)
+        for j in range_constexpr(2):
+            value = Float32(0.0)
+            for g in range_constexpr(self.groups):
+                value += sums[g * self.pitch + place + j]
+            pair[j] = value
+        return pair
 
     def place_of(self, column: Int32) -> Int32:
-        # every fourth quad of columns lies in a row of its own, so that threads write to different banks
+        """Where the sum of a column is: every fourth quad of columns lies in a row of its own.
+
+        So threads write to different banks.
+        """
         return (column >> 4) * 4 + (column & 3) + ((column >> 2) & 3) * (self.pitch // 4)
+
+
+def values_of(word: Uint32) -> list[Float32]:
+    """Four e4m3 values."""
+    return [half(pair, cutlass.Float16) for pair in unpack_e4m3(word) for half in (low_to_float, high_to_float)]
 
 
 class UpDownTokenE4m3(UpDownToken):

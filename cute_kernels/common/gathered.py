@@ -72,7 +72,9 @@ class GatheredForm:
         stream: cuda.CUstream,
     ):
         matrices = coefficients, w, coefficients2, w2, bias
-        self.launch_units((*matrices, entries, neurons, chunks, sizes, out, flushed, activation), capacity, max_ctas, stream)
+        self.launch_units(
+            (*matrices, entries, neurons, chunks, sizes, out, flushed, activation), capacity, max_ctas, stream
+        )
 
     @cute.jit
     def launch_units(self, given: Any, capacity: Int32, max_ctas: Int32, stream: cuda.CUstream, scale: Any = None):

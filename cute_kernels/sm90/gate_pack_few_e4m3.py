@@ -1,4 +1,4 @@
-"""gate_pack_few.py of e4m3 rows with scales: the formula of gate_pack_e4m3.py, with other bits: splits of K are added."""
+"""gate_pack_few.py of e4m3 rows with scales: the formula of gate_pack_e4m3.py, with other bits, as K is split."""
 
 from typing import Any
 

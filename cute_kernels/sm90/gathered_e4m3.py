@@ -1,4 +1,4 @@
-"""gathered.py of e4m3 rows with scales: out[m] = sum over c of h[m, c] * w_q[c] * scale + bias, scale and bias by columns.
+"""gathered.py of e4m3 rows with scales of columns: out[m] = sum over c of h[m, c] * w_q[c] * scale + bias.
 
 WGMMA takes 8-bit operands only along K in memory, and rows of w lie across it. So the product is transposed: w^T is the
 A operand, from registers, h the B operand. Both are bfloat16, which holds all e4m3 values exactly. Two neighbouring

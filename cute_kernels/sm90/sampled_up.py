@@ -4,7 +4,8 @@ Persistent, one CTA per SM. A unit of work is a tile of 128 tokens and 64, 128, 
 common/units.py; each row of w in the union of 128 tokens' neurons is read once. A CTA's units are the longest first, so
 that each length has a loop of its own. Two kinds of warp groups:
 
-    load    group 0. x by TMA, 128 bytes of a row per stage, and the same columns of the unit's rows of w by cp.async, swizzled.
+    load    group 0. x by TMA, 128 bytes of a row per stage, and the same columns of the unit's rows of w by cp.async,
+            swizzled.
     mma     groups 1 and 2, 64 tokens each: WGMMA 64x256x16 over the columns, narrower of shorter units, then the
             epilogue.
 

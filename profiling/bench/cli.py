@@ -27,7 +27,7 @@ from twell.commands.request import RequestError, at_least, exit_status, number_a
 
 COMMAND = "profiling.bench"
 # Operations with arguments of their own, and their modules.
-_OTHERS = {"model": "models", "moe": "moe"}
+_OTHERS = {"model": "models", "moe": "moe", "float8": "float8"}
 
 # Weight rows read from L2 by all multiprocessors of an H200 (132, 1,980 MHz): 7.2 to 7.5 TB/s in a streaming read.
 L2_TBS = 7.3
@@ -52,6 +52,7 @@ operations:
                 a step of the sparse path if the hybrid format does not hold the non-zeros
   model         a whole model: python -m profiling.bench model --help
   moe           a layer of routed experts: python -m profiling.bench moe --help
+  float8        a layer of e4m3 weights: python -m profiling.bench float8 --help
 
 "auto" is a twell.AutoStrategy; a few calls settle it before it is timed.
 

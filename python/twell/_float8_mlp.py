@@ -58,8 +58,8 @@ class Float8MLP(nn.Module):
 
     ``gate`` (None without one) and ``up`` are [intermediate, hidden], ``down`` is [hidden, intermediate], each a
     ``twell.Float8`` with scales by rows or of the tensor; ``biases`` are theirs, bfloat16 or None. ``down`` is stored
-    by rows of neurons, as kernels read it. ``input_scale``, float32 [1]: one scale for all of x; else each token has its
-    own. ``activation``, ``threshold``, ``strategy``, ``invariant``, ``compression`` and ``fast_accum`` are those of the
+    by rows of neurons, as kernels read it. ``input_scale``, float32 [1]: one scale for all of x; else each token has
+    one. ``activation``, ``threshold``, ``strategy``, ``invariant``, ``compression`` and ``fast_accum`` are those of the
     functions. With "auto" the module has its own ``AutoStrategy``. For inference alone: its parameters require no grad.
     """
 

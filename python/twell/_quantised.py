@@ -86,7 +86,9 @@ def _record(name: str, argument: str, weight: Any) -> Float8 | None:
         return None
     if not isinstance(weight, Float8):
         advice = "twell.quantize makes it so"
-        raise TypeError(f"{name}: {argument} must be a Float8 as other operands are, got {type(weight).__name__}; {advice}")
+        raise TypeError(
+            f"{name}: {argument} must be a Float8 as other operands are, got {type(weight).__name__}; {advice}"
+        )
     if weight.values.dim() != 2:
         raise ValueError(f"{name}: {argument} must have two dimensions, got {list(weight.shape)}")
     if weight.granularity == "block":

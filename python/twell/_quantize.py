@@ -33,7 +33,9 @@ def quantize_(model: nn.Module, *, granularity: Granularity = "row", fast_accum:
 
 def _quantised(name: str, layer: SparseFFN, granularity: Granularity, fast_accum: bool) -> Float8MLP:
     if isinstance(layer, SparseDown) or not layer._is_plain():
-        raise TypeError(f"{name} must be a layer of plain projections, got a {type(layer).__name__} with others or hooks")
+        raise TypeError(
+            f"{name} must be a layer of plain projections, got a {type(layer).__name__} with others or hooks"
+        )
     found = list(layer._operands())
     for weight, _ in found:
         if str(weight.dtype) != "torch.bfloat16" or weight.is_meta:

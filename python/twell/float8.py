@@ -155,7 +155,7 @@ def quantize(weight: Tensor, granularity: Granularity = "row") -> Float8:
 
 
 def quantize_tokens(x: Tensor, given: Tensor | None = None) -> Float8:
-    """Tokens [M, K] in e4m3, with a scale each: the largest magnitude by 448, at least 2^-126; or ``given`` [1] for all.
+    """Tokens [M, K] in e4m3, each with a scale, its largest magnitude by 448, at least 2^-126; or with ``given`` [1].
 
     Values are multiplied by the inverse of the scale in float32, rounded to nearest even and saturated. A token with
     NaN or infinity has NaN as its scale and its values, so all it leads to is NaN.

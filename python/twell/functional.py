@@ -198,13 +198,23 @@ def sparse_gated_ffn(
 
 @overload
 def sparse_ffn(
-    x: Tensor | Float8, w_up: Tensor | Float8, w_down: Tensor | Float8, *, return_aux: Literal[False] = False, **options: Unpack[_Options]
+    x: Tensor | Float8,
+    w_up: Tensor | Float8,
+    w_down: Tensor | Float8,
+    *,
+    return_aux: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 
 
 @overload
 def sparse_ffn(
-    x: Tensor | Float8, w_up: Tensor | Float8, w_down: Tensor | Float8, *, return_aux: Literal[True], **options: Unpack[_Options]
+    x: Tensor | Float8,
+    w_up: Tensor | Float8,
+    w_down: Tensor | Float8,
+    *,
+    return_aux: Literal[True],
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Aux]: ...
 
 
@@ -229,7 +239,11 @@ def sparse_ffn(
     w_up is [N, K], w_down [K, N], b_up [N], b_down [K], main_grads (main_up, main_down). The activation "drelu" needs a
     gate. Everything else is as in ``sparse_gated_ffn``, errors and the dtypes that run dense included.
     """
-    kind, weights, biases = activation_of(activation, threshold, gated=False), (w_up, None, w_down), (b_up, None, b_down)
+    kind, weights, biases = (
+        activation_of(activation, threshold, gated=False),
+        (w_up, None, w_down),
+        (b_up, None, b_down),
+    )
     if is_quantised(x, weights):
         _require_inference(main_grads, return_aux)
         return quantised("sparse_ffn", x, weights, biases, kind, strategy, invariant, compression, fast_accum)

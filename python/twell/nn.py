@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from twell import _autograd, _down_layout, _modes, _plain, functional
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
-from twell._float8_mlp import Float8MLP
 from twell._front import Front, Learning
 from twell._runtime import geometry
 from twell._runtime.log import warn_once

@@ -8,28 +8,22 @@ run again without the others, and must have the same bits.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
-import json
 import random
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import twell
-from tests.fuzz.ledger import header
-from tests.fuzz.run import Watchdog, poison
+from tests.fuzz.loop import fuzz
+from tests.fuzz.run import poison
 from twell import testing
 from twell._activation import activation_of
 from twell.testing.experts import Mixture, dense_experts, float64_experts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-MOST_MISMATCHES = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,41 +182,7 @@ def attempt(case: Case, device: torch.device) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fuzz; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget-s", type=float, default=60, help="seconds after which no case begins (%(default)s)")
-    parser.add_argument("--cases", type=int, help="most cases")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--ledger", type=Path, help="file that each case is appended to, as a line of JSON")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--limit-s", type=float, default=120, help="seconds after which a case hangs (%(default)s)")
-    parser.add_argument("--replay", metavar="SEED:NUMBER", help="run this one case")
-    arguments = parser.parse_args(argv)
-    device = torch.device(arguments.device)
-    if arguments.replay:
-        case = draw(*map(int, arguments.replay.split(":")), device.type == "cuda")
-        print(case, verdict := attempt(case, device), sep="\n")
-        return int(verdict != "ok")
-    watchdog, found, number, start = Watchdog(arguments.limit_s), 0, 0, time.monotonic()
-    with open(arguments.ledger, "a") if arguments.ledger else contextlib.nullcontext() as ledger:
-        if ledger is not None:
-            print(json.dumps(header(device, vars(arguments))), file=ledger, flush=True)
-        while number != arguments.cases and time.monotonic() - start < arguments.budget_s and found < MOST_MISMATCHES:
-            case = draw(arguments.seed, number, device.type == "cuda")
-            number += 1
-            again = f"python -m tests.fuzz.experts --device {device.type} --replay {case.seed}:{case.number}"
-            with watchdog.over(again):
-                try:
-                    verdict = attempt(case, device)
-                except Exception as error:
-                    # any exception of a legal call is a mismatch
-                    verdict = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-            if ledger is not None:
-                print(json.dumps(dataclasses.asdict(case) | {"verdict": verdict}), file=ledger, flush=True)
-            if verdict != "ok":
-                found += 1
-                print(f"WRONG {case}\n  {verdict}\n  {again}", flush=True)
-    print(f"{number} cases in {time.monotonic() - start:.0f} s, {found} mismatches")
-    return int(found > 0)
+    return fuzz("experts", __doc__ or "", draw, attempt, argv)
 
 
 if __name__ == "__main__":

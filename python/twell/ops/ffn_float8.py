@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from twell import float8, tuning
-from twell._activation import Activation, activation_of, threshold_pair
+from twell._activation import RELU, Activation, activation_of, threshold_pair
 from twell._runtime import device, geometry, specs
 from twell._runtime.log import warn_once
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
@@ -64,7 +64,12 @@ def check_float8(layer: Layer) -> None:
         if matrix is not None:
             check_rank(name, matrix)
     (m, k), n = layer.x.shape, layer.w_gate.shape[0]
-    if k % _MULTIPLE or n % geometry.STATS_ROWS or not 0 < k <= specs.K_CLASSES[-1] or not 0 < n <= geometry.MAX_NEURONS:
+    if (
+        k % _MULTIPLE
+        or n % geometry.STATS_ROWS
+        or not 0 < k <= specs.K_CLASSES[-1]
+        or not 0 < n <= geometry.MAX_NEURONS
+    ):
         limits = f"K a multiple of 16 up to {specs.K_CLASSES[-1]}, N one of 8 up to {geometry.MAX_NEURONS}"
         raise ValueError(f"e4m3 weights must have {limits}, got K = {k}, N = {n}")
     if layer.x.dtype == E4M3:
@@ -129,10 +134,17 @@ def _chosen(layer: Layer, site: Tensor | None) -> Route:
 
 
 def _on_cpu(layer: Layer, compression: int, activation: Activation, route: Route, fast: bool) -> Tensor:
-    tokens = float8.quantize_tokens(layer.x, layer.x_scale)
+    tokens = _tokens(layer)
     if route.strategy == "dense":
         return float8.dense(tokens, *_weights(layer), activation, use_fast_accum=fast)
     return float8.formula(tokens, *_weights(layer), activation, torch.float32).bfloat16()
+
+
+def _tokens(layer: Layer) -> Float8:
+    """x in e4m3, by PyTorch's own operators."""
+    if layer.x.dtype == E4M3 and layer.x_scale is not None:
+        return Float8(layer.x, layer.x_scale)
+    return float8.quantize_tokens(layer.x, layer.x_scale)
 
 
 def _weights(layer: Layer) -> tuple[Float8, Float8 | None, Float8, float8.Biases]:
@@ -241,27 +253,28 @@ _REACH = 16 << 32
 def _dense_on_cuda(layer: Layer, activation: Activation, fast: bool) -> tuple[Tensor, Tensor]:
     """y, and the gate before its activation."""
     gate, up, down, biases = _weights(layer)
-    n, k = layer.w_gate.shape
+    n = len(layer.w_gate)
     if n % _MULTIPLE or n > _MOST_QUANTISED or device.capability(layer.x.device.index) != device.SM_90:
-        tokens = float8.quantize_tokens(layer.x, layer.x_scale)
+        tokens = _tokens(layer)
         made = float8.gate_of(tokens, gate, biases[0])
         return float8.dense(tokens, gate, up, down, biases, activation, use_fast_accum=fast), made
     x, scale = layer.x, layer.x_scale
     if x.dtype != E4M3 or scale is None:
-        x, scale = _quantised(layer.x, scale)
-    made = _product(x, scale, layer.w_gate, layer.gate_scale, layer.b_gate, fast)
+        x, scale = tokens_in_float8(layer.x, scale)
+    made = product(x, scale, layer.w_gate, layer.gate_scale, layer.b_gate, fast)
     projected = None
     if layer.w_up is not None and layer.up_scale is not None:
-        projected = _product(x, scale, layer.w_up, layer.up_scale, layer.b_up, fast)
-    hidden, of_tokens = x.new_empty(made.shape), scale.new_empty(len(x))
-    operands = made, projected, None, hidden.view(torch.uint8), of_tokens
-    run(_quantise, operands, "plain" if projected is None else "gated", activation)
+        projected = product(x, scale, layer.w_up, layer.up_scale, layer.b_up, fast)
+    hidden = hidden_in_float8(made, projected, activation)
+    # stored by rows of neurons, and read along neurons here
     w_down = layer.w_down.t().contiguous()
-    return _product(hidden, of_tokens, w_down, layer.down_scale, layer.b_down, fast), made
+    return product(*hidden, w_down, layer.down_scale, layer.b_down, fast), made
 
 
-def _product(x: Tensor, x_scale: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None, fast: bool) -> Tensor:
-    """x @ w^T + bias in bfloat16."""
+def product(
+    x: Tensor, x_scale: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None = None, fast: bool = True
+) -> Tensor:
+    """x @ w^T + bias in bfloat16, of e4m3 values and the scales of their rows."""
     matrices = x, w if w.is_contiguous() else w.contiguous()
     return torch._scaled_mm(
         matrices[0],
@@ -274,8 +287,16 @@ def _product(x: Tensor, x_scale: Tensor, w: Tensor, scale: Tensor, bias: Tensor 
     )
 
 
-def _quantised(x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows of x in e4m3, and their scales."""
+def hidden_in_float8(gate: Tensor, up: Tensor | None, activation: Activation = RELU) -> tuple[Tensor, Tensor]:
+    """The hidden state of a dense layer in e4m3, and the scales of its rows, from a gate before its activation."""
+    hidden, scale = gate.new_empty(gate.shape, dtype=E4M3), gate.new_empty(len(gate), dtype=torch.float32)
+    operands = gate, up, None, hidden.view(torch.uint8), scale
+    run(_quantise, operands, "plain" if up is None else "gated", activation)
+    return hidden, scale
+
+
+def tokens_in_float8(x: Tensor, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows of x in e4m3, and their scales; one that is ``given`` for all."""
     x = _readable("x", x)
     q, scale = x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), dtype=torch.float32)
     run(_quantise, (x, None, given, q.view(torch.uint8), scale), "tokens", None)

@@ -25,7 +25,9 @@ def outputs(x: Tensor, w_gate: Tensor, compression: int) -> Packed:
     return words, spill, stats
 
 
-def shapes(x: Tensor | View | Scaled, m: int, w_gate: Tensor | View | Scaled, compression: int) -> tuple[Shape, Shape, Shape]:
+def shapes(
+    x: Tensor | View | Scaled, m: int, w_gate: Tensor | View | Scaled, compression: int
+) -> tuple[Shape, Shape, Shape]:
     """Of words, spill and stats of ``m`` tokens."""
     tiles = geometry.tiles(w_gate.shape[0])
     return (

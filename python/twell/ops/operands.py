@@ -130,7 +130,7 @@ class Scaled(NamedTuple):
 
 
 def launched(matrix: View | Scaled | None, scaled: bool = False) -> tuple[View | None, ...]:
-    """A matrix as arguments of kernels: itself, or values and scales; ``scaled``: whether one that is absent has any."""
+    """A matrix as arguments of kernels: itself, or values and scales; ``scaled``: whether an absent one has any."""
     if isinstance(matrix, Scaled):
         return matrix.values, matrix.scale
     return (None, None) if scaled else (matrix,)

@@ -155,7 +155,9 @@ def multiply(
     w_down = down_rows(p, w_down)
     scaled = isinstance(w_down, Scaled)
     of_x, of_up = launched(x if gated else None, scaled), launched(w_up, scaled)
-    p.launch(spec, *of_x, words, spill, *of_up, *launched(w_down), *biases, y, l1, sums, own, weights, stats, *numbers, *form)
+    p.launch(
+        spec, *of_x, words, spill, *of_up, *launched(w_down), *biases, y, l1, sums, own, weights, stats, *numbers, *form
+    )
     if guarded and not isinstance(x, Scaled) and x is not None:
         _by_dense_halves(p, Packed(x, words, spill, w_up, w_down, *biases), y, own, halves, form)
 

@@ -357,7 +357,11 @@ class AutoStrategy:
                         self._forget_routes()
                     self.routes[kind] = bucket, route
                 return route
-            screen = self.screens and not float8 and costs.worth_screening(problem, bucket.figures or self._nearest(key), self._table)
+            screen = (
+                self.screens
+                and not float8
+                and costs.worth_screening(problem, bucket.figures or self._nearest(key), self._table)
+            )
         many = problem.m >= geometry.TOKEN_TILE
         if strategy == "row" and many and (float8 or "union" in costs.coefficients(problem, self._table)):
             strategy = "union"
@@ -591,9 +595,7 @@ class AutoStrategy:
         return known[min(known, key=lambda other: (abs(other[1] - key[1]), other[0] != key[0], -other[1]))]
 
 
-def without_site(
-    x: Tensor, n: int, gated: bool, training: bool, down_copied: bool, float8: bool = False
-) -> Route:
+def without_site(x: Tensor, n: int, gated: bool, training: bool, down_copied: bool, float8: bool = False) -> Route:
     """The route of a call on x [..., K] that "auto" chooses and that has no site to remember figures."""
     eager = not (type(x) is Tensor and _modes.capturing(x))
     problem = costs.Problem(tokens_of(x), x.shape[-1], n, gated, training, down_copied, eager=eager, float8=float8)
