@@ -61,14 +61,16 @@ class Fragments(NamedTuple):
 class Gathered(GatheredForm, SparseProduct):
     """The kernel, see common/gathered.py."""
 
+    stages = STAGES
+
     @cute.jit
     def launch(self, data, capacity, max_ctas, stream):
         mma, a_layout, b_layout = self.products_of()
 
         @cute.struct
         class Shared:
-            full: cute.struct.MemRange[Int64, STAGES]
-            empty: cute.struct.MemRange[Int64, STAGES]
+            full: cute.struct.MemRange[Int64, self.stages]
+            empty: cute.struct.MemRange[Int64, self.stages]
             order: cute.struct.MemRange[Uint16, SORTED]
             sA: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(a_layout)], 1024]
             sB: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(b_layout)], 1024]
@@ -109,7 +111,7 @@ class Gathered(GatheredForm, SparseProduct):
         thread = cute.arch.thread_idx()[0]
         group = cute.arch.make_warp_uniform(thread // 128)
         shared = SmemAllocator().allocate(self.shared)
-        ring = open_ring(shared, STAGES, GROUP_THREADS, MMA_WARPS, thread)
+        ring = open_ring(shared, self.stages, GROUP_THREADS, MMA_WARPS, thread)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         data = data._replace(order=shared.order.get_tensor(cute.make_layout(SORTED)))
@@ -117,7 +119,7 @@ class Gathered(GatheredForm, SparseProduct):
             self.sort_tiles(data, shared.sB.data_ptr(), THREADS, thread)
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_FILL)
-                self.fill(ring, shared.sB.data_ptr(), data, thread)
+                self.produce(ring, shared, data, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
                 sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
@@ -125,6 +127,11 @@ class Gathered(GatheredForm, SparseProduct):
                 mma.set(warpgroup.Field.ACCUMULATE, True)
                 fragments = self.fragments(mma, sA, sB, thread - 128)
                 self.multiply_units(ring, shared.sA.data_ptr(), data, fragments, thread - 128, long)
+
+    @cute.jit
+    def produce(self, ring, shared, data: Operands, thread: Int32):
+        """Fill the stages."""
+        self.fill(ring, shared.sB.data_ptr(), data, thread)
 
     @cute.jit
     def gather(self, data: Operands, stage, part: Int32, rows: cute.Tensor, product: Int32, thread: Int32):

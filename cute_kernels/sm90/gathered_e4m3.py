@@ -2,12 +2,18 @@
 
 WGMMA takes 8-bit operands only along K in memory, and rows of w lie across it. So the product is transposed: w^T is the
 A operand, from registers, h the B operand. Both are bfloat16, which holds all e4m3 values exactly. Two neighbouring
-e4m3 columns are a 16-bit value to the copies and to the transposing matrix load.
+e4m3 columns are a 16-bit value to the copies and to the transposing matrix load. Each mma group has 128 columns and all
+128 tokens, so that a value is converted once. As that leaves its warps little time, the fill group makes the tiles of
+coefficients, too:
 
-Each mma group has 128 columns and all 128 tokens, so that a value is converted once. Both fill a tile of coefficients:
+    fill    group 0. A stage has 64 positions of a list: cp.async of rows of w, 256 columns each, and h of 128 tokens,
+            scattered into a panel that was cleared.
+    mma     groups 1 and 2, by steps of 32 positions and 64 columns: a matrix load, conversions, and WGMMA 64x128x16,
+            while that of the step before runs.
 
-    TILE    256 threads, once per turn: its tile of coefficients is filled, the next tile is clear. One step of the turn
-            before may still be multiplied, so there are four tiles.
+    FULL[s]    128 fill threads arrive when their copies of the stage are complete, and both parts are fenced.
+    EMPTY[s]   8 mma warps arrive.
+    PANEL      128 fill threads: the panel is clear.
 """
 
 from typing import Any
@@ -15,31 +21,38 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
+import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
+from ..common.activation import power_pair
 from ..common.copies import address
 from ..common.gathered import TILE_M, TILE_N, Operands, arguments
 from ..common.mma import load_matrices_transposed
-from ..common.swizzle import swizzle_piece
+from ..common.sums import add_flushed, flush_sums
+from ..common.swizzle import swizzle_column, swizzle_piece
 from ..common.values import high_to_float, low_to_float, pack, unpack_e4m3
 from ..specs import GatheredSpec
 from .gathered import TILE_K, Fragments, Gathered
-from .sparse_product import GROUP_THREADS, STAGES, TILE_BARRIER, TURN, MmaGroup, gather_columns
+from .ring import release
+from .sparse_product import AHEAD, GROUP_THREADS, IN_FLIGHT, Turn, gather_columns
 
 # columns of a WGMMA, and how often a group has them
 COLUMNS, BLOCKS = 64, TILE_N // 2 // 64
-# list positions of a matrix load, and steps of A operands that are in registers
+# list positions of a matrix load, and steps whose A operands are in registers
 LOADED, STEPS = 32, 2
+# 16-bit values of a stage: pairs of columns of w, and h
+ROWS, PANEL = TILE_N // 2 * TILE_K, TILE_M * TILE_K
+# named barrier of the fill group
+PANEL_CLEAR = 1
 
 
 class GatheredE4m3(Gathered):
     """The kernel."""
 
-    stage_values = TILE_N // 2 * TILE_K
-    slots, panel = 4, TILE_M * 64
+    stages = 6
 
     @cute.jit
     def __call__(
@@ -61,7 +74,7 @@ class GatheredE4m3(Gathered):
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        matrices = coefficients, cute.recast_tensor(w, cutlass.Uint16), coefficients2, w2, bias
+        matrices = coefficients, cute.recast_tensor(w, Uint16), coefficients2, w2, bias
         given = (*matrices, entries, neurons, chunks, sizes, out, flushed, activation)
         self.launch_units(given, capacity, max_ctas, stream, scale)
 
@@ -76,25 +89,85 @@ class GatheredE4m3(Gathered):
             (COLUMNS, TILE_M),
             warpgroup.OperandSource.RMEM,
         )
-        h_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (COLUMNS, TILE_M, TURN), self.dtype, self.slots)
+        h_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (COLUMNS, TILE_M, TILE_K), self.dtype, self.stages)
         shape = (TILE_M, TILE_N // 2, TILE_K)
-        return mma, h_layout, sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, shape, self.dtype, STAGES)
+        return mma, h_layout, sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, shape, self.dtype, self.stages)
 
-    def meet(self, g: MmaGroup) -> None:
-        cute.arch.barrier(barrier_id=TILE_BARRIER, number_of_threads=2 * GROUP_THREADS)
-
-    def tile_index(self, g: MmaGroup, slot: Int32) -> Int32:
-        return slot
-
-    def last_read(self, slot: Int32) -> Int32:
-        return slot ^ 2
-
-    def tile_address(self, g: MmaGroup, slot: Int32) -> Any:
-        return g.tiles + (slot * (TILE_M * TURN) + g.half * (64 * 64))
+    # ---- the fill group ----
 
     @cute.jit
-    def gather(self, data: Operands, stage, part: Int32, rows: cute.Tensor, product: Int32, thread: Int32):
-        gather_columns(stage, data.w, rows, part * (TILE_N // 2), thread, 2)
+    def produce(self, ring, shared, data: Operands, thread: Int32):
+        lane = thread & 31
+        rows, ahead = cute.make_rmem_tensor((4, 2), Int32), cute.make_rmem_tensor((AHEAD,), Uint32)
+        turn, current, following = self.first_turn(data, lane)
+        self.load_row_indices(data, rows, turn, current, thread)
+        self.load_ahead(data, ahead, turn, thread)
+        stage, phase, done, in_flight = Int32(0), Int32(1), Int32(0), Int32(0)
+        while turn.unit < data.units:
+            for second in range_constexpr(2):
+                if turn.chunk * 64 + 64 * second < current.length:
+                    cute.arch.mbarrier_wait(ring.empty + stage, phase)
+                    target = shared.sB.data_ptr() + stage * ROWS
+                    gather_columns(target, data.w, rows[None, second], current.part * (TILE_N // 2), thread, 2)
+                    cute.arch.cp_async_commit_group()
+                    self.fill_panel(data, shared.sA.data_ptr() + stage * PANEL, ahead, turn, second, thread)
+                    stage += 1
+                    if stage == self.stages:
+                        stage = Int32(0)
+                        phase = phase ^ 1
+                    if in_flight == IN_FLIGHT:
+                        cute.arch.cp_async_wait_group(IN_FLIGHT)
+                        cute.arch.fence_proxy("async.shared", space="cta")
+                        cute.arch.mbarrier_arrive(ring.full + done)
+                        done = done + 1 if done + 1 < self.stages else 0
+                    else:
+                        in_flight += 1
+            turn, current, following = self.next_turn(data, turn, current, following, lane)
+            self.load_row_indices(data, rows, turn, current, thread)
+            self.load_ahead(data, ahead, turn, thread)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        while in_flight > 0:
+            cute.arch.mbarrier_arrive(ring.full + done)
+            done = done + 1 if done + 1 < self.stages else 0
+            in_flight -= 1
+
+    @cute.jit
+    def load_ahead(self, data: Operands, ahead: cute.Tensor, turn: Turn, thread: Int32):
+        """Load the first entries of a turn."""
+        for j in range_constexpr(AHEAD):
+            at = turn.first + thread + GROUP_THREADS * j
+            if at < turn.last:
+                ahead[j] = Uint32(data.entries[at])
+
+    @cute.jit
+    def fill_panel(self, data: Operands, panel, ahead: cute.Tensor, turn: Turn, second: cutlass.Constexpr, thread):
+        """Clear a panel, and scatter the coefficients of one half of a turn's positions into it."""
+        zeros = cute.make_rmem_tensor((4,), Uint32)
+        zeros.fill(0)
+        for i in range_constexpr(PANEL // (8 * GROUP_THREADS)):
+            line = cute.recast_ptr((panel + (i * GROUP_THREADS + thread) * 8).align(16), dtype=Uint32)
+            cute.autovec_copy(zeros, cute.make_tensor(line, cute.make_layout(4)))
+        cute.arch.barrier(barrier_id=PANEL_CLEAR, number_of_threads=GROUP_THREADS)
+        begin, end = (turn.middle, turn.last) if const_expr(second == 1) else (turn.first, turn.middle)
+        for j in range_constexpr(AHEAD):
+            at = turn.first + thread + GROUP_THREADS * j
+            self.scatter(data, panel, ahead[j], (at >= begin) & (at < end))
+        # behind those that were loaded ahead
+        behind = turn.first + GROUP_THREADS * AHEAD
+        for at in cutlass.range(cutlass.max(begin, behind) + thread, end, GROUP_THREADS, unroll=4):
+            self.scatter(data, panel, Uint32(data.entries[at]), at < end)
+
+    @cute.jit
+    def scatter(self, data: Operands, panel, entry: Uint32, valid: Boolean):
+        """Store the coefficient of an entry at its token and position, without a branch."""
+        bits = power_pair(entry, data.activation, self.dtype) >> 16
+        target = panel + Int32(swizzle_column(entry >> 6, entry & Uint32(PANEL - 1)))
+        cute.arch.inline_ptx(
+            "st.shared.b16 [{$r0}], {$r1};", read_only_args=[target, Uint16(bits & Uint32(0xFFFF))], predicate=valid
+        )
+
+    # ---- the mma groups ----
 
     @cute.jit
     def fragments(self, mma: cute.TiledMma, sA: cute.Tensor, sB: cute.Tensor, thread: Int32):
@@ -103,26 +176,57 @@ class GatheredE4m3(Gathered):
         half = cute.arch.make_warp_uniform(thread // 128)
         h = mma.make_fragment_B(mma.get_slice(0).partition_B(sA))
         acc = cute.make_rmem_tensor(mma.partition_shape_C((BLOCKS * COLUMNS, TILE_M)), Float32)
-        values = cute.make_tensor(sB.iterator, cute.make_layout(STAGES * self.stage_values))
+        values = cute.make_tensor(sB.iterator, cute.make_layout(self.stages * ROWS))
         # a row of w has eight pieces of 16 bytes in the group's panel; the warp has two
         row = half * (64 * 64) + lane * 64
         sources = [values.iterator + (row + swizzle_piece(lane, warp + 4 * block)) for block in range(BLOCKS)]
         return Fragments(mma, h, sources, acc, None, half * (BLOCKS * COLUMNS) + warp * 16 + (lane >> 2) * 2)
 
     @cute.jit
-    def multiply(self, mma: cute.TiledMma, factors, tile: Int32, stage: Int32, second: cutlass.Constexpr):
-        """Sums += columns of a stage of rows times half a tile of h.
+    def multiply_units(self, ring, tiles, data: Operands, f: Fragments, thread: Int32, long: cutlass.Constexpr):
+        lane, unit = cute.arch.lane_idx(), Int32(cute.arch.block_idx()[0])
+        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        read = full.clone()
+        tile, part = self.tile_and_part(data, unit)
+        length, _ = self.list_extent(data, tile)
+        while unit < data.units:
+            unit = self.unit_after(unit)
+            next_tile, next_part = self.tile_and_part(data, unit) if unit < data.units else (tile, part)
+            next_length, _ = self.list_extent(data, next_tile)
+            f.acc.fill(0.0)
+            steps, longest = cute.ceil_div(length, TILE_K), self.longest // TILE_K
+            for k in cutlass.range(steps, unroll=1):
+                if const_expr(long):
+                    if k > 0 and k % longest == 0:
+                        warpgroup.wait_group(0)
+                        flush_sums(f.acc, data.flushed, 0, k == longest)
+                cute.arch.mbarrier_wait(ring.full + full.index, full.phase)
+                self.multiply_stage(f, full.index)
+                # the stage before has been multiplied
+                if k > 0:
+                    read = release(ring, read, lane)
+                full.advance()
+            warpgroup.wait_group(0)
+            if steps > 0:
+                read = release(ring, read, lane)
+            if const_expr(long):
+                if steps > longest:
+                    add_flushed(f.acc, data.flushed, 0)
+            self.store_unit(data, f, tile, part, lane)
+            tile, part, length = next_tile, next_part, next_length
 
-        A step has 32 positions of 64 columns. Its operands are made while the step before is multiplied.
+    @cute.jit
+    def multiply_stage(self, f: Fragments, stage: Int32):
+        """Sums += columns of a stage of rows times its panel of h.
+
+        The operands of a step are made while the step before is multiplied. Of the stage before nothing is then.
         """
-        h, sources, acc = factors
-        shape = mma.partition_shape_A((COLUMNS, 16))
+        shape = f.mma.partition_shape_A((COLUMNS, 16))
         for block in range_constexpr(BLOCKS):
-            sums = block_of(acc, block)
+            sums = block_of(f.acc, block)
             for half in range_constexpr(TILE_K // LOADED):
-                words = load_matrices_transposed(sources[block] + (stage * self.stage_values + half * (LOADED * 64)))
-                if const_expr(block * 2 + half >= STEPS):
-                    warpgroup.wait_group(STEPS - 1)
+                words = load_matrices_transposed(f.rB[block] + (stage * ROWS + half * (LOADED * 64)))
+                warpgroup.wait_group(STEPS - 1)
                 operands = []
                 for k in range_constexpr(LOADED // 16):
                     columns = cute.make_rmem_tensor(shape, self.dtype)
@@ -132,8 +236,8 @@ class GatheredE4m3(Gathered):
                     operands.append(columns)
                 warpgroup.fence()
                 for k in range_constexpr(LOADED // 16):
-                    at_k = 4 * second + 2 * half + k
-                    cute.gemm(mma, sums, operands[k][None, None, 0], h[None, None, at_k, tile], sums)
+                    h = f.rA[None, None, LOADED // 16 * half + k, stage]
+                    cute.gemm(f.mma, sums, operands[k][None, None, 0], h, sums)
                 warpgroup.commit_group()
 
     @cute.jit
@@ -144,9 +248,10 @@ class GatheredE4m3(Gathered):
         return [pack(low_to_float(pair, f16), high_to_float(pair, f16), self.dtype) for pair in pairs]
 
     @cute.jit
-    def store(self, g, f: Fragments, tile: Int32, slab: Int32):
-        out, scale, bias = g.data.out, g.data.scale, g.data.bias
-        first = tile * TILE_M + (g.lane & 3) * 2
+    def store_unit(self, data: Operands, f: Fragments, tile: Int32, slab: Int32, lane: Int32):
+        """Scale, add the bias, round and store a unit's sums."""
+        out, scale, bias = data.out, data.scale, data.bias
+        first = tile * TILE_M + (lane & 3) * 2
         for block in range_constexpr(BLOCKS):
             sums, column = block_of(f.acc, block), slab * TILE_N + block * COLUMNS + f.row
             if column < out.shape[1]:

@@ -125,10 +125,6 @@ class SparseProduct:
     has_bias = False
     products: int
     longest: int
-    # 16-bit values of a stage of rows
-    stage_values = 256 * 64
-    # tiles of coefficients that a group has, and 16-bit values from the first 64 positions of a tile to the others
-    slots, panel = 3, 64 * 64
 
     def tile_and_part(self, data, unit):
         """Sparse tile and part of the columns of a unit."""
@@ -177,7 +173,7 @@ class SparseProduct:
             for second in range_constexpr(2):
                 if turn.chunk * 64 + 64 * second < current.length:
                     cute.arch.mbarrier_wait(ring.empty + stage, phase)
-                    target = sB + stage * self.stage_values
+                    target = sB + stage * (256 * 64)
                     self.gather(data, target, current.part, rows[None, second], turn.product, thread)
                     cute.arch.cp_async_commit_group()
                     stage += 1
@@ -247,24 +243,24 @@ class SparseProduct:
                     warpgroup.wait_group(0)
                     for i in range_constexpr(2, len(factors), 3):
                         flush_sums(factors[i], g.data.flushed, 128 * (i // 5), k == longest)
-            self.meet(g)
+            cute.arch.barrier(barrier_id=TILE_BARRIER + g.half, number_of_threads=GROUP_THREADS)
             cute.arch.mbarrier_wait(g.ring.full + state.index, state.phase)
-            self.multiply(mma, factors, self.tile_index(g, slot), state.index, 0)
+            self.multiply(mma, factors, 2 * slot + g.half, state.index, 0)
             state.advance()
             warpgroup.wait_group(1)
             if k > 0:
                 read = release(g.ring, read, g.lane)
             if left > 64:
                 cute.arch.mbarrier_wait(g.ring.full + state.index, state.phase)
-                self.multiply(mma, factors, self.tile_index(g, slot), state.index, 1)
+                self.multiply(mma, factors, 2 * slot + g.half, state.index, 1)
                 state.advance()
             # while the tensor cores work
             ahead = self.fill_tile(g, ahead)
             if left > 64:
                 warpgroup.wait_group(1)
                 read = release(g.ring, read, g.lane)
-            self.clear_tile(g, self.last_read(slot))
-            slot = slot + 1 if slot < self.slots - 1 else 0
+            self.clear_tile(g, slot - 1 if slot > 0 else 2)
+            slot = slot + 1 if slot < 2 else 0
         warpgroup.wait_group(0)
         if turns > 0:
             read = release(g.ring, read, g.lane)
@@ -289,27 +285,14 @@ class SparseProduct:
 
     # ---- an mma group's coefficients ----
 
-    def meet(self, g: MmaGroup) -> None:
-        """Wait for the threads that fill and read a tile."""
-        cute.arch.barrier(barrier_id=TILE_BARRIER + g.half, number_of_threads=GROUP_THREADS)
-
-    def tile_index(self, g: MmaGroup, slot: Int32) -> Int32:
-        """The group's tile among those in shared memory."""
-        return 2 * slot + g.half
-
-    @cute.jit
-    def last_read(self, slot: Int32):
-        """The tile that no WGMMA reads any more once that of `slot` is being multiplied."""
-        return slot - 1 if slot > 0 else 2
-
     @cute.jit
     def prepare_tiles(self, g: MmaGroup):
         """Fill the first turn's tile, clear the others, and load the second turn's coefficients."""
         turn, current, following = self.first_turn(g.data, g.thread & 31)
         self.load_coefficients(g, turn, turn.first)
-        for slot in range_constexpr(self.slots):
+        for slot in range_constexpr(3):
             self.clear_tile(g, slot)
-        self.meet(g)
+        cute.arch.barrier(barrier_id=TILE_BARRIER + g.half, number_of_threads=GROUP_THREADS)
         return self.fill_tile(g, (turn, current, following, Int32(0)))
 
     @cute.jit
@@ -326,7 +309,7 @@ class SparseProduct:
         cute.arch.fence_proxy("async.shared", space="cta")
         turn, current, following = self.next_turn(g.data, turn, current, following, g.thread & 31)
         self.load_coefficients(g, turn, turn.first)
-        slot = slot + 1 if slot < self.slots - 1 else 0
+        slot = slot + 1 if slot < 2 else 0
         return turn, current, following, slot
 
     @cute.jit
@@ -336,7 +319,7 @@ class SparseProduct:
             if at + GROUP_THREADS * FEW * few < turn.last:
                 for j in range_constexpr(FEW * few, FEW * few + FEW):
                     here = at + g.thread + GROUP_THREADS * j
-                    panel = tile + (self.panel if here >= turn.middle else 0)
+                    panel = tile + (64 * 64 if here >= turn.middle else 0)
                     low, high = g.ahead[0, j], g.ahead[1, j]
                     self.scatter_coefficient(g.data, panel, current.part, g.half, low, high, here < turn.last)
 
@@ -359,10 +342,9 @@ class SparseProduct:
         """Fill a group's tile with zeros."""
         zeros = cute.make_rmem_tensor((4,), Uint32)
         zeros.fill(0)
-        line, times = (self.tile_address(g, slot) + g.thread * 8).align(16), 64 * 64 // (8 * GROUP_THREADS)
-        for i in range_constexpr(2 * times):
-            target = (line + (i // times * self.panel + i % times * (8 * GROUP_THREADS))).align(16)
-            cute.autovec_copy(zeros, cute.make_tensor(cute.recast_ptr(target, dtype=Uint32), cute.make_layout(4)))
+        line = cute.recast_ptr((self.tile_address(g, slot) + g.thread * 8).align(16), dtype=Uint32)
+        for i in range_constexpr(64 * 128 // (8 * GROUP_THREADS)):
+            cute.autovec_copy(zeros, cute.make_tensor(line + i * (4 * GROUP_THREADS), cute.make_layout(4)))
 
     # ---- the order of turns ----
 
