@@ -121,9 +121,9 @@ def quantize(weight: Tensor, granularity: Granularity = "row") -> Float8:
     """A floating weight [R, C], or [E, R, C] of experts, in e4m3; 448 is what the largest magnitude becomes.
 
     A scale is the largest magnitude of its row, tensor or block, by 448, at least 2^-126, and 1 where all are 0. Values
-    are divided by it in float32, rounded to nearest even and saturated. NaN becomes NaN (0x7F) and has no say in the
-    scale. Takes 64 MB of float32 at a time, and waits for a GPU once. Raises TypeError for other dtypes, ValueError for
-    other shapes, for an empty weight, and for one that is infinite in float32.
+    are divided by it in float32 and rounded to nearest even. NaN becomes NaN (0x7F) and has no say in the scale. At a
+    time 64 MB are in float32, and a GPU is waited for once. Raises TypeError for other dtypes, ValueError for other
+    shapes, for an empty weight, and for one that is infinite in float32.
     """
     require("weight", weight, Tensor, "a tensor")
     require_choice("granularity", granularity, GRANULARITIES)

@@ -44,7 +44,7 @@ LAYERS = [
     ["twell._runtime"],
     ["twell._arguments", "twell._files", "twell._memory"],
     ["twell._activation"],
-    ["twell.reference", "twell.tuning"],
+    ["twell.reference", "twell.tuning", "twell.float8"],
     ["twell.strategy.__init__", "twell.strategy.table"],
     ["twell.strategy.tables"],
     ["twell.strategy.costs", "twell.strategy.plan"],

@@ -1,0 +1,332 @@
+"""Weights in e4m3: the record and its checks, the quantiser by bits, and the layer's formula."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from twell import float8 as module
+from twell._activation import activation_of
+from twell.float8 import (
+    BLOCK,
+    E4M3,
+    Float8,
+    Granularity,
+    dense,
+    float8,
+    quantize,
+    quantize_tokens_reference,
+    reference,
+)
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+EACH = pytest.mark.parametrize("granularity", module.GRANULARITIES)
+# of bytes 0 to 126, all that is finite and not negative
+GRID = torch.arange(127, dtype=torch.uint8).view(E4M3).double()
+
+
+def codes(t: Tensor) -> Tensor:
+    return t.view(torch.uint8)
+
+
+def nearest(values: Tensor) -> Tensor:
+    """The bytes of values in e4m3, by their distances to all of e4m3: the nearest, of two the even one."""
+    size = values.double().abs().clamp(max=448)
+    above = torch.searchsorted(GRID, size).clamp(max=126)
+    below = (above - 1).clamp(min=0)
+    down, up = size - GRID[below], GRID[above] - size
+    code = torch.where((down < up) | ((down == up) & (below % 2 == 0)), below, above)
+    return (code + 128 * torch.signbit(values)).to(torch.uint8)
+
+
+def spread(scale: Tensor, shape: torch.Size, granularity: Granularity) -> Tensor:
+    """Scales, each at all its values, by their indices."""
+    rows, columns = torch.arange(shape[-2]), torch.arange(shape[-1])
+    if granularity == "row":
+        return scale[..., None].expand(shape)
+    if granularity == "block":
+        return scale[..., rows[:, None] // BLOCK, columns // BLOCK]
+    return scale[..., None, None].expand(shape)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, F32, F64])
+@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (300, 130), (3, 129, 40)])
+def test_quantize_by_bits(granularity: Granularity, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(shape) * torch.logspace(-2, 2, shape[-2])[:, None]).to(dtype)
+    found = quantize(weight, granularity)
+    assert (found.granularity, found.shape, found.device) == (granularity, weight.shape, weight.device)
+    assert found.scale.dtype == F32
+    scale = spread(found.scale, weight.shape, granularity)
+    for one in found.scale.unique():
+        assert one == weight[scale == one].float().abs().max() / 448
+    assert torch.equal(codes(found.values), nearest(weight.float() / scale))
+    assert torch.equal(codes(found.values), codes((weight.float() / scale).clamp(-448, 448).to(E4M3)))
+    assert torch.equal(found.dequantize(F64), found.values.double() * scale.double())
+    assert torch.equal(found.dequantize(BF16), (found.values.float() * scale).bfloat16())
+    again = float8(found.values, found.scale, granularity)
+    assert torch.equal(codes(again.values), codes(found.values))
+    assert torch.equal(again.scale, found.scale)
+
+
+@EACH
+def test_weights_in_many_chunks_are_the_same(granularity: Granularity, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(2, 300, 140)
+    weight[1, 280] = 50
+    whole = quantize(weight, granularity)
+    monkeypatch.setattr(module, "_CHUNK", 1)
+    assert len(list(module._chunks(weight.shape))) == 6
+    found = quantize(weight, granularity)
+    assert torch.equal(codes(found.values), codes(whole.values))
+    assert torch.equal(found.scale, whole.scale)
+    assert torch.equal(found.dequantize(BF16), whole.dequantize(BF16))
+
+
+def test_quantize_rounds_ties_to_even_and_keeps_signs() -> None:
+    middle = (GRID[1:] + GRID[:-1]).float() / 2
+    weight = torch.cat((middle, -middle, torch.tensor([448.0, 0.0, -0.0])))[None]
+    found = quantize(weight)
+    assert found.scale.tolist() == [1]
+    assert torch.equal(codes(found.values), nearest(weight))
+    assert codes(found.values)[0, :2].tolist() == [0, 2]
+    assert codes(found.values)[0, -3:].tolist() == [0x7E, 0, 0x80]
+
+
+@EACH
+def test_quantize_of_odd_rows(granularity: Granularity) -> None:
+    big, tiny = torch.finfo(F32).max, torch.finfo(F32).smallest_normal
+    rows = {"zeros": 0.0, "big": big, "tiny": tiny, "subnormal": tiny / 4}
+    for name, value in rows.items():
+        weight = torch.tensor([[value, -value / 2, math.nan, -math.nan]])
+        found = quantize(weight, granularity)
+        assert float(found.scale) == {"zeros": 1, "big": big / 448}.get(name, tiny)
+        assert codes(found.values)[0, 2:].tolist() == [0x7F, 0x7F]
+        if name in ("zeros", "big"):
+            assert codes(found.values)[0, :2].tolist() == ([0, 0x80] if name == "zeros" else [0x7E, 0xF6])
+        float8(*found)
+    nothing = quantize(torch.full((2, 3), math.nan), granularity)
+    assert bool((codes(nothing.values) == 0x7F).all())
+    assert bool((nothing.scale == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        (torch.tensor([[1, math.inf]]), ValueError, "must be finite in float32, or NaN, got infinity"),
+        (torch.tensor([[1, -1e39]], dtype=F64), ValueError, "must be finite in float32"),
+        (torch.ones(3), ValueError, r"must be \[R, C\].* got \[3\]"),
+        (torch.ones(0, 3), ValueError, r"and not empty, got \[0, 3\]"),
+        (torch.ones(3, 0), ValueError, "and not empty"),
+        (torch.ones(2, 2, dtype=torch.int8), TypeError, "floating dtype of 16 bits or more, got torch.int8"),
+        (torch.ones(2, 2).to(E4M3), TypeError, "of 16 bits or more, got torch.float8_e4m3fn"),
+        ([[1.0]], TypeError, "weight must be a tensor, got list"),
+    ],
+)
+def test_weights_that_are_refused(weight: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        quantize(weight)
+    with pytest.raises(ValueError, match="granularity must be one of tensor, row, block, got 'column'"):
+        quantize(torch.ones(1, 1), "column")  # type: ignore[arg-type]
+
+
+VALUES = torch.ones(200, 300).to(E4M3)
+EXPERTS = torch.ones(3, 200, 300).to(E4M3)
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "granularity", "canonical"),
+    [
+        (VALUES, [], "tensor", []),
+        (VALUES, [1], "tensor", []),
+        (VALUES, [1, 1], "tensor", []),
+        (VALUES, [200], "row", [200]),
+        (VALUES, [200, 1], "row", [200]),
+        (VALUES, [2, 3], "block", [2, 3]),
+        (VALUES, [2, 1, 3, 1], "block", [2, 3]),
+        (EXPERTS, [3], "tensor", [3]),
+        (EXPERTS, [3, 1, 1], "tensor", [3]),
+        (EXPERTS, [3, 200, 1], "row", [3, 200]),
+        (EXPERTS, [3, 2, 3], "block", [3, 2, 3]),
+        (VALUES[:1, :2], [1, 1], "tensor", []),
+    ],
+)
+def test_shapes_of_scales(values: Tensor, scale: list[int], granularity: str, canonical: list[int]) -> None:
+    given = torch.rand(scale) + 0.5
+    for dtype in (F32, BF16, torch.float16):
+        found = float8(values, given.to(dtype))
+        assert (found.granularity, list(found.scale.shape), found.scale.dtype) == (granularity, canonical, F32)
+        assert torch.equal(found.scale.flatten(), given.to(dtype).float().flatten())
+    if granularity == "block":
+        with pytest.raises(ValueError, match=r'must be "row" or "tensor" for scales by rows, got "block"'):
+            found.by_rows()
+    else:
+        by_rows = found.by_rows()
+        assert by_rows.is_contiguous()
+        assert torch.equal(by_rows[..., None] * values.float(), found.dequantize(F32))
+
+
+def test_a_single_block_is_what_the_caller_says() -> None:
+    values = VALUES[:5, :7]
+    for kind in module.GRANULARITIES[::2]:
+        assert float8(values, torch.ones(1, 1), kind).granularity == kind
+    with pytest.raises(ValueError, match=r"scale must be \[5\] by row for values \[5, 7\], got \[1, 1\]"):
+        float8(values, torch.ones(1, 1), "row")
+
+
+def test_powers_of_two_as_scales() -> None:
+    scale = torch.tensor([[126, 127, 130], [127, 127, 127]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    assert float8(VALUES, scale).scale.tolist() == [[0.5, 1, 8], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "error", "message"),
+    [
+        (
+            VALUES.view(torch.uint8),
+            torch.ones(()),
+            TypeError,
+            r"uint8: of bytes of e4m3, pass values.view\(torch",
+        ),
+        (VALUES.view(torch.float8_e4m3fnuz), torch.ones(()), TypeError, "got torch.float8_e4m3fnuz: quantize the real"),
+        (VALUES.view(torch.float8_e5m2), torch.ones(()), TypeError, "torch.float8_e5m2: quantize the real values, in"),
+        (VALUES.bfloat16(), torch.ones(()), TypeError, "must be torch.float8_e4m3fn, got torch.bfloat16"),
+        (VALUES, torch.ones((), dtype=F64), TypeError, "scale must be one of torch.float32, .* got torch.float64"),
+        (VALUES, torch.ones(2, 3, dtype=torch.uint8), TypeError, "scale must be one of .*, got torch.uint8"),
+        (VALUES, 1.0, TypeError, "scale must be a tensor, got 1.0"),
+        (None, torch.ones(()), TypeError, "values must be a tensor, got None"),
+        (VALUES[0], torch.ones(()), ValueError, r"values must be \[R, C\], or .* got \[300\]"),
+        (VALUES, torch.ones(300), ValueError, r"must be \[\] by tensor, or \[200\] by row, or \[2, 3\] by block for"),
+        (VALUES, torch.ones(1, 200), ValueError, r"for values \[200, 300\], got \[1, 200\]"),
+        (VALUES, torch.ones(3, 2), ValueError, r"got \[3, 2\]"),
+        (EXPERTS, torch.ones(()), ValueError, r"must be \[3\] by tensor, or \[3, 200\] by row, .* got \[\]"),
+        (EXPERTS, torch.ones(200), ValueError, r"got \[200\]"),
+        (VALUES, torch.ones((), device="meta"), ValueError, "scale must be on cpu as values are, got meta"),
+        (VALUES, torch.zeros(()), ValueError, "finite and above 0, got 0.0 in 1 of its places"),
+        (VALUES, torch.tensor([1.0] * 198 + [math.nan, -1]), ValueError, "above 0, got nan in 2 of its places"),
+        (VALUES, torch.tensor(-1.0), ValueError, "above 0, got -1.0"),
+        (VALUES, torch.tensor(math.inf), ValueError, "above 0, got inf"),
+    ],
+)
+def test_records_that_are_refused(values: Any, scale: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        float8(values, scale)
+
+
+def test_scales_elsewhere_are_not_looked_at() -> None:
+    found = float8(VALUES.to("meta"), torch.ones(200, 1, device="meta"))
+    assert (found.device.type, found.granularity) == ("meta", "row")
+
+
+def test_tokens_by_bits() -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(64, 96) * torch.logspace(-6, 4, 64)[:, None]).bfloat16()
+    x[3], x[4, 5], x[5, 6], x[6, 7] = 0, math.nan, math.inf, -math.inf
+    found = quantize_tokens_reference(x)
+    broken = torch.tensor([row in (4, 5, 6) for row in range(64)])
+    assert torch.equal(found.scale.isnan(), broken)
+    assert bool((codes(found.values[broken]) == 0x7F).all())
+    expected = (x.float().abs().amax(1) / 448).clamp(min=1 / (448 * 512))[~broken]
+    assert torch.equal(found.scale[~broken], expected)
+    assert expected[0] == expected[3] == expected.min() < expected[-1]
+    assert torch.equal(codes(found.values[~broken]), nearest(x[~broken].float() / expected[:, None]))
+    assert found.granularity == "row"
+
+
+# sizes whose sums of small integers are exact, and that no two tensors share
+M, K, N = 5, 24, 40
+
+
+def integers(*shape: int, low: int = -3, high: int = 4) -> Tensor:
+    return torch.randint(low, high, shape).float()
+
+
+def weight_of_integers(rows: int, columns: int, granularity: Granularity) -> Float8:
+    scale = {"row": 2.0 ** integers(rows), "tensor": torch.tensor(0.5), "block": torch.tensor([[0.25]])}[granularity]
+    return float8(integers(rows, columns).to(E4M3), scale, granularity)
+
+
+ACTIVATIONS = [("relu", 0, True), ("relu", 0, False), ("relu2", 0, True), ("relu2", 0, False)]
+ACTIVATIONS += [("fatrelu", 1.5, True), ("drelu", 0, True)]
+
+
+@EACH
+@pytest.mark.parametrize(("name", "threshold", "gated"), ACTIVATIONS)
+def test_the_formula(granularity: Granularity, name: str, threshold: float, gated: bool) -> None:
+    torch.manual_seed(1)
+    gate, up, down = (weight_of_integers(*shape, granularity) for shape in ((N, K), (N, K), (K, N)))
+    # 9 bits, so that rounding gates matters
+    x = float8(integers(M, K, low=-12, high=13).to(E4M3), 2.0 ** integers(M))
+    biases = integers(N).bfloat16(), integers(N).bfloat16(), integers(K).bfloat16()
+    given = gate, up if gated else None, down, biases, activation_of(name, threshold, gated)
+    found = reference(x, *given)
+
+    g, u, d, tokens = (each.dequantize(F64) for each in (gate, up, down, x))
+    value = (tokens @ g.t() + biases[0].double()).bfloat16().double()
+    value = torch.where(value > threshold, value, 0)
+    linear = tokens @ u.t() + biases[1].double() if gated else torch.ones_like(value)
+    linear = linear.relu() if name == "drelu" else linear
+    hidden = value**2 * linear if name == "relu2" else value * linear
+    assert 0.2 < (value == 0).double().mean() < 0.9
+    assert found.dtype == F64
+    assert torch.equal(found, hidden @ d.t() + biases[2].double())
+
+
+def test_rounding_gates_is_part_of_the_formula() -> None:
+    one = float8(torch.tensor([[16.0, 1.0]]).to(E4M3), torch.tensor(1.0))
+    gate = float8(torch.tensor([[16.0, 1.0]]).to(E4M3), torch.tensor(1.0))
+    down = float8(torch.ones(1, 1).to(E4M3), torch.tensor(1.0))
+    assert reference(one, gate, None, down).tolist() == [[256.0]]
+
+
+def test_nan_reaches_the_tokens_that_fire_its_neuron() -> None:
+    x, ones = float8(torch.tensor([[1.0], [-1.0]]).to(E4M3), torch.ones(2)), torch.ones(2, 1).to(E4M3)
+    gate = float8(torch.tensor([[1.0], [-1.0]]).to(E4M3), torch.tensor(1.0))
+    broken = float8(torch.tensor([[math.nan], [1.0]]).to(E4M3), torch.tensor(1.0))
+    down = float8(ones.t().contiguous(), torch.tensor(1.0))
+    assert reference(x, gate, broken, down).isnan().tolist() == [[True], [False]]
+    up, down = float8(ones, torch.tensor(1.0)), float8(broken.values.t().contiguous(), torch.tensor(1.0))
+    assert reference(x, gate, up, down).isnan().tolist() == [[True], [False]]
+    nothing = quantize_tokens_reference(torch.tensor([[math.nan]], dtype=BF16))
+    assert bool(reference(nothing, gate, up, gate._replace(values=gate.values.t())).isnan().all())
+
+
+@EACH
+@pytest.mark.parametrize(("name", "threshold", "gated"), ACTIVATIONS)
+def test_dense_is_near_the_formula(granularity: Granularity, name: str, threshold: float, gated: bool) -> None:
+    torch.manual_seed(2)
+    sizes = ((144, 160), (144, 160), (160, 144))
+    gate, up, down = (quantize(torch.randn(shape) / 12, granularity) for shape in sizes)
+    x = torch.randn(33, 160).bfloat16()
+    biases = torch.randn(144).bfloat16() / 2, torch.randn(144).bfloat16() / 2, torch.randn(160).bfloat16() / 2
+    given = gate, up if gated else None, down, biases, activation_of(name, threshold / 3, gated)
+    found, exact = dense(x, *given), reference(quantize_tokens_reference(x), *given)
+    assert found.dtype == BF16
+    # roundings of x as well, where weights have blocks
+    least, most = (0.01, 0.08) if granularity == "block" else (0.005, 0.03)
+    assert least < (found.double() - exact).norm() / exact.norm() < most
+    if granularity == "block":
+        whole = [each.dequantize(BF16) for each in (gate, up, down)]
+        value = given[4].after(torch.nn.functional.linear(x, whole[0], biases[0]))
+        linear = torch.nn.functional.linear(x, whole[1], biases[1]) if gated else None
+        hidden = given[4].hidden(value, linear)
+        assert torch.equal(found, torch.nn.functional.linear(hidden, whole[2], biases[2]))
+
+
+def test_dense_rounds_up_and_quantises_h() -> None:
+    """Where sums are exact: by the bits of each step."""
+    torch.manual_seed(3)
+    gate, up, down = (weight_of_integers(*shape, "row") for shape in ((N, K), (N, K), (K, N)))
+    x = integers(M, K).bfloat16()
+    tokens = quantize_tokens_reference(x)
+    value = ((tokens.values.float() @ gate.values.float().t()) * gate.scale * tokens.scale[:, None]).relu().bfloat16()
+    linear = ((tokens.values.float() @ up.values.float().t()) * up.scale * tokens.scale[:, None]).bfloat16()
+    hidden = quantize_tokens_reference(value * linear)
+    expected = (hidden.values.float() @ down.values.float().t()) * down.scale * hidden.scale[:, None]
+    assert torch.equal(dense(x, gate, up, down), expected.bfloat16())
+    with pytest.raises(TypeError, match=r"x must be bfloat16, got torch\.float16"):
+        dense(x.half(), gate, up, down)
