@@ -6,7 +6,8 @@ or an infinity has the scale NaN, and NaN alone: then all that depends on the ro
 Of a `hidden` state x is relu(gate) * up, rounded as dense layers round it; of one without an up projection it is
 relu(gate), and for the other activations see common/activation.py.
 
-A warp has 2,048 columns in registers; up to 16 warps share a longer row.
+A warp has 2,048 columns of x in registers; up to eight warps share a longer row. A CTA has a row of a hidden state, and
+computes it twice, the second time from L1.
 """
 
 from typing import Any, NamedTuple
@@ -14,16 +15,16 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from .common import launch, operands
 from .common.activation import above, hidden, power
-from .common.copies import address, load_values_if
+from .common.copies import address, load_values, load_values_if
 from .common.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pair
 from .specs import QuantizeTokensSpec
 
-THREADS = 512
+THREADS = 256
 WARPS = THREADS // 32
 # pieces of 16 bytes of a thread
 PIECES = 8
@@ -33,12 +34,21 @@ LARGEST, SMALLEST = 448.0, 2.0**-126
 class Operands(NamedTuple):
     """Operands in global memory."""
 
-    x: Any  # [M, K], or the gate before its activation
-    up: Any  # [M, K] or None, of a hidden state
-    form: Any  # its activation and threshold
+    x: Any  # [M, K]
     given: Any  # fp32 [1], or empty
     q: Any  # e4m3 [M, K] as bytes
     scale: Any  # fp32 [M]
+
+
+class Hidden(NamedTuple):
+    """Those of a hidden state."""
+
+    gate: Any  # [M, N] before its activation
+    up: Any  # [M, N] or None
+    q: Any
+    scale: Any
+    activation: Any
+    threshold: Any
 
 
 class QuantizeTokens:
@@ -49,12 +59,7 @@ class QuantizeTokens:
 
     @cute.jit
     def __call__(self, x: cute.Tensor, given: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, stream: cuda.CUstream):
-        self.launch(Operands(x, None, None, given, q, scale), stream)
-
-    @cute.jit
-    def launch(self, o: Operands, stream: cuda.CUstream):
-        """Launch the kernel."""
-        x = o.x
+        o = Operands(x, given, q, scale)
         if x.shape[0] > 0:
             rows = WARPS // warps_of(x.shape[1])
             self.kernel(o).launch(
@@ -80,57 +85,27 @@ class QuantizeTokens:
             valid = exists & (column < o.x.shape[1])
             token, column = m if valid else 0, column if valid else 0
             load_values_if(address(o.x, token, column), row[None, i], valid)
-            if const_expr(o.form is not None):
-                self.multiply(o, row[None, i], token, column, valid)
         scale = Float32(1.0)
         if o.given.shape[0] > 0:
             scale = o.given[0]
         else:
-            largest = self.largest(row)
+            largest = Uint32(0)
+            for i in range_constexpr(PIECES):
+                largest = largest_of(row[None, i], largest)
+            largest = Uint32(cute.arch.warp_redux_sync(Int32(largest), "max"))
             if lane == 0:
                 maxima[warp] = largest
             cute.arch.sync_threads()
             for i in cutlass.range(share):
                 largest = cutlass.max(largest, maxima[warp // share * share + i])
-            scale = low_to_float(largest, self.dtype) / Float32(LARGEST)
-            # NaN is not below it; of a smaller one the inverse would be infinite
-            scale = Float32(SMALLEST) if scale < SMALLEST else scale
-            scale = Float32.nan if scale == Float32.inf else scale
+            scale = scale_of(largest, self.dtype)
         if exists & (first == 0):
             o.scale[m] = scale
         words, inverse = cute.make_rmem_tensor((2,), Uint32), Float32(1.0) / scale
         for i in range_constexpr(PIECES):
             column = first + i * step
             if exists & (column < o.x.shape[1]):
-                for j in range_constexpr(2):
-                    words[j] = quantize(row[2 * j, i], row[2 * j + 1, i], inverse, self.dtype)
-                target = cute.recast_ptr(address(o.q, m, column).align(8), dtype=Uint32)
-                cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(2)))
-
-    @cute.jit
-    def multiply(self, o: Operands, gates: cute.Tensor, token: Int32, column: Int32, valid: Boolean):
-        """Eight hidden values in place of eight gates."""
-        activation, threshold = o.form
-        ups = cute.make_rmem_tensor((4,), Uint32)
-        if const_expr(o.up is not None):
-            load_values_if(address(o.up, token, column), ups, valid)
-        for i in range_constexpr(4):
-            gate, values = above(relu_pair(gates[i], self.dtype), threshold, self.dtype), []
-            for half in (low_to_float, high_to_float):
-                if const_expr(o.up is not None):
-                    values.append(hidden(half(gate, self.dtype), half(ups[i], self.dtype), activation))
-                else:
-                    values.append(power(half(gate, self.dtype), activation))
-            gates[i] = pack(*values, self.dtype)
-
-    @cute.jit
-    def largest(self, row: cute.Tensor):
-        """The largest magnitude in a warp: without sign, values are in the order of their bits, NaN above all."""
-        bits = Uint32(0)
-        for i in range_constexpr(cute.size(row)):
-            for part in (row[i], row[i] >> 16):
-                bits = cutlass.max(bits, part & Uint32(MAGNITUDE))
-        return Uint32(cute.arch.warp_redux_sync(Int32(bits), "max"))
+                store_quantized(o.q, m, column, row[None, i], inverse, words, self.dtype)
 
 
 @cute.jit
@@ -162,22 +137,90 @@ class QuantizeHidden(QuantizeTokens):
         self,
         gate: cute.Tensor,
         up: cute.Tensor | None,
-        given: cute.Tensor,
         q: cute.Tensor,
         scale: cute.Tensor,
         activation: Int32,
         threshold: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(Operands(gate, up, (activation, threshold), given, q, scale), stream)
+        if gate.shape[0] > 0:
+            self.kernel(Hidden(gate, up, q, scale, activation, threshold)).launch(
+                grid=(gate.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
+            )
+
+    @cute.kernel
+    def kernel(self, o: Hidden):
+        thread, m = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        maxima = cute.make_tensor(SmemAllocator().allocate_array(Uint32, WARPS), cute.make_layout(WARPS))
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
+        quad, bits = cute.make_rmem_tensor((4,), Uint32), Uint32(0)
+        for column in cutlass.range(8 * thread, o.gate.shape[1], 8 * THREADS, unroll=2):
+            self.compute(o, m, column, quad)
+            bits = largest_of(quad, bits)
+        bits = Uint32(cute.arch.warp_redux_sync(Int32(bits), "max"))
+        if cute.arch.lane_idx() == 0:
+            maxima[thread // 32] = bits
+        cute.arch.sync_threads()
+        for warp in range_constexpr(WARPS):
+            bits = cutlass.max(bits, maxima[warp])
+        scale = scale_of(bits, self.dtype)
+        if thread == 0:
+            o.scale[m] = scale
+        words, inverse = cute.make_rmem_tensor((2,), Uint32), Float32(1.0) / scale
+        for column in cutlass.range(8 * thread, o.gate.shape[1], 8 * THREADS, unroll=2):
+            self.compute(o, m, column, quad)
+            store_quantized(o.q, m, column, quad, inverse, words, self.dtype)
+
+    @cute.jit
+    def compute(self, o: Hidden, m: Int32, column: Int32, quad: cute.Tensor):
+        """Eight hidden values."""
+        gates, ups = load_values(address(o.gate, m, column)), cute.make_rmem_tensor((4,), Uint32)
+        if const_expr(o.up is not None):
+            load_values(address(o.up, m, column), ups)
+        for i in range_constexpr(4):
+            gate, values = above(relu_pair(gates[i], self.dtype), o.threshold, self.dtype), []
+            for half in (low_to_float, high_to_float):
+                if const_expr(o.up is not None):
+                    values.append(hidden(half(gate, self.dtype), half(ups[i], self.dtype), o.activation))
+                else:
+                    values.append(power(half(gate, self.dtype), o.activation))
+            quad[i] = pack(*values, self.dtype)
+
+
+@cute.jit
+def largest_of(quad: cute.Tensor, bits: Uint32) -> Uint32:
+    """The largest magnitude of eight values and `bits`; without sign, values are in the order of their bits."""
+    for i in range_constexpr(4):
+        for part in (quad[i], quad[i] >> 16):
+            bits = cutlass.max(bits, part & Uint32(MAGNITUDE))
+    return bits
+
+
+@cute.jit
+def scale_of(largest: Uint32, dtype: cutlass.Constexpr) -> Float32:
+    """The scale of a row with this largest magnitude."""
+    scale = low_to_float(largest, dtype) / Float32(LARGEST)
+    # NaN is not below it; of a smaller one the inverse would be infinite
+    scale = Float32(SMALLEST) if scale < SMALLEST else scale
+    return Float32.nan if scale == Float32.inf else scale
+
+
+@cute.jit
+def store_quantized(q, m: Int32, column: Int32, quad, inverse: Float32, words, dtype: cutlass.Constexpr):
+    """Store eight values of a row in e4m3."""
+    for j in range_constexpr(2):
+        words[j] = quantize(quad[2 * j], quad[2 * j + 1], inverse, dtype)
+    target = cute.recast_ptr(address(q, m, column).align(8), dtype=Uint32)
+    cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(2)))
 
 
 def signature(spec: QuantizeTokensSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, m, k = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32(divisibility=16)
     matrix = operands.rows(dtype, m, k)
-    others = operands.vector(Float32, cute.sym_int32(), 4), *operands.e4m3_rows(m, k)
     if spec.source == "tokens":
-        return QuantizeTokens(spec), (matrix, *others)
+        given = operands.vector(Float32, cute.sym_int32(), 4)
+        return QuantizeTokens(spec), (matrix, given, *operands.e4m3_rows(m, k))
     up = operands.rows(dtype, m, k) if spec.source == "gated" else None
-    return QuantizeHidden(spec), (matrix, up, *others, Int32(1), Int32(1))
+    return QuantizeHidden(spec), (matrix, up, *operands.e4m3_rows(m, k), Int32(1), Int32(1))

@@ -160,7 +160,7 @@ class GatePackSpec(_FamilyKernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choices = GATE_TOKENS if self.family == SM90 else PORTABLE_GATE_TOKENS
+        choices: tuple[int, ...] = GATE_TOKENS if self.family == SM90 else PORTABLE_GATE_TOKENS
         if self.dtype == E4M3:
             choices = E4M3_GATE_TOKENS[self.fast]
         elif not self.fast:

@@ -82,7 +82,7 @@ class GatheredForm:
         out = given[9]
         slabs = cute.ceil_div(out.shape[1], TILE_N)
         units = cute.ceil_div(out.shape[0], TILE_M) * slabs
-        self.launch(Operands(*given, slabs, units, scale), capacity, max_ctas, stream)
+        self.launch(Operands._make((*given, slabs, units, scale, None)), capacity, max_ctas, stream)
 
     def launch(self, data, capacity, max_ctas, stream):
         """Launch the kernel unless there are no units."""

@@ -289,15 +289,11 @@ class SampledGradForm(Sampler):
 def up_arguments(spec: Any) -> tuple[Any, ...]:
     """The fake arguments that stand for the operands of the up projection; scales follow e4m3 rows."""
     dtype, m = operands.DTYPES[spec.dtype], cute.sym_int32()
-    n, k, p = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=16), cute.sym_int32()
-    b = cute.sym_int32()
-    if spec.dtype == E4M3:
-        matrices = (*operands.e4m3_rows(m, k), *operands.e4m3_rows(n, k))
-    else:
-        k = cute.sym_int32(divisibility=8)
-        matrices = (operands.rows(dtype, m, k), operands.rows(dtype, n, k))
+    fp8, n, p = spec.dtype == E4M3, cute.sym_int32(divisibility=8), cute.sym_int32()
+    b, k = cute.sym_int32(), cute.sym_int32(divisibility=16 if fp8 else 8)
     return (
-        *matrices,
+        *(operands.e4m3_rows(m, k) if fp8 else (operands.rows(dtype, m, k),)),
+        *(operands.e4m3_rows(n, k) if fp8 else (operands.rows(dtype, n, k),)),
         operands.bias(dtype),
         operands.vector(Int32, cute.sym_int32()),
         *operands.lists(b),

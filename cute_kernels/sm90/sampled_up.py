@@ -67,7 +67,7 @@ class SampledProduct(Sampler):
 
     def tile_k(self) -> int:
         """Columns of a stage."""
-        return TILE_K_BYTES * 8 // self.value.width
+        return TILE_K_BYTES * 8 // int(self.value.width)
 
     @cute.jit
     def launch(self, o, capacity, max_ctas, stream):

@@ -101,7 +101,7 @@ class Weights:
         return product(*hidden_in_float8(gate, up), self.stored, self.down.scale)
 
     def sparse(self, x: Tensor, strategy: Any) -> Tensor:
-        y: Tensor = twell.sparse_gated_ffn(x, self.gate, self.up, self.down, strategy=strategy)  # type: ignore[assignment]
+        y: Tensor = twell.sparse_gated_ffn(x, self.gate, self.up, self.down, strategy=strategy)
         return y
 
     def wide(self, x: Tensor, strategy: Any) -> Tensor:
@@ -147,7 +147,8 @@ def measured(name: str, problem: testing.FFN, device: Any, seconds: float) -> li
     right = float8.formula(tokens, first.gate, first.up, first.down)
     bar = testing.errors(first.dense(x, False)[some], right)
     nonzeros = float((float8.gate_of(tokens, first.gate, None) > 0).sum()) / len(tokens.values)
-    make = functools.partial(Row, name, len(x), *problem.w_gate.shape[::-1], nonzeros)
+    n, k = problem.w_gate.shape
+    make = functools.partial(Row, name, len(x), k, n, nonzeros)
     sites = [[twell.AutoStrategy() for _ in layers] for _ in range(2)]
     calls: dict[str, Callable[[int], Tensor]] = {
         "dense fp8, one product": lambda i: layers[i].dense(x, True),

@@ -106,7 +106,7 @@ class Float8MLP(nn.Module):
         if len(children) == 2:
             records.insert(1, None)
             biases.insert(1, None)
-        how = self._site() or self.strategy, self.invariant, self.compression, self.fast_accum, self.input_scale
+        how: Any = self._site() or self.strategy, self.invariant, self.compression, self.fast_accum, self.input_scale
         name = "Float8MLP"
         return _quantised.run(name, x, records, biases, self._form, *how)
 

@@ -105,7 +105,8 @@ def _cast(name: str, x: Any) -> Tensor:
         x = x.to(torch.get_autocast_dtype(kind))
     if x.dtype != torch.bfloat16:
         raise TypeError(f"{name}: x must be bfloat16 with e4m3 weights, got {x.dtype}: run the model in bfloat16")
-    return x
+    made: Tensor = x
+    return made
 
 
 def _require_plain(name: str, x: Tensor, operands: Sequence[Tensor | None]) -> None:

@@ -176,8 +176,11 @@ def formula(
     biases: Biases = NO_BIASES,
     activation: Activation = RELU,
     dtype: torch.dtype = torch.float64,
+    rounded: bool = False,
 ) -> Tensor:
     """The layer's formula, y [M, K] of ``dtype``, in which all is computed but the gate, which is bfloat16. Slow.
+
+    rounded: whether h is rounded to bfloat16, as "union" does.
 
     x: tokens with a scale each, or one for all. In float64 sums over K are exact, except with blocks. A NaN in ``up``
     or ``down`` reaches the tokens that fire its neuron.
@@ -185,6 +188,8 @@ def formula(
     b_gate, b_up, b_down = biases
     fired = activation.after(_product(x, gate, b_gate, dtype).bfloat16())
     hidden = activation.hidden(fired.to(dtype), None if up is None else _product(x, up, b_up, dtype))
+    if rounded:
+        hidden = hidden.bfloat16().to(dtype)
     rows = down.dequantize(dtype).t()
     y = torch.zeros(len(fired), rows.shape[1], dtype=dtype, device=x.device)
     for token, own in enumerate(fired != 0):

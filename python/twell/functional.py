@@ -192,7 +192,7 @@ def sparse_gated_ffn(
         _require_inference(main_grads, return_aux)
         how = kind, strategy, invariant, compression, fast_accum
         return quantised("sparse_gated_ffn", x, weights, biases, *how)
-    layer = Operands(x, *weights, *biases)
+    layer = Operands._make((x, *weights, *biases))
     return run(sparse_gated_ffn, layer, True, kind, strategy, invariant, compression, main_grads, return_aux)
 
 
@@ -247,7 +247,7 @@ def sparse_ffn(
     if is_quantised(x, weights):
         _require_inference(main_grads, return_aux)
         return quantised("sparse_ffn", x, weights, biases, kind, strategy, invariant, compression, fast_accum)
-    layer = Operands(x, *weights, *biases)
+    layer = Operands._make((x, *weights, *biases))
     return run(sparse_ffn, layer, False, kind, strategy, invariant, compression, main_grads, return_aux)
 
 

@@ -18,9 +18,9 @@ from twell.float8 import (
     Granularity,
     dense,
     float8,
+    formula,
     quantize,
-    quantize_tokens_reference,
-    reference,
+    quantize_tokens,
 )
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -224,17 +224,25 @@ def test_scales_elsewhere_are_not_looked_at() -> None:
 
 def test_tokens_by_bits() -> None:
     torch.manual_seed(0)
-    x = (torch.randn(64, 96) * torch.logspace(-6, 4, 64)[:, None]).bfloat16()
+    x = (torch.randn(64, 96) * torch.logspace(-38, 4, 64)[:, None]).bfloat16()
     x[3], x[4, 5], x[5, 6], x[6, 7] = 0, math.nan, math.inf, -math.inf
-    found = quantize_tokens_reference(x)
+    found = quantize_tokens(x)
     broken = torch.tensor([row in (4, 5, 6) for row in range(64)])
     assert torch.equal(found.scale.isnan(), broken)
     assert bool((codes(found.values[broken]) == 0x7F).all())
-    expected = (x.float().abs().amax(1) / 448).clamp(min=1 / (448 * 512))[~broken]
+    expected = (x.float().abs().amax(1) / 448).clamp(min=2.0**-126)[~broken]
     assert torch.equal(found.scale[~broken], expected)
     assert expected[0] == expected[3] == expected.min() < expected[-1]
-    assert torch.equal(codes(found.values[~broken]), nearest(x[~broken].float() / expected[:, None]))
+    assert torch.equal(codes(found.values[~broken]), nearest(x[~broken].float() * (1 / expected[:, None])))
     assert found.granularity == "row"
+
+
+def test_tokens_with_one_scale_for_all() -> None:
+    x = torch.tensor([[3.0, -1e4, 0.1], [math.nan, 1.0, math.inf]], dtype=BF16)
+    found = quantize_tokens(x, torch.tensor([0.5]))
+    assert found.scale.tolist() == [0.5, 0.5]
+    assert torch.equal(codes(found.values[0]), nearest(x[0].float() * 2))
+    assert codes(found.values[1]).tolist() == [0x7F, 0x40, 0x7E]
 
 
 # sizes whose sums of small integers are exact, and that no two tensors share
@@ -263,7 +271,7 @@ def test_the_formula(granularity: Granularity, name: str, threshold: float, gate
     x = float8(integers(M, K, low=-12, high=13).to(E4M3), 2.0 ** integers(M))
     biases = integers(N).bfloat16(), integers(N).bfloat16(), integers(K).bfloat16()
     given = gate, up if gated else None, down, biases, activation_of(name, threshold, gated)
-    found = reference(x, *given)
+    found = formula(x, *given)
 
     g, u, d, tokens = (each.dequantize(F64) for each in (gate, up, down, x))
     value = (tokens @ g.t() + biases[0].double()).bfloat16().double()
@@ -280,7 +288,7 @@ def test_rounding_gates_is_part_of_the_formula() -> None:
     one = float8(torch.tensor([[16.0, 1.0]]).to(E4M3), torch.tensor(1.0))
     gate = float8(torch.tensor([[16.0, 1.0]]).to(E4M3), torch.tensor(1.0))
     down = float8(torch.ones(1, 1).to(E4M3), torch.tensor(1.0))
-    assert reference(one, gate, None, down).tolist() == [[256.0]]
+    assert formula(one, gate, None, down).tolist() == [[256.0]]
 
 
 def test_nan_reaches_the_tokens_that_fire_its_neuron() -> None:
@@ -288,11 +296,11 @@ def test_nan_reaches_the_tokens_that_fire_its_neuron() -> None:
     gate = float8(torch.tensor([[1.0], [-1.0]]).to(E4M3), torch.tensor(1.0))
     broken = float8(torch.tensor([[math.nan], [1.0]]).to(E4M3), torch.tensor(1.0))
     down = float8(ones.t().contiguous(), torch.tensor(1.0))
-    assert reference(x, gate, broken, down).isnan().tolist() == [[True], [False]]
+    assert formula(x, gate, broken, down).isnan().tolist() == [[True], [False]]
     up, down = float8(ones, torch.tensor(1.0)), float8(broken.values.t().contiguous(), torch.tensor(1.0))
-    assert reference(x, gate, up, down).isnan().tolist() == [[True], [False]]
-    nothing = quantize_tokens_reference(torch.tensor([[math.nan]], dtype=BF16))
-    assert bool(reference(nothing, gate, up, gate._replace(values=gate.values.t())).isnan().all())
+    assert formula(x, gate, up, down).isnan().tolist() == [[True], [False]]
+    nothing = quantize_tokens(torch.tensor([[math.nan]], dtype=BF16))
+    assert bool(formula(nothing, gate, up, gate._replace(values=gate.values.t())).isnan().all())
 
 
 @EACH
@@ -304,7 +312,7 @@ def test_dense_is_near_the_formula(granularity: Granularity, name: str, threshol
     x = torch.randn(33, 160).bfloat16()
     biases = torch.randn(144).bfloat16() / 2, torch.randn(144).bfloat16() / 2, torch.randn(160).bfloat16() / 2
     given = gate, up if gated else None, down, biases, activation_of(name, threshold / 3, gated)
-    found, exact = dense(x, *given), reference(quantize_tokens_reference(x), *given)
+    found, exact = dense(x, *given), formula(quantize_tokens(x), *given)
     assert found.dtype == BF16
     # roundings of x as well, where weights have blocks
     least, most = (0.01, 0.08) if granularity == "block" else (0.005, 0.03)
@@ -322,10 +330,10 @@ def test_dense_rounds_up_and_quantises_h() -> None:
     torch.manual_seed(3)
     gate, up, down = (weight_of_integers(*shape, "row") for shape in ((N, K), (N, K), (K, N)))
     x = integers(M, K).bfloat16()
-    tokens = quantize_tokens_reference(x)
+    tokens = quantize_tokens(x)
     value = ((tokens.values.float() @ gate.values.float().t()) * gate.scale * tokens.scale[:, None]).relu().bfloat16()
     linear = ((tokens.values.float() @ up.values.float().t()) * up.scale * tokens.scale[:, None]).bfloat16()
-    hidden = quantize_tokens_reference(value * linear)
+    hidden = quantize_tokens(value * linear)
     expected = (hidden.values.float() @ down.values.float().t()) * down.scale * hidden.scale[:, None]
     assert torch.equal(dense(x, gate, up, down), expected.bfloat16())
     with pytest.raises(TypeError, match=r"x must be bfloat16, got torch\.float16"):

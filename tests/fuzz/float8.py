@@ -56,7 +56,8 @@ def draw(seed: int, number: int, on_gpu: bool) -> Case:
         seed, number,
         m=r.choice((0, 1, 1, 2, 7, 8, 9, 17, 33, 64, 65, 100, 128, 129, 300, 513, 1025) if on_gpu else (0, 1, 3, 9)),
         k=16 * r.randint(1, r.choice((4, 8, 33, 130, 300, 520)) if on_gpu else 5),
-        n=8 * r.randint(1, r.choice((4, 33, 64, 260, 704)) if on_gpu else 40),
+        # dense products of other numbers of neurons are not those of torch._scaled_mm
+        n=(8 if exact else 16) * r.randint(1, r.choice((4, 33, 64, 130, 352)) if on_gpu else 20),
         x="e4m3" if exact else r.choice(("plain", "plain", "e4m3")),
         exact=exact,
         gated=gated,
@@ -147,7 +148,7 @@ def check(case: Case, p: Problem, y: Tensor) -> str:
     first, up = (p.up, None) if p.gate is None else (p.gate, p.up)
     biases = (p.biases[1], None, p.biases[2]) if p.gate is None else p.biases
     layer = first, up, p.down, biases, form
-    right = float8.formula(tokens, *layer)
+    right = float8.formula(tokens, *layer, rounded=case.exact and case.strategy == "union")
     if case.exact and case.strategy in ("row", "union") and float(right.abs().max()) < 2**20:
         wrong = y != right.to(y.dtype)
         return f"{int(wrong.sum())} values differ, the first at {wrong.nonzero()[0].tolist()}" if wrong.any() else ""

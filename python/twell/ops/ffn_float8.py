@@ -33,8 +33,6 @@ from twell.strategy.plan import Facts, Route, routed
 from twell.strategy.site import site_of, without_site
 from twell.strategy.tables import imposed_on_call
 
-# Most columns of a row that kernels quantise.
-_MOST_QUANTISED = 32768
 # What values of rows, and products of ``torch._scaled_mm``, are multiples of.
 _MULTIPLE = 16
 
@@ -137,7 +135,8 @@ def _on_cpu(layer: Layer, compression: int, activation: Activation, route: Route
     tokens = _tokens(layer)
     if route.strategy == "dense":
         return float8.dense(tokens, *_weights(layer), activation, use_fast_accum=fast)
-    return float8.formula(tokens, *_weights(layer), activation, torch.float32).bfloat16()
+    rounded = route.strategy == "union"
+    return float8.formula(tokens, *_weights(layer), activation, torch.float32, rounded).bfloat16()
 
 
 def _tokens(layer: Layer) -> Float8:
@@ -213,8 +212,7 @@ def _pass(
         tokens = Scaled(x, x_scale, fast)
     else:
         tokens = Scaled(p.scratch(torch.uint8, m, k), p.scratch(torch.float32, m), fast)
-        spec = tuning.quantize_tokens(x.dtype, "tokens")
-        p.launch(spec, x, p.scratch(torch.float32, 0) if x_scale is None else x_scale, tokens.values, tokens.scale)
+        _quantise(p, x, x_scale, tokens.values, tokens.scale)
     up = None if w_up is None else Scaled(w_up, up_scale)
     layer = Views(tokens, Scaled(w_gate, gate_scale), up, Scaled(w_down, down_scale).t(), *biases)
     shapes: tuple[Shape, ...]
@@ -254,7 +252,7 @@ def _dense_on_cuda(layer: Layer, activation: Activation, fast: bool) -> tuple[Te
     """y, and the gate before its activation."""
     gate, up, down, biases = _weights(layer)
     n = len(layer.w_gate)
-    if n % _MULTIPLE or n > _MOST_QUANTISED or device.capability(layer.x.device.index) != device.SM_90:
+    if n % _MULTIPLE or device.capability(layer.x.device.index) != device.SM_90:
         tokens = _tokens(layer)
         made = float8.gate_of(tokens, gate, biases[0])
         return float8.dense(tokens, gate, up, down, biases, activation, use_fast_accum=fast), made
@@ -290,8 +288,7 @@ def product(
 def hidden_in_float8(gate: Tensor, up: Tensor | None, activation: Activation = RELU) -> tuple[Tensor, Tensor]:
     """The hidden state of a dense layer in e4m3, and the scales of its rows, from a gate before its activation."""
     hidden, scale = gate.new_empty(gate.shape, dtype=E4M3), gate.new_empty(len(gate), dtype=torch.float32)
-    operands = gate, up, None, hidden.view(torch.uint8), scale
-    run(_quantise, operands, "plain" if up is None else "gated", activation)
+    run(_quantise_hidden, (gate, up, hidden.view(torch.uint8), scale), activation)
     return hidden, scale
 
 
@@ -299,19 +296,18 @@ def tokens_in_float8(x: Tensor, given: Tensor | None = None) -> tuple[Tensor, Te
     """Rows of x in e4m3, and their scales; one that is ``given`` for all."""
     x = _readable("x", x)
     q, scale = x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), dtype=torch.float32)
-    run(_quantise, (x, None, given, q.view(torch.uint8), scale), "tokens", None)
+    run(_quantise, (x, given, q.view(torch.uint8), scale))
     return q, scale
 
 
-def _quantise(
-    p: Program, x: View, up: View | None, given: View | None, q: View, scale: View, source: str, form: Any
-) -> None:
+def _quantise(p: Program, x: View, given: View | None, q: View, scale: View) -> None:
     given = p.scratch(torch.float32, 0) if given is None else given
-    spec = tuning.quantize_tokens(x.dtype, source)
-    if form is None:
-        p.launch(spec, x, given, q, scale)
-    else:
-        p.launch(spec, x, up, given, q, scale, form.code(), threshold_pair(form, x.dtype))
+    p.launch(tuning.quantize_tokens(x.dtype, "tokens"), x, given, q, scale)
+
+
+def _quantise_hidden(p: Program, gate: View, up: View | None, q: View, scale: View, activation: Activation) -> None:
+    spec = tuning.quantize_tokens(gate.dtype, "plain" if up is None else "gated")
+    p.launch(spec, gate, up, q, scale, activation.code(), threshold_pair(activation, gate.dtype))
 
 
 _SCALED = (

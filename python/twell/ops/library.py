@@ -220,7 +220,7 @@ def are_laid(layer: Views) -> bool:
     return matrices and biases and _is_readable_down(layer.w_down.shape, layer.w_down.strides)
 
 
-def down_rows(p: Program, w_down: View | Scaled) -> View | Scaled:
+def down_rows(p: Program, w_down: Any) -> Any:
     """A down weight [K, N] as kernels read it, by rows [N, K]; a copy if it is stored as nn.Linear does."""
     if isinstance(w_down, Scaled) or are_rows(w_down.shape[::-1], w_down.strides[::-1]):
         return w_down.t()

@@ -87,12 +87,12 @@ class PackedOperands(NamedTuple):
 
 
 class Views(NamedTuple):
-    """The ``Operands`` of a layer in a program, w_down [K, N]."""
+    """The ``Operands`` of a layer in a program, w_down [K, N]; matrices may be ``Scaled``."""
 
-    x: View
-    w_gate: View
-    w_up: View | None
-    w_down: View
+    x: Any
+    w_gate: Any
+    w_up: Any
+    w_down: Any
     b_gate: View | None
     b_up: View | None
     b_down: View | None

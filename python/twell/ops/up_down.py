@@ -146,7 +146,7 @@ def multiply(
     if helpers:
         first = geometry.TOKEN_COUNTERS + m * spec.cluster
         own, weights, halves = (zeroed.part(*ends) for ends in pairwise((0, first, first + m, zeroed.shape[0])))
-    if stats is None or not helpers or not (guarded or m > tuning.TOKENS_ALONE):
+    if stats is None or not helpers or not (guarded or m in tuning.TOKENS_COUNTED):
         stats = p.scratch(torch.int32, 0, 1, 2)
     most = tuning.most_by_row(m, k, w_down.shape[1], gated) if guarded else tuning.ALL_BY_ROW
     numbers = helpers, tuning.light_nonzeros(m), most
