@@ -7,7 +7,7 @@ Of a `hidden` state x is relu(gate) * up, rounded as dense layers round it; of o
 relu(gate), and for the other activations see common/activation.py.
 
 A warp has 2,048 columns of x in registers; up to eight warps share a longer row. A CTA has a row of a hidden state, and
-computes it twice, the second time from L1.
+computes one of more than 8,192 columns twice.
 """
 
 from typing import Any, NamedTuple
@@ -20,14 +20,14 @@ from cutlass.memory import SmemAllocator
 
 from .common import launch, operands
 from .common.activation import above, hidden, power
-from .common.copies import address, load_values, load_values_if
+from .common.copies import address, load_values_if
 from .common.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pair
 from .specs import QuantizeTokensSpec
 
 THREADS = 256
 WARPS = THREADS // 32
-# pieces of 16 bytes of a thread
-PIECES = 8
+# pieces of 16 bytes of a thread: of x, and of a hidden state at a time
+PIECES, BATCH = 8, 4
 LARGEST, SMALLEST = 448.0, 2.0**-126
 
 
@@ -154,10 +154,12 @@ class QuantizeHidden(QuantizeTokens):
         maxima = cute.make_tensor(SmemAllocator().allocate_array(Uint32, WARPS), cute.make_layout(WARPS))
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
-        quad, bits = cute.make_rmem_tensor((4,), Uint32), Uint32(0)
-        for column in cutlass.range(8 * thread, o.gate.shape[1], 8 * THREADS, unroll=2):
-            self.compute(o, m, column, quad)
-            bits = largest_of(quad, bits)
+        values, bits = cute.make_rmem_tensor((4, BATCH), Uint32), Uint32(0)
+        columns = o.gate.shape[1]
+        for first in cutlass.range(8 * thread, columns, BATCH * 8 * THREADS, unroll=1):
+            self.compute(o, m, first, values)
+            for i in range_constexpr(BATCH):
+                bits = largest_of(values[None, i], bits)
         bits = Uint32(cute.arch.warp_redux_sync(Int32(bits), "max"))
         if cute.arch.lane_idx() == 0:
             maxima[thread // 32] = bits
@@ -168,24 +170,32 @@ class QuantizeHidden(QuantizeTokens):
         if thread == 0:
             o.scale[m] = scale
         words, inverse = cute.make_rmem_tensor((2,), Uint32), Float32(1.0) / scale
-        for column in cutlass.range(8 * thread, o.gate.shape[1], 8 * THREADS, unroll=2):
-            self.compute(o, m, column, quad)
-            store_quantized(o.q, m, column, quad, inverse, words, self.dtype)
+        for first in cutlass.range(8 * thread, columns, BATCH * 8 * THREADS, unroll=1):
+            if columns > BATCH * 8 * THREADS:
+                self.compute(o, m, first, values)
+            for i in range_constexpr(BATCH):
+                column = first + i * (8 * THREADS)
+                if column < columns:
+                    store_quantized(o.q, m, column, values[None, i], inverse, words, self.dtype)
 
     @cute.jit
-    def compute(self, o: Hidden, m: Int32, column: Int32, quad: cute.Tensor):
-        """Eight hidden values."""
-        gates, ups = load_values(address(o.gate, m, column)), cute.make_rmem_tensor((4,), Uint32)
-        if const_expr(o.up is not None):
-            load_values(address(o.up, m, column), ups)
-        for i in range_constexpr(4):
-            gate, values = above(relu_pair(gates[i], self.dtype), o.threshold, self.dtype), []
+    def compute(self, o: Hidden, m: Int32, first: Int32, values: cute.Tensor):
+        """A thread's hidden values of a batch, eight from column `first` on and so on; zeros beyond the last column."""
+        gates, ups = (cute.make_rmem_tensor((4, BATCH), Uint32) for _ in range(2))
+        for i in range_constexpr(BATCH):
+            column = first + i * (8 * THREADS)
+            exists = column < o.gate.shape[1]
+            load_values_if(address(o.gate, m, column if exists else 0), gates[None, i], exists)
+            if const_expr(o.up is not None):
+                load_values_if(address(o.up, m, column if exists else 0), ups[None, i], exists)
+        for i in range_constexpr(4 * BATCH):
+            gate, pair = above(relu_pair(gates[i], self.dtype), o.threshold, self.dtype), []
             for half in (low_to_float, high_to_float):
                 if const_expr(o.up is not None):
-                    values.append(hidden(half(gate, self.dtype), half(ups[i], self.dtype), o.activation))
+                    pair.append(hidden(half(gate, self.dtype), half(ups[i], self.dtype), o.activation))
                 else:
-                    values.append(power(half(gate, self.dtype), o.activation))
-            quad[i] = pack(*values, self.dtype)
+                    pair.append(power(half(gate, self.dtype), o.activation))
+            values[i] = pack(*pair, self.dtype)
 
 
 @cute.jit

@@ -57,6 +57,9 @@ OPS = {
     # "row" with dense halves: of each case both
     "ffn_row": ("gate_pack", "gate_pack_few", "up_down_token", "dense_halves"),
     "experts": tuple(f"expert_{part}" for part in ("pairs", "pack", "down", "union", "gathered", "sum")),
+    "ffn_float8": (
+        *("quantize_tokens", "gate_pack", "gate_pack_few", "up_down_token", "compact", "sampled_up", "gathered"),
+    ),
     "unpack": ("unpack",),
     "reglu": ("reglu",),
     "matrix_transpose": ("matrix_transpose",),
@@ -210,6 +213,9 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
     if op == "experts":
         yield from experts_calls(case, problem)
         return
+    if op == "ffn_float8":
+        yield from float8_calls(case, problem)
+        return
     if op == "ffn":
         yield Call(ops.ffn_aux, (*problem, case.compression, "union", None, case.activation))
         return
@@ -236,6 +242,24 @@ def experts_calls(case: Case, problem: FFN) -> Iterator[Call]:
         for by_union in (False, True)[: 1 if gated or case.activation == "relu2" else 2]:
             wide = ids if gated else ids.int()
             yield Call(by_expert, (*operands, wide, weights, case.compression, case.activation, by_union), gated)
+
+
+def float8_calls(case: Case, problem: FFN) -> Iterator[Call]:
+    """The layer in e4m3, with columns up to a multiple of 16; scales are powers of two."""
+    x, *weights = (torch.nn.functional.pad(t, (0, -case.k % 16)) for t in problem[:4])
+    gate, up, down = (weight.to(torch.float8_e4m3fn) for weight in weights)
+    biases = [None if bias is None else bias.bfloat16() for bias in problem[4:]]
+    if biases[2] is not None:
+        biases[2] = torch.nn.functional.pad(biases[2], (0, -case.k % 16))
+    by_rows, by_columns = torch.full((case.n,), 0.5), torch.full((x.shape[1],), 2.0)
+    for gated in (True, False):
+        of_up = (up, by_rows) if gated else (None, None)
+        own = biases if gated else (biases[0], None, biases[2])
+        for strategy in ("row", "union"):
+            for fast in (True, False):
+                layer = x.bfloat16(), torch.ones(1), gate, by_rows, *of_up, down, by_columns, *own
+                how = case.compression, strategy, None, case.activation, 0.0, fast
+                yield Call(ops.ffn_float8, (*layer, *how), gated)
 
 
 def by_expert(*arguments: Any) -> Tensor:

@@ -14,6 +14,8 @@ from twell._arguments import require, require_flag
 from twell._runtime import geometry
 from twell.float8 import E4M3, Float8
 from twell.functional import Strategy
+from twell.strategy import tables
+from twell.strategy.explanation import Choice
 from twell.strategy.plan import Facts, routed
 from twell.strategy.site import AutoStrategy
 
@@ -109,6 +111,18 @@ class Float8MLP(nn.Module):
         how: Any = self._site() or self.strategy, self.invariant, self.compression, self.fast_accum, self.input_scale
         name = "Float8MLP"
         return _quantised.run(name, x, records, biases, self._form, *how)
+
+    def explain(self, name: str = "") -> list[Choice]:
+        """The rows of ``twell.explain`` for this layer."""
+        on, site = getattr(self, self._names[-1]).weight.device, self._site()
+        if site is None:
+            named = "row" if self.invariant else str(self.strategy)
+            rows = [Choice(name, "inference", "any", "", named, "invariant=True" if self.invariant else "it was named")]
+        elif imposed := tables.imposed(on.type, on.index):
+            rows = [Choice(name, "inference", "any", "", "dense", imposed)]
+        else:
+            rows = site.explain(name) or [Choice(name, "inference", "any", "", "auto", "not called yet")]
+        return [row._replace(layout="rows") for row in rows]
 
     def _site(self) -> AutoStrategy | None:
         """The ``AutoStrategy`` that chooses; None if nothing is left to choose."""

@@ -237,7 +237,9 @@ def _linear(x: Tensor | Float8, tokens: Float8, weight: Float8, bias: Tensor | N
     if x.device.type != "cuda" or not fits or device.capability(x.device.index) < (8, 9):
         return _product(tokens, weight, bias, torch.float32).bfloat16()
     operands = tokens.values, weight.values.contiguous().t(), tokens.scale[:, None], weight.by_rows()[None]
-    return torch._scaled_mm(*operands, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    made = torch._scaled_mm(*operands, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    # with a bias of its own it fails for some sizes
+    return made if bias is None else made.add_(bias)
 
 
 def _product(x: Float8, weight: Float8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from twell import _autograd, _down_layout, _modes, _plain, functional
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
+from twell._float8_mlp import Float8MLP
 from twell._front import Front, Learning
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
@@ -498,6 +499,10 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
     if not isinstance(layers, nn.Module):
         raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
     rows: list[Choice] = []
+    with _down_layout.unlisted():
+        quantised = [(name, module) for name, module in layers.named_modules() if isinstance(module, Float8MLP)]
+    for name, module in quantised:
+        rows += module.explain(name)
     for name, layer in _named_layers(layers):
         layout, advice = _laid_out(layer)
         for row in _explain(name, layer):

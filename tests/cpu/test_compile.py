@@ -26,6 +26,7 @@ OCCUPANCY = {
     "gate_pack_few": (160, 2),
     "gate_screen": (384, 1),
     "list_candidates": (256, 4),
+    "quantize_tokens": (256, 3),
     "sampled_gate": (384, 1),
     "unpack": (256, 8),
     "reglu": (256, 5),
@@ -77,6 +78,9 @@ def local_budget(spec: Spec, kernel: str) -> int:
         return 32 if spec.k_max >= 4096 and kernel.endswith("_1") else 0
     if isinstance(spec, specs.WeightGradSpec) and spec.gated and spec.bias:
         return 56
+    if isinstance(spec, specs.GatheredSpec) and spec.dtype == specs.E4M3 and kernel.endswith("_0"):
+        # the one that flushes sums
+        return 8
     return 0
 
 

@@ -272,17 +272,14 @@ def _dense_on_cuda(layer: Layer, activation: Activation, fast: bool) -> tuple[Te
 def product(
     x: Tensor, x_scale: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None = None, fast: bool = True
 ) -> Tensor:
-    """x @ w^T + bias in bfloat16, of e4m3 values and the scales of their rows."""
+    """x @ w^T + bias in bfloat16, of e4m3 values and the scales of their rows; the product is rounded before the bias.
+
+    ``torch._scaled_mm`` takes no bias for some sizes.
+    """
     matrices = x, w if w.is_contiguous() else w.contiguous()
-    return torch._scaled_mm(
-        matrices[0],
-        matrices[1].t(),
-        scale_a=x_scale[:, None],
-        scale_b=scale[None],
-        bias=bias,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=fast,
-    )
+    how: Any = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
+    made = torch._scaled_mm(matrices[0], matrices[1].t(), scale_a=x_scale[:, None], scale_b=scale[None], **how)
+    return made if bias is None else made.add_(bias)
 
 
 def hidden_in_float8(gate: Tensor, up: Tensor | None, activation: Activation = RELU) -> tuple[Tensor, Tensor]:

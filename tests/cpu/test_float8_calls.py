@@ -1,0 +1,244 @@
+"""Calls on e4m3 weights without a GPU: the formula, what operands may be, the modules, and launches on a fake GPU."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import twell
+from tests.cpu import fake_gpu
+from tests.fuzz import float8 as fuzz
+from twell import float8, ops
+from twell.float8 import E4M3, Float8
+from twell.testing.bits import assert_same
+
+BF16 = torch.bfloat16
+CPU = torch.device("cpu")
+M, K, N = 9, 48, 80
+CASE = fuzz.Case(
+    3, 0, M, K, N, "e4m3", exact=True, gated=True, bias=True, activation="relu", density=0.5, granularity="row",
+    strategy="row", invariant=False, fast=True, compression=8, down_rows=True, strided=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_cases_of_the_fuzzer(seed: int) -> None:
+    assert fuzz.attempt(fuzz.draw(11, seed, False), CPU) == "ok"
+
+
+def problem(**change: Any) -> fuzz.Problem:
+    return fuzz.build(fuzz.Case(**{**CASE.__dict__, **change}), CPU)
+
+
+def gated(p: fuzz.Problem, **options: Any) -> Tensor:
+    b_gate, b_up, b_down = p.biases
+    biases = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down}
+    y: Tensor = twell.sparse_gated_ffn(p.x, p.gate, p.up, p.down, **{"strategy": "row"} | biases | options)  # type: ignore[arg-type]
+    return y
+
+
+def test_x_with_a_scale_for_each_token_is_what_is_made_of_it() -> None:
+    p = problem(exact=False, x="plain")
+    made = float8.quantize_tokens(p.x)
+    assert_same(gated(p), gated(p._replace(x=made)))
+    assert_same(gated(p._replace(x=p.x.view(3, 3, K))), gated(p).view(3, 3, K))
+    with torch.autocast("cpu", BF16):
+        assert_same(gated(p._replace(x=p.x.float())), gated(p))
+
+
+def weights() -> Any:
+    return twell.quantize(torch.ones(N, K)), twell.quantize(torch.ones(N, K)), twell.quantize(torch.ones(K, N))
+
+
+X = torch.ones(M, K, dtype=BF16)
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "fp16": ({"x": X.half()}, TypeError, "x must be bfloat16 with e4m3 weights, got torch.float16: run the model in"),
+    "16 bits among them": (
+        {"w_up": torch.ones(N, K)},
+        TypeError,
+        "w_up must be a Float8 as other operands are, got Ten",
+    ),
+    "K": ({"x": X[:, :32]}, ValueError, "w_gate must be"),
+    "N": ({"w_up": twell.quantize(torch.ones(N + 8, K))}, ValueError, r"w_up must be \[80, 48\], got \[88, 48\]"),
+    "blocks": ({"w_up": twell.quantize(torch.ones(N, K), "block")}, NotImplementedError, "w_up has scales by blocks"),
+    "bias": ({"b_gate": torch.ones(N)}, TypeError, "b_gate must be torch.bfloat16, got torch.float32"),
+    "mains": ({"main_grads": [None] * 3}, NotImplementedError, "main_grads: e4m3 weights are for inference alone"),
+    "aux": ({"return_aux": True}, NotImplementedError, "return_aux: e4m3 weights are for inference alone"),
+    "threshold": ({"threshold": torch.tensor(0.5), "activation": "fatrelu"}, NotImplementedError, "must be a number"),
+    "strategy": ({"strategy": "rows"}, ValueError, 'strategy must be "auto"'),
+    "invariant": ({"strategy": "union", "invariant": True}, ValueError, "invariant=True, got"),
+    "compression": ({"compression": 3}, ValueError, "compression must be one of"),
+    "fast": ({"fast_accum": 1}, TypeError, "fast_accum must be"),
+    "experts": ({"w_up": twell.quantize(torch.ones(2, N, K))}, ValueError, "w_up must have two dimensions"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG)
+def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    names = dict(zip(("w_gate", "w_up", "w_down"), weights()))
+    with pytest.raises(error, match=message):
+        twell.sparse_gated_ffn(**{"x": X, **names, "strategy": "row", **change})  # type: ignore[arg-type]
+
+
+def test_calls_that_need_gradients_are_refused() -> None:
+    x = X.clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"requires grad: call it under torch.no_grad\(\)"):
+        twell.sparse_gated_ffn(x, *weights(), strategy="row")
+    with torch.no_grad():
+        assert twell.sparse_gated_ffn(x, *weights(), strategy="row").isfinite().all()
+
+
+def test_hostile_tokens() -> None:
+    """No token changes another; a broken one is NaN; tiny and huge ones keep their size."""
+    torch.manual_seed(0)
+    x = torch.randn(8, K).bfloat16()
+    x[1, 3], x[2, 4], x[3] = torch.nan, torch.inf, 0
+    x[4] = x[0] * 2.0**-100
+    x[5] = x[0] * 2.0**100
+    gate, up, down = (twell.quantize(torch.randn(shape) / 7) for shape in ((N, K), (N, K), (K, N)))
+    for strategy in ("row", "union"):
+        y = twell.sparse_ffn(x, up, down, strategy=strategy)  # type: ignore[arg-type]
+        assert y[1:3].isnan().all()
+        assert not y[3].any()
+        assert y[[0, 4, 5, 6, 7]].isfinite().all()
+        torch.testing.assert_close(y[4].double() * 2.0**100, y[0].double(), rtol=2**-6, atol=1e-3)
+        torch.testing.assert_close(y[5].double() * 2.0**-100, y[0].double(), rtol=2**-6, atol=1e-3)
+        alone = twell.sparse_gated_ffn(x[6:7], gate, up, down, strategy=strategy)  # type: ignore[arg-type]
+        torch.testing.assert_close(alone, twell.sparse_gated_ffn(x, gate, up, down, strategy=strategy)[6:7])  # type: ignore[arg-type]
+
+
+def model(bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    options = {"dtype": BF16, "activation": "relu2", "compression": 4}
+    return nn.Sequential(twell.nn.SparseGatedMLP(K, N, bias, **options), twell.nn.SparseMLP(K, N, bias, **options))  # type: ignore[arg-type]
+
+
+def test_quantize_a_model() -> None:
+    before = model()
+    x, settings = torch.randn(5, K).bfloat16(), before[0].compression
+    with torch.no_grad():
+        right = before(x)
+    after = copy.deepcopy(before)
+    assert twell.quantize_(after, granularity="tensor") == ["0", "1"]
+    assert [type(layer).__name__ for layer in after] == ["Float8MLP"] * 2
+    assert after[0].compression == settings
+    with torch.no_grad():
+        y = after(x)
+        assert (y - right).float().norm() < 0.2 * right.float().norm()
+    state = after.state_dict()
+    assert state["0.down_proj.weight"].dtype == E4M3
+    assert state["0.down_proj.weight_scale"].shape == (K, 1)
+    assert state["0.down_proj.weight"].stride() == (1, K)
+    other = copy.deepcopy(before)
+    twell.quantize_(other)
+    other.load_state_dict(state)
+    assert other[0].down_proj.weight.stride() == (1, K)
+    with torch.no_grad():
+        assert_same(other(x), y)
+
+
+def test_quantize_refuses() -> None:
+    with pytest.raises(ValueError, match=r"must have layers of twell\.nn, got none in Linear"):
+        twell.quantize_(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="must contain its layers"):
+        twell.quantize_(twell.nn.SparseMLP(K, N, dtype=BF16))
+    mixed = nn.Sequential(twell.nn.SparseMLP(K, N, dtype=BF16), twell.nn.SparseMLP(K, N))
+    with pytest.raises(TypeError, match=r"1 must have bfloat16 weights in memory, got torch\.float32"):
+        twell.quantize_(mixed)
+    assert isinstance(mixed[0], twell.nn.SparseMLP)
+
+
+def test_a_quantised_layer_that_was_cast_says_so() -> None:
+    made = model()
+    twell.quantize_(made)
+    with pytest.raises(TypeError, match=r"got torch.float32 and torch.float32: a quantised layer keeps its dtypes"):
+        made.float()(X)
+
+
+def test_explain() -> None:
+    made = model()
+    twell.quantize_(made)
+    made[1].strategy = "row"
+    rows = twell.explain(made)
+    assert [(row.layer, row.strategy, row.layout) for row in rows] == [("0", "dense", "rows"), ("1", "row", "rows")]
+    assert "need a GPU" in rows.rows[0].reason
+    site = twell.AutoStrategy()
+    route = site.begin(torch.zeros(300, K, dtype=BF16), N, True, False, False, float8=True)
+    assert route.strategy in ("row", "union")
+    assert route.measurement is not None
+
+
+def test_a_static_scale() -> None:
+    gate, up, down = weights()
+    layer = twell.nn.Float8MLP(gate, up, down, input_scale=torch.tensor(0.25), strategy="row")
+    x = torch.full((2, K), 200.0, dtype=BF16)
+    # 200 / 0.25 is beyond e4m3
+    assert_same(layer(x), twell.sparse_gated_ffn(torch.full_like(x, 112.0), gate, up, down, strategy="row"))
+
+
+def test_compiled_without_breaks() -> None:
+    made = model()
+    twell.quantize_(made)
+    x = torch.randn(5, K).bfloat16()
+    with torch.no_grad():
+        run = torch.compile(made, fullgraph=True, backend="aot_eager", dynamic=True)
+        for tokens in (5, 3):
+            assert_same(run(x[:tokens]), made(x[:tokens]))
+
+
+CALLS = {
+    "few": ({"m": 3}, ["quantize_tokens", "gate_pack_few", "up_down_token"]),
+    "given": ({"m": 3, "x": "e4m3"}, ["gate_pack_few", "up_down_token"]),
+    "not fast": ({"m": 3, "fast": False}, ["quantize_tokens", "gate_pack", "up_down_token"]),
+    "many": ({"m": 5000}, ["quantize_tokens", "gate_pack", "up_down_token"]),
+    "plain": ({"m": 200, "gated": False}, ["quantize_tokens", "gate_pack", "up_down_token"]),
+    "invariant": ({"m": 2, "invariant": True}, ["quantize_tokens", "gate_pack", "up_down_token"]),
+    "union": (
+        {"m": 200, "strategy": "union"},
+        ["quantize_tokens", "gate_pack", "compact", "sampled_up", "gathered"],
+    ),
+    "union, plain": (
+        {"m": 200, "strategy": "union", "gated": False},
+        ["quantize_tokens", "gate_pack", "compact", "gathered"],
+    ),
+    "dense": ({"m": 200, "strategy": "dense"}, ["quantize_tokens", "quantize_tokens"]),
+    "dense, other N": ({"m": 20, "n": 88, "strategy": "dense"}, []),
+    "strided": ({"m": 20, "strided": True}, ["quantize_tokens", "gate_pack_few", "up_down_token"]),
+    "down as stored": ({"m": 20, "down_rows": False}, ["quantize_tokens", "gate_pack_few", "up_down_token"]),
+}
+
+
+@pytest.mark.parametrize(("change", "kernels"), CALLS.values(), ids=CALLS)
+def test_launches(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], kernels: list[str]) -> None:
+    case = fuzz.Case(**{**CASE.__dict__, "exact": False, "x": "plain", **change})
+    p = fuzz.build(case, CPU)
+    gpu = fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **_: a.new_empty(len(a), b.shape[1], dtype=BF16))
+    first = p.up if p.gate is None else p.gate
+    up: tuple[Any, Any] = (None, None) if p.gate is None else (p.up.values, p.up.by_rows())
+    x, scale = (p.x.values, p.x.scale) if isinstance(p.x, Float8) else (p.x, None)
+    biases = (p.biases[1], None, p.biases[2]) if p.gate is None else p.biases
+    layer = (x, scale, first.values, first.by_rows(), *up, p.down.values.t(), p.down.by_rows(), *biases)
+    how = case.compression, case.strategy, None, case.activation, 0.0, case.fast, case.invariant
+    y = sys.modules["twell.ops.ffn_float8"].direct(*layer, *how)
+    assert (y.shape, y.dtype) == ((case.m, K), BF16)
+    assert gpu.names() == kernels
+    # all that depends on values is in memory
+    gpu.clear()
+    sys.modules["twell.ops.ffn_float8"].direct(*layer, *how)
+    assert gpu.names() == kernels
+    assert not gpu.programs
+
+
+def test_the_operator_passes_torchs_checks() -> None:
+    p = problem(exact=False, x="plain")
+    gate, up, down = (record for record in (p.gate, p.up, p.down) if record is not None)
+    layer = (p.x, None, gate.values, gate.scale, up.values, up.scale, down.values.t(), down.scale, *p.biases)
+    # another one multiplies the operands, which torch cannot do in e4m3
+    checks = ("test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(ops.ffn_float8, (*layer, 8, "row", None), test_utils=checks)
