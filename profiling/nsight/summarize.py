@@ -235,6 +235,8 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
         "unpack": Work(0, packed + ITEM * m * n),
         "matrix_transpose": Work(0, 2 * ITEM * n * k),
         "reglu": Work(0, (5 if getattr(spec, "backward", False) else 3) * ITEM * m * n),
+        # 16 bits in, 8 out
+        "quantize_tokens": Work(0, 1.5 * tokens),
         # int8 at twice the rate of bf16
         "quantize_gate": Work(0, 1.5 * (tokens + weight)),
         "gate_screen": Work(m * n * k, (tokens + weight) / 2),

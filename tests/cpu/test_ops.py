@@ -306,6 +306,10 @@ def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
     stacked = (o[name].repeat(2, 1, 1) for name in ("w_gate", "w_up", "w_down"))
     ids, weights = torch.zeros(130, 2, dtype=torch.int32), torch.zeros(130, 2)
     found.append((ops.experts, (o["x"], *stacked, ids, weights, 8, "row")))
+    e4m3, by_rows = torch.float8_e4m3fn, torch.ones(264)
+    half = o["w_gate"].to(e4m3), by_rows, o["w_up"].to(e4m3), by_rows, o["w_down"].to(e4m3), torch.ones(16)
+    given = o["x"].to(e4m3), torch.ones(130), *half, *(o[name] for name in ("b_gate", "b_up", "b_down"))
+    found.append((ops.ffn_float8, (*given, 8, "row", None)))
     names = [[argument.name for argument in op._schema.arguments] for op, _ in found]
     # those with defaults, of the activation, are left out
     return [(op, dict(zip(each, arguments))) for each, (op, arguments) in zip(names, found)]
@@ -352,7 +356,7 @@ def test_sizes_and_dtypes_that_kernels_do_not_take_are_refused() -> None:
         if op._opname in ("matrix_transpose", "reglu", "reglu_backward") or "hybrid" in op._opname:
             continue
         given = [a.float() if isinstance(a, Tensor) and a.dtype == BF16 else a for a in arguments.values()]
-        with pytest.raises(TypeError, match=r"must be bfloat16 or float16, got torch\.float32"):
+        with pytest.raises(TypeError, match=r"must be (torch\.)?bfloat16( or float16)?, got torch\.float32"):
             op(*given)
 
 

@@ -312,13 +312,14 @@ _SCALED = (
     "Tensor down_scale, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
 )
 
+_cuda = _operator(on_cuda)
 # ``ffn_float8`` of plain tensors for which ``library.is_direct`` holds, with all arguments of the schema
-direct = _operator(on_cuda)
+direct = _cuda
 
 ffn_float8 = register(
     f"ffn_float8({_SCALED}, int compression, str strategy, Tensor? site, {ACTIVATION}, bool fast_accum=True, "
     "bool invariant=False) -> Tensor",
     fake=_operator(None),
     cpu=_operator(_on_cpu),
-    cuda=_operator(on_cuda),
+    cuda=_cuda,
 )

@@ -323,7 +323,9 @@ class AutoStrategy:
         float8: bool = False,
     ) -> Route:
         """Choose the route of a call on x [..., K] with n neurons; the call is not being traced."""
-        kind = (x.shape, n, gated, training, down_copied, merged, float8)
+        kind: tuple[Any, ...] = (x.shape, n, gated, training, down_copied, merged)
+        if float8:
+            kind = (*kind, "float8")
         known = self.routes.get(kind)
         # between the calls that decide and measure, the host has little to do
         if (
