@@ -63,7 +63,7 @@ def draw(seed: int, number: int, on_gpu: bool) -> Case:
         gated=gated,
         bias=r.random() < 0.4,
         # a gate near a threshold is a matter of its last bits
-        activation=r.choice(("relu", "relu", "relu2", *(("fatrelu",) if exact else ()), *(("drelu",) if gated else ()))),
+        activation=r.choice(("relu", "relu", "relu2", "fatrelu" if exact else "relu", "drelu" if gated else "relu")),
         density=r.choice((0.02, 0.1, 0.1, 0.3, 1.0)),
         granularity=r.choice(("row", "row", "tensor")),
         strategy="row" if invariant else r.choice(("row", "union", "row", "union", "auto", "dense")),
