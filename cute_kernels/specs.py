@@ -34,7 +34,7 @@ TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
 # The same of e4m3 weights: a CTA has 512 columns at least.
 E4M3_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
     1: K_CLASSES,
-    2: (1024, 2048, 4096),
+    2: (2048, 4096),
     4: (2048, 4096, 8192),
     8: (4096, 8192, 16384),
 }
@@ -58,12 +58,13 @@ QUANTIZED = ("tokens", "gated", "plain")
 # Tokens of a tile of the gate GEMM, multiples of 16. Each is the fastest for some batches, see tuning.gate_pack.
 GATE_TOKENS = (48, 64, 96, 128, 144)
 # Those of e4m3 weights whose sums stay in the tensor cores, or not.
-E4M3_GATE_TOKENS = {True: (64, 96, 128, 144), False: (64, 96)}
+E4M3_GATE_TOKENS = {True: (64, 96, 144), False: (64, 96)}
 PORTABLE_GATE_TOKENS = (64, 128)
 
 # Largest batches for which a gate GEMM for few tokens is compiled, and those of wide layers.
 FEW_TOKENS = (8, 32, 64, 128)
 WIDE_TOKENS = (8, 32)
+E4M3_FEW_TOKENS = (8, 32, 64)
 # Pairs of a token and one expert that a unit of its gate GEMM has at most.
 EXPERT_TOKENS = (8, 32, 64)
 # CTAs that compute a token of experts.
@@ -189,7 +190,8 @@ class GatePackFewSpec(_FamilyKernel):
         super().__post_init__()
         if self.wide and self.family != SM90:
             raise ValueError(f"family must be {SM90!r} if wide, got {self.family!r}")
-        choices = WIDE_TOKENS if self.wide else FEW_TOKENS if self.family == SM90 else PORTABLE_FEW_TOKENS
+        few = E4M3_FEW_TOKENS if self.dtype == E4M3 else FEW_TOKENS
+        choices = WIDE_TOKENS if self.wide else few if self.family == SM90 else PORTABLE_FEW_TOKENS
         if self.tokens not in choices:
             raise ValueError(f"tokens must be one of {choices}, got {self.tokens}")
 
@@ -656,7 +658,8 @@ def all_specs() -> tuple[Spec, ...]:
         *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
         *(GatePackSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_GATE_TOKENS),
         *(GatePackSpec(E4M3, t, fast=f) for f, choices in E4M3_GATE_TOKENS.items() for t in choices),
-        *(GatePackFewSpec(d, t) for d in WEIGHTS for t in FEW_TOKENS),
+        *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),
+        *(GatePackFewSpec(E4M3, t) for t in E4M3_FEW_TOKENS),
         *(GatePackFewSpec(d, t, wide=True) for d in WEIGHTS for t in WIDE_TOKENS),
         *(GatePackFewSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_FEW_TOKENS),
         *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),

@@ -499,10 +499,8 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
     if not isinstance(layers, nn.Module):
         raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
     rows: list[Choice] = []
-    with _down_layout.unlisted():
-        quantised = [(name, module) for name, module in layers.named_modules() if isinstance(module, Float8MLP)]
-    for name, module in quantised:
-        rows += module.explain(name)
+    for name, quantised in _float8_layers(layers):
+        rows += quantised.explain(name)
     for name, layer in _named_layers(layers):
         layout, advice = _laid_out(layer)
         for row in _explain(name, layer):
@@ -560,11 +558,16 @@ def set_strategy(
 
     Raises as the attributes do, and ValueError if ``module`` has no such layer; then nothing has changed.
     """
-    layers = _layers(module)
+    quantised = [layer for _, layer in _float8_layers(module)]
+    layers = [] if quantised and not _named_layers(module) else _layers(module)
     if screen is not None:
         require_screen(screen)
-    for layer in layers:
+    for layer in (*layers, *quantised):
         routed(Facts(strategy=_name_of(strategy), invariant=layer.invariant if invariant is None else invariant))
+    for layer in quantised:
+        layer.strategy = strategy
+        if invariant is not None:
+            layer.invariant = invariant
     for layer in layers:
         # both at once: the one may not go with the other's old value
         layer._strategy = strategy
@@ -627,6 +630,13 @@ def _named_layers(module: nn.Module) -> list[tuple[str, SparseFFN]]:
     """The layers of ``module`` with their names; listing them hands out no parameters."""
     with _down_layout.unlisted():
         return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, SparseFFN)]
+
+
+def _float8_layers(module: nn.Module) -> list[tuple[str, Float8MLP]]:
+    """The layers of e4m3 weights of ``module`` with their names."""
+    require("module", module, nn.Module, "an nn.Module")
+    with _down_layout.unlisted():
+        return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, Float8MLP)]
 
 
 def _require_layout(name: str, layout: object) -> None:

@@ -31,7 +31,7 @@ def family(index: int) -> str:
 _WAVE = {48: 0.72, 64: 0.77, 96: 1.0, 128: 1.36, 144: 1.49}
 
 # The same of e4m3 weights (NVIDIA H100 and H200, K = 2,048, 16,384 tokens).
-_E4M3_WAVE = {64: 0.72, 96: 1.0, 128: 1.28, 144: 1.42}
+_E4M3_WAVE = {64: 0.72, 96: 1.0, 144: 1.42}
 
 # Most neurons per cluster that the GPU runs at a time for which CTAs of the gate GEMM for few tokens share sums, and
 # numbers of tokens for which the other gate GEMM is faster. NVIDIA H100 and H200, K = 4,096, N = 14,336 and K = 2,048,
@@ -57,7 +57,8 @@ def gate_pack(
     """
     invariant = invariant or not fast
     wide = family == specs.SM90 and n > _FEW_NEURONS * clusters
-    few = specs.PORTABLE_FEW_TOKENS if family == specs.PORTABLE else specs.WIDE_TOKENS if wide else specs.FEW_TOKENS
+    few: tuple[int, ...] = specs.E4M3_FEW_TOKENS if dtype is torch.float8_e4m3fn else specs.FEW_TOKENS
+    few = specs.PORTABLE_FEW_TOKENS if family == specs.PORTABLE else specs.WIDE_TOKENS if wide else few
     if not invariant and m <= few[-1] and m not in _NOT_FEW:
         return specs.GatePackFewSpec(dtype_name(dtype), next(t for t in few if m <= t), wide=wide, family=family)
     if family == specs.PORTABLE:

@@ -163,7 +163,11 @@ def test_a_quantised_layer_that_was_cast_says_so() -> None:
 def test_explain() -> None:
     made = model()
     twell.quantize_(made)
-    made[1].strategy = "row"
+    with pytest.raises(ValueError, match="strategy must be"):
+        twell.nn.set_strategy(made, "rows")  # type: ignore[arg-type]
+    twell.nn.set_strategy(made[1], "row", invariant=True)
+    assert (made[0].strategy, made[1].strategy, made[1].invariant) == ("auto", "row", True)
+    twell.nn.set_strategy(made[1], "row", invariant=False)
     rows = twell.explain(made)
     assert [(row.layer, row.strategy, row.layout) for row in rows] == [("0", "dense", "rows"), ("1", "row", "rows")]
     assert "need a GPU" in rows.rows[0].reason

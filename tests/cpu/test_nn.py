@@ -315,7 +315,7 @@ def test_pickles_of_layers_that_kept_an_int8_copy_load() -> None:
     problem = pickle.loads(b"\x80\x02ctwell.tuning\nProblem\n(K\x01K\x02K\x03\x88\x89\x88\x89\x88t\x81.")
     assert problem[:7] == (1, 2, 3, True, False, True, False)
     with pytest.raises(TypeError, match="positional arguments"):
-        costs.Problem(1, 2, 3, True, False, True, False, True, True)  # type: ignore[call-arg]
+        costs.Problem(1, 2, 3, True, False, True, False, True, True, True)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("value", [nn.GELU(), nn.Parameter(torch.zeros(1))], ids=["module", "parameter"])

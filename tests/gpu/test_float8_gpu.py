@@ -1,0 +1,129 @@
+"""Layers of e4m3 weights on a GPU: the bits of the gate, exact sums, bits of a token, graphs, no waits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import twell
+from tests.fuzz import float8 as fuzz
+from twell import float8, testing
+from twell.float8 import E4M3, Float8
+from twell.ops.ffn_float8 import hidden_in_float8, product, tokens_in_float8
+
+CUDA = torch.device("cuda")
+BASE = fuzz.Case(
+    7, 0, 200, 528, 776, "e4m3", exact=True, gated=True, bias=True, activation="relu", density=0.1, granularity="row",
+    strategy="row", invariant=False, fast=True, compression=8, down_rows=True, strided=False,
+)  # fmt: skip
+# classes of K, numbers of tokens of each kernel, tiles that spill, long lists, many tokens with one that is heavy
+CASES: dict[str, dict[str, Any]] = {
+    "one token": {"m": 1, "k": 4096},
+    "few": {"m": 8, "k": 8192, "n": 264},
+    "some": {"m": 33, "k": 2048},
+    "more": {"m": 64, "k": 4096, "n": 264},
+    "wide": {"m": 300, "k": 8192, "n": 136},
+    "narrow": {"m": 300, "k": 16},
+    "spilling": {"density": 1.0, "compression": 8, "k": 80},
+    "long": {"m": 20, "k": 80, "n": 28672, "density": 0.02},
+    "many": {"m": 5000, "k": 80},
+    "squares": {"activation": "relu2", "gated": False},
+    "threshold": {"activation": "fatrelu", "compression": 2},
+    "not fast": {"fast": False},
+    "as stored": {"down_rows": False},
+    "strided": {"strided": True},
+}
+
+
+@pytest.mark.parametrize("strategy", ["row", "union"])
+@pytest.mark.parametrize("change", CASES.values(), ids=CASES)
+def test_sums_are_exact(change: dict[str, Any], strategy: str) -> None:
+    case = dataclasses.replace(BASE, **change, strategy=strategy)
+    assert fuzz.attempt(case, CUDA) == "ok"
+
+
+def hostile(m: int, k: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens and weights [K, K] of many magnitudes, with rows of zeros."""
+    g = torch.Generator(CUDA).manual_seed(seed)
+    x = torch.randn(m, k, generator=g, device=CUDA) * torch.logspace(-30, 30, m, device=CUDA)[:, None]
+    w = torch.randn(k, k, generator=g, device=CUDA) * torch.logspace(-6, 2, k, device=CUDA)[:, None]
+    x[m // 2], w[k // 3] = 0, 0
+    x[3] = x[3] * torch.logspace(0, -4, k, device=CUDA)
+    return x.bfloat16(), w
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("k", [64, 144, 512, 1040, 2048, 4096])
+def test_the_gate_has_the_bits_of_scaled_mm(k: int, fast: bool) -> None:
+    """By an identity as the down weight."""
+    one = Float8(torch.eye(k, device=CUDA).to(E4M3), torch.ones(k, device=CUDA))
+    # more than the kernels for few tokens take, unless they are not fast
+    for m in (100, 129, 700, *(() if fast else (1, 17))):
+        x, w = hostile(max(m, 4), k, m)
+        x, gate = x[-m:], twell.quantize(w)
+        right = torch.relu(product(*tokens_in_float8(x), gate.values, gate.scale, fast=fast))
+        for strategy in ("row", "union"):
+            y = twell.sparse_ffn(x, gate, one, strategy=strategy, fast_accum=fast)  # type: ignore[arg-type]
+            testing.assert_same(y, right, f"{m} tokens, {strategy}")
+
+
+@pytest.mark.parametrize("k", [16, 2048, 2064, 16384])
+def test_quantised_rows_are_those_of_the_formula(k: int) -> None:
+    x, _ = hostile(40, 64, 1)
+    x = x.repeat(1, -(-k // 64))[:, :k].contiguous()
+    x[5, 2], x[6, 3] = torch.nan, torch.inf
+    for given in (None, torch.tensor([0.01], device=CUDA)):
+        values, scale = tokens_in_float8(x, given)
+        right = float8.quantize_tokens(x.cpu(), None if given is None else given.cpu())
+        assert torch.equal(values.view(torch.uint8).cpu(), right.values.view(torch.uint8))
+        testing.assert_same(scale.cpu(), right.scale)
+
+
+@pytest.mark.parametrize("n", [16, 5632, 8192, 8208, 28672])
+@pytest.mark.parametrize("gated", [True, False])
+def test_quantised_hidden_states_are_those_of_the_formula(n: int, gated: bool) -> None:
+    torch.manual_seed(n)
+    gate, up = (torch.randn(33, n, device=CUDA).bfloat16() for _ in range(2))
+    values, scale = hidden_in_float8(gate, up if gated else None)
+    h = torch.relu(gate) * up if gated else torch.relu(gate)
+    right = float8.quantize_tokens(h.cpu())
+    assert torch.equal(values.view(torch.uint8).cpu(), right.values.view(torch.uint8))
+    testing.assert_same(scale.cpu(), right.scale)
+
+
+def test_bits_do_not_depend_on_other_tokens() -> None:
+    case = dataclasses.replace(BASE, m=300, k=1040, exact=False, x="plain", invariant=True)
+    p = fuzz.build(case, CUDA)
+    whole = fuzz.call(case, p)
+    for m in (1, 2, 8, 31, 100):
+        testing.assert_same(fuzz.call(case, p._replace(x=p.x[-m:])), whole[-m:], f"{m} tokens")
+
+
+@pytest.mark.parametrize("strategy", ["row", "union", "dense", "auto"])
+def test_no_call_waits_for_the_gpu(strategy: Any) -> None:
+    case = dataclasses.replace(BASE, exact=False, x="plain", strategy=strategy)
+    p = fuzz.build(case, CUDA)
+    fuzz.call(case, p)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fuzz.call(case, p)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_auto_settles_and_is_compiled() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(twell.nn.SparseGatedMLP(512, 2048, dtype=torch.bfloat16, device=CUDA))
+    twell.quantize_(model)
+    x = torch.randn(300, 512, device=CUDA).bfloat16()
+    with torch.no_grad():
+        for _ in range(9):
+            y = model(x)
+        assert "inference" in str(twell.explain(model))
+        run = torch.compile(model, fullgraph=True)
+        for m in (300, 17):
+            torch.testing.assert_close(run(x[:m]).float(), y[:m].float(), rtol=0.05, atol=0.02 * float(y.abs().max()))
