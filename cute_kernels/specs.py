@@ -35,7 +35,7 @@ TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
 E4M3_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
     1: K_CLASSES,
     2: (2048, 4096),
-    4: (2048, 4096, 8192),
+    4: (4096, 8192),
     8: (4096, 8192, 16384),
 }
 # Warps of a CTA of that kernel, and bytes that a warp loads at a time.
