@@ -15,7 +15,7 @@ from twell._modes import PLAIN_TENSORS
 from twell._plain import behaves
 from twell.float8 import Float8
 from twell.ops.ffn_float8 import direct
-from twell.ops.library import are_rows, is_direct, unviewed
+from twell.ops.library import is_direct, unviewed
 from twell.strategy.plan import Facts, routed
 from twell.strategy.site import AutoStrategy, enroll, found
 
@@ -50,7 +50,7 @@ def run(
         raise NotImplementedError(f"{name}: {_WHAT}: threshold must be a number, got a tensor")
     require_flag("fast_accum", fast_accum)
     values, scale = (x.values, x.by_rows()) if isinstance(x, Float8) else (_cast(name, x), input_scale)
-    given = [values, gate.values, *(() if up is None else (up.values,)), down.values, *biases]
+    given = [values, scale, *gate, *(() if up is None else up), *down, *biases]
     _require_plain(name, values, given)
     site, asked = None, strategy
     if isinstance(strategy, AutoStrategy):
@@ -68,11 +68,6 @@ def run(
     operator = direct if is_direct(tokens) and not _modes.compiling() else ops.ffn_float8
     y: Tensor = operator(*matrices, *biases, *how)
     return y if values.dim() == 2 else unviewed(y, values.shape)
-
-
-def lies_by_rows(down: Float8) -> bool:
-    """Whether kernels read a down weight [K, N] in place."""
-    return are_rows(down.values.shape[::-1], down.values.stride()[::-1])
 
 
 def _named(weights: Sequence[Any]) -> list[tuple[str, Any]]:

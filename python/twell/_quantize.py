@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from twell._arguments import require
@@ -19,16 +20,19 @@ def quantize_(model: nn.Module, *, granularity: Granularity = "row", fast_accum:
     one cannot be replaced, or if its weights are not bfloat16.
     """
     require("model", model, nn.Module, "an nn.Module")
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SparseFFN)}
+    # a layer that has several places is replaced in all of them, by one
+    places = model.named_modules(remove_duplicate=False)
+    layers = {name: layer for name, layer in places if isinstance(layer, SparseFFN)}
     if not layers:
         raise ValueError(f"model must have layers of twell.nn, got none in {type(model).__name__}; see twell.sparsify_")
-    made = {name: _quantised(name, layer, granularity, fast_accum) for name, layer in layers.items()}
-    for name, layer in made.items():
+    if "" in layers:
+        raise ValueError(f"model must contain its layers, got a layer alone, a {type(model).__name__}")
+    first = {id(layer): name for name, layer in reversed(layers.items())}
+    made = {key: _quantised(name, layers[name], granularity, fast_accum) for key, name in first.items()}
+    for name, layer in layers.items():
         parent, _, child = name.rpartition(".")
-        if not name:
-            raise ValueError(f"model must contain its layers, got a layer alone, a {type(model).__name__}")
-        setattr(model.get_submodule(parent), child, layer)
-    return list(made)
+        setattr(model.get_submodule(parent), child, made[id(layer)])
+    return list(layers)
 
 
 def _quantised(name: str, layer: SparseFFN, granularity: Granularity, fast_accum: bool) -> Float8MLP:
@@ -38,7 +42,7 @@ def _quantised(name: str, layer: SparseFFN, granularity: Granularity, fast_accum
         )
     found = list(layer._operands())
     for weight, _ in found:
-        if str(weight.dtype) != "torch.bfloat16" or weight.is_meta:
+        if weight.dtype != torch.bfloat16 or weight.is_meta:
             raise TypeError(f"{name} must have bfloat16 weights in memory, got {weight.dtype} on {weight.device}")
     records = [quantize(weight.detach(), granularity) for weight, _ in found]
     biases = [None if bias is None else bias.detach() for _, bias in found]

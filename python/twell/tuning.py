@@ -30,7 +30,7 @@ def family(index: int) -> str:
 # 4,096; the choices from it are within 1 % of the best at 27 shapes of 256 to 4,096 tokens).
 _WAVE = {48: 0.72, 64: 0.77, 96: 1.0, 128: 1.36, 144: 1.49}
 
-# The same of e4m3 weights (NVIDIA H100 and H200, K = 2,048, 16,384 tokens).
+# The same of e4m3 weights (NVIDIA H100 and H200, K = 2,048, 16,384 tokens; of 64 that of 16-bit weights).
 _E4M3_WAVE = {64: 0.72, 96: 1.0, 144: 1.42}
 
 # Most neurons per cluster that the GPU runs at a time for which CTAs of the gate GEMM for few tokens share sums, and

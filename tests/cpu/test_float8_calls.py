@@ -74,6 +74,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "invariant": ({"strategy": "union", "invariant": True}, ValueError, "invariant=True, got"),
     "compression": ({"compression": 3}, ValueError, "compression must be one of"),
     "fast": ({"fast_accum": 1}, TypeError, "fast_accum must be"),
+    "scale elsewhere": (
+        {"w_up": Float8(torch.ones(N, K).to(E4M3), torch.ones(N, device="meta"))},
+        ValueError,
+        "be on cpu",
+    ),
     "experts": ({"w_up": twell.quantize(torch.ones(2, N, K))}, ValueError, "w_up must have two dimensions"),
 }
 
@@ -140,6 +145,22 @@ def test_quantize_a_model() -> None:
     assert other[0].down_proj.weight.stride() == (1, K)
     with torch.no_grad():
         assert_same(other(x), y)
+
+
+def test_a_layer_with_two_places_is_quantised_once() -> None:
+    layer = twell.nn.SparseMLP(K, N, dtype=BF16)
+    both = nn.Sequential(layer, nn.Sequential(layer))
+    assert twell.quantize_(both) == ["0", "1.0"]
+    assert both[0] is both[1][0]
+    assert isinstance(both[0], twell.nn.Float8MLP)
+
+
+def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem(exact=False, x="plain", gated=False, bias=False)
+    fake_gpu.install(monkeypatch, "sm80")
+    layer = (p.x, None, p.up.values, p.up.by_rows(), None, None, p.down.values.t(), p.down.by_rows(), None, None, None)
+    with pytest.raises(NotImplementedError, match="sparse kernels for sm_90a alone"):
+        sys.modules["twell.ops.ffn_float8"].direct(*layer, 8, "row", None, "relu", 0.0, True, False)
 
 
 def test_quantize_refuses() -> None:

@@ -162,6 +162,8 @@ def on_cuda(layer: Layer, compression: int, activation: Activation, route: Route
         if route.measurement is not None:
             route.measurement.dense(gate, activation.level(gate.dtype))
         return y
+    if tuning.family(layer.x.device.index) != specs.SM90:
+        raise NotImplementedError('e4m3 weights have sparse kernels for sm_90a alone; strategy="dense" runs everywhere')
     given = _laid(layer)
     counted = route.measurement is not None
     run, shapes = _pass(Form.of(given), route.name, compression, activation, fast, counted)

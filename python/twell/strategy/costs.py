@@ -229,7 +229,7 @@ def experts_seconds(pairs: int, touched: float, fired: float, n: int, k: int, ga
 
 # Layers of e4m3 weights: seconds before and between kernels, flop and bytes of weights per second of products, bytes of
 # rows per second of "row", flop per second of the products of "union" and bytes of values that passes read and write.
-# NVIDIA H100, K = 2,048 and 4,096 (profiling/results/h100_float8.json).
+# Estimates from runs on an NVIDIA H100 and an H200, K = 2,048 and 4,096, not fitted to a kept measurement.
 _F8_STARTS = {"dense": 20e-6, "row": 6e-6, "union": 22e-6}
 _F8_FLOP, _F8_BYTES, _F8_ROWS, _F8_PASS = 1300e12, 2.8e12, 3.6e12, 2.8e12
 _F8_UP_FLOP, _F8_DOWN_FLOP = 800e12, 480e12
