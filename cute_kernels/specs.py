@@ -507,6 +507,7 @@ class ExpertPackSpec(_FamilyKernel):
 
     tokens: int
     op: ClassVar[str] = "expert_pack"
+    dtypes: ClassVar[dict[str, str]] = WEIGHTS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -687,9 +688,9 @@ def all_specs() -> tuple[Spec, ...]:
         *(GatheredSpec(d, p, family=f) for f in FAMILIES for d in DTYPES for p in range(3)),
         GatheredSpec(E4M3, 0),
         *(ExpertPairsSpec(d) for d in DTYPES),
-        *(ExpertPackSpec(d, t) for d in DTYPES for t in EXPERT_TOKENS),
+        *(ExpertPackSpec(d, t) for d in WEIGHTS for t in EXPERT_TOKENS),
         *(ExpertUnionSpec(d) for d in DTYPES),
-        *(ExpertGatheredSpec(d, t) for d in DTYPES for t in EXPERT_TOKENS),
+        *(ExpertGatheredSpec(d, t) for d in WEIGHTS for t in EXPERT_TOKENS),
         *(ExpertSumSpec(d, r) for d in DTYPES for r in flags),
         *(
             ExpertDownSpec(d, k, c, g)

@@ -70,6 +70,12 @@ def slabs(dtype: Any, p: Any, m: Any, n: Any) -> Any:
     return make_fake_tensor(dtype, (p, m, n), stride=strides, assumed_align=16)
 
 
+def byte_slabs(p: Any, m: Any, n: Any) -> Any:
+    """The same of bytes, with strides in multiples of 16."""
+    strides = (cute.sym_int64(divisibility=16), cute.sym_int64(divisibility=16), 1)
+    return make_fake_tensor(cutlass.Uint8, (p, m, n), stride=strides, assumed_align=16)
+
+
 def packed(dtype: Any, m: Any) -> tuple[Any, Any]:
     """Words [m, tiles * W] and spill [m, tiles * 256] of TwELL."""
     words = rows(cutlass.Int32, m, cute.sym_int32(divisibility=32))

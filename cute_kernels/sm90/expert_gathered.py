@@ -2,7 +2,8 @@
 h[p, c] * w_down[expert, c]. Units are those of expert_pairs.py, neurons and h those of expert_union.py. Each row of the
 weights is read once for a unit; WGMMA does the rest.
 
-Persistent, two CTAs per SM. A CTA takes every so many-th tile: 128 columns of a unit. Neighbours read the same rows.
+Persistent, `ctas_per_sm` CTAs per SM. A CTA takes every so many-th tile: 128 columns of a unit. Neighbours read the
+same rows.
 
     fill    four warps. cp.async of 64 rows of w_down, 128 columns each, into a swizzled MN-major stage of a ring, and
             TMA of h at the same 64 neurons.
@@ -37,9 +38,8 @@ COLUMNS, TILE_K = 128, geometry.CHUNK
 PANELS = COLUMNS // 64
 MMA_WARPS, FILL_THREADS = 8, 128
 THREADS = 32 * MMA_WARPS + FILL_THREADS
-CTAS_PER_SM = 2
-# bytes of a ring's stages
-RING = 110 * 1024
+# bytes of the stages of all rings of an SM, and most stages of one
+RINGS, STAGES = 220 * 1024, 6
 
 
 class Operands(NamedTuple):
@@ -51,15 +51,28 @@ class Operands(NamedTuple):
     total: Any
     z: Any  # fp32 [pairs, K]
     between: Any  # rows from one expert to the next
+    scale: Any = None  # fp32 [E, K], of e4m3 rows
+
+
+class Fragments(NamedTuple):
+    """A thread's fragments and sums."""
+
+    mma: Any
+    rW: Any
+    rH: Any
+    acc: Any
+    coordinates: Any
 
 
 class ExpertGathered:
     """For one dtype and number of pairs per unit."""
 
+    ctas_per_sm = 2
+
     def __init__(self, spec: ExpertGatheredSpec):
         self.dtype = operands.DTYPES[spec.dtype]
         self.tokens = spec.tokens
-        self.stages = min(6, RING // ((COLUMNS + self.tokens) * TILE_K * 2))
+        self.stages = min(2 * STAGES, RINGS // ((COLUMNS + self.tokens) * TILE_K * 2)) // self.ctas_per_sm
 
     @cute.jit
     def __call__(
@@ -74,10 +87,22 @@ class ExpertGathered:
         multiprocessors: Int32,
         stream: cuda.CUstream,
     ):
-        stages, shape = self.stages, (COLUMNS, self.tokens, TILE_K)
-        mma = sm90.make_trivial_tiled_mma(
+        self.launch(compact, Operands(w, neurons, units, total, z, between), multiprocessors, stream)
+
+    def products(self) -> Any:
+        """The MMA of a tile."""
+        return sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.MN, OperandMajorMode.K, Float32, (PANELS, 1, 1), (64, self.tokens)
         )
+
+    def columns_of(self, o: Operands) -> Any:
+        """The number of columns, of which a tile has ``COLUMNS``."""
+        return o.z.shape[1]
+
+    @cute.jit
+    def launch(self, compact: cute.Tensor, o: Operands, multiprocessors: Int32, stream: cuda.CUstream):
+        """Launch the kernel."""
+        stages, shape, mma = self.stages, (COLUMNS, self.tokens, TILE_K), self.products()
         w_layout = sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, shape, self.dtype, stages)
         h_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
 
@@ -88,15 +113,14 @@ class ExpertGathered:
             sW: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(w_layout)], 1024]
             sH: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(h_layout)], 1024]
 
-        self.shared = feasible.check_shared_memory(Shared, CTAS_PER_SM)
+        self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
         h = tma_load(compact, h_layout, (self.tokens, TILE_K))
-        tiles = units.shape[0] * cute.ceil_div(z.shape[1], COLUMNS)
+        tiles = o.units.shape[0] * cute.ceil_div(self.columns_of(o), COLUMNS)
         if tiles > 0:
-            o = Operands(w, neurons, units, total, z, between)
             self.kernel(h, o, mma, h_layout, w_layout).launch(
-                grid=(cutlass.min(tiles, CTAS_PER_SM * multiprocessors), 1, 1),
+                grid=(cutlass.min(tiles, self.ctas_per_sm * multiprocessors), 1, 1),
                 block=(THREADS, 1, 1),
-                min_blocks_per_mp=CTAS_PER_SM,
+                min_blocks_per_mp=self.ctas_per_sm,
                 preferred_smem_carveout=100,
                 stream=stream,
                 use_pdl=True,
@@ -117,7 +141,7 @@ class ExpertGathered:
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        tiles = o.total[0] * cute.ceil_div(o.z.shape[1], COLUMNS)
+        tiles = o.total[0] * cute.ceil_div(self.columns_of(o), COLUMNS)
         if warp >= MMA_WARPS:
             self.fill(ring, h, shared.sW.data_ptr(), sH, o, tiles, thread - 32 * MMA_WARPS, warp)
         else:
@@ -126,7 +150,7 @@ class ExpertGathered:
     @cute.jit
     def fill(self, ring, h: Transfer, weights, sH: cute.Tensor, o: Operands, tiles: Int32, thread: Int32, warp: Int32):
         """Load the stages of the CTA's tiles."""
-        columns = cute.ceil_div(o.z.shape[1], COLUMNS)
+        columns = cute.ceil_div(self.columns_of(o), COLUMNS)
         rows = cute.make_rmem_tensor((4,), Int32)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         for tile in cutlass.range(cute.arch.block_idx()[0], tiles, cute.arch.grid_dim()[0], unroll=1):
@@ -160,12 +184,8 @@ class ExpertGathered:
     @cute.jit
     def multiply(self, ring, mma: cute.TiledMma, sW: cute.Tensor, sH: cute.Tensor, o: Operands, tiles, thread: Int32):
         """Multiply the CTA's tiles and store them."""
-        columns, lane = cute.ceil_div(o.z.shape[1], COLUMNS), cute.arch.lane_idx()
-        leader = mma.get_slice(cute.make_layout(PANELS, stride=128)(cute.arch.make_warp_uniform(thread // 128)))
-        rW = mma.make_fragment_A(leader.partition_A(sW))
-        rH = mma.make_fragment_B(leader.partition_B(sH))
-        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((COLUMNS, self.tokens)))
-        acc = cute.make_rmem_tensor(coordinates.shape, Float32)
+        columns, lane = cute.ceil_div(self.columns_of(o), COLUMNS), cute.arch.lane_idx()
+        f = self.fragments(mma, sW, sH, thread)
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         mma.set(warpgroup.Field.ACCUMULATE, True)
@@ -173,28 +193,47 @@ class ExpertGathered:
             unit, column = tile // columns, tile % columns * COLUMNS
             first, pairs = o.units[unit, 1], o.units[unit, 2]
             blocks = cute.ceil_div(o.units[unit, 3], TILE_K)
-            acc.fill(0.0)
+            f.acc.fill(0.0)
             for i in cutlass.range(blocks, unroll=1):
                 cute.arch.mbarrier_wait(ring.full + full.index, full.phase)
                 # cp.async writes by the generic proxy, WGMMA reads by the async proxy
                 cute.arch.fence_proxy("async.shared", space="cta")
-                warpgroup.fence()
-                for k in range_constexpr(TILE_K // 16):
-                    cute.gemm(mma, acc, rW[None, None, k, full.index], rH[None, None, k, full.index], acc)
-                warpgroup.commit_group()
+                self.multiply_stage(f, full.index)
                 # the products of the previous stage are complete
-                warpgroup.wait_group(1)
                 if i > 0:
                     read = release(ring, read, lane)
                 full.advance()
             warpgroup.wait_group(0)
             if blocks > 0:
                 read = release(ring, read, lane)
-            # eight threads have neighbouring columns of a pair
-            for i in range_constexpr(cute.size(acc)):
-                own, pair = coordinates[i]
-                if pair < pairs and column + own < o.z.shape[1]:
-                    o.z[first + pair, column + own] = acc[i]
+            self.store(o, f, unit, (first, pairs), column)
+
+    @cute.jit
+    def fragments(self, mma: cute.TiledMma, sW: cute.Tensor, sH: cute.Tensor, thread: Int32):
+        leader = mma.get_slice(cute.make_layout(PANELS, stride=128)(cute.arch.make_warp_uniform(thread // 128)))
+        rW = mma.make_fragment_A(leader.partition_A(sW))
+        rH = mma.make_fragment_B(leader.partition_B(sH))
+        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((COLUMNS, self.tokens)))
+        return Fragments(mma, rW, rH, cute.make_rmem_tensor(coordinates.shape, Float32), coordinates)
+
+    @cute.jit
+    def multiply_stage(self, f: Fragments, stage: Int32):
+        """Sums += rows of a stage times h. All stages before it have been multiplied then."""
+        warpgroup.fence()
+        for k in range_constexpr(TILE_K // 16):
+            cute.gemm(f.mma, f.acc, f.rW[None, None, k, stage], f.rH[None, None, k, stage], f.acc)
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+
+    @cute.jit
+    def store(self, o: Operands, f: Fragments, unit: Int32, own, column: Int32):
+        """Store the sums of a unit's pairs, its `own` first one and their number."""
+        first, pairs = own
+        # eight threads have neighbouring columns of a pair
+        for i in range_constexpr(cute.size(f.acc)):
+            place, pair = f.coordinates[i]
+            if pair < pairs and column + place < o.z.shape[1]:
+                o.z[first + pair, column + place] = f.acc[i]
 
 
 def signature(spec: ExpertGatheredSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -64,11 +64,21 @@ class ExpertPack(GatePackFew):
         activation: Int32,
         stream: cuda.CUstream,
     ):
+        of_units = units, total, hidden, ids, owners, pairs, activation
+        self.launch_units(x, w, (words, spill, arrivals, words_per_tile, threshold), of_units, stream)
+
+    @cute.jit
+    def launch_units(self, x: cute.Tensor, w: cute.Tensor, of_words, of_units, stream: cuda.CUstream, scales=None):
+        """Launch the kernel."""
+        (words, spill, arrivals, words_per_tile, threshold), (units, total, hidden, ids, owners, pairs, activation) = (
+            of_words,
+            of_units,
+        )
         none = cute.make_tensor(words.iterator, cute.make_layout((Int32(0), Int32(1), 2), stride=(2, 2, 1)))
-        bias = cute.make_tensor(x.iterator, cute.make_layout((Int32(0),)))
+        bias = cute.make_tensor(spill.iterator, cute.make_layout((Int32(0),)))
         top = cute.ceil_div(pairs.shape[0], x.shape[0])
         experts = Experts(units, total, hidden, ids, owners, pairs, activation, w.shape[0], top)
-        o = Operands(bias, words, spill, none, arrivals, words_per_tile, threshold, experts)
+        o = Operands(bias, words, spill, none, arrivals, words_per_tile, threshold, experts, scales)
         by_expert = cute.make_tensor(w.iterator, cute.select(w.layout, mode=[1, 2, 0]))
         blocks = cute.ceil_div(x.shape[1], self.tile_k)
         extent = Extent(x.shape[0], Int32(0), Int32(0), w.shape[1], blocks, Int32(0))

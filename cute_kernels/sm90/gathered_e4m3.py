@@ -1,10 +1,7 @@
 """gathered.py of e4m3 rows with scales of columns: out[m] = sum over c of h[m, c] * w_q[c] * scale + bias.
 
-WGMMA takes 8-bit operands only along K in memory, and rows of w lie across it. So the product is transposed: w^T is the
-A operand, from registers, h the B operand. Both are bfloat16, which holds all e4m3 values exactly. Two neighbouring
-e4m3 columns are a 16-bit value to the copies and to the transposing matrix load. Each mma group has 128 columns and all
-128 tokens, so that a value is converted once. As that leaves its warps little time, the fill group makes the tiles of
-coefficients, too:
+The product is that of columns_e4m3.py. Each mma group has 128 columns and all 128 tokens, so that a value is converted
+once. As that leaves its warps little time, the fill group makes the tiles of coefficients, too:
 
     fill    group 0. A stage has 64 positions of a list: cp.async of rows of w, 256 columns each, and h of 128 tokens,
             scattered into a panel that was cleared.
@@ -24,35 +21,32 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, Uint16, Uint32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ..common.activation import power_pair
 from ..common.copies import address
 from ..common.gathered import TILE_M, TILE_N, Operands, arguments
-from ..common.mma import load_matrices_transposed
 from ..common.sums import add_flushed, flush_sums
-from ..common.swizzle import swizzle_column, swizzle_piece
-from ..common.values import high_to_float, low_to_float, pack, unpack_e4m3
+from ..common.swizzle import swizzle_column
+from ..common.values import pack
 from ..specs import GatheredSpec
-from .gathered import TILE_K, Fragments, Gathered
+from .columns_e4m3 import BLOCKS, COLUMNS, ROWS, TILE_K, WIDTH, Columns, E4m3Columns
+from .gathered import Gathered
 from .ring import release
 from .sparse_product import AHEAD, GROUP_THREADS, IN_FLIGHT, Turn, gather_columns
 
-# columns of a WGMMA, and how often a group has them
-COLUMNS, BLOCKS = 64, TILE_N // 2 // 64
-# list positions of a matrix load, and steps whose A operands are in registers
-LOADED, STEPS = 32, 2
-# 16-bit values of a stage: pairs of columns of w, and h
-ROWS, PANEL = TILE_N // 2 * TILE_K, TILE_M * TILE_K
+assert WIDTH == TILE_N
+# values of h of a stage
+PANEL = TILE_M * TILE_K
 # named barrier of the fill group
 PANEL_CLEAR = 1
 
 
-class GatheredE4m3(Gathered):
+class GatheredE4m3(E4m3Columns, Gathered):
     """The kernel."""
 
-    stages = 6
+    stages, tokens = 6, TILE_M
 
     @cute.jit
     def __call__(
@@ -79,16 +73,7 @@ class GatheredE4m3(Gathered):
         self.launch_units(given, capacity, max_ctas, stream, scale)
 
     def products_of(self) -> Any:
-        mma = sm90.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            (1, 1, 1),
-            (COLUMNS, TILE_M),
-            warpgroup.OperandSource.RMEM,
-        )
+        mma = self.products_of_columns()
         h_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (COLUMNS, TILE_M, TILE_K), self.dtype, self.stages)
         shape = (TILE_M, TILE_N // 2, TILE_K)
         return mma, h_layout, sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, shape, self.dtype, self.stages)
@@ -171,19 +156,11 @@ class GatheredE4m3(Gathered):
 
     @cute.jit
     def fragments(self, mma: cute.TiledMma, sA: cute.Tensor, sB: cute.Tensor, thread: Int32):
-        """A thread's fragments and sums; of rows of w where the warp's own columns begin in a stage."""
-        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform((thread & 127) // 32)
-        half = cute.arch.make_warp_uniform(thread // 128)
-        h = mma.make_fragment_B(mma.get_slice(0).partition_B(sA))
-        acc = cute.make_rmem_tensor(mma.partition_shape_C((BLOCKS * COLUMNS, TILE_M)), Float32)
-        values = cute.make_tensor(sB.iterator, cute.make_layout(self.stages * ROWS))
-        # a row of w has eight pieces of 16 bytes in the group's panel; the warp has two
-        row = half * (64 * 64) + lane * 64
-        sources = [values.iterator + (row + swizzle_piece(lane, warp + 4 * block)) for block in range(BLOCKS)]
-        return Fragments(mma, h, sources, acc, None, half * (BLOCKS * COLUMNS) + warp * 16 + (lane >> 2) * 2)
+        rows = cute.make_tensor(sB.iterator, cute.make_layout(self.stages * ROWS))
+        return self.columns(mma, rows.iterator, sA, thread)
 
     @cute.jit
-    def multiply_units(self, ring, tiles, data: Operands, f: Fragments, thread: Int32, long: cutlass.Constexpr):
+    def multiply_units(self, ring, tiles, data: Operands, f: Columns, thread: Int32, long: cutlass.Constexpr):
         lane, unit = cute.arch.lane_idx(), Int32(cute.arch.block_idx()[0])
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         read = full.clone()
@@ -216,44 +193,12 @@ class GatheredE4m3(Gathered):
             tile, part, length = next_tile, next_part, next_length
 
     @cute.jit
-    def multiply_stage(self, f: Fragments, stage: Int32):
-        """Sums += columns of a stage of rows times its panel of h.
-
-        The operands of a step are made while the step before is multiplied. Of the stage before nothing is then.
-        """
-        shape = f.mma.partition_shape_A((COLUMNS, 16))
-        for block in range_constexpr(BLOCKS):
-            sums = block_of(f.acc, block)
-            for half in range_constexpr(TILE_K // LOADED):
-                words = load_matrices_transposed(f.rB[block] + (stage * ROWS + half * (LOADED * 64)))
-                warpgroup.wait_group(STEPS - 1)
-                operands = []
-                for k in range_constexpr(LOADED // 16):
-                    columns = cute.make_rmem_tensor(shape, self.dtype)
-                    bits = cute.recast_tensor(columns, Uint32)
-                    for i in range_constexpr(2):
-                        bits[2 * i], bits[2 * i + 1] = self.columns_of(words[2 * k + i])
-                    operands.append(columns)
-                warpgroup.fence()
-                for k in range_constexpr(LOADED // 16):
-                    h = f.rA[None, None, LOADED // 16 * half + k, stage]
-                    cute.gemm(f.mma, sums, operands[k][None, None, 0], h, sums)
-                warpgroup.commit_group()
-
-    @cute.jit
-    def columns_of(self, word: Uint32):
-        """Two columns of two rows, by rows in a word, as a pair of rows for each column."""
-        pairs = unpack_e4m3(Uint32(cute.arch.prmt(word, word, 0x3120)))
-        f16 = cutlass.Float16
-        return [pack(low_to_float(pair, f16), high_to_float(pair, f16), self.dtype) for pair in pairs]
-
-    @cute.jit
-    def store_unit(self, data: Operands, f: Fragments, tile: Int32, slab: Int32, lane: Int32):
+    def store_unit(self, data: Operands, f: Columns, tile: Int32, slab: Int32, lane: Int32):
         """Scale, add the bias, round and store a unit's sums."""
         out, scale, bias = data.out, data.scale, data.bias
         first = tile * TILE_M + (lane & 3) * 2
         for block in range_constexpr(BLOCKS):
-            sums, column = block_of(f.acc, block), slab * TILE_N + block * COLUMNS + f.row
+            sums, column = self.block_of(f.acc, block), slab * TILE_N + block * COLUMNS + f.first
             if column < out.shape[1]:
                 own, added = [scale[column + i] for i in range(2)], [Float32(0.0)] * 2
                 if bias.shape[0] > 0:
@@ -265,12 +210,6 @@ class GatheredE4m3(Gathered):
                             pair = pack(*(sums[(j, i, v), 0, 0] * own[i] + added[i] for i in range(2)), self.dtype)
                             target = cute.recast_ptr(address(out, token, column).align(4), dtype=Uint32)
                             cute.make_tensor(target, cute.make_layout(1))[0] = pair
-
-
-def block_of(acc: Any, block: int) -> Any:
-    """The sums of 64 of a thread's columns."""
-    size = TILE_M // 2
-    return cute.make_tensor(acc.iterator + block * size, cute.make_layout(((2, 2, TILE_M // 8), 1, 1)))
 
 
 def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -65,9 +65,36 @@ def run(
     of_up = (None, None) if up is None else (up.values, up.by_rows())
     matrices = tokens, scale, gate.values, gate.by_rows(), *of_up, down.values.t(), down.by_rows()
     how = compression, asked, first, activation.name, activation.threshold, fast_accum, invariant
-    operator = direct if is_direct(tokens) and not _modes.compiling() else ops.ffn_float8
+    operator = direct if not _modes.compiling() and is_direct(tokens) else ops.ffn_float8
     y: Tensor = operator(*matrices, *biases, *how)
     return y if values.dim() == 2 else unviewed(y, values.shape)
+
+
+def run_experts(
+    name: str,
+    x: Tensor | Float8,
+    weights: Sequence[Any],
+    ids: Any,
+    of_router: Any,
+    activation: Activation,
+    strategy: str,
+    invariant: bool,
+    compression: int,
+) -> Tensor:
+    """As ``run``, of experts: weights have three dimensions, ids and the weights of the router are [..., k]."""
+    gate, up, down = (_record(name, argument, weight, 3) for argument, weight in _named(weights))
+    if gate is None or down is None:
+        raise TypeError(f"{name}: weights must be given, got None")
+    values, scale = (x.values, x.by_rows()) if isinstance(x, Float8) else (_cast(name, x), None)
+    _require_plain(name, values, [values, scale, *gate, *(() if up is None else up), *down, ids, of_router])
+    tokens, routes = values.reshape(-1, values.shape[-1]), ids.reshape(-1, ids.shape[-1])
+    of_up = (None, None) if up is None else (up.values, up.by_rows())
+    rows = down.values.transpose(1, 2), down.by_rows()
+    how = compression, strategy, activation.name, activation.threshold, invariant
+    y: Tensor = ops.experts_float8(
+        tokens, scale, gate.values, gate.by_rows(), *of_up, *rows, routes, of_router.float().view(routes.shape), *how
+    )
+    return y.view(values.shape)
 
 
 def _named(weights: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -75,7 +102,7 @@ def _named(weights: Sequence[Any]) -> list[tuple[str, Any]]:
     return list(zip(names, weights))
 
 
-def _record(name: str, argument: str, weight: Any) -> Float8 | None:
+def _record(name: str, argument: str, weight: Any, dimensions: int = 2) -> Float8 | None:
     """A weight's record with scales by rows."""
     if weight is None:
         return None
@@ -84,8 +111,8 @@ def _record(name: str, argument: str, weight: Any) -> Float8 | None:
         raise TypeError(
             f"{name}: {argument} must be a Float8 as other operands are, got {type(weight).__name__}; {advice}"
         )
-    if weight.values.dim() != 2:
-        raise ValueError(f"{name}: {argument} must have two dimensions, got {list(weight.shape)}")
+    if weight.values.dim() != dimensions:
+        raise ValueError(f"{name}: {argument} must have {dimensions} dimensions, got {list(weight.shape)}")
     if weight.granularity == "block":
         raise NotImplementedError(f"{name}: {argument} has scales by blocks; expected one for each row, or one in all")
     return weight

@@ -10,23 +10,25 @@ from torch import Tensor
 from twell import _modes, ops
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require_flag
+from twell._quantised import is_quantised, run_experts
 from twell._runtime import geometry
-from twell.ops.experts import Experts, dense, require_how
+from twell.float8 import Float8
+from twell.ops.experts import Experts, check_ids, dense, require_how
 from twell.strategy.plan import PACKED_DTYPES, Facts, unpackable
 
 _NAME = "sparse_experts"
 
 
 def sparse_experts(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
+    x: Tensor | Float8,
+    w_up: Tensor | Float8,
+    w_down: Tensor | Float8,
     expert_ids: Tensor,
     weights: Tensor,
     *,
     activation: ActivationName = "relu",
     threshold: float = 0.0,
-    w_gate: Tensor | None = None,
+    w_gate: Tensor | Float8 | None = None,
     strategy: Literal["auto", "dense", "row"] = "auto",
     invariant: bool = False,
     compression: int = 8,
@@ -66,11 +68,15 @@ def sparse_experts(
     act = activation_of(activation, threshold, w_gate is not None)
     if act.moves:
         raise TypeError(f"{_NAME}: threshold must be a number, got a tensor")
-    operands = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down, "expert_ids": expert_ids, "weights": weights}
-    given = {name: operand for name, operand in operands.items() if operand is not None or name != "w_gate"}
-    for name, operand in given.items():
-        if not isinstance(operand, Tensor):
-            raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(operand).__name__}")
+    for name, operand in (("expert_ids", expert_ids), ("weights", weights)):
+        _require_tensor(name, operand)
+    if is_quantised(x, (w_gate, w_up, w_down)):
+        matrices = (w_gate, w_up, w_down) if w_gate is not None else (w_up, None, w_down)
+        _check_routes(x.shape[:-1], w_up.shape[0], expert_ids, weights)
+        return run_experts(_NAME, x, matrices, expert_ids, weights, act, strategy, invariant, compression)
+    x, w_up, w_down = _require_tensor("x", x), _require_tensor("w_up", w_up), _require_tensor("w_down", w_down)
+    w_gate = None if w_gate is None else _require_tensor("w_gate", w_gate)
+    given = x, w_gate, w_up, w_down, weights
     if x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w_up, w_down = x.to(dtype), w_up.to(dtype), w_down.to(dtype)
@@ -79,7 +85,7 @@ def sparse_experts(
     first, second = (w_up, None) if w_gate is None else (w_gate, w_up)
     ids = expert_ids.reshape(-1, expert_ids.shape[-1])
     layer = Experts(x.reshape(-1, x.shape[-1]), first, second, w_down.transpose(1, 2), ids, weights.reshape(ids.shape))
-    needing = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given.values())
+    needing = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     plain = x.dtype in PACKED_DTYPES and not needing and not _modes.transforming()
     refusal = unpackable(Facts(_NAME, n=first.shape[1], k=x.shape[-1], compression=compression), instead="")
     if (refusal or not plain) and not invariant and strategy != "row":
@@ -112,20 +118,29 @@ def _check(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, exper
             raise ValueError(f"{_NAME}: {name} must be {shape}, got {list(weight.shape)}")
         if weight.dtype != x.dtype:
             raise TypeError(f"{_NAME}: {name} must be {x.dtype} as x is, got {weight.dtype}")
+    _check_routes(x.shape[:-1], count, expert_ids, weights)
+    devices = {str(operand.device) for operand in (x, w_gate, w_up, w_down, expert_ids, weights) if operand is not None}
+    if len(devices) > 1:
+        raise ValueError(f"{_NAME}: operands must be on one device, got {' and '.join(sorted(devices))}")
+
+
+def _check_routes(shape: torch.Size, count: int, expert_ids: Tensor, weights: Tensor) -> None:
+    """Raise unless ids and weights fit tokens of this shape and ``count`` experts."""
     if not 0 < count <= geometry.MAX_EXPERTS:
         raise ValueError(f"{_NAME}: expected 1 to {geometry.MAX_EXPERTS} experts, got {count}")
     if expert_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{_NAME}: expert_ids must be int32 or int64, got {expert_ids.dtype}")
-    most, tokens = geometry.MAX_EXPERTS_OF_TOKEN, list(x.shape[:-1])
+    most, tokens = geometry.MAX_EXPERTS_OF_TOKEN, list(shape)
     if list(expert_ids.shape[:-1]) != tokens or not expert_ids.dim() or not 0 < expert_ids.shape[-1] <= most:
         raise ValueError(f"{_NAME}: expert_ids must be {[*tokens, 'k']} with k to {most}, got {list(expert_ids.shape)}")
     if not weights.is_floating_point() or weights.shape != expert_ids.shape:
         expected = f"floating {list(expert_ids.shape)}"
         raise ValueError(f"{_NAME}: weights must be {expected}, got {weights.dtype} {list(weights.shape)}")
     if expert_ids.device.type == "cpu" and not _modes.tracing(0):
-        wrong = (expert_ids < -1) | (expert_ids >= count)
-        if bool(wrong.any()):
-            raise ValueError(f"{_NAME}: expert_ids must be from -1 to {count - 1}, got {int(expert_ids[wrong][0])}")
-    devices = {str(operand.device) for operand in (x, w_gate, w_up, w_down, expert_ids, weights) if operand is not None}
-    if len(devices) > 1:
-        raise ValueError(f"{_NAME}: operands must be on one device, got {' and '.join(sorted(devices))}")
+        check_ids(expert_ids, count, f"{_NAME}: expert_ids")
+
+
+def _require_tensor(name: str, operand: object) -> Tensor:
+    if not isinstance(operand, Tensor):
+        raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(operand).__name__}")
+    return operand

@@ -79,7 +79,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "be on cpu",
     ),
-    "experts": ({"w_up": twell.quantize(torch.ones(2, N, K))}, ValueError, "w_up must have two dimensions"),
+    "experts": ({"w_up": twell.quantize(torch.ones(2, N, K))}, ValueError, "w_up must have 2 dimensions"),
 }
 
 

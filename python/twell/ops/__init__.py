@@ -7,6 +7,7 @@ gradient: ``twell._autograd`` joins forward to backward. ``twell.functional`` is
 from __future__ import annotations
 
 from twell.ops.experts import experts
+from twell.ops.experts_float8 import experts_float8
 from twell.ops.ffn import ffn, ffn_aux
 from twell.ops.ffn_float8 import ffn_float8
 from twell.ops.ffn_screened import ffn_screened
@@ -25,6 +26,7 @@ from twell.ops.up_down_union import up_down_union
 
 __all__ = [
     "experts",
+    "experts_float8",
     "ffn",
     "ffn_aux",
     "ffn_float8",

@@ -60,11 +60,16 @@ def check_experts(given: Experts) -> None:
             check(name, weight, (count, n, x.shape[1]), x.dtype)
     if n % 8 or not 0 < n <= geometry.MAX_NEURONS:
         raise ValueError(f"N must be a positive multiple of 8 up to {geometry.MAX_NEURONS}, got {n}")
+    check_routes(ids, weights, x.shape[0], count)
+
+
+def check_routes(ids: Tensor, weights: Tensor, t: int, count: int) -> None:
+    """Raise unless ids and weights of ``t`` tokens fit each other, and ``count`` experts are not too many."""
     if not 0 < count <= geometry.MAX_EXPERTS:
         raise ValueError(f"there must be 1 to {geometry.MAX_EXPERTS} experts, got {count}")
-    if ids.dim() != 2 or ids.shape[0] != x.shape[0] or not 0 < ids.shape[1] <= geometry.MAX_EXPERTS_OF_TOKEN:
+    if ids.dim() != 2 or ids.shape[0] != t or not 0 < ids.shape[1] <= geometry.MAX_EXPERTS_OF_TOKEN:
         most = geometry.MAX_EXPERTS_OF_TOKEN
-        raise ValueError(f"ids must be [{x.shape[0]}, k] with k from 1 to {most}, got {list(ids.shape)}")
+        raise ValueError(f"ids must be [{t}, k] with k from 1 to {most}, got {list(ids.shape)}")
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"ids must be int32 or int64, got {ids.dtype}")
     check("weights", weights, tuple(ids.shape), torch.float32)
@@ -100,14 +105,18 @@ def require_how(strategy: str, invariant: bool) -> None:
 def _cpu(*arguments: Any) -> Tensor:
     y = _fake(*arguments)
     given, (_, strategy, name, threshold, invariant) = Experts(*arguments[:6]), arguments[6:]
-    wrong = (given.ids < -1) | (given.ids >= len(given.w_gate))
-    if bool(wrong.any()):
-        first = int(given.ids[wrong][0])
-        raise ValueError(f"ids must be from -1 to {len(given.w_gate) - 1}, got {first}")
+    check_ids(given.ids, len(given.w_gate))
     activation = activation_of(name, threshold)
     if strategy == "dense" or (strategy == "auto" and not invariant):
         return dense(given, activation)
     return y.copy_(_sums(given, activation))
+
+
+def check_ids(ids: Tensor, count: int, name: str = "ids") -> None:
+    """Raise ValueError for an id beyond ``count`` experts; it waits for a GPU."""
+    wrong = (ids < -1) | (ids >= count)
+    if bool(wrong.any()):
+        raise ValueError(f"{name} must be from -1 to {count - 1}, got {int(ids[wrong][0])}")
 
 
 def _sums(given: Experts, activation: Activation) -> Tensor:
@@ -137,31 +146,31 @@ def _cuda(*arguments: Any) -> Tensor:
     if strategy == "auto" and not invariant:
         few = tuning.experts_by_row(len(x), ids.shape[1], len(w_gate), w_up is not None)
         # weights in another layout would be copied; other dense products let the host wait
-        readable = all(_is_readable(weight) for weight in (w_gate, w_up, w_down) if weight is not None)
+        readable = all(is_readable(weight) for weight in (w_gate, w_up, w_down) if weight is not None)
         by_row = family == specs.SM90 and readable and (few or not _never_waits(x, len(w_gate)))
         strategy = "row" if by_row else "dense"
     if strategy == "dense":
         if family != specs.SM90 or not _never_waits(x, len(w_gate)):
             return dense(given, activation)
-        aligned = given._replace(x=rows(x), ids=_aligned(ids), weights=_aligned(weights))
-        return _dense_on_hopper(aligned, activation, y)
+        laid = given._replace(x=rows(x), ids=aligned(ids), weights=aligned(weights))
+        return _dense_on_hopper(laid, activation, y)
     if family != specs.SM90:
         raise NotImplementedError('experts have kernels for sm_90a alone; strategy="dense" runs everywhere')
-    up = None if w_up is None else _slabs(w_up)
-    operands = rows(x), _slabs(w_gate), up, _slabs(w_down), _aligned(ids), _aligned(weights), y
+    up = None if w_up is None else slabs(w_up)
+    operands = rows(x), slabs(w_gate), up, slabs(w_down), aligned(ids), aligned(weights), y
     run(launches, operands, compression, activation, invariant)
     return y
 
 
-def _aligned(small: Tensor) -> Tensor:
+def aligned(small: Tensor) -> Tensor:
     """A contiguous tensor at an aligned address; a copy of one that is not."""
     small = small.contiguous()
     return small if small.data_ptr() % ALIGNMENT == 0 else small.clone()
 
 
-def _slabs(weight: Tensor) -> Tensor:
+def slabs(weight: Tensor) -> Tensor:
     """Experts' weights as kernels read them; a copy of those that lie otherwise."""
-    if _is_readable(weight):
+    if is_readable(weight):
         return weight
     warn_once(
         "weights of experts are copied at each call: expected matrices of aligned rows, and w_down [E, K, N] as the "
@@ -170,12 +179,13 @@ def _slabs(weight: Tensor) -> Tensor:
     return weight.clone(memory_format=torch.contiguous_format)
 
 
-def _is_readable(weight: Tensor) -> bool:
+def is_readable(weight: Tensor) -> bool:
     """Whether kernels read weights [E, N, K] in place."""
     between, pitch, unit = weight.stride()
-    aligned = unit == 1 and pitch % 8 == 0 and pitch >= weight.shape[2] and weight.data_ptr() % ALIGNMENT == 0
+    apart = unit == 1 and pitch * weight.itemsize % ALIGNMENT == 0 and weight.data_ptr() % ALIGNMENT == 0
+    apart = apart and pitch >= weight.shape[2]
     near = between * len(weight) <= REACH
-    return aligned and near and between % pitch == 0 and between >= pitch * weight.shape[1]
+    return apart and near and between % pitch == 0 and between >= pitch * weight.shape[1]
 
 
 def launches(
@@ -201,36 +211,26 @@ def launches(
     direct = t <= tuning.UNORDERED_TOKENS and not (invariant or by_union)
     most = specs.EXPERT_TOKENS[0] if direct else tuning.expert_tokens(number, count, invariant)
     down = tuning.expert_down(x.dtype, t, k, w_up is not None, invariant)
-    owners, places = (p.scratch(torch.int32, number) for _ in range(2))
-    some = 0 if direct else min(number, count + number // most)
-    if some > _MOST_UNITS:
-        raise NotImplementedError(f"expected at most {_MOST_UNITS} units of {most} pairs, got {number} pairs")
-    units, total = p.scratch(torch.int32, some, 4), p.scratch(torch.int32, 4)
     first = 0 if by_union else geometry.TOKEN_COUNTERS + t * down.cluster
     counters = p.scratch(torch.int32, first + t)
-    ids = _words(ids)
     if direct:
-        gathered, cleared = x, counters
+        owners, places = (p.scratch(torch.int32, number) for _ in range(2))
+        units, total = p.scratch(torch.int32, 0, 4), p.scratch(torch.int32, 4)
+        pairs = Pairs(_words(ids), x, owners, places, units, total, counters)
     else:
-        gathered, cleared = p.scratch(x.dtype, number, k), counters.part(0, 0)
-        of_pairs = owners, places, gathered, units, total, counters, p.scratch(torch.int32, count), most
-        p.launch(specs.ExpertPairsSpec(name), ids, x, *of_pairs, tuning.PAIR_CTAS * p.multiprocessors)
-    width, tiles = geometry.words_per_tile(compression), geometry.tiles(n)
-    words = p.scratch(torch.int32, 0 if by_union else number, tiles * width)
-    spill = p.scratch(x.dtype, 0 if by_union else number, tiles * geometry.TILE)
-    hidden = p.scratch(x.dtype, number if by_union else 0, n)
-    of_units = units, total, hidden, ids, owners, places, cleared
-    of_gates = width, threshold_pair(activation, x.dtype), activation.code()
-    p.launch(specs.ExpertPackSpec(name, most), gathered, w_gate, words, spill, *of_units, *of_gates)
-    (up, up_rows), (second, down_rows) = (None, 0) if w_up is None else _matrix(w_up), _matrix(w_down)
+        pairs = in_order(p, ids, x, count, most, counters)
+    width = geometry.words_per_tile(compression)
+    how = width, threshold_pair(activation, x.dtype), activation.code()
+    spec = specs.ExpertPackSpec(name, most)
     if by_union:
-        neurons, z = p.scratch(torch.int32, some, n), p.scratch(torch.float32, number, k)
-        compact = p.scratch(x.dtype, number, -(-n // geometry.CHUNK) * geometry.CHUNK)
-        p.launch(specs.ExpertUnionSpec(name), hidden, units, total, neurons, compact, most)
-        product = compact, second, neurons, units, total, z, down_rows, p.multiprocessors
-        p.launch(specs.ExpertGatheredSpec(name, most), *product)
-        p.launch(specs.ExpertSumSpec(name, False), z, places, weights, y)
+        hidden = hidden_states(p, spec, pairs, (pairs.rows,), (w_gate,), n, how)
+        by_units(p, pairs, hidden, most, specs.ExpertGatheredSpec(name, most), w_down, (), weights, y)
         return
+    tiles = geometry.tiles(n)
+    words = p.scratch(torch.int32, number, tiles * width)
+    spill = p.scratch(x.dtype, number, tiles * geometry.TILE)
+    p.launch(spec, pairs.rows, w_gate, words, spill, *of_units(pairs, p.scratch(x.dtype, 0, n)), *how)
+    (up, up_rows), (second, down_rows) = (None, 0) if w_up is None else _matrix(w_up), _matrix(w_down)
     # helpers add up the non-zeros of all tokens
     shared = not invariant and number * n < 1 << 31
     helpers = tuning.token_helpers(t, down, p.multiprocessors) if shared else 0
@@ -238,7 +238,74 @@ def launches(
     layer = x if w_up is not None else None, words, spill, up, second, y, p.scratch(torch.float32, t), sums
     own, heavy = counters.part(0, first), counters.part(first, first + t)
     numbers = up_rows, down_rows, helpers, tuning.light_nonzeros(t), width, activation.code()
-    p.launch(down, *layer, own, heavy, owners, places, weights, *numbers)
+    p.launch(down, *layer, own, heavy, pairs.owners, pairs.places, weights, *numbers)
+
+
+class Pairs(NamedTuple):
+    """Pairs of a token and an expert, as kernels take them; see expert_pairs.py."""
+
+    ids: View
+    rows: View  # of x
+    owners: View
+    places: View
+    units: View
+    total: View
+    cleared: View  # counters that are still to be cleared
+
+
+def in_order(p: Program, ids: View, x: View, count: int, most: int, counters: View) -> Pairs:
+    """Launch what puts rows of x in the order of ``count`` experts, in units of up to ``most``, and clears counters."""
+    number = math.prod(ids.shape)
+    some = min(number, count + number // most)
+    if some > _MOST_UNITS:
+        raise NotImplementedError(f"expected at most {_MOST_UNITS} units of {most} pairs, got {number} pairs")
+    owners, places = (p.scratch(torch.int32, number) for _ in range(2))
+    rows = p.scratch(x.dtype, number, x.shape[1])
+    units, total = p.scratch(torch.int32, some, 4), p.scratch(torch.int32, 4)
+    made = Pairs(_words(ids), rows, owners, places, units, total, counters.part(0, 0))
+    results = owners, places, rows, units, total, counters, p.scratch(torch.int32, count)
+    spec = specs.ExpertPairsSpec(tuning.dtype_name(x.dtype))
+    p.launch(spec, made.ids, x, *results, most, tuning.PAIR_CTAS * p.multiprocessors)
+    return made
+
+
+def of_units(pairs: Pairs, hidden: View) -> tuple[View, ...]:
+    """The arguments of expert_pack.py behind words and spill; ``hidden`` is empty if it writes words."""
+    ids, _, owners, places, units, total, cleared = pairs
+    return units, total, hidden, ids, owners, places, cleared
+
+
+def hidden_states(
+    p: Program, spec: specs.Spec, pairs: Pairs, rows: Any, weights: Any, n: int, how: tuple[int, int, int]
+) -> View:
+    """Launch what makes the hidden states of pairs, [pairs, n], from their rows and the experts' weights."""
+    dtype, tiles = pairs.rows.dtype, geometry.tiles(n)
+    hidden = p.scratch(dtype, pairs.places.shape[0], n)
+    packed = p.scratch(torch.int32, 0, tiles * how[0]), p.scratch(dtype, 0, tiles * geometry.TILE)
+    p.launch(spec, *rows, *weights, *packed, *of_units(pairs, hidden), *how)
+    return hidden
+
+
+def by_units(
+    p: Program,
+    pairs: Pairs,
+    hidden: View,
+    most: int,
+    spec: specs.Spec,
+    w_down: View,
+    scale: Any,
+    weights: View,
+    y: View,
+) -> None:
+    """Launch what fills ``y`` from hidden states: units of pairs read the union of their rows."""
+    (number, n), (_, k), units, total = hidden.shape, y.shape, pairs.units, pairs.total
+    neurons, z = p.scratch(torch.int32, units.shape[0], n), p.scratch(torch.float32, number, k)
+    compact = p.scratch(hidden.dtype, number, -(-n // geometry.CHUNK) * geometry.CHUNK)
+    name = tuning.dtype_name(hidden.dtype)
+    p.launch(specs.ExpertUnionSpec(name), hidden, units, total, neurons, compact, most)
+    second, down_rows = _matrix(w_down)
+    p.launch(spec, compact, second, *scale, neurons, units, total, z, down_rows, p.multiprocessors)
+    p.launch(specs.ExpertSumSpec(name, False), z, pairs.places, weights, y)
 
 
 def _words(ids: View) -> View:
@@ -301,14 +368,14 @@ def _dense_on_hopper(given: Experts, activation: Activation, y: Tensor) -> Tenso
     x, w_gate, w_up, w_down, ids, weights = given
     places, ends = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (ids.numel(), len(w_gate)))
     gathered = x.new_empty(ids.numel(), x.shape[1])
-    run(_order, (x, ids, gathered, places, ends))
+    run(order, (x, ids, gathered, places, ends))
     gate = activation.after(_grouped(gathered, w_gate.transpose(1, 2), ends), inplace=True)
     up = None if w_up is None else _grouped(gathered, w_up.transpose(1, 2), ends)
-    run(_add_up, (_grouped(activation.hidden(gate, up), w_down, ends), places, weights, y))
+    run(add_up, (_grouped(activation.hidden(gate, up), w_down, ends), places, weights, y))
     return y
 
 
-def _order(p: Program, x: View, ids: View, gathered: View, places: View, ends: View) -> None:
+def order(p: Program, x: View, ids: View, gathered: View, places: View, ends: View) -> None:
     """Launch what puts rows of x in the order of their experts."""
     number = math.prod(ids.shape)
     owners, units = p.scratch(torch.int32, number), p.scratch(torch.int32, number, 4)
@@ -317,7 +384,7 @@ def _order(p: Program, x: View, ids: View, gathered: View, places: View, ends: V
     p.launch(specs.ExpertPairsSpec(tuning.dtype_name(x.dtype)), *pairs, 1 << 30, tuning.PAIR_CTAS * p.multiprocessors)
 
 
-def _add_up(p: Program, made: View, places: View, weights: View, y: View) -> None:
+def add_up(p: Program, made: View, places: View, weights: View, y: View) -> None:
     """Launch what adds the products of each token's experts."""
     p.launch(specs.ExpertSumSpec(tuning.dtype_name(y.dtype), True), made, places, weights, y)
 

@@ -34,7 +34,7 @@ from twell.strategy.site import site_of, without_site
 from twell.strategy.tables import imposed_on_call
 
 # What values of rows, and products of ``torch._scaled_mm``, are multiples of.
-_MULTIPLE = 16
+MULTIPLE = 16
 
 
 class Layer(NamedTuple):
@@ -62,12 +62,7 @@ def check_float8(layer: Layer) -> None:
         if matrix is not None:
             check_rank(name, matrix)
     (m, k), n = layer.x.shape, layer.w_gate.shape[0]
-    if (
-        k % _MULTIPLE
-        or n % geometry.STATS_ROWS
-        or not 0 < k <= specs.K_CLASSES[-1]
-        or not 0 < n <= geometry.MAX_NEURONS
-    ):
+    if k % MULTIPLE or n % geometry.STATS_ROWS or not 0 < k <= specs.K_CLASSES[-1] or not 0 < n <= geometry.MAX_NEURONS:
         limits = f"K a multiple of 16 up to {specs.K_CLASSES[-1]}, N one of 8 up to {geometry.MAX_NEURONS}"
         raise ValueError(f"e4m3 weights must have {limits}, got K = {k}, N = {n}")
     if layer.x.dtype == E4M3:
@@ -132,18 +127,16 @@ def _chosen(layer: Layer, site: Tensor | None) -> Route:
 
 
 def _on_cpu(layer: Layer, compression: int, activation: Activation, route: Route, fast: bool) -> Tensor:
-    tokens = _tokens(layer)
+    tokens = tokens_of(layer.x, layer.x_scale)
     if route.strategy == "dense":
         return float8.dense(tokens, *_weights(layer), activation, use_fast_accum=fast)
     rounded = route.strategy == "union"
     return float8.formula(tokens, *_weights(layer), activation, torch.float32, rounded).bfloat16()
 
 
-def _tokens(layer: Layer) -> Float8:
-    """x in e4m3, by PyTorch's own operators."""
-    if layer.x.dtype == E4M3 and layer.x_scale is not None:
-        return Float8(layer.x, layer.x_scale)
-    return float8.quantize_tokens(layer.x, layer.x_scale)
+def tokens_of(x: Tensor, scale: Tensor | None) -> Float8:
+    """x in e4m3, by PyTorch's own operators: as it is, or quantised, by a static scale if one is given."""
+    return Float8(x, scale) if x.dtype == E4M3 and scale is not None else float8.quantize_tokens(x, scale)
 
 
 def _weights(layer: Layer) -> tuple[Float8, Float8 | None, Float8, float8.Biases]:
@@ -192,7 +185,7 @@ def _readable(name: str, matrix: Tensor) -> Tensor:
     if matrix.dtype == E4M3:
         matrix = matrix.view(torch.uint8)
     near = matrix.shape[0] * matrix.stride(0) <= _REACH
-    if has_rows(matrix) and matrix.stride(0) * matrix.itemsize % _MULTIPLE == 0 and near:
+    if has_rows(matrix) and matrix.stride(0) * matrix.itemsize % MULTIPLE == 0 and near:
         return matrix
     if name == "w_down":
         warn_once(
@@ -214,7 +207,7 @@ def _pass(
         tokens = Scaled(x, x_scale, fast)
     else:
         tokens = Scaled(p.scratch(torch.uint8, m, k), p.scratch(torch.float32, m), fast)
-        _quantise(p, x, x_scale, tokens.values, tokens.scale)
+        quantise(p, x, x_scale, tokens.values, tokens.scale)
     up = None if w_up is None else Scaled(w_up, up_scale)
     layer = Views(tokens, Scaled(w_gate, gate_scale), up, Scaled(w_down, down_scale).t(), *biases)
     shapes: tuple[Shape, ...]
@@ -254,8 +247,8 @@ def _dense_on_cuda(layer: Layer, activation: Activation, fast: bool) -> tuple[Te
     """y, and the gate before its activation."""
     gate, up, down, biases = _weights(layer)
     n = len(layer.w_gate)
-    if n % _MULTIPLE or device.capability(layer.x.device.index) != device.SM_90:
-        tokens = _tokens(layer)
+    if n % MULTIPLE or device.capability(layer.x.device.index) != device.SM_90:
+        tokens = tokens_of(layer.x, layer.x_scale)
         made = float8.gate_of(tokens, gate, biases[0])
         return float8.dense(tokens, gate, up, down, biases, activation, use_fast_accum=fast), made
     x, scale = layer.x, layer.x_scale
@@ -295,11 +288,11 @@ def tokens_in_float8(x: Tensor, given: Tensor | None = None) -> tuple[Tensor, Te
     """Rows of x in e4m3, and their scales; one that is ``given`` for all."""
     x = _readable("x", x)
     q, scale = x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), dtype=torch.float32)
-    run(_quantise, (x, given, q.view(torch.uint8), scale))
+    run(quantise, (x, given, q.view(torch.uint8), scale))
     return q, scale
 
 
-def _quantise(p: Program, x: View, given: View | None, q: View, scale: View) -> None:
+def quantise(p: Program, x: View, given: View | None, q: View, scale: View) -> None:
     given = p.scratch(torch.float32, 0) if given is None else given
     p.launch(tuning.quantize_tokens(x.dtype, "tokens"), x, given, q, scale)
 

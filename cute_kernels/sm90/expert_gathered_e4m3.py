@@ -1,0 +1,86 @@
+"""expert_gathered.py of e4m3 rows with scales of columns: z[p] = sum over c of h[p, c] * w_q[e, c] * scale[e].
+
+The product is that of columns_e4m3.py: a tile has 256 columns, as many bytes as there, and each mma group half of them.
+"""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint16, range_constexpr
+
+from ..common import operands
+from ..common.copies import address
+from ..specs import ExpertGatheredSpec
+from .columns_e4m3 import BLOCKS, COLUMNS, TILE_K, Columns, E4m3Columns
+from .expert_gathered import ExpertGathered, Operands
+
+
+class ExpertGatheredE4m3(E4m3Columns, ExpertGathered):
+    """For one number of pairs per unit."""
+
+    # the operands that are converted are registers
+    ctas_per_sm = 1
+
+    @cute.jit
+    def __call__(
+        self,
+        compact: cute.Tensor,
+        w: cute.Tensor,
+        scale: cute.Tensor,
+        neurons: cute.Tensor,
+        units: cute.Tensor,
+        total: cute.Tensor,
+        z: cute.Tensor,
+        between: Int32,
+        multiprocessors: Int32,
+        stream: cuda.CUstream,
+    ):
+        pairs_of_columns = cute.recast_tensor(w, Uint16)
+        o = Operands(pairs_of_columns, neurons, units, total, z, between, scale)
+        self.launch(compact, o, multiprocessors, stream)
+
+    def products(self) -> Any:
+        return self.products_of_columns()
+
+    def columns_of(self, o: Operands) -> Any:
+        return o.w.shape[1]
+
+    @cute.jit
+    def fragments(self, mma: cute.TiledMma, sW: cute.Tensor, sH: cute.Tensor, thread: Int32):
+        rows = cute.make_tensor(sW.iterator, cute.make_layout(cute.cosize(sW.layout)))
+        return self.columns(mma, rows.iterator, sH, thread)
+
+    @cute.jit
+    def store(self, o: Operands, f: Columns, unit: Int32, own, column: Int32):
+        (first, pairs), expert, lane = own, o.units[unit, 0], cute.arch.lane_idx()
+        for block in range_constexpr(BLOCKS):
+            sums, place = self.block_of(f.acc, block), 2 * column + block * COLUMNS + f.first
+            if place < o.z.shape[1]:
+                scales = [o.scale[expert, place + i] for i in range(2)]
+                for v in range_constexpr(self.tokens // 8):
+                    for j in range_constexpr(2):
+                        pair = 8 * v + (lane & 3) * 2 + j
+                        if pair < pairs:
+                            two = cute.make_rmem_tensor((2,), Float32)
+                            for i in range_constexpr(2):
+                                two[i] = sums[(j, i, v), 0, 0] * scales[i]
+                            target = address(o.z, first + pair, place).align(8)
+                            cute.autovec_copy(two, cute.make_tensor(target, cute.make_layout(2)))
+
+
+def signature(spec: ExpertGatheredSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype, pairs, units = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32()
+    k = cute.sym_int32(divisibility=16)
+    return ExpertGatheredE4m3(spec), (
+        operands.rows(dtype, pairs, cute.sym_int32(divisibility=TILE_K)),
+        operands.bytes_by_rows(cutlass.Uint8, cute.sym_int32(divisibility=8), k),
+        operands.rows(Float32, cute.sym_int32(), k),
+        operands.rows(Int32, units, cute.sym_int32(divisibility=8)),
+        operands.quads(units),
+        operands.vector(Int32, cute.sym_int32()),
+        operands.rows(Float32, pairs, k),
+        *(Int32(1),) * 2,
+    )

@@ -1,0 +1,262 @@
+"""``experts_float8``: a layer of experts of e4m3 weights with scales, without gradients, as ``experts`` is for 16 bits.
+
+x is bfloat16 and quantised per token by the first kernel, or by a static ``x_scale`` [1]; or it is e4m3 with a scale
+for each token, ``x_scale`` [T]. Weights have a scale for each row of each expert, those of w_down [E, N, K] for each
+column. The formula is that of ``twell.float8``, with hidden states rounded to bfloat16; a token's experts are added in
+fp32. By "row", which is for experts without a gate, units of up to 8, 32 or 64 tokens of an expert read the rows that
+any of them needs. "dense" is grouped products of PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from twell import float8, tuning
+from twell._activation import Activation, activation_of, threshold_pair
+from twell._runtime import geometry, specs
+from twell._runtime.program import Program, View
+from twell.float8 import E4M3, Float8
+from twell.ops.experts import (
+    add_up,
+    aligned,
+    by_units,
+    check_ids,
+    check_routes,
+    hidden_states,
+    in_order,
+    is_readable,
+    order,
+    require_how,
+    slabs,
+)
+from twell.ops.ffn_float8 import MULTIPLE, hidden_in_float8, quantise, tokens_of
+from twell.ops.library import ACTIVATION, check, check_matrix, register, rows
+from twell.ops.operands import run
+
+
+class ExpertsFloat8(NamedTuple):
+    """x [T, K]; w_gate, w_up and w_down [E, N, K], with scales [E, N] and, of w_down, [E, K]; ids and weights [T, k].
+
+    Without a gate there is no w_up, and the up projection stands at w_gate.
+    """
+
+    x: Tensor
+    x_scale: Tensor | None
+    w_gate: Tensor
+    gate_scale: Tensor
+    w_up: Tensor | None
+    up_scale: Tensor | None
+    w_down: Tensor
+    down_scale: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+def check_experts_float8(given: ExpertsFloat8) -> None:
+    """Raise unless the operands fit each other."""
+    x, x_scale, w_gate, gate_scale, w_up, up_scale, w_down, down_scale, ids, weights = given
+    check_matrix("x", x)
+    if w_gate.dim() != 3:
+        raise ValueError(f"w_gate must have three dimensions, got {list(w_gate.shape)}")
+    (count, n, _), (t, k) = w_gate.shape, x.shape
+    if n % 8 or k % MULTIPLE or not 0 < n <= geometry.LONGEST_SUM["bfloat16"]:
+        limits = f"K a multiple of {MULTIPLE}, N one of 8 up to {geometry.LONGEST_SUM['bfloat16']}"
+        raise ValueError(f"experts of e4m3 weights must have {limits}, got K = {k}, N = {n}")
+    if (w_up is None) != (up_scale is None):
+        raise ValueError("w_up and up_scale must be given together, got one of them")
+    for name, weight, scale, length in (
+        ("gate", w_gate, gate_scale, n),
+        ("up", w_up, up_scale, n),
+        ("down", w_down, down_scale, k),
+    ):
+        if weight is not None and scale is not None:
+            check(f"w_{name}", weight, (count, n, k), E4M3)
+            check(f"{name}_scale", scale, (count, length), torch.float32)
+    if x.dtype == E4M3:
+        if x_scale is None:
+            raise ValueError("x_scale must be given with an e4m3 x, got None")
+        check("x_scale", x_scale, (t,), torch.float32)
+    elif x.dtype != torch.bfloat16:
+        raise TypeError(f"x must be bfloat16, or e4m3 with scales, got {x.dtype}")
+    elif x_scale is not None:
+        check("x_scale", x_scale, (1,), torch.float32)
+    check_routes(ids, weights, t, count)
+
+
+def _fake(*arguments: Any) -> Tensor:
+    given, (compression, strategy, name, threshold, invariant) = ExpertsFloat8(*arguments[:10]), arguments[10:]
+    require_how(strategy, False)
+    if invariant:
+        raise NotImplementedError("experts of e4m3 weights have no invariant form, got invariant=True")
+    activation_of(name, threshold, given.w_up is not None).level(torch.bfloat16)
+    geometry.words_per_tile(compression)
+    check_experts_float8(given)
+    if strategy == "row" and given.w_up is not None:
+        raise NotImplementedError('"row" takes experts of e4m3 weights without a gate, got w_up')
+    return given.x.new_empty(given.x.shape, dtype=torch.bfloat16)
+
+
+def _cpu(*arguments: Any) -> Tensor:
+    y = _fake(*arguments)
+    given, (_, strategy, name, threshold, _) = ExpertsFloat8(*arguments[:10]), arguments[10:]
+    check_ids(given.ids, len(given.w_gate))
+    return y.copy_(_sums(given, activation_of(name, threshold), strategy == "row"))
+
+
+def _sums(given: ExpertsFloat8, activation: Activation, by_row: bool) -> Tensor:
+    """y in fp32 by PyTorch's own operators, expert by expert; a GPU is waited for."""
+    y = torch.zeros(given.x.shape, dtype=torch.float32, device=given.x.device)
+    x = tokens_of(given.x, given.x_scale)
+    for expert in torch.unique(given.ids).tolist():
+        if not 0 <= expert < len(given.w_gate):
+            continue
+        tokens, slots = (given.ids == expert).nonzero(as_tuple=True)
+        own = Float8(x.values.view(torch.uint8)[tokens].view(E4M3), x.scale[tokens])
+        gate = Float8(given.w_gate[expert], given.gate_scale[expert])
+        up = None
+        if given.w_up is not None and given.up_scale is not None:
+            up = Float8(given.w_up[expert], given.up_scale[expert])
+        layer = own, gate, up, Float8(given.w_down[expert].t(), given.down_scale[expert])
+        if by_row:
+            made = float8.formula(*layer, activation=activation, dtype=torch.float32, rounded=True)
+        else:
+            made = float8.dense(*layer, activation=activation).float()
+        y.index_add_(0, tokens, made * given.weights[tokens, slots, None])
+    return y
+
+
+def _cuda(*arguments: Any) -> Tensor:
+    y = _fake(*arguments)
+    given, (compression, strategy, name, threshold, _) = ExpertsFloat8(*arguments[:10]), arguments[10:]
+    activation = activation_of(name, threshold)
+    if not given.x.numel():
+        return y
+    on_hopper = tuning.family(given.x.device.index) == specs.SM90
+    if strategy == "auto":
+        (t, _), gated = given.x.shape, given.w_up is not None
+        few = not gated and tuning.experts_by_row(t, given.ids.shape[1], len(given.w_gate), gated)
+        # weights in another layout would be copied
+        readable = all(is_readable(weight) for weight in (given.w_gate, given.w_down))
+        strategy = "row" if on_hopper and few and readable else "dense"
+    if strategy == "dense":
+        by_groups = on_hopper and given.w_gate.shape[1] % MULTIPLE == 0
+        return _dense_on_hopper(given, activation, y) if by_groups else y.copy_(_sums(given, activation, False))
+    if not on_hopper:
+        raise NotImplementedError('experts have kernels for sm_90a alone; strategy="dense" runs everywhere')
+    weights = (slabs(w.view(torch.uint8)) for w in (given.w_gate, given.w_down))
+    of_scales = given.gate_scale.contiguous(), given.down_scale.contiguous()
+    routes = aligned(given.ids), aligned(given.weights)
+    run(_launches, (*_rows(given), *weights, *of_scales, *routes, y), compression, activation)
+    return y
+
+
+def _rows(given: ExpertsFloat8) -> tuple[Tensor, Tensor | None]:
+    """x, and a static scale; rows in e4m3 as bytes [T, K + 16], the scale of each behind its values."""
+    x, x_scale = given.x, given.x_scale
+    if x.dtype != E4M3 or x_scale is None:
+        return rows(x), x_scale
+    k = x.shape[1]
+    packed = torch.empty(len(x), k + _SCALE_BYTES, dtype=torch.uint8, device=x.device)
+    packed[:, :k] = x.view(torch.uint8)
+    packed[:, k : k + 4] = x_scale.contiguous().view(torch.uint8).view(-1, 4)
+    return packed, None
+
+
+# bytes of a row behind its e4m3 values, of which a scale has four
+_SCALE_BYTES = 16
+
+
+def _launches(
+    p: Program,
+    x: View,
+    x_scale: View | None,
+    w_up: View,
+    w_down: View,
+    up_scale: View,
+    down_scale: View,
+    ids: View,
+    weights: View,
+    y: View,
+    compression: int,
+    activation: Activation,
+) -> None:
+    """Launch what fills ``y``."""
+    (t, k), (count, n, _) = y.shape, w_up.shape
+    most = tuning.expert_tokens(ids.shape[0] * ids.shape[1], count, False)
+    pairs = in_order(p, ids, _quantised(p, x, x_scale, k), count, most, p.scratch(torch.int32, t))
+    of_rows, of_weights = _split(pairs.rows, k), (w_up, up_scale)
+    how = geometry.words_per_tile(compression), threshold_pair(activation, torch.bfloat16), activation.code()
+    spec = specs.ExpertPackSpec(specs.E4M3, most)
+    hidden = hidden_states(p, spec, pairs, of_rows, of_weights, n, how)
+    second = specs.ExpertGatheredSpec(specs.E4M3, most)
+    by_units(p, pairs, hidden, most, second, w_down, (down_scale,), weights, y)
+
+
+def _quantised(p: Program, x: View, x_scale: View | None, k: int) -> View:
+    """Rows of x in e4m3, their scales behind them, as 16-bit values; bfloat16 x is quantised."""
+    t, width = x.shape[0], (k + _SCALE_BYTES) // 2
+    made = x if x.dtype == torch.uint8 else p.scratch(torch.uint8, t, k + _SCALE_BYTES)
+    as_pairs = made.at(0, torch.bfloat16, t, width)
+    if x.dtype != torch.uint8:
+        quantise(p, x, x_scale, *_split(as_pairs, k))
+    return as_pairs
+
+
+def _split(made: View, k: int) -> tuple[View, View]:
+    """The values as bytes [T, K], and the scales [T]."""
+    (t, width), (base, offset) = made.shape, made[:2]
+    values = View(base, offset, torch.uint8, (t, k), (2 * width, 1))
+    return values, View(base, offset + k, torch.float32, (t,), (width // 2,))
+
+
+# Grouped products
+
+
+def _dense_on_hopper(given: ExpertsFloat8, activation: Activation, y: Tensor) -> Tensor:
+    """y, filled by one grouped product for each projection and kernels around them, without a wait."""
+    x, x_scale = _rows(given)
+    ids, weights, k = aligned(given.ids), aligned(given.weights), given.x.shape[1]
+    number, count = ids.numel(), len(given.w_gate)
+    places, ends = (torch.empty(size, dtype=torch.int32, device=x.device) for size in (number, count))
+    gathered = torch.empty(number, k + _SCALE_BYTES, dtype=torch.uint8, device=x.device)
+    run(_order, (x, x_scale, ids, gathered, places, ends), k)
+    values, scale = gathered[:, :k].view(E4M3), gathered[:, k : k + 4].contiguous().view(torch.float32)[:, 0]
+    gate = _grouped(values, scale, given.w_gate, given.gate_scale, ends)
+    up = None
+    if given.w_up is not None and given.up_scale is not None:
+        up = _grouped(values, scale, given.w_up, given.up_scale, ends)
+    # stored by rows of neurons, and read along neurons here
+    w_down = given.w_down.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3)
+    made = _grouped(*hidden_in_float8(gate, up, activation), w_down, given.down_scale, ends)
+    run(add_up, (made, places, weights, y))
+    return y
+
+
+def _order(
+    p: Program, x: View, x_scale: View | None, ids: View, gathered: View, places: View, ends: View, k: int
+) -> None:
+    """Launch what puts quantised rows of x in the order of their experts."""
+    made = gathered.at(0, torch.bfloat16, gathered.shape[0], gathered.shape[1] // 2)
+    order(p, _quantised(p, x, x_scale, k), ids, made, places, ends)
+
+
+def _grouped(values: Tensor, scale: Tensor, weights: Tensor, of_weights: Tensor, ends: Tensor) -> Tensor:
+    """values [P, C] of each expert, which end at ``ends`` [E], times weights [E, D, C]^T -> [P, D] in bfloat16."""
+    weights = weights.contiguous()
+    how: Any = {"offs": ends, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    made: Tensor = torch._scaled_grouped_mm(values, weights.transpose(1, 2), scale, of_weights.contiguous(), **how)
+    return made
+
+
+experts_float8 = register(
+    "experts_float8(Tensor x, Tensor? x_scale, Tensor w_gate, Tensor gate_scale, Tensor? w_up, Tensor? up_scale, "
+    "Tensor w_down, Tensor down_scale, Tensor ids, Tensor weights, int compression, str strategy, "
+    f"{ACTIVATION}, bool invariant=False) -> Tensor",
+    fake=_fake,
+    cpu=_cpu,
+    cuda=_cuda,
+    instead="twell.sparse_experts",
+)
