@@ -19,9 +19,9 @@ from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from .common import launch, operands
-from .common.activation import above, hidden, power
+from .common.activation import DRELU, above, power_pair
 from .common.copies import address, load_values_if
-from .common.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pair
+from .common.values import MAGNITUDE, high_to_float, low_to_float, ptx_type, relu_pair
 from .specs import QuantizeTokensSpec
 
 THREADS = 256
@@ -89,10 +89,10 @@ class QuantizeTokens:
         if o.given.shape[0] > 0:
             scale = o.given[0]
         else:
-            largest = Uint32(0)
+            pair = Uint32(0)
             for i in range_constexpr(PIECES):
-                largest = largest_of(row[None, i], largest)
-            largest = Uint32(cute.arch.warp_redux_sync(Int32(largest), "max"))
+                pair = larger_pair(row[None, i], pair, self.dtype)
+            largest = largest_of(pair)
             if lane == 0:
                 maxima[warp] = largest
             cute.arch.sync_threads()
@@ -154,13 +154,13 @@ class QuantizeHidden(QuantizeTokens):
         maxima = cute.make_tensor(SmemAllocator().allocate_array(Uint32, WARPS), cute.make_layout(WARPS))
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
-        values, bits = cute.make_rmem_tensor((4, BATCH), Uint32), Uint32(0)
+        values, pair = cute.make_rmem_tensor((4, BATCH), Uint32), Uint32(0)
         columns = o.gate.shape[1]
         for first in cutlass.range(8 * thread, columns, BATCH * 8 * THREADS, unroll=1):
             self.compute(o, m, first, values)
             for i in range_constexpr(BATCH):
-                bits = largest_of(values[None, i], bits)
-        bits = Uint32(cute.arch.warp_redux_sync(Int32(bits), "max"))
+                pair = larger_pair(values[None, i], pair, self.dtype)
+        bits = largest_of(pair)
         if cute.arch.lane_idx() == 0:
             maxima[thread // 32] = bits
         cute.arch.sync_threads()
@@ -188,23 +188,56 @@ class QuantizeHidden(QuantizeTokens):
             load_values_if(address(o.gate, m, column if exists else 0), gates[None, i], exists)
             if const_expr(o.up is not None):
                 load_values_if(address(o.up, m, column if exists else 0), ups[None, i], exists)
-        for i in range_constexpr(4 * BATCH):
-            gate, pair = above(relu_pair(gates[i], self.dtype), o.threshold, self.dtype), []
-            for half in (low_to_float, high_to_float):
-                if const_expr(o.up is not None):
-                    pair.append(hidden(half(gate, self.dtype), half(ups[i], self.dtype), o.activation))
-                else:
-                    pair.append(power(half(gate, self.dtype), o.activation))
-            values[i] = pack(*pair, self.dtype)
+        values.fill(0)
+        for i in range_constexpr(BATCH):
+            if first + i * (8 * THREADS) < o.gate.shape[1]:
+                for j in range_constexpr(4):
+                    gate = above(relu_pair(gates[j, i], self.dtype), o.threshold, self.dtype)
+                    h = power_pair(gate, o.activation, self.dtype)
+                    if const_expr(o.up is not None):
+                        h = product_pair(h, rectify_pair(ups[j, i], o.activation, self.dtype), self.dtype)
+                    values[j, i] = h
 
 
 @cute.jit
-def largest_of(quad: cute.Tensor, bits: Uint32) -> Uint32:
-    """The largest magnitude of eight values and `bits`; without sign, values are in the order of their bits."""
+def larger_pair(quad: cute.Tensor, pair: Uint32, dtype: cutlass.Constexpr) -> Uint32:
+    """The larger ones of `pair` and the magnitudes of four pairs, NaN if one is NaN."""
+    kind = f"{ptx_type(dtype)}x2"
     for i in range_constexpr(4):
-        for part in (quad[i], quad[i] >> 16):
-            bits = cutlass.max(bits, part & Uint32(MAGNITUDE))
-    return bits
+        pair = cute.arch.inline_ptx(
+            # max takes no immediate operand
+            f"{{ .reg .b32 size, other; abs.{kind} size, {{$r0}}; mov.b32 other, {{$r1}};"
+            f" max.NaN.{kind} {{$w0}}, size, other; }}",
+            write_only_types=[Uint32],
+            read_only_args=[quad[i], pair],
+        )
+    return pair
+
+
+@cute.jit
+def largest_of(pair: Uint32) -> Uint32:
+    """The larger magnitude of the pairs of a warp; without sign, values are in the order of their bits."""
+    larger = cutlass.max(pair & Uint32(MAGNITUDE), pair >> 16)
+    return Uint32(cute.arch.warp_redux_sync(Int32(larger), "max"))
+
+
+@cute.jit
+def rectify_pair(up: Uint32, activation: Int32, dtype: cutlass.Constexpr) -> Uint32:
+    """`rectify` of both values of a pair."""
+    infinities = Uint32(0xFF80FF80 if const_expr(dtype is cutlass.BFloat16) else 0xFC00FC00)
+    return cute.arch.inline_ptx(
+        f"max.NaN.{ptx_type(dtype)}x2 {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Uint32],
+        read_only_args=[up, Uint32(cutlass.select_(activation == DRELU, Uint32(0), infinities))],
+    )
+
+
+@cute.jit
+def product_pair(a: Uint32, b: Uint32, dtype: cutlass.Constexpr) -> Uint32:
+    """The products of two pairs, rounded."""
+    return cute.arch.inline_ptx(
+        f"mul.rn.{ptx_type(dtype)}x2 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[a, b]
+    )
 
 
 @cute.jit

@@ -71,6 +71,7 @@ class Extent(NamedTuple):
     neurons: Any
     blocks: Any
     expert: Any
+    early: Any = None  # see gate_pack_few_e4m3.py
 
 
 class Barrier(IntEnum):
@@ -190,6 +191,8 @@ class GatePackFew:
         sX = shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
         cute.arch.sync_threads()
+        if warp_index == self.warps:
+            self.start(ring, w, sW, extent, column, rank)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if column == 0 and rank == 0 and unit == 0:
@@ -197,7 +200,7 @@ class GatePackFew:
         extent, exists = self.part_of(o, extent, unit, column == 0 and rank == 0 and thread == 0)
         if exists:
             part, split = rank % self.parts, rank // self.parts
-            blocks = (extent.blocks - split + self.splits - 1) // self.splits
+            blocks = self.blocks_of(extent, split)
             sums = cute.make_tensor(
                 cute.recast_ptr(shared.sW.data_ptr(), dtype=Float32), cute.make_layout(self.pitch * self.tokens)
             )
@@ -208,6 +211,13 @@ class GatePackFew:
             else:
                 self.mma(ring, mma, sX, sW, sums, blocks, thread)
             self.epilogue(shared, sums, o, extent, first, (rank, column, thread, warp_index, lane))
+
+    def blocks_of(self, extent: Extent, split: Int32) -> Int32:
+        """The blocks of K of a split."""
+        return (extent.blocks - split + self.splits - 1) // self.splits
+
+    def start(self, ring, w: Transfer, sW: cute.Tensor, extent: Extent, column: Int32, rank: Int32) -> None:
+        """Load what the kernels before do not write, by the load warp."""
 
     def part_of(self, o: Operands, extent: Extent, unit: Int32, leads: Boolean) -> Any:
         """The extent of a unit, and whether there is one; one thread of the unit's `leads`."""

@@ -1,13 +1,19 @@
-"""gate_pack_few.py of e4m3 rows with scales: the formula of gate_pack_e4m3.py, with other bits, as K is split."""
+"""gate_pack_few.py of e4m3 rows with scales: the formula of gate_pack_e4m3.py, with other bits, as K is split.
+
+Behind quantize_tokens.py it is `early`: the first stages of w are loaded while that kernel runs.
+"""
 
 from typing import Any
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
+import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, range_constexpr
 
 from ..common import operands
 from ..specs import GatePackFewSpec
+from .copies import Transfer, partition
 from .gate_pack_e4m3 import Scales
 from .gate_pack_few import Extent, GatePackFew, Operands
 
@@ -48,15 +54,50 @@ class GatePackFewE4m3(ScaledSums):
         arrivals: cute.Tensor,
         words_per_tile: Int32,
         threshold: Int32,
+        early: Int32,
         stream: cuda.CUstream,
     ):
         scales = Scales(x_scale, w_scale)
         o = Operands(bias, words, spill, stats, arrivals, words_per_tile, threshold, None, scales)
         blocks = cute.ceil_div(x.shape[1], self.tile_k)
-        extent = Extent(x.shape[0], Int32(0), Int32(0), w.shape[0], blocks, Int32(0))
+        extent = Extent(x.shape[0], Int32(0), Int32(0), w.shape[0], blocks, Int32(0), early)
         self.launch(operands.e4m3(x), operands.e4m3(w), o, extent, Int32(1), stream)
+
+    @cute.jit
+    def start(self, ring, w: Transfer, sW: cute.Tensor, extent: Extent, column: Int32, rank: Int32):
+        """Load the first stages of w, if no kernel that may still run writes it."""
+        split = rank // self.parts
+        for i in cutlass.range(self.started(extent, self.blocks_of(extent, split)), unroll=1):
+            self.load_weights(ring, w, sW, column * self.parts + rank % self.parts, i, split + i * self.splits)
+
+    @cute.jit
+    def load(self, ring, x: Transfer, w: Transfer, sX, sW, extent: Extent, column, split, blocks):
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        x_s, x_t = partition(x, sX, (self.tokens, self.tile_k))
+        for i in cutlass.range(blocks, unroll=1):
+            block = split + i * self.splits
+            if i >= self.started(extent, blocks):
+                cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
+                self.load_weights(ring, w, sW, column, state.index, block)
+            barrier = ring.full + state.index
+            cute.copy(x.atom, x_t[None, 0, block], x_s[None, state.index], tma_bar_ptr=barrier)
+            state.advance()
+
+    @cute.jit
+    def load_weights(self, ring, w: Transfer, sW: cute.Tensor, column: Int32, stage: Int32, block: Int32):
+        """Expect a stage, and load its block of w."""
+        barrier = ring.full + stage
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.stage_bytes)
+        w_s, w_t = partition(w, sW, (self.neurons, self.tile_k))
+        cute.copy(w.atom, w_t[None, column, block], w_s[None, stage], tma_bar_ptr=barrier)
+
+    @cute.jit
+    def started(self, extent: Extent, blocks: Int32):
+        """The number of a CTA's blocks that are loaded early."""
+        return cutlass.min(blocks, self.stages) if extent.early > 0 else Int32(0)
 
 
 def signature(spec: GatePackFewSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    return GatePackFewE4m3(spec), operands.gate_pack(spec.dtype)
+    return GatePackFewE4m3(spec), (*operands.gate_pack(spec.dtype), Int32(1))

@@ -130,6 +130,9 @@ def pack(
     if isinstance(spec, specs.GatePackSpec):
         # the portable family has no clusters
         p.launch(spec, *operands, zeroed, *form, ctas // 2 if family == specs.SM90 else ctas)
+    elif isinstance(x, Scaled):
+        # behind a kernel of this program, which waits for all before it
+        p.launch(spec, *operands, zeroed, *form, int(bool(p.launches)))
     else:
         p.launch(spec, *operands, zeroed, *form)
     return zeroed if counters else None
