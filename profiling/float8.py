@@ -125,7 +125,7 @@ def speed(found: Mapping[str, Any]) -> str:
         else:
             cells += [""]
         rows.append(cells)
-    header = ["workload", "non-zeros", "union", "dense fp8, us", "dense bf16", "bf16 twell", '"row"', '"union"']
+    header = ["workload", "non-zeros", "of 128", "dense fp8, us", "dense bf16", "bf16 twell", '"row"', '"union"']
     header += ['"auto"', "over dense fp8", "over bf16 twell", "eager, queued: dense fp8 / auto"]
     return markdown(header, "l" + "r" * 11, rows)
 
@@ -196,8 +196,8 @@ def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
         yield (
             f"{many['rows'][0]['m']:,} tokens, {size}: microseconds of a call in CUDA graphs, x quantised within. "
             "Dense fp8 is the fastest of `torch._scaled_mm` with passes that quantise, listed below; dense bf16 the "
-            'faster of eager and compiled, bf16 twell the fastest strategy. "union" behind the non-zeros of a token is '
-            "the share of the neurons that 128 tokens fire."
+            "faster of eager and compiled, bf16 twell the fastest strategy. Behind the non-zeros of a token stands the share "
+            "of the neurons that 128 tokens fire."
         )
         yield speed(many)
         yield (
