@@ -196,8 +196,8 @@ def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
         yield (
             f"{many['rows'][0]['m']:,} tokens, {size}: microseconds of a call in CUDA graphs, x quantised within. "
             "Dense fp8 is the fastest of `torch._scaled_mm` with passes that quantise, listed below; dense bf16 the "
-            "faster of eager and compiled, bf16 twell the fastest strategy. Behind the non-zeros of a token stands the share "
-            "of the neurons that 128 tokens fire."
+            "faster of eager and compiled, bf16 twell the fastest strategy. Behind the non-zeros of a token stands the "
+            "share of the neurons that 128 tokens fire."
         )
         yield speed(many)
         yield (
