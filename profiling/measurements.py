@@ -52,6 +52,9 @@ SERVED = (
 )
 MODEL = f"{BENCH} model $RUNS/RUN/final --text $TEXT --accumulate 4 --energy --json $OUT"
 ENGINE = "python -m profiling.engine --work $FOLDER/engine"
+FEW_FLOAT8 = (
+    f"{BENCH} float8 --workload topic29 uniform29 --m 1 8 64 128 256 512 1024 2048 4096 8192 --seconds 0.4 --no-eager"
+)
 SWEEP = "python -m profiling.sweep SWEEP --out $FOLDER --budget-s $BUDGET"
 
 _MEASURED = (
@@ -273,6 +276,37 @@ _MEASURED = (
         "table experts elsewhere",
         (f"{BENCH} moe --seconds 0.5 --gated --activation relu --sequences 1 8 32 64 128 --json $OUT",),
         (30,),
+    ),
+    Measurement(
+        "h200_float8",
+        "layers of e4m3 weights beside dense fp8 and bfloat16, in graphs and in eager calls, with errors",
+        "table float8",
+        (
+            f"{BENCH} float8 --workload real3 topic29 skew29 real6 uniform29 --real-layers $REAL --compile --seconds 2 "
+            "--json $OUT",
+        ),
+        (110,),
+    ),
+    Measurement(
+        "h200_float8_large",
+        "the same for a layer of 4,096 to 14,336 on 1 to 8,192 tokens, graphs alone",
+        'table float8; seconds by which "auto" chooses',
+        (f"{FEW_FLOAT8} --k 4096 --n 14336 --json $OUT",),
+        (65,),
+    ),
+    Measurement(
+        "h200_float8_few",
+        "the same for a layer of 2,048 to 5,632",
+        'table float8; seconds by which "auto" chooses',
+        (f"{FEW_FLOAT8} --json $OUT",),
+        (55,),
+    ),
+    Measurement(
+        "h200_float8_loss",
+        "the loss of a small trained model on held-back text, with layers in bfloat16 and in e4m3",
+        "table float8",
+        (f"{BENCH} float8 --loss 60 --json $OUT",),
+        (85,),
     ),
     Measurement(
         "h200_training_run",

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling import everything, host, measurements, reference
+from profiling import everything, float8, host, measurements, reference
 from profiling.draw.common import ResultError, Results, markdown
 from profiling.nsight import summarize
 from profiling.sweep import lasting
@@ -692,6 +692,12 @@ def experts_elsewhere() -> str:
     return f"{table}\n\n{' '.join(sorted(machines))}"
 
 
+def e4m3() -> str:
+    """The section on figures of e4m3 weights; nothing before there are any."""
+    ends = ("", "_large", "_few", "_loss")
+    return "\n\n".join(float8.section({end: Results(RESULTS).get(f"h200_float8{end}") for end in ends}))
+
+
 def ncu() -> str:
     """Measurements of each kernel by Nsight Compute."""
     found = result("h200_ncu")
@@ -799,6 +805,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "generate": generate,
     "experts": experts,
     "experts elsewhere": experts_elsewhere,
+    "float8": e4m3,
     "ncu": ncu,
 }
 PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->)\n.*?(<!-- end -->)", re.DOTALL)

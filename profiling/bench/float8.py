@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import torch
 from torch import Tensor
 
 import twell
-from profiling.bench import report
+from profiling.bench import float8_loss, report
+from profiling.bench.layers import SETTLING
 from profiling.bench.protocol import Cpu, Gpu
-from profiling.bench.report import Column
+from profiling.bench.report import Column, Progress
+from profiling.bench.runner import QUEUED_CALLS
 from twell import float8, testing
-from twell.commands import timing
+from twell.commands import timing, tune
+from twell.commands.demo.demo import DemoRequest
 from twell.commands.request import at_least, number_above, pick_device
 from twell.float8 import Float8
 from twell.ops.ffn_float8 import hidden_in_float8, product, tokens_in_float8
@@ -26,20 +30,29 @@ from twell.testing import workloads
 
 NAME = "profiling.bench float8"
 DESCRIPTION = """\
-Time a gated layer of e4m3 weights with a scale per row: twell.sparse_gated_ffn by "row", "union" and "auto", the same
-layer in bfloat16 by "auto", and dense fp8: torch._scaled_mm with twell's fused passes that quantise, gate and up in one
-product or in two, whichever is faster. All quantise x within the call. Several copies of the weights are read in turn
-where the gates of one fit in L2. A right result is as close to the formula in float64 as dense fp8 is.
+Time a gated layer of e4m3 weights with a scale per row: twell.sparse_gated_ffn by "row", "union", "dense" and "auto",
+the same layer in bfloat16, dense and sparse, and dense fp8: torch._scaled_mm with fused passes that quantise, those of
+the package and others in Triton, gate and up in one product or in two. Weights of several layers are read in turn,
+whose gates exceed L2, and each call of up to 256 tokens has others. A right result is as close to the formula in
+float64 as dense fp8 is, or in bfloat16 to the layer in float64 as dense bfloat16 is.
 """
+# y of a layer by its number, on tokens
+Variant = Callable[[int, Tensor], Tensor]
 # bytes of gates that calls go through before they read the same again
 _BEYOND_L2 = 200 << 20
+# Calls of a recording of up to so many tokens, and tokens that are checked.
+CALLS, FEW, CHECKED = 32, 256, 1024
+DENSE, BF16, BF16_DENSE = "dense fp8", "bfloat16", "bfloat16 dense"
 
 
 @dataclasses.dataclass
 class Row:
-    """One variant. us: of a call, by the median of CUDA graphs. over_dense: the time of dense fp8 over this one.
+    """One variant. us: of a call, by the median of CUDA graphs. queued_us: of an eager call among many in a row.
 
-    error: relative to the formula in float64.
+    over_dense, queued_over_dense: the time of the fastest dense fp8 over this one. strategy, eager_strategy: what
+    "auto" chose in graphs and for eager calls. nonzeros, union, heaviest: figures of e4m3 gates, as in
+    ``strategy.costs.Figures``. error: relative to the formula in float64. original: relative to float64 of the weights
+    before they were quantised.
     """
 
     workload: str
@@ -47,23 +60,33 @@ class Row:
     k: int
     n: int
     nonzeros: float
+    union: float | None
+    heaviest: float | None
     variant: str
+    strategy: str = ""
+    eager_strategy: str = ""
     us: float = math.nan
+    queued_us: float = math.nan
     over_dense: float = math.nan
+    queued_over_dense: float = math.nan
     error: float = math.nan
+    original: float = math.nan
     red: str = ""
 
 
 COLUMNS = [
     Column("workload", lambda r: r.workload, left=True),
-    Column("variant", lambda r: r.variant, left=True),
+    Column("variant", lambda r: f"{r.variant}: {r.strategy}" if r.strategy else r.variant, left=True),
     Column("tokens", lambda r: str(r.m), left=True),
     Column("K", lambda r: str(r.k)),
     Column("N", lambda r: str(r.n)),
     Column("non-zeros", lambda r: f"{r.nonzeros:.0f}"),
     Column("us", lambda r: f"{r.us:.1f}"),
     Column("over dense fp8", lambda r: f"{r.over_dense:.2f}"),
+    Column("queued", lambda r: f"{r.queued_us:.1f}"),
+    Column("over dense fp8", lambda r: f"{r.queued_over_dense:.2f}"),
     Column("error", lambda r: f"{r.error:.4f}"),
+    Column("of original weights", lambda r: f"{r.original:.4f}"),
 ]
 
 
@@ -76,6 +99,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--k", type=at_least(16), default=2048, help="hidden size of drawn layers (2048)")
     add("--n", type=at_least(16), default=5632, help="neurons of drawn layers (5632)")
     add("--seconds", type=number_above(0), default=1.0, metavar="S", help="of timing for each layer (1)")
+    add("--no-eager", action="store_true", help="graphs alone, without eager calls")
+    add("--compile", action="store_true", help="also dense bfloat16 through torch.compile")
+    add("--loss", type=number_above(0), metavar="S", help="instead: train the model of twell demo for S seconds, and "
+        "compare its loss on held-back text in bfloat16 and in e4m3")  # fmt: skip
     add("--device", choices=["cuda", "cpu"], help="default: cuda if available")
     add("--json", type=Path, metavar="FILE", help="write the rows to a file")
 
@@ -87,18 +114,26 @@ class Weights:
         self.problem = problem
         self.gate, self.up, down = map(twell.quantize, (problem.w_gate, problem.w_up, problem.w_down.t()))
         self.down = Float8(down.values.t().contiguous().t(), down.scale)
-        self.stored = down.values
+        self.stored = down
         both = torch.cat((self.gate.values.view(torch.uint8), self.up.values.view(torch.uint8)))
         self.both = both.view(float8.E4M3), torch.cat((self.gate.scale, self.up.scale))
 
-    def dense(self, x: Tensor, merged: bool) -> Tensor:
-        """y by products of ``torch._scaled_mm`` and fused passes."""
-        tokens = tokens_in_float8(x)
+    def dense(self, x: Tensor, merged: bool = False, triton: bool = False) -> Tensor:
+        """y by products of ``torch._scaled_mm`` and fused passes; on a CPU as ``twell.float8.dense`` computes it."""
+        if x.device.type != "cuda":
+            return float8.dense(x, self.gate, self.up, self.stored)
+        quantise: Callable[..., tuple[Tensor, Tensor]] = tokens_in_float8
+        hidden: Callable[..., tuple[Tensor, Tensor]] = hidden_in_float8
+        if triton:
+            from profiling.bench.float8_triton import rows_in_float8
+
+            quantise = hidden = rows_in_float8
+        tokens = quantise(x)
         if merged:
             gate, up = product(*tokens, *self.both).chunk(2, 1)
         else:
             gate, up = (product(*tokens, w.values, w.scale) for w in (self.gate, self.up))
-        return product(*hidden_in_float8(gate, up), self.stored, self.down.scale)
+        return product(*hidden(gate, up), *self.stored)
 
     def sparse(self, x: Tensor, strategy: Any) -> Tensor:
         y: Tensor = twell.sparse_gated_ffn(x, self.gate, self.up, self.down, strategy=strategy)
@@ -120,74 +155,157 @@ def copies(first: Weights) -> list[Weights]:
     return found
 
 
-@torch.inference_mode()
 def run(arguments: argparse.Namespace) -> int:
     """Measure as asked; the exit status."""
     on = pick_device(arguments.device)
+    if arguments.loss:
+        return float8_loss.run(DemoRequest(device=str(on), seconds=arguments.loss), arguments.json)
     device = Gpu(on) if on.type == "cuda" else Cpu()
-    rows: list[Row] = []
-    _, machine = device.ceilings(torch.bfloat16, 0.0)
-    for name in arguments.workload:
-        for m in arguments.m:
-            sizes = {"k": arguments.k, "n": arguments.n}
-            problem = workloads.load(name, m=m, real_layers=arguments.real_layers, device=on, **sizes)
-            rows += measured(name, problem, device, arguments.seconds)
-    report.print_table(COLUMNS, rows)
+    with torch.inference_mode():
+        ceilings, machine = device.ceilings(torch.bfloat16, 0.0)
+    facts = {"machine": machine, "arguments": arguments, "copy_tbs": ceilings.memory / 1e12}
+    made, progress = report.Run(NAME, arguments.json, lambda: facts), Progress(NAME)
+
+    def work() -> None:
+        for name in arguments.workload:
+            # fewer tokens are the first of the most
+            sizes = {"m": max(arguments.m), "k": arguments.k, "n": arguments.n}
+            problem = workloads.load(name, real_layers=arguments.real_layers, device=on, **sizes)
+            layers = copies(Weights(problem))
+            for m in arguments.m:
+                progress.step(f"{name}, M = {m}")
+                made.add(Measured(name, layers, m, device, arguments).rows())
+
+    with torch.inference_mode():
+        made.measure(work)
+    report.print_table(COLUMNS, made.rows)
     print(machine)
-    if arguments.json:
-        report.write_json(arguments.json, rows, machine=machine, arguments=arguments)
-    return 1 if any(row.red for row in rows) else 0
+    return made.status()
 
 
-def measured(name: str, problem: testing.FFN, device: Any, seconds: float) -> list[Row]:
-    """The rows of one layer."""
-    x, layers = problem.x, copies(Weights(problem))
-    some, first = slice(0, min(len(x), 1024)), layers[0]
-    tokens = float8.quantize_tokens(x[some])
-    right = float8.formula(tokens, first.gate, first.up, first.down)
-    bar = testing.errors(first.dense(x, False)[some], right)
-    nonzeros = float((float8.gate_of(tokens, first.gate, None) > 0).sum()) / len(tokens.values)
-    n, k = problem.w_gate.shape
-    make = functools.partial(Row, name, len(x), k, n, nonzeros)
-    sites = [[twell.AutoStrategy() for _ in layers] for _ in range(2)]
-    calls: dict[str, Callable[[int], Tensor]] = {
-        "dense fp8, one product": lambda i: layers[i].dense(x, True),
-        "dense fp8, two products": lambda i: layers[i].dense(x, False),
-        '"row"': lambda i: layers[i].sparse(x, "row"),
-        '"union"': lambda i: layers[i].sparse(x, "union"),
-        '"auto"': lambda i: layers[i].sparse(x, sites[0][i]),
-        'bfloat16 "auto"': lambda i: layers[i].wide(x, sites[1][i]),
-        'bfloat16 "row"': lambda i: layers[i].wide(x, "row"),
-    }
-    rows, recordings = {}, {}
-    for variant, call in calls.items():
-        row = rows[variant] = make(variant)
-        try:
-            for _ in range(4):
-                for i in range(len(layers)):
-                    call(i)
-            recording = device.record(lambda i: (call(i),), len(layers))  # noqa: B023
-            recording.spoil()
-            recording.replay()
-            recording.wait()
-            if variant.startswith("bfloat16"):
-                recordings[variant] = recording
-                continue
-            ours = testing.errors(call(0)[some], right)
+class Measured:
+    """Variants of a layer on ``m`` tokens: call ``i`` has the i-th of ``layers``, and of few tokens others, in turn."""
+
+    def __init__(
+        self, name: str, layers: Sequence[Weights], m: int, device: Any, arguments: argparse.Namespace
+    ) -> None:
+        self.layers, self.device, self.arguments = layers, device, arguments
+        first, problem = layers[0], layers[0].problem
+        self.calls = len(layers) * math.ceil((CALLS if m <= FEW else 1) / len(layers))
+        parts = min(self.calls, max(1, CHECKED // m), len(problem.x) // m) if m <= FEW else 1
+        self.parts = problem.x[: parts * m].split(m)
+        window = problem.x[: parts * m][:CHECKED]
+        tokens = float8.quantize_tokens(window)
+        self.right = float8.formula(tokens, first.gate, first.up, first.down)
+        self.original = testing.float64_output(problem._replace(x=window))
+        self.bar = testing.errors(self.whole(lambda i, x: first.dense(x)), self.right)
+        self.wide_bar = testing.errors(self.whole(lambda i, x: wide_dense(problem, x)), self.original)
+        self.sites, self.wide_sites = ([twell.AutoStrategy() for _ in layers] for _ in range(2))
+        gate = first.gate.dequantize(torch.bfloat16)
+        found = [
+            tune.figures_of(problem._replace(x=float8.quantize_tokens(x).dequantize(torch.bfloat16), w_gate=gate))
+            for x in self.parts
+        ]
+        means: Any = [None if values[0] is None else sum(values) / parts for values in zip(*found)]
+        n, k = problem.w_gate.shape
+        self.make: Any = functools.partial(Row, name, m, k, n, *means[:3])
+
+    def whole(self, call: Variant) -> Tensor:
+        """y of the tokens that are checked, by the first layer."""
+        return torch.cat([call(0, x) for x in self.parts])[:CHECKED]
+
+    def variants(self) -> dict[str, Variant]:
+        """The calls by name."""
+        layers, found = self.layers, {}
+        on_gpu = self.device.torch_device.type == "cuda"
+        for triton in [False, True] if on_gpu and importlib.util.find_spec("triton") else [False]:
+            for merged in (True, False):
+                said = f"{DENSE}, {'one product' if merged else 'two products'}{', Triton' if triton else ''}"
+                found[said] = dense_fp8(layers, merged, triton)
+        found[BF16_DENSE] = lambda i, x: wide_dense(layers[i].problem, x)
+        if self.arguments.compile:
+            compiled = torch.compile(wide_dense, dynamic=False)
+            found[f"{BF16_DENSE}, compiled"] = lambda i, x: compiled(layers[i].problem, x)
+        for prefix, method, sites in (("", Weights.sparse, self.sites), (f"{BF16} ", Weights.wide, self.wide_sites)):
+            for strategy in ("row", "union", "dense")[: 2 if prefix else 3]:
+                found[f'{prefix}"{strategy}"'] = each_by(method, layers, [strategy] * len(layers))
+            found[f'{prefix}"auto"'] = each_by(method, layers, sites)
+        return found
+
+    def rows(self) -> list[Row]:
+        """Check every variant, then time the right ones in turn, in graphs and in eager calls."""
+        rows: dict[str, Row] = {}
+        calls: dict[str, timing.Call] = {}
+        recordings: dict[str, Any] = {}
+
+        def at(call: Variant) -> timing.Call:
+            return lambda i: (call(i % len(self.layers), self.parts[i % len(self.parts)]),)
+
+        for variant, call in self.variants().items():
+            row = rows[variant] = self.make(variant)
+            try:
+                calls[variant] = at(call)
+                recordings[variant] = self.checked(row, calls[variant], self.whole(call))
+            except Exception as error:
+                # those of Triton and of torch.compile are of many kinds
+                row.red = timing.reason(error)
+            if row.red:
+                recordings.pop(variant, None)
+        seconds = self.arguments.seconds
+        for variant, samples in timing.measure(recordings, seconds).items():
+            rows[variant].us = timing.spread(samples).median * 1e3
+        if not self.arguments.no_eager:
+            count = self.calls * math.ceil(QUEUED_CALLS / self.calls)
+            eager = {variant: self.device.eager("queued", calls[variant], count) for variant in recordings}
+            for variant, samples in timing.measure(eager, seconds / 2).items():
+                rows[variant].queued_us = timing.spread(samples).median * 1e3
+        for field, ratio in (("us", "over_dense"), ("queued_us", "queued_over_dense")):
+            dense = [getattr(row, field) for variant, row in rows.items() if variant.startswith(DENSE)]
+            least = min((us for us in dense if us == us), default=math.nan)
+            for row in rows.values():
+                setattr(row, ratio, least / getattr(row, field))
+        return list(rows.values())
+
+    def checked(self, row: Row, call: timing.Call, y: Tensor) -> Any:
+        """A recording of a variant, with errors, the choice of "auto" and any fault in the row."""
+        wide = row.variant.startswith(BF16)
+        answer, bar = (self.original, self.wide_bar) if wide else (self.right, self.bar)
+        row.original = testing.errors(y, self.original).frobenius
+        ours = testing.errors(y, answer)
+        if not wide:
             row.error = ours.frobenius
-            if ours.within(bar, 1.1, 1.1 * testing.allowance(len(x) / 16)) and recording.outputs[0].isfinite().all():
-                recordings[variant] = recording
-            else:
-                row.red = f"error {ours}, dense fp8 {bar}"
-        except timing.FAILURES as error:
-            row.red = timing.reason(error)
-    times = timing.measure(recordings, seconds)
-    for variant, row in rows.items():
-        if variant in times:
-            row.us = timing.spread(times[variant]).median * 1e3
-    best = min(
-        (row.us for variant, row in rows.items() if variant.startswith("dense") and row.us == row.us), default=math.nan
-    )
-    for row in rows.values():
-        row.over_dense = best / row.us
-    return list(rows.values())
+        auto = row.variant.endswith('"auto"')
+        for i in range(SETTLING * len(self.layers) if auto else 0):
+            call(i)
+            self.device.wait()
+        recording = self.device.record(call, self.calls)
+        if auto:
+            site = (self.wide_sites if wide else self.sites)[0]
+            chosen = {choice.graph: choice.strategy for choice in site.explain()}
+            row.eager_strategy = chosen.get("", "dense")
+            row.strategy = chosen.get("captured", row.eager_strategy)
+        recording.spoil()
+        recording.replay()
+        recording.wait()
+        # neurons in another order have the same sums
+        first = (self.calls - 1) % len(self.parts) * row.m
+        expected = answer[first : first + row.m]
+        again = testing.errors(recording.outputs[0][: len(expected)], expected)
+        luck = 1.1 * testing.allowance(row.m / 16)
+        for found, factor in ((ours, 1.1), (again, luck)):
+            if not found.within(bar, factor, luck):
+                row.red = f"error {found}, dense {bar}"
+        return recording
+
+
+def dense_fp8(layers: Sequence[Weights], merged: bool, triton: bool) -> Variant:
+    return lambda i, x: layers[i].dense(x, merged, triton)
+
+
+def each_by(method: Callable[..., Tensor], layers: Sequence[Weights], strategies: Sequence[Any]) -> Variant:
+    return lambda i, x: method(layers[i], x, strategies[i])
+
+
+def wide_dense(problem: testing.FFN, x: Tensor) -> Tensor:
+    """The layer in bfloat16 by PyTorch."""
+    return testing.dense_output(problem._replace(x=x))

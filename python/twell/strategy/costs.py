@@ -227,32 +227,50 @@ def experts_seconds(pairs: int, touched: float, fired: float, n: int, k: int, ga
     }
 
 
-# Layers of e4m3 weights: seconds before and between kernels, flop and bytes of weights per second of products, bytes of
-# rows per second of "row", flop per second of the products of "union" and bytes of values that passes read and write.
-# Estimates from runs on an NVIDIA H100 and an H200, K = 2,048 and 4,096, not fitted to a kept measurement.
-_F8_STARTS = {"dense": 20e-6, "row": 6e-6, "union": 22e-6}
-_F8_FLOP, _F8_BYTES, _F8_ROWS, _F8_PASS = 1300e12, 2.8e12, 3.6e12, 2.8e12
-_F8_UP_FLOP, _F8_DOWN_FLOP = 800e12, 480e12
+class Float8Rates(NamedTuple):
+    """What layers of e4m3 weights cost: seconds before and between kernels by strategy, and rates per second.
+
+    flop, weight_bytes: of products and the weights that these read. row_bytes: rows of "row". up_flop, down_flop:
+    products of "union". pass_bytes: values that passes read and write. copy_bytes: the down weight of "dense".
+    """
+
+    dense_start: float
+    row_start: float
+    union_start: float
+    flop: float
+    weight_bytes: float
+    row_bytes: float
+    up_flop: float
+    down_flop: float
+    pass_bytes: float
+    copy_bytes: float
 
 
-def float8_seconds(problem: Problem, figures: Figures) -> dict[str, float]:
-    """Predicted seconds of a layer of e4m3 weights by each strategy, on the GPU."""
+# Estimates from runs on an NVIDIA H100 and an H200, K = 2,048 and 4,096, not fitted to a kept measurement:
+# `python -m profiling.float8` does that.
+FLOAT8 = Float8Rates(20e-6, 6e-6, 22e-6, 1300e12, 2.8e12, 3.6e12, 800e12, 480e12, 2.8e12, 2.8e12)
+
+
+def float8_seconds(problem: Problem, figures: Figures, rates: Float8Rates | None = None) -> dict[str, float]:
+    """Predicted seconds of a layer of e4m3 weights by each strategy, on the GPU; ``rates`` is ``FLOAT8`` by default."""
+    rates = rates or FLOAT8
     m, k, n = problem[:3]
     union, density, heaviest = shares(problem, figures)
-    product = max(2 * m * k * n / _F8_FLOP, k * n / _F8_BYTES)
-    gate, rows = product + 3 * m * k / _F8_PASS, 2 if problem.gated else 1
+    product = max(2 * m * k * n / rates.flop, k * n / rates.weight_bytes)
+    gate, rows = product + 3 * m * k / rates.pass_bytes, 2 if problem.gated else 1
     own = m * density
     if waits(problem):
         # the heaviest tokens are behind each other
         own = max(own, heaviest * min(m, HEAVY_GROUP))
-    entries = m * density * n * 12 / _F8_PASS
-    up = 2 * m * union * n * k / _F8_UP_FLOP if problem.gated else 0.0
-    down = 2 * m * union * n * k / _F8_DOWN_FLOP + 2 * m * k / _F8_PASS
-    weights = rows * k * n * min(1.0, union) / _F8_BYTES
+    entries = m * density * n * 12 / rates.pass_bytes
+    up = 2 * m * union * n * k / rates.up_flop if problem.gated else 0.0
+    down = 2 * m * union * n * k / rates.down_flop + 2 * m * k / rates.pass_bytes
+    weights = rows * k * n * min(1.0, union) / rates.weight_bytes
+    passes = m * n * (3 + 2 * rows) / rates.pass_bytes + 2 * k * n / rates.copy_bytes
     return {
-        "row": _F8_STARTS["row"] + gate + max(rows * own * n * k / _F8_ROWS, weights),
-        "union": _F8_STARTS["union"] + gate + entries + max(up + down, weights),
-        "dense": _F8_STARTS["dense"] + gate + rows * product + m * n * (3 + 2 * rows) / _F8_PASS,
+        "row": rates.row_start + gate + max(rows * own * n * k / rates.row_bytes, weights),
+        "union": rates.union_start + gate + entries + max(up + down, weights),
+        "dense": rates.dense_start + gate + rows * product + passes,
     }
 
 

@@ -1,0 +1,255 @@
+"""What the results of ``profiling.bench float8`` say: tables of docs/float8.md, and how good the choices of "auto" are.
+
+    python -m profiling.float8 profiling/results/h200_float8*.json     # needs no GPU
+
+prints what the choices lose to the fastest measured strategy and how far predicted times are off, with the constants of
+``costs.FLOAT8`` and with others that are fitted to these rows, which take their place there by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from profiling.draw.common import loads, markdown
+from twell.strategy import costs
+from twell.strategy.costs import FLOAT8, Float8Rates
+
+STRATEGIES = ("row", "union", "dense")
+DENSE, BF16 = "dense fp8", "bfloat16"
+Row = dict[str, Any]
+# the variants of one layer and number of tokens, by name
+Case = dict[str, Row]
+
+
+def cases(rows: Iterable[Row]) -> list[Case]:
+    """The timed rows by layer and tokens."""
+    found: dict[tuple[Any, ...], Case] = {}
+    for row in rows:
+        if row["us"] and not row["red"]:
+            found.setdefault((row["workload"], row["k"], row["n"], row["m"]), {})[row["variant"]] = row
+    return list(found.values())
+
+
+def fastest(case: Case, prefix: str, field: str = "us") -> Row:
+    """The fastest of the variants whose names begin so."""
+    return min((row for name, row in case.items() if name.startswith(prefix)), key=lambda row: row[field])
+
+
+# The choices of "auto"
+
+
+class Point(NamedTuple):
+    """A layer with its measured seconds by strategy."""
+
+    problem: costs.Problem
+    figures: costs.Figures
+    seconds: dict[str, float]
+
+    def predicted(self, rates: Float8Rates) -> dict[str, float]:
+        return costs.float8_seconds(self.problem, self.figures, rates)
+
+    def loss(self, rates: Float8Rates) -> float:
+        """What the choice of a graph by these rates loses to the fastest."""
+        predicted = self.predicted(rates)
+        chosen = min(self.seconds, key=lambda name: predicted[name])
+        return self.seconds[chosen] / min(self.seconds.values()) - 1
+
+
+def points(rows: Iterable[Row]) -> list[Point]:
+    """The layers for which all strategies were measured."""
+    found = []
+    for case in cases(rows):
+        seconds = {name: case[f'"{name}"']["us"] / 1e6 for name in STRATEGIES if f'"{name}"' in case}
+        if len(seconds) == len(STRATEGIES):
+            row = case['"row"']
+            problem = costs.Problem(row["m"], row["k"], row["n"], True, False, float8=True)
+            found.append(Point(problem, costs.Figures(row["nonzeros"], row["union"], row["heaviest"]), seconds))
+    return found
+
+
+def misfit(found: Sequence[Point], rates: Float8Rates) -> float:
+    """The mean square of the logarithms of predicted over measured times."""
+    each = [math.log(point.predicted(rates)[name] / point.seconds[name]) ** 2 for point in found for name in STRATEGIES]
+    return statistics.fmean(each)
+
+
+def fitted(found: Sequence[Point], rates: Float8Rates = FLOAT8) -> Float8Rates:
+    """The rates of the least misfit: one after the other goes up and down, in ever smaller steps."""
+    least, step = misfit(found, rates), 1.5
+    while step > 1.002:
+        before = least
+        for name in Float8Rates._fields:
+            for factor in (step, 1 / step):
+                tried = rates._replace(**{name: getattr(rates, name) * factor})
+                if (now := misfit(found, tried)) < least:
+                    rates, least = tried, now
+        if least > 0.999 * before:
+            step = math.sqrt(step)
+    return rates
+
+
+def quality(found: Sequence[Point], rates: Float8Rates) -> str:
+    """What choices lose and how far times are off, in one line."""
+    losses = [point.loss(rates) for point in found]
+    off = []
+    for name in STRATEGIES:
+        ratios = [point.predicted(rates)[name] / point.seconds[name] for point in found]
+        off.append(f"{name} {min(ratios):.2f} to {max(ratios):.2f}")
+    return (
+        f"over {len(found)} layers choices lose {statistics.fmean(losses):.2%} in the mean and {max(losses):.1%} at "
+        f"most; predicted times over measured ones: {', '.join(off)}"
+    )
+
+
+# Tables
+
+
+def speed(found: Mapping[str, Any]) -> str:
+    """Many tokens, in graphs and in eager calls."""
+    rows = []
+    for case in cases(found["rows"]):
+        dense, wide, auto = fastest(case, DENSE), fastest(case, f'{BF16} "'), case['"auto"']
+        cells = [f"`{auto['workload']}`", f"{auto['nonzeros']:.0f}", f"{auto['union'] or 0:.0%}", f"{dense['us']:.0f}"]
+        cells += [f"{fastest(case, f'{BF16} dense')['us']:.0f}", f"{wide['us']:.0f}"]
+        cells += [f"{case[name]['us']:.0f}" if name in case else "" for name in ('"row"', '"union"')]
+        cells += [f"**{auto['us']:.0f}** {auto['strategy']}", f"**{dense['us'] / auto['us']:.2f}**"]
+        cells += [f"{wide['us'] / auto['us']:.2f}"]
+        if auto["queued_us"]:
+            other = fastest(case, DENSE, field="queued_us")["queued_us"]
+            cells += [f"{other:.0f} / {auto['queued_us']:.0f}, **{other / auto['queued_us']:.2f}**"]
+        else:
+            cells += [""]
+        rows.append(cells)
+    header = ["workload", "non-zeros", "of 128", "dense fp8, us", "dense bf16", "bf16 twell", '"row"', '"union"']
+    header += ['"auto"', "over dense fp8", "over bf16 twell", "eager, queued: dense fp8 / auto"]
+    return markdown(header, "l" + "r" * 11, rows)
+
+
+def baselines(found: Mapping[str, Any]) -> str:
+    """Each form of dense fp8."""
+    each = cases(found["rows"])
+    names = list(dict.fromkeys(name for case in each for name in case if name.startswith(DENSE)))
+    rows = []
+    for case in each:
+        first = next(iter(case.values()))
+        times = [f"{case[name]['us']:.0f}" if name in case else "" for name in names]
+        rows.append([f"`{first['workload']}`", f"{first['m']:,}", *times])
+    header = ["dense fp8, us", "tokens", *(name.removeprefix(f"{DENSE}, ") for name in names)]
+    return markdown(header, "lr" + "r" * len(names), rows)
+
+
+def few(found: Mapping[str, Any], tokens: Sequence[int] = (1, 8, 64, 256)) -> str:
+    """Few tokens, with the time to read the weights of dense fp8."""
+    rows = []
+    for case in cases(found["rows"]):
+        auto = case['"auto"']
+        if auto["m"] in tokens:
+            dense, wide = fastest(case, DENSE), fastest(case, f'{BF16} "')
+            floor = 3 * auto["k"] * auto["n"] / found["copy_tbs"] / 1e6
+            cells = [f"`{auto['workload']}`", f"{auto['m']}", f"{auto['nonzeros']:.0f}", f"{dense['us']:.0f}"]
+            cells += [f"{floor:.0f}", f"{fastest(case, f'{BF16} dense')['us']:.0f}", f"{wide['us']:.0f}"]
+            cells += [f"{case[name]['us']:.0f}" if name in case else "" for name in ('"row"',)]
+            cells += [f"**{auto['us']:.0f}** {auto['strategy']}", f"**{dense['us'] / auto['us']:.2f}**"]
+            rows.append([*cells, f"{wide['us'] / auto['us']:.2f}"])
+    header = ["workload", "tokens", "non-zeros", "dense fp8, us", "its floor", "dense bf16", "bf16 twell", '"row"']
+    return markdown([*header, '"auto"', "over dense fp8", "over bf16 twell"], "l" + "r" * 10, rows)
+
+
+def accuracy(found: Mapping[str, Any]) -> str:
+    """Errors beside float64 of the weights before they were quantised, and beside the formula."""
+    each = cases(found["rows"])
+    names = {"bfloat16 dense": "bf16 dense", 'bfloat16 "row"': 'bf16 "row"', f"{DENSE}, two products": "dense fp8"}
+    names |= {'"row"': 'e4m3 "row"', '"union"': 'e4m3 "union"'}
+    rows = []
+    for name, said in names.items():
+        cells = []
+        for case in each:
+            row = case.get(name)
+            formula = f" / {row['error']:.4f}" if row and row["error"] is not None else ""
+            cells.append(f"{row['original']:.4f}{formula}" if row else "")
+        rows.append([said, *cells])
+    return markdown(["", *(f"`{next(iter(case.values()))['workload']}`" for case in each)], "l" + "r" * len(each), rows)
+
+
+def losses(found: Mapping[str, Any]) -> str:
+    """The loss of a trained model."""
+    rows = []
+    for row in found["rows"]:
+        cells = [row["layers"], row["strategy"], f"{row['loss']:.4f}", f"{row['perplexity']:.4f}"]
+        rows.append([*cells, f"{row['change']:+.5f}", f"{row['deviation']:.5f}"])
+    header = ["layers", "strategy", "loss", "perplexity", "change of the loss", "standard error"]
+    return markdown(header, "llrrrr", rows)
+
+
+def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
+    """The section of docs/float8.md on figures, of the files of results that exist, by the ends of their names."""
+    many, large, small, loss = (results.get(name) for name in ("", "_large", "_few", "_loss"))
+    if many or large or loss:
+        yield "## What to expect"
+    if many:
+        size = f"K = {many['rows'][0]['k']:,}, N = {many['rows'][0]['n']:,}"
+        yield (
+            f"{many['rows'][0]['m']:,} tokens, {size}: microseconds of a call in CUDA graphs, x quantised within. "
+            "Dense fp8 is the fastest of `torch._scaled_mm` with passes that quantise, listed below; dense bf16 the "
+            "faster of eager and compiled, bf16 twell the fastest strategy. Behind the non-zeros of a token stands the "
+            "share of the neurons that 128 tokens fire."
+        )
+        yield speed(many)
+        yield (
+            "Dense fp8 multiplies by gate and up in one product or in two, with passes of the package or, of the same "
+            "formula, in Triton:"
+        )
+        yield baselines(many)
+        yield (
+            "Relative errors over 1,024 tokens against the layer in float64 before its weights were quantised and, "
+            "behind the stroke, against the formula in float64:"
+        )
+        yield accuracy(many)
+        yield str(many["machine"])
+    if large:
+        yield (
+            f"Few tokens, K = {large['rows'][0]['k']:,}, N = {large['rows'][0]['n']:,}, with weights that are not in "
+            "L2. The floor is the time to read all weights in e4m3 at the rate of a copy."
+        )
+        yield few(large)
+        yield str(large["machine"])
+    if rows := [row for file in (many, large, small) if file for row in file["rows"]]:
+        yield f'"auto" decides by `costs.float8_seconds`: {quality(points(rows), FLOAT8)}.'
+    if loss:
+        shape, fired = loss["model"], ", ".join(f"{count:.0f}" for count in loss["non_zeros"])
+        yield (
+            f"A model of `twell demo` ({shape['layers']} layers of {shape['hidden']:,} to {shape['intermediate']:,}, "
+            f"trained for {loss['trained']['seconds']:.0f} s; non-zeros per token, layer by layer: {fired}) on "
+            f"{loss['held_bytes']:,} bytes of held-back text, in nats per byte. The rest of the model is bfloat16; "
+            "changes are beside dense bfloat16, with standard errors over windows of text."
+        )
+        yield losses(loss)
+        yield str(loss["machine"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    arguments = parser.parse_args(argv)
+    rows = [row for path in arguments.files for row in loads(path.read_text())["rows"] if "us" in row]
+    found = points(rows)
+    if not found:
+        parser.error("expected rows of all strategies, got none")
+    print(f"now: {quality(found, FLOAT8)}")
+    best = fitted(found)
+    print(f"fitted: {quality(found, best)}")
+    print(f"FLOAT8 = Float8Rates({', '.join(f'{name}={value:.3g}' for name, value in best._asdict().items())})")
+    for point in sorted(found, key=lambda point: -point.loss(best))[:10]:
+        times = ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in point.seconds.items())
+        m, k, n = point.problem[:3]
+        print(f"{point.loss(best):6.1%}  {k} x {n}, M = {m}, {point.figures.nonzeros:.0f} non-zeros: {times} us")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,140 @@
+"""``profiling.bench float8`` and what its results say, on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profiling import bench, float8
+from profiling.bench import float8_loss
+from twell.commands.demo.demo import DemoRequest
+from twell.strategy import costs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "a.json"
+    sizes = ["--m", "3", "130", "--k", "64", "--n", "160", "--seconds", "0.01"]
+    assert bench.main(["float8", *sizes, "--device", "cpu", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    rows = {(row["m"], row["variant"]): row for row in found["rows"]}
+    assert len(rows) == len(found["rows"]) == 20
+    assert found["complete"]
+    assert found["copy_tbs"] > 0
+    for (m, variant), row in rows.items():
+        wide, dense = variant.startswith("bfloat16"), "dense" in variant
+        assert row["us"] > 0
+        assert row["queued_us"] > 0
+        assert not row["red"]
+        assert (row["error"] is None) == wide
+        # of the sparse formula, and of the layer before it was quantised
+        assert wide or (0.015 < row["error"] < 0.03 if dense or row["strategy"] == "dense" else row["error"] < 0.004)
+        assert row["original"] < 0.005 if wide else 0.04 < row["original"] < 0.08
+        assert (row["strategy"] != "") == variant.endswith('"auto"')
+        assert (row["union"] is None) == (m < 128)
+        assert 20 < row["nonzeros"] < row["heaviest"] + 1
+    dense = [row for (m, variant), row in rows.items() if m == 130 and variant.startswith("dense fp8")]
+    assert max(row["over_dense"] for row in dense) == 1
+    assert "of original weights" in capsys.readouterr().out
+
+
+def test_a_wrong_result_has_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from profiling.bench.float8 import Weights
+
+    right = Weights.sparse
+    monkeypatch.setattr(Weights, "sparse", lambda self, x, strategy: right(self, x, strategy) * 1.2)
+    monkeypatch.setattr(Weights, "wide", lambda self, x, strategy: 1 / 0)
+    out = tmp_path / "a.json"
+    sizes = ["--m", "16", "--k", "64", "--n", "160", "--seconds", "0.01", "--no-eager"]
+    assert bench.main(["float8", *sizes, "--device", "cpu", "--json", str(out)]) == 1
+    rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows['"row"']["us"] is None
+    assert rows['"row"']["red"].startswith("error 2")
+    assert rows['bfloat16 "row"']["red"].startswith("ZeroDivisionError")
+    assert rows["bfloat16 dense"]["us"] > 0
+    assert rows["bfloat16 dense"]["queued_us"] is None
+
+
+def test_loss_of_a_trained_model(tmp_path: Path) -> None:
+    for i in range(12):
+        (tmp_path / f"{i}.txt").write_text(f"file {i}: the quick brown fox, {i * i}\n" * 60)
+    request = DemoRequest(tmp_path, "cpu", steps=12, layers=2, hidden=32, intermediate=264, context=32)
+    out = tmp_path / "out" / "a.json"
+    assert float8_loss.run(request, out, windows=6) == 0
+    found = json.loads(out.read_text())
+    rows = {(row["layers"], row["strategy"]): row for row in found["rows"]}
+    assert list(rows) == [(layers, by) for layers in ("bfloat16", "e4m3") for by in ("dense", "row", "union")]
+    first = rows["bfloat16", "dense"]
+    assert 0 < first["loss"] < 5.6
+    assert first["change"] == first["deviation"] == 0
+    # quantised layers did run, and to little harm
+    assert 0 < abs(rows["e4m3", "row"]["change"]) < 0.01
+    assert rows["e4m3", "row"]["deviation"] > 0
+    assert found["held_bytes"] == 6 * 32
+    assert found["trained"]["steps"] == 12
+    assert len(found["non_zeros"]) == 2
+
+
+# What results say
+
+
+SHAPES = ((2048, 5632), (4096, 14336))
+
+
+def timed(rates: costs.Float8Rates) -> list[dict[str, Any]]:
+    """Rows of layers that take just as long as the rates say."""
+    rows = []
+    for k, n in SHAPES:
+        for m in (1, 64, 256, 1024, 8192):
+            for union in (0.1, 0.5):
+                sparsity = {"nonzeros": 30.0, "union": union if m >= 128 else None, "heaviest": 70.0}
+                seconds = costs.float8_seconds(
+                    costs.Problem(m, k, n, True, False), costs.Figures(*sparsity.values()), rates
+                )
+                known = {"workload": f"w{union}", "m": m, "k": k, "n": n, "red": "", "queued_us": None, **sparsity}
+                known |= {"strategy": "row", "error": 0.003, "original": 0.05}
+                times = {f'"{name}"': time for name, time in seconds.items()}
+                times |= {"dense fp8, one product": 1e-3, "dense fp8, two products": 9e-4, '"auto"': 3e-4}
+                times |= {"bfloat16 dense": 2e-3, 'bfloat16 "row"': 6e-4, 'bfloat16 "union"': 7e-4}
+                rows += [{**known, "variant": name, "us": time * 1e6} for name, time in times.items()]
+    return rows
+
+
+def test_constants_of_auto_follow_from_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = costs.FLOAT8._replace(row_bytes=6e12, down_flop=900e12, dense_start=50e-6)
+    found = float8.points([*timed(rates), {**timed(rates)[0], "us": None, "workload": "red"}])
+    assert len(found) == 20
+    assert max(point.loss(costs.FLOAT8) for point in found) > 0.03
+    best = float8.fitted(found)
+    assert float8.misfit(found, best) < 1e-4 < float8.misfit(found, costs.FLOAT8)
+    assert max(point.loss(best) for point in found) < 0.02
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"rows": timed(rates)}))
+    assert float8.main([str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "now: over 20 layers choices lose" in said
+    assert "FLOAT8 = Float8Rates(dense_start=" in said
+
+
+def test_the_page_has_a_section_once_there_are_results() -> None:
+    assert list(float8.section({})) == []
+    rows = [row | {"queued_us": 2 * row["us"]} for row in timed(costs.FLOAT8) if (row["m"], row["k"]) == (8192, 2048)]
+    loss = {"layers": "e4m3", "strategy": "row", "loss": 1.25, "perplexity": 3.4903, "change": 2e-4, "deviation": 1e-5}
+    trained = {"rows": [loss], "machine": "GPU", "trained": {"seconds": 60.2}, "held_bytes": 1024, "non_zeros": [9.6]}
+    trained |= {"model": {"layers": 6, "hidden": 2048, "intermediate": 5632}}
+    large = {"rows": timed(costs.FLOAT8), "machine": "GPU", "copy_tbs": 4.0}
+    many = {"rows": rows, "machine": "GPU"}
+    said = "\n\n".join(float8.section({"": many, "_large": large, "_loss": trained}))
+    speeds = "| `w0.1` | 30 | 10% | 900 | 2000 | 600 | "
+    assert speeds in said
+    assert " | **300** row | **3.00** | 2.00 | 1800 / 600, **3.00** |" in said
+    assert "| `w0.1` | 8,192 | 1000 | 900 |" in said
+    assert '| e4m3 "row" | 0.0500 / 0.0030 | 0.0500 / 0.0030 |' in said
+    # 3 x 4,096 x 14,336 bytes
+    assert "| `w0.5` | 64 | 30 | 900 | 44 | 2000 | 600 |" in said
+    assert "| e4m3 | row | 1.2500 | 3.4903 | +0.00020 | 0.00001 |" in said
+    assert '"auto" decides by `costs.float8_seconds`: over 20 layers choices lose 0.00% in the mean' in said
