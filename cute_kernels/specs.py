@@ -562,13 +562,18 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class MatrixTransposeSpec:
-    """``matrix -> matrix^T`` of 16-bit values."""
+    """``matrix -> matrix^T`` of values of so many ``bits``, 16 or 8."""
 
+    bits: int = 16
     op: ClassVar[str] = "matrix_transpose"
+
+    def __post_init__(self) -> None:
+        if self.bits not in (16, 8):
+            raise ValueError(f"bits must be 16 or 8, got {self.bits}")
 
     @property
     def symbol(self) -> str:
-        return self.op
+        return self.op if self.bits == 16 else f"{self.op}_bytes"
 
     @property
     def module(self) -> str:
@@ -701,6 +706,7 @@ def all_specs() -> tuple[Spec, ...]:
         ),
         RankSpec(),
         MatrixTransposeSpec(),
+        MatrixTransposeSpec(8),
         *(TransposeSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
         *(WeightGradSpec(d, g, b, family=f) for f in FAMILIES for d in DTYPES for g in flags for b in flags),
         *(OverflowSpec(d, m, family=f) for f in FAMILIES for d in DTYPES for m in OVERFLOW_MODES),

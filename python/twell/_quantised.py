@@ -27,6 +27,17 @@ def is_quantised(x: Any, weights: Sequence[Any]) -> bool:
     return isinstance(x, Float8) or any(isinstance(weight, Float8) for weight in weights)
 
 
+def of_blocks(weights: Sequence[Any]) -> bool:
+    """Whether a weight has scales by blocks, for which there are no kernels: calls are of 16 bits then."""
+    return any(isinstance(weight, Float8) and weight.granularity == "block" for weight in weights)
+
+
+def in_16_bits(x: Any, weights: Sequence[Any]) -> tuple[Any, Any]:
+    """x and the weights, those in e4m3 dequantised to bfloat16."""
+    x, *made = (given.dequantize(torch.bfloat16) if isinstance(given, Float8) else given for given in (x, *weights))
+    return x, tuple(made)
+
+
 def run(
     name: str,
     x: Tensor | Float8,
@@ -113,8 +124,6 @@ def _record(name: str, argument: str, weight: Any, dimensions: int = 2) -> Float
         )
     if weight.values.dim() != dimensions:
         raise ValueError(f"{name}: {argument} must have {dimensions} dimensions, got {list(weight.shape)}")
-    if weight.granularity == "block":
-        raise NotImplementedError(f"{name}: {argument} has scales by blocks; expected one for each row, or one in all")
     return weight
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from twell import _modes, ops
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require_flag
-from twell._quantised import is_quantised, run_experts
+from twell._quantised import in_16_bits, is_quantised, of_blocks, run_experts
 from twell._runtime import geometry
 from twell.float8 import Float8
 from twell.ops.experts import Experts, check_ids, dense, require_how
@@ -70,13 +70,15 @@ def sparse_experts(
         raise TypeError(f"{_NAME}: threshold must be a number, got a tensor")
     for name, operand in (("expert_ids", expert_ids), ("weights", weights)):
         _require_tensor(name, operand)
+    if of_blocks(given := (w_gate, w_up, w_down)):
+        x, (w_gate, w_up, w_down) = in_16_bits(x, given)
     if is_quantised(x, (w_gate, w_up, w_down)):
         matrices = (w_gate, w_up, w_down) if w_gate is not None else (w_up, None, w_down)
         _check_routes(x.shape[:-1], w_up.shape[0], expert_ids, weights)
         return run_experts(_NAME, x, matrices, expert_ids, weights, act, strategy, invariant, compression)
     x, w_up, w_down = _require_tensor("x", x), _require_tensor("w_up", w_up), _require_tensor("w_down", w_down)
     w_gate = None if w_gate is None else _require_tensor("w_gate", w_gate)
-    given = x, w_gate, w_up, w_down, weights
+    operands = x, w_gate, w_up, w_down, weights
     if x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w_up, w_down = x.to(dtype), w_up.to(dtype), w_down.to(dtype)
@@ -85,7 +87,7 @@ def sparse_experts(
     first, second = (w_up, None) if w_gate is None else (w_gate, w_up)
     ids = expert_ids.reshape(-1, expert_ids.shape[-1])
     layer = Experts(x.reshape(-1, x.shape[-1]), first, second, w_down.transpose(1, 2), ids, weights.reshape(ids.shape))
-    needing = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    needing = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
     plain = x.dtype in PACKED_DTYPES and not needing and not _modes.transforming()
     refusal = unpackable(Facts(_NAME, n=first.shape[1], k=x.shape[-1], compression=compression), instead="")
     if (refusal or not plain) and not invariant and strategy != "row":

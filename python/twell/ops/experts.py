@@ -350,12 +350,12 @@ def dense(given: Experts, activation: Activation) -> Tensor:
 
 _grouped_mm: Any = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
 # It takes fewer groups than this.
-_GROUPS = 1024
+GROUPS = 1024
 
 
 def _never_waits(values: Tensor, experts: int) -> bool:
     """Whether dense products of so many experts are one operator, without the host."""
-    if _grouped_mm is None or experts >= _GROUPS:
+    if _grouped_mm is None or experts >= GROUPS:
         return False
     if values.is_cuda:
         return values.dtype == torch.bfloat16

@@ -20,6 +20,7 @@ from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.float8 import E4M3, Float8
 from twell.ops.experts import (
+    GROUPS,
     add_up,
     aligned,
     by_units,
@@ -33,7 +34,7 @@ from twell.ops.experts import (
     slabs,
 )
 from twell.ops.ffn_float8 import MULTIPLE, hidden_in_float8, quantise, tokens_of
-from twell.ops.library import ACTIVATION, check, check_matrix, register, rows
+from twell.ops.library import ACTIVATION, check, check_rank, register, rows, transpose
 from twell.ops.operands import run
 
 
@@ -58,7 +59,7 @@ class ExpertsFloat8(NamedTuple):
 def check_experts_float8(given: ExpertsFloat8) -> None:
     """Raise unless the operands fit each other."""
     x, x_scale, w_gate, gate_scale, w_up, up_scale, w_down, down_scale, ids, weights = given
-    check_matrix("x", x)
+    check_rank("x", x)
     if w_gate.dim() != 3:
         raise ValueError(f"w_gate must have three dimensions, got {list(w_gate.shape)}")
     (count, n, _), (t, k) = w_gate.shape, x.shape
@@ -142,7 +143,8 @@ def _cuda(*arguments: Any) -> Tensor:
         readable = all(is_readable(weight) for weight in (given.w_gate, given.w_down))
         strategy = "row" if on_hopper and few and readable else "dense"
     if strategy == "dense":
-        by_groups = on_hopper and given.w_gate.shape[1] % MULTIPLE == 0
+        count, n, _ = given.w_gate.shape
+        by_groups = on_hopper and n % MULTIPLE == 0 and count < GROUPS
         return _dense_on_hopper(given, activation, y) if by_groups else y.copy_(_sums(given, activation, False))
     if not on_hopper:
         raise NotImplementedError('experts have kernels for sm_90a alone; strategy="dense" runs everywhere')
@@ -224,12 +226,16 @@ def _dense_on_hopper(given: ExpertsFloat8, activation: Activation, y: Tensor) ->
     gathered = torch.empty(number, k + _SCALE_BYTES, dtype=torch.uint8, device=x.device)
     run(_order, (x, x_scale, ids, gathered, places, ends), k)
     values, scale = gathered[:, :k].view(E4M3), gathered[:, k : k + 4].contiguous().view(torch.float32)[:, 0]
-    gate = _grouped(values, scale, given.w_gate, given.gate_scale, ends)
+    gate = _grouped(values, scale, given.w_gate.contiguous().transpose(1, 2), given.gate_scale, ends)
     up = None
     if given.w_up is not None and given.up_scale is not None:
-        up = _grouped(values, scale, given.w_up, given.up_scale, ends)
-    # stored by rows of neurons, and read along neurons here
-    w_down = given.w_down.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3)
+        up = _grouped(values, scale, given.w_up.contiguous().transpose(1, 2), given.up_scale, ends)
+    w_down = given.w_down
+    if w_down.stride(1) != 1:
+        # stored by rows of neurons, and read along neurons here
+        w_down = w_down.contiguous().view(-1, k)
+        turned = transpose(w_down, w_down.new_empty(w_down.shape[::-1]))
+        w_down = turned.view(k, count, -1).permute(1, 2, 0)
     made = _grouped(*hidden_in_float8(gate, up, activation), w_down, given.down_scale, ends)
     run(add_up, (made, places, weights, y))
     return y
@@ -244,10 +250,9 @@ def _order(
 
 
 def _grouped(values: Tensor, scale: Tensor, weights: Tensor, of_weights: Tensor, ends: Tensor) -> Tensor:
-    """values [P, C] of each expert, which end at ``ends`` [E], times weights [E, D, C]^T -> [P, D] in bfloat16."""
-    weights = weights.contiguous()
+    """values [P, C] of each expert, which end at ``ends`` [E], times weights [E, C, D] -> [P, D] in bfloat16."""
     how: Any = {"offs": ends, "out_dtype": torch.bfloat16, "use_fast_accum": True}
-    made: Tensor = torch._scaled_grouped_mm(values, weights.transpose(1, 2), scale, of_weights.contiguous(), **how)
+    made: Tensor = torch._scaled_grouped_mm(values, weights, scale, of_weights.contiguous(), **how)
     return made
 
 

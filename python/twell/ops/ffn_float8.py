@@ -26,7 +26,7 @@ from twell._runtime.program import Executable, Program, View, allocate, contiguo
 from twell.float8 import E4M3, Float8
 from twell.ops.ffn_union import launches as union_launches
 from twell.ops.gate_pack import pack, scratch, stats_shape
-from twell.ops.library import ACTIVATION, Shape, check, check_rank, has_rows, laid_bias, new, register
+from twell.ops.library import ACTIVATION, Shape, check, check_rank, has_rows, laid_bias, new, register, transpose
 from twell.ops.operands import Form, Scaled, Views, present, run
 from twell.ops.up_down import counters, multiply
 from twell.strategy.plan import Facts, Route, routed
@@ -260,7 +260,9 @@ def _dense_on_cuda(layer: Layer, activation: Activation, fast: bool) -> tuple[Te
         projected = product(x, scale, layer.w_up, layer.up_scale, layer.b_up, fast)
     hidden = hidden_in_float8(made, projected, activation)
     # stored by rows of neurons, and read along neurons here
-    w_down = layer.w_down.t().contiguous()
+    w_down = layer.w_down.t()
+    if not w_down.is_contiguous():
+        w_down = transpose(layer.w_down, layer.w_down.new_empty(w_down.shape))
     return product(*hidden, w_down, layer.down_scale, layer.b_down, fast), made
 
 

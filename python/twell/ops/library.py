@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from twell import _modes, tuning
-from twell._runtime import geometry, nvtx, specs
+from twell._runtime import device, geometry, nvtx, specs
 from twell._runtime.log import warn_once
 from twell._runtime.program import ALIGNMENT, Program, View, launch
 from twell.ops.operands import Operands, Scaled, Views
@@ -170,11 +170,19 @@ def _are_near_rows(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def transpose(matrix: Tensor, out: Tensor) -> Tensor:
     """Fill the contiguous ``out`` [C, R] with ``matrix`` [R, C], and return it."""
-    blocks = matrix.dtype.itemsize == 2 and matrix.shape[0] % 8 == matrix.shape[1] % 8 == 0
-    if matrix.is_cuda and matrix.numel() and blocks and has_rows(matrix):
-        launch(specs.MatrixTransposeSpec(), matrix.view(torch.int16), out.view(torch.int16))
-        return out
+    size, near = matrix.itemsize, has_rows(matrix)
+    values = {2: torch.int16, 1: torch.uint8}.get(size)
+    # 16 bytes in each direction; the kernel of bytes is of Hopper
+    if matrix.is_cuda and matrix.numel() and values is not None and near:
+        sizes = (*matrix.shape, matrix.stride(0))
+        if all(length * size % 16 == 0 for length in sizes) and (size == 2 or _on_hopper(matrix)):
+            launch(specs.MatrixTransposeSpec(8 * size), matrix.view(values), out.view(values))
+            return out
     return out.copy_(matrix.t())
+
+
+def _on_hopper(matrix: Tensor) -> bool:
+    return device.capability(matrix.device.index) == device.SM_90
 
 
 def has_rows(matrix: Tensor) -> bool:
