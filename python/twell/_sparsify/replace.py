@@ -16,6 +16,7 @@ from twell._down_layout import unlisted
 from twell._plain import of_torch
 from twell._runtime import geometry
 from twell._runtime.log import logger
+from twell._sparsify import quantised
 from twell._sparsify.candidates import (
     LEAVE_OUT,
     Candidate,
@@ -39,6 +40,7 @@ from twell._sparsify.modules import (
     SparseDown,
     pair_up,
     plain,
+    put_pair,
     turn,
 )
 from twell.functional import Strategy
@@ -266,6 +268,11 @@ def _with_activation(candidate: Candidate, of: Activation | None, wanted: str | 
     """The candidate with the activation that its layer will have; ``of`` is its own, if it is of the family."""
     if of is not None and wanted in (None, of.name):
         return candidate._replace(activation=of, was=None)
+    if candidate.stored:
+        raise ValueError(
+            f"sparsify_: {label(candidate.name, candidate.module)} must be trained with another activation, and so be "
+            f"in 16 bits, got weights in e4m3: load the model with dequantize=True; {LEAVE_OUT}"
+        )
     if wanted == "drelu" and not candidate.form.gated:
         raise ValueError(
             f'sparsify_: {label(candidate.name, candidate.module)} must have a gate for activation="drelu", got '
@@ -279,6 +286,16 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
     for candidate in planned.candidates:
         module, options = candidate.module, {"compression": compression, "strategy": strategy}
         options |= candidate.activation.options()
+        if candidate.stored and not candidate.dequantised:
+            made = quantised.layer(candidate.stored, candidate.kind == "pair", options)  # type: ignore[arg-type]
+            if candidate.kind == "pair":
+                put_pair(module, candidate.form.children, str(candidate.attribute), candidate.dropouts, made)
+            else:
+                turn(module, made)
+            continue
+        for name, projection in candidate.stored.items():
+            if projection is not None:
+                module.set_submodule(name, projection.plain())
         if candidate.kind == "pair":
             pair_up(module, candidate.form.children, str(candidate.attribute), candidate.dropouts, options)
         else:
@@ -289,6 +306,14 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
         ):
             # it would make a nested tensor of a padded batch, for the fast path of its layers
             parent.use_nested_tensor = False
+    if wide := {candidate.layer: why for candidate in planned.candidates if (why := candidate.dequantised)}:
+        first = next(iter(wide))
+        logger.warning(
+            "layers in e4m3 whose weights were dequantised to bfloat16, in which they run: %d, the first %s, as %s",
+            *(len(wide), first, wide[first]),
+        )
+    if any(candidate.stored for candidate in planned.candidates):
+        quantised.settle(model)
     if planned.stacked:
         logger.info("%s: %s", _STACKED, ", ".join(planned.stacked[:3]))
     if planned.unknown:

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from twell import _compaction, _configuration, _down_layout, _sparsify
 from twell._activation import Activation
+from twell._float8_mlp import Float8MLP
 from twell._runtime.log import logger
 from twell.functional import Strategy
 from twell.integrations import layouts
@@ -92,6 +93,9 @@ __all__ = [
 # Arguments of from_pretrained that say where files are; the configuration is read with the same ones.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
+# Methods of quantisation that may have weights in e4m3.
+_OF_E4M3 = ("fp8", "compressed-tensors")
+
 # What a configuration may name as an activation.
 _NAMED = frozenset((*ACT2FN, *_configuration.OWN))
 
@@ -133,8 +137,13 @@ def sparsify(
             f"sparsify: model must be a transformers.PreTrainedModel, got {type(model).__name__}; merge an adapter "
             "first, compile it afterwards, and use twell.sparsify_ for other modules"
         )
-    if getattr(model, "quantization_method", None) is not None:
-        raise ValueError(f"sparsify: model must have 16-bit weights, got one quantised by {model.quantization_method}")
+    method = getattr(model, "quantization_method", None)
+    if method is not None and method not in _OF_E4M3:
+        raise ValueError(
+            f"sparsify: weights must be in 16 bits, or in e4m3 by {' or '.join(_OF_E4M3)}, got a model quantised by "
+            f"{getattr(method, 'value', method)}: load a checkpoint in bfloat16 or in such a format, as FP8_DYNAMIC "
+            "of compressed-tensors"
+        )
     experts = [each for name, each in stacked.found(model) if filter_fn is None or filter_fn(each, name)]
     try:
         planned = _sparsify.plan(model, filter_fn, activation, strategy, names, experts)
@@ -146,7 +155,8 @@ def sparsify(
     keys = _find(model, changed, key) if changed else []
     _sparsify.apply(model, planned, compression, strategy)
     stacked.serve(model, experts, strategy, compression)
-    for layer in _sparsify.layers(model).values():
+    quantised = (module for module in model.modules() if isinstance(module, Float8MLP))
+    for layer in (*_sparsify.layers(model).values(), *quantised):
         for module in layer.modules():
             # transformers would initialise modules without this mark when more weights are loaded later
             module._is_hf_initialized = True  # type: ignore[assignment]
