@@ -84,7 +84,8 @@ class Float8MLP(nn.Module):
         input_scale: Tensor | None = None,
         names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        super().__init__()
+        # half of a pair is a projection as well, with arguments of its own
+        nn.Module.__init__(self)
         require_flag("fast_accum", fast_accum)
         geometry.words_per_tile(compression)
         self.hidden, self.intermediate = down.shape

@@ -242,8 +242,8 @@ def _stored(where: str, module: nn.Module, names: tuple[str, ...], context: Cont
         devices = {str(child.weight.device) for child in children.values()}
         if len(devices) > 1:
             raise ValueError(f"{where} must have its weights on one device, got {' and '.join(devices)}; {LEAVE_OUT}")
-        dtype = getattr(context.model, "dtype", torch.bfloat16)
-        if dtype != torch.bfloat16:
+        dtype = getattr(context.model, "dtype", None)
+        if dtype in (torch.float16, torch.float32):
             raise TypeError(f"{where} has weights in e4m3, so the model must be in bfloat16, got {dtype}; {LEAVE_OUT}")
     return held
 
@@ -395,8 +395,9 @@ def _plain_weight(where: str, linear: Any) -> Tensor:
     own = kind.__base__ is nn.Linear and set(vars(kind)) <= {*vars(_Bare), "forward", "__doc__"}
     if kind is not nn.Linear and not own:
         raise TypeError(
-            f"{where} must be an nn.Linear itself, got {kind.__module__}.{kind.__name__}: quantised "
-            f"layers have no 16-bit weights to run on, and adapters must be merged first; {LEAVE_OUT}"
+            f"{where} must be an nn.Linear itself, got {kind.__module__}.{kind.__name__}: adapters must be "
+            "merged first, and quantised layers be in e4m3 as transformers has them, or be loaded in bfloat16; "
+            f"{LEAVE_OUT}"
         )
     if odd := [key for key, p in linear._parameters.items() if p is not None and type(p) is not nn.Parameter]:
         raise TypeError(

@@ -94,7 +94,10 @@ __all__ = [
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
 # Methods of quantisation that may have weights in e4m3.
-_OF_E4M3 = ("fp8", "compressed-tensors")
+OF_E4M3 = ("fp8", "compressed-tensors")
+
+# The ends of names that scales of quantised weights have in files.
+_SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2")
 
 # What a configuration may name as an activation.
 _NAMED = frozenset((*ACT2FN, *_configuration.OWN))
@@ -138,9 +141,9 @@ def sparsify(
             "first, compile it afterwards, and use twell.sparsify_ for other modules"
         )
     method = getattr(model, "quantization_method", None)
-    if method is not None and method not in _OF_E4M3:
+    if method is not None and method not in OF_E4M3:
         raise ValueError(
-            f"sparsify: weights must be in 16 bits, or in e4m3 by {' or '.join(_OF_E4M3)}, got a model quantised by "
+            f"sparsify: weights must be in 16 bits, or in e4m3 by {' or '.join(OF_E4M3)}, got a model quantised by "
             f"{getattr(method, 'value', method)}: load a checkpoint in bfloat16 or in such a format, as FP8_DYNAMIC "
             "of compressed-tensors"
         )
@@ -202,13 +205,15 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     own_code = own_code and bool(options.get("trust_remote_code"))
     own = None if own_code else _configuration.as_stock(config)
     full_size = None if own_code else _full_size(Path(model, options.get("subfolder") or ""))
+    options |= {"config": config, "output_loading_info": True}
     if full_size is None:
-        loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
+        loaded, about = AutoModelForCausalLM.from_pretrained(model, **options)
     else:
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         reader: Any = type(cls.__name__, (_FullSize, cls), {"_state": full_size.state})
-        loaded = reader.from_pretrained(model, config=config, **options)
+        loaded, about = reader.from_pretrained(model, **options)
         loaded.__class__ = cls
+    require_read(about)
     given = {"strategy": strategy, "compression": compression}
     settings = asked | {name: value for name, value in given.items() if value is not None}
     if not _sparsify.layers(loaded):
@@ -243,6 +248,16 @@ def _full_size(folder: Path) -> _compaction.FullSize | None:
     if not any(name.endswith(_compaction.KEPT) for path in files for name in layouts.read_header(path).tensors):
         return None
     return _compaction.full_size({name: t for path in files for name, t in load_state_dict(str(path)).items()})
+
+
+def require_read(about: dict[str, Any]) -> None:
+    """Raise ValueError if ``from_pretrained`` has left out scales of weights, by what it tells ``about`` loading."""
+    left = [name for name in about["unexpected_keys"] if name.endswith(_SCALES)]
+    if left:
+        raise ValueError(
+            f"each scale of a weight must be read, got {min(left)} and {len(left) - 1} more that transformers leaves "
+            "out, as those of ModelOpt: take a checkpoint in bfloat16, or in e4m3 as FP8_DYNAMIC of compressed-tensors"
+        )
 
 
 def with_own(model: Any, own: _configuration.Own) -> Any:
@@ -480,6 +495,12 @@ def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[st
                 shapes |= {name: tuple(t.shape) for name, t in load_state_dict(file).items()}
     else:
         shapes = {name: tuple(t.shape) for name, t in state_dict.items()}
+    if getattr(config, "quantization_config", None) is not None or any(name.endswith(_SCALES) for name in shapes):
+        raise ValueError(
+            f"{config.model_type}: files must have weights of 16 or 32 bits, got quantised ones: "
+            "twell.integrations.transformers.load reads those in e4m3 of stock classes, as `twell convert --model-type "
+            f"{config.model_type.removeprefix('sparse_')}` makes them"
+        )
     if any(name.endswith(_compaction.KEPT) for name in shapes):
         raise ValueError("the files are of a compacted model, which twell.integrations.transformers.load reads")
     try:
