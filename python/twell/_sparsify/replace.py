@@ -109,6 +109,11 @@ def sparsify_(
     are modules count as layers; experts stacked in one tensor stay as they are, which is logged. Hooks of
     accelerate that only move tensors between devices work on.
 
+    Projections that transformers has loaded in e4m3, by ``FP8Linear`` or compressed-tensors, become a
+    ``twell.nn.Float8MLP``, for inference. Scales of blocks, or a projection in 16 bits, make it a layer in bfloat16 of
+    dequantised weights, which a warning says. The model must be in bfloat16 and not have run, and its
+    ``save_pretrained`` refuses from then on.
+
     What is checked: a copy of the module, with small random weights, runs on the CPU beside the formula in float64, in
     the model's dtype and under autocast, in training and in evaluation, with and without gradients, for one token and
     for several, at ordinary and at extreme magnitudes. Outputs and gradients must agree, it may run only the operators
@@ -138,13 +143,14 @@ def sparsify_(
         compression, strategy: of every layer, as in ``twell.sparse_gated_ffn``. With "auto" each chooses for itself.
         names: (gate, up, down), (up, down) or (gate and up in one, down), or a list of such tuples.
 
-    Returns the qualified names of the new twell layers, in the order of ``named_modules``. These are the keys of
-    ``layers`` and the names that ``twell.explain`` shows.
+    Returns the qualified names of the new twell layers, in the order of ``named_modules``. ``twell.explain`` shows
+    them, and ``layers`` has those in 16 bits as its keys.
 
     Raises TypeError or ValueError and changes nothing: if nothing is found; if a candidate computes something else, has
-    further children or state, hooks, methods of ``nn.Module`` overridden, projections that are not plain ``nn.Linear``
-    (quantised, adapted, sharded, offloaded), or sizes that the kernels do not take (multiples of 8, K up to 16,384 and
-    N up to 65,536). Modules whose projections do not go from K to N to K are no candidates.
+    further children or state, hooks, methods of ``nn.Module`` overridden, projections that are neither plain
+    ``nn.Linear`` nor in e4m3 (adapted, sharded, offloaded, quantised otherwise), or sizes that the kernels do not take
+    (multiples of 8, K up to 16,384 and N up to 65,536). Modules whose projections do not go from K to N to K are no
+    candidates.
     """
     routed(Facts(strategy=strategy))
     geometry.words_per_tile(compression)

@@ -133,7 +133,8 @@ def sparsify(
     experts stacked in one tensor, whose activation is of the family as it is: they run ``twell.sparse_experts``, by
     ``strategy`` "auto", "dense" or "row". Their down weights are laid by rows if the model is in ``eval`` mode.
 
-    Raises TypeError or ValueError and changes nothing: as ``twell.sparsify_``, and for a quantised model.
+    Raises TypeError or ValueError and changes nothing: as ``twell.sparsify_``, and for a model that is quantised by
+    another method than "fp8" and "compressed-tensors".
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -182,7 +183,8 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     ``SparseLlamaConfig``, else the default, or what the model's class chooses.
     For its other arguments call ``sparsify`` itself. ``options`` are those of ``from_pretrained`` except for fields of
     the configuration. Raises as ``from_pretrained`` and ``sparsify``; ValueError for a "fatrelu" without a threshold,
-    and for down weights that ``twell convert`` stored by rows for a stock class.
+    for down weights that ``twell convert`` stored by rows for a stock class, and for files with scales that
+    transformers leaves out.
     """
     where = {key: options[key] for key in _WHERE if key in options}
     config = AutoConfig.from_pretrained(model, **where)
