@@ -69,6 +69,8 @@ def build(kind: str = "llama") -> Any:
         sizes |= {"ffn_dim": N, "word_embed_proj_dim": K, "dropout": 0.0, "init_std": 0.1}
     else:
         sizes |= {"intermediate_size": N, "initializer_range": 0.1, "num_key_value_heads": 4}
+        # phi3's is beyond the vocabulary
+        sizes["pad_token_id"] = 0
         sizes["hidden_act"] = "relu2" if kind == "nemotron" else "relu"
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=torch.bfloat16).eval()
     for name, parameter in model.named_parameters():

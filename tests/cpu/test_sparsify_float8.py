@@ -10,6 +10,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -130,17 +131,25 @@ def test_weights_with_blocks_become_bfloat16(
     assert {row.strategy for row in twell.explain(model)} == {"union"}
 
 
-@pytest.mark.parametrize("kept", ["down_proj", "gate_proj"])
-def test_a_layer_with_a_projection_in_16_bits_becomes_one(
-    on_a_gpu: None, tmp_path: Path, kept: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kind", "kept", "why"),
+    [
+        ("llama", ["down_proj"], "a projection is in 16 bits"),
+        ("llama", ["gate_proj"], "a projection is in 16 bits"),
+        ("phi3", [], "gate and up are one projection"),
+    ],
+)
+@torch.no_grad()
+def test_other_layers_become_bfloat16(
+    on_a_gpu: None, tmp_path: Path, kind: str, kept: list[str], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = float8_models.save(tmp_path / "model", "fp8", kept=[kept])
+    folder = float8_models.save(tmp_path / "model", "fp8", kind, kept)
     with caplog.at_level(logging.WARNING, "twell"):
         model = twell_hf.sparsify(loaded(folder), strategy="row")
-    assert "as a projection is in 16 bits" in caplog.text
+    assert f"as {why}" in caplog.text
     assert not layers(model)
-    with torch.no_grad():
-        assert off(run(model, tokens()), run(dequantised(folder), tokens())) < 8e-3
+    assert {row.strategy for row in twell.explain(model) if row.kind == "inference"} == {"row"}
+    assert off(run(model, tokens()), run(dequantised(folder), tokens())) < 8e-3
 
 
 def test_layers_left_out_stay_as_they_are(on_a_gpu: None, tmp_path: Path) -> None:
@@ -245,6 +254,17 @@ def test_a_pair_of_e4m3_stays_together(on_a_gpu: None, tmp_path: Path) -> None:
     block.fc1 = nn.Linear(float8_models.K, float8_models.N)
     with pytest.raises(NotImplementedError, match="must be the DeferredUp that sparsify_ made"):
         block.fc2(tokens())
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+@torch.no_grad()
+def test_hooks_of_accelerate(on_a_gpu: None, tmp_path: Path, kind: str) -> None:
+    folder = float8_models.save(tmp_path / "model", "fp8", kind)
+    alone = twell_hf.sparsify(loaded(folder), strategy="row")
+    spread = accelerate.dispatch_model(loaded(folder), {"": "cpu"}, main_device="cpu", force_hooks=True)
+    assert torch.equal(run(twell_hf.sparsify(spread, strategy="row"), tokens()), run(alone, tokens()))
+    with pytest.raises(ValueError, match=r"hook of accelerate that does more .*offloading.*keep it on a device"):
+        twell_hf.sparsify(accelerate.cpu_offload(loaded(folder), torch.device("cpu")))
 
 
 def test_experts_of_e4m3_stay_as_they_are() -> None:

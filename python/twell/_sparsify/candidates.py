@@ -391,6 +391,8 @@ class _Bare(nn.Linear):
 
 def _plain_weight(where: str, linear: Any) -> Tensor:
     """The weight of a projection: an ``nn.Linear``, perhaps of a class that differs in its ``forward`` alone."""
+    if "_hf_hook" in vars(linear) and not only_moves(linear):
+        _require_forward(where, linear)
     kind = type(linear)
     own = kind.__base__ is nn.Linear and set(vars(kind)) <= {*vars(_Bare), "forward", "__doc__"}
     if kind is not nn.Linear and not own:
