@@ -32,6 +32,9 @@ class Float8Projection(nn.Module):
 
     def __init__(self, record: Float8, bias: Tensor | None = None, by_columns: bool = False) -> None:
         super().__init__()
+        self._hold(record, bias, by_columns)
+
+    def _hold(self, record: Float8, bias: Tensor | None, by_columns: bool = False) -> None:
         require("weight", record, Float8, "a Float8")
         if record.values.dim() != 2:
             raise ValueError(f"weight must have two dimensions, got {list(record.shape)}")
@@ -81,7 +84,8 @@ class Float8MLP(nn.Module):
         input_scale: Tensor | None = None,
         names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        super().__init__()
+        # half of a pair is a projection as well, with arguments of its own
+        nn.Module.__init__(self)
         require_flag("fast_accum", fast_accum)
         geometry.words_per_tile(compression)
         self.hidden, self.intermediate = down.shape
@@ -97,8 +101,12 @@ class Float8MLP(nn.Module):
         records = [record for record in (gate, up, down) if record is not None]
         given = biases if gate is not None else biases[-2:]
         for name, record, bias in zip(self._names, records, given):
-            setattr(self, name, Float8Projection(record, bias, by_columns=record is down))
+            self._add(name, record, bias, record is down)
         self.register_buffer("input_scale", None if input_scale is None else input_scale.detach().float().view(1))
+
+    def _add(self, name: str, record: Float8, bias: Tensor | None, is_down: bool) -> None:
+        """Take a projection."""
+        setattr(self, name, Float8Projection(record, bias, by_columns=is_down))
 
     def forward(self, x: Tensor | Float8) -> Tensor:
         """x [..., hidden] -> y [..., hidden], bfloat16."""

@@ -8,6 +8,7 @@ from torch import nn
 from twell._arguments import require
 from twell._float8_mlp import Float8MLP
 from twell._sparsify.modules import SparseDown
+from twell._sparsify.quantised import name_in
 from twell.float8 import Granularity, quantize
 from twell.nn import SparseFFN
 
@@ -16,8 +17,11 @@ def quantize_(model: nn.Module, *, granularity: Granularity = "row", fast_accum:
     """Replace the layers of ``twell.nn`` in a bfloat16 ``model`` by ``twell.nn.Float8MLP``, for inference.
 
     ``sparsify_`` makes such layers of a model of others. Weights get a scale per row, or one per tensor. Settings stay.
-    Returns the names of the layers. Nothing is changed, and ValueError or TypeError is raised, if there is none, if
-    one cannot be replaced, or if its weights are not bfloat16.
+    Returns the names of the layers. ``save_pretrained`` of a model of transformers writes them as FP8_DYNAMIC of
+    compressed-tensors, and names them in the configuration.
+
+    Nothing is changed, and ValueError or TypeError is raised, if there is none, if one cannot be replaced, or if its
+    weights are not bfloat16.
     """
     require("model", model, nn.Module, "an nn.Module")
     # a layer that has several places is replaced in all of them, by one
@@ -32,6 +36,7 @@ def quantize_(model: nn.Module, *, granularity: Granularity = "row", fast_accum:
     for name, layer in layers.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, made[id(layer)])
+    name_in(model)
     return list(layers)
 
 

@@ -58,7 +58,8 @@ LAYERS = [
     ["twell._admission"],
     ["twell._quantised"],
     ["twell.functional", "twell.experts", "twell._down_layout"],
-    ["twell._float8_mlp"],
+    # reads files, imports no library of others
+    ["twell._float8_mlp", "twell.integrations.float8_layouts"],
     ["twell.nn"],
     ["twell._compaction", "twell._sparsify"],
     ["twell._configuration", "twell._quantize"],

@@ -533,8 +533,8 @@ def test_what_load_and_sparsify_refuse(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"must be a transformers\.PreTrainedModel, got Linear.*twell\.sparsify_"):
         sparsify(torch.nn.Linear(8, 8))
     model = stock("llama")
-    model.quantization_method = "fp8"
-    with pytest.raises(ValueError, match="one quantised by fp8"):
+    model.quantization_method = "awq"
+    with pytest.raises(ValueError, match="got a model quantised by awq: load a checkpoint in bfloat16 or in"):
         sparsify(model)
     with pytest.raises(ValueError, match="2 layers of twell are there already"):
         sparsify(sparsify(stock("llama")))

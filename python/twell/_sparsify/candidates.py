@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from twell._activation import NAMES_OF_FAMILY, RELU, Activation
+from twell._float8_mlp import Float8MLP
 from twell._plain import HOOKS, of_torch, only_moves
 from twell._runtime import geometry, specs
 from twell._sparsify.equivalence import (
@@ -31,7 +32,9 @@ from twell._sparsify.equivalence import (
     is_relu_but_at_zero,
 )
 from twell._sparsify.known import Known
-from twell._sparsify.modules import GATED, PLAIN, SharedLinear, SparseDown, below
+from twell._sparsify.modules import GATED, PLAIN, PairDown, SharedLinear, below
+from twell._sparsify.quantised import Stored, in_16_bits, stored
+from twell.float8 import BLOCK
 from twell.nn import SparseFFN
 
 # Activations to try if a module has its activation in the code of its forward, not in an attribute.
@@ -69,7 +72,8 @@ class Candidate(NamedTuple):
     name: in ``named_modules`` of the model. form: the names of the projections. kind: a "layer" becomes a layer of
     twell, a "pair" stays and its children are replaced. attribute: the name of the activation, None if it is in the
     code. activation: that of the new layer. was: the name of the one that it replaces, None if it is the module's own.
-    dropouts: what drops nothing between the layers of a pair, but may do so later.
+    dropouts: what drops nothing between the layers of a pair, but may do so later. stored: what projections in e4m3
+    hold, with None for one in 16 bits; empty if all are in 16 bits.
     """
 
     name: str
@@ -80,6 +84,20 @@ class Candidate(NamedTuple):
     activation: Activation
     was: str | None
     dropouts: tuple[str, ...] = ()
+    stored: Mapping[str, Stored | None] = types.MappingProxyType({})
+
+    @property
+    def dequantised(self) -> str:
+        """Why a layer of projections in e4m3 runs on weights in bfloat16; "" if it runs on e4m3."""
+        if not self.stored:
+            return ""
+        if self.form.fused:
+            return "gate and up are one projection"
+        if None in self.stored.values():
+            return "a projection is in 16 bits"
+        if any(each is not None and each.weight.granularity == "block" for each in self.stored.values()):
+            return f"scales are of blocks of {BLOCK} x {BLOCK}"
+        return "K is no multiple of 16" if self.shape[1] % 16 else ""
 
     @property
     def shape(self) -> tuple[bool, int, int]:
@@ -107,7 +125,7 @@ def outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of ``model`` that are neither twell layers nor within one."""
     inside: set[int] = set()
     for name, module in model.named_modules():
-        if isinstance(module, (SparseFFN, SharedLinear)):
+        if isinstance(module, (SparseFFN, SharedLinear, Float8MLP)):
             inside.update(id(child) for child in module.modules())
         elif id(module) not in inside:
             yield name, module
@@ -116,7 +134,7 @@ def outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def has_children(module: nn.Module, names: tuple[str, ...]) -> bool:
     """Whether a module has children of these names, none of which is of a pair already."""
     children = [below(module, name) for name in names]
-    return all(child is not None and not isinstance(child, SparseDown) for child in children)
+    return all(child is not None and not isinstance(child, PairDown) for child in children)
 
 
 def misfit(module: nn.Module, names: tuple[str, ...]) -> str:
@@ -171,6 +189,9 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
     Returns it with the name of its activation as the one that is replaced, and that activation if it is of the family.
     """
     where = label(name, module)
+    if any((held := _stored(where, module, known.names, context)).values()):
+        candidate, of = examine(name, in_16_bits(module, held), known, context)
+        return candidate._replace(module=module, stored=held), of
     form = Form(known.names, "gate first" if _is_fused([below(module, each) for each in known.names]) else "")
     weights = {child: _plain_weight(f"{where}: {child}", module.get_submodule(child)) for child in form.children}
     _require_sizes(where, weights, form, context.strategy)
@@ -205,6 +226,26 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
     if type(module) is nn.Sequential:
         reason += "; other code may call the parts of an nn.Sequential, so put these three into one of their own"
     raise ValueError(f"{where} cannot be run sparse: {reason}; {LEAVE_OUT}")
+
+
+def _stored(where: str, module: nn.Module, names: tuple[str, ...], context: Context) -> dict[str, Stored | None]:
+    """What each projection holds, if it is in e4m3."""
+    children = {name: module.get_submodule(name) for name in names}
+    try:
+        held = {name: stored(f"{where}: {name}", child) for name, child in children.items()}
+    except NotImplementedError as error:
+        raise ValueError(f"{error}; {LEAVE_OUT}") from None
+    for name in (name for name, each in held.items() if each is None and any(held.values())):
+        _plain_weight(f"{where}: {name}", children[name])
+    if any(held.values()):
+        _require_unhooked(where, children)
+        devices = {str(child.weight.device) for child in children.values()}
+        if len(devices) > 1:
+            raise ValueError(f"{where} must have its weights on one device, got {' and '.join(devices)}; {LEAVE_OUT}")
+        dtype = getattr(context.model, "dtype", None)
+        if dtype in (torch.float16, torch.float32):
+            raise TypeError(f"{where} has weights in e4m3, so the model must be in bfloat16, got {dtype}; {LEAVE_OUT}")
+    return held
 
 
 class _AnotherFunctionError(ValueError):
@@ -350,12 +391,15 @@ class _Bare(nn.Linear):
 
 def _plain_weight(where: str, linear: Any) -> Tensor:
     """The weight of a projection: an ``nn.Linear``, perhaps of a class that differs in its ``forward`` alone."""
+    if "_hf_hook" in vars(linear) and not only_moves(linear):
+        _require_forward(where, linear)
     kind = type(linear)
     own = kind.__base__ is nn.Linear and set(vars(kind)) <= {*vars(_Bare), "forward", "__doc__"}
     if kind is not nn.Linear and not own:
         raise TypeError(
-            f"{where} must be an nn.Linear itself, got {kind.__module__}.{kind.__name__}: quantised "
-            f"layers have no 16-bit weights to run on, and adapters must be merged first; {LEAVE_OUT}"
+            f"{where} must be an nn.Linear itself, got {kind.__module__}.{kind.__name__}: adapters must be "
+            "merged first, and quantised layers be in e4m3 as transformers has them, or be loaded in bfloat16; "
+            f"{LEAVE_OUT}"
         )
     if odd := [key for key, p in linear._parameters.items() if p is not None and type(p) is not nn.Parameter]:
         raise TypeError(

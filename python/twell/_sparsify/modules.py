@@ -93,7 +93,7 @@ class DeferredUp(SharedLinear):
                 _HANDED_ON.tensors[self] = weakref.ref(x)
             # some code that takes x for the hidden state works with any size, adapters among it
             self._require_place(DeferredUp)
-            self._require_place(SparseDown)
+            self._require_place(PairDown)
         return x
 
     def _require_unchanged(self) -> None:
@@ -115,7 +115,7 @@ class DeferredUp(SharedLinear):
                 f"{odd[0]} between {fc1} and {fc2} of a twell pair must change nothing, since {fc2} does the work of "
                 f"both and of the activation, got {_described(_below(block, odd[0]))}: set it before sparsify_"
             )
-        return self._misplaced(DeferredUp) or self._misplaced(SparseDown)
+        return self._misplaced(DeferredUp) or self._misplaced(PairDown)
 
     @_eagerly
     def _require_place(self, kind: type[nn.Module]) -> None:
@@ -129,7 +129,7 @@ class DeferredUp(SharedLinear):
         if block is None:
             return ""
         fc1, fc2 = self._block.names
-        name = fc2 if kind is SparseDown else fc1
+        name = fc2 if kind is PairDown else fc1
         child = _below(block, name)
         if _is_within(child, kind, self):
             return ""
@@ -163,7 +163,7 @@ def _is_within(module: Any, kind: type[nn.Module], up: DeferredUp | None = None)
     while module is not None and not isinstance(module, kind) and of_torch(type(module)):
         inner = list(module.children())
         # what fc1 returns, fc2 must get
-        alone = kind is SparseDown or all(map(_passes_on, inner[1:]))
+        alone = kind is PairDown or all(map(_passes_on, inner[1:]))
         module = inner[0] if inner and alone else None
     return isinstance(module, kind) and (up is None or module is up or getattr(module, "up_proj", None) is up)
 
@@ -199,7 +199,61 @@ def keep_hook(made: nn.Module, of: nn.Module) -> None:
         vars(made)["forward"] = functools.update_wrapper(functools.partial(wrapper.func, made), own)
 
 
-class SparseDown(SparseMLP, SharedLinear):
+class PairDown(nn.Module):
+    """``fc2`` of a pair: checks that nothing has come between it and ``fc1``, which is ``up_proj`` but not a child."""
+
+    up_proj: Any
+
+    def _require_pair(self, x: Tensor) -> None:
+        """Raise NotImplementedError if x may be another tensor than ``fc1`` got."""
+        if _modes.compiling():
+            self.up_proj._require_unchanged()
+        else:
+            self._require_handed_on(x)
+
+    def _require_handed_on(self, x: Tensor) -> None:
+        """Raise NotImplementedError if x is known to be another tensor than ``fc1`` got."""
+        up = self.up_proj
+        handed_on = _HANDED_ON.tensors.pop(up, None)
+        if handed_on is None:
+            # fc1 ran compiled or not at all, or another pair's did
+            if any(other() is x for other in _HANDED_ON.tensors.values()):
+                raise NotImplementedError(
+                    "fc2 of a twell pair must be called after its own fc1, since it does the work of both, got the "
+                    "input of another pair's fc1; tie or copy layers before sparsify_, or both of a pair together"
+                )
+            up._require_place(DeferredUp)
+        elif handed_on() is x:
+            # a wrapper around fc1 may exchange its weight for the time of its call
+            up._require_place(DeferredUp)
+        elif not (any(HOOKS_OF_ALL) or _changed(up) or _changed(self)):
+            raise NotImplementedError(
+                "fc2 of a twell pair must be called on the very tensor that fc1 returns, its input, got another one: "
+                "nothing may run between them or change either: merge an adapter, and replace a layer, before "
+                "sparsify_, or leave the block out by filter_fn"
+            )
+
+    def _require_called(self) -> None:
+        """Raise NotImplementedError if ``fc1`` has another forward; warn of hooks on either."""
+        up = self.up_proj
+        if _is_replaced(up):
+            got = "one set on the instance: fc2 does the work of fc1 and would not call it"
+            if "_hf_hook" in vars(up):
+                got = (
+                    "accelerate's, which offloads its weights: keep them on a device, by device_map, or offload no pair"
+                )
+            raise NotImplementedError(f"fc1 of a twell pair must keep its forward, got {got}")
+        if not _modes.compiling():
+            if any(HOOKS_OF_ALL) or _hooks(up):
+                warn_once("fc1 of a twell pair has hooks: they see its input on both sides and must not change it")
+            if any(HOOKS_OF_ALL) or any(not _of_twell(hook) for hook in _hooks(self)):
+                warn_once(
+                    "fc2 of a twell pair has hooks: they see the input of fc1, and its gradient, where the hidden "
+                    "state was, and must not change it"
+                )
+
+
+class SparseDown(PairDown, SparseMLP, SharedLinear):
     """``fc2`` of a pair: ``fc2(relu(fc1(x)))`` through ``twell.sparse_ffn`` on the input x [..., hidden] of ``fc1``.
 
     For blocks with both layers and the activation among their own children, which keep their own ``forward`` and their
@@ -236,53 +290,13 @@ class SparseDown(SparseMLP, SharedLinear):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden], the very tensor that ``fc1`` got, -> y [..., hidden], as in ``SparseMLP``."""
-        if _modes.compiling():
-            self.up_proj._require_unchanged()  # type: ignore[operator]
-        else:
-            self._require_handed_on(x)
+        self._require_pair(x)
         return super().forward(x, return_aux)  # type: ignore[call-overload,no-any-return]
 
-    def _require_handed_on(self, x: Tensor) -> None:
-        """Raise NotImplementedError if x is known to be another tensor than ``fc1`` got."""
-        up: Any = self.up_proj
-        handed_on = _HANDED_ON.tensors.pop(up, None)
-        if handed_on is None:
-            # fc1 ran compiled or not at all, or another pair's did
-            if any(other() is x for other in _HANDED_ON.tensors.values()):
-                raise NotImplementedError(
-                    "fc2 of a twell pair must be called after its own fc1, since it does the work of both, got the "
-                    "input of another pair's fc1; tie or copy layers before sparsify_, or both of a pair together"
-                )
-            up._require_place(DeferredUp)
-        elif handed_on() is x:
-            # a wrapper around fc1 may exchange its weight for the time of its call
-            up._require_place(DeferredUp)
-        elif not (any(HOOKS_OF_ALL) or _changed(up) or _changed(self)):
-            raise NotImplementedError(
-                "fc2 of a twell pair must be called on the very tensor that fc1 returns, its input, got another one: "
-                "nothing may run between them or change either: merge an adapter, and replace a layer, before "
-                "sparsify_, or leave the block out by filter_fn"
-            )
-
     def _is_plain(self) -> bool:
-        up: Any = self.up_proj
-        if _is_replaced(up):
-            got = "one set on the instance: fc2 does the work of fc1 and would not call it"
-            if "_hf_hook" in vars(up):
-                got = (
-                    "accelerate's, which offloads its weights: keep them on a device, by device_map, or offload no pair"
-                )
-            raise NotImplementedError(f"fc1 of a twell pair must keep its forward, got {got}")
-        if not _modes.compiling():
-            if any(HOOKS_OF_ALL) or _hooks(up):
-                warn_once("fc1 of a twell pair has hooks: they see its input on both sides and must not change it")
-            if any(HOOKS_OF_ALL) or any(not _of_twell(hook) for hook in _hooks(self)):
-                warn_once(
-                    "fc2 of a twell pair has hooks: they see the input of fc1, and its gradient, where the hidden "
-                    "state was, and must not change it"
-                )
+        self._require_called()
         # not by name: reading a parametrized weight computes it, and may change it
-        parameters = itertools.chain(up._parameters.values(), self._parameters.values())
+        parameters = itertools.chain(self.up_proj._parameters.values(), self._parameters.values())
         return calls_are_torchs() and all(map(behaves, parameters))
 
     def take(self, other: Any) -> None:
@@ -325,14 +339,21 @@ def _changed(module: nn.Module) -> bool:
 def pair_up(
     block: nn.Module, names: tuple[str, ...], attribute: str, dropouts: tuple[str, ...], options: dict[str, Any]
 ) -> None:
-    """Make two layers of a block a pair; ``attribute`` is the activation between them.
-
-    The objects that were there stay what they are, for whatever else refers to them.
-    """
+    """Make two layers of a block a pair; ``attribute`` is the activation between them."""
     first, second = map(block.get_submodule, names)
     up = DeferredUp()
     up._share(first)  # type: ignore[arg-type]
-    down = SparseDown(up, second, **options)  # type: ignore[arg-type]
+    put_pair(block, names, attribute, dropouts, SparseDown(up, second, **options))  # type: ignore[arg-type]
+
+
+def put_pair(
+    block: nn.Module, names: tuple[str, ...], attribute: str, dropouts: tuple[str, ...], down: PairDown
+) -> None:
+    """Put a pair in the place of two layers of a block and of the activation between them.
+
+    The objects that were there stay what they are, for whatever else refers to them.
+    """
+    up = down.up_proj
     for name, new in zip((*names, attribute), (up, down, HandOn(up).train(block.training))):
         holder, _, key = name.rpartition(".")
         setattr(block.get_submodule(holder), key, new)

@@ -16,6 +16,7 @@ from twell._down_layout import unlisted
 from twell._plain import of_torch
 from twell._runtime import geometry
 from twell._runtime.log import logger
+from twell._sparsify import quantised
 from twell._sparsify.candidates import (
     LEAVE_OUT,
     Candidate,
@@ -39,6 +40,7 @@ from twell._sparsify.modules import (
     SparseDown,
     pair_up,
     plain,
+    put_pair,
     turn,
 )
 from twell.functional import Strategy
@@ -107,6 +109,11 @@ def sparsify_(
     are modules count as layers; experts stacked in one tensor stay as they are, which is logged. Hooks of
     accelerate that only move tensors between devices work on.
 
+    Projections that transformers has loaded in e4m3, by ``FP8Linear`` or compressed-tensors, become a
+    ``twell.nn.Float8MLP``, for inference. Scales of blocks, or a projection in 16 bits, make it a layer in bfloat16 of
+    dequantised weights, which a warning says. The model must be in bfloat16 and not have run, and its
+    ``save_pretrained`` refuses from then on.
+
     What is checked: a copy of the module, with small random weights, runs on the CPU beside the formula in float64, in
     the model's dtype and under autocast, in training and in evaluation, with and without gradients, for one token and
     for several, at ordinary and at extreme magnitudes. Outputs and gradients must agree, it may run only the operators
@@ -136,13 +143,14 @@ def sparsify_(
         compression, strategy: of every layer, as in ``twell.sparse_gated_ffn``. With "auto" each chooses for itself.
         names: (gate, up, down), (up, down) or (gate and up in one, down), or a list of such tuples.
 
-    Returns the qualified names of the new twell layers, in the order of ``named_modules``. These are the keys of
-    ``layers`` and the names that ``twell.explain`` shows.
+    Returns the qualified names of the new twell layers, in the order of ``named_modules``. ``twell.explain`` shows
+    them, and ``layers`` has those in 16 bits as its keys.
 
     Raises TypeError or ValueError and changes nothing: if nothing is found; if a candidate computes something else, has
-    further children or state, hooks, methods of ``nn.Module`` overridden, projections that are not plain ``nn.Linear``
-    (quantised, adapted, sharded, offloaded), or sizes that the kernels do not take (multiples of 8, K up to 16,384 and
-    N up to 65,536). Modules whose projections do not go from K to N to K are no candidates.
+    further children or state, hooks, methods of ``nn.Module`` overridden, projections that are neither plain
+    ``nn.Linear`` nor in e4m3 (adapted, sharded, offloaded, quantised otherwise), or sizes that the kernels do not take
+    (multiples of 8, K up to 16,384 and N up to 65,536). Modules whose projections do not go from K to N to K are no
+    candidates.
     """
     routed(Facts(strategy=strategy))
     geometry.words_per_tile(compression)
@@ -266,6 +274,11 @@ def _with_activation(candidate: Candidate, of: Activation | None, wanted: str | 
     """The candidate with the activation that its layer will have; ``of`` is its own, if it is of the family."""
     if of is not None and wanted in (None, of.name):
         return candidate._replace(activation=of, was=None)
+    if candidate.stored:
+        raise ValueError(
+            f"sparsify_: {label(candidate.name, candidate.module)} must be trained with another activation, and so be "
+            f"in 16 bits, got weights in e4m3: load the model with dequantize=True; {LEAVE_OUT}"
+        )
     if wanted == "drelu" and not candidate.form.gated:
         raise ValueError(
             f'sparsify_: {label(candidate.name, candidate.module)} must have a gate for activation="drelu", got '
@@ -279,6 +292,16 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
     for candidate in planned.candidates:
         module, options = candidate.module, {"compression": compression, "strategy": strategy}
         options |= candidate.activation.options()
+        if candidate.stored and not candidate.dequantised:
+            made = quantised.layer(candidate.stored, candidate.kind == "pair", options)  # type: ignore[arg-type]
+            if candidate.kind == "pair":
+                put_pair(module, candidate.form.children, str(candidate.attribute), candidate.dropouts, made)
+            else:
+                turn(module, made)
+            continue
+        for name, projection in candidate.stored.items():
+            if projection is not None:
+                module.set_submodule(name, projection.plain())
         if candidate.kind == "pair":
             pair_up(module, candidate.form.children, str(candidate.attribute), candidate.dropouts, options)
         else:
@@ -289,6 +312,14 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
         ):
             # it would make a nested tensor of a padded batch, for the fast path of its layers
             parent.use_nested_tensor = False
+    if wide := {candidate.layer: why for candidate in planned.candidates if (why := candidate.dequantised)}:
+        first = next(iter(wide))
+        logger.warning(
+            "layers in e4m3 whose weights were dequantised to bfloat16, in which they run: %d, the first %s, as %s",
+            *(len(wide), first, wide[first]),
+        )
+    if any(candidate.stored for candidate in planned.candidates):
+        quantised.settle(model)
     if planned.stacked:
         logger.info("%s: %s", _STACKED, ", ".join(planned.stacked[:3]))
     if planned.unknown:

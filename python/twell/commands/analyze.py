@@ -183,6 +183,8 @@ def _header(
     yield from analyze_experts.header(of_experts)
     if loaded.left:
         yield f"{loaded.left[0].upper()}{loaded.left[1:]}"
+    if loaded.stored:
+        yield f"Files by {loaded.stored}, whose weights were dequantised: figures and times are of layers in 16 bits"
     if loaded.was:
         new = _kinds(reports)
         yield f"{new} in place of {loaded.was}, its activation in training: figures before any training with {new}"

@@ -164,6 +164,8 @@ def _config(
     """The configuration of a model of ``model_type`` on tensors ``names``. Raises ValueError if there is none."""
     if model_type == "keep":
         return dict(config)
+    if model_type.startswith("sparse_") and config.get("quantization_config") is not None:
+        raise ValueError(f"--model-type {model_type}: expected weights of 16 or 32 bits, got a quantization_config")
     was = str(config.get("model_type"))
     (family,) = (known for known, types in _FAMILIES.items() if model_type in types)
     if was not in _FAMILIES[family]:

@@ -93,7 +93,7 @@ class Loaded(NamedTuple):
     """A model in evaluation mode whose FFNs are twell layers, its tokenizer, and the folder of both.
 
     was: the activations that ReLU has replaced, in words; "" for a ReLU model. left: the experts that twell does not
-    compute, and why; "" if there are none.
+    compute, and why; "" if there are none. stored: how its files are quantised, from which weights were dequantised.
     """
 
     model: nn.Module
@@ -101,6 +101,7 @@ class Loaded(NamedTuple):
     folder: Path
     was: str
     left: str = ""
+    stored: str = ""
 
 
 class Text(NamedTuple):
@@ -231,7 +232,8 @@ def load(
         layer.strategy = "dense"
         if compression is not None:
             layer.compression = compression
-    return Loaded(model.to(device).eval(), tokenizer, folder, was, left)
+    stored = (content.get("quantization_config") or {}).get("quant_method", "")
+    return Loaded(model.to(device).eval(), tokenizer, folder, was, left, stored)
 
 
 def _replaced(planned: _sparsify.Plan) -> str:
@@ -341,10 +343,14 @@ def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
     architectures, stated = content.get("architectures"), layouts.activation(content)
     if named := [name for name in vllm.SPARSE if isinstance(architectures, list) and name in architectures]:
         cls = getattr(integration, named[0])
+    quantised = content.get("quantization_config")
     if cls is AutoModelForCausalLM or stated in (_configuration.OF_SPARSE if named else _configuration.OWN):
         reader = AutoConfig if cls is AutoModelForCausalLM else cls.config_class
         options["config"] = reader.from_pretrained(folder, local_files_only=True)
         taken = _configuration.as_stock(options["config"])
+        if isinstance(quantised, dict) and quantised.get("quant_method") in integration.OF_E4M3:
+            # its layers run dense, in 16 bits
+            options["config"].quantization_config = quantised | {"dequantize": True}
     elif named:
         # their layers have ReLU whatever stock activation the configuration names, as when they are served
         options["hidden_act"] = "relu"
@@ -355,6 +361,7 @@ def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
         output_loading_info=True,
         **options,
     )
+    integration.require_read(about)
     # transformers draws missing weights; the head does not matter, as it does not run
     missing = sorted(key for key in about["missing_keys"] if key.startswith(f"{model.base_model_prefix}."))
     if missing:

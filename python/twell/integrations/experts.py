@@ -48,6 +48,9 @@ def is_experts(module: nn.Module) -> bool:
 
 def why_not(experts: Any) -> str:
     """Why twell does not compute these experts; "" if it does."""
+    dtype = experts.down_proj.dtype
+    if dtype.itemsize < 2:
+        return f"their weights must be in 16 or 32 bits, got {dtype}: those of quantised experts stay as they are"
     if experts.is_transposed or (experts.has_gate and not experts.is_concatenated):
         return "their weights must be [E, N, K], gate and up one after the other"
     if experts.has_bias or experts.has_post_expert_norm:

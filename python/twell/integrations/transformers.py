@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from twell import _compaction, _configuration, _down_layout, _sparsify
 from twell._activation import Activation
+from twell._float8_mlp import Float8MLP
 from twell._runtime.log import logger
 from twell.functional import Strategy
 from twell.integrations import layouts
@@ -92,6 +93,12 @@ __all__ = [
 # Arguments of from_pretrained that say where files are; the configuration is read with the same ones.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
+# Methods of quantisation that may have weights in e4m3.
+OF_E4M3 = ("fp8", "compressed-tensors")
+
+# The ends of names that scales of quantised weights have in files.
+_SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2")
+
 # What a configuration may name as an activation.
 _NAMED = frozenset((*ACT2FN, *_configuration.OWN))
 
@@ -126,15 +133,21 @@ def sparsify(
     experts stacked in one tensor, whose activation is of the family as it is: they run ``twell.sparse_experts``, by
     ``strategy`` "auto", "dense" or "row". Their down weights are laid by rows if the model is in ``eval`` mode.
 
-    Raises TypeError or ValueError and changes nothing: as ``twell.sparsify_``, and for a quantised model.
+    Raises TypeError or ValueError and changes nothing: as ``twell.sparsify_``, and for a model that is quantised by
+    another method than "fp8" and "compressed-tensors".
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"sparsify: model must be a transformers.PreTrainedModel, got {type(model).__name__}; merge an adapter "
             "first, compile it afterwards, and use twell.sparsify_ for other modules"
         )
-    if getattr(model, "quantization_method", None) is not None:
-        raise ValueError(f"sparsify: model must have 16-bit weights, got one quantised by {model.quantization_method}")
+    method = getattr(model, "quantization_method", None)
+    if method is not None and method not in OF_E4M3:
+        raise ValueError(
+            f"sparsify: weights must be in 16 bits, or in e4m3 by {' or '.join(OF_E4M3)}, got a model quantised by "
+            f"{getattr(method, 'value', method)}: load a checkpoint in bfloat16 or in such a format, as FP8_DYNAMIC "
+            "of compressed-tensors"
+        )
     experts = [each for name, each in stacked.found(model) if filter_fn is None or filter_fn(each, name)]
     try:
         planned = _sparsify.plan(model, filter_fn, activation, strategy, names, experts)
@@ -146,7 +159,8 @@ def sparsify(
     keys = _find(model, changed, key) if changed else []
     _sparsify.apply(model, planned, compression, strategy)
     stacked.serve(model, experts, strategy, compression)
-    for layer in _sparsify.layers(model).values():
+    quantised = (module for module in model.modules() if isinstance(module, Float8MLP))
+    for layer in (*_sparsify.layers(model).values(), *quantised):
         for module in layer.modules():
             # transformers would initialise modules without this mark when more weights are loaded later
             module._is_hf_initialized = True  # type: ignore[assignment]
@@ -169,7 +183,8 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     ``SparseLlamaConfig``, else the default, or what the model's class chooses.
     For its other arguments call ``sparsify`` itself. ``options`` are those of ``from_pretrained`` except for fields of
     the configuration. Raises as ``from_pretrained`` and ``sparsify``; ValueError for a "fatrelu" without a threshold,
-    and for down weights that ``twell convert`` stored by rows for a stock class.
+    for down weights that ``twell convert`` stored by rows for a stock class, and for files with scales that
+    transformers leaves out.
     """
     where = {key: options[key] for key in _WHERE if key in options}
     config = AutoConfig.from_pretrained(model, **where)
@@ -192,13 +207,15 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     own_code = own_code and bool(options.get("trust_remote_code"))
     own = None if own_code else _configuration.as_stock(config)
     full_size = None if own_code else _full_size(Path(model, options.get("subfolder") or ""))
+    options |= {"config": config, "output_loading_info": True}
     if full_size is None:
-        loaded = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
+        loaded, about = AutoModelForCausalLM.from_pretrained(model, **options)
     else:
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         reader: Any = type(cls.__name__, (_FullSize, cls), {"_state": full_size.state})
-        loaded = reader.from_pretrained(model, config=config, **options)
+        loaded, about = reader.from_pretrained(model, **options)
         loaded.__class__ = cls
+    require_read(about)
     given = {"strategy": strategy, "compression": compression}
     settings = asked | {name: value for name, value in given.items() if value is not None}
     if not _sparsify.layers(loaded):
@@ -233,6 +250,16 @@ def _full_size(folder: Path) -> _compaction.FullSize | None:
     if not any(name.endswith(_compaction.KEPT) for path in files for name in layouts.read_header(path).tensors):
         return None
     return _compaction.full_size({name: t for path in files for name, t in load_state_dict(str(path)).items()})
+
+
+def require_read(about: dict[str, Any]) -> None:
+    """Raise ValueError if ``from_pretrained`` has left out scales of weights, by what it tells ``about`` loading."""
+    left = [name for name in about["unexpected_keys"] if name.endswith(_SCALES)]
+    if left:
+        raise ValueError(
+            f"each scale of a weight must be read, got {min(left)} and {len(left) - 1} more that transformers leaves "
+            "out, as those of ModelOpt: take a checkpoint in bfloat16, or in e4m3 as FP8_DYNAMIC of compressed-tensors"
+        )
 
 
 def with_own(model: Any, own: _configuration.Own) -> Any:
@@ -470,6 +497,12 @@ def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[st
                 shapes |= {name: tuple(t.shape) for name, t in load_state_dict(file).items()}
     else:
         shapes = {name: tuple(t.shape) for name, t in state_dict.items()}
+    if getattr(config, "quantization_config", None) is not None or any(name.endswith(_SCALES) for name in shapes):
+        raise ValueError(
+            f"{config.model_type}: files must have weights of 16 or 32 bits, got quantised ones: "
+            "twell.integrations.transformers.load reads those in e4m3 of stock classes, as `twell convert --model-type "
+            f"{config.model_type.removeprefix('sparse_')}` makes them"
+        )
     if any(name.endswith(_compaction.KEPT) for name in shapes):
         raise ValueError("the files are of a compacted model, which twell.integrations.transformers.load reads")
     try:

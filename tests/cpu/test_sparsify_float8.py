@@ -1,0 +1,356 @@
+"""Models that transformers loads in e4m3, through ``sparsify``; those of compressed-tensors are in tests/neighbours."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+import twell
+from tests.cpu import float8_models, saved_models, test_experts_transformers
+from twell import float8
+from twell._sparsify.quantised import Float8Down
+from twell.commands import analyze, convert
+from twell.integrations import experts as stacked
+from twell.integrations import float8_layouts
+from twell.integrations import transformers as twell_hf
+from twell.nn import Float8MLP
+
+BF16 = torch.bfloat16
+KINDS = pytest.mark.parametrize("kind", ["llama", "opt", "nemotron"])
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers keep e4m3 weights, as it does on a GPU; it cannot run them here."""
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=BF16, **options).eval()
+
+
+def dequantised(folder: Path) -> Any:
+    return loaded(folder, quantization_config=FineGrainedFP8Config(dequantize=True, weight_block_size=None))
+
+
+def layers(model: Any) -> list[Float8MLP]:
+    return [module for module in model.modules() if isinstance(module, Float8MLP)]
+
+
+def records(layer: Float8MLP) -> list[Any]:
+    found: list[Any] = [getattr(layer, name).record() for name in layer._names]
+    return found if len(found) == 3 else [found[0], None, found[1]]
+
+
+def biases(layer: Float8MLP) -> Any:
+    found = [getattr(layer, name).bias for name in layer._names]
+    return found if len(found) == 3 else [found[0], None, found[1]]
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def tokens() -> Tensor:
+    return torch.randn(9, float8_models.K, generator=torch.Generator().manual_seed(2)).to(BF16)
+
+
+def run(model: Any, x: Tensor, place: int = 0) -> Tensor:
+    """What a feed-forward layer computes, stock or not."""
+    if model.config.model_type == "opt":
+        block = model.model.decoder.layers[place]
+        return block.fc2(block.activation_fn(block.fc1(x)))
+    return model.model.layers[place].mlp(x)
+
+
+@KINDS
+@pytest.mark.parametrize("layout", ["fp8", "fp8 static"])
+@torch.no_grad()
+def test_projections_of_e4m3_become_layers(on_a_gpu: None, tmp_path: Path, kind: str, layout: str) -> None:
+    folder = float8_models.save(tmp_path / "model", layout, kind)
+    files = load_file(folder / "model.safetensors")
+    model = loaded(folder)
+    assert twell_hf.sparsify(model, strategy="row") is model
+    found = layers(model)
+    assert len(found) == float8_models.LAYERS
+    assert not twell._sparsify.layers(model)
+    for place, layer in enumerate(found):
+        block = f"model.decoder.layers.{place}." if kind == "opt" else f"model.layers.{place}.mlp."
+        own = records(layer)
+        names = float8_models.PROJECTIONS[kind]
+        for name, record in zip(names, filter(None, own), strict=True):
+            assert torch.equal(record.values.view(torch.uint8), files[f"{block}{name}.weight"].view(torch.uint8))
+            assert torch.equal(record.scale, files[f"{block}{name}.weight_scale_inv"].expand(len(record.scale)))
+        if layout == "fp8 static":
+            # the larger one, as in engines
+            given = [files[f"{block}{name}.activation_scale"] for name in names[:-1]]
+            assert torch.equal(layer.input_scale, torch.stack(given).amax().view(1))
+        else:
+            assert layer.input_scale is None
+        x = float8.quantize_tokens(tokens(), layer.input_scale)
+        assert off(run(model, tokens(), place), float8.formula(x, *own, biases(layer), layer._form)) < 4e-3
+    assert {row.strategy for row in twell.explain(model)} == {"row"}
+    # the weights of the files with inputs in 16 bits, up to roundings to e4m3
+    assert 1e-3 < off(run(model, tokens()), run(dequantised(folder), tokens())) < 0.08
+
+
+@KINDS
+@torch.no_grad()
+def test_weights_with_blocks_become_bfloat16(
+    on_a_gpu: None, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = float8_models.save(tmp_path / "model", "fp8 block", kind)
+    with caplog.at_level(logging.WARNING, "twell"):
+        model = twell_hf.sparsify(loaded(folder), strategy="union")
+    assert [record.message for record in caplog.records if record.name == "twell"] == [
+        "layers in e4m3 whose weights were dequantised to bfloat16, in which they run: 2, the first "
+        f"{next(iter(twell._sparsify.layers(model)))}, as scales are of blocks of 128 x 128"
+    ]
+    assert not layers(model)
+    assert len(twell._sparsify.layers(model)) == float8_models.LAYERS
+    stock = dequantised(folder)
+    found = {name: t for name, t in model.state_dict().items() if name.endswith(float8_models.weights(kind))}
+    assert len(found) == len(float8_models.weights(kind)) * float8_models.LAYERS
+    assert all(torch.equal(t, stock.state_dict()[name]) for name, t in found.items())
+    assert off(run(model, tokens()), run(stock, tokens())) < 8e-3
+    assert {row.strategy for row in twell.explain(model)} == {"union"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept", "why"),
+    [
+        ("llama", ["down_proj"], "a projection is in 16 bits"),
+        ("llama", ["gate_proj"], "a projection is in 16 bits"),
+        ("phi3", [], "gate and up are one projection"),
+    ],
+)
+@torch.no_grad()
+def test_other_layers_become_bfloat16(
+    on_a_gpu: None, tmp_path: Path, kind: str, kept: list[str], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = float8_models.save(tmp_path / "model", "fp8", kind, kept)
+    with caplog.at_level(logging.WARNING, "twell"):
+        model = twell_hf.sparsify(loaded(folder), strategy="row")
+    assert f"as {why}" in caplog.text
+    assert not layers(model)
+    assert {row.strategy for row in twell.explain(model) if row.kind == "inference"} == {"row"}
+    assert off(run(model, tokens()), run(dequantised(folder), tokens())) < 8e-3
+
+
+def test_layers_left_out_stay_as_they_are(on_a_gpu: None, tmp_path: Path) -> None:
+    model = loaded(float8_models.save(tmp_path / "model", "fp8"))
+    twell_hf.sparsify(model, filter_fn=lambda _, name: "layers.1" in name)
+    assert [isinstance(block.mlp, Float8MLP) for block in model.model.layers] == [False, True]
+    assert type(model.model.layers[0].mlp.up_proj).__name__ == "FP8Linear"
+    # the others can be taken later
+    assert twell.sparsify_(model) == ["model.layers.0.mlp"]
+
+
+def test_linear_layers_of_scaled_products(on_a_gpu: None, tmp_path: Path) -> None:
+    model = loaded(float8_models.save(tmp_path / "model", "dynamic"), quantization_config=None)
+    files = load_file(tmp_path / "model" / "model.safetensors")
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and ".mlp." in name:
+            made = CompressedTensorsFP8Linear(module.in_features, module.out_features)
+            made.weight = nn.Parameter(files[f"{name}.weight"], requires_grad=False)
+            made.weight_scale = nn.Parameter(files[f"{name}.weight_scale"].t().contiguous())
+            model.set_submodule(name, made)
+    twell_hf.sparsify(model)
+    for name, t in layers(model)[0].state_dict().items():
+        assert torch.equal(t.float(), files[f"model.layers.0.mlp.{name}"].float())
+
+
+class Linear4bit(nn.Linear):
+    """A quantised layer as other libraries have them."""
+
+    quant_state = None
+
+
+def with_blocks(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.block_size = [1, 32]
+
+
+def with_hook(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.register_forward_hook(print)
+
+
+def without_scale(model: Any) -> None:
+    del model.model.layers[0].mlp.up_proj.weight_scale_inv
+
+
+def dequantised_in_place(model: Any) -> None:
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight = nn.Parameter(linear.weight.to(BF16))
+
+
+def in_4_bits(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj = Linear4bit(float8_models.K, float8_models.N, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (with_blocks, r"up_proj must be in bfloat16, or weights and inputs in e4m3 .*, got blocks of \[1, 32\]: take"),
+        (with_hook, "has forward_hooks on up_proj"),
+        (without_scale, "up_proj: a weight in e4m3 must be weight and weight_scale or weight_scale_inv, got weight"),
+        (dequantised_in_place, r"up_proj must hold its weight in torch.float8_e4m3fn, got torch.bfloat16: sparsify"),
+        (in_4_bits, r"up_proj must be an nn.Linear itself, got .*Linear4bit: .* in bfloat16"),
+        (
+            lambda model: model.model.embed_tokens.half(),
+            "has weights in e4m3, so the model must be in bfloat16, got torch.float16",
+        ),
+        (lambda model: setattr(model, "quantization_method", "awq"), "got a model quantised by awq: load a checkpoint"),
+    ],
+)
+def test_what_is_refused(on_a_gpu: None, tmp_path: Path, change: Any, why: str) -> None:
+    model = loaded(float8_models.save(tmp_path / "model", "fp8"))
+    change(model)
+    before = dict(model.named_modules())
+    with pytest.raises((ValueError, TypeError), match=why):
+        twell_hf.sparsify(model)
+    assert dict(model.named_modules()) == before
+
+
+def test_another_activation_needs_16_bits(on_a_gpu: None, tmp_path: Path) -> None:
+    model = loaded(float8_models.save(tmp_path / "model", "fp8"))
+    with pytest.raises(ValueError, match="be in 16 bits, got weights in e4m3: load the model with dequantize=True"):
+        twell_hf.sparsify(model, activation="relu2")
+
+
+@torch.no_grad()
+def test_a_pair_of_e4m3_stays_together(on_a_gpu: None, tmp_path: Path) -> None:
+    model = twell_hf.sparsify(loaded(float8_models.save(tmp_path / "model", "fp8", "opt")), strategy="row")
+    block = model.model.decoder.layers[0]
+    expected = run(model, tokens())
+    assert isinstance(block.fc2, Float8Down)
+    assert "fc2.up_proj.weight" not in block.state_dict()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for made in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        again = made.model.decoder.layers[0]
+        assert again.fc2.up_proj is again.fc1
+        assert torch.equal(run(made, tokens()), expected)
+        again.fc1.bias.zero_()
+        assert not torch.equal(run(made, tokens()), expected)
+    assert torch.equal(run(model, tokens()), expected)
+    with pytest.raises(NotImplementedError, match="must be called on the very tensor that fc1 returns"):
+        block.fc2(block.fc1(tokens()) + 1)
+    block.fc1 = nn.Linear(float8_models.K, float8_models.N)
+    with pytest.raises(NotImplementedError, match="must be the DeferredUp that sparsify_ made"):
+        block.fc2(tokens())
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+@torch.no_grad()
+def test_hooks_of_accelerate(on_a_gpu: None, tmp_path: Path, kind: str) -> None:
+    folder = float8_models.save(tmp_path / "model", "fp8", kind)
+    alone = twell_hf.sparsify(loaded(folder), strategy="row")
+    spread = accelerate.dispatch_model(loaded(folder), {"": "cpu"}, main_device="cpu", force_hooks=True)
+    assert torch.equal(run(twell_hf.sparsify(spread, strategy="row"), tokens()), run(alone, tokens()))
+    with pytest.raises(ValueError, match=r"hook of accelerate that does more .*offloading.*keep it on a device"):
+        twell_hf.sparsify(accelerate.cpu_offload(loaded(folder), torch.device("cpu")))
+
+
+def test_experts_of_e4m3_stay_as_they_are() -> None:
+    model = test_experts_transformers.model("Mixtral", BF16, hidden_act="relu")
+    assert list(stacked.found(model))
+    replace_with_fp8_linear(model, ["lm_head"], FineGrainedFP8Config(weight_block_size=None))
+    assert "FP8Experts" in {type(module).__name__ for module in model.modules()}
+    assert not list(stacked.found(model))
+    assert "their weights must be in 16 or 32 bits, got torch.float8_e4m3fn" in stacked.left(model)
+
+
+# files
+
+
+def test_a_model_that_was_sparsified_is_not_saved(on_a_gpu: None, tmp_path: Path) -> None:
+    model = twell_hf.sparsify(loaded(float8_models.save(tmp_path / "model", "fp8")))
+    for made in (model, copy.deepcopy(model)):
+        with pytest.raises(NotImplementedError, match=r"save_pretrained: .*: the files that the model was loaded from"):
+            made.save_pretrained(tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_model_that_was_quantised_is_saved_as_compressed_tensors(tmp_path: Path) -> None:
+    model = twell_hf.sparsify(float8_models.build())
+    twell.quantize_(model)
+    model.save_pretrained(tmp_path / "model")
+    content = json.loads((tmp_path / "model" / "config.json").read_text())
+    files = load_file(tmp_path / "model" / "model.safetensors")
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) and not hasattr(module, "record"):
+            continue
+        scheme = float8_layouts.how(content, name)
+        assert (scheme is not None) == hasattr(module, "record"), name
+        if scheme is not None:
+            tensors = {key.removeprefix(f"{name}."): t for key, t in files.items() if key.startswith(f"{name}.")}
+            found, inputs = float8_layouts.weight_of(scheme, tensors)
+            assert inputs is None
+            assert torch.equal(found.dequantize(torch.float32), module.record().dequantize(torch.float32))
+
+
+def test_quantising_more_of_a_quantised_model_is_not_saved(on_a_gpu: None, tmp_path: Path) -> None:
+    model = twell_hf.sparsify(loaded(float8_models.save(tmp_path / "model", "fp8 block")))
+    twell.quantize_(model)
+    assert len(layers(model)) == float8_models.LAYERS
+    with pytest.raises(NotImplementedError, match="save_pretrained: weights must be stored as the configuration says"):
+        model.save_pretrained(tmp_path / "again")
+
+
+@pytest.mark.parametrize("layout", ["fp8", "modelopt"])
+def test_load(on_a_gpu: None, tmp_path: Path, layout: str) -> None:
+    folder = float8_models.save(tmp_path / "model", layout)
+    with pytest.raises(ValueError, match="sparse_llama: files must have weights of 16 or 32 bits, got quantised ones"):
+        twell_hf.SparseLlamaForCausalLM.from_pretrained(folder)
+    if layout == "modelopt":
+        with pytest.raises(
+            ValueError, match=r"got model\.layers.*weight_scale and 13 more that transformers leaves out"
+        ):
+            twell_hf.load(folder, dtype=BF16)
+        return
+    model = twell_hf.load(folder, dtype=BF16, strategy="row")
+    assert [layer.strategy for layer in layers(model)] == ["row"] * float8_models.LAYERS
+
+
+def test_analyze(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = float8_models.save(tmp_path / "model", "fp8")
+    saved_models.save_tokenizer(folder)
+    (tmp_path / "text.txt").write_text(saved_models.text(4000))
+    assert saved_models.run(analyze, folder, "--text", tmp_path / "text.txt", "--tokens", 1024, "--device", "cpu") == 0
+    out = capsys.readouterr().out
+    assert "Files by fp8, whose weights were dequantised: figures and times are of layers in 16 bits" in out
+    assert "Mean over layers: " in out
+
+
+def test_convert(tmp_path: Path) -> None:
+    folder = float8_models.save(tmp_path / "model", "dynamic")
+
+    def converted(*options: str) -> dict[str, Tensor]:
+        parser = argparse.ArgumentParser()
+        convert.add_arguments(parser)
+        convert.run(parser.parse_args([str(folder), str(tmp_path / "out"), *options]))
+        return load_file(tmp_path / "out" / "model.safetensors")
+
+    with pytest.raises(ValueError, match="sparse_llama: expected weights of 16 or 32 bits, got a quantization_config"):
+        converted("--model-type", "sparse_llama")
+    before, after = load_file(folder / "model.safetensors"), converted("--model-type", "llama")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(t.float(), after[name].float()) for name, t in before.items())
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert float8_layouts.how(written, "model.layers.0.mlp.up_proj") == float8_layouts.Scheme("row")
