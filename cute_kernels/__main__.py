@@ -80,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _specs(name: str, shipped: tuple[Spec, ...]) -> list[Spec]:
     """The spec of a symbol, or all specs of a kernel that are ``shipped``; ValueError if there is none."""
-    return [spec for spec in shipped if spec.op == name] or [spec_from_symbol(name)]
+    of_kernel = [spec for spec in shipped if spec.op == name]
+    return [spec for spec in of_kernel if spec.symbol == name] or of_kernel or [spec_from_symbol(name)]
 
 
 def _compile(specs: list[Spec], outputs: list[Path], arch: str, depfile: Path | None) -> None:

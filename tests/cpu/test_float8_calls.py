@@ -65,7 +65,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "K": ({"x": X[:, :32]}, ValueError, "w_gate must be"),
     "N": ({"w_up": twell.quantize(torch.ones(N + 8, K))}, ValueError, r"w_up must be \[80, 48\], got \[88, 48\]"),
-    "blocks": ({"w_up": twell.quantize(torch.ones(N, K), "block")}, NotImplementedError, "w_up has scales by blocks"),
     "bias": ({"b_gate": torch.ones(N)}, TypeError, "b_gate must be torch.bfloat16, got torch.float32"),
     "mains": ({"main_grads": [None] * 3}, NotImplementedError, "main_grads: e4m3 weights are for inference alone"),
     "aux": ({"return_aux": True}, NotImplementedError, "return_aux: e4m3 weights are for inference alone"),
@@ -88,6 +87,22 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
     names = dict(zip(("w_gate", "w_up", "w_down"), weights()))
     with pytest.raises(error, match=message):
         twell.sparse_gated_ffn(**{"x": X, **names, "strategy": "row", **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strategy", ["row", "union", "dense"])
+def test_weights_with_blocks_run_in_16_bits(strategy: Any) -> None:
+    torch.manual_seed(1)
+    given = [torch.randn(shape) / 7 for shape in ((N, K), (N, K), (K, N))]
+    records = [twell.quantize(weight, "block") for weight in given]
+    wide = [record.dequantize(BF16) for record in records]
+    x = torch.randn(M, K).bfloat16()
+    assert_same(
+        twell.sparse_gated_ffn(x, *records, strategy=strategy), twell.sparse_gated_ffn(x, *wide, strategy=strategy)
+    )
+    # those of one projection alone, too
+    mixed = twell.sparse_ffn(x, records[1], twell.quantize(given[2]), strategy=strategy)
+    down = twell.quantize(given[2]).dequantize(BF16)
+    assert_same(mixed, twell.sparse_ffn(x, wide[1], down, strategy=strategy))
 
 
 def test_calls_that_need_gradients_are_refused() -> None:
@@ -231,7 +246,11 @@ CALLS = {
         {"m": 200, "strategy": "union", "gated": False},
         ["quantize_tokens", "gate_pack", "compact", "gathered"],
     ),
-    "dense": ({"m": 200, "strategy": "dense"}, ["quantize_tokens", "quantize_tokens"]),
+    "dense": ({"m": 200, "strategy": "dense"}, ["quantize_tokens", "quantize_tokens", "matrix_transpose"]),
+    "dense, down as stored": (
+        {"m": 200, "strategy": "dense", "down_rows": False},
+        ["quantize_tokens", "quantize_tokens"],
+    ),
     "dense, other N": ({"m": 20, "n": 88, "strategy": "dense"}, []),
     "strided": ({"m": 20, "strided": True}, ["quantize_tokens", "gate_pack_few", "up_down_token"]),
     "down as stored": ({"m": 20, "down_rows": False}, ["quantize_tokens", "gate_pack_few", "up_down_token"]),

@@ -310,6 +310,9 @@ def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
     half = o["w_gate"].to(e4m3), by_rows, o["w_up"].to(e4m3), by_rows, o["w_down"].to(e4m3), torch.ones(16)
     given = o["x"].to(e4m3), torch.ones(130), *half, *(o[name] for name in ("b_gate", "b_up", "b_down"))
     found.append((ops.ffn_float8, (*given, 8, "row", None)))
+    # scales are of each expert
+    triple = [operand[None].repeat(2, *[1] * operand.dim()) for operand in half]
+    found.append((ops.experts_float8, (o["x"], None, *triple, ids, weights, 8, "dense")))
     names = [[argument.name for argument in op._schema.arguments] for op, _ in found]
     # those with defaults, of the activation, are left out
     return [(op, dict(zip(each, arguments))) for each, (op, arguments) in zip(names, found)]
@@ -356,7 +359,7 @@ def test_sizes_and_dtypes_that_kernels_do_not_take_are_refused() -> None:
         if op._opname in ("matrix_transpose", "reglu", "reglu_backward") or "hybrid" in op._opname:
             continue
         given = [a.float() if isinstance(a, Tensor) and a.dtype == BF16 else a for a in arguments.values()]
-        with pytest.raises(TypeError, match=r"must be (torch\.)?bfloat16( or float16)?, got torch\.float32"):
+        with pytest.raises(TypeError, match=r"must be (torch\.)?bfloat16(,? or .*)?, got torch\.float32"):
             op(*given)
 
 
