@@ -60,6 +60,10 @@ OPS = {
     "ffn_float8": (
         *("quantize_tokens", "gate_pack", "gate_pack_few", "up_down_token", "compact", "sampled_up", "gathered"),
     ),
+    "experts_float8": (
+        "quantize_tokens",
+        *(f"expert_{part}" for part in ("pairs", "pack", "union", "gathered", "sum")),
+    ),
     "unpack": ("unpack",),
     "reglu": ("reglu",),
     "matrix_transpose": ("matrix_transpose",),
@@ -216,6 +220,9 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
     if op == "ffn_float8":
         yield from float8_calls(case, problem)
         return
+    if op == "experts_float8":
+        yield from experts_float8_calls(case, problem)
+        return
     if op == "ffn":
         yield Call(ops.ffn_aux, (*problem, case.compression, "union", None, case.activation))
         return
@@ -231,17 +238,42 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
 def experts_calls(case: Case, problem: FFN) -> Iterator[Call]:
     """Layers of three experts, one of which half of the tokens have twice; some ids are no expert's."""
     x, *layer = problem[:4]
-    gate, up, down = (torch.stack([w.roll(shift, 1) for shift in range(3)]) for w in layer)
-    tokens = torch.arange(case.m)[:, None]
-    ids = torch.cat((tokens % 3, tokens % 2, tokens % 5 - 1), 1)
-    ids[ids == 3] = -1
-    weights = torch.tensor([0.5, 1.0, 2.0]).repeat(case.m, 1)
+    gate, up, down = (of_experts(w) for w in layer)
+    ids, weights = routes(case)
     for gated in (True, False):
         operands = x, gate, up if gated else None, down
         # unions round squares
         for by_union in (False, True)[: 1 if gated or case.activation == "relu2" else 2]:
             wide = ids if gated else ids.int()
             yield Call(by_expert, (*operands, wide, weights, case.compression, case.activation, by_union), gated)
+
+
+def of_experts(w: Tensor) -> Tensor:
+    """A weight of three experts."""
+    return torch.stack([w.roll(shift, 1) for shift in range(3)])
+
+
+def routes(case: Case) -> tuple[Tensor, Tensor]:
+    """Ids and weights of the experts of each token."""
+    tokens = torch.arange(case.m)[:, None]
+    ids = torch.cat((tokens % 3, tokens % 2, tokens % 5 - 1), 1)
+    ids[ids == 3] = -1
+    return ids, torch.tensor([0.5, 1.0, 2.0]).repeat(case.m, 1)
+
+
+def experts_float8_calls(case: Case, problem: FFN) -> Iterator[Call]:
+    """Experts without a gate in e4m3, with columns up to a multiple of 16; scales are powers of two."""
+    x, up, _, down = (torch.nn.functional.pad(t, (0, -case.k % 16)) for t in problem[:4])
+    layer = [
+        operand
+        for w, length, scale in ((up, case.n, 0.5), (down, x.shape[1], 2.0))
+        for operand in (of_experts(w).to(torch.float8_e4m3fn), torch.full((3, length), scale))
+    ]
+    for wide in (True, False):
+        ids, weights = routes(case)
+        how = case.compression, "row", case.activation
+        operands = x.bfloat16(), torch.ones(1), *layer[:2], None, None, *layer[2:], ids if wide else ids.int(), weights
+        yield Call(ops.experts_float8, (*operands, *how), False)
 
 
 def float8_calls(case: Case, problem: FFN) -> Iterator[Call]:

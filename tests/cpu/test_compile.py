@@ -66,6 +66,8 @@ def register_budget(spec: Spec, kernel: str, arch: str) -> int:
         whole, shorter, ctas = quantize_gate.WARPS[spec.k_max // quantize_gate.COLUMNS]
         warps = spec.k_max // 256 if "few" in kernel else shorter if kernel.endswith("_2") else whole
         return feasible.registers_per_thread(32 * warps, ctas)
+    if isinstance(spec, specs.ExpertGatheredSpec) and spec.dtype == specs.E4M3:
+        return feasible.registers_per_thread(384, 1)
     return feasible.registers_per_thread(*OCCUPANCY[spec.op])
 
 

@@ -400,7 +400,7 @@ def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch:
     launched, own = {spec for spec, _ in gpu.launches}, set(sanitize.OPS[op])
     assert {spec.op for spec in launched} == own
     # both dtypes, with biases and without, if the spec has them
-    dtypes = {specs.E4M3, "bfloat16"} if op == "ffn_float8" else set(specs.DTYPES)
+    dtypes = {specs.E4M3, "bfloat16"} if op.endswith("float8") else set(specs.DTYPES)
     assert {spec.dtype for spec in launched if hasattr(spec, "dtype")} in (set(), dtypes)
     for kind in own:
         for choice in ("bias", "gated", "training", "backward"):
