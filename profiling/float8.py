@@ -176,6 +176,21 @@ def accuracy(found: Mapping[str, Any]) -> str:
     return markdown(["", *(f"`{next(iter(case.values()))['workload']}`" for case in each)], "l" + "r" * len(each), rows)
 
 
+def experts(found: Mapping[str, Any]) -> str:
+    """Layers of experts in 16 bits and in e4m3."""
+    of_sequences: dict[int, dict[str, Any]] = {}
+    for row in found["rows"]:
+        of_sequences.setdefault(row["sequences"], {})[row["variant"]] = row["us"]
+    names = "grouped products", '"row"', 'e4m3 "dense"', 'e4m3 "row"', 'e4m3 "auto"'
+    rows = []
+    for sequences, times in of_sequences.items():
+        auto = times['e4m3 "auto"']
+        gains = [f"**{times[name] / auto:.2f}**" for name in ("grouped products", '"row"')]
+        rows.append([f"{sequences:,}", *(f"{times[name]:.0f}" for name in names), *gains])
+    header = ["sequences", "bf16 grouped products, us", 'bf16 "row"', *names[2:], "over grouped", 'over bf16 "row"']
+    return markdown(header, "r" * len(header), rows)
+
+
 def losses(found: Mapping[str, Any]) -> str:
     """The loss of a trained model."""
     rows = []
@@ -188,7 +203,7 @@ def losses(found: Mapping[str, Any]) -> str:
 
 def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
     """The section of docs/float8.md on figures, of the files of results that exist, by the ends of their names."""
-    many, large, small, loss = (results.get(name) for name in ("", "_large", "_few", "_loss"))
+    many, large, small, mixture, loss = (results.get(name) for name in ("", "_large", "_few", "_experts", "_loss"))
     if many or large or loss:
         yield "## What to expect"
     if many:
@@ -220,6 +235,14 @@ def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
         yield str(large["machine"])
     if rows := [row for file in (many, large, small) if file for row in file["rows"]]:
         yield f'"auto" decides by `costs.float8_seconds`: {quality(points(rows), FLOAT8)}.'
+    if mixture:
+        yield (
+            "A layer of 128 experts of Nemotron 3 Nano's sizes (K = 2,688, N = 1,856, 6 of a token, squared ReLU), one token "
+            "of each sequence. Routes and zeros are drawn, 9.3 % of the neurons fire. Grouped products are those of "
+            'PyTorch, without what puts tokens in order; "dense" in e4m3 copies the down weights.'
+        )
+        yield experts(mixture)
+        yield str(mixture["machine"])
     if loss:
         shape, fired = loss["model"], ", ".join(f"{count:.0f}" for count in loss["non_zeros"])
         yield (

@@ -278,7 +278,7 @@ _MEASURED = (
         (30,),
     ),
     Measurement(
-        "h200_float8",
+        "h100_float8",
         "layers of e4m3 weights beside dense fp8 and bfloat16, in graphs and in eager calls, with errors",
         "table float8",
         (
@@ -288,21 +288,28 @@ _MEASURED = (
         (110,),
     ),
     Measurement(
-        "h200_float8_large",
+        "h100_float8_large",
         "the same for a layer of 4,096 to 14,336 on 1 to 8,192 tokens, graphs alone",
         'table float8; seconds by which "auto" chooses',
         (f"{FEW_FLOAT8} --k 4096 --n 14336 --json $OUT",),
         (65,),
     ),
     Measurement(
-        "h200_float8_few",
+        "h100_float8_few",
         "the same for a layer of 2,048 to 5,632",
         'table float8; seconds by which "auto" chooses',
         (f"{FEW_FLOAT8} --json $OUT",),
         (55,),
     ),
     Measurement(
-        "h200_float8_loss",
+        "h100_float8_experts",
+        "a layer of experts of Nemotron 3 Nano's sizes in bfloat16 and in e4m3; routes and zeros are drawn",
+        "table float8",
+        (f"{BENCH} moe --seconds 0.4 --weights bfloat16 e4m3 --json $OUT",),
+        (60,),
+    ),
+    Measurement(
+        "h100_float8_loss",
         "the loss of a small trained model on held-back text, with layers in bfloat16 and in e4m3",
         "table float8",
         (f"{BENCH} float8 --loss 60 --json $OUT",),

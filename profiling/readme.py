@@ -694,8 +694,8 @@ def experts_elsewhere() -> str:
 
 def e4m3() -> str:
     """The section on figures of e4m3 weights; nothing before there are any."""
-    ends = ("", "_large", "_few", "_loss")
-    return "\n\n".join(float8.section({end: Results(RESULTS).get(f"h200_float8{end}") for end in ends}))
+    ends = ("", "_large", "_few", "_experts", "_loss")
+    return "\n\n".join(float8.section({end: Results(RESULTS).get(f"h100_float8{end}") for end in ends}))
 
 
 def ncu() -> str:

@@ -14,7 +14,7 @@ def _quantise(first, second, q, scale, columns, first_row, second_row, GATED: tl
     if GATED:
         up = tl.load(second + row * second_row + place, mask=inside, other=0.0).to(tl.float32)
         x = (tl.maximum(x, 0.0) * up).to(tl.bfloat16).to(tl.float32)
-    made = tl.maximum(tl.max(tl.abs(x), axis=0) / 448.0, 1.17549435e-38)
+    made = tl.maximum(tl.max(tl.abs(x), axis=0) / 448.0, 1.1754944e-38)
     values = tl.clamp(x * (1.0 / made), -448.0, 448.0)
     tl.store(q + row * columns + place, values.to(tl.float8e4nv), mask=inside)
     tl.store(scale + row, made)

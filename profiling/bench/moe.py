@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,11 @@ import twell
 from profiling.bench import report
 from profiling.bench.protocol import Cpu, Gpu
 from profiling.bench.report import Column
-from twell import testing
+from twell import float8, testing
 from twell._activation import activation_of
 from twell.commands import timing
 from twell.commands.request import at_least, number_above, number_from, pick_device
+from twell.float8 import Float8
 from twell.testing.experts import FIRING, Mixture, dense_experts, draw_experts, float64_experts, hidden_of
 
 NAME = "profiling.bench moe"
@@ -29,7 +31,7 @@ DESCRIPTION = """\
 Time a layer of routed experts at some numbers of sequences that decode, one token each: twell.sparse_experts by
 "row", "dense" and "auto", and torch's grouped products. Routes and zeros are drawn, at the share that fires. Each call
 of a graph has other tokens and other routes, and the weights exceed L2. A right result is as close to float64 as dense
-products are.
+products are. With e4m3 weights the float64 answer is of what these stand for.
 """
 
 
@@ -100,6 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--skew", type=float, nargs="+", default=[0.0], metavar="S", help="of routes: the r-th expert like r^-S (0)")
     add("--gated", action="store_true", help="experts have a gate")
     add("--activation", choices=["relu", "relu2"], default="relu2", help="(relu2)")
+    add("--weights", nargs="+", choices=("bfloat16", "e4m3"), default=["bfloat16"], help="(bfloat16)")
     add("--strategies", nargs="+", choices=("row", "dense", "auto"), default=["row", "dense", "auto"])
     add("--seconds", type=number_above(0), default=1.0, metavar="S", help="of timing for each number of sequences (1)")
     add("--device", choices=["cuda", "cpu"], help="default: cuda if available")
@@ -130,6 +133,28 @@ class Layer:
             )  # fmt: skip
             found.append(self.base._replace(x=small.x, expert_ids=small.expert_ids, weights=small.weights))
         return found
+
+    @functools.cached_property
+    def quantised(self) -> dict[str, Float8]:
+        """The weights in e4m3, down weights by rows."""
+        given = {name: getattr(self.base, name) for name in ("w_up", "w_down", "w_gate")}
+        made = {name: twell.quantize(weight) for name, weight in given.items() if weight is not None}
+        down = made["w_down"]
+        made["w_down"] = Float8(down.values.transpose(1, 2).contiguous().transpose(1, 2), down.scale)
+        return made
+
+    def bar(self, problem: Mixture, weights: str) -> tuple[Tensor, Any]:
+        """y of a problem in float64, and the errors of dense products of such weights."""
+        name = self.arguments.activation
+        if weights == "bfloat16":
+            right = float64_experts(problem, name)
+            return right, testing.errors(dense_experts(problem, name), right)
+        wide = {name: record.dequantize(torch.float32) for name, record in self.quantised.items()}
+        x = float8.quantize_tokens(problem.x).dequantize(torch.float32)
+        right = float64_experts(problem._replace(x=x, **wide), name)
+        given: Any = problem._replace(**self.quantised)  # type: ignore[arg-type]
+        dense = twell.sparse_experts(**given._asdict(), activation=name, strategy="dense")
+        return right, testing.errors(dense, right)
 
     def grouped(self, problem: Mixture) -> Callable[[], Tensor]:
         """The products and the activation alone, on tokens that are in the order of the experts."""
@@ -189,15 +214,18 @@ def measured(
     if device.torch_device.type == "cuda":
         calls = [layer.grouped(problem) for problem in problems]
         recordings["grouped"] = device.record(lambda i: (calls[i](),), len(problems))
-    right = float64_experts(problems[-1], arguments.activation)
-    dense = testing.errors(dense_experts(problems[-1], arguments.activation), right)
     rows: dict[str, Row] = {"grouped": make("grouped products")}
-    for strategy in arguments.strategies:
-        row = rows[strategy] = make(f'"{strategy}"')
+    for weights, strategy in itertools.product(arguments.weights, arguments.strategies):
+        e4m3 = weights == "e4m3"
+        if strategy == arguments.strategies[0]:
+            right, dense = layer.bar(problems[-1], weights)
+        given: list[Any] = [problem._replace(**layer.quantised) for problem in problems] if e4m3 else problems  # type: ignore[arg-type]
+        key = f'{"e4m3 " * e4m3}"{strategy}"'
+        row = rows[key] = make(key)
         options: Any = {"activation": arguments.activation, "strategy": strategy}
         try:
             recording = device.record(
-                lambda i: (twell.sparse_experts(**problems[i]._asdict(), **options),),  # noqa: B023
+                lambda i: (twell.sparse_experts(**given[i]._asdict(), **options),),  # noqa: B023
                 len(problems),
             )
             recording.spoil()
@@ -208,7 +236,7 @@ def measured(
             if not ours.within(dense, 1.1, 1.1 * testing.allowance(sequences)):
                 row.red = f"error {ours}, dense {dense}"
                 continue
-            recordings[strategy] = recording
+            recordings[key] = recording
         except timing.FAILURES as error:
             row.red = timing.reason(error)
     with torch.inference_mode():
@@ -219,7 +247,8 @@ def measured(
     for name, row in rows.items():
         if name not in recordings and not row.red:
             continue
-        row.floor_us = floors["dense" if name in ("grouped", "dense") else "row"] / rate * 1e6
+        bytes_read = floors["dense" if "dense" in name or name == "grouped" else "row"]
+        row.floor_us = bytes_read / (2 if "e4m3" in name else 1) / rate * 1e6
         row.over_copy = floors["dense"] / rate * 1e6 / row.us
         row.over_grouped = rows["grouped"].us / row.us
         found.append(row)

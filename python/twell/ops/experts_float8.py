@@ -138,7 +138,7 @@ def _cuda(*arguments: Any) -> Tensor:
     on_hopper = tuning.family(given.x.device.index) == specs.SM90
     if strategy == "auto":
         (t, _), gated = given.x.shape, given.w_up is not None
-        few = not gated and tuning.experts_by_row(t, given.ids.shape[1], len(given.w_gate), gated)
+        few = not gated and tuning.experts_by_row(t, given.ids.shape[1], len(given.w_gate), gated, True)
         # weights in another layout would be copied
         readable = all(is_readable(weight) for weight in (given.w_gate, given.w_down))
         strategy = "row" if on_hopper and few and readable else "dense"

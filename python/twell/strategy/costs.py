@@ -246,9 +246,9 @@ class Float8Rates(NamedTuple):
     copy_bytes: float
 
 
-# Estimates from runs on an NVIDIA H100 and an H200, K = 2,048 and 4,096, not fitted to a kept measurement:
-# `python -m profiling.float8` does that.
-FLOAT8 = Float8Rates(20e-6, 6e-6, 22e-6, 1300e12, 2.8e12, 3.6e12, 800e12, 480e12, 2.8e12, 2.8e12)
+# Fitted by `python -m profiling.float8` to 45 layers of h100_float8.json, h100_float8_large.json and
+# h100_float8_few.json, where no choice loses time. They predict, and measure no unit of the GPU.
+FLOAT8 = Float8Rates(27.4e-6, 10.6e-6, 45.9e-6, 1300e12, 2.15e12, 2.81e12, 437e12, 584e12, 10.6e12, 3.41e12)
 
 
 def float8_seconds(problem: Problem, figures: Figures, rates: Float8Rates | None = None) -> dict[str, float]:
