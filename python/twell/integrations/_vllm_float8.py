@@ -44,8 +44,6 @@ def why_not(first: Any, down: Any, on: torch.device) -> str:
             return f"weights in e4m3 must have a scale for each row, or one in all, got {name} with scales of blocks"
     if first.params_dtype != torch.bfloat16:
         return f"the model must be in bfloat16 with weights in e4m3, got {first.params_dtype}"
-    if (k := len(down.weight)) % 16:
-        return f"sizes of a rank: K must be a multiple of 16 with weights in e4m3, got {k}"
     if on.type == "cuda" and tuning.family(on.index or 0) != specs.SM90:
         return "kernels for weights in e4m3 need compute capability 9.0"
     return ""

@@ -395,7 +395,7 @@ def why_not(module: nn.Module, ffn: FFN, vllm_config: Any) -> str:
         return f"the first weight must be {wanted} with a last one of {[k, n]}, got {list(first.weight.shape)}"
     if not quantised and down.weight.dtype not in PACKED_DTYPES:
         return f"weights must be bfloat16 or float16, got {down.weight.dtype}"
-    refusal = unpackable(Facts("sizes of a rank", n=n, k=k), instead="")
+    refusal = unpackable(Facts("sizes of a rank", n=n, k=k, float8=quantised), instead="")
     return refusal.message if refusal else ""
 
 
