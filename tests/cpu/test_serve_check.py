@@ -245,13 +245,6 @@ def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.Cap
             [],
             "gate_proj.weight must be F8_E4M3 for vLLM to serve it through twell, got F32",
         ),
-        *(
-            ({"quantization_config": settings}, [], f"scale by row, tensor or block of 128 x 128, got {got}: take a ch")
-            for settings, got in (
-                ({"quant_algo": "NVFP4"}, "quant_algo NVFP4"),
-                ({"quant_method": "awq"}, "quant_method awq"),
-            )
-        ),
         ({"sparsity_strategy": "rows"}, [], 'sparsity_strategy must be "auto", "dense"'),
         ({"sparsity_strategy": ["row"]}, [], "got ['row']"),
         ({"sparsity_strategy": "screened"}, [], 'measured to pay, unless "sparsity_screen": "off"'),
@@ -337,6 +330,24 @@ def test_layers_in_e4m3_are_estimated(llama: Path, capsys: pytest.CaptureFixture
         problem = costs.Problem(row["tokens"], 64, 320, True, False, merged=row["tokens"] <= 512, float8=True)
         known = costs.Figures(320 / 190, 1 - (1 - 1 / 190) ** 128)
         assert (row["strategy"], row["reason"], row["costs"]) == costs.decide(problem, known, None)
+
+
+@pytest.mark.parametrize(
+    ("packed", "settings"), [("weight", {"quant_algo": "NVFP4"}), ("qweight", {"quant_method": "awq"})]
+)
+def test_other_formats_are_refused_with_what_to_do(
+    packed: str, settings: dict[str, Any], llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    for name in [name for name in tensors if ".mlp." in name]:
+        tensors[name.replace("weight", packed)] = tensors.pop(name)[:, ::2].to(torch.uint8)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, llama / "model.safetensors")
+    configure(llama, quantization_config=settings)
+    status, _, err = check(capsys, llama)
+    assert status == 2
+    got = " ".join(next(iter(settings.items())))
+    assert f"a scale by row, tensor or block of 128 x 128, got {got}: take a checkpoint in bfloat16 or in such" in err
+    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ _MODELOPT = "hf_quant_config.json"
 
 _AUTO = Route("auto")
 _UP = re.compile(r"(?P<layer>(?:^|.*\.)(?P<number>\d+)\..*)up_proj\.weight$")
+_PROJECTION = re.compile(r"((?:^|.*\.)\d+\..*(?:gate|up|down)_proj)\.")
 
 
 @dataclass(frozen=True)
@@ -232,8 +233,11 @@ def layers_of(folder: Path, content: dict[str, Any]) -> list[Layer]:
     """
     try:
         headers = [layouts.read_header(path) for path in layouts.weight_files(folder)]
+        tensors = {name: stored for header in headers for name, stored in header.tensors.items()}
+        # files of other formats have other names and shapes
+        schemes = _schemes(folder, content, tensors)
         by_weight = layouts.folder_layouts(folder)
-    except (FileNotFoundError, ValueError) as error:
+    except (FileNotFoundError, NotImplementedError, ValueError) as error:
         raise RequestError(f"MODEL: {error}") from error
     if not set(content.get("architectures") or ()) & set(vllm.SPARSE):
         for name, layout in by_weight.items():
@@ -243,8 +247,7 @@ def layers_of(folder: Path, content: dict[str, Any]) -> list[Layer]:
                     f"for {' and '.join(vllm.SPARSE)}, got [intermediate, hidden]; twell convert "
                     "turns them"
                 )
-    tensors = {name: stored for header in headers for name, stored in header.tensors.items()}
-    quantisation, dtype = _quantisation(folder, content), content.get("dtype", content.get("torch_dtype"))
+    dtype = content.get("dtype", content.get("torch_dtype"))
     found = []
     for name, up in tensors.items():
         match = _UP.match(name)
@@ -259,10 +262,7 @@ def layers_of(folder: Path, content: dict[str, Any]) -> list[Layer]:
                 raise RequestError(
                     f"MODEL: {projection}.weight must be a matrix of at least one row and column, got {got}"
                 )
-            try:
-                scheme = float8_layouts.how(quantisation, projection)
-            except (NotImplementedError, ValueError) as error:
-                raise RequestError(f"MODEL: {error}") from error
+            scheme = schemes[projection]
             kind, dtypes = (scheme.granularity, (_E4M3,)) if scheme else ("", _DTYPES)
             if weight.dtype not in dtypes:
                 raise RequestError(
@@ -294,15 +294,16 @@ def layers_of(folder: Path, content: dict[str, Any]) -> list[Layer]:
     return found
 
 
-def _quantisation(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """The configuration that says how weights are quantised; RequestError if it cannot be read."""
+def _schemes(folder: Path, content: dict[str, Any], names: Iterable[str]) -> dict[str, float8_layouts.Scheme | None]:
+    """How the weight of each projection of an FFN among these tensors is stored.
+
+    Raises NotImplementedError, which says what to do, for formats besides 16 bits and e4m3, and ValueError.
+    """
+    quantised = content.get("quantization_config") or content.get("compression_config")
     beside = folder / _MODELOPT
-    if content.get("quantization_config") or content.get("compression_config") or not beside.is_file():
-        return content
-    try:
-        return layouts.read_json(beside)
-    except (OSError, ValueError) as error:
-        raise RequestError(f"MODEL: {error}") from error
+    settings = layouts.read_json(beside) if not quantised and beside.is_file() else content
+    found = dict.fromkeys(match[1] for name in names if (match := _PROJECTION.match(name)))
+    return {projection: float8_layouts.how(settings, projection) for projection in found}
 
 
 def _require_stated(found: Sequence[Layer], content: dict[str, Any]) -> None:
