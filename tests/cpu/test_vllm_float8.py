@@ -89,6 +89,12 @@ def test_formats_that_run_as_without_twell(first: dict[str, Any], said: str) -> 
     assert reason(linear(**first)).startswith(said)
 
 
+def test_weights_of_another_name_are_of_another_format() -> None:
+    layer = linear("AWQLinearMethod")
+    del layer.weight
+    assert reason(layer).endswith("got AWQLinearMethod")
+
+
 def test_gpus_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "family", lambda index: specs.SM90)
     assert reason(linear(), on=GPU) == ""

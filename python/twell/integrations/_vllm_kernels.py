@@ -59,10 +59,17 @@ def trouble_of_experts(
     if on.type != "cuda" or route.strategy == "dense":
         return ""
     try:
-        x, ids = torch.zeros(1, k, dtype=dtype, device=on), torch.zeros(1, 1, dtype=torch.int32, device=on)
-        weight = torch.zeros(1, _NEURONS, k, dtype=dtype, device=on)
-        options = (compression, "row", *activation, route.invariant)
-        torch.ops.twell.experts(x, weight, weight if gated else None, weight, ids, ids.float(), *options)
+        ids, weight = (
+            torch.zeros(1, 1, dtype=torch.int32, device=on),
+            torch.zeros(1, _NEURONS, k, dtype=dtype, device=on),
+        )
+        x = torch.zeros(1, k, dtype=torch.bfloat16 if dtype == E4M3 else dtype, device=on)
+        options = (ids, ids.float(), compression, "row", *activation, route.invariant)
+        if dtype == E4M3:
+            scale, down_scale = (torch.zeros(1, size, dtype=torch.float32, device=on) for size in (_NEURONS, k))
+            torch.ops.twell.experts_float8(x, None, weight, scale, None, None, weight, down_scale, *options)
+        else:
+            torch.ops.twell.experts(x, weight, weight if gated else None, weight, *options)
         torch.cuda.synchronize(on)
     except Exception as error:
         return _unloadable(error)

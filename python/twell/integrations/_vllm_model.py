@@ -87,7 +87,8 @@ def _of_own(stock: Any) -> Any:
             for path, module in self.named_modules():
                 if type(module).__name__ == name and (activation := _own_activation(getattr(module, act))):
                     found[path] = FFN(up, act, down, activation)
-            if found or not experts.served:
+            experts.take_float8(self)
+            if found or not experts.served + experts.float8:
                 serve(self, found, vllm_config)
             experts.tell(self)
 
