@@ -76,9 +76,9 @@ class Layers:
                 self.reasons[reason] += 1
                 continue
             self.float8 += 1
-            # vLLM's loaders go by the name of the class
-            method.__class__ = _float8_of(method.__class__)
-            method.activation, method.route, method.compression = activation, self.route, self.compression
+            ours = object.__new__(_float8_of(method.__class__))
+            vars(ours).update(vars(method), activation=activation, route=self.route, compression=self.compression)
+            module.quant_method = ours
 
     def tell(self, model: nn.Module) -> None:
         """Say in the log what the experts of ``model`` run."""
@@ -239,7 +239,7 @@ class RunsFloat8Experts:
 
 @functools.cache
 def _float8_of(stock: Any) -> Any:
-    """A class of vLLM's for experts in e4m3, by its name, whose experts run through twell."""
+    """A class of vLLM's for experts in e4m3 that run through twell, by its name, which vLLM's loaders ask for."""
     return type(stock.__name__, (RunsFloat8Experts, stock), {})
 
 
