@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from served import FLOAT8, INPUT_SCALE, Serve, checkpoint, in_float8
+from test_routed_experts import EXPERTS, SIZES
 
 LAYERS = 2
 ROW, DENSE = {"sparsity_strategy": "row"}, {"sparsity_strategy": "dense"}
@@ -81,6 +82,20 @@ def test_float16_runs_as_without_twell_and_says_why(tmp_path: Path, serve: Serve
     assert served.layers == []
     reason = "the model must be in bfloat16 with weights in e4m3, got torch.float16"
     assert f"{LAYERS} feed-forward layers run as without twell: {reason}" in served.log
+
+
+def test_experts_of_the_same_values_have_the_same_tokens(tmp_path: Path, serve: Serve) -> None:
+    """Each format has a quant method and loaders of its own in vLLM, and shared experts in e4m3 beside."""
+    made = []
+    for form in ("modelopt", "fp8-static"):
+        model = checkpoint(tmp_path / form, "relu2", kind="NemotronH", sizes=SIZES)
+        in_float8(model, form)
+        served = serve(model, dtype="bfloat16", hf_overrides=ROW, request=EXPERTS)
+        assert served.experts_rows == [True] * LAYERS
+        assert f'{LAYERS} layers of experts run through torch.ops.twell.experts_float8: strategy "row"' in served.log
+        assert f"{THROUGH}:" in served.log
+        made.append(served.tokens)
+    assert made[0] == made[1]
 
 
 @contextmanager
