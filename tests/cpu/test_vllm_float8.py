@@ -53,6 +53,8 @@ def test_formats_that_run(method: str, scale: Tensor) -> None:
 def test_schemes_of_compressed_tensors_are_those_of_a_layer() -> None:
     scheme = type("CompressedTensorsW8A8Fp8", (), {})()
     assert reason(linear("CompressedTensorsLinearMethod", scheme=scheme)) == ""
+    turned = "CompressedTensorsLinearTransformMethod"
+    assert reason(linear(turned, scheme=scheme)).endswith(f"e4m3, got {turned}")
     other = type("CompressedTensorsW8A16Fp8", (), {})()
     assert reason(linear("CompressedTensorsLinearMethod", scheme=other)).endswith("e4m3, got CompressedTensorsW8A16Fp8")
 

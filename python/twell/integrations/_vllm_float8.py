@@ -36,7 +36,10 @@ _MISSING = torch.finfo(torch.float32).min
 def why_not(first: Any, down: Any, on: torch.device) -> str:
     """Why an FFN of these linear layers, one of them quantised at least, runs as without twell; "" if it need not."""
     for layer in (first, down):
-        method = layer.scheme if hasattr(layer, "scheme") else layer.quant_method
+        method = layer.quant_method
+        # another one turns what goes in and comes out
+        if type(method).__name__ == "CompressedTensorsLinearMethod":
+            method = layer.scheme
         if reason := _other_format(layer, "", method, _STORED, _ONLINE):
             return reason
     if first.params_dtype != torch.bfloat16:
