@@ -87,6 +87,11 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"strategy": "proven"}, ValueError, 'strategy "proven" is gone: use "union", which never screens'),
     ({"strategy": "invariant"}, ValueError, 'strategy "invariant" is gone: use strategy="row", invariant=True'),
+    (
+        {"n": 264, "k": 24, "float8": True},
+        ValueError,
+        'K must be a positive multiple of 16 for the sparse kernels, got 24; strategy="dense" takes it',
+    ),
     ({"invariant": 1}, TypeError, "invariant must be True or False, got 1"),
     ({"invariant": None}, TypeError, "invariant must be True or False, got None"),
     *(

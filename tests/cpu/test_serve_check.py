@@ -17,6 +17,7 @@ import saved_models
 from safetensors.torch import load_file, save_file
 
 from twell.commands import cli, serve_check
+from twell.float8 import quantize
 from twell.integrations import vllm
 from twell.integrations.layouts import LayerFigures, measured
 from twell.strategy import costs, tables
@@ -239,7 +240,11 @@ def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.Cap
         ({"architectures": 5}, [], "architectures must be a list of names, got 5"),
         ({"architectures": "LlamaForCausalLM"}, [], "must be a list of names, got 'LlamaForCausalLM'"),
         ({"architectures": [5]}, [], "must be a list of names, got [5]"),
-        ({"quantization_config": {"quant_method": "fp8"}}, [], "weights must not be quantised"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            [],
+            "gate_proj.weight must be F8_E4M3 for vLLM to serve it through twell, got F32",
+        ),
         ({"sparsity_strategy": "rows"}, [], 'sparsity_strategy must be "auto", "dense"'),
         ({"sparsity_strategy": ["row"]}, [], "got ['row']"),
         ({"sparsity_strategy": "screened"}, [], 'measured to pay, unless "sparsity_screen": "off"'),
@@ -292,6 +297,90 @@ def test_the_verdict_says_what_it_holds_for() -> None:
     assert serve_check._verdict({"prefill 8,192": 1.0}, calls[:1], tables.SHIPPED) == (
         "Verdict: no gain of the FFNs on NVIDIA H200; by times in CUDA graphs, with down weights by rows"
     )
+
+
+def quantised(folder: Path, settings: dict[str, Any], granularity: Any = "row", layers: str = "") -> None:
+    """Turn the FFNs to e4m3, and ``config.json`` to say so; ``layers``: a pattern of the names of those that are."""
+    tensors = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if ".mlp." in name and re.search(layers, name):
+            record = quantize(weight, granularity)
+            tensors |= {name: record.values, f"{name}_scale": record.scale}
+        else:
+            tensors[name] = weight.bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    configure(folder, quantization_config=settings, dtype="bfloat16")
+
+
+CHANNEL = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+
+
+def test_layers_in_e4m3_are_estimated(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantised(llama, CHANNEL | {"ignore": ["model.layers.1.*"]})
+    # the lists of a checkpoint and its files must agree
+    assert "model.layers.1.mlp.gate_proj.weight must be BF16 or F16 or F32" in check(capsys, llama, *SIZES)[2]
+    configure(llama, quantization_config=None)
+    (llama / "hf_quant_config.json").write_text(json.dumps({"quantization": CHANNEL}))
+    status, out, _ = check(capsys, llama, *SIZES, "--json", llama / "out.json")
+    assert status == 0
+    assert "vLLM serves LlamaForCausalLM with ReLU, through twell\n" in out
+    assert "3 of 3 layers have weights in e4m3: shares of theirs are estimates, of dense e4m3" in out
+    assert "Predicted from times measured" not in out
+    for row in json.loads((llama / "out.json").read_text())["rows"]:
+        problem = costs.Problem(row["tokens"], 64, 320, True, False, merged=row["tokens"] <= 512, float8=True)
+        known = costs.Figures(320 / 190, 1 - (1 - 1 / 190) ** 128)
+        assert (row["strategy"], row["reason"], row["costs"]) == costs.decide(problem, known, None)
+
+
+@pytest.mark.parametrize(
+    ("packed", "settings"), [("weight", {"quant_algo": "NVFP4"}), ("qweight", {"quant_method": "awq"})]
+)
+def test_other_formats_are_refused_with_what_to_do(
+    packed: str, settings: dict[str, Any], llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    for name in [name for name in tensors if ".mlp." in name]:
+        tensors[name.replace("weight", packed)] = tensors.pop(name)[:, ::2].to(torch.uint8)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, llama / "model.safetensors")
+    configure(llama, quantization_config=settings)
+    status, _, err = check(capsys, llama)
+    assert status == 2
+    got = " ".join(next(iter(settings.items())))
+    assert f"a scale by row, tensor or block of 128 x 128, got {got}: take a checkpoint in bfloat16 or in such" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("granularity", "settings", "dtype", "reason"),
+    [
+        ("block", {"quant_algo": "FP8_PB_WO"}, "bfloat16", "a scale for each row, or one in all, got scales of blocks"),
+        ("row", CHANNEL, "float16", "the model must be in bfloat16 with weights in e4m3, got float16"),
+    ],
+)
+def test_layers_in_e4m3_that_run_as_without_twell(
+    granularity: str, settings: Any, dtype: str, reason: str, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantised(llama, settings, granularity)
+    configure(llama, dtype=dtype)
+    status, out, _ = check(capsys, llama, *SIZES)
+    assert status == 0
+    assert "vLLM serves LlamaForCausalLM with ReLU\n" in out
+    assert "3 of 3 layers run as without twell: " in out
+    assert reason in out
+
+
+def test_some_layers_may_stay_in_16_bits(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantised(llama, CHANNEL | {"ignore": ["model.layers.1.*", "model.layers.2.*"]}, layers="layers.0.")
+    status, out, _ = check(capsys, llama, *SIZES)
+    assert status == 0
+    assert "1 of 3 layers have weights in e4m3" in out
+    assert "Predicted from times measured" in out
+
+
+def test_projections_of_a_layer_are_quantised_alike(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quantised(llama, CHANNEL | {"ignore": ["*.gate_proj"]}, layers="up_proj|down_proj")
+    said = "model.layers.0.mlp.up_proj must be quantised as the projections beside it, which vLLM merges, got scales by"
+    assert f"{said} row and by none" in check(capsys, llama, *SIZES)[2]
 
 
 def test_figures_are_not_written_through_a_link(

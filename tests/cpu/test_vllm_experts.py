@@ -5,6 +5,7 @@ tests/serving/test_routed_experts.py has the tests with the engine.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import importlib
 import sys
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from twell import tuning
 from twell._activation import Activation
 from twell._runtime import host, specs
+from twell.float8 import E4M3, Float8, formula, quantize, quantize_tokens
 from twell.integrations import _vllm_kernels, layouts
 
 NAME = "twell.integrations._vllm_experts"
@@ -256,9 +258,9 @@ def test_kernels_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(calls) > 2:
             raise RuntimeError("kernel expert_pack_bf16 cannot be compiled\nbecause of more")
 
-    def tried(strategy: str, gated: bool = False, on: torch.device = GPU) -> str:
+    def tried(strategy: str, gated: bool = False, on: torch.device = GPU, dtype: Any = torch.bfloat16) -> str:
         route = layouts.route_of({"sparsity_strategy": strategy})
-        return _vllm_kernels.trouble_of_experts(route, 8, on, Activation("relu2"), gated, K, torch.bfloat16)
+        return _vllm_kernels.trouble_of_experts(route, 8, on, Activation("relu2"), gated, K, dtype)
 
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     monkeypatch.setattr(torch.ops.twell, "experts", called)
@@ -270,6 +272,17 @@ def test_kernels_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [call[7] for call in calls] == ["row", "row"]
     said = "its kernels cannot be loaded (RuntimeError: kernel expert_pack_bf16 cannot be compiled); `twell info`"
     assert tried("row").startswith(said)
+    monkeypatch.setattr(torch.ops.twell, "experts_float8", called, raising=False)
+    calls.clear()
+    assert tried("auto", dtype=E4M3) == ""
+    operands = [given for given in calls[0] if isinstance(given, Tensor)]
+    assert [(list(t.shape), t.dtype) for t in operands[:5]] == [
+        ([1, K], torch.bfloat16),
+        ([1, 64, K], E4M3),
+        ([1, 64], torch.float32),
+        ([1, 64, K], E4M3),
+        ([1, K], torch.float32),
+    ]
 
 
 def test_the_log_says_what_runs(
@@ -278,20 +291,161 @@ def test_the_log_says_what_runs(
     caplog.set_level("INFO", "vllm.twell")
     layers, model = layers_of(experts, "auto", sparsity_invariant=True), nn.Module()
     methods = [made(experts, layers, Config(has_bias=bias)) for bias in (False, True, True)]
-    for number, method in enumerate([*methods, type("Fp8MoEMethod", (nn.Module,), {})()]):
+    other = type("AWQMoEMethod", (), {"moe": Config()})()
+    for number, method in enumerate([*methods, other]):
         layer = RoutedExperts()
         layer.quant_method = method
         model.add_module(str(number), layer)
+    layers.take_float8(model)
     layers.tell(model)
+    formats = "all weights must be in 16 bits, or with their inputs in e4m3"
     assert [record.getMessage() for record in caplog.records] == [
         "twell: 2 layers of experts run as without twell: experts must have no bias",
-        "twell: 1 layers of experts run as without twell: weights must not be quantised, got Fp8MoEMethod",
+        f"twell: 1 layers of experts run as without twell: {formats}, got AWQMoEMethod",
         'twell: 1 layers of experts run through torch.ops.twell.experts: strategy "row+invariant"',
     ]
     monkeypatch.setattr(host, "runner", lambda: "C (libtwell_host.so)")
     assert _vllm_kernels.described_experts(layouts.route_of({}), GPU) == (
         'strategy "auto", launches by C (libtwell_host.so)'
     )
+
+
+class Fp8MoEMethod(abc.ABC):  # noqa: B024
+    """vLLM's class for experts in e4m3."""
+
+    def __init__(self, moe: Any) -> None:
+        self.moe = moe
+
+    @property
+    def is_monolithic(self) -> bool:
+        raise AttributeError("no kernel")
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        raise NotImplementedError("vLLM's own")
+
+
+def in_float8(by_rows: bool = False, static: bool = True, change: Any = None) -> tuple[Any, Float8, Float8]:
+    """A layer of experts as vLLM makes it for a checkpoint in e4m3, and its weights."""
+    torch.manual_seed(0)
+    up, down = (quantize(torch.randn(shape), "row" if by_rows else "tensor") for shape in ((E, N, K), (E, K, N)))
+    layer = RoutedExperts()
+    layer.quant_method = Fp8MoEMethod(dataclasses.replace(Config(), **(change or {})))
+    layer.w13_weight, layer.w2_weight = (nn.Parameter(r.values.clone(), requires_grad=False) for r in (up, down))
+    # by tensor those of w13 have a place for each projection
+    scales = (up.scale[..., None], down.scale[..., None] if by_rows else down.scale)
+    layer.w13_weight_scale, layer.w2_weight_scale = (nn.Parameter(s.clone(), requires_grad=False) for s in scales)
+    inputs = nn.Parameter(torch.linspace(0.01, 0.02, E), requires_grad=False)
+    layer.w13_input_scale = inputs if static else None
+    layer.expert_map, layer.apply_router_weight_on_input = None, False
+    return layer, up, down
+
+
+@pytest.fixture
+def operator(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The calls of ``experts_float8``, which is the formula here, expert by expert."""
+    calls: list[tuple[Any, ...]] = []
+
+    def experts_float8(*given: Any) -> Tensor:
+        calls.append(given)
+        x, x_scale, w_up, up_scale, w_gate, gate_scale, w_down, down_scale, ids, weights, _, _, name, threshold = given
+        assert w_gate is gate_scale is None
+        assert (w_up.shape, up_scale.shape) == ((E, N, K), (E, N))
+        assert (w_down.shape, down_scale.shape) == ((E, N, K), (E, K))
+        assert w_down.is_contiguous()
+        assert x_scale is None or x_scale.shape == (1,)
+        tokens, y = quantize_tokens(x, x_scale), torch.zeros(len(x), K, dtype=torch.float64)
+        for expert in range(E):
+            matrices = Float8(w_up[expert], up_scale[expert]), None, Float8(w_down[expert].t(), down_scale[expert])
+            of = formula(tokens, *matrices, activation=Activation(name, threshold))
+            y += of * (weights * (ids == expert)).sum(1, keepdim=True).double()
+        return y.bfloat16()
+
+    monkeypatch.setattr(torch.ops.twell, "experts_float8", experts_float8, raising=False)
+    return calls
+
+
+@pytest.mark.parametrize(("by_rows", "static"), [(False, True), (True, False)])
+def test_experts_in_e4m3_run_through_their_operator(
+    by_rows: bool, static: bool, experts: Any, operator: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm.twell")
+    layers = layers_of(experts, "row")
+    layer, up, down = in_float8(by_rows, static)
+    layers.take_float8(layer)
+    layers.tell(layer)
+    assert [record.getMessage() for record in caplog.records] == [
+        'twell: 1 layers of experts run through torch.ops.twell.experts_float8: strategy "row"'
+    ]
+    method = layer.quant_method
+    assert type(method).__name__ == "Fp8MoEMethod"
+    assert isinstance(method, (Fp8MoEMethod, experts.RunsFloat8Experts))
+    assert not method.is_monolithic
+    for _ in range(2):
+        method.process_weights_after_loading(layer)
+    for weight, record in ((layer.w13_weight, up), (layer.w2_weight, down)):
+        assert torch.equal(weight.contiguous().view(torch.uint8), record.values.view(torch.uint8))
+    assert torch.equal(layer.w13_weight_scale, up.by_rows())
+    assert torch.equal(layer.w2_weight_scale, down.by_rows())
+    x, _, _, ids, weights = drawn()
+    layer.expert_map = torch.arange(E, dtype=torch.int32)
+    # those of another rank
+    layer.expert_map[0] = -1
+    y = method.apply(layer, x, weights, ids, None, None)
+    ((_, x_scale, *_, passed, _, compression, strategy, name, threshold),) = operator
+    assert (x_scale is not None and x_scale.tolist()) == (static and [pytest.approx(0.02)])
+    assert torch.equal(passed, torch.where(ids == 0, -1, ids))
+    assert (compression, strategy, name, threshold) == (8, "row", "relu2", 0)
+    assert y.dtype == torch.bfloat16
+
+
+def test_weights_of_16_bits_become_experts_in_e4m3(experts: Any, operator: list[Any]) -> None:
+    layer, _, _ = in_float8()
+    wide = [torch.randn(shape).bfloat16() for shape in ((E, N, K), (E, K, N))]
+    layer.quant_method = type("Fp8PtpcOnlineMoEMethod", (Fp8MoEMethod,), {})(Config())
+    layer.w13_weight, layer.w2_weight = (nn.Parameter(w.clone(), requires_grad=False) for w in wide)
+    del layer.w13_weight_scale, layer.w2_weight_scale, layer.w13_input_scale
+    layers = layers_of(experts, "row")
+    layers.take_float8(layer)
+    assert (layers.float8, layers.reasons) == (1, {})
+    layer.quant_method.process_weights_after_loading(layer)
+    for name, weight in zip(("w13", "w2"), wide, strict=True):
+        record = quantize(weight)
+        values = getattr(layer, f"{name}_weight").contiguous()
+        assert torch.equal(values.view(torch.uint8), record.values.view(torch.uint8))
+        assert torch.equal(getattr(layer, f"{name}_weight_scale"), record.scale)
+    x, _, _, ids, weights = drawn()
+    layer.quant_method.apply(layer, x, weights, ids)
+    assert operator[0][1] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "strategy", "reason"),
+    [
+        ({"in_dtype": torch.float16}, {}, "the model must be in bfloat16 with weights in e4m3, got torch.float16"),
+        ({"is_act_and_mul": True}, {}, "experts with weights in e4m3 must have no gate"),
+        ({}, {"sparsity_invariant": True}, "experts with weights in e4m3 have no invariant form"),
+        ({"is_lora_enabled": True}, {}, "LoRA is enabled"),
+        ({"hidden_dim": 40}, {}, "sizes of a rank: K must be a positive multiple of 16 for the sparse kernels, got 40"),
+    ],
+    ids=str,
+)
+def test_experts_in_e4m3_that_are_left_to_vllm(
+    change: dict[str, Any], strategy: dict[str, Any], reason: str, experts: Any
+) -> None:
+    layer, _, _ = in_float8(change=change)
+    layers = layers_of(experts, "auto", **strategy)
+    layers.take_float8(layer)
+    assert dict(layers.reasons) == {reason: 1}
+    assert type(layer.quant_method) is Fp8MoEMethod
+
+
+def test_blocks_of_experts_are_left_to_vllm(experts: Any) -> None:
+    layer, _, _ = in_float8()
+    layer.w2_weight_scale = nn.Parameter(torch.ones(E, 1, 1), requires_grad=False)
+    layers = layers_of(experts)
+    layers.take_float8(layer)
+    (reason,) = layers.reasons
+    assert reason.endswith("got Fp8MoEMethod with scales of blocks")
 
 
 def test_reasons_are_told_where_vllm_refuses_a_layer(experts: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ from tests.cpu import fake_gpu
 from twell import _configuration
 from twell._activation import Activation
 from twell._runtime import device, host
+from twell.float8 import E4M3
 from twell.integrations import _vllm_kernels, layouts
 from twell.integrations import vllm as plugin
 from twell.integrations._vllm_auto import ServedStrategy, watch
@@ -242,9 +243,11 @@ def test_without_steps_to_watch_the_log_says_so(
 GPU = torch.device("cuda", 0)
 
 
-def tried(strategy: str, on: torch.device = GPU, gated: bool = True) -> str:
-    route = layouts.route_of({"sparsity_strategy": strategy})
-    return _vllm_kernels.trouble(route, 8, on, Activation("relu2"), gated, 128, torch.bfloat16)
+def tried(
+    strategy: str, on: torch.device = GPU, gated: bool = True, dtype: torch.dtype = torch.bfloat16, **more: Any
+) -> str:
+    route = layouts.route_of({"sparsity_strategy": strategy} | more)
+    return _vllm_kernels.trouble(route, 8, on, Activation("relu2"), gated, 128, dtype)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -289,9 +292,26 @@ def test_kernels_are_tried_where_they_will_run(gated: bool, monkeypatch: pytest.
     assert tried("auto") == ""
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_kernels_of_e4m3_weights_are_tried(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros, calls = torch.zeros, []
+    monkeypatch.setattr(tables, "imposed", lambda *_: "")
+    monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda on: None)
+    real = torch.ops.twell.ffn_float8
+    monkeypatch.setattr(torch.ops.twell, "ffn_float8", lambda *call: calls.append(call) or real(*call))
+    assert (
+        tried("auto", gated=gated, dtype=E4M3) == tried("row", gated=gated, dtype=E4M3, sparsity_invariant=True) == ""
+    )
+    assert [(call[4] is not None, call[12], call[-1]) for call in calls] == [
+        (gated, "row", False),
+        (gated, "row", True),
+    ]
+
+
 def test_the_log_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def said(strategy: str, on: torch.device = GPU) -> str:
-        return _vllm_kernels.described(layouts.route_of({"sparsity_strategy": strategy}), on)
+    def said(strategy: str, on: torch.device = GPU, float8: bool = False) -> str:
+        return _vllm_kernels.described(layouts.route_of({"sparsity_strategy": strategy}), on, float8)
 
     monkeypatch.setattr(device, "name", lambda index: "NVIDIA H100")
     monkeypatch.setattr(host, "runner", lambda: "C (libtwell_host.so)")
@@ -299,7 +319,8 @@ def test_the_log_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "in_use", lambda on: tables.Table({}, "NVIDIA H200 (132 SMs)", "2026-01-01"))
     launches = "launches by C (libtwell_host.so)"
     assert said("auto") == f'strategy "auto", {launches}, costs of NVIDIA H200 (shipped) on NVIDIA H100'
-    assert said("row") == f'strategy "row", {launches}'
+    assert said("auto", float8=True) == f'strategy "auto", {launches}, estimated costs'
+    assert said("row") == said("row", float8=True) == f'strategy "row", {launches}'
     assert said("dense") == 'strategy "dense"'
     assert said("row", torch.device("cpu")) == 'strategy "row"'
     tuned = tables.Table({}, "NVIDIA H100 (132 SMs)", "2026-01-01", Path("tuning/a.json"))

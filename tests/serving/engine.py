@@ -22,7 +22,11 @@ def describe(model: Any) -> dict[str, Any]:
 
     methods = {name: (layer, getattr(layer, "quant_method", None)) for name, layer in model.named_modules()}
     ours = {name: pair for name, pair in methods.items() if type(pair[1]).__name__ == "RunsFFN"}
-    experts = {name: layer for name, (layer, how) in methods.items() if type(how).__name__ == "RunsExperts"}
+    # those in e4m3 have the name of vLLM's class
+    names = {"RunsExperts", "RunsFloat8Experts"}
+    experts = {
+        name: layer for name, (layer, how) in methods.items() if names & {kind.__name__ for kind in type(how).__mro__}
+    }
     sites = [site for _, method in ours.values() if (site := found(method._first.weight)) is not None]
     choices = [
         [[row.tokens, row.calls, row.figures and row.figures.nonzeros] for row in site.explain()] for site in sites

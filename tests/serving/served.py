@@ -95,6 +95,58 @@ def checkpoint(
     return folder
 
 
+# Formats of e4m3 checkpoints: ``quantization_config``, granularity of weights, and whether inputs are static.
+_CT = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def _compressed(weights: str, inputs: str, dynamic: bool) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"],
+        "weights": {**_CT, "strategy": weights, "dynamic": False},
+        "input_activations": {**_CT, "strategy": inputs, "dynamic": dynamic},
+    }
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+
+
+FLOAT8: dict[str, tuple[dict[str, Any], Any, bool]] = {
+    "channel": (_compressed("channel", "token", True), "row", False),
+    "tensor": (_compressed("tensor", "tensor", False), "tensor", True),
+    "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "tensor", False),
+    "fp8-static": ({"quant_method": "fp8", "activation_scheme": "static"}, "tensor", True),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "tensor", True),
+    "modelopt-channel": ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "row", False),
+}
+_LISTS = {"compressed-tensors": "ignore", "fp8": "modules_to_not_convert", "modelopt": "ignore"}
+INPUT_SCALE = 0.02
+
+
+def in_float8(folder: Path, form: str, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> None:
+    """Turn a checkpoint to bfloat16 and its linear layers of these names to e4m3, in a format of ``FLOAT8``."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from twell.float8 import quantize
+
+    settings, granularity, static = FLOAT8[form]
+    tensors, skipped = {}, []
+    for name, weight in load_file(folder / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if module.endswith(names) and name != module:
+            record = quantize(weight, granularity)
+            scale = record.scale[:, None] if form == "channel" else record.scale
+            tensors |= {name: record.values, f"{name}_scale": scale}
+            if static:
+                tensors[f"{module}.input_scale"] = torch.tensor(INPUT_SCALE)
+        else:
+            tensors[name] = weight.bfloat16()
+            skipped += [module] * (name != module and weight.dim() == 2)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    lists = {_LISTS[settings["quant_method"]]: skipped}
+    content = json.loads(path.read_text()) | {"quantization_config": settings | lists, "dtype": "bfloat16"}
+    path.write_text(json.dumps(content))
+
+
 def adapter(folder: Path) -> Path:
     """Write an adapter (LoRA) of random weights for models of ``SIZES``, large enough to change tokens."""
     import torch

@@ -128,19 +128,6 @@ def test_what_counts_as_a_layer_of_the_transformers_backend() -> None:
     assert found("FalconH1").endswith("got another function of x: it runs mul")
 
 
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rank, of two, that linear layers of vLLM are made for; without processes."""
-    from vllm.model_executor import parameter
-    from vllm.model_executor.layers import linear
-
-    rank = [0]
-    for module in (linear, parameter):
-        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank[0])
-        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 2)
-    return rank
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_shared_experts_of_nemotron_h(bias: bool, ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has no experts without a gate on a CPU, so the layer is made by hand: two ranks, whose sum is the layer.

@@ -198,7 +198,7 @@ def test_batch_invariant_mode_gives_a_token_the_same_bits(monkeypatch: pytest.Mo
 
 
 def test_layers_run_as_without_twell_for_a_reason() -> None:
-    """Quantised weights need a GPU, so the question is asked of layers that are made by hand."""
+    """Most layers need more than a CPU, so the question is asked of layers that are made by hand."""
     import torch
     from torch import nn
     from vllm.model_executor.layers.linear import (
@@ -211,7 +211,7 @@ def test_layers_run_as_without_twell_for_a_reason() -> None:
     from twell._activation import RELU
     from twell.integrations._vllm_model import FFN, why_not
 
-    class Fp8Method(UnquantizedLinearMethod):
+    class Int8Method(UnquantizedLinearMethod):
         pass
 
     def linear(
@@ -228,14 +228,16 @@ def test_layers_run_as_without_twell_for_a_reason() -> None:
         layer = nn.Module()
         layer.first, layer.down = first, down
         ffn = FFN("" if gated else "first", "act", "down", RELU)
-        return why_not(layer, ffn, SimpleNamespace(lora_config=None))
+        device = SimpleNamespace(device=torch.device("cpu"))
+        return why_not(layer, ffn, SimpleNamespace(lora_config=None, device_config=device))
 
     column, row = ColumnParallelLinear, RowParallelLinear
     assert reason(linear(MergedColumnParallelLinear, (192, 64)), linear(row, (64, 96)), gated=True) == ""
     assert reason(linear(column, (96, 64)), linear(row, (64, 96))) == ""
-    quantised = "weights must not be quantised, got Fp8Method"
-    assert reason(linear(column, (96, 64), Fp8Method), linear(row, (64, 96))) == quantised
-    assert reason(linear(column, (96, 64)), linear(row, (64, 96), Fp8Method)) == quantised
+    quantised = "all weights must be in 16 bits, or with their inputs in e4m3, got "
+    assert reason(linear(column, (96, 64), Int8Method), linear(row, (64, 96))) == f"{quantised}Int8Method"
+    # one of both
+    assert reason(linear(column, (96, 64)), linear(row, (64, 96), Int8Method)) == f"{quantised}UnquantizedLinearMethod"
     assert reason(linear(column, (96, 64)), linear(row, (64, 96)), gated=True) == (
         "vLLM must have made one MergedColumnParallelLinear of a layer, got 0"
     )

@@ -7,7 +7,8 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from twell._activation import NAMES_OF_FAMILY, activation_of
 from twell._runtime import geometry
 from twell.commands import prediction, saved_model, sparsity
 from twell.commands.request import RequestError, aligned, as_percent, at_least, check_file, number_above, pick_device
-from twell.integrations import layouts, vllm
+from twell.integrations import float8_layouts, layouts, vllm
 from twell.strategy.costs import ASSUMED_DENSITY, Figures, Problem, captured, decide, guarded_share, nearest
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, unpackable
 from twell.strategy.tables import GUARDED, SHIPPED, Table, in_use
@@ -38,16 +39,21 @@ TOKENS, SEQUENCE, BATCH = 32768, 256, 128
 
 # Names in headers of safetensors files; vLLM turns weights of 32 bits to 16.
 _DTYPES = ("BF16", "F16", "F32")
+_E4M3 = "F8_E4M3"
+# where ModelOpt says how weights are quantised, if config.json does not
+_MODELOPT = "hf_quant_config.json"
 
 _AUTO = Route("auto")
 _UP = re.compile(r"(?P<layer>(?:^|.*\.)(?P<number>\d+)\..*)up_proj\.weight$")
+_PROJECTION = re.compile(r"((?:^|.*\.)\d+\..*(?:gate|up|down)_proj)\.")
 
 
 @dataclass(frozen=True)
 class Layer:
     """A layer of a checkpoint with N neurons of hidden size K.
 
-    beside: weights of attention per weight of FFN. dtype: that of its weights in the header of their file.
+    beside: weights of attention per weight of FFN. dtype: that of its weights in the header of their file. reason: why
+    it runs as without twell, whatever its sizes; "" if it need not.
     """
 
     name: str
@@ -56,6 +62,12 @@ class Layer:
     n: int
     beside: float
     dtype: str = "BF16"
+    reason: str = ""
+
+    @property
+    def float8(self) -> bool:
+        """Whether its weights are in e4m3."""
+        return self.dtype == _E4M3
 
 
 @dataclass(frozen=True)
@@ -129,7 +141,8 @@ def run(arguments: argparse.Namespace) -> int:
     _require_stated(found, content)
     _require_divided(found, content, arguments.ranks)
     refused = _refusal(found, arguments.ranks)
-    remarks = [served if refused else f"{served}, through twell", refused, *_remarks(found, requested, refused)]
+    without = refused or all(layer.reason for layer in found)
+    remarks = [served if without else f"{served}, through twell", refused, *_remarks(found, requested, refused)]
     figures, source = _figures(arguments, content, found)
     table = in_use(pick_device(arguments.device))
     rows = [
@@ -165,12 +178,6 @@ def _require_served(content: dict[str, Any]) -> str:
     named = content.get("architectures") or []
     if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise RequestError(f"MODEL: architectures must be a list of names, got {named!r}")
-    for key in ("quantization_config", "compression_config"):
-        if content.get(key) is not None:
-            raise RequestError(
-                f"MODEL: weights must not be quantised for vLLM to serve them through twell, got a {key} in "
-                f"{layouts.CONFIG}"
-            )
     activation = layouts.activation(content)
     if activation == "fatrelu":
         _require_threshold(content)
@@ -226,8 +233,11 @@ def layers_of(folder: Path, content: dict[str, Any]) -> list[Layer]:
     """
     try:
         headers = [layouts.read_header(path) for path in layouts.weight_files(folder)]
+        tensors = {name: stored for header in headers for name, stored in header.tensors.items()}
+        # files of other formats have other names and shapes
+        schemes = _schemes(folder, content, tensors)
         by_weight = layouts.folder_layouts(folder)
-    except (FileNotFoundError, ValueError) as error:
+    except (FileNotFoundError, NotImplementedError, ValueError) as error:
         raise RequestError(f"MODEL: {error}") from error
     if not set(content.get("architectures") or ()) & set(vllm.SPARSE):
         for name, layout in by_weight.items():
@@ -237,30 +247,44 @@ def layers_of(folder: Path, content: dict[str, Any]) -> list[Layer]:
                     f"for {' and '.join(vllm.SPARSE)}, got [intermediate, hidden]; twell convert "
                     "turns them"
                 )
-    tensors = {name: stored for header in headers for name, stored in header.tensors.items()}
+    dtype = content.get("dtype", content.get("torch_dtype"))
     found = []
     for name, up in tensors.items():
         match = _UP.match(name)
         if match is None:
             continue
         weights = [tensors.get(f"{match['layer']}{which}_proj.weight") for which in ("gate", "up", "down")]
+        form = None
         for which, weight in zip(("gate", "up", "down"), weights, strict=True):
+            projection = f"{match['layer']}{which}_proj"
             if weight is None or len(weight.shape) != 2 or 0 in weight.shape:
                 got = "none" if weight is None else str(list(weight.shape))
                 raise RequestError(
-                    f"MODEL: {match['layer']}{which}_proj.weight must be a matrix of at least one row and "
-                    f"column, got {got}"
+                    f"MODEL: {projection}.weight must be a matrix of at least one row and column, got {got}"
                 )
-            if weight.dtype not in _DTYPES:
+            scheme = schemes[projection]
+            kind, dtypes = (scheme.granularity, (_E4M3,)) if scheme else ("", _DTYPES)
+            if weight.dtype not in dtypes:
                 raise RequestError(
-                    f"MODEL: {match['layer']}{which}_proj.weight must be {' or '.join(_DTYPES)} for vLLM to serve it "
-                    f"through twell, got {weight.dtype}"
+                    f"MODEL: {projection}.weight must be {' or '.join(dtypes)} for vLLM to serve it through twell, got "
+                    f"{weight.dtype}"
                 )
+            if form not in (None, kind):
+                raise RequestError(
+                    f"MODEL: {projection} must be quantised as the projections beside it, which vLLM merges, got "
+                    f"scales by {kind or 'none'} and by {form or 'none'}"
+                )
+            form = kind
         n, k = up.shape
         block = match["layer"].removesuffix("mlp.")
         attention = [other.shape for key, other in tensors.items() if key.startswith(f"{block}self_attn.")]
         beside = sum(shape[0] * shape[1] for shape in attention if len(shape) == 2) / (3 * k * n)
-        found.append(Layer(match["layer"].rstrip("."), int(match["number"]), k, n, beside, up.dtype))
+        reason = ""
+        if form == "block":
+            reason = "weights in e4m3 must have a scale for each row, or one in all, got scales of blocks"
+        elif form and dtype == "float16":
+            reason = "the model must be in bfloat16 with weights in e4m3, got float16"
+        found.append(Layer(match["layer"].rstrip("."), int(match["number"]), k, n, beside, up.dtype, reason))
     if not found:
         raise RequestError(f"MODEL: expected layers with gate_proj and up_proj in {str(folder)!r}, got none")
     found.sort(key=lambda layer: layer.number)
@@ -268,6 +292,18 @@ def layers_of(folder: Path, content: dict[str, Any]) -> list[Layer]:
         if one.number == other.number:
             raise RequestError(f"MODEL: each layer must have a number of its own, got {one.name} and {other.name}")
     return found
+
+
+def _schemes(folder: Path, content: dict[str, Any], names: Iterable[str]) -> dict[str, float8_layouts.Scheme | None]:
+    """How the weight of each projection of an FFN among these tensors is stored.
+
+    Raises NotImplementedError, which says what to do, for formats besides 16 bits and e4m3, and ValueError.
+    """
+    quantised = content.get("quantization_config") or content.get("compression_config")
+    beside = folder / _MODELOPT
+    settings = layouts.read_json(beside) if not quantised and beside.is_file() else content
+    found = dict.fromkeys(match[1] for name in names if (match := _PROJECTION.match(name)))
+    return {projection: float8_layouts.how(settings, projection) for projection in found}
 
 
 def _require_stated(found: Sequence[Layer], content: dict[str, Any]) -> None:
@@ -301,7 +337,11 @@ def _require_divided(found: Sequence[Layer], content: dict[str, Any], ranks: int
 
 
 def _remarks(found: Sequence[Layer], requested: Route, refused: str) -> Iterator[str]:
-    """What else a server makes of layers that run through twell."""
+    """What else a server makes of the layers."""
+    for reason, count in Counter(layer.reason for layer in found if layer.reason and not refused).items():
+        yield f"{count} of {len(found)} layers run as without twell: {reason}"
+    if count := sum(layer.float8 for layer in found):
+        yield f"{count} of {len(found)} layers have weights in e4m3: shares of theirs are estimates, of dense e4m3"
     if not refused and any(layer.dtype == "F32" for layer in found):
         yield "Its weights are 32-bit: vLLM turns them to 16 bits; with --dtype float32 they run as without twell"
     if requested.invariant:
@@ -314,7 +354,8 @@ def _remarks(found: Sequence[Layer], requested: Route, refused: str) -> Iterator
 def _refusal(found: Sequence[Layer], ranks: int) -> str:
     """Why the kernels cannot take the layers of a rank; "" if they can."""
     for layer in found:
-        refusal = unpackable(Facts("sizes of a rank", n=layer.n // ranks, k=layer.k), instead="")
+        facts = Facts("sizes of a rank", n=layer.n // ranks, k=layer.k, float8=layer.float8)
+        refusal = unpackable(facts, instead="")
         if refusal:
             return f"All layers run as without twell: {refusal.message}"
     return ""
@@ -384,9 +425,9 @@ def predict(
     requested: Route = _AUTO,
 ) -> Row:
     """What a server would run in a rank's part of a layer, of the ``requested`` route, once it knows the figures."""
-    problem = Problem(m, layer.k, layer.n // ranks, True, False, merged=m <= MERGED_TOKENS)
-    if refused:
-        return Row(layer.number, m, decode, "dense", 1.0, refused, {})
+    problem = Problem(m, layer.k, layer.n // ranks, True, False, merged=m <= MERGED_TOKENS, float8=layer.float8)
+    if refused or layer.reason:
+        return Row(layer.number, m, decode, "dense", 1.0, refused or layer.reason, {})
     known = Figures(figures.nonzeros / ranks, vllm.union(figures, m))
     strategy, reason, costs = decide(problem, known, None, table)
     if requested.strategy != "auto":
@@ -437,6 +478,9 @@ def _report(
     yield "Calls of up to 1,024 tokens count as batches, others as text, as in a server that has measured none."
     yield f"Dense computes gate and up in one product for up to {MERGED_TOKENS} tokens, as in servers; `twell"
     yield "  analyze` takes it for two, and all calls for tokens that follow each other in a text."
+    if all(layer.float8 for layer in found):
+        yield _verdict(dict(zip(names, ffns, strict=True)), calls, table)
+        return
     yield f"Predicted from times measured on {table.machine.split('; ')[0]} in 16 bits, {table.date[:10]}."
     yield "  They are of CUDA graphs with down weights by rows, as vLLM lays them out after loading."
     _, _, k, n = nearest(Problem(1, found[0].k, found[0].n // ranks, True, False), table)

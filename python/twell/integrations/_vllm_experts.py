@@ -1,7 +1,9 @@
-"""Routed experts of models in vLLM through ``torch.ops.twell.experts``.
+"""Routed experts of models in vLLM through ``torch.ops.twell.experts`` and ``experts_float8``.
 
 For a layer of experts that are not quantised vLLM makes an ``UnquantizedFusedMoEMethod``, or the class that is
-registered in its place, which is ``RunsExperts``. A layer that twell does not run gets vLLM's own after all.
+registered in its place, which is ``RunsExperts``. A layer that twell does not run gets vLLM's own after all. For
+quantised ones it makes one of several others, before which twell is not asked: those whose weights are in e4m3 become
+``RunsFloat8Experts``, too, before weights are loaded.
 
 vLLM loads and shards the weights, routes and scales, runs shared experts and adds the results of ranks.
 """
@@ -24,7 +26,8 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from twell import tuning
 from twell._activation import Activation
 from twell._runtime import geometry, specs
-from twell.integrations import _vllm_kernels
+from twell.float8 import E4M3
+from twell.integrations import _vllm_float8, _vllm_kernels
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, unpackable
 
 # vLLM sets up the logs below its own name alone
@@ -41,7 +44,7 @@ class Layers:
         # "union" has no form for experts
         self.route = route._replace(strategy="auto", screen=False) if route.strategy == "union" else route
         self.compression, self._on = compression, on
-        self.served = 0
+        self.served = self.float8 = 0
         self.reasons: Counter[str] = Counter()
         self._trouble = functools.cache(
             functools.partial(_vllm_kernels.trouble_of_experts, self.route, self.compression, self._on)
@@ -58,19 +61,38 @@ class Layers:
         self.served += 1
         return activation
 
+    def take_float8(self, model: nn.Module) -> None:
+        """Let twell run the experts of ``model`` in e4m3 that it can; else note why not."""
+        for module in model.modules():
+            if not isinstance(module, RoutedExperts) or isinstance(module.quant_method, UnquantizedFusedMoEMethod):
+                continue
+            method: Any = module.quant_method
+            moe, activation = method.moe, _activation(method.moe)
+            asked = moe.in_dtype, moe.is_act_and_mul, self.route.invariant, self._on
+            reason = _vllm_float8.why_not_experts(module, *asked) or why_not(moe, self.route, self._on, float8=True)
+            if not reason and activation is not None:
+                reason = self._trouble(activation, moe.is_act_and_mul, moe.hidden_dim, E4M3)
+            if reason:
+                self.reasons[reason] += 1
+                continue
+            self.float8 += 1
+            ours = object.__new__(_float8_of(method.__class__))
+            vars(ours).update(vars(method), activation=activation, route=self.route, compression=self.compression)
+            module.quant_method = ours
+
     def tell(self, model: nn.Module) -> None:
         """Say in the log what the experts of ``model`` run."""
         for module in model.modules():
-            if isinstance(module, RoutedExperts):
-                method = module.quant_method
-                if not isinstance(method, UnquantizedFusedMoEMethod):
-                    self.reasons[f"weights must not be quantised, got {type(method).__name__}"] += 1
-                elif not _register():
-                    self.reasons["another plug-in of vLLM runs experts"] += 1
+            unquantised = isinstance(module, RoutedExperts) and isinstance(
+                module.quant_method, UnquantizedFusedMoEMethod
+            )
+            if unquantised and not _register():
+                self.reasons["another plug-in of vLLM runs experts"] += 1
         self.complain()
-        if self.served:
-            said = _vllm_kernels.described_experts(self.route, self._on)
-            _logger.info("twell: %d layers of experts run through torch.ops.twell.experts: %s", self.served, said)
+        said = _vllm_kernels.described_experts(self.route, self._on)
+        for name, count in (("experts", self.served), ("experts_float8", self.float8)):
+            if count:
+                _logger.info("twell: %d layers of experts run through torch.ops.twell.%s: %s", count, name, said)
 
     def complain(self) -> None:
         """Say in the log why layers that were asked about run as without twell."""
@@ -143,11 +165,7 @@ class RunsExperts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
         """x [T, K] -> y [T, K], the sum over the experts of this rank; vLLM runs shared experts before."""
-        if layer.apply_router_weight_on_input:
-            # of the one expert of a token, which is all that vLLM takes
-            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
-        # ids of experts of other ranks become -1
-        ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
+        x, ids, weights = _of_rank(layer, x, topk_weights, topk_ids)
         first, second = layer.w13_weight.chunk(2, 1) if self._gated else (layer.w13_weight, None)
         y: Tensor = torch.ops.twell.experts(
             x,
@@ -155,7 +173,7 @@ class RunsExperts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
             second,
             layer.w2_weight.transpose(1, 2),
             ids,
-            topk_weights.float(),
+            weights,
             self.compression,
             self.route.strategy,
             *self.activation,
@@ -164,8 +182,69 @@ class RunsExperts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         return y
 
 
-def why_not(moe: Any, route: Route, on: torch.device) -> str:
-    """Why experts with this ``FusedMoEConfig`` that are not quantised run as without twell; "" if they need not."""
+def _of_rank(layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x, and the ids and weights of the experts of this rank; ids of others are -1."""
+    if layer.apply_router_weight_on_input:
+        # of the one expert of a token, which is all that vLLM takes
+        x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+    return x, topk_ids if layer.expert_map is None else layer.expert_map[topk_ids], topk_weights.float()
+
+
+class RunsFloat8Experts:
+    """As ``RunsExperts``, of experts in e4m3 without a gate; vLLM's own class beside it makes and loads the weights."""
+
+    supports_pre_processed_weights = False
+    is_monolithic = False
+
+    activation: Activation
+    route: Route
+    compression: int
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Keep the weights in e4m3, their scales by rows, and store those of w2 by rows of neurons."""
+        _vllm_float8.load_experts(layer)
+        layer.w2_weight.data = layer.w2_weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """No configuration of a kernel of vLLM."""
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, K] -> y [T, K], the sum over the experts of this rank; vLLM runs shared experts before."""
+        x, ids, weights = _of_rank(layer, x, topk_weights, topk_ids)
+        y: Tensor = torch.ops.twell.experts_float8(
+            x,
+            layer.w13_input_scale,
+            layer.w13_weight,
+            layer.w13_weight_scale,
+            None,
+            None,
+            layer.w2_weight.transpose(1, 2),
+            layer.w2_weight_scale,
+            ids,
+            weights,
+            self.compression,
+            self.route.strategy,
+            *self.activation,
+        )
+        return y
+
+
+@functools.cache
+def _float8_of(stock: Any) -> Any:
+    """A class of vLLM's for experts in e4m3 that run through twell, by its name, which vLLM's loaders ask for."""
+    return type(stock.__name__, (RunsFloat8Experts, stock), {})
+
+
+def why_not(moe: Any, route: Route, on: torch.device, float8: bool = False) -> str:
+    """Why experts with this ``FusedMoEConfig`` run as without twell, whatever their weights; "" if they need not."""
     if _activation(moe) is None:
         return f"their activation must be one of {', '.join(_ACTIVATIONS)}, got {moe.activation.value}"
     if moe.is_lora_enabled:
@@ -186,7 +265,7 @@ def why_not(moe: Any, route: Route, on: torch.device) -> str:
     ):
         if number > most:
             return f"{name} must be at most {most}, got {number}"
-    facts = Facts("sizes of a rank", n=moe.intermediate_size_per_partition, k=moe.hidden_dim)
+    facts = Facts("sizes of a rank", n=moe.intermediate_size_per_partition, k=moe.hidden_dim, float8=float8)
     if refusal := unpackable(facts, instead=""):
         return refusal.message
     if on.type == "cuda" and tuning.family(on.index or 0) != specs.SM90:

@@ -1,4 +1,4 @@
-"""The models of ``twell.integrations.vllm``: vLLM's own, with their ReLU FFNs through ``ops.ffn``.
+"""The models of ``twell.integrations.vllm``: vLLM's own, with their ReLU FFNs through ``ops.ffn`` and ``ffn_float8``.
 
 vLLM traces a model once, with a symbolic number of tokens, and captures CUDA graphs of many sizes. So a layer is one
 operator, which sees the real number of tokens and chooses its strategy then.
@@ -29,9 +29,11 @@ from twell import __version__, _configuration, _modes
 from twell._activation import RELU, Activation
 from twell._sparsify import candidates
 from twell._sparsify.known import known
-from twell.integrations import _vllm_experts, _vllm_kernels, layouts, vllm
+from twell.float8 import E4M3
+from twell.integrations import _vllm_experts, _vllm_float8, _vllm_kernels, layouts, vllm
 from twell.integrations._vllm_auto import ServedStrategy, watch
 from twell.ops.ffn import direct
+from twell.ops.ffn_float8 import direct as direct_float8
 from twell.ops.library import is_direct
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, routed, unpackable
 
@@ -85,7 +87,8 @@ def _of_own(stock: Any) -> Any:
             for path, module in self.named_modules():
                 if type(module).__name__ == name and (activation := _own_activation(getattr(module, act))):
                     found[path] = FFN(up, act, down, activation)
-            if found or not experts.served:
+            experts.take_float8(self)
+            if found or not experts.served + experts.float8:
                 serve(self, found, vllm_config)
             experts.tell(self)
 
@@ -101,9 +104,9 @@ def _own_activation(act: object) -> Activation | None:
 class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
     """A model of transformers in vLLM whose ReLU FFNs run through twell.
 
-    Layers that cannot (LoRA, quantised weights, 32-bit weights, sizes that the kernels do not take, other activations)
-    run as in ``TransformersForCausalLM``; the log has one line for each reason. With dReLU and FATReLU, which only
-    twell has, they raise.
+    Layers that cannot (LoRA, weights in other formats than 16 bits and e4m3, sizes that the kernels do not take, other
+    activations) run as in ``TransformersForCausalLM``; the log has one line for each reason. With dReLU and FATReLU,
+    which only twell has, they raise.
 
     Raises NotImplementedError for a configuration without gates, and for layers that only twell could run and cannot;
     ValueError for a configuration whose strategy, compression, figures or threshold do not exist.
@@ -211,6 +214,7 @@ def serve(
     on, compression = _device(vllm_config), _compression(config)
     trouble = functools.cache(functools.partial(_vllm_kernels.trouble, route, compression, on))
     reasons: Counter[str] = Counter()
+    runs: Counter[bool] = Counter()
     for name, ffn in found.items():
         if isinstance(ffn, str):
             reason = ffn
@@ -218,9 +222,12 @@ def serve(
             module, ffn = model.get_submodule(name), ffn._replace(activation=only_twell or ffn.activation)
             reason = why_not(module, ffn, vllm_config)
             if not reason:
-                weight = projections(module, ffn)[1].weight
-                reason = trouble(ffn.activation, ffn.gated, weight.shape[0], weight.dtype)
+                down = projections(module, ffn)[1]
+                float8 = is_quantised(down)
+                dtype = E4M3 if float8 else down.weight.dtype
+                reason = trouble(ffn.activation, ffn.gated, down.weight.shape[0], dtype)
             if not reason:
+                runs[float8] += 1
                 replace(model, name, ffn, route, compression, _site(name, config))
                 continue
         if only_twell is not None:
@@ -232,10 +239,10 @@ def serve(
         _logger.warning(
             "twell: the model runs as without twell, which knows no feed-forward layer of it with ReLU or its square"
         )
-    if runs := len(found) - sum(reasons.values()):
+    for float8, count in runs.items():
         watch()
-        said = _vllm_kernels.described(route, on)
-        _logger.info("twell: %d feed-forward layers run through torch.ops.twell.ffn: %s", runs, said)
+        name, said = "ffn_float8" if float8 else "ffn", _vllm_kernels.described(route, on, float8)
+        _logger.info("twell: %d feed-forward layers run through torch.ops.twell.%s: %s", count, name, said)
 
 
 def _device(vllm_config: Any) -> torch.device:
@@ -266,7 +273,12 @@ def replace(model: nn.Module, name: str, ffn: FFN, route: Route, compression: in
     """Let the FFN of this name run through twell."""
     module = model.get_submodule(name)
     first, down = projections(module, ffn)
-    first.quant_method, down.quant_method = HandsOn(site, ffn.gated), RunsFFN(first, ffn, route, compression)
+    float8 = is_quantised(first)
+    both: tuple[Any, Any] = HandsOn(site, ffn.gated, float8), RunsFFN(first, ffn, route, compression, float8)
+    for layer, ours in zip((first, down), both, strict=True):
+        # vLLM loads weights that it is to quantise layer by layer
+        ours.uses_meta_device = getattr(layer.quant_method, "uses_meta_device", False)
+        layer.quant_method = ours
     if ffn.gated:
         model.set_submodule(name, ServedMLP(module, first, down))
     else:
@@ -296,12 +308,14 @@ class HandsOn(UnquantizedLinearMethod):  # type: ignore[misc]
     On a CPU vLLM would pack the weight for its own products.
     """
 
-    def __init__(self, site: ServedStrategy, gated: bool) -> None:
+    def __init__(self, site: ServedStrategy, gated: bool, float8: bool = False) -> None:
         super().__init__()
-        self._site, self._gated = site, gated
+        self._site, self._gated, self._float8 = site, gated, float8
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Leave ``layer.weight`` alone, and let the operator find the layer's strategy by it."""
+        """Leave a ``layer.weight`` in 16 bits alone, and let the operator find the layer's strategy by it."""
+        if self._float8:
+            _vllm_float8.load(layer)
         rows, k = layer.weight.shape
         self._site.learn(layer.weight, k, rows // 2 if self._gated else rows, self._gated, layer.output_size // rows)
 
@@ -316,39 +330,42 @@ class RunsFFN(UnquantizedLinearMethod):  # type: ignore[misc]
     Its weight [K, N] lies in memory by rows of neurons, which the kernels read; its shape stays.
     """
 
-    def __init__(self, first: Any, ffn: FFN, route: Route, compression: int) -> None:
+    def __init__(self, first: Any, ffn: FFN, route: Route, compression: int, float8: bool) -> None:
         super().__init__()
-        self._first, self._gated = first, ffn.gated
+        self._first, self._gated, self._float8 = first, ffn.gated, float8
         self.activation, self.route, self.compression = ffn.activation, route, compression
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Store ``layer.weight`` [K, N] as the transposed view of a contiguous [N, K] tensor."""
+        if self._float8:
+            _vllm_float8.load(layer)
         layer.weight.data = layer.weight.data.t().contiguous().t()
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K], the input of the FFN, -> y [..., K]; without a gate the up projection is the first weight."""
-        w_gate, b_gate, w_up, b_up = self._first.weight, self._first.bias, None, None
-        if self._gated:
-            w_gate, w_up = w_gate.chunk(2)
-            b_gate, b_up = (None, None) if b_gate is None else b_gate.chunk(2)
+        first, tokens = self._first, x.reshape(-1, x.shape[-1])
+        gate, up = self._halves(first.weight)
+        b_gate, b_up = self._halves(first.bias)
+        how = self.compression, self.route.strategy, gate, *self.activation
         # a plain eager call need not go through the dispatcher
         alone = not _modes.compiling() and not torch.is_grad_enabled() and is_direct(x)
-        y: Tensor = (direct if alone else torch.ops.twell.ffn)(
-            x.reshape(-1, x.shape[-1]),
-            w_gate,
-            w_up,
-            layer.weight.t(),
-            b_gate,
-            b_up,
-            bias,
-            self.compression,
-            self.route.strategy,
-            w_gate,
-            *self.activation,
-            self.route.screen,
-            self.route.invariant,
-        )
+        weights: tuple[Any, ...]
+        operator: Any
+        y: Tensor
+        if self._float8:
+            operator = direct_float8 if alone else torch.ops.twell.ffn_float8
+            gate_scale, up_scale = self._halves(first.weight_scale)
+            weights = gate, gate_scale, up, up_scale, layer.weight.t(), layer.weight_scale
+            y = operator(tokens, first.input_scale, *weights, b_gate, b_up, bias, *how, True, self.route.invariant)
+        else:
+            operator = direct if alone else torch.ops.twell.ffn
+            weights = gate, up, layer.weight.t()
+            y = operator(tokens, *weights, b_gate, b_up, bias, *how, self.route.screen, self.route.invariant)
         return y.view(x.shape)
+
+    def _halves(self, both: Tensor | None) -> Any:
+        """The parts of the gate and of the up projection; without a gate those of the first weight and None."""
+        return both.chunk(2) if self._gated and both is not None else (both, None)
 
 
 def route_of(config: Any) -> Route:
@@ -369,17 +386,23 @@ def why_not(module: nn.Module, ffn: FFN, vllm_config: Any) -> str:
         first, down = projections(module, ffn)
     except ValueError as error:
         return str(error)
-    if quantised := [layer for layer in (first, down) if type(layer.quant_method) is not UnquantizedLinearMethod]:
-        return f"weights must not be quantised, got {type(quantised[0].quant_method).__name__}"
+    quantised = is_quantised(first) or is_quantised(down)
+    if quantised and (reason := _vllm_float8.why_not(first, down, _device(vllm_config))):
+        return reason
     if getattr(first, "gather_output", False) or not getattr(down, "input_is_parallel", True):
         return "each rank must keep its neurons from the first projection to the last, got those of all ranks"
     k, n = down.weight.shape
     if list(first.weight.shape) != (wanted := [2 * n if ffn.gated else n, k]):
         return f"the first weight must be {wanted} with a last one of {[k, n]}, got {list(first.weight.shape)}"
-    if down.weight.dtype not in PACKED_DTYPES:
+    if not quantised and down.weight.dtype not in PACKED_DTYPES:
         return f"weights must be bfloat16 or float16, got {down.weight.dtype}"
-    refusal = unpackable(Facts("sizes of a rank", n=n, k=k), instead="")
+    refusal = unpackable(Facts("sizes of a rank", n=n, k=k, float8=quantised), instead="")
     return refusal.message if refusal else ""
+
+
+def is_quantised(layer: Any) -> bool:
+    """Whether vLLM made a linear layer for weights that are not in 16 or 32 bits."""
+    return type(layer.quant_method) is not UnquantizedLinearMethod
 
 
 def projections(module: nn.Module, ffn: FFN) -> tuple[Any, Any]:

@@ -10,7 +10,8 @@ serves, with the FFNs through twell,
 - what vLLM itself runs through its Transformers backend, with "relu" or "relu2", with or without a gate;
 - all of these with "drelu", or with "fatrelu" and its threshold;
 - vLLM's own classes of Nemotron, Nemotron-H (dense layers, shared and routed experts), OPT and, in versions that have
-  them, Arcee and Jais 2, with "relu" or "relu2"; routed experts with "relu2" alone.
+  them, Arcee and Jais 2, with "relu" or "relu2"; routed experts with "relu2" alone;
+- all of these with weights and inputs in e4m3, with scales of rows or tensors (``_vllm_float8``).
 
 All other models, and models with ``model_impl`` "vllm" or "transformers", are as without twell, and so are all models
 with a vLLM older than ``LOWEST``. ``TWELL_VLLM=off``

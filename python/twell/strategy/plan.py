@@ -40,7 +40,7 @@ class Facts(NamedTuple):
     be needed. needing: the operands that require it. moving: whether the threshold is a tensor. called: whether the
     layer must call its projections, since one is more than a weight and a bias. transformed, overridden: what asks for
     a transform, or overrides PyTorch's operators, in words. onnx, exporting, tracing: whether the call is traced for
-    ONNX, for ``torch.export``, or at all.
+    ONNX, for ``torch.export``, or at all. float8: whether weights are e4m3 with scales.
     """
 
     name: str = "twell"
@@ -63,6 +63,7 @@ class Facts(NamedTuple):
     onnx: bool = False
     exporting: bool = False
     tracing: bool = False
+    float8: bool = False
 
 
 class Route(NamedTuple):
@@ -171,9 +172,13 @@ def unpackable(facts: Facts, instead: str = _DENSE_TAKES_IT) -> Refusal | None:
     if not isinstance(facts.compression, int) or facts.compression not in geometry.COMPRESSIONS:
         what = f"compression must be one of {geometry.COMPRESSIONS}, got {facts.compression!r}"
         return _refusal(ValueError, facts, what)
-    for letter, size, limit in (("K", facts.k, specs.K_CLASSES[-1]), ("N", facts.n, geometry.MAX_NEURONS)):
-        if size == 0 or size % 8:
-            what = f"{letter} must be a positive multiple of 8 for the sparse kernels, got {size}{instead}"
+    sizes = (
+        ("K", facts.k, specs.K_CLASSES[-1], 16 if facts.float8 else 8),
+        ("N", facts.n, geometry.MAX_NEURONS, 8),
+    )
+    for letter, size, limit, multiple in sizes:
+        if size == 0 or size % multiple:
+            what = f"{letter} must be a positive multiple of {multiple} for the sparse kernels, got {size}{instead}"
             return _refusal(ValueError, facts, what)
         if size > limit:
             what = f"{letter} must be at most {limit} for the sparse kernels, got {size}{instead}"
