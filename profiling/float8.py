@@ -238,8 +238,8 @@ def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
     if mixture:
         yield (
             "A layer of 128 experts of Nemotron 3 Nano's sizes (K = 2,688, N = 1,856, 6 of a token, squared ReLU), one "
-            "token of each sequence. Routes and zeros are drawn, 9.3 % of the neurons fire. Grouped products are those of "
-            'PyTorch, without what puts tokens in order; "dense" in e4m3 copies the down weights.'
+            "token of each sequence. Routes and zeros are drawn, 9.3 % of the neurons fire. Grouped products are those "
+            'of PyTorch, without what puts tokens in order; "dense" in e4m3 copies the down weights.'
         )
         yield experts(mixture)
         yield str(mixture["machine"])
