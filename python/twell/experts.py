@@ -48,7 +48,7 @@ def sparse_experts(
         strategy: "row" reads the rows of non-zeros, as is best for few tokens of each expert; it needs a GPU of compute
             capability 9.0, or a CPU. "dense" is grouped products of PyTorch, and in other dtypes than bfloat16, and for
             1,024 experts, for which it has none, a loop that waits for the GPU. "auto" on such a GPU is "row" for up to
-            40 pairs of a token and an expert per expert, or with a gate for up to 3 (in e4m3 for up to 96, or none), and
+            40 pairs of a token and an expert per expert, or with a gate for up to 3 (e4m3: for up to 96, or none), and
             where "dense" waits, if w_down lies by rows; else it is "dense".
         invariant: on a GPU give a token the same bits whatever the other tokens are, by "row".
         compression: of the packed gates: 2, 4 or 8.
