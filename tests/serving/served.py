@@ -95,7 +95,6 @@ def checkpoint(
     return folder
 
 
-# Formats of e4m3 checkpoints: ``quantization_config``, granularity of weights, and whether inputs are static.
 _CT = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
@@ -108,6 +107,7 @@ def _compressed(weights: str, inputs: str, dynamic: bool) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
 
 
+# Formats of e4m3 checkpoints: ``quantization_config``, granularity of weights, and whether inputs are static.
 FLOAT8: dict[str, tuple[dict[str, Any], Any, bool]] = {
     "channel": (_compressed("channel", "token", True), "row", False),
     "tensor": (_compressed("tensor", "tensor", False), "tensor", True),
