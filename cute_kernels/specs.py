@@ -31,9 +31,9 @@ TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
     4: (1024, 2048, 4096, 8192),
     8: (2048, 4096, 8192, 16384),
 }
-# The same of e4m3 weights: a CTA has 512 columns at least.
+# The same of e4m3 weights: a CTA has 512 columns at least, and one alone 2,048, as few layers are narrower.
 E4M3_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
-    1: K_CLASSES,
+    1: K_CLASSES[1:],
     2: (2048, 4096),
     4: (4096, 8192),
     8: (4096, 8192, 16384),
@@ -58,7 +58,7 @@ QUANTIZED = ("tokens", "gated", "plain")
 # Tokens of a tile of the gate GEMM, multiples of 16. Each is the fastest for some batches, see tuning.gate_pack.
 GATE_TOKENS = (48, 64, 96, 128, 144)
 # Those of e4m3 weights whose sums stay in the tensor cores, or not.
-E4M3_GATE_TOKENS = {True: (64, 96, 144), False: (64, 96)}
+E4M3_GATE_TOKENS = {True: (64, 96, 144), False: (96,)}
 PORTABLE_GATE_TOKENS = (64, 128)
 
 # Largest batches for which a gate GEMM for few tokens is compiled, and those of wide layers.
