@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,15 @@ from twell import _quantised
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag
 from twell._runtime import geometry
-from twell.float8 import E4M3, Float8
+from twell.float8 import E4M3, Float8, checked
 from twell.functional import Strategy
 from twell.strategy import tables
 from twell.strategy.explanation import Choice
 from twell.strategy.plan import Facts, routed
 from twell.strategy.site import AutoStrategy
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Float8Projection(nn.Module):
@@ -36,6 +39,7 @@ class Float8Projection(nn.Module):
 
     def _hold(self, record: Float8, bias: Tensor | None, by_columns: bool = False) -> None:
         require("weight", record, Float8, "a Float8")
+        record = checked("weight", record)
         if record.values.dim() != 2:
             raise ValueError(f"weight must have two dimensions, got {list(record.shape)}")
         values = record.values.t().contiguous().t() if by_columns else record.values.contiguous()
@@ -43,19 +47,33 @@ class Float8Projection(nn.Module):
         self.register_buffer("weight_scale", record.by_rows()[:, None].clone())
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        own = self.weight, self.weight_scale
+        return super()._apply(_moving(fn, own), recurse)  # type: ignore[no-untyped-call, no-any-return]
+
     def record(self) -> Float8:
-        """The weight as functions take it. Raises TypeError if it was cast to another dtype."""
+        """The weight as functions take it. Raises TypeError if it was given another dtype."""
         weight, scale = self.weight, self.weight_scale
         if weight.dtype != E4M3 or scale.dtype != torch.float32:
             got = f"{weight.dtype} and {scale.dtype}"
             raise TypeError(
-                f"weight and weight_scale must be {E4M3} and torch.float32, got {got}: a quantised layer keeps its "
-                "dtypes; cast the model before it is quantised"
+                f"weight and weight_scale must be {E4M3} and torch.float32, got {got}: a quantised layer has no others"
             )
         return Float8(weight.detach(), scale.view(-1))
 
     def extra_repr(self) -> str:
         return f"{list(self.weight.shape)}, e4m3, bias={self.bias is not None}"
+
+
+def _moving(fn: Callable[[Tensor], Tensor], own: Sequence[Tensor | None]) -> Callable[[Tensor], Tensor]:
+    """What ``nn.Module.to`` does to tensors, but those of ``own`` keep their dtypes, as a cast would be for good."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        made = fn(tensor)
+        kept = made.dtype != tensor.dtype and any(tensor is each for each in own)
+        return tensor.to(made.device) if kept else made
+
+    return moved
 
 
 class Float8MLP(nn.Module):
@@ -107,6 +125,9 @@ class Float8MLP(nn.Module):
     def _add(self, name: str, record: Float8, bias: Tensor | None, is_down: bool) -> None:
         """Take a projection."""
         setattr(self, name, Float8Projection(record, bias, by_columns=is_down))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        return super()._apply(_moving(fn, [self._buffers["input_scale"]]), recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def forward(self, x: Tensor | Float8) -> Tensor:
         """x [..., hidden] -> y [..., hidden], bfloat16."""

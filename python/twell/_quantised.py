@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from twell._activation import Activation
 from twell._arguments import require_flag
 from twell._modes import PLAIN_TENSORS
 from twell._plain import behaves
-from twell.float8 import Float8
+from twell.float8 import Float8, checked
 from twell.ops.ffn_float8 import direct
 from twell.ops.library import is_direct, unviewed
 from twell.strategy.plan import Facts, routed
@@ -27,13 +27,35 @@ def is_quantised(x: Any, weights: Sequence[Any]) -> bool:
     return isinstance(x, Float8) or any(isinstance(weight, Float8) for weight in weights)
 
 
-def of_blocks(weights: Sequence[Any]) -> bool:
+def records(name: str, weights: Sequence[Any]) -> tuple[Any, ...]:
+    """The weights of ``run``, with their records checked."""
+    return tuple(
+        checked(f"{name}: {argument}", weight) if isinstance(weight, Float8) else weight
+        for argument, weight in _named(weights)
+    )
+
+
+def _tokens(name: str, x: Float8) -> Float8:
+    """x [..., K] with a scale for each token, [...]."""
+    values, scale = x
+    tokens = values.shape[:-1]
+    if scale.shape == (*tokens, 1):
+        scale = scale.squeeze(-1)
+    elif scale.shape == tokens[:-1]:
+        scale = scale[..., None].expand(tokens)
+    if scale.shape != tokens:
+        raise ValueError(f"{name}: scale of x must be {list(tokens)}, one for each token, got {list(x.scale.shape)}")
+    return Float8(values, scale.float())
+
+
+def of_blocks(weights: Iterable[Any]) -> bool:
     """Whether a weight has scales by blocks, for which there are no kernels: calls are of 16 bits then."""
     return any(isinstance(weight, Float8) and weight.granularity == "block" for weight in weights)
 
 
-def in_16_bits(x: Any, weights: Sequence[Any]) -> tuple[Any, Any]:
+def in_16_bits(name: str, x: Any, weights: Sequence[Any]) -> tuple[Any, Any]:
     """x and the weights, those in e4m3 dequantised to bfloat16."""
+    x = _tokens(name, x) if isinstance(x, Float8) else x
     x, *made = (given.dequantize(torch.bfloat16) if isinstance(given, Float8) else given for given in (x, *weights))
     return x, tuple(made)
 
@@ -60,7 +82,9 @@ def run(
     if activation.moves:
         raise NotImplementedError(f"{name}: {_WHAT}: threshold must be a number, got a tensor")
     require_flag("fast_accum", fast_accum)
-    values, scale = (x.values, x.by_rows()) if isinstance(x, Float8) else (_cast(name, x), input_scale)
+    values, scale = (
+        (x.values, _tokens(name, x).scale.reshape(-1)) if isinstance(x, Float8) else (_cast(name, x), input_scale)
+    )
     given = [values, scale, *gate, *(() if up is None else up), *down, *biases]
     _require_plain(name, values, given)
     site, asked = None, strategy
@@ -96,7 +120,7 @@ def run_experts(
     gate, up, down = (_record(name, argument, weight, 3) for argument, weight in _named(weights))
     if gate is None or down is None:
         raise TypeError(f"{name}: weights must be given, got None")
-    values, scale = (x.values, x.by_rows()) if isinstance(x, Float8) else (_cast(name, x), None)
+    values, scale = (x.values, _tokens(name, x).scale.reshape(-1)) if isinstance(x, Float8) else (_cast(name, x), None)
     _require_plain(name, values, [values, scale, *gate, *(() if up is None else up), *down, ids, of_router])
     tokens, routes = values.reshape(-1, values.shape[-1]), ids.reshape(-1, ids.shape[-1])
     of_up = (None, None) if up is None else (up.values, up.by_rows())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from twell import _modes, ops
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require_flag
-from twell._quantised import in_16_bits, is_quantised, of_blocks, run_experts
+from twell._quantised import in_16_bits, is_quantised, of_blocks, records, run_experts
 from twell._runtime import geometry
 from twell.float8 import Float8
 from twell.ops.experts import Experts, check_ids, dense, require_how
@@ -70,12 +70,14 @@ def sparse_experts(
         raise TypeError(f"{_NAME}: threshold must be a number, got a tensor")
     for name, operand in (("expert_ids", expert_ids), ("weights", weights)):
         _require_tensor(name, operand)
-    if of_blocks(given := (w_gate, w_up, w_down)):
-        x, (w_gate, w_up, w_down) = in_16_bits(x, given)
-    if is_quantised(x, (w_gate, w_up, w_down)):
-        matrices = (w_gate, w_up, w_down) if w_gate is not None else (w_up, None, w_down)
-        _check_routes(x.shape[:-1], w_up.shape[0], expert_ids, weights)
-        return run_experts(_NAME, x, matrices, expert_ids, weights, act, strategy, invariant, compression)
+    matrices: Any = (w_gate, w_up, w_down) if w_gate is not None else (w_up, None, w_down)
+    if is_quantised(x, matrices):
+        matrices = records(_NAME, matrices)
+        if not of_blocks(matrices):
+            _check_routes(x.shape[:-1], w_up.shape[0], expert_ids, weights)
+            return run_experts(_NAME, x, matrices, expert_ids, weights, act, strategy, invariant, compression)
+        x, matrices = in_16_bits(_NAME, x, matrices)
+        w_gate, w_up, w_down = matrices if w_gate is not None else (None, matrices[0], matrices[2])
     x, w_up, w_down = _require_tensor("x", x), _require_tensor("w_up", w_up), _require_tensor("w_down", w_down)
     w_gate = None if w_gate is None else _require_tensor("w_gate", w_gate)
     operands = x, w_gate, w_up, w_down, weights

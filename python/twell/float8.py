@@ -42,7 +42,7 @@ _CHUNK = 1 << 24
 
 
 class Float8(NamedTuple):
-    """A matrix ``values * scale``, or one for each of E experts; ``float8`` makes it and checks.
+    """A matrix ``values * scale``, or one for each of E experts; ``float8`` makes it of other scales, such as [R, 1].
 
     values: e4m3 [R, C], experts [E, R, C]. scale: float32, of a tensor [], experts [E]; of each row [R], experts
     [E, R]; or of each block of 128 x 128, [ceil(R / 128), ceil(C / 128)], experts [E, ceil(R / 128), ceil(C / 128)].
@@ -78,6 +78,21 @@ class Float8(NamedTuple):
             part = self.values[matrix][rows].to(wide)
             found[matrix][rows] = part * _spread(self.scale[matrix], rows, self.shape[-1])
         return found
+
+
+def checked(name: str, record: Float8) -> Float8:
+    """A record whose scale has one of the shapes of ``Float8``; made by ``float8``, whose errors name it, of another.
+
+    On a CPU the values of scales are checked, too.
+    """
+    values, scale = record
+    shapes = scale.shape == values.shape[:-2], scale.shape == values.shape[:-1]
+    if any(shapes) and values.dtype == E4M3 and scale.dtype == torch.float32 and scale.device.type != "cpu":
+        return record
+    try:
+        return float8(values, scale)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
 
 
 def float8(values: Tensor, scale: Tensor, granularity: Granularity | None = None) -> Float8:
@@ -120,10 +135,11 @@ def float8(values: Tensor, scale: Tensor, granularity: Granularity | None = None
 def quantize(weight: Tensor, granularity: Granularity = "row") -> Float8:
     """A floating weight [R, C], or [E, R, C] of experts, in e4m3; 448 is what the largest magnitude becomes.
 
-    A scale is the largest magnitude of its row, tensor or block, by 448, at least 2^-126, and 1 where all are 0. Values
-    are divided by it in float32 and rounded to nearest even. NaN becomes NaN (0x7F) and has no say in the scale. At a
-    time 64 MB are in float32, and a GPU is waited for once. Raises TypeError for other dtypes, ValueError for other
-    shapes, for an empty weight, and for one that is infinite in float32.
+    A scale is the largest magnitude of its row, tensor or block, by 448, rounded up to a value of bfloat16, since
+    readers of files may round it; at least 2^-126, and 1 where all are 0. Values are divided by it in float32 and
+    rounded to nearest even, and lie in memory as ``weight`` does. NaN becomes NaN (0x7F) and has no say in the scale.
+    At a time 64 MB are in float32, and a GPU is waited for once. Raises TypeError for other dtypes, ValueError for
+    other shapes, for an empty weight, and for one that is infinite in float32.
     """
     require("weight", weight, Tensor, "a tensor")
     require_choice("granularity", granularity, GRANULARITIES)
@@ -147,8 +163,10 @@ def quantize(weight: Tensor, granularity: Granularity = "row") -> Float8:
             own.copy_(whole.view(len(own), BLOCK, -1, BLOCK).amax((1, 3)))
     if bool(largest.isinf().any()):
         raise ValueError("weight must be finite in float32, or NaN, got infinity")
-    scale = torch.where(largest == 0, 1, _scale(largest, _SMALLEST))
-    values = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
+    # the lower half of its bits are zeros
+    rounded = (_scale(largest, _SMALLEST).view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32)
+    scale = torch.where(largest == 0, 1, rounded)
+    values = torch.empty_like(weight, dtype=E4M3)
     for matrix, part in _chunks(weight.shape):
         values[matrix][part] = _rounded(weight[matrix][part].float() / _spread(scale[matrix], part, columns))
     return Float8(values, scale)

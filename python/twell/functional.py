@@ -17,7 +17,7 @@ from twell._autograd import gated_relu
 from twell._front import Learning
 from twell._modes import PLAIN_TENSORS
 from twell._plain import overridden
-from twell._quantised import in_16_bits, is_quantised, of_blocks
+from twell._quantised import in_16_bits, is_quantised, of_blocks, records
 from twell._quantised import run as quantised
 from twell._runtime import geometry, nvtx
 from twell._runtime.log import info_once, warn_once
@@ -190,10 +190,11 @@ def sparse_gated_ffn(
     kind, weights, biases = activation_of(activation, threshold), (w_gate, w_up, w_down), (b_gate, b_up, b_down)
     if is_quantised(x, weights):
         _require_inference(main_grads, return_aux)
+        weights = records("sparse_gated_ffn", weights)
         if not of_blocks(weights):
             how = kind, strategy, invariant, compression, fast_accum
             return quantised("sparse_gated_ffn", x, weights, biases, *how)
-        x, weights = in_16_bits(x, weights)
+        x, weights = in_16_bits("sparse_gated_ffn", x, weights)
     layer = Operands._make((x, *weights, *biases))
     return run(sparse_gated_ffn, layer, True, kind, strategy, invariant, compression, main_grads, return_aux)
 
@@ -248,9 +249,10 @@ def sparse_ffn(
     )
     if is_quantised(x, weights):
         _require_inference(main_grads, return_aux)
+        weights = records("sparse_ffn", weights)
         if not of_blocks(weights):
             return quantised("sparse_ffn", x, weights, biases, kind, strategy, invariant, compression, fast_accum)
-        x, weights = in_16_bits(x, weights)
+        x, weights = in_16_bits("sparse_ffn", x, weights)
     layer = Operands._make((x, *weights, *biases))
     return run(sparse_ffn, layer, False, kind, strategy, invariant, compression, main_grads, return_aux)
 

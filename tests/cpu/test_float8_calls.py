@@ -92,7 +92,8 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
 @pytest.mark.parametrize("strategy", ["row", "union", "dense"])
 def test_weights_with_blocks_run_in_16_bits(strategy: Any) -> None:
     torch.manual_seed(1)
-    given = [torch.randn(shape) / 7 for shape in ((N, K), (N, K), (K, N))]
+    n = 2 * float8.BLOCK + 16
+    given = [torch.randn(shape) / 7 for shape in ((n, K), (n, K), (K, n))]
     records = [twell.quantize(weight, "block") for weight in given]
     wide = [record.dequantize(BF16) for record in records]
     x = torch.randn(M, K).bfloat16()
@@ -189,11 +190,47 @@ def test_quantize_refuses() -> None:
     assert isinstance(mixed[0], twell.nn.SparseMLP)
 
 
-def test_a_quantised_layer_that_was_cast_says_so() -> None:
+def test_a_quantised_layer_keeps_its_dtypes() -> None:
     made = model()
     twell.quantize_(made)
-    with pytest.raises(TypeError, match=r"got torch.float32 and torch.float32: a quantised layer keeps its dtypes"):
-        made.float()(X)
+    right = made(X)
+    for cast in (made.float, made.half, made.bfloat16):
+        cast()
+    assert_same(made(X), right)
+    made[0].up_proj.weight = nn.Parameter(made[0].up_proj.weight.bfloat16(), requires_grad=False)
+    with pytest.raises(TypeError, match=r"got torch.bfloat16 and torch.float32: a quantised layer has no others"):
+        made(X)
+
+
+def test_scales_of_files_are_those_of_rows() -> None:
+    """They are [R, 1], which is no shape of blocks."""
+    torch.manual_seed(1)
+    gate, up, down = (twell.quantize(torch.randn(shape) / 7) for shape in ((N, K), (N, K), (K, N)))
+    right = twell.sparse_gated_ffn(X, gate, up, down, strategy="row")
+    columns = [Float8(record.values, record.scale[:, None].bfloat16()) for record in (gate, up, down)]
+    assert_same(twell.sparse_gated_ffn(X, *columns, strategy="row"), right)
+    assert_same(twell.nn.Float8MLP(*columns, strategy="row")(X), right)
+    for scale in (up.scale[:-1], -up.scale, up.scale * torch.nan):
+        with pytest.raises(ValueError, match=r"sparse_ffn: w_up: scale must be"):
+            twell.sparse_ffn(X, Float8(up.values, scale), down)
+
+
+def test_x_in_e4m3_of_any_shape() -> None:
+    gate, up, down = weights()
+    x = torch.randn(2, 3, K).bfloat16()
+    flat = float8.quantize_tokens(x.view(-1, K))
+    right = twell.sparse_gated_ffn(flat, gate, up, down, strategy="row").view(x.shape)
+    for scale in (flat.scale.view(2, 3), flat.scale.view(2, 3, 1)):
+        given = Float8(flat.values.view(x.shape), scale)
+        assert_same(twell.sparse_gated_ffn(given, gate, up, down, strategy="row"), right)
+    with pytest.raises(ValueError, match=r"scale of x must be \[2, 3\], one for each token, got \[6\]"):
+        twell.sparse_gated_ffn(Float8(flat.values.view(x.shape), flat.scale), gate, up, down)
+
+
+def test_quantize_keeps_the_layout() -> None:
+    rows = torch.randn(2, N, K)
+    assert twell.quantize(rows[0].t()).values.stride() == (1, K)
+    assert twell.quantize(rows.transpose(1, 2)).values.stride() == (N * K, 1, K)
 
 
 def test_explain() -> None:

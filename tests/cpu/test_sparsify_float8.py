@@ -305,6 +305,22 @@ def test_a_model_that_was_quantised_is_saved_as_compressed_tensors(tmp_path: Pat
             assert torch.equal(found.dequantize(torch.float32), module.record().dequantize(torch.float32))
 
 
+def test_a_class_of_twell_is_not_saved_in_e4m3(tmp_path: Path) -> None:
+    twell_hf.sparsify(float8_models.build()).save_pretrained(tmp_path / "model")
+    model = twell_hf.SparseLlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=BF16)
+    twell.quantize_(model)
+    with pytest.raises(NotImplementedError, match="files of a class of twell hold weights of 16 or 32 bits"):
+        model.save_pretrained(tmp_path / "again")
+
+
+def test_e4m3_without_scales_is_refused() -> None:
+    model = float8_models.build()
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ValueError, match="up_proj must have a scale beside its weight in e4m3, got none"):
+        twell_hf.sparsify(model)
+
+
 def test_quantising_more_of_a_quantised_model_is_not_saved(on_a_gpu: None, tmp_path: Path) -> None:
     model = twell_hf.sparsify(loaded(float8_models.save(tmp_path / "model", "fp8 block")))
     twell.quantize_(model)

@@ -53,6 +53,11 @@ def stored(where: str, linear: Any) -> Stored | None:
     elif hasattr(linear, "quantization_scheme") and code.startswith("compressed_tensors."):
         group = linear.quantization_scheme.model_dump(mode="json") | {"targets": ["Linear"]}
         settings = {"quant_method": "compressed-tensors", "config_groups": {"": group}}
+    elif type(linear) is nn.Linear and linear.weight.dtype == E4M3:
+        raise NotImplementedError(
+            f"{where} must have a scale beside its weight in e4m3, got none: transformers reads scales "
+            "of compressed-tensors, and weight_scale_inv of quant_method fp8"
+        )
     else:
         return None
     if settings:
@@ -178,13 +183,22 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     )
 
 
+def _refuse_own(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(
+        "save_pretrained: files of a class of twell hold weights of 16 or 32 bits, got layers in e4m3: `twell convert` "
+        "the files to the stock class, load and quantise that"
+    )
+
+
 def name_in(model: Any) -> None:
     """Name the layers in e4m3 in the configuration of a model of transformers, for ``save_pretrained``.
 
     In the words of compressed-tensors, as FP8_DYNAMIC. If it tells of other quantised weights, saving is refused.
     """
     config = getattr(model, "config", None)
-    if getattr(config, "quantization_config", None) is not None:
+    if type(config).__module__.startswith("twell."):
+        vars(model)["save_pretrained"] = _refuse_own
+    elif getattr(config, "quantization_config", None) is not None:
         refuse_saving(model)
     elif config is not None and hasattr(model, "save_pretrained"):
         # also within a model around this one

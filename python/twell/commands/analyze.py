@@ -185,6 +185,7 @@ def _header(
         yield f"{loaded.left[0].upper()}{loaded.left[1:]}"
     if loaded.stored:
         yield f"Files by {loaded.stored}, whose weights were dequantised: figures and times are of layers in 16 bits"
+        yield "Of quantised files sparsify and load take those in e4m3 alone (docs/float8.md)"
     if loaded.was:
         new = _kinds(reports)
         yield f"{new} in place of {loaded.was}, its activation in training: figures before any training with {new}"

@@ -258,7 +258,8 @@ def require_read(about: dict[str, Any]) -> None:
     if left:
         raise ValueError(
             f"each scale of a weight must be read, got {min(left)} and {len(left) - 1} more that transformers leaves "
-            "out, as those of ModelOpt: take a checkpoint in bfloat16, or in e4m3 as FP8_DYNAMIC of compressed-tensors"
+            "out, as those of ModelOpt, and weight_scale of quant_method fp8: take a checkpoint in bfloat16, or in "
+            "e4m3 as FP8_DYNAMIC of compressed-tensors"
         )
 
 

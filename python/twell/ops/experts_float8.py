@@ -96,7 +96,7 @@ def _fake(*arguments: Any) -> Tensor:
     geometry.words_per_tile(compression)
     check_experts_float8(given)
     if strategy == "row" and given.w_up is not None:
-        raise NotImplementedError('"row" takes experts of e4m3 weights without a gate, got w_up')
+        raise NotImplementedError('"row" takes experts of e4m3 weights without a gate, got one; "dense" takes them')
     return given.x.new_empty(given.x.shape, dtype=torch.bfloat16)
 
 
