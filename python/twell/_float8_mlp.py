@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from twell.float8 import E4M3, Float8, checked
 from twell.functional import Strategy
 from twell.strategy import tables
 from twell.strategy.explanation import Choice
-from twell.strategy.plan import Facts, routed
+from twell.strategy.plan import Facts, routed, unpackable
 from twell.strategy.site import AutoStrategy
 
 if TYPE_CHECKING:
@@ -51,6 +52,17 @@ class Float8Projection(nn.Module):
         own = self.weight, self.weight_scale
         return super()._apply(_moving(fn, own), recurse)  # type: ignore[no-untyped-call, no-any-return]
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *how: Any) -> None:
+        """As torch, but what is no e4m3 with scales is refused instead of cast."""
+        *_, errors = how
+        weight, scale = (state_dict.get(f"{prefix}{name}") for name in ("weight", "weight_scale"))
+        if weight is not None and weight.dtype != E4M3:
+            errors.append(f"{prefix}weight must be {E4M3}, got {weight.dtype}")
+        elif scale is not None and not scale.is_meta and not bool(((scale > 0) & scale.isfinite()).all()):
+            errors.append(f"{prefix}weight_scale must be finite and above 0, got others")
+        else:
+            super()._load_from_state_dict(state_dict, prefix, metadata, *how)
+
     def record(self) -> Float8:
         """The weight as functions take it. Raises TypeError if it was given another dtype."""
         weight, scale = self.weight, self.weight_scale
@@ -74,6 +86,17 @@ def _moving(fn: Callable[[Tensor], Tensor], own: Sequence[Tensor | None]) -> Cal
         return tensor.to(made.device) if kept else made
 
     return moved
+
+
+def _static(scale: Tensor) -> Tensor:
+    """A static scale of inputs, float32 [1], of its own memory."""
+    require("input_scale", scale, Tensor, "a tensor")
+    if scale.numel() != 1:
+        raise ValueError(f"input_scale must be one number, got {list(scale.shape)}")
+    made = scale.detach().float().reshape(1).clone()
+    if not made.is_meta and not 0 < float(made) < math.inf:
+        raise ValueError(f"input_scale must be finite and above 0, got {float(made)}")
+    return made
 
 
 class Float8MLP(nn.Module):
@@ -112,7 +135,9 @@ class Float8MLP(nn.Module):
                 raise ValueError(f"{name} must be {[self.intermediate, self.hidden]}, got {list(record.shape)}")
         self._form = activation_of(activation, threshold, gate is not None)
         asked = "auto" if isinstance(strategy, AutoStrategy) else strategy
-        routed(Facts("Float8MLP", asked, invariant, n=self.intermediate, k=self.hidden))
+        routed(Facts("Float8MLP", asked, invariant, n=self.intermediate, k=self.hidden, float8=True))
+        if refusal := unpackable(Facts("Float8MLP", n=self.intermediate, k=self.hidden, float8=True), instead=""):
+            raise refusal.kind(refusal.message)
         self.strategy, self.invariant, self.compression, self.fast_accum = strategy, invariant, compression, fast_accum
         self._auto = AutoStrategy(screen="off")
         self._names = tuple(names) if gate is not None else tuple(names[-2:])
@@ -120,11 +145,21 @@ class Float8MLP(nn.Module):
         given = biases if gate is not None else biases[-2:]
         for name, record, bias in zip(self._names, records, given):
             self._add(name, record, bias, record is down)
-        self.register_buffer("input_scale", None if input_scale is None else input_scale.detach().float().view(1))
+        self.register_buffer("input_scale", None if input_scale is None else _static(input_scale))
 
     def _add(self, name: str, record: Float8, bias: Tensor | None, is_down: bool) -> None:
         """Take a projection."""
         setattr(self, name, Float8Projection(record, bias, by_columns=is_down))
+
+    @property
+    def activation(self) -> str:
+        """The activation, which stays."""
+        return self._form.name
+
+    @property
+    def threshold(self) -> float:
+        """Its threshold, which stays."""
+        return float(self._form.threshold)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         return super()._apply(_moving(fn, [self._buffers["input_scale"]]), recurse)  # type: ignore[no-untyped-call, no-any-return]

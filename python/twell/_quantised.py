@@ -127,7 +127,7 @@ def run_experts(
     rows = down.values.transpose(1, 2), down.by_rows()
     how = compression, strategy, activation.name, activation.threshold, invariant
     y: Tensor = ops.experts_float8(
-        tokens, scale, gate.values, gate.by_rows(), *of_up, *rows, routes, of_router.float().view(routes.shape), *how
+        tokens, scale, gate.values, gate.by_rows(), *of_up, *rows, routes, of_router.float().reshape(routes.shape), *how
     )
     return y.view(values.shape)
 

@@ -7,10 +7,11 @@ from torch import nn
 
 from twell._arguments import require
 from twell._float8_mlp import Float8MLP
-from twell._sparsify.modules import SparseDown
+from twell._plain import HOOKS
+from twell._sparsify.modules import NamedGatedMLP, NamedMLP
 from twell._sparsify.quantised import name_in
 from twell.float8 import Granularity, quantize
-from twell.nn import SparseFFN
+from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
 
 
 def quantize_(model: nn.Module, *, granularity: Granularity = "row", fast_accum: bool = True) -> list[str]:
@@ -41,14 +42,12 @@ def quantize_(model: nn.Module, *, granularity: Granularity = "row", fast_accum:
 
 
 def _quantised(name: str, layer: SparseFFN, granularity: Granularity, fast_accum: bool) -> Float8MLP:
-    if isinstance(layer, SparseDown) or not layer._is_plain():
-        raise TypeError(
-            f"{name} must be a layer of plain projections, got a {type(layer).__name__} with others or hooks"
-        )
+    if beyond := _beyond(layer):
+        raise TypeError(f"{name} must be a layer of twell.nn that applies plain projections alone, got {beyond}")
     found = list(layer._operands())
-    for weight, _ in found:
-        if weight.dtype != torch.bfloat16 or weight.is_meta:
-            raise TypeError(f"{name} must have bfloat16 weights in memory, got {weight.dtype} on {weight.device}")
+    for operand in (operand for pair in found for operand in pair if operand is not None):
+        if operand.dtype != torch.bfloat16 or operand.is_meta:
+            raise TypeError(f"{name} must have bfloat16 weights in memory, got {operand.dtype} on {operand.device}")
     records = [quantize(weight.detach(), granularity) for weight, _ in found]
     biases = [None if bias is None else bias.detach() for _, bias in found]
     if not layer._gated:
@@ -63,5 +62,22 @@ def _quantised(name: str, layer: SparseFFN, granularity: Granularity, fast_accum
         invariant=layer.invariant,
         compression=layer.compression,
         fast_accum=fast_accum,
+        names=tuple(layer._projections),
     )
     return made.train(layer.training)
+
+
+def _beyond(layer: SparseFFN) -> str:
+    """What a layer is or does that a ``Float8MLP`` would not; "" if nothing."""
+    own = vars(layer)
+    if type(layer) not in (SparseGatedMLP, SparseMLP, NamedGatedMLP, NamedMLP):
+        return f"a {type(layer).__name__}"
+    if not layer._is_plain():
+        return "others, or hooks on them"
+    if any(own[hooks] for hooks in HOOKS) or "forward" in own or layer._compiled_call_impl is not None:
+        return "hooks, a forward of its own or a compiled one"
+    if own["_parameters"] or own["_buffers"] or set(own["_modules"]) != set(layer._projections):
+        return "parameters, buffers or children beside them, as compacted layers have"
+    if layer.record_aux or isinstance(layer.threshold, torch.Tensor):
+        return "record_aux or a threshold that moves"
+    return ""

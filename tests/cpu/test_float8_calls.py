@@ -190,6 +190,81 @@ def test_quantize_refuses() -> None:
     assert isinstance(mixed[0], twell.nn.SparseMLP)
 
 
+class Residual(twell.nn.SparseMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x  # type: ignore[no-any-return]
+
+
+def _hooked(layer: Any) -> Any:
+    layer.register_forward_hook(lambda *given: 2 * given[2])
+    return layer
+
+
+def _with_more(layer: Any) -> Any:
+    layer.scale = nn.Parameter(torch.ones(1, dtype=BF16))
+    return layer
+
+
+def _recording(layer: Any) -> Any:
+    layer.record_aux = True
+    return layer
+
+
+def _wide_bias(layer: Any) -> Any:
+    layer.up_proj.bias = nn.Parameter(torch.zeros(N))
+    return layer
+
+
+BEYOND: dict[str, tuple[Any, str]] = {
+    "subclass": (lambda layer: Residual(K, N, dtype=BF16), "got a Residual"),
+    "hook": (_hooked, "got hooks, a forward of its own"),
+    "parameter": (_with_more, "got parameters, buffers or children beside them"),
+    "aux": (_recording, "got record_aux"),
+    "bias": (_wide_bias, r"must have bfloat16 weights in memory, got torch\.float32"),
+    "K": (lambda layer: twell.nn.SparseMLP(K + 8, N, dtype=BF16), "K must be a positive multiple of 16"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BEYOND.values(), ids=BEYOND)
+def test_quantize_replaces_nothing_that_does_more(change: Any, message: str) -> None:
+    layer = change(twell.nn.SparseMLP(K, N, dtype=BF16))
+    made = nn.Sequential(twell.nn.SparseMLP(K, N, dtype=BF16), layer)
+    with pytest.raises((TypeError, ValueError), match=message):
+        twell.quantize_(made)
+    assert isinstance(made[0], twell.nn.SparseMLP)
+    assert made[1] is layer
+
+
+def test_what_a_state_dict_may_hold() -> None:
+    made = model()
+    twell.quantize_(made)
+    right, state = made(X), made.state_dict()
+    key = "0.up_proj.weight"
+    for name, wrong in (
+        (key, state[key].view(torch.uint8)),
+        (f"{key}_scale", -state[f"{key}_scale"]),
+        (f"{key}_scale", state[f"{key}_scale"] * torch.inf),
+    ):
+        with pytest.raises(RuntimeError, match=rf"{name} must be"):
+            made.load_state_dict({**state, name: wrong})
+        assert_same(made(X), right)
+
+
+def test_static_scales_of_layers() -> None:
+    gate, up, down = weights()
+    scale = torch.tensor(0.25)
+    layer = twell.nn.Float8MLP(gate, up, down, input_scale=scale)
+    scale.mul_(100)
+    assert layer.input_scale.tolist() == [0.25]
+    for wrong in (0.0, -1.0, torch.inf, torch.nan):
+        with pytest.raises(ValueError, match="input_scale must be finite and above 0, got"):
+            twell.nn.Float8MLP(gate, up, down, input_scale=torch.tensor(wrong))
+    with pytest.raises(ValueError, match=r"input_scale must be one number, got \[2\]"):
+        twell.nn.Float8MLP(gate, up, down, input_scale=torch.ones(2))
+    with pytest.raises(AttributeError):
+        layer.threshold = 0.5  # type: ignore[misc]
+
+
 def test_a_quantised_layer_keeps_its_dtypes() -> None:
     made = model()
     twell.quantize_(made)

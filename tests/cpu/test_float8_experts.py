@@ -75,6 +75,15 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "two": ({"w_up": twell.quantize(torch.ones(80, 48))}, ValueError, "w_up must have 3 dimensions"),
     "ids": ({"expert_ids": torch.full((9, 2), 5)}, ValueError, "expert_ids must be from -1 to 4, got 5"),
     "routes": ({"weights": torch.ones(9, 3)}, ValueError, r"weights must be floating \[9, 2\]"),
+    "K": (
+        {
+            "w_up": twell.quantize(torch.ones(5, 80, 16400)),
+            "w_down": twell.quantize(torch.ones(5, 16400, 80)),
+            "x": torch.ones(9, 16400, dtype=torch.bfloat16),
+        },
+        ValueError,
+        "K a multiple of 16 up to 16384",
+    ),
     "gate": ({"w_gate": twell.quantize(torch.ones(5, 80, 48))}, NotImplementedError, "without a gate, got one"),
     "invariant": ({"invariant": True}, NotImplementedError, "no invariant form"),
 }

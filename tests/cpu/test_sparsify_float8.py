@@ -305,6 +305,26 @@ def test_a_model_that_was_quantised_is_saved_as_compressed_tensors(tmp_path: Pat
             assert torch.equal(found.dequantize(torch.float32), module.record().dequantize(torch.float32))
 
 
+def test_configurations_that_models_share_tell_of_one(tmp_path: Path) -> None:
+    model = twell_hf.sparsify(float8_models.build())
+    shared = model.config
+    inner = torch.compile(model, backend="eager")
+    twell.quantize_(inner)
+    assert getattr(shared, "quantization_config", None) is None
+    names = model.config.quantization_config["config_groups"]["group_0"]["targets"]
+    assert all(name.startswith(r"re:(.*\.)?model\.layers\.") for name in names)
+
+
+@pytest.mark.parametrize("activation", ["drelu", "fatrelu"])
+def test_files_in_e4m3_with_activations_of_twell_are_refused(activation: Any, on_a_gpu: None, tmp_path: Path) -> None:
+    folder = float8_models.save(tmp_path / "model", "fp8")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_act": activation, "hidden_act_param": 0.5 if activation == "fatrelu" else None}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NotImplementedError, match=f"layers in e4m3 must have ReLU or its square, got {activation}"):
+        twell_hf.load(folder, dtype=BF16)
+
+
 def test_a_class_of_twell_is_not_saved_in_e4m3(tmp_path: Path) -> None:
     twell_hf.sparsify(float8_models.build()).save_pretrained(tmp_path / "model")
     model = twell_hf.SparseLlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=BF16)

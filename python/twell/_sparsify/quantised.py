@@ -190,17 +190,26 @@ def _refuse_own(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def name_in(model: Any) -> None:
+def name_in(model: nn.Module) -> None:
     """Name the layers in e4m3 in the configuration of a model of transformers, for ``save_pretrained``.
 
-    In the words of compressed-tensors, as FP8_DYNAMIC. If it tells of other quantised weights, saving is refused.
+    In the words of compressed-tensors, as FP8_DYNAMIC. If it tells of other quantised weights, saving is refused. The
+    model may stand in others, as in one of ``torch.compile``: the outermost of transformers or twell counts.
     """
-    config = getattr(model, "config", None)
+    for within in model.modules():
+        # a wrapper has attributes of what it wraps
+        if hasattr(type(within), "save_pretrained") and hasattr(type(within), "_no_split_modules"):
+            _name_in(within)
+            return
+
+
+def _name_in(model: Any) -> None:
+    config = model.config
     if type(config).__module__.startswith("twell."):
         vars(model)["save_pretrained"] = _refuse_own
     elif getattr(config, "quantization_config", None) is not None:
         refuse_saving(model)
-    elif config is not None and hasattr(model, "save_pretrained"):
+    else:
         # also within a model around this one
         names = [name for name, module in model.named_modules() if isinstance(module, Float8Projection)]
         of_all = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -209,7 +218,9 @@ def name_in(model: Any) -> None:
             "weights": {**of_all, "strategy": "channel", "dynamic": False},
             "input_activations": {**of_all, "strategy": "token", "dynamic": True},
         }
-        config.quantization_config = {
+        # other models may share it
+        model.config = copy.deepcopy(config)
+        model.config.quantization_config = {
             "quant_method": "compressed-tensors",
             "format": "float-quantized",
             "quantization_status": "compressed",

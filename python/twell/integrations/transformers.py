@@ -254,6 +254,8 @@ def _full_size(folder: Path) -> _compaction.FullSize | None:
 
 def require_read(about: dict[str, Any]) -> None:
     """Raise ValueError if ``from_pretrained`` has left out scales of weights, by what it tells ``about`` loading."""
+    if lost := [name for name in about["missing_keys"] if name.endswith(_SCALES)]:
+        raise ValueError(f"each weight in e4m3 must have its scales, got none for {min(lost)}")
     left = [name for name in about["unexpected_keys"] if name.endswith(_SCALES)]
     if left:
         raise ValueError(
@@ -269,6 +271,12 @@ def with_own(model: Any, own: _configuration.Own) -> Any:
     A layer whose activation is that of another key, as in a vision tower, keeps the ReLU which that key names.
     """
     config = model.config
+    if any(isinstance(module, Float8MLP) for module in model.modules()):
+        # they have the stock activation, and cannot change it
+        raise NotImplementedError(
+            f"load: layers in e4m3 must have ReLU or its square, got {own.activation.name}: load files in 16 bits, and "
+            "quantise the model"
+        )
     # a causal class may take the text part of a configuration alone
     keys = [key if _has(config, key) else key._replace(path=()) for key in own.keys]
     keys = list(dict.fromkeys(key for key in keys if _has(config, key)))

@@ -63,8 +63,9 @@ def check_experts_float8(given: ExpertsFloat8) -> None:
     if w_gate.dim() != 3:
         raise ValueError(f"w_gate must have three dimensions, got {list(w_gate.shape)}")
     (count, n, _), (t, k) = w_gate.shape, x.shape
-    if n % 8 or k % MULTIPLE or not 0 < n <= geometry.LONGEST_SUM["bfloat16"]:
-        limits = f"K a multiple of {MULTIPLE}, N one of 8 up to {geometry.LONGEST_SUM['bfloat16']}"
+    most_k, most_n = specs.K_CLASSES[-1], geometry.LONGEST_SUM["bfloat16"]
+    if n % 8 or k % MULTIPLE or not 0 < n <= most_n or not 0 < k <= most_k:
+        limits = f"K a multiple of {MULTIPLE} up to {most_k}, N one of 8 up to {most_n}"
         raise ValueError(f"experts of e4m3 weights must have {limits}, got K = {k}, N = {n}")
     if (w_up is None) != (up_scale is None):
         raise ValueError("w_up and up_scale must be given together, got one of them")
@@ -108,7 +109,7 @@ def _cpu(*arguments: Any) -> Tensor:
 
 
 def _sums(given: ExpertsFloat8, activation: Activation, by_row: bool) -> Tensor:
-    """y in fp32 by PyTorch's own operators, expert by expert; a GPU is waited for."""
+    """y in fp32 by PyTorch's own operators, expert by expert; a GPU is waited for. Autocast must be off."""
     y = torch.zeros(given.x.shape, dtype=torch.float32, device=given.x.device)
     x = tokens_of(given.x, given.x_scale)
     for expert in torch.unique(given.ids).tolist():
@@ -145,11 +146,14 @@ def _cuda(*arguments: Any) -> Tensor:
     if strategy == "dense":
         count, n, _ = given.w_gate.shape
         by_groups = on_hopper and n % MULTIPLE == 0 and count < GROUPS
-        return _dense_on_hopper(given, activation, y) if by_groups else y.copy_(_sums(given, activation, False))
+        if by_groups:
+            return _dense_on_hopper(given, activation, y)
+        with torch.autocast("cuda", enabled=False):
+            return y.copy_(_sums(given, activation, False))
     if not on_hopper:
         raise NotImplementedError('experts have kernels for sm_90a alone; strategy="dense" runs everywhere')
     weights = (slabs(w.view(torch.uint8)) for w in (given.w_gate, given.w_down))
-    of_scales = given.gate_scale.contiguous(), given.down_scale.contiguous()
+    of_scales = aligned(given.gate_scale), aligned(given.down_scale)
     routes = aligned(given.ids), aligned(given.weights)
     run(_launches, (*_rows(given), *weights, *of_scales, *routes, y), compression, activation)
     return y
@@ -159,7 +163,7 @@ def _rows(given: ExpertsFloat8) -> tuple[Tensor, Tensor | None]:
     """x, and a static scale; rows in e4m3 as bytes [T, K + 16], the scale of each behind its values."""
     x, x_scale = given.x, given.x_scale
     if x.dtype != E4M3 or x_scale is None:
-        return rows(x), x_scale
+        return rows(x), None if x_scale is None else aligned(x_scale)
     k = x.shape[1]
     packed = torch.empty(len(x), k + _SCALE_BYTES, dtype=torch.uint8, device=x.device)
     packed[:, :k] = x.view(torch.uint8)

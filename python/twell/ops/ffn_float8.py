@@ -249,11 +249,14 @@ def _dense_on_cuda(layer: Layer, activation: Activation, fast: bool) -> tuple[Te
     n = len(layer.w_gate)
     if n % MULTIPLE or device.capability(layer.x.device.index) != device.SM_90:
         tokens = tokens_of(layer.x, layer.x_scale)
-        made = float8.gate_of(tokens, gate, biases[0])
-        return float8.dense(tokens, gate, up, down, biases, activation, use_fast_accum=fast), made
-    x, scale = layer.x, layer.x_scale
+        with torch.autocast("cuda", enabled=False):
+            made = float8.gate_of(tokens, gate, biases[0])
+            return float8.dense(tokens, gate, up, down, biases, activation, use_fast_accum=fast), made
+    x, scale = layer.x, None if layer.x_scale is None else laid_bias(layer.x_scale)
     if x.dtype != E4M3 or scale is None:
         x, scale = tokens_in_float8(layer.x, scale)
+    else:
+        x = _readable("x", x).view(E4M3)
     made = product(x, scale, layer.w_gate, layer.gate_scale, layer.b_gate, fast)
     projected = None
     if layer.w_up is not None and layer.up_scale is not None:
