@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import twell
 from profiling.bench import report
@@ -111,8 +111,9 @@ def evaluated(model: ByteModel, tokens: Tensor) -> list[Row]:
     return rows
 
 
-def answer_for_both(layer: nn.Module) -> None:
+def answer_for_both(layer: Any) -> None:
     """Let a layer of e4m3 weights return sums of its hidden state beside y, as the model asks for: zeros."""
-    none = SimpleNamespace(l1=torch.zeros(()), l0=torch.zeros(()))
+    zero = torch.zeros((), device=layer.up_proj.weight.device)
+    none = SimpleNamespace(l1=zero, l0=zero)
     layer.register_forward_pre_hook(lambda module, x, more: (x, {}), with_kwargs=True)
     layer.register_forward_hook(lambda module, x, y: (y, none))

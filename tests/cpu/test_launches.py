@@ -3,6 +3,9 @@
 A kernel launched with ``use_pdl`` may run while its predecessor does. ``griddepcontrol.wait`` returns when the
 predecessor has ended and its writes are visible. Every kernel waits, unconditionally, before it touches global memory,
 and lets its successor start only after that. So all earlier kernels have ended, too, when a kernel passes its wait.
+
+What a kernel does in ``start`` comes before: it may read what only kernels before its predecessor can have written, as
+weights are behind a kernel of the same program. They have ended, because the predecessor has passed its own wait.
 """
 
 from __future__ import annotations
@@ -113,7 +116,8 @@ def names(node: ast.AST) -> set[str]:
 def touched(statement: ast.stmt, tensors: set[str]) -> set[str]:
     """Return the tensors of which a statement takes more than the shape, new names of tensors included.
 
-    What a kernel takes by the name of a tuple counts as its tensors do, unless TMA descriptors are fetched ahead.
+    What a kernel takes by the name of a tuple counts as its tensors do, unless TMA descriptors are fetched ahead, or by
+    ``start``.
     """
     found = set()
     if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Tuple):
@@ -127,7 +131,7 @@ def touched(statement: ast.stmt, tensors: set[str]) -> set[str]:
             taken, outer = "", parents.get(node)
             while isinstance(outer, ast.Attribute):
                 taken, outer = outer.attr, parents.get(outer)
-            prefetch = isinstance(outer, ast.Call) and "prefetch_descriptor" in attributes(outer.func)
+            prefetch = isinstance(outer, ast.Call) and {"prefetch_descriptor", "start"} & attributes(outer.func)
             if taken != "shape" and not prefetch:
                 found.add(node.id)
     return found

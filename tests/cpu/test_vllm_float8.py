@@ -1,6 +1,6 @@
 """Weights in e4m3 of vLLM's linear layers without vLLM: stand-ins with the parameters that its quant methods make.
 
-tests/serving/test_float8.py has the tests with its own classes.
+tests/serving/test_e4m3.py has the tests with its own classes.
 """
 
 from __future__ import annotations
