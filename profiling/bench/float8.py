@@ -114,7 +114,8 @@ class Weights:
         self.problem = problem
         self.gate, self.up, down = map(twell.quantize, (problem.w_gate, problem.w_up, problem.w_down.t()))
         self.down = Float8(down.values.t().contiguous().t(), down.scale)
-        self.stored = down
+        # as torch._scaled_mm reads it: in another layout each call would copy it
+        self.stored = Float8(down.values.contiguous(), down.scale)
         both = torch.cat((self.gate.values.view(torch.uint8), self.up.values.view(torch.uint8)))
         self.both = both.view(float8.E4M3), torch.cat((self.gate.scale, self.up.scale))
 

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from profiling import bench, float8
 from profiling.bench import float8_loss
 from twell.commands.demo.demo import DemoRequest
 from twell.strategy import costs
+from twell.testing import workloads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,6 +42,17 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense = [row for (m, variant), row in rows.items() if m == 130 and variant.startswith("dense fp8")]
     assert max(row["over_dense"] for row in dense) == 1
     assert "of original weights" in capsys.readouterr().out
+
+
+def test_dense_products_copy_no_weight() -> None:
+    """A copy at each call would make the baseline slow."""
+    from profiling.bench.float8 import Weights
+
+    layer = Weights(workloads.load("topic29", m=8, k=64, n=160, device=torch.device("cpu")))
+    assert all(record.values.is_contiguous() for record in (layer.gate, layer.up, layer.stored))
+    assert layer.both[0].is_contiguous()
+    # as kernels read it
+    assert layer.down.values.t().is_contiguous()
 
 
 def test_a_wrong_result_has_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import twell
 from tests.cpu import fake_gpu
 from tests.fuzz import experts as fuzz
 from twell import float8
-from twell.float8 import E4M3
 from twell.testing.bits import assert_same
 
 CPU = torch.device("cpu")
@@ -126,4 +125,3 @@ def test_launches(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], strat
     y = fake_gpu.on_cuda("experts_float8", *layer, 8, strategy, "relu2", 0.0, False)
     assert (y.shape, y.dtype) == ((*p.weights.shape[:1], 48), torch.bfloat16)
     assert gpu.names() == kernels
-    assert E4M3 in {tensor.dtype for tensor in layer if tensor is not None}

@@ -33,8 +33,8 @@ from twell.ops.experts import (
     require_how,
     slabs,
 )
-from twell.ops.ffn_float8 import MULTIPLE, hidden_in_float8, quantise, tokens_of
-from twell.ops.library import ACTIVATION, check, check_rank, register, rows, transpose
+from twell.ops.ffn_float8 import MULTIPLE, check_scaled, hidden_in_float8, quantise, tokens_of
+from twell.ops.library import ACTIVATION, check_rank, register, rows, transpose
 from twell.ops.operands import run
 
 
@@ -58,34 +58,16 @@ class ExpertsFloat8(NamedTuple):
 
 def check_experts_float8(given: ExpertsFloat8) -> None:
     """Raise unless the operands fit each other."""
-    x, x_scale, w_gate, gate_scale, w_up, up_scale, w_down, down_scale, ids, weights = given
-    check_rank("x", x)
-    if w_gate.dim() != 3:
-        raise ValueError(f"w_gate must have three dimensions, got {list(w_gate.shape)}")
-    (count, n, _), (t, k) = w_gate.shape, x.shape
+    check_rank("x", given.x)
+    if given.w_gate.dim() != 3:
+        raise ValueError(f"w_gate must have three dimensions, got {list(given.w_gate.shape)}")
+    (count, n, _), (t, k) = given.w_gate.shape, given.x.shape
     most_k, most_n = specs.K_CLASSES[-1], geometry.LONGEST_SUM["bfloat16"]
     if n % 8 or k % MULTIPLE or not 0 < n <= most_n or not 0 < k <= most_k:
         limits = f"K a multiple of {MULTIPLE} up to {most_k}, N one of 8 up to {most_n}"
         raise ValueError(f"experts of e4m3 weights must have {limits}, got K = {k}, N = {n}")
-    if (w_up is None) != (up_scale is None):
-        raise ValueError("w_up and up_scale must be given together, got one of them")
-    for name, weight, scale, length in (
-        ("gate", w_gate, gate_scale, n),
-        ("up", w_up, up_scale, n),
-        ("down", w_down, down_scale, k),
-    ):
-        if weight is not None and scale is not None:
-            check(f"w_{name}", weight, (count, n, k), E4M3)
-            check(f"{name}_scale", scale, (count, length), torch.float32)
-    if x.dtype == E4M3:
-        if x_scale is None:
-            raise ValueError("x_scale must be given with an e4m3 x, got None")
-        check("x_scale", x_scale, (t,), torch.float32)
-    elif x.dtype != torch.bfloat16:
-        raise TypeError(f"x must be bfloat16, or e4m3 with scales, got {x.dtype}")
-    elif x_scale is not None:
-        check("x_scale", x_scale, (1,), torch.float32)
-    check_routes(ids, weights, t, count)
+    check_scaled(given)
+    check_routes(given.ids, given.weights, t, count)
 
 
 def _fake(*arguments: Any) -> Tensor:
@@ -138,15 +120,14 @@ def _cuda(*arguments: Any) -> Tensor:
         return y
     on_hopper = tuning.family(given.x.device.index) == specs.SM90
     if strategy == "auto":
-        (t, _), gated = given.x.shape, given.w_up is not None
-        few = not gated and tuning.experts_by_row(t, given.ids.shape[1], len(given.w_gate), gated, True)
+        number, top = given.ids.shape
+        few = given.w_up is None and tuning.experts_by_row(number, top, len(given.w_gate), gated=False, float8=True)
         # weights in another layout would be copied
         readable = all(is_readable(weight) for weight in (given.w_gate, given.w_down))
         strategy = "row" if on_hopper and few and readable else "dense"
     if strategy == "dense":
         count, n, _ = given.w_gate.shape
-        by_groups = on_hopper and n % MULTIPLE == 0 and count < GROUPS
-        if by_groups:
+        if on_hopper and n % MULTIPLE == 0 and count < GROUPS:
             return _dense_on_hopper(given, activation, y)
         with torch.autocast("cuda", enabled=False):
             return y.copy_(_sums(given, activation, False))

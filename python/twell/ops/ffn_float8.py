@@ -61,10 +61,19 @@ def check_float8(layer: Layer) -> None:
     for name, matrix in (("x", layer.x), ("w_gate", layer.w_gate), ("w_up", layer.w_up), ("w_down", layer.w_down)):
         if matrix is not None:
             check_rank(name, matrix)
-    (m, k), n = layer.x.shape, layer.w_gate.shape[0]
+    k, n = layer.x.shape[1], layer.w_gate.shape[0]
     if k % MULTIPLE or n % geometry.STATS_ROWS or not 0 < k <= specs.K_CLASSES[-1] or not 0 < n <= geometry.MAX_NEURONS:
         limits = f"K a multiple of 16 up to {specs.K_CLASSES[-1]}, N one of 8 up to {geometry.MAX_NEURONS}"
         raise ValueError(f"e4m3 weights must have {limits}, got K = {k}, N = {n}")
+    check_scaled(layer)
+    for name, bias, length in (("b_gate", layer.b_gate, n), ("b_up", layer.b_up, n), ("b_down", layer.b_down, k)):
+        if bias is not None:
+            check(name, bias, (length,), torch.bfloat16)
+
+
+def check_scaled(layer: Any) -> None:
+    """Raise unless x, the weights and their scales fit each other, of a ``Layer`` or of experts [E, ...]."""
+    (m, k), (*lead, n, _) = layer.x.shape, layer.w_gate.shape
     if layer.x.dtype == E4M3:
         if layer.x_scale is None:
             raise ValueError("x_scale must be given with an e4m3 x, got None")
@@ -81,11 +90,8 @@ def check_float8(layer: Layer) -> None:
         ("down", layer.w_down, layer.down_scale, k),
     ):
         if weight is not None and scale is not None:
-            check(f"w_{name}", weight, (n, k), E4M3)
-            check(f"{name}_scale", scale, (length,), torch.float32)
-    for name, bias, length in (("b_gate", layer.b_gate, n), ("b_up", layer.b_up, n), ("b_down", layer.b_down, k)):
-        if bias is not None:
-            check(name, bias, (length,), torch.bfloat16)
+            check(f"w_{name}", weight, (*lead, n, k), E4M3)
+            check(f"{name}_scale", scale, (*lead, length), torch.float32)
 
 
 @functools.lru_cache(256)

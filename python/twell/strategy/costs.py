@@ -247,7 +247,7 @@ class Float8Rates(NamedTuple):
 
 
 # Fitted by `python -m profiling.float8` to 45 layers of h100_float8.json, h100_float8_large.json and
-# h100_float8_few.json, where no choice loses time. They predict, and measure no unit of the GPU.
+# h100_float8_few.json, where no choice loses time. They predict calls, and are no rates of the GPU's units.
 FLOAT8 = Float8Rates(27.4e-6, 10.6e-6, 45.9e-6, 1300e12, 2.15e12, 2.81e12, 437e12, 584e12, 10.6e12, 3.41e12)
 
 
