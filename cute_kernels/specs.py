@@ -59,7 +59,6 @@ QUANTIZED = ("tokens", "gated", "plain")
 GATE_TOKENS = (48, 64, 96, 128, 144)
 # Those of e4m3 weights whose sums stay in the tensor cores, or not.
 E4M3_GATE_TOKENS = {True: (64, 96, 144), False: (96,)}
-PORTABLE_GATE_TOKENS = (64, 128)
 
 # Largest batches for which a gate GEMM for few tokens is compiled, and those of wide layers.
 FEW_TOKENS = (8, 32, 64, 128)
@@ -69,7 +68,6 @@ E4M3_FEW_TOKENS = (8, 32, 64)
 EXPERT_TOKENS = (8, 32, 64)
 # CTAs that compute a token of experts.
 EXPERT_CLUSTERS = (2, 8)
-PORTABLE_FEW_TOKENS = (8, 32, 64)
 
 
 def k_class(k: int, classes: tuple[int, ...] = K_CLASSES) -> int:
@@ -146,11 +144,17 @@ class _FamilyKernel(_Kernel):
 
 
 @dataclass(frozen=True)
-class GatePackSpec(_FamilyKernel):
-    """``x, w_gate -> words, spill, stats``: the gate GEMM with packed output, of any compression.
+class PackSpec(_Kernel):
+    """``gate -> words, spill, stats``: a dense gate, packed, of any compression."""
 
-    A tile has 256 neurons and ``tokens`` tokens, one of ``GATE_TOKENS`` or, in the portable family, of
-    ``PORTABLE_GATE_TOKENS``.
+    op: ClassVar[str] = "pack"
+
+
+@dataclass(frozen=True)
+class GatePackSpec(_FamilyKernel):
+    """``x, w_gate -> words, spill, stats``: the gate GEMM of sm_90a with packed output, of any compression.
+
+    A tile has 256 neurons and ``tokens`` tokens, one of ``GATE_TOKENS``.
     """
 
     tokens: int
@@ -161,10 +165,8 @@ class GatePackSpec(_FamilyKernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choices: tuple[int, ...] = GATE_TOKENS if self.family == SM90 else PORTABLE_GATE_TOKENS
-        if self.dtype == E4M3:
-            choices = E4M3_GATE_TOKENS[self.fast]
-        elif not self.fast:
+        choices: tuple[int, ...] = E4M3_GATE_TOKENS[self.fast] if self.dtype == E4M3 else GATE_TOKENS
+        if self.dtype != E4M3 and not self.fast:
             raise ValueError(f"fast must be True of {self.dtype} weights, got False")
         if self.tokens not in choices:
             raise ValueError(f"tokens must be one of {choices}, got {self.tokens}")
@@ -176,7 +178,7 @@ class GatePackSpec(_FamilyKernel):
 
 @dataclass(frozen=True)
 class GatePackFewSpec(_FamilyKernel):
-    """``x, w_gate -> words, spill, stats`` for batches of up to ``tokens``, of any compression.
+    """``x, w_gate -> words, spill, stats`` of sm_90a for batches of up to ``tokens``, of any compression.
 
     wide: for so many neurons that CTAs need not share a sum to occupy the GPU.
     """
@@ -188,10 +190,7 @@ class GatePackFewSpec(_FamilyKernel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.wide and self.family != SM90:
-            raise ValueError(f"family must be {SM90!r} if wide, got {self.family!r}")
-        few = E4M3_FEW_TOKENS if self.dtype == E4M3 else FEW_TOKENS
-        choices = WIDE_TOKENS if self.wide else few if self.family == SM90 else PORTABLE_FEW_TOKENS
+        choices = WIDE_TOKENS if self.wide else E4M3_FEW_TOKENS if self.dtype == E4M3 else FEW_TOKENS
         if self.tokens not in choices:
             raise ValueError(f"tokens must be one of {choices}, got {self.tokens}")
 
@@ -627,7 +626,8 @@ class OverflowSpec(_FamilyKernel):
 
 
 Spec = (
-    GatePackSpec
+    PackSpec
+    | GatePackSpec
     | GatePackFewSpec
     | QuantizeGateSpec
     | QuantizeTokensSpec
@@ -661,13 +661,12 @@ def all_specs() -> tuple[Spec, ...]:
     """Every spec that can be compiled; ``catalog.SHIPPED`` are those that ship."""
     flags = (False, True)
     return (
+        *(PackSpec(d) for d in DTYPES),
         *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
-        *(GatePackSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_GATE_TOKENS),
         *(GatePackSpec(E4M3, t, fast=f) for f, choices in E4M3_GATE_TOKENS.items() for t in choices),
         *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),
         *(GatePackFewSpec(E4M3, t) for t in E4M3_FEW_TOKENS),
         *(GatePackFewSpec(d, t, wide=True) for d in WEIGHTS for t in WIDE_TOKENS),
-        *(GatePackFewSpec(d, t, family=PORTABLE) for d in DTYPES for t in PORTABLE_FEW_TOKENS),
         *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
         *(GateScreenSpec(d) for d in DTYPES),
         *(QuantizeTokensSpec("bfloat16", s) for s in QUANTIZED),

@@ -48,23 +48,18 @@ def gate_pack(
     n: int,
     clusters: int,
     invariant: bool = False,
-    family: str = specs.SM90,
     fast: bool = True,
 ) -> specs.GatePackSpec | specs.GatePackFewSpec:
-    """The gate GEMM of ``m`` tokens and ``n`` neurons on a GPU that runs so many ``clusters`` of two CTAs at a time.
+    """The gate GEMM of ``m`` tokens and ``n`` neurons on sm_90a that runs so many ``clusters`` of two CTAs at a time.
 
     ``invariant``: only kernels whose bits do not depend on m. ``fast``: whether the tensor cores hold whole sums.
     """
     invariant = invariant or not fast
-    wide = family == specs.SM90 and n > _FEW_NEURONS * clusters
+    wide = n > _FEW_NEURONS * clusters
     few: tuple[int, ...] = specs.E4M3_FEW_TOKENS if dtype is torch.float8_e4m3fn else specs.FEW_TOKENS
-    few = specs.PORTABLE_FEW_TOKENS if family == specs.PORTABLE else specs.WIDE_TOKENS if wide else few
+    few = specs.WIDE_TOKENS if wide else few
     if not invariant and m <= few[-1] and m not in _NOT_FEW:
-        return specs.GatePackFewSpec(dtype_name(dtype), next(t for t in few if m <= t), wide=wide, family=family)
-    if family == specs.PORTABLE:
-        # all give the same bits
-        small, large = specs.PORTABLE_GATE_TOKENS
-        return specs.GatePackSpec(dtype_name(dtype), small if m <= small else large, family=family)
+        return specs.GatePackFewSpec(dtype_name(dtype), next(t for t in few if m <= t), wide=wide)
 
     def cost(tokens: int) -> float:
         # a cluster takes two tiles of tokens
@@ -245,6 +240,7 @@ def _chosen_by_callers(kind: Any) -> Callable[..., Any]:
     return functools.cache(lambda dtype, *others, **named: kind(dtype_name(dtype), *others, **named))
 
 
+pack = _chosen_by_callers(specs.PackSpec)
 unpack = _chosen_by_callers(specs.UnpackSpec)
 quantize_tokens = _chosen_by_callers(specs.QuantizeTokensSpec)
 reglu = _chosen_by_callers(specs.RegluSpec)

@@ -28,6 +28,7 @@ OCCUPANCY = {
     "list_candidates": (256, 4),
     "quantize_tokens": (256, 3),
     "sampled_gate": (384, 1),
+    "pack": (256, 5),
     "unpack": (256, 8),
     "reglu": (256, 5),
     "up_down_tile": (256, 2),

@@ -25,7 +25,7 @@ LAYERS = [
     ["cute_kernels.sm90"],
     ["cute_kernels.sm80"],
     [
-        *("cute_kernels.unpack", "cute_kernels.reglu", "cute_kernels.matrix_transpose"),
+        *("cute_kernels.pack", "cute_kernels.unpack", "cute_kernels.reglu", "cute_kernels.matrix_transpose"),
         *("cute_kernels.compact", "cute_kernels.rank", "cute_kernels.transpose", "cute_kernels.sampled_grad"),
         *(
             "cute_kernels.up_down_token",

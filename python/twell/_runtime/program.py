@@ -1,5 +1,7 @@
 """A pass of a layer as data: its launches in order, over operands and scratch that have no memory yet.
 
+A launch is of a kernel or, where a library's product is used, a call of a Python function.
+
 Code of ``twell.ops`` describes a pass once per kind of call, as a ``Program``. ``Program.compiled`` makes it an
 ``Executable`` of the pass's tensors, which calls run. Two runners take the same data: the C function of
 ``host/program.c``, and Python, which launches kernel by kernel with a tensor for each scratch. The latter is for
@@ -49,6 +51,9 @@ _DEBUG = env.debug()
 _ALLOCATE: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
+# What a launch calls: a kernel, or a function of tensors.
+Callee = specs.Spec | Callable[..., None]
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 # Programs of each kind of pass that are kept: the latest, 5 to 20 KB each.
@@ -90,6 +95,10 @@ class View(NamedTuple):
         offset = self.offset + first * self.strides[0] * self.dtype.itemsize
         return View(self.base, offset, self.dtype, (rows, *self.shape[1:]), self.strides)
 
+    def columns(self, count: int) -> View:
+        """The first columns of a matrix."""
+        return View(self.base, self.offset, self.dtype, (self.shape[0], count), self.strides)
+
     def at(self, offset: int, dtype: torch.dtype, *shape: int) -> View:
         """A contiguous tensor that begins ``offset`` bytes behind the first element."""
         return View(self.base, self.offset + offset, dtype, shape, contiguous(shape))
@@ -129,7 +138,7 @@ class Program:
     def __init__(self, index: int) -> None:
         self.index = index
         self.operands: list[View] = []
-        self.launches: list[tuple[specs.Spec, tuple[Any, ...]]] = []
+        self.launches: list[tuple[Callee, tuple[Any, ...]]] = []
         self._scratch: list[int] = []
         self._empty: dict[torch.dtype, View] = {}
         self._cleared = 0
@@ -169,6 +178,14 @@ class Program:
     def launch(self, spec: specs.Spec, *arguments: View | float | None) -> None:
         """Call the kernel of ``spec`` next, with views, integers, floats and None."""
         self.launches.append((spec, arguments))
+
+    def call(self, function: Callable[..., None], *arguments: View | None) -> None:
+        """Call ``function`` next, with tensors and None; what it launches goes to the current stream."""
+        self.launches.append((function, arguments))
+
+    def kernels(self) -> list[specs.Spec]:
+        """The kernels that it launches."""
+        return [callee for callee, _ in self.launches if isinstance(callee, specs.Spec)]
 
     def lives(self) -> dict[int, tuple[int, int]]:
         """The first and the last launch that each scratch is an argument of; none of a scratch without any."""
@@ -260,16 +277,17 @@ class Executable:
 
     def __init__(self, program: Program) -> None:
         self._program, self._cleared = program, program._cleared
-        needed, arch = [spec for spec, _ in program.launches], resolve.require_architecture(program.index)
-        kernels, self._loaded = resolve.found(needed, arch)
+        kernels, self._loaded = resolve.found(program.kernels(), resolve.require_architecture(program.index))
         maker = host.maker()
         self._run: Any = None
         self._size: tuple[int, ...] = (1,)
         if maker is not None:
             code, total = program.code()
             self._size = (max(total, 1),)
+            found = iter(kernels)
+            calls = [next(found) if isinstance(each, specs.Spec) else _on_tensors(each) for each, _ in program.launches]
             # half the time of torch.tensor
-            self._run = maker(torch.frombuffer(array.array("q", code), dtype=torch.int64), *kernels)
+            self._run = maker(torch.frombuffer(array.array("q", code), dtype=torch.int64), *calls)
 
     @property
     def scratch(self) -> int:
@@ -304,8 +322,7 @@ class Executable:
         with resolve.loading():
             self._loaded = not self._run(*operands, allocate(operands[0], self._size, (1,), torch.uint8))
         if self._loaded:
-            program = self._program
-            resolve.note_loaded([spec for spec, _ in program.launches], resolve.require_architecture(program.index))
+            resolve.note_loaded(self._program.kernels(), resolve.require_architecture(self._program.index))
         return self._loaded
 
     def _in_python(self, operands: Sequence[Tensor]) -> bool:
@@ -333,11 +350,21 @@ class Executable:
             whole = torch.empty(0, dtype=view.dtype, device=on)
             return whole.set_(memory.untyped_storage(), first // view.dtype.itemsize, view.shape, view.strides)
 
-        for i, (spec, arguments) in enumerate(program.launches):
-            launch(spec, *(real(each) if isinstance(each, View) else each for each in arguments))
+        for i, (callee, arguments) in enumerate(program.launches):
+            given_to = [real(each) if isinstance(each, View) else each for each in arguments]
+            launch(callee, *given_to) if isinstance(callee, specs.Spec) else callee(*given_to)
             for own in [own for own in alive if lives[own][1] == i]:
                 del alive[own]
         return True
+
+
+def _on_tensors(function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` as the C runner calls it: tensors are those of tvm-ffi."""
+
+    def call(*arguments: Any) -> None:
+        function(*(None if each is None else torch.from_dlpack(each) for each in arguments))
+
+    return call
 
 
 def _is_as_declared(view: View, tensor: Tensor) -> bool:

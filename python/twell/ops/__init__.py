@@ -18,6 +18,7 @@ from twell.ops.hybrid_backward import hybrid_backward
 from twell.ops.hybrid_backward_accumulate import hybrid_backward_accumulate
 from twell.ops.hybrid_forward import hybrid_forward
 from twell.ops.matrix_transpose import matrix_transpose
+from twell.ops.pack import pack
 from twell.ops.quantize_gate import quantize_gate
 from twell.ops.reglu import reglu, reglu_backward
 from twell.ops.unpack import unpack
@@ -38,6 +39,7 @@ __all__ = [
     "hybrid_backward_accumulate",
     "hybrid_forward",
     "matrix_transpose",
+    "pack",
     "quantize_gate",
     "reglu",
     "reglu_backward",

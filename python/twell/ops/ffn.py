@@ -32,7 +32,7 @@ from twell.ops.ffn_union import launches as union_launches
 from twell.ops.ffn_union import on_cpu as union_on_cpu
 from twell.ops.ffn_union import shapes as union_shapes
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
-from twell.ops.gate_pack import pack, scratch, stats_shape
+from twell.ops.gate_pack import pack, scratch
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
@@ -46,6 +46,7 @@ from twell.ops.library import (
     register,
 )
 from twell.ops.operands import Form, Operands, Views, present
+from twell.ops.pack import stats_shape
 from twell.ops.quantize_gate import quantize, quantize_gate, require
 from twell.ops.up_down import counters, multiply
 from twell.ops.up_down import on_cpu as up_down_on_cpu

@@ -25,9 +25,10 @@ from twell._runtime.log import warn_once
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
 from twell.float8 import E4M3, Float8
 from twell.ops.ffn_union import launches as union_launches
-from twell.ops.gate_pack import pack, scratch, stats_shape
+from twell.ops.gate_pack import pack, scratch
 from twell.ops.library import ACTIVATION, Shape, check, check_rank, has_rows, laid_bias, new, register, transpose
 from twell.ops.operands import Form, Scaled, Views, present, run
+from twell.ops.pack import stats_shape
 from twell.ops.up_down import counters, multiply
 from twell.strategy.plan import Facts, Route, routed
 from twell.strategy.site import site_of, without_site

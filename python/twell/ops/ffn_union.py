@@ -15,7 +15,7 @@ from twell._activation import Activation, activation_of
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.gate_pack import on_cpu as pack_on_cpu
-from twell.ops.gate_pack import pack, scratch, stats_shape
+from twell.ops.gate_pack import pack, scratch
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
@@ -29,6 +29,7 @@ from twell.ops.library import (
     register,
 )
 from twell.ops.operands import Operands, Views, run
+from twell.ops.pack import stats_shape
 from twell.ops.up_down_union import by_slices, union
 from twell.ops.up_down_union import on_cpu as up_down_on_cpu
 from twell.ops.up_down_union import shapes as shapes_behind

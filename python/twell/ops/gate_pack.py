@@ -6,17 +6,16 @@ With a ``threshold`` values up to it are zero, too.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from twell import tuning
 from twell._activation import Activation, activation_of, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
-from twell.ops.library import Shape, bias_view, blocks, check_layer, laid_bias, new, register, rows
+from twell.ops.library import Shape, bias_view, check_layer, laid_bias, new, register, rows
 from twell.ops.operands import Scaled, launched, run
-
-Packed = tuple[Tensor, Tensor, Tensor]
+from twell.ops.pack import Packed, fill_on_cpu, pack_gate
+from twell.ops.pack import shapes as packed_shapes
 
 
 def outputs(x: Tensor, w_gate: Tensor, compression: int) -> Packed:
@@ -29,17 +28,7 @@ def shapes(
     x: Tensor | View | Scaled, m: int, w_gate: Tensor | View | Scaled, compression: int
 ) -> tuple[Shape, Shape, Shape]:
     """Of words, spill and stats of ``m`` tokens."""
-    tiles = geometry.tiles(w_gate.shape[0])
-    return (
-        (torch.int32, m, tiles * geometry.words_per_tile(compression)),
-        (tuning.stored(x.dtype), m, tiles * geometry.TILE),
-        stats_shape(m, w_gate.shape[0]),
-    )
-
-
-def stats_shape(m: int, n: int) -> Shape:
-    """Of stats alone, which are the same at any compression."""
-    return torch.int32, blocks(m, geometry.STATS_ROWS), geometry.tiles(n), 2
+    return packed_shapes(tuning.stored(x.dtype), m, w_gate.shape[0], compression)
 
 
 def scratch(p: Program, x: View | Scaled, m: int, w_gate: View | Scaled, compression: int) -> tuple[View, View]:
@@ -67,34 +56,6 @@ def gate_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, threshold: flo
     return activation_of("fatrelu", threshold).after(accumulator.to(x.dtype))
 
 
-def fill_on_cpu(packed: Packed, gate: Tensor, compression: int) -> Packed:
-    """Fill ``packed`` with ``gate`` [M, N], and return it."""
-    words, spill, stats = packed
-    gate = F.pad(gate, (0, spill.shape[1] - gate.shape[1]))
-
-    m, tiles, _ = tiled = (gate.shape[0], stats.shape[1], geometry.TILE)
-    nonzero = gate != 0
-    counts = nonzero.view(tiled).sum(2, dtype=torch.int32)
-    overflows = counts > geometry.capacity(compression)
-
-    # Row-major order of `nonzero` is ascending neurons; a value's place is its rank within its row-tile.
-    row, neuron = nonzero.nonzero(as_tuple=True)
-    rowtile = row * tiles + neuron // geometry.TILE
-    through = counts.view(-1).cumsum(0)
-    place = 1 + torch.arange(row.numel(), device="cpu") - (through - counts.view(-1))[rowtile]
-    kept = place <= geometry.capacity(compression)
-    entries = gate.view(torch.int16)[row, neuron].int() << 16 | neuron.int()
-    table = words.zero_().view(m * tiles, geometry.words_per_tile(compression))
-    table[:, 0] = counts.view(-1)
-    table[rowtile[kept], place[kept]] = entries[kept]
-
-    spill.copy_(gate.view(tiled).masked_fill(~overflows[:, :, None], 0).view(spill.shape))
-    padding = stats.shape[0] * geometry.STATS_ROWS - m
-    for i, figure in enumerate((counts, overflows.int())):
-        stats[:, :, i] = F.pad(figure, (0, 0, 0, padding)).view(-1, geometry.STATS_ROWS, tiles).sum(1)
-    return packed
-
-
 def _cuda(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
     packed = _fake(x, w_gate, b_gate, compression, threshold)
     if len(x):
@@ -118,24 +79,51 @@ def pack(
 ) -> View | None:
     """Launch what fills words, spill and stats; if ``invariant``, with bits that do not depend on the other tokens.
 
-    The kernel zeroes int32 [counters] for those of up_down, which are returned.
+    The kernel zeroes int32 [counters] for those of up_down, which are returned. In the portable family the gate is
+    PyTorch's product, and lies in the spill until it is packed.
     """
-    family, ctas = tuning.family(p.index), p.multiprocessors
+    n = w_gate.shape[0]
+    if tuning.family(p.index) == specs.PORTABLE:
+        gate = spill.columns(n)
+        p.call(_project_invariantly if invariant else _project, x, w_gate, b_gate, gate)
+        return pack_gate(p, gate, words, spill, stats, compression, activation, counters)
     # a cluster is two CTAs, one per multiprocessor
-    fast = x.fast if isinstance(x, Scaled) else True
-    spec = tuning.gate_pack(x.dtype, x.shape[0], w_gate.shape[0], ctas // 2, invariant, family, fast)
+    clusters, fast = p.multiprocessors // 2, x.fast if isinstance(x, Scaled) else True
+    spec = tuning.gate_pack(x.dtype, x.shape[0], n, clusters, invariant, fast)
     operands = *launched(x), *launched(w_gate), bias_view(p, b_gate, spill.dtype), words, spill, stats
     form = geometry.words_per_tile(compression), threshold_pair(activation, spill.dtype)
     zeroed = p.scratch(torch.int32, counters)
     if isinstance(spec, specs.GatePackSpec):
-        # the portable family has no clusters
-        p.launch(spec, *operands, zeroed, *form, ctas // 2 if family == specs.SM90 else ctas)
+        p.launch(spec, *operands, zeroed, *form, clusters)
     elif isinstance(x, Scaled):
         # behind a kernel of this program, which waits for all before it
         p.launch(spec, *operands, zeroed, *form, int(bool(p.launches)))
     else:
         p.launch(spec, *operands, zeroed, *form)
     return zeroed if counters else None
+
+
+# Tokens of each product of an invariant gate.
+_INVARIANT = 128
+
+
+def _project(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, gate: Tensor) -> None:
+    """Fill ``gate`` with x @ w_gate^T + b_gate, the bits of ``F.linear``."""
+    if b_gate is None:
+        torch.mm(x, w_gate.t(), out=gate)
+    else:
+        torch.addmm(b_gate, x, w_gate.t(), out=gate)
+
+
+def _project_invariantly(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, gate: Tensor) -> None:
+    """The same by products of one size: which kernel a library takes, and so the order of sums, depends on that."""
+    for first in range(0, len(x), _INVARIANT):
+        tokens = x[first : first + _INVARIANT]
+        padded = x.new_zeros(_INVARIANT, x.shape[1])
+        padded[: len(tokens)] = tokens
+        part = gate.new_empty(_INVARIANT, gate.shape[1])
+        _project(padded, w_gate, b_gate, part)
+        gate[first : first + _INVARIANT] = part[: len(tokens)]
 
 
 gate_pack = register(

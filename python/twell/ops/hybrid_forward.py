@@ -23,7 +23,7 @@ from twell._activation import RELU, Activation, activation_of
 from twell._runtime import geometry, nvtx
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
 from twell.ops import hybrid, screened
-from twell.ops.gate_pack import pack, scratch, stats_shape
+from twell.ops.gate_pack import pack, scratch
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
@@ -38,6 +38,7 @@ from twell.ops.library import (
     register,
 )
 from twell.ops.operands import Form, Operands, Views
+from twell.ops.pack import stats_shape
 from twell.ops.quantize_gate import quantize, quantize_gate, require
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]

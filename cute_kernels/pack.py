@@ -1,0 +1,159 @@
+"""A dense gate [M, N], before its activation, to TwELL: the words, spill and statistics of gate_pack, and their bits.
+
+It reads 2 bytes for each gate, and writes little if few of them are non-zeros: memory is the bound. A CTA has the eight
+tokens whose statistics are one row, a warp for each, and `TILES` tiles of 256 neurons. A lane has eight neurons of each
+tile, and loads those of all tiles before it packs the first. Ranks are prefix sums over the lanes; words go straight to
+their place in global memory, behind the zeros that another lane of the same warp has stored there.
+
+The gate may lie in the spill, at its place: a lane has read what it overwrites.
+"""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Uint32, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from . import geometry
+from .common import launch, operands
+from .common.activation import above
+from .common.copies import address, load_values_if, store_values
+from .common.rows import clear_arrivals
+from .common.values import join_bytes, lanes_before, lowest_bit, nonzero_bytes, relu_pair
+from .specs import PackSpec
+
+WARPS = geometry.STATS_ROWS
+TILES = 4
+
+
+class Pack:
+    """For one dtype; sizes, the compression and the threshold are values at run time."""
+
+    def __init__(self, spec: PackSpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        gate: cute.Tensor,
+        words: cute.Tensor,
+        spill: cute.Tensor,
+        stats: cute.Tensor,
+        arrivals: cute.Tensor,
+        words_per_tile: Int32,
+        threshold: Int32,
+        stream: cuda.CUstream,
+    ):
+        groups, tiles = stats.shape[0], stats.shape[1]
+        columns = cute.ceil_div(tiles, TILES)
+        if groups > 0:
+            self.kernel(gate, words, spill, stats, arrivals, words_per_tile, threshold, columns).launch(
+                grid=(groups * columns, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=launch.overlaps()
+            )
+
+    @cute.kernel
+    def kernel(
+        self,
+        gate: cute.Tensor,
+        words: cute.Tensor,
+        spill: cute.Tensor,
+        stats: cute.Tensor,
+        arrivals: cute.Tensor,
+        width: Int32,
+        threshold: Int32,
+        columns: Int32,
+    ):
+        thread, block, lane = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        group, first = block // columns, block % columns * TILES
+        counts = SmemAllocator().allocate_tensor(Int32, cute.make_layout((WARPS, TILES)))
+        m = group * WARPS + warp
+        exists = m < gate.shape[0]
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
+
+        if block == 0:
+            clear_arrivals(arrivals, thread, 32 * WARPS)
+        quads = cute.make_rmem_tensor((4, TILES), Uint32)
+        for i in range_constexpr(TILES):
+            neuron = (first + i) * geometry.TILE + lane * 8
+            load_values_if(address(gate, m, neuron), quads[None, i], exists & (neuron < gate.shape[1]))
+        for i in range_constexpr(TILES):
+            within = exists & (first + i < stats.shape[1])
+            count = self.pack_tile(words, spill, quads[None, i], m, first + i, width, threshold, within, lane)
+            if lane == 0:
+                counts[warp, i] = count
+        cute.arch.sync_threads()
+        if thread < TILES and first + thread < stats.shape[1]:
+            nonzeros, overflows = Int32(0), Int32(0)
+            for token in range_constexpr(WARPS):
+                nonzeros += counts[token, thread]
+                overflows += Int32(counts[token, thread] >= width)
+            stats[group, first + thread, 0] = nonzeros
+            stats[group, first + thread, 1] = overflows
+
+    @cute.jit
+    def pack_tile(
+        self,
+        words: cute.Tensor,
+        spill: cute.Tensor,
+        quad: cute.Tensor,
+        m: Int32,
+        tile: Int32,
+        width: Int32,
+        threshold: Int32,
+        within: Boolean,
+        lane: Int32,
+    ) -> Int32:
+        """Pack the 256 gates of a token's tile, eight in `quad`, if it is `within` the problem; return the count."""
+        for i in range_constexpr(4):
+            quad[i] = above(relu_pair(quad[i], self.dtype), threshold, self.dtype)
+        mask = join_bytes(*nonzero_bytes(quad))
+        own = Int32(cute.arch.popc(mask))
+        count = Int32(cute.arch.warp_redux_sync(own, "add"))
+        place = 1 + lanes_before(own)
+        neuron = tile * geometry.TILE + lane * 8
+        target = address(words, m, tile * width)
+        if within:
+            if 4 * lane < width:
+                line = cute.make_rmem_tensor((4,), Uint32)
+                for i in range_constexpr(4):
+                    line[i] = Uint32(0)
+                line[0] = Uint32(count) if lane == 0 else Uint32(0)
+                store_values(target + 4 * lane, line)
+            # zeros before words
+            cute.arch.sync_warp()
+            while mask != 0:
+                bit = lowest_bit(mask)
+                mask = mask & (mask - 1)
+                if place < width:
+                    word = self.value(quad, bit) | Uint32(neuron + bit)
+                    cute.make_tensor(target + place, cute.make_layout(1))[0] = Int32(word)
+                place += 1
+            if count >= width:
+                store_values(address(spill, m, neuron), quad)
+        return count
+
+    @cute.jit
+    def value(self, quad: Any, i: Int32) -> Uint32:
+        """Value `i` of eight in bits 16-31, without an array in local memory."""
+        upper = i & 4 != 0
+        first, second = (cutlass.select_(upper, quad[2 + j], quad[j]) for j in range(2))
+        pair = Uint32(cutlass.select_(i & 2 != 0, second, first))
+        return pair & Uint32(0xFFFF0000) if i & 1 != 0 else pair << 16
+
+
+def signature(spec: PackSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype = operands.DTYPES[spec.dtype]
+    m, n = cute.sym_int32(), cute.sym_int32(divisibility=8)
+    return Pack(spec), (
+        operands.rows(dtype, m, n),
+        *operands.packed(dtype, m),
+        operands.cube(cutlass.Int32, cute.sym_int32(), cute.sym_int32(), 2),
+        operands.vector(cutlass.Int32, cute.sym_int32(), align=4),
+        Int32(1),
+        Int32(1),
+    )

@@ -1,0 +1,112 @@
+"""``pack``: a dense gate [M, N], before its activation, in TwELL. words, spill, stats = TwELL of relu(gate).
+
+With a ``threshold`` values up to it are zero, too. What comes out is what ``gate_pack`` makes of the same gate.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import tuning
+from twell._activation import Activation, activation_of, threshold_pair
+from twell._runtime import geometry
+from twell._runtime.program import Program, View
+from twell.ops.library import STRIDE_MULTIPLE, Shape, blocks, check_matrix, new, register, rows
+from twell.ops.operands import run
+
+Packed = tuple[Tensor, Tensor, Tensor]
+
+
+def shapes(dtype: torch.dtype, m: int, n: int, compression: int) -> tuple[Shape, Shape, Shape]:
+    """Of words int32 [M, T*W], spill [M, T*256] of the gate's dtype and stats int32 [ceil(M/8), T, 2]."""
+    tiles = geometry.tiles(n)
+    words = torch.int32, m, tiles * geometry.words_per_tile(compression)
+    return words, (dtype, m, tiles * geometry.TILE), stats_shape(m, n)
+
+
+def stats_shape(m: int, n: int) -> Shape:
+    """Of stats alone, which are the same at any compression."""
+    return torch.int32, blocks(m, geometry.STATS_ROWS), geometry.tiles(n), 2
+
+
+def outputs(gate: Tensor, compression: int, threshold: float = 0.0) -> Packed:
+    """Uninitialised words, spill and stats of a gate [M, N]; raises unless the format takes it."""
+    check_matrix("gate", gate)
+    activation_of("fatrelu", threshold).level(gate.dtype)
+    m, n = gate.shape
+    if not 0 < n <= geometry.MAX_NEURONS or n % STRIDE_MULTIPLE:
+        most = geometry.MAX_NEURONS
+        raise ValueError(f"gate must have a positive multiple of {STRIDE_MULTIPLE} neurons up to {most}, got {n}")
+    words, spill, stats = new(gate, shapes(gate.dtype, m, n, compression))
+    return words, spill, stats
+
+
+def _cpu(gate: Tensor, compression: int, threshold: float = 0.0) -> Packed:
+    packed = outputs(gate, compression, threshold)
+    return fill_on_cpu(packed, activation_of("fatrelu", threshold).after(gate, inplace=False), compression)
+
+
+def fill_on_cpu(packed: Packed, gate: Tensor, compression: int) -> Packed:
+    """Fill ``packed`` with ``gate`` [M, N] behind its activation, and return it."""
+    words, spill, stats = packed
+    gate = F.pad(gate, (0, spill.shape[1] - gate.shape[1]))
+
+    m, tiles, _ = tiled = (gate.shape[0], stats.shape[1], geometry.TILE)
+    nonzero = gate != 0
+    counts = nonzero.view(tiled).sum(2, dtype=torch.int32)
+    overflows = counts > geometry.capacity(compression)
+
+    # Row-major order of `nonzero` is ascending neurons; a value's place is its rank within its row-tile.
+    row, neuron = nonzero.nonzero(as_tuple=True)
+    rowtile = row * tiles + neuron // geometry.TILE
+    through = counts.view(-1).cumsum(0)
+    place = 1 + torch.arange(row.numel(), device="cpu") - (through - counts.view(-1))[rowtile]
+    kept = place <= geometry.capacity(compression)
+    entries = gate.view(torch.int16)[row, neuron].int() << 16 | neuron.int()
+    table = words.zero_().view(m * tiles, geometry.words_per_tile(compression))
+    table[:, 0] = counts.view(-1)
+    table[rowtile[kept], place[kept]] = entries[kept]
+
+    spill.copy_(gate.view(tiled).masked_fill(~overflows[:, :, None], 0).view(spill.shape))
+    padding = stats.shape[0] * geometry.STATS_ROWS - m
+    for i, figure in enumerate((counts, overflows.int())):
+        stats[:, :, i] = F.pad(figure, (0, 0, 0, padding)).view(-1, geometry.STATS_ROWS, tiles).sum(1)
+    return packed
+
+
+def _cuda(gate: Tensor, compression: int, threshold: float = 0.0) -> Packed:
+    packed = outputs(gate, compression, threshold)
+    if len(gate):
+        run(pack_gate, (rows(gate), *packed), compression, activation_of("fatrelu", threshold))
+    return packed
+
+
+def pack_gate(
+    p: Program,
+    gate: View,
+    words: View,
+    spill: View,
+    stats: View,
+    compression: int,
+    activation: Activation,
+    counters: int = 0,
+) -> View | None:
+    """Launch what fills words, spill and stats; ``gate`` may be the first columns of the spill.
+
+    The kernel zeroes int32 [counters] for those of up_down, which are returned.
+    """
+    zeroed = p.scratch(torch.int32, counters)
+    form = geometry.words_per_tile(compression), threshold_pair(activation, gate.dtype)
+    p.launch(tuning.pack(gate.dtype), gate, words, spill, stats, zeroed, *form)
+    return zeroed if counters else None
+
+
+pack = register(
+    "pack(Tensor gate, int compression, float threshold=0.0) -> (Tensor words, Tensor spill, Tensor stats)",
+    fake=outputs,
+    cpu=_cpu,
+    cuda=_cuda,
+    instead="twell.sparse_up_down",
+)
