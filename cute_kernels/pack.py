@@ -67,7 +67,8 @@ class Pack:
     ):
         thread, block, lane = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        group, first = block // columns, block % columns * TILES
+        # the last tokens first: PyTorch has just written their gates, which are in L2
+        group, first = stats.shape[0] - 1 - block // columns, block % columns * TILES
         counts = SmemAllocator().allocate_tensor(Int32, cute.make_layout((WARPS, TILES)))
         m = group * WARPS + warp
         exists = m < gate.shape[0]

@@ -144,6 +144,21 @@ class _FamilyKernel(_Kernel):
 
 
 @dataclass(frozen=True)
+class _Single:
+    """A kernel without choices."""
+
+    op: ClassVar[str]
+
+    @property
+    def symbol(self) -> str:
+        return self.op
+
+    @property
+    def module(self) -> str:
+        return self.op
+
+
+@dataclass(frozen=True)
 class PackSpec(_Kernel):
     """``gate -> words, spill, stats``: a dense gate, packed, of any compression."""
 
@@ -439,15 +454,10 @@ class SampledUpSpec(_FamilyKernel):
 
 
 @dataclass(frozen=True)
-class ListCandidatesSpec:
+class ListCandidatesSpec(_Single):
     """``candidates -> neurons, sizes``: the lists of the neurons whose bits are set."""
 
     op: ClassVar[str] = "list_candidates"
-    module: ClassVar[str] = op
-
-    @property
-    def symbol(self) -> str:
-        return self.op
 
 
 @dataclass(frozen=True)
@@ -545,18 +555,17 @@ class ExpertSumSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class RankSpec:
+class RankSpec(_Single):
     """``popularity -> order, slot``: neurons sorted by popularity."""
 
     op: ClassVar[str] = "rank"
 
-    @property
-    def symbol(self) -> str:
-        return self.op
 
-    @property
-    def module(self) -> str:
-        return self.op
+@dataclass(frozen=True)
+class ScatterSpec(_Single):
+    """``values of the hybrid format's entries -> matrix``."""
+
+    op: ClassVar[str] = "scatter"
 
 
 @dataclass(frozen=True)
@@ -650,6 +659,7 @@ Spec = (
     | ExpertSumSpec
     | ExpertDownSpec
     | RankSpec
+    | ScatterSpec
     | MatrixTransposeSpec
     | TransposeSpec
     | WeightGradSpec
@@ -704,6 +714,7 @@ def all_specs() -> tuple[Spec, ...]:
             for g in flags
         ),
         RankSpec(),
+        ScatterSpec(),
         MatrixTransposeSpec(),
         MatrixTransposeSpec(8),
         *(TransposeSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),

@@ -14,6 +14,9 @@ everywhere.
     h = gate * up, gate = relu(x . w_gate + b_gate) rounded, up = x . w_up + b_up, dh = dy . w_down + dl1 * sign(h),
     d_gate = dh * up, d_up = dh * gate; all are rounded, and zero where the gate is. An empty bias stands for none.
 
+The gate before its activation may be given, [M, N]; an empty one stands for none. Then the product for it is made, as
+it comes with that for up, and not read, and d_gate [M, N] is a result and in no product.
+
 So it is for relu; for the other activations see activation.py. Without an up projection, up is 1 and there is no part
 for d_up. Sums of |h| are those of 64 tokens and 128 neurons, in a row for each 128 tokens.
 
@@ -33,6 +36,7 @@ from .. import geometry
 from ..specs import OverflowSpec
 from . import operands
 from .activation import add_l1, gradients, hidden
+from .copies import address, load_values, store_values
 from .values import MAGNITUDE, high_to_float, low_to_float, pack
 
 # tokens whose sums of |h| are in one row
@@ -58,6 +62,8 @@ class Operands(NamedTuple):
     flushed: Any  # partial sums of many terms
     by_token: Any  # whether y or dx is wanted
     weights: Any  # see WeightOperands; None in forward
+    gate: Any  # given, or empty
+    d_gate: Any  # its gradient; None in forward
     counters: Any  # geometry.OVERFLOW_COUNTERS words, zero before
     tokens: Any
     neurons: Any
@@ -136,6 +142,27 @@ def bias_pair(bias: cute.Tensor, at: Int32) -> Any:
     if at < bias.shape[0]:
         low, high = bias[at].to(Float32), bias[at + 1].to(Float32)
     return low, high
+
+
+@cute.jit
+def given_pair(gate: cute.Tensor, token: Int32, neuron: Int32, dtype: cutlass.Constexpr) -> Any:
+    """The given gates of two neurons in fp32; zeros outside."""
+    pair = Uint32(0)
+    if (token < gate.shape[0]) & (neuron < gate.shape[1]):
+        source = cute.recast_ptr(address(gate, token, neuron).align(4), dtype=Uint32)
+        pair = Uint32(cute.make_tensor(source, cute.make_layout(1))[0])
+    return low_to_float(pair, dtype), high_to_float(pair, dtype)
+
+
+@cute.jit
+def copy_gradients(o: Any, parts: cute.Tensor, here: Slice, own: Int32, threads: Int32) -> None:
+    """Copy the first part of a slice to the gradient of a given gate, by so many `threads` in all."""
+    pieces = o.neurons // 8
+    for i in cutlass.range(own, here.count * pieces, threads, unroll=1):
+        row = i // pieces
+        column = (i - row * pieces) * 8
+        source = parts.iterator + (Int64(row) * parts.stride[1] + column)
+        store_values(address(o.d_gate, here.first + row, column), load_values(source))
 
 
 @cute.jit
@@ -256,16 +283,17 @@ class ForwardPass:
         sums: cute.Tensor,
         flushed: cute.Tensor,
         counters: cute.Tensor,
+        gate: cute.Tensor,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        """If not `gated`, any weight stands for w_up."""
+        """If not `gated`, any weight stands for w_up, and with a given `gate` for w_gate; then any matrix is x."""
         o = Operands(
-            b_gate, b_up, b_down, None, gated, activation, threshold, sums, flushed, Int32(1), None, counters,
-            x.shape[0], *w_gate.shape, *parts.shape[:2],
+            b_gate, b_up, b_down, None, gated, activation, threshold, sums, flushed, Int32(1), None, gate, None,
+            counters, x.shape[0], *w_gate.shape, *parts.shape[:2],
         )  # fmt: skip
         # the second factor of the product is that of a second part, which there is not
-        self.launch((x,), (w_gate, w_up), (w_down, w_down), parts, y, o, sizes, capacity, max_ctas, stream)
+        self.launch((x,), (w_gate, w_up), (w_down, w_down), parts, parts, y, o, sizes, capacity, max_ctas, stream)
 
 
 class BackwardPass:
@@ -304,20 +332,28 @@ class BackwardPass:
         db_up: cute.Tensor,
         flushed: cute.Tensor,
         counters: cute.Tensor,
+        gate: cute.Tensor,
+        d_gate: cute.Tensor,
         max_ctas: Int32,
         stream: cuda.CUstream,
     ):
         """Gradients that are not wanted are empty. `accumulate`: those of weights are added to the fp32 sums; otherwise
-        these hold what slices before the last have added up.
+        these hold what slices before the last have added up. With a given `gate` w_up and dw_up stand for w_gate and
+        dw_gate, too.
         """
-        wanted = Int32(dw_gate.shape[0] + sum_gate.shape[0] > 0)
+        given, (count, *extents) = Int32(gate.shape[0] > 0), parts.shape
+        # d_gate of a given gate, the first part, is in no product
+        layout = cute.make_layout((count - given, *extents), stride=parts.stride)
+        factors = cute.make_tensor(parts.iterator + given * parts.stride[0], layout)
+        wanted = Int32(dw_down.shape[0] + sum_down.shape[0] > 0)
         results, totals = (dw_gate, dw_up, dw_down), (sum_gate, sum_up, sum_down)
         weights = WeightOperands(wanted, results, totals, accumulate, (db_gate, db_up))
         o = Operands(
             b_gate, b_up, None, dl1, gated, activation, threshold, sums, flushed, Int32(dx.shape[0] > 0), weights,
-            counters, x.shape[0], *w_gate.shape, *parts.shape[:2],
+            gate, d_gate, counters, x.shape[0], *w_gate.shape, *factors.shape[:2],
         )  # fmt: skip
-        self.launch((x, dy), (w_gate, w_up, w_down), (w_gate, w_up), parts, dx, o, sizes, capacity, max_ctas, stream)
+        tokens, weights_of = (x, dy), (w_gate, w_up, w_down)
+        self.launch(tokens, weights_of, (w_gate, w_up), parts, factors, dx, o, sizes, capacity, max_ctas, stream)
 
 
 def arguments(spec: OverflowSpec) -> tuple[Any, ...]:
@@ -332,11 +368,12 @@ def arguments(spec: OverflowSpec) -> tuple[Any, ...]:
     aside = (
         operands.vector(Float32, cute.sym_int32()),
         operands.vector(Int32, cute.sym_int32(), align=4),
-        Int32(1),
     )
+    # empty, or that of all tokens
+    given = operands.rows(dtype, cute.sym_int32(), n)
     x = operands.rows(dtype, m, k)
     if spec.mode == "forward":
-        return (x, *weights, *biases, *over, parts, operands.rows(dtype, m, k), sums, *aside)
+        return (x, *weights, *biases, *over, parts, operands.rows(dtype, m, k), sums, *aside, given, Int32(1))
     # empty where no gradient is wanted
     results = [operands.rows(dtype, cute.sym_int32(), k) for _ in range(4)]
     totals = [operands.rows(Float32, cute.sym_int32(), k) for _ in range(3)]
@@ -344,5 +381,6 @@ def arguments(spec: OverflowSpec) -> tuple[Any, ...]:
     d_biases = [operands.bias(dtype) for _ in range(2)]
     tokens = (operands.rows(dtype, m, k), x)
     return (
-        *tokens, *weights, *biases[:2], dl1, *over, parts, *results, *totals, Int32(1), sums, *d_biases, *aside
+        *tokens, *weights, *biases[:2], dl1, *over, parts, *results, *totals, Int32(1), sums, *d_biases, *aside,
+        given, operands.rows(dtype, cute.sym_int32(), n), Int32(1),
     )  # fmt: skip

@@ -33,7 +33,9 @@ from ..common.overflow import (
     arguments,
     arrive_and_wait,
     bias_pair,
+    copy_gradients,
     enlist,
+    given_pair,
     pointwise,
     slice_at,
     store_gradients,
@@ -175,6 +177,8 @@ class Score(Dense):
         gates = cute.make_rmem_tensor((self.n_frags, 2, self.m_frags), Uint32)
         clear(f.acc)
         self.add_product(ring, f, self.place_of(tokens[0], weights[0], row, column, at), steps, at)
+        if o.gate.shape[0] > 0:
+            self.take_gates(o, here, f.acc, row, column)
         self.round_gates(o, here, f.acc, gates, row, column)
         clear(f.acc)
         if o.gated != 0:
@@ -205,6 +209,16 @@ class Score(Dense):
         at = thread_index(again=True)
         token = row * SCORE_TOKENS + at.warp_m * (16 * self.m_frags) + (at.lane >> 2)
         return token, column * TILE_N + at.warp_n * (8 * self.n_frags), at
+
+    @cute.jit
+    def take_gates(self, o: Operands, here: Slice, acc: cute.Tensor, row: Int32, column: Int32):
+        """The given gates in place of sums."""
+        token, neuron, at = self.first_of(row, column)
+        for i in range_constexpr(self.m_frags):
+            for h in range_constexpr(2):
+                for v in range_constexpr(self.n_frags):
+                    m, n = here.first + token + 16 * i + 8 * h, neuron + 8 * v + (at.lane & 3) * 2
+                    acc[2 * h, v, i], acc[2 * h + 1, v, i] = given_pair(o.gate, m, n, self.dtype)
 
     @cute.jit
     def round_gates(self, o: Operands, here: Slice, acc: cute.Tensor, gates: cute.Tensor, row: Int32, column: Int32):
@@ -471,8 +485,8 @@ class Pass:
         assert left >= 2 * WARPS_M * TILE_N * 4
 
     @cute.jit
-    def launch(self, tokens, weights, rows, parts, out, o, sizes, capacity, max_ctas, stream):
-        """`tokens`, `weights`: see `Score.run`. `rows`: weights that parts are multiplied by; `out`: y or dx."""
+    def launch(self, tokens, weights, rows, parts, factors, out, o, sizes, capacity, max_ctas, stream):
+        """`tokens`, `weights`: see `Score.run`. `rows`: weights that `factors` are multiplied by; `out`: y or dx."""
 
         @cute.struct
         class Shared:
@@ -480,7 +494,7 @@ class Pass:
             team: cute.struct.MemRange[Int32, 2]
 
         self.shared = feasible.check_portable_memory(Shared)
-        self.kernel(tokens, weights, rows, parts, out, o, sizes, capacity).launch(
+        self.kernel(tokens, weights, rows, parts, factors, out, o, sizes, capacity).launch(
             grid=(max_ctas, 1, 1),
             block=(THREADS, 1, 1),
             min_blocks_per_mp=1,
@@ -495,6 +509,7 @@ class Pass:
         weights: Any,
         rows: Any,
         parts: cute.Tensor,
+        factors: cute.Tensor,
         out: cute.Tensor,
         o: Operands,
         sizes: cute.Tensor,
@@ -516,11 +531,14 @@ class Pass:
                 here = slice_at(o, first)
                 self.score.run(ring, tokens, weights, parts, o, here, team)
                 met = self.meet(o, team, met)
-                index = self.by_token.run(ring, parts, rows, out, o, here, team[0], team)
+                index = self.by_token.run(ring, factors, rows, out, o, here, team[0], team)
                 if const_expr(self.backward):
-                    self.by_neuron.run(ring, parts, tokens, None, o, here, index, team)
+                    self.by_neuron.run(ring, factors, tokens, None, o, here, index, team)
+                    own, threads = team[0] * THREADS + cute.arch.thread_idx()[0], team[1] * THREADS
+                    if o.gate.shape[0] > 0:
+                        copy_gradients(o, parts, here, own, threads)
                     if here.is_last * o.weights.wanted != 0:
-                        add_biases(o, team[0] * THREADS + cute.arch.thread_idx()[0], team[1] * THREADS, self.dtype)
+                        add_biases(o, own, threads, self.dtype)
                 met = self.meet(o, team, met)
                 first += here.count
 

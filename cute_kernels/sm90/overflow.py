@@ -5,7 +5,7 @@ A persistent, warp-specialized kernel, a cluster of two CTAs per pair of SMs. Th
 loads of B. Three warp groups, each of which goes through slices and phases:
 
     load   warp 0. TMA loads of A [128, 64] and B [256, 64] into a ring of stages; half of B comes from the peer. The
-           other warps add up the gradients of the biases.
+           other warps add up the gradients of the biases, and copy those of a given gate.
     mma    groups 1 and 2, 64 rows each: WGMMA 64 x 256 x 16 over the ring, then the epilogue. Values go to a buffer of
            [64, 128] in shared memory, which belongs to the group, and from there by TMA to global memory.
 
@@ -44,7 +44,9 @@ from ..common.overflow import (
     arguments,
     arrive_and_wait,
     bias_pair,
+    copy_gradients,
     enlist,
+    given_pair,
     pointwise,
     slice_at,
     store_gradients,
@@ -324,6 +326,8 @@ class Score(Dense):
                 states = accumulate(ring, narrow, gate, rA, rHalf, 2, extent.k_tiles, states)
                 for e in range_constexpr(cute.size(gate)):
                     acc[cute.size(gate) + e] = Float32(1.0)
+            if o.gate.shape[0] > 0:
+                self.take_gates(o, here, acc, row, column, at)
             if const_expr(self.backward):
                 dh.fill(0.0)
                 states = accumulate(ring, narrow, dh, rA, rHalf, 2, extent.k_tiles, states)
@@ -332,6 +336,17 @@ class Score(Dense):
         if at.warp == 0:
             cute.arch.cp_async_bulk_wait_group(0)
         return states, index - extent.m_tiles * extent.n_tiles
+
+    @cute.jit
+    def take_gates(self, o: Operands, here: Slice, acc: cute.Tensor, row: Int32, column: Int32, at: Thread):
+        """The given gates in place of sums."""
+        token = here.first + row * TILE_M + at.group * GROUP_ROWS + at.warp * 16 + (at.lane >> 2)
+        first = column * HALF + (at.lane & 3) * 2
+        for v in range_constexpr(HALF // 8):
+            for i in range_constexpr(2):
+                pair = given_pair(o.gate, token + 8 * i, first + 8 * v, self.dtype)
+                for j in range_constexpr(2):
+                    acc[(j, i, v), 0, 0] = pair[j]
 
     @cute.jit
     def finish(self, store: Transfer, s: Views, o: Operands, here: Slice, acc: cute.Tensor, dh, row: Int32, column, at):
@@ -535,8 +550,8 @@ class Pass(Dense):
         self.score, self.by_token, self.by_neuron = Score(spec), Product(spec, True), Product(spec, False)
 
     @cute.jit
-    def launch(self, tokens, weights, rows, parts, out, o, sizes, capacity, max_ctas, stream):
-        """`tokens`, `weights`: see `Score.factors`. `rows`: weights that parts are multiplied by; `out`: y or dx."""
+    def launch(self, tokens, weights, rows, parts, factors, out, o, sizes, capacity, max_ctas, stream):
+        """`tokens`, `weights`: see `Score.factors`. `rows`: what `factors` are multiplied by; `out`: y or dx."""
 
         @cute.struct
         class Shared:
@@ -549,9 +564,9 @@ class Pass(Dense):
 
         self.shared = feasible.check_shared_memory(Shared)
         score = self.score.factors(tokens, weights, parts)
-        by_token = self.by_token.factors(parts, rows, out)
-        by_neuron = self.by_neuron.factors(parts, tokens, None) if const_expr(self.backward) else None
-        self.kernel(score, by_token, by_neuron, o, sizes, capacity).launch(
+        by_token = self.by_token.factors(factors, rows, out)
+        by_neuron = self.by_neuron.factors(factors, tokens, None) if const_expr(self.backward) else None
+        self.kernel(score, by_token, by_neuron, parts, o, sizes, capacity).launch(
             grid=(max_ctas // CLUSTER * CLUSTER, 1, 1),
             block=(THREADS, 1, 1),
             cluster=(CLUSTER, 1, 1),
@@ -562,7 +577,14 @@ class Pass(Dense):
 
     @cute.kernel
     def kernel(
-        self, score: Factors, by_token: Factors, by_neuron: Any, o: Operands, sizes: cute.Tensor, capacity: Int32
+        self,
+        score: Factors,
+        by_token: Factors,
+        by_neuron: Any,
+        parts: cute.Tensor,
+        o: Operands,
+        sizes: cute.Tensor,
+        capacity: Int32,
     ):
         shared = SmemAllocator().allocate(self.shared)
         cute.arch.griddepcontrol_wait()
@@ -574,7 +596,7 @@ class Pass(Dense):
             if team.index < team.size:
                 if group == 0:
                     cute.arch.setmaxregister_decrease(REGISTERS[0])
-                    self.load(shared, ring, factors, o, thread, warp_index)
+                    self.load(shared, ring, factors, parts, o, thread, warp_index)
                 else:
                     cute.arch.setmaxregister_increase(REGISTERS[1])
                     self.compute(shared, ring, factors, o, thread)
@@ -635,7 +657,7 @@ class Pass(Dense):
         return met
 
     @cute.jit
-    def load(self, shared, ring, factors, o: Operands, thread: Int32, warp_index: Int32):
+    def load(self, shared, ring, factors, parts: cute.Tensor, o: Operands, thread: Int32, warp_index: Int32):
         """The load group."""
         score, by_token, by_neuron = factors
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
@@ -653,9 +675,12 @@ class Pass(Dense):
                     s = self.views(shared, *by_neuron.layouts)
                     state, _ = self.by_neuron.load(ring, state, by_neuron, s, o, here, index, team.size)
             elif const_expr(self.backward):
+                own = (team.index * CLUSTER + cute.arch.block_idx()[0] % CLUSTER) * ADDERS + thread - 32
+                threads = team.size * CLUSTER * ADDERS
+                if o.gate.shape[0] > 0:
+                    copy_gradients(o, parts, here, own, threads)
                 if here.is_last * o.weights.wanted != 0:
-                    own = (team.index * CLUSTER + cute.arch.block_idx()[0] % CLUSTER) * ADDERS + thread - 32
-                    add_biases(o, own, team.size * CLUSTER * ADDERS, self.dtype)
+                    add_biases(o, own, threads, self.dtype)
             met = self.meet(shared, o, met, thread)
             first += here.count
 

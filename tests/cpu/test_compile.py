@@ -37,6 +37,7 @@ OCCUPANCY = {
     "sampled_grad": (384, 1),
     "gathered": (384, 1),
     "rank": (512, 2),
+    "scatter": (256, 8),
     "matrix_transpose": (256, 4),
     "transpose": (1024, 1),
     "weight_grad": (384, 1),

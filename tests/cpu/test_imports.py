@@ -26,7 +26,13 @@ LAYERS = [
     ["cute_kernels.sm80"],
     [
         *("cute_kernels.pack", "cute_kernels.unpack", "cute_kernels.reglu", "cute_kernels.matrix_transpose"),
-        *("cute_kernels.compact", "cute_kernels.rank", "cute_kernels.transpose", "cute_kernels.sampled_grad"),
+        *(
+            "cute_kernels.compact",
+            "cute_kernels.scatter",
+            "cute_kernels.rank",
+            "cute_kernels.transpose",
+            "cute_kernels.sampled_grad",
+        ),
         *(
             "cute_kernels.up_down_token",
             "cute_kernels.up_down_token_e4m3",

@@ -1,6 +1,7 @@
 """A pass of a layer as data: its launches in order, over operands and scratch that have no memory yet.
 
-A launch is of a kernel or, where a library's product is used, a call of a Python function.
+A launch is of a kernel or, where a library's product is used, a call of a Python function, which the C runner leaves to
+Python.
 
 Code of ``twell.ops`` describes a pass once per kind of call, as a ``Program``. ``Program.compiled`` makes it an
 ``Executable`` of the pass's tensors, which calls run. Two runners take the same data: the C function of
@@ -179,8 +180,8 @@ class Program:
         """Call the kernel of ``spec`` next, with views, integers, floats and None."""
         self.launches.append((spec, arguments))
 
-    def call(self, function: Callable[..., None], *arguments: View | None) -> None:
-        """Call ``function`` next, with tensors and None; what it launches goes to the current stream."""
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call ``function`` next, with views, and None; what it launches goes to the current stream."""
         self.launches.append((function, arguments))
 
     def kernels(self) -> list[specs.Spec]:
@@ -214,6 +215,21 @@ class Program:
             done.sort()
         return offsets, total
 
+    def caller(self, index: int) -> Callable[[Sequence[Tensor]], None]:
+        """The call of the function that is launch ``index``, by the tensors of a call and, the last one, scratch."""
+        function, arguments = self.launches[index]
+        assert not isinstance(function, specs.Spec)
+        offsets, _ = self.placed()
+
+        def part(given: Sequence[Tensor], view: View | None) -> Tensor | None:
+            if view is None:
+                return None
+            if view.base < 0:
+                return _part(given[-1], view, offsets[~view.base] + view.offset)
+            return _part(given[view.base], view, view.offset)
+
+        return lambda given: function(*(part(given, view) for view in arguments))
+
     def compiled(self) -> Executable:
         """What runs this program. Raises as ``resolve.resolve`` does if there is not each kernel."""
         return Executable(self)
@@ -223,12 +239,20 @@ class Program:
         cleared = View(len(self.operands), 0, torch.uint8, (self._cleared,), (1,))
         return [*self.operands, cleared] if self._cleared else self.operands
 
-    def code(self) -> tuple[list[int], int]:
-        """The program as ``host/program.c`` reads it, and the bytes of its scratch, the last tensor given."""
+    def runs(self) -> list[tuple[int, int]]:
+        """The launches of kernels that no function interrupts, from the first up to the last; the first may be none."""
+        calls = [i for i, (callee, _) in enumerate(self.launches) if not isinstance(callee, specs.Spec)]
+        return [*zip([0, *(i + 1 for i in calls)], [*calls, len(self.launches)])]
+
+    def code(self, first: int = 0, last: int | None = None) -> list[int]:
+        """Launches of kernels, from ``first`` up to ``last``, as ``host/program.c`` reads them.
+
+        The last tensor given is scratch.
+        """
         offsets, total = self.placed()
         given, places = self.given(), dict[int, int]()
         counts, arguments, views = [], list[int](), list[View]()
-        for _, of_launch in self.launches:
+        for _, of_launch in self.launches[first:last]:
             counts.append(len(of_launch))
             for argument in of_launch:
                 if type(argument) is View:
@@ -262,7 +286,7 @@ class Program:
             parts += base, offset, *_described(view)
             dims += len(view.shape)
         header = [host.FORMAT, len(given) + 1, len(arguments) // 2, len(views), len(counts), dims, lengths]
-        return [*header, *declared, total, *counts, *arguments, *parts], total
+        return [*header, *declared, total, *counts, *arguments, *parts]
 
 
 def _described(view: View) -> tuple[int, ...]:
@@ -273,21 +297,27 @@ def _described(view: View) -> tuple[int, ...]:
 class Executable:
     """All launches of a program, as a function of its operands."""
 
-    __slots__ = ("_cleared", "_loaded", "_program", "_run", "_size")
+    __slots__ = ("_behind", "_cleared", "_loaded", "_program", "_run", "_size")
 
     def __init__(self, program: Program) -> None:
         self._program, self._cleared = program, program._cleared
         kernels, self._loaded = resolve.found(program.kernels(), resolve.require_architecture(program.index))
         maker = host.maker()
         self._run: Any = None
+        # functions, and what runs the launches behind each
+        self._behind: list[tuple[Callable[[Sequence[Tensor]], None], Any]] = []
         self._size: tuple[int, ...] = (1,)
         if maker is not None:
-            code, total = program.code()
-            self._size = (max(total, 1),)
+            self._size = (max(program.placed()[1], 1),)
             found = iter(kernels)
-            calls = [next(found) if isinstance(each, specs.Spec) else _on_tensors(each) for each, _ in program.launches]
-            # half the time of torch.tensor
-            self._run = maker(torch.frombuffer(array.array("q", code), dtype=torch.int64), *calls)
+            for first, last in program.runs():
+                # half the time of torch.tensor
+                code = torch.frombuffer(array.array("q", program.code(first, last)), dtype=torch.int64)
+                run = maker(code, *(next(found) for _ in range(first, last)))
+                if first == 0:
+                    self._run = run
+                else:
+                    self._behind.append((program.caller(first - 1), run))
 
     @property
     def scratch(self) -> int:
@@ -316,14 +346,22 @@ class Executable:
             operands = (*operands, torch.zeros(self._cleared, dtype=torch.uint8, device=operands[0].device))
         if self._run is None:
             return self._in_python(operands)
+        given = *operands, allocate(operands[0], self._size, (1,), torch.uint8)
         if self._loaded:
-            return not self._run(*operands, allocate(operands[0], self._size, (1,), torch.uint8))
+            return not self._run(*given) and (not self._behind or self._ran_on(given))
         # the first run of a kernel loads its code onto the GPU
         with resolve.loading():
-            self._loaded = not self._run(*operands, allocate(operands[0], self._size, (1,), torch.uint8))
+            self._loaded = not self._run(*given) and self._ran_on(given)
         if self._loaded:
             resolve.note_loaded(self._program.kernels(), resolve.require_architecture(self._program.index))
         return self._loaded
+
+    def _ran_on(self, given: tuple[Tensor, ...]) -> bool:
+        """Call the functions, and run what is behind each."""
+        for call, run in self._behind:
+            call(given)
+            run(*given)
+        return True
 
     def _in_python(self, operands: Sequence[Tensor]) -> bool:
         """The same launch by launch, with a tensor for each scratch while it lives."""
@@ -346,9 +384,7 @@ class Executable:
                 return operands[view.base]
             else:
                 memory = operands[view.base]
-            first = memory.storage_offset() * memory.dtype.itemsize + view.offset
-            whole = torch.empty(0, dtype=view.dtype, device=on)
-            return whole.set_(memory.untyped_storage(), first // view.dtype.itemsize, view.shape, view.strides)
+            return _part(memory, view, view.offset)
 
         for i, (callee, arguments) in enumerate(program.launches):
             given_to = [real(each) if isinstance(each, View) else each for each in arguments]
@@ -358,13 +394,11 @@ class Executable:
         return True
 
 
-def _on_tensors(function: Callable[..., None]) -> Callable[..., None]:
-    """``function`` as the C runner calls it: tensors are those of tvm-ffi."""
-
-    def call(*arguments: Any) -> None:
-        function(*(None if each is None else torch.from_dlpack(each) for each in arguments))
-
-    return call
+def _part(memory: Tensor, view: View, offset: int) -> Tensor:
+    """The tensor of a view that begins ``offset`` bytes behind the first element of ``memory``."""
+    first = memory.storage_offset() * memory.dtype.itemsize + offset
+    whole = torch.empty(0, dtype=view.dtype, device=memory.device)
+    return whole.set_(memory.untyped_storage(), first // view.dtype.itemsize, view.shape, view.strides)
 
 
 def _is_as_declared(view: View, tensor: Tensor) -> bool:
