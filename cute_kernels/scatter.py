@@ -1,6 +1,6 @@
-"""16-bit values of the entries of the hybrid format to a matrix [M, N], which is zero elsewhere: the gradient of a gate.
+"""16-bit values of the entries of the hybrid format to a matrix [M, N], zero elsewhere: the gradient of a gate.
 
-The matrix is zero before. A CTA has a tile of 128 tokens and every `PARTS`-th of its chunks, a warp one chunk at a time.
+The matrix is zero before. A CTA has a tile of 128 tokens and every `PARTS`-th of its chunks, a warp one at a time.
 """
 
 from typing import Any

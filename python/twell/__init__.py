@@ -1,9 +1,10 @@
 """Exact sparse ReLU feed-forward layers in the TwELL format (Tile-wise ELLPACK, arXiv 2603.23198).
 
-``sparse_gated_ffn``, ``sparse_ffn``, ``sparse_experts`` and ``pack`` are the functions, ``twell.nn`` has the modules,
-``twell.ops`` the registered operators, and ``explain`` shows the strategy of a layer. ``sparsify_`` converts a model in
-place, ``twell.integrations.transformers`` one of Hugging Face. ``twell.recipe`` is for training, ``twell.distributed``
-for tensor parallelism; both are imported at first use. Importing twell needs torch alone: no GPU, driver or compiler.
+``sparse_gated_ffn``, ``sparse_ffn``, ``sparse_up_down``, ``sparse_experts`` and ``pack`` are the functions,
+``twell.nn`` has the modules, ``twell.ops`` the registered operators, and ``explain`` shows the strategy of a layer.
+``sparsify_`` converts a model in place, ``twell.integrations.transformers`` one of Hugging Face. ``twell.recipe`` is
+for training, ``twell.distributed`` for tensor parallelism; both are imported at first use. Importing twell needs torch
+alone: no GPU, driver or compiler.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from twell.functional import Aux, pack, sparse_ffn, sparse_gated_ffn
 from twell.nn import explain
 from twell.packed import PackedTwell
 from twell.strategy.site import AutoStrategy
+from twell.up_down import sparse_up_down
 
 __version__ = "0.2.0"
 
@@ -47,6 +49,7 @@ __all__ = [
     "sparse_experts",
     "sparse_ffn",
     "sparse_gated_ffn",
+    "sparse_up_down",
     "sparsify_",
 ]
 

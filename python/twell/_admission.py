@@ -20,12 +20,12 @@ from twell.strategy.plan import PACKED_DTYPES, Facts, unpackable
 _OPTIONAL = ("b_gate", "b_up", "b_down")
 
 
-def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
-    """Check types, shapes, devices and dtypes; return the operands that are not None, cast as autocast asks."""
+def strided(name: str, operands: Mapping[str, Tensor | None], optional: Sequence[str]) -> dict[str, Tensor]:
+    """Check types; return the operands that are not None, cast as autocast asks."""
     present = {}
     for argument, value in operands.items():
         if not isinstance(value, Tensor):
-            if value is None and argument in _OPTIONAL:
+            if value is None and argument in optional:
                 continue
             raise TypeError(f"{name}: {argument} must be a tensor, got {type(value).__name__}")
         if value.is_nested or value.layout is not torch.strided:
@@ -36,14 +36,18 @@ def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
             value = value.resolve_neg() if value.is_neg() else value.clone()
         present[argument] = value
 
-    x = present["x"]
-    if x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
+    kind = next(iter(present.values())).device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         # as autocast casts the operands of a linear layer
-        dtype = torch.get_autocast_dtype(x.device.type)
-        present = {
-            a: t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for a, t in present.items()
-        }
-        x = present["x"]
+        dtype = torch.get_autocast_dtype(kind)
+        return {a: t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for a, t in present.items()}
+    return present
+
+
+def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
+    """Check types, shapes, devices and dtypes; return the operands that are not None, cast as autocast asks."""
+    present = strided(name, operands, _OPTIONAL)
+    x = present["x"]
     if x.dim() == 0:
         raise ValueError(f"{name}: x must be [..., K], got a scalar")
     if not x.is_floating_point():
@@ -56,11 +60,17 @@ def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
     for argument, value in present.items():
         if argument != "x" and list(value.shape) != shapes[argument]:
             raise ValueError(_wrong_shape(name, present))
-        if value.device != x.device:
-            raise ValueError(_odd_one(name, "on {}", {a: t.device for a, t in present.items()}))
-        if value.dtype != x.dtype:
-            raise TypeError(_odd_one(name, "{}", {a: t.dtype for a, t in present.items()}))
+        if value.device != x.device or value.dtype != x.dtype:
+            require_alike(name, present)
     return present
+
+
+def require_alike(name: str, operands: Mapping[str, Tensor]) -> None:
+    """Raise unless the operands are on one device, ValueError, and of one dtype, TypeError."""
+    if len({t.device for t in operands.values()}) > 1:
+        raise ValueError(_odd_one(name, "on {}", {a: t.device for a, t in operands.items()}))
+    if len({t.dtype for t in operands.values()}) > 1:
+        raise TypeError(_odd_one(name, "{}", {a: t.dtype for a, t in operands.items()}))
 
 
 def admitted(layer: Operands, gated: bool, compression: int) -> bool:
@@ -120,7 +130,7 @@ def _odd_one(name: str, expected: str, values: dict[str, Any]) -> str:
     """The error for the first operand that differs from most others; if there are only two, it names x."""
     common = _common(list(values.items()))
     odd = next(argument for argument, value in values.items() if value != common)
-    others = "the others are" if odd == "x" else "x is"
+    others = "x is" if odd != "x" and "x" in values else "the others are"
     return f"{name}: {odd} must be {expected.format(common)} as {others}, got {values[odd]}"
 
 

@@ -16,7 +16,7 @@ from twell.ops import hybrid
 from twell.ops.hybrid_backward import build, transpose
 from twell.ops.hybrid_forward import Forward, forward_of
 from twell.ops.library import is_direct, rows, unviewed
-from twell.ops.operands import Form, Gradients, Mains, Operands, Place, made
+from twell.ops.operands import Form, Mains, Operands, Place, made
 from twell.ops.reglu import derivatives, pays
 
 # what a call that measures does with the number of non-zeros (0-d) and the sizes of the hybrid format
@@ -208,7 +208,7 @@ class _FFN(torch.autograd.Function):
             db_down = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=wide).to(dy.dtype)
         gradients = *gradients, db_down
         if not compiling and torch.is_grad_enabled():
-            gradients = _first_order(call.name, Gradients(*gradients), (dy, dl1, *saved))
+            gradients = tuple(first_order(call.name, gradients, (dy, dl1, *saved)))
         return None, None, None, None, *gradients
 
 
@@ -321,11 +321,13 @@ def _gradients(
     return tuple(gradient if needed else None for gradient, needed in zip(every, needs))
 
 
-def _first_order(name: str, gradients: Gradients, sources: tuple[Tensor | None, ...]) -> Gradients:
+def first_order(
+    name: str, gradients: Sequence[Tensor | None], sources: tuple[Tensor | None, ...]
+) -> list[Tensor | None]:
     """Return ``gradients``, and make their derivative with respect to ``sources`` an error instead of silently none."""
     present = [g for g in gradients if g is not None]
     outputs = iter(_FirstOrder.apply(name, len(present), *present, *sources))  # type: ignore[no-untyped-call]
-    return Gradients(*(None if g is None else next(outputs) for g in gradients))
+    return [None if g is None else next(outputs) for g in gradients]
 
 
 class _FirstOrder(torch.autograd.Function):

@@ -64,6 +64,7 @@ LAYERS = [
     ["twell._admission"],
     ["twell._quantised"],
     ["twell.functional", "twell.experts", "twell._down_layout"],
+    ["twell.up_down"],
     # reads files, imports no library of others
     ["twell._float8_mlp", "twell.integrations.float8_layouts"],
     ["twell.nn"],

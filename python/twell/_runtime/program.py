@@ -100,6 +100,13 @@ class View(NamedTuple):
         """The first columns of a matrix."""
         return View(self.base, self.offset, self.dtype, (self.shape[0], count), self.strides)
 
+    def from_column(self, first: int) -> View:
+        """The columns of a row-major matrix from ``first`` on."""
+        if not first:
+            return self
+        shape = self.shape[0], self.shape[1] - first
+        return View(self.base, self.offset + first * self.dtype.itemsize, self.dtype, shape, self.strides)
+
     def at(self, offset: int, dtype: torch.dtype, *shape: int) -> View:
         """A contiguous tensor that begins ``offset`` bytes behind the first element."""
         return View(self.base, self.offset + offset, dtype, shape, contiguous(shape))

@@ -21,6 +21,9 @@ from twell.ops.matrix_transpose import matrix_transpose
 from twell.ops.pack import pack
 from twell.ops.quantize_gate import quantize_gate
 from twell.ops.reglu import reglu, reglu_backward
+from twell.ops.sparse_up_down import sparse_up_down, sparse_up_down_aux
+from twell.ops.sparse_up_down_backward import sparse_up_down_backward
+from twell.ops.sparse_up_down_forward import sparse_up_down_forward
 from twell.ops.unpack import unpack
 from twell.ops.up_down import up_down
 from twell.ops.up_down_union import up_down_union
@@ -43,6 +46,10 @@ __all__ = [
     "quantize_gate",
     "reglu",
     "reglu_backward",
+    "sparse_up_down",
+    "sparse_up_down_aux",
+    "sparse_up_down_backward",
+    "sparse_up_down_forward",
     "unpack",
     "up_down",
     "up_down_union",

@@ -104,6 +104,25 @@ def by_small_tiles(
     y, l1, stats = results
     words, spill = scratch(p, x, x.shape[0], w_gate, compression)
     pack(p, x, w_gate, b_gate, words, spill, stats, compression, activation)
+    small_tiles(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, compression, activation, spec)
+
+
+def small_tiles(
+    p: Program,
+    x: View,
+    words: View,
+    spill: View,
+    w_up: View,
+    w_down: View,
+    b_up: View | None,
+    b_down: View | None,
+    y: View,
+    l1: View,
+    compression: int,
+    activation: Activation,
+    spec: specs.Spec,
+) -> None:
+    """Launch what is behind the packed gate of few tokens."""
     biases = bias_view(p, b_up, x.dtype), bias_view(p, b_down, x.dtype)
     form = geometry.words_per_tile(compression), activation.code()
     p.launch(spec, x, words, spill, w_up, down_rows(p, w_down), *biases, y, l1, *form)

@@ -50,7 +50,8 @@ class Kept(NamedTuple):
 class Backward(NamedTuple):
     """The operands of both operators of backward: dy [M, K], dl1 (0-d or None), the layer without b_down and its gate.
 
-    They are tensors, w_down [N, K], or views of a program, w_down [K, N].
+    They are tensors, w_down [N, K], or views of a program, w_down [K, N]. With a ``gate`` [M, N] that was given the
+    layer has neither w_gate nor, without w_up, x.
     """
 
     dy: Any
@@ -58,6 +59,7 @@ class Backward(NamedTuple):
     layer: Any
     kept: Any
     activation: Activation
+    gate: Any = None
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -90,7 +92,7 @@ def _words(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def words(x: Tensor | View, n: int, gated: bool, held: int = 0) -> int:
-    """Words of ``kept`` for the gate of ``x`` [M, K] with ``n`` neurons; ``held``: non-zeros per token, 0: most."""
+    """Words of ``kept`` for the gate of ``x`` [M, ...] with ``n`` neurons; ``held``: non-zeros per token, 0: most."""
     m = x.shape[0]
     return _places(m, n)[1] + geometry.hybrid_words(geometry.hybrid_capacity(m, n, held), _value_bytes(x, gated))
 
@@ -126,16 +128,21 @@ def sizes(kept: Tensor, m: int) -> Tensor:
 
 def check_backward(given: Backward) -> None:
     """Raise unless the operands of backward fit each other."""
-    dy, dl1, layer, kept, _ = given
+    dy, dl1, layer, kept, *_ = given
     x, w_gate, w_up = layer[:3]
     # on the CPU values may be wider
     check_layer(*layer, wide=True)
     check("dy", dy, x.shape, x.dtype)
     if dl1 is not None:
         check("dl1", dl1, (), accumulator(x.dtype))
+    check_kept(x, w_gate.shape[0], w_up is not None, kept)
+
+
+def check_kept(x: Tensor, n: int, gated: bool, kept: Tensor) -> None:
+    """Raise unless ``kept`` is the gate of ``x`` [M, ...] with ``n`` neurons."""
     if len(kept.shape) != 1:
         raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
-    m, n, gated = x.shape[0], w_gate.shape[0], w_up is not None
+    m = x.shape[0]
     held = geometry.hybrid_words(capacity_of(x, n, gated, kept), _value_bytes(x, gated))
     check("kept", kept, (_places(m, n)[1] + held,), torch.int32)
 
@@ -229,14 +236,21 @@ def encode(gate: Tensor, up: Tensor | None, out: Tensor) -> None:
         target[:total] = dense[token, neuron]
 
 
-def decode(layer: Operands, given: Tensor, activation: Activation = RELU) -> tuple[Tensor, Tensor | None]:
-    """The gate and the up projection, if there is one, at its non-zeros: dense [M, N] of ``accumulator``'s dtype."""
-    x, w_gate, w_up, _, b_gate, b_up, _ = layer
-    m, n, dtype = x.shape[0], w_gate.shape[0], x.dtype
-    kept, capacity, wide = parts(given, m, n), capacity_of(x, n, w_up is not None, given), accumulator(dtype)
+def decode(
+    layer: Operands, given: Tensor, activation: Activation = RELU, gate: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The gate and the up projection, if there is one, at its non-zeros: dense [M, N] of ``accumulator``'s dtype.
+
+    ``gate``: that before the activation, if it was given.
+    """
+    x, w_gate, w_up, w_down, b_gate, b_up, _ = layer
+    tokens, n = x if gate is None else gate, w_down.shape[0]
+    m, dtype = tokens.shape[0], tokens.dtype
+    kept, capacity, wide = parts(given, m, n), capacity_of(tokens, n, w_up is not None, given), accumulator(dtype)
     total = int(kept.sizes[-1])
     if total > capacity:
-        gate = activation.after(project(x, w_gate, b_gate).to(dtype)).to(wide)
+        before = project(x, w_gate, b_gate).to(dtype) if gate is None else gate
+        gate = activation.after(before, inplace=False).to(wide)
         return gate, None if w_up is None else project(x, w_up, b_up).masked_fill_(gate == 0, 0)
 
     entries, chunks = kept.entries[:total], geometry.chunks(n)
@@ -252,8 +266,8 @@ def decode(layer: Operands, given: Tensor, activation: Activation = RELU) -> tup
 
     stored = (w_up is not None) + (dtype.itemsize > 2)
     behind = values(kept.entries, capacity, dtype, stored)
-    gate = dense(behind[-1] if dtype.itemsize > 2 else (entries >> 16).short().view(dtype))
-    return gate, None if w_up is None else dense(behind[0])
+    found = dense(behind[-1] if dtype.itemsize > 2 else (entries >> 16).short().view(dtype))
+    return found, None if w_up is None else dense(behind[0])
 
 
 def rare(popularity: Tensor) -> Tensor:
@@ -264,11 +278,14 @@ def rare(popularity: Tensor) -> Tensor:
     return torch.empty_like(few).scatter_(0, order, few)
 
 
-def backward_cpu(given: Backward, out: Gradients, accumulate: bool) -> None:
-    """Fill ``out`` by dense matrix products of the decoded gate, rounded where the kernels round."""
-    dy, dl1, layer, kept, activation = given
-    (m, _), n, dtype = layer.x.shape, layer.w_gate.shape[0], layer.x.dtype
-    gate, up = decode(layer, kept, activation)
+def backward_cpu(given: Backward, out: Gradients, accumulate: bool, of_gate: Tensor | None = None) -> None:
+    """Fill ``out`` by dense matrix products of the decoded gate, rounded where the kernels round.
+
+    ``of_gate``: the gradient of a given gate.
+    """
+    dy, dl1, layer, kept, activation, before = given
+    m, n, dtype = dy.shape[0], layer.w_down.shape[0], dy.dtype
+    gate, up = decode(layer, kept, activation, before)
     hidden = activation.hidden(gate, up).masked_fill(gate == 0, 0)
     dh = project(dy, layer.w_down, None)
     if dl1 is not None:
@@ -278,8 +295,8 @@ def backward_cpu(given: Backward, out: Gradients, accumulate: bool) -> None:
     d_gate, d_up = rounded(wide_gate, dtype), None if wide_up is None else rounded(wide_up, dtype)
 
     # for rare neurons the weights' gradients add the rounding errors of their coefficients, too
-    of_gate = parts(kept, m, n)
-    again = rare(of_gate.popularity) & (of_gate.sizes[-1] <= capacity_of(layer.x, n, up is not None, kept))
+    pattern = parts(kept, m, n)
+    again = rare(pattern.popularity) & (pattern.sizes[-1] <= capacity_of(dy, n, up is not None, kept))
 
     def for_weights(values: Tensor) -> Tensor:
         first = rounded(values, dtype)
@@ -288,11 +305,12 @@ def backward_cpu(given: Backward, out: Gradients, accumulate: bool) -> None:
     def product(coefficients: Tensor, matrix: Tensor) -> Tensor:
         return coefficients @ matrix.to(coefficients.dtype)
 
+    if of_gate is not None:
+        of_gate.copy_(d_gate)
     if out.x is not None:
-        dx = product(d_gate, layer.w_gate)
-        if d_up is not None and layer.w_up is not None:
-            dx += product(d_up, layer.w_up)
-        out.x.copy_(dx)
+        pairs = (d_gate, layer.w_gate), (d_up, layer.w_up)
+        products = [product(d, weight) for d, weight in pairs if d is not None and weight is not None]
+        out.x.copy_(sum(products[1:], products[0]))
     for target, coefficients, matrix in (
         (out.w_gate, wide_gate, layer.x),
         (out.w_up, wide_up, layer.x),
@@ -319,21 +337,23 @@ def overflow_forward(
     y: View,
     sums: View,
     aside: View,
+    gate: View | None,
 ) -> None:
     """Launch the kernel that fills y and ``sums``, of |h|, densely if there are more non-zeros than ``capacity``.
 
-    ``w_down`` is [N, K], ``sums`` [token tiles, ``geometry.training_sums``] and ``aside`` is ``room_aside`` for n
-    terms. ``popularity`` of so many non-zeros is zero, as nothing has counted them: the kernel's CTAs meet there.
+    ``gate``: that before the activation, if it was given. ``w_down`` is [N, K], ``sums`` [token tiles,
+    ``geometry.training_sums``] and ``aside`` is ``room_aside`` for n terms. ``popularity`` of so many non-zeros is
+    zero, as nothing has counted them: the kernel's CTAs meet there.
     """
     x, w_gate, w_up, _, *given = layer
-    m, n = x.shape[0], w_gate.shape[0]
-    biases = (bias_view(p, bias, x.dtype) for bias in given)
-    scratch = p.scratch(x.dtype, 1, min(m, geometry.OVERFLOW_FORWARD), n)
-    form = int(w_up is not None), activation.code(), threshold_pair(activation, x.dtype)
+    m, n, dtype = y.shape[0], w_down.shape[0], y.dtype
+    biases = (bias_view(p, bias, dtype) for bias in given)
+    scratch = p.scratch(dtype, 1, min(m, geometry.OVERFLOW_FORWARD), n)
+    form = int(w_up is not None), activation.code(), threshold_pair(activation, dtype)
     over = (kept.sizes, capacity, *form, scratch)
-    weights = (w_gate, w_gate if w_up is None else w_up, w_down)
-    own = (y, sums, aside, kept.popularity, p.multiprocessors)
-    p.launch(tuning.overflow(x.dtype, "forward", family=tuning.family(p.index)), x, *weights, *biases, *over, *own)
+    own = (y, sums, aside, kept.popularity, _or_none(p, gate, w_down), p.multiprocessors)
+    operands = (y if x is None else x, *_weights(w_gate, w_up, w_down))
+    p.launch(tuning.overflow(dtype, "forward", family=tuning.family(p.index)), *operands, *biases, *over, *own)
 
 
 def overflow_backward(
@@ -346,20 +366,24 @@ def overflow_backward(
     accumulate: bool,
     aside: View,
     counters: View,
+    of_gate: View | None,
 ) -> None:
-    """Launch the kernel that fills ``out`` densely if there are more non-zeros than ``capacity``.
+    """Launch the kernel that fills ``out`` and ``of_gate`` densely if there are more non-zeros than ``capacity``.
 
     ``w_down`` is [N, K], ``dl1`` of ``given`` [1]. ``aside`` is ``room_aside`` for m and for n terms, 2n of a layer
     with an up projection. ``counters`` is int32 [``geometry.OVERFLOW_COUNTERS``], zero when the kernel begins.
     """
-    dy, dl1, layer, _, activation = given
+    dy, dl1, layer, _, activation, gate = given
     x, w_gate, w_up, _, b_gate, b_up, _ = layer
-    (m, k), n, gated = x.shape, w_gate.shape[0], int(w_up is not None)
-    biases = (bias_view(p, bias, x.dtype) for bias in (b_gate, b_up))
+    (m, k), n, dtype, gated = dy.shape, w_down.shape[0], dy.dtype, int(w_up is not None)
+    biases = (bias_view(p, bias, dtype) for bias in (b_gate, b_up))
     slice_size = min(m, geometry.OVERFLOW_BACKWARD)
-    form = gated, activation.code(), threshold_pair(activation, x.dtype)
-    over = (kept.sizes, capacity, *form, p.scratch(x.dtype, 2 + gated, slice_size, n))
-    none, wide = p.scratch(x.dtype, 0, k), p.scratch(torch.float32, 0, k)
+    form = gated, activation.code(), threshold_pair(activation, dtype)
+    over = (kept.sizes, capacity, *form, p.scratch(dtype, 2 + gated, slice_size, n))
+    none, wide = p.scratch(dtype, 0, k), p.scratch(torch.float32, 0, k)
+    if gate is not None:
+        # that of w_up stands for it
+        out = out._replace(w_gate=out.w_up)
     dx, *weights = (none if g is None else g for g in out[:4])
     sums = [wide] * 3
     if accumulate:
@@ -367,26 +391,41 @@ def overflow_backward(
     elif m > slice_size:
         # slices add up in fp32, and the last one rounds
         sums = [p.scratch(torch.float32, *w.shape) for w in weights]
-    d_biases = [p.scratch(x.dtype, 0) if b is None else b for b in out[4:6]]
+    d_biases = [p.scratch(dtype, 0) if b is None else b for b in out[4:6]]
     lines = -(-m // geometry.OVERFLOW_SUM) if any(b.shape[0] for b in d_biases) else 0
     by_token = p.scratch(torch.float32, lines, 2 * n)
-    own: Any = (dx, *weights, *sums, int(accumulate), by_token, *d_biases, aside, counters, p.multiprocessors)
-    operands = (w_gate, w_gate if w_up is None else w_up, w_down, *biases, dl1)
-    p.launch(tuning.overflow(x.dtype, "backward", family=tuning.family(p.index)), dy, x, *operands, *over, *own)
+    gates = _or_none(p, gate, w_down), _or_none(p, of_gate, w_down)
+    own: Any = (dx, *weights, *sums, int(accumulate), by_token, *d_biases, aside, counters, *gates, p.multiprocessors)
+    operands = (dy if x is None else x, *_weights(w_gate, w_up, w_down), *biases, dl1)
+    p.launch(tuning.overflow(dtype, "backward", family=tuning.family(p.index)), dy, *operands, *over, *own)
 
 
-def launches(p: Program, given: Backward, out: Gradients, accumulate: bool) -> None:
+def _weights(w_gate: View | None, w_up: View | None, w_down: View) -> tuple[View, View, View]:
+    """The weights as kernels of overflow take them: any stands for one that there is not."""
+    up = w_down if w_up is None else w_up
+    return up if w_gate is None else w_gate, up, w_down
+
+
+def _or_none(p: Program, gate: View | None, w_down: View) -> View:
+    """A gate or its gradient as these kernels take it: an empty one stands for none."""
+    return p.scratch(w_down.dtype, 0, w_down.shape[0]) if gate is None else gate
+
+
+def launches(
+    p: Program, given: Backward, out: Gradients, accumulate: bool, of_gate: View | None = None, first: int = 0
+) -> None:
     """Launch backward, which fills the gradients of ``out``, those of weights and biases all or none.
 
-    Gradients of weights have rows that kernels can write. They are added to if ``accumulate``, in float32.
+    Gradients of weights have rows that kernels can write. They are added to if ``accumulate``, in float32. ``of_gate``
+    [M, N]: the gradient of a given gate, zero before. Of weights the columns from ``first`` on are filled, or more.
     """
-    weight_grad = out.w_gate is not None
-    if out.x is None and not weight_grad:
+    weight_grad = out.w_down is not None
+    if out.x is None and of_gate is None and not weight_grad:
         return
-    dy, dl1, layer, tensor, activation = given
+    dy, dl1, layer, tensor, activation, gate = given
     x, w_gate, w_up = layer[:3]
-    (m, k), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
-    capacity, family = capacity_of(x, n, gated, tensor), tuning.family(p.index)
+    (m, k), n, dtype, gated = dy.shape, layer.w_down.shape[1], dy.dtype, w_up is not None
+    capacity, family = capacity_of(dy, n, gated, tensor), tuning.family(p.index)
     kept = parts(tensor, m, n)
     # without a gradient of l1 the first chunk's zero
     dl1 = kept.chunks.at(0, torch.float32, 1) if dl1 is None else dl1.at(0, torch.float32, 1)
@@ -399,26 +438,28 @@ def launches(p: Program, given: Backward, out: Gradients, accumulate: bool) -> N
     d_up = p.scratch(torch.int32, capacity) if gated else None
     by_entry = (up, dl1, d_gate, d_up, activation.code())
     p.launch(tuning.sampled_grad(dtype, gated, family=family), dy, w_down, *pattern, *by_entry, p.multiprocessors)
+    if of_gate is not None:
+        p.launch(specs.ScatterSpec(), d_gate, *pattern, of_gate.cast(torch.int16), capacity)
     if out.x is not None:
         # the rounded ones of two values in each word
-        gate_rounded, up_rounded = (
-            None if d is None else d._replace(dtype=dtype, strides=(2,)) for d in (d_gate, d_up)
-        )
-        coefficients = (gate_rounded, w_gate, up_rounded, w_up, bias_view(p, None, dtype))
+        rounded = (None if d is None else d._replace(dtype=dtype, strides=(2,)) for d in (d_gate, d_up))
+        factors = [pair for pair in zip(rounded, (w_gate, w_up)) if None not in pair]
+        absent = [(None, None)] * (2 - len(factors))
+        coefficients = (*factors[0], *[*factors, *absent][1], bias_view(p, None, dtype))
         aside = room_aside(p, dtype, 2 * n if gated else n)
         last = (out.x, aside, RELU.code(), capacity, p.multiprocessors)
-        p.launch(tuning.gathered(dtype, 2 if gated else 1, family=family), *coefficients, *pattern, *last)
+        p.launch(tuning.gathered(dtype, len(factors), family=family), *coefficients, *pattern, *last)
     if not weight_grad:
         aside = room_aside(p, dtype, 2 * n if gated else n)
         counters = p.cleared(torch.int32, geometry.OVERFLOW_COUNTERS)
-        overflow_backward(p, given, w_down, kept, capacity, out, accumulate, aside, counters)
+        overflow_backward(p, given, w_down, kept, capacity, out, accumulate, aside, counters, of_gate)
         return
 
     order, slot = p.scratch(torch.int32, n), p.scratch(torch.int32, n)
     # long lists of tokens are cut: their sums are joined in memory
     bias = layer.b_gate is not None or layer.b_up is not None
     # bias gradients are units of their own in the portable family
-    units = geometry.cut_units(m, 2 * -(-k // geometry.SLAB) + int(bias and family != specs.SM90))
+    units = geometry.cut_units(m, 2 * -(-(k - first) // geometry.SLAB) + int(bias and family != specs.SM90))
     # all counters of this pass, which are cleared here
     arrivals = p.scratch(torch.int32, units * geometry.UNIT_WARPS + geometry.OVERFLOW_COUNTERS)
     p.launch(specs.RankSpec(), popularity, order, slot, arrivals, p.multiprocessors)
@@ -439,15 +480,20 @@ def launches(p: Program, given: Backward, out: Gradients, accumulate: bool) -> N
     db_up = db_up if gated else None
     aside = room_aside(p, dtype, max(m, 2 * n if gated else n))
     # the gradients are stored, or added to fp32 sums; the others are empty
-    nothing = p.scratch(dtype if accumulate else torch.float32, 0, k)
-    nothings = [None if w is None else nothing for w in out[1:4]]
-    stored, added = (nothings, out[1:4]) if accumulate else (out[1:4], nothings)
+    tokens_of = dy if x is None else x
+    if gate is not None:
+        # the kernel computes it with that of w_up
+        out = out._replace(w_gate=p.scratch(dtype, n, k))
+    wanted = [None if w is None else w.from_column(first) for w in out[1:4]]
+    nothing = p.scratch(dtype if accumulate else torch.float32, 0, k - first)
+    nothings = [None if w is None else nothing for w in wanted]
+    stored, added = (nothings, wanted) if accumulate else (wanted, nothings)
     partial = p.scratch(torch.float32, units * geometry.UNIT_SUMS)
     gradients = (*stored, db_gate, db_up, *added, aside, partial, arrivals)
-    operands = (x, dy, order, sizes, tiles, starts, packed, tokens)
+    operands = (tokens_of.from_column(first), dy.from_column(first), order, sizes, tiles, starts, packed, tokens)
     p.launch(tuning.weight_grad(dtype, gated, bias, family=family), *operands, *gradients, capacity, p.multiprocessors)
     counters = arrivals.part(units * geometry.UNIT_WARPS, arrivals.shape[0])
-    overflow_backward(p, given, w_down, kept, capacity, out, accumulate, aside, counters)
+    overflow_backward(p, given, w_down, kept, capacity, out, accumulate, aside, counters, of_gate)
 
 
 def up_view(entries: View, capacity: int, dtype: torch.dtype) -> View:

@@ -90,7 +90,7 @@ def zero(gradients: Gradients) -> None:
 
 def fill(given: Backward, gradients: Gradients, accumulate: bool = False) -> None:
     """Launch what fills ``gradients``, of weights and biases all or none, or adds to those of weights."""
-    dy, dl1, layer, kept, activation = given
+    dy, dl1, layer, kept, activation, _ = given
     check_matrix("x", layer.x)
     layer = laid(layer._replace(w_down=layer.w_down.t()))
     tensors = rows(dy), None if dl1 is None else flat(dl1)[0], *layer[:6], flat(kept), *gradients[:6]

@@ -23,7 +23,7 @@ from twell._activation import RELU, Activation, activation_of
 from twell._runtime import geometry, nvtx
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
 from twell.ops import hybrid, screened
-from twell.ops.gate_pack import pack, scratch
+from twell.ops.gate_pack import pack
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
@@ -38,7 +38,7 @@ from twell.ops.library import (
     register,
 )
 from twell.ops.operands import Form, Operands, Views
-from twell.ops.pack import stats_shape
+from twell.ops.pack import pack_gate, shapes, stats_shape
 from twell.ops.quantize_gate import quantize, quantize_gate, require
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -107,17 +107,27 @@ def _cuda(layer: Operands, compression: int, held: int, activation: Activation, 
 class Forward:
     """The operator on the current device, for plain tensors of one form: two programs.
 
-    Between them the packed gate, the largest tensor of the step, is given back, and y is allocated.
+    Between them the packed gate, the largest tensor of the step, is given back, and y is allocated. If ``given``, the
+    gate before its activation [M, N] is in the place of w_gate, and without w_up there is no x.
     """
 
-    __slots__ = ("_activation", "_figures", "_m", "_multiply", "_pack", "_raised", "kept", "y")
+    __slots__ = ("_activation", "_figures", "_given", "_m", "_multiply", "_pack", "_raised", "kept", "y")
 
     def __init__(
-        self, form: Form, compression: int, held: int, activation: Activation, screen: bool, totals: bool
+        self,
+        form: Form,
+        compression: int,
+        held: int,
+        activation: Activation,
+        screen: bool,
+        totals: bool,
+        given: bool = False,
     ) -> None:
+        self._given = given
         p, layer = _layer_of(form)
-        x, w_gate, w_up = layer[:3]
-        (m, _), n, gated = x.shape, w_gate.shape[0], w_up is not None
+        (k, n), gated = layer.w_down.shape, layer.w_up is not None
+        x = layer.w_gate if given else layer.x
+        m = x.shape[0]
         hybrid.require_offsets(m, n)
         hybrid.require_neurons(n, tuning.family(p.index), "training")
         if screen:
@@ -131,7 +141,7 @@ class Forward:
             self._figures.append((torch.float32, geometry.token_tiles(m), geometry.training_sums(n)))
             if m * n > geometry.MOST:
                 self._figures.append(stats_shape(m, n))
-        shape = tuple(form.places[0][0])  # type: ignore[index]
+        shape = (m, k) if given else tuple(form.places[0][0])  # type: ignore[index]
         self.y = shape, contiguous(shape), x.dtype
         self.kept = ((hybrid.words(x, n, gated, held),), (1,), torch.int32)
         capacity = geometry.hybrid_capacity(m, n, held)
@@ -142,12 +152,13 @@ class Forward:
         self, p: Program, layer: Views, compression: int, capacity: int, activation: Activation, screen: bool
     ) -> Executable:
         """The gate, packed and then in the hybrid format."""
-        x, w_gate, w_up, _, b_gate, _, _ = layer
-        (m, _), n, dtype = x.shape, w_gate.shape[0], x.dtype
+        x, w_gate, w_up, w_down, b_gate, _, _ = layer
+        m, n, dtype = (w_gate if self._given else x).shape[0], w_down.shape[1], w_down.dtype
         firing = p.operand(dtype, n) if self._raised else b_gate
         entries, neurons, chunks, sizes, popularity = hybrid.parts(p.operand(torch.int32, *self.kept[0]), m, n)
         sums, *figures = self._places(p, m, n, 2)
-        packed = *scratch(p, x, m, w_gate, compression), figures[0] if figures else p.scratch(*stats_shape(m, n))
+        words, spill, stats = shapes(dtype, m, n, compression)
+        packed = p.scratch(*words), p.scratch(*spill), figures[0] if figures else p.scratch(*stats)
         listed: tuple[Any, ...] = (neurons, sizes, 0)
         if screen:
             bits = screened.find(p, x, firing, quantize(p, w_gate, True))
@@ -155,6 +166,8 @@ class Forward:
             screened.pack(p, x, w_gate, b_gate, bits, lists, packed, compression, activation)
             # the words hold places in these lists
             listed = (*lists, 1)
+        elif self._given:
+            pack_gate(p, w_gate, *packed, compression, activation)
         else:
             pack(p, x, w_gate, b_gate, *packed, compression, activation)
         plain = 0 if w_up is not None else 1 + activation.code()
@@ -165,8 +178,9 @@ class Forward:
 
     def _multiplied(self, p: Program, layer: Views, capacity: int, activation: Activation) -> Executable:
         """The up projection at the non-zeros, and y."""
-        x, w_gate, w_up, _, _, b_up, b_down = layer
-        (m, _), n, dtype, gated = x.shape, w_gate.shape[0], x.dtype, w_up is not None
+        x, w_gate, w_up, w_down, _, b_up, b_down = layer
+        m, n, dtype = (w_gate if self._given else x).shape[0], w_down.shape[1], w_down.dtype
+        gated = w_up is not None
         family, code = tuning.family(p.index), activation.code()
         kept = hybrid.parts(p.operand(torch.int32, *self.kept[0]), m, n)
         pattern = kept.entries, kept.neurons, kept.chunks, kept.sizes
@@ -178,13 +192,16 @@ class Forward:
             up, hidden = hybrid.up_view(kept.entries, capacity, dtype), p.scratch(dtype, capacity)
             last = (up, hidden, sums, code, capacity, p.multiprocessors)
             p.launch(tuning.sampled_up(dtype, True, family=family), x, w_up, bias_view(p, b_up, dtype), *pattern, *last)
-        w_down = down_rows(p, layer.w_down)
+        w_down = down_rows(p, w_down)
         aside = hybrid.room_aside(p, dtype, n)
         # without an up projection the gates in the entries become h as they are read
         of_entries = RELU.code() if gated else code
         bias, behind = bias_view(p, b_down, dtype), (y, aside, of_entries, capacity, p.multiprocessors)
         p.launch(tuning.gathered(dtype, int(gated), family=family), hidden, w_down, None, None, bias, *pattern, *behind)
-        hybrid.overflow_forward(p, layer, w_down, kept, capacity, activation, y, sums, aside)
+        gate = None
+        if self._given:
+            layer, gate = layer._replace(w_gate=None), w_gate
+        hybrid.overflow_forward(p, layer, w_down, kept, capacity, activation, y, sums, aside, gate)
         return p.compiled()
 
     def _places(self, p: Program, m: int, n: int, most: int) -> list[View]:
@@ -204,6 +221,8 @@ class Forward:
         Without totals l1 and nonzeros are None.
         """
         (x, w_gate), b_gate, given = layer[:2], layer[4], [t for t in layer if t is not None]
+        if self._given:
+            x = w_gate
         kept, figures = allocate(x, *self.kept), new(x, self._figures) if self._figures else []
         first: list[Any] = [screened.firing_bias(w_gate, b_gate, self._activation)] if self._raised else []
         if not self._pack.ran(*given, *first, kept, *figures):
@@ -231,7 +250,7 @@ def forward_of(
 
 def _layer_of(form: Form) -> tuple[Program, Views]:
     p, (x, *others) = form.program()
-    return p, Views(x if len(x.shape) == 2 else x.matrix(), *others)
+    return p, Views(x if x is None or len(x.shape) == 2 else x.matrix(), *others)
 
 
 hybrid_forward = register(

@@ -30,8 +30,8 @@ ACTIVATION = 'str activation="relu", float threshold=0.0'
 PACKED = "Tensor words, Tensor spill, Tensor? w_up, Tensor w_down, Tensor? b_up, Tensor? b_down"
 
 # Dtypes that TwELL stores, and those that the operators of training take on the CPU.
-_STORED = tuple(getattr(torch, name) for name in specs.DTYPES)
-_WIDE = (*_STORED, torch.float32, torch.float64)
+STORED_DTYPES = tuple(getattr(torch, name) for name in specs.DTYPES)
+WIDE_DTYPES = (*STORED_DTYPES, torch.float32, torch.float64)
 
 
 def register(
@@ -309,7 +309,7 @@ def check_layer(
     N is that of the first weight. The dtype is one that TwELL stores, or a wider one if ``wide``. Operators ask this
     of what they are called with.
     """
-    check_matrix("x", x, _WIDE if wide else _STORED)
+    check_matrix("x", x, WIDE_DTYPES if wide else STORED_DTYPES)
     dtype, k, n = x.dtype, x.shape[1], -1
     for name, weight in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
         if weight is None:
@@ -325,7 +325,7 @@ def check_layer(
             check(name, bias, (length,), dtype)
 
 
-def check_matrix(name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = _STORED) -> None:
+def check_matrix(name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = STORED_DTYPES) -> None:
     """Raise unless ``matrix`` has one of these dtypes, and rows that kernels can read in pieces of 16 bytes."""
     check_rank(name, matrix)
     if matrix.dtype not in dtypes:

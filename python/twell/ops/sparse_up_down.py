@@ -1,0 +1,242 @@
+"""``sparse_up_down`` and ``sparse_up_down_aux``: ``ffn`` and ``ffn_aux`` behind a given gate [M, N].
+
+y = h @ w_down + b_down with h = act(gate) * (x @ w_up^T + b_up), and without ``w_up``, x and ``b_up`` h = act(gate).
+The gate is that before the activation. Strategies and ``site`` are as in ``ffn``, but for the screen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import _memory, _modes, tuning
+from twell._activation import Activation, activation_of
+from twell._runtime import geometry
+from twell._runtime.program import Program, View
+from twell.ops.ffn_union import small_tiles
+from twell.ops.library import (
+    ACTIVATION,
+    STORED_DTYPES,
+    WIDE_DTYPES,
+    Implementation,
+    Shape,
+    are_rows,
+    check,
+    check_layer,
+    check_matrix,
+    check_rank,
+    laid_bias,
+    new,
+    readable_down,
+    register,
+    rows,
+)
+from twell.ops.operands import run
+from twell.ops.pack import fill_on_cpu, pack_gate, shapes, stats_shape
+from twell.ops.up_down import counters, multiply
+from twell.ops.up_down import on_cpu as rows_on_cpu
+from twell.ops.up_down_union import by_slices
+from twell.ops.up_down_union import on_cpu as union_on_cpu
+from twell.ops.up_down_union import shapes as union_shapes
+from twell.strategy.plan import Facts, Route, routed
+from twell.strategy.site import site_of, without_site
+from twell.strategy.tables import GUARDED, imposed_on_call
+
+GIVEN = "Tensor gate, Tensor? x, Tensor? w_up, Tensor w_down, Tensor? b_up, Tensor? b_down"
+
+_Totals = tuple[Tensor, Tensor | None, Tensor | None]
+# y, parts of the sum of |h|, stats and, of "union", unions
+_Counted = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+class Given(NamedTuple):
+    """A given gate [M, N] and the operands behind it: w_down [N, K]; without w_up neither x nor b_up."""
+
+    gate: Any
+    x: Any
+    w_up: Any
+    w_down: Any
+    b_up: Any
+    b_down: Any
+
+    def tokens(self) -> Tensor:
+        """x, or what has its shape."""
+        gate, x, _, w_down, *_ = self
+        tokens: Tensor = gate[:, :1].expand(gate.shape[0], w_down.shape[1]) if x is None else x
+        return tokens
+
+
+def check_given(given: Given, wide: bool = False) -> None:
+    """Raise unless the operands fit each other."""
+    gate, x, w_up, w_down, b_up, b_down = given
+    check_rank("gate", gate)
+    if w_up is None:
+        for name, operand in (("x", x), ("b_up", b_up)):
+            if operand is not None:
+                raise ValueError(f"{name} must be None without w_up, got a tensor")
+        check_matrix("w_down", w_down, WIDE_DTYPES if wide else STORED_DTYPES)
+        if b_down is not None:
+            check("b_down", b_down, w_down.shape[1:], w_down.dtype)
+    else:
+        if x is None:
+            raise ValueError("x must be given with w_up, got None")
+        check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down, wide=wide)
+    m = gate.shape[0] if x is None else x.shape[0]
+    check("gate", gate, (m, w_down.shape[0]), w_down.dtype)
+
+
+def _run(
+    sparse: Callable[..., _Counted], given: Given, compression: int, activation: Activation, route: Route, totals: bool
+) -> _Totals:
+    """Compute the layer as ``route`` says; ``sparse`` is the sparse strategies of its device."""
+    measurement = route.measurement
+    if route.strategy == "dense":
+        return _dense(given, activation, measurement, totals)
+    y, l1, stats, unions = sparse(given, compression, activation, route.name, totals or measurement is not None)
+    if not totals and measurement is None:
+        return y, None, None
+    counts = stats.select(2, 0)
+    nonzeros = counts.sum()
+    if measurement is not None:
+        # a row of stats has 8 tokens
+        measurement.counts(nonzeros, unions, heaviest=counts.sum(1).amax())
+    return y, l1.sum() if totals else None, nonzeros
+
+
+def _dense(given: Given, activation: Activation, measurement: Any, totals: bool) -> _Totals:
+    gate, x, w_up, w_down, b_up, b_down = given
+    kind, level = gate.device.type, activation.level(gate.dtype)
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
+        up = None if w_up is None else F.linear(x, w_up, b_up)
+        hidden = activation.hidden(activation.after(gate, inplace=False), up)
+        if measurement is not None:
+            measurement.dense(gate, level)
+        y = F.linear(hidden, w_down.t(), b_down)
+        if not totals:
+            return y, None, None
+        return y, hidden.abs().sum(dtype=torch.float32), gate.numel() - (gate <= level).sum()
+
+
+def _route(given: Given, strategy: str, site: Tensor | None) -> Route:
+    """The route of a call; that of "auto" by costs."""
+    on = given.gate.device
+    imposed = imposed_on_call(on.type, on.index) if strategy == "auto" else ""
+    route = routed(Facts("sparse_up_down", strategy, imposed=imposed))
+    if route.strategy == "auto":
+        tokens, (n, _) = given.tokens(), given.w_down.shape
+        how = n, given.w_up is not None, False, not are_rows(given.w_down.shape, given.w_down.stride())
+        route = without_site(tokens, *how) if site is None else site_of(site, False).begin(tokens, *how)
+        # a site that others share may know the screen
+        route = route._replace(screen=False)
+    longest = geometry.LONGEST_SUM.get(tuning.dtype_name(given.gate.dtype), 0)
+    # dense halves have sums over K in one piece
+    return Route("dense") if route.guarded and given.w_down.shape[1] > longest else route
+
+
+def _operators(compute: Callable[..., _Totals] | None) -> list[Implementation]:
+    """Both operators as functions of the schema's arguments; those of fake tensors have nothing to compute."""
+
+    def run(totals: bool, *arguments: Any) -> _Totals:
+        given, (compression, strategy, site, name, threshold) = Given(*arguments[:6]), arguments[6:]
+        activation = activation_of(name, threshold, given.w_up is not None)
+        activation.level(given.gate.dtype)
+        geometry.words_per_tile(compression)
+        check_given(given)
+        if compute is None:
+            gate = given.gate
+            y = gate.new_empty((gate.shape[0], given.w_down.shape[1]))
+            return y, gate.new_empty((), dtype=torch.float32), gate.new_empty((), dtype=torch.int64)
+        if _modes.capturing(given.w_down):
+            _memory.note_capture(given.w_down)
+        return compute(given, compression, activation, _route(given, strategy, site), totals)
+
+    return [lambda *arguments: run(False, *arguments)[0], lambda *arguments: run(True, *arguments)]
+
+
+def _sparse_on_cpu(given: Given, compression: int, activation: Activation, route: str, counted: bool) -> _Counted:
+    gate, x, w_up, w_down, b_up, b_down = given
+    m, n = gate.shape
+    words, spill, stats = new(gate, shapes(gate.dtype, m, n, compression))
+    fill_on_cpu((words, spill, stats), activation.after(gate, inplace=False), compression)
+    how = words, spill, w_up, w_down, b_up, b_down, compression, activation.name
+    if route != "union":
+        return *rows_on_cpu(x, *how), stats, None
+    y, l1, unions = union_on_cpu(given.tokens(), *how)
+    return y, l1, stats, unions
+
+
+def _sparse_on_cuda(given: Given, compression: int, activation: Activation, route: str, counted: bool) -> _Counted:
+    gate, x, w_up, w_down, b_up, b_down = given
+    y = gate.new_empty((gate.shape[0], w_down.shape[1]))
+    if not len(gate):
+        return y, gate.new_zeros(1, dtype=torch.float32), gate.new_zeros((1, 1, 2), dtype=torch.int32), None
+    figures: list[Any] = new(gate, _figures(y, gate.shape[1], route)) if counted else [None] * 3
+    up = (None, None, None) if w_up is None else (rows(x), rows(w_up), laid_bias(b_up))
+    tensors = rows(gate), *up[:2], readable_down(w_down.t()), up[2], laid_bias(b_down), y, *figures
+    run(_build, tensors, compression, activation, route)
+    l1, stats, sizes = figures
+    return y, l1, stats, sizes[:-1] if counted and route == "union" else None
+
+
+def _figures(y: Tensor | View, n: int, route: str) -> tuple[Shape, Shape, Shape]:
+    """Shapes of l1, stats and sizes, which "row" leaves alone."""
+    _, parts, sizes = union_shapes(y, n)
+    return parts if route == "union" else (torch.float32, y.shape[0]), stats_shape(y.shape[0], n), sizes
+
+
+def _build(p: Program, *views: Any) -> None:
+    """Launch a layer behind its gate into y and, if they are given, l1, stats and sizes."""
+    gate, x, w_up, w_down, b_up, b_down, y, *figures, compression, activation, route = views
+    (m, n), k, gated, guarded, spec = gate.shape, y.shape[1], w_up is not None, route == GUARDED, None
+    if figures[0] is None:
+        parts, *others = _figures(y, n, route)
+        if route == "union":
+            # small tiles know no unions
+            spec = tuning.up_down_tile(gate.dtype, m, k, n, gated, tuning.family(p.index))
+        if spec is not None:
+            parts = torch.float32, -(-m // geometry.SMALL_TILE), spec.cluster
+        figures = [p.scratch(*shape) for shape in (parts, *others)]
+    l1, stats, sizes = figures
+    if route == "union" and spec is None:
+        (_, longest), *_ = geometry.union_slices(m, n)
+        words, spill, _ = (p.scratch(*shape) for shape in shapes(gate.dtype, longest, n, compression))
+
+        def packed_of(first: int, last: int) -> tuple[View, View]:
+            packed = words.part(0, last - first), spill.part(0, last - first)
+            own = stats.part(first // geometry.STATS_ROWS, -(-last // geometry.STATS_ROWS))
+            pack_gate(p, gate.part(first, last), *packed, own, compression, activation)
+            return packed
+
+        by_slices(p, (y if x is None else x, w_up, w_down, b_up, b_down), packed_of, (y, l1, sizes), activation)
+        return
+    words, spill, _ = (p.scratch(*shape) for shape in shapes(gate.dtype, m, n, compression))
+    counted = 0 if spec else counters(p, y, gated, False, guarded)
+    zeroed = pack_gate(p, gate, words, spill, stats, compression, activation, counted)
+    layer = x, words, spill, w_up, w_down, b_up, b_down
+    if spec is not None:
+        small_tiles(p, *layer, y, l1, compression, activation, spec)
+    else:
+        multiply(p, *layer, y, l1, compression, activation, zeroed, stats, guarded)
+
+
+_on_cuda = _operators(lambda *call: _run(_sparse_on_cuda, *call))
+_cuda = _on_cuda[0]
+_ARGUMENTS = f"{GIVEN}, int compression, str strategy, Tensor? site, {ACTIVATION}"
+
+sparse_up_down, sparse_up_down_aux = (
+    register(schema, fake=fake, cpu=cpu, cuda=cuda, instead="twell.sparse_up_down")
+    for schema, fake, cpu, cuda in zip(
+        (
+            f"sparse_up_down({_ARGUMENTS}) -> Tensor",
+            f"sparse_up_down_aux({_ARGUMENTS}) -> (Tensor y, Tensor l1, Tensor nonzeros)",
+        ),
+        _operators(None),
+        _operators(lambda *call: _run(_sparse_on_cpu, *call)),
+        _on_cuda,
+    )
+)
