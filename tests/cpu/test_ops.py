@@ -56,6 +56,7 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Call
 
     return [
         (ops.gate_pack, lambda: gate_packed, pack),
+        (ops.pack, lambda: gate_packed, (gate_of(o), compression)),
         (ops.unpack, lambda: reference.unpack(words, spill, n, compression), (words, spill, n, compression)),
         (ops.up_down, lambda: reference.up_down(*packed, *weights, compression), (*packed, *weights, compression)),
         (ops.up_down, sparse, (*packed, *plain, compression)),
@@ -64,6 +65,7 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Call
         (ops.ffn_union, lambda: layer(True), (*pack[:2], *weights[:2], o["b_gate"], *weights[2:], compression)),
         (ops.ffn_union, lambda: layer(False), (*pack[:2], *plain[:2], o["b_gate"], *plain[2:], compression)),
         *whole(o, stats, compression),
+        *behind_a_gate(o, compression),
         *screened(o, compression),
         (ops.up_down_union, lambda: union(True), (*packed, *weights, compression)),
         (ops.up_down_union, lambda: union(False), (*packed, *plain, compression)),
@@ -119,6 +121,24 @@ def whole(o: dict[str, Tensor | None], stats: Tensor, compression: int) -> list[
         for strategy, answer in (("row", row), ("union", union)):
             found.append((ops.ffn_aux, answer, (*layer, compression, strategy, None)))
             found.append((ops.ffn, lambda answer=answer: answer()[0], (*layer, compression, strategy, None)))
+    return found
+
+
+def gate_of(o: dict[str, Tensor | None]) -> Tensor:
+    """The gate before its activation, of sums that are exact."""
+    gate = o["x"].float() @ o["w_gate"].float().t()
+    return (gate if o["b_gate"] is None else gate + o["b_gate"].float()).to(o["x"].dtype)
+
+
+def behind_a_gate(o: dict[str, Tensor | None], compression: int) -> list[Any]:
+    """The same for the operators that get the gate, which have the bits of the whole layer."""
+    found: list[Any] = []
+    for gated, strategy in ((True, "row"), (True, "union"), (False, "row"), (False, "union")):
+        up = (o["w_up"], o["b_up"]) if gated else (None, None)
+        layer = (o["x"], o["w_gate"], up[0], o["w_down"], o["b_gate"], up[1], o["b_down"], compression, strategy, None)
+        given = (gate_of(o), o["x"] if gated else None, up[0], o["w_down"], up[1], o["b_down"])
+        for op, other in ((ops.sparse_up_down, ops.ffn), (ops.sparse_up_down_aux, ops.ffn_aux)):
+            found.append((op, functools.partial(other, *layer), (*given, compression, strategy, None)))
     return found
 
 
@@ -248,16 +268,10 @@ def test_fakes_have_the_shapes_of_the_real_outputs(where: str, compression: int)
 def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call() -> None:
     o = operands(2, 8, 8)
     o["x"].requires_grad_(), o["w_down"].requires_grad_()
-    for (op, _, arguments), name in zip(
-        calls({a: None if t is None else t.detach() for a, t in o.items()}, 8),
-        (
-            "twell.sparse_gated_ffn or twell.sparse_ffn",
-            "twell.pack",
-            *["twell.sparse_gated_ffn or twell.sparse_ffn"] * 19,
-            "Tensor.t",
-        ),
-        strict=True,
-    ):
+    instead = {ops.unpack: "twell.pack", ops.matrix_transpose: "Tensor.t", ops.pack: "twell.sparse_up_down"}
+    instead |= dict.fromkeys((ops.sparse_up_down, ops.sparse_up_down_aux), "twell.sparse_up_down")
+    for op, _, arguments in calls({a: None if t is None else t.detach() for a, t in o.items()}, 8):
+        name = instead.get(op, "twell.sparse_gated_ffn or twell.sparse_ffn")
         needing = [
             a.clone().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments
         ]
@@ -302,14 +316,18 @@ def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
     mains = [torch.zeros(264, 16) for _ in range(3)]
     found += [(ops.hybrid_forward, forward), (ops.hybrid_backward, (*saved, True, True))]
     found += [(ops.hybrid_backward_accumulate, (*saved, *mains, True)), (ops.reglu, (o["x"], o["x"].clone()))]
+    given = gate_of(o), *(o[name] for name in ("x", "w_up", "w_down", "b_up", "b_down"))
+    _, l1, _, kept = ops.sparse_up_down_forward(*given, 8)
+    behind = (o["x"].clone(), torch.zeros_like(l1), *given[:5], kept, True, True, True)
+    found += [(ops.sparse_up_down_forward, (*given, 8)), (ops.sparse_up_down_backward, behind)]
     found.append((ops.reglu_backward, (o["x"].clone(), o["x"], o["x"].clone())))
     stacked = (o[name].repeat(2, 1, 1) for name in ("w_gate", "w_up", "w_down"))
     ids, weights = torch.zeros(130, 2, dtype=torch.int32), torch.zeros(130, 2)
     found.append((ops.experts, (o["x"], *stacked, ids, weights, 8, "row")))
     e4m3, by_rows = torch.float8_e4m3fn, torch.ones(264)
     half = o["w_gate"].to(e4m3), by_rows, o["w_up"].to(e4m3), by_rows, o["w_down"].to(e4m3), torch.ones(16)
-    given = o["x"].to(e4m3), torch.ones(130), *half, *(o[name] for name in ("b_gate", "b_up", "b_down"))
-    found.append((ops.ffn_float8, (*given, 8, "row", None)))
+    scaled = o["x"].to(e4m3), torch.ones(130), *half, *(o[name] for name in ("b_gate", "b_up", "b_down"))
+    found.append((ops.ffn_float8, (*scaled, 8, "row", None)))
     # scales are of each expert
     triple = [operand[None].repeat(2, *[1] * operand.dim()) for operand in half]
     found.append((ops.experts_float8, (o["x"], None, *triple, ids, weights, 8, "dense")))
@@ -356,7 +374,7 @@ def test_sizes_and_dtypes_that_kernels_do_not_take_are_refused() -> None:
     with pytest.raises(ValueError, match="n must be a multiple of 8, got 60"):
         ops.unpack(*ops.gate_pack(*(operands(3, 64, 64)[name] for name in ("x", "w_gate")), None, 8)[:2], 60, 8)
     for op, arguments in checked_calls():
-        if op._opname in ("matrix_transpose", "reglu", "reglu_backward") or "hybrid" in op._opname:
+        if op._opname == "matrix_transpose" or any(word in op._opname for word in ("reglu", "hybrid", "ward")):
             continue
         given = [a.float() if isinstance(a, Tensor) and a.dtype == BF16 else a for a in arguments.values()]
         with pytest.raises(TypeError, match=r"must be (torch\.)?bfloat16(,? or .*)?, got torch\.float32"):
@@ -388,9 +406,12 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     """For every number of tokens that has kernels of its own; the fake GPU checks the arguments."""
     cuda_calls(operands(m, 520, 16, bias=bias))
     gated, plain = ["compact", "sampled_up", "gathered"], ["compact", "gathered"]
+    few = ["up_down_tile"] if m <= 1024 else gated
     assert [spec.op.removesuffix("_few").removesuffix("_token") for spec, _ in launched] == [
-        *("gate_pack", "unpack", "up_down", "up_down", "up_down"),
-        *("gate_pack", *gated, "gate_pack", *plain, "quantize_gate", "gate_screen"),
+        *("gate_pack", "pack", "unpack", "up_down", "up_down", "up_down"),
+        *("gate_pack", *gated, "gate_pack", *plain),
+        *("pack", "up_down", "pack", *few, "pack", "up_down", "pack", *plain),
+        *("quantize_gate", "gate_screen"),
         *("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", *gated),
         *("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", *plain),
         *(*gated, *plain),

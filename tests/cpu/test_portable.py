@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,26 @@ from typing import Any
 import pytest
 import tiny_kernels
 import torch
+import torch.nn.functional as F
 from tiny_kernels import Compiler, compile_tiny
+from torch import Tensor
 
 from cute_kernels import catalog
+from tests.cpu import fake_gpu
 from twell import tuning
+from twell._activation import RELU
 from twell._runtime import cache, device, fingerprint, geometry, log, packaged, program, resolve, specs
 from twell.commands import info
 from twell.ops import hybrid
+from twell.ops.operands import Operands
 from twell.strategy import costs, tables
 from twell.strategy import site as sites
+from twell.strategy.plan import Route
+
+# the operators of the same names stand in front of the modules
+gate_pack, ffn_union, hybrid_forward, twell_ffn = (
+    sys.modules[f"twell.ops.{name}"] for name in ("gate_pack", "ffn_union", "hybrid_forward", "ffn")
+)
 
 Capability = tuple[int, int]
 
@@ -245,19 +257,70 @@ def test_every_architecture_has_its_family(arch: str) -> None:
 
 
 def test_specs_of_the_portable_family() -> None:
-    """Few tokens have a gate kernel of their own, but no kernel for all of "union"; "row" is one without clusters."""
+    """Few tokens have no kernel for all of "union"; "row" is one without clusters."""
     bf16, portable = torch.bfloat16, specs.PORTABLE
-    for m, tokens in ((1, 64), (64, 64), (65, 128), (16384, 128)):
-        tiles = specs.GatePackSpec("bfloat16", tokens, family=portable)
-        few = specs.GatePackFewSpec("bfloat16", {1: 8}.get(m, 64), family=portable)
-        assert tuning.gate_pack(bf16, m, 5632, 66, True, portable) == tiles
-        assert tuning.gate_pack(bf16, m, 5632, 66, False, portable) == (few if m <= 64 else tiles)
     for k, k_max in ((64, 1024), (2048, 2048), (2056, 4096), (16384, 16384)):
         row = specs.UpDownTokenSpec("bfloat16", k_max, 1, True, family=portable)
         for m in (1, 2049, 100_000):
             assert {tuning.up_down_token(bf16, m, k, True, invariant, portable) for invariant in (False, True)} == {row}
     assert tuning.up_down_tile(bf16, 16, 2048, 5632, True) is not None
     assert tuning.up_down_tile(bf16, 16, 2048, 5632, True, portable) is None
+
+
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The tokens, K and neurons of each product that fills a gate from now on; its bits are those of F.linear."""
+    made: list[tuple[int, ...]] = []
+    own = gate_pack._project
+
+    def project(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, gate: Tensor) -> None:
+        own(x, w_gate, b_gate, gate)
+        assert torch.equal(gate, F.linear(x, w_gate, b_gate))
+        made.append((*x.shape, len(w_gate)))
+
+    monkeypatch.setattr(gate_pack, "_project", project)
+    return made
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("n", [512, 264])
+def test_the_gate_is_pytorchs_product_at_its_place_in_the_spill(
+    n: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One product of all tokens, in front of one kernel, in each kind of pass; without memory of its own."""
+    gpu = fake_gpu.install(monkeypatch, specs.PORTABLE)
+    made = products(monkeypatch)
+    x, w_gate, w_up, w_down = (torch.randn(s, 64).bfloat16() for s in (300, n, n, n))
+    b_gate = torch.randn(n).bfloat16() if bias else None
+    words, spill, stats = gate_pack._cuda(x, w_gate, b_gate, 8)
+    assert (made, gpu.names()) == ([(300, 64, n)], ["pack"])
+    (_, (gate, own_words, own_spill, own_stats, *_)), *_ = gpu.launches
+    assert torch.equal(gate, F.linear(x, w_gate, b_gate))
+    for own, other in ((gate, spill), (own_words, words), (own_spill, spill), (own_stats, stats)):
+        assert own.data_ptr() == other.data_ptr()
+    for run, names in (
+        (lambda: ffn_union._cuda(x, w_gate, w_up, w_down, b_gate, None, None, 8), ["pack", "compact"]),
+        (lambda: hybrid_forward._cuda(x, w_gate, w_up, w_down, b_gate, None, None, 8, 0, "relu", 0.0, False), ["pack"]),
+    ):
+        made.clear()
+        gpu.clear()
+        run()
+        assert made == [(300, 64, n)]
+        assert gpu.names()[: len(names)] == names
+
+
+def test_products_of_an_invariant_gate_have_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of tokens is padded to it, so a library takes the same kernel for each."""
+    fake_gpu.install(monkeypatch, specs.PORTABLE)
+    made = products(monkeypatch)
+    w_gate = torch.randn(264, 64).bfloat16()
+    for m in (1, 128, 300):
+        x, gate = torch.randn(m, 64).bfloat16(), torch.full((m, 512), float("nan")).bfloat16()
+        gate_pack._project_invariantly(x, w_gate, None, gate[:, :264])
+        assert torch.equal(gate[:, :264], F.linear(x, w_gate))
+        assert gate[:, 264:].isnan().all()
+        layer = Operands(x, w_gate, None, w_gate.t())
+        twell_ffn.on_cuda(layer, 8, RELU, Route("row", invariant=True), False)
+        assert set(made) == {(128, 64, 264)}
 
 
 def test_more_neurons_than_shared_memory_holds_are_refused() -> None:
@@ -272,7 +335,6 @@ def test_more_neurons_than_shared_memory_holds_are_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: specs.GatePackSpec("bfloat16", 144, family="sm80"), r"tokens must be one of \(64, 128\), got 144"),
         (lambda: specs.UpDownTokenSpec("bfloat16", 512, 1, True, family="sm80"), "k_max must be one of"),
         (lambda: specs.UpDownTokenSpec("bfloat16", 2048, 2, True, family="sm80"), r"cluster must be one of \(1,\)"),
         (lambda: specs.GatheredSpec("bfloat16", 1, family="sm70"), "family must be one of"),
