@@ -304,6 +304,29 @@ def pack(
     return PackedTwell(words, spill, stats, n, compression)
 
 
+def sparse_up_down(
+    x: Tensor | None,
+    gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    *,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    activation: ActivationName = "relu",
+    threshold: float | Tensor = 0,
+    strategy: Strategy | AutoStrategy = "auto",
+    compression: int = 8,
+    return_aux: bool = False,
+) -> Any:
+    """``(act(gate) * (x @ w_up^T + b_up)) @ w_down^T + b_down``, dense; a stand-in."""
+    kind = activation_of(activation, threshold, w_up is not None)
+    gate = kind.after(gate)
+    up = None if w_up is None or x is None else F.linear(x, w_up, b_up)
+    hidden = kind.hidden(gate, up)
+    y = F.linear(hidden, w_down, b_down)
+    return (y, _dense_aux(hidden, gate, kind)) if return_aux else y
+
+
 def run(
     function: Callable[..., Any],
     given: Operands,
