@@ -160,6 +160,14 @@ def profiling() -> bool:
     return torch._C._autograd._profiler_enabled()
 
 
+def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """The dtype in which a linear layer on values of ``dtype`` computes: autocast's, if that is on."""
+    # it leaves float64 as it is
+    if device in ("cpu", "cuda") and dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return dtype
+
+
 # Captures and passes
 
 
