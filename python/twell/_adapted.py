@@ -106,13 +106,9 @@ def foreseen(layer: Any, training: bool) -> Route | Refusal:
     if isinstance(way, str) or layer._invariant:
         answer = plan(Facts(type(layer).__name__, _asked(layer), layer._invariant, training=training, called=True))
         return answer._replace(reason=way) if isinstance(answer, Route) and isinstance(way, str) else answer
-    linear = way.down.linear
-    weight = linear.weight
-    dtype = getattr(linear, "compute_dtype", None) or (
-        weight.dtype if weight.is_floating_point() else weight.quant_state.dtype
-    )
-    dtype = _modes.product_dtype(dtype, weight.device.type)
-    return planned(layer, layer.intermediate, layer.hidden + way.added, dtype, weight.device, training)
+    device = way.down.linear.weight.device
+    dtype = _modes.product_dtype(way.down.own_dtype, device.type)
+    return planned(layer, layer.intermediate, layer.hidden + way.added, dtype, device, training)
 
 
 def _asked(layer: Any) -> Any:
@@ -120,8 +116,14 @@ def _asked(layer: Any) -> Any:
     return "auto" if isinstance(layer._strategy, AutoStrategy) else layer._strategy
 
 
-def run(layer: Any, way: Way, x: Tensor, with_aux: bool) -> Any:
+def run(layer: Any, x: Tensor, with_aux: bool) -> Any:
     """The result of the layer's function, or why its projections must be called; "" where that is the choice."""
+    auto, m = _asked(layer) == "auto", tokens_of(x)
+    if auto and not _modes.tracing(m) and m < FEWEST_TOKENS:
+        return ""
+    way = way_of(layer)
+    if isinstance(way, str):
+        return way
     if x.dim() == 0 or x.is_nested or x.layout is not torch.strided or x.shape[-1] != layer.hidden:
         return ""
     dtype = "x is sharded" if sharded({"x": x}) else _dtype(way, x)
@@ -131,7 +133,8 @@ def run(layer: Any, way: Way, x: Tensor, with_aux: bool) -> Any:
     answer = planned(layer, layer.intermediate, layer.hidden + way.added, dtype, x.device, training, x)
     if isinstance(answer, Refusal):
         return answer.message
-    if answer.strategy == "dense" or (answer.strategy == "auto" and tokens_of(x) < FEWEST_TOKENS):
+    # an exported program has no guard for the number of tokens
+    if answer.strategy == "dense" or (auto and (_modes.exporting() or m < FEWEST_TOKENS)):
         return ""
     return _run(layer, way, x, dtype, with_aux)
 

@@ -61,6 +61,13 @@ class Projection(NamedTuple):
         """The sum of the adapters' ranks."""
         return sum(each.a.weight.shape[0] for each in self.adapters)
 
+    @property
+    def own_dtype(self) -> torch.dtype:
+        """The dtype of the product with an x of the dtype that the weight had before it was quantised."""
+        weight = self.linear.weight
+        found = getattr(self.linear, "compute_dtype", None)
+        return found or (weight.quant_state.dtype if self.quantised == "4 bits" else weight.dtype)  # type: ignore[no-any-return]
+
     def dtype(self, x: Tensor, plain: torch.dtype) -> torch.dtype:
         """The dtype of the product with x; ``plain`` is that of one with a plain weight."""
         if not self.quantised:

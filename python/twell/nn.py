@@ -335,8 +335,7 @@ class SparseFFN(nn.Module):
         if self.accumulate_main_grad:
             raise NotImplementedError("accumulate_main_grad: expected plain nn.Linear projections, got others or hooks")
         routed(Facts(strategy=_name_of(self.strategy), invariant=self.invariant, called=True))
-        way = _adapted.way_of(self)
-        result = way if isinstance(way, str) else _adapted.run(self, way, x, with_aux)
+        result = _adapted.run(self, x, with_aux)
         if not isinstance(result, str):
             return result
         if result and not _modes.compiling():

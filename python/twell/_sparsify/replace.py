@@ -335,11 +335,13 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
 
 def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     module, (names, fused) = candidate.module, candidate.form
-    linears: Any = [module.get_submodule(name) for name in names]
-    if fused:
-        return FusedGatedMLP(names, linears, fused == "up first", **options)
-    linears = [plain(linear) for linear in linears]
     made: nn.Module
+    linears: Any = [candidate.plain.get(name) or module.get_submodule(name) for name in names]
+    if fused:
+        made = FusedGatedMLP(names, linears, fused == "up first", **options)
+        made._modules.update({name: module._modules[name] for name in candidate.plain})
+        return made
+    linears = [plain(linear) for linear in linears]
     if names == GATED:
         made = SparseGatedMLP.from_linear(*linears, **options)
     elif names == PLAIN:
@@ -347,6 +349,7 @@ def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     else:
         made = (NamedGatedMLP if len(names) == 3 else NamedMLP)(names, linears, **options)
     made._modules.update(zip(names, linears))
+    made._modules.update({name: module._modules[name] for name in candidate.plain})
     if type(module) is nn.Sequential:
         # its children, which code may take from it, stay what they compute
         parts = {**module._modules, **made._modules}
@@ -368,7 +371,8 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
                     f"{label(held.name, held.module)} must be called as a module, but its method "
                     f"{kept.__name__} is kept elsewhere, and would still apply {held.was}; {LEAVE_OUT}"
                 )
-    weights = {_down(c).weight.untyped_storage()._cdata: (c, _down(c).weight) for c in candidates}
+    own = [c for c in candidates if c.form.down not in c.plain]
+    weights = {_down(c).weight.untyped_storage()._cdata: (c, _down(c).weight) for c in own}
     for name, owner in model.named_modules():
         if "_fsdp_wrapped_module" in owner._modules and {id(c.module) for c in candidates} & set(
             map(id, owner.modules())
