@@ -198,13 +198,12 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
         candidate, of = examine(name, with_plain(module, dtypes), known, context)
         return candidate._replace(module=module, stored=held), of
     children: Any = {child: module.get_submodule(child) for child in known.names}
-    if dtypes := kept(where, children):
+    if own := kept(where, children):
         _require_one_device(where, children)
-        others = {
-            child: _plain_weight(f"{where}: {child}", children[child]).dtype for child in children.keys() - dtypes
-        }
-        made = with_plain(module, {**dtypes, **others})
-        plain: Any = {child: made.get_submodule(child) for child in dtypes}
+        rest = [child for child in children if child not in own]
+        dtypes = own | {child: _plain_weight(f"{where}: {child}", children[child]).dtype for child in rest}
+        made = with_plain(module, dtypes)
+        plain: Any = {child: made.get_submodule(child) for child in own}
         for each in plain.values():
             # quantised projections cast their biases
             each.to(each.weight.dtype)

@@ -146,7 +146,8 @@ def sparsify(
     if method is not None and method not in (*OF_E4M3, *_OF_OTHERS):
         raise ValueError(
             f"sparsify: weights must be in 16 bits, in e4m3 by {' or '.join(OF_E4M3)}, or weight-only by "
-            f"{' or '.join(_OF_OTHERS)}, got a model quantised by {getattr(method, 'value', method)}: load a checkpoint of those"
+            f"{' or '.join(_OF_OTHERS)}, got a model quantised by {getattr(method, 'value', method)}: load a "
+            "checkpoint in bfloat16 or in such a format"
         )
     experts = [each for name, each in stacked.found(model) if filter_fn is None or filter_fn(each, name)]
     try:
