@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import install
+from fake_gpu import Arrived, install
 from ffns import BF16, K, N
 from layer_checks import CHILDREN, MODULES, Module, by_children, close
 from torch import Tensor, nn
@@ -380,7 +380,10 @@ def test_dense_layers_have_the_bits_of_peft(strategy: Any, runs: list[tuple[str,
     assert not runs
 
 
-def test_auto_concatenates_for_many_tokens_alone(free_choice: None, runs: list[tuple[str, int]]) -> None:
+def test_auto_concatenates_for_many_tokens_alone(
+    free_choice: None, monkeypatch: pytest.MonkeyPatch, runs: list[tuple[str, int]]
+) -> None:
+    monkeypatch.setattr(twell.strategy.site, "Transfer", Arrived)
     model = adapted(strategy="auto")
     (row,) = twell.explain(model).rows
     assert row.strategy == "auto"
