@@ -94,7 +94,7 @@ test-neighbours: $(NEIGHBOURS)/.ready ## tests with accelerate, peft, bitsandbyt
 # What twell asks for is installed by installing it; then that copy is removed, as for $(stamp).
 $(NEIGHBOURS)/.ready: pyproject.toml $(wildcard $(CONSTRAINTS))
 	test -x "$(NEIGHBOURS)/bin/python" || "$(PYTHON)" -m venv "$(NEIGHBOURS)"
-	$(neighbours_pip) scikit-build-core
+	$(neighbours_pip) scikit-build-core setuptools wheel
 	$(neighbours_pip) --no-build-isolation --config-settings=wheel.cmake=false \
 		--config-settings=build-dir=build/neighbours '.[train]' pytest $(neighbours)
 	"$(NEIGHBOURS)/bin/python" -m pip uninstall --quiet --yes twell

@@ -9,6 +9,9 @@ added to weights, where 16 bits would round them away.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -170,29 +173,31 @@ def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) ->
         lowered = [column for each in way.sources for column in each.lowered(x, dtype)]
         wide = torch.cat([wide, *lowered, *_zeros(wide, x.shape[:-1], added - way.rank)], -1)
     # the columns of the up projection's adapters end those of x
-    w_gate = None if gate is None else _widened(gate, dtype, 0, added)
-    w_up = None if up is None else _widened(up, dtype, way.rank - up.rank, added)
-    w_down, b_down = down.weight(dtype), down.bias(dtype)
-    if added:
-        # by rows, as the kernels read it
-        rows = [w_down.t(), *(each.a.weight.to(dtype).t() for each in down.adapters)]
-        w_down = torch.cat([*rows, *_zeros(w_down, (n,), added - down.rank)], 1).t()
-        b_down = b_down if b_down is None else torch.cat([b_down, *_zeros(b_down, (), added)])
-    b_gate, b_up = (None if each is None else each.bias(dtype) for each in (gate, up))
+    makers = (
+        None if gate is None else functools.partial(_input_weight, gate, dtype, 0, added),
+        None if up is None else functools.partial(_input_weight, up, dtype, way.rank - up.rank, added),
+        functools.partial(_down_weight, down, dtype, added),
+    )
+    weights: list[Any] = [None if make is None else make() for make in makers]
+    w_gate, w_up, w_down = weights
+    b_gate, b_up, b_down = (None if each is None else each.bias(dtype) for each in (gate, up, down))
+    if added and b_down is not None:
+        b_down = torch.cat([b_down, *_zeros(b_down, (), added)])
     strategy = layer._site() or layer._strategy
-    if given:
-        options = {"activation": layer._activation, "threshold": layer._threshold, "strategy": strategy}
-        options |= {"compression": layer._compression, "return_aux": with_aux, "b_up": b_up, "b_down": b_down}
-        of_up = None if up is None else wide
-        result = functional.sparse_up_down(of_up, called.to(dtype), w_up, w_down, **options)
-    else:
-        function = functional.sparse_gated_ffn if layer._gated else functional.sparse_ffn
-        activation = activation_of(layer._activation, layer._threshold, layer._gated)
-        how = strategy, False, layer._compression, None, with_aux
-        operands = Operands(wide, w_gate, w_up, w_down, b_gate, b_up, b_down)  # type: ignore[arg-type]
-        # operators find the site by the weight that the layer holds
-        held = None if gate is None or gate.quantised else gate.linear.weight
-        result = functional.run(function, operands, layer._gated, activation, *how, held=held)
+    with _made_again(x, zip(makers, weights)):
+        if given:
+            options = {"activation": layer._activation, "threshold": layer._threshold, "strategy": strategy}
+            options |= {"compression": layer._compression, "return_aux": with_aux, "b_up": b_up, "b_down": b_down}
+            of_up = None if up is None else wide
+            result = functional.sparse_up_down(of_up, called.to(dtype), w_up, w_down, **options)
+        else:
+            function = functional.sparse_gated_ffn if layer._gated else functional.sparse_ffn
+            activation = activation_of(layer._activation, layer._threshold, layer._gated)
+            how = strategy, False, layer._compression, None, with_aux
+            operands = Operands(wide, w_gate, w_up, w_down, b_gate, b_up, b_down)
+            # operators find the site by the weight that the layer holds
+            held = None if gate is None or gate.quantised else gate.linear.weight
+            result = functional.run(function, operands, layer._gated, activation, *how, held=held)
     y, aux = result if with_aux else (result, None)
     kept = _dtype_of_y(way, x, called, dtype)
     if added:
@@ -203,14 +208,70 @@ def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) ->
     return (y.to(kept), aux) if with_aux else y.to(kept)
 
 
-def _widened(each: Projection, dtype: torch.dtype, start: int, added: int) -> Tensor:
-    """The weight of a reading with ``added`` columns, of which those from ``start`` on are its adapters'."""
+def _input_weight(each: Projection, dtype: torch.dtype, start: int, added: int) -> Tensor:
+    """The weight of gate or up with ``added`` columns, of which those from ``start`` on are its adapters'."""
     weight = each.weight(dtype)
     if not added:
         return weight
     n = weight.shape[:1]
     parts = [*_zeros(weight, n, start), *each.raising(dtype), *_zeros(weight, n, added - start - each.rank)]
     return torch.cat([weight, *parts], 1)
+
+
+def _down_weight(each: Projection, dtype: torch.dtype, added: int) -> Tensor:
+    """The weight of the down projection with ``added`` rows, those of its adapters first."""
+    weight = each.weight(dtype)
+    if not added:
+        return weight
+    # by rows of neurons, as the kernels read it
+    rows = [weight.t(), *(adapter.a.weight.to(dtype).t() for adapter in each.adapters)]
+    return torch.cat([*rows, *_zeros(weight, weight.shape[1:], added - each.rank)], 1).t()
+
+
+class _Kept(NamedTuple):
+    """What backward keeps of a tensor: how it is made, and the versions of what it is made of."""
+
+    make: Callable[[], Tensor]
+    sources: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+
+    def __call__(self) -> Tensor:
+        if tuple(t._version for t in self.sources) != self.versions:
+            raise RuntimeError("an operand of an adapted twell layer was changed by an inplace operation")
+        with torch.no_grad():
+            return self.make()
+
+
+def _kept(make: Callable[[], Tensor], *sources: Tensor) -> _Kept:
+    return _Kept(make, sources, tuple(t._version for t in sources))
+
+
+def _made_again(x: Tensor, weights: Iterable[tuple[Any, Any]]) -> contextlib.AbstractContextManager[Any]:
+    """A context in which backward keeps how ``weights`` are made instead of them, which are of this call alone.
+
+    Else training would hold a copy of all weights. Hooks of others, as of checkpoints, drop or move what is kept.
+    """
+    if not torch.is_grad_enabled() or not _modes.eager((x,)) or _modes.checkpointed():
+        return contextlib.nullcontext()
+    made = {}
+    for make, weight in weights:
+        if make is not None:
+            each: Projection = make.args[0]
+            if weight is not each.linear.weight:
+                pairs = (t for pair in each.adapters for t in (pair.a.weight, pair.b.weight))
+                made[_place(weight)] = _kept(make, each.linear.weight, *pairs)
+    if not made:
+        return contextlib.nullcontext()
+
+    def pack(tensor: Tensor) -> _Kept:
+        # hooks take the check of versions over
+        return made.get(_place(tensor)) or _kept(lambda: tensor, tensor)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept())
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _dtype_of_y(way: Way, x: Tensor, called: Tensor | None, dtype: torch.dtype) -> torch.dtype:

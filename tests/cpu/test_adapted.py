@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from fake_gpu import Arrived, install
 from ffns import BF16, K, N
 from layer_checks import CHILDREN, MODULES, Module, by_children, close
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 
 import twell
 from twell import _adapted, functional
+from twell._projections import Projection
 from twell._sparsify.modules import FusedGatedMLP, NamedGatedMLP
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -485,3 +489,46 @@ def test_ranks_are_padded() -> None:
     way = _adapted.way_of(layer_of(adapted(r=6)))
     assert not isinstance(way, str)
     assert (way.added, way.rank, way.given) == (16, 12, False)
+
+
+def test_backward_makes_the_weights_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Concatenated weights live as long as the call; those that changed meanwhile raise, as in dense PyTorch."""
+    model, made = adapted(), []
+    run = functional.run
+
+    def record(function: Any, given: Any, *rest: Any, **options: Any) -> Any:
+        made.extend(weakref.ref(t) for t in (given.w_gate, given.w_up, given.w_down))
+        return run(function, given, *rest, **options)
+
+    monkeypatch.setattr(functional, "run", record)
+    x = tokens().requires_grad_()
+    y = model(x)
+    assert len(made) == 3
+    assert not any(ref() is not None for ref in made)
+    (kept,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    with torch.no_grad():
+        layer_of(model).up_proj.lora_B.default.weight.add_(1)
+    with pytest.raises(NotImplementedError, match="changed in place"):
+        y.sum().backward()
+    with torch.no_grad():
+        layer_of(model).up_proj.lora_B.default.weight.sub_(1)
+    for reentrant in (False, True):
+        again = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+        again.sum().backward()
+        assert x.grad is not None
+        close(x.grad, kept)
+        x.grad = None
+
+
+def test_what_else_backward_keeps_must_not_change() -> None:
+    """Hooks of saved tensors take PyTorch's own check away."""
+    linear = nn.Linear(K, N)
+    make = functools.partial(_adapted._input_weight, Projection(linear), torch.float64, 0, 0)
+    weight = make()
+    x = tokens(torch.float64).requires_grad_() * 1
+    with _adapted._made_again(x, [(make, weight), (None, None)]):
+        y = (x * x) @ weight.t()
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        y.sum().backward()
