@@ -419,10 +419,11 @@ class SparseGatedMLP(SparseFFN):
     With ``record_aux = True`` each call leaves its ``Aux`` in ``aux``, for models whose code passes on y alone. It is
     part of autograd's graph, so set ``aux`` to None after reading it. Copies and pickles leave it out.
 
-    The kernels read the weights and biases; the projections themselves are not called. If one has hooks (its own or
-    global ones, as FLOP counters register), an adapter, weights of a subclass or a replaced ``forward``, the layer
-    warns, calls its projections and runs dense; with ``invariant`` or ``accumulate_main_grad`` it raises
-    NotImplementedError.
+    The kernels read the weights and biases; the projections themselves are not called. LoRA adapters of peft and some
+    quantised weights are read, too, and a gate projection that is anything else is called (docs/models.md); "auto"
+    does so from 1,024 tokens on. If another projection has hooks (its own or global ones, as FLOP counters register),
+    weights of a subclass or a replaced ``forward``, the layer warns, calls its projections and runs dense. In all these
+    cases ``invariant`` and ``accumulate_main_grad`` raise NotImplementedError.
 
     ``compression``, ``strategy``, ``invariant``, ``activation`` and ``threshold`` are those of
     ``twell.sparse_gated_ffn`` and may be set at any time, the threshold to a tensor, too; the state dict holds none of

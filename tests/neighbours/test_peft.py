@@ -175,7 +175,7 @@ def test_a_compiled_model_runs_forward_and_backward() -> None:
     model = adapted(sparse_model("llama"), GATED)
     expected, gradients = logits(model), trained(model)
     model.zero_grad()
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(logits(compiled), expected, rtol=1e-4, atol=1e-5)
     compiled(input_ids=token_ids(), labels=token_ids()).loss.backward()
     for name, parameter in model.named_parameters():

@@ -114,6 +114,9 @@ def sparsify_(
     dequantised weights, which a warning says. The model must be in bfloat16 and not have run, and its
     ``save_pretrained`` refuses from then on.
 
+    Projections of layers that are modules of their own may have adapters of peft, or weights that bitsandbytes holds in
+    4 bits or torchao in a weight-only format. They stay as they are; the page on models says which run sparse.
+
     What is checked: a copy of the module, with small random weights, runs on the CPU beside the formula in float64, in
     the model's dtype and under autocast, in training and in evaluation, with and without gradients, for one token and
     for several, at ordinary and at extreme magnitudes. Outputs and gradients must agree, it may run only the operators
@@ -148,7 +151,7 @@ def sparsify_(
 
     Raises TypeError or ValueError and changes nothing: if nothing is found; if a candidate computes something else, has
     further children or state, hooks, methods of ``nn.Module`` overridden, projections that are neither plain
-    ``nn.Linear`` nor in e4m3 (adapted, sharded, offloaded, quantised otherwise), or sizes that the kernels do not take
+    ``nn.Linear`` nor any of the above (sharded, offloaded, quantised otherwise), or sizes that the kernels do not take
     (multiples of 8, K up to 16,384 and N up to 65,536). Modules whose projections do not go from K to N to K are no
     candidates.
     """
