@@ -17,7 +17,7 @@ from layer_checks import CHILDREN, MODULES, Module, by_children, close
 from torch import Tensor, nn
 
 import twell
-from twell import _adapted, functional
+from twell import _adapted, _modes, functional
 from twell._projections import Projection
 from twell._sparsify.modules import FusedGatedMLP, NamedGatedMLP
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -104,6 +104,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     def record_run(function: Any, given: Any, *rest: Any, **options: Any) -> Any:
         seen.append((function.__name__, given.w_down.shape[0]))
         assert given.w_down.t().is_contiguous() or given.w_down.shape[0] == K
+        # "auto" decides and measures as in a layer without adapters
+        assert not _modes.checkpointed()
         return run(function, given, *rest, **options)
 
     def record_up_down(x: Any, gate: Tensor, w_up: Any, w_down: Tensor, **options: Any) -> Any:
