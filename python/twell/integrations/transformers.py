@@ -325,7 +325,7 @@ def name_activation(model: Any, key: str | None = None) -> None:
     Raises TypeError unless ``model`` is a ``PreTrainedModel`` and ``key`` a string, and ValueError if layers differ in
     it, if there are none or if the configuration has no keys for them alone.
     """
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model := _within_peft(model), PreTrainedModel):
         raise TypeError(f"name_activation: model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     found = {Activation(layer.activation, float(layer.threshold)) for layer in _sparsify.layers(model).values()}
     if len(found) != 1:
