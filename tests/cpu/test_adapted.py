@@ -121,7 +121,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def second_adapter(model: Any) -> None:
-    config = peft.LoraConfig(target_modules=["up_proj"], r=5, lora_alpha=2, init_lora_weights=False)
+    config = peft.LoraConfig(target_modules=["up_proj", "down_proj"], r=5, lora_alpha=2, init_lora_weights=False)
     model.add_adapter("second", config)
     model.base_model.set_adapter(["default", "second"])
 
