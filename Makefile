@@ -45,7 +45,7 @@ VLLM ?= 0.32.0
 # The environment of `make test-neighbours`. All of these install on a CPU machine, beside the torch of CONSTRAINTS;
 # DeepSpeed has no wheel, and its build imports torch.
 NEIGHBOURS := build/neighbours-env
-neighbours := accelerate compressed-tensors datasets peft sae-lens trl
+neighbours := accelerate bitsandbytes compressed-tensors datasets peft sae-lens torchao trl
 neighbours_pip = "$(NEIGHBOURS)/bin/python" -m pip install --quiet --no-compile $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 # What hangs on torch: operators, autograd, torch.compile, torch.export, modules.
 core := ops functional nn training hybrid packed reference reglu auto auto_graphs compaction recipe recipe_tracker \
@@ -88,13 +88,13 @@ $(SERVING)/.ready-$(VLLM): pyproject.toml
 		--config-settings=wheel.cmake=false --config-settings=build-dir=build/serving .
 	touch "$@"
 
-test-neighbours: $(NEIGHBOURS)/.ready ## tests with accelerate, peft, DeepSpeed, SAELens, TRL and compressed-tensors, in an environment of its own
+test-neighbours: $(NEIGHBOURS)/.ready ## tests with accelerate, peft, bitsandbytes, torchao, DeepSpeed, SAELens, TRL and compressed-tensors, in an environment of its own
 	"$(NEIGHBOURS)/bin/python" -m pytest tests/neighbours $(ARGS)
 
 # What twell asks for is installed by installing it; then that copy is removed, as for $(stamp).
 $(NEIGHBOURS)/.ready: pyproject.toml $(wildcard $(CONSTRAINTS))
 	test -x "$(NEIGHBOURS)/bin/python" || "$(PYTHON)" -m venv "$(NEIGHBOURS)"
-	$(neighbours_pip) scikit-build-core
+	$(neighbours_pip) scikit-build-core setuptools wheel
 	$(neighbours_pip) --no-build-isolation --config-settings=wheel.cmake=false \
 		--config-settings=build-dir=build/neighbours '.[train]' pytest $(neighbours)
 	"$(NEIGHBOURS)/bin/python" -m pip uninstall --quiet --yes twell

@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import shared_cache
 
 from twell import _memory, _modes
 from twell._admission import sharded
+from twell._plain import behaves
 from twell._runtime import device
 from twell._runtime.log import warn_once
 
@@ -244,6 +245,9 @@ def store(weight: Tensor, rows: bool) -> bool:
         from twell import _sharding
 
         return _sharding.lay(weight, rows)  # type: ignore[arg-type]
+    if not behaves(weight):
+        # a quantised one has a layout of its own
+        return False
     changed = False
     for tensor in (weight, weight.grad if weight.is_leaf else None):
         if tensor is None or (tensor.t() if rows else tensor).is_contiguous():

@@ -160,6 +160,14 @@ def profiling() -> bool:
     return torch._C._autograd._profiler_enabled()
 
 
+def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """The dtype in which a linear layer on values of ``dtype`` computes: autocast's, if that is on."""
+    # it leaves float64 as it is
+    if device in ("cpu", "cuda") and dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return dtype
+
+
 # Captures and passes
 
 
@@ -170,7 +178,9 @@ def capturing(x: Tensor) -> bool:
 
 def checkpointed() -> bool:
     """Whether activation checkpointing may run this call again: hooks take its saved tensors."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    # those of adapted layers run nothing again
+    return hooks is not None and getattr(hooks[0], "__module__", "") != "twell._adapted"
 
 
 def in_backward() -> bool:

@@ -63,14 +63,20 @@ def is_plain(child: nn.Module) -> bool:
     kind = type(child)
     if kind.forward is not nn.Linear.forward or kind.__call__ is not nn.Linear.__call__:
         return False
-    if _replaced(child) and not only_moves(child):
-        return False
-    if child._forward_pre_hooks or child._forward_hooks or child._backward_pre_hooks or child._backward_hooks:
+    if not runs_its_class(child):
         return False
     for parameter in child._parameters.values():
         if not behaves(parameter):
             return False
     return True
+
+
+def runs_its_class(child: nn.Module) -> bool:
+    """Whether calling ``child`` runs the forward of its class and no hooks but those that move tensors."""
+    if _replaced(child) and not only_moves(child):
+        return False
+    hooks = child._forward_pre_hooks or child._forward_hooks or child._backward_pre_hooks or child._backward_hooks
+    return not hooks
 
 
 def only_moves(module: nn.Module) -> bool:

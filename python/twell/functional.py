@@ -315,10 +315,12 @@ def run(
     main_grads: Sequence[Tensor | None] | None,
     return_aux: bool,
     learning: Learning | None = None,
+    held: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Aux]:
     """Run ``function``, ``sparse_gated_ffn`` or ``sparse_ffn``, on the operands ``given``.
 
-    ``learning``: where the layer remembers what computes y of calls like this one.
+    ``learning``: where the layer remembers what computes y of calls like this one. ``held``: the first weight as the
+    caller holds it, if the given one is made for this call.
     """
     name = function.__name__
     site, asked, screen, same_bits = None, strategy, False, invariant
@@ -362,7 +364,7 @@ def run(
     first = None
     if site is not None and (route.strategy == "auto" or route.measurement is not None):
         # the operators find the site by the weight that the caller holds
-        first = given.w_gate
+        first = given.w_gate if held is None else held
         if not _modes.tracing(0) and type(first) in PLAIN_TENSORS and found(first) is not site:
             enroll(first, site)
     activation.level(layer.x.dtype)

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from twell import _autograd, _down_layout, _modes, _plain, functional
+from twell import _adapted, _autograd, _down_layout, _explained, _modes, _plain, _projections, functional
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
 from twell._float8_mlp import Float8MLP
 from twell._front import Front, Learning
+from twell._projections import Projection
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
 from twell.functional import Aux, Strategy
 from twell.ops.operands import Operands
-from twell.strategy import tables
 from twell.strategy.explanation import Choice, Explanation
 from twell.strategy.known import Memory
-from twell.strategy.plan import Facts, Refusal, Route, plan, routed
-from twell.strategy.site import AutoStrategy, Screen, found, require_screen
+from twell.strategy.plan import Facts, Refusal, routed
+from twell.strategy.site import AutoStrategy, Screen, require_screen
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -264,7 +264,7 @@ class SparseFFN(nn.Module):
             return y
         if not self._is_plain():
             _down_layout.note_capture(self)
-            return self._by_children(x, return_aux)  # type: ignore[no-any-return]
+            return self._finish(self._adapted(x, return_aux or self._record_aux), return_aux)  # type: ignore[no-any-return]
         with contextlib.nullcontext() if _modes.compiling() else _down_layout.turn(self):
             result = self._sparse(x, return_aux or self._record_aux, memory)
         return self._finish(result, return_aux)  # type: ignore[no-any-return]
@@ -288,21 +288,10 @@ class SparseFFN(nn.Module):
         """The weights and biases of the projections."""
         return map(self._applied, self._projections)
 
-    def _planned(self, weight: Tensor | None, training: bool) -> Route | Refusal:
-        """How all calls on a down weight like this run; with None, as the layer calls its projections."""
-        moving = isinstance(self._threshold, Tensor)
-        facts = Facts(type(self).__name__, _name_of(self._strategy), self._invariant, training=training, moving=moving)
-        if weight is None:
-            return plan(facts._replace(called=True))
-        (k, n), kind, index = weight.shape, weight.device.type, weight.device.index
-        # autocast leaves float64 as it is
-        autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
-        dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
-        return plan(facts._replace(n=n, k=k, dtype=dtype, device=kind, imposed=tables.imposed(kind, index)))
-
     def _runs_dense(self, weight: Tensor) -> bool:
         """Whether inference runs dense or not at all, whatever it meets."""
-        answer = self._planned(weight, False)
+        dtype = _modes.product_dtype(weight.dtype, weight.device.type)
+        answer = _adapted.planned(self, weight.shape[1], weight.shape[0], dtype, weight.device, False)
         return isinstance(answer, Refusal) or answer.strategy == "dense"
 
     def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
@@ -337,23 +326,30 @@ class SparseFFN(nn.Module):
         """The gate before its activation, by calling its projection, which may be more than a weight and a bias."""
         return self._project("gate_proj" if self._gated else "up_proj", x)
 
-    def _by_children(self, x: Tensor, return_aux: bool) -> Any:
-        """Run ``forward`` dense by calling the projections, one of which is more than a weight and a bias."""
+    def _readings(self) -> list[Projection | str]:
+        """What the projections compute, of gate, up and down, or why only calls of them tell."""
+        return [_projections.read(self._modules.get(name)) for name in self._projections]
+
+    def _adapted(self, x: Tensor, with_aux: bool) -> Any:
+        """The result where a projection is more than a weight and a bias: sparse if the others can be read."""
         if self.accumulate_main_grad:
             raise NotImplementedError("accumulate_main_grad: expected plain nn.Linear projections, got others or hooks")
         routed(Facts(strategy=_name_of(self.strategy), invariant=self.invariant, called=True))
-        if not _modes.compiling():
-            warn_once(
-                "a projection of a twell layer has hooks (its own or global ones), a replaced forward, or weights that "
-                "are not plain nn.Parameters (an adapter, say): the layer calls its projections and runs dense"
-            )
+        result = _adapted.run(self, x, with_aux)
+        if not isinstance(result, str):
+            return result
+        if result and not _modes.compiling():
+            warn_once(f"a twell layer calls its projections and runs dense: {result}")
+        return self._dense(x, self._pre_activations(x), with_aux)
+
+    def _dense(self, x: Tensor, gate_and_up: tuple[Any, Any], with_aux: bool) -> Any:
+        """The result by calling the projections, of what those before the activation returned."""
         activation = activation_of(self._activation, self._threshold, self._gated)
-        gate, up = self._pre_activations(x)
+        gate, up = gate_and_up
         gate = activation.after(gate)
         hidden = activation.hidden(gate, up)
         y = self._project("down_proj", hidden)
-        with_aux = return_aux or self.record_aux
-        return self._finish((y, functional._dense_aux(hidden, gate, activation)) if with_aux else y, return_aux)
+        return (y, functional._dense_aux(hidden, gate, activation)) if with_aux else y
 
     def _site(self) -> AutoStrategy | None:
         """The ``AutoStrategy`` that chooses; None if nothing is left to choose."""
@@ -423,10 +419,11 @@ class SparseGatedMLP(SparseFFN):
     With ``record_aux = True`` each call leaves its ``Aux`` in ``aux``, for models whose code passes on y alone. It is
     part of autograd's graph, so set ``aux`` to None after reading it. Copies and pickles leave it out.
 
-    The kernels read the weights and biases; the projections themselves are not called. If one has hooks (its own or
-    global ones, as FLOP counters register), an adapter, weights of a subclass or a replaced ``forward``, the layer
-    warns, calls its projections and runs dense; with ``invariant`` or ``accumulate_main_grad`` it raises
-    NotImplementedError.
+    The kernels read the weights and biases; the projections themselves are not called. LoRA adapters of peft and some
+    quantised weights are read, too, and a gate projection that is anything else is called (docs/models.md); "auto"
+    does so from 1,024 tokens on. If another projection has hooks (its own or global ones, as FLOP counters register),
+    weights of a subclass or a replaced ``forward``, the layer warns, calls its projections and runs dense. In all these
+    cases ``invariant`` and ``accumulate_main_grad`` raise NotImplementedError.
 
     ``compression``, ``strategy``, ``invariant``, ``activation`` and ``threshold`` are those of
     ``twell.sparse_gated_ffn`` and may be set at any time, the threshold to a tensor, too; the state dict holds none of
@@ -502,46 +499,8 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
     for name, quantised in _float8_layers(layers):
         rows += quantised.explain(name)
     for name, layer in _named_layers(layers):
-        layout, advice = _laid_out(layer)
-        for row in _explain(name, layer):
-            copies = row.kind != "training" and row.strategy != "none"
-            rows.append(row._replace(layout=layout, reason=row.reason + advice if copies else row.reason))
+        rows += _explained.rows(name, layer)
     return Explanation(tuple(rows))
-
-
-def _laid_out(layer: SparseFFN) -> tuple[str, str]:
-    """How a layer's down weight is stored, and what to do if sparse inference on a GPU has to copy it."""
-    if not layer._is_plain():
-        return "", ""
-    why = _down_layout.obstacle(layer)
-    weight = layer.down_proj.weight
-    if not functional.copies_down(weight):
-        return "rows", ""
-    if not _down_layout.is_on_gpu(weight) or layer._runs_dense(weight):
-        return "linear", ""
-    if not why:
-        return "linear", "; the next call lays the down weight by rows"
-    return "linear", f'; sparse calls copy the down weight ({why}): twell.nn.set_down_layout(model, "rows")'
-
-
-def _explain(name: str, layer: SparseFFN) -> list[Choice]:
-    weight = layer.down_proj.weight if layer._is_plain() else None
-    answers = {kind: layer._planned(weight, kind == "training") for kind in ("inference", "training")}
-    site = layer._site()
-    if site and answers["inference"][0] == "auto":
-        rows = site.explain(name)
-        # graphs that ran before any call have a site of their own
-        other = found(layer._first_weight())
-        if other is not None and other is not site:
-            rows += other.explain(name)
-        return rows or [Choice(name, "any", "any", "", "auto", "not called yet")]
-    told = {
-        kind: ("none", answer.shown) if isinstance(answer, Refusal) else (answer.strategy, answer.reason)
-        for kind, answer in answers.items()
-    }
-    if told["inference"] == told["training"]:
-        told = {"any": told["inference"]}
-    return [Choice(name, kind, "any", "", *shown) for kind, shown in told.items()]
 
 
 def set_strategy(

@@ -1,7 +1,8 @@
-"""peft: LoRA around a pair is refused, around gated layers it runs dense, and merged adapters run sparse."""
+"""peft: LoRA around gated layers runs sparse, around a pair it is refused, and merged adapters run sparse."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ pytest.importorskip("peft")
 
 import peft
 import torch
+import transformers
 from neighbours import causal_model, logits, sparse_model, strategies, token_ids
+from torch import Tensor
 
 import twell.integrations.transformers as twell_hf
 
@@ -18,10 +21,11 @@ TARGETS = pytest.mark.parametrize("target", [["fc1"], ["fc2"], ["fc1", "fc2"], "
 GATED = ["gate_proj", "up_proj", "down_proj"]
 
 
-def adapted(model: Any, target: Any) -> Any:
+def adapted(model: Any, target: Any, **options: Any) -> Any:
     """``model`` with adapters that change its output; for a target the same."""
     torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=target, r=4, init_lora_weights=False)).eval()
+    config = peft.LoraConfig(target_modules=target, r=4, init_lora_weights=False, **options)
+    return peft.get_peft_model(model, config).eval()
 
 
 @TARGETS
@@ -35,25 +39,148 @@ def test_lora_on_a_pair_has_the_sentence_of_pairs(target: Any) -> None:
 def test_lora_on_a_pair_merged_before_sparsify_runs_sparse(target: Any) -> None:
     expected = logits(adapted(causal_model("opt"), target))
     assert (expected - logits(causal_model("opt"))).norm() > 0.1 * expected.norm()
-    with pytest.raises((TypeError, ValueError), match="merge"):
+    with pytest.raises(ValueError, match="merge adapters first"):
         twell_hf.sparsify(adapted(causal_model("opt"), target))
     model = twell_hf.sparsify(adapted(causal_model("opt"), target).merge_and_unload(), strategy="union")
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
     assert strategies(model) == {"union"}
 
 
-def test_lora_on_gated_layers_runs_dense_and_trains() -> None:
-    stock, model = (adapted(make("llama"), GATED) for make in (causal_model, sparse_model))
+def modules(model: Any) -> list[str]:
+    """The names of the modules of a model, but for the activation, which a layer of twell has in its kernels."""
+    return [name for name, _ in model.named_modules() if not name.endswith("act_fn")]
+
+
+def trained(model: Any) -> dict[str, Any]:
+    """The gradients of a step, by names as peft has them."""
+    model(input_ids=token_ids(), labels=token_ids()).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_lora_on_gated_layers_runs_sparse_and_trains(before: bool) -> None:
+    """Whether the adapters are there before ``sparsify`` or come after it."""
+    stock = adapted(causal_model("llama"), GATED)
+    names = modules(stock)
+    if before:
+        model = adapted(causal_model("llama"), GATED)
+        assert twell_hf.sparsify(model, strategy="union") is model
+    else:
+        model = adapted(sparse_model("llama"), GATED)
+    assert modules(model) == names
+    assert model.state_dict().keys() == stock.state_dict().keys()
     torch.testing.assert_close(logits(model), logits(stock), rtol=1e-4, atol=1e-5)
-    assert strategies(model) == {"dense"}
-    gradients = []
-    for each in (stock, model):
-        each(input_ids=token_ids(), labels=token_ids()).loss.backward()
-        gradients.append({name: p.grad for name, p in each.named_parameters() if p.requires_grad})
-    expected, found = gradients
+    assert strategies(model) == {"union"}
+    expected, found = trained(stock), trained(model)
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_what_peft_does_to_its_adapters_is_seen(tmp_path: Path) -> None:
+    """Disabling, merging, switching, saving and loading; each in a model that stays sparse."""
+    stock, model = (adapted(causal_model("llama"), GATED) for _ in range(2))
+    twell_hf.sparsify(model, strategy="union")
+
+    def same() -> Tensor:
+        found = logits(model)
+        torch.testing.assert_close(found, logits(stock), rtol=1e-4, atol=1e-5)
+        assert strategies(model) == {"union"}
+        return found
+
+    with_adapter = same()
+    with model.disable_adapter(), stock.disable_adapter():
+        assert (same() - with_adapter).norm() > 0.1 * with_adapter.norm()
+    for each in (model, stock):
+        each.merge_adapter()
+    same()
+    for each in (model, stock):
+        each.unmerge_adapter()
+    for each in (model, stock):
+        torch.manual_seed(2)
+        each.add_adapter("second", peft.LoraConfig(target_modules=["up_proj"], r=3, init_lora_weights=False))
+        each.set_adapter("second")
+    assert (same() - with_adapter).norm() > 0.1 * with_adapter.norm()
+    for each in (model, stock):
+        each.base_model.set_adapter(["default", "second"])
+    same()
+    model.save_pretrained(tmp_path)
+    read = peft.PeftModel.from_pretrained(sparse_model("llama"), tmp_path)
+    torch.testing.assert_close(logits(read), with_adapter, rtol=1e-4, atol=1e-5)
+    assert strategies(read) == {"union"}
+    read.load_adapter(tmp_path / "second", "second")
+    read.set_adapter("second")
+    for each in (model, stock):
+        each.set_adapter("second")
+    torch.testing.assert_close(logits(read), same(), rtol=1e-4, atol=1e-5)
+    for each in (model, stock):
+        each.base_model.set_adapter(["default", "second"])
+    model, stock = model.merge_and_unload(), stock.merge_and_unload()
+    same()
+    assert modules(model) == modules(stock)
+
+
+def test_adapters_of_transformers() -> None:
+    stock, model = causal_model("llama"), causal_model("llama")
+    for each in (stock, model):
+        torch.manual_seed(1)
+        each.add_adapter(peft.LoraConfig(target_modules=GATED, r=4, init_lora_weights=False))
+    twell_hf.sparsify(model, strategy="union")
+    torch.testing.assert_close(logits(model), logits(stock), rtol=1e-4, atol=1e-5)
+    assert strategies(model) == {"union"}
+    model.disable_adapters()
+    torch.testing.assert_close(logits(model), logits(causal_model("llama")), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("saved", ["mlp", "down_proj"])
+def test_modules_to_save(saved: str) -> None:
+    target = ["q_proj"] if saved == "mlp" else ["up_proj"]
+    stock, model = (adapted(causal_model("llama"), target, modules_to_save=[saved]) for _ in range(2))
+    twell_hf.sparsify(model, strategy="union")
+    torch.testing.assert_close(logits(model), logits(stock), rtol=1e-4, atol=1e-5)
+    assert strategies(model) == {"union"}
+    expected, found = trained(stock), trained(model)
+    assert found.keys() == expected.keys()
+    assert any(saved in name for name in found)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_other_tasks() -> None:
+    for kind, cls in (("SEQ_CLS", "LlamaForSequenceClassification"), ("FEATURE_EXTRACTION", "LlamaModel")):
+        made = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            config = causal_model("llama").config
+            config.pad_token_id = 0
+            made.append(adapted(getattr(transformers, cls)(config).eval(), GATED, task_type=kind))
+        stock, model = made
+        assert twell_hf.sparsify(model, strategy="union") is model
+        found, expected = (each(input_ids=token_ids())[0] for each in (model, stock))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        assert strategies(model) == {"union"}
+
+
+def test_an_activation_that_is_changed_beside_adapters_is_in_the_configuration() -> None:
+    base = causal_model("llama")
+    base.config.hidden_act = "silu"
+    silu = transformers.LlamaForCausalLM(base.config).eval()
+    model = twell_hf.sparsify(adapted(silu, GATED), activation="relu", strategy="union")
+    assert model.get_base_model().config.hidden_act == "relu"
+    assert strategies(model) == {"union"}
+
+
+def test_a_compiled_model_runs_forward_and_backward() -> None:
+    torch.compiler.reset()
+    model = adapted(sparse_model("llama"), GATED)
+    expected, gradients = logits(model), trained(model)
+    model.zero_grad()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(logits(compiled), expected, rtol=1e-4, atol=1e-5)
+    compiled(input_ids=token_ids(), labels=token_ids()).loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
 
 
 def test_lora_on_gated_layers_merged_afterwards_runs_sparse() -> None:

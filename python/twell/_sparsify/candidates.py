@@ -31,9 +31,10 @@ from twell._sparsify.equivalence import (
     identity,
     is_relu_but_at_zero,
 )
+from twell._sparsify.kept import kept, with_plain
 from twell._sparsify.known import Known
 from twell._sparsify.modules import GATED, PLAIN, PairDown, SharedLinear, below
-from twell._sparsify.quantised import Stored, in_16_bits, stored
+from twell._sparsify.quantised import Stored, stored
 from twell.float8 import BLOCK
 from twell.nn import SparseFFN
 
@@ -73,7 +74,8 @@ class Candidate(NamedTuple):
     twell, a "pair" stays and its children are replaced. attribute: the name of the activation, None if it is in the
     code. activation: that of the new layer. was: the name of the one that it replaces, None if it is the module's own.
     dropouts: what drops nothing between the layers of a pair, but may do so later. stored: what projections in e4m3
-    hold, with None for one in 16 bits; empty if all are in 16 bits.
+    hold, with None for one in 16 bits; empty if all are in 16 bits. plain: plain projections without values, in place
+    of those that the layer keeps as they are.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Candidate(NamedTuple):
     was: str | None
     dropouts: tuple[str, ...] = ()
     stored: Mapping[str, Stored | None] = types.MappingProxyType({})
+    plain: Mapping[str, nn.Linear] = types.MappingProxyType({})
 
     @property
     def dequantised(self) -> str:
@@ -102,7 +105,7 @@ class Candidate(NamedTuple):
     @property
     def shape(self) -> tuple[bool, int, int]:
         """Whether it has a gate, K and N."""
-        weight: Any = self.module.get_submodule(self.form.down).weight
+        weight: Any = (self.plain.get(self.form.down) or self.module.get_submodule(self.form.down)).weight
         return self.form.gated, weight.shape[0], weight.shape[1]
 
     @property
@@ -151,7 +154,7 @@ def misfit(module: nn.Module, names: tuple[str, ...]) -> str:
         other = of_torch(type(child)) or type(weight) is nn.Parameter
         if not isinstance(child, nn.Linear) and (other or not some):
             return f"{name} is a {type(child).__name__}, no nn.Linear"
-    if not all(isinstance(child, nn.Linear) for child in children) or _is_fused(children):
+    if not all(hasattr(child, "in_features") for child in children) or _is_fused(children):
         return ""
     shapes = [(child.out_features, child.in_features) for child in children]
     if set(shapes[:-1]) == {shapes[-1][::-1]}:
@@ -169,7 +172,7 @@ def is_sequence(module: nn.Module) -> bool:
 
 def _is_fused(layers: list[Any]) -> bool:
     """Whether these are two linear layers [2 N, K] and [K, N]."""
-    shapes = [(layer.out_features, layer.in_features) for layer in layers if isinstance(layer, nn.Linear)]
+    shapes = [(layer.out_features, layer.in_features) for layer in layers if hasattr(layer, "in_features")]
     return len(layers) == len(shapes) == 2 and shapes[0] == (2 * shapes[1][-1], shapes[1][0])
 
 
@@ -190,8 +193,27 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
     """
     where = label(name, module)
     if any((held := _stored(where, module, known.names, context)).values()):
-        candidate, of = examine(name, in_16_bits(module, held), known, context)
+        projections: Any = {child: module.get_submodule(child) for child in held}
+        dtypes = {child: torch.bfloat16 if each else projections[child].weight.dtype for child, each in held.items()}
+        candidate, of = examine(name, with_plain(module, dtypes), known, context)
         return candidate._replace(module=module, stored=held), of
+    children: Any = {child: module.get_submodule(child) for child in known.names}
+    if own := kept(where, children):
+        _require_one_device(where, children)
+        rest = [child for child in children if child not in own]
+        dtypes = own | {child: _plain_weight(f"{where}: {child}", children[child]).dtype for child in rest}
+        made = with_plain(module, dtypes)
+        plain: Any = {child: made.get_submodule(child) for child in own}
+        for each in plain.values():
+            # quantised projections cast their biases
+            each.to(each.weight.dtype)
+        candidate, of = examine(name, made, known, context)
+        if candidate.kind == "pair":
+            raise ValueError(
+                f"{where} must have plain projections, of which the second does the work of both in a pair, got "
+                f"adapted or quantised ones: merge adapters first, or load the model in 16 bits; {LEAVE_OUT}"
+            )
+        return candidate._replace(module=module, plain=plain), of
     form = Form(known.names, "gate first" if _is_fused([below(module, each) for each in known.names]) else "")
     weights = {child: _plain_weight(f"{where}: {child}", module.get_submodule(child)) for child in form.children}
     _require_sizes(where, weights, form, context.strategy)
@@ -239,13 +261,17 @@ def _stored(where: str, module: nn.Module, names: tuple[str, ...], context: Cont
         _plain_weight(f"{where}: {name}", children[name])
     if any(held.values()):
         _require_unhooked(where, children)
-        devices = {str(child.weight.device) for child in children.values()}
-        if len(devices) > 1:
-            raise ValueError(f"{where} must have its weights on one device, got {' and '.join(devices)}; {LEAVE_OUT}")
+        _require_one_device(where, children)
         dtype = getattr(context.model, "dtype", None)
         if dtype in (torch.float16, torch.float32):
             raise TypeError(f"{where} has weights in e4m3, so the model must be in bfloat16, got {dtype}; {LEAVE_OUT}")
     return held
+
+
+def _require_one_device(where: str, children: Mapping[str, Any]) -> None:
+    devices = {str(child.weight.device) for child in children.values()}
+    if len(devices) > 1:
+        raise ValueError(f"{where} must have its weights on one device, got {' and '.join(devices)}; {LEAVE_OUT}")
 
 
 class _AnotherFunctionError(ValueError):
@@ -397,9 +423,9 @@ def _plain_weight(where: str, linear: Any) -> Tensor:
     own = kind.__base__ is nn.Linear and set(vars(kind)) <= {*vars(_Bare), "forward", "__doc__"}
     if kind is not nn.Linear and not own:
         raise TypeError(
-            f"{where} must be an nn.Linear itself, got {kind.__module__}.{kind.__name__}: adapters must be "
-            "merged first, and quantised layers be in e4m3 as transformers has them, or be loaded in bfloat16; "
-            f"{LEAVE_OUT}"
+            f"{where} must be an nn.Linear itself, got {kind.__module__}.{kind.__name__}: adapters of others "
+            "than peft must be merged first, and quantised layers be in e4m3 as transformers has them, weight-only by "
+            f"bitsandbytes or torchao, or be loaded in bfloat16; {LEAVE_OUT}"
         )
     if odd := [key for key, p in linear._parameters.items() if p is not None and type(p) is not nn.Parameter]:
         raise TypeError(

@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from twell import _modes
 from twell._activation import Activation, ActivationName
 from twell._plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, of_torch, only_moves
+from twell._projections import Projection
 from twell._runtime.log import warn_once
 from twell.functional import Aux, Strategy
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
@@ -299,6 +300,10 @@ class SparseDown(PairDown, SparseMLP, SharedLinear):
         parameters = itertools.chain(self.up_proj._parameters.values(), self._parameters.values())
         return calls_are_torchs() and all(map(behaves, parameters))
 
+    def _readings(self) -> list[Projection | str]:
+        why = "of a twell pair has weights that are not plain nn.Parameters"
+        return [why, why]
+
     def take(self, other: Any) -> None:
         """Take the parameters, sizes and record of ``other``, a copy of this pair with other neurons."""
         for mine, theirs in ((self.up_proj, other.up_proj), (self, other)):
@@ -486,6 +491,12 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
 
     def _operands(self) -> Iterable[tuple[Tensor, Tensor | None]]:
         return *self._halves(), self._applied(self._names[1])
+
+    def _readings(self) -> list[Projection | str]:
+        fused, down = super()._readings()
+        if isinstance(fused, str):
+            return [fused, fused, down]
+        return [*self._ordered(fused._replace(part=part) for part in (0, 1)), down]
 
     def _pre_activations(self, x: Tensor) -> tuple[Any, Any]:
         gate, up = self._ordered(self._project(self._names[0], x).chunk(2, dim=-1))

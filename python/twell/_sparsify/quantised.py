@@ -82,31 +82,6 @@ def _code(linear: Any) -> str:
     return name
 
 
-def in_16_bits(module: nn.Module, projections: Mapping[str, Stored | None]) -> nn.Module:
-    """A shallow copy of ``module`` whose projections in e4m3 are of 16 bits, without values."""
-    made: nn.Module = _shallow(module)
-    for name, projection in projections.items():
-        part, _, key = name.rpartition(".")
-        holder = made
-        if part:
-            if made._modules[part] is module._modules[part]:
-                made._modules[part] = _shallow(module._modules[part])
-            holder = made.get_submodule(part)
-        linear: Any = holder._modules[key]
-        dtype = torch.bfloat16 if projection else linear.weight.dtype
-        plain = nn.Linear(linear.in_features, linear.out_features, False, device="meta", dtype=dtype)
-        if linear.bias is not None:
-            plain.bias = nn.Parameter(linear.bias.detach().to("meta"))
-        holder._modules[key] = plain
-    return made
-
-
-def _shallow(module: Any) -> Any:
-    made = copy.copy(module)
-    made._modules = dict(module._modules)
-    return made
-
-
 class Float8Up(DeferredUp, Float8Projection):  # type: ignore[misc]
     """``fc1`` of a pair in e4m3."""
 

@@ -114,6 +114,9 @@ def sparsify_(
     dequantised weights, which a warning says. The model must be in bfloat16 and not have run, and its
     ``save_pretrained`` refuses from then on.
 
+    Projections of layers that are modules of their own may have adapters of peft, or weights that bitsandbytes holds in
+    4 bits or torchao in a weight-only format. They stay as they are; the page on models says which run sparse.
+
     What is checked: a copy of the module, with small random weights, runs on the CPU beside the formula in float64, in
     the model's dtype and under autocast, in training and in evaluation, with and without gradients, for one token and
     for several, at ordinary and at extreme magnitudes. Outputs and gradients must agree, it may run only the operators
@@ -148,7 +151,7 @@ def sparsify_(
 
     Raises TypeError or ValueError and changes nothing: if nothing is found; if a candidate computes something else, has
     further children or state, hooks, methods of ``nn.Module`` overridden, projections that are neither plain
-    ``nn.Linear`` nor in e4m3 (adapted, sharded, offloaded, quantised otherwise), or sizes that the kernels do not take
+    ``nn.Linear`` nor any of the above (sharded, offloaded, quantised otherwise), or sizes that the kernels do not take
     (multiples of 8, K up to 16,384 and N up to 65,536). Modules whose projections do not go from K to N to K are no
     candidates.
     """
@@ -335,11 +338,13 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
 
 def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     module, (names, fused) = candidate.module, candidate.form
-    linears: Any = [module.get_submodule(name) for name in names]
-    if fused:
-        return FusedGatedMLP(names, linears, fused == "up first", **options)
-    linears = [plain(linear) for linear in linears]
     made: nn.Module
+    linears: Any = [candidate.plain.get(name) or module.get_submodule(name) for name in names]
+    if fused:
+        made = FusedGatedMLP(names, linears, fused == "up first", **options)
+        made._modules.update({name: module._modules[name] for name in candidate.plain})
+        return made
+    linears = [plain(linear) for linear in linears]
     if names == GATED:
         made = SparseGatedMLP.from_linear(*linears, **options)
     elif names == PLAIN:
@@ -347,6 +352,7 @@ def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     else:
         made = (NamedGatedMLP if len(names) == 3 else NamedMLP)(names, linears, **options)
     made._modules.update(zip(names, linears))
+    made._modules.update({name: module._modules[name] for name in candidate.plain})
     if type(module) is nn.Sequential:
         # its children, which code may take from it, stay what they compute
         parts = {**module._modules, **made._modules}
@@ -368,7 +374,8 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
                     f"{label(held.name, held.module)} must be called as a module, but its method "
                     f"{kept.__name__} is kept elsewhere, and would still apply {held.was}; {LEAVE_OUT}"
                 )
-    weights = {_down(c).weight.untyped_storage()._cdata: (c, _down(c).weight) for c in candidates}
+    own = [c for c in candidates if c.form.down not in c.plain]
+    weights = {_down(c).weight.untyped_storage()._cdata: (c, _down(c).weight) for c in own}
     for name, owner in model.named_modules():
         if "_fsdp_wrapped_module" in owner._modules and {id(c.module) for c in candidates} & set(
             map(id, owner.modules())

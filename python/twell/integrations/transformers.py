@@ -93,8 +93,9 @@ __all__ = [
 # Arguments of from_pretrained that say where files are; the configuration is read with the same ones.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
-# Methods of quantisation that may have weights in e4m3.
+# Methods of quantisation that may have weights in e4m3, and others that may have weights which a call can dequantise.
 OF_E4M3 = ("fp8", "compressed-tensors")
+_OF_OTHERS = ("bitsandbytes", "torchao")
 
 # The ends of names that scales of quantised weights have in files.
 _SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2")
@@ -113,11 +114,12 @@ def sparsify(
     names: _sparsify.Names | None = None,
     key: str | None = None,
 ) -> Any:
-    """Run the feed-forward layers of ``model``, a ``PreTrainedModel``, through twell, in place; return ``model``.
+    """Run the feed-forward layers of ``model`` through twell, in place; return ``model``.
 
-    Layers with ReLU, squared ReLU, dReLU or FATReLU, of the architectures in the table of the page on models, with and
-    without a head. ``twell.sparsify_``, which it calls, documents what is taken and the arguments.
-    ``save_pretrained`` writes the files of the stock class.
+    It is a ``PreTrainedModel``, or a ``PeftModel`` around one, whose names count. Layers have ReLU, squared ReLU, dReLU
+    or FATReLU; architectures are those in the table of the page on models, with and without a head.
+    ``twell.sparsify_``, which it calls, documents what is taken and the arguments. ``save_pretrained`` writes the files
+    of the stock class.
 
     A model with another activation, mostly SiLU, is refused, since its hidden state has no zeros. With
     ``activation="relu"``, "relu2" or "drelu" the model gets that one, to be trained with it, and so does its
@@ -134,19 +136,18 @@ def sparsify(
     ``strategy`` "auto", "dense" or "row". Their down weights are laid by rows if the model is in ``eval`` mode.
 
     Raises TypeError or ValueError and changes nothing: as ``twell.sparsify_``, and for a model that is quantised by
-    another method than "fp8" and "compressed-tensors".
+    another method than "fp8", "compressed-tensors", "bitsandbytes" and "torchao".
     """
+    outer, model = model, _within_peft(model)
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"sparsify: model must be a transformers.PreTrainedModel, got {type(model).__name__}; merge an adapter "
-            "first, compile it afterwards, and use twell.sparsify_ for other modules"
-        )
+        got = f"got {type(model).__name__}; compile it afterwards, and use twell.sparsify_ for other modules"
+        raise TypeError(f"sparsify: model must be a transformers.PreTrainedModel, {got}")
     method = getattr(model, "quantization_method", None)
-    if method is not None and method not in OF_E4M3:
+    if method is not None and method not in (*OF_E4M3, *_OF_OTHERS):
         raise ValueError(
-            f"sparsify: weights must be in 16 bits, or in e4m3 by {' or '.join(OF_E4M3)}, got a model quantised by "
-            f"{getattr(method, 'value', method)}: load a checkpoint in bfloat16 or in such a format, as FP8_DYNAMIC "
-            "of compressed-tensors"
+            f"sparsify: weights must be in 16 bits, in e4m3 by {' or '.join(OF_E4M3)}, or weight-only by "
+            f"{' or '.join(_OF_OTHERS)}, got a model quantised by {getattr(method, 'value', method)}: load a "
+            "checkpoint in bfloat16 or in such a format"
         )
     experts = [each for name, each in stacked.found(model) if filter_fn is None or filter_fn(each, name)]
     try:
@@ -167,7 +168,13 @@ def sparsify(
     if changed:
         _configuration.write_to_model(model, keys, changed[0].activation)
     _down_layout.lay(_sparsify.layers(model).values())
-    return model
+    return outer
+
+
+def _within_peft(model: Any) -> Any:
+    """The model inside a ``PeftModel``, or the model itself."""
+    kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__]
+    return model.get_base_model() if "peft.peft_model.PeftModel" in kinds else model
 
 
 def load(model: str | Path, *, strategy: Strategy | None = None, compression: int | None = None, **options: Any) -> Any:
@@ -318,7 +325,7 @@ def name_activation(model: Any, key: str | None = None) -> None:
     Raises TypeError unless ``model`` is a ``PreTrainedModel`` and ``key`` a string, and ValueError if layers differ in
     it, if there are none or if the configuration has no keys for them alone.
     """
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model := _within_peft(model), PreTrainedModel):
         raise TypeError(f"name_activation: model must be a transformers.PreTrainedModel, got {type(model).__name__}")
     found = {Activation(layer.activation, float(layer.threshold)) for layer in _sparsify.layers(model).values()}
     if len(found) != 1:

@@ -1,0 +1,295 @@
+"""Layers with LoRA adapters, quantised weights or a gate from elsewhere, through the sparse functions.
+
+For ``W x + s B A x`` the adapter is columns: of gate and up ``[x, s A_g x, s A_u x] @ [W_g, B_g, 0]^T``, of the down
+projection ``h @ [W_d; A_d]^T`` with ``s B_d`` behind it. So x and y get R more columns, and the layer is an ordinary
+one of width K + R. A gate that no columns can tell is called, and ``sparse_up_down`` takes it. Weights are concatenated
+and dequantised in each call: a copy could not be kept, as a write through ``.data`` raises no version. Deltas are never
+added to weights, where 16 bits would round them away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from twell import _modes, functional
+from twell._activation import activation_of
+from twell._admission import sharded
+from twell._plain import HOOKS_OF_ALL, calls_are_torchs, overridden
+from twell._projections import Projection
+from twell.ops.operands import Operands
+from twell.strategy import tables
+from twell.strategy.plan import Facts, Refusal, Route, plan
+from twell.strategy.site import AutoStrategy, tokens_of
+from twell.up_down import sparse_up_down
+
+# "auto" calls the projections for fewer tokens, as copies of the weights take longer than sparsity saves
+FEWEST_TOKENS = 1024
+
+
+class Way(NamedTuple):
+    """How a layer runs sparse: its readings, gate and up None where they are called or not there.
+
+    given: whether the gate, or without one the up projection, is called. added: the columns R.
+    """
+
+    gate: Projection | None
+    up: Projection | None
+    down: Projection
+    given: bool
+    added: int
+
+    @property
+    def sources(self) -> list[Projection]:
+        """The readings whose adapters make columns of x."""
+        # the halves of one projection have the same ones
+        shared = self.up is not None and self.up.part is not None
+        return [each for each in (None if shared else self.gate, self.up) if each is not None]
+
+    @property
+    def rank(self) -> int:
+        """The columns of x that adapters make."""
+        return sum(each.rank for each in self.sources)
+
+
+def way_of(layer: Any) -> Way | str:
+    """How ``layer`` may run sparse though a projection is more than a weight and a bias, or why it cannot."""
+    if any(HOOKS_OF_ALL) or not calls_are_torchs():
+        return "hooks of all modules, or a replaced call"
+    names, readings = _names(layer), layer._readings()
+    first, *rest = readings
+    for name, reading in zip(names[1:], rest):
+        if isinstance(reading, str):
+            return f"{name} {reading}"
+    *ups, down = rest
+    up = ups[0] if ups else None
+    if any(each.drops for each in down.adapters):
+        return f"{names[-1]} has an adapter that drops values of the hidden state, of which the kernels keep no zeros"
+    given = isinstance(first, str) or bool(first.quantised and first.part is None)
+    way = Way(None if given else first, up, down, given, 0)
+    return way._replace(added=-(-max(way.rank, down.rank) // 8) * 8)
+
+
+def planned(
+    layer: Any, n: int, k: int, dtype: torch.dtype, device: torch.device, training: bool, x: Tensor | None = None
+) -> Route | Refusal:
+    """How calls of ``layer`` on weights of these sizes run, in the dtype of their products; ``x`` is that of one."""
+    facts = Facts(
+        type(layer).__name__,
+        _asked(layer),
+        layer._invariant,
+        n=n,
+        k=k,
+        dtype=dtype,
+        device=device.type,
+        imposed=tables.imposed(device.type, device.index),
+        training=training,
+        moving=isinstance(layer._threshold, Tensor),
+    )
+    if x is not None:
+        facts = facts._replace(
+            site=True,
+            # weights may be of the transform, too
+            transformed="a call inside a transform" if _modes.transforming() else "",
+            overridden=overridden({"x": x}),
+            onnx=_modes.to_onnx(),
+            exporting=_modes.exporting(),
+            tracing=_modes.tracing(tokens_of(x)),
+        )
+    return plan(facts)
+
+
+def foreseen(layer: Any, training: bool) -> Route | Refusal:
+    """How calls run where a projection is more than a weight and a bias, as far as no call is known."""
+    way = way_of(layer)
+    if isinstance(way, str) or layer._invariant:
+        answer = plan(Facts(type(layer).__name__, _asked(layer), layer._invariant, training=training, called=True))
+        return answer._replace(reason=way) if isinstance(answer, Route) and isinstance(way, str) else answer
+    device = way.down.linear.weight.device
+    dtype = _modes.product_dtype(way.down.own_dtype, device.type)
+    return planned(layer, layer.intermediate, layer.hidden + way.added, dtype, device, training)
+
+
+def _asked(layer: Any) -> Any:
+    """The name of the layer's strategy."""
+    return "auto" if isinstance(layer._strategy, AutoStrategy) else layer._strategy
+
+
+def run(layer: Any, x: Tensor, with_aux: bool) -> Any:
+    """The result of the layer's function, or why its projections must be called; "" where that is the choice."""
+    auto, m = _asked(layer) == "auto", tokens_of(x)
+    if auto and not _modes.tracing(m) and m < FEWEST_TOKENS:
+        return ""
+    way = way_of(layer)
+    if isinstance(way, str):
+        return way
+    if x.dim() == 0 or x.is_nested or x.layout is not torch.strided or x.shape[-1] != layer.hidden:
+        return ""
+    dtype = "x is sharded" if sharded({"x": x}) else _dtype(way, x)
+    if isinstance(dtype, str):
+        return dtype
+    training = torch.is_grad_enabled() and (x.requires_grad or _trains(layer))
+    answer = planned(layer, layer.intermediate, layer.hidden + way.added, dtype, x.device, training, x)
+    if isinstance(answer, Refusal):
+        return answer.message
+    # an exported program has no guard for the number of tokens
+    if answer.strategy == "dense" or (auto and (_modes.exporting() or m < FEWEST_TOKENS)):
+        return ""
+    return _run(layer, way, x, dtype, with_aux)
+
+
+def _dtype(way: Way, x: Tensor) -> torch.dtype | str:
+    """The dtype of the products, or why there is not one; "" if PyTorch would refuse the operands, too."""
+    plain = _modes.product_dtype(x.dtype, x.device.type)
+    autocast = x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+    used = [each for each in (way.gate, way.up, way.down) if each is not None]
+    if not autocast and any(not each.quantised and each.linear.weight.dtype != x.dtype for each in used):
+        return ""
+    found = {each.dtype(x, plain) for each in used}
+    if len(found) > 1 or (autocast and found != {plain}):
+        return "products in several dtypes, as quantised weights have their own"
+    return found.pop()
+
+
+def _trains(layer: Any) -> bool:
+    children = layer._modules
+    return any(p.requires_grad for name in layer._projections for p in children[name].parameters())
+
+
+def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) -> Any:
+    gate, up, down, given, added = way
+    k, n = layer.hidden, layer.intermediate
+    called: Any = None
+    if given:
+        called = layer._gate(x)
+        if type(called) is not Tensor or called.shape != (*x.shape[:-1], n):
+            return layer._dense(x, (called, layer._project("up_proj", x) if layer._gated else None), with_aux)
+    wide = x.to(dtype)
+    if added:
+        lowered = [column for each in way.sources for column in each.lowered(x, dtype)]
+        wide = torch.cat([wide, *lowered, *_zeros(wide, x.shape[:-1], added - way.rank)], -1)
+    # the columns of the up projection's adapters end those of x
+    makers = (
+        None if gate is None else functools.partial(_input_weight, gate, dtype, 0, added),
+        None if up is None else functools.partial(_input_weight, up, dtype, way.rank - up.rank, added),
+        functools.partial(_down_weight, down, dtype, added),
+    )
+    weights: list[Any] = [None if make is None else make() for make in makers]
+    w_gate, w_up, w_down = weights
+    b_gate, b_up, b_down = (None if each is None else each.bias(dtype) for each in (gate, up, down))
+    if added and b_down is not None:
+        b_down = torch.cat([b_down, *_zeros(b_down, (), added)])
+    strategy = layer._site() or layer._strategy
+    with _made_again(x, zip(makers, weights)):
+        if given:
+            options = {"activation": layer._activation, "threshold": layer._threshold, "strategy": strategy}
+            options |= {"compression": layer._compression, "return_aux": with_aux, "b_up": b_up, "b_down": b_down}
+            of_up = None if up is None else wide
+            result = sparse_up_down(of_up, called.to(dtype), w_up, w_down, **options)
+        else:
+            function = functional.sparse_gated_ffn if layer._gated else functional.sparse_ffn
+            activation = activation_of(layer._activation, layer._threshold, layer._gated)
+            how = strategy, False, layer._compression, None, with_aux
+            operands = Operands(wide, w_gate, w_up, w_down, b_gate, b_up, b_down)
+            # operators find the site by the weight that the layer holds
+            held = None if gate is None or gate.quantised else gate.linear.weight
+            result = functional.run(function, operands, layer._gated, activation, *how, held=held)
+    y, aux = result if with_aux else (result, None)
+    kept = _dtype_of_y(way, x, called, dtype)
+    if added:
+        own, low = y[..., :k], y[..., k : k + down.rank]
+        for delta in down.raised(low):
+            own = own + delta
+        y = own.to(kept).contiguous()
+    return (y.to(kept), aux) if with_aux else y.to(kept)
+
+
+def _input_weight(each: Projection, dtype: torch.dtype, start: int, added: int) -> Tensor:
+    """The weight of gate or up with ``added`` columns, of which those from ``start`` on are its adapters'."""
+    weight = each.weight(dtype)
+    if not added:
+        return weight
+    n = weight.shape[:1]
+    parts = [*_zeros(weight, n, start), *each.raising(dtype), *_zeros(weight, n, added - start - each.rank)]
+    return torch.cat([weight, *parts], 1)
+
+
+def _down_weight(each: Projection, dtype: torch.dtype, added: int) -> Tensor:
+    """The weight of the down projection with ``added`` rows, those of its adapters first."""
+    weight = each.weight(dtype)
+    if not added:
+        return weight
+    # by rows of neurons, as the kernels read it
+    rows = [weight.t(), *(adapter.a.weight.to(dtype).t() for adapter in each.adapters)]
+    return torch.cat([*rows, *_zeros(weight, weight.shape[1:], added - each.rank)], 1).t()
+
+
+class _Kept(NamedTuple):
+    """What backward keeps of a tensor: how it is made, and the versions of what it is made of."""
+
+    make: Callable[[], Tensor]
+    sources: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+
+    def __call__(self) -> Tensor:
+        if tuple(t._version for t in self.sources) != self.versions:
+            raise RuntimeError("an operand of an adapted twell layer was changed by an inplace operation")
+        with torch.no_grad():
+            return self.make()
+
+
+def _kept(make: Callable[[], Tensor], *sources: Tensor) -> _Kept:
+    return _Kept(make, sources, tuple(t._version for t in sources))
+
+
+def _made_again(x: Tensor, weights: Iterable[tuple[Any, Any]]) -> contextlib.AbstractContextManager[Any]:
+    """A context in which backward keeps how ``weights`` are made instead of them, which are of this call alone.
+
+    Else training would hold a copy of all weights. Hooks of others, as of checkpoints, drop or move what is kept.
+    """
+    if not torch.is_grad_enabled() or not _modes.eager((x,)) or _modes.checkpointed():
+        return contextlib.nullcontext()
+    made = {}
+    for make, weight in weights:
+        if make is not None:
+            each: Projection = make.args[0]
+            if weight is not each.linear.weight:
+                pairs = (t for pair in each.adapters for t in (pair.a.weight, pair.b.weight))
+                made[_place(weight)] = _kept(make, each.linear.weight, *pairs)
+    if not made:
+        return contextlib.nullcontext()
+
+    def pack(tensor: Tensor) -> _Kept:
+        # hooks take the check of versions over
+        return made.get(_place(tensor)) or _kept(lambda: tensor, tensor)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept())
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _dtype_of_y(way: Way, x: Tensor, called: Tensor | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that the projections would return: a quantised one returns that of its input."""
+    if not way.down.quantised:
+        return dtype
+    of_gate = called.dtype if called is not None else dtype
+    up = way.up
+    return of_gate if up is None else torch.promote_types(of_gate, x.dtype if up.quantised else dtype)
+
+
+def _zeros(like: Tensor, lead: Any, columns: int) -> list[Tensor]:
+    """Columns of zeros, if there are any."""
+    return [like.new_zeros((*lead, columns))] if columns else []
+
+
+def _names(layer: Any) -> tuple[str, ...]:
+    names: tuple[str, ...] = layer._projections
+    # gate and up in one
+    return (names[0], *names) if layer._gated and len(names) == 2 else names

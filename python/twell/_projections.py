@@ -1,0 +1,202 @@
+"""What a projection computes that is more than an ``nn.Linear``: LoRA adapters of peft, weights that are quantised.
+
+Classes of others are known by their names, so that nothing of them is imported. A projection that is not known, or does
+something else than its class, has a reason in place of a reading, and only a call of it says what it computes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from twell import _plain
+from twell._admission import sharded
+
+_SAVED = "peft.utils.other.ModulesToSaveWrapper"
+_LORA_OF_4_BITS = "peft.tuners.lora.bnb.Linear4bit"
+# their calls differ in nothing but casts
+_LORA = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.torchao.TorchaoLoraLinear", _LORA_OF_4_BITS)
+_OF_4_BITS = tuple(f"bitsandbytes.nn.modules.{name}" for name in ("Linear4bit", "LinearNF4", "LinearFP4"))
+# tensors of torchao, and the attributes that are None if a product leaves its inputs as they are
+_OF_TORCHAO = {
+    "Int8Tensor": ("act_quant_kwargs", "act_pre_scale"),
+    "Float8Tensor": ("act_quant_kwargs",),
+    "IntxUnpackedToInt8Tensor": ("activation_quantization",),
+}
+
+
+class LowRank(NamedTuple):
+    """An adapter: ``scaling * b(a(dropout(x)))``. a: [r, in]. b: [out, r], perhaps with a bias."""
+
+    a: nn.Linear
+    b: nn.Linear
+    dropout: nn.Module
+    scaling: Any
+
+    @property
+    def drops(self) -> bool:
+        """Whether the dropout changes its input now."""
+        return isinstance(self.dropout, nn.Dropout) and self.dropout.training and self.dropout.p > 0
+
+
+class Projection(NamedTuple):
+    """``x @ weight^T + bias`` and what ``adapters`` add.
+
+    linear: holds the weight and the bias. quantised: "", "4 bits" of bitsandbytes or "torchao". part: 0 or 1 for the
+    first or the second half of the outputs, None for all. layer: that of peft, which holds the adapters.
+    """
+
+    linear: Any
+    quantised: str = ""
+    adapters: tuple[LowRank, ...] = ()
+    layer: Any = None
+    part: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """The sum of the adapters' ranks."""
+        return sum(each.a.weight.shape[0] for each in self.adapters)
+
+    @property
+    def own_dtype(self) -> torch.dtype:
+        """The dtype of the product with an x of the dtype that the weight had before it was quantised."""
+        weight = self.linear.weight
+        found = getattr(self.linear, "compute_dtype", None)
+        return found or (weight.quant_state.dtype if self.quantised == "4 bits" else weight.dtype)  # type: ignore[no-any-return]
+
+    def dtype(self, x: Tensor, plain: torch.dtype) -> torch.dtype:
+        """The dtype of the product with x; ``plain`` is that of one with a plain weight."""
+        if not self.quantised:
+            return plain
+        return getattr(self.linear, "compute_dtype", None) or x.dtype
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """The weight of its part in ``dtype``, dequantised."""
+        return self._half(_weight(self.linear, self.quantised).to(dtype))
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """The bias of its part with those of the adapters, in ``dtype``."""
+        bias = self.linear.bias
+        for each in self.adapters:
+            if each.b.bias is not None:
+                added = each.b.bias * each.scaling
+                bias = added if bias is None else bias + added
+        return None if bias is None else self._half(bias.to(dtype))
+
+    def lowered(self, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """``scaling * a(dropout(x))`` of each adapter, as peft computes it, in ``dtype``."""
+        found = []
+        for each in self.adapters:
+            if not (torch.is_autocast_enabled() and _name(self.layer) == _LORA_OF_4_BITS):
+                x = self.layer._cast_input_dtype(x, each.a.weight.dtype)
+            found.append((each.a(each.dropout(x)) * each.scaling).to(dtype))
+        return found
+
+    def raising(self, dtype: torch.dtype) -> list[Tensor]:
+        """The columns of the weight that ``lowered`` is multiplied with."""
+        return [self._half(each.b.weight.to(dtype)) for each in self.adapters]
+
+    def raised(self, lowered: Tensor) -> Iterator[Tensor]:
+        """``scaling * b`` of each adapter without its bias, on ``a`` of all of them side by side [..., rank]."""
+        start = 0
+        for each in self.adapters:
+            rank = each.a.weight.shape[0]
+            own = lowered[..., start : start + rank].to(each.b.weight.dtype)
+            yield nn.functional.linear(own, each.b.weight) * each.scaling
+            start += rank
+
+    def _half(self, of_outputs: Tensor) -> Tensor:
+        return of_outputs if self.part is None else of_outputs.chunk(2)[self.part]
+
+
+def read(child: Any) -> Projection | str:
+    """What calling ``child`` computes, or why only a call tells."""
+    if child is None:
+        return "is missing"
+    if not _plain.runs_its_class(child):
+        return "has hooks or a replaced forward"
+    kind = _name(child)
+    if kind == _SAVED:
+        active = child.active_adapters
+        own = child.disable_adapters or not active or any(name not in child.modules_to_save for name in active)
+        return read(child.original_module if own else child.modules_to_save[active[0]])
+    if kind not in _LORA:
+        return _base(child)
+    base = read(child.base_layer)
+    if isinstance(base, str):
+        return f"adapts a layer that {base}"
+    if base.adapters:
+        return "adapts a layer that is adapted"
+    if child.disable_adapters and child.merged:
+        return "has merged adapters that are disabled, which peft takes out in its next call"
+    if child.disable_adapters or child.merged:
+        return base
+    variants = getattr(child, "lora_variant", None)
+    if variants is None or getattr(child, "fan_in_fan_out", True):
+        return "is of a version of peft that is not known, or stores its weight transposed"
+    adapters = []
+    for name in child.active_adapters:
+        if name not in child.lora_A:
+            continue
+        if name in variants:
+            return f"has an adapter that is a variant of LoRA ({type(variants[name]).__name__})"
+        each = LowRank(child.lora_A[name], child.lora_B[name], child.lora_dropout[name], child.scaling[name])
+        if not _is_low_rank(each):
+            return "has an adapter with hooks, or of other modules than peft makes"
+        adapters.append(each)
+    return base._replace(adapters=tuple(adapters), layer=child)
+
+
+def _is_low_rank(adapter: LowRank) -> bool:
+    """Whether an adapter computes what its weights say."""
+    for linear in (adapter.a, adapter.b):
+        if type(linear) is not nn.Linear or not _plain.is_plain(linear) or sharded({"weight": linear.weight}):
+            return False
+    dropout = adapter.dropout
+    return adapter.a.bias is None and type(dropout) in (nn.Identity, nn.Dropout) and _plain.runs_its_class(dropout)
+
+
+def _base(linear: Any) -> Projection | str:
+    """The reading of a projection without adapters."""
+    if _plain.is_plain(linear):
+        return "is sharded" if sharded({"weight": linear.weight}) else Projection(linear)
+    kind, weight = _name(linear), getattr(linear, "weight", None)
+    if kind in _OF_4_BITS:
+        state = getattr(weight, "quant_state", None)
+        if state is None or getattr(state, "packing_format_for_cpu", False):
+            return "has no weight in 4 bits yet, or one that is packed for a CPU"
+        shape = linear.out_features, linear.in_features
+        return Projection(linear, "4 bits") if tuple(state.shape) == shape else "has a weight in 4 bits of other sizes"
+    if kind == "bitsandbytes.nn.modules.Linear8bitLt":
+        return "quantises its inputs, as weights in 8 bits of bitsandbytes do"
+    tensor = type(weight)
+    if type(linear) is nn.Linear and tensor.__module__.startswith("torchao."):
+        settings = _OF_TORCHAO.get(tensor.__name__)
+        if settings is None:
+            return f"has a weight that is not known, a {tensor.__name__} of torchao"
+        if any(getattr(weight, name) is not None for name in settings):
+            return f"quantises or scales its inputs, by a {tensor.__name__} of torchao"
+        return Projection(linear, "torchao")
+    return f"is a {type(linear).__name__} with a weight of its own kind" if weight is not None else f"is a {kind}"
+
+
+def _weight(linear: Any, quantised: str) -> Tensor:
+    weight: Tensor = linear.weight
+    if not quantised:
+        return weight
+    with torch.no_grad():
+        if quantised == "4 bits":
+            functional = sys.modules["bitsandbytes.functional"]
+            found: Tensor = functional.dequantize_4bit(weight.detach(), weight.quant_state)  # type: ignore[attr-defined]
+        else:
+            found = weight.dequantize()
+    return found
+
+
+def _name(module: Any) -> str:
+    """The full name of a module's class."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"

@@ -1,0 +1,587 @@
+"""Layers with LoRA adapters of peft, or a gate that only a call computes, beside peft's own forward and float64."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from fake_gpu import Arrived, install
+from ffns import BF16, Gated, K, Meta, N, Plain, UpFirst, take
+from layer_checks import CHILDREN, MODULES, Module, by_children, close
+from torch import Tensor, nn
+
+import twell
+from twell import _adapted, _modes, functional
+from twell._projections import Projection
+from twell._sparsify.modules import FusedGatedMLP, NamedGatedMLP
+from twell.nn import SparseGatedMLP, SparseMLP
+
+peft = pytest.importorskip("peft")
+
+# The largest error of any output or gradient, as a multiple of the error of peft's own call of the same bf16 tensors;
+# 1.6 was seen of an adapter's B, 1.1 of others. Adapters and low-rank activations are rounded to bf16, sums of the base
+# and a delta are not.
+FACTOR = 2.0
+
+
+class Holder(nn.Module):
+    """What peft can wrap."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Any:
+        return self.mlp(x)
+
+
+def fused(*_: Any, **options: Any) -> nn.Module:
+    dtype = options.pop("dtype")
+    linears = nn.Linear(K, 2 * N, dtype=dtype), nn.Linear(N, K, dtype=dtype)
+    return FusedGatedMLP(("gate_up_proj", "down_proj"), linears, True, **options)
+
+
+def named(*_: Any, **options: Any) -> nn.Module:
+    dtype = options.pop("dtype")
+    linears = nn.Linear(K, N, dtype=dtype), nn.Linear(K, N, dtype=dtype), nn.Linear(N, K, dtype=dtype)
+    return NamedGatedMLP(("w1", "w3", "w2"), linears, **options)
+
+
+def adapted(make: Any = SparseGatedMLP, dtype: torch.dtype = BF16, strategy: Any = "union", **config: Any) -> Any:
+    """A PeftModel around a layer, with adapters that change what it computes."""
+    torch.manual_seed(0)
+    mlp = make(K, N, True, dtype=dtype, strategy=strategy)
+    # no gate is so near to 0 that its rounding decides whether it fires
+    first = next(iter(mlp._modules.values()))
+    with torch.no_grad():
+        if first.bias is None:
+            first.bias = nn.Parameter(torch.empty(first.out_features, dtype=dtype))
+        first.bias.copy_(torch.where(torch.rand(first.out_features) < 0.4, 5.0, -5.0))
+    targets = [name for name, child in mlp._modules.items() if isinstance(child, nn.Linear)]
+    defaults = {"target_modules": targets, "r": 3, "lora_alpha": 5, "init_lora_weights": False}
+    return peft.get_peft_model(Holder(mlp), peft.LoraConfig(**(defaults | config)))
+
+
+def layer_of(model: Any) -> Any:
+    return model.get_base_model().mlp
+
+
+def tokens(dtype: torch.dtype = BF16, count: int = 6) -> Tensor:
+    return torch.randn(2, count, K, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+def results(model: Any, x: Tensor) -> dict[str, Tensor]:
+    """y, and the gradients of x and of all parameters that have one."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(5)
+    y = model(x)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y.dtype)
+    leaves = {"x": x, **{name: p for name, p in model.named_parameters() if p.requires_grad}}
+    gradients = torch.autograd.grad(y, list(leaves.values()), dy, allow_unused=True)
+    return {"y": y.detach()} | {name: g for name, g in zip(leaves, gradients, strict=True) if g is not None}
+
+
+def by_peft(model: Any) -> Any:
+    """A copy that calls its projections."""
+    model = copy.deepcopy(model)
+    layer_of(model).strategy = "dense"
+    return model
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.double() - exact).norm() / exact.norm())
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The sparse functions that ran, with the width of y as they compute it."""
+    seen: list[tuple[str, int]] = []
+    run, up_down = functional.run, functional.sparse_up_down
+
+    def record_run(function: Any, given: Any, *rest: Any, **options: Any) -> Any:
+        seen.append((function.__name__, given.w_down.shape[0]))
+        assert given.w_down.t().is_contiguous() or given.w_down.shape[0] == K
+        # "auto" decides and measures as in a layer without adapters
+        assert not _modes.checkpointed()
+        return run(function, given, *rest, **options)
+
+    def record_up_down(x: Any, gate: Tensor, w_up: Any, w_down: Tensor, **options: Any) -> Any:
+        seen.append(("sparse_up_down", w_down.shape[0]))
+        return up_down(x, gate, w_up, w_down, **options)
+
+    monkeypatch.setattr(functional, "run", record_run)
+    monkeypatch.setattr(functional, "sparse_up_down", record_up_down)
+    return seen
+
+
+def second_adapter(model: Any) -> None:
+    config = peft.LoraConfig(target_modules=["up_proj", "down_proj"], r=5, lora_alpha=2, init_lora_weights=False)
+    model.add_adapter("second", config)
+    model.base_model.set_adapter(["default", "second"])
+
+
+def disabled(model: Any) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+def merged(model: Any) -> None:
+    model.merge_adapter()
+
+
+def half_adapters(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(BF16)
+
+
+GATE_AND_UP = ["gate_proj", "up_proj"]
+CASES: dict[str, tuple[dict[str, Any], Any, int]] = {
+    # the configuration, what happens then, and the columns that x and y get
+    "all": ({}, None, 8),
+    "gate": ({"target_modules": ["gate_proj"]}, None, 8),
+    "up": ({"target_modules": ["up_proj"]}, None, 8),
+    "down": ({"target_modules": ["down_proj"], "r": 11}, None, 16),
+    "gate and down": ({"target_modules": ["gate_proj", "down_proj"]}, None, 8),
+    "rsLoRA": ({"use_rslora": True}, None, 8),
+    "ranks": ({"rank_pattern": {"up_proj": 7}, "alpha_pattern": {"gate_proj": 1}}, None, 16),
+    "biases of bases": ({"bias": "lora_only"}, None, 8),
+    "biases of adapters": ({"lora_bias": True}, None, 8),
+    "dropout": ({"target_modules": GATE_AND_UP, "lora_dropout": 0.3}, None, 8),
+    "two": ({}, second_adapter, 16),
+    "disabled": ({}, disabled, 0),
+    "merged": ({}, merged, 0),
+    "adapters in bf16": ({}, half_adapters, 8),
+    "saved": ({"target_modules": ["up_proj"], "modules_to_save": ["down_proj"]}, None, 8),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_errors_are_those_of_peft(case: str, runs: list[tuple[str, int]]) -> None:
+    """Outputs and all gradients, in bf16 beside peft in bf16, and in float64 to the last digits."""
+    config, then, columns = CASES[case]
+    model = adapted(**config)
+    if then is not None:
+        then(model)
+    exact = results(by_peft(model).double(), tokens().double())
+    assert not runs
+    ours = results(model, tokens())
+    assert runs == [("sparse_gated_ffn", K + columns)]
+    theirs = results(by_peft(model), tokens())
+    wide = results(model.double(), tokens().double())
+    assert ours.keys() == theirs.keys() == exact.keys()
+    for name, right in exact.items():
+        assert ours[name].dtype == theirs[name].dtype
+        assert ours[name].shape == theirs[name].shape
+        assert error(ours[name], right) <= FACTOR * error(theirs[name], right) + 1e-6, name
+        assert error(wide[name], right) <= 1e-13, name
+
+
+@pytest.mark.parametrize("make", [SparseMLP, fused, named], ids=["no gate", "fused", "named"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_other_forms(make: Any, dropout: float, runs: list[tuple[str, int]]) -> None:
+    model = adapted(make, lora_dropout=dropout)
+    down = layer_of(model)._modules["w2" if make is named else "down_proj"]
+    if dropout:
+        # of the hidden state nothing may be dropped
+        down.lora_dropout.default = nn.Identity()
+    exact = results(by_peft(model).double(), tokens().double())
+    ours, theirs = results(model, tokens()), results(by_peft(model), tokens())
+    assert runs == [("sparse_ffn" if make is SparseMLP else "sparse_gated_ffn", K + 8)]
+    for name, right in exact.items():
+        assert error(ours[name], right) <= FACTOR * error(theirs[name], right), name
+
+
+def test_y_is_as_dense_pytorch_makes_it() -> None:
+    for target in (["gate_proj"], ["down_proj"]):
+        y = adapted(target_modules=target)(tokens())
+        assert y.is_contiguous()
+        assert y.shape == tokens().shape
+
+
+@pytest.mark.parametrize("activation", ["relu2", "drelu", "fatrelu"])
+def test_other_activations(activation: Any, runs: list[tuple[str, int]]) -> None:
+    model = adapted()
+    mlp = layer_of(model)
+    mlp.activation = activation
+    mlp.threshold = 0.1 if activation == "fatrelu" else 0
+    exact = results(by_peft(model).double(), tokens().double())["y"]
+    assert error(model(tokens()), exact) <= FACTOR * error(by_peft(model)(tokens()), exact)
+    assert len(runs) == 1
+
+
+def test_figures_are_of_the_hidden_state(runs: list[tuple[str, int]]) -> None:
+    model = adapted()
+    mlp = layer_of(model)
+    mlp.record_aux = True
+    y, aux = mlp(tokens(), return_aux=True)
+    dense, expected = layer_of(by_peft(model))(tokens(), return_aux=True)
+    close(y, dense)
+    assert mlp.aux is aux
+    assert abs(aux.l1 - expected.l1) <= 1e-2 * expected.l1
+    assert abs(aux.l0 - expected.l0) <= 0.5
+    assert len(runs) == 1
+
+
+def test_autocast_casts_both(runs: list[tuple[str, int]]) -> None:
+    model = adapted(dtype=torch.float32)
+    exact = results(by_peft(model).double(), tokens().double())["y"]
+    with torch.autocast("cpu", BF16):
+        ours, theirs = model(tokens(torch.float32)), by_peft(model)(tokens(torch.float32))
+    assert ours.dtype == theirs.dtype == BF16
+    assert error(ours, exact) <= FACTOR * error(theirs, exact)
+    assert len(runs) == 1
+
+
+# What no columns tell
+
+
+def dora(model: Any) -> None:
+    config = peft.LoraConfig(target_modules=["gate_proj"], r=4, use_dora=True, init_lora_weights=False)
+    model.add_adapter("dora", config)
+    model.set_adapter("dora")
+
+
+def hooked_gate(model: Any) -> None:
+    layer_of(model).gate_proj.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def other_gate(model: Any) -> None:
+    layer_of(model).gate_proj = nn.Sequential(nn.Linear(K, 4), nn.Tanh(), nn.Linear(4, N)).to(BF16)
+
+
+@pytest.mark.parametrize("change", [dora, hooked_gate, other_gate])
+def test_a_gate_from_anywhere_is_called(change: Callable[[Any], None], runs: list[tuple[str, int]]) -> None:
+    model = adapted(target_modules=["up_proj", "down_proj"])
+    change(model)
+    columns = 0 if change is dora else 8
+    exact = results(by_peft(model).double(), tokens().double())
+    ours, theirs = results(model, tokens()), results(by_peft(model), tokens())
+    assert runs == [("sparse_up_down", K + columns)]
+    for name, right in exact.items():
+        assert error(ours[name], right) <= FACTOR * error(theirs[name], right) + 1e-6, name
+
+
+def test_an_up_projection_from_anywhere_is_the_gate_of_a_layer_without_one(runs: list[tuple[str, int]]) -> None:
+    model = adapted(SparseMLP)
+    layer_of(model).up_proj.register_forward_hook(lambda module, args, y: 2 * y)
+    exact = results(by_peft(model).double(), tokens().double())
+    ours, theirs = results(model, tokens()), results(by_peft(model), tokens())
+    assert runs == [("sparse_up_down", K + 8)]
+    for name, right in exact.items():
+        assert error(ours[name], right) <= FACTOR * error(theirs[name], right), name
+
+
+def test_a_gate_of_another_kind_is_as_in_dense_pytorch(runs: list[tuple[str, int]]) -> None:
+    """It is called once, whatever it returns."""
+    calls = []
+    model = adapted(target_modules=["up_proj"])
+    layer_of(model).gate_proj.register_forward_hook(lambda module, args, y: calls.append(1) or y[..., :1])
+    assert torch.equal(model(tokens()), by_peft(model)(tokens()))
+    assert len(calls) == 2
+    assert not runs
+
+
+def dora_up(model: Any) -> None:
+    config = peft.LoraConfig(target_modules=["up_proj"], r=4, use_dora=True, init_lora_weights=False)
+    model.add_adapter("dora", config)
+    model.set_adapter("dora")
+
+
+def hooked_up(model: Any) -> None:
+    layer_of(model).up_proj.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def hooked_adapter(model: Any) -> None:
+    layer_of(model).up_proj.lora_B.default.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def dropping_down(model: Any) -> None:
+    layer_of(model).down_proj.lora_dropout.default = nn.Dropout(0.3)
+
+
+def merged_and_disabled(model: Any) -> None:
+    model.merge_adapter()
+    model.base_model.disable_adapter_layers()
+
+
+def other_base(model: Any) -> None:
+    layer_of(model).up_proj.base_layer.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def transposed(model: Any) -> None:
+    layer_of(model).up_proj.fan_in_fan_out = True
+
+
+def plain_up(model: Any) -> None:
+    layer_of(model).up_proj = nn.Sequential(layer_of(model).up_proj)
+
+
+DENSE: dict[Callable[[Any], None], str] = {
+    dora_up: "up_proj has an adapter that is a variant of LoRA (DoraLinearVariant)",
+    hooked_up: "up_proj has hooks or a replaced forward",
+    hooked_adapter: "up_proj has an adapter with hooks, or of other modules than peft makes",
+    dropping_down: "down_proj has an adapter that drops values of the hidden state",
+    merged_and_disabled: "up_proj has merged adapters that are disabled",
+    other_base: "up_proj adapts a layer that has hooks or a replaced forward",
+    transposed: "up_proj is of a version of peft that is not known, or stores its weight transposed",
+    plain_up: "up_proj is a torch.nn.modules.container.Sequential",
+}
+
+
+@pytest.mark.parametrize("change", DENSE, ids=lambda change: change.__name__)
+def test_what_cannot_be_read_is_called(
+    change: Callable[[Any], None], runs: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(twell.nn, "warn_once", warnings.append)
+    model = adapted()
+    change(model)
+    dense = by_peft(model)
+    (row,) = twell.explain(model).rows
+    assert row.strategy == "dense"
+    assert row.reason.startswith(DENSE[change])
+    ours = results(model, tokens())
+    assert not runs
+    (warning,) = warnings
+    assert warning.startswith(f"a twell layer calls its projections and runs dense: {DENSE[change]}")
+    for name, expected in results(dense, tokens()).items():
+        assert torch.equal(ours[name], expected), name
+
+
+IA3 = {"target_modules": list(CHILDREN), "feedforward_modules": ["down_proj"], "init_ia3_weights": False}
+
+
+def test_other_methods_of_peft_are_called(runs: list[tuple[str, int]]) -> None:
+    for config in (peft.IA3Config(**IA3), peft.LoHaConfig(target_modules=list(CHILDREN), r=2, init_weights=False)):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(Holder(SparseGatedMLP(K, N, dtype=BF16, strategy="row")), config)
+        assert torch.equal(model(tokens()), by_peft(model)(tokens()))
+        assert error(model(tokens()), layer_of(model)(tokens()).double()) == 0
+        assert {row.strategy for row in twell.explain(model).rows} == {"dense"}
+    assert not runs
+
+
+def test_adapters_of_each_sample_are_pefts(runs: list[tuple[str, int]]) -> None:
+    model = adapted().eval()
+    second_adapter(model)
+    model.base_model.set_adapter("default")
+    names = ["second", "__base__"]
+    with torch.no_grad():
+        ours = model(tokens(), adapter_names=names)
+        assert not runs
+        assert torch.equal(ours, by_peft(model)(tokens(), adapter_names=names))
+        model(tokens())
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("strategy", ["auto", "dense"])
+def test_dense_layers_have_the_bits_of_peft(strategy: Any, runs: list[tuple[str, int]]) -> None:
+    model = adapted(strategy=strategy)
+    x = tokens(count=600)
+    mlp = layer_of(model)
+    assert torch.equal(model(x), by_children(mlp, x))
+    assert not runs
+
+
+def test_auto_concatenates_for_many_tokens_alone(
+    free_choice: None, monkeypatch: pytest.MonkeyPatch, runs: list[tuple[str, int]]
+) -> None:
+    monkeypatch.setattr(twell.strategy.site, "Transfer", Arrived)
+    model = adapted(strategy="auto")
+    (row,) = twell.explain(model).rows
+    assert row.strategy == "auto"
+    assert "calls of fewer than 1,024 tokens call the projections" in row.reason
+    with torch.no_grad():
+        for count, expected in ((511, 0), (512, 1)):
+            model(tokens(count=count))
+            assert len(runs) == expected
+        layer_of(model).strategy = "row"
+        model(tokens(count=1))
+        assert len(runs) == 2
+
+
+def test_kernels_take_the_concatenated_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, and no kernel copies the down weight by rows."""
+    gpu = install(monkeypatch)
+    model = adapted()
+    model(tokens()).sum().backward()
+    assert {"compact", "sampled_up", "gathered", "weight_grad"} <= set(gpu.names())
+    # of w_down, and back of its gradient
+    assert "matrix_transpose" not in gpu.names()
+
+
+def test_wide_layers_run_dense(runs: list[tuple[str, int]]) -> None:
+    """K + R is limited as K is."""
+    torch.manual_seed(0)
+    mlp = SparseGatedMLP(16384, 8, dtype=BF16, strategy="row")
+    config = peft.LoraConfig(target_modules=list(CHILDREN), r=2, init_lora_weights=False)
+    model = peft.get_peft_model(Holder(mlp), config)
+    x = torch.randn(3, 16384).to(BF16)
+    assert torch.equal(model(x), by_peft(model)(x))
+    assert not runs
+
+
+@MODULES
+def test_what_has_no_dense_answer_raises(cls: Module) -> None:
+    mlp = layer_of(adapted(cls))
+    mlp.accumulate_main_grad = True
+    with pytest.raises(NotImplementedError, match=r"accumulate_main_grad: expected plain nn\.Linear projections"):
+        mlp(tokens())
+    mlp.accumulate_main_grad = False
+    mlp.strategy, mlp.invariant = "row", True
+    with pytest.raises(NotImplementedError, match=r"invariant: expected plain nn\.Linear projections"):
+        mlp(tokens())
+
+
+def test_operands_that_pytorch_refuses_are_refused(runs: list[tuple[str, int]]) -> None:
+    model = adapted()
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(tokens(torch.float32))
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(tokens()[..., :8])
+    assert not runs
+
+
+def test_transforms_differentiate_the_children(runs: list[tuple[str, int]]) -> None:
+    model = adapted(dtype=torch.float64).double()
+    x = tokens(torch.float64)[0, 0]
+    ours = torch.func.jacrev(model)(x)
+    assert not runs
+    assert error(ours, torch.autograd.functional.jacobian(by_peft(model), x)) <= 1e-13
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_compiled_layers_keep_their_adapters(hook: bool) -> None:
+    torch.compiler.reset()
+    model, graphs = adapted(), []
+    if hook:
+        hooked_gate(model)
+    expected = results(model, tokens())
+    compiled = torch.compile(
+        layer_of(model), backend=lambda graph, _: graphs.append(graph.code) or graph.forward, fullgraph=True
+    )
+
+    def whole(x: Tensor) -> Any:
+        return compiled(x)
+
+    whole.named_parameters = model.named_parameters  # type: ignore[attr-defined]
+    found = results(whole, tokens())
+    assert len(graphs) == 1
+    assert "lora_A" in graphs[0]
+    assert hook or "_FFN" in graphs[0] or "hybrid_forward" in graphs[0] or "autograd_function_apply" in graphs[0]
+    for name, value in expected.items():
+        assert error(found[name], value.double()) <= 1e-3, name
+    with torch.no_grad():
+        assert torch.equal(compiled(tokens()), model(tokens()))
+
+
+def test_down_layouts_leave_results_alone() -> None:
+    model = adapted()
+    expected = results(model, tokens())
+    twell.nn.set_down_layout(model, "rows")
+    assert layer_of(model).down_proj.weight.t().is_contiguous()
+    for name, value in results(model, tokens()).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_ranks_are_padded() -> None:
+    way = _adapted.way_of(layer_of(adapted(r=6)))
+    assert not isinstance(way, str)
+    assert (way.added, way.rank, way.given) == (16, 12, False)
+
+
+# sparsify_
+
+
+@pytest.mark.parametrize(
+    ("form", "targets"),
+    [
+        (Gated, ["gate_proj", "up_proj", "down_proj"]),
+        (Gated, ["down_proj"]),
+        (Meta, ["w1", "w2"]),
+        (UpFirst, ["gate_up_proj"]),
+        (Plain, ["up_proj", "down_proj"]),
+    ],
+)
+def test_sparsify_takes_adapted_modules(form: Any, targets: list[str], runs: list[tuple[str, int]]) -> None:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=targets, r=3, init_lora_weights=False)
+    stock = peft.get_peft_model(Holder(form()), config).double()
+    model = copy.deepcopy(stock)
+    children = {name: getattr(layer_of(model), name) for name in targets}
+    assert take(model, strategy="union") == ["base_model.model.mlp"]
+    mlp = layer_of(model)
+    assert isinstance(mlp, (SparseGatedMLP, SparseMLP))
+    assert all(getattr(mlp, name) is child for name, child in children.items())
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    expected, found = results(stock, tokens(torch.float64)), results(model, tokens(torch.float64))
+    assert len(runs) == 1
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert error(found[name], value) <= 1e-13, name
+    assert model.merge_and_unload().mlp is mlp
+    assert error(mlp(tokens(torch.float64)), expected["y"]) <= 1e-13
+
+
+def test_sparsify_refuses_adapted_modules_that_are_something_else() -> None:
+    def refused(change: Callable[[Any], Any], why: str, kind: type[Exception] = ValueError) -> None:
+        model = adapted(lambda *_, **options: Gated().to(options["dtype"]))
+        change(layer_of(model))
+        before = dict(model.named_modules())
+        with pytest.raises(kind, match=why):
+            take(model)
+        assert dict(model.named_modules()) == before
+
+    refused(lambda mlp: mlp.up_proj.to("meta"), "must have its weights on one device")
+    refused(lambda mlp: mlp.up_proj.float(), "must have its weights on one dtype")
+    refused(lambda mlp: setattr(mlp, "act_fn", nn.SiLU()), "must apply ReLU, got SiLU")
+    refused(lambda mlp: setattr(mlp.up_proj, "base_layer", nn.Bilinear(K, K, N)), "must be an nn.Linear", TypeError)
+
+
+def test_backward_makes_the_weights_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Concatenated weights live as long as the call; those that changed meanwhile raise, as in dense PyTorch."""
+    model, made = adapted(), []
+    run = functional.run
+
+    def record(function: Any, given: Any, *rest: Any, **options: Any) -> Any:
+        made.extend(weakref.ref(t) for t in (given.w_gate, given.w_up, given.w_down))
+        return run(function, given, *rest, **options)
+
+    monkeypatch.setattr(functional, "run", record)
+    x = tokens().requires_grad_()
+    y = model(x)
+    assert len(made) == 3
+    assert not any(ref() is not None for ref in made)
+    (kept,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    with torch.no_grad():
+        layer_of(model).up_proj.lora_B.default.weight.add_(1)
+    with pytest.raises(NotImplementedError, match="changed in place"):
+        y.sum().backward()
+    with torch.no_grad():
+        layer_of(model).up_proj.lora_B.default.weight.sub_(1)
+    for reentrant in (False, True):
+        again = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+        again.sum().backward()
+        assert x.grad is not None
+        close(x.grad, kept)
+        x.grad = None
+
+
+def test_what_else_backward_keeps_must_not_change() -> None:
+    """Hooks of saved tensors take PyTorch's own check away."""
+    linear = nn.Linear(K, N)
+    make = functools.partial(_adapted._input_weight, Projection(linear), torch.float64, 0, 0)
+    weight = make()
+    x = tokens(torch.float64).requires_grad_() * 1
+    with _adapted._made_again(x, [(make, weight), (None, None)]):
+        y = (x * x) @ weight.t()
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        y.sum().backward()
