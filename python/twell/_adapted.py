@@ -185,6 +185,7 @@ def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) ->
     if added and b_down is not None:
         b_down = torch.cat([b_down, *_zeros(b_down, (), added)])
     strategy = layer._site() or layer._strategy
+    result: Any
     with _made_again(x, zip(makers, weights)):
         if given:
             options = {"activation": layer._activation, "threshold": layer._threshold, "strategy": strategy}
