@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twell import _modes, functional
+from twell import _modes, functional, up_down
 from twell._activation import activation_of
 from twell._admission import sharded
 from twell._plain import HOOKS_OF_ALL, calls_are_torchs, overridden
@@ -26,7 +26,6 @@ from twell.ops.operands import Operands
 from twell.strategy import tables
 from twell.strategy.plan import Facts, Refusal, Route, plan
 from twell.strategy.site import AutoStrategy, tokens_of
-from twell.up_down import sparse_up_down
 
 # "auto" calls the projections for fewer tokens, as copies of the weights take longer than sparsity saves
 FEWEST_TOKENS = 1024
@@ -185,21 +184,25 @@ def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) ->
     if added and b_down is not None:
         b_down = torch.cat([b_down, *_zeros(b_down, (), added)])
     strategy = layer._site() or layer._strategy
+    activation = activation_of(layer._activation, layer._threshold, layer._gated)
+    # frozen weights need no gradient in front of those of adapters
+    frozen = not any(each.linear.weight.requires_grad for each in (gate, up, down) if each is not None)
+    first_column = k if added and frozen else 0
     result: Any
     with _made_again(x, zip(makers, weights)):
         if given:
-            options = {"activation": layer._activation, "threshold": layer._threshold, "strategy": strategy}
-            options |= {"compression": layer._compression, "return_aux": with_aux, "b_up": b_up, "b_down": b_down}
-            of_up = None if up is None else wide
-            result = sparse_up_down(of_up, called.to(dtype), w_up, w_down, **options)
+            behind = {"x": None if up is None else wide, "gate": called.to(dtype), "w_up": w_up, "w_down": w_down}
+            behind |= {"b_up": b_up, "b_down": b_down}
+            how = activation, strategy, layer._compression, with_aux
+            held = None if down.quantised else down.linear.weight
+            result = up_down.run(behind, *how, held=held, first_column=first_column)
         else:
             function = functional.sparse_gated_ffn if layer._gated else functional.sparse_ffn
-            activation = activation_of(layer._activation, layer._threshold, layer._gated)
-            how = strategy, False, layer._compression, None, with_aux
             operands = Operands(wide, w_gate, w_up, w_down, b_gate, b_up, b_down)
             # operators find the site by the weight that the layer holds
             held = None if gate is None or gate.quantised else gate.linear.weight
-            result = functional.run(function, operands, layer._gated, activation, *how, held=held)
+            of = strategy, False, layer._compression, None, with_aux, None, held, first_column
+            result = functional.run(function, operands, layer._gated, activation, *of)
     y, aux = result if with_aux else (result, None)
     kept = _dtype_of_y(way, x, called, dtype)
     if added:

@@ -27,7 +27,8 @@ class Call(NamedTuple):
     """How a layer runs in training.
 
     totals: whether the sum of |h| and the number of non-zeros are wanted, too. screen: whether an int8 product says
-    which gates are computed. passes: what runs it without the dispatcher. Errors speak of ``name``.
+    which gates are computed. passes: what runs it without the dispatcher. first: of the weights' gradients the columns
+    from here on are wanted, of w_down [K, N] the rows; the others may hold anything. Errors speak of ``name``.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Call(NamedTuple):
     totals: bool = False
     note: Note | None = None
     passes: Passes | None = None
+    first: int = 0
 
 
 def ffn(
@@ -51,7 +53,8 @@ def ffn(
     """
     x, passes, how = operands.x, None, call
     if direct and x.numel():
-        passes = passes_of(Form.of(operands), call.compression, call.held, call.activation, call.screen, call.totals)
+        how_many = call.compression, call.held, call.activation, call.screen, call.totals, call.first
+        passes = passes_of(Form.of(operands), *how_many)
     if passes is not None:
         how = passes.call if call.note is None else call._replace(passes=passes)
     elif x.dim() != 2 and _modes.compiling():
@@ -106,6 +109,11 @@ class Passes:
             dy = rows(dy.reshape(-1, dy.shape[-1]))
         run, places, transposed = _backward_of(self, dy.shape, dy.stride(), dl1 is not None, of_x, weights)
         found: list[Any] = [None if place is None else allocate(x, *place) for place in places]
+        if self.call.first and torch.is_anomaly_enabled():
+            # it looks for NaN in all columns
+            for gradient in found[1:4]:
+                if gradient is not None:
+                    gradient.zero_()
         if not run.ran(*[t for t in (dy, dl1, *saved, *found) if t is not None]):
             return None
         if of_down:
@@ -120,12 +128,19 @@ class Passes:
 
 @kept
 def passes_of(
-    form: Form, compression: int, held: int, activation: Activation, screen: bool = False, totals: bool = False
+    form: Form,
+    compression: int,
+    held: int,
+    activation: Activation,
+    screen: bool = False,
+    totals: bool = False,
+    first: int = 0,
 ) -> Passes | None:
     """The passes of layers whose seven operands have this form, w_down [K, N]; None if kernels read only copies."""
     forward = forward_of(form, compression, held, activation, screen, totals)
     name = "sparse_ffn" if form.places[2] is None else "sparse_gated_ffn"
-    return None if forward is None else Passes(form, forward, Call(name, compression, held, activation, screen, totals))
+    call = Call(name, compression, held, activation, screen, totals, first=first)
+    return None if forward is None else Passes(form, forward, call)
 
 
 @kept
@@ -140,7 +155,7 @@ def _backward_of(
     dy = shape, strides, passes.forward.y[2]
     form = Form(device, (dy, dl1, *passes.form.places[:6], passes.forward.kept, *places))
     transposed = None if down is None or places[3] is None else made(transpose, Form(device, (places[3], down)))
-    return made(build, form, passes.call.activation, False), places, transposed
+    return made(build, form, passes.call.activation, False, passes.call.first), places, transposed
 
 
 class _FFN(torch.autograd.Function):
@@ -200,7 +215,7 @@ class _FFN(torch.autograd.Function):
                 found = call.passes.backward(dy, dl1, saved, needs)
             if found is None:
                 with torch.no_grad():
-                    found = _gradients(dy, dl1, saved, needs, mains or Mains(), call.activation)
+                    found = _gradients(dy, dl1, saved, needs, mains or Mains(), call.activation, call.first)
             gradients = found
         db_down = None
         if of_b_down and dy is not None:
@@ -279,6 +294,7 @@ def _gradients(
     needs: Sequence[bool],
     mains: Mains,
     activation: Activation,
+    first: int,
 ) -> tuple[Tensor | None, ...]:
     """Add the gradients of weights that have a main to it, and return the others that are needed, but of b_down."""
     x, w_gate, w_up, w_down, b_gate, b_up, kept = saved
@@ -310,7 +326,7 @@ def _gradients(
         )
     else:
         weight_grad = any(weights_needed) or of_b_gate or of_b_up
-        found: Any = ops.hybrid_backward(*arguments, of_x, weight_grad, *activation)
+        found: Any = ops.hybrid_backward(*arguments, of_x, weight_grad, *activation, first)
         dx, dw_gate, dw_up, dw_down, db_gate, db_up = found
         # stored as the weight is, for optimizers that flatten gradients
         dw_down = (ops.matrix_transpose(dw_down) if w_down.is_contiguous() else dw_down.t()) if of_down else None

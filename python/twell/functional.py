@@ -316,11 +316,13 @@ def run(
     return_aux: bool,
     learning: Learning | None = None,
     held: Tensor | None = None,
+    first_column: int = 0,
 ) -> Tensor | tuple[Tensor, Aux]:
     """Run ``function``, ``sparse_gated_ffn`` or ``sparse_ffn``, on the operands ``given``.
 
     ``learning``: where the layer remembers what computes y of calls like this one. ``held``: the first weight as the
-    caller holds it, if the given one is made for this call.
+    caller holds it, if the given one is made for this call. ``first_column``: gradients of the weights are wanted from
+    here on, as columns [N, K]; what backward returns before means nothing.
     """
     name = function.__name__
     site, asked, screen, same_bits = None, strategy, False, invariant
@@ -368,7 +370,7 @@ def run(
         if not _modes.tracing(0) and type(first) in PLAIN_TENSORS and found(first) is not site:
             enroll(first, site)
     activation.level(layer.x.dtype)
-    call = _Call(name, training, plain, direct, activation, compression, return_aux)
+    call = _Call(name, training, plain, direct, activation, compression, return_aux, first_column)
     if learning is not None and direct and not return_aux and main_grads is None:
         y = _settled(call, layer, route, site, learning)
         if y is not None:
@@ -380,7 +382,7 @@ class _Call(NamedTuple):
     """What is known of a call besides its operands.
 
     training: whether a gradient will be needed. plain: whether all operands are plain tensors in eager mode. direct:
-    whether the code of operators may be called without the dispatcher, too.
+    whether the code of operators may be called without the dispatcher, too. first_column: see ``run``.
     """
 
     name: str
@@ -390,6 +392,7 @@ class _Call(NamedTuple):
     activation: Activation
     compression: int
     return_aux: bool
+    first_column: int
 
 
 def _range_of(call: _Call, layer: Operands, route: Route, *rest: Any) -> nvtx.Context:
@@ -570,7 +573,7 @@ def _train(call: _Call, layer: Operands, route: Route, mains: Mains) -> tuple[Te
 
     totals = call.return_aux or note is not None
     how = _autograd.Call(call.name, call.compression, route.held, call.activation, route.screen, totals, note)
-    y, l1, nonzeros = _autograd.ffn(how, layer, mains, call.direct)
+    y, l1, nonzeros = _autograd.ffn(how._replace(first=call.first_column), layer, mains, call.direct)
     if route.holder is not None:
         # training keeps its choice until backward passes y
         route.holder.hold(y)

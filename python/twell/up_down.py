@@ -66,7 +66,22 @@ def sparse_up_down(
     got and expected.
     """
     kind = activation_of(activation, threshold, gated=w_up is not None)
-    t = _admit(x=x, gate=gate, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
+    operands = {"x": x, "gate": gate, "w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down}
+    return run(operands, kind, strategy, compression, return_aux)
+
+
+def run(
+    operands: dict[str, Tensor | None],
+    kind: Activation,
+    strategy: Strategy | AutoStrategy,
+    compression: int,
+    return_aux: bool,
+    held: Tensor | None = None,
+    first_column: int = 0,
+) -> Tensor | tuple[Tensor, Aux]:
+    """Run ``sparse_up_down``; ``held`` and ``first_column`` as in ``functional.run``."""
+    t = _admit(operands)
+    w_up, w_down = operands["w_up"], operands["w_down"]
     given = Given(*(t.get(name) for name in Given._fields))
     site = strategy if isinstance(strategy, AutoStrategy) else None
     asked = strategy if site is None else "auto"
@@ -76,13 +91,14 @@ def sparse_up_down(
     # the operators find the site by a weight that the caller holds
     first = None
     if site is not None and (route.strategy == "auto" or route.measurement is not None):
-        first = w_down if w_up is None else w_up
+        first = held if held is not None else w_down if w_up is None else w_up
+        assert first is not None
         if not _modes.tracing(0) and type(first) in _modes.PLAIN_TENSORS and found(first) is not site:
             enroll(first, site)
     if route.strategy == "dense":
         y, l1, nonzeros = _dense(given, kind, route, return_aux)
     elif training:
-        y, l1, nonzeros = _train(given, kind, compression, route)
+        y, l1, nonzeros = _train(given, kind, compression, route, first_column)
     else:
         y, l1, nonzeros = _infer(given, kind, compression, route.strategy, first, return_aux)
     if route.holder is not None:
@@ -91,7 +107,7 @@ def sparse_up_down(
     return (y, functional._per_token(l1, nonzeros, tokens_of(given.gate))) if return_aux else y
 
 
-def _admit(**operands: Tensor | None) -> dict[str, Tensor]:
+def _admit(operands: dict[str, Tensor | None]) -> dict[str, Tensor]:
     """Check the operands against each other; return those that are not None, cast as autocast asks."""
     t = strided(_NAME, operands, ("x", "w_up", "b_up", "b_down"))
     if ("x" in t) != ("w_up" in t):
@@ -199,8 +215,10 @@ def _infer(
     return _as_given(y, given), l1, nonzeros
 
 
-def _train(given: Given, activation: Activation, compression: int, route: Route) -> tuple[Tensor, Any, Any]:
-    how = activation, compression, route.held, route.measurement
+def _train(
+    given: Given, activation: Activation, compression: int, route: Route, first_column: int
+) -> tuple[Tensor, Any, Any]:
+    how = activation, compression, route.held, route.measurement, first_column
     y, l1, nonzeros = cast(Any, _UpDown.apply(how, *_flat(given)))  # type: ignore[no-untyped-call]
     return _as_given(y, given), l1, nonzeros
 
@@ -214,7 +232,7 @@ def _as_given(y: Tensor, given: Given) -> Tensor:
 class _UpDown(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: tuple[Any, ...], *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
-        activation, compression, held, measurement = how
+        activation, compression, held, measurement, ctx.first = how
         gate, x, w_up, w_down, b_up, _ = operands
         y, l1, nonzeros, kept = ops.sparse_up_down_forward(*operands, compression, held, *activation)
         if measurement is not None:
@@ -238,7 +256,7 @@ class _UpDown(torch.autograd.Function):
             given = gate, x, w_up, w_down, b_up, kept
             with torch.no_grad():
                 d_x, d_gate, d_up, d_down, d_b_up = ops.sparse_up_down_backward(
-                    upstream, dl1, *given, of_x, of_gate, weights, *ctx.activation
+                    upstream, dl1, *given, of_x, of_gate, weights, *ctx.activation, ctx.first
                 )
             found[:5] = d_gate, d_x, d_up, d_down if dy is not None else None, d_b_up
         if of_b_down and dy is not None:

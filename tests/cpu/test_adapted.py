@@ -17,7 +17,7 @@ from layer_checks import CHILDREN, MODULES, Module, by_children, close
 from torch import Tensor, nn
 
 import twell
-from twell import _adapted, _modes, functional
+from twell import _adapted, _modes, functional, up_down
 from twell._projections import Projection
 from twell._sparsify.modules import FusedGatedMLP, NamedGatedMLP
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -102,7 +102,7 @@ def error(ours: Tensor, exact: Tensor) -> float:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The sparse functions that ran, with the width of y as they compute it."""
     seen: list[tuple[str, int]] = []
-    run, up_down = functional.run, functional.sparse_up_down
+    run, behind = functional.run, up_down.run
 
     def record_run(function: Any, given: Any, *rest: Any, **options: Any) -> Any:
         seen.append((function.__name__, given.w_down.shape[0]))
@@ -111,12 +111,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         assert not _modes.checkpointed()
         return run(function, given, *rest, **options)
 
-    def record_up_down(x: Any, gate: Tensor, w_up: Any, w_down: Tensor, **options: Any) -> Any:
-        seen.append(("sparse_up_down", w_down.shape[0]))
-        return up_down(x, gate, w_up, w_down, **options)
+    def record_behind(operands: Any, *rest: Any, **options: Any) -> Any:
+        seen.append(("sparse_up_down", operands["w_down"].shape[0]))
+        return behind(operands, *rest, **options)
 
     monkeypatch.setattr(functional, "run", record_run)
-    monkeypatch.setattr(functional, "sparse_up_down", record_up_down)
+    monkeypatch.setattr(up_down, "run", record_behind)
     return seen
 
 

@@ -23,7 +23,7 @@ from torchao.quantization.granularity import PerGroup
 
 import twell
 import twell.integrations.transformers as twell_hf
-from twell import functional
+from twell import up_down
 from twell.nn import SparseGatedMLP, SparseMLP
 
 BF16 = torch.bfloat16
@@ -121,13 +121,13 @@ def error(ours: Tensor, exact: Tensor) -> float:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The width of y in each call of ``sparse_up_down``."""
     seen: list[int] = []
-    up_down = functional.sparse_up_down
+    run = up_down.run
 
-    def record(x: Any, gate: Tensor, w_up: Any, w_down: Tensor, **options: Any) -> Any:
-        seen.append(w_down.shape[0])
-        return up_down(x, gate, w_up, w_down, **options)
+    def record(operands: Any, *rest: Any, **options: Any) -> Any:
+        seen.append(operands["w_down"].shape[0])
+        return run(operands, *rest, **options)
 
-    monkeypatch.setattr(functional, "sparse_up_down", record)
+    monkeypatch.setattr(up_down, "run", record)
     return seen
 
 

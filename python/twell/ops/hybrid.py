@@ -33,7 +33,7 @@ from twell import tuning
 from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
-from twell.ops.library import bias_view, check, check_layer, down_rows
+from twell.ops.library import STRIDE_MULTIPLE, bias_view, check, check_layer, down_rows
 from twell.ops.operands import Gradients, Operands, Views
 
 
@@ -136,6 +136,12 @@ def check_backward(given: Backward) -> None:
     if dl1 is not None:
         check("dl1", dl1, (), accumulator(x.dtype))
     check_kept(x, w_gate.shape[0], w_up is not None, kept)
+
+
+def check_first(first: int, columns: int) -> None:
+    """Raise ValueError unless gradients of weights may be wanted from column ``first`` on."""
+    if first % STRIDE_MULTIPLE or not 0 <= first < max(columns, 1):
+        raise ValueError(f"first must be a multiple of {STRIDE_MULTIPLE} below {columns} columns, got {first}")
 
 
 def check_kept(x: Tensor, n: int, gated: bool, kept: Tensor) -> None:
@@ -337,7 +343,7 @@ def overflow_forward(
     y: View,
     sums: View,
     aside: View,
-    gate: View | None,
+    gate: View | None = None,
 ) -> None:
     """Launch the kernel that fills y and ``sums``, of |h|, densely if there are more non-zeros than ``capacity``.
 
@@ -366,7 +372,7 @@ def overflow_backward(
     accumulate: bool,
     aside: View,
     counters: View,
-    of_gate: View | None,
+    of_gate: View | None = None,
 ) -> None:
     """Launch the kernel that fills ``out`` and ``of_gate`` densely if there are more non-zeros than ``capacity``.
 

@@ -3,12 +3,12 @@
 dh = dy @ w_down^T + dl1 * sign(h) is computed only at the non-zeros of the gate. d_gate = dh * up and d_up = dh * gate,
 or d_gate = dh without an up projection. dx = d_gate @ w_gate + d_up @ w_up; dw_gate = d_gate^T @ x, dw_up = d_up^T @ x,
 dw_down = h^T @ dy, and the biases' are sums over the tokens. h, d_gate and d_up are rounded, sums are fp32. This is
-relu; ``twell._activation`` has the others. Without dl1 it is zero.
+relu; ``twell._activation`` has the others. Without dl1 it is zero. Of the weights' gradients the columns from ``first``
+on are wanted: a layer with adapters has their weights there, behind frozen ones. The others are zero, or right.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,26 +59,39 @@ def backward_first(implementation: Implementation) -> Implementation:
     return ungrouped
 
 
-def _filling(implementation: Callable[[Backward, Gradients], None]) -> Implementation:
+def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Implementation:
     """What fills checked gradients as a function of the schema's arguments."""
 
-    @backward_first
-    def filled(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
-        given.activation.level(given.layer.x.dtype)
-        hybrid.check_backward(given)
-        gradients = outputs(given.layer, input_grad, weight_grad)
-        implementation(given, gradients)
-        return present(gradients, given.layer.x)
+    def filled(*arguments: Any) -> Outputs:
+        *others, first = arguments
+
+        @backward_first
+        def of(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
+            given.activation.level(given.layer.x.dtype)
+            hybrid.check_backward(given)
+            hybrid.check_first(first, given.layer.x.shape[1])
+            gradients = outputs(given.layer, input_grad, weight_grad)
+            implementation(given, gradients, first)
+            return present(gradients, given.layer.x)
+
+        return of(*others)  # type: ignore[no-any-return]
 
     return filled
 
 
 @_filling
-def _cuda(given: Backward, gradients: Gradients) -> None:
+def _cuda(given: Backward, gradients: Gradients, first: int) -> None:
     if not given.dy.shape[0]:
         zero(gradients)
     elif any(gradient is not None for gradient in gradients):
-        fill(given, gradients)
+        zero_columns(gradients, first)
+        fill(given, gradients, first=first)
+
+
+def zero_columns(gradients: Gradients, count: int) -> None:
+    """Fill the first columns of those of weights."""
+    if count:
+        zero(Gradients(*(None if g is None else g[:, :count] for g in gradients[1:4])))
 
 
 def zero(gradients: Gradients) -> None:
@@ -88,25 +101,26 @@ def zero(gradients: Gradients) -> None:
             gradient.zero_()
 
 
-def fill(given: Backward, gradients: Gradients, accumulate: bool = False) -> None:
+def fill(given: Backward, gradients: Gradients, accumulate: bool = False, first: int = 0) -> None:
     """Launch what fills ``gradients``, of weights and biases all or none, or adds to those of weights."""
     dy, dl1, layer, kept, activation, _ = given
     check_matrix("x", layer.x)
     layer = laid(layer._replace(w_down=layer.w_down.t()))
     tensors = rows(dy), None if dl1 is None else flat(dl1)[0], *layer[:6], flat(kept), *gradients[:6]
-    run(build, tensors, activation, accumulate)
+    run(build, tensors, activation, accumulate, first)
 
 
 def build(p: Program, *given: Any) -> None:
     """Describe the launches for dy, dl1, the layer without b_down, kept, and for each of the layer its gradient.
 
-    w_down is [K, N]; dy, x and its gradient may have leading dimensions. Activation and ``accumulate`` follow.
+    w_down is [K, N]; dy, x and its gradient may have leading dimensions. Activation, ``accumulate`` and ``first``
+    follow.
     """
     dy, dl1, x, *others, kept = given[:9]
     dx, *gradients = given[9:15]
     layer, out = Views(x.matrix(), *[*others, None]), Gradients(None if dx is None else dx.matrix(), *gradients)
-    activation, accumulate = given[15:]
-    hybrid.launches(p, Backward(dy.matrix(), dl1, layer, kept, activation), out, accumulate)
+    activation, accumulate, first = given[15:]
+    hybrid.launches(p, Backward(dy.matrix(), dl1, layer, kept, activation), out, accumulate, first=first)
 
 
 def transpose(p: Program, matrix: View, out: View) -> None:
@@ -118,10 +132,10 @@ def transpose(p: Program, matrix: View, out: View) -> None:
 
 
 hybrid_backward = register(
-    f"hybrid_backward({BACKWARD}, bool input_grad, bool weight_grad, {ACTIVATION}) "
+    f"hybrid_backward({BACKWARD}, bool input_grad, bool weight_grad, {ACTIVATION}, int first=0) "
     "-> (Tensor dx, Tensor dw_gate, Tensor dw_up, Tensor dw_down, Tensor db_gate, Tensor db_up)",
     fake=_filling(lambda *_: None),
-    cpu=_filling(functools.partial(hybrid.backward_cpu, accumulate=False)),
+    cpu=_filling(lambda given, gradients, first: hybrid.backward_cpu(given, gradients, False)),
     cuda=_cuda,
     phase=nvtx.BACKWARD,
 )
