@@ -1,6 +1,6 @@
 """Layers with LoRA adapters, quantised weights or a gate from elsewhere, through the sparse functions.
 
-For ``W x + s B A x`` the adapter is columns: of gate and up ``[x, s A_g x, s A_u x] @ [W_g, B_g, 0]^T``, of the down
+For ``W x + s B A x`` the adapter is columns: of gate and up ``[x, A_g x, A_u x] @ [W_g, s B_g, 0]^T``, of the down
 projection ``h @ [W_d; A_d]^T`` with ``s B_d`` behind it. So x and y get R more columns, and the layer is an ordinary
 one of width K + R. A gate that no columns can tell is called, and ``sparse_up_down`` takes it. Weights are concatenated
 and dequantised in each call: a copy could not be kept, as a write through ``.data`` raises no version. Deltas are never
@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twell import _modes, functional, up_down
+from twell import _modes, functional, ops, up_down
 from twell._activation import activation_of
 from twell._admission import sharded
+from twell._columns import joined, narrowed, widened
 from twell._plain import HOOKS_OF_ALL, calls_are_torchs, overridden
 from twell._projections import Projection
 from twell.ops.operands import Operands
@@ -168,10 +169,12 @@ def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) ->
         called = layer._gate(x)
         if type(called) is not Tensor or called.shape != (*x.shape[:-1], n):
             return layer._dense(x, (called, layer._project("up_proj", x) if layer._gated else None), with_aux)
+    lead = x.shape[:-1]
     wide = x.to(dtype)
     if added:
-        lowered = [column for each in way.sources for column in each.lowered(x, dtype)]
-        wide = torch.cat([wide, *lowered, *_zeros(wide, x.shape[:-1], added - way.rank)], -1)
+        wide = _wide(way, x.reshape(-1, k), k + added, dtype)
+        if called is not None:
+            called = called.reshape(-1, n)
     # the columns of the up projection's adapters end those of x
     makers = (
         None if gate is None else functools.partial(_input_weight, gate, dtype, 0, added),
@@ -206,11 +209,17 @@ def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) ->
     y, aux = result if with_aux else (result, None)
     kept = _dtype_of_y(way, x, called, dtype)
     if added:
-        own, low = y[..., :k], y[..., k : k + down.rank]
-        for delta in down.raised(low):
-            own = own + delta
-        y = own.to(kept).contiguous()
+        ups = down.raising(dtype)
+        y = narrowed(y, torch.cat(ups, 1) if ups else y.new_empty((k, 0))).view(*lead, k)
     return (y.to(kept), aux) if with_aux else y.to(kept)
+
+
+def _wide(way: Way, x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """The columns of x [M, K] and those of adapters, which dropout takes from peft's own modules."""
+    adapters = [adapter for each in way.sources for adapter in each.adapters]
+    if any(adapter.drops for adapter in adapters) or not adapters:
+        return joined([x.to(dtype), *(column for each in way.sources for column in each.lowered(x, dtype))], width)
+    return widened(x.to(dtype), torch.cat([adapter.a.weight.to(dtype) for adapter in adapters]), width)
 
 
 def _input_weight(each: Projection, dtype: torch.dtype, start: int, added: int) -> Tensor:
@@ -218,9 +227,7 @@ def _input_weight(each: Projection, dtype: torch.dtype, start: int, added: int) 
     weight = each.weight(dtype)
     if not added:
         return weight
-    n = weight.shape[:1]
-    parts = [*_zeros(weight, n, start), *each.raising(dtype), *_zeros(weight, n, added - start - each.rank)]
-    return torch.cat([weight, *parts], 1)
+    return joined([weight, *_zeros(weight, weight.shape[:1], start), *each.raising(dtype)], weight.shape[1] + added)
 
 
 def _down_weight(each: Projection, dtype: torch.dtype, added: int) -> Tensor:
@@ -229,8 +236,10 @@ def _down_weight(each: Projection, dtype: torch.dtype, added: int) -> Tensor:
     if not added:
         return weight
     # by rows of neurons, as the kernels read it
-    rows = [weight.t(), *(adapter.a.weight.to(dtype).t() for adapter in each.adapters)]
-    return torch.cat([*rows, *_zeros(weight, weight.shape[1:], added - each.rank)], 1).t()
+    frozen = weight.is_contiguous() and not weight.requires_grad and weight.itemsize == 2
+    rows = ops.matrix_transpose(weight) if frozen else weight.t()
+    columns = [adapter.a.weight.to(dtype).t() for adapter in each.adapters]
+    return joined([rows, *columns], len(weight) + added).t()
 
 
 class _Kept(NamedTuple):

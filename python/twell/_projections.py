@@ -7,7 +7,6 @@ something else than its class, has a reason in place of a reading, and only a ca
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -88,26 +87,17 @@ class Projection(NamedTuple):
         return None if bias is None else self._half(bias.to(dtype))
 
     def lowered(self, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """``scaling * a(dropout(x))`` of each adapter, as peft computes it, in ``dtype``."""
+        """``a(dropout(x))`` of each adapter, as peft computes it, in ``dtype``."""
         found = []
         for each in self.adapters:
             if not (torch.is_autocast_enabled() and _name(self.layer) == _LORA_OF_4_BITS):
                 x = self.layer._cast_input_dtype(x, each.a.weight.dtype)
-            found.append((each.a(each.dropout(x)) * each.scaling).to(dtype))
+            found.append(each.a(each.dropout(x)).to(dtype))
         return found
 
     def raising(self, dtype: torch.dtype) -> list[Tensor]:
-        """The columns of the weight that ``lowered`` is multiplied with."""
-        return [self._half(each.b.weight.to(dtype)) for each in self.adapters]
-
-    def raised(self, lowered: Tensor) -> Iterator[Tensor]:
-        """``scaling * b`` of each adapter without its bias, on ``a`` of all of them side by side [..., rank]."""
-        start = 0
-        for each in self.adapters:
-            rank = each.a.weight.shape[0]
-            own = lowered[..., start : start + rank].to(each.b.weight.dtype)
-            yield nn.functional.linear(own, each.b.weight) * each.scaling
-            start += rank
+        """``scaling * b`` of each adapter without its bias, [out, r]."""
+        return [self._half((each.b.weight * each.scaling).to(dtype)) for each in self.adapters]
 
     def _half(self, of_outputs: Tensor) -> Tensor:
         return of_outputs if self.part is None else of_outputs.chunk(2)[self.part]

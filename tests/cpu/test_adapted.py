@@ -407,13 +407,18 @@ def test_auto_concatenates_for_many_tokens_alone(
 
 
 def test_kernels_take_the_concatenated_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward, and no kernel copies the down weight by rows."""
+    """Forward and backward; a kernel copies the down weight by rows where it is concatenated, once in each."""
     gpu = install(monkeypatch)
     model = adapted()
-    model(tokens()).sum().backward()
-    assert {"compact", "sampled_up", "gathered", "weight_grad"} <= set(gpu.names())
-    # of w_down, and back of its gradient
-    assert "matrix_transpose" not in gpu.names()
+    y = model(tokens())
+    assert gpu.names()[0] == "matrix_transpose"
+    y.sum().backward()
+    names = gpu.names()
+    assert {"compact", "sampled_up", "gathered", "weight_grad"} <= set(names)
+    assert names.count("matrix_transpose") == 2
+    (grads,) = [arguments for spec, arguments in gpu.launches if spec.op == "weight_grad"]
+    # the gradients are those of the adapters' columns alone
+    assert {grads[i].shape[1] for i in (0, 1)} == {8}
 
 
 def test_wide_layers_run_dense(runs: list[tuple[str, int]]) -> None:

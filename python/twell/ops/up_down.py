@@ -149,7 +149,7 @@ def multiply(
     if stats is None or not helpers or not (guarded or m in tuning.TOKENS_COUNTED):
         stats = p.scratch(torch.int32, 0, 1, 2)
     most = tuning.most_by_row(m, k, w_down.shape[1], gated) if guarded else tuning.ALL_BY_ROW
-    numbers = helpers, tuning.light_nonzeros(m), most
+    numbers = helpers, tuning.light_nonzeros(m, tuning.family(p.index)), most
     biases = bias_view(p, b_up, dtype) if gated else None, bias_view(p, b_down, dtype)
     form = geometry.words_per_tile(compression), activation.code()
     w_down = down_rows(p, w_down)
