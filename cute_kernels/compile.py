@@ -21,10 +21,8 @@ from typing import Any
 try:
     import cutlass.cute as cute
     from cutlass.base_dsl.common import DSLRuntimeError
-    from cutlass.base_dsl.export import get_export_module
     from cutlass.cute.runtime import find_runtime_libraries, make_fake_stream
     from cutlass.cutlass_dsl import CuTeDSL
-    from cutlass.cutlass_dsl.tvm_ffi_provider import rename_tvm_ffi_function
 except ImportError as error:
     raise ImportError(f"no compiler of kernels ({error}); install it with `pip install twell[jit]`") from error
 
@@ -107,6 +105,10 @@ def _export_for(host: str, compiled: Any, out: Path, symbol: str) -> None:
     The option --host-target, which selects one, is refused by the export of tvm-ffi functions (4.8.1), not by the
     code generator below it.
     """
+    # no part of the compiler's interface: other calls must do without
+    from cutlass.base_dsl.export import get_export_module
+    from cutlass.cutlass_dsl.tvm_ffi_provider import rename_tvm_ffi_function
+
     exported = f"__tvm_ffi_{compiled.function_name}"
     module = get_export_module(compiled.ir_module, f"__{symbol}", preserve_symbols={exported})
     rename_tvm_ffi_function(module, compiled.function_name, symbol)
