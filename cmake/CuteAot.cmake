@@ -37,7 +37,7 @@ function(cute_aot_library target)
     list(TRANSFORM symbols_${group} REPLACE "(.+)" "${directory}/\\1.o" OUTPUT_VARIABLE outputs)
     add_custom_command(
       OUTPUT ${outputs}
-      COMMAND ${Python_EXECUTABLE} -m cute_kernels compile ${symbols_${group}} --arch ${arg_ARCH} -d ${directory} --depfile ${directory}/${group}.d
+      COMMAND ${Python_EXECUTABLE} -m cute_kernels compile ${symbols_${group}} --arch ${arg_ARCH} --host ${CMAKE_SYSTEM_PROCESSOR} -d ${directory} --depfile ${directory}/${group}.d
       DEPFILE ${directory}/${group}.d
       WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
       COMMENT "Compiling ${group} for ${arg_ARCH}"

@@ -8,6 +8,10 @@ execute_process(
   WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
   OUTPUT_VARIABLE CUTE_LIBRARIES
   COMMAND_ERROR_IS_FATAL ANY)
+if(CMAKE_CROSSCOMPILING)
+  # those of the other processor's wheels
+  list(TRANSFORM CUTE_LIBRARIES REPLACE ".*/(nvidia_cutlass_dsl|tvm_ffi)/" "${CMAKE_FIND_ROOT_PATH}/\\1/")
+endif()
 
 # The wheels that carry them install beside ours, so paths relative to twell/_lib find them on any machine. Where kernels
 # run, the runtime may be that of the other toolkit.

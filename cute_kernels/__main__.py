@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -34,6 +35,11 @@ def main(argv: list[str] | None = None) -> int:
     target = compiling.add_mutually_exclusive_group(required=True)
     target.add_argument("-o", "--out", type=Path, help="the object file, for one symbol")
     target.add_argument("-d", "--directory", type=Path, help="folder for SYMBOL.o of each")
+    # the compiler makes code for no other processor
+    hosts = sorted({platform.machine(), "aarch64"})
+    compiling.add_argument(
+        "--host", choices=hosts, default=platform.machine(), help="the processor that launches them (%(default)s)"
+    )
     compiling.add_argument("--depfile", type=Path, help="write a make rule that names the sources")
 
     manifest = commands.add_parser(
@@ -70,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.out is not None and len(specs) != 1:
             parser.error("--out takes one symbol; use --directory for several")
         outputs = [arguments.out or arguments.directory / f"{spec.symbol}.o" for spec in specs]
-        _compile(specs, outputs, arguments.arch, arguments.depfile)
+        _compile(specs, outputs, arguments.arch, arguments.host, arguments.depfile)
         return 0
     if arguments.command == "manifest":
         _manifest(specs, arguments.arch)
@@ -84,11 +90,11 @@ def _specs(name: str, shipped: tuple[Spec, ...]) -> list[Spec]:
     return [spec for spec in of_kernel if spec.symbol == name] or of_kernel or [spec_from_symbol(name)]
 
 
-def _compile(specs: list[Spec], outputs: list[Path], arch: str, depfile: Path | None) -> None:
+def _compile(specs: list[Spec], outputs: list[Path], arch: str, host: str, depfile: Path | None) -> None:
     from .compile import compile_object
 
     for spec, path in zip(specs, outputs):
-        compile_object(spec, path, arch)
+        compile_object(spec, path, arch, host)
     if depfile is not None:
         root = Path(__file__).parent
         files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}

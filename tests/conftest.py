@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ gc.set_threshold(20_000, 20, 20)
 
 # A bundle has no kernel sources to compile, no build files, no pages and no pictures.
 if not (ROOT / "CMakeLists.txt").exists():
-    absent = ("bundle", "catalog", "charts", "compile", "docs", "format", "imports", "requirements", "wheel")
+    absent = ("aarch64", "bundle", "catalog", "charts", "compile", "docs", "format", "imports", "requirements", "wheel")
     collect_ignore = [*(f"cpu/test_{name}.py" for name in absent), "emulator", "faults"]
 
 # Test processes share the cores: threads that wait for each other take them from the other processes.
@@ -36,7 +37,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Files and folders whose fixtures take seconds: one process runs all tests of a group and makes each fixture once.
 GROUPS = {
-    **dict.fromkeys(("test_wheel", "test_bundle", "test_compile"), "wheel"),
+    **dict.fromkeys(("test_wheel", "test_bundle", "test_compile", "test_aarch64", "test_packaged"), "wheel"),
     **{f"test_{name}": name for name in ("bench_models", "docs", "nvtx", "quality", "transformers")},
     "emulator": "emulator",
     # processes that fork from one that took seconds to import: see ranks.py
@@ -120,12 +121,12 @@ def whole_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("whole"), "all")
 
 
-def build_wheel(out: Path, architectures: str | None = None) -> Path:
+def build_wheel(out: Path, architectures: str | None = None, host: str = platform.machine()) -> Path:
     """Build a wheel into ``out``; only what changed is compiled again.
 
     Several test processes take turns: they share the build folder.
     """
-    command = [sys.executable, str(ROOT / "tools" / "wheel.py"), "--out", str(out)]
+    command = [sys.executable, str(ROOT / "tools" / "wheel.py"), "--out", str(out), "--host", host]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TWELL_")}
     if architectures is not None:
         environment["TWELL_ARCHITECTURES"] = architectures

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import lzma
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from twell._files import replacing  # noqa: E402
 FOLDERS = ("tests", "profiling", "examples", "scratch")
 
 # pip matches manylinux platforms one by one
-PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28)]
+PLATFORMS = [f"manylinux_2_{minor}_{platform.machine()}" for minor in (17, 24, 27, 28)]
 
 # parts of a wheel that only builds need
 UNUSED = ("/include/", "/src/", ".pyi", "/share/")
@@ -97,12 +98,12 @@ def unpack(wheel: Path, site: Path) -> None:
 
 
 def download(package: str, python: str, cache: Path) -> Path:
-    """Download the wheel of ``NAME==VERSION`` for a Python version on x86-64 Linux, once."""
+    """Download the wheel of ``NAME==VERSION`` for a Python version on this machine's processor, once."""
     folder = cache / f"{package}-py{python}"
     if not list(folder.glob("*.whl")):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         command += ["--implementation=cp", f"--python-version={python}", f"--dest={folder}", package]
-        subprocess.run(command + [f"--platform={platform}" for platform in PLATFORMS], check=True)
+        subprocess.run(command + [f"--platform={each}" for each in PLATFORMS], check=True)
     (wheel,) = folder.glob("*.whl")
     return wheel
 

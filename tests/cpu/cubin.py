@@ -24,7 +24,7 @@ class Resources(NamedTuple):
 def resources(data: bytes) -> dict[str, Resources]:
     """Return the resources of each kernel, by name. Raises ValueError if there is no cubin."""
     found: dict[str, dict[int, int]] = {}
-    for cubin in _cubins(data):
+    for cubin in cubins(data):
         for name, attribute, value in _records(cubin):
             found.setdefault(name, {})[attribute] = value
     kernels = {name: Resources(of[REGISTERS], of.get(FRAME, 0)) for name, of in found.items() if REGISTERS in of}
@@ -33,12 +33,19 @@ def resources(data: bytes) -> dict[str, Resources]:
     return kernels
 
 
-def _cubins(data: bytes) -> Iterator[bytes]:
+def cubins(data: bytes) -> list[bytes]:
+    """Return the cubins in an object file or library."""
+    found = []
     start = data.find(ELF)
     while start >= 0:
         if data[start + 18 : start + 20] == struct.pack("<H", CUDA):
-            yield data[start:]
+            segments, sections = struct.unpack_from("<QQ", data, start + 32)
+            sizes = struct.unpack_from("<4H", data, start + 54)
+            # the tables are last
+            end = max(segments + sizes[0] * sizes[1], sections + sizes[2] * sizes[3])
+            found.append(data[start : start + end])
         start = data.find(ELF, start + 1)
+    return found
 
 
 def _records(elf: bytes) -> Iterator[tuple[str, int, int]]:

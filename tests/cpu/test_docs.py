@@ -364,7 +364,7 @@ def complaint(words: list[str]) -> str:
                 return said.getvalue().strip() if stopped.code else ""
         return ""
     if name == "make":
-        targets = re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text())
+        targets = re.findall(r"(?m)^([a-z0-9-]+):", (ROOT / "Makefile").read_text())
         return "" if not rest or rest[0] in targets else f"make has no target {rest[0]}"
     if name in ("python", "python3") and rest[:1] == ["-m"] and rest[1].startswith(("profiling", "tests")):
         # a script of the checkout
