@@ -21,7 +21,7 @@ from twell import _modes
 def joined(parts: Sequence[Tensor], width: int) -> Tensor:
     """Matrices [R, ...] side by side, with zeros behind them up to ``width`` columns; differentiable."""
     if _modes.compiling():
-        rows, own = parts[0].shape[0], sum(part.shape[1] for part in parts)
+        rows, own = parts[0].shape[0], sum([part.shape[1] for part in parts])
         return torch.cat([*parts, *([parts[0].new_zeros((rows, width - own))] if width > own else [])], 1)
     return cast(Tensor, _Joined.apply(width, *parts))  # type: ignore[no-untyped-call]
 
@@ -41,36 +41,34 @@ def narrowed(y: Tensor, up: Tensor) -> Tensor:
     return cast(Tensor, _Narrowed.apply(y, up))  # type: ignore[no-untyped-call]
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy a matrix of the same shape and dtype, by eight bytes where both lie so."""
-    if all(map(_is_wide, (target, source))):
-        target, source = target.view(torch.int64), source.view(torch.int64)
-    target.copy_(source)
+def _side_by_side(parts: Sequence[Tensor], width: int) -> Tensor:
+    """Matrices side by side, and zeros behind them."""
+    own = sum([part.shape[1] for part in parts])
+    if own < width:
+        parts = [*parts, parts[0].new_zeros((parts[0].shape[0], width - own))]
+    if not all(map(_is_wide, parts)):
+        return torch.cat([*parts], 1)
+    return torch.cat([part.view(torch.int64) for part in parts], 1).view(parts[0].dtype)
+
+
+def _copied(matrix: Tensor) -> Tensor:
+    """A contiguous copy."""
+    if not _is_wide(matrix):
+        return matrix.clone(memory_format=torch.contiguous_format)
+    return matrix.view(torch.int64).clone(memory_format=torch.contiguous_format).view(matrix.dtype)
 
 
 def _is_wide(matrix: Tensor) -> bool:
-    each = 8 // matrix.element_size()
-    lengths = matrix.shape[1], matrix.stride(0), matrix.storage_offset()
-    return matrix.stride(1) == 1 and not any(length % each for length in lengths)
-
-
-def _place(out: Tensor, parts: Sequence[Tensor]) -> None:
-    """Fill ``out`` with matrices side by side, and zeros behind them."""
-    start = 0
-    for part in parts:
-        _copy(out[:, start : start + part.shape[1]], part)
-        start += part.shape[1]
-    if start < out.shape[1]:
-        out[:, start:].zero_()
+    """Whether its rows are of whole eight bytes."""
+    each, (pitch, step) = 8 // matrix.element_size(), matrix.stride()
+    return step == 1 and not (matrix.shape[1] % each or pitch % each or matrix.storage_offset() % each)
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, width: int, *parts: Tensor) -> Tensor:
         ctx.widths = [part.shape[1] for part in parts]
-        out = parts[0].new_empty((parts[0].shape[0], width))
-        _place(out, parts)
-        return out
+        return _side_by_side(parts, width)
 
     @staticmethod
     @once_differentiable
@@ -84,9 +82,7 @@ class _Widened(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor, width: int) -> Tensor:
         ctx.save_for_backward(x, down)
-        out = x.new_empty((x.shape[0], width))
-        _place(out, [x, x @ down.t()])
-        return out
+        return _side_by_side([x, x @ down.t()], width)
 
     @staticmethod
     @once_differentiable
@@ -95,9 +91,7 @@ class _Widened(torch.autograd.Function):
         (rank, k), dx = down.shape, None
         low = upstream[:, k : k + rank].contiguous()
         if ctx.needs_input_grad[0]:
-            dx = x.new_empty(x.shape)
-            _copy(dx, upstream[:, :k])
-            dx.addmm_(low, down)
+            dx = _copied(upstream[:, :k]).addmm_(low, down)
         return dx, low.t() @ x if ctx.needs_input_grad[1] else None, None
 
 
@@ -107,15 +101,12 @@ class _Narrowed(torch.autograd.Function):
         k, rank = up.shape
         low, ctx.width = y[:, k : k + rank].contiguous(), y.shape[1]
         ctx.save_for_backward(low, up)
-        out = y.new_empty((y.shape[0], k))
-        _copy(out, y[:, :k])
-        return out.addmm_(low, up.t())
+        return _copied(y[:, :k]).addmm_(low, up.t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> Any:
         (low, up), dy = ctx.saved_tensors, None
         if ctx.needs_input_grad[0]:
-            dy = upstream.new_empty((upstream.shape[0], ctx.width))
-            _place(dy, [upstream, upstream @ up])
+            dy = _side_by_side([upstream, upstream @ up], ctx.width)
         return dy, upstream.t() @ low if ctx.needs_input_grad[1] else None
