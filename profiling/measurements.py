@@ -397,6 +397,20 @@ _MEASURED = (
         ),
         (180, 5),
     ),
+    Measurement(
+        "h100_portable",
+        "calls and kernels of the portable family beside Hopper's",
+        "tables portable calls, portable kernels",
+        ("python -m profiling.portable --json $OUT",),
+        (40,),
+    ),
+    Measurement(
+        "h100_adapters",
+        "a layer with LoRA adapters of peft, which must be installed, dense and sparse",
+        "table adapters",
+        ("python -m profiling.adapters --json $OUT",),
+        (120,),
+    ),
 )
 
 # Of these, the names that were measured on an H100, too.
@@ -423,7 +437,6 @@ FROZEN = {
     "h200_fp8": "dense in fp8 beside dense in bf16 and twell, with its errors",
     "h200_gate_tiles": "the gate GEMM with every size of its tiles beside cuBLAS, from 1 to 16,384 tokens",
     "h200_parallel": "training steps on two GPUs by DDP, FSDP2 and tensor parallelism, dense and sparse",
-    "h200_portable": "kernels of the portable family beside Hopper's, with floors",
     "h200_quality": "cross-entropy and sparsity by coefficient of L1",
     "h200_relufy": "SiLU models trained further with SiLU and with FATReLU",
     "h200_relufy_model": "the forward pass of the sparsest of them beside dense",

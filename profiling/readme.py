@@ -756,7 +756,51 @@ def files() -> str:
     return markdown(["file", "content", "shown in"], "lll", rows)
 
 
+def portable_calls() -> str:
+    """Whole calls of the portable family beside Hopper's."""
+    rows = []
+    for row in result("h100_portable")["rows"]:
+        us = row["us"]
+        alone = f"{us['product']:,.1f}" if "product" in us else ""
+        times = [f"{us['hopper']:,.1f}", f"{us['portable']:,.1f}", f"{us['portable'] / us['hopper']:.2f}"]
+        rows.append([row["call"], f"`{row['workload']}`", *times, alone])
+    header = ["call", "workload", "Hopper, us", "portable, us", "ratio", "PyTorch's product alone, us"]
+    return markdown(header, "llrrrr", rows) + f"\n\n{result('h100_portable')['machine']}"
+
+
+def portable_kernels() -> str:
+    """Their kernels in passes over many tokens."""
+    rows = []
+    for row in result("h100_portable")["rows"]:
+        if row["call"] not in ("row", "union", "training"):
+            continue
+        kernels = dict(row["kernels"])
+        # Hopper's gate is one kernel, that of others a product and another
+        gate = {"hopper": kernels.pop("gate_pack")["hopper"]}
+        gate["portable"] = kernels.pop("product")["portable"] + kernels.pop("pack")["portable"]
+        for kernel, us in {"the gate, packed": gate, **{f"`{name}`": us for name, us in kernels.items()}}.items():
+            ratio = f"{us['portable'] / us['hopper']:.2f}"
+            rows.append([row["call"], kernel, f"`{row['workload']}`", *(f"{t:,.1f}" for t in us.values()), ratio])
+    return markdown(["call", "kernel", "workload", "Hopper, us", "portable, us", "ratio"], "lllrrr", rows)
+
+
+def adapted() -> str:
+    """Layers with adapters beside dense ones."""
+    rows = []
+    for row in result("h100_adapters")["rows"]:
+        us, said = row["us"], {"none": "none", "bfloat16": "bf16", "float32": "fp32"}[row["adapters"]]
+        dense = min(us["eager"], us["compiled"])
+        how = {"graph": "graph", "queued": "eager, queued"}[row["how"]]
+        times = [f"{dense:,.0f}", f"**{us['twell']:,.0f}**", f"**{row['gain']:.2f}**"]
+        rows.append([f"`{row['workload']}`", row["pass"], said, how, *times])
+    header = ["workload", "pass", "adapters", "call", "dense, us", "twell", "speed-up"]
+    return markdown(header, "llllrrr", rows) + f"\n\n{result('h100_adapters')['machine']}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "portable calls": portable_calls,
+    "portable kernels": portable_kernels,
+    "adapters": adapted,
     "most non-zeros": most_nonzeros,
     "commands": commands,
     "files": files,

@@ -144,7 +144,7 @@ class Dense(Product):
     def add_product(self, ring, f, place: Place, steps: Int32, at):
         """Add so many steps of a product to the sums."""
         self.begin(None, ring, f, place, Int32(0), at)
-        self.multiply_steps(None, ring, f, place, place, steps, Int32(0), at, False)
+        self.multiply_steps(None, ring, f, place, steps, Int32(0), at)
         # before anything else is copied to the ring
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()

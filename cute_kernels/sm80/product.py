@@ -140,17 +140,10 @@ class Product:
         self.load_fragments(f, stage, 0)
 
     @cute.jit
-    def multiply_steps(self, o, ring, f: Fragments, place, following, steps, stage, at, wraps: cutlass.Constexpr):
-        """Add the products of all steps of a tile, at least STAGES; return the stage after them.
-
-        `wraps`: the first steps of the `following` tile are loaded after the last ones of this tile; otherwise zeros
-        are, beyond the last column.
-        """
+    def multiply_steps(self, o, ring, f: Fragments, place, steps, stage, at):
+        """Add the products of all steps of a tile; return the stage after them. Zeros are loaded past the last one."""
         for k in cutlass.range(steps, unroll=1):
-            step, source, free = k + STAGES, place, stage
-            if const_expr(wraps):
-                if step >= steps:
-                    step, source = step - steps, following
+            step, free = k + STAGES, stage
             for block in range_constexpr(BLOCKS):
                 if const_expr(block == BLOCKS - 1):
                     # the next step has arrived; all warps have read this step's stage
@@ -163,7 +156,7 @@ class Product:
                     # copies between products, which hide their instructions
                     if const_expr(block == BLOCKS - 1):
                         for index in range_constexpr(i, self.copies, self.m_frags):
-                            self.load_piece(o, ring, source, step, free, index, at.thread)
+                            self.load_piece(o, ring, place, step, free, index, at.thread)
             cute.arch.cp_async_commit_group()
         return stage
 

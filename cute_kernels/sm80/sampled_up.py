@@ -97,7 +97,7 @@ class SampledProduct(Product, Sampler):
             place = self.place_of(o, rows, unit, at)
             self.begin(o, s.ring, f, place, stage, at)
             clear(f.acc)
-            stage = self.multiply_steps(o, s.ring, f, place, place, steps, stage, at, False)
+            stage = self.multiply_steps(o, s.ring, f, place, steps, stage, at)
             # not earlier: the main loop needs the registers
             loaded = self.load_ahead(o, unit, CHUNKS, at.thread)
             # before sums replace what the ring holds
