@@ -30,8 +30,8 @@ def is_portable(device: torch.device) -> bool:
 
 
 def is_absent(error: NotImplementedError) -> bool:
-    """Whether an error says that the portable family lacks something: the int8 screen, or that many neurons."""
-    said = "needs compute capability 9.0", f"at most {geometry.PORTABLE_UNION_NEURONS} neurons"
+    """Whether an error says that the portable family lacks something: the screen, experts, e4m3, that many neurons."""
+    said = "needs compute capability 9.0", "for sm_90a alone", f"at most {geometry.PORTABLE_UNION_NEURONS} neurons"
     return tuning.family(0) == specs.PORTABLE and any(message in str(error) for message in said)
 
 

@@ -15,7 +15,7 @@ everywhere.
     d_gate = dh * up, d_up = dh * gate; all are rounded, and zero where the gate is. An empty bias stands for none.
 
 The gate before its activation may be given, [M, N]; an empty one stands for none. Then the product for it is made, as
-it comes with that for up, and not read, and d_gate [M, N] is a result and in no product.
+it comes with that for up, and not read, and d_gate [M, N] is in no product, but a result if it is not empty.
 
 So it is for relu; for the other activations see activation.py. Without an up projection, up is 1 and there is no part
 for d_up. Sums of |h| are those of 64 tokens and 128 neurons, in a row for each 128 tokens.
@@ -63,7 +63,7 @@ class Operands(NamedTuple):
     by_token: Any  # whether y or dx is wanted
     weights: Any  # see WeightOperands; None in forward
     gate: Any  # given, or empty
-    d_gate: Any  # its gradient; None in forward
+    d_gate: Any  # its gradient, or empty; None in forward
     counters: Any  # geometry.OVERFLOW_COUNTERS words, zero before
     tokens: Any
     neurons: Any

@@ -535,7 +535,7 @@ class Pass:
                 if const_expr(self.backward):
                     self.by_neuron.run(ring, factors, tokens, None, o, here, index, team)
                     own, threads = team[0] * THREADS + cute.arch.thread_idx()[0], team[1] * THREADS
-                    if o.gate.shape[0] > 0:
+                    if o.d_gate.shape[0] > 0:
                         copy_gradients(o, parts, here, own, threads)
                     if here.is_last * o.weights.wanted != 0:
                         add_biases(o, own, threads, self.dtype)

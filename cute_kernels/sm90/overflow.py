@@ -677,7 +677,7 @@ class Pass(Dense):
             elif const_expr(self.backward):
                 own = (team.index * CLUSTER + cute.arch.block_idx()[0] % CLUSTER) * ADDERS + thread - 32
                 threads = team.size * CLUSTER * ADDERS
-                if o.gate.shape[0] > 0:
+                if o.d_gate.shape[0] > 0:
                     copy_gradients(o, parts, here, own, threads)
                 if here.is_last * o.weights.wanted != 0:
                     add_biases(o, own, threads, self.dtype)

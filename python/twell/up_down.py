@@ -175,7 +175,7 @@ def _routed(
     if site is not None and facts.tracing:
         route = route_of(site.trace(m, copied))
     else:
-        tokens = given.tokens()
+        tokens = given.tokens(k)
         how = n, given.w_up is not None, True, copied
         route = without_site(tokens, *how) if site is None else site.begin(tokens, *how)
     # a site that others share may know the screen

@@ -107,6 +107,19 @@ def test_a_graph_of_few_tokens_holds_both_halves(gated: bool, monkeypatch: pytes
     assert "up_down_token" not in gpu.names()
 
 
+def test_a_call_without_a_site_has_the_whole_choice_of_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else figures would be of a kernel that left, where dense halves compute y."""
+    gpu = fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(_modes, "capturing", lambda x: True)
+    monkeypatch.setattr(tables, "in_use", lambda on: tables.SHIPPED)
+    p = testing.make("topic29", 64, 2048, 5632, device="cpu")
+    route = sites.without_site(p.x, 5632, True, False, False)
+    assert (route.strategy, route.guarded) == ("row", True)
+    layer = Operands(p.x, p.w_gate, p.w_up, p.w_down.t())
+    sys.modules["twell.ops.ffn"].on_cuda(layer, 8, RELU, route, True)
+    assert "up_down_token" not in gpu.names()
+
+
 def test_a_graph_that_cannot_choose_in_each_replay_is_dense() -> None:
     problem = Problem(64, 2048, 5632, True, False)
     without = dataclasses.replace(tables.SHIPPED, screens=False)

@@ -283,10 +283,8 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("n", [512, 264])
-def test_the_gate_is_pytorchs_product_at_its_place_in_the_spill(
-    n: int, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One product of all tokens, in front of one kernel, in each kind of pass; without memory of its own."""
+def test_the_gate_is_pytorchs_contiguous_product(n: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product of all tokens, in front of one kernel, in each kind of pass; in the spill if it is as wide."""
     gpu = fake_gpu.install(monkeypatch, specs.PORTABLE)
     made = products(monkeypatch)
     x, w_gate, w_up, w_down = (torch.randn(s, 64).bfloat16() for s in (300, n, n, n))
@@ -295,7 +293,9 @@ def test_the_gate_is_pytorchs_product_at_its_place_in_the_spill(
     assert (made, gpu.names()) == ([(300, 64, n)], ["pack"])
     (_, (gate, own_words, own_spill, own_stats, *_)), *_ = gpu.launches
     assert torch.equal(gate, F.linear(x, w_gate, b_gate))
-    for own, other in ((gate, spill), (own_words, words), (own_spill, spill), (own_stats, stats)):
+    assert gate.is_contiguous()
+    assert (gate.data_ptr() == spill.data_ptr()) == (n == 512)
+    for own, other in ((own_words, words), (own_spill, spill), (own_stats, stats)):
         assert own.data_ptr() == other.data_ptr()
     for run, names in (
         (lambda: ffn_union._cuda(x, w_gate, w_up, w_down, b_gate, None, None, 8), ["pack", "compact"]),

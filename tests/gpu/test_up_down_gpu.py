@@ -115,6 +115,10 @@ def test_gradients_are_the_only_right_ones(
         testing.assert_same(found[0], through.float().to(dtype), "gradient of x")
     only = ops.sparse_up_down_backward(dy, dl1, *given[:5], kept, False, True, False, *how)
     testing.assert_same(only[1], found[1], "gradient of the gate alone")
+    others = testing.poisoned(lambda: ops.sparse_up_down_backward(dy, dl1, *given[:5], kept, False, False, True, *how))
+    assert others[0].numel() == others[1].numel() == 0
+    for own, other in zip(others[2:], found[2:], strict=True):
+        testing.assert_same(own, other, "gradients without that of the gate")
 
 
 @pytest.mark.parametrize("density", [0.02, 0.6])

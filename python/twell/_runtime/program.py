@@ -96,10 +96,6 @@ class View(NamedTuple):
         offset = self.offset + first * self.strides[0] * self.dtype.itemsize
         return View(self.base, offset, self.dtype, (rows, *self.shape[1:]), self.strides)
 
-    def columns(self, count: int) -> View:
-        """The first columns of a matrix."""
-        return View(self.base, self.offset, self.dtype, (self.shape[0], count), self.strides)
-
     def from_column(self, first: int) -> View:
         """The columns of a row-major matrix from ``first`` on."""
         if not first:

@@ -80,11 +80,12 @@ def pack(
     """Launch what fills words, spill and stats; if ``invariant``, with bits that do not depend on the other tokens.
 
     The kernel zeroes int32 [counters] for those of up_down, which are returned. In the portable family the gate is
-    PyTorch's product, and lies in the spill until it is packed.
+    PyTorch's product, and lies in the spill until it is packed, where that has as many columns.
     """
     n = w_gate.shape[0]
     if tuning.family(p.index) == specs.PORTABLE:
-        gate = spill.columns(n)
+        # contiguous, so that the library's kernels, and with them the bits, are those of dense PyTorch
+        gate = spill if n == spill.shape[1] else p.scratch(spill.dtype, spill.shape[0], n)
         p.call(_project_invariantly if invariant else _project, x, w_gate, b_gate, gate)
         return pack_gate(p, gate, words, spill, stats, compression, activation, counters)
     # a cluster is two CTAs, one per multiprocessor

@@ -64,11 +64,12 @@ class Given(NamedTuple):
     b_up: Any
     b_down: Any
 
-    def tokens(self) -> Tensor:
-        """x, or what has its shape."""
-        gate, x, _, w_down, *_ = self
-        tokens: Tensor = gate[:, :1].expand(gate.shape[0], w_down.shape[1]) if x is None else x
-        return tokens
+    def tokens(self, k: int) -> Tensor:
+        """x, or what has its shape [..., k]."""
+        gate, x, *_ = self
+        if x is None:
+            x = gate[..., :1].expand(*gate.shape[:-1], k)
+        return x  # type: ignore[no-any-return]
 
 
 def check_given(given: Given, wide: bool = False) -> None:
@@ -128,8 +129,11 @@ def _route(given: Given, strategy: str, site: Tensor | None) -> Route:
     imposed = imposed_on_call(on.type, on.index) if strategy == "auto" else ""
     route = routed(Facts("sparse_up_down", strategy, imposed=imposed))
     if route.strategy == "auto":
-        tokens, (n, _) = given.tokens(), given.w_down.shape
-        how = n, given.w_up is not None, False, not are_rows(given.w_down.shape, given.w_down.stride())
+        n, k = given.w_down.shape
+        tokens, how = (
+            given.tokens(k),
+            (n, given.w_up is not None, False, not are_rows(given.w_down.shape, given.w_down.stride())),
+        )
         route = without_site(tokens, *how) if site is None else site_of(site, False).begin(tokens, *how)
         # a site that others share may know the screen
         route = route._replace(screen=False)
@@ -166,7 +170,7 @@ def _sparse_on_cpu(given: Given, compression: int, activation: Activation, route
     how = words, spill, w_up, w_down, b_up, b_down, compression, activation.name
     if route != "union":
         return *rows_on_cpu(x, *how), stats, None
-    y, l1, unions = union_on_cpu(given.tokens(), *how)
+    y, l1, unions = union_on_cpu(given.tokens(w_down.shape[1]), *how)
     return y, l1, stats, unions
 
 

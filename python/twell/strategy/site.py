@@ -601,7 +601,7 @@ def without_site(x: Tensor, n: int, gated: bool, training: bool, down_copied: bo
     """The route of a call on x [..., K] that "auto" chooses and that has no site to remember figures."""
     eager = not (type(x) is Tensor and _modes.capturing(x))
     problem = costs.Problem(tokens_of(x), x.shape[-1], n, gated, training, down_copied, eager=eager, float8=float8)
-    return Route(costs.decide_once(problem, tables.in_use(x.device)))
+    return route_of(costs.decide_once(problem, tables.in_use(x.device)))
 
 
 # The sites of layers by the memory of their first weights, with what tells that a weight is gone: how the operators
