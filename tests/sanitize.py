@@ -71,7 +71,7 @@ OPS = {
     "hybrid_forward": _FORWARD,
     "hybrid_backward": _BACKWARD,
     "hybrid_backward_accumulate": _BACKWARD,
-    "sparse_up_down_aux": ("pack", "up_down_token", "compact", "sampled_up", "gathered"),
+    "sparse_up_down": ("pack", "up_down_token", "compact", "sampled_up", "gathered"),
     "sparse_up_down_forward": ("pack", *_FORWARD[2:]),
     "sparse_up_down_backward": (*_BACKWARD, "scatter"),
 }
@@ -351,7 +351,7 @@ def calls_behind_a_gate(op: str, case: Case, problem: FFN, gated: bool) -> Itera
     x, _, w_up, w_down, _, b_up, b_down = problem
     up = (x, w_up, b_up) if gated else (None, None, None)
     given, how = (gate_of(problem), *up[:2], w_down, up[2], b_down), (case.compression, case.activation)
-    if op == "sparse_up_down_aux":
+    if op == "sparse_up_down":
         for strategy in ("row", "union"):
             yield Call(ops.sparse_up_down_aux, (*given, how[0], strategy, None, how[1]), gated)
         return

@@ -394,6 +394,8 @@ def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch:
             own_code = vars(module).get("_cuda", vars(module).get("on_cuda", call.op))
             if op == "ffn":
                 own_code = module._operators(module.on_cuda)[1]
+            if op == "sparse_up_down":
+                own_code = module._on_cuda[1]
             left_out = [argument.default_value for argument in call.op._schema.arguments][len(call.arguments) :]
             (module._backward_cuda if backward else own_code)(*call.arguments, *left_out)
     program.forget()

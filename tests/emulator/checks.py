@@ -411,7 +411,7 @@ def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bo
     testing.assert_hybrid_same(found[3], saved, m, n, gated)
     dy = testing.integer_upstream(problem)
     right = ops.hybrid_backward(dy, None, *layer[:6], saved, True, True, *activation)
-    ours = on_gpu("hybrid_backward")(dy, None, *layer[:6], found[3], True, True, *activation)
+    ours = on_gpu("hybrid_backward")(dy, None, *layer[:6], found[3], True, True, *activation, 0)
     for name, a, b in zip(("x", "w_gate", "w_up", "w_down", "b_gate", "b_up"), ours, right, strict=True):
         testing.assert_same(a, b, f"gradient of {name}")
 
