@@ -249,6 +249,8 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
         "gathered": Work(products * by_list, tokens + products * fired + entries, products * listed * row),
         # a rounded gradient and its remainder
         "sampled_grad": Work(by_list, tokens + fired + entries + (ITEM + 4) * projections * nonzeros, listed * row),
+        # a sector of memory for each entry, which are far apart
+        "scatter": Work(0, 2 * entries + 32 * nonzeros),
         # per entry: values, then words of 8 and 4 bytes
         "transpose": Work(0, entries + (ITEM + 4) * projections * nonzeros + 12 * nonzeros),
         "weight_grad": Work(

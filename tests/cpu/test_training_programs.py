@@ -523,7 +523,7 @@ def test_peak_memory(gpu: FakeGpu, m: int, before_forward: float, before_backwar
     whole = forward_of(form, 8, 0, RELU, False, False)
     assert whole is not None
     given = (rows[0], None, *form.places[:6], whole.kept, *rows, rows[1], None, None)
-    made(build, Form(0, given), RELU, False)
+    made(build, Form(0, given), RELU, False, 0)
     packing, multiplying, backward = gpu.programs
     # behind the layer come kept, y and the gradients
     first, second, last = (
