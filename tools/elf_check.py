@@ -76,7 +76,7 @@ def defined(code: bytes) -> set[str]:
 
 
 def undefined(elf: Any) -> set[str]:
-    """The symbols that an object or library must find elsewhere, but for versioned ones, which auditwheel knows."""
+    """The symbols that an object or library must find elsewhere, without versioned ones, which auditwheel knows."""
     versions = elf.get_section_by_name(".gnu.version")
     return {
         symbol.name

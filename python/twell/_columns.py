@@ -21,8 +21,7 @@ from twell import _modes
 def joined(parts: Sequence[Tensor], width: int) -> Tensor:
     """Matrices [R, ...] side by side, with zeros behind them up to ``width`` columns; differentiable."""
     if _modes.compiling():
-        rows, own = parts[0].shape[0], sum([part.shape[1] for part in parts])
-        return torch.cat([*parts, *([parts[0].new_zeros((rows, width - own))] if width > own else [])], 1)
+        return torch.cat(_padded(parts, width), 1)
     return cast(Tensor, _Joined.apply(width, *parts))  # type: ignore[no-untyped-call]
 
 
@@ -41,13 +40,17 @@ def narrowed(y: Tensor, up: Tensor) -> Tensor:
     return cast(Tensor, _Narrowed.apply(y, up))  # type: ignore[no-untyped-call]
 
 
+def _padded(parts: Sequence[Tensor], width: int) -> list[Tensor]:
+    """The matrices, and one of zeros behind them where they have fewer than ``width`` columns."""
+    rows, own = parts[0].shape[0], sum([part.shape[1] for part in parts])
+    return [*parts, *([parts[0].new_zeros((rows, width - own))] if own < width else [])]
+
+
 def _side_by_side(parts: Sequence[Tensor], width: int) -> Tensor:
     """Matrices side by side, and zeros behind them."""
-    own = sum([part.shape[1] for part in parts])
-    if own < width:
-        parts = [*parts, parts[0].new_zeros((parts[0].shape[0], width - own))]
+    parts = _padded(parts, width)
     if not all(map(_is_wide, parts)):
-        return torch.cat([*parts], 1)
+        return torch.cat(parts, 1)
     return torch.cat([part.view(torch.int64) for part in parts], 1).view(parts[0].dtype)
 
 

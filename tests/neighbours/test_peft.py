@@ -47,7 +47,7 @@ def test_lora_on_a_pair_merged_before_sparsify_runs_sparse(target: Any) -> None:
 
 
 def modules(model: Any) -> list[str]:
-    """The names of the modules of a model, but for the activation, which a layer of twell has in its kernels."""
+    """The names of a model's modules without the activation, which a layer of twell has in its kernels."""
     return [name for name, _ in model.named_modules() if not name.endswith("act_fn")]
 
 
