@@ -12,17 +12,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _modes, functional, ops, up_down
+from twell import _modes, functional, up_down
 from twell._activation import activation_of
 from twell._admission import sharded
-from twell._columns import joined, narrowed, widened
+from twell._columns import Matrix, Part, assembled, narrowed, widened
 from twell._plain import HOOKS_OF_ALL, calls_are_torchs, overridden
-from twell._projections import Projection
+from twell._projections import LowRank, Projection
 from twell.ops.operands import Operands
 from twell.strategy import tables
 from twell.strategy.plan import Facts, Refusal, Route, plan
@@ -50,6 +51,17 @@ class Way(NamedTuple):
         # the halves of one projection have the same ones
         shared = self.up is not None and self.up.part is not None
         return [each for each in (None if shared else self.gate, self.up) if each is not None]
+
+    @property
+    def lowering(self) -> list[LowRank]:
+        """The adapters that make columns of x."""
+        return [adapter for each in self.sources for adapter in each.adapters]
+
+    @property
+    def drops(self) -> bool:
+        """Whether one of them drops values of x now."""
+        # not any(): Dynamo of torch 2.9 cannot trace it of a generator
+        return True in [adapter.drops for adapter in self.lowering]
 
     @property
     def rank(self) -> int:
@@ -163,83 +175,104 @@ def _trains(layer: Any) -> bool:
 
 def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) -> Any:
     gate, up, down, given, added = way
-    k, n = layer.hidden, layer.intermediate
-    called: Any = None
+    k, lead, called = layer.hidden, x.shape[:-1], None
     if given:
         called = layer._gate(x)
-        if type(called) is not Tensor or called.shape != (*x.shape[:-1], n):
-            return layer._dense(x, (called, layer._project("up_proj", x) if layer._gated else None), with_aux)
-    lead = x.shape[:-1]
-    wide = x.to(dtype)
-    if added:
-        wide = _wide(way, x.reshape(-1, k), k + added, dtype)
-        if called is not None:
-            called = called.reshape(-1, n)
-    # the columns of the up projection's adapters end those of x
-    makers = (
-        None if gate is None else functools.partial(_input_weight, gate, dtype, 0, added),
-        None if up is None else functools.partial(_input_weight, up, dtype, way.rank - up.rank, added),
-        functools.partial(_down_weight, down, dtype, added),
-    )
-    weights: list[Any] = [None if make is None else make() for make in makers]
-    w_gate, w_up, w_down = weights
+        if type(called) is not Tensor or called.shape != (*lead, layer.intermediate):
+            return layer._dense(called, layer._project("up_proj", x) if layer._gated else None, with_aux)
+
+    def dense() -> Any:
+        if called is None:
+            return layer._behind(*layer._pre_activations(x))
+        return layer._behind(called, layer._project("up_proj", x) if layer._gated else None)
+
+    makers, weights = _weights(way, dtype)
+    w_gate, w_up, w_down = (weights.get(name) for name in ("gate", "up", "down"))
+    wide = _wide(way, x, weights.get("lowering"), dtype) if added else x.to(dtype)
     b_gate, b_up, b_down = (None if each is None else each.bias(dtype) for each in (gate, up, down))
     if added and b_down is not None:
-        b_down = torch.cat([b_down, *_zeros(b_down, (), added)])
+        b_down = F.pad(b_down, (0, added))
     strategy = layer._site() or layer._strategy
     activation = activation_of(layer._activation, layer._threshold, layer._gated)
     # frozen weights need no gradient in front of those of adapters
     frozen = not any(each.linear.weight.requires_grad for each in (gate, up, down) if each is not None)
-    first_column = k if added and frozen else 0
+    first = down if given else gate
+    # operators find the site by a weight that the layer holds
+    held = None if first is None or first.quantised else first.linear.weight
+    made = functional.Made(held, k if added and frozen else 0, dense)
     result: Any
-    with _made_again(x, zip(makers, weights)):
-        if given:
-            behind = {"x": None if up is None else wide, "gate": called.to(dtype), "w_up": w_up, "w_down": w_down}
-            behind |= {"b_up": b_up, "b_down": b_down}
-            how = activation, strategy, layer._compression, with_aux
-            held = None if down.quantised else down.linear.weight
-            result = up_down.run(behind, *how, held=held, first_column=first_column)
-        else:
+    with _made_again(x, [(make, weights[name]) for name, make in makers.items()]):
+        if called is None:
             function = functional.sparse_gated_ffn if layer._gated else functional.sparse_ffn
-            operands = Operands(wide, w_gate, w_up, w_down, b_gate, b_up, b_down)
-            # operators find the site by the weight that the layer holds
-            held = None if gate is None or gate.quantised else gate.linear.weight
-            of = strategy, False, layer._compression, None, with_aux, None, held, first_column
-            result = functional.run(function, operands, layer._gated, activation, *of)
+            operands = Operands(wide, cast(Tensor, w_gate), w_up, cast(Tensor, w_down), b_gate, b_up, b_down)
+            how = activation, strategy, False, layer._compression, None, with_aux, None, made
+            result = functional.run(function, operands, layer._gated, *how)
+        else:
+            of_gate = called.reshape(-1, called.shape[-1]) if added else called
+            behind = {"x": None if up is None else wide, "gate": of_gate.to(dtype), "w_up": w_up, "w_down": w_down}
+            behind |= {"b_up": b_up, "b_down": b_down}
+            result = up_down.run(behind, activation, strategy, layer._compression, with_aux, made)
     y, aux = result if with_aux else (result, None)
-    kept = _dtype_of_y(way, x, called, dtype)
+    # a dense call is of the projections
+    if y.shape[-1] != k:
+        y = narrowed(y, weights["raising"] if "raising" in weights else y.new_empty((k, 0))).view(*lead, k)
+    y = y.to(_dtype_of_y(way, x, called, dtype))
+    return (y, aux) if with_aux else y
+
+
+# makes the matrix of a projection
+Maker = Callable[[], Matrix]
+
+
+def _weights(way: Way, dtype: torch.dtype) -> tuple[dict[str, Maker], dict[str, Tensor]]:
+    """The weights of the projections that are not called, and of adapters: of all before x, and behind the down one.
+
+    And what makes those of the projections.
+    """
+    gate, up, down, _, added = way
+    makers: dict[str, Maker] = {"down": functools.partial(_of_output, down, dtype, added)}
+    if gate is not None:
+        makers["gate"] = functools.partial(_of_input, gate, dtype, 0, added)
+    if up is not None:
+        # the columns of its adapters end those of x
+        makers["up"] = functools.partial(_of_input, up, dtype, way.rank - up.rank, added)
+    matrices = {name: make() for name, make in makers.items()}
+    if way.lowering and not way.drops:
+        matrices["lowering"] = Matrix([Part(adapter.a.weight) for adapter in way.lowering], dtype, 0)
+    if down.adapters:
+        matrices["raising"] = Matrix(down.raising(), dtype)
+    weights = dict(zip(matrices, assembled([*matrices.values()])))
     if added:
-        ups = down.raising(dtype)
-        y = narrowed(y, torch.cat(ups, 1) if ups else y.new_empty((k, 0))).view(*lead, k)
-    return (y.to(kept), aux) if with_aux else y.to(kept)
+        weights["down"] = weights["down"].t()
+    return makers, weights
 
 
-def _wide(way: Way, x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """The columns of x [M, K] and those of adapters, which dropout takes from peft's own modules."""
-    adapters = [adapter for each in way.sources for adapter in each.adapters]
-    if any(adapter.drops for adapter in adapters) or not adapters:
-        return joined([x.to(dtype), *(column for each in way.sources for column in each.lowered(x, dtype))], width)
-    return widened(x.to(dtype), torch.cat([adapter.a.weight.to(dtype) for adapter in adapters]), width)
+def _wide(way: Way, x: Tensor, lowering: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The columns of x [M, K] and those of adapters."""
+    x = x.reshape(-1, x.shape[-1])
+    wide = x.to(dtype)
+    if lowering is not None:
+        return widened(wide, lowering, x.shape[1] + way.added)
+    # dropout takes what it drops in peft's own modules
+    low = [Part(columns) for each in way.sources for columns in each.lowered(x, dtype)]
+    return assembled([Matrix([Part(wide), *low, way.added - sum([part.shape[1] for part in low])], dtype)])[0]
 
 
-def _input_weight(each: Projection, dtype: torch.dtype, start: int, added: int) -> Tensor:
+def _of_input(each: Projection, dtype: torch.dtype, start: int, added: int) -> Matrix:
     """The weight of gate or up with ``added`` columns, of which those from ``start`` on are its adapters'."""
-    weight = each.weight(dtype)
+    weight = Part(each.weight(dtype))
     if not added:
-        return weight
-    return joined([weight, *_zeros(weight, weight.shape[:1], start), *each.raising(dtype)], weight.shape[1] + added)
+        return Matrix([weight], dtype)
+    return Matrix([weight, start, *each.raising(), added - start - each.rank], dtype)
 
 
-def _down_weight(each: Projection, dtype: torch.dtype, added: int) -> Tensor:
-    """The weight of the down projection with ``added`` rows, those of its adapters first."""
+def _of_output(each: Projection, dtype: torch.dtype, added: int) -> Matrix:
+    """The weight of the down projection; with ``added`` rows by rows of neurons, as kernels read it, [N, K + R]."""
     weight = each.weight(dtype)
     if not added:
-        return weight
-    # by rows of neurons, as the kernels read it
-    frozen = weight.is_contiguous() and not weight.requires_grad and weight.itemsize == 2
-    rows = ops.matrix_transpose(weight) if frozen else weight.t()
-    columns = [adapter.a.weight.to(dtype).t() for adapter in each.adapters]
-    return joined([rows, *columns], len(weight) + added).t()
+        return Matrix([Part(weight)], dtype)
+    lowering = [Part(adapter.a.weight, transposed=True) for adapter in each.adapters]
+    return Matrix([Part(weight, transposed=True), *lowering, added - each.rank], dtype)
 
 
 class _Kept(NamedTuple):
@@ -260,7 +293,7 @@ def _kept(make: Callable[[], Tensor], *sources: Tensor) -> _Kept:
     return _Kept(make, sources, tuple(t._version for t in sources))
 
 
-def _made_again(x: Tensor, weights: Iterable[tuple[Any, Any]]) -> contextlib.AbstractContextManager[Any]:
+def _made_again(x: Tensor, weights: Iterable[tuple[Any, Tensor]]) -> contextlib.AbstractContextManager[Any]:
     """A context in which backward keeps how ``weights`` are made instead of them, which are of this call alone.
 
     Else training would hold a copy of all weights. Hooks of others, as of checkpoints, drop or move what is kept.
@@ -269,11 +302,10 @@ def _made_again(x: Tensor, weights: Iterable[tuple[Any, Any]]) -> contextlib.Abs
         return contextlib.nullcontext()
     made = {}
     for make, weight in weights:
-        if make is not None:
-            each: Projection = make.args[0]
-            if weight is not each.linear.weight:
-                pairs = (t for pair in each.adapters for t in (pair.a.weight, pair.b.weight))
-                made[_place(weight)] = _kept(make, each.linear.weight, *pairs)
+        each: Projection = make.args[0]
+        if weight is not each.linear.weight:
+            pairs = (t for pair in each.adapters for t in (pair.a.weight, pair.b.weight))
+            made[_place(weight)] = _kept(functools.partial(_again, make), each.linear.weight, *pairs)
     if not made:
         return contextlib.nullcontext()
 
@@ -282,6 +314,12 @@ def _made_again(x: Tensor, weights: Iterable[tuple[Any, Any]]) -> contextlib.Abs
         return made.get(_place(tensor)) or _kept(lambda: tensor, tensor)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept())
+
+
+def _again(make: Callable[[], Matrix]) -> Tensor:
+    matrix = make()
+    # of a down projection by rows
+    return matrix.made().t() if matrix.present[0].transposed else matrix.made()
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -295,11 +333,6 @@ def _dtype_of_y(way: Way, x: Tensor, called: Tensor | None, dtype: torch.dtype) 
     of_gate = called.dtype if called is not None else dtype
     up = way.up
     return of_gate if up is None else torch.promote_types(of_gate, x.dtype if up.quantised else dtype)
-
-
-def _zeros(like: Tensor, lead: Any, columns: int) -> list[Tensor]:
-    """Columns of zeros, if there are any."""
-    return [like.new_zeros((*lead, columns))] if columns else []
 
 
 def _names(layer: Any) -> tuple[str, ...]:

@@ -1,34 +1,121 @@
-"""Matrices side by side, and products of low rank beside them: what a layer with adapters makes around the kernels.
+"""Matrices of parts that lie side by side, and products of low rank beside them: what adapters put around the kernels.
 
-In PyTorch's own operators a layer's x with a few more columns, a slice of y, and their gradients are six more passes
-over all tokens; 16-bit values are copied one by one. Here they are copied by eight bytes, and each product is added in
-the pass that makes it. A compiler gets PyTorch's operators, which it fuses.
+In PyTorch's own operators the weights of a layer with adapters, its x with a few more columns, a slice of y, and their
+gradients are a node of the graph for each small step, and more passes over all tokens; 16-bit values are copied one by
+one. Here weights are one node, values are copied by eight bytes, and each product is added in the pass that makes it. A
+compiler gets PyTorch's operators, which it fuses.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from twell import _modes
+from twell.ops.library import has_rows, transpose
 
 
-def joined(parts: Sequence[Tensor], width: int) -> Tensor:
-    """Matrices [R, ...] side by side, with zeros behind them up to ``width`` columns; differentiable."""
+class Part(NamedTuple):
+    """``scale`` times ``source``, or times its transpose."""
+
+    source: Tensor
+    scale: float = 1
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The rows and columns of the part."""
+        rows, columns = self.source.shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    def fill(self, place: Tensor) -> None:
+        """Write it there, in the dtype of ``place``."""
+        source, scale, transposed = self
+        if scale != 1:
+            torch.mul(source.t() if transposed else source, scale, out=place)
+        elif transposed and source.dtype == place.dtype and has_rows(source):
+            transpose(source, place)
+        else:
+            _copy(source.t() if transposed else source, place)
+
+
+class Matrix(NamedTuple):
+    """Parts and, where one is a number, as many columns (or rows) of zeros; along ``dim``: 1 side by side."""
+
+    parts: Sequence[Part | int]
+    dtype: torch.dtype
+    dim: int = 1
+
+    @property
+    def present(self) -> list[Part]:
+        """The parts that are not zeros."""
+        return [part for part in self.parts if isinstance(part, Part)]
+
+    def lengths(self) -> list[int]:
+        """The columns, or rows, of each part."""
+        return [part.shape[self.dim] if isinstance(part, Part) else part for part in self.parts]
+
+    def is_source(self) -> bool:
+        """Whether it is a tensor that there is already."""
+        first, *rest = self.parts
+        return not rest and isinstance(first, Part) and first[1:] == (1, False) and first.source.dtype == self.dtype
+
+    def made(self) -> Tensor:
+        """The matrix, without a graph; the tensor itself where it is one."""
+        if self.is_source():
+            return self.present[0].source
+        first, lengths = self.present[0], self.lengths()
+        shape = [*first.shape]
+        shape[self.dim] = sum(lengths)
+        out, start = first.source.new_empty(shape, dtype=self.dtype, requires_grad=False), 0
+        for part, length in zip(self.parts, lengths):
+            place = out.narrow(self.dim, start, length)
+            start += length
+            if isinstance(part, Part):
+                part.fill(place)
+            elif length:
+                place.zero_()
+        return out
+
+    def by_torch(self) -> Tensor:
+        """The matrix by operators that a compiler differentiates and fuses."""
+        if self.is_source():
+            return self.present[0].source
+        first = self.present[0]
+        found = []
+        for part, length in zip(self.parts, self.lengths()):
+            if isinstance(part, Part):
+                source = part.source.t() if part.transposed else part.source
+                found.append((source * part.scale if part.scale != 1 else source).to(self.dtype))
+            elif length:
+                shape = [*first.shape]
+                shape[self.dim] = length
+                found.append(first.source.new_zeros(shape, dtype=self.dtype))
+        return torch.cat(found, self.dim)
+
+
+def assembled(matrices: Sequence[Matrix]) -> list[Tensor]:
+    """The matrices, differentiable with respect to their parts."""
     if _modes.compiling():
-        return torch.cat(_padded(parts, width), 1)
-    return cast(Tensor, _Joined.apply(width, *parts))  # type: ignore[no-untyped-call]
+        return [matrix.by_torch() for matrix in matrices]
+    new = [matrix for matrix in matrices if not matrix.is_source()]
+    sources = [part.source for matrix in new for part in matrix.present]
+    if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
+        made: Any = iter(_Assembled.apply(new, *sources))  # type: ignore[no-untyped-call]
+    else:
+        made = iter([matrix.made() for matrix in new])
+    return [matrix.present[0].source if matrix.is_source() else next(made) for matrix in matrices]
 
 
 def widened(x: Tensor, down: Tensor, width: int) -> Tensor:
     """``[x, x @ down^T, 0]`` [M, width] for x [M, K] and down [R, K]; differentiable."""
     if _modes.compiling():
-        return joined([x, x @ down.t()], width)
+        parts = [Part(x), Part(x @ down.t())]
+        return Matrix([*parts, width - sum([part.shape[1] for part in parts])], x.dtype).by_torch()
     return cast(Tensor, _Widened.apply(x, down, width))  # type: ignore[no-untyped-call]
 
 
@@ -40,25 +127,11 @@ def narrowed(y: Tensor, up: Tensor) -> Tensor:
     return cast(Tensor, _Narrowed.apply(y, up))  # type: ignore[no-untyped-call]
 
 
-def _padded(parts: Sequence[Tensor], width: int) -> list[Tensor]:
-    """The matrices, and one of zeros behind them where they have fewer than ``width`` columns."""
-    rows, own = parts[0].shape[0], sum([part.shape[1] for part in parts])
-    return [*parts, *([parts[0].new_zeros((rows, width - own))] if own < width else [])]
-
-
-def _side_by_side(parts: Sequence[Tensor], width: int) -> Tensor:
-    """Matrices side by side, and zeros behind them."""
-    parts = _padded(parts, width)
-    if not all(map(_is_wide, parts)):
-        return torch.cat(parts, 1)
-    return torch.cat([part.view(torch.int64) for part in parts], 1).view(parts[0].dtype)
-
-
-def _copied(matrix: Tensor) -> Tensor:
-    """A contiguous copy."""
-    if not _is_wide(matrix):
-        return matrix.clone(memory_format=torch.contiguous_format)
-    return matrix.view(torch.int64).clone(memory_format=torch.contiguous_format).view(matrix.dtype)
+def _copy(source: Tensor, place: Tensor) -> None:
+    """Fill ``place``; eight bytes at a time where rows are of whole ones."""
+    if source.dtype == place.dtype and _is_wide(source) and _is_wide(place):
+        source, place = source.view(torch.int64), place.view(torch.int64)
+    place.copy_(source)
 
 
 def _is_wide(matrix: Tensor) -> bool:
@@ -67,34 +140,64 @@ def _is_wide(matrix: Tensor) -> bool:
     return step == 1 and not (matrix.shape[1] % each or pitch % each or matrix.storage_offset() % each)
 
 
-class _Joined(torch.autograd.Function):
+def _with_product(x: Tensor, other: Tensor, width: int) -> Tensor:
+    """``[x, x @ other, 0]`` [M, width]."""
+    (m, k), rank = x.shape, other.shape[1]
+    out = x.new_empty((m, width))
+    _copy(x, out[:, :k])
+    torch.mm(x, other, out=out[:, k : k + rank])
+    if k + rank < width:
+        out[:, k + rank :].zero_()
+    return out
+
+
+class _Assembled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, width: int, *parts: Tensor) -> Tensor:
-        ctx.widths = [part.shape[1] for part in parts]
-        return _side_by_side(parts, width)
+    def forward(ctx: Any, matrices: Sequence[Matrix], *sources: Tensor) -> tuple[Tensor, ...]:
+        # without the sources: dequantised weights must not live until backward
+        ctx.places = []
+        for index, matrix in enumerate(matrices):
+            start = 0
+            for part, length in zip(matrix.parts, matrix.lengths()):
+                if isinstance(part, Part):
+                    how = matrix.dim, start, length, part.scale, part.transposed, part.source.dtype
+                    ctx.places.append((index, *how))
+                start += length
+        ctx.set_materialize_grads(False)
+        return tuple([matrix.made() for matrix in matrices])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> Any:
-        starts = [0, *itertools.accumulate(ctx.widths)]
-        places = zip(starts, ctx.widths, ctx.needs_input_grad[1:])
-        return None, *(upstream[:, at : at + width] if needed else None for at, width, needed in places)
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        found: list[Tensor | None] = []
+        for (index, dim, start, length, scale, transposed, dtype), needed in zip(ctx.places, ctx.needs_input_grad[1:]):
+            of = upstream[index]
+            if not needed or of is None:
+                found.append(None)
+                continue
+            of = of.narrow(dim, start, length)
+            of = (of.t() if transposed else of).to(dtype)
+            # a view would hold the gradient of the whole matrix
+            found.append(of * scale if scale != 1 else of.contiguous())
+        return None, *found
 
 
 class _Widened(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor, width: int) -> Tensor:
         ctx.save_for_backward(x, down)
-        return _side_by_side([x, x @ down.t()], width)
+        return _with_product(x, down.t(), width)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> Any:
         x, down = ctx.saved_tensors
         (rank, k), dx = down.shape, None
-        low = upstream[:, k : k + rank].contiguous()
+        low = upstream[:, k : k + rank]
         if ctx.needs_input_grad[0]:
-            dx = _copied(upstream[:, :k]).addmm_(low, down)
+            dx = torch.empty_like(x)
+            _copy(upstream[:, :k], dx)
+            dx.addmm_(low, down)
         return dx, low.t() @ x if ctx.needs_input_grad[1] else None, None
 
 
@@ -102,14 +205,16 @@ class _Narrowed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, up: Tensor) -> Tensor:
         k, rank = up.shape
-        low, ctx.width = y[:, k : k + rank].contiguous(), y.shape[1]
-        ctx.save_for_backward(low, up)
-        return _copied(y[:, :k]).addmm_(low, up.t())
+        low, ctx.width = y[:, k : k + rank], y.shape[1]
+        ctx.save_for_backward(low.contiguous() if ctx.needs_input_grad[1] else None, up)
+        narrow = y.new_empty((len(y), k))
+        _copy(y[:, :k], narrow)
+        return narrow.addmm_(low, up.t()) if rank else narrow
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> Any:
         (low, up), dy = ctx.saved_tensors, None
         if ctx.needs_input_grad[0]:
-            dy = _side_by_side([upstream, upstream @ up], ctx.width)
+            dy = _with_product(upstream, up, ctx.width)
         return dy, upstream.t() @ low if ctx.needs_input_grad[1] else None

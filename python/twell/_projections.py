@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from twell import _plain
 from twell._admission import sharded
+from twell._columns import Part
 
 _SAVED = "peft.utils.other.ModulesToSaveWrapper"
 _LORA_OF_4_BITS = "peft.tuners.lora.bnb.Linear4bit"
@@ -95,9 +96,15 @@ class Projection(NamedTuple):
             found.append(each.a(each.dropout(x)).to(dtype))
         return found
 
-    def raising(self, dtype: torch.dtype) -> list[Tensor]:
+    def raising(self) -> list[Part]:
         """``scaling * b`` of each adapter without its bias, [out, r]."""
-        return [self._half((each.b.weight * each.scaling).to(dtype)) for each in self.adapters]
+        found = []
+        for each in self.adapters:
+            b, scale = each.b.weight, each.scaling
+            if not isinstance(scale, (int, float)):
+                b, scale = b * scale, 1
+            found.append(Part(self._half(b), scale))
+        return found
 
     def _half(self, of_outputs: Tensor) -> Tensor:
         return of_outputs if self.part is None else of_outputs.chunk(2)[self.part]

@@ -304,6 +304,19 @@ def pack(
     return PackedTwell(words, spill, stats, n, compression)
 
 
+class Made(NamedTuple):
+    """What a caller says of weights that it made for one call.
+
+    held: a weight that it holds, by which operators find the site. first_column: gradients of the weights are wanted
+    from here on, as columns [N, K]; what backward returns before means nothing. dense: computes y, the hidden state and
+    the gate, before or after its activation, for a call that runs dense.
+    """
+
+    held: Tensor | None
+    first_column: int
+    dense: Callable[[], tuple[Tensor, Tensor, Tensor]]
+
+
 def run(
     function: Callable[..., Any],
     given: Operands,
@@ -315,14 +328,11 @@ def run(
     main_grads: Sequence[Tensor | None] | None,
     return_aux: bool,
     learning: Learning | None = None,
-    held: Tensor | None = None,
-    first_column: int = 0,
+    made: Made | None = None,
 ) -> Tensor | tuple[Tensor, Aux]:
     """Run ``function``, ``sparse_gated_ffn`` or ``sparse_ffn``, on the operands ``given``.
 
-    ``learning``: where the layer remembers what computes y of calls like this one. ``held``: the first weight as the
-    caller holds it, if the given one is made for this call. ``first_column``: gradients of the weights are wanted from
-    here on, as columns [N, K]; what backward returns before means nothing.
+    ``learning``: where the layer remembers what computes y of calls like this one. ``made``: if weights are.
     """
     name = function.__name__
     site, asked, screen, same_bits = None, strategy, False, invariant
@@ -366,11 +376,11 @@ def run(
     first = None
     if site is not None and (route.strategy == "auto" or route.measurement is not None):
         # the operators find the site by the weight that the caller holds
-        first = given.w_gate if held is None else held
+        first = given.w_gate if made is None or made.held is None else made.held
         if not _modes.tracing(0) and type(first) in PLAIN_TENSORS and found(first) is not site:
             enroll(first, site)
     activation.level(layer.x.dtype)
-    call = _Call(name, training, plain, direct, activation, compression, return_aux, first_column)
+    call = _Call(name, training, plain, direct, activation, compression, return_aux, made)
     if learning is not None and direct and not return_aux and main_grads is None:
         y = _settled(call, layer, route, site, learning)
         if y is not None:
@@ -382,7 +392,7 @@ class _Call(NamedTuple):
     """What is known of a call besides its operands.
 
     training: whether a gradient will be needed. plain: whether all operands are plain tensors in eager mode. direct:
-    whether the code of operators may be called without the dispatcher, too. first_column: see ``run``.
+    whether the code of operators may be called without the dispatcher, too. made: see ``run``.
     """
 
     name: str
@@ -392,7 +402,7 @@ class _Call(NamedTuple):
     activation: Activation
     compression: int
     return_aux: bool
-    first_column: int
+    made: Made | None
 
 
 def _range_of(call: _Call, layer: Operands, route: Route, *rest: Any) -> nvtx.Context:
@@ -406,7 +416,7 @@ def _run(call: _Call, layer: Operands, route: Route, mains: Mains, site: Tensor 
     """Compute ``layer`` as ``route`` says. The operators find the layer's ``AutoStrategy`` by ``site``, if given."""
     x = layer.x
     if route.strategy == "dense":
-        y, hidden, gate = _dense(call, layer, mains)
+        y, hidden, gate = _dense(call, layer, mains) if call.made is None else call.made.dense()
         if route.measurement is not None:
             candidates = screened.wanted(route.measurement, layer, call.activation)
             route.measurement.dense(gate, call.activation.level(gate.dtype), candidates)
@@ -573,7 +583,9 @@ def _train(call: _Call, layer: Operands, route: Route, mains: Mains) -> tuple[Te
 
     totals = call.return_aux or note is not None
     how = _autograd.Call(call.name, call.compression, route.held, call.activation, route.screen, totals, note)
-    y, l1, nonzeros = _autograd.ffn(how._replace(first=call.first_column), layer, mains, call.direct)
+    y, l1, nonzeros = _autograd.ffn(
+        how._replace(first=0 if call.made is None else call.made.first_column), layer, mains, call.direct
+    )
     if route.holder is not None:
         # training keeps its choice until backward passes y
         route.holder.hold(y)

@@ -340,16 +340,21 @@ class SparseFFN(nn.Module):
             return result
         if result and not _modes.compiling():
             warn_once(f"a twell layer calls its projections and runs dense: {result}")
-        return self._dense(x, self._pre_activations(x), with_aux)
+        return self._dense(*self._pre_activations(x), with_aux)
 
-    def _dense(self, x: Tensor, gate_and_up: tuple[Any, Any], with_aux: bool) -> Any:
+    def _dense(self, gate: Any, up: Any, with_aux: bool) -> Any:
         """The result by calling the projections, of what those before the activation returned."""
+        y, hidden, gate = self._behind(gate, up)
+        if not with_aux:
+            return y
+        return y, functional._dense_aux(hidden, gate, activation_of(self._activation, self._threshold, self._gated))
+
+    def _behind(self, gate: Any, up: Any) -> tuple[Any, Any, Any]:
+        """y, the hidden state and the gate, of what the projections before the activation returned."""
         activation = activation_of(self._activation, self._threshold, self._gated)
-        gate, up = gate_and_up
         gate = activation.after(gate)
         hidden = activation.hidden(gate, up)
-        y = self._project("down_proj", hidden)
-        return (y, functional._dense_aux(hidden, gate, activation)) if with_aux else y
+        return self._project("down_proj", hidden), hidden, gate
 
     def _site(self) -> AutoStrategy | None:
         """The ``AutoStrategy`` that chooses; None if nothing is left to choose."""

@@ -14,7 +14,7 @@ from twell._admission import needing_grad, require_alike, sharded, strided
 from twell._plain import overridden
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
-from twell.functional import Aux, Strategy, copies_down
+from twell.functional import Aux, Made, Strategy, copies_down
 from twell.ops import hybrid
 from twell.ops.library import no_view, unviewed
 from twell.ops.sparse_up_down import Given
@@ -76,10 +76,9 @@ def run(
     strategy: Strategy | AutoStrategy,
     compression: int,
     return_aux: bool,
-    held: Tensor | None = None,
-    first_column: int = 0,
+    made: Made | None = None,
 ) -> Tensor | tuple[Tensor, Aux]:
-    """Run ``sparse_up_down``; ``held`` and ``first_column`` as in ``functional.run``."""
+    """Run ``sparse_up_down``; ``made`` as in ``functional.run``."""
     t = _admit(operands)
     w_up, w_down = operands["w_up"], operands["w_down"]
     given = Given(*(t.get(name) for name in Given._fields))
@@ -91,14 +90,16 @@ def run(
     # the operators find the site by a weight that the caller holds
     first = None
     if site is not None and (route.strategy == "auto" or route.measurement is not None):
-        first = held if held is not None else w_down if w_up is None else w_up
+        first = w_down if w_up is None else w_up
+        if made is not None and made.held is not None:
+            first = made.held
         assert first is not None
         if not _modes.tracing(0) and type(first) in _modes.PLAIN_TENSORS and found(first) is not site:
             enroll(first, site)
     if route.strategy == "dense":
-        y, l1, nonzeros = _dense(given, kind, route, return_aux)
+        y, l1, nonzeros = _dense(given, kind, route, return_aux, made)
     elif training:
-        y, l1, nonzeros = _train(given, kind, compression, route, first_column)
+        y, l1, nonzeros = _train(given, kind, compression, route, 0 if made is None else made.first_column)
     else:
         y, l1, nonzeros = _infer(given, kind, compression, route.strategy, first, return_aux)
     if route.holder is not None:
@@ -182,14 +183,19 @@ def _routed(
     return route._replace(screen=False)
 
 
-def _dense(given: Given, activation: Activation, route: Route, return_aux: bool) -> tuple[Tensor, Any, Any]:
+def _dense(
+    given: Given, activation: Activation, route: Route, return_aux: bool, made: Made | None
+) -> tuple[Tensor, Any, Any]:
     """The same by PyTorch's own operators."""
     gate, x, w_up, w_down, b_up, b_down = given
-    packed = activation.after(gate, inplace=False)
-    hidden = activation.hidden(packed, None if w_up is None else F.linear(x, w_up, b_up))
     if route.measurement is not None:
         route.measurement.dense(gate, activation.level(gate.dtype))
-    y = no_view(F.linear(hidden, w_down, b_down))
+    if made is None:
+        packed = activation.after(gate, inplace=False)
+        hidden = activation.hidden(packed, None if w_up is None else F.linear(x, w_up, b_up))
+        y = no_view(F.linear(hidden, w_down, b_down))
+    else:
+        y, hidden, packed = made.dense()
     if not return_aux:
         return y, None, None
     return y, hidden.abs().sum(dtype=hybrid.accumulator(hidden.dtype)), (packed > activation.level(gate.dtype)).sum()

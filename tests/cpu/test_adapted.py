@@ -21,6 +21,7 @@ from twell import _adapted, _modes, functional, up_down
 from twell._projections import Projection
 from twell._sparsify.modules import FusedGatedMLP, NamedGatedMLP
 from twell.nn import SparseGatedMLP, SparseMLP
+from twell.strategy.plan import route_of
 
 peft = pytest.importorskip("peft")
 
@@ -406,6 +407,25 @@ def test_auto_concatenates_for_many_tokens_alone(
         assert len(runs) == 2
 
 
+@pytest.mark.parametrize("change", [None, hooked_gate], ids=["read", "called"])
+def test_what_is_dense_calls_the_projections(
+    change: Any, monkeypatch: pytest.MonkeyPatch, runs: list[tuple[str, int]]
+) -> None:
+    """Products with the wide weights would make gradients of all of their columns."""
+    model, x = adapted(), tokens()
+    if change is not None:
+        change(model)
+    for module in (functional, up_down):
+        monkeypatch.setattr(module, "routed", lambda facts: route_of("dense"))
+    expected, ours = results(by_peft(model), x), results(model, x)
+    assert len(runs) == 1
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(ours[name], value), name
+    figures = [layer_of(each)(x, return_aux=True)[1] for each in (model, by_peft(model))]
+    assert figures[0] == figures[1]
+
+
 def test_kernels_take_the_concatenated_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward; a kernel copies the down weight by rows where it is concatenated, once in each."""
     gpu = install(monkeypatch)
@@ -582,10 +602,10 @@ def test_backward_makes_the_weights_again(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_else_backward_keeps_must_not_change() -> None:
     """Hooks of saved tensors take PyTorch's own check away."""
     linear = nn.Linear(K, N)
-    make = functools.partial(_adapted._input_weight, Projection(linear), torch.float64, 0, 0)
-    weight = make()
+    make = functools.partial(_adapted._of_input, Projection(linear), torch.float64, 0, 0)
+    weight = make().by_torch()
     x = tokens(torch.float64).requires_grad_() * 1
-    with _adapted._made_again(x, [(make, weight), (None, None)]):
+    with _adapted._made_again(x, [(make, weight)]):
         y = (x * x) @ weight.t()
     with torch.no_grad():
         x.add_(1)

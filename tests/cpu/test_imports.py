@@ -65,7 +65,8 @@ LAYERS = [
     ["twell._quantised"],
     ["twell.functional", "twell.experts", "twell._down_layout"],
     ["twell.up_down"],
-    ["twell._columns", "twell._projections"],
+    ["twell._columns"],
+    ["twell._projections"],
     ["twell._adapted", "twell._explained"],
     # reads files, imports no library of others
     ["twell._float8_mlp", "twell.integrations.float8_layouts"],
