@@ -369,15 +369,18 @@ _MEASURED = (
         (330, 330, 330, 5),
     ),
     Measurement(
-        "h200_fuzz_portable",
+        "h100_fuzz_portable",
         "the same for the portable family of kernels",
         "paragraph in the page on development",
         (
-            "python -m tests.fuzz --portable --budget-s 290 --seed 311 --ledger $FOLDER/portable-311.jsonl",
-            "python -m tests.fuzz --portable --budget-s 290 --seed 312 --ledger $FOLDER/portable-312.jsonl",
-            "python -m tests.fuzz --summary $FOLDER/portable-311.jsonl $FOLDER/portable-312.jsonl --json $OUT",
+            *(
+                f"python -m tests.fuzz --portable --budget-s 380 --seed {seed} --ledger $FOLDER/portable-{seed}.jsonl"
+                for seed in range(1001, 1005)
+            ),
+            f"python -m tests.fuzz --summary {' '.join(f'$FOLDER/portable-{seed}.jsonl' for seed in range(1001, 1005))} "
+            "--json $OUT",
         ),
-        (300, 300, 5),
+        (390, 390, 390, 390, 5),
     ),
     Measurement(
         "h100_soak",

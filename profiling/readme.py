@@ -830,7 +830,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "auto misses": auto_misses,
     "auto losses": auto_losses,
     "fuzz": lambda: fuzz("h200_fuzz"),
-    "fuzz portable": lambda: fuzz("h200_fuzz_portable"),
+    "fuzz portable": lambda: fuzz("h100_fuzz_portable"),
     "decode autotuned": lambda: layer_calls("h200_decode_autotuned"),
     "large layer": lambda: layer_calls("h200_large_layer"),
     "few tokens": lambda: layer_calls("h200_few_ffn"),

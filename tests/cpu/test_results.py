@@ -37,7 +37,7 @@ def test_every_result_has_its_machine_line(root: Path) -> None:
         assert path.stem.partition("_")[0].upper() in machine, path
 
 
-@pytest.mark.parametrize("name", ["h200_fuzz", "h200_fuzz_portable"])
+@pytest.mark.parametrize("name", ["h200_fuzz", "h100_fuzz_portable"])
 def test_the_seeds_of_a_result_are_those_of_its_commands(name: str, root: Path) -> None:
     runs = json.loads((root / "profiling" / "results" / f"{name}.json").read_text())["runs"]
     (made,) = (each for each in measurements.ALL if each.name == name)
