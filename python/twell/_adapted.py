@@ -81,7 +81,7 @@ def way_of(layer: Any) -> Way | str:
     *ups, down = rest
     up = ups[0] if ups else None
     if any(each.drops for each in down.adapters):
-        return f"{names[-1]} has an adapter that drops values of the hidden state, of which the kernels keep no zeros"
+        return f"{names[-1]} has an adapter with dropout of the hidden state (lora_dropout): kernels keep no zeros"
     given = isinstance(first, str) or bool(first.quantised and first.part is None)
     way = Way(None if given else first, up, down, given, 0)
     return way._replace(added=-(-max(way.rank, down.rank) // 8) * 8)
@@ -124,7 +124,14 @@ def foreseen(layer: Any, training: bool) -> Route | Refusal:
         return answer._replace(reason=way) if isinstance(answer, Route) and isinstance(way, str) else answer
     device = way.down.linear.weight.device
     dtype = _modes.product_dtype(way.down.own_dtype, device.type)
-    return planned(layer, layer.intermediate, layer.hidden + way.added, dtype, device, training)
+    answer = planned(layer, layer.intermediate, layer.hidden + way.added, dtype, device, training)
+    if isinstance(answer, Refusal):
+        # calls of the projections take it
+        return Route("dense", reason=answer.message)
+    parts = [f"{way.added} columns of adapters"] if way.added else []
+    parts += ["a gate that is called"] if way.given and layer._gated else []
+    parts += ["dequantised weights"] if any(each.quantised for each in (way.up, way.down) if each) else []
+    return answer._replace(reason=f"{answer.reason}; with {' and '.join(parts)}") if parts else answer
 
 
 def _asked(layer: Any) -> Any:
@@ -186,7 +193,7 @@ def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) ->
             return layer._behind(*layer._pre_activations(x))
         return layer._behind(called, layer._project("up_proj", x) if layer._gated else None)
 
-    makers, weights = _weights(way, dtype)
+    matrices, weights = _weights(way, dtype)
     w_gate, w_up, w_down = (weights.get(name) for name in ("gate", "up", "down"))
     wide = _wide(way, x, weights.get("lowering"), dtype) if added else x.to(dtype)
     b_gate, b_up, b_down = (None if each is None else each.bias(dtype) for each in (gate, up, down))
@@ -201,7 +208,7 @@ def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) ->
     held = None if first is None or first.quantised else first.linear.weight
     made = functional.Made(held, k if added and frozen else 0, dense)
     result: Any
-    with _made_again(x, [(make, weights[name]) for name, make in makers.items()]):
+    with _made_again(x, [(matrices[name], weights[name]) for name in ("gate", "up", "down") if name in weights]):
         if called is None:
             function = functional.sparse_gated_ffn if layer._gated else functional.sparse_ffn
             operands = Operands(wide, cast(Tensor, w_gate), w_up, cast(Tensor, w_down), b_gate, b_up, b_down)
@@ -220,23 +227,15 @@ def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) ->
     return (y, aux) if with_aux else y
 
 
-# makes the matrix of a projection
-Maker = Callable[[], Matrix]
-
-
-def _weights(way: Way, dtype: torch.dtype) -> tuple[dict[str, Maker], dict[str, Tensor]]:
-    """The weights of the projections that are not called, and of adapters: of all before x, and behind the down one.
-
-    And what makes those of the projections.
-    """
+def _weights(way: Way, dtype: torch.dtype) -> tuple[dict[str, Matrix], dict[str, Tensor]]:
+    """The weights of the projections that are not called, and of adapters: of all before x, and behind the down one."""
     gate, up, down, _, added = way
-    makers: dict[str, Maker] = {"down": functools.partial(_of_output, down, dtype, added)}
+    matrices = {"down": _of_output(down, dtype, added)}
     if gate is not None:
-        makers["gate"] = functools.partial(_of_input, gate, dtype, 0, added)
+        matrices["gate"] = _of_input(gate, dtype, 0, added)
     if up is not None:
         # the columns of its adapters end those of x
-        makers["up"] = functools.partial(_of_input, up, dtype, way.rank - up.rank, added)
-    matrices = {name: make() for name, make in makers.items()}
+        matrices["up"] = _of_input(up, dtype, way.rank - up.rank, added)
     if way.lowering and not way.drops:
         matrices["lowering"] = Matrix([Part(adapter.a.weight) for adapter in way.lowering], dtype, 0)
     if down.adapters:
@@ -244,7 +243,7 @@ def _weights(way: Way, dtype: torch.dtype) -> tuple[dict[str, Maker], dict[str, 
     weights = dict(zip(matrices, assembled([*matrices.values()])))
     if added:
         weights["down"] = weights["down"].t()
-    return makers, weights
+    return matrices, weights
 
 
 def _wide(way: Way, x: Tensor, lowering: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -260,19 +259,18 @@ def _wide(way: Way, x: Tensor, lowering: Tensor | None, dtype: torch.dtype) -> T
 
 def _of_input(each: Projection, dtype: torch.dtype, start: int, added: int) -> Matrix:
     """The weight of gate or up with ``added`` columns, of which those from ``start`` on are its adapters'."""
-    weight = Part(each.weight(dtype))
     if not added:
-        return Matrix([weight], dtype)
-    return Matrix([weight, start, *each.raising(), added - start - each.rank], dtype)
+        return Matrix([each.weight()], dtype)
+    return Matrix([each.weight(), start, *each.raising(), added - start - each.rank], dtype)
 
 
 def _of_output(each: Projection, dtype: torch.dtype, added: int) -> Matrix:
     """The weight of the down projection; with ``added`` rows by rows of neurons, as kernels read it, [N, K + R]."""
-    weight = each.weight(dtype)
+    weight = each.weight()
     if not added:
-        return Matrix([Part(weight)], dtype)
+        return Matrix([weight], dtype)
     lowering = [Part(adapter.a.weight, transposed=True) for adapter in each.adapters]
-    return Matrix([Part(weight, transposed=True), *lowering, added - each.rank], dtype)
+    return Matrix([weight._replace(transposed=True), *lowering, added - each.rank], dtype)
 
 
 class _Kept(NamedTuple):
@@ -293,33 +291,37 @@ def _kept(make: Callable[[], Tensor], *sources: Tensor) -> _Kept:
     return _Kept(make, sources, tuple(t._version for t in sources))
 
 
-def _made_again(x: Tensor, weights: Iterable[tuple[Any, Tensor]]) -> contextlib.AbstractContextManager[Any]:
+def _made_again(x: Tensor, weights: Iterable[tuple[Matrix, Tensor]]) -> contextlib.AbstractContextManager[Any]:
     """A context in which backward keeps how ``weights`` are made instead of them, which are of this call alone.
 
     Else training would hold a copy of all weights. Hooks of others, as of checkpoints, drop or move what is kept.
     """
     if not torch.is_grad_enabled() or not _modes.eager((x,)) or _modes.checkpointed():
         return contextlib.nullcontext()
-    made = {}
-    for make, weight in weights:
-        each: Projection = make.args[0]
-        if weight is not each.linear.weight:
-            pairs = (t for pair in each.adapters for t in (pair.a.weight, pair.b.weight))
-            made[_place(weight)] = _kept(functools.partial(_again, make), each.linear.weight, *pairs)
+    made: dict[Any, _Kept] = {}
+    for matrix, weight in weights:
+        if not matrix.is_source() or matrix.present[0].origin is not None:
+            make, sources = matrix.kept()
+            transposed: Callable[[], Tensor] = functools.partial(_transposed, make)
+            # that of the down projection is a view of what is made; autograd may save either
+            ways = (transposed, make) if matrix.present[0].transposed else (make, transposed)
+            for view, how in zip((weight, weight.t()), ways):
+                made[_place(view)] = _kept(how, *sources)
     if not made:
         return contextlib.nullcontext()
 
     def pack(tensor: Tensor) -> _Kept:
+        if isinstance(tensor, torch.nn.Parameter):
+            # its memory, as above
+            tensor = tensor.detach()
         # hooks take the check of versions over
         return made.get(_place(tensor)) or _kept(lambda: tensor, tensor)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept())
 
 
-def _again(make: Callable[[], Matrix]) -> Tensor:
-    matrix = make()
-    # of a down projection by rows
-    return matrix.made().t() if matrix.present[0].transposed else matrix.made()
+def _transposed(make: Callable[[], Tensor]) -> Tensor:
+    return make().t()
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

@@ -8,23 +8,28 @@ compiler gets PyTorch's operators, which it fuses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from twell import _modes
+from twell._autograd import first_order
 from twell.ops.library import has_rows, transpose
 
 
 class Part(NamedTuple):
-    """``scale`` times ``source``, or times its transpose."""
+    """``scale`` times ``source``, or times its transpose.
+
+    origin: of a source that was made for one call, what makes it, and of what.
+    """
 
     source: Tensor
     scale: float = 1
     transposed: bool = False
+    origin: tuple[Callable[[], Tensor], Tensor] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -34,7 +39,7 @@ class Part(NamedTuple):
 
     def fill(self, place: Tensor) -> None:
         """Write it there, in the dtype of ``place``."""
-        source, scale, transposed = self
+        source, scale, transposed, _ = self
         if scale != 1:
             torch.mul(source.t() if transposed else source, scale, out=place)
         elif transposed and source.dtype == place.dtype and has_rows(source):
@@ -62,7 +67,9 @@ class Matrix(NamedTuple):
     def is_source(self) -> bool:
         """Whether it is a tensor that there is already."""
         first, *rest = self.parts
-        return not rest and isinstance(first, Part) and first[1:] == (1, False) and first.source.dtype == self.dtype
+        if rest or not isinstance(first, Part) or first.source.dtype != self.dtype:
+            return False
+        return first.scale == 1 and not first.transposed
 
     def made(self) -> Tensor:
         """The matrix, without a graph; the tensor itself where it is one."""
@@ -80,6 +87,25 @@ class Matrix(NamedTuple):
             elif length:
                 place.zero_()
         return out
+
+    def kept(self) -> tuple[Callable[[], Tensor], list[Tensor]]:
+        """What makes it again, of the tensors of now, whatever modules hold then; and those tensors."""
+        nothing: Any = None
+        parts = [part._replace(source=nothing) if isinstance(part, Part) else part for part in self.parts]
+        # their memory, of which `.data = other` takes the parameter away
+        sources = [part.source.detach() if part.origin is None else part.origin[1] for part in self.present]
+
+        def make() -> Tensor:
+            now = iter(sources)
+            filled: list[Part | int] = []
+            for part in parts:
+                if isinstance(part, Part):
+                    source = next(now)
+                    part = part._replace(source=source if part.origin is None else part.origin[0]())
+                filled.append(part)
+            return self._replace(parts=filled).made()
+
+        return make, sources
 
     def by_torch(self) -> Tensor:
         """The matrix by operators that a compiler differentiates and fuses."""
@@ -135,7 +161,9 @@ def _copy(source: Tensor, place: Tensor) -> None:
 
 
 def _is_wide(matrix: Tensor) -> bool:
-    """Whether its rows are of whole eight bytes."""
+    """Whether its rows are of whole eight bytes, in memory as they are."""
+    if matrix.is_neg() or _is_batched(matrix):
+        return False
     each, (pitch, step) = 8 // matrix.element_size(), matrix.stride()
     return step == 1 and not (matrix.shape[1] % each or pitch % each or matrix.storage_offset() % each)
 
@@ -143,12 +171,32 @@ def _is_wide(matrix: Tensor) -> bool:
 def _with_product(x: Tensor, other: Tensor, width: int) -> Tensor:
     """``[x, x @ other, 0]`` [M, width]."""
     (m, k), rank = x.shape, other.shape[1]
+    if _is_batched(x):
+        return Matrix([Part(x), Part(x @ other), width - k - rank], x.dtype).by_torch()
     out = x.new_empty((m, width))
     _copy(x, out[:, :k])
     torch.mm(x, other, out=out[:, k : k + rank])
     if k + rank < width:
         out[:, k + rank :].zero_()
     return out
+
+
+# is_grads_batched=True makes batched tensors without a transform of torch.func
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass that has no derivative, which is an error if one is asked for."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *upstream: Tensor | None) -> Any:
+        with torch.no_grad():
+            gradients = backward(ctx, *upstream)
+        if torch.is_grad_enabled():
+            gradients = first_order("a layer with adapters", gradients, (*upstream, *ctx.saved_tensors))
+        return tuple(gradients)
+
+    return run
 
 
 class _Assembled(torch.autograd.Function):
@@ -167,7 +215,7 @@ class _Assembled(torch.autograd.Function):
         return tuple([matrix.made() for matrix in matrices])
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
         found: list[Tensor | None] = []
         for (index, dim, start, length, scale, transposed, dtype), needed in zip(ctx.places, ctx.needs_input_grad[1:]):
@@ -185,19 +233,23 @@ class _Assembled(torch.autograd.Function):
 class _Widened(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, down: Tensor, width: int) -> Tensor:
-        ctx.save_for_backward(x, down)
+        # its memory, of which `.data = other` takes a parameter away
+        ctx.save_for_backward(x, down.detach())
         return _with_product(x, down.t(), width)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, upstream: Tensor) -> Any:
         x, down = ctx.saved_tensors
         (rank, k), dx = down.shape, None
         low = upstream[:, k : k + rank]
         if ctx.needs_input_grad[0]:
-            dx = torch.empty_like(x)
-            _copy(upstream[:, :k], dx)
-            dx.addmm_(low, down)
+            if _is_batched(upstream):
+                dx = upstream[:, :k] + low @ down
+            else:
+                dx = torch.empty_like(x)
+                _copy(upstream[:, :k], dx)
+                dx.addmm_(low, down)
         return dx, low.t() @ x if ctx.needs_input_grad[1] else None, None
 
 
@@ -212,7 +264,7 @@ class _Narrowed(torch.autograd.Function):
         return narrow.addmm_(low, up.t()) if rank else narrow
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, upstream: Tensor) -> Any:
         (low, up), dy = ctx.saved_tensors, None
         if ctx.needs_input_grad[0]:

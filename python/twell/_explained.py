@@ -12,6 +12,8 @@ from twell.strategy.site import found
 
 def rows(name: str, layer: Any) -> list[Choice]:
     """The rows of ``layer``, whose qualified name is ``name``."""
+    if refusal := layer._refusal():
+        return [Choice(name, "any", "any", "", "none", f"calls raise: {refusal}")]
     plain = layer._is_plain()
     layout, advice = _laid_out(layer) if plain else ("", "")
     shown = []

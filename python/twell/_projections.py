@@ -74,9 +74,16 @@ class Projection(NamedTuple):
             return plain
         return getattr(self.linear, "compute_dtype", None) or x.dtype
 
-    def weight(self, dtype: torch.dtype) -> Tensor:
-        """The weight of its part in ``dtype``, dequantised."""
-        return self._half(_weight(self.linear, self.quantised).to(dtype))
+    def weight(self) -> Part:
+        """The weight of its part, dequantised."""
+        weight: Tensor = self.linear.weight
+        if not self.quantised:
+            return Part(self._half(weight))
+
+        def dequantised() -> Tensor:
+            return self._half(_dequantised(weight, self.quantised))
+
+        return Part(dequantised(), origin=(dequantised, weight))
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """The bias of its part with those of the adapters, in ``dtype``."""
@@ -115,7 +122,7 @@ def read(child: Any) -> Projection | str:
     if child is None:
         return "is missing"
     if not _plain.runs_its_class(child):
-        return "has hooks or a replaced forward"
+        return "has hooks or a replaced forward (peft sets some)"
     kind = _name(child)
     if kind == _SAVED:
         active = child.active_adapters
@@ -178,17 +185,14 @@ def _base(linear: Any) -> Projection | str:
         if any(getattr(weight, name) is not None for name in settings):
             return f"quantises or scales its inputs, by a {tensor.__name__} of torchao"
         return Projection(linear, "torchao")
-    return f"is a {type(linear).__name__} with a weight of its own kind" if weight is not None else f"is a {kind}"
+    return f"is a {kind}" if weight is None or kind != "torch.nn.modules.linear.Linear" else f"has a {tensor.__name__}"
 
 
-def _weight(linear: Any, quantised: str) -> Tensor:
-    weight: Tensor = linear.weight
-    if not quantised:
-        return weight
+def _dequantised(weight: Any, quantised: str) -> Tensor:
     with torch.no_grad():
         if quantised == "4 bits":
             functional = sys.modules["bitsandbytes.functional"]
-            found: Tensor = functional.dequantize_4bit(weight.detach(), weight.quant_state)  # type: ignore[attr-defined]
+            found: Tensor = functional.dequantize_4bit(weight.detach(), weight.quant_state)
         else:
             found = weight.dequantize()
     return found

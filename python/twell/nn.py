@@ -330,10 +330,18 @@ class SparseFFN(nn.Module):
         """What the projections compute, of gate, up and down, or why only calls of them tell."""
         return [_projections.read(self._modules.get(name)) for name in self._projections]
 
+    def _refusal(self) -> str:
+        """Why every call raises an error, for what was set on the layer or around it; "" if not so."""
+        if not self.accumulate_main_grad or self._is_plain():
+            return ""
+        read = dict(zip(self._projections, self._readings()))
+        odd = [name for name, found in read.items() if isinstance(found, str) or found.layer or found.quantised]
+        return f"accumulate_main_grad: expected plain nn.Linear projections, got others or hooks ({', '.join(odd)})"
+
     def _adapted(self, x: Tensor, with_aux: bool) -> Any:
         """The result where a projection is more than a weight and a bias: sparse if the others can be read."""
-        if self.accumulate_main_grad:
-            raise NotImplementedError("accumulate_main_grad: expected plain nn.Linear projections, got others or hooks")
+        if refusal := self._refusal():
+            raise NotImplementedError(refusal)
         routed(Facts(strategy=_name_of(self.strategy), invariant=self.invariant, called=True))
         result = _adapted.run(self, x, with_aux)
         if not isinstance(result, str):

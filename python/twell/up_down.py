@@ -198,7 +198,9 @@ def _dense(
         y, hidden, packed = made.dense()
     if not return_aux:
         return y, None, None
-    return y, hidden.abs().sum(dtype=hybrid.accumulator(hidden.dtype)), (packed > activation.level(gate.dtype)).sum()
+    l1 = hidden.abs().sum(dtype=hybrid.accumulator(hidden.dtype))
+    # a gate that is NaN counts
+    return y, l1, packed.numel() - (packed <= activation.level(gate.dtype)).sum()
 
 
 def _flat(given: Given) -> list[Tensor | None]:

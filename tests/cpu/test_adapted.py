@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -327,7 +326,7 @@ DENSE: dict[Callable[[Any], None], str] = {
     dora_up: "up_proj has an adapter that is a variant of LoRA (DoraLinearVariant)",
     hooked_up: "up_proj has hooks or a replaced forward",
     hooked_adapter: "up_proj has an adapter with hooks, or of other modules than peft makes",
-    dropping_down: "down_proj has an adapter that drops values of the hidden state",
+    dropping_down: "down_proj has an adapter with dropout of the hidden state (lora_dropout)",
     merged_and_disabled: "up_proj has merged adapters that are disabled",
     other_base: "up_proj adapts a layer that has hooks or a replaced forward",
     transposed: "up_proj is of a version of peft that is not known, or stores its weight transposed",
@@ -450,14 +449,19 @@ def test_wide_layers_run_dense(runs: list[tuple[str, int]]) -> None:
     x = torch.randn(3, 16384).to(BF16)
     assert torch.equal(model(x), by_peft(model)(x))
     assert not runs
+    (row,) = twell.explain(model).rows
+    assert (row.strategy, "at most 16384" in row.reason) == ("dense", True)
 
 
 @MODULES
 def test_what_has_no_dense_answer_raises(cls: Module) -> None:
     mlp = layer_of(adapted(cls))
     mlp.accumulate_main_grad = True
-    with pytest.raises(NotImplementedError, match=r"accumulate_main_grad: expected plain nn\.Linear projections"):
+    with pytest.raises(NotImplementedError, match=r"accumulate_main_grad: expected plain nn\.Linear .*down_proj\)"):
         mlp(tokens())
+    (row,) = twell.explain(mlp).rows
+    assert row.strategy == "none"
+    assert "calls raise: accumulate_main_grad" in row.reason
     mlp.accumulate_main_grad = False
     mlp.strategy, mlp.invariant = "row", True
     with pytest.raises(NotImplementedError, match=r"invariant: expected plain nn\.Linear projections"):
@@ -602,12 +606,93 @@ def test_backward_makes_the_weights_again(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_else_backward_keeps_must_not_change() -> None:
     """Hooks of saved tensors take PyTorch's own check away."""
     linear = nn.Linear(K, N)
-    make = functools.partial(_adapted._of_input, Projection(linear), torch.float64, 0, 0)
-    weight = make().by_torch()
+    matrix = _adapted._of_input(Projection(linear), torch.float64, 0, 0)
+    weight = matrix.by_torch()
     x = tokens(torch.float64).requires_grad_() * 1
-    with _adapted._made_again(x, [(make, weight)]):
+    with _adapted._made_again(x, [(matrix, weight)]):
         y = (x * x) @ weight.t()
     with torch.no_grad():
         x.add_(1)
     with pytest.raises(RuntimeError, match="inplace operation"):
         y.sum().backward()
+
+
+def replaced(model: Any) -> None:
+    for linear in (layer_of(model).gate_proj.base_layer, layer_of(model).up_proj.lora_A.default):
+        linear.weight = nn.Parameter(linear.weight.detach() * 2)
+
+
+def assigned(model: Any) -> None:
+    model.load_state_dict({name: t * 2 for name, t in model.state_dict().items()}, assign=True)
+
+
+def other_memory(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["read", "called"])
+@pytest.mark.parametrize("change", [replaced, assigned, other_memory])
+def test_backward_is_of_the_parameters_of_forward(change: Callable[[Any], None], given: bool) -> None:
+    found = []
+    for dense in (False, True):
+        model = adapted(dtype=torch.float64)
+        if given:
+            hooked_gate(model)
+        model = by_peft(model) if dense else model
+        x = tokens(torch.float64).requires_grad_()
+        y = model(x)
+        change(model)
+        found.append(torch.autograd.grad(y.sum(), x)[0])
+    assert error(*found) <= 1e-13
+
+
+def test_functional_calls_have_the_gradients_of_their_parameters() -> None:
+    model, found = adapted(dtype=torch.float64), []
+    for each in (model, by_peft(model)):
+        other = {name: (p.detach() * 2).requires_grad_() for name, p in each.named_parameters() if p.requires_grad}
+        y = torch.func.functional_call(each, other, (tokens(torch.float64),))
+        found.append(torch.autograd.grad(y.sum(), list(other.values())))
+    assert len(found[0]) == 6
+    for ours, theirs in zip(*found):
+        assert error(ours, theirs) <= 1e-13
+
+
+def test_no_copy_lives_until_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever way the down weight lies as autograd saves it."""
+    made: list[Any] = []
+    assembled = _adapted.assembled
+
+    def record(matrices: Any) -> list[Tensor]:
+        found = assembled(matrices)
+        made.extend(weakref.ref(t.untyped_storage()) for t, m in zip(found, matrices) if m.dim and len(t) == N)
+        return found
+
+    monkeypatch.setattr(_adapted, "assembled", record)
+    for change, count in ((None, 3), (hooked_gate, 2)):
+        model = adapted()
+        if change is not None:
+            change(model)
+        y = model(tokens())
+        assert len(made) == count
+        assert not any(ref() is not None for ref in made)
+        y.sum().backward()
+        made.clear()
+
+
+def test_batches_of_gradients_and_second_derivatives() -> None:
+    model = adapted(dtype=torch.float64)
+    found = []
+    for each in (model, by_peft(model)):
+        x = tokens(torch.float64).requires_grad_()
+        # a view with a pending negation
+        y = each(torch._neg_view(x))
+        upstream = torch.stack([torch.ones_like(y), y.detach()])
+        leaves = [x, *(p for p in each.parameters() if p.requires_grad)]
+        found.append(torch.autograd.grad(y, leaves, upstream, is_grads_batched=True, retain_graph=True))
+    for ours, theirs in zip(*found):
+        assert error(ours, theirs) <= 1e-13
+    x = tokens(torch.float64).requires_grad_()
+    (once,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(once.sum(), x)

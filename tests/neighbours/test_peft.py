@@ -15,6 +15,7 @@ import transformers
 from neighbours import causal_model, logits, sparse_model, strategies, token_ids
 from torch import Tensor
 
+import twell
 import twell.integrations.transformers as twell_hf
 
 TARGETS = pytest.mark.parametrize("target", [["fc1"], ["fc2"], ["fc1", "fc2"], "all-linear"], ids=str)
@@ -31,6 +32,7 @@ def adapted(model: Any, target: Any, **options: Any) -> Any:
 @TARGETS
 def test_lora_on_a_pair_has_the_sentence_of_pairs(target: Any) -> None:
     model = adapted(sparse_model("opt"), target)
+    assert all("calls raise: fc" in row.reason for row in twell.explain(model).rows)
     with pytest.raises(NotImplementedError, match=r"fc[12] of a twell pair must .*merge an adapter"):
         logits(model)
 

@@ -294,6 +294,10 @@ class SparseDown(PairDown, SparseMLP, SharedLinear):
         self._require_pair(x)
         return super().forward(x, return_aux)  # type: ignore[call-overload,no-any-return]
 
+    def _refusal(self) -> str:
+        up: DeferredUp = self.up_proj  # type: ignore[assignment]
+        return up._change() or super()._refusal()
+
     def _is_plain(self) -> bool:
         self._require_called()
         # not by name: reading a parametrized weight computes it, and may change it

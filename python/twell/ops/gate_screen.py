@@ -12,7 +12,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from twell import tuning
@@ -74,8 +73,9 @@ def _cpu(*arguments: Any) -> Tensor:
     # sums of int8 products are exact in float64
     below = x.double() @ w_gate.double().t() - w_offset.double() <= -(i * beta + (b * v + a))
     shape = (candidates.shape[0], geometry.TOKEN_TILE, candidates.shape[1], _WORD)
-    padding = (0, shape[2] * _WORD - n, 0, shape[0] * shape[1] - m)
-    found = F.pad(~below, padding).view(shape).any(1)
+    padded = below.new_zeros((shape[0] * shape[1], shape[2] * _WORD))
+    padded[:m, :n] = ~below
+    found = padded.view(shape).any(1)
     bits = (found.long() << torch.arange(_WORD, device="cpu")).sum(2)
     return candidates.copy_(bits.where(bits < 1 << _WORD - 1, bits - (1 << _WORD)))
 
