@@ -153,7 +153,10 @@ def misfit(module: nn.Module, names: tuple[str, ...]) -> str:
         weight = child._parameters.get("weight")
         other = of_torch(type(child)) or type(weight) is nn.Parameter
         if not isinstance(child, nn.Linear) and (other or not some):
-            return f"{name} is a {type(child).__name__}, no nn.Linear"
+            kind = type(child)
+            # an adapter's class may have the same name
+            shown = f"{kind.__module__}.Linear" if kind.__name__ == "Linear" else kind.__name__
+            return f"{name} is a {shown}, no nn.Linear"
     if not all(hasattr(child, "in_features") for child in children) or _is_fused(children):
         return ""
     shapes = [(child.out_features, child.in_features) for child in children]

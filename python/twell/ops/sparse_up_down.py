@@ -1,7 +1,8 @@
 """``sparse_up_down`` and ``sparse_up_down_aux``: ``ffn`` and ``ffn_aux`` behind a given gate [M, N].
 
 y = h @ w_down + b_down with h = act(gate) * (x @ w_up^T + b_up), and without ``w_up``, x and ``b_up`` h = act(gate).
-The gate is that before the activation. Strategies and ``site`` are as in ``ffn``; there is no int8 screen.
+The gate is that before the activation, and the first operand, before x. Strategies and ``site`` are as in ``ffn``;
+there is no int8 screen.
 """
 
 from __future__ import annotations
