@@ -311,8 +311,9 @@ def _gradients(
 
     if any(needed and main is not None for needed, main in zip(weights_needed, mains)):
         targets: list[Any] = []
+        adds = _modes.GRAPHS_ADD_TO_VIEWS or not _modes.compiling()
         for weight, needed, main in zip((w_gate, w_up, w_down), weights_needed, mains):
-            if weight is None or (needed and main is not None):
+            if weight is None or (needed and main is not None and adds):
                 targets.append(main)
             else:
                 targets.append(torch.zeros_like(weight, dtype=torch.float32))
@@ -320,6 +321,9 @@ def _gradients(
         dx, db_gate, db_up = ops.hybrid_backward_accumulate(
             *arguments, main_gate, main_up, main_down, of_x, *activation, True
         )
+        for target, needed, main in zip(targets, weights_needed, mains):
+            if needed and main is not None and target is not main:
+                main.add_(target)
         dw_gate, dw_up, dw_down = (
             target.to(x.dtype) if needed and main is None else None
             for target, needed, main in zip(targets, weights_needed, mains)

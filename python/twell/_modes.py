@@ -26,6 +26,10 @@ functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # whether the current stream captures a CUDA graph
 stream_captures: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
+# Whether an operator in a backward graph may add to views: before torch 2.13 inductor adds the offset of a view twice,
+# and reads and writes beside it.
+GRAPHS_ADD_TO_VIEWS = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+
 
 def constant(function: _F) -> _F:
     """Let torch.compile call ``function`` while it traces, and keep the answer."""
