@@ -28,7 +28,7 @@ stream_captures: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCa
 
 # Whether an operator in a backward graph may add to views: before torch 2.13 inductor adds the offset of a view twice,
 # and reads and writes beside it.
-GRAPHS_ADD_TO_VIEWS = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+GRAPHS_ADD_TO_VIEWS = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 
 
 def constant(function: _F) -> _F:
