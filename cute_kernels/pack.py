@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 
 from . import geometry
 from .common import launch, operands
-from .common.activation import above
+from .common.activation import above, levels_of
 from .common.copies import address, load_values_if, store_values
 from .common.rows import clear_arrivals
 from .common.values import join_bytes, lanes_before, lowest_bit, nonzero_bytes, relu_pair
@@ -42,14 +42,16 @@ class Pack:
         spill: cute.Tensor,
         stats: cute.Tensor,
         arrivals: cute.Tensor,
+        bias: cute.Tensor,
         words_per_tile: Int32,
         threshold: Int32,
         stream: cuda.CUstream,
     ):
+        """Of a `bias` the second half is read, the thresholds; the gate has the biases."""
         groups, tiles = stats.shape[0], stats.shape[1]
         columns = cute.ceil_div(tiles, TILES)
         if groups > 0:
-            self.kernel(gate, words, spill, stats, arrivals, words_per_tile, threshold, columns).launch(
+            self.kernel(gate, words, spill, stats, arrivals, bias, words_per_tile, threshold, columns).launch(
                 grid=(groups * columns, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=launch.overlaps()
             )
 
@@ -61,6 +63,7 @@ class Pack:
         spill: cute.Tensor,
         stats: cute.Tensor,
         arrivals: cute.Tensor,
+        bias: cute.Tensor,
         width: Int32,
         threshold: Int32,
         columns: Int32,
@@ -83,7 +86,8 @@ class Pack:
             load_values_if(address(gate, m, neuron), quads[None, i], exists & (neuron < gate.shape[1]))
         for i in range_constexpr(TILES):
             within = exists & (first + i < stats.shape[1])
-            count = self.pack_tile(words, spill, quads[None, i], m, first + i, width, threshold, within, lane)
+            levels = levels_of(bias, gate.shape[1], (first + i) * geometry.TILE + lane * 8, threshold)
+            count = self.pack_tile(words, spill, quads[None, i], m, first + i, width, levels, within, lane)
             if lane == 0:
                 counts[warp, i] = count
         cute.arch.sync_threads()
@@ -104,13 +108,13 @@ class Pack:
         m: Int32,
         tile: Int32,
         width: Int32,
-        threshold: Int32,
+        levels: cute.Tensor,
         within: Boolean,
         lane: Int32,
     ) -> Int32:
         """Pack the 256 gates of a token's tile, eight in `quad`, if it is `within` the problem; return the count."""
         for i in range_constexpr(4):
-            quad[i] = above(relu_pair(quad[i], self.dtype), threshold, self.dtype)
+            quad[i] = above(relu_pair(quad[i], self.dtype), levels[i], self.dtype)
         mask = join_bytes(*nonzero_bytes(quad))
         own = Int32(cute.arch.popc(mask))
         count = Int32(cute.arch.warp_redux_sync(own, "add"))
@@ -155,6 +159,7 @@ def signature(spec: PackSpec) -> tuple[Any, tuple[Any, ...]]:
         *operands.packed(dtype, m),
         operands.cube(cutlass.Int32, cute.sym_int32(), cute.sym_int32(), 2),
         operands.vector(cutlass.Int32, cute.sym_int32(), align=4),
+        operands.bias(dtype),
         Int32(1),
         Int32(1),
     )

@@ -4,26 +4,28 @@
     relu2            h = g^2 u                d_gate = dh 2 g u              d_up = dh g^2
     drelu            h = g max(u, 0)          d_gate = dh max(u, 0)          d_up = dh g where u > 0, else 0
 
-``activation`` is a code of ``geometry.ACTIVATIONS`` at run time: one kernel for all. For the code 0 the other factor is
-1, so relu costs a few more instructions and no bit. Selects rather than branches, or than `max`, with which overflow.py
-spills registers. The square of a 16-bit value is exact in fp32.
+What is zero is decided where gates are packed, by one threshold or by one for each neuron. The latter lie behind the
+biases, as the second half of a vector. ``activation`` is a code of ``geometry.ACTIVATIONS`` at run time: one kernel for
+all. For the code 0 the other factor is 1, so relu costs a few more instructions and no bit. Selects rather than
+branches, or than `max`, with which overflow.py spills registers. The square of a 16-bit value is exact in fp32.
 """
 
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint16, Uint32, const_expr
 
 from .. import geometry
 from .architecture import at_least
+from .copies import load_values
 from .values import ptx_type
 
 RELU2, DRELU = geometry.ACTIVATIONS["relu2"], geometry.ACTIVATIONS["drelu"]
 
 
 @cute.jit
-def above(pair: Uint32, threshold: Int32, dtype: cutlass.Constexpr) -> Uint32:
+def above(pair: Uint32, threshold: Int32 | Uint32, dtype: cutlass.Constexpr) -> Uint32:
     """Both values after ReLU where they are NaN or above the 16-bit value that `threshold` holds twice; else 0."""
     if const_expr(at_least(90)):
         mask = cute.arch.inline_ptx(
@@ -38,7 +40,27 @@ def above(pair: Uint32, threshold: Int32, dtype: cutlass.Constexpr) -> Uint32:
 
 
 @cute.jit
-def above_signs(pair: Uint32, threshold: Int32) -> Uint32:
+def level_of(bias: cute.Tensor, neurons: Int32, neuron: Int32, threshold: Int32) -> Int32:
+    """What `above` takes of a neuron: its own value, if there are thresholds behind the biases, else `threshold`."""
+    found = threshold
+    if (bias.shape[0] > neurons) & (neuron < neurons):
+        bits = cute.make_tensor(cute.recast_ptr(bias.iterator, dtype=Uint16), bias.layout)
+        found = bits[neurons + neuron].to(Int32) * Int32(0x10001)
+    return found
+
+
+@cute.jit
+def levels_of(bias: cute.Tensor, neurons: Int32, neuron: Int32, threshold: Int32) -> cute.Tensor:
+    """The same of eight neurons from `neuron`, a multiple of eight: of two in each of four registers."""
+    levels = cute.make_rmem_tensor((4,), Uint32)
+    levels.fill(Uint32(threshold))
+    if (bias.shape[0] > neurons) & (neuron < neurons):
+        load_values(bias.iterator + (neurons + neuron), levels)
+    return levels
+
+
+@cute.jit
+def above_signs(pair: Uint32, threshold: Int32 | Uint32) -> Uint32:
     """Bits 15 and 31 say whether `above` keeps the values; the other bits say nothing."""
     return (pair | Uint32(0x80008000)) - (Uint32(threshold) + Uint32(0x00010001))
 

@@ -51,7 +51,7 @@ LATE = 1 << 30
 class Operands(NamedTuple):
     """Operands besides matrices; None if a pass has none."""
 
-    b_gate: Any
+    b_gate: Any  # of twice as many elements as neurons if thresholds lie behind the biases
     b_up: Any
     b_down: Any  # None in backward
     dl1: Any  # None in forward
@@ -136,12 +136,22 @@ def arrive_and_wait(counters: Any, arrivals: Int32) -> None:
 
 
 @cute.jit
-def bias_pair(bias: cute.Tensor, at: Int32) -> Any:
-    """Two elements of a bias; zeros beyond its end, where an empty one is at once."""
+def bias_pair(bias: cute.Tensor, at: Int32, end: Int32) -> Any:
+    """Two elements of a bias; zeros from `end` on, and of an empty one."""
     low, high = Float32(0.0), Float32(0.0)
-    if at < bias.shape[0]:
+    if (at < bias.shape[0]) & (at < end):
         low, high = bias[at].to(Float32), bias[at + 1].to(Float32)
     return low, high
+
+
+@cute.jit
+def gate_levels(o: Any, at: Int32) -> Uint32:
+    """The thresholds of the gates of two neurons, see common/activation.py."""
+    levels = Uint32(o.threshold)
+    if (o.b_gate.shape[0] > o.neurons) & (at < o.neurons):
+        pairs = cute.recast_ptr((o.b_gate.iterator + (o.neurons + at)).align(4), dtype=Uint32)
+        levels = cute.make_tensor(pairs, cute.make_layout(1))[0]
+    return levels
 
 
 @cute.jit

@@ -35,6 +35,7 @@ from ..common.overflow import (
     bias_pair,
     copy_gradients,
     enlist,
+    gate_levels,
     given_pair,
     pointwise,
     slice_at,
@@ -225,11 +226,12 @@ class Score(Dense):
         """Gates with bias, rounded, after ReLU and the threshold; zeros past the last token."""
         token, neuron, at = self.first_of(row, column)
         for v in range_constexpr(self.n_frags):
-            bias = bias_pair(o.b_gate, neuron + 8 * v + (at.lane & 3) * 2)
+            own = neuron + 8 * v + (at.lane & 3) * 2
+            bias, levels = bias_pair(o.b_gate, own, o.neurons), gate_levels(o, own)
             for i in range_constexpr(self.m_frags):
                 for h in range_constexpr(2):
                     sums = [acc[2 * h + j, v, i] + bias[j] for j in range(2)]
-                    pair = above(relu_pack(*sums, self.dtype), o.threshold, self.dtype)
+                    pair = above(relu_pack(*sums, self.dtype), levels, self.dtype)
                     gates[v, h, i] = Uint32(cutlass.select_(token + 16 * i + 8 * h < here.count, pair, Uint32(0)))
 
     @cute.jit
@@ -237,7 +239,7 @@ class Score(Dense):
         """Compute and store the parts and the sums of a tile."""
         token, neuron, at = self.first_of(row, column)
         for v in range_constexpr(self.n_frags):
-            bias = bias_pair(o.b_up, neuron + 8 * v + (at.lane & 3) * 2)
+            bias = bias_pair(o.b_up, neuron + 8 * v + (at.lane & 3) * 2, o.neurons)
             for e in range_constexpr(4):
                 for i in range_constexpr(self.m_frags):
                     up[e, v, i] += bias[e % 2]
@@ -425,7 +427,7 @@ class PartProduct(Dense):
         first, left, at = self.first_of(row, column)
         if const_expr(not self.backward):
             for v in range_constexpr(self.n_frags):
-                bias = bias_pair(o.b_down, left + 8 * v + (at.lane & 3) * 2)
+                bias = bias_pair(o.b_down, left + 8 * v + (at.lane & 3) * 2, o.columns)
                 for e in range_constexpr(4):
                     for i in range_constexpr(self.m_frags):
                         acc[e, v, i] += bias[e % 2]

@@ -1,5 +1,5 @@
 """Gate GEMM that emits TwELL: words[m, :] packs the non-zeros of relu(x[m, :] @ w^T + bias), 256 neurons per tile, or
-those above a threshold. stats counts non-zeros and overflowing rows per 8 tokens and tile.
+those above a threshold, of all or of each neuron. stats counts non-zeros and overflowing rows per 8 tokens and tile.
 
 Persistent and warp-specialized, one CTA per SM, a cluster of two CTAs that share the weight tile. A CTA's tile is 256
 neurons and `tokens` tokens. Weights are the A operand of WGMMA, so any multiple of 16 tokens is possible: `tuning`
@@ -36,7 +36,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
 from ..common import operands
-from ..common.activation import above
+from ..common.activation import above, level_of
 from ..common.copies import address, load_values, store_values
 from ..common.rows import clear_arrivals
 from ..common.swizzle import swizzle_piece
@@ -78,7 +78,7 @@ class Barrier(IntEnum):
 class Operands(NamedTuple):
     """Operands in global memory that are accessed without TMA; an empty `bias` stands for none."""
 
-    bias: Any  # [N] or [0]
+    bias: Any  # [N], [2 N] with thresholds behind, or [0]
     words: Any  # int32 [M, tiles * width]
     spill: Any  # [M, tiles * 256], for tiles of more non-zeros than their words hold
     stats: Any  # int32 [ceil(M / 8), tiles, 2]: non-zeros, overflowing rows
@@ -338,7 +338,7 @@ class GatePack:
                 self.add_bias(acc, o.bias, coordinates, column, extent.neurons)
             if tile != first:
                 cute.arch.barrier(barrier_id=Barrier.GATE_EMPTY, number_of_threads=self.handover_threads())
-            self.store_gate(acc, s.gate, o.threshold, warp_index)
+            self.store_gate(acc, s.gate, self.levels(o, coordinates, column, extent), warp_index)
             tile += step
             if tile < extent.m_tiles * extent.n_tiles:
                 cute.arch.barrier_arrive(barrier_id=Barrier.GATE_FULL, number_of_threads=self.handover_threads())
@@ -374,8 +374,18 @@ class GatePack:
                         acc[(j, i, v), part, 0] += b
 
     @cute.jit
-    def store_gate(self, acc: cute.Tensor, gate, threshold: Int32, warp_index: Int32):
-        """ReLU, rounding, the threshold, and the transposed store.
+    def levels(self, o: Operands, coordinates: cute.Tensor, column: Int32, extent: Extent):
+        """The thresholds of a thread's neurons, by i and part."""
+        levels = cute.make_rmem_tensor((2, 2), Int32)
+        for part in range_constexpr(2):
+            for i in range_constexpr(2):
+                neuron = column * TILE_N + coordinates[(0, i, 0), part, 0][0]
+                levels[i, part] = level_of(o.bias, extent.neurons, neuron, o.threshold)
+        return levels
+
+    @cute.jit
+    def store_gate(self, acc: cute.Tensor, gate, levels: cute.Tensor, warp_index: Int32):
+        """ReLU, rounding, the thresholds, and the transposed store.
 
         Lane 4 g + q holds tokens 8 v + 2 q and 8 v + 2 q + 1 of neurons g + 8 i of its warp's 16, in each part.
         """
@@ -390,7 +400,7 @@ class GatePack:
                 pairs = [
                     above(
                         relu_pack(acc[(0, i, v + u), part, 0], acc[(1, i, v + u), part, 0], self.dtype),
-                        threshold,
+                        levels[i, part],
                         self.dtype,
                     )
                     for u in range(2)

@@ -33,7 +33,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
 from ..common import operands
-from ..common.activation import above
+from ..common.activation import above, levels_of
 from ..common.copies import address, store_values
 from ..common.rows import MAX_WIDTH, clear_arrivals, pack_words, store_words
 from ..common.values import count_flags, nonzero_flags, relu_pack
@@ -51,7 +51,7 @@ RING = 110 * 1024
 class Operands(NamedTuple):
     """Operands in global memory that are accessed without TMA; an empty `bias` stands for none."""
 
-    bias: Any  # [N] or [0]
+    bias: Any  # [N], [2 N] with thresholds behind, or [0]
     words: Any
     spill: Any
     stats: Any
@@ -311,10 +311,11 @@ class GatePackFew:
 
     @cute.jit
     def reduce_splits(self, sums: cute.Tensor, quads: cute.Tensor, first, column, o: Operands, extent, rank, lane):
-        """Add the splits' sums of eight neurons for each token of the warp; ReLU, rounding and the threshold."""
+        """Add the splits' sums of eight neurons for each token of the warp; ReLU, rounding and the thresholds."""
         part, at = lane // (32 // self.parts), (lane % (32 // self.parts)) * 4
         neuron = column * TILE_N + lane * 8
         values = cute.make_rmem_tensor((8,), Float32)
+        levels = levels_of(o.bias, extent.neurons, neuron, o.threshold)
         for round in range_constexpr(self.rounds):
             self.start_sums(values, o, neuron)
             token = first + self.cluster * self.warps * round
@@ -328,7 +329,7 @@ class GatePackFew:
                         values[4 * i + j] += four[j]
             self.finish_sums(values, o, extent, token, neuron)
             for i in range_constexpr(4):
-                pair = above(relu_pack(values[2 * i], values[2 * i + 1], self.dtype), o.threshold, self.dtype)
+                pair = above(relu_pack(values[2 * i], values[2 * i + 1], self.dtype), levels[i], self.dtype)
                 quads[i, round] = pair if neuron < extent.neurons else Uint32(0)
 
     @cute.jit

@@ -46,6 +46,7 @@ from ..common.overflow import (
     bias_pair,
     copy_gradients,
     enlist,
+    gate_levels,
     given_pair,
     pointwise,
     slice_at,
@@ -356,11 +357,13 @@ class Score(Dense):
         h, d_gate, d_up = (cute.make_rmem_tensor((2, HALF // 8), Uint32) for _ in range(3))
         total = Float32(0.0)
         for v in range_constexpr(HALF // 8):
-            gate_bias, up_bias = bias_pair(o.b_gate, first + 8 * v), bias_pair(o.b_up, first + 8 * v)
+            own = first + 8 * v
+            gate_bias, up_bias = bias_pair(o.b_gate, own, o.neurons), bias_pair(o.b_up, own, o.neurons)
+            levels = gate_levels(o, own)
             for i in range_constexpr(2):
                 sums = [acc[(j, i, v), 0, 0] + gate_bias[j] for j in range(2)]
                 # tokens past the last one would have the gates of the bias
-                gates = above(relu_pack(*sums, self.dtype), o.threshold, self.dtype)
+                gates = above(relu_pack(*sums, self.dtype), levels, self.dtype)
                 gates = Uint32(cutlass.select_(token + 8 * i < here.count, gates, Uint32(0)))
                 dhs: Any = None
                 ups = [acc[(j, i, HALF // 8 + v), 0, 0] + up_bias[j] for j in range(2)]
@@ -523,7 +526,7 @@ class Product(Dense):
             for v in range_constexpr(HALF // 8):
                 bias = (Float32(0.0), Float32(0.0))
                 if const_expr(not self.backward):
-                    bias = bias_pair(o.b_down, column * TILE_N + half * HALF + 8 * v + (at.lane & 3) * 2)
+                    bias = bias_pair(o.b_down, column * TILE_N + half * HALF + 8 * v + (at.lane & 3) * 2, o.columns)
                 for i in range_constexpr(2):
                     low, high = (acc[(j, i, half * (HALF // 8) + v), 0, 0] + bias[j] for j in range(2))
                     pairs[i, v] = pack(low, high, self.dtype)

@@ -34,6 +34,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
 from ..common import operands
+from ..common.activation import level_of
 from ..common.copies import copy_async
 from ..common.swizzle import swizzle_piece
 from ..common.units import LONG, begin, deal_units, find_unit, unit_after
@@ -54,7 +55,7 @@ class Operands(NamedTuple):
     """Operands in global memory; an empty `bias` stands for none."""
 
     w: Any
-    bias: Any  # [N] or [0]
+    bias: Any  # [N], [2 N] with thresholds behind, or [0]
     neurons: Any  # int16 [ceil(M / 128), 64 C]: lists, by token tile
     sizes: Any  # int32 [ceil(M / 128) + 1]: their lengths
     words: Any  # int32 [M, tiles * width]
@@ -258,8 +259,21 @@ class SampledGate(GatePack):
             self.finish_gates(o, acc, unit, warp_index)
         if wait:
             cute.arch.barrier(barrier_id=Barrier.GATE_EMPTY, number_of_threads=self.handover_threads())
-        self.store_gate(acc, s.gate, o.threshold, warp_index)
+        self.store_gate(acc, s.gate, self.levels_of_places(o, unit, warp_index), warp_index)
         return state
+
+    @cute.jit
+    def levels_of_places(self, o: Operands, unit, warp_index: Int32):
+        """The thresholds of a thread's places, by i and part."""
+        levels = cute.make_rmem_tensor((2, 2), Int32)
+        for part in range_constexpr(2):
+            for i in range_constexpr(2):
+                place = part * HALF + warp_index * 16 + 8 * i + (cute.arch.lane_idx() >> 2)
+                levels[i, part] = o.threshold
+                if (place < unit.length) & (o.bias.shape[0] > o.w.shape[0]):
+                    neuron = widen(o.neurons[unit.tile, unit.start * geometry.CHUNK + place])
+                    levels[i, part] = level_of(o.bias, o.w.shape[0], neuron, o.threshold)
+        return levels
 
     @cute.jit
     def finish_gates(self, o: Operands, acc: cute.Tensor, unit, warp_index: Int32):

@@ -32,10 +32,12 @@ class Activation(NamedTuple):
     "fatrelu"   h = g u where g > ``threshold``, else 0
     ==========  ==============================================
 
+    A threshold may be a number, one for each neuron, as a tensor [N], or a 0-d tensor.
+
     What is stored and counted is relu(g), for fatrelu g above its threshold: the gate *after* it in the methods below.
     A NaN gate stays NaN. Results have the dtype of the operands: each is computed in fp32, or wider, and rounded once.
 
-    A threshold that is a 0-d tensor may change between calls without a wait or another graph; kernels do not read it.
+    One that is a 0-d tensor may change between calls without a wait or another graph; kernels do not read it.
     It must be 0 or more and finite in the dtype of the gate. Eager calls check one on the CPU. A look at another would
     be a wait: there, and in graphs, a negative one is 0, by one that is NaN every gate passes, and by an infinite one
     none.
@@ -46,8 +48,13 @@ class Activation(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Whether the threshold is a tensor."""
-        return isinstance(self.threshold, Tensor)
+        """Whether the threshold is a 0-d tensor."""
+        return isinstance(self.threshold, Tensor) and self.threshold.dim() == 0
+
+    @property
+    def by_neuron(self) -> bool:
+        """Whether each neuron has a threshold of its own."""
+        return isinstance(self.threshold, Tensor) and self.threshold.dim() == 1
 
     def code(self) -> int:
         """The code of kernels that compute h."""
@@ -55,13 +62,13 @@ class Activation(NamedTuple):
 
     def level(self, dtype: torch.dtype) -> Any:
         """The threshold rounded to ``dtype``; ValueError if it is infinite there, of tensors where ``_is_seen``."""
-        if self.moves:
+        if isinstance(self.threshold, Tensor):
             return _level_of(self.threshold, dtype)
         return _rounded(self.threshold, dtype) if self.threshold else 0.0
 
     def after(self, gate: Tensor, inplace: bool = False) -> Tensor:
         """The gate after it; in the memory of ``gate`` if ``inplace``."""
-        if self.moves:
+        if isinstance(self.threshold, Tensor):
             return torch.where(gate <= self.level(gate.dtype), 0, gate)
         if self.threshold:
             return F.threshold(gate, self.level(gate.dtype), 0.0, inplace)
@@ -109,11 +116,11 @@ def _is_seen(threshold: Tensor) -> bool:
 
 
 def _require_value(threshold: Tensor) -> None:
-    """ValueError unless a threshold that is seen is finite and at least 0."""
+    """ValueError unless thresholds that are seen are finite and at least 0."""
     if _is_seen(threshold):
-        value = float(threshold)
-        if not 0 <= value < math.inf:
-            raise ValueError(f"threshold must be a finite number of at least 0, got a tensor of {value}")
+        odd = threshold.detach()[~((threshold >= 0) & (threshold < math.inf))]
+        if odd.numel():
+            raise ValueError(f"threshold must be a finite number of at least 0, got a tensor of {float(odd[0])}")
 
 
 def _level_of(threshold: Tensor, dtype: torch.dtype) -> Tensor:
@@ -122,18 +129,23 @@ def _level_of(threshold: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.itemsize == 2 and _modes.compiling():
         # compilers that compute in fp32 leave out a rounding, but not an operation on its bits
         return level.view(torch.int16).clamp(min=0).view(dtype)
-    if _is_seen(threshold) and bool(level.isinf()):
-        raise ValueError(f"threshold must be finite in {dtype}, got a tensor of {float(threshold)}")
+    if _is_seen(threshold) and bool(level.isinf().any()):
+        raise ValueError(f"threshold must be finite in {dtype}, got a tensor of {float(threshold.max())}")
     return level
 
 
-def activation_of(name: Any, threshold: Any = 0, gated: bool = True) -> Activation:
-    """The activation of a layer, ``gated`` or not; TypeError or ValueError for anything else."""
+def activation_of(name: Any, threshold: Any = 0, gated: bool = True, by_neuron: bool = False) -> Activation:
+    """The activation of a layer, ``gated`` or not; TypeError or ValueError for anything else.
+
+    ``by_neuron``: whether a threshold may be a tensor [N].
+    """
     if isinstance(threshold, Tensor):
-        if name != "fatrelu" or threshold.dim() or not threshold.is_floating_point() or threshold.requires_grad:
+        of_kind = threshold.dim() <= by_neuron and threshold.is_floating_point() and not threshold.requires_grad
+        if name != "fatrelu" or not of_kind:
             grad = " that requires grad" if threshold.requires_grad else ""
+            shapes = "0-d or [N], floating" if by_neuron else "0-d floating"
             raise ValueError(
-                'threshold must be a number, or with "fatrelu" a 0-d floating tensor without gradient, got '
+                f'threshold must be a number, or with "fatrelu" a {shapes} tensor without gradient, got '
                 f"{threshold.dtype} {list(threshold.shape)}{grad} with {name!r}"
             )
         _require_value(threshold)

@@ -84,8 +84,10 @@ class Passes:
         self.form, self.forward, self.call = form, forward, call._replace(passes=self)
         _, ((n, k), _, dtype), w_up, (_, strides, _), b_gate, b_up, _ = form.places  # type: ignore[misc]
         weight, bias = ((n, k), (k, 1), dtype), ((n,), (1,), dtype)
+        # thresholds lie behind the biases of the gate, or do not
+        of_gate = b_gate and (b_gate[0], (1,), dtype)
         # of the gradients, that of w_down [N, K]
-        self.places: list[Place | None] = [forward.y, weight, w_up and weight, weight, b_gate and bias, b_up and bias]
+        self.places: list[Place | None] = [forward.y, weight, w_up and weight, weight, of_gate, b_up and bias]
         # a gradient is stored as the weight is, for optimizers that flatten gradients
         self.down: Any = ((k, n), (n, 1), dtype) if strides == (n, 1) else None
 
@@ -109,6 +111,9 @@ class Passes:
             dy = rows(dy.reshape(-1, dy.shape[-1]))
         run, places, transposed = _backward_of(self, dy.shape, dy.stride(), dl1 is not None, of_x, weights)
         found: list[Any] = [None if place is None else allocate(x, *place) for place in places]
+        if found[4] is not None and len(found[4]) != len(saved[1]):
+            # thresholds have no gradient
+            found[4].zero_()
         if self.call.first and torch.is_anomaly_enabled():
             # it looks for NaN in all columns
             for gradient in found[1:4]:

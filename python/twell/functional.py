@@ -187,9 +187,10 @@ def sparse_gated_ffn(
     Raises TypeError, ValueError or NotImplementedError naming what was got and expected; a second derivative raises
     NotImplementedError unless ``strategy`` is "dense".
     """
-    kind, weights, biases = activation_of(activation, threshold), (w_gate, w_up, w_down), (b_gate, b_up, b_down)
+    kind = activation_of(activation, threshold, by_neuron=True)
+    weights, biases = (w_gate, w_up, w_down), (b_gate, b_up, b_down)
     if is_quantised(x, weights):
-        _require_inference(main_grads, return_aux)
+        _require_inference(main_grads, return_aux, kind)
         weights = records("sparse_gated_ffn", weights)
         if not of_blocks(weights):
             how = kind, strategy, invariant, compression, fast_accum
@@ -242,13 +243,10 @@ def sparse_ffn(
     w_up is [N, K], w_down [K, N], b_up [N], b_down [K], main_grads (main_up, main_down). The activation "drelu" needs a
     gate. Everything else is as in ``sparse_gated_ffn``, errors and the dtypes that run dense included.
     """
-    kind, weights, biases = (
-        activation_of(activation, threshold, gated=False),
-        (w_up, None, w_down),
-        (b_up, None, b_down),
-    )
+    kind = activation_of(activation, threshold, gated=False, by_neuron=True)
+    weights, biases = (w_up, None, w_down), (b_up, None, b_down)
     if is_quantised(x, weights):
-        _require_inference(main_grads, return_aux)
+        _require_inference(main_grads, return_aux, kind)
         weights = records("sparse_ffn", weights)
         if not of_blocks(weights):
             return quantised("sparse_ffn", x, weights, biases, kind, strategy, invariant, compression, fast_accum)
@@ -257,8 +255,10 @@ def sparse_ffn(
     return run(sparse_ffn, layer, False, kind, strategy, invariant, compression, main_grads, return_aux)
 
 
-def _require_inference(main_grads: Any, return_aux: bool) -> None:
+def _require_inference(main_grads: Any, return_aux: bool, activation: Activation) -> None:
     """Raise for what calls on e4m3 weights do not have."""
+    if activation.by_neuron:
+        raise NotImplementedError("threshold must be a number with e4m3 weights, got one for each neuron")
     if main_grads is not None or return_aux:
         asked = "main_grads" if main_grads is not None else "return_aux"
         raise NotImplementedError(f"{asked}: e4m3 weights are for inference alone; train, and measure, the 16-bit ones")
@@ -342,7 +342,7 @@ def run(
         # benchmarks and tests hand in routes that have no name
         asked, screen, same_bits = strategy.strategy, strategy.screen, strategy.invariant
     if activation.moves:
-        # no kernel reads a tensor
+        # no kernel reads a threshold that may change
         asked = strategy = routed(Facts(name, asked, invariant, moving=True)).strategy
         invariant = same_bits = screen = False
     if plain := admitted(given, gated, compression):
@@ -364,6 +364,8 @@ def run(
         mains = admit_mains(name, t, named, main_grads)
         layer, training = Operands.of(t), bool(needing_grad(t))
     device = layer.x.device
+    if activation.by_neuron:
+        _require_thresholds(name, activation.threshold, layer)
     imposed = imposed_on_call(device.type, device.index) if asked == "auto" else ""
     facts = Facts(name, asked, same_bits, site is not None, screen, imposed=imposed, training=training)
     if not plain and asked != "dense":
@@ -386,6 +388,25 @@ def run(
         if y is not None:
             return y
     return _run(call, layer, route, mains, first)
+
+
+def _require_thresholds(name: str, thresholds: Tensor, layer: Operands) -> None:
+    """ValueError or TypeError unless each neuron of a layer has a threshold."""
+    if type(thresholds) not in PLAIN_TENSORS:
+        raise TypeError(f"{name}: threshold must be a plain tensor, got a {type(thresholds).__name__}")
+    n, device = len(layer.w_gate), layer.x.device
+    if thresholds.shape != (n,) or thresholds.device != device:
+        got = f"{list(thresholds.shape)} on {thresholds.device}"
+        raise ValueError(f"{name}: threshold must be a number or [{n}] on {device}, got {got}")
+
+
+def _with_thresholds(layer: Operands, activation: Activation) -> tuple[Operands, Activation]:
+    """A layer as the operators take it: thresholds of neurons lie behind the biases of the gate."""
+    if not activation.by_neuron:
+        return layer, activation
+    level = activation.level(layer.x.dtype)
+    bias = torch.zeros_like(level) if layer.b_gate is None else layer.b_gate
+    return layer._replace(b_gate=torch.cat([bias, level])), Activation(activation.name)
 
 
 class _Call(NamedTuple):
@@ -425,6 +446,8 @@ def _run(call: _Call, layer: Operands, route: Route, mains: Mains, site: Tensor 
             route.holder.hold(y)
         return (y, _dense_aux(hidden, gate, call.activation)) if call.return_aux else y
 
+    layer, activation = _with_thresholds(layer, call.activation)
+    call = call._replace(activation=activation)
     if call.training:
         y, l1, nonzeros = _train(call, layer, route, mains)
         return (y, _per_token(l1, nonzeros, tokens_of(x))) if call.return_aux else y
@@ -451,7 +474,9 @@ def _settled(
 ) -> Tensor | None:
     """y of a plain call, whose kind the layer knows then; None of a call that it must not or cannot know."""
     x, copied = layer.x, copies_down(layer.w_down)
-    if route.measurement is not None or nvtx.ON or _modes.capturing(x) or call.activation.moves:
+    if route.measurement is not None or nvtx.ON or _modes.capturing(x):
+        return None
+    if isinstance(call.activation.threshold, Tensor):
         return None
     if call.training and (_modes.checkpointed() or _modes.in_backward()):
         return None
@@ -485,6 +510,7 @@ def _trained_by_torch(layer: Operands, activation: Activation) -> Run:
 def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, Tensor]:
     """y, the hidden state and the gate, before or after its activation, by PyTorch's own operators."""
     activation = call.activation
+    of_tensor = isinstance(activation.threshold, Tensor)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     if any(main is not None for main in mains):
         w_gate, w_down = _autograd.into_main(w_gate, mains.w_gate), _autograd.into_main(w_down, mains.w_down)
@@ -494,9 +520,9 @@ def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, 
     if w_up is None:
         gate = activation.after(gate, inplace=not call.training and _modes.eager(operands))
         hidden = activation.hidden(gate, None)
-    elif call.direct and not call.training and not activation.moves and fuses(layer):
+    elif call.direct and not call.training and not of_tensor and fuses(layer):
         hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up), activation, inplace=True)
-    elif not activation.moves and _autograd.fuses(gate, operands):
+    elif not of_tensor and _autograd.fuses(gate, operands):
         hidden = _autograd.gated_relu(gate, F.linear(x, w_up, b_up), activation)
     else:
         gate = activation.after(gate)

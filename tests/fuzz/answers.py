@@ -254,7 +254,7 @@ def solve(case: Case, layer: Layer) -> Right:
     dtype, sparse = DTYPES[case.dtype], case.strategy in SPARSE
     alike = Alike.of(case, layer.x)
     gate = summed(layer.x, layer.w_gate, layer.b_gate)
-    active = gate.right > level_of(case)
+    active = gate.right > level_of(case, gate.right.device)
     gate = gate.rounded(dtype).where(active)
     up = None if layer.w_up is None else summed(layer.x, layer.w_up, layer.b_up)
     hidden, squares = gate, case.activation == "relu2"
@@ -364,7 +364,8 @@ def dense(case: Case, t: dict[str, Tensor], dy: Tensor) -> Outputs:
     """The same in plain PyTorch, from the call's operands and with its names of outputs."""
     leaves = {name: operand.detach().requires_grad_(name in case.wanted) for name, operand in t.items()}
     gate = F.linear(leaves["x"], leaves["w_gate"], leaves.get("b_gate"))
-    gate = F.threshold(gate, level_of(case), 0.0) if case.threshold else F.relu(gate)
+    level = level_of(case, gate.device)
+    gate = torch.where(gate <= level, 0, gate) if case.threshold or case.by_neuron else F.relu(gate)
     hidden = gate * gate if case.activation == "relu2" else gate
     if case.gated:
         up = F.linear(leaves["x"], leaves["w_up"], leaves.get("b_up"))

@@ -112,7 +112,8 @@ class Case:
 
     wanted: the tensors that require grad, in training. coherent: most terms of long sums have one sign. checkpointed:
     the forward pass runs again in backward. device_set: another default device than the operands' is set, or theirs on
-    a GPU. threshold: of fatrelu. given: PyTorch makes the gate, and ``sparse_up_down`` takes it.
+    a GPU. threshold: of fatrelu. given: PyTorch makes the gate, and ``sparse_up_down`` takes it. by_neuron: each
+    neuron has a threshold, from ``threshold`` on.
     """
 
     seed: int
@@ -147,6 +148,7 @@ class Case:
     activation: str = "relu"
     threshold: float = 0.0
     given: bool = False
+    by_neuron: bool = False
 
     @property
     def form(self) -> dict[str, Any]:
@@ -225,6 +227,8 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     # calls that run dense are compared with PyTorch's own product, which may round before a bias
     may_give = may_give and (strategy in SPARSE or not biases)
     given = may_give and random.Random(f"{seed}:{number}:given").random() < (0.7 if training else 0.3)
+    by_neuron = activation == "fatrelu" and op != "pack" and not given
+    by_neuron = by_neuron and random.Random(f"{seed}:{number}:thresholds").random() < 0.6
     return Case(
         seed,
         number,
@@ -258,6 +262,7 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
         activation=activation,
         threshold=threshold,
         given=given,
+        by_neuron=by_neuron,
     )
 
 
@@ -459,14 +464,19 @@ def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
     return F.linear(x, weight, bias), ACCUMULATION * reach
 
 
-def level_of(case: Case) -> float:
-    """The threshold as the layer has it, rounded to its dtype."""
-    return float(torch.tensor(case.threshold, dtype=DTYPES[case.dtype], device="cpu"))
+def level_of(case: Case, device: torch.device | str = "cpu") -> Tensor:
+    """The threshold as the layer has it, rounded to its dtype; one for each neuron [N], or a 0-d tensor."""
+    level = torch.tensor(case.threshold, device="cpu")
+    if case.by_neuron:
+        # integers for integers
+        level = level + torch.arange(case.n, device="cpu") % 5 * (1 if case.exact else 0.15)
+    return level.to(DTYPES[case.dtype]).to(device)
 
 
-def off_kinks(layer: Layer, level: float) -> Layer:
+def off_kinks(layer: Layer, level: Tensor) -> Layer:
     """Zero the tokens with a sum so near to 0, or a gate so near to the threshold, that rounding decides its side."""
     gate, reach = sums(layer.x, layer.w_gate, layer.b_gate)
+    level = level.double()
     near = (gate - level).abs() < reach + level * torch.finfo(layer.x.dtype).eps
     if layer.w_up is not None:
         up, reach = sums(layer.x, layer.w_up, layer.b_up)

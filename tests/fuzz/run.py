@@ -68,6 +68,7 @@ from tests.fuzz.problems import (
     contiguous,
     draw,
     laid_out,
+    level_of,
 )
 from twell import testing
 from twell.strategy import costs
@@ -84,7 +85,10 @@ def options_of(case: Case, t: dict[str, Tensor]) -> dict[str, Any]:
         "b_down": t.get("b_down"),
         **({"b_up": t.get("b_up")} if case.gated else {}),
     }
-    return {**biases, "compression": case.compression, **case.form}
+    form = case.form
+    if case.by_neuron:
+        form["threshold"] = level_of(case, t["x"].device)
+    return {**biases, "compression": case.compression, **form}
 
 
 def ffn(case: Case, t: dict[str, Tensor], **options: Any) -> Any:

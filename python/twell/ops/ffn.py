@@ -45,7 +45,7 @@ from twell.ops.library import (
     new,
     register,
 )
-from twell.ops.operands import Form, Operands, Views, present
+from twell.ops.operands import Form, Operands, Views, has_thresholds, opened, present
 from twell.ops.pack import stats_shape
 from twell.ops.quantize_gate import quantize, quantize_gate, require
 from twell.ops.up_down import counters, multiply
@@ -70,7 +70,7 @@ def _run(
 ) -> _Totals:
     """Compute the layer as ``route`` says; ``sparse`` is the sparse strategies of its device."""
     if route.strategy == "dense":
-        return dense.totalled(layer, activation, route.measurement, totals)
+        return dense.totalled(*opened(layer, activation), route.measurement, totals)
     y, l1, stats, unions, candidates = sparse(layer, compression, activation, route, totals)
     if not totals and route.measurement is None:
         return y, None, None
@@ -296,6 +296,8 @@ def inference_of(
     merged: whether a dense layer may compute gate and up in one product.
     """
     x = layer.x
+    if has_thresholds(layer.b_gate, len(layer.w_gate)) and (route.screen or route.strategy == "dense"):
+        return None
     if route.strategy == "dense":
         return dense.inference_of(layer, activation, merged)
     if not x.numel() or (route.screen and activation.threshold):

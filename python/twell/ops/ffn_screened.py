@@ -21,7 +21,7 @@ from twell.ops import hybrid, screened
 from twell.ops.ffn_union import shapes as shapes_of_union
 from twell.ops.gate_pack import scratch
 from twell.ops.library import ACTIVATION, LAYER, Shape, check_layer, laid, new, register
-from twell.ops.operands import Operands, Views, run
+from twell.ops.operands import Operands, Views, opened, run
 from twell.ops.quantize_gate import Quantized, QuantizedViews, require, require_pitch
 from twell.ops.up_down_union import by_slices, figures_on_cpu, union
 
@@ -62,6 +62,7 @@ def _cpu(*arguments: Any) -> Outputs:
 def on_cpu(layer: Operands, quantized: Quantized, compression: int, activation: Activation) -> Outputs:
     """The operator on the CPU."""
     y, l1, stats, fired, candidates = _fake(*layer, *quantized, compression, *activation)
+    layer, activation = opened(layer, activation)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     listed = screened.candidates_on_cpu(x, w_gate, b_gate, quantized, activation)
     gate = activation.after(hybrid.project(x, w_gate, b_gate).to(x.dtype), inplace=True)

@@ -1,6 +1,7 @@
 """``gate_pack``: the gate projection, packed. words, spill, stats = TwELL of relu(x @ w_gate^T + b_gate).
 
-With a ``threshold`` values up to it are zero, too.
+With a ``threshold`` values up to it are zero, too. A ``b_gate`` [2 N] has a threshold of each neuron behind the
+biases.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from twell._activation import Activation, activation_of, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.library import Shape, bias_view, check_layer, laid_bias, new, register, rows
-from twell.ops.operands import Scaled, launched, run
+from twell.ops.operands import Operands, Scaled, bias_alone, launched, opened, run
 from twell.ops.pack import Packed, fill_on_cpu, pack_gate
 from twell.ops.pack import shapes as packed_shapes
 
@@ -50,10 +51,11 @@ def on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, t
 
 def gate_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, threshold: float) -> Tensor:
     """The gate [M, N] of x's dtype."""
+    layer, activation = opened(Operands(x, w_gate, None, w_gate, b_gate), activation_of("fatrelu", threshold))
     accumulator = x.float() @ w_gate.float().t()
-    if b_gate is not None:
-        accumulator += b_gate.float()
-    return activation_of("fatrelu", threshold).after(accumulator.to(x.dtype))
+    if layer.b_gate is not None:
+        accumulator += layer.b_gate.float()
+    return activation.after(accumulator.to(x.dtype))
 
 
 def _cuda(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
@@ -86,8 +88,8 @@ def pack(
     if tuning.family(p.index) == specs.PORTABLE:
         # contiguous, so that the library's kernels, and with them the bits, are those of dense PyTorch
         gate = spill if n == spill.shape[1] else p.scratch(spill.dtype, spill.shape[0], n)
-        p.call(_project_invariantly if invariant else _project, x, w_gate, b_gate, gate)
-        return pack_gate(p, gate, words, spill, stats, compression, activation, counters)
+        p.call(_project_invariantly if invariant else _project, x, w_gate, bias_alone(b_gate, n), gate)
+        return pack_gate(p, gate, words, spill, stats, compression, activation, counters, b_gate)
     # a cluster is two CTAs, one per multiprocessor
     clusters, fast = p.multiprocessors // 2, x.fast if isinstance(x, Scaled) else True
     spec = tuning.gate_pack(x.dtype, x.shape[0], n, clusters, invariant, fast)

@@ -34,7 +34,7 @@ from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.library import STRIDE_MULTIPLE, bias_view, check, check_layer, down_rows
-from twell.ops.operands import Gradients, Operands, Views
+from twell.ops.operands import Gradients, Operands, Views, bias_alone, opened
 
 
 class Kept(NamedTuple):
@@ -249,6 +249,8 @@ def decode(
 
     ``gate``: that before the activation, if it was given.
     """
+    if gate is None:
+        layer, activation = opened(layer, activation)
     x, w_gate, w_up, w_down, b_gate, b_up, _ = layer
     tokens, n = x if gate is None else gate, w_down.shape[0]
     m, dtype = tokens.shape[0], tokens.dtype
@@ -327,7 +329,8 @@ def backward_cpu(given: Backward, out: Gradients, accumulate: bool, of_gate: Ten
             target.add_(gradient) if accumulate else target.copy_(gradient)
     for target, coefficients in ((out.b_gate, wide_gate), (out.b_up, wide_up)):
         if target is not None and coefficients is not None:
-            target.copy_(for_weights(coefficients).sum(0))
+            # thresholds behind the biases of the gate have no gradient
+            target.zero_()[:n] = for_weights(coefficients).sum(0)
 
 
 # On the GPU
@@ -397,7 +400,7 @@ def overflow_backward(
     elif m > slice_size:
         # slices add up in fp32, and the last one rounds
         sums = [p.scratch(torch.float32, *w.shape) for w in weights]
-    d_biases = [p.scratch(dtype, 0) if b is None else b for b in out[4:6]]
+    d_biases = [bias_view(p, bias_alone(b, n), dtype) for b in out[4:6]]
     lines = -(-m // geometry.OVERFLOW_SUM) if any(b.shape[0] for b in d_biases) else 0
     by_token = p.scratch(torch.float32, lines, 2 * n)
     gates = _or_none(p, gate, w_down), _or_none(p, of_gate, w_down)
@@ -482,7 +485,7 @@ def launches(
     )
 
     # a layer with one of two biases still needs memory for the other's gradient
-    db_gate, db_up = (p.scratch(dtype, n) if bias and g is None else g for g in (out.b_gate, out.b_up))
+    db_gate, db_up = (p.scratch(dtype, n) if bias and g is None else bias_alone(g, n) for g in (out.b_gate, out.b_up))
     db_up = db_up if gated else None
     aside = room_aside(p, dtype, max(m, 2 * n if gated else n))
     # the gradients are stored, or added to fp32 sums; the others are empty

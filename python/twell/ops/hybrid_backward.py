@@ -30,7 +30,9 @@ def outputs(layer: Operands, input_grad: bool, weight_grad: bool) -> Gradients:
     """Uninitialised gradients of x's dtype: dx [M, K], weights [N, K], biases [N]; None where none is wanted."""
     wanted = (input_grad, *(weight_grad and operand is not None for operand in layer[1:]))
     gradients = (layer.x.new_empty(o.shape) if w and o is not None else None for w, o in zip(wanted, layer))
-    return Gradients(*gradients)
+    found = Gradients(*gradients)
+    # thresholds behind the biases have no gradient
+    return found if found.b_gate is None else found._replace(b_gate=torch.zeros_like(found.b_gate))
 
 
 def present(gradients: Gradients, like: Tensor) -> Outputs:

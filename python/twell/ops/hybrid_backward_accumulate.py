@@ -28,6 +28,8 @@ def outputs(layer: Operands, mains: Mains, input_grad: bool) -> Gradients:
         given, missing = ("w_up", "main_up") if mains.w_up is None else ("main_up", "w_up")
         raise ValueError(f"{missing} must be given with {given}, got None")
     db_gate, db_up = (None if bias is None else x.new_empty(bias.shape) for bias in (layer.b_gate, layer.b_up))
+    # thresholds behind the biases have no gradient
+    db_gate = None if db_gate is None else torch.zeros_like(db_gate)
     return Gradients(x.new_empty(x.shape) if input_grad else None, b_gate=db_gate, b_up=db_up)
 
 

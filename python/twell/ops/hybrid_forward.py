@@ -37,7 +37,7 @@ from twell.ops.library import (
     new,
     register,
 )
-from twell.ops.operands import Form, Operands, Views
+from twell.ops.operands import Form, Operands, Views, has_thresholds, opened
 from twell.ops.pack import pack_gate, shapes, stats_shape
 from twell.ops.quantize_gate import quantize, quantize_gate, require
 
@@ -75,6 +75,7 @@ def _fake(layer: Operands, compression: int, held: int, activation: Activation, 
 @_grouped
 def _cpu(layer: Operands, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
     y, l1, nonzeros, kept = _fake(*layer, compression, held, *activation, screen)
+    layer, activation = opened(layer, activation)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     gate = activation.after(hybrid.project(x, w_gate, b_gate).to(x.dtype), inplace=True)
@@ -133,8 +134,8 @@ class Forward:
         if screen:
             require(torch.device("cuda", p.index), "hybrid_forward with screen=True")
         self._m, self._activation = m, activation
-        # with a threshold the screen takes a bias of its own
-        self._raised = screen and bool(activation.level(x.dtype))
+        # with thresholds the screen takes a bias of its own
+        self._raised = screen and (bool(activation.level(x.dtype)) or has_thresholds(layer.b_gate, n))
         # sums of |h| per token tile, written by the kernel that computes h; the total in ``sizes`` may be cut off
         self._figures: list[Shape] = []
         if totals:

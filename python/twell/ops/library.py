@@ -306,6 +306,8 @@ def check_layer(
 ) -> None:
     """Raise unless x is [M, K], the weights [N, K], b_gate and b_up [N], b_down [K], where given, all of one dtype.
 
+    b_gate may be [2 N], with thresholds behind the biases.
+
     N is that of the first weight. The dtype is one that TwELL stores, or a wider one if ``wide``. Operators ask this
     of what they are called with.
     """
@@ -322,7 +324,8 @@ def check_layer(
         check(name, weight, (n, k), dtype)
     for name, bias, length in (("b_gate", b_gate, n), ("b_up", b_up, n), ("b_down", b_down, k)):
         if bias is not None:
-            check(name, bias, (length,), dtype)
+            both = name == "b_gate" and bias.shape == (2 * n,)
+            check(name, bias, (2 * n if both else length,), dtype)
 
 
 def check_matrix(name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = STORED_DTYPES) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from twell._activation import Activation
 from twell._runtime.program import Executable, Program, View, kept
 
 # Names of the ``Operands`` among the arguments of ``sparse_ffn``.
@@ -18,7 +19,8 @@ class Operands(NamedTuple):
     """The operands of a layer: x [M, K], w_gate and w_up [N, K], w_down, b_gate and b_up [N], b_down [K].
 
     w_down is [K, N], as in nn.Linear, down to ``twell._autograd``, and [N, K] in the operators and kernels. A layer
-    without a gate has no w_up: its up projection stands at w_gate, with its bias at b_gate.
+    without a gate has no w_up: its up projection stands at w_gate, with its bias at b_gate. In the operators b_gate may
+    be [2 N]: the biases, then a threshold for each neuron.
     """
 
     x: Tensor
@@ -134,6 +136,24 @@ def launched(matrix: View | Scaled | None, scaled: bool = False) -> tuple[View |
     if isinstance(matrix, Scaled):
         return matrix.values, matrix.scale
     return (None, None) if scaled else (matrix,)
+
+
+def opened(layer: Operands, activation: Activation) -> tuple[Operands, Activation]:
+    """A layer with its biases alone, and the activation with the thresholds that lay behind those of the gate."""
+    b_gate, n = layer.b_gate, len(layer.w_gate)
+    if b_gate is None or not has_thresholds(b_gate, n):
+        return layer, activation
+    return layer._replace(b_gate=b_gate[:n]), Activation("fatrelu", b_gate[n:])
+
+
+def has_thresholds(b_gate: Tensor | View | None, n: int) -> bool:
+    """Whether thresholds of ``n`` neurons lie behind the biases."""
+    return b_gate is not None and b_gate.shape[0] != n
+
+
+def bias_alone(b_gate: View | None, n: int) -> View | None:
+    """The biases of ``n`` neurons, without thresholds behind them."""
+    return b_gate if b_gate is None or b_gate.shape[0] == n else b_gate.part(0, n)
 
 
 # The shape, strides and dtype of a tensor, as ``allocate`` takes them.

@@ -1,9 +1,12 @@
 """``pack``: a dense gate [M, N], before its activation, in TwELL. words, spill, stats = TwELL of relu(gate).
 
-With a ``threshold`` values up to it are zero, too. What comes out is what ``gate_pack`` makes of the same gate.
+With a ``threshold`` values up to it are zero, too. A ``bias`` [2 N] has a threshold for each neuron in its second half;
+the first is not read, as the gate has its biases. What comes out is what ``gate_pack`` makes of the same gate.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +16,18 @@ from twell import tuning
 from twell._activation import Activation, activation_of, threshold_pair
 from twell._runtime import geometry
 from twell._runtime.program import Program, View
-from twell.ops.library import STRIDE_MULTIPLE, Shape, blocks, check_matrix, new, register, rows
+from twell.ops.library import (
+    STRIDE_MULTIPLE,
+    Shape,
+    bias_view,
+    blocks,
+    check,
+    check_matrix,
+    laid_bias,
+    new,
+    register,
+    rows,
+)
 from twell.ops.operands import run
 
 Packed = tuple[Tensor, Tensor, Tensor]
@@ -31,7 +45,7 @@ def stats_shape(m: int, n: int) -> Shape:
     return torch.int32, blocks(m, geometry.STATS_ROWS), geometry.tiles(n), 2
 
 
-def outputs(gate: Tensor, compression: int, threshold: float = 0.0) -> Packed:
+def outputs(gate: Tensor, compression: int, threshold: float = 0.0, bias: Tensor | None = None) -> Packed:
     """Uninitialised words, spill and stats of a gate [M, N]; raises unless the format takes it."""
     check_matrix("gate", gate)
     activation_of("fatrelu", threshold).level(gate.dtype)
@@ -39,13 +53,16 @@ def outputs(gate: Tensor, compression: int, threshold: float = 0.0) -> Packed:
     if not 0 < n <= geometry.MAX_NEURONS or n % STRIDE_MULTIPLE:
         most = geometry.MAX_NEURONS
         raise ValueError(f"gate must have a positive multiple of {STRIDE_MULTIPLE} neurons up to {most}, got {n}")
+    if bias is not None:
+        check("bias", bias, (2 * n,), gate.dtype)
     words, spill, stats = new(gate, shapes(gate.dtype, m, n, compression))
     return words, spill, stats
 
 
-def _cpu(gate: Tensor, compression: int, threshold: float = 0.0) -> Packed:
-    packed = outputs(gate, compression, threshold)
-    return fill_on_cpu(packed, activation_of("fatrelu", threshold).after(gate, inplace=False), compression)
+def _cpu(gate: Tensor, compression: int, threshold: float = 0.0, bias: Tensor | None = None) -> Packed:
+    packed = outputs(gate, compression, threshold, bias)
+    activation = Activation("fatrelu", threshold if bias is None else bias[gate.shape[1] :])
+    return fill_on_cpu(packed, activation.after(gate, inplace=False), compression)
 
 
 def fill_on_cpu(packed: Packed, gate: Tensor, compression: int) -> Packed:
@@ -76,11 +93,16 @@ def fill_on_cpu(packed: Packed, gate: Tensor, compression: int) -> Packed:
     return packed
 
 
-def _cuda(gate: Tensor, compression: int, threshold: float = 0.0) -> Packed:
-    packed = outputs(gate, compression, threshold)
+def _cuda(gate: Tensor, compression: int, threshold: float = 0.0, bias: Tensor | None = None) -> Packed:
+    packed = outputs(gate, compression, threshold, bias)
     if len(gate):
-        run(pack_gate, (rows(gate), *packed), compression, activation_of("fatrelu", threshold))
+        run(_build, (rows(gate), *packed, laid_bias(bias)), compression, activation_of("fatrelu", threshold))
     return packed
+
+
+def _build(p: Program, *given: Any) -> None:
+    gate, words, spill, stats, bias, compression, activation = given
+    pack_gate(p, gate, words, spill, stats, compression, activation, bias=bias)
 
 
 def pack_gate(
@@ -92,19 +114,22 @@ def pack_gate(
     compression: int,
     activation: Activation,
     counters: int = 0,
+    bias: View | None = None,
 ) -> View | None:
     """Launch what fills words, spill and stats; ``gate`` may be the first columns of the spill.
 
-    The kernel zeroes int32 [counters] for those of up_down, which are returned.
+    ``bias`` is one that has been added, with thresholds behind it or not. The kernel zeroes int32 [counters] for those
+    of up_down, which are returned.
     """
     zeroed = p.scratch(torch.int32, counters)
     form = geometry.words_per_tile(compression), threshold_pair(activation, gate.dtype)
-    p.launch(tuning.pack(gate.dtype), gate, words, spill, stats, zeroed, *form)
+    p.launch(tuning.pack(gate.dtype), gate, words, spill, stats, zeroed, bias_view(p, bias, gate.dtype), *form)
     return zeroed if counters else None
 
 
 pack = register(
-    "pack(Tensor gate, int compression, float threshold=0.0) -> (Tensor words, Tensor spill, Tensor stats)",
+    "pack(Tensor gate, int compression, float threshold=0.0, Tensor? bias=None) "
+    "-> (Tensor words, Tensor spill, Tensor stats)",
     fake=outputs,
     cpu=_cpu,
     cuda=_cuda,

@@ -18,7 +18,7 @@ from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.gate_screen import gate_screen, screen_rows
 from twell.ops.library import bias_view, check, laid_bias
-from twell.ops.operands import Operands
+from twell.ops.operands import Operands, opened
 from twell.ops.quantize_gate import Quantized, QuantizedViews, quantize, quantize_gate
 from twell.strategy.site import Measurement, beside_captures
 
@@ -50,8 +50,9 @@ def firing_bias(w_gate: Tensor, bias: Tensor | None, activation: Activation) -> 
 
     The difference is rounded up to 16 bits, so no gate that fires is missed; docs/notes/screen.md has the argument.
     """
-    level = activation.level(w_gate.dtype)
-    if not activation.moves and not level:
+    opened_layer, activation = opened(Operands(w_gate, w_gate, None, w_gate, bias), activation)
+    bias, level = opened_layer.b_gate, activation.level(w_gate.dtype)
+    if not isinstance(level, Tensor) and not level:
         return laid_bias(bias)
     if bias is None:
         lowered: Tensor = w_gate.new_zeros(len(w_gate)) - level

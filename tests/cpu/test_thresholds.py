@@ -1,0 +1,155 @@
+"""A threshold for each neuron: every strategy, gradients, operators, graphs and errors, beside plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from activations import BIASES, DTYPES
+from torch import Tensor
+
+import twell
+from twell import functional, ops, testing
+from twell._activation import Activation
+
+BF16 = torch.bfloat16
+K, N = 72, 264
+GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+STRATEGIES = ("row", "union", "union+screen", "row+invariant", "dense", "auto")
+
+
+def problem(m: int = 140, dtype: torch.dtype = BF16, density: float = 0.1) -> testing.FFN:
+    return testing.integer_problem(m, K, N, density=density, biases=BIASES, dtype=dtype, activation="fatrelu")
+
+
+def thresholds(dtype: torch.dtype = BF16) -> Tensor:
+    """Small integers, some of them zero, some above every gate."""
+    found = torch.arange(N, device="cpu") % 5
+    found[7::50] = 1000
+    return found.to(dtype)
+
+
+def plain(p: testing.FFN, level: Tensor, gated: bool) -> Tensor:
+    """The layer by PyTorch's operators."""
+    gate = F.linear(p.x, p.w_gate, p.b_gate)
+    hidden = torch.where(gate > level, gate, 0)
+    if gated:
+        hidden = hidden * F.linear(p.x, p.w_up, p.b_up)
+    return F.linear(hidden, p.w_down.t(), p.b_down)
+
+
+def layer(p: testing.FFN, level: Tensor, gated: bool, **options: Any) -> Any:
+    how: Any = {"activation": "fatrelu", "threshold": level} | options
+    if gated:
+        biases: Any = {"b_gate": p.b_gate, "b_up": p.b_up, "b_down": p.b_down}
+        return twell.sparse_gated_ffn(p.x, p.w_gate, p.w_up, p.w_down.t(), **biases, **how)
+    return twell.sparse_ffn(p.x, p.w_gate, p.w_down.t(), b_up=p.b_gate, b_down=p.b_down, **how)
+
+
+def named(strategy: str) -> dict[str, Any]:
+    """The options of a strategy as tests name them."""
+    if strategy == "union+screen":
+        return {"strategy": functional.route_of(strategy)}
+    name, _, how = strategy.partition("+")
+    return {"strategy": name, "invariant": bool(how)}
+
+
+@GATED
+@DTYPES
+@pytest.mark.parametrize("biased", [True, False])
+def test_every_strategy_computes_the_only_right_integers(gated: bool, dtype: torch.dtype, biased: bool) -> None:
+    p, level = problem(dtype=dtype), thresholds(dtype)
+    if not biased:
+        p = p._replace(b_gate=None, b_up=None, b_down=None)
+    wide = p.map(Tensor.double)
+    right = plain(wide, level.double(), gated).to(dtype)
+    fired = F.linear(wide.x, wide.w_gate, wide.b_gate) > level
+    # thresholds decide something
+    assert fired.sum() < 0.8 * (F.linear(wide.x, wide.w_gate, wide.b_gate) > 0).sum()
+    for strategy in STRATEGIES:
+        with torch.no_grad():
+            y, aux = layer(p, level, gated, return_aux=True, **named(strategy))
+        testing.assert_same(y, right, strategy)
+        assert float(aux.l0) == pytest.approx(float(fired.sum()) / len(p.x), rel=1e-6), strategy
+
+
+@GATED
+@pytest.mark.parametrize("density", [0.05, 1.0])
+@pytest.mark.parametrize("strategy", ["union", "dense"])
+def test_gradients_are_those_of_pytorch(gated: bool, strategy: str, density: float) -> None:
+    """With a density of 1 the non-zeros exceed the hybrid format, and backward computes everything again."""
+    p, level = problem(64, torch.float64, density), thresholds(torch.float64)
+    p = p.map(lambda t: t + 0.1 * torch.randn_like(t))
+    dy, found = torch.randn_like(p.x), []
+    for run in (plain, lambda *given: layer(*given, strategy=strategy)):
+        leaves = p.map(lambda t: t.clone().requires_grad_())
+        present = [t for name, t in leaves._asdict().items() if gated or name not in ("w_up", "b_up")]
+        found.append(torch.autograd.grad(run(leaves, level, gated), present, dy))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_one_threshold_for_all_has_the_bits_of_a_number() -> None:
+    p = problem()
+    for strategy in STRATEGIES:
+        with torch.no_grad():
+            ours = layer(p, torch.full((N,), 2.0), True, **named(strategy))
+            assert torch.equal(ours, layer(p, 2.0, True, **named(strategy))), strategy  # type: ignore[arg-type]
+
+
+def test_thresholds_are_rounded_to_the_dtype_of_x() -> None:
+    p, level = problem(), thresholds(torch.float32) + 1e-4
+    with torch.no_grad():
+        for strategy in STRATEGIES:
+            assert torch.equal(layer(p, level, False, **named(strategy)), layer(p, level.to(BF16), False)), strategy
+
+
+def test_packed_operators() -> None:
+    p, level = problem(21), thresholds()
+    gate = F.linear(p.x.float(), p.w_gate.float(), p.b_gate.float()).to(BF16)  # type: ignore[union-attr]
+    both = torch.cat([p.b_gate, level])  # type: ignore[list-item]
+    dense = torch.where(gate > level, gate, 0)
+    for packed in (ops.gate_pack(p.x, p.w_gate, both, 8), ops.pack(gate, 8, 0.0, both)):
+        assert torch.equal(ops.unpack(*packed[:2], N, 8), dense)
+
+
+@GATED
+def test_compiled_layers(gated: bool) -> None:
+    torch.compiler.reset()
+    p, level = problem(32), thresholds()
+    for strategy in ("row", "union", "auto"):
+        compiled = torch.compile(lambda t: layer(p, t, gated, strategy=strategy), backend="aot_eager", fullgraph=True)  # noqa: B023
+        for each in (level, level.flip(0)):
+            with torch.no_grad():
+                assert torch.equal(compiled(each), layer(p, each, gated, strategy=strategy))
+    leaf = p.x.clone().requires_grad_()
+    given = p._replace(x=leaf)
+    step = torch.compile(lambda: layer(given, level, gated, strategy="union"), backend="aot_eager", fullgraph=True)
+    (ours,) = torch.autograd.grad(step().sum(), leaf)
+    (theirs,) = torch.autograd.grad(layer(given, level, gated, strategy="union").sum(), leaf)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_what_is_refused() -> None:
+    p, level = problem(8), thresholds()
+
+    def refused(threshold: Any, what: str, kind: type[Exception] = ValueError, **options: Any) -> None:
+        with pytest.raises(kind, match=what):
+            layer(p, threshold, True, strategy="union", **options)
+
+    refused(level[1:], r"threshold must be a number or \[264\] on cpu, got \[263\]")
+    refused(level[None], r"a 0-d or \[N\], floating tensor without gradient, got .*\[1, 264\]")
+    refused(level.int(), "floating tensor without gradient, got torch.int32")
+    refused(level.clone().requires_grad_(), "got torch.bfloat16 .264. that requires grad")
+    refused(-level, "a finite number of at least 0, got a tensor of -1")
+    refused(level.float() * 1e38, "finite in torch.bfloat16|at least 0")
+    refused(level, "threshold must be a number, or", activation="relu")
+    gate = F.linear(p.x, p.w_gate)
+    with pytest.raises(ValueError, match="threshold must be a number"):
+        twell.sparse_up_down(p.x, gate, p.w_up, p.w_down.t(), activation="fatrelu", threshold=level)
+    with pytest.raises(ValueError, match=r"bias must be \[528\]"):
+        ops.pack(p.x.new_zeros(3, N), 8, 0.0, level)
+    assert Activation("fatrelu", level).by_neuron
+    assert not Activation("fatrelu", level[0]).by_neuron
