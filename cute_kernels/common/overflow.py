@@ -136,22 +136,24 @@ def arrive_and_wait(counters: Any, arrivals: Int32) -> None:
 
 
 @cute.jit
-def bias_pair(bias: cute.Tensor, at: Int32, end: Int32) -> Any:
-    """Two elements of a bias; zeros from `end` on, and of an empty one."""
+def bias_pair(bias: cute.Tensor, at: Int32) -> Any:
+    """Two elements of a bias; zeros beyond its end, where an empty one is at once."""
     low, high = Float32(0.0), Float32(0.0)
-    if (at < bias.shape[0]) & (at < end):
+    if at < bias.shape[0]:
         low, high = bias[at].to(Float32), bias[at + 1].to(Float32)
     return low, high
 
 
 @cute.jit
-def gate_levels(o: Any, at: Int32) -> Uint32:
-    """The thresholds of the gates of two neurons, see common/activation.py."""
-    levels = Uint32(o.threshold)
-    if (o.b_gate.shape[0] > o.neurons) & (at < o.neurons):
-        pairs = cute.recast_ptr((o.b_gate.iterator + (o.neurons + at)).align(4), dtype=Uint32)
-        levels = cute.make_tensor(pairs, cute.make_layout(1))[0]
-    return levels
+def gate_terms(o: Any, at: Int32) -> Any:
+    """Of the gates of two neurons the biases, zeros beyond the last one, and thresholds as `above` takes them."""
+    low, high, levels = Float32(0.0), Float32(0.0), Int32(o.threshold)
+    if at < cutlass.min(o.neurons, o.b_gate.shape[0]):
+        low, high = o.b_gate[at].to(Float32), o.b_gate[at + 1].to(Float32)
+        if o.b_gate.shape[0] > o.neurons:
+            pairs = cute.recast_ptr((o.b_gate.iterator + (o.neurons + at)).align(4), dtype=Uint32)
+            levels = Int32(cute.make_tensor(pairs, cute.make_layout(1))[0])
+    return low, high, levels
 
 
 @cute.jit

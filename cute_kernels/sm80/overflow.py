@@ -35,7 +35,7 @@ from ..common.overflow import (
     bias_pair,
     copy_gradients,
     enlist,
-    gate_levels,
+    gate_terms,
     given_pair,
     pointwise,
     slice_at,
@@ -226,8 +226,7 @@ class Score(Dense):
         """Gates with bias, rounded, after ReLU and the threshold; zeros past the last token."""
         token, neuron, at = self.first_of(row, column)
         for v in range_constexpr(self.n_frags):
-            own = neuron + 8 * v + (at.lane & 3) * 2
-            bias, levels = bias_pair(o.b_gate, own, o.neurons), gate_levels(o, own)
+            *bias, levels = gate_terms(o, neuron + 8 * v + (at.lane & 3) * 2)
             for i in range_constexpr(self.m_frags):
                 for h in range_constexpr(2):
                     sums = [acc[2 * h + j, v, i] + bias[j] for j in range(2)]
@@ -239,7 +238,7 @@ class Score(Dense):
         """Compute and store the parts and the sums of a tile."""
         token, neuron, at = self.first_of(row, column)
         for v in range_constexpr(self.n_frags):
-            bias = bias_pair(o.b_up, neuron + 8 * v + (at.lane & 3) * 2, o.neurons)
+            bias = bias_pair(o.b_up, neuron + 8 * v + (at.lane & 3) * 2)
             for e in range_constexpr(4):
                 for i in range_constexpr(self.m_frags):
                     up[e, v, i] += bias[e % 2]
@@ -427,7 +426,7 @@ class PartProduct(Dense):
         first, left, at = self.first_of(row, column)
         if const_expr(not self.backward):
             for v in range_constexpr(self.n_frags):
-                bias = bias_pair(o.b_down, left + 8 * v + (at.lane & 3) * 2, o.columns)
+                bias = bias_pair(o.b_down, left + 8 * v + (at.lane & 3) * 2)
                 for e in range_constexpr(4):
                     for i in range_constexpr(self.m_frags):
                         acc[e, v, i] += bias[e % 2]

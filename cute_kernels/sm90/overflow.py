@@ -46,7 +46,7 @@ from ..common.overflow import (
     bias_pair,
     copy_gradients,
     enlist,
-    gate_levels,
+    gate_terms,
     given_pair,
     pointwise,
     slice_at,
@@ -354,22 +354,24 @@ class Score(Dense):
         """Compute and store the parts of 64 tokens and 128 neurons."""
         token = row * TILE_M + at.group * GROUP_ROWS + at.warp * 16 + (at.lane >> 2)
         first = column * HALF + (at.lane & 3) * 2
-        h, d_gate, d_up = (cute.make_rmem_tensor((2, HALF // 8), Uint32) for _ in range(3))
+        gates, h, d_gate, d_up = (cute.make_rmem_tensor((2, HALF // 8), Uint32) for _ in range(4))
         total = Float32(0.0)
+        # first of all, as sums take twice the registers
         for v in range_constexpr(HALF // 8):
-            own = first + 8 * v
-            gate_bias, up_bias = bias_pair(o.b_gate, own, o.neurons), bias_pair(o.b_up, own, o.neurons)
-            levels = gate_levels(o, own)
+            *bias, levels = gate_terms(o, first + 8 * v)
             for i in range_constexpr(2):
-                sums = [acc[(j, i, v), 0, 0] + gate_bias[j] for j in range(2)]
+                sums = [acc[(j, i, v), 0, 0] + bias[j] for j in range(2)]
                 # tokens past the last one would have the gates of the bias
-                gates = above(relu_pack(*sums, self.dtype), levels, self.dtype)
-                gates = Uint32(cutlass.select_(token + 8 * i < here.count, gates, Uint32(0)))
+                pair = above(relu_pack(*sums, self.dtype), levels, self.dtype)
+                gates[i, v] = Uint32(cutlass.select_(token + 8 * i < here.count, pair, Uint32(0)))
+        for v in range_constexpr(HALF // 8):
+            bias = bias_pair(o.b_up, first + 8 * v)
+            for i in range_constexpr(2):
                 dhs: Any = None
-                ups = [acc[(j, i, HALF // 8 + v), 0, 0] + up_bias[j] for j in range(2)]
+                ups = [acc[(j, i, HALF // 8 + v), 0, 0] + bias[j] for j in range(2)]
                 if const_expr(self.backward):
                     dhs = [dh[(j, i, v), 0, 0] for j in range(2)]
-                packed, magnitudes = pointwise(gates, ups, dhs, o, self.dtype)
+                packed, magnitudes = pointwise(gates[i, v], ups, dhs, o, self.dtype)
                 for j in range_constexpr(2):
                     total += magnitudes[j]
                 h[i, v] = packed[0]
@@ -526,7 +528,7 @@ class Product(Dense):
             for v in range_constexpr(HALF // 8):
                 bias = (Float32(0.0), Float32(0.0))
                 if const_expr(not self.backward):
-                    bias = bias_pair(o.b_down, column * TILE_N + half * HALF + 8 * v + (at.lane & 3) * 2, o.columns)
+                    bias = bias_pair(o.b_down, column * TILE_N + half * HALF + 8 * v + (at.lane & 3) * 2)
                 for i in range_constexpr(2):
                     low, high = (acc[(j, i, half * (HALF // 8) + v), 0, 0] + bias[j] for j in range(2))
                     pairs[i, v] = pack(low, high, self.dtype)

@@ -184,7 +184,9 @@ def sampled_grad(sizes: Sequence[int], k: int, gated: bool, ctas: int, seed: int
         assert (found[total:] == POISON).all(), f"{what} is written behind the last non-zero"
 
 
-def sampled_gate(sizes: Sequence[int], k: int, biased: bool, compression: int, ctas: int, seed: int = 0) -> None:
+def sampled_gate(
+    sizes: Sequence[int], k: int, biased: bool, compression: int, ctas: int, seed: int = 0, levels: bool = False
+) -> None:
     given = pattern(sizes, k, seed)
     (m, n), width = given.gate.shape, geometry.words_per_tile(compression)
     # as `list_candidates` leaves them: anything behind the end, and the last size unused
@@ -196,6 +198,8 @@ def sampled_gate(sizes: Sequence[int], k: int, biased: bool, compression: int, c
     spill = torch.full((m, geometry.tiles(n) * geometry.TILE), torch.nan, dtype=BF16)
     stats = torch.full((-(-m // geometry.STATS_ROWS), geometry.tiles(n), 2), POISON, dtype=torch.int32)
     bias = given.bias if biased else NONE
+    if levels:
+        bias = torch.cat([given.bias, (torch.arange(n) % 4).to(BF16)])
     operands = (strided(given.x), strided(given.weight), bias, neurons, lengths)
     launch(tuning.sampled_gate(BF16), *operands, words, spill, stats, width, 0, ctas)
     for tile, listed in enumerate(given.lists):
@@ -208,6 +212,8 @@ def sampled_gate(sizes: Sequence[int], k: int, biased: bool, compression: int, c
             # a gate has a multiple of 8 neurons
             padding = torch.zeros(-len(listed) % 8, k, dtype=BF16)
             weight, of_tile = torch.cat((given.weight[listed], padding)), torch.cat((given.bias[listed], padding[:, 0]))
+            if levels:
+                of_tile = torch.cat((of_tile, bias[n:][listed], padding[:, 0]))
             right = ops.gate_pack(given.x[rows], weight, of_tile if biased else None, compression)
             found = words[rows, : used * width], spill[rows, : used * geometry.TILE], stats[lines, :used]
             testing.assert_packed_same(tuple(t.contiguous() for t in found), right, len(weight), compression)
