@@ -7,53 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from activations import BIASES, DTYPES
+from activations import DTYPES
+from jumps import STRATEGIES, N, layer, named, plain, problem, thresholds
 from torch import Tensor
 
 import twell
-from twell import functional, ops, testing
+from twell import ops, testing
 from twell._activation import Activation
 
 BF16 = torch.bfloat16
-K, N = 72, 264
 GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-STRATEGIES = ("row", "union", "union+screen", "row+invariant", "dense", "auto")
-
-
-def problem(m: int = 140, dtype: torch.dtype = BF16, density: float = 0.1) -> testing.FFN:
-    return testing.integer_problem(m, K, N, density=density, biases=BIASES, dtype=dtype, activation="fatrelu")
-
-
-def thresholds(dtype: torch.dtype = BF16) -> Tensor:
-    """Small integers, some of them zero, some above every gate."""
-    found = torch.arange(N, device="cpu") % 5
-    found[7::50] = 1000
-    return found.to(dtype)
-
-
-def plain(p: testing.FFN, level: Tensor, gated: bool) -> Tensor:
-    """The layer by PyTorch's operators."""
-    gate = F.linear(p.x, p.w_gate, p.b_gate)
-    hidden = torch.where(gate > level, gate, 0)
-    if gated:
-        hidden = hidden * F.linear(p.x, p.w_up, p.b_up)
-    return F.linear(hidden, p.w_down.t(), p.b_down)
-
-
-def layer(p: testing.FFN, level: Tensor, gated: bool, **options: Any) -> Any:
-    how: Any = {"activation": "fatrelu", "threshold": level} | options
-    if gated:
-        biases: Any = {"b_gate": p.b_gate, "b_up": p.b_up, "b_down": p.b_down}
-        return twell.sparse_gated_ffn(p.x, p.w_gate, p.w_up, p.w_down.t(), **biases, **how)
-    return twell.sparse_ffn(p.x, p.w_gate, p.w_down.t(), b_up=p.b_gate, b_down=p.b_down, **how)
-
-
-def named(strategy: str) -> dict[str, Any]:
-    """The options of a strategy as tests name them."""
-    if strategy == "union+screen":
-        return {"strategy": functional.route_of(strategy)}
-    name, _, how = strategy.partition("+")
-    return {"strategy": name, "invariant": bool(how)}
 
 
 @GATED
