@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -101,7 +101,10 @@ _START_S = 120
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, share of positive gates, compression, biases, dtype and activation of one problem."""
+    """Sizes, share of positive gates, compression, biases, dtype and activation of one problem.
+
+    levels: whether each neuron has a threshold, behind the biases of the gate; not every operator takes these.
+    """
 
     name: str
     m: int
@@ -112,10 +115,19 @@ class Case:
     biases: str = ""
     dtype: torch.dtype = torch.bfloat16
     activation: ActivationName = "relu"
+    levels: bool = False
 
     def problem(self) -> FFN:
         how: dict[str, Any] = {"biases": self.biases, "dtype": self.dtype, "activation": self.activation}
-        return testing.integer_problem(self.m, self.k, self.n, density=self.density, **how)
+        problem = testing.integer_problem(self.m, self.k, self.n, density=self.density, **how)
+        if not self.levels:
+            return problem
+        levels = (torch.arange(self.n) % 4).to(self.dtype)
+        return problem._replace(b_gate=torch.cat([cast(Tensor, problem.b_gate), levels]))
+
+
+# take thresholds behind the biases of the gate
+LEVELLED = ("gate_pack", "ffn_union", "ffn_screened", "ffn_row", "ffn", "hybrid_forward", "hybrid_backward")
 
 
 CASES = (
@@ -146,6 +158,9 @@ CASES = (
     Case("many squares", 259, 72, 264, 0.1, biases="gate up down", activation="relu2"),
     Case("most squares", 2050, 72, 264, 0.1, biases="up", activation="relu2"),
     Case("squares, overflow", 66, 72, 264, 0.9, activation="relu2"),
+    Case("few levels", 9, 136, 264, 0.2, biases="gate up down", activation="fatrelu", levels=True),
+    Case("levels", 259, 72, 520, 0.2, biases="gate up down", activation="fatrelu", levels=True),
+    Case("levels, overflow", 130, 72, 264, 1, biases="gate", activation="fatrelu", levels=True),
 )
 
 
@@ -184,6 +199,8 @@ def moved_to(device: str, t: Tensor) -> Tensor:
 def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
     """Return all calls of an operator's check."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = problem
+    if case.levels and op not in LEVELLED:
+        return
     if op == "reglu":
         # the remainder of a vector of eight has code of its own
         gate, up = (torch.nn.functional.linear(x, w).flatten()[: case.m * case.n - 3] for w in (w_gate, w_up))

@@ -19,7 +19,7 @@ from torch import Tensor
 from tests import overflow
 from tests.quantized import assert_right
 from twell import ops, testing, tuning
-from twell._activation import RELU, Activation
+from twell._activation import RELU, Activation, activation_of, threshold_pair
 from twell._runtime import geometry, specs
 from twell.ops import hybrid
 from twell.ops.library import launch
@@ -217,6 +217,23 @@ def sampled_gate(
             right = ops.gate_pack(given.x[rows], weight, of_tile if biased else None, compression)
             found = words[rows, : used * width], spill[rows, : used * geometry.TILE], stats[lines, :used]
             testing.assert_packed_same(tuple(t.contiguous() for t in found), right, len(weight), compression)
+
+
+def pack(m: int, n: int, levels: bool, compression: int, seed: int = 0) -> None:
+    """A gate that lies in the spill, with a threshold for each neuron or one for all."""
+    torch.manual_seed(seed)
+    gate, width = integers(-6, 9, m, n), geometry.words_per_tile(compression)
+    words = torch.full((m, geometry.tiles(n) * width), POISON, dtype=torch.int32)
+    spill = torch.full((m, geometry.tiles(n) * geometry.TILE), torch.nan, dtype=BF16)
+    spill[:, :n] = gate
+    stats = torch.full((-(-m // geometry.STATS_ROWS), geometry.tiles(n), 2), POISON, dtype=torch.int32)
+    arrivals = torch.full((5,), POISON, dtype=torch.int32)
+    bias = torch.cat([torch.full((n,), torch.nan), (torch.arange(n) % 4).float()]).to(BF16) if levels else None
+    given = spill[:, :n], words, spill, stats, arrivals, NONE if bias is None else bias
+    launch(tuning.pack(BF16), *given, width, threshold_pair(activation_of("fatrelu", 2.0), BF16))
+    right = ops.pack(gate, compression, 2.0, bias)
+    testing.assert_packed_same((words, spill, stats), right, n, compression)
+    assert not arrivals.any(), "counters are not cleared"
 
 
 # ---- the hybrid format ----

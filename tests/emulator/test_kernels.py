@@ -58,6 +58,14 @@ def test_gradients_at_non_zeros(emulator: Emulator, sizes: list[int], seed: int)
 def test_the_gate_at_candidates(emulator: Emulator, sizes: list[int], seed: int) -> None:
     with emulator.stands_in(2, Schedule.of(seed)):
         checks.sampled_gate(sizes, 72, biased=seed > 0, compression=2 if seed == 1 else 8, ctas=2 + seed)
+        checks.sampled_gate(sizes, 72, biased=True, compression=8, ctas=2 + seed, levels=True)
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 8), (9, 264), (20, 1288)])
+def test_a_dense_gate_packed(emulator: Emulator, m: int, n: int) -> None:
+    for seed in (0, 1):
+        with emulator.stands_in(2, Schedule.of(seed)):
+            checks.pack(m, n, levels=bool(seed), compression=2 if seed == 0 else 8, seed=seed)
 
 
 @SEEDS
