@@ -23,7 +23,7 @@ from twell._activation import RELU, Activation, activation_of, threshold_pair
 from twell._runtime import geometry, specs
 from twell.ops import hybrid
 from twell.ops.library import launch
-from twell.ops.operands import Gradients, Operands
+from twell.ops.operands import Gradients, Operands, opened
 from twell.strategy.plan import Route
 
 BF16 = torch.bfloat16
@@ -418,13 +418,17 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
     testing.assert_same(ops.unpack(words, spill, n, 2)[order], gates, "gates of pairs alone")
 
 
-def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bool, seed: int = 0) -> None:
-    """All kernels of a forward and backward pass."""
+def training_step(
+    m: int, k: int, n: int, density: float, biases: str, gated: bool, seed: int = 0, levels: bool = False
+) -> None:
+    """All kernels of a forward and backward pass; ``levels``: with thresholds behind the biases of the gate."""
     problem = testing.integer_problem(m, k, n, density=density, biases=biases, seed=seed)
     layer = list(problem)
     if not gated:
         layer[2] = layer[5] = None
-    activation = "relu", 0.0
+    activation = "fatrelu" if levels else "relu", 0.0
+    if levels:
+        layer[4] = torch.cat([problem.b_gate, (torch.arange(n) % 4).to(BF16)])
     arguments = (*layer, 8, 0, *activation, False)
     y, l1, nonzeros, saved = ops.hybrid_forward(*arguments)
     found = on_gpu("hybrid_forward")(*arguments)
@@ -443,7 +447,10 @@ def training_step(m: int, k: int, n: int, density: float, biases: str, gated: bo
 
 
 class OverFull(NamedTuple):
-    """What a check of these passes varies; ``wanted``: "x" for the gradient of x, "w" for those of the weights."""
+    """What a check of these passes varies; ``wanted``: "x" for the gradient of x, "w" for those of the weights.
+
+    levels: whether thresholds lie behind the biases of the gate.
+    """
 
     m: int
     k: int = 72
@@ -455,6 +462,7 @@ class OverFull(NamedTuple):
     dl1: float = 0.0
     wanted: str = "xw"
     accumulate: bool = False
+    levels: bool = False
 
     def layer(self) -> Operands:
         """Small integers, six in each row of a weight."""
@@ -464,6 +472,8 @@ class OverFull(NamedTuple):
         lengths = {"gate": n, "up": n, "down": k}
         biases = (integers(-2, 2, length) if name in self.biases else None for name, length in lengths.items())
         layer = Operands(integers(-2, 2, m, k), *weights, *biases)
+        if self.levels and layer.b_gate is not None:
+            layer = layer._replace(b_gate=torch.cat([layer.b_gate, (torch.arange(n) % 3).to(BF16)]))
         return layer if self.gated else layer._replace(w_up=None, b_up=None)
 
     def gradients(self, layer: Operands) -> Gradients:
@@ -489,7 +499,8 @@ def overfull(case: OverFull, ctas: int, excess: int = 1, seed: int = 0) -> int:
     layer, m, k, n = case.layer(), case.m, case.k, case.n
     dy = torch.zeros(m, k, dtype=BF16).scatter_(1, torch.randint(k, (m, 3)), integers(-2, 2, m, 3))
     activation = Activation(case.activation, case.threshold)
-    gate = activation.after(hybrid.project(layer.x, layer.w_gate, layer.b_gate).to(BF16))
+    open_layer, with_levels = opened(layer, activation)
+    gate = with_levels.after(hybrid.project(layer.x, layer.w_gate, open_layer.b_gate).to(BF16))
     up = None if layer.w_up is None else hybrid.project(layer.x, layer.w_up, layer.b_up)
     hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
 
@@ -521,6 +532,9 @@ def overfull(case: OverFull, ctas: int, excess: int = 1, seed: int = 0) -> int:
         assert sums.isnan().all()
     for name, found, expected in zip(Gradients._fields, out, right):
         if found is not None and expected is not None:
+            if name == "b_gate":
+                # thresholds have none
+                found, expected = found[:n], expected[:n]
             testing.assert_same(found, expected, f"gradient of {name}")
     return int(counters[1])
 

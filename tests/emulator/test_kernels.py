@@ -227,6 +227,12 @@ def test_a_training_step(
         checks.training_step(m, k, n, density, biases, gated)
 
 
+@pytest.mark.parametrize(("m", "gated"), [(9, True), (300, True), (140, False)])
+def test_a_training_step_with_thresholds_of_neurons(emulator: Emulator, m: int, gated: bool) -> None:
+    with emulator.stands_in(3, Schedule.of(1)):
+        checks.training_step(m, 72, 264, 0.2, "gate up down", gated, levels=True)
+
+
 FAMILIES = pytest.mark.parametrize("family", [specs.SM90, specs.PORTABLE])
 
 
@@ -243,6 +249,7 @@ FAMILIES = pytest.mark.parametrize("family", [specs.SM90, specs.PORTABLE])
         checks.OverFull(5, k=264, activation="relu2", biases="down"),
         checks.OverFull(257, activation="drelu", biases="gate up"),
         checks.OverFull(300, activation="fatrelu", threshold=2.0, gated=False, accumulate=True, wanted="w"),
+        checks.OverFull(300, activation="fatrelu", biases="gate up", levels=True),
     ],
 )
 def test_too_many_non_zeros(emulator: Emulator, case: checks.OverFull, family: str, seed: int) -> None:
