@@ -5,7 +5,8 @@ tokens whose statistics are one row, a warp for each, and `TILES` tiles of 256 n
 tile, and loads those of all tiles before it packs the first. Ranks are prefix sums over the lanes; words go straight to
 their place in global memory, behind the zeros that another lane of the same warp has stored there.
 
-The gate may lie in the spill, at its place: a lane has read what it overwrites.
+``levels`` of tokens, as `top_k` finds them, keep the k largest gates of each in place of those above a threshold. The
+gate may lie in the spill, at its place: a lane has read what it overwrites.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ from cutlass.memory import SmemAllocator
 
 from . import geometry
 from .common import launch, operands
-from .common.activation import above, levels_of
+from .common.activation import above_bits, levels_of
 from .common.copies import address, load_values_if, store_values
 from .common.rows import clear_arrivals
 from .common.values import join_bytes, lanes_before, lowest_bit, nonzero_bytes, relu_pair
@@ -43,6 +44,7 @@ class Pack:
         stats: cute.Tensor,
         arrivals: cute.Tensor,
         bias: cute.Tensor,
+        levels: cute.Tensor,
         words_per_tile: Int32,
         threshold: Int32,
         stream: cuda.CUstream,
@@ -51,7 +53,7 @@ class Pack:
         groups, tiles = stats.shape[0], stats.shape[1]
         columns = cute.ceil_div(tiles, TILES)
         if groups > 0:
-            self.kernel(gate, words, spill, stats, arrivals, bias, words_per_tile, threshold, columns).launch(
+            self.kernel(gate, words, spill, stats, arrivals, bias, levels, words_per_tile, threshold, columns).launch(
                 grid=(groups * columns, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=launch.overlaps()
             )
 
@@ -64,6 +66,7 @@ class Pack:
         stats: cute.Tensor,
         arrivals: cute.Tensor,
         bias: cute.Tensor,
+        levels: cute.Tensor,
         width: Int32,
         threshold: Int32,
         columns: Int32,
@@ -86,8 +89,12 @@ class Pack:
             load_values_if(address(gate, m, neuron), quads[None, i], exists & (neuron < gate.shape[1]))
         for i in range_constexpr(TILES):
             within = exists & (first + i < stats.shape[1])
-            levels = levels_of(bias, gate.shape[1], (first + i) * geometry.TILE + lane * 8, threshold)
-            count = self.pack_tile(words, spill, quads[None, i], m, first + i, width, levels, within, lane)
+            neuron = (first + i) * geometry.TILE + lane * 8
+            own = levels_of(bias, gate.shape[1], neuron, threshold)
+            if exists & (levels.shape[0] > 0):
+                for j in range_constexpr(4):
+                    own[j] = self.level_of_token(levels, m, neuron + 2 * j)
+            count = self.pack_tile(words, spill, quads[None, i], m, first + i, width, own, within, lane)
             if lane == 0:
                 counts[warp, i] = count
         cute.arch.sync_threads()
@@ -98,6 +105,13 @@ class Pack:
                 overflows += Int32(counts[token, thread] >= width)
             stats[group, first + thread, 0] = nonzeros
             stats[group, first + thread, 1] = overflows
+
+    @cute.jit
+    def level_of_token(self, levels: cute.Tensor, m: Int32, neuron: Int32) -> Uint32:
+        """What two neurons' gates must exceed: the token's level, or less where an equal gate is kept."""
+        level, last = levels[m, 0], levels[m, 1]
+        low, high = (level - Int32(neuron + j <= last) for j in range(2))
+        return Uint32(low) | Uint32(high) << 16
 
     @cute.jit
     def pack_tile(
@@ -114,7 +128,7 @@ class Pack:
     ) -> Int32:
         """Pack the 256 gates of a token's tile, eight in `quad`, if it is `within` the problem; return the count."""
         for i in range_constexpr(4):
-            quad[i] = above(relu_pair(quad[i], self.dtype), levels[i], self.dtype)
+            quad[i] = above_bits(relu_pair(quad[i], self.dtype), levels[i])
         mask = join_bytes(*nonzero_bytes(quad))
         own = Int32(cute.arch.popc(mask))
         count = Int32(cute.arch.warp_redux_sync(own, "add"))
@@ -160,6 +174,7 @@ def signature(spec: PackSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.cube(cutlass.Int32, cute.sym_int32(), cute.sym_int32(), 2),
         operands.vector(cutlass.Int32, cute.sym_int32(), align=4),
         operands.bias(dtype),
+        operands.matrix(Int32, cute.sym_int32(), 2),
         Int32(1),
         Int32(1),
     )

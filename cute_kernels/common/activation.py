@@ -34,8 +34,13 @@ def above(pair: Uint32, threshold: Int32 | Uint32, dtype: cutlass.Constexpr) -> 
             read_only_args=[pair, Uint32(threshold)],
         )
         return pair & mask
-    # without sign, values are in the order of their bits, and NaN is above all
-    signs = above_signs(pair, threshold)
+    return above_bits(pair, Uint32(threshold))
+
+
+@cute.jit
+def above_bits(pair: Uint32, levels: Uint32) -> Uint32:
+    """The same of values after ReLU, in the order of their bits: so NaN is above all others, also as a level."""
+    signs = above_signs(pair, levels)
     return pair & Uint32(cute.arch.prmt(signs, signs, 0xBB99))
 
 

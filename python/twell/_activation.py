@@ -18,6 +18,8 @@ from twell._runtime import geometry
 ActivationName = Literal["relu", "relu2", "drelu", "fatrelu"]
 
 NAMES = tuple(geometry.ACTIVATIONS)
+# ReLU of the k largest gates of each token, where k stands for the threshold
+TOP_K = "topk"
 # The same in words.
 NAMES_OF_FAMILY = {"relu": "ReLU", "relu2": "squared ReLU", "drelu": "dReLU", "fatrelu": "FATReLU"}
 
@@ -31,6 +33,8 @@ class Activation(NamedTuple):
     "drelu"     h = relu(g) relu(u), in a layer with a gate
     "fatrelu"   h = g u where g > ``threshold``, else 0
     ==========  ==============================================
+
+    And "topk", in a layer without a gate: relu(g) of each token's ``threshold`` largest gates, of equal ones the first.
 
     A threshold may be a number, one for each neuron, as a tensor [N], or a 0-d tensor.
 
@@ -58,18 +62,33 @@ class Activation(NamedTuple):
 
     def code(self) -> int:
         """The code of kernels that compute h."""
-        return geometry.ACTIVATIONS[self.name]
+        return geometry.ACTIVATIONS["relu" if self.name == TOP_K else self.name]
+
+    @property
+    def k(self) -> int:
+        """How many gates of a token are kept; 0 for all."""
+        return int(self.threshold) if self.name == TOP_K else 0
+
+    def packed(self) -> Activation:
+        """What is left of it where gates are packed: not which are chosen."""
+        return RELU if self.name == TOP_K else self
 
     def level(self, dtype: torch.dtype) -> Any:
         """The threshold rounded to ``dtype``; ValueError if it is infinite there, of tensors where ``_is_seen``."""
         if isinstance(self.threshold, Tensor):
             return _level_of(self.threshold, dtype)
+        if self.name == TOP_K:
+            return 0.0
         return _rounded(self.threshold, dtype) if self.threshold else 0.0
 
     def after(self, gate: Tensor, inplace: bool = False) -> Tensor:
         """The gate after it; in the memory of ``gate`` if ``inplace``."""
         if isinstance(self.threshold, Tensor):
             return torch.where(gate <= self.level(gate.dtype), 0, gate)
+        if self.name == TOP_K:
+            gate = gate.relu()
+            chosen = gate.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
+            return torch.zeros_like(gate).scatter(-1, chosen, gate.gather(-1, chosen))
         if self.threshold:
             return F.threshold(gate, self.level(gate.dtype), 0.0, inplace)
         return F.relu(gate, inplace)
@@ -134,11 +153,19 @@ def _level_of(threshold: Tensor, dtype: torch.dtype) -> Tensor:
     return level
 
 
-def activation_of(name: Any, threshold: Any = 0, gated: bool = True, by_neuron: bool = False) -> Activation:
+def activation_of(
+    name: Any, threshold: Any = 0, gated: bool = True, by_neuron: bool = False, top_k: bool = False
+) -> Activation:
     """The activation of a layer, ``gated`` or not; TypeError or ValueError for anything else.
 
-    ``by_neuron``: whether a threshold may be a tensor [N].
+    ``by_neuron``: whether a threshold may be a tensor [N]. ``top_k``: whether "topk" is one, with k for the threshold.
     """
+    if top_k and name == TOP_K:
+        if gated:
+            raise ValueError('activation "topk" must be of a layer without a gate, got a gate')
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or threshold < 1 or threshold % 1:
+            raise ValueError(f'k must be a whole number of at least 1 with activation "topk", got {threshold!r}')
+        return Activation(TOP_K, float(threshold))
     if isinstance(threshold, Tensor):
         of_kind = threshold.dim() <= by_neuron and threshold.is_floating_point() and not threshold.requires_grad
         if name != "fatrelu" or not of_kind:

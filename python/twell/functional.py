@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from twell import _autograd, _modes, ops
-from twell._activation import Activation, ActivationName, activation_of
+from twell._activation import TOP_K, Activation, ActivationName, activation_of
 from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, sharded
 from twell._autograd import gated_relu
 from twell._front import Learning
@@ -61,7 +61,6 @@ class _Options(TypedDict, total=False):
 
     b_up: Tensor | None
     b_down: Tensor | None
-    activation: ActivationName
     threshold: float | Tensor
     strategy: Strategy | AutoStrategy
     invariant: bool
@@ -70,7 +69,13 @@ class _Options(TypedDict, total=False):
     fast_accum: bool
 
 
+class _PlainOptions(_Options, total=False):
+    activation: ActivationName | Literal["topk"]
+    k: int | None
+
+
 class _GatedOptions(_Options, total=False):
+    activation: ActivationName
     b_gate: Tensor | None
 
 
@@ -209,7 +214,7 @@ def sparse_ffn(
     w_down: Tensor | Float8,
     *,
     return_aux: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[_PlainOptions],
 ) -> Tensor: ...
 
 
@@ -220,7 +225,7 @@ def sparse_ffn(
     w_down: Tensor | Float8,
     *,
     return_aux: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[_PlainOptions],
 ) -> tuple[Tensor, Aux]: ...
 
 
@@ -231,7 +236,7 @@ def sparse_ffn(
     *,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    activation: ActivationName = "relu",
+    activation: ActivationName | Literal["topk"] = "relu",
     threshold: float | Tensor = 0,
     strategy: Strategy | AutoStrategy = "auto",
     invariant: bool = False,
@@ -239,13 +244,21 @@ def sparse_ffn(
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: bool = False,
     fast_accum: bool = True,
+    k: int | None = None,
 ) -> Tensor | tuple[Tensor, Aux]:
     """``relu(x @ w_up^T + b_up) @ w_down^T + b_down``, on the non-zeros of the hidden state.
 
     w_up is [N, K], w_down [K, N], b_up [N], b_down [K], main_grads (main_up, main_down). The activation "drelu" needs a
-    gate. Everything else is as in ``sparse_gated_ffn``, errors and the dtypes that run dense included.
+    gate. "topk" is ReLU of the ``k`` largest pre-activations of each token, of equal ones those of the first neurons;
+    the others have no gradient. In training k is at most N / 36, or 64 if that is more; for more, named sparse
+    strategies raise NotImplementedError and "auto" is dense. Everything else is as in ``sparse_gated_ffn``, errors and
+    the dtypes that run dense included.
     """
-    kind = activation_of(activation, threshold, gated=False, by_neuron=True)
+    if (k is None) is (activation == TOP_K):
+        raise ValueError(f'k must be given with activation "topk" alone, got {k} with {activation!r}')
+    if k is not None:
+        threshold = k
+    kind = activation_of(activation, threshold, gated=False, by_neuron=True, top_k=True)
     weights, biases = (w_up, None, w_down), (b_up, None, b_down)
     if is_quantised(x, weights):
         _require_inference(main_grads, return_aux, kind)
@@ -259,8 +272,9 @@ def sparse_ffn(
 
 def _require_inference(main_grads: Any, return_aux: bool, activation: Activation) -> None:
     """Raise for what calls on e4m3 weights do not have."""
-    if activation.by_neuron:
-        raise NotImplementedError("threshold must be a number with e4m3 weights, got one for each neuron")
+    if activation.by_neuron or activation.k:
+        got = "one for each neuron" if activation.by_neuron else f"the {activation.k} largest gates"
+        raise NotImplementedError(f"threshold must be a number with e4m3 weights, got {got}")
     if main_grads is not None or return_aux:
         asked = "main_grads" if main_grads is not None else "return_aux"
         raise NotImplementedError(f"{asked}: e4m3 weights are for inference alone; train, and measure, the 16-bit ones")
@@ -339,7 +353,7 @@ def run(
     name = function.__name__
     site, asked, screen, same_bits = None, strategy, False, invariant
     if isinstance(strategy, AutoStrategy):
-        site, asked, screen = strategy, "auto", strategy.screens and not invariant
+        site, asked, screen = strategy, "auto", strategy.screens and not invariant and not activation.k
     elif isinstance(strategy, Route) and invariant is False:
         # benchmarks and tests hand in routes that have no name
         asked, screen, same_bits = strategy.strategy, strategy.screen, strategy.invariant
@@ -368,6 +382,10 @@ def run(
     device = layer.x.device
     if activation.by_neuron:
         _require_thresholds(name, activation.threshold, layer)
+    n = len(layer.w_gate)
+    if activation.k and training and activation.k > geometry.hybrid_capacity(8, n) // 8 and asked == "auto":
+        # the hybrid format has no room for them
+        asked = "dense"
     imposed = imposed_on_call(device.type, device.index) if asked == "auto" else ""
     facts = Facts(name, asked, same_bits, site is not None, screen, imposed=imposed, training=training)
     if not plain and asked != "dense":
@@ -450,6 +468,9 @@ def _run(call: _Call, layer: Operands, route: Route, mains: Mains, site: Tensor 
 
     layer, activation = _with_thresholds(layer, call.activation)
     call = call._replace(activation=activation)
+    if activation.k:
+        # room for the k of every token, and a gate that is computed whole
+        route = route._replace(held=0, screen=False)
     if call.training:
         y, l1, nonzeros = _train(call, layer, route, mains)
         return (y, _per_token(l1, nonzeros, tokens_of(x))) if call.return_aux else y

@@ -245,6 +245,13 @@ def _chosen_by_callers(kind: Any) -> Callable[..., Any]:
 
 
 pack = _chosen_by_callers(specs.PackSpec)
+
+
+def top_k(dtype: torch.dtype, n: int) -> specs.TopKSpec:
+    """The kernel for tokens of ``n`` neurons."""
+    return specs.TopKSpec(dtype_name(dtype), next(q for q in specs.TOP_K_QUADS if n <= 4096 * q))
+
+
 unpack = _chosen_by_callers(specs.UnpackSpec)
 quantize_tokens = _chosen_by_callers(specs.QuantizeTokensSpec)
 reglu = _chosen_by_callers(specs.RegluSpec)

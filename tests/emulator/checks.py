@@ -28,6 +28,7 @@ from twell.strategy.plan import Route
 
 BF16 = torch.bfloat16
 NONE = torch.empty(0, dtype=BF16)
+NONE_LEVELS, NO_COUNTERS = torch.empty(0, 2, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
 # what no kernel writes
 POISON = 0x7F7F7F7F
 
@@ -219,6 +220,24 @@ def sampled_gate(
             testing.assert_packed_same(tuple(t.contiguous() for t in found), right, len(weight), compression)
 
 
+def top_k(m: int, n: int, k: int, most: int, seed: int = 0) -> None:
+    """The k largest gates of integers up to ``most``, so with many ties, and what `pack` keeps of them."""
+    torch.manual_seed(seed)
+    gate = integers(-most, most + 1, m, n)
+    gate[0, :3] = torch.nan
+    levels = torch.full((m, 2), POISON, dtype=torch.int32)
+    launch(tuning.top_k(BF16, n), strided(gate), levels, k)
+    testing.assert_same(levels, ops.top_k(gate, k), "levels")
+    words = torch.full((m, geometry.tiles(n) * geometry.words_per_tile(8)), POISON, dtype=torch.int32)
+    spill = torch.full((m, geometry.tiles(n) * geometry.TILE), torch.nan, dtype=BF16)
+    stats = torch.full((-(-m // geometry.STATS_ROWS), geometry.tiles(n), 2), POISON, dtype=torch.int32)
+    form = geometry.words_per_tile(8), 0
+    launch(tuning.pack(BF16), strided(gate), words, spill, stats, NO_COUNTERS, NONE, levels, *form)
+    testing.assert_packed_same((words, spill, stats), ops.pack(gate, 8, 0.0, None, levels), n, 8)
+    found = ops.unpack(words, spill, n, 8)
+    assert ((found != 0).sum(1) <= k).all(), "more than k are kept"
+
+
 def pack(m: int, n: int, levels: bool, compression: int, seed: int = 0) -> None:
     """A gate that lies in the spill, with a threshold for each neuron or one for all."""
     torch.manual_seed(seed)
@@ -229,7 +248,7 @@ def pack(m: int, n: int, levels: bool, compression: int, seed: int = 0) -> None:
     stats = torch.full((-(-m // geometry.STATS_ROWS), geometry.tiles(n), 2), POISON, dtype=torch.int32)
     arrivals = torch.full((5,), POISON, dtype=torch.int32)
     bias = torch.cat([torch.full((n,), torch.nan), (torch.arange(n) % 4).float()]).to(BF16) if levels else None
-    given = spill[:, :n], words, spill, stats, arrivals, NONE if bias is None else bias
+    given = spill[:, :n], words, spill, stats, arrivals, NONE if bias is None else bias, NONE_LEVELS
     launch(tuning.pack(BF16), *given, width, threshold_pair(activation_of("fatrelu", 2.0), BF16))
     right = ops.pack(gate, compression, 2.0, bias)
     testing.assert_packed_same((words, spill, stats), right, n, compression)

@@ -61,6 +61,14 @@ def test_the_gate_at_candidates(emulator: Emulator, sizes: list[int], seed: int)
         checks.sampled_gate(sizes, 72, biased=True, compression=8, ctas=2 + seed, levels=True)
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "most"), [(3, 264, 5, 4), (2, 4104, 64, 3), (2, 8, 1, 2), (2, 520, 600, 9), (3, 8200, 40, 100)]
+)
+def test_the_largest_gates(emulator: Emulator, m: int, n: int, k: int, most: int) -> None:
+    with emulator.stands_in(2, Schedule.of(1)):
+        checks.top_k(m, n, k, most)
+
+
 @pytest.mark.parametrize(("m", "n"), [(1, 8), (9, 264), (20, 1288)])
 def test_a_dense_gate_packed(emulator: Emulator, m: int, n: int) -> None:
     for seed in (0, 1):

@@ -24,6 +24,7 @@ from twell.ops.reglu import reglu, reglu_backward
 from twell.ops.sparse_up_down import sparse_up_down, sparse_up_down_aux
 from twell.ops.sparse_up_down_backward import sparse_up_down_backward
 from twell.ops.sparse_up_down_forward import sparse_up_down_forward
+from twell.ops.top_k import top_k
 from twell.ops.unpack import unpack
 from twell.ops.up_down import up_down
 from twell.ops.up_down_union import up_down_union
@@ -50,6 +51,7 @@ __all__ = [
     "sparse_up_down_aux",
     "sparse_up_down_backward",
     "sparse_up_down_forward",
+    "top_k",
     "unpack",
     "up_down",
     "up_down_union",

@@ -127,7 +127,7 @@ def _sums(given: Experts, activation: Activation) -> Tensor:
         tokens, slots = (ids == expert).nonzero(as_tuple=True)
         if expert < 0:
             continue
-        gate = gate_on_cpu(x[tokens], w_gate[expert], None, activation.threshold).float()
+        gate = gate_on_cpu(x[tokens], w_gate[expert], None, Activation("fatrelu", activation.threshold)).float()
         up = None if w_up is None else hybrid.project(x[tokens], w_up[expert], None)
         hidden = activation.hidden(gate, up).masked_fill(gate == 0, 0) * weights[tokens, slots, None]
         y.index_add_(0, tokens, hybrid.project(hidden, w_down[expert].t(), None))

@@ -31,8 +31,7 @@ from twell.ops.ffn_union import by_small_tiles
 from twell.ops.ffn_union import launches as union_launches
 from twell.ops.ffn_union import on_cpu as union_on_cpu
 from twell.ops.ffn_union import shapes as union_shapes
-from twell.ops.gate_pack import on_cpu as pack_on_cpu
-from twell.ops.gate_pack import pack, scratch
+from twell.ops.gate_pack import pack, pack_on_cpu, scratch
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
@@ -69,6 +68,9 @@ def _run(
     totals: bool,
 ) -> _Totals:
     """Compute the layer as ``route`` says; ``sparse`` is the sparse strategies of its device."""
+    if activation.k:
+        # the screen chooses no gates
+        route = route._replace(screen=False)
     if route.strategy == "dense":
         return dense.totalled(*opened(layer, activation), route.measurement, totals)
     y, l1, stats, unions, candidates = sparse(layer, compression, activation, route, totals)
@@ -134,7 +136,7 @@ def _asked(
     invariant: bool,
 ) -> tuple[Activation, Route]:
     """The activation and the route that a call's arguments ask for; ValueError if they contradict each other."""
-    activation = activation_of(name, threshold, gated)
+    activation = activation_of(name, threshold, gated, top_k=True)
     route = routed(Facts("ffn", strategy, invariant, screen=screen, imposed=imposed))
     activation.level(dtype)
     geometry.words_per_tile(compression)
@@ -233,8 +235,9 @@ def _sparse_on_cpu(layer: Operands, compression: int, activation: Activation, ro
         return screened_on_cpu(layer, quantize_gate(w_gate, True), compression, activation)
     if route.strategy == "union":
         return *union_on_cpu(*layer, compression, *activation), None
-    words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, activation.threshold)
-    y, l1 = up_down_on_cpu(x, words, spill, w_up, w_down.t(), b_up, b_down, compression, activation.name)
+    words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, activation)
+    behind = activation.packed().name
+    y, l1 = up_down_on_cpu(x, words, spill, w_up, w_down.t(), b_up, b_down, compression, behind)
     return y, l1, stats, None, None
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
-from twell.ops.gate_pack import on_cpu as pack_on_cpu
-from twell.ops.gate_pack import pack, scratch
+from twell.ops.gate_pack import pack, pack_on_cpu, scratch
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
@@ -47,7 +46,7 @@ def shapes(x: Tensor | View, w_gate: Tensor | View) -> tuple[Shape, Shape, Shape
 def outputs(layer: Operands, compression: int, activation: str = "relu", threshold: float = 0.0) -> Outputs:
     """The same uninitialised; raises unless the operands fit each other."""
     check_layer(*layer)
-    activation_of(activation, threshold, layer.w_up is not None).level(layer.x.dtype)
+    activation_of(activation, threshold, layer.w_up is not None, top_k=True).level(layer.x.dtype)
     geometry.words_per_tile(compression)
     y, l1, stats, sizes = new(layer.x, shapes(layer.x, layer.w_gate))
     return y, l1, stats, sizes
@@ -62,8 +61,9 @@ def _fake(*arguments: Any) -> Outputs:
 def on_cpu(layer: Operands, compression: int, activation: str = "relu", threshold: float = 0.0) -> Outputs:
     _fake(*layer, compression, activation, threshold)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, threshold)
-    y, l1, unions = up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression, activation)
+    form = activation_of(activation, threshold, w_up is not None, top_k=True)
+    words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, form)
+    y, l1, unions = up_down_on_cpu(x, words, spill, w_up, w_down, b_up, b_down, compression, form.packed().name)
     return y, l1, stats, unions
 
 
@@ -72,7 +72,7 @@ def _cuda(layer: Operands, compression: int, activation: str = "relu", threshold
     *found, sizes = outputs(*layer, compression, activation, threshold)
     if len(layer.x):
         given = *laid(layer._replace(w_down=layer.w_down.t())), *found, sizes
-        run(_build, given, compression, activation_of(activation, threshold, layer.w_up is not None))
+        run(_build, given, compression, activation_of(activation, threshold, layer.w_up is not None, top_k=True))
     return *found, union(sizes)
 
 

@@ -17,6 +17,7 @@ from twell.ops.library import Shape, bias_view, check_layer, laid_bias, new, reg
 from twell.ops.operands import Operands, Scaled, bias_alone, launched, opened, run
 from twell.ops.pack import Packed, fill_on_cpu, pack_gate
 from twell.ops.pack import shapes as packed_shapes
+from twell.ops.top_k import find
 
 
 def outputs(x: Tensor, w_gate: Tensor, compression: int) -> Packed:
@@ -46,12 +47,17 @@ def _fake(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, th
 
 def on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
     packed = _fake(x, w_gate, b_gate, compression, threshold)
-    return fill_on_cpu(packed, gate_on_cpu(x, w_gate, b_gate, threshold), compression)
+    return fill_on_cpu(packed, gate_on_cpu(x, w_gate, b_gate, Activation("fatrelu", threshold)), compression)
 
 
-def gate_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, threshold: float) -> Tensor:
-    """The gate [M, N] of x's dtype."""
-    layer, activation = opened(Operands(x, w_gate, None, w_gate, b_gate), activation_of("fatrelu", threshold))
+def pack_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, activation: Activation) -> Packed:
+    """The gate of a layer, packed."""
+    return fill_on_cpu(outputs(x, w_gate, compression), gate_on_cpu(x, w_gate, b_gate, activation), compression)
+
+
+def gate_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, activation: Activation) -> Tensor:
+    """The gate [M, N] of x's dtype, after its activation."""
+    layer, activation = opened(Operands(x, w_gate, None, w_gate, b_gate), activation)
     accumulator = x.float() @ w_gate.float().t()
     if layer.b_gate is not None:
         accumulator += layer.b_gate.float()
@@ -81,15 +87,20 @@ def pack(
 ) -> View | None:
     """Launch what fills words, spill and stats; if ``invariant``, with bits that do not depend on the other tokens.
 
-    The kernel zeroes int32 [counters] for those of up_down, which are returned. In the portable family the gate is
-    PyTorch's product, and lies in the spill until it is packed, where that has as many columns.
+    The kernel zeroes int32 [counters] for those of up_down, which are returned. In the portable family, and where the
+    largest gates of a token are chosen, the gate is PyTorch's product, and lies in the spill until it is packed, where
+    that has as many columns.
     """
     n = w_gate.shape[0]
-    if tuning.family(p.index) == specs.PORTABLE:
+    if tuning.family(p.index) == specs.PORTABLE or activation.k:
         # contiguous, so that the library's kernels, and with them the bits, are those of dense PyTorch
         gate = spill if n == spill.shape[1] else p.scratch(spill.dtype, spill.shape[0], n)
         p.call(_project_invariantly if invariant else _project, x, w_gate, bias_alone(b_gate, n), gate)
-        return pack_gate(p, gate, words, spill, stats, compression, activation, counters, b_gate)
+        levels = None
+        if activation.k:
+            levels = p.scratch(torch.int32, gate.shape[0], 2)
+            find(p, gate, levels, activation.k)
+        return pack_gate(p, gate, words, spill, stats, compression, activation, counters, b_gate, levels)
     # a cluster is two CTAs, one per multiprocessor
     clusters, fast = p.multiprocessors // 2, x.fast if isinstance(x, Scaled) else True
     spec = tuning.gate_pack(x.dtype, x.shape[0], n, clusters, invariant, fast)

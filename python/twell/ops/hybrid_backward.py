@@ -55,7 +55,7 @@ def backward_first(implementation: Implementation) -> Implementation:
         dy, dl1, *operands, kept = arguments[:9]
         *others, name, threshold = arguments[9:]
         layer = Operands(*operands)
-        activation = activation_of(name, threshold, layer.w_up is not None)
+        activation = activation_of(name, threshold, layer.w_up is not None, top_k=True)
         return implementation(Backward(dy, dl1, layer, kept, activation), *others)
 
     return ungrouped

@@ -57,7 +57,8 @@ def _grouped(implementation: Callable[..., Outputs]) -> Implementation:
 
     def ungrouped(*arguments: Any) -> Outputs:
         layer, (compression, held, name, threshold, screen) = Operands(*arguments[:7]), arguments[7:]
-        return implementation(layer, compression, held, activation_of(name, threshold, layer.w_up is not None), screen)
+        activation = activation_of(name, threshold, layer.w_up is not None, top_k=True)
+        return implementation(layer, compression, held, activation, screen)
 
     return ungrouped
 
@@ -69,6 +70,8 @@ def _fake(layer: Operands, compression: int, held: int, activation: Activation, 
     geometry.words_per_tile(compression)
     if held < 0:
         raise ValueError(f"held must be non-zeros per token, or 0 for the most, got {held}")
+    if activation.k:
+        hybrid.require_room(activation.k, len(layer.x), len(layer.w_gate), held, screen)
     return outputs(layer.x, layer.w_gate, layer.w_up, held)
 
 
@@ -131,6 +134,8 @@ class Forward:
         m = x.shape[0]
         hybrid.require_offsets(m, n)
         hybrid.require_neurons(n, tuning.family(p.index), "training")
+        if activation.k:
+            hybrid.require_room(activation.k, m, n, held, screen)
         if screen:
             require(torch.device("cuda", p.index), "hybrid_forward with screen=True")
         self._m, self._activation = m, activation

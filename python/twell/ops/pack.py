@@ -1,7 +1,8 @@
 """``pack``: a dense gate [M, N], before its activation, in TwELL. words, spill, stats = TwELL of relu(gate).
 
 With a ``threshold`` values up to it are zero, too. A ``bias`` [2 N] has a threshold for each neuron in its second half;
-the first is not read, as the gate has its biases. What comes out is what ``gate_pack`` makes of the same gate.
+the first is not read, as the gate has its biases. With ``levels`` int32 [M, 2] the gates that ``top_k`` chose are kept,
+in place of those above a threshold. What comes out is what ``gate_pack`` makes of the same gate.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from twell.ops.library import (
     rows,
 )
 from twell.ops.operands import run
+from twell.ops.top_k import kept
 
 Packed = tuple[Tensor, Tensor, Tensor]
 
@@ -45,7 +47,9 @@ def stats_shape(m: int, n: int) -> Shape:
     return torch.int32, blocks(m, geometry.STATS_ROWS), geometry.tiles(n), 2
 
 
-def outputs(gate: Tensor, compression: int, threshold: float = 0.0, bias: Tensor | None = None) -> Packed:
+def outputs(
+    gate: Tensor, compression: int, threshold: float = 0.0, bias: Tensor | None = None, levels: Tensor | None = None
+) -> Packed:
     """Uninitialised words, spill and stats of a gate [M, N]; raises unless the format takes it."""
     check_matrix("gate", gate)
     activation_of("fatrelu", threshold).level(gate.dtype)
@@ -55,12 +59,20 @@ def outputs(gate: Tensor, compression: int, threshold: float = 0.0, bias: Tensor
         raise ValueError(f"gate must have a positive multiple of {STRIDE_MULTIPLE} neurons up to {most}, got {n}")
     if bias is not None:
         check("bias", bias, (2 * n,), gate.dtype)
+    if levels is not None:
+        check("levels", levels, (m, 2), torch.int32)
+        if threshold or bias is not None:
+            raise ValueError("levels must be given without thresholds, got both")
     words, spill, stats = new(gate, shapes(gate.dtype, m, n, compression))
     return words, spill, stats
 
 
-def _cpu(gate: Tensor, compression: int, threshold: float = 0.0, bias: Tensor | None = None) -> Packed:
-    packed = outputs(gate, compression, threshold, bias)
+def _cpu(
+    gate: Tensor, compression: int, threshold: float = 0.0, bias: Tensor | None = None, levels: Tensor | None = None
+) -> Packed:
+    packed = outputs(gate, compression, threshold, bias, levels)
+    if levels is not None:
+        return fill_on_cpu(packed, torch.where(kept(gate, levels), gate.relu(), 0), compression)
     activation = Activation("fatrelu", threshold if bias is None else bias[gate.shape[1] :])
     return fill_on_cpu(packed, activation.after(gate, inplace=False), compression)
 
@@ -93,16 +105,19 @@ def fill_on_cpu(packed: Packed, gate: Tensor, compression: int) -> Packed:
     return packed
 
 
-def _cuda(gate: Tensor, compression: int, threshold: float = 0.0, bias: Tensor | None = None) -> Packed:
-    packed = outputs(gate, compression, threshold, bias)
+def _cuda(
+    gate: Tensor, compression: int, threshold: float = 0.0, bias: Tensor | None = None, levels: Tensor | None = None
+) -> Packed:
+    packed = outputs(gate, compression, threshold, bias, levels)
     if len(gate):
-        run(_build, (rows(gate), *packed, laid_bias(bias)), compression, activation_of("fatrelu", threshold))
+        given = rows(gate), *packed, laid_bias(bias), None if levels is None else levels.contiguous()
+        run(_build, given, compression, activation_of("fatrelu", threshold))
     return packed
 
 
 def _build(p: Program, *given: Any) -> None:
-    gate, words, spill, stats, bias, compression, activation = given
-    pack_gate(p, gate, words, spill, stats, compression, activation, bias=bias)
+    gate, words, spill, stats, bias, levels, compression, activation = given
+    pack_gate(p, gate, words, spill, stats, compression, activation, 0, bias, levels)
 
 
 def pack_gate(
@@ -115,6 +130,7 @@ def pack_gate(
     activation: Activation,
     counters: int = 0,
     bias: View | None = None,
+    levels: View | None = None,
 ) -> View | None:
     """Launch what fills words, spill and stats; ``gate`` may be the first columns of the spill.
 
@@ -123,12 +139,14 @@ def pack_gate(
     """
     zeroed = p.scratch(torch.int32, counters)
     form = geometry.words_per_tile(compression), threshold_pair(activation, gate.dtype)
-    p.launch(tuning.pack(gate.dtype), gate, words, spill, stats, zeroed, bias_view(p, bias, gate.dtype), *form)
+    levels = p.scratch(torch.int32, 0, 2) if levels is None else levels
+    own = bias_view(p, bias, gate.dtype), levels
+    p.launch(tuning.pack(gate.dtype), gate, words, spill, stats, zeroed, *own, *form)
     return zeroed if counters else None
 
 
 pack = register(
-    "pack(Tensor gate, int compression, float threshold=0.0, Tensor? bias=None) "
+    "pack(Tensor gate, int compression, float threshold=0.0, Tensor? bias=None, Tensor? levels=None) "
     "-> (Tensor words, Tensor spill, Tensor stats)",
     fake=outputs,
     cpu=_cpu,

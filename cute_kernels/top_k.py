@@ -1,0 +1,143 @@
+"""The k largest gates of each token, as what `pack` needs to keep them: the k-th largest value, and the last neuron of
+those with that value that is still one of the k. The first neurons of equal gates come first. Gates are those after
+ReLU, so a token with fewer than k positive gates keeps all of these.
+
+A CTA has a token, all of whose gates it holds in registers. Without sign the values are in the order of their 15 bits:
+the k-th largest is found bit by bit, by counting the values that are at least as large as a trial.
+"""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from .common import launch, operands
+from .common.copies import address, load_values_if
+from .common.values import prefix_sum, relu_pair
+from .specs import TopKSpec
+
+THREADS = 512
+WARPS = THREADS // 32
+# bits of a value without its sign
+BITS = 15
+
+
+class TopK:
+    """For one dtype and most neurons: eight for each of a thread's quads."""
+
+    def __init__(self, spec: TopKSpec):
+        self.dtype, self.quads = operands.DTYPES[spec.dtype], spec.quads
+
+    @cute.jit
+    def __call__(self, gate: cute.Tensor, levels: cute.Tensor, k: Int32, stream: cuda.CUstream):
+        """`levels` [M, 2]: the bits of the k-th largest gate, 0 if it is not positive, and the last neuron."""
+        if gate.shape[0] > 0:
+            self.kernel(gate, levels, k).launch(
+                grid=(gate.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
+            )
+
+    @cute.kernel
+    def kernel(self, gate: cute.Tensor, levels: cute.Tensor, k: Int32):
+        thread, token, lane = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        shared = SmemAllocator()
+        # of two trials in turn, so that one barrier for each is enough
+        sums = shared.allocate_tensor(Int32, cute.make_layout((2, WARPS)))
+        ties = shared.allocate_tensor(Int32, cute.make_layout(self.quads * WARPS))
+        launch.griddepcontrol_wait()
+        launch.griddepcontrol_launch_dependents()
+        pairs = cute.make_rmem_tensor((4, self.quads), Uint32)
+        for q in range_constexpr(self.quads):
+            neuron = self.neuron(q, thread)
+            load_values_if(address(gate, token, neuron), pairs[None, q], neuron < gate.shape[1])
+            for i in range_constexpr(4):
+                pairs[i, q] = relu_pair(pairs[i, q], self.dtype)
+
+        level = Uint32(0)
+        for turn in cutlass.range(BITS, unroll=1):
+            trial = level | (Uint32(1) << (BITS - 1 - turn))
+            if self.count(pairs, trial, sums, turn & 1, warp, lane) >= k:
+                level = trial
+        # how many of those with this value are among the k
+        more = self.count(pairs, level + 1, sums, Int32(BITS & 1), warp, lane)
+        self.rank_ties(pairs, level, ties, warp, lane)
+        if thread == 0:
+            levels[token, 0] = Int32(level)
+            if level == 0:
+                levels[token, 1] = Int32(-1)
+        for q in range_constexpr(self.quads):
+            before = ties[q * WARPS + warp] + prefix_sum(self.equal(pairs, q, level), lane)
+            left = k - more - before
+            if (level > 0) & (left > 0):
+                self.store_last(pairs, q, level, left, levels, token, self.neuron(q, thread))
+
+    @cute.jit
+    def neuron(self, q: cutlass.Constexpr, thread: Int32):
+        """The first of eight neurons."""
+        return (q * THREADS + thread) * 8
+
+    @cute.jit
+    def count(self, pairs: cute.Tensor, trial: Uint32, sums: cute.Tensor, turn: Int32, warp: Int32, lane: Int32):
+        """How many of the token's values are at least `trial`, which is positive."""
+        own, both = Int32(0), trial | trial << 16
+        for q in range_constexpr(self.quads):
+            for i in range_constexpr(4):
+                # no half borrows from the other
+                at_least = ((pairs[i, q] | Uint32(0x80008000)) - both) & Uint32(0x80008000)
+                own += Int32(cute.arch.popc(at_least))
+        own = Int32(cute.arch.warp_redux_sync(own, "add"))
+        if lane == 0:
+            sums[turn, warp] = own
+        cute.arch.sync_threads()
+        part = Int32(0)
+        if lane < WARPS:
+            part = sums[turn, lane]
+        return Int32(cute.arch.warp_redux_sync(part, "add"))
+
+    @cute.jit
+    def equal(self, pairs: cute.Tensor, q: cutlass.Constexpr, level: Uint32):
+        """How many of a thread's eight values are `level`."""
+        found = Int32(0)
+        for i in range_constexpr(4):
+            found += Int32((pairs[i, q] & Uint32(0xFFFF)) == level) + Int32((pairs[i, q] >> 16) == level)
+        return found
+
+    @cute.jit
+    def rank_ties(self, pairs: cute.Tensor, level: Uint32, ties: cute.Tensor, warp: Int32, lane: Int32):
+        """For each quad and warp, in the order of neurons, how many values before its own are `level`."""
+        for q in range_constexpr(self.quads):
+            found = Int32(cute.arch.warp_redux_sync(self.equal(pairs, q, level), "add"))
+            if lane == 0:
+                ties[q * WARPS + warp] = found
+        cute.arch.sync_threads()
+        if warp == 0:
+            each = self.quads * WARPS // 32
+            own = Int32(0)
+            for j in range_constexpr(each):
+                own += ties[lane * each + j]
+            before = prefix_sum(own, lane)
+            for j in range_constexpr(each):
+                found = ties[lane * each + j]
+                ties[lane * each + j] = before
+                before += found
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def store_last(self, pairs, q: cutlass.Constexpr, level: Uint32, left: Int32, levels, token: Int32, neuron: Int32):
+        """Store the last neuron that is kept, if it is one of these eight: the `left`-th of those with this value."""
+        for i in range_constexpr(8):
+            value = (pairs[i // 2, q] >> (16 * (i % 2))) & Uint32(0xFFFF)
+            if value == level:
+                left -= 1
+                if left == 0:
+                    levels[token, 1] = neuron + i
+
+
+def signature(spec: TopKSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype, m = operands.DTYPES[spec.dtype], cute.sym_int32()
+    gate = operands.rows(dtype, m, cute.sym_int32(divisibility=8))
+    return TopK(spec), (gate, operands.matrix(Int32, m, 2), Int32(1))

@@ -1,0 +1,129 @@
+"""The k largest pre-activations of each token: operators, every strategy, gradients, graphs and errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from activations import BIASES, DTYPES
+from fake_gpu import install
+from jumps import named
+from torch import Tensor
+
+import twell
+from twell import ops, testing
+
+BF16 = torch.bfloat16
+K, N, MOST = 72, 264, 16
+STRATEGIES = ("row", "union", "row+invariant", "dense", "auto")
+
+
+def problem(m: int = 140, dtype: torch.dtype = BF16, density: float = 0.2, n: int = N) -> testing.FFN:
+    """Small integers, so that many gates are equal."""
+    return testing.integer_problem(m, K, n, density=density, biases=BIASES, dtype=dtype)
+
+
+def layer(p: testing.FFN, k: int, **options: Any) -> Any:
+    how: Any = {"activation": "topk", "k": k, "b_up": p.b_gate, "b_down": p.b_down} | options
+    return twell.sparse_ffn(p.x, p.w_gate, p.w_down.t(), **how)
+
+
+def plain(p: testing.FFN, k: int) -> Tensor:
+    """The layer by PyTorch's operators: a stable sort breaks ties by neuron."""
+    gate = F.linear(p.x, p.w_gate, p.b_gate)
+    rank = gate.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return F.linear(torch.where(rank < k, gate, 0).relu(), p.w_down.t(), p.b_down)
+
+
+@DTYPES
+@pytest.mark.parametrize("k", [1, 3, MOST, N, 3 * N])
+def test_every_strategy_computes_the_only_right_integers(dtype: torch.dtype, k: int) -> None:
+    p = problem(dtype=dtype)
+    wide = p.map(Tensor.double)
+    gate = F.linear(wide.x, wide.w_gate, wide.b_gate)
+    # ties decide
+    assert ((gate > 0).sum(1) > MOST).any()
+    right, fired = plain(wide, k).to(dtype), (gate > 0).sum(1).clamp(max=k)
+    for strategy in STRATEGIES:
+        with torch.no_grad():
+            y, aux = layer(p, k, return_aux=True, **named(strategy))
+        testing.assert_same(y, right, strategy)
+        assert float(aux.l0) == pytest.approx(float(fired.double().mean()), rel=1e-6), strategy
+
+
+@pytest.mark.parametrize("strategy", ["union", "dense", "auto"])
+def test_gradients_are_those_of_the_gates_that_are_kept(strategy: str) -> None:
+    p = problem(64, torch.float64).map(lambda t: t + 0.1 * torch.randn_like(t))
+    dy, found = torch.randn_like(p.x), []
+    for run in (plain, lambda *given: layer(*given, strategy=strategy)):
+        leaves = p.map(lambda t: t.clone().requires_grad_())
+        present = [t for name, t in leaves._asdict().items() if name not in ("w_up", "b_up")]
+        found.append(torch.autograd.grad(run(leaves, 9), present, dy))
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_levels_and_what_is_packed() -> None:
+    gate = torch.tensor(
+        [[3, 1, 3, 3, 0, -1, 2, 3], [-1, -2, 0, -3, 0, 0, 0, 0], [torch.nan, 1, torch.nan, torch.inf, 2, 2, 2, 5]]
+    ).to(BF16)
+    three = int(torch.tensor(3.0).to(BF16).view(torch.int16))
+    assert ops.top_k(gate, 3).tolist() == [[three, 3], [0, -1], [int(gate[2, 3].view(torch.int16)), 3]]
+    assert ops.top_k(gate, 2)[0].tolist() == [three, 2]
+    assert ops.top_k(gate, 2)[2].tolist() == [0x7FFF, 2]
+    assert ops.top_k(gate, 9).tolist() == [[0, -1]] * 3
+    words, spill, _ = ops.pack(gate, 8, 0.0, None, ops.top_k(gate, 3))
+    right = torch.zeros_like(gate)
+    right[0, [0, 2, 3]] = 3
+    right[2, [0, 2, 3]] = gate[2, [0, 2, 3]]
+    testing.assert_same(ops.unpack(words, spill, 8, 8), right)
+
+
+def test_kernels_find_the_gates_before_they_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install(monkeypatch)
+    p = problem(300)
+    with torch.no_grad():
+        for strategy in ("row", "union"):
+            gpu.clear()
+            layer(p, 5, strategy=strategy)
+            assert gpu.names()[:2] == ["top_k", "pack"]
+    gpu.clear()
+    leaf = p.x.clone().requires_grad_()
+    layer(p._replace(x=leaf), 5, strategy="union").sum().backward()
+    assert gpu.names()[:3] == ["top_k", "pack", "compact"]
+    assert "weight_grad" not in gpu.names()
+
+
+def test_compiled_layers() -> None:
+    torch.compiler.reset()
+    p = problem(32)
+    for strategy in ("row", "union", "auto"):
+        compiled = torch.compile(lambda k, s=strategy: layer(p, k, strategy=s), backend="aot_eager", fullgraph=True)
+        for k in (2, 7):
+            with torch.no_grad():
+                assert torch.equal(compiled(k), layer(p, k, strategy=strategy))
+
+
+def test_what_is_refused() -> None:
+    p = problem(8)
+
+    def refused(what: str, kind: type[Exception] = ValueError, **options: Any) -> None:
+        with pytest.raises(kind, match=what):
+            layer(p, **({"k": 5} | options))
+
+    refused('k must be given with activation "topk" alone, got None', k=None)
+    refused('k must be given with activation "topk" alone, got 5', activation="relu")
+    for k in (0, -1, 2.5, True, "5"):
+        refused('k must be a whole number of at least 1 with activation "topk"', k=k)
+    with pytest.raises(ValueError, match="activation must be"):
+        twell.sparse_gated_ffn(p.x, p.w_gate, p.w_up, p.w_down.t(), activation="topk", threshold=3)
+    leaf = p._replace(x=p.x.clone().requires_grad_())
+    with pytest.raises(NotImplementedError, match="k must be at most 64 of 264 neurons in training"):
+        layer(leaf, 65, strategy="union")
+    assert layer(leaf, 65).requires_grad
+    with pytest.raises(ValueError, match="levels must be given without thresholds"):
+        ops.pack(p.x.new_zeros(3, 8), 8, 1.0, None, torch.zeros(3, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        ops.top_k(p.x, 0)
