@@ -19,8 +19,6 @@ from .common.copies import address, load_values_if
 from .common.values import prefix_sum, relu_pair
 from .specs import TopKSpec
 
-THREADS = 512
-WARPS = THREADS // 32
 # bits of a value without its sign
 BITS = 15
 
@@ -29,14 +27,17 @@ class TopK:
     """For one dtype and most neurons: eight for each of a thread's quads."""
 
     def __init__(self, spec: TopKSpec):
-        self.dtype, self.quads = operands.DTYPES[spec.dtype], spec.quads
+        self.dtype = operands.DTYPES[spec.dtype]
+        # more registers of data would be spilled
+        self.threads = 1024 if spec.quads > 8 else 512
+        self.quads, self.warps = spec.quads * 512 // self.threads, self.threads // 32
 
     @cute.jit
     def __call__(self, gate: cute.Tensor, levels: cute.Tensor, k: Int32, stream: cuda.CUstream):
         """`levels` [M, 2]: the bits of the k-th largest gate, 0 if it is not positive, and the last neuron."""
         if gate.shape[0] > 0:
             self.kernel(gate, levels, k).launch(
-                grid=(gate.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
+                grid=(gate.shape[0], 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=launch.overlaps()
             )
 
     @cute.kernel
@@ -45,16 +46,13 @@ class TopK:
         warp = cute.arch.make_warp_uniform(thread // 32)
         shared = SmemAllocator()
         # of two trials in turn, so that one barrier for each is enough
-        sums = shared.allocate_tensor(Int32, cute.make_layout((2, WARPS)))
-        ties = shared.allocate_tensor(Int32, cute.make_layout(self.quads * WARPS))
+        sums = shared.allocate_tensor(Int32, cute.make_layout((2, self.warps)))
+        ties = shared.allocate_tensor(Int32, cute.make_layout(self.quads * self.warps))
         launch.griddepcontrol_wait()
         launch.griddepcontrol_launch_dependents()
         pairs = cute.make_rmem_tensor((4, self.quads), Uint32)
         for q in range_constexpr(self.quads):
-            neuron = self.neuron(q, thread)
-            load_values_if(address(gate, token, neuron), pairs[None, q], neuron < gate.shape[1])
-            for i in range_constexpr(4):
-                pairs[i, q] = relu_pair(pairs[i, q], self.dtype)
+            self.load(gate, token, self.neuron(q, thread), pairs[None, q])
 
         level = Uint32(0)
         for turn in cutlass.range(BITS, unroll=1):
@@ -63,21 +61,40 @@ class TopK:
                 level = trial
         # how many of those with this value are among the k
         more = self.count(pairs, level + 1, sums, Int32(BITS & 1), warp, lane)
-        self.rank_ties(pairs, level, ties, warp, lane)
         if thread == 0:
             levels[token, 0] = Int32(level)
             if level == 0:
                 levels[token, 1] = Int32(-1)
-        for q in range_constexpr(self.quads):
-            before = ties[q * WARPS + warp] + prefix_sum(self.equal(pairs, q, level), lane)
+        # read again, as nobody has so many registers
+        eight = cute.make_rmem_tensor((4,), Uint32)
+        for q in cutlass.range(self.quads, unroll=1):
+            self.load(gate, token, self.neuron(q, thread), eight)
+            found = Int32(cute.arch.warp_redux_sync(self.equal(eight, level), "add"))
+            if lane == 0:
+                ties[q * self.warps + warp] = found
+        cute.arch.sync_threads()
+        if warp == 0:
+            self.add_before(ties, lane)
+        cute.arch.sync_threads()
+        for q in cutlass.range(self.quads, unroll=1):
+            neuron = self.neuron(q, thread)
+            self.load(gate, token, neuron, eight)
+            before = ties[q * self.warps + warp] + prefix_sum(self.equal(eight, level), lane)
             left = k - more - before
             if (level > 0) & (left > 0):
-                self.store_last(pairs, q, level, left, levels, token, self.neuron(q, thread))
+                self.store_last(eight, level, left, levels, token, neuron)
 
     @cute.jit
-    def neuron(self, q: cutlass.Constexpr, thread: Int32):
+    def load(self, gate: cute.Tensor, token: Int32, neuron: Int32, eight: cute.Tensor):
+        """Eight gates after ReLU, or zeros beyond the last one."""
+        load_values_if(address(gate, token, neuron), eight, neuron < gate.shape[1])
+        for i in range_constexpr(4):
+            eight[i] = relu_pair(eight[i], self.dtype)
+
+    @cute.jit
+    def neuron(self, q: Int32 | int, thread: Int32):
         """The first of eight neurons."""
-        return (q * THREADS + thread) * 8
+        return (q * self.threads + thread) * 8
 
     @cute.jit
     def count(self, pairs: cute.Tensor, trial: Uint32, sums: cute.Tensor, turn: Int32, warp: Int32, lane: Int32):
@@ -93,44 +110,36 @@ class TopK:
             sums[turn, warp] = own
         cute.arch.sync_threads()
         part = Int32(0)
-        if lane < WARPS:
+        if lane < self.warps:
             part = sums[turn, lane]
         return Int32(cute.arch.warp_redux_sync(part, "add"))
 
     @cute.jit
-    def equal(self, pairs: cute.Tensor, q: cutlass.Constexpr, level: Uint32):
-        """How many of a thread's eight values are `level`."""
+    def equal(self, eight: cute.Tensor, level: Uint32):
+        """How many of eight values are `level`."""
         found = Int32(0)
         for i in range_constexpr(4):
-            found += Int32((pairs[i, q] & Uint32(0xFFFF)) == level) + Int32((pairs[i, q] >> 16) == level)
+            found += Int32((eight[i] & Uint32(0xFFFF)) == level) + Int32((eight[i] >> 16) == level)
         return found
 
     @cute.jit
-    def rank_ties(self, pairs: cute.Tensor, level: Uint32, ties: cute.Tensor, warp: Int32, lane: Int32):
-        """For each quad and warp, in the order of neurons, how many values before its own are `level`."""
-        for q in range_constexpr(self.quads):
-            found = Int32(cute.arch.warp_redux_sync(self.equal(pairs, q, level), "add"))
-            if lane == 0:
-                ties[q * WARPS + warp] = found
-        cute.arch.sync_threads()
-        if warp == 0:
-            each = self.quads * WARPS // 32
-            own = Int32(0)
-            for j in range_constexpr(each):
-                own += ties[lane * each + j]
-            before = prefix_sum(own, lane)
-            for j in range_constexpr(each):
-                found = ties[lane * each + j]
-                ties[lane * each + j] = before
-                before += found
-        cute.arch.sync_threads()
+    def add_before(self, ties: cute.Tensor, lane: Int32):
+        """Sums of all elements before each, by a warp."""
+        each = self.quads * self.warps // 32
+        own = Int32(0)
+        for j in range_constexpr(each):
+            own += ties[lane * each + j]
+        before = prefix_sum(own, lane)
+        for j in range_constexpr(each):
+            found = ties[lane * each + j]
+            ties[lane * each + j] = before
+            before += found
 
     @cute.jit
-    def store_last(self, pairs, q: cutlass.Constexpr, level: Uint32, left: Int32, levels, token: Int32, neuron: Int32):
+    def store_last(self, eight: cute.Tensor, level: Uint32, left: Int32, levels, token: Int32, neuron: Int32):
         """Store the last neuron that is kept, if it is one of these eight: the `left`-th of those with this value."""
         for i in range_constexpr(8):
-            value = (pairs[i // 2, q] >> (16 * (i % 2))) & Uint32(0xFFFF)
-            if value == level:
+            if ((eight[i // 2] >> (16 * (i % 2))) & Uint32(0xFFFF)) == level:
                 left -= 1
                 if left == 0:
                     levels[token, 1] = neuron + i

@@ -48,6 +48,7 @@ _BACKWARD = ("sampled_grad", "gathered", "rank", "transpose", "weight_grad", "ov
 OPS = {
     "gate_pack": ("gate_pack", "gate_pack_few"),
     "pack": ("pack",),
+    "top_k": ("top_k", "pack"),
     "up_down": ("up_down_token",),
     "up_down_union": ("compact", "sampled_up", "gathered"),
     "ffn_union": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered"),
@@ -213,6 +214,12 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
     if op.startswith("hybrid"):
         for gated in (True, False):
             yield training_call(op, case, problem, gated)
+        return
+    if op == "top_k":
+        gate = gate_of(problem)
+        for k in (1, 9, case.n):
+            yield Call(ops.top_k, (gate, k))
+            yield Call(ops.pack, (gate, case.compression, 0.0, None, ops.top_k(gate, k)))
         return
     if op == "pack":
         yield Call(ops.pack, (gate_of(problem), case.compression))
@@ -413,9 +420,14 @@ def repeat(op: str, case: Case, call: Call, repeats: int) -> None:
     assert not differing.any(), f"runs with other bits, by output: {differing.tolist()} of {repeats}"
 
 
+def is_packed(op: str, outputs: tuple[Any, ...]) -> bool:
+    """Whether these are words, spill and statistics."""
+    return op in ("gate_pack", "pack") or (op == "top_k" and len(outputs) == 3)
+
+
 def defined(op: str, case: Case, outputs: tuple[Tensor, ...]) -> list[Tensor]:
     """The bytes of results, without memory that an operator leaves undefined."""
-    if op in ("gate_pack", "pack"):
+    if is_packed(op, outputs):
         words, spill, stats = outputs
         outputs = words, stats, ops.unpack(words, spill, case.n, case.compression)
     elif op.endswith("_forward"):
@@ -427,7 +439,7 @@ def defined(op: str, case: Case, outputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def compare(op: str, case: Case, gated: bool, actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-    if op in ("gate_pack", "pack"):
+    if is_packed(op, actual):
         testing.assert_packed_same(actual, expected, case.n, case.compression)
         return
     if op.endswith("_forward"):

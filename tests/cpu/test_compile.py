@@ -29,6 +29,7 @@ OCCUPANCY = {
     "quantize_tokens": (256, 3),
     "sampled_gate": (384, 1),
     "pack": (256, 5),
+    "top_k": (1024, 1),
     "unpack": (256, 8),
     "reglu": (256, 5),
     "up_down_tile": (256, 2),

@@ -62,7 +62,8 @@ def test_the_gate_at_candidates(emulator: Emulator, sizes: list[int], seed: int)
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "most"), [(3, 264, 5, 4), (2, 4104, 64, 3), (2, 8, 1, 2), (2, 520, 600, 9), (3, 8200, 40, 100)]
+    ("m", "n", "k", "most"),
+    [(3, 264, 5, 4), (2, 4104, 64, 3), (2, 8, 1, 2), (2, 520, 600, 9), (3, 8200, 40, 100), (1, 40000, 300, 5)],
 )
 def test_the_largest_gates(emulator: Emulator, m: int, n: int, k: int, most: int) -> None:
     with emulator.stands_in(2, Schedule.of(1)):
