@@ -165,27 +165,6 @@ class PackSpec(_Kernel):
     op: ClassVar[str] = "pack"
 
 
-# Quads of a thread of top_k.py; 512 threads have eight neurons in each.
-TOP_K_QUADS = (2, 4, 8, 16)
-
-
-@dataclass(frozen=True)
-class TopKSpec(_Kernel):
-    """``gate, k -> levels``: the k-th largest gate of each token, of at most 4,096 ``quads`` neurons."""
-
-    quads: int
-    op: ClassVar[str] = "top_k"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.quads not in TOP_K_QUADS:
-            raise ValueError(f"quads must be one of {TOP_K_QUADS}, got {self.quads}")
-
-    @property
-    def suffix(self) -> str:
-        return f"_n{4096 * self.quads}"
-
-
 @dataclass(frozen=True)
 class GatePackSpec(_FamilyKernel):
     """``x, w_gate -> words, spill, stats``: the gate GEMM of sm_90a with packed output, of any compression.
@@ -589,6 +568,30 @@ class ScatterSpec(_Single):
     op: ClassVar[str] = "scatter"
 
 
+# Quads of a thread of top_k.py, of 512 threads with eight neurons in each
+TOP_K_QUADS = (4, 16)
+
+
+@dataclass(frozen=True)
+class TopKSpec:
+    """``gate, k -> levels``: the k-th largest gate of each token, of at most 4,096 ``quads`` neurons of any dtype."""
+
+    quads: int
+    op: ClassVar[str] = "top_k"
+
+    def __post_init__(self) -> None:
+        if self.quads not in TOP_K_QUADS:
+            raise ValueError(f"quads must be one of {TOP_K_QUADS}, got {self.quads}")
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.op}_n{4096 * self.quads}"
+
+    @property
+    def module(self) -> str:
+        return self.op
+
+
 @dataclass(frozen=True)
 class MatrixTransposeSpec:
     """``matrix -> matrix^T`` of values of so many ``bits``, 16 or 8."""
@@ -694,7 +697,7 @@ def all_specs() -> tuple[Spec, ...]:
     flags = (False, True)
     return (
         *(PackSpec(d) for d in DTYPES),
-        *(TopKSpec(d, q) for d in DTYPES for q in TOP_K_QUADS),
+        *(TopKSpec(q) for q in TOP_K_QUADS),
         *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
         *(GatePackSpec(E4M3, t, fast=f) for f, choices in E4M3_GATE_TOKENS.items() for t in choices),
         *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),

@@ -11,12 +11,13 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, range_constexpr
+from cutlass import Int16, Int32, Uint32, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from .common import launch, operands
+from .common.activation import above_signs
 from .common.copies import address, load_values_if
-from .common.values import prefix_sum, relu_pair
+from .common.values import prefix_sum
 from .specs import TopKSpec
 
 # bits of a value without its sign
@@ -24,24 +25,25 @@ BITS = 15
 
 
 class TopK:
-    """For one dtype and most neurons: eight for each of a thread's quads."""
+    """For values of any 16-bit dtype, and most neurons: eight for each of a thread's quads."""
 
     def __init__(self, spec: TopKSpec):
-        self.dtype = operands.DTYPES[spec.dtype]
         # more registers of data would be spilled
         self.threads = 1024 if spec.quads > 8 else 512
         self.quads, self.warps = spec.quads * 512 // self.threads, self.threads // 32
 
     @cute.jit
-    def __call__(self, gate: cute.Tensor, levels: cute.Tensor, k: Int32, stream: cuda.CUstream):
-        """`levels` [M, 2]: the bits of the k-th largest gate, 0 if it is not positive, and the last neuron."""
+    def __call__(self, gate: cute.Tensor, levels: cute.Tensor, k: Int32, infinity: Int32, stream: cuda.CUstream):
+        """`gate` as bits, with those of `infinity`. `levels` [M, 2]: the bits of the k-th largest gate, 0 if it is not
+        positive, and the last neuron.
+        """
         if gate.shape[0] > 0:
-            self.kernel(gate, levels, k).launch(
+            self.kernel(gate, levels, k, infinity).launch(
                 grid=(gate.shape[0], 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=launch.overlaps()
             )
 
     @cute.kernel
-    def kernel(self, gate: cute.Tensor, levels: cute.Tensor, k: Int32):
+    def kernel(self, gate: cute.Tensor, levels: cute.Tensor, k: Int32, infinity: Int32):
         thread, token, lane = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         shared = SmemAllocator()
@@ -52,7 +54,7 @@ class TopK:
         launch.griddepcontrol_launch_dependents()
         pairs = cute.make_rmem_tensor((4, self.quads), Uint32)
         for q in range_constexpr(self.quads):
-            self.load(gate, token, self.neuron(q, thread), pairs[None, q])
+            self.load(gate, token, self.neuron(q, thread), pairs[None, q], infinity)
 
         level = Uint32(0)
         for turn in cutlass.range(BITS, unroll=1):
@@ -68,7 +70,7 @@ class TopK:
         # read again, as nobody has so many registers
         eight = cute.make_rmem_tensor((4,), Uint32)
         for q in cutlass.range(self.quads, unroll=1):
-            self.load(gate, token, self.neuron(q, thread), eight)
+            self.load(gate, token, self.neuron(q, thread), eight, infinity)
             found = Int32(cute.arch.warp_redux_sync(self.equal(eight, level), "add"))
             if lane == 0:
                 ties[q * self.warps + warp] = found
@@ -78,18 +80,23 @@ class TopK:
         cute.arch.sync_threads()
         for q in cutlass.range(self.quads, unroll=1):
             neuron = self.neuron(q, thread)
-            self.load(gate, token, neuron, eight)
+            self.load(gate, token, neuron, eight, infinity)
             before = ties[q * self.warps + warp] + prefix_sum(self.equal(eight, level), lane)
             left = k - more - before
             if (level > 0) & (left > 0):
                 self.store_last(eight, level, left, levels, token, neuron)
 
     @cute.jit
-    def load(self, gate: cute.Tensor, token: Int32, neuron: Int32, eight: cute.Tensor):
-        """Eight gates after ReLU, or zeros beyond the last one."""
+    def load(self, gate: cute.Tensor, token: Int32, neuron: Int32, eight: cute.Tensor, infinity: Int32):
+        """Eight gates after ReLU, or zeros beyond the last one; all bits but the sign for NaN."""
         load_values_if(address(gate, token, neuron), eight, neuron < gate.shape[1])
+        most = Uint32(infinity) * Uint32(0x10001)
         for i in range_constexpr(4):
-            eight[i] = relu_pair(eight[i], self.dtype)
+            value = eight[i] & Uint32(0x7FFF7FFF)
+            # bits 15 and 31 to all bits of their halves
+            over = above_signs(value, most)
+            nan, negative = (Uint32(cute.arch.prmt(word, word, 0xBB99)) for word in (over, eight[i]))
+            eight[i] = (value & ~negative) | (nan & Uint32(0x7FFF7FFF))
 
     @cute.jit
     def neuron(self, q: Int32 | int, thread: Int32):
@@ -147,6 +154,6 @@ class TopK:
 
 def signature(spec: TopKSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
-    dtype, m = operands.DTYPES[spec.dtype], cute.sym_int32()
-    gate = operands.rows(dtype, m, cute.sym_int32(divisibility=8))
-    return TopK(spec), (gate, operands.matrix(Int32, m, 2), Int32(1))
+    m = cute.sym_int32()
+    gate = operands.rows(Int16, m, cute.sym_int32(divisibility=8))
+    return TopK(spec), (gate, operands.matrix(Int32, m, 2), Int32(1), Int32(1))

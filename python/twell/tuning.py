@@ -247,9 +247,9 @@ def _chosen_by_callers(kind: Any) -> Callable[..., Any]:
 pack = _chosen_by_callers(specs.PackSpec)
 
 
-def top_k(dtype: torch.dtype, n: int) -> specs.TopKSpec:
+def top_k(n: int) -> specs.TopKSpec:
     """The kernel for tokens of ``n`` neurons."""
-    return specs.TopKSpec(dtype_name(dtype), next(q for q in specs.TOP_K_QUADS if n <= 4096 * q))
+    return specs.TopKSpec(next(q for q in specs.TOP_K_QUADS if n <= 4096 * q))
 
 
 unpack = _chosen_by_callers(specs.UnpackSpec)

@@ -224,9 +224,11 @@ def top_k(m: int, n: int, k: int, most: int, seed: int = 0) -> None:
     """The k largest gates of integers up to ``most``, so with many ties, and what `pack` keeps of them."""
     torch.manual_seed(seed)
     gate = integers(-most, most + 1, m, n)
-    gate[0, :3] = torch.nan
+    gate[0, :3], gate[-1, 3] = torch.nan, -torch.inf
+    # with a sign
+    gate.view(torch.int16)[0, 0] |= -0x8000
     levels = torch.full((m, 2), POISON, dtype=torch.int32)
-    launch(tuning.top_k(BF16, n), strided(gate), levels, k)
+    launch(tuning.top_k(n), strided(gate).view(torch.int16), levels, k, 0x7F80)
     testing.assert_same(levels, ops.top_k(gate, k), "levels")
     words = torch.full((m, geometry.tiles(n) * geometry.words_per_tile(8)), POISON, dtype=torch.int32)
     spill = torch.full((m, geometry.tiles(n) * geometry.TILE), torch.nan, dtype=BF16)

@@ -48,7 +48,8 @@ def _cuda(gate: Tensor, k: int) -> Tensor:
 
 def find(p: Program, gate: View, levels: View, k: int) -> None:
     """Launch what fills ``levels``."""
-    p.launch(tuning.top_k(gate.dtype, gate.shape[1]), gate, levels, k)
+    infinity = torch.tensor(torch.inf, dtype=gate.dtype, device="cpu").view(torch.int16)
+    p.launch(tuning.top_k(gate.shape[1]), gate.cast(torch.int16), levels, k, int(infinity))
 
 
 def kept(gate: Tensor, levels: Tensor) -> Tensor:
