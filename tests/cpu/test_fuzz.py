@@ -389,7 +389,7 @@ def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch:
                 {"ffn_row": sanitize.by_row_on_cuda, "experts": sanitize.by_expert_on_cuda}[op](*call.arguments)
                 continue
             module = sys.modules[f"twell.ops.{call.op._opname.removesuffix('_backward')}"] if op == "reglu" else None
-            module = module or sys.modules[f"twell.ops.{op}"]
+            module = module or sys.modules[f"twell.ops.{call.op._opname if op == 'top_k' else op}"]
             backward = call.op is ops.reglu_backward
             own_code = vars(module).get("_cuda", vars(module).get("on_cuda", call.op))
             if op == "ffn":
