@@ -42,7 +42,7 @@ class Part(NamedTuple):
         source, scale, transposed, _ = self
         if scale != 1:
             torch.mul(source.t() if transposed else source, scale, out=place)
-        elif transposed and source.dtype == place.dtype and has_rows(source):
+        elif transposed and source.dtype == place.dtype and has_rows(source) and has_rows(place):
             transpose(source, place)
         else:
             _copy(source.t() if transposed else source, place)

@@ -440,6 +440,18 @@ def test_kernels_take_the_concatenated_operands(monkeypatch: pytest.MonkeyPatch)
     assert {grads[i].shape[1] for i in (0, 1)} == {8}
 
 
+def test_adapters_of_uneven_ranks_are_copied_where_kernels_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind one of four columns the next begins within 16 bytes."""
+    gpu = install(monkeypatch)
+    model = adapted(r=4)
+    config = peft.LoraConfig(target_modules=list(CHILDREN), r=8, init_lora_weights=False)
+    model.add_adapter("second", config)
+    model.base_model.set_adapter(["default", "second"])
+    half_adapters(model)
+    model(tokens()).sum().backward()
+    assert gpu.names().count("matrix_transpose") == 2
+
+
 def test_wide_layers_run_dense(runs: list[tuple[str, int]]) -> None:
     """K + R is limited as K is."""
     torch.manual_seed(0)
