@@ -321,6 +321,9 @@ def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
     behind = (o["x"].clone(), torch.zeros_like(l1), *given[:5], kept, True, True, True)
     found += [(ops.sparse_up_down_forward, (*given, 8)), (ops.sparse_up_down_backward, behind)]
     found.append((ops.reglu_backward, (o["x"].clone(), o["x"], o["x"].clone())))
+    found.append((ops.top_k, (gate_of(o), 9)))
+    levels = ops.top_k(gate_of(o), 9)
+    found.append((ops.pack, (gate_of(o), 8, 0.0, None, levels)))
     stacked = (o[name].repeat(2, 1, 1) for name in ("w_gate", "w_up", "w_down"))
     ids, weights = torch.zeros(130, 2, dtype=torch.int32), torch.zeros(130, 2)
     found.append((ops.experts, (o["x"], *stacked, ids, weights, 8, "row")))
