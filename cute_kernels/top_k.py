@@ -67,7 +67,7 @@ class TopK:
             levels[token, 0] = Int32(level)
             if level == 0:
                 levels[token, 1] = Int32(-1)
-        # read again, as nobody has so many registers
+        # read again: beside counts and sums they do not fit in registers
         eight = cute.make_rmem_tensor((4,), Uint32)
         for q in cutlass.range(self.quads, unroll=1):
             self.load(gate, token, self.neuron(q, thread), eight, infinity)

@@ -22,7 +22,7 @@ from twell._quantised import run as quantised
 from twell._runtime import geometry, nvtx
 from twell._runtime.log import info_once, warn_once
 from twell.float8 import Float8
-from twell.ops import screened
+from twell.ops import hybrid, screened
 from twell.ops.dense import as_torch, fuses
 from twell.ops.ffn import inference_of
 from twell.ops.ffn import on_cuda as ffn_on_cuda
@@ -382,8 +382,7 @@ def run(
     device = layer.x.device
     if activation.by_neuron:
         _require_thresholds(name, activation.threshold, layer)
-    n = len(layer.w_gate)
-    if activation.k and training and activation.k > geometry.hybrid_capacity(8, n) // 8 and asked == "auto":
+    if activation.k and training and asked == "auto" and activation.k > hybrid.most_of_each(len(layer.w_gate)):
         # the hybrid format has no room for them
         asked = "dense"
     imposed = imposed_on_call(device.type, device.index) if asked == "auto" else ""

@@ -78,6 +78,16 @@ def test_packed_operators() -> None:
         assert torch.equal(ops.unpack(*packed[:2], N, 8), dense)
 
 
+def test_operators_take_thresholds_with_any_activation() -> None:
+    """Kernels square what is left, so the CPU does."""
+    p, level = problem(21), thresholds()
+    both = torch.cat([p.b_gate, level])  # type: ignore[list-item]
+    gate = F.linear(p.x.double(), p.w_gate.double(), p.b_gate.double())  # type: ignore[union-attr]
+    right = torch.where(gate > level, gate, 0).square() @ p.w_down.double()
+    y, *_ = ops.ffn_union(p.x, p.w_gate, None, p.w_down, both, None, None, 8, "relu2")
+    assert (y.double() - right).norm() <= 1e-2 * right.norm()
+
+
 @GATED
 def test_compiled_layers(gated: bool) -> None:
     torch.compiler.reset()

@@ -81,6 +81,13 @@ def test_levels_and_what_is_packed() -> None:
     testing.assert_same(ops.unpack(words, spill, 8, 8), right)
 
 
+def test_operators_keep_the_contract_of_operators() -> None:
+    gate = problem(9).x
+    torch.library.opcheck(torch.ops.twell.top_k, (gate, 3))
+    torch.library.opcheck(torch.ops.twell.pack, (gate, 8, 0.0, None, ops.top_k(gate, 3)))
+    torch.library.opcheck(torch.ops.twell.pack, (gate, 8, 0.0, torch.ones(2 * K, dtype=BF16)))
+
+
 def test_kernels_find_the_gates_before_they_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = install(monkeypatch)
     p = problem(300)
@@ -127,3 +134,6 @@ def test_what_is_refused() -> None:
         ops.pack(p.x.new_zeros(3, 8), 8, 1.0, None, torch.zeros(3, 2, dtype=torch.int32))
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         ops.top_k(p.x, 0)
+    both = torch.cat([p.b_gate, p.b_gate])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="no thresholds behind the biases"):
+        ops.ffn_union(p.x, p.w_gate, None, p.w_down, both, None, None, 8, "topk", 3.0)

@@ -14,7 +14,7 @@ from twell._activation import Activation, activation_of, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.library import Shape, bias_view, check_layer, laid_bias, new, register, rows
-from twell.ops.operands import Operands, Scaled, bias_alone, launched, opened, run
+from twell.ops.operands import Operands, Scaled, bias_alone, has_thresholds, launched, opened, run
 from twell.ops.pack import Packed, fill_on_cpu, pack_gate
 from twell.ops.pack import shapes as packed_shapes
 from twell.ops.top_k import find
@@ -97,6 +97,8 @@ def pack(
         gate = spill if n == spill.shape[1] else p.scratch(spill.dtype, spill.shape[0], n)
         p.call(_project_invariantly if invariant else _project, x, w_gate, bias_alone(b_gate, n), gate)
         levels = None
+        if activation.k and has_thresholds(b_gate, n):
+            raise ValueError('b_gate must have no thresholds behind the biases with activation "topk", got some')
         if activation.k:
             levels = p.scratch(torch.int32, gate.shape[0], 2)
             find(p, gate, levels, activation.k)

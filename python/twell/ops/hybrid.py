@@ -97,13 +97,18 @@ def words(x: Tensor | View, n: int, gated: bool, held: int = 0) -> int:
     return _places(m, n)[1] + geometry.hybrid_words(geometry.hybrid_capacity(m, n, held), _value_bytes(x, gated))
 
 
+def most_of_each(n: int) -> int:
+    """How many of ``n`` neurons of every token the hybrid format holds."""
+    return geometry.hybrid_capacity(8, n) // 8
+
+
 def require_room(k: int, m: int, n: int, held: int, screen: bool) -> None:
     """NotImplementedError unless the hybrid format holds ``k`` of ``n`` neurons for each of ``m`` tokens.
 
     What is computed where it does not, and the int8 screen, choose no gates.
     """
     if screen or geometry.hybrid_capacity(m, n, held) < m * min(k, n):
-        most = geometry.hybrid_capacity(8, n) // 8
+        most = most_of_each(n)
         raise NotImplementedError(f"k must be at most {most} of {n} neurons in training, held 0, got {k}, held {held}")
 
 

@@ -143,7 +143,9 @@ def opened(layer: Operands, activation: Activation) -> tuple[Operands, Activatio
     b_gate, n = layer.b_gate, len(layer.w_gate)
     if b_gate is None or not has_thresholds(b_gate, n):
         return layer, activation
-    return layer._replace(b_gate=b_gate[:n]), Activation("fatrelu", b_gate[n:])
+    if activation.k:
+        raise ValueError('b_gate must have no thresholds behind the biases with activation "topk", got some')
+    return layer._replace(b_gate=b_gate[:n]), activation._replace(threshold=b_gate[n:])
 
 
 def has_thresholds(b_gate: Tensor | View | None, n: int) -> bool:

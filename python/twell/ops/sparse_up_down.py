@@ -131,10 +131,8 @@ def _route(given: Given, strategy: str, site: Tensor | None) -> Route:
     route = routed(Facts("sparse_up_down", strategy, imposed=imposed))
     if route.strategy == "auto":
         n, k = given.w_down.shape
-        tokens, how = (
-            given.tokens(k),
-            (n, given.w_up is not None, False, not are_rows(given.w_down.shape, given.w_down.stride())),
-        )
+        tokens, copied = given.tokens(k), not are_rows(given.w_down.shape, given.w_down.stride())
+        how = n, given.w_up is not None, False, copied
         route = without_site(tokens, *how) if site is None else site_of(site, False).begin(tokens, *how)
         # a site that others share may know the screen
         route = route._replace(screen=False)
