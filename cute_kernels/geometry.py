@@ -7,8 +7,9 @@ non-zeros, words 1 to W-1 hold ``value bits << 16 | neuron``. A row-tile with mo
 TILE = 256
 COMPRESSIONS = (2, 4, 8)
 
-# The neuron index takes the low 16 bits of a word.
+# The neuron index takes the low 16 bits of a word: a layer of more neurons runs as slices of at most so many.
 MAX_NEURONS = 65536
+MOST_NEURONS = 1 << 20
 
 # Most experts of a layer.
 MAX_EXPERTS = 1024
@@ -111,6 +112,12 @@ def union_slices(m: int, n: int) -> list[tuple[int, int]]:
     slices = -(-m // most)
     length = -(-token_tiles(m) // max(slices, 1)) * TOKEN_TILE
     return [(first, min(m, first + length)) for first in range(0, m, length)] if m else []
+
+
+def neuron_slices(n: int) -> list[tuple[int, int]]:
+    """(first, end) of the slices of ``n`` neurons, whole tiles but for the last one."""
+    length = tiles(-(-n // max(-(-n // MAX_NEURONS), 1))) * TILE
+    return [(first, min(n, first + length)) for first in range(0, n, length)] if n else []
 
 
 def token_tiles(m: int) -> int:

@@ -30,12 +30,14 @@ def thresholds(dtype: torch.dtype = torch.bfloat16, device: Any = "cpu", n: int 
     return found.to(dtype)
 
 
-def plain(p: testing.FFN, level: Tensor, gated: bool) -> Tensor:
-    """The layer by PyTorch's operators."""
+def plain(p: testing.FFN, level: Tensor, gated: bool, rounded: torch.dtype | None = None) -> Tensor:
+    """The layer by PyTorch's operators, with a hidden state that is ``rounded``."""
     gate = F.linear(p.x, p.w_gate, p.b_gate)
     hidden = torch.where(gate > level, gate, 0)
     if gated:
         hidden = hidden * F.linear(p.x, p.w_up, p.b_up)
+    if rounded is not None:
+        hidden = hidden.to(rounded).to(p.x.dtype)
     return F.linear(hidden, p.w_down.t(), p.b_down)
 
 

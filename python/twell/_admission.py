@@ -115,7 +115,7 @@ def _fits(operand: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: t
 @functools.lru_cache(4096)
 def _takes(n: int, k: int, compression: int) -> bool:
     """Whether the sparse kernels take these sizes."""
-    return unpackable(Facts(n=n, k=k, compression=compression)) is None
+    return unpackable(Facts(n=n, k=k, compression=compression, sliced=True)) is None
 
 
 def _common(values: list[tuple[str, Any]]) -> Any:

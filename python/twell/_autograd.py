@@ -18,9 +18,10 @@ from twell.ops.hybrid_forward import Forward, forward_of
 from twell.ops.library import is_direct, rows, unviewed
 from twell.ops.operands import Form, Mains, Operands, Place, made
 from twell.ops.reglu import derivatives, pays
+from twell.ops.slices import is_sliced
 
-# what a call that measures does with the number of non-zeros (0-d) and the sizes of the hybrid format
-Note = Callable[[Tensor, Tensor], None]
+# what a call that measures does with the number of non-zeros (0-d) and, if known, the neurons that each tile fires
+Note = Callable[[Tensor, Tensor | None], None]
 
 
 class Call(NamedTuple):
@@ -141,7 +142,10 @@ def passes_of(
     totals: bool = False,
     first: int = 0,
 ) -> Passes | None:
-    """The passes of layers whose seven operands have this form, w_down [K, N]; None if kernels read only copies."""
+    """The passes of layers whose seven operands have this form, w_down [K, N]; None if they are more than one program.
+
+    They are if kernels read only copies, or if the layer runs as slices.
+    """
     forward = forward_of(form, compression, held, activation, screen, totals)
     name = "sparse_ffn" if form.places[2] is None else "sparse_gated_ffn"
     call = Call(name, compression, held, activation, screen, totals, first=first)
@@ -180,7 +184,8 @@ class _FFN(torch.autograd.Function):
         if y.dim() != x.dim():
             y = unviewed(y, x.shape)
         if call.note is not None:
-            call.note(nonzeros, hybrid.sizes(kept, x.numel() // x.shape[-1]))
+            whole = not is_sliced(w_gate.shape[0])
+            call.note(nonzeros, hybrid.sizes(kept, x.numel() // x.shape[-1])[:-1] if whole else None)
         if b_gate is not None or b_up is not None:
             b_gate, b_up = _saveable(b_gate), _saveable(b_up)
         ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, kept)

@@ -29,6 +29,7 @@ from twell.ops.ffn import on_cuda as ffn_on_cuda
 from twell.ops.library import are_rows, is_direct, no_view, unviewed
 from twell.ops.operands import Form, Mains, Operands
 from twell.ops.reglu import on_cuda as reglu_on_cuda
+from twell.ops.slices import is_sliced
 from twell.packed import PackedTwell
 from twell.strategy.known import Run
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, route_of, routed, unpackable
@@ -382,9 +383,11 @@ def run(
     device = layer.x.device
     if activation.by_neuron:
         _require_thresholds(name, activation.threshold, layer)
-    if activation.k and training and asked == "auto" and activation.k > hybrid.most_of_each(len(layer.w_gate)):
-        # the hybrid format has no room for them
-        asked = "dense"
+    if activation.k and asked == "auto":
+        n = len(layer.w_gate)
+        if is_sliced(n) or (training and activation.k > hybrid.most_of_each(n)):
+            # the kernels take one slice, and the hybrid format has no room for them
+            asked = "dense"
     imposed = imposed_on_call(device.type, device.index) if asked == "auto" else ""
     facts = Facts(name, asked, same_bits, site is not None, screen, imposed=imposed, training=training)
     if not plain and asked != "dense":
@@ -587,6 +590,7 @@ def _gathered(facts: Facts, operands: Mapping[str, Tensor], compression: int) ->
         onnx=_modes.to_onnx(),
         exporting=_modes.exporting(),
         tracing=_modes.tracing(tokens_of(x)),
+        sliced=True,
     )
 
 
@@ -624,10 +628,10 @@ def _train(call: _Call, layer: Operands, route: Route, mains: Mains) -> tuple[Te
     note, measurement = None, route.measurement
     if measurement is not None:
 
-        def note(nonzeros: Tensor, sizes: Tensor) -> None:
+        def note(nonzeros: Tensor, unions: Tensor | None) -> None:
             most = geometry.hybrid_capacity(measurement.problem.m, measurement.problem.n, route.held)
             candidates = screened.wanted(measurement, layer, call.activation)
-            measurement.counts(nonzeros, sizes[:-1], most=most, candidates=candidates)
+            measurement.counts(nonzeros, unions, most=most, candidates=candidates)
 
     totals = call.return_aux or note is not None
     how = _autograd.Call(call.name, call.compression, route.held, call.activation, route.screen, totals, note)

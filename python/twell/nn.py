@@ -135,7 +135,7 @@ class SparseFFN(nn.Module):
             raise TypeError(f"dtype must be a floating torch.dtype, got {dtype!r}")
         require_integer("hidden", hidden, 1)
         require_integer("intermediate", intermediate, 1)
-        routed(Facts(type(self).__name__, _name_of(strategy), invariant, n=intermediate, k=hidden))
+        routed(Facts(type(self).__name__, _name_of(strategy), invariant, n=intermediate, k=hidden, sliced=True))
         self.hidden, self.intermediate = hidden, intermediate
         self._front = Front()
         self.compression, self.strategy, self.invariant = compression, strategy, invariant

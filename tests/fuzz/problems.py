@@ -454,7 +454,7 @@ def build(case: Case, device: torch.device) -> Layer:
     given = {name: b.to(dtype) if name in case.biases else None for name, b in biases.items()}
     up = w_up.to(dtype) if case.gated else None
     layer = Layer(x.to(dtype).contiguous(), w_gate.to(dtype), up, w_down.to(dtype), **given, dy=dy.to(dtype))
-    return layer if case.exact else off_kinks(layer, level_of(case))
+    return layer if case.exact else off_kinks(layer, level_of(case, device))
 
 
 def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -466,11 +466,12 @@ def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
 
 def level_of(case: Case, device: torch.device | str = "cpu") -> Tensor:
     """The threshold as the layer has it, rounded to its dtype; one for each neuron [N], or a 0-d tensor."""
-    level = torch.tensor(case.threshold, device="cpu")
+    # made on the device, since a graph may be captured
+    level = torch.full((), case.threshold, dtype=torch.float32, device=device)
     if case.by_neuron:
         # integers for integers
-        level = level + torch.arange(case.n, device="cpu") % 5 * (1 if case.exact else 0.15)
-    return level.to(DTYPES[case.dtype]).to(device)
+        level = level + torch.arange(case.n, device=device) % 5 * (1 if case.exact else 0.15)
+    return level.to(DTYPES[case.dtype])
 
 
 def off_kinks(layer: Layer, level: Tensor) -> Layer:

@@ -47,6 +47,7 @@ from twell.ops.library import (
 from twell.ops.operands import Form, Operands, Views, has_thresholds, opened, present
 from twell.ops.pack import stats_shape
 from twell.ops.quantize_gate import quantize, quantize_gate, require
+from twell.ops.slices import Added, is_sliced, require_sliceable
 from twell.ops.up_down import counters, multiply
 from twell.ops.up_down import on_cpu as up_down_on_cpu
 from twell.strategy.known import Memory, Run, remember
@@ -73,7 +74,8 @@ def _run(
         route = route._replace(screen=False)
     if route.strategy == "dense":
         return dense.totalled(*opened(layer, activation), route.measurement, totals)
-    y, l1, stats, unions, candidates = sparse(layer, compression, activation, route, totals)
+    require_sliceable(len(layer.w_gate), activation)
+    y, l1, stats, unions, candidates = _by_slices(sparse, layer, compression, activation, route, totals)
     if not totals and route.measurement is None:
         return y, None, None
     counts = stats.select(2, 0)
@@ -84,6 +86,23 @@ def _run(
         # a row of stats has 8 tokens
         route.measurement.counts(nonzeros, unions, heaviest=counts.sum(1).amax(), candidates=candidates)
     return y, l1.sum() if totals else None, nonzeros
+
+
+def _by_slices(sparse: Callable[..., _Counted], layer: Operands, *how: Any) -> _Counted:
+    """``sparse`` for any number of neurons, w_down [K, N]."""
+    if not is_sliced(n := len(layer.w_gate)):
+        return sparse(layer, *how)
+    y = torch.empty_like(layer.x, memory_format=torch.contiguous_format)
+    added, figures = Added(y, layer.b_down), []
+    for first, last in geometry.neuron_slices(n):
+        found = sparse(layer.neurons(first, last, by_columns=True), *how)
+        added.add(found[0])
+        figures.append(found[1:4])
+    added.store()
+    l1, stats, unions = zip(*figures)
+    joined = None if unions[0] is None else torch.stack(unions).sum(0)
+    # candidates of the whole layer are not counted
+    return y, torch.stack([own.sum() for own in l1]), torch.cat(stats, 1), joined, None
 
 
 def _chosen(layer: Operands, route: Route, site: Tensor | None) -> Route:
@@ -299,6 +318,8 @@ def inference_of(
     merged: whether a dense layer may compute gate and up in one product.
     """
     x = layer.x
+    if is_sliced(len(layer.w_gate)) and route.strategy != "dense":
+        return None
     if has_thresholds(layer.b_gate, len(layer.w_gate)) and (route.screen or route.strategy == "dense"):
         return None
     if route.strategy == "dense":

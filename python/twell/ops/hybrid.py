@@ -17,11 +17,15 @@ They lie in this order in one tensor ``kept`` int32, each part from a multiple o
 If there are more non-zeros than that, only the total in ``sizes`` is valid, beside the first chunk, which begins at
 entry 0, and backward computes the gate and the up projection again.
 
+A layer that runs as slices of neurons (``geometry.neuron_slices``) keeps that of each, one after the other, from
+multiples of 256 bytes on.
+
 On the CPU values may be wider than 16 bits. Then the entries hold none, and the values follow the up projections.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from typing import Any, NamedTuple
 
@@ -93,8 +97,34 @@ def _words(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 def words(x: Tensor | View, n: int, gated: bool, held: int = 0) -> int:
     """Words of ``kept`` for the gate of ``x`` [M, ...] with ``n`` neurons; ``held``: non-zeros per token, 0: most."""
+    at = 0
+    for first, last in geometry.neuron_slices(n):
+        at = -(-at // _PLACE) * _PLACE + _words_of_slice(x, last - first, gated, held)
+    return at
+
+
+def _words_of_slice(x: Tensor | View, n: int, gated: bool, held: int) -> int:
     m = x.shape[0]
     return _places(m, n)[1] + geometry.hybrid_words(geometry.hybrid_capacity(m, n, held), _value_bytes(x, gated))
+
+
+def split(kept: Tensor, x: Tensor, n: int, gated: bool) -> list[tuple[int, int, Tensor]]:
+    """(first, end, kept) of the slices of a layer of ``n`` neurons; ValueError if ``kept`` is not of such a layer."""
+    slices = geometry.neuron_slices(n)
+    if len(slices) == 1:
+        return [(0, n, kept)]
+    # what it was made for is known by its length alone
+    held = bisect.bisect_left(range(1, n), len(kept), key=lambda each: words(x, n, gated, each)) + 1
+    expected = words(x, n, gated, held)
+    if len(kept) != expected:
+        raise ValueError(f"kept must be [{expected}] for {x.shape[0]} tokens of {n} neurons, got {list(kept.shape)}")
+    found, at = [], 0
+    for first, last in slices:
+        at = -(-at // _PLACE) * _PLACE
+        size = _words_of_slice(x, last - first, gated, held)
+        found.append((first, last, kept[at : at + size]))
+        at += size
+    return found
 
 
 def most_of_each(n: int) -> int:
@@ -163,9 +193,9 @@ def check_kept(x: Tensor, n: int, gated: bool, kept: Tensor) -> None:
     """Raise unless ``kept`` is the gate of ``x`` [M, ...] with ``n`` neurons."""
     if len(kept.shape) != 1:
         raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
-    m = x.shape[0]
-    held = geometry.hybrid_words(capacity_of(x, n, gated, kept), _value_bytes(x, gated))
-    check("kept", kept, (_places(m, n)[1] + held,), torch.int32)
+    for first, last, own in split(kept, x, n, gated):
+        held = geometry.hybrid_words(capacity_of(x, last - first, gated, own), _value_bytes(x, gated))
+        check("kept", own, (_places(x.shape[0], last - first)[1] + held,), torch.int32)
 
 
 def require_offsets(m: int, n: int) -> None:

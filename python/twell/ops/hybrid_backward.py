@@ -22,6 +22,7 @@ from twell.ops import hybrid
 from twell.ops.hybrid import Backward
 from twell.ops.library import ACTIVATION, Implementation, check_matrix, flat, laid, register, rows
 from twell.ops.operands import Gradients, Operands, Views, run
+from twell.ops.slices import Added, is_sliced
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -73,12 +74,29 @@ def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Impl
             hybrid.check_backward(given)
             hybrid.check_first(first, given.layer.x.shape[1])
             gradients = outputs(given.layer, input_grad, weight_grad)
-            implementation(given, gradients, first)
+            by_slices(implementation, given, gradients, first)
             return present(gradients, given.layer.x)
 
         return of(*others)  # type: ignore[no-any-return]
 
     return filled
+
+
+def by_slices(implementation: Callable[..., None], given: Backward, gradients: Gradients, *how: Any) -> None:
+    """Fill the gradients by an ``implementation`` for one slice of the neurons."""
+    layer = given.layer
+    if not is_sliced(n := len(layer.w_gate)):
+        implementation(given, gradients, *how)
+        return
+    dx = None if gradients.x is None else Added(gradients.x)
+    for first, last, kept in hybrid.split(given.kept, layer.x, n, layer.w_up is not None):
+        of_x = None if gradients.x is None else torch.empty_like(gradients.x)
+        own = Gradients(of_x, *(None if g is None else g[first:last] for g in gradients[1:6]))
+        implementation(given._replace(layer=layer.neurons(first, last), kept=kept), own, *how)
+        if dx is not None:
+            dx.add(own.x)
+    if dx is not None:
+        dx.store()
 
 
 @_filling

@@ -16,7 +16,7 @@ from torch import Tensor
 from twell._runtime import nvtx
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
-from twell.ops.hybrid_backward import BACKWARD, backward_first, fill, present, zero
+from twell.ops.hybrid_backward import BACKWARD, backward_first, by_slices, fill, present, zero
 from twell.ops.library import ACTIVATION, Implementation, check, has_rows, register
 from twell.ops.operands import Gradients, Mains, Operands
 
@@ -68,7 +68,7 @@ _MAIN_DOWN = 11
 
 @_filling
 def _cpu(given: Backward, mains: Mains, gradients: Gradients) -> None:
-    hybrid.backward_cpu(given, gradients._replace(**mains._asdict()), accumulate=True)
+    by_slices(hybrid.backward_cpu, given, gradients._replace(**mains._asdict()), True)
 
 
 @_filling
@@ -79,7 +79,7 @@ def _cuda(given: Backward, mains: Mains, gradients: Gradients) -> None:
     laid = [
         m if m is None or has_rows(m) else torch.zeros_like(m, memory_format=torch.contiguous_format) for m in mains
     ]
-    fill(given, gradients._replace(w_gate=laid[0], w_up=laid[1], w_down=laid[2]), accumulate=True)
+    by_slices(fill, given, gradients._replace(w_gate=laid[0], w_up=laid[1], w_down=laid[2]), True)
     for main, added in zip(mains, laid):
         if main is not None and added is not None and added is not main:
             main.add_(added)

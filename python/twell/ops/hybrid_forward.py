@@ -40,6 +40,7 @@ from twell.ops.library import (
 from twell.ops.operands import Form, Operands, Views, has_thresholds, opened
 from twell.ops.pack import pack_gate, shapes, stats_shape
 from twell.ops.quantize_gate import quantize, quantize_gate, require
+from twell.ops.slices import Added, is_sliced, require_sliceable
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -68,6 +69,7 @@ def _fake(layer: Operands, compression: int, held: int, activation: Activation, 
     check_layer(*layer, wide=not screen)
     activation.level(layer.x.dtype)
     geometry.words_per_tile(compression)
+    require_sliceable(len(layer.w_gate), activation)
     if held < 0:
         raise ValueError(f"held must be non-zeros per token, or 0 for the most, got {held}")
     if activation.k:
@@ -75,7 +77,30 @@ def _fake(layer: Operands, compression: int, held: int, activation: Activation, 
     return outputs(layer.x, layer.w_gate, layer.w_up, held)
 
 
+def _by_slices(one: Callable[..., Outputs]) -> Callable[..., Outputs]:
+    """The implementation ``one`` for any number of neurons."""
+
+    def every(layer: Operands, *how: Any) -> Outputs:
+        x, w_gate, w_up, *_ = layer
+        if not is_sliced(n := len(w_gate)):
+            return one(layer, *how)
+        y, l1, nonzeros, kept = outputs(x, w_gate, w_up, how[1])
+        added = Added(y, layer.b_down)
+        l1.zero_(), nonzeros.zero_()
+        for first, last, own in hybrid.split(kept, x, n, w_up is not None):
+            y_of_slice, of_l1, of_nonzeros, found = one(layer.neurons(first, last), *how)
+            added.add(y_of_slice)
+            l1 += of_l1
+            nonzeros += of_nonzeros
+            own.copy_(found)
+        added.store()
+        return y, l1, nonzeros, kept
+
+    return every
+
+
 @_grouped
+@_by_slices
 def _cpu(layer: Operands, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
     y, l1, nonzeros, kept = _fake(*layer, compression, held, *activation, screen)
     layer, activation = opened(layer, activation)
@@ -95,6 +120,7 @@ def _cpu(layer: Operands, compression: int, held: int, activation: Activation, s
 
 
 @_grouped
+@_by_slices
 def _cuda(layer: Operands, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
     check_layer(*layer)
     if not layer.x.shape[0]:
@@ -247,8 +273,13 @@ class Forward:
 def forward_of(
     form: Form, compression: int, held: int, activation: Activation, screen: bool, totals: bool
 ) -> Forward | None:
-    """The operator for layers of this form, x [..., K] and w_down [K, N]; None if kernels read only copies of them."""
+    """The operator for layers of this form, x [..., K] and w_down [K, N]; None if it is more than two programs.
+
+    It is if kernels read only copies, or if the layer runs as slices.
+    """
     shape, strides, _ = form.places[0]  # type: ignore[misc]
+    if is_sliced(form.places[1][0][0]):  # type: ignore[index]
+        return None
     if (len(shape) != 2 and strides != contiguous(shape)) or not are_laid(_layer_of(form)[1]):
         return None
     return Forward(form, compression, held, activation, screen, totals)

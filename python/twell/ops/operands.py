@@ -42,6 +42,18 @@ class Operands(NamedTuple):
         names: Any = self._fields if gated else _WITHOUT_GATE
         return {name: operand for name, operand in zip(names, self) if name}
 
+    def neurons(self, first: int, last: int, by_columns: bool = False) -> Operands:
+        """The layer of a slice of its neurons, without b_down; ``by_columns``: w_down is [K, N]."""
+        x, w_gate, w_up, w_down, b_gate, b_up, _ = self
+        n = len(w_gate)
+        if b_gate is not None and has_thresholds(b_gate, n):
+            b_gate = torch.cat([b_gate[first:last], b_gate[n + first : n + last]])
+        elif b_gate is not None:
+            b_gate = b_gate[first:last]
+        of_down = w_down[:, first:last] if by_columns else w_down[first:last]
+        w_up, b_up = (None if t is None else t[first:last] for t in (w_up, b_up))
+        return Operands(x, w_gate[first:last], w_up, of_down, b_gate, b_up)
+
     def requires_grad(self) -> bool:
         """Whether any of them does."""
         for operand in self:

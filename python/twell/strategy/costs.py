@@ -317,6 +317,7 @@ def decide(
     Without figures inference takes a sparse strategy and training the dense one. Calls of a kind for which the table
     must not stand in (``Table.lacks``) are dense.
     """
+    problem, figures = _of_slice(problem, figures)
     if table is not None and not problem.float8 and (lacks := table.lacks(problem.training, problem.gated)):
         return Decision("dense", lacks, {"dense": 1.0})
     decision = _fresh(problem, table) if figures is None else _measured(problem, figures, current, table, screen)
@@ -332,6 +333,17 @@ def decide(
                 reason=f"{decision.reason}, since the host is the limit; {replayed} in a graph"
             )
     return decision
+
+
+def _of_slice(problem: Problem, figures: Figures | None) -> tuple[Problem, Figures | None]:
+    """A layer as costs know it: one of the slices that it runs as, whose times are in proportion to the layer's."""
+    slices = geometry.neuron_slices(problem.n)
+    if len(slices) < 2:
+        return problem, figures
+    if figures is not None:
+        heaviest = None if figures.heaviest is None else figures.heaviest / len(slices)
+        figures = figures._replace(nonzeros=figures.nonzeros / len(slices), heaviest=heaviest)
+    return problem._replace(n=slices[0][1]), figures
 
 
 # Numbers of tokens for which a CUDA graph holds both "row" and dense halves, and the seconds that the choice costs.
@@ -364,6 +376,7 @@ def captured(problem: Problem, table: Table) -> Decision | None:
 
 def decide_once(problem: Problem, table: Table) -> str:
     """The strategy of a call of which nothing will be known: a caller that wants a choice in training passes a site."""
+    problem, _ = _of_slice(problem, None)
     if (fixed := captured(problem, table)) is not None:
         return fixed.strategy
     if problem.training:

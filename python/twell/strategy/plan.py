@@ -40,7 +40,8 @@ class Facts(NamedTuple):
     be needed. needing: the operands that require it. moving: whether the threshold is a tensor. called: whether the
     layer must call its projections, since one is more than a weight and a bias. transformed, overridden: what asks for
     a transform, or overrides PyTorch's operators, in words. onnx, exporting, tracing: whether the call is traced for
-    ONNX, for ``torch.export``, or at all. float8: whether weights are e4m3 with scales.
+    ONNX, for ``torch.export``, or at all. float8: whether weights are e4m3 with scales. sliced: whether a layer of more
+    neurons than a packed index names may run as slices.
     """
 
     name: str = "twell"
@@ -64,6 +65,7 @@ class Facts(NamedTuple):
     exporting: bool = False
     tracing: bool = False
     float8: bool = False
+    sliced: bool = False
 
 
 class Route(NamedTuple):
@@ -174,7 +176,7 @@ def unpackable(facts: Facts, instead: str = _DENSE_TAKES_IT) -> Refusal | None:
         return _refusal(ValueError, facts, what)
     sizes = (
         ("K", facts.k, specs.K_CLASSES[-1], 16 if facts.float8 else 8),
-        ("N", facts.n, geometry.MAX_NEURONS, 8),
+        ("N", facts.n, geometry.MOST_NEURONS if facts.sliced else geometry.MAX_NEURONS, 8),
     )
     for letter, size, limit, multiple in sizes:
         if size == 0 or size % multiple:

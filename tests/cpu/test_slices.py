@@ -1,0 +1,118 @@
+"""Layers of more neurons than a packed index names, which run as slices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import twell
+from twell import testing
+from twell._runtime import geometry
+from twell.ops import hybrid, slices
+
+K, N = 16, 2 * geometry.MAX_NEURONS + 1000
+
+
+def layer(m: int, dtype: torch.dtype = torch.bfloat16, n: int = N, gated: bool = False, bias: bool = True) -> Any:
+    """Integers, few of which fire, and of which every sum is exact."""
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high + 1, shape, generator=generator, device="cpu").to(dtype)
+
+    x, w_up, w_down = drawn(-1, 1, m, K), drawn(-1, 1, n, K), drawn(-1, 1, n, K)
+    found = {"x": x, "w_up": w_up, "w_down": w_down.t(), "b_up": -6 + drawn(-1, 0, n), "b_down": drawn(-2, 2, K)}
+    if gated:
+        found = {"w_gate": found["w_up"], "b_gate": found["b_up"], **found, "w_up": drawn(-1, 1, n, K)}
+        found["b_up"] = None
+    return {name: tensor for name, tensor in found.items() if bias or not name.startswith("b_")}
+
+
+def right(t: dict[str, torch.Tensor], threshold: Any = 0) -> torch.Tensor:
+    """The layer by PyTorch in float64."""
+    t = {name: None if value is None else value.double() for name, value in t.items()}
+    if "w_gate" not in t:
+        gate = F.linear(t["x"], t["w_up"], t.get("b_up"))
+        return F.linear(torch.where(gate > threshold, gate, 0), t["w_down"], t.get("b_down"))
+    gate = F.linear(t["x"], t["w_gate"], t.get("b_gate"))
+    hidden = torch.where(gate > threshold, gate, 0) * F.linear(t["x"], t["w_up"], t.get("b_up"))
+    return F.linear(hidden, t["w_down"], t.get("b_down"))
+
+
+def test_slices_cover_all_neurons() -> None:
+    for n in (8, 65536, 65544, 131072, 131080, 262144, 1000000, 1 << 20):
+        found = geometry.neuron_slices(n)
+        assert [first for first, _ in found[1:]] == [last for _, last in found[:-1]]
+        assert (found[0][0], found[-1][1]) == (0, n)
+        assert all(0 < last - first <= geometry.MAX_NEURONS for first, last in found)
+        assert len(found) == -(-n // geometry.MAX_NEURONS)
+
+
+@pytest.mark.parametrize("strategy", ["row", "union", "auto", "dense"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_inference(strategy: Any, gated: bool) -> None:
+    t = layer(9, gated=gated)
+    function: Any = twell.sparse_gated_ffn if gated else twell.sparse_ffn
+    y, aux = function(**t, strategy=strategy, return_aux=True)
+    testing.assert_same(y, right(t).to(y.dtype))
+    gate = F.linear(
+        t["x"].double(), t["w_gate" if gated else "w_up"].double(), t["b_gate" if gated else "b_up"].double()
+    )
+    assert float(aux.l0) == pytest.approx(float((gate > 0).sum()) / 9, rel=1e-6)
+    with pytest.raises(NotImplementedError, match="topk takes at most 65536"):
+        twell.sparse_ffn(**layer(2), strategy="row", activation="topk", k=3)
+
+
+def test_thresholds_of_slices() -> None:
+    t, level = layer(9, bias=False), (torch.arange(N) % 3 + 7).bfloat16()
+    y = twell.sparse_ffn(**t, activation="fatrelu", threshold=level, strategy="union")
+    testing.assert_same(y, right(t, level).bfloat16())
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("mains", [False, True], ids=["grads", "mains"])
+def test_training(mains: bool, compiled: bool) -> None:
+    t = layer(130)
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in t.items()}
+    leaves["w_down"] = t["w_down"].t().clone().t().requires_grad_()
+    wide = {name: tensor.detach().double().requires_grad_() for name, tensor in leaves.items()}
+    dy = torch.randint(-1, 2, (130, K), generator=torch.Generator().manual_seed(1)).bfloat16()
+    main = (torch.zeros(N, K), torch.zeros(N, K).t()) if mains else None
+
+    def step(**given: torch.Tensor) -> torch.Tensor:
+        return twell.sparse_ffn(**given, strategy="union", main_grads=main)
+
+    y = (torch.compile(step, backend="aot_eager") if compiled else step)(**leaves)
+    y.backward(dy)
+    expected = right(wide)
+    expected.backward(dy.double())
+    testing.assert_same(y, expected.bfloat16())
+    for name, leaf in leaves.items():
+        found = leaf.grad
+        if mains and name.startswith("w_"):
+            assert found is None
+            found = main[name == "w_down"].bfloat16()  # type: ignore[index]
+        testing.assert_same(found, wide[name].grad.bfloat16(), name)  # type: ignore[arg-type]
+
+
+def test_kept_of_another_layer_is_refused() -> None:
+    x = torch.zeros(130, K, dtype=torch.bfloat16)
+    for held in (0, 1, 7, 200):
+        kept = torch.zeros(hybrid.words(x, N, False, held), dtype=torch.int32)
+        found = hybrid.split(kept, x, N, False)
+        assert [(first, last) for first, last, _ in found] == geometry.neuron_slices(N)
+        assert found[-1][2].data_ptr() + 4 * len(found[-1][2]) == kept.data_ptr() + 4 * len(kept)
+        assert all(own.data_ptr() % 256 == kept.data_ptr() % 256 for _, _, own in found)
+    with pytest.raises(ValueError, match=r"kept must be \[\d+\] for 130 tokens"):
+        hybrid.split(kept[:-1], x, N, False)
+
+
+def test_more_neurons_than_any_layer_has() -> None:
+    wide = torch.zeros(geometry.MOST_NEURONS + 8, 8, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="N must be at most 1048576"):
+        twell.sparse_ffn(wide[:2], wide, wide.t(), strategy="row")
+    assert slices.is_sliced(geometry.MAX_NEURONS + 1)
+    assert not slices.is_sliced(geometry.MAX_NEURONS)
