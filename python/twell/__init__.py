@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 from twell import _pickles, nn, ops  # noqa: F401  (pickles of version 0.2 load)
 from twell._compaction import CompactionReport, Firing, FiringCounts, compact, count_firing, restore
+from twell._execution import Aux
 from twell._quantize import quantize_
 from twell._runtime import log
 from twell._sparsify import sparsify_
 from twell.experts import sparse_experts
 from twell.float8 import Float8, quantize
-from twell.functional import Aux, pack, sparse_ffn, sparse_gated_ffn
+from twell.functional import pack, sparse_ffn, sparse_gated_ffn
 from twell.nn import explain
 from twell.packed import PackedTwell
 from twell.strategy.site import AutoStrategy

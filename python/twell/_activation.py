@@ -20,6 +20,8 @@ ActivationName = Literal["relu", "relu2", "drelu", "fatrelu"]
 NAMES = tuple(geometry.ACTIVATIONS)
 # ReLU of the k largest gates of each token, where k stands for the threshold
 TOP_K = "topk"
+# of the largest gates of all tokens together
+BATCH_TOP_K = "batchtopk"
 # The same in words.
 NAMES_OF_FAMILY = {"relu": "ReLU", "relu2": "squared ReLU", "drelu": "dReLU", "fatrelu": "FATReLU"}
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _modes, functional, up_down
+from twell import _execution, _modes, functional, up_down
 from twell._activation import activation_of
 from twell._admission import sharded
 from twell._columns import Matrix, Part, assembled, narrowed, widened
@@ -206,7 +206,7 @@ def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) ->
     first = down if given else gate
     # operators find the site by a weight that the layer holds
     held = None if first is None or first.quantised else first.linear.weight
-    made = functional.Made(held, k if added and frozen else 0, dense)
+    made = _execution.Made(held, k if added and frozen else 0, dense)
     result: Any
     with _made_again(x, [(matrices[name], weights[name]) for name in ("gate", "up", "down") if name in weights]):
         if called is None:

@@ -12,16 +12,14 @@ from twell import _modes, ops
 from twell._activation import RELU, Activation
 from twell._runtime import nvtx
 from twell._runtime.program import Executable, allocate, kept
-from twell.ops import hybrid
 from twell.ops.hybrid_backward import build, transpose
 from twell.ops.hybrid_forward import Forward, forward_of
 from twell.ops.library import is_direct, rows, unviewed
 from twell.ops.operands import Form, Mains, Operands, Place, made
 from twell.ops.reglu import derivatives, pays
-from twell.ops.slices import is_sliced
 
-# what a call that measures does with the number of non-zeros (0-d) and, if known, the neurons that each tile fires
-Note = Callable[[Tensor, Tensor | None], None]
+# what a call that measures or counts does with the number of non-zeros (0-d; None without totals) and the format
+Note = Callable[[Any, Tensor], None]
 
 
 class Call(NamedTuple):
@@ -184,8 +182,7 @@ class _FFN(torch.autograd.Function):
         if y.dim() != x.dim():
             y = unviewed(y, x.shape)
         if call.note is not None:
-            whole = not is_sliced(w_gate.shape[0])
-            call.note(nonzeros, hybrid.sizes(kept, x.numel() // x.shape[-1])[:-1] if whole else None)
+            call.note(nonzeros, kept)
         if b_gate is not None or b_up is not None:
             b_gate, b_up = _saveable(b_gate), _saveable(b_up)
         ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, kept)
@@ -225,7 +222,7 @@ class _FFN(torch.autograd.Function):
                 found = call.passes.backward(dy, dl1, saved, needs)
             if found is None:
                 with torch.no_grad():
-                    found = _gradients(dy, dl1, saved, needs, mains or Mains(), call.activation, call.first)
+                    found = gradients_of(dy, dl1, saved, needs, mains or Mains(), call.activation, call.first)
             gradients = found
         db_down = None
         if of_b_down and dy is not None:
@@ -297,14 +294,14 @@ def _backward_range(name: str, dy: Tensor | None) -> nvtx.Context:
     return nvtx.range(f"{name}.backward", category=nvtx.BACKWARD, m=None if dy is None else dy.shape[0])
 
 
-def _gradients(
+def gradients_of(
     dy: Tensor | None,
     dl1: Tensor | None,
     saved: tuple[Any, ...],
     needs: Sequence[bool],
     mains: Mains,
     activation: Activation,
-    first: int,
+    first: int = 0,
 ) -> tuple[Tensor | None, ...]:
     """Add the gradients of weights that have a main to it, and return the others that are needed, but of b_down."""
     x, w_gate, w_up, w_down, b_gate, b_up, kept = saved
@@ -426,13 +423,14 @@ class _Announced(torch.autograd.Function):
         return zeros, None
 
 
-def fuses(gate: Tensor, operands: Iterable[Tensor]) -> bool:
+def fuses(gate: Tensor, activation: Activation, operands: Iterable[Tensor]) -> bool:
     """Whether ``gated_relu`` can take this gate, the result of eager operations on ``operands``; loads its kernels.
 
-    Other gates take torch's operators: no kernel knows the tensors, or a compiler fuses the operators itself.
+    Thresholds that are tensors, and other gates, take torch's operators: no kernel knows the tensors, or a compiler
+    fuses the operators itself.
     """
     # in this order: what ``pays`` asks cannot be traced
-    return _modes.eager(operands) and pays(gate, gate.numel())
+    return not isinstance(activation.threshold, Tensor) and _modes.eager(operands) and pays(gate, gate.numel())
 
 
 def gated_relu(gate: Tensor, up: Tensor, activation: Activation = RELU) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from twell import _adapted, _down_layout, _modes, functional
+from twell import _adapted, _down_layout, _execution, _modes
 from twell.strategy.explanation import Choice
 from twell.strategy.plan import Refusal
 from twell.strategy.site import found
@@ -27,7 +27,7 @@ def _laid_out(layer: Any) -> tuple[str, str]:
     """How a layer's down weight is stored, and what to do if sparse inference on a GPU has to copy it."""
     why = _down_layout.obstacle(layer)
     weight = layer.down_proj.weight
-    if not functional.copies_down(weight):
+    if not _execution.copies_down(weight):
         return "rows", ""
     if not _down_layout.is_on_gpu(weight) or layer._runs_dense(weight):
         return "linear", ""

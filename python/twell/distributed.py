@@ -34,8 +34,8 @@ from torch.utils import _pytree as pytree
 
 from twell import _sharding
 from twell._arguments import require, require_flag
+from twell._execution import Aux
 from twell._runtime.log import logger
-from twell.functional import Aux
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.ops.library import no_view
 

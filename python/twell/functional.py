@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
-import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import Tensor
 
-from twell import _autograd, _modes, ops
+from twell import _execution, _modes, ops
 from twell._activation import TOP_K, Activation, ActivationName, activation_of
 from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, sharded
-from twell._autograd import gated_relu
+from twell._choice import Choice, choice_of, require_counts
+from twell._execution import Aux, Made, copies_down
 from twell._front import Learning
 from twell._modes import PLAIN_TENSORS
 from twell._plain import overridden
 from twell._quantised import in_16_bits, is_quantised, of_blocks, records
 from twell._quantised import run as quantised
-from twell._runtime import geometry, nvtx
+from twell._runtime import geometry
 from twell._runtime.log import info_once, warn_once
 from twell.float8 import Float8
-from twell.ops import hybrid, screened
-from twell.ops.dense import as_torch, fuses
-from twell.ops.ffn import inference_of
-from twell.ops.ffn import on_cuda as ffn_on_cuda
-from twell.ops.library import are_rows, is_direct, no_view, unviewed
-from twell.ops.operands import Form, Mains, Operands
-from twell.ops.reglu import on_cuda as reglu_on_cuda
+from twell.ops import hybrid
+from twell.ops.library import is_direct
+from twell.ops.operands import Mains, Operands
 from twell.ops.slices import is_sliced
 from twell.packed import PackedTwell
-from twell.strategy.known import Run
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, route_of, routed, unpackable
 from twell.strategy.site import AutoStrategy, enroll, found, tokens_of, without_site
 from twell.strategy.tables import imposed_on_call
@@ -40,21 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Strategy = Literal["auto", "dense", "row", "union"]
-
-
-class Aux(NamedTuple):
-    """Figures of one call, 0-d float32 tensors on its device; 0 where there are no tokens.
-
-    l1: mean over tokens of the sum of |hidden state|; differentiable where the output is. float64 where x is.
-    l0: mean over tokens of the number of non-zeros after ReLU; not differentiable.
-    """
-
-    l1: Tensor
-    l0: Tensor
-
-
-# so that exported programs that return it can be saved
-pytree._register_namedtuple(Aux, serialized_type_name="twell.Aux")
+PlainActivation = Literal[ActivationName, "topk", "batchtopk"]
 
 
 class _Options(TypedDict, total=False):
@@ -71,8 +51,10 @@ class _Options(TypedDict, total=False):
 
 
 class _PlainOptions(_Options, total=False):
-    activation: ActivationName | Literal["topk"]
-    k: int | None
+    activation: PlainActivation
+    k: float | None
+    bandwidth: float | None
+    counts: Tensor | None
 
 
 class _GatedOptions(_Options, total=False):
@@ -237,7 +219,7 @@ def sparse_ffn(
     *,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    activation: ActivationName | Literal["topk"] = "relu",
+    activation: PlainActivation = "relu",
     threshold: float | Tensor = 0,
     strategy: Strategy | AutoStrategy = "auto",
     invariant: bool = False,
@@ -245,30 +227,53 @@ def sparse_ffn(
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: bool = False,
     fast_accum: bool = True,
-    k: int | None = None,
+    k: float | None = None,
+    bandwidth: float | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Aux]:
     """``relu(x @ w_up^T + b_up) @ w_down^T + b_down``, on the non-zeros of the hidden state.
 
     w_up is [N, K], w_down [K, N], b_up [N], b_down [K], main_grads (main_up, main_down). The activation "drelu" needs a
-    gate. "topk" is ReLU of the ``k`` largest pre-activations of each token, of equal ones those of the first neurons;
-    the others have no gradient. In training k is at most N / 36, or 64 if that is more; for more, named sparse
-    strategies raise NotImplementedError and "auto" is dense. Everything else is as in ``sparse_gated_ffn``, errors and
-    the dtypes that run dense included.
+    gate. Everything that is not said here is as in ``sparse_gated_ffn``, errors and the dtypes that run dense included.
+
+    Args:
+        activation: also "topk", ReLU of the ``k`` largest pre-activations of each token, of equal ones those of the
+            first neurons; and "batchtopk", ReLU of the ``int(k * tokens)`` largest of the whole call, of equal ones
+            those of the first tokens. The others have no gradient. N is at most 65,536 there, and in training k at most
+            N / 36, or 64 if that is more; for more, named sparse strategies raise NotImplementedError and "auto" is
+            dense.
+        k: of these two; a whole number for "topk".
+        bandwidth: of "fatrelu" with a threshold [N] that requires grad: the width of the straight-through estimator of
+            its gradient, of JumpReLU and of its L0 (arXiv 2407.14435): with g the pre-activation of a neuron and dh the
+            gradient of its hidden state, the sum over tokens with ``abs(g - threshold) < bandwidth / 2`` of
+            ``-threshold / bandwidth * dh``. ``aux.l0`` has a gradient, too: of each non-zero ``-1 / bandwidth`` there.
+            A threshold below 0 is 0, and keeps its gradient. PyTorch makes the pre-activations of such a call, and
+            the gradient costs a dense product and a bit of memory for each of them. Not with ``main_grads``.
+        counts: int64 [N], to which the tokens that fire each neuron are added. Where a named strategy got more
+            non-zeros than the hybrid format holds, and so computed densely, each neuron counts as fired once.
     """
-    if (k is None) is (activation == TOP_K):
-        raise ValueError(f'k must be given with activation "topk" alone, got {k} with {activation!r}')
-    if k is not None:
-        threshold = k
+    choice = choice_of(x, activation, threshold, k, bandwidth)
+    if bandwidth is not None:
+        # one that is trained may step below 0
+        threshold = threshold.detach().clamp(min=0)  # type: ignore[union-attr]
+    if choice is not None:
+        if main_grads is not None or invariant:
+            got = "main_grads" if main_grads is not None else "invariant=True"
+            raise NotImplementedError(f'sparse_ffn: "batchtopk" and a bandwidth take no {got}, got it')
+        activation, threshold = ("relu", 0) if choice.threshold is None else (activation, threshold)
+    elif activation == TOP_K:
+        threshold = k  # type: ignore[assignment]
     kind = activation_of(activation, threshold, gated=False, by_neuron=True, top_k=True)
     weights, biases = (w_up, None, w_down), (b_up, None, b_down)
     if is_quantised(x, weights):
-        _require_inference(main_grads, return_aux, kind)
+        _require_inference(main_grads or choice or counts, return_aux, kind)
         weights = records("sparse_ffn", weights)
         if not of_blocks(weights):
             return quantised("sparse_ffn", x, weights, biases, kind, strategy, invariant, compression, fast_accum)
         x, weights = in_16_bits("sparse_ffn", x, weights)
     layer = Operands._make((x, *weights, *biases))
-    return run(sparse_ffn, layer, False, kind, strategy, invariant, compression, main_grads, return_aux)
+    how = kind, strategy, invariant, compression, main_grads, return_aux
+    return run(sparse_ffn, layer, False, *how, choice=choice, counts=counts)
 
 
 def _require_inference(main_grads: Any, return_aux: bool, activation: Activation) -> None:
@@ -321,19 +326,6 @@ def pack(
     return PackedTwell(words, spill, stats, n, compression)
 
 
-class Made(NamedTuple):
-    """What a caller says of weights that it made for one call.
-
-    held: a weight that it holds, by which operators find the site. first_column: gradients of the weights are wanted
-    from here on, as columns [N, K]; what backward returns before means nothing. dense: computes y, the hidden state and
-    the gate, before or after its activation, for a call that runs dense.
-    """
-
-    held: Tensor | None
-    first_column: int
-    dense: Callable[[], tuple[Tensor, Tensor, Tensor]]
-
-
 def run(
     function: Callable[..., Any],
     given: Operands,
@@ -346,10 +338,13 @@ def run(
     return_aux: bool,
     learning: Learning | None = None,
     made: Made | None = None,
+    choice: Choice | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Aux]:
     """Run ``function``, ``sparse_gated_ffn`` or ``sparse_ffn``, on the operands ``given``.
 
     ``learning``: where the layer remembers what computes y of calls like this one. ``made``: if weights are.
+    ``choice``: what PyTorch chooses of the pre-activations, beside the activation. ``counts``: see ``sparse_ffn``.
     """
     name = function.__name__
     site, asked, screen, same_bits = None, strategy, False, invariant
@@ -371,23 +366,32 @@ def run(
             mains = admit_mains(name, present, named, main_grads)
         training = torch.is_grad_enabled() and given.requires_grad()
         direct = is_direct(given.x)
+        if choice is not None and choice.threshold is not None:
+            training = True
     else:
         named, direct = given.named(gated), False
         t = admit(name, **named)
         if sharded(t):
+            if choice is not None or counts is not None:
+                raise TypeError(f'{name}: "batchtopk", bandwidth and counts take plain tensors, got DTensors')
             options = {"strategy": strategy, "invariant": invariant, "compression": compression}
             options |= activation.options()
             return _on_shards(name, function, t, named, main_grads, return_aux, options)  # type: ignore[no-any-return]
         mains = admit_mains(name, t, named, main_grads)
-        layer, training = Operands.of(t), bool(needing_grad(t))
+        layer, training = Operands.of(t), bool(needing_grad(t)) or bool(choice and choice.threshold is not None)
     device = layer.x.device
     if activation.by_neuron:
         _require_thresholds(name, activation.threshold, layer)
-    if activation.k and asked == "auto":
-        n = len(layer.w_gate)
-        if is_sliced(n) or (training and activation.k > hybrid.most_of_each(n)):
+    if counts is not None:
+        require_counts(name, counts, layer, same_bits)
+    if activation.k or (choice is not None and choice.most):
+        n, k = len(layer.w_gate), activation.k or choice.most / max(tokens_of(layer.x), 1)  # type: ignore[union-attr]
+        keeps = training or counts is not None
+        if asked == "auto" and (is_sliced(n) or (keeps and k > hybrid.most_of_each(n))):
             # the kernels take one slice, and the hybrid format has no room for them
             asked = "dense"
+        elif asked != "dense" and is_sliced(n):
+            raise NotImplementedError(f"{name}: the k largest are of at most {geometry.MAX_NEURONS} neurons, got {n}")
     imposed = imposed_on_call(device.type, device.index) if asked == "auto" else ""
     facts = Facts(name, asked, same_bits, site is not None, screen, imposed=imposed, training=training)
     if not plain and asked != "dense":
@@ -404,12 +408,13 @@ def run(
         if not _modes.tracing(0) and type(first) in PLAIN_TENSORS and found(first) is not site:
             enroll(first, site)
     activation.level(layer.x.dtype)
-    call = _Call(name, training, plain, direct, activation, compression, return_aux, made)
-    if learning is not None and direct and not return_aux and main_grads is None:
-        y = _settled(call, layer, route, site, learning)
+    call = _execution.Call(name, training, plain, direct, activation, compression, return_aux, made, choice, counts)
+    extra = return_aux or main_grads is not None or choice is not None or counts is not None
+    if learning is not None and direct and not extra:
+        y = _execution.settled(call, layer, route, site, learning)
         if y is not None:
             return y
-    return _run(call, layer, route, mains, first)
+    return _execution.run(call, layer, route, mains, first)
 
 
 def _require_thresholds(name: str, thresholds: Tensor, layer: Operands) -> None:
@@ -420,139 +425,6 @@ def _require_thresholds(name: str, thresholds: Tensor, layer: Operands) -> None:
     if thresholds.shape != (n,) or thresholds.device != device:
         got = f"{list(thresholds.shape)} on {thresholds.device}"
         raise ValueError(f"{name}: threshold must be a number or [{n}] on {device}, got {got}")
-
-
-def _with_thresholds(layer: Operands, activation: Activation) -> tuple[Operands, Activation]:
-    """A layer as the operators take it: thresholds of neurons lie behind the biases of the gate."""
-    if not activation.by_neuron:
-        return layer, activation
-    level = activation.level(layer.x.dtype)
-    bias = torch.zeros_like(level) if layer.b_gate is None else layer.b_gate
-    return layer._replace(b_gate=torch.cat([bias, level])), Activation(activation.name)
-
-
-class _Call(NamedTuple):
-    """What is known of a call besides its operands.
-
-    training: whether a gradient will be needed. plain: whether all operands are plain tensors in eager mode. direct:
-    whether the code of operators may be called without the dispatcher, too. made: see ``run``.
-    """
-
-    name: str
-    training: bool
-    plain: bool
-    direct: bool
-    activation: Activation
-    compression: int
-    return_aux: bool
-    made: Made | None
-
-
-def _range_of(call: _Call, layer: Operands, route: Route, *rest: Any) -> nvtx.Context:
-    """Return the profiler's range of a routed call."""
-    phase = nvtx.FORWARD if call.training else nvtx.INFERENCE
-    return nvtx.range(call.name, category=phase, **nvtx.sizes(layer._asdict()), strategy=route.name)
-
-
-@nvtx.marked(_range_of)
-def _run(call: _Call, layer: Operands, route: Route, mains: Mains, site: Tensor | None) -> Tensor | tuple[Tensor, Aux]:
-    """Compute ``layer`` as ``route`` says. The operators find the layer's ``AutoStrategy`` by ``site``, if given."""
-    x = layer.x
-    if route.strategy == "dense":
-        y, hidden, gate = _dense(call, layer, mains) if call.made is None else call.made.dense()
-        if route.measurement is not None:
-            candidates = screened.wanted(route.measurement, layer, call.activation)
-            route.measurement.dense(gate, call.activation.level(gate.dtype), candidates)
-        if route.holder is not None:
-            # training keeps its choice until backward passes y
-            route.holder.hold(y)
-        return (y, _dense_aux(hidden, gate, call.activation)) if call.return_aux else y
-
-    layer, activation = _with_thresholds(layer, call.activation)
-    call = call._replace(activation=activation)
-    if activation.k:
-        # room for the k of every token, and a gate that is computed whole
-        route = route._replace(held=0, screen=False)
-    if call.training:
-        y, l1, nonzeros = _train(call, layer, route, mains)
-        return (y, _per_token(l1, nonzeros, tokens_of(x))) if call.return_aux else y
-    if x.dim() != 2:
-        layer = layer._replace(x=x.reshape(-1, x.shape[-1]))
-    if call.direct:
-        y, l1, nonzeros = ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
-    else:
-        _, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-        layer = Operands(layer.x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
-        how = (*call.activation, route.screen, route.invariant)
-        arguments = (*layer, call.compression, route.strategy, site, *how)
-        if call.return_aux:
-            y, l1, nonzeros = ops.ffn_aux(*arguments)
-        else:
-            y = ops.ffn(*arguments)
-    if x.dim() != 2:
-        y = unviewed(y, x.shape)
-    return (y, _per_token(l1, nonzeros, layer.x.shape[0])) if call.return_aux else y
-
-
-def _settled(
-    call: _Call, layer: Operands, route: Route, site: AutoStrategy | None, learning: Learning
-) -> Tensor | None:
-    """y of a plain call, whose kind the layer knows then; None of a call that it must not or cannot know."""
-    x, copied = layer.x, copies_down(layer.w_down)
-    if route.measurement is not None or nvtx.ON or _modes.capturing(x):
-        return None
-    if isinstance(call.activation.threshold, Tensor):
-        return None
-    if call.training and (_modes.checkpointed() or _modes.in_backward()):
-        return None
-    way: Run | None
-    if call.training and route.strategy == "dense":
-        way = _trained_by_torch(layer, call.activation)
-    elif call.training:
-        how = call.compression, route.held, call.activation, route.screen
-        way = _autograd.passes_of(Form.of(layer), *how) if x.numel() else None
-    else:
-        # a layer that copies the down weight may lay it by rows at its next call
-        way = inference_of(layer, call.compression, call.activation, route)
-    y = None if way is None else way(*layer)
-    if way is not None and y is not None:
-        learning.note(layer, call.training, way, site, route, copied)
-    return y
-
-
-def _trained_by_torch(layer: Operands, activation: Activation) -> Run:
-    """What computes y of plain tensors like these by PyTorch's own operators, for backward."""
-    fused = fuses(layer, training=True)
-
-    def hidden(gate: Tensor, up: Tensor | None) -> Tensor:
-        if fused and up is not None:
-            return gated_relu(gate, up, activation)
-        return activation.hidden(activation.after(gate, inplace=False), up)
-
-    return as_torch(layer, hidden)
-
-
-def _dense(call: _Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the hidden state and the gate, before or after its activation, by PyTorch's own operators."""
-    activation = call.activation
-    of_tensor = isinstance(activation.threshold, Tensor)
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    if any(main is not None for main in mains):
-        w_gate, w_down = _autograd.into_main(w_gate, mains.w_gate), _autograd.into_main(w_down, mains.w_down)
-        w_up = None if w_up is None else _autograd.into_main(w_up, mains.w_up)
-    gate = F.linear(x, w_gate, b_gate)
-    operands = () if call.plain else tuple(operand for operand in layer if operand is not None)
-    if w_up is None:
-        gate = activation.after(gate, inplace=not call.training and _modes.eager(operands))
-        hidden = activation.hidden(gate, None)
-    elif call.direct and not call.training and not of_tensor and fuses(layer):
-        hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up), activation, inplace=True)
-    elif not of_tensor and _autograd.fuses(gate, operands):
-        hidden = _autograd.gated_relu(gate, F.linear(x, w_up, b_up), activation)
-    else:
-        gate = activation.after(gate)
-        hidden = activation.hidden(gate, F.linear(x, w_up, b_up))
-    return no_view(F.linear(hidden, w_down, b_down)), hidden, gate
 
 
 def _on_shards(
@@ -616,41 +488,3 @@ def _chosen(layer: Operands, site: AutoStrategy | None, training: bool, direct: 
     if site is not None:
         return site.begin(x, n, gated, training, copied)
     return without_site(x, n, gated, training, copied)
-
-
-def copies_down(w_down: Tensor) -> bool:
-    """Whether sparse strategies copy ``w_down`` [K, N] by rows at each call."""
-    return not are_rows(w_down.shape[::-1], w_down.stride()[::-1])
-
-
-def _train(call: _Call, layer: Operands, route: Route, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """y, the sum of |h| and the number of non-zeros of a sparse call that needs gradients."""
-    note, measurement = None, route.measurement
-    if measurement is not None:
-
-        def note(nonzeros: Tensor, unions: Tensor | None) -> None:
-            most = geometry.hybrid_capacity(measurement.problem.m, measurement.problem.n, route.held)
-            candidates = screened.wanted(measurement, layer, call.activation)
-            measurement.counts(nonzeros, unions, most=most, candidates=candidates)
-
-    totals = call.return_aux or note is not None
-    how = _autograd.Call(call.name, call.compression, route.held, call.activation, route.screen, totals, note)
-    y, l1, nonzeros = _autograd.ffn(
-        how._replace(first=0 if call.made is None else call.made.first_column), layer, mains, call.direct
-    )
-    if route.holder is not None:
-        # training keeps its choice until backward passes y
-        route.holder.hold(y)
-    return y, l1, nonzeros
-
-
-def _dense_aux(hidden: Tensor, gate: Tensor, activation: Activation) -> Aux:
-    """``Aux`` of a dense hidden state and its gate, before or after its activation."""
-    l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
-    return _per_token(l1, gate.numel() - (gate <= activation.level(gate.dtype)).sum(), tokens_of(hidden))
-
-
-def _per_token(l1: Any, nonzeros: Any, tokens: int) -> Aux:
-    # an exported graph has no guard for the case of no tokens, and takes max(tokens, 1) for tokens
-    least: Any = torch.full_like(nonzeros, tokens).clamp(min=1) if _modes.exporting() else max(tokens, 1)
-    return Aux(l1 / least, nonzeros.float() / least)

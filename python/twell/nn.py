@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from twell import _adapted, _autograd, _down_layout, _explained, _modes, _plain, _projections, functional
+from twell import _adapted, _autograd, _down_layout, _execution, _explained, _modes, _plain, _projections, functional
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
+from twell._execution import Aux
 from twell._float8_mlp import Float8MLP
 from twell._front import Front, Learning
 from twell._projections import Projection
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
-from twell.functional import Aux, Strategy
+from twell.functional import Strategy
 from twell.ops.operands import Operands
 from twell.strategy.explanation import Choice, Explanation
 from twell.strategy.known import Memory
@@ -355,7 +356,7 @@ class SparseFFN(nn.Module):
         y, hidden, gate = self._behind(gate, up)
         if not with_aux:
             return y
-        return y, functional._dense_aux(hidden, gate, activation_of(self._activation, self._threshold, self._gated))
+        return y, _execution.dense_aux(hidden, gate, activation_of(self._activation, self._threshold, self._gated))
 
     def _behind(self, gate: Any, up: Any) -> tuple[Any, Any, Any]:
         """y, the hidden state and the gate, of what the projections before the activation returned."""

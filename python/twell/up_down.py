@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _autograd, _modes, functional, ops
+from twell import _autograd, _execution, _modes, ops
 from twell._activation import Activation, ActivationName, activation_of
 from twell._admission import needing_grad, require_alike, sharded, strided
+from twell._execution import Aux, Made, copies_down
 from twell._plain import overridden
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
-from twell.functional import Aux, Made, Strategy, copies_down
+from twell.functional import Strategy
 from twell.ops import hybrid
 from twell.ops.library import no_view, unviewed
 from twell.ops.sparse_up_down import Given
@@ -105,7 +106,7 @@ def run(
     if route.holder is not None:
         # training keeps its choice until backward passes y
         route.holder.hold(y)
-    return (y, functional._per_token(l1, nonzeros, tokens_of(given.gate))) if return_aux else y
+    return (y, _execution.per_token(l1, nonzeros, tokens_of(given.gate))) if return_aux else y
 
 
 def _admit(operands: dict[str, Tensor | None]) -> dict[str, Tensor]:

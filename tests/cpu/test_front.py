@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import twell
 from tests.cpu import fake_gpu
 from tests.cpu.fake_gpu import FakeGpu
-from twell import _modes, functional
+from twell import _execution, _modes, functional
 from twell._runtime import program
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 from twell.ops import dense
@@ -448,7 +448,7 @@ def test_a_call_that_began_before_a_setting_leaves_nothing_behind_it(
     gpu: FakeGpu, long: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mlp, x = layer(), tokens(5)
-    settled = functional._settled
+    settled = _execution.settled
 
     def before_which(change: Callable[[], None]) -> Callable[..., Any]:
         def late(*arguments: Any) -> Any:
@@ -464,9 +464,9 @@ def test_a_call_that_began_before_a_setting_leaves_nothing_behind_it(
         lambda: twell.nn.set_strategy(mlp, "row"),
         lambda: setattr(mlp, "record_aux", True),
     ):
-        monkeypatch.setattr(functional, "_settled", before_which(change))
+        monkeypatch.setattr(_execution, "settled", before_which(change))
         mlp(x)
-        monkeypatch.setattr(functional, "_settled", settled)
+        monkeypatch.setattr(_execution, "settled", settled)
         before = len(long)
         mlp(x)
         assert len(long) == before + 1

@@ -64,6 +64,8 @@ LAYERS = [
     ["twell._front"],
     ["twell._admission"],
     ["twell._quantised"],
+    ["twell._choice"],
+    ["twell._execution"],
     ["twell.functional", "twell.experts", "twell._down_layout"],
     ["twell.up_down"],
     ["twell._columns"],

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from twell import functional, testing
+from twell import _execution, testing
 from twell._runtime import nvtx, program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ def test_off_is_as_if_it_were_not_there() -> None:
     def function() -> None: ...
 
     assert nvtx.marked(lambda: nvtx.range("x"))(function) is function
-    for marked in (program.launch, functional._run):
+    for marked in (program.launch, _execution.run):
         assert not hasattr(marked, "__wrapped__")
     assert nvtx.range("a", category="b", m=1) is nvtx.range("c")
     code = "import sys, twell; assert 'nvtx' not in sys.modules"

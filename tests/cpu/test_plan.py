@@ -127,6 +127,11 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
         NotImplementedError,
         f"N must be at most 65536 for the sparse kernels, got 65544{TAKES}",
     ),
+    (
+        SHAPE | {"n": geometry.MOST_NEURONS + 8, "sliced": True},
+        NotImplementedError,
+        f"N must be at most 1048576 for the sparse kernels, got 1048584{TAKES}",
+    ),
     ({**SHAPE, "device": "xpu"}, NotImplementedError, "the sparse path runs on cuda and cpu, got xpu"),
     *(
         (facts | {"strategy": strategy, **more}, NotImplementedError, f'strategy="{strategy}" {why}')

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 import twell
 from twell import _autograd, _modes, ops, testing, tuning
-from twell._activation import activation_of
+from twell._activation import RELU, activation_of
 from twell._runtime import device, geometry, resolve, specs
 from twell.strategy import costs
 from twell.strategy import site as sites
@@ -162,7 +162,7 @@ def fusing(monkeypatch: pytest.MonkeyPatch, fuse: bool = True) -> Iterator[list[
         return fused(gate, up, *activation)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_autograd, "fuses", lambda gate, operands: fuse)
+        patch.setattr(_autograd, "fuses", lambda gate, activation, operands: fuse)
         patch.setattr(_autograd, "gated_relu", counted)
         yield calls
 
@@ -272,17 +272,19 @@ def test_large_plain_gates_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "launchable", lambda *question: asked.append(question) or True)
     monkeypatch.setattr(_modes, "stream_captures", lambda: capturing)
     operands = [torch.zeros(2), torch.nn.Parameter(torch.zeros(2))]
-    assert _autograd.fuses(stand_in(), operands)
+    assert _autograd.fuses(stand_in(), RELU, operands)
     assert asked == [(0, tuning.reglu(BF16, backward=False), tuning.reglu(BF16, backward=True))]
-    assert _autograd.fuses(stand_in(dtype=FP16), operands)
-    assert not _autograd.fuses(stand_in(is_cuda=False), operands)
-    assert not _autograd.fuses(stand_in(dtype=torch.float32), operands)
+    assert _autograd.fuses(stand_in(dtype=FP16), RELU, operands)
+    assert not _autograd.fuses(stand_in(is_cuda=False), RELU, operands)
+    of_neurons = activation_of("fatrelu", torch.ones(8), by_neuron=True)
+    assert not _autograd.fuses(stand_in(), of_neurons, operands)
+    assert not _autograd.fuses(stand_in(dtype=torch.float32), RELU, operands)
     few = stand_in(elements=tuning.FUSED_ELEMENTS - 1)
-    assert not _autograd.fuses(few, operands)
+    assert not _autograd.fuses(few, RELU, operands)
     capturing = True
-    assert _autograd.fuses(few, operands)
+    assert _autograd.fuses(few, RELU, operands)
     monkeypatch.setattr(resolve, "launchable", lambda *question: False)
-    assert not _autograd.fuses(stand_in(), operands)
+    assert not _autograd.fuses(stand_in(), RELU, operands)
 
 
 class Subclass(torch.Tensor):

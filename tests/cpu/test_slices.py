@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import fake_gpu
 import pytest
 import torch
 import torch.nn.functional as F
 
 import twell
 from twell import testing
+from twell._activation import RELU
 from twell._runtime import geometry
 from twell.ops import hybrid, slices
+from twell.ops.ffn import on_cuda as ffn_on_cuda
+from twell.ops.operands import Operands
+from twell.strategy.plan import Route
 
 K, N = 16, 2 * geometry.MAX_NEURONS + 1000
 
@@ -58,11 +63,9 @@ def test_inference(strategy: Any, gated: bool) -> None:
     function: Any = twell.sparse_gated_ffn if gated else twell.sparse_ffn
     y, aux = function(**t, strategy=strategy, return_aux=True)
     testing.assert_same(y, right(t).to(y.dtype))
-    gate = F.linear(
-        t["x"].double(), t["w_gate" if gated else "w_up"].double(), t["b_gate" if gated else "b_up"].double()
-    )
+    gate = F.linear(*(t[name].double() for name in ("x", *(("w_gate", "b_gate") if gated else ("w_up", "b_up")))))
     assert float(aux.l0) == pytest.approx(float((gate > 0).sum()) / 9, rel=1e-6)
-    with pytest.raises(NotImplementedError, match="topk takes at most 65536"):
+    with pytest.raises(NotImplementedError, match="the k largest are of at most 65536 neurons, got 132072"):
         twell.sparse_ffn(**layer(2), strategy="row", activation="topk", k=3)
 
 
@@ -96,6 +99,19 @@ def test_training(mains: bool, compiled: bool) -> None:
             assert found is None
             found = main[name == "w_down"].bfloat16()  # type: ignore[index]
         testing.assert_same(found, wide[name].grad.bfloat16(), name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("totals", [False, True])
+@pytest.mark.parametrize("strategy", ["row", "union"])
+def test_calls_on_a_gpu(strategy: str, totals: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels get slices, whose results and figures are added."""
+    gpu = fake_gpu.install(monkeypatch)
+    t = layer(300)
+    given = Operands(t["x"], t["w_up"], None, t["w_down"], t["b_up"], None, t["b_down"])
+    y, *figures = ffn_on_cuda(given, 8, RELU, Route(strategy), totals)
+    assert gpu.names().count("gate_pack") == len(geometry.neuron_slices(N)) == 3
+    assert y.shape == t["x"].shape
+    assert [figure is not None for figure in figures] == [totals] * 2
 
 
 def test_kept_of_another_layer_is_refused() -> None:

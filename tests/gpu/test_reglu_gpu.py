@@ -12,7 +12,7 @@ from activations import DTYPES, plain, same_bits
 from torch import Tensor
 
 import twell
-from twell import _autograd, functional, ops, testing, tuning
+from twell import _autograd, _execution, ops, testing, tuning
 from twell._runtime import program
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 
@@ -199,7 +199,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     # inference calls the kernel's launch without the operator
     monkeypatch.setattr(_autograd, "gated_relu", counted(_autograd.gated_relu))
-    monkeypatch.setattr(functional, "reglu_on_cuda", counted(functional.reglu_on_cuda))
+    monkeypatch.setattr(_execution, "reglu_on_cuda", counted(_execution.reglu_on_cuda))
     return calls
 
 

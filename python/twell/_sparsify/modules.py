@@ -16,10 +16,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from twell import _modes
 from twell._activation import Activation, ActivationName
+from twell._execution import Aux
 from twell._plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, of_torch, only_moves
 from twell._projections import Projection
 from twell._runtime.log import warn_once
-from twell.functional import Aux, Strategy
+from twell.functional import Strategy
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
 from twell.strategy.site import AutoStrategy
 

@@ -32,7 +32,7 @@ def totalled(
     kind = layer.x.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         gate, up = _products(layer, is_merged(layer))
-        if up is not None and fuses(layer):
+        if up is not None and fuses(layer, activation):
             hidden = reglu_on_cuda(gate, up, activation, inplace=True)
         else:
             gate = activation.after(gate, inplace=True)
@@ -47,17 +47,20 @@ def totalled(
     return y, hidden.abs().sum(dtype=torch.float32) if totals else None, nonzeros
 
 
-def fuses(layer: Operands, training: bool = False) -> bool:
-    """Whether ``reglu`` is the activation: for a large gate, unless the host is the limit, which it costs more."""
+def fuses(layer: Operands, activation: Activation, training: bool = False) -> bool:
+    """Whether ``reglu`` is the activation: for a large gate, unless the host is the limit, which it costs more.
+
+    It takes no threshold that is a tensor.
+    """
     x, (n, k) = layer.x, layer.w_gate.shape
-    if layer.w_up is None or not pays(x, (m := tokens_of(x)) * n):
+    if layer.w_up is None or isinstance(activation.threshold, Tensor) or not pays(x, (m := tokens_of(x)) * n):
         return False
     return not costs.waits_for_host(costs.Problem(m, k, n, True, training, eager=not _modes.capturing(x)))
 
 
 def inference_of(layer: Operands, activation: Activation, merged: bool) -> Run:
     """What computes y of plain tensors like these, for which no gradient is needed, w_down [K, N]."""
-    fused = fuses(layer)
+    fused = fuses(layer, activation)
 
     def hidden(gate: Tensor, up: Tensor | None) -> Tensor:
         if fused and up is not None:

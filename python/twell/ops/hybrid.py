@@ -171,6 +171,16 @@ def sizes(kept: Tensor, m: int) -> Tensor:
     return kept[: geometry.token_tiles(m) + 1]
 
 
+def firing(kept: Tensor, x: Tensor, n: int, gated: bool) -> Tensor:
+    """How many tokens of ``x`` [M, ...] fire each of ``n`` neurons, int64; 1 of each if a slice has no entries."""
+    found = []
+    for first, last, own in split(kept, x, n, gated):
+        here = parts(own, x.shape[0], last - first)
+        over = here.sizes[-1] > capacity_of(x, last - first, gated, own)
+        found.append(torch.where(over, 1, here.popularity).long())
+    return torch.cat(found)
+
+
 def check_backward(given: Backward) -> None:
     """Raise unless the operands of backward fit each other."""
     dy, dl1, layer, kept, *_ = given

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from twell import _modes
 from twell._arguments import require_choice, require_flag, require_integer, require_number
 from twell._compaction import MLP, gate_of
-from twell.functional import Aux
+from twell._execution import Aux
 from twell.nn import SparseGatedMLP, SparseMLP
 
 Normalisation = Literal["token_sum", "neuron_mean"]

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from twell import _compaction, _modes, functional
+from twell import _compaction, _execution, _modes, functional
 from twell._activation import activation_of
-from twell.functional import Aux
+from twell._execution import Aux
 from twell.recipe._aux import layers, require_gradients, whole, with_tokens
 
 
@@ -97,7 +97,7 @@ def figures(given: Input) -> Aux:
     if not layer._is_plain():
         gate, up = layer._pre_activations(_compaction.as_parameters(layer, rows))
         gate = activation.after(gate)
-        return functional._dense_aux(activation.hidden(gate, up), gate, activation)
+        return _execution.dense_aux(activation.hidden(gate, up), gate, activation)
     names = ("gate_proj", "up_proj") if layer._gated else ("up_proj",)
     operands = [weights(layer, getattr(layer, name), x, rows.dtype) for name in names]
     options = {**activation.options(), "strategy": layer._site() or layer.strategy, "compression": layer.compression}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from twell._arguments import require_choice
 from twell._compaction import MLP
-from twell.functional import Aux
+from twell._execution import Aux
 from twell.recipe._aux import (
     NORMALISATIONS,
     Call,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from twell._arguments import require
-from twell.functional import copies_down
+from twell._execution import copies_down
 from twell.nn import SparseGatedMLP, explain
 from twell.recipe._aux import layers, recorder_of
 from twell.recipe._stats import SparsityStats

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import twell
 from twell._activation import ActivationName, activation_of
+from twell._execution import Aux
 from twell._runtime import geometry
-from twell.functional import Aux
 from twell.strategy.plan import route_of
 from twell.strategy.site import AutoStrategy
 from twell.testing.workloads import FFN

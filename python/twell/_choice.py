@@ -1,0 +1,278 @@
+"""Layers without a gate of which PyTorch makes the pre-activations, and of those kernels take what is chosen here.
+
+Thresholds that are trained, by a straight-through estimator (Rajamanoharan et al., 2024, arXiv 2407.14435). A gate g of
+a neuron with threshold t is within the window if |g - t| < bandwidth / 2. With dh = dy . w_down + dl1 and dn, the
+gradient of the number of non-zeros,
+
+    dt = - sum over tokens of (t dh + dn) / bandwidth, of those within the window.
+
+And BatchTopK (Bussmann et al., 2024, arXiv 2412.06410): of all tokens together the largest relu(g), of equal ones those
+of the first tokens, and of a token the first neurons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import _modes, ops
+from twell._activation import BATCH_TOP_K, RELU, TOP_K, Activation
+from twell._arguments import require_positive
+from twell._autograd import first_order, gradients_of
+from twell._runtime import geometry
+from twell.ops import hybrid
+from twell.ops.library import unviewed
+from twell.ops.operands import Mains, Operands
+from twell.ops.slices import Added
+from twell.strategy.site import tokens_of
+
+# neurons whose windows are multiplied with dy together
+_BLOCK = 8192
+
+
+class Choice(NamedTuple):
+    """What is kept of pre-activations: those above a ``threshold`` [N], or the ``most`` of all tokens together."""
+
+    threshold: Tensor | None = None
+    bandwidth: float = 0.0
+    most: int = 0
+
+    def level(self, dtype: torch.dtype) -> Tensor:
+        """The thresholds, as kernels have them."""
+        assert self.threshold is not None
+        return self.threshold.detach().clamp(min=0).to(dtype)
+
+
+def choice_of(x: Any, activation: Any, threshold: Any, k: Any, bandwidth: Any) -> Choice | None:
+    """What PyTorch chooses of the pre-activations of a call, if it does; raises for ``k`` or ``bandwidth`` amiss."""
+    if (k is None) is (activation in (TOP_K, BATCH_TOP_K)):
+        raise ValueError(f'k must be given with activation "topk" or "batchtopk" alone, got {k} with {activation!r}')
+    if bandwidth is not None:
+        require_positive("bandwidth", bandwidth)
+        if activation != "fatrelu" or not isinstance(threshold, Tensor) or threshold.dim() != 1:
+            got = f"{list(threshold.shape)}" if isinstance(threshold, Tensor) else threshold
+            raise ValueError(f'bandwidth must be of "fatrelu" with a threshold [N], got {activation!r} with {got}')
+        if threshold.requires_grad and torch.is_grad_enabled():
+            return Choice(threshold, float(bandwidth))
+    if activation != BATCH_TOP_K:
+        return None
+    require_positive("k", k)
+    if threshold != 0:
+        raise ValueError(f'threshold must be 0 with activation "batchtopk", got {threshold}')
+    return Choice(most=int(k * tokens_of(x)))
+
+
+def require_counts(name: str, counts: Tensor, layer: Operands, invariant: bool) -> None:
+    """Raise unless tokens can be counted for each neuron of a layer."""
+    n, device = len(layer.w_gate), layer.x.device
+    if type(counts) not in _modes.PLAIN_TENSORS:
+        raise TypeError(f"{name}: counts must be a plain tensor, got a {type(counts).__name__}")
+    if counts.shape != (n,) or counts.dtype != torch.int64 or counts.device != device:
+        got = f"{counts.dtype} {list(counts.shape)} on {counts.device}"
+        raise ValueError(f"{name}: counts must be int64 [{n}] on {device}, got {got}")
+    if invariant:
+        raise NotImplementedError(f"{name}: counts are of calls without invariant=True, got it")
+
+
+def within(gate: Tensor, level: Tensor, bandwidth: float) -> Tensor:
+    """Which of the gates [M, N] are within the windows of their thresholds [N]."""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    return (gate.to(wide) - level.to(wide)).abs() < bandwidth / 2
+
+
+def largest(gate: Tensor, most: int) -> Tensor:
+    """Which of the gates [M, N] are the ``most`` largest above zero, of equal ones the first; NaN is the largest."""
+    if gate.dtype.itemsize > 2:
+        order = gate.flatten().nan_to_num(nan=torch.inf).sort(descending=True, stable=True).indices[:most]
+        chosen = torch.zeros_like(gate, dtype=torch.bool).view(-1).index_fill_(0, order, True)
+        return chosen.view(gate.shape) & ~(gate <= 0)
+    # positive values are in the order of their bits: the largest level that so many reach
+    keys = gate.masked_fill(gate <= 0, 0).view(torch.int16) & 0x7FFF
+    level = torch.zeros((), dtype=torch.int16, device=gate.device)
+    for bit in reversed(range(15)):
+        higher = level | 1 << bit
+        level = torch.where((keys >= higher).sum() >= most, higher, level)
+    above, equal = keys > level, keys == level
+    in_row = equal.sum(1)
+    # of the gates at the level those of the first tokens, in one token the first neurons
+    room = (most - above.sum() - (in_row.cumsum(0) - in_row)).clamp(min=0)
+    last = ((room > 0) & (room < in_row)).to(torch.int64).argmax().view(1)
+    part = equal[last] & (equal[last].cumsum(1) <= room[last])
+    chosen = above | (equal & (room >= in_row)[:, None])
+    return chosen.index_put_((last,), part | chosen[last]) & (keys > 0)
+
+
+def hidden_of(gate: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+    """h [..., N] by PyTorch's operators, and the number of its non-zeros (0-d, float32), both with gradients."""
+    if choice.threshold is not None:
+        return _Jump.apply(gate, choice.threshold, choice.bandwidth)  # type: ignore[no-untyped-call, no-any-return]
+    chosen = largest(gate.detach().reshape(-1, gate.shape[-1]), choice.most).view(gate.shape)
+    return torch.where(chosen, gate, 0), chosen.sum(dtype=torch.float32)
+
+
+class _Jump(torch.autograd.Function):
+    """JumpReLU of dense gates, and the number of its non-zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, threshold: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
+        choice = Choice(threshold, bandwidth)
+        level = choice.level(gate.dtype)
+        ctx.save_for_backward(gate, level, threshold)
+        ctx.bandwidth = bandwidth
+        silent = gate <= level
+        return gate.masked_fill(silent, 0), (gate.numel() - silent.sum()).float()
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor, dn: Tensor) -> tuple[Tensor | None, ...]:
+        gate, level, threshold = ctx.saved_tensors
+        tokens = tuple(range(gate.dim() - 1))
+        wide = torch.promote_types(gate.dtype, torch.float32)
+        near = within(gate, level, ctx.bandwidth)
+        sums = torch.where(near, dh, 0).sum(tokens, dtype=wide)
+        own = level.to(wide) * sums + dn * near.sum(tokens)
+        return dh.masked_fill(gate <= level, 0), (-own / ctx.bandwidth).to(threshold.dtype), None
+
+
+def ffn(layer: Operands, choice: Choice, compression: int, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the sum of |h| and the number of non-zeros (float32) of a sparse layer, all with gradients.
+
+    The tokens that fire each neuron are added to ``counts``. NotImplementedError unless the hybrid format holds
+    ``choice.most``.
+    """
+    x, w_up, _, w_down, b_up, _, b_down = layer
+    matrix, n = x.reshape(-1, x.shape[-1]), len(w_up)
+    if geometry.hybrid_capacity(len(matrix), n) < choice.most:
+        most, got = hybrid.most_of_each(n), choice.most / max(len(matrix), 1)
+        raise NotImplementedError(f"k must be at most {most} of {n} neurons in training, got {got:g}")
+    how = choice._replace(threshold=None), compression, counts
+    found = _Chosen.apply(how, matrix, w_up, w_down, b_up, b_down, choice.threshold)  # type: ignore[no-untyped-call]
+    y, l1, nonzeros = found
+    return (y if x.dim() == 2 else unviewed(y, x.shape)), l1, nonzeros
+
+
+def inference(
+    layer: Operands, choice: Choice, compression: int, strategy: str, counts: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same without gradients, by a sparse strategy; the choice is one of ``most``."""
+    x, w_up, _, w_down, b_up, _, b_down = layer
+    gate = F.linear(x.reshape(-1, x.shape[-1]), w_up, b_up)
+    chosen = largest(gate, choice.most)
+    gate.masked_fill_(~chosen, 0)
+    if counts is not None:
+        counts += chosen.sum(0)
+    operands = gate, None, None, w_down.t(), None, b_down
+    y, l1, nonzeros = ops.sparse_up_down_aux(*operands, compression, strategy, None)
+    return (y if x.dim() == 2 else unviewed(y, x.shape)), l1, nonzeros
+
+
+class _Chosen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, how: tuple[Choice, int, Tensor | None], *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
+        x, w_up, w_down, b_up, b_down, threshold = tensors
+        choice, compression, firing = how
+        choice = choice._replace(threshold=threshold)
+        n, dtype = len(w_up), x.dtype
+        level = None if threshold is None else choice.level(dtype)
+        slices, y = geometry.neuron_slices(n), torch.empty_like(x)
+        kept = x.new_empty(hybrid.words(x, n, False), dtype=torch.int32)
+        windows = x.new_empty((len(x), n // 8 if level is not None else 0), dtype=torch.uint8)
+        # tokens whose gates are within the windows, and those of them that fire
+        counts = x.new_zeros((2, n if level is not None else 0), dtype=torch.int32)
+        added = Added(y, b_down)
+        l1 = x.new_zeros((), dtype=hybrid.accumulator(dtype))
+        nonzeros = x.new_zeros((), dtype=torch.float32)
+        for first, last, own in hybrid.split(kept, x, n, False) if len(x) else ():
+            gate = F.linear(x, w_up[first:last], None if b_up is None else b_up[first:last])
+            if level is None:
+                gate.masked_fill_(~largest(gate, choice.most), 0)
+            else:
+                near = within(gate, level[first:last], choice.bandwidth)
+                windows[:, first // 8 : last // 8] = _bits(near)
+                silent = gate <= level[first:last]
+                counts[0, first:last] = near.sum(0)
+                counts[1, first:last] = near.masked_fill_(silent, False).sum(0)
+                gate.masked_fill_(silent, 0)
+            if firing is not None:
+                firing[first:last] += (~(gate <= 0)).sum(0)
+            bias = b_down if len(slices) == 1 else None
+            operands = gate, None, None, w_down[:, first:last].t(), None, bias
+            found, of_l1, of_nonzeros, pattern = ops.sparse_up_down_forward(*operands, compression)
+            own.copy_(pattern)
+            l1 += of_l1
+            nonzeros += of_nonzeros
+            if len(slices) == 1:
+                y = found
+            else:
+                added.add(found)
+        if len(slices) > 1:
+            added.store()
+        ctx.save_for_backward(x, w_up, w_down, b_up, threshold, level, windows, counts, kept)
+        ctx.bandwidth = choice.bandwidth
+        ctx.set_materialize_grads(False)
+        return y, l1, nonzeros
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, dn: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, w_up, w_down, b_up, threshold, level, windows, counts, kept = saved = ctx.saved_tensors
+        of_x, of_up, of_down, of_b_up, of_b_down, of_threshold = ctx.needs_input_grad[1:]
+        found: Sequence[Tensor | None] = (None,) * 6
+        d_threshold = db_down = None
+        with torch.no_grad():
+            if (of_x or of_up or of_down or of_b_up) and not (dy is None and dl1 is None):
+                bias, activation = b_up, RELU
+                if level is not None:
+                    bias = torch.cat([torch.zeros_like(level) if b_up is None else b_up, level])
+                    activation = Activation("fatrelu")
+                needs = of_x, of_up, False, of_down, of_b_up, False, False
+                pair = x, w_up, None, w_down, bias, None, kept
+                found = gradients_of(dy, dl1, pair, needs, Mains(), activation)
+            if of_threshold:
+                upstream = dy, dl1, dn
+                d_threshold = _of_thresholds(ctx.bandwidth, windows, counts, level, w_down, *upstream)
+                d_threshold = d_threshold.to(threshold.dtype)
+            if of_b_down and dy is not None:
+                db_down = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
+        dx, dw_up, _, dw_down, db_up, _ = found
+        gradients = [dx, dw_up, dw_down, db_up if db_up is None else db_up[: len(w_up)], db_down, d_threshold]
+        if not _modes.compiling() and torch.is_grad_enabled():
+            gradients = first_order("sparse_ffn", gradients, (dy, dl1, dn, *saved))
+        return None, *gradients
+
+
+def _bits(flags: Tensor) -> Tensor:
+    """Flags [M, N] as the bits of bytes [M, N / 8]."""
+    places = torch.arange(8, dtype=torch.uint8, device=flags.device)
+    return (flags.view(len(flags), -1, 8).to(torch.uint8) << places).sum(2, dtype=torch.uint8)
+
+
+def _of_thresholds(
+    bandwidth: float,
+    windows: Tensor,
+    counts: Tensor,
+    level: Tensor,
+    w_down: Tensor,
+    dy: Tensor | None,
+    dl1: Tensor | None,
+    dn: Tensor | None,
+) -> Tensor:
+    """The gradient of the thresholds: their windows times dy, and rows of that times rows of ``w_down`` [K, N].
+
+    So no dh is made. A NaN in dy is a NaN for all thresholds, as in dense PyTorch.
+    """
+    wide = hybrid.accumulator(level.dtype)
+    places = torch.arange(8, dtype=torch.uint8, device=level.device)
+    # |h| has no slope at zero
+    found = torch.zeros_like(level, dtype=wide) if dl1 is None else counts[1] * dl1
+    for first in range(0, len(level) if dy is not None else 0, _BLOCK):
+        here = slice(first, first + _BLOCK)
+        flags = (windows[:, first // 8 : (first + _BLOCK) // 8, None] >> places & 1).flatten(1)
+        sums = flags.to(dy.dtype).t() @ dy  # type: ignore[union-attr, operator]
+        found[here] += (sums.to(wide) * w_down[:, here].t().to(wide)).sum(1)
+    found *= level.to(wide)
+    if dn is not None:
+        found += counts[0] * dn
+    return found / -bandwidth

@@ -1,0 +1,272 @@
+"""How a call whose route is known is computed; ``functional`` checks operands and finds the route."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from twell import _autograd, _choice, _modes, ops
+from twell._activation import Activation
+from twell._autograd import gated_relu
+from twell._choice import Choice
+from twell._front import Learning
+from twell._runtime import geometry, nvtx
+from twell.ops import hybrid, screened
+from twell.ops.dense import as_torch, fuses
+from twell.ops.ffn import inference_of
+from twell.ops.ffn import on_cuda as ffn_on_cuda
+from twell.ops.library import are_rows, no_view, unviewed
+from twell.ops.operands import Form, Mains, Operands
+from twell.ops.reglu import on_cuda as reglu_on_cuda
+from twell.ops.slices import is_sliced
+from twell.strategy.known import Run
+from twell.strategy.plan import Route
+from twell.strategy.site import AutoStrategy, tokens_of
+
+
+class Aux(NamedTuple):
+    """Figures of one call, 0-d float32 tensors on its device; 0 where there are no tokens.
+
+    l1: mean over tokens of the sum of |hidden state|; differentiable where the output is. float64 where x is.
+    l0: mean over tokens of the number of non-zeros after ReLU; not differentiable.
+    """
+
+    l1: Tensor
+    l0: Tensor
+
+
+# so that exported programs that return it can be saved
+pytree._register_namedtuple(Aux, serialized_type_name="twell.Aux")
+
+
+class Made(NamedTuple):
+    """What a caller says of weights that it made for one call.
+
+    held: a weight that it holds, by which operators find the site. first_column: gradients of the weights are wanted
+    from here on, as columns [N, K]; what backward returns before means nothing. dense: computes y, the hidden state and
+    the gate, before or after its activation, for a call that runs dense.
+    """
+
+    held: Tensor | None
+    first_column: int
+    dense: Callable[[], tuple[Tensor, Tensor, Tensor]]
+
+
+class Call(NamedTuple):
+    """What is known of a call besides its operands.
+
+    training: whether a gradient will be needed. plain: whether all operands are plain tensors in eager mode. direct:
+    whether the code of operators may be called without the dispatcher, too. made, choice, counts: see ``run``.
+    """
+
+    name: str
+    training: bool
+    plain: bool
+    direct: bool
+    activation: Activation
+    compression: int
+    return_aux: bool
+    made: Made | None
+    choice: Choice | None = None
+    counts: Tensor | None = None
+
+
+def _range_of(call: Call, layer: Operands, route: Route, *rest: Any) -> nvtx.Context:
+    """Return the profiler's range of a routed call."""
+    phase = nvtx.FORWARD if call.training else nvtx.INFERENCE
+    return nvtx.range(call.name, category=phase, **nvtx.sizes(layer._asdict()), strategy=route.name)
+
+
+@nvtx.marked(_range_of)
+def run(call: Call, layer: Operands, route: Route, mains: Mains, site: Tensor | None) -> Tensor | tuple[Tensor, Aux]:
+    """Compute ``layer`` as ``route`` says. The operators find the layer's ``AutoStrategy`` by ``site``, if given."""
+    x = layer.x
+    if route.strategy == "dense":
+        y, hidden, gate, nonzeros = _dense(call, layer, mains) if call.made is None else (*call.made.dense(), None)
+        if route.measurement is not None:
+            candidates = screened.wanted(route.measurement, layer, call.activation)
+            route.measurement.dense(gate, call.activation.level(gate.dtype), candidates)
+        if route.holder is not None:
+            # training keeps its choice until backward passes y
+            route.holder.hold(y)
+        if call.counts is not None:
+            call.counts.add_((~(gate <= call.activation.level(gate.dtype))).sum(tuple(range(gate.dim() - 1))))
+        return (y, dense_aux(hidden, gate, call.activation, nonzeros)) if call.return_aux else y
+
+    y, l1, nonzeros = _sparse(call, layer, route, mains, site)
+    if y.dim() != x.dim():
+        y = unviewed(y, x.shape)
+    return (y, per_token(l1, nonzeros, tokens_of(x))) if call.return_aux else y
+
+
+def _sparse(
+    call: Call, layer: Operands, route: Route, mains: Mains, site: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y of the tokens [M, K], or of x's shape, and, where they are wanted, the sum of |h| and the non-zeros."""
+    if call.choice is not None:
+        return _by_choice(call, layer, route)
+    layer, activation = _with_thresholds(layer, call.activation)
+    call = call._replace(activation=activation)
+    if activation.k:
+        # room for the k of every token, and a gate that is computed whole
+        route = route._replace(held=0, screen=False)
+    if call.training:
+        return _train(call, layer, route, mains)
+    if layer.x.dim() != 2:
+        layer = layer._replace(x=layer.x.reshape(-1, layer.x.shape[-1]))
+    if call.counts is not None:
+        return _counted(call, layer, call.counts)
+    if call.direct:
+        return ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
+    x, w_gate, w_up, w_down, *biases = layer
+    how = (*call.activation, route.screen, route.invariant)
+    arguments = (x, w_gate, w_up, w_down.t(), *biases, call.compression, route.strategy, site, *how)
+    return ops.ffn_aux(*arguments) if call.return_aux else (ops.ffn(*arguments), None, None)
+
+
+def _with_thresholds(layer: Operands, activation: Activation) -> tuple[Operands, Activation]:
+    """A layer as the operators take it: thresholds of neurons lie behind the biases of the gate."""
+    if not activation.by_neuron:
+        return layer, activation
+    level = activation.level(layer.x.dtype)
+    bias = torch.zeros_like(level) if layer.b_gate is None else layer.b_gate
+    return layer._replace(b_gate=torch.cat([bias, level])), Activation(activation.name)
+
+
+def _counted(call: Call, layer: Operands, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of a call without gradients whose neurons are counted: what training keeps knows them."""
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    operands = x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down
+    y, l1, nonzeros, kept = ops.hybrid_forward(*operands, call.compression, 0, *call.activation)
+    counts += hybrid.firing(kept, x, len(w_gate), w_up is not None)
+    return y, l1, nonzeros
+
+
+def _by_choice(call: Call, layer: Operands, route: Route) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the sum of |h| and the number of non-zeros of a sparse call for which PyTorch makes the pre-activations."""
+    assert call.choice is not None
+    if call.training:
+        found = _choice.ffn(layer, call.choice, call.compression, call.counts)
+        if route.measurement is not None:
+            route.measurement.counts(found[2].detach(), None)
+        if route.holder is not None:
+            route.holder.hold(found[0])
+        return found
+    return _choice.inference(layer, call.choice, call.compression, route.strategy, call.counts)
+
+
+def _train(call: Call, layer: Operands, route: Route, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y, the sum of |h| and the number of non-zeros of a sparse call that needs gradients."""
+    note, measurement = None, route.measurement
+    if measurement is not None or call.counts is not None:
+        m, n = tokens_of(layer.x), len(layer.w_gate)
+
+        def note(nonzeros: Tensor, kept: Tensor) -> None:
+            if call.counts is not None:
+                matrix = layer.x.detach().reshape(m, -1)
+                call.counts.add_(hybrid.firing(kept, matrix, n, layer.w_up is not None))
+            if measurement is None:
+                return
+            unions = None if is_sliced(n) else hybrid.sizes(kept, m)[:-1]
+            most = geometry.hybrid_capacity(measurement.problem.m, measurement.problem.n, route.held)
+            candidates = screened.wanted(measurement, layer, call.activation)
+            measurement.counts(nonzeros, unions, most=most, candidates=candidates)
+
+    totals = call.return_aux or measurement is not None
+    how = _autograd.Call(call.name, call.compression, route.held, call.activation, route.screen, totals, note)
+    y, l1, nonzeros = _autograd.ffn(
+        how._replace(first=0 if call.made is None else call.made.first_column), layer, mains, call.direct
+    )
+    if route.holder is not None:
+        # training keeps its choice until backward passes y
+        route.holder.hold(y)
+    return y, l1, nonzeros
+
+
+def _dense(call: Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """y, the hidden state and the gate, before or after its activation, by PyTorch's own operators.
+
+    And the number of non-zeros (0-d), if it has a gradient.
+    """
+    nonzeros = None
+    activation = call.activation
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    if any(main is not None for main in mains):
+        w_gate, w_down = _autograd.into_main(w_gate, mains.w_gate), _autograd.into_main(w_down, mains.w_down)
+        w_up = None if w_up is None else _autograd.into_main(w_up, mains.w_up)
+    gate = F.linear(x, w_gate, b_gate)
+    operands = () if call.plain else tuple(operand for operand in layer if operand is not None)
+    if call.choice is not None:
+        gate, nonzeros = _choice.hidden_of(gate, call.choice)
+        hidden = gate
+    elif w_up is None:
+        gate = activation.after(gate, inplace=not call.training and _modes.eager(operands))
+        hidden = activation.hidden(gate, None)
+    elif call.direct and not call.training and fuses(layer, activation):
+        hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up), activation, inplace=True)
+    elif _autograd.fuses(gate, activation, operands):
+        hidden = _autograd.gated_relu(gate, F.linear(x, w_up, b_up), activation)
+    else:
+        gate = activation.after(gate)
+        hidden = activation.hidden(gate, F.linear(x, w_up, b_up))
+    return no_view(F.linear(hidden, w_down, b_down)), hidden, gate, nonzeros
+
+
+def dense_aux(hidden: Tensor, gate: Tensor, activation: Activation, nonzeros: Tensor | None = None) -> Aux:
+    """``Aux`` of a dense hidden state and its gate, before or after its activation; ``nonzeros``, if it is known."""
+    l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
+    if nonzeros is None:
+        nonzeros = gate.numel() - (gate <= activation.level(gate.dtype)).sum()
+    return per_token(l1, nonzeros, tokens_of(hidden))
+
+
+def per_token(l1: Any, nonzeros: Any, tokens: int) -> Aux:
+    # an exported graph has no guard for the case of no tokens, and takes max(tokens, 1) for tokens
+    least: Any = torch.full_like(nonzeros, tokens).clamp(min=1) if _modes.exporting() else max(tokens, 1)
+    return Aux(l1 / least, nonzeros.float() / least)
+
+
+def copies_down(w_down: Tensor) -> bool:
+    """Whether sparse strategies copy ``w_down`` [K, N] by rows at each call."""
+    return not are_rows(w_down.shape[::-1], w_down.stride()[::-1])
+
+
+def settled(call: Call, layer: Operands, route: Route, site: AutoStrategy | None, learning: Learning) -> Tensor | None:
+    """y of a plain call, whose kind the layer knows then; None of a call that it must not or cannot know."""
+    x, copied = layer.x, copies_down(layer.w_down)
+    if route.measurement is not None or nvtx.ON or _modes.capturing(x):
+        return None
+    if isinstance(call.activation.threshold, Tensor):
+        return None
+    if call.training and (_modes.checkpointed() or _modes.in_backward()):
+        return None
+    way: Run | None
+    if call.training and route.strategy == "dense":
+        way = _trained_by_torch(layer, call.activation)
+    elif call.training:
+        how = call.compression, route.held, call.activation, route.screen
+        way = _autograd.passes_of(Form.of(layer), *how) if x.numel() else None
+    else:
+        # a layer that copies the down weight may lay it by rows at its next call
+        way = inference_of(layer, call.compression, call.activation, route)
+    y = None if way is None else way(*layer)
+    if way is not None and y is not None:
+        learning.note(layer, call.training, way, site, route, copied)
+    return y
+
+
+def _trained_by_torch(layer: Operands, activation: Activation) -> Run:
+    """What computes y of plain tensors like these by PyTorch's own operators, for backward."""
+    fused = fuses(layer, activation, training=True)
+
+    def hidden(gate: Tensor, up: Tensor | None) -> Tensor:
+        if fused and up is not None:
+            return gated_relu(gate, up, activation)
+        return activation.hidden(activation.after(gate, inplace=False), up)
+
+    return as_torch(layer, hidden)

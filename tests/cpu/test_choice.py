@@ -1,0 +1,218 @@
+"""Layers of whose pre-activations PyTorch chooses: thresholds that are trained, BatchTopK, and counts of neurons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import twell
+from twell import _choice, testing
+from twell._runtime import geometry
+
+M, K, N = 150, 24, 200
+BANDWIDTH = 1.0
+SPARSE = ("union", "dense", "auto")
+
+
+class Definition(torch.autograd.Function):
+    """JumpReLU and the step function of its L0 as the paper defines them, and their pseudo-derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(gate, threshold)
+        return gate * (gate > threshold), (gate > threshold).to(gate)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor, d_step: Tensor) -> tuple[Tensor, Tensor]:
+        gate, threshold = ctx.saved_tensors
+        z = (gate - threshold) / BANDWIDTH
+        rectangle = ((z > -0.5) & (z < 0.5)).to(gate)
+        d_threshold = -threshold / BANDWIDTH * rectangle * dh - rectangle / BANDWIDTH * d_step
+        return dh * (gate > threshold), d_threshold.sum(0)
+
+
+def problem(dtype: torch.dtype, n: int = N, k: int = K, m: int = M, high: int = 3) -> dict[str, Tensor]:
+    """Small integers, thresholds in steps of 1/4, so that all sums are exact."""
+    generator = torch.Generator().manual_seed(5)
+
+    def drawn(low: int, top: int, *shape: int) -> Tensor:
+        return torch.randint(low, top + 1, shape, generator=generator).to(dtype)
+
+    return {
+        "x": drawn(-1, 1, m, k),
+        "w_up": drawn(-1, 1, n, k),
+        "w_down": drawn(-1, 1, n, k),
+        "b_up": drawn(-7, -4, n),
+        "b_down": drawn(-2, 2, k),
+        "threshold": torch.arange(n) % (4 * high) / 4.0,
+    }
+
+
+def leaves(t: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    return {name: value.detach().clone().to(dtype or value.dtype).requires_grad_() for name, value in t.items()}
+
+
+def ours(t: dict[str, Tensor], **options: Any) -> Any:
+    how: Any = {"activation": "fatrelu", "threshold": t["threshold"], "bandwidth": BANDWIDTH} | options
+    return twell.sparse_ffn(t["x"], t["w_up"], t["w_down"].t(), b_up=t["b_up"], b_down=t["b_down"], **how)
+
+
+@pytest.mark.parametrize("strategy", SPARSE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradient_of_thresholds(strategy: str, dtype: torch.dtype, compiled: bool) -> None:
+    """It is the definition's, and so are all others: also from the L1 and the L0 of ``aux``."""
+    t = problem(dtype)
+    dy = torch.randint(-1, 2, (M, K), generator=torch.Generator().manual_seed(2)).double()
+    mine, right = leaves(t), leaves(t, torch.float64)
+
+    def loss(given: dict[str, Tensor]) -> Tensor:
+        y, aux = ours(given, strategy=strategy, return_aux=True)
+        return (y * dy.to(dtype)).sum(dtype=torch.float64) + M * (2 * aux.l1.double() + 3 * aux.l0.double())
+
+    found = (torch.compile(loss, backend="aot_eager") if compiled else loss)(mine)
+    found.backward()
+    gate = F.linear(right["x"], right["w_up"], right["b_up"])
+    hidden, step = Definition.apply(gate, right["threshold"])
+    expected = (F.linear(hidden, right["w_down"].t(), right["b_down"]) * dy).sum()
+    (expected + 2 * hidden.abs().sum() + 3 * step.sum()).backward()
+    for name, leaf in mine.items():
+        # sums of values that 16 bits hold, but for those of windows times rows
+        close = {"rtol": 1e-6 if dtype == torch.float64 or name == "threshold" else 2**-7, "atol": 1e-6}
+        torch.testing.assert_close(leaf.grad.double(), right[name].grad, **close, msg=name)
+    assert mine["threshold"].grad.abs().sum() > 0
+
+
+def test_the_same_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for most in (geometry.MAX_NEURONS, 256):
+        monkeypatch.setattr(geometry, "MAX_NEURONS", most)
+        mine = leaves(problem(torch.float64, n=600))
+        y, aux = ours(mine, strategy="union", return_aux=True)
+        (y.sum() + aux.l1 + aux.l0).backward()
+        found.append([y, *(leaf.grad for leaf in mine.values())])
+    for one, sliced in zip(*found, strict=True):
+        torch.testing.assert_close(sliced, one, rtol=0, atol=1e-10)
+
+
+def test_windows_reach_below_zero() -> None:
+    """Negative pre-activations train a threshold near zero, and one below zero is zero and keeps its gradient."""
+    t = problem(torch.float64, high=1)
+    for shift in (0.0, -0.6):
+        found = []
+        for strategy in ("union", "dense"):
+            mine = leaves(t | {"threshold": torch.full((N,), 0.125 + shift)})
+            _, aux = ours(mine, strategy=strategy, return_aux=True, bandwidth=3.0)
+            aux.l0.backward()
+            found.append(mine["threshold"].grad)
+        gate = F.linear(t["x"], t["w_up"], t["b_up"])
+        level = max(0.125 + shift, 0.0)
+        right = -((gate - level).abs() < 1.5).double().sum(0) / 3 / M
+        for each in found:
+            torch.testing.assert_close(each.double(), right, rtol=1e-6, atol=0)
+        assert ((gate < 0) & (gate > level - 1.5)).any()
+
+
+def test_without_gradients_a_bandwidth_is_idle() -> None:
+    t = problem(torch.bfloat16)
+    with torch.no_grad():
+        y = ours(t | {"threshold": t["threshold"].requires_grad_()}, strategy="row")
+    testing.assert_same(y, ours(t | {"threshold": t["threshold"].detach()}, bandwidth=None, strategy="row"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("most", [0, 1, 37, 900, 2000, 30000])
+def test_largest(dtype: torch.dtype, most: int) -> None:
+    """Against a stable sort, with many ties, fewer positive values than asked for, infinities and NaN."""
+    gate = torch.randint(-30, 12, (40, 56), generator=torch.Generator().manual_seed(most)).to(dtype)
+    gate[3, 5], gate[30, 1], gate[9] = torch.inf, torch.nan, -torch.inf
+    order = gate.flatten().double().nan_to_num(nan=1e300, posinf=1e200).sort(descending=True, stable=True).indices
+    right = torch.zeros(gate.numel(), dtype=torch.bool)
+    right[order[:most]] = True
+    right &= ~(gate.flatten() <= 0)
+    assert torch.equal(_choice.largest(gate, most), right.view(gate.shape))
+
+
+@pytest.mark.parametrize("strategy", ["row", *SPARSE])
+@pytest.mark.parametrize("training", [False, True])
+def test_batch_top_k(strategy: str, training: bool) -> None:
+    t, k = problem(torch.bfloat16), 2.5
+    del t["threshold"]
+    mine, right = leaves(t), leaves(t, torch.float64)
+    with torch.set_grad_enabled(training):
+        operands = mine["x"].view(3, 50, K), mine["w_up"], mine["w_down"].t()
+        counts = torch.zeros(N, dtype=torch.int64)
+        biases = {"b_up": mine["b_up"], "b_down": mine["b_down"]}
+        how: Any = {"activation": "batchtopk", "k": k, "strategy": strategy, "counts": counts, "return_aux": True}
+        y, aux = twell.sparse_ffn(*operands, **biases, **how)
+    gate = F.linear(right["x"], right["w_up"], right["b_up"])
+    chosen = _choice.largest(gate.detach(), int(k * M))
+    expected = F.linear(torch.where(chosen, gate, 0), right["w_down"].t(), right["b_down"])
+    testing.assert_same(y.view(M, K), expected.bfloat16())
+    assert torch.equal(counts, chosen.sum(0))
+    assert float(aux.l0) == pytest.approx(int(k * M) / M)
+    if training:
+        y.sum().backward()
+        expected.sum().backward()
+        for name, leaf in mine.items():
+            testing.assert_same(leaf.grad, right[name].grad.bfloat16(), name)
+
+
+@pytest.mark.parametrize("strategy", ["row", *SPARSE])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", ["relu", "fatrelu", "topk", "bandwidth"])
+def test_counts(strategy: str, training: bool, kind: str) -> None:
+    t = leaves(problem(torch.bfloat16))
+    gate = F.linear(t["x"].double(), t["w_up"].double(), t["b_up"].double()).detach()
+    counts = torch.arange(N)
+    level = t["threshold"] if kind == "bandwidth" else t["threshold"].detach()
+    how: dict[str, Any] = {"threshold": level if kind in ("fatrelu", "bandwidth") else 0}
+    how |= {"activation": "fatrelu" if kind == "bandwidth" else kind, "bandwidth": 1 if kind == "bandwidth" else None}
+    if kind == "topk":
+        how["k"] = 3
+        order = gate.sort(dim=1, descending=True, stable=True).indices[:, :3]
+        fires = torch.zeros_like(gate, dtype=torch.bool).scatter_(1, order, True) & (gate > 0)
+    else:
+        fires = gate > (level.double() if kind != "relu" else 0)
+    with torch.set_grad_enabled(training):
+        for _ in range(2):
+            ours(t, strategy=strategy, counts=counts, **how)
+    assert torch.equal(counts, torch.arange(N) + 2 * fires.sum(0))
+
+
+def test_counts_of_a_batch_that_exceeds_the_format() -> None:
+    t = leaves(problem(torch.bfloat16, n=4096) | {"b_up": torch.full((4096,), 30.0, dtype=torch.bfloat16)})
+    counts = torch.zeros(4096, dtype=torch.int64)
+    ours(t, strategy="union", counts=counts, activation="relu", threshold=0, bandwidth=None)
+    assert torch.equal(counts, torch.ones(4096, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"bandwidth": 0}, ValueError, "bandwidth must be a finite number above 0, got 0"),
+        ({"bandwidth": True}, TypeError, "bandwidth must be a finite number above 0, got"),
+        ({"threshold": 1.0}, ValueError, r'bandwidth must be of "fatrelu" with a threshold \[N\], got .* with 1.0'),
+        ({"activation": "relu"}, ValueError, r"got 'relu' with \[200\]"),
+        ({"bandwidth": None}, ValueError, "tensor without gradient, got torch.float32 .200. that requires grad"),
+        ({"main_grads": (None, None)}, NotImplementedError, "take no main_grads"),
+        ({"invariant": True, "strategy": "row"}, NotImplementedError, "take no invariant=True"),
+        ({"activation": "batchtopk", "threshold": 0, "bandwidth": None}, ValueError, "k must be given with activation"),
+        ({"k": 3}, ValueError, "k must be given with activation"),
+        ({"activation": "batchtopk", "k": -1, "bandwidth": None}, ValueError, "k must be a finite number above 0, got"),
+        (
+            {"activation": "batchtopk", "k": 90, "threshold": 0, "bandwidth": None, "strategy": "union"},
+            NotImplementedError,
+            "k must be at most 64 of 200 neurons in training, got 90",
+        ),
+        ({"counts": torch.zeros(N)}, ValueError, r"counts must be int64 \[200\] on cpu, got torch.float32 \[200\]"),
+        ({"counts": torch.zeros(8, dtype=torch.int64)}, ValueError, r"got torch.int64 \[8\] on cpu"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        ours(leaves(problem(torch.bfloat16)), **options)
