@@ -316,6 +316,14 @@ _MEASURED = (
         (85,),
     ),
     Measurement(
+        "h100_sae",
+        "sparse autoencoders, JumpReLU of even and of skewed neurons and TopK, forward and in training, beside dense; "
+        "the peak of memory of a step",
+        "page on sparse autoencoders",
+        (f"{BENCH} sae --json $OUT",),
+        (300,),
+    ),
+    Measurement(
         "h200_training_run",
         "trainings of 0.5B, dense and sparse, step by step",
         "table training run",

@@ -1,4 +1,4 @@
-"""Parts of ``train.py`` and ``relufy.py``: data, model, optimizer, parallel, checkpoint, report."""
+"""Parts of the scripts: data, model, optimizer, parallel, checkpoint, report; of ``sae.py`` activations."""
 
 
 class RequestError(ValueError):

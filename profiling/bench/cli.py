@@ -27,7 +27,7 @@ from twell.commands.request import RequestError, at_least, exit_status, number_a
 
 COMMAND = "profiling.bench"
 # Operations with arguments of their own, and their modules.
-_OTHERS = {"model": "models", "moe": "moe", "float8": "float8"}
+_OTHERS = {"model": "models", "moe": "moe", "float8": "float8", "sae": "sae"}
 
 # Weight rows read from L2 by all multiprocessors of an H200 (132, 1,980 MHz): 7.2 to 7.5 TB/s in a streaming read.
 L2_TBS = 7.3
@@ -53,6 +53,7 @@ operations:
   model         a whole model: python -m profiling.bench model --help
   moe           a layer of routed experts: python -m profiling.bench moe --help
   float8        a layer of e4m3 weights: python -m profiling.bench float8 --help
+  sae           a sparse autoencoder: python -m profiling.bench sae --help
 
 "auto" is a twell.AutoStrategy; a few calls settle it before it is timed.
 

@@ -13,21 +13,61 @@ from torch import Tensor
 from twell._runtime import geometry, screen
 
 
-def gate(x: Tensor, w_gate: Tensor, bias: Tensor | None, threshold: float = 0.0) -> Tensor:
+def gate(
+    x: Tensor, w_gate: Tensor, bias: Tensor | None, threshold: float | Tensor = 0.0, k: int | None = None
+) -> Tensor:
     """relu(x @ w_gate^T + bias) [M, N], accumulated in fp32, rounded once to x's dtype. NaN stays NaN.
 
-    Values up to ``threshold``, which is rounded to x's dtype, are 0.
+    Values up to ``threshold``, a number or one for each neuron [N], rounded to x's dtype, are 0. With ``k`` all but the
+    k largest of each token are.
     """
     accumulator = x.float() @ w_gate.float().t()
     values = (accumulator if bias is None else accumulator + bias.float()).to(x.dtype)
-    return torch.where(values <= torch.tensor(threshold, dtype=x.dtype, device=x.device), 0, values)
+    values = torch.where(values <= torch.as_tensor(threshold, dtype=x.dtype, device=x.device), 0, values)
+    return values if k is None else largest(values, k)
+
+
+def ranked(row: Tensor) -> list[int]:
+    """The neurons of a token by their gates [N], the largest first: NaN is the largest, equal ones are by neuron."""
+    values = row.tolist()
+    return sorted(range(len(values)), key=lambda i: (0, 0, i) if math.isnan(values[i]) else (1, -values[i], i))
+
+
+def largest(values: Tensor, k: int) -> Tensor:
+    """Gates [M, N] that are after ReLU, with 0 for all but the k largest of each token."""
+    kept = torch.zeros_like(values)
+    for row in range(len(values)):
+        for neuron in ranked(values[row])[:k]:
+            kept[row, neuron] = values[row, neuron]
+    return kept
+
+
+def top_k(dense: Tensor, k: int) -> Tensor:
+    """levels int32 [M, 2] of gates [M, N] before ReLU: the bits of the k-th largest, and the last neuron with it kept.
+
+    They are 0 and -1 where fewer than k are positive. The bits of NaN are 0x7FFF.
+    """
+    levels = torch.zeros(len(dense), 2, dtype=torch.int32, device=dense.device)
+    for row in range(len(dense)):
+        at = ranked(dense[row])[k - 1] if k <= dense.shape[1] else None
+        if at is None or dense[row, at] <= 0:
+            levels[row, 1] = -1
+            continue
+        levels[row, 0] = 0x7FFF if dense[row, at].isnan() else int(dense[row, at].view(torch.int16))
+        levels[row, 1] = at
+    return levels
 
 
 def gate_pack(
-    x: Tensor, w_gate: Tensor, bias: Tensor | None, compression: int, threshold: float = 0.0
+    x: Tensor,
+    w_gate: Tensor,
+    bias: Tensor | None,
+    compression: int,
+    threshold: float | Tensor = 0.0,
+    k: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """words int32 [M, T*W], spill [M, T*256], stats int32 [ceil(M/8), T, 2]; unused words and spill are 0."""
-    dense = gate(x, w_gate, bias, threshold)
+    dense = gate(x, w_gate, bias, threshold, k)
     m, n = dense.shape
     tiles, width = geometry.tiles(n), geometry.words_per_tile(compression)
     words = torch.zeros(m, tiles * width, dtype=torch.int32, device=x.device)
@@ -157,10 +197,11 @@ def hybrid_forward(
     b_up: Tensor | None,
     b_down: Tensor | None,
     activation: str = "relu",
-    threshold: float = 0.0,
+    threshold: float | Tensor = 0.0,
+    k: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [M, K] of x's dtype, the sum of |h| in fp32, the number of non-zeros. h is rounded before it is projected."""
-    dense = gate(x, w_gate, b_gate, threshold)
+    dense = gate(x, w_gate, b_gate, threshold, k)
     h, _ = hidden(dense, x, w_up, b_up, activation)
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for row, neuron in (dense != 0).nonzero().tolist():
@@ -178,14 +219,15 @@ def hybrid_backward(
     b_gate: Tensor | None,
     b_up: Tensor | None,
     activation: str = "relu",
-    threshold: float = 0.0,
+    threshold: float | Tensor = 0.0,
+    k: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx, dw_gate, dw_up, dw_down, db_gate, db_up in fp32: h, up and their gradients are rounded to x's dtype.
 
     For the weights and biases of rare neurons the rest of that rounding is rounded and added. In order of popularity,
     64 neurons at a time are rare if they have at most 2,048 non-zeros and all non-zeros fit into the hybrid format.
     """
-    dense = gate(x, w_gate, b_gate, threshold)
+    dense = gate(x, w_gate, b_gate, threshold, k)
     fits = int((dense != 0).sum()) <= geometry.hybrid_capacity(*dense.shape)
     counts, order = (dense != 0).sum(0).sort(descending=True, stable=True)
     rare = {

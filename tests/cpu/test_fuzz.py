@@ -23,6 +23,7 @@ from tests.fuzz import answers, problems
 from tests.fuzz import run as fuzz
 from tests.fuzz.problems import Case, Limits
 from twell import ops, testing, tuning
+from twell._activation import Activation
 from twell._runtime import device, geometry, kernel_module, program, specs
 from twell.ops import hybrid
 from twell.strategy import tables
@@ -52,6 +53,8 @@ def test_cases_stay_within_their_limits_and_reach_everything(where: str) -> None
         assert set(case.biases) <= set(problems.BIASES)
         assert case.gated or not {"w_up", "b_up"} & {*case.biases, *case.wanted}
         assert not (case.stream and case.x_layout == "expanded")
+        assert (case.top > 0) == (case.activation == "topk")
+        assert not case.top or case.training <= (case.top <= hybrid.most_of_each(case.n))
     for kind, names in (
         ("op", problems.OPS),
         ("strategy", problems.STRATEGIES),
@@ -69,6 +72,8 @@ def test_cases_stay_within_their_limits_and_reach_everything(where: str) -> None
     on_gpus = () if where == "cuda" else ("graph", "stream")
     for flag in ("exact", "gated", "training", *(flag for flag in problems.FLAGS if flag not in on_gpus)):
         assert {getattr(case, flag) for case in cases} == {True, False}, flag
+    choices = {(case.training, case.exact, case.strategy in problems.SPARSE) for case in cases if case.top}
+    assert choices == set(itertools.product((False, True), repeat=3))
     assert {case.m for case in cases} >= {m for m in problems.TOKENS if m <= limits.m}
     if where == "cuda":
         assert {case.m for case in cases} >= set(problems.MANY_TOKENS)
@@ -101,7 +106,7 @@ def test_a_case_is_a_function_of_seed_and_number() -> None:
         assert one is None or torch.equal(one, other)
 
 
-RELU = {"activation": "relu", "threshold": 0.0}
+RELU = {"activation": "relu", "threshold": 0.0, "top": 0}
 
 
 # Results
@@ -340,6 +345,22 @@ def test_a_fault_in_real_numbers_is_found(
     assert fuzz.attempt(case, CPU).verdict == "ok"
     replace(monkeypatch, name, fault(getattr(ops, name)))
     assert text in fuzz.attempt(case, CPU).verdict
+
+
+def test_the_last_of_equal_gates_in_place_of_the_first_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Activation.after
+
+    def from_the_end(own: Activation, gate: Tensor, inplace: bool = False) -> Tensor:
+        return right(own, gate.flip(-1)).flip(-1) if own.k else right(own, gate, inplace)
+
+    drawn = (problems.draw(1, number, LIMITS, False) for number in range(1200))
+    cases = [case for case in drawn if case.top and case.top < case.n and case.m > 8]
+    assert {fuzz.attempt(case, CPU).verdict for case in cases} == {"ok"}
+    monkeypatch.setattr(Activation, "after", from_the_end)
+    wrong = [case for case in cases if fuzz.attempt(case, CPU).verdict != "ok"]
+    # of integers and of real numbers, in inference and in training
+    assert len({(case.exact, case.training) for case in wrong}) == 4
+    assert len(wrong) > len(cases) / 3
 
 
 def test_a_hang_ends_the_run_and_is_named(environment: dict[str, str]) -> None:

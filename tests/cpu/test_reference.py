@@ -1,9 +1,11 @@
 """The reference, checked against the format's description with cases small enough to read."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from twell import reference
+from twell import ops, reference, testing
 from twell._runtime import geometry
 
 BF16 = torch.bfloat16
@@ -64,3 +66,59 @@ def test_up_down_by_hand() -> None:
     y, l1 = reference.up_down(None, words, spill, None, w_down, None, 2 * bias, 4)
     assert y.tolist() == [[7.0] * 8]
     assert l1.tolist() == [5.0]
+
+
+def test_thresholds_by_neuron_by_hand() -> None:
+    x, w = gate_problem(torch.tensor([[2.0, 2.0, 3.0, -1.0, 0.0, 5.0, 5.0, 1.0]]))
+    level = torch.tensor([1.0, 2.0, 2.999, 0, 0, 6, 4.999, 0])
+    # 2.999 and 4.999 are 3 and 5 in bfloat16
+    assert reference.gate(x, w, None, level).tolist() == [[2, 0, 0, 0, 0, 0, 0, 1]]
+    words, _, stats = reference.gate_pack(x, w, None, 8, level)
+    assert (words[0, :3] & 0xFFFF).tolist() == [2, 0, 7]
+    assert stats.tolist() == [[[2, 0]]]
+    bias = torch.tensor([0, 1, 0, 1, 0, 2, 0, 0], dtype=BF16)
+    assert reference.gate(x, w, bias, level).tolist() == [[2, 3, 0, 0, 0, 7, 0, 1]]
+
+
+def test_largest_by_hand() -> None:
+    x, w = gate_problem(torch.tensor([[3.0, 1, 3, 3, 0, -1, 2, 3], [-1.0, 4, 0, -3, 0, 0, 0, 0]]))
+    # of equal gates those of the first neurons, and only positive ones
+    assert reference.gate(x, w, None, k=3).tolist() == [[3, 0, 3, 3, 0, 0, 0, 0], [0, 4, 0, 0, 0, 0, 0, 0]]
+    assert reference.gate(x, w, None, k=9).tolist() == [[3, 1, 3, 3, 0, 0, 2, 3], [0, 4, 0, 0, 0, 0, 0, 0]]
+    three, four = (int(torch.tensor(value, dtype=BF16).view(torch.int16)) for value in (3.0, 4.0))
+    gates = x @ w.t()
+    assert reference.top_k(gates, 1).tolist() == [[three, 0], [four, 1]]
+    assert reference.top_k(gates, 3).tolist() == [[three, 3], [0, -1]]
+    gates[1, 5:] = torch.tensor([float("inf"), float("nan"), float("nan")])
+    assert reference.ranked(gates[1])[:4] == [6, 7, 5, 1]
+    assert reference.top_k(gates, 2).tolist() == [[three, 2], [0x7FFF, 7]]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_operators_equal_the_reference(dtype: torch.dtype) -> None:
+    """Small integers, so that many gates are equal, to each other and to thresholds."""
+    p = testing.integer_problem(21, 16, 264, density=0.3, biases="gate down", dtype=dtype)
+    x, w_gate, _, w_down, b_gate, _, b_down = p._replace(w_up=None, b_up=None)
+    assert b_gate is not None
+    level = (torch.arange(264) % 5).to(dtype)
+    raw = (x.float() @ w_gate.float().t() + b_gate.float()).to(dtype)
+    dy, dl1 = testing.integer_upstream(p), torch.tensor(0.5)
+    cases: list[dict[str, Any]] = [{"threshold": level}, {"k": 1}, {"k": 5}, {"k": 64}]
+    for given in cases:
+        name, number = ("topk", float(given["k"])) if "k" in given else ("fatrelu", 0.0)
+        behind = b_gate if "k" in given else torch.cat([b_gate, level])
+        packed = ops.gate_pack(x, w_gate, behind, 8)
+        if "k" in given:
+            levels = ops.top_k(raw, given["k"])
+            assert torch.equal(levels, reference.top_k(raw, given["k"]))
+            packed = ops.pack(raw, 8, 0.0, None, levels)
+        testing.assert_packed_same(packed, reference.gate_pack(x, w_gate, b_gate, 8, **given), 264, 8)
+        y, l1, nonzeros, *kept = ops.hybrid_forward(x, w_gate, None, w_down, behind, None, b_down, 8, 0, name, number)
+        layer = (x, w_gate, None, w_down, b_gate, None)
+        right = reference.hybrid_forward(*layer, b_down, **given)
+        for actual, expected in zip((y, l1, nonzeros), right, strict=True):
+            testing.assert_same(actual, expected)
+        found = ops.hybrid_backward(dy, dl1, *layer[:4], behind, None, *kept, True, True, name, number)
+        for actual, expected in zip(found, reference.hybrid_backward(dy, dl1, *layer, **given), strict=True):
+            if actual.numel():
+                testing.assert_same(actual[: len(expected)], expected.to(dtype))

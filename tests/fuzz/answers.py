@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.fuzz.problems import BIASES, DTYPES, SPARSE, Case, Layer, level_of, sums
+from tests.fuzz.problems import BIASES, DTYPES, SPARSE, Case, Layer, largest, level_of, sums
 from twell import testing, tuning
 from twell._runtime import geometry
 
@@ -255,6 +255,8 @@ def solve(case: Case, layer: Layer) -> Right:
     alike = Alike.of(case, layer.x)
     gate = summed(layer.x, layer.w_gate, layer.b_gate)
     active = gate.right > level_of(case, gate.right.device)
+    if case.top:
+        active = largest(gate.right.to(dtype), case.top)
     gate = gate.rounded(dtype).where(active)
     up = None if layer.w_up is None else summed(layer.x, layer.w_up, layer.b_up)
     hidden, squares = gate, case.activation == "relu2"
@@ -365,7 +367,10 @@ def dense(case: Case, t: dict[str, Tensor], dy: Tensor) -> Outputs:
     leaves = {name: operand.detach().requires_grad_(name in case.wanted) for name, operand in t.items()}
     gate = F.linear(leaves["x"], leaves["w_gate"], leaves.get("b_gate"))
     level = level_of(case, gate.device)
-    gate = torch.where(gate <= level, 0, gate) if case.threshold or case.by_neuron else F.relu(gate)
+    if case.top:
+        gate = torch.where(largest(gate.view(-1, case.n), case.top).view(gate.shape), gate, 0)
+    else:
+        gate = torch.where(gate <= level, 0, gate) if case.threshold or case.by_neuron else F.relu(gate)
     hidden = gate * gate if case.activation == "relu2" else gate
     if case.gated:
         up = F.linear(leaves["x"], leaves["w_up"], leaves.get("b_up"))

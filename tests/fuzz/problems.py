@@ -44,7 +44,8 @@ PATTERNS = {
 }
 TOKENS = (0, 1, 1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 513, 1000)
 NEURONS = (8, 16, 56, 64, 72, 128, 248, 256, 264, 504, 512, 520, 776, 1024, 1032, 2048, 2056, 5632, 8192, 16384)
-ACTIVATIONS = {"relu": 6, "relu2": 3, "drelu": 2, "fatrelu": 3}
+# topk is drawn in place of the others
+ACTIVATIONS = {"relu": 6, "relu2": 3, "drelu": 2, "fatrelu": 3, "topk": 0}
 X_LAYOUTS = {"plain": 4, "padded": 2, "odd": 2, "columns": 1, "alternate": 1, "expanded": 1}
 WEIGHT_LAYOUTS = {"plain": 5, "padded": 2, "odd": 1, "columns": 1}
 DOWN_LAYOUTS = {"rows": 5, "linear": 2, "padded": 1, "odd": 1}
@@ -113,7 +114,7 @@ class Case:
     wanted: the tensors that require grad, in training. coherent: most terms of long sums have one sign. checkpointed:
     the forward pass runs again in backward. device_set: another default device than the operands' is set, or theirs on
     a GPU. threshold: of fatrelu. given: PyTorch makes the gate, and ``sparse_up_down`` takes it. by_neuron: each
-    neuron has a threshold, from ``threshold`` on.
+    neuron has a threshold, from ``threshold`` on. top: the k of topk.
     """
 
     seed: int
@@ -149,10 +150,13 @@ class Case:
     threshold: float = 0.0
     given: bool = False
     by_neuron: bool = False
+    top: int = 0
 
     @property
     def form(self) -> dict[str, Any]:
         """The activation as arguments of calls."""
+        if self.top:
+            return {"activation": "topk", "k": self.top}
         return {"activation": self.activation, "threshold": self.threshold}
 
     @property
@@ -160,11 +164,11 @@ class Case:
         return bool(self.wanted)
 
     def __str__(self) -> str:
-        flags = [name for name in FLAGS if getattr(self, name)]
+        flags, number = [name for name in FLAGS if getattr(self, name)], self.top or self.threshold
         parts = [
             f"{self.seed}:{self.number} {self.op} {self.m}x{self.k}x{self.n} {self.dtype}",
             "integers" if self.exact else "reals",
-            f"{'gated' if self.gated else 'plain'} {self.activation}{f' {self.threshold:g}' if self.threshold else ''}",
+            f"{'gated' if self.gated else 'plain'} {self.activation}{f' {number:g}' if number else ''}",
             f"{self.pattern} {self.density:.2g}, {self.strategy}, compression {self.compression}",
             f"layouts {self.x_layout}, {self.weight_layout}, {self.down_layout}, {self.bias_layout}, {self.lead}",
         ]
@@ -227,6 +231,10 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     # calls that run dense are compared with PyTorch's own product, which may round before a bias
     may_give = may_give and (strategy in SPARSE or not biases)
     given = may_give and random.Random(f"{seed}:{number}:given").random() < (0.7 if training else 0.3)
+    top = 0
+    if not gated and op not in ("pack", "overflow") and not given:
+        top = draw_top(seed, number, n, training)
+        activation, threshold = ("topk", 0.0) if top else (activation, threshold)
     by_neuron = activation == "fatrelu" and op != "pack" and not given
     by_neuron = by_neuron and random.Random(f"{seed}:{number}:thresholds").random() < 0.6
     return Case(
@@ -263,6 +271,7 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
         threshold=threshold,
         given=given,
         by_neuron=by_neuron,
+        top=top,
     )
 
 
@@ -273,6 +282,15 @@ def draw_activation(seed: int, number: int, op: str, exact: bool, gated: bool) -
     name = pick(rng, names)
     threshold = rng.choice([1.0, 2.0, 3.0] if exact else [0.0, 0.25, 0.7, 1.3])
     return name, threshold if name == "fatrelu" else 0.0
+
+
+def draw_top(seed: int, number: int, n: int, training: bool) -> int:
+    """The k of topk; 0 in most cases. In training the hybrid format has room for it."""
+    rng = random.Random(f"{seed}:{number}:top")
+    if rng.random() > 0.4:
+        return 0
+    top = rng.choice([1, 2, 3, 8, 31, 32, 33, 64, n - 1, n, n + 1, rng.randint(1, n)])
+    return min(top, geometry.hybrid_capacity(8, n) // 8) if training else top
 
 
 def sizes(rng: random.Random, op: str, number: int, limits: Limits) -> tuple[int, int, int]:
@@ -454,7 +472,9 @@ def build(case: Case, device: torch.device) -> Layer:
     given = {name: b.to(dtype) if name in case.biases else None for name, b in biases.items()}
     up = w_up.to(dtype) if case.gated else None
     layer = Layer(x.to(dtype).contiguous(), w_gate.to(dtype), up, w_down.to(dtype), **given, dy=dy.to(dtype))
-    return layer if case.exact else off_kinks(layer, level_of(case, device))
+    if case.exact:
+        return layer
+    return off_choices(layer, case.top) if case.top else off_kinks(layer, level_of(case, device))
 
 
 def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -482,6 +502,26 @@ def off_kinks(layer: Layer, level: Tensor) -> Layer:
     if layer.w_up is not None:
         up, reach = sums(layer.x, layer.w_up, layer.b_up)
         near |= (up.abs() < reach) & (gate > 0)
+    return layer._replace(x=layer.x.masked_fill(near.any(1, keepdim=True), 0))
+
+
+def largest(gate: Tensor, k: int) -> Tensor:
+    """Which of the rounded gates [M, N] topk keeps: of equal ones the first, and none that is not positive."""
+    rank = gate.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return (rank < k) & (gate > 0)
+
+
+def off_choices(layer: Layer, k: int) -> Layer:
+    """Zero the tokens with a gate that fp32 may round to the other side of the k-th largest, or of 0."""
+    gate, reach = sums(layer.x, layer.w_gate, layer.b_gate)
+    rounded = gate.to(layer.x.dtype)
+    least = torch.where(largest(rounded, k), rounded, math.inf).amin(1, keepdim=True)
+    # with fewer than k positive gates, 0 is what they must exceed
+    level = torch.where((rounded > 0).sum(1, keepdim=True) < k, 0, least)
+    near = torch.zeros_like(gate, dtype=torch.bool)
+    for step in (-1, 1):
+        beside = (level.view(torch.int16) + step).clamp(min=0).view(level.dtype)
+        near |= (gate - (level.double() + beside.double()) / 2).abs() < reach
     return layer._replace(x=layer.x.masked_fill(near.any(1, keepdim=True), 0))
 
 
