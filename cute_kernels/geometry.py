@@ -7,9 +7,12 @@ non-zeros, words 1 to W-1 hold ``value bits << 16 | neuron``. A row-tile with mo
 TILE = 256
 COMPRESSIONS = (2, 4, 8)
 
-# The neuron index takes the low 16 bits of a word: a layer of more neurons runs as slices of at most so many.
+# The neuron index takes the low 16 bits of a word: a layer of more neurons runs as slices of at most so many. In
+# training, layers of more than `UNSLICED` have slices of at most `TRAINED`, unless gates of all neurons are chosen
+# together: scratch grows with a slice, and the time of `rank` with its square.
 MAX_NEURONS = 65536
 MOST_NEURONS = 1 << 20
+UNSLICED, TRAINED = 28672, 16384
 
 # Most experts of a layer.
 MAX_EXPERTS = 1024
@@ -114,9 +117,10 @@ def union_slices(m: int, n: int) -> list[tuple[int, int]]:
     return [(first, min(m, first + length)) for first in range(0, m, length)] if m else []
 
 
-def neuron_slices(n: int) -> list[tuple[int, int]]:
+def neuron_slices(n: int, training: bool = False, together: bool = False) -> list[tuple[int, int]]:
     """(first, end) of the slices of ``n`` neurons, whole tiles but for the last one."""
-    length = tiles(-(-n // max(-(-n // MAX_NEURONS), 1))) * TILE
+    most = TRAINED if training and n > UNSLICED and not together else MAX_NEURONS
+    length = tiles(-(-n // max(-(-n // most), 1))) * TILE
     return [(first, min(n, first + length)) for first in range(0, n, length)] if n else []
 
 

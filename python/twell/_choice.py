@@ -30,8 +30,8 @@ from twell.ops.operands import Mains, Operands
 from twell.ops.slices import Added
 from twell.strategy.site import tokens_of
 
-# neurons whose windows are multiplied with dy together
-_BLOCK = 8192
+# neurons whose windows are multiplied with dy together, and tokens that are counted together
+_BLOCK, _GROUP = 8192, 256
 
 
 class Choice(NamedTuple):
@@ -80,30 +80,41 @@ def require_counts(name: str, counts: Tensor, layer: Operands, invariant: bool) 
 
 def within(gate: Tensor, level: Tensor, bandwidth: float) -> Tensor:
     """Which of the gates [M, N] are within the windows of their thresholds [N]."""
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    return (gate.to(wide) - level.to(wide)).abs() < bandwidth / 2
+    center = level.double()
+    low, high = center - bandwidth / 2, center + bandwidth / 2
+    # no gate lies between a bound and the next value outside
+    below, above = low.to(gate.dtype), high.to(gate.dtype)
+    below = torch.where(below.double() > low, _next(below, -1), below)
+    above = torch.where(above.double() < high, _next(above, 1), above)
+    return (gate > below) & (gate < above)
+
+
+def _next(values: Tensor, step: int) -> Tensor:
+    """The values of the same dtype above (1) or below (-1) finite ones."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.dtype.itemsize]
+    bits = values.view(integers)
+    # of zero the least value with the sign of the step
+    away = torch.where(values == 0, step, values.sign()) == step
+    zero = torch.full_like(bits, 1 if step > 0 else torch.iinfo(integers).min + 1)
+    return torch.where(values == 0, zero, torch.where(away, bits + 1, bits - 1)).view(values.dtype)
 
 
 def largest(gate: Tensor, most: int) -> Tensor:
-    """Which of the gates [M, N] are the ``most`` largest above zero, of equal ones the first; NaN is the largest."""
-    if gate.dtype.itemsize > 2:
-        order = gate.flatten().nan_to_num(nan=torch.inf).sort(descending=True, stable=True).indices[:most]
-        chosen = torch.zeros_like(gate, dtype=torch.bool).view(-1).index_fill_(0, order, True)
-        return chosen.view(gate.shape) & ~(gate <= 0)
-    # positive values are in the order of their bits: the largest level that so many reach
-    keys = gate.masked_fill(gate <= 0, 0).view(torch.int16) & 0x7FFF
-    level = torch.zeros((), dtype=torch.int16, device=gate.device)
-    for bit in reversed(range(15)):
-        higher = level | 1 << bit
-        level = torch.where((keys >= higher).sum() >= most, higher, level)
-    above, equal = keys > level, keys == level
-    in_row = equal.sum(1)
+    """Which of the gates [M, N] are the ``most`` largest above zero, of equal ones the first; and all that are NaN."""
+    values = gate.flatten().topk(min(most, gate.numel()), sorted=False).values
+    if not len(values):
+        return torch.zeros_like(gate, dtype=torch.bool)
+    level = values.masked_fill(values.isnan(), torch.inf).amin().clamp(min=0)
     # of the gates at the level those of the first tokens, in one token the first neurons
-    room = (most - above.sum() - (in_row.cumsum(0) - in_row)).clamp(min=0)
-    last = ((room > 0) & (room < in_row)).to(torch.int64).argmax().view(1)
+    equal = gate == level
+    in_row = equal.sum(1)
+    room = (most - (~(values <= level)).sum() - (in_row.cumsum(0) - in_row)).clamp(min=0)
+    under = torch.where((room >= in_row) & (level > 0), _next(level, -1), level)
+    chosen = ~(gate <= under[:, None])
+    # at most one token has some of its gates at the level, and not all
+    last = ((room > 0) & (room < in_row) & (level > 0)).to(torch.uint8).argmax().view(1)
     part = equal[last] & (equal[last].cumsum(1) <= room[last])
-    chosen = above | (equal & (room >= in_row)[:, None])
-    return chosen.index_put_((last,), part | chosen[last]) & (keys > 0)
+    return chosen.index_put_((last,), (part & (level > 0)) | chosen[last])
 
 
 def hidden_of(gate: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
@@ -177,24 +188,22 @@ class _Chosen(torch.autograd.Function):
         choice = choice._replace(threshold=threshold)
         n, dtype = len(w_up), x.dtype
         level = None if threshold is None else choice.level(dtype)
-        slices, y = geometry.neuron_slices(n), torch.empty_like(x)
-        kept = x.new_empty(hybrid.words(x, n, False), dtype=torch.int32)
-        windows = x.new_empty((len(x), n // 8 if level is not None else 0), dtype=torch.uint8)
-        # tokens whose gates are within the windows, and those of them that fire
-        counts = x.new_zeros((2, n if level is not None else 0), dtype=torch.int32)
+        together, y = level is None, torch.empty_like(x)
+        slices = geometry.neuron_slices(n, True, together)
+        kept = x.new_empty(hybrid.words(x, n, False, 0, together), dtype=torch.int32)
+        # of each gate within its window 1, or 2 if it fires
+        windows = x.new_empty((len(x), n if level is not None else 0), dtype=torch.uint8)
         added = Added(y, b_down)
         l1 = x.new_zeros((), dtype=hybrid.accumulator(dtype))
         nonzeros = x.new_zeros((), dtype=torch.float32)
-        for first, last, own in hybrid.split(kept, x, n, False) if len(x) else ():
+        for first, last, own in hybrid.split(kept, x, n, False, together) if len(x) else ():
             gate = F.linear(x, w_up[first:last], None if b_up is None else b_up[first:last])
             if level is None:
                 gate.masked_fill_(~largest(gate, choice.most), 0)
             else:
                 near = within(gate, level[first:last], choice.bandwidth)
-                windows[:, first // 8 : last // 8] = _bits(near)
                 silent = gate <= level[first:last]
-                counts[0, first:last] = near.sum(0)
-                counts[1, first:last] = near.masked_fill_(silent, False).sum(0)
+                torch.add(near.view(torch.uint8), (near > silent).view(torch.uint8), out=windows[:, first:last])
                 gate.masked_fill_(silent, 0)
             if firing is not None:
                 firing[first:last] += (~(gate <= 0)).sum(0)
@@ -210,14 +219,14 @@ class _Chosen(torch.autograd.Function):
                 added.add(found)
         if len(slices) > 1:
             added.store()
-        ctx.save_for_backward(x, w_up, w_down, b_up, threshold, level, windows, counts, kept)
+        ctx.save_for_backward(x, w_up, w_down, b_up, threshold, level, windows, kept)
         ctx.bandwidth = choice.bandwidth
         ctx.set_materialize_grads(False)
         return y, l1, nonzeros
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, dn: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, w_up, w_down, b_up, threshold, level, windows, counts, kept = saved = ctx.saved_tensors
+        x, w_up, w_down, b_up, threshold, level, windows, kept = saved = ctx.saved_tensors
         of_x, of_up, of_down, of_b_up, of_b_down, of_threshold = ctx.needs_input_grad[1:]
         found: Sequence[Tensor | None] = (None,) * 6
         d_threshold = db_down = None
@@ -232,7 +241,7 @@ class _Chosen(torch.autograd.Function):
                 found = gradients_of(dy, dl1, pair, needs, Mains(), activation)
             if of_threshold:
                 upstream = dy, dl1, dn
-                d_threshold = _of_thresholds(ctx.bandwidth, windows, counts, level, w_down, *upstream)
+                d_threshold = _of_thresholds(ctx.bandwidth, windows, level, w_down, *upstream)
                 d_threshold = d_threshold.to(threshold.dtype)
             if of_b_down and dy is not None:
                 db_down = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
@@ -243,16 +252,9 @@ class _Chosen(torch.autograd.Function):
         return None, *gradients
 
 
-def _bits(flags: Tensor) -> Tensor:
-    """Flags [M, N] as the bits of bytes [M, N / 8]."""
-    places = torch.arange(8, dtype=torch.uint8, device=flags.device)
-    return (flags.view(len(flags), -1, 8).to(torch.uint8) << places).sum(2, dtype=torch.uint8)
-
-
 def _of_thresholds(
     bandwidth: float,
     windows: Tensor,
-    counts: Tensor,
     level: Tensor,
     w_down: Tensor,
     dy: Tensor | None,
@@ -264,15 +266,21 @@ def _of_thresholds(
     So no dh is made. A NaN in dy is a NaN for all thresholds, as in dense PyTorch.
     """
     wide = hybrid.accumulator(level.dtype)
-    places = torch.arange(8, dtype=torch.uint8, device=level.device)
-    # |h| has no slope at zero
-    found = torch.zeros_like(level, dtype=wide) if dl1 is None else counts[1] * dl1
-    for first in range(0, len(level) if dy is not None else 0, _BLOCK):
+    found = torch.zeros_like(level, dtype=wide)
+    if dy is not None:
+        # the windows are counted, too: of so few tokens at a time that 16 bits hold the number
+        groups = torch.arange(len(dy), device=dy.device)[:, None] // _GROUP
+        places = torch.arange(-(-len(dy) // _GROUP), device=dy.device)
+        dy = torch.cat([dy, (groups == places).to(dy.dtype)], 1)
+    for first in range(0, len(level), _BLOCK):
         here = slice(first, first + _BLOCK)
-        flags = (windows[:, first // 8 : (first + _BLOCK) // 8, None] >> places & 1).flatten(1)
-        sums = flags.to(dy.dtype).t() @ dy  # type: ignore[union-attr, operator]
-        found[here] += (sums.to(wide) * w_down[:, here].t().to(wide)).sum(1)
-    found *= level.to(wide)
-    if dn is not None:
-        found += counts[0] * dn
+        own, at, k = windows[:, here], level[here].to(wide), len(w_down)
+        if dy is not None:
+            sums = ((own > 0).to(dy.dtype).t() @ dy).to(wide)
+            found[here] += at * (sums[:, :k] * w_down[:, here].t().to(wide)).sum(1)
+        if dl1 is not None:
+            # |h| has no slope at zero
+            found[here] += at * (own > 1).sum(0) * dl1
+        if dn is not None:
+            found[here] += dn * ((own > 0).sum(0) if dy is None else sums[:, k:].sum(1))
     return found / -bandwidth

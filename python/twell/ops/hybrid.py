@@ -95,22 +95,26 @@ def _words(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize // 4
 
 
-def words(x: Tensor | View, n: int, gated: bool, held: int = 0) -> int:
-    """Words of ``kept`` for the gate of ``x`` [M, ...] with ``n`` neurons; ``held``: non-zeros per token, 0: most."""
+def words(x: Tensor | View, n: int, gated: bool, held: int = 0, together: bool = False) -> int:
+    """Words of ``kept`` for the gate of ``x`` [M, ...] with ``n`` neurons; ``held``: non-zeros per token, 0: most.
+
+    together: whether gates of all neurons are chosen together.
+    """
     at = 0
-    for first, last in geometry.neuron_slices(n):
-        at = -(-at // _PLACE) * _PLACE + _words_of_slice(x, last - first, gated, held)
+    for first, last in geometry.neuron_slices(n, True, together):
+        at = -(-at // _PLACE) * _PLACE + words_of_slice(x, last - first, gated, held)
     return at
 
 
-def _words_of_slice(x: Tensor | View, n: int, gated: bool, held: int) -> int:
+def words_of_slice(x: Tensor | View, n: int, gated: bool, held: int = 0) -> int:
+    """The same of neurons that are one slice."""
     m = x.shape[0]
     return _places(m, n)[1] + geometry.hybrid_words(geometry.hybrid_capacity(m, n, held), _value_bytes(x, gated))
 
 
-def split(kept: Tensor, x: Tensor, n: int, gated: bool) -> list[tuple[int, int, Tensor]]:
+def split(kept: Tensor, x: Tensor, n: int, gated: bool, together: bool) -> list[tuple[int, int, Tensor]]:
     """(first, end, kept) of the slices of a layer of ``n`` neurons; ValueError if ``kept`` is not of such a layer."""
-    slices = geometry.neuron_slices(n)
+    slices = geometry.neuron_slices(n, True, together)
     if len(slices) == 1:
         return [(0, n, kept)]
     # what it was made for is known by its length alone
@@ -121,7 +125,7 @@ def split(kept: Tensor, x: Tensor, n: int, gated: bool) -> list[tuple[int, int, 
     found, at = [], 0
     for first, last in slices:
         at = -(-at // _PLACE) * _PLACE
-        size = _words_of_slice(x, last - first, gated, held)
+        size = words_of_slice(x, last - first, gated, held)
         found.append((first, last, kept[at : at + size]))
         at += size
     return found
@@ -171,10 +175,10 @@ def sizes(kept: Tensor, m: int) -> Tensor:
     return kept[: geometry.token_tiles(m) + 1]
 
 
-def firing(kept: Tensor, x: Tensor, n: int, gated: bool) -> Tensor:
+def firing(kept: Tensor, x: Tensor, n: int, gated: bool, together: bool) -> Tensor:
     """How many tokens of ``x`` [M, ...] fire each of ``n`` neurons, int64; 1 of each if a slice has no entries."""
     found = []
-    for first, last, own in split(kept, x, n, gated):
+    for first, last, own in split(kept, x, n, gated, together):
         here = parts(own, x.shape[0], last - first)
         over = here.sizes[-1] > capacity_of(x, last - first, gated, own)
         found.append(torch.where(over, 1, here.popularity).long())
@@ -190,7 +194,7 @@ def check_backward(given: Backward) -> None:
     check("dy", dy, x.shape, x.dtype)
     if dl1 is not None:
         check("dl1", dl1, (), accumulator(x.dtype))
-    check_kept(x, w_gate.shape[0], w_up is not None, kept)
+    check_kept(x, w_gate.shape[0], w_up is not None, kept, bool(given.activation.k))
 
 
 def check_first(first: int, columns: int) -> None:
@@ -199,13 +203,18 @@ def check_first(first: int, columns: int) -> None:
         raise ValueError(f"first must be a multiple of {STRIDE_MULTIPLE} below {columns} columns, got {first}")
 
 
-def check_kept(x: Tensor, n: int, gated: bool, kept: Tensor) -> None:
+def check_kept(x: Tensor, n: int, gated: bool, kept: Tensor, together: bool) -> None:
     """Raise unless ``kept`` is the gate of ``x`` [M, ...] with ``n`` neurons."""
     if len(kept.shape) != 1:
         raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
-    for first, last, own in split(kept, x, n, gated):
-        held = geometry.hybrid_words(capacity_of(x, last - first, gated, own), _value_bytes(x, gated))
-        check("kept", own, (_places(x.shape[0], last - first)[1] + held,), torch.int32)
+    for first, last, own in split(kept, x, n, gated, together):
+        check_kept_of_slice(x, last - first, gated, own)
+
+
+def check_kept_of_slice(x: Tensor, n: int, gated: bool, kept: Tensor) -> None:
+    """The same of neurons that are one slice."""
+    held = geometry.hybrid_words(capacity_of(x, n, gated, kept), _value_bytes(x, gated))
+    check("kept", kept, (_places(x.shape[0], n)[1] + held,), torch.int32)
 
 
 def require_offsets(m: int, n: int) -> None:

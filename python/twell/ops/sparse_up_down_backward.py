@@ -45,7 +45,7 @@ def _filling(fill: Callable[[Backward, Gradients, Tensor | None, int], None]) ->
         check("dy", dy, (gate.shape[0], w_down.shape[1]), gate.dtype)
         if dl1 is not None:
             check("dl1", dl1, (), hybrid.accumulator(gate.dtype))
-        hybrid.check_kept(gate, w_down.shape[0], w_up is not None, kept)
+        hybrid.check_kept_of_slice(gate, w_down.shape[0], w_up is not None, kept)
         hybrid.check_first(first, w_down.shape[1])
         out, d_gate = outputs(given, *wanted)
         layer = Operands(x, None, w_up, w_down, None, b_up)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ def outputs(given: Given, compression: int, held: int, name: str, threshold: flo
         raise ValueError(f"held must be non-zeros per token, or 0 for the most, got {held}")
     l1 = gate.new_empty((), dtype=hybrid.accumulator(gate.dtype))
     nonzeros = gate.new_empty((), dtype=torch.int64)
-    pattern = gate.new_empty(hybrid.words(gate, gate.shape[1], w_up is not None, held), dtype=torch.int32)
+    pattern = gate.new_empty(hybrid.words_of_slice(gate, gate.shape[1], w_up is not None, held), dtype=torch.int32)
     return gate.new_empty((gate.shape[0], w_down.shape[1])), l1, nonzeros, pattern
 
 
