@@ -189,7 +189,7 @@ def chart(rows: list[dict[str, float]], path: Path) -> None:
         axes.plot([row["l0"] for row in rows], ys, marker="o")
         for row, y in zip(rows, ys, strict=True):
             axes.annotate(f"{row['sparsity']:g}", (row["l0"], y), xytext=(4, 4), textcoords="offset points")
-        axes.set(xscale="log", xlabel="L0: features per token", ylabel=name)
+        axes.set(xlabel="L0: features per token", ylabel=name)
     figure.savefig(path, dpi=150)
 
 
