@@ -47,7 +47,7 @@ def why_dense(strategy: Any, n: int, k: int, k_out: int, dtype: torch.dtype, dev
 class _JumpReLU(torch.autograd.Function):
     """gate [M, N] -> the gate where it is above its threshold [N], else 0, and the number of such entries, 0-d.
 
-    The gradient of the threshold is the straight-through estimate of arXiv 2407.14435, equations 11 and 12.
+    The gradient of the threshold is the straight-through estimate of arXiv 2407.14435.
     """
 
     @staticmethod
@@ -79,7 +79,7 @@ class SparseAutoencoder(nn.Module):
             that starts at the given value; "topk", ReLU of the ``k`` largest of each token; "batchtopk", ReLU of the
             int(k tokens) largest of the call. With "batchtopk" the least code of each call in ``train`` mode moves the
             buffer ``threshold``, float32 0-d, by ``threshold_rate`` of the way, from 0; in ``eval`` mode codes are
-            what is above it (arXiv 2412.06410, section 3).
+            what is above it (arXiv 2412.06410).
         bandwidth: of "jumprelu": the threshold gets the straight-through gradient of arXiv 2407.14435, also from
             ``aux.l0``. A threshold below 0 counts as 0 and keeps its gradient.
         tied: the decoder is the transpose of ``W_enc``, and ``W_dec`` is None.
@@ -373,7 +373,9 @@ class SparseAutoencoder(nn.Module):
         error = ((x if target is None else target) - y).detach()
         chosen = _largest(pre, min(most, len(which)))
         missed = F.linear(chosen, self.decoder[which].t()) - error
-        return missed.to(torch.promote_types(missed.dtype, torch.float32)).square().sum(-1).mean() * min(1.0, len(which) / most)
+        return missed.to(torch.promote_types(missed.dtype, torch.float32)).square().sum(-1).mean() * min(
+            1.0, len(which) / most
+        )
 
     def explain(self, name: str = "") -> list[Choice]:
         """The rows of ``twell.explain`` for this layer."""

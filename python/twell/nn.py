@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from twell import _adapted, _autograd, _down_layout, _explained, _modes, _plain, _projections, functional
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
-from twell._autoencoder import SparseAutoencoder
+from twell._autoencoder import SparseAutoencoder as SparseAutoencoder
 from twell._float8_mlp import Float8MLP
 from twell._front import Front, Learning
 from twell._projections import Projection

@@ -1,8 +1,8 @@
 """Files of Gemma Scope (arXiv 2408.05147) and Gemma Scope 2: JumpReLU autoencoders and transcoders.
 
-A file holds W_enc [d_in, d_sae], W_dec [d_sae, d_out], b_enc, threshold [d_sae] and b_dec [d_out]: as ``params.npz``, or
-in Gemma Scope 2 as ``params.safetensors`` with small letters, transcoders with ``affine_skip_connection`` [d_in, d_out].
-None subtracts b_dec from x.
+A file holds W_enc [d_in, d_sae], W_dec [d_sae, d_out], b_enc, threshold [d_sae] and b_dec [d_out]. Gemma Scope has
+``params.npz``. Gemma Scope 2 has ``params.safetensors`` with small letters; its transcoders may have
+``affine_skip_connection`` [d_in, d_out], too. None subtracts b_dec from x.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from twell._arguments import require, require_path
-from twell._files import complete_file
+from twell._files import replacing
 from twell.functional import Strategy
 from twell.nn import SparseAutoencoder
 from twell.strategy.site import AutoStrategy
@@ -87,14 +86,14 @@ def save(sae: SparseAutoencoder, path: str | os.PathLike[str]) -> None:
             raise ValueError("path must end with .safetensors for a skip product, got .npz")
         import numpy
 
-        with complete_file(path) as whole, open(whole, "wb") as file:
+        with replacing(path) as whole, open(whole, "wb") as file:
             numpy.savez(file, **{name: tensor.float().numpy() for name, tensor in tensors.items()})
     elif path.suffix == ".safetensors":
         from safetensors.torch import save_file
 
         if "W_skip" in tensors:
             tensors[_SKIP] = tensors.pop("W_skip").t()
-        with complete_file(path) as whole:
+        with replacing(path) as whole:
             save_file({_lower(name): tensor.contiguous() for name, tensor in tensors.items()}, whole)
     else:
         raise ValueError(f"path must end with .npz or .safetensors, got {path.name}")
@@ -105,7 +104,8 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
-        return load_file(path)
+        tensors: dict[str, Tensor] = load_file(path)
+        return tensors
     if path.suffix != ".npz":
         raise ValueError(f"path must end with .npz or .safetensors, got {path.name}")
     import numpy
@@ -121,5 +121,5 @@ def _name_of(key: str) -> str:
     return f"W_{key[2:]}" if key.startswith("w_") else key
 
 
-def _lower(name: str) -> Any:
+def _lower(name: str) -> str:
     return f"w_{name[2:]}" if name.startswith("W_") else name
