@@ -252,7 +252,8 @@ class SparseAutoencoder(nn.Module):
     def decode(self, codes: Tensor) -> Tensor:
         """``codes W_dec + b_dec`` [..., d_out] of codes [..., d_sae], dense or COO of two dimensions. Skips nothing."""
         if codes.is_sparse:
-            return torch.sparse.mm(codes, self.decoder) + self.b_dec
+            product: Tensor = torch.sparse.mm(codes, self.decoder)
+            return product + self.b_dec
         return F.linear(codes, self.decoder.t(), self.b_dec)
 
     def _centred(self, x: Tensor) -> Tensor:
@@ -411,7 +412,8 @@ def _keep_rows(module: SparseAutoencoder, incompatible_keys: Any) -> None:
 def _norms(rows: Tensor) -> Tensor:
     """The norm of each row, float32 or wider [N, 1], above 0."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    return torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=dtype).clamp(min=torch.finfo(dtype).tiny)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=dtype)
+    return norms.clamp(min=torch.finfo(dtype).tiny)
 
 
 def _largest(values: Tensor, k: int) -> Tensor:

@@ -16,9 +16,8 @@ kernels want 16 bits: a SAE in bfloat16, or one in float32 under autocast, which
 What differs: the pre-activation is rounded once, after its bias; of equal pre-activations TopK keeps the first. Where a
 decoder's norms matter, in ``rescale_acts_by_decoder_norm`` and in the L1 loss, they are folded into the encoder's and
 the decoder's rows in each call; in the L1 loss a row of zeros then gets no gradient. ``TrainStepOutput.feature_acts``
-and ``hidden_pre`` are computed when they are read, by SAELens' code; what its trainer reads in each step, who fired, is
-known already. Read them before the optimizer changes the parameters: after that only logging steps have them, without
-gradients, and others raise RuntimeError.
+and ``hidden_pre`` are computed when they are read, dense; what SAELens' trainer reads in each step, who fired, is known
+already. For that an output holds the encoder's weight as the step read it.
 
 ``W_enc`` is stored as the transposed view of rows, which kernels read in place. Its shape and values stay, and so do
 files. ``safetensors.torch.save_file(sae.state_dict(), ...)`` wants ``W_enc`` contiguous: use ``save_model``. Call
@@ -69,7 +68,7 @@ class _Sparse:
         """As SAELens'."""
         if _why_not(self, training=False):
             return self._base.forward(self, x)  # type: ignore[no-any-return]
-        y, _, _ = _run(self, x)
+        y, _, _ = _run(self, x, None)
         if isinstance(self, transcoder.SkipTranscoder):
             y = y + x @ self.W_skip.T.to(x.device)
         # transcoders have no such hook in their forward pass
@@ -101,19 +100,16 @@ class _SparseTraining(_Sparse):
                 self.threshold.data.clamp_(min=0.0)
         if why := _why_not(self, training=True):
             info_once(f"a training step of {self._base.__name__} runs SAELens' code: {why}")
-            return self._base.training_forward_pass(self, step_input)  # type: ignore[no-any-return]
+            return self._base.training_forward_pass(self, step_input)
         sae_in, counts = step_input.sae_in, torch.zeros(self.cfg.d_sae, dtype=torch.int64, device=self.device)
-        sae_out, aux, processed = _run(self, sae_in, counts)
+        sae_out, aux, step = _run(self, sae_in, counts)
         losses = {"mse_loss": self.mse_loss_fn(sae_out, sae_in).sum(dim=-1).mean()}
-        losses |= _aux_losses(self, step_input, aux, processed, sae_out)
-        step = _Step(self, sae_in)
-        if step_input.is_logging_step:
-            step.keep()
-        acts, hidden = _later(step, 0, counts), _later(step, 1, None)
+        losses |= _aux_losses(self, step_input, aux, step.x, sae_out)
+        acts, hidden = _Later.of(step, 0, counts), _Later.of(step, 1, None)
         output = TrainStepOutput(sae_in, sae_out, acts, hidden, torch.stack(list(losses.values())).sum(), losses)
         if isinstance(self, batchtopk_sae.BatchTopKTrainingSAE):
             with torch.no_grad():
-                self.update_topk_threshold(step.make()[0])
+                self.update_topk_threshold(step.part(0))
             output.metrics["topk_threshold"] = self.topk_threshold
         return output
 
@@ -150,7 +146,7 @@ def sparsify_(sae: SAE[Any], strategy: Strategy | AutoStrategy = "auto") -> SAE[
     routed(Facts(strategy="auto" if isinstance(strategy, AutoStrategy) else strategy))
     if not isinstance(sae, _Sparse):
         # load_state_dict(assign=True) replaces rows with contiguous tensors
-        sae.register_load_state_dict_post_hook(_lay)  # type: ignore[no-untyped-call]
+        sae.register_load_state_dict_post_hook(_lay)
     sae.__class__ = _CLASSES[base]
     sae._strategy = AutoStrategy() if strategy == "auto" else strategy
     _lay(sae)
@@ -160,7 +156,7 @@ def sparsify_(sae: SAE[Any], strategy: Strategy | AutoStrategy = "auto") -> SAE[
 def restore_(sae: SAE[Any]) -> SAE[Any]:
     """Undo ``sparsify_``, in place; return ``sae``. Raises TypeError for another object."""
     require("sae", sae, _Sparse, "what sparsify_ returned")
-    sae.__class__ = sae._base  # type: ignore[attr-defined]
+    sae.__class__ = sae._base
     del sae._strategy
     for key, hook in list(sae._load_state_dict_post_hooks.items()):
         if hook is _lay:
@@ -260,7 +256,7 @@ def to_sae_lens(sae: SparseAutoencoder, *, training: bool = False, **config: Any
     kind, form = (get_sae_training_class if training else get_sae_class)(name)
     made = kind(form(**config))
     made.load_state_dict(tensors)
-    return made.train(sae.training)  # type: ignore[no-any-return]
+    return made.train(sae.training)
 
 
 def _lay(sae: Any, incompatible_keys: Any = None) -> None:
@@ -311,12 +307,12 @@ def _is_silent(point: nn.Module) -> bool:
     return type(point) in (HookPoint, topk_sae.SparseHookPoint, nn.Identity) and not any(hooks)
 
 
-def _run(sae: Any, x: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Aux, Tensor]:
+def _run(sae: Any, x: Tensor, counts: Tensor | None) -> tuple[Tensor, Aux, _Step]:
     """``sae.decode(sae.encode(x))``, the figures, and what the encoder read; with ``counts`` for training.
 
     In training of a standard SAE ``aux.l1`` is of codes times the norms of their decoder rows.
     """
-    processed = sae.process_sae_in(x)
+    x = sae.process_sae_in(x)
     options: dict[str, Any] = {"activation": "relu", "strategy": sae._strategy, "return_aux": True}
     if isinstance(sae, (topk_sae.TopKSAE, topk_sae.TopKTrainingSAE)):
         batch = isinstance(sae, batchtopk_sae.BatchTopKTrainingSAE)
@@ -328,19 +324,22 @@ def _run(sae: Any, x: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Aux
     elif hasattr(sae, "threshold"):
         # these apply ReLU, too, and give the threshold no gradient
         options |= {"activation": "fatrelu", "threshold": sae.threshold.detach().clamp(min=0)}
-    if counts is not None:
-        options["counts"] = counts
-    w_enc, b_enc, w_dec = sae.W_enc.t(), sae.b_enc, sae.W_dec
+    w_enc, b_enc, w_dec, norms = sae.W_enc.t(), sae.b_enc, sae.W_dec, None
     weighted = counts is not None and isinstance(sae, sae_lens.StandardTrainingSAE)
     if weighted or getattr(sae.cfg, "rescale_acts_by_decoder_norm", False):
         norms = w_dec.norm(dim=-1).clamp(min=torch.finfo(w_dec.dtype).tiny)
         w_enc, b_enc, w_dec = w_enc * norms[:, None], b_enc * norms, w_dec / norms[:, None]
-    y, aux = functional.sparse_ffn(processed, w_enc, w_dec.t(), b_up=b_enc, **options)
+    if counts is not None:
+        options["counts"] = counts
+        # a tensor that the optimizer does not change
+        dtype = _modes.product_dtype(w_enc.dtype, w_enc.device.type)
+        w_enc = w_enc.to(dtype, copy=norms is None)
+    y, aux = functional.sparse_ffn(x, w_enc, w_dec.t(), b_up=b_enc, **options)
     # under autocast the product has 16 bits and the sum not
     y = sae.hook_sae_recons(y + sae.b_dec)
     if not isinstance(sae, transcoder.Transcoder):
         y = sae.reshape_fn_out(sae.run_time_activation_norm_fn_out(y), sae.d_head)
-    return y, aux, processed
+    return y, aux, _Step(sae, x, w_enc, b_enc, norms if weighted else None)
 
 
 def _aux_losses(sae: Any, step: TrainStepInput, aux: Aux, processed: Tensor, sae_out: Tensor) -> dict[str, Tensor]:
@@ -390,65 +389,59 @@ def _revival_loss(sae: Any, residual: Tensor, mask: Tensor | None, processed: Te
 
 
 class _Step:
-    """The dense codes and pre-activations of a training step, computed by SAELens' code when they are read."""
+    """What the encoder read in a training step, for dense codes and pre-activations.
 
-    def __init__(self, sae: Any, sae_in: Tensor) -> None:
-        self.sae, self.sae_in = sae, sae_in
-        self.versions = self._versions()
-        kind = sae_in.device.type
+    ``norms``: of the decoder's rows, by which the weight is multiplied and codes are not.
+    """
+
+    def __init__(self, sae: Any, x: Tensor, w_enc: Tensor, b_enc: Tensor, norms: Tensor | None) -> None:
+        self.sae, self.x, self.w_enc, self.b_enc, self.norms = sae, x, w_enc, b_enc, norms
+        if isinstance(sae, _SparseTraining):
+            self.b_enc = b_enc.clone()
+            self.threshold = sae.threshold.clone() if hasattr(sae, "threshold") else None
+        kind = x.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        self._kept: tuple[Tensor, Tensor] | None = None
-        self._made: tuple[Tensor, Tensor] | None = None
+        # as SAELens' sum of the product and the bias
+        self.dtype = torch.promote_types(w_enc.dtype, b_enc.dtype)
 
-    def _versions(self) -> list[tuple[int, int]]:
-        return [(t.data_ptr(), t._version) for t in (self.sae_in, *self.sae.parameters())]
-
-    def keep(self) -> None:
-        """Compute them now, without gradients, for after the optimizer's step."""
-        with torch.no_grad():
-            self._kept = self._encoded()
-
-    def _encoded(self) -> tuple[Tensor, Tensor]:
+    def part(self, which: int) -> Tensor:
+        """The codes, 0, or the pre-activations, 1, with their gradient."""
         kind, dtype, enabled = self._autocast
         with torch.autocast(kind, dtype=dtype, enabled=enabled):
-            return self.sae._base.encode_with_hidden_pre(self.sae, self.sae_in)  # type: ignore[no-any-return]
-
-    def make(self) -> tuple[Tensor, Tensor]:
-        """Codes and pre-activations; RuntimeError if they can be computed no more."""
-        if self._versions() != self.versions:
-            if self._kept is None and self._made is None:
-                raise RuntimeError(
-                    "feature_acts and hidden_pre must be read before parameters or sae_in change, got them changed"
-                )
-            return self._made or self._kept  # type: ignore[return-value]
-        if not torch.is_grad_enabled():
-            return self._encoded()
-        self._made = self._made or self._encoded()
-        return self._made
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the codes."""
-        _, dtype, enabled = self._autocast
-        product = dtype if enabled else self.sae.dtype
-        return torch.promote_types(product, self.sae.dtype)
+            pre = self.x @ self.w_enc.t() + self.b_enc
+            if self.norms is not None:
+                pre = pre / self.norms
+            if which == 1:
+                return pre
+            if self.threshold is None:
+                return self.sae.activation_fn(pre)  # type: ignore[no-any-return]
+            level = self.threshold.to(pre.dtype)
+            return jumprelu_sae.JumpReLU.apply(pre, level, self.sae.bandwidth, False)  # type: ignore[no-any-return]
 
 
 class _Later(Tensor):
     """A tensor [..., N] of a ``_Step``, computed when an operator reads it, but for the sums of what fired.
 
-    ``part``: 0 for codes, 1 for pre-activations. ``kind``: None, or bool or float32 of codes that are not 0.
+    ``which``: 0 for codes, 1 for pre-activations. ``kind``: None, or bool or float32 of codes that are not 0.
     ``counts``: int64 [N], how many tokens fire each neuron.
     """
 
     step: _Step
-    part: int
+    which: int
     kind: torch.dtype | None
     counts: Tensor | None
 
+    @classmethod
+    def of(cls, step: _Step, which: int, counts: Tensor | None, kind: torch.dtype | None = None) -> _Later:
+        """Such a tensor."""
+        shape = (*step.x.shape[:-1], len(step.w_enc))
+        made: Any = cls._make_wrapper_subclass(cls, shape, dtype=kind or step.dtype, device=step.x.device)
+        made.step, made.which, made.counts, made.kind = step, which, counts, kind
+        return made  # type: ignore[no-any-return]
+
     def dense(self) -> Tensor:
         """The tensor."""
-        made = self.step.make()[self.part]
+        made = self.step.part(self.which)
         return made if self.kind is None else made.bool().to(self.kind)
 
     @classmethod
@@ -460,9 +453,9 @@ class _Later(Tensor):
                     return function(*args, **kwargs)
             if own.counts is not None:
                 if function is Tensor.bool:
-                    return _later(own.step, own.part, own.counts, torch.bool)
+                    return cls.of(own.step, own.which, own.counts, torch.bool)
                 if function is Tensor.float and own.kind is not None:
-                    return _later(own.step, own.part, own.counts, torch.float32)
+                    return cls.of(own.step, own.which, own.counts, torch.float32)
                 if function is Tensor.sum and own.kind is not None and own.dim() == 2 and not kwargs:
                     if args[1:] in ((0,), (-2,)):
                         return own.counts.to(torch.int64 if own.kind == torch.bool else own.kind)
@@ -480,11 +473,3 @@ _PLAIN = (
     *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.__len__),
     *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
 )
-
-
-def _later(step: _Step, part: int, counts: Tensor | None, kind: torch.dtype | None = None) -> _Later:
-    shape = (*step.sae_in.shape[:-1], step.sae.cfg.d_sae)
-    dtype = step.dtype if kind is None else kind
-    made = Tensor._make_wrapper_subclass(_Later, shape, dtype=dtype, device=step.sae_in.device)  # type: ignore[attr-defined]
-    made.step, made.part, made.counts, made.kind = step, part, counts, kind
-    return made  # type: ignore[no-any-return]
