@@ -295,7 +295,7 @@ class SparseAutoencoder(nn.Module):
             self._move_threshold(codes)
         tokens = max(tokens_of(centred), 1)
         wide = torch.promote_types(codes.dtype, torch.float32)
-        return self.decode(codes), Aux(codes.sum(dtype=wide) / tokens, count / tokens)
+        return self.decode(codes), Aux(codes.abs().sum(dtype=wide) / tokens, count / tokens)
 
     def _sparse(self, centred: Tensor, fired: Tensor | None) -> tuple[Tensor, Aux]:
         """The same by ``twell.sparse_ffn``."""

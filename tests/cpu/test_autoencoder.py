@@ -118,7 +118,7 @@ def test_training_by_kernels_is_that_by_pytorch(kind: str) -> None:
     other.strategy = "union"
     for each in (sae, other):
         y, aux = each(x, return_aux=True)
-        (y.square().sum() + aux.l1 + 5 * (aux.l0 if kind == "jumprelu" else 0)).backward()
+        (y.square().sum() + 5 * (aux.l0 if kind == "jumprelu" else aux.l1)).backward()
     for (name, ours), theirs in zip(other.named_parameters(), sae.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
     for (name, ours), theirs in zip(other.named_buffers(), sae.buffers(), strict=True):
