@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from twell import _down_layout, _modes, functional
 from twell._arguments import require_choice, require_flag, require_integer, require_number, require_positive
-from twell._float8_mlp import _moving
+from twell._float8_mlp import moving
 from twell._runtime.log import info_once
 from twell.functional import Aux, Strategy
 from twell.strategy import tables
@@ -395,7 +395,7 @@ class SparseAutoencoder(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         threshold = self.threshold
         own = (threshold, None if threshold is None or not threshold.is_leaf else threshold.grad)
-        return super()._apply(_moving(fn, own), recurse)  # type: ignore[no-untyped-call, no-any-return]
+        return super()._apply(moving(fn, own), recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *how: Any) -> None:
         """As torch, of state dicts without ``tokens_since_fired``, too."""
