@@ -146,6 +146,13 @@ def test_what_runs_their_code() -> None:
     assert reason(sae) == "SAELens: hooks on hook_sae_acts_post"
     sae.reset_hooks()
     assert reason(sae) == "twell"
+    sae.decode = sae.decode
+    assert reason(sae) == "SAELens: methods of the object's own, decode"
+    del sae.decode
+    top = twell_sae.sparsify_(case("topk", "bfloat16", k=6), "union")
+    assert reason(top) == "twell"
+    top.activation_fn = torch.nn.ReLU()
+    assert reason(top) == "SAELens: an activation function of its own, ReLU"
     with pytest.warns(DeprecationWarning, match="use_error_term"):
         sae.use_error_term = True
     assert reason(sae) == "SAELens: the error term"

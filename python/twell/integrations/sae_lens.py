@@ -54,8 +54,8 @@ except ImportError:
 __all__ = ["explain", "from_sae_lens", "restore_", "sparsify_", "to_sae_lens"]
 
 _NORMALISED = ("constant_norm_rescale", "layer_norm")
-# the activations that the classes give themselves
-_ACTIVATIONS = (nn.ReLU, topk_sae.TopK, batchtopk_sae.BatchTopK)
+# methods that an object may have been given in place of its class's
+_METHODS = ("encode", "decode", "encode_with_hidden_pre", "calculate_aux_loss", "process_sae_in")
 
 
 class _Sparse:
@@ -66,7 +66,8 @@ class _Sparse:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         """As SAELens'."""
-        if _why_not(self, training=False):
+        if why := _why_not(self, training=False):
+            _say(f"{self._base.__name__} runs SAELens' code: {why}")
             return self._base.forward(self, x)  # type: ignore[no-any-return]
         y, _, _ = _run(self, x, None)
         if isinstance(self, transcoder.SkipTranscoder):
@@ -99,7 +100,7 @@ class _SparseTraining(_Sparse):
             with torch.no_grad():
                 self.threshold.data.clamp_(min=0.0)
         if why := _why_not(self, training=True):
-            info_once(f"a training step of {self._base.__name__} runs SAELens' code: {why}")
+            _say(f"a training step of {self._base.__name__} runs SAELens' code: {why}")
             return self._base.training_forward_pass(self, step_input)
         sae_in, counts = step_input.sae_in, torch.zeros(self.cfg.d_sae, dtype=torch.int64, device=self.device)
         sae_out, aux, step = _run(self, sae_in, counts)
@@ -128,8 +129,6 @@ _CLASSES = {
         *(transcoder.JumpReLUTranscoder, transcoder.JumpReLUSkipTranscoder),
     )
 }
-# pickles find them here
-globals().update({kind.__name__: kind for kind in _CLASSES.values()})
 
 
 def sparsify_(sae: SAE[Any], strategy: Strategy | AutoStrategy = "auto") -> SAE[Any]:
@@ -265,16 +264,25 @@ def _lay(sae: Any, incompatible_keys: Any = None) -> None:
     _down_layout.store(sae.W_dec, rows=False)
 
 
+def _say(message: str) -> None:
+    if not _modes.compiling():
+        info_once(message)
+
+
 def _why_not(sae: Any, training: bool) -> str:
     """Why a pass of ``sae`` runs SAELens' own code; "" if it runs twell's."""
     cfg = sae.cfg
+    if training and _modes.compiling():
+        return "a trace of torch.compile"
+    if replaced := [name for name in _METHODS if name in sae.__dict__]:
+        return f"methods of the object's own, {', '.join(replaced)}"
     points = ("hook_sae_acts_pre", "hook_sae_acts_post", *(("hook_sae_input",) if training else ()))
     if hooked := [name for name in points if not _is_silent(getattr(sae, name))]:
         return f"hooks on {', '.join(hooked)}"
-    if type(sae.activation_fn) not in _ACTIVATIONS:
+    if type(sae.activation_fn) is not _activation_of(sae):
         return f"an activation function of its own, {type(sae.activation_fn).__name__}"
-    if getattr(cfg, "k", 0) > cfg.d_sae:
-        return f"k = {cfg.k} of {cfg.d_sae} neurons"
+    if getattr(sae.activation_fn, "k", 0) > cfg.d_sae:
+        return f"k = {sae.activation_fn.k} of {cfg.d_sae} neurons"
     if sae.use_error_term and not training:
         return "the error term"
     jumping = isinstance(sae, jumprelu_sae.JumpReLUTrainingSAE)
@@ -286,6 +294,14 @@ def _why_not(sae: Any, training: bool) -> str:
         return why
     dtype = _modes.product_dtype(sae.dtype, sae.device.type)
     return why_dense(sae._strategy, cfg.d_sae, cfg.d_in, sae.W_dec.shape[1], dtype, sae.W_enc.device)
+
+
+def _activation_of(sae: Any) -> type[nn.Module]:
+    """The kind of activation that the class of ``sae`` gives itself."""
+    if isinstance(sae, batchtopk_sae.BatchTopKTrainingSAE):
+        return batchtopk_sae.BatchTopK  # type: ignore[no-any-return]
+    topk = isinstance(sae, (topk_sae.TopKSAE, topk_sae.TopKTrainingSAE))
+    return topk_sae.TopK if topk else nn.ReLU
 
 
 def _why_not_losses(sae: Any) -> str:
@@ -314,9 +330,8 @@ def _run(sae: Any, x: Tensor, counts: Tensor | None) -> tuple[Tensor, Aux, _Step
     """
     x = sae.process_sae_in(x)
     options: dict[str, Any] = {"activation": "relu", "strategy": sae._strategy, "return_aux": True}
-    if isinstance(sae, (topk_sae.TopKSAE, topk_sae.TopKTrainingSAE)):
-        batch = isinstance(sae, batchtopk_sae.BatchTopKTrainingSAE)
-        options |= {"activation": "batchtopk" if batch else "topk", "k": sae.cfg.k}
+    if (kind := _activation_of(sae)) is not nn.ReLU:
+        options |= {"activation": "topk" if kind is topk_sae.TopK else "batchtopk", "k": sae.activation_fn.k}
     elif isinstance(sae, jumprelu_sae.JumpReLUTrainingSAE):
         options |= {"activation": "fatrelu", "threshold": sae.threshold.detach()}
         if torch.is_grad_enabled() and sae.threshold.requires_grad:
