@@ -14,6 +14,7 @@ pytest.importorskip("sae_lens")
 import sae_lens
 import torch
 from sae_lens.config import SAETrainerConfig
+from sae_lens.loading import pretrained_sae_loaders
 from sae_lens.registry import get_sae_class, get_sae_training_class
 from sae_lens.saes.sae import TrainStepInput
 from sae_lens.training.sae_trainer import SAETrainer
@@ -21,6 +22,7 @@ from sae_lens.training.sae_trainer import SAETrainer
 import twell
 import twell.integrations.sae_lens as twell_sae
 from twell import functional
+from twell.integrations import gemma_scope
 
 
 @pytest.mark.parametrize("strategy", ["union", "row", "dense"])
@@ -264,3 +266,16 @@ def test_their_trainer(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(trainers[1].act_freq_scores, trainers[0].act_freq_scores)
     for (parameter, weight), other in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert error(weight, other[1]) < 1e-3, parameter
+
+
+def test_their_loader_reads_our_files_of_gemma_scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = twell_sae.from_sae_lens(case("jumprelu", apply_b_dec_to_input=False)).eval()
+    gemma_scope.save(ours, tmp_path / "params.npz")
+    monkeypatch.setattr(pretrained_sae_loaders, "hf_hub_download", lambda *_, **__: tmp_path / "params.npz")
+    where = "google/gemma-scope-2b-pt-res", "layer_20/width_16k/average_l0_71"
+    _, tensors, _ = pretrained_sae_loaders.gemma_2_sae_huggingface_loader(*where)
+    theirs = case("jumprelu", apply_b_dec_to_input=False)
+    theirs.load_state_dict(tensors)
+    x = torch.randn(40, 32)
+    torch.testing.assert_close(theirs(x), ours(x))
+    assert torch.equal(gemma_scope.load(tmp_path / "params.npz")(x), ours(x))
