@@ -28,7 +28,9 @@ def linked() -> dict[str, str]:
     """The full name of each documented object, by the names that docstrings use. A short name must be unambiguous."""
     found: dict[str, str] = {}
     for module in _MODULES:
-        for name in importlib.import_module(module).__dict__.get("__all__", ("SparseGatedMLP", "SparseMLP")):
+        for name in importlib.import_module(module).__dict__.get(
+            "__all__", ("SparseAutoencoder", "SparseGatedMLP", "SparseMLP")
+        ):
             full = f"{module}.{name}"
             found[full] = full
             found[full.removeprefix("twell.")] = full

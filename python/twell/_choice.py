@@ -34,12 +34,16 @@ from twell.strategy.site import tokens_of
 _BLOCK, _GROUP = 8192, 256
 
 
-class Choice(NamedTuple):
-    """What is kept of pre-activations: those above a ``threshold`` [N], or the ``most`` of all tokens together."""
+class Selection(NamedTuple):
+    """What is kept of pre-activations: those above a ``threshold`` [N], or the ``most`` of all tokens together.
+
+    The least of the latter is written to ``least``, 0-d; infinity if there is none.
+    """
 
     threshold: Tensor | None = None
     bandwidth: float = 0.0
     most: int = 0
+    least: Tensor | None = None
 
     def level(self, dtype: torch.dtype) -> Tensor:
         """The thresholds, as kernels have them."""
@@ -47,7 +51,7 @@ class Choice(NamedTuple):
         return self.threshold.detach().clamp(min=0).to(dtype)
 
 
-def choice_of(x: Any, activation: Any, threshold: Any, k: Any, bandwidth: Any) -> Choice | None:
+def choice_of(x: Any, activation: Any, threshold: Any, k: Any, bandwidth: Any) -> Selection | None:
     """What PyTorch chooses of the pre-activations of a call, if it does; raises for ``k`` or ``bandwidth`` amiss."""
     if (k is None) is (activation in (TOP_K, BATCH_TOP_K)):
         raise ValueError(f'k must be given with activation "topk" or "batchtopk" alone, got {k} with {activation!r}')
@@ -57,13 +61,13 @@ def choice_of(x: Any, activation: Any, threshold: Any, k: Any, bandwidth: Any) -
             got = f"{list(threshold.shape)}" if isinstance(threshold, Tensor) else threshold
             raise ValueError(f'bandwidth must be of "fatrelu" with a threshold [N], got {activation!r} with {got}')
         if threshold.requires_grad and torch.is_grad_enabled():
-            return Choice(threshold, float(bandwidth))
+            return Selection(threshold, float(bandwidth))
     if activation != BATCH_TOP_K:
         return None
     require_positive("k", k)
     if threshold != 0:
         raise ValueError(f'threshold must be 0 with activation "batchtopk", got {threshold}')
-    return Choice(most=int(k * tokens_of(x)))
+    return Selection(most=int(k * tokens_of(x)))
 
 
 def require_counts(name: str, counts: Tensor, layer: Operands, invariant: bool) -> None:
@@ -99,9 +103,12 @@ def _next(values: Tensor, step: int) -> Tensor:
     return torch.where(values == 0, zero, torch.where(away, bits + 1, bits - 1)).view(values.dtype)
 
 
-def largest(gate: Tensor, most: int) -> Tensor:
+def largest(gate: Tensor, most: int, least: Tensor | None = None) -> Tensor:
     """Which of the gates [M, N] are the ``most`` largest above zero, of equal ones the first; and all that are NaN."""
     values = gate.flatten().topk(min(most, gate.numel()), sorted=False).values
+    if least is not None:
+        positive = torch.where(values > 0, values, torch.inf)
+        least.copy_(positive.amin()) if len(values) else least.fill_(torch.inf)
     if not len(values):
         return torch.zeros_like(gate, dtype=torch.bool)
     level = values.masked_fill(values.isnan(), torch.inf).amin().clamp(min=0)
@@ -117,11 +124,11 @@ def largest(gate: Tensor, most: int) -> Tensor:
     return chosen.index_put_((last,), (part & (level > 0)) | chosen[last])
 
 
-def hidden_of(gate: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+def hidden_of(gate: Tensor, choice: Selection) -> tuple[Tensor, Tensor]:
     """h [..., N] by PyTorch's operators, and the number of its non-zeros (0-d, float32), both with gradients."""
     if choice.threshold is not None:
         return _Jump.apply(gate, choice.threshold, choice.bandwidth)  # type: ignore[no-untyped-call, no-any-return]
-    chosen = largest(gate.detach().reshape(-1, gate.shape[-1]), choice.most).view(gate.shape)
+    chosen = largest(gate.detach().reshape(-1, gate.shape[-1]), choice.most, choice.least).view(gate.shape)
     return torch.where(chosen, gate, 0), chosen.sum(dtype=torch.float32)
 
 
@@ -130,7 +137,7 @@ class _Jump(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, threshold: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
-        choice = Choice(threshold, bandwidth)
+        choice = Selection(threshold, bandwidth)
         level = choice.level(gate.dtype)
         ctx.save_for_backward(gate, level, threshold)
         ctx.bandwidth = bandwidth
@@ -148,7 +155,7 @@ class _Jump(torch.autograd.Function):
         return dh.masked_fill(gate <= level, 0), (-own / ctx.bandwidth).to(threshold.dtype), None
 
 
-def ffn(layer: Operands, choice: Choice, compression: int, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def ffn(layer: Operands, choice: Selection, compression: int, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """y, the sum of |h| and the number of non-zeros (float32) of a sparse layer, all with gradients.
 
     The tokens that fire each neuron are added to ``counts``. NotImplementedError unless the hybrid format holds
@@ -166,12 +173,12 @@ def ffn(layer: Operands, choice: Choice, compression: int, counts: Tensor | None
 
 
 def inference(
-    layer: Operands, choice: Choice, compression: int, strategy: str, counts: Tensor | None
+    layer: Operands, choice: Selection, compression: int, strategy: str, counts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same without gradients, by a sparse strategy; the choice is one of ``most``."""
     x, w_up, _, w_down, b_up, _, b_down = layer
     gate = F.linear(x.reshape(-1, x.shape[-1]), w_up, b_up)
-    chosen = largest(gate, choice.most)
+    chosen = largest(gate, choice.most, choice.least)
     gate.masked_fill_(~chosen, 0)
     if counts is not None:
         counts += chosen.sum(0)
@@ -182,7 +189,7 @@ def inference(
 
 class _Chosen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, how: tuple[Choice, int, Tensor | None], *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, how: tuple[Selection, int, Tensor | None], *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
         x, w_up, w_down, b_up, b_down, threshold = tensors
         choice, compression, firing = how
         choice = choice._replace(threshold=threshold)
@@ -199,7 +206,7 @@ class _Chosen(torch.autograd.Function):
         for first, last, own in hybrid.split(kept, x, n, False, together) if len(x) else ():
             gate = F.linear(x, w_up[first:last], None if b_up is None else b_up[first:last])
             if level is None:
-                gate.masked_fill_(~largest(gate, choice.most), 0)
+                gate.masked_fill_(~largest(gate, choice.most, choice.least), 0)
             else:
                 near = within(gate, level[first:last], choice.bandwidth)
                 silent = gate <= level[first:last]

@@ -13,7 +13,7 @@ from torch import Tensor
 from twell import _autograd, _choice, _modes, ops
 from twell._activation import Activation
 from twell._autograd import gated_relu
-from twell._choice import Choice
+from twell._choice import Selection
 from twell._front import Learning
 from twell._runtime import geometry, nvtx
 from twell.ops import hybrid, screened
@@ -72,7 +72,7 @@ class Call(NamedTuple):
     compression: int
     return_aux: bool
     made: Made | None
-    choice: Choice | None = None
+    choice: Selection | None = None
     counts: Tensor | None = None
 
 

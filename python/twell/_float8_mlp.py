@@ -50,7 +50,7 @@ class Float8Projection(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         own = self.weight, self.weight_scale
-        return super()._apply(_moving(fn, own), recurse)  # type: ignore[no-untyped-call, no-any-return]
+        return super()._apply(moving(fn, own), recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *how: Any) -> None:
         """As torch, but what is no e4m3 with scales is refused instead of cast."""
@@ -77,7 +77,7 @@ class Float8Projection(nn.Module):
         return f"{list(self.weight.shape)}, e4m3, bias={self.bias is not None}"
 
 
-def _moving(fn: Callable[[Tensor], Tensor], own: Sequence[Tensor | None]) -> Callable[[Tensor], Tensor]:
+def moving(fn: Callable[[Tensor], Tensor], own: Sequence[Tensor | None]) -> Callable[[Tensor], Tensor]:
     """What ``nn.Module.to`` does to tensors, but those of ``own`` keep their dtypes, as a cast would be for good."""
 
     def moved(tensor: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class Float8MLP(nn.Module):
         return float(self._form.threshold)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        return super()._apply(_moving(fn, [self._buffers["input_scale"]]), recurse)  # type: ignore[no-untyped-call, no-any-return]
+        return super()._apply(moving(fn, [self._buffers["input_scale"]]), recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def forward(self, x: Tensor | Float8) -> Tensor:
         """x [..., hidden] -> y [..., hidden], bfloat16."""

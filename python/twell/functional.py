@@ -11,7 +11,7 @@ from torch import Tensor
 from twell import _execution, _modes, ops
 from twell._activation import TOP_K, Activation, ActivationName, activation_of
 from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, sharded
-from twell._choice import Choice, choice_of, require_counts
+from twell._choice import Selection, choice_of, require_counts
 from twell._execution import Aux, Made, copies_down
 from twell._front import Learning
 from twell._modes import PLAIN_TENSORS
@@ -338,7 +338,7 @@ def run(
     return_aux: bool,
     learning: Learning | None = None,
     made: Made | None = None,
-    choice: Choice | None = None,
+    choice: Selection | None = None,
     counts: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Aux]:
     """Run ``function``, ``sparse_gated_ffn`` or ``sparse_ffn``, on the operands ``given``.

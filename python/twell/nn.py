@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from twell import _adapted, _autograd, _down_layout, _execution, _explained, _modes, _plain, _projections, functional
+from twell import (
+    _adapted,
+    _autograd,
+    _down_layout,
+    _execution,
+    _explained,
+    _modes,
+    _plain,
+    _projections,
+    functional,
+)
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag, require_integer
+from twell._autoencoder import SparseAutoencoder as SparseAutoencoder
 from twell._execution import Aux
 from twell._float8_mlp import Float8MLP
 from twell._front import Front, Learning
@@ -510,8 +521,8 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
     if not isinstance(layers, nn.Module):
         raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
     rows: list[Choice] = []
-    for name, quantised in _float8_layers(layers):
-        rows += quantised.explain(name)
+    for name, other in _other_layers(layers):
+        rows += other.explain(name)
     for name, layer in _named_layers(layers):
         rows += _explained.rows(name, layer)
     return Explanation(tuple(rows))
@@ -531,16 +542,23 @@ def set_strategy(
 
     Raises as the attributes do, and ValueError if ``module`` has no such layer; then nothing has changed.
     """
-    quantised = [layer for _, layer in _float8_layers(module)]
-    layers = [] if quantised and not _named_layers(module) else _layers(module)
+    others = [layer for _, layer in _other_layers(module)]
+    layers = [] if others and not _named_layers(module) else _layers(module)
     if screen is not None:
         require_screen(screen)
-    for layer in (*layers, *quantised):
+    for layer in (*layers, *others):
         routed(Facts(strategy=_name_of(strategy), invariant=layer.invariant if invariant is None else invariant))
-    for layer in quantised:
+    autoencoders = [layer for layer in others if isinstance(layer, SparseAutoencoder)]
+    for layer in autoencoders:
+        # raises if True
+        layer.invariant = bool(invariant)
+    for layer in others:
         layer.strategy = strategy
         if invariant is not None:
             layer.invariant = invariant
+    for layer in autoencoders:
+        if screen is not None:
+            layer.screen = screen
     for layer in layers:
         # both at once: the one may not go with the other's old value
         layer._strategy = strategy
@@ -605,11 +623,12 @@ def _named_layers(module: nn.Module) -> list[tuple[str, SparseFFN]]:
         return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, SparseFFN)]
 
 
-def _float8_layers(module: nn.Module) -> list[tuple[str, Float8MLP]]:
-    """The layers of e4m3 weights of ``module`` with their names."""
+def _other_layers(module: nn.Module) -> list[tuple[str, Float8MLP | SparseAutoencoder]]:
+    """The layers of e4m3 weights and the autoencoders of ``module`` with their names."""
     require("module", module, nn.Module, "an nn.Module")
     with _down_layout.unlisted():
-        return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, Float8MLP)]
+        kinds = (Float8MLP, SparseAutoencoder)
+        return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, kinds)]
 
 
 def _require_layout(name: str, layout: object) -> None:

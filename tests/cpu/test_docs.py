@@ -287,8 +287,9 @@ def test_python_blocks_run_on_the_cpu(path: Path, tmp_path: Path, monkeypatch: p
         imports += [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
         run = not NOT_RUN.match(block.before)
         text = "\n" * (block.line - 1) + block.text if run else used(imports, tree)
-        if "transformers" in text:
-            pytest.importorskip("transformers")
+        for package in ("transformers", "sae_lens"):
+            if package in text:
+                pytest.importorskip(package)
         try:
             exec(compile(text, where, "exec"), namespace if run else {})
         except Exception as error:

@@ -73,6 +73,7 @@ LAYERS = [
     ["twell._adapted", "twell._explained"],
     # reads files, imports no library of others
     ["twell._float8_mlp", "twell.integrations.float8_layouts"],
+    ["twell._autoencoder"],
     ["twell.nn"],
     ["twell._compaction", "twell._sparsify"],
     ["twell._configuration", "twell._quantize"],

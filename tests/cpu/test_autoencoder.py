@@ -1,0 +1,305 @@
+"""``twell.nn.SparseAutoencoder``: its formula, gradients, figures, files and errors, beside plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import twell
+from twell import functional
+from twell.integrations import gemma_scope
+from twell.nn import SparseAutoencoder
+
+K, N, M = 24, 96, 40
+KINDS: dict[str, dict[str, Any]] = {
+    "relu": {},
+    "jumprelu": {"bandwidth": 0.5, "threshold": 0.3},
+    "topk": {"k": 5},
+    "batchtopk": {"k": 4.5},
+}
+KIND = pytest.mark.parametrize("kind", KINDS)
+# the gradient of thresholds, counts of neurons, and the largest of a batch
+TRAINS = pytest.mark.skipif(
+    "counts" not in inspect.signature(functional.sparse_ffn).parameters, reason="sparse_ffn has no counts yet"
+)
+
+
+def made(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> SparseAutoencoder:
+    sae = SparseAutoencoder(K, N, activation=kind, dtype=dtype, **(KINDS[kind] | options))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for bias in (sae.b_enc, sae.b_dec, sae.W_skip):
+            if bias is not None:
+                bias.normal_(std=0.3)
+    return sae
+
+
+def tokens(dtype: torch.dtype = torch.float32, size: int = K) -> Tensor:
+    return torch.randn(2, M // 2, size, dtype=dtype)
+
+
+def codes_of(sae: SparseAutoencoder, x: Tensor) -> Tensor:
+    """The codes by other operators than the module's."""
+    pre = (x - sae.b_dec if sae.apply_b_dec_to_input else x) @ sae.W_enc + sae.b_enc
+    if sae.activation == "relu":
+        return pre * (pre > 0)
+    if sae.activation == "jumprelu":
+        return pre * (pre > sae.threshold.to(pre.dtype))  # type: ignore[union-attr]
+    if sae.activation == "topk":
+        return pre.relu() * (pre >= pre.topk(int(sae.k or 0)).values[..., -1:])
+    level = pre.flatten().topk(int((sae.k or 0) * M)).values[-1]
+    return pre.relu() * (pre >= level)
+
+
+@KIND
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_formula_and_its_gradients(kind: str, tied: bool, skip: bool) -> None:
+    sae = made(kind, torch.float64, tied=tied, skip=skip)
+    x = tokens(torch.float64)
+    y, aux = sae(x, return_aux=True)
+    codes = codes_of(sae, x)
+    right = codes @ (sae.W_enc.t() if tied else sae.decoder) + sae.b_dec
+    if sae.W_skip is not None:
+        right = right + x @ sae.W_skip.t()
+    torch.testing.assert_close(y, right)
+    torch.testing.assert_close(aux.l1, codes.sum() / M)
+    assert float(aux.l0.detach()) == pytest.approx(int((codes > 0).sum()) / M)
+    assert torch.equal(sae.tokens_since_fired == 0, (codes > 0).flatten(0, 1).any(0))
+    # the threshold has a gradient of its own
+    weights = [weight for name, weight in sae.named_parameters() if name != "threshold"]
+    dy = torch.randn_like(y)
+    for ours, theirs in zip(torch.autograd.grad(y, weights, dy), torch.autograd.grad(right, weights, dy), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_straight_through_gradient_of_thresholds() -> None:
+    sae = made("jumprelu", torch.float64)
+    with torch.no_grad():
+        sae.threshold.uniform_(-0.1, 0.5)  # type: ignore[union-attr]
+    x, dy = tokens(torch.float64), torch.randn(2, M // 2, K, dtype=torch.float64)
+    y, aux = sae(x, return_aux=True)
+    (grad,) = torch.autograd.grad((y * dy).sum() + 3 * aux.l0, sae.threshold)  # type: ignore[list-item]
+    pre = ((x - sae.b_dec) @ sae.W_enc + sae.b_enc).flatten(0, 1)
+    level, width = sae.threshold.clamp(min=0).double(), sae.bandwidth  # type: ignore[union-attr]
+    near = ((pre - level).abs() < width / 2).double()
+    dh = (dy @ sae.decoder.t()).flatten(0, 1)
+    assert near.mean() > 0.1
+    torch.testing.assert_close(grad.double(), -(near * (level * dh + 3 / M)).sum(0) / width, rtol=1e-5, atol=1e-6)
+
+
+@KIND
+@pytest.mark.parametrize("strategy", ["union", "row"])
+def test_kernels_compute_what_pytorch_does(kind: str, strategy: str) -> None:
+    sae, x = made(kind, torch.bfloat16, skip=True).eval(), tokens(torch.bfloat16)
+    if kind == "batchtopk":
+        sae.threshold.fill_(0.8)  # type: ignore[union-attr]
+    with torch.no_grad():
+        right, dense = sae(x, return_aux=True)
+        sae.strategy = strategy  # type: ignore[assignment]
+        y, aux = sae(x, return_aux=True)
+    assert (y - right).norm() < 2e-2 * right.norm()
+    assert aux.l0 == dense.l0
+    assert 1 < aux.l0 < N / 2 + 8
+
+
+@TRAINS
+@KIND
+def test_training_by_kernels_is_that_by_pytorch(kind: str) -> None:
+    sae, x = made(kind, skip=True), tokens()
+    other = copy.deepcopy(sae)
+    other.strategy = "union"
+    for each in (sae, other):
+        y, aux = each(x, return_aux=True)
+        (y.square().sum() + 5 * (aux.l0 if kind == "jumprelu" else aux.l1)).backward()
+    for (name, ours), theirs in zip(other.named_parameters(), sae.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
+    for (name, ours), theirs in zip(other.named_buffers(), sae.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+
+
+def test_the_moving_threshold_of_batchtopk() -> None:
+    sae, x = made("batchtopk"), tokens()
+    least = codes_of(sae, x)
+    least = least[least > 0].min()
+    for _ in range(3):
+        sae(x)
+    assert float(sae.threshold) == pytest.approx(float(least) * (1 - 0.99**3), rel=1e-4)  # type: ignore[arg-type]
+    sae.eval()
+    pre = (x - sae.b_dec) @ sae.W_enc + sae.b_enc
+    torch.testing.assert_close(sae.encode(x), pre * (pre > sae.threshold))
+    kept = sae.threshold.clone()  # type: ignore[union-attr]
+    sae(x)
+    assert torch.equal(sae.threshold, kept)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_decoder_rows_of_norm_1(tied: bool) -> None:
+    sae, x = made("relu", torch.float64, tied=tied), tokens(torch.float64)
+    one = torch.ones(N, dtype=torch.float64)
+    torch.testing.assert_close(sae.decoder.norm(dim=1), one)
+    with pytest.raises(ValueError, match="must have a gradient, got none"):
+        sae.remove_parallel_gradients_()
+    sae(x).square().sum().backward()
+    weight = sae.W_enc if tied else sae.W_dec
+    before = (weight.grad.t() if tied else weight.grad).clone()  # type: ignore[union-attr]
+    sae.remove_parallel_gradients_()
+    after, rows = (weight.grad.t() if tied else weight.grad), sae.decoder  # type: ignore[union-attr]
+    torch.testing.assert_close((after * rows).sum(1), 0 * one)  # type: ignore[operator]
+    torch.testing.assert_close(after, before - (before * rows).sum(1, keepdim=True) * rows)
+    with torch.no_grad():
+        rows.mul_(3)
+        rows[4] = 0
+    sae.normalize_decoder_()
+    one[4] = 0
+    torch.testing.assert_close(sae.decoder.norm(dim=1), one)
+
+
+def test_dead_neurons_and_their_loss() -> None:
+    sae, x = made("topk", k=1), tokens()
+    for _ in range(2):
+        y = sae(x)
+    dead = sae.dead(2 * M)
+    assert 0 < dead.sum() < N
+    assert not sae.dead(2 * M + 1).any()
+    error = (x - y).detach()
+    pre = ((x - sae.b_dec) @ sae.W_enc + sae.b_enc)[..., dead]
+    for k in (3, 200):
+        most = min(k, int(dead.sum()))
+        values, which = pre.topk(most)
+        z = torch.zeros_like(pre).scatter(-1, which, values)
+        right = (error - z @ sae.decoder[dead]).square().sum(-1).mean() * min(1, int(dead.sum()) / k)
+        torch.testing.assert_close(sae.auxiliary_loss(x, y, dead, k=k), right)
+    assert float(sae.auxiliary_loss(x, y, torch.zeros(N, dtype=torch.bool))) == 0
+    sae.eval()(x)
+    assert torch.equal(sae.dead(2 * M), dead)
+
+
+def test_transcoders(caplog: pytest.LogCaptureFixture) -> None:
+    sae = SparseAutoencoder(K, N, 40, skip=True, apply_b_dec_to_input=False, strategy="union", dtype=torch.bfloat16)
+    x = tokens(torch.bfloat16)
+    with caplog.at_level("INFO", "twell"):
+        y = sae(x)
+    assert y.shape == (2, M // 2, 40)
+    assert f"a SparseAutoencoder runs dense: the kernels take one size of x and y, got {K} and 40" in caplog.text
+    assert torch.equal(y, F.linear(sae.encode(x), sae.decoder.t(), sae.b_dec) + F.linear(x, sae.W_skip))  # type: ignore[arg-type]
+
+
+@KIND
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_pickles_casts_and_state_dicts(kind: str, tied: bool) -> None:
+    sae, x = made(kind, tied=tied), tokens()
+    sae(x)
+    names = ["W_enc", "b_enc", "b_dec", "tokens_since_fired"] + ([] if tied else ["W_dec"])
+    names += ["threshold"] if kind in ("jumprelu", "batchtopk") else []
+    assert sorted(sae.state_dict()) == sorted(names)
+    assert sae.W_enc.shape == (K, N)
+    loaded = made(kind, tied=tied)
+    loaded.load_state_dict(sae.state_dict(), assign=True)
+    others = [copy.deepcopy(sae), pickle.loads(pickle.dumps(sae)), loaded]
+    sae.eval()
+    for other in others:
+        assert other.W_enc.t().is_contiguous()
+        assert torch.equal(other.eval()(x), sae(x))
+        assert torch.equal(other.tokens_since_fired, sae.tokens_since_fired)
+    foreign = {name: value.contiguous() for name, value in sae.state_dict().items() if name != "tokens_since_fired"}
+    loaded.load_state_dict(foreign, assign=True)
+    assert loaded.W_enc.t().is_contiguous()
+    assert not loaded.tokens_since_fired.any()
+    half = sae.to(torch.bfloat16)
+    assert half.W_enc.t().is_contiguous()
+    assert half(x.bfloat16()).dtype == torch.bfloat16
+    if half.threshold is not None:
+        assert half.threshold.dtype == torch.float32
+
+
+@KIND
+def test_compiled(kind: str) -> None:
+    torch.compiler.reset()
+    sae, x = made(kind), tokens()
+    other = copy.deepcopy(sae)
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        for each in (sae, compiled):
+            each(x).square().sum().backward()
+    for ours, theirs in zip(other.parameters(), sae.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert torch.equal(other.tokens_since_fired, sae.tokens_since_fired)
+
+
+def test_sparse_codes_and_strategies() -> None:
+    sae, x = made("topk"), tokens()[0]
+    codes = sae.encode(x, sparse=True)
+    assert codes.is_sparse
+    assert codes._nnz() <= 5 * len(x)
+    torch.testing.assert_close(sae.decode(codes), sae(x))
+    model = torch.nn.Sequential(sae, twell.nn.SparseMLP(K, 64))
+    assert [row.layer for row in twell.explain(model)][:2] == ["0", "0"]
+    twell.nn.set_strategy(model, "row", screen="off")
+    assert (sae.strategy, sae.screen, model[1].strategy) == ("row", "off", "row")
+    assert [row.strategy for row in twell.explain(sae)] == ["dense", "row"]
+    with pytest.raises(NotImplementedError, match="invariant must be False for a SparseAutoencoder"):
+        twell.nn.set_strategy(model, "auto", invariant=True)
+    assert model[1].strategy == "row"
+
+
+def test_what_is_refused() -> None:
+    def refused(what: str, *sizes: int, kind: type[Exception] = ValueError, **options: Any) -> None:
+        with pytest.raises(kind, match=what):
+            SparseAutoencoder(*(sizes or (K, N)), **options)
+
+    refused("d_sae must be an integer of at least 1, got 0", K, 0)
+    refused("activation must be one of relu, jumprelu, topk, batchtopk, got 'gelu'", activation="gelu")
+    refused('k must be None unless activation is "topk" or "batchtopk", got 3', k=3)
+    refused("k must be an integer of at least 1, got 2.5", activation="topk", k=2.5, kind=TypeError)
+    refused(f"k must be at most d_sae = {N}, got 97", activation="batchtopk", k=97)
+    refused("bandwidth must be a finite number above 0, got 0", bandwidth=0)
+    refused(f"d_out must be d_in = {K} with apply_b_dec_to_input=True, got 8", K, N, 8)
+    refused(f"d_out must be d_in = {K} with tied=True, got 8", K, N, 8, tied=True, apply_b_dec_to_input=False)
+    refused('strategy must be "auto", "dense", "row" or "union", got', strategy="fast")
+    with pytest.raises(ValueError, match=rf"x must be \[..., {K}\], got \[3, 8\]"):
+        made("relu")(torch.zeros(3, 8))
+    with pytest.raises(ValueError, match=rf"dead must be bool \[{N}\], got torch.int64 \[3\]"):
+        made("relu").auxiliary_loss(tokens(), tokens(), torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_files_of_gemma_scope(tmp_path: Path, suffix: str) -> None:
+    path, x = tmp_path / f"params.{suffix}", tokens()
+    for kind in ("relu", "jumprelu", "batchtopk"):
+        sae = made(kind, apply_b_dec_to_input=False, skip=suffix == "safetensors").eval()
+        if kind == "batchtopk":
+            sae.threshold.fill_(0.7)  # type: ignore[union-attr]
+        gemma_scope.save(sae, path)
+        loaded = gemma_scope.load(path)
+        torch.testing.assert_close(loaded(x), sae(x))
+        assert gemma_scope.load(path, dtype=torch.bfloat16, strategy="union").W_dec.dtype == torch.bfloat16  # type: ignore[union-attr]
+
+
+def test_made_files_of_gemma_scope_and_what_is_refused(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    generator = numpy.random.default_rng(0)
+    sizes = {"W_enc": (K, N), "W_dec": (N, 32), "b_enc": N, "b_dec": 32, "threshold": N}
+    arrays = {name: abs(generator.standard_normal(size, dtype="float32")) for name, size in sizes.items()}
+    numpy.savez(tmp_path / "params.npz", **arrays)
+    sae, x = gemma_scope.load(tmp_path / "params.npz"), tokens()
+    pre = x.numpy() @ arrays["W_enc"] + arrays["b_enc"]
+    right = (pre * (pre > arrays["threshold"])) @ arrays["W_dec"] + arrays["b_dec"]
+    torch.testing.assert_close(sae(x), torch.from_numpy(right), rtol=1e-4, atol=1e-4)
+    numpy.savez(tmp_path / "odd.npz", **(arrays | {"b_enc": arrays["b_dec"]}))
+    with pytest.raises(ValueError, match="must hold tensors of one autoencoder"):
+        gemma_scope.load(tmp_path / "odd.npz")
+    numpy.savez(tmp_path / "few.npz", W_enc=arrays["W_enc"])
+    with pytest.raises(ValueError, match="must hold W_enc, W_dec, b_enc, b_dec, threshold, got W_enc"):
+        gemma_scope.load(tmp_path / "few.npz")
+    with pytest.raises(ValueError, match=r"path must end with .npz or .safetensors, got params.pt"):
+        gemma_scope.load(tmp_path / "params.pt")
+    with pytest.raises(ValueError, match=r"no b_dec on its input, got activation='topk'"):
+        gemma_scope.save(made("topk"), tmp_path / "params.npz")
