@@ -270,15 +270,15 @@ class Compact:
         results = (entries, neurons, chunks, sizes, popularity, l1, (listed, by_place))
         at = (thread, warp, lane)
         if const_expr(self.training):
-            if sizes[chunks.shape[0]] <= capacity:
-                start, end = chunks[tile, 0], chunks[tile, chunks.shape[1] - 1]
-                self.build(shared, gate, quads, own, most, results, count, plain, start, end - start, at)
+            start, end = chunks[tile, 0], chunks[tile, chunks.shape[1] - 1]
+            self.build(shared, gate, quads, own, most, results, count, plain, start, end - start, capacity, at)
         else:
             if tile == 0 and thread == 0:
                 # readers of the pattern compare this with a capacity
                 sizes[chunks.shape[0]] = Int32(0)
             total = self.total_nonzeros(s, own, warp, lane)
-            self.build(shared, gate, quads, own, most, results, count, plain, tile * TOKENS * size, total, at)
+            start = tile * TOKENS * size
+            self.build(shared, gate, quads, own, most, results, count, plain, start, total, capacity, at)
 
     @cute.jit
     def total_nonzeros(self, s: Views, own: cute.Tensor, warp: Int32, lane: Int32):
@@ -294,9 +294,12 @@ class Compact:
         return total
 
     @cute.jit
-    def build(self, shared, gate, quads: cute.Tensor, own: cute.Tensor, most, results, count, plain, start, total, at):
-        """Write the lists of the token tile, and its `total` entries from `start` on."""
-        entries, neurons, chunks, sizes, popularity, l1, listed = results
+    def build(self, shared, gate, quads, own: cute.Tensor, most, results, count, plain, start, total, capacity, at):
+        """Write the list of the token tile and its `total` entries from `start` on.
+
+        In training there is room for `capacity` of all tiles, and of more than that no entry is written.
+        """
+        _, neurons, chunks, sizes, popularity, _, listed = results
         thread, warp, lane = at
         tile = gate[3]
         room, fits = self.room(chunks.shape[1] - 1, total)
@@ -305,10 +308,21 @@ class Compact:
         size = self.list_union(s, neurons, popularity, listed, count, tile, thread, warp, lane)
         if thread == 0:
             sizes[tile] = size
+        if const_expr(self.training):
+            if sizes[chunks.shape[0]] <= capacity:
+                self.write(s, gate, kept, results, size, plain, start, total, fits, at)
+        else:
+            self.write(s, gate, kept, results, size, plain, start, total, fits, at)
+
+    @cute.jit
+    def write(self, s: Views, gate, kept, results, size, plain, start, total, fits, at):
+        """Write the entries of a token tile, and the sum of their h."""
+        entries, neurons, chunks, _, _, l1, _ = results
+        thread, warp, lane = at
         self.count_entries(s, gate, kept, neurons, chunks, size, start, thread, warp, lane)
         self.write_entries(s, gate, kept, entries, start, total, fits, thread, warp, lane)
         if plain != 0:
-            self.sum_values(s, entries, start, start + total, plain - 1, l1, tile, thread, warp, lane)
+            self.sum_values(s, entries, start, start + total, plain - 1, l1, gate[3], thread, warp, lane)
 
     # ---- phases ----
 

@@ -22,7 +22,7 @@ def aside(x: Tensor, terms: int, ctas: int) -> Tensor:
 
 
 def _kept(sizes: Any, popularity: Any) -> hybrid.Kept:
-    return hybrid.Kept(None, None, None, sizes, popularity)
+    return hybrid.Kept(None, None, None, sizes, None, popularity)
 
 
 def forward(

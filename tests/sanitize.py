@@ -431,10 +431,10 @@ def defined(op: str, case: Case, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         words, spill, stats = outputs
         outputs = words, stats, ops.unpack(words, spill, case.n, case.compression)
     elif op.endswith("_forward"):
-        entries, _, chunks, sizes, popularity = hybrid.parts(outputs[3], case.m, case.n)
+        entries, _, chunks, sizes, popularity, _ = hybrid.parts(outputs[3], case.m, case.n)
         total = int(sizes[-1])
         fits = total <= geometry.hybrid_capacity(case.m, case.n)
-        outputs = (*outputs[:3], *((sizes, chunks, popularity, entries[:total]) if fits else (sizes[-1:],)))
+        outputs = (*outputs[:3], *((sizes, chunks, entries[:total]) if fits else (sizes[-1:],)), popularity)
     return [t.contiguous().view(-1).view(torch.uint8) for t in outputs]
 
 

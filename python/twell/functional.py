@@ -249,8 +249,7 @@ def sparse_ffn(
             ``-threshold / bandwidth * dh``. ``aux.l0`` has a gradient, too: of each non-zero ``-1 / bandwidth`` there.
             A threshold below 0 is 0, and keeps its gradient. PyTorch makes the pre-activations of such a call, and
             the gradient costs a dense product and a bit of memory for each of them. Not with ``main_grads``.
-        counts: int64 [N], to which the tokens that fire each neuron are added. Where a named strategy got more
-            non-zeros than the hybrid format holds, and so computed densely, each neuron counts as fired once.
+        counts: int64 [N], to which the number of tokens that fire each neuron is added.
     """
     choice = choice_of(x, activation, threshold, k, bandwidth)
     if bandwidth is not None:

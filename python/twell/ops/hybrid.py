@@ -7,15 +7,16 @@ parts of the format are:
 - sizes int32 [B+1]: the length of every list, then the number of non-zeros of all tokens.
 - chunks int32 [B, C+1]: the first entry of each chunk and, in the last column, the end of the last one.
 - neurons int16 [B, 64*C]: the lists, as unsigned bits; the last neuron repeats up to a multiple of 64.
-- popularity int32 [N]: the number of non-zeros of each neuron.
+- popularity int32 [N]: the number of non-zeros of each neuron; and counters int32 [8], zero, by which the CTAs of a
+  kernel meet.
 - entries int32, one per non-zero: ``value bits << 16 | token in its tile << 6 | rank in its chunk``, ascending by token
   tile, chunk, token and rank. There is room for ``geometry.hybrid_capacity`` of them. The up projections of the same
   non-zeros follow; see ``values``.
 
 They lie in this order in one tensor ``kept`` int32, each part from a multiple of 256 bytes on: see ``parts``.
 
-If there are more non-zeros than that, only the total in ``sizes`` is valid, beside the first chunk, which begins at
-entry 0, and backward computes the gate and the up projection again.
+If there are more non-zeros than that, only the total in ``sizes`` and the popularity are valid, beside the first chunk,
+which begins at entry 0, and backward computes the gate and the up projection again.
 
 A layer that runs as slices of neurons (``geometry.neuron_slices``) keeps that of each, one after the other, from
 multiples of 256 bytes on.
@@ -49,6 +50,7 @@ class Kept(NamedTuple):
     chunks: Any
     sizes: Any
     popularity: Any
+    counters: Any
 
 
 class Backward(NamedTuple):
@@ -71,8 +73,8 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# Words of which the places of parts are multiples.
-_PLACE = 64
+# Words of which the places of parts are multiples, and of counters behind the popularity.
+_PLACE, _COUNTERS = 64, 8
 
 
 def _places(m: int, n: int) -> tuple[list[tuple[int, torch.dtype, tuple[int, ...]]], int]:
@@ -84,7 +86,7 @@ def _places(m: int, n: int) -> tuple[list[tuple[int, torch.dtype, tuple[int, ...
         (torch.int32, (tiles + 1,)),
         (torch.int32, (tiles, chunks + 1)),
         (torch.int16, (tiles, geometry.CHUNK * chunks)),
-        (torch.int32, (n,)),
+        (torch.int32, (n + _COUNTERS,)),
     ):
         found.append((at, dtype, shape))
         at += -(-_words(dtype, shape) // _PLACE) * _PLACE
@@ -167,7 +169,11 @@ def parts(kept: Tensor | View, m: int, n: int) -> Kept:
     else:
         found = (kept[at : at + _words(dtype, shape)].view(dtype).view(shape) for at, dtype, shape in places)
     sizes, chunks, neurons, popularity, entries = found
-    return Kept(entries, neurons, chunks, sizes, popularity)
+    own, counters = (
+        popularity.part(*ends) if isinstance(kept, View) else popularity[slice(*ends)]
+        for ends in ((0, n), (n, n + _COUNTERS))
+    )
+    return Kept(entries, neurons, chunks, sizes, own, counters)
 
 
 def sizes(kept: Tensor, m: int) -> Tensor:
@@ -176,13 +182,10 @@ def sizes(kept: Tensor, m: int) -> Tensor:
 
 
 def firing(kept: Tensor, x: Tensor, n: int, gated: bool, together: bool) -> Tensor:
-    """How many tokens of ``x`` [M, ...] fire each of ``n`` neurons, int64; 1 of each if a slice has no entries."""
-    found = []
-    for first, last, own in split(kept, x, n, gated, together):
-        here = parts(own, x.shape[0], last - first)
-        over = here.sizes[-1] > capacity_of(x, last - first, gated, own)
-        found.append(torch.where(over, 1, here.popularity).long())
-    return torch.cat(found)
+    """How many tokens of ``x`` [M, ...] fire each of ``n`` neurons, int32."""
+    m = x.shape[0]
+    found = [parts(own, m, last - first).popularity for first, last, own in split(kept, x, n, gated, together)]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def check_backward(given: Backward) -> None:
@@ -415,8 +418,7 @@ def overflow_forward(
     """Launch the kernel that fills y and ``sums``, of |h|, densely if there are more non-zeros than ``capacity``.
 
     ``gate``: that before the activation, if it was given. ``w_down`` is [N, K], ``sums`` [token tiles,
-    ``geometry.training_sums``] and ``aside`` is ``room_aside`` for n terms. ``popularity`` of so many non-zeros is
-    zero, as nothing has counted them: the kernel's CTAs meet there.
+    ``geometry.training_sums``] and ``aside`` is ``room_aside`` for n terms.
     """
     x, w_gate, w_up, _, *given = layer
     m, n, dtype = y.shape[0], w_down.shape[0], y.dtype
@@ -424,7 +426,7 @@ def overflow_forward(
     scratch = p.scratch(dtype, 1, min(m, geometry.OVERFLOW_FORWARD), n)
     form = int(w_up is not None), activation.code(), threshold_pair(activation, dtype)
     over = (kept.sizes, capacity, *form, scratch)
-    own = (y, sums, aside, kept.popularity, _or_none(p, gate, w_down), p.multiprocessors)
+    own = (y, sums, aside, kept.counters, _or_none(p, gate, w_down), p.multiprocessors)
     operands = (y if x is None else x, *_weights(w_gate, w_up, w_down))
     p.launch(tuning.overflow(dtype, "forward", family=tuning.family(p.index)), *operands, *biases, *over, *own)
 
@@ -503,7 +505,7 @@ def launches(
     # without a gradient of l1 the first chunk's zero
     dl1 = kept.chunks.at(0, torch.float32, 1) if dl1 is None else dl1.at(0, torch.float32, 1)
     given = given._replace(dl1=dl1)
-    entries, neurons, chunks, sizes, popularity = kept
+    entries, neurons, chunks, sizes, popularity, _ = kept
     pattern = (entries, neurons, chunks, sizes)
     w_down, up = down_rows(p, layer.w_down), up_view(entries, capacity, dtype) if gated else None
 

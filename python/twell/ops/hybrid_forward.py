@@ -188,7 +188,9 @@ class Forward:
         x, w_gate, w_up, w_down, b_gate, _, _ = layer
         m, n, dtype = (w_gate if self._given else x).shape[0], w_down.shape[1], w_down.dtype
         firing = p.operand(dtype, n) if self._raised else b_gate
-        entries, neurons, chunks, sizes, popularity = hybrid.parts(p.operand(torch.int32, *self.kept[0]), m, n)
+        entries, neurons, chunks, sizes, popularity, counters = hybrid.parts(
+            p.operand(torch.int32, *self.kept[0]), m, n
+        )
         sums, *figures = self._places(p, m, n, 2)
         words, spill, stats = shapes(dtype, m, n, compression)
         packed = p.scratch(*words), p.scratch(*spill), figures[0] if figures else p.scratch(*stats)
@@ -205,8 +207,10 @@ class Forward:
             pack(p, x, w_gate, b_gate, *packed, compression, activation)
         plain = 0 if w_up is not None else 1 + activation.code()
         form = n, geometry.words_per_tile(compression), plain, capacity
+        # the popularity and the counters behind it
+        cleared = popularity._replace(shape=(n + counters.shape[0],))
         spec = tuning.compact(dtype, True, family=tuning.family(p.index))
-        p.launch(spec, *packed, entries, neurons, chunks, sizes, popularity, sums, *form, *listed)
+        p.launch(spec, *packed, entries, neurons, chunks, sizes, cleared, sums, *form, *listed)
         return p.compiled()
 
     def _multiplied(self, p: Program, layer: Views, capacity: int, activation: Activation) -> Executable:

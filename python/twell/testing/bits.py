@@ -65,15 +65,16 @@ def assert_hybrid_same(actual: Tensor, expected: Tensor, m: int, n: int, gated: 
     """Raise AssertionError unless two hybrid gates of ``m`` tokens and ``n`` neurons agree in all defined values.
 
     Each is the last output of ``twell.ops.hybrid_forward``, with 16-bit values. Defined are the lists up to a multiple
-    of 64, and an entry and, if ``gated``, an up projection for each non-zero; if these do not fit, only their number.
+    of 64, and an entry and, if ``gated``, an up projection for each non-zero; if these do not fit, only their numbers.
     """
     assert actual.shape == expected.shape
     ours, theirs = (hybrid.parts(kept.cpu(), m, n)._asdict() for kept in (actual, expected))
     assert_same(ours["sizes"][-1], theirs["sizes"][-1], "number of non-zeros")
+    assert_same(ours["popularity"], theirs["popularity"], "popularity")
     total, capacity = int(ours["sizes"][-1]), geometry.hybrid_capacity(m, n)
     if total > capacity:
         return
-    for name in ("sizes", "chunks", "popularity"):
+    for name in ("sizes", "chunks"):
         assert_same(ours[name], theirs[name], name)
     listed = -(-ours["sizes"][:-1, None] // geometry.CHUNK) * geometry.CHUNK
     undefined = torch.arange(ours["neurons"].shape[1], device=listed.device) >= listed
