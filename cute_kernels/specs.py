@@ -593,6 +593,13 @@ class TopKSpec:
 
 
 @dataclass(frozen=True)
+class WindowSpec(_Kernel):
+    """``gate, level, below, above -> near, counts``: gates near thresholds; those up to the level become zero."""
+
+    op: ClassVar[str] = "window"
+
+
+@dataclass(frozen=True)
 class MatrixTransposeSpec:
     """``matrix -> matrix^T`` of values of so many ``bits``, 16 or 8."""
 
@@ -661,6 +668,7 @@ class OverflowSpec(_FamilyKernel):
 Spec = (
     PackSpec
     | TopKSpec
+    | WindowSpec
     | GatePackSpec
     | GatePackFewSpec
     | QuantizeGateSpec
@@ -698,6 +706,7 @@ def all_specs() -> tuple[Spec, ...]:
     return (
         *(PackSpec(d) for d in DTYPES),
         *(TopKSpec(q) for q in TOP_K_QUADS),
+        *(WindowSpec(d) for d in DTYPES),
         *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
         *(GatePackSpec(E4M3, t, fast=f) for f, choices in E4M3_GATE_TOKENS.items() for t in choices),
         *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),

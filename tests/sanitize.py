@@ -49,6 +49,7 @@ OPS = {
     "gate_pack": ("gate_pack", "gate_pack_few"),
     "pack": ("pack",),
     "top_k": ("top_k", "pack"),
+    "window": ("window",),
     "up_down": ("up_down_token",),
     "up_down_union": ("compact", "sampled_up", "gathered"),
     "ffn_union": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered"),
@@ -166,12 +167,16 @@ CASES = (
 
 
 class Call(NamedTuple):
-    """A registered operator and its arguments on the CPU; it adds to ``written`` of them, which two others follow."""
+    """A registered operator and its arguments on the CPU; it adds to ``written`` of them, which two others follow.
+
+    changed: whether it changes the first one.
+    """
 
     op: Any
     arguments: tuple[Any, ...]
     gated: bool = True
     written: int = 0
+    changed: bool = False
 
     def on(self, device: str) -> Call:
         """The same with copies of all tensors there."""
@@ -179,14 +184,18 @@ class Call(NamedTuple):
         return self._replace(arguments=tuple(moved))
 
     def run(self) -> tuple[Tensor, ...]:
-        """Return the operator's results and the tensors that it added to."""
+        """Return the operator's results and the tensors that it changed or added to."""
         returned = self.op(*self.arguments)
         outputs = (returned,) if isinstance(returned, Tensor) else tuple(returned)
+        if self.changed:
+            outputs += self.arguments[:1]
         added = self.arguments[len(self.arguments) - self.written - 2 : -2] if self.written else ()
         return tuple(t for t in (*outputs, *added) if t is not None)
 
     def renewed(self) -> Call:
-        """The same with copies of the tensors that it adds to."""
+        """The same with copies of the tensors that it changes or adds to."""
+        if self.changed:
+            return self._replace(arguments=(self.arguments[0].clone(), *self.arguments[1:]))
         first = len(self.arguments) - self.written - 2 if self.written else len(self.arguments)
         copies = [a.clone() if isinstance(a, Tensor) else a for a in self.arguments[first:-2]]
         return self._replace(arguments=(*self.arguments[:first], *copies, *self.arguments[-2:])) if copies else self
@@ -220,6 +229,10 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
         for k in (1, 9, case.n):
             yield Call(ops.top_k, (gate, k))
             yield Call(ops.pack, (gate, case.compression, 0.0, None, ops.top_k(gate, k)))
+        return
+    if op == "window":
+        level = (torch.arange(case.n) % 4).to(case.dtype)
+        yield Call(ops.window, (gate_of(problem), level, level - 2, level + 2), changed=True)
         return
     if op == "pack":
         yield Call(ops.pack, (gate_of(problem), case.compression))

@@ -234,6 +234,8 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
         "dense_halves": Work(4 * m * n * k, packed + 2 * (tokens + weight)),
         "pack": Work(0, ITEM * m * n + packed),
         "top_k": Work(0, ITEM * m * n),
+        # both gates, and a byte
+        "window": Work(0, (2 * ITEM + 1) * m * n),
         "unpack": Work(0, packed + ITEM * m * n),
         "matrix_transpose": Work(0, 2 * ITEM * n * k),
         "reglu": Work(0, (5 if getattr(spec, "backward", False) else 3) * ITEM * m * n),

@@ -30,8 +30,8 @@ from twell.ops.operands import Mains, Operands
 from twell.ops.slices import Added
 from twell.strategy.site import tokens_of
 
-# neurons whose windows are multiplied with dy together, and tokens that are counted together
-_BLOCK, _GROUP = 8192, 256
+# neurons whose windows are multiplied with dy together
+_BLOCK = 8192
 
 
 class Selection(NamedTuple):
@@ -82,15 +82,15 @@ def require_counts(name: str, counts: Tensor, layer: Operands, invariant: bool) 
         raise NotImplementedError(f"{name}: counts are of calls without invariant=True, got it")
 
 
-def within(gate: Tensor, level: Tensor, bandwidth: float) -> Tensor:
-    """Which of the gates [M, N] are within the windows of their thresholds [N]."""
+def bounds(level: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
+    """The values of the same dtype between which gates are within the windows of thresholds [N]."""
     center = level.double()
     low, high = center - bandwidth / 2, center + bandwidth / 2
     # no gate lies between a bound and the next value outside
-    below, above = low.to(gate.dtype), high.to(gate.dtype)
+    below, above = low.to(level.dtype), high.to(level.dtype)
     below = torch.where(below.double() > low, _next(below, -1), below)
     above = torch.where(above.double() < high, _next(above, 1), above)
-    return (gate > below) & (gate < above)
+    return below, above
 
 
 def _next(values: Tensor, step: int) -> Tensor:
@@ -149,7 +149,8 @@ class _Jump(torch.autograd.Function):
         gate, level, threshold = ctx.saved_tensors
         tokens = tuple(range(gate.dim() - 1))
         wide = torch.promote_types(gate.dtype, torch.float32)
-        near = within(gate, level, ctx.bandwidth)
+        below, above = bounds(level, ctx.bandwidth)
+        near = (gate > below) & (gate < above)
         sums = torch.where(near, dh, 0).sum(tokens, dtype=wide)
         own = level.to(wide) * sums + dn * near.sum(tokens)
         return dh.masked_fill(gate <= level, 0), (-own / ctx.bandwidth).to(threshold.dtype), None
@@ -198,22 +199,22 @@ class _Chosen(torch.autograd.Function):
         together, y = level is None, torch.empty_like(x)
         slices = geometry.neuron_slices(n, True, together)
         kept = x.new_empty(hybrid.words(x, n, False, 0, together), dtype=torch.int32)
-        # of each gate within its window 1, or 2 if it fires
-        windows = x.new_empty((len(x), n if level is not None else 0), dtype=torch.uint8)
+        limits = () if level is None else (level, *bounds(level, choice.bandwidth))
+        # of each slice, which gates are within their windows; and the counts of ``window``
+        windows: list[Tensor] = []
+        counts = x.new_zeros((3, n if limits else 0), dtype=torch.int32)
         added = Added(y, b_down)
         l1 = x.new_zeros((), dtype=hybrid.accumulator(dtype))
         nonzeros = x.new_zeros((), dtype=torch.float32)
         for first, last, own in hybrid.split(kept, x, n, False, together) if len(x) else ():
             gate = F.linear(x, w_up[first:last], None if b_up is None else b_up[first:last])
-            if level is None:
-                gate.masked_fill_(~largest(gate, choice.most, choice.least), 0)
+            if limits:
+                near, counts[:, first:last] = ops.window(gate, *(limit[first:last] for limit in limits))
+                windows.append(near)
             else:
-                near = within(gate, level[first:last], choice.bandwidth)
-                silent = gate <= level[first:last]
-                torch.add(near.view(torch.uint8), (near > silent).view(torch.uint8), out=windows[:, first:last])
-                gate.masked_fill_(silent, 0)
+                gate.masked_fill_(~largest(gate, choice.most, choice.least), 0)
             if firing is not None:
-                firing[first:last] += (~(gate <= 0)).sum(0)
+                firing[first:last] += counts[2, first:last] if limits else (~(gate <= 0)).sum(0)
             bias = b_down if len(slices) == 1 else None
             operands = gate, None, None, w_down[:, first:last].t(), None, bias
             found, of_l1, of_nonzeros, pattern = ops.sparse_up_down_forward(*operands, compression)
@@ -226,14 +227,14 @@ class _Chosen(torch.autograd.Function):
                 added.add(found)
         if len(slices) > 1:
             added.store()
-        ctx.save_for_backward(x, w_up, w_down, b_up, threshold, level, windows, kept)
+        ctx.save_for_backward(x, w_up, w_down, b_up, threshold, level, counts, kept, *windows)
         ctx.bandwidth = choice.bandwidth
         ctx.set_materialize_grads(False)
         return y, l1, nonzeros
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, dn: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, w_up, w_down, b_up, threshold, level, windows, kept = saved = ctx.saved_tensors
+        x, w_up, w_down, b_up, threshold, level, counts, kept, *windows = saved = ctx.saved_tensors
         of_x, of_up, of_down, of_b_up, of_b_down, of_threshold = ctx.needs_input_grad[1:]
         found: Sequence[Tensor | None] = (None,) * 6
         d_threshold = db_down = None
@@ -247,8 +248,7 @@ class _Chosen(torch.autograd.Function):
                 pair = x, w_up, None, w_down, bias, None, kept
                 found = gradients_of(dy, dl1, pair, needs, Mains(), activation)
             if of_threshold:
-                upstream = dy, dl1, dn
-                d_threshold = _of_thresholds(ctx.bandwidth, windows, level, w_down, *upstream)
+                d_threshold = _of_thresholds(ctx.bandwidth, windows, counts, level, w_down, dy, dl1, dn)
                 d_threshold = d_threshold.to(threshold.dtype)
             if of_b_down and dy is not None:
                 db_down = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
@@ -261,7 +261,8 @@ class _Chosen(torch.autograd.Function):
 
 def _of_thresholds(
     bandwidth: float,
-    windows: Tensor,
+    windows: Sequence[Tensor],
+    counts: Tensor,
     level: Tensor,
     w_down: Tensor,
     dy: Tensor | None,
@@ -275,19 +276,16 @@ def _of_thresholds(
     wide = hybrid.accumulator(level.dtype)
     found = torch.zeros_like(level, dtype=wide)
     if dy is not None:
-        # the windows are counted, too: of so few tokens at a time that 16 bits hold the number
-        groups = torch.arange(len(dy), device=dy.device)[:, None] // _GROUP
-        places = torch.arange(-(-len(dy) // _GROUP), device=dy.device)
-        dy = torch.cat([dy, (groups == places).to(dy.dtype)], 1)
-    for first in range(0, len(level), _BLOCK):
-        here = slice(first, first + _BLOCK)
-        own, at, k = windows[:, here], level[here].to(wide), len(w_down)
-        if dy is not None:
-            sums = ((own > 0).to(dy.dtype).t() @ dy).to(wide)
-            found[here] += at * (sums[:, :k] * w_down[:, here].t().to(wide)).sum(1)
-        if dl1 is not None:
-            # |h| has no slope at zero
-            found[here] += at * (own > 1).sum(0) * dl1
-        if dn is not None:
-            found[here] += dn * ((own > 0).sum(0) if dy is None else sums[:, k:].sum(1))
+        blocks, first = [near[:, at : at + _BLOCK] for near in windows for at in range(0, near.shape[1], _BLOCK)], 0
+        for near in blocks:
+            here = slice(first, first + near.shape[1])
+            sums = (near.to(dy.dtype).t() @ dy).to(wide)
+            found[here] = (sums * w_down[:, here].t().to(wide)).sum(1)
+            first = here.stop
+    if dl1 is not None:
+        # |h| has no slope at zero
+        found += counts[1] * dl1
+    found *= level
+    if dn is not None:
+        found += counts[0] * dn
     return found / -bandwidth

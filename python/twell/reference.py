@@ -58,6 +58,24 @@ def top_k(dense: Tensor, k: int) -> Tensor:
     return levels
 
 
+def window(gate: Tensor, level: Tensor, below: Tensor, above: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """near uint8 [M, N], counts int32 [3, N] and the gates [M, N] above the level, of bounds of neurons [N].
+
+    near is 1 between the bounds. Counts are of gates that are near, near and above the level, above the level.
+    """
+    near, kept = torch.zeros_like(gate, dtype=torch.uint8), gate.clone()
+    counts = torch.zeros(3, gate.shape[1], dtype=torch.int32, device=gate.device)
+    for row in range(len(gate)):
+        for neuron, value in enumerate(gate[row].tolist()):
+            inside = float(below[neuron]) < value < float(above[neuron])
+            silent = value <= float(level[neuron])
+            near[row, neuron] = inside
+            counts[:, neuron] += torch.tensor([inside, inside and not silent, not silent], device=gate.device)
+            if silent:
+                kept[row, neuron] = 0
+    return near, counts, kept
+
+
 def gate_pack(
     x: Tensor,
     w_gate: Tensor,

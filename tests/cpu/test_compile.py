@@ -30,6 +30,7 @@ OCCUPANCY = {
     "sampled_gate": (384, 1),
     "pack": (256, 5),
     "top_k": (1024, 1),
+    "window": (256, 3),
     "unpack": (256, 8),
     "reglu": (256, 5),
     "up_down_tile": (256, 2),

@@ -30,6 +30,7 @@ LAYERS = [
             "cute_kernels.compact",
             "cute_kernels.scatter",
             "cute_kernels.top_k",
+            "cute_kernels.window",
             "cute_kernels.rank",
             "cute_kernels.transpose",
             "cute_kernels.sampled_grad",

@@ -1,5 +1,6 @@
 """``torch.ops.twell``: the CPU implementations equal the reference, the fakes tell the truth, the contract holds."""
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -57,6 +58,7 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Call
     return [
         (ops.gate_pack, lambda: gate_packed, pack),
         (ops.pack, lambda: gate_packed, (gate_of(o), compression)),
+        (ops.window, lambda: reference.window(gate_of(o), *bounds_of(o))[:2], (gate_of(o), *bounds_of(o))),
         (ops.unpack, lambda: reference.unpack(words, spill, n, compression), (words, spill, n, compression)),
         (ops.up_down, lambda: reference.up_down(*packed, *weights, compression), (*packed, *weights, compression)),
         (ops.up_down, sparse, (*packed, *plain, compression)),
@@ -71,6 +73,12 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Call
         (ops.up_down_union, lambda: union(False), (*packed, *plain, compression)),
         (ops.matrix_transpose, lambda: o["w_down"].t().contiguous(), (o["w_down"],)),
     ]
+
+
+def bounds_of(o: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+    """A level of each neuron, and a bound below and above it."""
+    level = (torch.arange(len(o["w_gate"])) % 4).to(o["x"].dtype)
+    return level, level - 2, level + 3
 
 
 def screened(o: dict[str, Tensor | None], compression: int) -> list[Any]:
@@ -270,6 +278,7 @@ def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call(
     o["x"].requires_grad_(), o["w_down"].requires_grad_()
     instead = {ops.unpack: "twell.pack", ops.matrix_transpose: "Tensor.t", ops.pack: "twell.sparse_up_down"}
     instead |= dict.fromkeys((ops.sparse_up_down, ops.sparse_up_down_aux), "twell.sparse_up_down")
+    instead[ops.window] = "twell.sparse_ffn"
     for op, _, arguments in calls({a: None if t is None else t.detach() for a, t in o.items()}, 8):
         name = instead.get(op, "twell.sparse_gated_ffn or twell.sparse_ffn")
         needing = [
@@ -285,7 +294,8 @@ def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call(
 
 def test_autocast_does_not_touch_the_operators() -> None:
     for op, _, arguments in calls(operands(5, 264, 16), 8):
-        plain = op(*arguments)
+        # one of them changes an operand
+        plain = op(*copy.deepcopy(arguments))
         with torch.autocast("cpu", dtype=BF16):
             assert equal(op(*arguments), plain)
 
@@ -377,7 +387,8 @@ def test_sizes_and_dtypes_that_kernels_do_not_take_are_refused() -> None:
     with pytest.raises(ValueError, match="n must be a multiple of 8, got 60"):
         ops.unpack(*ops.gate_pack(*(operands(3, 64, 64)[name] for name in ("x", "w_gate")), None, 8)[:2], 60, 8)
     for op, arguments in checked_calls():
-        if op._opname == "matrix_transpose" or any(word in op._opname for word in ("reglu", "hybrid", "ward")):
+        others = "matrix_transpose", "window", "reglu", "hybrid", "ward"
+        if any(word in op._opname for word in others):
             continue
         given = [a.float() if isinstance(a, Tensor) and a.dtype == BF16 else a for a in arguments.values()]
         with pytest.raises(TypeError, match=r"must be (torch\.)?bfloat16(,? or .*)?, got torch\.float32"):
@@ -411,7 +422,7 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     gated, plain = ["compact", "sampled_up", "gathered"], ["compact", "gathered"]
     few = ["up_down_tile"] if m <= 1024 else gated
     assert [spec.op.removesuffix("_few").removesuffix("_token") for spec, _ in launched] == [
-        *("gate_pack", "pack", "unpack", "up_down", "up_down", "up_down"),
+        *("gate_pack", "pack", "window", "unpack", "up_down", "up_down", "up_down"),
         *("gate_pack", *gated, "gate_pack", *plain),
         *("pack", "up_down", "pack", *few, "pack", "up_down", "pack", *plain),
         *("quantize_gate", "gate_screen"),

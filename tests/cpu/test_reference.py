@@ -94,6 +94,28 @@ def test_largest_by_hand() -> None:
     assert reference.top_k(gates, 2).tolist() == [[three, 2], [0x7FFF, 7]]
 
 
+def test_window_by_hand() -> None:
+    gate = torch.tensor([[3.0, 1, torch.nan, -2], [2.0, 2, torch.inf, 0], [4.0, -1, -torch.inf, -1]])
+    level, below, above = torch.tensor([2.0, 1, 0, 0]), torch.tensor([1.0, 0, -9, -2]), torch.tensor([4.0, 2, 9, 1])
+    near, counts, kept = reference.window(gate, level, below, above)
+    assert near.tolist() == [[1, 1, 0, 0], [1, 0, 0, 1], [0, 0, 0, 1]]
+    assert counts.tolist() == [[2, 1, 0, 2], [1, 0, 0, 0], [2, 1, 2, 0]]
+    assert kept.nan_to_num(nan=7).tolist() == [[3, 0, 7, 0], [0, 2, torch.finfo(torch.float32).max, 0], [4, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, BF16, torch.float16])
+def test_window_equals_the_reference(dtype: torch.dtype) -> None:
+    """On bounds and between them; in place."""
+    gate = (torch.randint(-9, 10, (40, 24)) / 4).to(dtype)
+    gate[0, 3], gate[1, 4], gate[2, 5], gate[3] = torch.nan, torch.inf, -torch.inf, -0.0
+    level = (torch.arange(24) % 5 / 4).to(dtype)
+    given = level, level - 1.25, level + 0.75
+    near, counts, kept = reference.window(gate, *given)
+    for actual, expected in zip(ops.window(gate, *given), (near, counts), strict=True):
+        testing.assert_same(actual, expected)
+    testing.assert_same(gate, kept)
+
+
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_operators_equal_the_reference(dtype: torch.dtype) -> None:
     """Small integers, so that many gates are equal, to each other and to thresholds."""

@@ -240,6 +240,29 @@ def top_k(m: int, n: int, k: int, most: int, seed: int = 0) -> None:
     assert ((found != 0).sum(1) <= k).all(), "more than k are kept"
 
 
+def window(m: int, n: int, dtype: torch.dtype, seed: int = 0) -> None:
+    """Gates on bounds and on levels, and beside them; infinities, NaN, zeros and denormals of either sign."""
+    torch.manual_seed(seed)
+    gate, tiny = torch.randint(-9, 10, (m, n)).to(dtype) / 4, torch.tensor(1, dtype=torch.int16).view(dtype)
+    level = (torch.arange(n) % 5).to(dtype) / 4
+    below, above = level - 1.25, level + 0.75
+    # no value lies between these, and all of them do
+    below[::7], above[::7], below[3::7], above[3::7] = 0, tiny, -torch.inf, torch.inf
+    below[5::7], above[5::7] = -tiny, tiny
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, tiny, -tiny, 2 * tiny, 0.0]).to(dtype)
+    where = torch.rand(m, n) < 0.3
+    gate[where] = special[torch.randint(0, len(special), (m, n))][where]
+    # rows that a kernel reads in place, or a copy of them
+    more = 24 if seed else 3
+    ours, right = strided(gate, more), gate.clone()
+    found, expected = on_gpu("window")(ours, level, below, above), ops.window(right, level, below, above)
+    for name, one, other in zip(("near", "counts"), found, expected, strict=True):
+        testing.assert_same(one, other, name)
+    # NaN and zeros by their bits, too
+    testing.assert_same(ours.contiguous().view(torch.int16), right.view(torch.int16), "gate")
+    assert ours.as_strided((m - 1, more), ours.stride(), n).isnan().all(), "values between rows are written"
+
+
 def pack(m: int, n: int, levels: bool, compression: int, seed: int = 0) -> None:
     """A gate that lies in the spill, with a threshold for each neuron or one for all."""
     torch.manual_seed(seed)
@@ -570,8 +593,11 @@ def draw(generator: random.Random) -> partial[None]:
     sizes = [generator.choice((0, 1, 63, 64, 65, 128, 192, 255, 256, 257, 300, 448, 512)) for _ in range(5)]
     sizes = sizes[: generator.randint(1, 5)]
     ctas, biased = generator.randint(1, 5), generator.random() < 0.5
-    kinds = (quantize_gate, gate_screen, sampled_up, sampled_grad, sampled_gate, locate, rank, ffn_screened)
+    kinds = (quantize_gate, gate_screen, sampled_up, sampled_grad, sampled_gate, locate, rank, ffn_screened, window)
     kind = generator.choice(kinds)
+    if kind is window:
+        dtype = generator.choice((BF16, torch.float16))
+        return partial(kind, generator.randint(1, 400), 8 * generator.randint(1, 80), dtype, seed)
     if kind is quantize_gate:
         hidden = 8 * generator.randint(1, 64)
         return partial(kind, generator.randint(1, 60), hidden, biased, seed)

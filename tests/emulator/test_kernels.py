@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.emulator import checks
 from tests.emulator.launch import Emulator, Schedule
@@ -68,6 +69,14 @@ def test_the_gate_at_candidates(emulator: Emulator, sizes: list[int], seed: int)
 def test_the_largest_gates(emulator: Emulator, m: int, n: int, k: int, most: int) -> None:
     with emulator.stands_in(2, Schedule.of(1)):
         checks.top_k(m, n, k, most)
+
+
+@SEEDS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("m", "n"), [(1, 8), (127, 264), (129, 256), (300, 520), (600, 72)])
+def test_gates_near_thresholds(emulator: Emulator, m: int, n: int, dtype: torch.dtype, seed: int) -> None:
+    with emulator.stands_in(2, Schedule.of(seed)):
+        checks.window(m, n, dtype, seed)
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 8), (9, 264), (20, 1288)])

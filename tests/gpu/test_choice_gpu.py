@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import twell
-from twell import _choice, testing
+from twell import _choice, ops, testing
 
 M, K = 260, 72
 N, WIDE = 520, 2 * 65536 + 1000
@@ -82,6 +82,24 @@ def test_largest(dtype: torch.dtype) -> None:
     gate[3, 5], gate[30, 1], gate[9] = torch.inf, torch.nan, -torch.inf
     for most in (0, 1, 900, 30000, 90000, 300000):
         assert torch.equal(_choice.largest(gate, most).cpu(), _choice.largest(gate.cpu(), most))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("m", "n"), [(1, 8), (1000, 4104), (129, 65536)])
+def test_window(m: int, n: int, dtype: torch.dtype) -> None:
+    """Gates on levels and bounds, NaN and infinities; and a gate whose rows kernels do not read in place."""
+    gate = (torch.randint(-9, 10, (m, n)) / 4).to(dtype)
+    gate[0, 3], gate[-1, 5], gate[m // 2, 6], gate[0, 7] = torch.nan, torch.inf, -torch.inf, -0.0
+    level = (torch.arange(n) % 5).to(dtype) / 4
+    bounds = level, *_choice.bounds(level, 1.0)
+    right = gate.clone()
+    expected = ops.window(right, *bounds)
+    for more in (0, 3):
+        ours = torch.empty(m, n + more, dtype=dtype, device="cuda")[:, :n]
+        given = [bound.cuda() for bound in bounds]
+        found = testing.poisoned(lambda ours=ours, given=given: ops.window(ours.copy_(gate), *given))
+        for one, other in zip((*found, ours), (*expected, right), strict=True):
+            testing.assert_same(one.cpu(), other)
 
 
 def test_in_a_graph() -> None:

@@ -28,6 +28,7 @@ from twell.ops.top_k import top_k
 from twell.ops.unpack import unpack
 from twell.ops.up_down import up_down
 from twell.ops.up_down_union import up_down_union
+from twell.ops.window import window
 
 __all__ = [
     "experts",
@@ -55,4 +56,5 @@ __all__ = [
     "unpack",
     "up_down",
     "up_down_union",
+    "window",
 ]
