@@ -47,6 +47,13 @@ def why_dense(strategy: Any, n: int, k: int, k_out: int, dtype: torch.dtype, dev
     return answer.reason if isinstance(answer, Route) and answer.strategy == "dense" else ""
 
 
+def of_batch(layer: Operands, k: float, strategy: Any, counts: Tensor | None, least: Tensor) -> tuple[Tensor, Aux]:
+    """``sparse_ffn`` of "batchtopk" with ``aux``; the least value that is kept is written to ``least``, 0-d."""
+    choice = Selection(most=int(k * tokens_of(layer.x)), least=least)
+    how = RELU, strategy, False, 8, None, True
+    return functional.run(functional.sparse_ffn, layer, False, *how, choice=choice, counts=counts)  # type: ignore[return-value]
+
+
 class SparseAutoencoder(nn.Module):
     """``a W_dec + b_dec`` for x [..., d_in], of the codes ``a = activation((x - b_dec) W_enc + b_enc)`` [..., d_sae].
 
@@ -258,7 +265,7 @@ class SparseAutoencoder(nn.Module):
         if self.activation == "jumprelu":
             return hidden_of(pre, Selection(self._level(), self.bandwidth))
         if self.activation == "batchtopk" and self.training:
-            return hidden_of(pre, self._of_batch(pre, least))
+            return hidden_of(pre, Selection(most=int((self.k or 0) * tokens_of(pre)), least=least))
         if self.activation == "batchtopk":
             codes = torch.where(pre <= self._level().to(pre.dtype), 0, pre)
         else:
@@ -266,10 +273,6 @@ class SparseAutoencoder(nn.Module):
             if self.activation == "topk":
                 codes = _largest(codes, int(self.k or 0))
         return codes, (codes != 0).sum().float()
-
-    def _of_batch(self, x: Tensor, least: Tensor | None) -> Selection:
-        """The largest pre-activations of all tokens of x [..., any]."""
-        return Selection(most=int((self.k or 0) * tokens_of(x)), least=least)
 
     def _dense(self, centred: Tensor, fired: Tensor | None) -> tuple[Tensor, Aux]:
         """The result by PyTorch's operators; who fires is added to ``fired``."""
@@ -288,11 +291,9 @@ class SparseAutoencoder(nn.Module):
         weights = self.W_enc.t(), self.decoder.t()
         if (least := self._least(fired)) is not None:
             layer = Operands(centred, weights[0], None, weights[1], self.b_enc, None, self.b_dec)
-            how = RELU, site, False, 8, None, True
-            choice = self._of_batch(centred, least)
-            found: Any = functional.run(functional.sparse_ffn, layer, False, *how, choice=choice, counts=fired)
+            found = of_batch(layer, self.k or 0, site, fired, least)
             self._move_threshold(least)
-            return found  # type: ignore[no-any-return]
+            return found
         options: dict[str, Any] = {"activation": self.activation}
         if self.activation in ("jumprelu", "batchtopk"):
             level = self._level()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from twell import functional
 from twell.integrations import gemma_scope
 from twell.nn import SparseAutoencoder
 
@@ -26,10 +24,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "batchtopk": {"k": 4.5},
 }
 KIND = pytest.mark.parametrize("kind", KINDS)
-# the gradient of thresholds, counts of neurons, and the largest of a batch
-TRAINS = pytest.mark.skipif(
-    "counts" not in inspect.signature(functional.sparse_ffn).parameters, reason="sparse_ffn has no counts yet"
-)
 
 
 def made(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> SparseAutoencoder:
@@ -110,7 +104,6 @@ def test_kernels_compute_what_pytorch_does(kind: str, strategy: str) -> None:
     assert 1 < aux.l0 < N / 2 + 8
 
 
-@TRAINS
 @KIND
 def test_training_by_kernels_is_that_by_pytorch(kind: str) -> None:
     sae, x = made(kind, skip=True), tokens()

@@ -401,8 +401,8 @@ def test_assert_hybrid_same(gated: bool) -> None:
 
         size = int(hybrid.sizes(expected, 130)[0])
         if density == 1:
-            harmless = [(0, 0), (1, (0, 0)), (2, (0, 1)), (3, 0), (4, 5)]
-            harmful = [(3, -1)]
+            harmless = [(0, 0), (1, (0, 0)), (2, (0, 1)), (3, 0)]
+            harmful = [(3, -1), (4, 5)]
         else:
             harmless = [(0, total), (1, (0, -(-size // 64) * 64))] if size <= 192 else [(0, total)]
             harmful = [(0, 0), (0, total - 1), (1, (0, size - 1)), (2, (0, 1)), (3, 0), (3, -1), (4, 5)]

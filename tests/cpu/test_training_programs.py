@@ -410,9 +410,9 @@ def test_a_note_gets_the_counts_and_is_not_kept(gpu: FakeGpu) -> None:
     step, noted = Step(), []
     call = _autograd.Call("sparse_gated_ffn", 8, 0, RELU, totals=True, note=lambda *counts: noted.append(counts))
     y, _, nonzeros = _autograd.ffn(call, Operands(**step.operands), Mains(), direct=True)
-    ((given, sizes),) = noted
+    ((given, kept),) = noted
     assert given.data_ptr() == nonzeros.data_ptr()
-    assert sizes.shape == (3,)
+    assert hybrid.sizes(kept, len(y)).shape == (3,)
     assert y.grad_fn.call.note is None
     assert not nonzeros.requires_grad
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from sae_lens.training.sae_trainer import SAETrainer
 
 import twell
 import twell.integrations.sae_lens as twell_sae
-from twell import functional
 from twell.integrations import gemma_scope
 
 
@@ -79,9 +77,6 @@ TRAINING: dict[str, dict[str, Any]] = {
     "training batchtopk": {"k": 5.5},
 }
 ALL = INFERENCE | TRAINING
-TRAINS = pytest.mark.skipif(
-    "counts" not in inspect.signature(functional.sparse_ffn).parameters, reason="sparse_ffn has no counts yet"
-)
 
 
 @pytest.mark.parametrize("name", INFERENCE)
@@ -207,7 +202,6 @@ def step_of(sae: Any, x: torch.Tensor, dead: torch.Tensor) -> tuple[Any, torch.T
     return output, fired.sum(-2).bool(), fired.sum(0)
 
 
-@TRAINS
 @pytest.mark.parametrize("name", TRAINING)
 def test_training_steps_of_theirs(name: str) -> None:
     theirs = case(name, **ALL[name])
@@ -234,7 +228,6 @@ def test_training_steps_of_theirs(name: str) -> None:
         torch.testing.assert_close(buffer, other)
 
 
-@TRAINS
 @pytest.mark.parametrize("name", TRAINING)
 def test_their_trainer(name: str, tmp_path: Path) -> None:
     theirs = case(name, **ALL[name])

@@ -34,11 +34,12 @@ from torch import Tensor, nn
 
 from twell import _down_layout, _modes, functional
 from twell._arguments import require
-from twell._autoencoder import why_dense
+from twell._autoencoder import of_batch, why_dense
 from twell._execution import Aux
 from twell._runtime.log import info_once
 from twell.functional import Strategy
 from twell.nn import SparseAutoencoder
+from twell.ops.operands import Operands
 from twell.strategy.plan import Facts, routed
 from twell.strategy.site import AutoStrategy
 
@@ -104,14 +105,15 @@ class _SparseTraining(_Sparse):
             _say(f"a training step of {self._base.__name__} runs SAELens' code: {why}")
             return self._base.training_forward_pass(self, step_input)
         sae_in, counts = step_input.sae_in, torch.zeros(self.cfg.d_sae, dtype=torch.int64, device=self.device)
-        sae_out, aux, step = _run(self, sae_in, counts)
+        least = torch.empty((), dtype=torch.float32, device=self.device)
+        sae_out, aux, step = _run(self, sae_in, counts, least)
         losses = {"mse_loss": self.mse_loss_fn(sae_out, sae_in).sum(dim=-1).mean()}
         losses |= _aux_losses(self, step_input, aux, step.x, sae_out)
         acts, hidden = _Later.of(step, 0, counts), _Later.of(step, 1, None)
         output = TrainStepOutput(sae_in, sae_out, acts, hidden, torch.stack(list(losses.values())).sum(), losses)
         if isinstance(self, batchtopk_sae.BatchTopKTrainingSAE):
-            with torch.no_grad():
-                self.update_topk_threshold(step.part(0))
+            # all that it reads of codes is the least above 0, if there is one
+            self.update_topk_threshold(torch.where(least.isfinite(), least, 0).view(1))
             output.metrics["topk_threshold"] = self.topk_threshold
         return output
 
@@ -324,8 +326,10 @@ def _is_silent(point: nn.Module) -> bool:
     return type(point) in (HookPoint, topk_sae.SparseHookPoint, nn.Identity) and not any(hooks)
 
 
-def _run(sae: Any, x: Tensor, counts: Tensor | None) -> tuple[Tensor, Aux, _Step]:
+def _run(sae: Any, x: Tensor, counts: Tensor | None = None, least: Tensor | None = None) -> tuple[Tensor, Aux, _Step]:
     """``sae.decode(sae.encode(x))``, the figures, and what the encoder read; with ``counts`` for training.
+
+    With "batchtopk" the ``least`` code above 0 is written, too.
 
     In training of a standard SAE ``aux.l1`` is of codes times the norms of their decoder rows.
     """
@@ -350,7 +354,11 @@ def _run(sae: Any, x: Tensor, counts: Tensor | None) -> tuple[Tensor, Aux, _Step
         # a tensor that the optimizer does not change
         dtype = _modes.product_dtype(w_enc.dtype, w_enc.device.type)
         w_enc = w_enc.to(dtype, copy=norms is None)
-    y, aux = functional.sparse_ffn(x, w_enc, w_dec.t(), b_up=b_enc, **options)
+    if options["activation"] == "batchtopk" and least is not None:
+        layer = Operands(x, w_enc, None, w_dec.t(), b_enc)
+        y, aux = of_batch(layer, options["k"], sae._strategy, counts, least)
+    else:
+        y, aux = functional.sparse_ffn(x, w_enc, w_dec.t(), b_up=b_enc, **options)
     # under autocast the product has 16 bits and the sum not
     y = sae.hook_sae_recons(y + sae.b_dec)
     if not isinstance(sae, transcoder.Transcoder):

@@ -116,6 +116,8 @@ def words_of_slice(x: Tensor | View, n: int, gated: bool, held: int = 0) -> int:
 
 def split(kept: Tensor, x: Tensor, n: int, gated: bool, together: bool) -> list[tuple[int, int, Tensor]]:
     """(first, end, kept) of the slices of a layer of ``n`` neurons; ValueError if ``kept`` is not of such a layer."""
+    if len(kept.shape) != 1:
+        raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
     slices = geometry.neuron_slices(n, True, together)
     if len(slices) == 1:
         return [(0, n, kept)]
