@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from twell import _down_layout, _modes, functional
 from twell._activation import RELU
-from twell._arguments import require_choice, require_flag, require_integer, require_number, require_positive
+from twell._arguments import require, require_choice, require_flag, require_integer, require_number, require_positive
 from twell._choice import Selection, hidden_of
 from twell._execution import Aux
 from twell._float8_mlp import moving
-from twell._runtime.log import info_once
+from twell._runtime.log import info_once, warn_once
 from twell.functional import Strategy
+from twell.ops import hybrid
 from twell.ops.operands import Operands
 from twell.strategy import tables
 from twell.strategy.explanation import Choice
@@ -72,7 +73,7 @@ class SparseAutoencoder(nn.Module):
             ``aux.l0``. A threshold below 0 counts as 0 and keeps its gradient.
         tied: the decoder is the transpose of ``W_enc``, and ``W_dec`` is None.
         d_out: the size of y, else d_in. A transcoder has another target than x, and may have another size of it: such
-            calls are dense, which is logged once at INFO.
+            calls are dense, which is logged once: on a GPU a warning.
         apply_b_dec_to_input: whether ``b_dec`` is subtracted from x, in its dtype. Transcoders do not.
         strategy: as in ``twell.sparse_ffn``; "auto" is an ``AutoStrategy`` of the module's own.
 
@@ -216,10 +217,13 @@ class SparseAutoencoder(nn.Module):
         centred = self._centred(x)
         dtype = _modes.product_dtype(x.dtype, x.device.type)
         why = why_dense(self._strategy, self.d_sae, self.d_in, self.d_out, dtype, x.device)
-        fired = torch.zeros_like(self.tokens_since_fired) if self.training else None
+        # a recomputation counts no token again
+        counting = self.training and (_modes.compiling() or not _modes.in_backward())
+        fired = torch.zeros_like(self.tokens_since_fired) if counting else None
         if why:
             if self._strategy != "dense" and not _modes.compiling():
-                info_once(f"a SparseAutoencoder runs dense: {why}")
+                say = warn_once if x.is_cuda else info_once
+                say(f"a SparseAutoencoder runs dense: {why}")
             y, aux = self._dense(centred, fired)
         else:
             y, aux = self._sparse(centred, fired)
@@ -276,11 +280,11 @@ class SparseAutoencoder(nn.Module):
 
     def _dense(self, centred: Tensor, fired: Tensor | None) -> tuple[Tensor, Aux]:
         """The result by PyTorch's operators; who fires is added to ``fired``."""
-        least = self._least(fired)
+        least = self._least()
         codes, count = self._codes(self._pre_activations(centred), least)
         if fired is not None:
             fired.add_((codes.detach() != 0).reshape(-1, self.d_sae).sum(0))
-        self._move_threshold(least)
+            self._move_threshold(least)
         tokens = max(tokens_of(centred), 1)
         wide = torch.promote_types(codes.dtype, torch.float32)
         return self.decode(codes), Aux(codes.abs().sum(dtype=wide) / tokens, count / tokens)
@@ -289,10 +293,11 @@ class SparseAutoencoder(nn.Module):
         """The same by ``twell.sparse_ffn``."""
         site = self._site() if self._strategy == "auto" else self._strategy
         weights = self.W_enc.t(), self.decoder.t()
-        if (least := self._least(fired)) is not None:
+        if (least := self._least()) is not None:
             layer = Operands(centred, weights[0], None, weights[1], self.b_enc, None, self.b_dec)
             found = of_batch(layer, self.k or 0, site, fired, least)
-            self._move_threshold(least)
+            if fired is not None:
+                self._move_threshold(least)
             return found
         options: dict[str, Any] = {"activation": self.activation}
         if self.activation in ("jumprelu", "batchtopk"):
@@ -305,9 +310,9 @@ class SparseAutoencoder(nn.Module):
         options |= {"b_up": self.b_enc, "b_down": self.b_dec, "strategy": site, "return_aux": True, "counts": fired}
         return functional.sparse_ffn(centred, *weights, **options)  # type: ignore[no-any-return]
 
-    def _least(self, fired: Tensor | None) -> Tensor | None:
-        """Where the least code of a call is written, if it moves the threshold."""
-        moves = self.activation == "batchtopk" and fired is not None
+    def _least(self) -> Tensor | None:
+        """Where the least code of a call is written, if codes are the largest of a batch."""
+        moves = self.activation == "batchtopk" and self.training
         return torch.empty((), dtype=torch.float32, device=self.b_enc.device) if moves else None
 
     @torch.no_grad()
@@ -353,8 +358,11 @@ class SparseAutoencoder(nn.Module):
 
         Only columns of dead neurons are computed. Waits for the GPU, once. 0 without a gradient if none is dead.
         """
+        require("dead", dead, Tensor, "a tensor")
         if dead.shape != (self.d_sae,) or dead.dtype != torch.bool:
             raise ValueError(f"dead must be bool [{self.d_sae}], got {dead.dtype} {list(dead.shape)}")
+        if target is None and self.d_out != self.d_in:
+            raise ValueError(f"target must be given where d_out is not d_in, got none with {self.d_out}, {self.d_in}")
         which = dead.nonzero().squeeze(1)
         most = self.d_in // 2 if k is None else k
         require_integer("k", most, 1)
@@ -378,6 +386,10 @@ class SparseAutoencoder(nn.Module):
                 why = why_dense(self._strategy, self.d_sae, self.d_in, self.d_out, dtype, weight.device)
             named = "auto" if isinstance(self._strategy, AutoStrategy) else str(self._strategy)
             reason = "not called yet" if named == "auto" else "it was named"
+            most = hybrid.most_of_each(self.d_sae)
+            if kind == "training" and not why and (self.k or 0) > most:
+                why = f"k is above {most}" if named == "auto" else ""
+                reason = f"calls raise: k is above {most}"
             rows.append(Choice(name, kind, "any", "", "dense" if why else named, why or reason))
         measured = self._site().explain(name) if any(row.strategy == "auto" for row in rows) else []
         return [row._replace(layout="rows") for row in measured or rows]

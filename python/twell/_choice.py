@@ -62,11 +62,11 @@ def choice_of(x: Any, activation: Any, threshold: Any, k: Any, bandwidth: Any) -
             raise ValueError(f'bandwidth must be of "fatrelu" with a threshold [N], got {activation!r} with {got}')
         if threshold.requires_grad and torch.is_grad_enabled():
             return Selection(threshold, float(bandwidth))
+    if k is not None and (isinstance(threshold, Tensor) or threshold != 0):
+        raise ValueError(f'threshold must be 0 with activation "{activation}", got {threshold}')
     if activation != BATCH_TOP_K:
         return None
     require_positive("k", k)
-    if threshold != 0:
-        raise ValueError(f'threshold must be 0 with activation "batchtopk", got {threshold}')
     return Selection(most=int(k * tokens_of(x)))
 
 
@@ -166,7 +166,9 @@ def ffn(layer: Operands, choice: Selection, compression: int, counts: Tensor | N
     matrix, n = x.reshape(-1, x.shape[-1]), len(w_up)
     if geometry.hybrid_capacity(len(matrix), n) < choice.most:
         most, got = hybrid.most_of_each(n), choice.most / max(len(matrix), 1)
-        raise NotImplementedError(f"k must be at most {most} of {n} neurons in training, got {got:g}")
+        raise NotImplementedError(
+            f'k must be at most {most} of {n} neurons in training, got {got:g}; "auto" is dense then'
+        )
     how = choice._replace(threshold=None), compression, counts
     found = _Chosen.apply(how, matrix, w_up, w_down, b_up, b_down, choice.threshold)  # type: ignore[no-untyped-call]
     y, l1, nonzeros = found

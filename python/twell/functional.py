@@ -257,8 +257,9 @@ def sparse_ffn(
         threshold = threshold.detach().clamp(min=0)  # type: ignore[union-attr]
     if choice is not None:
         if main_grads is not None or invariant:
+            what = '"batchtopk"' if choice.threshold is None else "a bandwidth"
             got = "main_grads" if main_grads is not None else "invariant=True"
-            raise NotImplementedError(f'sparse_ffn: "batchtopk" and a bandwidth take no {got}, got it')
+            raise NotImplementedError(f"sparse_ffn: {what} takes no main_grads and no invariant=True, got {got}")
         activation, threshold = ("relu", 0) if choice.threshold is None else (activation, threshold)
     elif activation == TOP_K:
         threshold = k  # type: ignore[assignment]
@@ -390,7 +391,8 @@ def run(
             # the kernels take one slice, and the hybrid format has no room for them
             asked = "dense"
         elif asked != "dense" and is_sliced(n):
-            raise NotImplementedError(f"{name}: the k largest are of at most {geometry.MAX_NEURONS} neurons, got {n}")
+            most = f"{name}: the k largest are of at most {geometry.MAX_NEURONS} neurons"
+            raise NotImplementedError(f'{most}, got {n}; "auto" is dense')
     imposed = imposed_on_call(device.type, device.index) if asked == "auto" else ""
     facts = Facts(name, asked, same_bits, site is not None, screen, imposed=imposed, training=training)
     if not plain and asked != "dense":

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor
 
 import twell
@@ -173,6 +174,34 @@ def test_dead_neurons_and_their_loss() -> None:
     assert float(sae.auxiliary_loss(x, y, torch.zeros(N, dtype=torch.bool))) == 0
     sae.eval()(x)
     assert torch.equal(sae.dead(2 * M), dead)
+
+
+@pytest.mark.parametrize("kind", ["jumprelu", "batchtopk"])
+@pytest.mark.parametrize("strategy", ["union", "dense"])
+def test_checkpoints_count_once(kind: Any, strategy: Any) -> None:
+    """The recomputation of activation checkpointing moves no buffer."""
+    k = 3 if kind == "batchtopk" else None
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(1)
+        sae = twell.nn.SparseAutoencoder(
+            16, 64, activation=kind, k=k, skip=True, strategy=strategy, dtype=torch.bfloat16
+        )
+        x = torch.randn(40, 16, dtype=torch.bfloat16)
+        y = torch.utils.checkpoint.checkpoint(sae, x, use_reentrant=False) if checkpointed else sae(x)
+        y.sum().backward()
+        found.append((sae.tokens_since_fired, sae.threshold, sae.W_enc.grad))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    assert int(found[0][0].max()) == 40
+
+
+def test_explain_says_what_raises() -> None:
+    sae = twell.nn.SparseAutoencoder(64, 512, activation="topk", k=100, strategy="row", dtype=torch.bfloat16)
+    _, training = sae.explain()
+    assert training.reason == "calls raise: k is above 64"
+    with pytest.raises(NotImplementedError, match="k must be at most 64 of 512 neurons in training, got 100"):
+        sae(torch.randn(8, 64, dtype=torch.bfloat16))
 
 
 def test_transcoders(caplog: pytest.LogCaptureFixture) -> None:

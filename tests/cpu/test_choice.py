@@ -200,8 +200,16 @@ def test_counts_of_a_batch_that_exceeds_the_format() -> None:
         ({"threshold": 1.0}, ValueError, r'bandwidth must be of "fatrelu" with a threshold \[N\], got .* with 1.0'),
         ({"activation": "relu"}, ValueError, r"got 'relu' with \[200\]"),
         ({"bandwidth": None}, ValueError, "tensor without gradient, got torch.float32 .200. that requires grad"),
-        ({"main_grads": (None, None)}, NotImplementedError, "take no main_grads"),
-        ({"invariant": True, "strategy": "row"}, NotImplementedError, "take no invariant=True"),
+        (
+            {"main_grads": (None, None)},
+            NotImplementedError,
+            "a bandwidth takes no main_grads and .*, got main_grads",
+        ),
+        (
+            {"invariant": True, "strategy": "row"},
+            NotImplementedError,
+            "and no invariant=True, got invariant",
+        ),
         ({"activation": "batchtopk", "threshold": 0, "bandwidth": None}, ValueError, "k must be given with activation"),
         ({"k": 3}, ValueError, "k must be given with activation"),
         ({"activation": "batchtopk", "k": -1, "bandwidth": None}, ValueError, "k must be a finite number above 0, got"),

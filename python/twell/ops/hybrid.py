@@ -147,7 +147,7 @@ def require_room(k: int, m: int, n: int, held: int, screen: bool) -> None:
     """
     if screen or geometry.hybrid_capacity(m, n, held) < m * min(k, n):
         most = most_of_each(n)
-        raise NotImplementedError(f"k must be at most {most} of {n} neurons in training, held 0, got {k}, held {held}")
+        raise NotImplementedError(f'k must be at most {most} of {n} neurons in training, got {k}; "auto" is dense then')
 
 
 def capacity_of(x: Tensor | View, n: int, gated: bool, kept: Tensor | View) -> int:
