@@ -276,8 +276,8 @@ def _of_thresholds(
     wide = hybrid.accumulator(level.dtype)
     found = torch.zeros_like(level, dtype=wide)
     if dy is not None:
-        blocks, first = [near[:, at : at + _BLOCK] for near in windows for at in range(0, near.shape[1], _BLOCK)], 0
-        for near in blocks:
+        first = 0
+        for near in [each[:, at : at + _BLOCK] for each in windows for at in range(0, each.shape[1], _BLOCK)]:
             here = slice(first, first + near.shape[1])
             sums = (near.to(dy.dtype).t() @ dy).to(wide)
             found[here] = (sums * w_down[:, here].t().to(wide)).sum(1)

@@ -248,7 +248,7 @@ def sparse_ffn(
             gradient of its hidden state, the sum over tokens with ``abs(g - threshold) < bandwidth / 2`` of
             ``-threshold / bandwidth * dh``. ``aux.l0`` has a gradient, too: of each non-zero ``-1 / bandwidth`` there.
             A threshold below 0 is 0, and keeps its gradient. PyTorch makes the pre-activations of such a call, and
-            the gradient costs a dense product and a bit of memory for each of them. Not with ``main_grads``.
+            the gradient costs a dense product and a byte of memory for each of them. Not with ``main_grads``.
         counts: int64 [N], to which the tokens that fire each neuron are added. Where a named strategy got more
             non-zeros than the hybrid format holds, and so computed densely, each neuron counts as fired once.
     """
