@@ -4,8 +4,8 @@
 
 Memory is the bound: 2 bytes are read and 3 written for each gate. A CTA has a block of `ROWS` tokens of a tile of 256
 neurons, and a warp every eighth of these tokens. A lane has eight neurons, whose bounds stay in registers, and loads
-those of `FLIGHT` tokens before it compares the first. It counts in bytes, which hold the counts of a whole block; these
-are added over the warps, then to those of the other blocks. Comparisons are in fp32, so NaN is neither near nor zero.
+their gates of `FLIGHT` tokens before it compares the first. It counts in bytes, which hold the counts of a whole block;
+these are added over the warps, then to those of the other blocks. Comparisons are in fp32; NaN is not near, and stays.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from .common.values import high_to_float, low_to_float
 from .specs import WindowSpec
 
 WARPS = 8
-# tokens of a CTA, at most 255, and those of a warp in flight
+# tokens of a CTA, at most 255 and a multiple of the others' product; and those of a warp in flight
 ROWS, FLIGHT = 128, 4
 # near, near and above the level, above the level
 KINDS = 3

@@ -70,7 +70,7 @@ class Activations:
 
     def __init__(self, model: ByteModel, layer: int, sample: Tensor) -> None:
         self.model, self.scale = model, 1.0
-        self._seen = torch.empty(0)
+        self._seen = torch.empty(0, device="cpu")
         self._replace: Callable[[Tensor], Tensor] | None = None
         model.mlps[layer].register_forward_hook(self._hook)
         self.scale = float(self.of(sample).square().mean().sqrt())

@@ -262,7 +262,7 @@ class SparseAutoencoder(nn.Module):
         if self.activation == "batchtopk":
             return self.threshold.expand(self.d_sae)
         # a clamp would take the gradient of those below 0, which could not rise again
-        return self.threshold + (self.threshold.clamp(min=0) - self.threshold).detach()
+        return torch.where(self.threshold < 0, self.threshold - self.threshold.detach(), self.threshold)
 
     def _codes(self, pre: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The codes of pre-activations, dense, and the number of those that fire, 0-d; ``least``: see ``Selection``."""

@@ -60,6 +60,9 @@ def choice_of(x: Any, activation: Any, threshold: Any, k: Any, bandwidth: Any) -
         if activation != "fatrelu" or not isinstance(threshold, Tensor) or threshold.dim() != 1:
             got = f"{list(threshold.shape)}" if isinstance(threshold, Tensor) else threshold
             raise ValueError(f'bandwidth must be of "fatrelu" with a threshold [N], got {activation!r} with {got}')
+        if _modes.functorch() or _modes.has_tangent(threshold):
+            got = "a transform of torch.func or a forward-mode tangent"
+            raise NotImplementedError(f"bandwidth: a trained threshold takes plain backward passes, got {got}")
         if threshold.requires_grad and torch.is_grad_enabled():
             return Selection(threshold, float(bandwidth))
     if k is not None and (isinstance(threshold, Tensor) or threshold != 0):
@@ -87,10 +90,14 @@ def bounds(level: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
     center = level.double()
     low, high = center - bandwidth / 2, center + bandwidth / 2
     # no gate lies between a bound and the next value outside
-    below, above = low.to(level.dtype), high.to(level.dtype)
-    below = torch.where(below.double() > low, _next(below, -1), below)
-    above = torch.where(above.double() < high, _next(above, 1), above)
-    return below, above
+    above = high.to(level.dtype)
+    return rounded_down(low, level.dtype), torch.where(above.double() < high, _next(above, 1), above)
+
+
+def rounded_down(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values rounded towards minus infinity: those of ``dtype`` that exceed one exceed the other."""
+    found = values.to(dtype)
+    return torch.where(found.double() > values.double(), _next(found, -1), found)
 
 
 def _next(values: Tensor, step: int) -> Tensor:
@@ -208,7 +215,7 @@ class _Chosen(torch.autograd.Function):
         added = Added(y, b_down)
         l1 = x.new_zeros((), dtype=hybrid.accumulator(dtype))
         nonzeros = x.new_zeros((), dtype=torch.float32)
-        for first, last, own in hybrid.split(kept, x, n, False, together) if len(x) else ():
+        for first, last, own, room in hybrid.split(kept, x, n, False, together) if len(x) else ():
             gate = F.linear(x, w_up[first:last], None if b_up is None else b_up[first:last])
             if limits:
                 near, counts[:, first:last] = ops.window(gate, *(limit[first:last] for limit in limits))
@@ -219,7 +226,7 @@ class _Chosen(torch.autograd.Function):
                 firing[first:last] += counts[2, first:last] if limits else (~(gate <= 0)).sum(0)
             bias = b_down if len(slices) == 1 else None
             operands = gate, None, None, w_down[:, first:last].t(), None, bias
-            found, of_l1, of_nonzeros, pattern = ops.sparse_up_down_forward(*operands, compression)
+            found, of_l1, of_nonzeros, pattern = ops.sparse_up_down_forward(*operands, compression, room)
             own.copy_(pattern)
             l1 += of_l1
             nonzeros += of_nonzeros
@@ -232,6 +239,10 @@ class _Chosen(torch.autograd.Function):
         ctx.save_for_backward(x, w_up, w_down, b_up, threshold, level, counts, kept, *windows)
         ctx.bandwidth = choice.bandwidth
         ctx.set_materialize_grads(False)
+        # more than the most are chosen of NaN alone, for which the pattern may have no room
+        ctx.broken = nonzeros > choice.most if level is None else None
+        if level is None:
+            ctx.mark_non_differentiable(nonzeros)
         return y, l1, nonzeros
 
     @staticmethod
@@ -241,6 +252,8 @@ class _Chosen(torch.autograd.Function):
         found: Sequence[Tensor | None] = (None,) * 6
         d_threshold = db_down = None
         with torch.no_grad():
+            if ctx.broken is not None and dy is not None:
+                dy = torch.where(ctx.broken, torch.nan, dy)
             if (of_x or of_up or of_down or of_b_up) and not (dy is None and dl1 is None):
                 bias, activation = b_up, RELU
                 if level is not None:
@@ -276,18 +289,25 @@ def _of_thresholds(
     So no dh is made. A NaN in dy is a NaN for all thresholds, as in dense PyTorch.
     """
     wide = hybrid.accumulator(level.dtype)
-    found = torch.zeros_like(level, dtype=wide)
+    found, parts, first = torch.zeros_like(level, dtype=wide), list[Tensor](), 0
     if dy is not None:
-        blocks, first = [near[:, at : at + _BLOCK] for near in windows for at in range(0, near.shape[1], _BLOCK)], 0
-        for near in blocks:
-            here = slice(first, first + near.shape[1])
-            sums = (near.to(dy.dtype).t() @ dy).to(wide)
-            found[here] = (sums * w_down[:, here].t().to(wide)).sum(1)
-            first = here.stop
+        for near in [each[:, at : at + _BLOCK] for each in windows for at in range(0, each.shape[1], _BLOCK)]:
+            rows = w_down[:, first : first + near.shape[1]].t()
+            parts.append((_product(near, dy) * rows.to(wide)).sum(1))
+            first += near.shape[1]
+        found = torch.cat(parts) if parts else found
     if dl1 is not None:
         # |h| has no slope at zero
-        found += counts[1] * dl1
-    found *= level
+        found = found + counts[1] * dl1
+    found = found * level
     if dn is not None:
-        found += counts[0] * dn
+        found = found + counts[0] * dn
     return found / -bandwidth
+
+
+def _product(near: Tensor, dy: Tensor) -> Tensor:
+    """Flags [M, n] transposed times dy [M, K], not rounded to 16 bits: rows of a down weight may cancel most of it."""
+    wide = hybrid.accumulator(dy.dtype)
+    if dy.is_cuda and dy.dtype.itemsize == 2:
+        return torch.mm(near.to(dy.dtype).t(), dy, out_dtype=wide)
+    return near.to(wide).t() @ dy.to(wide)

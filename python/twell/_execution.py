@@ -168,7 +168,7 @@ def _train(call: Call, layer: Operands, route: Route, mains: Mains) -> tuple[Ten
 
         def note(nonzeros: Tensor, kept: Tensor) -> None:
             if call.counts is not None:
-                matrix = layer.x.detach().reshape(m, -1)
+                matrix = layer.x.detach().reshape(-1, layer.x.shape[-1])
                 call.counts.add_(hybrid.firing(kept, matrix, n, layer.w_up is not None, together))
             if measurement is None:
                 return

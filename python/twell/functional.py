@@ -248,7 +248,7 @@ def sparse_ffn(
             gradient of its hidden state, the sum over tokens with ``abs(g - threshold) < bandwidth / 2`` of
             ``-threshold / bandwidth * dh``. ``aux.l0`` has a gradient, too: of each non-zero ``-1 / bandwidth`` there.
             A threshold below 0 is 0, and keeps its gradient. PyTorch makes the pre-activations of such a call, and
-            the gradient costs a dense product and a bit of memory for each of them. Not with ``main_grads``.
+            the gradient costs a dense product and a byte of memory for each of them. Not with ``main_grads``.
         counts: int64 [N], to which the number of tokens that fire each neuron is added.
     """
     choice = choice_of(x, activation, threshold, k, bandwidth)
@@ -266,7 +266,9 @@ def sparse_ffn(
     kind = activation_of(activation, threshold, gated=False, by_neuron=True, top_k=True)
     weights, biases = (w_up, None, w_down), (b_up, None, b_down)
     if is_quantised(x, weights):
-        _require_inference(main_grads or choice or counts, return_aux, kind)
+        if choice is not None or counts is not None:
+            raise NotImplementedError("e4m3 weights take no batchtopk, bandwidth or counts, got one of them")
+        _require_inference(main_grads, return_aux, kind)
         weights = records("sparse_ffn", weights)
         if not of_blocks(weights):
             return quantised("sparse_ffn", x, weights, biases, kind, strategy, invariant, compression, fast_accum)
@@ -382,8 +384,13 @@ def run(
     device = layer.x.device
     if activation.by_neuron:
         _require_thresholds(name, activation.threshold, layer)
+    if counts is not None and not _modes.compiling() and _modes.in_backward():
+        # a recomputation counts no token again
+        counts = None
     if counts is not None:
         require_counts(name, counts, layer, same_bits)
+    if choice is not None and choice.most:
+        choice = choice._replace(most=min(choice.most, tokens_of(layer.x) * len(layer.w_gate)))
     if activation.k or (choice is not None and choice.most):
         n, k = len(layer.w_gate), activation.k or choice.most / max(tokens_of(layer.x), 1)  # type: ignore[union-attr]
         keeps = training or counts is not None

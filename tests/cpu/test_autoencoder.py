@@ -184,16 +184,30 @@ def test_checkpoints_count_once(kind: Any, strategy: Any) -> None:
     found = []
     for checkpointed in (False, True):
         torch.manual_seed(1)
-        sae = twell.nn.SparseAutoencoder(
-            16, 64, activation=kind, k=k, skip=True, strategy=strategy, dtype=torch.bfloat16
-        )
-        x = torch.randn(40, 16, dtype=torch.bfloat16)
+        how: Any = {"activation": kind, "k": k, "skip": True, "strategy": strategy, "dtype": torch.bfloat16}
+        sae, x = twell.nn.SparseAutoencoder(16, 64, **how), torch.randn(40, 16, dtype=torch.bfloat16)
+        with torch.no_grad():
+            sae.b_enc[:8] = -100
         y = torch.utils.checkpoint.checkpoint(sae, x, use_reentrant=False) if checkpointed else sae(x)
         y.sum().backward()
         found.append((sae.tokens_since_fired, sae.threshold, sae.W_enc.grad))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
     assert int(found[0][0].max()) == 40
+
+
+def test_infinite_and_negative_thresholds() -> None:
+    """An infinite one never fires; one below 0 is 0 and keeps its gradient."""
+    sae = twell.nn.SparseAutoencoder(16, 32, activation="jumprelu", bandwidth=1.0)
+    with torch.no_grad():
+        sae.threshold.copy_(torch.tensor([torch.inf] * 8 + [-1.0] * 24))  # type: ignore[union-attr]
+    x = torch.randn(9, 16)
+    _, aux = sae(x, return_aux=True)
+    pre = x @ sae.W_enc
+    assert float(aux.l0.detach()) == pytest.approx(float((pre[:, 8:] > 0).sum()) / 9)
+    assert torch.equal(sae.encode(x) != 0, (pre > 0) & (torch.arange(32) >= 8))
+    (grad,) = torch.autograd.grad(aux.l0, sae.threshold)
+    torch.testing.assert_close(grad[8:], -(pre[:, 8:].abs() < 0.5).float().sum(0) / 9)
 
 
 def test_explain_says_what_raises() -> None:

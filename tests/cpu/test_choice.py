@@ -192,6 +192,42 @@ def test_counts_of_a_batch_that_exceeds_the_format() -> None:
     assert torch.equal(counts, (F.linear(t["x"], t["w_up"], t["b_up"]) > 0).sum(0))
 
 
+def test_sums_of_windows_are_not_rounded() -> None:
+    """Rows of the down weight may cancel what all tokens have in common."""
+    generator = torch.Generator().manual_seed(1)
+    m, k = 2048, 64
+    x, w_up = torch.randn(m, k, generator=generator).bfloat16(), torch.randn(N, k, generator=generator).bfloat16() / 8
+    w_down = torch.randn(N, k, generator=generator)
+    w_down = ((w_down - w_down.mean(1, keepdim=True)) / 8).bfloat16()
+    dy = (1 + 0.05 * torch.randn(m, k, generator=generator)).bfloat16()
+    errors = {}
+    for strategy in ("union", "dense"):
+        level = torch.full((N,), 0.5, requires_grad=True)
+        how: Any = {"activation": "fatrelu", "threshold": level, "bandwidth": 0.5, "strategy": strategy}
+        twell.sparse_ffn(x, w_up, w_down.t(), **how).backward(dy)
+        gate = (x.double() @ w_up.double().t()).bfloat16().double()
+        right = -((gate - 0.5).abs() < 0.25).double().mul(dy.double() @ w_down.double().t()).sum(0)
+        errors[strategy] = float((level.grad - right).norm() / right.norm())  # type: ignore[operator]
+    assert errors["union"] < min(0.01, errors["dense"])
+
+
+def test_transforms_are_refused() -> None:
+    t = problem(torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="a trained threshold takes plain backward passes, got a transform"):
+        torch.func.grad(lambda level: ours(t | {"threshold": level}).sum())(t["threshold"])
+    with pytest.raises(NotImplementedError, match="forward-mode tangent"):
+        torch.func.jvp(lambda level: ours(t | {"threshold": level}).sum(), (t["threshold"],), (t["threshold"],))
+
+
+def test_more_nan_than_most_break_all_gradients() -> None:
+    t = leaves(problem(torch.float64))
+    with torch.no_grad():
+        t["x"][70:] = torch.nan
+    y = ours(t, activation="batchtopk", k=3, threshold=0, bandwidth=None, strategy="union")
+    (grad,) = torch.autograd.grad(y.sum(), t["x"])
+    assert grad.isnan().all()
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -212,7 +248,11 @@ def test_counts_of_a_batch_that_exceeds_the_format() -> None:
         ),
         ({"activation": "batchtopk", "threshold": 0, "bandwidth": None}, ValueError, "k must be given with activation"),
         ({"k": 3}, ValueError, "k must be given with activation"),
-        ({"activation": "batchtopk", "k": -1, "bandwidth": None}, ValueError, "k must be a finite number above 0, got"),
+        (
+            {"activation": "batchtopk", "k": -1, "threshold": 0, "bandwidth": None},
+            ValueError,
+            "k must be a finite number above 0, got",
+        ),
         (
             {"activation": "batchtopk", "k": 90, "threshold": 0, "bandwidth": None, "strategy": "union"},
             NotImplementedError,

@@ -117,14 +117,29 @@ def test_calls_on_a_gpu(strategy: str, totals: bool, monkeypatch: pytest.MonkeyP
     assert [figure is not None for figure in figures] == [totals] * 2
 
 
+@pytest.mark.parametrize("n", [28680, 40960])
+def test_few_tokens_of_a_short_last_slice(n: int) -> None:
+    """The room of a slice is found again from the length of all."""
+    x, w_down = torch.ones(1, 8).bfloat16(), torch.ones(n, 8).bfloat16()
+    w_up = torch.zeros(n, 8).bfloat16()
+    w_up[::5000] = 0.125
+    w_up.requires_grad_()
+    for m in (1, 2, 7, 15, 33, 40):
+        y = twell.sparse_ffn(x.expand(m, 8), w_up, w_down.t(), strategy="union")
+        (grad,) = torch.autograd.grad(y.sum(), w_up)
+        assert y.eq(len(w_up[::5000])).all()
+        assert grad[::5000].eq(8 * m).all()
+        assert int(grad.count_nonzero()) == 8 * len(w_up[::5000])
+
+
 def test_kept_of_another_layer_is_refused() -> None:
     x = torch.zeros(130, K, dtype=torch.bfloat16)
     for held in (0, 1, 7, 200):
         kept = torch.zeros(hybrid.words(x, N, False, held), dtype=torch.int32)
         found = hybrid.split(kept, x, N, False, False)
-        assert [(first, last) for first, last, _ in found] == geometry.neuron_slices(N, True)
+        assert [(first, last) for first, last, *_ in found] == geometry.neuron_slices(N, True)
         assert found[-1][2].data_ptr() + 4 * len(found[-1][2]) == kept.data_ptr() + 4 * len(kept)
-        assert all(own.data_ptr() % 256 == kept.data_ptr() % 256 for _, _, own in found)
+        assert all(own.data_ptr() % 256 == kept.data_ptr() % 256 for _, _, own, _ in found)
     with pytest.raises(ValueError, match=r"kept must be \[\d+\] for 130 tokens"):
         hybrid.split(kept[:-1], x, N, False, False)
 

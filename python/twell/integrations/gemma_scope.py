@@ -79,7 +79,7 @@ def save(sae: SparseAutoencoder, path: str | os.PathLike[str]) -> None:
         got = f"activation={sae.activation!r}, tied={sae.tied}, apply_b_dec_to_input={sae.apply_b_dec_to_input}"
         raise ValueError(f"sae must have thresholds, a decoder of its own and no b_dec on its input, got {got}")
     tensors = {name: tensor.detach().cpu() for name, tensor in sae.state_dict().items() if name != "tokens_since_fired"}
-    level = tensors.get("threshold", torch.zeros(()))
+    level = tensors.get("threshold", torch.zeros((), device="cpu"))
     tensors["threshold"] = level.clamp(min=0).expand(sae.d_sae)
     if path.suffix == ".npz":
         if "W_skip" in tensors:

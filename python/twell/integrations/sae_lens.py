@@ -26,6 +26,7 @@ files. ``safetensors.torch.save_file(sae.state_dict(), ...)`` wants ``W_enc`` co
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from twell import _down_layout, _modes, functional
 from twell._arguments import require
 from twell._autoencoder import of_batch, why_dense
+from twell._choice import rounded_down
 from twell._execution import Aux
 from twell._runtime.log import info_once
 from twell.functional import Strategy
@@ -120,7 +122,8 @@ class _SparseTraining(_Sparse):
 
 def _subclass(base: type[SAE[Any]]) -> type[SAE[Any]]:
     kind = _SparseTraining if issubclass(base, TrainingSAE) else _Sparse
-    return type(f"Sparse{base.__name__}", (kind, base), {"__module__": __name__, "_base": base})
+    own = {name: getattr(base, name, None) for name in _METHODS}
+    return type(f"Sparse{base.__name__}", (kind, base), {"__module__": __name__, "_base": base, "_own": own})
 
 
 _CLASSES = {
@@ -277,8 +280,8 @@ def _why_not(sae: Any, training: bool) -> str:
     cfg = sae.cfg
     if training and _modes.compiling():
         return "a trace of torch.compile"
-    if replaced := [name for name in _METHODS if name in sae.__dict__]:
-        return f"methods of the object's own, {', '.join(replaced)}"
+    if replaced := [name for name, own in sae._own.items() if _replaced(sae, name, own)]:
+        return f"methods that were replaced, {', '.join(replaced)}"
     points = ("hook_sae_acts_pre", "hook_sae_acts_post", *(("hook_sae_input",) if training else ()))
     if hooked := [name for name in points if not _is_silent(getattr(sae, name))]:
         return f"hooks on {', '.join(hooked)}"
@@ -320,9 +323,16 @@ def _why_not_losses(sae: Any) -> str:
     return ""
 
 
+def _replaced(sae: Any, name: str, own: Any) -> bool:
+    """Whether a method is another than SAELens', of the object or of its class."""
+    return name in sae.__dict__ or getattr(sae._base, name, None) is not own
+
+
 def _is_silent(point: nn.Module) -> bool:
     """Whether calling ``point`` returns its input and does nothing else."""
     hooks = (point._forward_hooks, point._forward_pre_hooks, point._backward_hooks, point._backward_pre_hooks)
+    of_all = ("forward", "forward_pre", "backward", "backward_pre")
+    hooks += tuple(getattr(nn.modules.module, f"_global_{name}_hooks") for name in of_all)
     return type(point) in (HookPoint, topk_sae.SparseHookPoint, nn.Identity) and not any(hooks)
 
 
@@ -343,7 +353,9 @@ def _run(sae: Any, x: Tensor, counts: Tensor | None = None, least: Tensor | None
             options |= {"threshold": sae.threshold, "bandwidth": sae.bandwidth}
     elif hasattr(sae, "threshold"):
         # these apply ReLU, too, and give the threshold no gradient
-        options |= {"activation": "fatrelu", "threshold": sae.threshold.detach().clamp(min=0)}
+        # rounded down, as SAELens compares with the threshold as it is
+        dtype = _modes.product_dtype(x.dtype, x.device.type)
+        options |= {"activation": "fatrelu", "threshold": rounded_down(sae.threshold.detach().clamp(min=0), dtype)}
     w_enc, b_enc, w_dec, norms = sae.W_enc.t(), sae.b_enc, sae.W_dec, None
     weighted = counts is not None and isinstance(sae, sae_lens.StandardTrainingSAE)
     if weighted or getattr(sae.cfg, "rescale_acts_by_decoder_norm", False):
@@ -423,6 +435,8 @@ class _Step:
         if isinstance(sae, _SparseTraining):
             self.b_enc = b_enc.clone()
             self.threshold = sae.threshold.clone() if hasattr(sae, "threshold") else None
+            own: Any = sae
+            self.activation, self.bandwidth = copy.copy(own.activation_fn), getattr(own, "bandwidth", 0.0)
         kind = x.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         # as SAELens' sum of the product and the bias
@@ -438,9 +452,9 @@ class _Step:
             if which == 1:
                 return pre
             if self.threshold is None:
-                return self.sae.activation_fn(pre)  # type: ignore[no-any-return]
+                return self.activation(pre)  # type: ignore[no-any-return]
             level = self.threshold.to(pre.dtype)
-            return jumprelu_sae.JumpReLU.apply(pre, level, self.sae.bandwidth, False)  # type: ignore[no-any-return]
+            return jumprelu_sae.JumpReLU.apply(pre, level, self.bandwidth, False)  # type: ignore[no-any-return]
 
 
 class _Later(Tensor):
@@ -482,7 +496,11 @@ class _Later(Tensor):
                     return cls.of(own.step, own.which, own.counts, torch.float32)
                 if function is Tensor.sum and own.kind is not None and own.dim() == 2 and not kwargs:
                     if args[1:] in ((0,), (-2,)):
-                        return own.counts.to(torch.int64 if own.kind == torch.bool else own.kind)
+                        return own.counts.to(torch.int64 if own.kind == torch.bool else own.kind, copy=True)
+        name = getattr(function, "__name__", "")
+        if isinstance(own, cls) and name.endswith("_") and not name.startswith("_"):
+            what = "feature_acts and hidden_pre are computed when they are read"
+            raise NotImplementedError(f"{what}, got {name} of one in place: clone() it first")
         args, kwargs = pytree.tree_map_only(cls, cls.dense, (args, kwargs))
         return function(*args, **kwargs)
 

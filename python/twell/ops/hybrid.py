@@ -114,14 +114,17 @@ def words_of_slice(x: Tensor | View, n: int, gated: bool, held: int = 0) -> int:
     return _places(m, n)[1] + geometry.hybrid_words(geometry.hybrid_capacity(m, n, held), _value_bytes(x, gated))
 
 
-def split(kept: Tensor, x: Tensor, n: int, gated: bool, together: bool) -> list[tuple[int, int, Tensor]]:
-    """(first, end, kept) of the slices of a layer of ``n`` neurons; ValueError if ``kept`` is not of such a layer."""
+def split(kept: Tensor, x: Tensor, n: int, gated: bool, together: bool) -> list[tuple[int, int, Tensor, int]]:
+    """(first, end, kept, held) of the slices of ``n`` neurons; ValueError if ``kept`` is not of such a layer.
+
+    held: non-zeros per token for which the ``kept`` of a slice has room, as it is for a layer of its own.
+    """
     if len(kept.shape) != 1:
         raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
     slices = geometry.neuron_slices(n, True, together)
     if len(slices) == 1:
-        return [(0, n, kept)]
-    # what it was made for is known by its length alone
+        return [(0, n, kept, 0)]
+    # the least for which it has this length, which may be a little less than what it was made for
     held = bisect.bisect_left(range(1, n), len(kept), key=lambda each: words(x, n, gated, each)) + 1
     expected = words(x, n, gated, held)
     if len(kept) != expected:
@@ -130,7 +133,7 @@ def split(kept: Tensor, x: Tensor, n: int, gated: bool, together: bool) -> list[
     for first, last in slices:
         at = -(-at // _PLACE) * _PLACE
         size = words_of_slice(x, last - first, gated, held)
-        found.append((first, last, kept[at : at + size]))
+        found.append((first, last, kept[at : at + size], held))
         at += size
     return found
 
@@ -186,7 +189,7 @@ def sizes(kept: Tensor, m: int) -> Tensor:
 def firing(kept: Tensor, x: Tensor, n: int, gated: bool, together: bool) -> Tensor:
     """How many tokens of ``x`` [M, ...] fire each of ``n`` neurons, int32."""
     m = x.shape[0]
-    found = [parts(own, m, last - first).popularity for first, last, own in split(kept, x, n, gated, together)]
+    found = [parts(own, m, last - first).popularity for first, last, own, _ in split(kept, x, n, gated, together)]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
@@ -212,7 +215,7 @@ def check_kept(x: Tensor, n: int, gated: bool, kept: Tensor, together: bool) -> 
     """Raise unless ``kept`` is the gate of ``x`` [M, ...] with ``n`` neurons."""
     if len(kept.shape) != 1:
         raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
-    for first, last, own in split(kept, x, n, gated, together):
+    for first, last, own, _ in split(kept, x, n, gated, together):
         check_kept_of_slice(x, last - first, gated, own)
 
 

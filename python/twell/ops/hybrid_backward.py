@@ -89,7 +89,7 @@ def by_slices(implementation: Callable[..., None], given: Backward, gradients: G
         implementation(given, gradients, *how)
         return
     dx = None if gradients.x is None else Added(gradients.x)
-    for first, last, kept in hybrid.split(given.kept, layer.x, n, layer.w_up is not None, False):
+    for first, last, kept, _ in hybrid.split(given.kept, layer.x, n, layer.w_up is not None, False):
         of_x = None if gradients.x is None else torch.empty_like(gradients.x)
         own = Gradients(of_x, *(None if g is None else g[first:last] for g in gradients[1:6]))
         implementation(given._replace(layer=layer.neurons(first, last), kept=kept), own, *how)

@@ -82,14 +82,15 @@ def _by_slices(one: Callable[..., Outputs]) -> Callable[..., Outputs]:
 
     def every(layer: Operands, *how: Any) -> Outputs:
         x, w_gate, w_up, *_ = layer
-        _, held, activation, _ = how
+        compression, held, activation, screen = how
         if not is_sliced(n := len(w_gate), True, bool(activation.k)):
             return one(layer, *how)
         y, l1, nonzeros, kept = outputs(x, w_gate, w_up, held)
         added = Added(y, layer.b_down)
         l1.zero_(), nonzeros.zero_()
-        for first, last, own in hybrid.split(kept, x, n, w_up is not None, False):
-            y_of_slice, of_l1, of_nonzeros, found = one(layer.neurons(first, last), *how)
+        for first, last, own, room in hybrid.split(kept, x, n, w_up is not None, False):
+            own_how = compression, room, activation, screen
+            y_of_slice, of_l1, of_nonzeros, found = one(layer.neurons(first, last), *own_how)
             added.add(y_of_slice)
             l1 += of_l1
             nonzeros += of_nonzeros
