@@ -7,12 +7,9 @@ non-zeros, words 1 to W-1 hold ``value bits << 16 | neuron``. A row-tile with mo
 TILE = 256
 COMPRESSIONS = (2, 4, 8)
 
-# The neuron index takes the low 16 bits of a word: a layer of more neurons runs as slices of at most so many. In
-# training, layers of more than `UNSLICED` have slices of at most `TRAINED`, unless gates of all neurons are chosen
-# together: scratch grows with a slice, and the time of `rank` with its square.
+# The neuron index takes the low 16 bits of a word: a layer of more neurons runs as slices of at most so many.
 MAX_NEURONS = 65536
 MOST_NEURONS = 1 << 20
-UNSLICED, TRAINED = 28672, 16384
 
 # Most experts of a layer.
 MAX_EXPERTS = 1024
@@ -50,9 +47,10 @@ RARE_ENTRIES = 2048
 UNION_ENTRIES = 1 << 27
 
 # A batch that exceeds the capacity of the hybrid format: most tokens that forward and backward compute together, with
-# one and three 16-bit values of scratch per token and neuron; tokens and neurons that share a sum of |h|, and tokens
-# that share a sum for the gradients of the biases. A slice is whole tiles. Words, zero before, by which CTAs meet.
-OVERFLOW_FORWARD, OVERFLOW_BACKWARD = 16384, 3840
+# one and three 16-bit values of scratch per token and neuron, and in backward most such values; tokens and neurons that
+# share a sum of |h|, and tokens that share a sum for the gradients of the biases. A slice is whole tiles. Words, zero
+# before, by which CTAs meet.
+OVERFLOW_FORWARD, OVERFLOW_BACKWARD, OVERFLOW_VALUES = 16384, 3840, 1 << 27
 OVERFLOW_SUM, OVERFLOW_NEURONS = 64, 128
 OVERFLOW_COUNTERS = 3
 
@@ -117,11 +115,20 @@ def union_slices(m: int, n: int) -> list[tuple[int, int]]:
     return [(first, min(m, first + length)) for first in range(0, m, length)] if m else []
 
 
-def neuron_slices(n: int, training: bool = False, together: bool = False) -> list[tuple[int, int]]:
+def neuron_slices(n: int) -> list[tuple[int, int]]:
     """(first, end) of the slices of ``n`` neurons, whole tiles but for the last one."""
-    most = TRAINED if training and n > UNSLICED and not together else MAX_NEURONS
-    length = tiles(-(-n // max(-(-n // most), 1))) * TILE
+    length = tiles(-(-n // max(-(-n // MAX_NEURONS), 1))) * TILE
     return [(first, min(n, first + length)) for first in range(0, n, length)] if n else []
+
+
+def overflow_tokens(m: int, n: int, k: int, parts: int, sums: int) -> int:
+    """Tokens that backward of such a batch computes together, with ``parts`` values per token and neuron.
+
+    One slice of all tokens needs none of ``sums`` fp32 matrices [n, k], and takes their place where it is smaller.
+    """
+    most = max(min(OVERFLOW_BACKWARD, OVERFLOW_VALUES // (parts * n) // TOKEN_TILE * TOKEN_TILE), TOKEN_TILE)
+    whole = m * parts <= most * parts + 2 * sums * k
+    return m if whole else min(m, most)
 
 
 def token_tiles(m: int) -> int:

@@ -205,9 +205,8 @@ class _Chosen(torch.autograd.Function):
         choice = choice._replace(threshold=threshold)
         n, dtype = len(w_up), x.dtype
         level = None if threshold is None else choice.level(dtype)
-        together, y = level is None, torch.empty_like(x)
-        slices = geometry.neuron_slices(n, True, together)
-        kept = x.new_empty(hybrid.words(x, n, False, 0, together), dtype=torch.int32)
+        slices, y = geometry.neuron_slices(n), torch.empty_like(x)
+        kept = x.new_empty(hybrid.words(x, n, False), dtype=torch.int32)
         limits = () if level is None else (level, *bounds(level, choice.bandwidth))
         # of each slice, which gates are within their windows; and the counts of ``window``
         windows: list[Tensor] = []
@@ -215,7 +214,7 @@ class _Chosen(torch.autograd.Function):
         added = Added(y, b_down)
         l1 = x.new_zeros((), dtype=hybrid.accumulator(dtype))
         nonzeros = x.new_zeros((), dtype=torch.float32)
-        for first, last, own, room in hybrid.split(kept, x, n, False, together) if len(x) else ():
+        for first, last, own, room in hybrid.split(kept, x, n, False) if len(x) else ():
             gate = F.linear(x, w_up[first:last], None if b_up is None else b_up[first:last])
             if limits:
                 near, counts[:, first:last] = ops.window(gate, *(limit[first:last] for limit in limits))

@@ -143,7 +143,7 @@ def _counted(call: Call, layer: Operands, counts: Tensor) -> tuple[Tensor, Tenso
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     operands = x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down
     y, l1, nonzeros, kept = ops.hybrid_forward(*operands, call.compression, 0, *call.activation)
-    counts += hybrid.firing(kept, x, len(w_gate), w_up is not None, bool(call.activation.k))
+    counts += hybrid.firing(kept, x, len(w_gate), w_up is not None)
     return y, l1, nonzeros
 
 
@@ -164,15 +164,15 @@ def _train(call: Call, layer: Operands, route: Route, mains: Mains) -> tuple[Ten
     """y, the sum of |h| and the number of non-zeros of a sparse call that needs gradients."""
     note, measurement = None, route.measurement
     if measurement is not None or call.counts is not None:
-        m, n, together = tokens_of(layer.x), len(layer.w_gate), bool(call.activation.k)
+        m, n = tokens_of(layer.x), len(layer.w_gate)
 
         def note(nonzeros: Tensor, kept: Tensor) -> None:
             if call.counts is not None:
                 matrix = layer.x.detach().reshape(-1, layer.x.shape[-1])
-                call.counts.add_(hybrid.firing(kept, matrix, n, layer.w_up is not None, together))
+                call.counts.add_(hybrid.firing(kept, matrix, n, layer.w_up is not None))
             if measurement is None:
                 return
-            unions = None if is_sliced(n, True, together) else hybrid.sizes(kept, m)[:-1]
+            unions = None if is_sliced(n) else hybrid.sizes(kept, m)[:-1]
             most = geometry.hybrid_capacity(measurement.problem.m, measurement.problem.n, route.held)
             candidates = screened.wanted(measurement, layer, call.activation)
             measurement.counts(nonzeros, unions, most=most, candidates=candidates)

@@ -89,9 +89,8 @@ def test_gradient_of_thresholds(strategy: str, dtype: torch.dtype, compiled: boo
 
 def test_the_same_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for most in (geometry.TRAINED, 256):
-        monkeypatch.setattr(geometry, "UNSLICED", most)
-        monkeypatch.setattr(geometry, "TRAINED", most)
+    for most in (geometry.MAX_NEURONS, 256):
+        monkeypatch.setattr(geometry, "MAX_NEURONS", most)
         mine = leaves(problem(torch.float64, n=600))
         y, aux = ours(mine, strategy="union", return_aux=True)
         (y.sum() + aux.l1 + aux.l0).backward()

@@ -231,9 +231,7 @@ def test_backward_reads_nothing_undefined(gated: bool, density: float) -> None:
         assert torch.equal(actual, answer)
 
 
-def test_neurons_beyond_the_sign_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    # one slice, as of neurons of which the k largest are chosen together
-    monkeypatch.setattr(geometry, "UNSLICED", geometry.MAX_NEURONS)
+def test_neurons_beyond_the_sign_bit() -> None:
     gates = torch.zeros(2, 65536, dtype=torch.int32)
     gates[0, [3, 32767, 32768, 65535]] = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
     gates[1, 65535] = 5

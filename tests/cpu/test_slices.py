@@ -48,15 +48,13 @@ def right(t: dict[str, torch.Tensor], threshold: Any = 0) -> torch.Tensor:
 
 
 def test_slices_cover_all_neurons() -> None:
-    for n in (8, 28672, 28680, 65536, 65544, 131072, 131080, 262144, 1000000, 1 << 20):
-        for how in ((), (True,), (True, True)):
-            found = geometry.neuron_slices(n, *how)
-            most = geometry.TRAINED if how == (True,) and n > geometry.UNSLICED else geometry.MAX_NEURONS
-            assert [first for first, _ in found[1:]] == [last for _, last in found[:-1]]
-            assert (found[0][0], found[-1][1]) == (0, n)
-            assert all(0 < last - first <= most for first, last in found)
-            assert len(found) == -(-n // most)
-            assert slices.is_sliced(n, *how) is (len(found) > 1)
+    for n in (8, 65536, 65544, 131072, 131080, 262144, 1000000, 1 << 20):
+        found = geometry.neuron_slices(n)
+        assert [first for first, _ in found[1:]] == [last for _, last in found[:-1]]
+        assert (found[0][0], found[-1][1]) == (0, n)
+        assert all(0 < last - first <= geometry.MAX_NEURONS for first, last in found)
+        assert len(found) == -(-n // geometry.MAX_NEURONS)
+        assert slices.is_sliced(n) is (len(found) > 1)
 
 
 @pytest.mark.parametrize("strategy", ["row", "union", "auto", "dense"])
@@ -117,7 +115,7 @@ def test_calls_on_a_gpu(strategy: str, totals: bool, monkeypatch: pytest.MonkeyP
     assert [figure is not None for figure in figures] == [totals] * 2
 
 
-@pytest.mark.parametrize("n", [28680, 40960])
+@pytest.mark.parametrize("n", [65544, 100000])
 def test_few_tokens_of_a_short_last_slice(n: int) -> None:
     """The room of a slice is found again from the length of all."""
     x, w_down = torch.ones(1, 8).bfloat16(), torch.ones(n, 8).bfloat16()
@@ -136,12 +134,12 @@ def test_kept_of_another_layer_is_refused() -> None:
     x = torch.zeros(130, K, dtype=torch.bfloat16)
     for held in (0, 1, 7, 200):
         kept = torch.zeros(hybrid.words(x, N, False, held), dtype=torch.int32)
-        found = hybrid.split(kept, x, N, False, False)
-        assert [(first, last) for first, last, *_ in found] == geometry.neuron_slices(N, True)
+        found = hybrid.split(kept, x, N, False)
+        assert [(first, last) for first, last, *_ in found] == geometry.neuron_slices(N)
         assert found[-1][2].data_ptr() + 4 * len(found[-1][2]) == kept.data_ptr() + 4 * len(kept)
         assert all(own.data_ptr() % 256 == kept.data_ptr() % 256 for _, _, own, _ in found)
     with pytest.raises(ValueError, match=r"kept must be \[\d+\] for 130 tokens"):
-        hybrid.split(kept[:-1], x, N, False, False)
+        hybrid.split(kept[:-1], x, N, False)
 
 
 def test_more_neurons_than_any_layer_has() -> None:

@@ -97,13 +97,10 @@ def _words(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize // 4
 
 
-def words(x: Tensor | View, n: int, gated: bool, held: int = 0, together: bool = False) -> int:
-    """Words of ``kept`` for the gate of ``x`` [M, ...] with ``n`` neurons; ``held``: non-zeros per token, 0: most.
-
-    together: whether gates of all neurons are chosen together.
-    """
+def words(x: Tensor | View, n: int, gated: bool, held: int = 0) -> int:
+    """Words of ``kept`` for the gate of ``x`` [M, ...] with ``n`` neurons; ``held``: non-zeros per token, 0: most."""
     at = 0
-    for first, last in geometry.neuron_slices(n, True, together):
+    for first, last in geometry.neuron_slices(n):
         at = -(-at // _PLACE) * _PLACE + words_of_slice(x, last - first, gated, held)
     return at
 
@@ -114,14 +111,14 @@ def words_of_slice(x: Tensor | View, n: int, gated: bool, held: int = 0) -> int:
     return _places(m, n)[1] + geometry.hybrid_words(geometry.hybrid_capacity(m, n, held), _value_bytes(x, gated))
 
 
-def split(kept: Tensor, x: Tensor, n: int, gated: bool, together: bool) -> list[tuple[int, int, Tensor, int]]:
+def split(kept: Tensor, x: Tensor, n: int, gated: bool) -> list[tuple[int, int, Tensor, int]]:
     """(first, end, kept, held) of the slices of ``n`` neurons; ValueError if ``kept`` is not of such a layer.
 
     held: non-zeros per token for which the ``kept`` of a slice has room, as it is for a layer of its own.
     """
     if len(kept.shape) != 1:
         raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
-    slices = geometry.neuron_slices(n, True, together)
+    slices = geometry.neuron_slices(n)
     if len(slices) == 1:
         return [(0, n, kept, 0)]
     # the least for which it has this length, which may be a little less than what it was made for
@@ -186,10 +183,10 @@ def sizes(kept: Tensor, m: int) -> Tensor:
     return kept[: geometry.token_tiles(m) + 1]
 
 
-def firing(kept: Tensor, x: Tensor, n: int, gated: bool, together: bool) -> Tensor:
+def firing(kept: Tensor, x: Tensor, n: int, gated: bool) -> Tensor:
     """How many tokens of ``x`` [M, ...] fire each of ``n`` neurons, int32."""
     m = x.shape[0]
-    found = [parts(own, m, last - first).popularity for first, last, own, _ in split(kept, x, n, gated, together)]
+    found = [parts(own, m, last - first).popularity for first, last, own, _ in split(kept, x, n, gated)]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
@@ -202,7 +199,7 @@ def check_backward(given: Backward) -> None:
     check("dy", dy, x.shape, x.dtype)
     if dl1 is not None:
         check("dl1", dl1, (), accumulator(x.dtype))
-    check_kept(x, w_gate.shape[0], w_up is not None, kept, bool(given.activation.k))
+    check_kept(x, w_gate.shape[0], w_up is not None, kept)
 
 
 def check_first(first: int, columns: int) -> None:
@@ -211,11 +208,11 @@ def check_first(first: int, columns: int) -> None:
         raise ValueError(f"first must be a multiple of {STRIDE_MULTIPLE} below {columns} columns, got {first}")
 
 
-def check_kept(x: Tensor, n: int, gated: bool, kept: Tensor, together: bool) -> None:
+def check_kept(x: Tensor, n: int, gated: bool, kept: Tensor) -> None:
     """Raise unless ``kept`` is the gate of ``x`` [M, ...] with ``n`` neurons."""
     if len(kept.shape) != 1:
         raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
-    for first, last, own, _ in split(kept, x, n, gated, together):
+    for first, last, own, _ in split(kept, x, n, gated):
         check_kept_of_slice(x, last - first, gated, own)
 
 
@@ -457,7 +454,8 @@ def overflow_backward(
     x, w_gate, w_up, _, b_gate, b_up, _ = layer
     (m, k), n, dtype, gated = dy.shape, w_down.shape[0], dy.dtype, int(w_up is not None)
     biases = (bias_view(p, bias, dtype) for bias in (b_gate, b_up))
-    slice_size = min(m, geometry.OVERFLOW_BACKWARD)
+    sums_wanted = 0 if accumulate else 2 + gated
+    slice_size = geometry.overflow_tokens(m, n, k, 2 + gated, sums_wanted)
     form = gated, activation.code(), threshold_pair(activation, dtype)
     over = (kept.sizes, capacity, *form, p.scratch(dtype, 2 + gated, slice_size, n))
     none, wide = p.scratch(dtype, 0, k), p.scratch(torch.float32, 0, k)

@@ -85,11 +85,11 @@ def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Impl
 def by_slices(implementation: Callable[..., None], given: Backward, gradients: Gradients, *how: Any) -> None:
     """Fill the gradients by an ``implementation`` for one slice of the neurons."""
     layer = given.layer
-    if not is_sliced(n := len(layer.w_gate), True, bool(given.activation.k)):
+    if not is_sliced(n := len(layer.w_gate)):
         implementation(given, gradients, *how)
         return
     dx = None if gradients.x is None else Added(gradients.x)
-    for first, last, kept, _ in hybrid.split(given.kept, layer.x, n, layer.w_up is not None, False):
+    for first, last, kept, _ in hybrid.split(given.kept, layer.x, n, layer.w_up is not None):
         of_x = None if gradients.x is None else torch.empty_like(gradients.x)
         own = Gradients(of_x, *(None if g is None else g[first:last] for g in gradients[1:6]))
         implementation(given._replace(layer=layer.neurons(first, last), kept=kept), own, *how)

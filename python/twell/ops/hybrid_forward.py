@@ -45,11 +45,11 @@ from twell.ops.slices import Added, is_sliced, require_sliceable
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None, held: int, together: bool = False) -> Outputs:
+def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None, held: int) -> Outputs:
     """Uninitialised y [M, K] of x's dtype, l1 (0-d, float32 or float64), nonzeros (0-d, int64) and kept (int32)."""
     l1 = x.new_empty((), dtype=hybrid.accumulator(x.dtype))
     nonzeros = x.new_empty((), dtype=torch.int64)
-    kept = x.new_empty(hybrid.words(x, w_gate.shape[0], w_up is not None, held, together), dtype=torch.int32)
+    kept = x.new_empty(hybrid.words(x, w_gate.shape[0], w_up is not None, held), dtype=torch.int32)
     return x.new_empty(x.shape), l1, nonzeros, kept
 
 
@@ -74,7 +74,7 @@ def _fake(layer: Operands, compression: int, held: int, activation: Activation, 
         raise ValueError(f"held must be non-zeros per token, or 0 for the most, got {held}")
     if activation.k:
         hybrid.require_room(activation.k, len(layer.x), len(layer.w_gate), held, screen)
-    return outputs(layer.x, layer.w_gate, layer.w_up, held, bool(activation.k))
+    return outputs(layer.x, layer.w_gate, layer.w_up, held)
 
 
 def _by_slices(one: Callable[..., Outputs]) -> Callable[..., Outputs]:
@@ -83,12 +83,12 @@ def _by_slices(one: Callable[..., Outputs]) -> Callable[..., Outputs]:
     def every(layer: Operands, *how: Any) -> Outputs:
         x, w_gate, w_up, *_ = layer
         compression, held, activation, screen = how
-        if not is_sliced(n := len(w_gate), True, bool(activation.k)):
+        if not is_sliced(n := len(w_gate)):
             return one(layer, *how)
         y, l1, nonzeros, kept = outputs(x, w_gate, w_up, held)
         added = Added(y, layer.b_down)
         l1.zero_(), nonzeros.zero_()
-        for first, last, own, room in hybrid.split(kept, x, n, w_up is not None, False):
+        for first, last, own, room in hybrid.split(kept, x, n, w_up is not None):
             own_how = compression, room, activation, screen
             y_of_slice, of_l1, of_nonzeros, found = one(layer.neurons(first, last), *own_how)
             added.add(y_of_slice)
@@ -126,7 +126,7 @@ def _cpu(layer: Operands, compression: int, held: int, activation: Activation, s
 def _cuda(layer: Operands, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
     check_layer(*layer)
     if not layer.x.shape[0]:
-        y, l1, nonzeros, kept = outputs(*layer[:3], held, bool(activation.k))
+        y, l1, nonzeros, kept = outputs(*layer[:3], held)
         return y, l1.zero_(), nonzeros.zero_(), kept.zero_()
     given = laid(layer._replace(w_down=layer.w_down.t()))
     forward = forward_of(Form.of(given), compression, held, activation, screen, True)
@@ -284,7 +284,7 @@ def forward_of(
     It is if kernels read only copies, or if the layer runs as slices.
     """
     shape, strides, _ = form.places[0]  # type: ignore[misc]
-    if is_sliced(form.places[1][0][0], True, bool(activation.k)):  # type: ignore[index]
+    if is_sliced(form.places[1][0][0]):  # type: ignore[index]
         return None
     if (len(shape) != 2 and strides != contiguous(shape)) or not are_laid(_layer_of(form)[1]):
         return None

@@ -15,9 +15,9 @@ from twell._activation import Activation
 from twell._runtime import geometry
 
 
-def is_sliced(n: Any, training: bool = False, together: bool = False) -> bool:
-    """Whether a layer of ``n`` neurons runs as slices; ``together``: if gates of all are chosen together."""
-    return bool(n > (geometry.UNSLICED if training and not together else geometry.MAX_NEURONS))
+def is_sliced(n: Any) -> bool:
+    """Whether a layer of ``n`` neurons runs as slices."""
+    return bool(n > geometry.MAX_NEURONS)
 
 
 def require_sliceable(n: int, activation: Activation) -> None:

@@ -337,7 +337,7 @@ def decide(
 
 def _of_slice(problem: Problem, figures: Figures | None) -> tuple[Problem, Figures | None]:
     """A layer as costs know it: one of the slices that it runs as, whose times are in proportion to the layer's."""
-    slices = geometry.neuron_slices(problem.n, problem.training)
+    slices = geometry.neuron_slices(problem.n)
     if len(slices) < 2:
         return problem, figures
     if figures is not None:
