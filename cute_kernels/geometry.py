@@ -124,10 +124,13 @@ def neuron_slices(n: int) -> list[tuple[int, int]]:
 def overflow_tokens(m: int, n: int, k: int, parts: int, sums: int) -> int:
     """Tokens that backward of such a batch computes together, with ``parts`` values per token and neuron.
 
-    One slice of all tokens needs none of ``sums`` fp32 matrices [n, k], and takes their place where it is smaller.
+    Of many neurons one slice of all tokens, where it takes less memory than ``sums`` fp32 matrices [n, k], which it
+    does not need, and a shorter slice.
     """
+    if n <= PORTABLE_UNION_NEURONS:
+        return min(m, OVERFLOW_BACKWARD)
     most = max(min(OVERFLOW_BACKWARD, OVERFLOW_VALUES // (parts * n) // TOKEN_TILE * TOKEN_TILE), TOKEN_TILE)
-    whole = m * parts <= most * parts + 2 * sums * k
+    whole = m * parts <= most * parts + 2 * sums * k and m * parts * n <= 8 * OVERFLOW_VALUES
     return m if whole else min(m, most)
 
 

@@ -83,7 +83,8 @@ def _by_slices(one: Callable[..., Outputs]) -> Callable[..., Outputs]:
     def every(layer: Operands, *how: Any) -> Outputs:
         x, w_gate, w_up, *_ = layer
         compression, held, activation, screen = how
-        if not is_sliced(n := len(w_gate)):
+        # what does not fit is refused below
+        if w_gate.dim() != 2 or not is_sliced(n := len(w_gate)):
             return one(layer, *how)
         y, l1, nonzeros, kept = outputs(x, w_gate, w_up, held)
         added = Added(y, layer.b_down)
