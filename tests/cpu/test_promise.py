@@ -28,6 +28,7 @@ PLAIN: dict[str, Any] = {
     **dict.fromkeys(problems.FLAGS, False),
     "exact": False,
     "gated": True,
+    "activation": "relu", "threshold": 0.0, "by_neuron": False, "top": 0,
     "biases": (),
     "pattern": "uniform",
     "compression": 8,
