@@ -144,7 +144,7 @@ def test_what_runs_their_code() -> None:
     sae.reset_hooks()
     assert reason(sae) == "twell"
     sae.decode = sae.decode
-    assert reason(sae) == "SAELens: methods of the object's own, decode"
+    assert reason(sae) == "SAELens: methods that were replaced, decode"
     del sae.decode
     top = twell_sae.sparsify_(case("topk", "bfloat16", k=6), "union")
     assert reason(top) == "twell"
@@ -272,3 +272,19 @@ def test_their_loader_reads_our_files_of_gemma_scope(tmp_path: Path, monkeypatch
     x = torch.randn(40, 32)
     torch.testing.assert_close(theirs(x), ours(x))
     assert torch.equal(gemma_scope.load(tmp_path / "params.npz")(x), ours(x))
+
+
+def test_what_is_patched_later_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Methods of SAELens' class, and hooks of all modules."""
+    sae = twell_sae.sparsify_(case("training standard", **ALL["training standard"]), "union")
+    encode = sae_lens.StandardTrainingSAE.encode
+    assert twell_sae.explain(sae)["training_forward_pass"] == "twell"
+    with monkeypatch.context() as patch:
+        patch.setattr(sae_lens.StandardTrainingSAE, "encode", lambda self, x: 2 * encode(self, x))
+        assert twell_sae.explain(sae)["training_forward_pass"] == "SAELens: methods that were replaced, encode"
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert twell_sae.explain(sae)["training_forward_pass"].startswith("SAELens: hooks on hook_sae_acts_pre")
+    finally:
+        hook.remove()
+    assert twell_sae.explain(sae)["training_forward_pass"] == "twell"
