@@ -116,7 +116,7 @@ def union_slices(m: int, n: int) -> list[tuple[int, int]]:
 
 
 def neuron_slices(n: int) -> list[tuple[int, int]]:
-    """(first, end) of the slices of ``n`` neurons, whole tiles but for the last one."""
+    """(first, end) of the slices of ``n`` neurons. All are whole tiles, except for the last one."""
     length = tiles(-(-n // max(-(-n // MAX_NEURONS), 1))) * TILE
     return [(first, min(n, first + length)) for first in range(0, n, length)] if n else []
 
@@ -124,8 +124,8 @@ def neuron_slices(n: int) -> list[tuple[int, int]]:
 def overflow_tokens(m: int, n: int, k: int, parts: int, sums: int) -> int:
     """Tokens that backward of such a batch computes together, with ``parts`` values per token and neuron.
 
-    Of many neurons one slice of all tokens, where it takes less memory than ``sums`` fp32 matrices [n, k], which it
-    does not need, and a shorter slice.
+    Slices of tokens add up ``sums`` fp32 matrices [n, k]. One slice of all tokens needs none: with many neurons it is
+    taken where it needs less memory than a shorter slice and these.
     """
     if n <= PORTABLE_UNION_NEURONS:
         return min(m, OVERFLOW_BACKWARD)

@@ -95,7 +95,7 @@ def bounds(level: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
 
 
 def rounded_down(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values rounded towards minus infinity: those of ``dtype`` that exceed one exceed the other."""
+    """Values rounded towards minus infinity: a number of ``dtype`` exceeds the result where it exceeds the value."""
     found = values.to(dtype)
     return torch.where(found.double() > values.double(), _next(found, -1), found)
 
@@ -205,13 +205,14 @@ class _Chosen(torch.autograd.Function):
         choice = choice._replace(threshold=threshold)
         n, dtype = len(w_up), x.dtype
         level = None if threshold is None else choice.level(dtype)
-        slices, y = geometry.neuron_slices(n), torch.empty_like(x)
+        slices = geometry.neuron_slices(n)
         kept = x.new_empty(hybrid.words(x, n, False), dtype=torch.int32)
         limits = () if level is None else (level, *bounds(level, choice.bandwidth))
         # of each slice, which gates are within their windows; and the counts of ``window``
         windows: list[Tensor] = []
         counts = x.new_zeros((3, n if limits else 0), dtype=torch.int32)
-        added = Added(y, b_down)
+        y = torch.empty_like(x)
+        added = Added(y, b_down) if len(slices) > 1 else None
         l1 = x.new_zeros((), dtype=hybrid.accumulator(dtype))
         nonzeros = x.new_zeros((), dtype=torch.float32)
         for first, last, own, room in hybrid.split(kept, x, n, False) if len(x) else ():
@@ -223,17 +224,17 @@ class _Chosen(torch.autograd.Function):
                 gate.masked_fill_(~largest(gate, choice.most, choice.least), 0)
             if firing is not None:
                 firing[first:last] += counts[2, first:last] if limits else (~(gate <= 0)).sum(0)
-            bias = b_down if len(slices) == 1 else None
+            bias = b_down if added is None else None
             operands = gate, None, None, w_down[:, first:last].t(), None, bias
             found, of_l1, of_nonzeros, pattern = ops.sparse_up_down_forward(*operands, compression, room)
             own.copy_(pattern)
             l1 += of_l1
             nonzeros += of_nonzeros
-            if len(slices) == 1:
+            if added is None:
                 y = found
             else:
                 added.add(found)
-        if len(slices) > 1:
+        if added is not None:
             added.store()
         ctx.save_for_backward(x, w_up, w_down, b_up, threshold, level, counts, kept, *windows)
         ctx.bandwidth = choice.bandwidth

@@ -81,7 +81,7 @@ def test_gradient_of_thresholds(strategy: str, dtype: torch.dtype, compiled: boo
     expected = (F.linear(hidden, right["w_down"].t(), right["b_down"]) * dy).sum()
     (expected + 2 * hidden.abs().sum() + 3 * step.sum()).backward()
     for name, leaf in mine.items():
-        # sums of values that 16 bits hold, but for those of windows times rows
+        # 16 bits hold all sums except those of windows times rows
         close = {"rtol": 1e-6 if dtype == torch.float64 or name == "threshold" else 2**-7, "atol": 1e-6}
         torch.testing.assert_close(leaf.grad.double(), right[name].grad, **close, msg=name)
     assert mine["threshold"].grad.abs().sum() > 0

@@ -458,7 +458,7 @@ class _Step:
 
 
 class _Later(Tensor):
-    """A tensor [..., N] of a ``_Step``, computed when an operator reads it, but for the sums of what fired.
+    """A tensor [..., N] of a ``_Step``, computed when an operator reads it. Sums of what fired are known before.
 
     ``which``: 0 for codes, 1 for pre-activations. ``kind``: None, or bool or float32 of codes that are not 0.
     ``counts``: int64 [N], how many tokens fire each neuron.

@@ -103,7 +103,7 @@ def _by_slices(sparse: Callable[..., _Counted], layer: Operands, *how: Any) -> _
     joined = None if unions[0] is None else torch.stack(unions).sum(0)
     # candidates of the whole layer are not counted
     if stats[0] is None:
-        # nobody counts
+        # no figures were wanted
         return y, *figures[0], None
     return y, torch.stack([own.sum() for own in l1]), torch.cat(stats, 1), joined, None
 
