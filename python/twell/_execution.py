@@ -23,7 +23,6 @@ from twell.ops.ffn import on_cuda as ffn_on_cuda
 from twell.ops.library import are_rows, no_view, unviewed
 from twell.ops.operands import Form, Mains, Operands
 from twell.ops.reglu import on_cuda as reglu_on_cuda
-from twell.ops.slices import is_sliced
 from twell.strategy.known import Run
 from twell.strategy.plan import Route
 from twell.strategy.site import AutoStrategy, tokens_of
@@ -164,15 +163,15 @@ def _train(call: Call, layer: Operands, route: Route, mains: Mains) -> tuple[Ten
     """y, the sum of |h| and the number of non-zeros of a sparse call that needs gradients."""
     note, measurement = None, route.measurement
     if measurement is not None or call.counts is not None:
-        m, n = tokens_of(layer.x), len(layer.w_gate)
 
         def note(nonzeros: Tensor, kept: Tensor) -> None:
+            matrix = layer.x.detach().reshape(-1, layer.x.shape[-1])
+            pattern = kept, matrix, len(layer.w_gate), layer.w_up is not None
             if call.counts is not None:
-                matrix = layer.x.detach().reshape(-1, layer.x.shape[-1])
-                call.counts.add_(hybrid.firing(kept, matrix, n, layer.w_up is not None))
+                call.counts.add_(hybrid.firing(*pattern))
             if measurement is None:
                 return
-            unions = None if is_sliced(n) else hybrid.sizes(kept, m)[:-1]
+            unions = hybrid.unions(*pattern)
             most = geometry.hybrid_capacity(measurement.problem.m, measurement.problem.n, route.held)
             candidates = screened.wanted(measurement, layer, call.activation)
             measurement.counts(nonzeros, unions, most=most, candidates=candidates)

@@ -14,9 +14,12 @@ from twell import testing
 from twell._activation import RELU
 from twell._runtime import geometry
 from twell.ops import hybrid, slices
+from twell.ops.ffn import _run, _sparse_on_cpu
 from twell.ops.ffn import on_cuda as ffn_on_cuda
 from twell.ops.operands import Operands
+from twell.strategy import costs
 from twell.strategy.plan import Route
+from twell.strategy.site import Measurement
 
 K, N = 16, 2 * geometry.MAX_NEURONS + 1000
 
@@ -68,6 +71,37 @@ def test_inference(strategy: Any, gated: bool) -> None:
     assert float(aux.l0) == pytest.approx(float((gate > 0).sum()) / 9, rel=1e-6)
     with pytest.raises(NotImplementedError, match="the k largest are of at most 65536 neurons, got 132072"):
         twell.sparse_ffn(**layer(2), strategy="row", activation="topk", k=3)
+
+
+def test_what_auto_measures_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unions and candidates are those of the whole layer, in training and without, and a screen is in reach."""
+    noted: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        Measurement, "counts", lambda self, nonzeros, unions, **more: noted.append({"unions": unions, **more})
+    )
+    t, tokens = layer(140, bias=False), 140
+    t["x"], t["b_up"] = t["x"].relu(), torch.full((N,), -6.0, dtype=torch.bfloat16)
+    wide = Operands(t["x"], t["w_up"], None, t["w_down"], t["b_up"], None, None)
+    fires = F.pad(F.linear(t["x"].double(), t["w_up"].double(), t["b_up"].double()) > 0, (0, 0, 0, -tokens % 128))
+    expected = fires.view(2, 128, N).any(1).sum(1)
+    problem = costs.Problem(tokens, K, N, False, False)
+    measurement = Measurement(twell.AutoStrategy(), problem, 0, True)
+    _run(_sparse_on_cpu, wide, 8, RELU, Route("union", measurement=measurement), False)
+    candidates = noted[0]["candidates"]
+    assert torch.equal(noted[0]["unions"].cpu(), expected)
+    assert bool((candidates >= expected).all())
+    assert bool((candidates < N).all())
+    _run(_sparse_on_cpu, wide, 8, RELU, Route("union", measurement=measurement, screen=True), False)
+    assert torch.equal(noted[1]["unions"].cpu(), expected)
+    assert torch.equal(noted[1]["candidates"], candidates)
+    operands = (t["x"], t["w_up"], None, t["w_down"].t(), t["b_up"], None, None)
+    *_, kept = torch.ops.twell.hybrid_forward(*operands, 8, 0, *RELU)
+    assert torch.equal(hybrid.unions(kept, t["x"], N, False).cpu(), expected)
+    for training in (False, True):
+        large = costs.Problem(8192, 2304, 262144, False, training)
+        figures = costs.Figures(60.0, 0.04)
+        assert costs.worth_screening(large, figures)
+        assert costs.decide(large, figures._replace(candidates=0.05), "union", None).strategy == "union+screen"
 
 
 def test_thresholds_of_slices() -> None:

@@ -97,15 +97,15 @@ def _by_slices(sparse: Callable[..., _Counted], layer: Operands, *how: Any) -> _
     for first, last in geometry.neuron_slices(n):
         found = sparse(layer.neurons(first, last, by_columns=True), *how)
         added.add(found[0])
-        figures.append(found[1:4])
+        figures.append(found[1:])
     added.store()
-    l1, stats, unions = zip(*figures)
-    joined = None if unions[0] is None else torch.stack(unions).sum(0)
-    # candidates of the whole layer are not counted
-    if stats[0] is None:
+    if figures[0][1] is None:
         # no figures were wanted
-        return y, *figures[0], None
-    return y, torch.stack([own.sum() for own in l1]), torch.cat(stats, 1), joined, None
+        return y, *figures[0]
+    l1, stats, *lists = zip(*figures)
+    tiles = geometry.token_tiles(layer.x.shape[:-1].numel())
+    unions, candidates = (None if each[0] is None else sum(own[:tiles] for own in each) for each in lists)
+    return y, torch.stack([own.sum() for own in l1]), torch.cat(stats, 1), unions, candidates
 
 
 def _chosen(layer: Operands, route: Route, site: Tensor | None) -> Route:

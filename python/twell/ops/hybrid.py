@@ -183,6 +183,12 @@ def sizes(kept: Tensor, m: int) -> Tensor:
     return kept[: geometry.token_tiles(m) + 1]
 
 
+def unions(kept: Tensor, x: Tensor, n: int, gated: bool) -> Tensor:
+    """How many of ``n`` neurons each tile of the tokens ``x`` [M, ...] fires; meaningless in over-full batches."""
+    found = torch.stack([sizes(own, x.shape[0])[:-1] for _, _, own, _ in split(kept, x, n, gated)])
+    return found.sum(0)
+
+
 def firing(kept: Tensor, x: Tensor, n: int, gated: bool) -> Tensor:
     """How many tokens of ``x`` [M, ...] fire each of ``n`` neurons, int32."""
     m = x.shape[0]

@@ -20,7 +20,6 @@ from twell.ops.gate_screen import gate_screen, screen_rows
 from twell.ops.library import bias_view, check, laid_bias
 from twell.ops.operands import Operands, opened
 from twell.ops.quantize_gate import Quantized, QuantizedViews, quantize, quantize_gate
-from twell.ops.slices import is_sliced
 from twell.strategy.site import Measurement, beside_captures
 
 
@@ -101,10 +100,12 @@ def count(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, activation: Activati
 
 
 def wanted(measurement: Measurement, layer: Operands, activation: Activation) -> Tensor | None:
-    """``count`` for x [..., K], if the measurement wants it."""
-    if not measurement.screen or is_sliced(len(layer.w_gate)):
+    """``count`` for x [..., K], of all slices, if the measurement wants it."""
+    if not measurement.screen:
         return None
-    return count(layer.x.reshape(-1, layer.x.shape[-1]), layer.w_gate, layer.b_gate, activation)
+    x = layer.x.reshape(-1, layer.x.shape[-1])
+    slices = (layer.neurons(first, last) for first, last in geometry.neuron_slices(len(layer.w_gate)))
+    return torch.stack([count(x, own.w_gate, own.b_gate, activation) for own in slices]).sum(0)
 
 
 def masked(gate: Tensor, listed: Tensor) -> Tensor:

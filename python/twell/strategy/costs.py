@@ -198,6 +198,7 @@ def worth_screening(problem: Problem, figures: Figures | None, table: Table | No
 
     By the times of the GPU: graphs decide by the figures of eager calls, in which the host may be the limit.
     """
+    problem, figures = _of_slice(problem, figures)
     if figures is None:
         return False
     predicted = costs(problem._replace(eager=False), figures._replace(candidates=0.0), table)
