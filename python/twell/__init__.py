@@ -27,7 +27,7 @@ from twell.packed import PackedTwell
 from twell.strategy.site import AutoStrategy
 from twell.up_down import sparse_up_down
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AutoStrategy",

@@ -59,7 +59,7 @@ def test_sources_are_the_files_of_git(check: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.tar.gz"
     with tarfile.open(path, "w:gz") as sources:
         for name in ("README.md", "runs/weights.bin", "PKG-INFO"):
-            sources.addfile(tarfile.TarInfo(f"twell-0.2.0/{name}"), io.BytesIO())
+            sources.addfile(tarfile.TarInfo(f"twell-0.3.0/{name}"), io.BytesIO())
     assert check.of_sources(path, ["README.md", "Makefile", ".ci/run"]) == [
         "a.tar.gz must not have runs/weights.bin",
         "a.tar.gz must have Makefile",
