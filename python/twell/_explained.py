@@ -48,14 +48,17 @@ def _choices(name: str, layer: Any, plain: bool) -> list[Choice]:
             answers[kind] = _adapted.foreseen(layer, kind == "training")
             note = f"; calls of fewer than {_adapted.FEWEST_TOKENS:,} tokens call the projections, and run dense"
     site = layer._site()
-    if site and answers["inference"][0] == "auto":
+    if site:
         choices = site.explain(name)
         # graphs that ran before any call have a site of their own
         other = found(layer._first_weight())
         if other is not None and other is not site:
             choices += other.explain(name)
-        choices = choices or [Choice(name, "any", "any", "", "auto", "not called yet")]
-        return [each._replace(reason=each.reason + note) for each in choices]
+        if not choices and answers["inference"][0] == "auto":
+            choices = [Choice(name, "any", "any", "", "auto", "not called yet")]
+        # calls that ran count, also where one now would not, as with fp32 weights outside of autocast
+        if choices and (answers["inference"][0] == "auto" or isinstance(answers["inference"], Refusal)):
+            return [each._replace(reason=each.reason + note) for each in choices]
     told = {
         kind: ("none", answer.shown) if isinstance(answer, Refusal) else (answer.strategy, answer.reason)
         for kind, answer in answers.items()

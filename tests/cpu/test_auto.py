@@ -316,6 +316,17 @@ def test_explain_says_where_calls_raise() -> None:
     assert row.reason.startswith("calls raise: K must be a positive multiple of 8 for the sparse kernels, got 20")
 
 
+def test_explain_shows_calls_that_ran_under_autocast() -> None:
+    """Outside of it fp32 weights are refused, which says nothing of the training that ran."""
+    mlp = SparseGatedMLP(K, N, device="meta")
+    (row,) = twell.explain(mlp)
+    assert (row.strategy, row.calls) == ("none", 0)
+    mlp._auto.observe(Problem(256, K, N, True, True), SPARSE)
+    mlp._auto.choose(Problem(256, K, N, True, True))
+    (row,) = twell.explain(mlp)
+    assert (row.kind, row.strategy, row.calls) == ("training", "dense", 1)
+
+
 def test_pickles_of_version_0_2_find_what_moved() -> None:
     site = twell.AutoStrategy(period=4)
     for training, figures in ((False, SPARSE), (True, DENSE)):

@@ -107,6 +107,26 @@ def test_a_graph_of_few_tokens_holds_both_halves(gated: bool, monkeypatch: pytes
     assert "up_down_token" not in gpu.names()
 
 
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "pair"])
+@pytest.mark.parametrize("totals", [True, False], ids=["totals", "y"])
+def test_a_given_gate_in_a_graph_of_few_tokens(gated: bool, totals: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense halves compute no totals, and nothing without x: both were garbage where the device chose them."""
+    gpu = fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(_modes, "capturing", lambda x: True)
+    monkeypatch.setattr(tables, "in_use", lambda on: tables.SHIPPED)
+    p = testing.make("topic29", 64, 2048, 5632, device="cpu")
+    up = (p.x, p.w_up) if gated else (None, None)
+    module = sys.modules["twell.ops.sparse_up_down"]
+    monkeypatch.setattr(module, "imposed_on_call", lambda *device: "")
+    gate = torch.mm(p.x, p.w_gate.t())
+    given = module.Given(gate, up[0], up[1], p.w_down, None, None)
+    route = module._route(given, "auto", None, totals)
+    assert route.guarded is (gated and not totals)
+    module._run(module._sparse_on_cuda, given, 8, RELU, route, totals)
+    kernels = [name for name in gpu.names() if name in ("up_down_token", "dense_halves")]
+    assert kernels == (["up_down_token", "dense_halves"] if route.guarded else [])
+
+
 def test_a_call_without_a_site_has_the_whole_choice_of_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else figures would be of a kernel that left, where dense halves compute y."""
     gpu = fake_gpu.install(monkeypatch)

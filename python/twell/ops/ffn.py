@@ -139,9 +139,7 @@ def on_cuda(layer: Operands, compression: int, activation: Activation, route: Ro
 
     w_down is [K, N], and x may have any leading dimensions.
     """
-    # dense halves have no totals, and sums over K in one piece
-    if route.guarded and (totals or layer.x.shape[-1] > geometry.LONGEST_SUM[tuning.dtype_name(layer.x.dtype)]):
-        route = Route("dense")
+    route = dense.instead(route, layer.x, totals)
     return _run(_sparse_on_cuda, layer, compression, activation, route, totals)
 
 

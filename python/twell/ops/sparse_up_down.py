@@ -19,6 +19,7 @@ from twell import _memory, _modes, tuning
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry
 from twell._runtime.program import Program, View
+from twell.ops import dense
 from twell.ops.ffn_union import small_tiles
 from twell.ops.library import (
     ACTIVATION,
@@ -124,7 +125,7 @@ def _dense(given: Given, activation: Activation, measurement: Any, totals: bool)
         return y, hidden.abs().sum(dtype=torch.float32), gate.numel() - (gate <= level).sum()
 
 
-def _route(given: Given, strategy: str, site: Tensor | None) -> Route:
+def _route(given: Given, strategy: str, site: Tensor | None, totals: bool) -> Route:
     """The route of a call; that of "auto" by costs."""
     on = given.gate.device
     imposed = imposed_on_call(on.type, on.index) if strategy == "auto" else ""
@@ -136,9 +137,7 @@ def _route(given: Given, strategy: str, site: Tensor | None) -> Route:
         route = without_site(tokens, *how) if site is None else site_of(site, False).begin(tokens, *how)
         # a site that others share may know the screen
         route = route._replace(screen=False)
-    longest = geometry.LONGEST_SUM.get(tuning.dtype_name(given.gate.dtype), 0)
-    # dense halves have sums over K in one piece
-    return Route("dense") if route.guarded and given.w_down.shape[1] > longest else route
+    return dense.instead(route, given.x, totals)
 
 
 def _operators(compute: Callable[..., _Totals] | None) -> list[Implementation]:
@@ -156,7 +155,7 @@ def _operators(compute: Callable[..., _Totals] | None) -> list[Implementation]:
             return y, gate.new_empty((), dtype=torch.float32), gate.new_empty((), dtype=torch.int64)
         if _modes.capturing(given.w_down):
             _memory.note_capture(given.w_down)
-        return compute(given, compression, activation, _route(given, strategy, site), totals)
+        return compute(given, compression, activation, _route(given, strategy, site, totals), totals)
 
     return [lambda *arguments: run(False, *arguments)[0], lambda *arguments: run(True, *arguments)]
 
