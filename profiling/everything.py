@@ -82,10 +82,15 @@ def current(kernels: str) -> bool:
 
 
 def stale() -> list[Measurement]:
-    """The measurements whose files are missing or of other kernels, or of another version where that counts."""
+    """The measurements whose files are missing or of other kernels, or of another version where that counts.
+
+    Files that stay as they are count as present.
+    """
 
     def old(each: Measurement) -> bool:
         path = RESULTS / f"{each.name}.json"
+        if each.dated and path.exists():
+            return False
         return not current(kernels_of(path)) or (each.host and version_of(path) != twell.__version__)
 
     return [each for each in ALL if old(each)]

@@ -36,6 +36,11 @@ class Measurement(NamedTuple):
         first = self.name.partition("_")[0].upper()
         return first if first in ("H100", "H200") else ""
 
+    @property
+    def dated(self) -> bool:
+        """Whether the file stays as version 0.2.0 measured it: all tables are of one GPU, but for a few."""
+        return self.gpu == "H200"
+
 
 SHARED = ",skew=1,tokens=0.5,topic=0.5"
 LAYERS = "uniform29 skew29 topic29 topic128 dense911 real:$REAL/3 real:$REAL/6"

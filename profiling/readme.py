@@ -176,7 +176,7 @@ def ncu() -> str:
     """Measurements of each kernel by Nsight Compute."""
     found = result("h200_ncu")
     rows = [summarize.Row(**row) for row in found["rows"]]
-    kept = ("kernel", "us", "floor", "share", "tensor", "L2", "DRAM", "issue")
+    kept = ("kernel", "us", "share", "tensor", "L2", "DRAM", "issue")
     columns = [column for column in summarize.COLUMNS if column.name in kept]
     align = "".join("l" if column.left else "r" for column in columns)
     cells = [[column.cell(row) for column in columns] for row in rows]
