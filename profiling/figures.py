@@ -81,16 +81,17 @@ def eager(rows: Sequence[Row], *ways: str) -> dict[str, list[str]]:
 
 def layers() -> str:
     """Forward passes and training steps of the layers by "auto" beside dense."""
-    columns: dict[str, list[str]] = {}
+    columns: list[tuple[str, list[str]]] = []
     for op, said in OPS.items():
         rows = [measured(name, op) for name in LAYERS]
-        columns[f"{said}, ms: dense / twell"] = [both(row) for row in rows]
-        columns[f"{said}: speed-up"] = [gain(row) for row in rows]
-        columns |= {f"{said}: {name}": cells for name, cells in eager(rows, "queued").items()}
+        columns.append((f"{said}, ms: dense / twell", [both(row) for row in rows]))
+        columns.append(("speed-up", [gain(row) for row in rows]))
+        columns += eager(rows, "queued").items()
     counts = [f"{measured(name, 'ffn')['nnz']:.0f}" for name in LAYERS]
     names = [f"`{name}`" for name in LAYERS]
-    lines = list(zip(names, counts, *columns.values(), strict=True))
-    return markdown(["workload", "non-zeros", *columns], "lr" + "r" * len(columns), lines)
+    header, cells = zip(*columns)
+    lines = list(zip(names, counts, *cells, strict=True))
+    return markdown(["workload", "non-zeros", *header], "lr" + "r" * len(columns), lines)
 
 
 def layers_of(op: str) -> str:
@@ -345,13 +346,22 @@ def change(before: float, now: float) -> str:
     return f"{round(100 * (now / before - 1), 1) + 0.0:+.1f} %"
 
 
-def models(*passes: str) -> str:
-    """The faster dense and sparse variants of models of the paper's sizes, in all passes or in these."""
-    runs, rows = configurations(), []
-    counts = {each["config"]: statistics.fmean(each["non_zeros"]) for run in runs for each in run["models"]}
-    for theirs, ours in pairs(timed(runs)):
-        if passes and ours["op"] not in passes:
-            continue
+def models() -> str:
+    """The faster dense and sparse variants of models of the paper's sizes."""
+    return models_of(list(pairs(timed(configurations()))))
+
+
+def some_models() -> str:
+    """The smallest and the largest of them, without LM head."""
+    found = list(pairs(timed(configurations())))
+    ends = found[0][1]["config"], found[-1][1]["config"]
+    return models_of([each for each in found if each[1]["config"] in ends and each[1]["op"] != "logits"])
+
+
+def models_of(found: Sequence[tuple[Row, Row]]) -> str:
+    counts = {each["config"]: statistics.fmean(each["non_zeros"]) for run in configurations() for each in run["models"]}
+    rows = []
+    for theirs, ours in found:
         cells = [f"{ours['config']} ({counts[ours['config']]:.0f})", PASSES[ours["op"]]]
         cells += [f"{theirs['ms']:.0f} / {ours['ms']:.0f}", f"**{theirs['ms'] / ours['ms']:.2f}**"]
         for key, scale, form in (("mj_per_token", 1, ".2f"), ("peak_bytes", 1e9, ".1f")):
@@ -379,10 +389,9 @@ def trained_speedups() -> str:
     run = result("h200_model")
     gains = {ours["op"]: theirs["ms"] / ours["ms"] for theirs, ours in pairs(timed([run]))}
     return (
-        f"A model of 0.5B that `examples/train.py` trained for 350 steps has {statistics.fmean(run['non_zeros']):.0f} "
-        "non-zeros per token in the mean. With version 0.2.0 on an H200 its forward pass was "
-        f"{gains['forward']:.2f} times as fast as dense, {gains['logits']:.2f} times with the LM head, and its "
-        f"training step {gains['train']:.2f} times."
+        f"A model of 0.5B that `examples/train.py` trained for 350 steps ({statistics.fmean(run['non_zeros']):.0f} "
+        f"non-zeros) ran {gains['forward']:.2f} times as fast as dense forward, {gains['logits']:.2f} times with the "
+        f"LM head, and {gains['train']:.2f} times in training, on an H200 with version 0.2.0."
     )
 
 

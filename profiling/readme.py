@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from profiling import everything, figures, float8, host, measurements, reference
-from profiling.draw.common import ResultError, Results, markdown
+from profiling.draw.common import ResultError, Results, machine, markdown
 from profiling.figures import result
 from profiling.nsight import summarize
 
@@ -175,15 +175,12 @@ def e4m3() -> str:
 def ncu() -> str:
     """Measurements of each kernel by Nsight Compute."""
     found = result("h200_ncu")
-    rows = [summarize.Row(**row) for row in found["rows"]]
+    rows = [summarize.Row(**row) for row in found["rows"] if row["ms"] > 0.02]
     kept = ("kernel", "us", "share", "tensor", "L2", "DRAM", "issue")
     columns = [column for column in summarize.COLUMNS if column.name in kept]
     align = "".join("l" if column.left else "r" for column in columns)
     cells = [[column.cell(row) for column in columns] for row in rows]
-    rates = found["figures"]["ceilings"]
-    flops, memory_, l2 = (rates[name] / 1e12 for name in ("flops", "memory", "l2"))
-    floors = f"Floors at {flops:.0f} TFLOP/s, {memory_:.2f} TB/s of memory and {l2:.2f} TB/s of L2."
-    return f"{markdown([c.name for c in columns], align, cells)}\n\n{floors} {found['machine']}\n"
+    return f"{markdown([c.name for c in columns], align, cells)}\n\n{found['machine']}"
 
 
 def most_nonzeros() -> str:
@@ -256,7 +253,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "forward": lambda: figures.layers_of("ffn"),
     "training": lambda: figures.layers_of("train"),
     "errors": figures.errors,
-    "machine": lambda: str(result(figures.LAYER_FILE)["machine"]),
+    "machine": lambda: f"Layers: {machine(result(figures.LAYER_FILE))}.",
     "layers on an H200": figures.layers_elsewhere,
     "decode": figures.decode,
     "memory": figures.memory,
@@ -269,7 +266,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "shapes": figures.shapes,
     "most non-zeros": most_nonzeros,
     "models": figures.models,
-    "some models": lambda: figures.models("forward", "train"),
+    "some models": figures.some_models,
     "beside the paper": figures.beside_paper,
     "trained model": figures.trained_model,
     "trained speed-ups": figures.trained_speedups,
