@@ -2,14 +2,14 @@
 
     python -m profiling.everything --list                  # what is older than kernels or version, and its seconds
     python -m profiling.everything --out results --budget-s 540 --real FOLDER --text FOLDER     # on a GPU
-    python -m profiling.everything h200_auto h200_screen --out results --budget-s 540 --real FOLDER
+    python -m profiling.everything h100_auto h100_screen --out results --budget-s 540 --real FOLDER
 
 Without names: all that is older than the present kernels, and host times of another version than the present one, in
 the order of ``profiling.measurements``, except for what needs an input that is not given, or another GPU than this one.
-A command begins if its predicted seconds are left of --budget-s, one that can go on where it stopped also with less;
-one that runs over the budget is interrupted. Each result is in --out as soon as it is done, and what each command
-printed in NAME.log there. done.json says which commands ended: the same call goes on behind them, and repeats all after
-a change of kernels. Copy good files to profiling/results/.
+A command begins if its predicted seconds are left of --budget-s; one that runs over the budget is interrupted. Each
+result is in --out as soon as it is done, and what each command printed in NAME.log there. done.json says which commands
+ended: the same call goes on behind them, and repeats all after a change of kernels. Copy good files to
+profiling/results/. --list with names prints their commands, too.
 
 Exit status: 1 if a command failed or a result is red, 2 for a request that makes no sense, 3 if some are left, else 0.
 """
@@ -33,15 +33,13 @@ from typing import Any
 import torch
 
 import twell
-from profiling.measurements import ALL, INPUTS, Measurement
+from profiling.measurements import ALL, INPUTS, Measurement, shown_command
 from twell import _files
 from twell._runtime import fingerprint
 from twell.commands.request import RequestError, at_least, exit_status
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-# Least seconds for a command that resumes.
-LEAST_S = 30
 # Seconds that an interrupted command may take to write its file.
 PATIENCE_S = 20
 # Exit status of a command, and of this one, that left something for the next call.
@@ -84,10 +82,15 @@ def current(kernels: str) -> bool:
 
 
 def stale() -> list[Measurement]:
-    """The measurements whose files are missing or of other kernels, or of another version where that counts."""
+    """The measurements whose files are missing or of other kernels, or of another version where that counts.
+
+    Files that stay as they are count as present.
+    """
 
     def old(each: Measurement) -> bool:
         path = RESULTS / f"{each.name}.json"
+        if each.dated and path.exists():
+            return False
         return not current(kernels_of(path)) or (each.host and version_of(path) != twell.__version__)
 
     return [each for each in ALL if old(each)]
@@ -119,6 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         for each in chosen:
             print(line(each))
+            for command in each.commands if arguments.names else ():
+                print(f"          {shown_command(command)}")
         print(f"{sum(sum(each.seconds) for each in chosen):6} s in all; kernels {present()}")
         return 0
     if arguments.out is None:
@@ -188,7 +193,7 @@ class Runner:
         ended = self.done.setdefault(measurement.name, [])
         for number in range(len(ended), len(measurement.commands)):
             seconds = measurement.seconds[number]
-            if self.left_s < (min(LEAST_S, seconds) if measurement.resumes else seconds):
+            if self.left_s < seconds:
                 return LEFT
             began = time.monotonic()
             self.say(f"{measurement.name}: command {number + 1} of {len(measurement.commands)}, about {seconds} s")

@@ -21,7 +21,7 @@ import argparse
 import dataclasses
 import functools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -295,22 +295,23 @@ def host_table(rows: Sequence[dict[str, Any]]) -> str:
     return pivot("", cells)
 
 
-def few_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each layer, a column for each number of tokens; how many points are slower than dense."""
+def few_table(rows: Sequence[dict[str, Any]], shown: Callable[[dict[str, Any]], bool] = lambda row: True) -> str:
+    """A line for each layer, a column for each number of tokens, of rows ``shown``; how many of all lose to dense."""
     cells, ratios = {}, dict[str, list[float]]()
     for row in rows:
         if row["layer"] == "auto":
             name = f"{row['k']:,} / {row['n']:,}{'' if row['gated'] else ', no gate'}"
             queued, waited = row["queued_over_dense"], row["waited_over_dense"]
-            cells[name, f"{row['m']:,}"] = f"{queued:.2f} / {waited:.2f}"
+            if shown(row):
+                cells[name, f"{row['m']:,}"] = f"{queued:.2f} / {waited:.2f}"
             for way, value in (("queued", queued), ("waited for", waited)):
                 ratios.setdefault(way, []).append(value)
     said = [
         f"{sum(value > SLOWER for value in each)} {way}, at most {max(each) - 1:+.1%}" for way, each in ratios.items()
     ]
+    points = sum(row["layer"] == "auto" for row in rows)
     return (
-        f"{pivot('K / N', cells)}\n\n"
-        f"Of {len(cells)} points these take over {SLOWER:g} of dense's time: {'; '.join(said)}."
+        f"{pivot('K / N', cells)}\n\nOf {points} points these take over {SLOWER:g} of dense's time: {'; '.join(said)}."
     )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from profiling.sweep import lasting
+from profiling.draw.common import lasting
 
 # Options that name places of one machine, and options that must be equal.
 PLACES = ("text", "dataset", "cache", "out", "resume", "implied")

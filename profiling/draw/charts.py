@@ -1,9 +1,9 @@
 """Draw profiling/charts/ from profiling/results/: ``python -m profiling.draw``.
 
     python -m profiling.draw                      # all charts whose data is there
-    python -m profiling.draw nnz tokens           # these two; an error if their data is missing
+    python -m profiling.draw nnz                  # this one; an error if its data is missing
     python -m profiling.draw --check              # exit status 1 if a chart shows other data than the files hold
-    python -m profiling.draw --results build/sweeps --out build/charts
+    python -m profiling.draw --results build/results --out build/charts
 
 Each chart is an SVG, light and dark, and carries a digest of its data. ``--check`` compares digests and, where the
 same version of matplotlib drew them, the SVGs byte by byte.
@@ -22,17 +22,13 @@ from pathlib import Path
 
 from profiling.draw import style
 from profiling.draw.common import Chart, ResultError, Results, matplotlib_version
-from profiling.draw.kernels import kernels, roofline
-from profiling.draw.layers import nnz, speedup, tokens
+from profiling.draw.layers import nnz, speedup
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 CHARTS = Path(__file__).resolve().parents[1] / "charts"
 ALL: dict[str, Callable[[Results], Chart | None]] = {
     "speedup": speedup,
     "nnz": nnz,
-    "tokens": tokens,
-    "kernels": kernels,
-    "roofline": roofline,
 }
 
 

@@ -70,14 +70,6 @@ def markdown(header: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -
     return "\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]])
 
 
-def log_ticks(axes: Axes, ticks: Sequence[float], unit: str = "") -> None:
-    """Label a logarithmic x axis at the ticks within its limits."""
-    low, high = axes.get_xlim()
-    shown = [tick for tick in ticks if low <= tick <= high]
-    axes.set_xticks(shown, [f"{tick:g}{unit}" for tick in shown])
-    axes.set_xticks([], minor=True)
-
-
 @dataclasses.dataclass(frozen=True)
 class Chart:
     """A chart: ``draw(figure, theme, data)`` shows ``data`` and nothing else."""
@@ -128,6 +120,11 @@ def machine(result: dict[str, Any]) -> str:
     return "; ".join(part for part in line.split("; ") if not part.startswith(("Python ", "twell ")))
 
 
+def lasting(machine: str) -> str:
+    """The machine line without the current clocks and the commit."""
+    return re.sub(r"SM \d+ MHz now, |; commit \S+", "", machine)
+
+
 def good(result: dict[str, Any] | None, **fields: Any) -> list[Row]:
     """Rows that were right and timed, and have these values."""
     rows = result["rows"] if result else []
@@ -168,11 +165,11 @@ def of_line(points: Sequence[Sequence[float]]) -> tuple[list[float], list[float]
     return [point[0] for point in ordered], [point[1] for point in ordered]
 
 
-def sizes(result: dict[str, Any], *, tokens: bool = True) -> str:
+def sizes(result: dict[str, Any]) -> str:
     """M, K and N of a result for the small print, as far as all rows share them."""
     asked = result.get("arguments") or {}
     parts = []
-    for name in ("m", "k", "n") if tokens else ("k", "n"):
+    for name in ("m", "k", "n"):
         values = {row[name] for row in result["rows"] if row.get(name)}
         value = values.pop() if len(values) == 1 else asked.get(name) if not values else None
         if isinstance(value, int):

@@ -1,9 +1,9 @@
-"""Charts of one layer: speed-up by workload, non-zeros and tokens."""
+"""Charts of one layer: speed-up by workload and by non-zeros."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from profiling.draw.common import (
@@ -30,6 +30,7 @@ from profiling.draw.common import (
     speed_axis,
 )
 from profiling.draw.style import SIZE, Theme
+from profiling.measurements import published
 
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
@@ -45,8 +46,8 @@ ALIKE = 0.01
 
 
 def speedup(results: Results) -> Chart | None:
-    """Forward and training step of the named workloads, and the paper's code, beside dense PyTorch (h200_auto)."""
-    result, paper = results.get("h200_auto"), results.get("h100_paper_code")
+    """Forward and training step of the named workloads, and the paper's code, beside dense PyTorch (h100_auto)."""
+    result, paper = results.get("h100_auto"), results.get("h100_paper_code")
     panels: dict[str, list[Row]] = {}
     for op, variant in (("forward", "ffn"), ("train", "train")):
         panels[op] = []
@@ -109,13 +110,15 @@ def draw_speedup(figure: SubFigure, theme: Theme, data: dict[str, list[Row]]) ->
 
 
 def nnz(results: Results) -> Chart | None:
-    """Speed-up of each strategy by non-zeros per token, crossovers marked (h200_sweep_nnz)."""
-    result = results.get("h200_sweep_nnz")
+    """Speed-up of each strategy by non-zeros per token, crossovers marked (h100_sweep_nnz)."""
+    result = results.get(published("h100_sweep_nnz"))
     panels: dict[str, dict[str, Any]] = {}
     for pattern in PATTERNS:
         lines: dict[str, list[list[float]]] = {}
-        for row in good(result, pattern=pattern):
-            name = {"ffn": row["requested"], "train": "train"}.get(row["variant"])
+        for row in good(result):
+            if ("topic=" in row["workload"]) != (pattern == "topic"):
+                continue
+            name = {"ffn": row["requested"], "train": "train" * (row["requested"] == "auto")}.get(row["variant"])
             ratio = best(row)
             # the training line ends where "auto" runs dense: sparse training was not measured there
             if name == "train" and row["strategy"] == "dense":
@@ -201,54 +204,6 @@ def draw_nnz(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
     legend_of_lines(figure, theme, [panel["lines"] for panel in data.values()])
 
 
-def tokens(results: Results) -> Chart | None:
-    """Speed-up of each strategy by M, the tokens per call (h200_sweep_m)."""
-    result = results.get("h200_sweep_m")
-    panels: dict[str, dict[str, list[list[float]]]] = {}
-    for row in good(result):
-        name = {"train": "train"}.get(row["variant"], row["requested"])
-        ratio = best(row)
-        if ratio and name and row["pattern"] in PATTERNS:
-            panels.setdefault(row["pattern"], {}).setdefault(name, []).append([row["tokens"], ratio])
-    if result is None or not panels:
-        return None
-    names = ("row", "union", "dense", "auto", "train")
-    ordered = {
-        pattern: {name: sorted(lines[name]) for name in names if name in lines} for pattern, lines in panels.items()
-    }
-    # "auto" is what users get; where it was not measured, the best strategy
-    gains = {pattern: lines.get("auto") or envelope(lines) for pattern, lines in ordered.items()}
-    slower, faster = sides(gains.values())
-    title = "Speed-up by tokens per call"
-    few, many = [m for m in faster if m < min(slower, default=0)], [m for m in faster if m > max(slower, default=0)]
-    if few and many:
-        title = f"Forward passes beat dense up to {few[-1]:,} and from {many[0]:,} tokens"
-    elif faster and not slower:
-        title = f"Forward passes beat dense with {faster[0]:,} to {faster[-1]:,} tokens"
-    # a step has a line of its own
-    slower, faster = sides(lines["train"] for lines in ordered.values() if "train" in lines)
-    if many := [m for m in faster if m > max(slower, default=0)]:
-        title += f", training steps from {many[0]:,}"
-    rows = good(result)
-    active = [f"{row['nnz']:.0f}" for row in rows if row.get("nnz")]
-    note = sizes(result, tokens=False) + (
-        f"{between(sorted(set(map(int, active))))} non-zeros per token; " if active else ""
-    )
-    note += "" if any(row.get("speedup_compiled") for row in rows) else "dense: eager PyTorch; "
-    return Chart(title, note + machine(result), ordered, draw_tokens, (SIZE[0], 4.6))
-
-
-def sides(lines: Iterable[Sequence[Sequence[float]]]) -> tuple[list[int], list[int]]:
-    """The numbers of tokens with which some line loses, and those with which all that were measured gain."""
-    points = [(int(m), ratio) for line in lines for m, ratio in line]
-    slower = {m for m, ratio in points if ratio < 1}
-    return sorted(slower), sorted({m for m, ratio in points if ratio > 1} - slower)
-
-
-def between(values: Sequence[int]) -> str:
-    return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
-
-
 def envelope(lines: dict[str, list[list[float]]]) -> list[tuple[float, float]]:
     """Speed-up of the better sparse strategy at each x."""
     highest: dict[float, float] = {}
@@ -257,17 +212,3 @@ def envelope(lines: dict[str, list[list[float]]]) -> list[tuple[float, float]]:
             for x, y in points:
                 highest[x] = max(y, highest.get(x, 0.0))
     return sorted(highest.items())
-
-
-def draw_tokens(figure: SubFigure, theme: Theme, data: dict[str, Any]) -> None:
-    panels = figure.subplots(1, len(data), sharey=True, squeeze=False)[0]
-    everything = [y for lines in data.values() for points in lines.values() for _, y in points]
-    for axes, (pattern, lines) in zip(panels, data.items()):
-        for name, points in lines.items():
-            axes.plot(*of_line(points), **lines_of(theme)[name])
-        baseline(axes, theme)
-        log_axis(axes, "x", [x for points in lines.values() for x, _ in points], base=8)
-        speed_axis(axes, everything)
-        axes.set(title=PATTERNS[pattern], xlabel="tokens per call (log)")
-    panels[0].set_ylabel("speed-up over dense (log)")
-    legend_of_lines(figure, theme, data.values())

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from profiling.draw import charts, common
-from profiling.draw import kernels as of_kernels
 from profiling.draw import layers as of_layers
+from profiling.measurements import published
 
 MACHINE = "NVIDIA H200 (made up); torch 2.11.0; kernels 0123456789ab"
 
@@ -55,7 +55,7 @@ def test_tracked_charts_show_the_results(root: Path, capsys: pytest.CaptureFixtu
     assert {path.name.rpartition("-")[0] for path in (root / "profiling" / "charts").glob("*.svg")} == {
         *charts.ALL,
         # frozen
-        *("quality", "relufy"),
+        "relufy",
     }
 
 
@@ -71,31 +71,23 @@ def test_crossovers_are_where_the_lines_cross() -> None:
     assert (found["row = union"]["x"], found["row = union"]["y"]) == (pytest.approx(4), pytest.approx(4))
 
 
-def test_titles_are_what_their_points_bear_out(tmp_path: Path) -> None:
-    """A step that loses stood under "any number of tokens"."""
-    speeds = {("ffn", 1): 2.4, ("ffn", 512): 1.1, ("train", 1024): 0.99, ("train", 4096): 1.4}
-    rows = [
-        row(op, 29, tokens=m, speedup_dense=gain, requested="auto", strategy="union", pattern="uniform")
-        for (op, m), gain in speeds.items()
-    ]
-    write(tmp_path, "h200_sweep_m", rows)
-    chart = charts.tokens(charts.Results(tmp_path))
-    assert chart.title == "Forward passes beat dense with 1 to 512 tokens, training steps from 4,096"
-
-
-def test_every_kernel_of_a_step_has_a_part(root: Path) -> None:
-    """A renamed kernel would vanish in "rest"."""
-    result = json.loads((root / "profiling" / "results" / "h200_sweep_kernels.json").read_text())
-    small = {symbol for each in result["rows"] for symbol, ms in (each.get("kernels") or {}).items() if ms < 0.08}
-    for each in result["rows"]:
-        for symbol in each.get("kernels") or {}:
-            assert of_kernels.part_of(symbol) != of_kernels.REST or symbol in small
+def test_lines_by_non_zeros_are_of_both_patterns(tmp_path: Path) -> None:
+    """A step has the line of "auto" alone, which ends where it runs dense."""
+    shared = "nnz=29,skew=1,tokens=0.5,topic=0.5"
+    rows = [row("ffn", 29, requested=name, strategy=name, speedup_dense=2.0) for name in ("row", "union")]
+    rows.append(row("ffn", 29, workload=shared, requested="auto", strategy="union", speedup_dense=2.5))
+    rows += [row("train", 29, requested=name, strategy="union", speedup_dense=1.5) for name in ("union", "auto")]
+    rows.append(row("train", 911, requested="auto", strategy="dense", speedup_dense=1.0))
+    write(tmp_path, published("h100_sweep_nnz"), rows)
+    panels = of_layers.nnz(common.Results(tmp_path)).data
+    assert panels["uniform"]["lines"] == {"row": [[29, 2.0]], "union": [[29, 2.0]], "train": [[29, 1.5]]}
+    assert panels["topic"]["lines"] == {"auto": [[29, 2.5]]}
 
 
 def test_wrong_results_of_the_papers_code_are_marked(root: Path, tmp_path: Path) -> None:
     found = {
         name: json.loads((root / f"profiling/results/{name}.json").read_text())
-        for name in ("h200_auto", "h100_paper_code")
+        for name in ("h100_auto", "h100_paper_code")
     }
     rows = {row["workload"]: row for row in found["h100_paper_code"]["rows"] if row["op"] == "forward"}
     rows["dense911"] |= {"ms": None, "wrong": "", "red": "illegal memory access"}
@@ -114,28 +106,28 @@ def test_wrong_results_of_the_papers_code_are_marked(root: Path, tmp_path: Path)
 
 def test_check_notices_what_changed(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, out = tmp_path / "results", tmp_path / "charts"
-    real(root, results, "h200_sweep_kernels")
-    words = ("kernels", "--results", results, "--out", out)
+    real(root, results, "h100_auto")
+    words = ("speedup", "--results", results, "--out", out)
 
     def checked(said: str, *asked: object) -> None:
         assert run(*(asked or words), "--check") == 1
         assert said in capsys.readouterr().err
 
-    checked("kernels-light.svg: missing")
+    checked("speedup-light.svg: missing")
     assert run(*words) == 0
     # the same bytes each time
     assert run(*words, "--check") == 0
-    path = results / "h200_sweep_kernels.json"
+    path = results / "h100_auto.json"
     before = path.read_text()
     data = json.loads(before)
     for each in data["rows"]:
         each["nnz"] += 1
     path.write_text(json.dumps(data))
-    checked("kernels-dark.svg: shows other data")
+    checked("speedup-dark.svg: shows other data")
     path.write_text(before)
-    (out / "kernels-dark.svg").write_text((out / "kernels-dark.svg").read_text().replace("#0d1117", "#0d1118"))
-    checked("kernels-dark.svg: is drawn otherwise now")
+    (out / "speedup-dark.svg").write_text((out / "speedup-dark.svg").read_text().replace("#0d1117", "#0d1118"))
+    checked("speedup-dark.svg: is drawn otherwise now")
     path.unlink()
-    checked("kernels-light.svg: there is no data for it", "--results", results, "--out", out)
+    checked("speedup-light.svg: there is no data for it", "--results", results, "--out", out)
     assert run("nnz", "--results", results, "--out", out) == 2
-    assert "h200_sweep_nnz" in capsys.readouterr().err
+    assert "h100_sweep_nnz" in capsys.readouterr().err

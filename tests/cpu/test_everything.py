@@ -68,9 +68,14 @@ def calls(tmp_path: Path, name: str) -> int:
 
 def test_every_published_file_is_listed_once() -> None:
     names = [*(each.name for each in measurements.ALL), *measurements.FROZEN]
+    read = {name: file for name, file in measurements.UNTIL.items() if file != name}
+    assert read.keys() <= set(names)
+    names += read.values()
     assert len(names) == len(set(names))
     published = {path.stem for path in everything.RESULTS.glob("*.json")}
-    assert set(measurements.FROZEN) <= published <= set(names)
+    assert {*measurements.FROZEN, *read.values()} <= published <= set(names)
+    # a file that is there is read
+    assert not read.keys() & published
     for each in measurements.ALL:
         assert 0 < len(each.commands) == len(each.seconds), each.name
         known = {"OUT", "FOLDER", "BUDGET", *measurements.INPUTS}
@@ -160,13 +165,15 @@ def test_the_list_has_what_is_older(
     add: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(everything, "present", lambda: "0123456789ab")
-    for name in ("old", "new", "missing", "host", "host now"):
+    # the file of an H200 stays
+    for name in ("old", "new", "missing", "host", "host now", "h200_auto"):
         add(name, ("{}", 0), host=name.startswith("host"))
     (tmp_path / "results").mkdir()
     now, version = "0123456789ab", twell.__version__
     for name, kernels, of in (
         *(("old", "ba9876543210", version), ("new", now, "0.1.0")),
         *(("host", now, "0.1.0"), ("host now", now, version)),
+        ("h200_auto", "ba9876543210", "0.1.0"),
     ):
         text = json.dumps({"machine": f"NVIDIA H200; twell {of}; kernels {kernels}; commit 1"})
         (tmp_path / "results" / f"{name}.json").write_text(text)

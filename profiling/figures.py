@@ -1,0 +1,406 @@
+"""What ``profiling.readme`` shows of layers and of whole models: tables and sentences from profiling/results/."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from profiling import host
+from profiling.draw.common import ResultError, Results, markdown
+from profiling.measurements import published
+from twell.strategy.tables import SCREENED
+
+RESULTS = Path(__file__).resolve().parent / "results"
+LAYERS = ("real3", "topic29", "skew29", "uniform29", "real6", "topic128", "dense911")
+# The file of layers in all tables, and that of the other GPU.
+LAYER_FILE, OTHER_FILE = "h100_auto", "h200_auto"
+OPS = {"ffn": "forward", "train": "training"}
+Row = dict[str, Any]
+
+
+@functools.cache
+def result(name: str) -> dict[str, Any]:
+    """The content of a measurement's file of results."""
+    found = Results(RESULTS).get(published(name))
+    if found is None:
+        raise ResultError(f"expected results in {RESULTS / published(name)}.json, got no such file")
+    return found
+
+
+def rows_of(name: str) -> list[Row]:
+    """The good rows of a file."""
+    return [row for row in result(name)["rows"] if row["ms"] and not row["red"]]
+
+
+def where(name: str) -> str:
+    """A paragraph that names the GPU of a file, if it is not that of the layers."""
+    gpu = str(result(name)["machine"]).split(" ")[1]
+    return "" if gpu == LAYER_FILE.partition("_")[0].upper() else f"\n\nOn an {gpu}."
+
+
+# Layers
+
+
+def measured(workload: str, variant: str, tokens: int = 16384, name: str = LAYER_FILE) -> Row:
+    found = [
+        row
+        for row in result(name)["rows"]
+        if (row["workload"], row["variant"], row["tokens"]) == (workload, variant, tokens) and row["ms"]
+    ]
+    if len(found) != 1:
+        raise LookupError(f"expected one row of {workload}, {variant}, {tokens} tokens, got {len(found)}")
+    return found[0]
+
+
+def both(row: Row, scale: float = 1, form: str = ".2f") -> str:
+    """Replays of graphs: the time of the faster dense and the row's."""
+    return f"{row['ms'] * row['speedup_dense'] * scale:{form}} / {row['ms'] * scale:{form}}"
+
+
+def gain(row: Row) -> str:
+    return f"**{row['speedup_dense']:.2f}**"
+
+
+def eager(rows: Sequence[Row], *ways: str) -> dict[str, list[str]]:
+    """Columns of speed-ups of eager calls ("queued", "waited"), if any row has them, with another strategy's name."""
+    columns = {}
+    for way in ways:
+        cells = [f"{row[f'{way}_speedup']:.2f}" if row.get(f"{way}_speedup") else "" for row in rows]
+        for place, row in enumerate(rows):
+            if cells[place] and row["eager_strategy"] not in ("", row["strategy"]):
+                cells[place] += f" ({row['eager_strategy']})"
+        if any(cells):
+            columns[f"eager, {way}" + " for" * (way == "waited")] = cells
+    return columns
+
+
+def layers() -> str:
+    """Forward passes and training steps of the layers by "auto" beside dense."""
+    columns: list[tuple[str, list[str]]] = []
+    for op, said in OPS.items():
+        rows = [measured(name, op) for name in LAYERS]
+        columns.append((f"{said}, ms: dense / twell", [both(row) for row in rows]))
+        columns.append(("speed-up", [gain(row) for row in rows]))
+        columns += eager(rows, "queued").items()
+    counts = [f"{measured(name, 'ffn')['nnz']:.0f}" for name in LAYERS]
+    names = [f"`{name}`" for name in LAYERS]
+    header, cells = zip(*columns)
+    lines = list(zip(names, counts, *cells, strict=True))
+    return markdown(["workload", "non-zeros", *header], "lr" + "r" * len(columns), lines)
+
+
+def layers_of(op: str) -> str:
+    """The layers in one kind of call, with the strategy that "auto" ran."""
+    rows = [measured(name, op) for name in LAYERS]
+    more = eager(rows, "queued", "waited")
+    lines = []
+    for row, *cells in zip(rows, *more.values()):
+        dense, ours = both(row).split(" / ")
+        lines.append([f"`{row['workload']}`", f"{row['nnz']:.0f}", dense, ours, gain(row), *cells, row["strategy"]])
+    header = ["workload", "non-zeros per token", "dense, ms", "twell", "speed-up", *more, "strategy"]
+    return markdown(header, "lrrrr" + "r" * len(more) + "l", lines)
+
+
+def errors() -> str:
+    """The range of errors over dense's."""
+    said = []
+    for kind in ("frobenius", "worst_row"):
+        ratios = [row[kind] / row[f"dense_{kind}"] for op in OPS for row in (measured(name, op) for name in LAYERS)]
+        said.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
+    return f"Errors against float64 are {said[0]} times those of dense PyTorch in norm, and {said[1]} in the worst row."
+
+
+def geometric(ratios: Sequence[float]) -> float:
+    return math.prod(ratios) ** (1 / len(ratios))
+
+
+def mean_speedups(name: str = LAYER_FILE, field: str = "speedup_dense") -> list[float]:
+    """Geometric means over the first five layers, forward and in training; none of fields that were not measured."""
+    gains = [[measured(each, op, name=name).get(field) or 0.0 for each in LAYERS[:5]] for op in OPS]
+    return [geometric(each) for each in gains] if all(map(all, gains)) else []
+
+
+def headline() -> str:
+    """One number each for inference, training and whole models."""
+    (forward, train), other = mean_speedups(), mean_speedups(OTHER_FILE)
+    queued = mean_speedups(field="queued_speedup")
+    eagerly = f", {queued[0]:.1f}x and {queued[1]:.1f}x in eager calls, queued," if queued else ""
+    found = [*pairs(timed(configurations()))]
+    gains = [theirs["ms"] / ours["ms"] for theirs, ours in found]
+    names = [ours["config"] for _, ours in found]
+    return (
+        "On an H100, in CUDA graphs, against the faster of eager and compiled dense PyTorch: "
+        f"**{forward:.1f}x forward and {train:.1f}x in training**{eagerly} for layers with 14 to 33 "
+        "non-zeros of 5,632 per token (geometric means of five layers); without graphs "
+        f"**{min(gains):.1f}x to {max(gains):.1f}x for whole models** of {names[0]} to {names[-1]} with random weights "
+        f"and such sparsity. [On an H200](docs/gpus.md#on-an-h200) layers gain {other[0]:.1f}x and {other[1]:.1f}x."
+    )
+
+
+def layers_elsewhere() -> str:
+    """Speed-ups of the layers on the other GPU."""
+    rows = []
+    for name in LAYERS:
+        found = [measured(name, op, name=OTHER_FILE) for op in OPS]
+        rows.append([f"`{name}`", *(cell for row in found for cell in (gain(row), row["strategy"]))])
+    header = ["workload", "forward: speed-up", "strategy", "training: speed-up", "strategy"]
+    forward, train = mean_speedups(OTHER_FILE)
+    said = f"Geometric means of the first five: {forward:.2f} forward and {train:.2f} in training."
+    return f"{markdown(header, 'lrlrl', rows)}\n\n{said} {result(OTHER_FILE)['machine']}"
+
+
+def decode() -> str:
+    counts = (1, 8, 64)
+    rows = []
+    for name in ("real3", "topic29", "uniform29", "topic128", "dense911"):
+        found = [measured(name, "decode", tokens) for tokens in counts]
+        rows.append([f"`{name}`", *(f"{both(row, 1e3, '.1f')}, {gain(row)}" for row in found)])
+    header = [f"{tokens} token{'s' if tokens > 1 else ''}" for tokens in counts]
+    return markdown(["dense / twell, us", *header], "lrrr", rows)
+
+
+def memory() -> str:
+    """Memory kept for backward and peaks of a layer with 29 non-zeros; they hardly depend on this number."""
+    own = [row for row in result(LAYER_FILE)["rows"] if row["workload"] == "topic29" and row["tokens"] == 16384]
+    found = {row["variant"]: row for row in own}
+    cells = []
+    for said, forward, train in (
+        ("dense, eager", "dense eager", "dense eager train"),
+        ("dense, compiled", "dense compiled", "dense compiled train"),
+        (f'twell, "{found["train"]["strategy"]}"', "ffn", "train"),
+    ):
+        sizes = found[train]["kept_bytes"], found[train]["peak_bytes"], found[forward]["peak_bytes"]
+        cells.append([said, *(f"{size / 16384 / 1e3:.1f}" for size in sizes)])
+    header = ["KB per token", "kept for backward", "peak of a training step", "peak of a forward pass"]
+    return markdown(header, "lrrr", cells)
+
+
+def large_layer() -> str:
+    """A larger layer by "auto" beside dense."""
+    calls = {("ffn", 16384): "forward", ("train", 16384): "training"}
+    calls |= {("decode", tokens): f"{tokens} token{'s' if tokens > 1 else ''}" for tokens in (1, 16, 64)}
+
+    cells = {}
+    for row in rows_of("h100_large_layer"):
+        if row["requested"] == "auto" and (call := (row["variant"], row["tokens"])) in calls:
+            cells[f"`{row['workload']}`", calls[call]] = f"{both(row, 1e3, ',.0f')}, {gain(row)}"
+    return host.pivot("dense / twell, us", cells) + where("h100_large_layer")
+
+
+def few_tokens() -> str:
+    """Layers by "auto" on few tokens."""
+    cells = {}
+    for row in rows_of("h100_few"):
+        if row["variant"] == "ffn" and row["requested"] == "auto":
+            cells[f"`{row['workload']}`", f"{row['tokens']:,}"] = (
+                f"{both(row, 1e3, '.0f')}, {gain(row)} {row['strategy']}"
+            )
+    return host.pivot("dense / twell, us", cells) + where("h100_few")
+
+
+def overfull() -> str:
+    """What steps of the sparse path take with more non-zeros than fit."""
+    rows = [row for row in rows_of("h100_overfull") if row["variant"] == "train_overflow"]
+    counts, times = (
+        [f"{row['nnz']:.0f}" for row in rows],
+        [f"{1 / row['speedup_dense']:.2f}" for row in rows],
+    )
+    gpu = str(result("h100_overfull")["machine"]).split(" ")[1]
+    return (
+        f"Training steps with {' and '.join(counts)} non-zeros per token take {' and '.join(times)} times as long as "
+        f"eager dense ones on an {gpu}."
+    )
+
+
+SCREENED_LAYERS = ("real3", "topic29", "real6", "uniform29")
+
+
+def screen() -> str:
+    """Layers by "union" and by "union+screen", and where "auto" takes the screen."""
+    calls: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows_of("h100_screen"):
+        if row["variant"] in OPS and row["workload"] in SCREENED_LAYERS:
+            calls.setdefault((row["workload"], row["variant"]), {})[row["requested"]] = row
+    cells = {}
+    for (workload, variant), own in calls.items():
+        if {"union", SCREENED, "auto"} <= own.keys():
+            plain, ours, chosen = (own[name] for name in ("union", SCREENED, "auto"))
+            taken = " screen" if chosen["strategy"] == SCREENED else ""
+            times = f"{plain['ms']:.2f} / {ours['ms']:.2f}, **{ours['ms'] / plain['ms']:.2f}**{taken}"
+            cells[f"`{workload}`", OPS[variant]] = times
+    return host.pivot(f'"union" / "{SCREENED}", ms', cells) + where("h100_screen")
+
+
+HOST_TOKENS = (1, 16, 64, 256, 1024)
+HOST_LAYERS = ((2048, 5632), (4096, 14336))
+
+
+def host_times() -> str:
+    """Eager calls: their host time, and few tokens."""
+    found = result("h100_host")
+    parts: dict[str, list[Row]] = {}
+    for row in found["rows"]:
+        if not row.get("red"):
+            parts.setdefault(row.get("part", ""), []).append(row)
+
+    def shown(row: Row) -> bool:
+        return (row["k"], row["n"]) in HOST_LAYERS and row["m"] in HOST_TOKENS
+
+    tables = [
+        host.CAPTIONS["host"],
+        host.host_table([row for row in parts["host"] if row["layer"] in ("dense", "auto")]),
+    ]
+    tables += [host.CAPTIONS["few"], host.few_table(parts["few"], shown)]
+    return "\n\n".join(tables) + where("h100_host")
+
+
+def auto_losses() -> str:
+    """What "auto" loses at the points outside of its table."""
+    found = result("h100_held_out")
+    losses = [row["loss"] for row in found["rows"]]
+    parts = []
+    for kind, training in (("forward", False), ("training", True)):
+        own = [row["loss"] for row in found["rows"] if row["training"] == training]
+        parts.append(f"{100 * statistics.mean(own):.2f} % over {len(own)} {kind} points")
+    said = f'On {len(losses)} points "auto" loses {100 * statistics.mean(losses):.2f} % in the mean'
+    many = sum(loss > 0.06 for loss in losses)
+    return f"{said}: {' and '.join(parts)}; more than 6 % at {many}, at most {100 * max(losses):.1f} %."
+
+
+SHAPES = ((1024, 2816), (2048, 5632), (4096, 14336))
+
+
+def shapes() -> str:
+    """Times of the best strategy over dense by layer, pattern and tokens."""
+    best: dict[tuple[int, int, str, int], tuple[float, str]] = {}
+    for row in result("h200_tuning")["rows"]:
+        if not row["red"] and not row["training"] and row["gated"]:
+            key = (row["k"], row["n"], row["pattern"], row["m"])
+            best[key] = min(best.get(key, (math.inf, "")), (row["relative"], row["strategy"].rpartition("+")[2][0]))
+    tokens = (1, 16, 64, 256, 1024, 4096, 12288)
+    rows = []
+    for k, n in SHAPES:
+        for pattern in ("topic", "uniform", "denser"):
+            cells = []
+            for m in tokens:
+                time, strategy = best.get((k, n, pattern, m), (math.nan, ""))
+                cells.append("" if math.isnan(time) else f"{time:.2f} {strategy}" if time < 1 else f"{time:.2f}")
+            rows.append([f"{k:,} / {n:,}", pattern, *cells])
+    table = markdown(["K / N", "pattern", *(f"M = {m:,}" for m in tokens)], "ll" + "r" * len(tokens), rows)
+    return table + where("h200_tuning")
+
+
+# Whole models
+
+PASSES = {"forward": "forward, decoder", "logits": "forward, with LM head", "train": "training step"}
+
+
+# Tokens per ms of dense models in arXiv 2603.23198 and the change of sparse ones, forward and in training.
+PAPER = {
+    "0.5B": {"forward": "410, +17.0 %", "train": "97.3, -1.5 %"},
+    "1B": {"forward": "185, +18.1 %", "train": "48.6, +7.1 %"},
+    "1.5B": {"forward": "119, +18.8 %", "train": "31.8, +11.6 %"},
+    "2B": {"forward": "87.8, +20.5 %", "train": "22.4, +21.9 %"},
+}
+
+
+def configurations() -> list[dict[str, Any]]:
+    """Results of the models of the paper's sizes. LookupError if two files have the same row."""
+    found = [result(path.stem) for path in sorted(RESULTS.glob("h100_paper_configs*.json"))]
+    counts = Counter((row["config"], row["op"], row["variant"]) for run in found for row in run["rows"])
+    if twice := [" ".join(key) for key, count in counts.items() if count > 1]:
+        raise LookupError(f"expected one row of each model, got more of {', '.join(twice)}")
+    return found
+
+
+def timed(runs: Sequence[dict[str, Any]]) -> list[Row]:
+    """The timed rows of these runs, sorted by model and operation."""
+    rows = [row for run in runs for row in run["rows"] if row["ms"] and not row["red"]]
+    order = list(dict.fromkeys(row.get("config") for row in rows))
+    return sorted(rows, key=lambda row: (order.index(row.get("config")), list(PASSES).index(row["op"])))
+
+
+def pairs(rows: Sequence[Row], kind: str = "") -> Iterator[tuple[Row, Row]]:
+    """The dense and the sparse row of each model and operation: of ``kind`` (eager, compiled), or the faster."""
+    for key in dict.fromkeys((row.get("config"), row["op"]) for row in rows):
+        sides = [
+            [
+                row
+                for row in rows
+                if (row.get("config"), row["op"]) == key and row["variant"].startswith(f"{what} {kind}")
+            ]
+            for what in ("dense", "sparse")
+        ]
+        if all(sides):
+            theirs, ours = (min(found, key=lambda row: float(row["ms"])) for found in sides)
+            yield theirs, ours
+
+
+def change(before: float, now: float) -> str:
+    # no minus sign before 0.0
+    return f"{round(100 * (now / before - 1), 1) + 0.0:+.1f} %"
+
+
+def models(names: Sequence[str] = ()) -> str:
+    """The faster dense and sparse variants of models of the paper's sizes, or of these, without LM head."""
+    found = [each for each in pairs(timed(configurations())) if each[1]["op"] != "logits"]
+    return models_of([each for each in found if not names or each[1]["config"] in names])
+
+
+def some_models() -> str:
+    """The smallest and the largest of them."""
+    names = [each["config"] for run in configurations() for each in run["models"]]
+    return models([names[0], names[-1]])
+
+
+def models_of(found: Sequence[tuple[Row, Row]]) -> str:
+    counts = {each["config"]: statistics.fmean(each["non_zeros"]) for run in configurations() for each in run["models"]}
+    rows = []
+    for theirs, ours in found:
+        cells = [f"{ours['config']} ({counts[ours['config']]:.0f})", PASSES[ours["op"]]]
+        cells += [f"{theirs['ms']:.0f} / {ours['ms']:.0f}", f"**{theirs['ms'] / ours['ms']:.2f}**"]
+        for key, scale, form in (("mj_per_token", 1, ".2f"), ("peak_bytes", 1e9, ".1f")):
+            cells.append(f"{theirs[key] / scale:{form}} / {ours[key] / scale:{form}}")
+        rows.append(cells)
+    header = ["model (non-zeros)", "pass", "ms: dense / twell", "speed-up", "mJ per token", "peak GB"]
+    return markdown(header, "llrrrr", rows)
+
+
+def beside_paper() -> str:
+    """Tokens per ms of dense models, the paper's and eager ones here, and how they change when sparse."""
+    cells: dict[tuple[str, str], str] = {}
+    for dense, sparse in pairs(timed(configurations()), "eager"):
+        config, op = sparse["config"], sparse["op"]
+        if op in PAPER.get(config, ()):
+            said = {"forward": "forward", "train": "training"}[op]
+            rates = dense["tokens_per_ms"], sparse["tokens_per_ms"]
+            cells[config, f"{said}: paper"] = PAPER[config][op]
+            cells[config, f"{said}: twell"] = f"{rates[0]:.0f}, {change(*rates)}"
+    return host.pivot("eager models", cells)
+
+
+def trained_speedups() -> str:
+    """What the trained model gains."""
+    run = result("h200_model")
+    gains = {ours["op"]: theirs["ms"] / ours["ms"] for theirs, ours in pairs(timed([run]))}
+    return (
+        f"A model of 0.5B that `examples/train.py` trained for 350 steps ({statistics.fmean(run['non_zeros']):.0f} "
+        f"non-zeros) gained {gains['forward']:.2f} in a forward pass, {gains['logits']:.2f} with the LM head and "
+        f"{gains['train']:.2f} in training, on an H200 with version 0.2.0."
+    )
+
+
+def trained_model() -> str:
+    """The last step of trainings with and without sparse kernels, and what the model gains."""
+    rows = []
+    for name, steps in result("h200_training_run")["runs"].items():
+        last = steps[-1]
+        cells = [name, f"{last['ce']:.3f}", f"{last['held_out_ce']:.3f}", f"{last['non_zeros']:.0f}"]
+        rows.append([*cells, f"{last['tokens_per_s'] / 1e3:.0f}", f"{last['peak_bytes'] / 1e9:.1f}"])
+    header = ["training", "cross-entropy", "on held-out text", "non-zeros", "thousand tokens/s", "peak GB"]
+    return f"{markdown(header, 'lrrrrr', rows)}\n\n{trained_speedups()}"
