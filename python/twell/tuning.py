@@ -35,7 +35,7 @@ _E4M3_WAVE = {64: 0.72, 96: 1.0, 144: 1.42}
 
 # Most neurons per cluster that the GPU runs at a time for which CTAs of the gate GEMM for few tokens share sums, and
 # numbers of tokens for which the other gate GEMM is faster. NVIDIA H100 and H200, K = 4,096, N = 14,336 and K = 2,048,
-# N = 5,632: by 2 to 20 % where both were measured (docs/notes/few_tokens.md has a table).
+# N = 5,632 (h100_row_clusters.json, h200_row_clusters.json): by 2 to 20 % where both were measured.
 _FEW_NEURONS = 2 / 3 * geometry.TILE
 FEW_GATE_PACK = 64
 _NOT_FEW = range(FEW_GATE_PACK + 1, 97)
@@ -80,7 +80,7 @@ def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
 
 # Most tokens whose clusters have so many CTAs, and non-zeros of a token that is never heavy; with more tokens clusters
 # have as few CTAs as hold the row. NVIDIA H100, the same layers, one neuron in 190: within 2 % of the best of those
-# measured, except that 256 equal tokens take up to 11 % less time with one CTA each (a table is there, too).
+# measured, except that 256 equal tokens take up to 11 % less time with one CTA each.
 TOKEN_CLUSTERS = ((16, 8, 128), (32, 4, 64), (64, 4, 128), (256, 2, 128))
 _LIGHT = 64
 
