@@ -139,17 +139,15 @@ def skip(app: Sphinx, what: str, name: str, thing: Any, skipped: bool, options: 
 
 PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)-dark\.svg">\s*<img alt="([^"]*)"[^>]*>\s*</picture>')
 HIDDEN = re.compile(r"<!-- sphinx\n(.*?)\n-->", re.DOTALL)
-# What autodoc shows with links.
-DOCSTRINGS = re.compile(r"<!-- table: docstrings .*?<!-- end -->\n", re.DOTALL)
-OUTSIDE = re.compile(r"\[([^\]]*)\]\((\.\./\w+\.md)\)")
+# a link to a page above docs/: "../" once more than the page lies deep
+OUTSIDE = r"\[([^\]]*)\]\(((?:\.\./){%d}[\w/]+\.md)(?:#[\w-]+)?\)"
 
 
 def read_page(app: Sphinx, page: str, source: list[str]) -> None:
     """Turn the parts of a page that GitHub reads otherwise into directives.
 
     A ``<picture>`` becomes one image for each theme. The content of a comment ``<!-- sphinx ... -->``, which GitHub
-    leaves out, becomes part of the page, in place of the docstrings that GitHub shows. A link to a page above ``docs/``
-    becomes a download.
+    leaves out, becomes part of the page. A link to a page above ``docs/`` becomes a download.
     """
 
     def images(found: re.Match[str]) -> str:
@@ -159,8 +157,8 @@ def read_page(app: Sphinx, page: str, source: list[str]) -> None:
         )
         return "\n\n".join(each)
 
-    text = DOCSTRINGS.sub("", HIDDEN.sub(r"\1", PICTURE.sub(images, source[0])))
-    source[0] = text if "/" in page else OUTSIDE.sub(r"{download}`\1 <\2>`", text)
+    text = HIDDEN.sub(r"\1", PICTURE.sub(images, source[0]))
+    source[0] = re.sub(OUTSIDE % (page.count("/") + 1), r"{download}`\1 <\2>`", text)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
