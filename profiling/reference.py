@@ -24,44 +24,25 @@ COMMANDS = ("demo", "info", "tune", "analyze", "serve-check", "convert")
 @functools.cache
 def blocks() -> dict[str, Callable[[], str]]:
     """The function that makes each block, by the block's name."""
-    import twell.ops
-
     kinds = (
-        ("operator", operator, twell.ops.__all__),
         ("command", command, COMMANDS),
         ("names", names, MODULES),
     )
-    return {f"{kind} {name}": functools.partial(make, name) for kind, make, found in kinds for name in found}
+    made = {f"{kind} {name}": functools.partial(make, name) for kind, make, found in kinds for name in found}
+    return {"operators": operators, **made}
 
 
-def operator(name: str) -> str:
-    """The registered schema of an operator, then the docstring of its file."""
-    try:
-        module = importlib.import_module(f"twell.ops.{name}")
-    except ImportError:
-        module = importlib.import_module(f"twell.ops.{name.rpartition('_')[0]}")
-    return f"```text\n{schema(name)}\n```\n\n{backquotes(inspect.getdoc(module) or '')}"
+def operators() -> str:
+    """A table of the operators, with the first sentence of the docstring of the file of each."""
+    import twell.ops
 
-
-def schema(name: str) -> str:
-    """The schema of ``torch.ops.twell.NAME``, one argument or result per line."""
-    import torch
-
-    text = str(getattr(torch.ops.twell, name).default._schema)
-    found = re.fullmatch(r"twell::(\w+)\((.*)\) -> \(?(.*?)\)?", text)
-    assert found, text
-    called, given, returned = found.groups()
-
-    def lines(parts: str) -> str:
-        return "".join(f"    {part},\n" for part in parts.split(", "))
-
-    out = returned if ", " not in returned else f"(\n{lines(returned)})"
-    return f"{called}(\n{lines(given)}) -> {out}"
-
-
-def backquotes(text: str) -> str:
-    """A docstring as Markdown: single backquotes."""
-    return text.replace("``", "`")
+    named: dict[str, list[str]] = {}
+    for name in twell.ops.__all__:
+        first = getattr(twell.ops, name).__doc__.partition("\n\n")[0]
+        computed = re.split(r"(?<=\.)\s", first.partition(": ")[2])[0]
+        named.setdefault(computed, []).append(f"`{name}`")
+    rows = [f"| {', '.join(names)} | {said(computed)} |" for computed, names in named.items()]
+    return "\n".join(["| operator | computes |", "|---|---|", *rows])
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
