@@ -41,10 +41,10 @@ nitpicky = True
 # What other projects document. Nothing is fetched while building, so their inventories are not there.
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|nn|collections|pathlib|argparse|os|typing|dataclasses|transformers)(\..*)?"),
-    # names that a module imports from torch, type variables, and what autodoc calls an alias in a union
+    # imported from torch, type variables, options of overloads, and what autodoc calls an alias in a union
     (
         r"py:class",
-        r"Tensor|twell\._compaction\.Module|twell\.strategy\.tables\.Table|twell\.testing\.\w+\._T|TypeAliasForwardRef",
+        r"Tensor|twell\._compaction\.Module|twell\.strategy\.tables\.Table|twell\.testing\.\w+\._T|TypeAliasForwardRef|_\w+Options",
     ),
     # documented as data, which only Sphinx 9 finds for a type
     (r"py:class", r"(twell\.\w+\.)?(Strategy|DownLayout|Normalisation)"),

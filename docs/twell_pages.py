@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from sphinx.application import Sphinx
 
 import twell
@@ -128,8 +129,12 @@ def arguments(thing: Any) -> list[str]:
 
 
 def rewrite(app: Sphinx, what: str, name: str, thing: Any, options: object, lines: list[str]) -> None:
-    # a value would show the docstring of its type
-    lines[:] = [] if what == "data" else rst(lines, arguments(thing))
+    if isinstance(thing, torch._ops.OpOverload):
+        # its schema is below the docstring, which is a file's
+        lines[:] = [*rst(lines[:-2], ()), "::", "", f"    {thing._schema}", ""]
+    else:
+        # a value would show the docstring of its type
+        lines[:] = [] if what == "data" else rst(lines, arguments(thing))
 
 
 def skip(app: Sphinx, what: str, name: str, thing: Any, skipped: bool, options: object) -> bool | None:
@@ -139,17 +144,16 @@ def skip(app: Sphinx, what: str, name: str, thing: Any, skipped: bool, options: 
 
 PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)-dark\.svg">\s*<img alt="([^"]*)"[^>]*>\s*</picture>')
 HIDDEN = re.compile(r"<!-- sphinx\n(.*?)\n-->", re.DOTALL)
-# What autodoc shows with links.
-DOCSTRINGS = re.compile(r"<!-- table: docstrings .*?<!-- end -->\n", re.DOTALL)
-OUTSIDE = re.compile(r"\[([^\]]*)\]\((\.\./\w+\.md)\)")
+# a link to a page above docs/: "../" once more than the page lies deep
+OUTSIDE = r"\[([^\]]*)\]\(((?:\.\./){%d}[\w/]+\.md)(?:#[\w-]+)?\)"
 
 
 def read_page(app: Sphinx, page: str, source: list[str]) -> None:
     """Turn the parts of a page that GitHub reads otherwise into directives.
 
     A ``<picture>`` becomes one image for each theme. The content of a comment ``<!-- sphinx ... -->``, which GitHub
-    leaves out, becomes part of the page, in place of the docstrings that GitHub shows. A link to a page above ``docs/``
-    becomes a download.
+    leaves out, becomes part of the page. The page of operators gets their docstrings and schemas. A link to a page
+    above ``docs/`` becomes a download.
     """
 
     def images(found: re.Match[str]) -> str:
@@ -159,8 +163,16 @@ def read_page(app: Sphinx, page: str, source: list[str]) -> None:
         )
         return "\n\n".join(each)
 
-    text = DOCSTRINGS.sub("", HIDDEN.sub(r"\1", PICTURE.sub(images, source[0])))
-    source[0] = text if "/" in page else OUTSIDE.sub(r"{download}`\1 <\2>`", text)
+    text = HIDDEN.sub(r"\1", PICTURE.sub(images, source[0]))
+    if page == "ops":
+        each = "".join(f".. autofunction:: {name}({given(name)})\n" for name in twell.ops.__all__)
+        text += f"\n## Each operator\n\n```{{eval-rst}}\n.. py:module:: twell.ops\n\n{each}```\n"
+    source[0] = re.sub(OUTSIDE % (page.count("/") + 1), r"{download}`\1 <\2>`", text)
+
+
+def given(operator: str) -> str:
+    """The arguments of an operator."""
+    return ", ".join(each.name for each in getattr(twell.ops, operator)._schema.arguments)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

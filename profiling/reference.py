@@ -14,54 +14,35 @@ from typing import Any
 # Modules of docs/api, and the commands of docs/command-line.md.
 MODULES = (
     *("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed"),
-    *("twell.strategy.plan", "twell.strategy.costs", "twell.testing", "twell.reference"),
+    *("twell.testing", "twell.reference"),
 )
+# characters of arguments in a table of names
+LONGEST = 40
 COMMANDS = ("demo", "info", "tune", "analyze", "serve-check", "convert")
 
 
 @functools.cache
 def blocks() -> dict[str, Callable[[], str]]:
     """The function that makes each block, by the block's name."""
-    import twell.ops
-
     kinds = (
-        ("operator", operator, twell.ops.__all__),
         ("command", command, COMMANDS),
         ("names", names, MODULES),
-        # the others are for tests and for the curious
-        ("docstrings", docstrings, MODULES[:5]),
     )
-    return {f"{kind} {name}": functools.partial(make, name) for kind, make, found in kinds for name in found}
+    made = {f"{kind} {name}": functools.partial(make, name) for kind, make, found in kinds for name in found}
+    return {"operators": operators, **made}
 
 
-def operator(name: str) -> str:
-    """The registered schema of an operator, then the docstring of its file."""
-    try:
-        module = importlib.import_module(f"twell.ops.{name}")
-    except ImportError:
-        module = importlib.import_module(f"twell.ops.{name.rpartition('_')[0]}")
-    return f"```text\n{schema(name)}\n```\n\n{backquotes(inspect.getdoc(module) or '')}"
+def operators() -> str:
+    """A table of the operators, with the first sentence of the docstring of the file of each."""
+    import twell.ops
 
-
-def schema(name: str) -> str:
-    """The schema of ``torch.ops.twell.NAME``, one argument or result per line."""
-    import torch
-
-    text = str(getattr(torch.ops.twell, name).default._schema)
-    found = re.fullmatch(r"twell::(\w+)\((.*)\) -> \(?(.*?)\)?", text)
-    assert found, text
-    called, given, returned = found.groups()
-
-    def lines(parts: str) -> str:
-        return "".join(f"    {part},\n" for part in parts.split(", "))
-
-    out = returned if ", " not in returned else f"(\n{lines(returned)})"
-    return f"{called}(\n{lines(given)}) -> {out}"
-
-
-def backquotes(text: str) -> str:
-    """A docstring as Markdown: single backquotes."""
-    return text.replace("``", "`")
+    named: dict[str, list[str]] = {}
+    for name in twell.ops.__all__:
+        first = getattr(twell.ops, name).__doc__.partition("\n\n")[0]
+        computed = re.split(r"(?<=\.)\s", first.partition(": ")[2])[0]
+        named.setdefault(computed, []).append(f"`{name}`")
+    rows = [f"| {', '.join(names)} | {said(computed)} |" for computed, names in named.items()]
+    return "\n".join(["| operator | computes |", "|---|---|", *rows])
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
@@ -128,27 +109,26 @@ def names(module: str) -> str:
     return "\n".join(["| name | |", "|---|---|", *rows])
 
 
-def docstrings(module: str) -> str:
-    """The whole docstring of each public name of a module and of the methods of its classes; the site has its own."""
-    parts = []
-    for name, thing, text in described(module):
-        parts.append(f"### {name}\n\n~~~text\n{text}\n~~~")
-        for method, function in vars(thing).items() if inspect.isclass(thing) else ():
-            if not method.startswith("_") and inspect.isfunction(function) and function.__doc__:
-                called = f"{name}.{method}{arguments(function)}".replace("(self, ", "(").replace("(self)", "()")
-                parts.append(f"`{called}`\n\n~~~text\n{inspect.cleandoc(function.__doc__)}\n~~~")
-    return "\n\n".join(["## Arguments, results and errors", *parts])
-
-
 def arguments(thing: Any) -> str:
-    """The parameters of a function or class with their defaults, without types; "" for one that shows none."""
+    """The parameters of a function or class with their defaults, without types; "" for one that shows none.
+
+    Where that is long, the parameters that a call must give, then "..."; where they are too many, "..." alone.
+    """
     try:
         signature = inspect.signature(thing)
     except ValueError:
         return ""
-    plain = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    empty = inspect.Parameter.empty
+    plain = [each.replace(annotation=empty) for each in signature.parameters.values()]
     text = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
-    return "" if " object at 0x" in text else text.replace("|", "\\|")
+    if " object at 0x" in text:
+        return ""
+    if len(text) > LONGEST:
+        optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        given = [each.name for each in plain if each.default is empty and each.kind not in optional]
+        short = f"({', '.join([*given, '...'])})" if len(given) < len(plain) else text
+        text = short if len(short) <= 2 * LONGEST else "(...)"
+    return text.replace("|", "\\|")
 
 
 def said(docstring: str) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -90,8 +91,8 @@ class Architecture(NamedTuple):
 MLP = ("model.layers.0.mlp", "model.layers.1.mlp")
 FC2 = ("model.encoder.layers.0.fc2",)
 DENSE = ("encoder.block.0.layer.1.DenseReluDense",)
-STACKED: dict[str, Any] = {"refusal": "stacked in one tensor", "note": "its experts are stacked"}
-RESIDUAL: dict[str, Any] = {"refusal": "takes residual besides x", "note": "its layer also adds the residual"}
+STACKED: dict[str, Any] = {"refusal": "stacked in one tensor", "note": "experts in one tensor, without ReLU"}
+RESIDUAL: dict[str, Any] = {"refusal": "takes residual besides x", "note": "the layer also adds the residual"}
 NO_DROPOUT: dict[str, Any] = {"needs": {"dropout_rate": 0.0}, "refusal": "must drop no values"}
 
 ARCHITECTURES = (
@@ -111,7 +112,7 @@ ARCHITECTURES = (
         "SiLU",
         (),
         refusal="must apply ReLU, got SiLU",
-        note="its experts are stacked",
+        note="experts in one tensor, without ReLU",
     ),
     Architecture("mT5", "MT5ForConditionalGeneration", T5_GATED, "GELU", DENSE, **NO_DROPOUT, retrained=True),
     Architecture(
@@ -132,7 +133,7 @@ ARCHITECTURES = (
         "GELU",
         ("encoder.layer.0.output.dense",),
         retrained=True,
-        note="with a head that has its activation, too, by `twell.sparsify_`",
+        note="where a head has its activation, by `twell.sparsify_`",
     ),
     Architecture("BioGPT", "BioGptForCausalLM", DECODER, "GELU", ("biogpt.layers.0.fc2",), retrained=True),
     Architecture(
@@ -142,7 +143,7 @@ ARCHITECTURES = (
         "relu2",
         (),
         refusal="got beside them .*ffn_sub_norm",
-        note="it has a norm before the down projection",
+        note="a norm before the down projection",
     ),
     Architecture(
         "BLOOM",
@@ -201,7 +202,7 @@ ARCHITECTURES = (
         "SiLU",
         (),
         refusal="must apply ReLU, got SiLU",
-        note="SiLU, and its experts are stacked",
+        note="experts in one tensor, without ReLU",
     ),
     Architecture(
         "DistilBERT",
@@ -231,9 +232,7 @@ ARCHITECTURES = (
     Architecture("Gemma", "GemmaForCausalLM", DECODER, "GELU", MLP, retrained=True),
     Architecture("GLM-4 (dense)", "GlmForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("GLM-4-0414, Z1", "Glm4ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
-    Architecture(
-        "GPT-2", "GPT2LMHeadModel", GPT2, "GELU", (), refusal="without any", note="its projections are no nn.Linear"
-    ),
+    Architecture("GPT-2", "GPT2LMHeadModel", GPT2, "GELU", (), refusal="without any", note="no nn.Linear"),
     Architecture(
         "GPT-BigCode, StarCoder",
         "GPTBigCodeForCausalLM",
@@ -267,7 +266,7 @@ ARCHITECTURES = (
         "relu",
         (),
         refusal=r"MobileBertLayer\); sparsify_\(model, names=.* tries them",
-        note="its block uses the hidden state for more than the down projection",
+        note="more than the down projection uses the hidden state",
     ),
     Architecture(
         "MPT", "MptForCausalLM", {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4}, "GELU", (), **RESIDUAL
@@ -388,14 +387,22 @@ ARCHITECTURES = (
 
 
 def table() -> str:
-    """The rows of the page, by model."""
-    lines = ["| model | taken? | activation | remark | class of transformers |", "|---|---|---|---|---|"]
+    """What the page says of each model: lists of those taken and of those to train, the reasons of the others."""
+    listed: dict[str, list[str]] = {"Taken, with ReLU": [], "Taken, with squared ReLU": [], "After training": []}
+    refused: dict[str, list[str]] = {}
+    kinds = {("taken", "relu"): "Taken, with ReLU", ("taken", "relu2"): "Taken, with squared ReLU"}
     for each in sorted(ARCHITECTURES, key=lambda each: each.models.lower()):
-        needs = ", ".join(f"`{key}={value}`" for key, value in each.needs.items())
-        answer = f"**{each.answer}**" + (f", with {needs}" if needs else "")
-        named = {"relu": "ReLU", "relu2": "squared ReLU"}.get(each.activation, each.activation)
-        lines.append(f"| {each.models} | {answer} | {named} | {each.note} | `{each.kind}` |")
-    return "\n".join(lines)
+        if each.answer == "no":
+            refused.setdefault(each.note, []).append(each.models)
+            continue
+        remarks = [*(f"with `{key}={value}`" for key, value in each.needs.items()), *([each.note] if each.note else [])]
+        kind = kinds.get((each.answer, each.activation), "After training")
+        listed[kind].append(each.models + (f" ({'; '.join(remarks)})" if remarks else ""))
+    lines = [f"- **{kind}**: {'; '.join(models)}." for kind, models in listed.items()]
+    lines.append(
+        "- **No**: " + "; ".join(f"{', '.join(models)} ({reason})" for reason, models in refused.items()) + "."
+    )
+    return "\n".join(textwrap.fill(line, 140, break_on_hyphens=False, subsequent_indent="  ") for line in lines)
 
 
 def filled(page: str) -> str:

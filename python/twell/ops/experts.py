@@ -4,6 +4,13 @@ By "row" the gate GEMM computes the experts that are touched. Then each of few t
 the weight rows of its non-zeros, those of all its experts in one sum. Of more tokens, units of up to 8, 32 or 64 tokens
 of an expert read the rows that any of them needs, and multiply them with rounded hidden states. "dense" is grouped
 products of PyTorch. An id that is no expert's, below 0 or too large, adds nothing.
+
+x [T, K]; w_gate, w_up and w_down [E, N, K], with E up to 1,024; ids int32 or int64 and weights float32, both [T, k],
+with k up to 32. Without a gate w_up is None, and the up projection stands at w_gate. Each weight may be a part of a
+larger one, as gate and up often are, if all its rows are equally far apart. ``compression`` is 2, 4 or 8, ``strategy``
+"auto", "dense" or "row"; ``invariant`` goes with "auto" and "row". ``activation`` and ``threshold`` are the layer's. y
+is [T, K]. On a CPU "auto" is dense, and an id below -1 or of E or more raises ValueError; on a GPU "auto" is as in
+``twell.sparse_experts``.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ for each token, ``x_scale`` [T]. Weights have a scale for each row of each exper
 column. The formula is that of ``twell.float8``, with hidden states rounded to bfloat16; a token's experts are added in
 fp32. By "row", which is for experts without a gate, units of up to 8, 32 or 64 tokens of an expert read the rows that
 any of them needs. "dense" is grouped products of PyTorch.
+
+w_gate, w_up and w_down are e4m3 [E, N, K], gate_scale and up_scale [E, N], down_scale [E, K], and K is a multiple of
+16. "row" takes no w_up, and ``invariant`` must be False. All else is as in ``experts``; y is bfloat16.
 """
 
 from __future__ import annotations

@@ -8,6 +8,15 @@ of |h| and the number of non-zeros.
 
 With ``screen`` "union" computes gates only where an int8 product says that they may be non-zeros, and "auto" may choose
 so. With ``invariant`` "row" gives a token the same bits whatever other tokens the call has.
+
+x [M, K]; w_gate, w_up and w_down [N, K]; b_gate and b_up [N], b_down [K]. ``compression`` is 2, 4 or 8, ``strategy``
+"auto", "dense", "row" or "union". ``screen`` goes with "union", and with "auto" for a ``site`` that is new;
+``invariant`` goes with "auto" and "row". Without ``site`` "auto" keeps nothing, and on a CPU it is dense.
+``activation`` and ``threshold`` are the layer's. y is [M, K]; of ``ffn_aux`` l1 is 0-d float32 and nonzeros 0-d int64,
+both over all tokens.
+
+"union" of up to 1,024 tokens runs one kernel by tiles of 16 behind the gate GEMM, if "auto" does not measure the call,
+the layer has a gate, K is at most 4,096 and N at most 16,384 (8,192 in float16).
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ state quantised per token between them.
 
 ``fast_accum``: whether tensor cores hold whole sums of the gate, as ``use_fast_accum`` of ``torch._scaled_mm`` says,
 whose bits the gate has then and otherwise. Few tokens have other bits, unless without it.
+
+x, w_gate, w_up and w_down have the shapes of ``ffn``, and K is a multiple of 16. Scales are float32: gate_scale and
+up_scale [N], down_scale [K]. b_gate, b_up [N] and b_down [K] are bfloat16. All else is as in ``ffn``.
 """
 
 from __future__ import annotations

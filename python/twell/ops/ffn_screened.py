@@ -5,6 +5,9 @@ Neurons that any of 128 tokens may fire are candidates of these tokens. Their ga
 0, except with a probability of at most 2^-80 per gate: so y has the bits of ``ffn_union`` above 64 tokens. ``stats``
 are by 256 candidates where those of ``ffn_union`` are by 256 neurons. ``candidates`` and ``union`` count the candidates
 of each tile of 128 tokens, and those that fire.
+
+All other operands are those of ``ffn_union``, and y, l1, stats and union have the shapes that they have there;
+candidates is int32 [ceil(M / 128)]. ``ffn`` with ``screen`` quantises w_gate at each call.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 The packed gate takes the memory of one of ``geometry.union_slices``, whatever the number of tokens. Slices are whole
 tiles of 128 tokens, so every bit is the same as with the two operators.
+
+Operands, stats, y, l1 and union are those of ``gate_pack`` and ``up_down_union``. Scratch holds at most 0.5 GB of
+entries.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 With a ``threshold`` values up to it are zero, too. A ``b_gate`` [2 N] has a threshold of each neuron behind the
 biases.
+
+x [M, K], w_gate [N, K] and b_gate [N] are bfloat16 or float16, and ``compression`` is 2, 4 or 8. With T = ceil(N / 256)
+and W = 256 / compression words is int32 [M, T * W], spill [M, T * 256] of x's dtype, stats int32 [ceil(M / 8), T, 2].
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 An empty ``b_gate`` is none. Bit n % 32 of candidates[t, n / 32] is set unless all gates of neuron n are 0 after ReLU
 for the tokens of tile t: by a bound of the error of the int8 products that a gate exceeds with a probability of at most
 2^-80.  Bits beyond the last neuron are 0.
+
+x, x_scale, x_spread and x_offset are what ``quantize_gate`` returns for x; w_gate, w_scale, w_spread and w_offset what
+it returns for the weight. b_gate [N] has the layer's dtype. candidates is int32 [ceil(M / 128), 8 * ceil(N / 256)].
 """
 
 from __future__ import annotations

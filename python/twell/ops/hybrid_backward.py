@@ -5,6 +5,10 @@ or d_gate = dh without an up projection. dx = d_gate @ w_gate + d_up @ w_up; dw_
 dw_down = h^T @ dy, and the biases' are sums over the tokens. h, d_gate and d_up are rounded, sums are fp32. This is
 relu; ``twell._activation`` has the others. Without dl1 it is zero. Of the weights' gradients the columns from ``first``
 on are wanted: a layer with adapters has their weights there, behind frozen ones. The others are zero, or right.
+
+x, w_gate, w_up, w_down, b_gate, b_up and kept are those of the forward pass, dy is [M, K], and dl1 0-d. input_grad
+requests dx [M, K]; weight_grad requests dw_gate, dw_up, dw_down [N, K], db_gate and db_up [N]. A gradient that is not
+requested, or has no operand, is an empty [0].
 """
 
 from __future__ import annotations

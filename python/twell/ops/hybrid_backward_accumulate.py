@@ -3,6 +3,8 @@
 main_gate, main_up and main_down are [N, K], in any layout; with ``as_stored`` main_down is [K, N], as nn.Linear has it.
 A layout that kernels cannot write in place costs a float32 [N, K] of scratch. The biases' gradients are returned, in
 x's dtype.
+
+All else is as in ``hybrid_backward``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -59,6 +60,8 @@ def register(
         implementation = nvtx.marked(_range_of(overload, phase))(complete(implementation))
         _LIBRARY.impl(name, implementation, device_type)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"twell::{name}", _on_one_device(name, complete(fake)), lib=_LIBRARY)
+    # what ``help`` shows: the docstring of the operator's file
+    overload.__doc__ = f"{sys._getframe(1).f_globals['__doc__']}\n{overload._schema}"
     return overload  # type: ignore[no-any-return]
 
 

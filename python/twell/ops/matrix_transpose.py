@@ -2,6 +2,8 @@
 
 Kernels read and write down weights by rows of neurons; ``nn.Linear`` stores rows of features. Values of 16 bits are
 copied at the memory rate, five times as fast as by PyTorch (H200, 5,632 x 2,048: 14.6 against 76 us).
+
+matrix [R, C] becomes [C, R].
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 With a ``threshold`` values up to it are zero, too. A ``bias`` [2 N] has a threshold for each neuron in its second half;
 the first is not read, as the gate has its biases. With ``levels`` int32 [M, 2] the gates that ``top_k`` chose are kept,
 in place of those above a threshold. What comes out is what ``gate_pack`` makes of the same gate.
+
+gate is bfloat16 or float16; ``compression``, words, spill and stats are as in ``gate_pack``.
 """
 
 from __future__ import annotations

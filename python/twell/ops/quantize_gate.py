@@ -5,6 +5,10 @@ fixed seed. ``scale * (q - dither)`` is near the rotated row, for dithers from -
 the product of q and the dithers of the other side, those of w_gate for x. ``spread`` is at least the norm of the
 rotated row by its scale. It is 0 for a row of zeros, and infinite for a row that is not screened: not finite, or of a
 magnitude beyond 2^-50 to 2^54. These rows have an offset of 0.
+
+rows [R, K] are bfloat16 or float16, with K at most 16,384. q is int8 [R, K], its rows a multiple of 16 bytes apart;
+scale, spread and offset are float32 [R]. On a GPU the operators that take q raise ValueError for rows that are laid out
+otherwise, as ``.contiguous()`` and ``.to()`` leave them.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ hidden = relu(gate) * up for tensors of one shape, or another activation of the 
 up from that of hidden. Each result is computed in fp32 and rounded once; a NaN gate stays NaN and passes its gradient
 on. So the bits on either device are those of torch's own operators and autograd there, except for "relu2", whose square
 they round, too. On the CPU any floating dtype, on CUDA bfloat16 or float16.
+
+upstream is the gradient of hidden, d_gate and d_up are those of gate and up; ``activation`` and ``threshold`` are the
+layer's.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 y = h @ w_down + b_down with h = act(gate) * (x @ w_up^T + b_up), and without ``w_up``, x and ``b_up`` h = act(gate).
 The gate is that before the activation, and the first operand, before x. Strategies and ``site`` are as in ``ffn``;
 there is no int8 screen.
+
+gate is [M, N]; x [M, K], w_up [N, K] and b_up [N], or none of them; w_down [N, K] and b_down [K]. y is [M, K], and
+``sparse_up_down_aux`` also returns l1 and nonzeros, as ``ffn_aux``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 d_gate [M, N] is zero where the activation of the gate is. Without ``w_up`` there are neither dx, dw_up nor db_up.
 ``first`` is as there.
+
+gate, x, w_up, w_down, b_up and kept are those of the forward pass. input_grad, gate_grad and weight_grad say what is
+wanted: dx, d_gate, or dw_up, dw_down and db_up; each is empty where it is not wanted or not there.
 """
 
 from __future__ import annotations

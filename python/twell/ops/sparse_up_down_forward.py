@@ -2,6 +2,8 @@
 
 Returns y, the sum of |h|, the number of non-zeros and the pattern, as ``hybrid_forward`` does for the gate that it
 computes. Without ``w_up``, x and ``b_up`` h is the activation of the gate.
+
+Operands are those of ``sparse_up_down`` and, as in ``hybrid_forward``, held, activation and threshold.
 """
 
 from __future__ import annotations

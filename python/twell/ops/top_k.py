@@ -2,6 +2,8 @@
 
 levels[m, 0] are the bits of the k-th largest value, 0 if fewer than k gates are positive; levels[m, 1] is the last
 neuron that is kept of those with this value, -1 for none. Equal gates are taken by their neurons; NaN is the largest.
+
+dense [M, N] is bfloat16 or float16, before its activation, of at most 65,536 neurons; k may be larger than N.
 """
 
 from __future__ import annotations

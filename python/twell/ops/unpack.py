@@ -1,4 +1,8 @@
-"""``unpack``: TwELL to dense. Spilled row-tiles come from the spill, all others from the words."""
+"""``unpack``: TwELL to dense. Spilled row-tiles come from the spill, all others from the words.
+
+words and spill of n neurons, with the ``compression`` of their packing, become [M, n] of the spill's dtype. The format
+stores whole tiles and not the number of neurons: a smaller n with the same number of tiles leaves out the rest.
+"""
 
 from __future__ import annotations
 

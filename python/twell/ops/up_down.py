@@ -8,6 +8,9 @@ as dense PyTorch.
 
 Without ``w_up``, in a layer without a gate, the packed values are h, or h is their square; x and ``b_up`` are not read
 and may be None.
+
+x is [M, K], words and spill are those of its gate, packed with this ``compression``; w_up and w_down are [N, K], b_up
+[N] and b_down [K]. y is [M, K] of their dtype, l1 float32 [M].
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ Each tile gathers the weight rows in the union of its tokens' neurons once. Any 
 neurons, the products are those of dense PyTorch, and gathering rows is overhead.
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of the gate, without ``w_up`` h = gate;
 y = h @ w_down + b_down. h is rounded to x's dtype, once, as in dense PyTorch. ``activation`` as in ``up_down``.
+
+Operands are those of ``up_down``; without ``w_up`` only the shape of x is read. With T = ceil(N / 256) l1 is float32
+[ceil(M / 128), max(128, T)], partial sums of |h| for each tile, and union int32 [ceil(M / 128)], the number of neurons
+that each tile fires.
 """
 
 from __future__ import annotations

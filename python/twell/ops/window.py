@@ -2,6 +2,9 @@
 
 near uint8 [M, n] is 1 where below < gate < above, else 0. A gate fires unless it is at most the level: so NaN fires,
 is not near and stays. counts int32 [3, n] are the numbers of tokens whose gate is near, is near and fires, and fires.
+
+gate has at most 65,536 neurons; level, below and above [n] are of its dtype. In training the level is the threshold,
+and below and above are the ends of its window.
 """
 
 from __future__ import annotations
