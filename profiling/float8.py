@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from profiling.draw.common import loads, markdown
+from profiling.sweep import lasting
 from twell.strategy import costs
 from twell.strategy.costs import FLOAT8, Float8Rates
 
@@ -109,71 +110,32 @@ def quality(found: Sequence[Point], rates: Float8Rates) -> str:
 # Tables
 
 
-def speed(found: Mapping[str, Any]) -> str:
-    """Many tokens, in graphs and in eager calls."""
-    rows = []
-    for case in cases(found["rows"]):
-        dense, wide, auto = fastest(case, DENSE), fastest(case, f'{BF16} "'), case['"auto"']
-        cells = [f"`{auto['workload']}`", f"{auto['nonzeros']:.0f}", f"{auto['union'] or 0:.0%}", f"{dense['us']:.0f}"]
-        cells += [f"{fastest(case, f'{BF16} dense')['us']:.0f}", f"{wide['us']:.0f}"]
-        cells += [f"{case[name]['us']:.0f}" if name in case else "" for name in ('"row"', '"union"')]
-        cells += [f"**{auto['us']:.0f}** {auto['strategy']}", f"**{dense['us'] / auto['us']:.2f}**"]
-        cells += [f"{wide['us'] / auto['us']:.2f}"]
-        if auto["queued_us"]:
-            other = fastest(case, DENSE, field="queued_us")["queued_us"]
-            cells += [f"{other:.0f} / {auto['queued_us']:.0f}, **{other / auto['queued_us']:.2f}**"]
-        else:
-            cells += [""]
-        rows.append(cells)
-    header = ["workload", "non-zeros", "of 128", "dense fp8, us", "dense bf16", "bf16 twell", '"row"', '"union"']
-    header += ['"auto"', "over dense fp8", "over bf16 twell", "eager, queued: dense fp8 / auto"]
-    return markdown(header, "l" + "r" * 11, rows)
-
-
-def baselines(found: Mapping[str, Any]) -> str:
-    """Each form of dense fp8."""
-    each = cases(found["rows"])
-    names = list(dict.fromkeys(name for case in each for name in case if name.startswith(DENSE)))
-    rows = []
-    for case in each:
-        first = next(iter(case.values()))
-        times = [f"{case[name]['us']:.0f}" if name in case else "" for name in names]
-        rows.append([f"`{first['workload']}`", f"{first['m']:,}", *times])
-    header = ["dense fp8, us", "tokens", *(name.removeprefix(f"{DENSE}, ") for name in names)]
-    return markdown(header, "lr" + "r" * len(names), rows)
-
-
-def few(found: Mapping[str, Any], tokens: Sequence[int] = (1, 8, 64, 256)) -> str:
-    """Few tokens, with the time to read the weights of dense fp8."""
+def speed(found: Mapping[str, Any], tokens: Sequence[int] = ()) -> str:
+    """Layers beside dense fp8 and beside the fastest strategy in 16 bits; ``tokens``: which rows, all if none."""
     rows = []
     for case in cases(found["rows"]):
         auto = case['"auto"']
-        if auto["m"] in tokens:
-            dense, wide = fastest(case, DENSE), fastest(case, f'{BF16} "')
-            floor = 3 * auto["k"] * auto["n"] / found["copy_tbs"] / 1e6
-            cells = [f"`{auto['workload']}`", f"{auto['m']}", f"{auto['nonzeros']:.0f}", f"{dense['us']:.0f}"]
-            cells += [f"{floor:.0f}", f"{fastest(case, f'{BF16} dense')['us']:.0f}", f"{wide['us']:.0f}"]
-            cells += [f"{case[name]['us']:.0f}" if name in case else "" for name in ('"row"',)]
-            cells += [f"**{auto['us']:.0f}** {auto['strategy']}", f"**{dense['us'] / auto['us']:.2f}**"]
-            rows.append([*cells, f"{wide['us'] / auto['us']:.2f}"])
-    header = ["workload", "tokens", "non-zeros", "dense fp8, us", "its floor", "dense bf16", "bf16 twell", '"row"']
-    return markdown([*header, '"auto"', "over dense fp8", "over bf16 twell"], "l" + "r" * 10, rows)
+        if tokens and auto["m"] not in tokens:
+            continue
+        dense, wide = fastest(case, DENSE), fastest(case, f'{BF16} "')
+        cells = [f"`{auto['workload']}`", f"{auto['m']:,}", f"{auto['nonzeros']:.0f}", f"{dense['us']:.0f}"]
+        cells += [f"{wide['us']:.0f}", f"**{auto['us']:.0f}** {auto['strategy']}"]
+        rows.append([*cells, *(f"**{other['us'] / auto['us']:.2f}**" for other in (dense, wide))])
+    header = ["workload", "tokens", "non-zeros", "dense fp8, us", "bf16 twell", '"auto"']
+    return markdown([*header, "over dense fp8", "over bf16 twell"], "l" + "r" * 7, rows)
 
 
 def accuracy(found: Mapping[str, Any]) -> str:
-    """Errors beside float64 of the weights before they were quantised, and beside the formula."""
+    """Errors beside float64 of the weights before they were quantised, and beside the formula; the range of layers."""
     each = cases(found["rows"])
     names = {"bfloat16 dense": "bf16 dense", 'bfloat16 "row"': 'bf16 "row"', f"{DENSE}, two products": "dense fp8"}
     names |= {'"row"': 'e4m3 "row"', '"union"': 'e4m3 "union"'}
     rows = []
     for name, said in names.items():
-        cells = []
-        for case in each:
-            row = case.get(name)
-            formula = f" / {row['error']:.4f}" if row and row["error"] is not None else ""
-            cells.append(f"{row['original']:.4f}{formula}" if row else "")
-        rows.append([said, *cells])
-    return markdown(["", *(f"`{next(iter(case.values()))['workload']}`" for case in each)], "l" + "r" * len(each), rows)
+        own = [case[name] for case in each if name in case]
+        errors = ([row[kind] for row in own if row[kind] is not None] for kind in ("original", "error"))
+        rows.append([said, *(f"{min(of):.4f} to {max(of):.4f}" if of else "" for of in errors)])
+    return markdown(["", "from the layer in float64", "from the formula"], "lrr", rows)
 
 
 def experts(found: Mapping[str, Any]) -> str:
@@ -181,24 +143,23 @@ def experts(found: Mapping[str, Any]) -> str:
     of_sequences: dict[int, dict[str, Any]] = {}
     for row in found["rows"]:
         of_sequences.setdefault(row["sequences"], {})[row["variant"]] = row["us"]
-    names = "grouped products", '"row"', 'e4m3 "dense"', 'e4m3 "row"', 'e4m3 "auto"'
+    names = "grouped products", '"row"', 'e4m3 "auto"'
     rows = []
     for sequences, times in of_sequences.items():
-        auto = times['e4m3 "auto"']
-        gains = [f"**{times[name] / auto:.2f}**" for name in ("grouped products", '"row"')]
+        gains = [f"**{times[name] / times[names[-1]]:.2f}**" for name in names[:2]]
         rows.append([f"{sequences:,}", *(f"{times[name]:.0f}" for name in names), *gains])
-    header = ["sequences", "bf16 grouped products, us", 'bf16 "row"', *names[2:], "over grouped", 'over bf16 "row"']
+    header = ["sequences", "bf16 grouped products, us", 'bf16 "row"', names[-1], "over grouped", 'over bf16 "row"']
     return markdown(header, "r" * len(header), rows)
 
 
 def losses(found: Mapping[str, Any]) -> str:
-    """The loss of a trained model."""
-    rows = []
-    for row in found["rows"]:
-        cells = [row["layers"], row["strategy"], f"{row['loss']:.4f}", f"{row['perplexity']:.4f}"]
-        rows.append([*cells, f"{row['change']:+.5f}", f"{row['deviation']:.5f}"])
-    header = ["layers", "strategy", "loss", "perplexity", "change of the loss", "standard error"]
-    return markdown(header, "llrrrr", rows)
+    """What e4m3 adds to the loss of a trained model."""
+    parts = [
+        f'{row["change"]:+.5f} ± {row["deviation"]:.5f} by "{row["strategy"]}"'
+        for row in found["rows"]
+        if row["layers"] == "e4m3"
+    ]
+    return ", ".join(parts)
 
 
 def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
@@ -209,50 +170,39 @@ def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
     if many:
         size = f"K = {many['rows'][0]['k']:,}, N = {many['rows'][0]['n']:,}"
         yield (
-            f"{many['rows'][0]['m']:,} tokens, {size}: microseconds of a call in CUDA graphs, x quantised within. "
-            "Dense fp8 is the fastest of `torch._scaled_mm` with passes that quantise, listed below; dense bf16 the "
-            "faster of eager and compiled, bf16 twell the fastest strategy. Behind the non-zeros of a token stands the "
-            "share of the neurons that 128 tokens fire."
+            f"{size}: microseconds of a call in CUDA graphs, x quantised within. Dense fp8 is the fastest form of "
+            "`torch._scaled_mm` with passes that quantise, bf16 twell the fastest strategy in 16 bits:"
         )
         yield speed(many)
-        yield (
-            "Dense fp8 multiplies by gate and up in one product or in two, with passes of the package or, of the same "
-            "formula, in Triton:"
-        )
-        yield baselines(many)
-        yield (
-            "Relative errors over 1,024 tokens against the layer in float64 before its weights were quantised and, "
-            "behind the stroke, against the formula in float64:"
-        )
-        yield accuracy(many)
-        yield str(many["machine"])
     if large:
-        yield (
-            f"Few tokens, K = {large['rows'][0]['k']:,}, N = {large['rows'][0]['n']:,}, with weights that are not in "
-            "L2. The floor is the time to read all weights in e4m3 at the rate of a copy."
-        )
-        yield few(large)
-        yield str(large["machine"])
-    if rows := [row for file in (many, large, small) if file for row in file["rows"]]:
-        yield f'"auto" decides by `costs.float8_seconds`: {quality(points(rows), FLOAT8)}.'
+        size = f"K = {large['rows'][0]['k']:,}, N = {large['rows'][0]['n']:,}"
+        yield f"Few tokens, {size}, with weights that are not in L2:"
+        yield speed(large, tokens=(1, 64, 256))
     if mixture:
         yield (
-            "A layer of 128 experts of Nemotron 3 Nano's sizes (K = 2,688, N = 1,856, 6 of a token, squared ReLU), one "
-            "token of each sequence. Routes and zeros are drawn, 9.3 % of the neurons fire. Grouped products are those "
-            'of PyTorch, without what puts tokens in order; "dense" in e4m3 copies the down weights.'
+            "Decoding by a layer of 128 experts, 6 for each token, of Nemotron 3 Nano's sizes (K = 2,688, N = 1,856), "
+            "where 9.3 % of the neurons fire. Routes and zeros are drawn. Grouped products are PyTorch's:"
         )
         yield experts(mixture)
-        yield str(mixture["machine"])
+    if many:
+        yield (
+            "Relative errors over 1,024 tokens, the least and the most of the layers of the first table; the layer in "
+            "float64 has the weights before they were quantised:"
+        )
+        yield accuracy(many)
     if loss:
-        shape, fired = loss["model"], ", ".join(f"{count:.0f}" for count in loss["non_zeros"])
+        shape = loss["model"]
         yield (
             f"A model of `twell demo` ({shape['layers']} layers of {shape['hidden']:,} to {shape['intermediate']:,}, "
-            f"trained for {loss['trained']['seconds']:.0f} s; non-zeros per token, layer by layer: {fired}) on "
-            f"{loss['held_bytes']:,} bytes of held-back text, in nats per byte. The rest of the model is bfloat16; "
-            "changes are beside dense bfloat16, with standard errors over windows of text."
+            f"trained for {loss['trained']['seconds']:.0f} s) on {loss['held_bytes']:,} bytes of held-back text: e4m3 "
+            f"changes dense bfloat16's loss of {loss['rows'][0]['loss']:.4f} nats per byte by {losses(loss)} "
+            "(± standard errors over windows of text)."
         )
-        yield losses(loss)
-        yield str(loss["machine"])
+    if rows := [row for file in (many, large, small) if file for row in file["rows"]]:
+        said, _, _ = quality(points(rows), FLOAT8).partition(";")
+        yield f'"auto" decides by `costs.float8_seconds`: {said}.'
+    if machines := dict.fromkeys(lasting(file["machine"]) for file in (many, large, mixture, loss) if file):
+        yield " And: ".join(machines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

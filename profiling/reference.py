@@ -55,7 +55,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def command(name: str) -> str:
-    """A command's description, a table of its arguments, and the text that ``--help`` ends with."""
+    """A command's description and a table of its arguments; the end of long ones is in ``--help`` alone."""
     parser = parser_of(name)
     formatter = parser._get_formatter()
     rows = []
@@ -65,10 +65,7 @@ def command(name: str) -> str:
             rows.append(f"| | *{group.title}: {cell(group.description)}* |")
         for action in shown:
             rows.append(f"| `{called(action)}` | {cell(formatter._expand_help(action))} |")
-    parts = [cell(parser.description or ""), "\n".join(["| argument | |", "|---|---|", *rows])]
-    if parser.epilog:
-        parts.append(f"```text\n{parser.epilog.strip()}\n```")
-    return "\n\n".join(parts)
+    return "\n".join([cell(parser.description or ""), "", "| argument | |", "|---|---|", *rows])
 
 
 def called(action: argparse.Action) -> str:

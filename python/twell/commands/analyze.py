@@ -31,10 +31,9 @@ from twell.commands.sparsity import (
 from twell.strategy.tables import in_use
 
 DESCRIPTION = """\
-Run a model on text and report for each feed-forward layer its sparsity, the best strategy by measured kernel times and
-the speed-up to expect. The last line is the verdict: whether twell pays, on which GPU and for how many tokens, from
-which figures. Experts stacked in one tensor have figures and a verdict of their own, for decoding. For a model with
-SiLU or GELU, which make no zeros, it says what it would take.
+Run a model on text, and report the sparsity of each feed-forward layer, the strategy that measured times favour, and
+the speed-up to expect. The last line is the verdict: whether twell pays. Layers of stacked experts have a verdict of
+their own. For a model with SiLU or GELU it says how sparse the model must become. Needs no GPU.
 """
 
 COLUMNS = {
@@ -83,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="M",
         default=[1, 64, 16384],
-        help="tokens of the inference calls to predict: decode, prefill (default: 1 64 16384)",
+        help="tokens of the inference calls to predict (default: 1 64 16384)",
     )
     add(
         "--training-tokens",
@@ -93,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[16384],
         help="tokens of the training steps to predict (default: 16384)",
     )
-    add("--csv", type=Path, metavar="FILE", help="write one row per layer, with the columns below")
+    add("--csv", type=Path, metavar="FILE", help="write one row per layer; --help ends with a list of the columns")
     add("--plot", type=Path, metavar="FILE", help="draw a chart, PNG or SVG by suffix; needs matplotlib")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     width = max(map(len, COLUMNS))

@@ -21,13 +21,12 @@ MODELS = (
     ("tune", tune, 'measure this GPU for strategy "auto"'),
 )
 DEMO = """\
-Train a small byte-level transformer with a ReLU-gated FFN and an L1 penalty, then run its trained FFN layers on
-held-back text through TwELL and through dense PyTorch, compare both with float64, and print a table.
-Ctrl-C ends the training early and evaluates the model so far. Exits with 1 if sparse and dense disagree.
+Train a small transformer with a ReLU-gated FFN and an L1 penalty, run its FFNs sparse and dense on held-back text, and
+compare both with float64. Ctrl-C ends the training early. Exits with 1 if sparse and dense disagree.
 """
 INFO = """\
-Show versions, devices, packaged kernels, what launches them, the kernel cache, the table of costs by which "auto"
-decides on each GPU, and TWELL_* environment variables.
+Show versions, devices, packaged kernels and their launcher, the kernel cache, the table of costs that "auto" reads for
+each GPU, and TWELL_* environment variables.
 """
 
 

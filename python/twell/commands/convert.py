@@ -23,12 +23,11 @@ from twell.integrations import layouts
 from twell.integrations.layouts import CONFIG, LAYOUT_KEY, LAYOUTS, OWN_KEYS, DownLayout
 
 DESCRIPTION = """\
-Convert a checkpoint of a ReLU language model to down projections as nn.Linear stores them, [hidden, intermediate]
-("linear"), which every loader reads. Some checkpoints have them by rows, [intermediate, hidden], one row per neuron.
-SRC is a Hugging Face folder (model.safetensors, or shards with their index) or one file of these; DST is a new folder
-or .safetensors file. Other tensors and other files are copied unchanged; weights in other formats and links to folders
-are left out; links to files are copied as files. Layouts are recognised by shape; a square weight needs the marker that
-this command writes, or --source-layout. DST appears once it is complete.
+Convert the down projections of a ReLU checkpoint to the layout of nn.Linear, [hidden, intermediate], which every loader
+reads; some checkpoints have [intermediate, hidden]. SRC is a Hugging Face folder or a .safetensors file. Other tensors
+and files are copied unchanged, links to files as files; weights in other formats and links to folders are left out. The
+shape tells the layout; a square weight needs the marker that this command writes, or --source-layout. DST appears once
+it is complete.
 """
 
 ModelType = Literal["keep", "llama", "sparse_llama", "qwen2", "sparse_qwen2"]
@@ -52,8 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model-type",
         choices=("keep", *_ARCHITECTURES),
         default="keep",
-        help="rewrite config.json with hidden_act relu: llama and qwen2 for transformers alone, sparse_* for "
-        "twell.integrations.transformers (%(default)s)",
+        help="rewrite config.json with hidden_act relu; sparse_* need twell.integrations.transformers (%(default)s)",
     )
     parser.add_argument(
         "--source-layout", choices=LAYOUTS, help="layout of SRC's square down weights, overriding any marker"

@@ -134,14 +134,13 @@ def add_arguments(
     ``served``: the model is one that a server takes as it is, and the text may be missing. ``shorter``: when the
     command reads shorter sequences by default.
     """
-    longest = f"{_SEQUENCE}, or the model's limit if it is lower{shorter}"
+    longest = f"{_SEQUENCE}, or the model's limit if lower{shorter}"
     add = parser.add_argument
     add(
         "model",
         type=Path,
         metavar="MODEL",
-        help="folder of a causal language model and its tokenizer, from save_pretrained, or owner/name of one on the "
-        "Hugging Face Hub, which is downloaded",
+        help="folder of a causal model and its tokenizer, or owner/name on the Hub",
     )
     add(
         "--text",
@@ -149,7 +148,7 @@ def add_arguments(
         nargs="+",
         required=not served,
         metavar="PATH",
-        help="text files, or folders of them, taken in an order shuffled by a fixed seed",
+        help="text files or folders; a fixed seed shuffles the files",
     )
     add("--tokens", type=at_least(1), metavar="N", default=tokens, help="tokens of the text to run (%(default)s)")
     add(
@@ -168,7 +167,7 @@ def add_arguments(
         add(
             "--activation",
             choices=("relu", "relu2", "drelu"),
-            help="replace another activation with it; FATReLU is relu until training has found its threshold",
+            help="put it in place of another activation; FATReLU is relu until training has found its threshold",
         )
 
 

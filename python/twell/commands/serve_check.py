@@ -28,9 +28,9 @@ from twell.strategy.tables import GUARDED, SHIPPED, Table, in_use
 from twell.tuning import MERGED_TOKENS, most_by_row
 
 DESCRIPTION = """\
-Say for each layer of a checkpoint what "auto" would run on chunks of prompts and on batches that decode, and its
-predicted share of dense's time. With --text the sparsity is measured by running the model; else it is taken from the
-configuration or, without any there, assumed. Needs no GPU and no server.
+Say what "auto" would run in each layer of a checkpoint on chunks of prompts and on batches that decode, and the
+predicted share of dense's time. With --text the model runs, and its sparsity is measured; else config.json has it, or
+it is assumed. Needs no GPU and no server.
 """
 
 PREFILL, DECODE = (2048, 8192), (1, 8, 32, 64, 128, 256, 512)
@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--save",
         action="store_true",
-        help="write measured figures into the model's config.json, for servers to start with",
+        help="write the measured figures into the model's config.json, which servers read",
     )
     add("--json", type=Path, metavar="FILE", help="write the table as JSON")
 

@@ -40,11 +40,10 @@ from twell.strategy.costs import Figures, Problem
 from twell.testing import FFN, Workload
 
 DESCRIPTION = """\
-Measure what each strategy costs on this GPU, with the int8 screen where the GPU has it, and write a table to the
-cache folder, from which "auto" then chooses on GPUs of this model. Without --shape the layers of the shipped table
-are measured, in three to five minutes on an H200 and longer on slower GPUs; with it the named layers alone, which
-join those measured before. Layers for which --budget-s does not suffice are left out: then the last line says
-"incomplete", and the exit status is 1. "twell info" shows the table in use.
+Measure what each strategy costs on this GPU, and write a table from which "auto" then chooses on GPUs of this model.
+Without --shape it measures the layers of the shipped table, in three to five minutes on an H200; with it the named
+ones, which join those measured before. If --budget-s is too short, some layers are left out: the last line then says
+"incomplete", and the exit status is 1.
 """
 
 Shape = tuple[int, int]
