@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from profiling import host
-from profiling.draw.common import ResultError, Results, markdown
+from profiling.draw.common import ResultError, Results, machine, markdown
 from profiling.measurements import published
 from twell.strategy.tables import SCREENED
 
@@ -151,7 +151,7 @@ def layers_elsewhere() -> str:
     header = ["workload", "forward: speed-up", "strategy", "training: speed-up", "strategy"]
     forward, train = mean_speedups(OTHER_FILE)
     said = f"Geometric means of the first five: {forward:.2f} forward and {train:.2f} in training."
-    return f"{markdown(header, 'lrlrl', rows)}\n\n{said} {result(OTHER_FILE)['machine']}"
+    return f"{markdown(header, 'lrlrl', rows)}\n\n{said} {machine(result(OTHER_FILE))}"
 
 
 def decode() -> str:
@@ -382,6 +382,24 @@ def beside_paper() -> str:
             cells[config, f"{said}: paper"] = PAPER[config][op]
             cells[config, f"{said}: twell"] = f"{rates[0]:.0f}, {change(*rates)}"
     return host.pivot("eager models", cells)
+
+
+def papers_code() -> str:
+    """The paper's published code beside dense and twell, queued and waited for, and its errors."""
+    found = result("h100_paper_code")
+    rows = []
+    for row in found["rows"]:
+        cells = []
+        for way in ("queued", "waited"):
+            times = row["ms"].get(way, {})
+            cells += [f"{times[name]:.2f}" if name in times else "" for name in ("dense", "paper", "twell")]
+        errors = [values.get("paper", math.nan) / values["dense"] for values in (row["errors"], row["worst_rows"])]
+        called = {"forward": "forward", "train": "training"}[row["op"]]
+        wrong = "**wrong**, " if row["wrong"] else ""
+        rows.append([f"`{row['workload']}`", called, *cells, f"{wrong}{errors[0]:.1f}", f"{errors[1]:.1f}"])
+    header = ["workload", "call", "queued: dense", "paper", "twell", "waited for: dense", "paper", "twell"]
+    header += ["the paper's error over dense's", "worst row's"]
+    return f"{markdown(header, 'll' + 'r' * 8, rows)}\n\n{machine(found)}"
 
 
 def trained_speedups() -> str:

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling.draw.common import loads, markdown
-from profiling.sweep import lasting
+from profiling.draw.common import lasting, loads, markdown
 from twell.strategy import costs
 from twell.strategy.costs import FLOAT8, Float8Rates
 

@@ -14,6 +14,7 @@ INPUTS = {
     "REAL": "recorded layers 3 and 6 of a model",
     "TEXT": "text to train on",
     "RUNS": "folder for trained models",
+    "PACKAGE": "checkout of github.com/SakanaAI/sparser-faster-llms",
 }
 
 
@@ -280,6 +281,26 @@ ALL = (
         (300,),
     ),
     Measurement(
+        "h100_paper_code",
+        "the paper's published code beside twell and dense",
+        "paper's code; chart speedup",
+        ("python -m profiling.paper_code --package $PACKAGE --real $REAL --json $OUT",),
+        (70,),
+    ),
+    *(
+        Measurement(
+            f"h100_parallel{ranks}",
+            f"training steps of 1B on {ranks} GPUs: DDP, FSDP2, tensor parallelism",
+            "several GPUs",
+            (
+                f"python -m torch.distributed.run --nproc-per-node {ranks} -m profiling.parallel --modes ddp fsdp tp "
+                "--out $OUT",
+            ),
+            (150,),
+        )
+        for ranks in (2, 4)
+    ),
+    Measurement(
         "h200_training_run",
         "trainings of 0.5B, dense and sparse",
         "trained model",
@@ -386,7 +407,6 @@ def published(name: str) -> str:
 # Results of studies that ended on 2026-11-26, by what is in them. Their tables and charts stay as they are; the scripts
 # are in commit 5631cbb.
 FROZEN = {
-    "h100_paper_code": "the paper's published kernels beside dense",
     "h100_row": '"row" by an old kernel and by `up_down_token`',
     "h200_activations": "layers of each activation beside dense",
     "h200_parallel": "training steps on two GPUs",

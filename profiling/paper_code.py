@@ -31,7 +31,7 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import twell
 from profiling.bench import protocol
@@ -122,6 +122,27 @@ def call_of(function: Callable[[FFN], Tensor], problem: FFN, dy: Tensor | None) 
     return step
 
 
+def module_of(problem: FFN, dy: Tensor | None) -> tuple[twell.nn.SparseGatedMLP, Call]:
+    """The layer as a module with ``strategy="auto"``, and its call, as in ``call_of``."""
+    n, k = problem.w_gate.shape
+    layer = twell.nn.SparseGatedMLP(k, n, device="meta", dtype=problem.x.dtype)
+    weights = {"w_gate": layer.gate_proj, "w_up": layer.up_proj, "w_down": layer.down_proj}
+    for name, projection in weights.items():
+        tensor = getattr(problem, name)
+        projection.weight = nn.Parameter(tensor.t() if name == "w_down" else tensor, requires_grad=dy is not None)
+    if dy is None:
+        layer.eval()
+        return layer, torch.no_grad()(lambda x: {"y": layer(x)})
+
+    def step(x: Tensor) -> dict[str, Tensor]:
+        leaf = x.detach().requires_grad_()
+        gradients = torch.autograd.grad(layer(leaf), (leaf, *layer.parameters()), dy)
+        named = dict(zip(("x", *weights), gradients))
+        return named | {"w_down": named["w_down"].t()}
+
+    return layer, step
+
+
 def check(row: Row, name: str, problem: FFN, dy: Tensor | None, found: dict[str, Tensor]) -> str:
     """Note the errors of a variant; return what is wrong with it, "" if nothing is."""
     if dy is None:
@@ -145,19 +166,13 @@ def measured(gpu: protocol.Gpu, name: str, op: str, problem: FFN, published: Pub
     # gradients are compared on tokens that no rounding decides
     clean = testing.off_kinks(problem) if op == "train" else problem
     dy = testing.real_upstream(problem) if op == "train" else None
-    site = twell.AutoStrategy()
-    dense = torch.compile(testing.dense_output, fullgraph=True, dynamic=False)
-    functions: dict[str, Callable[[FFN], Tensor]] = {
-        "dense eager": testing.dense_output,
-        "dense compiled": dense,
-        "twell": partial(testing.sparse_output, strategy=site),
-    }
+    layer, ours = module_of(clean, dy)
     for _ in range(SETTLING):
-        call_of(functions["twell"], clean, dy)(clean.x)
+        ours(clean.x)
         gpu.wait()
-    row.strategy = next((choice.strategy for choice in site.explain() if not choice.graph), "dense")
-    check(row, "dense", clean, dy, call_of(functions["dense eager"], clean, dy)(clean.x))
-    row.twell_wrong = check(row, "twell", clean, dy, call_of(functions["twell"], clean, dy)(clean.x))
+    row.strategy = next(choice.strategy for choice in twell.explain(layer) if not choice.graph)
+    check(row, "dense", clean, dy, call_of(testing.dense_output, clean, dy)(clean.x))
+    row.twell_wrong = check(row, "twell", clean, dy, ours(clean.x))
     theirs: Callable[[FFN], Call] = published.forward if dy is None else partial(call_of, published.output, dy=dy)
     try:
         row.wrong = check(row, "paper", clean, dy, theirs(clean)(clean.x))
@@ -166,7 +181,9 @@ def measured(gpu: protocol.Gpu, name: str, op: str, problem: FFN, published: Pub
         row.red = reason(error)
     if any(fault in row.red for fault in LOST):
         return row
-    calls = {variant: call_of(function, problem, dy) for variant, function in functions.items()}
+    compiled = torch.compile(testing.dense_output, fullgraph=True, dynamic=False)
+    dense = {"dense eager": testing.dense_output, "dense compiled": compiled}
+    calls = {variant: call_of(function, problem, dy) for variant, function in dense.items()} | {"twell": ours}
     if not row.red:
         calls["paper"] = theirs(problem)
     copies = gpu.copies_for(problem.x.nbytes)

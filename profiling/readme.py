@@ -36,7 +36,7 @@ def fuzz(name: str) -> str:
     return (
         f"{run['cases']:,} cases in {run['seconds']:.0f} s, {seeds}: {counts['integers']:,} with integers, compared "
         f"bit by bit, and {counts['reals']:,} with real numbers, the largest error {largest:.2f} of the bound (case "
-        f"{case}). Mismatches: {'; '.join(wrong) if wrong else 'none'}. {run['machine']}"
+        f"{case}). Mismatches: {'; '.join(wrong) if wrong else 'none'}. {machine(run)}"
     )
 
 
@@ -50,7 +50,7 @@ def soak() -> str:
     wrong = "; ".join(run["wrong"]) or "none"
     return (
         f"{run['calls']:,} calls of {run['cases']:,} cases in {run['seconds'] / 60:.0f} minutes; memory: {memory}. "
-        f"Faults: {wrong}. {run['machine']}"
+        f"Faults: {wrong}. {machine(run)}"
     )
 
 
@@ -65,30 +65,23 @@ def engine(name: str) -> str:
         rows.setdefault((row["prompt"], row["sequences"]), {})[row["engine"]] = row
     lines = []
     for (prompt, sequences), of in rows.items():
-        if not {"stock", "dense", "auto"} <= of.keys():
-            # the time was up
+        if not {"stock", "dense", "auto"} <= of.keys() or sequences in (32, 128):
+            # the time was up, or its neighbours say as much
             continue
         stock, dense, auto = (of[variant] for variant in ("stock", "dense", "auto"))
         what = f"{sequences} that decode" if stock["step_ms"] else f"{sequences} prompts of {prompt:,}"
-        cells = [what if prompt else f"{sequences} requests, mixed"]
+        cells = [what if prompt else f"{sequences} requests, mixed", "", "", ""]
         if stock["step_ms"]:
             ratio = auto["step_ms"] / min(stock["step_ms"], dense["step_ms"])
-            cells += [*(f"{row['step_ms']:.3f}" for row in (stock, dense, auto)), f"**{ratio:.2f}**"]
-        else:
-            cells += [""] * 4
-        gain = auto["per_s"] / stock["per_s"]
-        cells += [*(f"{row['per_s']:,.0f}" for row in (stock, auto)), f"{gain:.2f}"]
-        lines.append([*cells, "" if auto["differ"] is None else f"{auto['differ']}, {auto['gap']:.3f}"])
+            cells[1:] = *(f"{row['step_ms']:.3f}" for row in (stock, auto)), f"**{ratio:.2f}**"
+        lines.append(
+            [*cells, *(f"{row['per_s']:,.0f}" for row in (stock, auto)), f"{auto['per_s'] / stock['per_s']:.2f}"]
+        )
     header = [
-        "sequences",
-        "step, ms: stock",
-        '"dense"',
-        '"auto"',
-        "over the faster",
-        "tokens per second: stock",
-        '"auto"',
+        *("sequences", "step, ms: stock", '"auto"', "over the faster dense"),
+        *("tokens per second: stock", '"auto"', "ratio"),
     ]
-    return f"{markdown([*header, 'ratio', 'differ'], 'l' + 'r' * 8, lines)}\n\n{found['machine']}"
+    return f"{markdown(header, 'l' + 'r' * 6, lines)}\n\n{machine(found)}"
 
 
 def engine_eager() -> str:
@@ -100,6 +93,23 @@ def engine_eager() -> str:
             twell, stock = row["host"]["twell"], row["host"]["stock"]
             rows.append([f"{row['sequences']}", f"{stock:.0f}", f"{twell:.0f}", f"**{twell / stock:.2f}**"])
     return markdown(["sequences", "stock, us", '"auto", us', "ratio"], "rrrr", rows)
+
+
+def autoencoders() -> str:
+    """Autoencoders by "auto": speed-ups over the faster dense variant in graphs and in eager calls, and the peak."""
+    found = result("h100_sae")
+    cells: dict[tuple[str, str], str] = {}
+    peaks: dict[tuple[str, str], int] = {}
+    for row in found["rows"]:
+        codes, variant = f"{row['pattern']}, {row['n']:,}", row["variant"]
+        if variant == '"auto"':
+            cells[codes, row["op"]] = f"**{row['over_dense']:.2f}**, {row['queued_over_dense']:.2f}"
+        if row["op"] == "training":
+            peaks[codes, variant] = row["peak_bytes"]
+    for codes in dict.fromkeys(codes for codes, _ in cells):
+        both = (peaks[codes, variant] / 1e9 for variant in ("dense compiled", '"auto"'))
+        cells[codes, "peak of training, GB: dense / twell"] = " / ".join(f"{each:.1f}" for each in both)
+    return f"{host.pivot('codes, d_sae', cells)}\n\n{machine(found)}"
 
 
 def generate() -> str:
@@ -114,7 +124,7 @@ def generate() -> str:
         cells = [named[what], f"{sequences}", f"{rate['stock']:,.0f}", f"{rate['sparse']:,.0f}"]
         rows.append([*cells, f"**{rate['sparse'] / rate['stock']:.2f}**"])
     table = markdown(["tokens per second", "sequences", "stock", "twell", "ratio"], "lrrrr", rows)
-    return f"{table}\n\n{found['machine']}"
+    return f"{table}\n\n{machine(found)}"
 
 
 def _experts(name: str) -> tuple[dict[str, Any], dict[tuple[Any, ...], dict[str, Any]]]:
@@ -132,20 +142,18 @@ def experts() -> str:
     found, cases = _experts("h100_experts")
     rows = []
     for (_, _, _, sequences), case in cases.items():
-        auto, grouped = case["auto"], case["grouped products"]
-        cells = [
-            f"{sequences:,}",
-            f"{auto['touched']:.0f}",
-            *(f"{case[n]['us']:.0f}" for n in ("grouped products", "dense")),
-        ]
-        cells += [f"{auto['us']:.0f}", f"**{auto['over_grouped']:.2f}**", f"{auto['over_copy']:.2f}"]
-        gigabytes = auto["floor_us"] * found["copy_tbs"] / 1e3
-        rows.append([*cells, f"{gigabytes:.2f}", f"{auto['floor_us'] / auto['us']:.0%}", f"{grouped['over_copy']:.2f}"])
+        times = [f"{case[variant]['us']:.0f}" for variant in ("grouped products", "dense", "auto")]
+        gain = f"**{case['auto']['over_grouped']:.2f}**"
+        rows.append([f"{sequences:,}", f"{case['auto']['touched']:.0f}", *times, gain])
     columns = [
-        "sequences", "experts touched", "grouped products, us", '"dense", us', '"auto", us', "over grouped products",
-        "over two copies", "GB to read", "share of their floor", "grouped products over two copies",
-    ]  # fmt: skip
-    return f"{markdown(columns, 'r' * len(columns), rows)}\n\n{found['machine']}"
+        "sequences",
+        "experts touched",
+        "grouped products, us",
+        '"dense", us',
+        '"auto", us',
+        "over grouped products",
+    ]
+    return f"{markdown(columns, 'r' * len(columns), rows)}\n\n{machine(found)}"
 
 
 def experts_elsewhere() -> str:
@@ -153,8 +161,7 @@ def experts_elsewhere() -> str:
     rows, machines, sizes = [], set(), (1, 8, 64, 256, 1024)
     for name in ("firing", "skew", "large", "gated"):
         found, cases = _experts(f"h100_experts_{name}")
-        # clocks differ from run to run
-        machines.add(re.sub(r"SM \d+ MHz now, ", "", found["machine"]))
+        machines.add(machine(found))
         kinds: dict[tuple[Any, ...], dict[int, str]] = {}
         for (shape, firing, skew, sequences), case in cases.items():
             kinds.setdefault((shape, firing, skew), {})[sequences] = f"{case['auto']['over_grouped']:.2f}"
@@ -180,7 +187,7 @@ def ncu() -> str:
     columns = [column for column in summarize.COLUMNS if column.name in kept]
     align = "".join("l" if column.left else "r" for column in columns)
     cells = [[column.cell(row) for column in columns] for row in rows]
-    return f"{markdown([c.name for c in columns], align, cells)}\n\n{found['machine']}"
+    return f"{markdown([c.name for c in columns], align, cells)}\n\n{machine(found)}"
 
 
 def most_nonzeros() -> str:
@@ -198,7 +205,6 @@ def most_nonzeros() -> str:
         "Nemotron-4 15B": (False, 6144, 24576),
     }
     calls = [
-        prediction.Call(1, False),
         prediction.Call(64, False),
         prediction.Call(16384, False),
         prediction.Call(16384, True),
@@ -208,7 +214,7 @@ def most_nonzeros() -> str:
         limits = [prediction.most_nonzeros(shape, call, tables.SHIPPED) for call in calls]
         found = [f"{most:,} ({as_percent(most / shape[2])})" if most else "never" for most in limits]
         cells.append([f"{name}: {shape[1]:,} to {shape[2]:,}{', a gate' if shape[0] else ''}", *found])
-    return markdown(["layers like those of", *map(str, calls)], "lrrrr", cells)
+    return markdown(["layers like those of", *map(str, calls)], "lrrr", cells)
 
 
 def files() -> str:
@@ -231,7 +237,7 @@ def portable_calls() -> str:
         us, call = row["us"], re.sub(r"\b1 tokens", "1 token", row["call"])
         times = f"{us['hopper']:,.1f} / {us['portable']:,.1f}, **{us['portable'] / us['hopper']:.2f}**"
         cells[call, f"`{row['workload']}`"] = times
-    return f"{host.pivot('Hopper / portable, us', cells)}\n\n{found['machine']}"
+    return f"{host.pivot('Hopper / portable, us', cells)}\n\n{machine(found)}"
 
 
 def adapted() -> str:
@@ -242,7 +248,7 @@ def adapted() -> str:
             found.setdefault((f"`{row['workload']}`", row["pass"], row["adapters"]), {})[row["how"]] = row["gain"]
     rows = [[*which, f"{gain['graph']:.2f}", f"{gain['queued']:.2f}"] for which, gain in found.items()]
     header = ["workload", "pass", "adapters", "speed-up in graphs", "eager"]
-    return markdown(header, "lllrr", rows) + f"\n\n{result('h100_adapters')['machine']}"
+    return markdown(header, "lllrr", rows) + f"\n\n{machine(result('h100_adapters'))}"
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -276,6 +282,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine eager": engine_eager,
     "engine experts": lambda: engine("h100_engine_experts"),
     "generate": generate,
+    "autoencoders": autoencoders,
+    "paper's code": figures.papers_code,
     "experts": experts,
     "experts elsewhere": experts_elsewhere,
     "float8": e4m3,

@@ -117,7 +117,7 @@ def machine(result: dict[str, Any]) -> str:
     """The machine line of a file, without the parts that cannot change a figure."""
     line = re.sub(r" \(\d+ SMs, \d+ GiB\)", "", str(result["machine"]))
     line = re.sub(r"SM \d+ MHz now, (\d+) most, memory \d+ MHz, (\d+)\.\d+ W", r"SM up to \1 MHz, \2 W", line)
-    return "; ".join(part for part in line.split("; ") if not part.startswith(("Python ", "twell ")))
+    return "; ".join(part for part in line.split("; ") if not part.startswith(("Python ", "driver ", "CuTe ")))
 
 
 def lasting(machine: str) -> str:

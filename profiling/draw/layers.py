@@ -60,7 +60,8 @@ def speedup(results: Results) -> Chart | None:
             bar = {"workload": name, "nnz": ours["nnz"], "speedup": dense / ours["ms"], "strategy": ours["strategy"]}
             theirs = [row for row in (paper or {"rows": []})["rows"] if (row["workload"], row["op"]) == (name, op)]
             for row in theirs:
-                bar["paper"] = row["dense_ms"] / row["ms"] if row["ms"] else None
+                times = row["ms"].get("queued", {})
+                bar["paper"] = times["dense"] / times["paper"] if "paper" in times else None
                 bar["wrong"], bar["failed"] = row["wrong"], row["red"]
             panels[op].append(bar)
     if result is None or not any(panels.values()):
