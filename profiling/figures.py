@@ -311,7 +311,7 @@ PAPER = {
 
 def configurations() -> list[dict[str, Any]]:
     """Results of the models of the paper's sizes. LookupError if two files have the same row."""
-    found = [result(path.stem) for path in sorted(RESULTS.glob("h100_paper_configs*.json"))]
+    found = [result(path.stem) for path in sorted(RESULTS.glob("h?00_paper_configs*.json"))]
     counts = Counter((row["config"], row["op"], row["variant"]) for run in found for row in run["rows"])
     if twice := [" ".join(key) for key, count in counts.items() if count > 1]:
         raise LookupError(f"expected one row of each model, got more of {', '.join(twice)}")
@@ -359,13 +359,20 @@ def some_models() -> str:
 
 
 def models_of(found: Sequence[tuple[Row, Row]]) -> str:
-    counts = {each["config"]: statistics.fmean(each["non_zeros"]) for run in configurations() for each in run["models"]}
+    said = {}
+    for run in configurations():
+        # training steps of larger models do not fit the memory of an H100
+        elsewhere = "" if "H100" in run["machine"] else ", H200"
+        for each in run["models"]:
+            said[each["config"]] = f"{each['config']} ({statistics.fmean(each['non_zeros']):.0f}){elsewhere}"
     rows = []
     for theirs, ours in found:
-        cells = [f"{ours['config']} ({counts[ours['config']]:.0f})", PASSES[ours["op"]]]
+        cells = [said[ours["config"]], PASSES[ours["op"]]]
         cells += [f"{theirs['ms']:.0f} / {ours['ms']:.0f}", f"**{theirs['ms'] / ours['ms']:.2f}**"]
         for key, scale, form in (("mj_per_token", 1, ".2f"), ("peak_bytes", 1e9, ".1f")):
-            cells.append(f"{theirs[key] / scale:{form}} / {ours[key] / scale:{form}}")
+            # energy is not always measured
+            both = [row[key] / scale for row in (theirs, ours) if row.get(key)]
+            cells.append(" / ".join(f"{value:{form}}" for value in both))
         rows.append(cells)
     header = ["model (non-zeros)", "pass", "ms: dense / twell", "speed-up", "mJ per token", "peak GB"]
     return markdown(header, "llrrrr", rows)

@@ -21,7 +21,8 @@ INPUTS = {
 class Measurement(NamedTuple):
     """A file of results. ``seconds``: predicted for each command on the GPU of its name.
 
-    ``host``: its times depend on all of the package, not on the kernels alone, so that it is of one version.
+    ``host``: its times depend on all of the package, not on the kernels alone, so that it is of one version. ``dated``:
+    the file stays as version 0.2.0 measured it.
     """
 
     name: str
@@ -30,17 +31,13 @@ class Measurement(NamedTuple):
     commands: tuple[str, ...]
     seconds: tuple[int, ...]
     host: bool = False
+    dated: bool = False
 
     @property
     def gpu(self) -> str:
         """The GPU of the name, "H100" or "H200"; "" for another name."""
         first = self.name.partition("_")[0].upper()
         return first if first in ("H100", "H200") else ""
-
-    @property
-    def dated(self) -> bool:
-        """Whether the file stays as version 0.2.0 measured it: all tables are of one GPU, but for a few."""
-        return self.gpu == "H200"
 
 
 SHARED = ",skew=1,tokens=0.5,topic=0.5"
@@ -126,6 +123,7 @@ ALL = (
         'shapes; the table of "auto"',
         ("python -m profiling.tune --budget-s $BUDGET --out $OUT",),
         (230,),
+        dated=True,
     ),
     Measurement(
         "h100_held_out",
@@ -152,8 +150,8 @@ ALL = (
         (200,),
     ),
     Measurement(
-        "h100_paper_configs_large",
-        "the same: 1.5B and 2B",
+        "h200_paper_configs_large",
+        "the same: 1.5B and 2B, whose training steps an H100 does not hold",
         "headline, models, beside the paper",
         (f"{BENCH} model --config 1.5B 2B --rounds 4 --energy --json $OUT",),
         (280,),
@@ -164,6 +162,7 @@ ALL = (
         "engine large",
         (f"{ENGINE} --model large --engines stock dense auto stock-eager auto-eager --cache-gib 3 --out $OUT",),
         (350,),
+        dated=True,
     ),
     Measurement(
         "h100_engine_small",
@@ -313,6 +312,7 @@ ALL = (
             '"sparse, L1 3e-4=$RUNS/sparser" --out $OUT',
         ),
         (190, 190, 160, 150, 5),
+        dated=True,
     ),
     Measurement(
         "h200_model",
@@ -320,6 +320,7 @@ ALL = (
         "trained model",
         (MODEL.replace("RUN/", "sparse/"),),
         (110,),
+        dated=True,
     ),
     Measurement(
         "h100_fuzz",
@@ -361,6 +362,7 @@ ALL = (
         "layers on an H200",
         (AUTO,),
         (200,),
+        dated=True,
     ),
     Measurement(
         "h200_ncu",
@@ -372,6 +374,7 @@ ALL = (
             "python -m profiling.nsight.summarize $FOLDER/ncu.csv --floor $FOLDER/ncu.json --json $OUT",
         ),
         (180, 5),
+        dated=True,
     ),
     Measurement(
         "h100_portable",
