@@ -141,7 +141,8 @@ def experts(found: Mapping[str, Any]) -> str:
     """Layers of experts in 16 bits and in e4m3."""
     of_sequences: dict[int, dict[str, Any]] = {}
     for row in found["rows"]:
-        of_sequences.setdefault(row["sequences"], {})[row["variant"]] = row["us"]
+        if row["sequences"] not in (32, 128):
+            of_sequences.setdefault(row["sequences"], {})[row["variant"]] = row["us"]
     names = "grouped products", '"row"', 'e4m3 "auto"'
     rows = []
     for sequences, times in of_sequences.items():

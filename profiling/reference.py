@@ -98,8 +98,15 @@ def described(module: str) -> Iterator[tuple[str, Any, str]]:
 
 
 def names(module: str) -> str:
-    """A table of a module's public names, with the first paragraph of each docstring."""
-    rows = [f"| `{name}{arguments(thing)}` | {said(text)} |" for name, thing, text in described(module)]
+    """A table of public names, with the first paragraph of each docstring; those that say "likewise" share a row."""
+    rows, others = [], []
+    for name, thing, text in described(module):
+        if " likewise" in text.partition("\n\n")[0]:
+            others.append(f"`{name}`")
+        else:
+            rows.append(f"| `{name}{arguments(thing)}` | {said(text)} |")
+    if others:
+        rows.append(f"| {', '.join(others)} | likewise, for other heads and models. |")
     return "\n".join(["| name | |", "|---|---|", *rows])
 
 
