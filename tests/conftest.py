@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +109,24 @@ def root() -> Path:
     return ROOT
 
 
+def is_later(symbol: str) -> bool:
+    """Whether a kernel of Hopper is compiled nightly alone: in float16 it has the code of bfloat16 with other types."""
+    return "fp16" in symbol
+
+
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that `make wheel` makes, with the kernels of Hopper."""
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
+def symbols(request: pytest.FixtureRequest) -> list[str]:
+    """The kernels of Hopper that are compiled in this tier."""
+    from cute_kernels import catalog
+
+    nightly = "nightly" in request.config.option.markexpr
+    return [spec.symbol for spec in catalog.of_architecture("sm_90a") if nightly or not is_later(spec.symbol)]
+
+
+@pytest.fixture(scope="session")
+def wheel(symbols: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that `make wheel` makes, with the kernels of Hopper of this tier."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"), symbols=symbols)
 
 
 @pytest.fixture(scope="session")
@@ -121,13 +135,16 @@ def whole_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("whole"), "all")
 
 
-def build_wheel(out: Path, architectures: str | None = None, host: str = platform.machine()) -> Path:
+def build_wheel(
+    out: Path, architectures: str | None = None, host: str = platform.machine(), symbols: Sequence[str] = ()
+) -> Path:
     """Build a wheel into ``out``; only what changed is compiled again.
 
     Several test processes take turns: they share the build folder.
     """
     command = [sys.executable, str(ROOT / "tools" / "wheel.py"), "--out", str(out), "--host", host]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TWELL_")}
+    environment["TWELL_SYMBOLS"] = " ".join(symbols)
     if architectures is not None:
         environment["TWELL_ARCHITECTURES"] = architectures
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
