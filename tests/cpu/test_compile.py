@@ -1,4 +1,4 @@
-"""Every kernel that ships compiles within its registers and shared memory: nightly, those in float16 and of other GPUs."""
+"""Kernels compile within their registers and shared memory: nightly, those in float16 and of other GPUs, too."""
 
 from __future__ import annotations
 
