@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling.draw.common import lasting, loads, markdown
+from profiling.draw.common import loads, machine, markdown
 from twell.strategy import costs
 from twell.strategy.costs import FLOAT8, Float8Rates
 
@@ -200,8 +200,8 @@ def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
     if rows := [row for file in (many, large, small) if file for row in file["rows"]]:
         said, _, _ = quality(points(rows), FLOAT8).partition(";")
         yield f'"auto" decides by `costs.float8_seconds`: {said}.'
-    if machines := dict.fromkeys(lasting(file["machine"]) for file in (many, large, mixture, loss) if file):
-        yield " And: ".join(machines)
+    if machines := dict.fromkeys(machine(dict(file)) for file in (many, large, mixture, loss) if file):
+        yield ". And ".join(machines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,10 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 # Modules of docs/api, and the commands of docs/command-line.md.
-MODULES = (
-    *("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed"),
-    *("twell.testing", "twell.reference"),
-)
+MODULES = ("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed")
 # characters of arguments in a table of names
 LONGEST = 40
 COMMANDS = ("demo", "info", "tune", "analyze", "serve-check", "convert")
