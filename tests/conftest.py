@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -109,9 +111,17 @@ def root() -> Path:
     return ROOT
 
 
-def is_later(symbol: str) -> bool:
-    """Whether a kernel of Hopper is compiled nightly alone: in float16 it has the code of bfloat16 with other types."""
-    return "fp16" in symbol
+@functools.cache
+def compiled_first() -> list[str]:
+    """The kernels of Hopper that are compiled before others, which are nightly: of each the largest size, in bfloat16.
+
+    Sizes and float16 change constants and types in the same code.
+    """
+    from cute_kernels import catalog
+
+    found = [spec.symbol for spec in catalog.of_architecture("sm_90a") if "fp16" not in spec.symbol]
+    largest = {re.sub(r"_[a-z]\d+", "", symbol): symbol for symbol in found}
+    return [symbol for symbol in found if symbol in largest.values()]
 
 
 @pytest.fixture(scope="session")
@@ -119,8 +129,9 @@ def symbols(request: pytest.FixtureRequest) -> list[str]:
     """The kernels of Hopper that are compiled in this tier."""
     from cute_kernels import catalog
 
-    nightly = "nightly" in request.config.option.markexpr
-    return [spec.symbol for spec in catalog.of_architecture("sm_90a") if nightly or not is_later(spec.symbol)]
+    if "nightly" in request.config.option.markexpr:
+        return [spec.symbol for spec in catalog.of_architecture("sm_90a")]
+    return compiled_first()
 
 
 @pytest.fixture(scope="session")

@@ -88,7 +88,7 @@ def test_name_says_what_it_needs(built: Path, parts: dict[str, str], symbols: li
     # one wheel for every Python; auditwheel checked the platform tag
     assert built.name.endswith(f"-py3-none-manylinux_2_28_{platform.machine()}.whl")
     whole = len(symbols) == len(catalog.of_architecture("sm_90a"))
-    assert built.stat().st_size < (14.1e6 if len(parts) > 1 else 5.2e6 if whole else 3.4e6)
+    assert built.stat().st_size < (14.1e6 if len(parts) > 1 else 5.2e6 if whole else 2.4e6)
 
 
 def test_holds_twell_alone(contents: Path, parts: dict[str, str]) -> None:
