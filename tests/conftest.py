@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +111,33 @@ def root() -> Path:
     return ROOT
 
 
+@functools.cache
+def compiled_first() -> list[str]:
+    """The kernels of Hopper that are compiled before others, which are nightly: of each the largest size, in bfloat16.
+
+    Sizes and float16 change constants and types in the same code.
+    """
+    from cute_kernels import catalog
+
+    found = [spec.symbol for spec in catalog.of_architecture("sm_90a") if "fp16" not in spec.symbol]
+    largest = {re.sub(r"_[a-z]\d+", "", symbol): symbol for symbol in found}
+    return [symbol for symbol in found if symbol in largest.values()]
+
+
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that `make wheel` makes, with the kernels of Hopper."""
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
+def symbols(request: pytest.FixtureRequest) -> list[str]:
+    """The kernels of Hopper that are compiled in this tier."""
+    from cute_kernels import catalog
+
+    if "nightly" in request.config.option.markexpr:
+        return [spec.symbol for spec in catalog.of_architecture("sm_90a")]
+    return compiled_first()
+
+
+@pytest.fixture(scope="session")
+def wheel(symbols: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that `make wheel` makes, with the kernels of Hopper of this tier."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"), symbols=symbols)
 
 
 @pytest.fixture(scope="session")
@@ -121,13 +146,16 @@ def whole_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("whole"), "all")
 
 
-def build_wheel(out: Path, architectures: str | None = None, host: str = platform.machine()) -> Path:
+def build_wheel(
+    out: Path, architectures: str | None = None, host: str = platform.machine(), symbols: Sequence[str] = ()
+) -> Path:
     """Build a wheel into ``out``; only what changed is compiled again.
 
     Several test processes take turns: they share the build folder.
     """
     command = [sys.executable, str(ROOT / "tools" / "wheel.py"), "--out", str(out), "--host", host]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TWELL_")}
+    environment["TWELL_SYMBOLS"] = " ".join(symbols)
     if architectures is not None:
         environment["TWELL_ARCHITECTURES"] = architectures
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])

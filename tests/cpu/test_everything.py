@@ -165,15 +165,14 @@ def test_the_list_has_what_is_older(
     add: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(everything, "present", lambda: "0123456789ab")
-    # the file of an H200 stays
-    for name in ("old", "new", "missing", "host", "host now", "h200_auto"):
-        add(name, ("{}", 0), host=name.startswith("host"))
+    for name in ("old", "new", "missing", "host", "host now", "dated"):
+        add(name, ("{}", 0), host=name.startswith("host"), dated=name == "dated")
     (tmp_path / "results").mkdir()
     now, version = "0123456789ab", twell.__version__
     for name, kernels, of in (
         *(("old", "ba9876543210", version), ("new", now, "0.1.0")),
         *(("host", now, "0.1.0"), ("host now", now, version)),
-        ("h200_auto", "ba9876543210", "0.1.0"),
+        ("dated", "ba9876543210", "0.1.0"),
     ):
         text = json.dumps({"machine": f"NVIDIA H200; twell {of}; kernels {kernels}; commit 1"})
         (tmp_path / "results" / f"{name}.json").write_text(text)

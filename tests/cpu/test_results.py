@@ -88,12 +88,14 @@ def cells(table: str) -> list[list[str]]:
 
 def test_models_by_the_faster_of_each_side(tmp_path: Path) -> None:
     rows = [*variants("0.5B", "train", 20, 30, 16, 25), *variants("1B", "forward", 20, 10, 9, 8)]
-    write(tmp_path, "h100_paper_configs", [*rows, *variants("1B", "logits", 20, 10, 9, 8)])
-    write(tmp_path, "h100_paper_configs_large", variants("2B", "train", 20, 30, 16, 25))
+    machine = MACHINE.replace("H200", "H100")
+    write(tmp_path, "h100_paper_configs", [*rows, *variants("1B", "logits", 20, 10, 9, 8)], machine=machine)
+    large = [row | {"mj_per_token": None} for row in variants("2B", "train", 20, 30, 16, 25)]
+    write(tmp_path, "h200_paper_configs_large", large)
     first, second, third = cells(figures.models())
     assert first[:4] == ["0.5B (20)", "training step", "20 / 16", "**1.25**"]
     assert second == ["1B (20)", "forward, decoder", "10 / 8", "**1.25**", "1.00 / 0.80", "10.0 / 8.0"]
-    assert third[0] == "2B (20)"
+    assert third == ["2B (20), H200", "training step", "20 / 16", "**1.25**", "", "20.0 / 16.0"]
     assert cells(figures.some_models()) == [first, third]
     write(tmp_path, "h100_paper_configs_more", variants("1B", "forward", 20, 10, 9, 8))
     with pytest.raises(LookupError, match="1B forward dense eager"):

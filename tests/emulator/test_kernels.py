@@ -125,6 +125,7 @@ def test_neurons_by_popularity(emulator: Emulator, n: int, most: int, ctas: int,
         checks.rank(n, most, ctas, counters, seed)
 
 
+@pytest.mark.nightly
 def test_neurons_that_are_staged_in_two_parts(emulator: Emulator) -> None:
     with emulator.stands_in(2, Schedule()):
         checks.rank(16392, 300, 33, 8)
@@ -187,7 +188,7 @@ def test_uneven_tokens_by_row(
         # several tiles and units of an expert, and ids of 64 bits
         (23, 136, 264, 4, 3, 8, True, 1),
         # more experts than threads, of which one has more pairs than a unit of another size
-        (40, 72, 136, 1024, 2, 32, False, 2),
+        pytest.param(40, 72, 136, 1024, 2, 32, False, 2, marks=pytest.mark.nightly),
         (1, 2056, 264, 3, 2, 8, False, 0),
     ],
 )
@@ -204,7 +205,7 @@ def test_experts(
     [
         # units of 64 and of 128 tokens, of a part of the neurons and of all
         (43, 136, 520, 8, True),
-        (130, 328, 1000, 2, True),
+        pytest.param(130, 328, 1000, 2, True, marks=pytest.mark.nightly),
         (40, 264, 264, 1, False),
         (300, 520, 136, 1, True),
     ],
