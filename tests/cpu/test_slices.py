@@ -13,7 +13,7 @@ import twell
 from twell import testing
 from twell._activation import RELU
 from twell._runtime import geometry
-from twell.ops import hybrid, slices
+from twell.ops import hybrid, screened, slices
 from twell.ops.ffn import _run, _sparse_on_cpu
 from twell.ops.ffn import on_cuda as ffn_on_cuda
 from twell.ops.operands import Operands
@@ -97,11 +97,25 @@ def test_what_auto_measures_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     operands = (t["x"], t["w_up"], None, t["w_down"].t(), t["b_up"], None, None)
     *_, kept = torch.ops.twell.hybrid_forward(*operands, 8, 0, *RELU)
     assert torch.equal(hybrid.unions(kept, t["x"], N, False).cpu(), expected)
+    level = RELU._replace(name="fatrelu", threshold=torch.zeros(N, dtype=torch.bfloat16))
+    assert torch.equal(screened.wanted(measurement, wide, level), candidates)
     for training in (False, True):
         large = costs.Problem(8192, 2304, 262144, False, training)
         figures = costs.Figures(60.0, 0.04)
         assert costs.worth_screening(large, figures)
         assert costs.decide(large, figures._replace(candidates=0.05), "union", None).strategy == "union+screen"
+
+
+@pytest.mark.parametrize("strategy", ["row", "union"])
+def test_one_token_leaves_the_bias_alone(strategy: Any) -> None:
+    """In float32 the sum of slices began as the bias itself."""
+    t = layer(1, torch.float32)
+    t["x"].requires_grad_()
+    before = t["b_down"].clone()
+    for _ in range(2):
+        y = twell.sparse_ffn(**t, strategy=strategy)
+        testing.assert_same(y.detach(), right(t).float())
+    testing.assert_same(t["b_down"], before)
 
 
 def test_thresholds_of_slices() -> None:

@@ -104,8 +104,13 @@ def wanted(measurement: Measurement, layer: Operands, activation: Activation) ->
     if not measurement.screen:
         return None
     x = layer.x.reshape(-1, layer.x.shape[-1])
-    slices = (layer.neurons(first, last) for first, last in geometry.neuron_slices(len(layer.w_gate)))
-    return torch.stack([count(x, own.w_gate, own.b_gate, activation) for own in slices]).sum(0)
+    found, level = [], activation.threshold
+    for first, last in geometry.neuron_slices(len(layer.w_gate)):
+        own = layer.neurons(first, last)
+        if isinstance(level, Tensor) and level.dim():
+            activation = activation._replace(threshold=level[first:last])
+        found.append(count(x, own.w_gate, own.b_gate, activation))
+    return torch.stack(found).sum(0)
 
 
 def masked(gate: Tensor, listed: Tensor) -> Tensor:

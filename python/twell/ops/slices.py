@@ -31,7 +31,9 @@ class Added:
 
     def __init__(self, out: Tensor, bias: Tensor | None = None) -> None:
         self._out, wide = out, torch.promote_types(out.dtype, torch.float32)
-        self._sum = torch.zeros_like(out, dtype=wide) if bias is None else bias.to(wide).expand_as(out).contiguous()
+        self._sum = torch.zeros_like(out, dtype=wide)
+        if bias is not None:
+            self._sum += bias
 
     def add(self, part: Tensor) -> None:
         self._sum += part
