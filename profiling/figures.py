@@ -138,7 +138,8 @@ def headline() -> str:
         f"**{forward:.1f}x forward and {train:.1f}x in training**{eagerly} for layers with 14 to 33 "
         "non-zeros of 5,632 per token (geometric means of five layers); without graphs "
         f"**{min(gains):.1f}x to {max(gains):.1f}x for whole models** of {names[0]} to {names[-1]} with random weights "
-        f"and such sparsity, the larger ones on an H200. [On an H200](docs/gpus.md#on-an-h200) layers gain {other[0]:.1f}x and {other[1]:.1f}x."
+        "and such sparsity, the larger ones on an H200. "
+        f"[On an H200](docs/gpus.md#on-an-h200) layers gain {other[0]:.1f}x and {other[1]:.1f}x."
     )
 
 
