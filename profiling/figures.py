@@ -143,6 +143,13 @@ def headline() -> str:
     )
 
 
+def machines() -> str:
+    """Where the layers and the models were measured."""
+    parts = (machine(run).split("; ") for run in configurations())
+    found = dict.fromkeys(", ".join([each[0], *each[-2:]]) for each in parts)
+    return f"Layers: {machine(result(LAYER_FILE))}. Models: {'; '.join(found)}."
+
+
 def layers_elsewhere() -> str:
     """Speed-ups of the layers on the other GPU."""
     rows = []
@@ -359,13 +366,20 @@ def some_models() -> str:
     return models([names[0], names[-1]])
 
 
-def models_of(found: Sequence[tuple[Row, Row]]) -> str:
+def labels(non_zeros: bool = True) -> dict[str, str]:
+    """What tables call each model: its size, its non-zeros, and the GPU where that is another."""
     said = {}
     for run in configurations():
         # training steps of larger models do not fit the memory of an H100
         elsewhere = "" if "H100" in run["machine"] else ", H200"
         for each in run["models"]:
-            said[each["config"]] = f"{each['config']} ({statistics.fmean(each['non_zeros']):.0f}){elsewhere}"
+            counted = f" ({statistics.fmean(each['non_zeros']):.0f})" if non_zeros else ""
+            said[each["config"]] = f"{each['config']}{counted}{elsewhere}"
+    return said
+
+
+def models_of(found: Sequence[tuple[Row, Row]]) -> str:
+    said = labels()
     rows = []
     for theirs, ours in found:
         cells = [said[ours["config"]], PASSES[ours["op"]]]
@@ -382,13 +396,14 @@ def models_of(found: Sequence[tuple[Row, Row]]) -> str:
 def beside_paper() -> str:
     """Tokens per ms of dense models, the paper's and eager ones here, and how they change when sparse."""
     cells: dict[tuple[str, str], str] = {}
+    names = labels(non_zeros=False)
     for dense, sparse in pairs(timed(configurations()), "eager"):
         config, op = sparse["config"], sparse["op"]
         if op in PAPER.get(config, ()):
             said = {"forward": "forward", "train": "training"}[op]
             rates = dense["tokens_per_ms"], sparse["tokens_per_ms"]
-            cells[config, f"{said}: paper"] = PAPER[config][op]
-            cells[config, f"{said}: twell"] = f"{rates[0]:.0f}, {change(*rates)}"
+            cells[names[config], f"{said}: paper"] = PAPER[config][op]
+            cells[names[config], f"{said}: twell"] = f"{rates[0]:.0f}, {change(*rates)}"
     return host.pivot("eager models", cells)
 
 

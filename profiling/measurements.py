@@ -75,7 +75,7 @@ ALL = (
         "large layer",
         (
             f"{BENCH} ffn,train,decode -k 4096 -n 14336 --workload topic29 uniform29 topic128 --m-decode 1,16,64 "
-            "--strategy row,union,auto --memory --json $OUT",
+            "--strategy auto --memory --json $OUT",
         ),
         (175,),
     ),
@@ -151,10 +151,10 @@ ALL = (
     ),
     Measurement(
         "h200_paper_configs_large",
-        "the same: 1.5B and 2B, whose training steps an H100 does not hold",
+        "a model of 1.5B, whose training step an H100 does not hold",
         "headline, models, beside the paper",
-        (f"{BENCH} model --config 1.5B 2B --rounds 4 --energy --json $OUT",),
-        (280,),
+        (f"{BENCH} model --config 1.5B --ops forward train --rounds 4 --json $OUT",),
+        (160,),
     ),
     Measurement(
         "h200_engine_large",

@@ -6,9 +6,9 @@
 only imported: TwELLGatedMLP for the forward pass, torch.ops.sparse_ops.ff_forward_gated for training steps. It compiles
 its kernels when it is loaded, for which it needs nvcc and ninja.
 
-All variants are timed in turn, by calls on copies of the tokens: in CUDA graphs, but for the published code, which
-launches on the default stream, which no graph captures; and in eager calls, queued and waited for, as in
-``profiling.bench``. "dense" is the faster of eager and compiled PyTorch. Times are milliseconds, medians.
+All variants are timed in turn, by calls on copies of the tokens, in CUDA graphs and in eager calls, queued and waited
+for, as in ``profiling.bench``. The published code has no time in graphs: it launches on the default stream, which no
+graph captures. "dense" is the faster of eager and compiled PyTorch. Times are milliseconds, medians.
 
 Results are compared with float64: "errors" are in norm, "worst_rows" of the worst row, in training those of the worst
 gradient. "wrong" says which results of the published code have more than twice the error of dense PyTorch: more

@@ -257,7 +257,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "forward": lambda: figures.layers_of("ffn"),
     "training": lambda: figures.layers_of("train"),
     "errors": figures.errors,
-    "machine": lambda: f"Layers: {machine(result(figures.LAYER_FILE))}.",
+    "machine": figures.machines,
     "layers on an H200": figures.layers_elsewhere,
     "decode": figures.decode,
     "memory": figures.memory,

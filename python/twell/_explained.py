@@ -56,8 +56,8 @@ def _choices(name: str, layer: Any, plain: bool) -> list[Choice]:
             choices += other.explain(name)
         if not choices and answers["inference"][0] == "auto":
             choices = [Choice(name, "any", "any", "", "auto", "not called yet")]
-        # calls that ran count, also where one now would not, as with fp32 weights outside of autocast
-        if choices and (answers["inference"][0] == "auto" or isinstance(answers["inference"], Refusal)):
+        # calls that ran count also where only the dtype now forbids one, as with fp32 weights outside of autocast
+        if choices and (answers["inference"][0] == "auto" or answers["inference"][0] is TypeError):
             return [each._replace(reason=each.reason + note) for each in choices]
     told = {
         kind: ("none", answer.shown) if isinstance(answer, Refusal) else (answer.strategy, answer.reason)

@@ -35,7 +35,7 @@ _E4M3_WAVE = {64: 0.72, 96: 1.0, 144: 1.42}
 
 # Most neurons per cluster that the GPU runs at a time for which CTAs of the gate GEMM for few tokens share sums, and
 # numbers of tokens for which the other gate GEMM is faster. NVIDIA H100 and H200, K = 4,096, N = 14,336 and K = 2,048,
-# N = 5,632 (h100_row_clusters.json, h200_row_clusters.json): by 2 to 20 % where both were measured.
+# N = 5,632 in November 2026: by 2 to 20 % where both were measured.
 _FEW_NEURONS = 2 / 3 * geometry.TILE
 FEW_GATE_PACK = 64
 _NOT_FEW = range(FEW_GATE_PACK + 1, 97)

@@ -325,6 +325,13 @@ def test_explain_shows_calls_that_ran_under_autocast() -> None:
     mlp._auto.choose(Problem(256, K, N, True, True))
     (row,) = twell.explain(mlp)
     assert (row.kind, row.strategy, row.calls) == ("training", "dense", 1)
+    # a layer whose calls raise for another reason has no such history
+    for projection in (mlp.gate_proj, mlp.up_proj):
+        projection.weight = torch.nn.Parameter(torch.empty(100, K, device="meta", dtype=BF16))
+    mlp.down_proj.weight = torch.nn.Parameter(torch.empty(K, 100, device="meta", dtype=BF16))
+    (row,) = twell.explain(mlp)
+    assert row.strategy == "none"
+    assert row.reason.startswith("calls raise: N must be a positive multiple of 8")
 
 
 def test_pickles_of_version_0_2_find_what_moved() -> None:

@@ -104,7 +104,7 @@ def test_models_by_the_faster_of_each_side(tmp_path: Path) -> None:
 
 def test_beside_the_paper(tmp_path: Path) -> None:
     write(tmp_path, "h100_paper_configs", variants("1B", "forward", 20, 10, 10, 8))
-    assert cells(figures.beside_paper()) == [["1B", "185, +18.1 %", "50, +100.0 %"]]
+    assert cells(figures.beside_paper()) == [["1B, H200", "185, +18.1 %", "50, +100.0 %"]]
 
 
 def test_auto_losses(tmp_path: Path) -> None:
