@@ -278,7 +278,38 @@ def test_an_activation_that_is_on_the_other_projection_is_told() -> None:
     m = nn.Sequential(Meta("w1", "w3", "w2"))
     with pytest.raises(ValueError, match=r'on w3, not on w1: pass names=\("w3", "w1", "w2"\)'):
         take(m)
+    with pytest.raises(ValueError, match=r"to N, the last one from N to K, got w2 from .*, w3 from .*, w1 from"):
+        sparsify_(m, names=("w2", "w3", "w1"))
     assert sparsify_(m, names=("w3", "w1", "w2")) == ["0"]
+
+
+def test_names_in_another_order_are_told_the_right_one() -> None:
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(K, K) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.act, self.b = nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.act(self.a(x)))
+
+    right = r'pass names=\("gate_proj", "up_proj", "down_proj"\)'
+    for given, got in (
+        (("up_proj", "gate_proj", "down_proj"), "its activation is on gate_proj, not on up_proj"),
+        (("down_proj", "up_proj", "gate_proj"), "its activation is on gate_proj, not on down_proj"),
+        (("gate_proj", "down_proj", "up_proj"), "its last projection is down_proj, not up_proj"),
+    ):
+        with pytest.raises(ValueError, match=f"{got}: {right}"):
+            sparsify_(nn.Sequential(Square()), names=given)
+    with pytest.raises(ValueError, match=r'its activation is on a, not on b: pass names=\("a", "b"\)'):
+        sparsify_(nn.Sequential(Two()), names=("b", "a"))
 
 
 def test_how_an_activation_in_the_code_must_be_written_is_told() -> None:
@@ -320,10 +351,10 @@ def test_a_model_without_layers_is_an_error_that_says_why() -> None:
         take(nn.Sequential(Experts()))
     with pytest.raises(ValueError, match="that filter_fn accepts; it left out 2, the first '0'"):
         take(nn.Sequential(Gated(), Block()), lambda *_: False)
-    with pytest.raises(ValueError, match=r"0 \(Linear3\) is no layer: its projections go from 32 to 792 and"):
+    with pytest.raises(ValueError, match=r"0 \(Linear3\) is no layer: .*, got up_proj from 32 to 792, down"):
         take(nn.Sequential(type("Linear3", (Plain,), {"__init__": _three_times})()))
     with pytest.raises(
-        ValueError, match="no layer: its projections go from 32 to 64 and from 64 to 8, not from K to N"
+        ValueError, match="must go from K to N, the last one from N to K, got 0 from 32 to 64, 2 from 64 to 8"
     ):
         take(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)))
     with pytest.raises(TypeError, match=r"must be Python code, got a RecursiveScriptModule of torch\.jit"):

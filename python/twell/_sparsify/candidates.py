@@ -162,7 +162,8 @@ def misfit(module: nn.Module, names: tuple[str, ...]) -> str:
     shapes = [(child.out_features, child.in_features) for child in children]
     if set(shapes[:-1]) == {shapes[-1][::-1]}:
         return ""
-    return "its projections go " + " and ".join(f"from {k} to {n}" for n, k in shapes) + ", not from K to N to K"
+    got = ", ".join(f"{name} from {k} to {n}" for name, (n, k) in zip(names, shapes))
+    return f"its projections must go from K to N, the last one from N to K, got {got}"
 
 
 def is_sequence(module: nn.Module) -> bool:
@@ -305,16 +306,19 @@ def _examine_layer(
     return Candidate(name, module, form, "layer", attribute, RELU, was), activation
 
 
+def _misnamed(form: Form) -> dict[str, str]:
+    """The children that have the name of another projection in layers of twell, and which they are."""
+    roles = ("", "down_proj") if form.fused else GATED if form.gated else PLAIN
+    return {child: role for child, role in zip(form.children, roles) if child in GATED and child != role}
+
+
 def _require_roles(where: str, form: Form) -> None:
     """Raise ValueError if a child has the name that another projection has in layers of twell."""
-    roles = ("", "down_proj") if form.fused else GATED if form.gated else PLAIN
-    for child, role in zip(form.children, roles):
-        if child in GATED and child != role:
-            is_what = role or "gate and up in one"
-            raise ValueError(
-                f"{where}: {child} must be the {child} of the layer, as layers of twell have it, got one that is its "
-                f"{is_what}: rename the child; {LEAVE_OUT}"
-            )
+    for child, role in _misnamed(form).items():
+        raise ValueError(
+            f"{where}: {child} must be the {child} of the layer, as layers of twell have it, got one that is its "
+            f"{role or 'gate and up in one'}: rename the child; {LEAVE_OUT}"
+        )
 
 
 def _examine_known_pair(
@@ -566,12 +570,7 @@ def _activation(
     if attribute is None and reason.startswith("it runs "):
         written = "F.relu(gate), its square or F.threshold(gate, self.threshold, 0.0)"
         reason += f"; in the code of forward the activation must be {written}"
-    if len(form.children) == 3:
-        gate, up, down = form.children
-        swapped = Form((up, gate, down))
-        if not all(differs(swapped, formula_of(kind), named, None) for kind in kinds):
-            remedy = "rename the children" if gate in GATED else f'pass names=("{up}", "{gate}", "{down}")'
-            reason = f"its activation is on {up}, not on {gate}: {remedy}"
+    reason = _another_order(where, module, form, named, kinds, model) or reason
     *inputs, down = form.children
     formula = f"act({inputs[0]}(x)){f' * {inputs[1]}(x)' if len(inputs) > 1 else ''}"
     if form.fused:
@@ -580,6 +579,24 @@ def _activation(
         f"it must compute {down}({formula}) with an elementwise activation and nothing else, got another function "
         f"of x: {reason}"
     )
+
+
+def _another_order(
+    where: str, module: nn.Module, form: Form, named: str | None, kinds: list[Activation], model: nn.Module
+) -> str:
+    """What is another projection than ``form`` says, if they make a layer in another order; else ""."""
+    down: Any = module.get_submodule(form.down)
+    orders = () if form.fused else itertools.permutations(form.children)
+    for names in (names for names in orders if names != form.children):
+        tried, copies = Form(names), _copies(where, module, Form(names), model)
+        if all(difference(copies, tried, formula_of(kind), named, None, down.weight.dtype) for kind in kinds):
+            continue
+        given = ", ".join(f'"{name}"' for name in names)
+        remedy = "rename the children" if _misnamed(tried) else f"pass names=({given})"
+        if names[0] == form.children[0]:
+            return f"its last projection is {names[-1]}, not {form.down}: {remedy}"
+        return f"its activation is on {names[0]}, not on {form.children[0]}: {remedy}"
+    return ""
 
 
 def _to_try(module: nn.Module, own: Activation | None, attribute: str | None, form: Form) -> list[Activation]:

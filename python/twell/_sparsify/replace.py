@@ -144,7 +144,9 @@ def sparsify_(
             differs and logs that: the model then computes another function and is of use only after training. "drelu"
             needs gates.
         compression, strategy: of every layer, as in ``twell.sparse_gated_ffn``. With "auto" each chooses for itself.
-        names: (gate, up, down), (up, down) or (gate and up in one, down), or a list of such tuples.
+        names: (gate, up, down), (up, down) or (gate and up in one, down), in this order, or a list of such tuples.
+            The gate is the projection that the activation is applied to. An order that the module does not compute is
+            refused.
 
     Returns the qualified names of the new twell layers, in the order of ``named_modules``. ``twell.explain`` shows
     them, and ``layers`` has those in 16 bits as its keys.
