@@ -31,7 +31,10 @@ def quantize_(model: nn.Module, *, granularity: Granularity = "row", fast_accum:
     if not layers:
         raise ValueError(f"model must have layers of twell.nn, got none in {type(model).__name__}; see twell.sparsify_")
     if "" in layers:
-        raise ValueError(f"model must contain its layers, got a layer alone, a {type(model).__name__}")
+        raise ValueError(
+            f"model must hold the layers to replace, got a {type(model).__name__} itself: call quantize_ on the module "
+            "that holds it, or on nn.Sequential(layer)"
+        )
     first = {id(layer): name for name, layer in reversed(layers.items())}
     made = {key: _quantised(name, layers[name], granularity, fast_accum) for key, name in first.items()}
     for name, layer in layers.items():

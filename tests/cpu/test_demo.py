@@ -71,7 +71,9 @@ def test_demo_end_to_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert run_demo(folder, "--steps", "12", "--compression", "4") == 0
     printed = capsys.readouterr().out
     assert "Speed needs an sm_90 GPU" in printed
-    assert "Agreed: 2 layers" in printed
+    agreed, following = printed.splitlines()[-2:]
+    assert re.fullmatch(r"Agreed: TwELL skipped \d+ % of .* of 2 layers, and is as exact as dense .*", agreed)
+    assert following.startswith("Next: `twell analyze MODEL")
     assert "100 %  step    12" in printed
     held = corpus.read_corpus(folder, 0, 264).held_bytes
     assert f"{held:,} bytes" in printed

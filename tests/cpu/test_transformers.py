@@ -530,6 +530,11 @@ def test_what_load_and_sparsify_refuse(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             load(tmp_path / folder)
+    for absent in (tmp_path / "absent", "runs/relu/final", "./final"):
+        with pytest.raises(
+            FileNotFoundError, match=r"must be a folder or the name of one .*, got .*, which does not exist"
+        ):
+            load(absent)
     with pytest.raises(TypeError, match=r"must be a transformers\.PreTrainedModel, got Linear.*twell\.sparsify_"):
         sparsify(torch.nn.Linear(8, 8))
     model = stock("llama")

@@ -30,6 +30,7 @@ before it, and after it run dense or raise.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -189,10 +190,14 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     ``strategy`` and ``compression`` are those of ``sparsify``; None is what the configuration says, by the keys of
     ``SparseLlamaConfig``, else the default, or what the model's class chooses.
     For its other arguments call ``sparsify`` itself. ``options`` are those of ``from_pretrained`` except for fields of
-    the configuration. Raises as ``from_pretrained`` and ``sparsify``; ValueError for a "fatrelu" without a threshold,
-    for down weights that ``twell convert`` stored by rows for a stock class, and for files with scales that
-    transformers leaves out.
+    the configuration. Raises as ``from_pretrained`` and ``sparsify``; FileNotFoundError for a folder that does not
+    exist, unless the Hub may have one of its name; ValueError for a "fatrelu" without a threshold, for down weights
+    that ``twell convert`` stored by rows for a stock class, and for files with scales that transformers leaves out.
     """
+    if not Path(model).exists() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(model)):
+        raise FileNotFoundError(
+            f"load: model must be a folder or the name of one on the Hub, got {str(model)!r}, which does not exist"
+        )
     where = {key: options[key] for key in _WHERE if key in options}
     config = AutoConfig.from_pretrained(model, **where)
     if not isinstance(config, _SparseConfig) and getattr(config, layouts.LAYOUT_KEY, None) == "rows":
