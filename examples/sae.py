@@ -129,6 +129,7 @@ class Trial:
                 penalty = aux.l0 if self.choice.activation == "jumprelu" else aux.l1
                 loss = loss + self.sparsity * min(1.0, share / WARMUP) * penalty
         loss.backward()
+        # rows of the decoder keep norm 1, or L1 would shrink codes and lengthen rows; that undoes any step along a row
         self.sae.remove_parallel_gradients_()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -117,11 +117,12 @@ def sparse_gated_ffn(
         b_gate, b_up: [N]. b_down: [K]. Optional.
         activation: "relu"; "relu2", the square of the gate's ReLU; "drelu", ReLU of the gate and of the up projection;
             "fatrelu", the gate where it is above ``threshold``, else 0.
-        threshold: of "fatrelu", a finite number of at least 0; rounded to the dtype of x first. 0 for other
-            activations. A tensor [N] has one for each neuron: JumpReLU, as sparse autoencoders call it. It takes no
-            gradient. On a GPU, where a look would be a wait, a negative one is 0, by one that is NaN every gate
-            passes, and by an infinite one none. A 0-d tensor on the device of x is a threshold that changes during
-            training: no call waits for it, no graph is for one value, and the call runs dense, whatever the strategy.
+        threshold: of "fatrelu", a finite number of at least 0; rounded to the dtype of x first. 0, the default, makes
+            that "relu"; other activations must have 0. A tensor [N] has one for each neuron: JumpReLU, as sparse
+            autoencoders call it. It takes no gradient. On a GPU, where a look would be a wait, a negative one is 0, by
+            one that is NaN every gate passes, and by an infinite one none. A 0-d tensor on the device of x is a
+            threshold that changes during training: no call waits for it, no graph is for one value, and the call runs
+            dense, whatever the strategy.
         strategy: how the call runs. "row" reads the weight rows of each token's non-zeros. "union" works on tiles of
             128 tokens, 16 of a small batch, and the neurons that any token of a tile fires. Both are the same where a
             gradient will be needed; where none will be, every named strategy runs float32 and float64 dense, which is
