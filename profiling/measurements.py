@@ -65,7 +65,7 @@ ALL = (
     Measurement(
         "h100_auto",
         'layers by "auto": forward, training, decoding, errors, memory',
-        "layers, forward, training, decode; chart speedup",
+        "headline, layers, forward, training, errors, decode, memory; chart speedup",
         (AUTO,),
         (200,),
     ),
@@ -145,14 +145,14 @@ ALL = (
     Measurement(
         "h100_paper_configs",
         "models of 0.5B and 1B, random weights",
-        "headline, models, beside the paper",
+        "headline, models, some models, beside the paper",
         (f"{BENCH} model --config 0.5B 1B --energy --json $OUT",),
         (200,),
     ),
     Measurement(
         "h200_paper_configs_large",
         "a model of 1.5B, whose training step an H100 does not hold",
-        "headline, models, beside the paper",
+        "headline, models, some models, beside the paper",
         (f"{BENCH} model --config 1.5B --ops forward train --rounds 4 --json $OUT",),
         (160,),
     ),
@@ -167,14 +167,14 @@ ALL = (
     Measurement(
         "h100_engine_small",
         "vLLM with a drawn model of 1.5B",
-        "engine small, engine eager",
+        "no table; text of docs/serving.md",
         (f"{ENGINE} --model 1.5B --engines stock dense auto stock-eager auto-eager --cache-gib 4 --out $OUT",),
         (520,),
     ),
     Measurement(
         "h100_engine_trained",
         "vLLM with a model of 0.5B, trained for two minutes",
-        "engine trained",
+        "no table",
         (
             f"{SERVED} --l1 1e-3 --out $RUNS/served",
             f"{ENGINE} --model $RUNS/served/final --text $TEXT --engines stock dense auto --sizes 1 8 64 256 --runs 2 "
@@ -275,7 +275,7 @@ ALL = (
     Measurement(
         "h100_sae",
         "sparse autoencoders beside dense",
-        "docs/sae.md",
+        "autoencoders",
         (f"{BENCH} sae --json $OUT",),
         (300,),
     ),
@@ -317,7 +317,7 @@ ALL = (
     Measurement(
         "h200_model",
         "the trained 0.5B model, whole",
-        "trained model",
+        "trained model, trained speed-ups",
         (MODEL.replace("RUN/", "sparse/"),),
         (110,),
         dated=True,
@@ -359,7 +359,7 @@ ALL = (
     Measurement(
         "h200_auto",
         "`h100_auto` on an H200",
-        "layers on an H200",
+        "headline, layers on an H200",
         (AUTO,),
         (200,),
         dated=True,

@@ -50,7 +50,8 @@ _MERGED_SAVES, _DENSE_STARTS, _FEW_TOKENS_READ = 3.5e-6, 13e-6, 1.25
 
 # Most values of x for which "auto" takes "row". NVIDIA H100, ms of "row" and of "union" (`h100_row.json`), "uniform29":
 # K = 2,048 and N = 5,632 0.171 and 0.171 for 2,048 tokens, 1.25 and 1.10 for 16,384; K = 4,096 and N = 14,336 0.344
-# and 0.344 for 1,024, 2.56 and 2.13 for 8,192. "union" is faster by more for every other pattern.
+# and 0.344 for 1,024, 2.56 and 2.13 for 8,192. Other patterns favour "union" more, except `real3` at the limit: 0.119
+# and 0.119 for 2,048 tokens, but 0.218 and 0.189 for 4,096.
 ROW_VALUES = 1 << 22
 
 
