@@ -134,6 +134,9 @@ def _rank(
             if backend == "nccl":
                 device = torch.device("cuda", rank)
                 torch.cuda.set_device(device)
+            else:
+                # FSDP and tensor parallelism take GPUs where they see some
+                os.environ["CUDA_VISIBLE_DEVICES"] = ""
             timeout = timedelta(seconds=PATIENCE_S)
             # gloo is for messages between hosts
             backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend

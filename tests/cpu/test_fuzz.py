@@ -189,6 +189,16 @@ def test_errors_are_what_is_usual(changes: dict[str, Any], monkeypatch: pytest.M
     assert min(result.ratios.values()) > 0.85, result.ratios
 
 
+def test_errors_that_two_products_share_are_counted() -> None:
+    """The square's two gradients have the error of one gate, and weights that resemble each other add it up."""
+    changes: dict[str, Any] = {"m": 20000, "k": 64, "n": 64, "pattern": "heavy neurons", "density": 0.12, "l1": True}
+    changes |= {"strategy": "row", "activation": "relu2", "coherent": True, "wanted": ("x",), "mains": False}
+    case = dataclasses.replace(crafted(op="train", **changes), seed=504, number=32944, down_layout="rows")
+    result = fuzz.attempt(case, CPU)
+    assert result.verdict == "ok"
+    assert 0.8 < result.ratios["x"] < 0.95
+
+
 @pytest.mark.parametrize("changes", [{"x_layout": "expanded"}, {"m": 0}, {"pattern": "none"}, {"pattern": "single"}])
 def test_odd_cases_stay_within_their_bounds(changes: dict[str, Any]) -> None:
     """Equal tokens, no tokens, and tokens that fire almost nothing."""
