@@ -1,6 +1,6 @@
 """A layer with LoRA adapters of peft, dense and by twell, and without adapters: forward passes and training steps.
 
-    python -m profiling.adapters --json profiling/results/h200_adapters.json
+    python -m profiling.adapters --json profiling/results/adapters.json
 
 The layer is transformers' LlamaMLP with ReLU, on a workload's weights and tokens. Adapters are on all three
 projections, and their base weights are frozen; without adapters all weights train. Dense is the faster of eager and

@@ -2,10 +2,10 @@
 
     python -m profiling.everything --list                  # what is older than kernels or version, and its seconds
     python -m profiling.everything --out results --budget-s 540 --real FOLDER --text FOLDER     # on a GPU
-    python -m profiling.everything h100_auto h100_screen --out results --budget-s 540 --real FOLDER
+    python -m profiling.everything auto screen --out results --budget-s 540 --real FOLDER
 
 Without names: all that is older than the present kernels, and host times of another version than the present one, in
-the order of ``profiling.measurements``, except for what needs an input that is not given, or another GPU than this one.
+the order of ``profiling.measurements``, except for what needs an input that is not given.
 A command begins if its predicted seconds are left of --budget-s; one that runs over the budget is interrupted. Each
 result is in --out as soon as it is done, and what each command printed in NAME.log there. done.json says which commands
 ended: the same call goes on behind them, and repeats all after a change of kernels. Copy good files to
@@ -30,8 +30,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import twell
 from profiling.measurements import ALL, INPUTS, Measurement, shown_command
 from twell import _files
@@ -44,14 +42,6 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PATIENCE_S = 20
 # Exit status of a command, and of this one, that left something for the next call.
 LEFT = 3
-# By the hash of the present sources, hashes of others whose compiled objects for Hopper have the same bytes: they
-# differ in comments, names and where a function stands.
-SAME_CODE = {"2c2a5dab3b77": ("429e108cb8e1",)}
-
-
-def gpu_name() -> str:
-    """The name of this machine's GPU; "" without one."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def kernels_of(path: Path) -> str:
@@ -76,9 +66,8 @@ def present() -> str:
 
 
 def current(kernels: str) -> bool:
-    """Whether kernels of this hash have the code of the present ones."""
-    now = present()
-    return kernels == now or kernels in SAME_CODE.get(now, ())
+    """Whether kernels of this hash are the present ones."""
+    return kernels == present()
 
 
 def stale() -> list[Measurement]:
@@ -167,9 +156,6 @@ class Runner:
         lacked = {each.name: lacking for each in chosen if (lacking := self.lacking(each))}
         if named and lacked:
             raise RequestError("; ".join(f"{name} needs {lacking}" for name, lacking in lacked.items()))
-        if not named:
-            others = {each.name: f"an {each.gpu}" for each in chosen if each.gpu and each.gpu not in gpu_name()}
-            lacked = {**others, **lacked}
         for each in chosen:
             if each.name in lacked:
                 self.say(f"{each.name}: left out, as it needs {lacked[each.name]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,13 +13,12 @@ from typing import Any
 
 from profiling import host
 from profiling.draw.common import ResultError, Results, machine, markdown
-from profiling.measurements import published
 from twell.strategy.tables import SCREENED
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LAYERS = ("real3", "topic29", "skew29", "uniform29", "real6", "topic128", "dense911")
 # The file of layers in all tables, and that of the other GPU.
-LAYER_FILE, OTHER_FILE = "h100_auto", "h200_auto"
+LAYER_FILE, OTHER_FILE = "auto", "auto_h100"
 OPS = {"ffn": "forward", "train": "training"}
 Row = dict[str, Any]
 
@@ -26,9 +26,9 @@ Row = dict[str, Any]
 @functools.cache
 def result(name: str) -> dict[str, Any]:
     """The content of a measurement's file of results."""
-    found = Results(RESULTS).get(published(name))
+    found = Results(RESULTS).get(name)
     if found is None:
-        raise ResultError(f"expected results in {RESULTS / published(name)}.json, got no such file")
+        raise ResultError(f"expected results in {RESULTS / name}.json, got no such file")
     return found
 
 
@@ -37,10 +37,15 @@ def rows_of(name: str) -> list[Row]:
     return [row for row in result(name)["rows"] if row["ms"] and not row["red"]]
 
 
+def gpu_of(name: str) -> str:
+    """The GPU of a file, as "H200"."""
+    return str(result(name)["machine"]).partition("NVIDIA ")[2].split(" ")[0]
+
+
 def where(name: str) -> str:
     """A paragraph that names the GPU of a file, if it is not that of the layers."""
-    gpu = str(result(name)["machine"]).split(" ")[1]
-    return "" if gpu == LAYER_FILE.partition("_")[0].upper() else f"\n\nOn an {gpu}."
+    gpu = gpu_of(name)
+    return "" if gpu == gpu_of(LAYER_FILE) else f"\n\nOn an {gpu}."
 
 
 # Layers
@@ -126,20 +131,24 @@ def mean_speedups(name: str = LAYER_FILE, field: str = "speedup_dense") -> list[
 
 
 def headline() -> str:
-    """One number each for inference, training and whole models."""
+    """One number each for inference, training and whole models, and for layers on the other GPU."""
     (forward, train), other = mean_speedups(), mean_speedups(OTHER_FILE)
     queued = mean_speedups(field="queued_speedup")
-    eagerly = f", {queued[0]:.1f}x and {queued[1]:.1f}x in eager calls, queued," if queued else ""
+    eagerly = f"; {queued[0]:.1f}x and {queued[1]:.1f}x in eager calls, one behind the other" if queued else ""
     found = [*pairs(timed(configurations()))]
     gains = [theirs["ms"] / ours["ms"] for theirs, ours in found]
     names = [ours["config"] for _, ours in found]
+    here, there = gpu_of(LAYER_FILE), gpu_of(OTHER_FILE)
+    version = re.search(r"twell ([\d.]+)", result(OTHER_FILE)["machine"])
+    assert version is not None
     return (
-        "On an H100, in CUDA graphs, against the faster of eager and compiled dense PyTorch: "
-        f"**{forward:.1f}x forward and {train:.1f}x in training**{eagerly} for layers with 14 to 33 "
-        "non-zeros of 5,632 per token (geometric means of five layers); without graphs "
-        f"**{min(gains):.1f}x to {max(gains):.1f}x for whole models** of {names[0]} to {names[-1]} with random weights "
-        "and such sparsity, the larger ones on an H200. "
-        f"[On an H200](docs/gpus.md#on-an-h200) layers gain {other[0]:.1f}x and {other[1]:.1f}x."
+        f"Speed-ups on an {here} over the faster of eager and compiled dense PyTorch:\n\n"
+        f"- Layers with 14 to 33 non-zeros of 5,632 per token: **{forward:.1f}x forward and {train:.1f}x in training** "
+        f"in CUDA graphs{eagerly} (geometric means of five layers)\n"
+        f"- Models of {names[0]} to {names[-1]} with random weights and such sparsity, without graphs: "
+        f"**{min(gains):.1f}x to {max(gains):.1f}x**\n"
+        f"- [Layers on an {there}](docs/gpus.md#on-an-{there.lower()}), version {version[1]}: {other[0]:.1f}x and "
+        f"{other[1]:.1f}x"
     )
 
 
@@ -194,31 +203,31 @@ def large_layer() -> str:
     calls |= {("decode", tokens): f"{tokens} token{'s' if tokens > 1 else ''}" for tokens in (1, 16, 64)}
 
     cells = {}
-    for row in rows_of("h100_large_layer"):
+    for row in rows_of("large_layer"):
         if row["requested"] == "auto" and (call := (row["variant"], row["tokens"])) in calls:
             cells[f"`{row['workload']}`", calls[call]] = f"{both(row, 1e3, ',.0f')}, {gain(row)}"
-    return host.pivot("dense / twell, us", cells) + where("h100_large_layer")
+    return host.pivot("dense / twell, us", cells) + where("large_layer")
 
 
 def few_tokens() -> str:
     """Layers by "auto" on few tokens."""
     cells = {}
-    for row in rows_of("h100_few"):
+    for row in rows_of("few"):
         if row["variant"] == "ffn" and row["requested"] == "auto":
             cells[f"`{row['workload']}`", f"{row['tokens']:,}"] = (
                 f"{both(row, 1e3, '.0f')}, {gain(row)} {row['strategy']}"
             )
-    return host.pivot("dense / twell, us", cells) + where("h100_few")
+    return host.pivot("dense / twell, us", cells) + where("few")
 
 
 def overfull() -> str:
     """What steps of the sparse path take with more non-zeros than fit."""
-    rows = [row for row in rows_of("h100_overfull") if row["variant"] == "train_overflow"]
+    rows = [row for row in rows_of("overfull") if row["variant"] == "train_overflow"]
     counts, times = (
         [f"{row['nnz']:.0f}" for row in rows],
         [f"{1 / row['speedup_dense']:.2f}" for row in rows],
     )
-    gpu = str(result("h100_overfull")["machine"]).split(" ")[1]
+    gpu = str(result("overfull")["machine"]).split(" ")[1]
     return (
         f"Training steps with {' and '.join(counts)} non-zeros per token take {' and '.join(times)} times as long as "
         f"eager dense ones on an {gpu}."
@@ -231,7 +240,7 @@ SCREENED_LAYERS = ("real3", "topic29", "real6", "uniform29")
 def screen() -> str:
     """Layers by "union" and by "union+screen", and where "auto" takes the screen."""
     calls: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows_of("h100_screen"):
+    for row in rows_of("screen"):
         if row["variant"] in OPS and row["workload"] in SCREENED_LAYERS:
             calls.setdefault((row["workload"], row["variant"]), {})[row["requested"]] = row
     cells = {}
@@ -241,7 +250,7 @@ def screen() -> str:
             taken = " screen" if chosen["strategy"] == SCREENED else ""
             times = f"{plain['ms']:.2f} / {ours['ms']:.2f}, **{ours['ms'] / plain['ms']:.2f}**{taken}"
             cells[f"`{workload}`", OPS[variant]] = times
-    return host.pivot(f'"union" / "{SCREENED}", ms', cells) + where("h100_screen")
+    return host.pivot(f'"union" / "{SCREENED}", ms', cells) + where("screen")
 
 
 HOST_TOKENS = (1, 16, 64, 256, 1024)
@@ -250,7 +259,7 @@ HOST_LAYERS = ((2048, 5632), (4096, 14336))
 
 def host_times() -> str:
     """Eager calls: their host time, and few tokens."""
-    found = result("h100_host")
+    found = result("host")
     parts: dict[str, list[Row]] = {}
     for row in found["rows"]:
         if not row.get("red"):
@@ -264,12 +273,12 @@ def host_times() -> str:
         host.host_table([row for row in parts["host"] if row["layer"] in ("dense", "auto")]),
     ]
     tables += [host.CAPTIONS["few"], host.few_table(parts["few"], shown)]
-    return "\n\n".join(tables) + where("h100_host")
+    return "\n\n".join(tables) + where("host")
 
 
 def auto_losses() -> str:
     """What "auto" loses at the points outside of its table."""
-    found = result("h100_held_out")
+    found = result("held_out")
     losses = [row["loss"] for row in found["rows"]]
     parts = []
     for kind, training in (("forward", False), ("training", True)):
@@ -286,7 +295,7 @@ SHAPES = ((1024, 2816), (2048, 5632), (4096, 14336))
 def shapes() -> str:
     """Times of the best strategy over dense by layer, pattern and tokens."""
     best: dict[tuple[int, int, str, int], tuple[float, str]] = {}
-    for row in result("h200_tuning")["rows"]:
+    for row in result("tuning")["rows"]:
         if not row["red"] and not row["training"] and row["gated"]:
             key = (row["k"], row["n"], row["pattern"], row["m"])
             best[key] = min(best.get(key, (math.inf, "")), (row["relative"], row["strategy"].rpartition("+")[2][0]))
@@ -300,7 +309,7 @@ def shapes() -> str:
                 cells.append("" if math.isnan(time) else f"{time:.2f} {strategy}" if time < 1 else f"{time:.2f}")
             rows.append([f"{k:,} / {n:,}", pattern, *cells])
     table = markdown(["K / N", "pattern", *(f"M = {m:,}" for m in tokens)], "ll" + "r" * len(tokens), rows)
-    return table + where("h200_tuning")
+    return table + where("tuning")
 
 
 # Whole models
@@ -319,7 +328,7 @@ PAPER = {
 
 def configurations() -> list[dict[str, Any]]:
     """Results of the models of the paper's sizes. LookupError if two files have the same row."""
-    found = [result(path.stem) for path in sorted(RESULTS.glob("h?00_paper_configs*.json"))]
+    found = [result(path.stem) for path in sorted(RESULTS.glob("paper_configs*.json"))]
     counts = Counter((row["config"], row["op"], row["variant"]) for run in found for row in run["rows"])
     if twice := [" ".join(key) for key, count in counts.items() if count > 1]:
         raise LookupError(f"expected one row of each model, got more of {', '.join(twice)}")
@@ -367,14 +376,12 @@ def some_models() -> str:
 
 
 def labels(non_zeros: bool = True) -> dict[str, str]:
-    """What tables call each model: its size, its non-zeros, and the GPU where that is another."""
+    """What tables call each model: its size and its non-zeros."""
     said = {}
     for run in configurations():
-        # training steps of larger models do not fit the memory of an H100
-        elsewhere = "" if "H100" in run["machine"] else ", H200"
         for each in run["models"]:
             counted = f" ({statistics.fmean(each['non_zeros']):.0f})" if non_zeros else ""
-            said[each["config"]] = f"{each['config']}{counted}{elsewhere}"
+            said[each["config"]] = f"{each['config']}{counted}"
     return said
 
 
@@ -407,9 +414,27 @@ def beside_paper() -> str:
     return host.pivot("eager models", cells)
 
 
+def several_gpus() -> str:
+    """Training steps of a model on two and on four GPUs: the faster dense and sparse variants."""
+    cells = {}
+    for count in (2, 4):
+        rows = rows_of(f"parallel{count}")
+        for mode in dict.fromkeys(row["mode"] for row in rows):
+            said = {"ddp": "DDP", "fsdp": "FSDP2", "tp": "tensor parallelism"}[mode]
+            for kind in ("compiled", "eager"):
+                dense, ours = (
+                    next(r for r in rows if (r["mode"], r["variant"]) == (mode, f"{side} {kind}"))
+                    for side in ("dense", "sparse")
+                )
+                cells[said, f"{count} GPUs, {kind}"] = (
+                    f"{dense['ms']:.0f} / {ours['ms']:.0f}, **{dense['ms'] / ours['ms']:.2f}**"
+                )
+    return f"{host.pivot('ms: dense / twell', cells)}\n\n{machine(result('parallel2'))}"
+
+
 def papers_code() -> str:
     """The paper's published code beside dense and twell, queued and waited for, and its errors."""
-    found = result("h100_paper_code")
+    found = result("paper_code")
     rows = []
     for row in found["rows"]:
         cells = []
@@ -427,7 +452,7 @@ def papers_code() -> str:
 
 def trained_speedups() -> str:
     """What the trained model gains."""
-    run = result("h200_model")
+    run = result("model")
     gains = {ours["op"]: theirs["ms"] / ours["ms"] for theirs, ours in pairs(timed([run]))}
     return (
         f"A model of 0.5B that `examples/train.py` trained for 350 steps ({statistics.fmean(run['non_zeros']):.0f} "
@@ -439,7 +464,7 @@ def trained_speedups() -> str:
 def trained_model() -> str:
     """The last step of trainings with and without sparse kernels, and what the model gains."""
     rows = []
-    for name, steps in result("h200_training_run")["runs"].items():
+    for name, steps in result("training_run")["runs"].items():
         last = steps[-1]
         cells = [name, f"{last['ce']:.3f}", f"{last['held_out_ce']:.3f}", f"{last['non_zeros']:.0f}"]
         rows.append([*cells, f"{last['tokens_per_s'] / 1e3:.0f}", f"{last['peak_bytes'] / 1e9:.1f}"])

@@ -1,6 +1,6 @@
 """What the results of ``profiling.bench float8`` say: tables of docs/float8.md, and how good the choices of "auto" are.
 
-    python -m profiling.float8 profiling/results/h200_float8*.json     # needs no GPU
+    python -m profiling.float8 profiling/results/float8*.json     # needs no GPU
 
 prints what the choices lose to the fastest measured strategy and how far predicted times are off, with the constants of
 ``costs.FLOAT8`` and with others that are fitted to these rows, which take their place there by hand.

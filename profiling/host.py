@@ -1,6 +1,6 @@
 """Time eager calls of a layer as users make them, beside three nn.Linear with ReLU and product, and beside CUDA graphs.
 
-    python -m profiling.host --out profiling/results/h100_host.json    # on a GPU, four minutes
+    python -m profiling.host --out profiling/results/host.json    # on a GPU, four minutes
 
 Three parts, each with its rows and its table; ``profiling.bench.protocol`` has the ways of timing:
 

@@ -1,6 +1,6 @@
 """The code that the paper's authors published beside twell and dense PyTorch, on the same layers in one run.
 
-    python -m profiling.paper_code --package sparser-faster-llms --real FOLDER --json h100_paper_code.json
+    python -m profiling.paper_code --package sparser-faster-llms --real FOLDER --json paper_code.json
 
 --package is a checkout of https://github.com/SakanaAI/sparser-faster-llms, which is no part of this repository and is
 only imported: TwELLGatedMLP for the forward pass, torch.ops.sparse_ops.ff_forward_gated for training steps. It compiles

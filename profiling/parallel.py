@@ -1,6 +1,6 @@
 """Time training steps on several GPUs by DDP, FSDP2 and tensor parallelism: dense and sparse, speed and memory.
 
-    python -m torch.distributed.run --nproc-per-node 2 -m profiling.parallel --out profiling/results/h200_parallel.json
+    python -m torch.distributed.run --nproc-per-node 2 -m profiling.parallel --out profiling/results/parallel.json
 
 The model is one of those of ``profiling.bench model --config``, random weights with the sparsity of trained ones, the
 same on all ranks; the modes are those of examples/train.py --parallel, and "alone", in which no rank waits for another.

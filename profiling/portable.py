@@ -1,6 +1,6 @@
 """The portable family of kernels beside Hopper's, on one Hopper GPU, in CUDA graphs: whole calls, and their kernels.
 
-    python -m profiling.portable --json profiling/results/h200_portable.json
+    python -m profiling.portable --json profiling/results/portable.json
 
 Both families run the same problems in turn, in one process. Times of whole calls are medians of replays; those of
 kernels are of launches one by one, between events. "product" is the time of PyTorch's own kernels, in the portable

@@ -41,17 +41,14 @@ def fuzz(name: str) -> str:
 
 
 def soak() -> str:
-    """What a soak did."""
-    run = result("h100_soak")
-    memory = " and ".join(
-        f"{seen['settled']:,.0f} MB {where} at first, {seen['most']:,.0f} at most"
-        for where, seen in (("of the GPU", run["gpu_mb"]), ("of the host", run["host_mb"]))
-    )
-    wrong = "; ".join(run["wrong"]) or "none"
-    return (
-        f"{run['calls']:,} calls of {run['cases']:,} cases in {run['seconds'] / 60:.0f} minutes; memory: {memory}. "
-        f"Faults: {wrong}. {machine(run)}"
-    )
+    """What two soaks did, side by side on one GPU."""
+    rows, runs = [], (result("soak"), result("soak_again"))
+    for run in runs:
+        counts = f"{run['cases']:,}", f"{run['calls']:,}", f"{run['seconds'] / 60:.0f}"
+        memory = [f"{run[kind]['settled']:,.0f} / {run[kind]['most']:,.0f}" for kind in ("gpu_mb", "host_mb")]
+        rows.append([*counts, *memory, "; ".join(run["wrong"]) or "none"])
+    header = ["cases", "calls", "minutes", "MB of the GPU: at first / at most", "of the host", "faults"]
+    return f"{markdown(header, 'rrrrrl', rows)}\n\n{machine(runs[0])}"
 
 
 # Servers and `generate`
@@ -84,20 +81,9 @@ def engine(name: str) -> str:
     return f"{markdown(header, 'l' + 'r' * 6, lines)}\n\n{machine(found)}"
 
 
-def engine_eager() -> str:
-    """What a layer costs the host in an engine without graphs."""
-    found = result("h100_engine_small")
-    rows = []
-    for row in found["rows"]:
-        if row["host"]:
-            twell, stock = row["host"]["twell"], row["host"]["stock"]
-            rows.append([f"{row['sequences']}", f"{stock:.0f}", f"{twell:.0f}", f"**{twell / stock:.2f}**"])
-    return markdown(["sequences", "stock, us", '"auto", us', "ratio"], "rrrr", rows)
-
-
 def autoencoders() -> str:
     """Autoencoders by "auto": speed-ups over the faster dense variant in graphs and in eager calls, and the peak."""
-    found = result("h100_sae")
+    found = result("sae")
     cells: dict[tuple[str, str], str] = {}
     peaks: dict[tuple[str, str], int] = {}
     for row in found["rows"]:
@@ -114,7 +100,7 @@ def autoencoders() -> str:
 
 def generate() -> str:
     """Tokens per second of a prompt pass and of ``generate`` of transformers, stock and sparse."""
-    found = result("h100_generate")
+    found = result("generate")
     rates: dict[tuple[str, int], dict[str, float]] = {}
     for row in found["rows"]:
         rates.setdefault((row["what"], row["sequences"]), {})[row["model"]] = row["tokens_per_s"]
@@ -139,7 +125,7 @@ def _experts(name: str) -> tuple[dict[str, Any], dict[tuple[Any, ...], dict[str,
 
 def experts() -> str:
     """Layers of experts of one shape, by sequences that decode."""
-    found, cases = _experts("h100_experts")
+    found, cases = _experts("experts")
     rows = []
     for (_, _, _, sequences), case in cases.items():
         times = [f"{case[variant]['us']:.0f}" for variant in ("grouped products", "dense", "auto")]
@@ -160,7 +146,7 @@ def experts_elsewhere() -> str:
     """How many times as fast "auto" is as grouped products, by zeros, routes, sizes and kind of experts."""
     rows, machines, sizes = [], set(), (1, 8, 64, 256, 1024)
     for name in ("firing", "skew", "large", "gated"):
-        found, cases = _experts(f"h100_experts_{name}")
+        found, cases = _experts(f"experts_{name}")
         machines.add(machine(found))
         kinds: dict[tuple[Any, ...], dict[int, str]] = {}
         for (shape, firing, skew, sequences), case in cases.items():
@@ -176,12 +162,12 @@ def experts_elsewhere() -> str:
 def e4m3() -> str:
     """The section on figures of e4m3 weights; nothing before there are any."""
     ends = ("", "_large", "_few", "_experts", "_loss")
-    return "\n\n".join(float8.section({end: Results(RESULTS).get(f"h100_float8{end}") for end in ends}))
+    return "\n\n".join(float8.section({end: Results(RESULTS).get(f"float8{end}") for end in ends}))
 
 
 def ncu() -> str:
     """Measurements of each kernel by Nsight Compute."""
-    found = result("h200_ncu")
+    found = result("ncu")
     rows = [summarize.Row(**row) for row in found["rows"] if row["ms"] > 0.02]
     kept = ("kernel", "us", "share", "tensor", "L2", "DRAM", "issue")
     columns = [column for column in summarize.COLUMNS if column.name in kept]
@@ -223,15 +209,14 @@ def files() -> str:
     found |= {name: (content, "frozen") for name, content in measurements.FROZEN.items()}
     rows = []
     for name, (content, shown) in found.items():
-        file = measurements.published(name)
-        if (RESULTS / f"{file}.json").exists():
-            rows.append([f"`{file}`", content, shown])
+        if (RESULTS / f"{name}.json").exists():
+            rows.append([f"`{name}`", content, shown])
     return markdown(["file", "content", "shown in"], "lll", rows)
 
 
 def portable_calls() -> str:
     """Whole calls of the portable family beside Hopper's."""
-    found = result("h100_portable")
+    found = result("portable")
     cells = {}
     for row in found["rows"]:
         us, call = row["us"], re.sub(r"\b1 tokens", "1 token", row["call"])
@@ -243,12 +228,12 @@ def portable_calls() -> str:
 def adapted() -> str:
     """Speed-ups of layers with adapters over dense ones: a column for calls in graphs, and one for eager calls."""
     found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for row in result("h100_adapters")["rows"]:
+    for row in result("adapters")["rows"]:
         if row["adapters"] != "none":
             found.setdefault((f"`{row['workload']}`", row["pass"], row["adapters"]), {})[row["how"]] = row["gain"]
     rows = [[*which, f"{gain['graph']:.2f}", f"{gain['queued']:.2f}"] for which, gain in found.items()]
     header = ["workload", "pass", "adapters", "speed-up in graphs", "eager"]
-    return markdown(header, "lllrr", rows) + f"\n\n{machine(result('h100_adapters'))}"
+    return markdown(header, "lllrr", rows) + f"\n\n{machine(result('adapters'))}"
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -258,7 +243,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": lambda: figures.layers_of("train"),
     "errors": figures.errors,
     "machine": figures.machines,
-    "layers on an H200": figures.layers_elsewhere,
+    "layers on an H100": figures.layers_elsewhere,
     "decode": figures.decode,
     "memory": figures.memory,
     "large layer": figures.large_layer,
@@ -269,6 +254,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "auto losses": figures.auto_losses,
     "shapes": figures.shapes,
     "most non-zeros": most_nonzeros,
+    "several GPUs": figures.several_gpus,
     "models": figures.models,
     "some models": figures.some_models,
     "beside the paper": figures.beside_paper,
@@ -276,11 +262,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "trained speed-ups": figures.trained_speedups,
     "portable calls": portable_calls,
     "adapters": adapted,
-    "engine large": lambda: engine("h200_engine_large"),
-    "engine small": lambda: engine("h100_engine_small"),
-    "engine trained": lambda: engine("h100_engine_trained"),
-    "engine eager": engine_eager,
-    "engine experts": lambda: engine("h100_engine_experts"),
+    "engine large": lambda: engine("engine_large"),
+    "engine small": lambda: engine("engine_small"),
+    "engine experts": lambda: engine("engine_experts"),
     "generate": generate,
     "autoencoders": autoencoders,
     "paper's code": figures.papers_code,
@@ -288,8 +272,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts elsewhere": experts_elsewhere,
     "float8": e4m3,
     "ncu": ncu,
-    "fuzz": lambda: fuzz("h100_fuzz"),
-    "fuzz portable": lambda: fuzz("h100_fuzz_portable"),
+    "fuzz": lambda: fuzz("fuzz"),
+    "fuzz portable": lambda: fuzz("fuzz_portable"),
     "soak": soak,
     "files": files,
 }

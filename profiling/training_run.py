@@ -1,6 +1,6 @@
 """Combine runs of examples/train.py into one file, for the table and the chart of the training run.
 
-    python -m profiling.training_run dense=runs/dense sparse=runs/sparse --out profiling/results/h200_training_run.json
+    python -m profiling.training_run dense=runs/dense sparse=runs/sparse --out profiling/results/training_run.json
 
 Each run is a folder with metrics.jsonl and sparsity.csv. All runs must have the same kind of machine, model and text,
 and log the same steps. The file keeps the options of the first run and the differences of the others.

@@ -1,6 +1,6 @@
 """Measure the cost of each strategy against dense, and generate the table of "auto" that ships.
 
-    python -m profiling.tune --out profiling/results/h200_tuning.json --write
+    python -m profiling.tune --out profiling/results/tuning.json --write
     python -m profiling.tune --out part.json --shapes 2048x5632 --kinds gated --budget-s 60
     python -m profiling.tune --from part.json other.json --write
 

@@ -30,7 +30,6 @@ from profiling.draw.common import (
     speed_axis,
 )
 from profiling.draw.style import SIZE, Theme
-from profiling.measurements import published
 
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
@@ -46,8 +45,8 @@ ALIKE = 0.01
 
 
 def speedup(results: Results) -> Chart | None:
-    """Forward and training step of the named workloads, and the paper's code, beside dense PyTorch (h100_auto)."""
-    result, paper = results.get("h100_auto"), results.get("h100_paper_code")
+    """Forward and training step of the named workloads, and the paper's code, beside dense PyTorch (auto)."""
+    result, paper = results.get("auto"), results.get("paper_code")
     panels: dict[str, list[Row]] = {}
     for op, variant in (("forward", "ffn"), ("train", "train")):
         panels[op] = []
@@ -111,8 +110,8 @@ def draw_speedup(figure: SubFigure, theme: Theme, data: dict[str, list[Row]]) ->
 
 
 def nnz(results: Results) -> Chart | None:
-    """Speed-up of each strategy by non-zeros per token, crossovers marked (h100_sweep_nnz)."""
-    result = results.get(published("h100_sweep_nnz"))
+    """Speed-up of each strategy by non-zeros per token, crossovers marked (sweep_nnz)."""
+    result = results.get("sweep_nnz")
     panels: dict[str, dict[str, Any]] = {}
     for pattern in PATTERNS:
         lines: dict[str, list[list[float]]] = {}

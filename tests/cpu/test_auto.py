@@ -141,7 +141,7 @@ def test_few_tokens_have_a_choice_for_each_number_of_them() -> None:
         site._peek(problem(m), record=True)
     # graphs of many sizes are captured in a row
     rows = [row for row in site.explain() if row.graph]
-    assert [(row.tokens, row.strategy) for row in rows] == [("72 to 128", "row+dense")]
+    assert [(row.tokens, row.strategy) for row in rows] == [("72 to 128", "dense")]
     # new figures at the next decision, for all numbers of tokens
     site.observe(problem(72), Figures(2, None, 3))
     while site.explain()[0].calls != 17:

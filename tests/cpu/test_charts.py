@@ -13,7 +13,6 @@ pytest.importorskip("matplotlib")
 
 from profiling.draw import charts, common
 from profiling.draw import layers as of_layers
-from profiling.measurements import published
 
 MACHINE = "NVIDIA H200 (made up); torch 2.11.0; kernels 0123456789ab"
 
@@ -78,18 +77,15 @@ def test_lines_by_non_zeros_are_of_both_patterns(tmp_path: Path) -> None:
     rows.append(row("ffn", 29, workload=shared, requested="auto", strategy="union", speedup_dense=2.5))
     rows += [row("train", 29, requested=name, strategy="union", speedup_dense=1.5) for name in ("union", "auto")]
     rows.append(row("train", 911, requested="auto", strategy="dense", speedup_dense=1.0))
-    write(tmp_path, published("h100_sweep_nnz"), rows)
+    write(tmp_path, "sweep_nnz", rows)
     panels = of_layers.nnz(common.Results(tmp_path)).data
     assert panels["uniform"]["lines"] == {"row": [[29, 2.0]], "union": [[29, 2.0]], "train": [[29, 1.5]]}
     assert panels["topic"]["lines"] == {"auto": [[29, 2.5]]}
 
 
 def test_wrong_results_of_the_papers_code_are_marked(root: Path, tmp_path: Path) -> None:
-    found = {
-        name: json.loads((root / f"profiling/results/{name}.json").read_text())
-        for name in ("h100_auto", "h100_paper_code")
-    }
-    rows = {row["workload"]: row for row in found["h100_paper_code"]["rows"] if row["op"] == "forward"}
+    found = {name: json.loads((root / f"profiling/results/{name}.json").read_text()) for name in ("auto", "paper_code")}
+    rows = {row["workload"]: row for row in found["paper_code"]["rows"] if row["op"] == "forward"}
     rows["dense911"] |= {"ms": {}, "wrong": "", "red": "illegal memory access"}
     for name, content in found.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
@@ -107,7 +103,7 @@ def test_wrong_results_of_the_papers_code_are_marked(root: Path, tmp_path: Path)
 
 def test_check_notices_what_changed(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, out = tmp_path / "results", tmp_path / "charts"
-    real(root, results, "h100_auto")
+    real(root, results, "auto")
     words = ("speedup", "--results", results, "--out", out)
 
     def checked(said: str, *asked: object) -> None:
@@ -118,7 +114,7 @@ def test_check_notices_what_changed(root: Path, tmp_path: Path, capsys: pytest.C
     assert run(*words) == 0
     # the same bytes each time
     assert run(*words, "--check") == 0
-    path = results / "h100_auto.json"
+    path = results / "auto.json"
     before = path.read_text()
     data = json.loads(before)
     for each in data["rows"]:
@@ -131,4 +127,4 @@ def test_check_notices_what_changed(root: Path, tmp_path: Path, capsys: pytest.C
     path.unlink()
     checked("speedup-light.svg: there is no data for it", "--results", results, "--out", out)
     assert run("nnz", "--results", results, "--out", out) == 2
-    assert "h100_sweep_nnz" in capsys.readouterr().err
+    assert "sweep_nnz" in capsys.readouterr().err

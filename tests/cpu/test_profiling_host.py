@@ -185,7 +185,7 @@ def test_tables_of_files_with_and_without_parts() -> None:
 
 
 def test_the_published_file_has_a_table(root: Path) -> None:
-    rows = loads((root / "profiling/results/h100_host.json").read_text())["rows"]
+    rows = loads((root / "profiling/results/host.json").read_text())["rows"]
     assert len(host.tables(rows).splitlines()) >= len([row for row in rows if row.get("part") != "few"])
 
 

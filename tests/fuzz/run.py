@@ -3,7 +3,7 @@
     python -m tests.fuzz --budget-s 300 --seed 1 --ledger fuzz.jsonl
     python -m tests.fuzz --replay 1:357
     python -m tests.fuzz --portable --budget-s 300
-    python -m tests.fuzz --summary fuzz.jsonl more.jsonl --json h200_fuzz.json
+    python -m tests.fuzz --summary fuzz.jsonl more.jsonl --json fuzz.json
 
 A case is a function of the seed, its number, the kind of device and its family of kernels, and of nothing else. Half
 of the cases are integers whose every sum fp32 holds in any order: each result has one right answer, float64's, rounded

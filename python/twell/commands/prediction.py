@@ -19,7 +19,7 @@ from twell.strategy.tables import SCREENED, Table
 # prediction by more than the second.
 FAR, TOO_FAR = 2.0, 8.0
 
-# An eager call of up to so many tokens may take as long as the host's work for it (`h100_host.json`), of which times of
+# An eager call of up to so many tokens may take as long as the host's work for it (`host.json`), of which times of
 # CUDA graphs say nothing.
 HOST_BOUND = 2048
 

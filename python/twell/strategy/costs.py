@@ -12,7 +12,7 @@ import torch
 from twell._runtime import geometry
 from twell.strategy import tables
 from twell.strategy.tables import GUARDED, SCREENED, Key, Table, Terms
-from twell.tuning import FEW_GATE_PACK, UNION_TILE_TOKENS, up_down_tile
+from twell.tuning import FEW_GATE_PACK, UNION_TILE_TOKENS, halves_seconds, up_down_tile
 
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
 MARGIN = 0.02
@@ -34,7 +34,7 @@ COPY_BYTES = 3.1e12
 _DENSE_FLOP = 790e12
 _DENSE_BYTES = 4.2e12
 # Seconds of the host for a call without gradients and for a training step: three nn.Linear with their activation, and
-# strategies chosen by "auto". Ratios are those of `h100_host.json`, the time of dense that of the fastest host that was
+# strategies chosen by "auto". Ratios are those of `host.json`, the time of dense that of the fastest host that was
 # measured, since hosts differ by a factor of two: where the GPU is the limit on a fast host, its times decide. Of these
 # seconds a share passes before the first kernel starts.
 HOST_SECONDS = {
@@ -48,7 +48,7 @@ _FIRST_LAUNCH = 0.3
 _MERGED_SAVES, _DENSE_STARTS, _FEW_TOKENS_READ = 3.5e-6, 13e-6, 1.25
 
 
-# Most values of x for which "auto" takes "row". NVIDIA H100, ms of "row" and of "union" (`h100_row.json`), "uniform29":
+# Most values of x for which "auto" takes "row". NVIDIA H100, ms of "row" and of "union" (`row.json`), "uniform29":
 # K = 2,048 and N = 5,632 0.171 and 0.171 for 2,048 tokens, 1.25 and 1.10 for 16,384; K = 4,096 and N = 14,336 0.344
 # and 0.344 for 1,024, 2.56 and 2.13 for 8,192. Other patterns favour "union" more, except `real3` at the limit: 0.119
 # and 0.119 for 2,048 tokens, but 0.218 and 0.189 for 4,096.
@@ -208,7 +208,7 @@ def worth_screening(problem: Problem, figures: Figures | None, table: Table | No
 
 # Layers of experts: seconds before and between kernels and bytes of weights per second, of grouped products of PyTorch,
 # and of "row" with its rows: 128 experts of this K and N, 6 of a token, 9.3 % of neurons firing, 1 to 1,024 tokens
-# (profiling/results/h100_experts.json).
+# (profiling/results/experts.json).
 EXPERTS_GPU, EXPERTS_MEASURED = "NVIDIA H100", (2688, 1856)
 _GROUPED_START, _GROUPED_BYTES = 29e-6, 2.6e12
 _EXPERTS_START, _EXPERT_BYTES, _EXPERT_ROW_BYTES = 20e-6, 2.9e12, 2.6e12
@@ -248,8 +248,8 @@ class Float8Rates(NamedTuple):
     copy_bytes: float
 
 
-# Fitted by `python -m profiling.float8` to 45 layers of h100_float8.json, h100_float8_large.json and
-# h100_float8_few.json, where no choice loses time. They predict calls, and are no rates of the GPU's units.
+# Fitted by `python -m profiling.float8` to 45 layers of float8.json, float8_large.json and
+# float8_few.json, where no choice loses time. They predict calls, and are no rates of the GPU's units.
 FLOAT8 = Float8Rates(27.4e-6, 10.6e-6, 45.9e-6, 1300e12, 2.15e12, 2.81e12, 437e12, 584e12, 10.6e12, 3.41e12)
 
 
@@ -355,25 +355,29 @@ GUARDED_TOKENS = range(16, 513)
 _CHOICE_SECONDS = 2e-6
 
 
-def guarded_share(problem: Problem, figures: Figures, table: Table) -> float:
-    """The time of ``GUARDED`` over dense's where the device computes rows."""
-    least = _DENSE_STARTS + _FEW_TOKENS_READ * _dense_seconds(problem)
-    return costs(problem, figures, table, False).get("row", math.inf) + _CHOICE_SECONDS / least
+def guarded_shares(problem: Problem, figures: Figures, table: Table) -> tuple[float, float]:
+    """The time of ``GUARDED`` over dense's where the device computes rows, and where it computes dense halves."""
+    dense = _DENSE_STARTS + _FEW_TOKENS_READ * _dense_seconds(problem)
+    choice, gate = _CHOICE_SECONDS / dense, 1 / (3 if problem.gated else 2)
+    halves = halves_seconds(problem.m, problem.k, problem.n, problem.gated) / dense
+    return costs(problem, figures, table, False).get("row", math.inf) + choice, gate + halves + choice
 
 
 def captured(problem: Problem, table: Table) -> Decision | None:
     """The choice for a CUDA graph of few tokens, which replays on later data; None for other calls.
 
-    No figure decides it. If "row" of a sparse layer of this size takes less time than dense, the graph has ``GUARDED``,
-    so that the device chooses in each replay. Otherwise, and without the kernels for it, it is dense.
+    No figure decides it. If rows of a sparse layer of this size gain more than dense halves lose where many neurons
+    fire, the graph has ``GUARDED``, so that the device chooses in each replay. Otherwise, and without the kernels for
+    it, it is dense.
     """
     if problem.training or problem.eager or problem.float8 or problem.m not in GUARDED_TOKENS:
         return None
     if not table.screens or table.lacks(False, problem.gated):
         return Decision("dense", "a graph keeps its choice, and this GPU cannot choose in each replay", {"dense": 1.0})
-    if guarded_share(problem, Figures(ASSUMED_DENSITY * problem.n, None), table) < 1:
+    if math.prod(guarded_shares(problem, Figures(ASSUMED_DENSITY * problem.n, None), table)) < 1:
         return Decision(GUARDED, "the device chooses in each replay", {"dense": 1.0})
-    return Decision("dense", f"the best for {problem.m} tokens, even of a sparse layer", {"dense": 1.0})
+    reason = f"a choice in each replay of {problem.m} tokens costs a dense layer more than a sparse one gains"
+    return Decision("dense", reason, {"dense": 1.0})
 
 
 def decide_once(problem: Problem, table: Table) -> str:
