@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_left_for_the_next_call(
 def test_the_budget_interrupts(add: Callable[..., None], run: Callable[..., Any], tmp_path: Path) -> None:
     add("a", ("", 0, "sleep"), seconds=1)
     # a busy machine took over five seconds to start Python
-    status, said, _ = run("--budget-s", "15")
+    status, said, _ = run("--budget-s", "9")
     assert status == 3
     assert "a: interrupted, as the budget is spent" in said
     assert "KeyboardInterrupt" in (tmp_path / "out" / "a.log").read_text()

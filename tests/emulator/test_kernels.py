@@ -232,7 +232,7 @@ def test_the_device_chooses_dense_halves(
     [
         # lists of tokens that weight_grad cuts into three pieces
         (2300, 72, 264, 0.05, "", True),
-        (300, 328, 520, 0.05, "gate up", True),
+        pytest.param(300, 328, 520, 0.05, "gate up", True, marks=pytest.mark.nightly),
         (128, 136, 264, 0.3, "gate", False),
         (5, 64, 72, 1.0, "", True),
         # a list of more neurons than the threads of `count` load at a time
