@@ -1,9 +1,9 @@
 # cute_aot_library(TARGET ARCH arch FOLDER folder RPATH path... [SYMBOLS symbol...])
 #
 # Compiles kernels ahead of time for one architecture and links them into one shared library in a folder of the build,
-# with manifest.json beside it. Needs no GPU and no CUDA toolkit. Symbols of one kernel share a process, because importing
-# the compiler takes as long as a kernel; the depfile makes exactly the objects stale whose sources changed. No target
-# where the architecture runs none of the symbols.
+# with manifest.json beside it. Needs no GPU and no CUDA toolkit. Kernels whose names begin with the same word share a
+# process, because importing the compiler takes as long as a kernel; the depfile makes their objects stale if one of their
+# sources changed. No target where the architecture runs none of the symbols.
 
 function(cute_aot_library target)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "ARCH;FOLDER" "RPATH;SYMBOLS")
@@ -23,9 +23,9 @@ function(cute_aot_library target)
 
   set(groups "")
   foreach(symbol IN LISTS symbols)
-    string(REGEX REPLACE "_(bf16|fp16).*" "" kernel ${symbol})
-    list(APPEND groups ${kernel})
-    list(APPEND symbols_${kernel} ${symbol})
+    string(REGEX REPLACE "_.*" "" group ${symbol})
+    list(APPEND groups ${group})
+    list(APPEND symbols_${group} ${symbol})
   endforeach()
   list(REMOVE_DUPLICATES groups)
   # the last ones, of training, take longest: they start first

@@ -189,7 +189,7 @@ def test_uneven_tokens_by_row(
         (23, 136, 264, 4, 3, 8, True, 1),
         # more experts than threads, of which one has more pairs than a unit of another size
         pytest.param(40, 72, 136, 1024, 2, 32, False, 2, marks=pytest.mark.nightly),
-        (1, 2056, 264, 3, 2, 8, False, 0),
+        pytest.param(1, 2056, 264, 3, 2, 8, False, 0, marks=pytest.mark.nightly),
     ],
 )
 def test_experts(
