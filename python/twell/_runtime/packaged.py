@@ -81,7 +81,7 @@ def advice(arch: str) -> str:
         return ""
     return (
         f"the installed kernels are for {', '.join(present)}, and this GPU needs {arch}: in a checkout, "
-        f"`TWELL_ARCHITECTURES={arch} pip install .` installs them; with the extra jit each compiles at its first call"
+        f"`make wheel ARCHITECTURES={arch}` builds a wheel with them; with the extra jit each compiles at its first call"
     )
 
 
