@@ -135,8 +135,8 @@ def test_a_wheel_for_other_gpus_says_what_to_install(
     assert [path.name for path in (wheel_of_all.parent / "cache").iterdir()] == [cache.fingerprint("sm_80")]
     assert len({cache.fingerprint(arch) for arch in specs.ARCHITECTURES}) == len(specs.ARCHITECTURES)
     advice = (
-        "the installed kernels are for sm_90a, sm_100, sm_120, and this GPU needs sm_80: in a checkout, "
-        "`make wheel ARCHITECTURES=sm_80` builds a wheel with them; with the extra jit each compiles at its first call"
+        "the installed kernels are for sm_90a, sm_100, sm_120, and this GPU needs sm_80: in a checkout "
+        "`make wheel ARCHITECTURES=sm_80` builds a wheel with them; the extra jit compiles each at its first call"
     )
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [advice]
     other = tuning.gathered(torch.float16, 1, family=tuning.family(0))

@@ -80,8 +80,8 @@ def advice(arch: str) -> str:
     if not present or arch in present:
         return ""
     return (
-        f"the installed kernels are for {', '.join(present)}, and this GPU needs {arch}: in a checkout, "
-        f"`make wheel ARCHITECTURES={arch}` builds a wheel with them; with the extra jit each compiles at its first call"
+        f"the installed kernels are for {', '.join(present)}, and this GPU needs {arch}: in a checkout "
+        f"`make wheel ARCHITECTURES={arch}` builds a wheel with them; the extra jit compiles each at its first call"
     )
 
 
