@@ -44,20 +44,22 @@ PATIENCE_S = 20
 LEFT = 3
 
 
-def kernels_of(path: Path) -> str:
-    """The hash of the kernels behind a file of results; "" if there is no file, or its machine line names none."""
+def _named(path: Path, pattern: str) -> str:
+    """What the machine line of a file of results names; "" if there is no file, or it names none."""
     if not path.exists():
         return ""
-    found = re.search(r"kernels (\w{12})", json.loads(path.read_text()).get("machine", ""))
+    found = re.search(pattern, json.loads(path.read_text()).get("machine", ""))
     return found[1] if found else ""
+
+
+def kernels_of(path: Path) -> str:
+    """The hash of the kernels behind a file of results."""
+    return _named(path, r"kernels (\w{12})")
 
 
 def version_of(path: Path) -> str:
-    """The version of the package behind a file of results; "" if there is no file, or its machine line names none."""
-    if not path.exists():
-        return ""
-    found = re.search(r"twell ([^;]+)", json.loads(path.read_text()).get("machine", ""))
-    return found[1] if found else ""
+    """The version of the package behind a file of results."""
+    return _named(path, r"twell ([^;]+)")
 
 
 def present() -> str:
@@ -71,7 +73,7 @@ def current(kernels: str) -> bool:
 
 
 def stale() -> list[Measurement]:
-    """The measurements whose files are missing or of other kernels, or of another version where that counts.
+    """The measurements whose files are missing, not whole or of other kernels, or of another version where that counts.
 
     Files that stay as they are count as present.
     """
@@ -80,7 +82,9 @@ def stale() -> list[Measurement]:
         path = RESULTS / f"{each.name}.json"
         if each.dated and path.exists():
             return False
-        return not current(kernels_of(path)) or (each.host and version_of(path) != twell.__version__)
+        if not current(kernels_of(path)) or json.loads(path.read_text()).get("complete") is False:
+            return True
+        return each.host and version_of(path) != twell.__version__
 
     return [each for each in ALL if old(each)]
 

@@ -42,6 +42,12 @@ def gpu_of(name: str) -> str:
     return str(result(name)["machine"]).partition("NVIDIA ")[2].split(" ")[0]
 
 
+def version_of(name: str) -> str:
+    """The version of the package behind a file."""
+    found = re.search(r"twell ([^;]+)", str(result(name)["machine"]))
+    return found[1] if found else "unknown"
+
+
 def where(name: str) -> str:
     """A paragraph that names the GPU of a file, if it is not that of the layers."""
     gpu = gpu_of(name)
@@ -134,21 +140,19 @@ def headline() -> str:
     """One number each for inference, training and whole models, and for layers on the other GPU."""
     (forward, train), other = mean_speedups(), mean_speedups(OTHER_FILE)
     queued = mean_speedups(field="queued_speedup")
-    eagerly = f"; {queued[0]:.1f}x and {queued[1]:.1f}x in eager calls, one behind the other" if queued else ""
+    eagerly = f"; {queued[0]:.1f}x and {queued[1]:.1f}x in eager calls, queued" if queued else ""
     found = [*pairs(timed(configurations()))]
     gains = [theirs["ms"] / ours["ms"] for theirs, ours in found]
     names = [ours["config"] for _, ours in found]
     here, there = gpu_of(LAYER_FILE), gpu_of(OTHER_FILE)
-    version = re.search(r"twell ([\d.]+)", result(OTHER_FILE)["machine"])
-    assert version is not None
     return (
         f"Speed-ups on an {here} over the faster of eager and compiled dense PyTorch:\n\n"
         f"- Layers with 14 to 33 non-zeros of 5,632 per token: **{forward:.1f}x forward and {train:.1f}x in training** "
-        f"in CUDA graphs{eagerly} (geometric means of five layers)\n"
+        f"in CUDA graphs{eagerly} (geometric means of five)\n"
         f"- Models of {names[0]} to {names[-1]} with random weights and such sparsity, without graphs: "
         f"**{min(gains):.1f}x to {max(gains):.1f}x**\n"
-        f"- [Layers on an {there}](docs/gpus.md#on-an-{there.lower()}), version {version[1]}: {other[0]:.1f}x and "
-        f"{other[1]:.1f}x"
+        f"- [Layers on an {there}](docs/gpus.md#on-an-{there.lower()}), version {version_of(OTHER_FILE)}: "
+        f"{other[0]:.1f}x forward and {other[1]:.1f}x in training"
     )
 
 
@@ -227,7 +231,7 @@ def overfull() -> str:
         [f"{row['nnz']:.0f}" for row in rows],
         [f"{1 / row['speedup_dense']:.2f}" for row in rows],
     )
-    gpu = str(result("overfull")["machine"]).split(" ")[1]
+    gpu = gpu_of("overfull")
     return (
         f"Training steps with {' and '.join(counts)} non-zeros per token take {' and '.join(times)} times as long as "
         f"eager dense ones on an {gpu}."
@@ -286,7 +290,8 @@ def auto_losses() -> str:
         parts.append(f"{100 * statistics.mean(own):.2f} % over {len(own)} {kind} points")
     said = f'On {len(losses)} points "auto" loses {100 * statistics.mean(losses):.2f} % in the mean'
     many = sum(loss > 0.06 for loss in losses)
-    return f"{said}: {' and '.join(parts)}; more than 6 % at {many}, at most {100 * max(losses):.1f} %."
+    said = f"{said}: {' and '.join(parts)}; more than 6 % at {many}, at most {100 * max(losses):.1f} %."
+    return f"{said} {machine(found)}"
 
 
 SHAPES = ((1024, 2816), (2048, 5632), (4096, 14336))
@@ -309,7 +314,7 @@ def shapes() -> str:
                 cells.append("" if math.isnan(time) else f"{time:.2f} {strategy}" if time < 1 else f"{time:.2f}")
             rows.append([f"{k:,} / {n:,}", pattern, *cells])
     table = markdown(["K / N", "pattern", *(f"M = {m:,}" for m in tokens)], "ll" + "r" * len(tokens), rows)
-    return table + where("tuning")
+    return f"{table}\n\n{machine(result('tuning'))}"
 
 
 # Whole models
@@ -322,7 +327,6 @@ PAPER = {
     "0.5B": {"forward": "410, +17.0 %", "train": "97.3, -1.5 %"},
     "1B": {"forward": "185, +18.1 %", "train": "48.6, +7.1 %"},
     "1.5B": {"forward": "119, +18.8 %", "train": "31.8, +11.6 %"},
-    "2B": {"forward": "87.8, +20.5 %", "train": "22.4, +21.9 %"},
 }
 
 
@@ -429,7 +433,7 @@ def several_gpus() -> str:
                 cells[said, f"{count} GPUs, {kind}"] = (
                     f"{dense['ms']:.0f} / {ours['ms']:.0f}, **{dense['ms'] / ours['ms']:.2f}**"
                 )
-    return f"{host.pivot('ms: dense / twell', cells)}\n\n{machine(result('parallel2'))}"
+    return f"{host.pivot('ms: dense / twell', cells)}\n\nEmpty: not measured. {machine(result('parallel2'))}"
 
 
 def papers_code() -> str:
@@ -457,7 +461,7 @@ def trained_speedups() -> str:
     return (
         f"A model of 0.5B that `examples/train.py` trained for 350 steps ({statistics.fmean(run['non_zeros']):.0f} "
         f"non-zeros) gained {gains['forward']:.2f} in a forward pass, {gains['logits']:.2f} with the LM head and "
-        f"{gains['train']:.2f} in training, on an H200 with version 0.2.0."
+        f"{gains['train']:.2f} in training, on an {gpu_of('model')} with version {version_of('model')}."
     )
 
 

@@ -34,6 +34,7 @@ class Measurement(NamedTuple):
     dated: bool = False
 
 
+# Of a workload: uneven neurons, uneven tokens, and neurons that neighbouring tokens share.
 SHARED = ",skew=1,tokens=0.5,topic=0.5"
 LAYERS = "uniform29 skew29 topic29 topic128 dense911 real:$REAL/3 real:$REAL/6"
 BENCH = "python -m profiling.bench"
@@ -43,7 +44,6 @@ TRAIN = (
     "python examples/train.py --config 0.5B --text $TEXT --max-bytes 136314880 --steps 350 --tokens-per-step 65536 "
     "--micro-batch 8 --warmup 20 --l1-warmup 40"
 )
-MODEL = f"{BENCH} model $RUNS/RUN/final --text $TEXT --accumulate 4 --energy --json $OUT"
 ENGINE = "python -m profiling.engine --work $FOLDER/engine"
 FEW_FLOAT8 = (
     f"{BENCH} float8 --workload topic29 uniform29 --m 1 8 64 128 256 512 1024 2048 4096 8192 --seconds 0.4 --no-eager"
@@ -310,7 +310,7 @@ ALL = (
         "model",
         "the trained 0.5B model, whole",
         "trained model, trained speed-ups",
-        (MODEL.replace("RUN/", "sparse/"),),
+        (f"{BENCH} model $RUNS/sparse/final --text $TEXT --accumulate 4 --energy --json $OUT",),
         (110,),
         dated=True,
     ),

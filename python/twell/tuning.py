@@ -156,16 +156,11 @@ _ROW_BYTES, _HALVES_FLOP, _HALVES_BYTES, _HALVES_START = 4.2e12, 570e12, 2.9e12,
 ALL_BY_ROW = (1 << 31) - 1
 
 
-def halves_seconds(m: int, k: int, n: int, gated: bool) -> float:
-    """The time of the dense halves of ``m`` tokens, behind the gate."""
-    values = (2 if gated else 1) * k * n
-    return max(2 * m * values / _HALVES_FLOP, 2 * values / _HALVES_BYTES) + _HALVES_START
-
-
 def most_by_row(m: int, k: int, n: int, gated: bool) -> int:
     """Non-zeros of ``m`` tokens with which rows take as long as the dense halves."""
     rows = 2 if gated else 1
-    return min(max(1, int(halves_seconds(m, k, n, gated) * _ROW_BYTES / (2 * k * rows))), ALL_BY_ROW - 1)
+    dense = max(2 * m * k * n * rows / _HALVES_FLOP, 2 * k * n * rows / _HALVES_BYTES) + _HALVES_START
+    return min(max(1, int(dense * _ROW_BYTES / (2 * k * rows))), ALL_BY_ROW - 1)
 
 
 def expert_tokens(pairs: int, experts: int, invariant: bool) -> int:

@@ -83,7 +83,7 @@ def test_the_wheel_has_the_kernels_of_this_machines(wheel: Path, here: bytes, tm
     """tools/wheel.py has looked for faults, and auditwheel for symbols of newer systems."""
     other = build_wheel(tmp_path, host="aarch64")
     assert other.name == wheel.name.replace("x86_64", "aarch64")
-    assert other.stat().st_size < 5.1e6
+    assert other.stat().st_size < 5.3e6
     with zipfile.ZipFile(other) as archive, zipfile.ZipFile(wheel) as own:
         code = archive.read("twell/_lib/libtwell_kernels.so")
         manifest = json.loads(archive.read("twell/_lib/manifest.json"))

@@ -143,10 +143,16 @@ def test_a_call_without_a_site_has_the_whole_choice_of_its_graph(monkeypatch: py
 def test_a_graph_that_cannot_choose_in_each_replay_is_dense() -> None:
     problem = Problem(64, 2048, 5632, True, False)
     without = dataclasses.replace(tables.SHIPPED, screens=False)
-    for table, size in ((without, problem), (tables.SHIPPED, problem._replace(m=256, k=512, n=1408))):
+    # where rows gain little, the choice would cost more in a graph whose tokens fire much
+    little = problem._replace(m=256)
+    for table, size in ((without, problem), (tables.SHIPPED, little), (tables.SHIPPED, little._replace(merged=True))):
         decision = costs.captured(size, table)
         assert decision is not None
         assert decision.strategy == "dense"
+    for size in (problem, problem._replace(merged=True), Problem(128, 4096, 14336, True, False)):
+        decision = costs.captured(size, tables.SHIPPED)
+        assert decision is not None
+        assert decision.strategy == tables.GUARDED
 
 
 class Compiles:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from profiling import figures, measurements
-from profiling.draw.common import loads
+from profiling.draw.common import loads, machine
 from twell.commands import tune
 from twell.strategy import costs, tables
 
@@ -113,7 +113,7 @@ def test_auto_losses(tmp_path: Path) -> None:
     write(tmp_path, "held_out", [{"loss": loss, "training": training} for loss, training in points])
     assert figures.auto_losses() == (
         'On 4 points "auto" loses 28.00 % in the mean: 4.00 % over 3 forward points and 100.00 % over 1 training points'
-        "; more than 6 % at 2, at most 100.0 %."
+        f"; more than 6 % at 2, at most 100.0 %. {machine({'machine': MACHINE})}"
     )
 
 
@@ -159,12 +159,15 @@ def test_layers_and_headline_say_how_calls_were_timed(tmp_path: Path, eager: boo
     assert cells(table)[0] == ["`real3`", "29", "0.75", "0.50", "**1.50**", *times, "row"]
     assert ("| eager, queued | eager, waited for |" in table) == eager
     assert cells(figures.layers())[0] == ["`real3`", "29", *(["0.75 / 0.50", "**1.50**", *times[:1]] * 2)]
-    assert ("; 1.2x and 1.2x in eager calls" in figures.headline()) == eager
+    assert ("; 1.2x and 1.2x in eager calls, queued" in figures.headline()) == eager
     assert (
         "- Models of 1B to 1B with random weights and such sparsity, without graphs: **1.2x to 1.2x**"
         in figures.headline()
     )
-    assert "- [Layers on an H200](docs/gpus.md#on-an-h200), version 0.1.2: 1.5x and 1.5x" in figures.headline()
+    assert (
+        "- [Layers on an H200](docs/gpus.md#on-an-h200), version 0.1.2: 1.5x forward and 1.5x in training"
+        in figures.headline()
+    )
     assert figures.errors().startswith("Errors against float64 are 0.50 to 0.50 times")
 
 

@@ -22,7 +22,7 @@ from twell._runtime import geometry
 from twell.commands import prediction, saved_model, sparsity
 from twell.commands.request import RequestError, aligned, as_percent, at_least, check_file, number_above, pick_device
 from twell.integrations import float8_layouts, layouts, vllm
-from twell.strategy.costs import ASSUMED_DENSITY, Figures, Problem, captured, decide, guarded_shares, nearest
+from twell.strategy.costs import ASSUMED_DENSITY, Figures, Problem, captured, decide, guarded_share, nearest
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, unpackable
 from twell.strategy.tables import GUARDED, SHIPPED, Table, in_use
 from twell.tuning import MERGED_TOKENS, most_by_row
@@ -438,7 +438,7 @@ def predict(
     if strategy == GUARDED:
         # the time of dense products on the device is not known
         dense = known.nonzeros * m > most_by_row(m, problem.k, problem.n, True)
-        share = None if dense else guarded_shares(problem, known, table)[0]
+        share = None if dense else guarded_share(problem, known, table)
     return Row(layer.number, m, decode, strategy, share, reason, costs)
 
 

@@ -12,7 +12,7 @@ import torch
 from twell._runtime import geometry
 from twell.strategy import tables
 from twell.strategy.tables import GUARDED, SCREENED, Key, Table, Terms
-from twell.tuning import FEW_GATE_PACK, UNION_TILE_TOKENS, halves_seconds, up_down_tile
+from twell.tuning import FEW_GATE_PACK, UNION_TILE_TOKENS, up_down_tile
 
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
 MARGIN = 0.02
@@ -185,9 +185,8 @@ def _eager(problem: Problem, predicted: dict[str, float]) -> dict[str, float]:
 
     The first kernel starts behind a share of the host's time.
     """
-    passes = 3 if problem.training else 1
-    # more than the least: where the host may be the limit, products are small
-    dense = passes * (_DENSE_STARTS + _FEW_TOKENS_READ * _dense_seconds(problem))
+    # where the host may be the limit, products are small
+    dense = (3 if problem.training else 1) * _dense_call_seconds(problem)
     host = HOST_SECONDS[problem.training]
     own = {name: host.get(name, 0.0) for name in predicted}
     seconds = {name: max(own[name], time * dense) + _FIRST_LAUNCH * own[name] for name, time in predicted.items()}
@@ -297,6 +296,11 @@ def _dense_seconds(problem: Problem) -> float:
     return max(2 * problem.m * weights * values / _DENSE_FLOP, 2 * weights * values / _DENSE_BYTES)
 
 
+def _dense_call_seconds(problem: Problem) -> float:
+    """The seconds of a dense forward pass of few tokens by three products: more than the least."""
+    return _DENSE_STARTS + _FEW_TOKENS_READ * _dense_seconds(problem)
+
+
 def merged_cost(problem: Problem) -> float:
     """The time of a dense layer of this storage as a multiple of one that computes gate and up in two products."""
     if not problem.merged:
@@ -348,36 +352,37 @@ def _of_slice(problem: Problem, figures: Figures | None) -> tuple[Problem, Figur
     return problem._replace(n=slices[0][1]), figures
 
 
-# Numbers of tokens for which a CUDA graph holds both "row" and dense halves, and the seconds that the choice costs.
+# Numbers of tokens for which a CUDA graph may hold both "row" and dense halves, and the seconds that the choice costs.
 # NVIDIA H100, us with and without it: K = 2,048, N = 5,632 25.8 and 25.1 for 64 tokens, 34.6 and 32.9 for 128, 56.8 and
 # 55.3 for 512; K = 4,096, N = 14,336 74.9 and 73.3, 89.1 and 87.5, 211.7 and 210.2.
 GUARDED_TOKENS = range(16, 513)
 _CHOICE_SECONDS = 2e-6
+# A graph holds both where rows of a sparse layer take less of dense's time than this: dense halves take longer than a
+# dense graph, where many neurons fire. NVIDIA H200, K = 2,048, N = 5,632, "topic128" and "dense911", over dense: 0.97
+# and 1.33 for 64 tokens, 1.62 and 1.87 for 256 (profiling/results/auto.json).
+_GUARDED_BELOW = 0.82
 
 
-def guarded_shares(problem: Problem, figures: Figures, table: Table) -> tuple[float, float]:
-    """The time of ``GUARDED`` over dense's where the device computes rows, and where it computes dense halves."""
-    dense = _DENSE_STARTS + _FEW_TOKENS_READ * _dense_seconds(problem)
-    choice, gate = _CHOICE_SECONDS / dense, 1 / (3 if problem.gated else 2)
-    halves = halves_seconds(problem.m, problem.k, problem.n, problem.gated) / dense
-    return costs(problem, figures, table, False).get("row", math.inf) + choice, gate + halves + choice
+def guarded_share(problem: Problem, figures: Figures, table: Table) -> float:
+    """The time of ``GUARDED`` over dense's where the device computes rows."""
+    dense = merged_cost(problem) * _dense_call_seconds(problem)
+    return costs(problem, figures, table, False).get("row", math.inf) + _CHOICE_SECONDS / dense
 
 
 def captured(problem: Problem, table: Table) -> Decision | None:
     """The choice for a CUDA graph of few tokens, which replays on later data; None for other calls.
 
-    No figure decides it. If rows of a sparse layer of this size gain more than dense halves lose where many neurons
-    fire, the graph has ``GUARDED``, so that the device chooses in each replay. Otherwise, and without the kernels for
-    it, it is dense.
+    No figure decides it. If rows of a sparse layer of this size gain enough (``_GUARDED_BELOW``), the graph has
+    ``GUARDED``, so that the device chooses in each replay. Otherwise, and without the kernels for it, it is dense.
     """
     if problem.training or problem.eager or problem.float8 or problem.m not in GUARDED_TOKENS:
         return None
+    # the kernels of the screen and of the choice are both for Hopper alone
     if not table.screens or table.lacks(False, problem.gated):
         return Decision("dense", "a graph keeps its choice, and this GPU cannot choose in each replay", {"dense": 1.0})
-    if math.prod(guarded_shares(problem, Figures(ASSUMED_DENSITY * problem.n, None), table)) < 1:
+    if guarded_share(problem, Figures(ASSUMED_DENSITY * problem.n, None), table) < _GUARDED_BELOW:
         return Decision(GUARDED, "the device chooses in each replay", {"dense": 1.0})
-    reason = f"a choice in each replay of {problem.m} tokens costs a dense layer more than a sparse one gains"
-    return Decision("dense", reason, {"dense": 1.0})
+    return Decision("dense", f"for {problem.m} tokens even a sparse layer gains little", {"dense": 1.0})
 
 
 def decide_once(problem: Problem, table: Table) -> str:
