@@ -28,17 +28,18 @@ def test_tiles_of_all_sizes_give_the_same_bits(dtype: torch.dtype, compression: 
     # a band of neurons that fire for a band of tokens
     problem.x[300:340, 0] = 64.0
     problem.w_gate[512:1100, 0] = 1.0
-    width, ctas = geometry.words_per_tile(compression), device.sm_count(0) // 2
+    width, clusters = geometry.words_per_tile(compression), device.sm_count(0) // 2
 
     def by_tiles(tokens: int) -> tuple[Tensor, ...]:
         packed = outputs(problem.x, problem.w_gate, compression)
         spec = specs.GatePackSpec(str(dtype).removeprefix("torch."), tokens)
         zeroed = torch.ones(5, dtype=torch.int32, device=CUDA)
-        program.launch(spec, problem.x, problem.w_gate, b_gate, *packed, zeroed, width, 0, ctas)
+        program.launch(spec, problem.x, problem.w_gate, b_gate, *packed, zeroed, width, 0, clusters)
         assert not zeroed.any()
         return packed
 
     first, *others = (testing.poisoned(lambda tokens=tokens: by_tiles(tokens)) for tokens in specs.GATE_TOKENS)
+    # the band spilled
     assert int(first[2][:, :, 1].sum()) > 40
     for other in others:
         testing.assert_packed_same(other, first, n, compression)

@@ -60,6 +60,7 @@ def pack_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: i
 
 def gate_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, activation: Activation) -> Tensor:
     """The gate [M, N] of x's dtype, after its activation."""
+    # w_gate stands in for the down weight, which is not read
     layer, activation = opened(Operands(x, w_gate, None, w_gate, b_gate), activation)
     accumulator = x.float() @ w_gate.float().t()
     if layer.b_gate is not None:
@@ -90,9 +91,9 @@ def pack(
 ) -> View | None:
     """Launch what fills words, spill and stats; if ``invariant``, with bits that do not depend on the other tokens.
 
-    The kernel zeroes int32 [counters] for those of up_down, which are returned. In the portable family, and where the
-    largest gates of a token are chosen, the gate is PyTorch's product, and lies in the spill until it is packed, where
-    that has as many columns.
+    Returns int32 [counters] for up_down, zeroed by the kernel; None for none. In the portable family, and where the
+    largest gates of a token are chosen, the gate is PyTorch's product. It lies in the spill until it is packed, if that
+    has as many columns.
     """
     n = w_gate.shape[0]
     if tuning.family(p.index) == specs.PORTABLE or activation.k:
@@ -115,7 +116,7 @@ def pack(
     if isinstance(spec, specs.GatePackSpec):
         p.launch(spec, *operands, zeroed, *form, clusters)
     elif isinstance(x, Scaled):
-        # behind a kernel of this program, which waits for all before it
+        # whether a kernel of this program runs before it, for which it waits
         p.launch(spec, *operands, zeroed, *form, int(bool(p.launches)))
     else:
         p.launch(spec, *operands, zeroed, *form)
