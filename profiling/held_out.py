@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from profiling import host
+from profiling.bench.layers import module_of
 from profiling.bench.protocol import Gpu
 from profiling.draw.common import loads
 from profiling.tune import read, write_json
@@ -103,7 +104,7 @@ def eager(drawn: FFN, problem: Problem, device: timing.Device) -> dict[str, Any]
     """Milliseconds of an eager call by PyTorch and by "auto", and what that ran; {} on a CPU, where "auto" is dense."""
     if device.torch_device.type != "cuda":
         return {}
-    layer, what = host.sparse(drawn, "auto", problem.gated), host.STEP if problem.training else host.FORWARD
+    layer, what = module_of(drawn, "auto", problem.gated), host.STEP if problem.training else host.FORWARD
     row = host.Row("held out", what, "", "any", problem.m, problem.k, problem.n, problem.gated)
     layers, ways = {"dense": host.Dense(layer), "auto": layer}, {"queued": EAGER_CALLS}
     dense, auto = host.measured(Gpu(device.torch_device), row, layers, drawn.x, ways, EAGER_S)

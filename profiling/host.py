@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from profiling.bench.layers import module_of
 from profiling.bench.protocol import Cpu, Device, Gpu
 from profiling.bench.report import Progress, Run, require_writable
 from profiling.bench.workloads import Source, parse
@@ -37,7 +38,7 @@ from twell import testing
 from twell.commands import tune
 from twell.commands.request import exit_status, number_above, pick_device
 from twell.commands.timing import FAILURES, Call, Recording, measure, reason
-from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP, explain, set_down_layout
+from twell.nn import SparseFFN, SparseGatedMLP, explain
 
 COMMAND = "profiling.host"
 FORWARD, STEP, ONE_THREAD = "forward", "step", "step, one thread"
@@ -117,20 +118,6 @@ def copied(linear: nn.Linear) -> nn.Linear:
     copy = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
     copy.weight = nn.Parameter(linear.weight.detach().clone(memory_format=torch.contiguous_format))
     return copy
-
-
-def sparse(problem: testing.FFN, strategy: Any, gated: bool = True) -> SparseFFN:
-    """The layer as a module of this package, down weight by rows."""
-    n, k = problem.w_gate.shape
-    kind = SparseGatedMLP if gated else SparseMLP
-    layer = kind(k, n, strategy=strategy, device=problem.x.device, dtype=problem.x.dtype)
-    set_down_layout(layer, "rows")
-    first = layer.gate_proj if isinstance(layer, SparseGatedMLP) else layer.up_proj
-    with torch.no_grad():
-        layer.up_proj.weight.copy_(problem.w_up)
-        first.weight.copy_(problem.w_gate)
-        layer.down_proj.weight.copy_(problem.w_down.t())
-    return layer
 
 
 def call_of(what: str, layer: nn.Module, x: Tensor) -> Call:
@@ -216,7 +203,7 @@ def kinds(
             for k, n in shapes:
                 problem = tune.draw(PATTERN, FEW, k, n, where)
                 for m in (m for m in tokens if m <= FEW):
-                    auto = sparse(problem, "auto", gated)
+                    auto = module_of(problem, "auto", gated)
                     row = Row(part, FORWARD, PATTERN, "any", m, k, n, gated)
                     yield row, {"dense": Dense(auto), "auto": auto}, problem.x[:m]
         return
@@ -226,7 +213,7 @@ def kinds(
     for source, what, m in calls:
         problem = source.load(m, HIDDEN, NEURONS, device=where, dtype=torch.bfloat16)
         n, k = problem.w_gate.shape
-        layers = {name: sparse(problem, name) for name in STRATEGIES[what]}
+        layers = {name: module_of(problem, name) for name in STRATEGIES[what]}
         yield Row(part, what, source.name, "any", m, k, n), {"dense": Dense(layers["auto"]), **layers}, problem.x
 
 

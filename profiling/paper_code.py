@@ -31,15 +31,16 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import twell
 from profiling.bench import protocol
-from profiling.bench.layers import SETTLING
+from profiling.bench.layers import SETTLING, module_of
 from profiling.bench.report import write_json
 from profiling.bench.workloads import parse
 from twell import testing
 from twell.commands.timing import FAILURES, Recording, measure, reason, spread
+from twell.nn import SparseFFN
 from twell.testing import FFN
 
 TOKENS, SIZES = 16384, (testing.PAPER_HIDDEN, testing.PAPER_NEURONS)
@@ -122,25 +123,19 @@ def call_of(function: Callable[[FFN], Tensor], problem: FFN, dy: Tensor | None) 
     return step
 
 
-def module_of(problem: FFN, dy: Tensor | None) -> tuple[twell.nn.SparseGatedMLP, Call]:
-    """The layer as a module with ``strategy="auto"``, and its call, as in ``call_of``."""
-    n, k = problem.w_gate.shape
-    layer = twell.nn.SparseGatedMLP(k, n, device="meta", dtype=problem.x.dtype)
-    weights = {"w_gate": layer.gate_proj, "w_up": layer.up_proj, "w_down": layer.down_proj}
-    for name, projection in weights.items():
-        tensor = getattr(problem, name)
-        projection.weight = nn.Parameter(tensor.t() if name == "w_down" else tensor, requires_grad=dy is not None)
+def call_of_module(layer: SparseFFN, dy: Tensor | None) -> Call:
+    """A call of the gated layer, as in ``call_of``."""
     if dy is None:
-        layer.eval()
-        return layer, torch.no_grad()(lambda x: {"y": layer(x)})
+        return torch.no_grad()(lambda x: {"y": layer(x)})
+    parameters = tuple(layer.parameters())
 
     def step(x: Tensor) -> dict[str, Tensor]:
         leaf = x.detach().requires_grad_()
-        gradients = torch.autograd.grad(layer(leaf), (leaf, *layer.parameters()), dy)
-        named = dict(zip(("x", *weights), gradients))
+        gradients = torch.autograd.grad(layer(leaf), (leaf, *parameters), dy)
+        named = dict(zip(("x", "w_gate", "w_up", "w_down"), gradients, strict=True))
         return named | {"w_down": named["w_down"].t()}
 
-    return layer, step
+    return step
 
 
 def check(row: Row, name: str, problem: FFN, dy: Tensor | None, found: dict[str, Tensor]) -> str:
@@ -166,7 +161,8 @@ def measured(gpu: protocol.Gpu, name: str, op: str, problem: FFN, published: Pub
     # gradients are compared on tokens that no rounding decides
     clean = testing.off_kinks(problem) if op == "train" else problem
     dy = testing.real_upstream(problem) if op == "train" else None
-    layer, ours = module_of(clean, dy)
+    layer = module_of(clean)
+    ours = call_of_module(layer, dy)
     for _ in range(SETTLING):
         ours(clean.x)
         gpu.wait()

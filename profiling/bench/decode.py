@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiling.bench.layers import ITEM, SCREENED, TimedLayer, Variant, Verdict, tiles_of
+from profiling.bench.layers import GUARDED, ITEM, SCREENED, TimedLayer, Variant, Verdict, tiles_of
 from twell import testing
 from twell._runtime import geometry
-from twell.strategy.tables import GUARDED
+from twell.commands.timing import Call
 from twell.testing import FFN, Comparison, Errors
 
 # Tokens after which recorded layers repeat, and tokens around their middle that are timed and checked.
@@ -107,13 +107,14 @@ class _Calls:
     def sparse(self, requested: str) -> Variant:
         variant = Variant("decode", lambda i: (), 3 * self.product, baseline=" decode", requested=requested)
 
-        def call(strategy: Any, i: int) -> tuple[Tensor, ...]:
-            return (self.layer.sparse(strategy)(self.at(i)),)
+        def by(strategy: Any) -> Call:
+            function = self.layer.sparse(strategy)
+            return lambda i: (function(self.at(i)),)
 
         def figures(strategy: str) -> dict[str, Any]:
             return self.figures(strategy) | {"verify": functools.partial(self.verify, strategy)}
 
-        return self.layer.by_strategy(variant, call, figures)
+        return self.layer.by_strategy(variant, by, figures)
 
     def verify(self, strategy: str, outputs: tuple[Tensor, ...]) -> Verdict:
         """Check y of all tokens, and the bits of the last call with its copy of the weights."""

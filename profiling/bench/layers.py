@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import twell
 from profiling.bench.protocol import Ceilings, Device
@@ -20,6 +20,7 @@ from twell import testing
 from twell._activation import RELU, Activation
 from twell._runtime import geometry
 from twell.commands.timing import Call
+from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP, set_down_layout
 from twell.strategy import plan, tables
 from twell.testing import FFN, Comparison, Errors
 
@@ -27,7 +28,7 @@ TRAINING = ("train", "train_overflow")
 OPS = ("ffn", "decode", *TRAINING)
 STRATEGIES = plan.STRATEGIES
 # what --screen and --invariant time, too, as ``testing.sparse_output`` names it
-SCREENED, INVARIANT = tables.SCREENED, "row+invariant"
+SCREENED, GUARDED, INVARIANT = tables.SCREENED, tables.GUARDED, "row+invariant"
 
 # Bytes of a stored value.
 ITEM = 2
@@ -104,6 +105,22 @@ class Variant:
         return (self.eager or self.call)(i)
 
 
+def module_of(problem: FFN, strategy: Any = "auto", gated: bool = True, **settings: Any) -> SparseFFN:
+    """The layer as a module, which has the memory of the problem's weights, so the down weight by rows."""
+    n, k = problem.w_gate.shape
+    kind = SparseGatedMLP if gated else SparseMLP
+    layer = kind(k, n, strategy=strategy, device="meta", dtype=problem.x.dtype, **settings)
+    first, up = (problem.w_gate, problem.b_gate), (problem.w_up, problem.b_up)
+    tensors = {"gate_proj": first, "up_proj": up} if gated else {"up_proj": first}
+    for name, (weight, bias) in {**tensors, "down_proj": (problem.w_down.t(), problem.b_down)}.items():
+        projection = getattr(layer, name)
+        projection.weight = nn.Parameter(weight)
+        projection.bias = None if bias is None else nn.Parameter(bias)
+    # else eager calls without gradients look at what holds the weight
+    set_down_layout(layer, "rows")
+    return layer
+
+
 class TimedLayer:
     """A workload: the problem, copies of its tokens, counts of non-zeros, and dense PyTorch's errors."""
 
@@ -166,6 +183,13 @@ class TimedLayer:
         options = {"compression": self.options.compression, "strategy": strategy, **self.form}
         return functools.partial(function or testing.sparse_output, **options)
 
+    def module(self, strategy: Any) -> SparseFFN | None:
+        """The layer by this strategy as users call it; None for a name that only "auto" chooses."""
+        if strategy in (SCREENED, GUARDED):
+            return None
+        how = {"strategy": "row", "invariant": True} if strategy == INVARIANT else {"strategy": strategy}
+        return module_of(self.problem, compression=self.options.compression, **how, **self.form)
+
     def dense(self) -> Iterator[tuple[str, Callable[..., Tensor]]]:
         """The dense functions, with their prefix in names of variants."""
         yield "dense eager", functools.partial(testing.dense_output, **self.form)
@@ -175,35 +199,37 @@ class TimedLayer:
     def by_strategy(
         self,
         variant: Variant,
-        layer: Callable[[Any, int], tuple[Tensor, ...]],
+        by: Callable[[Any], Call],
         figures: Callable[[str], dict[str, Any]],
     ) -> Variant:
-        """Make the variant call ``layer(strategy, i)``; "auto" settles first. ``figures(strategy)``: its fields."""
+        """Make the variant the call ``by(strategy)``; "auto" settles first. ``figures(strategy)``: its fields."""
 
         def settle() -> dict[str, Any]:
-            passed: Any = variant.requested
-            strategy = eager = variant.requested
-            if strategy == "auto":
-                passed, strategy, eager = self._auto(layer)
-            # outside of recordings "auto" may run another strategy, by its choice or to measure
-            calls = {"call": functools.partial(layer, passed), "eager": functools.partial(layer, strategy)}
-            return {"strategy": strategy, "eager_strategy": eager, **calls, **figures(strategy)}
+            name = variant.requested
+            if name == "auto":
+                call, name, eager = self._auto(by)
+                # outside of recordings "auto" may run another strategy, by its choice or to measure
+                fields: dict[str, Any] = {"call": call, "eager": by(name), "eager_strategy": eager}
+            else:
+                fields = {"call": by(name), "eager_strategy": name}
+            return {"strategy": name, **fields, **figures(name)}
 
         variant.settle = settle
         return variant
 
-    def _auto(self, layer: Callable[[Any, int], tuple[Tensor, ...]]) -> tuple[twell.AutoStrategy, str, str]:
-        """A site after some settling calls, and its choices in recordings and in eager calls."""
+    def _auto(self, by: Callable[[Any], Call]) -> tuple[Call, str, str]:
+        """The call after some that let "auto" settle, and its choices in recordings and in eager calls."""
         site = twell.AutoStrategy()
+        call = by(site)
         for i in range(SETTLING):
-            layer(site, i)
+            call(i)
             self.device.wait()
         # graphs are free of the host's time, which the choice of eager calls counts
-        self.device.record(functools.partial(layer, site), 1)
+        self.device.record(call, 1)
         chosen = {choice.graph: choice.strategy for choice in site.explain()}
         # no choice: a device on which "auto" is always dense
         eager = chosen.get("", "dense")
-        return site, chosen.get("captured", eager), eager
+        return call, chosen.get("captured", eager), eager
 
 
 class Inference:
@@ -230,14 +256,18 @@ class Inference:
 
     def _sparse(self, requested: str) -> Variant:
         """The whole layer by one strategy."""
+        layer = self.layer
 
-        def call(strategy: Any, i: int) -> tuple[Tensor, ...]:
-            problem = self.problem._replace(x=self.layer.x[i % self.layer.copies])
-            return (self.layer.sparse(strategy)(problem),)
+        def by(strategy: Any) -> Call:
+            module = layer.module(strategy)
+            if module is not None:
+                return lambda i: (module(layer.x[i % layer.copies]),)
+            function = layer.sparse(strategy)
+            return lambda i: (function(self.problem._replace(x=layer.x[i % layer.copies])),)
 
-        variant = Variant("ffn", lambda i: (), self.flop, verify=self.layer.verify_output)
+        variant = Variant("ffn", lambda i: (), self.flop, verify=layer.verify_output)
         variant.baseline, variant.requested = "", requested
-        return self.layer.by_strategy(variant, call, self._figures)
+        return layer.by_strategy(variant, by, self._figures)
 
     def _figures(self, strategy: str) -> dict[str, float]:
         """Operations and gathered bytes of a strategy, and its floor: gate_pack's and that of what follows it."""

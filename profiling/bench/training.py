@@ -10,12 +10,16 @@ from torch import Tensor
 
 from profiling.bench.layers import INVARIANT, TRAINING, TimedLayer, Variant, Verdict, Verify
 from twell import testing
-from twell.testing import Comparison
+from twell.commands.timing import Call
+from twell.testing import FFN, Comparison
 
 # Upstream gradient of the sum of |h| in the check of a step, exact in bf16.
 L1 = 0.25
 
 BASELINE = " train"
+
+# Of the i-th copy of x, the leaves, x first, and y with its graph.
+Forward = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
 
 
 class Training:
@@ -52,18 +56,19 @@ class Training:
         layer = self.layer
 
         def figures(strategy: str) -> dict[str, Any]:
-            function = layer.sparse(strategy)
+            forward = self._by(strategy)
             return {
                 "floor": self._floor(sparse=strategy != "dense"),
                 "verify": self._verify(strategy),
-                "forward": lambda i: self._forward(function, i)[1],
+                "forward": lambda i: forward(i)[1],
             }
 
-        def step(strategy: Any, i: int) -> tuple[Tensor, ...]:
-            return self._step(layer.sparse(strategy), i % layer.copies)
+        def by(strategy: Any) -> Call:
+            forward = self._by(strategy)
+            return lambda i: self._step(forward, i % layer.copies)
 
         variant = Variant(op, lambda i: (), self.flop, baseline=BASELINE, requested=requested)
-        chosen = [layer.by_strategy(variant, step, figures)]
+        chosen = [layer.by_strategy(variant, by, figures)]
         if requested == "dense" and layer.options.compiled is not None:
             compiled = self._dense(f"{op} compiled", layer.sparse("dense", compiled=True))
             compiled.baseline, compiled.verify = BASELINE, self._verify("dense")
@@ -77,22 +82,37 @@ class Training:
         moved = 5 * layer.token_bytes + 9 * layer.weight_bytes
         return layer.seconds(layer.product if sparse else self.flop, moved)
 
-    def _dense(self, name: str, function: Callable[..., Tensor]) -> Variant:
+    def _dense(self, name: str, function: Callable[[FFN], Tensor]) -> Variant:
         """Forward and backward through ``function(problem)``."""
-        step = lambda i: self._step(function, i)  # noqa: E731
-        floor = self._floor(sparse=False)
-        return Variant(name, step, self.flop, floor, forward=lambda i: self._forward(function, i)[1])
+        forward = self._through(function)
+        step = lambda i: self._step(forward, i)  # noqa: E731
+        return Variant(name, step, self.flop, self._floor(sparse=False), forward=lambda i: forward(i)[1])
 
-    @torch.enable_grad()
-    def _forward(self, function: Callable[..., Tensor], i: int) -> tuple[dict[str, Tensor], Tensor]:
-        """The leaves by name, and y of ``function(problem)`` with its graph."""
-        leaves = self.problem._replace(x=self.layer.x[i]).map(lambda t: t.detach().requires_grad_())
-        return leaves.present(True), function(leaves)
+    def _through(self, function: Callable[[FFN], Tensor]) -> Forward:
+        @torch.enable_grad()
+        def forward(i: int) -> tuple[tuple[Tensor, ...], Tensor]:
+            leaves = self.problem._replace(x=self.layer.x[i]).map(lambda t: t.detach().requires_grad_())
+            return tuple(leaves.present(gated=True).values()), function(leaves)
 
-    def _step(self, function: Callable[..., Tensor], i: int) -> tuple[Tensor, ...]:
+        return forward
+
+    def _by(self, strategy: Any) -> Forward:
+        module = self.layer.module(strategy)
+        if module is None:
+            return self._through(self.layer.sparse(strategy))
+        parameters = tuple(module.parameters())
+
+        @torch.enable_grad()
+        def forward(i: int) -> tuple[tuple[Tensor, ...], Tensor]:
+            x = self.layer.x[i].detach().requires_grad_()
+            return (x, *parameters), module(x)
+
+        return forward
+
+    def _step(self, forward: Forward, i: int) -> tuple[Tensor, ...]:
         """The gradients of x and of all weights."""
-        tensors, y = self._forward(function, i)
-        return torch.autograd.grad(y, tuple(tensors.values()), self.dy[i])
+        leaves, y = forward(i)
+        return torch.autograd.grad(y, leaves, self.dy[i])
 
     def _verify(self, strategy: str) -> Verify:
         """Check all gradients, without and with that of the sum of |h|, on tokens that no rounding decides."""

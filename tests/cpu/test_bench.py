@@ -25,6 +25,7 @@ from profiling.bench.workloads import parse
 from twell import testing
 from twell.commands import timing
 from twell.commands.timing import Call, measure
+from twell.nn import SparseFFN
 
 TINY = ["-m", "64", "-k", "64", "-n", "264", "--device", "cpu", "--seconds", "0.001"]
 WORKLOAD = "nnz=9,skew=0.5"
@@ -113,14 +114,18 @@ def test_a_row_of_auto_has_its_choices_in_graphs_and_in_eager_calls(
     """Eager calls of few tokens count the host and may run dense, where a graph of the same call does not."""
     chosen = [SimpleNamespace(graph=graph, strategy=name) for graph, name in (("", "dense"), ("captured", "row"))]
     monkeypatch.setattr("twell.AutoStrategy.explain", lambda site: chosen)
-    output, ran = testing.sparse_output, []
+    forward, ran = SparseFFN.forward, []
 
-    def watched(problem: testing.FFN, **options: Any) -> Tensor:
-        ran.append(options["strategy"])
+    def watched(layer: SparseFFN, x: Tensor) -> Any:
+        asked = layer.strategy
+        ran.append(asked)
         # a graph would run what the site chose for it
-        return output(problem, **options | {"strategy": "row"})
+        layer.strategy = "row"
+        y = forward(layer, x)
+        layer.strategy = asked
+        return y
 
-    monkeypatch.setattr(testing, "sparse_output", watched)
+    monkeypatch.setattr(SparseFFN, "forward", watched)
     (ours,) = (row for row in bench("ffn", "--workload", WORKLOAD).rows if row["variant"] == "ffn")
     assert (ours["red"], ours["strategy"], ours["eager_strategy"]) == ("", "row", "dense")
     # checked by the strategy of the graph, timed as the user calls it
@@ -182,16 +187,20 @@ def assert_no_speed(row: dict[str, Any]) -> None:
 def test_a_wrong_result_or_gradient_is_red_and_has_no_time(
     bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, gradients = testing.sparse_output, testing.sparse_gradients
+    output, forward, gradients = testing.sparse_output, SparseFFN.forward, testing.sparse_gradients
 
     def wrong_output(problem: testing.FFN, **options: Any) -> Tensor:
         return output(problem, **options) * (1.05 if options.get("strategy") == "union" else 1)
+
+    def wrong_forward(layer: SparseFFN, x: Tensor) -> Any:
+        return forward(layer, x) * (1.05 if layer.strategy == "union" else 1)
 
     def wrong_gradients(problem: testing.FFN, dy: Tensor, dl1: float = 0.0, **options: Any) -> dict[str, Tensor]:
         found = gradients(problem, dy, dl1, **options)
         return {name: t * (1.2 if name == "w_up" and dl1 else 1) for name, t in found.items()}
 
     monkeypatch.setattr(testing, "sparse_output", wrong_output)
+    monkeypatch.setattr(SparseFFN, "forward", wrong_forward)
     monkeypatch.setattr(testing, "sparse_gradients", wrong_gradients)
     result = bench("ffn,decode,train", "--workload", WORKLOAD, "--strategy", "row,union", "--m-decode", "4")
     assert result.code == 1
@@ -224,15 +233,15 @@ def test_a_wrong_dense_layer_is_no_baseline(bench: Callable[..., Result], monkey
 
 def test_a_replay_with_other_bits_is_red(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    right = testing.sparse_output
+    right = SparseFFN.forward
 
-    def drifting(problem: testing.FFN, **options: Any) -> Tensor:
+    def drifting(layer: SparseFFN, x: Tensor) -> Any:
         calls.append(1)
-        y = right(problem, **options)
+        y = right(layer, x)
         y[0, 0] = torch.nextafter(y[0, 0], torch.tensor(9.0).to(y)) if len(calls) > 1 else y[0, 0]
         return y
 
-    monkeypatch.setattr(testing, "sparse_output", drifting)
+    monkeypatch.setattr(SparseFFN, "forward", drifting)
     result = bench("ffn", "--workload", WORKLOAD, "--strategy", "row")
     assert [row["red"] for row in result.rows] == ["", "a replayed recording gives other bits"]
 
@@ -269,7 +278,7 @@ def test_an_error_is_red_and_the_others_go_on(bench: Callable[..., Result], monk
         return make(name, *rest, **options)
 
     monkeypatch.setattr(testing, "make", fails)
-    monkeypatch.setattr(testing, "sparse_output", raising(NotImplementedError("no\nsuch   kernel")))
+    monkeypatch.setattr(SparseFFN, "forward", raising(NotImplementedError("no\nsuch   kernel")))
     result = bench("ffn", "--workload", "nnz=7", "nnz=8", "--strategy", "row,auto")
     assert result.code == 1
     first, *others = result.rows

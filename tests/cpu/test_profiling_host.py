@@ -13,6 +13,7 @@ from torch import Tensor
 
 from profiling import host
 from profiling.bench import protocol
+from profiling.bench.layers import module_of
 from profiling.bench.protocol import Cpu, Gpu
 from profiling.draw.common import loads
 from twell import testing
@@ -100,7 +101,7 @@ def test_a_kind_of_call_that_fails_is_red(run: Callable[..., Any], monkeypatch: 
 @pytest.mark.parametrize("gated", [True, False])
 def test_dense_is_the_same_layer(gated: bool) -> None:
     problem = testing.integer_problem(16, K, N)
-    layer = host.sparse(problem, "row", gated)
+    layer = module_of(problem, "row", gated)
     dense = host.Dense(layer)
     assert torch.equal(dense(problem.x), layer(problem.x))
     assert {id(p) for p in dense.parameters()}.isdisjoint(map(id, layer.parameters()))
@@ -120,7 +121,7 @@ def test_a_step_has_all_gradients_and_leaves_none(what: str) -> None:
             y: Tensor = super().forward(x)
             return y
 
-    layer = Watched(host.sparse(problem, "union"))
+    layer = Watched(module_of(problem, "union"))
     host.measured(Cpu(), host.Row("host", what, "", "", 16, K, N), {"dense": layer}, problem.x, {"host": 1}, 1e-3)
     assert set(threads) == {what == host.STEP}
     assert torch.autograd.is_multithreading_enabled()
@@ -134,7 +135,7 @@ def test_a_ratio_is_the_median_of_those_of_each_turn(monkeypatch: pytest.MonkeyP
     times |= {"replay dense": [1.0] * 5, "replay auto": [0.4, 0.5, 0.5, 1.0, 1.0]}
     monkeypatch.setattr(host, "measure", lambda recordings, seconds: times)
     problem = testing.integer_problem(16, K, N)
-    layer, row = host.sparse(problem, "auto"), host.Row("replay", host.FORWARD, "w", "", 16, K, N)
+    layer, row = module_of(problem, "auto"), host.Row("replay", host.FORWARD, "w", "", 16, K, N)
     layers = {"dense": host.Dense(layer), "auto": layer}
     _, auto = host.measured(Cpu(), row, layers, problem.x, {"queued": 1, "replay": 1}, 1.0)
     assert (auto.queued_ms, auto.replay_queued_ms) == (0.5, 0.5)
