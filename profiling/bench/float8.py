@@ -19,7 +19,6 @@ from profiling.bench import float8_loss, report
 from profiling.bench.layers import SETTLING
 from profiling.bench.protocol import Cpu, Gpu
 from profiling.bench.report import Column, Progress
-from profiling.bench.runner import QUEUED_CALLS
 from twell import float8, testing
 from twell.commands import timing, tune
 from twell.commands.demo.demo import DemoRequest
@@ -256,8 +255,7 @@ class Measured:
         for variant, samples in timing.measure(recordings, seconds).items():
             rows[variant].us = timing.spread(samples).median * 1e3
         if not self.arguments.no_eager:
-            count = self.calls * math.ceil(QUEUED_CALLS / self.calls)
-            eager = {variant: self.device.eager("queued", calls[variant], count) for variant in recordings}
+            eager = {variant: self.device.eager("queued", calls[variant], self.calls) for variant in recordings}
             for variant, samples in timing.measure(eager, seconds / 2).items():
                 rows[variant].queued_us = timing.spread(samples).median * 1e3
         for field, ratio in (("us", "over_dense"), ("queued_us", "queued_over_dense")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,8 +28,6 @@ KINDS = ("eager", "compiled")
 
 # Copies for timing single kernels: each call waits for a sleeping GPU.
 KERNEL_COPIES = 8
-# Least eager calls in a row.
-QUEUED_CALLS = 16
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -180,12 +177,10 @@ class Runner:
     def _eager(self, variants: Sequence[Variant], layer: TimedLayer, rows: Mapping[str, LayerRow]) -> None:
         """Put the times of eager calls into the rows, in one way after the other by all variants in turn."""
         copies = layer.copies
-        for way, calls in (("queued", copies * math.ceil(QUEUED_CALLS / copies)), ("waited", copies)):
-
-            def eager(variant: Variant, way: str = way, calls: int = calls) -> Recording:
-                return self._device.eager(way, lambda i: variant.call(i % copies), calls)
-
-            times = measure({variant.key: eager(variant) for variant in variants}, self._options.seconds / 2)
+        for way in ("queued", "waited"):
+            # as many calls in a row as graphs have: after more of them the power limit lowers the next one's clock
+            recordings = {variant.key: self._device.eager(way, variant.call, copies) for variant in variants}
+            times = measure(recordings, self._options.seconds / 2)
             medians = {key: spread(samples).median for key, samples in times.items()}
             for variant in variants:
                 names = [] if variant.baseline is None else [f"dense {k}{variant.baseline}" for k in KINDS]

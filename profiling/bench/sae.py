@@ -19,7 +19,6 @@ from profiling.bench.cli import COMPILE
 from profiling.bench.layers import SCREENED, SETTLING
 from profiling.bench.protocol import Cpu, Device, Gpu
 from profiling.bench.report import Column, Progress
-from profiling.bench.runner import QUEUED_CALLS
 from profiling.bench.sae_problem import PARAMETERS, PATTERNS, Answer, Autoencoder, dense, draw
 from twell.commands import timing
 from twell.commands.request import at_least, number_above, pick_device
@@ -153,10 +152,10 @@ class Measured:
             except Exception as error:
                 # those of torch.compile are of many kinds
                 row.red = timing.reason(error)
-        seconds, count = self.arguments.seconds, self.copies * math.ceil(QUEUED_CALLS / self.copies)
+        seconds = self.arguments.seconds
         self.fill(rows, timing.measure(recordings, seconds), "ms", "over_dense")
         if not self.arguments.no_eager:
-            eager = {name: self.device.eager("queued", calls[name], count) for name in recordings}
+            eager = {name: self.device.eager("queued", calls[name], self.copies) for name in recordings}
             times = timing.measure(eager, seconds / 2, QUEUED_ROUNDS)
             self.fill(rows, times, "queued_ms", "queued_over_dense")
         return list(rows.values())

@@ -89,9 +89,9 @@ class Graph:
         torch.cuda.synchronize()
 
     def spoil(self) -> None:
-        """Fill the outputs with NaN."""
+        """Fill the outputs with NaN, integers with -1."""
         for output in self.outputs:
-            output.view(torch.uint8).fill_(0xFF)
+            output.fill_(math.nan if output.is_floating_point() else -1)
 
 
 def events() -> tuple[Any, Any]:
