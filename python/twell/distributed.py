@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -167,8 +168,9 @@ def tensor_parallel_plan(
       parameters become DTensors, too, since optimizers and ``clip_grad_norm_`` take no mixture. Those of a module with
       children, of ``nn.MultiheadAttention`` and of ``nn.RNNBase`` stay plain tensors, and a warning names them.
 
-    The model takes and returns plain tensors, the same on all ranks. With ``loss_parallel`` logits are DTensors divided
-    over the vocabulary instead, for ``torch.distributed.tensor.parallel.loss_parallel``.
+    The model takes and returns plain tensors, the same on all ranks, and its gradients are summed over them. With
+    ``loss_parallel`` logits are DTensors divided over the vocabulary instead, for
+    ``torch.distributed.tensor.parallel.loss_parallel``.
 
     Make it after ``sparsify`` and before anything is sharded. Sequence parallelism is not part of it: HF models number
     positions by the length of their input. Dropout needs the same seed on all ranks of the mesh.
@@ -297,7 +299,12 @@ class _Heads(PrepareModuleInput):
 
 
 class _Whole(ParallelStyle):
-    """The style of a module that is whole on every rank: DTensors as parameters, plain inputs and outputs."""
+    """The style of a module that is whole on every rank: DTensors as parameters, plain inputs and outputs.
+
+    Where ranks hold parts of the input, the gradients of its parameters are sums over ranks, which backward makes.
+    Functions that change gradients in place do not take those that are still to be summed: ``clip_grad_norm_`` and
+    ``clip_grad_value_`` of torch before 2.12 silently leave them as they are, and later the second raises an error.
+    """
 
     def __init__(self, layout: Placement | None = None) -> None:
         super().__init__()
@@ -310,6 +317,10 @@ class _Whole(ParallelStyle):
             whole = distribute_tensor(buffer, device_mesh, [Replicate()], src_data_rank=self.src_data_rank)
             module.register_buffer(name, whole, persistent=name not in module._non_persistent_buffers_set)
         layouts = self.layouts
+
+        if layouts != (Replicate(),):
+            _sum_gradients(module, ())
+            module.register_forward_pre_hook(_sum_gradients)
 
         def place(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
             return _place((arguments, named), device_mesh, layouts)
@@ -350,6 +361,27 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Place
     parameter = module.get_parameter(name)
     placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
     module.register_parameter(name, nn.Parameter(placed, parameter.requires_grad))
+
+
+def _sum_gradients(module: nn.Module, _: object) -> None:
+    """Have the gradients of ``module``'s parameters summed over ranks in backward.
+
+    Called before each forward, since parameters may be others by then. Compiled code does not call it: a parameter that
+    was replaced before its first forward, compiled, keeps a gradient that is still to be summed.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for parameter in module.parameters(recurse=False):
+        hooks = parameter._backward_hooks
+        if hooks is not None and _summed in hooks.values():
+            # module.to(dtype) swaps in another tensor, which does not know the hooks until they are set again
+            parameter._backward_hooks = hooks
+        elif parameter.requires_grad:
+            parameter.register_hook(_summed)  # type: ignore[no-untyped-call]
+
+
+def _summed(gradient: DTensor) -> DTensor:
+    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in gradient.placements])
 
 
 def _place(tree: Any, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:
