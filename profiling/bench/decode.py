@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiling.bench.layers import GUARDED, ITEM, SCREENED, TimedLayer, Variant, Verdict, tiles_of
+from profiling.bench.layers import ITEM, SCREENED, TimedLayer, Variant, Verdict, tiles_of
 from twell import testing
 from twell._runtime import geometry
 from twell.commands.timing import Call
+from twell.strategy.tables import GUARDED
 from twell.testing import FFN, Comparison, Errors
 
 # Tokens after which recorded layers repeat, and tokens around their middle that are timed and checked.

@@ -28,7 +28,7 @@ TRAINING = ("train", "train_overflow")
 OPS = ("ffn", "decode", *TRAINING)
 STRATEGIES = plan.STRATEGIES
 # what --screen and --invariant time, too, as ``testing.sparse_output`` names it
-SCREENED, GUARDED, INVARIANT = tables.SCREENED, tables.GUARDED, "row+invariant"
+SCREENED, INVARIANT = tables.SCREENED, "row+invariant"
 
 # Bytes of a stored value.
 ITEM = 2
@@ -106,10 +106,12 @@ class Variant:
 
 
 def module_of(problem: FFN, strategy: Any = "auto", gated: bool = True, **settings: Any) -> SparseFFN:
-    """The layer as a module, which has the memory of the problem's weights, so the down weight by rows."""
+    """The layer as a module, which has the memory of the problem's weights, so the down weight by rows.
+
+    ``strategy``: also a name that only "auto" chooses.
+    """
     n, k = problem.w_gate.shape
-    kind = SparseGatedMLP if gated else SparseMLP
-    layer = kind(k, n, strategy=strategy, device="meta", dtype=problem.x.dtype, **settings)
+    layer = (SparseGatedMLP if gated else SparseMLP)(k, n, device="meta", dtype=problem.x.dtype, **settings)
     first, up = (problem.w_gate, problem.b_gate), (problem.w_up, problem.b_up)
     tensors = {"gate_proj": first, "up_proj": up} if gated else {"up_proj": first}
     for name, (weight, bias) in {**tensors, "down_proj": (problem.w_down.t(), problem.b_down)}.items():
@@ -118,6 +120,10 @@ def module_of(problem: FFN, strategy: Any = "auto", gated: bool = True, **settin
         projection.bias = None if bias is None else nn.Parameter(bias)
     # else eager calls without gradients look at what holds the weight
     set_down_layout(layer, "rows")
+    if isinstance(strategy, str) and "+" in strategy:
+        layer._strategy = plan.route_of(strategy)  # type: ignore[assignment]
+    else:
+        layer.strategy = strategy
     return layer
 
 
@@ -183,12 +189,9 @@ class TimedLayer:
         options = {"compression": self.options.compression, "strategy": strategy, **self.form}
         return functools.partial(function or testing.sparse_output, **options)
 
-    def module(self, strategy: Any) -> SparseFFN | None:
-        """The layer by this strategy as users call it; None for a name that only "auto" chooses."""
-        if strategy in (SCREENED, GUARDED):
-            return None
-        how = {"strategy": "row", "invariant": True} if strategy == INVARIANT else {"strategy": strategy}
-        return module_of(self.problem, compression=self.options.compression, **how, **self.form)
+    def module(self, strategy: Any) -> SparseFFN:
+        """The layer as users call it, by this strategy."""
+        return module_of(self.problem, strategy, compression=self.options.compression, **self.form)
 
     def dense(self) -> Iterator[tuple[str, Callable[..., Tensor]]]:
         """The dense functions, with their prefix in names of variants."""
@@ -260,10 +263,7 @@ class Inference:
 
         def by(strategy: Any) -> Call:
             module = layer.module(strategy)
-            if module is not None:
-                return lambda i: (module(layer.x[i % layer.copies]),)
-            function = layer.sparse(strategy)
-            return lambda i: (function(self.problem._replace(x=layer.x[i % layer.copies])),)
+            return lambda i: (module(layer.x[i % layer.copies]),)
 
         variant = Variant("ffn", lambda i: (), self.flop, verify=layer.verify_output)
         variant.baseline, variant.requested = "", requested

@@ -98,8 +98,6 @@ class Training:
 
     def _by(self, strategy: Any) -> Forward:
         module = self.layer.module(strategy)
-        if module is None:
-            return self._through(self.layer.sparse(strategy))
         parameters = tuple(module.parameters())
 
         @torch.enable_grad()

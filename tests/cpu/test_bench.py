@@ -135,8 +135,10 @@ def test_a_row_of_auto_has_its_choices_in_graphs_and_in_eager_calls(
 
 def test_flags_time_the_screen_and_invariant_rows(bench: Callable[..., Result]) -> None:
     flags = ("--strategy", "row,union", "--screen", "--invariant")
-    result = bench("decode,train", "-m", "64", "--workload", WORKLOAD, *flags, "--m-decode", "1,32")
+    result = bench("ffn,decode,train", "-m", "64", "--workload", WORKLOAD, *flags, "--m-decode", "1,32")
     assert result.code == 0, result.out
+    layers = {row["strategy"] for row in result.rows if row["variant"] == "ffn"}
+    assert layers == {"row", "union", "union+screen", "row+invariant"}
     rows = {(row["strategy"], row["tokens"]): row for row in result.rows if row["variant"] == "decode"}
     assert all(row["red"] == "" for row in rows.values())
     assert {name for name, _ in rows} == {"row", "union", "union+screen", "row+invariant"}

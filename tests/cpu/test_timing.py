@@ -13,7 +13,7 @@ from torch import Tensor
 
 from profiling.bench.protocol import Cpu
 from twell import testing
-from twell.commands.timing import Loop, copies_for, measure, spread
+from twell.commands.timing import Graph, Loop, copies_for, measure, spread
 
 
 class Recorded:
@@ -107,6 +107,14 @@ def test_loop_calls_on_every_copy() -> None:
     assert span() == 500.0
     loop.spoil()
     assert loop.outputs == ()
+
+
+def test_outputs_of_a_graph_are_spoiled_in_any_layout() -> None:
+    graph = object.__new__(Graph)
+    graph.outputs = (torch.zeros(3, 2, dtype=torch.bfloat16).t(), torch.zeros(2, dtype=torch.int32))
+    graph.spoil()
+    assert torch.isnan(graph.outputs[0]).all()
+    assert graph.outputs[1].tolist() == [-1, -1]
 
 
 def test_ceilings_are_rates_of_a_product_and_a_copy() -> None:
