@@ -165,7 +165,6 @@ ALL = (
         "engine large",
         (f"{ENGINE} --model large --engines stock dense auto stock-eager auto-eager --cache-gib 3 --out $OUT",),
         (350,),
-        dated=True,
     ),
     Measurement(
         "engine_small",
