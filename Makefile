@@ -81,7 +81,7 @@ check: $(stamp) ## one kernel: compile it, report its registers, run the tests t
 	"$(PY)" -m pytest tests/cpu/test_launches.py tests/cpu/test_imports.py tests/cpu/test_catalog.py $(ARGS)
 
 test-torch: build/torch-$(TORCH).txt ## the tests that hang on torch, with another version: TORCH=2.9.0
-	$(MAKE) test VENV=build/torch-$(TORCH) CONSTRAINTS=$< ARGS="$(core:%=tests/cpu/test_%.py) $(ARGS)"
+	$(MAKE) test VENV=build/torch-$(TORCH) CONSTRAINTS=$< ARGS="$(core:%=tests/cpu/test_%.py) tests/distributed/test_parallel_plan.py $(ARGS)"
 
 test-serving: $(SERVING)/.ready-$(VLLM) ## tests with vLLM on a CPU, in an environment of its own (3.5 GB); VLLM=0.32.0
 	PATH="$(abspath $(SERVING))/bin:$$PATH" "$(SERVING)/bin/python" -m pytest tests/serving $(ARGS)

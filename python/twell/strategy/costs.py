@@ -358,8 +358,8 @@ def _of_slice(problem: Problem, figures: Figures | None) -> tuple[Problem, Figur
 GUARDED_TOKENS = range(16, 513)
 _CHOICE_SECONDS = 2e-6
 # A graph holds both where rows of a sparse layer take less of dense's time than this: dense halves take longer than a
-# dense graph, where many neurons fire. NVIDIA H200, K = 2,048, N = 5,632, "topic128" and "dense911", over dense: 0.97
-# and 1.33 for 64 tokens, 1.62 and 1.87 for 256 (profiling/results/auto.json).
+# dense graph, where many neurons fire. NVIDIA H200, 2026-11-28, K = 2,048, N = 5,632, "topic128" and "dense911", over
+# dense: 0.97 and 1.33 for 64 tokens, 1.62 and 1.87 for 256.
 _GUARDED_BELOW = 0.82
 
 
