@@ -202,14 +202,15 @@ def memory() -> str:
 
 
 def large_layer() -> str:
-    """A larger layer by "auto" beside dense."""
+    """A larger layer by "auto" beside dense, with eager calls where they were timed."""
     calls = {("ffn", 16384): "forward", ("train", 16384): "training"}
     calls |= {("decode", tokens): f"{tokens} token{'s' if tokens > 1 else ''}" for tokens in (1, 16, 64)}
 
     cells = {}
     for row in rows_of("large_layer"):
         if row["requested"] == "auto" and (call := (row["variant"], row["tokens"])) in calls:
-            cells[f"`{row['workload']}`", calls[call]] = f"{both(row, 1e3, ',.0f')}, {gain(row)}"
+            eagerly = [f"{row[way]:.2f}" for way in ("queued_speedup", "waited_speedup") if row[way]]
+            cells[f"`{row['workload']}`", calls[call]] = ", ".join([both(row, 1e3, ",.0f"), gain(row), *eagerly])
     return host.pivot("dense / twell, us", cells) + where("large_layer")
 
 
