@@ -1,8 +1,9 @@
-"""Profiling without a GPU: tables of ncu's CSV, the profiled program, its scripts, dumps."""
+"""Profiling without a GPU: tables of ncu's CSV, the profiled program, its scripts, dumps, checks of results."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -12,12 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from profiling import paper_code, parallel
+from profiling.bench.layers import module_of
 from profiling.nsight import profile_target, summarize
 from twell import testing
 from twell._runtime import specs
 
 ROOT = Path(__file__).resolve().parents[2]
+
+DENSE_AND_SPARSE = (("dense", 3.0), ("sparse", 2.0))
 
 # Names of compiled kernels, without the types that follow.
 COMPILED = {
@@ -359,3 +365,37 @@ class TestDump:
         found = re.fullmatch(rf"{kernel}: (\d+) registers, 0 bytes spilled\n", (dumped / "unpack_bf16.txt").read_text())
         assert found is not None
         assert int(found[1]) < 64
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_calls_beside_the_papers_code_are_of_one_layer(training: bool) -> None:
+    problem = testing.integer_problem(16, 64, 264)
+    dy = torch.ones_like(problem.x) if training else None
+    calls = (
+        paper_code.call_of_module(module_of(problem, "union"), dy),
+        paper_code.call_of(testing.dense_output, problem, dy),
+    )
+    ours, dense = (call(problem.x) for call in calls)
+    assert ours.keys() == dense.keys() == ({"x", "w_gate", "w_up", "w_down"} if training else {"y"})
+    for name in dense:
+        torch.testing.assert_close(ours[name], dense[name], rtol=2e-2, atol=0.5)
+
+
+def test_the_papers_code_is_wrong_above_twice_denses_error() -> None:
+    problem = testing.make("topic29", 64, 64, 264, device="cpu")
+    y, row = testing.dense_output(problem), paper_code.Row("topic29", "forward", 64, 29.0)
+    assert paper_code.check(row, "paper", problem, None, {"y": y}) == ""
+    assert paper_code.check(row, "paper", problem, None, {"y": y * 1.02}).startswith("y: error ")
+    assert row.errors["paper"] == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "red"), [(2.01, 1.04, ""), (2.03, 1.0, "loss"), (2.0, 1.06, "norm"), (2.0, math.nan, "norm")]
+)
+def test_a_step_of_several_gpus_with_another_loss_or_norm_is_red(loss: float, norm: float, red: str) -> None:
+    dense, sparse = rows = [parallel.Row("ddp", f"{kind} eager", 2, 64, ms=ms) for kind, ms in DENSE_AND_SPARSE]
+    dense.loss, dense.norm, sparse.loss, sparse.norm = 2.0, 1.0, loss, norm
+    parallel.compare(rows)
+    assert sparse.red.startswith(red)
+    assert bool(sparse.red) == bool(red)
+    assert (dense.speedup, sparse.speedup) == (1.0, None if red else 1.5)
