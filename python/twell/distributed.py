@@ -26,14 +26,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 from torch.utils import _pytree as pytree
 
-from twell import _sharding
+from twell import _modes, _sharding
 from twell._arguments import require, require_flag
 from twell._execution import Aux
 from twell._runtime.log import logger
@@ -369,7 +368,7 @@ def _sum_gradients(module: nn.Module, _: object) -> None:
     Called before each forward, since parameters may be others by then. Compiled code does not call it: a parameter that
     was replaced before its first forward, compiled, keeps a gradient that is still to be summed.
     """
-    if torch.compiler.is_compiling():
+    if _modes.compiling():
         return
     for parameter in module.parameters(recurse=False):
         hooks = parameter._backward_hooks
