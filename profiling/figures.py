@@ -209,7 +209,7 @@ def large_layer() -> str:
     cells = {}
     for row in rows_of("large_layer"):
         if row["requested"] == "auto" and (call := (row["variant"], row["tokens"])) in calls:
-            eagerly = [f"{row[way]:.2f}" for way in ("queued_speedup", "waited_speedup") if row[way]]
+            eagerly = [f"{row[way]:.2f}" for way in ("queued_speedup", "waited_speedup") if row.get(way)]
             cells[f"`{row['workload']}`", calls[call]] = ", ".join([both(row, 1e3, ",.0f"), gain(row), *eagerly])
     return host.pivot("dense / twell, us", cells) + where("large_layer")
 
@@ -292,6 +292,9 @@ def auto_losses() -> str:
     said = f'On {len(losses)} points "auto" loses {100 * statistics.mean(losses):.2f} % in the mean'
     many = sum(loss > 0.06 for loss in losses)
     said = f"{said}: {' and '.join(parts)}; more than 6 % at {many}, at most {100 * max(losses):.1f} %."
+    if graphs := [100 * row["graph_loss"] for row in found["rows"] if "graph_loss" in row]:
+        said += f" Graphs of 16 to 512 tokens, whose choice knows no figures, lose {statistics.mean(graphs):.1f} % "
+        said += f"at {len(graphs)} points, at most {max(graphs):.1f} %."
     return f"{said} {machine(found)}"
 
 

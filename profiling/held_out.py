@@ -54,6 +54,10 @@ GATED_SHARE = 0.85
 EAGER_CALLS, EAGER_S = 20, 0.1
 
 
+# Of a point, where it has them.
+MEASURED = (*tables.STRATEGIES, tables.GUARDED, "dense")
+
+
 class Point(NamedTuple):
     """A call, and a workload drawn with ``seed``."""
 
@@ -84,13 +88,16 @@ def points(count: int = POINTS, training: int = TRAINING_POINTS, seed: int = SEE
     return found
 
 
-def measure(point: Point, device: timing.Device, seconds: float) -> dict[str, Any]:
+def measure(point: Point, device: timing.Device, seconds: float, table: tables.Table) -> dict[str, Any]:
     """The row of a point: its figures, and milliseconds and errors by strategy."""
     problem = point.problem
     m, k, n, *_ = problem
     drawn = tune.draw_workload(point.workload, m, k, n, device.torch_device, point.seed).rows(0, m)
     layer = tune.Layer(drawn, problem.gated, problem.training, device)
     strategies = tune.measured_strategies(problem, device)
+    graph = costs.captured(problem, table)
+    if graph is not None and graph.strategy == tables.GUARDED:
+        strategies = (*strategies, tables.GUARDED)
     errors, red = layer.check(strategies)
     recordings = {name: layer.record(name) for name in ("dense", *errors) if name not in red}
     times = {name: timing.spread(each) for name, each in tune.times_of(recordings, seconds).items()}
@@ -112,9 +119,15 @@ def eager(drawn: FFN, problem: Problem, device: timing.Device) -> dict[str, Any]
 
 
 def decided(row: dict[str, Any], table: tables.Table) -> dict[str, Any]:
-    """The row with the choice by ``table``, the predicted times over dense's, and the loss of the choice."""
-    ms = {name: row[f"{name}_ms"] for name in (*tables.STRATEGIES, "dense") if f"{name}_ms" in row}
+    """The row with the choice by ``table``, the predicted times over dense's, and the loss of the choice.
+
+    Of few tokens also with the choice of a graph, which knows no figures, and its loss.
+    """
+    ms = {name: row[f"{name}_ms"] for name in MEASURED if f"{name}_ms" in row}
     problem = Problem(*(row[name] for name in tune.SIZES))
+    graph = costs.captured(problem, table)
+    if graph is not None and graph.strategy in ms:
+        row = row | {"graph": graph.strategy, "graph_loss": ms[graph.strategy] / min(ms.values()) - 1}
     decision = costs.decide(problem, tune.measured_figures(row), None, table)
     loss = ms[decision.strategy] / min(ms.values()) - 1 if decision.strategy in ms else None
     if "eager_auto_ms" in row:
@@ -128,7 +141,7 @@ def line(row: dict[str, Any]) -> str:
     heaviest = "-" if row.get("heaviest") is None else f"{row['heaviest']:.1f}"
     listed = "" if row.get("candidates") is None else f", candidates {row['candidates']:.3f}"
     times = []
-    for name in (*tables.STRATEGIES, "dense"):
+    for name in MEASURED:
         if f"{name}_ms" in row:
             measured = row[f"{name}_ms"] / row["dense_ms"]
             guess = f" ({row['costs'][name]:.3f})" if name in row["costs"] else ""
@@ -153,6 +166,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     if known:
         losses = [row["loss"] for row in known]
         yield f"all: {len(losses)} points, mean {statistics.mean(losses):.2%}, most {max(losses):.1%}"
+    if losses := [row["graph_loss"] for row in rows if "graph_loss" in row]:
+        yield f"graphs: {len(losses)} points, mean {statistics.mean(losses):.2%}, most {max(losses):.1%}"
     yield from (line(row) for row in sorted(known, key=lambda row: -row["loss"])[:10])
     if called := sorted((row for row in known if "eager_loss" in row), key=lambda row: -row["eager_loss"]):
         losses = [row["eager_loss"] for row in called]
@@ -202,7 +217,7 @@ def measure_all(arguments: argparse.Namespace, device: timing.Device) -> dict[st
         if time.monotonic() - started > arguments.budget_s:
             print("held_out: out of time", file=sys.stderr)
             return data
-        data["rows"].append(decided(measure(point, device, arguments.seconds), table))
+        data["rows"].append(decided(measure(point, device, arguments.seconds, table), table))
         print(line(data["rows"][-1]), flush=True)
         write_json(data, arguments.out)
     data["complete"] = True

@@ -163,6 +163,11 @@ def measured(
     device: Device, base: Row, layers: Mapping[str, nn.Module], x: Tensor, ways: Mapping[str, int], seconds: float
 ) -> list[Row]:
     """A row for each of the layers, which has "dense": all in turn in all ``ways``, which has calls in a row."""
+    with torch.no_grad():
+        right = layers["dense"](x)
+        for name, layer in layers.items():
+            if not (error := tune.relative_error(layer(x), right)) <= tune.MOST_ERROR[False]:
+                raise RuntimeError(f"{name} differs from dense by {error:.1%}")
     with torch.autograd.set_multithreading_enabled(base.what != ONE_THREAD):
         calls = {name: call_of(base.what, layer, x) for name, layer in layers.items()}
         for call in calls.values():

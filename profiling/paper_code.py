@@ -6,9 +6,9 @@
 only imported: TwELLGatedMLP for the forward pass, torch.ops.sparse_ops.ff_forward_gated for training steps. It compiles
 its kernels when it is loaded, for which it needs nvcc and ninja.
 
-All variants are timed in turn, by calls on copies of the tokens, in CUDA graphs and in eager calls, queued and waited
-for, as in ``profiling.bench``. The published code has no time in graphs: it launches on the default stream, which no
-graph captures. "dense" is the faster of eager and compiled PyTorch. Times are milliseconds, medians.
+All variants are timed in turn, by eager calls on copies of the tokens, queued and waited for, as in
+``profiling.bench``: the published code launches on the default stream, which no graph captures. "dense" is the faster
+of eager and compiled PyTorch. Times are milliseconds, medians.
 
 Results are compared with float64: "errors" are in norm, "worst_rows" of the worst row, in training those of the worst
 gradient. "wrong" says which results of the published code have more than twice the error of dense PyTorch: more
@@ -35,11 +35,11 @@ from torch import Tensor
 
 import twell
 from profiling.bench import protocol
-from profiling.bench.layers import SETTLING, module_of
+from profiling.bench.layers import SETTLING, gradients_of, module_of
 from profiling.bench.report import write_json
 from profiling.bench.workloads import parse
 from twell import testing
-from twell.commands.timing import FAILURES, Recording, measure, reason, spread
+from twell.commands.timing import FAILURES, measure, reason, spread
 from twell.nn import SparseFFN
 from twell.testing import FFN
 
@@ -55,7 +55,7 @@ Call = Callable[[Tensor], dict[str, Tensor]]
 
 @dataclasses.dataclass
 class Row:
-    """One layer, forward or in training. ``ms``: by way ("graph", "queued", "waited"), then by variant."""
+    """One layer, forward or in training. ``ms``: by way ("queued", "waited"), then by variant."""
 
     workload: str
     op: str
@@ -127,15 +127,7 @@ def call_of_module(layer: SparseFFN, dy: Tensor | None) -> Call:
     """A call of the gated layer, as in ``call_of``."""
     if dy is None:
         return torch.no_grad()(lambda x: {"y": layer(x)})
-    parameters = tuple(layer.parameters())
-
-    def step(x: Tensor) -> dict[str, Tensor]:
-        leaf = x.detach().requires_grad_()
-        gradients = torch.autograd.grad(layer(leaf), (leaf, *parameters), dy)
-        named = dict(zip(("x", "w_gate", "w_up", "w_down"), gradients, strict=True))
-        return named | {"w_down": named["w_down"].t()}
-
-    return step
+    return lambda x: gradients_of(layer, x, dy)
 
 
 def check(row: Row, name: str, problem: FFN, dy: Tensor | None, found: dict[str, Tensor]) -> str:
@@ -188,12 +180,8 @@ def measured(gpu: protocol.Gpu, name: str, op: str, problem: FFN, published: Pub
     def on(call: Call) -> Callable[[int], tuple[Tensor, ...]]:
         return lambda i: tuple(call(tokens[i]).values())
 
-    for way in ("graph", "queued", "waited"):
-        recordings: dict[str, Recording] = {
-            variant: gpu.record(on(call), copies) if way == "graph" else gpu.eager(way, on(call), copies)
-            for variant, call in calls.items()
-            if (way, variant) != ("graph", "paper")
-        }
+    for way in ("queued", "waited"):
+        recordings = {variant: gpu.eager(way, on(call), copies) for variant, call in calls.items()}
         times = {variant: spread(samples).median for variant, samples in measure(recordings, seconds).items()}
         fastest = min(times.pop("dense eager"), times.pop("dense compiled"))
         row.ms[way] = {"dense": fastest, **times}

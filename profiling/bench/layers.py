@@ -68,7 +68,8 @@ class Variant:
     """One call to time: ``call(i)`` works on the i-th copy of the operands and returns its outputs, y first.
 
     ``eager``: replaces ``call`` outside of recordings. ``verify``: returns the errors and the fault, "" if they are
-    within the budget. ``baseline``: the suffix after "dense eager" and "dense compiled" in the names of its baselines.
+    within the budget. ``also``: what timed eager calls run, if that is another strategy, and its check. ``baseline``:
+    the suffix after "dense eager" and "dense compiled" in the names of its baselines.
     ``forward``: the forward pass of a training step, with its graph. ``settle``: returns the fields that depend on the
     strategy; it may raise.
     """
@@ -82,6 +83,7 @@ class Variant:
     baseline: str | None = None
     forward: Callable[[int], Tensor] | None = None
     eager: Call | None = None
+    also: tuple[Call, Verify] | None = None
     settle: Callable[[], dict[str, Any]] | None = None
     requested: str = ""
     strategy: str = ""
@@ -125,6 +127,26 @@ def module_of(problem: FFN, strategy: Any = "auto", gated: bool = True, **settin
     else:
         layer.strategy = strategy
     return layer
+
+
+def gradients_of(layer: SparseFFN, x: Tensor, dy: Tensor, dl1: float = 0.0) -> dict[str, Tensor]:
+    """The gradients of x and of all weights by the names of a problem; ``dl1``: that of the sum of |h|."""
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        if dl1:
+            y, aux = layer(leaf, return_aux=True)
+            # aux.l1 is a mean over tokens
+            outputs, given = [y, aux.l1], [dy, torch.full_like(aux.l1, dl1 * len(dy))]
+        else:
+            outputs, given = [layer(leaf)], [dy]
+    tensors = {"x": leaf}
+    for kind in ("weight", "bias"):
+        for name in ("gate", "up", "down"):
+            parameter = getattr(layer.get_submodule(f"{name}_proj"), kind)
+            if parameter is not None:
+                tensors[f"{kind[0]}_{name}"] = parameter
+    found = dict(zip(tensors, torch.autograd.grad(outputs, tuple(tensors.values()), given)))
+    return found | {"w_down": found["w_down"].t()}
 
 
 class TimedLayer:
@@ -213,6 +235,8 @@ class TimedLayer:
                 call, name, eager = self._auto(by)
                 # outside of recordings "auto" may run another strategy, by its choice or to measure
                 fields: dict[str, Any] = {"call": call, "eager": by(name), "eager_strategy": eager}
+                if eager != name:
+                    fields["also"] = by(eager), figures(eager).get("verify", variant.verify)
             else:
                 fields = {"call": by(name), "eager_strategy": name}
             return {"strategy": name, **fields, **figures(name)}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiling.bench.layers import INVARIANT, TRAINING, TimedLayer, Variant, Verdict, Verify
+from profiling.bench.layers import INVARIANT, TRAINING, TimedLayer, Variant, Verdict, Verify, gradients_of
 from twell import testing
 from twell.commands.timing import Call
 from twell.testing import FFN, Comparison
@@ -119,9 +119,9 @@ class Training:
             form = self.layer.form
             clean = testing.off_kinks(self.problem, threshold=form["threshold"])
             found: dict[str, Comparison] = {}
+            module = self.layer.module(strategy)
             for dl1, suffix in ((0.0, ""), (L1, " with l1")):
-                options = {"compression": self.layer.options.compression, "strategy": strategy, **form}
-                gradients = testing.sparse_gradients(clean, self.dy[0], dl1, **options)
+                gradients = gradients_of(module, clean.x, self.dy[0], dl1)
                 compared = testing.compare_gradients(clean, self.dy[0], gradients, dl1, **form)
                 found |= {f"{name}{suffix}": comparison for name, comparison in compared.items()}
             wrong = [f"{name}: {comparison}" for name, comparison in found.items() if not comparison.ok]

@@ -230,6 +230,10 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[DTensor | None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a layer divided over ranks has no second derivative, got a backward pass with create_graph=True"
+            )
         if gradient is None:
             return None, None
         laid = gradient.t().contiguous().t() if ctx.rows else gradient.contiguous()

@@ -167,7 +167,9 @@ def tensor_parallel_plan(
       parameters become DTensors, too, since optimizers and ``clip_grad_norm_`` take no mixture. Those of a module with
       children, of ``nn.MultiheadAttention`` and of ``nn.RNNBase`` stay plain tensors, and a warning names them.
 
-    The model takes and returns plain tensors, the same on all ranks, and its gradients are summed over them. With
+    The model takes and returns plain tensors, the same on all ranks, and its gradients are summed over them; those of
+    norms of heads not before they are read, if their weights were replaced, as by ``copy.deepcopy`` or ``to(dtype)``,
+    and the next forward is compiled: ``clip_grad_norm_`` of torch before 2.12 then leaves them as they are. With
     ``loss_parallel`` logits are DTensors divided over the vocabulary instead, for
     ``torch.distributed.tensor.parallel.loss_parallel``.
 

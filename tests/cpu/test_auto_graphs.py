@@ -155,6 +155,31 @@ def test_a_graph_that_cannot_choose_in_each_replay_is_dense() -> None:
         assert decision.strategy == tables.GUARDED
 
 
+def test_a_graph_that_would_copy_the_down_weight_says_so() -> None:
+    problem = Problem(64, 2048, 5632, True, False)
+    in_place, copied = (costs.captured(problem._replace(down_copied=each), tables.SHIPPED) for each in (False, True))
+    assert in_place is not None
+    assert copied is not None
+    assert (in_place.strategy, copied.strategy) == (tables.GUARDED, "dense")
+    assert "the down weight is copied" in copied.reason
+
+
+@pytest.mark.parametrize(("nonzeros", "known"), [(29.0, True), (900.0, False)])
+def test_what_a_graph_takes_for_known_figures(nonzeros: float, known: bool) -> None:
+    """The time of dense products that the device chooses is not known."""
+    for m in (8, 64, 256, 600):
+        problem, figures = Problem(m, 2048, 5632, True, False), Figures(nonzeros, 0.5)
+        choice, share = costs.replayed(problem, figures, tables.SHIPPED)
+        decision, graph = costs.decide(problem, figures, None), costs.captured(problem, tables.SHIPPED)
+        assert choice.strategy == (decision if graph is None else graph).strategy
+        if m == 64:
+            assert choice.strategy == tables.GUARDED
+            assert (share is not None) == known
+            assert share is None or share > decision.costs["row"]
+        else:
+            assert share == (1.0 if choice.strategy == "dense" else decision.costs[choice.strategy])
+
+
 class Compiles:
     """A backend that counts graphs and runs them eagerly."""
 

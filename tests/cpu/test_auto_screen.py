@@ -351,5 +351,5 @@ def test_predictions_say_where_the_screen_pays() -> None:
         hottest={},
         candidates=0.31,
     )
-    assert prediction.predict(report, prediction.Call(256, False), SCREENS).strategy == "union+screen"
-    assert prediction.predict(report, prediction.Call(256, False), TABLE).strategy in ("row", "union")
+    assert prediction.predict(report, prediction.Call(1024, False), SCREENS).strategy == "union+screen"
+    assert prediction.predict(report, prediction.Call(1024, False), TABLE).strategy in ("row", "union")

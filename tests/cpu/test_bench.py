@@ -128,9 +128,22 @@ def test_a_row_of_auto_has_its_choices_in_graphs_and_in_eager_calls(
     monkeypatch.setattr(SparseFFN, "forward", watched)
     (ours,) = (row for row in bench("ffn", "--workload", WORKLOAD).rows if row["variant"] == "ffn")
     assert (ours["red"], ours["strategy"], ours["eager_strategy"]) == ("", "row", "dense")
-    # checked by the strategy of the graph, timed as the user calls it
-    assert {each for each in ran if isinstance(each, str)} == {"row"}
+    # checked by both strategies, timed as the user calls it
+    assert {each for each in ran if isinstance(each, str)} == {"row", "dense"}
     assert isinstance(ran[-1], twell.AutoStrategy)
+
+
+def test_what_eager_calls_run_instead_is_checked(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [SimpleNamespace(graph=graph, strategy=name) for graph, name in (("", "union"), ("captured", "row"))]
+    monkeypatch.setattr("twell.AutoStrategy.explain", lambda site: chosen)
+    forward = SparseFFN.forward
+    monkeypatch.setattr(
+        SparseFFN, "forward", lambda layer, x: forward(layer, x) * (1 + 2 * (layer.strategy == "union"))
+    )
+    (ours,) = (row for row in bench("ffn", "--workload", WORKLOAD).rows if row["variant"] == "ffn")
+    assert (ours["strategy"], ours["eager_strategy"]) == ("row", "union")
+    assert ours["red"].endswith("times dense")
+    assert_no_speed(ours)
 
 
 def test_flags_time_the_screen_and_invariant_rows(bench: Callable[..., Result]) -> None:
@@ -189,26 +202,25 @@ def assert_no_speed(row: dict[str, Any]) -> None:
 def test_a_wrong_result_or_gradient_is_red_and_has_no_time(
     bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, forward, gradients = testing.sparse_output, SparseFFN.forward, testing.sparse_gradients
+    output, forward = testing.sparse_output, SparseFFN.forward
 
     def wrong_output(problem: testing.FFN, **options: Any) -> Tensor:
         return output(problem, **options) * (1.05 if options.get("strategy") == "union" else 1)
 
-    def wrong_forward(layer: SparseFFN, x: Tensor) -> Any:
-        return forward(layer, x) * (1.05 if layer.strategy == "union" else 1)
-
-    def wrong_gradients(problem: testing.FFN, dy: Tensor, dl1: float = 0.0, **options: Any) -> dict[str, Tensor]:
-        found = gradients(problem, dy, dl1, **options)
-        return {name: t * (1.2 if name == "w_up" and dl1 else 1) for name, t in found.items()}
+    def wrong_forward(layer: SparseFFN, x: Tensor, return_aux: bool = False) -> Any:
+        if return_aux:
+            y, aux = forward(layer, x, True)
+            return y, aux._replace(l1=aux.l1 * 1.2)
+        wrong = layer.strategy == "union" and not torch.is_grad_enabled()
+        return forward(layer, x) * (1.05 if wrong else 1)
 
     monkeypatch.setattr(testing, "sparse_output", wrong_output)
     monkeypatch.setattr(SparseFFN, "forward", wrong_forward)
-    monkeypatch.setattr(testing, "sparse_gradients", wrong_gradients)
     result = bench("ffn,decode,train", "--workload", WORKLOAD, "--strategy", "row,union", "--m-decode", "4")
     assert result.code == 1
     reds = {row["variant"]: row for row in result.rows if row["red"]}
     assert reds.keys() == {"ffn", "decode", "train"}
-    assert reds["train"]["red"].startswith("w_up with l1: error")
+    assert " with l1: error" in reds["train"]["red"]
     for variant in ("ffn", "decode"):
         assert reds[variant]["requested"] == "union"
         assert reds[variant]["red"].endswith("times dense")

@@ -186,6 +186,9 @@ def refusals(device: torch.device) -> None:
     assert type(module.up_proj.weight) is nn.Parameter
     module.strategy = "dense"
     parallelize_module(module, mesh, SparseMLPParallel())
+    x = tokens().float().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"no second derivative, got .* create_graph=True"):
+        torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
     with pytest.raises(ValueError, match=r"must hold plain parameters, got .*Shard"):
         parallelize_module(module, mesh, SparseMLPParallel())
     with pytest.raises(ValueError, match=r"one dimension, as mesh..tp.. has, got"):

@@ -22,10 +22,10 @@ from twell._runtime import geometry
 from twell.commands import prediction, saved_model, sparsity
 from twell.commands.request import RequestError, aligned, as_percent, at_least, check_file, number_above, pick_device
 from twell.integrations import float8_layouts, layouts, vllm
-from twell.strategy.costs import ASSUMED_DENSITY, Figures, Problem, captured, decide, guarded_share, nearest
+from twell.strategy.costs import ASSUMED_DENSITY, Figures, Problem, decide, nearest, replayed
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, unpackable
-from twell.strategy.tables import GUARDED, SHIPPED, Table, in_use
-from twell.tuning import MERGED_TOKENS, most_by_row
+from twell.strategy.tables import SHIPPED, Table, in_use
+from twell.tuning import MERGED_TOKENS
 
 DESCRIPTION = """\
 Say what "auto" would run in each layer of a checkpoint on chunks of prompts and on batches that decode, and the
@@ -429,16 +429,13 @@ def predict(
     if refused or layer.reason:
         return Row(layer.number, m, decode, "dense", 1.0, refused or layer.reason, {})
     known = Figures(figures.nonzeros / ranks, vllm.union(figures, m))
+    if decode and requested.strategy == "auto":
+        (strategy, reason, costs), share = replayed(problem, known, table)
+        return Row(layer.number, m, decode, strategy, share, reason, costs)
     strategy, reason, costs = decide(problem, known, None, table)
     if requested.strategy != "auto":
         strategy, reason = requested.strategy, "named by the configuration"
-    elif decode and (graph := captured(problem, table)) is not None:
-        strategy, reason = graph.strategy, graph.reason
     share = costs.get(strategy, 1.0 if strategy == "dense" else None)
-    if strategy == GUARDED:
-        # the time of dense products on the device is not known
-        dense = known.nonzeros * m > most_by_row(m, problem.k, problem.n, True)
-        share = None if dense else guarded_share(problem, known, table)
     return Row(layer.number, m, decode, strategy, share, reason, costs)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from twell import tuning
 from twell._runtime import geometry
 from twell.strategy import tables
 from twell.strategy.tables import GUARDED, SCREENED, Key, Table, Terms
@@ -377,12 +378,35 @@ def captured(problem: Problem, table: Table) -> Decision | None:
     """
     if problem.training or problem.eager or problem.float8 or problem.m not in GUARDED_TOKENS:
         return None
+    problem, _ = _of_slice(problem, None)
     # the kernels of the screen and of the choice are both for Hopper alone
     if not table.screens or table.lacks(False, problem.gated):
         return Decision("dense", "a graph keeps its choice, and this GPU cannot choose in each replay", {"dense": 1.0})
-    if guarded_share(problem, Figures(ASSUMED_DENSITY * problem.n, None), table) < _GUARDED_BELOW:
-        return Decision(GUARDED, "the device chooses in each replay", {"dense": 1.0})
-    return Decision("dense", f"for {problem.m} tokens even a sparse layer gains little", {"dense": 1.0})
+    assumed = Figures(ASSUMED_DENSITY * problem.n, None)
+    if guarded_share(problem, assumed, table) < _GUARDED_BELOW:
+        reason = "the device chooses in each replay; dense with aux, or where sums over K are in parts"
+        return Decision(GUARDED, reason, {"dense": 1.0})
+    reason = f"rows with one non-zero in {1 / ASSUMED_DENSITY:.0f} gain too little at {problem.m} tokens"
+    in_place = problem._replace(down_copied=False)
+    if problem.down_copied and guarded_share(in_place, assumed, table) < _GUARDED_BELOW:
+        reason += ", as the down weight is copied; they need no copy where it is stored by rows"
+    return Decision("dense", reason, {"dense": 1.0})
+
+
+def replayed(problem: Problem, figures: Figures, table: Table) -> tuple[Decision, float | None]:
+    """The choice for a CUDA graph of a layer with known figures, and its share of dense's time; None if not known."""
+    decision = decide(problem, figures, None, table)
+    graph = captured(problem, table)
+    if graph is None:
+        return decision, decision.costs.get(decision.strategy)
+    graph = graph._replace(costs=decision.costs)
+    if graph.strategy == "dense":
+        return graph, 1.0
+    problem, of_slice = _of_slice(problem, figures)
+    assert of_slice is not None
+    # the time of dense products on the device is not known
+    dense = of_slice.nonzeros * problem.m > tuning.most_by_row(problem.m, problem.k, problem.n, problem.gated)
+    return graph, None if dense else guarded_share(problem, of_slice, table)
 
 
 def decide_once(problem: Problem, table: Table) -> str:

@@ -441,8 +441,10 @@ class AutoStrategy:
                 about = (layer, _kind(key[0]), _range(key[1]), "", *bucket.decision[:2])
                 rows.append(Choice(*about, bucket.calls, figures, measured, bucket.decision.costs))
             # neighbours with one strategy share a row, which has the reason of the most tokens
-            for (training, _), alike in itertools.groupby(
-                sorted(self._captures.items(), key=lambda item: item[0]), lambda item: (item[0][0], item[1].strategy)
+            for (training, *_), alike in itertools.groupby(
+                sorted(self._captures.items(), key=lambda item: item[0]),
+                # figures decide for other numbers of tokens than the rule of few
+                lambda item: (item[0][0], item[1].strategy, item[0][1] in costs.GUARDED_TOKENS),
             ):
                 captures = list(alike)
                 (_, low), ((_, high), decision) = captures[0][0], captures[-1]
