@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,12 @@ def let_experts_have_no_gate() -> None:
     FusedMoEConfig.__post_init__ = complete
 
 
+def lead(likely: Iterable[Any]) -> float:
+    """How much more likely, in nats, the best token is than the next."""
+    best, second, *_ = sorted((each.logprob for each in likely), reverse=True)
+    return float(best - second)
+
+
 def main() -> None:
     request = json.loads(sys.argv[1])
     if request.get("chooses"):
@@ -101,12 +108,13 @@ def main() -> None:
     for _ in range(request.get("repeat", 1)):
         outputs = engine.generate(
             [{"prompt_token_ids": prompt} for prompt in request["prompts"]],
-            SamplingParams(max_tokens=request["tokens"], temperature=0, ignore_eos=True, detokenize=False),
+            SamplingParams(max_tokens=request["tokens"], temperature=0, ignore_eos=True, detokenize=False, logprobs=2),
             use_tqdm=False,
             lora_request=adapter,
         )
     result = {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "leads": [[lead(likely.values()) for likely in output.outputs[0].logprobs] for output in outputs],
         "started": started,
         "cached": [output.num_cached_tokens for output in outputs],
         **engine.apply_model(describe)[0],
