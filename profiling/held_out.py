@@ -104,7 +104,11 @@ def measure(point: Point, device: timing.Device, seconds: float, table: tables.T
     figures = tune.figures_of(drawn, tables.SCREENED in strategies)
     row = {**dict(zip(tune.SIZES, problem)), "pattern": vars(point.workload), **figures._asdict(), "red": red}
     row |= {f"{name}_ms": spread.median for name, spread in times.items()}
-    return row | eager(drawn, problem, device)
+    try:
+        row |= eager(drawn, problem, device)
+    except timing.FAILURES as error:
+        row["red"] = red | {"eager": timing.reason(error)}
+    return row
 
 
 def eager(drawn: FFN, problem: Problem, device: timing.Device) -> dict[str, Any]:
