@@ -167,11 +167,12 @@ def tensor_parallel_plan(
       parameters become DTensors, too, since optimizers and ``clip_grad_norm_`` take no mixture. Those of a module with
       children, of ``nn.MultiheadAttention`` and of ``nn.RNNBase`` stay plain tensors, and a warning names them.
 
-    The model takes and returns plain tensors, the same on all ranks, and its gradients are summed over them; those of
-    norms of heads not before they are read, if their weights were replaced, as by ``copy.deepcopy`` or ``to(dtype)``,
-    and the next forward is compiled: ``clip_grad_norm_`` of torch before 2.12 then leaves them as they are. With
-    ``loss_parallel`` logits are DTensors divided over the vocabulary instead, for
-    ``torch.distributed.tensor.parallel.loss_parallel``.
+    The model takes and returns plain tensors, the same on all ranks. With ``loss_parallel`` logits are DTensors divided
+    over the vocabulary instead, for ``torch.distributed.tensor.parallel.loss_parallel``.
+
+    Backward sums gradients over ranks. If the weights of norms of heads are replaced, as by ``copy.deepcopy`` or
+    ``to(dtype)``, run one forward pass eagerly before compiled ones. Otherwise their gradients stay to be summed, and
+    ``clip_grad_norm_`` of torch before 2.12 does not clip them.
 
     Make it after ``sparsify`` and before anything is sharded. Sequence parallelism is not part of it: HF models number
     positions by the length of their input. Dropout needs the same seed on all ranks of the mesh.

@@ -378,7 +378,9 @@ def test_calls_beside_the_papers_code_are_of_one_layer(training: bool) -> None:
     ours, dense = (call(problem.x) for call in calls)
     assert ours.keys() == dense.keys() == ({"x", "w_gate", "w_up", "w_down"} if training else {"y"})
     for name in dense:
-        torch.testing.assert_close(ours[name], dense[name], rtol=2e-2, atol=0.5)
+        # integers are exact, but dense PyTorch adds two rounded products to the gradient of x
+        assert dense[name].any()
+        torch.testing.assert_close(ours[name], dense[name], rtol=0.01 * (name == "x"), atol=0)
 
 
 def test_the_papers_code_is_wrong_above_twice_denses_error() -> None:

@@ -384,7 +384,7 @@ def captured(problem: Problem, table: Table) -> Decision | None:
         return Decision("dense", "a graph keeps its choice, and this GPU cannot choose in each replay", {"dense": 1.0})
     assumed = Figures(ASSUMED_DENSITY * problem.n, None)
     if guarded_share(problem, assumed, table) < _GUARDED_BELOW:
-        reason = "the device chooses in each replay; dense with aux, or where sums over K are in parts"
+        reason = "the device chooses in each replay; calls with aux and of the largest K are dense"
         return Decision(GUARDED, reason, {"dense": 1.0})
     reason = f"rows with one non-zero in {1 / ASSUMED_DENSITY:.0f} gain too little at {problem.m} tokens"
     in_place = problem._replace(down_copied=False)
