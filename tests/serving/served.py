@@ -70,7 +70,7 @@ Serve = Callable[..., Served]
 
 
 def assert_alike(served: Served, right: Served) -> None:
-    """Leads are near each other up to a token whose lead is so small that rounding chooses it: behind it texts differ."""
+    """Leads are near each other up to a token whose lead is so small that rounding chooses it; then texts differ."""
     alike = 0
     for i, (ours, theirs, leads) in enumerate(zip(served.tokens, right.tokens, right.leads, strict=True)):
         same = next((at for at, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), len(theirs))
