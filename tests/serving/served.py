@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 # A small vocabulary, weights of this spread, and float16 instead of bfloat16: the best token is clearly the best, so
 # that rounding does not choose it.
 SPREAD = 0.1
@@ -23,6 +25,13 @@ SIZES = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
 }
+
+# Attention on a GPU has few sizes of heads, all of them in bfloat16.
+HEADS = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
+ON_GPU: dict[str, Any] = {"dtype": "bfloat16", "max_num_batched_tokens": 1024}
+# other programs may take and free memory of the GPU
+ON_GPU |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
+TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 # What configurations call otherwise or have besides, by the kind of model.
 OF_KIND: dict[str, dict[str, Any]] = {
@@ -67,6 +76,14 @@ class Served:
 
 
 Serve = Callable[..., Served]
+
+
+def needs_gpus(count: int) -> None:
+    """Skip a test where there are fewer."""
+    import torch
+
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
 
 
 def assert_alike(served: Served, right: Served) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from served import FLOAT8, INPUT_SCALE, Serve, assert_alike, checkpoint, in_float8
+from served import FLOAT8, HEADS, INPUT_SCALE, ON_GPU, TWO_RANKS, Serve, assert_alike, checkpoint, in_float8
 from test_routed_experts import EXPERTS, SIZES
 
 LAYERS = 2
@@ -60,10 +60,23 @@ def test_compiled_and_counted_by_auto(tmp_path: Path, serve: Serve) -> None:
 def test_tensor_parallel(tmp_path: Path, serve: Serve) -> None:
     model = model_of(tmp_path, "tensor")
     alone = serve(model, dtype="bfloat16", hf_overrides=ROW)
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    served = serve(model, dtype="bfloat16", hf_overrides=ROW, **ranks)
+    served = serve(model, dtype="bfloat16", hf_overrides=ROW, **TWO_RANKS)
     assert_alike(served, alone)
     assert served.rows == [True] * LAYERS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_on_a_gpu(eager: bool, tmp_path: Path, serve: Serve) -> None:
+    model = checkpoint(tmp_path, "relu", sizes=HEADS)
+    in_float8(model, "channel")
+    options = ON_GPU | {"enforce_eager": eager}
+    stock = serve(model, plugin=False, model_impl="transformers", **options)
+    for strategy in ("row", "auto"):
+        served = serve(model, hf_overrides={"sparsity_strategy": strategy}, **options)
+        assert_alike(served, stock)
+        assert served.rows == [True] * LAYERS
+        assert f'{THROUGH}: strategy "{strategy}"' in served.log
 
 
 def test_weights_that_vllm_is_to_quantise(tmp_path: Path, serve: Serve) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from served import Serve, checkpoint
+from served import HEADS, ON_GPU, TWO_RANKS, Serve, checkpoint, needs_gpus
 
 # Sequences and tokens of a step in the warm-up below.
 SEQUENCES, TOKENS = 64, 2048
@@ -150,21 +150,12 @@ def test_graphs_with_and_without_twell_are_kept_apart() -> None:
     assert with_twell.compute_hash() != without.compute_hash()
 
 
-# Attention on a GPU has few sizes of heads, all of them in bfloat16.
-HEADS = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
-ON_GPU: dict[str, Any] = {"dtype": "bfloat16", "max_num_batched_tokens": 1024, "gpu_memory_utilization": 0.1}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["auto", "row"])
 def test_two_ranks_on_two_gpus(strategy: str, tmp_path: Path, serve: Serve) -> None:
-    import torch
-
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    needs_gpus(2)
     model = checkpoint(tmp_path, "relu", sizes=HEADS)
-    options = ON_GPU | {"enforce_eager": False, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    served = serve(model, hf_overrides={"sparsity_strategy": strategy}, **options)
+    served = serve(model, hf_overrides={"sparsity_strategy": strategy}, enforce_eager=False, **ON_GPU, **TWO_RANKS)
     assert served.layers
     alone = serve(model, plugin=False, model_impl="transformers", **ON_GPU)
     # sums of two halves round otherwise, which later tokens may show

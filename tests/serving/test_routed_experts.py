@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import PROMPTS
-from served import Serve, checkpoint, greedy
+from served import HEADS, ON_GPU, TWO_RANKS, Serve, Served, assert_alike, checkpoint, greedy, needs_gpus
 
 LAYERS = 2
 SIZES = {
@@ -65,10 +65,33 @@ def test_compiled(model: Path, serve: Serve, expected: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("by_expert", [False, True], ids=["tensor", "expert"])
 def test_parallel(by_expert: bool, model: Path, serve: Serve, expected: list[list[int]]) -> None:
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_expert_parallel": by_expert}
+    ranks = TWO_RANKS | {"enable_expert_parallel": by_expert}
     served = serve(model, hf_overrides=ROW, request=EXPERTS, **ranks)
     assert served.tokens == expected
     assert len(served.experts) == LAYERS
+
+
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> tuple[Path, Served]:
+    """A model whose heads suit a GPU, and what vLLM makes of it there without twell."""
+    sizes = SIZES | HEADS | {"head_dim": 128}
+    model = checkpoint(tmp_path_factory.mktemp("on_gpu"), "relu2", kind="NemotronH", sizes=sizes)
+    return model, serve(model, plugin=False, **ON_GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("eager", "ranks"),
+    [(True, {}), (False, TWO_RANKS), (False, TWO_RANKS | {"enable_expert_parallel": True})],
+    ids=["eager", "tensor", "expert"],
+)
+def test_on_gpus(eager: bool, ranks: dict[str, Any], on_gpu: tuple[Path, Served], serve: Serve) -> None:
+    needs_gpus(2 if ranks else 1)
+    model, stock = on_gpu
+    served = serve(model, enforce_eager=eager, hf_overrides=ROW, **ON_GPU, **ranks)
+    assert_alike(served, stock)
+    assert served.experts_rows == [True] * LAYERS
+    assert len(served.layers) == LAYERS
 
 
 def test_latent_experts_of_groups(routes: None, tmp_path: Path, serve: Serve) -> None:
