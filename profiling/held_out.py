@@ -125,15 +125,16 @@ def eager(drawn: FFN, problem: Problem, device: timing.Device) -> dict[str, Any]
 def decided(row: dict[str, Any], table: tables.Table) -> dict[str, Any]:
     """The row with the choice by ``table``, the predicted times over dense's, and the loss of the choice.
 
-    Of few tokens also with the choice of a graph, which knows no figures, and its loss.
+    Of few tokens also with the choice of a graph, which knows no figures, and its loss beside the same strategies.
     """
     ms = {name: row[f"{name}_ms"] for name in MEASURED if f"{name}_ms" in row}
+    fastest = min((time for name, time in ms.items() if name != tables.GUARDED), default=math.nan)
     problem = Problem(*(row[name] for name in tune.SIZES))
     graph = costs.captured(problem, table)
     if graph is not None and graph.strategy in ms:
-        row = row | {"graph": graph.strategy, "graph_loss": ms[graph.strategy] / min(ms.values()) - 1}
+        row = row | {"graph": graph.strategy, "graph_loss": ms[graph.strategy] / fastest - 1}
     decision = costs.decide(problem, tune.measured_figures(row), None, table)
-    loss = ms[decision.strategy] / min(ms.values()) - 1 if decision.strategy in ms else None
+    loss = ms[decision.strategy] / fastest - 1 if decision.strategy in ms else None
     if "eager_auto_ms" in row:
         row = row | {"eager_loss": row["eager_auto_ms"] / row["eager_dense_ms"] - 1}
     return row | {"auto": decision.strategy, "costs": decision.costs, "loss": loss}
