@@ -1,4 +1,4 @@
-"""What `quantize_gate` must be, whatever sums its rotation is made of."""
+"""Rows for `quantize_gate`, and what it must make of them, whatever sums its rotation is made of."""
 
 from __future__ import annotations
 
@@ -11,6 +11,25 @@ from twell._runtime import screen
 # Most that a rotated value may be off, in units of the scale. A row is off by less than ROTATION of its norm, which is
 # up to sqrt(K) times 126.5 units, and a single value by far less.
 OFF = 2.0**-8
+
+
+def hostile(r: int, k: int) -> Tensor:
+    """Rows of many kinds: normal, with outliers, constant, one value, zeros, tiny, huge, not finite, denormal."""
+    rows = torch.randn(r, k)
+    kind = torch.arange(r) % 11
+    rows[kind == 1, k // 2] *= 1000
+    rows[kind == 2] = 1.5
+    rows[kind == 3] = 0
+    rows[kind == 3, 1] = -2.0
+    rows[kind == 4] = 0
+    rows[kind == 5] *= 1e-20
+    rows[kind == 6] *= 1e30
+    rows[kind == 7, 3] = torch.inf
+    rows[kind == 8, k - 1] = torch.nan
+    rows[kind == 9] *= 2.0 ** -torch.randint(0, 100, (k,))
+    # tensor cores must not take these for rows of zeros
+    rows[kind == 10] *= 1e-39
+    return rows
 
 
 def assert_right(found: tuple[Tensor, ...], rows: Tensor, weights: bool) -> None:

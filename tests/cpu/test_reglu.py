@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from activations import DTYPES, every_value, plain, same_bits
+from activations import DTYPES, by_hand, dense_layer, every_value, plain, same_bits, with_figures
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -172,25 +172,6 @@ def draw(m: int = 9, n: int = 264, k: int = 32, dtype: torch.dtype = BF16) -> te
     return testing.FFN(*(t.to(dtype) for t in tensors))
 
 
-def layer(p: testing.FFN, **options: Any) -> Any:
-    biases = {"b_gate": p.b_gate, "b_up": p.b_up, "b_down": p.b_down}
-    return twell.sparse_gated_ffn(*p[:3], p.w_down.t(), **biases, strategy="dense", **options)
-
-
-def with_figures(p: testing.FFN) -> tuple[Tensor, Tensor, Tensor]:
-    y, aux = layer(p, return_aux=True)
-    return y, *aux
-
-
-def by_hand(p: testing.FFN) -> tuple[Tensor, Tensor, Tensor]:
-    """y, l1 and l0 in plain PyTorch."""
-    gate = F.relu(F.linear(p.x, p.w_gate, p.b_gate))
-    hidden = gate * F.linear(p.x, p.w_up, p.b_up)
-    y = F.linear(hidden, p.w_down.t(), p.b_down)
-    tokens = max(p.x.shape[0], 1)
-    return y, hidden.abs().sum(dtype=torch.float32) / tokens, (gate != 0).sum().float() / tokens
-
-
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("m", [0, 9])
 def test_dense_layers_have_the_bits_of_plain_pytorch(m: int, fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +206,7 @@ def test_no_more_is_kept_for_backward(monkeypatch: pytest.MonkeyPatch) -> None:
                 lambda t, s=storages: s.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t
             ),
         ):
-            y = layer(p)
+            y = dense_layer(p)
         del y
         kept.append(sorted(t.untyped_storage().nbytes() for t in storages.values()))
     assert kept[0] == kept[1]
@@ -237,7 +218,7 @@ def test_figures_count_what_fires(fuse: bool, monkeypatch: pytest.MonkeyPatch) -
     p = draw(130)
     p.x[5, 5] = torch.nan
     with fusing(monkeypatch, fuse):
-        _, aux = layer(p, return_aux=True)
+        _, aux = dense_layer(p, return_aux=True)
     assert aux.l0 == by_hand(p)[2]
 
     left: list[tuple[Any, ...]] = []

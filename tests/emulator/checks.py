@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests import overflow
-from tests.quantized import assert_right
+from tests.quantized import assert_right, hostile
 from twell import ops, testing, tuning
 from twell._activation import RELU, Activation, activation_of, threshold_pair
 from twell._runtime import geometry, specs
@@ -49,23 +49,6 @@ def strided(matrix: Tensor, more: int = 24) -> Tensor:
 
 
 # ---- the screen ----
-
-
-def hostile(r: int, k: int) -> Tensor:
-    """Rows of many kinds: normal, with outliers, constant, one value, zeros, tiny, huge, not finite, denormal."""
-    rows = torch.randn(r, k)
-    kind = torch.arange(r) % 10
-    rows[kind == 1, k // 2] *= 1000
-    rows[kind == 2] = 1.5
-    rows[kind == 3] = 0
-    rows[kind == 3, 1] = -2.0
-    rows[kind == 4] = 0
-    rows[kind == 5] *= 1e-20
-    rows[kind == 6] *= 1e30
-    rows[kind == 7, 3] = torch.inf
-    rows[kind == 8, k - 1] = torch.nan
-    rows[kind == 9] *= 1e-39
-    return rows
 
 
 def quantize_gate(r: int, k: int, weights: bool, seed: int = 0) -> None:

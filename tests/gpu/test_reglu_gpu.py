@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from activations import DTYPES, plain, same_bits
+from activations import DTYPES, by_hand, dense_layer, plain, same_bits, with_figures
 from torch import Tensor
 
 import twell
@@ -208,25 +208,6 @@ def draw(m: int = M, dtype: torch.dtype = BF16) -> testing.FFN:
     return testing.FFN(*((torch.randn(shape, device="cuda") / 4).to(dtype) for shape in shapes))
 
 
-def layer(p: testing.FFN, **options: Any) -> Any:
-    biases = {"b_gate": p.b_gate, "b_up": p.b_up, "b_down": p.b_down}
-    return twell.sparse_gated_ffn(*p[:3], p.w_down.t(), **biases, strategy="dense", **options)
-
-
-def with_figures(p: testing.FFN) -> tuple[Tensor, Tensor, Tensor]:
-    y, aux = layer(p, return_aux=True)
-    return y, *aux
-
-
-def by_hand(p: testing.FFN) -> tuple[Tensor, Tensor, Tensor]:
-    """y, l1 and l0 in plain PyTorch."""
-    gate = F.relu(F.linear(p.x, p.w_gate, p.b_gate))
-    hidden = gate * F.linear(p.x, p.w_up, p.b_up)
-    y = F.linear(hidden, p.w_down.t(), p.b_down)
-    tokens = p.x.shape[0]
-    return y, hidden.abs().sum(dtype=torch.float32) / tokens, (gate != 0).sum().float() / tokens
-
-
 def by_hand_y(p: testing.FFN) -> Tensor:
     hidden = F.relu(F.linear(p.x, p.w_gate, p.b_gate)) * F.linear(p.x, p.w_up, p.b_up)
     return F.linear(hidden, p.w_down.t(), p.b_down)
@@ -253,13 +234,13 @@ def test_dense_layers_have_the_bits_of_plain_pytorch(dtype: torch.dtype, fused: 
 def test_few_tokens_are_fused_in_graphs_alone(fused: list[int]) -> None:
     p = draw(7)
     expected = by_hand_y(p)
-    assert same_bits(layer(p), expected)
+    assert same_bits(dense_layer(p), expected)
     assert fused == []
     _autograd.gated_relu(p.x, p.x), ops.reglu_backward(p.x, p.x, p.x)  # loads the kernels
     fused.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = layer(p)
+        y = dense_layer(p)
     y.fill_(torch.nan)
     graph.replay()
     assert same_bits(y, expected)
@@ -271,7 +252,7 @@ def test_a_training_step_in_a_graph(fused: list[int]) -> None:
     static, leaves = p.map(lambda t: t.clone().requires_grad_()), p.map(lambda t: t.clone().requires_grad_())
 
     def step() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(layer(static).float().pow(2).sum(), tuple(static))
+        return torch.autograd.grad(dense_layer(static).float().pow(2).sum(), tuple(static))
 
     graph, gradients = testing.captured(step)
     graph.replay()
@@ -285,7 +266,7 @@ def test_training_takes_no_more_memory_than_plain_pytorch(fused: list[int]) -> N
     """At the peak, and kept for backward."""
     p = draw(8192).map(lambda t: t.requires_grad_())
     peaks, kept = [], []
-    for f in (layer, by_hand_y):
+    for f in (dense_layer, by_hand_y):
 
         def step(f: Callable[..., Tensor] = f) -> None:
             y = f(p)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.quantized import assert_right
+from tests.quantized import assert_right, hostile
 from twell import ops, reference, testing
 from twell._runtime import device, geometry, screen
 from twell.testing import FFN
@@ -23,25 +23,6 @@ NONE = torch.empty(0, dtype=BF16)
 COMPILER = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="no compiler of kernels here")
 WIDTHS = (8, 16, 24, 72, 128, 256, 512, 896, 1024, 2048, 2560, 3072, 4096, 5120, 8192)
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16])
-
-
-def hostile(r: int, k: int) -> Tensor:
-    """Rows of many kinds: normal, with outliers, constant, one value, zeros, tiny, huge, not finite, denormal."""
-    rows = torch.randn(r, k)
-    kind = torch.arange(r) % 11
-    rows[kind == 1, k // 2] *= 1000
-    rows[kind == 2] = 1.5
-    rows[kind == 3] = 0
-    rows[kind == 3, 1] = -2.0
-    rows[kind == 4] = 0
-    rows[kind == 5] *= 1e-20
-    rows[kind == 6] *= 1e30
-    rows[kind == 7, 3] = torch.inf
-    rows[kind == 8, k - 1] = torch.nan
-    rows[kind == 9] *= 2.0 ** -torch.randint(0, 100, (k,))
-    # tensor cores must not take these for rows of zeros
-    rows[kind == 10] *= 1e-39
-    return rows
 
 
 @DTYPES
