@@ -73,7 +73,7 @@ def require_alike(name: str, operands: Mapping[str, Tensor]) -> None:
         raise TypeError(_odd_one(name, "{}", {a: t.dtype for a, t in operands.items()}))
 
 
-def admitted(layer: Operands, gated: bool, compression: int) -> bool:
+def admitted(layer: Operands, gated: bool) -> bool:
     """Whether these are plain tensors in eager mode that the sparse kernels take as they are.
 
     True answers every question of ``admit`` and ``sharded``, and those of ``plan`` about operands and modes: there is
@@ -96,8 +96,7 @@ def admitted(layer: Operands, gated: bool, compression: int) -> bool:
         return False
     n, k = shape
     return (
-        type(compression) is int
-        and _takes(n, k, compression)
+        _takes(n, k)
         and x.shape[-1] == k
         and _fits(first, shape, dtype, device)
         and _fits(down, (k, n), dtype, device)
@@ -113,9 +112,9 @@ def _fits(operand: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: t
 
 
 @functools.lru_cache(4096)
-def _takes(n: int, k: int, compression: int) -> bool:
+def _takes(n: int, k: int) -> bool:
     """Whether the sparse kernels take these sizes."""
-    return unpackable(Facts(n=n, k=k, compression=compression, sliced=True)) is None
+    return unpackable(Facts(n=n, k=k, sliced=True)) is None
 
 
 def _common(values: list[tuple[str, Any]]) -> Any:

@@ -243,14 +243,24 @@ class SparseAutoencoder(nn.Module):
 
     def decode(self, codes: Tensor) -> Tensor:
         """``codes W_dec + b_dec`` [..., d_out] of codes [..., d_sae], dense or COO of two dimensions. Skips nothing."""
+        self._require("codes", codes, self.d_sae)
         if codes.is_sparse:
             product: Tensor = torch.sparse.mm(codes, self.decoder)
             return product + self.b_dec
         return F.linear(codes, self.decoder.t(), self.b_dec)
 
+    def _require(self, name: str, values: Tensor, size: int) -> None:
+        """Raise unless these are [..., size], in the dtype of the parameters or one that autocast makes the same."""
+        require(name, values, Tensor, "a tensor")
+        if values.shape[-1:] != (size,):
+            raise ValueError(f"{name} must be [..., {size}], got {list(values.shape)}")
+        found, expected = values.dtype, self.W_enc.dtype
+        cast = [_modes.product_dtype(dtype, values.device.type) for dtype in (found, expected)]
+        if found != expected and (cast[0] != cast[1] or not found.is_floating_point):
+            raise TypeError(f"{name} must have the dtype of the parameters, {expected}, or autocast on, got {found}")
+
     def _centred(self, x: Tensor) -> Tensor:
-        if x.shape[-1:] != (self.d_in,):
-            raise ValueError(f"x must be [..., {self.d_in}], got {list(x.shape)}")
+        self._require("x", x, self.d_in)
         return x - self.b_dec if self.apply_b_dec_to_input else x
 
     def _pre_activations(self, centred: Tensor) -> Tensor:
@@ -363,13 +373,17 @@ class SparseAutoencoder(nn.Module):
             raise ValueError(f"dead must be bool [{self.d_sae}], got {dead.dtype} {list(dead.shape)}")
         if target is None and self.d_out != self.d_in:
             raise ValueError(f"target must be given where d_out is not d_in, got none with {self.d_out}, {self.d_in}")
+        target = x if target is None else target
+        for name, values in (("y", y), ("target", target)):
+            if values.shape != (*x.shape[:-1], self.d_out):
+                raise ValueError(f"{name} must be {[*x.shape[:-1], self.d_out]}, got {list(values.shape)}")
         which = dead.nonzero().squeeze(1)
         most = self.d_in // 2 if k is None else k
         require_integer("k", most, 1)
         if not len(which):
             return y.new_zeros(())
         pre = F.linear(self._centred(x), self.W_enc.t()[which], self.b_enc[which])
-        error = ((x if target is None else target) - y).detach()
+        error = (target - y).detach()
         chosen = _largest(pre, min(most, len(which)))
         missed = F.linear(chosen, self.decoder[which].t()) - error
         return missed.to(torch.promote_types(missed.dtype, torch.float32)).square().sum(-1).mean() * min(

@@ -53,8 +53,10 @@ class Selection(NamedTuple):
 
 def choice_of(x: Any, activation: Any, threshold: Any, k: Any, bandwidth: Any) -> Selection | None:
     """What PyTorch chooses of the pre-activations of a call, if it does; raises for ``k`` or ``bandwidth`` amiss."""
-    if (k is None) is (activation in (TOP_K, BATCH_TOP_K)):
-        raise ValueError(f'k must be given with activation "topk" or "batchtopk" alone, got {k} with {activation!r}')
+    if k is None and activation in (TOP_K, BATCH_TOP_K):
+        raise ValueError(f'k, how many each token keeps, must be given with activation "{activation}", got None')
+    if k is not None and activation not in (TOP_K, BATCH_TOP_K):
+        raise ValueError(f'k must be None unless activation is "topk" or "batchtopk", got {k} with {activation!r}')
     if bandwidth is not None:
         require_positive("bandwidth", bandwidth)
         if activation != "fatrelu" or not isinstance(threshold, Tensor) or threshold.dim() != 1:

@@ -91,7 +91,7 @@ def sparse_experts(
     layer = Experts(x.reshape(-1, x.shape[-1]), first, second, w_down.transpose(1, 2), ids, weights.reshape(ids.shape))
     needing = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
     plain = x.dtype in PACKED_DTYPES and not needing and not _modes.transforming()
-    refusal = unpackable(Facts(_NAME, n=first.shape[1], k=x.shape[-1], compression=compression), instead="")
+    refusal = unpackable(Facts(_NAME, n=first.shape[1], k=x.shape[-1]), instead="")
     if (refusal or not plain) and not invariant and strategy != "row":
         return dense(layer, act).view(x.shape)
     instead = "" if invariant else '; strategy="dense" takes it'

@@ -304,10 +304,11 @@ def pack(
     if isinstance(threshold, Tensor):
         raise TypeError(f"{name}: threshold must be a number, got a tensor")
     kind = activation_of("fatrelu", threshold)
+    geometry.words_per_tile(compression)
     t = admit(name, x=x, w_gate=w_gate, b_gate=b_gate)
     x = t["x"]
     n, k = t["w_gate"].shape
-    facts = Facts(name, n=n, k=k, compression=compression, device=x.device.type)
+    facts = Facts(name, n=n, k=k, device=x.device.type)
     if refusal := unpackable(facts, instead=""):
         raise refusal.kind(refusal.message)
     if x.dtype not in PACKED_DTYPES:
@@ -360,7 +361,7 @@ def run(
         # no kernel reads a threshold that may change
         asked = strategy = routed(Facts(name, asked, invariant, moving=True)).strategy
         invariant = same_bits = screen = False
-    if plain := admitted(given, gated, compression):
+    if plain := admitted(given, gated):
         # the answers to all questions that the other branch asks
         layer, mains = given, Mains()
         if main_grads is not None:
@@ -402,9 +403,10 @@ def run(
             most = f"{name}: the k largest are of at most {geometry.MAX_NEURONS} neurons"
             raise NotImplementedError(f'{most}, got {n}; "auto" is dense')
     imposed = imposed_on_call(device.type, device.index) if asked == "auto" else ""
-    facts = Facts(name, asked, same_bits, site is not None, screen, imposed=imposed, training=training)
+    options = {"imposed": imposed, "training": training, "compression": compression}
+    facts = Facts(name, asked, same_bits, site is not None, screen, **options)
     if not plain and asked != "dense":
-        facts = _gathered(facts, t, compression)
+        facts = _gathered(facts, t)
     route = routed(facts)
     if not plain:
         _say(facts, route)
@@ -456,13 +458,12 @@ def _on_shards(
     return y if figures is None else (y, Aux(*figures))
 
 
-def _gathered(facts: Facts, operands: Mapping[str, Tensor], compression: int) -> Facts:
+def _gathered(facts: Facts, operands: Mapping[str, Tensor]) -> Facts:
     """The facts of a call that is not plain, or that the kernels may refuse."""
     x, (n, k) = operands["x"], operands["w_gate" if "w_gate" in operands else "w_up"].shape
     return facts._replace(
         n=n,
         k=k,
-        compression=compression,
         dtype=x.dtype,
         device=x.device.type,
         needing=tuple(needing_grad(operands)),

@@ -304,6 +304,30 @@ def test_what_is_refused() -> None:
         made("relu")(torch.zeros(3, 8))
     with pytest.raises(ValueError, match=rf"dead must be bool \[{N}\], got torch.int64 \[3\]"):
         made("relu").auxiliary_loss(tokens(), tokens(), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=rf"codes must be \[..., {N}\], got \[3, {K}\]"):
+        made("relu").decode(torch.zeros(3, K))
+    dead = torch.ones(N, dtype=torch.bool)
+    for y, target in ((tokens()[:1], None), (tokens(), tokens()[:1])):
+        with pytest.raises(ValueError, match=r"must be \[2, 20, 24\], got \[1, 20, 24\]"):
+            made("relu").auxiliary_loss(tokens(), y, dead, target=target)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "union", "dense"])
+def test_dtypes(strategy: Any) -> None:
+    """Of x and the parameters: the same, or what autocast makes the same."""
+    for own, other in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.int64)):
+        sae = SparseAutoencoder(K, N, strategy=strategy, dtype=own)
+        x = torch.ones(3, K, dtype=other)
+        for call, name in ((sae, "x"), (sae.encode, "x"), (sae.decode, "codes")):
+            values = x if name == "x" else torch.ones(3, N, dtype=other)
+            with pytest.raises(TypeError, match=f"{name} must have the dtype of the parameters, {own}, .*got {other}"):
+                call(values)
+        with torch.autocast("cpu", torch.bfloat16):
+            if other.is_floating_point:
+                assert sae(x).shape == (3, K)
+            else:
+                with pytest.raises(TypeError, match="x must have the dtype of the parameters"):
+                    sae(x)
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])

@@ -107,6 +107,7 @@ def test_other_compressions_are_refused(compression: Any) -> None:
     for call in (
         lambda: twell.sparse_gated_ffn(**arguments, strategy="row", compression=compression),
         lambda: twell.sparse_gated_ffn(**arguments, compression=compression),
+        lambda: twell.sparse_gated_ffn(**arguments, strategy="dense", compression=compression),
         lambda: twell.pack(arguments["x"], arguments["w_gate"], compression=compression),
         lambda: SparseGatedMLP(16, 24, compression=compression, strategy="row", dtype=BF16)(arguments["x"]),
     ):

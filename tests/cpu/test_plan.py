@@ -56,7 +56,7 @@ ROUTES: list[tuple[dict[str, Any], str, str]] = [
     ({"dtype": FP32, "device": "cpu", "invariant": True}, "dense", WIDE),
     # nothing limits "dense"
     (
-        {"strategy": "dense", "n": 3, "k": 0, "compression": "no", "dtype": torch.float8_e4m3fn, "device": "xpu"},
+        {"strategy": "dense", "n": 3, "k": 0, "dtype": torch.float8_e4m3fn, "device": "xpu"},
         "dense",
         "it was named",
     ),
@@ -113,7 +113,7 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"invariant": True, "moving": True}, NotImplementedError, "threshold must be a number with invariant=True, got a"),
     ({"invariant": True, "called": True}, NotImplementedError, "expected plain nn.Linear projections, got others or"),
     ({**SHAPE, "compression": 3}, ValueError, "compression must be one of (2, 4, 8), got 3"),
-    ({**SHAPE, "compression": "8"}, ValueError, "compression must be one of (2, 4, 8), got '8'"),
+    ({"strategy": "dense", "compression": "8"}, ValueError, "compression must be one of (2, 4, 8), got '8'"),
     (SHAPE | {"k": 0}, ValueError, f"K must be a positive multiple of 8 for the sparse kernels, got 0{TAKES}"),
     (SHAPE | {"k": 20}, ValueError, f"K must be a positive multiple of 8 for the sparse kernels, got 20{TAKES}"),
     (SHAPE | {"n": 12}, ValueError, f"N must be a positive multiple of 8 for the sparse kernels, got 12{TAKES}"),

@@ -159,6 +159,7 @@ def test_auto_is_dense_on_a_cpu() -> None:
         ({"x": None, "w_up": None}, ValueError, "b_up must be None without w_up, got a tensor"),
         ({"strategy": "rows"}, ValueError, "strategy must be \"auto\", .*got 'rows'"),
         ({"compression": 3}, ValueError, "compression must be one of"),
+        ({"compression": 3, "strategy": "dense"}, ValueError, "compression must be one of"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(changes: Named, kind: type[Exception], said: str) -> None:

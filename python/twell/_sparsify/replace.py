@@ -149,7 +149,7 @@ def sparsify_(
             refused.
 
     Returns the qualified names of the new twell layers, in the order of ``named_modules``. ``twell.explain`` shows
-    them, and ``layers`` has those in 16 bits as its keys.
+    them.
 
     Raises TypeError or ValueError and changes nothing: if nothing is found; if a candidate computes something else, has
     further children or state, hooks, methods of ``nn.Module`` overridden, projections that are neither plain

@@ -85,7 +85,7 @@ def predict(report: LayerSparsity, call: Call, table: Table | None = None) -> Pr
     """Predict the strategy and speed of a call from a table of costs, by default the shipped one."""
     problem = _problem((report.gated, report.k, report.n), call)
     measured, far = nearest((report.gated, report.k, report.n), call, table)
-    refusal = unpackable(Facts("sizes", n=report.n, k=report.k, compression=report.compression))
+    refusal = unpackable(Facts("sizes", n=report.n, k=report.k))
     if refusal:
         return Prediction(call, "dense", 1.0, refusal.message, measured, far)
     decision, share = costs.replayed(problem, report.figures, table or SHIPPED)

@@ -125,8 +125,8 @@ def _nothing(caller: str, names: list[str], evaluated: bool) -> str:
     if evaluated:
         return f"{caller}: {names[0] or 'the layer'} recorded nothing: it is in eval mode; call train() on it"
     return (
-        f"{caller}: {names[0] or 'the layer'} recorded nothing since the last read, and no other layer did: the model "
-        "was not called in training mode, or was compiled before record_aux and skipped its hooks "
+        f"{caller}: {names[0] or 'the layer'} recorded nothing since the last read, which took all, and no other layer "
+        "did: the model was not called in training mode, or was compiled before record_aux and skipped its hooks "
         "(torch.compiler.reset() helps); before a pass that may skip all layers call clear_aux(model, skippable=True)"
     )
 

@@ -33,9 +33,9 @@ _DENSE_TAKES_IT = '; strategy="dense" takes it'
 class Facts(NamedTuple):
     """What is known of a call. The defaults are those of inference on plain 16-bit tensors, which nothing limits.
 
-    name: what errors speak of. strategy, invariant: what was asked for, as it was given; "auto" for an
-    ``AutoStrategy``, which is the ``site``. screen: whether "union" screens, or "auto" may. n, k, compression: sizes of
-    the layer; None where they are known to fit. dtype, device: the dtype of the operands, after autocast, and the type
+    name: what errors speak of. strategy, invariant, compression: what was asked for, as it was given; "auto" for an
+    ``AutoStrategy``, which is the ``site``. screen: whether "union" screens, or "auto" may. n, k: sizes of the layer;
+    None where they are known to fit. dtype, device: the dtype of the operands, after autocast, and the type
     of their device. imposed: why "auto" is dense on this device (``tables.imposed``). training: whether a gradient will
     be needed. needing: the operands that require it. moving: whether the threshold is a tensor. called: whether the
     layer must call its projections, since one is more than a weight and a bias. transformed, overridden: what asks for
@@ -122,6 +122,7 @@ def plan(facts: Facts) -> Route | Refusal:
     """The route of a call with these facts, "auto" where costs decide, or why there is none. A pure function."""
     asked, invariant = facts.strategy, facts.invariant
     odd = asked not in STRATEGIES or invariant is not False or (facts.screen and asked not in _SCREENING)
+    odd = odd or type(facts.compression) is not int or facts.compression not in geometry.COMPRESSIONS
     if odd and (refusal := _misnamed(facts)):
         return refusal
     if invariant:
@@ -167,13 +168,10 @@ def plan(facts: Facts) -> Route | Refusal:
 
 
 def unpackable(facts: Facts, instead: str = _DENSE_TAKES_IT) -> Refusal | None:
-    """Why the sparse kernels do not take these sizes, this compression or this device, if they do not.
+    """Why the sparse kernels do not take these sizes or this device, if they do not.
 
     Messages about sizes end with ``instead``.
     """
-    if not isinstance(facts.compression, int) or facts.compression not in geometry.COMPRESSIONS:
-        what = f"compression must be one of {geometry.COMPRESSIONS}, got {facts.compression!r}"
-        return _refusal(ValueError, facts, what)
     sizes = (
         ("K", facts.k, specs.K_CLASSES[-1], 16 if facts.float8 else 8),
         ("N", facts.n, geometry.MOST_NEURONS if facts.sliced else geometry.MAX_NEURONS, 8),
@@ -212,6 +210,9 @@ def _misnamed(facts: Facts) -> Refusal | None:
         what = f'strategy must be "auto" or "row" with invariant=True, got "{strategy}"'
     elif facts.screen and (strategy not in _SCREENING or invariant):
         what = f'screen=True must have strategy "auto" or "union", got "{strategy}"'
+    elif type(facts.compression) is not int or facts.compression not in geometry.COMPRESSIONS:
+        what = f"compression must be one of {geometry.COMPRESSIONS}, got {facts.compression!r}"
+        return _refusal(ValueError, facts, what)
     else:
         return None
     return Refusal(ValueError, what, f"calls raise: {what}")

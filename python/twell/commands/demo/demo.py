@@ -297,7 +297,7 @@ def run(request: DemoRequest) -> int:
     skipped = sum(r.skipped for r in reports) / len(reports)
     print(
         f"\nAgreed: TwELL skipped {100 * skipped:.0f} % of the up and down projections of {len(reports)} layers, and "
-        f"is as exact as dense PyTorch, to within {max(r.comparison.factor for r in reports):.3g} x its errors.\n"
+        f"is as exact as dense PyTorch (up to {max(r.comparison.factor for r in reports):.3g} times its errors pass).\n"
         "Next: `twell analyze MODEL --text FILE` says, without a GPU, whether a model of yours would run faster."
     )
     return 0
