@@ -213,7 +213,11 @@ class SparseAutoencoder(nn.Module):
     @overload
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
-        """x [..., d_in] -> y [..., d_out], with ``Aux(l1, l0)`` of the codes, per token, if asked for."""
+        """x [..., d_in] -> y [..., d_out], with ``Aux(l1, l0)`` of the codes, per token, if asked for.
+
+        Raises TypeError for another dtype than the parameters' without autocast, ValueError for another size; so do
+        ``encode`` and ``decode``.
+        """
         centred = self._centred(x)
         dtype = _modes.product_dtype(x.dtype, x.device.type)
         why = why_dense(self._strategy, self.d_sae, self.d_in, self.d_out, dtype, x.device)
