@@ -294,7 +294,7 @@ def auto_losses() -> str:
     said = f"{said}: {' and '.join(parts)}; more than 6 % at {many}, at most {100 * max(losses):.1f} %."
     if graphs := [100 * row["graph_loss"] for row in found["rows"] if "graph_loss" in row]:
         said += f" Graphs of 16 to 512 tokens, whose choice knows no figures, lose {statistics.mean(graphs):.1f} % "
-        said += f"at {len(graphs)} points, at most {max(graphs):.1f} %."
+        said += f"at {len(graphs)} forward points, at most {max(graphs):.1f} %."
     return f"{said} {machine(found)}"
 
 

@@ -125,16 +125,19 @@ def eager(drawn: FFN, problem: Problem, device: timing.Device) -> dict[str, Any]
 def decided(row: dict[str, Any], table: tables.Table) -> dict[str, Any]:
     """The row with the choice by ``table``, the predicted times over dense's, and the loss of the choice.
 
-    Of few tokens also with the choice of a graph, which knows no figures, and its loss beside the same strategies.
+    Of few tokens also with the choice of a graph, which knows no figures, and its loss beside the same strategies. A
+    row that is red has no loss.
     """
+    row = {name: value for name, value in row.items() if name not in ("graph", "graph_loss")}
     ms = {name: row[f"{name}_ms"] for name in MEASURED if f"{name}_ms" in row}
     fastest = min((time for name, time in ms.items() if name != tables.GUARDED), default=math.nan)
+    right = {} if row["red"] else {name: time / fastest - 1 for name, time in ms.items()}
     problem = Problem(*(row[name] for name in tune.SIZES))
     graph = costs.captured(problem, table)
-    if graph is not None and graph.strategy in ms:
-        row = row | {"graph": graph.strategy, "graph_loss": ms[graph.strategy] / fastest - 1}
+    if graph is not None and graph.strategy in right:
+        row = row | {"graph": graph.strategy, "graph_loss": right[graph.strategy]}
     decision = costs.decide(problem, tune.measured_figures(row), None, table)
-    loss = ms[decision.strategy] / fastest - 1 if decision.strategy in ms else None
+    loss = right.get(decision.strategy)
     if "eager_auto_ms" in row:
         row = row | {"eager_loss": row["eager_auto_ms"] / row["eager_dense_ms"] - 1}
     return row | {"auto": decision.strategy, "costs": decision.costs, "loss": loss}
@@ -145,10 +148,10 @@ def line(row: dict[str, Any]) -> str:
     union = "-" if row["union"] is None else f"{row['union']:.3f}"
     heaviest = "-" if row.get("heaviest") is None else f"{row['heaviest']:.1f}"
     listed = "" if row.get("candidates") is None else f", candidates {row['candidates']:.3f}"
-    times = []
+    times, dense = [], row.get("dense_ms", math.nan)
     for name in MEASURED:
         if f"{name}_ms" in row:
-            measured = row[f"{name}_ms"] / row["dense_ms"]
+            measured = row[f"{name}_ms"] / dense
             guess = f" ({row['costs'][name]:.3f})" if name in row["costs"] else ""
             times.append(f"{name} {measured:.3f}{guess}")
     if "eager_loss" in row:
@@ -157,7 +160,7 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{loss}  {row['k']:5} x {row['n']:5} {kind:18} M = {row['m']:5} {row['nonzeros']:6.1f} nnz, heaviest "
         f"{heaviest:>5}, union {union:>5}{listed}: "
-        f"{row['auto']}; {', '.join(times)}; dense {row['dense_ms'] * 1e3:.0f} us"
+        f"{row['auto']}; {', '.join(times)}; dense {dense * 1e3:.0f} us"
     )
 
 

@@ -123,7 +123,9 @@ class SparseAutoencoder(nn.Module):
             what = "tied=True" if tied else "apply_b_dec_to_input=True"
             raise ValueError(f"d_out must be d_in = {d_in} with {what}, got {d_out}")
         self.d_in, self.d_sae, self.d_out = d_in, d_sae, d_out
-        self.activation, self.k, self.bandwidth, self.threshold_rate = activation, k, bandwidth, threshold_rate
+        self.activation, self.bandwidth, self.threshold_rate = activation, bandwidth, threshold_rate
+        # NumPy's, too
+        self.k = int(k) if k is not None and activation == "topk" else k
         self.tied, self.apply_b_dec_to_input = tied, apply_b_dec_to_input
         self.strategy = strategy
         self._auto = AutoStrategy()
@@ -377,8 +379,10 @@ class SparseAutoencoder(nn.Module):
             raise ValueError(f"dead must be bool [{self.d_sae}], got {dead.dtype} {list(dead.shape)}")
         if target is None and self.d_out != self.d_in:
             raise ValueError(f"target must be given where d_out is not d_in, got none with {self.d_out}, {self.d_in}")
+        self._require("x", x, self.d_in)
         target = x if target is None else target
         for name, values in (("y", y), ("target", target)):
+            require(name, values, Tensor, "a tensor")
             if values.shape != (*x.shape[:-1], self.d_out):
                 raise ValueError(f"{name} must be {[*x.shape[:-1], self.d_out]}, got {list(values.shape)}")
         which = dead.nonzero().squeeze(1)

@@ -54,7 +54,7 @@ class Selection(NamedTuple):
 def choice_of(x: Any, activation: Any, threshold: Any, k: Any, bandwidth: Any) -> Selection | None:
     """What PyTorch chooses of the pre-activations of a call, if it does; raises for ``k`` or ``bandwidth`` amiss."""
     if k is None and activation in (TOP_K, BATCH_TOP_K):
-        raise ValueError(f'k, how many each token keeps, must be given with activation "{activation}", got None')
+        raise ValueError(f'k must be given with activation "{activation}", got None')
     if k is not None and activation not in (TOP_K, BATCH_TOP_K):
         raise ValueError(f'k must be None unless activation is "topk" or "batchtopk", got {k} with {activation!r}')
     if bandwidth is not None:

@@ -90,7 +90,7 @@ def run(
     site, asked = None, strategy
     if isinstance(strategy, AutoStrategy):
         site, asked = strategy, "auto"
-    routed(Facts(name, asked, invariant, site is not None))
+    routed(Facts(name, asked, invariant, site is not None, compression=compression))
     first = None
     if site is not None:
         first = gate.values

@@ -72,6 +72,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "strategy": ({"strategy": "rows"}, ValueError, 'strategy must be "auto"'),
     "invariant": ({"strategy": "union", "invariant": True}, ValueError, "invariant=True, got"),
     "compression": ({"compression": 3}, ValueError, "compression must be one of"),
+    "compression of another kind": ({"compression": 8.0}, ValueError, "compression must be one of"),
     "fast": ({"fast_accum": 1}, TypeError, "fast_accum must be"),
     "scale elsewhere": (
         {"w_up": Float8(torch.ones(N, K).to(E4M3), torch.ones(N, device="meta"))},

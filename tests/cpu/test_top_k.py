@@ -120,7 +120,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(kind, match=what):
             layer(p, **({"k": 5} | options))
 
-    refused('k, how many each token keeps, must be given with activation "topk", got None', k=None)
+    refused('k must be given with activation "topk", got None', k=None)
     refused('k must be None unless activation is "topk" or "batchtopk", got 5 with \'relu\'', activation="relu")
     for k in (0, -1, 2.5, True, "5"):
         refused('k must be a whole number of at least 1 with activation "topk"', k=k)

@@ -710,6 +710,21 @@ def test_held_out_rows_can_be_decided_again(tmp_path: Path, capsys: pytest.Captu
     assert held_out.main(["--rows", str(tmp_path / "missing")]) == 2
 
 
+def test_losses_are_beside_what_a_layer_can_be() -> None:
+    """Not "row+dense", which a graph alone has; nothing stays of an earlier choice, and red rows have no loss."""
+    row = held(0.1, graph="dense", graph_loss=9.0)
+    assert "graph_loss" not in held_out.decided(row, tables.SHIPPED)
+    row["row+dense_ms"] = 0.5
+    decided = held_out.decided(row, tables.SHIPPED)
+    assert (decided["auto"], decided["loss"]) == ("row", pytest.approx(0.1))
+    assert (decided["graph"], decided["graph_loss"]) == ("row+dense", -0.5)
+    del row["dense_ms"]
+    red = held_out.decided(row | {"red": {"dense": "wrong"}}, tables.SHIPPED)
+    assert red["loss"] is None
+    assert "graph_loss" not in red
+    assert held_out.line(red).startswith("RED")
+
+
 def cheap_union() -> list[dict[str, Any]]:
     found = []
     for name, relative in (("row", 0.9), ("union", 0.1)):

@@ -122,7 +122,7 @@ def plan(facts: Facts) -> Route | Refusal:
     """The route of a call with these facts, "auto" where costs decide, or why there is none. A pure function."""
     asked, invariant = facts.strategy, facts.invariant
     odd = asked not in STRATEGIES or invariant is not False or (facts.screen and asked not in _SCREENING)
-    odd = odd or type(facts.compression) is not int or facts.compression not in geometry.COMPRESSIONS
+    odd = odd or not isinstance(facts.compression, int) or facts.compression not in geometry.COMPRESSIONS
     if odd and (refusal := _misnamed(facts)):
         return refusal
     if invariant:
@@ -210,7 +210,7 @@ def _misnamed(facts: Facts) -> Refusal | None:
         what = f'strategy must be "auto" or "row" with invariant=True, got "{strategy}"'
     elif facts.screen and (strategy not in _SCREENING or invariant):
         what = f'screen=True must have strategy "auto" or "union", got "{strategy}"'
-    elif type(facts.compression) is not int or facts.compression not in geometry.COMPRESSIONS:
+    elif not isinstance(facts.compression, int) or facts.compression not in geometry.COMPRESSIONS:
         what = f"compression must be one of {geometry.COMPRESSIONS}, got {facts.compression!r}"
         return _refusal(ValueError, facts, what)
     else:
