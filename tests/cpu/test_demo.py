@@ -85,15 +85,16 @@ def test_demo_repeats_for_steps_and_seed(folder: Path, capsys: pytest.CaptureFix
         # time does not bound it
         assert run_demo(folder, "--steps", "4", "--seconds", "900", "--seed", seed) == 0
         printed = capsys.readouterr().out
-        # the errors between them and the loss are of sums whose order on a CPU depends on where the memory lies
         start, end = printed.index("Sparsity of the gate"), printed.index("Errors of the output")
-        tables.append(printed[start:end])
+        tables.append([float(number) for number in re.findall(r"[\d.]+", printed[start:end])])
         loss = printed[printed.index("Held-back loss") : printed.index("Evaluation took")]
         losses.append([float(number) for number in re.findall(r"\d\.\d{4}", loss)])
-    assert tables[0] == tables[1]
-    assert tables[0] != tables[2]
+    # of sums whose order on a CPU depends on where the memory lies, which few gates and the loss show; another seed is
+    # much farther away
+    assert len(tables[0]) == 12
+    assert tables[0] == pytest.approx(tables[1], abs=0.5)
+    assert max(abs(a - b) for a, b in zip(tables[0], tables[2])) > 2
     assert len(losses[0]) == 2
-    # another seed is much farther away
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
     assert min(abs(a - b) for a, b in zip(losses[0], losses[2])) > 2e-3
 
