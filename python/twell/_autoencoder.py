@@ -263,7 +263,7 @@ class SparseAutoencoder(nn.Module):
         found, expected = values.dtype, self.W_enc.dtype
         cast = [_modes.product_dtype(dtype, values.device.type) for dtype in (found, expected)]
         if found != expected and (cast[0] != cast[1] or not found.is_floating_point):
-            raise TypeError(f"{name} must have the dtype of the parameters, {expected}, or autocast on, got {found}")
+            raise TypeError(f"{name} must have the dtype of the parameters, {expected}, or autocast, got {found}")
 
     def _centred(self, x: Tensor) -> Tensor:
         self._require("x", x, self.d_in)

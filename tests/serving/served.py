@@ -28,9 +28,13 @@ SIZES = {
 
 # Attention on a GPU has few sizes of heads, all of them in bfloat16.
 HEADS = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
-ON_GPU: dict[str, Any] = {"dtype": "bfloat16", "max_num_batched_tokens": 1024}
-# other programs may take and free memory of the GPU
-ON_GPU |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
+# kv_cache_memory_bytes: other programs may take and free memory of the GPU while an engine starts.
+ON_GPU: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_num_batched_tokens": 1024,
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 1 << 28,
+}
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 # What configurations call otherwise or have besides, by the kind of model.
