@@ -29,7 +29,7 @@ from twell.strategy import tables
 from twell.strategy.plan import Facts, Refusal, Route, plan
 from twell.strategy.site import AutoStrategy, tokens_of
 
-# "auto" calls the projections for fewer tokens, as copies of the weights take longer than sparsity saves
+# "auto" calls the projections for fewer tokens if weights are copied, which takes longer than sparsity saves
 FEWEST_TOKENS = 1024
 
 
@@ -62,6 +62,11 @@ class Way(NamedTuple):
         """Whether one of them drops values of x now."""
         # not any(): Dynamo of torch 2.9 cannot trace it of a generator
         return True in [adapter.drops for adapter in self.lowering]
+
+    @property
+    def copies(self) -> bool:
+        """Whether a call makes weights."""
+        return bool(self.added) or any(each.quantised for each in (self.up, self.down) if each is not None)
 
     @property
     def rank(self) -> int:
@@ -142,7 +147,7 @@ def _asked(layer: Any) -> Any:
 def run(layer: Any, x: Tensor, with_aux: bool) -> Any:
     """The result of the layer's function, or why its projections must be called; "" where that is the choice."""
     auto, m = _asked(layer) == "auto", tokens_of(x)
-    if auto and not _modes.tracing(m) and m < FEWEST_TOKENS:
+    if auto and not (layer._given or _modes.tracing(m)) and m < FEWEST_TOKENS:
         return ""
     way = way_of(layer)
     if isinstance(way, str):
@@ -157,7 +162,7 @@ def run(layer: Any, x: Tensor, with_aux: bool) -> Any:
     if isinstance(answer, Refusal):
         return answer.message
     # an exported program has no guard for the number of tokens
-    if answer.strategy == "dense" or (auto and (_modes.exporting() or m < FEWEST_TOKENS)):
+    if answer.strategy == "dense" or (auto and way.copies and (_modes.exporting() or m < FEWEST_TOKENS)):
         return ""
     return _run(layer, way, x, dtype, with_aux)
 

@@ -48,12 +48,12 @@ class Made(NamedTuple):
 
     held: a weight that it holds, by which operators find the site. first_column: gradients of the weights are wanted
     from here on, as columns [N, K]; what backward returns before means nothing. dense: computes y, the hidden state and
-    the gate, before or after its activation, for a call that runs dense.
+    the gate, before or after its activation, for a call that runs dense; None for PyTorch's operators on the weights.
     """
 
     held: Tensor | None
     first_column: int
-    dense: Callable[[], tuple[Tensor, Tensor, Tensor]]
+    dense: Callable[[], tuple[Tensor, Tensor, Tensor]] | None
 
 
 class Call(NamedTuple):
@@ -86,7 +86,8 @@ def run(call: Call, layer: Operands, route: Route, mains: Mains, site: Tensor | 
     """Compute ``layer`` as ``route`` says. The operators find the layer's ``AutoStrategy`` by ``site``, if given."""
     x = layer.x
     if route.strategy == "dense":
-        y, hidden, gate, nonzeros = _dense(call, layer, mains) if call.made is None else (*call.made.dense(), None)
+        own = None if call.made is None else call.made.dense
+        y, hidden, gate, nonzeros = _dense(call, layer, mains) if own is None else (*own(), None)
         if route.measurement is not None:
             candidates = screened.wanted(route.measurement, layer, call.activation)
             route.measurement.dense(gate, call.activation.level(gate.dtype), candidates)

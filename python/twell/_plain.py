@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -62,10 +62,10 @@ def calls_are_torchs() -> bool:
     return called and nn.Linear.forward is _FORWARD and F.linear is _LINEAR
 
 
-def is_plain(child: nn.Module) -> bool:
-    """Whether calling ``child`` applies its weight and bias as nn.Linear does, and nothing else."""
+def is_plain(child: nn.Module, alike: tuple[type[nn.Module], ...] = ()) -> bool:
+    """Whether calling ``child`` applies its weight and bias as nn.Linear and the classes ``alike`` do, and no more."""
     kind = type(child)
-    if kind.forward is not nn.Linear.forward or kind.__call__ is not nn.Linear.__call__:
+    if (kind.forward is not nn.Linear.forward and kind not in alike) or kind.__call__ is not nn.Linear.__call__:
         return False
     if not runs_its_class(child):
         return False
@@ -81,6 +81,11 @@ def runs_its_class(child: nn.Module) -> bool:
         return False
     hooks = child._forward_pre_hooks or child._forward_hooks or child._backward_pre_hooks or child._backward_hooks
     return not hooks
+
+
+def cast(tensors: Iterable[Tensor | None], dtype: torch.dtype) -> list[Any]:
+    """A weight and a bias, say, in another dtype."""
+    return [None if t is None else t.to(dtype) for t in tensors]
 
 
 def only_moves(module: nn.Module) -> bool:

@@ -104,6 +104,13 @@ class SparseFFN(nn.Module):
     _gated = False
     # the names of the children that are projections, in the order of calls
     _projections: tuple[str, ...] = _PROJECTIONS
+    # classes of them besides nn.Linear that were seen to compute the same, and whether weights are cast to x's dtype
+    _linears: tuple[type[nn.Module], ...] = ()
+    _casts = False
+    # the name of a child that drops values of the hidden state, "" without one
+    _dropout = ""
+    # whether other code makes the gate
+    _given = False
     if TYPE_CHECKING:
         _laid: _down_layout.Laid
         _front: Front
@@ -270,15 +277,18 @@ class SparseFFN(nn.Module):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
+        if self._dropout and self._drops():
+            return self._finish(self._dropped(x, return_aux or self._record_aux), return_aux)  # type: ignore[no-any-return]
         # what this call finds out is of the settings that it reads from here on
         memory = None if _modes.compiling() else self._front.memory
         if memory and not return_aux and (y := self._front.run(self, x)) is not None:
             return y
-        if not self._is_plain():
+        with_aux, plain = return_aux or self._record_aux, self._is_plain()
+        if not (plain or self._given):
             _down_layout.note_capture(self)
-            return self._finish(self._adapted(x, return_aux or self._record_aux), return_aux)  # type: ignore[no-any-return]
+            return self._finish(self._adapted(x, with_aux), return_aux)  # type: ignore[no-any-return]
         with contextlib.nullcontext() if _modes.compiling() else _down_layout.turn(self):
-            result = self._sparse(x, return_aux or self._record_aux, memory)
+            result = self._sparse(x, with_aux, memory) if plain else self._adapted(x, with_aux)
         return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
     def _sparse(self, x: Tensor, with_aux: bool, memory: Memory | None) -> Any:
@@ -287,13 +297,17 @@ class SparseFFN(nn.Module):
         weights, biases = [weight for weight, _ in found], [bias for _, bias in found]
         mains = self._main_grads(**dict(zip(_PROJECTIONS if self._gated else _PROJECTIONS[1:], weights)))
         given: list[Any] = list(self._announced(*weights))
+        made = None
+        if self._casts and isinstance(x, Tensor) and x.is_floating_point() and x.dtype != weights[0].dtype:
+            made, memory = _execution.Made(weights[0], 0, None), None
+            given, biases = _plain.cast(given, x.dtype), _plain.cast(biases, x.dtype)
         if not self._gated:
             given.insert(1, None)
             biases.insert(1, None)
         function = functional.sparse_gated_ffn if self._gated else functional.sparse_ffn
         activation = activation_of(self._activation, self._threshold, self._gated)
         learning = None if memory is None else Learning(memory, len(self._modules))
-        how = self._site() or self._strategy, self._invariant, self._compression, mains, with_aux, learning
+        how = self._site() or self._strategy, self._invariant, self._compression, mains, with_aux, learning, made
         return functional.run(function, Operands(x, *given, *biases), self._gated, activation, *how)
 
     def _operands(self) -> Iterable[tuple[Tensor, Tensor | None]]:
@@ -321,7 +335,7 @@ class SparseFFN(nn.Module):
         if any(_plain.HOOKS_OF_ALL) or not _plain.calls_are_torchs():
             return False
         for name, child in self._modules.items():
-            if name in self._projections and (child is None or not _plain.is_plain(child)):
+            if name in self._projections and (child is None or not _plain.is_plain(child, self._linears)):
                 return False
         return True
 
@@ -362,6 +376,20 @@ class SparseFFN(nn.Module):
             warn_once(f"a twell layer calls its projections and runs dense: {result}")
         return self._dense(*self._pre_activations(x), with_aux)
 
+    def _drops(self) -> bool:
+        """Whether values of the hidden state are dropped now."""
+        child: Any = self._modules[self._dropout]
+        return not isinstance(child, nn.Identity) and not (isinstance(child, nn.Dropout) and child.p == 0) and self.training
+
+    def _dropped(self, x: Tensor, with_aux: bool) -> Any:
+        """The result where values of the hidden state are dropped, by calls of the projections."""
+        if self._accumulate_main_grad or self._invariant:
+            raise NotImplementedError(
+                f"accumulate_main_grad and invariant: expected a hidden state of which nothing is dropped, got "
+                f"{self._dropout}, {self._modules[self._dropout]!r}, in training: set its p to 0"
+            )
+        return self._dense(*self._pre_activations(x), with_aux)
+
     def _dense(self, gate: Any, up: Any, with_aux: bool) -> Any:
         """The result by calling the projections, of what those before the activation returned."""
         y, hidden, gate = self._behind(gate, up)
@@ -374,7 +402,8 @@ class SparseFFN(nn.Module):
         activation = activation_of(self._activation, self._threshold, self._gated)
         gate = activation.after(gate)
         hidden = activation.hidden(gate, up)
-        return self._project("down_proj", hidden), hidden, gate
+        kept = self._modules[self._dropout](hidden) if self._dropout else hidden
+        return self._project("down_proj", kept), hidden, gate
 
     def _site(self) -> AutoStrategy | None:
         """The ``AutoStrategy`` that chooses; None if nothing is left to choose."""

@@ -191,7 +191,7 @@ def _dense(
     gate, x, w_up, w_down, b_up, b_down = given
     if route.measurement is not None:
         route.measurement.dense(gate, activation.level(gate.dtype))
-    if made is None:
+    if made is None or made.dense is None:
         packed = activation.after(gate, inplace=False)
         hidden = activation.hidden(packed, None if w_up is None else F.linear(x, w_up, b_up))
         y = no_view(F.linear(hidden, w_down, b_down))

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,15 +24,19 @@ from twell._sparsify.equivalence import (
     Form,
     Formula,
     Function,
+    casts,
     difference,
+    difference_of_given,
+    difference_of_hidden,
     difference_of_pair,
+    drops_hidden,
     family_of,
     formula_of,
     identity,
     is_relu_but_at_zero,
 )
 from twell._sparsify.kept import kept, with_plain
-from twell._sparsify.known import Known
+from twell._sparsify.known import WITHOUT_METHODS, Known
 from twell._sparsify.modules import GATED, PLAIN, PairDown, SharedLinear, below
 from twell._sparsify.quantised import Stored, stored
 from twell.float8 import BLOCK
@@ -71,21 +75,24 @@ class Candidate(NamedTuple):
     """A module to replace, itself or a pair of its children.
 
     name: in ``named_modules`` of the model. form: the names of the projections. kind: a "layer" becomes a layer of
-    twell, a "pair" stays and its children are replaced. attribute: the name of the activation, None if it is in the
+    twell, a "pair" stays and its children are replaced, with a "hidden" state that its code makes the second one alone.
+    attribute: the name of the activation, None if it is in the
     code. activation: that of the new layer. was: the name of the one that it replaces, None if it is the module's own.
-    dropouts: what drops nothing between the layers of a pair, but may do so later. stored: what projections in e4m3
-    hold, with None for one in 16 bits; empty if all are in 16 bits. plain: plain projections without values, in place
-    of those that the layer keeps as they are.
+    dropouts: what may drop values of the hidden state. casts: whether weights are cast to the dtype of x. steps: what
+    makes the gate, as in ``Known``. stored: what projections in e4m3 hold, with None for one in 16 bits; empty if all
+    are in 16 bits. plain: plain projections without values, in place of those that the layer keeps as they are.
     """
 
     name: str
     module: nn.Module
     form: Form
-    kind: Literal["layer", "pair"]
+    kind: Literal["layer", "pair", "hidden"]
     attribute: str | None
     activation: Activation
     was: str | None
     dropouts: tuple[str, ...] = ()
+    casts: bool = False
+    steps: tuple[str, ...] = ()
     stored: Mapping[str, Stored | None] = types.MappingProxyType({})
     plain: Mapping[str, nn.Linear] = types.MappingProxyType({})
 
@@ -121,7 +128,7 @@ class Context(NamedTuple):
 
     model: nn.Module
     strategy: str
-    examined: dict[Any, tuple[Activation | None, str, Form]]
+    examined: dict[Any, tuple[Activation | None, str, Form, bool, tuple[str, ...]]]
 
 
 def outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -200,6 +207,8 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
         projections: Any = {child: module.get_submodule(child) for child in held}
         dtypes = {child: torch.bfloat16 if each else projections[child].weight.dtype for child, each in held.items()}
         candidate, of = examine(name, with_plain(module, dtypes), known, context)
+        if candidate.kind == "layer" and (dropping := _dropping(module, candidate.dropouts)):
+            raise ValueError(f"{where} must drop no values where weights are in e4m3, got {dropping}; {LEAVE_OUT}")
         return candidate._replace(module=module, stored=held), of
     children: Any = {child: module.get_submodule(child) for child in known.names}
     if own := kept(where, children):
@@ -228,22 +237,20 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
             raise TypeError(f"{expected}, got {bias.dtype}; {LEAVE_OUT}")
     _require_forward(where, module)
     if known.attribute:
-        return _examine_known_pair(where, name, module, form, known)
+        if all(type(module.get_submodule(child)).forward is nn.Linear.forward for child in form.children):
+            return _examine_known_pair(where, name, module, form, known)
+        return _examine_block(where, name, module, form, "its projections have a forward of their own", context)
     others = {key: m for key, m in module._modules.items() if m is not None and key not in form.children}
-    others = {key: m for key, m in others.items() if not _inert(m)}
+    others = {key: m for key, m in others.items() if type(m) not in (nn.Identity, nn.Dropout)}
     more = [*module._parameters, *module._buffers, *(key for key, m in others.items() if _has_state(m))]
-    dropping = [f"{key}, p = {m.p}" for key, m in others.items() if isinstance(m, _DropoutNd)]
-    if dropping and not more and len(others) - len(dropping) <= 1:
-        raise ValueError(
-            f"{where} must drop no values in training, as no kernel does, got {'; '.join(dropping)}: set p to 0, as "
-            f"most configurations can; {LEAVE_OUT}"
-        )
     reason = ""
     if more or len(others) > 1 or any("." in child for child in form.children):
         got = [*module._parameters, *module._buffers, *(f"{key} ({type(m).__name__})" for key, m in others.items())]
         reason = f"it must have {', '.join(form.children)} and an activation alone, got beside them {', '.join(got)}"
     else:
         try:
+            if known.steps:
+                return _examine_given(where, name, module, form, known, context)
             return _examine_layer(where, name, module, form, list(others), context)
         except _AnotherFunctionError as error:
             reason = str(error)
@@ -295,15 +302,49 @@ def _examine_layer(
         raise ValueError(f"{where} has a {lost[0]} of its own, which would be lost; {LEAVE_OUT}")
     likeness = _likeness(module)
     if likeness not in context.examined:
-        context.examined[likeness] = _activation(where, module, form, attribute, context.model)
-    activation, was, form = context.examined[likeness]
+        copies = _copies(where, module, form, context.model)
+        dropouts = _dropouts_of_hidden(module, copies)
+        found = _activation(where, module, form, attribute, context.model)
+        context.examined[likeness] = (*found, casts(copies), dropouts)
+    activation, was, form, casting, dropouts = context.examined[likeness]
     _require_roles(where, form)
     try:
         # what it takes to become another class; nn.Module itself has nothing else
         object.__setattr__(object.__new__(type(module)), "__class__", SparseFFN)
     except TypeError as error:
         raise ValueError(f"{where} cannot become a layer in place ({error}): {_OWN_MODULE}; {LEAVE_OUT}") from error
-    return Candidate(name, module, form, "layer", attribute, RELU, was), activation
+    return Candidate(name, module, form, "layer", attribute, RELU, was, dropouts, casting), activation
+
+
+def _examine_given(
+    where: str, name: str, module: nn.Module, form: Form, known: Known, context: Context
+) -> tuple[Candidate, Activation | None]:
+    """As ``examine``, for a layer of a known class whose own code makes the gate."""
+    _require_unhooked(where, dict(module.named_modules()))
+    likeness = _likeness(module)
+    if likeness not in context.examined:
+        dtype: Any = module.get_submodule(form.down).weight.dtype
+        if reason := difference_of_given(_copies(where, module, form, context.model), known.steps, dtype):
+            raise _AnotherFunctionError(f"it must make its gate by {' and '.join(known.steps)}: {reason}")
+        context.examined[likeness] = (RELU, "", form, False, ())
+    return Candidate(name, module, form, "layer", None, RELU, None, steps=known.steps), RELU
+
+
+def _dropouts_of_hidden(module: nn.Module, copies: Copies) -> tuple[str, ...]:
+    """The dropout of a layer's hidden state, if it has one; _AnotherFunctionError for one that drops other values."""
+    found = [key for key, m in module._modules.items() if type(m) is nn.Dropout and drops_hidden(copies, key)]
+    others = [key for key, m in module._modules.items() if type(m) is nn.Dropout and key not in found[:1]]
+    if dropping := _dropping(module, others):
+        raise _AnotherFunctionError(
+            f"it may drop values of its hidden state alone, got {dropping}: set p to 0, as most configurations can"
+        )
+    return tuple(found[:1])
+
+
+def _dropping(module: nn.Module, names: Iterable[str]) -> str:
+    """The dropouts among children of a module that drop values, with their shares."""
+    shares = {name: module.get_submodule(name).p for name in names}
+    return "; ".join(f"{name}, p = {p}" for name, p in shares.items() if p)
 
 
 def _misnamed(form: Form) -> dict[str, str]:
@@ -338,14 +379,6 @@ def _examine_known_pair(
             raise ValueError(f"{where}: {part} must be of the model's own classes, got {kind}; {LEAVE_OUT}")
         _require_forward(f"{where}: {part}", owner)
         _require_unhooked(where, {part: owner})
-    for dropout in known.dropouts:
-        value = getattr(module, dropout, 0.0)
-        p = getattr(value, "p", value)
-        if not isinstance(value, nn.Identity) and p != 0:
-            raise ValueError(
-                f"{where} must drop no values in training, as no kernel does, got {dropout}, p = {p}: set p to 0, as "
-                f"most configurations can; {LEAVE_OUT}"
-            )
     return _pair(where, name, module, form, known.attribute, act, known.dropouts)
 
 
@@ -368,6 +401,11 @@ def _examine_block(
     """As ``examine``, for a block of an unknown class: it must run on x alone and be the same with a pair in it."""
     reasons: list[str] = []
     copies = _copies(where, module, form, context.model)
+    shares = {k: 0.0 for k, value in vars(module).items() if type(value) is float and 0 <= value < 1}
+    shares |= {k: 0.0 for k, m in module._modules.items() if type(m) is nn.Dropout}
+    # dropouts that lie between the two; those of nothing may drop something later
+    between = {k: zero for k, zero in shares.items() if drops_hidden(copies, k)}
+    still = {k: zero for k, zero in between.items() if k in vars(module)}
     holders = {"": module} | {part: module._modules[part] for part in (c.partition(".")[0] for c in form.children)}
     for holder_name, key in ((n, key) for n, m in holders.items() for key in _callables(m, form)):
         attribute = f"{holder_name}.{key}".removeprefix(".")
@@ -375,24 +413,28 @@ def _examine_block(
         if (isinstance(act, nn.Module) and _has_state(act)) or ("." in attribute and attribute in form.children):
             continue
         candidate, of = _pair(where, name, module, form, attribute, act)
-        put = {} if of is not None else {attribute: nn.ReLU() if isinstance(act, nn.Module) else F.relu}
+        put: dict[str, Any] = {} if of else {attribute: nn.ReLU() if isinstance(act, nn.Module) else F.relu}
         dtype: Any = module.get_submodule(form.down).weight.dtype
         differs = functools.partial(difference_of_pair, copies, attribute, of or RELU, dtype=dtype)
         # an attribute that is of the family says more than one that need not be an activation
-        reasons.insert(0 if of is not None else len(reasons), why := differs(put=put))
+        reasons.insert(0 if of is not None else len(reasons), why := differs(put=put | still))
         if not why:
-            # dropouts of nothing that lie between the two, for they may drop something later
-            zeros: dict[str, Any] = {k: 0.5 for k, value in vars(module).items() if type(value) is float and value == 0}
-            zeros |= {k: nn.Dropout(0.5) for k, m in module._modules.items() if type(m) is nn.Dropout and m.p == 0}
-            between = tuple(k for k, value in zeros.items() if differs(put={**put, k: value}))
-            return candidate._replace(dropouts=between), of
-    why = reasons[0] if reasons else "its activation must be an attribute, such as an nn.ReLU"
+            return candidate._replace(dropouts=tuple(between), casts=casts(copies, form.children)), of
+    dtype = module.get_submodule(form.down).weight.dtype
+    why = difference_of_hidden(copies, dtype)
+    if not why:
+        layers = {child: module.get_submodule(child) for child in form.children}
+        _require_unhooked(where, layers)
+        casting = casts(copies, form.children)
+        return Candidate(name, module, form, "hidden", None, RELU, None, casts=casting), RELU
+    why = reasons[0] if reasons else f"its activation must be an attribute, such as an nn.ReLU, or in the code: {why}"
     raise ValueError(f"{where} cannot be run sparse: {reason}; as a block, {why}: {_OWN_MODULE}; {LEAVE_OUT}")
 
 
 def _callables(module: Any, form: Form) -> list[str]:
     """The attributes of a module that may be an activation."""
-    children = [k for k, m in module._modules.items() if m is not None and k not in form.children and not _inert(m)]
+    parts = {k: m for k, m in module._modules.items() if m is not None and k not in form.children}
+    children = [k for k, m in parts.items() if type(m) is not nn.Identity]
     functions = [k for k, value in vars(module).items() if not k.startswith("_") and callable(value)]
     return [k for k in (*children, *functions) if k != "forward" and not isinstance(getattr(module, k), _DropoutNd)]
 
@@ -418,8 +460,8 @@ def _likeness(module: nn.Module) -> Any:
     )
 
 
-class _Bare(nn.Linear):
-    pass
+# What a class of projections may define without being more than its forward shows.
+_OF_LINEARS = WITHOUT_METHODS | {"forward", "reset_parameters", "extra_repr"}
 
 
 def _plain_weight(where: str, linear: Any) -> Tensor:
@@ -427,8 +469,8 @@ def _plain_weight(where: str, linear: Any) -> Tensor:
     if "_hf_hook" in vars(linear) and not only_moves(linear):
         _require_forward(where, linear)
     kind = type(linear)
-    own = kind.__base__ is nn.Linear and set(vars(kind)) <= {*vars(_Bare), "forward", "__doc__"}
-    if kind is not nn.Linear and not own:
+    own = [base for base in kind.__mro__ if base not in nn.Linear.__mro__]
+    if not isinstance(linear, nn.Linear) or any(vars(base).keys() - _OF_LINEARS for base in own):
         raise TypeError(
             f"{where} must be an nn.Linear itself, got {kind.__module__}.{kind.__name__}: adapters of others "
             "than peft must be merged first, and quantised layers be in e4m3 as transformers has them, weight-only by "
@@ -512,10 +554,6 @@ def _require_stateless(where: str, module: Any) -> None:
 
 def _has_state(module: nn.Module) -> bool:
     return any(True for _ in (*module.parameters(), *module.buffers()))
-
-
-def _inert(module: nn.Module) -> bool:
-    return type(module) is nn.Identity or (type(module) is nn.Dropout and module.p == 0)
 
 
 def _kind(act: object) -> str:

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from twell._activation import Activation
+from twell._activation import Activation, ActivationName
 from twell._plain import HOOKS
-from twell._sparsify.modules import pair_up
+from twell._sparsify.modules import give, made_by, pair_up
 
 Function = Callable[[Tensor], Tensor]
 
@@ -145,9 +145,20 @@ class _Trial(NamedTuple):
     x_dtype: torch.dtype | None = None
     neurons: int = _NEURONS
 
+    @property
+    def mixed(self) -> bool:
+        """Whether x has another dtype than the weights, and the module has to see to it."""
+        return self.x_dtype is not None and not self.autocast
+
+    @property
+    def precision(self) -> Any:
+        """The dtype whose roundings the results have."""
+        return torch.bfloat16 if self.autocast or self.mixed else self.dtype
+
     def __str__(self) -> str:
         x = f"x [{', '.join(map(str, (*self.lead, 'K')))}]{' of large values' if self.size else ''}"
-        dtype = "under autocast" if self.autocast else f"in {self.dtype}"
+        dtype = "under autocast" if self.autocast else f"in {self.x_dtype or self.dtype}"
+        dtype += f" and weights in {self.dtype}" if self.mixed else ""
         mode = "training" if self.training else "evaluation"
         return f"{x} {dtype}, {mode} mode, {'with' if self.grad else 'without'} gradients"
 
@@ -171,6 +182,8 @@ _TRIALS = (
     _Trial(None, True, False, (2, 4), 1.0),
     _Trial(torch.float32, True, True, (2, 4), autocast=True),
     _Trial(torch.float32, True, True, (2, 4), autocast=True, x_dtype=torch.bfloat16),
+    _Trial(torch.float32, True, True, (2, 4), x_dtype=torch.bfloat16),
+    _Trial(torch.bfloat16, False, True, (2, 4), x_dtype=torch.float32),
 )
 
 # Blocks run in fewer ways, since they are larger and each is run twice; in float32, as the constants of their code are.
@@ -184,7 +197,11 @@ _OF_BLOCKS = (
     _Trial(torch.float32, True, True, (2, 4), 0.4),
     _Trial(torch.float32, True, True, _MORE_LEAD, neurons=_MORE_NEURONS),
     _Trial(torch.float32, True, True, (2, 4), autocast=True),
+    _Trial(torch.float32, True, True, (2, 4), x_dtype=torch.bfloat16),
 )
+
+# Activations that cannot be tried here, since they compile themselves, by the class of their autograd.Function.
+_COMPILED: dict[str, ActivationName] = {"fla.modules.activations.ops.SquaredReLUFunction": "relu2"}
 
 _UNRECORDED = contextlib.nullcontext()
 
@@ -216,6 +233,37 @@ class Copies:
         return copy.deepcopy(self._made[neurons]).to(dtype)
 
 
+def drops_hidden(copies: Copies, key: str) -> bool:
+    """Whether a dropout, a child of a module or a share, drops values of what its down projection gets and no others."""
+    with _apart():
+        trial = _Trial(torch.float32, True, True, (2, 4))
+        own, other = (copies.new(dtype=torch.float32).train() for _ in range(2))
+        width = own.get_submodule(copies.form.children[0]).in_features
+        dropout = isinstance(getattr(own, key), nn.Module)
+        for module, share in ((own, 0.5), (other, 0.0)):
+            setattr(module, key, nn.Dropout(share) if dropout else share)
+        down = other.get_submodule(copies.form.down)
+        down.register_forward_pre_hook(lambda _, given: F.dropout(given[0], 0.5))
+        try:
+            found = [_run(each, {}, _input(torch.float32, trial, width), trial) for each in (own, other)]
+        except Exception:
+            return False
+        return all(_close(found[0].get(what), expected, torch.float32) for what, expected in found[1].items())
+
+
+def casts(copies: Copies, parts: tuple[str, ...] = ("",)) -> bool:
+    """Whether parts of a module, itself or projections, take x of another dtype than that of their weights."""
+    with _apart(), torch.no_grad():
+        module = copies.new(dtype=torch.float32)
+        try:
+            for part in map(module.get_submodule, parts):
+                width = (module.get_submodule(copies.form.children[0]) if part is module else part).in_features
+                part(torch.zeros(1, 4, width, dtype=torch.bfloat16, device="cpu"))
+        except Exception:
+            return False
+    return True
+
+
 def difference(
     copies: Copies, form: Form, formula: Formula, attribute: str | None, put: Any, dtype: torch.dtype
 ) -> str:
@@ -239,6 +287,24 @@ def difference(
     return ""
 
 
+def difference_of_given(copies: Copies, steps: tuple[str, ...], dtype: torch.dtype) -> str:
+    """Describe how a module differs from a layer whose gate ``made_by`` makes by these steps; "" if it does not."""
+    with _apart():
+        for trial in _TRIALS:
+            here = trial._replace(dtype=trial.dtype or dtype)
+            module: Any = copies.new(here.neurons, here.dtype)
+
+            def of_gate(gate: Tensor, module: Any = module) -> Tensor:
+                made: Tensor = made_by(module, steps, gate)
+                if bool((made < 0).any()):
+                    raise ValueError("a gate below 0")
+                return made
+
+            if reason := _try(module, copies.form, Formula(of_gate), here, None):
+                return reason
+    return ""
+
+
 def difference_of_pair(
     copies: Copies, attribute: str, activation: Activation, put: dict[str, Any], dtype: torch.dtype
 ) -> str:
@@ -254,9 +320,27 @@ def difference_of_pair(
             for block, (name, value) in itertools.product(blocks, put.items()):
                 holder, _, key = name.rpartition(".")
                 setattr(block.get_submodule(holder), key, value)
-            pair_up(blocks[1], copies.form.children, attribute, (), {"strategy": "dense", **activation.options()})
+            options = {"strategy": "dense", **activation.options()}
+            pair_up(blocks[1], copies.form.children, attribute, (), casts(copies, copies.form.children), options)
             if reason := _try_pair(blocks[0], blocks[1], first.in_features, here, must=trial.dtype is None):
                 return reason
+    return ""
+
+
+def difference_of_hidden(copies: Copies, dtype: torch.dtype) -> str:
+    """Describe how a block differs from itself with a ``GivenDown``; "" if it does not, and its hidden state has zeros."""
+    with _apart():
+        for trial in _OF_BLOCKS:
+            here = trial._replace(dtype=trial.dtype or dtype)
+            blocks = [copies.new(here.neurons, here.dtype) for _ in range(2)]
+            give(blocks[1], copies.form.children, casts(copies, copies.form.children), {"strategy": "dense"})
+            first, down = (blocks[0].get_submodule(child) for child in copies.form.children)
+            hidden: list[Tensor] = []
+            down.register_forward_pre_hook(lambda _, given, hidden=hidden: hidden.append(given[0].detach()))
+            if reason := _try_pair(blocks[0], blocks[1], first.in_features, here, must=trial.dtype is None):
+                return reason
+            if any(bool((h < 0).any()) or 4 * int((h == 0).sum()) < h.numel() for h in hidden):
+                return "its hidden state has values below 0, or few zeros"
     return ""
 
 
@@ -266,6 +350,9 @@ def family_of(act: Function, dtype: torch.dtype) -> Activation | None:
     Its values and gradients are compared at 0 and infinity, too, and at NaN, except for FATReLU, which code writes as
     ``x > threshold``. What runs is a copy of ``act``; None if there is no copy.
     """
+    of = getattr(act, "__self__", None)
+    if isinstance(of, type) and (named := _COMPILED.get(f"{of.__module__}.{of.__qualname__}")):
+        return Activation(named)
     with _apart():
         try:
             act = copy.deepcopy(act)
@@ -422,6 +509,9 @@ def _small(module: nn.Module, form: Form, neurons: int, model: nn.Module) -> nn.
         made = copy.deepcopy(module, memo)
         for inner in made.modules():
             _strip(inner)
+            if type(inner) is nn.Dropout:
+                # see ``drops_hidden``
+                inner.p = 0.0
         for child in linears:
             small: Any = made.get_submodule(child)
             small.out_features, small.in_features = sizes[child]
@@ -519,8 +609,11 @@ def _run(
     return results
 
 
-def _try(stock: Any, form: Form, formula: Formula, trial: _Trial, allowed: frozenset[Any]) -> str:
-    """Describe how a copy differs from the formula in one trial; "" if it does not."""
+def _try(stock: Any, form: Form, formula: Formula, trial: _Trial, allowed: frozenset[Any] | None) -> str:
+    """Describe how a copy differs from the formula in one trial; "" if it does not.
+
+    allowed: the operators that it may run besides those of linear layers; None for any.
+    """
     assert trial.dtype is not None
     stock.train(trial.training)
     leaves = dict(stock.named_parameters())
@@ -529,8 +622,9 @@ def _try(stock: Any, form: Form, formula: Formula, trial: _Trial, allowed: froze
     try:
         ours = _run(stock, leaves, x, trial, own)
     except Exception as error:
-        # a module that raises for other dimensions than three is never called with them
-        return f"its forward raised {type(error).__name__}: {error}" if trial.lead in _USUAL else ""
+        # a module that raises for other dimensions than three, or other dtypes, is never called with them
+        must = trial.lead in _USUAL and not trial.mixed
+        return f"its forward raised {type(error).__name__}: {error}" if must else ""
     names = {name for name, _ in own.seen}
     if trial.training and names & _DROPS:
         return "it drops values in training; set the dropout of its configuration to 0"
@@ -542,9 +636,12 @@ def _try(stock: Any, form: Form, formula: Formula, trial: _Trial, allowed: froze
         return "it changes x in place"
     theirs = _run(functools.partial(_formula, stock, form, formula), leaves, x, trial)
     for what, expected in theirs.items():
-        if not _close(ours.get(what), expected, torch.bfloat16 if trial.autocast else trial.dtype):
+        if not _close(ours.get(what), expected, trial.precision):
             return f"{what} differs for {trial}"
-    seen = {operator for operator in own.seen - allowed if not (trial.autocast and operator[0] == _CAST)}
+    if allowed is None:
+        return ""
+    casting = trial.autocast or trial.mixed
+    seen = {operator for operator in own.seen - allowed if not (casting and operator[0] == _CAST)}
     odd = {name for name, numbers in seen if not _is_linear(name, numbers) and not (form.fused and name == _SPLIT)}
     return f"it runs {', '.join(sorted(odd))}" if odd else ""
 
@@ -589,12 +686,11 @@ def _try_pair(stock: Any, paired: Any, width: int, trial: _Trial, must: bool) ->
         }
         buffers = {f"the buffer {name}": value for name, value in block.named_buffers()}
         found.append({**results, **kept, **buffers})
-    precision = torch.bfloat16 if trial.autocast else trial.dtype
     if not any(isinstance(found[0].get(name), Tensor) for name in ("y", "output 0")):
         return "it returns no tensor"
     for name in found[0].keys() | found[1].keys():
         ours, theirs = (each.get(name) for each in found)
-        if ours is not theirs and (theirs is None or not _close(ours, theirs, precision)):
+        if ours is not theirs and (theirs is None or not _close(ours, theirs, trial.precision)):
             return f"its forward must use what its first projection returns for the other: {name} differs, {trial}"
     return ""
 
@@ -620,7 +716,8 @@ def _input(dtype: torch.dtype, trial: _Trial, k: int) -> Tensor:
 def _formula(module: Any, form: Form, formula: Formula, x: Tensor) -> Tensor:
     def project(child: str, value: Tensor) -> Tensor:
         linear = module.get_submodule(child)
-        return F.linear(value, linear.weight, linear.bias)
+        bias = None if linear.bias is None else linear.bias.to(value.dtype)
+        return F.linear(value, linear.weight.to(value.dtype), bias)
 
     parts = [project(child, x) for child in form.inputs]
     if form.fused:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-_TRANSFORMERS, _TORCH = "transformers.models.", "torch.nn.modules.transformer"
+_TRANSFORMERS, _TORCH, _FLA = "transformers.models.", "torch.nn.modules.transformer", "fla.models."
 
 
 class Known(NamedTuple):
@@ -19,11 +19,15 @@ class Known(NamedTuple):
 
     attribute: of a pair within a block, the name of the activation; "" for a module that is a layer as a whole.
     dropouts: of a pair, what may drop values between the activation and the down projection: a module or its ``p``.
+    steps: what makes the gate of its projection, in this order, children and methods of the class; if any, a layer
+    whose attribute ``sparse`` is 0 makes no zeros.
     """
 
     names: tuple[str, ...]
     attribute: str = ""
     dropouts: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
+    sparse: str = ""
 
 
 # Modules of transformers that are a layer as a whole, by the ends of their names and by their children. Those that are
@@ -100,6 +104,7 @@ _PAIRS: tuple[tuple[Known, str, str], ...] = (
         _TORCH,
         "TransformerEncoderLayer TransformerDecoderLayer",
     ),
+    (Known(("key", "value"), "act_fn"), _FLA, "RWKV7FeedForward"),
     (
         # the two layers are in two children of the block
         Known(("intermediate.dense", "output.dense"), "intermediate.intermediate_act_fn"),
@@ -119,6 +124,14 @@ _PAIRS: tuple[tuple[Known, str, str], ...] = (
 )
 _PAIR_OF = {(root, name): known for known, root, names in _PAIRS for name in names.split()}
 
+# Modules that make the zeros of a gate or of a hidden state by code of their own.
+_GIVEN = {
+    "gemma3n.Gemma3nTextMLP": Known(
+        ("gate_proj", "up_proj", "down_proj"), steps=("_gaussian_topk", "act_fn"), sparse="activation_sparsity"
+    ),
+    "rwkv.RwkvFeedForward": Known(("key", "value")),
+}
+
 # An nn.Sequential of Linear, activation and Linear that its owner calls as a whole.
 _SEQUENCES = {"ctrl.EncoderLayer": "ffn"}
 SEQUENCE = ("0", "2")
@@ -127,7 +140,7 @@ SEQUENCE = ("0", "2")
 LIKELY = (*_LAYERS, ("linear_1", "linear_2"), ("w1", "w2"), ("w_1", "w_2"), ("intermediate.dense", "output.dense"))
 
 # What the body of a class has that defines no method but __init__.
-_WITHOUT_METHODS = frozenset(
+WITHOUT_METHODS = frozenset(
     {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__annotate_func__", "__annotate__"}
     | {"__annotations_cache__", "__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"}
     | {"__abstractmethods__", "_abc_impl"}
@@ -139,7 +152,7 @@ def known_class(module: Any) -> tuple[str, str] | None:
     kind: Any
     for kind in type(module).__mro__:
         where = kind.__module__
-        for root in (_TRANSFORMERS, _TORCH):
+        for root in (_TRANSFORMERS, _TORCH, _FLA):
             if where.startswith(root):
                 # a method that someone put into the class is another one
                 package = root.partition(".")[0]
@@ -147,7 +160,7 @@ def known_class(module: Any) -> tuple[str, str] | None:
                 own = all(str(f.__module__).partition(".")[0] in (package, "torch") for f in methods)
                 folder = where.removeprefix(root).split(".")[0]
                 return (root, f"{folder}.{kind.__name__}".removeprefix(".")) if own else None
-        if not vars(kind).keys() <= _WITHOUT_METHODS:
+        if not vars(kind).keys() <= WITHOUT_METHODS:
             return None
     return None
 
@@ -164,6 +177,8 @@ def known(module: nn.Module, names_of: Any) -> list[Known]:
     pair = _PAIR_OF.get(found) or _PAIR_OF.get((root, name.rpartition(".")[2]))
     if pair is not None:
         return [pair] if names_of(pair.names) else []
+    if name in _GIVEN:
+        return [_GIVEN[name]]
     if root == _TRANSFORMERS and name.endswith(_LAYER_ENDS):
         return [Known(names) for names in _LAYERS if names_of(names)][:1]
     return []

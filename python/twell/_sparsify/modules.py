@@ -11,17 +11,19 @@ from collections.abc import Iterable
 from typing import Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from twell import _modes
-from twell._activation import Activation, ActivationName
-from twell._execution import Aux
-from twell._plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, of_torch, only_moves
+from twell import _modes, up_down
+from twell._activation import RELU, Activation, ActivationName, activation_of
+from twell._execution import Aux, Made
+from twell._plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, cast, of_torch, only_moves
 from twell._projections import Projection
 from twell._runtime.log import warn_once
 from twell.functional import Strategy
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
+from twell.strategy.plan import Facts, routed
 from twell.strategy.site import AutoStrategy
 
 # The names of projections in layers of twell.
@@ -56,7 +58,8 @@ _HANDED_ON = _HandedOn()
 class Block:
     """A weak reference to the block of a pair, with names in it. In a copy of the block it refers to the copy.
 
-    names: of the pair's layers. between: of what may run between them, modules or the ``p`` of a dropout.
+    names: of the pair's layers. between: of what may run between them: the activation, and dropouts, which are modules
+    or their ``p``.
     """
 
     def __init__(
@@ -85,9 +88,12 @@ class DeferredUp(SharedLinear):
     """``fc1`` of a pair: holds the up projection's parameters and returns its input, which ``SparseDown`` takes."""
 
     _block = Block()
+    _casts = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden] -> x."""
+        """x [..., hidden] -> x; where the block drops values of the hidden state, what is before the activation."""
+        if self.drops():
+            return applied(self, x)
         if _modes.compiling():
             self._require_unchanged()
         else:
@@ -111,13 +117,24 @@ class DeferredUp(SharedLinear):
         if block is None:
             return ""
         (fc1, fc2), between = self._block.names, self._block.between
-        odd = [name for name in between if not _passes_on(_below(block, name))]
+        odd = [name for name in between if not _passes_on(_below(block, name), block.training)]
         if odd:
             return (
                 f"{odd[0]} between {fc1} and {fc2} of a twell pair must change nothing, since {fc2} does the work of "
                 f"both and of the activation, got {_described(_below(block, odd[0]))}: set it before sparsify_"
             )
         return self._misplaced(DeferredUp) or self._misplaced(PairDown)
+
+    def drops(self) -> bool:
+        """Whether the block drops values of the hidden state now. Then it runs as it did, without the pair."""
+        # read here, for Dynamo to guard on it
+        return self.training and self._is_dropping()
+
+    @_eagerly
+    def _is_dropping(self) -> bool:
+        block = self._block()
+        dropouts = [] if block is None else [_below(block, name) for name in self._block.between[1:]]
+        return any(isinstance(each, (_DropoutNd, float, int)) and not _passes_on(each) for each in dropouts)
 
     @_eagerly
     def _require_place(self, kind: type[nn.Module]) -> None:
@@ -153,6 +170,7 @@ class DeferredUp(SharedLinear):
 
 # the mark of torch.compiler.assume_constant_result: what these read by a weak reference, tracing need not follow
 DeferredUp._change._dynamo_marked_constant = True  # type: ignore[attr-defined]
+DeferredUp._is_dropping._dynamo_marked_constant = True  # type: ignore[attr-defined]
 DeferredUp._bypassed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -170,10 +188,10 @@ def _is_within(module: Any, kind: type[nn.Module], up: DeferredUp | None = None)
     return isinstance(module, kind) and (up is None or module is up or getattr(module, "up_proj", None) is up)
 
 
-def _passes_on(thing: Any) -> bool:
-    """Whether a module returns its input, or the ``p`` of a dropout is 0."""
+def _passes_on(thing: Any, training: bool = True) -> bool:
+    """Whether a module returns its input, or a dropout of a block in ``training`` does whose ``p`` this is."""
     if not isinstance(thing, nn.Module):
-        return bool(thing == 0)
+        return bool(thing == 0) or not training
     if isinstance(thing, _DropoutNd):
         return thing.p == 0 or not thing.training
     if type(thing).forward in (nn.Identity.forward, HandOn.forward):
@@ -292,6 +310,14 @@ class SparseDown(PairDown, SparseMLP, SharedLinear):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden], the very tensor that ``fc1`` got, -> y [..., hidden], as in ``SparseMLP``."""
+        up: DeferredUp = self.up_proj  # type: ignore[assignment]
+        if up.drops():
+            if return_aux or self._record_aux or self._accumulate_main_grad:
+                raise NotImplementedError(
+                    "aux and main gradients of a twell pair are of a hidden state that is whole, got a block that "
+                    f"drops values of it in training: set its dropout to 0 ({', '.join(up._block.between[1:])})"
+                )
+            return applied(self, x)
         self._require_pair(x)
         return super().forward(x, return_aux)  # type: ignore[call-overload,no-any-return]
 
@@ -320,7 +346,7 @@ class SparseDown(PairDown, SparseMLP, SharedLinear):
 
     def _project(self, name: str, x: Tensor) -> Any:
         # the layer's own product, as if it were no part of a pair
-        return nn.Linear.forward(self if name == "down_proj" else self.up_proj, x)
+        return applied(self if name == "down_proj" else self.up_proj, x)
 
     def reset_parameters(self) -> None:
         """Initialise this layer's own weight and bias again; ``fc1`` has its own ``reset_parameters``."""
@@ -330,6 +356,44 @@ class SparseDown(PairDown, SparseMLP, SharedLinear):
     def down_proj(self) -> nn.Linear:  # type: ignore[override]
         """This layer itself."""
         return self
+
+
+class GivenDown(SparseDown):
+    """The second of two layers, on the non-zeros of a hidden state that the block's own code makes of the first.
+
+    For activations in the code of a block. ``up_proj``, the first layer, stays what it is and is called as before.
+    """
+
+    _given = True
+
+    def forward(self, x: Tensor, return_aux: bool = False) -> Any:  # type: ignore[override]
+        """x [..., intermediate], no value below 0 -> y [..., hidden]."""
+        return SparseFFN.forward(self, x, return_aux)  # type: ignore[call-overload]
+
+    def _is_plain(self) -> bool:
+        return False
+
+    def _refusal(self) -> str:
+        return "accumulate_main_grad: expected a layer that makes its gate itself" if self.accumulate_main_grad else ""
+
+    def _readings(self) -> list[Projection | str]:
+        return ["is called, and what it returns made the hidden state, by the block's own code", Projection(self)]
+
+    def _pre_activations(self, x: Tensor) -> tuple[Any, Any]:
+        return x, None
+
+    def _gate(self, x: Tensor) -> Any:
+        return x
+
+    def _adapted(self, x: Tensor, with_aux: bool) -> Any:
+        if refusal := self._refusal():
+            raise NotImplementedError(refusal)
+        routed(Facts(invariant=self._invariant, called=True))
+        operands = [self.weight, self.bias]
+        weight, bias = cast(operands, x.dtype) if self._casts else operands
+        given = {"x": None, "gate": x, "w_up": None, "w_down": weight, "b_up": None, "b_down": bias}
+        made = Made(self.weight, 0, None)
+        return up_down.run(given, RELU, self._site() or self._strategy, self._compression, with_aux, made)
 
 
 def _hooks(module: nn.Module) -> list[Any]:
@@ -347,13 +411,27 @@ def _changed(module: nn.Module) -> bool:
 
 
 def pair_up(
-    block: nn.Module, names: tuple[str, ...], attribute: str, dropouts: tuple[str, ...], options: dict[str, Any]
+    block: nn.Module,
+    names: tuple[str, ...],
+    attribute: str,
+    dropouts: tuple[str, ...],
+    casts: bool,
+    options: dict[str, Any],
 ) -> None:
-    """Make two layers of a block a pair; ``attribute`` is the activation between them."""
+    """Make two layers of a block a pair; ``attribute`` is the activation between them, ``casts`` as in ``SparseFFN``."""
     first, second = map(block.get_submodule, names)
     up = DeferredUp()
     up._share(first)  # type: ignore[arg-type]
-    put_pair(block, names, attribute, dropouts, SparseDown(up, second, **options))  # type: ignore[arg-type]
+    down = SparseDown(up, second, **options)  # type: ignore[arg-type]
+    up._casts = down._casts = casts
+    put_pair(block, names, attribute, dropouts, down)
+
+
+def give(block: nn.Module, names: tuple[str, ...], casts: bool, options: dict[str, Any]) -> None:
+    """Put a ``GivenDown`` in the place of the second of two layers of a block."""
+    down = GivenDown(*map(block.get_submodule, names), **options)  # type: ignore[arg-type]
+    down._casts = casts
+    block.set_submodule(names[1], down)
 
 
 def put_pair(
@@ -364,7 +442,7 @@ def put_pair(
     The objects that were there stay what they are, for whatever else refers to them.
     """
     up = down.up_proj
-    for name, new in zip((*names, attribute), (up, down, HandOn(up).train(block.training))):
+    for name, new in zip((*names, attribute), (up, down, HandOn(down).train(block.training))):
         holder, _, key = name.rpartition(".")
         setattr(block.get_submodule(holder), key, new)
     up._block = Block(block, names, (attribute, *dropouts))
@@ -374,26 +452,40 @@ def put_pair(
 
 
 class HandOn(nn.Identity):
-    """The activation of a pair: returns its input, what ``fc1`` returned.
+    """The activation of a pair: returns its input, what ``fc1`` returned, unless the block runs without the pair.
 
     Where code reads the weights of both layers and calls neither, as some adapters do, nothing else would notice that
     there is no activation.
     """
 
-    up: DeferredUp
+    down: Any
 
-    def __init__(self, up: DeferredUp) -> None:
+    def __init__(self, down: PairDown) -> None:
         super().__init__()
         # as in SparseDown
-        object.__setattr__(self, "up", up)
+        object.__setattr__(self, "down", down)
+
+    @property
+    def up(self) -> DeferredUp:
+        """``fc1`` of the pair."""
+        return self.down.up_proj  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
         """x -> x. NotImplementedError if ``fc1`` did not return it and is no longer in its place."""
+        if self.up.drops():
+            activation = activation_of(self.down.activation, self.down.threshold, gated=False)
+            return activation.hidden(activation.after(x, inplace=False), None)
         if _modes.compiling() or all(other() is not x for other in _HANDED_ON.tensors.values()):
             bypassed = self.up._bypassed()
             if bypassed:
                 raise NotImplementedError(bypassed)
         return x
+
+
+def applied(linear: Any, x: Tensor) -> Tensor:
+    """The product of x with the weight of a half of a pair, which is cast to its dtype where the model's own is."""
+    operands = [linear.weight, linear.bias]
+    return F.linear(x, *(cast(operands, x.dtype) if linear._casts else operands))
 
 
 class Applied(nn.Module):
@@ -462,6 +554,43 @@ class NamedGatedMLP(_Renamed, SparseGatedMLP):
     gate_proj = _child(0)
     up_proj = _child(1)
     down_proj = _child(2)
+
+
+class GivenGatedMLP(SparseGatedMLP):
+    """A ``SparseGatedMLP`` whose gate is what the class that it was makes of its projection, by children and methods.
+
+    They make the zeros, and no value below 0, so that ReLU behind them changes nothing.
+    """
+
+    _given = True
+
+    def __init__(self, was: type[nn.Module], steps: tuple[str, ...], *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self._was, self._steps = was, steps
+
+    def _is_plain(self) -> bool:
+        return False
+
+    def _readings(self) -> list[Projection | str]:
+        return ["has its gate made by the model's own code", *super()._readings()[1:]]
+
+    def _gate(self, x: Tensor) -> Any:
+        return made_by(self, self._steps, self._project("gate_proj", x))
+
+    def __getattr__(self, name: str) -> Any:
+        """A method of the class that it was, which its own code may call."""
+        found = getattr(self.__dict__.get("_was"), name, None)
+        return types.MethodType(found, self) if isinstance(found, types.FunctionType) else super().__getattr__(name)
+
+    def _pre_activations(self, x: Tensor) -> tuple[Any, Any]:
+        return self._gate(x), self._project("up_proj", x)
+
+
+def made_by(module: nn.Module, steps: tuple[str, ...], gate: Tensor) -> Any:
+    """The gate that children and methods of a module make of its projection, one behind the other."""
+    for step in steps:
+        gate = getattr(module, step)(gate)
+    return gate
 
 
 class FusedGatedMLP(_Renamed, SparseGatedMLP):
@@ -533,17 +662,7 @@ def _name(layer: Any, names: tuple[str, ...], linears: Iterable[nn.Linear], opti
     layer._names = names
     for name, linear in zip(names, linears):
         # add_module would ask the properties of these names
-        layer._modules[name] = plain(linear)
-
-
-def plain(linear: nn.Linear) -> nn.Linear:
-    """A linear layer itself or, of one of another class, an ``nn.Linear`` with its parameters and attributes."""
-    if type(linear) is nn.Linear:
-        return linear
-    made = nn.Linear(linear.in_features, linear.out_features, False, device="meta")
-    made.weight, made.bias = linear.weight, linear.bias
-    _keep_attributes(made, linear)
-    return made
+        layer._modules[name] = linear
 
 
 def _keep_attributes(made: nn.Module, of: nn.Module) -> None:

@@ -35,16 +35,17 @@ from twell._sparsify.modules import (
     PLAIN,
     Applied,
     FusedGatedMLP,
+    GivenGatedMLP,
     NamedGatedMLP,
     NamedMLP,
     SparseDown,
+    give,
     pair_up,
-    plain,
     put_pair,
     turn,
 )
 from twell.functional import Strategy
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
 from twell.strategy.plan import Facts, routed
 
 Filter = Callable[[nn.Module, str], bool]
@@ -214,6 +215,12 @@ def plan(
         has = functools.partial(has_children, module)
         found = [Known(SEQUENCE)] if id(module) in whole else known(module, has)
         found = found or [Known(group) for group in told if has(group)]
+        if found and found[0].sparse and not getattr(module, found[0].sparse, 0):
+            if activation is None:
+                why = f"makes no zeros: its {found[0].sparse} is 0"
+                remarks.setdefault(type(module).__name__, f"{label(name, module)} {why}")
+                continue
+            found = [Known(found[0].names)]
         if not found:
             if module in served:
                 continue
@@ -308,7 +315,10 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
             if projection is not None:
                 module.set_submodule(name, projection.plain())
         if candidate.kind == "pair":
-            pair_up(module, candidate.form.children, str(candidate.attribute), candidate.dropouts, options)
+            names = candidate.form.children
+            pair_up(module, names, str(candidate.attribute), candidate.dropouts, candidate.casts, options)
+        elif candidate.kind == "hidden":
+            give(module, candidate.form.children, candidate.casts, options)
         else:
             turn(module, _replacement(candidate, options))
     for parent in model.modules():
@@ -340,21 +350,24 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
 
 def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     module, (names, fused) = candidate.module, candidate.form
-    made: nn.Module
+    made: SparseFFN
     linears: Any = [candidate.plain.get(name) or module.get_submodule(name) for name in names]
+    gated, k, n = candidate.shape
     if fused:
         made = FusedGatedMLP(names, linears, fused == "up first", **options)
-        made._modules.update({name: module._modules[name] for name in candidate.plain})
-        return made
-    linears = [plain(linear) for linear in linears]
-    if names == GATED:
-        made = SparseGatedMLP.from_linear(*linears, **options)
-    elif names == PLAIN:
-        made = SparseMLP.from_linear(*linears, **options)
+    elif candidate.steps:
+        made = GivenGatedMLP(type(module), candidate.steps, k, n, device="meta", **options)
+    elif names in (GATED, PLAIN):
+        made = (SparseGatedMLP if gated else SparseMLP)(k, n, device="meta", **options)
     else:
-        made = (NamedGatedMLP if len(names) == 3 else NamedMLP)(names, linears, **options)
+        made = (NamedGatedMLP if gated else NamedMLP)(names, linears, **options)
     made._modules.update(zip(names, linears))
-    made._modules.update({name: module._modules[name] for name in candidate.plain})
+    beside = (*candidate.plain, *candidate.dropouts, *(step for step in candidate.steps if step in module._modules))
+    made._modules.update({name: module._modules[name] for name in beside})
+    if own := {type(linear) for linear in linears} - {nn.Linear}:
+        made._linears, made._casts = tuple(own), candidate.casts
+    if candidate.dropouts:
+        made._dropout = candidate.dropouts[0]
     if type(module) is nn.Sequential:
         # its children, which code may take from it, stay what they compute
         parts = {**module._modules, **made._modules}
