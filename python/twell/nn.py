@@ -57,6 +57,8 @@ _RENAMED: dict[Any, dict[str, Any]] = {
 
 def _require_setting(layer: SparseFFN, name: str, value: Any) -> None:
     """Raise TypeError or ValueError unless a layer's attribute ``name`` may be ``value``."""
+    if name in ("activation", "threshold") and layer._given and value not in ("relu", 0):
+        raise ValueError(f"{name} must be as it is, since the model's own code applies the activation, got {value!r}")
     if name == "activation":
         activation_of(value, layer.__dict__.get("_threshold", 0), layer._gated)
     elif name == "threshold":

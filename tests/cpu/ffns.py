@@ -188,6 +188,20 @@ class OwnLinear(nn.Linear):
         return y + self.bias
 
 
+class CastLinear(nn.Linear):
+    """As trainers write it that keep weights in float32."""
+
+    def __init__(self, k: int, n: int, bias: bool = False) -> None:
+        super().__init__(k, n, bias)
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.uniform_(-0.2, 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
 class OfOwnLinears(nn.Module):
     def __init__(self, act: Any = None, kind: Any = OwnLinear) -> None:
         super().__init__()
@@ -299,6 +313,7 @@ FORMS = {
     "fused, up first": Form(UpFirst),
     "wi wo": Form(Wi),
     "own linear": Form(lambda: OfOwnLinears(Squared()), activation="relu2"),
+    "casting": Form(lambda: OfOwnLinears(Squared(), CastLinear), activation="relu2"),
     "split": Form(Split, "1.output.dense"),
     "sequence": Form(sequence),
     "encoder, relu2": Form(lambda: encoder_layer(Squared()), "1.linear2", "relu2"),

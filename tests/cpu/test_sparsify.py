@@ -313,12 +313,13 @@ def test_names_in_another_order_are_told_the_right_one() -> None:
 
 
 def test_how_an_activation_in_the_code_must_be_written_is_told() -> None:
-    class Masked(Literal):
+    class Masked(Gated):
         def forward(self, x: Tensor) -> Tensor:
-            return self.fc2(torch.where(self.fc1(x) > 0, self.fc1(x), 0))
+            gate = self.gate_proj(x)
+            return self.down_proj(torch.where(gate > 0, gate, 0) * self.up_proj(x))
 
     with pytest.raises(
-        ValueError, match=r"it runs gt, .*where; .* must be F\.relu\(gate\), its square or F\.threshold"
+        ValueError, match=r"it runs gt, .*where.*; .* must be F\.relu\(gate\), its square or F\.threshold"
     ):
         take(nn.Sequential(Masked()))
 

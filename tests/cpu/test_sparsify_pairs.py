@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ffns import BF16, Adapter, Block, K, N, Split, pickled, take, tokens
+from ffns import BF16, Adapter, Block, K, N, Split, Wi, pickled, take, tokens
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -187,9 +187,6 @@ def encoder() -> nn.Module:
 
 LATER: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "act": (Residual, lambda m: setattr(m, "act", nn.GELU())),
-    "p": (Residual, lambda m: setattr(m, "p", 0.5)),
-    "dropout": (Dropped, lambda m: setattr(m.drop, "p", 0.5)),
-    "dropout of torch's": (encoder, lambda m: setattr(m.dropout, "p", 0.5)),
     "split": (Split, lambda m: setattr(m.intermediate, "intermediate_act_fn", nn.GELU())),
     **{
         name: (lambda: Residual(n=K), lambda m, child=child, make=make: setattr(m, child, make(getattr(m, child))))
@@ -213,6 +210,54 @@ def test_compiled_code_raises_after_a_change(change: str, fullgraph: bool, befor
     kind: Any = torch._dynamo.exc.Unsupported if fullgraph else NotImplementedError
     with pytest.raises(kind, match=r"of a twell pair must|NotImplementedError"):
         compiled(tokens())
+
+
+DROPPING: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "p": (Residual, lambda m: setattr(m, "p", 0.5)),
+    "dropout": (Dropped, lambda m: setattr(m.drop, "p", 0.5)),
+    "dropout of torch's": (encoder, lambda m: setattr(m.dropout, "p", 0.5)),
+    "layer": (Wi, lambda m: setattr(m.dropout, "p", 0.5)),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("make", "do"), DROPPING.values(), ids=DROPPING)
+@pytest.mark.parametrize("before", [False, True])
+def test_training_that_drops_hidden_values_runs_as_it_did(make: Any, do: Any, before: bool, compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    sparse = nn.Sequential(make())
+    if before:
+        do(sparse[0])
+    dense = copy.deepcopy(sparse)
+    take(sparse, strategy="union")
+    run = torch.compile(sparse, backend="eager") if compiled else sparse
+    for change in (False, True):
+        if change and not before:
+            for m in (sparse, dense):
+                do(m[0])
+        for training in (True, False):
+            results = []
+            for m, call in ((sparse, run), (dense, dense)):
+                m.train(training)
+                torch.manual_seed(1)
+                y = call(tokens())
+                results.append([y, *torch.autograd.grad(y.square().sum(), list(m.parameters()))])
+            torch.testing.assert_close(*results)
+
+
+def test_aux_and_main_gradients_of_dropped_values_are_refused() -> None:
+    for make, do in (DROPPING["p"], DROPPING["layer"]):
+        m = nn.Sequential(make())
+        take(m)
+        do(m[0])
+        (layer,) = layers(m).values()
+        layer.accumulate_main_grad = True
+        with pytest.raises(NotImplementedError, match="set its"):
+            m(tokens())
+    layer.accumulate_main_grad, layer.record_aux = False, True
+    m(tokens())
+    assert layer.aux is not None and layer.aux.l0 > N / 4
 
 
 HARMLESS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {

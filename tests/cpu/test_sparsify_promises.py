@@ -52,8 +52,9 @@ class Stateful(Block):
         noise = random.random() + torch.rand(())
         x = F.dropout(self.first(self.mask[: x.shape[-2], : x.shape[-2]] @ x) + noise, 0.1, self.training)
         h = self.activation_fn(self.fc1(self.norm(x)))
-        x = self.final(x + self.fc2(h))
-        return x + h.mean() if self.wrong else x
+        if self.wrong:
+            h = h - 0.1
+        return self.final(x + self.fc2(h))
 
 
 def everything(m: nn.Module) -> list[Any]:

@@ -284,6 +284,13 @@ def _told(names: Any) -> list[tuple[str, ...]]:
 
 def _with_activation(candidate: Candidate, of: Activation | None, wanted: str | None) -> Candidate:
     """The candidate with the activation that its layer will have; ``of`` is its own, if it is of the family."""
+    if candidate.kind == "hidden" and wanted is not None:
+        raise ValueError(
+            f"sparsify_: {label(candidate.name, candidate.module)} must have its activation as an attribute for "
+            f'activation="{wanted}", got one in the code of its forward; {LEAVE_OUT}'
+        )
+    if candidate.steps:
+        return candidate
     if of is not None and wanted in (None, of.name):
         return candidate._replace(activation=of, was=None)
     if candidate.stored:
