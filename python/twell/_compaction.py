@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from twell import _admission, _modes, functional
 from twell._activation import activation_of
 from twell._down_layout import unlisted
+from twell._plain import cast
 from twell._runtime import geometry
 from twell._sparsify.modules import FusedGatedMLP, SparseDown
 from twell.nn import SparseGatedMLP, SparseMLP
@@ -170,9 +171,13 @@ def _add_counts(totals: Tensor, fired: Tensor, tokens: int) -> None:
 def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
     """Add the non-zeros of the gate of x [..., K] to ``totals`` [N + 1], by neuron, and its tokens."""
     name, gate, plain = "count_firing", gate_of(mlp), mlp._is_plain()
+    if isinstance(mlp, SparseDown) and not mlp._given and mlp.up_proj.drops():
+        raise NotImplementedError("count_firing: expected a model that drops no values: call its eval first")
     if plain:
         # divided by tensor parallelism, say
         x, weight, bias = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (x, gate.weight, gate.bias))
+        if mlp._casts:
+            weight, bias = cast([weight, bias], x.dtype)
         operands = _admission.admit(name, x=x, w_gate=weight, b_gate=bias)
         x, weight, bias = operands["x"], operands["w_gate"], operands.get("b_gate")
     tokens, packs = x.reshape(-1, x.shape[-1]), plain and _packs(mlp, x)
@@ -491,6 +496,11 @@ def _plan(module: nn.Module, alive: object, minimum: int) -> tuple[dict[str, Ten
                 raise NotImplementedError(
                     f"compact: {given[0] or 'module'} must have a weight for each projection, got a gate and an up "
                     "projection in one tensor"
+                )
+            if mlp._given:
+                raise NotImplementedError(
+                    f"compact: {given[0] or 'module'} must make its gate itself, got one whose gate the model's own "
+                    "code makes, of all neurons perhaps"
                 )
             masks[names[0]], report = _choose(mlp, given[0], alive[given[0]], minimum)
             reports.append(report)

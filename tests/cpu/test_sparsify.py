@@ -313,7 +313,7 @@ def test_names_in_another_order_are_told_the_right_one() -> None:
 
 
 def test_how_an_activation_in_the_code_must_be_written_is_told() -> None:
-    class Masked(Gated):
+    class Masked(Coded):
         def forward(self, x: Tensor) -> Tensor:
             gate = self.gate_proj(x)
             return self.down_proj(torch.where(gate > 0, gate, 0) * self.up_proj(x))

@@ -212,6 +212,12 @@ def plan(
     remarks: dict[str, str] = {}
     whole = {id(m._modules.get(known_sequence(m))) for m in model.modules() if known_sequence(m)}
     for name, module in outside_layers(model):
+        if bare := next((group for group in told if all(module._parameters.get(n) is not None for n in group)), None):
+            remarks.setdefault(
+                type(module).__name__,
+                f"{label(name, module)} has {', '.join(bare)} as parameters, which no module applies: call "
+                "twell.sparse_ffn or sparse_gated_ffn on them in its forward",
+            )
         has = functools.partial(has_children, module)
         found = [Known(SEQUENCE)] if id(module) in whole else known(module, has)
         found = found or [Known(group) for group in told if has(group)]
@@ -371,10 +377,8 @@ def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     made._modules.update(zip(names, linears))
     beside = (*candidate.plain, *candidate.dropouts, *(step for step in candidate.steps if step in module._modules))
     made._modules.update({name: module._modules[name] for name in beside})
-    if own := {type(linear) for linear in linears} - {nn.Linear}:
-        made._linears, made._casts = tuple(own), candidate.casts
-    if candidate.dropouts:
-        made._dropout = candidate.dropouts[0]
+    made._linears, made._casts = tuple({type(linear) for linear in linears} - {nn.Linear}), candidate.casts
+    made._dropout = "".join(candidate.dropouts)
     if type(module) is nn.Sequential:
         # its children, which code may take from it, stay what they compute
         parts = {**module._modules, **made._modules}

@@ -1,0 +1,207 @@
+"""Layers of which a part stays the model's own code: projections that cast their weights, gates and hidden states."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ffns import BF16, Block, CastLinear, Fused, Gated, K, N, Plain, pickled, take, tokens
+from torch import Tensor, nn
+
+import twell
+from twell._sparsify import layers
+
+
+def casting(m: nn.Module) -> nn.Sequential:
+    """A module whose linear layers cast their weights."""
+    for parent in list(m.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                setattr(parent, name, CastLinear(child.in_features, child.out_features))
+    return nn.Sequential(m)
+
+
+class InCode(Block):
+    """An activation in the code of a block, and casts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(torch.relu(self.fc1(x)).square())
+
+
+class CastsInCode(Plain):
+    """Plain linear layers, whose weights the code of the module casts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(F.linear(x, self.up_proj.weight.to(x.dtype)))
+        return F.linear(h, self.down_proj.weight.to(x.dtype))
+
+
+CASTING: dict[str, Any] = {
+    "gated": Gated,
+    "plain": lambda: Plain(bias=False),
+    "fused": lambda: Fused(bias=False),
+    "block": lambda: Block(bias=False),
+    "in code": InCode,
+    "casts in code": lambda: CastsInCode(bias=False),
+}
+
+
+@pytest.mark.parametrize(("strategy", "compiled"), [("union", False), ("union", True), ("auto", False)])
+@pytest.mark.parametrize("form", CASTING)
+def test_x_of_another_dtype_than_the_weights(form: str, strategy: Any, compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    dense = casting(CASTING[form]()) if form != "casts in code" else nn.Sequential(CASTING[form]())
+    sparse = copy.deepcopy(dense)
+    take(sparse, strategy=strategy)
+    sparse = pickled(copy.deepcopy(sparse))
+    run = torch.compile(sparse, backend="eager") if compiled else sparse
+    # a norm of float32 takes no other wide dtype
+    for dtype in (BF16, torch.float32, torch.float64)[: 2 if form == "block" else 3]:
+        for training in (True, False):
+            results = []
+            for m, call in ((sparse, run), (dense, dense)):
+                x = tokens().to(dtype).requires_grad_()
+                torch.manual_seed(0)
+                with torch.set_grad_enabled(training):
+                    y = call(x)
+                assert y.dtype == dtype
+                wanted = [x, *(p for n, p in m.named_parameters() if "norm" not in n and "final" not in n)]
+                results.append([y.detach(), *(torch.autograd.grad(y.square().sum(), wanted) if training else ())])
+            for ours, theirs in zip(*results):
+                largest = float(theirs.abs().max())
+                rounding = {"rtol": 3e-2, "atol": 3e-2 * largest} if dtype == BF16 else {}
+                torch.testing.assert_close(ours, theirs, **rounding)
+
+
+def test_main_gradients_and_counts_of_casting_layers() -> None:
+    m = casting(Plain(bias=False))
+    dense = copy.deepcopy(m)
+    take(m, strategy="union")
+    (layer,) = layers(m).values()
+    layer.accumulate_main_grad = True
+    for p in m.parameters():
+        p.main_grad = torch.zeros_like(p)
+    x = tokens(BF16)
+    for each in (m, dense):
+        each(x).square().sum().backward()
+    for p, q in zip(m.parameters(), dense.parameters()):
+        torch.testing.assert_close(p.main_grad, q.grad, rtol=3e-2, atol=3e-2 * float(q.grad.abs().max()))
+        assert p.grad is None
+    with torch.no_grad(), twell.count_firing(m) as firing:
+        m(x)
+    assert 0.3 * N < float(firing["0"].counts.sum()) / 14 < 0.7 * N
+
+
+class Casts(nn.Linear):
+    """One that casts x to the dtype of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight)
+
+
+class Half(nn.Linear):
+    """One that computes another function of an x of another dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight.to(x.dtype))
+        return y if x.dtype == self.weight.dtype else 2 * y
+
+
+@pytest.mark.parametrize(("form", "kind"), [(Gated, Casts), (Gated, Half), (Block, Half)])
+def test_other_casts_are_refused_before_anything_changes(form: Any, kind: Any) -> None:
+    m = casting(form())
+    for module in m.modules():
+        if type(module) is CastLinear:
+            module.__class__ = kind
+    with pytest.raises(ValueError, match=r"differs.* (under autocast|and weights in torch\.float32)"):
+        take(m)
+    assert sum(type(module) is kind for module in m.modules()) == (3 if form is Gated else 2)
+
+
+def test_linears_that_do_not_cast_refuse_another_dtype_as_before() -> None:
+    m = nn.Sequential(Plain())
+    take(m)
+    with pytest.raises(TypeError, match=r"x must be torch\.float32 as the others are, got torch\.bfloat16"):
+        m(tokens(BF16))
+
+
+def test_parameters_without_modules_are_pointed_to_the_functions() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c_fc, self.c_proj = nn.Parameter(torch.ones(N, K)), nn.Parameter(torch.ones(K, N))
+
+    with pytest.raises(ValueError, match=r"has c_fc, c_proj as parameters.*twell\.sparse_ffn"):
+        twell.sparsify_(nn.Sequential(Bare()), names=("c_fc", "c_proj"))
+
+
+# Gates and hidden states of the model's own code.
+
+
+def gemma3n(**fields: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": K, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 8, "vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}
+    sizes |= {"num_kv_shared_layers": 0, "laurel_rank": 8, "max_position_embeddings": 64, "num_hidden_layers": 3}
+    torch.manual_seed(0)
+    pattern = {"activation_sparsity_pattern": [0.95, 0.95, 0.0], "pad_token_id": 0, "bos_token_id": 1}
+    return transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**sizes, **pattern, **fields))
+
+
+def rwkv() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": K, "attention_hidden_size": K, "intermediate_size": 128}
+    torch.manual_seed(0)
+    return transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes, num_hidden_layers=2, context_length=64))
+
+
+@pytest.mark.parametrize("make", [gemma3n, rwkv])
+def test_models_that_make_zeros_by_code_of_their_own(make: Any) -> None:
+    from twell.integrations.transformers import sparsify
+
+    dense = make()
+    sparse = copy.deepcopy(dense)
+    sparsify(sparse, strategy="union")
+    assert len(layers(sparse)) == 2
+    sparse, ids = pickled(copy.deepcopy(sparse)), torch.randint(2, 64, (2, 9))
+    for training in (True, False):
+        results = []
+        for m in (sparse, dense):
+            m.train(training)
+            with torch.set_grad_enabled(training):
+                loss = m(input_ids=ids, labels=ids).loss
+            grads = torch.autograd.grad(loss, [*m.parameters()], allow_unused=True) if training else ()
+            results.append([loss.detach(), *(g for g in grads if g is not None)])
+        torch.testing.assert_close(*results)
+    said = [m.eval().generate(ids[:1], max_new_tokens=6, do_sample=False) for m in (sparse, dense)]
+    assert torch.equal(*said)
+    assert sparse.state_dict().keys() == dense.state_dict().keys()
+    for layer in layers(sparse).values():
+        layer.record_aux = True
+        for name, value in (("activation", "relu2"), ("threshold", 0.5)):
+            with pytest.raises(ValueError, match="the model's own code applies the activation"):
+                setattr(layer, name, value)
+    with torch.no_grad():
+        sparse(input_ids=ids)
+    assert all(0 < float(layer.aux.l0) < 0.8 * 128 for layer in layers(sparse).values())
+    with torch.no_grad(), twell.count_firing(sparse) as firing:
+        sparse(input_ids=ids)
+    with pytest.raises(NotImplementedError, match="must make its gate itself"):
+        twell.compact(sparse, firing)
+
+
+def test_a_gate_of_its_own_code_compiles_and_has_figures_in_16_bits() -> None:
+    from twell.integrations.transformers import sparsify
+
+    dense = gemma3n().to(BF16).eval()
+    mlp = sparsify(copy.deepcopy(dense), strategy="row").model.layers[0].mlp
+    x = tokens(BF16)
+    with torch.no_grad():
+        expected = dense.model.layers[0].mlp(x)
+        for run in (mlp, torch.compile(mlp, backend="eager")):
+            torch.testing.assert_close(run(x), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+    assert "the model's own code" in str(twell.explain(mlp)) or "a gate that is called" in str(twell.explain(mlp))
