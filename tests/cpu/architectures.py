@@ -26,6 +26,8 @@ DECODER = {
     "eos_token_id": 2,
     "head_dim": 8,
 }
+PARAKEET = {"model_type": "parakeet_encoder", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+PARAKEET |= {"intermediate_size": 64, "num_mel_bins": 16, "subsampling_conv_channels": 8}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 SEQ2SEQ = {
     "vocab_size": 64,
@@ -53,6 +55,7 @@ T5 = {
     "eos_token_id": 1,
     "decoder_start_token_id": 0,
 }
+RELU2SEQ = {**SEQ2SEQ, "activation_function": "relu"}
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
 GPT2 |= {"eos_token_id": 2}
 T5_GATED = {**T5, "feed_forward_proj": "gated-gelu"}
@@ -65,8 +68,9 @@ class Architecture(NamedTuple):
     """A class of transformers with the activation of its published models.
 
     needs: fields of the configuration without which it is refused, and ``refusal``, a part of the message then. With
-    ``retrained`` these layers are taken only with ``activation="relu"``. layers: the names of the first twell layers;
-    none if the architecture is refused. models: those that people know, for the page.
+    ``retrained`` these layers are taken only with ``activation="relu"``. activation: "own" where the model's own code
+    makes the zeros. part: of the names that ``filter_fn`` takes. layers: the names of the first twell layers; none if the architecture is refused. models: those
+    that people know, for the page.
     """
 
     models: str
@@ -78,6 +82,7 @@ class Architecture(NamedTuple):
     refusal: str = ""
     retrained: bool = False
     note: str = ""
+    part: str = ""
 
     @property
     def answer(self) -> str:
@@ -93,7 +98,6 @@ FC2 = ("model.encoder.layers.0.fc2",)
 DENSE = ("encoder.block.0.layer.1.DenseReluDense",)
 STACKED: dict[str, Any] = {"refusal": "stacked in one tensor", "note": "experts in one tensor, without ReLU"}
 RESIDUAL: dict[str, Any] = {"refusal": "takes residual besides x", "note": "the layer also adds the residual"}
-NO_DROPOUT: dict[str, Any] = {"needs": {"dropout_rate": 0.0}, "refusal": "must drop no values"}
 
 ARCHITECTURES = (
     Architecture("Arcee AFM-4.5B", "ArceeForCausalLM", DECODER, "relu2", MLP),
@@ -102,6 +106,7 @@ ARCHITECTURES = (
         "RoBERTa", "RobertaModel", DECODER, "GELU", ("encoder.layer.0.output.dense",), retrained=True, note="as BERT"
     ),
     Architecture("mBART", "MBartForConditionalGeneration", SEQ2SEQ, "GELU", FC2, retrained=True),
+    Architecture("mBART-50", "MBartForConditionalGeneration", RELU2SEQ, "relu", FC2),
     Architecture("Gemma 2", "Gemma2ForCausalLM", DECODER, "GELU", MLP, retrained=True),
     Architecture("Gemma 3 (text)", "Gemma3ForCausalLM", DECODER, "GELU", MLP, retrained=True),
     Architecture("OLMo", "OlmoForCausalLM", DECODER, "SiLU", MLP, retrained=True),
@@ -114,7 +119,7 @@ ARCHITECTURES = (
         refusal="must apply ReLU, got SiLU",
         note="experts in one tensor, without ReLU",
     ),
-    Architecture("mT5", "MT5ForConditionalGeneration", T5_GATED, "GELU", DENSE, **NO_DROPOUT, retrained=True),
+    Architecture("mT5", "MT5ForConditionalGeneration", T5_GATED, "GELU", DENSE, retrained=True),
     Architecture(
         "Fuyu",
         "FuyuForCausalLM",
@@ -155,6 +160,22 @@ ARCHITECTURES = (
     ),
     Architecture(
         "Cosmos3 Edge (text)", "Cosmos3EdgeTextModel", {**DECODER, "rope_parameters": MROPE}, "relu2", ("layers.0.mlp",)
+    ),
+    Architecture(
+        "Canary",
+        "CanaryForConditionalGeneration",
+        {"encoder_config": PARAKEET, "decoder_config": DECODER, "vocab_size": 64, "decoder_start_token_id": 1},
+        "relu",
+        ("model.decoder.layers.0.mlp",),
+        part="decoder",
+    ),
+    Architecture(
+        "Cohere ASR",
+        "CohereAsrForConditionalGeneration",
+        {**DECODER, "encoder_config": PARAKEET, "decoder_start_token_id": 1},
+        "relu",
+        ("model.decoder.layers.0.mlp",),
+        part="decoder",
     ),
     Architecture(
         "CTRL",
@@ -209,9 +230,7 @@ ARCHITECTURES = (
         "DistilBertModel",
         {"vocab_size": 64, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4},
         "GELU",
-        ("transformer.layer.0.ffn",),
-        {"dropout": 0.0},
-        "must drop no values",
+        ("transformer.layer.0.ffn.lin2",),
         retrained=True,
     ),
     Architecture(
@@ -229,6 +248,21 @@ ARCHITECTURES = (
         "relu",
         FC2,
     ),
+    Architecture(
+        "Gemma 3n",
+        "Gemma3nForCausalLM",
+        {
+            **DECODER,
+            "vocab_size_per_layer_input": 64,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.95, 0.0],
+        },
+        "own",
+        ("model.layers.0.mlp",),
+        note="its ten layers with zeros",
+    ),
     Architecture("Gemma", "GemmaForCausalLM", DECODER, "GELU", MLP, retrained=True),
     Architecture("GLM-4 (dense)", "GlmForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("GLM-4-0414, Z1", "Glm4ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
@@ -238,9 +272,7 @@ ARCHITECTURES = (
         "GPTBigCodeForCausalLM",
         GPT2,
         "GELU",
-        ("transformer.h.0.mlp",),
-        {"resid_pdrop": 0.0},
-        "must drop no values",
+        ("transformer.h.0.mlp.c_proj",),
         retrained=True,
     ),
     Architecture(
@@ -254,9 +286,10 @@ ARCHITECTURES = (
     Architecture(
         "SparseLM, ReluLLaMA: Llama with ReLU", "LlamaForCausalLM", {**DECODER, "hidden_act": "relu"}, "relu", MLP
     ),
-    Architecture("LongT5", "LongT5ForConditionalGeneration", T5, "relu", DENSE, **NO_DROPOUT),
+    Architecture("LongT5", "LongT5ForConditionalGeneration", T5_GATED, "GELU", DENSE, retrained=True),
     Architecture("M2M-100, NLLB", "M2M100ForConditionalGeneration", SEQ2SEQ, "relu", FC2),
     Architecture("Marian, Opus-MT", "MarianMTModel", SEQ2SEQ, "GELU", FC2, retrained=True),
+    Architecture("Opus-MT tc-big", "MarianMTModel", RELU2SEQ, "relu", FC2),
     Architecture("Mistral, Ministral", "MistralForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("Mixtral", "MixtralForCausalLM", MOE, "SiLU", (), **STACKED),
     Architecture(
@@ -270,6 +303,13 @@ ARCHITECTURES = (
     ),
     Architecture(
         "MPT", "MptForCausalLM", {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4}, "GELU", (), **RESIDUAL
+    ),
+    Architecture(
+        "NeoMME",
+        "NeoMMEForMaskedLM",
+        {**{key: value for key, value in DECODER.items() if "token_id" not in key}, "embedding_rank": 16, "head_dim": 16},
+        "relu2",
+        ("model.layers.0.mlp",),
     ),
     Architecture("NanoChat", "NanoChatForCausalLM", DECODER, "relu2", ("model.layers.0.mlp",)),
     Architecture("Nemotron-4, Minitron", "NemotronForCausalLM", DECODER, "relu2", MLP),
@@ -312,7 +352,7 @@ ARCHITECTURES = (
         "relu",
         ("model.decoder.layers.0.fc2",),
     ),
-    Architecture("Pegasus", "PegasusForConditionalGeneration", SEQ2SEQ, "GELU", FC2, retrained=True),
+    Architecture("Pegasus", "PegasusForConditionalGeneration", {**RELU2SEQ, "activation_dropout": 0.1}, "relu", FC2),
     Architecture("Persimmon", "PersimmonForCausalLM", DECODER, "relu2", MLP),
     Architecture("Phi-1, Phi-2", "PhiForCausalLM", DECODER, "GELU", ("model.layers.0.mlp",), retrained=True),
     Architecture("Phi-3, Phi-4", "Phi3ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
@@ -332,6 +372,21 @@ ARCHITECTURES = (
         note="its text encoder and decoder",
     ),
     Architecture("Speech2Text", "Speech2TextForConditionalGeneration", SEQ2SEQ, "relu", FC2),
+    Architecture(
+        "RWKV-4",
+        "RwkvForCausalLM",
+        {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "attention_hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "use_cache": False,
+        },
+        "own",
+        ("rwkv.blocks.0.feed_forward.value",),
+        note="`value` alone",
+    ),
     Architecture("SmolLM3", "SmolLM3ForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("StableLM", "StableLmForCausalLM", DECODER, "SiLU", MLP, retrained=True),
     Architecture("StarCoder2", "Starcoder2ForCausalLM", DECODER, "GELU", MLP, retrained=True),
@@ -341,15 +396,14 @@ ARCHITECTURES = (
         SWITCH,
         "relu",
         ("encoder.block.0.layer.1.mlp",),
-        **NO_DROPOUT,
         note="every expert is a layer",
     ),
-    Architecture("T5", "T5ForConditionalGeneration", T5, "relu", DENSE, **NO_DROPOUT),
+    Architecture("T5, Chronos", "T5ForConditionalGeneration", T5, "relu", DENSE),
     Architecture(
-        "T5 v1.1, Flan-T5", "T5ForConditionalGeneration", T5_GATED, "GELU", DENSE, **NO_DROPOUT, retrained=True
+        "T5 v1.1, Flan-T5", "T5ForConditionalGeneration", T5_GATED, "GELU", DENSE, retrained=True
     ),
-    Architecture("UDOP", "UdopForConditionalGeneration", {**T5, "image_size": 8}, "relu", DENSE, **NO_DROPOUT),
-    Architecture("UMT5", "UMT5ForConditionalGeneration", T5_GATED, "GELU", DENSE, **NO_DROPOUT, retrained=True),
+    Architecture("UDOP", "UdopForConditionalGeneration", {**T5, "image_size": 8}, "relu", DENSE),
+    Architecture("UMT5", "UMT5ForConditionalGeneration", T5_GATED, "GELU", DENSE, retrained=True),
     Architecture("Whisper", "WhisperForConditionalGeneration", SEQ2SEQ, "GELU", FC2, retrained=True),
     Architecture(
         "XGLM",
@@ -388,14 +442,16 @@ ARCHITECTURES = (
 
 def table() -> str:
     """What the page says of each model: lists of those taken and of those to train, the reasons of the others."""
-    listed: dict[str, list[str]] = {"Taken, with ReLU": [], "Taken, with squared ReLU": [], "After training": []}
-    refused: dict[str, list[str]] = {}
     kinds = {("taken", "relu"): "Taken, with ReLU", ("taken", "relu2"): "Taken, with squared ReLU"}
+    kinds |= {("taken", "own"): "Taken, with zeros of their own code"}
+    listed: dict[str, list[str]] = {kind: [] for kind in (*kinds.values(), "After training")}
+    refused: dict[str, list[str]] = {}
     for each in sorted(ARCHITECTURES, key=lambda each: each.models.lower()):
         if each.answer == "no":
             refused.setdefault(each.note, []).append(each.models)
             continue
         remarks = [*(f"with `{key}={value}`" for key, value in each.needs.items()), *([each.note] if each.note else [])]
+        remarks += [f"its {each.part}, by `filter_fn`"] if each.part else []
         kind = kinds.get((each.answer, each.activation), "After training")
         listed[kind].append(each.models + (f" ({'; '.join(remarks)})" if remarks else ""))
     lines = [f"- **{kind}**: {'; '.join(models)}." for kind, models in listed.items()]
