@@ -381,7 +381,11 @@ class SparseFFN(nn.Module):
     def _drops(self) -> bool:
         """Whether values of the hidden state are dropped now."""
         child: Any = self._modules[self._dropout]
-        return not isinstance(child, nn.Identity) and not (isinstance(child, nn.Dropout) and child.p == 0) and self.training
+        return (
+            not isinstance(child, nn.Identity)
+            and not (isinstance(child, nn.Dropout) and child.p == 0)
+            and self.training
+        )
 
     def _dropped(self, x: Tensor, with_aux: bool) -> Any:
         """The result where values of the hidden state are dropped, by calls of the projections."""

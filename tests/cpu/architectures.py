@@ -307,7 +307,11 @@ ARCHITECTURES = (
     Architecture(
         "NeoMME",
         "NeoMMEForMaskedLM",
-        {**{key: value for key, value in DECODER.items() if "token_id" not in key}, "embedding_rank": 16, "head_dim": 16},
+        {
+            **{key: value for key, value in DECODER.items() if "token_id" not in key},
+            "embedding_rank": 16,
+            "head_dim": 16,
+        },
         "relu2",
         ("model.layers.0.mlp",),
     ),
@@ -399,9 +403,7 @@ ARCHITECTURES = (
         note="every expert is a layer",
     ),
     Architecture("T5, Chronos", "T5ForConditionalGeneration", T5, "relu", DENSE),
-    Architecture(
-        "T5 v1.1, Flan-T5", "T5ForConditionalGeneration", T5_GATED, "GELU", DENSE, retrained=True
-    ),
+    Architecture("T5 v1.1, Flan-T5", "T5ForConditionalGeneration", T5_GATED, "GELU", DENSE, retrained=True),
     Architecture("UDOP", "UdopForConditionalGeneration", {**T5, "image_size": 8}, "relu", DENSE),
     Architecture("UMT5", "UMT5ForConditionalGeneration", T5_GATED, "GELU", DENSE, retrained=True),
     Architecture("Whisper", "WhisperForConditionalGeneration", SEQ2SEQ, "GELU", FC2, retrained=True),

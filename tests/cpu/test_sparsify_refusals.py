@@ -26,8 +26,6 @@ from ffns import (
     N,
     OfOwnLinears,
     Output,
-    Pair,
-    Plain,
     Split,
     Wi,
     take,

@@ -562,65 +562,6 @@ def test_inputs_are_kept_however_a_model_runs(how: str) -> None:
         assert not any(layer._recorder.kept for layer in recipe.layers(model).values())  # type: ignore[union-attr]
 
 
-# FATReLU
-
-
-def test_the_threshold_is_the_greatest_that_the_loss_allows() -> None:
-    model = Model()
-    x, _ = next(batches(7))
-    y = (model(x) + 0.1 * torch.randn(M, K)).detach()
-
-    @torch.no_grad()
-    def loss() -> float:
-        return float((model(x) - y).square().mean())
-
-    plain = loss()
-    for most in (0.01, 0.2):
-        choice = recipe.choose_threshold(model, loss, most_loss=most)
-        assert {layer.activation for layer in recipe.layers(model).values()} == {"fatrelu"}
-        assert {layer.threshold for layer in recipe.layers(model).values()} == {choice.threshold}
-        assert choice.tried[0] == (0.0, pytest.approx(plain))
-        assert len(choice.tried) == 16
-        assert loss() <= plain * (1 + most)
-        allowed = [threshold for threshold, value in choice.tried if value <= plain * (1 + most)]
-        assert choice.threshold == max(allowed) > 0
-        refused = [threshold for threshold, value in choice.tried if value > plain * (1 + most)]
-        assert choice.threshold < min(refused) < 1.1 * choice.threshold
-
-
-@pytest.mark.parametrize(
-    ("losses", "message"),
-    [
-        ([math.nan], "a finite loss above 0, got nan with threshold 0"),
-        ([0.0], r"a finite loss above 0, got 0\.0 with threshold 0"),
-        ([1.0, math.nan], r"a finite loss above 0, got nan with threshold 0\.0009"),
-        ([1.0] * 16, r"the loss of model, got 1\.0 for every threshold up to 16"),
-        (["1", "1", "none"], "none"),
-    ],
-)
-def test_losses_that_mean_nothing_are_refused(losses: list[Any], message: str) -> None:
-    """A constant one silenced every neuron."""
-    model, each = Model("fatrelu", threshold=0.5), iter(losses)
-    with pytest.raises(ValueError, match=message):
-        recipe.choose_threshold(model, lambda: float(next(each)))
-    assert {(layer.activation, layer.threshold) for layer in recipe.layers(model).values()} == {("fatrelu", 0.5)}
-
-
-def test_without_a_threshold_the_layers_have_relu() -> None:
-    model = Model("fatrelu", threshold=0.5)
-    # an infinite loss is too much
-    losses = iter([1.0, 1.0, math.inf])
-    assert recipe.choose_threshold(model, lambda: next(losses), evaluations=3).threshold == 2**-10
-    losses = iter([1.0, 2.0])
-    choice = recipe.choose_threshold(model, lambda: next(losses))
-    assert choice == (0.0, ((0.0, 1.0), (2**-10, 2.0)))
-    assert {(layer.activation, layer.threshold) for layer in recipe.layers(model).values()} == {("relu", 0)}
-    with pytest.raises(ValueError, match=r"mlps\.0 must have .* got 'drelu'"):
-        recipe.choose_threshold(Model("drelu"), lambda: 1.0)
-    with pytest.raises(ValueError, match="least must be a finite number above 0, got 0"):
-        recipe.choose_threshold(model, lambda: 1.0, least=0)
-
-
 # FATReLU's threshold in training
 
 
@@ -742,9 +683,8 @@ def test_one_threshold_moves_at_a_time() -> None:
     model = Model()
     recipe.record_aux(model, inputs=True)
     first = TargetThreshold(model, 5, 10)
-    for again in (lambda: TargetThreshold(model, 5, 10), lambda: recipe.choose_threshold(model, lambda: 1.0)):
-        with pytest.raises(ValueError, match=r"must be a number, got a tensor, .* settle\(\) ends that one"):
-            again()
+    with pytest.raises(ValueError, match=r"must be a number, got a tensor, .* settle\(\) ends that one"):
+        TargetThreshold(model, 5, 10)
     first.settle()
     TargetThreshold(model, 5, 10)
 

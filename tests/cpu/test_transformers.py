@@ -19,6 +19,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import twell  # noqa: E402
 from twell import recipe  # noqa: E402
+from twell._configuration import follow  # noqa: E402
 from twell._sparsify import layers  # noqa: E402
 from twell.integrations import layouts  # noqa: E402
 from twell.integrations.transformers import (  # noqa: E402
@@ -206,6 +207,14 @@ def test_an_activation_that_no_configuration_can_name_is_refused(tmp_path: Path)
         sparsify(stock("opt", activation_function="silu"), activation="drelu")
 
 
+def put_threshold(model: Any, threshold: float) -> None:
+    """As the end of a training with ``TargetThreshold``."""
+    for layer in layers(model).values():
+        layer.threshold, layer.activation = 0, "fatrelu" if threshold else "relu"
+        layer.threshold = threshold
+    follow(model)
+
+
 def test_an_activation_that_other_layers_do_not_have_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
     half = sparsify(stock("llama"), filter_fn=lambda _, name: ".0." in name)
     (layer,) = layers(half).values()
@@ -213,14 +222,14 @@ def test_an_activation_that_other_layers_do_not_have_is_not_named(caplog: pytest
     with pytest.raises(ValueError, match=r"layers of twell alone, got that of model\.layers\.1\.mlp\.act_fn"):
         name_activation(half)
     layer.activation = "relu"
-    assert recipe.choose_threshold(half, iter([1.0, 1.0001, 1.0002]).__next__, evaluations=3).threshold > 0
+    put_threshold(half, 0.001)
     assert half.config.hidden_act == "relu"
     assert "does not name the new activation of layers" in caplog.text
     assert "got that of model.layers.1.mlp.act_fn, too" in caplog.text
     # nor one of layers that twell.sparsify_ made
     model = stock("llama", hidden_act="silu")
     twell.sparsify_(model, activation="relu")
-    assert recipe.choose_threshold(model, iter([1.0, 1.0001, 1.0002]).__next__, evaluations=3).threshold > 0
+    put_threshold(model, 0.001)
     assert (model.config.hidden_act, hasattr(model.config, "hidden_act_param")) == ("silu", False)
 
 
@@ -238,25 +247,21 @@ def test_an_activation_that_is_no_module_counts_as_that_of_another_layer(other: 
     # a threshold is not named either
     model = sparsify(stock("llama"))
     model.model.layers[0].self_attn.activation = "relu"
-    assert recipe.choose_threshold(model, iter([1.0, 1.0001, 1.0002]).__next__, evaluations=3).threshold > 0
+    put_threshold(model, 0.001)
     assert model.config.hidden_act == "relu"
 
 
-@pytest.mark.parametrize("how", ["settle", "choose_threshold"])
-def test_a_trained_threshold_is_saved_for_each_model_of_a_wrapper(how: str, tmp_path: Path) -> None:
+def test_a_trained_threshold_is_saved_for_each_model_of_a_wrapper(tmp_path: Path) -> None:
     """The second one lost its threshold in files, and a dense teacher was a StopIteration."""
     parts = {"teacher": stock("llama", hidden_act="silu"), "a": sparsify(stock("llama")), "b": sparsify(stock("opt"))}
     both = torch.nn.ModuleDict(parts).train()
-    if how == "settle":
-        recipe.record_aux(both, inputs=True)
-        target = recipe.TargetThreshold(both, nnz=8, steps=10)
-        out(both["a"])
-        out(both["b"])
-        target.term(both).backward()
-        target.update()
-        threshold = target.settle()
-    else:
-        threshold = recipe.choose_threshold(both, iter([1.0, 1.0001, 1.0002]).__next__, evaluations=3).threshold
+    recipe.record_aux(both, inputs=True)
+    target = recipe.TargetThreshold(both, nnz=8, steps=10)
+    out(both["a"])
+    out(both["b"])
+    target.term(both).backward()
+    target.update()
+    threshold = target.settle()
     assert threshold > 0
     for name, key in (("a", "hidden_act"), ("b", "activation_function")):
         parts[name].save_pretrained(tmp_path / name)
@@ -265,7 +270,7 @@ def test_a_trained_threshold_is_saved_for_each_model_of_a_wrapper(how: str, tmp_
         assert torch.equal(out(load(tmp_path / name).eval()), out(parts[name].eval()))
     assert parts["teacher"].config.hidden_act == "silu"
     # and back
-    recipe.choose_threshold(both, iter([1.0, 2.0]).__next__, evaluations=2)
+    put_threshold(both, 0)
     config = parts["a"].config
     assert (config.hidden_act, hasattr(config, "hidden_act_param")) == ("relu", False)
 
@@ -368,7 +373,7 @@ def test_parts_that_have_keys_of_their_own_keep_them(tmp_path: Path) -> None:
     sparsify(model, activation="relu", key="text_config.hidden_act", filter_fn=lambda _, name: "language_model" in name)
     named = (config.text_config.hidden_act, config.vision_config.hidden_act, config.projector_hidden_act)
     assert named == ("relu", "gelu", "silu")
-    assert recipe.choose_threshold(model, iter([1.0, 1.0001, 1.0002]).__next__, evaluations=3).threshold > 0
+    put_threshold(model, 0.001)
     model.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["text_config"]["hidden_act"] == "fatrelu"

@@ -98,18 +98,6 @@ def flat(device: torch.device) -> None:
         loss_of(model, batch(0))
 
 
-def thresholds(device: torch.device) -> list[float]:
-    """Ranks with losses of their own choose one threshold."""
-    model = make(True)
-    ddp = nn.parallel.DistributedDataParallel(model)
-
-    def evaluate() -> float:
-        with torch.no_grad():
-            return float((ddp(batch(dist.get_rank())) - batch(dist.get_rank())).square().mean())
-
-    return [recipe.choose_threshold(ddp, evaluate, most_loss=0.1).threshold]
-
-
 def firing(device: torch.device) -> None:
     whole, model = make(True), make(True)
     divided(model, "tp")
@@ -173,11 +161,8 @@ def plain_parameters(device: torch.device) -> str:
     return "".join(said)
 
 
-def test_flat_weights_thresholds_counts_and_what_a_plan_cannot_divide(cpu_ranks: Run) -> None:
+def test_flat_weights_counts_and_what_a_plan_cannot_divide(cpu_ranks: Run) -> None:
     cpu_ranks(2, flat)
-    first, second = cpu_ranks(2, thresholds)
-    assert first == second
-    assert first[0] > 0
     cpu_ranks(2, firing)
     cpu_ranks(2, adapters)
     said = cpu_ranks(2, plain_parameters)[0]

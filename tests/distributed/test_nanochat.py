@@ -1,4 +1,4 @@
-"""A model in the form of nanochat, in its dtypes on a GPU, trains as without twell: masters in float32, x in bfloat16."""
+"""A model in the form of nanochat trains as without twell in its dtypes on a GPU: masters in float32, x in bfloat16."""
 
 from __future__ import annotations
 
@@ -98,8 +98,6 @@ def test_losses_are_those_of_the_stock_model(cpu_ranks: Callable[..., list[Any]]
 
 def test_the_sparse_path_trains_alike() -> None:
     how: Any = (torch.device("cpu"), True)
-    dense, sparse = (
-        [float(loss) for loss in train(*how, strategy, False, 0, 1)] for strategy in ("dense", "union")
-    )
+    dense, sparse = ([float(loss) for loss in train(*how, strategy, False, 0, 1)] for strategy in ("dense", "union"))
     assert abs(dense[0] - sparse[0]) < 1e-3
     assert abs(sum(dense[-5:]) - sum(sparse[-5:])) < 0.1 * sum(dense[-5:])

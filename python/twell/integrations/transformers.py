@@ -323,9 +323,9 @@ def name_activation(model: Any, key: str | None = None) -> None:
     """Write the activation of the twell layers of ``model`` to its configuration, with FATReLU's threshold.
 
     For layers whose activation was set by hand after ``sparsify``: call it before ``save_pretrained``.
-    ``twell.recipe.TargetThreshold.settle`` and ``choose_threshold`` do so themselves. A threshold that moves is written
-    as it is now, which waits for the device, until the next step moves it. ``key`` is that of ``sparsify``. ``load``
-    reads the files of causal models.
+    ``twell.recipe.TargetThreshold.settle`` does so itself. A threshold that moves is written as it is now, which waits
+    for the device, until the next step moves it. ``key`` is that of ``sparsify``. ``load`` reads the files of causal
+    models.
 
     Raises TypeError unless ``model`` is a ``PreTrainedModel`` and ``key`` a string, and ValueError if layers differ in
     it, if there are none or if the configuration has no keys for them alone.

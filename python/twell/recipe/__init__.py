@@ -18,7 +18,7 @@
 
 The method needs only ``l1_term``; the paper's numbers are without reinitialisation unless it says so.
 ``TargetSparsity`` takes a number of non-zeros instead of a coefficient, ``TargetThreshold`` reaches it with FATReLU,
-``choose_threshold`` ends a training with FATReLU, and ``sharing_term`` makes neighbouring tokens fire the same neurons.
+and ``sharing_term`` makes neighbouring tokens fire the same neurons.
 For the Trainer of transformers there is ``twell.integrations.transformers.SparsityCallback``.
 
 Under torch.compile: call ``record_aux`` and make the tracker before the first step. A graph keeps the strategy of its
@@ -43,7 +43,6 @@ from twell.recipe._sharing import sharing_term
 from twell.recipe._stats import LayerStats, SparsityStats
 from twell.recipe._strategies import settle, strategies
 from twell.recipe._target import TargetSparsity, TargetThreshold
-from twell.recipe._threshold import ThresholdChoice, choose_threshold
 from twell.recipe._tracker import POSITIONS, SparsityTracker
 from twell.recipe._types import TokenTypes, token_types
 from twell.recipe._writers import StatsWriter
@@ -58,9 +57,7 @@ __all__ = [
     "StatsWriter",
     "TargetSparsity",
     "TargetThreshold",
-    "ThresholdChoice",
     "TokenTypes",
-    "choose_threshold",
     "clear_aux",
     "convert_coefficient",
     "l1_term",

@@ -19,7 +19,6 @@ from twell._runtime.log import logger
 from twell.recipe import _inputs, _sharing
 from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, whole, with_tokens
 from twell.recipe._l1 import read_aux, require_mask
-from twell.recipe._threshold import require_relu, require_settled
 
 # The coefficient is the exponential of a slow part, which sums the error log(non-zeros / goal), and a fast part in
 # proportion to it, which damps. Tried with models of 0.1 M parameters and 60 to 1,200 steps: runs to 7 to 25 % of the
@@ -486,3 +485,21 @@ def _common_threshold(found: list[MLP]) -> float:
             "set them to one number before"
         )
     return float(values[0])
+
+
+def require_relu(model: nn.Module) -> dict[str, MLP]:
+    """The twell layers of ``model``; ValueError unless they can have a threshold."""
+    found = layers(model)
+    for name, layer in found.items():
+        if layer.activation not in ("relu", "fatrelu"):
+            raise ValueError(f'{name or "the model"} must have "relu" or "fatrelu", got {layer.activation!r}')
+    return found
+
+
+def require_settled(found: Iterable[MLP]) -> None:
+    """ValueError if the threshold of a layer moves."""
+    if any(isinstance(layer.threshold, Tensor) for layer in found):
+        raise ValueError(
+            "the threshold of the layers must be a number, got a tensor, as of a TargetThreshold that moves it: "
+            "settle() ends that one"
+        )
