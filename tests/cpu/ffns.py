@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell._sparsify import sparsify_
+from twell._sparsify import layers, sparsify_
 
 BF16 = torch.bfloat16
 K, N = 32, 264
@@ -28,8 +28,8 @@ NAMES = [
 
 
 def take(m: nn.Module, *args: Any, **options: Any) -> list[str]:
-    """``sparsify_`` with ``NAMES``."""
-    return sparsify_(m, *args, names=NAMES, **options)
+    """``sparsify_`` with ``NAMES``: the names of all layers of twell in ``m``."""
+    return list(layers(sparsify_(m, *args, names=NAMES, **options)))
 
 
 class Gated(nn.Module):

@@ -41,7 +41,7 @@ def test_same_function_gradients_and_parameters(form: str) -> None:
     dense = model(form)
     sparse = copy.deepcopy(dense)
     keys, parameters = list(sparse.state_dict()), dict(sparse.named_parameters())
-    assert take(sparse, strategy="union") == [FORMS[form].layer] == list(layers(sparse))
+    assert take(sparse, strategy="union") == [FORMS[form].layer]
     layer = layer_of(sparse)
     assert (layer.activation, layer.threshold) == FORMS[form][2:]
     assert layer.down_proj.weight.stride() == (N, 1)
@@ -216,13 +216,11 @@ def test_a_module_in_two_places_becomes_one() -> None:
     assert m["a"] is m["b"][0]
     assert isinstance(m["a"], SparseGatedMLP)
     assert m["c"].gate_proj.weight is m["a"].gate_proj.weight
-    assert list(layers(m)) == ["a", "c"]
 
 
 def test_layers_of_twell_are_left_alone() -> None:
     m = nn.ModuleDict({"a": Gated(), "b": SparseMLP(K, N), "c": Block()})
-    assert take(m) == ["a", "c.fc2"]
-    assert list(layers(m)) == ["a", "b", "c.fc2"]
+    assert take(m) == ["a", "b", "c.fc2"]
     with pytest.raises(ValueError, match="3 layers of twell are there already"):
         take(m)
 
@@ -280,7 +278,7 @@ def test_an_activation_that_is_on_the_other_projection_is_told() -> None:
         take(m)
     with pytest.raises(ValueError, match=r"to N, the last one from N to K, got w2 from .*, w3 from .*, w1 from"):
         sparsify_(m, names=("w2", "w3", "w1"))
-    assert sparsify_(m, names=("w3", "w1", "w2")) == ["0"]
+    assert list(layers(sparsify_(m, names=("w3", "w1", "w2")))) == ["0"]
 
 
 def test_names_in_another_order_are_told_the_right_one() -> None:

@@ -218,7 +218,7 @@ def test_an_unknown_class_is_left_alone() -> None:
     m = nn.ModuleList([Same(), Other()])
     assert known.known_class(m[0]) is not None
     assert known.known_class(m[1]) is None
-    assert sparsify_(m) == ["0.linear2"]
+    assert list(layers(sparsify_(m))) == ["0.linear2"]
     assert type(m[1].linear2) is nn.Linear
 
 
@@ -257,7 +257,7 @@ def test_methods_that_were_kept_are_right_or_an_error() -> None:
     with pytest.raises(ValueError, match="its method _silu is kept elsewhere, and would still apply SiLU"):
         take(m[2:], activation="relu")
     kept.pop()
-    assert take(m[2:], activation="relu") == ["2"] or layers(m)
+    assert take(m[2:], activation="relu") == ["0"]
 
 
 def _silu(self: Any, x: Tensor) -> Tensor:

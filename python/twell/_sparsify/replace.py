@@ -6,7 +6,7 @@ import functools
 import gc
 import types
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ from twell.strategy.plan import Facts, routed
 
 Filter = Callable[[nn.Module, str], bool]
 Names = Sequence[str] | Sequence[Sequence[str]]
+_Model = TypeVar("_Model", bound=nn.Module)
 
 # What another activation may be replaced with; the threshold of fatrelu must be chosen first.
 _TARGETS = ("relu", "relu2", "drelu")
@@ -74,18 +75,19 @@ class Plan(NamedTuple):
 
 
 def sparsify_(
-    model: nn.Module,
+    model: _Model,
     filter_fn: Filter | None = None,
     *,
     activation: Literal["relu", "relu2", "drelu"] | None = None,
     compression: int = 8,
     strategy: Strategy = "auto",
     names: Names | None = None,
-) -> list[str]:
+) -> _Model:
     """Run the feed-forward layers of ``model`` that have ReLU, or another activation of its family, through twell.
 
-    In place. The activations are relu, relu2 (squared), drelu and fatrelu, with its threshold. Two kinds of modules are
-    taken, wherever they are in ``model``:
+    In place; returns ``model``. The log says how many layers were taken, at INFO, and ``twell.explain`` shows them. The
+    activations are relu, relu2 (squared), drelu and fatrelu, with its threshold. Two kinds of modules are taken,
+    wherever they are in ``model``:
 
     - those of classes that are known by name: the architectures of the page on models, and torch's
       ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``, which then leave their fast path. A subclass
@@ -148,9 +150,6 @@ def sparsify_(
             The gate is the projection that the activation is applied to. An order that the module does not compute is
             refused.
 
-    Returns the qualified names of the new twell layers, in the order of ``named_modules``. ``twell.explain`` shows
-    them.
-
     Raises TypeError or ValueError and changes nothing: if nothing is found; if a candidate computes something else, has
     further children or state, hooks, methods of ``nn.Module`` overridden, projections that are neither plain
     ``nn.Linear`` nor any of the above (sharded, offloaded, quantised otherwise), or sizes that the kernels do not take
@@ -159,7 +158,8 @@ def sparsify_(
     """
     routed(Facts(strategy=strategy))
     geometry.words_per_tile(compression)
-    return apply(model, plan(model, filter_fn, activation, strategy, names), compression, strategy)
+    apply(model, plan(model, filter_fn, activation, strategy, names), compression, strategy)
+    return model
 
 
 def layers(model: nn.Module) -> dict[str, SparseGatedMLP | SparseMLP]:
@@ -292,8 +292,8 @@ def _with_activation(candidate: Candidate, of: Activation | None, wanted: str | 
     return candidate._replace(activation=Activation(str(wanted)))
 
 
-def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy) -> list[str]:
-    """Replace the candidates of ``planned`` and return the names of the new layers."""
+def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy) -> None:
+    """Replace the candidates of ``planned``."""
     for candidate in planned.candidates:
         module, options = candidate.module, {"compression": compression, "strategy": strategy}
         options |= candidate.activation.options()
@@ -325,6 +325,8 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
         )
     if any(candidate.stored for candidate in planned.candidates):
         quantised.settle(model)
+    if planned.candidates:
+        logger.info("layers taken: %d, the first %s", len(planned.candidates), planned.candidates[0].layer or "the model")
     if planned.stacked:
         logger.info("%s: %s", _STACKED, ", ".join(planned.stacked[:3]))
     if planned.unknown:
@@ -335,7 +337,6 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
         new = NAMES_OF_FAMILY[changed[0].activation.name]
         were = " and ".join(sorted({str(candidate.was) for candidate in changed}))
         logger.info("%s replaces %s; layers that need training before use: %d", new, were, len(changed))
-    return [candidate.layer for candidate in planned.candidates]
 
 
 def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
