@@ -514,7 +514,8 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
 
     ``layers`` is a module that is or contains layers of ``twell.nn``, or the ``AutoStrategy`` of a call site. The call
     neither waits nor changes anything: figures still on their way from the GPU are left out. Only "auto" measures, and
-    only where it may choose: rows of a named strategy, and all rows on a CPU, have "-" in place of figures.
+    only where it may choose. On a CPU the non-zeros are those of the last call, if its ``aux`` was recorded and is still
+    there. The table has "-" where there are no figures.
     """
     if isinstance(layers, AutoStrategy):
         return Explanation(tuple(layers.explain()))
@@ -522,7 +523,7 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
         raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
     rows: list[Choice] = []
     for name, other in _other_layers(layers):
-        rows += other.explain(name)
+        rows += _explained.bypassed(name, other) or other.explain(name)
     for name, layer in _named_layers(layers):
         rows += _explained.rows(name, layer)
     return Explanation(tuple(rows))

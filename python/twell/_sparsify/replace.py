@@ -326,7 +326,9 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
     if any(candidate.stored for candidate in planned.candidates):
         quantised.settle(model)
     if planned.candidates:
-        logger.info("layers taken: %d, the first %s", len(planned.candidates), planned.candidates[0].layer or "the model")
+        logger.info(
+            "layers taken: %d, the first %s", len(planned.candidates), planned.candidates[0].layer or "the model"
+        )
     if planned.stacked:
         logger.info("%s: %s", _STACKED, ", ".join(planned.stacked[:3]))
     if planned.unknown:
