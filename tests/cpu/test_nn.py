@@ -106,6 +106,9 @@ def test_the_down_weight_keeps_its_layout(cls: Module, layout: DownLayout, throu
     assert is_laid_out(after, layout)
     with torch.no_grad():
         assert torch.equal(after(x), mlp(x))
+    # the way back, for what takes contiguous parameters alone
+    set_down_layout(after, "auto")
+    assert nn.utils.parameters_to_vector(after.parameters()).numel() == sum(p.numel() for p in mlp.parameters())
 
 
 @MODULES

@@ -552,11 +552,24 @@ def _keep_attributes(made: nn.Module, of: nn.Module) -> None:
     vars(made).update({name: value for name, value in vars(of).items() if not hasattr(made, name)})
 
 
+class Gone:
+    """What is in the place of a function or a child that a module's code called before it became a layer."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise AttributeError(
+            f"{self.name} is gone: sparsify_ made its module a layer that applies the activation itself. Call the "
+            "module and not its parts, or leave it out by filter_fn"
+        )
+
+
 def turn(module: nn.Module, made: nn.Module) -> None:
     """Make ``module`` itself the layer ``made``, so that whatever refers to it has that layer.
 
-    What the module's code computed with is gone: a method of its old class that something kept raises, or computes
-    the same of the projections. Settings that are no functions stay readable.
+    What the module's code computed with is gone: other code that calls its parts, and a method of its old class that
+    something kept, raises or computes the same of the projections. Settings that are no functions stay readable.
     """
     functions = [key for key, value in vars(module).items() if callable(value) and key not in vars(made)]
     made.train(module.training)
@@ -568,6 +581,8 @@ def turn(module: nn.Module, made: nn.Module) -> None:
     vars(module).update(
         {key: value for key, value in before.items() if key not in functions and not hasattr(module, key)}
     )
+    parts = (key for key in (*functions, *before["_modules"]) if key[0] != "_" and not hasattr(module, key))
+    vars(module).update({key: Gone(key) for key in parts})
     wrapped = types.SimpleNamespace(**{key: before[key] for key in ("forward", "_hf_hook") if key in before})
     keep_hook(module, wrapped)  # type: ignore[arg-type]
 

@@ -21,9 +21,10 @@ class Choice(NamedTuple):
 
     layer: its qualified name. kind: "inference", "training" or "any". tokens: the range of token counts.
     graph: "captured" or "compiled" if a graph keeps this choice, else "". strategy: "union+screen" is "union" with the
-    int8 screen, "none" that calls raise or do not run the layer's code. calls: how many calls there were, from compiled graphs without gradients, too.
-    figures: the measured sparsity, or None. measured: the call that measured it. costs: predicted times as multiples of
-    dense's; empty where nothing is known. layout: how the layer's down weight is stored now, "linear" or "rows".
+    int8 screen, "none" that calls raise or run code of others. calls: how many calls there were, from compiled graphs
+    without gradients, too. figures: the measured sparsity, or None. measured: the call that measured it. costs:
+    predicted times as multiples of dense's; empty where nothing is known. layout: how the layer's down weight is stored
+    now, "linear" or "rows".
     """
 
     layer: str
