@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 from torch import nn
 
@@ -12,13 +10,12 @@ from twell._float8_mlp import Float8MLP
 from twell._plain import HOOKS
 from twell._sparsify.modules import NamedGatedMLP, NamedMLP
 from twell._sparsify.quantised import name_in
+from twell._sparsify.replace import Model
 from twell.float8 import Granularity, quantize
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
 
-_Model = TypeVar("_Model", bound=nn.Module)
 
-
-def quantize_(model: _Model, *, granularity: Granularity = "row", fast_accum: bool = True) -> _Model:
+def quantize_(model: Model, *, granularity: Granularity = "row", fast_accum: bool = True) -> Model:
     """Replace the layers of ``twell.nn`` in a bfloat16 ``model`` by ``twell.nn.Float8MLP``, for inference.
 
     In place; returns ``model``. ``sparsify_`` makes such layers of a model of others. Weights get a scale per row, or

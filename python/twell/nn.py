@@ -600,16 +600,6 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
             _down_layout.store(layer.down_proj.weight, layout == "rows")
 
 
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name == "keep_gate_copies":
-            raise AttributeError(
-                "twell.nn.keep_gate_copies is gone: delete the call, int8 copies are made in each call"
-            )
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 def _layers(module: nn.Module) -> list[SparseFFN]:
     require("module", module, nn.Module, "an nn.Module")
     layers = [layer for _, layer in _named_layers(module)]

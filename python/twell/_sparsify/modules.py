@@ -8,21 +8,19 @@ import threading
 import types
 import weakref
 from collections.abc import Iterable
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from twell import _modes
-from twell._activation import Activation, ActivationName
+from twell._activation import Activation
 from twell._execution import Aux
 from twell._plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, of_torch, only_moves
 from twell._projections import Projection
 from twell._runtime.log import warn_once
-from twell.functional import Strategy
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
-from twell.strategy.site import AutoStrategy
 
 # The names of projections in layers of twell.
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -267,18 +265,8 @@ class SparseDown(PairDown, SparseMLP, SharedLinear):
 
     up_proj: nn.Linear
 
-    def __init__(
-        self,
-        up: DeferredUp,
-        down: nn.Linear,
-        *,
-        compression: int = 8,
-        strategy: Strategy | AutoStrategy = "auto",
-        activation: ActivationName = "relu",
-        threshold: float = 0,
-    ) -> None:
-        options: Any = {"activation": activation, "threshold": threshold}
-        SparseFFN.__init__(self, up.in_features, up.out_features, compression=compression, strategy=strategy, **options)
+    def __init__(self, up: DeferredUp, down: nn.Linear, **options: Any) -> None:
+        SparseFFN.__init__(self, up.in_features, up.out_features, **options)
         self._share(down)
         # not through nn.Module, which would make it a child with state-dict keys of its own
         object.__setattr__(self, "up_proj", up)
@@ -407,17 +395,16 @@ class Applied(nn.Module):
         return self.activation.hidden(self.activation.after(x), None)
 
 
-class PairMLP(nn.Module):
-    """A module of ``fc1``, ReLU and ``fc2`` as earlier versions made and pickled it; a layer takes its place now."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        children: Any = self._modules
-        y: Tensor = children["fc2"](children["act"](children["fc1"](x)))
-        return y
-
-
 class _Renamed(SparseFFN):
     """A layer whose projections are children of other names, ``_names``."""
+
+    def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], **options: Any) -> None:
+        linears = list(linears)
+        SparseFFN.__init__(self, linears[0].in_features, linears[-1].in_features, **options)
+        self._names = names
+        for name, linear in zip(names, linears):
+            # add_module would ask the properties of these names
+            self._modules[name] = plain(linear)
 
     @property
     def _projections(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -433,7 +420,7 @@ class _Renamed(SparseFFN):
         return super()._is_plain()
 
     def _add_projections(self, *_: Any) -> None:
-        """``_name`` adds them."""
+        """They are given."""
 
     _names: tuple[str, ...]
 
@@ -446,18 +433,12 @@ def _child(place: int) -> Any:
 class NamedMLP(_Renamed, SparseMLP):  # type: ignore[misc]
     """A ``SparseMLP`` whose projections are children of other names, as ``wi`` and ``wo``; else the same."""
 
-    def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], **options: Any) -> None:
-        _name(self, names, linears, options)
-
     up_proj = _child(0)
     down_proj = _child(1)
 
 
 class NamedGatedMLP(_Renamed, SparseGatedMLP):
     """A ``SparseGatedMLP`` whose projections are children of other names, as ``w1``, ``w3`` and ``w2``."""
-
-    def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], **options: Any) -> None:
-        _name(self, names, linears, options)
 
     gate_proj = _child(0)
     up_proj = _child(1)
@@ -471,7 +452,7 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
     """
 
     def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], up_first: bool, **options: Any) -> None:
-        _name(self, names, linears, options)
+        super().__init__(names, linears, **options)
         self._up_first = up_first
 
     @property
@@ -525,17 +506,6 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
     _up_first: bool
 
 
-def _name(layer: Any, names: tuple[str, ...], linears: Iterable[nn.Linear], options: dict[str, Any]) -> None:
-    """Initialise a layer whose projections are children of other names."""
-    linears = list(linears)
-    intermediate = linears[-1].in_features
-    SparseFFN.__init__(layer, linears[0].in_features, intermediate, **options)
-    layer._names = names
-    for name, linear in zip(names, linears):
-        # add_module would ask the properties of these names
-        layer._modules[name] = plain(linear)
-
-
 def plain(linear: nn.Linear) -> nn.Linear:
     """A linear layer itself or, of one of another class, an ``nn.Linear`` with its parameters and attributes."""
     if type(linear) is nn.Linear:
@@ -552,17 +522,12 @@ def _keep_attributes(made: nn.Module, of: nn.Module) -> None:
     vars(made).update({name: value for name, value in vars(of).items() if not hasattr(made, name)})
 
 
-class Gone:
-    """What is in the place of a function or a child that a module's code called before it became a layer."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise AttributeError(
-            f"{self.name} is gone: sparsify_ made its module a layer that applies the activation itself. Call the "
-            "module and not its parts, or leave it out by filter_fn"
-        )
+def _gone(name: str, *_: Any, **__: Any) -> NoReturn:
+    """Stands in a layer for a function or a child that its module's code called before."""
+    raise AttributeError(
+        f"{name} is gone: sparsify_ made its module a layer that applies the activation itself. Call the module and "
+        "not its parts, or leave it out by filter_fn"
+    )
 
 
 def turn(module: nn.Module, made: nn.Module) -> None:
@@ -582,7 +547,7 @@ def turn(module: nn.Module, made: nn.Module) -> None:
         {key: value for key, value in before.items() if key not in functions and not hasattr(module, key)}
     )
     parts = (key for key in (*functions, *before["_modules"]) if key[0] != "_" and not hasattr(module, key))
-    vars(module).update({key: Gone(key) for key in parts})
+    vars(module).update({key: functools.partial(_gone, key) for key in parts})
     wrapped = types.SimpleNamespace(**{key: before[key] for key in ("forward", "_hf_hook") if key in before})
     keep_hook(module, wrapped)  # type: ignore[arg-type]
 

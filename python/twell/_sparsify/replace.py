@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from twell._activation import NAMES_OF_FAMILY, Activation
 from twell._down_layout import unlisted
+from twell._memory import shared
 from twell._plain import of_torch
 from twell._runtime import geometry
 from twell._runtime.log import logger
@@ -49,7 +50,7 @@ from twell.strategy.plan import Facts, routed
 
 Filter = Callable[[nn.Module, str], bool]
 Names = Sequence[str] | Sequence[Sequence[str]]
-_Model = TypeVar("_Model", bound=nn.Module)
+Model = TypeVar("Model", bound=nn.Module)
 
 # What another activation may be replaced with; the threshold of fatrelu must be chosen first.
 _TARGETS = ("relu", "relu2", "drelu")
@@ -75,14 +76,14 @@ class Plan(NamedTuple):
 
 
 def sparsify_(
-    model: _Model,
+    model: Model,
     filter_fn: Filter | None = None,
     *,
     activation: Literal["relu", "relu2", "drelu"] | None = None,
     compression: int = 8,
     strategy: Strategy = "auto",
     names: Names | None = None,
-) -> _Model:
+) -> Model:
     """Run the feed-forward layers of ``model`` that have ReLU, or another activation of its family, through twell.
 
     In place; returns ``model``. The log says how many layers were taken, at INFO, and ``twell.explain`` shows them. The
@@ -392,7 +393,7 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
         if type(tensor) not in (Tensor, nn.Parameter):
             continue
         candidate, weight = weights.get(tensor.untyped_storage()._cdata, (None, tensor))
-        if candidate is not None and tensor is not weight and _overlap(tensor, weight):
+        if candidate is not None and tensor is not weight and shared({"": tensor}, {"w": weight}):
             raise ValueError(
                 f"{label(candidate.name, candidate.module)} must have a down weight of its own or share the "
                 f"nn.Parameter itself, got one that shares memory with {name}, which another layout would end; "
@@ -402,16 +403,6 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
 
 def _down(candidate: Candidate) -> Any:
     return candidate.module.get_submodule(candidate.form.down)
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage share memory."""
-    spans = []
-    for t in (a, b):
-        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) if t.numel() else -1
-        begin = t.storage_offset() * t.element_size()
-        spans.append((begin, begin + (last + 1) * t.element_size()))
-    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
 
 
 def _explain_activation(candidate: Candidate) -> str:
