@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell._sparsify import layers, sparsify_
+from twell._sparsify import sparsify_
 
 BF16 = torch.bfloat16
 K, N = 32, 264
@@ -27,9 +27,9 @@ NAMES = [
 ]
 
 
-def take(m: nn.Module, *args: Any, **options: Any) -> list[str]:
-    """``sparsify_`` with ``NAMES``: the names of all layers of twell in ``m``."""
-    return list(layers(sparsify_(m, *args, names=NAMES, **options)))
+def take(m: Any, *args: Any, **options: Any) -> Any:
+    """``sparsify_`` with ``NAMES``."""
+    return sparsify_(m, *args, names=NAMES, **options)
 
 
 class Gated(nn.Module):
