@@ -16,8 +16,6 @@ from twell.strategy.site import found
 
 def rows(name: str, layer: Any) -> list[Choice]:
     """The rows of ``layer``, whose qualified name is ``name``."""
-    if instead := bypassed(name, layer):
-        return instead
     try:
         refusal, plain = layer._refusal(), layer._is_plain()
     except (AttributeError, NotImplementedError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -31,7 +32,7 @@ from twell._runtime import geometry
 from twell._runtime.log import warn_once
 from twell.functional import Strategy
 from twell.ops.operands import Operands
-from twell.strategy.explanation import Choice, Explanation
+from twell.strategy.explanation import Explanation
 from twell.strategy.known import Memory
 from twell.strategy.plan import Facts, Refusal, routed
 from twell.strategy.site import AutoStrategy, Screen, require_screen
@@ -521,12 +522,9 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
         return Explanation(tuple(layers.explain()))
     if not isinstance(layers, nn.Module):
         raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
-    rows: list[Choice] = []
-    for name, other in _other_layers(layers):
-        rows += _explained.bypassed(name, other) or other.explain(name)
-    for name, layer in _named_layers(layers):
-        rows += _explained.rows(name, layer)
-    return Explanation(tuple(rows))
+    rows = [_explained.bypassed(name, other) or other.explain(name) for name, other in _other_layers(layers)]
+    rows += [_explained.bypassed(name, layer) or _explained.rows(name, layer) for name, layer in _named_layers(layers)]
+    return Explanation(tuple(itertools.chain(*rows)))
 
 
 def set_strategy(

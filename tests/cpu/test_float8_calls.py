@@ -235,8 +235,7 @@ def test_quantize_replaces_nothing_that_does_more(change: Any, message: str) -> 
 
 
 def test_what_a_state_dict_may_hold() -> None:
-    made = model()
-    twell.quantize_(made)
+    made = twell.quantize_(model())
     right, state = made(X), made.state_dict()
     key = "0.up_proj.weight"
     for name, wrong in (
@@ -265,8 +264,7 @@ def test_static_scales_of_layers() -> None:
 
 
 def test_a_quantised_layer_keeps_its_dtypes() -> None:
-    made = model()
-    twell.quantize_(made)
+    made = twell.quantize_(model())
     right = made(X)
     for cast in (made.float, made.half, made.bfloat16):
         cast()
@@ -308,8 +306,7 @@ def test_quantize_keeps_the_layout() -> None:
 
 
 def test_explain() -> None:
-    made = model()
-    twell.quantize_(made)
+    made = twell.quantize_(model())
     with pytest.raises(ValueError, match="strategy must be"):
         twell.nn.set_strategy(made, "rows")  # type: ignore[arg-type]
     twell.nn.set_strategy(made[1], "row", invariant=True)
@@ -333,8 +330,7 @@ def test_a_static_scale() -> None:
 
 
 def test_compiled_without_breaks() -> None:
-    made = model()
-    twell.quantize_(made)
+    made = twell.quantize_(model())
     x = torch.randn(5, K).bfloat16()
     with torch.no_grad():
         run = torch.compile(made, fullgraph=True, backend="aot_eager", dynamic=True)
