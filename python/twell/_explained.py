@@ -23,11 +23,14 @@ def rows(name: str, layer: Any) -> list[Choice]:
     if refusal:
         return [Choice(name, "any", "any", "", "none", f"calls raise: {refusal}")]
     layout, advice = _laid_out(layer) if plain else ("", "")
-    kind, figures = _recorded(layer)
+    aux: Any = layer.aux
+    # reading figures of a GPU would wait
+    recorded = aux is not None and aux.l0.device.type == "cpu" and _modes.eager((aux.l0,))
+    kinds = ("any", "training" if recorded and aux.l1.requires_grad else "inference")
     shown = []
     for row in _choices(name, layer, plain):
-        if row.strategy != "none" and row.kind in (kind, "any") and not row.graph:
-            row = row._replace(figures=row.figures or figures)
+        if recorded and row.kind in kinds and row.strategy != "none" and not row.graph:
+            row = row._replace(figures=row.figures or Figures(float(aux.l0), None))
         copies = row.kind != "training" and row.strategy != "none"
         shown.append(row._replace(layout=layout, reason=row.reason + advice if copies else row.reason))
     return shown
@@ -36,24 +39,15 @@ def rows(name: str, layer: Any) -> list[Choice]:
 def bypassed(name: str, layer: Any) -> list[Choice]:
     """The row of a layer that has, or is half of a pair whose block has, a ``forward`` of others; else none."""
     block = getattr(vars(layer).get("up_proj"), "_block", lambda: None)()
-    for what, module in (("layer", layer), ("block of the pair", block)):
-        if module is not None and "forward" in vars(module):
-            # wrappers of accelerate and torch.compile name what they call
-            forward = inspect.unwrap(vars(module)["forward"])
-            forward = getattr(forward, "__func__", forward)
-            if forward is not type(module).forward:
-                given = getattr(forward, "__qualname__", type(forward).__name__)
-                why = f"{given} was set as the forward of the {what}: twell's code runs only if that calls it"
-                return [Choice(name, "any", "any", "", "none", why)]
+    for what, module in (("layer", layer), ("block of the pair", layer if block is None else block)):
+        own = inspect.unwrap(type(module).forward)
+        # wrappers of accelerate and torch.compile name what they call
+        forward = inspect.unwrap(vars(module).get("forward", own))
+        if getattr(forward, "__func__", forward) is not own:
+            given = getattr(forward, "__qualname__", type(forward).__name__)
+            why = f"{given} was set as the forward of the {what}: twell's code runs only if that calls it"
+            return [Choice(name, "any", "any", "", "none", why)]
     return []
-
-
-def _recorded(layer: Any) -> tuple[str, Figures | None]:
-    """The kind of the last call that left its ``aux``, and its non-zeros; None where reading them would wait."""
-    aux = layer.aux
-    if aux is None or aux.l0.device.type != "cpu" or not _modes.eager((aux.l0,)):
-        return "", None
-    return "training" if aux.l1.requires_grad else "inference", Figures(float(aux.l0), None)
 
 
 def _laid_out(layer: Any) -> tuple[str, str]:
@@ -71,7 +65,9 @@ def _laid_out(layer: Any) -> tuple[str, str]:
 
 def _choices(name: str, layer: Any, plain: bool) -> list[Choice]:
     answers = _answers(layer, plain)
-    note = f"; calls of fewer than {_adapted.FEWEST_TOKENS:,} tokens call the projections, and run dense"
+    note = (
+        "" if plain else f"; calls of fewer than {_adapted.FEWEST_TOKENS:,} tokens call the projections, and run dense"
+    )
     site = layer._site()
     if site:
         choices = site.explain(name)
@@ -83,16 +79,15 @@ def _choices(name: str, layer: Any, plain: bool) -> list[Choice]:
             choices = [Choice(name, "any", "any", "", "auto", "not called yet")]
         # calls that ran count also where only the dtype now forbids one, as with fp32 weights outside of autocast
         if choices and (answers["inference"][0] == "auto" or answers["inference"][0] is TypeError):
-            return [each._replace(reason=each.reason + ("" if plain else note)) for each in choices]
-    told = {kind: _told(answer) for kind, answer in answers.items()}
+            return [each._replace(reason=each.reason + note) for each in choices]
+    told = {k: (each.strategy, each.shown if isinstance(each, Refusal) else each.reason) for k, each in answers.items()}
     weight = getattr(layer.down_proj, "weight", None)
     if weight is not None and weight.dtype is torch.float32 and weight.device.type in ("cpu", "cuda"):
         # calls may run under it though this is none
         with torch.autocast(weight.device.type):
-            cast = {kind: _told(answer)[0] for kind, answer in _answers(layer, plain).items()}
+            cast = {kind: each.strategy for kind, each in _answers(layer, plain).items()}
         for kind, (strategy, reason) in told.items():
-            if cast[kind] != strategy:
-                told[kind] = strategy, f"{reason}; under autocast: {cast[kind]}"
+            told[kind] = strategy, reason if cast[kind] == strategy else f"{reason}; under autocast: {cast[kind]}"
     if told["inference"] == told["training"]:
         told = {"any": told["inference"]}
     return [Choice(name, kind, "any", "", *shown) for kind, shown in told.items()]
@@ -107,8 +102,3 @@ def _answers(layer: Any, plain: bool) -> dict[str, Any]:
     dtype = _modes.product_dtype(weight.dtype, weight.device.type)
     how = weight.shape[1], weight.shape[0], dtype, weight.device
     return {kind: _adapted.planned(layer, *how, training) for kind, training in kinds.items()}
-
-
-def _told(answer: Any) -> tuple[str, str]:
-    """The strategy and the reason of an answer of ``plan``."""
-    return ("none", answer.shown) if isinstance(answer, Refusal) else (answer.strategy, answer.reason)

@@ -34,7 +34,7 @@ from twell.functional import Strategy
 from twell.ops.operands import Operands
 from twell.strategy.explanation import Explanation
 from twell.strategy.known import Memory
-from twell.strategy.plan import Facts, Refusal, routed
+from twell.strategy.plan import Facts, routed
 from twell.strategy.site import AutoStrategy, Screen, require_screen
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ class SparseFFN(nn.Module):
         """Whether inference runs dense or not at all, whatever it meets."""
         dtype = _modes.product_dtype(weight.dtype, weight.device.type)
         answer = _adapted.planned(self, weight.shape[1], weight.shape[0], dtype, weight.device, False)
-        return isinstance(answer, Refusal) or answer.strategy == "dense"
+        return answer.strategy in ("none", "dense")
 
     def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
         """The return value of ``forward``, from that of the function."""
