@@ -244,12 +244,9 @@ class Variant:
 
     def strategies(self, training: bool) -> dict[str, int]:
         """The number of layers by strategy."""
-        chosen: Counter[str] = Counter()
-        for layer in self.layers.values():
-            rows = [row for row in twell.explain(layer) if row.kind != ("inference" if training else "training")]
-            graphs = [row for row in rows if row.graph]
-            chosen[max(graphs or rows, key=lambda row: row.calls).strategy] += 1
-        return dict(chosen)
+        other = "inference" if training else "training"
+        rows = ([row for row in twell.explain(layer) if row.kind != other] for layer in self.layers.values())
+        return dict(Counter(max(own, key=lambda row: (bool(row.graph), row.calls)).strategy for own in rows))
 
 
 class Forward(Variant):

@@ -44,7 +44,7 @@ def bypassed(name: str, layer: Any) -> list[Choice]:
         # wrappers of accelerate and torch.compile name what they call
         forward = inspect.unwrap(vars(module).get("forward", own))
         if getattr(forward, "__func__", forward) is not own:
-            given = getattr(forward, "__qualname__", type(forward).__name__)
+            given = getattr(forward, "__qualname__", forward)
             why = f"{given} was set as the forward of the {what}: twell's code runs only if that calls it"
             return [Choice(name, "any", "any", "", "none", why)]
     return []
@@ -65,9 +65,7 @@ def _laid_out(layer: Any) -> tuple[str, str]:
 
 def _choices(name: str, layer: Any, plain: bool) -> list[Choice]:
     answers = _answers(layer, plain)
-    note = (
-        "" if plain else f"; calls of fewer than {_adapted.FEWEST_TOKENS:,} tokens call the projections, and run dense"
-    )
+    note = f"; calls of fewer than {_adapted.FEWEST_TOKENS:,} tokens call the projections, and run dense"
     site = layer._site()
     if site:
         choices = site.explain(name)
@@ -79,7 +77,7 @@ def _choices(name: str, layer: Any, plain: bool) -> list[Choice]:
             choices = [Choice(name, "any", "any", "", "auto", "not called yet")]
         # calls that ran count also where only the dtype now forbids one, as with fp32 weights outside of autocast
         if choices and (answers["inference"][0] == "auto" or answers["inference"][0] is TypeError):
-            return [each._replace(reason=each.reason + note) for each in choices]
+            return [each._replace(reason=each.reason + ("" if plain else note)) for each in choices]
     told = {k: (each.strategy, each.shown if isinstance(each, Refusal) else each.reason) for k, each in answers.items()}
     weight = getattr(layer.down_proj, "weight", None)
     if weight is not None and weight.dtype is torch.float32 and weight.device.type in ("cpu", "cuda"):

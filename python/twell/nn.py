@@ -515,8 +515,7 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
 
     ``layers`` is a module that is or contains layers of ``twell.nn``, or the ``AutoStrategy`` of a call site. The call
     neither waits nor changes anything: figures still on their way from the GPU are left out. Only "auto" measures, and
-    only where it may choose. On a CPU the non-zeros are those of the last call, if its ``aux`` is recorded and still
-    there. The table has "-" where there are no figures.
+    only where it may choose; on a CPU the non-zeros are those of ``aux``, where the last call recorded it.
     """
     if isinstance(layers, AutoStrategy):
         return Explanation(tuple(layers.explain()))

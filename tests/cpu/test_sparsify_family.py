@@ -233,8 +233,7 @@ def test_names_are_told_and_checked(caplog: pytest.LogCaptureFixture) -> None:
         sparsify_(other)
     with caplog.at_level(logging.INFO, "twell"):
         assert sparsify_(other, names=["a", "b"]) is other
-    assert caplog.messages[0] == "layers taken: 1, the first 0"
-    assert len(caplog.records) == 2
+    assert (caplog.messages[0], len(caplog.records)) == ("layers taken: 1, the first 0", 2)
     assert re.search(
         r"1, the first 1 \(Gated\); .*\[\(\"a\", \"b\"\), \(\"gate_proj\", .*\] tries",
         caplog.text.replace(")]) ", ")] "),

@@ -111,9 +111,11 @@ class DeferredUp(SharedLinear):
         (fc1, fc2), between = self._block.names, self._block.between
         odd = [name for name in between if not _passes_on(_below(block, name))]
         if odd:
+            thing = _below(block, odd[0])
+            got = repr(thing) if isinstance(thing, (nn.Dropout, int, float)) else type(thing).__name__
             return (
                 f"{odd[0]} between {fc1} and {fc2} of a twell pair must change nothing, since {fc2} does the work of "
-                f"both and of the activation, got {_described(_below(block, odd[0]))}: set it before sparsify_"
+                f"both and of the activation, got {got}: set it before sparsify_"
             )
         return self._misplaced(DeferredUp) or self._misplaced(PairDown)
 
@@ -180,10 +182,6 @@ def _passes_on(thing: Any) -> bool:
     return of_torch(type(thing)) and bool(inner) and all(map(_passes_on, inner))
 
 
-def _described(thing: Any) -> str:
-    return repr(thing) if isinstance(thing, (nn.Dropout, int, float)) else type(thing).__name__
-
-
 def _is_replaced(module: nn.Module) -> bool:
     """Whether a module has a ``forward`` set on the instance that may do more than its class's."""
     return "forward" in vars(module) and not only_moves(module)
@@ -246,7 +244,8 @@ class PairDown(nn.Module):
         if not _modes.compiling():
             if any(HOOKS_OF_ALL) or _hooks(up):
                 warn_once("fc1 of a twell pair has hooks: they see its input on both sides and must not change it")
-            if any(HOOKS_OF_ALL) or any(not _of_twell(hook) for hook in _hooks(self)):
+            theirs = [each for each in _hooks(self) if not str(getattr(each, "__module__", "")).startswith("twell.")]
+            if any(HOOKS_OF_ALL) or theirs:
                 warn_once(
                     "fc2 of a twell pair has hooks: they see the input of fc1, and its gradient, where the hidden "
                     "state was, and must not change it"
@@ -323,10 +322,6 @@ class SparseDown(PairDown, SparseMLP, SharedLinear):
 def _hooks(module: nn.Module) -> list[Any]:
     """The hooks of a module's calls."""
     return [hook for kind in HOOKS for hook in getattr(module, kind).values()]
-
-
-def _of_twell(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).split(".")[0] == "twell"
 
 
 def _changed(module: nn.Module) -> bool:

@@ -380,8 +380,8 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
                     f"{label(held.name, held.module)} must be called as a module, but its method "
                     f"{kept.__name__} is kept elsewhere, and would still apply {held.was}; {LEAVE_OUT}"
                 )
-    own = [c for c in candidates if c.form.down not in c.plain]
-    weights = {_down(c).weight.untyped_storage()._cdata: (c, _down(c).weight) for c in own}
+    own: Any = [(c, c.module.get_submodule(c.form.down)) for c in candidates if c.form.down not in c.plain]
+    weights = {down.weight.untyped_storage()._cdata: (c, down.weight) for c, down in own}
     for name, owner in model.named_modules():
         if "_fsdp_wrapped_module" in owner._modules and {id(c.module) for c in candidates} & set(
             map(id, owner.modules())
@@ -399,10 +399,6 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
                 f"nn.Parameter itself, got one that shares memory with {name}, which another layout would end; "
                 f"{LEAVE_OUT}"
             )
-
-
-def _down(candidate: Candidate) -> Any:
-    return candidate.module.get_submodule(candidate.form.down)
 
 
 def _explain_activation(candidate: Candidate) -> str:

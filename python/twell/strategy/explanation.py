@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import re
 import textwrap
 from collections.abc import Iterator
@@ -103,16 +102,16 @@ def _merged(rows: tuple[Choice, ...]) -> list[dict[str, str]]:
 
 def _cells(row: Choice) -> dict[str, str]:
     """The cells of a row by the names of their columns, in order, without that of its layer."""
-    figures = row.figures or Figures(math.nan, None)
-    listed = "" if figures.candidates is None else f"; candidates {figures.candidates:.1%}"
+    nonzeros, union, _, candidates = row.figures or (None,) * 4
+    listed = "" if candidates is None else f"; candidates {candidates:.1%}"
     measured = "" if row.measured is None else f" (measured in call {row.measured})"
     times = {column: row.costs.get(name) for column, name in _TIMES.items()}
     return {
         "calls": f"{row.graph or row.calls or ''} {row.kind}".strip(),
         "tokens": row.tokens,
         "strategy": row.strategy,
-        "non-zeros": "-" if row.figures is None else f"{figures.nonzeros:.1f}",
-        "union": "-" if figures.union is None else f"{figures.union:.1%}",
+        "non-zeros": "-" if nonzeros is None else f"{nonzeros:.1f}",
+        "union": "-" if union is None else f"{union:.1%}",
         **{column: "-" if time is None else f"{time:.2f}" for column, time in times.items()},
         "layout": row.layout or "-",
         "why": row.reason + listed + measured,
