@@ -73,10 +73,7 @@ def rows_of(gpu: protocol.Gpu, source: workloads.Source, m: int, rank: int, seco
             ways = {}
             for way in ("eager", "compiled", "twell"):
                 model = layer(problem, adapters, rank)
-                module: Any = model.get_submodule("mlp")
-                if way == "twell":
-                    twell.sparsify_(model)
-                    module = model.get_submodule("mlp")
+                module: Any = (twell.sparsify_(model) if way == "twell" else model).get_submodule("mlp")
                 module.train(training)
                 ways[way] = call_of(torch.compile(module) if way == "compiled" else module, problem.x, dy)
             with torch.set_grad_enabled(training):

@@ -25,6 +25,7 @@ import gc
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,6 @@ from profiling.bench.report import write_json  # noqa: E402
 from twell import _sparsify, recipe, testing  # noqa: E402
 from twell.commands.request import RequestError, at_least, exit_status  # noqa: E402
 from twell.commands.timing import FAILURES, reason, spread  # noqa: E402
-from twell.nn import explain  # noqa: E402
 
 MODES = ("alone", "ddp", "fsdp", "tp")
 VARIANTS = ("dense eager", "sparse eager", "dense compiled", "sparse compiled")
@@ -131,15 +131,6 @@ class Steps:
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.here.device.type, torch.bfloat16)
 
-    def strategies(self) -> dict[str, int]:
-        """The number of layers by the strategy of training."""
-        found: dict[str, int] = {}
-        for layer in self.layers.values():
-            rows = [row for row in explain(layer).rows if row.kind in ("training", "any")]
-            chosen = max(rows, key=lambda row: row.calls).strategy
-            found[chosen] = found.get(chosen, 0) + 1
-        return found
-
 
 def mean(value: Tensor) -> float:
     """The mean over ranks."""
@@ -196,7 +187,7 @@ def measured(make: Callable[[], Steps], row: Row, here: parallel.World, rounds: 
     row.ms, row.p10_ms, row.p90_ms = found.median, found.p10, found.p90
     row.tokens_per_ms = row.tokens / found.median
     row.peak_bytes = int(most(torch.cuda.max_memory_allocated(here.device))) if on_gpu else None
-    row.strategies = steps.strategies()
+    row.strategies = dict(Counter(recipe.strategies(steps.model).values()))
 
 
 def compare(rows: Sequence[Row]) -> None:

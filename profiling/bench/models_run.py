@@ -242,14 +242,11 @@ class Variant:
         tensors = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
-    def strategies(self, kind: str) -> dict[str, int]:
+    def strategies(self, training: bool) -> dict[str, int]:
         """The number of layers by strategy."""
-        chosen: Counter[str] = Counter()
-        for layer in self.layers.values():
-            rows = [row for row in twell.explain(layer) if row.kind in (kind, "any")]
-            graphs = [row for row in rows if row.graph]
-            chosen[max(graphs or rows, key=lambda row: row.calls).strategy] += 1
-        return dict(chosen)
+        other = "inference" if training else "training"
+        rows = ([row for row in twell.explain(layer) if row.kind != other] for layer in self.layers.values())
+        return dict(Counter(max(own, key=lambda row: (bool(row.graph), row.calls)).strategy for own in rows))
 
 
 class Forward(Variant):
@@ -445,7 +442,7 @@ class _Run:
         for (row, variant), each in zip(ready, samples, strict=True):
             note_times(row, each)
             # "auto" may have changed its choice since
-            row.strategies = self.strategies(variant)
+            row.strategies = variant.strategies(self.training)
         dense = [row.ms for row, _ in ready if row.ms is not None and row.variant.startswith("dense")]
         for row, _ in ready:
             row.speedup = min(dense) / row.ms if dense and row.ms else None
@@ -474,7 +471,7 @@ class _Run:
                 if variant.compile:
                     variant.compile_layers(self.settings.backend)
                 base = self.note_errors(row, variant, truth, base)
-                row.strategies = self.strategies(variant)
+                row.strategies = variant.strategies(self.training)
             except torch.OutOfMemoryError:
                 raise
             except FAILURES as error:
@@ -483,10 +480,6 @@ class _Run:
                 continue
             row.ready_s = time.perf_counter() - start
             yield variant
-
-    def strategies(self, variant: Variant) -> dict[str, int]:
-        """What the layers of a variant run, by strategy."""
-        return variant.strategies("training" if self.training else "inference")
 
     def maker(self) -> Callable[[tuple[str, str, bool]], Variant]:
         if not self.training:

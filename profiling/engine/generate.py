@@ -17,6 +17,7 @@ import dataclasses
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -149,11 +150,9 @@ def synchronize() -> None:
 
 def ran(model: Any) -> dict[str, int]:
     """How many rows of ``twell.explain`` have each strategy, by tokens."""
-    found: dict[str, int] = {}
-    for choice in explain(model):
-        key = f"{choice.tokens}{' ' if choice.graph else ''}{choice.graph}: {choice.strategy}"
-        found[key] = found.get(key, 0) + 1
-    return found
+    return dict(
+        Counter(f"{choice.tokens} {choice.graph}".strip() + f": {choice.strategy}" for choice in explain(model))
+    )
 
 
 def _stock(model: Any) -> Any:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import torch
+
 from twell import _adapted, _down_layout, _execution, _modes
+from twell.strategy.costs import Figures
 from twell.strategy.explanation import Choice
 from twell.strategy.plan import Refusal
 from twell.strategy.site import found
@@ -12,15 +16,42 @@ from twell.strategy.site import found
 
 def rows(name: str, layer: Any) -> list[Choice]:
     """The rows of ``layer``, whose qualified name is ``name``."""
-    if refusal := layer._refusal():
+    try:
+        refusal, plain = layer._refusal(), layer._is_plain()
+    except (AttributeError, NotImplementedError) as error:
+        refusal, plain = str(error), False
+    if refusal:
         return [Choice(name, "any", "any", "", "none", f"calls raise: {refusal}")]
-    plain = layer._is_plain()
     layout, advice = _laid_out(layer) if plain else ("", "")
+    aux: Any = layer.aux
+    # reading figures of a GPU would wait
+    recorded = aux is not None and aux.l0.device.type == "cpu" and _modes.eager((aux.l0,))
+    kinds = ("any", "training" if recorded and aux.l1.requires_grad else "inference")
     shown = []
     for row in _choices(name, layer, plain):
+        if recorded and row.kind in kinds and row.strategy != "none" and not row.graph:
+            row = row._replace(figures=row.figures or Figures(float(aux.l0), None))
         copies = row.kind != "training" and row.strategy != "none"
         shown.append(row._replace(layout=layout, reason=row.reason + advice if copies else row.reason))
+    if dropped := layer._dropped_by():
+        reason = f"training drops values of the hidden state ({dropped})"
+        inferred = [row._replace(kind="inference") for row in shown if row.kind != "training"]
+        shown = [*inferred, Choice(name, "training", "any", "", "dense", reason, layout=layout)]
     return shown
+
+
+def bypassed(name: str, layer: Any) -> list[Choice]:
+    """The row of a layer that has, or is half of a pair whose block has, a ``forward`` of others; else none."""
+    block = getattr(vars(layer).get("up_proj"), "_block", lambda: None)()
+    for what, module in (("layer", layer), ("block of the pair", layer if block is None else block)):
+        own = inspect.unwrap(type(module).forward)
+        # wrappers of accelerate and torch.compile name what they call
+        forward = inspect.unwrap(vars(module).get("forward", own))
+        if getattr(forward, "__func__", forward) is not own:
+            given = getattr(forward, "__qualname__", forward)
+            why = f"{given} was set as the forward of the {what}: twell's code runs only if that calls it"
+            return [Choice(name, "any", "any", "", "none", why)]
+    return []
 
 
 def _laid_out(layer: Any) -> tuple[str, str]:
@@ -37,16 +68,8 @@ def _laid_out(layer: Any) -> tuple[str, str]:
 
 
 def _choices(name: str, layer: Any, plain: bool) -> list[Choice]:
-    answers, note = {}, ""
-    for kind in ("inference", "training"):
-        if plain:
-            weight = layer.down_proj.weight
-            dtype = _modes.product_dtype(weight.dtype, weight.device.type)
-            sizes = weight.shape[1], weight.shape[0]
-            answers[kind] = _adapted.planned(layer, *sizes, dtype, weight.device, kind == "training")
-        else:
-            answers[kind] = _adapted.foreseen(layer, kind == "training")
-            note = f"; calls of fewer than {_adapted.FEWEST_TOKENS:,} tokens call the projections, and run dense"
+    answers = _answers(layer, plain)
+    note = f"; calls of fewer than {_adapted.FEWEST_TOKENS:,} tokens call the projections, and run dense"
     site = layer._site()
     if site:
         choices = site.explain(name)
@@ -58,11 +81,27 @@ def _choices(name: str, layer: Any, plain: bool) -> list[Choice]:
             choices = [Choice(name, "any", "any", "", "auto", "not called yet")]
         # calls that ran count also where only the dtype now forbids one, as with fp32 weights outside of autocast
         if choices and (answers["inference"][0] == "auto" or answers["inference"][0] is TypeError):
-            return [each._replace(reason=each.reason + note) for each in choices]
-    told = {
-        kind: ("none", answer.shown) if isinstance(answer, Refusal) else (answer.strategy, answer.reason)
-        for kind, answer in answers.items()
-    }
+            return [each._replace(reason=each.reason + ("" if plain or layer._given else note)) for each in choices]
+    told = {k: (each.strategy, each.shown if isinstance(each, Refusal) else each.reason) for k, each in answers.items()}
+    weight = getattr(layer.down_proj, "weight", None)
+    if weight is not None and weight.dtype is torch.float32 and weight.device.type in ("cpu", "cuda"):
+        # calls may run under it though this is none
+        with torch.autocast(weight.device.type):
+            cast = {kind: each.strategy for kind, each in _answers(layer, plain).items()}
+        when = "under autocast or with x in 16 bits" if layer._casts else "under autocast"
+        for kind, (strategy, reason) in told.items():
+            told[kind] = strategy, reason if cast[kind] == strategy else f"{reason}; {when}: {cast[kind]}"
     if told["inference"] == told["training"]:
         told = {"any": told["inference"]}
     return [Choice(name, kind, "any", "", *shown) for kind, shown in told.items()]
+
+
+def _answers(layer: Any, plain: bool) -> dict[str, Any]:
+    """How calls of each kind run, as ``plan`` says."""
+    kinds = {"inference": False, "training": True}
+    if not plain:
+        return {kind: _adapted.foreseen(layer, training) for kind, training in kinds.items()}
+    weight = layer.down_proj.weight
+    dtype = _modes.product_dtype(weight.dtype, weight.device.type)
+    how = weight.shape[1], weight.shape[0], dtype, weight.device
+    return {kind: _adapted.planned(layer, *how, training) for kind, training in kinds.items()}

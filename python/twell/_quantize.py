@@ -10,15 +10,16 @@ from twell._float8_mlp import Float8MLP
 from twell._plain import HOOKS
 from twell._sparsify.modules import NamedGatedMLP, NamedMLP
 from twell._sparsify.quantised import name_in
+from twell._sparsify.replace import Model
 from twell.float8 import Granularity, quantize
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
 
 
-def quantize_(model: nn.Module, *, granularity: Granularity = "row", fast_accum: bool = True) -> list[str]:
+def quantize_(model: Model, *, granularity: Granularity = "row", fast_accum: bool = True) -> Model:
     """Replace the layers of ``twell.nn`` in a bfloat16 ``model`` by ``twell.nn.Float8MLP``, for inference.
 
-    ``sparsify_`` makes such layers of a model of others. Weights get a scale per row, or one per tensor. Settings stay.
-    Returns the names of the layers. ``save_pretrained`` of a model of transformers writes them as FP8_DYNAMIC of
+    In place; returns ``model``. ``sparsify_`` makes such layers of a model of others. Weights get a scale per row, or
+    one per tensor. Settings stay. ``save_pretrained`` of a model of transformers writes them as FP8_DYNAMIC of
     compressed-tensors, and names them in the configuration.
 
     Nothing is changed, and ValueError or TypeError is raised, if there is none, if one cannot be replaced, or if its
@@ -41,7 +42,7 @@ def quantize_(model: nn.Module, *, granularity: Granularity = "row", fast_accum:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, made[id(layer)])
     name_in(model)
-    return list(layers)
+    return model
 
 
 def _quantised(name: str, layer: SparseFFN, granularity: Granularity, fast_accum: bool) -> Float8MLP:

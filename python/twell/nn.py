@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -31,9 +32,9 @@ from twell._runtime import geometry
 from twell._runtime.log import warn_once
 from twell.functional import Strategy
 from twell.ops.operands import Operands
-from twell.strategy.explanation import Choice, Explanation
+from twell.strategy.explanation import Explanation
 from twell.strategy.known import Memory
-from twell.strategy.plan import Facts, Refusal, routed
+from twell.strategy.plan import Facts, routed
 from twell.strategy.site import AutoStrategy, Screen, require_screen
 
 if TYPE_CHECKING:
@@ -320,7 +321,7 @@ class SparseFFN(nn.Module):
         """Whether inference runs dense or not at all, whatever it meets."""
         dtype = _modes.product_dtype(weight.dtype, weight.device.type)
         answer = _adapted.planned(self, weight.shape[1], weight.shape[0], dtype, weight.device, False)
-        return isinstance(answer, Refusal) or answer.strategy == "dense"
+        return answer.strategy in ("none", "dense")
 
     def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
         """The return value of ``forward``, from that of the function."""
@@ -549,18 +550,15 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
 
     ``layers`` is a module that is or contains layers of ``twell.nn``, or the ``AutoStrategy`` of a call site. The call
     neither waits nor changes anything: figures still on their way from the GPU are left out. Only "auto" measures, and
-    only where it may choose: rows of a named strategy, and all rows on a CPU, have "-" in place of figures.
+    only where it may choose; on a CPU the non-zeros are those of ``aux``, where the last call recorded it.
     """
     if isinstance(layers, AutoStrategy):
         return Explanation(tuple(layers.explain()))
     if not isinstance(layers, nn.Module):
         raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
-    rows: list[Choice] = []
-    for name, other in _other_layers(layers):
-        rows += other.explain(name)
-    for name, layer in _named_layers(layers):
-        rows += _explained.rows(name, layer)
-    return Explanation(tuple(rows))
+    rows = [_explained.bypassed(name, other) or other.explain(name) for name, other in _other_layers(layers)]
+    rows += [_explained.bypassed(name, layer) or _explained.rows(name, layer) for name, layer in _named_layers(layers)]
+    return Explanation(tuple(itertools.chain(*rows)))
 
 
 def set_strategy(
@@ -632,16 +630,6 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
         with layer._laid.lock:
             layer._laid.weight, layer._laid.failed = None, False
             _down_layout.store(layer.down_proj.weight, layout == "rows")
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name == "keep_gate_copies":
-            raise AttributeError(
-                "twell.nn.keep_gate_copies is gone: delete the call, int8 copies are made in each call"
-            )
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _layers(module: nn.Module) -> list[SparseFFN]:

@@ -27,7 +27,7 @@ NAMES = [
 ]
 
 
-def take(m: nn.Module, *args: Any, **options: Any) -> list[str]:
+def take(m: Any, *args: Any, **options: Any) -> Any:
     """``sparsify_`` with ``NAMES``."""
     return sparsify_(m, *args, names=NAMES, **options)
 

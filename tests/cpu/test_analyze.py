@@ -160,8 +160,7 @@ def recorded_inputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
 
 
 def test_padding_is_left_out() -> None:
-    model = saved_models.build()
-    _sparsify.sparsify_(model, strategy="dense")
+    model = _sparsify.sparsify_(saved_models.build(), strategy="dense")
     ids = torch.randint(288, (3, 96))
     mask = torch.arange(96) < torch.tensor([[96], [40], [1]])
     reports = [sparsity.analyze(model, [Batch(ids.where(mask, fill), mask)]) for fill in (0, 7)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import logging
 import pickle
@@ -11,6 +12,7 @@ import random
 import re
 import struct
 import sys
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,6 +33,7 @@ from twell.nn import SparseGatedMLP, SparseMLP
 from twell.strategy import costs, tables
 from twell.strategy import site as sites
 from twell.strategy.costs import Figures, Problem
+from twell.strategy.explanation import Choice, Explanation
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 
@@ -791,18 +794,16 @@ def test_explain_is_a_table(chooses: Arrivals) -> None:
     explained = twell.explain(model)
     assert [row.layer for row in explained] == ["first", "second", "third", "fourth"]
     assert len(explained) == 4
-    lines = str(explained).splitlines()
-    assert len(lines) == 5
+    over, header, why, *lines = str(explained).splitlines()
     first = ["layer", "calls", "tokens", "strategy", "non-zeros", "union"]
-    assert re.split("  +", lines[0]) == [*first, "row time", "union time", "dense time", "layout", "why"]
-    assert lines[1].startswith("first")
-    assert "8.0   3.0%" in lines[1]
-    assert "(measured in call 2)" in lines[1]
-    assert "200.0  75.8%" in lines[2]
-    assert " dense " in lines[2]
-    assert lines[3].endswith("it was named")
-    assert lines[4].endswith("not called yet")
-    assert "auto" in lines[4]
+    assert (over.split(), header.split(), why.strip()) == (["row", "union"], [*first, "time", "time", "layout"], "why")
+    for row, reason, *parts in zip(
+        *(lines[::2], lines[1::2], ("first", "second", "third", "fourth"), ("row ", "dense ", "union ", "auto ")),
+        ("   8.0   3.0%  0", " 200.0  75.8%  3", "  -      -     -", "  -      -     -"),
+        (r"dense's time \(measured in call 2\)$",) * 2 + ("    it was named", "    not called yet"),
+    ):
+        assert re.match(rf"{parts[0]} .*  {parts[1]} .*{parts[2]}", row)
+        assert re.search(parts[3], reason)
     # explain changes nothing
     assert twell.explain(model).rows == explained.rows
     assert model["first"]._auto._pending == pending != {}
@@ -810,6 +811,61 @@ def test_explain_is_a_table(chooses: Arrivals) -> None:
     assert not twell.explain(twell.AutoStrategy())
     with pytest.raises(TypeError, match=r"layers must be an nn.Module or an AutoStrategy, got str"):
         twell.explain("auto")  # type: ignore[call-overload]
+
+
+def test_layers_that_are_alike_share_the_rows_of_a_narrow_table() -> None:
+    """A model of 28 layers filled a screen with lines of 160 columns and more."""
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.ModuleDict({"mlp": layer(SparseMLP)}) for _ in range(12))})
+    model["layers"][7].mlp.strategy = "row"
+    assert len(explained := twell.explain(model)) == 13
+    names = ["layers.0-6.mlp (7)", *["layers.7.mlp"] * 2, "layers.8-11.mlp (4)"]
+    assert re.findall(r"^layers.*?(?=  )", str(explained), re.MULTILINE) == names
+    figures, costed = Figures(29.5, 0.133, 40, 0.2), dict.fromkeys(("row", "union", tables.SCREENED, "dense"), 1.0)
+    for tokens, name in itertools.product(("1", "131073 to 262144"), ("", "fc2", "model.language_model" * 9)):
+        kind = name, "inference", tokens, "captured"
+        row = Choice(*kind, tables.SCREENED, "reason " * 50, 0, figures, 64, costed, "rows")
+        lines = str(Explanation((row, row._replace(graph="", calls=1234567)))).splitlines()
+        assert max(map(len, lines)) <= 120
+        assert " ".join(lines).count("reason") == 100
+        assert "candidates 20.0%" in " ".join(lines)
+
+
+@pytest.mark.parametrize("kind", ["inference", "training"])
+def test_explain_has_the_non_zeros_that_calls_on_a_cpu_recorded(kind: str) -> None:
+    for strategy in ("union", "auto"):
+        mlp, x = SparseMLP(K, N, dtype=BF16, strategy=strategy), torch.randn(9, K).to(BF16)
+        mlp.record_aux = True
+        with torch.set_grad_enabled(kind == "training"):
+            mlp(x)
+        assert [row.figures for row in twell.explain(mlp)] == [Figures(float(mlp.aux.l0), None)]  # type: ignore[union-attr]
+        mlp.float()
+        found = {row.kind: row.figures for row in twell.explain(mlp)}
+        assert found.get(kind, found.get("any")) is not None
+        assert sum(each is not None for each in found.values()) == 1
+
+
+@pytest.mark.parametrize("of", ["layer", "block of the pair"])
+def test_a_layer_with_a_forward_of_others_is_not_said_to_run(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Liger-kernel patches instances."""
+    pair = of != "layer"
+    model: Any = twell.sparsify_(nn.TransformerEncoder(nn.TransformerEncoderLayer(K, 4, N, dropout=0.0), 1))
+    owner = model.layers[0] if pair else layer()
+    explained = model if pair else owner
+    before = twell.explain(explained).rows
+    # wrappers that say what they call, also around a method of a class that has a decorator
+    monkeypatch.setattr(type(owner), "forward", functools.wraps(type(owner).forward)(lambda *_: None))
+    for wrapped in (torch.compile(owner.forward), functools.wraps(owner.forward)(lambda x: x)):
+        owner.forward = wrapped
+        assert twell.explain(explained).rows == before
+    owner.forward = types.MethodType(lambda self, x: x, owner)
+    (row,) = twell.explain(explained)
+    why = f"was set as the forward of the {of}: twell's code runs only if that calls it"
+    assert (row.strategy, row.reason.partition("> ")[2]) == ("none", why)
+    del owner.forward
+    if pair:
+        owner.linear1.forward = lambda x: x
+        (row,) = twell.explain(model)
+        assert (row.strategy, row.reason.split(":")[0]) == ("none", "calls raise")
 
 
 def ran(mlp: Any, x: Tensor, training: bool) -> str:
@@ -835,6 +891,9 @@ def test_explain_names_what_runs(cls: Any, strategy: Any) -> None:
             for training in (False, True):
                 rows = {row.kind: row.strategy for row in twell.explain(mlp)}
                 assert rows.get("training" if training else "inference", rows.get("any")) == ran(mlp, x, training)
+        # outside of autocast, too, it says what runs under it
+        said = [part for row in twell.explain(mlp) for part in (row.strategy, row.reason.rpartition("autocast: ")[2])]
+        assert set(rows.values()) <= set(said)
         if not isinstance(strategy, str) or strategy == "auto":
             # the CPU's operators take several times as long as dense
             assert rows == {"any": "dense"}

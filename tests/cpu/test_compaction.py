@@ -750,8 +750,7 @@ def test_whatever_sparsify_makes_is_compacted_as_it_was_counted(kind: type[nn.Mo
 
 
 def test_compacting_one_tensor_of_two_projections_is_refused() -> None:
-    model = nn.Sequential(Fused())
-    twell.sparsify_(model, names=("gate_up_proj", "down_proj"))
+    model = twell.sparsify_(nn.Sequential(Fused()), names=("gate_up_proj", "down_proj"))
     with twell.count_firing(model) as firing:
         model(torch.randn(3, K))
     with pytest.raises(NotImplementedError, match="a gate and an up projection in one tensor"):

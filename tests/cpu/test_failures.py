@@ -125,20 +125,6 @@ def test_other_strategies_are_refused(strategy: Any) -> None:
             call()
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("screened", '"auto" screens where that was measured to pay'),
-        ("proven", 'use "union", which never screens'),
-        ("invariant", 'use strategy="row", invariant=True'),
-    ],
-)
-def test_strategies_that_are_gone_are_refused_with_what_to_say_for_them(name: Any, said: str) -> None:
-    for call in (lambda: gated(name), lambda: plain(name), lambda: SparseMLP(16, 24, strategy=name)):
-        with pytest.raises(ValueError, match=f'strategy "{name}" is gone: {said}'):
-            call()
-
-
 @EVERY_STRATEGY
 @pytest.mark.parametrize(("shape", "training"), [((0, 16), True), ((3, 0, 16), False)])
 def test_calls_without_tokens_return_empty_results(shape: tuple[int, ...], training: bool, strategy: str) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from ffns import saved
 from torch import nn
 
-import twell
 from twell import AutoStrategy, explain
 from twell._sparsify.modules import pair_up
 from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout, set_strategy
@@ -106,6 +104,9 @@ def test_the_down_weight_keeps_its_layout(cls: Module, layout: DownLayout, throu
     assert is_laid_out(after, layout)
     with torch.no_grad():
         assert torch.equal(after(x), mlp(x))
+    # the way back, for what takes contiguous parameters alone
+    set_down_layout(after, "auto")
+    assert nn.utils.parameters_to_vector(after.parameters()).numel() == sum(p.numel() for p in mlp.parameters())
 
 
 @MODULES
@@ -287,14 +288,6 @@ def test_invariant_layers_do_not_run_dense_instead() -> None:
         mlp(x)
     (row,) = explain(mlp)
     assert row.strategy == "none"
-
-
-def test_int8_copies_are_kept_no_more() -> None:
-    said = "twell.nn.keep_gate_copies is gone: delete the call, int8 copies are made in each call"
-    with pytest.raises(AttributeError, match=re.escape(said)):
-        twell.nn.keep_gate_copies(nn.Module())
-    with pytest.raises(AttributeError, match="has no attribute 'keep_gate_copy'"):
-        twell.nn.keep_gate_copy  # noqa: B018
 
 
 def test_pickles_of_layers_that_kept_an_int8_copy_load() -> None:

@@ -34,8 +34,7 @@ def of_transformers(own: bool) -> nn.Module:
     if own:
         model = twell_hf.SparseLlamaForCausalLM(twell_hf.SparseLlamaConfig(**sizes, sparsity_strategy="union"))
     else:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-        twell_hf.sparsify(model, strategy="union")
+        model = twell_hf.sparsify(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), strategy="union")
     return model.to(BF16)
 
 

@@ -356,7 +356,7 @@ class Blocks(nn.Module):
 def torch_model() -> tuple[nn.Module, nn.Module, Tensor]:
     dense = Blocks().to(BF16)
     sparse = copy.deepcopy(dense)
-    assert take(sparse) == ["layers.0", "layers.1", "layers.2"]
+    assert list(layers(take(sparse))) == ["layers.0", "layers.1", "layers.2"]
     return sparse, dense, tokens()
 
 

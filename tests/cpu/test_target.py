@@ -626,7 +626,7 @@ def test_thresholds_that_move_are_checked() -> None:
         layer.threshold = torch.tensor(1.0, requires_grad=True)
     layer.threshold = torch.tensor(1.0)
     assert "threshold=a tensor" in repr(layer)
-    assert "changes during training" in str(twell.explain(layer))
+    assert "changes during training" in twell.explain(layer).rows[0].reason
     with pytest.raises(TypeError, match="pack: threshold must be a number, got a tensor"):
         twell.pack(torch.zeros(1, K), torch.zeros(N, K), threshold=torch.tensor(1.0))  # type: ignore[arg-type]
 

@@ -227,8 +227,7 @@ def test_an_activation_that_other_layers_do_not_have_is_not_named(caplog: pytest
     assert "does not name the new activation of layers" in caplog.text
     assert "got that of model.layers.1.mlp.act_fn, too" in caplog.text
     # nor one of layers that twell.sparsify_ made
-    model = stock("llama", hidden_act="silu")
-    twell.sparsify_(model, activation="relu")
+    model = twell.sparsify_(stock("llama", hidden_act="silu"), activation="relu")
     put_threshold(model, 0.001)
     assert (model.config.hidden_act, hasattr(model.config, "hidden_act_param")) == ("silu", False)
 
@@ -389,8 +388,7 @@ def test_layers_whose_own_key_says_relu_keep_it_when_others_are_loaded(tmp_path:
     config = transformers.GitConfig(
         vision_config=vision, vocab_size=64, bos_token_id=1, eos_token_id=2, **dropout, **sizes
     )
-    model = transformers.GitForCausalLM(config).eval()
-    sparsify(model, filter_fn=lambda _, name: "image" not in name)
+    model = sparsify(transformers.GitForCausalLM(config).eval(), filter_fn=lambda _, name: "image" not in name)
     for layer in layers(model).values():
         layer.activation, layer.threshold = "fatrelu", 0.5
     name_activation(model)

@@ -117,8 +117,7 @@ def test_no_call_waits_for_the_gpu(strategy: Any) -> None:
 
 def test_auto_settles_and_is_compiled() -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(twell.nn.SparseGatedMLP(512, 2048, dtype=torch.bfloat16, device=CUDA))
-    twell.quantize_(model)
+    model = twell.quantize_(torch.nn.Sequential(twell.nn.SparseGatedMLP(512, 2048, dtype=torch.bfloat16, device=CUDA)))
     x = torch.randn(300, 512, device=CUDA).bfloat16()
     with torch.no_grad():
         for _ in range(9):

@@ -77,8 +77,7 @@ def test_load_and_analyze(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
 @torch.no_grad()
 def test_a_quantised_model_is_read_back(tmp_path: Path, granularity: Any) -> None:
-    model = twell_hf.sparsify(float8_models.build())
-    twell.quantize_(model, granularity=granularity)
+    model = twell.quantize_(twell_hf.sparsify(float8_models.build()), granularity=granularity)
     model.save_pretrained(tmp_path / "model")
     again = twell_hf.load(tmp_path / "model", dtype=torch.bfloat16)
     for ours, theirs in zip(layers(model), layers(again), strict=True):

@@ -6,9 +6,7 @@ neither the size nor the device of the model matters, and the model itself is ne
 """
 
 from twell._sparsify.candidates import Candidate
-from twell._sparsify.modules import Block as _Block  # noqa: F401  (whole models pickled by version 0.1 ask for it here)
 from twell._sparsify.modules import DeferredUp, FusedGatedMLP, NamedGatedMLP, NamedMLP, SparseDown
-from twell._sparsify.modules import PairMLP as _PairMLP  # noqa: F401  (likewise)
 from twell._sparsify.replace import Filter, Names, Plan, apply, block_of, layers, plan, sparsify_
 
 __all__ = [

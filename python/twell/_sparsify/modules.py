@@ -8,7 +8,7 @@ import threading
 import types
 import weakref
 from collections.abc import Iterable
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from twell import _modes, up_down
-from twell._activation import RELU, Activation, ActivationName, activation_of
+from twell._activation import RELU, Activation, activation_of
 from twell._execution import Aux, Made
 from twell._plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, cast, of_torch, only_moves
 from twell._projections import Projection
 from twell._runtime.log import warn_once
-from twell.functional import Strategy
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
 from twell.strategy.plan import Facts, routed
-from twell.strategy.site import AutoStrategy
 
 # The names of projections in layers of twell.
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -119,9 +117,11 @@ class DeferredUp(SharedLinear):
         (fc1, fc2), between = self._block.names, self._block.between
         odd = [name for name in between if not _passes_on(_below(block, name), block.training)]
         if odd:
+            thing = _below(block, odd[0])
+            got = repr(thing) if isinstance(thing, (nn.Dropout, int, float)) else type(thing).__name__
             return (
                 f"{odd[0]} between {fc1} and {fc2} of a twell pair must change nothing, since {fc2} does the work of "
-                f"both and of the activation, got {_described(_below(block, odd[0]))}: set it before sparsify_"
+                f"both and of the activation, got {got}: set it before sparsify_"
             )
         return self._misplaced(DeferredUp) or self._misplaced(PairDown)
 
@@ -200,10 +200,6 @@ def _passes_on(thing: Any, training: bool = True) -> bool:
     return of_torch(type(thing)) and bool(inner) and all(map(_passes_on, inner))
 
 
-def _described(thing: Any) -> str:
-    return repr(thing) if isinstance(thing, (nn.Dropout, int, float)) else type(thing).__name__
-
-
 def _is_replaced(module: nn.Module) -> bool:
     """Whether a module has a ``forward`` set on the instance that may do more than its class's."""
     return "forward" in vars(module) and not only_moves(module)
@@ -266,7 +262,8 @@ class PairDown(nn.Module):
         if not _modes.compiling():
             if any(HOOKS_OF_ALL) or _hooks(up):
                 warn_once("fc1 of a twell pair has hooks: they see its input on both sides and must not change it")
-            if any(HOOKS_OF_ALL) or any(not _of_twell(hook) for hook in _hooks(self)):
+            theirs = [each for each in _hooks(self) if not str(getattr(each, "__module__", "")).startswith("twell.")]
+            if any(HOOKS_OF_ALL) or theirs:
                 warn_once(
                     "fc2 of a twell pair has hooks: they see the input of fc1, and its gradient, where the hidden "
                     "state was, and must not change it"
@@ -285,18 +282,8 @@ class SparseDown(PairDown, SparseMLP, SharedLinear):
 
     up_proj: nn.Linear
 
-    def __init__(
-        self,
-        up: DeferredUp,
-        down: nn.Linear,
-        *,
-        compression: int = 8,
-        strategy: Strategy | AutoStrategy = "auto",
-        activation: ActivationName = "relu",
-        threshold: float = 0,
-    ) -> None:
-        options: Any = {"activation": activation, "threshold": threshold}
-        SparseFFN.__init__(self, up.in_features, up.out_features, compression=compression, strategy=strategy, **options)
+    def __init__(self, up: DeferredUp, down: nn.Linear, **options: Any) -> None:
+        SparseFFN.__init__(self, up.in_features, up.out_features, **options)
         self._share(down)
         # not through nn.Module, which would make it a child with state-dict keys of its own
         object.__setattr__(self, "up_proj", up)
@@ -401,10 +388,6 @@ def _hooks(module: nn.Module) -> list[Any]:
     return [hook for kind in HOOKS for hook in getattr(module, kind).values()]
 
 
-def _of_twell(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).split(".")[0] == "twell"
-
-
 def _changed(module: nn.Module) -> bool:
     """Whether hooks or a replaced forward may exchange the module's input or output for another tensor."""
     return "forward" in vars(module) or bool(_hooks(module))
@@ -499,17 +482,16 @@ class Applied(nn.Module):
         return self.activation.hidden(self.activation.after(x), None)
 
 
-class PairMLP(nn.Module):
-    """A module of ``fc1``, ReLU and ``fc2`` as earlier versions made and pickled it; a layer takes its place now."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        children: Any = self._modules
-        y: Tensor = children["fc2"](children["act"](children["fc1"](x)))
-        return y
-
-
 class _Renamed(SparseFFN):
     """A layer whose projections are children of other names, ``_names``."""
+
+    def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], **options: Any) -> None:
+        linears = list(linears)
+        SparseFFN.__init__(self, linears[0].in_features, linears[-1].in_features, **options)
+        self._names = names
+        for name, linear in zip(names, linears):
+            # add_module would ask the properties of these names
+            self._modules[name] = linear
 
     @property
     def _projections(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -525,7 +507,7 @@ class _Renamed(SparseFFN):
         return super()._is_plain()
 
     def _add_projections(self, *_: Any) -> None:
-        """``_name`` adds them."""
+        """They are given."""
 
     _names: tuple[str, ...]
 
@@ -538,18 +520,12 @@ def _child(place: int) -> Any:
 class NamedMLP(_Renamed, SparseMLP):  # type: ignore[misc]
     """A ``SparseMLP`` whose projections are children of other names, as ``wi`` and ``wo``; else the same."""
 
-    def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], **options: Any) -> None:
-        _name(self, names, linears, options)
-
     up_proj = _child(0)
     down_proj = _child(1)
 
 
 class NamedGatedMLP(_Renamed, SparseGatedMLP):
     """A ``SparseGatedMLP`` whose projections are children of other names, as ``w1``, ``w3`` and ``w2``."""
-
-    def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], **options: Any) -> None:
-        _name(self, names, linears, options)
 
     gate_proj = _child(0)
     up_proj = _child(1)
@@ -600,7 +576,7 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
     """
 
     def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], up_first: bool, **options: Any) -> None:
-        _name(self, names, linears, options)
+        super().__init__(names, linears, **options)
         self._up_first = up_first
 
     @property
@@ -654,28 +630,25 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
     _up_first: bool
 
 
-def _name(layer: Any, names: tuple[str, ...], linears: Iterable[nn.Linear], options: dict[str, Any]) -> None:
-    """Initialise a layer whose projections are children of other names."""
-    linears = list(linears)
-    intermediate = linears[-1].in_features
-    SparseFFN.__init__(layer, linears[0].in_features, intermediate, **options)
-    layer._names = names
-    for name, linear in zip(names, linears):
-        # add_module would ask the properties of these names
-        layer._modules[name] = linear
-
-
 def _keep_attributes(made: nn.Module, of: nn.Module) -> None:
     """Give a new layer what a model's code has set on the one that it replaces, as a factor for its learning rate."""
     keep_hook(made, of)
     vars(made).update({name: value for name, value in vars(of).items() if not hasattr(made, name)})
 
 
+def _gone(name: str, *_: Any, **__: Any) -> NoReturn:
+    """Stands in a layer for a function or a child that its module's code called before."""
+    raise AttributeError(
+        f"{name} is gone: sparsify_ made its module a layer that applies the activation itself. Call the module and "
+        "not its parts, or leave it out by filter_fn"
+    )
+
+
 def turn(module: nn.Module, made: nn.Module) -> None:
     """Make ``module`` itself the layer ``made``, so that whatever refers to it has that layer.
 
-    What the module's code computed with is gone: a method of its old class that something kept raises, or computes
-    the same of the projections. Settings that are no functions stay readable.
+    What the module's code computed with is gone: other code that calls its parts, and a method of its old class that
+    something kept, raises or computes the same of the projections. Settings that are no functions stay readable.
     """
     functions = [key for key, value in vars(module).items() if callable(value) and key not in vars(made)]
     made.train(module.training)
@@ -687,6 +660,8 @@ def turn(module: nn.Module, made: nn.Module) -> None:
     vars(module).update(
         {key: value for key, value in before.items() if key not in functions and not hasattr(module, key)}
     )
+    parts = (key for key in (*functions, *before["_modules"]) if key[0] != "_" and not hasattr(module, key))
+    vars(module).update({key: functools.partial(_gone, key) for key in parts})
     wrapped = types.SimpleNamespace(**{key: before[key] for key in ("forward", "_hf_hook") if key in before})
     keep_hook(module, wrapped)  # type: ignore[arg-type]
 

@@ -6,13 +6,14 @@ import functools
 import gc
 import types
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from twell._activation import NAMES_OF_FAMILY, Activation
 from twell._down_layout import unlisted
+from twell._memory import shared
 from twell._plain import of_torch
 from twell._runtime import geometry
 from twell._runtime.log import logger
@@ -50,6 +51,7 @@ from twell.strategy.plan import Facts, routed
 
 Filter = Callable[[nn.Module, str], bool]
 Names = Sequence[str] | Sequence[Sequence[str]]
+Model = TypeVar("Model", bound=nn.Module)
 
 # What another activation may be replaced with; the threshold of fatrelu must be chosen first.
 _TARGETS = ("relu", "relu2", "drelu")
@@ -75,18 +77,19 @@ class Plan(NamedTuple):
 
 
 def sparsify_(
-    model: nn.Module,
+    model: Model,
     filter_fn: Filter | None = None,
     *,
     activation: Literal["relu", "relu2", "drelu"] | None = None,
     compression: int = 8,
     strategy: Strategy = "auto",
     names: Names | None = None,
-) -> list[str]:
+) -> Model:
     """Run the feed-forward layers of ``model`` that have ReLU, or another activation of its family, through twell.
 
-    In place. The activations are relu, relu2 (squared), drelu and fatrelu, with its threshold. Two kinds of modules are
-    taken, wherever they are in ``model``:
+    In place; returns ``model``. The log says how many layers were taken, at INFO, and ``twell.explain`` shows them. The
+    activations are relu, relu2 (squared), drelu and fatrelu, with its threshold. Two kinds of modules are taken,
+    wherever they are in ``model``:
 
     - those of classes that are known by name: the architectures of the page on models, and torch's
       ``nn.TransformerEncoderLayer`` and ``nn.TransformerDecoderLayer``, which then leave their fast path. A subclass
@@ -149,9 +152,6 @@ def sparsify_(
             The gate is the projection that the activation is applied to. An order that the module does not compute is
             refused.
 
-    Returns the qualified names of the new twell layers, in the order of ``named_modules``. ``twell.explain`` shows
-    them.
-
     Raises TypeError or ValueError and changes nothing: if nothing is found; if a candidate computes something else, has
     further children or state, hooks, methods of ``nn.Module`` overridden, projections that are neither plain
     ``nn.Linear`` nor any of the above (sharded, offloaded, quantised otherwise), or sizes that the kernels do not take
@@ -160,7 +160,8 @@ def sparsify_(
     """
     routed(Facts(strategy=strategy))
     geometry.words_per_tile(compression)
-    return apply(model, plan(model, filter_fn, activation, strategy, names), compression, strategy)
+    apply(model, plan(model, filter_fn, activation, strategy, names), compression, strategy)
+    return model
 
 
 def layers(model: nn.Module) -> dict[str, SparseGatedMLP | SparseMLP]:
@@ -312,8 +313,8 @@ def _with_activation(candidate: Candidate, of: Activation | None, wanted: str | 
     return candidate._replace(activation=Activation(str(wanted)))
 
 
-def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy) -> list[str]:
-    """Replace the candidates of ``planned`` and return the names of the new layers."""
+def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy) -> None:
+    """Replace the candidates of ``planned``."""
     for candidate in planned.candidates:
         module, options = candidate.module, {"compression": compression, "strategy": strategy}
         options |= candidate.activation.options()
@@ -348,6 +349,10 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
         )
     if any(candidate.stored for candidate in planned.candidates):
         quantised.settle(model)
+    if planned.candidates:
+        logger.info(
+            "layers taken: %d, the first %s", len(planned.candidates), planned.candidates[0].layer or "the model"
+        )
     if planned.stacked:
         logger.info("%s: %s", _STACKED, ", ".join(planned.stacked[:3]))
     if planned.unknown:
@@ -358,7 +363,6 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
         new = NAMES_OF_FAMILY[changed[0].activation.name]
         were = " and ".join(sorted({str(candidate.was) for candidate in changed}))
         logger.info("%s replaces %s; layers that need training before use: %d", new, were, len(changed))
-    return [candidate.layer for candidate in planned.candidates]
 
 
 def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
@@ -400,8 +404,8 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
                     f"{label(held.name, held.module)} must be called as a module, but its method "
                     f"{kept.__name__} is kept elsewhere, and would still apply {held.was}; {LEAVE_OUT}"
                 )
-    own = [c for c in candidates if c.form.down not in c.plain]
-    weights = {_down(c).weight.untyped_storage()._cdata: (c, _down(c).weight) for c in own}
+    own: Any = [(c, c.module.get_submodule(c.form.down)) for c in candidates if c.form.down not in c.plain]
+    weights = {down.weight.untyped_storage()._cdata: (c, down.weight) for c, down in own}
     for name, owner in model.named_modules():
         if "_fsdp_wrapped_module" in owner._modules and {id(c.module) for c in candidates} & set(
             map(id, owner.modules())
@@ -413,26 +417,12 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
         if type(tensor) not in (Tensor, nn.Parameter):
             continue
         candidate, weight = weights.get(tensor.untyped_storage()._cdata, (None, tensor))
-        if candidate is not None and tensor is not weight and _overlap(tensor, weight):
+        if candidate is not None and tensor is not weight and shared({"": tensor}, {"w": weight}):
             raise ValueError(
                 f"{label(candidate.name, candidate.module)} must have a down weight of its own or share the "
                 f"nn.Parameter itself, got one that shares memory with {name}, which another layout would end; "
                 f"{LEAVE_OUT}"
             )
-
-
-def _down(candidate: Candidate) -> Any:
-    return candidate.module.get_submodule(candidate.form.down)
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one storage share memory."""
-    spans = []
-    for t in (a, b):
-        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) if t.numel() else -1
-        begin = t.storage_offset() * t.element_size()
-        spans.append((begin, begin + (last + 1) * t.element_size()))
-    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
 
 
 def _explain_activation(candidate: Candidate) -> str:

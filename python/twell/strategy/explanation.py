@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
+import re
+import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from twell.strategy.costs import Figures
 from twell.strategy.tables import SCREENED
 
-# Strategies whose predicted times ``Explanation`` shows; that of the screen where a row has one.
-_TIMED = ("row", "union", SCREENED, "dense")
+# Columns of a table, and the fewest that reasons have beside the others; else they have lines of their own.
+_WIDTH, _BESIDE = 120, 40
 
 
 class Choice(NamedTuple):
@@ -19,9 +21,10 @@ class Choice(NamedTuple):
 
     layer: its qualified name. kind: "inference", "training" or "any". tokens: the range of token counts.
     graph: "captured" or "compiled" if a graph keeps this choice, else "". strategy: "union+screen" is "union" with the
-    int8 screen. calls: how many calls there were, from compiled graphs without gradients, too.
-    figures: the measured sparsity, or None. measured: the call that measured it. costs: predicted times as multiples of
-    dense's; empty where nothing is known. layout: how the layer's down weight is stored now, "linear" or "rows".
+    int8 screen, "none" that calls raise or run code of others. calls: how many calls there were, from compiled graphs
+    without gradients, too. figures: the measured sparsity, or None. measured: the call that measured it. costs:
+    predicted times as multiples of dense's; empty where nothing is known. layout: how the layer's down weight is stored
+    now, "linear" or "rows".
     """
 
     layer: str
@@ -39,7 +42,10 @@ class Choice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The strategies of layers: ``rows`` has the data, ``str`` makes a table."""
+    """The strategies of layers: ``rows`` has the data, ``str`` makes a table of at most 120 columns.
+
+    Neighbouring layers whose rows are alike share them there: "layers.0-27.mlp (28)" are 28 layers with such names.
+    """
 
     rows: tuple[Choice, ...]
 
@@ -52,35 +58,61 @@ class Explanation:
     def __str__(self) -> str:
         if not self.rows:
             return "no layers of twell"
-        cells = [_cells(row) for row in self.rows]
-        # columns of the int8 screen are there if a row has something in them
-        header = [name for name in cells[0] if name not in _OF_SCREEN or any(each[name] != "-" for each in cells)]
-        lines = [header, *([each[name] for name in header] for each in cells)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        # names left-aligned, numbers right-aligned
-        left = (0, 1, 2, 3, len(header) - 1)
-        aligned = ([c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(x, widths))] for x in lines)
-        return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+        cells = _merged(self.rows)
+        reasons = [each.pop("why") for each in cells]
+        # columns of figures are there if a row has something in them
+        names = [name for name in cells[0] if name not in _FIGURES or any(each[name] != "-" for each in cells)]
+        # the headers of times have two lines
+        headers = [[header.rpartition(" ")[i] for header in names] for i in (0, 2)]
+        lines = [*filter(any, headers), *([each[name] for name in names] for each in cells)]
+        whys = [*([""] * (len(lines) - len(cells) - 1)), "why", *reasons]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+        widths[0] = min(widths[0], _WIDTH - sum(widths[1:]) - 2 * len(names) + 2)
+        begin = sum(widths) + 2 * len(widths)
+        beside = _WIDTH - begin >= _BESIDE
+        table = []
+        for (layer, *others), why in zip(lines, whys):
+            shown = layer if len(layer) <= widths[0] else f"...{layer[3 - widths[0] :]}"
+            # words left-aligned, numbers right-aligned
+            aligned = (c.rjust(w) if n in _FIGURES else c.ljust(w) for n, c, w in zip(names, (shown, *others), widths))
+            row, wrapped = "  ".join(aligned), textwrap.wrap(why, _WIDTH - (begin if beside else 4))
+            if beside and wrapped:
+                row += f"  {wrapped.pop(0)}"
+            table += [row.rstrip(), *(" " * (begin if beside else 4) + line for line in wrapped)]
+        return "\n".join(table)
 
 
-_OF_SCREEN = ("candidates", f"{SCREENED} time")
+# Columns of numbers.
+_TIMES = {"row time": "row", "union time": "union", "screen time": SCREENED}
+_FIGURES = ("non-zeros", "union", *_TIMES)
+
+
+def _merged(rows: tuple[Choice, ...]) -> list[dict[str, str]]:
+    """The cells of the rows by columns. Neighbouring layers share them whose names differ in numbers alone."""
+    layers = [(name, [_cells(row) for row in own]) for name, own in itertools.groupby(rows, lambda row: row.layer)]
+    merged = []
+    for (_, cells), group in itertools.groupby(layers, lambda each: (re.sub(r"\d+", "0", each[0]), each[1])):
+        names = [name for name, _ in group]
+        parts = [list(dict.fromkeys(part)) for part in zip(*(re.split(r"(\d+)", name) for name in names))]
+        ranges = (part[0] if len(part) == 1 else "-".join(sorted(part, key=int)[:: len(part) - 1]) for part in parts)
+        name = "".join(ranges) + (f" ({len(names)})" if len(names) > 1 else "")
+        merged += [{"layer": name or "-", **each} for each in cells]
+    return merged
 
 
 def _cells(row: Choice) -> dict[str, str]:
-    """The cells of a row by the names of their columns, in order."""
-    figures = row.figures or Figures(math.nan, None)
-    calls = f"{row.calls} {row.kind}" if row.calls else row.kind
+    """The cells of a row by the names of their columns, in order, without that of its layer."""
+    nonzeros, union, _, candidates = row.figures or (None,) * 4
+    listed = "" if candidates is None else f"; candidates {candidates:.1%}"
     measured = "" if row.measured is None else f" (measured in call {row.measured})"
-    shares = {"union": figures.union, "candidates": figures.candidates}
-    times = {f"{name} time": row.costs.get(name) for name in _TIMED}
+    times = {column: row.costs.get(name) for column, name in _TIMES.items()}
     return {
-        "layer": row.layer or "-",
-        "calls": f"{row.graph} {row.kind}" if row.graph else calls,
+        "calls": f"{row.graph or row.calls or ''} {row.kind}".strip(),
         "tokens": row.tokens,
         "strategy": row.strategy,
-        "non-zeros": "-" if row.figures is None else f"{figures.nonzeros:.1f}",
-        **{name: "-" if share is None else f"{share:.1%}" for name, share in shares.items()},
-        **{name: "-" if time is None else f"{time:.2f}" for name, time in times.items()},
+        "non-zeros": "-" if nonzeros is None else f"{nonzeros:.1f}",
+        "union": "-" if union is None else f"{union:.1%}",
+        **{column: "-" if time is None else f"{time:.2f}" for column, time in times.items()},
         "layout": row.layout or "-",
-        "why": row.reason + measured,
+        "why": row.reason + listed + measured,
     }

@@ -108,6 +108,7 @@ class Refusal(NamedTuple):
     kind: type[Exception]
     message: str
     shown: str
+    strategy: str = "none"
 
 
 def routed(facts: Facts) -> Route:
