@@ -382,18 +382,21 @@ class SparseFFN(nn.Module):
     def _drops(self) -> bool:
         """Whether values of the hidden state are dropped now."""
         child: Any = self._modules[self._dropout]
-        return (
-            not isinstance(child, nn.Identity)
-            and not (isinstance(child, nn.Dropout) and child.p == 0)
-            and self.training
-        )
+        return bool(self._dropped_by()) and (child.training or not isinstance(child, nn.Dropout))
+
+    def _dropped_by(self) -> str:
+        """What drops values of the hidden state in training; "" if nothing."""
+        child: Any = self._modules[self._dropout] if self._dropout else None
+        if isinstance(child, nn.Dropout):
+            return f"{self._dropout}, p = {child.p}" if child.p else ""
+        return "" if isinstance(child, (nn.Identity, type(None))) else f"{self._dropout}, a {type(child).__name__}"
 
     def _dropped(self, x: Tensor, with_aux: bool) -> Any:
         """The result where values of the hidden state are dropped, by calls of the projections."""
         if self._accumulate_main_grad or self._invariant:
             raise NotImplementedError(
                 f"accumulate_main_grad and invariant: expected a hidden state of which nothing is dropped, got "
-                f"{self._dropout}, {self._modules[self._dropout]!r}, in training: set its p to 0"
+                f"{self._dropped_by()}, in training: set it to 0"
             )
         return self._dense(*self._pre_activations(x), with_aux)
 

@@ -69,8 +69,8 @@ class Architecture(NamedTuple):
 
     needs: fields of the configuration without which it is refused, and ``refusal``, a part of the message then. With
     ``retrained`` these layers are taken only with ``activation="relu"``. activation: "own" where the model's own code
-    makes the zeros. part: of the names that ``filter_fn`` takes. layers: the names of the first twell layers; none if the architecture is refused. models: those
-    that people know, for the page.
+    makes the zeros. part: of the names that ``filter_fn`` takes. layers: the names of the first twell layers; none if
+    the architecture is refused. models: those that people know, for the page.
     """
 
     models: str

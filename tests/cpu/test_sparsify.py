@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ffns import BF16, EACH, FORMS, Block, Gated, K, N, Plain, model, pickled, saved, take, tokens
+from ffns import BF16, EACH, FORMS, Block, Coded, Gated, K, N, Plain, model, pickled, saved, take, tokens
 from torch import Tensor, nn
 
 import twell

@@ -234,7 +234,7 @@ class Copies:
 
 
 def drops_hidden(copies: Copies, key: str) -> bool:
-    """Whether a dropout, a child of a module or a share, drops values of what its down projection gets and no others."""
+    """Whether a dropout of a module, a child or a share, drops values of what the down projection gets and no others."""
     with _apart():
         trial = _Trial(torch.float32, True, True, (2, 4))
         own, other = (copies.new(dtype=torch.float32).train() for _ in range(2))
@@ -328,7 +328,7 @@ def difference_of_pair(
 
 
 def difference_of_hidden(copies: Copies, dtype: torch.dtype) -> str:
-    """Describe how a block differs from itself with a ``GivenDown``; "" if it does not, and its hidden state has zeros."""
+    """Describe how a block differs from itself with a ``GivenDown``; "" if not, and if its hidden state has zeros."""
     with _apart():
         for trial in _OF_BLOCKS:
             here = trial._replace(dtype=trial.dtype or dtype)

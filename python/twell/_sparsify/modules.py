@@ -128,13 +128,15 @@ class DeferredUp(SharedLinear):
     def drops(self) -> bool:
         """Whether the block drops values of the hidden state now. Then it runs as it did, without the pair."""
         # read here, for Dynamo to guard on it
-        return self.training and self._is_dropping()
+        return self.training and bool(self.dropped_by())
 
     @_eagerly
-    def _is_dropping(self) -> bool:
+    def dropped_by(self) -> str:
+        """What of the block drops values of the hidden state in training; "" if nothing."""
         block = self._block()
-        dropouts = [] if block is None else [_below(block, name) for name in self._block.between[1:]]
-        return any(isinstance(each, (_DropoutNd, float, int)) and not _passes_on(each) for each in dropouts)
+        found = {} if block is None else {name: _below(block, name) for name in self._block.between[1:]}
+        shares = {name: each.p if isinstance(each, _DropoutNd) else each for name, each in found.items()}
+        return "; ".join(f"{name}, p = {p}" for name, p in shares.items() if isinstance(p, (float, int)) and p)
 
     @_eagerly
     def _require_place(self, kind: type[nn.Module]) -> None:
@@ -170,7 +172,7 @@ class DeferredUp(SharedLinear):
 
 # the mark of torch.compiler.assume_constant_result: what these read by a weak reference, tracing need not follow
 DeferredUp._change._dynamo_marked_constant = True  # type: ignore[attr-defined]
-DeferredUp._is_dropping._dynamo_marked_constant = True  # type: ignore[attr-defined]
+DeferredUp.dropped_by._dynamo_marked_constant = True  # type: ignore[attr-defined]
 DeferredUp._bypassed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -302,7 +304,7 @@ class SparseDown(PairDown, SparseMLP, SharedLinear):
             if return_aux or self._record_aux or self._accumulate_main_grad:
                 raise NotImplementedError(
                     "aux and main gradients of a twell pair are of a hidden state that is whole, got a block that "
-                    f"drops values of it in training: set its dropout to 0 ({', '.join(up._block.between[1:])})"
+                    f"drops values of it in training ({up.dropped_by()}): set it to 0"
                 )
             return applied(self, x)
         self._require_pair(x)
@@ -311,6 +313,10 @@ class SparseDown(PairDown, SparseMLP, SharedLinear):
     def _refusal(self) -> str:
         up: DeferredUp = self.up_proj  # type: ignore[assignment]
         return up._change() or super()._refusal()
+
+    def _dropped_by(self) -> str:
+        up: Any = self.up_proj
+        return up.dropped_by()  # type: ignore[no-any-return]
 
     def _is_plain(self) -> bool:
         self._require_called()
@@ -360,6 +366,9 @@ class GivenDown(SparseDown):
     def _is_plain(self) -> bool:
         return False
 
+    def _dropped_by(self) -> str:
+        return ""
+
     def _refusal(self) -> str:
         return "accumulate_main_grad: expected a layer that makes its gate itself" if self.accumulate_main_grad else ""
 
@@ -401,7 +410,7 @@ def pair_up(
     casts: bool,
     options: dict[str, Any],
 ) -> None:
-    """Make two layers of a block a pair; ``attribute`` is the activation between them, ``casts`` as in ``SparseFFN``."""
+    """Make two layers of a block a pair; ``attribute`` is the activation between them, ``casts`` as in a layer."""
     first, second = map(block.get_submodule, names)
     up = DeferredUp()
     up._share(first)  # type: ignore[arg-type]

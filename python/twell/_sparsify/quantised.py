@@ -90,6 +90,12 @@ class Float8Up(DeferredUp, Float8Projection):  # type: ignore[misc]
         self._hold(record, bias)
         self.out_features, self.in_features = record.shape
 
+    def drops(self) -> bool:
+        if super().drops():
+            got = f"training mode with {self.dropped_by()}"
+            raise NotImplementedError(f"pairs in e4m3 are for inference and drop no values, got {got}: call eval()")
+        return False
+
 
 class Float8Down(PairDown, Float8MLP, Float8Projection):
     """``fc2`` of a pair in e4m3: a ``Float8MLP`` that is the down projection itself, as ``SparseDown`` is."""
