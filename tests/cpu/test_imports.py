@@ -53,7 +53,7 @@ LAYERS = [
     ["twell._arguments", "twell._files", "twell._memory"],
     ["twell._activation"],
     ["twell.reference", "twell.tuning", "twell.float8"],
-    ["twell.strategy.__init__", "twell.strategy.table"],
+    ["twell.strategy.__init__", "twell.strategy.table", "twell.strategy.table_float8"],
     ["twell.strategy.tables"],
     ["twell.strategy.costs", "twell.strategy.plan"],
     ["twell.strategy.explanation"],
