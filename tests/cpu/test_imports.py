@@ -73,7 +73,9 @@ LAYERS = [
     ["twell._projections"],
     ["twell._adapted", "twell._explained"],
     # reads files, imports no library of others
-    ["twell._float8_mlp", "twell.integrations.float8_layouts"],
+    ["twell.integrations.float8_layouts"],
+    ["twell._float8_saving"],
+    ["twell._float8_mlp"],
     ["twell._autoencoder"],
     ["twell.nn"],
     ["twell._compaction", "twell._sparsify"],

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
 from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -232,9 +232,16 @@ def test_another_activation_needs_16_bits(on_a_gpu: None, tmp_path: Path) -> Non
         twell_hf.sparsify(model, activation="relu2")
 
 
+@pytest.mark.parametrize("by", ["loading", "quantize_"])
 @torch.no_grad()
-def test_a_pair_of_e4m3_stays_together(on_a_gpu: None, tmp_path: Path) -> None:
-    model = twell_hf.sparsify(loaded(float8_models.save(tmp_path / "model", "fp8", "opt")), strategy="row")
+def test_a_pair_of_e4m3_stays_together(by: str, on_a_gpu: None, tmp_path: Path) -> None:
+    if by == "loading":
+        model = twell_hf.sparsify(loaded(float8_models.save(tmp_path / "model", "fp8", "opt")), strategy="row")
+    else:
+        model = twell_hf.sparsify(float8_models.build("opt"), strategy="row")
+        wide = run(model, tokens())
+        assert twell.quantize_(model) == [f"model.decoder.layers.{i}.fc2" for i in range(float8_models.LAYERS)]
+        assert 1e-3 < off(run(model, tokens()), wide) < 0.1
     block = model.model.decoder.layers[0]
     expected = run(model, tokens())
     assert isinstance(block.fc2, Float8Down)
@@ -254,6 +261,29 @@ def test_a_pair_of_e4m3_stays_together(on_a_gpu: None, tmp_path: Path) -> None:
     block.fc1 = nn.Linear(float8_models.K, float8_models.N)
     with pytest.raises(NotImplementedError, match="must be the DeferredUp that sparsify_ made"):
         block.fc2(tokens())
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda block: block.fc1.register_forward_hook(print), "got hooks, a forward of its own"),
+        (
+            lambda block: setattr(block, "activation_fn", nn.Dropout()),
+            "got activation_fn between fc1 and fc2 of a twell",
+        ),
+        (lambda block: setattr(block, "fc1", nn.Linear(1, 1)), "got fc1 of a twell pair must be the DeferredUp"),
+        (lambda block: None, "got the second half of a pair without the block around both"),
+    ],
+)
+def test_pairs_that_cannot_be_quantised(change: Any, why: str) -> None:
+    model = twell_hf.sparsify(float8_models.build("opt"))
+    blocks = model.model.decoder.layers.train()
+    change(blocks[1])
+    part = nn.ModuleList([blocks[0], blocks[1].fc2]) if "block around" in why else model
+    before = dict(model.named_modules())
+    with pytest.raises(TypeError, match=why):
+        twell.quantize_(part)
+    assert dict(model.named_modules()) == before
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt"])
@@ -279,20 +309,60 @@ def test_experts_of_e4m3_stay_as_they_are() -> None:
 # files
 
 
-def test_a_model_that_was_sparsified_is_not_saved(on_a_gpu: None, tmp_path: Path) -> None:
-    model = twell_hf.sparsify(loaded(float8_models.save(tmp_path / "model", "fp8")))
+@pytest.mark.parametrize("layout", ["fp8", "fp8 block"])
+@pytest.mark.parametrize("part", ["", "model"])
+def test_a_model_that_was_sparsified_is_not_saved(part: str, layout: str, on_a_gpu: None, tmp_path: Path) -> None:
+    model = loaded(float8_models.save(tmp_path / "model", layout))
+    twell.sparsify_(model.get_submodule(part))
     for made in (model, copy.deepcopy(model)):
         with pytest.raises(NotImplementedError, match=r"save_pretrained: .*: the files that the model was loaded from"):
             made.save_pretrained(tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
-def test_a_model_that_was_quantised_is_saved_as_compressed_tensors(tmp_path: Path) -> None:
-    model = twell_hf.sparsify(float8_models.build())
+def by_hand(model: Any) -> Any:
+    parts = copy.deepcopy(model.model.layers)
+    twell.quantize_(parts)
+    for block, other in zip(model.model.layers, parts):
+        block.mlp = other.mlp
+    return model
+
+
+def of_part(part: str) -> Any:
+    return lambda model: twell.quantize_(model.get_submodule(part)) and model
+
+
+def in_another_process(model: Any) -> Any:
     twell.quantize_(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    PreTrainedModel.save_pretrained = PreTrainedModel.save_pretrained.__wrapped__
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantised"),
+    [
+        *((kind, of_part("")) for kind in ("llama", "opt", "nemotron")),
+        *(("llama", of_part(part)) for part in ("model", "model.layers", "model.layers.1")),
+        ("opt", of_part("model.decoder.layers.1")),
+        ("llama", by_hand),
+        ("llama", in_another_process),
+        ("llama", lambda model: twell.quantize_(torch.compile(model, backend="eager")) and model),
+    ],
+)
+def test_a_model_that_was_quantised_is_saved_as_compressed_tensors(
+    kind: str, quantised: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever quantised which part: the model that is saved tells. Its configuration, which others share, stays."""
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", PreTrainedModel.save_pretrained)
+    model = quantised(twell_hf.sparsify(float8_models.build(kind)))
     model.save_pretrained(tmp_path / "model")
+    assert not hasattr(model.config, "quantization_config")
     content = json.loads((tmp_path / "model" / "config.json").read_text())
     files = load_file(tmp_path / "model" / "model.safetensors")
+    assert layers(model)
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) and not hasattr(module, "record"):
             continue
@@ -303,16 +373,6 @@ def test_a_model_that_was_quantised_is_saved_as_compressed_tensors(tmp_path: Pat
             found, inputs = float8_layouts.weight_of(scheme, tensors)
             assert inputs is None
             assert torch.equal(found.dequantize(torch.float32), module.record().dequantize(torch.float32))
-
-
-def test_configurations_that_models_share_tell_of_one(tmp_path: Path) -> None:
-    model = twell_hf.sparsify(float8_models.build())
-    shared = model.config
-    inner = torch.compile(model, backend="eager")
-    twell.quantize_(inner)
-    assert getattr(shared, "quantization_config", None) is None
-    names = model.config.quantization_config["config_groups"]["group_0"]["targets"]
-    assert all(name.startswith(r"re:(.*\.)?model\.layers\.") for name in names)
 
 
 @pytest.mark.parametrize("activation", ["drelu", "fatrelu"])
