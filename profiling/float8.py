@@ -1,9 +1,6 @@
-"""What the results of ``profiling.bench float8`` say: tables of docs/float8.md, and how good the choices of "auto" are.
+"""What the results of ``profiling.bench float8`` say: tables of docs/float8.md, and the table by which "auto" chooses.
 
-    python -m profiling.float8 profiling/results/float8*.json [--write]     # needs no GPU
-
-prints what the choices lose to the fastest measured strategy and how far predicted times are off, by the table that
-ships and by one of these rows, which --write puts in its place.
+python -m profiling.float8 profiling/results/float8*.json     # needs no GPU; generates the table that ships
 """
 
 from __future__ import annotations
@@ -40,12 +37,12 @@ def cases(rows: Iterable[Row]) -> list[Case]:
     return list(found.values())
 
 
-def fastest(case: Case, prefix: str, field: str = "us") -> Row:
+def fastest(case: Case, prefix: str) -> Row:
     """The fastest of the variants whose names begin so."""
-    return min((row for name, row in case.items() if name.startswith(prefix)), key=lambda row: row[field])
+    return min((row for name, row in case.items() if name.startswith(prefix)), key=lambda row: row["us"])
 
 
-# The choices of "auto"
+# The table of "auto"
 
 
 class Point(NamedTuple):
@@ -54,15 +51,6 @@ class Point(NamedTuple):
     problem: costs.Problem
     figures: costs.Figures
     relative: dict[str, float]
-
-    def predicted(self, table: tables.Table) -> dict[str, float]:
-        return costs.costs(self.problem, self.figures, table)
-
-    def loss(self, table: tables.Table) -> float:
-        """What the choice of a graph by this table loses to the fastest."""
-        predicted = self.predicted(table)
-        chosen = min(self.relative, key=lambda name: predicted[name])
-        return self.relative[chosen] / min(self.relative.values()) - 1
 
 
 def points(rows: Iterable[Row]) -> list[Point]:
@@ -109,19 +97,6 @@ def fitted(found: Sequence[Point]) -> tables.Costs:
 
 def rounded(term: Any) -> float:
     return float(f"{float(term):.3g}")
-
-
-def quality(found: Sequence[Point], table: tables.Table) -> str:
-    """What choices lose and how far times are off, in one line."""
-    losses = [point.loss(table) for point in found]
-    off = []
-    for name in STRATEGIES:
-        ratios = [point.predicted(table)[name] / point.relative[name] for point in found]
-        off.append(f"{name} {min(ratios):.2f} to {max(ratios):.2f}")
-    return (
-        f"over {len(found)} layers choices lose {statistics.fmean(losses):.2%} in the mean and {max(losses):.1%} at "
-        f"most; predicted times over measured ones: {', '.join(off)}"
-    )
 
 
 # Tables
@@ -182,7 +157,7 @@ def losses(found: Mapping[str, Any]) -> str:
 
 def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
     """The section of docs/float8.md on figures, of the files of results that exist, by the ends of their names."""
-    many, large, small, mixture, loss = (results.get(name) for name in ("", "_large", "_few", "_experts", "_loss"))
+    many, large, mixture, loss = (results.get(name) for name in ("", "_large", "_experts", "_loss"))
     if many or large or loss:
         yield "## What to expect"
     if many:
@@ -216,9 +191,6 @@ def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
             f"changes dense bfloat16's loss of {loss['rows'][0]['loss']:.4f} nats per byte by {losses(loss)} "
             "(± standard errors over windows of text)."
         )
-    if rows := [row for file in (many, large, small) if file for row in file["rows"]]:
-        said, _, _ = quality(points(rows), tables.FLOAT8).partition(";")
-        yield f'"auto" decides by a table of these times over those of dense fp8: {said}.'
     if machines := dict.fromkeys(machine(dict(file)) for file in (many, large, mixture, loss) if file):
         yield ". And ".join(machines)
 
@@ -226,23 +198,14 @@ def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--write", action="store_true", help="generate the table")
     parser.add_argument("--table", type=Path, default=TABLE_FILE.with_name("table_float8.py"), metavar="FILE")
     arguments = parser.parse_args(argv)
     runs = [loads(path.read_text()) for path in arguments.files]
     found = points(row for run in runs for row in run["rows"] if "nonzeros" in row)
     if not found:
         parser.error("expected rows of all strategies, got none")
-    print(f"now: {quality(found, tables.FLOAT8)}")
     most = max(runs, key=lambda run: len(run["rows"]))
-    best = tables.Table(fitted(found), most["machine"], most["date"][:10], float8=True)
-    print(f"fitted: {quality(found, best)}")
-    for point in sorted(found, key=lambda point: -point.loss(best))[:10]:
-        times = ", ".join(f"{name} {share:.2f}" for name, share in point.relative.items())
-        m, k, n = point.problem[:3]
-        print(f"{point.loss(best):6.1%}  {k} x {n}, M = {m}, {point.figures.nonzeros:.0f} non-zeros: {times} of dense")
-    if arguments.write:
-        _files.write_text(arguments.table, table_text(best.costs, best.machine, best.date, "float8"))
+    _files.write_text(arguments.table, table_text(fitted(found), most["machine"], most["date"][:10], "float8"))
     return 0
 
 

@@ -6,6 +6,7 @@ The model that is saved tells, wherever its layers come from: from ``quantize_``
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import re
 import sys
@@ -55,38 +56,38 @@ def _described(model: Any) -> Iterator[None]:
             "save_pretrained: weights must be stored as the configuration says, got layers of twell with others in "
             "place of quantised ones: the files that the model was loaded from hold the same values"
         )
-    before = dict(vars(config))
-    if weights:
-        group = {
-            "targets": [rf"re:(.*\.)?{re.escape(name)}$" for name in weights],
-            "weights": {**_E4M3, "strategy": "channel", "dynamic": False},
-            "input_activations": {**_E4M3, "strategy": "token", "dynamic": True},
-        }
-        config.quantization_config = {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": [],
-        }
+    if not weights:
+        yield
+        return
+    group = {
+        "targets": [rf"re:(.*\.)?{re.escape(name)}$" for name in weights],
+        "weights": {**_E4M3, "strategy": "channel", "dynamic": False},
+        "input_activations": {**_E4M3, "strategy": "token", "dynamic": True},
+    }
+    # other models may share it
+    model.config = copy.deepcopy(config)
+    model.config.quantization_config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [],
+    }
     try:
         yield
     finally:
-        if weights:
-            # other models may share it
-            vars(config).pop("quantization_config")
-            vars(config).update({key: before[key] for key in ("quantization_config",) if key in before})
+        model.config = config
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights of layers of twell, by the names of their projections."""
-    found = {}
-    for name, layer in model.named_modules():
-        if type(layer).__module__.startswith("twell."):
-            for inner, projection in layer.named_modules(prefix=name):
-                if isinstance(weight := projection._parameters.get("weight"), Tensor):
-                    found[inner] = weight
-    return found
+    return {
+        inner: weight
+        for name, layer in model.named_modules()
+        if type(layer).__module__.startswith("twell.")
+        for inner, projection in layer.named_modules(prefix=name)
+        if (weight := projection._parameters.get("weight")) is not None
+    }
 
 
 def _differ(model: nn.Module, stated: Any) -> bool:

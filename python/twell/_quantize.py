@@ -85,7 +85,7 @@ def _beyond(layer: SparseFFN, inside: set[nn.Module]) -> str:
     # of a pair both are modules of a block
     up: Any = layer.up_proj if isinstance(layer, SparseDown) else None
     if up is not None and (wrong := up._change()):
-        return wrong
+        return str(wrong)
     if up is not None and not {up, up._block()} <= inside:
         return "the second half of a pair without the block around both"
     if not layer._is_plain():

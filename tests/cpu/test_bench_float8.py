@@ -30,7 +30,6 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for (m, variant), row in rows.items():
         wide, dense = variant.startswith("bfloat16"), "dense" in variant
         assert row["us"] > 0
-        assert row["queued_us"] > 0
         assert not row["red"]
         assert (row["error"] is None) == wide
         # of the sparse formula, and of the layer before it was quantised
@@ -62,14 +61,13 @@ def test_a_wrong_result_has_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Weights, "sparse", lambda self, x, strategy: right(self, x, strategy) * 1.2)
     monkeypatch.setattr(Weights, "wide", lambda self, x, strategy: 1 / 0)
     out = tmp_path / "a.json"
-    sizes = ["--m", "16", "--k", "64", "--n", "160", "--seconds", "0.01", "--no-eager"]
+    sizes = ["--m", "16", "--k", "64", "--n", "160", "--seconds", "0.01"]
     assert bench.main(["float8", *sizes, "--device", "cpu", "--json", str(out)]) == 1
     rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
     assert rows['"row"']["us"] is None
     assert rows['"row"']["red"].startswith("error 2")
     assert rows['bfloat16 "row"']["red"].startswith("ZeroDivisionError")
     assert rows["bfloat16 dense"]["us"] > 0
-    assert rows["bfloat16 dense"]["queued_us"] is None
 
 
 def test_loss_of_a_trained_model(tmp_path: Path) -> None:
@@ -106,7 +104,7 @@ def timed(table: tables.Table) -> list[dict[str, Any]]:
             for union in (0.1, 0.3):
                 sparsity = {"nonzeros": 30.0, "union": union, "heaviest": 70.0}
                 problem = costs.Problem(m, k, n, True, False, float8=True)
-                known = {"workload": f"w{union}", "m": m, "k": k, "n": n, "red": "", "queued_us": None, **sparsity}
+                known = {"workload": f"w{union}", "m": m, "k": k, "n": n, "red": "", **sparsity}
                 known |= {"strategy": "row", "error": 0.003, "original": 0.05}
                 known["union"] = union if m >= 128 else None
                 shares = costs.costs(problem, costs.Figures(*sparsity.values()), table)
@@ -117,35 +115,32 @@ def timed(table: tables.Table) -> list[dict[str, Any]]:
     return rows
 
 
-def test_the_table_of_auto_follows_from_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_auto_follows_from_rows(tmp_path: Path) -> None:
     slow = {"row": (9.0, 0.0, 0.0, 0.0), "union": (0.5, 0.5, 0.0, 0.0), "dense": (1.2, 0.0, 0.0, 0.0)}
     table = tables.Table({(False, True, k, n): {1: slow} for k, n in SHAPES}, "GPU", "2026-01-01", float8=True)
     rows = timed(table)
     found = float8.points([*rows, {**rows[0], "us": None, "workload": "red"}])
     assert len(found) == 20
-    assert max(point.loss(tables.FLOAT8) for point in found) > 0.03
     path, written = tmp_path / "a.json", tmp_path / "table.py"
     path.write_text(json.dumps({"rows": rows, "machine": "GPU", "date": "2026-01-01T00"}))
-    assert float8.main([str(path), "--write", "--table", str(written)]) == 0
-    assert "now: over 20 layers choices lose" in capsys.readouterr().out
+    assert float8.main([str(path), "--table", str(written)]) == 0
     names: dict[str, Any] = {}
     exec(written.read_text(), names)
     best = tables.Table(names["TABLE"], names["MACHINE"], names["DATE"], float8=True)
     for point in found:
-        assert point.predicted(best) == pytest.approx(point.relative, rel=0.05)
-        assert point.loss(best) < 0.02
+        assert costs.costs(point.problem, point.figures, best) == pytest.approx(point.relative, rel=0.05)
     assert best.costs[(False, True, *SHAPES[0])][64]["dense"] == (1.2, 0, 0, 0)
 
 
 def test_the_table_that_ships_is_of_the_results(tmp_path: Path) -> None:
     results = [str(path) for path in sorted(figures.RESULTS.glob("float8*.json"))]
-    assert float8.main([*results, "--write", "--table", str(tmp_path / "table.py")]) == 0
+    assert float8.main([*results, "--table", str(tmp_path / "table.py")]) == 0
     assert (tmp_path / "table.py").read_text() == Path(table_float8.__file__).read_text()
 
 
 def test_the_page_has_a_section_once_there_are_results() -> None:
     assert list(float8.section({})) == []
-    rows = [row | {"queued_us": 2 * row["us"]} for row in timed(tables.FLOAT8) if (row["m"], row["k"]) == (8192, 2048)]
+    rows = [row for row in timed(tables.FLOAT8) if (row["m"], row["k"]) == (8192, 2048)]
     loss = {"layers": "e4m3", "strategy": "row", "loss": 1.25, "perplexity": 3.4903, "change": 2e-4, "deviation": 1e-5}
     trained = {"rows": [loss], "machine": "GPU", "trained": {"seconds": 60.2}, "held_bytes": 1024, "non_zeros": [9.6]}
     trained |= {"model": {"layers": 6, "hidden": 2048, "intermediate": 5632}}
@@ -157,4 +152,3 @@ def test_the_page_has_a_section_once_there_are_results() -> None:
     assert "| `w0.3` | 1,024 |" not in said
     assert '| e4m3 "row" | 0.0500 to 0.0500 | 0.0030 to 0.0030 |' in said
     assert 'loss of 1.2500 nats per byte by +0.00020 ± 0.00001 by "row"' in said
-    assert '"auto" decides by a table of these times over those of dense fp8: over 20 layers choices' in said

@@ -329,6 +329,8 @@ def test_shares_in_e4m3_are_those_that_were_measured() -> None:
         row = serve_check.predict(layer, LayerFigures(nonzeros, union, union), m, True, 1)
         assert row.costs == pytest.approx(shares, rel=0.1), (m, k)
         assert row.share == row.costs[row.strategy] == min(row.costs.values())
+        # "auto" takes the fastest
+        assert shares[row.strategy] == min(shares.values())
         assert nonzeros / n <= costs.FLOAT8_DENSITY
         assert serve_check._apart(layer, LayerFigures(nonzeros, union, union), 1, tables.SHIPPED)[0] <= 1
 
@@ -367,15 +369,11 @@ def test_layers_in_e4m3_are_predicted(llama: Path, capsys: pytest.CaptureFixture
     assert "model.layers.1.mlp.gate_proj.weight must be BF16 or F16 or F32" in check(capsys, llama, *SIZES)[2]
     configure(llama, quantization_config=None)
     (llama / "hf_quant_config.json").write_text(json.dumps({"quantization": CHANNEL}))
-    status, out, _ = check(capsys, llama, *SIZES, "--json", llama / "out.json")
+    status, out, _ = check(capsys, llama, *SIZES)
     assert status == 0
     assert "vLLM serves LlamaForCausalLM with ReLU, through twell\n" in out
     assert "3 of 3 layers have weights in e4m3: their dense is in e4m3, too, and copies no weight" in out
     assert re.search("Predicted from times measured on .* in e4m3", out)
-    for row in json.loads((llama / "out.json").read_text())["rows"]:
-        problem = costs.Problem(row["tokens"], 64, 320, True, False, merged=row["tokens"] <= 512, float8=True)
-        known = costs.Figures(320 / 190, 1 - (1 - 1 / 190) ** 128)
-        assert (row["strategy"], row["reason"], row["costs"]) == costs.decide(problem, known, None)
 
 
 @pytest.mark.parametrize(

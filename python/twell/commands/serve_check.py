@@ -476,8 +476,8 @@ def _report(
     yield f"Dense in 16 bits computes gate and up in one product for up to {MERGED_TOKENS} tokens, as in servers;"
     yield "  `twell analyze` takes it for two, and all calls for tokens that follow each other in a text."
     of_weights = {FLOAT8 if layer.float8 else table: "e4m3" if layer.float8 else "16 bits" for layer in found}
-    for of, weights in of_weights.items():
-        yield f"Predicted from times measured on {of.machine.split('; ')[0]} in {weights}, {of.date[:10]}."
+    for source, weights in of_weights.items():
+        yield f"Predicted from times measured on {source.machine.split('; ')[0]} in {weights}, {source.date[:10]}."
     yield "  They are of CUDA graphs with down weights by rows, as vLLM lays them out after loading."
     apart, closest = max(_apart(layer, of, ranks, table) for layer, of in zip(found, figures, strict=True))
     if apart > prediction.TOO_FAR:

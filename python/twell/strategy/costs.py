@@ -300,7 +300,7 @@ def decide(
     must not stand in (``Table.lacks``) are dense.
     """
     problem, figures = _of_slice(problem, figures)
-    if table is not None and not problem.float8 and (lacks := table.lacks(problem.training, problem.gated)):
+    if lacks := _of_weights(problem, table).lacks(problem.training, problem.gated):
         return Decision("dense", lacks, {"dense": 1.0})
     decision = _fresh(problem, table) if figures is None else _measured(problem, figures, current, table, screen)
     if decision.strategy == "dense" and problem.down_copied:
