@@ -92,7 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--k", type=at_least(16), default=2048, help="hidden size of drawn layers (2048)")
     add("--n", type=at_least(16), default=5632, help="neurons of drawn layers (5632)")
     add("--seconds", type=number_above(0), default=1.0, metavar="S", help="of timing for each layer (1)")
-    add("--compile", action="store_true", help="also dense bfloat16 through torch.compile")
     add("--loss", type=number_above(0), metavar="S", help="instead: train the model of twell demo for S seconds, and "
         "compare its loss on held-back text in bfloat16 and in e4m3")  # fmt: skip
     add("--device", choices=["cuda", "cpu"], help="default: cuda if available")
@@ -216,9 +215,6 @@ class Measured:
                 said = f"{DENSE}, {'one product' if merged else 'two products'}{', Triton' if triton else ''}"
                 found[said] = dense_fp8(layers, merged, triton)
         found[BF16_DENSE] = lambda i, x: wide_dense(layers[i].problem, x)
-        if self.arguments.compile:
-            compiled = torch.compile(wide_dense, dynamic=False)
-            found[f"{BF16_DENSE}, compiled"] = lambda i, x: compiled(layers[i].problem, x)
         for prefix, method, sites in (("", Weights.sparse, self.sites), (f"{BF16} ", Weights.wide, self.wide_sites)):
             for strategy in ("row", "union", "dense")[: 2 if prefix else 3]:
                 found[f'{prefix}"{strategy}"'] = each_by(method, layers, [strategy] * len(layers))
@@ -238,7 +234,7 @@ class Measured:
             try:
                 recordings[variant] = self.checked(row, at(call), self.whole(call))
             except Exception as error:
-                # those of Triton and of torch.compile are of many kinds
+                # those of Triton are of many kinds
                 row.red = timing.reason(error)
             if row.red:
                 recordings.pop(variant, None)

@@ -43,7 +43,7 @@ def quantize_(model: nn.Module, *, granularity: Granularity = "row", fast_accum:
     made = {key: _quantised(name, layers[name], granularity, fast_accum, inside) for key, name in first.items()}
     for name, layer in layers.items():
         if isinstance(layer, SparseDown):
-            place = layer.up_proj._block  # type: ignore[union-attr]
+            place = layer.up_proj._block
             put_pair(place(), place.names, *place.between[:1], place.between[1:], made[id(layer)])  # type: ignore
         else:
             parent, _, child = name.rpartition(".")
@@ -64,14 +64,8 @@ def _quantised(
         Stored(quantize(weight.detach(), granularity), None if bias is None else bias.detach(), None)
         for weight, bias in found
     ]
-    options = {
-        "activation": layer.activation,
-        "threshold": layer.threshold,
-        "strategy": layer.strategy,
-        "invariant": layer.invariant,
-        "compression": layer.compression,
-        "fast_accum": fast_accum,
-    }
+    settings = "activation", "threshold", "strategy", "invariant", "compression"
+    options = {"fast_accum": fast_accum, **{name: getattr(layer, name) for name in settings}}
     made: Float8MLP = quantised_layer(dict(zip(layer._projections, stored)), isinstance(layer, SparseDown), options)
     return made.train(layer.training)
 
@@ -93,9 +87,8 @@ def _beyond(layer: SparseFFN, inside: set[nn.Module]) -> str:
     for module in (layer,) if up is None else (layer, up):
         if any(vars(module)[hooks] for hooks in HOOKS) or "forward" in vars(module) or module._compiled_call_impl:
             return "hooks, a forward of its own or a compiled one"
-    parameters = {"weight", "bias"} if up is not None else set()
-    children = set(layer._projections) if up is None else set()
-    if set(layer._parameters) != parameters or layer._buffers or set(layer._modules) != children:
+    own, children = ({"weight", "bias"}, set()) if up is not None else (set(), set(layer._projections))
+    if not set(layer._parameters) <= own or layer._buffers or set(layer._modules) != children:
         return "parameters, buffers or children beside them, as compacted layers have"
     if layer.record_aux or isinstance(layer.threshold, torch.Tensor):
         return "record_aux or a threshold that moves"

@@ -485,8 +485,7 @@ def _report(
         return
     if apart > prediction.FAR:
         yield f"Far from all measured layers: the nearest has {closest}"
-    gpus = " and ".join(map(prediction.gpu_of, of_weights))
-    yield _verdict(dict(zip(names, ffns, strict=True)), calls, gpus)
+    yield _verdict(dict(zip(names, ffns, strict=True)), calls, " and ".join(source.gpu for source in of_weights))
 
 
 def _apart(layer: Layer, figures: layouts.LayerFigures, ranks: int, table: Table) -> tuple[float, str]:
