@@ -227,7 +227,9 @@ def test_a_pair_of_e4m3_stays_together(by: str, on_a_gpu: None, tmp_path: Path) 
     if by == "loading":
         model = twell_hf.sparsify(loaded(float8_models.save(tmp_path / "model", "fp8", "opt")), strategy="row")
     else:
-        model = twell_hf.sparsify(float8_models.build("opt"), strategy="row")
+        model = float8_models.build("opt")
+        model.model.decoder.layers[1].fc2.bias = None
+        twell_hf.sparsify(model, strategy="row")
         wide = run(model, tokens())
         assert twell.quantize_(model) == [f"model.decoder.layers.{i}.fc2" for i in range(float8_models.LAYERS)]
         assert 1e-3 < off(run(model, tokens()), wide) < 0.1
