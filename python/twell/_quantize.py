@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -43,8 +43,9 @@ def quantize_(model: nn.Module, *, granularity: Granularity = "row", fast_accum:
     made = {key: _quantised(name, layers[name], granularity, fast_accum, inside) for key, name in first.items()}
     for name, layer in layers.items():
         if isinstance(layer, SparseDown):
-            place = layer.up_proj._block
-            put_pair(place(), place.names, *place.between[:1], place.between[1:], made[id(layer)])  # type: ignore
+            place: Any = layer.up_proj._block
+            attribute, *dropouts = place.between
+            put_pair(place(), place.names, attribute, tuple(dropouts), cast(Any, made[id(layer)]))
         else:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, made[id(layer)])
