@@ -1,25 +1,27 @@
-"""What the results of ``profiling.bench float8`` say: tables of docs/float8.md, and how good the choices of "auto" are.
+"""What the results of ``profiling.bench float8`` say: tables of docs/float8.md, and the table by which "auto" chooses.
 
-    python -m profiling.float8 profiling/results/float8*.json     # needs no GPU
-
-prints what the choices lose to the fastest measured strategy and how far predicted times are off, with the constants of
-``costs.FLOAT8`` and with others that are fitted to these rows, which take their place there by hand.
+python -m profiling.float8 profiling/results/float8*.json     # needs no GPU; generates the table that ships
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from profiling.draw.common import loads, machine, markdown
-from twell.strategy import costs
-from twell.strategy.costs import FLOAT8, Float8Rates
+from profiling.tune import TABLE_FILE, table_text
+from twell import _files
+from twell.commands import tune
+from twell.strategy import costs, tables
 
 STRATEGIES = ("row", "union", "dense")
+# Weight of terms of 16 bits beside those of a pattern.
+_OF_16_BITS = 0.5
 DENSE, BF16 = "dense fp8", "bfloat16"
 Row = dict[str, Any]
 # the variants of one layer and number of tokens, by name
@@ -35,75 +37,66 @@ def cases(rows: Iterable[Row]) -> list[Case]:
     return list(found.values())
 
 
-def fastest(case: Case, prefix: str, field: str = "us") -> Row:
+def fastest(case: Case, prefix: str) -> Row:
     """The fastest of the variants whose names begin so."""
-    return min((row for name, row in case.items() if name.startswith(prefix)), key=lambda row: row[field])
+    return min((row for name, row in case.items() if name.startswith(prefix)), key=lambda row: row["us"])
 
 
-# The choices of "auto"
+# The table of "auto"
 
 
 class Point(NamedTuple):
-    """A layer with its measured seconds by strategy."""
+    """A layer with its measured times by strategy, as multiples of the fastest dense fp8."""
 
     problem: costs.Problem
     figures: costs.Figures
-    seconds: dict[str, float]
-
-    def predicted(self, rates: Float8Rates) -> dict[str, float]:
-        return costs.float8_seconds(self.problem, self.figures, rates)
-
-    def loss(self, rates: Float8Rates) -> float:
-        """What the choice of a graph by these rates loses to the fastest."""
-        predicted = self.predicted(rates)
-        chosen = min(self.seconds, key=lambda name: predicted[name])
-        return self.seconds[chosen] / min(self.seconds.values()) - 1
+    relative: dict[str, float]
 
 
 def points(rows: Iterable[Row]) -> list[Point]:
     """The layers for which all strategies were measured."""
-    found = []
-    for case in cases(rows):
-        seconds = {name: case[f'"{name}"']["us"] / 1e6 for name in STRATEGIES if f'"{name}"' in case}
-        if len(seconds) == len(STRATEGIES):
-            row = case['"row"']
+    found, each = [], cases(rows)
+    # fewer than 128 tokens have none of their own
+    unions = {(row["workload"], row["n"]): row["union"] for case in each for row in case.values() if row["union"]}
+    for case in each:
+        if all(f'"{name}"' in case for name in STRATEGIES):
+            row, dense = case['"row"'], fastest(case, DENSE)["us"]
             problem = costs.Problem(row["m"], row["k"], row["n"], True, False, float8=True)
-            found.append(Point(problem, costs.Figures(row["nonzeros"], row["union"], row["heaviest"]), seconds))
+            union = row["union"] or unions.get((row["workload"], row["n"]))
+            figures = costs.Figures(row["nonzeros"], union, row["heaviest"])
+            found.append(Point(problem, figures, {name: case[f'"{name}"']["us"] / dense for name in STRATEGIES}))
     return found
 
 
-def misfit(found: Sequence[Point], rates: Float8Rates) -> float:
-    """The mean square of the logarithms of predicted over measured times."""
-    each = [math.log(point.predicted(rates)[name] / point.seconds[name]) ** 2 for point in found for name in STRATEGIES]
-    return statistics.fmean(each)
+def fitted(found: Sequence[Point]) -> tables.Costs:
+    """The table of these layers: for each, and for each number of tokens, the terms of each strategy.
+
+    A few patterns of about as many non-zeros do not tell the terms apart. So terms of 16 bits, made to take as long,
+    count beside them with the weight ``_OF_16_BITS``. "dense" is the same for all.
+    """
+    groups: dict[costs.Problem, list[Point]] = {}
+    for point in found:
+        groups.setdefault(point.problem, []).append(point)
+    table: tables.Costs = {}
+    for problem, group in sorted(groups.items()):
+        wide = costs.coefficients(problem._replace(float8=False))
+        dense = rounded(statistics.geometric_mean(point.relative["dense"] for point in group))
+        entry: dict[str, tables.Terms] = {"dense": (dense, 0.0, 0.0, 0.0)}
+        for name in STRATEGIES[:2]:
+            own = [[factor / p.relative[name] for factor in costs.factors(problem, p.figures, name)] for p in group]
+            terms = torch.tensor(own, dtype=torch.float64, device="cpu")
+            usual = torch.diag(terms.mean(0))
+            like = usual @ torch.tensor(wide[name], dtype=torch.float64, device="cpu")
+            target = torch.cat((torch.ones_like(terms[:, 0]), _OF_16_BITS * like / like.sum()))
+            solution = tune.non_negative_least_squares(torch.cat((terms, _OF_16_BITS * usual)), target)
+            base, union, density, heaviest = map(rounded, solution)
+            entry[name] = base, union, density, heaviest
+        table.setdefault((False, True, problem.k, problem.n), {})[problem.m] = entry
+    return table
 
 
-def fitted(found: Sequence[Point], rates: Float8Rates = FLOAT8) -> Float8Rates:
-    """The rates of the least misfit: one after the other goes up and down, in ever smaller steps."""
-    least, step = misfit(found, rates), 1.5
-    while step > 1.002:
-        before = least
-        for name in Float8Rates._fields:
-            for factor in (step, 1 / step):
-                tried = rates._replace(**{name: getattr(rates, name) * factor})
-                if (now := misfit(found, tried)) < least:
-                    rates, least = tried, now
-        if least > 0.999 * before:
-            step = math.sqrt(step)
-    return rates
-
-
-def quality(found: Sequence[Point], rates: Float8Rates) -> str:
-    """What choices lose and how far times are off, in one line."""
-    losses = [point.loss(rates) for point in found]
-    off = []
-    for name in STRATEGIES:
-        ratios = [point.predicted(rates)[name] / point.seconds[name] for point in found]
-        off.append(f"{name} {min(ratios):.2f} to {max(ratios):.2f}")
-    return (
-        f"over {len(found)} layers choices lose {statistics.fmean(losses):.2%} in the mean and {max(losses):.1%} at "
-        f"most; predicted times over measured ones: {', '.join(off)}"
-    )
+def rounded(term: Any) -> float:
+    return float(f"{float(term):.3g}")
 
 
 # Tables
@@ -164,7 +157,7 @@ def losses(found: Mapping[str, Any]) -> str:
 
 def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
     """The section of docs/float8.md on figures, of the files of results that exist, by the ends of their names."""
-    many, large, small, mixture, loss = (results.get(name) for name in ("", "_large", "_few", "_experts", "_loss"))
+    many, large, mixture, loss = (results.get(name) for name in ("", "_large", "_experts", "_loss"))
     if many or large or loss:
         yield "## What to expect"
     if many:
@@ -198,9 +191,6 @@ def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
             f"changes dense bfloat16's loss of {loss['rows'][0]['loss']:.4f} nats per byte by {losses(loss)} "
             "(± standard errors over windows of text)."
         )
-    if rows := [row for file in (many, large, small) if file for row in file["rows"]]:
-        said, _, _ = quality(points(rows), FLOAT8).partition(";")
-        yield f'"auto" decides by `costs.float8_seconds`: {said}.'
     if machines := dict.fromkeys(machine(dict(file)) for file in (many, large, mixture, loss) if file):
         yield ". And ".join(machines)
 
@@ -208,19 +198,14 @@ def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--table", type=Path, default=TABLE_FILE.with_name("table_float8.py"), metavar="FILE")
     arguments = parser.parse_args(argv)
-    rows = [row for path in arguments.files for row in loads(path.read_text())["rows"] if "us" in row]
-    found = points(rows)
+    runs = [loads(path.read_text()) for path in arguments.files]
+    found = points(row for run in runs for row in run["rows"] if "nonzeros" in row)
     if not found:
         parser.error("expected rows of all strategies, got none")
-    print(f"now: {quality(found, FLOAT8)}")
-    best = fitted(found)
-    print(f"fitted: {quality(found, best)}")
-    print(f"FLOAT8 = Float8Rates({', '.join(f'{name}={value:.3g}' for name, value in best._asdict().items())})")
-    for point in sorted(found, key=lambda point: -point.loss(best))[:10]:
-        times = ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in point.seconds.items())
-        m, k, n = point.problem[:3]
-        print(f"{point.loss(best):6.1%}  {k} x {n}, M = {m}, {point.figures.nonzeros:.0f} non-zeros: {times} us")
+    most = max(runs, key=lambda run: len(run["rows"]))
+    _files.write_text(arguments.table, table_text(fitted(found), most["machine"], most["date"][:10], "float8"))
     return 0
 
 

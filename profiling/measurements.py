@@ -45,9 +45,7 @@ TRAIN = (
     "--micro-batch 8 --warmup 20 --l1-warmup 40"
 )
 ENGINE = "python -m profiling.engine --work $FOLDER/engine"
-FEW_FLOAT8 = (
-    f"{BENCH} float8 --workload topic29 uniform29 --m 1 8 64 128 256 512 1024 2048 4096 8192 --seconds 0.4 --no-eager"
-)
+FEW_FLOAT8 = f"{BENCH} float8 --workload topic29 uniform29 --m 1 8 64 128 256 512 1024 2048 4096 8192 --seconds 0.4"
 # Neurons that fire per token, on an even pattern and on one that neighbouring tokens share.
 COUNTED = [f"nnz={nnz}{more}" for nnz in (1, 4, 16, 29, 64, 128, 256, 512, 911, 2816) for more in ("", SHARED)]
 
@@ -230,7 +228,7 @@ ALL = (
         "layers of e4m3 weights beside fp8 and bfloat16, errors",
         "float8",
         (
-            f"{BENCH} float8 --workload real3 topic29 skew29 real6 uniform29 --real-layers $REAL --compile --seconds 2 "
+            f"{BENCH} float8 --workload real3 topic29 skew29 real6 uniform29 --real-layers $REAL --seconds 2 "
             "--json $OUT",
         ),
         (110,),
@@ -238,14 +236,14 @@ ALL = (
     Measurement(
         "float8_large",
         "4,096 to 14,336, 1 to 8,192 tokens",
-        "float8; constants of costs.py",
+        "float8; table_float8.py",
         (f"{FEW_FLOAT8} --k 4096 --n 14336 --json $OUT",),
         (65,),
     ),
     Measurement(
         "float8_few",
         "2,048 to 5,632, 1 to 8,192 tokens",
-        "float8; constants of costs.py",
+        "float8; table_float8.py",
         (f"{FEW_FLOAT8} --json $OUT",),
         (55,),
     ),

@@ -46,10 +46,9 @@ DENSE, BF16, BF16_DENSE = "dense fp8", "bfloat16", "bfloat16 dense"
 
 @dataclasses.dataclass
 class Row:
-    """One variant. us: of a call, by the median of CUDA graphs. queued_us: of an eager call among many in a row.
+    """One variant. us: of a call, by the median of CUDA graphs. over_dense: the time of the fastest dense fp8 over it.
 
-    over_dense, queued_over_dense: the time of the fastest dense fp8 over this one. strategy, eager_strategy: what
-    "auto" chose in graphs and for eager calls. nonzeros, union, heaviest: figures of e4m3 gates, as in
+    strategy: what "auto" chose. nonzeros, union, heaviest: figures of e4m3 gates, as in
     ``strategy.costs.Figures``. error: relative to the formula in float64. original: relative to float64 of the weights
     before they were quantised.
     """
@@ -63,11 +62,8 @@ class Row:
     heaviest: float | None
     variant: str
     strategy: str = ""
-    eager_strategy: str = ""
     us: float = math.nan
-    queued_us: float = math.nan
     over_dense: float = math.nan
-    queued_over_dense: float = math.nan
     error: float = math.nan
     original: float = math.nan
     red: str = ""
@@ -82,8 +78,6 @@ COLUMNS = [
     Column("non-zeros", lambda r: f"{r.nonzeros:.0f}"),
     Column("us", lambda r: f"{r.us:.1f}"),
     Column("over dense fp8", lambda r: f"{r.over_dense:.2f}"),
-    Column("queued", lambda r: f"{r.queued_us:.1f}"),
-    Column("over dense fp8", lambda r: f"{r.queued_over_dense:.2f}"),
     Column("error", lambda r: f"{r.error:.4f}"),
     Column("of original weights", lambda r: f"{r.original:.4f}"),
 ]
@@ -98,8 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--k", type=at_least(16), default=2048, help="hidden size of drawn layers (2048)")
     add("--n", type=at_least(16), default=5632, help="neurons of drawn layers (5632)")
     add("--seconds", type=number_above(0), default=1.0, metavar="S", help="of timing for each layer (1)")
-    add("--no-eager", action="store_true", help="graphs alone, without eager calls")
-    add("--compile", action="store_true", help="also dense bfloat16 through torch.compile")
     add("--loss", type=number_above(0), metavar="S", help="instead: train the model of twell demo for S seconds, and "
         "compare its loss on held-back text in bfloat16 and in e4m3")  # fmt: skip
     add("--device", choices=["cuda", "cpu"], help="default: cuda if available")
@@ -223,9 +215,6 @@ class Measured:
                 said = f"{DENSE}, {'one product' if merged else 'two products'}{', Triton' if triton else ''}"
                 found[said] = dense_fp8(layers, merged, triton)
         found[BF16_DENSE] = lambda i, x: wide_dense(layers[i].problem, x)
-        if self.arguments.compile:
-            compiled = torch.compile(wide_dense, dynamic=False)
-            found[f"{BF16_DENSE}, compiled"] = lambda i, x: compiled(layers[i].problem, x)
         for prefix, method, sites in (("", Weights.sparse, self.sites), (f"{BF16} ", Weights.wide, self.wide_sites)):
             for strategy in ("row", "union", "dense")[: 2 if prefix else 3]:
                 found[f'{prefix}"{strategy}"'] = each_by(method, layers, [strategy] * len(layers))
@@ -233,9 +222,8 @@ class Measured:
         return found
 
     def rows(self) -> list[Row]:
-        """Check every variant, then time the right ones in turn, in graphs and in eager calls."""
+        """Check every variant, then time the right ones in turn, in graphs."""
         rows: dict[str, Row] = {}
-        calls: dict[str, timing.Call] = {}
         recordings: dict[str, Any] = {}
 
         def at(call: Variant) -> timing.Call:
@@ -244,25 +232,17 @@ class Measured:
         for variant, call in self.variants().items():
             row = rows[variant] = self.make(variant)
             try:
-                calls[variant] = at(call)
-                recordings[variant] = self.checked(row, calls[variant], self.whole(call))
+                recordings[variant] = self.checked(row, at(call), self.whole(call))
             except Exception as error:
-                # those of Triton and of torch.compile are of many kinds
+                # those of Triton are of many kinds
                 row.red = timing.reason(error)
             if row.red:
                 recordings.pop(variant, None)
-        seconds = self.arguments.seconds
-        for variant, samples in timing.measure(recordings, seconds).items():
+        for variant, samples in timing.measure(recordings, self.arguments.seconds).items():
             rows[variant].us = timing.spread(samples).median * 1e3
-        if not self.arguments.no_eager:
-            eager = {variant: self.device.eager("queued", calls[variant], self.calls) for variant in recordings}
-            for variant, samples in timing.measure(eager, seconds / 2).items():
-                rows[variant].queued_us = timing.spread(samples).median * 1e3
-        for field, ratio in (("us", "over_dense"), ("queued_us", "queued_over_dense")):
-            dense = [getattr(row, field) for variant, row in rows.items() if variant.startswith(DENSE)]
-            least = min((us for us in dense if us == us), default=math.nan)
-            for row in rows.values():
-                setattr(row, ratio, least / getattr(row, field))
+        dense = [row.us for variant, row in rows.items() if variant.startswith(DENSE) and row.us == row.us]
+        for row in rows.values():
+            row.over_dense = min(dense, default=math.nan) / row.us
         return list(rows.values())
 
     def checked(self, row: Row, call: timing.Call, y: Tensor) -> Any:
@@ -281,8 +261,7 @@ class Measured:
         if auto:
             site = (self.wide_sites if wide else self.sites)[0]
             chosen = {choice.graph: choice.strategy for choice in site.explain()}
-            row.eager_strategy = chosen.get("", "dense")
-            row.strategy = chosen.get("captured", row.eager_strategy)
+            row.strategy = chosen.get("captured", chosen.get("", "dense"))
         recording.spoil()
         recording.replay()
         recording.wait()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from twell import _quantised
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag
+from twell._float8_saving import watch
 from twell._runtime import geometry
 from twell.float8 import E4M3, Float8, checked
 from twell.functional import Strategy
@@ -47,6 +48,11 @@ class Float8Projection(nn.Module):
         self.weight = nn.Parameter(values, requires_grad=False)
         self.register_buffer("weight_scale", record.by_rows()[:, None].clone())
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        watch()
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         own = self.weight, self.weight_scale

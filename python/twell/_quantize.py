@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import nn
 
 from twell._arguments import require
 from twell._float8_mlp import Float8MLP
 from twell._plain import HOOKS
-from twell._sparsify.modules import NamedGatedMLP, NamedMLP
-from twell._sparsify.quantised import name_in
+from twell._sparsify.modules import FusedGatedMLP, NamedGatedMLP, NamedMLP, SparseDown, put_pair
+from twell._sparsify.quantised import Stored
+from twell._sparsify.quantised import layer as quantised_layer
 from twell._sparsify.replace import Model
 from twell.float8 import Granularity, quantize
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
@@ -18,9 +21,9 @@ from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
 def quantize_(model: Model, *, granularity: Granularity = "row", fast_accum: bool = True) -> Model:
     """Replace the layers of ``twell.nn`` in a bfloat16 ``model`` by ``twell.nn.Float8MLP``, for inference.
 
-    In place; returns ``model``. ``sparsify_`` makes such layers of a model of others. Weights get a scale per row, or
-    one per tensor. Settings stay. ``save_pretrained`` of a model of transformers writes them as FP8_DYNAMIC of
-    compressed-tensors, and names them in the configuration.
+    In place; returns ``model``. ``sparsify_`` makes such layers of a model of others; its pairs stay pairs. Weights get
+    a scale per row, or one per tensor. Settings stay. ``save_pretrained`` of a model of transformers that holds them
+    writes them as FP8_DYNAMIC of compressed-tensors, and names them in the configuration of the files.
 
     Nothing is changed, and ValueError or TypeError is raised, if there is none, if one cannot be replaced, or if its
     weights are not bfloat16.
@@ -37,50 +40,60 @@ def quantize_(model: Model, *, granularity: Granularity = "row", fast_accum: boo
             "that holds it, or on nn.Sequential(layer)"
         )
     first = {id(layer): name for name, layer in reversed(layers.items())}
-    made = {key: _quantised(name, layers[name], granularity, fast_accum) for key, name in first.items()}
+    inside = set(model.modules())
+    made = {key: _quantised(name, layers[name], granularity, fast_accum, inside) for key, name in first.items()}
     for name, layer in layers.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, made[id(layer)])
-    name_in(model)
+        if isinstance(layer, SparseDown):
+            place: Any = layer.up_proj._block
+            attribute, *dropouts = place.between
+            put_pair(place(), place.names, attribute, tuple(dropouts), cast(Any, made[id(layer)]))
+        else:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, made[id(layer)])
     return model
 
 
-def _quantised(name: str, layer: SparseFFN, granularity: Granularity, fast_accum: bool) -> Float8MLP:
-    if beyond := _beyond(layer):
+def _quantised(
+    name: str, layer: SparseFFN, granularity: Granularity, fast_accum: bool, inside: set[nn.Module]
+) -> Float8MLP:
+    if beyond := _beyond(layer, inside):
         raise TypeError(f"{name} must be a layer of twell.nn that applies plain projections alone, got {beyond}")
     found = list(layer._operands())
     for operand in (operand for pair in found for operand in pair if operand is not None):
         if operand.dtype != torch.bfloat16 or operand.is_meta:
             raise TypeError(f"{name} must have bfloat16 weights in memory, got {operand.dtype} on {operand.device}")
-    records = [quantize(weight.detach(), granularity) for weight, _ in found]
-    biases = [None if bias is None else bias.detach() for _, bias in found]
-    if not layer._gated:
-        records.insert(0, None)  # type: ignore[arg-type]
-        biases.insert(0, None)
-    made = Float8MLP(
-        *records,
-        biases=biases,
-        activation=layer.activation,
-        threshold=layer.threshold,  # type: ignore[arg-type]
-        strategy=layer.strategy,
-        invariant=layer.invariant,
-        compression=layer.compression,
-        fast_accum=fast_accum,
-        names=tuple(layer._projections),
-    )
+    stored = [
+        Stored(quantize(weight.detach(), granularity), None if bias is None else bias.detach(), None)
+        for weight, bias in found
+    ]
+    settings = "activation", "threshold", "strategy", "invariant", "compression"
+    options = {"fast_accum": fast_accum, **{name: getattr(layer, name) for name in settings}}
+    made: Float8MLP = quantised_layer(dict(zip(layer._projections, stored)), isinstance(layer, SparseDown), options)
     return made.train(layer.training)
 
 
-def _beyond(layer: SparseFFN) -> str:
+def _beyond(layer: SparseFFN, inside: set[nn.Module]) -> str:
     """What a layer is or does that a ``Float8MLP`` would not; "" if nothing."""
-    own = vars(layer)
-    if type(layer) not in (SparseGatedMLP, SparseMLP, NamedGatedMLP, NamedMLP):
+    if isinstance(layer, FusedGatedMLP):
+        return "gate and up in one projection"
+    if type(layer) not in (SparseGatedMLP, SparseMLP, NamedGatedMLP, NamedMLP, SparseDown):
         return f"a {type(layer).__name__}"
+    # of a pair both are modules of a block
+    up: Any = layer.up_proj if isinstance(layer, SparseDown) else None
+    if up is not None and (wrong := up._change()):
+        return str(wrong)
+    if up is not None and not {up, up._block()} <= inside:
+        return "the second half of a pair without the block around both"
     if not layer._is_plain():
         return "others, or hooks on them"
-    if any(own[hooks] for hooks in HOOKS) or "forward" in own or layer._compiled_call_impl is not None:
-        return "hooks, a forward of its own or a compiled one"
-    if own["_parameters"] or own["_buffers"] or set(own["_modules"]) != set(layer._projections):
+    for module in (layer,) if up is None else (layer, up):
+        if any(vars(module)[hooks] for hooks in HOOKS) or "forward" in vars(module) or module._compiled_call_impl:
+            return "hooks, a forward of its own or a compiled one"
+    if up is None and (dropped := layer._dropped_by()):
+        return f"one that drops values of its hidden state in training ({dropped}): set it to 0"
+    own, children = ({"weight", "bias"}, set()) if up is not None else (set(), set(layer._projections))
+    children |= {layer._dropout} - {""}
+    if not set(layer._parameters) <= own or layer._buffers or set(layer._modules) != children:
         return "parameters, buffers or children beside them, as compacted layers have"
     if layer.record_aux or isinstance(layer.threshold, torch.Tensor):
         return "record_aux or a threshold that moves"

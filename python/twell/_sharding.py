@@ -50,6 +50,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from twell import _modes, ops
 from twell._runtime import geometry
+from twell.strategy.site import tokens_of
 
 # the dimension of each operand that counts neurons
 NEURONS = {"w_gate": 0, "w_up": 0, "w_down": 1, "b_gate": 0, "b_up": 0}
@@ -102,7 +103,7 @@ def ffn(
     whole = DTensor.from_local(y, mesh, placements, run_check=False, shape=x.shape, stride=_contiguous(x.shape))
     if aux is None:
         return whole, None
-    tokens, mine = _tokens(x), _tokens(arguments["x"])
+    tokens, mine = tokens_of(x), tokens_of(arguments["x"])
     sums = [replicate if w == "nothing" else partial for w in work]
     l1, l0 = (figure if mine == tokens else figure * (mine / max(tokens, 1)) for figure in aux)
     return whole, (
@@ -280,13 +281,6 @@ def require_shares(name: str, n: int, ranks: Sequence[int]) -> None:
             f"{name}: each rank's share of the neurons must be a positive multiple of {MULTIPLE} for the sparse "
             f'kernels, got N = {n} over {over} ranks: {sorted(shares)} each; strategy="dense" takes any'
         )
-
-
-def _tokens(x: Tensor) -> int:
-    m = 1
-    for size in x.shape[:-1]:
-        m = m * size
-    return m
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:

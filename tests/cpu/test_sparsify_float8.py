@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
 from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -109,47 +109,36 @@ def test_projections_of_e4m3_become_layers(on_a_gpu: None, tmp_path: Path, kind:
     assert 1e-3 < off(run(model, tokens()), run(dequantised(folder), tokens())) < 0.08
 
 
-@KINDS
-@torch.no_grad()
-def test_weights_with_blocks_become_bfloat16(
-    on_a_gpu: None, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = float8_models.save(tmp_path / "model", "fp8 block", kind)
-    with caplog.at_level(logging.WARNING, "twell"):
-        model = twell_hf.sparsify(loaded(folder), strategy="union")
-    assert [record.message for record in caplog.records if record.name == "twell"] == [
-        "layers in e4m3 whose weights were dequantised to bfloat16, in which they run: 2, the first "
-        f"{next(iter(twell._sparsify.layers(model)))}, as scales are of blocks of 128 x 128"
-    ]
-    assert not layers(model)
-    assert len(twell._sparsify.layers(model)) == float8_models.LAYERS
-    stock = dequantised(folder)
-    found = {name: t for name, t in model.state_dict().items() if name.endswith(float8_models.weights(kind))}
-    assert len(found) == len(float8_models.weights(kind)) * float8_models.LAYERS
-    assert all(torch.equal(t, stock.state_dict()[name]) for name, t in found.items())
-    assert off(run(model, tokens()), run(stock, tokens())) < 8e-3
-    assert {row.strategy for row in twell.explain(model)} == {"union"}
+BLOCKS = "scales are of blocks of 128 x 128"
 
 
 @pytest.mark.parametrize(
-    ("kind", "kept", "why"),
+    ("kind", "layout", "kept", "why"),
     [
-        ("llama", ["down_proj"], "a projection is in 16 bits"),
-        ("llama", ["gate_proj"], "a projection is in 16 bits"),
-        ("phi3", [], "gate and up are one projection"),
+        *((kind, "fp8 block", [], BLOCKS) for kind in float8_models.PROJECTIONS),
+        ("llama", "fp8", ["down_proj"], "a projection is in 16 bits"),
+        ("llama", "fp8", ["gate_proj"], "a projection is in 16 bits"),
+        ("phi3", "fp8", [], "gate and up are one projection"),
     ],
 )
 @torch.no_grad()
 def test_other_layers_become_bfloat16(
-    on_a_gpu: None, tmp_path: Path, kind: str, kept: list[str], why: str, caplog: pytest.LogCaptureFixture
+    on_a_gpu: None, tmp_path: Path, kind: str, layout: str, kept: list[str], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = float8_models.save(tmp_path / "model", "fp8", kind, kept)
+    folder = float8_models.save(tmp_path / "model", layout, kind, kept)
     with caplog.at_level(logging.WARNING, "twell"):
         model = twell_hf.sparsify(loaded(folder), strategy="row")
-    assert f"as {why}" in caplog.text
+    assert [record.message for record in caplog.records if record.name == "twell"] == [
+        "layers in e4m3 whose weights were dequantised to bfloat16, in which they run: 2, the first "
+        f"{next(iter(twell._sparsify.layers(model)))}, as {why}"
+    ]
     assert not layers(model)
     assert {row.strategy for row in twell.explain(model) if row.kind == "inference"} == {"row"}
-    assert off(run(model, tokens()), run(dequantised(folder), tokens())) < 8e-3
+    stock = dequantised(folder)
+    for name, weight in model.state_dict().items():
+        # those of attention stay in e4m3
+        assert torch.equal(weight, stock.state_dict()[name]) if weight.dtype == BF16 else "attn" in name
+    assert off(run(model, tokens()), run(stock, tokens())) < 8e-3
 
 
 def test_layers_left_out_stay_as_they_are(on_a_gpu: None, tmp_path: Path) -> None:
@@ -232,9 +221,18 @@ def test_another_activation_needs_16_bits(on_a_gpu: None, tmp_path: Path) -> Non
         twell_hf.sparsify(model, activation="relu2")
 
 
+@pytest.mark.parametrize("by", ["loading", "quantize_"])
 @torch.no_grad()
-def test_a_pair_of_e4m3_stays_together(on_a_gpu: None, tmp_path: Path) -> None:
-    model = twell_hf.sparsify(loaded(float8_models.save(tmp_path / "model", "fp8", "opt")), strategy="row")
+def test_a_pair_of_e4m3_stays_together(by: str, on_a_gpu: None, tmp_path: Path) -> None:
+    if by == "loading":
+        model = twell_hf.sparsify(loaded(float8_models.save(tmp_path / "model", "fp8", "opt")), strategy="row")
+    else:
+        model = float8_models.build("opt")
+        model.model.decoder.layers[1].fc2.bias = None
+        twell_hf.sparsify(model, strategy="row")
+        wide = run(model, tokens())
+        assert twell.quantize_(model) == [f"model.decoder.layers.{i}.fc2" for i in range(float8_models.LAYERS)]
+        assert 1e-3 < off(run(model, tokens()), wide) < 0.1
     block = model.model.decoder.layers[0]
     expected = run(model, tokens())
     assert isinstance(block.fc2, Float8Down)
@@ -254,6 +252,29 @@ def test_a_pair_of_e4m3_stays_together(on_a_gpu: None, tmp_path: Path) -> None:
     block.fc1 = nn.Linear(float8_models.K, float8_models.N)
     with pytest.raises(NotImplementedError, match="must be the DeferredUp that sparsify_ made"):
         block.fc2(tokens())
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda block: block.fc1.register_forward_hook(print), "got hooks, a forward of its own"),
+        (
+            lambda block: setattr(block, "activation_fn", nn.Dropout()),
+            "got activation_fn between fc1 and fc2 of a twell",
+        ),
+        (lambda block: setattr(block, "fc1", nn.Linear(1, 1)), "got fc1 of a twell pair must be the DeferredUp"),
+        (lambda block: None, "got the second half of a pair without the block around both"),
+    ],
+)
+def test_pairs_that_cannot_be_quantised(change: Any, why: str) -> None:
+    model = twell_hf.sparsify(float8_models.build("opt"))
+    blocks = model.model.decoder.layers.train()
+    change(blocks[1])
+    part = nn.ModuleList([blocks[0], blocks[1].fc2]) if "block around" in why else model
+    before = dict(model.named_modules())
+    with pytest.raises(TypeError, match=why):
+        twell.quantize_(part)
+    assert dict(model.named_modules()) == before
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt"])
@@ -279,19 +300,81 @@ def test_experts_of_e4m3_stay_as_they_are() -> None:
 # files
 
 
-def test_a_model_that_was_sparsified_is_not_saved(on_a_gpu: None, tmp_path: Path) -> None:
-    model = twell_hf.sparsify(loaded(float8_models.save(tmp_path / "model", "fp8")))
+def of_files(layout: str, part: str, more: bool = False) -> Any:
+    def made(folder: Path) -> Any:
+        model = loaded(float8_models.save(folder, layout))
+        twell.sparsify_(model.get_submodule(part))
+        return twell.quantize_(model) and model if more else model
+
+    return made
+
+
+def of_a_class_of_twell(folder: Path) -> Any:
+    twell_hf.sparsify(float8_models.build()).save_pretrained(folder)
+    model = twell_hf.SparseLlamaForCausalLM.from_pretrained(folder, dtype=BF16)
+    return twell.quantize_(model.model.layers) and model
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        *((of_files(*which), "the files that the model was loaded from") for which in (("fp8", ""), ("fp8", "model"))),
+        (of_files("fp8 block", "model"), "weights must be stored as the configuration says"),
+        (of_files("fp8 block", "", True), "weights must be stored as the configuration says"),
+        (of_a_class_of_twell, "files of a class of twell hold weights of 16 or 32 bits"),
+    ],
+)
+def test_models_that_are_not_saved(build: Any, why: str, on_a_gpu: None, tmp_path: Path) -> None:
+    model = build(tmp_path / "model")
     for made in (model, copy.deepcopy(model)):
-        with pytest.raises(NotImplementedError, match=r"save_pretrained: .*: the files that the model was loaded from"):
+        with pytest.raises(NotImplementedError, match=f"save_pretrained: .*{why}"):
             made.save_pretrained(tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
-def test_a_model_that_was_quantised_is_saved_as_compressed_tensors(tmp_path: Path) -> None:
-    model = twell.quantize_(twell_hf.sparsify(float8_models.build()))
+def by_hand(model: Any) -> Any:
+    parts = copy.deepcopy(model.model.layers)
+    twell.quantize_(parts)
+    for block, other in zip(model.model.layers, parts):
+        block.mlp = other.mlp
+    return model
+
+
+def of_part(part: str) -> Any:
+    return lambda model: twell.quantize_(model.get_submodule(part)) and model
+
+
+def in_another_process(model: Any) -> Any:
+    twell.quantize_(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    PreTrainedModel.save_pretrained = PreTrainedModel.save_pretrained.__wrapped__
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantised"),
+    [
+        *((kind, of_part("")) for kind in ("llama", "opt", "nemotron")),
+        *(("llama", of_part(part)) for part in ("model", "model.layers", "model.layers.1")),
+        ("opt", of_part("model.decoder.layers.1")),
+        ("llama", by_hand),
+        ("llama", in_another_process),
+        ("llama", lambda model: twell.quantize_(torch.compile(model, backend="eager")) and model),
+    ],
+)
+def test_a_model_that_was_quantised_is_saved_as_compressed_tensors(
+    kind: str, quantised: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever quantised which part: the model that is saved tells. Its configuration, which others share, stays."""
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", PreTrainedModel.save_pretrained)
+    model = quantised(twell_hf.sparsify(float8_models.build(kind)))
     model.save_pretrained(tmp_path / "model")
+    assert not hasattr(model.config, "quantization_config")
     content = json.loads((tmp_path / "model" / "config.json").read_text())
     files = load_file(tmp_path / "model" / "model.safetensors")
+    assert layers(model)
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) and not hasattr(module, "record"):
             continue
@@ -304,15 +387,6 @@ def test_a_model_that_was_quantised_is_saved_as_compressed_tensors(tmp_path: Pat
             assert torch.equal(found.dequantize(torch.float32), module.record().dequantize(torch.float32))
 
 
-def test_configurations_that_models_share_tell_of_one(tmp_path: Path) -> None:
-    model = twell_hf.sparsify(float8_models.build())
-    shared = model.config
-    twell.quantize_(torch.compile(model, backend="eager"))
-    assert getattr(shared, "quantization_config", None) is None
-    names = model.config.quantization_config["config_groups"]["group_0"]["targets"]
-    assert all(name.startswith(r"re:(.*\.)?model\.layers\.") for name in names)
-
-
 @pytest.mark.parametrize("activation", ["drelu", "fatrelu"])
 def test_files_in_e4m3_with_activations_of_twell_are_refused(activation: Any, on_a_gpu: None, tmp_path: Path) -> None:
     folder = float8_models.save(tmp_path / "model", "fp8")
@@ -323,26 +397,12 @@ def test_files_in_e4m3_with_activations_of_twell_are_refused(activation: Any, on
         twell_hf.load(folder, dtype=BF16)
 
 
-def test_a_class_of_twell_is_not_saved_in_e4m3(tmp_path: Path) -> None:
-    twell_hf.sparsify(float8_models.build()).save_pretrained(tmp_path / "model")
-    model = twell.quantize_(twell_hf.SparseLlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=BF16))
-    with pytest.raises(NotImplementedError, match="files of a class of twell hold weights of 16 or 32 bits"):
-        model.save_pretrained(tmp_path / "again")
-
-
 def test_e4m3_without_scales_is_refused() -> None:
     model = float8_models.build()
     for layer in model.model.layers:
         layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight.to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(ValueError, match="up_proj must have a scale beside its weight in e4m3, got none"):
         twell_hf.sparsify(model)
-
-
-def test_quantising_more_of_a_quantised_model_is_not_saved(on_a_gpu: None, tmp_path: Path) -> None:
-    model = twell.quantize_(twell_hf.sparsify(loaded(float8_models.save(tmp_path / "model", "fp8 block"))))
-    assert len(layers(model)) == float8_models.LAYERS
-    with pytest.raises(NotImplementedError, match="save_pretrained: weights must be stored as the configuration says"):
-        model.save_pretrained(tmp_path / "again")
 
 
 @pytest.mark.parametrize("layout", ["fp8", "modelopt"])

@@ -74,14 +74,17 @@ def test_load_and_analyze(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "Files by compressed-tensors, whose weights were dequantised: figures and" in capsys.readouterr().out
 
 
+@KINDS
 @pytest.mark.parametrize("granularity", ["row", "tensor"])
 @torch.no_grad()
-def test_a_quantised_model_is_read_back(tmp_path: Path, granularity: Any) -> None:
-    model = twell.quantize_(twell_hf.sparsify(float8_models.build()), granularity=granularity)
+def test_a_quantised_model_is_read_back(tmp_path: Path, granularity: Any, kind: str) -> None:
+    model = twell_hf.sparsify(float8_models.build(kind))
+    # the model around this part knows nothing of it
+    twell.quantize_(model.model, granularity=granularity)
     model.save_pretrained(tmp_path / "model")
     again = twell_hf.load(tmp_path / "model", dtype=torch.bfloat16)
     for ours, theirs in zip(layers(model), layers(again), strict=True):
-        for mine, read in zip(records(ours), records(theirs), strict=True):
+        for mine, read in zip(filter(None, records(ours)), filter(None, records(theirs)), strict=True):
             assert torch.equal(mine.values.view(torch.uint8), read.values.view(torch.uint8))
             # transformers reads scales in the model's dtype
             assert torch.equal(mine.scale.bfloat16(), read.scale.bfloat16())

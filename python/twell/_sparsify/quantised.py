@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from twell._float8_mlp import Float8MLP, Float8Projection
+from twell._float8_saving import watch
 from twell._plain import only_moves
 from twell._sparsify.modules import DeferredUp, PairDown
 from twell.float8 import E4M3, Float8
@@ -136,7 +135,7 @@ def layer(projections: Mapping[str, Stored], pair: bool, options: dict[str, Any]
 
 
 def settle(model: Any) -> None:
-    """Let the rest of a model run beside layers that were in e4m3, and let ``save_pretrained`` refuse.
+    """Let the rest of a model run beside layers that were in e4m3; ``save_pretrained`` refuses it.
 
     compressed-tensors dequantises a model when it is first called, and wraps all of its modules in code of its own,
     layers of twell among them: so what is left is dequantised here.
@@ -148,63 +147,12 @@ def settle(model: Any) -> None:
             decompress_module(module)
         model.ct_decompress_hook.remove()
         del model.ct_decompress_hook
-    refuse_saving(model)
-
-
-def refuse_saving(model: Any) -> None:
-    """Let ``save_pretrained`` of a model of transformers refuse, as its configuration tells of other weights."""
-    if hasattr(model, "save_pretrained"):
-        vars(model)["save_pretrained"] = _refuse
+    watch()
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise NotImplementedError(
-        "save_pretrained: weights must be stored as the configuration says, got layers of twell with others in place "
-        "of quantised ones: the files that the model was loaded from hold the same values"
-    )
+    """``save_pretrained`` of models that version 0.3 pickled."""
+    raise NotImplementedError("save_pretrained: the model must not be a pickle of version 0.3, got one: load its files")
 
 
-def _refuse_own(*_: Any, **__: Any) -> NoReturn:
-    raise NotImplementedError(
-        "save_pretrained: files of a class of twell hold weights of 16 or 32 bits, got layers in e4m3: `twell convert` "
-        "the files to the stock class, load and quantise that"
-    )
-
-
-def name_in(model: nn.Module) -> None:
-    """Name the layers in e4m3 in the configuration of a model of transformers, for ``save_pretrained``.
-
-    In the words of compressed-tensors, as FP8_DYNAMIC. If it tells of other quantised weights, saving is refused. The
-    model may stand in others, as in one of ``torch.compile``: the outermost of transformers or twell counts.
-    """
-    for within in model.modules():
-        # a wrapper has attributes of what it wraps
-        if hasattr(type(within), "save_pretrained") and hasattr(type(within), "_no_split_modules"):
-            _name_in(within)
-            return
-
-
-def _name_in(model: Any) -> None:
-    config = model.config
-    if type(config).__module__.startswith("twell."):
-        vars(model)["save_pretrained"] = _refuse_own
-    elif getattr(config, "quantization_config", None) is not None:
-        refuse_saving(model)
-    else:
-        # also within a model around this one
-        names = [name for name, module in model.named_modules() if isinstance(module, Float8Projection)]
-        of_all = {"num_bits": 8, "type": "float", "symmetric": True}
-        group = {
-            "targets": [rf"re:(.*\.)?{re.escape(name)}$" for name in names],
-            "weights": {**of_all, "strategy": "channel", "dynamic": False},
-            "input_activations": {**of_all, "strategy": "token", "dynamic": True},
-        }
-        # other models may share it
-        model.config = copy.deepcopy(config)
-        model.config.quantization_config = {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": [],
-        }
+_refuse_own = _refuse

@@ -71,11 +71,6 @@ def _problem(shape: Shape, call: Call) -> costs.Problem:
     return costs.Problem(call.tokens, k, n, gated, call.training, down_copied=call.training)
 
 
-def gpu_of(table: Table) -> str:
-    """The name of the GPU that a table is of."""
-    return table.machine.split("; ")[0].split(" (")[0]
-
-
 def distance(size: tuple[int, int], measured: tuple[int, int]) -> float:
     """The factor between K, or K * N if that is larger, of two layers (K, N)."""
     return max(apart(size[0], measured[0]), apart(math.prod(size), math.prod(measured)))
@@ -183,7 +178,7 @@ def basis(shapes: Sequence[Shape], calls: Sequence[Call], table: Table) -> Basis
             )
     sentences = [f"Far from all measured layers: {where} ({'; '.join(named)})" for where, named in found.items()]
     machine = table.machine.split("; ")[0]
-    return Basis(gpu_of(table), machine, table.date[:10], holds_for(calls), most_work, sentences, unknown, doubtful)
+    return Basis(table.gpu, machine, table.date[:10], holds_for(calls), most_work, sentences, unknown, doubtful)
 
 
 @dataclass(frozen=True)

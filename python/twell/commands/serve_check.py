@@ -22,9 +22,9 @@ from twell._runtime import geometry
 from twell.commands import prediction, saved_model, sparsity
 from twell.commands.request import RequestError, aligned, as_percent, at_least, check_file, number_above, pick_device
 from twell.integrations import float8_layouts, layouts, vllm
-from twell.strategy.costs import ASSUMED_DENSITY, Figures, Problem, decide, nearest, replayed
+from twell.strategy.costs import ASSUMED_DENSITY, FLOAT8_DENSITY, Figures, Problem, decide, nearest, replayed
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, unpackable
-from twell.strategy.tables import SHIPPED, Table, in_use
+from twell.strategy.tables import FLOAT8, SHIPPED, Table, in_use
 from twell.tuning import MERGED_TOKENS
 
 DESCRIPTION = """\
@@ -341,7 +341,7 @@ def _remarks(found: Sequence[Layer], requested: Route, refused: str) -> Iterator
     for reason, count in Counter(layer.reason for layer in found if layer.reason and not refused).items():
         yield f"{count} of {len(found)} layers run as without twell: {reason}"
     if count := sum(layer.float8 for layer in found):
-        yield f"{count} of {len(found)} layers have weights in e4m3: shares of theirs are estimates, of dense e4m3"
+        yield f"{count} of {len(found)} layers have weights in e4m3: their dense is in e4m3, too, and copies no weight"
     if not refused and any(layer.dtype == "F32" for layer in found):
         yield "Its weights are 32-bit: vLLM turns them to 16 bits; with --dtype float32 they run as without twell"
     if requested.invariant:
@@ -473,25 +473,34 @@ def _report(
     yield 'row+dense: a CUDA graph in which the GPU chooses in each step; "-" where it would take dense products, whose'
     yield "  time is not known. Without figures in config.json a server chooses graphs of fewer by assumed ones."
     yield "Calls of up to 1,024 tokens count as batches, others as text, as in a server that has measured none."
-    yield f"Dense computes gate and up in one product for up to {MERGED_TOKENS} tokens, as in servers; `twell"
-    yield "  analyze` takes it for two, and all calls for tokens that follow each other in a text."
-    if all(layer.float8 for layer in found):
-        yield _verdict(dict(zip(names, ffns, strict=True)), calls, table)
-        return
-    yield f"Predicted from times measured on {table.machine.split('; ')[0]} in 16 bits, {table.date[:10]}."
+    yield f"Dense in 16 bits computes gate and up in one product for up to {MERGED_TOKENS} tokens, as in servers;"
+    yield "  `twell analyze` takes it for two, and all calls for tokens that follow each other in a text."
+    of_weights = {FLOAT8 if layer.float8 else table: "e4m3" if layer.float8 else "16 bits" for layer in found}
+    for source, weights in of_weights.items():
+        yield f"Predicted from times measured on {source.machine.split('; ')[0]} in {weights}, {source.date[:10]}."
     yield "  They are of CUDA graphs with down weights by rows, as vLLM lays them out after loading."
-    _, _, k, n = nearest(Problem(1, found[0].k, found[0].n // ranks, True, False), table)
-    apart = prediction.distance((found[0].k, found[0].n // ranks), (k, n))
+    apart, closest = max(_apart(layer, of, ranks, table) for layer, of in zip(found, figures, strict=True))
     if apart > prediction.TOO_FAR:
-        yield f"Verdict: none, too far from all measured layers, the nearest of which has K = {k:,}, N = {n:,}"
+        yield f"Verdict: none, too far from all measured layers, the nearest of which has {closest}"
         return
     if apart > prediction.FAR:
-        yield f"Far from all measured layers: the nearest has K = {k:,}, N = {n:,}"
-    yield _verdict(dict(zip(names, ffns, strict=True)), calls, table)
+        yield f"Far from all measured layers: the nearest has {closest}"
+    yield _verdict(dict(zip(names, ffns, strict=True)), calls, " and ".join(source.gpu for source in of_weights))
 
 
-def _verdict(shares: dict[str, float | None], calls: Sequence[tuple[bool, int]], table: Table) -> str:
-    """For which calls the FFNs gain, and what that holds for."""
+def _apart(layer: Layer, figures: layouts.LayerFigures, ranks: int, table: Table) -> tuple[float, str]:
+    """The factor between a rank's part of a layer and the nearest measured layer, and what that one has."""
+    size = layer.k, layer.n // ranks
+    _, _, k, n = nearest(Problem(1, *size, True, False, float8=layer.float8), table)
+    apart, closest = prediction.distance(size, (k, n)), f"K = {k:,}, N = {n:,}"
+    if layer.float8:
+        apart = max(apart, figures.nonzeros / layer.n / FLOAT8_DENSITY)
+        closest += f" and up to {as_percent(FLOAT8_DENSITY)} non-zeros"
+    return apart, closest
+
+
+def _verdict(shares: dict[str, float | None], calls: Sequence[tuple[bool, int]], gpus: str) -> str:
+    """For which calls the FFNs gain on these GPUs, and what that holds for."""
     gains = [f"{name} ({_as_share(of)})" for name, of in shares.items() if of is not None and of * prediction.PAYS <= 1]
     few = f", as eager calls of up to {prediction.HOST_BOUND:,} tokens wait for the host" * any(
         m <= prediction.HOST_BOUND for _, m in calls
@@ -501,8 +510,8 @@ def _verdict(shares: dict[str, float | None], calls: Sequence[tuple[bool, int]],
     if unknown:
         holds += f"; {', '.join(unknown)} not known"
     if not gains:
-        return f"Verdict: no gain of the FFNs on {prediction.gpu_of(table)}; {holds}"
-    return f"Verdict: FFNs gain on {prediction.gpu_of(table)} for {', '.join(gains)} of dense's time; {holds}"
+        return f"Verdict: no gain of the FFNs on {gpus}; {holds}"
+    return f"Verdict: FFNs gain on {gpus} for {', '.join(gains)} of dense's time; {holds}"
 
 
 def _as_share(share: float | None) -> str:

@@ -27,6 +27,8 @@ SAFE_SHARE = 0.85
 # times slower than dense, and "row" thirty times. With fewer tokens neither is the safer one.
 WORST_CASE_PREMIUM = 1.25
 ASSUMED_DENSITY = 1 / 190
+# The largest share of neurons that fire for a token of which times in e4m3 are known (`float8.json`).
+FLOAT8_DENSITY = 0.0059
 
 # Bytes per second, read and written, of `matrix_transpose` (NVIDIA H200, driver 580.159.04: 14.6 us for 5,632 x 2,048,
 # 5.1 us for 2,816 x 1,024, 66 us for 14,336 x 4,096, weights from memory). The rates of dense layers are those of
@@ -121,6 +123,11 @@ HEAVY_GROUP = geometry.STATS_ROWS
 MOST_WAITING = 4096
 
 
+# Without it times of tokens whose non-zeros vary were predicted 19 % too short in the mean, with it 5 % (`tuning.json`,
+# 64 tokens and more by "row").
+ALIKE_VARY = 0.6
+
+
 def waits(problem: Problem) -> bool:
     """Whether the cost has a term for the heaviest tokens. In one group they are all tokens."""
     return not problem.training and HEAVY_GROUP < problem.m <= MOST_WAITING
@@ -129,20 +136,24 @@ def waits(problem: Problem) -> bool:
 def shares(problem: Problem, figures: Figures) -> tuple[float, float, float]:
     """The shares of the n neurons that a tile of tokens, one token and one of the heaviest group fire.
 
-    Costs are linear in them. Those of independent tokens stand in for unknown ones; the union is at most theirs. Raises
+    Costs are linear in them. Those of independent tokens stand in for unknown ones; the union is at most theirs, and
+    tokens whose union is less vary more in their non-zeros. Raises
     ValueError for figures that are negative or not finite.
     """
     if not all(figure is None or 0 <= figure < math.inf for figure in figures):
         raise ValueError(f"figures must be finite and not negative, got {figures}")
     density = min(figures.nonzeros / problem.n, 1.0)
-    union = 1 - (1 - density) ** min(problem.m, geometry.TOKEN_TILE)
+    independent = 1 - (1 - density) ** min(problem.m, geometry.TOKEN_TILE)
+    union = independent if figures.union is None else min(independent, figures.union)
     if figures.heaviest is None:
         # about the largest of so many sums of a group
         deviation = math.sqrt(density * (1 - density) / (HEAVY_GROUP * problem.n))
+        if union < independent:
+            deviation += ALIKE_VARY * density * (1 - union / independent)
         heaviest = density + deviation * math.sqrt(2 * math.log(max(problem.m / HEAVY_GROUP, 1.0)))
     else:
         heaviest = figures.heaviest / problem.n
-    return union if figures.union is None else min(union, figures.union), density, min(heaviest, 1.0)
+    return union, density, min(heaviest, 1.0)
 
 
 def factors(problem: Problem, figures: Figures, strategy: str) -> tuple[float, float, float, float]:
@@ -159,26 +170,34 @@ def factors(problem: Problem, figures: Figures, strategy: str) -> tuple[float, f
 def costs(problem: Problem, figures: Figures, table: Table | None = None, screen: bool = True) -> dict[str, float]:
     """Predicted time of each strategy that the table has for ``problem``, as a multiple of dense's.
 
+    Of e4m3 weights that is dense as servers run it; the "dense" of twell also copies the down weight at each call.
     ``table`` is the shipped one by default. ``SCREENED`` has a time where ``figures.candidates`` are known, with
     ``screen``.
     """
-    if problem.float8:
-        seconds = float8_seconds(problem, figures)
-        predicted = {name: time / seconds["dense"] for name, time in seconds.items()}
-        return _eager(problem, predicted) if problem.eager else predicted
     copies, dense = copy_cost(problem), merged_cost(problem)
     predicted = {}
     for name, terms in coefficients(problem, table).items():
         if name == SCREENED and (figures.candidates is None or not screen):
             continue
+        if problem.float8 and not problem.gated:
+            terms = _without_gate(name, terms)
         time = sum(term * factor for term, factor in zip(terms, factors(problem, figures, name)))
         predicted[name] = (time + copies) / dense
     if SCREENED in predicted and "union" in predicted:
         # the terms are of few candidates: a screen saves at most the gates of all others, one of dense's products
         others = 1 - factors(problem, figures, SCREENED)[3]
         predicted[SCREENED] = max(predicted[SCREENED], predicted["union"] - others / (3 if problem.gated else 2))
-    predicted["dense"] = 1.0
+    predicted.setdefault("dense", 1.0)
     return _eager(problem, predicted) if problem.eager else predicted
+
+
+def _without_gate(name: str, terms: Terms) -> Terms:
+    """Terms in e4m3 by those of a layer with a gate, which alone was measured.
+
+    Dense has two of its three products, and behind the first one of two is left. The copy by "dense" stays.
+    """
+    base, per_union, per_density, per_last = (3 / 2 * term for term in terms)
+    return base - (0.5 if name == "dense" else 0), per_union / 2, per_density / 2, per_last / 2
 
 
 def _eager(problem: Problem, predicted: dict[str, float]) -> dict[str, float]:
@@ -229,53 +248,6 @@ def experts_seconds(pairs: int, touched: float, fired: float, n: int, k: int, ga
     }
 
 
-class Float8Rates(NamedTuple):
-    """What layers of e4m3 weights cost: seconds before and between kernels by strategy, and rates per second.
-
-    flop, weight_bytes: of products and the weights that these read. row_bytes: rows of "row". up_flop, down_flop:
-    products of "union". pass_bytes: values that passes read and write. copy_bytes: the down weight of "dense".
-    """
-
-    dense_start: float
-    row_start: float
-    union_start: float
-    flop: float
-    weight_bytes: float
-    row_bytes: float
-    up_flop: float
-    down_flop: float
-    pass_bytes: float
-    copy_bytes: float
-
-
-# Fitted by `python -m profiling.float8` to 45 layers of float8.json, float8_large.json and
-# float8_few.json, where no choice loses time. They predict calls, and are no rates of the GPU's units.
-FLOAT8 = Float8Rates(27.4e-6, 10.6e-6, 45.9e-6, 1300e12, 2.15e12, 2.81e12, 437e12, 584e12, 10.6e12, 3.41e12)
-
-
-def float8_seconds(problem: Problem, figures: Figures, rates: Float8Rates | None = None) -> dict[str, float]:
-    """Predicted seconds of a layer of e4m3 weights by each strategy, on the GPU; ``rates`` is ``FLOAT8`` by default."""
-    rates = rates or FLOAT8
-    m, k, n = problem[:3]
-    union, density, heaviest = shares(problem, figures)
-    product = max(2 * m * k * n / rates.flop, k * n / rates.weight_bytes)
-    gate, rows = product + 3 * m * k / rates.pass_bytes, 2 if problem.gated else 1
-    own = m * density
-    if waits(problem):
-        # the heaviest tokens are behind each other
-        own = max(own, heaviest * min(m, HEAVY_GROUP))
-    entries = m * density * n * 12 / rates.pass_bytes
-    up = 2 * m * union * n * k / rates.up_flop if problem.gated else 0.0
-    down = 2 * m * union * n * k / rates.down_flop + 2 * m * k / rates.pass_bytes
-    weights = rows * k * n * min(1.0, union) / rates.weight_bytes
-    passes = m * n * (3 + 2 * rows) / rates.pass_bytes + 2 * k * n / rates.copy_bytes
-    return {
-        "row": rates.row_start + gate + max(rows * own * n * k / rates.row_bytes, weights),
-        "union": rates.union_start + gate + entries + max(up + down, weights),
-        "dense": rates.dense_start + gate + rows * product + passes,
-    }
-
-
 def waits_for_host(problem: Problem) -> bool:
     """Whether the host may take longer than the kernels of a dense call, on a host half as fast, too."""
     passes = 3 if problem.training else 1
@@ -294,7 +266,10 @@ def copy_cost(problem: Problem) -> float:
 def _dense_seconds(problem: Problem) -> float:
     """The least seconds of the dense forward pass."""
     weights, values = 3 if problem.gated else 2, problem.k * problem.n
-    return max(2 * problem.m * weights * values / _DENSE_FLOP, 2 * weights * values / _DENSE_BYTES)
+    # e4m3 has half the bytes and twice the rate
+    return (0.5 if problem.float8 else 1) * max(
+        2 * problem.m * weights * values / _DENSE_FLOP, 2 * weights * values / _DENSE_BYTES
+    )
 
 
 def _dense_call_seconds(problem: Problem) -> float:
@@ -303,8 +278,8 @@ def _dense_call_seconds(problem: Problem) -> float:
 
 
 def merged_cost(problem: Problem) -> float:
-    """The time of a dense layer of this storage as a multiple of one that computes gate and up in two products."""
-    if not problem.merged:
+    """The time of a dense layer as a multiple of the table's, which in 16 bits computes gate and up in two products."""
+    if not problem.merged or problem.float8:
         return 1.0
     values = problem.k * problem.n
     products = max(6 * problem.m * values / _DENSE_FLOP, _FEW_TOKENS_READ * 6 * values / _DENSE_BYTES)
@@ -325,7 +300,7 @@ def decide(
     must not stand in (``Table.lacks``) are dense.
     """
     problem, figures = _of_slice(problem, figures)
-    if table is not None and not problem.float8 and (lacks := table.lacks(problem.training, problem.gated)):
+    if lacks := _of_weights(problem, table).lacks(problem.training, problem.gated):
         return Decision("dense", lacks, {"dense": 1.0})
     decision = _fresh(problem, table) if figures is None else _measured(problem, figures, current, table, screen)
     if decision.strategy == "dense" and problem.down_copied:
@@ -449,13 +424,13 @@ def _fresh(problem: Problem, table: Table | None) -> Decision:
     row, union = assumed.get("row", 1.0), assumed.get("union", math.inf)
     if problem.m > UNION_TILE_TOKENS and union <= WORST_CASE_PREMIUM * row and union < 1:
         return Decision("union", "nothing measured yet, and its worst case is bounded", {})
-    strategy = min((row if _takes_row(problem) else 1.0, "row"), (union, "union"), (1.0, "dense"))[1]
+    strategy = min((row if _takes_row(problem) else 1.0, "row"), (union, "union"), (assumed["dense"], "dense"))[1]
     return Decision(strategy, f"nothing measured yet, and the best for {problem.m} tokens of a sparse layer", {})
 
 
 def nearest(problem: Problem, table: Table | None = None) -> Key:
     """(training, gated, K, N) of the measured layer nearest in kind, and then in log K and log N."""
-    measured = (table or tables.SHIPPED).costs
+    measured = _of_weights(problem, table).costs
     return min(measured, key=lambda key: (*_other_kind(problem, key), _distance(problem, key)))
 
 
@@ -470,7 +445,15 @@ def coefficients(problem: Problem, table: Table | None = None) -> dict[str, Term
     More neurons than ``Table.union_neurons`` have no "union". A kind of calls that the table lacks (``Table.lacks``)
     has no strategy.
     """
-    return _coefficients(problem._replace(down_copied=False, merged=False, eager=False), table or tables.SHIPPED)
+    problem = problem._replace(down_copied=False, merged=False, eager=False)
+    return _coefficients(problem, _of_weights(problem, table))
+
+
+def _of_weights(problem: Problem, table: Table | None) -> Table:
+    """The table, or the shipped one where it is None or of other weights."""
+    if table is not None and table.float8 == problem.float8:
+        return table
+    return tables.FLOAT8 if problem.float8 else tables.SHIPPED
 
 
 @functools.lru_cache(1024)
@@ -510,8 +493,8 @@ _Nodes = dict[int, dict[str, Terms]]
 def _same_kernels(problem: Problem, key: Key, nodes: _Nodes) -> _Nodes:
     """The numbers of tokens at which a measured layer runs the kernels that ``problem`` does, as ``_kernels`` says."""
     _, gated, k, n = key
-    wanted = _kernels(problem)
-    return {m: entry for m, entry in nodes.items() if _kernels(Problem(m, k, n, gated, problem.training)) == wanted}
+    wanted, measured = _kernels(problem), Problem(0, k, n, gated, problem.training, float8=problem.float8)
+    return {m: entry for m, entry in nodes.items() if _kernels(measured._replace(m=m)) == wanted}
 
 
 def _kernels(problem: Problem) -> tuple[bool, bool]:
@@ -522,7 +505,8 @@ def _kernels(problem: Problem) -> tuple[bool, bool]:
     m, k, n, gated, training = problem[:5]
     if training:
         return False, False
-    return m <= FEW_GATE_PACK, up_down_tile(torch.bfloat16, m, k, n, gated) is not None
+    tile = None if problem.float8 else up_down_tile(torch.bfloat16, m, k, n, gated)
+    return m <= FEW_GATE_PACK, tile is not None
 
 
 def _between(m: int, nodes: _Nodes) -> dict[str, Terms]:

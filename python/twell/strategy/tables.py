@@ -21,6 +21,7 @@ from twell import _files
 from twell._modes import constant
 from twell._runtime import cache, device, env, fingerprint, geometry
 from twell._runtime.log import logger, warn_once
+from twell.strategy import table_float8
 from twell.strategy.table import DATE, MACHINE, TABLE
 
 # (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest);
@@ -53,6 +54,7 @@ class Table:
     kinds of calls (training, gated) that the user's file has. fills: whether other costs stand in for those of a kind
     of call that was not measured; where they do not, that kind is dense. union_neurons: the most that "union" and
     training take on the GPU that the table is used on. screens: whether that GPU has the kernels of the int8 screen.
+    float8: whether it is of e4m3 weights, whose dense is the fastest that PyTorch has, without a copy of any weight.
     """
 
     costs: Costs
@@ -65,6 +67,7 @@ class Table:
     fills: bool = True
     union_neurons: int = geometry.MAX_NEURONS
     screens: bool = True
+    float8: bool = False
 
     @property
     def gpu(self) -> str:
@@ -85,6 +88,7 @@ def gpu_of(machine: str) -> str:
 
 
 SHIPPED = Table(TABLE, MACHINE, DATE)
+FLOAT8 = Table(table_float8.TABLE, table_float8.MACHINE, table_float8.DATE, float8=True)
 
 _lock = threading.Lock()
 
