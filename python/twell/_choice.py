@@ -37,7 +37,7 @@ _BLOCK = 8192
 class Selection(NamedTuple):
     """What is kept of pre-activations: those above a ``threshold`` [N], or the ``most`` of all tokens together.
 
-    The least of the latter is written to ``least``, 0-d; infinity if there is none.
+    ``least``, 0-d and infinite, becomes the least of the latter, if there is one.
     """
 
     threshold: Tensor | None = None
@@ -115,11 +115,10 @@ def _next(values: Tensor, step: int) -> Tensor:
 def largest(gate: Tensor, most: int, least: Tensor | None = None) -> Tensor:
     """Which of the gates [M, N] are the ``most`` largest above zero, of equal ones the first; and all that are NaN."""
     values = gate.flatten().topk(min(most, gate.numel()), sorted=False).values
-    if least is not None:
-        positive = torch.where(values > 0, values, torch.inf)
-        least.copy_(positive.amin()) if len(values) else least.fill_(torch.inf)
     if not len(values):
         return torch.zeros_like(gate, dtype=torch.bool)
+    if least is not None:
+        least.copy_(torch.where(values > 0, values, torch.inf).amin())
     level = values.masked_fill(values.isnan(), torch.inf).amin().clamp(min=0)
     # of the gates at the level those of the first tokens, in one token the first neurons
     equal = gate == level
