@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from twell import _memory, _modes
 from twell._modes import PLAIN_TENSORS, is_in_memory
+from twell._plain import behaves
 from twell.ops.operands import Mains, Operands
 from twell.strategy.plan import PACKED_DTYPES, Facts, unpackable
 
@@ -160,6 +161,12 @@ def sharded(operands: Mapping[str, Tensor]) -> bool:
             if isinstance(value, DTensor):
                 return True
     return False
+
+
+def require_plain(name: str, argument: str, value: Any) -> None:
+    """TypeError unless this is a tensor of one device that operators treat as a plain one."""
+    if not isinstance(value, Tensor) or not behaves(value) or sharded({argument: value}):
+        raise TypeError(f"{name}: {argument} must be a plain tensor, got a {type(value).__name__}")
 
 
 def needing_grad(operands: Mapping[str, Tensor]) -> list[str]:

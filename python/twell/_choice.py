@@ -21,6 +21,7 @@ from torch import Tensor
 
 from twell import _modes, ops
 from twell._activation import BATCH_TOP_K, RELU, TOP_K, Activation
+from twell._admission import require_plain
 from twell._arguments import require_positive
 from twell._autograd import first_order, gradients_of
 from twell._runtime import geometry
@@ -78,8 +79,7 @@ def choice_of(x: Any, activation: Any, threshold: Any, k: Any, bandwidth: Any) -
 def require_counts(name: str, counts: Tensor, layer: Operands, invariant: bool) -> None:
     """Raise unless tokens can be counted for each neuron of a layer."""
     n, device = len(layer.w_gate), layer.x.device
-    if type(counts) not in _modes.PLAIN_TENSORS:
-        raise TypeError(f"{name}: counts must be a plain tensor, got a {type(counts).__name__}")
+    require_plain(name, "counts", counts)
     if counts.shape != (n,) or counts.dtype != torch.int64 or counts.device != device:
         got = f"{counts.dtype} {list(counts.shape)} on {counts.device}"
         raise ValueError(f"{name}: counts must be int64 [{n}] on {device}, got {got}")
@@ -290,7 +290,8 @@ def _of_thresholds(
     So no dh is made. A NaN in dy is a NaN for all thresholds, as in dense PyTorch.
     """
     wide = hybrid.accumulator(level.dtype)
-    found, parts, first = torch.zeros_like(level, dtype=wide), list[Tensor](), 0
+    found, first = torch.zeros_like(level, dtype=wide), 0
+    parts: list[Tensor] = []
     if dy is not None:
         for near in [each[:, at : at + _BLOCK] for each in windows for at in range(0, each.shape[1], _BLOCK)]:
             rows = w_down[:, first : first + near.shape[1]].t()

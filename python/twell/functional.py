@@ -10,7 +10,7 @@ from torch import Tensor
 
 from twell import _execution, _modes, ops
 from twell._activation import TOP_K, Activation, ActivationName, activation_of
-from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, sharded
+from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, require_plain, sharded
 from twell._choice import Selection, choice_of, require_counts
 from twell._execution import Aux, Made, copies_down
 from twell._front import Learning
@@ -430,8 +430,7 @@ def run(
 
 def _require_thresholds(name: str, thresholds: Tensor, layer: Operands) -> None:
     """ValueError or TypeError unless each neuron of a layer has a threshold."""
-    if type(thresholds) not in PLAIN_TENSORS:
-        raise TypeError(f"{name}: threshold must be a plain tensor, got a {type(thresholds).__name__}")
+    require_plain(name, "threshold", thresholds)
     n, device = len(layer.w_gate), layer.x.device
     if thresholds.shape != (n,) or thresholds.device != device:
         got = f"{list(thresholds.shape)} on {thresholds.device}"

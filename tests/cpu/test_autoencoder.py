@@ -264,17 +264,20 @@ def test_copies_pickles_casts_and_state_dicts(kind: str, tied: bool) -> None:
 
 
 @KIND
-def test_compiled(kind: str) -> None:
+@pytest.mark.parametrize("strategy", ["union", "auto"])
+def test_compiled(kind: str, strategy: Any) -> None:
     torch.compiler.reset()
-    sae, x = made(kind), tokens()
+    sae, x = made(kind, strategy=strategy), tokens()
     other = copy.deepcopy(sae)
     compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         for each in (sae, compiled):
-            each(x).square().sum().backward()
+            y, aux = each(x, return_aux=True)
+            (y.square().sum() + 5 * (aux.l0 if kind == "jumprelu" else aux.l1)).backward()
     for ours, theirs in zip(other.parameters(), sae.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
-    assert torch.equal(other.tokens_since_fired, sae.tokens_since_fired)
+    for mine, right in zip(other.buffers(), sae.buffers(), strict=True):
+        torch.testing.assert_close(mine, right)
 
 
 def test_sparse_codes_and_strategies() -> None:
