@@ -48,11 +48,8 @@ def why_dense(strategy: Any, n: int, k: int, k_out: int, dtype: torch.dtype, dev
     return answer.reason if isinstance(answer, Route) and answer.strategy == "dense" else ""
 
 
-def of_batch(
-    layer: Operands, k: float, strategy: Any, counts: Tensor | None, least: Tensor | None
-) -> tuple[Tensor, Aux]:
-    """``sparse_ffn`` of "batchtopk" with ``aux``; ``least``: see ``Selection``."""
-    choice = Selection(most=int(k * tokens_of(layer.x)), least=least)
+def of_choice(layer: Operands, choice: Selection, strategy: Any, counts: Tensor | None) -> tuple[Tensor, Aux]:
+    """``sparse_ffn`` with ``aux`` of what PyTorch chooses of the pre-activations."""
     how = RELU, strategy, False, 8, None, True
     return functional.run(functional.sparse_ffn, layer, False, *how, choice=choice, counts=counts)  # type: ignore[return-value]
 
@@ -314,7 +311,8 @@ class SparseAutoencoder(nn.Module):
         weights = self.W_enc.t(), self.decoder.t()
         if self.activation == "batchtopk" and self.training:
             layer = Operands(centred, weights[0], None, weights[1], self.b_enc, None, self.b_dec)
-            return of_batch(layer, self.k or 0, site, fired, least)
+            choice = Selection(most=int((self.k or 0) * tokens_of(centred)), least=least)
+            return of_choice(layer, choice, site, fired)
         options: dict[str, Any] = {"activation": self.activation}
         if self.activation in ("jumprelu", "batchtopk"):
             level = self._level()

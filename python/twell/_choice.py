@@ -28,7 +28,6 @@ from twell._runtime import geometry
 from twell.ops import hybrid
 from twell.ops.library import unviewed
 from twell.ops.operands import Mains, Operands
-from twell.ops.slices import Added
 from twell.strategy.site import tokens_of
 
 # neurons whose windows are multiplied with dy together
@@ -38,13 +37,21 @@ _BLOCK = 8192
 class Selection(NamedTuple):
     """What is kept of pre-activations: those above a ``threshold`` [N], or the ``most`` of all tokens together.
 
-    ``least``, 0-d and infinite, becomes the least of the latter, if there is one.
+    ``least``, 0-d and infinite, becomes the least of the latter, if there is one. ``codes`` [..., N], without gradient:
+    the latter, and 0 elsewhere, where the caller has chosen them.
     """
 
     threshold: Tensor | None = None
     bandwidth: float = 0.0
     most: int = 0
     least: Tensor | None = None
+    codes: Tensor | None = None
+
+    def of_tokens(self, gate: Tensor) -> Tensor:
+        """Which gates [M, N] are kept, of the ``most``."""
+        if self.codes is not None:
+            return self.codes.view(gate.shape) != 0
+        return largest(gate, self.most, self.least)
 
     def level(self, dtype: torch.dtype) -> Tensor:
         """The thresholds, as kernels have them."""
@@ -136,7 +143,7 @@ def hidden_of(gate: Tensor, choice: Selection) -> tuple[Tensor, Tensor]:
     """h [..., N] by PyTorch's operators, and the number of its non-zeros (0-d, float32), both with gradients."""
     if choice.threshold is not None:
         return _Jump.apply(gate, choice.threshold, choice.bandwidth)  # type: ignore[no-untyped-call, no-any-return]
-    chosen = largest(gate.detach().reshape(-1, gate.shape[-1]), choice.most, choice.least).view(gate.shape)
+    chosen = choice.of_tokens(gate.detach().reshape(-1, gate.shape[-1])).view(gate.shape)
     return torch.where(chosen, gate, 0), chosen.sum(dtype=torch.float32)
 
 
@@ -188,11 +195,13 @@ def inference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same without gradients, by a sparse strategy; the choice is one of ``most``."""
     x, w_up, _, w_down, b_up, _, b_down = layer
-    gate = F.linear(x.reshape(-1, x.shape[-1]), w_up, b_up)
-    chosen = largest(gate, choice.most, choice.least)
-    gate.masked_fill_(~chosen, 0)
+    if choice.codes is not None:
+        gate = choice.codes.reshape(-1, len(w_up))
+    else:
+        gate = F.linear(x.reshape(-1, x.shape[-1]), w_up, b_up)
+        gate.masked_fill_(~choice.of_tokens(gate), 0)
     if counts is not None:
-        counts += chosen.sum(0)
+        counts += (gate != 0).sum(0)
     operands = gate, None, None, w_down.t(), None, b_down
     y, l1, nonzeros = ops.sparse_up_down_aux(*operands, compression, strategy, None)
     return (y if x.dim() == 2 else unviewed(y, x.shape)), l1, nonzeros
@@ -206,37 +215,35 @@ class _Chosen(torch.autograd.Function):
         choice = choice._replace(threshold=threshold)
         n, dtype = len(w_up), x.dtype
         level = None if threshold is None else choice.level(dtype)
-        slices = geometry.neuron_slices(n)
+        sliced = len(geometry.neuron_slices(n)) > 1
         kept = x.new_empty(hybrid.words(x, n, False), dtype=torch.int32)
         limits = () if level is None else (level, *bounds(level, choice.bandwidth))
         # of each slice, which gates are within their windows; and the counts of ``window``
         windows: list[Tensor] = []
         counts = x.new_zeros((3, n if limits else 0), dtype=torch.int32)
-        y = torch.empty_like(x)
-        added = Added(y, b_down) if len(slices) > 1 else None
+        y = torch.zeros_like(x, dtype=torch.promote_types(dtype, torch.float32) if sliced else dtype)
+        if sliced and b_down is not None:
+            y = y + b_down
         l1 = x.new_zeros((), dtype=hybrid.accumulator(dtype))
         nonzeros = x.new_zeros((), dtype=torch.float32)
         for first, last, own, room in hybrid.split(kept, x, n, False) if len(x) else ():
-            gate = F.linear(x, w_up[first:last], None if b_up is None else b_up[first:last])
+            if choice.codes is not None:
+                gate = choice.codes.reshape(-1, n)
+            else:
+                gate = F.linear(x, w_up[first:last], None if b_up is None else b_up[first:last])
             if limits:
                 near, counts[:, first:last] = ops.window(gate, *(limit[first:last] for limit in limits))
                 windows.append(near)
-            else:
-                gate.masked_fill_(~largest(gate, choice.most, choice.least), 0)
+            elif choice.codes is None:
+                gate.masked_fill_(~choice.of_tokens(gate), 0)
             if firing is not None:
                 firing[first:last] += counts[2, first:last] if limits else (~(gate <= 0)).sum(0)
-            bias = b_down if added is None else None
-            operands = gate, None, None, w_down[:, first:last].t(), None, bias
+            operands = gate, None, None, w_down[:, first:last].t(), None, None if sliced else b_down
             found, of_l1, of_nonzeros, pattern = ops.sparse_up_down_forward(*operands, compression, room)
             own.copy_(pattern)
-            l1 += of_l1
-            nonzeros += of_nonzeros
-            if added is None:
-                y = found
-            else:
-                added.add(found)
-        if added is not None:
-            added.store()
+            # not in place: a graph of torch 2.11 has no gradient for a result that is changed so
+            l1, nonzeros = l1 + of_l1, nonzeros + of_nonzeros
+            y = y + found if sliced else found
         ctx.save_for_backward(x, w_up, w_down, b_up, threshold, level, counts, kept, *windows)
         ctx.bandwidth = choice.bandwidth
         ctx.set_materialize_grads(False)
@@ -244,7 +251,7 @@ class _Chosen(torch.autograd.Function):
         ctx.broken = nonzeros > choice.most if level is None else None
         if level is None:
             ctx.mark_non_differentiable(nonzeros)
-        return y, l1, nonzeros
+        return y.to(dtype), l1, nonzeros
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, dn: Tensor | None) -> tuple[Tensor | None, ...]:

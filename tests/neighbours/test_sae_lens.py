@@ -88,8 +88,7 @@ def test_forward_passes_of_theirs(name: str, rescaled: bool) -> None:
     x = torch.randn(3, 40, 32).bfloat16()
     with torch.no_grad():
         assert twell_sae.explain(ours) == {"forward": "twell"}
-        # a close call may choose another code of the k
-        assert error(ours(x), theirs(x)) < (0.1 if name == "topk" else 0.02)
+        assert error(ours(x), theirs(x)) < 0.02
         assert isinstance(ours, type(theirs))
         assert torch.equal(ours.encode(x), theirs.encode(x))
     # on a CPU nothing is gained
@@ -203,27 +202,32 @@ def step_of(sae: Any, x: torch.Tensor, dead: torch.Tensor) -> tuple[Any, torch.T
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_training_steps_of_theirs(name: str) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_training_steps_of_theirs(name: str, autocast: bool) -> None:
+    if autocast and "topk" not in name:
+        pytest.skip("pre-activations near a threshold fire in one and not in the other")
     theirs = case(name, **ALL[name])
     ours = twell_sae.sparsify_(copy.deepcopy(theirs), "union")
     assert twell_sae.explain(ours)["training_forward_pass"] == "twell"
     x, dead = torch.randn(64, 32), torch.rand(256) < 0.3
-    (right, *fired), (found, *firing) = step_of(theirs, x, dead), step_of(ours, x, dead)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        (right, *fired), (found, *firing) = step_of(theirs, x, dead), step_of(ours, x, dead)
     for one, other in zip(firing, fired, strict=True):
         assert torch.equal(one, other)
     assert found.losses.keys() == right.losses.keys()
+    close = {"rtol": 0.02, "atol": 0.05} if autocast else {"rtol": 1e-4, "atol": 1e-5}
     for loss in found.losses:
-        torch.testing.assert_close(found.losses[loss], right.losses[loss], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.losses[loss], right.losses[loss], **close)
     for (parameter, weight), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert error(weight.grad, other.grad) < 1e-3, parameter
+        assert error(weight.grad, other.grad) < (0.02 if autocast else 1e-3), parameter
     # read late, after the parameters have changed
     with torch.no_grad():
         for weight in ours.parameters():
             weight.add_(1)
     assert isinstance(found.feature_acts, torch.Tensor)
     assert found.feature_acts.shape == right.feature_acts.shape
-    torch.testing.assert_close(found.feature_acts + 0, right.feature_acts, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.hidden_pre + 0, right.hidden_pre, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.feature_acts + 0, right.feature_acts, **close)
+    torch.testing.assert_close(found.hidden_pre + 0, right.hidden_pre, **close)
     for buffer, other in zip(ours.buffers(), theirs.buffers(), strict=True):
         torch.testing.assert_close(buffer, other)
 
