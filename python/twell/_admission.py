@@ -163,10 +163,16 @@ def sharded(operands: Mapping[str, Tensor]) -> bool:
     return False
 
 
-def require_plain(name: str, argument: str, value: Any) -> None:
-    """TypeError unless this is a tensor of one device that operators treat as a plain one."""
+def require_of_neurons(
+    name: str, argument: str, value: Any, layer: Operands, expected: str, dtype: torch.dtype | None = None
+) -> None:
+    """Raise unless this is a plain tensor [N] for the neurons of a layer, and of ``dtype`` if that is given."""
     if not isinstance(value, Tensor) or not behaves(value) or sharded({argument: value}):
         raise TypeError(f"{name}: {argument} must be a plain tensor, got a {type(value).__name__}")
+    n, device = len(layer.w_gate), layer.x.device
+    if value.shape != (n,) or value.device != device or dtype not in (None, value.dtype):
+        got = f"{value.dtype} {list(value.shape)} on {value.device}"
+        raise ValueError(f"{name}: {argument} must be {expected} [{n}] on {device}, got {got}")
 
 
 def needing_grad(operands: Mapping[str, Tensor]) -> list[str]:

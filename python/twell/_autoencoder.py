@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import _down_layout, _modes, functional
-from twell._activation import RELU
+from twell._activation import RELU, largest_of_each
 from twell._arguments import require, require_choice, require_flag, require_integer, require_number, require_positive
 from twell._choice import Selection, hidden_of
-from twell._execution import Aux
+from twell._execution import Aux, per_token
 from twell._float8_mlp import moving
 from twell._runtime.log import info_once, warn_once
 from twell.functional import Strategy
@@ -293,7 +293,7 @@ class SparseAutoencoder(nn.Module):
         else:
             codes = pre.relu()
             if self.activation == "topk":
-                codes = _largest(codes, int(self.k or 0))
+                codes = largest_of_each(codes, int(self.k or 0))
         return codes, (codes != 0).sum().float()
 
     def _dense(self, centred: Tensor, fired: Tensor | None, least: Tensor | None) -> tuple[Tensor, Aux]:
@@ -301,9 +301,8 @@ class SparseAutoencoder(nn.Module):
         codes, count = self._codes(self._pre_activations(centred), least)
         if fired is not None:
             fired.add_((codes.detach() != 0).reshape(-1, self.d_sae).sum(0))
-        tokens = max(tokens_of(centred), 1)
-        wide = torch.promote_types(codes.dtype, torch.float32)
-        return self.decode(codes), Aux(codes.abs().sum(dtype=wide) / tokens, count / tokens)
+        l1 = codes.abs().sum(dtype=torch.promote_types(codes.dtype, torch.float32))
+        return self.decode(codes), per_token(l1, count, tokens_of(centred))
 
     def _sparse(self, centred: Tensor, fired: Tensor | None, least: Tensor | None) -> tuple[Tensor, Aux]:
         """The same by ``twell.sparse_ffn``."""
@@ -398,7 +397,7 @@ class SparseAutoencoder(nn.Module):
             return y.new_zeros(())
         pre = F.linear(self._centred(x), self.W_enc.t()[which], self.b_enc[which])
         error = (target - y).detach()
-        chosen = _largest(pre, min(most, len(which)))
+        chosen = largest_of_each(pre, min(most, len(which)))
         missed = F.linear(chosen, self.decoder[which].t()) - error
         squares = missed.to(torch.promote_types(missed.dtype, torch.float32)).square()
         return squares.sum() * (min(1.0, len(which) / most) / max(tokens_of(x), 1))
@@ -443,12 +442,6 @@ def _norms(rows: Tensor) -> Tensor:
     dtype = torch.promote_types(rows.dtype, torch.float32)
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=dtype)
     return norms.clamp(min=torch.finfo(dtype).tiny)
-
-
-def _largest(values: Tensor, k: int) -> Tensor:
-    """``values`` where they are among the k largest of their row, of equal ones the first, else 0."""
-    chosen = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    return torch.zeros_like(values).scatter(-1, chosen, values.gather(-1, chosen))
 
 
 def _require_k(k: Any, activation: str, most: int) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from twell import _modes, ops
 from twell._activation import BATCH_TOP_K, RELU, TOP_K, Activation
-from twell._admission import require_plain
 from twell._arguments import require_positive
 from twell._autograd import first_order, gradients_of
 from twell._runtime import geometry
@@ -81,17 +80,6 @@ def choice_of(x: Any, activation: Any, threshold: Any, k: Any, bandwidth: Any) -
         return None
     require_positive("k", k)
     return Selection(most=int(k * tokens_of(x)))
-
-
-def require_counts(name: str, counts: Tensor, layer: Operands, invariant: bool) -> None:
-    """Raise unless tokens can be counted for each neuron of a layer."""
-    n, device = len(layer.w_gate), layer.x.device
-    require_plain(name, "counts", counts)
-    if counts.shape != (n,) or counts.dtype != torch.int64 or counts.device != device:
-        got = f"{counts.dtype} {list(counts.shape)} on {counts.device}"
-        raise ValueError(f"{name}: counts must be int64 [{n}] on {device}, got {got}")
-    if invariant:
-        raise NotImplementedError(f"{name}: counts are of calls without invariant=True, got it")
 
 
 def bounds(level: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:

@@ -105,20 +105,6 @@ def test_kernels_compute_what_pytorch_does(kind: str, strategy: str) -> None:
     assert 1 < aux.l0 < N / 2 + 8
 
 
-@KIND
-def test_training_by_kernels_is_that_by_pytorch(kind: str) -> None:
-    sae, x = made(kind, skip=True), tokens()
-    other = copy.deepcopy(sae)
-    other.strategy = "union"
-    for each in (sae, other):
-        y, aux = each(x, return_aux=True)
-        (y.square().sum() + 5 * (aux.l0 if kind == "jumprelu" else aux.l1)).backward()
-    for (name, ours), theirs in zip(other.named_parameters(), sae.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
-    for (name, ours), theirs in zip(other.named_buffers(), sae.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs, msg=name)
-
-
 @pytest.mark.parametrize("strategy", ["union", "row", "dense"])
 def test_the_moving_threshold_of_batchtopk(strategy: Any) -> None:
     """Calls without tokens leave it as it is."""
@@ -264,20 +250,23 @@ def test_copies_pickles_casts_and_state_dicts(kind: str, tied: bool) -> None:
 
 
 @KIND
-@pytest.mark.parametrize("strategy", ["union", "auto"])
-def test_compiled(kind: str, strategy: Any) -> None:
+@pytest.mark.parametrize("strategy", ["union", "dense"])
+def test_training_by_kernels_and_compiled_is_that_by_pytorch(kind: str, strategy: Any) -> None:
     torch.compiler.reset()
-    sae, x = made(kind, strategy=strategy), tokens()
-    other = copy.deepcopy(sae)
-    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    sae, x = made(kind, skip=True), tokens()
+    others = [copy.deepcopy(sae) for _ in range(2)]
+    for other in others:
+        other.strategy = strategy
+    compiled = torch.compile(others[1], backend="aot_eager", fullgraph=True)
     for _ in range(2):
-        for each in (sae, compiled):
+        for each in (sae, others[0], compiled):
             y, aux = each(x, return_aux=True)
             (y.square().sum() + 5 * (aux.l0 if kind == "jumprelu" else aux.l1)).backward()
-    for ours, theirs in zip(other.parameters(), sae.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-    for mine, right in zip(other.buffers(), sae.buffers(), strict=True):
-        torch.testing.assert_close(mine, right)
+    for other in others:
+        for (name, ours), theirs in zip(other.named_parameters(), sae.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
+        for (name, ours), theirs in zip(other.named_buffers(), sae.buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs, msg=name)
 
 
 def test_sparse_codes_and_strategies() -> None:

@@ -140,7 +140,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(kind, match=what):
             layer(p, threshold, True, strategy="union", **options)
 
-    refused(level[1:], r"threshold must be a number or \[264\] on cpu, got \[263\]")
+    refused(level[1:], r"threshold must be a number or \[264\] on cpu, got torch.bfloat16 \[263\]")
     refused(level[None], r"a 0-d or \[N\], floating tensor without gradient, got .*\[1, 264\]")
     refused(level.int(), "floating tensor without gradient, got torch.int32")
     refused(level.clone().requires_grad_(), "got torch.bfloat16 .264. that requires grad")

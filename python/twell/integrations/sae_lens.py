@@ -284,8 +284,6 @@ def _why_not(sae: Any, training: bool) -> str:
         return f"hooks on {', '.join(hooked)}"
     if type(sae.activation_fn) is not _activation_of(sae):
         return f"an activation function of its own, {type(sae.activation_fn).__name__}"
-    if getattr(sae.activation_fn, "k", 0) > cfg.d_sae:
-        return f"k = {sae.activation_fn.k} of {cfg.d_sae} neurons"
     if sae.use_error_term and not training:
         return "the error term"
     jumping = isinstance(sae, jumprelu_sae.JumpReLUTrainingSAE)
@@ -440,7 +438,7 @@ class _Step:
     def __init__(
         self, sae: Any, x: Tensor, w_enc: Tensor, b_enc: Tensor, norms: Tensor | None, codes: Tensor | None
     ) -> None:
-        self.sae, self.x, self.w_enc, self.b_enc, self.norms, self.codes = sae, x, w_enc, b_enc, norms, codes
+        self.x, self.w_enc, self.b_enc, self.norms, self.codes = x, w_enc, b_enc, norms, codes
         if isinstance(sae, _SparseTraining):
             self.b_enc = b_enc.clone()
             self.threshold = sae.threshold.clone() if hasattr(sae, "threshold") else None

@@ -408,9 +408,9 @@ def _products(values: Tensor, others: Tensor, ends: Tensor) -> Tensor:
     lengths = torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_full((1,), len(values)))
     # the host waits for the lengths
     sizes = lengths.tolist()
-    *parts, rest = values.split(sizes)
+    *parts, rest = torch.split(values, sizes)
     if others.dim() == 2:
-        return torch.stack([part.t() @ other for part, other in zip(parts, others.split(sizes))])
+        return torch.stack([part.t() @ other for part, other in zip(parts, torch.split(others, sizes))])
     found = [part @ weight for part, weight in zip(parts, others)]
     return torch.cat([*found, rest.new_zeros(len(rest), others.shape[2])])
 
@@ -424,13 +424,8 @@ def _products_in_graphs(values: Tensor, others: Tensor, ends: Tensor) -> Tensor:
 
 @_products_in_graphs.register_fake
 def _(values: Tensor, others: Tensor, ends: Tensor) -> Tensor:
-    if others.dim() == 2:
-        return values.new_empty(ends.shape[0], values.shape[1], others.shape[1])
-    return values.new_empty(values.shape[0], others.shape[2])
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    rows = values.shape[:1] if others.dim() == 3 else (ends.shape[0], values.shape[1])
+    return values.new_empty(*rows, others.shape[-1])
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -439,7 +434,9 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     return of_values, _products_in_graphs(values, grad, ends), None
 
 
-_products_in_graphs.register_autograd(_gradients, setup_context=_keep)
+_products_in_graphs.register_autograd(
+    _gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
 
 
 experts = register(
