@@ -76,8 +76,9 @@ class SparseAutoencoder(nn.Module):
         apply_b_dec_to_input: whether ``b_dec`` is subtracted from x, in its dtype. Transcoders do not.
         strategy: as in ``twell.sparse_ffn``; "auto" is an ``AutoStrategy`` of the module's own.
 
-    In ``train`` mode a call also counts who fires: ``tokens_since_fired``, int64 [d_sae], is part of the state dict and
-    0 where that has none. Casts leave ``threshold`` float32. Raises TypeError or ValueError for other arguments.
+    In ``train`` mode a call counts who fires, in DDP on all ranks: ``tokens_since_fired``, int64 [d_sae], is part of the
+    state dict and 0 where that has none. Casts leave ``threshold`` float32. Raises TypeError or ValueError for other
+    arguments.
     """
 
     # where users find it, pickles included

@@ -46,11 +46,12 @@ class Selection(NamedTuple):
     least: Tensor | None = None
     codes: Tensor | None = None
 
-    def of_tokens(self, gate: Tensor) -> Tensor:
-        """Which gates [M, N] are kept, of the ``most``."""
+    def of_tokens(self, x: Tensor, w_up: Tensor, b_up: Tensor | None) -> Tensor:
+        """The gate of x [M, K], 0 where it is not among the ``most``."""
         if self.codes is not None:
-            return self.codes.view(gate.shape) != 0
-        return largest(gate, self.most, self.least)
+            return self.codes.reshape(-1, len(w_up))
+        gate = F.linear(x, w_up, b_up)
+        return gate.masked_fill_(~largest(gate, self.most, self.least), 0)
 
     def level(self, dtype: torch.dtype) -> Tensor:
         """The thresholds, as kernels have them."""
@@ -131,7 +132,10 @@ def hidden_of(gate: Tensor, choice: Selection) -> tuple[Tensor, Tensor]:
     """h [..., N] by PyTorch's operators, and the number of its non-zeros (0-d, float32), both with gradients."""
     if choice.threshold is not None:
         return _Jump.apply(gate, choice.threshold, choice.bandwidth)  # type: ignore[no-untyped-call, no-any-return]
-    chosen = choice.of_tokens(gate.detach().reshape(-1, gate.shape[-1])).view(gate.shape)
+    if choice.codes is not None:
+        chosen = choice.codes != 0
+    else:
+        chosen = largest(gate.detach().reshape(-1, gate.shape[-1]), choice.most, choice.least).view(gate.shape)
     return torch.where(chosen, gate, 0), chosen.sum(dtype=torch.float32)
 
 
@@ -183,11 +187,7 @@ def inference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same without gradients, by a sparse strategy; the choice is one of ``most``."""
     x, w_up, _, w_down, b_up, _, b_down = layer
-    if choice.codes is not None:
-        gate = choice.codes.reshape(-1, len(w_up))
-    else:
-        gate = F.linear(x.reshape(-1, x.shape[-1]), w_up, b_up)
-        gate.masked_fill_(~choice.of_tokens(gate), 0)
+    gate = choice.of_tokens(x.reshape(-1, x.shape[-1]), w_up, b_up)
     if counts is not None:
         counts += (gate != 0).sum(0)
     operands = gate, None, None, w_down.t(), None, b_down
@@ -215,15 +215,13 @@ class _Chosen(torch.autograd.Function):
         l1 = x.new_zeros((), dtype=hybrid.accumulator(dtype))
         nonzeros = x.new_zeros((), dtype=torch.float32)
         for first, last, own, room in hybrid.split(kept, x, n, False) if len(x) else ():
-            if choice.codes is not None:
-                gate = choice.codes.reshape(-1, n)
-            else:
-                gate = F.linear(x, w_up[first:last], None if b_up is None else b_up[first:last])
             if limits:
+                gate = F.linear(x, w_up[first:last], None if b_up is None else b_up[first:last])
                 near, counts[:, first:last] = ops.window(gate, *(limit[first:last] for limit in limits))
                 windows.append(near)
-            elif choice.codes is None:
-                gate.masked_fill_(~choice.of_tokens(gate), 0)
+            else:
+                # one slice has all
+                gate = choice.of_tokens(x, w_up, b_up)
             if firing is not None:
                 firing[first:last] += counts[2, first:last] if limits else (~(gate <= 0)).sum(0)
             operands = gate, None, None, w_down[:, first:last].t(), None, None if sliced else b_down

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from twell import _modes, ops
 from twell._activation import ActivationName, activation_of
-from twell._arguments import require_flag
+from twell._admission import needing_grad, strided
+from twell._arguments import require, require_flag
 from twell._quantised import in_16_bits, is_quantised, of_blocks, records, run_experts
 from twell._runtime import geometry
 from twell.float8 import Float8
@@ -69,7 +70,7 @@ def sparse_experts(
     if act.moves:
         raise TypeError(f"{_NAME}: threshold must be a number, got a tensor")
     for name, operand in (("expert_ids", expert_ids), ("weights", weights)):
-        _require_tensor(name, operand)
+        require(f"{_NAME}: {name}", operand, Tensor, "a tensor")
     matrices: Any = (w_gate, w_up, w_down) if w_gate is not None else (w_up, None, w_down)
     if is_quantised(x, matrices):
         matrices = records(_NAME, matrices)
@@ -78,18 +79,14 @@ def sparse_experts(
             return run_experts(_NAME, x, matrices, expert_ids, weights, act, strategy, invariant, compression)
         x, matrices = in_16_bits(_NAME, x, matrices)
         w_gate, w_up, w_down = matrices if w_gate is not None else (None, matrices[0], matrices[2])
-    x, w_up, w_down = _require_tensor("x", x), _require_tensor("w_up", w_up), _require_tensor("w_down", w_down)
-    w_gate = None if w_gate is None else _require_tensor("w_gate", w_gate)
-    operands = x, w_gate, w_up, w_down, weights
-    if x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, w_up, w_down = x.to(dtype), w_up.to(dtype), w_down.to(dtype)
-        w_gate = None if w_gate is None else w_gate.to(dtype)
+    given: Any = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+    t = strided(_NAME, given, ("w_gate",))
+    x, w_gate, w_up, w_down = t["x"], t.get("w_gate"), t["w_up"], t["w_down"]
     _check(x, w_gate, w_up, w_down, expert_ids, weights)
     first, second = (w_up, None) if w_gate is None else (w_gate, w_up)
     ids = expert_ids.reshape(-1, expert_ids.shape[-1])
     layer = Experts(x.reshape(-1, x.shape[-1]), first, second, w_down.transpose(1, 2), ids, weights.reshape(ids.shape))
-    needing = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+    needing = needing_grad({**t, "weights": weights})
     plain = x.dtype in PACKED_DTYPES and not needing and not _modes.transforming()
     refusal = unpackable(Facts(_NAME, n=first.shape[1], k=x.shape[-1]), instead="")
     if (refusal or not plain) and not invariant and strategy != "row":
@@ -142,9 +139,3 @@ def _check_routes(shape: torch.Size, count: int, expert_ids: Tensor, weights: Te
         raise ValueError(f"{_NAME}: weights must be {expected}, got {weights.dtype} {list(weights.shape)}")
     if expert_ids.device.type == "cpu" and not _modes.tracing(0):
         check_ids(expert_ids, count, f"{_NAME}: expert_ids")
-
-
-def _require_tensor(name: str, operand: object) -> Tensor:
-    if not isinstance(operand, Tensor):
-        raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(operand).__name__}")
-    return operand
