@@ -76,9 +76,8 @@ class SparseAutoencoder(nn.Module):
         apply_b_dec_to_input: whether ``b_dec`` is subtracted from x, in its dtype. Transcoders do not.
         strategy: as in ``twell.sparse_ffn``; "auto" is an ``AutoStrategy`` of the module's own.
 
-    In ``train`` mode a call counts who fires, in DDP on all ranks: ``tokens_since_fired``, int64 [d_sae], is part of the
-    state dict and 0 where that has none. Casts leave ``threshold`` float32. Raises TypeError or ValueError for other
-    arguments.
+    In ``train`` mode a call counts who fires, in DDP on any rank: ``tokens_since_fired``, int64 [d_sae], in the state
+    dict, and 0 where that has none. Casts leave ``threshold`` float32. Raises TypeError or ValueError for other values.
     """
 
     # where users find it, pickles included
@@ -246,7 +245,7 @@ class SparseAutoencoder(nn.Module):
 
         Always by PyTorch's operators; moves and counts nothing.
         """
-        codes, _ = self._codes(self._pre_activations(self._centred(x)))
+        codes, _ = self._codes(self._centred(x))
         return codes.to_sparse() if sparse else codes
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -272,9 +271,6 @@ class SparseAutoencoder(nn.Module):
         self._require("x", x, self.d_in)
         return x - self.b_dec if self.apply_b_dec_to_input else x
 
-    def _pre_activations(self, centred: Tensor) -> Tensor:
-        return F.linear(centred, self.W_enc.t(), self.b_enc)
-
     def _level(self) -> Tensor:
         """The threshold of each neuron, at least 0, with its gradient."""
         assert self.threshold is not None
@@ -283,8 +279,9 @@ class SparseAutoencoder(nn.Module):
         # a clamp would take the gradient of those below 0, which could not rise again
         return torch.where(self.threshold < 0, self.threshold - self.threshold.detach(), self.threshold)
 
-    def _codes(self, pre: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The codes of pre-activations, dense, and the number of those that fire, 0-d; ``least``: see ``Selection``."""
+    def _codes(self, centred: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The codes, dense, and the number of those that fire, 0-d; ``least``: see ``Selection``."""
+        pre = F.linear(centred, self.W_enc.t(), self.b_enc)
         if self.activation == "jumprelu":
             return hidden_of(pre, Selection(self._level(), self.bandwidth))
         if self.activation == "batchtopk" and self.training:
@@ -299,7 +296,7 @@ class SparseAutoencoder(nn.Module):
 
     def _dense(self, centred: Tensor, fired: Tensor | None, least: Tensor | None) -> tuple[Tensor, Aux]:
         """The result by PyTorch's operators; who fires is added to ``fired``; ``least``: see ``Selection``."""
-        codes, count = self._codes(self._pre_activations(centred), least)
+        codes, count = self._codes(centred, least)
         if fired is not None:
             fired.add_((codes.detach() != 0).reshape(-1, self.d_sae).sum(0))
         l1 = codes.abs().sum(dtype=torch.promote_types(codes.dtype, torch.float32))
@@ -447,13 +444,11 @@ def _norms(rows: Tensor) -> Tensor:
 
 def _require_k(k: Any, activation: str, most: int) -> None:
     """Raise TypeError or ValueError unless ``k`` goes with ``activation``."""
-    if activation not in ("topk", "batchtopk"):
-        if k is not None:
-            raise ValueError(f'k must be None unless activation is "topk" or "batchtopk", got {k!r}')
-        return
     if activation == "topk":
         require_integer("k", k, 1)
-    else:
+    elif activation == "batchtopk":
         require_positive("k", k)
-    if k > most:
+    elif k is not None:
+        raise ValueError(f'k must be None unless activation is "topk" or "batchtopk", got {k!r}')
+    if k is not None and k > most:
         raise ValueError(f"k must be at most d_sae = {most}, got {k}")

@@ -125,14 +125,6 @@ def test_exported_layers(strategy: Any, strict: bool) -> None:
     assert torch.equal(counts, expected)
 
 
-class Odd(Tensor):
-    """What a quantised tensor may be."""
-
-    @classmethod
-    def __torch_function__(cls, *call: Any) -> Any:
-        return super().__torch_function__(*call)
-
-
 def test_what_is_refused() -> None:
     p, level = problem(8), thresholds()
 
@@ -147,7 +139,9 @@ def test_what_is_refused() -> None:
     refused(-level, "a finite number of at least 0, got a tensor of -1")
     refused(level.float() * 1e38, "finite in torch.bfloat16|at least 0")
     refused(level, "threshold must be a number, or", activation="relu")
-    refused(level.as_subclass(Odd), "threshold must be a plain tensor, got a Odd", TypeError)
+    with pytest.warns(UserWarning, match="prototype"):
+        odd = torch.masked.masked_tensor(level.float(), level > 0)
+    refused(odd, "threshold must be a plain tensor, got a MaskedTensor", TypeError)
     gate = F.linear(p.x, p.w_gate)
     with pytest.raises(ValueError, match="threshold must be a number"):
         twell.sparse_up_down(p.x, gate, p.w_up, p.w_down.t(), activation="fatrelu", threshold=level)
