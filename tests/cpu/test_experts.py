@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +20,12 @@ from twell.testing.bits import assert_same
 
 BF16 = torch.bfloat16
 T, K, N, E, TOP = 13, 24, 40, 5, 3
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_gpu.FakeGpu]:
+    yield fake_gpu.install(monkeypatch)
+    program.forget()
 
 
 def problem(
@@ -155,8 +162,7 @@ def test_the_operator_keeps_the_contract_of_operators() -> None:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("t", [1, 70, 300])
-def test_launches_by_row(gated: bool, invariant: bool, t: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = fake_gpu.install(monkeypatch)
+def test_launches_by_row(gated: bool, invariant: bool, t: int, gpu: fake_gpu.FakeGpu) -> None:
     p = problem(t=t, k=64, n=264, gated=gated)
     gate, up = (p["w_gate"], p["w_up"]) if gated else (p["w_up"], None)
     given = p["x"], gate, up, p["w_down"].transpose(1, 2), p["expert_ids"], p["weights"]
@@ -172,7 +178,6 @@ def test_launches_by_row(gated: bool, invariant: bool, t: int, monkeypatch: pyte
     if first:
         units = gpu.launches[0][1][5]
         assert len(units) >= E + (t * TOP - E) // gpu.launches[1][0].tokens or len(units) == t * TOP
-    program.forget()
 
 
 @pytest.mark.parametrize(
@@ -182,8 +187,7 @@ def test_few_pairs_of_an_expert_go_by_row(t: int, gated: bool, expected: bool) -
     assert tuning.experts_by_row(t, 6, 128, gated) == expected
 
 
-def test_auto_copies_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = fake_gpu.install(monkeypatch)
+def test_auto_copies_no_rows(gpu: fake_gpu.FakeGpu) -> None:
     p = problem(t=40, k=64, n=264)
     rows = p["w_down"].transpose(1, 2)
     by_row = ["expert_pairs", "expert_pack", "expert_union", "expert_gathered", "expert_sum"]
@@ -194,7 +198,6 @@ def test_auto_copies_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         fake_gpu.on_cuda("experts", *given, 8, "auto", "relu", 0.0, False)
         assert gpu.names() == launched
         gpu.launches.clear()
-    program.forget()
 
 
 def test_weights_of_slots_without_an_expert_may_be_nan() -> None:
@@ -252,26 +255,22 @@ def test_a_module_is_compiled_and_exported(strategy: Any, dtype: torch.dtype) ->
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_grid_has_so_many_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = fake_gpu.install(monkeypatch)
+def test_a_grid_has_so_many_units(gpu: fake_gpu.FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(t=40, k=64, n=264, gated=True)
     given = p["x"], p["w_gate"], p["w_up"], p["w_down"].transpose(1, 2), p["expert_ids"], p["weights"]
     monkeypatch.setattr(sys.modules["twell.ops.experts"], "_MOST_UNITS", 3)
     with pytest.raises(NotImplementedError, match="expected at most 3 units of"):
         fake_gpu.on_cuda("experts", *given, 8, "row", "relu", 0.0, False)
     assert not gpu.names()
-    program.forget()
 
 
-def test_squares_of_float16_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = fake_gpu.install(monkeypatch)
+def test_squares_of_float16_are_not_rounded(gpu: fake_gpu.FakeGpu) -> None:
     p = problem(t=40, k=64, n=264)
     for activation, last in (("relu2", "expert_down"), ("relu", "expert_sum")):
         given = p["x"], p["w_up"], None, p["w_down"].transpose(1, 2)
         halves = [t if t is None else t.half() for t in given]
         fake_gpu.on_cuda("experts", *halves, p["expert_ids"], p["weights"], 8, "row", activation, 0.0, False)
         assert gpu.names()[-1] == last
-    program.forget()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
@@ -283,12 +282,10 @@ def test_a_rank_without_tokens_has_gradients(dtype: torch.dtype) -> None:
     assert not p["w_up"].grad.any()
 
 
-def test_units_that_share_rows_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_that_share_rows_are_ordered(gpu: fake_gpu.FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few tokens, too, if they were to share rows."""
-    gpu = fake_gpu.install(monkeypatch)
     monkeypatch.setattr(tuning, "by_union_of_experts", lambda *_: True)
     p = problem(t=3, k=64, n=264)
     given = p["x"], p["w_up"], None, p["w_down"].transpose(1, 2), p["expert_ids"], p["weights"]
     fake_gpu.on_cuda("experts", *given, 8, "row", "relu", 0.0, False)
     assert gpu.names() == ["expert_pairs", "expert_pack", "expert_union", "expert_gathered", "expert_sum"]
-    program.forget()
