@@ -127,7 +127,7 @@ def test_gradients_are_those_of_dense_products() -> None:
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"x": torch.zeros(T, K + 8, dtype=BF16)}, ValueError, r"w_up must be \[5, 40, 32\], got \[5, 40, 24\]"),
-    ({"x": torch.zeros(T, K)}, TypeError, "w_up must be torch.float32 as x is"),
+    ({"x": torch.zeros(T, K)}, TypeError, "x must be torch.bfloat16 as the others are, got torch.float32"),
     ({"w_down": torch.zeros(E, N, K, dtype=BF16)}, ValueError, r"w_down must be \[5, 24, 40\], got \[5, 40, 24\]"),
     ({"w_up": torch.zeros(N, K, dtype=BF16)}, ValueError, r"w_up must be \[E, N, K\]"),
     ({"expert_ids": torch.zeros(T, TOP)}, TypeError, "must be int32 or int64, got torch.float32"),

@@ -430,8 +430,7 @@ def _(values: Tensor, others: Tensor, ends: Tensor) -> Tensor:
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     values, others, ends = ctx.saved_tensors
-    of_values = _products_in_graphs(grad, others.transpose(1, 2), ends)
-    return of_values, _products_in_graphs(values, grad, ends), None
+    return _products_in_graphs(grad, others.transpose(1, 2), ends), _products_in_graphs(values, grad, ends), None
 
 
 _products_in_graphs.register_autograd(
