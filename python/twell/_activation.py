@@ -88,9 +88,7 @@ class Activation(NamedTuple):
         if isinstance(self.threshold, Tensor):
             return torch.where(gate <= self.level(gate.dtype), 0, gate)
         if self.name == TOP_K:
-            gate = gate.relu()
-            chosen = gate.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
-            return torch.zeros_like(gate).scatter(-1, chosen, gate.gather(-1, chosen))
+            return largest_of_each(gate.relu(), self.k)
         if self.threshold:
             return F.threshold(gate, self.level(gate.dtype), 0.0, inplace)
         return F.relu(gate, inplace)
@@ -127,6 +125,12 @@ class Activation(NamedTuple):
 
 
 RELU = Activation()
+
+
+def largest_of_each(values: Tensor, k: int) -> Tensor:
+    """``values`` where they are among the k largest of their row, of equal ones the first, else 0."""
+    chosen = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return torch.zeros_like(values).scatter(-1, chosen, values.gather(-1, chosen))
 
 
 def _is_seen(threshold: Tensor) -> bool:

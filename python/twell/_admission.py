@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from twell import _memory, _modes
 from twell._modes import PLAIN_TENSORS, is_in_memory
+from twell._plain import behaves
 from twell.ops.operands import Mains, Operands
 from twell.strategy.plan import PACKED_DTYPES, Facts, unpackable
 
@@ -160,6 +161,18 @@ def sharded(operands: Mapping[str, Tensor]) -> bool:
             if isinstance(value, DTensor):
                 return True
     return False
+
+
+def require_of_neurons(
+    name: str, argument: str, value: Any, layer: Operands, expected: str, dtype: torch.dtype | None = None
+) -> None:
+    """Raise unless this is a plain tensor [N] for the neurons of a layer, and of ``dtype`` if that is given."""
+    if not isinstance(value, Tensor) or not behaves(value) or sharded({argument: value}):
+        raise TypeError(f"{name}: {argument} must be a plain tensor, got a {type(value).__name__}")
+    n, device = len(layer.w_gate), layer.x.device
+    if value.shape != (n,) or value.device != device or dtype not in (None, value.dtype):
+        got = f"{value.dtype} {list(value.shape)} on {value.device}"
+        raise ValueError(f"{name}: {argument} must be {expected} [{n}] on {device}, got {got}")
 
 
 def needing_grad(operands: Mapping[str, Tensor]) -> list[str]:

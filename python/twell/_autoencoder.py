@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import _down_layout, _modes, functional
-from twell._activation import RELU
+from twell._activation import RELU, largest_of_each
 from twell._arguments import require, require_choice, require_flag, require_integer, require_number, require_positive
 from twell._choice import Selection, hidden_of
-from twell._execution import Aux
+from twell._execution import Aux, per_token
 from twell._float8_mlp import moving
 from twell._runtime.log import info_once, warn_once
 from twell.functional import Strategy
@@ -48,9 +48,8 @@ def why_dense(strategy: Any, n: int, k: int, k_out: int, dtype: torch.dtype, dev
     return answer.reason if isinstance(answer, Route) and answer.strategy == "dense" else ""
 
 
-def of_batch(layer: Operands, k: float, strategy: Any, counts: Tensor | None, least: Tensor) -> tuple[Tensor, Aux]:
-    """``sparse_ffn`` of "batchtopk" with ``aux``; the least value that is kept is written to ``least``, 0-d."""
-    choice = Selection(most=int(k * tokens_of(layer.x)), least=least)
+def of_choice(layer: Operands, choice: Selection, strategy: Any, counts: Tensor | None) -> tuple[Tensor, Aux]:
+    """``sparse_ffn`` with ``aux`` of what PyTorch chooses of the pre-activations."""
     how = RELU, strategy, False, 8, None, True
     return functional.run(functional.sparse_ffn, layer, False, *how, choice=choice, counts=counts)  # type: ignore[return-value]
 
@@ -77,8 +76,8 @@ class SparseAutoencoder(nn.Module):
         apply_b_dec_to_input: whether ``b_dec`` is subtracted from x, in its dtype. Transcoders do not.
         strategy: as in ``twell.sparse_ffn``; "auto" is an ``AutoStrategy`` of the module's own.
 
-    In ``train`` mode a call also counts who fires: ``tokens_since_fired``, int64 [d_sae], is part of the state dict and
-    0 where that has none. Casts leave ``threshold`` float32. Raises TypeError or ValueError for other arguments.
+    In ``train`` mode a call counts who fires, in DDP on any rank: ``tokens_since_fired``, int64 [d_sae], in the state
+    dict, and 0 where that has none. Casts leave ``threshold`` float32. Raises TypeError or ValueError for other values.
     """
 
     # where users find it, pickles included
@@ -226,15 +225,17 @@ class SparseAutoencoder(nn.Module):
         # a recomputation counts no token again
         counting = self.training and (_modes.compiling() or not _modes.in_backward())
         fired = torch.zeros_like(self.tokens_since_fired) if counting else None
+        moves = counting and self.activation == "batchtopk"
+        least = torch.full_like(self.threshold, torch.inf) if moves else None  # type: ignore[arg-type]
         if why:
             if self._strategy != "dense" and not _modes.compiling():
                 say = warn_once if x.is_cuda else info_once
                 say(f"a SparseAutoencoder runs dense: {why}")
-            y, aux = self._dense(centred, fired)
+            y, aux = self._dense(centred, fired, least)
         else:
-            y, aux = self._sparse(centred, fired)
+            y, aux = self._sparse(centred, fired, least)
         if fired is not None:
-            self.tokens_since_fired.add_(tokens_of(x)).masked_fill_(fired > 0, 0)
+            self._note(fired, tokens_of(x), least)
         if self.W_skip is not None:
             y = y + F.linear(x, self.W_skip)
         return (y, aux) if return_aux else y
@@ -244,15 +245,16 @@ class SparseAutoencoder(nn.Module):
 
         Always by PyTorch's operators; moves and counts nothing.
         """
-        codes, _ = self._codes(self._pre_activations(self._centred(x)))
+        codes, _ = self._codes(self._centred(x))
         return codes.to_sparse() if sparse else codes
 
     def decode(self, codes: Tensor) -> Tensor:
         """``codes W_dec + b_dec`` [..., d_out] of codes [..., d_sae], dense or COO of two dimensions. Skips nothing."""
         self._require("codes", codes, self.d_sae)
         if codes.is_sparse:
-            product: Tensor = torch.sparse.mm(codes, self.decoder)
-            return product + self.b_dec
+            y: Tensor = torch.sparse.mm(codes, self.decoder) + self.b_dec
+            # autocast computes it in float32
+            return y.to(_modes.product_dtype(codes.dtype, codes.device.type))
         return F.linear(codes, self.decoder.t(), self.b_dec)
 
     def _require(self, name: str, values: Tensor, size: int) -> None:
@@ -269,9 +271,6 @@ class SparseAutoencoder(nn.Module):
         self._require("x", x, self.d_in)
         return x - self.b_dec if self.apply_b_dec_to_input else x
 
-    def _pre_activations(self, centred: Tensor) -> Tensor:
-        return F.linear(centred, self.W_enc.t(), self.b_enc)
-
     def _level(self) -> Tensor:
         """The threshold of each neuron, at least 0, with its gradient."""
         assert self.threshold is not None
@@ -280,8 +279,9 @@ class SparseAutoencoder(nn.Module):
         # a clamp would take the gradient of those below 0, which could not rise again
         return torch.where(self.threshold < 0, self.threshold - self.threshold.detach(), self.threshold)
 
-    def _codes(self, pre: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The codes of pre-activations, dense, and the number of those that fire, 0-d; ``least``: see ``Selection``."""
+    def _codes(self, centred: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The codes, dense, and the number of those that fire, 0-d; ``least``: see ``Selection``."""
+        pre = F.linear(centred, self.W_enc.t(), self.b_enc)
         if self.activation == "jumprelu":
             return hidden_of(pre, Selection(self._level(), self.bandwidth))
         if self.activation == "batchtopk" and self.training:
@@ -291,30 +291,25 @@ class SparseAutoencoder(nn.Module):
         else:
             codes = pre.relu()
             if self.activation == "topk":
-                codes = _largest(codes, int(self.k or 0))
+                codes = largest_of_each(codes, int(self.k or 0))
         return codes, (codes != 0).sum().float()
 
-    def _dense(self, centred: Tensor, fired: Tensor | None) -> tuple[Tensor, Aux]:
-        """The result by PyTorch's operators; who fires is added to ``fired``."""
-        least = self._least()
-        codes, count = self._codes(self._pre_activations(centred), least)
+    def _dense(self, centred: Tensor, fired: Tensor | None, least: Tensor | None) -> tuple[Tensor, Aux]:
+        """The result by PyTorch's operators; who fires is added to ``fired``; ``least``: see ``Selection``."""
+        codes, count = self._codes(centred, least)
         if fired is not None:
             fired.add_((codes.detach() != 0).reshape(-1, self.d_sae).sum(0))
-            self._move_threshold(least)
-        tokens = max(tokens_of(centred), 1)
-        wide = torch.promote_types(codes.dtype, torch.float32)
-        return self.decode(codes), Aux(codes.abs().sum(dtype=wide) / tokens, count / tokens)
+        l1 = codes.abs().sum(dtype=torch.promote_types(codes.dtype, torch.float32))
+        return self.decode(codes), per_token(l1, count, tokens_of(centred))
 
-    def _sparse(self, centred: Tensor, fired: Tensor | None) -> tuple[Tensor, Aux]:
+    def _sparse(self, centred: Tensor, fired: Tensor | None, least: Tensor | None) -> tuple[Tensor, Aux]:
         """The same by ``twell.sparse_ffn``."""
         site = self._site() if self._strategy == "auto" else self._strategy
         weights = self.W_enc.t(), self.decoder.t()
-        if (least := self._least()) is not None:
+        if self.activation == "batchtopk" and self.training:
             layer = Operands(centred, weights[0], None, weights[1], self.b_enc, None, self.b_dec)
-            found = of_batch(layer, self.k or 0, site, fired, least)
-            if fired is not None:
-                self._move_threshold(least)
-            return found
+            choice = Selection(most=int((self.k or 0) * tokens_of(centred)), least=least)
+            return of_choice(layer, choice, site, fired)
         options: dict[str, Any] = {"activation": self.activation}
         if self.activation in ("jumprelu", "batchtopk"):
             level = self._level()
@@ -326,14 +321,22 @@ class SparseAutoencoder(nn.Module):
         options |= {"b_up": self.b_enc, "b_down": self.b_dec, "strategy": site, "return_aux": True, "counts": fired}
         return functional.sparse_ffn(centred, *weights, **options)  # type: ignore[no-any-return]
 
-    def _least(self) -> Tensor | None:
-        """Where the least code of a call is written, if codes are the largest of a batch."""
-        moves = self.activation == "batchtopk" and self.training
-        return torch.empty((), dtype=torch.float32, device=self.b_enc.device) if moves else None
-
     @torch.no_grad()
-    def _move_threshold(self, least: Tensor | None) -> None:
-        """Move the threshold of "batchtopk" towards the least of the codes that are not 0, if there is one."""
+    def _note(self, fired: Tensor, tokens: Any, least: Tensor | None) -> None:
+        """Count the tokens of a call, and move the threshold of "batchtopk" towards ``least``, if there is one.
+
+        In a forward pass of DDP tokens are those of all ranks, which send one message, and ``least`` is their mean.
+        """
+        if (group := _modes.data_parallel()) is not None:
+            found = fired.new_zeros((), dtype=torch.float64) if least is None else least.double()
+            known = found.isfinite()
+            own = torch.stack([torch.full_like(found, tokens), torch.where(known, found, 0), known.double()])
+            message = torch.cat([fired.double(), own])
+            torch.distributed.all_reduce(message, group=group)
+            fired, tokens = message[:-3], message[-3].long()
+            # without one it is NaN
+            least = None if least is None else (message[-2] / message[-1]).to(least.dtype)
+        self.tokens_since_fired.add_(tokens).masked_fill_(fired > 0, 0)
         if least is not None:
             assert self.threshold is not None
             moved = self.threshold.lerp(least, self.threshold_rate)
@@ -392,11 +395,10 @@ class SparseAutoencoder(nn.Module):
             return y.new_zeros(())
         pre = F.linear(self._centred(x), self.W_enc.t()[which], self.b_enc[which])
         error = (target - y).detach()
-        chosen = _largest(pre, min(most, len(which)))
+        chosen = largest_of_each(pre, min(most, len(which)))
         missed = F.linear(chosen, self.decoder[which].t()) - error
-        return missed.to(torch.promote_types(missed.dtype, torch.float32)).square().sum(-1).mean() * min(
-            1.0, len(which) / most
-        )
+        squares = missed.to(torch.promote_types(missed.dtype, torch.float32)).square()
+        return squares.sum() * (min(1.0, len(which) / most) / max(tokens_of(x), 1))
 
     def explain(self, name: str = "") -> list[Choice]:
         """The rows of ``twell.explain`` for this layer."""
@@ -440,21 +442,13 @@ def _norms(rows: Tensor) -> Tensor:
     return norms.clamp(min=torch.finfo(dtype).tiny)
 
 
-def _largest(values: Tensor, k: int) -> Tensor:
-    """``values`` where they are among the k largest of their row, of equal ones the first, else 0."""
-    chosen = values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    return torch.zeros_like(values).scatter(-1, chosen, values.gather(-1, chosen))
-
-
 def _require_k(k: Any, activation: str, most: int) -> None:
     """Raise TypeError or ValueError unless ``k`` goes with ``activation``."""
-    if activation not in ("topk", "batchtopk"):
-        if k is not None:
-            raise ValueError(f'k must be None unless activation is "topk" or "batchtopk", got {k!r}')
-        return
     if activation == "topk":
         require_integer("k", k, 1)
-    else:
+    elif activation == "batchtopk":
         require_positive("k", k)
-    if k > most:
+    elif k is not None:
+        raise ValueError(f'k must be None unless activation is "topk" or "batchtopk", got {k!r}')
+    if k is not None and k > most:
         raise ValueError(f"k must be at most d_sae = {most}, got {k}")

@@ -27,7 +27,6 @@ from twell._runtime import geometry
 from twell.ops import hybrid
 from twell.ops.library import unviewed
 from twell.ops.operands import Mains, Operands
-from twell.ops.slices import Added
 from twell.strategy.site import tokens_of
 
 # neurons whose windows are multiplied with dy together
@@ -37,13 +36,22 @@ _BLOCK = 8192
 class Selection(NamedTuple):
     """What is kept of pre-activations: those above a ``threshold`` [N], or the ``most`` of all tokens together.
 
-    The least of the latter is written to ``least``, 0-d; infinity if there is none.
+    ``least``, 0-d and infinite, becomes the least of the latter, if there is one. ``codes`` [..., N], without gradient:
+    the latter, and 0 elsewhere, where the caller has chosen them.
     """
 
     threshold: Tensor | None = None
     bandwidth: float = 0.0
     most: int = 0
     least: Tensor | None = None
+    codes: Tensor | None = None
+
+    def of_tokens(self, x: Tensor, w_up: Tensor, b_up: Tensor | None) -> Tensor:
+        """The gate of x [M, K], 0 where it is not among the ``most``."""
+        if self.codes is not None:
+            return self.codes.reshape(-1, len(w_up))
+        gate = F.linear(x, w_up, b_up)
+        return gate.masked_fill_(~largest(gate, self.most, self.least), 0)
 
     def level(self, dtype: torch.dtype) -> Tensor:
         """The thresholds, as kernels have them."""
@@ -75,18 +83,6 @@ def choice_of(x: Any, activation: Any, threshold: Any, k: Any, bandwidth: Any) -
     return Selection(most=int(k * tokens_of(x)))
 
 
-def require_counts(name: str, counts: Tensor, layer: Operands, invariant: bool) -> None:
-    """Raise unless tokens can be counted for each neuron of a layer."""
-    n, device = len(layer.w_gate), layer.x.device
-    if type(counts) not in _modes.PLAIN_TENSORS:
-        raise TypeError(f"{name}: counts must be a plain tensor, got a {type(counts).__name__}")
-    if counts.shape != (n,) or counts.dtype != torch.int64 or counts.device != device:
-        got = f"{counts.dtype} {list(counts.shape)} on {counts.device}"
-        raise ValueError(f"{name}: counts must be int64 [{n}] on {device}, got {got}")
-    if invariant:
-        raise NotImplementedError(f"{name}: counts are of calls without invariant=True, got it")
-
-
 def bounds(level: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
     """The values of the same dtype between which gates are within the windows of thresholds [N]."""
     center = level.double()
@@ -115,11 +111,10 @@ def _next(values: Tensor, step: int) -> Tensor:
 def largest(gate: Tensor, most: int, least: Tensor | None = None) -> Tensor:
     """Which of the gates [M, N] are the ``most`` largest above zero, of equal ones the first; and all that are NaN."""
     values = gate.flatten().topk(min(most, gate.numel()), sorted=False).values
-    if least is not None:
-        positive = torch.where(values > 0, values, torch.inf)
-        least.copy_(positive.amin()) if len(values) else least.fill_(torch.inf)
     if not len(values):
         return torch.zeros_like(gate, dtype=torch.bool)
+    if least is not None:
+        least.copy_(torch.where(values > 0, values, torch.inf).amin())
     level = values.masked_fill(values.isnan(), torch.inf).amin().clamp(min=0)
     # of the gates at the level those of the first tokens, in one token the first neurons
     equal = gate == level
@@ -137,7 +132,10 @@ def hidden_of(gate: Tensor, choice: Selection) -> tuple[Tensor, Tensor]:
     """h [..., N] by PyTorch's operators, and the number of its non-zeros (0-d, float32), both with gradients."""
     if choice.threshold is not None:
         return _Jump.apply(gate, choice.threshold, choice.bandwidth)  # type: ignore[no-untyped-call, no-any-return]
-    chosen = largest(gate.detach().reshape(-1, gate.shape[-1]), choice.most, choice.least).view(gate.shape)
+    if choice.codes is not None:
+        chosen = choice.codes != 0
+    else:
+        chosen = largest(gate.detach().reshape(-1, gate.shape[-1]), choice.most, choice.least).view(gate.shape)
     return torch.where(chosen, gate, 0), chosen.sum(dtype=torch.float32)
 
 
@@ -189,11 +187,9 @@ def inference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same without gradients, by a sparse strategy; the choice is one of ``most``."""
     x, w_up, _, w_down, b_up, _, b_down = layer
-    gate = F.linear(x.reshape(-1, x.shape[-1]), w_up, b_up)
-    chosen = largest(gate, choice.most, choice.least)
-    gate.masked_fill_(~chosen, 0)
+    gate = choice.of_tokens(x.reshape(-1, x.shape[-1]), w_up, b_up)
     if counts is not None:
-        counts += chosen.sum(0)
+        counts += (gate != 0).sum(0)
     operands = gate, None, None, w_down.t(), None, b_down
     y, l1, nonzeros = ops.sparse_up_down_aux(*operands, compression, strategy, None)
     return (y if x.dim() == 2 else unviewed(y, x.shape)), l1, nonzeros
@@ -207,37 +203,33 @@ class _Chosen(torch.autograd.Function):
         choice = choice._replace(threshold=threshold)
         n, dtype = len(w_up), x.dtype
         level = None if threshold is None else choice.level(dtype)
-        slices = geometry.neuron_slices(n)
+        sliced = len(geometry.neuron_slices(n)) > 1
         kept = x.new_empty(hybrid.words(x, n, False), dtype=torch.int32)
         limits = () if level is None else (level, *bounds(level, choice.bandwidth))
         # of each slice, which gates are within their windows; and the counts of ``window``
         windows: list[Tensor] = []
         counts = x.new_zeros((3, n if limits else 0), dtype=torch.int32)
-        y = torch.empty_like(x)
-        added = Added(y, b_down) if len(slices) > 1 else None
+        y = torch.zeros_like(x, dtype=torch.promote_types(dtype, torch.float32) if sliced else dtype)
+        if sliced and b_down is not None:
+            y = y + b_down
         l1 = x.new_zeros((), dtype=hybrid.accumulator(dtype))
         nonzeros = x.new_zeros((), dtype=torch.float32)
         for first, last, own, room in hybrid.split(kept, x, n, False) if len(x) else ():
-            gate = F.linear(x, w_up[first:last], None if b_up is None else b_up[first:last])
             if limits:
+                gate = F.linear(x, w_up[first:last], None if b_up is None else b_up[first:last])
                 near, counts[:, first:last] = ops.window(gate, *(limit[first:last] for limit in limits))
                 windows.append(near)
             else:
-                gate.masked_fill_(~largest(gate, choice.most, choice.least), 0)
+                # one slice has all
+                gate = choice.of_tokens(x, w_up, b_up)
             if firing is not None:
                 firing[first:last] += counts[2, first:last] if limits else (~(gate <= 0)).sum(0)
-            bias = b_down if added is None else None
-            operands = gate, None, None, w_down[:, first:last].t(), None, bias
+            operands = gate, None, None, w_down[:, first:last].t(), None, None if sliced else b_down
             found, of_l1, of_nonzeros, pattern = ops.sparse_up_down_forward(*operands, compression, room)
             own.copy_(pattern)
-            l1 += of_l1
-            nonzeros += of_nonzeros
-            if added is None:
-                y = found
-            else:
-                added.add(found)
-        if added is not None:
-            added.store()
+            # not in place: a graph of torch 2.11 has no gradient for a result that is changed so
+            l1, nonzeros = l1 + of_l1, nonzeros + of_nonzeros
+            y = y + found if sliced else found
         ctx.save_for_backward(x, w_up, w_down, b_up, threshold, level, counts, kept, *windows)
         ctx.bandwidth = choice.bandwidth
         ctx.set_materialize_grads(False)
@@ -245,7 +237,7 @@ class _Chosen(torch.autograd.Function):
         ctx.broken = nonzeros > choice.most if level is None else None
         if level is None:
             ctx.mark_non_differentiable(nonzeros)
-        return y, l1, nonzeros
+        return y.to(dtype), l1, nonzeros
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, dn: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -291,7 +283,8 @@ def _of_thresholds(
     So no dh is made. A NaN in dy is a NaN for all thresholds, as in dense PyTorch.
     """
     wide = hybrid.accumulator(level.dtype)
-    found, parts, first = torch.zeros_like(level, dtype=wide), list[Tensor](), 0
+    found, first = torch.zeros_like(level, dtype=wide), 0
+    parts: list[Tensor] = []
     if dy is not None:
         for near in [each[:, at : at + _BLOCK] for each in windows for at in range(0, each.shape[1], _BLOCK)]:
             rows = w_down[:, first : first + near.shape[1]].t()

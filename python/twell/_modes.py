@@ -187,6 +187,12 @@ def checkpointed() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") != "twell._adapted"
 
 
+def data_parallel() -> Any:
+    """The process group of the ``DistributedDataParallel`` whose forward pass runs this call, or None."""
+    ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    return None if ddp is None else ddp.process_group
+
+
 def in_backward() -> bool:
     """Whether a backward pass runs this call, as the recomputation of a checkpoint."""
     return torch._C._current_graph_task_id() != -1

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from twell import _modes, ops
 from twell._activation import ActivationName, activation_of
-from twell._arguments import require_flag
+from twell._admission import needing_grad, require_alike, strided
+from twell._arguments import require, require_flag
 from twell._quantised import in_16_bits, is_quantised, of_blocks, records, run_experts
 from twell._runtime import geometry
 from twell.float8 import Float8
@@ -69,7 +70,7 @@ def sparse_experts(
     if act.moves:
         raise TypeError(f"{_NAME}: threshold must be a number, got a tensor")
     for name, operand in (("expert_ids", expert_ids), ("weights", weights)):
-        _require_tensor(name, operand)
+        require(f"{_NAME}: {name}", operand, Tensor, "a tensor")
     matrices: Any = (w_gate, w_up, w_down) if w_gate is not None else (w_up, None, w_down)
     if is_quantised(x, matrices):
         matrices = records(_NAME, matrices)
@@ -78,18 +79,14 @@ def sparse_experts(
             return run_experts(_NAME, x, matrices, expert_ids, weights, act, strategy, invariant, compression)
         x, matrices = in_16_bits(_NAME, x, matrices)
         w_gate, w_up, w_down = matrices if w_gate is not None else (None, matrices[0], matrices[2])
-    x, w_up, w_down = _require_tensor("x", x), _require_tensor("w_up", w_up), _require_tensor("w_down", w_down)
-    w_gate = None if w_gate is None else _require_tensor("w_gate", w_gate)
-    operands = x, w_gate, w_up, w_down, weights
-    if x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, w_up, w_down = x.to(dtype), w_up.to(dtype), w_down.to(dtype)
-        w_gate = None if w_gate is None else w_gate.to(dtype)
-    _check(x, w_gate, w_up, w_down, expert_ids, weights)
+    given: Any = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+    t = strided(_NAME, given, ("w_gate",))
+    x, w_gate, w_up, w_down = t["x"], t.get("w_gate"), t["w_up"], t["w_down"]
+    _check(t, expert_ids, weights)
     first, second = (w_up, None) if w_gate is None else (w_gate, w_up)
     ids = expert_ids.reshape(-1, expert_ids.shape[-1])
     layer = Experts(x.reshape(-1, x.shape[-1]), first, second, w_down.transpose(1, 2), ids, weights.reshape(ids.shape))
-    needing = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+    needing = needing_grad({**t, "weights": weights})
     plain = x.dtype in PACKED_DTYPES and not needing and not _modes.transforming()
     refusal = unpackable(Facts(_NAME, n=first.shape[1], k=x.shape[-1]), instead="")
     if (refusal or not plain) and not invariant and strategy != "row":
@@ -107,23 +104,21 @@ def sparse_experts(
     return y.view(x.shape)
 
 
-def _check(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+def _check(t: dict[str, Tensor], expert_ids: Tensor, weights: Tensor) -> None:
     """Raise unless the operands fit each other."""
+    x, w_up = t["x"], t["w_up"]
     if not x.dim() or not x.shape[-1] or not x.is_floating_point() or x.dtype.itemsize < 2:
         raise ValueError(f"{_NAME}: x must be [..., K] of at least 16-bit floats, got {x.dtype} {list(x.shape)}")
     if w_up.dim() != 3:
         raise ValueError(f"{_NAME}: w_up must be [E, N, K], got {list(w_up.shape)}")
     (count, n, _), k = w_up.shape, x.shape[-1]
-    shapes = {"w_up": (w_up, [count, n, k]), "w_gate": (w_gate, [count, n, k]), "w_down": (w_down, [count, k, n])}
-    for name, (weight, shape) in shapes.items():
-        if weight is None:
-            continue
-        if list(weight.shape) != shape:
-            raise ValueError(f"{_NAME}: {name} must be {shape}, got {list(weight.shape)}")
-        if weight.dtype != x.dtype:
-            raise TypeError(f"{_NAME}: {name} must be {x.dtype} as x is, got {weight.dtype}")
+    shapes = {"x": list(x.shape), "w_up": [count, n, k], "w_gate": [count, n, k], "w_down": [count, k, n]}
+    for name, operand in t.items():
+        if list(operand.shape) != shapes[name]:
+            raise ValueError(f"{_NAME}: {name} must be {shapes[name]}, got {list(operand.shape)}")
     _check_routes(x.shape[:-1], count, expert_ids, weights)
-    devices = {str(operand.device) for operand in (x, w_gate, w_up, w_down, expert_ids, weights) if operand is not None}
+    require_alike(_NAME, t)
+    devices = {str(operand.device) for operand in (x, expert_ids, weights)}
     if len(devices) > 1:
         raise ValueError(f"{_NAME}: operands must be on one device, got {' and '.join(sorted(devices))}")
 
@@ -142,9 +137,3 @@ def _check_routes(shape: torch.Size, count: int, expert_ids: Tensor, weights: Te
         raise ValueError(f"{_NAME}: weights must be {expected}, got {weights.dtype} {list(weights.shape)}")
     if expert_ids.device.type == "cpu" and not _modes.tracing(0):
         check_ids(expert_ids, count, f"{_NAME}: expert_ids")
-
-
-def _require_tensor(name: str, operand: object) -> Tensor:
-    if not isinstance(operand, Tensor):
-        raise TypeError(f"{_NAME}: {name} must be a tensor, got {type(operand).__name__}")
-    return operand

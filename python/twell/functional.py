@@ -10,8 +10,8 @@ from torch import Tensor
 
 from twell import _execution, _modes, ops
 from twell._activation import TOP_K, Activation, ActivationName, activation_of
-from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, sharded
-from twell._choice import Selection, choice_of, require_counts
+from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, require_of_neurons, sharded
+from twell._choice import Selection, choice_of
 from twell._execution import Aux, Made, copies_down
 from twell._front import Learning
 from twell._modes import PLAIN_TENSORS
@@ -385,12 +385,14 @@ def run(
         layer, training = Operands.of(t), bool(needing_grad(t)) or bool(choice and choice.threshold is not None)
     device = layer.x.device
     if activation.by_neuron:
-        _require_thresholds(name, activation.threshold, layer)
+        require_of_neurons(name, "threshold", activation.threshold, layer, "a number or")
     if counts is not None and not _modes.compiling() and _modes.in_backward():
         # a recomputation counts no token again
         counts = None
     if counts is not None:
-        require_counts(name, counts, layer, same_bits)
+        require_of_neurons(name, "counts", counts, layer, "int64", torch.int64)
+        if same_bits:
+            raise NotImplementedError(f"{name}: counts are of calls without invariant=True, got it")
     if choice is not None and choice.most:
         choice = choice._replace(most=min(choice.most, tokens_of(layer.x) * len(layer.w_gate)))
     if activation.k or (choice is not None and choice.most):
@@ -426,16 +428,6 @@ def run(
         if y is not None:
             return y
     return _execution.run(call, layer, route, mains, first)
-
-
-def _require_thresholds(name: str, thresholds: Tensor, layer: Operands) -> None:
-    """ValueError or TypeError unless each neuron of a layer has a threshold."""
-    if type(thresholds) not in PLAIN_TENSORS:
-        raise TypeError(f"{name}: threshold must be a plain tensor, got a {type(thresholds).__name__}")
-    n, device = len(layer.w_gate), layer.x.device
-    if thresholds.shape != (n,) or thresholds.device != device:
-        got = f"{list(thresholds.shape)} on {thresholds.device}"
-        raise ValueError(f"{name}: threshold must be a number or [{n}] on {device}, got {got}")
 
 
 def _on_shards(

@@ -105,6 +105,26 @@ def test_compiled_layers(gated: bool) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("strategy", ["union", "auto", "dense"])
+def test_exported_layers(strategy: Any, strict: bool) -> None:
+    """With thresholds and counts that the graph has as fake tensors."""
+    p, level = problem(32), thresholds()
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor, level: Tensor, counts: Tensor) -> Tensor:
+            weights: Any = p.w_up, p.w_down.t()
+            how: Any = {"activation": "fatrelu", "threshold": level, "strategy": strategy, "counts": counts}
+            return twell.sparse_ffn(x, *weights, **how)
+
+    counts, expected = (torch.zeros(N, dtype=torch.int64) for _ in range(2))
+    with torch.no_grad():
+        made = torch.export.export(Layer(), (p.x, level, counts.clone()), strict=strict).module()
+        for each in (level, level.flip(0)):
+            testing.assert_same(made(p.x, each, counts), Layer()(p.x, each, expected))
+    assert torch.equal(counts, expected)
+
+
 def test_what_is_refused() -> None:
     p, level = problem(8), thresholds()
 
@@ -112,13 +132,16 @@ def test_what_is_refused() -> None:
         with pytest.raises(kind, match=what):
             layer(p, threshold, True, strategy="union", **options)
 
-    refused(level[1:], r"threshold must be a number or \[264\] on cpu, got \[263\]")
+    refused(level[1:], r"threshold must be a number or \[264\] on cpu, got torch.bfloat16 \[263\]")
     refused(level[None], r"a 0-d or \[N\], floating tensor without gradient, got .*\[1, 264\]")
     refused(level.int(), "floating tensor without gradient, got torch.int32")
     refused(level.clone().requires_grad_(), "got torch.bfloat16 .264. that requires grad")
     refused(-level, "a finite number of at least 0, got a tensor of -1")
     refused(level.float() * 1e38, "finite in torch.bfloat16|at least 0")
     refused(level, "threshold must be a number, or", activation="relu")
+    with pytest.warns(UserWarning, match="prototype"):
+        odd = torch.masked.masked_tensor(level.float(), level > 0)
+    refused(odd, "threshold must be a plain tensor, got a MaskedTensor", TypeError)
     gate = F.linear(p.x, p.w_gate)
     with pytest.raises(ValueError, match="threshold must be a number"):
         twell.sparse_up_down(p.x, gate, p.w_up, p.w_down.t(), activation="fatrelu", threshold=level)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,15 +63,16 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return y.double().square().mean() + COEFFICIENT * l1
 
 
-def train(
-    model: nn.Module, device: torch.device, ranks: list[int], sync: Callable[[bool], Any] = lambda last: None
-) -> list[float]:
+def train(model: nn.Module, device: torch.device, ranks: list[int]) -> list[float]:
     """Steps of two micro-batches each; the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     losses = []
     for step in range(STEPS):
         for micro in range(2):
-            sync(micro == 1)
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = micro == 1
+            elif isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(micro == 1)
             loss = torch.stack([loss_of(model, tokens(device, step, micro, rank)) for rank in ranks]).mean()
             (loss / 2).backward()
             losses.append(float(loss.detach()))
@@ -91,10 +92,12 @@ def same(ours: nn.Module, expected: nn.Module) -> None:
             assert (got.float() - q.detach().float()).norm() < 0.05 * q.detach().float().norm()
 
 
-def mean_over_ranks(losses: list[float], device: torch.device) -> Tensor:
-    total = torch.tensor(losses, dtype=torch.float64, device=device)
+def same_losses(losses: list[float], expected: list[float], device: torch.device) -> None:
+    total, right = (torch.tensor(each, dtype=torch.float64, device=device) for each in (losses, expected))
     dist.all_reduce(total)
-    return total.cpu() / dist.get_world_size()
+    torch.testing.assert_close(
+        total / dist.get_world_size(), right, rtol=1e-9 if device.type == "cpu" else 2e-2, atol=0
+    )
 
 
 def ddp(device: torch.device, bucket_view: bool, rows: bool) -> None:
@@ -105,16 +108,9 @@ def ddp(device: torch.device, bucket_view: bool, rows: bool) -> None:
     if rows:
         twell.nn.set_down_layout(model, "rows")
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
-
-    def sync(last: bool) -> None:
-        wrapped.require_backward_grad_sync = last
-
-    losses = train(wrapped, device, [dist.get_rank()], sync)
-    tolerance = 1e-9 if device.type == "cpu" else 2e-2
-    torch.testing.assert_close(
-        mean_over_ranks(losses, device), torch.tensor(expected, dtype=torch.float64), rtol=tolerance, atol=0
-    )
+    losses = train(wrapped, device, [dist.get_rank()])
     same(model, whole)
+    same_losses(losses, expected, device)
     for block in model:
         weight = block.mlp.down_proj.weight
         assert (weight.t() if rows else weight).is_contiguous()
@@ -135,12 +131,9 @@ def fsdp(device: torch.device, reshard: bool, every_layer: bool) -> None:
             fully_shard(block.mlp, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    losses = train(model, device, [dist.get_rank()], lambda last: model.set_requires_gradient_sync(last))
-    tolerance = 1e-9 if device.type == "cpu" else 2e-2
-    torch.testing.assert_close(
-        mean_over_ranks(losses, device), torch.tensor(expected, dtype=torch.float64), rtol=tolerance, atol=0
-    )
+    losses = train(model, device, [dist.get_rank()])
     same(model, whole)
+    same_losses(losses, expected, device)
     assert isinstance(model[0].mlp.down_proj.weight, DTensor)
     assert "compression=8" in repr(model)
     assert {row.layer for row in twell.explain(model)} == {"0.mlp", "1.mlp"}
@@ -229,6 +222,42 @@ def fsdp1(device: torch.device) -> None:
                     torch.testing.assert_close(p.detach(), (q - q.grad).detach())
 
 
+def figures_of_ranks(device: torch.device, broadcast: bool, compiled: bool) -> None:
+    """Neurons that fire on one rank are alive on all, and a rank without tokens changes no threshold."""
+    torch.manual_seed(0)
+    sae = twell.nn.SparseAutoencoder(64, 128, activation="batchtopk", k=2.5, device=device)
+    with torch.no_grad():
+        sae.b_enc.fill_(-0.5)
+    own: nn.Module = torch.compile(sae, backend="aot_eager", fullgraph=True) if compiled else sae  # type: ignore[assignment]
+    wrapped = DistributedDataParallel(own, broadcast_buffers=broadcast)
+    alive, threshold, tokens = torch.zeros(128, dtype=torch.bool, device=device), torch.zeros(()), 0
+    for sizes in ((24, 24), (9, 0), (0, 17), (0, 0)):
+        every = [
+            torch.randn(size, 64, generator=torch.Generator().manual_seed(size + r)).to(device)
+            for r, size in enumerate(sizes)
+        ]
+        wrapped(every[dist.get_rank()]).sum().backward()
+        codes = [sae.encode(x) for x in every]
+        least = [each[each > 0].min() for each in codes if len(each)]
+        alive |= torch.cat(codes).any(0)
+        if least:
+            threshold = threshold.lerp(torch.stack(least).mean().cpu(), sae.threshold_rate)
+        tokens += sum(sizes)
+    assert 0 < alive.sum() < 128
+    assert torch.equal(sae.dead(tokens), ~alive)
+    torch.testing.assert_close(sae.threshold.cpu(), threshold)
+    # outside DDP a rank counts its own tokens, and waits for no other
+    if dist.get_rank() == 0:
+        sae(every[0].new_zeros(3, 64))
+        assert int(sae.tokens_since_fired.max()) == tokens + 3
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers`")
+@pytest.mark.parametrize(("broadcast", "compiled"), [(True, False), (False, False), (True, True)])
+def test_figures_of_an_autoencoder(two: Run, broadcast: bool, compiled: bool) -> None:
+    two(figures_of_ranks, broadcast, compiled)
+
+
 class InPlace(Block):
     """A residual that is added in place."""
 
@@ -250,21 +279,11 @@ def in_place(device: torch.device, parallel: str, strategy: str) -> None:
             fully_shard(block.mlp)
     expected = train(whole, device, [0, 1])
     wrapped = fully_shard(model) if parallel == "fsdp" else DistributedDataParallel(model)
-
-    def sync(last: bool) -> None:
-        if parallel == "fsdp":
-            wrapped.set_requires_gradient_sync(last)
-        else:
-            wrapped.require_backward_grad_sync = last
-
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*view.*")
-        losses = train(wrapped, device, [dist.get_rank()], sync)
-    tolerance = 1e-9 if device.type == "cpu" else 2e-2
-    torch.testing.assert_close(
-        mean_over_ranks(losses, device), torch.tensor(expected, dtype=torch.float64), rtol=tolerance, atol=0
-    )
+        losses = train(wrapped, device, [dist.get_rank()])
     same(model, whole)
+    same_losses(losses, expected, device)
     assert parallel == "ddp" or all(isinstance(p, DTensor) for p in model.parameters())
 
 

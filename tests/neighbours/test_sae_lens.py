@@ -18,27 +18,8 @@ from sae_lens.registry import get_sae_class, get_sae_training_class
 from sae_lens.saes.sae import TrainStepInput
 from sae_lens.training.sae_trainer import SAETrainer
 
-import twell
 import twell.integrations.sae_lens as twell_sae
 from twell.integrations import gemma_scope
-
-
-@pytest.mark.parametrize("strategy", ["union", "row", "dense"])
-@pytest.mark.parametrize("centred", [True, False], ids=["minus b_dec", "x as it is"])
-def test_a_relu_autoencoder_is_a_sparse_ffn(centred: bool, strategy: str) -> None:
-    sae = sae_lens.StandardSAE(sae_lens.StandardSAEConfig(d_in=32, d_sae=256, apply_b_dec_to_input=centred))
-    with torch.no_grad():
-        for parameter in (sae.W_enc, sae.W_dec, sae.b_dec):
-            parameter.normal_(std=0.2)
-        # few features fire, as in a trained one
-        sae.b_enc.normal_(mean=-1.0, std=0.2)
-        x = torch.randn(3, 7, 32)
-        active = sae.encode(x) > 0
-        assert 0.01 < active.float().mean() < 0.3
-        # the encoder may read x - b_dec: that is a part of its bias
-        bias = sae.b_enc - sae.b_dec @ sae.W_enc if centred else sae.b_enc
-        y = twell.sparse_ffn(x, sae.W_enc.T, sae.W_dec.T, b_up=bias, b_down=sae.b_dec, strategy=strategy)
-        torch.testing.assert_close(y, sae(x), rtol=1e-4, atol=1e-5)
 
 
 def case(name: str, dtype: str = "float32", **options: Any) -> Any:
@@ -88,8 +69,7 @@ def test_forward_passes_of_theirs(name: str, rescaled: bool) -> None:
     x = torch.randn(3, 40, 32).bfloat16()
     with torch.no_grad():
         assert twell_sae.explain(ours) == {"forward": "twell"}
-        # a close call may choose another code of the k
-        assert error(ours(x), theirs(x)) < (0.1 if name == "topk" else 0.02)
+        assert error(ours(x), theirs(x)) < 0.02
         assert isinstance(ours, type(theirs))
         assert torch.equal(ours.encode(x), theirs.encode(x))
     # on a CPU nothing is gained
@@ -203,27 +183,32 @@ def step_of(sae: Any, x: torch.Tensor, dead: torch.Tensor) -> tuple[Any, torch.T
 
 
 @pytest.mark.parametrize("name", TRAINING)
-def test_training_steps_of_theirs(name: str) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_training_steps_of_theirs(name: str, autocast: bool) -> None:
+    if autocast and "topk" not in name:
+        pytest.skip("pre-activations near a threshold fire in one and not in the other")
     theirs = case(name, **ALL[name])
     ours = twell_sae.sparsify_(copy.deepcopy(theirs), "union")
     assert twell_sae.explain(ours)["training_forward_pass"] == "twell"
     x, dead = torch.randn(64, 32), torch.rand(256) < 0.3
-    (right, *fired), (found, *firing) = step_of(theirs, x, dead), step_of(ours, x, dead)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        (right, *fired), (found, *firing) = step_of(theirs, x, dead), step_of(ours, x, dead)
     for one, other in zip(firing, fired, strict=True):
         assert torch.equal(one, other)
     assert found.losses.keys() == right.losses.keys()
+    close = {"rtol": 0.02, "atol": 0.05} if autocast else {"rtol": 1e-4, "atol": 1e-5}
     for loss in found.losses:
-        torch.testing.assert_close(found.losses[loss], right.losses[loss], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.losses[loss], right.losses[loss], **close)
     for (parameter, weight), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert error(weight.grad, other.grad) < 1e-3, parameter
+        assert error(weight.grad, other.grad) < (0.02 if autocast else 1e-3), parameter
     # read late, after the parameters have changed
     with torch.no_grad():
         for weight in ours.parameters():
             weight.add_(1)
     assert isinstance(found.feature_acts, torch.Tensor)
     assert found.feature_acts.shape == right.feature_acts.shape
-    torch.testing.assert_close(found.feature_acts + 0, right.feature_acts, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.hidden_pre + 0, right.hidden_pre, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.feature_acts + 0, right.feature_acts, **close)
+    torch.testing.assert_close(found.hidden_pre + 0, right.hidden_pre, **close)
     for buffer, other in zip(ours.buffers(), theirs.buffers(), strict=True):
         torch.testing.assert_close(buffer, other)
 

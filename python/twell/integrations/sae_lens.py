@@ -13,8 +13,9 @@ SAELens' own code elsewhere, which is logged once at INFO; ``encode`` and ``deco
 kernels want 16 bits: a SAE in bfloat16, or one in float32 under autocast, which SAELens' trainer has
 (``autocast=True``).
 
-What differs: the pre-activation is rounded once, after its bias; of equal pre-activations TopK keeps the first. Where a
-decoder's norms matter, in ``rescale_acts_by_decoder_norm`` and in the L1 loss, they are folded into the encoder's and
+What differs: the pre-activation is rounded once, after its bias, so one that is as near to its threshold may fire in
+one and not in the other. TopK and BatchTopK choose by SAELens' own code, and keep the same features. Where a decoder's
+norms matter, in ``rescale_acts_by_decoder_norm`` and in the L1 loss, they are folded into the encoder's and
 the decoder's rows in each call; in the L1 loss a row of zeros then gets no gradient. ``TrainStepOutput.feature_acts``
 and ``hidden_pre`` are computed when they are read, dense; what SAELens' trainer reads in each step, who fired, is known
 already. For that an output holds the encoder's weight as the step read it.
@@ -26,7 +27,6 @@ files. ``safetensors.torch.save_file(sae.state_dict(), ...)`` wants ``W_enc`` co
 
 from __future__ import annotations
 
-import copy
 from typing import Any, ClassVar
 
 import torch
@@ -35,15 +35,15 @@ from torch import Tensor, nn
 
 from twell import _down_layout, _modes, functional
 from twell._arguments import require
-from twell._autoencoder import of_batch, why_dense
-from twell._choice import rounded_down
+from twell._autoencoder import of_choice, why_dense
+from twell._choice import Selection, rounded_down
 from twell._execution import Aux
 from twell._runtime.log import info_once
 from twell.functional import Strategy
 from twell.nn import SparseAutoencoder
 from twell.ops.operands import Operands
 from twell.strategy.plan import Facts, routed
-from twell.strategy.site import AutoStrategy
+from twell.strategy.site import AutoStrategy, tokens_of
 
 try:
     import sae_lens
@@ -107,15 +107,12 @@ class _SparseTraining(_Sparse):
             _say(f"a training step of {self._base.__name__} runs SAELens' code: {why}")
             return self._base.training_forward_pass(self, step_input)
         sae_in, counts = step_input.sae_in, torch.zeros(self.cfg.d_sae, dtype=torch.int64, device=self.device)
-        least = torch.empty((), dtype=torch.float32, device=self.device)
-        sae_out, aux, step = _run(self, sae_in, counts, least)
+        sae_out, aux, step = _run(self, sae_in, counts)
         losses = {"mse_loss": self.mse_loss_fn(sae_out, sae_in).sum(dim=-1).mean()}
         losses |= _aux_losses(self, step_input, aux, step.x, sae_out)
         acts, hidden = _Later.of(step, 0, counts), _Later.of(step, 1, None)
         output = TrainStepOutput(sae_in, sae_out, acts, hidden, torch.stack(list(losses.values())).sum(), losses)
         if isinstance(self, batchtopk_sae.BatchTopKTrainingSAE):
-            # all that it reads of codes is the least above 0, if there is one
-            self.update_topk_threshold(torch.where(least.isfinite(), least, 0).view(1))
             output.metrics["topk_threshold"] = self.topk_threshold
         return output
 
@@ -287,8 +284,6 @@ def _why_not(sae: Any, training: bool) -> str:
         return f"hooks on {', '.join(hooked)}"
     if type(sae.activation_fn) is not _activation_of(sae):
         return f"an activation function of its own, {type(sae.activation_fn).__name__}"
-    if getattr(sae.activation_fn, "k", 0) > cfg.d_sae:
-        return f"k = {sae.activation_fn.k} of {cfg.d_sae} neurons"
     if sae.use_error_term and not training:
         return "the error term"
     jumping = isinstance(sae, jumprelu_sae.JumpReLUTrainingSAE)
@@ -336,18 +331,14 @@ def _is_silent(point: nn.Module) -> bool:
     return type(point) in (HookPoint, topk_sae.SparseHookPoint, nn.Identity) and not any(hooks)
 
 
-def _run(sae: Any, x: Tensor, counts: Tensor | None = None, least: Tensor | None = None) -> tuple[Tensor, Aux, _Step]:
+def _run(sae: Any, x: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Aux, _Step]:
     """``sae.decode(sae.encode(x))``, the figures, and what the encoder read; with ``counts`` for training.
-
-    With "batchtopk" the ``least`` code above 0 is written, too.
 
     In training of a standard SAE ``aux.l1`` is of codes times the norms of their decoder rows.
     """
     x = sae.process_sae_in(x)
     options: dict[str, Any] = {"activation": "relu", "strategy": sae._strategy, "return_aux": True}
-    if (kind := _activation_of(sae)) is not nn.ReLU:
-        options |= {"activation": "topk" if kind is topk_sae.TopK else "batchtopk", "k": sae.activation_fn.k}
-    elif isinstance(sae, jumprelu_sae.JumpReLUTrainingSAE):
+    if isinstance(sae, jumprelu_sae.JumpReLUTrainingSAE):
         options |= {"activation": "fatrelu", "threshold": sae.threshold.detach()}
         if torch.is_grad_enabled() and sae.threshold.requires_grad:
             options |= {"threshold": sae.threshold, "bandwidth": sae.bandwidth}
@@ -356,7 +347,7 @@ def _run(sae: Any, x: Tensor, counts: Tensor | None = None, least: Tensor | None
         # rounded down, as SAELens compares with the threshold as it is
         dtype = _modes.product_dtype(x.dtype, x.device.type)
         options |= {"activation": "fatrelu", "threshold": rounded_down(sae.threshold.detach().clamp(min=0), dtype)}
-    w_enc, b_enc, w_dec, norms = sae.W_enc.t(), sae.b_enc, sae.W_dec, None
+    w_enc, b_enc, w_dec, norms, codes = sae.W_enc.t(), sae.b_enc, sae.W_dec, None, None
     weighted = counts is not None and isinstance(sae, sae_lens.StandardTrainingSAE)
     if weighted or getattr(sae.cfg, "rescale_acts_by_decoder_norm", False):
         norms = w_dec.norm(dim=-1).clamp(min=torch.finfo(w_dec.dtype).tiny)
@@ -366,16 +357,30 @@ def _run(sae: Any, x: Tensor, counts: Tensor | None = None, least: Tensor | None
         # a tensor that the optimizer does not change
         dtype = _modes.product_dtype(w_enc.dtype, w_enc.device.type)
         w_enc = w_enc.to(dtype, copy=norms is None)
-    if options["activation"] == "batchtopk" and least is not None:
-        layer = Operands(x, w_enc, None, w_dec.t(), b_enc)
-        y, aux = of_batch(layer, options["k"], sae._strategy, counts, least)
+    if _activation_of(sae) is not nn.ReLU:
+        codes = _codes(sae, x)
+        if counts is not None and isinstance(sae, batchtopk_sae.BatchTopKTrainingSAE):
+            sae.update_topk_threshold(codes)
+        codes = codes.to(_modes.product_dtype(x.dtype, x.device.type))
+        choice = Selection(most=int(sae.activation_fn.k * tokens_of(x)), codes=codes)
+        y, aux = of_choice(Operands(x, w_enc, None, w_dec.t(), b_enc), choice, sae._strategy, counts)
     else:
         y, aux = functional.sparse_ffn(x, w_enc, w_dec.t(), b_up=b_enc, **options)
     # under autocast the product has 16 bits and the sum not
     y = sae.hook_sae_recons(y + sae.b_dec)
     if not isinstance(sae, transcoder.Transcoder):
         y = sae.reshape_fn_out(sae.run_time_activation_norm_fn_out(y), sae.d_head)
-    return y, aux, _Step(sae, x, w_enc, b_enc, norms if weighted else None)
+    return y, aux, _Step(sae, x, w_enc, b_enc, norms if weighted else None, codes)
+
+
+@torch.no_grad()
+def _codes(sae: Any, x: Tensor) -> Tensor:
+    """The codes that SAELens chooses of the k largest: others would be as good, but torch.topk's are its own."""
+    pre = x @ sae.W_enc + sae.b_enc
+    if sae.cfg.rescale_acts_by_decoder_norm:
+        pre = pre * sae.W_dec.norm(dim=-1)
+    codes: Tensor = sae.activation_fn(pre)
+    return codes.to_dense() if codes.is_sparse else codes
 
 
 def _aux_losses(sae: Any, step: TrainStepInput, aux: Aux, processed: Tensor, sae_out: Tensor) -> dict[str, Tensor]:
@@ -427,16 +432,17 @@ def _revival_loss(sae: Any, residual: Tensor, mask: Tensor | None, processed: Te
 class _Step:
     """What the encoder read in a training step, for dense codes and pre-activations.
 
-    ``norms``: of the decoder's rows, by which the weight is multiplied and codes are not.
+    ``norms``: of the decoder's rows, by which the weight is multiplied and codes are not. ``codes``: of ``_codes``.
     """
 
-    def __init__(self, sae: Any, x: Tensor, w_enc: Tensor, b_enc: Tensor, norms: Tensor | None) -> None:
-        self.sae, self.x, self.w_enc, self.b_enc, self.norms = sae, x, w_enc, b_enc, norms
+    def __init__(
+        self, sae: Any, x: Tensor, w_enc: Tensor, b_enc: Tensor, norms: Tensor | None, codes: Tensor | None
+    ) -> None:
+        self.x, self.w_enc, self.b_enc, self.norms, self.codes = x, w_enc, b_enc, norms, codes
         if isinstance(sae, _SparseTraining):
             self.b_enc = b_enc.clone()
             self.threshold = sae.threshold.clone() if hasattr(sae, "threshold") else None
-            own: Any = sae
-            self.activation, self.bandwidth = copy.copy(own.activation_fn), getattr(own, "bandwidth", 0.0)
+            self.bandwidth = getattr(sae, "bandwidth", 0.0)
         kind = x.device.type
         self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         # as SAELens' sum of the product and the bias
@@ -452,7 +458,7 @@ class _Step:
             if which == 1:
                 return pre
             if self.threshold is None:
-                return self.activation(pre)  # type: ignore[no-any-return]
+                return pre.relu() if self.codes is None else torch.where(self.codes != 0, pre, 0)
             level = self.threshold.to(pre.dtype)
             return jumprelu_sae.JumpReLU.apply(pre, level, self.bandwidth, False)  # type: ignore[no-any-return]
 

@@ -361,13 +361,8 @@ GROUPS = 1024
 
 
 def _never_waits(values: Tensor, experts: int) -> bool:
-    """Whether dense products of so many experts are one operator, without the host."""
-    if _grouped_mm is None or experts >= GROUPS:
-        return False
-    if values.is_cuda:
-        return values.dtype == torch.bfloat16
-    # on a CPU a loop is as good, but not for a trace
-    return _modes.compiling() and values.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    """Whether dense products of so many experts are one operator of PyTorch, without the host."""
+    return _grouped_mm is not None and experts < GROUPS and values.is_cuda and values.dtype == torch.bfloat16
 
 
 def _dense_on_hopper(given: Experts, activation: Activation, y: Tensor) -> Tensor:
@@ -404,16 +399,43 @@ def _grouped(values: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         aligned = pitch % 8 == 0 and weights.stride(0) % 8 == 0 and 1 in weights.stride()[1:]
         products: Tensor = _grouped_mm(values, weights if aligned else weights.contiguous(), offs=ends)
         return products
-    # without any expert, too, the result is of the weights
-    found = [values[:0].matmul(weights[0])]
-    first = 0
+    # a graph cannot loop over lengths that it does not know
+    return (_products_in_graphs if _modes.compiling() else _products)(values, weights, ends)
+
+
+def _products(values: Tensor, others: Tensor, ends: Tensor) -> Tensor:
+    """The same; or, of others [P, D], values of each expert transposed times others of it -> [E, C, D]."""
+    lengths = torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_full((1,), len(values)))
     # the host waits for the lengths
-    for end, weight in zip(ends.tolist(), weights):
-        if end > first:
-            found.append(values[first:end].matmul(weight))
-        first = end
-    found.append(values.new_zeros(len(values) - first, weights.shape[2]))
-    return torch.cat(found)
+    sizes = lengths.tolist()
+    *parts, rest = torch.split(values, sizes)
+    if others.dim() == 2:
+        return torch.stack([part.t() @ other for part, other in zip(parts, torch.split(others, sizes))])
+    found = [part @ weight for part, weight in zip(parts, others)]
+    return torch.cat([*found, rest.new_zeros(len(rest), others.shape[2])])
+
+
+@torch.library.custom_op("twell_internal::expert_products", mutates_args=())
+def _products_in_graphs(values: Tensor, others: Tensor, ends: Tensor) -> Tensor:
+    """``_products`` as one operator, with gradients."""
+    with torch.autocast(values.device.type, enabled=False):
+        return _products(values, others, ends)
+
+
+@_products_in_graphs.register_fake
+def _(values: Tensor, others: Tensor, ends: Tensor) -> Tensor:
+    rows = values.shape[:1] if others.dim() == 3 else (ends.shape[0], values.shape[1])
+    return values.new_empty(*rows, others.shape[-1])
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    values, others, ends = ctx.saved_tensors
+    return _products_in_graphs(grad, others.transpose(1, 2), ends), _products_in_graphs(values, grad, ends), None
+
+
+_products_in_graphs.register_autograd(
+    _gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
 
 
 experts = register(
