@@ -231,7 +231,7 @@ def test_a_pair_of_e4m3_stays_together(by: str, on_a_gpu: None, tmp_path: Path) 
         model.model.decoder.layers[1].fc2.bias = None
         twell_hf.sparsify(model, strategy="row")
         wide = run(model, tokens())
-        assert twell.quantize_(model) == [f"model.decoder.layers.{i}.fc2" for i in range(float8_models.LAYERS)]
+        assert twell.quantize_(model) is model
         assert 1e-3 < off(run(model, tokens()), wide) < 0.1
     block = model.model.decoder.layers[0]
     expected = run(model, tokens())
@@ -361,7 +361,7 @@ def in_another_process(model: Any) -> Any:
         ("opt", of_part("model.decoder.layers.1")),
         ("llama", by_hand),
         ("llama", in_another_process),
-        ("llama", lambda model: twell.quantize_(torch.compile(model, backend="eager")) and model),
+        ("llama", lambda model: twell.quantize_(torch.compile(model, backend="eager"))._orig_mod),
     ],
 )
 def test_a_model_that_was_quantised_is_saved_as_compressed_tensors(

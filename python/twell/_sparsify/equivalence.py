@@ -234,7 +234,7 @@ class Copies:
 
 
 def drops_hidden(copies: Copies, key: str) -> bool:
-    """Whether a dropout of a module, a child or a share, drops values of what the down projection gets and no others."""
+    """Whether a dropout of a module, a child or a share, drops values of what the down projection gets alone."""
     with _apart():
         trial = _Trial(torch.float32, True, True, (2, 4))
         own, other = (copies.new(dtype=torch.float32).train() for _ in range(2))
