@@ -1,16 +1,17 @@
-"""The portable family of kernels beside Hopper's, on one Hopper GPU, in CUDA graphs: whole calls, and their kernels.
+"""The portable family of kernels beside Hopper's and dense PyTorch, on one Hopper GPU, in CUDA graphs.
 
     python -m profiling.portable --json profiling/results/portable.json
 
-Both families run the same problems in turn, in one process. Times of whole calls are medians of replays; those of
-kernels are of launches one by one, between events. "product" is the time of PyTorch's own kernels, in the portable
-family that of the gate. Calls of few tokens read weights outside of L2.
+All run the same problems in turn, in one process. Times of whole calls are medians of replays; those of kernels are of
+launches one by one, between events. "dense" is the faster of eager and compiled PyTorch. "product" is the time of
+PyTorch's own kernels, in the portable family that of the gate. Calls of few tokens read weights outside of L2.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,25 +46,25 @@ def kernels_of(family: str) -> Iterator[None]:
         program.forget()
 
 
-def layer(problems: list[FFN], strategy: str) -> Call:
+def layer(problems: list[FFN], output: Callable[[FFN], Tensor]) -> Call:
     """Inference of a layer."""
-    return lambda i: (testing.sparse_output(problems[i], strategy=strategy),)
+    return lambda i: (output(problems[i]),)
 
 
-def step(problems: list[FFN]) -> Call:
+def step(problems: list[FFN], output: Callable[[FFN], Tensor]) -> Call:
     """Forward and backward of a layer."""
     dy = testing.real_upstream(problems[0])
     leaves = [problem.map(lambda t: t.detach().requires_grad_()) for problem in problems]
 
     @torch.enable_grad()
     def call(i: int) -> tuple[Tensor, ...]:
-        y = testing.sparse_output(leaves[i], strategy="union")
+        y = output(leaves[i])
         return torch.autograd.grad(y, tuple(leaves[i].present(True).values()), dy)
 
     return call
 
 
-def gate(problems: list[FFN]) -> Call:
+def gate(problems: list[FFN], output: object) -> Call:
     """The gate, packed."""
     return lambda i: tuple(ops.gate_pack(problems[i].x, problems[i].w_gate, None, 8))
 
@@ -76,26 +77,32 @@ def product(problems: list[FFN]) -> Call:
 @torch.no_grad()
 def rows_of(gpu: protocol.Gpu, source: workloads.Source, sizes: tuple[int, int], seconds: float) -> Iterator[Any]:
     """A row for each call, with one for each of its kernels, on a workload."""
-    calls: dict[str, tuple[int, Callable[[list[FFN]], Call]]] = {
-        "gate": (TOKENS, gate),
-        "row": (TOKENS, lambda p: layer(p, "row")),
-        "union": (TOKENS, lambda p: layer(p, "union")),
-        "training": (TOKENS, step),
+    by_row, by_union = (functools.partial(testing.sparse_output, strategy=name) for name in ("row", "union"))
+    calls: dict[str, tuple[int, Callable[..., Call], Any]] = {
+        "gate": (TOKENS, gate, None),
+        "row": (TOKENS, layer, by_row),
+        "union": (TOKENS, layer, by_union),
+        "training": (TOKENS, step, by_union),
     }
-    calls |= {f"{m} tokens": (m, lambda p: layer(p, "row")) for m in FEW}
-    calls |= {f"gate, {m} tokens": (m, gate) for m in FEW}
-    for name, (m, make) in calls.items():
+    calls |= {f"{m} tokens": (m, layer, by_row) for m in FEW}
+    calls |= {f"gate, {m} tokens": (m, gate, None) for m in FEW}
+    # not compiled for any number of tokens
+    compiled = torch.compile(testing.dense_output, dynamic=False)
+    for name, (m, make, output) in calls.items():
         first = source.load(m, *sizes, device="cuda", dtype=torch.bfloat16)
         size = sum(t.numel() * t.element_size() for t in first if t is not None)
         copies = gpu.copies_for(size) if m < TOKENS else 1
         problems = [first, *(first.map(torch.clone) for _ in range(copies - 1))]
-        call, recordings = make(problems), {}
+        call, recordings = make(problems, output), {}
         kernels: dict[str, dict[str, float]] = {}
         for family, chosen in FAMILIES.items():
             with kernels_of(chosen):
                 recordings[family] = gpu.record(call, copies)
         if make is gate:
             recordings["product"] = gpu.record(product(problems), copies)
+        else:
+            for kind, dense in (("eager", testing.dense_output), ("compiled", compiled)):
+                recordings[f"dense {kind}"] = gpu.record(make(problems, dense), copies)
         times = {family: spread(each).median * 1e3 for family, each in measure(recordings, seconds).items()}
         del recordings
         for family, chosen in FAMILIES.items():

@@ -215,12 +215,14 @@ def files() -> str:
 
 
 def portable_calls() -> str:
-    """Whole calls of the portable family beside Hopper's."""
+    """Whole calls of the portable family beside Hopper's and dense."""
     found = result("portable")
     cells = {}
     for row in found["rows"]:
         us, call = row["us"], re.sub(r"\b1 tokens", "1 token", row["call"])
-        times = f"{us['hopper']:,.1f} / {us['portable']:,.1f}, **{us['portable'] / us['hopper']:.2f}**"
+        dense = min((time for name, time in us.items() if name.startswith("dense")), default=None)
+        times = f"{us['hopper']:,.1f} / {us['portable']:,.1f}, {us['portable'] / us['hopper']:.2f}"
+        times += f", **{dense / us['portable']:.2f}**" if dense else ""
         cells[call, f"`{row['workload']}`"] = times
     return f"{host.pivot('Hopper / portable, us', cells)}\n\n{machine(found)}"
 

@@ -412,7 +412,7 @@ class SparseFFN(nn.Module):
         activation = activation_of(self._activation, self._threshold, self._gated)
         gate = activation.after(gate)
         hidden = activation.hidden(gate, up)
-        kept = self._modules[self._dropout](hidden) if self._dropout else hidden
+        kept = getattr(self, self._dropout)(hidden) if self._dropout else hidden
         return self._project("down_proj", kept), hidden, gate
 
     def _site(self) -> AutoStrategy | None:

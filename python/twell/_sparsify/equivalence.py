@@ -292,7 +292,7 @@ def difference_of_given(copies: Copies, steps: tuple[str, ...], dtype: torch.dty
     with _apart():
         for trial in _TRIALS:
             here = trial._replace(dtype=trial.dtype or dtype)
-            module: Any = copies.new(here.neurons, here.dtype)
+            module: Any = copies.new(here.neurons, trial.dtype or dtype)
 
             def of_gate(gate: Tensor, module: Any = module) -> Tensor:
                 made: Tensor = made_by(module, steps, gate)
@@ -332,7 +332,7 @@ def difference_of_hidden(copies: Copies, dtype: torch.dtype) -> str:
     with _apart():
         for trial in _OF_BLOCKS:
             here = trial._replace(dtype=trial.dtype or dtype)
-            blocks = [copies.new(here.neurons, here.dtype) for _ in range(2)]
+            blocks = [copies.new(here.neurons, trial.dtype or dtype) for _ in range(2)]
             give(blocks[1], copies.form.children, casts(copies, copies.form.children), {"strategy": "dense"})
             first, down = (blocks[0].get_submodule(child) for child in copies.form.children)
             hidden: list[Tensor] = []

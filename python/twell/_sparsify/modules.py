@@ -549,8 +549,8 @@ class GivenGatedMLP(SparseGatedMLP):
 
     _given = True
 
-    def __init__(self, was: type[nn.Module], steps: tuple[str, ...], *sizes: int, **options: Any) -> None:
-        super().__init__(*sizes, **options)
+    def __init__(self, was: type[nn.Module], steps: tuple[str, ...], k: int, n: int, **options: Any) -> None:
+        super().__init__(k, n, **options)
         self._was, self._steps = was, steps
 
     def _is_plain(self) -> bool:
