@@ -359,7 +359,7 @@ class GivenDown(SparseDown):
 
     _given = True
 
-    def forward(self, x: Tensor, return_aux: bool = False) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor, return_aux: bool = False) -> Any:
         """x [..., intermediate], no value below 0 -> y [..., hidden]."""
         return SparseFFN.forward(self, x, return_aux)  # type: ignore[call-overload]
 
