@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ import torch
 from auto_layers import BF16, DECIDES, DENSE, SPARSE, Arrivals, K, N, layer, set_firing, strategies_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
@@ -626,9 +629,40 @@ def test_no_call_waits(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> No
         mlp.up_proj(x)
         mlp(x)
     assert strategies_of(mlp) == [("training", "dense")]
-    # one on its way, and the scheduled calls asked for it: at 1, 2, 4, 8, and explain
+    # one on its way, and each later call asked for it, and explain
     assert len(chooses.sent) == 1
-    assert chooses.asked == 5
+    assert chooses.asked == 9
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_transfers_share_pinned_memory(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few allocations for many; one that is not read yet keeps its values, and its memory."""
+    empty, made = torch.empty, []
+
+    def pinned(*shape: Any, pin_memory: bool, **options: Any) -> Tensor:
+        made.append(StorageWeakRef((memory := empty(*shape, **options)).untyped_storage()))
+        return memory
+
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
+    for owner, name, stand_in in (
+        (torch, "empty", pinned),
+        (torch.cuda, "Event", lambda: event),
+        (torch.cuda, "current_stream", lambda on: None),
+        (device, "relaxed_capture", contextlib.nullcontext),
+        (sites, "_rows", sites._pinned()),
+    ):
+        monkeypatch.setattr(owner, name, stand_in)
+    sent = []
+    for i in range(1000):
+        # whatever the mode in which memory was allocated
+        with torch.inference_mode(inference == (i % 3 > 0)):
+            transfer = sites.Transfer(torch.tensor([i, *range(i % 4)]))
+            assert transfer.arrived()
+            sent += [(i, transfer)] if i % 100 == 0 else []
+    assert len(made) == 8
+    assert [transfer.read() for _, transfer in sent] == [[i] for i, _ in sent]
+    sent.clear()
+    assert sum(not memory.expired() for memory in made) <= 1
 
 
 @pytest.mark.parametrize("training", [False, True])
