@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,6 +148,16 @@ class Engine(NamedTuple):
         return self.wait("answer", line, until)
 
 
+def lines(workloads: int, runs: int) -> Iterator[str]:
+    """What engines are asked, in order; each line is another one, as answers repeat them."""
+    for place in range(workloads):
+        for turn, what in enumerate((*["run"] * (runs + 1), "end")):
+            yield f"{place} {what} {turn}\n"
+    # a process that had a profiler launches graphs more slowly ever after
+    for place in range(workloads):
+        yield f"{place} kernels 0\n"
+
+
 def measure(engines: list[Engine], workloads: int, runs: int, until: float) -> list[Engine]:
     """Wait until all engines have started; let them take runs of each workload in turn; end all.
 
@@ -161,10 +171,8 @@ def measure(engines: list[Engine], workloads: int, runs: int, until: float) -> l
             f"{engine.name}: {'ready' if engine in asked else 'ended'} after {time.monotonic() - began:.0f} s",
             flush=True,
         )
-    for place in range(workloads):
-        for turn, what in enumerate((*["run"] * (runs + 1), "end")):
-            # each line is another one, as answers repeat them
-            asked = [engine for engine in asked if engine.ask(f"{place} {what} {turn}\n", until)]
+    for line in lines(workloads, runs):
+        asked = [engine for engine in asked if engine.ask(line, until)]
     for engine in engines:
         end(engine.process)
     return asked

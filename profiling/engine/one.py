@@ -1,8 +1,8 @@
 """One engine in a process of its own, which ``profiling.engine`` starts: makes tokens and says how fast.
 
 The process writes FOLDER/NAME.ready once the engine has started. Then each line of its input names a workload by its
-place and what to do: "run" it, or "end" it by timing a step and writing FOLDER/NAME.json. It answers with the same line
-in FOLDER/NAME.answer. Steps are timed while all sequences decode: at the end of a run some have ended, and what their
+place and what to do: "run" it, "end" its runs by timing a step, or list the "kernels" of one. From "end" on
+FOLDER/NAME.json has the workload. It answers with the same line in FOLDER/NAME.answer. Steps are timed while all sequences decode: at the end of a run some have ended, and what their
 places in the graph's inputs hold says nothing.
 """
 
@@ -61,8 +61,8 @@ def mixed(prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[i
     return cut, [draw.randint(16, 128) for _ in range(count)]
 
 
-def step(engine: Any, prompts: list[list[int]], graphs: bool) -> dict[str, Any]:
-    """Figures of a step in which all ``prompts`` decode."""
+def step(engine: Any, prompts: list[list[int]], *asked: Any) -> list[Any]:
+    """What the worker's functions ``asked`` return in a step in which all ``prompts`` decode."""
     from vllm import SamplingParams
 
     core, count = engine.llm_engine, len(prompts)
@@ -70,27 +70,17 @@ def step(engine: Any, prompts: list[list[int]], graphs: bool) -> dict[str, Any]:
     names = [f"step-{count}-{i}" for i in range(count)]
     for name, ids in zip(names, prompts):
         core.add_request(name, {"prompt_token_ids": ids}, parameters)
-    if not graphs:
+    if inside.patterns in asked:
         engine.collective_rpc(inside.watch)
     made: dict[str, int] = {}
     while len(made) < count or min(made.values()) < _BEGUN:
         for output in core.step():
             made[output.request_id] = len(output.outputs[0].token_ids)
-
-    def ask(what: Any) -> Any:
-        return engine.collective_rpc(what, args=(count,))[0]
-
-    times = [ask(inside.replay) for _ in range(3)] if graphs else []
-    row = {
-        "step_ms": statistics.median(times) if times and None not in times else None,
-        "kernels": ask(inside.kernels) if graphs else [],
-        "patterns": [] if graphs else ask(inside.patterns),
-        "host": {} if graphs else ask(inside.host),
-    }
+    answers = [engine.collective_rpc(what, args=(count,))[0] for what in asked]
     core.abort_request(names)
     while core.has_unfinished_requests():
         core.step()
-    return row
+    return answers
 
 
 def main(argument: str) -> None:
@@ -131,14 +121,22 @@ def main(argument: str) -> None:
         if what == "run":
             row["tokens"], took = generate(engine, given, wanted)
             row["seconds"].append(took)
+        elif what == "kernels":
+            if new > 1 and graphs:
+                (row["kernels"],) = step(engine, given, inside.kernels)
         else:
             # the first run compiles and warms up
             del row["seconds"][0]
             row["per_s"] = (count * length if new == 1 else sum(wanted)) / statistics.median(row["seconds"])
             row |= {"step_ms": None, "kernels": [], "patterns": [], "host": {}, "gaps": []}
+            if new > 1 and graphs:
+                times = step(engine, given, *[inside.replay] * 3)
+                row["step_ms"] = None if None in times else statistics.median(times)
+            elif new > 1:
+                row["patterns"], row["host"] = step(engine, given, inside.patterns, inside.host)
             if new > 1:
-                row |= step(engine, given, graphs)
                 row["gaps"] = gaps(engine, given, new) if name in COMPARED and count <= MOST_COMPARED else []
+        if what != "run":
             result["ended"] = engine.collective_rpc(inside.describe)[0]
             (folder / f"{name}.json").write_text(json.dumps(result))
         _files.write_text(folder / f"{name}.answer", line)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -140,7 +141,61 @@ def test_engines_run_one_at_a_time(tmp_path: Path) -> None:
     lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert all(float(this[1]) <= float(after[0]) for this, after in itertools.pairwise(lines))
     ran = [line[2:5] for line in lines if line[2] == "slow"]
-    assert ran == [["slow", place, what] for place in "01" for what in ("run", "run", "run", "end")]
+    asked = [*itertools.product("01", ("run", "run", "run", "end")), ("0", "kernels"), ("1", "kernels")]
+    assert ran == [["slow", *line] for line in asked]
+
+
+def test_the_profiler_comes_behind_all_that_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays in the process, and graphs are launched more slowly from then on."""
+    did: list[str] = []
+
+    class Core:
+        """An engine whose requests make a token in each step, until they are aborted."""
+
+        requests: ClassVar[dict[str, list[int]]] = {}
+
+        def add_request(self, name: str, *_: Any) -> None:
+            self.requests[name] = []
+
+        def step(self) -> list[Any]:
+            for ids in self.requests.values():
+                ids.append(1)
+            return [SimpleNamespace(request_id=n, outputs=[made(ids)]) for n, ids in self.requests.items()]
+
+        def abort_request(self, names: list[str]) -> None:
+            self.requests.clear()
+
+        def has_unfinished_requests(self) -> bool:
+            return bool(self.requests)
+
+    class LLM:
+        llm_engine = Core()
+
+        def __init__(self, model: str, **options: Any) -> None:
+            pass
+
+        def generate(self, rows: list[Any], each: list[Any], use_tqdm: bool) -> list[Any]:
+            did.append("generate")
+            return [SimpleNamespace(outputs=[made([1])]) for _ in rows]
+
+        def collective_rpc(self, what: Any, args: Any = ()) -> list[Any]:
+            did.append(what.__name__)
+            return [{"replay": 1.5, "kernels": [["gemm", 1, 2.0]]}.get(what.__name__)]
+
+    def made(ids: list[int]) -> Any:
+        return SimpleNamespace(token_ids=ids)
+
+    vllm = SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace, __version__="0")
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(sys, "stdin", list(engine.lines(2, 2)))
+    monkeypatch.setattr(os, "environ", {})
+    (tmp_path / "prompts.json").write_text(json.dumps({"8": [[1] * 8] * 4}))
+    spec = {"folder": str(tmp_path), "name": "auto", "model": "", "cache_bytes": 1, "options": {}}
+    one.main(json.dumps(spec | {"workloads": [[8, 2, 4], [8, 4, 1]]}))
+    assert did.count("generate") == 6
+    assert set(did[did.index("kernels") :]) == {"kernels", "describe"}
+    rows = json.loads((tmp_path / "auto.json").read_text())["workloads"]
+    assert [(row["step_ms"], row["kernels"]) for row in rows] == [(1.5, [["gemm", 1, 2.0]]), (None, [])]
 
 
 def test_tokens_of_engines_are_compared() -> None:
