@@ -2,8 +2,9 @@
 
 The process writes FOLDER/NAME.ready once the engine has started. Then each line of its input names a workload by its
 place and what to do: "run" it, "end" its runs by timing a step, or list the "kernels" of one. From "end" on
-FOLDER/NAME.json has the workload. It answers with the same line in FOLDER/NAME.answer. Steps are timed while all sequences decode: at the end of a run some have ended, and what their
-places in the graph's inputs hold says nothing.
+FOLDER/NAME.json has the workload. The process answers with the same line in FOLDER/NAME.answer. Steps are timed while
+all sequences decode: at the end of a run some have ended, and what their places in the graph's inputs hold says
+nothing.
 """
 
 from __future__ import annotations

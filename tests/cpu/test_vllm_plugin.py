@@ -92,19 +92,19 @@ def test_another_value_is_refused(registry: Registry, monkeypatch: pytest.Monkey
         plugin.register()
 
 
-@pytest.mark.parametrize("version", ["0.29.1", "0.9.2", "0.29.1rc2.dev3+g1234567"])
+@pytest.mark.parametrize("version", ["0.31.1", "0.9.2", "0.31.1rc2.dev3+g1234567"])
 def test_an_older_vllm_is_left_as_it_is(
     version: str, registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
     plugin.register()
     assert vars(registry) == {"models": {}}
-    line = f"twell: models run as without twell: vLLM must be 0.30 or newer, got {version}"
+    line = f"twell: models run as without twell: vLLM must be 0.32 or newer, got {version}"
     assert [(record.name, record.getMessage()) for record in caplog.records] == [("vllm.twell", line)]
 
 
 def test_versions_of_checkouts_are_not_too_old() -> None:
-    newer = ["0.30.0", "0.30.0rc1", "0.33.0", "1.0.0", "0.1.dev5+g1234567", "dev"]
+    newer = ["0.32.0", "0.32.0rc1", "0.33.0", "1.0.0", "0.1.dev5+g1234567", "dev"]
     assert [version for version in newer if plugin.is_too_old(version)] == []
 
 

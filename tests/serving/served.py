@@ -107,9 +107,10 @@ def checkpoint(
     rows: bool = False,
     kind: str = "Llama",
     sizes: dict[str, Any] | None = None,
+    seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Write a model of random weights, for the same sizes the same; ``config`` changes its config.json.
+    """Write a model of random weights, for the same sizes and seed the same; ``config`` changes its config.json.
 
     ``kind`` begins the names of its classes in transformers. With ``rows`` down weights are stored [intermediate,
     hidden].
@@ -118,7 +119,7 @@ def checkpoint(
     import transformers
     from safetensors.torch import load_file, save_file
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     options: dict[str, Any] = SIZES | {"hidden_act": activation, "tie_word_embeddings": False}
     options |= {"initializer_range": SPREAD, **OF_KIND.get(kind, {}), **(sizes or {})}
     stock = getattr(transformers, f"{kind}Config")(**options)

@@ -26,16 +26,7 @@ ROW = {"sparsity_strategy": "row"}
 
 
 @pytest.fixture(scope="module")
-def routes() -> None:
-    """Skip where vLLM routes nothing on a CPU."""
-    import vllm
-
-    if vllm.__version__.startswith("0.30."):
-        pytest.skip("the router of vLLM 0.30 gives NaN on a CPU")
-
-
-@pytest.fixture(scope="module")
-def model(routes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint(tmp_path_factory.mktemp("experts"), "relu2", kind="NemotronH", sizes=SIZES)
 
 
@@ -94,7 +85,7 @@ def test_on_gpus(eager: bool, ranks: dict[str, Any], on_gpu: tuple[Path, Served]
     assert len(served.layers) == LAYERS
 
 
-def test_latent_experts_of_groups(routes: None, tmp_path: Path, serve: Serve) -> None:
+def test_latent_experts_of_groups(tmp_path: Path, serve: Serve) -> None:
     more = {"moe_latent_size": 64, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
     model = checkpoint(tmp_path, "relu2", kind="NemotronH", sizes=SIZES | more)
     served = serve(model, hf_overrides=ROW, request=EXPERTS)

@@ -20,12 +20,8 @@ from twell import tuning
 from twell._runtime import specs
 from twell.float8 import E4M3, quantize
 
-# vLLM's classes for checkpoints whose weights and inputs are both in e4m3, and for those that it quantises so; before
-# 0.32 ModelOpt's had two.
-_STORED = (
-    *("Fp8LinearMethod", "CompressedTensorsW8A8Fp8"),
-    *("ModelOptLinearMethod", "ModelOptFp8LinearMethod", "ModelOptFp8PcPtLinearMethod"),
-)
+# vLLM's classes for checkpoints whose weights and inputs are both in e4m3, and for those that it quantises so.
+_STORED = ("Fp8LinearMethod", "CompressedTensorsW8A8Fp8", "ModelOptLinearMethod")
 _ONLINE = ("Fp8PerTensorOnlineLinearMethod", "Fp8PtpcOnlineLinearMethod")
 _EXPERTS = ("Fp8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod", "ModelOptFp8MoEMethod")
 _EXPERTS_ONLINE = ("Fp8PerTensorOnlineMoEMethod", "Fp8PtpcOnlineMoEMethod")

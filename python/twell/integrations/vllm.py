@@ -43,8 +43,8 @@ SPARSE = {
     "SparseQwen2ForCausalLM": ("Qwen2Config", ("sparse_qwen2", "qwen2_sparse_relu")),
 }
 
-# vLLM's version from which its Transformers backend makes one product of gate and up.
-LOWEST = (0, 30)
+# vLLM's version from which the CuTe DSL that it pins is one that twell runs on.
+LOWEST = (0, 32)
 
 # Activations that are served, by their names in configurations and in ``torch.ops.twell.ffn``.
 ACTIVATIONS = ("relu", "relu2", *_configuration.OWN)
