@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from twell._runtime import packaged
 from twell.integrations import vllm
 
 # Requires-Dist of the wheels on the package index, as far as they name what twell or one of its extras asks for. Then
@@ -35,7 +36,7 @@ ENGINES = {
         *DRIVER,
     ],
 }
-RUNTIME = "nvidia-cutlass-dsl-libs-cu12"
+RUNTIME = packaged.RUNTIME_PACKAGES[12]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_what_builds_and_what_runs_have_one_range(metadata: Message, project: Pr
     """The compiler and runtime of a kernel that the wheel lacks are those of the wheel's own kernels."""
     builds = {r.name: r.specifier for r in map(Requirement, project.build_system_requires)}
     runs = {r.name: r.specifier for r in requirements(metadata, "jit")}
-    assert builds["nvidia-cutlass-dsl"] == runs["nvidia-cutlass-dsl"] == runs[RUNTIME]
+    assert builds["nvidia-cutlass-dsl"] == runs["nvidia-cutlass-dsl"] == runs[RUNTIME] == SpecifierSet(packaged.RANGE)
     assert builds["apache-tvm-ffi"] == runs["apache-tvm-ffi"]
 
 

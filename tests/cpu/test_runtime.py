@@ -324,25 +324,68 @@ class TestPackaged:
 
     def test_a_missing_runtime_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(packaged, "_runtime_candidates", lambda: iter([Path("libabsent-runtime.so")]))
-        with pytest.raises(RuntimeError, match=r"pip install nvidia-cutlass-dsl-libs-cu12.*libabsent-runtime.so: can"):
+        named = r'pip install "nvidia-cutlass-dsl-libs-cu12>=4.8,<4.9".*libabsent-runtime.so: can'
+        with pytest.raises(RuntimeError, match=named):
             packaged.load_runtime.__wrapped__()
         monkeypatch.setitem(sys.modules, "tvm_ffi", None)
         with pytest.raises(RuntimeError, match="pip install apache-tvm-ffi"):
             packaged.load_runtime.__wrapped__()
 
-    @pytest.mark.parametrize(("driver", "newest"), [((13, 0), "cu13"), ((12, 8), "cu12"), (None, "cu13")])
-    def test_the_toolkit_suits_the_driver(
-        self, driver: tuple[int, int] | None, newest: str, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("driver", "cu13", "cu12", "taken"),
+        [
+            ((13, 0), "4.8.1", "4.8.0", "cu13"),
+            (None, "4.8.1", "4.8.0", "cu13"),
+            ((12, 8), "4.8.1", "4.8.0", "cu12"),
+            # as beside an engine that pins another one
+            ((13, 0), "4.7.1", "4.8.0", "cu12"),
+            ((13, 0), "4.10.0", "4.8.0", "cu12"),
+            (None, "4.7.1", "4.9.0", None),
+            ((12, 8), "4.8.1", "4.7.1", None),
+            # unpacked, without metadata
+            ((13, 0), None, None, "cu13"),
+        ],
+    )
+    def test_the_runtime_suits_the_driver_and_the_kernels(
+        self,
+        driver: tuple[int, int] | None,
+        cu13: str | None,
+        cu12: str | None,
+        taken: str | None,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
-        def version() -> tuple[int, int]:
+        def driver_version() -> tuple[int, int]:
             if driver is None:
                 raise RuntimeError("no CUDA driver")
             return driver
 
-        location = SimpleNamespace(submodule_search_locations=["/nowhere"])
-        monkeypatch.setattr(device, "driver_version", version)
+        location = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia_cutlass_dsl")])
+        monkeypatch.setattr(device, "driver_version", driver_version)
         monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: location)
-        assert next(packaged.toolkits()) == Path("/nowhere") / newest
+        monkeypatch.setattr(packaged, "version", lambda package: "none")
+        monkeypatch.setattr(packaged, "RUNTIME", "libtest_runtime.so")
+        for name, version in (("cu13", cu13), ("cu12", cu12)):
+            library = tmp_path / "nvidia_cutlass_dsl" / name / "lib" / packaged.RUNTIME
+            library.parent.mkdir(parents=True)
+            compile_tiny("of_" + name, library, 1, "-shared")
+            if version:
+                metadata = tmp_path / f"nvidia_cutlass_dsl_libs_{name}-{version}.dist-info" / "METADATA"
+                metadata.parent.mkdir()
+                metadata.write_text(f"Name: nvidia-cutlass-dsl-libs-{name}\nVersion: {version}\n")
+        if taken is None:
+            with pytest.raises(RuntimeError, match=r">=4\.8,<4\.9") as raised:
+                packaged.load_runtime.__wrapped__()
+            said = str(raised.value)
+        else:
+            with caplog.at_level(logging.INFO, "twell"):
+                assert packaged.load_runtime.__wrapped__().parents[1].name == taken
+            said = caplog.text
+            assert next(packaged.toolkits()).name == taken
+        for name, version in (("cu13", cu13), ("cu12", cu12)):
+            if version and (taken in (None, name) or (name == "cu13" and taken == "cu12")):
+                assert f"nvidia-cutlass-dsl-libs-{name} {version}" in said
 
 
 class TestResolve:
