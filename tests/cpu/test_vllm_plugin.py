@@ -27,6 +27,7 @@ from twell.integrations._vllm_auto import ServedStrategy, watch
 from twell.ops.library import check_layer
 from twell.ops.operands import Operands
 from twell.strategy import tables
+from twell.strategy.costs import Figures, Problem
 
 transformers = pytest.importorskip("transformers")
 
@@ -238,6 +239,16 @@ def test_without_steps_to_watch_the_log_says_so(
     watch.cache_clear()
     line = 'twell: vLLM has no WorkerWrapperBase.execute_model, so "auto" measures no request'
     assert [record.getMessage() for record in caplog.records] == [line]
+
+
+def test_weights_that_are_loaded_again_keep_what_was_measured() -> None:
+    site, call = ServedStrategy(layouts.LayerFigures(30.0, 0.1, 0.4)), Problem(256, 64, 96, True, False)
+    figures = []
+    for _ in range(2):
+        site.learn(torch.zeros(2 * 96, 64), 64, 96, True, 1)
+        figures.append(site.choose(call) and site.explain()[0].figures)
+        site.observe(call, Figures(5.0, 0.2))
+    assert figures == [Figures(30.0, 0.4), Figures(5.0, 0.2)]
 
 
 GPU = torch.device("cuda", 0)

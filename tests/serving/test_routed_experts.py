@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import PROMPTS
-from served import HEADS, ON_GPU, TWO_RANKS, Serve, Served, assert_alike, checkpoint, greedy, needs_gpus
+from served import HEADS, ON_GPU, TWO_RANKS, Serve, Served, assert_alike, checkpoint, greedy, in_float8, needs_gpus
 
 LAYERS = 2
 SIZES = {
@@ -52,6 +52,21 @@ def test_compiled(model: Path, serve: Serve, expected: list[list[int]]) -> None:
     served = serve(model, enforce_eager=False, hf_overrides=ROW, request=EXPERTS)
     assert served.tokens == expected
     assert len(served.experts) == LAYERS
+
+
+@pytest.mark.parametrize("form", [None, "channel"])
+def test_a_second_checkpoint_has_its_tokens(form: str | None, tmp_path: Path, serve: Serve) -> None:
+    # vLLM's convolutions on a CPU keep the first one's weights
+    sizes = SIZES | {"layers_block_type": ["attention", "moe"] * 2}
+    models = [checkpoint(tmp_path / str(seed), "relu2", kind="NemotronH", sizes=sizes, seed=seed) for seed in range(2)]
+    for model in models:
+        if form:
+            in_float8(model, form, ("up_proj", "down_proj"))
+    options: dict[str, Any] = {"hf_overrides": ROW, "dtype": "bfloat16"}
+    request = EXPERTS | {"then": str(models[1]), "by": "reload_weights"}
+    served = serve(models[0], request=request, **options)
+    assert served.tokens == serve(models[1], request=EXPERTS, **options).tokens
+    assert served.experts_rows == [True] * LAYERS
 
 
 @pytest.mark.parametrize("by_expert", [False, True], ids=["tensor", "expert"])

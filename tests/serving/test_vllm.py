@@ -33,6 +33,20 @@ def test_relu_llama_has_the_same_tokens(eager: bool, relu: Path, serve: Serve, e
     assert f'twell: {LAYERS} feed-forward layers run through torch.ops.twell.ffn: strategy "row"' in served.log
 
 
+@pytest.mark.parametrize(
+    ("by", "eager"), [("load_weights", True), ("reload_weights", True), ("reload_weights", False)], ids=str
+)
+def test_a_second_checkpoint_has_its_tokens(
+    by: str, eager: bool, relu: Path, tmp_path: Path, serve: Serve, expected: list[list[int]]
+) -> None:
+    """As a trainer of reinforcement learning loads them, again and again. Weights stay where graphs read them."""
+    second = checkpoint(tmp_path, "relu", seed=1)
+    stock = serve(second, plugin=False, model_impl="transformers")
+    served = serve(relu, enforce_eager=eager, hf_overrides=ROW, request={"then": str(second), "by": by})
+    assert served.tokens == stock.tokens != expected
+    assert served.rows == [True] * LAYERS
+
+
 @pytest.mark.parametrize(("model_type", "rows"), [("llama", False), ("llama_sparse_relu", True)])
 def test_papers_checkpoint_is_served_with_relu(
     model_type: str, rows: bool, tmp_path: Path, serve: Serve, expected: list[list[int]]
