@@ -128,7 +128,7 @@ def test_scales_of_rows_stay() -> None:
     # others would be read with the scales of these
     for parameter in (layer.weight, layer.weight_scale):
         with pytest.raises(
-            NotImplementedError, match="must be loaded again by vLLM's reload_weights.* got load_weights"
+            NotImplementedError, match=r"must be loaded again by vLLM's reload_weights.* got load_weights"
         ):
             parameter.weight_loader(parameter, record.values)
 
