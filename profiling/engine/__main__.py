@@ -60,9 +60,8 @@ SIZES = (1, 8, 32, 64, 128, 256, 512)
 class Row:
     """One workload of one engine: prompts of ``prompt`` tokens for so many ``sequences``, each making ``new`` tokens.
 
-    Both are 0 for the trace, whose requests differ (``one.mixed``). per_s: tokens made per second, or of prompts if one
-    is made. step_ms: milliseconds of the GPU for a step; None without graphs. kernels: those of such a step: name,
-    launches, microseconds. patterns: non-zeros of each layer. host: microseconds of an eager layer (``inside.host``).
+    per_s: tokens made per second, or of prompts if one is made. step_ms: milliseconds of the GPU for a step; None
+    without graphs. kernels: those of such a step: name, launches, microseconds. patterns: non-zeros of each layer.
     differ: sequences with other tokens than stock's, and gap: the most by which stock preferred its token to its next
     one where such a sequence first differs, in logits, in a run of its own; None where it was not compared.
     """
@@ -76,7 +75,6 @@ class Row:
     step_ms: float | None
     kernels: list[Any]
     patterns: list[Any]
-    host: dict[str, float]
     differ: int | None = None
     gap: float | None = None
     red: str = ""
@@ -191,7 +189,6 @@ def main() -> int:
     add("--new", type=int, default=32, metavar="N", help="tokens that each makes (32)")
     add("--runs", type=int, default=3, metavar="N", help="timed runs (3)")
     add("--prompts", type=int, default=64, metavar="N", help="prompts of 2,048 tokens (64)")
-    add("--trace", type=int, default=256, metavar="N", help="requests of a trace of unequal ones (256)")
     add("--cache-gib", type=float, default=5.0, metavar="GIB", help="of each engine (5)")
     add("--seconds", type=float, default=540, metavar="S", help="for all (540)")
     arguments = parser.parse_args()
@@ -219,7 +216,6 @@ def main() -> int:
         subprocess.run(write, check=True)
     workloads = [[128, size, arguments.new] for size in arguments.sizes]
     workloads += [[2048, arguments.prompts, 1]] if arguments.prompts else []
-    workloads += [[0, arguments.trace, 0]] if arguments.trace else []
     sizes = sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *arguments.sizes})
     engines = []
     for name in arguments.engines:
@@ -263,7 +259,6 @@ def main() -> int:
             step = "" if row.step_ms is None else f", {row.step_ms:.3f} ms of the GPU for a step"
             other = f", {row.differ} differ, by {row.gap:.3f}" if row.differ else ""
             what = f"{row.sequences} prompts of {row.prompt}" if row.new == 1 else f"{row.sequences} sequences"
-            what = what if row.prompt else f"a trace of {row.sequences}"
             print(f"{name:12} {what:24} {row.per_s:10,.0f} tokens/s{step}{other}")
     given = {key: value for key, value in vars(arguments).items() if key not in ("work", "out", "text")}
     write_json(arguments.out, rows, machine=testing.machine_line(), arguments=given, engines=found)

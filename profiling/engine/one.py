@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
 import sys
 import time
@@ -27,12 +26,12 @@ _BEGUN, _MOST = 8, 1024
 COMPARED, MOST_COMPARED = ("stock", "stock-eager"), 64
 
 
-def generate(engine: Any, prompts: list[list[int]], new: list[int]) -> tuple[list[list[int]], float]:
-    """The tokens of each prompt, so many ``new`` ones, and the seconds that they took."""
+def generate(engine: Any, prompts: list[list[int]], new: int) -> tuple[list[list[int]], float]:
+    """So many ``new`` tokens of each prompt, and the seconds that they took."""
     from vllm import SamplingParams
 
     rows = [{"prompt_token_ids": ids} for ids in prompts]
-    each = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, detokenize=False) for n in new]
+    each = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
     outputs = engine.generate(rows, each, use_tqdm=False)
     took = time.perf_counter() - start
@@ -52,14 +51,6 @@ def gaps(engine: Any, prompts: list[list[int]], new: int) -> list[list[float]]:
         ]
         found.append([place[0] - place[1] for place in places])
     return found
-
-
-def mixed(prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[int]]:
-    """Requests of a trace: ``count`` prompts of 32 to 2,048 tokens and how many new tokens each wants, 16 to 128."""
-    draw = random.Random(0)
-    lengths = [round(2 ** draw.uniform(5, 11)) for _ in range(count)]
-    cut = [prompts[i % len(prompts)][:length] for i, length in enumerate(lengths)]
-    return cut, [draw.randint(16, 128) for _ in range(count)]
 
 
 def step(engine: Any, prompts: list[list[int]], *asked: Any) -> list[Any]:
@@ -112,15 +103,12 @@ def main(argument: str) -> None:
     for line in sys.stdin:
         place, what, _ = line.split()
         length, count, new = spec["workloads"][int(place)]
-        if length:
-            given, wanted = prompts[str(length)][:count], [new] * count
-        else:
-            given, wanted = mixed(prompts[str(max(map(int, prompts)))], count)
+        given = prompts[str(length)][:count]
         if int(place) == len(result["workloads"]):
             result["workloads"].append({"prompt": length, "sequences": count, "new": new, "seconds": []})
         row = result["workloads"][int(place)]
         if what == "run":
-            row["tokens"], took = generate(engine, given, wanted)
+            row["tokens"], took = generate(engine, given, new)
             row["seconds"].append(took)
         elif what == "kernels":
             if new > 1 and graphs:
@@ -128,13 +116,13 @@ def main(argument: str) -> None:
         else:
             # the first run compiles and warms up
             del row["seconds"][0]
-            row["per_s"] = (count * length if new == 1 else sum(wanted)) / statistics.median(row["seconds"])
-            row |= {"step_ms": None, "kernels": [], "patterns": [], "host": {}, "gaps": []}
+            row["per_s"] = (count * (length if new == 1 else new)) / statistics.median(row["seconds"])
+            row |= {"step_ms": None, "kernels": [], "patterns": [], "gaps": []}
             if new > 1 and graphs:
                 times = step(engine, given, *[inside.replay] * 3)
                 row["step_ms"] = None if None in times else statistics.median(times)
             elif new > 1:
-                row["patterns"], row["host"] = step(engine, given, inside.patterns, inside.host)
+                (row["patterns"],) = step(engine, given, inside.patterns)
             if new > 1:
                 row["gaps"] = gaps(engine, given, new) if name in COMPARED and count <= MOST_COMPARED else []
         if what != "run":

@@ -201,19 +201,10 @@ def test_the_profiler_comes_behind_all_that_is_timed(tmp_path: Path, monkeypatch
 def test_tokens_of_engines_are_compared() -> None:
     stock = {"tokens": [[1, 2, 3], [4, 5, 6], [7, 8, 9]], "gaps": [[1.0] * 3, [0.5, 0.25, 3.0], [0.0, 9.0, 9.0]]}
     figures: dict[str, Any] = {"prompt": 8, "sequences": 3, "new": 3, "seconds": [1.0], "per_s": 9.0, "step_ms": None}
-    figures |= {"kernels": [], "patterns": [], "host": {}}
+    figures |= {"kernels": [], "patterns": []}
     row = engine.Row("auto", **figures)
     engine.compare(row, [[1, 2, 3], [4, 1, 1], [0, 8, 9]], stock)
     assert (row.differ, row.gap) == (2, 0.25)
     same = engine.Row("auto", **figures)
     engine.compare(same, stock["tokens"], stock)
     assert (same.differ, same.gap) == (0, 0.0)
-
-
-def test_requests_of_a_trace() -> None:
-    prompts, wanted = one.mixed([list(range(2048))] * 2, 100)
-    assert (len(prompts), len(wanted)) == (100, 100)
-    assert all(32 <= len(ids) <= 2048 for ids in prompts)
-    assert all(16 <= new <= 128 for new in wanted)
-    assert len({len(ids) for ids in prompts}) > 50
-    assert one.mixed([list(range(2048))] * 2, 100) == (prompts, wanted)
