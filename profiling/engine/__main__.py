@@ -4,9 +4,8 @@
 
 Each engine is a process of its own. All start side by side, compile and capture; then they take runs of each workload
 in turn, one at a time, since hosts wander. A step is the CUDA graph that the engine captured for so many sequences,
-replayed while all of them decode, and timed by events. A model is drawn, with grouped heads, or trained, with --text;
-"silu" has its weights in vLLM's own class. "nemotron" is drawn, too, a Nemotron-H with routed experts, and all its
-engines have vLLM's own class:
+replayed while all of them decode, and timed by events. A model is drawn, with grouped heads, or trained, with --text.
+"nemotron" is drawn, too, a Nemotron-H with routed experts, and all its engines have vLLM's own class:
 
     python -m profiling.engine --model nemotron --engines stock auto row --work FOLDER --out engine.json
 """
@@ -41,7 +40,6 @@ def _named(strategy: str) -> dict[str, Any]:
 
 # Options of the engines of each name; those named first run without twell.
 ENGINES: dict[str, dict[str, Any]] = {
-    "silu": {},
     "stock": _STOCK,
     "stock-eager": _STOCK | _EAGER,
     "auto": {},
@@ -50,7 +48,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "union": _named("union"),
     "auto-eager": _EAGER,
 }
-WITHOUT = ("silu", "stock", "stock-eager")
+WITHOUT = ("stock", "stock-eager")
 # Those of a model of routed experts.
 OF_MIXTURE = ("stock", "stock-eager", "auto", "dense", "row", "auto-eager")
 SIZES = (1, 8, 32, 64, 128, 256, 512)
@@ -227,7 +225,7 @@ def main() -> int:
         spec = {
             "name": name,
             "folder": str(folder),
-            "model": str(folder / ("silu" if name == "silu" else "relu")),
+            "model": str(folder / "relu"),
             "cache_bytes": int(arguments.cache_gib * 2**30),
             "workloads": workloads,
             "options": options,

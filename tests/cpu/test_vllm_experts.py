@@ -260,7 +260,7 @@ def test_kernels_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def tried(strategy: str, gated: bool = False, on: torch.device = GPU, dtype: Any = torch.bfloat16) -> str:
         route = layouts.route_of({"sparsity_strategy": strategy})
-        return _vllm_kernels.trouble_of_experts(route, 8, on, Activation("relu2"), gated, K, dtype)
+        return _vllm_kernels.trouble(route, 8, on, Activation("relu2"), gated, K, dtype, experts=True)
 
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     monkeypatch.setattr(torch.ops.twell, "experts", called)
@@ -305,7 +305,7 @@ def test_the_log_says_what_runs(
         'twell: 1 layers of experts run through torch.ops.twell.experts: strategy "row+invariant"',
     ]
     monkeypatch.setattr(host, "runner", lambda: "C (libtwell_host.so)")
-    assert _vllm_kernels.described_experts(layouts.route_of({}), GPU) == (
+    assert _vllm_kernels.described(layouts.route_of({}), GPU, experts=True) == (
         'strategy "auto", launches by C (libtwell_host.so)'
     )
 

@@ -67,7 +67,7 @@ def let_no_kernel_load() -> None:
     """Let the trial of kernels, which a CPU does not make, fail."""
     from twell.integrations import _vllm_kernels
 
-    _vllm_kernels.trouble = lambda *_: "its kernels cannot be loaded"
+    _vllm_kernels.trouble = lambda *_, **__: "its kernels cannot be loaded"
 
 
 def let_experts_have_no_gate() -> None:

@@ -206,14 +206,14 @@ def load_runtime() -> Path:
         import tvm_ffi  # noqa: F401  loads libtvm_ffi.so globally
     except ImportError as error:
         raise RuntimeError(f"tvm-ffi is not usable ({error}); install it with `pip install apache-tvm-ffi`") from error
-    problems = [f"{each}: {each.trouble}" for each in installed() if each.trouble]
+    problems = [f"{each.package}: {each.trouble}" for each in installed() if each.trouble]
     for path in _runtime_candidates():
         try:
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
             problems.append(str(error))
             continue
-        used = next((str(each) for each in installed() if path.is_relative_to(each.folder)), "")
+        used = next((each.package for each in installed() if path.is_relative_to(each.folder)), "")
         logger.info("kernel runtime %s", "; not ".join([f"{path} {used}".rstrip(), *problems]))
         return path
     raise RuntimeError(
@@ -223,14 +223,11 @@ def load_runtime() -> Path:
 
 
 class Toolkit(NamedTuple):
-    """A DSL toolkit that is installed: its folder, ``cu13`` or ``cu12``, its version or "none", why it is not used."""
+    """A DSL toolkit that is installed: its folder, its package with its version or "none", why it is not used."""
 
     folder: Path
-    version: str
+    package: str
     trouble: str
-
-    def __str__(self) -> str:
-        return f"{RUNTIME_PACKAGES[int(self.folder.name[2:])]} {self.version}"
 
 
 def installed() -> list[Toolkit]:
@@ -252,7 +249,7 @@ def installed() -> list[Toolkit]:
                 trouble = f"the driver has CUDA {driver}"
             elif (parts := re.match(r"(\d+)\.(\d+)", number)) and not LOWEST <= (int(parts[1]), int(parts[2])) < BELOW:
                 trouble = f"kernels need {RANGE}"
-            found.append(Toolkit(folder, number, trouble))
+            found.append(Toolkit(folder, f"{name} {number}", trouble))
     return found
 
 

@@ -47,7 +47,7 @@ class Layers:
         self.served = self.float8 = 0
         self.reasons: Counter[str] = Counter()
         self._trouble = functools.cache(
-            functools.partial(_vllm_kernels.trouble_of_experts, self.route, self.compression, self._on)
+            functools.partial(_vllm_kernels.trouble, self.route, self.compression, self._on, experts=True)
         )
 
     def take(self, moe: Any) -> Activation | None:
@@ -89,7 +89,7 @@ class Layers:
             if unquantised and not _register():
                 self.reasons["another plug-in of vLLM runs experts"] += 1
         self.complain()
-        said = _vllm_kernels.described_experts(self.route, self._on)
+        said = _vllm_kernels.described(self.route, self._on, experts=True)
         for name, count in (("experts", self.served), ("experts_float8", self.float8)):
             if count:
                 _logger.info("twell: %d layers of experts run through torch.ops.twell.%s: %s", count, name, said)

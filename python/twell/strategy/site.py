@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -60,25 +59,26 @@ def require_screen(screen: object) -> None:
         raise ValueError(f'screen must be "auto" or "off", got {screen!r}')
 
 
-def _pinned() -> Iterator[Tensor]:
-    """Rows of pinned memory, each given out once. Their memory is freed when the last of those who share it is done."""
-    while True:
-        with torch.inference_mode(False):
-            shared = torch.empty(_SHARING, len(costs.Figures._fields), dtype=torch.int64, pin_memory=True, device="cpu")
-        for i in range(_SHARING):
-            yield shared[i]
+_rows: list[Tensor] = []
+# of what sites share
+_shared_lock = threading.Lock()
 
 
-_rows = _pinned()
-_rows_lock = threading.Lock()
+def _pinned() -> Tensor:
+    """A row of pinned memory, as long as ``Figures``. Memory is freed when the last of those who share it is done."""
+    shape = _SHARING, len(costs.Figures._fields)
+    with _shared_lock:
+        if not _rows:
+            with torch.inference_mode(False):
+                _rows.extend(torch.empty(shape, dtype=torch.int64, pin_memory=True, device="cpu"))
+        return _rows.pop()
 
 
 class Transfer:
     """At most as many integers as there are ``Figures``, on their way from a GPU to the host."""
 
     def __init__(self, values: Tensor) -> None:
-        with _rows_lock:
-            self._host = next(_rows)[: len(values)]
+        self._host = _pinned()[: len(values)]
         self._host.copy_(values, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(values.device))
@@ -217,29 +217,24 @@ class _Turns:
     def __init__(self, first: AutoStrategy) -> None:
         self._first, self._calls, self._sites, self.number = weakref.ref(first), first.calls(), 0, 1
 
-    def ended(self) -> bool:
-        """Whether the step is over."""
-        first = self._first()
-        return first is None or first.calls() != self._calls + 1
-
     def add(self) -> int:
         """Add a site and return its turn, below ``number`` or, of more sites than have turns, modulo it."""
         turn = self._sites // _AT_ONCE
         self._sites, self.number = self._sites + 1, min(1 << turn.bit_length(), _MOST_TURNS)
         return turn
 
+    @staticmethod
+    def of(site: AutoStrategy) -> tuple[_Turns, int]:
+        """The sites with which this one, which is called for the first time, takes turns, and its own turn."""
+        global _latest
+        with _shared_lock:
+            first = None if _latest is None else _latest._first()
+            if _latest is None or first is None or first.calls() != _latest._calls + 1:
+                _latest = _Turns(site)
+            return _latest, _latest.add()
+
 
 _latest: _Turns | None = None
-_latest_lock = threading.Lock()
-
-
-def _turns(site: AutoStrategy) -> tuple[_Turns, int]:
-    """The sites with which this one, which is called for the first time, takes turns, and its own turn."""
-    global _latest
-    with _latest_lock:
-        if _latest is None or _latest.ended():
-            _latest = _Turns(site)
-        return _latest, _latest.add()
 
 
 class AutoStrategy:
@@ -407,7 +402,7 @@ class AutoStrategy:
             strategy, held = self._peek(problem, record=capturing)
             return route_of(strategy, None, holder, held)
         if self._turns is None:
-            self._turns, self._turn = _turns(self)
+            self._turns, self._turn = _Turns.of(self)
         with self._lock:
             call, decision, due = self._count(problem)
             key, strategy = _key(problem), decision.strategy
