@@ -182,33 +182,6 @@ def test_calls_between_decisions_take_a_short_way(
     assert [row.calls for row in short.explain()] == [1]
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_a_module_can_keep_a_route_and_count_by_itself(training: bool, chooses: Arrivals) -> None:
-    """While the bucket has its version, ``counted`` stands for ``begin``, except for calls that decide and measure."""
-    short, long = sites.AutoStrategy(period=8), sites.AutoStrategy(period=8)
-    x, took = torch.zeros(100, K, dtype=BF16), []
-    known: Any = None
-    version, call = 0, (N, True, training, False, False)
-    for i in range(100):
-        if known is not None and version == known[0].version and short.counted(known[0]):
-            took.append(i)
-            route = known[1]
-        else:
-            route = short.begin(x, *call)
-            known = short.routes.get((x.shape, *call))
-            version = 0 if known is None else known[0].version
-        assert route[::3] == long.begin(x, *call)[::3], i
-        if i == 50:
-            for site in (short, long):
-                site.observe(Problem(100, K, N, True, training), DENSE)
-    assert [row[2:7] for row in short.explain()] == [row[2:7] for row in long.explain()]
-    # calls 0, 1, 2, 4, 8, 16, 24, ... decide, and those that changed the choice are followed by one that asks
-    due = {0, 1, 2, 4, *range(8, 100, 8)}
-    asked = set(range(100)) - set(took)
-    assert due <= asked
-    assert len(asked - due) <= 5
-
-
 def test_what_ends_the_routes_that_modules_keep(chooses: Arrivals) -> None:
     """Each gives the bucket another version; routes that could be wrong are forgotten."""
     site, x = sites.AutoStrategy(period=4), torch.zeros(100, K, dtype=BF16)

@@ -262,28 +262,6 @@ def test_frozen_parts_need_no_gradient(gpu: FakeGpu, long: list[Tensor]) -> None
 
 
 @pytest.mark.usefixtures("chooses")
-@pytest.mark.parametrize("training", [False, True])
-def test_auto_takes_the_long_way_where_it_measures_alone(
-    training: bool, gpu: FakeGpu, long: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # the host is never the limit
-    monkeypatch.setattr(costs, "HOST_SECONDS", {False: {}, True: {}})
-    mlp, x = layer(strategy="auto"), tokens(2048)
-    mlp.requires_grad_(training)
-    calls = []
-    for i in range(200):
-        before = len(long)
-        mlp(x)
-        if len(long) > before:
-            calls.append(i)
-    # the calls that measure, and the ones behind, which decide by that
-    due = {0, 1, 2, 4, 8, 16, 32, 64, 128, 192}
-    assert due <= set(calls) <= due | {i + 1 for i in due}
-    (row,) = twell.explain(mlp).rows
-    assert row.calls == 200
-
-
-@pytest.mark.usefixtures("chooses")
 @pytest.mark.parametrize(("training", "models", "copied"), [(False, 1, False), (True, 1, False), (False, 2, True)])
 def test_layers_take_turns_at_measuring(
     training: bool, models: int, copied: bool, gpu: FakeGpu, long: list[Tensor], monkeypatch: pytest.MonkeyPatch
@@ -308,11 +286,15 @@ def test_layers_take_turns_at_measuring(
             assert len(long) <= 4 or step in (0, 50)
         if step == 15 * models:
             assert len(first) == 28 * models
-    alone = layer(strategy="auto")
-    measured.clear()
-    for _ in range(3):
+    # one alone measures at these calls, and decides by that at the next ones
+    monkeypatch.setattr(costs, "HOST_SECONDS", {False: {}, True: {}})
+    alone, due, calls = layer(strategy="auto").requires_grad_(training), {0, 1, 2, 4, 8, 16, 32, 64, 128, 192}, []
+    for i in range(200):
+        before = len(long)
         alone(x)
-    assert len(measured) == 3
+        calls += [i] * (len(long) - before)
+    assert due <= set(calls) <= due | {i + 1 for i in due}
+    assert twell.explain(alone).rows[0].calls == 200
 
 
 @pytest.mark.usefixtures("chooses")

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -144,46 +145,39 @@ def test_engines_run_one_at_a_time(tmp_path: Path) -> None:
     assert ran == [["slow", *line] for line in asked]
 
 
+class LLM:
+    """vLLM's engine, whose requests make a token in each step until they are aborted; ``did``: what it was asked."""
+
+    did: ClassVar[list[str]] = []
+
+    def __init__(self, *_: Any, **options: Any) -> None:
+        self.llm_engine, self.made = self, Counter[str]()
+
+    def generate(self, rows: list[Any], *_: Any, **options: Any) -> list[Any]:
+        self.did.append("generate")
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1])]) for _ in rows]
+
+    def collective_rpc(self, what: Any, args: Any = ()) -> list[Any]:
+        self.did.append(what.__name__)
+        return [{"replay": 1.5, "kernels": [["gemm", 1, 2.0]]}.get(what.__name__)]
+
+    def add_request(self, name: str, *_: Any) -> None:
+        self.made[name] = 0
+
+    def step(self) -> list[Any]:
+        self.made.update(list(self.made))
+        outputs = [(name, SimpleNamespace(token_ids=[1] * count)) for name, count in self.made.items()]
+        return [SimpleNamespace(request_id=name, outputs=[output]) for name, output in outputs]
+
+    def abort_request(self, names: list[str]) -> None:
+        self.made.clear()
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.made)
+
+
 def test_the_profiler_comes_behind_all_that_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stays in the process, and graphs are launched more slowly from then on."""
-    did: list[str] = []
-
-    class Core:
-        """An engine whose requests make a token in each step, until they are aborted."""
-
-        requests: ClassVar[dict[str, list[int]]] = {}
-
-        def add_request(self, name: str, *_: Any) -> None:
-            self.requests[name] = []
-
-        def step(self) -> list[Any]:
-            for ids in self.requests.values():
-                ids.append(1)
-            return [SimpleNamespace(request_id=n, outputs=[made(ids)]) for n, ids in self.requests.items()]
-
-        def abort_request(self, names: list[str]) -> None:
-            self.requests.clear()
-
-        def has_unfinished_requests(self) -> bool:
-            return bool(self.requests)
-
-    class LLM:
-        llm_engine = Core()
-
-        def __init__(self, model: str, **options: Any) -> None:
-            pass
-
-        def generate(self, rows: list[Any], each: list[Any], use_tqdm: bool) -> list[Any]:
-            did.append("generate")
-            return [SimpleNamespace(outputs=[made([1])]) for _ in rows]
-
-        def collective_rpc(self, what: Any, args: Any = ()) -> list[Any]:
-            did.append(what.__name__)
-            return [{"replay": 1.5, "kernels": [["gemm", 1, 2.0]]}.get(what.__name__)]
-
-    def made(ids: list[int]) -> Any:
-        return SimpleNamespace(token_ids=ids)
-
     vllm = SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace, __version__="0")
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setattr(sys, "stdin", list(engine.lines(2, 2)))
@@ -191,8 +185,8 @@ def test_the_profiler_comes_behind_all_that_is_timed(tmp_path: Path, monkeypatch
     (tmp_path / "prompts.json").write_text(json.dumps({"8": [[1] * 8] * 4}))
     spec = {"folder": str(tmp_path), "name": "auto", "model": "", "cache_bytes": 1, "options": {}}
     one.main(json.dumps(spec | {"workloads": [[8, 2, 4], [8, 4, 1]]}))
-    assert did.count("generate") == 6
-    assert set(did[did.index("kernels") :]) == {"kernels", "describe"}
+    assert LLM.did.count("generate") == 6
+    assert set(LLM.did[LLM.did.index("kernels") :]) == {"kernels", "describe"}
     rows = json.loads((tmp_path / "auto.json").read_text())["workloads"]
     assert [(row["step_ms"], row["kernels"]) for row in rows] == [(1.5, [["gemm", 1, 2.0]]), (None, [])]
 

@@ -88,21 +88,6 @@ def test_weights_that_vllm_is_to_quantise(tmp_path: Path, serve: Serve) -> None:
     assert f'{THROUGH}: strategy "dense"' in served.log
 
 
-@pytest.mark.parametrize("form", ["channel", "fp8-static", None])
-def test_a_second_checkpoint_has_its_tokens(form: str | None, tmp_path: Path, serve: Serve) -> None:
-    """Whose scales become others than those that vLLM loads; None: vLLM is to quantise it."""
-    first, second = (checkpoint(tmp_path / str(seed), "relu", seed=seed) for seed in range(2))
-    options: dict[str, Any] = {"dtype": "bfloat16", "hf_overrides": ROW}
-    for model in (first, second):
-        if form:
-            in_float8(model, form)
-        else:
-            options["quantization"] = "fp8_per_channel"
-    served = serve(first, request={"then": str(second), "by": "reload_weights"}, **options)
-    assert served.tokens == serve(second, **options).tokens
-    assert served.rows == [True] * LAYERS
-
-
 def test_tensors_that_are_loaded_into_others_are_refused(tmp_path: Path, run: Any) -> None:
     model = model_of(tmp_path, "tensor")
     refused = run(model, dtype="bfloat16", request={"then": str(model), "by": "load_weights"})

@@ -6,12 +6,11 @@ On a CPU vLLM has no experts without a gate, so there is no engine without twell
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import PROMPTS
-from served import HEADS, ON_GPU, TWO_RANKS, Serve, Served, assert_alike, checkpoint, greedy, in_float8, needs_gpus
+from served import HEADS, ON_GPU, TWO_RANKS, Serve, Served, assert_alike, checkpoint, greedy, needs_gpus
 
 LAYERS = 2
 SIZES = {
@@ -52,21 +51,6 @@ def test_compiled(model: Path, serve: Serve, expected: list[list[int]]) -> None:
     served = serve(model, enforce_eager=False, hf_overrides=ROW, request=EXPERTS)
     assert served.tokens == expected
     assert len(served.experts) == LAYERS
-
-
-@pytest.mark.parametrize("form", [None, "channel"])
-def test_a_second_checkpoint_has_its_tokens(form: str | None, tmp_path: Path, serve: Serve) -> None:
-    # vLLM's convolutions on a CPU keep the first one's weights
-    sizes = SIZES | {"layers_block_type": ["attention", "moe"] * 2}
-    models = [checkpoint(tmp_path / str(seed), "relu2", kind="NemotronH", sizes=sizes, seed=seed) for seed in range(2)]
-    for model in models:
-        if form:
-            in_float8(model, form, ("up_proj", "down_proj"))
-    options: dict[str, Any] = {"hf_overrides": ROW, "dtype": "bfloat16"}
-    request = EXPERTS | {"then": str(models[1]), "by": "reload_weights"}
-    served = serve(models[0], request=request, **options)
-    assert served.tokens == serve(models[1], request=EXPERTS, **options).tokens
-    assert served.experts_rows == [True] * LAYERS
 
 
 @pytest.mark.parametrize("by_expert", [False, True], ids=["tensor", "expert"])
@@ -120,55 +104,3 @@ def test_experts_that_cannot_are_left_to_vllm(options: dict[str, Any], reason: s
     refused = run(model, request=EXPERTS, **options)
     assert refused.returncode != 0
     assert reason in refused.stdout + refused.stderr
-
-
-def test_a_layer_of_vllms_own_class() -> None:
-    """vLLM makes the method of a layer, and that its weights; without an engine."""
-    import torch
-    from torch import nn
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
-    from twell.integrations import _vllm_experts, layouts
-
-    torch.manual_seed(0)
-    count, n, k = 4, 64, 32
-    neurons = {"intermediate_size_per_partition": n, "intermediate_size_per_partition_unpadded": n}
-    parallel = {"moe_parallel_config": SimpleNamespace(enable_eplb=False), "dp_size": 1, "pcp_size": 1}
-    moe = SimpleNamespace(
-        activation=MoEActivation.RELU2_NO_MUL,
-        is_act_and_mul=False,
-        is_lora_enabled=False,
-        has_bias=False,
-        moe_backend="auto",
-        is_sequence_parallel=False,
-        in_dtype=torch.bfloat16,
-        num_local_experts=count,
-        experts_per_token=2,
-        hidden_dim=k,
-        hidden_dim_unpadded=k,
-        **neurons,
-        **parallel,
-    )
-    layers = _vllm_experts.Layers(layouts.route_of(ROW), 8, torch.device("cpu"))
-    with (
-        set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))),
-        _vllm_experts.serving(layers),
-    ):
-        method = UnquantizedFusedMoEMethod(moe)
-    assert type(method) is _vllm_experts.RunsExperts
-    # vLLM routes, runs shared experts and adds what ranks have
-    assert [method.is_monolithic, method.supports_internal_mk, method.mk_can_overlap_shared_experts] == [False] * 3
-    layer = nn.Module()
-    method.create_weights(layer, count, k, n, torch.bfloat16)
-    for weight in layer.parameters():
-        weight.data.normal_()
-    layer.expert_map, layer.apply_router_weight_on_input = None, False
-    method.process_weights_after_loading(layer)
-    x, ids, weights = torch.randn(3, k).bfloat16(), torch.tensor([[0, 1], [2, 3], [1, 2]]).int(), torch.rand(3, 2)
-    y = method.apply(layer, x, weights, ids, None, None)
-    up, down = layer.w13_weight[ids].double(), layer.w2_weight[ids].double()
-    hidden = torch.einsum("tjnk,tk->tjn", up, x.double()).relu().square()
-    expected = torch.einsum("tjkn,tjn,tj->tk", down, hidden, weights.double())
-    torch.testing.assert_close(y.double(), expected, rtol=0, atol=float(expected.abs().max()) * 1e-2)
