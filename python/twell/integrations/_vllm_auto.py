@@ -9,7 +9,6 @@ vLLM's own runs begin inside the worker. So calls within it are of requests, if 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +17,6 @@ from torch import Tensor
 from twell.integrations import layouts, vllm
 from twell.strategy.costs import Figures, Problem
 from twell.strategy.site import AutoStrategy, Screen, enroll
-
-# vLLM sets up the logs below its own name alone
-_logger = logging.getLogger("vllm.twell")
 
 # The second one is that of Ray's executor up to vLLM 0.32, which goes around the first.
 _STEPS = ("execute_model", "execute_model_ray")
@@ -65,7 +61,7 @@ def watch() -> None:
                 setattr(kind, name, _watched(method))
                 found += 1
     if not found:
-        _logger.warning(
+        vllm.logger.warning(
             'twell: vLLM has no %s.%s, so "auto" measures no request', WorkerWrapperBase.__name__, _STEPS[0]
         )
 

@@ -31,11 +31,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from twell import _configuration
-from twell._runtime import env
-from twell._runtime.log import logger
+from twell._runtime import env, log
 from twell.integrations import layouts
 
 __all__ = ["LLAMA_LIKE", "SPARSE", "register"]
+
+# vLLM sets up the logs below its own name alone.
+logger = logging.getLogger("vllm.twell")
 
 # Architectures that always have ReLU: transformers' class of configuration and the model types.
 SPARSE = {
@@ -72,17 +74,14 @@ def register() -> None:
     Raises ImportError without vLLM, ValueError for another value of ``TWELL_VLLM``.
     """
     if not env.vllm():
-        logger.info("TWELL_VLLM=off: vLLM serves without twell")
+        log.logger.info("TWELL_VLLM=off: vLLM serves without twell")
         return
     import vllm
     from vllm import ModelRegistry
 
     if is_too_old(vllm.__version__):
         lowest = ".".join(map(str, LOWEST))
-        # vLLM sets up the logs below its own name alone
-        logging.getLogger("vllm.twell").warning(
-            "twell: models run as without twell: vLLM must be %s or newer, got %s", lowest, vllm.__version__
-        )
+        logger.warning("twell: models run as without twell: vLLM must be %s or newer, got %s", lowest, vllm.__version__)
         return
     for architecture in (*SPARSE, _OURS):
         ModelRegistry.register_model(architecture, _CLASS)
