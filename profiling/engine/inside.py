@@ -15,8 +15,6 @@ from torch import Tensor, nn
 _BEFORE, _TIMED, _WAITED = 5, 30, 400_000_000
 # Kernels of a step that a table names; the rest is one more row.
 _KERNELS = 25
-# Consecutive sequences whose unions are counted.
-_TILES = (16, 64, 128)
 
 
 def _layers(worker: Any) -> list[Any]:
@@ -116,8 +114,8 @@ def watch(worker: Any) -> None:
 def patterns(worker: Any, tokens: int) -> list[dict[str, float]]:
     """Non-zeros of each layer in the latest step of so many ``tokens`` since ``watch``, which ends here.
 
-    "mean", "most": of a token. "union": neurons that any fires, and for tiles of consecutive tokens their mean. Of
-    routed experts: of a token in one of its experts, the mean union of an expert's tokens, and "experts" with a token.
+    "mean", "most": of a token. "union": neurons that any fires. Of routed experts: of a token in one of its experts,
+    the mean union of an expert's tokens, and "experts" with a token.
     """
     found = []
     for layer in _layers(worker):
@@ -129,12 +127,7 @@ def patterns(worker: Any, tokens: int) -> list[dict[str, float]]:
         weight = next(p for p in layer.parameters() if p.shape[-1] == x.shape[-1])
         fired = (x @ weight[: weight.shape[0] // 2].t()) > 0
         each = fired.sum(1).float()
-        figures = {"mean": each.mean().item(), "most": each.max().item(), "union": float(fired.any(0).sum())}
-        for tile in _TILES:
-            if tokens % tile == 0:
-                unions = fired.view(-1, tile, fired.shape[1]).any(1).sum(1).float()
-                figures[f"union of {tile}"] = unions.mean().item()
-        found.append(figures)
+        found.append({"mean": each.mean().item(), "most": each.max().item(), "union": float(fired.any(0).sum())})
     return found
 
 

@@ -105,7 +105,9 @@ def main(argument: str) -> None:
         length, count, new = spec["workloads"][int(place)]
         given = prompts[str(length)][:count]
         if int(place) == len(result["workloads"]):
-            result["workloads"].append({"prompt": length, "sequences": count, "new": new, "seconds": []})
+            sizes = {"prompt": length, "sequences": count, "new": new}
+            unknown = {"seconds": [], "step_ms": None, "kernels": [], "patterns": [], "gaps": []}
+            result["workloads"].append(sizes | unknown)
         row = result["workloads"][int(place)]
         if what == "run":
             row["tokens"], took = generate(engine, given, new)
@@ -117,14 +119,13 @@ def main(argument: str) -> None:
             # the first run compiles and warms up
             del row["seconds"][0]
             row["per_s"] = (count * (length if new == 1 else new)) / statistics.median(row["seconds"])
-            row |= {"step_ms": None, "kernels": [], "patterns": [], "gaps": []}
             if new > 1 and graphs:
                 times = step(engine, given, *[inside.replay] * 3)
                 row["step_ms"] = None if None in times else statistics.median(times)
             elif new > 1:
                 (row["patterns"],) = step(engine, given, inside.patterns)
-            if new > 1:
-                row["gaps"] = gaps(engine, given, new) if name in COMPARED and count <= MOST_COMPARED else []
+            if new > 1 and name in COMPARED and count <= MOST_COMPARED:
+                row["gaps"] = gaps(engine, given, new)
         if what != "run":
             result["ended"] = engine.collective_rpc(inside.describe)[0]
             (folder / f"{name}.json").write_text(json.dumps(result))

@@ -17,11 +17,9 @@ from twell._runtime import cache, device, env, fingerprint, host, packaged
 from twell._runtime.log import logger
 from twell.strategy.tables import KINDS, SHIPPED, read
 
-# the last is the compiler, which is optional
-PACKAGES = (
-    *("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL),
-    *(*packaged.RUNTIME_PACKAGES.values(), "nvidia-cutlass-dsl"),
-)
+# nvidia-cutlass-dsl is the compiler, which is optional
+PACKAGES = ("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL, "nvidia-cutlass-dsl")
+PACKAGES += tuple(packaged.RUNTIME_PACKAGES.values())
 VARIABLES: dict[str, Callable[[], object]] = {
     "TWELL_JIT": lambda: "auto" if env.jit() else "off",
     "TWELL_CACHE_DIR": env.cache_dir,
@@ -180,15 +178,11 @@ def _kernels(folder: Path, arch: str = fingerprint.ARCH) -> KernelInfo:
     loads, runtime = False, None
     try:
         runtime = str(packaged.load_runtime())
+        for symbol in manifest.symbols if manifest else ():
+            packaged.load(library, symbol)
+        loads = manifest is not None
     except RuntimeError as error:
         problems.append(str(error))
-    if manifest is not None and runtime is not None:
-        try:
-            for symbol in manifest.symbols:
-                packaged.load(library, symbol)
-            loads = True
-        except RuntimeError as error:
-            problems.append(str(error))
     return KernelInfo(
         library=str(library),
         present=library.is_file(),

@@ -41,10 +41,9 @@ class ServedStrategy(AutoStrategy):
     def learn(self, first: Tensor, k: int, n: int, gated: bool, share: int) -> None:
         """Be the strategy of the layer with this first weight and these sizes, of one rank of ``share``."""
         enroll(first, self)
-        # weights that are loaded again keep what was measured since
-        known, self._known = self._known, None
-        if known is not None:
-            nonzeros, text, batch = known
+        if self._known is not None:
+            # weights that are loaded again keep what was measured since
+            (nonzeros, text, batch), self._known = self._known, None
             for m, union in ((vllm.BATCH, batch), (vllm.PROMPTS, text)):
                 self.observe(Problem(m, k, n, gated, False), Figures(nonzeros / share, union))
 

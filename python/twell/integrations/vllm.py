@@ -14,10 +14,9 @@ serves, with the FFNs through twell,
 - all of these with weights and inputs in e4m3, with scales of rows or tensors (``_vllm_float8``).
 
 All other models, and models with ``model_impl`` "vllm" or "transformers", are as without twell, and so are all models
-with a vLLM older than ``LOWEST``. ``TWELL_VLLM=off``
-switches it off, and so does ``VLLM_PLUGINS`` without "twell". The configuration may have ``sparsity_strategy``,
-``sparsity_screen``, ``sparsity_invariant`` and ``sparsity_compression``, as in ``SparseLlamaConfig``:
-``--hf-overrides '{"sparsity_strategy": "dense"}'``.
+with a vLLM older than ``LOWEST``. ``TWELL_VLLM=off`` switches it off, and so does ``VLLM_PLUGINS`` without "twell".
+The configuration may have ``sparsity_strategy``, ``sparsity_screen``, ``sparsity_invariant`` and
+``sparsity_compression``, as in ``SparseLlamaConfig``: ``--hf-overrides '{"sparsity_strategy": "dense"}'``.
 
 Importing this module imports neither vLLM nor CUDA. ``_vllm_model`` has the model, ``_vllm_experts`` routed experts.
 """

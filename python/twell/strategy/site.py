@@ -263,16 +263,16 @@ class AutoStrategy:
     sparse operators are slower than that; nothing is measured there.
 
     The same figures arriving at the same calls give the same choices. Strategies differ in the last bits, and arrival
-    is a matter of timing: name a strategy for bitwise repeatable runs. A CUDA graph of
-    inference on 16 to 512 tokens leaves the choice to the device, which makes it in each replay from the non-zeros of
-    that replay ("row+dense" of ``explain``), or is dense where that cannot pay. Other CUDA graphs keep the
-    strategy chosen before their capture, and so does a compiled graph that trains; neither measures, so make them after
-    some calls, or name the strategy. A compiled, traced or exported graph without gradients has the choice inside if it
-    was made on a GPU, since on a CPU it is dense: it
-    calls ``torch.ops.twell.ffn``, which finds the site by the memory of the layer's first weight, counts, measures and
-    chooses each time it runs. Where there is no site, as in a program loaded by another process, it gets a new one.
-    Under activation checkpointing, training keeps its choice until the backward pass is through, so that the
-    recomputation runs the strategy of the forward pass; the recomputation neither counts as a call nor measures.
+    is a matter of timing: name a strategy for bitwise repeatable runs. A CUDA graph of inference on 16 to 512 tokens
+    leaves the choice to the device, which makes it in each replay from the non-zeros of that replay ("row+dense" of
+    ``explain``), or is dense where that cannot pay. Other CUDA graphs keep the strategy chosen before their capture,
+    and so does a compiled graph that trains; neither measures, so make them after some calls, or name the strategy. A
+    compiled, traced or exported graph without gradients has the choice inside if it was made on a GPU, since on a CPU
+    it is dense: it calls ``torch.ops.twell.ffn``, which finds the site by the memory of the layer's first weight,
+    counts, measures and chooses each time it runs. Where there is no site, as in a program loaded by another process,
+    it gets a new one. Under activation checkpointing, training keeps its choice until the backward pass is through, so
+    that the recomputation runs the strategy of the forward pass; the recomputation neither counts as a call nor
+    measures.
 
     Copying and pickling keep choices and figures.
     """
@@ -467,10 +467,7 @@ class AutoStrategy:
     def expect(
         self, problem: costs.Problem, call: int, transfer: Transfer, most: int | None, names: tuple[str, ...]
     ) -> None:
-        """Take the figures of a call once they have arrived; ignore them if others of its bucket are on their way.
-
-        Until then calls of the bucket ask.
-        """
+        """Take the figures of a call once they arrive, for which its bucket asks; ignore them behind earlier ones."""
         with self._lock:
             if self._layer == (problem.k, problem.n, problem.gated):
                 key = _key(problem)
