@@ -105,9 +105,8 @@ def main(argument: str) -> None:
         length, count, new = spec["workloads"][int(place)]
         given = prompts[str(length)][:count]
         if int(place) == len(result["workloads"]):
-            sizes = {"prompt": length, "sequences": count, "new": new}
-            unknown = {"seconds": [], "step_ms": None, "kernels": [], "patterns": [], "gaps": []}
-            result["workloads"].append(sizes | unknown)
+            row = {"prompt": length, "sequences": count, "new": new, "seconds": [], "step_ms": None}
+            result["workloads"].append(row | {"kernels": [], "patterns": [], "gaps": []})
         row = result["workloads"][int(place)]
         if what == "run":
             row["tokens"], took = generate(engine, given, new)

@@ -45,15 +45,8 @@ def test_text_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
         twell.__version__,
     ):
         assert part in printed
-    runtime = str(packaged.load_runtime())
-    for name in (
-        "torch",
-        "cuda-python",
-        "apache-tvm-ffi",
-        *packaged.RUNTIME_PACKAGES.values(),
-        runtime,
-        *info.VARIABLES,
-    ):
+    assert str(packaged.load_runtime()) in printed
+    for name in ("torch", "cuda-python", "apache-tvm-ffi", *packaged.RUNTIME_PACKAGES.values(), *info.VARIABLES):
         assert name in printed
 
 

@@ -68,17 +68,13 @@ def asked(registry: Registry, config: Any, architectures: Any, model_impl: str =
     return inspected
 
 
-def test_registers_names_alone(registry: Registry) -> None:
-    plugin.register()
-    assert set(registry.models) == {*plugin.SPARSE, "TwellForCausalLM"}
-    assert not set(registry.models) & set(plugin.LLAMA_LIKE)
-
-
-def test_registering_twice_is_registering_once(registry: Registry) -> None:
+def test_registers_names_alone_and_once(registry: Registry) -> None:
     plugin.register()
     before = dict(vars(registry))
     plugin.register()
     assert vars(registry) == before
+    assert set(registry.models) == {*plugin.SPARSE, "TwellForCausalLM"}
+    assert not set(registry.models) & set(plugin.LLAMA_LIKE)
 
 
 def test_off_registers_nothing(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +222,11 @@ def test_calls_within_a_step_of_the_scheduler_are_of_requests(steps: type[Any]) 
     wrapper.execute_model_ray((empty, None, None))
     Wrapper.execute_model(wrapper, plan)
     assert wrapper.calls == [False, True, False, True, False, False]
+    # a step that fails ends
+    wrapper.calls = None
+    with pytest.raises(AttributeError):
+        wrapper.execute_model(plan)
+    assert not ServedStrategy(None).heeds(torch.empty(1, 8))
 
 
 def test_without_steps_to_watch_the_log_says_so(

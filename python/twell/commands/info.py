@@ -18,7 +18,7 @@ from twell._runtime.log import logger
 from twell.strategy.tables import KINDS, SHIPPED, read
 
 # nvidia-cutlass-dsl is the compiler, which is optional
-PACKAGES = ("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL, "nvidia-cutlass-dsl")
+PACKAGES: tuple[str, ...] = ("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL, "nvidia-cutlass-dsl")
 PACKAGES += tuple(packaged.RUNTIME_PACKAGES.values())
 VARIABLES: dict[str, Callable[[], object]] = {
     "TWELL_JIT": lambda: "auto" if env.jit() else "off",
