@@ -4,9 +4,8 @@
 
 Each engine is a process of its own. All start side by side, compile and capture; then they take runs of each workload
 in turn, one at a time, since hosts wander. A step is the CUDA graph that the engine captured for so many sequences,
-replayed while all of them decode, and timed by events. A model is drawn, with grouped heads, or trained, with --text;
-"silu" has its weights in vLLM's own class. "nemotron" is drawn, too, a Nemotron-H with routed experts, and all its
-engines have vLLM's own class:
+replayed while all of them decode, and timed by events. A model is drawn, with grouped heads, or trained, with --text.
+"nemotron" is drawn, too, a Nemotron-H with routed experts, and all its engines have vLLM's own class:
 
     python -m profiling.engine --model nemotron --engines stock auto row --work FOLDER --out engine.json
 """
@@ -22,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,24 +34,16 @@ _EAGER = {"enforce_eager": True}
 _STOCK = {"model_impl": "transformers"}
 
 
-def _named(strategy: str) -> dict[str, Any]:
-    return {"hf_overrides": {"sparsity_strategy": strategy}}
-
-
 # Options of the engines of each name; those named first run without twell.
 ENGINES: dict[str, dict[str, Any]] = {
-    "silu": {},
     "stock": _STOCK,
     "stock-eager": _STOCK | _EAGER,
     "auto": {},
-    "dense": _named("dense"),
-    "row": _named("row"),
-    "union": _named("union"),
+    "dense": {"hf_overrides": {"sparsity_strategy": "dense"}},
+    "row": {"hf_overrides": {"sparsity_strategy": "row"}},
     "auto-eager": _EAGER,
 }
-WITHOUT = ("silu", "stock", "stock-eager")
-# Those of a model of routed experts.
-OF_MIXTURE = ("stock", "stock-eager", "auto", "dense", "row", "auto-eager")
+WITHOUT = ("stock", "stock-eager")
 SIZES = (1, 8, 32, 64, 128, 256, 512)
 
 
@@ -60,9 +51,8 @@ SIZES = (1, 8, 32, 64, 128, 256, 512)
 class Row:
     """One workload of one engine: prompts of ``prompt`` tokens for so many ``sequences``, each making ``new`` tokens.
 
-    Both are 0 for the trace, whose requests differ (``one.mixed``). per_s: tokens made per second, or of prompts if one
-    is made. step_ms: milliseconds of the GPU for a step; None without graphs. kernels: those of such a step: name,
-    launches, microseconds. patterns: non-zeros of each layer. host: microseconds of an eager layer (``inside.host``).
+    per_s: tokens made per second, or of prompts if one is made. step_ms: milliseconds of the GPU for a step; None
+    without graphs. kernels: those of such a step: name, launches, microseconds. patterns: non-zeros of each layer.
     differ: sequences with other tokens than stock's, and gap: the most by which stock preferred its token to its next
     one where such a sequence first differs, in logits, in a run of its own; None where it was not compared.
     """
@@ -76,7 +66,6 @@ class Row:
     step_ms: float | None
     kernels: list[Any]
     patterns: list[Any]
-    host: dict[str, float]
     differ: int | None = None
     gap: float | None = None
     red: str = ""
@@ -148,6 +137,16 @@ class Engine(NamedTuple):
         return self.wait("answer", line, until)
 
 
+def lines(workloads: int, runs: int) -> Iterator[str]:
+    """What engines are asked, in order; each line is another one, as answers repeat them."""
+    for place in range(workloads):
+        for turn, what in enumerate((*["run"] * (runs + 1), "end")):
+            yield f"{place} {what} {turn}\n"
+    # a process that had a profiler launches graphs more slowly ever after
+    for place in range(workloads):
+        yield f"{place} kernels 0\n"
+
+
 def measure(engines: list[Engine], workloads: int, runs: int, until: float) -> list[Engine]:
     """Wait until all engines have started; let them take runs of each workload in turn; end all.
 
@@ -161,10 +160,8 @@ def measure(engines: list[Engine], workloads: int, runs: int, until: float) -> l
             f"{engine.name}: {'ready' if engine in asked else 'ended'} after {time.monotonic() - began:.0f} s",
             flush=True,
         )
-    for place in range(workloads):
-        for turn, what in enumerate((*["run"] * (runs + 1), "end")):
-            # each line is another one, as answers repeat them
-            asked = [engine for engine in asked if engine.ask(f"{place} {what} {turn}\n", until)]
+    for line in lines(workloads, runs):
+        asked = [engine for engine in asked if engine.ask(line, until)]
     for engine in engines:
         end(engine.process)
     return asked
@@ -178,21 +175,17 @@ def main() -> int:
     add("--text", type=Path, nargs="+", default=[], metavar="PATH", help="text for a saved model")
     add("--work", type=Path, required=True, metavar="FOLDER", help="for models, logs and caches")
     add("--out", type=Path, required=True, metavar="JSON", help="file for the data")
-    add("--engines", nargs="+", choices=ENGINES, metavar="NAME", help=f"({' '.join(ENGINES)}, as far as the model can)")
+    add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="NAME", help=f"({' '.join(ENGINES)})")
     add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help="sequences that decode")
     add("--new", type=int, default=32, metavar="N", help="tokens that each makes (32)")
     add("--runs", type=int, default=3, metavar="N", help="timed runs (3)")
     add("--prompts", type=int, default=64, metavar="N", help="prompts of 2,048 tokens (64)")
-    add("--trace", type=int, default=256, metavar="N", help="requests of a trace of unequal ones (256)")
     add("--cache-gib", type=float, default=5.0, metavar="GIB", help="of each engine (5)")
     add("--seconds", type=float, default=540, metavar="S", help="for all (540)")
     arguments = parser.parse_args()
     mixed = arguments.model in mixture.DRAWN
     if (not mixed and models.sizes(arguments.model) is None) != bool(arguments.text):
         parser.error("--text: expected with a saved model, and with no other")
-    arguments.engines = arguments.engines or list(OF_MIXTURE if mixed else ENGINES)
-    if mixed and (wrong := set(arguments.engines) - set(OF_MIXTURE)):
-        parser.error(f"--engines: {arguments.model} has {', '.join(OF_MIXTURE)}, got {', '.join(sorted(wrong))}")
     until, folder = time.monotonic() + arguments.seconds, arguments.work / arguments.model
     if arguments.text:
         # a saved model is known by its path and its text
@@ -211,7 +204,6 @@ def main() -> int:
         subprocess.run(write, check=True)
     workloads = [[128, size, arguments.new] for size in arguments.sizes]
     workloads += [[2048, arguments.prompts, 1]] if arguments.prompts else []
-    workloads += [[0, arguments.trace, 0]] if arguments.trace else []
     sizes = sorted({1, 2, 4, 8, 16, 32, 64, 128, 256, 512, *arguments.sizes})
     engines = []
     for name in arguments.engines:
@@ -223,7 +215,7 @@ def main() -> int:
         spec = {
             "name": name,
             "folder": str(folder),
-            "model": str(folder / ("silu" if name == "silu" else "relu")),
+            "model": str(folder / "relu"),
             "cache_bytes": int(arguments.cache_gib * 2**30),
             "workloads": workloads,
             "options": options,
@@ -255,7 +247,6 @@ def main() -> int:
             step = "" if row.step_ms is None else f", {row.step_ms:.3f} ms of the GPU for a step"
             other = f", {row.differ} differ, by {row.gap:.3f}" if row.differ else ""
             what = f"{row.sequences} prompts of {row.prompt}" if row.new == 1 else f"{row.sequences} sequences"
-            what = what if row.prompt else f"a trace of {row.sequences}"
             print(f"{name:12} {what:24} {row.per_s:10,.0f} tokens/s{step}{other}")
     given = {key: value for key, value in vars(arguments).items() if key not in ("work", "out", "text")}
     write_json(arguments.out, rows, machine=testing.machine_line(), arguments=given, engines=found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from functools import partial
 from typing import Any
 
@@ -14,12 +13,8 @@ from torch import Tensor, nn
 # Replays of a graph before it is timed, and timed ones; cycles for which the GPU waits meanwhile, since a slow host
 # takes longer to launch a graph than the GPU to run it.
 _BEFORE, _TIMED, _WAITED = 5, 30, 400_000_000
-# Passes over all layers by each of two ways.
-_HOST_TURNS = 40
 # Kernels of a step that a table names; the rest is one more row.
 _KERNELS = 25
-# Consecutive sequences whose unions are counted.
-_TILES = (16, 64, 128)
 
 
 def _layers(worker: Any) -> list[Any]:
@@ -104,57 +99,6 @@ def kernels(worker: Any, tokens: int) -> list[tuple[str, int, float]]:
     return [*rows[:_KERNELS], ("all others", sum(row[1] for row in rest), sum(row[2] for row in rest))]
 
 
-def _first(layer: Any) -> Any:
-    """The linear layer of gate and up of a served FFN."""
-    return next(child for name, child in layer.named_children() if name != layer._down)
-
-
-def host(worker: Any, tokens: int) -> dict[str, float]:
-    """Microseconds of an eager layer, until it is launched and until the GPU is done, by twell and by vLLM's own code.
-
-    Both run the same modules and weights on what reached them in the latest step of so many ``tokens``, of which
-    ``patterns`` was asked before, in this process and in turn. {} without twell.
-    """
-    if "twell" not in sys.modules:
-        return {}
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    from twell.integrations import _vllm_auto
-
-    layers = [layer for layer in _layers(worker) if type(layer).__name__ == "ServedMLP"]
-    if not layers:
-        return {}
-    pairs = [(_first(layer), getattr(layer, layer._down)) for layer in layers]
-    ours, own = [(a.quant_method, b.quant_method) for a, b in pairs], UnquantizedLinearMethod()
-    # as a step of requests
-    _vllm_auto._planned = True
-
-    def stock(x: Tensor, first: Any, down: Any) -> Tensor:
-        gate, up = first(x).chunk(2, -1)
-        y: Tensor = down(torch.relu(gate) * up)
-        return y
-
-    times: dict[str, list[float]] = {name: [] for name in ("twell", "twell done", "stock", "stock done")}
-    for turn in range(2 * _HOST_TURNS):
-        for pair, methods in zip(pairs, ours):
-            for layer, method in zip(pair, methods):
-                layer.quant_method = own if turn % 2 else method
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for layer, pair in zip(layers, pairs):
-            stock(layer._seen[tokens], *pair) if turn % 2 else layer(layer._seen[tokens])
-        launched = time.perf_counter()
-        torch.cuda.synchronize()
-        name = "stock" if turn % 2 else "twell"
-        for key, end in ((name, launched), (f"{name} done", time.perf_counter())):
-            times[key].append((end - began) / len(layers) * 1e6)
-    for pair, methods in zip(pairs, ours):
-        for layer, method in zip(pair, methods):
-            layer.quant_method = method
-    _vllm_auto._planned = False
-    return {name: statistics.median(each[_HOST_TURNS // 4 :]) for name, each in times.items()}
-
-
 def watch(worker: Any) -> None:
     """Keep what reaches each FFN of an engine without graphs, by its number of tokens, for ``patterns``."""
 
@@ -170,8 +114,8 @@ def watch(worker: Any) -> None:
 def patterns(worker: Any, tokens: int) -> list[dict[str, float]]:
     """Non-zeros of each layer in the latest step of so many ``tokens`` since ``watch``, which ends here.
 
-    "mean", "most": of a token. "union": neurons that any fires, and for tiles of consecutive tokens their mean. Of
-    routed experts: of a token in one of its experts, the mean union of an expert's tokens, and "experts" with a token.
+    "mean", "most": of a token. "union": neurons that any fires. Of routed experts: of a token in one of its experts,
+    the mean union of an expert's tokens, and "experts" with a token.
     """
     found = []
     for layer in _layers(worker):
@@ -183,12 +127,7 @@ def patterns(worker: Any, tokens: int) -> list[dict[str, float]]:
         weight = next(p for p in layer.parameters() if p.shape[-1] == x.shape[-1])
         fired = (x @ weight[: weight.shape[0] // 2].t()) > 0
         each = fired.sum(1).float()
-        figures = {"mean": each.mean().item(), "most": each.max().item(), "union": float(fired.any(0).sum())}
-        for tile in _TILES:
-            if tokens % tile == 0:
-                unions = fired.view(-1, tile, fired.shape[1]).any(1).sum(1).float()
-                figures[f"union of {tile}"] = unions.mean().item()
-        found.append(figures)
+        found.append({"mean": each.mean().item(), "most": each.max().item(), "union": float(fired.any(0).sum())})
     return found
 
 

@@ -1,10 +1,9 @@
-"""Models to serve, drawn or trained, as checkpoints of transformers with the same weights for ReLU and SiLU."""
+"""Models to serve, drawn or trained, as checkpoints of transformers."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -104,22 +103,19 @@ def load(folder: Path, text: list[Path], device: str) -> tuple[Any, dict[int, Te
 
 @torch.no_grad()
 def write(folder: Path, model: Any, prompts: dict[int, Tensor]) -> None:
-    """Write ``folder``/relu and ``folder``/silu, of the same weights, and ``folder``/prompts.json."""
+    """Write ``folder``/relu and ``folder``/prompts.json."""
     from safetensors.torch import save_file
     from transformers import LlamaConfig
 
     own, known = model.config.to_dict(), LlamaConfig().to_dict()
     values = {name: own[name] for name in known if name in own and name not in ("architectures", "model_type")}
     values |= {"max_position_embeddings": LENGTH, "tie_word_embeddings": False, "dtype": torch.bfloat16}
-    for kind in ("relu", "silu"):
-        (folder / kind).mkdir(parents=True, exist_ok=True)
-        config = LlamaConfig(**values | {"hidden_act": kind})
-        config.architectures = ["LlamaForCausalLM"]
-        config.save_pretrained(folder / kind)
+    config = LlamaConfig(**values | {"hidden_act": "relu"})
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder / "relu")
     # a weight that two parts share is written for each
     weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
     save_file(weights, folder / "relu" / "model.safetensors", metadata={"format": "pt"})
-    os.link(folder / "relu" / "model.safetensors", folder / "silu" / "model.safetensors")
     (folder / "prompts.json").write_text(json.dumps({length: ids.tolist() for length, ids in prompts.items()}))
 
 

@@ -1,16 +1,16 @@
 """One engine in a process of its own, which ``profiling.engine`` starts: makes tokens and says how fast.
 
 The process writes FOLDER/NAME.ready once the engine has started. Then each line of its input names a workload by its
-place and what to do: "run" it, or "end" it by timing a step and writing FOLDER/NAME.json. It answers with the same line
-in FOLDER/NAME.answer. Steps are timed while all sequences decode: at the end of a run some have ended, and what their
-places in the graph's inputs hold says nothing.
+place and what to do: "run" it, "end" its runs by timing a step, or list the "kernels" of one. From "end" on
+FOLDER/NAME.json has the workload. The process answers with the same line in FOLDER/NAME.answer. Steps are timed while
+all sequences decode: at the end of a run some have ended, and what their places in the graph's inputs hold says
+nothing.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
 import sys
 import time
@@ -26,12 +26,12 @@ _BEGUN, _MOST = 8, 1024
 COMPARED, MOST_COMPARED = ("stock", "stock-eager"), 64
 
 
-def generate(engine: Any, prompts: list[list[int]], new: list[int]) -> tuple[list[list[int]], float]:
-    """The tokens of each prompt, so many ``new`` ones, and the seconds that they took."""
+def generate(engine: Any, prompts: list[list[int]], new: int) -> tuple[list[list[int]], float]:
+    """So many ``new`` tokens of each prompt, and the seconds that they took."""
     from vllm import SamplingParams
 
     rows = [{"prompt_token_ids": ids} for ids in prompts]
-    each = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, detokenize=False) for n in new]
+    each = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
     outputs = engine.generate(rows, each, use_tqdm=False)
     took = time.perf_counter() - start
@@ -53,16 +53,8 @@ def gaps(engine: Any, prompts: list[list[int]], new: int) -> list[list[float]]:
     return found
 
 
-def mixed(prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[int]]:
-    """Requests of a trace: ``count`` prompts of 32 to 2,048 tokens and how many new tokens each wants, 16 to 128."""
-    draw = random.Random(0)
-    lengths = [round(2 ** draw.uniform(5, 11)) for _ in range(count)]
-    cut = [prompts[i % len(prompts)][:length] for i, length in enumerate(lengths)]
-    return cut, [draw.randint(16, 128) for _ in range(count)]
-
-
-def step(engine: Any, prompts: list[list[int]], graphs: bool) -> dict[str, Any]:
-    """Figures of a step in which all ``prompts`` decode."""
+def step(engine: Any, prompts: list[list[int]], *asked: Any) -> list[Any]:
+    """What the worker's functions ``asked`` return in a step in which all ``prompts`` decode."""
     from vllm import SamplingParams
 
     core, count = engine.llm_engine, len(prompts)
@@ -70,27 +62,17 @@ def step(engine: Any, prompts: list[list[int]], graphs: bool) -> dict[str, Any]:
     names = [f"step-{count}-{i}" for i in range(count)]
     for name, ids in zip(names, prompts):
         core.add_request(name, {"prompt_token_ids": ids}, parameters)
-    if not graphs:
+    if inside.patterns in asked:
         engine.collective_rpc(inside.watch)
     made: dict[str, int] = {}
     while len(made) < count or min(made.values()) < _BEGUN:
         for output in core.step():
             made[output.request_id] = len(output.outputs[0].token_ids)
-
-    def ask(what: Any) -> Any:
-        return engine.collective_rpc(what, args=(count,))[0]
-
-    times = [ask(inside.replay) for _ in range(3)] if graphs else []
-    row = {
-        "step_ms": statistics.median(times) if times and None not in times else None,
-        "kernels": ask(inside.kernels) if graphs else [],
-        "patterns": [] if graphs else ask(inside.patterns),
-        "host": {} if graphs else ask(inside.host),
-    }
+    answers = [engine.collective_rpc(what, args=(count,))[0] for what in asked]
     core.abort_request(names)
     while core.has_unfinished_requests():
         core.step()
-    return row
+    return answers
 
 
 def main(argument: str) -> None:
@@ -121,24 +103,29 @@ def main(argument: str) -> None:
     for line in sys.stdin:
         place, what, _ = line.split()
         length, count, new = spec["workloads"][int(place)]
-        if length:
-            given, wanted = prompts[str(length)][:count], [new] * count
-        else:
-            given, wanted = mixed(prompts[str(max(map(int, prompts)))], count)
+        given = prompts[str(length)][:count]
         if int(place) == len(result["workloads"]):
-            result["workloads"].append({"prompt": length, "sequences": count, "new": new, "seconds": []})
+            row = {"prompt": length, "sequences": count, "new": new, "seconds": [], "step_ms": None}
+            result["workloads"].append(row | {"kernels": [], "patterns": [], "gaps": []})
         row = result["workloads"][int(place)]
         if what == "run":
-            row["tokens"], took = generate(engine, given, wanted)
+            row["tokens"], took = generate(engine, given, new)
             row["seconds"].append(took)
+        elif what == "kernels":
+            if new > 1 and graphs:
+                (row["kernels"],) = step(engine, given, inside.kernels)
         else:
             # the first run compiles and warms up
             del row["seconds"][0]
-            row["per_s"] = (count * length if new == 1 else sum(wanted)) / statistics.median(row["seconds"])
-            row |= {"step_ms": None, "kernels": [], "patterns": [], "host": {}, "gaps": []}
-            if new > 1:
-                row |= step(engine, given, graphs)
-                row["gaps"] = gaps(engine, given, new) if name in COMPARED and count <= MOST_COMPARED else []
+            row["per_s"] = (count * (length if new == 1 else new)) / statistics.median(row["seconds"])
+            if new > 1 and graphs:
+                times = step(engine, given, *[inside.replay] * 3)
+                row["step_ms"] = None if None in times else statistics.median(times)
+            elif new > 1:
+                (row["patterns"],) = step(engine, given, inside.patterns)
+            if new > 1 and name in COMPARED and count <= MOST_COMPARED:
+                row["gaps"] = gaps(engine, given, new)
+        if what != "run":
             result["ended"] = engine.collective_rpc(inside.describe)[0]
             (folder / f"{name}.json").write_text(json.dumps(result))
         _files.write_text(folder / f"{name}.answer", line)

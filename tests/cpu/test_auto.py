@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ import torch
 from auto_layers import BF16, DECIDES, DENSE, SPARSE, Arrivals, K, N, layer, set_firing, strategies_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
@@ -150,63 +153,6 @@ def test_few_tokens_have_a_choice_for_each_number_of_them() -> None:
     while site.explain()[0].calls != 17:
         site.choose(problem(72))
     assert {site.choose(problem(m)).strategy for m in sizes} == {"row"}
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_calls_between_decisions_take_a_short_way(
-    training: bool, chooses: Arrivals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which gives the same routes, counts the calls, and ends with each decision, capture and change of the layer."""
-    short, long = sites.AutoStrategy(period=16), sites.AutoStrategy(period=16)
-    decided: list[Any] = []
-    count = sites.AutoStrategy._count
-    monkeypatch.setattr(sites.AutoStrategy, "_count", lambda site, call: (decided.append(site), count(site, call))[1])
-    xs = {m: torch.zeros(m, K, dtype=BF16) for m in (100, 120)}
-    draw = random.Random(0)
-    for i in range(200):
-        long.routes.clear()
-        arguments = (xs[draw.choice((100, 120))], N, True, training, False)
-        assert short.begin(*arguments)[::3] == long.begin(*arguments)[::3]
-        if i % 50 == 49:
-            for site in (short, long):
-                site.observe(Problem(100, K, N, True, training), DENSE if i % 100 == 49 else SPARSE)
-    assert [row[2:7] for row in short.explain()] == [row[2:7] for row in long.explain()]
-    assert short.explain()[0].calls == 200
-    assert decided.count(short) < 80 < decided.count(long)
-    monkeypatch.setattr(_modes, "capturing", lambda _: True)
-    short.begin(xs[100], N, True, training, False)
-    assert short.explain()[0].calls == 200
-    assert short.explain()[-1].graph == "captured"
-    monkeypatch.setattr(_modes, "capturing", lambda _: False)
-    short.begin(xs[100], 2 * N, True, training, False)
-    assert [row.calls for row in short.explain()] == [1]
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_a_module_can_keep_a_route_and_count_by_itself(training: bool, chooses: Arrivals) -> None:
-    """While the bucket has its version, ``counted`` stands for ``begin``, except for calls that decide and measure."""
-    short, long = sites.AutoStrategy(period=8), sites.AutoStrategy(period=8)
-    x, took = torch.zeros(100, K, dtype=BF16), []
-    known: Any = None
-    version, call = 0, (N, True, training, False, False)
-    for i in range(100):
-        if known is not None and version == known[0].version and short.counted(known[0]):
-            took.append(i)
-            route = known[1]
-        else:
-            route = short.begin(x, *call)
-            known = short.routes.get((x.shape, *call))
-            version = 0 if known is None else known[0].version
-        assert route[::3] == long.begin(x, *call)[::3], i
-        if i == 50:
-            for site in (short, long):
-                site.observe(Problem(100, K, N, True, training), DENSE)
-    assert [row[2:7] for row in short.explain()] == [row[2:7] for row in long.explain()]
-    # calls 0, 1, 2, 4, 8, 16, 24, ... decide, and those that changed the choice are followed by one that asks
-    due = {0, 1, 2, 4, *range(8, 100, 8)}
-    asked = set(range(100)) - set(took)
-    assert due <= asked
-    assert len(asked - due) <= 5
 
 
 def test_what_ends_the_routes_that_modules_keep(chooses: Arrivals) -> None:
@@ -629,9 +575,39 @@ def test_no_call_waits(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> No
         mlp.up_proj(x)
         mlp(x)
     assert strategies_of(mlp) == [("training", "dense")]
-    # one on its way, and the scheduled calls asked for it: at 1, 2, 4, 8, and explain
+    # one on its way, and each later call asked for it, and explain
     assert len(chooses.sent) == 1
-    assert chooses.asked == 5
+    assert chooses.asked == 9
+
+
+def test_transfers_share_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few allocations for many; one that is not read yet keeps its values, and its memory."""
+    empty, made = torch.empty, []
+
+    def pinned(*shape: Any, pin_memory: bool, **options: Any) -> Tensor:
+        made.append(StorageWeakRef((memory := empty(*shape, **options)).untyped_storage()))
+        return memory
+
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
+    for owner, name, stand_in in (
+        (torch, "empty", pinned),
+        (torch.cuda, "Event", lambda: event),
+        (torch.cuda, "current_stream", lambda on: None),
+        (device, "relaxed_capture", contextlib.nullcontext),
+        (sites, "_rows", []),
+    ):
+        monkeypatch.setattr(owner, name, stand_in)
+    sent = []
+    for i in range(1000):
+        # allocated in one mode, used in both
+        with torch.inference_mode(i % 3 == 0):
+            transfer = sites.Transfer(torch.tensor([i, *range(i % 4)]))
+            assert transfer.arrived()
+            sent += [(i, transfer)] if i % 100 == 0 else []
+    assert len(made) == 8
+    assert [transfer.read() for _, transfer in sent] == [[i] for i, _ in sent]
+    sent.clear()
+    assert sum(not memory.expired() for memory in made) <= 1
 
 
 @pytest.mark.parametrize("training", [False, True])

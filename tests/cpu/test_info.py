@@ -45,8 +45,9 @@ def test_text_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
         twell.__version__,
     ):
         assert part in printed
-    for package in ("torch", "cuda-python", "apache-tvm-ffi", "nvidia-cutlass-dsl", *info.VARIABLES):
-        assert package in printed
+    assert str(packaged.load_runtime()) in printed
+    for name in ("torch", "cuda-python", "apache-tvm-ffi", *packaged.RUNTIME_PACKAGES.values(), *info.VARIABLES):
+        assert name in printed
 
 
 def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:

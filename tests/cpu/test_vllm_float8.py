@@ -125,6 +125,12 @@ def test_scales_of_rows_stay() -> None:
     _vllm_float8.load(layer)
     assert torch.equal(layer.weight_scale, record.scale)
     assert layer.input_scale is None
+    # others would be read with the scales of these
+    for parameter in (layer.weight, layer.weight_scale):
+        with pytest.raises(
+            NotImplementedError, match=r"must be loaded again by vLLM's reload_weights.* got load_weights"
+        ):
+            parameter.weight_loader(parameter, record.values)
 
 
 def test_weights_of_16_bits_are_quantised_by_rows() -> None:

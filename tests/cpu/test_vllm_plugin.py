@@ -27,6 +27,7 @@ from twell.integrations._vllm_auto import ServedStrategy, watch
 from twell.ops.library import check_layer
 from twell.ops.operands import Operands
 from twell.strategy import tables
+from twell.strategy.costs import Figures, Problem
 
 transformers = pytest.importorskip("transformers")
 
@@ -67,17 +68,13 @@ def asked(registry: Registry, config: Any, architectures: Any, model_impl: str =
     return inspected
 
 
-def test_registers_names_alone(registry: Registry) -> None:
-    plugin.register()
-    assert set(registry.models) == {*plugin.SPARSE, "TwellForCausalLM"}
-    assert not set(registry.models) & set(plugin.LLAMA_LIKE)
-
-
-def test_registering_twice_is_registering_once(registry: Registry) -> None:
+def test_registers_names_alone_and_once(registry: Registry) -> None:
     plugin.register()
     before = dict(vars(registry))
     plugin.register()
     assert vars(registry) == before
+    assert set(registry.models) == {*plugin.SPARSE, "TwellForCausalLM"}
+    assert not set(registry.models) & set(plugin.LLAMA_LIKE)
 
 
 def test_off_registers_nothing(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,19 +89,19 @@ def test_another_value_is_refused(registry: Registry, monkeypatch: pytest.Monkey
         plugin.register()
 
 
-@pytest.mark.parametrize("version", ["0.29.1", "0.9.2", "0.29.1rc2.dev3+g1234567"])
+@pytest.mark.parametrize("version", ["0.31.1", "0.9.2", "0.31.1rc2.dev3+g1234567"])
 def test_an_older_vllm_is_left_as_it_is(
     version: str, registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
     plugin.register()
     assert vars(registry) == {"models": {}}
-    line = f"twell: models run as without twell: vLLM must be 0.30 or newer, got {version}"
+    line = f"twell: models run as without twell: vLLM must be 0.32 or newer, got {version}"
     assert [(record.name, record.getMessage()) for record in caplog.records] == [("vllm.twell", line)]
 
 
 def test_versions_of_checkouts_are_not_too_old() -> None:
-    newer = ["0.30.0", "0.30.0rc1", "0.33.0", "1.0.0", "0.1.dev5+g1234567", "dev"]
+    newer = ["0.32.0", "0.32.0rc1", "0.33.0", "1.0.0", "0.1.dev5+g1234567", "dev"]
     assert [version for version in newer if plugin.is_too_old(version)] == []
 
 
@@ -225,6 +222,11 @@ def test_calls_within_a_step_of_the_scheduler_are_of_requests(steps: type[Any]) 
     wrapper.execute_model_ray((empty, None, None))
     Wrapper.execute_model(wrapper, plan)
     assert wrapper.calls == [False, True, False, True, False, False]
+    # a step that fails ends
+    wrapper.calls = None
+    with pytest.raises(AttributeError):
+        wrapper.execute_model(plan)
+    assert not ServedStrategy(None).heeds(torch.empty(1, 8))
 
 
 def test_without_steps_to_watch_the_log_says_so(
@@ -238,6 +240,16 @@ def test_without_steps_to_watch_the_log_says_so(
     watch.cache_clear()
     line = 'twell: vLLM has no WorkerWrapperBase.execute_model, so "auto" measures no request'
     assert [record.getMessage() for record in caplog.records] == [line]
+
+
+def test_weights_that_are_loaded_again_keep_what_was_measured() -> None:
+    site, call = ServedStrategy(layouts.LayerFigures(30.0, 0.1, 0.4)), Problem(256, 64, 96, True, False)
+    figures = []
+    for _ in range(2):
+        site.learn(torch.zeros(2 * 96, 64), 64, 96, True, 1)
+        figures.append(site.choose(call) and site.explain()[0].figures)
+        site.observe(call, Figures(5.0, 0.2))
+    assert figures == [Figures(30.0, 0.4), Figures(5.0, 0.2)]
 
 
 GPU = torch.device("cuda", 0)

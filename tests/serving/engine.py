@@ -4,12 +4,14 @@ Usage: python engine.py '{"model": FOLDER, "prompts": [[1, 2]], "tokens": 8, "en
 
 "repeat": how often the prompts are served, one time after the other; the last counts. "lora": folder of an adapter for
 all requests. "chooses": let "auto" choose on the CPU, too, where figures arrive at once. "broken": let no kernel load.
-"experts": let a CPU have experts without a gate.
+"experts": let a CPU have experts without a gate. "then": folder of a second checkpoint, to which the engine changes and
+serves the prompts again; "by": how, "reload_weights" or "load_weights", which is called for each tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Iterable
@@ -65,7 +67,7 @@ def let_no_kernel_load() -> None:
     """Let the trial of kernels, which a CPU does not make, fail."""
     from twell.integrations import _vllm_kernels
 
-    _vllm_kernels.trouble = lambda *_: "its kernels cannot be loaded"
+    _vllm_kernels.trouble = lambda *_, **__: "its kernels cannot be loaded"
 
 
 def let_experts_have_no_gate() -> None:
@@ -79,6 +81,23 @@ def let_experts_have_no_gate() -> None:
             completed(config)
 
     FusedMoEConfig.__post_init__ = complete
+
+
+def load_each(model: Any, folder: str) -> None:
+    """Load a checkpoint tensor by tensor, as trainers of reinforcement learning send them."""
+    from safetensors.torch import load_file
+
+    for name, tensor in load_file(f"{folder}/model.safetensors").items():
+        model.load_weights([(name, tensor)])
+
+
+def change(engine: Any, folder: str, by: str) -> None:
+    """Let the engine serve a second checkpoint."""
+    if by == "reload_weights":
+        engine.collective_rpc(by, kwargs={"weights_path": folder})
+    else:
+        engine.apply_model(functools.partial(load_each, folder=folder))
+    engine.reset_prefix_cache()
 
 
 def lead(likely: Iterable[Any]) -> float:
@@ -105,7 +124,9 @@ def main() -> None:
     )
     started = engine.apply_model(describe)[0]["choices"]
     adapter = LoRARequest("adapter", 1, request["lora"]) if request.get("lora") else None
-    for _ in range(request.get("repeat", 1)):
+    for served in range(times := request.get("repeat", 1) + bool(request.get("then"))):
+        if served == times - 1 and request.get("then"):
+            change(engine, request["then"], request["by"])
         outputs = engine.generate(
             [{"prompt_token_ids": prompt} for prompt in request["prompts"]],
             SamplingParams(max_tokens=request["tokens"], temperature=0, ignore_eos=True, detokenize=False, logprobs=2),

@@ -107,12 +107,13 @@ def checkpoint(
     rows: bool = False,
     kind: str = "Llama",
     sizes: dict[str, Any] | None = None,
+    other_layers: bool = False,
     **config: Any,
 ) -> Path:
     """Write a model of random weights, for the same sizes the same; ``config`` changes its config.json.
 
     ``kind`` begins the names of its classes in transformers. With ``rows`` down weights are stored [intermediate,
-    hidden].
+    hidden]. With ``other_layers`` those of feed-forward layers are shuffled.
     """
     import torch
     import transformers
@@ -125,6 +126,12 @@ def checkpoint(
     getattr(transformers, f"{kind}ForCausalLM")(stock).to(torch.float16).save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    if other_layers:
+        weights = load_file(folder / "model.safetensors")
+        weights |= {
+            name: w.flip(0).contiguous() for name, w in weights.items() if name.removesuffix(".weight").endswith(LINEAR)
+        }
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     if rows:
         weights = load_file(folder / "model.safetensors")
         turned = {name: t.t().contiguous() if "down_proj" in name else t for name, t in weights.items()}
@@ -157,7 +164,10 @@ _LISTS = {"compressed-tensors": "ignore", "fp8": "modules_to_not_convert", "mode
 INPUT_SCALE = 0.02
 
 
-def in_float8(folder: Path, form: str, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> None:
+LINEAR = ("gate_proj", "up_proj", "down_proj")
+
+
+def in_float8(folder: Path, form: str, names: tuple[str, ...] = LINEAR) -> None:
     """Turn a checkpoint to bfloat16 and its linear layers of these names to e4m3, in a format of ``FLOAT8``."""
     import torch
     from safetensors.torch import load_file, save_file

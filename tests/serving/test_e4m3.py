@@ -88,6 +88,13 @@ def test_weights_that_vllm_is_to_quantise(tmp_path: Path, serve: Serve) -> None:
     assert f'{THROUGH}: strategy "dense"' in served.log
 
 
+def test_tensors_that_are_loaded_into_others_are_refused(tmp_path: Path, run: Any) -> None:
+    model = model_of(tmp_path, "tensor")
+    refused = run(model, dtype="bfloat16", request={"then": str(model), "by": "load_weights"})
+    assert refused.returncode != 0
+    assert "must be loaded again by vLLM's reload_weights" in refused.stdout + refused.stderr
+
+
 def test_float16_runs_as_without_twell_and_says_why(tmp_path: Path, serve: Serve) -> None:
     model = model_of(tmp_path, "channel")
     stock, served = serve(model, plugin=False, model_impl="transformers"), serve(model)

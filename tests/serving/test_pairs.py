@@ -30,8 +30,6 @@ BACKEND = "TransformersForCausalLM"
 def test_same_tokens(kind: str, activation: str, down: str, tmp_path: Path, serve: Serve) -> None:
     model = checkpoint(tmp_path, activation, kind=kind)
     stock = serve(model, plugin=False)
-    if kind in ("Phi", "GPTNeoX") and stock.model != BACKEND:
-        pytest.skip("vLLM before 0.32 has a class of its own, which runs without twell")
     served = serve(model, hf_overrides=ROW)
     assert served.tokens == stock.tokens
     assert served.model == ("SparseForCausalLM" if stock.model == BACKEND else f"{kind}ForCausalLM")
@@ -126,52 +124,3 @@ def test_what_counts_as_a_layer_of_the_transformers_backend() -> None:
     assert found("Glm") == "GlmMLP has gate and up in one projection"
     assert found("FalconH1").startswith("FalconH1MLP cannot be run sparse: it must compute down_proj(act(gate_proj(x))")
     assert found("FalconH1").endswith("got another function of x: it runs mul")
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_shared_experts_of_nemotron_h(bias: bool, ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM has no experts without a gate on a CPU, so the layer is made by hand: two ranks, whose sum is the layer.
-
-    A layer of shared experts leaves the sum to its caller, and one with a bias lets one rank add it.
-    """
-    import torch
-    import torch.nn.functional as F
-    from torch import nn
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers import linear
-    from vllm.model_executor.models.nemotron_h import NemotronHConfig, NemotronHMLP
-
-    from twell.integrations import _vllm_model
-
-    monkeypatch.setattr(linear, "tensor_model_parallel_all_reduce", lambda y: y)
-    torch.manual_seed(0)
-    hidden, neurons = 64, 96
-    x, up, down = (torch.randn(shape).half() for shape in ((3, hidden), (neurons, hidden), (hidden, neurons)))
-    b_up, b_down = (torch.randn(size).half() if bias else None for size in (neurons, hidden))
-    config = NemotronHConfig(hidden_size=hidden, intermediate_size=neurons, sparsity_strategy="row")
-    settings = VllmConfig(device_config=DeviceConfig("cpu"))
-    monkeypatch.setattr(settings, "model_config", type("Model", (), {"hf_config": config}), raising=False)
-    parts = []
-    for ranks[0] in range(2):
-        with set_current_vllm_config(settings):
-            torch.set_default_dtype(torch.float16)
-            try:
-                layer = NemotronHMLP(config, hidden, neurons, bias=bias, reduce_results=bias)
-            finally:
-                torch.set_default_dtype(torch.float32)
-        model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
-        kept = layer
-        ffn = _vllm_model.FFN("up_proj", "act_fn", "down_proj", _vllm_model.Activation("relu2"))
-        _vllm_model.serve(model, {"layers.0": ffn}, settings)
-        assert model["layers"][0] is kept
-        for child, weight, b in ((layer.up_proj, up, b_up), (layer.down_proj, down, b_down)):
-            child.weight.weight_loader(child.weight, weight)
-            if b is not None:
-                child.bias.weight_loader(child.bias, b)
-            child.quant_method.process_weights_after_loading(child)
-        parts.append(layer(x))
-    expected = F.linear(
-        F.relu(F.linear(x.double(), up.double(), None if b_up is None else b_up.double())).square(), down.double()
-    )
-    expected = expected if b_down is None else expected + b_down
-    torch.testing.assert_close(sum(parts).double(), expected, rtol=0, atol=float(expected.abs().max()) * 2e-3)

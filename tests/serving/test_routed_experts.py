@@ -6,7 +6,6 @@ On a CPU vLLM has no experts without a gate, so there is no engine without twell
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,16 +25,7 @@ ROW = {"sparsity_strategy": "row"}
 
 
 @pytest.fixture(scope="module")
-def routes() -> None:
-    """Skip where vLLM routes nothing on a CPU."""
-    import vllm
-
-    if vllm.__version__.startswith("0.30."):
-        pytest.skip("the router of vLLM 0.30 gives NaN on a CPU")
-
-
-@pytest.fixture(scope="module")
-def model(routes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint(tmp_path_factory.mktemp("experts"), "relu2", kind="NemotronH", sizes=SIZES)
 
 
@@ -94,7 +84,7 @@ def test_on_gpus(eager: bool, ranks: dict[str, Any], on_gpu: tuple[Path, Served]
     assert len(served.layers) == LAYERS
 
 
-def test_latent_experts_of_groups(routes: None, tmp_path: Path, serve: Serve) -> None:
+def test_latent_experts_of_groups(tmp_path: Path, serve: Serve) -> None:
     more = {"moe_latent_size": 64, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
     model = checkpoint(tmp_path, "relu2", kind="NemotronH", sizes=SIZES | more)
     served = serve(model, hf_overrides=ROW, request=EXPERTS)
@@ -114,55 +104,3 @@ def test_experts_that_cannot_are_left_to_vllm(options: dict[str, Any], reason: s
     refused = run(model, request=EXPERTS, **options)
     assert refused.returncode != 0
     assert reason in refused.stdout + refused.stderr
-
-
-def test_a_layer_of_vllms_own_class() -> None:
-    """vLLM makes the method of a layer, and that its weights; without an engine."""
-    import torch
-    from torch import nn
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
-    from twell.integrations import _vllm_experts, layouts
-
-    torch.manual_seed(0)
-    count, n, k = 4, 64, 32
-    neurons = {"intermediate_size_per_partition": n, "intermediate_size_per_partition_unpadded": n}
-    parallel = {"moe_parallel_config": SimpleNamespace(enable_eplb=False), "dp_size": 1, "pcp_size": 1}
-    moe = SimpleNamespace(
-        activation=MoEActivation.RELU2_NO_MUL,
-        is_act_and_mul=False,
-        is_lora_enabled=False,
-        has_bias=False,
-        moe_backend="auto",
-        is_sequence_parallel=False,
-        in_dtype=torch.bfloat16,
-        num_local_experts=count,
-        experts_per_token=2,
-        hidden_dim=k,
-        hidden_dim_unpadded=k,
-        **neurons,
-        **parallel,
-    )
-    layers = _vllm_experts.Layers(layouts.route_of(ROW), 8, torch.device("cpu"))
-    with (
-        set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))),
-        _vllm_experts.serving(layers),
-    ):
-        method = UnquantizedFusedMoEMethod(moe)
-    assert type(method) is _vllm_experts.RunsExperts
-    # vLLM routes, runs shared experts and adds what ranks have
-    assert [method.is_monolithic, method.supports_internal_mk, method.mk_can_overlap_shared_experts] == [False] * 3
-    layer = nn.Module()
-    method.create_weights(layer, count, k, n, torch.bfloat16)
-    for weight in layer.parameters():
-        weight.data.normal_()
-    layer.expert_map, layer.apply_router_weight_on_input = None, False
-    method.process_weights_after_loading(layer)
-    x, ids, weights = torch.randn(3, k).bfloat16(), torch.tensor([[0, 1], [2, 3], [1, 2]]).int(), torch.rand(3, 2)
-    y = method.apply(layer, x, weights, ids, None, None)
-    up, down = layer.w13_weight[ids].double(), layer.w2_weight[ids].double()
-    hidden = torch.einsum("tjnk,tk->tjn", up, x.double()).relu().square()
-    expected = torch.einsum("tjkn,tjn,tj->tk", down, hidden, weights.double())
-    torch.testing.assert_close(y.double(), expected, rtol=0, atol=float(expected.abs().max()) * 1e-2)

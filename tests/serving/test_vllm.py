@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from conftest import PROMPTS
-from served import Serve, adapter, checkpoint, greedy
+from served import Serve, adapter, checkpoint, greedy, in_float8
+from test_routed_experts import EXPERTS
+from test_routed_experts import SIZES as EXPERT_SIZES
 
 LAYERS = 2
 ROW = {"sparsity_strategy": "row"}
@@ -31,6 +33,37 @@ def test_relu_llama_has_the_same_tokens(eager: bool, relu: Path, serve: Serve, e
     assert len(served.layers) == LAYERS
     assert served.rows == [True] * LAYERS
     assert f'twell: {LAYERS} feed-forward layers run through torch.ops.twell.ffn: strategy "row"' in served.log
+
+
+@pytest.mark.parametrize(
+    ("by", "kind", "form", "options"),
+    [
+        ("load_weights", "Llama", "", {"dtype": "float16"}),
+        ("reload_weights", "Llama", "", {"enforce_eager": False}),
+        ("reload_weights", "Llama", "", {"quantization": "fp8_per_channel"}),
+        ("reload_weights", "Llama", "channel", {}),
+        ("reload_weights", "Llama", "fp8-static", {}),
+        ("reload_weights", "NemotronH", "", {"request": EXPERTS}),
+        ("reload_weights", "NemotronH", "channel", {"request": EXPERTS}),
+    ],
+    ids=str,
+)
+def test_a_second_checkpoint_has_its_tokens(
+    by: str, kind: str, form: str, options: dict[str, Any], tmp_path: Path, serve: Serve
+) -> None:
+    """As a trainer of reinforcement learning loads them, again and again: weights stay where graphs read them."""
+    models, activation, sizes = [], "relu" if kind == "Llama" else "relu2", {} if kind == "Llama" else EXPERT_SIZES
+    for seed in range(2):
+        # their layers differ alone: on a CPU vLLM's convolutions keep what they had first
+        models.append(checkpoint(tmp_path / str(seed), activation, kind=kind, sizes=sizes, other_layers=seed))
+        if form:
+            in_float8(models[-1], form)
+    options = {"dtype": "bfloat16", "hf_overrides": ROW, "request": {}} | options
+    first, second = (serve(model, **options) for model in models)
+    served = serve(models[0], **options | {"request": options["request"] | {"then": str(models[1]), "by": by}})
+    assert served.tokens == second.tokens != first.tokens
+    assert served.rows == [True] * LAYERS
+    assert served.experts_rows == first.experts_rows == [True] * len(first.experts)
 
 
 @pytest.mark.parametrize(("model_type", "rows"), [("llama", False), ("llama_sparse_relu", True)])

@@ -13,12 +13,13 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from twell._runtime import device, fingerprint
 from twell._runtime.log import logger, warn_once
@@ -33,7 +34,11 @@ def _folder() -> Path:
 
 FOLDER = _folder()
 LIBRARY = "libtwell_kernels.so"
-RUNTIME, RUNTIME_PACKAGE = "libcute_dsl_runtime.so", "nvidia-cutlass-dsl-libs-cu12"
+RUNTIME = "libcute_dsl_runtime.so"
+# Distributions that hold it, by the CUDA that they are for, and the versions that kernels run on, as in pyproject.toml.
+RUNTIME_PACKAGES = {13: "nvidia-cutlass-dsl-libs-cu13", 12: "nvidia-cutlass-dsl-libs-cu12"}
+LOWEST, BELOW = (4, 8), (4, 9)
+RANGE = ">={}.{},<{}.{}".format(*LOWEST, *BELOW)
 
 Kernel = Callable[..., None]
 
@@ -195,37 +200,62 @@ def opened(library: Path) -> Any:
 def load_runtime() -> Path:
     """Load tvm-ffi and the DSL runtime globally, for every library to link against; return the DSL runtime's path.
 
-    Raises RuntimeError naming the package to install if tvm-ffi or the DSL runtime is missing.
+    Raises RuntimeError naming the package to install if tvm-ffi or a DSL runtime that fits is missing.
     """
     try:
         import tvm_ffi  # noqa: F401  loads libtvm_ffi.so globally
     except ImportError as error:
         raise RuntimeError(f"tvm-ffi is not usable ({error}); install it with `pip install apache-tvm-ffi`") from error
-    problems = []
+    problems = [f"{each.package}: {each.trouble}" for each in installed() if each.trouble]
     for path in _runtime_candidates():
         try:
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
             problems.append(str(error))
             continue
-        logger.debug("kernel runtime %s", path)
+        used = next((each.package for each in installed() if path.is_relative_to(each.folder)), "")
+        logger.info("kernel runtime %s", "; not ".join([f"{path} {used}".rstrip(), *problems]))
         return path
     raise RuntimeError(
-        f"{RUNTIME} cannot be loaded; install it with `pip install {RUNTIME_PACKAGE}` ({'; '.join(problems)})"
+        f"{RUNTIME} of CuTe DSL {RANGE} cannot be loaded; install it with "
+        f'`pip install "{RUNTIME_PACKAGES[12]}{RANGE}"` ({"; ".join(problems)})'
     )
 
 
-def toolkits() -> Iterator[Path]:
-    """Folders of the installed DSL toolkits (``cu13``, ``cu12``) that the driver can run, newest first."""
+class Toolkit(NamedTuple):
+    """A DSL toolkit that is installed: its folder, its package with its version or "none", why it is not used."""
+
+    folder: Path
+    package: str
+    trouble: str
+
+
+def installed() -> list[Toolkit]:
+    """The DSL toolkits that are installed, newest first."""
     package = importlib.util.find_spec("nvidia_cutlass_dsl")
     try:
-        newest = device.driver_version()[0]
+        driver = device.driver_version()[0]
     except RuntimeError:
-        newest = None
-    for root in (package.submodule_search_locations or []) if package else []:
-        for major in (13, 12):
-            if newest is None or newest >= major:
-                yield Path(root) / f"cu{major}"
+        driver = None
+    found = []
+    for root in map(Path, (package.submodule_search_locations or []) if package else []):
+        for major, name in RUNTIME_PACKAGES.items():
+            if not (folder := root / f"cu{major}").is_dir():
+                continue
+            beside = importlib.metadata.distributions(name=name, path=[str(root.parent)])
+            number = next((each.version for each in beside), version(name))
+            trouble = ""
+            if driver is not None and driver < major:
+                trouble = f"the driver has CUDA {driver}"
+            elif (parts := re.match(r"(\d+)\.(\d+)", number)) and not LOWEST <= (int(parts[1]), int(parts[2])) < BELOW:
+                trouble = f"kernels need {RANGE}"
+            found.append(Toolkit(folder, f"{name} {number}", trouble))
+    return found
+
+
+def toolkits() -> Iterator[Path]:
+    """Folders of the DSL toolkits that kernels can use, newest first."""
+    return (each.folder for each in installed() if not each.trouble)
 
 
 def _runtime_candidates() -> Iterator[Path]:

@@ -17,8 +17,9 @@ from twell._runtime import cache, device, env, fingerprint, host, packaged
 from twell._runtime.log import logger
 from twell.strategy.tables import KINDS, SHIPPED, read
 
-# the last is the compiler, which is optional
-PACKAGES = ("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL, "nvidia-cutlass-dsl")
+# nvidia-cutlass-dsl is the compiler, which is optional
+PACKAGES: tuple[str, ...] = ("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL, "nvidia-cutlass-dsl")
+PACKAGES += tuple(packaged.RUNTIME_PACKAGES.values())
 VARIABLES: dict[str, Callable[[], object]] = {
     "TWELL_JIT": lambda: "auto" if env.jit() else "off",
     "TWELL_CACHE_DIR": env.cache_dir,
@@ -48,7 +49,8 @@ class DeviceInfo:
 class KernelInfo:
     """The packaged library for the first GPU, or Hopper's without one: its manifest, and whether it loads.
 
-    `packaged`: the architectures that there are libraries for. `problems` in words.
+    `packaged`: the architectures that there are libraries for. `runtime`: the library that kernels link to, whose
+    packages are among the versions; None if none can be loaded. `problems` in words.
     """
 
     library: str
@@ -56,6 +58,7 @@ class KernelInfo:
     usable: bool
     loads: bool
     packaged: tuple[str, ...]
+    runtime: str | None
     arch: str | None
     toolkit: str | None
     dsl_version: str | None
@@ -172,19 +175,20 @@ def _kernels(folder: Path, arch: str = fingerprint.ARCH) -> KernelInfo:
     library = folder / packaged.LIBRARY
     with _warnings() as problems:
         manifest = packaged.read_manifest.__wrapped__(folder, arch)  # uncached, for its warnings
-    loads = False
-    if manifest is not None:
-        try:
-            for symbol in manifest.symbols:
-                packaged.load(library, symbol)
-            loads = True
-        except RuntimeError as error:
-            problems.append(str(error))
+    loads, runtime = False, None
+    try:
+        runtime = str(packaged.load_runtime())
+        for symbol in manifest.symbols if manifest else ():
+            packaged.load(library, symbol)
+        loads = manifest is not None
+    except RuntimeError as error:
+        problems.append(str(error))
     return KernelInfo(
         library=str(library),
         present=library.is_file(),
         usable=manifest is not None,
         packaged=packaged.architectures(),
+        runtime=runtime,
         loads=loads,
         arch=manifest.arch if manifest else None,
         toolkit=manifest.toolkit if manifest else None,
@@ -279,6 +283,7 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
         yield f"  none in use ({'there is a' if kernels.present else 'no'} library at {kernels.library})"
         if kernels.packaged:
             yield f"  libraries: for {', '.join(kernels.packaged)}"
+    yield from _fields({"runtime": kernels.runtime or "none"})
     yield from (f"  note: {problem}" for problem in kernels.problems)
     if verbose:
         yield from (f"    {symbol}" for symbol in kernels.symbols)

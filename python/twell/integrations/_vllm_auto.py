@@ -9,7 +9,6 @@ vLLM's own runs begin inside the worker. So calls within it are of requests, if 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +17,6 @@ from torch import Tensor
 from twell.integrations import layouts, vllm
 from twell.strategy.costs import Figures, Problem
 from twell.strategy.site import AutoStrategy, Screen, enroll
-
-# vLLM sets up the logs below its own name alone
-_logger = logging.getLogger("vllm.twell")
 
 # The second one is that of Ray's executor up to vLLM 0.32, which goes around the first.
 _STEPS = ("execute_model", "execute_model_ray")
@@ -46,7 +42,8 @@ class ServedStrategy(AutoStrategy):
         """Be the strategy of the layer with this first weight and these sizes, of one rank of ``share``."""
         enroll(first, self)
         if self._known is not None:
-            nonzeros, text, batch = self._known
+            # weights that are loaded again keep what was measured since
+            (nonzeros, text, batch), self._known = self._known, None
             for m, union in ((vllm.BATCH, batch), (vllm.PROMPTS, text)):
                 self.observe(Problem(m, k, n, gated, False), Figures(nonzeros / share, union))
 
@@ -63,7 +60,7 @@ def watch() -> None:
                 setattr(kind, name, _watched(method))
                 found += 1
     if not found:
-        _logger.warning(
+        vllm.logger.warning(
             'twell: vLLM has no %s.%s, so "auto" measures no request', WorkerWrapperBase.__name__, _STEPS[0]
         )
 

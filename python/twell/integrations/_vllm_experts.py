@@ -11,7 +11,6 @@ vLLM loads and shards the weights, routes and scales, runs shared experts and ad
 from __future__ import annotations
 
 import functools
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,11 +26,8 @@ from twell import tuning
 from twell._activation import Activation
 from twell._runtime import geometry, specs
 from twell.float8 import E4M3
-from twell.integrations import _vllm_float8, _vllm_kernels
+from twell.integrations import _vllm_float8, _vllm_kernels, vllm
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, unpackable
-
-# vLLM sets up the logs below its own name alone
-_logger = logging.getLogger("vllm.twell")
 
 # What vLLM calls the activations of experts with and without a gate.
 _ACTIVATIONS = {"relu2": Activation("relu2"), "relu2_no_mul": Activation("relu2")}
@@ -47,7 +43,7 @@ class Layers:
         self.served = self.float8 = 0
         self.reasons: Counter[str] = Counter()
         self._trouble = functools.cache(
-            functools.partial(_vllm_kernels.trouble_of_experts, self.route, self.compression, self._on)
+            functools.partial(_vllm_kernels.trouble, self.route, self.compression, self._on, experts=True)
         )
 
     def take(self, moe: Any) -> Activation | None:
@@ -89,15 +85,15 @@ class Layers:
             if unquantised and not _register():
                 self.reasons["another plug-in of vLLM runs experts"] += 1
         self.complain()
-        said = _vllm_kernels.described_experts(self.route, self._on)
+        said = _vllm_kernels.described(self.route, self._on, experts=True)
         for name, count in (("experts", self.served), ("experts_float8", self.float8)):
             if count:
-                _logger.info("twell: %d layers of experts run through torch.ops.twell.%s: %s", count, name, said)
+                vllm.logger.info("twell: %d layers of experts run through torch.ops.twell.%s: %s", count, name, said)
 
     def complain(self) -> None:
         """Say in the log why layers that were asked about run as without twell."""
         for reason, count in self.reasons.items():
-            _logger.warning("twell: %d layers of experts run as without twell: %s", count, reason)
+            vllm.logger.warning("twell: %d layers of experts run as without twell: %s", count, reason)
 
 
 _making: ContextVar[Layers | None] = ContextVar("_making", default=None)

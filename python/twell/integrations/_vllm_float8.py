@@ -20,12 +20,8 @@ from twell import tuning
 from twell._runtime import specs
 from twell.float8 import E4M3, quantize
 
-# vLLM's classes for checkpoints whose weights and inputs are both in e4m3, and for those that it quantises so; before
-# 0.32 ModelOpt's had two.
-_STORED = (
-    *("Fp8LinearMethod", "CompressedTensorsW8A8Fp8"),
-    *("ModelOptLinearMethod", "ModelOptFp8LinearMethod", "ModelOptFp8PcPtLinearMethod"),
-)
+# vLLM's classes for checkpoints whose weights and inputs are both in e4m3, and for those that it quantises so.
+_STORED = ("Fp8LinearMethod", "CompressedTensorsW8A8Fp8", "ModelOptLinearMethod")
 _ONLINE = ("Fp8PerTensorOnlineLinearMethod", "Fp8PtpcOnlineLinearMethod")
 _EXPERTS = ("Fp8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod", "ModelOptFp8MoEMethod")
 _EXPERTS_ONLINE = ("Fp8PerTensorOnlineMoEMethod", "Fp8PtpcOnlineMoEMethod")
@@ -99,6 +95,7 @@ def load(layer: Any) -> None:
         layer.weight.data, scale = quantize(weight)
     layer.weight_scale = nn.Parameter(scale, requires_grad=False)
     layer.input_scale = _largest(given)
+    _refuse_others(layer)
 
 
 def load_experts(layer: Any) -> None:
@@ -112,6 +109,24 @@ def load_experts(layer: Any) -> None:
             weight.data, scale = quantize(weight.data)
         setattr(layer, f"{name}_weight_scale", nn.Parameter(scale, requires_grad=False))
     layer.w13_input_scale = _largest(getattr(layer, "w13_input_scale", None))
+    _refuse_others(layer)
+
+
+def _refuse_others(layer: Any) -> None:
+    """Refuse tensors that are loaded into what ``load`` made, whose scales are others than a checkpoint's.
+
+    vLLM's ``reload_weights`` loads into new tensors, which are turned and copied to these.
+    """
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError(
+            "weights in e4m3 must be loaded again by vLLM's reload_weights, as in "
+            'llm.collective_rpc("reload_weights", kwargs={"weights_path": FOLDER}), got load_weights alone'
+        )
+
+    for name, parameter in layer.named_parameters(recurse=False):
+        if name.endswith(("weight", "scale")):
+            parameter.weight_loader = refuse
 
 
 def _largest(given: Any) -> nn.Parameter | None:

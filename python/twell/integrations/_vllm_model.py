@@ -12,7 +12,6 @@ and its activation does nothing.
 from __future__ import annotations
 
 import functools
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -36,9 +35,6 @@ from twell.ops.ffn import direct
 from twell.ops.ffn_float8 import direct as direct_float8
 from twell.ops.library import is_direct
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, routed, unpackable
-
-# vLLM sets up the logs below its own name alone
-_logger = logging.getLogger("vllm.twell")
 
 
 class FFN(NamedTuple):
@@ -115,7 +111,7 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
         if wrong := vllm.correct(config):
-            _logger.info("twell: %s", wrong)
+            vllm.logger.info("twell: %s", wrong)
         # of an activation that no stock class has: the model is made with ReLU
         own = _configuration.as_stock(config)
         self._only_twell = None if own is None else own.activation
@@ -234,15 +230,15 @@ def serve(
             raise _missing(only_twell, layers, f"{name}: {reason}")
         reasons[reason] += 1
     for reason, count in reasons.items():
-        _logger.warning("twell: %d feed-forward layers run as without twell: %s", count, reason)
+        vllm.logger.warning("twell: %d feed-forward layers run as without twell: %s", count, reason)
     if not found:
-        _logger.warning(
+        vllm.logger.warning(
             "twell: the model runs as without twell, which knows no feed-forward layer of it with ReLU or its square"
         )
     for float8, count in runs.items():
         watch()
         name, said = "ffn_float8" if float8 else "ffn", _vllm_kernels.described(route, on, float8)
-        _logger.info("twell: %d feed-forward layers run through torch.ops.twell.%s: %s", count, name, said)
+        vllm.logger.info("twell: %d feed-forward layers run through torch.ops.twell.%s: %s", count, name, said)
 
 
 def _device(vllm_config: Any) -> torch.device:

@@ -14,10 +14,9 @@ serves, with the FFNs through twell,
 - all of these with weights and inputs in e4m3, with scales of rows or tensors (``_vllm_float8``).
 
 All other models, and models with ``model_impl`` "vllm" or "transformers", are as without twell, and so are all models
-with a vLLM older than ``LOWEST``. ``TWELL_VLLM=off``
-switches it off, and so does ``VLLM_PLUGINS`` without "twell". The configuration may have ``sparsity_strategy``,
-``sparsity_screen``, ``sparsity_invariant`` and ``sparsity_compression``, as in ``SparseLlamaConfig``:
-``--hf-overrides '{"sparsity_strategy": "dense"}'``.
+with a vLLM older than ``LOWEST``. ``TWELL_VLLM=off`` switches it off, and so does ``VLLM_PLUGINS`` without "twell".
+The configuration may have ``sparsity_strategy``, ``sparsity_screen``, ``sparsity_invariant`` and
+``sparsity_compression``, as in ``SparseLlamaConfig``: ``--hf-overrides '{"sparsity_strategy": "dense"}'``.
 
 Importing this module imports neither vLLM nor CUDA. ``_vllm_model`` has the model, ``_vllm_experts`` routed experts.
 """
@@ -31,11 +30,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from twell import _configuration
-from twell._runtime import env
-from twell._runtime.log import logger
+from twell._runtime import env, log
 from twell.integrations import layouts
 
 __all__ = ["LLAMA_LIKE", "SPARSE", "register"]
+
+# vLLM sets up the logs below its own name alone.
+logger = logging.getLogger("vllm.twell")
 
 # Architectures that always have ReLU: transformers' class of configuration and the model types.
 SPARSE = {
@@ -43,8 +44,8 @@ SPARSE = {
     "SparseQwen2ForCausalLM": ("Qwen2Config", ("sparse_qwen2", "qwen2_sparse_relu")),
 }
 
-# vLLM's version from which its Transformers backend makes one product of gate and up.
-LOWEST = (0, 30)
+# vLLM's version from which the CuTe DSL that it pins is one that twell runs on.
+LOWEST = (0, 32)
 
 # Activations that are served, by their names in configurations and in ``torch.ops.twell.ffn``.
 ACTIVATIONS = ("relu", "relu2", *_configuration.OWN)
@@ -72,17 +73,14 @@ def register() -> None:
     Raises ImportError without vLLM, ValueError for another value of ``TWELL_VLLM``.
     """
     if not env.vllm():
-        logger.info("TWELL_VLLM=off: vLLM serves without twell")
+        log.logger.info("TWELL_VLLM=off: vLLM serves without twell")
         return
     import vllm
     from vllm import ModelRegistry
 
     if is_too_old(vllm.__version__):
         lowest = ".".join(map(str, LOWEST))
-        # vLLM sets up the logs below its own name alone
-        logging.getLogger("vllm.twell").warning(
-            "twell: models run as without twell: vLLM must be %s or newer, got %s", lowest, vllm.__version__
-        )
+        logger.warning("twell: models run as without twell: vLLM must be %s or newer, got %s", lowest, vllm.__version__)
         return
     for architecture in (*SPARSE, _OURS):
         ModelRegistry.register_model(architecture, _CLASS)

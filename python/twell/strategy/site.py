@@ -1,8 +1,9 @@
 """``AutoStrategy``: the strategy of a call site, chosen from figures that earlier calls left.
 
 A call at the site asks ``begin`` for its ``Route``. On a schedule the route has a ``Measurement``: counts that the
-kernels write anyway are summed on the device and copied to pinned memory. A later call on the schedule that finds them
-arrived decides again. The host never waits. ``costs.decide`` holds the rules, this file the memory.
+kernels write anyway are summed on the device and copied to pinned memory. The first call that finds them arrived
+decides again. The host never waits. Sites that were first called in one step take turns at measuring. ``costs.decide``
+holds the rules, this file the memory.
 """
 
 from __future__ import annotations
@@ -43,6 +44,13 @@ Screen = Literal["auto", "off"]
 
 # Measurements whose largest decides how many non-zeros training keeps room for.
 _RECENT = 8
+# Layers of a model that measure in one step, unless it has more than this many times ``_MOST_TURNS``: a call that
+# measures costs the host several times as much as another.
+_AT_ONCE = 2
+# A power of two, as periods are, so that layers whose turns differ never meet.
+_MOST_TURNS = 32
+# Transfers that share an allocation of pinned memory, which takes the driver up to milliseconds.
+_SHARING = 128
 
 
 def require_screen(screen: object) -> None:
@@ -51,11 +59,26 @@ def require_screen(screen: object) -> None:
         raise ValueError(f'screen must be "auto" or "off", got {screen!r}')
 
 
+_rows: list[Tensor] = []
+# of what sites share
+_shared_lock = threading.Lock()
+
+
+def _pinned() -> Tensor:
+    """A row of pinned memory, as long as ``Figures``. Memory is freed when the last of those who share it is done."""
+    shape = _SHARING, len(costs.Figures._fields)
+    with _shared_lock:
+        if not _rows:
+            with torch.inference_mode(False):
+                _rows.extend(torch.empty(shape, dtype=torch.int64, pin_memory=True, device="cpu"))
+        return _rows.pop()
+
+
 class Transfer:
-    """Integers on their way from a GPU to the host."""
+    """At most as many integers as there are ``Figures``, on their way from a GPU to the host."""
 
     def __init__(self, values: Tensor) -> None:
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
+        self._host = _pinned()[: len(values)]
         self._host.copy_(values, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(values.device))
@@ -165,7 +188,7 @@ class Bucket:
     problem: costs.Problem
     decision: costs.Decision | None = None
     calls: int = 0
-    late: bool = False  # whether a decision could not be made when it was due
+    late: bool = False  # whether the next call that may decides, on schedule or not
     figures: costs.Figures | None = None
     measured: int | None = None
     recent: tuple[float, ...] = ()  # non-zeros per token of the latest measurements
@@ -188,6 +211,32 @@ class _Pass:
     """A forward pass whose backward pass has not run yet."""
 
 
+class _Turns:
+    """The sites that were first called in one step, as far as they tell: before the first of them was called again."""
+
+    def __init__(self, first: AutoStrategy) -> None:
+        self._first, self._calls, self._sites, self.number = weakref.ref(first), first.calls(), 0, 1
+
+    def add(self) -> int:
+        """Add a site and return its turn, below ``number`` or, of more sites than have turns, modulo it."""
+        turn = self._sites // _AT_ONCE
+        self._sites, self.number = self._sites + 1, min(1 << turn.bit_length(), _MOST_TURNS)
+        return turn
+
+    @staticmethod
+    def of(site: AutoStrategy) -> tuple[_Turns, int]:
+        """The sites with which this one, which is called for the first time, takes turns, and its own turn."""
+        global _latest
+        with _shared_lock:
+            first = None if _latest is None else _latest._first()
+            if _latest is None or first is None or first.calls() != _latest._calls + 1:
+                _latest = _Turns(site)
+            return _latest, _latest.add()
+
+
+_latest: _Turns | None = None
+
+
 class AutoStrategy:
     """The strategy of a call site, chosen from measurements: pass one object as ``strategy`` at every call of the site.
 
@@ -196,10 +245,12 @@ class AutoStrategy:
     two of tokens; inference on up to 1,024 has a choice for each number of them. It is the cheapest by
     ``twell.strategy.costs.decide``, from measured times and from the non-zeros of earlier calls. These reach the host
     asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each ``period``-th, a power of two, decide again
-    and measure; to learn the unions, such a call runs "union" in place of "row". Where the choice is dense and the
-    host the limit, the period is not kept, and calls that measure grow ever rarer. Before the first figures, inference
-    takes a sparse strategy and training the dense one. A change must promise to save 2 %, and is logged at INFO;
-    ``twell.explain`` shows choices, reasons and figures.
+    and measure; to learn the unions, such a call runs "union" in place of "row". The first call that finds the figures
+    arrived decides, too. More than two layers take turns, two in a step: of 28 layers each is measured first at a call
+    below 16, then 16, 32 and 64 calls later. Where the choice is dense and the host the limit, the period is not kept,
+    and calls that measure grow ever rarer. Before the first figures, inference takes a sparse strategy and training the
+    dense one. A change must promise to save 2 %, and is logged at INFO; ``twell.explain`` shows choices, reasons and
+    figures.
 
     ``screen`` says whether "union" may compute a gate only where an int8 product and its bound say that it may fire:
     "auto", where measured figures say that it pays, or "off", never. It may be set at any time. ``explain`` calls such
@@ -212,16 +263,16 @@ class AutoStrategy:
     sparse operators are slower than that; nothing is measured there.
 
     The same figures arriving at the same calls give the same choices. Strategies differ in the last bits, and arrival
-    is a matter of timing: name a strategy for bitwise repeatable runs. A CUDA graph of
-    inference on 16 to 512 tokens leaves the choice to the device, which makes it in each replay from the non-zeros of
-    that replay ("row+dense" of ``explain``), or is dense where that cannot pay. Other CUDA graphs keep the
-    strategy chosen before their capture, and so does a compiled graph that trains; neither measures, so make them after
-    some calls, or name the strategy. A compiled, traced or exported graph without gradients has the choice inside if it
-    was made on a GPU, since on a CPU it is dense: it
-    calls ``torch.ops.twell.ffn``, which finds the site by the memory of the layer's first weight, counts, measures and
-    chooses each time it runs. Where there is no site, as in a program loaded by another process, it gets a new one.
-    Under activation checkpointing, training keeps its choice until the backward pass is through, so that the
-    recomputation runs the strategy of the forward pass; the recomputation neither counts as a call nor measures.
+    is a matter of timing: name a strategy for bitwise repeatable runs. A CUDA graph of inference on 16 to 512 tokens
+    leaves the choice to the device, which makes it in each replay from the non-zeros of that replay ("row+dense" of
+    ``explain``), or is dense where that cannot pay. Other CUDA graphs keep the strategy chosen before their capture,
+    and so does a compiled graph that trains; neither measures, so make them after some calls, or name the strategy. A
+    compiled, traced or exported graph without gradients has the choice inside if it was made on a GPU, since on a CPU
+    it is dense: it calls ``torch.ops.twell.ffn``, which finds the site by the memory of the layer's first weight,
+    counts, measures and chooses each time it runs. Where there is no site, as in a program loaded by another process,
+    it gets a new one. Under activation checkpointing, training keeps its choice until the backward pass is through, so
+    that the recomputation runs the strategy of the forward pass; the recomputation neither counts as a call nor
+    measures.
 
     Copying and pickling keep choices and figures.
     """
@@ -241,6 +292,8 @@ class AutoStrategy:
 
     def _connect(self) -> None:
         self._lock = threading.Lock()
+        self._turns: _Turns | None = None
+        self._turn = 0
         # one per bucket: with one for all, a forward pass under a reentrant checkpoint would keep training from any
         self._pending: dict[tuple[bool, int], _Expected] = {}
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
@@ -348,13 +401,16 @@ class AutoStrategy:
         if not real or capturing or not self.heeds(x) or (training and self._recomputes()):
             strategy, held = self._peek(problem, record=capturing)
             return route_of(strategy, None, holder, held)
+        if self._turns is None:
+            self._turns, self._turn = _Turns.of(self)
         with self._lock:
             call, decision, due = self._count(problem)
             key, strategy = _key(problem), decision.strategy
-            bucket = self._buckets[key]
-            if not due or key in self._pending or not problem.m:
+            bucket, waits = self._buckets[key], key in self._pending
+            if not due or waits or not problem.m:
                 route = route_of(strategy, None, holder, bucket.held)
-                if not due and not bucket.late and holder is None and not (training and _modes.in_backward()):
+                asks = due or waits or bucket.late
+                if not asks and holder is None and not (training and _modes.in_backward()):
                     if len(self.routes) >= _MOST_ROUTES:
                         self._forget_routes()
                     self.routes[kind] = bucket, route
@@ -368,6 +424,11 @@ class AutoStrategy:
         if strategy == "row" and many and (float8 or "union" in costs.coefficients(problem, self._table)):
             strategy = "union"
         return route_of(strategy, Measurement(self, problem, call, screen), holder, bucket.held)
+
+    def calls(self) -> int:
+        """Calls so far, of all kinds."""
+        with self._lock:
+            return sum(bucket.calls for bucket in self._buckets.values())
 
     def counted(self, bucket: Bucket) -> bool:
         """Count a call with a route of ``routes``; False, and nothing is counted, where the call must ``begin``."""
@@ -406,10 +467,12 @@ class AutoStrategy:
     def expect(
         self, problem: costs.Problem, call: int, transfer: Transfer, most: int | None, names: tuple[str, ...]
     ) -> None:
-        """Take the figures of a call once they have arrived; ignore them if others of its bucket are on their way."""
+        """Take the figures of a call once they arrive, for which its bucket asks; ignore them behind earlier ones."""
         with self._lock:
             if self._layer == (problem.k, problem.n, problem.gated):
-                self._pending.setdefault(_key(problem), _Expected(problem, call, transfer, most, names))
+                key = _key(problem)
+                self._pending.setdefault(key, _Expected(problem, call, transfer, most, names))
+                self._forget_routes(self._buckets.get(key))
 
     def hold(self, y: Tensor) -> None:
         """Keep the choices for training until no backward pass through ``y`` can follow."""
@@ -492,17 +555,19 @@ class AutoStrategy:
         if bucket is None:
             bucket = self._buckets[key] = Bucket(problem)
         call, due, bucket.calls = bucket.calls, self._is_due(bucket), bucket.calls + 1
+        self._collect()
         if due or bucket.late or bucket.decision is None or not _is_laid_alike(bucket.problem, problem):
-            self._collect()
             return call, self._decide(problem, bucket), due
         return call, self._finely(problem, bucket, bucket.decision), due
 
     def _is_due(self, bucket: Bucket) -> bool:
         """Whether the next call decides and measures."""
-        call = bucket.calls
-        if call < self.period or bucket.settled:
-            return call & (call - 1) == 0
-        return call % self.period == 0
+        turns = 1 if self._turns is None else min(self._turns.number, self.period)
+        since = bucket.calls - self._turn % turns
+        if since < self.period or bucket.settled:
+            rounds = since // turns
+            return since == rounds * turns and rounds >= 0 and rounds & (rounds - 1) == 0
+        return since % self.period == 0
 
     def _finely(self, problem: costs.Problem, bucket: Bucket, decision: costs.Decision) -> costs.Decision:
         """The decision for this number of tokens, where that of the bucket was for another.
@@ -538,6 +603,7 @@ class AutoStrategy:
             if pending.transfer.arrived():
                 del self._pending[key]
                 self._observe(pending.problem, pending.figures(), pending.call)
+                self._buckets[key].late = True
 
     def _observe(self, problem: costs.Problem, figures: costs.Figures, call: int | None) -> None:
         self._forget_other_layers(problem)
