@@ -321,7 +321,7 @@ def difference_of_pair(
                 holder, _, key = name.rpartition(".")
                 setattr(block.get_submodule(holder), key, value)
             options = {"strategy": "dense", **activation.options()}
-            pair_up(blocks[1], copies.form.children, attribute, (), casts(copies, copies.form.children), options)
+            pair_up(blocks[1], copies.form.children, attribute, (), options, casts(copies, copies.form.children))
             if reason := _try_pair(blocks[0], blocks[1], first.in_features, here, must=trial.dtype is None):
                 return reason
     return ""

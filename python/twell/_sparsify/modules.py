@@ -407,8 +407,8 @@ def pair_up(
     names: tuple[str, ...],
     attribute: str,
     dropouts: tuple[str, ...],
-    casts: bool,
     options: dict[str, Any],
+    casts: bool = False,
 ) -> None:
     """Make two layers of a block a pair; ``attribute`` is the activation between them, ``casts`` as in a layer."""
     first, second = map(block.get_submodule, names)

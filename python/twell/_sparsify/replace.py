@@ -330,7 +330,7 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
                 module.set_submodule(name, projection.plain())
         if candidate.kind == "pair":
             names = candidate.form.children
-            pair_up(module, names, str(candidate.attribute), candidate.dropouts, candidate.casts, options)
+            pair_up(module, names, str(candidate.attribute), candidate.dropouts, options, candidate.casts)
         elif candidate.kind == "hidden":
             give(module, candidate.form.children, candidate.casts, options)
         else:
