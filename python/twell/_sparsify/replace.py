@@ -105,6 +105,11 @@ def sparsify_(
     same. An ``nn.Sequential`` of Linear, activation and Linear alone, ``names=("0", "2")``, is such a module, and can
     no longer be indexed. In any other block two layers become a pair: the first passes its input to the second, which
     does the work of both, and the activation becomes an identity. The block stays, and hooks on these three see that.
+    Where the activation is in the code of a block, its second layer alone runs on the non-zeros of what it is given,
+    which must not be below 0.
+
+    Dropout of the hidden state stays: a training pass in which it drops values runs the model's own operators. Linear
+    layers of classes of their own stay, too; those that cast their weights to the dtype of x still do.
 
     Parameters stay the same objects, stored as they were, and state dicts keep their keys, so optimizers, checkpoints
     and tied weights hold. Projections that become other objects keep the attributes that were set on them.
@@ -353,6 +358,9 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
         logger.info(
             "layers taken: %d, the first %s", len(planned.candidates), planned.candidates[0].layer or "the model"
         )
+    if given := [candidate.layer for candidate in planned.candidates if candidate.kind == "hidden"]:
+        why = "since the activation before it is in the code of its block"
+        logger.info("projections that run alone on the non-zeros, %s: %d, the first %s", why, len(given), given[0])
     if planned.stacked:
         logger.info("%s: %s", _STACKED, ", ".join(planned.stacked[:3]))
     if planned.unknown:
