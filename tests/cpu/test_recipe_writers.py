@@ -23,7 +23,7 @@ from twell.recipe import SparsityTracker, StatsWriter, _writers
 
 
 def stats_of(model: Model, number: int = 0) -> recipe.SparsityStats:
-    tracker = SparsityTracker(model, types=("a",))
+    tracker = SparsityTracker(model)
     with tracker.watch(number):
         model(inputs()[0])
     stats = tracker.read()
@@ -50,8 +50,8 @@ def test_csv_has_a_line_per_layer(tmp_path: Path) -> None:
     assert float(lines[0]["l0"]) == pytest.approx(first.l0, rel=1e-5)
     assert (lines[0]["neurons"], lines[0]["dead"], lines[0]["strategy"]) == (str(N), str(first.dead), "union")
     assert float(lines[0]["l0_at_0"]) == pytest.approx(first.positions["0"], rel=1e-5)
-    # no token has such a place, and none had a type
-    assert lines[0]["l0_at_1024-"] == lines[0]["l0_of_a"] == ""
+    # no token has such a place
+    assert lines[0]["l0_at_1024-"] == ""
 
 
 def test_csv_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

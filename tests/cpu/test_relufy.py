@@ -86,7 +86,7 @@ def report(out: Path) -> Any:
 @pytest.mark.parametrize(
     ("kind", "activation", "more"),
     [
-        ("llama", "fatrelu", ["--distill", "0.5", "--sharing", "0.5"]),
+        ("llama", "fatrelu", ["--distill", "0.5"]),
         ("gemma", "relu2", ["--distill", "0.5"]),
         ("phi", "relu", ["--strategy", "union"]),
     ],

@@ -51,7 +51,7 @@ def l1_term(
         attention_mask: of the tokens [...] as the layers get them in x [..., K], or flattened; 0 or False: padding.
             Only other tokens count then. It needs ``record_aux(model, inputs=True)`` and runs each layer on them once
             more, forward and backward without the down projection's part of it, outside of compiled graphs; it waits
-            for a mask on a GPU. ``sharing_term`` cannot read the same inputs again.
+            for a mask on a GPU.
             None: all tokens count, padding too.
 
     Reading clears the record. Raises RuntimeError if no layer recorded anything, if one is in eval mode or recorded
