@@ -337,27 +337,6 @@ def test_explain_shows_calls_that_ran_under_autocast() -> None:
     assert row.reason.startswith("calls raise: N must be a positive multiple of 8")
 
 
-def test_pickles_of_version_0_2_find_what_moved() -> None:
-    site = twell.AutoStrategy(period=4)
-    for training, figures in ((False, SPARSE), (True, DENSE)):
-        site.observe(problem(256, training), figures)
-        site.choose(problem(256, training))
-    written = pickle.dumps(site, protocol=0)
-    moved = {
-        "twell.strategy.site\nBucket": "twell._auto\n_Bucket",
-        "twell.strategy.site\n": "twell._auto\n",
-        "twell.strategy.costs\n": "twell.tuning\n",
-    }
-    for now, then in moved.items():
-        assert f"c{now}".encode() in written
-        written = written.replace(f"c{now}".encode(), f"c{then}".encode())
-    assert b"strategy." not in written
-    other = pickle.loads(written)
-    assert type(other) is twell.AutoStrategy
-    assert other.explain() == site.explain()
-    assert other.choose(problem(256)) == site.choose(problem(256))
-
-
 def test_a_dense_layer_of_one_product_is_harder_to_beat(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a few microseconds: less of a larger layer, nothing for other strategies' ranks. The operator sees it."""
     figures = Figures(29, None, 80)

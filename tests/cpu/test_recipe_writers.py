@@ -80,7 +80,7 @@ def test_csv_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert path.read_bytes() == kept
     # other columns
     writer = StatsWriter(path, tensorboard=False, resume_step=3)
-    tracker = SparsityTracker(model := Model())
+    tracker = SparsityTracker(model := Model(), positions=(0,))
     with tracker.watch(0):
         model(inputs()[0])
     with pytest.raises(ValueError, match="must have the columns"):
