@@ -14,7 +14,6 @@ from torch import nn
 from twell import AutoStrategy, explain
 from twell._sparsify.modules import pair_up
 from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout, set_strategy
-from twell.strategy import costs
 
 BF16 = torch.bfloat16
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])

@@ -435,7 +435,7 @@ def test_wrong_settings_and_models_are_refused(tmp_path: Path, caplog: pytest.Lo
         train(llama(), callback(coefficient=None, nnz=48))
     model = llama()
     for layer in recipe.layers(model).values():
-        layer.activation, layer.threshold = "fatrelu", 0.5
+        layer.activation = "fatrelu"
     model.model.layers[0].mlp.activation = "drelu"
     with pytest.raises(ValueError, match=r'nnz needs layers without FATReLU where others have "relu2" or "drelu"'):
         train(model, callback(coefficient=None, nnz=5))
