@@ -10,7 +10,6 @@ import logging
 import pickle
 import random
 import re
-import struct
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -554,12 +553,6 @@ def test_measures_the_heaviest_tokens(strategy: str, chooses: Arrivals, monkeypa
         assert row.figures
         assert row.figures.heaviest == heaviest
         assert heaviest > row.figures.nonzeros or m <= 8
-
-
-def test_figures_of_an_earlier_version_load() -> None:
-    """Pickles of then have two values."""
-    earlier = b"\x80\x02ctwell.tuning\nFigures\nG" + struct.pack(">d", 29.5) + b"N\x86\x81."
-    assert pickle.loads(earlier) == Figures(29.5, None, None)
 
 
 def test_each_kind_and_size_of_calls_has_its_own_choice(chooses: Arrivals) -> None:
