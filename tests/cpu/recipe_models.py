@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from twell._sparsify.modules import pair_up
 from twell.nn import SparseGatedMLP, SparseMLP
-from twell.recipe import _inputs
+from twell.recipe import LayerStats, SparsityTracker, _inputs
 from twell.recipe._aux import mean_over_layers
 
 K, N, B, S = 16, 40, 2, 8
@@ -104,6 +104,16 @@ def brute(gates: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Count firings per neuron and non-zeros per token of gates [tokens, N]."""
     fires = torch.cat([gate.reshape(-1, gate.shape[-1]) for gate in gates]) != 0
     return fires.sum(0), fires.sum(1)
+
+
+def tracked(model: nn.Module, x: Tensor, **options: Any) -> tuple[LayerStats, ...]:
+    """The figures of each layer in one pass."""
+    tracker = SparsityTracker(model, **options)
+    with tracker.watch(0):
+        model(x)
+    found = tracker.read().layers
+    tracker.close()
+    return found
 
 
 def pair() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,12 +35,7 @@ from twell.recipe import SparsityTracker
 
 BF16 = torch.bfloat16
 
-
-@pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def step(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor] | None = None, **options: Any) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from recipe_models import (
     pair,
     plain_pass,
     plain_term,
+    tracked,
     without_waiting,
 )
 from torch import Tensor, nn
@@ -42,12 +42,7 @@ from twell.recipe import SparsityTracker, StatsWriter
 
 BF16 = torch.bfloat16
 
-
-@pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 @pytest.mark.parametrize(
@@ -111,11 +106,8 @@ def test_tracker_counts_what_fires(how: str, dtype: torch.dtype) -> None:
 
 def test_tracker_finds_unions_of_128_tokens() -> None:
     mlp = SparseGatedMLP(K, N)
-    tracker = SparsityTracker(mlp)
     x = torch.randn(300, K)
-    with tracker.watch(0):
-        mlp(x)
-    (row,) = tracker.read().layers
+    (row,) = tracked(mlp, x)
     fires = F.relu(mlp.gate_proj(x)) != 0
     unions = [fires[:128].any(0).sum(), fires[128:256].any(0).sum()]
     assert row.union == pytest.approx(float(sum(unions)) / 2 / N)
@@ -194,19 +186,13 @@ def test_only_what_is_watched_counts() -> None:
 def test_shared_layers_and_pairs_are_tracked() -> None:
     shared = SparseMLP(K, N)
     model, (x,) = Model(shared, shared), inputs()
-    tracker = SparsityTracker(model)
-    with tracker.watch(0):
-        model(x)
-    (row,) = tracker.read().layers
+    (row,) = tracked(model, x)
     firings, nonzeros = brute(plain_pass(model, x)[1])
     assert (row.tokens, row.calls) == (2 * B * S, 2)
     assert row.observed_l0 == row.l0 == pytest.approx(float(nonzeros.double().mean()))
     assert row.dead == int((firings == 0).sum())
     block = pair()
-    tracker = SparsityTracker(block)
-    with tracker.watch(0):
-        block(x)
-    (row,) = tracker.read().layers
+    (row,) = tracked(block, x)
     assert row.layer == "fc2"
     fires = F.linear(x, block.fc1.weight, block.fc1.bias) > 0
     assert row.observed_l0 == row.l0 == pytest.approx(float(fires.sum() / 16))

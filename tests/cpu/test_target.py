@@ -28,12 +28,7 @@ from twell.recipe._inputs import Input
 
 K, N, M = 16, 64, 128
 
-
-@pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 class Model(nn.Module):

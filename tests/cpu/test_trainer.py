@@ -6,7 +6,7 @@ import copy
 import csv
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,7 @@ from twell.nn import SparseGatedMLP
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY, LENGTH = 32, 12
 
-
-@pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def llama(layers: int = 2, hidden: int = 16, intermediate: int = 48) -> Any:
@@ -95,11 +90,19 @@ def callback(**options: Any) -> SparsityCallback:
     return SparsityCallback(**{"coefficient": 0.1, "every": 2, "tensorboard": False, **options})
 
 
-class Interrupt(TrainerCallback):  # type: ignore[misc]
-    """Ends a run as Ctrl-C does, after its first step."""
+class AfterSteps(TrainerCallback):  # type: ignore[misc]
+    """Calls a function of the model after each step."""
+
+    def __init__(self, function: Callable[[Any], object]) -> None:
+        self.function = function
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
+        self.function(kwargs["model"])
+
+
+def interrupt(model: Any) -> None:
+    """End a run as Ctrl-C does, after its first step."""
+    raise KeyboardInterrupt
 
 
 class Recording(Trainer):  # type: ignore[misc]
@@ -191,16 +194,10 @@ def test_gradient_is_that_of_a_plain_loop(tmp_path: Path, accumulation: int, by_
 def test_gradient_under_trainers_options(tmp_path: Path, options: dict[str, Any]) -> None:
     model = llama()
     plain = copy.deepcopy(model)
-    spy = callback(every=1)
-    tokens = []
-
-    class Count(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            assert spy.tracker is not None
-            tokens.append(spy.tracker.read().layers[0].tokens)
-
+    spy, tokens = callback(every=1), []
+    count = AfterSteps(lambda _: tokens.append(spy.tracker.read().layers[0].tokens))  # type: ignore[union-attr]
     args = arguments(tmp_path, max_steps=3, **options)
-    trainer = Recording(model, args, train_dataset=sequences(6), callbacks=[spy, Count()])
+    trainer = Recording(model, args, train_dataset=sequences(6), callbacks=[spy, count])
     trainer.train()
     assert tokens == [2 * LENGTH] * 3
     assert_gradients(trainer, plain, 0.1)
@@ -462,7 +459,7 @@ def test_a_run_that_was_interrupted_leaves_nothing_in_the_next(tmp_path: Path) -
     plain = train()
     first = callback(coefficient=1e3)
     with pytest.raises(KeyboardInterrupt):
-        train(first, Interrupt())
+        train(first, AfterSteps(interrupt))
     assert train(callback(coefficient=0.0)) == pytest.approx(plain)
     assert first.tracker is None
     assert not model._forward_hooks
@@ -478,7 +475,7 @@ def test_a_run_that_was_interrupted_is_noticed_without_another_callback(tmp_path
     model = llama()
     args = arguments(tmp_path, max_steps=12, gradient_accumulation_steps=2)
     with pytest.raises(KeyboardInterrupt):
-        Trainer(model, args, train_dataset=sequences(64), callbacks=[callback(), Interrupt()]).train()
+        Trainer(model, args, train_dataset=sequences(64), callbacks=[callback(), AfterSteps(interrupt)]).train()
     with pytest.raises(RuntimeError, match="its run was interrupted, and the L1 term has been in the loss of this one"):
         Trainer(model, args, train_dataset=sequences(64)).train()
     assert not model._forward_hooks
@@ -563,17 +560,16 @@ def test_tuples_copies_and_generation(tmp_path: Path) -> None:
     plain = llama()
     averages = []
 
-    class Between(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            other, zeros = copy.deepcopy(kwargs["model"]), torch.zeros(1, 4, dtype=torch.int64)
-            averages.append(other(zeros, zeros)[0])
-            assert averages[-1] < 10
-            kwargs["model"].train()
-            with torch.no_grad():
-                for _ in range(3):
-                    kwargs["model"](zeros, labels=zeros)
+    def between(model: Any) -> None:
+        other, zeros = copy.deepcopy(model), torch.zeros(1, 4, dtype=torch.int64)
+        averages.append(other(zeros, zeros)[0])
+        assert averages[-1] < 10
+        model.train()
+        with torch.no_grad():
+            for _ in range(3):
+                model(zeros, labels=zeros)
 
-    callbacks = [callback(coefficient=10.0), Between()]
+    callbacks = [callback(coefficient=10.0), AfterSteps(between)]
     trainer = Recording(model, arguments(tmp_path, max_steps=3), train_dataset=sequences(6), callbacks=callbacks)
     trainer.train()
     assert len(averages) == 3
@@ -725,20 +721,15 @@ def test_a_target_goes_on_from_a_checkpoint(tmp_path: Path, moving: bool) -> Non
 
 @pytest.mark.parametrize("nnz", [5, 30])
 def test_a_missed_target_is_a_warning(nnz: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = llama()
-    fired: list[float] = []
-
-    class Look(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            fired.append(own.target.read()["non_zeros"])  # type: ignore[union-attr]
-
+    model, fired = llama(), list[float]()
     own = callback(coefficient=None, nnz=nnz)
+    look = AfterSteps(lambda _: fired.append(own.target.read()["non_zeros"]))  # type: ignore[union-attr]
     args = arguments(tmp_path, max_steps=2, logging_strategy="no")
-    Trainer(model, args, train_dataset=sequences(4), callbacks=[own, Look()]).train()
+    Trainer(model, args, train_dataset=sequences(4), callbacks=[own, look]).train()
     assert f"training ended with {fired[-1]:.4g} non-zeros per token, where nnz is {nnz}" in caplog.text
     caplog.clear()
     own = callback(coefficient=None, nnz=fired[-1])
-    Trainer(model, args, train_dataset=sequences(4), callbacks=[own, Look()]).train()
+    Trainer(model, args, train_dataset=sequences(4), callbacks=[own, look]).train()
     assert "training ended" not in caplog.text
 
 
@@ -746,15 +737,10 @@ def test_layers_with_square_or_drelu_are_steered_by_their_gate(tmp_path: Path) -
     model = llama()
     for block in model.model.layers:
         block.mlp.activation = "drelu"
-    own = callback(coefficient=None, nnz=5)
-    seen: list[Any] = []
-
-    class Look(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append(own.target)
-
+    own, seen = callback(coefficient=None, nnz=5), list[Any]()
+    look = AfterSteps(lambda _: seen.append(own.target))
     for _ in range(2):
-        Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=sequences(4), callbacks=[own, Look()]).train()
+        Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=sequences(4), callbacks=[own, look]).train()
         assert own.target is None
     assert [(target.of, target.steps) for target in seen] == [("gate", 1)] * 2
 
@@ -766,7 +752,7 @@ def test_an_interrupted_run_leaves_no_moving_threshold(by_hand: bool, tmp_path: 
     args = arguments(tmp_path, max_steps=4, learning_rate=0.05)
     options: dict[str, Any] = {"coefficient": None, "nnz": 5, "moving_threshold": True}
     with pytest.raises(KeyboardInterrupt):
-        Trainer(model, args, train_dataset=sequences(8), callbacks=[callback(**options), Interrupt()]).train()
+        Trainer(model, args, train_dataset=sequences(8), callbacks=[callback(**options), AfterSteps(interrupt)]).train()
     assert isinstance(model.model.layers[0].mlp.threshold, Tensor)
     if by_hand:
         for layer in recipe.layers(model).values():
