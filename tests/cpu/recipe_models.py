@@ -81,7 +81,7 @@ def plain_term(states: list[Tensor], per_neuron: bool = False) -> Tensor:
 
 def gate_l1(model: nn.Module, most: int = 2048) -> Tensor:
     """The mean over layers and tokens of L1 of the gates, of inputs that the layers have kept."""
-    gates = [_inputs.gates(each, most) for _, found in _inputs.read_inputs(model) for each in found]
+    gates = [_inputs.gates(each, most) for each in _inputs.read_inputs(model)]
     return mean_over_layers(model, [each.sum(-1).sum() / max(1, len(each)) for each in gates])
 
 

@@ -49,7 +49,7 @@ def batch(reader: int) -> Tensor:
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     y = model(x)
-    gates = [_inputs.gates(each, 2048) for _, found in _inputs.read_inputs(model) for each in found]
+    gates = [_inputs.gates(each, 2048) for each in _inputs.read_inputs(model)]
     return y.square().mean() + sum(each.square().mean() for each in gates) + 0.1 * recipe.l1_term(model)
 
 

@@ -22,13 +22,13 @@ class Input(NamedTuple):
     rows: Tensor
 
 
-def read_inputs(model: nn.Module, mask: Tensor | None = None) -> list[tuple[Any, list[Input]]]:
-    """Each layer of ``model`` with the inputs that it has kept, without tokens where ``mask`` is 0; clears the record.
+def read_inputs(model: nn.Module, mask: Tensor | None = None) -> list[Input]:
+    """The inputs that each layer of ``model`` has kept, without tokens where ``mask`` is 0; clears the record.
 
     A layer that was not called has one without tokens. So all ranks of a mesh gather the same weights, whatever they
     call.
     """
-    read, recorders = [], dict[str, Any]()
+    read, recorders = list[Input](), dict[str, Any]()
     for name, layer in layers(model).items():
         recorders[name] = recorder = getattr(layer, "_recorder", None)
         if recorder is None or not recorder.keeping:
@@ -49,7 +49,7 @@ def read_inputs(model: nn.Module, mask: Tensor | None = None) -> list[tuple[Any,
             weight = layer.down_proj.weight
             x = torch.zeros(0, layer.hidden, dtype=weight.dtype, device=weight.device)
             found = [Input(layer, x, x)]
-        read.append((layer, with_tokens(found, [not len(each.rows) for each in found])))
+        read += with_tokens(found, [not len(each.rows) for each in found])
     return read
 
 

@@ -135,14 +135,14 @@ class TargetSparsity:
         """``term`` for any target; errors name ``caller``."""
         require_mask(mask)
         of_gate = self.of == "gate"
-        calls = [call for _, each in read_aux(model, several, caller, None if of_gate else mask) for call in each]
+        calls = [call for _, call in read_aux(model, several, caller, None if of_gate else mask)]
         # experts without tokens fire nothing, and say nothing of the others
         fired = [whole(call.aux.l0) for call in with_tokens(calls, [call.idle for call in calls])]
         if not of_gate:
             counts = fired
             l1 = mean_over_layers(model, [whole(call.aux.l1) for call in calls])
         else:
-            inputs = [each for _, found in _inputs.read_inputs(model, mask) for each in found]
+            inputs = _inputs.read_inputs(model, mask)
             gates = [_inputs.gates(each, _GATES) for each in inputs]
             idle = [each.numel() == 0 for each in gates]
             counted = with_tokens(gates, idle)

@@ -31,16 +31,13 @@ class _Layout(NamedTuple):
     neurons: int
     positions: int
 
-    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Views: firings by neuron [N], non-zeros and tokens by position [P], totals [5].
+    @property
+    def sizes(self) -> list[int]:
+        """Of firings by neuron, non-zeros and tokens by position, totals.
 
         Totals are tokens, calls, non-zeros, neurons in the unions of tiles of 128 tokens, and such tiles.
         """
-        return torch.split(flat, [self.neurons, self.positions, self.positions, 5])
-
-    @property
-    def size(self) -> int:
-        return self.neurons + 2 * self.positions + 5
+        return [self.neurons, self.positions, self.positions, 5]
 
 
 class SparsityTracker:
@@ -294,7 +291,7 @@ class SparsityTracker:
                 flats = [
                     self._open[name].to(device)
                     if name in self._open
-                    else torch.zeros(layout.size, dtype=torch.int64, device=device)
+                    else torch.zeros(sum(layout.sizes), dtype=torch.int64, device=device)
                     for name, layout in self._layouts.items()
                 ]
                 self._closed, self._reduced, self._dead = torch.cat(flats), False, None
@@ -312,8 +309,8 @@ class SparsityTracker:
     def _counts(self, closed: Tensor | None) -> dict[str, tuple[Tensor, ...] | None]:
         if closed is None:
             return dict.fromkeys(self._layouts)
-        flats = torch.split(closed, [layout.size for layout in self._layouts.values()])
-        return {name: layout.split(flat) for (name, layout), flat in zip(self._layouts.items(), flats)}
+        flats = torch.split(closed, [sum(layout.sizes) for layout in self._layouts.values()])
+        return {name: flat.split(layout.sizes) for (name, layout), flat in zip(self._layouts.items(), flats)}
 
     def _row(self, name: str, l0: float | None, l1: float | None, counts: tuple[Tensor, ...] | None) -> LayerStats:
         neurons, strategy = self._layouts[name].neurons, strategy_of(self._layers[name])
@@ -343,8 +340,8 @@ class SparsityTracker:
         with torch.inference_mode(False), torch.no_grad():
             x = _aux.whole(x)
             if name not in self._open:
-                self._open[name] = torch.zeros(layout.size, dtype=torch.int64, device=x.device)
-            firings, at, tokens_at, totals = layout.split(self._open[name])
+                self._open[name] = torch.zeros(sum(layout.sizes), dtype=torch.int64, device=x.device)
+            firings, at, tokens_at, totals = self._open[name].split(layout.sizes)
             tokens = x.shape[:-1].numel()
             per_token = x.new_zeros(tokens, dtype=torch.int64)
             union, tiles = _count(layer, x, firings, per_token)
