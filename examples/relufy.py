@@ -231,10 +231,6 @@ class Further:
         """Of the run, those before interruptions included."""
         return self.spent + time.perf_counter() - self.began
 
-    def settle(self) -> float | None:
-        """End the training of FATReLU's threshold; it, or None of another activation."""
-        return self.target.settle() if isinstance(self.target, recipe.TargetThreshold) else None
-
     def save(self, folder: Path) -> None:
         state: dict[str, Any] = {} if self.target is None else {"target": self.target.state_dict()}
         state |= {"sums": self.sums, "since": self.since, "curve": self.curve}
@@ -384,7 +380,7 @@ def part(
         "identity": run.identity,
         "first_ce": json.loads((folder / "first.json").read_text()) if first is None else first,
         **measure(run),
-        "threshold": run.settle(),
+        "threshold": run.target.settle() if isinstance(run.target, recipe.TargetThreshold) else None,
         "curve": curve,
         "parameters": sum(p.numel() for p in run.parameters),
         "seconds": short(run.seconds()),

@@ -358,12 +358,12 @@ class SparsityTracker:
                 tokens_at.index_add_(0, place, torch.ones_like(per_token))
 
 
-def strategy_of(layer: Any) -> str:
-    """The strategy of most training calls of a layer so far, or of other calls; "auto" before any. Does not wait."""
+def strategy_of(layer: Any, kind: str = "training") -> str:
+    """The strategy of most such calls of a layer so far, or of others; "auto" before any. Does not wait."""
     rows = explain(layer).rows
-    training = [row for row in rows if row.kind == "training"] or list(rows)
+    own = [row for row in rows if row.kind == kind] or list(rows)
     # a graph does not count its calls, and a compiled model runs little else
-    return max(training, key=lambda row: (bool(row.graph), row.calls)).strategy
+    return max(own, key=lambda row: (bool(row.graph), row.calls)).strategy
 
 
 def _per_token(positions: Tensor, x: Tensor) -> Tensor:
