@@ -146,7 +146,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if used := [name for name, value in gone.items() if value or name not in ("sharing", "settle_every")]:
             raise TypeError(
                 f"SparsityCallback: expected none of {', '.join(used)}: there is no such argument; sharing, types and "
-                "settle_every are gone since version 0.3"
+                "settle_every ended with version 0.3"
             )
         if coefficient is not None:
             require_number("coefficient", coefficient, 0)

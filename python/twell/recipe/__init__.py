@@ -71,7 +71,7 @@ _GONE = {
     **dict.fromkeys(("ThresholdChoice", "choose_threshold"), "TargetThreshold finds it in training"),
     **dict.fromkeys(("TokenTypes", "token_types"), "SparsityTracker has L0 by position, not by type of token"),
     "settle": 'name the strategy of a compiled graph before it is compiled, by twell.nn.set_strategy(model, "union")',
-    "sharing_term": "it saved little time for its loss; l1_term and TargetSparsity train fewer non-zeros",
+    "sharing_term": "it gained little; TargetSparsity trains to a number of non-zeros without it",
     "strategies": "twell.explain(model) has them, with reasons",
 }
 
@@ -79,6 +79,6 @@ _GONE = {
 def __getattr__(name: str) -> Any:
     # a from-import asks by importlib, and drops what an AttributeError says
     by_import = sys._getframe(1).f_globals.get("__name__") == importlib._bootstrap.__name__
-    instead = f"; it is gone since version 0.3: {_GONE[name]}" if name in _GONE else ""
+    instead = f"; it ended with version 0.3: {_GONE[name]}" if name in _GONE else ""
     kind = ImportError if instead and by_import else AttributeError
     raise kind(f"module {__name__!r} has no attribute {name!r}{instead}")

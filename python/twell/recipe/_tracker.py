@@ -310,7 +310,7 @@ class SparsityTracker:
         if closed is None:
             return dict.fromkeys(self._layouts)
         flats = torch.split(closed, [sum(layout.sizes) for layout in self._layouts.values()])
-        return {name: flat.split(layout.sizes) for (name, layout), flat in zip(self._layouts.items(), flats)}
+        return {name: torch.split(flat, layout.sizes) for (name, layout), flat in zip(self._layouts.items(), flats)}
 
     def _row(self, name: str, l0: float | None, l1: float | None, counts: tuple[Tensor, ...] | None) -> LayerStats:
         neurons, strategy = self._layouts[name].neurons, strategy_of(self._layers[name])
@@ -341,12 +341,12 @@ class SparsityTracker:
             x = _aux.whole(x)
             if name not in self._open:
                 self._open[name] = torch.zeros(sum(layout.sizes), dtype=torch.int64, device=x.device)
-            firings, at, tokens_at, totals = self._open[name].split(layout.sizes)
+            firings, at, tokens_at, totals = torch.split(self._open[name], layout.sizes)
             tokens = x.shape[:-1].numel()
             per_token = x.new_zeros(tokens, dtype=torch.int64)
             union, tiles = _count(layer, x, firings, per_token)
-            known = [per_token.new_full((), each) for each in (tokens, 1, tiles)]
-            totals += torch.stack([*known[:2], per_token.sum(), union, known[2]])
+            one = per_token.new_ones(())
+            totals += torch.stack([one * tokens, one, per_token.sum(), union, one * tiles])
             if positions is None and x.dim() > 2:
                 positions = torch.arange(x.shape[-2], device=x.device).expand(x.shape[:-1])
             if positions is not None:
