@@ -42,7 +42,7 @@ from twell.testing import machine_line
 
 # Options that a resumed run must share with the saved one.
 IDENTITY = (
-    *("activation", "target_nnz", "distill", "sharing", "sequence", "dtype", "seed", "steps"),
+    *("activation", "target_nnz", "distill", "sequence", "dtype", "seed", "steps"),
     *("tokens_per_step", "lr", "warmup", "weight_decay", "clip", "eval_sequences"),
 )
 ACTIVATIONS = ("fatrelu", "relu", "relu2", "drelu")
@@ -101,11 +101,10 @@ class Further:
                 )
             recipe.record_aux(self.model, inputs=True)
             self.tracker = recipe.SparsityTracker(self.model, every=0)
-            aim, sharing = (choice.target_nnz, choice.steps), choice.sharing
             if activation == "fatrelu":
-                self.target = recipe.TargetThreshold(self.model, *aim, sharing=sharing)
+                self.target = recipe.TargetThreshold(self.model, choice.target_nnz, choice.steps)
             else:
-                self.target = recipe.TargetSparsity(*aim, of="gate", sharing=sharing)
+                self.target = recipe.TargetSparsity(choice.target_nnz, choice.steps, of="gate")
             if choice.distill:
                 self.original = self._load().eval().requires_grad_(False)
         self.model.train()
@@ -232,10 +231,6 @@ class Further:
         """Of the run, those before interruptions included."""
         return self.spent + time.perf_counter() - self.began
 
-    def settle(self) -> float | None:
-        """End the training of FATReLU's threshold; it, or None of another activation."""
-        return self.target.settle() if isinstance(self.target, recipe.TargetThreshold) else None
-
     def save(self, folder: Path) -> None:
         state: dict[str, Any] = {} if self.target is None else {"target": self.target.state_dict()}
         state |= {"sums": self.sums, "since": self.since, "curve": self.curve}
@@ -261,7 +256,7 @@ def identity(choice: argparse.Namespace, tokens: Tokens, activation: str | None)
     """What a resumed run must share with the saved one; a dense run has no sparsity to choose."""
     own = {name: getattr(choice, name) for name in IDENTITY}
     if activation is None:
-        own |= dict.fromkeys(("activation", "target_nnz", "distill", "sharing"))
+        own |= dict.fromkeys(("activation", "target_nnz", "distill"))
     return own | {"content of MODEL": relufied.content(choice.model), "text": tokens.fingerprint}
 
 
@@ -385,7 +380,7 @@ def part(
         "identity": run.identity,
         "first_ce": json.loads((folder / "first.json").read_text()) if first is None else first,
         **measure(run),
-        "threshold": run.settle(),
+        "threshold": run.target.settle() if isinstance(run.target, recipe.TargetThreshold) else None,
         "curve": curve,
         "parameters": sum(p.numel() for p in run.parameters),
         "seconds": short(run.seconds()),
@@ -524,13 +519,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="SHARE",
         help="share of the loss that is the KL divergence from the original's logits (default 0)",
     )
-    add(
-        "--sharing",
-        type=options.rate,
-        default=0.0,
-        metavar="SHARE",
-        help="share of L1 that makes neighbouring tokens fire the same neurons (default 0)",
-    )
     add("--dense", action=argparse.BooleanOptionalAction, default=True, help="also train the original, to compare")
     strategies = ["dense", "auto", "row", "union"]
     add("--strategy", choices=strategies, default="dense", help="of the FFNs in training")
@@ -588,9 +576,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("expected either --text or --dataset")
     if not 0 < choice.held_out < 1:
         parser.error(f"--held-out: expected a share between 0 and 1, got {choice.held_out}")
-    for name in ("distill", "sharing"):
-        if getattr(choice, name) > 1:
-            parser.error(f"--{name}: expected a share of at most 1, got {getattr(choice, name):g}")
+    if choice.distill > 1:
+        parser.error(f"--distill: expected a share of at most 1, got {choice.distill:g}")
     if not choice.target_nnz:
         parser.error("--target-nnz: expected a number above 0, got 0")
     if choice.strategy != "dense" and choice.activation == "fatrelu":

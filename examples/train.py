@@ -60,11 +60,9 @@ class Training:
         self.target: recipe.TargetSparsity | None = None
         if model.is_sparse(self.model):
             if choice.target_nnz is not None:
-                sharing = choice.sharing or 0
-                of: Any = "gate" if sharing else "hidden"
-                self.target = recipe.TargetSparsity(choice.target_nnz, choice.steps, of=of, sharing=sharing)
+                self.target = recipe.TargetSparsity(choice.target_nnz, choice.steps)
             # both add hooks, which must be there before anything compiles
-            recipe.record_aux(self.model, inputs=bool(choice.sharing))
+            recipe.record_aux(self.model)
             self.tracker = recipe.SparsityTracker(self.model, every=choice.observe_every)
         compiled = compiles(choice, here)
         model.prepare(self.model, self.dtype, compiled, choice.checkpoint_activations)

@@ -47,6 +47,7 @@ from profiling.bench.report import write_json  # noqa: E402
 from twell import _sparsify, recipe, testing  # noqa: E402
 from twell.commands.request import RequestError, at_least, exit_status  # noqa: E402
 from twell.commands.timing import FAILURES, reason, spread  # noqa: E402
+from twell.recipe._tracker import strategy_of  # noqa: E402
 
 MODES = ("alone", "ddp", "fsdp", "tp")
 VARIANTS = ("dense eager", "sparse eager", "dense compiled", "sparse compiled")
@@ -187,7 +188,7 @@ def measured(make: Callable[[], Steps], row: Row, here: parallel.World, rounds: 
     row.ms, row.p10_ms, row.p90_ms = found.median, found.p10, found.p90
     row.tokens_per_ms = row.tokens / found.median
     row.peak_bytes = int(most(torch.cuda.max_memory_allocated(here.device))) if on_gpu else None
-    row.strategies = dict(Counter(recipe.strategies(steps.model).values()))
+    row.strategies = dict(Counter(map(strategy_of, steps.layers.values())))
 
 
 def compare(rows: Sequence[Row]) -> None:

@@ -15,7 +15,7 @@ IDENTITY = (
     *("layers", "hidden", "intermediate", "heads", "vocab", "activation", "sequence", "dtype", "seed"),
     *("steps", "tokens_per_step"),
     *("lr", "min_lr", "warmup", "weight_decay", "clip", "l1", "l1_warmup", "reinitialize", "observe_every"),
-    *("target_nnz", "sharing"),
+    "target_nnz",
 )
 
 
@@ -103,12 +103,6 @@ def parse(description: str, arguments: list[str] | None) -> argparse.Namespace:
         type=rate,
         metavar="N",
         help="instead of --l1: non-zeros per token to reach after 60%% of --steps, by a coefficient that follows them",
-    )
-    group.add_argument(
-        "--sharing",
-        type=rate,
-        metavar="SHARE",
-        help="with --target-nnz: share of the L1 term that makes neighbouring tokens fire the same neurons",
     )
     group.add_argument(
         "--l1-warmup", type=natural, metavar="STEPS", help="warm-up of the coefficient (default: --warmup)"
@@ -216,8 +210,6 @@ def with_defaults(options: argparse.Namespace, parser: argparse.ArgumentParser) 
             f"--target-nnz: expected less than the {options.intermediate} neurons of a layer, "
             f"got {options.target_nnz:g}"
         )
-    if options.sharing and (options.target_nnz is None or options.sharing > 1):
-        parser.error(f"--sharing: expected a share of at most 1, with --target-nnz, got {options.sharing:g}")
     if options.l1 is None:
         options.l1 = 2e-5 if options.activation == "relu" and options.target_nnz is None else 0.0
     if options.activation == "silu":

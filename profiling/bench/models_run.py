@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import twell
 from profiling.bench.energy import EnergyMeter
 from profiling.bench.layers import SETTLING
 from profiling.bench.models_random import cast
@@ -32,6 +31,7 @@ from twell._runtime.log import logger
 from twell.commands import saved_model, sparsity
 from twell.commands.timing import FAILURES, reason, spread
 from twell.nn import set_down_layout
+from twell.recipe._tracker import strategy_of
 
 OPS = ("forward", "logits", "train")
 UNSCREENED = "unscreened"
@@ -244,9 +244,8 @@ class Variant:
 
     def strategies(self, training: bool) -> dict[str, int]:
         """The number of layers by strategy."""
-        other = "inference" if training else "training"
-        rows = ([row for row in twell.explain(layer) if row.kind != other] for layer in self.layers.values())
-        return dict(Counter(max(own, key=lambda row: (bool(row.graph), row.calls)).strategy for own in rows))
+        kind = "training" if training else "inference"
+        return dict(Counter(strategy_of(layer, kind) for layer in self.layers.values()))
 
 
 class Forward(Variant):

@@ -23,6 +23,7 @@ from pathlib import Path
 from profiling.draw import style
 from profiling.draw.common import Chart, ResultError, Results, matplotlib_version
 from profiling.draw.layers import nnz, speedup
+from twell.commands import analyze_plots
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 CHARTS = Path(__file__).resolve().parents[1] / "charts"
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong: list[str] = []
     drawn = 0
     try:
-        style.require()
+        analyze_plots.require()
         for name in arguments.charts or ALL:
             chart = ALL[name](results)
             if chart is None and arguments.charts:

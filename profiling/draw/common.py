@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiling.draw import style
 from profiling.draw.style import SIZE, Theme
+from twell.commands import analyze_plots
 from twell.strategy.tables import SCREENED
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Chart:
 
 
 def matplotlib_version() -> str:
-    style.require()
+    analyze_plots.require()
     import matplotlib
 
     return str(matplotlib.__version__)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twell.commands import analyze_plots
+
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
@@ -115,14 +117,6 @@ DARK = Theme(
 THEMES = (LIGHT, DARK)
 
 
-def require() -> None:
-    """Raise ImportError, which names the extra, unless matplotlib can be imported."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"{error}. Charts need matplotlib: pip install 'twell[plots]'") from error
-
-
 def outputs(stem: Path) -> list[Path]:
     """The files of a chart, light and dark."""
     return [stem.with_name(f"{stem.name}-{theme.name}.svg") for theme in THEMES]
@@ -143,7 +137,7 @@ def save(
     metadata of each file. The same call writes the same bytes with the same version of matplotlib. ImportError without
     matplotlib.
     """
-    require()
+    analyze_plots.require()
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from twell import _pickles, nn, ops  # noqa: F401  (pickles of version 0.2 load)
+from twell import nn, ops
 from twell._compaction import CompactionReport, Firing, FiringCounts, compact, count_firing, restore
 from twell._execution import Aux
 from twell._quantize import quantize_

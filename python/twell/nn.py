@@ -48,12 +48,6 @@ _SETTINGS = (
     *("strategy", "invariant", "compression", "down_layout", "accumulate_main_grad", "record_aux"),
     *("activation", "threshold"),
 )
-# settings of version 0.2 whose strategies are gone
-_RENAMED: dict[Any, dict[str, Any]] = {
-    "screened": {"_strategy": "auto"},
-    "proven": {"_strategy": "union"},
-    "invariant": {"_strategy": "row", "_invariant": True},
-}
 
 
 def _require_setting(layer: SparseFFN, name: str, value: Any) -> None:
@@ -222,14 +216,7 @@ class SparseFFN(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in ("aux", "_laid", "_front")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # pickles of earlier versions have only the settings that were assigned, under public names, or kept int8 copies
-        defaults = {"_accumulate_main_grad": False, "_record_aux": False, "_down_layout": "rows"}
-        defaults |= {"_activation": "relu", "_threshold": 0, "_invariant": False}
-        state = {name: value for name, value in state.items() if name not in ("_gate_copy", "_retired_copies")}
-        renamed = {f"_{name}" if name in _SETTINGS else name: value for name, value in state.items()}
-        if isinstance(strategy := renamed.get("_strategy"), str):
-            renamed |= _RENAMED.get(strategy, {})
-        super().__setstate__({**defaults, **renamed, "_laid": _down_layout.Laid(), "_front": Front()})  # type: ignore[no-untyped-call]
+        super().__setstate__({**state, "_laid": _down_layout.Laid(), "_front": Front()})  # type: ignore[no-untyped-call]
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -53,6 +53,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
+def seeded() -> Iterator[None]:
+    """Random numbers from the same seed, and no compiled code for the next test."""
+    import torch
+
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     import torch
 

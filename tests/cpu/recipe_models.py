@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from twell._sparsify.modules import pair_up
 from twell.nn import SparseGatedMLP, SparseMLP
+from twell.recipe import LayerStats, SparsityTracker, _inputs
+from twell.recipe._aux import mean_over_layers
 
 K, N, B, S = 16, 40, 2, 8
 
@@ -77,6 +79,12 @@ def plain_term(states: list[Tensor], per_neuron: bool = False) -> Tensor:
     return torch.stack([mean.mean() for mean in means]).mean()
 
 
+def gate_l1(model: nn.Module, most: int = 2048) -> Tensor:
+    """The mean over layers and tokens of L1 of the gates, of inputs that the layers have kept."""
+    gates = [_inputs.gates(each, most) for each in _inputs.read_inputs(model)]
+    return mean_over_layers(model, [each.sum(-1).sum() / max(1, len(each)) for each in gates])
+
+
 def gradients(model: nn.Module) -> list[Tensor]:
     found = []
     for parameter in model.parameters():
@@ -92,17 +100,25 @@ def assert_close(got: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def brute(gates: list[Tensor], kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def brute(gates: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Count firings per neuron and non-zeros per token of gates [tokens, N]."""
     fires = torch.cat([gate.reshape(-1, gate.shape[-1]) for gate in gates]) != 0
-    if kept is not None:
-        fires &= kept.reshape(-1, 1)
     return fires.sum(0), fires.sum(1)
+
+
+def tracked(model: nn.Module, x: Tensor, **options: Any) -> tuple[LayerStats, ...]:
+    """The figures of each layer in one pass."""
+    tracker = SparsityTracker(model, **options)
+    with tracker.watch(0):
+        model(x)
+    found = tracker.read().layers
+    tracker.close()
+    return found
 
 
 def pair() -> Any:
     block = Pair(n=N, k=K)
-    pair_up(block, ("fc1", "fc2"), "act", (), {})
+    pair_up(block, ("fc1", "fc2"), "act", (), False, {})
     return block
 
 

@@ -421,14 +421,6 @@ def test_thresholds_may_be_numbers_of_numpy() -> None:
         activation_of("fatrelu", np.bool_(True))
 
 
-def test_pickles_from_before_have_relu() -> None:
-    mlp = twell.nn.SparseMLP(16, 64)
-    state = {name: value for name, value in mlp.__getstate__().items() if name not in ("_activation", "_threshold")}
-    old = twell.nn.SparseMLP.__new__(twell.nn.SparseMLP)
-    old.__setstate__(state)
-    assert (old.activation, old.threshold) == ("relu", 0.0)
-
-
 @EVERY
 def test_counting_and_compaction(name: Any, threshold: float, gated: bool) -> None:
     mlp = module(name, threshold, gated)

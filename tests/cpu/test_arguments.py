@@ -88,11 +88,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "normalisation": ["sum", None, ["token_sum"]],
             "nnz": ["30", 0, -1, float("nan")],
             "moving_threshold": ["yes", None],
-            "sharing": ["0.1", 2, None],
             **{name: ["3", -1, 2.5, None] for name in ("warmup_steps", "warmup_start", "every", "window", "seed")},
             "reinitialize": ["0.1", 2, None, True],
-            "types": ["word", 3],
-            "settle_every": [0, "3", 2.5],
             "csv": [3, True],
             "tensorboard": [3, None],
             "wandb": ["run", None],
@@ -138,9 +135,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
     ),
     **{
         f.__name__: (f, lambda: {"model": None}, {"model": [None, "m", linear()]})
-        for f in (recipe.layers, recipe.record_aux, recipe.clear_aux, recipe.l1_term, recipe.strategies)
+        for f in (recipe.layers, recipe.record_aux, recipe.clear_aux, recipe.l1_term)
     },
-    "settle": (recipe.settle, lambda: {"model": layer(), "stats": None}, {"stats": [None, "stats", 3]}),
     "convert_coefficient": (
         recipe.convert_coefficient,
         lambda: {"coefficient": 2e-5, "neurons": N, "source": "token_sum", "target": "neuron_mean"},
@@ -171,20 +167,13 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "every": ["100", -1, 2.5, None],
             "window": [0, "1", None],
             "positions": [3, "0", [1, 2], [0, "a"], []],
-            "types": [3, "word", None],
         },
     ),
     "watch": (
         lambda **arguments: recipe.SparsityTracker(layer()).watch(**arguments).__enter__(),
         lambda: {"step": 0},
-        {"step": ["0", -1, None], "types": [3, torch.zeros(3)], "positions": [3, torch.zeros(3)]},
+        {"step": ["0", -1, None], "positions": [3, torch.zeros(3)]},
     ),
-    "TokenTypes": (
-        recipe.TokenTypes,
-        lambda: {"names": ["word"], "table": torch.zeros(3, dtype=torch.int64)},
-        {"names": [3, "word", None], "table": [None, [0], torch.zeros(3)]},
-    ),
-    "token_types": (recipe.token_types, lambda: {"tokenizer": None}, {"tokenizer": [None, "gpt2", 3]}),
     "StatsWriter": (
         lambda **arguments: recipe.StatsWriter(**arguments),
         lambda: {"path": "unwritten.csv"},

@@ -11,7 +11,6 @@ import logging
 import pickle
 import random
 import re
-import struct
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -283,27 +282,6 @@ def test_explain_shows_calls_that_ran_under_autocast() -> None:
     assert row.reason.startswith("calls raise: N must be a positive multiple of 8")
 
 
-def test_pickles_of_version_0_2_find_what_moved() -> None:
-    site = twell.AutoStrategy(period=4)
-    for training, figures in ((False, SPARSE), (True, DENSE)):
-        site.observe(problem(256, training), figures)
-        site.choose(problem(256, training))
-    written = pickle.dumps(site, protocol=0)
-    moved = {
-        "twell.strategy.site\nBucket": "twell._auto\n_Bucket",
-        "twell.strategy.site\n": "twell._auto\n",
-        "twell.strategy.costs\n": "twell.tuning\n",
-    }
-    for now, then in moved.items():
-        assert f"c{now}".encode() in written
-        written = written.replace(f"c{now}".encode(), f"c{then}".encode())
-    assert b"strategy." not in written
-    other = pickle.loads(written)
-    assert type(other) is twell.AutoStrategy
-    assert other.explain() == site.explain()
-    assert other.choose(problem(256)) == site.choose(problem(256))
-
-
 def test_a_dense_layer_of_one_product_is_harder_to_beat(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a few microseconds: less of a larger layer, nothing for other strategies' ranks. The operator sees it."""
     figures = Figures(29, None, 80)
@@ -521,12 +499,6 @@ def test_measures_the_heaviest_tokens(strategy: str, chooses: Arrivals, monkeypa
         assert row.figures
         assert row.figures.heaviest == heaviest
         assert heaviest > row.figures.nonzeros or m <= 8
-
-
-def test_figures_of_an_earlier_version_load() -> None:
-    """Pickles of then have two values."""
-    earlier = b"\x80\x02ctwell.tuning\nFigures\nG" + struct.pack(">d", 29.5) + b"N\x86\x81."
-    assert pickle.loads(earlier) == Figures(29.5, None, None)
 
 
 def test_each_kind_and_size_of_calls_has_its_own_choice(chooses: Arrivals) -> None:

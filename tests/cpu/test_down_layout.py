@@ -329,17 +329,6 @@ def test_threads_may_call_and_list_at_once() -> None:
     assert not wrong
 
 
-def test_pickles_of_earlier_versions() -> None:
-    layer = SparseMLP(K, N, dtype=BF16)
-    state = layer.__getstate__()
-    old = SparseMLP.__new__(SparseMLP)
-    old.__setstate__({name: value for name, value in state.items() if name != "_down_layout"})
-    assert old.down_layout == "rows"
-    with torch.no_grad():
-        old.eval()(torch.randn(2, K).to(BF16))
-    list(old.parameters())
-
-
 def test_memory_that_another_tensor_has_stays() -> None:
     """A view that was taken by rows still is the weight after a listing."""
     layer: Any = decoding(MODELS["gated"])

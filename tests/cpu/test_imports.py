@@ -59,7 +59,7 @@ LAYERS = [
     ["twell.strategy.explanation"],
     ["twell.strategy.site"],
     ["twell.strategy.known"],
-    ["twell._pickles", "twell.ops"],
+    ["twell.ops"],
     ["twell._autograd", "twell._sharding", "twell.packed"],
     ["twell._plain"],
     ["twell._front"],

@@ -14,7 +14,6 @@ from torch import nn
 from twell import AutoStrategy, explain
 from twell._sparsify.modules import pair_up
 from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout, set_strategy
-from twell.strategy import costs
 
 BF16 = torch.bfloat16
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
@@ -187,7 +186,7 @@ def test_parameters_are_initialised_as_those_of_linear(cls: Module, bias: bool) 
 
 def test_reset_parameters_of_a_pair_leaves_the_other_layer_alone() -> None:
     model = nn.Sequential(OrderedDict(fc1=nn.Linear(K, N), act=nn.ReLU(), fc2=nn.Linear(N, K)))
-    pair_up(model, ("fc1", "fc2"), "act", (), {})
+    pair_up(model, ("fc1", "fc2"), "act", (), False, {})
     block = nn.Sequential(model)
     before = [p.detach().clone() for p in block[0].fc1.parameters()]
     old = block[0].fc2.weight.detach().clone()
@@ -288,27 +287,6 @@ def test_invariant_layers_do_not_run_dense_instead() -> None:
         mlp(x)
     (row,) = explain(mlp)
     assert row.strategy == "none"
-
-
-def test_pickles_of_layers_that_kept_an_int8_copy_load() -> None:
-    """By the bytes of version 0.2: a copy, and the sizes of a call with an eighth field."""
-    mlp = SparseGatedMLP(K, N, dtype=BF16)
-    copied = pickle.loads(b"ctwell._gate_copies\nGateCopy\n)R.")
-    mlp._gate_copy, mlp._retired_copies = copied, [copied]
-    other = pickle.loads(pickle.dumps(mlp))
-    assert not {"_gate_copy", "_retired_copies"} & vars(other).keys()
-    x = tokens()
-    assert torch.equal(other(x), mlp(x))
-    renamed = {"proven": ("union", False), "screened": ("auto", False), "invariant": ("row", True)}
-    for name, (strategy, invariant) in renamed.items():
-        vars(mlp)["_strategy"] = name
-        del vars(mlp)["_invariant"]
-        old, mlp._invariant = pickle.loads(pickle.dumps(mlp)), False
-        assert (old.strategy, old.invariant, old.screen) == (strategy, invariant, "auto")
-    problem = pickle.loads(b"\x80\x02ctwell.tuning\nProblem\n(K\x01K\x02K\x03\x88\x89\x88\x89\x88t\x81.")
-    assert problem[:7] == (1, 2, 3, True, False, True, False)
-    with pytest.raises(TypeError, match="positional arguments"):
-        costs.Problem(1, 2, 3, True, False, True, False, True, True, True)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("value", [nn.GELU(), nn.Parameter(torch.zeros(1))], ids=["module", "parameter"])

@@ -1,11 +1,11 @@
-"""The training recipe: the L1 term, dead neurons and the strategies that figures call for."""
+"""The training recipe: the L1 term and dead neurons."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from recipe_models import (
     N,
     S,
     assert_close,
+    gate_l1,
     gradients,
     inputs,
     pair,
@@ -28,20 +29,13 @@ from recipe_models import (
 )
 from torch import Tensor, nn
 
-import twell
-from twell import _compaction, recipe
+from twell import recipe
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.recipe import SparsityTracker
-from twell.strategy import costs
 
 BF16 = torch.bfloat16
 
-
-@pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def step(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor] | None = None, **options: Any) -> Tensor:
@@ -134,29 +128,29 @@ def test_reentrant_checkpointing_is_refused() -> None:
     with torch.no_grad():
         model(x)
         assert recipe.l1_term(model) > 0
-    # the sharing term would train the gates alone
+    # a term of the inputs would train the gates alone
     recipe.record_aux(model, inputs=True)
     model(x)
     with pytest.raises(RuntimeError, match=r"kept an input without its gradient, .* use_reentrant=False"):
-        recipe.sharing_term(model)
+        gate_l1(model)
     with torch.no_grad():
         model(x)
-        assert recipe.sharing_term(model) > 0
+        assert gate_l1(model) > 0
 
 
 def test_calls_without_tokens_do_not_count() -> None:
     model, (x,) = Model(), inputs()
     recipe.record_aux(model, inputs=True)
     model(x)
-    alone = recipe.l1_term(model), recipe.sharing_term(model, tokens=4)
+    alone = recipe.l1_term(model), gate_l1(model)
     for calls in ((x, x[:0]), (x[:0], x)):
         for each in calls:
             model(each)
-        assert (recipe.l1_term(model), recipe.sharing_term(model, tokens=4)) == alone
+        assert (recipe.l1_term(model), gate_l1(model)) == alone
     # a rank without tokens has a term of 0, which it can differentiate
     model(x[:0])
     term = recipe.l1_term(model)
-    assert term == recipe.sharing_term(model) == 0
+    assert term == gate_l1(model) == 0
     term.backward()
 
 
@@ -175,16 +169,16 @@ def test_a_layer_that_is_skipped_has_an_l1_of_zero() -> None:
         term.backward()
         assert skipped.mlp.up_proj.weight.grad is None
     part(x)
-    shared = recipe.sharing_term(part, 4)
+    shared = gate_l1(part)
     part(x)
-    torch.testing.assert_close(recipe.sharing_term(model, 4) * 3, shared * 2)
+    torch.testing.assert_close(gate_l1(model) * 3, shared * 2)
     # no layer at all: a forward pass that was forgotten, or one that is known
     recipe.clear_aux(model)
-    for read in (recipe.l1_term, recipe.sharing_term):
+    for read in (recipe.l1_term, gate_l1):
         with pytest.raises(RuntimeError, match="and no other layer did"):
             read(model)
     recipe.clear_aux(model, skippable=True)
-    assert recipe.l1_term(model) == recipe.sharing_term(model) == 0
+    assert recipe.l1_term(model) == gate_l1(model) == 0
     skipped.mlp.eval()
     part(x)
     with pytest.raises(RuntimeError, match=r"blocks\.1\.mlp recorded nothing: it is in eval mode"):
@@ -506,58 +500,10 @@ def test_reinitialize_refuses() -> None:
         recipe.reinitialize_dead(mlp, dead, step=0)
 
 
-@pytest.fixture
-def chooses(free_choice: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few non-zeros make the sparse route cheap."""
-    monkeypatch.setattr(costs, "coefficients", lambda *_: {"union": (0.2, 0.6, 1.0, 0.0)})
-
-
-def silence(mlp: Any, alive: int) -> None:
-    """Let the first ``alive`` neurons fire for every token, and no others."""
-    gate = _compaction.gate_of(mlp)
-    with torch.no_grad():
-        gate.weight.zero_()
-        gate.bias.copy_(torch.where(torch.arange(len(gate.bias)) < alive, 1.0, -1.0))
-
-
-@pytest.mark.usefixtures("chooses")
-def test_settle_names_what_the_figures_call_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    mlps = [SparseGatedMLP(K, N, bias=True, strategy=s, dtype=BF16) for s in ("auto", "auto", "dense")]
-    for mlp, alive in zip(mlps, (2, 40, 2)):
-        silence(mlp, alive)
-    model = Model(*mlps).to(BF16)
-    twell.nn.set_down_layout(model, "rows")
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    x = torch.randn(2, 128, K, dtype=BF16)
-    tracker = SparsityTracker(model, every=1)
-
-    def run(number: int) -> recipe.SparsityStats:
-        with tracker.watch(number):
-            y = compiled(x)
-        y.sum().backward()
-        return tracker.read()
-
-    stats = run(0)
-    # a fresh graph in training
-    assert [row.strategy for row in stats.layers] == ["dense"] * 3
-    assert recipe.strategies(compiled) == {f"blocks.{i}.mlp": "dense" for i in range(3)}
-    assert recipe.settle(compiled, stats) == {"blocks.0.mlp": ("auto", "union"), "blocks.1.mlp": ("auto", "dense")}
-    assert [mlp.strategy for mlp in mlps] == ["union", "dense", "dense"]
-    stats = run(1)
-    assert [row.strategy for row in stats.layers] == ["union", "dense", "dense"]
-    assert recipe.settle(model, stats) == {}
-    # a strategy that the caller named stays; one that settle named follows the figures
-    silence(mlps[0], 40)
-    silence(mlps[1], 2)
-    assert recipe.settle(model, run(2)) == {"blocks.0.mlp": ("union", "dense"), "blocks.1.mlp": ("dense", "union")}
-    mlps[1].strategy = "row"
-    silence(mlps[1], 40)
-    assert recipe.settle(model, run(3)) == {}
-    # where copies of the down weight cost more than the layer saves
-    monkeypatch.setattr(costs, "COPY_BYTES", 1e12)
-    silence(mlps[0], 2)
-    stats = run(4)
-    twell.nn.set_down_layout(model, "linear")
-    assert recipe.settle(model, stats) == {}
-    twell.nn.set_down_layout(model, "rows")
-    assert recipe.settle(model, stats) == {"blocks.0.mlp": ("dense", "union")}
+def test_names_that_are_gone_say_what_to_do() -> None:
+    for name, instead in (("settle", "set_strategy"), ("choose_threshold", "TargetThreshold finds it"), ("other", "")):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'.*{instead}"):
+            getattr(recipe, name)
+    with pytest.raises(ImportError, match=r"SparsityTracker has L0 by position"):
+        from twell.recipe import TokenTypes  # type: ignore[attr-defined]  # noqa: F401
+    assert not hasattr(recipe, "strategies")

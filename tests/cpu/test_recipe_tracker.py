@@ -1,9 +1,8 @@
-"""The tracker of sparsity: what it counts, in one process and on two ranks, and types of tokens."""
+"""The tracker of sparsity: what it counts, in one process and on two ranks."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from recipe_models import (
     pair,
     plain_pass,
     plain_term,
+    tracked,
     without_waiting,
 )
 from torch import Tensor, nn
@@ -38,16 +38,11 @@ from torch import Tensor, nn
 import twell
 from twell import _compaction, recipe
 from twell.nn import SparseGatedMLP, SparseMLP
-from twell.recipe import SparsityTracker, StatsWriter, TokenTypes
+from twell.recipe import SparsityTracker, StatsWriter
 
 BF16 = torch.bfloat16
 
-
-@pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 @pytest.mark.parametrize(
@@ -67,18 +62,17 @@ def test_tracker_counts_what_fires(how: str, dtype: torch.dtype) -> None:
     if "checkpoint" in how:
         model.reentrant = False
     recipe.record_aux(model)
-    tracker = SparsityTracker(model, every=2, positions=(0, 1, 4), types=("odd", "even"))
+    tracker = SparsityTracker(model, every=2, positions=(0, 1, 4))
     forward: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model
     if "blocks" in how:
         for block in model.blocks:
             block.compile(backend="aot_eager")
-    types = torch.randint(-1, 2, (2, B, S), generator=torch.Generator().manual_seed(2))
     batches = inputs(2, dtype=dtype)
     means: list[list[tuple[float, float]]] = [[], []]
     for number in range(4):
         # two micro-batches
-        for x, kinds in zip(batches, types):
-            with tracker.watch(number, types=kinds):
+        for x in batches:
+            with tracker.watch(number):
                 y = forward(x)
             (y.square().mean() + recipe.l1_term(model)).backward()
             _, gates, states = plain_pass(model, x)
@@ -88,24 +82,19 @@ def test_tracker_counts_what_fires(how: str, dtype: torch.dtype) -> None:
                 )
     stats = tracker.read()
     assert [row.layer for row in stats.layers] == ["blocks.0.mlp", "blocks.1.mlp"]
-    kept = types >= 0
     for i, row in enumerate(stats.layers):
         gates = [plain_pass(model, x)[1][i] for x in batches]
-        firings, nonzeros = brute(gates, kept)
+        firings, nonzeros = brute(gates)
         place = torch.arange(S).expand(2, B, S).reshape(-1)
         assert row.neurons == gates[0].shape[-1]
         assert row.l0 == pytest.approx(sum(m[0] for m in means[i]) / 8, rel=1e-6)
         assert row.l1 == pytest.approx(sum(m[1] for m in means[i]) / 8, rel=1e-5 if dtype == torch.float32 else 2e-2)
-        assert row.tokens == int(kept.sum())
+        assert row.tokens == 2 * B * S
         assert row.calls == 2
         assert row.dead == int((firings == 0).sum()) >= 4
         assert row.observed_l0 == pytest.approx(int(nonzeros.sum()) / row.tokens)
         for name, where in (("0", place == 0), ("1-3", (place >= 1) & (place < 4)), ("4-", place >= 4)):
-            mine = where & kept.reshape(-1)
-            assert row.positions[name] == pytest.approx(float(nonzeros[mine].double().mean())), name
-        for number, name in enumerate(("odd", "even")):
-            mine = types.reshape(-1) == number
-            assert row.types[name] == pytest.approx(float(nonzeros[mine].double().mean()))
+            assert row.positions[name] == pytest.approx(float(nonzeros[where].double().mean())), name
         assert torch.equal(tracker.dead()[row.layer], firings == 0)
     summary = stats.summary()
     assert summary.keys() == {"l0", "l1", "dead"}
@@ -117,11 +106,8 @@ def test_tracker_counts_what_fires(how: str, dtype: torch.dtype) -> None:
 
 def test_tracker_finds_unions_of_128_tokens() -> None:
     mlp = SparseGatedMLP(K, N)
-    tracker = SparsityTracker(mlp)
     x = torch.randn(300, K)
-    with tracker.watch(0):
-        mlp(x)
-    (row,) = tracker.read().layers
+    (row,) = tracked(mlp, x)
     fires = F.relu(mlp.gate_proj(x)) != 0
     unions = [fires[:128].any(0).sum(), fires[128:256].any(0).sum()]
     assert row.union == pytest.approx(float(sum(unions)) / 2 / N)
@@ -200,19 +186,13 @@ def test_only_what_is_watched_counts() -> None:
 def test_shared_layers_and_pairs_are_tracked() -> None:
     shared = SparseMLP(K, N)
     model, (x,) = Model(shared, shared), inputs()
-    tracker = SparsityTracker(model)
-    with tracker.watch(0):
-        model(x)
-    (row,) = tracker.read().layers
+    (row,) = tracked(model, x)
     firings, nonzeros = brute(plain_pass(model, x)[1])
     assert (row.tokens, row.calls) == (2 * B * S, 2)
     assert row.observed_l0 == row.l0 == pytest.approx(float(nonzeros.double().mean()))
     assert row.dead == int((firings == 0).sum())
     block = pair()
-    tracker = SparsityTracker(block)
-    with tracker.watch(0):
-        block(x)
-    (row,) = tracker.read().layers
+    (row,) = tracked(block, x)
     assert row.layer == "fc2"
     fires = F.linear(x, block.fc1.weight, block.fc1.bias) > 0
     assert row.observed_l0 == row.l0 == pytest.approx(float(fires.sum() / 16))
@@ -254,26 +234,18 @@ def test_tracker_refuses_what_it_cannot_count() -> None:
         SparsityTracker(model, every=-1)
     with pytest.raises(ValueError, match="ascend from 0, got"):
         SparsityTracker(model, positions=(1, 2))
-    tracker = SparsityTracker(model, types=("a",))
+    tracker = SparsityTracker(model)
     with pytest.raises(ValueError, match="a SparsityTracker already, on blocks"):
         SparsityTracker(model)
     with (
         pytest.raises(ValueError, match=r"one value per token \[2, 8\], got \[3\]"),
-        tracker.watch(0, types=torch.zeros(3, dtype=torch.int64)),
+        tracker.watch(0, positions=torch.zeros(3, dtype=torch.int64)),
     ):
         model(x)
     with (
-        pytest.raises(TypeError, match=r"types must be integers, got torch\.float32"),
-        tracker.watch(0, types=torch.zeros(B, S)),
+        pytest.raises(TypeError, match=r"positions must be integers, got torch\.float32"),
+        tracker.watch(0, positions=torch.zeros(B, S)),
     ):
-        model(x)
-    with tracker.watch(0, types=torch.ones(B, S, dtype=torch.int64)):
-        model(x)
-    with pytest.raises(ValueError, match="types must be -1 to 0, got 16 tokens of others"):
-        tracker.read()
-    tracker.close()
-    nameless = SparsityTracker(model)
-    with pytest.raises(ValueError, match="without names"), nameless.watch(0, types=torch.ones(B, S, dtype=torch.int64)):
         model(x)
 
 
@@ -292,12 +264,19 @@ def test_state_dict_keeps_the_dead() -> None:
     with other.watch(11):
         model(x + 1)
     assert all(torch.equal(mask, dead[name]) for name, mask in other.dead().items())
-    with pytest.raises(ValueError, match="layers, positions and types"):
-        SparsityTracker(Model(), types=("a",)).load_state_dict(state)
+    with pytest.raises(ValueError, match="layers and positions"):
+        SparsityTracker(Model(), positions=(0, 1)).load_state_dict(state)
+    # version 0.3 also counted types of tokens
+    old = {"closed": torch.zeros(7), "layouts": {name: (*layout, 3) for name, layout in state["layouts"].items()}}
+    other.load_state_dict(old)
+    assert not any(mask.any() for mask in other.dead().values())
+    with other.watch(13):
+        model(x)
+    assert all(torch.equal(mask, dead[name]) for name, mask in other.dead().items())
 
 
 def test_compiled_models_have_two_variants() -> None:
-    model, (x,) = Model(), inputs()
+    model, (x,) = Model(SparseGatedMLP(K, N), SparseMLP(K, 2 * N, strategy="union")), inputs()
     recipe.record_aux(model)
     tracker = SparsityTracker(model, every=3)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -308,6 +287,7 @@ def test_compiled_models_have_two_variants() -> None:
         (y.sum() + recipe.l1_term(model)).backward()
         tracker.dead()
     assert counter.frame_count == 2
+    assert [row.strategy for row in tracker.read().layers] == ["dense", "union"]
 
 
 def test_inference_mode_and_autocast_are_tracked() -> None:
@@ -330,15 +310,15 @@ def test_inference_mode_and_autocast_are_tracked() -> None:
 
 def stepper(strategy: Any, device: str, dtype: torch.dtype) -> tuple[SparsityTracker, Any]:
     """A tracker and its step, with everything that training does with figures."""
-    kinds = TokenTypes(("first", "a", "b"), torch.tensor([1, 2, -1]))
     mlps = (SparseGatedMLP(K, N, strategy=strategy), SparseMLP(K, N, strategy=strategy))
     model = Model(*mlps).to(device, dtype)
-    ids, x = torch.zeros(B, S, dtype=torch.int64, device=device), inputs(dtype=dtype)[0].to(device)
+    x = inputs(dtype=dtype)[0].to(device)
+    positions = torch.zeros(B, S, dtype=torch.int64, device=device)
     recipe.record_aux(model)
-    tracker = SparsityTracker(model, every=2, types=kinds.names)
+    tracker = SparsityTracker(model, every=2)
 
     def run(number: int) -> None:
-        with tracker.watch(number, types=kinds(ids)):
+        with tracker.watch(number, positions=positions):
             y = model(x)
         loss = y.float().square().mean() + 2e-5 * recipe.l1_warmup(number, 10) * recipe.l1_term(model)
         loss.backward()
@@ -364,36 +344,6 @@ def test_nothing_in_a_step_waits_for_a_gpu() -> None:
     assert [row.tokens for row in tracker.read().layers] == [B * S] * 2
 
 
-def test_token_types() -> None:
-    kinds = TokenTypes(("first", "a", "b"), torch.tensor([1, 2, -1, 1]))
-    ids = torch.tensor([[0, 1, 2, 3], [2, 1, 9, 0]])
-    # padding at the first place is not counted, ids beyond the table count as its last one
-    assert kinds(ids).tolist() == [[0, 2, -1, 1], [-1, 2, 1, 1]]
-    assert kinds(ids, torch.tensor([[0, 1, 0, 0], [1, 2, 3, 0]])).tolist() == [[0, 2, -1, 0], [-1, 2, 1, 0]]
-    assert TokenTypes(("a", "b", "c"), torch.tensor([1, 2]))(ids[0]).tolist() == [1, 2, 2, 2]
-    with pytest.raises(ValueError, match="from -1 to 1, got 0 to 5"):
-        TokenTypes(("a", "b"), torch.tensor([0, 5]))
-    with pytest.raises(ValueError, match=r"integers \[V\], got torch\.float32"):
-        TokenTypes(("a",), torch.zeros(2))
-
-
-def test_token_types_of_tokenizers() -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    words = ["<pad>", "<s>", "2024", " ", "!?", "tree", "x1", "3", "été"]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, "<pad>"))
-    tokenizer.add_special_tokens(["<pad>", "<s>"])
-    expected = ["special", "special", "digits", "space", "punctuation", "word", "word", "digits", "word"]
-    transformers = pytest.importorskip("transformers")
-    for each in (
-        tokenizer,
-        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>"),
-    ):
-        kinds = recipe.token_types(each)
-        assert [kinds.names[t] for t in kinds.table.tolist()] == [*expected, "special"]
-        assert recipe.token_types(each, pad=0)(torch.tensor([0, 1, 2])).tolist() == [-1, 1, 2]
-        assert kinds(torch.tensor([0, 1, 99])).tolist() == [0, 1, 1]
-
-
 def ddp(rank: int, folder: Path) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -409,11 +359,11 @@ def ddp(rank: int, folder: Path) -> dict[str, Any]:
     model = Model()
     recipe.record_aux(model)
     wrapped = DistributedDataParallel(model)
-    tracker = SparsityTracker(wrapped, every=1, types=("a", "b"))
+    tracker = SparsityTracker(wrapped, every=1)
     for number in range(2):
         for i, x in enumerate(inputs(4)[rank::2]):
             with nullcontext() if i else wrapped.no_sync():
-                with tracker.watch(number, types=TYPES):
+                with tracker.watch(number):
                     y = wrapped(x)
                 (step_loss(y, wrapped) / 2).backward()
         if number == 0:
@@ -469,9 +419,6 @@ def both_ways(device: torch.device, folder: Path) -> None:
     torch.save({"ddp": ddp(rank, folder), "fsdp2": fsdp2(rank)}, folder / f"result{rank}")
 
 
-TYPES = torch.arange(B * S).view(B, S) % 2
-
-
 def step_loss(y: Tensor, model: nn.Module) -> Tensor:
     return y.square().mean() + 0.1 * recipe.l1_term(model)
 
@@ -505,9 +452,9 @@ def test_ranks_of_ddp_share_figures_and_noise(two_ranks: tuple[list[dict[str, An
     # the same in one process
     model = Model()
     recipe.record_aux(model)
-    tracker = SparsityTracker(model, every=1, types=("a", "b"))
+    tracker = SparsityTracker(model, every=1)
     for x in inputs(4):
-        with tracker.watch(0, types=TYPES):
+        with tracker.watch(0):
             y = model(x)
         (step_loss(y, model) / 4).backward()
     assert_close(first["grads"], gradients(model))

@@ -12,23 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_models import (
-    Model,
-    N,
-    inputs,
-)
+from recipe_models import Model, N, inputs, tracked
 
 from twell import recipe
-from twell.recipe import SparsityTracker, StatsWriter, _writers
+from twell.recipe import StatsWriter, _writers
 
 
-def stats_of(model: Model, number: int = 0) -> recipe.SparsityStats:
-    tracker = SparsityTracker(model, types=("a",))
-    with tracker.watch(number):
-        model(inputs()[0])
-    stats = tracker.read()
-    tracker.close()
-    return stats
+def stats_of(model: Model, **options: Any) -> recipe.SparsityStats:
+    return recipe.SparsityStats(tracked(model, inputs()[0], **options))
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -50,8 +41,8 @@ def test_csv_has_a_line_per_layer(tmp_path: Path) -> None:
     assert float(lines[0]["l0"]) == pytest.approx(first.l0, rel=1e-5)
     assert (lines[0]["neurons"], lines[0]["dead"], lines[0]["strategy"]) == (str(N), str(first.dead), "union")
     assert float(lines[0]["l0_at_0"]) == pytest.approx(first.positions["0"], rel=1e-5)
-    # no token has such a place, and none had a type
-    assert lines[0]["l0_at_1024-"] == lines[0]["l0_of_a"] == ""
+    # no token has such a place
+    assert lines[0]["l0_at_1024-"] == ""
 
 
 def test_csv_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -80,11 +71,8 @@ def test_csv_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert path.read_bytes() == kept
     # other columns
     writer = StatsWriter(path, tensorboard=False, resume_step=3)
-    tracker = SparsityTracker(model := Model())
-    with tracker.watch(0):
-        model(inputs()[0])
     with pytest.raises(ValueError, match="must have the columns"):
-        writer.write(4, tracker.read())
+        writer.write(4, stats_of(Model(), positions=(0,)))
     # a new run overwrites no other run's lines
     content = path.read_bytes()
     with caplog.at_level(logging.WARNING, "twell"):

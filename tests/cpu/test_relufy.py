@@ -69,8 +69,9 @@ def dense(text: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def run(text: Path, dense: Callable[[str], Path], tmp_path: Path) -> Callable[..., int]:
-    def run(kind: str, *more: object, out: str = "out") -> int:
-        arguments = [str(dense(kind)), *COMMON, "--text", str(text), "--cache", str(tmp_path / "cache")]
+    def run(kind: str | Path, *more: object, out: str = "out") -> int:
+        model = dense(kind) if isinstance(kind, str) else kind
+        arguments = [str(model), *COMMON, "--text", str(text), "--cache", str(tmp_path / "cache")]
         return relufy.main([*arguments, "--out", str(tmp_path / out), *map(str, more)])
 
     return run
@@ -86,7 +87,7 @@ def report(out: Path) -> Any:
 @pytest.mark.parametrize(
     ("kind", "activation", "more"),
     [
-        ("llama", "fatrelu", ["--distill", "0.5", "--sharing", "0.5"]),
+        ("llama", "fatrelu", ["--distill", "0.5"]),
         ("gemma", "relu2", ["--distill", "0.5"]),
         ("phi", "relu", ["--strategy", "union"]),
     ],
@@ -209,15 +210,11 @@ def test_a_run_that_stops_goes_on(run: Callable[..., int], tmp_path: Path, monke
 
 
 def test_results_are_of_the_content_of_model(
-    dense: Callable[[str], Path], text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+    run: Callable[..., int], dense: Callable[[str], Path], tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    def run(folder: Path) -> int:
-        arguments = [str(folder), *COMMON, "--text", str(text), "--cache", str(tmp_path / "cache")]
-        more = ["--out", str(tmp_path / "out"), "--steps", "2", "--no-dense", "--target-nnz", "8"]
-        return relufy.main([*arguments, *more])
-
+    more = ["--steps", 2, "--no-dense", "--target-nnz", 8]
     shutil.copytree(dense("llama"), tmp_path / "model")
-    assert run(tmp_path / "model") == 0
+    assert run(tmp_path / "model", *more) == 0
     found, printed = report(tmp_path / "out"), capsys.readouterr().out
     assert found["target_missed"]
     assert found["said"][-1].startswith("warning: the target of 8 non-zeros was missed: ")
@@ -228,18 +225,18 @@ def test_results_are_of_the_content_of_model(
     os.utime(tmp_path / "copy" / "model.safetensors", (1, 1))
     with monkeypatch.context() as patched:
         patched.setattr(relufy.Further, "step", None)
-        assert run(tmp_path / "copy") == 0
+        assert run(tmp_path / "copy", *more) == 0
     # one weight differs
     changed = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     changed.model.layers[0].mlp.up_proj.weight.data[3, 3] += 1
     changed.save_pretrained(tmp_path / "model")
-    assert run(tmp_path / "model") == 2
+    assert run(tmp_path / "model", *more) == 2
     was, now = relufied.content(tmp_path / "copy"), relufied.content(tmp_path / "model")
     assert f"differs in content of MODEL ({was} there, {now} here)" in capsys.readouterr().err
     # and the configuration
     config = tmp_path / "copy" / "config.json"
     config.write_text(config.read_text().replace('"silu"', '"gelu"'))
-    assert run(tmp_path / "copy") == 2
+    assert run(tmp_path / "copy", *more) == 2
 
 
 def test_a_sparse_model_goes_on_from_its_threshold(dense: Callable[[str], Path]) -> None:
@@ -316,7 +313,7 @@ def test_requests_that_cannot_be_met_are_one_sentence(
     bare = shutil.copytree(dense("llama"), tmp_path / "bare")
     for path in bare.glob("*token*"):
         path.unlink()
-    assert relufy.main([str(bare), *COMMON, "--text", str(text), "--out", str(tmp_path / "out")]) == 2
+    assert run(bare) == 2
     said = capsys.readouterr().err
     assert "MODEL: expected a model with a tokenizer, got " in said
     assert not said.strip().endswith(":")
@@ -324,7 +321,6 @@ def test_requests_that_cannot_be_met_are_one_sentence(
     damaged = shutil.copytree(dense("llama"), tmp_path / "damaged")
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:2000])
-    given = [str(damaged), *COMMON, "--text", str(text), "--out", str(tmp_path / "out")]
-    assert relufy.main(given) == 2
+    assert run(damaged) == 2
     said = capsys.readouterr().err
     assert "MODEL: expected a causal model of transformers, got SafetensorError: " in said

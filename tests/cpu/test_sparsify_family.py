@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ffns import Adapter, Fused, Gated, K, Meta, N, Squared, Told, Wi, encoder_layer, model, take, tokens
+from recipe_models import gate_l1
 from torch import Tensor, nn
 
 import twell
@@ -88,7 +89,7 @@ def test_figures_of_the_gate_call_adapted_projections(form: str) -> None:
     (row,) = tracker.read().layers
     assert row.observed_l0 == pytest.approx(fired / gate[..., 0].numel())
     layer.aux = None
-    assert recipe.sharing_term(m, 1).item() == pytest.approx(gate.float().sum(-1).mean().item(), rel=2e-2)
+    assert gate_l1(m).item() == pytest.approx(gate.float().sum(-1).mean().item(), rel=2e-2)
 
 
 @pytest.mark.parametrize(("form", "role"), [("fused", "gate_proj"), ("w1 w3 w2", "down_proj"), ("wi wo", "up_proj")])

@@ -1,4 +1,4 @@
-"""Steering L1 to a number of non-zeros, sharing neurons between neighbours, and FATReLU's threshold."""
+"""Steering L1 to a number of non-zeros, of the hidden state or the gate, and FATReLU's threshold."""
 
 from __future__ import annotations
 
@@ -16,24 +16,19 @@ import torch
 import torch._dynamo.testing
 import torch.distributed as dist
 import torch.nn.functional as F
-from recipe_models import Adapted, Waits, without_waiting
+from recipe_models import Adapted, Waits, gate_l1, without_waiting
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import twell
 from twell import recipe
 from twell.nn import SparseGatedMLP, SparseMLP
-from twell.recipe import TargetSparsity, TargetThreshold, _sharing
+from twell.recipe import TargetSparsity, TargetThreshold, _inputs
 from twell.recipe._inputs import Input
 
 K, N, M = 16, 64, 128
 
-
-@pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 class Model(nn.Module):
@@ -201,8 +196,7 @@ def skipping_ranks(kind: str) -> dict[str, float]:
     model, rank = Model(strategy="union"), dist.get_rank()
     recipe.record_aux(model, inputs=True)
     tracker = recipe.SparsityTracker(model, every=1)
-    options: Any = {"of": "hidden" if kind == "mask" else "gate", "sharing": 0.5 * (kind == "gate")}
-    target, x = TargetSparsity(5, 10, **options), next(batches(rank))[0]
+    target, x = TargetSparsity(5, 10, of="hidden" if kind == "mask" else "gate"), next(batches(rank))[0]
     mask = torch.arange(M) < 100
     for step in range(3):
         calls = ({rank}, {0, 1}, {1} if rank else set())[step]
@@ -253,7 +247,7 @@ def test_a_target_goes_on_where_it_was_saved(kind: str, tmp_path: Path) -> None:
     def begin() -> tuple[nn.Module, Any, Any]:
         model = Model()
         recipe.record_aux(model, inputs=True)
-        target = TargetThreshold(model, 5, 20) if kind == "threshold" else TargetSparsity(5, 20, of="gate", sharing=0.5)
+        target = TargetThreshold(model, 5, 20) if kind == "threshold" else TargetSparsity(5, 20, of="gate")
         return model, target, torch.optim.SGD(model.parameters(), 0.05)
 
     def run(stop: int | None) -> list[Tensor]:
@@ -287,7 +281,7 @@ def threshold(model: nn.Module) -> Any:
 
 
 def gates(model: nn.Module) -> Any:
-    return TargetSparsity(5, 10, of="gate", sharing=0.5)
+    return TargetSparsity(5, 10, of="gate")
 
 
 def hidden(model: nn.Module) -> Any:
@@ -362,8 +356,6 @@ def test_ranks_share_figures_and_coefficients(tmp_path: Path) -> None:
         ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
         ({"reach": 1.5}, "reach must be a number above 0 and at most 1, got 1.5"),
         ({"most": 0.001}, r"most must be at least begin, 0\.01, got 0\.001"),
-        ({"sharing": 2}, "sharing must be a number from 0 to 1, got 2"),
-        ({"sharing": 0.5}, 'sharing must be 0 unless of is "gate", got 0.5'),
         ({"of": "both"}, "of must be"),
     ],
 )
@@ -373,7 +365,7 @@ def test_targets_are_checked(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_target_says_what_is_missing() -> None:
-    model, target = Model(), TargetSparsity(5, 10, of="gate", sharing=0.5)
+    model, target = Model(), TargetSparsity(5, 10, of="gate")
     with pytest.raises(RuntimeError, match="update needs a term since the last update"):
         target.update()
     with pytest.raises(RuntimeError, match=r"mlps\.0 records nothing: call record_aux"):
@@ -398,36 +390,30 @@ def test_a_target_says_what_is_missing() -> None:
         TargetSparsity(3, 240).term(model)
 
 
-# Sharing
+# Gates of kept inputs
 
 
 @pytest.mark.parametrize(
     ("layer", "strategy"), [(SparseGatedMLP(K, N, bias=True), "union"), (SparseMLP(K, N), "dense")]
 )
-def test_the_sharing_term_is_the_norm_of_neurons_over_windows(layer: Any, strategy: Any) -> None:
+def test_gates_are_those_of_tokens_from_begin_to_end(layer: Any, strategy: Any) -> None:
     layer.strategy = strategy
     recipe.record_aux(layer, inputs=True)
     x = torch.randn(5, 14, K, requires_grad=True)
     gates = layer.gate_proj if isinstance(layer, SparseGatedMLP) else layer.up_proj
     gate = F.relu(gates(x)).flatten(0, 1)
-
-    def wanted(tokens: int, starts: list[int]) -> Tensor:
-        norms = [gate[start : start + tokens].square().sum(0).sqrt().sum() for start in starts]
-        return torch.stack(norms).mean() / math.sqrt(tokens)
-
-    # 70 tokens: whole windows alone, then one of each fifth of 17 windows, then L1
-    for tokens, windows, starts in ((32, 64, [0, 32]), (4, 5, [0, 12, 28, 44, 60]), (1, 1000, [*range(70)])):
+    # one of each fifth, then all
+    for most, rows in ((5, [0, 16, 33, 50, 67]), (1000, [*range(70)])):
         layer(x)
         recipe.clear_aux(layer)
         layer(x)
-        term = recipe.sharing_term(layer, tokens, windows)
-        torch.testing.assert_close(term, wanted(tokens, starts))
+        torch.testing.assert_close(gate_l1(layer, most), gate[rows].sum(1).mean())
     layer(x)
-    recipe.sharing_term(layer).backward()
+    gate_l1(layer).backward()
     assert gates.weight.grad.isfinite().all()
     assert gates.weight.grad.any()
     with pytest.raises(RuntimeError, match="kept no input since the last read"):
-        recipe.sharing_term(layer)
+        gate_l1(layer)
 
 
 @pytest.mark.parametrize("of", ["hidden", "gate"])
@@ -457,81 +443,24 @@ def test_autocast_and_adapted_projections_decide_the_gates() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         layer(x)
         wanted = F.relu(layer.up_proj(x)).float().sum(1).mean()
-    term = recipe.sharing_term(layer, 1, M)
+    term = gate_l1(layer)
     assert torch.equal(term, wanted)
     term.backward()
     assert layer.up_proj.weight.grad is not None
     assert layer.up_proj.weight.grad.dtype == torch.float32
     layer.up_proj = Adapted(K, N)
     layer(x)
-    torch.testing.assert_close(recipe.sharing_term(layer, 1, M), F.relu(layer.up_proj(x)).sum(1).mean())
+    torch.testing.assert_close(gate_l1(layer), F.relu(layer.up_proj(x)).sum(1).mean())
 
 
-def test_each_layer_has_a_part_of_the_sharing_term_as_large_as_its_l1() -> None:
-    """Else it presses hardest on the layers whose neurons fire rarely, until they are silent."""
-    model: Any = Model()
-    with torch.no_grad():
-        model.mlps[0].gate_proj.weight *= 64
-        model.mlps[0].gate_proj.bias *= 64
-    recipe.record_aux(model, inputs=True)
-    x, _ = next(batches())
-    model(x)
-    target = TargetSparsity(5, 10, of="gate", sharing=1.0)
-    term = target.term(model) / target.read()["coefficient"]
-    sizes = [
-        F.relu(mlp.gate_proj(F.layer_norm(each, (K,)))).sum(1).mean()
-        for mlp, each in zip(model.mlps, (x, x + model.mlps[0](F.layer_norm(x, (K,)))))
-    ]
-    torch.testing.assert_close(term, torch.stack(sizes).mean())
-
-
-def test_the_sharing_term_of_silent_windows_is_finite() -> None:
-    """Training may silence windows whose L1 is not: the L1 of other tokens over a norm of 0 was infinite."""
-    layer: Any = SparseMLP(K, N)
-    layer.up_proj.weight.data.fill_(1.0)
-    recipe.record_aux(layer, inputs=True)
-    for silent in (slice(0, None, 2), slice(64)):
-        x = torch.ones(128, 32, K)
-        x[silent] = -1
-        layer(x.flatten(0, 1))
-        term = TargetSparsity(5, 10, of="gate", sharing=0.5).term(layer)
-        term.backward()
-        assert term.isfinite()
-        assert layer.up_proj.weight.grad.isfinite().all()
-    layer.zero_grad()
-    for empty in (torch.zeros(64, K), torch.zeros(0, K)):
-        layer(empty)
-        term = recipe.sharing_term(layer)
-        term.backward()
-        assert term == 0
-        assert not layer.up_proj.weight.grad.any()
-
-
-def test_windows_are_not_at_the_same_places_of_all_sequences() -> None:
+def test_gates_are_not_at_the_same_places_of_all_sequences() -> None:
     """A model silences the places that L1 sees, and no others."""
     layer = SparseMLP(1, 8, strategy="dense")
     layer.up_proj.weight.data.fill_(1.0)
     positions = torch.arange(1024.0).expand(32, 1024)[..., None]
-    for tokens, windows in ((32, 64), (1, 2048)):
-        (gates,) = _sharing.gates_of([(layer, [Input(layer, positions, positions.flatten(0, 1))])], tokens, windows)
-        assert gates.shape == (windows, tokens, 8)
-        assert len(gates[..., 0].unique()) == 1024
-
-
-@pytest.mark.nightly
-def test_neighbours_come_to_share_neurons() -> None:
-    """The union of the neurons of a window, at the same non-zeros per token."""
-    unions = []
-    for sharing in (0.0, 0.9):
-        torch.manual_seed(0)
-        model = Model()
-        recipe.record_aux(model, inputs=True)
-        train(model, TargetSparsity(6, 240, of="gate", sharing=sharing), 240)
-        with torch.no_grad():
-            gate: Any = model.mlps[0].gate_proj  # type: ignore[union-attr]
-            fires = gate(F.layer_norm(next(batches(9))[0], (K,))) > 0
-        unions.append(float(fires.view(-1, 32, N).any(1).sum(1).float().mean() / fires.sum(1).float().mean()))
-    assert unions[1] < 0.8 * unions[0]
+    gates = _inputs.gates(Input(layer, positions, positions.flatten(0, 1)), 2048)
+    assert gates.shape == (2048, 8)
+    assert len(gates[:, 0].unique()) == 1024
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled", "checkpoint"])
@@ -539,7 +468,7 @@ def test_inputs_are_kept_however_a_model_runs(how: str) -> None:
     model, x = Model(strategy="dense"), next(batches())[0]
     recipe.record_aux(model, inputs=True)
     model(x)
-    expected = recipe.sharing_term(model)
+    expected = gate_l1(model)
     recipe.clear_aux(model)
     expected.backward()
     wanted = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -551,7 +480,7 @@ def test_inputs_are_kept_however_a_model_runs(how: str) -> None:
     }[how]
     for _ in range(2):
         y = forward(x)
-        term = recipe.sharing_term(model)
+        term = gate_l1(model)
         recipe.l1_term(model)
         torch.testing.assert_close(term, expected)
         (term + 0 * y.sum()).backward()
@@ -756,8 +685,13 @@ def test_states_of_other_targets_are_refused() -> None:
         (sparsity, TargetSparsity(6, 10).state_dict(), r"state must have nnz 5\.0, got 6\.0"),
         (moving, TargetThreshold(Model(), 5, 11).state_dict(), "state must have steps 10, got 11"),
         (sparsity, TargetSparsity(5, 10, of="gate").state_dict(), "state must have l1_of hidden, got gate"),
-        (moving, TargetThreshold(Model(), 5, 10, sharing=0.5).state_dict(), r"have sharing 0\.0, got 0\.5"),
+        (
+            moving,
+            {**moving.state_dict(), "sharing": 0.5},
+            r"ended with version 0\.3, got sharing 0\.5; begin a new run",
+        ),
     ]
     for target, state, message in refused:
         with pytest.raises(ValueError, match=message):
             target.load_state_dict(state)
+    sparsity.load_state_dict({**sparsity.state_dict(), "sharing": 0.0})

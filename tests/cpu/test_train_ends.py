@@ -72,7 +72,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
 
 @pytest.mark.nightly
 def test_a_target_is_reached_and_goes_on(run: Callable[..., int], tmp_path: Path, monkeypatch: Any) -> None:
-    arguments = ["--steps", 100, "--target-nnz", 6, "--sharing", 0.5, "--lr", 0.01, "--checkpoint-every", 20]
+    arguments = ["--steps", 100, "--target-nnz", 6, "--lr", 0.01, "--checkpoint-every", 20]
     assert run(*arguments, out="whole") == 0
     whole = [line for line in records(tmp_path / "whole") if "non_zeros" in line]
     assert whole[0]["non_zeros"] > 20

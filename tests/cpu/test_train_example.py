@@ -246,7 +246,6 @@ def test_slow_parts_report_progress(run: Callable[..., int], monkeypatch: Any, c
         (["--activation", "silu", "--ffn", "dense", "--parallel", "tp"], "--parallel: expected ddp or fsdp with"),
         (["--target-nnz", "5", "--l1", "0.1"], "--target-nnz: expected a number above 0, without --l1, got 5 and --l1"),
         (["--target-nnz", "64"], "--target-nnz: expected less than the 64 neurons of a layer, got 64"),
-        (["--sharing", "0.5"], "--sharing: expected a share of at most 1, with --target-nnz, got 0.5"),
         (["--activation", "silu", "--ffn", "dense", "--target-nnz", "5"], "--target-nnz: expected None with"),
     ],
 )

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import twell
 from twell import recipe
 from twell.distributed import tensor_parallel_plan
+from twell.recipe import _inputs
 
 Run = Callable[..., list[Any]]
 
@@ -47,7 +48,9 @@ def batch(reader: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean() + recipe.sharing_term(model, 4) + 0.1 * recipe.l1_term(model)
+    y = model(x)
+    gates = [_inputs.gates(each, 2048) for each in _inputs.read_inputs(model)]
+    return y.square().mean() + sum(each.square().mean() for each in gates) + 0.1 * recipe.l1_term(model)
 
 
 def divided(model: nn.Sequential, how: str) -> int:
@@ -86,7 +89,7 @@ def gradients(device: torch.device, how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "world"), [("tp", 2), ("fsdp", 2), ("both", 4), ("hybrid", 4)])
-def test_gradients_of_sharing(cpu_ranks: Run, how: str, world: int) -> None:
+def test_gradients_of_gates(cpu_ranks: Run, how: str, world: int) -> None:
     """FSDP2 has divided the weights again when the term gathers them."""
     cpu_ranks(world, gradients, how)
 

@@ -27,7 +27,7 @@ from twell._arguments import (
 from twell._configuration import follow
 from twell._runtime.log import logger
 from twell.nn import SparseGatedMLP
-from twell.recipe import Normalisation, SparsityTracker, StatsWriter, TokenTypes, trained_layers
+from twell.recipe import Normalisation, SparsityTracker, StatsWriter, trained_layers
 
 try:
     from transformers import TrainerCallback
@@ -104,16 +104,12 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         moving_threshold: with ``nnz``: layers with "relu" or "fatrelu" get FATReLU, whose threshold
             ``recipe.TargetThreshold`` moves. It settles as training ends. Checkpoints name the threshold of their step.
             Files of an adapter have no place for it: save the model's configuration with them, or merge the adapter.
-        sharing: from 0 to 1, with ``nnz``: as in ``recipe.TargetSparsity``. Layers with FATReLU need
-            ``moving_threshold``.
         attention_mask: leave padding out of the L1 term and of the non-zeros of ``nnz``: tokens at which the batch's
             ``attention_mask`` is 0, as ``recipe.l1_term`` does and at its cost. A batch without a mask has no padding.
             False: padding counts; a warning says so if the first batch has some. Figures in logs count it, either way.
         reinitialize: fraction of ``recipe.reinitialize_dead``, which then runs after each optimizer step on layers
             whose gate is trained; 0: never. The paper has 0.1.
         every, window: as in ``recipe.SparsityTracker``.
-        types: the map from ``input_ids`` to types of tokens, from ``recipe.token_types``.
-        settle_every: with torch_compile, call ``recipe.settle`` at the first log after each such number of steps.
         csv: file for the figures; None: "sparsity.csv" in the output directory.
         tensorboard, wandb: as in ``recipe.StatsWriter``.
         seed: of the noise for dead neurons.
@@ -121,10 +117,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     Runs with DDP, FSDP2, torch_compile, bf16 and fp16, and with non-reentrant gradient checkpointing. Raises ValueError
     as training begins if the model has no twell layers; with nn.DataParallel (use torchrun); with label smoothing; with
     ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it; with ``attention_mask`` for an
-    encoder-decoder, whose halves have different tokens; with ``types`` under restore_callback_states_from_checkpoint,
-    which makes callbacks without types; with ``nnz`` under load_best_model_at_end, which goes back to a step before the
-    target; with ``moving_threshold`` under ``save_strategy="best"``, whose files name no threshold; for a second
-    SparsityCallback; and for a checkpoint without a target or of another one: another ``nnz``, ``sharing`` or number of
+    encoder-decoder, whose halves have different tokens; with ``nnz`` under load_best_model_at_end, which goes back to a
+    step before the target; with ``moving_threshold`` under ``save_strategy="best"``, whose files name no threshold; for
+    a second SparsityCallback; and for a checkpoint without a target or of another one: another ``nnz`` or number of
     steps. In a step whose layers have other tokens than the mask ``attention_mask`` raises it, too.
     """
 
@@ -137,18 +132,22 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         warmup_start: int = 0,
         nnz: float | None = None,
         moving_threshold: bool = False,
-        sharing: float = 0.0,
         attention_mask: bool = False,
         reinitialize: float = 0.0,
         every: int = 100,
         window: int = 1,
-        types: TokenTypes | None = None,
-        settle_every: int | None = None,
         csv: str | os.PathLike[str] | None = None,
         tensorboard: bool | str | os.PathLike[str] = True,
         wandb: bool = True,
         seed: int = 0,
+        **gone: object,
     ) -> None:
+        # Trainer gives them, unused, from checkpoints of version 0.3
+        if used := [name for name, value in gone.items() if value or name not in ("sharing", "settle_every")]:
+            raise TypeError(
+                f"SparsityCallback: expected none of {', '.join(used)}: there is no such argument; sharing, types and "
+                "settle_every ended with version 0.3"
+            )
         if coefficient is not None:
             require_number("coefficient", coefficient, 0)
         require_choice("normalisation", normalisation, recipe.NORMALISATIONS)
@@ -157,10 +156,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if nnz is not None:
             require_positive("nnz", nnz)
         require_flag("moving_threshold", moving_threshold)
-        require_number("sharing", sharing, 0, 1)
-        if nnz is None and (moving_threshold or sharing):
-            got = "moving_threshold=True" if moving_threshold else f"sharing={sharing}"
-            raise ValueError(f"SparsityCallback: {got} needs nnz, the non-zeros per token to train to")
+        if nnz is None and moving_threshold:
+            raise ValueError("SparsityCallback: moving_threshold=True needs nnz, the non-zeros per token to train to")
         if nnz is not None and (coefficient, normalisation, warmup_steps, warmup_start) != (None, "token_sum", 0, 0):
             raise ValueError(
                 "SparsityCallback: coefficient, normalisation and warm-up must be left out with nnz, which finds a "
@@ -170,25 +167,16 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         require_number("reinitialize", reinitialize, 0, 1)
         require_integer("every", every, 0)
         require_integer("window", window, 1)
-        require("types", types, (TokenTypes, type(None)), "a TokenTypes, as recipe.token_types makes it, or None")
-        if settle_every is not None:
-            require_integer("settle_every", settle_every, 1)
         if csv is not None:
             require_path("csv", csv)
         require("tensorboard", tensorboard, (bool, str, os.PathLike), "True, False or a folder")
         require_flag("wandb", wandb)
         require_integer("seed", seed, 0)
         self.coefficient, self.normalisation = coefficient, normalisation
-        self.nnz, self.moving_threshold, self.sharing = nnz, moving_threshold, sharing
+        self.nnz, self.moving_threshold = nnz, moving_threshold
         self.warmup_steps, self.warmup_start, self.attention_mask = warmup_steps, warmup_start, attention_mask
-        self.reinitialize, self.every, self.window, self.types = reinitialize, every, window, types
-        self.settle_every, self.csv, self.tensorboard, self.wandb, self.seed = (
-            settle_every,
-            csv,
-            tensorboard,
-            wandb,
-            seed,
-        )
+        self.reinitialize, self.every, self.window = reinitialize, every, window
+        self.csv, self.tensorboard, self.wandb, self.seed = csv, tensorboard, wandb, seed
         self.tracker: SparsityTracker | None = None
         self.target: recipe.TargetSparsity | recipe.TargetThreshold | None = None
         # the tracker's state after the last step, on every rank
@@ -206,7 +194,6 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._micro_batches = self._scale = 1
         # passes in training mode since Trainer was last heard of, and whether a term of this step has had a gradient
         self._passes, self._arrived = 0, False
-        self._settled = 0
         # of this pass; whether a batch has been looked at; non-zeros of each layer in the first and the last pass
         self._mask: Tensor | None = None
         self._looked = False
@@ -255,20 +242,13 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "SparsityCallback: attention_mask must be off for an encoder-decoder, whose decoder has other tokens, "
                 f"got {type(model).__name__}: padding counts then"
             )
-        self.tracker = SparsityTracker(
-            model, every=self.every, window=self.window, types=self.types.names if self.types else ()
-        )
+        self.tracker = SparsityTracker(model, every=self.every, window=self.window)
         if self.nnz is None and self._adds_term:
             recipe.record_aux(model, inputs=self.attention_mask)
         # Trainer has read it from the checkpoint to resume from, and replaces it in new checkpoints
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         # a list if there are two callbacks; the second one raises below
         saved = saved[0] if isinstance(saved, list) else saved
-        if saved["types"] and self.types is None and args.restore_callback_states_from_checkpoint:
-            raise ValueError(
-                "SparsityCallback: restore_callback_states_from_checkpoint must be off with types: the checkpoint has "
-                f"their names alone ({', '.join(saved['types'])})"
-            )
         if self.nnz is not None:
             self.target = self._target(model, self.nnz, state.max_steps)
             if state.global_step:
@@ -285,7 +265,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             tensorboard=self.tensorboard,
             wandb=self.wandb,
         )
-        self._model, self._state, self._epoch, self._settled = model, state, None, state.global_step
+        self._model, self._state, self._epoch = model, state, None
         self._scale, self._passes, self._arrived = _loss_scale(args, model), 0, False
         self._looked, self._fired = self.attention_mask or not self._adds_term, []
         self._handles = [
@@ -375,16 +355,11 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(figures)
         self._writer.write(state.global_step, stats)
-        if self.settle_every and state.global_step >= self._settled + self.settle_every:
-            self._settled = state.global_step
-            assert self._model is not None
-            for name, (before, after) in recipe.settle(self._model, stats).items():
-                logger.info("%s: strategy %s -> %s", name, before, after)
 
     def state(self) -> dict[str, Any]:
         """The entry in a checkpoint's trainer_state.json: arguments, and the counts behind dead neurons."""
-        names = ("coefficient", "normalisation", "warmup_steps", "warmup_start", "nnz", "moving_threshold", "sharing")
-        more = ("attention_mask", "reinitialize", "every", "window", "settle_every", "wandb", "seed")
+        names = ("coefficient", "normalisation", "warmup_steps", "warmup_start", "nnz", "moving_threshold")
+        more = ("attention_mask", "reinitialize", "every", "window", "wandb", "seed")
         arguments = {name: getattr(self, name) for name in (*names, *more)}
         arguments["csv"] = None if self.csv is None else os.fspath(self.csv)
         arguments["tensorboard"] = (
@@ -393,7 +368,6 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         return {
             "args": arguments,
             "attributes": {},
-            "types": list(self.types.names) if self.types else [],
             "counts": None if self._counts is None else _encoded(self._counts),
             "target": None if self.target is None else _encoded(self.target.state_dict()),
         }
@@ -405,16 +379,16 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def _target(self, model: nn.Module, nnz: float, steps: int) -> recipe.TargetSparsity | recipe.TargetThreshold:
         if self.moving_threshold:
             recipe.record_aux(model, inputs=True)
-            return recipe.TargetThreshold(model, nnz, steps, sharing=self.sharing)
+            return recipe.TargetThreshold(model, nnz, steps)
         found = recipe.layers(model)
-        of_gate = self.sharing or any(layer.activation in ("relu2", "drelu") for layer in found.values())
+        of_gate = any(layer.activation in ("relu2", "drelu") for layer in found.values())
         if of_gate and any(layer.activation == "fatrelu" for layer in found.values()):
             raise ValueError(
-                "SparsityCallback: sharing must be 0 for layers with FATReLU, or moving_threshold on: it steers gates "
-                f"above 0, of which the threshold silences some, got {self.sharing}"
+                'SparsityCallback: nnz needs layers without FATReLU where others have "relu2" or "drelu": it steers '
+                "gates above 0, of which a threshold silences some; sparsify the model with one activation"
             )
-        recipe.record_aux(model, inputs=bool(of_gate) or self.attention_mask)
-        return recipe.TargetSparsity(nnz, steps, of="gate" if of_gate else "hidden", sharing=self.sharing)
+        recipe.record_aux(model, inputs=of_gate or self.attention_mask)
+        return recipe.TargetSparsity(nnz, steps, of="gate" if of_gate else "hidden")
 
     def _resume(self, saved: Any, step: int) -> None:
         """Go on from a checkpoint's target."""
@@ -428,7 +402,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self.target.load_state_dict(_decoded(saved))
         except ValueError as error:
             raise ValueError(
-                f"SparsityCallback: the checkpoint of step {step} must be of the same nnz, sharing, moving_threshold "
+                f"SparsityCallback: the checkpoint of step {step} must be of the same nnz, moving_threshold "
                 f"and number of steps: {error}; begin a new run from its weights"
             ) from error
 
@@ -482,15 +456,13 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                     "attention_mask=True leaves it out, and costs another pass of the layers"
                 )
         ids = kwargs.get("input_ids", args[0] if args else None)
-        positions, types = kwargs.get("position_ids"), None
+        positions = kwargs.get("position_ids")
         # models of images and text have three positions for each token
         if isinstance(ids, Tensor) and isinstance(positions, Tensor) and positions.dim() == ids.dim():
             positions = positions.expand(ids.shape)
         else:
             positions = None
-        if isinstance(ids, Tensor) and self.types is not None:
-            types = self.types(ids, positions)
-        self.tracker.begin(self._step, types=types, positions=positions)
+        self.tracker.begin(self._step, positions=positions)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook of the model: its output with the L1 term in the loss."""

@@ -17,16 +17,19 @@
             writer.write(step, tracker.read())
 
 The method needs only ``l1_term``; the paper's numbers are without reinitialisation unless it says so.
-``TargetSparsity`` takes a number of non-zeros instead of a coefficient, ``TargetThreshold`` reaches it with FATReLU,
-and ``sharing_term`` makes neighbouring tokens fire the same neurons.
+``TargetSparsity`` takes a number of non-zeros instead of a coefficient; ``TargetThreshold`` reaches it with FATReLU.
 For the Trainer of transformers there is ``twell.integrations.transformers.SparsityCallback``.
 
 Under torch.compile: call ``record_aux`` and make the tracker before the first step. A graph keeps the strategy of its
-trace, in training usually "dense"; ``settle`` names better ones from measured figures, and the graph is traced again.
+trace, in training usually "dense"; ``twell.nn.set_strategy(model, "union")`` before the model is compiled names it.
 Activation checkpointing needs ``use_reentrant=False``. Inside a graph compiled with ``fullgraph=True`` it also needs
 ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``, which torch 2.9 does not have; without
 fullgraph, or around compiled blocks, it needs nothing more.
 """
+
+import importlib
+import sys
+from typing import Any
 
 from twell.recipe._aux import (
     NORMALISATIONS,
@@ -39,12 +42,9 @@ from twell.recipe._aux import (
 )
 from twell.recipe._l1 import l1_term
 from twell.recipe._reinitialize import reinitialize_dead, trained_layers
-from twell.recipe._sharing import sharing_term
 from twell.recipe._stats import LayerStats, SparsityStats
-from twell.recipe._strategies import settle, strategies
 from twell.recipe._target import TargetSparsity, TargetThreshold
 from twell.recipe._tracker import POSITIONS, SparsityTracker
-from twell.recipe._types import TokenTypes, token_types
 from twell.recipe._writers import StatsWriter
 
 __all__ = [
@@ -57,7 +57,6 @@ __all__ = [
     "StatsWriter",
     "TargetSparsity",
     "TargetThreshold",
-    "TokenTypes",
     "clear_aux",
     "convert_coefficient",
     "l1_term",
@@ -65,9 +64,21 @@ __all__ = [
     "layers",
     "record_aux",
     "reinitialize_dead",
-    "settle",
-    "sharing_term",
-    "strategies",
-    "token_types",
     "trained_layers",
 ]
+
+_GONE = {
+    **dict.fromkeys(("ThresholdChoice", "choose_threshold"), "TargetThreshold finds it in training"),
+    **dict.fromkeys(("TokenTypes", "token_types"), "SparsityTracker has L0 by position, not by type of token"),
+    "settle": 'name the strategy of a compiled graph before it is compiled, by twell.nn.set_strategy(model, "union")',
+    "sharing_term": "it gained little; TargetSparsity trains to a number of non-zeros without it",
+    "strategies": "twell.explain(model) has them, with reasons",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # a from-import asks by importlib, and drops what an AttributeError says
+    by_import = sys._getframe(1).f_globals.get("__name__") == importlib._bootstrap.__name__
+    instead = f"; it ended with version 0.3: {_GONE[name]}" if name in _GONE else ""
+    kind = ImportError if instead and by_import else AttributeError
+    raise kind(f"module {__name__!r} has no attribute {name!r}{instead}")

@@ -59,8 +59,6 @@ class Recorder:
         self.inputs: list[Tensor] = []
         self.kept: list[Kept] = []
         self.handles: list[Any] = []
-        # the strategy that ``settle`` gave the layer
-        self.settled: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return Recorder().__dict__
@@ -98,8 +96,8 @@ class Recorder:
                     return
                 raise RuntimeError(
                     f"a layer was called {_MOST_UNREAD} times in training mode without a read of its figures: call "
-                    "l1_term after each forward pass (a SparsityTracker: use watch; with inputs: sharing_term, too), "
-                    "or record_aux(model, False)"
+                    "l1_term after each forward pass (a SparsityTracker: use watch; with inputs: give the "
+                    "attention_mask, or use a target of the gate), or record_aux(model, False)"
                 )
         y = output[0] if isinstance(output, tuple) else output
         idle = y.numel() == 0
@@ -190,7 +188,7 @@ def release(layer: MLP) -> None:
 def record_aux(model: nn.Module, enabled: bool = True, *, inputs: bool = False) -> None:
     """Make every twell layer of ``model`` record L1 and L0 of its calls in training mode for ``l1_term``, or stop.
 
-    With ``inputs`` it also keeps the inputs of these calls, for ``sharing_term``, ``TargetSparsity`` and masks. Under
+    With ``inputs`` it also keeps the inputs of these calls, for targets of the gate and for masks. Under
     both tensor parallelism and ``torch.compile`` the loss must then have a term that reads them. Register pre-hooks
     that change a layer's input before this call.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _compaction, _execution, _modes, functional
+from twell import _autograd, _compaction, _execution, _modes, functional
 from twell._activation import activation_of
 from twell._execution import Aux
 from twell.recipe._aux import layers, require_gradients, whole, with_tokens
@@ -21,13 +22,13 @@ class Input(NamedTuple):
     rows: Tensor
 
 
-def read_inputs(model: nn.Module, mask: Tensor | None = None) -> list[tuple[Any, list[Input]]]:
-    """Each layer of ``model`` with the inputs that it has kept, without tokens where ``mask`` is 0; clears the record.
+def read_inputs(model: nn.Module, mask: Tensor | None = None) -> list[Input]:
+    """The inputs that each layer of ``model`` has kept, without tokens where ``mask`` is 0; clears the record.
 
     A layer that was not called has one without tokens. So all ranks of a mesh gather the same weights, whatever they
     call.
     """
-    read, recorders = [], dict[str, Any]()
+    read, recorders = list[Input](), dict[str, Any]()
     for name, layer in layers(model).items():
         recorders[name] = recorder = getattr(layer, "_recorder", None)
         if recorder is None or not recorder.keeping:
@@ -48,7 +49,7 @@ def read_inputs(model: nn.Module, mask: Tensor | None = None) -> list[tuple[Any,
             weight = layer.down_proj.weight
             x = torch.zeros(0, layer.hidden, dtype=weight.dtype, device=weight.device)
             found = [Input(layer, x, x)]
-        read.append((layer, with_tokens(found, [not len(each.rows) for each in found])))
+        read += with_tokens(found, [not len(each.rows) for each in found])
     return read
 
 
@@ -82,6 +83,23 @@ class _Counted:
         if self.places.device != rows.device:
             self.places = self.places.to(rows.device)
         return rows.index_select(0, self.places)
+
+
+def gates(given: Input, most: int) -> Tensor:
+    """The gates after ReLU [T, N], in fp32, of up to ``most`` rows of an input."""
+    layer, x, rows = given
+    if (count := len(rows)) > most:
+        # one of each of so many equal parts, the first of the first to the last of the last: in the same place of all
+        # parts they would be at the same few positions of every sequence of 2^k tokens
+        part = torch.arange(most, device=rows.device)
+        rows = rows[part * count // most + part * (count // most) // most]
+    if layer._is_plain():
+        weight, bias = weights(layer, _compaction.gate_of(layer), x, rows.dtype)
+        gate = F.linear(rows, _autograd.into_main(weight, mains_of(layer)[0]), bias)
+    else:
+        # an adapter, say
+        gate = _compaction.gate_by_call(layer, rows)
+    return F.relu(gate).float()
 
 
 def fires(given: Input, gates: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def l1_term(
         attention_mask: of the tokens [...] as the layers get them in x [..., K], or flattened; 0 or False: padding.
             Only other tokens count then. It needs ``record_aux(model, inputs=True)`` and runs each layer on them once
             more, forward and backward without the down projection's part of it, outside of compiled graphs; it waits
-            for a mask on a GPU. ``sharing_term`` cannot read the same inputs again.
+            for a mask on a GPU.
             None: all tokens count, padding too.
 
     Reading clears the record. Raises RuntimeError if no layer recorded anything, if one is in eval mode or recorded
@@ -61,10 +61,9 @@ def l1_term(
     require_choice("normalisation", normalisation, NORMALISATIONS)
     require_mask(attention_mask)
     means = []
-    for layer, calls in read_aux(model, several, "l1_term", attention_mask):
-        for call in calls:
-            l1 = whole(call.aux.l1)
-            means.append(l1 if normalisation == "token_sum" else l1 / layer.intermediate)
+    for layer, call in read_aux(model, several, "l1_term", attention_mask):
+        l1 = whole(call.aux.l1)
+        means.append(l1 if normalisation == "token_sum" else l1 / layer.intermediate)
     return mean_over_layers(model, means)
 
 
@@ -77,18 +76,15 @@ def require_mask(mask: object) -> None:
         raise TypeError(f"attention_mask must be of integers or bools, 0 where tokens are padding, got {mask.dtype}")
 
 
-def read_aux(model: nn.Module, several: bool, caller: str, mask: Tensor | None = None) -> list[tuple[MLP, list[Call]]]:
+def read_aux(model: nn.Module, several: bool, caller: str, mask: Tensor | None = None) -> list[tuple[MLP, Call]]:
     """The unread figures of each layer, as ``l1_term`` uses them; reading clears the record. Errors name ``caller``."""
     calls = _read_calls(model, several, caller)
     if mask is None:
         return calls
-    return [
-        (layer, [Call(figures(each), not len(each.rows)) for each in found])
-        for layer, found in read_inputs(model, mask)
-    ]
+    return [(each.layer, Call(figures(each), not len(each.rows))) for each in read_inputs(model, mask)]
 
 
-def _read_calls(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP, list[Call]]]:
+def _read_calls(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP, Call]]:
     found, recorded, recorders = layers(model), {}, []
     for name, layer in found.items():
         recorder = getattr(layer, "_recorder", None)
@@ -110,7 +106,7 @@ def _read_calls(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP,
     given = [call.aux.l1 for calls in recorded.values() for call in calls]
     like = whole(given[0]).detach() if given else next(iter(found.values())).down_proj.weight.new_zeros(()).float()
     nothing = Call(Aux(*(torch.zeros_like(like, dtype=dtype) for dtype in (like.dtype, torch.float32))), True)
-    return [(layer, recorded[name] or [nothing]) for name, layer in found.items()]
+    return [(layer, call) for name, layer in found.items() for call in recorded[name] or [nothing]]
 
 
 def _require_one(caller: str, name: str, calls: list[Call], several: bool) -> None:

@@ -13,9 +13,9 @@ class LayerStats(NamedTuple):
 
     The others are of the last complete window. tokens, calls: how many were observed. dead: neurons that fired for none
     of these tokens. observed_l0: mean non-zeros per token. union: mean share of the neurons that 128 consecutive tokens
-    fire. positions, types: mean non-zeros by position in the sequence and by type.
+    fire. positions: mean non-zeros by position in the sequence.
 
-    strategy: as in ``recipe.strategies``.
+    strategy: of most training calls so far; ``twell.explain`` gives the reasons.
     """
 
     layer: str
@@ -28,7 +28,6 @@ class LayerStats(NamedTuple):
     observed_l0: float | None
     union: float | None
     positions: dict[str, float | None]
-    types: dict[str, float | None]
     strategy: str
 
 
@@ -49,9 +48,8 @@ class SparsityStats:
         """A flat row for each layer, all with the same keys."""
         rows = []
         for layer in self.layers:
-            row = {k: v for k, v in layer._asdict().items() if k not in ("positions", "types")}
-            row |= {f"l0_at_{name}": value for name, value in layer.positions.items()}
-            rows.append(row | {f"l0_of_{name}": value for name, value in layer.types.items()})
+            row = {k: v for k, v in layer._asdict().items() if k != "positions"}
+            rows.append(row | {f"l0_at_{name}": value for name, value in layer.positions.items()})
         return rows
 
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from twell import _modes
-from twell._arguments import require_choice, require_integer, require_number, require_positive
+from twell._arguments import require_choice, require_integer, require_positive
 from twell._compaction import MLP
 from twell._configuration import follow
 from twell._runtime.log import logger
-from twell.recipe import _inputs, _sharing
+from twell.recipe import _inputs
 from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, whole, with_tokens
 from twell.recipe._l1 import read_aux, require_mask
 
@@ -34,8 +34,8 @@ _MOST_ERROR = 1.0
 # The slow part falls to this share of the first coefficient at the least, from where it comes back soon.
 _LEAST = 1e-3
 
-# Tokens per call whose gates are computed for their L1, and tokens of a window of them for sharing.
-_GATES, _WINDOW = 2048, 32
+# Tokens per call whose gates are computed for their L1.
+_GATES = 2048
 
 # The entries of the state: logarithms of the coefficient without damping, of its first value, of the first and the
 # last number of non-zeros that L1 is steered by, and of the last mean of ``Aux.l0``; the coefficient; 1 once the term
@@ -88,8 +88,6 @@ class TargetSparsity:
             threshold, of up to 2,048 tokens per call, which needs ``record_aux(model, inputs=True)``. Layers with
             "relu2" and "drelu" need "gate": L1 of their hidden state makes gates small without silencing them, or
             silences the up projection.
-        sharing: from 0 to 1, with "gate": the share of ``sharing_term`` in the term. Each layer's part of it is scaled
-            to the L1 of the same tokens.
         group: of ranks whose figures are taken together; None: all, if torch.distributed is initialised.
     """
 
@@ -103,7 +101,6 @@ class TargetSparsity:
         begin: float = 0.01,
         most: float = 3.0,
         of: Literal["hidden", "gate"] = "hidden",
-        sharing: float = 0.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         for name, value in (("nnz", nnz), ("begin", begin), ("most", most)):
@@ -111,15 +108,12 @@ class TargetSparsity:
         require_positive("reach", reach, 1)
         if most < begin:
             raise ValueError(f"most must be at least begin, {begin}, got {most}")
-        require_number("sharing", sharing, 0, 1)
         require_choice("of", of, ("hidden", "gate"))
-        if sharing and of != "gate":
-            raise ValueError(f'sharing must be 0 unless of is "gate", got {sharing}')
         require_integer("steps", steps, 1)
         require_integer("stages", stages, 1)
         self.nnz, self.steps, self.stages, self.reach = float(nnz), steps, stages, float(reach)
         self.begin, self.most = float(begin), float(most)
-        self.of, self.sharing, self.group = of, float(sharing), group
+        self.of, self.group = of, group
         self.step = 0
         self._state: Tensor | None = None
         # of the usable terms since the last update: sums of both numbers of non-zeros and of L1, and how many
@@ -141,27 +135,22 @@ class TargetSparsity:
         """``term`` for any target; errors name ``caller``."""
         require_mask(mask)
         of_gate = self.of == "gate"
-        calls = [call for _, each in read_aux(model, several, caller, None if of_gate else mask) for call in each]
+        calls = [call for _, call in read_aux(model, several, caller, None if of_gate else mask)]
         # experts without tokens fire nothing, and say nothing of the others
         fired = [whole(call.aux.l0) for call in with_tokens(calls, [call.idle for call in calls])]
         if not of_gate:
             counts = fired
-            penalty = l1 = mean_over_layers(model, [whole(call.aux.l1) for call in calls])
+            l1 = mean_over_layers(model, [whole(call.aux.l1) for call in calls])
         else:
-            window = _WINDOW if self.sharing else 1
             inputs = _inputs.read_inputs(model, mask)
-            gates = _sharing.gates_of(inputs, window, _GATES // window)
+            gates = [_inputs.gates(each, _GATES) for each in inputs]
             idle = [each.numel() == 0 for each in gates]
             counted = with_tokens(gates, idle)
             if mask is not None:
                 # the layers' own counts have padding in them
-                given = with_tokens([each for _, found in inputs for each in found], idle)
-                fired = [_sharing.l1(_inputs.fires(*each).float()) for each in zip(given, counted)]
-            counts = [_sharing.l1((each.detach() > 0).float()) for each in counted]
-            penalty = l1 = mean_over_layers(model, list(map(_sharing.l1, gates)))
-            if self.sharing:
-                shared = mean_over_layers(model, list(map(_shared, gates)))
-                penalty = (1 - self.sharing) * l1 + self.sharing * shared
+                fired = [_l1(_inputs.fires(*each).float()) for each in zip(with_tokens(inputs, idle), counted)]
+            counts = [_l1((each.detach() > 0).float()) for each in counted]
+            l1 = mean_over_layers(model, list(map(_l1, gates)))
         with torch.no_grad():
             state = self._on(l1)
             kinds = [torch.stack([each.to(l1.device) for each in kind]) for kind in (counts, fired)]
@@ -170,7 +159,7 @@ class TargetSparsity:
             figures = torch.where(figures.isfinite().all() & (figures[2] > 0), figures, 0)
             self._sum = figures if self._sum is None else self._sum + figures
         # a copy: ``update`` writes the state before a late backward pass may read it
-        return penalty * state[_NOW].to(l1.dtype, copy=True)
+        return l1 * state[_NOW].to(l1.dtype, copy=True)
 
     def update(self) -> None:
         """Steer by the terms since the last update: call it once per step of the optimizer."""
@@ -235,7 +224,7 @@ class TargetSparsity:
     def state_dict(self) -> dict[str, Any]:
         """What ``load_state_dict`` needs to go on after a whole step, and the arguments that must be the same there."""
         held = None if self._state is None else self._state.clone()
-        target = {"nnz": self.nnz, "steps": self.steps, "l1_of": self.of, "sharing": self.sharing}
+        target = {"nnz": self.nnz, "steps": self.steps, "l1_of": self.of}
         return {"of": "TargetSparsity", **target, "step": self.step, "state": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -264,14 +253,10 @@ class TargetSparsity:
         return self._state
 
 
-def _shared(gates: Tensor) -> Tensor:
-    """The norm of neurons over windows, scaled to the L1 of the same tokens."""
-    # one scale for all layers would press hardest on those whose neurons fire rarely, until they are silent. Of the
-    # same tokens the scale is at most 1, where the L1 of others over the norm of silent windows is infinite
-    norm = _sharing.norm(gates)
-    with torch.no_grad():
-        scale = _sharing.l1(gates) / norm.clamp(min=torch.finfo(norm.dtype).tiny)
-    return norm * scale
+def _l1(gates: Tensor) -> Tensor:
+    """The mean over tokens of the L1 norm of gates [T, N]."""
+    total: Tensor = gates.sum(-1).sum() / max(1, len(gates))
+    return total
 
 
 def _require_below_neurons(nnz: float, model: nn.Module) -> None:
@@ -294,9 +279,14 @@ def _require_state(state: Any, own: dict[str, Any]) -> None:
     if not isinstance(state, dict) or "of" not in state:
         got = f"the keys {', '.join(map(str, state)) or 'none'}" if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"state must be what {own['of']}.state_dict returned, got {got}")
-    for name in ("of", "nnz", "steps", "l1_of", "sharing"):
+    for name in ("of", "nnz", "steps", "l1_of"):
         if state.get(name) != own[name]:
             raise ValueError(f"state must have {name} {own[name]}, got {state.get(name)}")
+    if sharing := state.get("sharing"):
+        raise ValueError(
+            f"state must be of a target without sharing, which ended with version 0.3, got sharing {sharing}; begin a "
+            "new run from the weights"
+        )
     if missing := own.keys() - state.keys():
         raise ValueError(f"state must have {', '.join(own)}, got none of {', '.join(sorted(missing))}")
 
@@ -339,7 +329,7 @@ class TargetThreshold:
         nnz: the target, the mean over layers of ``Aux.l0``, below the mean of their neurons.
         steps: of the whole run, whose learning rate falls to its end.
         reach: the share of the steps after which the goal is the target.
-        most, sharing, group: as in ``TargetSparsity``.
+        most, group: as in ``TargetSparsity``.
 
     Raises ValueError for layers with another activation, with different thresholds or with one that moves already, as
     by another ``TargetThreshold`` before its ``settle``, and for another target.
@@ -353,13 +343,11 @@ class TargetThreshold:
         *,
         reach: float = 0.5,
         most: float = 3.0,
-        sharing: float = 0.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         require_positive("nnz", nnz)
         require_positive("reach", reach, 1)
-        options: Any = {"most": most, "sharing": sharing, "group": group}
-        self.gates = TargetSparsity(_OPEN * nnz, steps, reach=_EARLIER * reach, of="gate", **options)
+        self.gates = TargetSparsity(_OPEN * nnz, steps, reach=_EARLIER * reach, most=most, of="gate", group=group)
         self.nnz, self.reach = float(nnz), float(reach)
         self._model, self._layers = model, list(require_relu(model).values())
         _require_below_neurons(self.nnz, model)

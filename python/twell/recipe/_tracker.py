@@ -1,4 +1,4 @@
-"""``SparsityTracker``: sparsity of each layer, by neuron, position and type of token, without a wait in the step."""
+"""``SparsityTracker``: sparsity of each layer, by neuron and by position, without a wait in the step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from twell._activation import activation_of
 from twell._arguments import require, require_integer
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
+from twell.nn import explain
 from twell.recipe import _aux
 from twell.recipe._stats import LayerStats, SparsityStats, ratio
-from twell.recipe._strategies import strategies
 
 POSITIONS = (0, 1, 2, 4, 16, 64, 256, 1024)
 
@@ -30,41 +30,34 @@ class _Layout(NamedTuple):
 
     neurons: int
     positions: int
-    types: int
-
-    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Views: firings by neuron [N], non-zeros and tokens by position [P], by type [T + 2], totals [5].
-
-        The last two types are tokens not to be counted and tokens of an invalid type. Totals are tokens, calls,
-        non-zeros, neurons in the unions of tiles of 128 tokens, and such tiles.
-        """
-        p, t = self.positions, self.types + 2
-        return torch.split(flat, [self.neurons, p, p, t, t, 5])
 
     @property
-    def size(self) -> int:
-        return self.neurons + 2 * self.positions + 2 * (self.types + 2) + 5
+    def sizes(self) -> list[int]:
+        """Of firings by neuron, non-zeros and tokens by position, totals.
+
+        Totals are tokens, calls, non-zeros, neurons in the unions of tiles of 128 tokens, and such tiles.
+        """
+        return [self.neurons, self.positions, self.positions, 5]
 
 
 class SparsityTracker:
-    """Tracks L0, L1 and dead neurons per layer, and L0 by position in the sequence and by type of token, on all ranks.
+    """Tracks L0, L1 and dead neurons per layer, and L0 by position in the sequence, on all ranks.
 
     ::
 
-        kinds = recipe.token_types(tokenizer)
-        tracker = recipe.SparsityTracker(model, every=100, types=kinds.names)
+        tracker = recipe.SparsityTracker(model, every=100)
         for step, ids in enumerate(batches):
-            with tracker.watch(step, types=kinds(ids)):
+            with tracker.watch(step):
                 logits = model(ids)
             ...  # loss, backward, optimizer
             if step % 10 == 0:
                 stats = tracker.read()
 
     L0 and L1 come from each forward pass in ``watch`` and cost nothing: the kernels count anyway. Dead neurons,
-    positions, types and unions come from observed steps: the first step watched and the multiples of ``every``. They
-    compute each layer's gate once more, in chunks: a gate GEMM and two passes over its [tokens, N] result. A projection
-    that is more than its weight, as an adapter is, is called for that, and its dropout draws another mask. The counts
-    of ``window`` observed steps make a window, and figures are those of the last complete window.
+    positions and unions come from observed steps: the first step watched and the multiples of ``every``. They compute
+    each layer's gate once more, in chunks: a gate GEMM and two passes over its [tokens, N] result. A projection that is
+    more than its weight, as an adapter is, is called for that, and its dropout draws another mask. The counts of
+    ``window`` observed steps make a window, and figures are those of the last complete window. Padding counts.
 
     Only ``read`` waits for the device. Only calls in training mode count, without the recomputation of activation
     checkpointing. Make the tracker after pre-hooks that change the inputs of layers, on original modules, before
@@ -76,7 +69,6 @@ class SparsityTracker:
         every: the distance of observed steps; 0: no step is observed.
         window: the number of observed steps in a window. With one, "dead" means silent for a batch.
         positions: the first positions of the ranges, ascending from 0; the last range is open.
-        types: names of the types of tokens, if ``watch`` gets types.
         group: of ranks whose figures are taken together. All of them must watch the same steps and read at the same
             time. None: all ranks, if torch.distributed is initialised. Ranks that see the same tokens, as in tensor
             parallelism, each add them to ``tokens``; no other figure changes.
@@ -89,20 +81,18 @@ class SparsityTracker:
         every: int = 100,
         window: int = 1,
         positions: Sequence[int] = POSITIONS,
-        types: Sequence[str] = (),
         group: dist.ProcessGroup | None = None,
     ) -> None:
         require_integer("every", every, 0)
         require_integer("window", window, 1)
         require("positions", positions, (list, tuple, range), "integers that ascend from 0")
-        require("types", types, (list, tuple), "names of types")
         bounds = list(positions)
         for bound in bounds:
             require_integer("positions", bound, 0)
         if not bounds or bounds[0] != 0 or any(a >= b for a, b in itertools.pairwise(bounds)):
             raise ValueError(f"positions must ascend from 0, got {bounds}")
         self.model, self.every, self.window, self.group = model, every, window, group
-        self.types, self._bounds = tuple(types), bounds
+        self._bounds = bounds
         self.positions = tuple(
             str(low) if high == low + 1 else f"{low}-{'' if high is None else high - 1}"
             for low, high in zip(bounds, [*bounds[1:], None])
@@ -112,9 +102,7 @@ class SparsityTracker:
             if getattr(getattr(layer, "_recorder", None), "tracked", False):
                 raise ValueError(f"model has a SparsityTracker already, on {name or 'itself'}: call its close() first")
         self._recorders = {name: _aux.recorder_of(layer) for name, layer in self._layers.items()}
-        self._layouts = {
-            name: _Layout(layer.intermediate, len(bounds), len(self.types)) for name, layer in self._layers.items()
-        }
+        self._layouts = {name: _Layout(layer.intermediate, len(bounds)) for name, layer in self._layers.items()}
         for name, layer in self._layers.items():
             layer.record_aux = self._recorders[name].tracked = True
         self._sums: Tensor | None = None  # float64 [L, 2]: l1 and l0
@@ -144,16 +132,15 @@ class SparsityTracker:
             _aux.release(layer)
 
     @contextmanager
-    def watch(self, step: int, *, types: Tensor | None = None, positions: Tensor | None = None) -> Iterator[None]:
+    def watch(self, step: int, *, positions: Tensor | None = None) -> Iterator[None]:
         """Track the model inside the ``with``: the forward pass of one micro-batch of ``step``.
 
-        Backward belongs outside. ``types`` are integers shaped like the tokens, each a type, or -1 for a token not to
-        be counted by neuron, position or type. ``positions`` have the same shape, for packed sequences. By default the
-        position in x [..., S, K] is the index in S, and in x [M, K] unknown. Layers that get x [S, B, K], as in
-        ``nn.TransformerEncoder`` by default, need ``positions`` [B, S]; these, and ``types``, are turned for them.
-        Where S = B they are not: give them as [S, B] there.
+        Backward belongs outside. ``positions`` are integers shaped like the tokens, for packed sequences. By default
+        the position in x [..., S, K] is the index in S, and in x [M, K] unknown. Layers that get x [S, B, K], as in
+        ``nn.TransformerEncoder`` by default, need ``positions`` [B, S], which are turned for them. Where S = B they are
+        not: give them as [S, B] there.
         """
-        self.begin(step, types=types, positions=positions)
+        self.begin(step, positions=positions)
         try:
             yield
         except BaseException:
@@ -161,13 +148,12 @@ class SparsityTracker:
             raise
         self.end()
 
-    def begin(self, step: int, *, types: Tensor | None = None, positions: Tensor | None = None) -> None:
+    def begin(self, step: int, *, positions: Tensor | None = None) -> None:
         """Begin to watch, for code that cannot use ``with``; ``end`` or ``abandon`` must follow."""
         require_integer("step", step, 0)
-        self._require_integers("types", types)
-        self._require_integers("positions", positions)
-        if types is not None and not self.types:
-            raise ValueError("types were given, but the tracker was made without names for them")
+        require("positions", positions, (Tensor, type(None)), "a tensor of integers or None")
+        if positions is not None and (positions.is_floating_point() or positions.dtype == torch.bool):
+            raise TypeError(f"positions must be integers, got {positions.dtype}")
         if step != self._step:
             if self._step is None and step == self._ended:
                 warn_once(
@@ -184,7 +170,7 @@ class SparsityTracker:
             recorder.called = False
             recorder.observing = self._observing
             if self._observing:
-                recorder.observe = functools.partial(self._observe, name, types, positions)
+                recorder.observe = functools.partial(self._observe, name, positions)
 
     def abandon(self) -> None:
         """End ``begin`` without counting the calls that are left to count."""
@@ -225,7 +211,7 @@ class SparsityTracker:
     def read(self) -> SparsityStats:
         """Return the figures of all ranks and reset L0 and L1. Every rank must call it: it takes part in an all-reduce.
 
-        Waits for the device. Raises ValueError if there were types without a name.
+        Waits for the device.
         """
         self._close_step()
         sums = torch.zeros(len(self._calls), 2, dtype=torch.float64, device=self._device())
@@ -241,11 +227,10 @@ class SparsityTracker:
         values = packed[: len(sums) * 3].tolist()
         means, calls = values[: len(sums) * 2], values[len(sums) * 2 :]
         counts = self._counts(None if self._closed is None else self._closed.cpu())
-        chosen = strategies(self.model)
         rows = []
-        for i, (name, layout) in enumerate(self._layouts.items()):
+        for i, name in enumerate(self._layouts):
             l1, l0 = (ratio(means[2 * i + j], calls[i]) for j in (0, 1))
-            rows.append(self._row(name, layout, l0, l1, counts[name], chosen[name]))
+            rows.append(self._row(name, l0, l1, counts[name]))
         return SparsityStats(tuple(rows))
 
     def dead(self) -> dict[str, Tensor]:
@@ -280,12 +265,13 @@ class SparsityTracker:
         return {"closed": closed, "layouts": {name: tuple(layout) for name, layout in self._layouts.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the window of ``state``, on every rank. Raises ValueError if its layers or types differ."""
+        """Take the window of ``state``, on every rank. ValueError if its layers or positions differ."""
         mine = {name: tuple(layout) for name, layout in self._layouts.items()}
         theirs = {name: tuple(layout) for name, layout in state["layouts"].items()}
-        if mine != theirs:
-            raise ValueError(f"state must be of the layers, positions and types {mine}, got {theirs}")
-        closed = state["closed"]
+        if mine != {name: layout[:2] for name, layout in theirs.items()}:
+            raise ValueError(f"state must be of the layers and positions {mine}, got {theirs}")
+        # those of version 0.3 have counts by type of token; a new window takes their place
+        closed = state["closed"] if mine == theirs else None
         self._closed = None if closed is None else closed.to(self._device())
         self._reduced, self._fresh, self._dead = closed is not None, closed is None, None
         self._open.clear()
@@ -305,7 +291,7 @@ class SparsityTracker:
                 flats = [
                     self._open[name].to(device)
                     if name in self._open
-                    else torch.zeros(layout.size, dtype=torch.int64, device=device)
+                    else torch.zeros(sum(layout.sizes), dtype=torch.int64, device=device)
                     for name, layout in self._layouts.items()
                 ]
                 self._closed, self._reduced, self._dead = torch.cat(flats), False, None
@@ -323,25 +309,15 @@ class SparsityTracker:
     def _counts(self, closed: Tensor | None) -> dict[str, tuple[Tensor, ...] | None]:
         if closed is None:
             return dict.fromkeys(self._layouts)
-        flats = torch.split(closed, [layout.size for layout in self._layouts.values()])
-        return {name: layout.split(flat) for (name, layout), flat in zip(self._layouts.items(), flats)}
+        flats = torch.split(closed, [sum(layout.sizes) for layout in self._layouts.values()])
+        return {name: torch.split(flat, layout.sizes) for (name, layout), flat in zip(self._layouts.items(), flats)}
 
-    def _row(
-        self,
-        name: str,
-        layout: _Layout,
-        l0: float | None,
-        l1: float | None,
-        counts: tuple[Tensor, ...] | None,
-        strategy: str,
-    ) -> LayerStats:
-        neurons = layout.neurons
+    def _row(self, name: str, l0: float | None, l1: float | None, counts: tuple[Tensor, ...] | None) -> LayerStats:
+        neurons, strategy = self._layouts[name].neurons, strategy_of(self._layers[name])
         if counts is None:
-            nothing = dict.fromkeys(self.positions), dict.fromkeys(self.types)
-            return LayerStats(name, neurons, l0, l1, 0, 0, None, None, None, *nothing, strategy)
-        firings, at, tokens_at, of, tokens_of, totals = counts
-        if invalid := int(tokens_of[-1]):
-            raise ValueError(f"types must be -1 to {len(self.types) - 1}, got {invalid} tokens of others")
+            nothing = dict.fromkeys(self.positions)
+            return LayerStats(name, neurons, l0, l1, 0, 0, None, None, None, nothing, strategy)
+        firings, at, tokens_at, totals = counts
         tokens, calls, nonzeros, union, tiles = totals.tolist()
         return LayerStats(
             name,
@@ -354,74 +330,60 @@ class SparsityTracker:
             ratio(nonzeros, tokens),
             ratio(union, tiles * neurons),
             dict(zip(self.positions, map(ratio, at.tolist(), tokens_at.tolist()))),
-            dict(zip(self.types, map(ratio, of.tolist(), tokens_of.tolist()))),
             strategy,
         )
 
-    def _require_integers(self, name: str, values: Tensor | None) -> None:
-        require(name, values, (Tensor, type(None)), "a tensor of integers or None")
-        if values is not None and (values.is_floating_point() or values.dtype == torch.bool):
-            raise TypeError(f"{name} must be integers, got {values.dtype}")
-
-    def _observe(self, name: str, types: Tensor | None, positions: Tensor | None, x: Tensor) -> None:
+    def _observe(self, name: str, positions: Tensor | None, x: Tensor) -> None:
         """Count one call of a layer on x [..., K]."""
         layer, layout = self._layers[name], self._layouts[name]
         # the counts outlive an inference mode in which x may have been made
         with torch.inference_mode(False), torch.no_grad():
             x = _aux.whole(x)
             if name not in self._open:
-                self._open[name] = torch.zeros(layout.size, dtype=torch.int64, device=x.device)
-            firings, at, tokens_at, of, tokens_of, totals = layout.split(self._open[name])
+                self._open[name] = torch.zeros(sum(layout.sizes), dtype=torch.int64, device=x.device)
+            firings, at, tokens_at, totals = torch.split(self._open[name], layout.sizes)
             tokens = x.shape[:-1].numel()
-            kept = None
             per_token = x.new_zeros(tokens, dtype=torch.int64)
-            if types is not None:
-                index = self._per_token("types", types, x)
-                kept = index >= 0
-                index = torch.where(index >= len(self.types), len(self.types) + 1, index)
-                index = torch.where(kept, index, len(self.types))
-            union, tiles = _count(layer, x, kept, firings, per_token)
-            totals += torch.stack(
-                [
-                    per_token.new_full((), tokens) if kept is None else kept.sum(),
-                    per_token.new_ones(()),
-                    per_token.sum(),
-                    union,
-                    per_token.new_full((), tiles),
-                ]
-            )
-            ones = torch.ones_like(per_token) if kept is None else kept.long()
-            if types is not None:
-                of.index_add_(0, index, per_token)
-                tokens_of.index_add_(0, index, torch.ones_like(per_token))
+            union, tiles = _count(layer, x, firings, per_token)
+            one = per_token.new_ones(())
+            totals += torch.stack([one * tokens, one, per_token.sum(), union, one * tiles])
             if positions is None and x.dim() > 2:
                 positions = torch.arange(x.shape[-2], device=x.device).expand(x.shape[:-1])
             if positions is not None:
-                values = self._per_token("positions", positions, x)
+                values = _per_token(positions, x)
                 place = torch.zeros_like(values)
                 for low in self._bounds[1:]:
                     place += values >= low
                 at.index_add_(0, place, per_token)
-                tokens_at.index_add_(0, place, ones)
-
-    def _per_token(self, name: str, values: Tensor, x: Tensor) -> Tensor:
-        """``values`` as int64 [M] on the device of x; one row may stand for all sequences."""
-        shape = x.shape[:-1]
-        if values.dim() == len(shape) == 2 and values.shape != shape and values.shape == shape[::-1]:
-            # the layer has the sequence first
-            values = values.t()
-        if values.numel() != shape.numel() and values.numel() == shape[-1]:
-            values = values.reshape(-1).expand(shape)
-        if values.numel() != shape.numel():
-            raise ValueError(f"{name} must have one value per token {list(shape)}, got {list(values.shape)}")
-        return values.reshape(-1).to(x.device, torch.int64, non_blocking=True)
+                tokens_at.index_add_(0, place, torch.ones_like(per_token))
 
 
-def _count(layer: Any, x: Tensor, kept: Tensor | None, firings: Tensor, per_token: Tensor) -> tuple[Tensor, int]:
+def strategy_of(layer: Any, kind: str = "training") -> str:
+    """The strategy of most such calls of a layer so far, or of others; "auto" before any. Does not wait."""
+    rows = explain(layer).rows
+    own = [row for row in rows if row.kind == kind] or list(rows)
+    # a graph does not count its calls, and a compiled model runs little else
+    return max(own, key=lambda row: (bool(row.graph), row.calls)).strategy
+
+
+def _per_token(positions: Tensor, x: Tensor) -> Tensor:
+    """``positions`` as int64 [M] on the device of x; one row may stand for all sequences."""
+    shape = x.shape[:-1]
+    if positions.dim() == len(shape) == 2 and positions.shape != shape and positions.shape == shape[::-1]:
+        # the layer has the sequence first
+        positions = positions.t()
+    if positions.numel() != shape.numel() and positions.numel() == shape[-1]:
+        positions = positions.reshape(-1).expand(shape)
+    if positions.numel() != shape.numel():
+        raise ValueError(f"positions must have one value per token {list(shape)}, got {list(positions.shape)}")
+    return positions.reshape(-1).to(x.device, torch.int64, non_blocking=True)
+
+
+def _count(layer: Any, x: Tensor, firings: Tensor, per_token: Tensor) -> tuple[Tensor, int]:
     """Add the non-zeros of the gate of x [..., K] to ``firings`` [N] and ``per_token`` [M].
 
     Returns the sizes of the unions (the neurons that a tile of 128 tokens fires), summed over whole tiles, and the
-    number of these tiles. Tokens not in ``kept`` [M] have no non-zeros.
+    number of these tiles.
     """
     n = len(firings)
     if layer.intermediate != n:
@@ -435,8 +397,6 @@ def _count(layer: Any, x: Tensor, kept: Tensor | None, firings: Tensor, per_toke
         values = gate(chunk)
         # NaN fires, as in Aux
         fires = ~(values <= activation_of("fatrelu", layer.threshold).level(values.dtype))
-        if kept is not None:
-            fires &= kept[start : start + step, None]
         firings += fires.sum(0)
         per_token[start : start + step] = fires.sum(1)
         whole = chunk.shape[0] // tile

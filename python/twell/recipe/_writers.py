@@ -19,8 +19,8 @@ from twell._runtime.log import logger
 from twell.recipe._stats import LayerStats, SparsityStats
 
 _SUMMARY = "mean"
-# the columns that every file begins with; others are l0_at_... and l0_of_...
-_COLUMNS = ["step", *(name for name in LayerStats._fields if name not in ("positions", "types"))]
+# the columns that every file begins with; others are l0_at_...
+_COLUMNS = ["step", *(name for name in LayerStats._fields if name != "positions")]
 
 
 class StatsWriter:

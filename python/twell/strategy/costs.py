@@ -74,7 +74,6 @@ class Problem(NamedTuple):
     training: bool
     down_copied: bool = False
     merged: bool = False
-    # pickles of version 0.2 have a bool of another meaning here; then the next call decides again
     eager: bool = False
     float8: bool = False
 
