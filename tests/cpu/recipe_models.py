@@ -118,7 +118,7 @@ def tracked(model: nn.Module, x: Tensor, **options: Any) -> tuple[LayerStats, ..
 
 def pair() -> Any:
     block = Pair(n=N, k=K)
-    pair_up(block, ("fc1", "fc2"), "act", (), False, {})
+    pair_up(block, ("fc1", "fc2"), "act", (), {})
     return block
 
 

@@ -226,21 +226,6 @@ def test_copies_keep_the_screen() -> None:
         assert (other.period, other.screen) == (4, "off")
 
 
-@pytest.mark.parametrize(("then", "now"), [(None, "auto"), ("auto", "auto"), ("off", "off"), ("proven", "off")])
-def test_sites_of_version_0_2_keep_figures_and_choose_again(then: str | None, now: str) -> None:
-    """Their choices may have names that are gone."""
-    site, call, figures = twell.AutoStrategy(period=4), problem(), Figures(8, 0.3)
-    site.observe(call, figures)
-    site.choose(call)
-    state = site.__getstate__()
-    del state["_screen"]
-    old = sites.AutoStrategy.__new__(sites.AutoStrategy)
-    old.__setstate__(state | ({} if then is None else {"screen": then}))
-    assert (old.period, old.screen, old.explain()) == (4, now, [])
-    old.choose(call)
-    assert old.explain()[0].figures == figures
-
-
 # Its costs
 
 

@@ -186,7 +186,7 @@ def test_parameters_are_initialised_as_those_of_linear(cls: Module, bias: bool) 
 
 def test_reset_parameters_of_a_pair_leaves_the_other_layer_alone() -> None:
     model = nn.Sequential(OrderedDict(fc1=nn.Linear(K, N), act=nn.ReLU(), fc2=nn.Linear(N, K)))
-    pair_up(model, ("fc1", "fc2"), "act", (), False, {})
+    pair_up(model, ("fc1", "fc2"), "act", (), {})
     block = nn.Sequential(model)
     before = [p.detach().clone() for p in block[0].fc1.parameters()]
     old = block[0].fc2.weight.detach().clone()

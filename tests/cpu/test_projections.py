@@ -29,7 +29,7 @@ def pairs() -> tuple[Any, Any]:
     """A sparse pair, and the dense one."""
     dense = Pair().to(BF16)
     sparse = copy.deepcopy(dense)
-    pair_up(sparse, ("fc1", "fc2"), "act", (), False, {"strategy": "row"})
+    pair_up(sparse, ("fc1", "fc2"), "act", (), {"strategy": "row"})
     return sparse, dense
 
 

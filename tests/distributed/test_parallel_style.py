@@ -43,7 +43,7 @@ class Block(nn.Module):
 def modules() -> dict[str, nn.Module]:
     torch.manual_seed(dist.get_rank())
     pair = Block()
-    pair_up(pair, ("fc1", "fc2"), "activation_fn", (), False, {"strategy": "union"})
+    pair_up(pair, ("fc1", "fc2"), "activation_fn", (), {"strategy": "union"})
     made = {
         "gated": twell.nn.SparseGatedMLP(HIDDEN, NEURONS, strategy="union"),
         "gated, biased": twell.nn.SparseGatedMLP(HIDDEN, NEURONS, bias=True, strategy="union"),

@@ -325,15 +325,8 @@ class AutoStrategy:
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_screen" in state:
-            self.__dict__.update(state)
-            self._connect()
-            return
-        # pickles of version 0.2: figures stay, choices do not, which may have names that are gone
-        screen: Any = "off" if state.get("screen", "auto") in ("off", "proven") else "auto"
-        AutoStrategy.__init__(self, period=state["period"], screen=screen)
-        self._layer = state["_layer"]
-        self._buckets = {key: dataclasses.replace(old, decision=None) for key, old in state["_buckets"].items()}
+        self.__dict__.update(state)
+        self._connect()
 
     def __repr__(self) -> str:
         screen = "" if self.screens else f", screen={self._screen!r}"
