@@ -171,9 +171,8 @@ def _add_counts(totals: Tensor, fired: Tensor, tokens: int) -> None:
 def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
     """Add the non-zeros of the gate of x [..., K] to ``totals`` [N + 1], by neuron, and its tokens."""
     name, gate, plain = "count_firing", gate_of(mlp), mlp._is_plain()
-    up: Any = mlp.up_proj if isinstance(mlp, SparseDown) and not mlp._given else None
-    if up is not None and up.drops():
-        raise NotImplementedError("count_firing: expected a model that drops no values: call its eval first")
+    if isinstance(mlp, SparseDown):
+        mlp.require_whole()
     if plain:
         # divided by tensor parallelism, say
         x, weight, bias = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (x, gate.weight, gate.bias))

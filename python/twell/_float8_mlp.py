@@ -115,6 +115,9 @@ class Float8MLP(nn.Module):
     functions. With "auto" the module has its own ``AutoStrategy``. For inference alone: its parameters require no grad.
     """
 
+    # the dropouts of the hidden state that the layer had, "" without one
+    dropped = ""
+
     def __init__(
         self,
         gate: Float8 | None,
@@ -172,6 +175,9 @@ class Float8MLP(nn.Module):
 
     def forward(self, x: Tensor | Float8) -> Tensor:
         """x [..., hidden] -> y [..., hidden], bfloat16."""
+        if self.training and self.dropped:
+            got = f"training mode with {self.dropped}"
+            raise NotImplementedError(f"layers in e4m3 are for inference and drop no values, got {got}: call eval()")
         children = [getattr(self, name) for name in self._names]
         records: list[Any] = [child.record() for child in children]
         biases: list[Any] = [child.bias for child in children]

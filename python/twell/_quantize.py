@@ -69,6 +69,7 @@ def _quantised(
     settings = "activation", "threshold", "strategy", "invariant", "compression"
     options = {"fast_accum": fast_accum, **{name: getattr(layer, name) for name in settings}}
     made: Float8MLP = quantised_layer(dict(zip(layer._projections, stored)), isinstance(layer, SparseDown), options)
+    made.dropped = layer._dropped_by()
     return made.train(layer.training)
 
 
@@ -76,6 +77,8 @@ def _beyond(layer: SparseFFN, inside: set[nn.Module]) -> str:
     """What a layer is or does that a ``Float8MLP`` would not; "" if nothing."""
     if isinstance(layer, FusedGatedMLP):
         return "gate and up in one projection"
+    if layer._given:
+        return "one whose gate the model's own code makes, which has no e4m3: quantise other parts of the model"
     if type(layer) not in (SparseGatedMLP, SparseMLP, NamedGatedMLP, NamedMLP, SparseDown):
         return f"a {type(layer).__name__}"
     # of a pair both are modules of a block
@@ -89,8 +92,6 @@ def _beyond(layer: SparseFFN, inside: set[nn.Module]) -> str:
     for module in (layer,) if up is None else (layer, up):
         if any(vars(module)[hooks] for hooks in HOOKS) or "forward" in vars(module) or module._compiled_call_impl:
             return "hooks, a forward of its own or a compiled one"
-    if up is None and (dropped := layer._dropped_by()):
-        return f"one that drops values of its hidden state in training ({dropped}): set it to 0"
     own, children = ({"weight", "bias"}, set()) if up is not None else (set(), set(layer._projections))
     children |= {layer._dropout} - {""}
     if not set(layer._parameters) <= own or layer._buffers or set(layer._modules) != children:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import twell
+from twell import recipe
 from twell._runtime.log import warn_once
 from twell._sparsify import layers
 
@@ -242,18 +243,31 @@ def test_training_that_drops_hidden_values_runs_as_it_did(make: Any, do: Any, be
             torch.testing.assert_close(*results)
 
 
-def test_aux_and_main_gradients_of_dropped_values_are_refused() -> None:
+def test_what_needs_the_whole_hidden_state_is_refused_while_it_is_dropped() -> None:
     for make, do in (DROPPING["p"], DROPPING["layer"]):
         m = nn.Sequential(make())
         take(m)
         do(m[0])
         (layer,) = layers(m).values()
+        rows = [(row.kind, row.strategy, "drops values" in row.reason) for row in twell.explain(m)]
+        assert rows == [("inference", "dense", False), ("training", "dense", True)]
         layer.accumulate_main_grad = True
         with pytest.raises(NotImplementedError, match="set it to 0"):
             m(tokens())
-    layer.accumulate_main_grad, layer.record_aux = False, True
+        layer.accumulate_main_grad = False
+        quantised = twell.quantize_(copy.deepcopy(m).bfloat16().eval())
+        with torch.no_grad():
+            quantised(tokens(BF16))
+            with pytest.raises(NotImplementedError, match=r"got training mode with \w+, p = 0\.5: call eval"):
+                quantised.train()(tokens(BF16))
+    layer.record_aux = True
     m(tokens())
     assert layer.aux.l0 > N / 4
+    pair = take(nn.Sequential(Residual()))
+    pair[0].p = 0.5
+    for watch in (twell.count_firing(pair), recipe.SparsityTracker(pair).watch(0)):
+        with pytest.raises(NotImplementedError, match=r"a block that drops values .* \(p, p = 0\.5\)"), watch:
+            pair(tokens())
 
 
 HARMLESS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {

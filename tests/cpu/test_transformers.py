@@ -526,9 +526,12 @@ def test_what_load_and_sparsify_refuse(tmp_path: Path) -> None:
     stock("llama", hidden_act="silu").save_pretrained(tmp_path / "silu")
     tiny("T5ForConditionalGeneration").save_pretrained(tmp_path / "t5")
     store(stock("llama"), tmp_path / "rows", transposed=True, sparsity_down_layout="rows")
+    # its decoder alone would have new embeddings
+    tiny("PegasusForConditionalGeneration").save_pretrained(tmp_path / "pegasus")
     for folder, message in (
         ("silu", "must apply ReLU, got SiLU"),
         ("t5", "load: the model must be a causal one, got 't5' in"),
+        ("pegasus", "load: the model must be a causal one, got 'pegasus' in"),
         ("rows", r"as nn\.Linear has them, got rows in .*: use SparseLlamaForCausalLM"),
     ):
         with pytest.raises(ValueError, match=message):

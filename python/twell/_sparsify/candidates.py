@@ -110,6 +110,11 @@ class Candidate(NamedTuple):
         return "K is no multiple of 16" if self.shape[1] % 16 else ""
 
     @property
+    def dropped(self) -> str:
+        """The dropouts of the hidden state of a layer that drop values in training, with their shares."""
+        return _dropping(self.module, self.dropouts)
+
+    @property
     def shape(self) -> tuple[bool, int, int]:
         """Whether it has a gate, K and N."""
         weight: Any = (self.plain.get(self.form.down) or self.module.get_submodule(self.form.down)).weight
@@ -207,8 +212,6 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
         projections: Any = {child: module.get_submodule(child) for child in held}
         dtypes = {child: torch.bfloat16 if each else projections[child].weight.dtype for child, each in held.items()}
         candidate, of = examine(name, with_plain(module, dtypes), known, context)
-        if candidate.kind == "layer" and (dropping := _dropping(module, candidate.dropouts)):
-            raise ValueError(f"{where} must drop no values where weights are in e4m3, got {dropping}; {LEAVE_OUT}")
         return candidate._replace(module=module, stored=held), of
     children: Any = {child: module.get_submodule(child) for child in known.names}
     if own := kept(where, children):

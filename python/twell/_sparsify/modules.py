@@ -115,7 +115,9 @@ class DeferredUp(SharedLinear):
         if block is None:
             return ""
         (fc1, fc2), between = self._block.names, self._block.between
-        odd = [name for name in between if not _passes_on(_below(block, name), block.training)]
+        # a dropout that drops is no change, as the block runs without the pair then
+        looked_at = between[:1] if self.drops() else between
+        odd = [name for name in looked_at if not _passes_on(_below(block, name), block.training)]
         if odd:
             thing = _below(block, odd[0])
             got = repr(thing) if isinstance(thing, (nn.Dropout, int, float)) else type(thing).__name__
@@ -299,16 +301,21 @@ class SparseDown(PairDown, SparseMLP, SharedLinear):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden], the very tensor that ``fc1`` got, -> y [..., hidden], as in ``SparseMLP``."""
-        up: DeferredUp = self.up_proj  # type: ignore[assignment]
-        if up.drops():
+        if self.up_proj.drops():  # type: ignore[operator]
             if return_aux or self._record_aux or self._accumulate_main_grad:
-                raise NotImplementedError(
-                    "aux and main gradients of a twell pair are of a hidden state that is whole, got a block that "
-                    f"drops values of it in training ({up.dropped_by()}): set it to 0"
-                )
+                self.require_whole()
             return applied(self, x)
         self._require_pair(x)
         return super().forward(x, return_aux)  # type: ignore[call-overload,no-any-return]
+
+    def require_whole(self) -> None:
+        """Raise NotImplementedError if the block drops values of the hidden state now, of which x is none then."""
+        up: Any = self.up_proj
+        if not self._given and up.drops():
+            raise NotImplementedError(
+                "figures and main gradients of a twell pair are of a whole hidden state, got a block that drops values "
+                f"of it in training ({up.dropped_by()}): set it to 0"
+            )
 
     def _refusal(self) -> str:
         up: DeferredUp = self.up_proj  # type: ignore[assignment]
@@ -434,9 +441,10 @@ def put_pair(
     The objects that were there stay what they are, for whatever else refers to them.
     """
     up = down.up_proj
-    for name, new in zip((*names, attribute), (up, down, HandOn(down).train(block.training))):
+    for name, new in zip((*names, attribute), (up, down, HandOn(down))):
         holder, _, key = name.rpartition(".")
-        setattr(block.get_submodule(holder), key, new)
+        old = getattr(block.get_submodule(holder), key)
+        setattr(block.get_submodule(holder), key, new.train(getattr(old, "training", block.training)))
     up._block = Block(block, names, (attribute, *dropouts))
     if isinstance(block, nn.TransformerEncoderLayer):
         # else its fast path for inference would read the weights and run dense

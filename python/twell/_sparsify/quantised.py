@@ -92,7 +92,7 @@ class Float8Up(DeferredUp, Float8Projection):  # type: ignore[misc]
     def drops(self) -> bool:
         if super().drops():
             got = f"training mode with {self.dropped_by()}"
-            raise NotImplementedError(f"pairs in e4m3 are for inference and drop no values, got {got}: call eval()")
+            raise NotImplementedError(f"layers in e4m3 are for inference and drop no values, got {got}: call eval()")
         return False
 
 

@@ -328,6 +328,7 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
             if candidate.kind == "pair":
                 put_pair(module, candidate.form.children, str(candidate.attribute), candidate.dropouts, made)
             else:
+                made.dropped = candidate.dropped
                 turn(module, made)
             continue
         for name, projection in candidate.stored.items():

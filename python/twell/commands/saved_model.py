@@ -52,6 +52,9 @@ class Batch(NamedTuple):
     mask: Tensor
 
 
+Gate = Callable[[Tensor], Tensor]
+
+
 @dataclass(frozen=True, eq=False)
 class Watched:
     """A module that is called with x as first argument. number: its index in the model's stack."""
@@ -73,6 +76,11 @@ class WatchedLayer(Watched):
     gated: bool
     compression: int
     activation: Activation = RELU
+
+    @property
+    def gate(self) -> Gate | None:
+        """What makes the gate where the model's own code does, of what the module gets; else None."""
+        return self.module._gate if getattr(self.module, "_given", False) else None  # type: ignore[union-attr, return-value]
 
 
 class WithoutZeros(RequestError):
@@ -300,10 +308,12 @@ def _require_causal(folder: Path, content: dict[str, Any]) -> None:
     kind: str = content["model_type"]
     # importing twell's integration has registered its own
     own = kind.startswith("sparse_") or kind.endswith("_sparse_relu")
-    if not own and kind not in names:
+    whole = [name for name in content.get("architectures") or () if name != names.get(kind)]
+    if not own and (kind not in names or (whole and content.get("is_encoder_decoder"))):
         raise RequestError(
             f"MODEL: expected a causal language model that transformers knows, got model_type {kind!r} in "
-            f"{str(folder)!r}"
+            f"{str(folder)!r}{f' by {whole[0]}' if whole else ''}: call sparsify on it in Python; "
+            "twell.recipe.SparsityTracker counts its zeros"
         )
     with _reading(folder, "a configuration"):
         if not own:

@@ -401,7 +401,7 @@ def _measured(arguments: argparse.Namespace, found: Sequence[Layer]) -> tuple[li
     def tally(i: int, x: Tensor, first: Tensor) -> None:
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0), device="cpu").to(x.device)
         for tallies, tokens in zip(both, (x, x[order])):
-            for rows, pattern in sparsity.patterns(tokens, watched[i].linear, watched[i].activation):
+            for rows, pattern in sparsity.patterns(tokens, watched[i].linear, watched[i].activation, watched[i].gate):
                 tallies[i].add(pattern, first[rows])
 
     with saved_model.progress(text.tokens, "serve-check") as done:

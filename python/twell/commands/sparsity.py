@@ -16,7 +16,7 @@ from twell._activation import RELU, Activation
 from twell._runtime import geometry, specs
 from twell.commands import saved_model
 from twell.commands.request import as_percent
-from twell.commands.saved_model import Batch, Watched, WatchedLayer
+from twell.commands.saved_model import Batch, Gate, Watched, WatchedLayer
 from twell.ops import screened
 from twell.strategy.costs import Figures
 from twell.strategy.plan import PACKED_DTYPES
@@ -170,13 +170,19 @@ class Tally:
         )
 
 
-def patterns(x: Tensor, linear: nn.Linear, activation: Activation = RELU) -> Iterator[tuple[slice, Tensor]]:
-    """The neurons that tokens x [M, K] fire, by plain PyTorch in their dtype: rows, and bool [rows, N]; NaN fires."""
+def patterns(
+    x: Tensor, linear: nn.Linear, activation: Activation = RELU, gate: Gate | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """The neurons that tokens x [M, K] fire, by plain PyTorch in their dtype: rows, and bool [rows, N]; NaN fires.
+
+    gate: what makes their gates, where that is more than ``linear``.
+    """
     level = activation.level(x.dtype)
     step = max(1, _compaction.CHUNK_GATES // linear.out_features)
     for start in range(0, len(x), step):
         rows = slice(start, start + step)
-        yield rows, ~(F.linear(x[rows], linear.weight, linear.bias) <= level)
+        gates = F.linear(x[rows], linear.weight, linear.bias) if gate is None else gate(x[rows])
+        yield rows, ~(gates <= level)
 
 
 def analyze(
@@ -200,8 +206,9 @@ def analyze(
         if i >= len(layers):
             others[watched[i]](x, first, *routes)
             return
-        tallies[i].screen(x, layers[i].linear, layers[i].activation)
-        for rows, pattern in patterns(x, layers[i].linear, layers[i].activation):
+        if layers[i].gate is None:
+            tallies[i].screen(x, layers[i].linear, layers[i].activation)
+        for rows, pattern in patterns(x, layers[i].linear, layers[i].activation, layers[i].gate):
             tallies[i].add(pattern, first[rows])
 
     seen = saved_model.observe(model, watched, token_batches, tally, done)

@@ -210,7 +210,11 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     own_code = not isinstance(config, _SparseConfig) and "AutoModelForCausalLM" in (
         getattr(config, "auto_map", None) or {}
     )
-    if not own_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    causal = None if own_code else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    # the decoder alone would have new embeddings
+    whole = bool(config.architectures) and getattr(config, "is_encoder_decoder", False)
+    halved = whole and causal is not None and causal.__name__ not in config.architectures
+    if not own_code and (causal is None or halved):
         raise ValueError(
             f"load: the model must be a causal one, got {config.model_type!r} in {str(model)!r}: load it by its own "
             "class of transformers, and call sparsify"
