@@ -218,6 +218,8 @@ def test_set_strategy_reaches_every_layer() -> None:
     assert (model[0].strategy, model[1][0].strategy) == ("dense", "dense")
     with pytest.raises(ValueError, match=r"must have layers of twell\.nn, got none in Linear"):
         set_strategy(nn.Linear(8, 8), "row")
+    with pytest.raises(ValueError, match='layout must be "auto", "rows" or "linear", got \'columns\''):
+        set_down_layout(SparseMLP(8, 8), "columns")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("k", "n", "said"), [(60, 256, "K must be a positive multiple of 8"), (64, 250, "N must be")])
