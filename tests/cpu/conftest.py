@@ -53,6 +53,29 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A compiler of tiny kernels: ``tiny_kernels.Compiler``."""
+    import tiny_kernels
+
+    return tiny_kernels.install(monkeypatch)
+
+
+@pytest.fixture
+def entries_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, no loaded kernels and no packaged library; the folder of entries."""
+    from twell._runtime import cache, log, packaged, resolve
+
+    for name in ("TWELL_JIT", "TWELL_LOG", "TWELL_NVTX", "TWELL_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(packaged, "FOLDER", tmp_path / "nothing")
+    monkeypatch.setattr(resolve, "_kernels", {})
+    monkeypatch.setattr(resolve, "_missing", set())
+    log.warn_once.cache_clear()
+    return tmp_path / "cache" / cache.fingerprint()
+
+
+@pytest.fixture
 def seeded() -> Iterator[None]:
     """Random numbers from the same seed, and no compiled code for the next test."""
     import torch
@@ -81,6 +104,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "latin.txt").write_bytes("é".encode("latin-1") * 100)
     (root / ".hidden.txt").write_text("hidden " * 100)
     return root
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of the text that saved models read."""
+    import saved_models
+
+    path = tmp_path_factory.mktemp("words") / "words.txt"
+    path.write_text(saved_models.text(3000))
+    return path
 
 
 @pytest.fixture(scope="session")

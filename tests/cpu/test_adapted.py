@@ -532,12 +532,6 @@ def test_down_layouts_leave_results_alone() -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def test_ranks_are_padded() -> None:
-    way = _adapted.way_of(layer_of(adapted(r=6)))
-    assert not isinstance(way, str)
-    assert (way.added, way.rank, way.given) == (16, 12, False)
-
-
 # sparsify_
 
 

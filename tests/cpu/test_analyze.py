@@ -661,15 +661,6 @@ def test_a_broken_model_is_an_error_of_one_line(
     assert not [line for line in lines[:-1] if "rror" in line or "Traceback" in line]
 
 
-@pytest.mark.parametrize(
-    "options", [["--tokens", "0"], ["--sequence", "1"], ["--batch", "x"], ["--dtype", "int8"], ["--activation", "silu"]]
-)
-def test_bad_arguments(llama: Path, options: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        run(analyze, llama, "--text", "a.txt", *options)
-    assert stopped.value.code == 2
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_the_verdict_on_other_activations_is_of_the_layers_with_most_work(first: bool, tmp_path: Path) -> None:
     large, small = [(True, 2048, 5632)] * 3, [(True, 64, 64)]

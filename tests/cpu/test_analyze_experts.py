@@ -34,13 +34,6 @@ from twell.strategy import costs
 TOKENS, LENGTH = 1000, 12
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("words") / "words.txt"
-    path.write_text(saved_models.text(3000))
-    return path
-
-
 def saved(folder: Path, kind: str = "NemotronH", **changes: Any) -> Path:
     model(kind, vocab_size=288, max_position_embeddings=256, **changes).save_pretrained(folder)
     saved_models.save_tokenizer(folder)

@@ -59,7 +59,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
             "b_up": [3],
             "strategy": ["rows", None, 3, ["row"]],
             "invariant": [1, "yes", None],
-            "compression": [3, "8", 8.0, None],
+            "compression": [-8, 3, "8", 8.0, None, True],
             "main_grads": [3, torch.zeros(3)],
         },
     ),
@@ -117,7 +117,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], dict[st
         {"module": [None, "m", linear()], "layout": ["columns", None, ["rows"]]},
     ),
     "explain": (twell.explain, lambda: {"layers": layer()}, {"layers": [None, "m", [layer()]]}),
-    "AutoStrategy": (twell.AutoStrategy, dict, {"period": [3, "64", 64.0, None], "screen": ["on", "proven", None]}),
+    "AutoStrategy": (twell.AutoStrategy, dict, {"period": [3, 0, "64", 64.0, True], "screen": ["on", "proven", None]}),
     "compact": (
         twell.compact,
         lambda: {"module": layer(), "alive": torch.ones(N, dtype=torch.bool)},

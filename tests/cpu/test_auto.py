@@ -306,13 +306,6 @@ def test_a_dense_layer_of_one_product_is_harder_to_beat(chooses: Arrivals, monke
     assert seen == [True, False, False, False, False]
 
 
-def test_the_period_is_checked() -> None:
-    wrong: tuple[Any, ...] = (0, -1, 2.0, "64", True)
-    for period, expected in (*((each, "an integer of at least 1") for each in wrong), (3, "a power of two")):
-        with pytest.raises((TypeError, ValueError), match=f"period must be {expected}, got {re.escape(repr(period))}"):
-            twell.AutoStrategy(period=period)
-
-
 # The memory of a call site
 
 

@@ -63,6 +63,9 @@ def test_k_class_is_the_smallest_that_holds_k() -> None:
         (lambda: specs.UpDownTokenSpec("bfloat16", 2000, 1, True), "k_max"),
         (lambda: specs.UpDownTokenSpec("bf16", 2048, 1, False), "bf16"),
         (lambda: specs.UnpackSpec("int8"), "int8"),
+        (lambda: specs.UpDownTokenSpec("bfloat16", 512, 1, True, family="sm80"), "k_max must be one of"),
+        (lambda: specs.UpDownTokenSpec("bfloat16", 2048, 2, True, family="sm80"), r"cluster must be one of \(1,\)"),
+        (lambda: specs.GatheredSpec("bfloat16", 1, family="sm70"), "family must be one of"),
     ],
 )
 def test_a_spec_that_cannot_be_compiled_cannot_be_made(make: object, message: str) -> None:

@@ -299,15 +299,6 @@ def test_evidence_of_two_ranks(tmp_path: Path) -> None:
     assert ranks.run(2, added_up, folder=tmp_path) == [(list(range(1, 18, 2)), 11, 10**rank) for rank in range(2)]
 
 
-def test_counts_nothing_without_layers() -> None:
-    with pytest.raises(ValueError, match="must have SparseGatedMLP or SparseMLP layers, got Linear"):
-        with twell.count_firing(nn.Linear(8, 8)):
-            pass
-    with pytest.raises(TypeError, match=r"a torch.nn.Module is expected, got float32 \[8\]"):
-        with twell.count_firing(torch.ones(8)):  # type: ignore[arg-type]
-            pass
-
-
 # Compacting
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ffns import Gated
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
@@ -109,18 +110,8 @@ def models() -> list[Any]:
     return [*results, *model.parameters(), sparse, DENSE(x.float()).detach()]
 
 
-class Dense(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(K, N, bias=False), nn.Linear(K, N, bias=False)
-        self.down_proj, self.act_fn = nn.Linear(N, K, bias=False), nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
 MODEL = nn.Sequential(SparseGatedMLP(K, N, bias=True, dtype=BF16), SparseMLP(K, N, bias=True, dtype=BF16))
-DENSE = nn.Sequential(Dense())
+DENSE = nn.Sequential(Gated(k=K, n=N))
 
 
 def workloads() -> list[Any]:

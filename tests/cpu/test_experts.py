@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +14,10 @@ import twell
 from tests.cpu import fake_gpu
 from twell import ops, tuning
 from twell._activation import activation_of
-from twell._runtime import program
 from twell.testing.bits import assert_same
 
 BF16 = torch.bfloat16
 T, K, N, E, TOP = 13, 24, 40, 5, 3
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_gpu.FakeGpu]:
-    yield fake_gpu.install(monkeypatch)
-    program.forget()
 
 
 def problem(

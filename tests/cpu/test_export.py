@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from auto_layers import Arrivals
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -134,25 +135,12 @@ def test_batch_and_sequence_may_both_be_dynamic(gated: bool, strategy: Any) -> N
         assert_same(call(x), layer(x))
 
 
-class Arrived:
-    """A stand-in for ``sites.Transfer``: values arrive at once."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values.tolist()
-
-    def arrived(self) -> bool:
-        return True
-
-    def read(self) -> Any:
-        return self.values
-
-
 @pytest.mark.parametrize("how", ["saved", "compiled ahead of time"])
 @torch.no_grad()
 def test_a_loaded_program_chooses_by_what_it_measures(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """It has a site of its own, which lasts as long as its weights."""
     monkeypatch.setattr(tables.imposed, "__code__", (lambda kind, index: "").__code__)
-    monkeypatch.setattr(sites, "Transfer", Arrived)
+    monkeypatch.setattr(sites, "Transfer", Arrivals())
     monkeypatch.setattr(sites, "_SITES", {})
     p = problem(300, "gate up down", torch.bfloat16)
     layer = Layer(p, True, False, aux=False, strategy="auto")
@@ -180,7 +168,7 @@ def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(name: str, mo
     """As a serving engine calls it: views of one merged weight, traced once with symbolic tokens."""
     torch.compiler.reset()
     monkeypatch.setattr(tables, "imposed", lambda kind, index: "")
-    monkeypatch.setattr(sites, "Transfer", Arrived)
+    monkeypatch.setattr(sites, "Transfer", Arrivals())
     monkeypatch.setattr(sites, "_SITES", {})
     p = problem(300, "gate up down", torch.bfloat16)
     merged, b_merged = torch.cat([p.w_gate, p.w_up]), torch.cat([p.b_gate, p.b_up])

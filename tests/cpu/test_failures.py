@@ -20,21 +20,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny_kernels
 import torch
-from tiny_kernels import Compiler, compile_tiny
+from tiny_kernels import Compiler, package_tiny
 from torch import Tensor
 
 import twell
 from twell import testing
-from twell._runtime import cache, fingerprint, log, packaged, resolve, specs
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell._runtime import cache, packaged, resolve, specs
 
 BF16 = torch.bfloat16
 ROOT = Path(__file__).parents[2]
-SPARSE = ("auto", "row", "union")
-STRATEGIES = (*SPARSE, "dense")
-EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 # Arguments
@@ -53,30 +48,6 @@ def gated(strategy: Any = "row", **changes: Any) -> Any:
 def plain(strategy: Any = "row", **changes: Any) -> Any:
     arguments = shaped(**changes)
     return twell.sparse_ffn(arguments["x"], arguments["w_up"], arguments["w_down"], strategy=strategy)
-
-
-@EVERY_STRATEGY
-def test_bad_operands_are_refused_by_every_strategy(strategy: str) -> None:
-    """Beside those of test_functional."""
-    complex_weight, half = torch.ones(24, 16, dtype=torch.complex64), torch.ones(24, 16, dtype=torch.float16)
-    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"x": torch.ones(3, 16).numpy()}, TypeError, "x must be a tensor, got ndarray"),
-        ({"w_down": (1.0, 2.0)}, TypeError, "w_down must be a tensor, got tuple"),
-        ({"x": torch.ones(3, 16, dtype=torch.bool)}, TypeError, "x must have a floating dtype, got torch.bool"),
-        ({"w_up": complex_weight}, TypeError, "w_up must be .*bfloat16 as x is, got .*comp"),
-        ({"w_gate": half}, TypeError, "w_gate must be .*bfloat16.*got torch.float16"),
-        ({"b_down": torch.ones(16)}, TypeError, "b_down must be torch.bfloat16 as x is, got torch.float32"),
-        ({"w_gate": torch.ones(1, 24, 16, dtype=BF16)}, ValueError, r"must be \[N, K\], got \[1, 24, 16\]"),
-        ({"w_down": torch.ones((), dtype=BF16)}, ValueError, r"w_down must be \[16, 24\] .*got \[\]"),
-        ({"b_up": torch.ones(24, 1, dtype=BF16)}, ValueError, r"b_up must be \[24\] .*got \[24, 1\]"),
-        ({"x": torch.ones(0, 8, dtype=BF16)}, ValueError, r"x must be \[\.\.\., 16\] .*got \[0, 8\]"),
-        ({"x": torch.ones(3, 16, dtype=BF16, device="meta")}, ValueError, "on cpu as the others are, got meta"),
-    ]
-    for changes, error, text in cases:
-        with pytest.raises(error, match=text):
-            gated(strategy, **changes)
-    y = twell.sparse_gated_ffn(**{name: t.to("meta") for name, t in shaped().items()}, strategy=strategy)
-    assert (y.shape, y.dtype, y.device.type) == ((3, 16), BF16, "meta")
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
@@ -99,68 +70,6 @@ def test_other_layouts_are_refused_by_name(layout: Callable[[Tensor], Tensor], k
         plain(strategy, w_down=layout(shaped()["w_down"]))
     with pytest.raises(TypeError, match=f"pack: x must be a strided tensor, got {kind}"):
         twell.pack(layout(shaped()["x"]), shaped()["w_gate"])
-
-
-@pytest.mark.parametrize("compression", [-8, 3, "8", None, True, 8.0])
-def test_other_compressions_are_refused(compression: Any) -> None:
-    arguments = shaped()
-    for call in (
-        lambda: twell.sparse_gated_ffn(**arguments, strategy="row", compression=compression),
-        lambda: twell.sparse_gated_ffn(**arguments, compression=compression),
-        lambda: twell.sparse_gated_ffn(**arguments, strategy="dense", compression=compression),
-        lambda: twell.pack(arguments["x"], arguments["w_gate"], compression=compression),
-        lambda: SparseGatedMLP(16, 24, compression=compression, strategy="row", dtype=BF16)(arguments["x"]),
-    ):
-        with pytest.raises(ValueError, match=r"compression must be one of \(2, 4, 8\), got"):
-            call()
-
-
-@pytest.mark.parametrize("strategy", ["fast", "", None, ["row"]])
-def test_other_strategies_are_refused(strategy: Any) -> None:
-    for call in (lambda: gated(strategy), lambda: plain(strategy), lambda: SparseMLP(16, 24, strategy=strategy)):
-        with pytest.raises(
-            ValueError,
-            match='strategy must be "auto", "dense", "row" or "union", got',
-        ):
-            call()
-
-
-@EVERY_STRATEGY
-@pytest.mark.parametrize(("shape", "training"), [((0, 16), True), ((3, 0, 16), False)])
-def test_calls_without_tokens_return_empty_results(shape: tuple[int, ...], training: bool, strategy: str) -> None:
-    x = torch.empty(shape, dtype=BF16, requires_grad=training)
-    arguments = shaped(x=x) | {"w_up": shaped()["w_up"].requires_grad_(training)}
-    y, aux = twell.sparse_gated_ffn(**arguments, strategy=strategy, return_aux=True)
-    assert y.shape == shape
-    assert (float(aux.l1.detach()), float(aux.l0)) == (0, 0)
-    if training:
-        (y.sum() + aux.l1).backward()
-        assert x.grad is not None
-        assert x.grad.shape == shape
-        assert not arguments["w_up"].grad.any()
-
-
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "column-major": lambda t: t.t().contiguous().t(),
-    "every second row": lambda t: t.repeat_interleave(2, 0)[::2],
-    "every second column": lambda t: t.repeat_interleave(2, 1)[:, ::2],
-    "shifted": lambda t: torch.nn.functional.pad(t, (3, 5))[:, 3:-5],
-    "flipped twice": lambda t: t.flip(0).flip(0),
-    "negated twice": lambda t: torch._neg_view(-t),
-    "a parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
-}
-
-
-@EVERY_STRATEGY
-@pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down"])
-def test_strides_change_no_result(name: str, strategy: str) -> None:
-    problem = testing.integer_problem(5, 24, 264, biases="gate")
-    arguments = {"x": problem.x, "w_gate": problem.w_gate, "w_up": problem.w_up, "w_down": problem.w_down.t()}
-    expected = testing.exact_output(problem)
-    for view, change in VIEWS.items():
-        changed = arguments | {name: change(arguments[name])}
-        y = twell.sparse_gated_ffn(**changed, b_gate=problem.b_gate, strategy=strategy)
-        assert torch.equal(y, expected), view
 
 
 def test_a_refused_call_leaves_no_trace() -> None:
@@ -210,23 +119,9 @@ def test_non_finite_values_reach_what_dense_lets_them_reach(name: str, value: fl
 SPEC, OTHER = specs.UnpackSpec("bfloat16"), specs.UnpackSpec("float16")
 
 
-# A function by the calling convention of tvm-ffi that returns an integer.
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    return tiny_kernels.install(monkeypatch)
-
-
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, no loaded kernels and no packaged library; the folder of entries."""
-    for name in ("TWELL_JIT", "TWELL_LOG"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(packaged, "FOLDER", tmp_path / "nothing")
-    monkeypatch.setattr(resolve, "_kernels", {})
-    monkeypatch.setattr(resolve, "_missing", set())
-    log.warn_once.cache_clear()
-    return tmp_path / "cache" / cache.fingerprint()
+def folder(entries_folder: Path) -> Path:
+    return entries_folder
 
 
 def entries(folder: Path) -> list[Path]:
@@ -236,19 +131,9 @@ def entries(folder: Path) -> list[Path]:
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A packaged library with the kernel of SPEC, which returns 100."""
-    home = tmp_path / "_lib"
-    home.mkdir()
-    compile_tiny(SPEC.symbol, home / packaged.LIBRARY, 100, "-shared")
-    manifest = {
-        "arch": fingerprint.ARCH,
-        "toolkit": "cu13",
-        "versions": fingerprint.versions(),
-        "source_hash": fingerprint.source_hash(),
-        "symbols": [SPEC.symbol],
-    }
-    (home / "manifest.json").write_text(json.dumps(manifest))
-    monkeypatch.setattr(packaged, "FOLDER", home)
-    return home / packaged.LIBRARY
+    package_tiny(tmp_path / "_lib", SPEC, 100)
+    monkeypatch.setattr(packaged, "FOLDER", tmp_path / "_lib")
+    return packaged.FOLDER / packaged.LIBRARY
 
 
 @pytest.mark.parametrize(
@@ -293,17 +178,6 @@ def test_a_garbled_manifest(
     (library.parent / "manifest.json").write_bytes(content)
     assert resolve.resolve(SPEC)() == 42
     assert "packaged kernels ignored: manifest.json" in caplog.text
-
-
-def test_an_entry_under_anothers_hash(compiler: Compiler, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A complete library, but of another hash than its name says."""
-    cache.load(SPEC)
-    (entry,) = entries(folder)
-    entry.unlink()
-    compile_tiny(SPEC.symbol, entry, 666, "-shared")
-    entry.chmod(0o600)
-    assert cache.load(SPEC)() == 43
-    assert f"{entry} is discarded: its content has changed" in caplog.text
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, error: OSError, when: Callable[..., bool]) -> None:

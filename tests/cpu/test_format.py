@@ -23,11 +23,6 @@ def test_other_compressions_are_refused(compression: int) -> None:
         geometry.words_per_tile(compression)
 
 
-def test_neuron_index_fits_its_bits() -> None:
-    assert geometry.MAX_NEURONS - 1 == 0xFFFF
-    assert geometry.tiles(geometry.MAX_NEURONS) * geometry.TILE == geometry.MAX_NEURONS
-
-
 @pytest.mark.parametrize(
     ("n", "sums"), [(8, 128), (5632, 128), (128 * 128, 128), (128 * 128 + 8, 129), (65536 - 8, 512), (65536, 512)]
 )

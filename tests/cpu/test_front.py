@@ -6,7 +6,7 @@ import contextlib
 import copy
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ import twell
 from tests.cpu import fake_gpu
 from tests.cpu.fake_gpu import FakeGpu
 from twell import _execution, _modes, functional
-from twell._runtime import program
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 from twell.ops import dense
 from twell.strategy import costs, site, tables
@@ -27,12 +26,6 @@ from twell.strategy import costs, site, tables
 BF16 = torch.bfloat16
 K, N = 64, 256
 CLASSES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    yield fake_gpu.install(monkeypatch)
-    program.forget()
 
 
 @pytest.fixture

@@ -88,17 +88,6 @@ def test_as_close_to_float64_as_dense_is(ffn: Callable[..., Any], dtype: torch.d
 
 
 @BOTH
-def test_nan_and_infinity_spread_as_in_dense(ffn: Callable[..., Any]) -> None:
-    problem = real_problem(6, 264, 64, BF16)
-    problem.x[1, 3], problem.x[3, 5] = float("nan"), float("inf")
-    out, dense = ffn(problem), ffn(problem, strategy="dense")
-    assert torch.equal(out.isnan(), dense.isnan())
-    assert torch.equal(out.isinf(), dense.isinf())
-    assert out[1].isnan().all()
-    assert out[[0, 2, 4, 5]].isfinite().all()
-
-
-@BOTH
 @pytest.mark.parametrize(("strategy", "dtype"), [("auto", torch.float32), ("union", torch.float64)])
 def test_wider_dtypes_on_the_cpu_are_dense(ffn: Callable[..., Any], strategy: str, dtype: torch.dtype) -> None:
     problem = real_problem(5, 264, 32, dtype)
@@ -134,22 +123,6 @@ def test_autocast_casts_all_operands(ffn: Callable[..., Any], strategy: str) -> 
     assert torch.equal(mixed, expected)
     assert aux.l1.dtype == torch.float32
     assert aux == expected_aux
-
-
-@BOTH
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_as_one_graph(ffn: Callable[..., Any], dynamic: bool) -> None:
-    torch.compiler.reset()
-    problem = testing.integer_problem(65, 16, 264, biases="gate up down").map(lambda t: t.requires_grad_())
-    with torch.no_grad():
-        compiled = torch.compile(
-            lambda p: ffn(p, return_aux=True), fullgraph=True, backend="aot_eager", dynamic=dynamic
-        )
-        for m in (65, 7):
-            rows = problem.rows(0, m)
-            (y, aux), (expected, expected_aux) = compiled(rows), ffn(rows, return_aux=True)
-            assert torch.equal(y, expected)
-            assert aux == expected_aux
 
 
 @BOTH
@@ -196,8 +169,9 @@ def shaped(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_bad_arguments_are_refused(changes: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        twell.sparse_gated_ffn(**shaped(**changes))
+    for strategy in ("auto", "row", "union", "dense"):
+        with pytest.raises(error, match=text):
+            twell.sparse_gated_ffn(**{"strategy": strategy, **shaped(**changes)})
 
 
 @BOTH
@@ -382,6 +356,8 @@ STAND_INS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda t: t[..., :1].expand(t.shape),
     "expanded rows": lambda t: t[:1].expand(t.shape),
     "unaligned": lambda t: torch.cat([t.new_zeros(1), t.reshape(-1)])[1:].view(t.shape),
+    "every second column": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "column-major": lambda t: t.t().contiguous().t(),
     "copied on write": lambda t: torch._lazy_clone(t),  # type: ignore[attr-defined]
 }
 OPERANDS = ["x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"]
@@ -411,7 +387,7 @@ def test_tensors_whose_memory_does_not_hold_their_values(kind: str, argument: st
     # kernels that are called without the dispatcher read memory
     plain = {**given, argument: odd}
     direct = admitted(Operands(*(plain[name] for name in OPERANDS)), True)
-    assert direct == (kind in ("expanded", "expanded rows", "unaligned", "copied on write", "imaginary part"))
+    assert direct == (kind not in ("negated", "imaginary part itself", "zeros"))
     if argument in ("x", "w_gate") and not kind.endswith("itself"):
         packed = [twell.pack(**{"x": given["x"], "w_gate": given["w_gate"], argument: v}) for v in (odd, odd + 0)]
         assert torch.equal(packed[0].unpack(), packed[1].unpack())

@@ -329,12 +329,3 @@ def test_fakes_have_the_shapes_of_the_real_outputs(where: str, dtype: torch.dtyp
             fake = op(*faked)
         for r, f in zip(real, fake, strict=True):
             assert (f.shape, f.stride(), f.dtype, f.device.type) == (r.shape, r.stride(), r.dtype, where)
-
-
-def test_an_input_that_requires_grad_is_refused() -> None:
-    for op, arguments in arguments_of_all(problem(2, 8, 8, 0.5)):
-        needing = [a.clone().requires_grad_() if isinstance(a, Tensor) and a.dtype == BF16 else a for a in arguments]
-        with pytest.raises(
-            NotImplementedError, match=r"has no gradient.*call twell.sparse_gated_ffn or twell.sparse_ffn"
-        ):
-            op(*needing)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,20 +14,12 @@ from torch import Tensor
 from tests.cpu import fake_gpu
 from tests.cpu.fake_gpu import FakeGpu
 from twell import testing
-from twell._runtime import program
 from twell.ops.ffn import direct
 from twell.strategy import costs, site
 from twell.testing.bits import assert_same
 
 M, K, N = 40, 64, 256
 OPERATOR: Any = sys.modules["twell.ops.ffn"]
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    program.forget()
-    yield fake_gpu.install(monkeypatch)
-    program.forget()
 
 
 @pytest.fixture

@@ -274,12 +274,11 @@ def test_fakes_have_the_shapes_of_the_real_outputs(where: str, compression: int)
 
 
 def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call() -> None:
-    o = operands(2, 8, 8)
-    o["x"].requires_grad_(), o["w_down"].requires_grad_()
     instead = {ops.unpack: "twell.pack", ops.matrix_transpose: "Tensor.t", ops.pack: "twell.sparse_up_down"}
     instead |= dict.fromkeys((ops.sparse_up_down, ops.sparse_up_down_aux), "twell.sparse_up_down")
     instead[ops.window] = "twell.sparse_ffn"
-    for op, _, arguments in calls({a: None if t is None else t.detach() for a, t in o.items()}, 8):
+    hybrids = [(op, tuple(named.values())) for op, named in checked_calls() if "hybrid" in op._opname]
+    for op, arguments in hybrids + [(op, arguments) for op, _, arguments in calls(operands(2, 8, 8), 8)]:
         name = instead.get(op, "twell.sparse_gated_ffn or twell.sparse_ffn")
         needing = [
             a.clone().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments

@@ -330,17 +330,3 @@ def test_more_neurons_than_shared_memory_holds_are_refused() -> None:
     message = f"training takes at most {most} neurons on GPUs of .*, got {most + 8}; use"
     with pytest.raises(NotImplementedError, match=message):
         hybrid.require_neurons(most + 8, specs.PORTABLE, "training")
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: specs.UpDownTokenSpec("bfloat16", 512, 1, True, family="sm80"), "k_max must be one of"),
-        (lambda: specs.UpDownTokenSpec("bfloat16", 2048, 2, True, family="sm80"), r"cluster must be one of \(1,\)"),
-        (lambda: specs.GatheredSpec("bfloat16", 1, family="sm70"), "family must be one of"),
-    ],
-)
-def test_a_spec_outside_the_family_cannot_be_made(make: object, message: str) -> None:
-    assert callable(make)
-    with pytest.raises(ValueError, match=message):
-        make()

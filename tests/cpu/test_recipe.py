@@ -78,12 +78,8 @@ def test_coefficients_and_their_warmup() -> None:
     assert recipe.convert_coefficient(2e-5, 5632, "token_sum", "neuron_mean") == pytest.approx(0.11264)
     assert recipe.convert_coefficient(0.11264, 5632, "neuron_mean", "token_sum") == pytest.approx(2e-5)
     assert recipe.convert_coefficient(0.5, 8, "token_sum", "token_sum") == 0.5
-    with pytest.raises(ValueError, match="token_sum, neuron_mean"):
-        recipe.convert_coefficient(0.5, 8, "token_sum", "mean")  # type: ignore[arg-type]
     assert [recipe.l1_warmup(s, 4, start=2) for s in range(8)] == [0, 0, 0, 0.25, 0.5, 0.75, 1, 1]
     assert [recipe.l1_warmup(s, 0) for s in range(2)] == [1, 1]
-    with pytest.raises(ValueError, match="warmup_steps must be an integer of at least 0, got -1"):
-        recipe.l1_warmup(0, -1)
 
 
 def test_l1_term_says_what_is_wrong() -> None:
@@ -109,10 +105,6 @@ def test_l1_term_says_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="token_sum, neuron_mean, got 'mean'"):
         recipe.l1_term(model, "mean")  # type: ignore[arg-type]
     recipe.l1_term(model)
-    with pytest.raises(ValueError, match=r"layers of twell\.nn, got none in Linear"):
-        recipe.record_aux(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="got str"):
-        recipe.record_aux("model")  # type: ignore[arg-type]
 
 
 def test_reentrant_checkpointing_is_refused() -> None:

@@ -32,13 +32,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_models.save(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("words") / "words.txt"
-    path.write_text(saved_models.text(3000))
-    return path
-
-
 def pattern_of(folder: Path, number: int, tokens: int, seed: int = 0) -> Tensor:
     """Return the gates of a recorded layer that fire, bool [tokens, N], as in a benchmark."""
     problem = testing.load_real(number, folder, tokens, seed=seed, device="cpu")

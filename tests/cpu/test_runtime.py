@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib
-import json
 import logging
 import os
 import shutil
@@ -17,9 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny_kernels
 import torch
-from tiny_kernels import Compiler, compile_tiny
+from tiny_kernels import Compiler, compile_tiny, package_tiny
 
 import twell
 from twell._runtime import cache, device, env, fingerprint, log, packaged, resolve, specs
@@ -28,20 +26,9 @@ SPEC = specs.UnpackSpec("bfloat16")
 OTHER = specs.UnpackSpec("float16")
 
 
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    return tiny_kernels.install(monkeypatch)
-
-
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, no loaded kernels and no packaged library; the folder of entries."""
-    for name in ("TWELL_JIT", "TWELL_LOG", "TWELL_NVTX", "TWELL_DEBUG"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(packaged, "FOLDER", tmp_path / "nothing")
-    monkeypatch.setattr(resolve, "_kernels", {})
-    return tmp_path / "cache" / cache.fingerprint()
+def folder(entries_folder: Path) -> Path:
+    return entries_folder
 
 
 def entries(folder: Path) -> list[Path]:
@@ -273,22 +260,10 @@ class TestCache:
 
 
 class TestPackaged:
-    def write(self, folder: Path, **changes: Any) -> None:
-        folder.mkdir()
-        compile_tiny(SPEC.symbol, folder / packaged.LIBRARY, 7, "-shared")
-        manifest = {
-            "arch": fingerprint.ARCH,
-            "toolkit": "cu13",
-            "versions": fingerprint.versions(),
-            "source_hash": fingerprint.source_hash(),
-            "symbols": [SPEC.symbol],
-        }
-        (folder / "manifest.json").write_text(json.dumps(manifest | changes))
-
     def test_comes_first_and_imports_no_compiler(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: Compiler
     ) -> None:
-        self.write(tmp_path / "_lib")
+        package_tiny(tmp_path / "_lib", SPEC, 7)
         monkeypatch.setattr(packaged, "FOLDER", tmp_path / "_lib")
         assert resolve.resolve(SPEC)() == 7
         assert resolve.resolve(SPEC) is resolve.resolve(specs.UnpackSpec("bfloat16"))
@@ -308,14 +283,14 @@ class TestPackaged:
     def test_a_library_of_other_sources_is_not_used(
         self, changes: dict[str, Any], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        self.write(tmp_path / "_lib", **changes)
+        package_tiny(tmp_path / "_lib", SPEC, 7, **changes)
         assert packaged.read_manifest(tmp_path / "_lib") is None
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert text in caplog.text
 
     def test_other_versions_are_logged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         versions = fingerprint.versions() | {fingerprint.DSL: "4.0.0"}
-        self.write(tmp_path / "_lib", versions=versions)
+        package_tiny(tmp_path / "_lib", SPEC, 7, versions=versions)
         with caplog.at_level(logging.INFO, "twell"):
             manifest = packaged.read_manifest(tmp_path / "_lib")
         assert manifest is not None

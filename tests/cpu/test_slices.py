@@ -199,9 +199,3 @@ def test_kept_of_another_layer_is_refused() -> None:
         assert all(own.data_ptr() % 256 == kept.data_ptr() % 256 for _, _, own, _ in found)
     with pytest.raises(ValueError, match=r"kept must be \[\d+\] for 130 tokens"):
         hybrid.split(kept[:-1], x, N, False)
-
-
-def test_more_neurons_than_any_layer_has() -> None:
-    wide = torch.zeros(geometry.MOST_NEURONS + 8, 8, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="N must be at most 1048576"):
-        twell.sparse_ffn(wide[:2], wide, wide.t(), strategy="row")

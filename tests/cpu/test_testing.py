@@ -67,14 +67,6 @@ def test_integer_problem_density(k: int, biases: str) -> None:
         assert share == density if density in (0, 1) else 0.3 * density < share < 3 * density
 
 
-@pytest.mark.parametrize(("gated", "dtype"), [(True, BF16), (False, FP16)])
-def test_sparse_layers_give_the_exact_answer(gated: bool, dtype: torch.dtype) -> None:
-    problem = testing.integer_problem(66, 136, 520, density=0.2, biases="gate up down", dtype=dtype)
-    expected = testing.exact_output(problem, gated=gated)
-    for compression in (2, 8):
-        testing.assert_same(testing.sparse_output(problem, gated=gated, compression=compression), expected)
-
-
 def test_pattern_problem_has_the_gates_it_is_given() -> None:
     gates = torch.randint(-3, 9, (20, 264), generator=torch.Generator().manual_seed(0))
     for biases in ("", "gate up down"):

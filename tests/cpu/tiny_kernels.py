@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from twell._runtime import cache, specs
+from twell._runtime import cache, fingerprint, packaged, specs
 
 # A function by the calling convention of tvm-ffi that returns an integer.
 SOURCE = """
@@ -26,6 +28,15 @@ def compile_tiny(symbol: str, out: Path, answer: int = 42, *flags: str) -> None:
     source.write_text(SOURCE.format(symbol=symbol, answer=answer))
     subprocess.run(["cc", *(flags or ("-c",)), "-fPIC", "-o", out, source], check=True)
     source.unlink()
+
+
+def package_tiny(folder: Path, spec: specs.Spec, answer: int, **changes: Any) -> None:
+    """Make a folder with a packaged library of one kernel, and its manifest with these changes."""
+    folder.mkdir()
+    compile_tiny(spec.symbol, folder / packaged.LIBRARY, answer, "-shared")
+    manifest = {"arch": fingerprint.ARCH, "toolkit": "cu13", "versions": fingerprint.versions()}
+    manifest |= {"source_hash": fingerprint.source_hash(), "symbols": [spec.symbol]}
+    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
 
 
 class Compiler:
