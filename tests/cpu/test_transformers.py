@@ -527,7 +527,8 @@ def test_what_load_and_sparsify_refuse(tmp_path: Path) -> None:
     tiny("T5ForConditionalGeneration").save_pretrained(tmp_path / "t5")
     store(stock("llama"), tmp_path / "rows", transposed=True, sparsity_down_layout="rows")
     # its decoder alone would have new embeddings
-    tiny("PegasusForConditionalGeneration").save_pretrained(tmp_path / "pegasus")
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": N, "decoder_ffn_dim": N, "d_model": K}
+    tiny("PegasusForConditionalGeneration", **sizes).save_pretrained(tmp_path / "pegasus")
     for folder, message in (
         ("silu", "must apply ReLU, got SiLU"),
         ("t5", "load: the model must be a causal one, got 't5' in"),
