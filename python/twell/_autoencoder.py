@@ -327,12 +327,12 @@ class SparseAutoencoder(nn.Module):
 
         In a forward pass of DDP tokens are those of all ranks, which send one message, and ``least`` is their mean.
         """
-        if (group := _modes.data_parallel()) is not None:
+        if (ddp := _modes.data_parallel()) is not None and self._is_within_ddp():
             found = fired.new_zeros((), dtype=torch.float64) if least is None else least.double()
             known = found.isfinite()
             own = torch.stack([torch.full_like(found, tokens), torch.where(known, found, 0), known.double()])
             message = torch.cat([fired.double(), own])
-            torch.distributed.all_reduce(message, group=group)
+            torch.distributed.all_reduce(message, group=ddp.process_group)
             fired, tokens = message[:-3], message[-3].long()
             # without one it is NaN
             least = None if least is None else (message[-2] / message[-1]).to(least.dtype)
@@ -341,6 +341,11 @@ class SparseAutoencoder(nn.Module):
             assert self.threshold is not None
             moved = self.threshold.lerp(least, self.threshold_rate)
             self.threshold.copy_(torch.where(least.isfinite(), moved, self.threshold))
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _is_within_ddp(self) -> bool:
+        """Whether the model that DDP runs now holds this module, and does not call it as another one's hook."""
+        return any(each is self for each in _modes.data_parallel().module.modules())
 
     @torch.no_grad()
     def normalize_decoder_(self) -> None:
@@ -427,6 +432,10 @@ class SparseAutoencoder(nn.Module):
         """As torch, of state dicts without ``tokens_since_fired``, too."""
         state_dict.setdefault(f"{prefix}tokens_since_fired", torch.zeros_like(self.tokens_since_fired))
         super()._load_from_state_dict(state_dict, prefix, *how)
+
+
+# the mark of torch.compiler.assume_constant_result: tracing need not follow a walk through a model
+SparseAutoencoder._is_within_ddp._dynamo_marked_constant = True
 
 
 def _keep_rows(module: SparseAutoencoder, incompatible_keys: Any) -> None:

@@ -59,8 +59,15 @@ def _described(model: Any) -> Iterator[None]:
     if not weights:
         yield
         return
+    targets = [rf"(.*\.)?{re.escape(name)}$" for name in weights]
+    others = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in weights)
+    if alike := [name for name in others if any(re.match(target, name) for target in targets)]:
+        raise NotImplementedError(
+            "save_pretrained: names of layers in e4m3 must not end those of others, of which readers would take the "
+            f"weights for e4m3, got {alike[0]}: quantise both, or rename one"
+        )
     group = {
-        "targets": [rf"re:(.*\.)?{re.escape(name)}$" for name in weights],
+        "targets": [f"re:{target}" for target in targets],
         "weights": {**_E4M3, "strategy": "channel", "dynamic": False},
         "input_activations": {**_E4M3, "strategy": "token", "dynamic": True},
     }

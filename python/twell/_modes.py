@@ -188,9 +188,12 @@ def checkpointed() -> bool:
 
 
 def data_parallel() -> Any:
-    """The process group of the ``DistributedDataParallel`` whose forward pass runs this call, or None."""
+    """The ``DistributedDataParallel`` whose forward pass runs this call, or None.
+
+    None while its ``join`` lets ranks stop at different calls.
+    """
     ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
-    return None if ddp is None else ddp.process_group
+    return None if ddp is None or ddp._join_config.enable else ddp
 
 
 def in_backward() -> bool:

@@ -62,10 +62,10 @@ def calls_are_torchs() -> bool:
     return called and nn.Linear.forward is _FORWARD and F.linear is _LINEAR
 
 
-def is_plain(child: nn.Module, alike: tuple[type[nn.Module], ...] = ()) -> bool:
-    """Whether calling ``child`` applies its weight and bias as nn.Linear and the classes ``alike`` do, and no more."""
-    kind = type(child)
-    if (kind.forward is not nn.Linear.forward and kind not in alike) or kind.__call__ is not nn.Linear.__call__:
+def is_plain(child: nn.Module, alike: tuple[Any, ...] = ()) -> bool:
+    """Whether calling ``child`` applies its weight and bias as nn.Linear's forward or one of ``alike``, and no more."""
+    kind, own = type(child), type(child).forward
+    if (own is not nn.Linear.forward and own not in alike) or kind.__call__ is not nn.Linear.__call__:
         return False
     if not runs_its_class(child):
         return False

@@ -87,7 +87,7 @@ def _beyond(layer: SparseFFN, inside: set[nn.Module]) -> str:
         return str(wrong)
     if up is not None and not {up, up._block()} <= inside:
         return "the second half of a pair without the block around both"
-    if not layer._is_plain():
+    if not layer._is_plain() or (up is None and layer._dropout and not layer._dropped_by() and layer._drops()):
         return "others, or hooks on them"
     for module in (layer,) if up is None else (layer, up):
         if any(vars(module)[hooks] for hooks in HOOKS) or "forward" in vars(module) or module._compiled_call_impl:

@@ -101,8 +101,8 @@ class SparseFFN(nn.Module):
     _gated = False
     # the names of the children that are projections, in the order of calls
     _projections: tuple[str, ...] = _PROJECTIONS
-    # classes of them besides nn.Linear that were seen to compute the same, and whether weights are cast to x's dtype
-    _linears: tuple[type[nn.Module], ...] = ()
+    # forwards of them besides nn.Linear's that were seen to compute the same, and whether weights are cast to x's dtype
+    _linears: tuple[Any, ...] = ()
     _casts = False
     # the name of a child that drops values of the hidden state, "" without one
     _dropout = ""
@@ -367,16 +367,15 @@ class SparseFFN(nn.Module):
         return self._dense(*self._pre_activations(x), with_aux)
 
     def _drops(self) -> bool:
-        """Whether values of the hidden state are dropped now."""
+        """Whether the hidden state passes through something that may change it now."""
         child: Any = self._modules[self._dropout]
-        return bool(self._dropped_by()) and (child.training or not isinstance(child, nn.Dropout))
+        own = type(child) in (nn.Dropout, nn.Identity) and _plain.runs_its_class(child)
+        return not own or (child.training and bool(self._dropped_by()))
 
     def _dropped_by(self) -> str:
         """What drops values of the hidden state in training; "" if nothing."""
-        child: Any = self._modules[self._dropout] if self._dropout else None
-        if isinstance(child, nn.Dropout):
-            return f"{self._dropout}, p = {child.p}" if child.p else ""
-        return "" if isinstance(child, (nn.Identity, type(None))) else f"{self._dropout}, a {type(child).__name__}"
+        p = getattr(self._modules[self._dropout], "p", 0) if self._dropout else 0
+        return f"{self._dropout}, p = {p}" if p else ""
 
     def _dropped(self, x: Tensor, with_aux: bool) -> Any:
         """The result where values of the hidden state are dropped, by calls of the projections."""
@@ -399,7 +398,11 @@ class SparseFFN(nn.Module):
         activation = activation_of(self._activation, self._threshold, self._gated)
         gate = activation.after(gate)
         hidden = activation.hidden(gate, up)
-        kept = getattr(self, self._dropout)(hidden) if self._dropout else hidden
+        kept = hidden
+        if self._dropout:
+            child = getattr(self, self._dropout)
+            # a copy: figures are of the whole hidden state
+            kept = child(hidden.clone() if getattr(child, "inplace", False) else hidden)
         return self._project("down_proj", kept), hidden, gate
 
     def _site(self) -> AutoStrategy | None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ffns import BF16, Block, CastLinear, Fused, Gated, K, N, Plain, pickled, take, tokens
+from ffns import BF16, Block, CastLinear, Fused, Gated, K, N, Plain, Wi, pickled, take, tokens
 from torch import Tensor, nn
 
 import twell
@@ -25,13 +25,6 @@ def casting(m: nn.Module) -> nn.Sequential:
     return nn.Sequential(m)
 
 
-class InCode(Block):
-    """An activation in the code of a block, and casts."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.fc2(torch.relu(self.fc1(x)).square())
-
-
 class CastsInCode(Plain):
     """Plain linear layers, whose weights the code of the module casts."""
 
@@ -45,7 +38,6 @@ CASTING: dict[str, Any] = {
     "plain": lambda: Plain(bias=False),
     "fused": lambda: Fused(bias=False),
     "block": lambda: Block(bias=False),
-    "in code": InCode,
     "casts in code": lambda: CastsInCode(bias=False),
 }
 
@@ -104,6 +96,13 @@ class Casts(nn.Linear):
         return F.linear(x.to(self.weight.dtype), self.weight)
 
 
+class Widening(nn.Linear):
+    """One that computes in the dtype of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight).to(x.dtype)
+
+
 class Half(nn.Linear):
     """One that computes another function of an x of another dtype."""
 
@@ -112,15 +111,69 @@ class Half(nn.Linear):
         return y if x.dtype == self.weight.dtype else 2 * y
 
 
-@pytest.mark.parametrize(("form", "kind"), [(Gated, Casts), (Gated, Half), (Block, Half)])
+class Doubling(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * F.linear(x, self.weight)
+
+
+class Twice(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Out(Plain):
+    """Drops values of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(super().forward(x))
+
+
+@pytest.mark.parametrize(("form", "kind"), [(Gated, Casts), (Gated, Half), (Gated, Widening), (Block, Half)])
 def test_other_casts_are_refused_before_anything_changes(form: Any, kind: Any) -> None:
     m = casting(form())
     for module in m.modules():
         if type(module) is CastLinear:
             module.__class__ = kind
-    with pytest.raises(ValueError, match=r"differs.* (under autocast|and weights in torch\.float32)"):
+    with pytest.raises(
+        ValueError, match=r"differs.* (under autocast|and weights in torch\.float32)|must cast their weights"
+    ):
         take(m)
     assert sum(type(module) is kind for module in m.modules()) == (3 if form is Gated else 2)
+
+
+def test_a_forward_of_the_projections_that_is_replaced_later_is_called() -> None:
+    m = casting(Plain(bias=False))
+    take(m, strategy="union")
+    before = m(tokens())
+    m[0].up_proj.__class__ = Widening  # type: ignore[assignment]
+    torch.testing.assert_close(m(tokens()), before)
+    m[0].up_proj.__class__ = Doubling  # type: ignore[assignment]
+    torch.testing.assert_close(m(tokens()), 2 * before)
+
+
+def test_what_is_set_on_parts_that_are_gone_raises() -> None:
+    m = take(nn.Sequential(Out()))
+    for use in (lambda part: setattr(part, "p", 0.5), lambda part: part(tokens())):
+        with pytest.raises(AttributeError, match="out is gone"):
+            use(m[0].out)
+
+
+@pytest.mark.parametrize("change", ["hook", "forward", "subclass"])
+def test_what_changes_the_hidden_state_later_is_called(change: str) -> None:
+    m = nn.Sequential(Wi()).eval()
+    take(m, strategy="union")
+    before, drop = m(tokens()), m[0].dropout
+    if change == "hook":
+        drop.register_forward_hook(lambda module, given, output: 2 * output)
+    elif change == "forward":
+        drop.forward = lambda x: 2 * x
+    else:
+        m[0].dropout = Twice(0.5).eval()
+    torch.testing.assert_close(m(tokens()), 2 * before)
 
 
 def test_linears_that_do_not_cast_refuse_another_dtype_as_before() -> None:
@@ -181,6 +234,14 @@ def test_models_that_make_zeros_by_code_of_their_own(make: Any) -> None:
     said = [m.eval().generate(ids[:1], max_new_tokens=6, do_sample=False) for m in (sparse, dense)]
     assert torch.equal(*said)
     assert sparse.state_dict().keys() == dense.state_dict().keys()
+    # a hook may hand the projections of own code what ReLU would change
+    first, stock = next(iter(layers(sparse).values())), copy.deepcopy(dense)
+    if make is rwkv:
+        for each in (first, stock.rwkv.blocks[0].feed_forward.value):
+            each.register_forward_pre_hook(lambda _, given: (given[0] - 0.5,))
+        with torch.no_grad():
+            torch.testing.assert_close(sparse(input_ids=ids).logits, stock(input_ids=ids).logits)
+        first._forward_pre_hooks.clear()
     for layer in layers(sparse).values():
         layer.record_aux = True
         for name, value in (("activation", "relu2"), ("threshold", 0.5)):

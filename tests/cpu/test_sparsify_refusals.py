@@ -174,10 +174,43 @@ def test_near_relus_are_refused(form: Any, act: Any) -> None:
 BLOCKS = rows(
     Block,
     r"""
+    to the other
+        # as BART has it
+        h = self.activation_fn(self.fc1(x))
+        h = F.dropout(h, 0.1, self.training)
+        return x + self.fc2(h)
+    to the other
+        # dropped in evaluation, too
+        def __init__(self):
+            super().__init__()
+            self.p = 0.5
+        def forward(self, x):
+            return x + self.fc2(F.dropout(self.activation_fn(self.fc1(x)), self.p))
+    to the other
+        # dropped by a module within one
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Sequential(nn.Dropout(0.5))
+        def forward(self, x):
+            return x + self.fc2(self.drop(self.activation_fn(self.fc1(x))))
+    for the other
+        h = self.activation_fn(self.fc1(x))
+        return x + self.fc2(h) + h.mean()
     to the other alone
         return x + self.fc2(self.activation_fn(self.fc1(x) + 1))
-    to the other alone
-        return x + self.fc2(F.gelu(self.activation_fn(self.fc1(x)) - 1))
+    its activation must be an attribute, such as an nn.ReLU
+        # a method is found before a child of its name
+        def __init__(self):
+            super().__init__()
+            del self.activation_fn
+        def activation_fn(self, x):
+            return F.relu(x)
+        def forward(self, x):
+            return x + self.fc2(self.activation_fn(self.fc1(x)))
+    self.hidden, place 1 differs
+        h = self.fc1(x)
+        self.hidden = [x, h]
+        return x + self.fc2(self.activation_fn(h))
     it still refers to 0.fc1
         def __init__(self):
             super().__init__()
@@ -206,16 +239,6 @@ def test_another_block_is_refused(other: Callable[[], nn.Module], why: str) -> N
 
 
 TAKEN = {
-    "dropout in the code": """
-        h = self.activation_fn(self.fc1(x))
-        return x + self.fc2(F.dropout(h, 0.1, self.training))
-    """,
-    "hidden state read": """
-        h = self.activation_fn(self.fc1(x))
-        return x + self.fc2(h) + h.mean()
-    """,
-    "activation in the code": "return x + self.fc2(torch.relu(self.fc1(x)) ** 2) * torch.sigmoid(x)",
-    "clamp": "return x + self.fc2(self.fc1(x).clamp(min=0))",
     "a tuple": "return x + self.fc2(self.activation_fn(self.fc1(x))), None",
     "random": "return F.dropout(x + self.fc2(self.activation_fn(self.fc1(x))), 0.5, self.training)",
     "shared": """
@@ -308,6 +331,7 @@ LOOKALIKES = rows(
         (lambda: Wi(made("return torch.where(x >= 0.3, x, 0)", nn.ReLU)).bfloat16(), "must apply ReLU, got Written"),
         # FATReLU that jumps to another value
         (lambda: Gated(nn.Threshold(0.5, 0.125)), "must apply ReLU, got Threshold"),
+        (lambda: Gated(nn.Sequential(nn.ReLU(), nn.Dropout(0.5))), "must apply ReLU, got Sequential|another function"),
         (lambda: Split(output=Reused), "its first projection returns for the other"),
         (lambda: OfOwnLinears(kind=LeakyLinear), "another function of x"),
         (lambda: DoubleReLU(nn.SiLU()), "another function of x"),

@@ -250,6 +250,12 @@ def figures_of_ranks(device: torch.device, broadcast: bool, compiled: bool) -> N
     if dist.get_rank() == 0:
         sae(every[0].new_zeros(3, 64))
         assert int(sae.tokens_since_fired.max()) == tokens + 3
+    # nor in the forward pass of a model that runs it by a hook
+    before, size = int(sae.tokens_since_fired.max()), 2 + dist.get_rank()
+    other = nn.Linear(64, 64, device=device)
+    other.register_forward_hook(lambda module, given, y: (sae(given[0]), y)[1])
+    DistributedDataParallel(other)(torch.zeros(size, 64, device=device))
+    assert int(sae.tokens_since_fired.max()) == before + size
 
 
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers`")

@@ -26,8 +26,6 @@ from twell._sparsify.equivalence import (
     Function,
     casts,
     difference,
-    difference_of_given,
-    difference_of_hidden,
     difference_of_pair,
     drops_hidden,
     family_of,
@@ -239,6 +237,9 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
             expected = f"{where}: {child}.bias must be {weight.dtype} as its weight"
             raise TypeError(f"{expected}, got {bias.dtype}; {LEAVE_OUT}")
     _require_forward(where, module)
+    if known.hidden:
+        _require_unhooked(where, {child: module.get_submodule(child) for child in form.children})
+        return Candidate(name, module, form, "hidden", None, RELU, None), RELU
     if known.attribute:
         if all(type(module.get_submodule(child)).forward is nn.Linear.forward for child in form.children):
             return _examine_known_pair(where, name, module, form, known)
@@ -252,9 +253,7 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
         reason = f"it must have {', '.join(form.children)} and an activation alone, got beside them {', '.join(got)}"
     else:
         try:
-            if known.steps:
-                return _examine_given(where, name, module, form, known, context)
-            return _examine_layer(where, name, module, form, list(others), context)
+            return _examine_layer(where, name, module, form, list(others), known.steps, context)
         except _AnotherFunctionError as error:
             reason = str(error)
     if not form.gated and type(module) is not nn.Sequential:
@@ -293,7 +292,13 @@ class _AnotherFunctionError(ValueError):
 
 
 def _examine_layer(
-    where: str, name: str, module: nn.Module, form: Form, others: list[str], context: Context
+    where: str,
+    name: str,
+    module: nn.Module,
+    form: Form,
+    others: list[str],
+    steps: tuple[str, ...],
+    context: Context,
 ) -> tuple[Candidate, Activation | None]:
     """As ``examine``, for a module that may be a layer as a whole; _AnotherFunctionError if it is not."""
     functions = [key for key, value in vars(module).items() if not key.startswith("_") and callable(value)]
@@ -307,8 +312,17 @@ def _examine_layer(
     if likeness not in context.examined:
         copies = _copies(where, module, form, context.model)
         dropouts = _dropouts_of_hidden(module, copies)
-        found = _activation(where, module, form, attribute, context.model)
-        context.examined[likeness] = (*found, casts(copies), dropouts)
+        dtype: Any = module.get_submodule(form.down).weight.dtype
+        if not steps:
+            found = _activation(where, module, form, attribute, context.model)
+        elif reason := difference(copies, form, Formula(identity), None, None, dtype, steps):
+            raise _AnotherFunctionError(f"it must make its gate by {' and '.join(steps)}: {reason}")
+        else:
+            found = RELU, "", form
+        parts = [c for c in form.children if type(module.get_submodule(c)) is not nn.Linear]
+        if (casting := casts(copies)) and parts and not casts(copies, tuple(parts)):
+            raise _AnotherFunctionError("its projections must cast their weights where x has another dtype, not x")
+        context.examined[likeness] = (*found, casting, dropouts)
     activation, was, form, casting, dropouts = context.examined[likeness]
     _require_roles(where, form)
     try:
@@ -316,21 +330,8 @@ def _examine_layer(
         object.__setattr__(object.__new__(type(module)), "__class__", SparseFFN)
     except TypeError as error:
         raise ValueError(f"{where} cannot become a layer in place ({error}): {_OWN_MODULE}; {LEAVE_OUT}") from error
-    return Candidate(name, module, form, "layer", attribute, RELU, was, dropouts, casting), activation
-
-
-def _examine_given(
-    where: str, name: str, module: nn.Module, form: Form, known: Known, context: Context
-) -> tuple[Candidate, Activation | None]:
-    """As ``examine``, for a layer of a known class whose own code makes the gate."""
-    _require_unhooked(where, dict(module.named_modules()))
-    likeness = _likeness(module)
-    if likeness not in context.examined:
-        dtype: Any = module.get_submodule(form.down).weight.dtype
-        if reason := difference_of_given(_copies(where, module, form, context.model), known.steps, dtype):
-            raise _AnotherFunctionError(f"it must make its gate by {' and '.join(known.steps)}: {reason}")
-        context.examined[likeness] = (RELU, "", form, False, ())
-    return Candidate(name, module, form, "layer", None, RELU, None, steps=known.steps), RELU
+    was = None if steps else was
+    return Candidate(name, module, form, "layer", attribute, RELU, was, dropouts, casting, steps), activation
 
 
 def _dropouts_of_hidden(module: nn.Module, copies: Copies) -> tuple[str, ...]:
@@ -423,14 +424,7 @@ def _examine_block(
         reasons.insert(0 if of is not None else len(reasons), why := differs(put=put | still))
         if not why:
             return candidate._replace(dropouts=tuple(between), casts=casts(copies, form.children)), of
-    dtype = module.get_submodule(form.down).weight.dtype
-    why = difference_of_hidden(copies, dtype)
-    if not why:
-        layers = {child: module.get_submodule(child) for child in form.children}
-        _require_unhooked(where, layers)
-        casting = casts(copies, form.children)
-        return Candidate(name, module, form, "hidden", None, RELU, None, casts=casting), RELU
-    why = reasons[0] if reasons else f"its activation must be an attribute, such as an nn.ReLU, or in the code: {why}"
+    why = reasons[0] if reasons else "its activation must be an attribute, such as an nn.ReLU"
     raise ValueError(f"{where} cannot be run sparse: {reason}; as a block, {why}: {_OWN_MODULE}; {LEAVE_OUT}")
 
 
@@ -593,7 +587,8 @@ def _activation(
         reasons.append(differs(each, formula_of(kind), named, None))
         if not reasons[-1]:
             return kind, NAMES_OF_FAMILY[kind.name], each
-    reason = reasons[0]
+    # the nearest kind may be another than the first
+    reason = next((each for each in reasons if each.startswith("it runs ")), reasons[0])
     if attribute is not None and act is not None and own is None:
         puts = (nn.Identity(), nn.ReLU()) if isinstance(act, nn.Module) else (identity, F.relu)
         for each in forms:

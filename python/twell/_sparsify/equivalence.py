@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from twell._activation import Activation, ActivationName
 from twell._plain import HOOKS
-from twell._sparsify.modules import give, made_by, pair_up
+from twell._sparsify.modules import made_by, pair_up
 
 Function = Callable[[Tensor], Tensor]
 
@@ -237,39 +237,58 @@ def drops_hidden(copies: Copies, key: str) -> bool:
     """Whether a dropout of a module, a child or a share, drops values of what the down projection gets alone."""
     with _apart():
         trial = _Trial(torch.float32, True, True, (2, 4))
-        own, other = (copies.new(dtype=torch.float32).train() for _ in range(2))
+        own, other = (copies.new(dtype=torch.float32) for _ in range(2))
         width = own.get_submodule(copies.form.children[0]).in_features
         dropout = isinstance(getattr(own, key), nn.Module)
         for module, share in ((own, 0.5), (other, 0.0)):
             setattr(module, key, nn.Dropout(share) if dropout else share)
         down = other.get_submodule(copies.form.down)
-        down.register_forward_pre_hook(lambda _, given: F.dropout(given[0], 0.5))
-        try:
-            found = [_run(each, {}, _input(torch.float32, trial, width), trial) for each in (own, other)]
-        except Exception:
-            return False
-        return all(_close(found[0].get(what), expected, torch.float32) for what, expected in found[1].items())
+        down.register_forward_pre_hook(lambda _, given: F.dropout(given[0], 0.5, other.training))
+        for training in (True, False):
+            try:
+                x = _input(torch.float32, trial, width)
+                ours, theirs = (_run(each.train(training), {}, x, trial) for each in (own, other))
+            except Exception:
+                return False
+            if not all(_close(ours.get(what), expected, torch.float32) for what, expected in theirs.items()):
+                return False
+        return True
 
 
 def casts(copies: Copies, parts: tuple[str, ...] = ("",)) -> bool:
-    """Whether parts of a module, itself or projections, take x of another dtype than that of their weights."""
+    """Whether parts of a module, itself or projections, take x of another dtype than that of their weights.
+
+    A projection must cast its weight, to the bit: one that computes in a wider dtype is no such one.
+    """
     with _apart(), torch.no_grad():
         module = copies.new(dtype=torch.float32)
         try:
             for part in map(module.get_submodule, parts):
                 width = (module.get_submodule(copies.form.children[0]) if part is module else part).in_features
-                part(torch.zeros(1, 4, width, dtype=torch.bfloat16, device="cpu"))
+                x = _draw(torch.Generator().manual_seed(1), 1, 4, width).bfloat16()
+                y = part(x)
+                if isinstance(part, nn.Linear):
+                    bias = None if part.bias is None else part.bias.bfloat16()
+                    if not torch.equal(y, F.linear(x, part.weight.bfloat16(), bias)):
+                        return False
         except Exception:
             return False
     return True
 
 
 def difference(
-    copies: Copies, form: Form, formula: Formula, attribute: str | None, put: Any, dtype: torch.dtype
+    copies: Copies,
+    form: Form,
+    formula: Formula,
+    attribute: str | None,
+    put: Any,
+    dtype: torch.dtype,
+    steps: tuple[str, ...] = (),
 ) -> str:
     """Describe how a module differs from ``down(formula(gate(x), up(x)))`` of its children; "" if it does not.
 
-    attribute, put: the name of its activation, and what takes its place; None for itself. dtype: of the model.
+    attribute, put: the name of its activation, and what takes its place; None for itself. dtype: of the model. steps:
+    what makes the gate in place of the formula, as ``made_by`` says; then the module may run any operator.
     """
     with _apart():
         first = copies.new()
@@ -282,25 +301,9 @@ def difference(
             stock = copies.new(here.neurons, trial.dtype or dtype)
             if put is not None:
                 setattr(stock, str(attribute), put)
-            if reason := _try(stock, form, formula, here, allowed):
-                return reason
-    return ""
-
-
-def difference_of_given(copies: Copies, steps: tuple[str, ...], dtype: torch.dtype) -> str:
-    """Describe how a module differs from a layer whose gate ``made_by`` makes by these steps; "" if it does not."""
-    with _apart():
-        for trial in _TRIALS:
-            here = trial._replace(dtype=trial.dtype or dtype)
-            module: Any = copies.new(here.neurons, trial.dtype or dtype)
-
-            def of_gate(gate: Tensor, module: Any = module) -> Tensor:
-                made: Tensor = made_by(module, steps, gate)
-                if bool((made < 0).any()):
-                    raise ValueError("a gate below 0")
-                return made
-
-            if reason := _try(module, copies.form, Formula(of_gate), here, None):
+            if steps:
+                formula = Formula(functools.partial(made_by, stock, steps))
+            if reason := _try(stock, form, formula, here, None if steps else allowed):
                 return reason
     return ""
 
@@ -324,23 +327,6 @@ def difference_of_pair(
             pair_up(blocks[1], copies.form.children, attribute, (), options, casts(copies, copies.form.children))
             if reason := _try_pair(blocks[0], blocks[1], first.in_features, here, must=trial.dtype is None):
                 return reason
-    return ""
-
-
-def difference_of_hidden(copies: Copies, dtype: torch.dtype) -> str:
-    """Describe how a block differs from itself with a ``GivenDown``; "" if not, and if its hidden state has zeros."""
-    with _apart():
-        for trial in _OF_BLOCKS:
-            here = trial._replace(dtype=trial.dtype or dtype)
-            blocks = [copies.new(here.neurons, trial.dtype or dtype) for _ in range(2)]
-            give(blocks[1], copies.form.children, casts(copies, copies.form.children), {"strategy": "dense"})
-            first, down = (blocks[0].get_submodule(child) for child in copies.form.children)
-            hidden: list[Tensor] = []
-            down.register_forward_pre_hook(lambda _, given, hidden=hidden: hidden.append(given[0].detach()))
-            if reason := _try_pair(blocks[0], blocks[1], first.in_features, here, must=trial.dtype is None):
-                return reason
-            if any(bool((h < 0).any()) or 4 * int((h == 0).sum()) < h.numel() for h in hidden):
-                return "its hidden state has values below 0, or few zeros"
     return ""
 
 
@@ -484,7 +470,7 @@ def _further_inputs(module: nn.Module) -> str:
 
 
 def _draw(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def _small(module: nn.Module, form: Form, neurons: int, model: nn.Module) -> nn.Module:
@@ -509,6 +495,7 @@ def _small(module: nn.Module, form: Form, neurons: int, model: nn.Module) -> nn.
         made = copy.deepcopy(module, memo)
         for inner in made.modules():
             _strip(inner)
+        for inner in made.children():
             if type(inner) is nn.Dropout:
                 # see ``drops_hidden``
                 inner.p = 0.0
@@ -625,6 +612,8 @@ def _try(stock: Any, form: Form, formula: Formula, trial: _Trial, allowed: froze
         # a module that raises for other dimensions than three, or other dtypes, is never called with them
         must = trial.lead in _USUAL and not trial.mixed
         return f"its forward raised {type(error).__name__}: {error}" if must else ""
+    if ours["y"] is None:
+        return "its forward returns something else than one tensor, as a tuple"
     names = {name for name, _ in own.seen}
     if trial.training and names & _DROPS:
         return "it drops values in training; set the dropout of its configuration to 0"

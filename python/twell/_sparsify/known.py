@@ -20,7 +20,8 @@ class Known(NamedTuple):
     attribute: of a pair within a block, the name of the activation; "" for a module that is a layer as a whole.
     dropouts: of a pair, what may drop values between the activation and the down projection: a module or its ``p``.
     steps: what makes the gate of its projection, in this order, children and methods of the class; if any, a layer
-    whose attribute ``sparse`` is 0 makes no zeros.
+    whose attribute ``sparse`` is 0 makes no zeros. hidden: whether a block's own code makes a hidden state with zeros
+    and no value below 0 between the two.
     """
 
     names: tuple[str, ...]
@@ -28,6 +29,7 @@ class Known(NamedTuple):
     dropouts: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
     sparse: str = ""
+    hidden: bool = False
 
 
 # Modules of transformers that are a layer as a whole, by the ends of their names and by their children. Those that are
@@ -129,7 +131,7 @@ _GIVEN = {
     "gemma3n.Gemma3nTextMLP": Known(
         ("gate_proj", "up_proj", "down_proj"), steps=("_gaussian_topk", "act_fn"), sparse="activation_sparsity"
     ),
-    "rwkv.RwkvFeedForward": Known(("key", "value")),
+    "rwkv.RwkvFeedForward": Known(("key", "value"), hidden=True),
 }
 
 # An nn.Sequential of Linear, activation and Linear that its owner calls as a whole.

@@ -17,8 +17,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from twell import _modes, up_down
 from twell._activation import RELU, Activation, activation_of
-from twell._execution import Aux, Made
-from twell._plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, cast, of_torch, only_moves
+from twell._execution import Aux
+from twell._plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, cast, of_torch, only_moves, runs_its_class
 from twell._projections import Projection
 from twell._runtime.log import warn_once
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
@@ -196,7 +196,7 @@ def _passes_on(thing: Any, training: bool = True) -> bool:
     """Whether a module returns its input, or a dropout of a block in ``training`` does whose ``p`` this is."""
     if not isinstance(thing, nn.Module):
         return bool(thing == 0) or not training
-    if isinstance(thing, _DropoutNd):
+    if isinstance(thing, _DropoutNd) and of_torch(type(thing)) and runs_its_class(thing):
         return thing.p == 0 or not thing.training
     if type(thing).forward in (nn.Identity.forward, HandOn.forward):
         return not _is_replaced(thing)
@@ -365,10 +365,21 @@ class GivenDown(SparseDown):
     """
 
     _given = True
+    _block = Block()
 
     def forward(self, x: Tensor, return_aux: bool = False) -> Any:
-        """x [..., intermediate], no value below 0 -> y [..., hidden]."""
+        """x [..., intermediate], no value below 0 -> y [..., hidden]. As nn.Linear where something changed x before."""
+        if not return_aux and not self._record_aux and self._is_changed():
+            return applied(self, x)
         return SparseFFN.forward(self, x, return_aux)  # type: ignore[call-overload]
+
+    @_eagerly
+    def _is_changed(self) -> bool:
+        """Whether a hook, or a wrapper in this layer's place, may hand it something else than the block made."""
+        block = self._block()
+        return (
+            block is None or _below(block, self._block.names[1]) is not self or bool(any(HOOKS_OF_ALL) or _hooks(self))
+        )
 
     def _is_plain(self) -> bool:
         return False
@@ -392,11 +403,11 @@ class GivenDown(SparseDown):
         if refusal := self._refusal():
             raise NotImplementedError(refusal)
         routed(Facts(invariant=self._invariant, called=True))
-        operands = [self.weight, self.bias]
-        weight, bias = cast(operands, x.dtype) if self._casts else operands
-        given = {"x": None, "gate": x, "w_up": None, "w_down": weight, "b_up": None, "b_down": bias}
-        made = Made(self.weight, 0, None)
-        return up_down.run(given, RELU, self._site() or self._strategy, self._compression, with_aux, made)
+        given = {"x": None, "gate": x, "w_up": None, "w_down": self.weight, "b_up": None, "b_down": self.bias}
+        return up_down.run(given, RELU, self._site() or self._strategy, self._compression, with_aux)
+
+
+GivenDown._is_changed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _hooks(module: nn.Module) -> list[Any]:
@@ -426,10 +437,10 @@ def pair_up(
     put_pair(block, names, attribute, dropouts, down)
 
 
-def give(block: nn.Module, names: tuple[str, ...], casts: bool, options: dict[str, Any]) -> None:
+def give(block: nn.Module, names: tuple[str, ...], options: dict[str, Any]) -> None:
     """Put a ``GivenDown`` in the place of the second of two layers of a block."""
     down = GivenDown(*map(block.get_submodule, names), **options)  # type: ignore[arg-type]
-    down._casts = casts
+    down._block = Block(block, names)
     block.set_submodule(names[1], down)
 
 
@@ -580,9 +591,13 @@ class GivenGatedMLP(SparseGatedMLP):
 
 
 def made_by(module: nn.Module, steps: tuple[str, ...], gate: Tensor) -> Any:
-    """The gate that children and methods of a module make of its projection, one behind the other."""
+    """The gate that children and methods of a module make of its projection; a trial raises ValueError below 0."""
+    kind = vars(module).get("_was")
     for step in steps:
-        gate = getattr(module, step)(gate)
+        child = module._modules.get(step)
+        gate = child(gate) if child is not None else getattr(kind or type(module), step)(module, gate)
+    if kind is None and bool((gate < 0).any()):
+        raise ValueError("a gate below 0")
     return gate
 
 
@@ -653,12 +668,19 @@ def _keep_attributes(made: nn.Module, of: nn.Module) -> None:
     vars(made).update({name: value for name, value in vars(of).items() if not hasattr(made, name)})
 
 
-def _gone(name: str, *_: Any, **__: Any) -> NoReturn:
-    """Stands in a layer for a function or a child that its module's code called before."""
-    raise AttributeError(
-        f"{name} is gone: sparsify_ made its module a layer that applies the activation itself. Call the module and "
-        "not its parts, or leave it out by filter_fn"
-    )
+class _Gone:
+    """Stands in a layer for a function or a child that its module's code called before: all uses of it raise."""
+
+    def __init__(self, name: str) -> None:
+        vars(self)["_name"] = name
+
+    def _raise(self, *_: Any, **__: Any) -> NoReturn:
+        raise AttributeError(
+            f"{vars(self).get('_name')} is gone: sparsify_ made its module a layer that applies the activation itself. "
+            "Call the module and not its parts, or leave it out by filter_fn"
+        )
+
+    __call__ = __setattr__ = _raise
 
 
 def turn(module: nn.Module, made: nn.Module) -> None:
@@ -678,7 +700,7 @@ def turn(module: nn.Module, made: nn.Module) -> None:
         {key: value for key, value in before.items() if key not in functions and not hasattr(module, key)}
     )
     parts = (key for key in (*functions, *before["_modules"]) if key[0] != "_" and not hasattr(module, key))
-    vars(module).update({key: functools.partial(_gone, key) for key in parts})
+    vars(module).update({key: _Gone(key) for key in parts})
     wrapped = types.SimpleNamespace(**{key: before[key] for key in ("forward", "_hf_hook") if key in before})
     keep_hook(module, wrapped)  # type: ignore[arg-type]
 

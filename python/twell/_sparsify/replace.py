@@ -105,8 +105,8 @@ def sparsify_(
     same. An ``nn.Sequential`` of Linear, activation and Linear alone, ``names=("0", "2")``, is such a module, and can
     no longer be indexed. In any other block two layers become a pair: the first passes its input to the second, which
     does the work of both, and the activation becomes an identity. The block stays, and hooks on these three see that.
-    Where the activation is in the code of a block, its second layer alone runs on the non-zeros of what it is given,
-    which must not be below 0.
+    In the channel mixing of transformers' RWKV, with its activation in the code, the second layer alone runs on the
+    non-zeros of what it is given.
 
     Dropout of the hidden state stays: a training pass in which it drops values runs the model's own operators. Linear
     layers of classes of their own stay, too; those that cast their weights to the dtype of x still do.
@@ -338,7 +338,7 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
             names = candidate.form.children
             pair_up(module, names, str(candidate.attribute), candidate.dropouts, options, candidate.casts)
         elif candidate.kind == "hidden":
-            give(module, candidate.form.children, candidate.casts, options)
+            give(module, candidate.form.children, options)
         else:
             turn(module, _replacement(candidate, options))
     for parent in model.modules():
@@ -390,7 +390,8 @@ def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     made._modules.update(zip(names, linears))
     beside = (*candidate.plain, *candidate.dropouts, *(step for step in candidate.steps if step in module._modules))
     made._modules.update({name: module._modules[name] for name in beside})
-    made._linears, made._casts = tuple({type(linear) for linear in linears} - {nn.Linear}), candidate.casts
+    made._linears = tuple({type(linear).forward for linear in linears} - {nn.Linear.forward})
+    made._casts = candidate.casts
     made._dropout = "".join(candidate.dropouts)
     if type(module) is nn.Sequential:
         # its children, which code may take from it, stay what they compute
