@@ -435,7 +435,7 @@ class SparseAutoencoder(nn.Module):
 
 
 # the mark of torch.compiler.assume_constant_result: tracing need not follow a walk through a model
-SparseAutoencoder._is_within_ddp._dynamo_marked_constant = True
+SparseAutoencoder._is_within_ddp._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _keep_rows(module: SparseAutoencoder, incompatible_keys: Any) -> None:

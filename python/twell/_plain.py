@@ -24,6 +24,7 @@ _CALL = nn.Module.__call__ if getattr(nn.Module.__call__, "__globals__", None) i
 _FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(_linear) else None
 _LINEAR = F.linear if isinstance(F.linear, types.BuiltinFunctionType) else None
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_LINEARS = frozenset(vars(nn.Linear(0, 0, device="meta"))) | {"_is_hf_initialized", "_hf_hook", "_old_forward"}
 HOOKS_OF_ALL = (
     *(_module._global_forward_pre_hooks, _module._global_forward_hooks),
     *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
@@ -64,8 +65,10 @@ def calls_are_torchs() -> bool:
 
 def is_plain(child: nn.Module, alike: tuple[Any, ...] = ()) -> bool:
     """Whether calling ``child`` applies its weight and bias as nn.Linear's forward or one of ``alike``, and no more."""
-    kind, own = type(child), type(child).forward
-    if (own is not nn.Linear.forward and own not in alike) or kind.__call__ is not nn.Linear.__call__:
+    kind = type(child)
+    if kind.forward is not nn.Linear.forward and own_code(child) not in alike:
+        return False
+    if kind.__call__ is not nn.Linear.__call__:
         return False
     if not runs_its_class(child):
         return False
@@ -81,6 +84,12 @@ def runs_its_class(child: nn.Module) -> bool:
         return False
     hooks = child._forward_pre_hooks or child._forward_hooks or child._backward_pre_hooks or child._backward_hooks
     return not hooks
+
+
+def own_code(child: nn.Module) -> tuple[Any, ...]:
+    """The forward of a module's class, and what that may read of its instance besides what nn.Linear has."""
+    own = {key: value for key, value in vars(child).items() if key not in _OF_LINEARS}
+    return type(child).forward, *own.items()
 
 
 def cast(tensors: Iterable[Tensor | None], dtype: torch.dtype) -> list[Any]:

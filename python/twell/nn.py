@@ -101,7 +101,7 @@ class SparseFFN(nn.Module):
     _gated = False
     # the names of the children that are projections, in the order of calls
     _projections: tuple[str, ...] = _PROJECTIONS
-    # forwards of them besides nn.Linear's that were seen to compute the same, and whether weights are cast to x's dtype
+    # ``own_code`` of those of other classes that were seen to compute the same, and whether weights are cast as x is
     _linears: tuple[Any, ...] = ()
     _casts = False
     # the name of a child that drops values of the hidden state, "" without one

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -332,39 +331,6 @@ class TestScripts:
         assert [line.split()[1] for line in tables] == ["stats", "stats"]
         assert all(line.endswith("out/a.nsys-rep") for line in tables)
         assert tables[1].split()[-3:-1] == ["--output", "out/a"]
-
-
-# Dumps
-
-SUFFIXES = ("ptx", "cubin", "txt", "sass")
-
-
-@pytest.fixture(scope="module")
-def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dump of one small kernel, made in its own process because pytest captures the compiler's output."""
-    pytest.importorskip("cutlass")
-    folder = tmp_path_factory.mktemp("dump") / "made"
-    command = [sys.executable, "profiling/dump.py", "unpack_bf16", "-o", str(folder)]
-    paths = os.pathsep.join((str(ROOT / "python"), str(ROOT)))
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [
-        str(path) for path in (folder / f"unpack_bf16.{s}" for s in SUFFIXES) if path.exists()
-    ]
-    return folder
-
-
-class TestDump:
-    def test_files(self, dumped: Path) -> None:
-        assert not list(ROOT.glob("*.ptx"))
-        ptx = (dumped / "unpack_bf16.ptx").read_text()
-        (kernel,) = re.findall(r"\.entry (\w+)", ptx)
-        assert ".target sm_90a" in ptx
-        assert summarize.parse_name(kernel).op == "unpack"
-        assert (dumped / "unpack_bf16.cubin").read_bytes()[:4] == b"\x7fELF"
-        found = re.fullmatch(rf"{kernel}: (\d+) registers, 0 bytes spilled\n", (dumped / "unpack_bf16.txt").read_text())
-        assert found is not None
-        assert int(found[1]) < 64
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -111,9 +111,12 @@ class Half(nn.Linear):
         return y if x.dtype == self.weight.dtype else 2 * y
 
 
-class Doubling(nn.Linear):
+class Scaling(nn.Linear):
+    scale: float | None
+
     def forward(self, x: Tensor) -> Tensor:
-        return 2 * F.linear(x, self.weight)
+        y = F.linear(x, self.weight.to(x.dtype))
+        return y if self.scale is None else self.scale * y
 
 
 class Twice(nn.Dropout):
@@ -147,12 +150,16 @@ def test_other_casts_are_refused_before_anything_changes(form: Any, kind: Any) -
 
 def test_a_forward_of_the_projections_that_is_replaced_later_is_called() -> None:
     m = casting(Plain(bias=False))
+    for child in (m[0].up_proj, m[0].down_proj):
+        child.__class__, child.scale = Scaling, None  # type: ignore[assignment]
     take(m, strategy="union")
     before = m(tokens())
-    m[0].up_proj.__class__ = Widening  # type: ignore[assignment]
-    torch.testing.assert_close(m(tokens()), before)
-    m[0].up_proj.__class__ = Doubling  # type: ignore[assignment]
+    m[0].up_proj.scale = 2.0  # type: ignore[union-attr]
     torch.testing.assert_close(m(tokens()), 2 * before)
+    m[0].up_proj.scale = None  # type: ignore[union-attr]
+    torch.testing.assert_close(m(tokens()), before)
+    m[0].down_proj.__class__ = Half  # type: ignore[assignment]
+    torch.testing.assert_close(m(tokens(BF16)), 2 * before.bfloat16(), rtol=0.1, atol=0.1)
 
 
 def test_what_is_set_on_parts_that_are_gone_raises() -> None:

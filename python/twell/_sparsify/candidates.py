@@ -330,8 +330,8 @@ def _examine_layer(
         object.__setattr__(object.__new__(type(module)), "__class__", SparseFFN)
     except TypeError as error:
         raise ValueError(f"{where} cannot become a layer in place ({error}): {_OWN_MODULE}; {LEAVE_OUT}") from error
-    was = None if steps else was
-    return Candidate(name, module, form, "layer", attribute, RELU, was, dropouts, casting, steps), activation
+    kind = None if steps else was
+    return Candidate(name, module, form, "layer", attribute, RELU, kind, dropouts, casting, steps), activation
 
 
 def _dropouts_of_hidden(module: nn.Module, copies: Copies) -> tuple[str, ...]:

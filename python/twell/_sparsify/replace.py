@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from twell._activation import NAMES_OF_FAMILY, Activation
 from twell._down_layout import unlisted
 from twell._memory import shared
-from twell._plain import of_torch
+from twell._plain import of_torch, own_code
 from twell._runtime import geometry
 from twell._runtime.log import logger
 from twell._sparsify import quantised
@@ -390,7 +390,7 @@ def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     made._modules.update(zip(names, linears))
     beside = (*candidate.plain, *candidate.dropouts, *(step for step in candidate.steps if step in module._modules))
     made._modules.update({name: module._modules[name] for name in beside})
-    made._linears = tuple({type(linear).forward for linear in linears} - {nn.Linear.forward})
+    made._linears = tuple(own_code(linear) for linear in linears if type(linear).forward is not nn.Linear.forward)
     made._casts = candidate.casts
     made._dropout = "".join(candidate.dropouts)
     if type(module) is nn.Sequential:

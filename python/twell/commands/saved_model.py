@@ -80,7 +80,7 @@ class WatchedLayer(Watched):
     @property
     def gate(self) -> Gate | None:
         """What makes the gate where the model's own code does, of what the module gets; else None."""
-        return self.module._gate if getattr(self.module, "_given", False) else None  # type: ignore[union-attr, return-value]
+        return self.module._gate if getattr(self.module, "_given", False) else None  # type: ignore[return-value]
 
 
 class WithoutZeros(RequestError):
