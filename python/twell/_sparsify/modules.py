@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from twell import _modes, up_down
 from twell._activation import RELU, Activation, activation_of
-from twell._execution import Aux
+from twell._execution import Aux, dense_aux
 from twell._plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, cast, of_torch, only_moves, runs_its_class
 from twell._projections import Projection
 from twell._runtime.log import warn_once
@@ -266,8 +266,7 @@ class PairDown(nn.Module):
         if not _modes.compiling():
             if any(HOOKS_OF_ALL) or _hooks(up):
                 warn_once("fc1 of a twell pair has hooks: they see its input on both sides and must not change it")
-            theirs = [each for each in _hooks(self) if not str(getattr(each, "__module__", "")).startswith("twell.")]
-            if any(HOOKS_OF_ALL) or theirs:
+            if _hooks_of_others(self):
                 warn_once(
                     "fc2 of a twell pair has hooks: they see the input of fc1, and its gradient, where the hidden "
                     "state was, and must not change it"
@@ -369,17 +368,17 @@ class GivenDown(SparseDown):
 
     def forward(self, x: Tensor, return_aux: bool = False) -> Any:
         """x [..., intermediate], no value below 0 -> y [..., hidden]. As nn.Linear where something changed x before."""
-        if not return_aux and not self._record_aux and self._is_changed():
-            return applied(self, x)
+        if self._is_changed():
+            y = applied(self, x)
+            with_aux = return_aux or self._record_aux
+            return self._finish((y, dense_aux(x, x, RELU)) if with_aux else y, return_aux)
         return SparseFFN.forward(self, x, return_aux)  # type: ignore[call-overload]
 
     @_eagerly
     def _is_changed(self) -> bool:
         """Whether a hook, or a wrapper in this layer's place, may hand it something else than the block made."""
         block = self._block()
-        return (
-            block is None or _below(block, self._block.names[1]) is not self or bool(any(HOOKS_OF_ALL) or _hooks(self))
-        )
+        return block is None or _below(block, self._block.names[1]) is not self or bool(_hooks_of_others(self))
 
     def _is_plain(self) -> bool:
         return False
@@ -413,6 +412,12 @@ GivenDown._is_changed._dynamo_marked_constant = True  # type: ignore[attr-define
 def _hooks(module: nn.Module) -> list[Any]:
     """The hooks of a module's calls."""
     return [hook for kind in HOOKS for hook in getattr(module, kind).values()]
+
+
+def _hooks_of_others(module: nn.Module) -> list[Any]:
+    """The same but for twell's own, and those of all modules."""
+    own = [hook for hook in _hooks(module) if not str(getattr(hook, "__module__", "")).startswith("twell.")]
+    return [*own, *(hook for hooks in HOOKS_OF_ALL for hook in hooks.values())]
 
 
 def _changed(module: nn.Module) -> bool:
