@@ -24,7 +24,7 @@ _CALL = nn.Module.__call__ if getattr(nn.Module.__call__, "__globals__", None) i
 _FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(_linear) else None
 _LINEAR = F.linear if isinstance(F.linear, types.BuiltinFunctionType) else None
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_LINEARS = frozenset(vars(nn.Linear(0, 0, device="meta"))) | {"_is_hf_initialized", "_hf_hook", "_old_forward"}
+_OF_LINEARS = frozenset(vars(nn.Linear(1, 1, device="meta"))) | {"_is_hf_initialized", "_hf_hook", "_old_forward"}
 HOOKS_OF_ALL = (
     *(_module._global_forward_pre_hooks, _module._global_forward_hooks),
     *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
