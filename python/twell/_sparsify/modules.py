@@ -415,7 +415,7 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 
 def _hooks_of_others(module: nn.Module) -> list[Any]:
-    """The same but for twell's own, and those of all modules."""
+    """Those of others than twell, and the hooks of all modules."""
     own = [hook for hook in _hooks(module) if not str(getattr(hook, "__module__", "")).startswith("twell.")]
     return [*own, *(hook for hooks in HOOKS_OF_ALL for hook in hooks.values())]
 
