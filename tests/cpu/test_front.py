@@ -44,10 +44,11 @@ def long(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 @pytest.fixture
 def chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "auto" chooses on the fake GPU, and figures arrive at once."""
+    """ "auto" chooses on the fake GPU, figures arrive at once, and no layer of another test takes turns with these."""
     monkeypatch.setattr(tables, "imposed", lambda kind, index: "")
     monkeypatch.setattr(functional, "imposed_on_call", lambda kind, index: "")
     monkeypatch.setattr(site, "Transfer", fake_gpu.Arrived)
+    monkeypatch.setattr(site, "_latest", None)
 
 
 def layer(cls: Any = SparseGatedMLP, strategy: Any = "union", bias: bool = False) -> Any:
