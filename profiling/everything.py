@@ -17,6 +17,7 @@ Exit status: 1 if a command failed or a result is red, 2 for a request that make
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -214,6 +215,8 @@ class Runner:
             log.write(f"$ {shlex.join(words)}\n")
             log.flush()
             options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+            # a shell ignores interrupts in what it runs in the background, and a command would inherit that
+            options["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
             process = subprocess.Popen(words, cwd=ROOT, env=environment, **options)
             try:
                 status = process.wait(max(1.0, self.left_s))
