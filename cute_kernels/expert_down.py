@@ -131,7 +131,7 @@ class ExpertDown(UpDownToken):
         stats = cute.make_tensor(words.iterator, cute.make_layout((Int32(0), Int32(1), 2), stride=(2, 2, 1)))
         layer = (x, words, spill, w_up, w_down, none, none, y, l1, words_per_tile, activation)
         experts = Experts(owners, pairs, scales, up_rows, down_rows)
-        self.launch(Operands(*layer, sums, counters, weights, helpers, limit, stats, Int32(0), experts), stream)
+        self.launch(Operands(*layer, sums, counters, weights, helpers, limit, stats, experts), stream)
 
 
 def signature(spec: ExpertDownSpec) -> tuple[Any, tuple[Any, ...]]:

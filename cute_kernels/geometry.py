@@ -18,10 +18,9 @@ MAX_EXPERTS_OF_TOKEN = 32
 # Rows summed into one entry of the statistics that gate_pack writes.
 STATS_ROWS = 8
 # Counters of `up_down_token` before those of its tokens, padded: clusters that have seen their tokens; all non-zeros
-# plus 1, or -1 where `dense_halves` computes the tokens.
+# plus 1.
 TOKEN_COUNTERS = 4
 SEEN, TOTAL = 0, 1
-BY_DENSE_HALVES = -1
 
 # The hybrid format: tokens that share a list of neurons, neurons of a list that share a run of entries, and neurons (by
 # rank of popularity) whose weight gradients are computed together.
@@ -53,9 +52,6 @@ UNION_ENTRIES = 1 << 27
 OVERFLOW_FORWARD, OVERFLOW_BACKWARD, OVERFLOW_VALUES = 16384, 3840, 1 << 27
 OVERFLOW_SUM, OVERFLOW_NEURONS = 64, 128
 OVERFLOW_COUNTERS = 3
-
-# Most parts of a sum over neurons that clusters of `dense_halves` compute side by side.
-MOST_PARTS = 8
 
 # Codes of the activations in kernels, which say how a non-zero gate becomes h, see common/activation.py. fatrelu
 # differs from relu only in the gates that are zero.
@@ -171,13 +167,3 @@ def cut_units(m: int, parts: int) -> int:
 def sums_aside(dtype: str, terms: int, ctas: int) -> int:
     """fp32 values of memory to which ``ctas`` CTAs flush sums of up to ``terms`` terms; 0 if they never need to."""
     return ctas * CTA_SUMS if terms > LONGEST_SUM[dtype] else 0
-
-
-def dense_parts(m: int, k: int, n: int, tokens: int, clusters: int, dtype: str) -> int:
-    """Parts of a sum over ``n`` neurons in `dense_halves`: as many as keep clusters busy, or long sums need.
-
-    The kernel counts in the same way, by the clusters that run.
-    """
-    units, steps = -(-k // TILE) * -(-m // tokens), -(-n // 64)
-    parts = max(clusters // units, -(-steps // (LONGEST_SUM[dtype] // 64)), 1)
-    return min(parts, steps, MOST_PARTS)

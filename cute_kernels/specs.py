@@ -46,9 +46,6 @@ PORTABLE_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {1: K_CLASSES}
 # K classes of the kernel that computes tiles of few tokens.
 TILE_K_CLASSES = (1024, 2048, 4096)
 
-# Tokens of a unit of the dense halves.
-DENSE_TOKENS = (64, 128)
-
 # K classes of the kernel that quantises rows for the screen of the gate.
 QUANTIZE_K_CLASSES = (2048, 4096, 8192, 16384)
 
@@ -376,26 +373,6 @@ class UpDownTileSpec(_FamilyKernel):
 
 
 @dataclass(frozen=True)
-class DenseHalvesSpec(_FamilyKernel):
-    """``x, packed gate, w_up, w_down -> y`` by dense products, unless the device finds that they are not wanted.
-
-    A unit of work has ``tokens`` tokens, one of ``DENSE_TOKENS``.
-    """
-
-    tokens: int
-    op: ClassVar[str] = "dense_halves"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tokens not in DENSE_TOKENS:
-            raise ValueError(f"tokens must be one of {DENSE_TOKENS}, got {self.tokens}")
-
-    @property
-    def suffix(self) -> str:
-        return f"_t{self.tokens}"
-
-
-@dataclass(frozen=True)
 class UnpackSpec(_Kernel):
     """``packed -> dense``."""
 
@@ -676,7 +653,6 @@ Spec = (
     | GateScreenSpec
     | UpDownTokenSpec
     | UpDownTileSpec
-    | DenseHalvesSpec
     | UnpackSpec
     | RegluSpec
     | CompactSpec
@@ -725,7 +701,6 @@ def all_specs() -> tuple[Spec, ...]:
         ),
         *(UpDownTokenSpec(E4M3, k, c, g) for c, ks in E4M3_TOKEN_K_CLASSES.items() for k in ks for g in flags),
         *(UpDownTileSpec(d, k) for d in DTYPES for k in TILE_K_CLASSES),
-        *(DenseHalvesSpec(d, t) for d in DTYPES for t in DENSE_TOKENS),
         *(UnpackSpec(d) for d in DTYPES),
         *(RegluSpec(d, b) for d in DTYPES for b in flags),
         *(CompactSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in flags),

@@ -26,8 +26,7 @@ about as many as helpers. The sums of a token's pieces go to `sums`, and the las
 of the list.
 
 With `stats` the CTAs that run first add up all non-zeros, and the first one writes their number for later ones. A token
-is not heavy unless it has more than a helper's share of them. If they are more than `most`, all leave, and the kernel
-of the dense halves, launched behind this one, computes the tokens.
+is not heavy unless it has more than a helper's share of them.
 
     COMPLETE  of each CTA of a larger cluster: 1 arrival + bytes, the partial sums of a window, sent by st.async.
     cluster   once at the start, so that COMPLETE exists; then before each further window, so that all CTAs have read
@@ -81,7 +80,6 @@ class Operands(NamedTuple):
     limit: Any
     # of all tokens, empty if a cluster looks at its own alone
     stats: Any  # int32 [ceil(tokens / 8), tiles, 2]: non-zeros of eight tokens in a tile
-    most: Any
     experts: Any = None  # of expert_down.py
     scales: Any = None  # of up_down_token_e4m3.py
 
@@ -258,8 +256,7 @@ class TokenCluster(TokenList, TokenPieces):
             figures = cute.make_tensor(o.stats.iterator, cute.make_layout((tiles, 2), stride=(2, 1)))
             for tile in cutlass.range(at.thread, tiles, THREADS, unroll=4):
                 count += figures[tile, 0]
-            count = self.sum_of_all(s, count, at)
-            found = count + 1 if count <= o.most else Int32(geometry.BY_DENSE_HALVES)
+            found = self.sum_of_all(s, count, at) + 1
             if cute.arch.block_idx()[0] == 0 and at.thread == 0:
                 o.counters[geometry.TOTAL] = found
         while found == 0:
@@ -581,13 +578,12 @@ class UpDownToken:
         stats: cute.Tensor,
         helpers: Int32,
         limit: Int32,
-        most: Int32,
         words_per_tile: Int32,
         activation: Int32,
         stream: cuda.CUstream,
     ):
         layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1)
-        shared = (sums, counters, weights, helpers, limit, stats, most)
+        shared = (sums, counters, weights, helpers, limit, stats)
         self.launch(Operands(*layer, words_per_tile, activation, *shared), stream)
 
     @cute.jit
@@ -615,12 +611,10 @@ class UpDownToken:
         launch.griddepcontrol_launch_dependents()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
-        at, total, limit = self.team.thread_index(k, rank), Int32(1), o.limit
+        at, limit = self.team.thread_index(k, rank), o.limit
         if o.stats.shape[0] > 0:
-            total = self.team.find_total(o, s, at)
-            limit = cutlass.max(limit, total // o.helpers)
-        if total != geometry.BY_DENSE_HALVES:
-            self.team.compute(o, s, index, limit, at)
+            limit = cutlass.max(limit, self.team.find_total(o, s, at) // o.helpers)
+        self.team.compute(o, s, index, limit, at)
 
 
 def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -639,5 +633,5 @@ def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.rows(Float32, cute.sym_int32(), cute.sym_int32(divisibility=8)),
         *(operands.vector(Int32, cute.sym_int32(), 4) for _ in range(2)),
         operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
-        *(Int32(1),) * 5,
+        *(Int32(1),) * 4,
     )

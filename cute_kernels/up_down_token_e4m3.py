@@ -130,13 +130,12 @@ class UpDownTokenE4m3(UpDownToken):
         stats: cute.Tensor,
         helpers: Int32,
         limit: Int32,
-        most: Int32,
         words_per_tile: Int32,
         activation: Int32,
         stream: cuda.CUstream,
     ):
         layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile, activation)
-        shared = (sums, counters, weights, helpers, limit, stats, most)
+        shared = (sums, counters, weights, helpers, limit, stats)
         self.launch(Operands(*layer, *shared, scales=Scales(x_scale, up_scale, down_scale)), stream)
 
 
@@ -157,5 +156,5 @@ def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.rows(Float32, cute.sym_int32(), cute.sym_int32(divisibility=8)),
         *(operands.vector(cutlass.Int32, cute.sym_int32(), 4) for _ in range(2)),
         operands.cube(cutlass.Int32, cute.sym_int32(), cute.sym_int32(), 2),
-        *(Int32(1),) * 5,
+        *(Int32(1),) * 4,
     )

@@ -292,9 +292,10 @@ def auto_losses() -> str:
     said = f'On {len(losses)} points "auto" loses {100 * statistics.mean(losses):.2f} % in the mean'
     many = sum(loss > 0.06 for loss in losses)
     said = f"{said}: {' and '.join(parts)}; more than 6 % at {many}, at most {100 * max(losses):.1f} %."
-    if graphs := [100 * row["graph_loss"] for row in found["rows"] if "graph_loss" in row]:
-        said += f" Graphs of 16 to 512 tokens, whose choice knows no figures, lose {statistics.mean(graphs):.1f} % "
-        said += f"at {len(graphs)} forward points, at most {max(graphs):.1f} %."
+    if graphs := [(row["loss"], row["graph_loss"]) for row in found["rows"] if "graph_loss" in row]:
+        known, unknown = (100 * statistics.mean(own) for own in zip(*graphs))
+        said += f" Graphs of 16 to 512 tokens lose {known:.1f} % at {len(graphs)} of the forward points, and "
+        said += f"{unknown:.1f} % where they are captured before any figure."
     return f"{said} {machine(found)}"
 
 

@@ -6,9 +6,10 @@
 A point is a layer of other sizes than those of the table, with a number of tokens, a pattern and non-zeros of its own:
 100 points by a fixed seed, 20 of them training steps. Each strategy is timed as ``twell tune`` does, and "auto" decides
 by the measured figures of the layer, as ``twell.AutoStrategy`` does. The loss is the time of its choice over that of
-the fastest strategy, minus one. These times are of CUDA graphs. The same layer is called eagerly, too: the module with
-"auto" and one of PyTorch, taken in turn, ``EAGER_CALLS`` times in a row (``profiling.host``); the eager loss is the
-time of a call of "auto" over that of PyTorch, minus one.
+the fastest strategy, minus one. Times and choices are of CUDA graphs; those of ``GRAPHS`` tokens have a line of their
+own, beside the loss of graphs that are captured before any figure. The same layer is called eagerly, too: the module
+with "auto" and one of PyTorch, taken in turn, ``EAGER_CALLS`` times in a row (``profiling.host``); the eager loss is
+the time of a call of "auto" over that of PyTorch, minus one.
 
 Points go to --out after each one; --budget-s ends a run between points. --rows decides again at measured points.
 """
@@ -53,9 +54,11 @@ GATED_SHARE = 0.85
 # Eager calls in a row, and seconds of them for each point.
 EAGER_CALLS, EAGER_S = 20, 0.1
 
+# Tokens of the graphs that engines capture for batches that decode.
+GRAPHS = range(16, 513)
 
 # Of a point, where it has them.
-MEASURED = (*tables.STRATEGIES, tables.GUARDED, "dense")
+MEASURED = (*tables.STRATEGIES, "dense")
 
 
 class Point(NamedTuple):
@@ -88,16 +91,13 @@ def points(count: int = POINTS, training: int = TRAINING_POINTS, seed: int = SEE
     return found
 
 
-def measure(point: Point, device: timing.Device, seconds: float, table: tables.Table) -> dict[str, Any]:
+def measure(point: Point, device: timing.Device, seconds: float) -> dict[str, Any]:
     """The row of a point: its figures, and milliseconds and errors by strategy."""
     problem = point.problem
     m, k, n, *_ = problem
     drawn = tune.draw_workload(point.workload, m, k, n, device.torch_device, point.seed).rows(0, m)
     layer = tune.Layer(drawn, problem.gated, problem.training, device)
     strategies = tune.measured_strategies(problem, device)
-    graph = costs.captured(problem, table)
-    if graph is not None and graph.strategy == tables.GUARDED:
-        strategies = (*strategies, tables.GUARDED)
     errors, red = layer.check(strategies)
     recordings = {name: layer.record(name) for name in ("dense", *errors) if name not in red}
     times = {name: timing.spread(each) for name, each in tune.times_of(recordings, seconds).items()}
@@ -125,22 +125,25 @@ def eager(drawn: FFN, problem: Problem, device: timing.Device) -> dict[str, Any]
 def decided(row: dict[str, Any], table: tables.Table) -> dict[str, Any]:
     """The row with the choice by ``table``, the predicted times over dense's, and the loss of the choice.
 
-    Of few tokens also with the choice of a graph, which knows no figures, and its loss beside the same strategies. A
-    row that is red has no loss.
+    Of ``GRAPHS`` also with the choice of a graph that knows no figures, and its loss beside the same strategies. A row
+    that is red has no loss.
     """
-    row = {name: value for name, value in row.items() if name not in ("graph", "graph_loss")}
     ms = {name: row[f"{name}_ms"] for name in MEASURED if f"{name}_ms" in row}
-    fastest = min((time for name, time in ms.items() if name != tables.GUARDED), default=math.nan)
+    fastest = min(ms.values(), default=math.nan)
     right = {} if row["red"] else {name: time / fastest - 1 for name, time in ms.items()}
     problem = Problem(*(row[name] for name in tune.SIZES))
-    graph = costs.captured(problem, table)
-    if graph is not None and graph.strategy in right:
-        row = row | {"graph": graph.strategy, "graph_loss": right[graph.strategy]}
+    if is_graph(row):
+        graph = costs.decide(problem, None, None, table).strategy
+        row = row | {"graph": graph, "graph_loss": right.get(graph)}
     decision = costs.decide(problem, tune.measured_figures(row), None, table)
     loss = right.get(decision.strategy)
     if "eager_auto_ms" in row:
         row = row | {"eager_loss": row["eager_auto_ms"] / row["eager_dense_ms"] - 1}
     return row | {"auto": decision.strategy, "costs": decision.costs, "loss": loss}
+
+
+def is_graph(row: dict[str, Any]) -> bool:
+    return not row["training"] and row["m"] in GRAPHS
 
 
 def line(row: dict[str, Any]) -> str:
@@ -174,8 +177,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     if known:
         losses = [row["loss"] for row in known]
         yield f"all: {len(losses)} points, mean {statistics.mean(losses):.2%}, most {max(losses):.1%}"
-    if losses := [row["graph_loss"] for row in rows if "graph_loss" in row]:
-        yield f"graphs: {len(losses)} points, mean {statistics.mean(losses):.2%}, most {max(losses):.1%}"
+    if graphs := [row for row in known if is_graph(row)]:
+        named = f"graphs of {GRAPHS[0]} to {GRAPHS[-1]} tokens: {len(graphs)} points"
+        for name, key in (("by figures", "loss"), ("without figures", "graph_loss")):
+            losses = [row[key] for row in graphs]
+            yield f"{named}, {name} mean {statistics.mean(losses):.2%}, most {max(losses):.1%}"
     yield from (line(row) for row in sorted(known, key=lambda row: -row["loss"])[:10])
     if called := sorted((row for row in known if "eager_loss" in row), key=lambda row: -row["eager_loss"]):
         losses = [row["eager_loss"] for row in called]
@@ -225,7 +231,7 @@ def measure_all(arguments: argparse.Namespace, device: timing.Device) -> dict[st
         if time.monotonic() - started > arguments.budget_s:
             print("held_out: out of time", file=sys.stderr)
             return data
-        data["rows"].append(decided(measure(point, device, arguments.seconds, table), table))
+        data["rows"].append(decided(measure(point, device, arguments.seconds), table))
         print(line(data["rows"][-1]), flush=True)
         write_json(data, arguments.out)
     data["complete"] = True

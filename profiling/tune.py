@@ -22,9 +22,10 @@ from profiling.draw.common import loads
 from twell import _files, testing
 from twell.commands import tune
 from twell.commands.request import RequestError
+from twell.strategy import table as shipped
 from twell.strategy import tables
 
-TABLE_FILE = Path(__file__).resolve().parents[1] / "python" / "twell" / "strategy" / "table.py"
+TABLE_FILE = Path(shipped.__file__)
 
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:

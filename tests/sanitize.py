@@ -34,11 +34,9 @@ import torch
 from torch import Tensor
 
 from twell import ops, testing, tuning
-from twell._activation import ActivationName, activation_of
+from twell._activation import ActivationName
 from twell._runtime import geometry, program, specs
 from twell.ops import hybrid
-from twell.ops.operands import Operands
-from twell.strategy.plan import Route
 from twell.testing import FFN
 
 _FORWARD = ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered", "overflow")
@@ -57,8 +55,7 @@ OPS = {
         *("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", "compact", "sampled_up", "gathered"),
     ),
     "ffn": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered", "up_down_tile"),
-    # "row" with dense halves: of each case both
-    "ffn_row": ("gate_pack", "gate_pack_few", "up_down_token", "dense_halves"),
+    "ffn_row": ("gate_pack", "gate_pack_few", "up_down_token"),
     "experts": tuple(f"expert_{part}" for part in ("pairs", "pack", "down", "union", "gathered", "sum")),
     "ffn_float8": (
         *("quantize_tokens", "gate_pack", "gate_pack_few", "up_down_token", "compact", "sampled_up", "gathered"),
@@ -259,8 +256,7 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
     if op == "ffn_row":
         for gated in (True, False):
             layer = problem if gated else problem._replace(w_up=None, b_up=None)
-            for most in (1, 1 << 30):
-                yield Call(by_row, (*layer, case.compression, case.activation, most), gated)
+            yield Call(ops.ffn_aux, (*layer, case.compression, "row", None, case.activation), gated)
         return
     if op == "experts":
         yield from experts_calls(case, problem)
@@ -356,26 +352,6 @@ def by_expert_on_cuda(*arguments: Any) -> Tensor:
     with mock.patch.object(tuning, "by_union_of_experts", return_value=arguments[8] and len(arguments[0]) > 1):
         own_code = sys.modules["twell.ops.experts"]._cuda
         return own_code(*arguments[:7], "row", arguments[7], 0.0, False)  # type: ignore[no-any-return]
-
-
-def by_row(*arguments: Any) -> Tensor:
-    """y by rows or, on a GPU with more than so many non-zeros, by dense halves."""
-    if arguments[0].is_cuda:
-        return by_row_on_cuda(*arguments)
-    # dense halves round h
-    strategy = "union" if arguments[9] == 1 else "row"
-    y: Tensor = ops.ffn(*arguments[:8], strategy, None, arguments[8])
-    return y
-
-
-def by_row_on_cuda(*arguments: Any) -> Tensor:
-    """The same on the current device."""
-    layer, (compression, activation, most) = Operands(*arguments[:7]), arguments[7:]
-    route, how = Route("row", guarded=True), activation_of(activation, gated=layer.w_up is not None)
-    program.forget()
-    with mock.patch.object(tuning, "most_by_row", return_value=most):
-        given = layer._replace(w_down=layer.w_down.t())
-        return sys.modules["twell.ops.ffn"].on_cuda(given, compression, how, route, False)[0]  # type: ignore[no-any-return]
 
 
 def gate_of(problem: FFN) -> Tensor:

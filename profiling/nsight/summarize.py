@@ -230,8 +230,6 @@ def work(op: str, spec: Any, f: Mapping[str, Any]) -> Work | None:
         "gate_pack_few": Work(2 * m * n * k, tokens + weight + packed),
         "up_down_token": Work(0, packed + projections * (tokens + fired), projections * nonzeros * row),
         "up_down_tile": Work(0, packed + projections * (tokens + fired)),
-        # where its work is wanted
-        "dense_halves": Work(4 * m * n * k, packed + 2 * (tokens + weight)),
         "pack": Work(0, ITEM * m * n + packed),
         "top_k": Work(0, ITEM * m * n),
         # both gates, and a byte

@@ -139,30 +139,6 @@ def light_nonzeros(m: int, family: str = specs.SM90) -> int:
     return next((light for most, _, light in TOKEN_CLUSTERS if m <= most), _LIGHT)
 
 
-@functools.cache
-def dense_halves(dtype: torch.dtype, m: int) -> specs.DenseHalvesSpec:
-    """The up and down projections of ``m`` tokens by dense products."""
-    return specs.DenseHalvesSpec(dtype_name(dtype), next((t for t in specs.DENSE_TOKENS if m <= t), 128))
-
-
-# Bytes per second of the rows that tokens read, flop and bytes of weights per second of the dense halves, and the
-# seconds of their two meetings (NVIDIA H100; fitted to 64 to 512 tokens of K = 2,048, N = 5,632 and of K = 4,096,
-# N = 14,336, where the halves take 29 to 78 and 85 to 230 us, and times are equal at 96 to 262 and 108 to 361 non-zeros
-# per token).
-_ROW_BYTES, _HALVES_FLOP, _HALVES_BYTES, _HALVES_START = 4.2e12, 570e12, 2.9e12, 15e-6
-
-
-# Non-zeros that no batch has.
-ALL_BY_ROW = (1 << 31) - 1
-
-
-def most_by_row(m: int, k: int, n: int, gated: bool) -> int:
-    """Non-zeros of ``m`` tokens with which rows take as long as the dense halves."""
-    rows = 2 if gated else 1
-    dense = max(2 * m * k * n * rows / _HALVES_FLOP, 2 * k * n * rows / _HALVES_BYTES) + _HALVES_START
-    return min(max(1, int(dense * _ROW_BYTES / (2 * k * rows))), ALL_BY_ROW - 1)
-
-
 def expert_tokens(pairs: int, experts: int, invariant: bool) -> int:
     """Most pairs of a token and one expert in a unit of the gate GEMM of experts; if ``invariant`` for any of both."""
     if invariant:

@@ -146,7 +146,7 @@ def test_few_tokens_have_a_choice_for_each_number_of_them() -> None:
         site._peek(problem(m), record=True)
     # graphs of many sizes are captured in a row
     rows = [row for row in site.explain() if row.graph]
-    assert [(row.tokens, row.strategy) for row in rows] == [("72 to 128", "dense")]
+    assert [(row.tokens, row.strategy) for row in rows] == [("72 to 96", "row"), ("128", "dense")]
     # new figures at the next decision, for all numbers of tokens
     site.observe(problem(72), Figures(2, None, 3))
     while site.explain()[0].calls != 17:
@@ -909,7 +909,7 @@ def test_eager_calls_count_the_host(training: bool, monkeypatch: pytest.MonkeyPa
 def test_a_capture_does_not_keep_what_eager_calls_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "HOST_SECONDS", {False: {"row": 1.0, "union": 1.0}, True: {}})
     site, x = twell.AutoStrategy(), torch.zeros(256, K, dtype=BF16)
-    site.observe(problem(256), SPARSE)
+    site.observe(problem(256, k=K, n=N), SPARSE)
     assert site.begin(x, N, True, False, False).strategy == "dense"
     monkeypatch.setattr(_modes, "capturing", lambda x: True)
     assert site.begin(x, N, True, False, False).strategy in ("row", "union")

@@ -136,10 +136,12 @@ def test_the_table_of_auto_follows_from_rows(tmp_path: Path) -> None:
     assert best.costs[(False, True, *SHAPES[0])][64]["dense"] == (1.2, 0, 0, 0)
 
 
-def test_the_table_that_ships_is_of_the_results(tmp_path: Path) -> None:
-    results = [str(path) for path in sorted(figures.RESULTS.glob("float8*.json"))]
-    assert float8.main([*results, "--table", str(tmp_path / "table.py")]) == 0
-    assert (tmp_path / "table.py").read_text() == Path(table_float8.__file__).read_text()
+def test_the_table_that_ships_is_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[Path, str]] = []
+    monkeypatch.setattr(float8._files, "write_text", lambda *file: written.append(file))
+    assert float8.main([str(path) for path in sorted(figures.RESULTS.glob("float8*.json"))]) == 0
+    assert written == [(Path(table_float8.__file__), Path(table_float8.__file__).read_text())]
+    assert tables.FLOAT8.costs is table_float8.TABLE
 
 
 def test_the_page_has_a_section_once_there_are_results() -> None:

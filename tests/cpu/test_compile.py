@@ -45,7 +45,6 @@ OCCUPANCY = {
     "transpose": (1024, 1),
     "weight_grad": (384, 1),
     "overflow": (384, 1),
-    "dense_halves": (384, 1),
     "expert_pairs": (256, 4),
     "expert_pack": (288, 2),
     "expert_union": (256, 2),
@@ -117,7 +116,7 @@ WGMMA = (
     *("gate_pack_bf16_t144", "gate_pack_few_bf16_m64", "sampled_up_bf16_training"),
     *("gate_screen_bf16", "sampled_gate_bf16"),
     *("up_down_tile_bf16_k2048", "gathered_bf16_2", "sampled_grad_bf16", "weight_grad_bf16_bias"),
-    *("overflow_bf16_forward", "overflow_bf16_backward", "dense_halves_bf16_t128"),
+    *("overflow_bf16_forward", "overflow_bf16_backward"),
 )
 
 

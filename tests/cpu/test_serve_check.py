@@ -99,27 +99,9 @@ def test_without_text_figures_are_assumed_and_said_to_be(llama: Path, capsys: py
         known = costs.Figures(320 / 190, 1 - (1 - 1 / 190) ** 128)
         decision = costs.decide(problem, known, None)
         assert row["costs"] == decision.costs
-        graph = costs.captured(problem, tables.SHIPPED) if row["decode"] else None
-        chosen = graph or decision
-        assert (row["strategy"], row["reason"]) == chosen[:2]
-        assert row["share"] == chosen.costs[chosen.strategy]
+        assert (row["strategy"], row["reason"]) == decision[:2]
+        assert row["share"] == decision.costs[decision.strategy]
     assert "assumed, 320.0 non-zeros per token, tokens" in check(capsys, llama, *SIZES, "--nnz", 320)[1]
-
-
-def test_what_the_gpu_chooses_in_each_step() -> None:
-    layer, few, many = (
-        serve_check.Layer("", 0, 2048, 5632, 0.5),
-        LayerFigures(29, 0.3, 0.5),
-        LayerFigures(900, 0.9, 0.99),
-    )
-    row = serve_check.predict(layer, few, 64, True, 1)
-    assert row.strategy == tables.GUARDED
-    assert row.share is not None
-    # the choice takes time, too
-    assert row.costs["row"] < row.share < 1
-    assert serve_check.predict(layer, few, 64, False, 1).strategy == "row"
-    # then the GPU takes dense products, whose time is not known
-    assert serve_check.predict(layer, many, 64, True, 1).share is None
 
 
 def test_measured_figures_are_those_of_the_gates(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -644,6 +644,13 @@ def test_the_generator_measures_the_same_way(
     costs = tune.fit([*data["rows"], *measured()])
     assert (written.MACHINE, written.DATE, written.TABLE) == (machine, "2026-11-21", costs)
     assert max(map(len, table.read_text().splitlines())) <= 120
+    # by default it writes the file that "auto" reads
+    asked: list[Path] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(shipped._files, "write_text", lambda path, text: asked.append(path))
+        assert shipped.main(["--from", str(out), "--write"]) == 0
+    assert [path.samefile(generated.__file__) for path in asked] == [True]
+    assert tables.SHIPPED.costs is generated.TABLE
     shipped.write_json({"machine": "NVIDIA H100 (132 SMs); torch 2.11.0", "date": date, "rows": []}, other)
     assert shipped.main(["--from", str(out), str(other)]) == 2
     assert "a table is for one GPU, got measurements of NVIDIA H100, NVIDIA H200" in capsys.readouterr().err
@@ -699,7 +706,8 @@ def test_held_out_rows_can_be_decided_again(tmp_path: Path, capsys: pytest.Captu
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "forward: 2 points, mean 4.00%, most 6.0%"
     assert lines[2].startswith("all: 3 points, mean 2.67%")
-    assert lines[3].split()[0] == "6.0%"
+    assert lines[3] == "graphs of 16 to 512 tokens: 2 points, by figures mean 4.00%, most 6.0%"
+    assert lines[5].split()[0] == "6.0%"
     assert lines[-1] == MACHINE
     # by another table
     shipped.write_json({"machine": MACHINE, "date": "2026-11-22", "rows": cheap_union()}, tuned)
@@ -709,17 +717,14 @@ def test_held_out_rows_can_be_decided_again(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_losses_are_beside_what_a_layer_can_be() -> None:
-    """Not "row+dense", which a graph alone has; nothing stays of an earlier choice, and red rows have no loss."""
-    row = held(0.1, graph="dense", graph_loss=9.0)
-    assert "graph_loss" not in held_out.decided(row, tables.SHIPPED)
-    row["row+dense_ms"] = 0.5
+    """Nothing stays of an earlier choice, "row+dense_ms" is of an earlier version, and red rows have no loss."""
+    row = held(0.1, graph="union", graph_loss=9.0, m=128, **{"row+dense_ms": 0.5})
     decided = held_out.decided(row, tables.SHIPPED)
     assert (decided["auto"], decided["loss"]) == ("row", pytest.approx(0.1))
-    assert (decided["graph"], decided["graph_loss"]) == ("row+dense", -0.5)
+    assert (decided["graph"], decided["graph_loss"]) == ("dense", 1.0)
     del row["dense_ms"]
     red = held_out.decided(row | {"red": {"dense": "wrong"}}, tables.SHIPPED)
-    assert red["loss"] is None
-    assert "graph_loss" not in red
+    assert (red["loss"], red["graph_loss"]) == (None, None)
     assert held_out.line(red).startswith("RED")
 
 

@@ -318,11 +318,8 @@ def ffn_screened(m: int, k: int, n: int, density: float, biases: str, seed: int 
     testing.assert_same(found[2], stats, "stats")
 
 
-def by_row(m: int, k: int, n: int, every: int, gated: bool = True, guarded: bool = False, seed: int = 0) -> None:
-    """Strategy "row", which the device may compute by dense products if ``guarded``.
-
-    One token of each ``every`` fires nearly all neurons if k is at least m.
-    """
+def by_row(m: int, k: int, n: int, every: int, gated: bool = True, seed: int = 0) -> None:
+    """Strategy "row". One token of each ``every`` fires nearly all neurons if k is at least m."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, 20, (m, 1), generator=generator)
     counts[::every] = n - 5
@@ -335,9 +332,9 @@ def by_row(m: int, k: int, n: int, every: int, gated: bool = True, guarded: bool
     layer = Operands(*problem) if gated else Operands(*problem)._replace(w_up=None, b_up=None)
     right = ops.ffn_aux(*layer, 8, "row", None)
     found = importlib.import_module("twell.ops.ffn").on_cuda(
-        layer._replace(w_down=layer.w_down.t()), 8, RELU, Route("row", guarded=guarded), not guarded
+        layer._replace(w_down=layer.w_down.t()), 8, RELU, Route("row"), True
     )
-    for name, ours, theirs in zip(("y",) if guarded else ("y", "l1", "nonzeros"), found, right):
+    for name, ours, theirs in zip(("y", "l1", "nonzeros"), found, right):
         testing.assert_same(ours, theirs, name)
 
 

@@ -199,33 +199,6 @@ def test_experts(
         checks.experts(t, k, n, count, top, most, wide_ids, seed)
 
 
-@pytest.mark.parametrize(("most", "seed"), [(1, 0), (1, 1), (1 << 20, 2)])
-@pytest.mark.parametrize(
-    ("m", "k", "n", "every", "gated"),
-    [
-        # units of 64 and of 128 tokens, of a part of the neurons and of all
-        (43, 136, 520, 8, True),
-        pytest.param(130, 328, 1000, 2, True, marks=pytest.mark.nightly),
-        (40, 264, 264, 1, False),
-        (300, 520, 136, 1, True),
-    ],
-)
-def test_the_device_chooses_dense_halves(
-    emulator: Emulator,
-    m: int,
-    k: int,
-    n: int,
-    every: int,
-    gated: bool,
-    most: int,
-    seed: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tuning, "most_by_row", lambda *_: most)
-    with emulator.stands_in(12, Schedule.of(seed)):
-        checks.by_row(m, k, n, every, gated, True, seed)
-
-
 @SEEDS
 @pytest.mark.parametrize(
     ("m", "k", "n", "density", "biases", "gated"),

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.fuzz.problems import BIASES, DTYPES, SPARSE, Case, Layer, largest, level_of, sums
-from twell import testing, tuning
+from twell import testing
 from twell._runtime import geometry
 
 # Share that one tensor-core instruction, 16 terms of one sign, truncates on average (H200: 1e-7). A sum of
@@ -270,10 +270,7 @@ def solve(case: Case, layer: Layer) -> Right:
     if up is not None:
         hidden = hidden.times(fired(case, up if sparse else up.rounded(dtype)))
     if up is not None or squares:
-        by_dense = case.strategy == "row+dense" and active.sum() > tuning.most_by_row(
-            case.m, case.k, case.n, case.gated
-        )
-        if by_dense or case.strategy not in ("row", "row+dense", "row+invariant") or case.training:
+        if case.strategy not in ("row", "row+invariant") or case.training:
             hidden = hidden.rounded(dtype)
         hidden = hidden.where(active)
     down = Product(hidden, layer.w_down.double())

@@ -20,8 +20,7 @@ from twell._runtime import geometry
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPS = {"pack": 3, "forward": 4, "aux": 3, "train": 6, "decode": 3, "overflow": 2}
 STRATEGIES = {
-    "row": 4,
-    "row+dense": 2,
+    "row": 6,
     "union": 5,
     "union+screen": 4,
     "row+invariant": 1,
@@ -29,7 +28,7 @@ STRATEGIES = {
     "auto": 2,
     "site": 1,
 }
-SPARSE = ("row", "row+dense", "union", "union+screen", "row+invariant")
+SPARSE = ("row", "union", "union+screen", "row+invariant")
 PATTERNS = {
     "uniform": 3,
     "tokens": 4,
@@ -200,16 +199,9 @@ def draw(seed: int, number: int, limits: Limits, graphs: bool) -> Case:
     strategy = pick(rng, STRATEGIES) if op != "pack" else "row"
     if op == "overflow" or (strategy == "union+screen" and not limits.screens):
         strategy = "union"
-    elif training and strategy in ("row+invariant", "row+dense"):
+    elif training and strategy == "row+invariant":
         # for inference alone
         strategy = "row"
-    if strategy == "row+dense":
-        if training or op == "pack" or not limits.screens or k > min(geometry.LONGEST_SUM.values()):
-            # on Hopper alone, from sums in one piece
-            strategy = "row"
-        else:
-            # it has no figures
-            op = "forward"
     sparse = strategy in SPARSE
     present = [name for name in NAMES if name in biases or (name == "w_up" and gated) or name in ("x", *WEIGHTS[::2])]
     wanted: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MEAN, _RANGE, _LIGHT, _GREY = "#c55a11", "#f8cbad", "#9dc3e6", "#7f7f7f"
 _BLUE = "#1f4e79"
 _CALLS = (_BLUE, "#c55a11", "#548235", "#7030a0", "#bf9000", _GREY)
-_MARKERS = {"row": "o", "union": "s", "union+screen": "^", "row+dense": "D", "dense": "x"}
+_MARKERS = {"row": "o", "union": "s", "union+screen": "^", "dense": "x"}
 
 
 def require() -> None:

@@ -13,7 +13,7 @@ from twell.commands.request import counted
 from twell.commands.sparsity import LayerSparsity
 from twell.strategy import costs
 from twell.strategy.plan import Facts, unpackable
-from twell.strategy.tables import SCREENED, SHIPPED, Table
+from twell.strategy.tables import SCREENED, Table
 
 # A layer is far from the nearest measured one if its K or K * N differs by more than the first factor, and beyond
 # prediction by more than the second.
@@ -83,16 +83,14 @@ def predict(report: LayerSparsity, call: Call, table: Table | None = None) -> Pr
     refusal = unpackable(Facts("sizes", n=report.n, k=report.k))
     if refusal:
         return Prediction(call, "dense", 1.0, refusal.message, measured, far)
-    decision, share = costs.replayed(problem, report.figures, table or SHIPPED)
+    decision = costs.decide(problem, report.figures, None, table)
     sparse = {name: cost for name, cost in decision.costs.items() if name != "dense"}
     reason = decision.reason
     if not sparse:
         reason = f"no sparse kernel was measured for {call}"
     elif decision.strategy == "dense" and min(sparse.values()) >= 1:
         reason = ", ".join(f"{name} would take {cost:.2f}" for name, cost in sparse.items()) + " of dense's time"
-    if share is None:
-        share, reason = 1.0, "the device would compute dense products, no faster than a dense layer"
-    return Prediction(call, decision.strategy, 1 / share, reason, measured, far)
+    return Prediction(call, decision.strategy, 1 / decision.costs[decision.strategy], reason, measured, far)
 
 
 # Layers that are less than this much faster do not pay: GPUs of one model differ by more.
@@ -111,7 +109,8 @@ def most_nonzeros(shape: Shape, call: Call, table: Table | None = None) -> int:
     def pays(nonzeros: int) -> bool:
         share = nonzeros / n
         figures = costs.Figures(nonzeros, 1 - (1 - share) ** geometry.TOKEN_TILE)
-        return (costs.replayed(problem, figures, table or SHIPPED)[1] or 1.0) * PAYS <= 1
+        decision = costs.decide(problem, figures, None, table)
+        return decision.costs[decision.strategy] * PAYS <= 1
 
     # from few to many in steps of 2 %, since a cost need not rise with them everywhere
     most, step = 0, 1

@@ -22,7 +22,7 @@ from twell._runtime import geometry
 from twell.commands import prediction, saved_model, sparsity
 from twell.commands.request import RequestError, aligned, as_percent, at_least, check_file, number_above, pick_device
 from twell.integrations import float8_layouts, layouts, vllm
-from twell.strategy.costs import ASSUMED_DENSITY, FLOAT8_DENSITY, Figures, Problem, decide, nearest, replayed
+from twell.strategy.costs import ASSUMED_DENSITY, FLOAT8_DENSITY, Figures, Problem, decide, nearest
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, unpackable
 from twell.strategy.tables import FLOAT8, SHIPPED, Table, in_use
 from twell.tuning import MERGED_TOKENS
@@ -429,9 +429,6 @@ def predict(
     if refused or layer.reason:
         return Row(layer.number, m, decode, "dense", 1.0, refused or layer.reason, {})
     known = Figures(figures.nonzeros / ranks, vllm.union(figures, m))
-    if decode and requested.strategy == "auto":
-        (strategy, reason, costs), share = replayed(problem, known, table)
-        return Row(layer.number, m, decode, strategy, share, reason, costs)
     strategy, reason, costs = decide(problem, known, None, table)
     if requested.strategy != "auto":
         strategy, reason = requested.strategy, "named by the configuration"
@@ -470,8 +467,7 @@ def _report(
     yield "non-zeros: mean per token. union: share of the neurons that 128 tokens fire, which follow each other in a"
     yield "  text as in a prompt, or come from many places as in a batch. layers: with the products for query, key,"
     yield "  value and output, by numbers of weights, without attention itself, which reads the cache of sequences."
-    yield 'row+dense: a CUDA graph in which the GPU chooses in each step; "-" where it would take dense products, whose'
-    yield "  time is not known. Without figures in config.json a server chooses graphs of fewer by assumed ones."
+    yield "A server without figures runs batches of 65 to 512 sequences dense, and smaller ones by assumed figures."
     yield "Calls of up to 1,024 tokens count as batches, others as text, as in a server that has measured none."
     yield f"Dense in 16 bits computes gate and up in one product for up to {MERGED_TOKENS} tokens, as in servers;"
     yield "  `twell analyze` takes it for two, and all calls for tokens that follow each other in a text."

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from twell import _modes, tuning
 from twell._activation import Activation
-from twell._runtime import geometry
 from twell.ops import screened
 from twell.ops.library import no_view
 from twell.ops.operands import Operands
@@ -23,19 +22,7 @@ from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.strategy import costs
 from twell.strategy.known import Run
-from twell.strategy.plan import Route
 from twell.strategy.site import Measurement, tokens_of
-
-
-def instead(route: Route, x: Tensor | None, totals: bool) -> Route:
-    """The route of an operator: dense where it would be dense halves that cannot compute what is asked of them.
-
-    They have no totals, take sums over K in one piece, and read x [..., K], which a given gate alone comes without.
-    """
-    if not route.guarded:
-        return route
-    short = x is not None and x.shape[-1] <= geometry.LONGEST_SUM[tuning.dtype_name(x.dtype)]
-    return route if short and not totals else Route("dense", route.measurement)
 
 
 def totalled(

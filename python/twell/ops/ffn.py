@@ -62,7 +62,7 @@ from twell.ops.up_down import on_cpu as up_down_on_cpu
 from twell.strategy.known import Memory, Run, remember
 from twell.strategy.plan import Facts, Route, routed
 from twell.strategy.site import AutoStrategy, found, site_of, without_site
-from twell.strategy.tables import GUARDED, SCREENED, imposed_on_call
+from twell.strategy.tables import SCREENED, imposed_on_call
 
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
 # y, parts of the sum of |h|, stats; for "union" the unions and, if it screens, the candidates, with more behind them
@@ -148,7 +148,6 @@ def on_cuda(layer: Operands, compression: int, activation: Activation, route: Ro
 
     w_down is [K, N], and x may have any leading dimensions.
     """
-    route = dense.instead(route, layer.x, totals)
     return _run(_sparse_on_cuda, layer, compression, activation, route, totals)
 
 
@@ -310,14 +309,14 @@ def _by_row(
     p: Program, layer: Views, results: Sequence[View], compression: int, activation: Activation, name: str
 ) -> None:
     """Strategy "row" by a route of this name."""
-    invariant, guarded = name == "row+invariant", name == GUARDED
+    invariant = name == "row+invariant"
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats = results
     words, spill = scratch(p, x, x.shape[0], w_gate, compression)
     how = compression, activation
-    counted = counters(p, x, w_up is not None, invariant, guarded)
+    counted = counters(p, x, w_up is not None, invariant)
     zeroed = pack(p, x, w_gate, b_gate, words, spill, stats, *how, invariant, counted)
-    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how, zeroed, stats, guarded)
+    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how, zeroed, stats)
 
 
 def inference_of(

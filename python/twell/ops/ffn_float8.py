@@ -241,7 +241,7 @@ def _by_row(
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats = results
     words, spill = scratch(p, x, x.shape[0], w_gate, compression)
-    counted = counters(p, x, w_up is not None, invariant, False)
+    counted = counters(p, x, w_up is not None, invariant)
     zeroed = pack(p, x, w_gate, b_gate, words, spill, stats, compression, activation, invariant, counted)
     multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, compression, activation, zeroed, stats)
 

@@ -22,7 +22,6 @@ from twell import _memory, _modes, tuning
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry
 from twell._runtime.program import Program, View
-from twell.ops import dense
 from twell.ops.ffn_union import small_tiles
 from twell.ops.library import (
     ACTIVATION,
@@ -50,7 +49,7 @@ from twell.ops.up_down_union import on_cpu as union_on_cpu
 from twell.ops.up_down_union import shapes as union_shapes
 from twell.strategy.plan import Facts, Route, routed
 from twell.strategy.site import site_of, without_site
-from twell.strategy.tables import GUARDED, imposed_on_call
+from twell.strategy.tables import imposed_on_call
 
 GIVEN = "Tensor gate, Tensor? x, Tensor? w_up, Tensor w_down, Tensor? b_up, Tensor? b_down"
 
@@ -128,7 +127,7 @@ def _dense(given: Given, activation: Activation, measurement: Any, totals: bool)
         return y, hidden.abs().sum(dtype=torch.float32), gate.numel() - (gate <= level).sum()
 
 
-def _route(given: Given, strategy: str, site: Tensor | None, totals: bool) -> Route:
+def _route(given: Given, strategy: str, site: Tensor | None) -> Route:
     """The route of a call; that of "auto" by costs."""
     on = given.gate.device
     imposed = imposed_on_call(on.type, on.index) if strategy == "auto" else ""
@@ -140,7 +139,7 @@ def _route(given: Given, strategy: str, site: Tensor | None, totals: bool) -> Ro
         route = without_site(tokens, *how) if site is None else site_of(site, False).begin(tokens, *how)
         # a site that others share may know the screen
         route = route._replace(screen=False)
-    return dense.instead(route, given.x, totals)
+    return route
 
 
 def _operators(compute: Callable[..., _Totals] | None) -> list[Implementation]:
@@ -158,7 +157,7 @@ def _operators(compute: Callable[..., _Totals] | None) -> list[Implementation]:
             return y, gate.new_empty((), dtype=torch.float32), gate.new_empty((), dtype=torch.int64)
         if _modes.capturing(given.w_down):
             _memory.note_capture(given.w_down)
-        return compute(given, compression, activation, _route(given, strategy, site, totals), totals)
+        return compute(given, compression, activation, _route(given, strategy, site), totals)
 
     return [lambda *arguments: run(False, *arguments)[0], lambda *arguments: run(True, *arguments)]
 
@@ -197,7 +196,7 @@ def _figures(y: Tensor | View, n: int, route: str) -> tuple[Shape, Shape, Shape]
 def _build(p: Program, *views: Any) -> None:
     """Launch a layer behind its gate into y and, if they are given, l1, stats and sizes."""
     gate, x, w_up, w_down, b_up, b_down, y, *figures, compression, activation, route = views
-    (m, n), k, gated, guarded, spec = gate.shape, y.shape[1], w_up is not None, route == GUARDED, None
+    (m, n), k, gated, spec = gate.shape, y.shape[1], w_up is not None, None
     if figures[0] is None:
         parts, *others = _figures(y, n, route)
         if route == "union":
@@ -220,13 +219,13 @@ def _build(p: Program, *views: Any) -> None:
         by_slices(p, (y if x is None else x, w_up, w_down, b_up, b_down), packed_of, (y, l1, sizes), activation)
         return
     words, spill, _ = (p.scratch(*shape) for shape in shapes(gate.dtype, m, n, compression))
-    counted = 0 if spec else counters(p, y, gated, False, guarded)
+    counted = 0 if spec else counters(p, y, gated, False)
     zeroed = pack_gate(p, gate, words, spill, stats, compression, activation, counted)
     layer = x, words, spill, w_up, w_down, b_up, b_down
     if spec is not None:
         small_tiles(p, *layer, y, l1, compression, activation, spec)
     else:
-        multiply(p, *layer, y, l1, compression, activation, zeroed, stats, guarded)
+        multiply(p, *layer, y, l1, compression, activation, zeroed, stats)
 
 
 _on_cuda = _operators(lambda *call: _run(_sparse_on_cuda, *call))

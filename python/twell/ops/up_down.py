@@ -15,8 +15,7 @@ x is [M, K], words and spill are those of its gate, packed with this ``compressi
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,18 +42,6 @@ from twell.ops.library import (
 )
 from twell.ops.operands import PackedOperands, Scaled, launched, run
 from twell.ops.unpack import unpack
-
-
-class Packed(NamedTuple):
-    """The views of a packed gate and of the layer behind it."""
-
-    x: View
-    words: View
-    spill: View
-    w_up: View | None
-    w_down: View
-    b_up: View | None
-    b_down: View
 
 
 @grouped(PackedOperands)
@@ -106,15 +93,12 @@ def _kernel(p: Program, m: int, k: int, dtype: torch.dtype, gated: bool, alone: 
     return spec, 0 if alone else tuning.token_helpers(m, spec, p.multiprocessors)
 
 
-def counters(p: Program, x: View | Scaled, gated: bool, invariant: bool, guarded: bool) -> int:
-    """Counters of the clusters that share tokens of ``x`` [M, K], and of dense halves if ``guarded``; 0 if none do."""
+def counters(p: Program, x: View | Scaled, gated: bool, invariant: bool) -> int:
+    """Counters of the clusters that share tokens of ``x`` [M, K]; 0 if none do."""
     m, k = x.shape
     spec, helpers = _kernel(p, m, k, x.dtype, gated, invariant)
-    if not helpers:
-        return 0
     # those of the tokens' clusters, and the weights of heavy tokens
-    own: int = geometry.TOKEN_COUNTERS + m * (spec.cluster + 1)
-    return own + (geometry.OVERFLOW_COUNTERS if guarded else 0)
+    return geometry.TOKEN_COUNTERS + m * (spec.cluster + 1) if helpers else 0
 
 
 def multiply(
@@ -132,12 +116,10 @@ def multiply(
     activation: Activation,
     zeroed: View | None = None,
     stats: View | None = None,
-    guarded: bool = False,
 ) -> None:
     """Launch what fills ``y`` and ``l1``.
 
     ``zeroed`` are ``counters``, which another launch has zeroed; without them and ``stats`` no clusters share a token.
-    If ``guarded``, the device may choose dense products instead, which leave ``l1`` as it is.
     """
     (m, k), dtype, gated = y.shape, spill.dtype, w_up is not None
     spec, helpers = _kernel(p, m, k, w_down.dtype, gated, zeroed is None)
@@ -145,14 +127,13 @@ def multiply(
     sums = p.scratch(torch.float32, 2 * helpers, k + 8)
     if zeroed is None:
         zeroed = p.scratch(torch.int32, 0)
-    own, weights, halves = zeroed, zeroed, zeroed
+    own, weights = zeroed, zeroed
     if helpers:
         first = geometry.TOKEN_COUNTERS + m * spec.cluster
-        own, weights, halves = (zeroed.part(*ends) for ends in pairwise((0, first, first + m, zeroed.shape[0])))
-    if stats is None or not helpers or not (guarded or m in tuning.TOKENS_COUNTED):
+        own, weights = zeroed.part(0, first), zeroed.part(first, first + m)
+    if stats is None or not helpers or m not in tuning.TOKENS_COUNTED:
         stats = p.scratch(torch.int32, 0, 1, 2)
-    most = tuning.most_by_row(m, k, w_down.shape[1], gated) if guarded else tuning.ALL_BY_ROW
-    numbers = helpers, tuning.light_nonzeros(m, tuning.family(p.index)), most
+    numbers = helpers, tuning.light_nonzeros(m, tuning.family(p.index))
     biases = bias_view(p, b_up, dtype) if gated else None, bias_view(p, b_down, dtype)
     form = geometry.words_per_tile(compression), activation.code()
     w_down = down_rows(p, w_down)
@@ -161,20 +142,6 @@ def multiply(
     p.launch(
         spec, *of_x, words, spill, *of_up, *launched(w_down), *biases, y, l1, sums, own, weights, stats, *numbers, *form
     )
-    if guarded and not isinstance(x, Scaled) and x is not None:
-        _by_dense_halves(p, Packed(x, words, spill, w_up, w_down, *biases), y, own, halves, form)
-
-
-def _by_dense_halves(p: Program, operands: Packed, y: View, seen: View, counters: View, form: tuple[int, int]) -> None:
-    """Launch what fills ``y`` if ``seen`` says so, the counters of `up_down_token`; its own ``counters`` are zero."""
-    x, words, spill, w_up, w_down, b_up, b_down = operands
-    (m, k), n, clusters = y.shape, w_down.shape[0], p.multiprocessors // 2
-    spec = tuning.dense_halves(y.dtype, m)
-    parts = geometry.dense_parts(m, k, n, spec.tokens, clusters, spec.dtype)
-    hidden, sums = p.scratch(y.dtype, m, n), p.scratch(torch.float32, parts * m if parts > 1 else 0, k)
-    # without an up projection neither it nor its bias is read
-    own = w_down if w_up is None else w_up, w_down, bias_view(p, None, y.dtype) if b_up is None else b_up, b_down
-    p.launch(spec, x, words, spill, *own, y, hidden, sums, seen, counters, int(w_up is not None), *form, clusters)
 
 
 up_down = register(

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from twell import tuning
 from twell._runtime import geometry
 from twell.strategy import tables
-from twell.strategy.tables import GUARDED, SCREENED, Key, Table, Terms
+from twell.strategy.tables import SCREENED, Key, Table, Terms
 from twell.tuning import FEW_GATE_PACK, UNION_TILE_TOKENS, up_down_tile
 
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
@@ -27,6 +26,9 @@ SAFE_SHARE = 0.85
 # times slower than dense, and "row" thirty times. With fewer tokens neither is the safer one.
 WORST_CASE_PREMIUM = 1.25
 ASSUMED_DENSITY = 1 / 190
+# Tokens of CUDA graphs that are dense if nothing was measured before: sparse rows gain little there, and rows of a
+# layer that is not sparse lose much. More tokens have the bounded "union".
+UNSURE_GRAPHS = range(FEW_GATE_PACK + 1, 513)
 # The largest share of neurons that fire for a token of which times in e4m3 are known (`float8.json`).
 FLOAT8_DENSITY = 0.0059
 
@@ -295,8 +297,8 @@ def decide(
     """Choose the strategy for ``problem`` from measured ``figures`` and the ``current`` strategy; either may be None.
 
     A pure function of these, of the table of costs, by default the shipped one, and of ``screen``, as in ``costs``.
-    Without figures inference takes a sparse strategy and training the dense one. Calls of a kind for which the table
-    must not stand in (``Table.lacks``) are dense.
+    Without figures inference takes a sparse strategy, except in ``UNSURE_GRAPHS``, and training the dense one. Calls of
+    a kind for which the table must not stand in (``Table.lacks``) are dense.
     """
     problem, figures = _of_slice(problem, figures)
     if lacks := _of_weights(problem, table).lacks(problem.training, problem.gated):
@@ -327,68 +329,10 @@ def _of_slice(problem: Problem, figures: Figures | None) -> tuple[Problem, Figur
     return problem._replace(n=slices[0][1]), figures
 
 
-# Numbers of tokens for which a CUDA graph may hold both "row" and dense halves, and the seconds that the choice costs.
-# NVIDIA H100, us with and without it: K = 2,048, N = 5,632 25.8 and 25.1 for 64 tokens, 34.6 and 32.9 for 128, 56.8 and
-# 55.3 for 512; K = 4,096, N = 14,336 74.9 and 73.3, 89.1 and 87.5, 211.7 and 210.2.
-GUARDED_TOKENS = range(16, 513)
-_CHOICE_SECONDS = 2e-6
-# A graph holds both where rows of a sparse layer take less of dense's time than this: dense halves take longer than a
-# dense graph, where many neurons fire. NVIDIA H200, 2026-11-28, K = 2,048, N = 5,632, "topic128" and "dense911", over
-# dense: 0.97 and 1.33 for 64 tokens, 1.62 and 1.87 for 256.
-_GUARDED_BELOW = 0.82
-
-
-def guarded_share(problem: Problem, figures: Figures, table: Table) -> float:
-    """The time of ``GUARDED`` over dense's where the device computes rows."""
-    dense = merged_cost(problem) * _dense_call_seconds(problem)
-    return costs(problem, figures, table, False).get("row", math.inf) + _CHOICE_SECONDS / dense
-
-
-def captured(problem: Problem, table: Table) -> Decision | None:
-    """The choice for a CUDA graph of few tokens, which replays on later data; None for other calls.
-
-    No figure decides it. If rows of a sparse layer of this size gain enough (``_GUARDED_BELOW``), the graph has
-    ``GUARDED``, so that the device chooses in each replay. Otherwise, and without the kernels for it, it is dense.
-    """
-    if problem.training or problem.eager or problem.float8 or problem.m not in GUARDED_TOKENS:
-        return None
-    problem, _ = _of_slice(problem, None)
-    # the kernels of the screen and of the choice are both for Hopper alone
-    if not table.screens or table.lacks(False, problem.gated):
-        return Decision("dense", "a graph keeps its choice, and this GPU cannot choose in each replay", {"dense": 1.0})
-    assumed = Figures(ASSUMED_DENSITY * problem.n, None)
-    if guarded_share(problem, assumed, table) < _GUARDED_BELOW:
-        reason = "the device chooses in each replay; calls with aux and of the largest K are dense"
-        return Decision(GUARDED, reason, {"dense": 1.0})
-    reason = f"rows with one non-zero in {1 / ASSUMED_DENSITY:.0f} gain too little at {problem.m} tokens"
-    in_place = problem._replace(down_copied=False)
-    if problem.down_copied and guarded_share(in_place, assumed, table) < _GUARDED_BELOW:
-        reason += ", as the down weight is copied; they need no copy where it is stored by rows"
-    return Decision("dense", reason, {"dense": 1.0})
-
-
-def replayed(problem: Problem, figures: Figures, table: Table) -> tuple[Decision, float | None]:
-    """The choice for a CUDA graph of a layer with known figures, and its share of dense's time; None if not known."""
-    decision = decide(problem, figures, None, table)
-    graph = captured(problem, table)
-    if graph is None:
-        return decision, decision.costs.get(decision.strategy)
-    graph = graph._replace(costs=decision.costs)
-    if graph.strategy == "dense":
-        return graph, 1.0
-    problem, of_slice = _of_slice(problem, figures)
-    assert of_slice is not None
-    # the time of dense products on the device is not known
-    dense = of_slice.nonzeros * problem.m > tuning.most_by_row(problem.m, problem.k, problem.n, problem.gated)
-    return graph, None if dense else guarded_share(problem, of_slice, table)
-
-
 def decide_once(problem: Problem, table: Table) -> str:
     """The strategy of a call of which nothing will be known: a caller that wants a choice in training passes a site."""
-    problem, _ = _of_slice(problem, None)
-    if (fixed := captured(problem, table)) is not None:
-        return fixed.strategy
     if problem.training:
+        problem, _ = _of_slice(problem, None)
         return "union" if problem.n <= table.union_neurons and not table.lacks(True, problem.gated) else "dense"
     return decide(problem, None, None, table).strategy
 
@@ -419,6 +363,8 @@ def _takes_row(problem: Problem) -> bool:
 def _fresh(problem: Problem, table: Table | None) -> Decision:
     if problem.training:
         return Decision("dense", "nothing measured yet, and an untrained layer fires half of its neurons", {})
+    if not problem.eager and not problem.float8 and problem.m in UNSURE_GRAPHS:
+        return Decision("dense", "a graph keeps its choice, and nothing was measured before it", {})
     assumed = costs(problem, Figures(ASSUMED_DENSITY * problem.n, None), table)
     row, union = assumed.get("row", 1.0), assumed.get("union", math.inf)
     if problem.m > UNION_TILE_TOKENS and union <= WORST_CASE_PREMIUM * row and union < 1:

@@ -13,7 +13,7 @@ import torch
 
 from twell._arguments import require_flag
 from twell._runtime import geometry, specs
-from twell.strategy.tables import GUARDED, SCREENED
+from twell.strategy.tables import SCREENED
 
 STRATEGIES = ("auto", "dense", "row", "union")
 _SCREENING = ("auto", "union")
@@ -73,8 +73,7 @@ class Route(NamedTuple):
 
     held: non-zeros per token for which training keeps room; 0: the most. screen: whether "union" computes a gate only
     where the int8 screen says that it may fire, or "auto" may choose so. invariant: whether "row" gives a token the
-    same bits in every call. guarded: whether the device may compute the second half of "row" by dense products.
-    reason: why, for ``explain``.
+    same bits in every call. reason: why, for ``explain``.
     """
 
     strategy: str
@@ -83,7 +82,6 @@ class Route(NamedTuple):
     held: int = 0
     screen: bool = False
     invariant: bool = False
-    guarded: bool = False
     reason: str = ""
 
     @property
@@ -91,15 +89,13 @@ class Route(NamedTuple):
         """The route in a word, as figures and profiles show it; without what "auto" may choose."""
         if self.invariant:
             return f"{self.strategy}+invariant"
-        if self.guarded:
-            return GUARDED
         return SCREENED if self.screen and self.strategy == "union" else self.strategy
 
 
 def route_of(name: str, measurement: Any = None, holder: Any = None, held: int = 0) -> Route:
     """The route of this ``Route.name``, which is what ``costs.decide`` chooses."""
     strategy, _, how = name.partition("+")
-    return Route(strategy, measurement, holder, held, how == "screen", how == "invariant", name == GUARDED)
+    return Route(strategy, measurement, holder, held, how == "screen", how == "invariant")
 
 
 class Refusal(NamedTuple):

@@ -263,16 +263,15 @@ class AutoStrategy:
     sparse operators are slower than that; nothing is measured there.
 
     The same figures arriving at the same calls give the same choices. Strategies differ in the last bits, and arrival
-    is a matter of timing: name a strategy for bitwise repeatable runs. A CUDA graph of inference on 16 to 512 tokens
-    leaves the choice to the device, which makes it in each replay from the non-zeros of that replay ("row+dense" of
-    ``explain``), or is dense where that cannot pay. Other CUDA graphs keep the strategy chosen before their capture,
-    and so does a compiled graph that trains; neither measures, so make them after some calls, or name the strategy. A
-    compiled, traced or exported graph without gradients has the choice inside if it was made on a GPU, since on a CPU
-    it is dense: it calls ``torch.ops.twell.ffn``, which finds the site by the memory of the layer's first weight,
-    counts, measures and chooses each time it runs. Where there is no site, as in a program loaded by another process,
-    it gets a new one. Under activation checkpointing, training keeps its choice until the backward pass is through, so
-    that the recomputation runs the strategy of the forward pass; the recomputation neither counts as a call nor
-    measures.
+    is a matter of timing: name a strategy for bitwise repeatable runs. A CUDA graph keeps the strategy that the figures
+    before its capture choose, by the GPU's time alone; without figures one of inference on 65 to 512 tokens is dense. A
+    compiled graph that trains keeps its strategy, too. Neither measures, so make them after some calls, or name the
+    strategy. A compiled, traced or exported graph without gradients has the choice inside if it was made on a GPU,
+    since on a CPU it is dense: it calls ``torch.ops.twell.ffn``, which finds the site by the memory of the layer's
+    first weight, counts, measures and chooses each time it runs. Where there is no site, as in a program loaded by
+    another process, it gets a new one. Under activation checkpointing, training keeps its choice until the backward
+    pass is through, so that the recomputation runs the strategy of the forward pass; the recomputation neither counts
+    as a call nor measures.
 
     Copying and pickling keep choices and figures.
     """
@@ -497,10 +496,8 @@ class AutoStrategy:
                 about = (layer, _kind(key[0]), _range(key[1]), "", *bucket.decision[:2])
                 rows.append(Choice(*about, bucket.calls, figures, measured, bucket.decision.costs))
             # neighbours with one strategy share a row, which has the reason of the most tokens
-            for (training, *_), alike in itertools.groupby(
-                sorted(self._captures.items(), key=lambda item: item[0]),
-                # figures decide for other numbers of tokens than the rule of few
-                lambda item: (item[0][0], item[1].strategy, item[0][1] in costs.GUARDED_TOKENS),
+            for (training, _), alike in itertools.groupby(
+                sorted(self._captures.items(), key=lambda item: item[0]), lambda item: (item[0][0], item[1].strategy)
             ):
                 captures = list(alike)
                 (_, low), ((_, high), decision) = captures[0][0], captures[-1]
@@ -528,10 +525,7 @@ class AutoStrategy:
             self._forget_other_layers(problem)
             key = _key(problem)
             bucket = self._buckets.get(key)
-            fixed = costs.captured(problem, self._table) if record else None
-            if fixed is not None:
-                decision = fixed
-            elif bucket is not None and bucket.decision is not None and _is_laid_alike(bucket.problem, problem):
+            if bucket is not None and bucket.decision is not None and _is_laid_alike(bucket.problem, problem):
                 decision = self._finely(problem, bucket, bucket.decision)
             else:
                 decision = self._best(problem, self._nearest(key))

@@ -33,8 +33,6 @@ Costs = dict[Key, dict[int, dict[str, Terms]]]
 FOLDER = "tuning"
 # "union" with the int8 screen of the gate, which "auto" alone may choose: in tables, figures and explanations
 SCREENED = "union+screen"
-# "row" of which the device leaves the second half to dense products where a call has many non-zeros
-GUARDED = "row+dense"
 STRATEGIES = ("row", "union", SCREENED)
 # names of kinds of calls, by (training, gated)
 KINDS = {
