@@ -30,7 +30,7 @@ from twell._sparsify import candidates
 from twell._sparsify.known import known
 from twell.float8 import E4M3
 from twell.integrations import _vllm_experts, _vllm_float8, _vllm_kernels, layouts, vllm
-from twell.integrations._vllm_auto import ServedStrategy, watch
+from twell.integrations._vllm_auto import Kept, ServedStrategy, watch
 from twell.ops.ffn import direct
 from twell.ops.ffn_float8 import direct as direct_float8
 from twell.ops.library import is_direct
@@ -211,6 +211,7 @@ def serve(
     trouble = functools.cache(functools.partial(_vllm_kernels.trouble, route, compression, on))
     reasons: Counter[str] = Counter()
     runs: Counter[bool] = Counter()
+    sites: dict[str, ServedStrategy] = {}
     for name, ffn in found.items():
         if isinstance(ffn, str):
             reason = ffn
@@ -224,7 +225,8 @@ def serve(
                 reason = trouble(ffn.activation, ffn.gated, down.weight.shape[0], dtype)
             if not reason:
                 runs[float8] += 1
-                replace(model, name, ffn, route, compression, _site(name, config))
+                sites[name] = _site(name, config)
+                replace(model, name, ffn, route, compression, sites[name])
                 continue
         if only_twell is not None:
             raise _missing(only_twell, layers, f"{name}: {reason}")
@@ -235,6 +237,9 @@ def serve(
         vllm.logger.warning(
             "twell: the model runs as without twell, which knows no feed-forward layer of it with ReLU or its square"
         )
+    stated = vars(config).get(layouts.FIGURES_KEY) is not None
+    if sites and route.strategy == "auto" and not stated and not envs.VLLM_DISABLE_COMPILE_CACHE:
+        Kept(model, sites, str((found, only_twell)))
     for float8, count in runs.items():
         watch()
         name, said = "ffn_float8" if float8 else "ffn", _vllm_kernels.described(route, on, float8)

@@ -53,7 +53,7 @@ ACTIVATIONS = ("relu", "relu2", *_configuration.OWN)
 # Tokens of a typical batch that decodes, and of one with prompts; figures count for the numbers nearest to them.
 BATCH, PROMPTS = 256, 8192
 # Most tokens that are nearer to the former, by powers of two.
-_MOST_BATCH = 1024
+MOST_BATCH = 1024
 
 # Architectures with down_proj(act(gate_proj(x)) * up_proj(x)), whose classes in vLLM refuse ReLU and its family.
 LLAMA_LIKE = (
@@ -164,4 +164,4 @@ def correct(config: Any) -> str:
 
 def union(figures: layouts.LayerFigures, m: int) -> float:
     """The union by which "auto" chooses for ``m`` tokens before it has measured any."""
-    return figures.batch if m <= _MOST_BATCH else figures.text
+    return figures.batch if m <= MOST_BATCH else figures.text

@@ -175,7 +175,7 @@ def read(gpu: str, fill: bool = True) -> Table:
             raise ValueError(f"it must be of {gpu}, got {own.gpu}")
     except (FileNotFoundError, NotADirectoryError):
         return SHIPPED
-    except _UNUSABLE as error:
+    except UNUSABLE as error:
         return dataclasses.replace(SHIPPED, ignored=f'"auto" ignores {path}, no table of `twell tune`: {error}')
     costs, measured = completed(own) if fill else own.costs, frozenset(key[:2] for key in own.costs)
     note = "" if kernels == fingerprint.source_hash() else f"{path} has times of other kernels: run `twell tune` again"
@@ -183,11 +183,11 @@ def read(gpu: str, fill: bool = True) -> Table:
 
 
 # what reading a damaged file may raise
-_UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
+UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 def _load(path: Path) -> tuple[Table, str]:
-    """The table of a file, and the hash of the kernels that it is of. Raises one of ``_UNUSABLE``."""
+    """The table of a file, and the hash of the kernels that it is of. Raises one of ``UNUSABLE``."""
     # a pipe would be waited for
     if path.exists() and not path.is_file():
         raise ValueError("it must be a file")
@@ -223,7 +223,7 @@ def write(own: Table) -> Path:
             if kernels == fingerprint.source_hash():
                 both = {key: before.costs.get(key, {}) | costs for key, costs in own.costs.items()}
                 own = dataclasses.replace(own, costs=before.costs | both)
-        except _UNUSABLE:
+        except UNUSABLE:
             # there is no such file
             pass
         _files.write_text(path, text_of(own))
@@ -241,7 +241,7 @@ def text_of(table: Table) -> str:
 
 
 def parse(text: str) -> Table:
-    """The table of ``text_of``. Raises one of ``_UNUSABLE`` for other text."""
+    """The table of ``text_of``. Raises one of ``UNUSABLE`` for other text."""
     return _table(json.loads(text))
 
 
