@@ -123,7 +123,7 @@ $(NEIGHBOURS)/.ready: pyproject.toml $(wildcard $(CONSTRAINTS))
 	DS_BUILD_OPS=0 $(neighbours_pip) --no-build-isolation deepspeed
 	touch "$@"
 
-faults: $(stamp) ## seeded faults, a patch of a line each, that tests must find
+faults: $(stamp) $(NEIGHBOURS)/.ready ## seeded faults, a patch of a line each, that tests must find
 	"$(PY)" -m tests.faults $(ARGS)
 
 nightly: $(stamp) ## what `make test` leaves out: kernels of every GPU, releases, long trainings, seeded faults, neighbours

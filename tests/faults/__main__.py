@@ -25,6 +25,9 @@ from typing import NamedTuple
 
 from tests.faults.faults import FAULTS, ROOT, Fault, apply
 
+# of the environment with packages of others, see the Makefile
+NEIGHBOURS = str(ROOT / "build" / "neighbours-env" / "bin" / "python")
+
 
 class Run(NamedTuple):
     """How pytest ended: "passed", "failed" by a test, or otherwise; the first test that failed, and the last lines."""
@@ -49,9 +52,10 @@ def run_tests(root: Path, tests: str, timeout: float) -> Run:
     options = ["-q", "-x", "-rfE", "--tb=line", "-p", "no:cacheprovider", *shlex.split(tests)]
     # bytecode is known by the second and the size of its source, and a fault may change neither
     settings = {"PYTHONPATH": os.pathsep.join([str(root / "python"), str(root)]), "PYTHONDONTWRITEBYTECODE": "1"}
+    python = NEIGHBOURS if tests.startswith("tests/neighbours/") else sys.executable
     began = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options],
+        [python, "-m", "pytest", *options],
         cwd=root,
         env=os.environ | settings,
         stdout=subprocess.PIPE,

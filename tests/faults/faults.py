@@ -290,4 +290,83 @@ FAULTS = (
         '    if asked:\n        return Route("dense", reason="transforms',
         "tests/cpu/test_plan.py -k refusals",
     ),
+    # ---- experts ----
+    Fault(
+        "experts: weight of a token's first expert for all",
+        "python/twell/ops/experts.py",
+        "weights[tokens, slots, None]",
+        "weights[tokens, 0, None]",
+        "tests/cpu/test_experts.py -k the_formula",
+    ),
+    # ---- e4m3 ----
+    Fault(
+        "e4m3: static scale of x is ignored",
+        "python/twell/ops/ffn_float8.py",
+        "quantize_tokens(x, scale)",
+        "quantize_tokens(x)",
+        "tests/cpu/test_float8_calls.py -k static",
+    ),
+    # ---- thresholds ----
+    Fault(
+        "thresholds: upper end of a window counts",
+        "python/twell/_choice.py",
+        "above.double() < high",
+        "above.double() <= high",
+        'tests/cpu/test_choice.py -k "thresholds or windows"',
+    ),
+    # ---- adapters ----
+    Fault(
+        "adapters: scale of a low-rank product is 1",
+        "python/twell/_projections.py",
+        "Part(self._half(b), scale)",
+        "Part(self._half(b), 1)",
+        "tests/cpu/test_adapted.py -k errors_are",
+    ),
+    # ---- calls ----
+    Fault(
+        "calls: forward of a linear layer's own is not called",
+        "python/twell/_front.py",
+        'if "forward" in own or "weight" in own',
+        'if "weight" in own',
+        "tests/cpu/test_front.py -k more_than_a_product",
+    ),
+    # ---- serving ----
+    Fault(
+        "serving: idle step of a data-parallel rank is of requests",
+        "python/twell/integrations/_vllm_auto.py",
+        "plan.total_num_scheduled_tokens > 0",
+        "plan.total_num_scheduled_tokens >= 0",
+        "tests/cpu/test_vllm_plugin.py -k of_requests",
+    ),
+    Fault(
+        "serving: figures of the whole layer for each rank",
+        "python/twell/integrations/_vllm_auto.py",
+        "Figures(nonzeros / share, union)",
+        "Figures(nonzeros, union)",
+        "tests/cpu/test_vllm_plugin.py -k share_of_the_figures",
+    ),
+    # ---- saved models ----
+    Fault(
+        "saved models: threshold of an activation is 0",
+        "python/twell/_configuration.py",
+        "float(activation.threshold)",
+        "0.0",
+        "tests/cpu/test_transformers.py -k every_activation_is_saved",
+    ),
+    # ---- analyze ----
+    Fault(
+        "analyze: tokens that wait for a whole tile are lost",
+        "python/twell/commands/sparsity.py",
+        "block = torch.cat((self._waiting, pattern))",
+        "block = pattern",
+        "tests/cpu/test_analyze.py -k plain_loops",
+    ),
+    # ---- SAELens ----
+    Fault(
+        "SAELens: codes that are read late have the thresholds of then",
+        "python/twell/integrations/sae_lens.py",
+        "self.threshold = sae.threshold.clone() if",
+        "self.threshold = sae.threshold if",
+        "tests/neighbours/test_sae_lens.py -k training_steps",
+    ),
 )
