@@ -62,6 +62,20 @@ def test_a_capture_of_many_tokens_takes_the_choice_and_leaves_nothing(
     assert "captured inference" in str(twell.explain(mlp))
 
 
+@pytest.mark.parametrize("firing", [8, 200])
+def test_a_capture_knows_what_one_call_has_measured(
+    firing: int, chooses: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where figures have arrived by then, though no call has taken them."""
+    mlp, x = layer(firing=firing), torch.randn(128, K).to(BF16)
+    with torch.no_grad():
+        mlp(x)
+        monkeypatch.setattr(_modes, "capturing", lambda _: True)
+        mlp(x)
+    captured = twell.explain(mlp).rows[-1]
+    assert (captured.graph, captured.strategy == "dense") == ("captured", firing == 200)
+
+
 @pytest.mark.parametrize("nonzeros", [5.0, 29.0, 900.0])
 @pytest.mark.parametrize("down_copied", [False, True])
 def test_figures_decide_for_a_graph_by_the_time_of_the_gpu(nonzeros: float, down_copied: bool) -> None:

@@ -297,7 +297,7 @@ def _pass(
     if route == SCREENED:
         screened_launches(p, layer, firing, quantize(p, layer.w_gate, True), *how[1:])
     elif route != "union":
-        _by_row(p, *how, route)
+        _by_row(p, *how, route == "row+invariant")
     elif spec is None:
         union_launches(p, *how)
     else:
@@ -306,10 +306,9 @@ def _pass(
 
 
 def _by_row(
-    p: Program, layer: Views, results: Sequence[View], compression: int, activation: Activation, name: str
+    p: Program, layer: Views, results: Sequence[View], compression: int, activation: Activation, invariant: bool
 ) -> None:
-    """Strategy "row" by a route of this name."""
-    invariant = name == "row+invariant"
+    """Strategy "row"."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats = results
     words, spill = scratch(p, x, x.shape[0], w_gate, compression)

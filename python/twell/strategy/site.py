@@ -523,6 +523,9 @@ class AutoStrategy:
         """The current choice and room, for a call that is neither counted nor measured."""
         with self._lock:
             self._forget_other_layers(problem)
+            if record:
+                # a graph has no later call that could
+                self._collect()
             key = _key(problem)
             bucket = self._buckets.get(key)
             if bucket is not None and bucket.decision is not None and _is_laid_alike(bucket.problem, problem):
