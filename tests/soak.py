@@ -3,11 +3,11 @@
     python -m tests.soak --minutes 9 --json soak.json
     python -m tests.soak --minutes 9 --first 5120          # goes on behind the first 5,120 cases
 
-Cases are those of ``tests.fuzz`` with this seed, from number --first on: sizes, patterns, strategies, activations,
-dtypes, inference and training. In each round every thread takes one: it calls it --calls + 1 times, beside the other
-threads, compares all bits with those of the first call, and checks that against float64. A measuring "auto" may change
-its choice, so its last result alone is checked. Nothing is captured or exported, and no setting of the whole process
-changes.
+Cases are those of ``tests.fuzz`` with this seed, from number --first on: kinds, sizes, patterns, strategies,
+activations, dtypes, inference and training. In each round every thread takes one: it calls it --calls + 1 times, beside
+the other threads, compares all bits with those of the first call, and checks that against float64. A measuring "auto"
+may change its choice, so its last result alone is checked. Nothing is captured or exported, and no setting of the whole
+process changes.
 
 Between rounds nothing runs, and the memory of torch on the GPU and of the process is read. It may not exceed what it
 was after the first --settle rounds by more than --grow-mb, or by --grow-host-mb on the host. Exit status: 1 for a wrong
@@ -34,10 +34,13 @@ from typing import Any
 import torch
 
 from tests import family
-from tests.fuzz.answers import Result, same_bits, solve
 from tests.fuzz.ledger import header
-from tests.fuzz.problems import DTYPES, Case, build, draw, laid_out
-from tests.fuzz.run import Watchdog, caller, compare, give_back, prepare, spoil, usable
+from tests.fuzz.run import Watchdog, give_back, prepare, usable
+from twell.testing.calls import caller
+from twell.testing.case import Case
+from twell.testing.drawn import draw
+from twell.testing.operands import build, laid_out
+from twell.testing.verdicts import Result, judge, same_bits, spoil, tensors
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -111,10 +114,10 @@ def soak(case: Case, device: torch.device, calls: int) -> str:
 
 
 def repeat(case: Case, device: torch.device, calls: int) -> None:
-    layer = build(case, device)
-    right, operands = solve(case, layer), laid_out(case, layer)
-    call, keep = caller(case, operands, layer.dy), [layer.dy, *operands.values()]
-    with torch.autocast(device.type, DTYPES[case.dtype], enabled=case.autocast):
+    o = build(case, device)
+    operands = laid_out(case, o)
+    call, keep = caller(case, operands), tensors(o) + tensors(operands)
+    with torch.autocast(device.type, case.torch_dtype, enabled=case.autocast):
         outputs = {name: t.clone() for name, t in call().items()}
         for i in range(calls):
             again = call()
@@ -124,27 +127,27 @@ def repeat(case: Case, device: torch.device, calls: int) -> None:
                 same_bits(again, outputs, f"call {i + 2}")
             spoil(again, keep)
             del again
-    compare(case, layer, operands, right, outputs, Result())
+    judge(case, o, operands, outputs, Result())
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> Soak:
     """Soak until the minutes are over or something is wrong."""
     found, began, last = Soak(next=arguments.first), time.monotonic(), 0.0
-    limits = prepare(device, arguments.portable)
-    drawn = (draw(arguments.seed, number, limits, False) for number in count(arguments.first))
+    limits = prepare(device, arguments.portable)._replace(graphs=False)
+    drawn = ((number, draw(arguments.seed, number, limits)) for number in count(arguments.first))
     watchdog = Watchdog(arguments.limit_s)
     with ThreadPoolExecutor(arguments.threads, initializer=OWN.begin, initargs=(device,)) as pool:
         while time.monotonic() - began + last < 60 * arguments.minutes and not found.wrong:
             start = time.monotonic()
-            taken = [next(drawn) for _ in range(arguments.threads)]
+            numbers, taken = zip(*(next(drawn) for _ in range(arguments.threads)))
             with watchdog.over("; ".join(map(str, taken))):
                 works = [pool.submit(soak, case, device, arguments.calls) for case in taken]
                 found.wrong += [said for work in works if (said := work.result())]
             found.rounds += 1
             found.cases += len(taken)
             found.calls += len(taken) * (arguments.calls + 1)
-            found.next = taken[-1].number + 1
-            found.kinds.update(f"{case.op} {case.strategy}" for case in taken)
+            found.next = numbers[-1] + 1
+            found.kinds.update(f"{case.kind} {case.strategy}" for case in taken)
             found.kinds.update(f"activation {case.activation}" for case in taken)
             if found.wrong and not usable(device):
                 break

@@ -12,43 +12,34 @@ from torch import Tensor, nn
 
 import twell
 from tests.cpu import fake_gpu
-from tests.fuzz import float8 as fuzz
 from twell import float8, ops
 from twell.float8 import E4M3, Float8
 from twell.testing.bits import assert_same
+from twell.testing.case import Case
+from twell.testing.operands import build, laid_out
 
 BF16 = torch.bfloat16
-CPU = torch.device("cpu")
 M, K, N = 9, 48, 80
-CASE = fuzz.Case(
-    3, 0, M, K, N, "e4m3", exact=True, gated=True, bias=True, activation="relu", density=0.5, granularity="row",
-    strategy="row", invariant=False, fast=True, compression=8, down_rows=True, strided=False,
-)  # fmt: skip
+CASE = Case.of("layer m=9 k=48 n=80 exact=False biases=gate+up+down density=0.5 scales=row")
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_cases_of_the_fuzzer(seed: int) -> None:
-    assert fuzz.attempt(fuzz.draw(11, seed, False), CPU) == "ok"
+def problem(**change: Any) -> dict[str, Any]:
+    case = CASE.replace(**change)
+    return laid_out(case, build(case))
 
 
-def problem(**change: Any) -> fuzz.Problem:
-    return fuzz.build(fuzz.Case(**{**CASE.__dict__, **change}), CPU)
-
-
-def gated(p: fuzz.Problem, **options: Any) -> Tensor:
-    b_gate, b_up, b_down = p.biases
-    biases = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down}
-    y: Tensor = twell.sparse_gated_ffn(p.x, p.gate, p.up, p.down, **{"strategy": "row"} | biases | options)  # type: ignore[arg-type]
+def gated(p: dict[str, Any], **options: Any) -> Tensor:
+    operands = {name: t for name, t in p.items() if name != "dy"}
+    y: Tensor = twell.sparse_gated_ffn(**{"strategy": "row"} | operands | options)  # type: ignore[arg-type]
     return y
 
 
 def test_x_with_a_scale_for_each_token_is_what_is_made_of_it() -> None:
-    p = problem(exact=False, x="plain")
-    made = float8.quantize_tokens(p.x)
-    assert_same(gated(p), gated(p._replace(x=made)))
-    assert_same(gated(p._replace(x=p.x.view(3, 3, K))), gated(p).view(3, 3, K))
+    p = problem()
+    assert_same(gated(p), gated(p, x=float8.quantize_tokens(p["x"])))
+    assert_same(gated(p, x=p["x"].view(3, 3, K)), gated(p).view(3, 3, K))
     with torch.autocast("cpu", BF16):
-        assert_same(gated(p._replace(x=p.x.float())), gated(p))
+        assert_same(gated(p, x=p["x"].float()), gated(p))
 
 
 def weights() -> Any:
@@ -171,9 +162,10 @@ def test_a_layer_with_two_places_is_quantised_once() -> None:
 
 
 def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = problem(exact=False, x="plain", gated=False, bias=False)
+    p = problem(gated=False, biases="")
     fake_gpu.install(monkeypatch, "sm80")
-    layer = (p.x, None, p.up.values, p.up.by_rows(), None, None, p.down.values.t(), p.down.by_rows(), None, None, None)
+    up, down = p["w_up"], p["w_down"]
+    layer = (p["x"], None, up.values, up.by_rows(), None, None, down.values.t(), down.by_rows(), None, None, None)
     with pytest.raises(NotImplementedError, match="sparse kernels for sm_90a alone"):
         sys.modules["twell.ops.ffn_float8"].direct(*layer, 8, "row", None, "relu", 0.0, True, False)
 
@@ -338,44 +330,46 @@ def test_compiled_without_breaks() -> None:
             assert_same(run(x[:tokens]), made(x[:tokens]))
 
 
-CALLS = {
+PLAIN = {"gated": False, "biases": "up+down"}
+CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "few": ({"m": 3}, ["quantize_tokens", "gate_pack_few", "up_down_token"]),
-    "given": ({"m": 3, "x": "e4m3"}, ["gate_pack_few", "up_down_token"]),
+    "given": ({"m": 3, "tokens": "e4m3"}, ["gate_pack_few", "up_down_token"]),
     "not fast": ({"m": 3, "fast": False}, ["quantize_tokens", "gate_pack", "up_down_token"]),
     "many": ({"m": 5000}, ["quantize_tokens", "gate_pack", "up_down_token"]),
-    "plain": ({"m": 200, "gated": False}, ["quantize_tokens", "gate_pack", "up_down_token"]),
-    "invariant": ({"m": 2, "invariant": True}, ["quantize_tokens", "gate_pack", "up_down_token"]),
+    "plain": ({"m": 200, **PLAIN}, ["quantize_tokens", "gate_pack", "up_down_token"]),
+    "invariant": ({"m": 2, "strategy": "row+invariant"}, ["quantize_tokens", "gate_pack", "up_down_token"]),
     "union": (
         {"m": 200, "strategy": "union"},
         ["quantize_tokens", "gate_pack", "compact", "sampled_up", "gathered"],
     ),
     "union, plain": (
-        {"m": 200, "strategy": "union", "gated": False},
+        {"m": 200, "strategy": "union", **PLAIN},
         ["quantize_tokens", "gate_pack", "compact", "gathered"],
     ),
     "dense": ({"m": 200, "strategy": "dense"}, ["quantize_tokens", "quantize_tokens", "matrix_transpose"]),
     "dense, down as stored": (
-        {"m": 200, "strategy": "dense", "down_rows": False},
+        {"m": 200, "strategy": "dense", "down_layout": "linear"},
         ["quantize_tokens", "quantize_tokens"],
     ),
     "dense, other N": ({"m": 20, "n": 88, "strategy": "dense"}, []),
-    "strided": ({"m": 20, "strided": True}, ["quantize_tokens", "gate_pack_few", "up_down_token"]),
-    "down as stored": ({"m": 20, "down_rows": False}, ["quantize_tokens", "gate_pack_few", "up_down_token"]),
+    "strided": ({"m": 20, "x_layout": "padded"}, ["quantize_tokens", "gate_pack_few", "up_down_token"]),
+    "down as stored": ({"m": 20, "down_layout": "linear"}, ["quantize_tokens", "gate_pack_few", "up_down_token"]),
 }
 
 
 @pytest.mark.parametrize(("change", "kernels"), CALLS.values(), ids=CALLS)
 def test_launches(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], kernels: list[str]) -> None:
-    case = fuzz.Case(**{**CASE.__dict__, "exact": False, "x": "plain", **change})
-    p = fuzz.build(case, CPU)
+    case, p = CASE.replace(**change), problem(**change)
     gpu = fake_gpu.install(monkeypatch)
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **_: a.new_empty(len(a), b.shape[1], dtype=BF16))
-    first = p.up if p.gate is None else p.gate
-    up: tuple[Any, Any] = (None, None) if p.gate is None else (p.up.values, p.up.by_rows())
-    x, scale = (p.x.values, p.x.scale) if isinstance(p.x, Float8) else (p.x, None)
-    biases = (p.biases[1], None, p.biases[2]) if p.gate is None else p.biases
-    layer = (x, scale, first.values, first.by_rows(), *up, p.down.values.t(), p.down.by_rows(), *biases)
-    how = case.compression, case.strategy, None, case.activation, 0.0, case.fast, case.invariant
+    x, down = p["x"], p["w_down"]
+    up: Any = (None, None) if not case.gated else (p["w_up"].values, p["w_up"].by_rows())
+    x, scale = (x.values, x.scale) if isinstance(x, Float8) else (x, None)
+    first = p[f"w_{case.first}"]
+    biases = p[f"b_{case.first}"], p["b_up"] if case.gated else None, p["b_down"]
+    layer = (x, scale, first.values, first.by_rows(), *up, down.values.t(), down.by_rows(), *biases)
+    strategy, invariant = case.asked.values()
+    how = case.compression, strategy, None, case.activation, 0.0, case.fast, invariant
     y = sys.modules["twell.ops.ffn_float8"].direct(*layer, *how)
     assert (y.shape, y.dtype) == ((case.m, K), BF16)
     assert gpu.names() == kernels
@@ -387,9 +381,10 @@ def test_launches(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], kerne
 
 
 def test_the_operator_passes_torchs_checks() -> None:
-    p = problem(exact=False, x="plain")
-    gate, up, down = (record for record in (p.gate, p.up, p.down) if record is not None)
-    layer = (p.x, None, gate.values, gate.scale, up.values, up.scale, down.values.t(), down.scale, *p.biases)
+    p = problem()
+    gate, up, down = (p[name] for name in ("w_gate", "w_up", "w_down"))
+    biases = p["b_gate"], p["b_up"], p["b_down"]
+    layer = (p["x"], None, gate.values, gate.scale, up.values, up.scale, down.values.t(), down.scale, *biases)
     # another one multiplies the operands, which torch cannot do in e4m3
     checks = ("test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(ops.ffn_float8, (*layer, 8, "row", None), test_utils=checks)

@@ -9,62 +9,55 @@ import torch
 
 import twell
 from tests.cpu import fake_gpu
-from tests.fuzz import experts as fuzz
 from twell import float8
 from twell.testing.bits import assert_same
+from twell.testing.case import Case
+from twell.testing.operands import build, laid_out
 
-CPU = torch.device("cpu")
-CASE = fuzz.Case(
-    3, 0, 9, 48, 80, 5, 2, "bf16", exact=False, gated=False, activation="relu2", density=0.5, strategy="row",
-    invariant=False, compression=8, wide=True, hot=0.0, merged=False, down_rows=True, absent=0.1, scales="row",
-)  # fmt: skip
-
-
-def problem(**change: Any) -> Any:
-    return fuzz.build(fuzz.Case(**{**CASE.__dict__, **change}), CPU)
+CASE = Case.of(
+    "experts m=9 k=48 n=80 experts=5 slots=2 exact=False gated=False activation=relu2 density=0.5 absent=0.1 scales=row"
+)
 
 
-def call(p: Any, **options: Any) -> torch.Tensor:
-    return twell.sparse_experts(**p._asdict(), **{"activation": "relu2", "strategy": "row", **options})
+def problem(**change: Any) -> dict[str, Any]:
+    case = CASE.replace(**change)
+    return {name: t for name, t in laid_out(case, build(case)).items() if name != "dy"}
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_cases_of_the_fuzzer(seed: int) -> None:
-    case = fuzz.draw(12, seed, False)
-    if not case.scales:
-        case = fuzz.Case(**{**CASE.__dict__, "number": seed, "t": case.t, "top": case.top, "exact": seed % 2 == 0})
-    assert fuzz.attempt(case, CPU) == "ok"
+def call(p: dict[str, Any], **options: Any) -> torch.Tensor:
+    return twell.sparse_experts(**{"activation": "relu2", "strategy": "row", **p, **options})
 
 
 def test_one_expert_is_a_layer() -> None:
-    p = problem(experts=1, top=1, absent=0.0)
-    ones = p._replace(weights=torch.ones_like(p.weights))
-    layer = (float8.Float8(record.values[0], record.scale[0]) for record in (p.w_up, p.w_down))
-    assert_same(call(ones), twell.sparse_ffn(p.x, *layer, activation="relu2", strategy="union"))
+    p = problem(experts=1, slots=1, absent=0.0)
+    layer = (float8.Float8(p[name].values[0], p[name].scale[0]) for name in ("w_up", "w_down"))
+    right = twell.sparse_ffn(p["x"], *layer, activation="relu2", strategy="union")
+    assert_same(call(p, weights=torch.ones_like(p["weights"])), right)
 
 
 def test_x_may_come_quantised_and_have_leading_dimensions() -> None:
     p = problem()
-    made = float8.quantize_tokens(p.x)
-    assert_same(call(p), call(p._replace(x=made)))
-    three = {name: getattr(p, name).view(3, 3, -1) for name in ("x", "expert_ids", "weights")}
-    assert_same(call(p._replace(**three)), call(p).view(3, 3, -1))
+    assert_same(call(p), call(p, x=float8.quantize_tokens(p["x"])))
+    three = {name: p[name].view(3, 3, -1) for name in ("x", "expert_ids", "weights")}
+    assert_same(call(p, **three), call(p).view(3, 3, -1))
 
 
 def test_a_static_scale_is_that_of_all_tokens() -> None:
     p = problem()
     scale = torch.tensor([0.03])
-    layer = p.w_up.values, p.w_up.by_rows(), None, None, p.w_down.values.transpose(1, 2), p.w_down.by_rows()
-    how = p.expert_ids, p.weights, 8, "row", "relu2"
-    given = torch.ops.twell.experts_float8(p.x, scale, *layer, *how)
-    assert_same(given, call(p._replace(x=float8.quantize_tokens(p.x, scale))))
+    up, down = p["w_up"], p["w_down"]
+    layer = up.values, up.by_rows(), None, None, down.values.transpose(1, 2), down.by_rows()
+    how = p["expert_ids"], p["weights"], 8, "row", "relu2"
+    given = torch.ops.twell.experts_float8(p["x"], scale, *layer, *how)
+    assert_same(given, call(p, x=float8.quantize_tokens(p["x"], scale)))
 
 
 def test_blocks_run_in_16_bits() -> None:
     p = problem(n=264)
-    records = [twell.quantize(record.dequantize(torch.float32), "block") for record in (p.w_up, p.w_down)]
-    wide = [record.dequantize(torch.bfloat16) for record in records]
-    assert_same(call(p._replace(w_up=records[0], w_down=records[1])), call(p._replace(w_up=wide[0], w_down=wide[1])))
+    names = ("w_up", "w_down")
+    records = {name: twell.quantize(p[name].dequantize(torch.float32), "block") for name in names}
+    wide = {name: record.dequantize(torch.bfloat16) for name, record in records.items()}
+    assert_same(call(p, **records), call(p, **wide))
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -91,20 +84,20 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG)
 def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        twell.sparse_experts(**{**problem()._asdict(), "strategy": "row", **change})
+        twell.sparse_experts(**{**problem(), "strategy": "row", **change})
 
 
 PAIRS = ["expert_pairs", "expert_pack", "expert_union", "expert_gathered", "expert_sum"]
 DENSE = ["quantize_tokens", "expert_pairs", "matrix_transpose", "quantize_tokens", "expert_sum"]
 CALLS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
-    "one token": ({"t": 1}, "row", ["quantize_tokens", *PAIRS]),
-    "many": ({"t": 60}, "auto", ["quantize_tokens", *PAIRS]),
-    "x in e4m3": ({"exact": True}, "row", PAIRS),
-    "strided": ({"down_rows": False}, "row", ["quantize_tokens", *PAIRS]),
-    "dense": ({"t": 20}, "dense", DENSE),
+    "one token": ({"m": 1}, "row", ["quantize_tokens", *PAIRS]),
+    "many": ({"m": 60}, "auto", ["quantize_tokens", *PAIRS]),
+    "x in e4m3": ({"tokens": "e4m3"}, "row", PAIRS),
+    "strided": ({"down_layout": "linear"}, "row", ["quantize_tokens", *PAIRS]),
+    "dense": ({"m": 20}, "dense", DENSE),
     "gated": ({"gated": True}, "auto", DENSE),
     "dense, as stored": (
-        {"down_rows": False},
+        {"down_layout": "linear"},
         "dense",
         [kernel for kernel in DENSE if kernel != "matrix_transpose"],
     ),
@@ -118,10 +111,13 @@ def test_launches(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], strat
     monkeypatch.setattr(
         torch, "_scaled_grouped_mm", lambda a, b, *_, **__: torch.zeros(len(a), b.shape[2], dtype=torch.bfloat16)
     )
-    x, scale = (p.x.values, p.x.by_rows()) if isinstance(p.x, float8.Float8) else (p.x, None)
-    first, up = (p.w_up, (None, None)) if p.w_gate is None else (p.w_gate, (p.w_up.values, p.w_up.by_rows()))
-    down = p.w_down.values.transpose(1, 2), p.w_down.by_rows()
-    layer = x, scale, first.values, first.by_rows(), *up, *down, p.expert_ids, p.weights
+    x, down = p["x"], p["w_down"]
+    x, scale = (x.values, x.by_rows()) if isinstance(x, float8.Float8) else (x, None)
+    first, up = p["w_up"], (None, None)
+    if "w_gate" in p:
+        first, up = p["w_gate"], (first.values, first.by_rows())
+    layer = x, scale, first.values, first.by_rows(), *up, down.values.transpose(1, 2), down.by_rows()
+    layer = *layer, p["expert_ids"], p["weights"]
     y = fake_gpu.on_cuda("experts_float8", *layer, 8, strategy, "relu2", 0.0, False)
-    assert (y.shape, y.dtype) == ((*p.weights.shape[:1], 48), torch.bfloat16)
+    assert (y.shape, y.dtype) == ((len(x), 48), torch.bfloat16)
     assert gpu.names() == kernels

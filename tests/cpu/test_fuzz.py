@@ -1,15 +1,14 @@
-"""The fuzzer and the sanitizer's driver: their coverage, and that they find faults."""
+"""The fuzzer and the sanitizer's driver: what they print and record, and that they find faults."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
-import math
 import os
+import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,65 +18,14 @@ from torch import Tensor
 
 from tests import family, sanitize
 from tests.cpu import fake_gpu
-from tests.fuzz import answers, problems
 from tests.fuzz import run as fuzz
-from tests.fuzz.problems import Case, Limits
-from twell import ops, testing, tuning
-from twell._activation import Activation
+from twell import ops, tuning
 from twell._runtime import device, geometry, kernel_module, program, specs
-from twell.ops import hybrid
 from twell.strategy import tables
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-LIMITS = Limits.of("cpu", jit=False)
-
-
-# Draws
-
-
-@pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_cases_stay_within_their_limits_and_reach_everything(where: str) -> None:
-    limits = Limits.of(where, jit=False)
-    cases = [problems.draw(5, number, limits, graphs=where == "cuda") for number in range(3000)]
-    for case in cases:
-        assert case.k % 8 == case.n % 8 == 0
-        # sums of very many terms are for GPUs
-        assert 8 <= case.n <= limits.n or (where == "cuda" and case.n in problems.MANY_NEURONS)
-        assert 0 <= case.m <= limits.m or (where == "cuda" and case.m in problems.MANY_TOKENS)
-        assert case.m * case.n <= limits.gates
-        assert case.m * case.n * case.k <= limits.work
-        assert case.n * case.k <= max(limits.weights, 8 * case.k)
-        assert case.training == (case.op in ("train", "overflow"))
-        assert set(case.biases) <= set(problems.BIASES)
-        assert case.gated or not {"w_up", "b_up"} & {*case.biases, *case.wanted}
-        assert not (case.stream and case.x_layout == "expanded")
-        assert (case.top > 0) == (case.activation == "topk")
-        assert not case.top or case.training <= (case.top <= hybrid.most_of_each(case.n))
-    for kind, names in (
-        ("op", problems.OPS),
-        ("strategy", problems.STRATEGIES),
-        ("pattern", problems.PATTERNS),
-        ("activation", problems.ACTIVATIONS),
-        ("dtype", problems.DTYPES),
-        ("x_layout", problems.X_LAYOUTS),
-        ("weight_layout", problems.WEIGHT_LAYOUTS),
-        ("down_layout", problems.DOWN_LAYOUTS),
-        ("bias_layout", problems.BIAS_LAYOUTS),
-        ("compression", (2, 4, 8)),
-    ):
-        assert {getattr(case, kind) for case in cases} == set(names), kind
-    assert {next(largest for largest in limits.classes if case.k <= largest) for case in cases} == set(limits.classes)
-    on_gpus = () if where == "cuda" else ("graph", "stream")
-    for flag in ("exact", "gated", "training", *(flag for flag in problems.FLAGS if flag not in on_gpus)):
-        assert {getattr(case, flag) for case in cases} == {True, False}, flag
-    choices = {(case.training, case.exact, case.strategy in problems.SPARSE) for case in cases if case.top}
-    assert choices == set(itertools.product((False, True), repeat=3))
-    assert {case.m for case in cases} >= {m for m in problems.TOKENS if m <= limits.m}
-    if where == "cuda":
-        assert {case.m for case in cases} >= set(problems.MANY_TOKENS)
-        assert {case.n for case in cases} >= set(problems.MANY_NEURONS)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
@@ -95,18 +43,6 @@ def test_the_family_of_the_gpu_decides_what_is_drawn(
     # "auto" never chooses what the family lacks
     assert not tables.in_use(gpu).screens
     assert tables.in_use(gpu).union_neurons == geometry.PORTABLE_UNION_NEURONS
-
-
-def test_a_case_is_a_function_of_seed_and_number() -> None:
-    first, again = (problems.draw(3, 7, LIMITS, False) for _ in range(2))
-    assert first == again
-    assert problems.draw(4, 7, LIMITS, False) != first
-    for one, other in zip(problems.build(first, CPU), problems.build(again, CPU), strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
-
-
-RELU = {"activation": "relu", "threshold": 0.0, "top": 0}
 
 
 # Results
@@ -153,243 +89,49 @@ def test_cases_are_recorded_and_ledgers_summed_up(tmp_path: Path, capsys: pytest
     assert fuzz.main(["--summary", str(tmp_path / "none")]) == 2
 
 
-# Bounds are as narrow as what is promised
-
-
-CALL: dict[str, Any] = {"x_layout": "plain", "graph": False, "stream": False, "autocast": False, "filled": False}
-PATTERN: dict[str, Any] = {"pattern": "uniform", "density": 0.2, "compression": 2, "wanted": (), "mains": False}
-TRAINING: dict[str, Any] = {"op": "train", "strategy": "union", "wanted": problems.WEIGHTS, "mains": True}
-
-
-def crafted(**changes: Any) -> Case:
-    """A case with so many roundings that chance averages out, and an ordinary call."""
-    sizes = {"m": 300, "k": 256, "n": 320, "dtype": "bf16", "exact": False, "gated": True, "biases": (), "l1": False}
-    return dataclasses.replace(problems.draw(1, 0, LIMITS, False), **{**CALL, **PATTERN, **sizes, **RELU, **changes})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"op": "forward", "strategy": "row"},
-        {"op": "forward", "strategy": "union", "gated": False},
-        {**TRAINING, "density": 0.1, "dtype": "fp16", "biases": ("b_gate",), "l1": True},
-        {**TRAINING, "op": "overflow", "density": 0.5, "wanted": ("x", *problems.WEIGHTS), "mains": False},
-    ],
-    ids=["row", "union plain", "l1", "overflow"],
-)
-def test_errors_are_what_is_usual(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither larger nor smaller: one rounding more or fewer would show."""
-    case = crafted(**changes)
-    monkeypatch.setattr(answers, "LUCK", 0)
-    monkeypatch.setattr(testing, "BUDGET", 1.05)
-    result = fuzz.attempt(case, CPU)
-    assert result.verdict == "ok"
-    prefixes = {name: "main " if case.mains and name != "x" else "" for name in case.wanted}
-    assert result.ratios.keys() == {"y", *(prefix + name for name, prefix in prefixes.items())}
-    assert min(result.ratios.values()) > 0.85, result.ratios
-
-
-def test_errors_that_two_products_share_are_counted() -> None:
-    """The square's two gradients have the error of one gate, and weights that resemble each other add it up."""
-    changes: dict[str, Any] = {"m": 20000, "k": 64, "n": 64, "pattern": "heavy neurons", "density": 0.12, "l1": True}
-    changes |= {"strategy": "row", "activation": "relu2", "coherent": True, "wanted": ("x",), "mains": False}
-    case = dataclasses.replace(crafted(op="train", **changes), seed=504, number=32944, down_layout="rows")
-    result = fuzz.attempt(case, CPU)
-    assert result.verdict == "ok"
-    assert 0.8 < result.ratios["x"] < 0.95
-
-
-@pytest.mark.parametrize("changes", [{"x_layout": "expanded"}, {"m": 0}, {"pattern": "none"}, {"pattern": "single"}])
-def test_odd_cases_stay_within_their_bounds(changes: dict[str, Any]) -> None:
-    """Equal tokens, no tokens, and tokens that fire almost nothing."""
-    drawn = (problems.draw(8, number, LIMITS, False) for number in range(400))
-    cases = [dataclasses.replace(case, **changes) for case in drawn if case.training and not case.exact][:25]
-    found = {str(case): fuzz.attempt(case, CPU).verdict for case in cases}
-    assert set(found.values()) == {"ok"}, {case: verdict for case, verdict in found.items() if verdict != "ok"}
-
-
-# Faults
-
-Op = Callable[..., Any]
-
-
-Change = Callable[[Any, tuple[Any, ...]], object]
-
-
-def changes(change: Change) -> Callable[[Op], Op]:
-    """A fault that changes what an operator returns, in place; ``change`` gets that and the operator's arguments."""
-
-    def fault(op: Op) -> Op:
-        def faulty(*arguments: Any) -> Any:
-            out = op(*arguments)
-            change(out, arguments)
-            return out
-
-        return faulty
-
-    return fault
-
-
-def loses_the_last_entry(out: Any, given: tuple[Any, ...]) -> None:
-    out[0].view(-1, 256 // given[3])[:, -1] = 0
-
-
-def writes_no_last_row(out: Any, given: tuple[Any, ...]) -> None:
-    out[0][128:] = math.nan
-
-
-def ignores_overflows(out: Any, given: tuple[Any, ...]) -> None:
-    """Gradients stay zero for more non-zeros than the hybrid format holds."""
-    if int(hybrid.sizes(given[8], len(given[2]))[-1]) > geometry.hybrid_capacity(len(given[2]), len(given[3])):
-        for gradient in out:
-            gradient.zero_()
-
-
-def never_the_same(op: Op) -> Op:
-    calls = itertools.count()
-
-    def projected(*arguments: Any) -> Any:
-        y, l1, *rest = op(*arguments)
-        return y, l1 * (1 + 1e-7 * (next(calls) % 2)), *rest
-
-    return projected
-
-
-def writes_to_one_buffer(op: Op) -> Op:
-    """Results of equal shape share memory."""
-    buffers: dict[Any, Tensor] = {}
-
-    def projected(*arguments: Any) -> Any:
-        y, *rest = op(*arguments)
-        return buffers.setdefault((y.shape, y.dtype), y).copy_(y), *rest
-
-    return projected
-
-
-# where ``ffn`` calls the code of operators
-INSIDE = {
-    "gate_pack": (("ffn", "pack_on_cpu"), ("ffn_union", "pack_on_cpu")),
-    "up_down": (("ffn", "up_down_on_cpu"),),
-    "up_down_union": (("ffn_union", "up_down_on_cpu"),),
-}
-
-
-def replace(monkeypatch: pytest.MonkeyPatch, name: str, op: Op) -> None:
-    """Put ``op`` in the place of an operator, and of its code inside ``ffn``."""
-    monkeypatch.setattr(ops, name, op)
-    for module, code in INSIDE.get(name, ()):
-        monkeypatch.setattr(sys.modules[f"twell.ops.{module}"], code, op)
-
-
-@pytest.mark.parametrize(
-    ("name", "fault", "text"),
-    [
-        ("gate_pack", changes(loses_the_last_entry), ""),
-        ("up_down_union", changes(writes_no_last_row), "y differs"),
-        ("hybrid_forward", never_the_same, "a second call has other bits"),
-        ("hybrid_backward", changes(ignores_overflows), "differs"),
-        ("hybrid_forward", changes(lambda out, given: out[2].add_(1)), "l0"),
-        ("up_down", changes(lambda out, given: out[1].view(-1)[:1].add_(1)), "l1"),
-        ("up_down_union", writes_to_one_buffer, "a second call writes to what the first returned"),
-    ],
-)
-def test_a_fault_is_found(
-    name: str, fault: Callable[[Op], Op], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_mismatch_is_printed_with_what_repeats_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The fuzzer finds each within 150 cases, and the printed command repeats it."""
-    replace(monkeypatch, name, fault(getattr(ops, name)))
-    monkeypatch.setattr(fuzz, "MOST_MISMATCHES", 1)
-    assert run("--cases", "150") == 1
-    found = capsys.readouterr().out
-    assert "WRONG 1:" in found
-    assert text in found
-    (command,) = (line for line in found.splitlines() if "python -m tests.fuzz --replay" in line)
-    assert fuzz.main(command.split()[3:]) == 1
-    assert "stopping here" in found
+    pack = sys.modules["twell.ops.ffn"].pack_on_cpu
 
-
-# Faults in real numbers
-
-
-def rounds_h(op: Op) -> Op:
-    """The hidden state is rounded, as "union" does and "row" does not."""
-
-    def projected(*arguments: Any) -> Any:
-        _, l1 = op(*arguments)
-        return ops.up_down_union(*arguments)[0], l1
-
-    return projected
-
-
-def is_off_in_a_rare_neuron(op: Op) -> Op:
-    """The gradient of the neuron with the fewest tokens is off by 1 %; the norm of all does not show it."""
-
-    def backward(*arguments: Any) -> Any:
-        popularity = hybrid.parts(arguments[8], len(arguments[2]), len(arguments[3])).popularity
-        main_up = arguments[10]
-        out = op(*arguments)
-        rarest = popularity.masked_fill(popularity == 0, 1 << 30).argmin()
-        main_up[rarest] += 0.01 * (main_up[rarest] - answers.MAIN)
+    def wrong(*given: Any) -> Any:
+        out = pack(*given)
+        out[0].view(-1, 256 // given[3])[:, -1] = 0
         return out
 
-    return backward
-
-
-@pytest.mark.parametrize(
-    ("name", "fault", "changes", "text"),
-    [
-        ("up_down", rounds_h, {"op": "forward", "strategy": "row"}, "y: the error is"),
-        (
-            "hybrid_backward_accumulate",
-            is_off_in_a_rare_neuron,
-            {**TRAINING, "pattern": "tokens"},
-            "main w_up: a row is off",
-        ),
-    ],
-    ids=["h", "rare neuron"],
-)
-def test_a_fault_in_real_numbers_is_found(
-    name: str, fault: Callable[[Op], Op], changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = crafted(**changes)
-    assert fuzz.attempt(case, CPU).verdict == "ok"
-    replace(monkeypatch, name, fault(getattr(ops, name)))
-    assert text in fuzz.attempt(case, CPU).verdict
-
-
-def test_the_last_of_equal_gates_in_place_of_the_first_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Activation.after
-
-    def from_the_end(own: Activation, gate: Tensor, inplace: bool = False) -> Tensor:
-        return right(own, gate.flip(-1)).flip(-1) if own.k else right(own, gate, inplace)
-
-    drawn = (problems.draw(1, number, LIMITS, False) for number in range(1200))
-    cases = [case for case in drawn if case.top and case.top < case.n and case.m > 8]
-    assert {fuzz.attempt(case, CPU).verdict for case in cases} == {"ok"}
-    monkeypatch.setattr(Activation, "after", from_the_end)
-    wrong = [case for case in cases if fuzz.attempt(case, CPU).verdict != "ok"]
-    # of integers and of real numbers, in inference and in training
-    assert len({(case.exact, case.training) for case in wrong}) == 4
-    assert len(wrong) > len(cases) / 3
+    for module in ("ffn", "ffn_union"):
+        monkeypatch.setattr(sys.modules[f"twell.ops.{module}"], "pack_on_cpu", wrong)
+    monkeypatch.setattr(fuzz, "MOST_MISMATCHES", 1)
+    assert run("--cases", "150", "--kinds", "layer") == 1
+    found = capsys.readouterr().out
+    assert "WRONG 1:" in found
+    assert "stopping here" in found
+    (command,) = (line for line in found.splitlines() if "python -m tests.fuzz --replay" in line)
+    assert fuzz.main(shlex.split(command)[3:]) == 1
+    (number,) = re.findall(r"WRONG (1:\d+) layer ", found)
+    capsys.readouterr()
+    assert fuzz.main(["--device", "cpu", "--kinds", "layer", "--replay", number]) == 1
+    assert capsys.readouterr().out.splitlines()[0] in found
 
 
 def test_a_hang_ends_the_run_and_is_named(environment: dict[str, str]) -> None:
     script = """
 import time
 from tests.fuzz import run as fuzz
-fuzz.run = lambda case, device, result: time.sleep(60)
+fuzz.attempt = lambda case, device: time.sleep(60)
 fuzz.main(["--device", "cpu", "--cases", "1", "--limit-s", "0.2"])
 """
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 3, done.stderr
-    assert "HANGS for more than 0 s: python -m tests.fuzz --replay 1:0 --device cpu" in done.stdout
+    assert "HANGS for more than 0 s: python -m tests.fuzz --replay '" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--limit-s", "nan"], "--limit-s must be above 0, got nan"),
-        (["--replay", "seven"], "--replay must be SEED:NUMBER, got 'seven'"),
+        (["--replay", "seven"], "--replay must be SEED:NUMBER or the line of a case, got 'seven': kind must be one of"),
+        (["--kinds", "layers"], "argument --kinds: invalid choice: 'layers'"),
     ],
 )
 def test_a_run_of_nothing_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

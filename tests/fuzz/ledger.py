@@ -7,17 +7,17 @@ the end the seconds, which are missing if a run hung or was killed.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.fuzz.answers import Result
-from tests.fuzz.problems import Case
 from twell import testing
+from twell.testing.case import Case
+from twell.testing.verdicts import Result
 
 Record = dict[str, Any]
 
@@ -29,9 +29,10 @@ def header(device: torch.device, arguments: dict[str, Any]) -> Record:
     return {"machine": testing.machine_line(device), "date": now, "arguments": options}
 
 
-def record_of(case: Case, result: Result) -> Record:
+def record_of(seed: int, number: int, case: Case, result: Result) -> Record:
     """The line of a case."""
-    record = {**asdict(case), "verdict": result.verdict, "seconds": round(result.seconds, 4)}
+    record: Record = {"seed": seed, "number": number, "case": str(case), "kind": case.kind, "exact": case.exact}
+    record |= {"verdict": result.verdict, "seconds": round(result.seconds, 4)}
     ratios = {name: round(ratio, 4) for name, ratio in result.ratios.items()}
     return record | {"ratios": ratios, "nonzeros": round(result.nonzeros, 2)}
 
@@ -52,7 +53,10 @@ def summary(records: list[Record]) -> dict[str, Any]:
         "cases": len(records),
         "case_seconds": round(sum(record["seconds"] for record in records), 3),
         "mismatches": mismatches(records),
-        "counts": {"numbers": {"integers": exact, "reals": len(records) - exact}},
+        "counts": {
+            "numbers": {"integers": exact, "reals": len(records) - exact},
+            "kinds": dict(sorted(Counter(record.get("kind", "layer") for record in records).items())),
+        },
         "worst": dict(sorted(worst.items())),
     }
 

@@ -1,66 +1,47 @@
-"""Layers of experts on a GPU: exact sums, bits of a token, graphs, no waits."""
+"""Layers of experts on a GPU: bits of a token, no waits."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 import twell
-from tests.fuzz import experts as fuzz
 from twell import testing
+from twell.testing.case import Case
 from twell.testing.experts import draw_experts
+from twell.testing.operands import build, laid_out
 
-BASE = fuzz.Case(
-    7, 0, 64, 264, 520, 9, 3, "bf16", exact=True, gated=False, activation="relu2", density=0.1, strategy="row",
-    invariant=False, compression=8, wide=True, hot=0.0, merged=False, down_rows=True, absent=0.0,
-)  # fmt: skip
-# sizes of Nemotron's experts, classes of K, tiles that spill, one expert for all, ids of nobody, most experts
-CASES: dict[str, dict[str, Any]] = {
-    "nano": {"t": 33, "k": 2688, "n": 1856, "experts": 16, "top": 6},
-    "one token": {"t": 1, "k": 2688, "n": 1856, "experts": 16, "top": 6},
-    "wide": {"t": 9, "k": 8192, "n": 72, "experts": 3},
-    "long": {"t": 5, "k": 72, "n": 28672, "experts": 2, "top": 2, "density": 0.02},
-    "spilling": {"t": 70, "density": 1.0, "compression": 8, "k": 72},
-    "one expert": {"t": 300, "hot": 1.0, "experts": 40},
-    "nobody": {"absent": 1.0},
-    "some": {"absent": 0.5, "wide": False},
-    "many": {"t": 40, "experts": 1024, "n": 40, "top": 32},
-    "alike": {"experts": 1, "top": 8},
-    "gated": {"gated": True, "merged": True, "activation": "drelu"},
-    "fp16": {"gated": True, "dtype": "fp16", "activation": "relu"},
-    "threshold": {"activation": "fatrelu", "compression": 2},
-    "as stored": {"down_rows": False},
-}
+BASE = Case.of("experts m=64 k=264 n=520 experts=9 slots=3 gated=False activation=relu2")
 
 
-@pytest.mark.parametrize("change", CASES.values(), ids=CASES)
-def test_sums_are_exact(change: dict[str, Any]) -> None:
-    case = dataclasses.replace(BASE, **change)
-    assert fuzz.attempt(case, torch.device("cuda")) == "ok"
+def operands(case: Case) -> dict[str, Any]:
+    return {name: t for name, t in laid_out(case, build(case, "cuda")).items() if name != "dy"}
+
+
+def call(case: Case, p: dict[str, Any]) -> Any:
+    return twell.sparse_experts(**p, **case.asked, activation=case.activation)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_bits_do_not_depend_on_other_tokens(gated: bool) -> None:
-    case = dataclasses.replace(BASE, t=200, k=1032, gated=gated, exact=False, invariant=True)
-    p = fuzz.build(case, torch.device("cuda"))
-    whole = fuzz.call(case, p)
+    case = BASE.replace(m=200, k=1032, gated=gated, exact=False, strategy="row+invariant")
+    p = operands(case)
+    whole = call(case, p)
     for t in (1, 2, 8, 31, 100):
-        part = p._replace(x=p.x[-t:], expert_ids=p.expert_ids[-t:], weights=p.weights[-t:])
-        testing.assert_same(fuzz.call(case, part), whole[-t:], f"{t} tokens")
+        part = p | {name: p[name][-t:] for name in ("x", "expert_ids", "weights")}
+        testing.assert_same(call(case, part), whole[-t:], f"{t} tokens")
 
 
 def test_ids_that_are_no_experts_read_nothing() -> None:
-    case = dataclasses.replace(BASE, absent=0.0)
-    p = fuzz.build(case, torch.device("cuda"))
-    odd = p.expert_ids.clone()
-    odd[::3, 0] = torch.tensor([case.experts, -2, 1 << 40, -(1 << 40)], device="cuda").repeat(9)[: len(odd[::3])]
-    gone = torch.where((odd < 0) | (odd >= case.experts), -1, odd)
+    p = operands(BASE)
+    odd = p["expert_ids"].clone()
+    odd[::3, 0] = torch.tensor([BASE.experts, -2, 1 << 40, -(1 << 40)], device="cuda").repeat(9)[: len(odd[::3])]
+    gone = torch.where((odd < 0) | (odd >= BASE.experts), -1, odd)
     for strategy in ("row", "dense"):
-        how = dataclasses.replace(case, strategy=strategy)
-        testing.assert_same(fuzz.call(how, p._replace(expert_ids=odd)), fuzz.call(how, p._replace(expert_ids=gone)))
+        how = BASE.replace(strategy=strategy)
+        testing.assert_same(call(how, p | {"expert_ids": odd}), call(how, p | {"expert_ids": gone}))
 
 
 @pytest.mark.parametrize("strategy", ["row", "dense", "auto"])

@@ -1,8 +1,7 @@
-"""Layers of e4m3 weights on a GPU: the bits of the gate, exact sums, bits of a token, graphs, no waits."""
+"""Layers of e4m3 weights on a GPU: the bits of the gate, bits of a token, no waits."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -10,40 +9,22 @@ import torch
 from torch import Tensor
 
 import twell
-from tests.fuzz import float8 as fuzz
 from twell import float8, testing
 from twell.float8 import E4M3, Float8
 from twell.ops.ffn_float8 import hidden_in_float8, product, tokens_in_float8
+from twell.testing.case import Case
+from twell.testing.operands import build, laid_out
 
 CUDA = torch.device("cuda")
-BASE = fuzz.Case(
-    7, 0, 200, 528, 776, "e4m3", exact=True, gated=True, bias=True, activation="relu", density=0.1, granularity="row",
-    strategy="row", invariant=False, fast=True, compression=8, down_rows=True, strided=False,
-)  # fmt: skip
-# classes of K, numbers of tokens of each kernel, tiles that spill, long lists, many tokens with one that is heavy
-CASES: dict[str, dict[str, Any]] = {
-    "one token": {"m": 1, "k": 4096},
-    "few": {"m": 8, "k": 8192, "n": 264},
-    "some": {"m": 33, "k": 2048},
-    "more": {"m": 64, "k": 4096, "n": 264},
-    "wide": {"m": 300, "k": 8192, "n": 136},
-    "narrow": {"m": 300, "k": 16},
-    "spilling": {"density": 1.0, "compression": 8, "k": 80},
-    "long": {"m": 20, "k": 80, "n": 28672, "density": 0.02},
-    "many": {"m": 5000, "k": 80},
-    "squares": {"activation": "relu2", "gated": False},
-    "threshold": {"activation": "fatrelu", "compression": 2},
-    "not fast": {"fast": False},
-    "as stored": {"down_rows": False},
-    "strided": {"strided": True},
-}
+BASE = Case.of("layer m=300 k=1040 n=776 exact=False biases=gate+up+down scales=row")
 
 
-@pytest.mark.parametrize("strategy", ["row", "union"])
-@pytest.mark.parametrize("change", CASES.values(), ids=CASES)
-def test_sums_are_exact(change: dict[str, Any], strategy: str) -> None:
-    case = dataclasses.replace(BASE, **change, strategy=strategy)
-    assert fuzz.attempt(case, CUDA) == "ok"
+def call(case: Case, p: dict[str, Any]) -> Any:
+    return twell.sparse_gated_ffn(**p, **case.asked)  # type: ignore[arg-type]
+
+
+def operands(case: Case) -> dict[str, Any]:
+    return {name: t for name, t in laid_out(case, build(case, CUDA)).items() if name != "dy"}
 
 
 def hostile(m: int, k: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -96,21 +77,21 @@ def test_quantised_hidden_states_are_those_of_the_formula(n: int, gated: bool) -
 
 
 def test_bits_do_not_depend_on_other_tokens() -> None:
-    case = dataclasses.replace(BASE, m=300, k=1040, exact=False, x="plain", invariant=True)
-    p = fuzz.build(case, CUDA)
-    whole = fuzz.call(case, p)
+    case = BASE.replace(strategy="row+invariant")
+    p = operands(case)
+    whole = call(case, p)
     for m in (1, 2, 8, 31, 100):
-        testing.assert_same(fuzz.call(case, p._replace(x=p.x[-m:])), whole[-m:], f"{m} tokens")
+        testing.assert_same(call(case, p | {"x": p["x"][-m:]}), whole[-m:], f"{m} tokens")
 
 
 @pytest.mark.parametrize("strategy", ["row", "union", "dense", "auto"])
-def test_no_call_waits_for_the_gpu(strategy: Any) -> None:
-    case = dataclasses.replace(BASE, exact=False, x="plain", strategy=strategy)
-    p = fuzz.build(case, CUDA)
-    fuzz.call(case, p)
+def test_no_call_waits_for_the_gpu(strategy: str) -> None:
+    case = BASE.replace(strategy=strategy)
+    p = operands(case)
+    call(case, p)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        fuzz.call(case, p)
+        call(case, p)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -3,7 +3,8 @@
 A problem is an ``FFN``: the tensors of one feed-forward layer. ``make`` draws a named workload, ``load_real`` reads a
 recorded layer and ``load_experts`` one of experts, ``integer_problem`` and ``pattern_problem`` build problems whose
 answer is the same in any order of summation. ``compare`` and ``compare_gradients`` measure a result against float64
-beside dense PyTorch, and ``machine_line`` names the machine. The activation is ReLU unless ``activation`` and
+beside dense PyTorch, and ``machine_line`` names the machine. A ``Case`` is a problem and a way to call it on one line,
+``draw`` draws one, and ``verdict`` says whether it computes what it promises. The activation is ReLU unless ``activation`` and
 ``threshold`` say otherwise. Gradients are dictionaries by the names of ``FFN``, each of its tensor's shape.
 """
 
@@ -30,6 +31,7 @@ from twell.testing.bits import (
     poison_memory,
     poisoned,
 )
+from twell.testing.case import Case
 from twell.testing.comparison import (
     BIAS_BUDGET,
     BUDGET,
@@ -54,7 +56,9 @@ from twell.testing.exact import (
     integer_upstream,
     pattern_problem,
 )
+from twell.testing.drawn import Limits, draw
 from twell.testing.machine import machine_line
+from twell.testing.verdicts import verdict
 from twell.testing.workloads import (
     FFN,
     PAPER_HIDDEN,
@@ -89,8 +93,10 @@ __all__ = [
     "UGLY_K",
     "UGLY_M",
     "WORKLOADS",
+    "Case",
     "Comparison",
     "Errors",
+    "Limits",
     "ModelSizes",
     "Workload",
     "allowance",
@@ -105,6 +111,7 @@ __all__ = [
     "count_roundings",
     "dense_gradients",
     "dense_output",
+    "draw",
     "errors",
     "exact_gradients",
     "exact_output",
@@ -128,4 +135,5 @@ __all__ = [
     "sparse_gradients",
     "sparse_layer",
     "sparse_output",
+    "verdict",
 ]

@@ -1,0 +1,420 @@
+"""The call that a case asks for, by the public functions and modules, and what surrounds it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import twell
+from twell import ops
+from twell._float8_mlp import Float8MLP
+from twell._runtime import geometry
+from twell.nn import SparseAutoencoder, SparseGatedMLP, SparseMLP
+from twell.ops import hybrid
+from twell.strategy.plan import route_of
+from twell.strategy.site import AutoStrategy
+from twell.testing.case import Case
+from twell.testing.formula import MAIN
+from twell.testing.operands import LORA_SCALE, Operands, largest, level_of, static_scale
+
+Outputs = dict[str, Tensor]
+
+_PROJECTIONS = {"w_gate": "gate_proj", "w_up": "up_proj", "w_down": "down_proj"}
+
+
+@contextlib.contextmanager
+def surroundings(case: Case, device: torch.device) -> Iterator[None]:
+    """Enter the case's autocast, default device and NaN-filled new memory."""
+    filled = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(case.filled or filled)
+    default = torch.device(device if device.type == "cuda" else "meta") if case.device_set else contextlib.nullcontext()
+    try:
+        with torch.autocast(device.type, case.torch_dtype, enabled=case.autocast), default:
+            yield
+    finally:
+        torch.use_deterministic_algorithms(filled)
+
+
+def caller(case: Case, t: Operands) -> Callable[[], Outputs]:
+    """What makes the call: outputs by name, gradients by that of their operand, main gradients with ``main`` before."""
+    own = {"pack": _pack, "kept": _keep, "experts": _of_experts, "autoencoder": _autoencoder, "pair": _pair}
+    if case.kind in own:
+        return own[case.kind](case, t)
+    if case.rank:
+        return _adapted(case, t)
+    return _float8(case, t) if case.scales else _layer(case, t)
+
+
+def _asked(case: Case) -> dict[str, Any]:
+    """strategy and, where a call is not of ``invariant`` kernels, that of "auto"'s own routes."""
+    if case.strategy == "site":
+        return {"strategy": AutoStrategy()}
+    return {"strategy": route_of(case.strategy) if "+" in case.strategy else case.strategy}
+
+
+def _form(case: Case, device: torch.device) -> dict[str, Any]:
+    """The activation as arguments of calls."""
+    if case.top:
+        return {"activation": case.activation, "k": case.top}
+    return {"activation": case.activation, "threshold": level_of(case, device) if case.by_neuron else case.threshold}
+
+
+def _layer(case: Case, t: Operands) -> Callable[[], Outputs]:
+    """A layer, or one behind a given gate, by the function or the module."""
+    dy, given = t["dy"], {name: operand for name, operand in t.items() if name != "dy"}
+    how = {**_asked(case), **_form(case, dy.device), "compression": case.compression}
+    if case.module:
+        return _in_module(case, _module(case, given, how), t)
+    function: Any = twell.sparse_up_down if case.kind == "given" else twell.sparse_ffn
+    function = twell.sparse_gated_ffn if case.kind == "layer" and case.gated else function
+    rest = {} if case.gated or case.kind == "layer" else {"x": None, "w_up": None}
+
+    def call() -> Outputs:
+        leaves = {name: operand.detach().requires_grad_(name in case.wanted) for name, operand in given.items()}
+        mains: dict[str, Tensor | None] = {}
+        if case.mains:
+            mains = {name: _main(given[name]) if name in case.wanted else None for name in case.weights}
+        options = {"main_grads": tuple(mains.values())} if mains else {}
+
+        def run(x: Tensor | None) -> Any:
+            own = leaves | rest | ({} if x is None else {"x": x})
+            return function(**own, **how, **options, return_aux=case.aux)
+
+        made = _recomputed(case, run, leaves.get("x"))
+        return _results(case, made, leaves, dy, mains)
+
+    return call
+
+
+def _recomputed(case: Case, run: Callable[[Any], Any], x: Tensor | None) -> Any:
+    """The results of the call, whose forward pass runs again in backward if the case is checkpointed."""
+    if not case.wants:
+        with torch.no_grad():
+            return run(x)
+    with torch.enable_grad():
+        if case.checkpointed:
+            return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+        return run(x)
+
+
+def _results(
+    case: Case, made: Any, leaves: dict[str, Tensor], dy: Tensor, mains: dict[str, Tensor | None] | None = None
+) -> Outputs:
+    """y, figures and gradients of a call."""
+    y, aux = made if isinstance(made, tuple) else (made, None)
+    out = {"y": y.detach()}
+    if aux is not None:
+        out |= {"l1": aux.l1.detach(), "l0": aux.l0.detach()}
+    if not case.wants:
+        return out
+    results = [(y, dy.to(y.dtype).view(y.shape))]
+    if aux is not None:
+        results.append((aux.l1, torch.full_like(aux.l1, case.dl1 * case.m)))
+    if case.bandwidth and aux is not None:
+        results.append((aux.l0, torch.full_like(aux.l0, case.dl1 * case.m)))
+    results = [(result, upstream) for result, upstream in results if result.requires_grad]
+    wanted = {name: leaves[name] for name in case.wanted}
+    with torch.autocast(dy.device.type, enabled=False):
+        found = torch.autograd.grad(
+            [result for result, _ in results], list(wanted.values()), [upstream for _, upstream in results],
+            allow_unused=True,
+        )  # fmt: skip
+    for name, gradient in zip(wanted, found):
+        main = (mains or {}).get(name)
+        if main is not None:
+            assert gradient is None, f"{name} has a main gradient and another one"
+            out[f"main {name}"] = main
+        elif gradient is not None:
+            out[name] = gradient
+    return out
+
+
+def _main(weight: Tensor) -> Tensor:
+    return torch.full_like(weight, MAIN, dtype=torch.float32)
+
+
+# Modules
+
+
+def _linear(weight: Tensor, bias: Tensor | None, wants: Any) -> nn.Linear:
+    """A projection of these very tensors."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(weight.detach(), requires_grad=wants("w"))
+    if bias is not None:
+        made.bias = nn.Parameter(bias.detach(), requires_grad=wants("b"))
+    return made
+
+
+def _linears(case: Case, t: Operands) -> dict[str, nn.Linear]:
+    """The projections by the names of weights."""
+    return {
+        name: _linear(t[name], t.get(f"b{name[1:]}"), lambda kind, own=name[1:]: f"{kind}{own}" in case.wanted)
+        for name in case.weights
+    }
+
+
+def _module(case: Case, t: Operands, how: dict[str, Any]) -> Any:
+    cls: Any = SparseGatedMLP if case.gated else SparseMLP
+    return cls.from_linear(*_linears(case, t).values(), **how)
+
+
+def _parameters(linears: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights and biases by the names of calls."""
+    found = {name: linear.weight for name, linear in linears.items()}
+    return found | {f"b{name[1:]}": linear.bias for name, linear in linears.items() if linear.bias is not None}
+
+
+def _in_module(case: Case, module: Any, t: Operands) -> Callable[[], Outputs]:
+    """A module of ``twell.nn`` with the operands as its parameters."""
+
+    def call() -> Outputs:
+        linears = {name: getattr(module, _PROJECTIONS[name]) for name in case.weights}
+        x = t["x"].detach().requires_grad_("x" in case.wanted)
+        mains: dict[str, Tensor | None] = {}
+        module.accumulate_main_grad, module.record_aux = case.mains, case.aux
+        for name, linear in linears.items() if case.mains else ():
+            mains[name] = linear.weight.main_grad = _main(linear.weight) if name in case.wanted else None
+
+        def run(x: Tensor | None) -> Any:
+            y = module(x)
+            return (y, module.aux) if case.aux else y
+
+        made = _recomputed(case, run, x)
+        module.aux = None
+        return _results(case, made, {"x": x, **_parameters(linears)}, t["dy"], mains)
+
+    return call
+
+
+class _Block(nn.Module):
+    """A larger block with two linear layers of which ``sparsify_`` makes one."""
+
+    def __init__(self, linears: dict[str, nn.Linear]) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = linears["w_up"], nn.ReLU(), linears["w_down"]
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.fc2(self.act(self.fc1(x)))
+
+
+def _pair(case: Case, t: Operands) -> Callable[[], Outputs]:
+    linears = _linears(case, t)
+    block = twell.sparsify_(_Block(linears), names=[("fc1", "fc2")], **_asked(case))
+    assert type(block.fc2) is not nn.Linear
+
+    def call() -> Outputs:
+        x = t["x"].detach().requires_grad_("x" in case.wanted)
+        # without the sum, which rounds again
+        made = _recomputed(case, lambda x: block.fc2(block.act(block.fc1(x))), x)
+        leaves = _parameters({"w_up": block.fc1, "w_down": block.fc2})
+        return _results(case, made, {"x": x, **leaves}, t["dy"])
+
+    return call
+
+
+class _Holder(nn.Module):
+    """What peft can wrap."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Any:
+        return self.mlp(x)
+
+
+def _adapted(case: Case, t: Operands) -> Callable[[], Outputs]:
+    """A module whose projections have adapters of peft."""
+    import peft
+
+    how = {**_asked(case), **_form(case, t["dy"].device), "compression": case.compression}
+    names = [_PROJECTIONS[name] for name in case.weights]
+    config = peft.LoraConfig(target_modules=names, r=case.rank, lora_alpha=int(LORA_SCALE * case.rank))
+    model = peft.get_peft_model(_Holder(_module(case, t, how)), config, autocast_adapter_dtype=False)
+    mlp = model.get_base_model().mlp
+    leaves: dict[str, Tensor] = {}
+    for name in case.weights:
+        layer = getattr(mlp, _PROJECTIONS[name])
+        base = layer.base_layer
+        base.weight.requires_grad_(name in case.wanted)
+        leaves[name] = base.weight
+        if base.bias is not None:
+            leaves[f"b{name[1:]}"] = base.bias.requires_grad_(f"b{name[1:]}" in case.wanted)
+        for part, own in (("a", layer.lora_A), ("b", layer.lora_B)):
+            wants = f"{name}_{part}" in case.wanted
+            leaves[f"{name}_{part}"] = nn.Parameter(t[f"{name}_{part}"].detach(), requires_grad=wants)
+            own["default"].weight = leaves[f"{name}_{part}"]
+
+    def call() -> Outputs:
+        x = t["x"].detach().requires_grad_("x" in case.wanted)
+        return _results(case, _recomputed(case, model, x), {"x": x, **leaves}, t["dy"])
+
+    return call
+
+
+def _autoencoder(case: Case, t: Operands) -> Callable[[], Outputs]:
+    more: dict[str, Any] = {"k": case.top} if case.top else {}
+    more |= {"bandwidth": case.bandwidth} if case.bandwidth else {}
+    how: dict[str, Any] = {**_asked(case), "tied": case.tied, "skip": case.skip, "dtype": t["x"].dtype, **more}
+    sae: Any = SparseAutoencoder(case.k, case.n, activation=case.activation, device=t["x"].device, **how)  # type: ignore[arg-type]
+    names = {"w_up": "W_enc", "b_up": "b_enc", "b_down": "b_dec", "w_skip": "W_skip", "threshold": "threshold"}
+    names |= {} if case.tied else {"w_down": "W_dec"}
+    leaves: dict[str, Tensor] = {}
+    for name, own in names.items():
+        if name in t:
+            value = t[name].detach()
+            # rows of the decoder and columns of the encoder
+            value = nn.Parameter(value.t() if name in ("w_up", "w_down") else value, requires_grad=name in case.wanted)
+            setattr(sae, own, value)
+            leaves[name] = value
+    sae.train(case.train)
+
+    def call() -> Outputs:
+        x = t["x"].detach().requires_grad_("x" in case.wanted)
+        with torch.no_grad():
+            sae.tokens_since_fired.zero_()
+            if case.activation == "batchtopk":
+                sae.threshold.fill_(case.threshold)
+        out = _results(case, _recomputed(case, lambda x: sae(x, case.aux), x), {"x": x, **leaves}, t["dy"])
+        for name in out.keys() & {"w_up", "w_down"}:
+            out[name] = out[name].t()
+        if case.train:
+            out["unfired"] = sae.tokens_since_fired.clone()
+            if case.activation == "batchtopk":
+                out["moved"] = sae.threshold.clone()
+        return out
+
+    return call
+
+
+# Without gradients
+
+
+def _float8(case: Case, t: Operands) -> Callable[[], Outputs]:
+    how: dict[str, Any] = {**_form(case, t["dy"].device), "compression": case.compression, "fast_accum": case.fast}
+    asked = {"strategy": _asked(case)["strategy"], "invariant": False} if case.strategy == "site" else case.asked
+    gate, up, down = (t.get(name) for name in _PROJECTIONS)
+    biases = tuple(t.get(f"b_{name}") for name in ("gate", "up", "down"))
+    if case.module or case.tokens == "static":
+        scale = static_scale(case, t["dy"].device) if case.tokens == "static" else None
+        module = Float8MLP(gate, up, down, biases=biases, input_scale=scale, **how, **asked)  # type: ignore[arg-type]
+
+        @torch.no_grad()
+        def through() -> Outputs:
+            return {"y": module(t["x"])}
+
+        return through
+    function: Any = twell.sparse_gated_ffn if case.gated else twell.sparse_ffn
+    given = {name: operand for name, operand in t.items() if name != "dy"}
+
+    @torch.no_grad()
+    def call() -> Outputs:
+        return {"y": function(**given, **how, **asked)}
+
+    return call
+
+
+def _of_experts(case: Case, t: Operands) -> Callable[[], Outputs]:
+    given = {name: operand for name, operand in t.items() if name != "dy"}
+    how: dict[str, Any] = {**_form(case, t["dy"].device), **case.asked, "compression": case.compression}
+
+    @torch.no_grad()
+    def call() -> Outputs:
+        return {"y": twell.sparse_experts(**given, **how)}
+
+    return call
+
+
+def _pack(case: Case, t: Operands) -> Callable[[], Outputs]:
+    @torch.no_grad()
+    def call() -> Outputs:
+        how = {"compression": case.compression, "threshold": case.threshold}
+        packed = twell.pack(t["x"], t["w_gate"], t.get("b_gate"), **how)  # type: ignore[arg-type]
+        return {"dense": packed.unpack(), "words": packed.words, "stats": packed.stats, "nnz": packed.nnz()}
+
+    return call
+
+
+def _keep(case: Case, t: Operands) -> Callable[[], Outputs]:
+    """The hybrid format, by the operator."""
+    first = case.first
+    bias = t.get(f"b_{first}")
+    if case.by_neuron:
+        level = level_of(case, t["dy"].device)
+        bias = torch.cat([torch.zeros_like(level) if bias is None else bias, level])
+    layer = (
+        *(t["x"], t[f"w_{first}"], t["w_up"] if first == "gate" else None, t["w_down"].t()),
+        *(bias, t.get("b_up") if first == "gate" else None, t.get("b_down")),
+    )
+    threshold = float(case.top) if case.top else 0.0 if case.by_neuron else case.threshold
+
+    @torch.no_grad()
+    def call() -> Outputs:
+        y, l1, nonzeros, kept = ops.hybrid_forward(*layer, case.compression, 0, case.activation, threshold)
+        found = {"y": y, "total |h|": l1, "nonzeros": nonzeros}
+        return found | _defined(hybrid.parts(kept, case.m, case.n), case)
+
+    return call
+
+
+def _defined(kept: hybrid.Kept, case: Case) -> Outputs:
+    """The parts of the hybrid format with zeros where they are undefined, without a look at a value."""
+    capacity, total = geometry.hybrid_capacity(case.m, case.n), kept.sizes[-1]
+    fits = total <= capacity
+    some = (torch.arange(capacity, device=total.device) < total) & fits
+    padded = -(-kept.sizes[:-1, None] // geometry.CHUNK) * geometry.CHUNK
+    listed = (torch.arange(kept.neurons.shape[1], device=total.device) < padded) & fits
+    found = {
+        "entries": kept.entries[:capacity].where(some, 0),
+        "neurons": kept.neurons.where(listed, 0),
+        "chunks": kept.chunks.where(fits, 0),
+        "sizes": torch.cat([kept.sizes[:-1].where(fits, 0), kept.sizes[-1:]]),
+        "popularity": kept.popularity,
+    }
+    if case.first == "gate":
+        up = hybrid.values(kept.entries, capacity, case.torch_dtype, 1)[0]
+        found["up"] = up.where(some, 0)
+    return found
+
+
+# Dense PyTorch
+
+
+@torch.enable_grad()
+def dense(case: Case, t: Operands) -> Outputs:
+    """A layer, a pair or one behind a given gate in plain PyTorch, by the names of outputs of a call."""
+    dy, first = t["dy"], case.first
+    leaves = {name: operand.detach().requires_grad_(name in case.wanted) for name, operand in t.items() if name != "dy"}
+    gate = leaves["gate"] if "gate" in t else F.linear(leaves["x"], leaves[f"w_{first}"], leaves.get(f"b_{first}"))
+    level = level_of(case, gate.device)
+    if case.top:
+        gate = torch.where(largest(gate.view(-1, case.n), case.top).view(gate.shape), gate, 0)
+    else:
+        gate = torch.where(gate <= level, 0, gate) if case.threshold or case.by_neuron else F.relu(gate)
+    hidden = gate * gate if case.activation == "relu2" else gate
+    if first == "gate":
+        up = F.linear(leaves["x"], leaves["w_up"], leaves.get("b_up"))
+        if case.activation == "relu2":
+            # the square is not rounded
+            wide = gate.float()
+            hidden = (wide * wide * up.float()).to(gate.dtype)
+        else:
+            hidden = gate * (F.relu(up) if case.activation == "drelu" else up)
+    y = F.linear(hidden, leaves["w_down"], leaves.get("b_down"))
+    l1, l0 = hidden.abs().sum(dtype=torch.float32), (gate > 0).sum().float()
+    out = {"y": y.detach(), "l1": l1.detach() / max(case.m, 1), "l0": l0 / max(case.m, 1)}
+    if not case.wants:
+        return out
+    results = [(y, dy.view(y.shape)), *([(l1, torch.full_like(l1, case.dl1))] if case.l1 and l1.requires_grad else [])]
+    results = [(result, upstream) for result, upstream in results if result.requires_grad]
+    wanted = [leaves[name] for name in case.wanted]
+    with torch.autocast(dy.device.type, enabled=False):
+        ends = [result for result, _ in results], wanted, [upstream.to(result.dtype) for result, upstream in results]
+        found = torch.autograd.grad(*ends, allow_unused=True)
+    return out | {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(case.wanted, found)}

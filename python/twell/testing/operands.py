@@ -1,0 +1,439 @@
+"""The tensors of a case by the names of calls, and how they lie in memory.
+
+A gate's pattern comes from the first features of x: 0 is the popularity of neurons, 1 the load of tokens, then topics.
+Integers are so small that fp32 holds every sum in any order, and 16 bits every gate, up projection and hidden state.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import float8
+from twell.float8 import E4M3, Float8
+from twell.testing.case import BIASES, Case
+
+# Sums in fp32 are off by up to this share of |x| |w|; a sum so near to 0 may have either sign.
+ACCUMULATION = 2.0**-20
+
+# how an adapter's product is scaled
+LORA_SCALE = 2.0
+
+Operands = dict[str, Any]
+
+
+def wide(t: Any) -> Tensor:
+    """A tensor or a record in float64."""
+    return t.dequantize(torch.float64) if isinstance(t, Float8) else t.detach().double()
+
+
+class Draw:
+    """Numbers of one stream, on a device."""
+
+    def __init__(self, seed: str, device: torch.device) -> None:
+        self.generator = torch.Generator(device).manual_seed(random.Random(seed).getrandbits(62))
+        self.device = device
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high + 1, shape, generator=self.generator, device=self.device).float()
+
+    def signs(self, *shape: int) -> Tensor:
+        return 2 * self.integers(0, 1, *shape) - 1
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.device)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self.generator, device=self.device)
+
+    def chosen(self, size: int, share: float) -> Tensor:
+        """A mask with at least one, if there is any."""
+        scores = self.uniform(size)
+        return scores <= torch.quantile(scores[: 1 << 20], share) if size else scores.bool()
+
+    def spread(self, rows: int, columns: int, count: int, first: int = 0) -> Tensor:
+        """[rows, columns] of zeros and, in each row, ``count`` signs at even distances from column ``first`` on."""
+        others = columns - first
+        start = torch.randint(others, (rows, 1), generator=self.generator, device=self.device)
+        places = first + (start + torch.arange(count, device=self.device) * (others // count)) % others
+        found: Tensor = torch.zeros(rows, columns, device=self.device)
+        found.scatter_(1, places, self.signs(rows, count))
+        return found
+
+
+class Features(NamedTuple):
+    """The common part of each neuron's and token's gates; ``sure`` outweighs everything random."""
+
+    popularity: Tensor
+    load: Tensor
+    topic: Tensor
+    boost: Tensor
+
+
+def quantile(share: Tensor) -> Tensor:
+    """The value that a standard normal exceeds with this probability."""
+    return -torch.special.ndtri(share.clamp(1e-9, 1 - 1e-9))
+
+
+def features(case: Case, n: int, topics: int, unit: float, sure: float, weights: Draw, tokens: Draw) -> Features:
+    """The pattern of a case; random sums have the deviation ``unit``."""
+    m, device = case.m, weights.device
+    rng = random.Random(f"{case.seed}:pattern")
+    usual = float(quantile(torch.tensor(case.density, device="cpu"))) * unit
+    popularity = torch.full((n,), -usual, device=device)
+    load = torch.zeros(m, device=device)
+    topic = torch.randint(topics, (m,), generator=tokens.generator, device=device)
+    boost = torch.zeros(n, topics, device=device)
+    pattern = case.pattern
+    if pattern == "tokens":
+        popularity.zero_()
+        load = -quantile(10 ** (-4 * tokens.uniform(m))) * unit
+    elif pattern == "heavy-tokens":
+        load = torch.where(tokens.chosen(m, rng.choice([0.0, 0.02, 0.1])), 2 * sure, load)
+    elif pattern == "heavy-neurons":
+        popularity = torch.where(weights.chosen(n, rng.choice([0.0, 0.02, 0.1])), sure, popularity)
+    elif pattern in ("topics", "tiles", "band", "single"):
+        popularity.fill_(-sure)
+        if rng.random() < 0.5:
+            topic = (torch.arange(m, device=device) // 128) % topics
+        strength = rng.choice([1, 2]) * sure
+        for t in range(topics):
+            boost[:, t] = torch.where(members(case, t, topics, rng, weights.uniform(n)), 2 * sure, 0)
+        if pattern == "topics":
+            boost.clamp_(max=strength)
+        elif pattern == "band":
+            topic = torch.arange(m, device=device) * topics // max(m, 1)
+        elif pattern == "single":
+            topic.fill_(1)
+            topic[rng.randrange(max(m, 1)) :][:1] = 0
+    elif pattern == "none":
+        # the largest sum is 0
+        popularity.fill_(3 - sure - 2 * (case.first in case.biases or case.kind == "autoencoder"))
+    elif pattern == "all":
+        popularity.fill_(sure)
+    return Features(popularity.clamp(-sure, sure), load.clamp(-sure, 2 * sure), topic, boost)
+
+
+def members(case: Case, t: int, topics: int, rng: random.Random, scores: Tensor) -> Tensor:
+    """The neurons of topic ``t``, a mask [N]."""
+    n = len(scores)
+    place = torch.arange(n, device=scores.device)
+    if case.pattern == "topics":
+        return scores < min(case.density * 4, 1)
+    if case.pattern == "band":
+        return place * topics // n == t
+    if case.pattern == "single":
+        return (place == rng.randrange(n)) & (t == 0)
+    # about as many in one tile as its words hold
+    words = 256 // case.compression
+    count = rng.choice([0, 1, words - 2, words - 1, words, words + 1, 255, 256])
+    inside = place // 256 == rng.randrange(-(-n // 256))
+    return inside & (scores.masked_fill(~inside, 2).argsort().argsort() < count)
+
+
+def build(case: Case, device: torch.device | str = "cpu", again: int = 0) -> Operands:
+    """The operands of a case, contiguous, drawn on the device; ``again`` draws other tokens for the same weights.
+
+    x [M, K], weights [N, K] and w_down [K, N], of experts [E, ...]; and dy, the gradient of y.
+    """
+    device = torch.device(device)
+    m, k, n = case.m, case.k, case.n * case.experts
+    weights, tokens = Draw(f"{case.seed}:weights", device), Draw(f"{case.seed}:tokens:{again}", device)
+    topics = min(8, (k - 2) // 3)
+    first = 2 + topics
+    others = k - first
+    small = case.activation == "relu2"
+    if case.exact:
+        count = min(4 if small else 15, others)
+        unit, sure = math.sqrt(count), count + 3.0
+        x, dy = tokens.signs(m, k), tokens.spread(m, k, 3)
+        w_first, w_up = weights.spread(n, k, count, first), weights.spread(n, k, 2, first)
+        w_down = weights.integers(-1, 1, n, k)
+        biases = {"first": weights.integers(-2, 2, n), "up": weights.integers(-1, 1, n)}
+        biases["down"] = weights.integers(-8, 8, k)
+    else:
+        unit, sure = 1.0, 8.0
+        x, dy = tokens.normal(m, k), tokens.normal(m, k)
+        w_first, w_up = weights.normal(n, k) / math.sqrt(others), weights.normal(n, k) / math.sqrt(k)
+        w_down = 0.1 * weights.normal(n, k)
+        biases = {"first": 0.25 * weights.normal(n), "up": weights.normal(n), "down": weights.normal(k)}
+        if case.coherent:
+            # x and dy alone have one sign, and up projections of near 1
+            x, w_up, w_down, dy = x.abs(), 0.2 * w_up, w_down.abs(), dy.abs()
+            w_up[:, 0] = 1
+        if small and case.dtype == "fp16":
+            # gradients of squares that leave the range of fp16 have no bound
+            dy *= 2.0**-6
+    pattern = features(case, n, topics, unit, sure, weights, tokens)
+    popularity, load = pattern.popularity, pattern.load
+    if case.exact:
+        popularity, load = popularity.round(), load.round()
+        popularity = popularity.clamp(max=0) if small else popularity
+        w_up[:, :first] = 0
+    x[:, 0], x[:, 1] = 1, load
+    x[:, 2:first] = F.one_hot(pattern.topic, topics).float() if m else 0
+    w_first[:, 0], w_first[:, 1], w_first[:, 2:first] = popularity, 1, pattern.boost
+    if case.x_layout == "expanded":
+        x = x[:1].expand(m, k).contiguous()
+    o: Operands = {"x": x, f"w_{case.first}": w_first, f"b_{case.first}": biases["first"], "dy": dy}
+    if case.first == "gate":
+        o |= {"w_up": w_up, "b_up": biases["up"]}
+    o |= {"w_down": w_down, "b_down": biases["down"]}
+    named = {"x", "dy", *case.weights, *case.operands, *(f"b_{case.first}" for _ in [0] if case.first in case.biases)}
+    if case.kind == "given":
+        named |= {"x", f"w_{case.first}"}
+    if case.tied:
+        o["w_down"] = w_first
+    o = {name: t.to(case.torch_dtype) for name, t in o.items() if name in named}
+    return _of_kind(case, o, weights, tokens, topics)
+
+
+def _of_kind(case: Case, o: Operands, weights: Draw, tokens: Draw, topics: int) -> Operands:
+    """What a kind has besides the operands of a layer, without tokens near kinks."""
+    if "w_down" in o:
+        o["w_down"] = o["w_down"].t()
+    if case.kind == "experts":
+        o |= _routes(case, tokens)
+        for name in case.weights:
+            rows = o[name].t() if name == "w_down" else o[name]
+            shaped = rows.reshape(case.experts, case.n, case.k)
+            o[name] = shaped.transpose(1, 2) if name == "w_down" else shaped
+    if case.rank:
+        o |= _adapters(case, weights, 2 + topics)
+    if case.kind == "autoencoder":
+        if case.skip:
+            o["w_skip"] = weights.spread(case.k, case.k, 2) if case.exact else weights.normal(case.k, case.k) * 0.1
+            o["w_skip"] = o["w_skip"].to(case.torch_dtype)
+        if case.activation == "jumprelu":
+            o["threshold"] = level_of(case, o["x"].device).float()
+        o["x"] = o["x"] + o["b_down"]
+    if case.scales:
+        o |= _records(case, o, weights)
+    if not case.exact and case.m:
+        o["x"] = _kept_tokens(case, o)
+    if case.kind == "given":
+        gate = F.linear(o["x"].float(), o.pop(f"w_{case.first}").float())
+        bias = o.pop(f"b_{case.first}", None)
+        o["gate"] = (gate if bias is None else gate + bias.float()).to(case.torch_dtype)
+        if not case.gated:
+            del o["x"]
+    return o
+
+
+def _routes(case: Case, tokens: Draw) -> Operands:
+    """Experts of each token and their weights, powers of two."""
+    shape = (case.m, case.slots)
+    ids = tokens.integers(0, case.experts - 1, *shape).long()
+    ids[:, 0] = torch.where(tokens.uniform(case.m) < case.hot, case.experts - 1, ids[:, 0])
+    ids = torch.where(tokens.uniform(*shape) < case.absent, -1, ids)
+    return {"expert_ids": ids if case.wide else ids.int(), "weights": 2.0 ** tokens.integers(-1, 1, *shape)}
+
+
+def _adapters(case: Case, weights: Draw, first: int) -> Operands:
+    """A [r, in] and B [out, r] of each projection."""
+    found: Operands = {}
+    for name in case.weights:
+        into, out = (case.n, case.k) if name == "w_down" else (case.k, case.n)
+        if case.exact:
+            a, b = (
+                weights.spread(case.rank, into, 1, 0 if name == "w_down" else first),
+                weights.spread(out, case.rank, 1),
+            )
+        else:
+            a, b = weights.normal(case.rank, into) / math.sqrt(into), 0.25 * weights.normal(out, case.rank)
+        found |= {f"{name}_a": a.to(case.torch_dtype), f"{name}_b": b.to(case.torch_dtype)}
+    return found
+
+
+def _records(case: Case, o: Operands, weights: Draw) -> Operands:
+    """Weights in e4m3, down weights as they lay, and x if the case says so."""
+    found: Operands = {}
+    for name in case.weights:
+        t = o[name]
+        if not case.exact or case.scales == "block":
+            record = float8.quantize(t, case.scales)  # type: ignore[arg-type]
+            # scales of blocks that are no powers of two would not be exact
+            record = Float8(record.values, 2.0 ** record.scale.log2().round()) if case.exact else record
+        else:
+            shape = t.shape[:-1] if case.scales == "row" else t.shape[:-2]
+            record = float8.float8(t.to(E4M3), 2.0 ** weights.integers(-1, 1, *shape))
+        if name == "w_down":
+            rows = record.values.view(torch.uint8).transpose(-1, -2).contiguous().transpose(-1, -2)
+            record = Float8(rows.view(E4M3), record.scale)
+        found[name] = record
+    if case.tokens == "e4m3":
+        x = o["x"]
+        if case.exact:
+            found["x"] = Float8(x.to(E4M3), 2.0 ** weights.integers(-1, 1, case.m))
+        else:
+            found["x"] = float8.quantize_tokens(x) if case.m else Float8(x.to(E4M3), x.new_ones(0).float())
+    return found
+
+
+def in_e4m3(case: Case, x: Any) -> Float8:
+    """The tokens that kernels see of a layer of e4m3 weights."""
+    if isinstance(x, Float8):
+        return x
+    return float8.quantize_tokens(x, static_scale(case, x.device) if case.tokens == "static" else None)
+
+
+def static_scale(case: Case, device: torch.device) -> Tensor:
+    """A static scale of tokens [1]; by it the largest values saturate."""
+    return torch.full((1,), 1.0 if case.exact else 2.0**-7, device=device)
+
+
+# Kinks
+
+
+def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``x weight^T + bias`` in float64, and how far fp32 may be off."""
+    x, weight, bias = x.double(), weight.double(), None if bias is None else bias.double()
+    reach = x.norm(dim=1)[:, None] * weight.norm(dim=1) + (0 if bias is None else bias.abs())
+    return F.linear(x, weight, bias), ACCUMULATION * reach
+
+
+def level_of(case: Case, device: torch.device | str = "cpu") -> Tensor:
+    """The threshold as the layer has it, rounded to its dtype; one for each neuron [N], or a 0-d tensor."""
+    # made on the device, since a graph may be captured
+    level = torch.full((), case.threshold, dtype=torch.float32, device=device)
+    if case.by_neuron or case.activation == "jumprelu":
+        # integers for integers
+        level = level + torch.arange(case.n, device=device) % 5 * (1 if case.exact else 0.15)
+    return level.to(case.torch_dtype)
+
+
+def largest(gate: Tensor, k: int) -> Tensor:
+    """Which of the rounded gates [M, N] topk keeps: of equal ones the first, and none that is not positive."""
+    rank = gate.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return (rank < k) & (gate > 0)
+
+
+def tokens_of(case: Case, o: Operands) -> Tensor:
+    """What the first projections take, in float64."""
+    if case.scales:
+        return wide(in_e4m3(case, o["x"]))
+    return wide(o["x"] - o["b_down"] if case.kind == "autoencoder" else o["x"])
+
+
+def _kept_tokens(case: Case, o: Operands) -> Any:
+    """x without the tokens with a sum so near to a kink that rounding decides its side; zeros stand for them."""
+    x = tokens_of(case, o)
+    level = level_of(case, x.device).double()
+    eps = torch.finfo(case.torch_dtype).eps
+    near = torch.zeros(case.m, dtype=torch.bool, device=x.device)
+    for expert in range(case.experts):
+        for name in (case.first, "up")[: 1 + (case.first == "gate" and "w_up" in o)]:
+            weight = wide(o[f"w_{name}"])
+            weight = weight[expert] if weight.dim() == 3 else weight
+            s, reach = sums(x, weight, o.get(f"b_{name}"))
+            if case.rank:
+                lowered = x @ wide(o[f"w_{name}_a"]).t()
+                raised = LORA_SCALE * wide(o[f"w_{name}_b"])
+                s, reach = s + lowered @ raised.t(), 2 * reach + eps * (lowered.abs() @ raised.abs().t())
+            if name == case.first and case.top:
+                near |= _undecided(s, reach, case)
+            elif name == case.first:
+                near |= ((s - level).abs() < reach + level * eps).any(1)
+                fires = s > level
+            else:
+                near |= ((s.abs() < reach) & fires).any(1)
+    away, x = near[:, None], o["x"]
+    if isinstance(x, Float8):
+        return Float8(x.values.view(torch.uint8).masked_fill(away, 0).view(E4M3), x.scale)
+    # centred tokens of an autoencoder are zeros then
+    return torch.where(away, o["b_down"] if case.kind == "autoencoder" else 0, x)
+
+
+def _undecided(gate: Tensor, reach: Tensor, case: Case) -> Tensor:
+    """The tokens with a gate that fp32 may round to the other side of the k-th largest, or of 0."""
+    rounded = gate.to(case.torch_dtype)
+    least = torch.where(largest(rounded, case.top), rounded, math.inf).amin(1, keepdim=True)
+    # with fewer than k positive gates, 0 is what they must exceed
+    level = torch.where((rounded > 0).sum(1, keepdim=True) < case.top, 0, least)
+    near = torch.zeros_like(gate, dtype=torch.bool)
+    for step in (-1, 1):
+        beside = (level.view(torch.int16) + step).clamp(min=0).view(level.dtype)
+        near |= (gate - (level.double() + beside.double()) / 2).abs() < reach
+    return near.any(1)
+
+
+# Layouts
+
+
+def padded(t: Tensor, left: int, right: int) -> Tensor:
+    """The same rows in a wider buffer that is NaN elsewhere."""
+    return F.pad(t, (left, right), value=math.nan)[:, left : left + t.shape[1]]
+
+
+def alternate(t: Tensor) -> Tensor:
+    """Every second row, or element, of a buffer that is NaN between."""
+    return torch.stack((t, torch.full_like(t, math.nan)), 1).flatten(0, 1)[::2]
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda t: t,
+    "padded": lambda t: padded(t, 8, 16),
+    "odd": lambda t: padded(t, 3, 5),
+    "columns": lambda t: t.t().contiguous().t(),
+    "alternate": alternate,
+    "expanded": lambda t: t[:1].expand(t.shape),
+    "off": lambda t: padded(t[None], 1, 0)[0],
+    # a down weight, which calls take as [K, N]
+    "rows": lambda t: t,
+    "linear": lambda t: t.t().contiguous().t(),
+}
+
+
+def laid_out(case: Case, o: Operands) -> Operands:
+    """The operands as the call gets them: strides, leading dimensions, fp32 under autocast."""
+    found: Operands = {}
+    for name, t in o.items():
+        if name in ("dy", "expert_ids", "weights", "threshold") or name[-2:] in ("_a", "_b"):
+            found[name] = t
+            continue
+        how = {"x": case.x_layout, "gate": case.x_layout, "w_down": case.down_layout}.get(name)
+        how = how or (case.bias_layout if name in BIASES else case.weight_layout)
+        if isinstance(t, Float8):
+            found[name] = _laid_record(name, t, how)
+            continue
+        t = t.float() if case.autocast else t
+        if t.dim() == 3:
+            found[name] = t if name != "w_down" or how == "rows" else t.contiguous()
+        else:
+            found[name] = LAYOUTS[how](t.t()).t() if name == "w_down" else LAYOUTS[how](t)
+    if case.merged:
+        both = torch.cat((found["w_gate"], found["w_up"]), 1)
+        found["w_gate"], found["w_up"] = both[:, : case.n], both[:, case.n :]
+    for name in ("x", "gate", "expert_ids", "weights"):
+        if name in found:
+            found[name] = with_lead(case, found[name])
+    return found
+
+
+def _laid_record(name: str, t: Float8, how: str) -> Float8:
+    """Down weights lie by rows [N, K] already; x may have bytes between its rows."""
+    values = t.values.view(torch.uint8)
+    if how == "padded":
+        values = F.pad(values, (0, values.shape[1]), value=0x7F)[:, : values.shape[1]]
+    elif name == "w_down" and how != "rows":
+        values = values.contiguous()
+    return Float8(values.view(E4M3), t.scale)
+
+
+def with_lead(case: Case, x: Any) -> Any:
+    """``x`` [M, ...] with other leading dimensions, without a copy; records have none."""
+    m = x.shape[0]
+    divisor = next((d for d in (4, 3, 2, 5, 7) if m % d == 0), 1)
+    shapes: list[tuple[int, ...]] = [(m,), (1, m), (m, 1, 1), (divisor, m // divisor), ()]
+    shape = shapes[case.lead]
+    if case.tokens == "e4m3":
+        return x
+    if shape == ():
+        return x[0] if m == 1 else x
+    return x.unflatten(0, shape) if m else x

@@ -1,0 +1,339 @@
+"""Whether a call computes what its case asks for: bits of integers, bounds of real numbers, the same bits again.
+
+What a call returns is filled with NaN before it is called again, which must give the same bits; so must a CUDA graph,
+which then gets other tokens. On a GPU free memory holds NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import float8
+from twell._activation import activation_of
+from twell.float8 import Float8
+from twell.testing import bits, comparison
+from twell.testing.bounds import solve
+from twell.testing.calls import Outputs, caller, dense, surroundings
+from twell.testing.case import Case
+from twell.testing.exact import EXACT_LIMIT
+from twell.testing.formats import judge_format
+from twell.testing.formula import answers, roundings
+from twell.testing.judged import Mismatch, Result, difference, judge_elements, judge_reals
+from twell.testing.operands import Operands, build, in_e4m3, laid_out
+
+POISON = 0xFF
+
+
+def verdict(case: Case, device: torch.device | str = "cpu") -> str:
+    """ "ok", or what is wrong with a case on a device."""
+    return attempt(case, torch.device(device)).verdict
+
+
+def attempt(case: Case, device: torch.device) -> Result:
+    """The result of a case; any exception of a legal call is a mismatch, too."""
+    result, start = Result(), time.perf_counter()
+    try:
+        run(case, device, result)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    except Mismatch as error:
+        result.verdict = str(error)
+    except Exception as error:
+        result.verdict = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def run(case: Case, device: torch.device, result: Result) -> None:
+    """Run a case; raise Mismatch, or the call's own exception, if it fails."""
+    o = build(case, device)
+    operands = laid_out(case, o)
+    keep = tensors(o) + tensors(operands)
+    poison(device)
+    with surroundings(case, device):
+        call = caller(case, operands)
+        first = run_on_side_stream(call, operands) if case.call == "stream" else call()
+        outputs = {name: t.clone() for name, t in first.items()}
+        spoil(first, keep)
+        # in every second case the next call gets this memory; in the others it must not touch it
+        held = first if case.seed % 2 else {}
+        del first
+        again = call()
+        if case.strategy != "site":
+            same_bits(again, outputs, "a second call")
+        if not spoilt(held, keep):
+            raise Mismatch("a second call writes to what the first returned")
+        del again, held
+    judge(case, o, operands, outputs, result)
+    if case.call == "graph" and case.m:
+        replayed(case, call, o, operands, outputs, result)
+    elif case.strategy == "row+invariant" and case.m > 1 and device.type == "cuda":
+        # products on a CPU have other bits for other numbers of rows
+        without_others(case, o, outputs)
+
+
+def replayed(
+    case: Case, call: Callable[[], Outputs], o: Operands, operands: Operands, outputs: Outputs, result: Result
+) -> None:
+    """Check a CUDA graph of the call, with its own tokens and with others."""
+    device, keep = o["dy"].device, tensors(o) + tensors(operands)
+    with surroundings(case, device):
+        graph, static = bits.captured(call)
+        spoil(static, keep)
+        graph.replay()
+        # "auto" weighs the host's time in eager calls alone
+        if case.strategy not in ("auto", "site"):
+            same_bits(static, outputs, "a graph")
+    others = build(case, device, again=1)
+    for name in ("x", "gate", "expert_ids", "weights", "dy"):
+        if name not in o:
+            continue
+        laid = laid_out(case, others)[name]
+        for own, new in zip(tensors({name: operands[name]}), tensors({name: laid})):
+            own.copy_(new)
+    spoil(static, keep)
+    graph.replay()
+    try:
+        judge(case, others, operands, {name: t.clone() for name, t in static.items()}, result)
+    except Mismatch as error:
+        raise Mismatch(f"a graph with other tokens: {error}") from None
+
+
+def without_others(case: Case, o: Operands, outputs: Outputs) -> None:
+    """Raise Mismatch if a token's bits depend on the others."""
+    part = dict(o)
+    for name in o.keys() & {"x", "expert_ids", "weights", "dy"}:
+        t = o[name]
+        part[name] = Float8(t.values[::3], t.scale[::3].contiguous()) if isinstance(t, Float8) else t[::3]
+    fewer = case.replace(m=len(part["dy"]), lead=0, x_layout="plain")
+    y, ours = outputs["y"].view(case.m, -1)[::3], caller(fewer, laid_out(fewer, part))()["y"]
+    if not torch.equal(ours.nan_to_num(), y.nan_to_num()):
+        raise Mismatch("other tokens change the bits of some")
+
+
+# Memory
+
+
+def poison(device: torch.device) -> None:
+    """Leave NaN in the free memory that torch holds and hands out next."""
+    if device.type == "cuda":
+        sizes = [1 << count for count in range(9, 21)] * 3 + [1 << count for count in range(21, 27)]
+        blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        for block in blocks:
+            block.fill_(POISON)
+
+
+def tensors(operands: Operands) -> list[Tensor]:
+    """All tensors of operands, those of records, too."""
+    return [t for operand in operands.values() for t in (operand if isinstance(operand, Float8) else (operand,))]
+
+
+def storages(outputs: Outputs, keep: list[Tensor]) -> list[Tensor]:
+    """The bytes behind outputs, except for those shared with ``keep``."""
+    kept = {t.untyped_storage().data_ptr() for t in keep}
+    own = [t.untyped_storage() for t in outputs.values()]
+    return [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in own if s.data_ptr() not in kept]
+
+
+def spoil(outputs: Outputs, keep: list[Tensor]) -> None:
+    """Fill the storage of outputs with NaN, except for the part shared with ``keep``."""
+    for content in storages(outputs, keep):
+        content.fill_(POISON)
+
+
+def spoilt(outputs: Outputs, keep: list[Tensor]) -> bool:
+    """Whether they are as ``spoil`` left them."""
+    return all(bool((content == POISON).all()) for content in storages(outputs, keep))
+
+
+def run_on_side_stream(call: Callable[[], Outputs], operands: Operands) -> Outputs:
+    """Make the call on its own stream, which writes tokens only after a delay."""
+    late = operands["x"] if "x" in operands else operands["gate"]
+    x = late.scale if isinstance(late, Float8) else late
+    right = x.detach().clone()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x.fill_(math.nan)
+        torch.cuda._sleep(400_000)  # type: ignore[no-untyped-call]
+        x.copy_(right)
+        outputs = call()
+    torch.cuda.current_stream().wait_stream(stream)
+    return outputs
+
+
+def same_bits(found: Outputs, first: Outputs, what: str) -> None:
+    differing = [
+        name
+        for name, t in found.items()
+        if t.shape != first[name].shape
+        or not torch.equal(t.reshape(-1).view(torch.uint8), first[name].reshape(-1).view(torch.uint8))
+    ]
+    if differing or found.keys() != first.keys():
+        raise Mismatch(f"{what} has other bits in {', '.join(differing) or sorted(found)}")
+
+
+# Answers
+
+
+def judge(case: Case, o: Operands, operands: Operands, found: Outputs, result: Result) -> None:
+    """Raise Mismatch unless a call's outputs are within their bounds."""
+    if case.kind in ("pack", "kept"):
+        judge_format(case, o, found, result)
+        return
+    tokens = next(operands[name] for name in ("x", "gate") if name in operands)
+    shape = (*tokens.shape[:-1], case.k)
+    if found["y"].shape != shape or found["y"].dtype != case.torch_dtype:
+        raise Mismatch(f"y must be {list(shape)}, got {found['y'].dtype} {list(found['y'].shape)}")
+    missing = {"y", *case.wanted} - {name.removeprefix("main ") for name in found}
+    if missing:
+        raise Mismatch(f"no {', '.join(sorted(missing))}")
+    if case.kind not in ("layer", "pair", "given") or case.scales or case.rank:
+        judge_worst(case, o, found, result)
+        return
+    right = None if case.exact and case.is_sparse else solve(case, o)
+    plain: Outputs = {}
+    if not case.is_sparse:
+        with torch.autocast(o["dy"].device.type, case.torch_dtype, enabled=case.autocast):
+            plain = {name: t for name, t in dense(case, operands).items() if name in found}
+        # depending on strides PyTorch may round a product before it adds the bias
+        with contextlib.suppress(Mismatch):
+            same_bits({name: found[name] for name in plain}, plain, "dense")
+            return
+        if case.strategy == "dense" and case.kind != "pair":
+            same_bits({name: found[name] for name in plain}, plain, "dense")
+    if case.exact:
+        judge_integers(case, o, found, result)
+        return
+    assert right is not None
+    result.nonzeros = float(right.nonzeros) / max(case.m, 1)
+    if "l1" in found:
+        off = right.l1_bound / max(case.m, 1)
+        judge_figures(found, right.l1 / max(case.m, 1), off, right.nonzeros / max(case.m, 1))
+    baseline: Outputs = {}
+    if case.strategy != "dense":
+        baseline = dense(case.replace(autocast=False), {name: _contiguous(name, t) for name, t in o.items()})
+    for name, t in found.items():
+        key = name.removeprefix("main ")
+        if key in right.answers:
+            # one that rounds before the bias may choose other gates
+            same = None if case.top else plain.get(name)
+            references = [r for r in (baseline.get(key), same) if r is not None]
+            judge_reals(case, name, t, right.answers[key], references, result)
+
+
+def _contiguous(name: str, t: Tensor) -> Tensor:
+    """An operand with strides that dense PyTorch likes best."""
+    return t if name != "w_down" else t.t().contiguous().t()
+
+
+def judge_figures(found: Outputs, l1: Tensor, off: Tensor | float, l0: Tensor) -> None:
+    if float(found["l0"]) != float(l0.float()):
+        raise Mismatch(f"l0 {float(found['l0'])}, expected {float(l0)}")
+    if not abs(float(found["l1"]) - float(l1.float())) <= float(off):
+        raise Mismatch(f"l1 {float(found['l1'])}, expected {float(l1)}, off by at most {float(off)}")
+
+
+def judge_integers(case: Case, o: Operands, found: Outputs, result: Result) -> None:
+    """Raise Mismatch unless each result is the formula's, rounded once."""
+    right = answers(case, o)
+    result.nonzeros = float(right["l0"].value)
+    if "l1" in found:
+        value = right["l1"].value
+        # what fp32 holds is exact in every order
+        off = 0.0 if float(value) * case.m < EXACT_LIMIT else 1e-5 * float(value)
+        judge_figures(found, value, off, right["l0"].value)
+    for name, t in found.items():
+        key = name.removeprefix("main ")
+        # dense PyTorch adds two products to the gradient of x, each of them rounded
+        if key in ("l1", "l0") or (not case.is_sparse and key == "x" and case.first == "gate"):
+            continue
+        # a main gradient is in fp32
+        value = right[key].value.reshape(t.shape)
+        expected = value.to(case.torch_dtype).to(t.dtype) if t.dtype != torch.float32 or name == key else value.float()
+        if name == "moved":
+            expected = t if abs(float(t) - float(value)) <= 1e-6 * abs(float(value)) else value.float()
+        elif name == "unfired":
+            expected = value
+        if not torch.equal(t, expected):
+            raise Mismatch(f"{name} {difference(t, expected)}")
+
+
+def judge_worst(case: Case, o: Operands, found: Outputs, result: Result) -> None:
+    """Integers by bits, and real numbers by the worst that roundings can do, and, without gradients, beside dense."""
+    if case.exact and case.is_sparse:
+        again = rounded_again(case)
+        judge_integers(case, o, {name: t for name, t in found.items() if name not in again}, result)
+        found = {name: t for name, t in found.items() if name in again}
+        if not found:
+            return
+    right = answers(case, o)
+    result.nonzeros = float(right["l0"].value)
+    for name, t in found.items():
+        answer = right[name.removeprefix("main ")]
+        judge_elements(name, t, answer, result, roundings(case))
+    if "y" in found and (case.scales or case.kind == "experts"):
+        judge_beside_dense(case, o, found["y"], right["y"].value)
+
+
+def rounded_again(case: Case) -> set[str]:
+    """The gradients that autograd adds up of rounded parts, or that adapters round on their way."""
+    if case.rank:
+        return set(case.wanted)
+    if case.kind != "autoencoder":
+        return set()
+    return {"b_down", *(["w_up"] if case.tied else []), *(["x"] if case.skip else [])} & set(case.wanted)
+
+
+def judge_beside_dense(case: Case, o: Operands, y: Tensor, right: Tensor) -> None:
+    """Raise Mismatch unless y is as close to float64 as dense products of each expert are."""
+    if not y.numel() or not bool(right.to(y.dtype).isfinite().all()):
+        return
+    form = activation_of(case.activation, case.threshold, case.gated)
+    ours = comparison.errors(y.reshape(right.shape), right)
+    theirs = comparison.errors(_dense_experts(case, o, form), right)
+    # of few hidden values, chance decides
+    budget = 1.1 * comparison.allowance(case.m * case.slots / 16)
+    close = ours.frobenius < 2**-6 if case.scales else theirs.frobenius < 2**-12 and ours.frobenius < 2**-8
+    if not (close or ours.within(theirs, budget, 4 * budget)):
+        raise Mismatch(f"y: error {ours}, dense {theirs}")
+
+
+@torch.no_grad()
+def _dense_experts(case: Case, o: Operands, form: Any) -> Tensor:
+    """y by dense products of each expert, added in float32."""
+    x = in_e4m3(case, o["x"]) if case.scales else o["x"]
+    y = torch.zeros(case.m, case.k, dtype=torch.float32, device=o["dy"].device)
+    for expert in range(case.experts):
+        tokens, slots = torch.arange(case.m, device=y.device), None
+        if case.kind == "experts":
+            tokens, slots = (o["expert_ids"] == expert).nonzero(as_tuple=True)
+        if not len(tokens):
+            continue
+
+        def own(name: str, expert: int = expert) -> Any:
+            w = o.get(name)
+            if isinstance(w, Float8):
+                return Float8(w.values[expert], w.scale[expert]) if w.values.dim() == 3 else w
+            return w if w is None or w.dim() < 3 else w[expert]
+
+        first, up, down = own(f"w_{case.first}"), own("w_up") if case.first == "gate" else None, own("w_down")
+        if isinstance(x, Float8):
+            rows = Float8(x.values.view(torch.uint8)[tokens].view(float8.E4M3), x.scale[tokens])
+            biases = o.get(f"b_{case.first}"), o.get("b_up") if case.first == "gate" else None, o.get("b_down")
+            made = float8.dense(rows, first, up, down, biases, form, use_fast_accum=case.fast)
+        else:
+            gate = F.linear(x[tokens], first)
+            gate = torch.where(gate <= form.level(x.dtype), 0, gate)
+            made = F.linear(form.hidden(gate, None if up is None else F.linear(x[tokens], up)), down)
+        weight = 1.0 if slots is None else o["weights"][tokens, slots, None]
+        y.index_put_((tokens,), made.float() * weight, accumulate=True)
+    return y.to(case.torch_dtype)

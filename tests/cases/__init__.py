@@ -1,0 +1,1 @@
+"""Cases with their answers: those that are pinned, and drawn ones."""
