@@ -56,7 +56,10 @@ def test_lines_are_read_as_they_are_written() -> None:
         ("layer tokens", "got 'tokens'"),
         ("layer size=3", "got 'size=3'"),
         ("layer k=12", "m must be at least 0, k and n multiples of 8 of at least 8, got m=64 k=12 n=264"),
-        ("layer strategy=rows", "strategy must be one of row, row+dense, union, union+screen, row+invariant, dense, "),
+        (
+            "layer strategy=rows",
+            "strategy must be one of row, union, union+screen, row+invariant, dense, auto, site, got 'rows'",
+        ),
         ("pack wants=x", "wants must be '' of pack, got 'x'"),
         ("layer gated=False biases=gate+up", "biases must be of down, up, got gate"),
         ("layer gated=False wants=w_gate", "wants must be of x, w_up, w_down, got w_gate"),

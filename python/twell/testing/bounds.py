@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from twell import tuning
 from twell._runtime import geometry
 from twell.testing.case import BIASES, Case
 from twell.testing.formula import MAIN, SUMMATION
@@ -126,10 +125,14 @@ class Alike:
 
 @dataclass(frozen=True)
 class Product:
-    """Coefficients [R, J] and the exact rows [J, C] that they weigh."""
+    """Coefficients [R, J] and the exact rows [J, C] that they weigh. known: errors of the former that do not average.
+
+    The squares of 16-bit numbers just above a power of two are all rounded down.
+    """
 
     coefficients: Value
     rows: Tensor
+    known: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -200,9 +203,13 @@ class Bounded:
         if shared is not None:
             first, second = (p.rows for p in products)
             square = (square + 2 * shared @ (first * second)).clamp_min(0)
+        usual = square.sum()
+        for p in products:
+            if p.known is not None:
+                usual = usual.maximum((p.known @ p.rows).square().sum())
         energy = alike.merge(square) if by_token else square
         count = torch.minimum(participants(energy), participants(torch.cat(shares)))
-        return cls(value, bound, square.sum().sqrt(), count, participants(energy.sum(1)))
+        return cls(value, bound, usual.sqrt(), count, participants(energy.sum(1)))
 
 
 def on_a_grid(products: list[Product]) -> Tensor:
@@ -253,14 +260,12 @@ def solve(case: Case, o: Operands) -> Right:
     if up is not None:
         hidden = hidden.times(fired(case, up if case.is_sparse else up.rounded(dtype)))
     if up is not None or squares:
-        by_dense = case.strategy == "row+dense" and active.sum() > tuning.most_by_row(
-            case.m, case.k, case.n, case.first == "gate"
-        )
-        if by_dense or case.strategy not in ("row", "row+dense", "row+invariant") or case.wants:
+        if case.strategy not in ("row", "row+invariant") or case.wants:
             hidden = hidden.rounded(dtype)
         hidden = hidden.where(active)
     if "w_down" in o:
-        down, bias = Product(hidden, o["w_down"].t().double()), o.get("b_down")
+        known = squared_error(gate, dtype).where(active, 0) if squares and up is None else None
+        down, bias = Product(hidden, o["w_down"].t().double(), known), o.get("b_down")
         answers["y"] = Bounded.of([down], dtype, alike, by_token=True, longest=longest(case), bias=bias)
     if case.wants:
         answers |= gradients(case, o, alike, gate, up)
@@ -272,6 +277,12 @@ def solve(case: Case, o: Operands) -> Right:
             answers[name] = dataclasses.replace(answers[name], draws=draws)
     size = hidden.right.abs().sum()
     return Right(answers, gate, up, size, hidden.off.sum() + SUMMATION * size, active.sum())
+
+
+def squared_error(gate: Value, dtype: torch.dtype) -> Tensor:
+    """What rounding adds to the square of a gate."""
+    narrow = gate.right.to(dtype).double()
+    return narrow.square().to(dtype).double() - gate.right.square()
 
 
 def fired(case: Case, up: Value) -> Value:
@@ -320,7 +331,8 @@ def gradients(case: Case, o: Operands, alike: Alike, gate: Value, up: Value | No
     ones = torch.ones_like(dy[:, :1]).double()
     products = {f"b_{name}": Product(value.t(), ones) for name, value in by_neuron.items()}
     products |= {f"w_{name}": Product(value.t(), o["x"].double()) for name, value in by_neuron.items()}
-    products |= {"w_down": Product(for_down.t(), dy.double())}
+    known = squared_error(gate, dtype).where(active & ~again, 0).t() if squares and up is None else None
+    products |= {"w_down": Product(for_down.t(), dy.double(), known)}
     products |= {"b_down": Product(exact(dy.double()).t(), ones)}
     out = {}
     for name in case.wanted:

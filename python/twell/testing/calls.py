@@ -391,7 +391,12 @@ def dense(case: Case, t: Operands) -> Outputs:
     """A layer, a pair or one behind a given gate in plain PyTorch, by the names of outputs of a call."""
     dy, first = t["dy"], case.first
     leaves = {name: operand.detach().requires_grad_(name in case.wanted) for name, operand in t.items() if name != "dy"}
-    gate = leaves["gate"] if "gate" in t else F.linear(leaves["x"], leaves[f"w_{first}"], leaves.get(f"b_{first}"))
+    # autocast casts a gate, too
+    gate = (
+        leaves["gate"].to(case.torch_dtype)
+        if "gate" in t
+        else F.linear(leaves["x"], leaves[f"w_{first}"], leaves.get(f"b_{first}"))
+    )
     level = level_of(case, gate.device)
     if case.top:
         gate = torch.where(largest(gate.view(-1, case.n), case.top).view(gate.shape), gate, 0)

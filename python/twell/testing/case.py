@@ -23,7 +23,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 WEIGHTS = ("w_gate", "w_up", "w_down")
 BIASES = ("b_gate", "b_up", "b_down")
 # those that run dense nowhere; "row+invariant" is "row" with ``invariant``, the others with "+" are what "auto" may run
-SPARSE = ("row", "row+dense", "union", "union+screen", "row+invariant")
+SPARSE = ("row", "union", "union+screen", "row+invariant")
 STRATEGIES = (*SPARSE, "dense", "auto", "site")
 PATTERNS = (
     *("uniform", "tokens", "topics", "heavy-tokens", "heavy-neurons", "tiles", "band", "single", "none", "all"),

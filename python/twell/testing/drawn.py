@@ -17,8 +17,7 @@ T = TypeVar("T")
 
 OFTEN = {"layer": 12, "pair": 1, "given": 3, "experts": 3, "autoencoder": 2, "pack": 2, "kept": 1}
 STRATEGIES = {
-    "row": 4,
-    "row+dense": 2,
+    "row": 6,
     "union": 5,
     "union+screen": 4,
     "row+invariant": 1,
@@ -146,17 +145,11 @@ def _layer(s: Streams, kind: str, number: int, limits: Limits, given: dict[str, 
     m = min(m, EXACT_TRAINING) if exact and training else m
     if what == "overflow" or (strategy == "union+screen" and not limits.screens):
         strategy = "union"
-    elif (training or kind == "given") and strategy in ("row+invariant", "row+dense"):
+    elif (training or kind == "given") and strategy == "row+invariant":
         # for inference alone, and of whole layers
         strategy = "row"
     elif kind == "given" and strategy == "union+screen":
         strategy = "union"
-    if strategy == "row+dense" and (not limits.screens or k > min(geometry.LONGEST_SUM.values())):
-        # on Hopper alone, from sums in one piece
-        strategy = "row"
-    if strategy == "row+dense" and what == "aux":
-        # it has no figures
-        what = "forward"
     found: dict[str, Any] = {"m": m, "k": k, "n": n, "strategy": strategy, "biases": _biases(s, gated, kind)}
     if what == "overflow":
         found |= {"pattern": s.choice("overflow", ("all", "uniform", "tokens"))}
@@ -214,7 +207,7 @@ def _float8(s: Streams, limits: Limits, given: dict[str, Any]) -> dict[str, Any]
     tokens = (0, 1, 1, 2, 7, 8, 9, 17, 33, 64, 65, 100, 128, 129, 300, 513, 1025) if big else (0, 1, 3, 9)
     # a gate near a threshold is a matter of its last bits
     names = {"relu": 3, "relu2": 1, "fatrelu": int(exact), "drelu": 1}
-    strategy = {"union+screen": "union", "row+dense": "row", "site": "auto"}.get(given["strategy"], given["strategy"])
+    strategy = {"union+screen": "union", "site": "auto"}.get(given["strategy"], given["strategy"])
     found: dict[str, Any] = {
         "m": s.choice("m", tokens),
         "k": 16 * s.of("k").randint(1, s.choice("most k", (4, 8, 33, 130, 300, 512)) if big else 5),
@@ -254,7 +247,7 @@ def _adapted(s: Streams, given: dict[str, Any], m: int, k: int, n: int) -> dict[
 
 def _pair(s: Streams, kind: str, number: int, limits: Limits, given: dict[str, Any]) -> dict[str, Any]:
     m, k, n = sizes(s, number, limits, False)
-    strategy = {"union+screen": "union", "row+dense": "row", "row+invariant": "row", "site": "auto"}
+    strategy = {"union+screen": "union", "row+invariant": "row", "site": "auto"}
     found: dict[str, Any] = {"m": min(m, EXACT_TRAINING), "k": k, "n": n, "biases": _biases(s, False, "pair")}
     found |= {"strategy": strategy.get(given["strategy"], given["strategy"])}
     if s.chance("trains", 0.5):

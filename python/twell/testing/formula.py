@@ -143,7 +143,7 @@ def formula(case: Case, w: dict[str, Any], signs: list[_Signs], share: float) ->
             gate, up = (path + (size - path).detach() for size, path in zip(of.sizes, (gate, up)))
         gate = gate.where(of.active, 0)
         hidden = (gate * gate if case.activation == "relu2" else gate) * up.where(of.fires, 0)
-        if case.wants or case.strategy not in ("row", "row+dense", "row+invariant"):
+        if case.wants or case.strategy not in ("row", "row+invariant"):
             hidden = narrow(hidden)
         l0 = l0 + of.active.sum()
         if "threshold" in w and case.bandwidth:

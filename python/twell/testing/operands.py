@@ -47,7 +47,7 @@ class Draw:
         return 2 * self.integers(0, 1, *shape) - 1
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, device=self.device)
+        return torch.randn(shape, generator=self.generator, device=self.device)
 
     def uniform(self, *shape: int) -> Tensor:
         return torch.rand(*shape, generator=self.generator, device=self.device)
@@ -78,7 +78,7 @@ class Features(NamedTuple):
 
 def quantile(share: Tensor) -> Tensor:
     """The value that a standard normal exceeds with this probability."""
-    return -torch.special.ndtri(share.clamp(1e-9, 1 - 1e-9))
+    return -torch.special.ndtri(share.clamp(1e-9, 1 - 1e-9))  # type: ignore[no-any-return]
 
 
 def features(case: Case, n: int, topics: int, unit: float, sure: float, weights: Draw, tokens: Draw) -> Features:
