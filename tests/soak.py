@@ -34,13 +34,13 @@ from typing import Any
 import torch
 
 from tests import family
+from tests.cases.drawn import draw
+from tests.cases.verdicts import Result, judge, same_bits, spoil, tensors
 from tests.fuzz.ledger import header
 from tests.fuzz.run import Watchdog, give_back, prepare, usable
 from twell.testing.calls import caller
 from twell.testing.case import Case
-from twell.testing.drawn import draw
 from twell.testing.operands import build, laid_out
-from twell.testing.verdicts import Result, judge, same_bits, spoil, tensors
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

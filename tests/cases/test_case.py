@@ -13,17 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import drawn, verdicts
+from tests.cases.drawn import Limits, draw
 from tests.cases.pinned import PINNED
+from tests.cases.verdicts import attempt, verdict
 from twell import _choice, _projections, float8, ops, testing
 from twell._activation import Activation
 from twell._runtime import geometry
 from twell.ops import hybrid
 from twell.testing import case as cases
-from twell.testing import comparison, drawn, formula, operands, verdicts
+from twell.testing import comparison, formula, operands
 from twell.testing.bounds import solve
 from twell.testing.case import KINDS, Case
-from twell.testing.drawn import Limits, draw
-from twell.testing.verdicts import attempt, verdict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

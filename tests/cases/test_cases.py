@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cases.drawn import Limits, draw
 from tests.cases.pinned import PINNED
+from tests.cases.verdicts import verdict
 from twell.testing.case import KINDS, Case
-from twell.testing.drawn import Limits, draw
-from twell.testing.verdicts import verdict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

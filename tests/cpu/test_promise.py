@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases.verdicts import attempt
 from twell import tuning
 from twell.testing.case import Case
-from twell.testing.verdicts import attempt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests import soak
-from twell.testing.drawn import Limits, draw
+from tests.cases.drawn import Limits, draw
 
 SHORT = ("--device", "cpu", "--threads", "2", "--calls", "2", "--settle", "1")
 # minutes of a few rounds

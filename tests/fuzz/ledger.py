@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from tests.cases.verdicts import Result
 from twell import testing
 from twell.testing.case import Case
-from twell.testing.verdicts import Result
 
 Record = dict[str, Any]
 

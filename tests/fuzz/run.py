@@ -35,11 +35,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 
 from tests import family
+from tests.cases.drawn import Limits, draw
+from tests.cases.verdicts import attempt
 from tests.fuzz.ledger import Record, header, print_summary, read, record_of, summary
 from twell.strategy import costs
 from twell.testing.case import KINDS, Case
-from twell.testing.drawn import Limits, draw
-from twell.testing.verdicts import attempt
 
 MOST_MISMATCHES = 10
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests import family
+from tests.cases.drawn import Limits, draw
 from tests.cases.pinned import PINNED
+from tests.cases.verdicts import verdict
 from twell.testing.case import KINDS, Case
-from twell.testing.drawn import Limits, draw
-from twell.testing.verdicts import verdict
 
 CUDA = torch.device("cuda")
 

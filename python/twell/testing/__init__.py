@@ -3,10 +3,9 @@
 A problem is an ``FFN``: the tensors of one feed-forward layer. ``make`` draws a named workload, ``load_real`` reads a
 recorded layer and ``load_experts`` one of experts, ``integer_problem`` and ``pattern_problem`` build problems whose
 answer is the same in any order of summation. ``compare`` and ``compare_gradients`` measure a result against float64
-beside dense PyTorch, and ``machine_line`` names the machine. A ``Case`` is a problem and a way to call it on one line,
-``draw`` draws one, and ``verdict`` says whether it computes what it promises. The activation is ReLU unless
-``activation`` and ``threshold`` say otherwise. Gradients are dictionaries by the names of ``FFN``, each of its tensor's
-shape.
+beside dense PyTorch, and ``machine_line`` names the machine. A ``Case`` is a problem and a way to call it on one line.
+The activation is ReLU unless ``activation`` and ``threshold`` say otherwise. Gradients are dictionaries by the names of
+``FFN``, each of its tensor's shape.
 """
 
 from twell.testing.answers import (
@@ -48,7 +47,6 @@ from twell.testing.comparison import (
     errors,
     gradient_errors,
 )
-from twell.testing.drawn import Limits, draw
 from twell.testing.exact import (
     EXACT_LIMIT,
     check_exact,
@@ -59,7 +57,6 @@ from twell.testing.exact import (
     pattern_problem,
 )
 from twell.testing.machine import machine_line
-from twell.testing.verdicts import verdict
 from twell.testing.workloads import (
     FFN,
     PAPER_HIDDEN,
@@ -97,7 +94,6 @@ __all__ = [
     "Case",
     "Comparison",
     "Errors",
-    "Limits",
     "ModelSizes",
     "Workload",
     "allowance",
@@ -112,7 +108,6 @@ __all__ = [
     "count_roundings",
     "dense_gradients",
     "dense_output",
-    "draw",
     "errors",
     "exact_gradients",
     "exact_output",
@@ -136,5 +131,4 @@ __all__ = [
     "sparse_gradients",
     "sparse_layer",
     "sparse_output",
-    "verdict",
 ]

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.cases.judged import Mismatch, Result, judge_bits, judge_elements, judge_reals
 from twell._runtime import geometry
 from twell.testing.bounds import Right, Value, solve
 from twell.testing.case import Case
 from twell.testing.exact import EXACT_LIMIT
 from twell.testing.formula import Answer, answers
-from twell.testing.judged import Mismatch, Result, judge_bits, judge_elements, judge_reals
 from twell.testing.operands import Operands
 
 Outputs = dict[str, Tensor]

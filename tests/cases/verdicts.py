@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.cases.formats import judge_format
+from tests.cases.judged import Mismatch, Result, difference, judge_elements, judge_reals
 from twell import float8
 from twell._activation import activation_of
 from twell.float8 import Float8
@@ -24,9 +26,7 @@ from twell.testing.bounds import solve
 from twell.testing.calls import Outputs, caller, dense, surroundings
 from twell.testing.case import Case
 from twell.testing.exact import EXACT_LIMIT
-from twell.testing.formats import judge_format
 from twell.testing.formula import answers, roundings
-from twell.testing.judged import Mismatch, Result, difference, judge_elements, judge_reals
 from twell.testing.operands import Operands, build, in_e4m3, laid_out
 
 POISON = 0xFF
