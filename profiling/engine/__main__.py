@@ -4,7 +4,9 @@
 
 Each engine is a process of its own. All start side by side, compile and capture; then they take runs of each workload
 in turn, one at a time, since hosts wander. A step is the CUDA graph that the engine captured for so many sequences,
-replayed while all of them decode, and timed by events. A model is drawn, with grouped heads, or trained, with --text.
+replayed while all of them decode, and timed by events. Graphs of "auto" know the figures that an earlier run of the
+same model left in the user's cache: run twice for steps of a server that was started before. A model is drawn, with
+grouped heads, or trained, with --text.
 "nemotron" is drawn, too, a Nemotron-H with routed experts, and all its engines have vLLM's own class:
 
     python -m profiling.engine --model nemotron --engines stock auto row --work FOLDER --out engine.json
