@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 # imported once, in the process that the ranks are forked from
 PRELOAD = [
@@ -35,6 +36,20 @@ PRELOAD = [
 # limit for a rank that waits for another: longer than any test here
 PATIENCE_S = 60.0
 _SIGNAL = signal.SIGUSR1
+
+
+Run = Callable[..., list[Any]]
+
+
+def full(t: Any) -> Any:
+    """All of a tensor that ranks may share."""
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def in_turn(device: torch.device, *functions: Callable[[torch.device], None]) -> None:
+    """Run functions of a rank one after the other: ranks take longer to start than most of them."""
+    for function in functions:
+        function(device)
 
 
 def forks() -> Any:

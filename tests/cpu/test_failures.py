@@ -8,10 +8,9 @@ from __future__ import annotations
 import errno
 import json
 import math
+import multiprocessing
 import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from twell import testing
 from twell._runtime import cache, packaged, resolve, specs
 
 BF16 = torch.bfloat16
-ROOT = Path(__file__).parents[2]
 
 
 # Arguments
@@ -290,60 +288,40 @@ def test_a_compiler_that_fails_leaves_nothing(
     assert resolve.resolve(SPEC)() == 42
 
 
-CHILD = """
-import os, sys, time
-from pathlib import Path
-sys.path[:0] = [{python!r}, {root!r}, {here!r}]
-import test_failures as t
-class Slow(t.Compiler):
-    def compile_object(self, spec, out, arch):
+def compile_slowly(marker: Path) -> None:
+    def compile_object(spec: specs.Spec, out: Path, arch: str) -> None:
         out.write_bytes(b"half of an object")
-        Path({marker!r}).touch()
-        time.sleep({seconds})
-        super().compile_object(spec, out, arch)
-t.cache.kernel_module = lambda name: Slow()
-print(t.cache.load(t.SPEC)())
-"""
+        marker.touch()
+        time.sleep(600)
 
-
-def child(marker: Path, seconds: float) -> subprocess.Popen[str]:
-    script = CHILD.format(
-        python=str(ROOT / "python"),
-        root=str(ROOT),
-        here=str(Path(__file__).parent),
-        marker=str(marker),
-        seconds=seconds,
-    )
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
-
-
-def await_file(path: Path) -> None:
-    deadline = time.monotonic() + 100
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    cache.kernel_module = lambda name: SimpleNamespace(compile_object=compile_object)  # type: ignore[assignment]
+    cache.load(SPEC)
 
 
 def test_a_process_killed_while_it_compiles(compiler: Compiler, folder: Path, tmp_path: Path) -> None:
     """Its lock is released, its files are removed, and the waiting process goes on."""
-    victim = child(tmp_path / "begun", 600)
+    begun = tmp_path / "begun"
+    victim = multiprocessing.get_context("fork").Process(target=compile_slowly, args=(begun,))
+    victim.start()
     try:
-        await_file(tmp_path / "begun")
+        deadline = time.monotonic() + 100
+        while not begun.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         (scratch,) = folder.glob(f".{SPEC.symbol}.*")
         results: list[int] = []
         waiting = threading.Thread(target=lambda: results.append(cache.load(SPEC)()))
         waiting.start()
         waiting.join(0.3)
         assert waiting.is_alive()
-        victim.send_signal(signal.SIGKILL)
+        victim.kill()
         waiting.join(60)
         assert results == [42]
         assert not scratch.exists()
         assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
     finally:
         victim.kill()
-        victim.communicate()
+        victim.join()
 
 
 def test_an_entry_that_vanishes_while_it_is_looked_at(

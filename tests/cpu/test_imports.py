@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,89 +14,72 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 # Each line may import itself and those above. A name is a file, or a folder with all in it.
+ORDER = """
+# kernels: facts of compile time
+cute_kernels: __init__ geometry feasible fingerprint screen
+cute_kernels: specs
+cute_kernels: common
+# kernels of one family, and those that every GPU shares
+cute_kernels: sm90
+cute_kernels: sm80
+cute_kernels: pack unpack reglu matrix_transpose compact scatter top_k window rank transpose sampled_grad
+    up_down_token up_down_token_e4m3 expert_pairs expert_down expert_union expert_sum quantize_gate quantize_tokens
+    list_candidates
+cute_kernels: compile catalog
+cute_kernels: __main__
+# the library: facts of a call
+twell: _modes
+twell: _runtime
+twell: _arguments _files _memory
+twell: _activation
+twell: reference tuning float8
+twell: strategy.__init__ strategy.table strategy.table_float8
+twell: strategy.tables
+twell: strategy.costs strategy.plan
+twell: strategy.explanation
+twell: strategy.site
+twell: strategy.known
+twell: ops
+twell: _autograd _sharding packed
+twell: _plain
+twell: _front
+twell: _admission
+twell: _quantised
+twell: _choice
+twell: _execution
+twell: functional experts _down_layout
+twell: up_down
+twell: _columns
+twell: _projections
+twell: _adapted _explained
+# reads files, imports no library of others
+twell: integrations.float8_layouts
+twell: _float8_saving
+twell: _float8_mlp
+twell: _autoencoder
+twell: nn
+twell: _compaction _sparsify
+twell: _configuration _quantize
+twell: __init__
+twell: recipe distributed
+twell: integrations
+twell: testing
+# the command twell
+twell: commands.__init__ commands.request commands.checkpoint_files
+twell: commands.saved_model
+twell: commands.sparsity
+twell: commands.experts
+twell: commands.prediction
+twell: commands.demo commands.timing
+twell: commands.analyze commands.analyze_experts commands.analyze_plots
+twell: commands.serve_check commands.tune
+twell: commands.convert commands.info
+twell: commands.cli
+twell: __main__
+"""
 LAYERS = [
-    # kernels: facts of compile time
-    [
-        *("cute_kernels.__init__", "cute_kernels.geometry", "cute_kernels.feasible", "cute_kernels.fingerprint"),
-        "cute_kernels.screen",
-    ],
-    ["cute_kernels.specs"],
-    ["cute_kernels.common"],
-    # kernels of one family, and those that every GPU shares
-    ["cute_kernels.sm90"],
-    ["cute_kernels.sm80"],
-    [
-        *("cute_kernels.pack", "cute_kernels.unpack", "cute_kernels.reglu", "cute_kernels.matrix_transpose"),
-        *(
-            "cute_kernels.compact",
-            "cute_kernels.scatter",
-            "cute_kernels.top_k",
-            "cute_kernels.window",
-            "cute_kernels.rank",
-            "cute_kernels.transpose",
-            "cute_kernels.sampled_grad",
-        ),
-        *(
-            "cute_kernels.up_down_token",
-            "cute_kernels.up_down_token_e4m3",
-            "cute_kernels.expert_pairs",
-            "cute_kernels.expert_down",
-            "cute_kernels.expert_union",
-            "cute_kernels.expert_sum",
-        ),
-        *("cute_kernels.quantize_gate", "cute_kernels.quantize_tokens", "cute_kernels.list_candidates"),
-    ],
-    ["cute_kernels.compile", "cute_kernels.catalog"],
-    ["cute_kernels.__main__"],
-    # the library: facts of a call
-    ["twell._modes"],
-    ["twell._runtime"],
-    ["twell._arguments", "twell._files", "twell._memory"],
-    ["twell._activation"],
-    ["twell.reference", "twell.tuning", "twell.float8"],
-    ["twell.strategy.__init__", "twell.strategy.table", "twell.strategy.table_float8"],
-    ["twell.strategy.tables"],
-    ["twell.strategy.costs", "twell.strategy.plan"],
-    ["twell.strategy.explanation"],
-    ["twell.strategy.site"],
-    ["twell.strategy.known"],
-    ["twell.ops"],
-    ["twell._autograd", "twell._sharding", "twell.packed"],
-    ["twell._plain"],
-    ["twell._front"],
-    ["twell._admission"],
-    ["twell._quantised"],
-    ["twell._choice"],
-    ["twell._execution"],
-    ["twell.functional", "twell.experts", "twell._down_layout"],
-    ["twell.up_down"],
-    ["twell._columns"],
-    ["twell._projections"],
-    ["twell._adapted", "twell._explained"],
-    # reads files, imports no library of others
-    ["twell.integrations.float8_layouts"],
-    ["twell._float8_saving"],
-    ["twell._float8_mlp"],
-    ["twell._autoencoder"],
-    ["twell.nn"],
-    ["twell._compaction", "twell._sparsify"],
-    ["twell._configuration", "twell._quantize"],
-    ["twell.__init__"],
-    ["twell.recipe", "twell.distributed"],
-    ["twell.integrations"],
-    ["twell.testing"],
-    # the command ``twell``
-    ["twell.commands.__init__", "twell.commands.request", "twell.commands.checkpoint_files"],
-    ["twell.commands.saved_model"],
-    ["twell.commands.sparsity"],
-    ["twell.commands.experts"],
-    ["twell.commands.prediction"],
-    ["twell.commands.demo", "twell.commands.timing"],
-    ["twell.commands.analyze", "twell.commands.analyze_experts", "twell.commands.analyze_plots"],
-    ["twell.commands.serve_check", "twell.commands.tune"],
-    ["twell.commands.convert", "twell.commands.info"],
-    ["twell.commands.cli"],
-    ["twell.__main__"],
+    [f"{package}.{name}" for name in names.split()]
+    for package, names in re.findall(r"(?m)^(\w+): (.*(?:\n    .*)*)", ORDER)
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 TREES = {"cute_kernels": ROOT / "cute_kernels", "twell": ROOT / "python" / "twell"}

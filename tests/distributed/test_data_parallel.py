@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Run, full, in_turn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import twell
-
-Run = Callable[..., list[Any]]
 
 COEFFICIENT, STEPS = 0.3, 2
 
@@ -84,7 +82,7 @@ def train(model: nn.Module, device: torch.device, ranks: list[int]) -> list[floa
 def same(ours: nn.Module, expected: nn.Module) -> None:
     pairs = list(zip(ours.parameters(), expected.parameters(), strict=True))
     for p, q in pairs:
-        got = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+        got = full(p.detach())
         if got.dtype == torch.float64:
             torch.testing.assert_close(got, q.detach())
         else:
@@ -298,13 +296,5 @@ def test_an_output_may_be_changed_in_place(two: Run, parallel: str, strategy: st
     two(in_place, parallel, strategy)
 
 
-def fsdp_else(device: torch.device) -> None:
-    fsdp1(device)
-    fsdp_from_meta(device)
-    fsdp_in_mixed_precision(device)
-    figures_alone(device)
-    rows_are_refused(device)
-
-
 def test_fsdp_from_meta_in_mixed_precision_with_figures(two: Run) -> None:
-    two(fsdp_else)
+    two(in_turn, fsdp1, fsdp_from_meta, fsdp_in_mixed_precision, figures_alone, rows_are_refused)

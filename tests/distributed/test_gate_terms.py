@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Run, full, in_turn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -19,8 +19,6 @@ import twell
 from twell import recipe
 from twell.distributed import tensor_parallel_plan
 from twell.recipe import _inputs
-
-Run = Callable[..., list[Any]]
 
 
 class Block(nn.Module):
@@ -159,15 +157,12 @@ def plain_parameters(device: torch.device) -> str:
     for each in (whole, model):
         each(batch(0)).square().sum().backward()
     for p, q in zip(model.parameters(), whole.parameters(), strict=True):
-        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        torch.testing.assert_close(grad, q.grad)
+        torch.testing.assert_close(full(p.grad), q.grad)
     return "".join(said)
 
 
 def test_flat_weights_counts_and_what_a_plan_cannot_divide(cpu_ranks: Run) -> None:
-    cpu_ranks(2, flat)
-    cpu_ranks(2, firing)
-    cpu_ranks(2, adapters)
+    cpu_ranks(2, in_turn, flat, firing, adapters)
     said = cpu_ranks(2, plain_parameters)[0]
     assert "leaves positions, attention.in_proj_weight, attention.in_proj_bias" in said
     assert "attention.out_proj.weight" in said

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Run, full, in_turn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,8 +21,6 @@ from twell import recipe
 from twell.distributed import SparseMLPParallel, tensor_parallel_plan
 
 pytest.importorskip("transformers")
-
-Run = Callable[..., list[Any]]
 
 COEFFICIENT, VOCABULARY = 0.1, 83
 
@@ -76,10 +74,6 @@ def loss_of(model: Any, ids: Tensor) -> Tensor:
     return loss + COEFFICIENT * l1
 
 
-def whole_of(t: Tensor) -> Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
-
-
 def train(model: Any, ranks: tuple[int, ...] = (0,), fused: bool = True) -> list[list[Tensor]]:
     """Return the loss, the norm of the gradients and the clipped gradients of each step.
 
@@ -94,8 +88,8 @@ def train(model: Any, ranks: tuple[int, ...] = (0,), fused: bool = True) -> list
             # what changes gradients in place does not take one that is still to be summed over ranks
             assert not isinstance(p, DTensor) or not any(each.is_partial() for each in p.grad.placements), name
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        assert whole_of(norm) > 0.5
-        seen.append([loss.detach(), whole_of(norm), *(whole_of(p.grad) for p in model.parameters())])
+        assert full(norm) > 0.5
+        seen.append([loss.detach(), full(norm), *(full(p.grad) for p in model.parameters())])
         optimizer.step()
         optimizer.zero_grad()
     return seen
@@ -210,14 +204,8 @@ def plan_of_anything(device: torch.device) -> None:
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
-def all_else(device: torch.device) -> None:
-    with_loss_parallel(device)
-    refusals(device)
-    plan_of_anything(device)
-
-
 def test_loss_parallel_refusals_and_any_model(cpu_ranks: Run) -> None:
-    cpu_ranks(2, all_else)
+    cpu_ranks(2, in_turn, with_loss_parallel, refusals, plan_of_anything)
 
 
 def both_ways(device: torch.device, kind: str) -> None:

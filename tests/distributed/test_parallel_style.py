@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Run, full, in_turn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,8 +20,6 @@ from torch.utils.checkpoint import checkpoint
 import twell
 from twell._sparsify.modules import pair_up
 from twell.distributed import SparseMLPParallel
-
-Run = Callable[..., list[Any]]
 
 HIDDEN, NEURONS, COEFFICIENT = 16, 32, 0.3
 
@@ -105,10 +104,6 @@ def all_modules(device: torch.device) -> None:
     def all_parts(t: Tensor) -> Tensor:
         return DTensor.from_local(t, mesh, [Shard(1)]).full_tensor()
 
-    def full(t: Tensor) -> Tensor:
-        assert isinstance(t, DTensor)
-        return t.full_tensor()
-
     sequence = SparseMLPParallel(input_layouts=Shard(1), output_layouts=Shard(1))
     for name, module in modules().items():
         whole = whole_of(module)
@@ -131,8 +126,7 @@ def all_modules(device: torch.device) -> None:
             assert (layer.hidden, layer.intermediate) == (HIDDEN, NEURONS)
             ours = train(parts, 2, placed, gathered)
             for got, answer in zip(ours, expected):
-                got = got.full_tensor() if isinstance(got, DTensor) else got
-                torch.testing.assert_close(got, answer, msg=lambda m, w=f"{name}, {style}": f"{w}: {m}")
+                torch.testing.assert_close(full(got), answer, msg=lambda m, w=f"{name}, {style}": f"{w}: {m}")
             for (key, p), (other, q) in zip(parts.named_parameters(), whole.named_parameters()):
                 assert key == other
                 torch.testing.assert_close(full(p.detach()), q.detach(), msg=lambda m, k=f"{name} {key}": f"{k}: {m}")
@@ -230,8 +224,7 @@ def gradients(call: Callable[[Tensor], Tensor], module: nn.Module) -> list[Tenso
     module.zero_grad()
     x = tokens().requires_grad_()
     call(x).square().sum().backward()
-    grads = [x.grad, *(p.grad for p in module.parameters())]
-    return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+    return [x.grad, *(full(p.grad) for p in module.parameters())]
 
 
 def in_other_hands(device: torch.device) -> None:
@@ -255,16 +248,8 @@ def in_other_hands(device: torch.device) -> None:
             torch.testing.assert_close(ours, answer)
 
 
-def the_rest(device: torch.device) -> None:
-    in_other_hands(device)
-    figures_on_request(device)
-    refusals(device)
-    on_meta(device)
-    main_grads(device)
-
-
 def test_figures_refusals_meta_main_grads(cpu_ranks: Run) -> None:
-    cpu_ranks(2, the_rest)
+    cpu_ranks(2, in_turn, in_other_hands, figures_on_request, refusals, on_meta, main_grads)
 
 
 def laid_out_again(device: torch.device) -> None:

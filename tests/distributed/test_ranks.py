@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-
-Run = Callable[..., list[Any]]
+from ranks import Run
 
 
 def add_up(device: torch.device, value: int) -> tuple[int, int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from ranks import Run, full
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,8 +23,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import twell
 from twell.distributed import SparseMLPParallel
-
-Run = Callable[..., list[Any]]
 
 HIDDEN, NEURONS = 16, 32
 
@@ -63,10 +60,6 @@ def replicated(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 WAYS = (one_process, rows, fsdp, tensor_parallel, replicated)
-
-
-def full(t: Tensor) -> Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def same(model: nn.Module, expected: nn.Module) -> None:

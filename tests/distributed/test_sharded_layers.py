@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from ranks import Run, full, in_turn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 import twell
 from twell import _autograd
 from twell.ops.operands import Operands
-
-Run = Callable[..., list[Any]]
 
 BATCH, SEQUENCE, HIDDEN, NEURONS = 2, 6, 16, 32
 NAMES = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
@@ -46,8 +44,7 @@ def call(t: dict[str, Tensor], **options: Any) -> Any:
 
 def loss(y: Tensor, aux: twell.Aux) -> Tensor:
     """A loss of both outputs on plain tensors; torch handles arithmetic of Partial DTensors."""
-    whole_y, whole_l1 = (t.full_tensor() if isinstance(t, DTensor) else t for t in (y, aux.l1))
-    return (whole_y * whole_y).sum() + COEFFICIENT * whole_l1
+    return full(y).square().sum() + COEFFICIENT * full(aux.l1)
 
 
 def step(t: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
@@ -269,17 +266,9 @@ def still_under_way(device: torch.device) -> None:
     assert seen == [Tensor]
 
 
-def one_by_one(device: torch.device) -> None:
-    placements_of_results(device)
-    refusals(device)
-    main_grads(device)
-    each_gradient_alone(device)
-    under_autocast(device)
-    still_under_way(device)
-
-
 def test_placements_refusals_main_grads_autocast(cpu_ranks: Run) -> None:
-    cpu_ranks(2, one_by_one)
+    of_layers = (placements_of_results, refusals, main_grads, each_gradient_alone, under_autocast, still_under_way)
+    cpu_ranks(2, in_turn, *of_layers)
 
 
 def compiled(device: torch.device) -> None:
@@ -325,9 +314,8 @@ def exact_operands(device: torch.device) -> dict[str, Tensor]:
 def exact_step(t: dict[str, Tensor], dy: Tensor, **options: Any) -> dict[str, Tensor]:
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in t.items()}
     y, aux = call(leaves, return_aux=True, **options)
-    whole_y, l1 = (u.full_tensor() if isinstance(u, DTensor) else u for u in (y, aux.l1))
     # an upstream gradient of 1 for each token
-    ((whole_y * dy).sum() + dy.shape[0] * l1).backward()
+    ((full(y) * dy).sum() + dy.shape[0] * full(aux.l1)).backward()
     return {"y": y.detach(), "l1": aux.l1.detach(), "l0": aux.l0} | {name: leaf.grad for name, leaf in leaves.items()}
 
 

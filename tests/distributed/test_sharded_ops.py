@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from ranks import Run, in_turn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import twell
 import twell.distributed
 from twell import ops
-
-Run = Callable[..., list[Any]]
 
 HIDDEN, NEURONS, COMPRESSION = 32, 272, 8
 
@@ -129,11 +127,5 @@ def packs(device: torch.device) -> None:
     assert torch.equal(gathered, twell.pack(x, w_gate).unpack())
 
 
-def all_of_it(device: torch.device) -> None:
-    token_by_token(device)
-    refused(device)
-    packs(device)
-
-
 def test_operators_on_dtensors(cpu_ranks: Run) -> None:
-    cpu_ranks(2, all_of_it)
+    cpu_ranks(2, in_turn, token_by_token, refused, packs)
