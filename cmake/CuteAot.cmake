@@ -2,8 +2,9 @@
 #
 # Compiles kernels ahead of time for one architecture and links them into one shared library in a folder of the build,
 # with manifest.json beside it. Needs no GPU and no CUDA toolkit. Kernels whose names begin with the same word share a
-# process, because importing the compiler takes as long as a kernel; the depfile makes their objects stale if one of their
-# sources changed. No target where the architecture runs none of the symbols.
+# process, and all of words with one or two kernels, because importing the compiler takes as long as a kernel; the
+# depfile makes their objects stale if one of their sources changed. No target where the architecture runs none of the
+# symbols.
 
 function(cute_aot_library target)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "ARCH;FOLDER" "RPATH;SYMBOLS")
@@ -28,16 +29,30 @@ function(cute_aot_library target)
     list(APPEND symbols_${group} ${symbol})
   endforeach()
   list(REMOVE_DUPLICATES groups)
+  set(words ${groups})
+  foreach(group IN LISTS words)
+    list(LENGTH symbols_${group} count)
+    if(count LESS 3)
+      list(APPEND symbols_others ${symbols_${group}})
+      list(REMOVE_ITEM groups ${group})
+    endif()
+  endforeach()
+  if(symbols_others)
+    list(APPEND groups others)
+  endif()
   # the last ones, of training, take longest: they start first
   list(REVERSE groups)
 
   set(directory ${arg_FOLDER}/objects)
+  file(MAKE_DIRECTORY ${directory}/kept)
   set(objects "")
   foreach(group IN LISTS groups)
     list(TRANSFORM symbols_${group} REPLACE "(.+)" "${directory}/\\1.o" OUTPUT_VARIABLE outputs)
     add_custom_command(
       OUTPUT ${outputs}
-      COMMAND ${Python_EXECUTABLE} -m cute_kernels compile ${symbols_${group}} --arch ${arg_ARCH} --host ${CMAKE_SYSTEM_PROCESSOR} -d ${directory} --depfile ${directory}/${group}.d
+      # PTX, for the emulator of tests; the compiler's own copy of it goes to a folder that is not read
+      COMMAND ${CMAKE_COMMAND} -E env CUTE_DSL_DUMP_DIR=${directory}/kept ${Python_EXECUTABLE} -m cute_kernels compile ${symbols_${group}} --keep-ptx
+        --arch ${arg_ARCH} --host ${CMAKE_SYSTEM_PROCESSOR} -d ${directory} --depfile ${directory}/${group}.d
       DEPFILE ${directory}/${group}.d
       WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
       COMMENT "Compiling ${group} for ${arg_ARCH}"

@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         "--host", choices=hosts, default=platform.machine(), help="the processor that launches them (%(default)s)"
     )
     compiling.add_argument("--depfile", type=Path, help="write a make rule that names the sources")
+    kept = "write SYMBOL.ptx beside each object; a copy with another name is left in CUTE_DSL_DUMP_DIR"
+    compiling.add_argument("--keep-ptx", action="store_true", help=kept)
 
     manifest = commands.add_parser(
         "manifest", parents=[architecture], help="print toolkit, versions and source hash of a library as JSON"
@@ -75,8 +77,13 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.command == "compile":
         if arguments.out is not None and len(specs) != 1:
             parser.error("--out takes one symbol; use --directory for several")
+        from .compile import compile_object
+
         outputs = [arguments.out or arguments.directory / f"{spec.symbol}.o" for spec in specs]
-        _compile(specs, outputs, arguments.arch, arguments.host, arguments.depfile)
+        for spec, path in zip(specs, outputs):
+            compile_object(spec, path, arguments.arch, arguments.host, arguments.keep_ptx)
+        if arguments.depfile is not None:
+            arguments.depfile.write_text(_rule(outputs))
         return 0
     if arguments.command == "manifest":
         _manifest(specs, arguments.arch)
@@ -90,17 +97,12 @@ def _specs(name: str, shipped: tuple[Spec, ...]) -> list[Spec]:
     return [spec for spec in of_kernel if spec.symbol == name] or of_kernel or [spec_from_symbol(name)]
 
 
-def _compile(specs: list[Spec], outputs: list[Path], arch: str, host: str, depfile: Path | None) -> None:
-    from .compile import compile_object
-
-    for spec, path in zip(specs, outputs):
-        compile_object(spec, path, arch, host)
-    if depfile is not None:
-        root = Path(__file__).parent
-        files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-        sources = sorted(file for file in files if file and root in Path(file).parents)
-        escaped = (" ".join(str(p).replace(" ", "\\ ") for p in paths) for paths in (outputs, sources))
-        depfile.write_text(": ".join(escaped) + "\n")
+def _rule(outputs: list[Path]) -> str:
+    """The make rule of objects from all sources that this process has read."""
+    root = Path(__file__).parent
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    sources = sorted(file for file in files if file and root in Path(file).parents)
+    return ": ".join(" ".join(str(p).replace(" ", "\\ ") for p in paths) for paths in (outputs, sources)) + "\n"
 
 
 def _manifest(specs: list[Spec], arch: str) -> None:

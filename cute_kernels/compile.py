@@ -83,19 +83,24 @@ def _name_kernels(jit_object: Any, spec: Spec) -> None:
             rename(f"twell_{spec.symbol}{own}", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
-def compile_object(spec: Spec, out: Path, arch: str = ARCH, host: str = HOST) -> None:
-    """Write the object file that exports ``spec.symbol`` for the processor ``host``.
+def compile_object(spec: Spec, out: Path, arch: str = ARCH, host: str = HOST, keep_ptx: bool = False) -> None:
+    """Write the object file that exports ``spec.symbol`` for the processor ``host``; ``keep_ptx``: PTX beside it, too.
 
     Atomically: another process sees all of it or none.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    compiled = compile_spec(spec, arch=arch)
+    compiled = compile_spec(spec, "--keep-ptx" if keep_ptx else "", arch)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{spec.symbol}.") as scratch:
         part = Path(scratch) / out.name
         if host == HOST:
             compiled.export_to_c(str(part), function_name=spec.symbol)
         else:
             _export_for(host, compiled, part, spec.symbol)
+        if keep_ptx:
+            # where the folder of the compiler's own copy is missing, it is the path of that
+            if ".entry" not in compiled.__ptx__:
+                raise RuntimeError(f"no PTX of {spec.symbol} was kept: expected a folder for {compiled.__ptx__}")
+            out.with_suffix(".ptx").write_text(compiled.__ptx__)
         os.replace(part, out)
 
 

@@ -27,8 +27,8 @@ gc.set_threshold(20_000, 20, 20)
 
 # A bundle has no kernel sources to compile, no build files, no pages and no pictures.
 if not (ROOT / "CMakeLists.txt").exists():
-    absent = ("aarch64", "bundle", "catalog", "charts", "compile", "docs", "format", "imports", "requirements", "wheel")
-    collect_ignore = [*(f"cpu/test_{name}.py" for name in absent), "emulator", "faults"]
+    absent = "aarch64 bundle catalog charts compile docs format imports lint requirements wheel"
+    collect_ignore = [*(f"cpu/test_{name}.py" for name in absent.split()), "emulator", "faults"]
 
 # Test processes share the cores: threads that wait for each other take them from the other processes.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -142,19 +142,24 @@ def symbols(request: pytest.FixtureRequest) -> list[str]:
 @pytest.fixture(scope="session")
 def wheel(symbols: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that `make wheel` makes, with the kernels of Hopper of this tier."""
-    return build_wheel(tmp_path_factory.mktemp("wheel"), symbols=symbols)
+    return build_wheel(of_all_processes(tmp_path_factory) / "wheel", symbols=symbols)
 
 
 @pytest.fixture(scope="session")
 def whole_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel with the kernels of every GPU, for tests marked nightly."""
-    return build_wheel(tmp_path_factory.mktemp("whole"), "all")
+    return build_wheel(of_all_processes(tmp_path_factory) / "whole", "all")
+
+
+def of_all_processes(factory: pytest.TempPathFactory) -> Path:
+    """The folder of this run, which processes that share its tests have in common."""
+    return factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
 
 
 def build_wheel(
     out: Path, architectures: str | None = None, host: str = platform.machine(), symbols: Sequence[str] = ()
 ) -> Path:
-    """Build a wheel into ``out``; only what changed is compiled again.
+    """Build a wheel into ``out``, unless it has one; only what changed is compiled again.
 
     Several test processes take turns: they share the build folder.
     """
@@ -166,8 +171,9 @@ def build_wheel(
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     (ROOT / "build").mkdir(exist_ok=True)
     with FileLock(ROOT / "build" / "wheel.lock"):
-        built = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert built.returncode == 0, built.stdout
+        if not [*out.glob("*.whl")]:
+            built = subprocess.run(command, env=environment, capture_output=True, text=True)
+            assert built.returncode == 0, built.stdout + built.stderr
     (path,) = out.glob("*.whl")
     return path
 

@@ -7,12 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from cute_kernels import catalog, specs
+from cute_kernels import __main__, catalog, specs
 from twell import tuning
 
 
@@ -79,34 +80,41 @@ def test_every_op_has_its_kernel_module() -> None:
         assert importlib.util.find_spec(f"cute_kernels.{spec.module}") is not None
 
 
-def command(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cute_kernels", *arguments], cwd=root, capture_output=True, text=True, timeout=120
-    )
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """A function that runs the command line of kernels, and returns its status and what it prints."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            status = __main__.main([*arguments])
+        except SystemExit as ended:
+            status = ended.code  # type: ignore[assignment]
+        return status, *capsys.readouterr()
+
+    return run
 
 
-def test_a_build_names_architectures(root: Path) -> None:
-    assert command(root, "architectures").stdout.split() == ["sm_90a"]
-    assert command(root, "architectures", "sm_100", "sm_80").stdout.split() == ["sm_80", "sm_100"]
-    assert command(root, "architectures", "all").stdout.split() == list(specs.ARCHITECTURES)
-    done = command(root, "architectures", "sm_90a", "a100")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "must be all, or some of sm_80, sm_90a, sm_100, sm_120, got a100" in done.stderr
+def test_a_build_names_architectures(root: Path, command: Callable[..., tuple[int, str, str]]) -> None:
+    assert command("architectures")[1].split() == ["sm_90a"]
+    assert command("architectures", "sm_100", "sm_80")[1].split() == ["sm_80", "sm_100"]
+    assert command("architectures", "all")[1].split() == list(specs.ARCHITECTURES)
+    status, printed, said = command("architectures", "sm_90a", "a100")
+    assert (status, printed) == (2, "")
+    assert "must be all, or some of sm_80, sm_90a, sm_100, sm_120, got a100" in said
     # the default of make, CMake and pip
     for file in ("Makefile", "pyproject.toml", "CMakeLists.txt"):
         lines = re.findall(r"ARCHITECTURES (?:\?=|= \{|\").*", (root / file).read_text())
         assert {name for line in lines for name in re.findall(r"sm_\w+", line)} == {"sm_90a"}, lines
 
 
-def test_list_prints_what_ships(root: Path) -> None:
-    assert command(root, "list").stdout.split() == [spec.symbol for spec in catalog.SHIPPED]
-    named = command(root, "list", "--arch", "sm_80", "gate_pack_bf16_t144", "unpack_bf16", "gathered_portable_bf16_1")
-    assert named.stdout.split() == ["unpack_bf16", "gathered_portable_bf16_1"]
-    assert command(root, "list", "--all").stdout.split() == [spec.symbol for spec in specs.all_specs()]
+def test_list_prints_what_ships(command: Callable[..., tuple[int, str, str]]) -> None:
+    assert command("list")[1].split() == [spec.symbol for spec in catalog.SHIPPED]
+    named = command("list", "--arch", "sm_80", "gate_pack_bf16_t144", "unpack_bf16", "gathered_portable_bf16_1")
+    assert named[1].split() == ["unpack_bf16", "gathered_portable_bf16_1"]
+    assert command("list", "--all")[1].split() == [spec.symbol for spec in specs.all_specs()]
     # no error: a build for several GPUs leaves out those that none of its kernels is for, with a warning
-    done = command(root, "list", "--arch", "sm_80", "gate_pack_bf16_t144")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr == "none of gate_pack_bf16_t144 compiles for sm_80\n"
+    missing = command("list", "--arch", "sm_80", "gate_pack_bf16_t144")
+    assert missing == (0, "", "none of gate_pack_bf16_t144 compiles for sm_80\n")
 
 
 def test_a_reader_may_leave(root: Path) -> None:
@@ -120,7 +128,7 @@ def test_a_reader_may_leave(root: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_unknown_symbol_is_a_usage_error(root: Path, tmp_path: Path) -> None:
-    done = command(root, "compile", "gate_pack_bf16_c3", "-o", str(tmp_path / "x.o"))
-    assert done.returncode == 2
-    assert "gate_pack_bf16_c3" in done.stderr
+def test_unknown_symbol_is_a_usage_error(command: Callable[..., tuple[int, str, str]]) -> None:
+    status, _, said = command("compile", "gate_pack_bf16_c3", "-o", "x.o")
+    assert status == 2
+    assert "gate_pack_bf16_c3" in said

@@ -10,6 +10,7 @@ import pytest
 from cubin import resources
 
 from cute_kernels import catalog, feasible, quantize_gate, specs
+from cute_kernels.compile import parse_remarks
 from cute_kernels.specs import Spec
 from tests.conftest import compiled_first, is_named
 
@@ -166,40 +167,29 @@ SPILLED = """\x1b[96mremark[ptxas]:\x1b[0m ptxas detected register spills
 """
 
 
-def parse(root: Path, text: str) -> str:
-    """Return the reports that ``parse_remarks`` reads from a text, in a process that may import the compiler."""
-    code = "import sys; from cute_kernels.compile import parse_remarks; print(parse_remarks('name', sys.stdin.read()))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, input=text, capture_output=True, text=True)
-    return done.stdout + done.stderr
-
-
-def test_reports_have_serialised_wgmma_and_spills(root: Path) -> None:
-    said = parse(root, SERIALISED + SPILLED + SPILLED)
-    assert said.count("Report(") == 3
-    assert "kernel='kernel_0', registers=168, spill_bytes=0" in said
-    assert "(C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized" in said
-    assert "(C7517) wgmma.wait_group is injected" in said
-    assert "kernel='heavy_1', registers=96, spill_bytes=804" in said
-    assert "kernel='light_0', registers=64, spill_bytes=0" in said
-    assert "RuntimeError: unknown form of ptxas report" in parse(root, SPILLED.replace("registers", "regs"))
-
-
-def test_options_of_a_program_are_not_the_compilers(root: Path, tmp_path: Path) -> None:
-    """It would take -d for one of its own, and end the process."""
-    command = [sys.executable, "-m", "cute_kernels", "compile", "unpack_bf16", "--arch", "sm_80", "-d", str(tmp_path)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert [path.name for path in tmp_path.iterdir()] == ["unpack_bf16.o"]
+def test_reports_have_serialised_wgmma_and_spills() -> None:
+    first, heavy, light = parse_remarks("name", SERIALISED + SPILLED + SPILLED)
+    serialised, injected = first.wgmma
+    assert serialised.startswith("(C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized")
+    assert injected.startswith("(C7517) wgmma.wait_group is injected")
+    found = [(each.kernel, each.registers, each.spill_bytes) for each in (first, heavy, light)]
+    assert found == [("kernel_0", 168, 0), ("heavy_1", 96, 804), ("light_0", 64, 0)]
+    with pytest.raises(RuntimeError, match="unknown form of ptxas report"):
+        parse_remarks("name", SPILLED.replace("registers", "regs"))
 
 
 def test_object_exports_the_symbol(root: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cute_kernels", "compile", "unpack_bf16", "-o", str(tmp_path / "x.o")]
-    subprocess.run([*command, "--depfile", str(tmp_path / "x.d")], cwd=root, check=True)
-    assert b"\0__tvm_ffi_unpack_bf16\0" in (tmp_path / "x.o").read_bytes()
+    """The compiler would take -d for an option of its own, and end the process."""
+    command = [sys.executable, "-m", "cute_kernels", "compile", "unpack_bf16", "--arch", "sm_80", "-d", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--depfile", str(tmp_path / "x.d")], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert b"\0__tvm_ffi_unpack_bf16\0" in (tmp_path / "unpack_bf16.o").read_bytes()
     target, _, sources = (tmp_path / "x.d").read_text().partition(": ")
-    assert target == str(tmp_path / "x.o")
+    assert target == str(tmp_path / "unpack_bf16.o")
     assert {str(root / "cute_kernels" / name) for name in ("unpack.py", "geometry.py", "compile.py")} <= set(
         sources.split()
     )
     assert not any("up_down" in source for source in sources.split())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.d", "x.o"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["unpack_bf16.o", "x.d"]

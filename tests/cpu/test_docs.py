@@ -242,11 +242,12 @@ def test_the_changelog_begins_with_this_version() -> None:
     assert not re.search(r"(?m)^- .*\n(?:  .*\n)*\n- ", text)
 
 
-def test_diagrams_are_as_drawn() -> None:
-    checked = subprocess.run(
-        [sys.executable, "docs/figures/draw.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert checked.returncode == 0, checked.stderr
+def test_diagrams_are_as_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["draw.py", "--check"])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(DOCS / "figures" / "draw.py"), run_name="__main__")
+    assert ended.value.code == 0, capsys.readouterr().err
 
 
 # Links, blocks, commands of the pages

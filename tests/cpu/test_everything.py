@@ -102,6 +102,7 @@ def test_what_does_not_fit_is_left_for_the_next_call(
     assert (calls(tmp_path, "long"), calls(tmp_path, "short")) == (1, 1)
 
 
+@pytest.mark.nightly
 def test_the_budget_interrupts(add: Callable[..., None], run: Callable[..., Any], tmp_path: Path) -> None:
     add("a", ("", 0, "sleep"), seconds=1)
     # as in the background of a shell

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from profiling import figures, held_out, measurements
+from profiling import figures, held_out, measurements, readme
 from profiling.draw.common import loads, machine
 from twell.commands import tune
 from twell.strategy import costs, tables
@@ -21,12 +20,14 @@ from twell.strategy import costs, tables
 MACHINE = "NVIDIA H200 (made up); SM 1980 MHz now, 1980 most; twell 0.1.2; kernels 0123456789ab"
 
 
-def test_readme_has_the_figures_of_the_results(root: Path) -> None:
+def test_readme_has_the_figures_of_the_results(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Among them the list of all files of results."""
-    checked = subprocess.run(
-        [sys.executable, "profiling/readme.py", "--check"], cwd=root, capture_output=True, text=True
-    )
-    assert checked.returncode == 0, checked.stderr
+    monkeypatch.setattr(figures, "RESULTS", root / "profiling" / "results")
+    figures.result.cache_clear()
+    monkeypatch.setattr(sys, "argv", ["readme.py", "--check"])
+    assert readme.main() == 0, capsys.readouterr().err
 
 
 def test_every_result_has_its_machine_line(root: Path) -> None:

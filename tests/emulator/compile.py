@@ -17,9 +17,7 @@ from cute_kernels import compile, specs
 def main() -> None:
     for line in sys.stdin:
         symbol = line.strip()
-        compiled = compile.compile_spec(specs.spec_from_symbol(symbol), "--keep-ptx")
-        Path(f"{symbol}.ptx").write_text(compiled.__ptx__)
-        compiled.export_to_c(f"{symbol}.o", function_name=symbol)
+        compile.compile_object(specs.spec_from_symbol(symbol), Path(f"{symbol}.o").absolute(), keep_ptx=True)
         print(symbol, flush=True)
 
 
