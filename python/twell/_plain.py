@@ -48,7 +48,7 @@ def overridden(operands: Mapping[str, Tensor]) -> str:
     """The operand or mode of a call that overrides PyTorch's operators; "" if none."""
     for argument, value in operands.items():
         if not behaves(value):
-            return f"{argument}, a {type(value).__name__},"
+            return f"a {type(value).__name__} as {argument}"
     for kind in _modes.function_modes():
         # torch's own modes set the default device, or trace
         if not kind.__module__.startswith("torch."):

@@ -131,7 +131,8 @@ def _check_routes(shape: torch.Size, count: int, expert_ids: Tensor, weights: Te
         raise TypeError(f"{_NAME}: expert_ids must be int32 or int64, got {expert_ids.dtype}")
     most, tokens = geometry.MAX_EXPERTS_OF_TOKEN, list(shape)
     if list(expert_ids.shape[:-1]) != tokens or not expert_ids.dim() or not 0 < expert_ids.shape[-1] <= most:
-        raise ValueError(f"{_NAME}: expert_ids must be {[*tokens, 'k']} with k to {most}, got {list(expert_ids.shape)}")
+        wanted = f"[{', '.join(map(str, tokens))}, k] with k to {most}"
+        raise ValueError(f"{_NAME}: expert_ids must be {wanted}, got {list(expert_ids.shape)}")
     if not weights.is_floating_point() or weights.shape != expert_ids.shape:
         expected = f"floating {list(expert_ids.shape)}"
         raise ValueError(f"{_NAME}: weights must be {expected}, got {weights.dtype} {list(weights.shape)}")
