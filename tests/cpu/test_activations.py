@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import itertools
 import math
 import pickle
 from typing import Any
@@ -236,42 +234,6 @@ def test_derivatives_of_dense_layers_to_any_order(name: Any) -> None:
 # Arguments
 
 
-def test_wrong_activations_are_refused() -> None:
-    p = integers(2, "relu")
-    x, w_gate, w_up, w_down, *_ = p
-    gated = lambda **options: twell.sparse_gated_ffn(x, w_gate, w_up, w_down.t(), **options)  # noqa: E731
-    plain = lambda **options: twell.sparse_ffn(x, w_gate, w_down.t(), **options)  # noqa: E731
-    for function in (gated, plain):
-        with pytest.raises(ValueError, match="activation must be one of relu, relu2, drelu, fatrelu, got 'gelu'"):
-            function(activation="gelu")
-        with pytest.raises(
-            ValueError, match=r"threshold must be 0 unless activation is .fatrelu., got 1\.0 with 'relu'"
-        ):
-            function(threshold=1.0)
-        with pytest.raises(ValueError, match="threshold must be a finite number of at least 0, got -1"):
-            function(activation="fatrelu", threshold=-1.0)
-        with pytest.raises(ValueError, match="threshold must be a finite number of at least 0, got nan"):
-            function(activation="fatrelu", threshold=math.nan)
-        with pytest.raises(TypeError, match="threshold must be a finite number of at least 0, got '1'"):
-            function(activation="fatrelu", threshold="1")
-        with pytest.raises(ValueError, match=r"threshold must be finite in torch\.bfloat16"):
-            function(activation="fatrelu", threshold=1e39)
-    with pytest.raises(ValueError, match='"drelu" must have a gate and an up projection'):
-        plain(activation="drelu")
-    with pytest.raises(ValueError, match="threshold must be a finite number"):
-        twell.pack(x, w_gate, threshold=math.inf)
-    words, spill, _ = ops.gate_pack(x, w_gate, None, 8)
-    for op in (ops.up_down, ops.up_down_union):
-        with pytest.raises(ValueError, match="activation must be one of"):
-            op(x, words, spill, w_up, w_down, None, None, 8, "gelu")
-        with pytest.raises(ValueError, match='"drelu" must have a gate'):
-            op(x, words, spill, None, w_down, None, None, 8, "drelu")
-    layer = (x, w_gate, w_up, w_down, None, None, None, 8)
-    for arguments, op in (((*layer, "row", None), ops.ffn), (layer, ops.ffn_union), ((*layer, 0), ops.hybrid_forward)):
-        with pytest.raises(ValueError, match="threshold must be 0 unless"):
-            op(*arguments, "relu2", 1.0)
-
-
 def test_pack_takes_a_threshold() -> None:
     p = integers(5, "fatrelu")
     for threshold in (0.0, 3.0, 2.5):
@@ -290,28 +252,6 @@ def test_opcheck() -> None:
 # Graphs
 
 
-@EVERY
-def test_compiled_functions(name: Any, threshold: float, gated: bool) -> None:
-    torch._dynamo.reset()
-    p = integers(17, name)
-    for strategy, needing in itertools.product(("union", "dense"), (False, True)):
-        leaves = p.map(lambda t, needing=needing: t.clone().requires_grad_(needing))
-
-        def layer(x: Tensor, leaves: testing.FFN = leaves, strategy: str = strategy) -> tuple[Tensor, Tensor]:
-            y, aux = testing.sparse_layer(leaves._replace(x=x), gated=gated, strategy=strategy, **form(name, threshold))
-            return y, aux.l0
-
-        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
-        for m in (17, 9):
-            x = leaves.x[:m].detach().requires_grad_(needing)
-            ours, theirs = compiled(x), layer(x)
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-            if x.requires_grad:
-                dy = torch.ones_like(ours[0])
-                a, b = (torch.autograd.grad(y, [x, leaves.w_gate], dy) for y in (ours[0], theirs[0]))
-                assert all(torch.equal(i, j) for i, j in zip(a, b, strict=True))
-
-
 def test_a_compiled_module_sees_a_new_threshold() -> None:
     torch._dynamo.reset()
     mlp = twell.nn.SparseGatedMLP(16, 64, dtype=BF16, strategy="dense", activation="fatrelu", threshold=0.25)
@@ -319,20 +259,6 @@ def test_a_compiled_module_sees_a_new_threshold() -> None:
     for threshold in (0.25, 0.5, 0.0, 0.125):
         mlp.threshold = threshold
         assert torch.equal(compiled(x), mlp(x))
-
-
-@pytest.mark.parametrize(("name", "gated"), [("relu2", False), ("drelu", True), ("fatrelu", True)])
-def test_exported_modules(name: Any, gated: bool) -> None:
-    mlp = module(name, FAMILY[name], gated).requires_grad_(False)
-    x = torch.randn(12, 16, dtype=BF16)
-    tokens = {0: torch.export.Dim("tokens", min=2, max=64)}
-    program = torch.export.export(mlp, (x,), dynamic_shapes=(tokens,))
-    stored = io.BytesIO()
-    torch.export.save(program, stored)
-    stored.seek(0)
-    again = torch.export.load(stored).module()
-    for m in (12, 5):
-        assert torch.equal(again(x[:m]), mlp(x[:m]))
 
 
 # Modules
@@ -372,26 +298,6 @@ def test_modules(name: Any, threshold: float, gated: bool) -> None:
     same = type(mlp).from_linear(*children, strategy="dense", activation=name, threshold=mlp.threshold)
     with torch.no_grad():
         assert torch.equal(same(x), mlp(x))
-
-
-def test_settings_of_modules() -> None:
-    mlp = twell.nn.SparseGatedMLP(16, 64)
-    assert (mlp.activation, mlp.threshold) == ("relu", 0.0)
-    with pytest.raises(ValueError, match="threshold must be 0 unless"):
-        mlp.threshold = 0.5
-    mlp.activation = "fatrelu"
-    mlp.threshold = 0.5
-    with pytest.raises(ValueError, match="threshold must be 0 unless"):
-        mlp.activation = "relu2"
-    with pytest.raises(ValueError, match="activation must be one of"):
-        mlp.activation = "silu"
-    assert (mlp.activation, mlp.threshold) == ("fatrelu", 0.5)
-    mlp.threshold = 0
-    mlp.activation = "drelu"
-    with pytest.raises(ValueError, match='"drelu" must have a gate'):
-        twell.nn.SparseMLP(16, 64, activation="drelu")
-    with pytest.raises(ValueError, match="threshold must be 0 unless"):
-        twell.nn.SparseMLP(16, 64, activation="relu2", threshold=0.5)
 
 
 def test_thresholds_may_be_numbers_of_numpy() -> None:

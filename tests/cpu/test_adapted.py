@@ -228,16 +228,6 @@ def test_figures_are_of_the_hidden_state(runs: list[tuple[str, int]]) -> None:
     assert len(runs) == 1
 
 
-def test_autocast_casts_both(runs: list[tuple[str, int]]) -> None:
-    model = adapted(dtype=torch.float32)
-    exact = results(by_peft(model).double(), tokens().double())["y"]
-    with torch.autocast("cpu", BF16):
-        ours, theirs = model(tokens(torch.float32)), by_peft(model)(tokens(torch.float32))
-    assert ours.dtype == theirs.dtype == BF16
-    assert error(ours, exact) <= FACTOR * error(theirs, exact)
-    assert len(runs) == 1
-
-
 # What no columns tell
 
 
@@ -480,47 +470,12 @@ def test_what_has_no_dense_answer_raises(cls: Module) -> None:
         mlp(tokens())
 
 
-def test_operands_that_pytorch_refuses_are_refused(runs: list[tuple[str, int]]) -> None:
-    model = adapted()
-    with pytest.raises(RuntimeError, match="dtype"):
-        model(tokens(torch.float32))
-    with pytest.raises(RuntimeError, match="shapes"):
-        model(tokens()[..., :8])
-    assert not runs
-
-
 def test_transforms_differentiate_the_children(runs: list[tuple[str, int]]) -> None:
     model = adapted(dtype=torch.float64).double()
     x = tokens(torch.float64)[0, 0]
     ours = torch.func.jacrev(model)(x)
     assert not runs
     assert error(ours, torch.autograd.functional.jacobian(by_peft(model), x)) <= 1e-13
-
-
-@pytest.mark.parametrize("hook", [False, True])
-def test_compiled_layers_keep_their_adapters(hook: bool) -> None:
-    torch.compiler.reset()
-    model, graphs = adapted(), []
-    if hook:
-        hooked_gate(model)
-    expected = results(model, tokens())
-    compiled = torch.compile(
-        layer_of(model), backend=lambda graph, _: graphs.append(graph.code) or graph.forward, fullgraph=True
-    )
-
-    def whole(x: Tensor) -> Any:
-        return compiled(x)
-
-    whole.named_parameters = model.named_parameters  # type: ignore[attr-defined]
-    found = results(whole, tokens())
-    assert len(graphs) == 1
-    assert "lora_A" in graphs[0]
-    assert hook or "_FFN" in graphs[0] or "hybrid_forward" in graphs[0] or "autograd_function_apply" in graphs[0]
-    for name, value in expected.items():
-        # sums of gradients are rounded in another order
-        assert error(found[name], value.double()) <= 4e-3, name
-    with torch.no_grad():
-        assert torch.equal(compiled(tokens()), model(tokens()))
 
 
 def test_down_layouts_leave_results_alone() -> None:
@@ -683,21 +638,3 @@ def test_no_copy_lives_until_backward(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any(ref() is not None for ref in made)
         y.sum().backward()
         made.clear()
-
-
-def test_batches_of_gradients_and_second_derivatives() -> None:
-    model = adapted(dtype=torch.float64)
-    found = []
-    for each in (model, by_peft(model)):
-        x = tokens(torch.float64).requires_grad_()
-        # a view with a pending negation
-        y = each(torch._neg_view(x))
-        upstream = torch.stack([torch.ones_like(y), y.detach()])
-        leaves = [x, *(p for p in each.parameters() if p.requires_grad)]
-        found.append(torch.autograd.grad(y, leaves, upstream, is_grads_batched=True, retain_graph=True))
-    for ours, theirs in zip(*found):
-        assert error(ours, theirs) <= 1e-13
-    x = tokens(torch.float64).requires_grad_()
-    (once,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        torch.autograd.grad(once.sum(), x)

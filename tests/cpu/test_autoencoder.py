@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -222,34 +221,6 @@ def test_transcoders(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @KIND
-@pytest.mark.parametrize("tied", [False, True])
-def test_copies_pickles_casts_and_state_dicts(kind: str, tied: bool) -> None:
-    sae, x = made(kind, tied=tied), tokens()
-    sae(x)
-    names = ["W_enc", "b_enc", "b_dec", "tokens_since_fired"] + ([] if tied else ["W_dec"])
-    names += ["threshold"] if kind in ("jumprelu", "batchtopk") else []
-    assert sorted(sae.state_dict()) == sorted(names)
-    assert sae.W_enc.shape == (K, N)
-    loaded = made(kind, tied=tied)
-    loaded.load_state_dict(sae.state_dict(), assign=True)
-    others = [copy.deepcopy(sae), pickle.loads(pickle.dumps(sae)), loaded]
-    sae.eval()
-    for other in others:
-        assert other.W_enc.t().is_contiguous()
-        assert torch.equal(other.eval()(x), sae(x))
-        assert torch.equal(other.tokens_since_fired, sae.tokens_since_fired)
-    foreign = {name: value.contiguous() for name, value in sae.state_dict().items() if name != "tokens_since_fired"}
-    loaded.load_state_dict(foreign, assign=True)
-    assert loaded.W_enc.t().is_contiguous()
-    assert not loaded.tokens_since_fired.any()
-    half = sae.to(torch.bfloat16)
-    assert half.W_enc.t().is_contiguous()
-    assert half(x.bfloat16()).dtype == torch.bfloat16
-    if half.threshold is not None:
-        assert half.threshold.dtype == torch.float32
-
-
-@KIND
 @pytest.mark.parametrize("strategy", ["union", "dense"])
 def test_training_by_kernels_and_compiled_is_that_by_pytorch(kind: str, strategy: Any) -> None:
     torch.compiler.reset()
@@ -283,54 +254,6 @@ def test_sparse_codes_and_strategies() -> None:
     with pytest.raises(NotImplementedError, match="invariant must be False for a SparseAutoencoder"):
         twell.nn.set_strategy(model, "auto", invariant=True)
     assert model[1].strategy == "row"
-
-
-def test_what_is_refused() -> None:
-    def refused(what: str, *sizes: int, kind: type[Exception] = ValueError, **options: Any) -> None:
-        with pytest.raises(kind, match=what):
-            SparseAutoencoder(*(sizes or (K, N)), **options)
-
-    refused("d_sae must be an integer of at least 1, got 0", K, 0)
-    refused("activation must be one of relu, jumprelu, topk, batchtopk, got 'gelu'", activation="gelu")
-    refused('k must be None unless activation is "topk" or "batchtopk", got 3', k=3)
-    refused("k must be an integer of at least 1, got 2.5", activation="topk", k=2.5, kind=TypeError)
-    refused(f"k must be at most d_sae = {N}, got 97", activation="batchtopk", k=97)
-    refused("bandwidth must be a finite number above 0, got 0", bandwidth=0)
-    refused(f"d_out must be d_in = {K} with apply_b_dec_to_input=True, got 8", K, N, 8)
-    refused(f"d_out must be d_in = {K} with tied=True, got 8", K, N, 8, tied=True, apply_b_dec_to_input=False)
-    refused('strategy must be "auto", "dense", "row" or "union", got', strategy="fast")
-    with pytest.raises(ValueError, match=rf"x must be \[..., {K}\], got \[3, 8\]"):
-        made("relu")(torch.zeros(3, 8))
-    with pytest.raises(ValueError, match=rf"dead must be bool \[{N}\], got torch.int64 \[3\]"):
-        made("relu").auxiliary_loss(tokens(), tokens(), torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(ValueError, match=rf"codes must be \[..., {N}\], got \[3, {K}\]"):
-        made("relu").decode(torch.zeros(3, K))
-    dead = torch.ones(N, dtype=torch.bool)
-    for y, target in ((tokens()[:1], None), (tokens(), tokens()[:1])):
-        with pytest.raises(ValueError, match=r"must be \[2, 20, 24\], got \[1, 20, 24\]"):
-            made("relu").auxiliary_loss(tokens(), y, dead, target=target)
-
-
-@pytest.mark.parametrize("strategy", ["auto", "union", "dense"])
-def test_dtypes(strategy: Any) -> None:
-    """Of x and the parameters: the same, or what autocast makes the same."""
-    for own, other in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.int64)):
-        sae = SparseAutoencoder(K, N, strategy=strategy, dtype=own)
-        x = torch.ones(3, K, dtype=other)
-        for call, name in ((sae, "x"), (sae.encode, "x"), (sae.decode, "codes")):
-            values = x if name == "x" else torch.ones(3, N, dtype=other)
-            with pytest.raises(TypeError, match=f"{name} must have the dtype of the parameters, {own}, .*got {other}"):
-                call(values)
-        with torch.autocast("cpu", torch.bfloat16):
-            if other.is_floating_point:
-                y = sae(x).double()
-                for sparse in (False, True):
-                    found = sae.decode(sae.encode(x, sparse=sparse))
-                    assert found.dtype == torch.bfloat16
-                    assert (found - y).norm() < 0.02 * y.norm()
-            else:
-                with pytest.raises(TypeError, match="x must have the dtype of the parameters"):
-                    sae(x)
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])

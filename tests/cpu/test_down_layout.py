@@ -18,15 +18,20 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import twell
-from tests.cpu.test_plain_habits import MODELS, forward
+from tests.habits.entries import ENTRIES
 from twell import _down_layout, _memory
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP, explain, set_down_layout
 
 BF16 = torch.bfloat16
-K, N = 32, 264
+K, N = 16, 72
 # README's two lines and the ways around them
-NAMES = ("gated", "plain", "sparsify_", "pair", "transformers", "SparseLlama")
-EACH = pytest.mark.parametrize("make", [MODELS[name] for name in NAMES], ids=NAMES)
+NAMES = ("SparseGatedMLP", "SparseMLP", "sparsify_, named", "sparsify_, pair", "sparsified model")
+MODELS: dict[str, Callable[[], nn.Module]] = {name: lambda name=name: ENTRIES[name].call().run for name in NAMES}  # type: ignore[misc]
+EACH = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+def forward(model: nn.Module) -> Tensor:
+    return model(torch.randn(9, K, generator=torch.Generator().manual_seed(0)).to(BF16))  # type: ignore[no-any-return]
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +254,7 @@ def test_fused_optimizers_after_and_between_generation(fused: bool, mode: bool) 
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_states_load_into_rows(assign: bool) -> None:
-    model, other = decoding(MODELS["gated"]), MODELS["gated"]().eval()
+    model, other = decoding(MODELS["SparseGatedMLP"]), MODELS["SparseGatedMLP"]().eval()
     state = {name: t.clone() for name, t in other.state_dict().items()}
     model.load_state_dict(state, assign=assign)
     expected = generate(other)
@@ -272,7 +277,7 @@ def test_layers_that_share_a_child() -> None:
 
 
 def test_a_weight_that_a_graph_reads_is_not_put_back(caplog: pytest.LogCaptureFixture) -> None:
-    model = decoding(MODELS["gated"])
+    model = decoding(MODELS["SparseGatedMLP"])
     place = layer_of(model).down_proj.weight.data_ptr()
     _memory.note_capture(layer_of(model).down_proj.weight)
     list(model.parameters())
@@ -287,7 +292,7 @@ def test_a_weight_that_a_graph_reads_is_not_put_back(caplog: pytest.LogCaptureFi
 def test_compiled_calls_follow_the_layout() -> None:
     """A graph is for one layout; what a listing changes makes another."""
     torch.compiler.reset()
-    model = MODELS["gated"]().eval()
+    model = MODELS["SparseGatedMLP"]().eval()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     expected = generate(compiled)
     # tracing lays nothing
@@ -302,7 +307,7 @@ def test_compiled_calls_follow_the_layout() -> None:
 
 def test_threads_may_call_and_list_at_once() -> None:
     torch.manual_seed(0)
-    model = MODELS["gated"]().eval()
+    model = MODELS["SparseGatedMLP"]().eval()
     set_down_layout(model, "linear")
     x = torch.randn(3, K).to(BF16)
     with torch.no_grad():
@@ -331,7 +336,7 @@ def test_threads_may_call_and_list_at_once() -> None:
 
 def test_memory_that_another_tensor_has_stays() -> None:
     """A view that was taken by rows still is the weight after a listing."""
-    layer: Any = decoding(MODELS["gated"])
+    layer: Any = decoding(MODELS["SparseGatedMLP"])
     view = layer.down_proj.weight.data
     layer.state_dict()
     view.zero_()

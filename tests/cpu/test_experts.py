@@ -12,7 +12,7 @@ from torch import Tensor
 
 import twell
 from tests.cpu import fake_gpu
-from twell import ops, tuning
+from twell import tuning
 from twell._activation import activation_of
 from twell.testing.bits import assert_same
 
@@ -74,16 +74,6 @@ def test_the_formula(strategy: Any, dtype: torch.dtype, activation: Any, thresho
         torch.testing.assert_close(y.double(), right, rtol=2**-7, atol=float(right.abs().max()) * 2**-6)
 
 
-@pytest.mark.parametrize("shape", [(), (2, 3), (0,), (1,)])
-def test_tokens_of_any_shape(shape: tuple[int, ...]) -> None:
-    p = problem()
-    for name in ("x", "expert_ids", "weights"):
-        p[name] = p[name][0].expand(*shape, -1)
-    for strategy in ("row", "dense"):
-        y = twell.sparse_experts(**p, strategy=strategy)  # type: ignore[arg-type]
-        assert_same(y, answer(p).to(BF16) if y.numel() else p["x"])
-
-
 def test_one_weight_of_gate_and_up_and_other_types() -> None:
     p = problem(gated=True)
     both = torch.cat((p["w_gate"], p["w_up"]), 1)
@@ -115,40 +105,6 @@ def test_gradients_are_those_of_dense_products() -> None:
     assert twell.sparse_experts(**p).requires_grad
     with torch.no_grad():
         assert_same(twell.sparse_experts(**p, strategy="row"), answer(p).to(BF16))
-
-
-WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"x": torch.zeros(T, K + 8, dtype=BF16)}, ValueError, r"w_up must be \[5, 40, 32\], got \[5, 40, 24\]"),
-    ({"x": torch.zeros(T, K)}, TypeError, "x must be torch.bfloat16 as the others are, got torch.float32"),
-    ({"w_down": torch.zeros(E, N, K, dtype=BF16)}, ValueError, r"w_down must be \[5, 24, 40\], got \[5, 40, 24\]"),
-    ({"w_up": torch.zeros(N, K, dtype=BF16)}, ValueError, r"w_up must be \[E, N, K\]"),
-    ({"expert_ids": torch.zeros(T, TOP)}, TypeError, "must be int32 or int64, got torch.float32"),
-    ({"expert_ids": torch.zeros(T - 1, TOP).int()}, ValueError, r"expert_ids must be \[13, 'k'\]"),
-    ({"expert_ids": torch.full((T, TOP), E)}, ValueError, "from -1 to 4, got 5"),
-    ({"expert_ids": torch.full((T, TOP), -2)}, ValueError, "from -1 to 4, got -2"),
-    ({"weights": torch.zeros(T, TOP + 1)}, ValueError, r"weights must be floating \[13, 3\]"),
-    ({"weights": torch.zeros(T, TOP).int()}, ValueError, "got torch.int32"),
-    ({"activation": "drelu"}, ValueError, "drelu"),
-    ({"activation": "silu"}, ValueError, "silu"),
-    ({"strategy": "union"}, ValueError, "union"),
-    ({"compression": 3, "strategy": "row"}, ValueError, "compression"),
-    ({"invariant": True, "strategy": "dense"}, ValueError, "invariant"),
-    ({"w_up": None}, TypeError, "w_up must be a tensor, got NoneType"),
-]
-
-
-@pytest.mark.parametrize(("change", "kind", "said"), WRONG, ids=[said for _, _, said in WRONG])
-def test_what_does_not_fit_is_refused(change: dict[str, Any], kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said):
-        twell.sparse_experts(**problem() | change)
-
-
-def test_the_operator_keeps_the_contract_of_operators() -> None:
-    for gated in (False, True):
-        p = problem(gated=gated)
-        gate, up = (p["w_gate"], p["w_up"]) if gated else (p["w_up"], None)
-        given = p["x"], gate, up, p["w_down"].transpose(1, 2), p["expert_ids"], p["weights"]
-        torch.library.opcheck(ops.experts, (*given, 8, "row"), {"activation": "relu2"})
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -213,11 +169,8 @@ def test_dense_takes_what_rows_do_not() -> None:
         twell.sparse_experts(**p, invariant=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, BF16])
-@pytest.mark.parametrize("strategy", ["row", "auto"])
-def test_a_module_is_compiled_and_exported(strategy: Any, dtype: torch.dtype) -> None:
-    if strategy == "row" and dtype.itemsize > 2:
-        pytest.skip("rows are of 16 bits")
+@pytest.mark.parametrize("dtype", [torch.float64, BF16])
+def test_a_module_that_trains_is_compiled_and_exported(dtype: torch.dtype) -> None:
     torch.compiler.reset()
     p = problem(dtype=dtype, gated=True)
 
@@ -225,11 +178,10 @@ def test_a_module_is_compiled_and_exported(strategy: Any, dtype: torch.dtype) ->
         def __init__(self) -> None:
             super().__init__()
             names = ("w_up", "w_down", "w_gate")
-            trained = strategy == "auto"
-            self.up, self.down, self.gate = (torch.nn.Parameter(p[name].clone(), trained) for name in names)
+            self.up, self.down, self.gate = (torch.nn.Parameter(p[name].clone()) for name in names)
 
         def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            return twell.sparse_experts(x, self.up, self.down, ids, weights, w_gate=self.gate, strategy=strategy)
+            return twell.sparse_experts(x, self.up, self.down, ids, weights, w_gate=self.gate)
 
     layer, given = Layer(), (p["x"], p["expert_ids"], p["weights"])
     right = layer(*given)
@@ -241,8 +193,7 @@ def test_a_module_is_compiled_and_exported(strategy: Any, dtype: torch.dtype) ->
     for run in (layer, compiled):
         y = run(*given)
         torch.testing.assert_close(y, right)
-        if y.requires_grad:
-            found.append(torch.autograd.grad(y.sum(), list(layer.parameters())))
+        found.append(torch.autograd.grad(y.sum(), list(layer.parameters())))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
 

@@ -69,70 +69,11 @@ def assert_same(ours: Any, eager: Any) -> None:
         testing.assert_same(a, b)
 
 
-@pytest.mark.parametrize("strategy", ["union", "dense"])
-def test_exported_figures_of_no_tokens_are_zero(strategy: Any) -> None:
-    layer = Layer(problem(6, "", torch.bfloat16), gated=True, function=False, aux=True, strategy=strategy)
-    sizes = ({0: Dim("m", min=0, max=100)},)
-    with torch.no_grad():
-        program = torch.export.export(layer, (problem(6, "", torch.bfloat16).x,), dynamic_shapes=sizes).module()
-        for m in (0, 1, 7):
-            x = problem(7, "", torch.bfloat16).x[:m]
-            assert_same(program(x), layer(x))
-        assert program(x[:0])[1] == (0, 0)
-
-
 def saved(exported: Any) -> Any:
     file = io.BytesIO()
     torch.export.save(exported, file)
     file.seek(0)
     return torch.export.load(file)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "compression", "biases", "dtype", "function", "gated"),
-    [(*options, i % 2 == 0, i % 3 > 0) for i, options in enumerate(OPTIONS)],
-)
-@torch.no_grad()
-def test_one_exported_graph_is_for_any_number_of_tokens(
-    strategy: Any, compression: int, biases: str, dtype: torch.dtype, function: bool, gated: bool
-) -> None:
-    p = problem(TOKENS[-1], biases, dtype)
-    layer = Layer(p, gated, function, aux=gated, strategy=strategy, compression=compression)
-    sizes = ({0: Dim("m", min=1, max=TOKENS[-1])},)
-    # both ways of tracing, each with half of the cases
-    exported = torch.export.export(layer, (p.x[:100],), dynamic_shapes=sizes, strict=function)
-    assert [(int(r.lower), int(r.upper)) for s, r in exported.range_constraints.items() if str(s)[0] == "s"] == [
-        (1, TOKENS[-1])
-    ]
-    assert ("twell" in exported.graph_module.code) == (strategy in ("row", "union"))
-    call = saved(exported).module()
-    for m in TOKENS:
-        assert_same(call(p.x[:m]), layer(p.x[:m]))
-
-
-@pytest.mark.parametrize(("strategy", "example"), [("row", 1), ("union", 64), ("row", 129)])
-@torch.no_grad()
-def test_the_graph_does_not_depend_on_the_example(strategy: Any, example: int) -> None:
-    """Examples of few tokens, one block and more; decomposed as ahead-of-time compilers do."""
-    p = problem(300, "", torch.bfloat16)
-    layer = Layer(p, True, False, aux=True, strategy=strategy)
-    x = p.x[: max(example, 2)]
-    exported = torch.export.export(layer, (x,), dynamic_shapes=({0: Dim("m", min=1, max=4096)},))
-    call = exported.run_decompositions().module()
-    for m in (1, 2, 65, 300):
-        assert_same(call(p.x[:m]), layer(p.x[:m]))
-
-
-@pytest.mark.parametrize(("gated", "strategy"), [(True, "row"), (False, "union")])
-@torch.no_grad()
-def test_batch_and_sequence_may_both_be_dynamic(gated: bool, strategy: Any) -> None:
-    p = problem(600, "", torch.bfloat16)
-    layer = Layer(p, gated, False, aux=True, strategy=strategy)
-    sizes = ({0: Dim("batch", min=1, max=64), 1: Dim("sequence", min=1, max=4096)},)
-    call = torch.export.export(layer, (p.x[:60].view(3, 20, K),), dynamic_shapes=sizes).module()
-    for batch, sequence in ((1, 1), (1, 128), (2, 1), (2, 32), (2, 65), (5, 120)):
-        x = p.x[: batch * sequence].view(batch, sequence, K)
-        assert_same(call(x), layer(x))
 
 
 @pytest.mark.parametrize("how", ["saved", "compiled ahead of time"])

@@ -43,44 +43,6 @@ def gated(strategy: Any = "row", **changes: Any) -> Any:
     return twell.sparse_gated_ffn(**shaped(**changes), strategy=strategy)
 
 
-def plain(strategy: Any = "row", **changes: Any) -> Any:
-    arguments = shaped(**changes)
-    return twell.sparse_ffn(arguments["x"], arguments["w_up"], arguments["w_down"], strategy=strategy)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
-@pytest.mark.parametrize("strategy", ["row", "dense"])
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [
-        (Tensor.to_sparse_csr, "torch.sparse_csr"),
-        (lambda t: t.float().to_mkldnn(), "torch._mkldnn"),
-        (lambda t: torch.nested.nested_tensor([t[:1], t[1:]], layout=torch.jagged), "a nested tensor"),
-    ],
-    ids=["csr", "mkldnn", "jagged"],
-)
-def test_other_layouts_are_refused_by_name(layout: Callable[[Tensor], Tensor], kind: str, strategy: str) -> None:
-    for name in ("x", "w_gate", "w_up", "w_down"):
-        changed = {name: layout(shaped()[name])}
-        with pytest.raises(TypeError, match=f"sparse_gated_ffn: {name} must be a strided tensor, got {kind}"):
-            gated(strategy, **changed)
-    with pytest.raises(TypeError, match=f"sparse_ffn: w_down must be a strided tensor, got {kind}"):
-        plain(strategy, w_down=layout(shaped()["w_down"]))
-    with pytest.raises(TypeError, match=f"pack: x must be a strided tensor, got {kind}"):
-        twell.pack(layout(shaped()["x"]), shaped()["w_gate"])
-
-
-def test_a_refused_call_leaves_no_trace() -> None:
-    """An AutoStrategy does not count a refused call, and main gradients stay unchanged."""
-    site = twell.AutoStrategy()
-    mains = [torch.full(shape, 3.0) for shape in ((24, 16), (24, 16), (16, 24))]
-    for changes in ({"x": torch.ones(3, 8, dtype=BF16)}, {"w_down": torch.ones(24, 16, dtype=BF16)}):
-        with pytest.raises(ValueError, match="must be"):
-            twell.sparse_gated_ffn(**shaped(**changes), strategy=site, main_grads=mains)
-    assert not site._buckets
-    assert all(bool((main == 3).all()) for main in mains)
-
-
 # Non-finite values, on the CPU: the same as dense PyTorch wherever a token fires the neuron
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from twell import ops, reference, testing
 from twell._runtime import geometry
@@ -306,26 +305,3 @@ def test_rows_beyond_32_bit_offsets_are_copied() -> None:
 
 
 # The contract with torch
-
-
-@GATED
-@pytest.mark.parametrize(("m", "n", "k", "density"), [SHAPES[0], SHAPES[2], SHAPES[-1]])
-def test_opcheck(m: int, n: int, k: int, density: float, gated: bool) -> None:
-    for op, arguments in arguments_of_all(problem(m, n, k, density, gated=gated, biases="gate down")):
-        torch.library.opcheck(op, arguments)
-
-
-@pytest.mark.parametrize(
-    ("gated", "where", "dtype"), [(True, "cuda", BF16), (False, "cuda", torch.float32), (True, "meta", torch.float32)]
-)
-def test_fakes_have_the_shapes_of_the_real_outputs(where: str, dtype: torch.dtype, gated: bool) -> None:
-    for op, arguments in arguments_of_all(problem(130, 264, 16, 0.1, gated=gated, dtype=dtype)):
-        real = op(*arguments)
-        with FakeTensorMode():
-            faked = [
-                torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=where) if isinstance(a, Tensor) else a
-                for a in arguments
-            ]
-            fake = op(*faked)
-        for r, f in zip(real, fake, strict=True):
-            assert (f.shape, f.stride(), f.dtype, f.device.type) == (r.shape, r.stride(), r.dtype, where)

@@ -607,23 +607,3 @@ def test_a_gpu_runs_the_kernels_of_its_major_version(
         NotImplementedError, match=r"need compute capability 8.x.*got 7.5 on cuda:1.*strategy=\"dense\""
     ):
         resolve.require_architecture(1)
-
-
-def test_operands_that_only_some_layers_have_are_asked_for() -> None:
-    o = operands(3, 264, 16)
-    words, spill, _ = ops.gate_pack(o["x"], o["w_gate"], None, 8)
-    with pytest.raises(TypeError, match="x must be a tensor, got None"):
-        ops.up_down_union(None, words, spill, None, o["w_down"], None, None, 8)
-    with pytest.raises(ValueError, match="x must be given with w_up, got None"):
-        ops.up_down(None, words, spill, o["w_up"], o["w_down"], None, None, 8)
-    layer = (o["x"], o["w_gate"], o["w_up"], o["w_down"], None, None)
-    with pytest.raises(ValueError, match="compression must be one of"):
-        ops.hybrid_forward(*layer, None, 3)
-    y, l1, _, *kept = ops.hybrid_forward(*layer, None, 8)
-    mains = [torch.zeros(264, 16) for _ in range(3)]
-    with pytest.raises(ValueError, match="main_up must be given with w_up, got None"):
-        ops.hybrid_backward_accumulate(y, torch.zeros_like(l1), *layer, *kept, mains[0], None, mains[2], True)
-    plain = (*layer[:2], None, *layer[3:])
-    y, l1, _, *kept = ops.hybrid_forward(*plain, None, 8)
-    with pytest.raises(ValueError, match="w_up must be given with main_up, got None"):
-        ops.hybrid_backward_accumulate(y, torch.zeros_like(l1), *plain, *kept, *mains, True)

@@ -52,15 +52,3 @@ def test_compiles_as_argument_and_result() -> None:
     again, nnz = torch.compile(twice, fullgraph=True, backend="aot_eager")(packed)
     assert torch.equal(again.words, packed.words)
     assert nnz == packed.nnz()
-
-
-def test_what_cannot_be_packed() -> None:
-    x, w = problem(5)
-    with pytest.raises(
-        TypeError, match=r"dtype must be bfloat16 or float16, which the format stores, got torch.float32"
-    ):
-        twell.pack(x.float(), w.float())
-    with pytest.raises(NotImplementedError, match="w_gate requires grad, but the format stores no gradient"):
-        twell.pack(x, w.requires_grad_())
-    with torch.no_grad(), torch.autocast("cpu", dtype=BF16):
-        assert twell.pack(x.float(), w.float()).dtype == BF16

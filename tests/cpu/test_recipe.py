@@ -216,12 +216,6 @@ def test_padding_is_left_out_of_the_term(layers: str) -> None:
 def test_a_mask_of_other_tokens_is_refused() -> None:
     layer, x, mask = SparseGatedMLP(K, N), torch.randn(B, S, K), masked()
     recipe.record_aux(layer)
-    layer(x)
-    with pytest.raises(RuntimeError, match=r"record_aux\(model, inputs=True\)"):
-        recipe.l1_term(layer, attention_mask=mask)
-    # one that is added to scores means the opposite
-    with pytest.raises(TypeError, match=r"integers or bools.*got torch.float32"):
-        recipe.l1_term(layer, attention_mask=mask.float())
     experts = nn.ModuleDict({"experts": nn.ModuleList([layer])})
     recipe.record_aux(layer, inputs=True)
     layer(x.flatten(0, 1))
@@ -236,9 +230,6 @@ def test_a_mask_of_other_tokens_is_refused() -> None:
         with pytest.raises(ValueError, match=r"attention_mask must be of the tokens of .* leave it out there"):
             recipe.l1_term(model, attention_mask=tokens)
         recipe.clear_aux(layer)
-    layer(x)
-    with pytest.raises(TypeError, match=r"attention_mask must be a tensor .* got list"):
-        recipe.l1_term(layer, attention_mask=mask.tolist())
 
 
 def test_checkpointing_changes_nothing() -> None:
@@ -434,24 +425,14 @@ def test_a_weight_of_two_layers_is_reinitialized_where_both_are_dead() -> None:
     assert torch.equal(model[0].up_proj.weight, before)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (torch.nn.utils.parametrizations.weight_norm, "have its weight as a parameter, got one computed from param"),
-        (torch.nn.utils.spectral_norm, "have its weight as a parameter, got one computed from weight_orig"),
-        (lambda gate: gate.requires_grad_(False), "be trained, got no weight that requires grad"),
-    ],
-)
-def test_gates_that_cannot_be_drawn_again_are_refused(change: Any, said: str) -> None:
+def test_frozen_gates_can_be_left_out() -> None:
     model = nn.ModuleList(SparseGatedMLP(K, N) for _ in range(2))
-    change(model[0].gate_proj)
-    dead = {name: torch.arange(N) < 6 for name in ("0", "1")}
-    with pytest.raises(ValueError, match=f"the gate of 0 must {said}.*: leave the layer out of dead"):
-        recipe.reinitialize_dead(model, dead, step=0)
+    model[0].gate_proj.requires_grad_(False)
     assert recipe.trained_layers(model) == {"1"}
     before: Any = model[1].gate_proj.weight.detach().clone()
-    recipe.reinitialize_dead(model, {"1": dead["1"]}, step=0)
-    assert torch.equal((model[1].gate_proj.weight != before).any(1), dead["1"])
+    dead = torch.arange(N) < 6
+    recipe.reinitialize_dead(model, {"1": dead}, step=0)
+    assert torch.equal((model[1].gate_proj.weight != before).any(1), dead)
 
 
 def test_reinitialize_revives_neurons() -> None:
@@ -472,24 +453,6 @@ def test_reinitialize_revives_neurons() -> None:
         recipe.reinitialize_dead(model, masks, step=number)
     assert dead[0] == 20
     assert dead[-1] < 4
-
-
-def test_reinitialize_refuses() -> None:
-    mlp = SparseGatedMLP(K, N)
-    dead = torch.zeros(N, dtype=torch.bool)
-    with pytest.raises(ValueError, match="either generator or step"):
-        recipe.reinitialize_dead(mlp, dead)
-    with pytest.raises(ValueError, match=r"fraction must be in \(0, 1\]"):
-        recipe.reinitialize_dead(mlp, dead, 0.0, step=0)
-    with pytest.raises(ValueError, match=r"must be bool \[40\], got torch\.int64 \[40\]"):
-        recipe.reinitialize_dead(mlp, dead.long(), step=0)
-    with pytest.raises(TypeError, match="must map names"):
-        recipe.reinitialize_dead(Model(), dead, step=0)
-    with pytest.raises(ValueError, match=r"must name layers of the module \(blocks\.0\.mlp, blocks\.1\.mlp\), got mlp"):
-        recipe.reinitialize_dead(Model(), {"mlp": dead}, step=0)
-    mlp.gate_proj.weight.data = mlp.gate_proj.weight.data.flatten()
-    with pytest.raises(ValueError, match=r"must have 40 rows, got \[640\]: .* summon_full_params"):
-        recipe.reinitialize_dead(mlp, dead, step=0)
 
 
 def test_names_that_are_gone_say_what_to_do() -> None:

@@ -6,18 +6,13 @@ After each of these a layer must compute the result of its children (nn.Linear, 
 from __future__ import annotations
 
 import copy
-import gc
-import itertools
 import pickle
-import threading
-import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from ffns import BF16, Gated, K, N, Pair, Plain, pickled, saved, take
+from ffns import BF16, Gated, K, N, Pair, Plain, take
 from layer_checks import MODULES, STRATEGIES, Module, agrees, close, tokens
 from torch import Tensor, nn
 
@@ -218,106 +213,10 @@ def test_meta_construction(cls: Module, how: str, copies: bool) -> None:
         assert mlp.down_proj.weight.is_contiguous()
 
 
-@pytest.mark.parametrize(
-    ("cls", "duplicate", "strategy"),
-    [(SparseGatedMLP, copy.deepcopy, "row"), (SparseMLP, pickled, "union"), (SparseGatedMLP, saved, "auto")],
-)
-def test_copies_have_lives_of_their_own(cls: Module, duplicate: Callable[[Any], Any], strategy: Any) -> None:
-    mlp = cls(K, N, True, dtype=BF16, strategy=strategy, compression=4)
-    mlp.record_aux = mlp.accumulate_main_grad = True
-    mlp.train(False).requires_grad_(False)
-    set_down_layout(mlp, "linear")
-    expected = mlp(tokens())
-    other = duplicate(mlp)
-    assert (other.strategy, other.compression, other.down_layout) == (strategy, 4, "linear")
-    assert (other.record_aux, other.accumulate_main_grad, other.training) == (True, True, False)
-    assert not any(parameter.requires_grad for parameter in other.parameters())
-    assert torch.equal(other(tokens()), expected)
-    loaded(other, new_state(other))
-    set_down_layout(other, "rows")
-    other.strategy, other.compression = "dense", 8
-    agrees(other)
-    assert mlp.down_proj.weight.is_contiguous()
-    assert torch.equal(mlp(tokens()), expected)
-    # hooks of the copy are the copy's
-    assigned(other, new_state(other))
-    assert other.down_proj.weight.t().is_contiguous()
-    assert mlp.down_proj.weight.is_contiguous()
-
-
 # several at a time
 
 
-def test_nothing_outlives_a_model() -> None:
-    mlp = SparseGatedMLP(K, N, dtype=BF16, strategy="row")
-    mlp.record_aux = True
-    mlp(tokens()).float().sum().backward()
-    with torch.inference_mode():
-        mlp(tokens())
-    references = [weakref.ref(mlp), *(weakref.ref(parameter) for parameter in mlp.parameters())]
-    del mlp
-    gc.collect()
-    assert not any(reference() is not None for reference in references)
-
-
-@pytest.mark.parametrize(
-    ("cls", "strategy"), [(SparseGatedMLP, "auto"), (SparseGatedMLP, "union"), (SparseMLP, "row"), (SparseMLP, "dense")]
-)
-def test_threads_share_a_module(cls: Module, strategy: Any) -> None:
-    mlp = cls(K, N, True, dtype=BF16, strategy=strategy)
-    xs = [tokens(count=3 + i, seed=i) for i in range(6)]
-    with torch.no_grad():
-        alone = [mlp(x) for x in xs]
-
-    def gradient(x: Tensor) -> Tensor:
-        leaf = x.clone().requires_grad_()
-        return torch.autograd.grad(mlp(leaf).float().sum(), leaf)[0]
-
-    gradients = [gradient(x) for x in xs]
-    start = threading.Barrier(len(xs))
-
-    def work(i: int) -> None:
-        start.wait()
-        for turn in range(8):
-            if (i + turn) % 2:
-                with torch.inference_mode():
-                    y, aux = mlp(xs[i], return_aux=True)
-                    assert aux.l0.item() <= N
-                assert torch.equal(y, alone[i])
-            else:
-                assert torch.equal(gradient(xs[i]), gradients[i])
-
-    with ThreadPoolExecutor(len(xs)) as threads:
-        list(threads.map(work, range(len(xs))))
-
-
 # requires_grad
-
-
-@MODULES
-@pytest.mark.parametrize("strategy", ["auto", "dense"])
-def test_any_part_may_be_frozen(cls: Module, strategy: Any) -> None:
-    mlp, x = cls(K, N, True, dtype=BF16, strategy=strategy), tokens()
-    leaf = x.clone().requires_grad_()
-    mlp(leaf).float().sum().backward()
-    expected = {name: parameter.grad for name, parameter in mlp.named_parameters()}
-    for frozen in itertools.chain.from_iterable(itertools.combinations(expected, r) for r in range(len(expected) + 1)):
-        mlp.zero_grad()
-        for name, parameter in mlp.named_parameters():
-            parameter.requires_grad_(name not in frozen)
-        again = x.clone().requires_grad_()
-        mlp(again).float().sum().backward()
-        close(again.grad, leaf.grad)
-        for name, parameter in mlp.named_parameters():
-            if name in frozen:
-                assert parameter.grad is None
-            else:
-                close(parameter.grad, expected[name])
-    # the choice of each call, not of the first
-    mlp.requires_grad_(False)
-    assert not mlp(x).requires_grad
-    mlp.requires_grad_()
-    assert mlp(x).requires_grad
 
 
 def test_accelerate_places_and_offloads() -> None:
@@ -413,31 +312,3 @@ def test_models_take_weights_after_construction(kind: str) -> None:
             sparse.tie_weights()
         matches(sparse, dense, x)
         assert not torch.equal(out(sparse, x), before)
-
-
-@KINDS
-def test_models_are_copied_moved_and_cast(kind: str) -> None:
-    sparse, dense, x = model_of(kind)
-    for duplicate in (copy.deepcopy, pickled, saved):
-        other = duplicate(sparse)
-        matches(other, dense, x)
-        # its own weights, all of them
-        loaded(other, {name: torch.zeros_like(tensor) for name, tensor in other.state_dict().items()})
-        assert not torch.equal(out(other, x), out(sparse, x))
-        matches(sparse, dense, x)
-    for dtype in (torch.float32, torch.float16, BF16):
-        dense.to(dtype)
-        sparse.to(dtype)
-        x = x.to(dtype) if x.is_floating_point() else x
-        matches(sparse, dense, x)
-    matches(sparse.share_memory(), dense, x)
-    with torch.inference_mode():
-        close(out(sparse, x), out(dense, x))
-        loaded(sparse, dense.state_dict())
-        close(out(copy.deepcopy(sparse), x), out(dense, x))
-    meta = copy.deepcopy(sparse).to("meta")
-    for rebuilt in (copy.deepcopy(meta), pickle.loads(pickle.dumps(meta))):
-        rebuilt.load_state_dict(sparse.state_dict(), assign=True)
-        assert all(layer.down_proj.weight.is_contiguous() for layer in layers(rebuilt).values())
-        if kind == "torch":
-            matches(rebuilt, dense, x)

@@ -36,25 +36,6 @@ def test_layers_of_other_names_are_of_the_same_kinds() -> None:
     assert made[2].down_proj.weight.stride() == (1, K)
 
 
-@pytest.mark.parametrize("form", ["fused, up first", "wi wo"])
-def test_main_gradients_of_other_names(form: str) -> None:
-    dense = model(form)
-    sparse = take(copy.deepcopy(dense), strategy="union")
-    (layer,) = layers(sparse).values()
-    weights = {name: child.weight for name, child in layer.named_children() if isinstance(child, nn.Linear)}
-    layer.accumulate_main_grad = True
-    for weight in weights.values():
-        weight.main_grad = torch.zeros_like(weight)
-        weight.grad_added_to_main_grad = False
-    for m in (sparse, dense):
-        m(tokens()).square().sum().backward()
-    for name, weight in weights.items():
-        assert weight.grad_added_to_main_grad
-        assert not weight.grad.any()
-        expected = dense.get_parameter(f"1.{name}.weight").grad
-        torch.testing.assert_close(weight.main_grad, expected, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("form", ["fused", "w1 w3 w2", "wi wo"])
 def test_hooks_on_projections_of_other_names_make_the_layer_dense(form: str) -> None:
     m = take(model(form), strategy="union")

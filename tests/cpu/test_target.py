@@ -349,33 +349,10 @@ def test_ranks_share_figures_and_coefficients(tmp_path: Path) -> None:
     assert first[0] + second[0] == pytest.approx(0.02, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"nnz": -1}, "nnz must be a finite number above 0, got -1"),
-        ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
-        ({"reach": 1.5}, "reach must be a number above 0 and at most 1, got 1.5"),
-        ({"most": 0.001}, r"most must be at least begin, 0\.01, got 0\.001"),
-        ({"of": "both"}, "of must be"),
-    ],
-)
-def test_targets_are_checked(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TargetSparsity(**{"nnz": 5, "steps": 10, **options})
-
-
 def test_a_target_says_what_is_missing() -> None:
-    model, target = Model(), TargetSparsity(5, 10, of="gate")
+    model = Model()
     with pytest.raises(RuntimeError, match="update needs a term since the last update"):
-        target.update()
-    with pytest.raises(RuntimeError, match=r"mlps\.0 records nothing: call record_aux"):
-        target.term(model)
-    recipe.record_aux(model)
-    model(torch.randn(M, K))
-    with pytest.raises(RuntimeError, match=r"mlps\.0 keeps no inputs: call record_aux\(model, inputs=True\)"):
-        target.term(model)
-    with pytest.raises(ValueError, match=r"nnz must be below 64, the neurons of a layer .* got 64"):
-        TargetSparsity(N, 10).term(model)
+        TargetSparsity(5, 10, of="gate").update()
     recipe.record_aux(model.eval(), inputs=True)
     for each in (TargetSparsity(5, 10), TargetThreshold(model, 5, 10)):
         model(torch.randn(M, K))
@@ -538,26 +515,11 @@ def test_no_graph_is_for_one_threshold(strategy: Any, compiled: bool) -> None:
     assert counter.frame_count == (1 if compiled else 0)
 
 
-def test_thresholds_that_move_are_checked() -> None:
-    with pytest.raises(ValueError, match='must have "relu" or "fatrelu", got \'relu2\''):
-        TargetThreshold(Model("relu2"), 5, 10)
-    with pytest.raises(ValueError, match="nnz must be a finite number above 0, got -1"):
-        TargetThreshold(Model(), -1, 10)
-    with pytest.raises(ValueError, match=r"nnz must be below 64, the neurons of a layer .* got 64"):
-        TargetThreshold(Model(), N, 10)
-    layer = SparseMLP(K, N)
-    with pytest.raises(ValueError, match=r"got torch\.float32 \[\] with 'relu'"):
-        layer.threshold = torch.tensor(1.0)
-    layer.activation = "fatrelu"
-    with pytest.raises(ValueError, match=r"0-d floating tensor without gradient, got torch\.float32 \[2\]"):
-        layer.threshold = torch.ones(2)
-    with pytest.raises(ValueError, match=r"got torch\.float32 \[\] that requires grad with 'fatrelu'"):
-        layer.threshold = torch.tensor(1.0, requires_grad=True)
+def test_thresholds_that_move_are_shown() -> None:
+    layer = SparseMLP(K, N, activation="fatrelu")
     layer.threshold = torch.tensor(1.0)
     assert "threshold=a tensor" in repr(layer)
     assert "changes during training" in twell.explain(layer).rows[0].reason
-    with pytest.raises(TypeError, match="pack: threshold must be a number, got a tensor"):
-        twell.pack(torch.zeros(1, K), torch.zeros(N, K), threshold=torch.tensor(1.0))  # type: ignore[arg-type]
 
 
 def test_thresholds_in_tensors_are_read_where_they_can_be() -> None:
@@ -673,25 +635,3 @@ def test_compiled_layers_round_a_threshold_that_moves(autocast: bool) -> None:
             mlp.threshold = value
             assert torch.equal(fired, mlp(x, return_aux=True)[1].l0)
         mlp.threshold = level
-
-
-def test_states_of_other_targets_are_refused() -> None:
-    sparsity, moving = TargetSparsity(5, 10), TargetThreshold(Model(), 5, 10)
-    refused: list[tuple[Any, Any, str]] = [
-        (sparsity, {"a": 1}, r"state must be what TargetSparsity.state_dict returned, got the keys a"),
-        (moving, [], r"state must be what TargetThreshold.state_dict returned, got list"),
-        (sparsity, moving.state_dict(), "state must have of TargetSparsity, got TargetThreshold"),
-        (moving, sparsity.state_dict(), "state must have of TargetThreshold, got TargetSparsity"),
-        (sparsity, TargetSparsity(6, 10).state_dict(), r"state must have nnz 5\.0, got 6\.0"),
-        (moving, TargetThreshold(Model(), 5, 11).state_dict(), "state must have steps 10, got 11"),
-        (sparsity, TargetSparsity(5, 10, of="gate").state_dict(), "state must have l1_of hidden, got gate"),
-        (
-            moving,
-            {**moving.state_dict(), "sharing": 0.5},
-            r"ended with version 0\.3, got sharing 0\.5; begin a new run",
-        ),
-    ]
-    for target, state, message in refused:
-        with pytest.raises(ValueError, match=message):
-            target.load_state_dict(state)
-    sparsity.load_state_dict({**sparsity.state_dict(), "sharing": 0.0})

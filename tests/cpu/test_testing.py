@@ -47,15 +47,6 @@ def test_drawing_is_that_of_the_recorded_figures() -> None:
     )
 
 
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="uniform29"):
-        testing.make("uniform30", 8, 8, 8, device="cpu")
-    with pytest.raises(ValueError, match="folder"):
-        testing.load("real3", 8, device="cpu")
-    with pytest.raises(ValueError, match="biases must be words of"):
-        testing.integer_problem(2, 16, 16, biases="all")
-
-
 # Exact problems
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import twell
 from twell import ops, testing
-from twell._activation import Activation
 
 BF16 = torch.bfloat16
 GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
@@ -88,23 +87,6 @@ def test_operators_take_thresholds_with_any_activation() -> None:
     assert (y.double() - right).norm() <= 1e-2 * right.norm()
 
 
-@GATED
-def test_compiled_layers(gated: bool) -> None:
-    torch.compiler.reset()
-    p, level = problem(32), thresholds()
-    for strategy in ("row", "union", "auto"):
-        compiled = torch.compile(lambda t: layer(p, t, gated, strategy=strategy), backend="aot_eager", fullgraph=True)  # noqa: B023
-        for each in (level, level.flip(0)):
-            with torch.no_grad():
-                assert torch.equal(compiled(each), layer(p, each, gated, strategy=strategy))
-    leaf = p.x.clone().requires_grad_()
-    given = p._replace(x=leaf)
-    step = torch.compile(lambda: layer(given, level, gated, strategy="union"), backend="aot_eager", fullgraph=True)
-    (ours,) = torch.autograd.grad(step().sum(), leaf)
-    (theirs,) = torch.autograd.grad(layer(given, level, gated, strategy="union").sum(), leaf)
-    torch.testing.assert_close(ours, theirs)
-
-
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("strategy", ["union", "auto", "dense"])
 def test_exported_layers(strategy: Any, strict: bool) -> None:
@@ -123,29 +105,3 @@ def test_exported_layers(strategy: Any, strict: bool) -> None:
         for each in (level, level.flip(0)):
             testing.assert_same(made(p.x, each, counts), Layer()(p.x, each, expected))
     assert torch.equal(counts, expected)
-
-
-def test_what_is_refused() -> None:
-    p, level = problem(8), thresholds()
-
-    def refused(threshold: Any, what: str, kind: type[Exception] = ValueError, **options: Any) -> None:
-        with pytest.raises(kind, match=what):
-            layer(p, threshold, True, strategy="union", **options)
-
-    refused(level[1:], r"threshold must be a number or \[264\] on cpu, got torch.bfloat16 \[263\]")
-    refused(level[None], r"a 0-d or \[N\], floating tensor without gradient, got .*\[1, 264\]")
-    refused(level.int(), "floating tensor without gradient, got torch.int32")
-    refused(level.clone().requires_grad_(), "got torch.bfloat16 .264. that requires grad")
-    refused(-level, "a finite number of at least 0, got a tensor of -1")
-    refused(level.float() * 1e38, "finite in torch.bfloat16|at least 0")
-    refused(level, "threshold must be a number, or", activation="relu")
-    with pytest.warns(UserWarning, match="prototype"):
-        odd = torch.masked.masked_tensor(level.float(), level > 0)
-    refused(odd, "threshold must be a plain tensor, got a MaskedTensor", TypeError)
-    gate = F.linear(p.x, p.w_gate)
-    with pytest.raises(ValueError, match="threshold must be a number"):
-        twell.sparse_up_down(p.x, gate, p.w_up, p.w_down.t(), activation="fatrelu", threshold=level)
-    with pytest.raises(ValueError, match=r"bias must be \[528\]"):
-        ops.pack(p.x.new_zeros(3, N), 8, 0.0, level)
-    assert Activation("fatrelu", level).by_neuron
-    assert not Activation("fatrelu", level[0]).by_neuron

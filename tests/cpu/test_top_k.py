@@ -101,39 +101,3 @@ def test_kernels_find_the_gates_before_they_pack(monkeypatch: pytest.MonkeyPatch
     layer(p._replace(x=leaf), 5, strategy="union").sum().backward()
     assert gpu.names()[:3] == ["top_k", "pack", "compact"]
     assert "weight_grad" not in gpu.names()
-
-
-def test_compiled_layers() -> None:
-    torch.compiler.reset()
-    p = problem(32)
-    for strategy in ("row", "union", "auto"):
-        compiled = torch.compile(lambda k, s=strategy: layer(p, k, strategy=s), backend="aot_eager", fullgraph=True)
-        for k in (2, 7):
-            with torch.no_grad():
-                assert torch.equal(compiled(k), layer(p, k, strategy=strategy))
-
-
-def test_what_is_refused() -> None:
-    p = problem(8)
-
-    def refused(what: str, kind: type[Exception] = ValueError, **options: Any) -> None:
-        with pytest.raises(kind, match=what):
-            layer(p, **({"k": 5} | options))
-
-    refused('k must be given with activation "topk", got None', k=None)
-    refused('k must be None unless activation is "topk" or "batchtopk", got 5 with \'relu\'', activation="relu")
-    for k in (0, -1, 2.5, True, "5"):
-        refused('k must be a whole number of at least 1 with activation "topk"', k=k)
-    with pytest.raises(ValueError, match="activation must be"):
-        twell.sparse_gated_ffn(p.x, p.w_gate, p.w_up, p.w_down.t(), activation="topk", threshold=3)
-    leaf = p._replace(x=p.x.clone().requires_grad_())
-    with pytest.raises(NotImplementedError, match="k must be at most 64 of 264 neurons in training"):
-        layer(leaf, 65, strategy="union")
-    assert layer(leaf, 65).requires_grad
-    with pytest.raises(ValueError, match="levels must be given without thresholds"):
-        ops.pack(p.x.new_zeros(3, 8), 8, 1.0, None, torch.zeros(3, 2, dtype=torch.int32))
-    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
-        ops.top_k(p.x, 0)
-    both = torch.cat([p.b_gate, p.b_gate])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="no thresholds behind the biases"):
-        ops.ffn_union(p.x, p.w_gate, None, p.w_down, both, None, None, 8, "topk", 3.0)

@@ -64,15 +64,6 @@ def grads(ffn: Function, p: testing.FFN, loss: Loss, **options: Any) -> dict[str
     return dict(zip(own, found, strict=True))
 
 
-def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, answer in expected.items():
-        if answer is None:
-            assert actual[name] is None, name
-        else:
-            testing.assert_same(actual[name], answer, name)
-
-
 # Right
 
 
@@ -106,18 +97,6 @@ def test_gradcheck(ffn: Function, m: int, n: int, k: int, shift: float, bias: bo
         return (y, aux.l1 * l1) if l1 else y
 
     assert torch.autograd.gradcheck(call, tuple(own.values()), fast_mode=n > 64)
-
-
-@BOTH
-@pytest.mark.parametrize("subset", ["x", "w_gate", "w_down", "b_gate", "b_down", "x w_down", "w_gate b_gate"])
-def test_a_subset_has_the_gradients_of_all(ffn: Function, subset: str) -> None:
-    p = draw(9, 264, 32, bias=True)
-    loss = weighted(torch.randn(9, 32))
-    every = grads(ffn, p, loss)
-    q = p.map(lambda t: t.detach().clone())
-    wanted = {name: getattr(q, name).requires_grad_() for name in subset.split()}
-    found = torch.autograd.grad(loss(*ffn(q)), tuple(wanted.values()))
-    assert_equal(dict(zip(wanted, found, strict=True)), {name: every[name] for name in wanted})
 
 
 @BOTH
@@ -201,35 +180,6 @@ def test_as_close_to_float64_as_dense_is(
 # Layouts
 
 
-@BOTH
-@pytest.mark.parametrize("lead", [(), (3, 4), (2, 0, 4)])
-def test_leading_dimensions(ffn: Function, lead: tuple[int, ...]) -> None:
-    p = draw(12, 264, 32, bias=True)
-    m = torch.Size(lead).numel()
-    dy = torch.randn(m, 32)
-    flat = grads(ffn, p._replace(x=p.x[:m].detach().requires_grad_()), weighted(dy))
-    shaped = p._replace(x=p.x[:m].detach().reshape(*lead, 32).requires_grad_())
-    found = grads(ffn, shaped, weighted(dy.reshape(*lead, 32)))
-    assert found["x"].shape == (*lead, 32)
-    found["x"] = found["x"].reshape(m, 32)
-    assert_equal(found, flat)
-    assert m > 0 or not any(g.any() for g in found.values())
-
-
-@BOTH
-def test_strided_tokens_and_gradients(ffn: Function) -> None:
-    p = draw(12, 264, 32)
-    dy = torch.randn(12, 32)
-    expected = grads(ffn, p, weighted(dy))
-    wide = torch.randn(12, 80).to(BF16)
-    wide[:, 3:67:2] = p.x.detach()
-    strided = p._replace(x=wide[:, 3:67:2].requires_grad_())
-    # the loss multiplies the transposed y, so dy has its strides
-    assert_equal(grads(ffn, strided, lambda y, aux: weighted(dy.t())(y.t(), aux)), expected)
-    summed = grads(ffn, p, lambda y, aux: y.sum())
-    assert_equal(summed, grads(ffn, p, lambda y, aux: (y * torch.ones(12, 32).to(BF16)).sum()))
-
-
 # Work
 
 
@@ -301,113 +251,6 @@ def loss_and_problem(ffn: Function, m: int = 9) -> tuple[testing.FFN, Loss, dict
     p = draw(m, 264, 32, bias=True)
     loss = weighted(torch.randn(m, 32))
     return p, loss, grads(ffn, p, loss)
-
-
-@BOTH
-@pytest.mark.parametrize(("strategy", "reentrant"), [("union", True), ("union", False), ("dense", False)])
-def test_checkpointing(ffn: Function, reentrant: bool, strategy: str) -> None:
-    p, loss, _ = loss_and_problem(ffn)
-    own = leaves(p, ffn)
-
-    def block(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y, aux = ffn(p._replace(**dict(zip(own, tensors, strict=True))), strategy=strategy)
-        return y, *aux
-
-    y, *aux = checkpoint(block, *own.values(), use_reentrant=reentrant)
-    loss(y, twell.Aux(*aux)).backward()
-    assert_equal({name: t.grad for name, t in own.items()}, grads(ffn, p, loss, strategy=strategy))
-
-
-@BOTH
-def test_a_second_backward_with_retain_graph(ffn: Function) -> None:
-    p, loss, expected = loss_and_problem(ffn)
-    own = leaves(p, ffn)
-    total = loss(*ffn(p))
-    for retain in (True, False):
-        found = torch.autograd.grad(total, tuple(own.values()), retain_graph=retain)
-        assert_equal(dict(zip(own, found, strict=True)), expected)
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(total, tuple(own.values()))
-
-
-@BOTH
-def test_a_weight_changed_before_backward_is_an_error(ffn: Function) -> None:
-    p, loss, _ = loss_and_problem(ffn)
-    total = loss(*ffn(p))
-    with torch.no_grad():
-        p.w_gate.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        total.backward()
-
-
-@BOTH
-def test_no_second_derivative(ffn: Function) -> None:
-    p, loss, expected = loss_and_problem(ffn)
-    own = leaves(p, ffn)
-    name = "sparse_gated_ffn" if ffn is gated else "sparse_ffn"
-    found = torch.autograd.grad(loss(*ffn(p)), tuple(own.values()), create_graph=True)
-    assert_equal(dict(zip(own, found, strict=True)), expected)
-    for gradient in found[:-1]:
-        with pytest.raises(NotImplementedError, match=rf'{name}: .*no second derivative.*use strategy="dense"'):
-            gradient.float().sum().backward(retain_graph=True)
-    penalty = torch.autograd.grad(loss(*ffn(p, strategy="dense")), p.x, create_graph=True)[0]
-    penalty.float().pow(2).sum().backward()
-
-
-@BOTH
-@pytest.mark.filterwarnings("error")
-def test_deterministic_algorithms(ffn: Function) -> None:
-    p, loss, expected = loss_and_problem(ffn, 130)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert_equal(grads(ffn, p, loss), expected)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@BOTH
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("strategy", ["union", "dense"])
-def test_autocast(ffn: Function, strategy: str, inside: bool) -> None:
-    """Backward under autocast casts nothing again; gradients have the leaves' dtype."""
-    p = draw(9, 264, 32, bias=True, dtype=torch.float32)
-    loss = weighted(torch.randn(9, 32).to(BF16))
-    own = leaves(p, ffn)
-    with torch.autocast("cpu", dtype=BF16):
-        total = loss(*ffn(p, strategy=strategy))
-        if inside:
-            total.backward()
-    if not inside:
-        total.backward()
-    rounded = p.map(lambda t: t.detach().to(BF16).requires_grad_())
-    expected = grads(ffn, rounded, loss, strategy=strategy)
-    assert all(t.grad.dtype == torch.float32 for t in own.values())
-    assert_equal({name: t.grad for name, t in own.items()}, {name: g.float() for name, g in expected.items()})
-
-
-@pytest.mark.parametrize(
-    ("ffn", "backend", "dynamic"),
-    [(gated, "aot_eager", False), (plain, "aot_eager", True), (gated, "inductor", True)],
-)
-def test_compiles_as_one_graph(ffn: Function, backend: str, dynamic: bool) -> None:
-    torch.compiler.reset()
-    p = draw(130, 264, 32, bias=True)
-    dy = torch.randn(130, 32).to(BF16).float()
-
-    def step(p: testing.FFN, dy: Tensor) -> tuple[Tensor, Tensor]:
-        y, aux = ffn(p)
-        return (y.float() * dy).sum() + 0.3 * aux.l1, aux.l0
-
-    compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=dynamic)
-    for m in (130, 7):
-        rows = p._replace(x=p.x[:m].detach().requires_grad_())
-        own = leaves(rows, ffn)
-        (loss, l0), (expected_loss, expected_l0) = compiled(rows, dy[:m]), step(rows, dy[:m])
-        torch.testing.assert_close(loss, expected_loss)
-        assert l0 == expected_l0
-        found = torch.autograd.grad(loss, tuple(own.values()))
-        expected = torch.autograd.grad(expected_loss, tuple(own.values()))
-        assert_equal(dict(zip(own, found)), dict(zip(own, expected)))
 
 
 # Gradients that go into float32 tensors
@@ -588,31 +431,6 @@ def test_main_gradients_may_lie_side_by_side(strategy: str, place: str) -> None:
         testing.assert_same(main, answer)
 
 
-@pytest.mark.parametrize(
-    ("mains", "text"),
-    [
-        (lambda b, p: (b[:24, :16], b[:24, :16], None), "w_gate and main_grads for w_up sharing"),
-        (lambda b, p: (b[:24, :16], b[23:47, :16], None), "w_gate and main_grads for w_up sharing"),
-        (lambda b, p: (b[:48:2, :16], b[47:, :16].expand(24, 16), None), "w_up one place for each element, got .*0, 1"),
-        (lambda b, p: (b[:24, :16], None, b[:16, :24]), "w_gate and main_grads for w_down sharing"),
-        (lambda b, p: (None, b[:24, :16], b[:24, 15:31].t()), "w_up and main_grads for w_down sharing"),
-        (lambda b, p: (b.as_strided((24, 16), (8, 1)), None, None), "w_gate one place for each element, got .*8, 1"),
-        (lambda b, p: (p.w_gate.detach(), None, None), "w_gate and w_gate sharing"),
-        (lambda b, p: (None, p.w_gate.detach(), None), "w_up and w_gate sharing"),
-        (lambda b, p: (torch.cat([p.x.detach()] * 12).as_strided((24, 16), (16, 1)), None, None), None),
-    ],
-)
-def test_main_gradients_that_share_memory_are_refused(mains: Any, text: str | None) -> None:
-    p = draw(2, 24, 16, dtype=torch.float32)
-    given = mains(torch.zeros(48, 32), p)
-    for strategy in ("auto", "dense"):
-        if text is None:
-            gated(p, main_grads=given, strategy=strategy)
-            continue
-        with pytest.raises(ValueError, match=f"sparse_gated_ffn: main_grads must have .*{text}"):
-            gated(p, main_grads=given, strategy=strategy)
-
-
 @pytest.mark.parametrize(("taken", "strategy"), [(0, "union"), (1, "dense"), (2, "union"), (None, "union")])
 def test_main_gradients_that_share_memory_with_what_autocast_copies_are_refused(strategy: str, taken: Any) -> None:
     """The caller's tensors are compared."""
@@ -627,54 +445,6 @@ def test_main_gradients_that_share_memory_with_what_autocast_copies_are_refused(
         else:
             with pytest.raises(ValueError, match="main_grads must have memory of their own, got main_grads for w_"):
                 gated(p, main_grads=mains, strategy=strategy)
-
-
-@pytest.mark.parametrize(
-    ("mains", "error", "text"),
-    [
-        (torch.zeros(3, 24, 16), TypeError, "one tensor or None for each of w_gate, w_up, w_down, got Tensor"),
-        ((None, None), TypeError, "for each of w_gate, w_up, w_down, got 2 of them"),
-        ((None, None, 1.0), ValueError, r"for w_down a float32 tensor \[16, 24\] on cpu .*, got float"),
-        ((torch.zeros(24, 16).to(BF16), None, None), ValueError, r"for w_gate .*got bfloat16 \[24, 16\] on cpu"),
-        ((None, torch.zeros(16, 24), None), ValueError, r"for w_up .* \[24, 16\] .*got float32 \[16, 24\]"),
-        ((None, None, torch.zeros(16, 24, device="meta")), ValueError, r"on cpu .*got float32 \[16, 24\] on meta"),
-        ((torch.zeros(24, 16, requires_grad=True), None, None), ValueError, "got float32 .* that requires grad"),
-    ],
-)
-def test_impossible_main_gradients_are_refused(mains: Any, error: type[Exception], text: str) -> None:
-    p = draw(2, 24, 16)
-    for strategy in ("auto", "dense"):
-        with pytest.raises(error, match=text):
-            gated(p, main_grads=mains, strategy=strategy)
-
-
-@pytest.mark.parametrize(("cls", "strategy"), [(SparseGatedMLP, "union"), (SparseMLP, "dense")])
-def test_a_module_fills_main_grad(cls: Any, strategy: Any) -> None:
-    mlp = cls(32, 264, bias=True, dtype=BF16, strategy=strategy)
-    x = torch.randn(9, 32).to(BF16)
-    mlp(x).float().sum().backward()
-    expected = {name: p.grad for name, p in mlp.named_parameters()}
-    mlp.zero_grad()
-    mlp.accumulate_main_grad = True
-    with pytest.raises(ValueError, match=r"weight.main_grad must be a float32 tensor \[264, 32\], got none"):
-        mlp(x)
-    for name, p in mlp.named_parameters():
-        if name.endswith("weight"):
-            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
-    for _ in range(2):
-        mlp(x).float().sum().backward()
-    for name, p in mlp.named_parameters():
-        if name.endswith("weight"):
-            assert p.grad is None
-            assert torch.equal((p.main_grad / 2).to(BF16), expected[name])
-        else:
-            assert torch.equal(p.grad, expected[name] + expected[name])
-    mlp.down_proj.weight.requires_grad_(False)
-    del mlp.down_proj.weight.main_grad
-    mlp(x).float().sum().backward()
-    mlp.down_proj.weight.requires_grad_().main_grad = torch.zeros(264, 32)
-    with pytest.raises(ValueError, match=r"main_grads must have for w_down .*got float32 \[264, 32\]"):
-        mlp(x)
 
 
 @pytest.mark.parametrize(

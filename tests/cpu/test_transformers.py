@@ -919,11 +919,3 @@ def test_copies_training_and_later_weights(subject: str) -> None:
     grads = dict(dense.named_parameters())
     for key, p in model.named_parameters():
         torch.testing.assert_close(p.grad, grads[key].grad, rtol=1e-3, atol=1e-4, msg=key)
-
-
-def test_compiles_in_one_graph() -> None:
-    torch._dynamo.reset()
-    model = sparsify(stock("llama", num_hidden_layers=1))
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        torch.testing.assert_close(out(compiled), out(model))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -83,44 +82,6 @@ def of_x(t: dict[str, Tensor], strategy: Any) -> Function:
     return lambda x: ffn({**t, "x": x}, strategy)
 
 
-@pytest.mark.parametrize(
-    ("derivative", "names", "strategy", "dtype"), zip(2 * [*DERIVATIVES], cycle(BOTH), cycle(DENSE), cycle(DTYPES))
-)
-def test_derivatives_are_those_of_torch(
-    names: tuple[str, ...], strategy: str, derivative: str, dtype: torch.dtype
-) -> None:
-    t, take = draw(names, dtype), DERIVATIVES[derivative]
-    tangent = torch.randn_like(t["x"])
-    found = take(of_x(t, strategy), t["x"], tangent)
-    expected = take(lambda x: by_torch({**t, "x": x}), t["x"], tangent)
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("derivative", "names", "strategy", "dtype"), zip(2 * [*DERIVATIVES], cycle(BOTH), cycle(SPARSE), cycle(DTYPES))
-)
-def test_named_strategies_refuse(names: tuple[str, ...], strategy: str, derivative: str, dtype: torch.dtype) -> None:
-    t = draw(names, dtype)
-    with pytest.raises(
-        NotImplementedError, match=f'strategy="{strategy}" takes plain tensors, got x .*; use .*"dense"'
-    ):
-        DERIVATIVES[derivative](of_x(t, strategy), t["x"], t["x"])
-
-
-@pytest.mark.parametrize(
-    ("names", "operand", "mode"),
-    zip([GATED] * 6 + [PLAIN] * 4, GATED[1:] + PLAIN[1:], cycle(("dual", "jvp", "grad", "vmap"))),
-)
-def test_every_operand_is_looked_at(names: tuple[str, ...], operand: str, mode: str) -> None:
-    t, take = draw(names), DERIVATIVES[mode]
-    tangent = torch.randn_like(t[operand])
-    found = take(lambda value: ffn({**t, operand: value}, "auto"), t[operand], tangent)
-    torch.testing.assert_close(found, take(lambda value: by_torch({**t, operand: value}), t[operand], tangent))
-    for strategy in ("row", "union"):
-        with pytest.raises(NotImplementedError, match=f"takes plain tensors, got {operand} "):
-            take(lambda value, s=strategy: ffn({**t, operand: value}, s), t[operand], tangent)
-
-
 @pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 def test_modules_through_functional_call(cls: Any) -> None:
     mlp = cls(K, N, bias=True, dtype=BF16)
@@ -170,16 +131,6 @@ def test_untransformed_calls_run_as_named(names: tuple[str, ...], strategy: str)
         func.grad(loss)(scale)
 
 
-@pytest.mark.parametrize(("names", "strategy"), [(GATED, "row"), (PLAIN, "union"), (GATED, "auto")])
-def test_batches_of_gradients(names: tuple[str, ...], strategy: str) -> None:
-    t = {name: value.requires_grad_() for name, value in draw(names).items()}
-    y, own = ffn(t, strategy), tuple(t.values())
-    upstream = torch.randn(3, M, K).to(BF16)
-    found = torch.autograd.grad(y, own, upstream, is_grads_batched=True, retain_graph=True)
-    each = [torch.autograd.grad(y, own, dy, retain_graph=True) for dy in upstream]
-    torch.testing.assert_close(found, tuple(map(torch.stack, zip(*each))))
-
-
 @pytest.mark.parametrize(("names", "strategy"), [(GATED, "row"), (PLAIN, "union"), (PLAIN, "auto")])
 def test_gradients_with_tangents_are_right_or_refused(names: tuple[str, ...], strategy: str) -> None:
     t = {name: value.requires_grad_() for name, value in draw(names).items()}
@@ -216,13 +167,6 @@ def test_main_gradients_take_those_of_a_plain_backward_pass(names: tuple[str, ..
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="got some with forward-mode tangents"):
         torch.autograd.grad(y, own, forward_ad.make_dual(y.detach(), y.detach()), allow_unused=True)
     assert not any(main.any() for main in mains)
-
-
-@pytest.mark.parametrize("derivative", ["dual", "grad", "vmap"])
-def test_pack_refuses(derivative: str) -> None:
-    x, weight = torch.randn(M, K).to(BF16), torch.randn(N, K).to(BF16)
-    with pytest.raises(NotImplementedError, match="pack: the format takes plain tensors, got x "):
-        DERIVATIVES[derivative](lambda x: twell.pack(x, weight).spill, x, x)
 
 
 def test_operators_refuse_tangents() -> None:

@@ -115,26 +115,6 @@ def test_it_is_the_layer_behind_its_gate() -> None:
             assert not found["gate"][gate <= 0].any()
 
 
-def test_leading_dimensions_autocast_and_compilation() -> None:
-    given = operands(24, 16, 8)
-    y = twell.sparse_up_down(**given, strategy="union")
-    cube = {**given, "x": given["x"].view(2, 3, 4, 8), "gate": given["gate"].view(2, 3, 4, 16)}
-    assert torch.equal(twell.sparse_up_down(**cube, strategy="union").view(24, 8), y)  # type: ignore[union-attr]
-    wide = {a: t.float() for a, t in given.items()}
-    with torch.autocast("cpu", dtype=BF16):
-        assert torch.equal(twell.sparse_up_down(**wide, strategy="row"), twell.sparse_up_down(**given, strategy="row"))  # type: ignore[arg-type]
-    leaves = {a: t.clone().requires_grad_() for a, t in cube.items()}
-    compiled = torch.compile(
-        lambda **t: twell.sparse_up_down(**t, strategy="union"), fullgraph=True, backend="aot_eager"
-    )
-    outs = [call(**leaves) for call in (compiled, lambda **t: twell.sparse_up_down(**t, strategy="union"))]
-    assert torch.equal(outs[0], outs[1])
-    grads = [torch.autograd.grad(out.float().sum(), list(leaves.values())) for out in outs]
-    assert all(torch.equal(a, b) for a, b in zip(*grads))
-    with torch.no_grad():
-        assert torch.equal(torch.compile(twell.sparse_up_down, fullgraph=True, backend="aot_eager")(**given), y)
-
-
 def test_auto_is_dense_on_a_cpu() -> None:
     """On a CPU "auto" is dense and measures nothing."""
     given = operands(260, 64, 16)
@@ -142,37 +122,6 @@ def test_auto_is_dense_on_a_cpu() -> None:
     dense = twell.sparse_up_down(**given, strategy=site)
     assert torch.equal(dense, twell.sparse_up_down(**given, strategy="dense"))  # type: ignore[arg-type]
     assert not site.explain()
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind", "said"),
-    [
-        ({"gate": torch.zeros(3, 24, dtype=BF16)}, ValueError, r"gate must be \[3, 16\] \(w_down has K = 8, N = 16\)"),
-        ({"x": torch.zeros(2, 8, dtype=BF16)}, ValueError, r"x must be \[3, 8\] .*, got \[2, 8\]"),
-        ({"x": None}, ValueError, "x must be given with w_up, got None"),
-        ({"w_up": None}, ValueError, "w_up must be given with x, got None"),
-        ({"gate": None}, TypeError, "gate must be a tensor, got NoneType"),
-        ({"gate": torch.zeros(3, 16)}, TypeError, "gate must be .*bfloat16 as x is, got torch.float32"),
-        ({"gate": torch.zeros((), dtype=BF16)}, ValueError, r"gate must be \[..., N\], got a scalar"),
-        ({"w_down": torch.zeros(16, dtype=BF16)}, ValueError, r"w_down must be \[K, N\], got \[16\]"),
-        ({"b_up": torch.zeros(8, dtype=BF16)}, ValueError, r"b_up must be \[16\] .*, got \[8\]"),
-        ({"x": None, "w_up": None}, ValueError, "b_up must be None without w_up, got a tensor"),
-        ({"strategy": "rows"}, ValueError, "strategy must be \"auto\", .*got 'rows'"),
-        ({"compression": 3}, ValueError, "compression must be one of"),
-        ({"compression": 3, "strategy": "dense"}, ValueError, "compression must be one of"),
-    ],
-)
-def test_what_does_not_fit_is_refused_by_name(changes: Named, kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said):
-        twell.sparse_up_down(**{**operands(3, 16, 8), "strategy": "row", **changes})
-
-
-def test_second_derivatives_are_refused() -> None:
-    leaves = {a: t.requires_grad_() for a, t in operands(3, 16, 8, dtype=torch.float64).items()}
-    y = twell.sparse_up_down(**leaves, strategy="union")
-    (first,) = torch.autograd.grad(y.sum(), leaves["gate"], create_graph=True)
-    with pytest.raises(NotImplementedError, match="sparse_up_down: the sparse path has no second derivative"):
-        first.sum().backward()
 
 
 @pytest.mark.parametrize("family", specs.FAMILIES)

@@ -150,7 +150,7 @@ FAULTS = (
         "python/twell/_autograd.py",
         "ctx.main.add_(gradient)",
         "ctx.main.copy_(gradient)",
-        "tests/cpu/test_training.py -k module_fills",
+        "tests/habits -k mains",
     ),
     Fault(
         "gradients: half the derivative of squared ReLU",
@@ -267,21 +267,21 @@ FAULTS = (
         "python/twell/_admission.py",
         "    if len({t.dtype for t in operands.values()}) > 1:",
         "    if len({t.dtype.itemsize for t in operands.values()}) > 1:",
-        'tests/cpu/test_arguments.py tests/cpu/test_functional.py -k "bad_arguments or wrong_arguments or differs"',
+        "tests/habits -k refusal",
     ),
     Fault(
         "refusals: main_grad that requires a gradient is taken",
         "python/twell/_admission.py",
         "            and not main.requires_grad\n",
         "",
-        "tests/cpu/test_training.py -k impossible_main",
+        "tests/habits -k refusal",
     ),
     Fault(
         "refusals: layer without neurons is taken",
         "python/twell/strategy/plan.py",
         "        if size == 0 or size % multiple:",
         "        if size % multiple:",
-        "tests/cpu/test_functional.py tests/cpu/test_ops.py -k sizes",
+        "tests/habits tests/cpu/test_ops.py -k 'refusal or sizes'",
     ),
     Fault(
         "refusals: a transform is dense whatever was named",
