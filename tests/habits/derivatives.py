@@ -107,10 +107,10 @@ def overrides(entry: Entry) -> None:
 def autocast(entry: Entry) -> None:
     """float32 under autocast is 16 bits; gradients come back in float32, and backward under it casts nothing again."""
     call, wide = entry.call(), entry.call()
-    if wide.is_module and "e4m3" not in entry.line:
+    if wide.is_module and "scales" not in entry.line:
         wide.run.float()
     # biases of e4m3 weights are bfloat16
-    cast = ["x"] if "e4m3" in entry.line else floating(call.given)
+    cast = ["x"] if "scales" in entry.line else floating(call.given)
     given = {a: t.float() if a in cast else t for a, t in call.given.items()}
     with torch.no_grad(), torch.autocast("cpu", BF16):
         found = results(wide.run(**given))

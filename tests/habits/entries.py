@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import twell
-from twell import recipe, testing
+from twell import recipe
 from twell.nn import Float8MLP, SparseAutoencoder, SparseGatedMLP, SparseMLP
+from twell.testing.case import BIASES, Case
+from twell.testing.operands import build, laid_out
 
 Operands = dict[str, Any]
-BIASES = ("b_gate", "b_up", "b_down")
 # operands with a row for each token
 BY_TOKEN = ("x", "gate", "expert_ids", "weights")
 
@@ -60,29 +61,9 @@ class Entry:
     transformed: str = "takes plain tensors, got {} "
 
     def call(self, strategy: Any = None) -> Call:
-        return Call(*self.make(build(self.line, 24), self.strategy if strategy is None else strategy))
-
-
-def build(line: str, m: int) -> Operands:
-    """Small integers, by the names of calls: weights [N, K], w_down [K, N], those of experts [E, ...]."""
-    kind, *words = line.split()
-    k, n, e = 16, 72, 3
-    p = testing.integer_problem(m, k, n, density=0.3, biases="gate up down")
-    o: Operands = {"x": p.x, "w_gate": p.w_gate, "w_up": p.w_up, "w_down": p.w_down.t()}
-    o |= {name: getattr(p, name) for name in BIASES}
-    if "gated=False" in words:
-        o["w_up"], o["b_up"] = o.pop("w_gate"), o.pop("b_gate")
-    if kind == "experts":
-        o = {a: torch.stack([t, -t, t.roll(1, 0)]) if a in ("w_gate", "w_up", "w_down") else t for a, t in o.items()}
-        o = {a: t for a, t in o.items() if a not in BIASES}
-        g = torch.Generator().manual_seed(0)
-        o["expert_ids"] = torch.randint(-1, e, (m, 2), generator=g)
-        o["weights"] = 2.0 ** torch.randint(-1, 2, (m, 2), generator=g)
-    if kind == "given":
-        o["gate"] = F.linear(o["x"].float(), o.pop("w_gate").float(), o.pop("b_gate").float()).to(p.x)
-    if "e4m3" in words:
-        o |= {a: twell.quantize(o[a]) for a in ("w_gate", "w_up", "w_down") if a in o}
-    return o
+        case = Case.of(self.line)
+        given = {a: t for a, t in laid_out(case, build(case)).items() if a != "dy"}
+        return Call(*self.make(given, self.strategy if strategy is None else strategy))
 
 
 def function(call: Any, o: Operands, strategy: Any, **options: Any) -> tuple[Any, Operands]:
@@ -231,16 +212,8 @@ class Recipe(nn.Module):
         small, _ = twell.compact(self.model, firing)
         again = copy.deepcopy(self.model)
         recipe.reinitialize_dead(again, {name: torch.ones_like(mask) for name, mask in dead.items()}, step=1)
-        restored = twell.restore(small)(x)
-        return (
-            y.clone(),
-            term,
-            dead,
-            [f.counts for f in firing.values()],
-            small(x).clone(),
-            restored.clone(),
-            again(x).clone(),
-        )
+        counts = [layer.counts for layer in firing.values()]
+        return y, term, dead, counts, small(x), twell.restore(small)(x), again(x)
 
 
 def of_recipe(o: Operands, strategy: Any) -> tuple[nn.Module, Operands]:
@@ -307,26 +280,26 @@ OF_E4M3 = "e4m3 weights are for inference alone, "
 OF_EXPERTS = '"row" takes bfloat16 and float16 without gradients and transforms, got '
 IN_A_MODULE = no("a module of another package calls it, and none shards it", "owned")
 
+SIZES = "m=24 k=16 n=72 density=0.3"
+LAYER, UNGATED = f"layer {SIZES} biases=gate+up+down", f"layer {SIZES} gated=False biases=up+down"
+EXPERTS = f"experts {SIZES} experts=3 slots=2"
+
 ENTRIES: dict[str, Entry] = {
-    "sparse_gated_ffn": Entry("layer", partial(function, twell.sparse_gated_ffn), FUNCTION | FORMULA),
+    "sparse_gated_ffn": Entry(LAYER, partial(function, twell.sparse_gated_ffn), FUNCTION | FORMULA),
     "sparse_gated_ffn by row": Entry(
-        "layer", partial(function, twell.sparse_gated_ffn, activation="relu2"), FUNCTION, "row"
+        LAYER, partial(function, twell.sparse_gated_ffn, activation="relu2"), FUNCTION, "row"
     ),
     "sparse_gated_ffn, figures": Entry(
-        "layer",
+        LAYER,
         partial(function, twell.sparse_gated_ffn, return_aux=True, activation="drelu"),
         FUNCTION | no("as without figures", "backward", "owned", "transforms", "overrides"),
     ),
-    "sparse_ffn": Entry("layer gated=False", partial(function, twell.sparse_ffn), FUNCTION | FORMULA, "row"),
-    "sparse_ffn, topk": Entry(
-        "layer gated=False", partial(function, twell.sparse_ffn, activation="topk", k=5), FUNCTION
-    ),
-    "sparse_ffn, thresholds": Entry(
-        "layer gated=False", thresholds, FUNCTION | no("its thresholds are on the CPU", "waits")
-    ),
-    "sparse_up_down": Entry("given", partial(function, twell.sparse_up_down), FUNCTION),
+    "sparse_ffn": Entry(UNGATED, partial(function, twell.sparse_ffn), FUNCTION | FORMULA, "row"),
+    "sparse_ffn, topk": Entry(UNGATED, partial(function, twell.sparse_ffn, activation="topk", k=5), FUNCTION),
+    "sparse_ffn, thresholds": Entry(UNGATED, thresholds, FUNCTION | no("its thresholds are on the CPU", "waits")),
+    "sparse_up_down": Entry(f"given {SIZES} biases=up+down", partial(function, twell.sparse_up_down), FUNCTION),
     "sparse_experts": Entry(
-        "experts",
+        EXPERTS,
         partial(function, twell.sparse_experts),
         FUNCTION
         | IN_A_MODULE
@@ -336,27 +309,27 @@ ENTRIES: dict[str, Entry] = {
         OF_EXPERTS,
     ),
     "pack": Entry(
-        "pack",
-        lambda o, strategy: (twell.pack, {a: o[a] for a in ("x", "w_gate", "b_gate")}),
+        f"pack {SIZES} biases=gate",
+        lambda o, strategy: (twell.pack, o),
         FUNCTION | no("it packs a gate", "backward", "owned", "auto", "overrides", "surroundings: wider"),
     ),
     "sparse_gated_ffn, e4m3": Entry(
-        "layer e4m3", partial(function, twell.sparse_gated_ffn), FUNCTION | INFERENCE, "row", OF_E4M3
+        f"{LAYER} scales=row", partial(function, twell.sparse_gated_ffn), FUNCTION | INFERENCE, "row", OF_E4M3
     ),
     "sparse_ffn, e4m3": Entry(
-        "layer e4m3 gated=False", partial(function, twell.sparse_ffn), FUNCTION | INFERENCE, "union", OF_E4M3
+        f"{UNGATED} scales=row", partial(function, twell.sparse_ffn), FUNCTION | INFERENCE, "union", OF_E4M3
     ),
     "sparse_experts, e4m3": Entry(
-        "experts e4m3 gated=False",
+        f"{EXPERTS} gated=False scales=row",
         partial(function, twell.sparse_experts),
         FUNCTION | INFERENCE | IN_A_MODULE,
         "row",
         OF_E4M3,
     ),
-    "SparseGatedMLP": Entry("layer", gated, MODULE),
-    "SparseMLP": Entry("layer gated=False", partial(plain, activation="fatrelu", threshold=2.0), MODULE, "row"),
+    "SparseGatedMLP": Entry(LAYER, gated, MODULE),
+    "SparseMLP": Entry(UNGATED, partial(plain, activation="fatrelu", threshold=2.0), MODULE, "row"),
     "SparseAutoencoder": Entry(
-        "autoencoder gated=False",
+        f"autoencoder {SIZES}",
         partial(autoencoder, activation="topk", k=5),
         MODULE
         | IN_A_MODULE
@@ -365,7 +338,7 @@ ENTRIES: dict[str, Entry] = {
         | no("in training it counts neurons of one number of tokens", "compiled: one graph"),
     ),
     "SparseAutoencoder, jumprelu": Entry(
-        "autoencoder gated=False",
+        f"autoencoder {SIZES}",
         partial(autoencoder, activation="jumprelu", threshold=1.5, bandwidth=1.0, tied=True),
         MODULE
         | IN_A_MODULE
@@ -374,7 +347,7 @@ ENTRIES: dict[str, Entry] = {
         | no("its thresholds stay in float32", "copies: recast", "backward", "surroundings: wider", "autocast"),
     ),
     "Float8MLP": Entry(
-        "layer e4m3",
+        f"{LAYER} scales=row",
         quantised,
         MODULE
         | INFERENCE
@@ -382,37 +355,29 @@ ENTRIES: dict[str, Entry] = {
         | no("its weights lie by rows", "copies: rows"),
         "row",
     ),
-    "sparsify_, named": Entry("layer", partial(made, Named, ("w1", "w3", "w2"), ("gate", "up", "down")), MODULE),
-    "sparsify_, plain": Entry("layer gated=False", partial(made, Plain, ("wi", "wo"), ("up", "down")), MODULE, "row"),
-    "sparsify_, fused": Entry("layer", fused, MODULE),
-    "sparsify_, pair": Entry("layer gated=False", partial(made, Block, ("fc1", "fc2"), ("up", "down")), MODULE),
+    "sparsify_, named": Entry(LAYER, partial(made, Named, ("w1", "w3", "w2"), ("gate", "up", "down")), MODULE),
+    "sparsify_, plain": Entry(UNGATED, partial(made, Plain, ("wi", "wo"), ("up", "down")), MODULE, "row"),
+    "sparsify_, fused": Entry(LAYER, fused, MODULE),
+    "sparsify_, pair": Entry(UNGATED, partial(made, Block, ("fc1", "fc2"), ("up", "down")), MODULE),
     "adapted": Entry(
-        "layer",
+        LAYER,
         adapted,
         MODULE
         | IN_A_MODULE
         | no("adapters are float32, and peft's", "copies: recast", "copies: flattened", "waits")
         | no("it is refused", "mains"),
     ),
-    "compacted": Entry("layer", compacted, MODULE),
+    "compacted": Entry(LAYER, compacted, MODULE),
     "recipe and compaction": Entry(
-        "layer",
+        LAYER,
         of_recipe,
         MODULE
-        | no("it is a step of training", "compiled", "exported", "copies", "strides", "waits", "opcheck", "explain")
-        | no(
-            "it is a step of training",
-            "empty",
-            "backward",
-            "mains",
-            "autocast",
-            "overrides",
-            "owned",
-            "surroundings: wider",
-        ),
+        | no("a step of training", "compiled", "exported", "copies", "repeats", "owned", "strides", "waits", "opcheck")
+        | no("a step of training", "explain", "empty", "overrides", "autocast", "backward", "mains")
+        | no("a step of training", "surroundings: wider"),
     ),
     "sparsified model": Entry(
-        "layer",
+        LAYER,
         llama,
         MODULE
         | no("as its layers", "strides", "surroundings", "autocast", "repeats", "empty", "backward", "owned", "mains")
