@@ -57,11 +57,11 @@ core := ops functional nn training hybrid packed reference reglu auto auto_graph
 	sparsify sparsify_refusals sparsify_pairs sparsify_family serving projections testing nvtx
 
 # What a change of the library breaks first.
-quick := imports arguments functional nn packed reference ops hybrid launches format memory transforms
+quick := imports functional nn packed reference ops hybrid launches format memory transforms
 
 # What runs with an emulated Python for ARM: the kernels' host halves, the C runner, the operators on a CPU. torch 2.10 is
 # the last whose wheel for ARM is a CPU build.
-emulated := packaged host program functional nn packed reference ops hybrid format memory arguments
+emulated := packaged host program functional nn packed reference ops hybrid format memory
 EMULATED := build/aarch64/python3 -W ignore
 
 .PHONY: help demo test quick check test-torch test-aarch64 test-serving test-neighbours faults nightly lint format charts docs symbols wheel sdist release bundle clean
@@ -76,14 +76,14 @@ test: $(stamp) ## the tests of a pull request; the GPU's are skipped without one
 	"$(PY)" -m pytest --numprocesses $(WORKERS) --dist loadgroup $(ARGS)
 
 quick: $(stamp) ## tests of the library on a CPU, in two minutes
-	"$(PY)" -m pytest --numprocesses $(WORKERS) $(quick:%=tests/cpu/test_%.py) $(ARGS)
+	"$(PY)" -m pytest --numprocesses $(WORKERS) $(quick:%=tests/cpu/test_%.py) tests/habits $(ARGS)
 
 check: $(stamp) ## one kernel: compile it, report its registers, run the tests that read its source; K=gate_pack
 	"$(PY)" -m cute_kernels report $(K)
 	"$(PY)" -m pytest tests/cpu/test_launches.py tests/cpu/test_imports.py tests/cpu/test_catalog.py $(ARGS)
 
 test-torch: build/torch-$(TORCH).txt ## the tests that hang on torch, with another version: TORCH=2.9.0
-	$(MAKE) test VENV=build/torch-$(TORCH) CONSTRAINTS=$< ARGS="$(core:%=tests/cpu/test_%.py) tests/distributed/test_parallel_plan.py $(ARGS)"
+	$(MAKE) test VENV=build/torch-$(TORCH) CONSTRAINTS=$< ARGS="$(core:%=tests/cpu/test_%.py) tests/habits tests/distributed/test_parallel_plan.py $(ARGS)"
 
 test-serving: $(SERVING)/.ready-$(VLLM) ## tests with vLLM on a CPU, in an environment of its own (3.5 GB); VLLM=0.32.0
 	PATH="$(abspath $(SERVING))/bin:$$PATH" "$(SERVING)/bin/python" -m pytest tests/serving $(ARGS)

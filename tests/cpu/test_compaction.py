@@ -501,8 +501,6 @@ def test_names_of_a_shared_layer() -> None:
     assert [layer.name for layer in report.layers] == ["blocks.2"]
     assert compacted.blocks[0] is compacted.blocks[2]
     assert compacted.blocks[0].intermediate == 264
-    with pytest.raises(ValueError, match=r"must name a layer once, got 'blocks.0' and 'blocks.2'"):
-        twell.compact(Residual(), {"blocks.0": half(), "blocks.2": half()})
     # nothing changes where something is refused
     model = Residual()
     with pytest.raises(ValueError, match=r"alive of idle must be bool \[16\]"):
@@ -579,11 +577,6 @@ def test_dropped_rows_are_not_restored() -> None:
     compacted, _ = twell.compact(layer_of(problem(), True), half(), keep_removed=False)
     assert "the others dropped" in repr(compacted)
     assert "compaction.removed" not in compacted.state_dict()
-    with pytest.raises(ValueError, match="restore: module must hold the removed rows, got none"):
-        twell.restore(compacted)
-    for module in (layer_of(problem(), True), nn.Linear(8, 8)):
-        with pytest.raises(ValueError, match="must be or have layers that compact has made"):
-            twell.restore(module)
     compacted, _ = twell.compact(layer_of(problem(), True), half())
     kept_of(compacted)[0] ^= True
     with pytest.raises(ValueError, match=r"restore: module must have 26[35] neurons and .* got 264 and \[272, 98\]"):
@@ -650,10 +643,7 @@ def test_removed_rows_are_no_buffer_and_follow_the_dtype() -> None:
     wide = copy.deepcopy(compacted).double()
     assert wide.compaction.removed.dtype == torch.float64
     assert wide.compaction.kept.dtype == torch.bool
-    on_meta = copy.deepcopy(compacted).to("meta")
-    assert on_meta.compaction.removed.is_meta
-    with pytest.raises(ValueError, match="got a mask on meta"):
-        twell.restore(on_meta)
+    assert copy.deepcopy(compacted).to("meta").compaction.removed.is_meta
 
 
 # Refusals

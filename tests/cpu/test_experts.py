@@ -100,8 +100,6 @@ def test_gradients_are_those_of_dense_products() -> None:
     assert torch.autograd.gradcheck(run, given)
     p = problem()
     p["w_up"].requires_grad_()
-    with pytest.raises(NotImplementedError, match="operands that require grad"):
-        twell.sparse_experts(**p, strategy="row")
     assert twell.sparse_experts(**p).requires_grad
     with torch.no_grad():
         assert_same(twell.sparse_experts(**p, strategy="row"), answer(p).to(BF16))

@@ -150,11 +150,6 @@ def test_static_scales_of_layers() -> None:
     layer = twell.nn.Float8MLP(gate, up, down, input_scale=scale)
     scale.mul_(100)
     assert layer.input_scale.tolist() == [0.25]
-    for wrong in (0.0, -1.0, torch.inf, torch.nan):
-        with pytest.raises(ValueError, match="input_scale must be finite and above 0, got"):
-            twell.nn.Float8MLP(gate, up, down, input_scale=torch.tensor(wrong))
-    with pytest.raises(ValueError, match=r"input_scale must be one number, got \[2\]"):
-        twell.nn.Float8MLP(gate, up, down, input_scale=torch.ones(2))
     with pytest.raises(AttributeError):
         layer.threshold = 0.5  # type: ignore[misc]
 
@@ -178,9 +173,6 @@ def test_scales_of_files_are_those_of_rows() -> None:
     columns = [Float8(record.values, record.scale[:, None].bfloat16()) for record in (gate, up, down)]
     assert_same(twell.sparse_gated_ffn(X, *columns, strategy="row"), right)
     assert_same(twell.nn.Float8MLP(*columns, strategy="row")(X), right)
-    for scale in (up.scale[:-1], -up.scale, up.scale * torch.nan):
-        with pytest.raises(ValueError, match=r"sparse_ffn: w_up: scale must be"):
-            twell.sparse_ffn(X, Float8(up.values, scale), down)
 
 
 def test_x_in_e4m3_of_any_shape() -> None:
@@ -191,8 +183,6 @@ def test_x_in_e4m3_of_any_shape() -> None:
     for scale in (flat.scale.view(2, 3), flat.scale.view(2, 3, 1)):
         given = Float8(flat.values.view(x.shape), scale)
         assert_same(twell.sparse_gated_ffn(given, gate, up, down, strategy="row"), right)
-    with pytest.raises(ValueError, match=r"scale of x must be \[2, 3\], one for each token, got \[6\]"):
-        twell.sparse_gated_ffn(Float8(flat.values.view(x.shape), flat.scale), gate, up, down)
 
 
 def test_quantize_keeps_the_layout() -> None:
@@ -203,8 +193,6 @@ def test_quantize_keeps_the_layout() -> None:
 
 def test_explain() -> None:
     made = twell.quantize_(model())
-    with pytest.raises(ValueError, match="strategy must be"):
-        twell.nn.set_strategy(made, "rows")  # type: ignore[arg-type]
     twell.nn.set_strategy(made[1], "row", invariant=True)
     assert (made[0].strategy, made[1].strategy, made[1].invariant) == ("auto", "row", True)
     twell.nn.set_strategy(made[1], "row", invariant=False)

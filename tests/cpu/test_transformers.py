@@ -186,8 +186,6 @@ def test_an_activation_that_no_configuration_can_name_is_refused(tmp_path: Path)
         name_activation(model)
     with pytest.raises(ValueError, match="got no layers of twell"):
         name_activation(stock("llama"))
-    with pytest.raises(TypeError, match=r"must be a transformers\.PreTrainedModel, got Linear"):
-        name_activation(torch.nn.Linear(8, 8))
     # without a threshold the file says nothing
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -537,13 +535,6 @@ def test_what_load_and_sparsify_refuse(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             load(tmp_path / folder)
-    for absent in (tmp_path / "absent", "runs/relu/final", "./final"):
-        with pytest.raises(
-            FileNotFoundError, match=r"must be a folder or the name of one .*, got .*, which does not exist"
-        ):
-            load(absent)
-    with pytest.raises(TypeError, match=r"must be a transformers\.PreTrainedModel, got Linear.*twell\.sparsify_"):
-        sparsify(torch.nn.Linear(8, 8))
     model = stock("llama")
     model.quantization_method = "awq"
     with pytest.raises(ValueError, match="got a model quantised by awq: load a checkpoint in bfloat16 or in"):

@@ -71,6 +71,9 @@ def transforms(entry: Entry) -> None:
                 torch.testing.assert_close(ours, theirs)
 
 
+LATE = torch.torch_version.TorchVersion(torch.__version__) >= "2.12"
+
+
 class Doubled(nn.Parameter):
     """A tensor that changes the result of PyTorch's operators."""
 
@@ -97,7 +100,8 @@ def overrides(entry: Entry) -> None:
         with torch.no_grad(), nullcontext() if name else Doubling():
             expected = dense(**odd)
             same(call(**odd), expected, f"with {name}")
-            if name in ("x", "") and not call.is_module:
+            # Dynamo left graphs at such a class before
+            if not call.is_module and (not name or (name == "x" and LATE)):
                 torch.compiler.reset()
                 # run as it is, a graph would meet the mode a second time
                 backend = "eager" if name else "aot_eager"

@@ -60,10 +60,13 @@ class Entry:
     strategy: Any = "union"
     transformed: str = "takes plain tensors, got {} "
 
-    def call(self, strategy: Any = None) -> Call:
+    def call(self, strategy: Any = None, device: str = "cpu") -> Call:
         case = Case.of(self.line)
-        given = {a: t for a, t in laid_out(case, build(case)).items() if a != "dy"}
-        return Call(*self.make(given, self.strategy if strategy is None else strategy))
+        given = {a: t for a, t in laid_out(case, build(case, device)).items() if a != "dy"}
+        call = Call(*self.make(given, self.strategy if strategy is None else strategy))
+        if call.is_module:
+            call.run.to(device)
+        return call
 
 
 def function(call: Any, o: Operands, strategy: Any, **options: Any) -> tuple[Any, Operands]:
@@ -374,7 +377,7 @@ ENTRIES: dict[str, Entry] = {
         MODULE
         | no("a step of training", "compiled", "exported", "copies", "repeats", "owned", "strides", "waits", "opcheck")
         | no("a step of training", "explain", "empty", "overrides", "autocast", "backward", "mains")
-        | no("a step of training", "surroundings: wider"),
+        | no("a step of training", "surroundings: wider", "capture"),
     ),
     "sparsified model": Entry(
         LAYER,
@@ -382,7 +385,7 @@ ENTRIES: dict[str, Entry] = {
         MODULE
         | no("as its layers", "strides", "surroundings", "autocast", "repeats", "empty", "backward", "owned", "mains")
         | no("as its layers", "overrides")
-        | no("transformers' attention", "waits", "exported")
+        | no("transformers' attention", "waits", "exported", "capture")
         | no("it has buffers that no state has", "copies: assigned"),
     ),
 }

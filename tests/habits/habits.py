@@ -28,6 +28,7 @@ from tests.habits.entries import LAYOUTS, SMALLER, Call, Entry
 from twell import PackedTwell
 from twell.float8 import Float8
 from twell.nn import SparseFFN
+from twell.testing import captured
 
 BF16 = torch.bfloat16
 
@@ -405,6 +406,37 @@ def empty(entry: Entry) -> None:
             assert not any(g.any() for g in gradients(call, **given))
 
 
+@torch.no_grad()
+def capture(entry: Entry) -> None:
+    """On a GPU: a captured call follows its inputs; nothing waits for the host, and a late x is in time."""
+    call = entry.call(device="cuda")
+    inputs = {a: t.clone() for a, t in tokens_of(call.given).items()}
+    graph, found = captured(lambda: results(call(**inputs)))
+    other = {a: t.roll(5, 0) for a, t in tokens_of(call.given).items()}
+    for given in (tokens_of(call.given), other, tokens_of(call.given)):
+        expected = results(call(**given))
+        for name, t in given.items():
+            inputs[name].copy_(t)
+        graph.replay()
+        same(found, expected)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        late = results(call(**other))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    side, inputs = torch.cuda.Stream(), {a: torch.zeros_like(t) for a, t in other.items()}  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10_000_000)
+        for name, t in other.items():
+            inputs[name].copy_(t)
+        on_side = results(call(**inputs))
+    torch.cuda.current_stream().wait_stream(side)
+    same(on_side, late)
+
+
+# what a GPU alone shows
+ON_GPU = {"capture": capture}
 HABITS = {
     habit.__name__: habit
     for habit in (
