@@ -214,7 +214,7 @@ class Bounded:
 
 def on_a_grid(products: list[Product]) -> Tensor:
     """Whether a result [R, C] adds up 16-bit coefficients by weights that are all powers of two."""
-    others = torch.zeros(())
+    others = torch.zeros((), device=products[0].rows.device)
     for p in products:
         mantissas = p.rows.frexp().mantissa.abs()
         odd = (mantissas != 0.5) & (mantissas != 0)
