@@ -150,7 +150,7 @@ FAULTS = (
         "python/twell/_autograd.py",
         "ctx.main.add_(gradient)",
         "ctx.main.copy_(gradient)",
-        "tests/habits -k mains",
+        'tests/habits/test_habits.py -k "test_habit and mains"',
     ),
     Fault(
         "gradients: half the derivative of squared ReLU",
@@ -267,21 +267,21 @@ FAULTS = (
         "python/twell/_admission.py",
         "    if len({t.dtype for t in operands.values()}) > 1:",
         "    if len({t.dtype.itemsize for t in operands.values()}) > 1:",
-        "tests/habits -k refusal",
+        "tests/habits/test_habits.py -k test_refusal",
     ),
     Fault(
         "refusals: main_grad that requires a gradient is taken",
         "python/twell/_admission.py",
         "            and not main.requires_grad\n",
         "",
-        "tests/habits -k refusal",
+        "tests/habits/test_habits.py -k test_refusal",
     ),
     Fault(
         "refusals: layer without neurons is taken",
         "python/twell/strategy/plan.py",
         "        if size == 0 or size % multiple:",
         "        if size % multiple:",
-        "tests/habits tests/cpu/test_ops.py -k 'refusal or sizes'",
+        'tests/habits/test_habits.py tests/cpu/test_ops.py -k "test_refusal or sizes"',
     ),
     Fault(
         "refusals: a transform is dense whatever was named",
