@@ -622,24 +622,11 @@ class WeightGradSpec(_FamilyKernel):
         return f"{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}"
 
 
-OVERFLOW_MODES = ("forward", "backward")
-
-
 @dataclass(frozen=True)
-class OverflowSpec(_FamilyKernel):
+class OverflowSpec(_Kernel):
     """A pass over a batch whose non-zeros exceed the hybrid format's capacity, by dense products."""
 
-    mode: str
     op: ClassVar[str] = "overflow"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mode not in OVERFLOW_MODES:
-            raise ValueError(f"mode must be one of {OVERFLOW_MODES}, got {self.mode!r}")
-
-    @property
-    def suffix(self) -> str:
-        return f"_{self.mode}"
 
 
 Spec = (
@@ -729,7 +716,7 @@ def all_specs() -> tuple[Spec, ...]:
         MatrixTransposeSpec(8),
         *(TransposeSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
         *(WeightGradSpec(d, g, b, family=f) for f in FAMILIES for d in DTYPES for g in flags for b in flags),
-        *(OverflowSpec(d, m, family=f) for f in FAMILIES for d in DTYPES for m in OVERFLOW_MODES),
+        *(OverflowSpec(d) for d in DTYPES),
     )
 
 

@@ -1,4 +1,4 @@
-"""The kernels for more non-zeros than the hybrid format holds, launched alone on tensors."""
+"""The kernel for more non-zeros than the hybrid format holds, launched alone on tensors."""
 
 from __future__ import annotations
 
@@ -21,48 +21,50 @@ def aside(x: Tensor, terms: int, ctas: int) -> Tensor:
     return torch.full((length,), torch.nan, device=x.device)
 
 
-def _kept(sizes: Any, popularity: Any) -> hybrid.Kept:
-    return hybrid.Kept(None, None, None, sizes, None, popularity)
+def _kept(sizes: Any) -> hybrid.Kept:
+    return hybrid.Kept(None, None, None, sizes, None, None)
 
 
 def forward(
     layer: Operands,
     sizes: Tensor,
-    popularity: Tensor,
+    counters: Tensor,
     capacity: int,
     activation: Activation,
     y: Tensor,
     sums: Tensor,
     aside: Tensor,
+    gate: Tensor | None = None,
 ) -> None:
-    """``hybrid.overflow_forward`` of a layer with w_down [N, K]."""
+    """Forward of a layer with w_down [N, K]."""
 
     def launches(p: Program, *views: Any) -> None:
-        own, (of_sizes, of_popularity, *others) = Views(*views[:7]), views[7:]
-        hybrid.overflow_forward(p, own, own.w_down, _kept(of_sizes, of_popularity), capacity, activation, *others)
+        own, (of_sizes, counters, of_y, of_sums, of_aside, of_gate) = Views(*views[:7]), views[7:]
+        given = hybrid.Backward(None, None, own, _kept(of_sizes), activation, of_gate)
+        hybrid.overflow(p, given, own.w_down, capacity, Gradients(of_y), of_aside, counters, sums=of_sums)
 
-    run(launches, (*layer, sizes, popularity, y, sums, aside))
+    run(launches, (*layer, sizes, counters, y, sums, aside, gate))
 
 
 def backward(
-    dy: Tensor,
-    dl1: Tensor,
-    layer: Operands,
+    given: hybrid.Backward,
     sizes: Tensor,
     capacity: int,
-    activation: Activation,
     out: Gradients,
     accumulate: bool,
     aside: Tensor,
     counters: Tensor,
+    of_gate: Tensor | None = None,
 ) -> None:
-    """``hybrid.overflow_backward`` of a layer with w_down [N, K] and a gradient dl1 [1]."""
+    """Backward of a layer with w_down [N, K] and a gradient dl1 [1]; ``sizes`` in place of what was kept."""
 
     def launches(p: Program, *views: Any) -> None:
-        of_dy, of_dl1, *own_views, of_sizes = views[:9]
-        own, gradients, last = Views(*[*own_views, None]), views[9:15], views[15:]
-        given = hybrid.Backward(of_dy, of_dl1, own, None, activation)
-        kept = _kept(of_sizes, None)
-        hybrid.overflow_backward(p, given, own.w_down, kept, capacity, Gradients(*gradients), accumulate, *last)
+        of_dy, of_dl1, *layer, of_sizes, gate = views[:10]
+        own, gradients = Views(*layer, None), Gradients(*views[10:16])
+        of_aside, of_counters, of_d_gate = views[16:]
+        ours = hybrid.Backward(of_dy, of_dl1, own, _kept(of_sizes), given.activation, gate)
+        last = (gradients, of_aside, of_counters)
+        hybrid.overflow(p, ours, own.w_down, capacity, *last, accumulate=accumulate, of_gate=of_d_gate)
 
-    run(launches, (dy, dl1, *layer[:6], sizes, *out[:6], aside, counters))
+    dy, dl1, layer, _, _, gate = given
+    run(launches, (dy, dl1, *layer[:6], sizes, gate, *out[:6], aside, counters, of_gate))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, const_expr, range_constexpr
 
@@ -58,6 +59,17 @@ def store_pairs(pairs: Any, row: Any, left: Int32, lane: Int32) -> None:
             for v in range_constexpr(4):
                 quad[v] = words[v]
             store_values(row + column, quad)
+
+
+@cute.jit
+def load_pairs(row: Any, count: cutlass.Constexpr, left: Int32, lane: Int32) -> Any:
+    """Load `count` pairs of a row as `store_pairs` stores them; zeros beyond its `left` columns."""
+    pairs, quad = [], cute.make_rmem_tensor((4,), Uint32)
+    for u in range_constexpr(count // 4):
+        column = 32 * u + 8 * (lane & 3)
+        load_values_if(row + column, quad, column < left)
+        pairs += transpose_quad([quad[v] for v in range(4)], lane)
+    return pairs
 
 
 @cute.jit

@@ -24,7 +24,6 @@ NIGHTLY = (
     "sampled_grad_bf16_plain",
     "gathered_bf16_0",
     "weight_grad_bf16_plain",
-    "overflow_bf16_forward",
 )
 
 

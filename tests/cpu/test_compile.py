@@ -45,7 +45,6 @@ OCCUPANCY = {
     "matrix_transpose": (256, 4),
     "transpose": (1024, 1),
     "weight_grad": (384, 1),
-    "overflow": (384, 1),
     "expert_pairs": (256, 4),
     "expert_pack": (288, 2),
     "expert_union": (256, 2),
@@ -59,14 +58,19 @@ PORTABLE_OCCUPANCY = {"compact": (1024, 1), "transpose": (1024, 1)}
 ELSEWHERE = (256, 3)
 
 
+def on_main_loop(spec: Spec) -> bool:
+    """Whether a kernel is of the portable family, or has its main loop everywhere."""
+    return isinstance(spec, specs.OverflowSpec) or getattr(spec, "family", specs.SM90) == specs.PORTABLE
+
+
 def register_budget(spec: Spec, kernel: str, arch: str) -> int:
     """Return the registers that a thread may use so that the intended number of CTAs fits on an SM."""
-    if not hasattr(spec, "family") and arch != "sm_90a":
-        return feasible.registers_per_thread(*ELSEWHERE)
     if isinstance(spec, specs.UpDownTokenSpec):
         return feasible.registers_per_thread(256, spec.ctas_per_sm)
-    if getattr(spec, "family", specs.SM90) == specs.PORTABLE:
+    if on_main_loop(spec):
         return feasible.registers_per_thread(*PORTABLE_OCCUPANCY.get(spec.op, (256, 1)))
+    if not hasattr(spec, "family") and arch != "sm_90a":
+        return feasible.registers_per_thread(*ELSEWHERE)
     if isinstance(spec, specs.QuantizeGateSpec):
         whole, shorter, ctas = quantize_gate.WARPS[spec.k_max // quantize_gate.COLUMNS]
         warps = spec.k_max // 256 if "few" in kernel else shorter if kernel.endswith("_2") else whole
@@ -78,9 +82,8 @@ def register_budget(spec: Spec, kernel: str, arch: str) -> int:
 
 def local_budget(spec: Spec, kernel: str) -> int:
     """Return the bytes of local memory of a thread: none, except for a few spilled counters outside the hot loops."""
-    if getattr(spec, "family", specs.SM90) == specs.PORTABLE:
-        # thresholds of neurons took another register where an over-full backward had none left
-        return 88 if isinstance(spec, specs.OverflowSpec) else 80
+    if on_main_loop(spec):
+        return 80
     if isinstance(spec, specs.QuantizeGateSpec):
         # 16 warps share an SM: that was faster than 12 with more registers
         return 32 if spec.k_max >= 4096 and kernel.endswith("_1") else 0
@@ -117,7 +120,6 @@ WGMMA = (
     *("gate_pack_bf16_t144", "gate_pack_few_bf16_m64", "sampled_up_bf16_training"),
     *("gate_screen_bf16", "sampled_gate_bf16"),
     *("up_down_tile_bf16_k2048", "gathered_bf16_2", "sampled_grad_bf16", "weight_grad_bf16_bias"),
-    *("overflow_bf16_forward", "overflow_bf16_backward"),
 )
 
 

@@ -473,7 +473,7 @@ def training_step(
 class OverFull(NamedTuple):
     """What a check of these passes varies; ``wanted``: "x" for the gradient of x, "w" for those of the weights.
 
-    levels: whether thresholds lie behind the biases of the gate.
+    levels: whether thresholds lie behind the biases of the gate. given: whether the gate is, before its activation.
     """
 
     m: int
@@ -487,6 +487,7 @@ class OverFull(NamedTuple):
     wanted: str = "xw"
     accumulate: bool = False
     levels: bool = False
+    given: bool = False
 
     def layer(self) -> Operands:
         """Small integers, six in each row of a weight."""
@@ -498,6 +499,8 @@ class OverFull(NamedTuple):
         layer = Operands(integers(-2, 2, m, k), *weights, *biases)
         if self.levels and layer.b_gate is not None:
             layer = layer._replace(b_gate=torch.cat([layer.b_gate, (torch.arange(n) % 3).to(BF16)]))
+        if self.given:
+            layer = layer._replace(w_gate=None, x=layer.x if self.gated else None)
         return layer if self.gated else layer._replace(w_up=None, b_up=None)
 
     def gradients(self, layer: Operands) -> Gradients:
@@ -517,37 +520,44 @@ class OverFull(NamedTuple):
 def overfull(case: OverFull, ctas: int, excess: int = 1, seed: int = 0) -> int:
     """Both passes, 256 tokens at a time, with an ``excess`` of non-zeros over the room for them.
 
-    Nothing may be written unless there is one. Returns how many clusters, or CTAs, computed in backward.
+    Nothing may be written unless there is one. Returns how many CTAs computed in backward.
     """
     torch.manual_seed(seed)
     layer, m, k, n = case.layer(), case.m, case.k, case.n
     dy = torch.zeros(m, k, dtype=BF16).scatter_(1, torch.randint(k, (m, 3)), integers(-2, 2, m, 3))
     activation = Activation(case.activation, case.threshold)
-    open_layer, with_levels = opened(layer, activation)
-    gate = with_levels.after(hybrid.project(layer.x, layer.w_gate, open_layer.b_gate).to(BF16))
+    open_layer, with_levels = (layer, activation) if case.given else opened(layer, activation)
+    before = integers(-3, 3, m, n) if case.given else hybrid.project(layer.x, layer.w_gate, open_layer.b_gate).to(BF16)
+    gate = with_levels.after(before, inplace=False)
     up = None if layer.w_up is None else hybrid.project(layer.x, layer.w_up, layer.b_up)
     hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
 
-    format_ = torch.empty(hybrid.words(layer.x, n, case.gated, held=8), dtype=torch.int32)
+    format_ = torch.empty(hybrid.words(dy, n, case.gated, held=8), dtype=torch.int32)
     total, sizes = int((gate != 0).sum()), hybrid.sizes(format_, m)
-    assert total > hybrid.capacity_of(layer.x, n, case.gated, format_)
+    assert total > hybrid.capacity_of(dy, n, case.gated, format_)
     sizes[-1] = total
     laid = Operands(*(strided(t) if t is not None and t.dim() > 1 else t for t in layer))
     given = hybrid.Backward(strided(dy), torch.tensor([case.dl1]), laid, format_, activation)
+    d_gate, of_gate = (strided(torch.full((m, n), torch.nan, dtype=BF16)) if case.given else None for _ in range(2))
+    if case.given:
+        given = given._replace(gate=strided(before))
     room = total - excess
     y = strided(torch.full((m, k), torch.nan, dtype=BF16))
     sums = torch.full((geometry.token_tiles(m), geometry.training_sums(n)), torch.nan)
     out, right = case.gradients(layer), case.gradients(layer)
-    aside = overflow.aside(layer.x, max(m, 2 * n), ctas)
+    aside = overflow.aside(dy, max(m, 2 * n), ctas)
     counters = torch.zeros(geometry.OVERFLOW_COUNTERS, dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("OVERFLOW_FORWARD", "OVERFLOW_BACKWARD"):
             patch.setattr(geometry, name, 256)
-        overflow.forward(laid, sizes, torch.zeros(n, dtype=torch.int32), room, activation, y, sums, aside)
-        overflow.backward(*given[:3], sizes, room, activation, out, case.accumulate, aside, counters)
+        forward_counters = torch.zeros_like(counters)
+        overflow.forward(laid, sizes, forward_counters, room, activation, y, sums, aside, given.gate)
+        overflow.backward(given, sizes, room, out, case.accumulate, aside, counters, of_gate)
 
     if excess > 0:
-        hybrid.backward_cpu(given, right, case.accumulate)
+        hybrid.backward_cpu(given, right, case.accumulate, d_gate)
+        if of_gate is not None:
+            testing.assert_same(of_gate, d_gate, "gradient of the gate")
         testing.assert_same(y, hybrid.project(hidden.to(BF16), layer.w_down.t(), layer.b_down).to(BF16), "y")
         by_tile = torch.stack([t.abs().sum() for t in hidden.split(geometry.TOKEN_TILE)])
         testing.assert_same(sums.sum(1), by_tile, "sums of |h|")

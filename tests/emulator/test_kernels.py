@@ -8,7 +8,7 @@ import torch
 from tests.emulator import checks
 from tests.emulator.launch import Emulator, Schedule
 from twell import tuning
-from twell._runtime import fingerprint, specs
+from twell._runtime import fingerprint
 
 # in order and in two random schedules, one of which is nightly: which of them hangs on the kernels
 NIGHTLY = 1 + int(fingerprint.source_hash(), 16) % 2
@@ -228,11 +228,7 @@ def test_a_training_step_with_thresholds_of_neurons(emulator: Emulator, m: int, 
         checks.training_step(m, 72, 264, 0.2, "gate up down", gated, levels=True)
 
 
-FAMILIES = pytest.mark.parametrize("family", [specs.SM90, specs.PORTABLE])
-
-
 @SEEDS
-@FAMILIES
 @pytest.mark.parametrize(
     "case",
     [
@@ -245,26 +241,26 @@ FAMILIES = pytest.mark.parametrize("family", [specs.SM90, specs.PORTABLE])
         checks.OverFull(257, activation="drelu", biases="gate up"),
         checks.OverFull(300, activation="fatrelu", threshold=2.0, gated=False, accumulate=True, wanted="w"),
         checks.OverFull(300, activation="fatrelu", biases="gate up", levels=True),
+        checks.OverFull(300, biases="up", dl1=1.0, given=True),
+        checks.OverFull(129, gated=False, dl1=-1.0, given=True, wanted="w", activation="relu2"),
     ],
 )
-def test_too_many_non_zeros(emulator: Emulator, case: checks.OverFull, family: str, seed: int) -> None:
-    """In one to three slices, by several clusters or CTAs."""
-    with emulator.stands_in(6, Schedule.of(seed), family):
+def test_too_many_non_zeros(emulator: Emulator, case: checks.OverFull, seed: int) -> None:
+    """In one to three slices, by several CTAs."""
+    with emulator.stands_in(6, Schedule.of(seed)):
         checks.overfull(case, ctas=6, seed=seed)
 
 
-@FAMILIES
-def test_as_many_non_zeros_as_there_is_room_for(emulator: Emulator, family: str) -> None:
-    with emulator.stands_in(6, Schedule(), family):
+def test_as_many_non_zeros_as_there_is_room_for(emulator: Emulator) -> None:
+    with emulator.stands_in(6, Schedule()):
         assert checks.overfull(checks.OverFull(300), ctas=6, excess=0) == 0
 
 
-@FAMILIES
-def test_who_begins_late_computes_nothing(emulator: Emulator, family: str) -> None:
-    """A schedule says how many clusters run at a time: the others begin when these have ended."""
+def test_who_begins_late_computes_nothing(emulator: Emulator) -> None:
+    """A schedule says how many CTAs run at a time: the others begin when these have ended."""
     teams = []
     for seed in range(8):
-        with emulator.stands_in(8, Schedule.of(seed), family):
+        with emulator.stands_in(8, Schedule.of(seed)):
             teams.append(checks.overfull(checks.OverFull(300, k=16, n=40), ctas=8, seed=seed))
     assert min(teams) == 1
     assert max(teams) == 4

@@ -1,4 +1,4 @@
-"""The kernels for more non-zeros than the hybrid format holds, against float64, bit for bit."""
+"""The kernel for more non-zeros than the hybrid format holds, against float64, bit for bit."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from tests.gpu.operands import padded
 from twell import testing
 from twell._activation import RELU
 from twell._runtime import device, geometry
+from twell.ops import hybrid
 from twell.ops.operands import Gradients, Operands
 from twell.testing import FFN
 
@@ -94,7 +95,7 @@ def counters() -> Tensor:
 
 
 def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor], waits: bool = True) -> None:
-    """Launch the kernel of one mode on ``outputs``, with a capacity that the non-zeros exceed by ``excess``."""
+    """Launch the pass of one mode on ``outputs``, with a capacity that the non-zeros exceed by ``excess``."""
     m, n, gated = len(p.dy), len(p.layer.w_gate), p.gated
     # the kernel only compares it, so any number does
     total = int(p.active.sum()) + 1 if waits else m
@@ -104,8 +105,7 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor], w
     # for sums longer than tensor cores add up in one go
     aside = overflow.aside(p.layer.x, max(m, 2 * n), device.sm_count(0))
     if mode == "forward":
-        popularity = torch.zeros(n, dtype=torch.int32, device="cuda")
-        overflow.forward(layer, sizes, popularity, total - excess, RELU, outputs["y"], outputs["l1"], aside)
+        overflow.forward(layer, sizes, counters(), total - excess, RELU, outputs["y"], outputs["l1"], aside)
         return
     dl1 = torch.tensor([p.dl1], device="cuda")
     out = Gradients(
@@ -116,7 +116,8 @@ def run(p: Problem, mode: str, *, excess: int = 1, outputs: dict[str, Tensor], w
         None if p.layer.b_gate is None else outputs["db_gate"],
         outputs["db_up"] if gated and p.layer.b_up is not None else None,
     )
-    overflow.backward(p.dy, dl1, layer, sizes, total - excess, RELU, out, mode == "add", aside, counters())
+    given = hybrid.Backward(p.dy, dl1, layer, None, RELU)
+    overflow.backward(given, sizes, total - excess, out, mode == "add", aside, counters())
 
 
 def empty(p: Problem, mode: str, fill: float = math.nan) -> dict[str, Tensor]:
@@ -207,7 +208,8 @@ def test_only_what_is_wanted_is_computed(wanted: str) -> None:
         gradients = Gradients(out["dx"])
     else:
         gradients = Gradients(None, *(out[name] for name in OUTPUTS["backward"][1:]))
-    overflow.backward(p.dy, dl1, Operands(*p.layer), sizes, 0, RELU, gradients, False, aside, counters())
+    given = hybrid.Backward(p.dy, dl1, Operands(*p.layer), None, RELU)
+    overflow.backward(given, sizes, 0, gradients, False, aside, counters())
     for name, result in out.items():
         if name[1] == wanted or (wanted == "w" and name[1] == "b"):
             testing.assert_same(result, right[name].float().to(result.dtype), name)

@@ -39,7 +39,7 @@ from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.library import STRIDE_MULTIPLE, bias_view, check, check_layer, down_rows
-from twell.ops.operands import Gradients, Operands, Views, bias_alone, opened
+from twell.ops.operands import Gradients, Operands, bias_alone, opened
 
 
 class Kept(NamedTuple):
@@ -411,88 +411,57 @@ def backward_cpu(given: Backward, out: Gradients, accumulate: bool, of_gate: Ten
 # On the GPU
 
 
-def overflow_forward(
-    p: Program,
-    layer: Views,
-    w_down: View,
-    kept: Kept,
-    capacity: int,
-    activation: Activation,
-    y: View,
-    sums: View,
-    aside: View,
-    gate: View | None = None,
-) -> None:
-    """Launch the kernel that fills y and ``sums``, of |h|, densely if there are more non-zeros than ``capacity``.
-
-    ``gate``: that before the activation, if it was given. ``w_down`` is [N, K], ``sums`` [token tiles,
-    ``geometry.training_sums``] and ``aside`` is ``room_aside`` for n terms.
-    """
-    x, w_gate, w_up, _, *given = layer
-    m, n, dtype = y.shape[0], w_down.shape[0], y.dtype
-    biases = (bias_view(p, bias, dtype) for bias in given)
-    scratch = p.scratch(dtype, 1, min(m, geometry.OVERFLOW_FORWARD), n)
-    form = int(w_up is not None), activation.code(), threshold_pair(activation, dtype)
-    over = (kept.sizes, capacity, *form, scratch)
-    own = (y, sums, aside, kept.counters, _or_none(p, gate, w_down), p.multiprocessors)
-    operands = (y if x is None else x, *_weights(w_gate, w_up, w_down))
-    p.launch(tuning.overflow(dtype, "forward", family=tuning.family(p.index)), *operands, *biases, *over, *own)
-
-
-def overflow_backward(
+def overflow(
     p: Program,
     given: Backward,
     w_down: View,
-    kept: Kept,
     capacity: int,
     out: Gradients,
-    accumulate: bool,
     aside: View,
     counters: View,
+    *,
+    accumulate: bool = False,
     of_gate: View | None = None,
+    sums: View | None = None,
 ) -> None:
-    """Launch the kernel that fills ``out`` and ``of_gate`` densely if there are more non-zeros than ``capacity``.
+    """Launch the kernel that does a pass densely if there are more non-zeros than ``capacity``; w_down is [N, K].
 
-    ``w_down`` is [N, K], ``dl1`` of ``given`` [1]. ``aside`` is ``room_aside`` for m and for n terms, 2n of a layer
-    with an up projection. ``counters`` is int32 [``geometry.OVERFLOW_COUNTERS``], zero when the kernel begins.
+    Without dy it is forward, ``out`` has y in place of dx, and ``sums`` [token tiles, ``geometry.training_sums``] are
+    those of |h|. Backward fills ``out`` and ``of_gate``, and takes dl1 [1]. ``aside`` is ``room_aside`` for n terms; in
+    backward for m, too, and 2n of a layer with an up projection. ``counters``: ``geometry.OVERFLOW_COUNTERS`` of int32,
+    zero when the kernel begins.
     """
-    dy, dl1, layer, _, activation, gate = given
-    x, w_gate, w_up, _, b_gate, b_up, _ = layer
-    (m, k), n, dtype, gated = dy.shape, w_down.shape[0], dy.dtype, int(w_up is not None)
-    biases = (bias_view(p, bias, dtype) for bias in (b_gate, b_up))
-    sums_wanted = 0 if accumulate else 2 + gated
-    slice_size = geometry.overflow_tokens(m, n, k, 2 + gated, sums_wanted)
-    form = gated, activation.code(), threshold_pair(activation, dtype)
-    over = (kept.sizes, capacity, *form, p.scratch(dtype, 2 + gated, slice_size, n))
-    none, wide = p.scratch(dtype, 0, k), p.scratch(torch.float32, 0, k)
-    if gate is not None:
-        # that of w_up stands for it
-        out = out._replace(w_gate=out.w_up)
-    dx, *weights = (none if g is None else g for g in out[:4])
-    sums = [wide] * 3
-    if accumulate:
-        weights, sums = [none] * 3, [wide if g is None else g for g in out[1:4]]
-    elif m > slice_size:
-        # slices add up in fp32, and the last one rounds
-        sums = [p.scratch(torch.float32, *w.shape) for w in weights]
-    d_biases = [bias_view(p, bias_alone(b, n), dtype) for b in out[4:6]]
-    lines = -(-m // geometry.OVERFLOW_SUM) if any(b.shape[0] for b in d_biases) else 0
-    by_token = p.scratch(torch.float32, lines, 2 * n)
-    gates = _or_none(p, gate, w_down), _or_none(p, of_gate, w_down)
-    own: Any = (dx, *weights, *sums, int(accumulate), by_token, *d_biases, aside, counters, *gates, p.multiprocessors)
-    operands = (dy if x is None else x, *_weights(w_gate, w_up, w_down), *biases, dl1)
-    p.launch(tuning.overflow(dtype, "backward", family=tuning.family(p.index)), dy, *operands, *over, *own)
-
-
-def _weights(w_gate: View | None, w_up: View | None, w_down: View) -> tuple[View, View, View]:
-    """The weights as kernels of overflow take them: any stands for one that there is not."""
+    dy, dl1, (x, w_gate, w_up, _, *biases), kept, activation, gate = given
+    (n, k), dtype, gated = w_down.shape, w_down.dtype, int(w_up is not None)
+    # any matrix of their shape stands for operands that there are not
+    tokens = next(t for t in (x, dy, out.x) if t is not None)
     up = w_down if w_up is None else w_up
-    return up if w_gate is None else w_gate, up, w_down
+    m, weights = tokens.shape[0], (out.w_gate if gate is None else None, out.w_up, out.w_down)
+    slabs, slice_size = 1, min(m, geometry.OVERFLOW_FORWARD)
+    if dy is not None:
+        slabs = 2 + gated
+        slice_size = geometry.overflow_tokens(m, n, k, slabs, 0 if accumulate else slabs)
 
+    def or_none(view: View | None, *shape: int, dtype: torch.dtype = dtype) -> View:
+        return p.scratch(dtype, *shape) if view is None else view
 
-def _or_none(p: Program, gate: View | None, w_down: View) -> View:
-    """A gate or its gradient as these kernels take it: an empty one stands for none."""
-    return p.scratch(w_down.dtype, 0, w_down.shape[0]) if gate is None else gate
+    # slices add up in fp32, and the last one rounds
+    rows = [n if w is not None and m > slice_size else 0 for w in weights]
+    totals = weights if accumulate else [p.scratch(torch.float32, of_sums, k) for of_sums in rows]
+    d_biases = [bias_alone(b, n) for b in out[4:6]]
+    lines = -(-m // geometry.OVERFLOW_SUM) if any(b is not None for b in d_biases) else 0
+    p.launch(
+        tuning.overflow(dtype),
+        *(or_none(dy, 0, k), tokens, up if w_gate is None else w_gate, up, w_down, *(or_none(b, 0) for b in biases)),
+        *(or_none(dl1, 0, dtype=torch.float32), kept.sizes, capacity),
+        *(gated, activation.code(), threshold_pair(activation, dtype), p.scratch(dtype, slabs, slice_size, n)),
+        *(or_none(out.x, 0, k), *(or_none(None if accumulate else w, 0, k) for w in weights)),
+        *(or_none(t, 0, k, dtype=torch.float32) for t in totals),
+        int(accumulate),
+        *(or_none(sums, 0, 0, dtype=torch.float32), p.scratch(torch.float32, lines, 2 * n)),
+        *(*(or_none(b, 0) for b in d_biases), aside, counters, or_none(gate, 0, n), or_none(of_gate, 0, n)),
+        p.multiprocessors,
+    )
 
 
 def launches(
@@ -513,7 +482,7 @@ def launches(
     kept = parts(tensor, m, n)
     # without a gradient of l1 the first chunk's zero
     dl1 = kept.chunks.at(0, torch.float32, 1) if dl1 is None else dl1.at(0, torch.float32, 1)
-    given = given._replace(dl1=dl1)
+    given = given._replace(dl1=dl1, kept=kept)
     entries, neurons, chunks, sizes, popularity, _ = kept
     pattern = (entries, neurons, chunks, sizes)
     w_down, up = down_rows(p, layer.w_down), up_view(entries, capacity, dtype) if gated else None
@@ -536,7 +505,7 @@ def launches(
     if not weight_grad:
         aside = room_aside(p, dtype, 2 * n if gated else n)
         counters = p.cleared(torch.int32, geometry.OVERFLOW_COUNTERS)
-        overflow_backward(p, given, w_down, kept, capacity, out, accumulate, aside, counters, of_gate)
+        overflow(p, given, w_down, capacity, out, aside, counters, accumulate=accumulate, of_gate=of_gate)
         return
 
     order, slot = p.scratch(torch.int32, n), p.scratch(torch.int32, n)
@@ -577,7 +546,7 @@ def launches(
     operands = (tokens_of.from_column(first), dy.from_column(first), order, sizes, tiles, starts, packed, tokens)
     p.launch(tuning.weight_grad(dtype, gated, bias, family=family), *operands, *gradients, capacity, p.multiprocessors)
     counters = arrivals.part(units * geometry.UNIT_WARPS, arrivals.shape[0])
-    overflow_backward(p, given, w_down, kept, capacity, out, accumulate, aside, counters, of_gate)
+    overflow(p, given, w_down, capacity, out, aside, counters, accumulate=accumulate, of_gate=of_gate)
 
 
 def up_view(entries: View, capacity: int, dtype: torch.dtype) -> View:

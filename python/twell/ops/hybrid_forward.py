@@ -41,7 +41,7 @@ from twell.ops.library import (
     new,
     register,
 )
-from twell.ops.operands import Form, Operands, Views, has_thresholds, opened
+from twell.ops.operands import Form, Gradients, Operands, Views, has_thresholds, opened
 from twell.ops.pack import pack_gate, shapes, stats_shape
 from twell.ops.quantize_gate import quantize, quantize_gate, require
 from twell.ops.slices import Added, is_sliced, require_sliceable
@@ -241,10 +241,10 @@ class Forward:
         of_entries = RELU.code() if gated else code
         bias, behind = bias_view(p, b_down, dtype), (y, aside, of_entries, capacity, p.multiprocessors)
         p.launch(tuning.gathered(dtype, int(gated), family=family), hidden, w_down, None, None, bias, *pattern, *behind)
-        gate = None
+        given = hybrid.Backward(None, None, layer, kept, activation)
         if self._given:
-            layer, gate = layer._replace(w_gate=None), w_gate
-        hybrid.overflow_forward(p, layer, w_down, kept, capacity, activation, y, sums, aside, gate)
+            given = given._replace(layer=layer._replace(w_gate=None), gate=w_gate)
+        hybrid.overflow(p, given, w_down, capacity, Gradients(y), aside, kept.counters, sums=sums)
         return p.compiled()
 
     def _places(self, p: Program, m: int, n: int, most: int) -> list[View]:
