@@ -13,9 +13,6 @@ scale and the offset. Column 256 v + 8 l + i of them is in lane l from its load 
 A row's vectors are loaded as soon as the row ahead has been multiplied. 16 warps share a multiprocessor: they hide each
 other's waits. The dithers lie in shared memory, fp32 ones in the order in which lanes read them.
 
-Of few rows each has a CTA, and a warp has 256 columns, of one v. For the levels of v the values pass through shared
-memory to warps that have one i of all v, and back. Dithers stay in registers.
-
 Bits of a column within 256 that are rows and columns of the two matrices, from the lowest on: 0, 3, 4, 1 and 5, 6, 7,
 2. Bits 0 to 2 are i, bits 3 and 4 are l % 4, bits 5 to 7 are l / 4. A matrix is the identity in bits that are not
 rotated, if K is not a multiple of 2,048.
@@ -88,9 +85,6 @@ class QuantizeGate:
         # warps of a row, and most of a CTA
         self.segments = spec.k_max // COLUMNS
         self.warps, self.partial_warps, self.ctas = WARPS[self.segments]
-        # warps of one of few rows; 1 if a CTA can have them, else 0
-        self.few_warps = spec.k_max // (32 * VECTOR)
-        self.few = int(self.few_warps <= 32)
 
     @cute.jit
     def __call__(
@@ -119,9 +113,7 @@ class QuantizeGate:
         shifts = (shift, other_shift)
         if rows.shape[0] > 0:
             # the usual sizes have constant places
-            if rows.shape[0] <= multiprocessors * self.few:
-                self.launch_few(o, shifts, stream)
-            elif rows.shape[1] == self.k_max:
+            if rows.shape[1] == self.k_max:
                 self.launch(o, shifts, True, multiprocessors, stream)
             else:
                 self.launch(o, shifts, False, multiprocessors, stream)
@@ -140,16 +132,6 @@ class QuantizeGate:
             stream=stream,
             use_pdl=launch.overlaps(),
         )
-
-    def launch_few(self, o: Operands, shifts: tuple[Any, ...], stream: cuda.CUstream) -> None:
-        """Launch the kernel for few rows."""
-        if self.few:
-            self.few_kernel(o, *shifts).launch(
-                grid=(o.rows.shape[0], 1, 1),
-                block=(32 * self.few_warps, 1, 1),
-                stream=stream,
-                use_pdl=launch.overlaps(),
-            )
 
     @cute.kernel
     def kernel(self, o: Operands, shift: Int32, other_shift: Int32, whole: cutlass.Constexpr):
@@ -203,93 +185,6 @@ class QuantizeGate:
                 self.store_vectors(o, row, largest, squares, offset, screened, levels)
             target += Int64(step) * o.q.stride[0]
             first += step
-
-    @cute.kernel
-    def few_kernel(self, o: Operands, shift: Int32, other_shift: Int32):
-        """One row; the operands are those of `kernel`."""
-        thread, lane, row = cute.arch.thread_idx()[0], cute.arch.lane_idx(), cute.arch.block_idx()[0]
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-
-        @cute.struct
-        class Shared:
-            largest: cute.struct.MemRange[Int32, self.few_warps]
-            squares: cute.struct.MemRange[Float32, self.few_warps]
-            offsets: cute.struct.MemRange[Float32, self.few_warps]
-            values: cute.struct.MemRange[Float32, self.k_max]
-
-        shared = SmemAllocator().allocate(Shared)
-        of_warps = cute.make_layout(self.few_warps)
-        largests, squares_of, offsets = (
-            part.get_tensor(of_warps) for part in (shared.largest, shared.squares, shared.offsets)
-        )
-        # by v and segment, i and lane
-        line = shared.values.get_tensor(cute.make_layout((32, VECTOR, self.few_warps), stride=(1, 32, 32 * VECTOR)))
-        column, v, segment = thread * VECTOR, warp % VECTORS, warp // VECTORS
-        dithers, others = cute.make_rmem_tensor((VECTOR,), Float32), cute.make_rmem_tensor((VECTOR // 2,), Uint32)
-        for half in range_constexpr(2):
-            four = philox(Uint32(thread * 2 + half), screen.DITHERS)
-            pairs = [[Int32(screen.centred(word, Uint32(place))) for word in four] for place in (shift, other_shift)]
-            for j in range_constexpr(4):
-                dithers[4 * half + j] = pairs[0][j].to(Float32) * Float32(UNIT) + Float32(0.5)
-            for j in range_constexpr(2):
-                others[2 * half + j] = Uint32(pairs[1][2 * j]) & Uint32(0xFFFF) | Uint32(pairs[1][2 * j + 1]) << 16
-        signs, bits = self.draw_signs(segment * COLUMNS, lane), self.power(o.rows.shape[1])
-        matrices = self.draw_matrices(bits, False, lane)
-        pieces, values = cute.make_rmem_tensor((VECTOR // 2,), Uint32), cute.make_rmem_tensor((VECTOR,), Float32)
-        pieces.fill(0)
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
-
-        exists = column < o.rows.shape[1]
-        if exists:
-            self.copy(address(o.rows, row, column).toint(), VECTOR // 2, pieces, True)
-        rotated = self.multiply_vector(matrices, signs, v, [pieces[i] for i in range(VECTOR // 2)])
-        for i in range_constexpr(VECTOR):
-            line[lane, i, warp] = rotated[i]
-        cute.arch.sync_threads()
-        for i in range_constexpr(VECTORS):
-            values[i] = line[lane, v, segment * VECTORS + i]
-        for level in range_constexpr(8, 11):
-            if level < bits:
-                self.butterflies(values, level - 8)
-        largest, squares = Int32(0), Float32(0.0)
-        for i in range_constexpr(VECTORS):
-            line[lane, v, segment * VECTORS + i] = values[i]
-            largest = self.larger(largest, self.add_magnitudes(values[i], Float32(0.0)))
-            squares += values[i] * values[i]
-        largest, squares = Int32(cute.arch.warp_redux_sync(largest, "max")), warp_sum(squares)
-        if lane == 0:
-            largests[warp], squares_of[warp] = largest, squares
-        cute.arch.sync_threads()
-        largest, squares = Int32(0), Float32(0.0)
-        if lane < self.few_warps:
-            largest, squares = largests[lane], squares_of[lane]
-        largest = Uint32(cute.arch.warp_redux_sync(largest, "max")).bitcast(Float32)
-        squares = warp_sum(squares)
-
-        screened, levels = self.judge(largest, squares)
-        words, offset = cute.make_rmem_tensor((2,), Uint32), Int32(0)
-        for half in range_constexpr(2):
-            own = [line[lane, 4 * half + j, warp] for j in range(4)]
-            words[half], offset = self.round_four(
-                own, levels, [dithers[4 * half + j] for j in range(4)], [others[2 * half + j] for j in range(2)], offset
-            )
-        if not screened:
-            words.fill(0)
-        if exists:
-            self.copy(address(o.q, row, column).toint(), 2, words, False)
-        total = warp_sum(offset.to(Float32) * Float32(UNIT))
-        if lane == 0:
-            offsets[warp] = total
-        cute.arch.sync_threads()
-        if warp == 0:
-            total = Float32(0.0)
-            if lane < self.few_warps:
-                total = offsets[lane]
-            # in few levels: the bound counts their roundings
-            total = warp_sum(total)
-            if lane == 0:
-                self.store_vectors(o, row, largest, squares, total, screened, levels)
 
     @cute.jit
     def power(self, columns: Int32) -> Int32:
