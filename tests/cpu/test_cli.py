@@ -27,35 +27,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"twell {twell.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["--help"], ["demo", "info", "analyze", "convert", "--version"]),
-        (["demo", "--help"], ["--text", "--seconds", "--steps", "--seed", "--l1", "--compression", "Ctrl-C"]),
-        (["info", "--help"], ["--json", "--verbose"]),
-    ],
-)
-def test_help(arguments: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_of(*arguments) == 0
-    printed = capsys.readouterr().out
-    assert all(part in printed for part in parts)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["dance"], "invalid choice: 'dance'"),
-        (["bench", "ffn"], "bench is in a checkout of twell alone: python -m profiling.bench"),
-        (["record", "folder"], "record is in a checkout of twell alone: python -m profiling.record"),
-        (["demo", "--steps", "0"], "argument --steps: expected an integer of at least 1, got 0"),
-        (["demo", "--steps", "many"], "argument --steps: expected an integer of at least 1, got 'many'"),
-        (["demo", "--seconds", "0"], "argument --seconds: expected a number above 0, got '0'"),
-        (["demo", "--l1", "-1"], "argument --l1: expected a number of at least 0, got '-1'"),
-    ],
-)
-def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_of(*arguments) == 2
-    assert message in capsys.readouterr().err
+def test_another_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_of("dance") == 2
+    assert "invalid choice: 'dance'" in capsys.readouterr().err
 
 
 def test_alone_it_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,27 +102,10 @@ def test_a_home_of_no_user_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "TWELL_CACHE_DIR can name a folder instead of '~no-such-user/twell'" in capsys.readouterr().out
 
 
-def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(request: demo.DemoRequest) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo, "run", run)
-    assert cli.main(["demo"]) == 130
-    assert "twell demo: interrupted" in capsys.readouterr().err
-
-
 def as_module(*arguments: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "twell", *arguments]
     return subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
-
-
-def test_a_reader_that_leaves_is_no_error() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    done = as_module("info", "--verbose", stdout=write)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_runs_as_a_module() -> None:

@@ -129,28 +129,6 @@ def test_demo_fails_where_the_output_is_wrong(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--text", "/no/such/folder"],
-            "--text: expected a folder of text files, got '/no/such/folder' (no such folder)",
-        ),
-        (["--text", __file__], "(a file)"),
-        (["--hidden", "40"], "--hidden: expected a multiple of 32 (the size of an attention head), got 40"),
-        (["--intermediate", "12"], "--intermediate: expected a multiple of 8 up to 65536, got 12"),
-        (["--intermediate", "65544"], "--intermediate: expected a multiple of 8 up to 65536, got 65544"),
-        (["--device", "tpu"], "--device: expected cpu, cuda or cuda:INDEX, got 'tpu'"),
-        (["--device", "meta"], "--device: expected cpu, cuda or cuda:INDEX, got 'meta'"),
-    ],
-)
-def test_bad_requests(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["demo", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert not printed.out
-
-
-@pytest.mark.parametrize(
     ("count", "text"),
     [
         (0, "--device: expected cpu, as torch can use no CUDA device, got 'cuda:2'"),

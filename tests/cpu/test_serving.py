@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from ffns import BF16, Gated, K, N, Pair, Plain, take
+from ffns import BF16, K, N
 from layer_checks import MODULES, STRATEGIES, Module, agrees, close, tokens
 from torch import Tensor, nn
 
-from twell._sparsify import layers
 from twell.nn import SparseGatedMLP, SparseMLP, explain, set_down_layout
 
 
@@ -239,76 +238,3 @@ def test_accelerate_places_and_offloads() -> None:
         accelerate.utils.set_module_tensor_to_device(empty, name, "cpu", tensor.contiguous())
     with torch.no_grad():
         assert torch.equal(empty(tokens()), expected)
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Gated(), Plain(), Pair()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
-def torch_model() -> tuple[nn.Module, nn.Module, Tensor]:
-    dense = Blocks().to(BF16)
-    sparse = copy.deepcopy(dense)
-    assert list(layers(take(sparse))) == ["layers.0", "layers.1", "layers.2"]
-    return sparse, dense, tokens()
-
-
-def hf_model(kind: str) -> tuple[nn.Module, nn.Module, Tensor]:
-    transformers = pytest.importorskip("transformers")
-    import twell.integrations.transformers as twell_hf
-
-    sizes: dict[str, Any] = {"hidden_size": K, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
-    if kind == "opt":
-        config = transformers.OPTConfig(**sizes, ffn_dim=N, word_embed_proj_dim=K, dropout=0.0)
-    else:
-        family = transformers.LlamaConfig if "llama" in kind else transformers.Qwen2Config
-        config = family(**sizes, intermediate_size=N, num_key_value_heads=2, hidden_act="relu")
-    dense = transformers.AutoModelForCausalLM.from_config(config).to(BF16).eval()
-    if kind.startswith("sparse_"):
-        own = {"llama": "SparseLlamaForCausalLM", "qwen2": "SparseQwen2ForCausalLM"}[kind.removeprefix("sparse_")]
-        cls = getattr(twell_hf, own)
-        sparse = cls(cls.config_class(**config.to_dict())).to(BF16).eval()
-        sparse.load_state_dict(dense.state_dict())
-    else:
-        sparse = twell_hf.sparsify(copy.deepcopy(dense))
-    return sparse, dense, torch.arange(12).view(2, 6)
-
-
-KINDS = pytest.mark.parametrize("kind", ["torch", "llama", "opt", "sparse_qwen2"])
-
-
-def model_of(kind: str) -> tuple[nn.Module, nn.Module, Tensor]:
-    return torch_model() if kind == "torch" else hf_model(kind)
-
-
-def out(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        y = model(x)
-    return y if isinstance(y, Tensor) else y.logits
-
-
-def matches(sparse: nn.Module, dense: nn.Module, x: Tensor) -> None:
-    assert len(layers(sparse)) == (3 if isinstance(dense, Blocks) else 2)
-    close(out(sparse, x), out(dense, x))
-
-
-@KINDS
-def test_models_take_weights_after_construction(kind: str) -> None:
-    sparse, dense, x = model_of(kind)
-    matches(sparse, dense, x)
-    assert sparse.state_dict().keys() == dense.state_dict().keys()
-    for seed, load in enumerate((loaded, assigned, copied, as_data, as_replaced_parameters, through_state_dict)):
-        state = new_state(dense, seed)
-        dense.load_state_dict(state)
-        before = out(sparse, x)
-        load(sparse, {name: tensor.clone() for name, tensor in state.items()})
-        if hasattr(sparse, "tie_weights"):
-            sparse.tie_weights()
-        matches(sparse, dense, x)
-        assert not torch.equal(out(sparse, x), before)
