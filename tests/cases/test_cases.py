@@ -13,9 +13,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LIMITS = Limits.of("cpu")
 # of each kind
-DRAWN = dict.fromkeys(KINDS, 60) | {"layer": 240, "given": 100, "autoencoder": 80, "pair": 20}
+DRAWN = dict.fromkeys(KINDS, 50) | {"layer": 200, "given": 75, "autoencoder": 75, "pair": 15}
 # cases of one test
-TOGETHER = 20
+TOGETHER = 25
 
 
 def wrong(cases: list[Case]) -> dict[str, str]:
@@ -23,11 +23,15 @@ def wrong(cases: list[Case]) -> dict[str, str]:
     return {line: said for line, said in found.items() if said != "ok"}
 
 
-@pytest.mark.parametrize("first", range(0, len(PINNED), TOGETHER))
-def test_pinned(first: int) -> None:
+OF_KIND = {kind: [case for case in PINNED if case.kind == kind and LIMITS.hold(case)] for kind in KINDS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"), [(k, i) for k, own in OF_KIND.items() for i in range(0, len(own), TOGETHER)]
+)
+def test_pinned(kind: str, first: int) -> None:
     # without graphs and streams
-    some = [case.replace(call="eager") for case in PINNED[first : first + TOGETHER] if LIMITS.hold(case)]
-    assert wrong(some) == {}
+    assert wrong([case.replace(call="eager") for case in OF_KIND[kind][first : first + TOGETHER]]) == {}
 
 
 @pytest.mark.parametrize(("kind", "first"), [(k, i) for k, n in DRAWN.items() for i in range(0, n, TOGETHER)])

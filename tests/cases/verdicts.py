@@ -196,6 +196,14 @@ def judge(case: Case, o: Operands, operands: Operands, found: Outputs, result: R
     missing = {"y", *case.wanted} - {name.removeprefix("main ") for name in found}
     if missing:
         raise Mismatch(f"no {', '.join(sorted(missing))}")
+    for name in found.keys() & {*case.wanted}:
+        if found[name].shape != operands[name].shape or found[name].dtype != operands[name].dtype:
+            given = f"{operands[name].dtype} {list(operands[name].shape)}"
+            raise Mismatch(f"{name} must be {given}, got {found[name].dtype} {list(found[name].shape)}")
+    if case.scales == "block":
+        # such weights run in 16 bits
+        o = {name: t.dequantize(case.torch_dtype) if isinstance(t, Float8) else t for name, t in o.items()}
+        case, operands = case.replace(scales="", tokens="", fast=True), laid_out(case.replace(scales="", tokens=""), o)
     if case.kind not in ("layer", "pair", "given") or case.scales or case.rank:
         judge_worst(case, o, found, result)
         return
@@ -236,9 +244,11 @@ def _contiguous(name: str, t: Tensor) -> Tensor:
 
 
 def judge_figures(found: Outputs, l1: Tensor, off: Tensor | float, l0: Tensor) -> None:
-    if float(found["l0"]) != float(l0.float()):
+    if found["l1"].dim() or found["l0"].dim() or found["l0"].dtype != torch.float32:
+        raise Mismatch(f"figures must be 0-d, and l0 float32, got {found['l1']} and {found['l0']}")
+    if float(found["l0"]) != float(l0.to(found["l0"].dtype)):
         raise Mismatch(f"l0 {float(found['l0'])}, expected {float(l0)}")
-    if not abs(float(found["l1"]) - float(l1.float())) <= float(off):
+    if not abs(float(found["l1"]) - float(l1.to(found["l1"].dtype))) <= float(off):
         raise Mismatch(f"l1 {float(found['l1'])}, expected {float(l1)}, off by at most {float(off)}")
 
 

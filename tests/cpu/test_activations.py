@@ -12,13 +12,12 @@ from activations import BIASES, DTYPES, EVERY, FAMILY, every_value, float64_hidd
 from torch import Tensor
 
 import twell
-from twell import _activation, _autograd, ops, reference, testing
+from twell import _activation, _autograd, ops, testing
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry
 from twell.ops import hybrid
 
 BF16, FP16 = torch.bfloat16, torch.float16
-STRATEGIES = ("row", "union", "union+screen", "row+invariant", "dense", "auto")
 
 
 def integers(m: int, name: Any, *, density: float = 0.1, k: int = 72, n: int = 264, dtype: Any = BF16) -> testing.FFN:
@@ -26,25 +25,6 @@ def integers(m: int, name: Any, *, density: float = 0.1, k: int = 72, n: int = 2
 
 
 # Results
-
-
-@EVERY
-@pytest.mark.parametrize(("m", "dtype"), [(0, BF16), (1, FP16), (300, BF16)])
-def test_every_strategy_computes_the_only_right_integers(
-    name: Any, threshold: float, gated: bool, dtype: torch.dtype, m: int
-) -> None:
-    p, how = integers(m, name, dtype=dtype), form(name, threshold)
-    for strategy in STRATEGIES:
-        # only these do not round h, which matters to squares
-        rounded = strategy not in ("row", "row+invariant")
-        right = testing.exact_output(p, gated=gated, rounded=rounded, **how)
-        with torch.no_grad():
-            y, aux = testing.sparse_layer(p, gated=gated, strategy=strategy, **how)
-        testing.assert_same(y, right, strategy)
-        gate = testing.float64_gate(p, threshold)
-        assert float(aux.l0) == float((gate != 0).sum().float() / max(m, 1))
-        hidden = float64_hidden(p, name, threshold, gated)
-        assert float(aux.l1) == pytest.approx(float(hidden.abs().sum()) / max(m, 1), rel=1e-2 if rounded else 1e-6)
 
 
 @EVERY
@@ -57,56 +37,6 @@ def test_the_tools_of_testing_agree_with_autograd_in_float64(name: Any, threshol
     found = testing.float64_gradients(p, dy, 0.5, gated=gated, **how)
     for gradient, theirs in zip(found.values(), testing.dense_gradients(p, dy, 0.5, gated=gated, **how).values()):
         torch.testing.assert_close(gradient, theirs)
-
-
-@EVERY
-@pytest.mark.parametrize(("density", "dtype"), [(0.05, BF16), (1.0, FP16)])
-def test_gradients_of_integers(name: Any, threshold: float, gated: bool, dtype: torch.dtype, density: float) -> None:
-    """With a density of 1 the non-zeros exceed the hybrid format, and backward computes everything again."""
-    p, how = integers(64, name, density=density, dtype=dtype, k=24), form(name, threshold)
-    dy, dl1 = testing.integer_upstream(p), 1.0
-    right = testing.exact_gradients(p, dy, dl1, gated=gated, **how)
-    found = testing.sparse_gradients(p, dy, dl1, gated=gated, strategy="union", **how)
-    for key, gradient in found.items():
-        testing.assert_same(gradient, right[key].float().to(dtype), key)
-
-
-@EVERY
-@pytest.mark.parametrize("strategy", ["union", "dense"])
-def test_gradients_of_real_numbers_in_float64(name: Any, threshold: float, gated: bool, strategy: Any) -> None:
-    """The CPU's operators take wider dtypes, too, and then agree with autograd to the last bits."""
-    torch.manual_seed(0)
-    p = testing.integer_problem(9, 24, 40, density=0.3, biases=BIASES).map(torch.Tensor.double)
-    p = p.map(lambda t: t + 0.1 * torch.randn_like(t))
-    dy, how = torch.randn_like(p.x), form(name, threshold)
-    right = testing.dense_gradients(p, dy, 0.25, gated=gated, **how)
-    found = testing.sparse_gradients(p, dy, 0.25, gated=gated, strategy=strategy, **how)
-    for key, gradient in found.items():
-        torch.testing.assert_close(gradient, right[key], rtol=1e-9, atol=1e-9)
-
-
-@EVERY
-def test_operators_equal_the_reference(name: Any, threshold: float, gated: bool) -> None:
-    for dtype in (BF16, FP16):
-        p = integers(21, name, dtype=dtype, k=16, density=0.2)
-        x, w_gate, w_up, w_down, b_gate, b_up, b_down = p if gated else p._replace(w_up=None, b_up=None)
-        packed = ops.gate_pack(x, w_gate, b_gate, 8, threshold)
-        testing.assert_packed_same(packed, reference.gate_pack(x, w_gate, b_gate, 8, threshold), 264, 8)
-        behind = (x, *packed[:2], w_up, w_down, b_up, b_down, 8, name)
-        for actual, expected in zip(ops.up_down(*behind), reference.up_down(*behind), strict=True):
-            testing.assert_same(actual, expected)
-        layer = (x, w_gate, w_up, w_down, b_gate, b_up)
-        y, l1, nonzeros, *kept = ops.hybrid_forward(*layer, b_down, 8, 0, name, threshold)
-        right = reference.hybrid_forward(*layer, b_down, name, threshold)
-        for actual, expected in zip((y, l1, nonzeros), right, strict=True):
-            testing.assert_same(actual, expected)
-        assert torch.equal(ops.up_down_union(*behind)[0], y)
-        assert torch.equal(ops.ffn_union(*layer, b_down, 8, name, threshold)[0], y)
-        dy, dl1 = testing.integer_upstream(p), torch.tensor(0.5)
-        found = ops.hybrid_backward(dy, dl1, *layer, *kept, True, True, name, threshold)
-        for actual, expected in zip(found, reference.hybrid_backward(dy, dl1, *layer, name, threshold), strict=True):
-            if actual.numel():
-                testing.assert_same(actual, expected.to(dtype))
 
 
 # Special values
@@ -230,15 +160,6 @@ def test_derivatives_of_dense_layers_to_any_order(name: Any) -> None:
 
 
 # Arguments
-
-
-def test_pack_takes_a_threshold() -> None:
-    p = integers(5, "fatrelu")
-    for threshold in (0.0, 3.0, 2.5):
-        packed = twell.pack(p.x, p.w_gate, p.b_gate, threshold=threshold)
-        right = testing.float64_gate(p, threshold)
-        testing.assert_same(packed.unpack(), right.to(BF16))
-        assert int(packed.nnz()) == int((right != 0).sum())
 
 
 def test_opcheck() -> None:

@@ -52,58 +52,6 @@ def codes_of(sae: SparseAutoencoder, x: Tensor) -> Tensor:
     return pre.relu() * (pre >= level)
 
 
-@KIND
-@pytest.mark.parametrize("skip", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_formula_and_its_gradients(kind: str, tied: bool, skip: bool) -> None:
-    sae = made(kind, torch.float64, tied=tied, skip=skip)
-    x = tokens(torch.float64)
-    y, aux = sae(x, return_aux=True)
-    codes = codes_of(sae, x)
-    right = codes @ (sae.W_enc.t() if tied else sae.decoder) + sae.b_dec
-    if sae.W_skip is not None:
-        right = right + x @ sae.W_skip.t()
-    torch.testing.assert_close(y, right)
-    torch.testing.assert_close(aux.l1, codes.sum() / M)
-    assert float(aux.l0.detach()) == pytest.approx(int((codes > 0).sum()) / M)
-    assert torch.equal(sae.tokens_since_fired == 0, (codes > 0).flatten(0, 1).any(0))
-    # the threshold has a gradient of its own
-    weights = [weight for name, weight in sae.named_parameters() if name != "threshold"]
-    dy = torch.randn_like(y)
-    for ours, theirs in zip(torch.autograd.grad(y, weights, dy), torch.autograd.grad(right, weights, dy), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_the_straight_through_gradient_of_thresholds() -> None:
-    sae = made("jumprelu", torch.float64)
-    with torch.no_grad():
-        sae.threshold.uniform_(-0.1, 0.5)  # type: ignore[union-attr]
-    x, dy = tokens(torch.float64), torch.randn(2, M // 2, K, dtype=torch.float64)
-    y, aux = sae(x, return_aux=True)
-    (grad,) = torch.autograd.grad((y * dy).sum() + 3 * aux.l0, sae.threshold)  # type: ignore[list-item]
-    pre = ((x - sae.b_dec) @ sae.W_enc + sae.b_enc).flatten(0, 1)
-    level, width = sae.threshold.clamp(min=0).double(), sae.bandwidth  # type: ignore[union-attr]
-    near = ((pre - level).abs() < width / 2).double()
-    dh = (dy @ sae.decoder.t()).flatten(0, 1)
-    assert near.mean() > 0.1
-    torch.testing.assert_close(grad.double(), -(near * (level * dh + 3 / M)).sum(0) / width, rtol=1e-5, atol=1e-6)
-
-
-@KIND
-@pytest.mark.parametrize("strategy", ["union", "row"])
-def test_kernels_compute_what_pytorch_does(kind: str, strategy: str) -> None:
-    sae, x = made(kind, torch.bfloat16, skip=True).eval(), tokens(torch.bfloat16)
-    if kind == "batchtopk":
-        sae.threshold.fill_(0.8)  # type: ignore[union-attr]
-    with torch.no_grad():
-        right, dense = sae(x, return_aux=True)
-        sae.strategy = strategy  # type: ignore[assignment]
-        y, aux = sae(x, return_aux=True)
-    assert (y - right).norm() < 2e-2 * right.norm()
-    assert aux.l0 == dense.l0
-    assert 1 < aux.l0 < N / 2 + 8
-
-
 @pytest.mark.parametrize("strategy", ["union", "row", "dense"])
 def test_the_moving_threshold_of_batchtopk(strategy: Any) -> None:
     """Calls without tokens leave it as it is."""

@@ -10,29 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from twell import _choice, testing
+from twell import _choice
 from twell._runtime import geometry
 
 M, K, N = 150, 24, 200
 BANDWIDTH = 1.0
 SPARSE = ("union", "dense", "auto")
-
-
-class Definition(torch.autograd.Function):
-    """JumpReLU and the step function of its L0 as the paper defines them, and their pseudo-derivatives."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(gate, threshold)
-        return gate * (gate > threshold), (gate > threshold).to(gate)
-
-    @staticmethod
-    def backward(ctx: Any, dh: Tensor, d_step: Tensor) -> tuple[Tensor, Tensor]:
-        gate, threshold = ctx.saved_tensors
-        z = (gate - threshold) / BANDWIDTH
-        rectangle = ((z > -0.5) & (z < 0.5)).to(gate)
-        d_threshold = -threshold / BANDWIDTH * rectangle * dh - rectangle / BANDWIDTH * d_step
-        return dh * (gate > threshold), d_threshold.sum(0)
 
 
 def problem(dtype: torch.dtype, n: int = N, k: int = K, m: int = M, high: int = 3) -> dict[str, Tensor]:
@@ -59,32 +42,6 @@ def leaves(t: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, 
 def ours(t: dict[str, Tensor], **options: Any) -> Any:
     how: Any = {"activation": "fatrelu", "threshold": t["threshold"], "bandwidth": BANDWIDTH} | options
     return twell.sparse_ffn(t["x"], t["w_up"], t["w_down"].t(), b_up=t["b_up"], b_down=t["b_down"], **how)
-
-
-@pytest.mark.parametrize("strategy", SPARSE)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_gradient_of_thresholds(strategy: str, dtype: torch.dtype, compiled: bool) -> None:
-    """It is the definition's, and so are all others: also from the L1 and the L0 of ``aux``."""
-    t = problem(dtype)
-    dy = torch.randint(-1, 2, (M, K), generator=torch.Generator().manual_seed(2)).double()
-    mine, right = leaves(t), leaves(t, torch.float64)
-
-    def loss(given: dict[str, Tensor]) -> Tensor:
-        y, aux = ours(given, strategy=strategy, return_aux=True)
-        return (y * dy.to(dtype)).sum(dtype=torch.float64) + M * (2 * aux.l1.double() + 3 * aux.l0.double())
-
-    found = (torch.compile(loss, backend="aot_eager") if compiled else loss)(mine)
-    found.backward()
-    gate = F.linear(right["x"], right["w_up"], right["b_up"])
-    hidden, step = Definition.apply(gate, right["threshold"])
-    expected = (F.linear(hidden, right["w_down"].t(), right["b_down"]) * dy).sum()
-    (expected + 2 * hidden.abs().sum() + 3 * step.sum()).backward()
-    for name, leaf in mine.items():
-        # 16 bits hold all sums except those of windows times rows
-        close = {"rtol": 1e-6 if dtype == torch.float64 or name == "threshold" else 2**-7, "atol": 1e-6}
-        torch.testing.assert_close(leaf.grad.double(), right[name].grad, **close, msg=name)
-    assert mine["threshold"].grad.abs().sum() > 0
 
 
 def test_the_same_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,13 +74,6 @@ def test_windows_reach_below_zero() -> None:
         assert ((gate < 0) & (gate > level - 1.5)).any()
 
 
-def test_without_gradients_a_bandwidth_is_idle() -> None:
-    t = problem(torch.bfloat16)
-    with torch.no_grad():
-        y = ours(t | {"threshold": t["threshold"].requires_grad_()}, strategy="row")
-    testing.assert_same(y, ours(t | {"threshold": t["threshold"].detach()}, bandwidth=None, strategy="row"))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("most", [0, 1, 37, 900, 2000, 30000])
 def test_largest(dtype: torch.dtype, most: int) -> None:
@@ -135,31 +85,6 @@ def test_largest(dtype: torch.dtype, most: int) -> None:
     right[order[:most]] = True
     right &= ~(gate.flatten() <= 0)
     assert torch.equal(_choice.largest(gate, most), right.view(gate.shape))
-
-
-@pytest.mark.parametrize("strategy", ["row", *SPARSE])
-@pytest.mark.parametrize("training", [False, True])
-def test_batch_top_k(strategy: str, training: bool) -> None:
-    t, k = problem(torch.bfloat16), 2.5
-    del t["threshold"]
-    mine, right = leaves(t), leaves(t, torch.float64)
-    with torch.set_grad_enabled(training):
-        operands = mine["x"].view(3, 50, K), mine["w_up"], mine["w_down"].t()
-        counts = torch.zeros(N, dtype=torch.int64)
-        biases = {"b_up": mine["b_up"], "b_down": mine["b_down"]}
-        how: Any = {"activation": "batchtopk", "k": k, "strategy": strategy, "counts": counts, "return_aux": True}
-        y, aux = twell.sparse_ffn(*operands, **biases, **how)
-    gate = F.linear(right["x"], right["w_up"], right["b_up"])
-    chosen = _choice.largest(gate.detach(), int(k * M))
-    expected = F.linear(torch.where(chosen, gate, 0), right["w_down"].t(), right["b_down"])
-    testing.assert_same(y.view(M, K), expected.bfloat16())
-    assert torch.equal(counts, chosen.sum(0))
-    assert float(aux.l0) == pytest.approx(int(k * M) / M)
-    if training:
-        y.sum().backward()
-        expected.sum().backward()
-        for name, leaf in mine.items():
-            testing.assert_same(leaf.grad, right[name].grad.bfloat16(), name)
 
 
 @pytest.mark.parametrize("strategy", ["row", *SPARSE])

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import twell
@@ -40,49 +39,6 @@ def real_problem(m: int, n: int, k: int, dtype: torch.dtype, bias: bool = False)
     x[:, 0], w[0][:, 0] = 1.0, -1.3
     biases = (torch.randn(n) / 4, torch.randn(n), torch.randn(k)) if bias else (None, None, None)
     return testing.FFN(x, *w, *biases).map(lambda t: t.to(dtype))
-
-
-@BOTH
-@pytest.mark.parametrize("strategy", ["auto", "row", "union"])
-@pytest.mark.parametrize(
-    ("compression", "density", "biases"),
-    [(2, 0.05, "gate up down"), (4, 1.0, "down"), (8, 0.0, "up"), (8, 0.05, "")],
-)
-def test_exact_on_integers(
-    ffn: Callable[..., Any], strategy: str, compression: int, density: float, biases: str
-) -> None:
-    problem = testing.integer_problem(67, 24, 520, density=density, biases=biases)
-    # all but "row" without gradients round h
-    right = {rounded: testing.exact_output(problem, gated=ffn is gated, rounded=rounded) for rounded in (False, True)}
-    gate = hidden = testing.float64_gate(problem)
-    if ffn is gated:
-        b_up = None if problem.b_up is None else problem.b_up.double()
-        hidden = gate * F.linear(problem.x.double(), problem.w_up.double(), b_up)
-    # with a gradient in any mode, and leading dimensions
-    problem.w_down.requires_grad_()
-    for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
-        with mode:
-            rounded = strategy != "row" or torch.is_grad_enabled()
-            for lead in ((67,), (1, 67), (67, 1, 1)):
-                y, aux = ffn(
-                    problem._replace(x=problem.x.view(*lead, 24)),
-                    compression=compression,
-                    strategy=strategy,
-                    return_aux=True,
-                )
-                assert y.shape == (*lead, 24)
-                assert torch.equal(y.view(67, 24), right[rounded])
-                assert [(figure.dtype, figure.shape) for figure in aux] == [(torch.float32, ())] * 2
-                assert aux.l0 == (gate != 0).sum() / 67
-                assert aux.l1.item() == pytest.approx(hidden.abs().sum().item() / 67, rel=1e-2 if rounded else 1e-6)
-
-
-@BOTH
-@pytest.mark.parametrize(("dtype", "bias"), [(BF16, True), (torch.float16, False)])
-def test_as_close_to_float64_as_dense_is(ffn: Callable[..., Any], dtype: torch.dtype, bias: bool) -> None:
-    problem = real_problem(64, 520, 128, dtype, bias)
-    comparison = testing.compare(problem, ffn(problem), gated=ffn is gated)
-    assert comparison.ok, comparison
 
 
 def test_that_wider_dtypes_are_dense_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,18 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from activations import BIASES, DTYPES
+from activations import BIASES
 from fake_gpu import install
-from jumps import named
-from torch import Tensor
 
 import twell
 from twell import ops, testing
 
 BF16 = torch.bfloat16
 K, N, MOST = 72, 264, 16
-STRATEGIES = ("row", "union", "row+invariant", "dense", "auto")
 
 
 def problem(m: int = 140, dtype: torch.dtype = BF16, density: float = 0.2, n: int = N) -> testing.FFN:
@@ -28,41 +24,6 @@ def problem(m: int = 140, dtype: torch.dtype = BF16, density: float = 0.2, n: in
 def layer(p: testing.FFN, k: int, **options: Any) -> Any:
     how: Any = {"activation": "topk", "k": k, "b_up": p.b_gate, "b_down": p.b_down} | options
     return twell.sparse_ffn(p.x, p.w_gate, p.w_down.t(), **how)
-
-
-def plain(p: testing.FFN, k: int) -> Tensor:
-    """The layer by PyTorch's operators: a stable sort breaks ties by neuron."""
-    gate = F.linear(p.x, p.w_gate, p.b_gate)
-    rank = gate.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    return F.linear(torch.where(rank < k, gate, 0).relu(), p.w_down.t(), p.b_down)
-
-
-@DTYPES
-@pytest.mark.parametrize("k", [1, 3, MOST, N, 3 * N])
-def test_every_strategy_computes_the_only_right_integers(dtype: torch.dtype, k: int) -> None:
-    p = problem(dtype=dtype)
-    wide = p.map(Tensor.double)
-    gate = F.linear(wide.x, wide.w_gate, wide.b_gate)
-    # ties decide
-    assert ((gate > 0).sum(1) > MOST).any()
-    right, fired = plain(wide, k).to(dtype), (gate > 0).sum(1).clamp(max=k)
-    for strategy in STRATEGIES:
-        with torch.no_grad():
-            y, aux = layer(p, k, return_aux=True, **named(strategy))
-        testing.assert_same(y, right, strategy)
-        assert float(aux.l0) == pytest.approx(float(fired.double().mean()), rel=1e-6), strategy
-
-
-@pytest.mark.parametrize("strategy", ["union", "dense", "auto"])
-def test_gradients_are_those_of_the_gates_that_are_kept(strategy: str) -> None:
-    p = problem(64, torch.float64).map(lambda t: t + 0.1 * torch.randn_like(t))
-    dy, found = torch.randn_like(p.x), []
-    for run in (plain, lambda *given: layer(*given, strategy=strategy)):
-        leaves = p.map(lambda t: t.clone().requires_grad_())
-        present = [t for name, t in leaves._asdict().items() if name not in ("w_up", "b_up")]
-        found.append(torch.autograd.grad(run(leaves, 9), present, dy))
-    for theirs, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
 def test_levels_and_what_is_packed() -> None:

@@ -121,7 +121,7 @@ FAULTS = (
         "python/twell/ops/hybrid.py",
         "order = (run << 13 | word).argsort()",
         "order = (run << 12 | word).argsort()",
-        'tests/cpu/test_hybrid.py -k "holds_every or forward_equals"',
+        "tests/cases/test_cases.py -k pinned",
     ),
     Fault(
         "formats: slice of more entries than fit",
@@ -136,14 +136,14 @@ FAULTS = (
         "python/twell/_autograd.py",
         "every = dx, dw_gate, dw_up, dw_down, db_gate, db_up",
         "every = dx, dw_gate, dw_up, dw_down, db_up, db_gate",
-        'tests/cpu/test_training.py -k "dense_autograd or parts_of_the_loss"',
+        "tests/cases/test_cases.py -k pinned",
     ),
     Fault(
         "gradients: L1 gradient without the sign",
         "python/twell/ops/hybrid.py",
         "dl1 * hidden.sign()",
         "dl1 * hidden.sign().abs()",
-        'tests/cpu/test_training.py -k "dense_autograd or parts_of_the_loss"',
+        "tests/cases/test_cases.py -k pinned",
     ),
     Fault(
         "gradients: main_grad overwritten",
@@ -157,7 +157,7 @@ FAULTS = (
         "python/twell/_activation.py",
         "d_gate = upstream * (2 * own)",
         "d_gate = upstream * own",
-        'tests/cpu/test_activations.py -k "gradients_of_integers or gradients_of_real"',
+        "tests/cases/test_cases.py -k pinned",
     ),
     # ---- auto ----
     Fault(
@@ -296,7 +296,7 @@ FAULTS = (
         "python/twell/ops/experts.py",
         "weights[tokens, slots, None]",
         "weights[tokens, 0, None]",
-        "tests/cpu/test_experts.py -k the_formula",
+        "tests/cases/test_cases.py -k pinned",
     ),
     # ---- e4m3 ----
     Fault(
@@ -312,7 +312,7 @@ FAULTS = (
         "python/twell/_choice.py",
         "above.double() < high",
         "above.double() <= high",
-        'tests/cpu/test_choice.py -k "thresholds or windows"',
+        "tests/cases/test_cases.py -k pinned",
     ),
     # ---- adapters ----
     Fault(

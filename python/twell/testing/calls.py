@@ -21,7 +21,7 @@ from twell.strategy.plan import route_of
 from twell.strategy.site import AutoStrategy
 from twell.testing.case import Case
 from twell.testing.formula import MAIN
-from twell.testing.operands import LORA_SCALE, Operands, largest, level_of, static_scale
+from twell.testing.operands import LORA_SCALE, Operands, largest, level_of, static_scale, thresholds
 
 Outputs = dict[str, Tensor]
 
@@ -62,7 +62,7 @@ def _form(case: Case, device: torch.device) -> dict[str, Any]:
     """The activation as arguments of calls."""
     if case.top:
         return {"activation": case.activation, "k": case.top}
-    return {"activation": case.activation, "threshold": level_of(case, device) if case.by_neuron else case.threshold}
+    return {"activation": case.activation, "threshold": thresholds(case, device) if case.by_neuron else case.threshold}
 
 
 def _layer(case: Case, t: Operands) -> Callable[[], Outputs]:

@@ -232,7 +232,10 @@ def _routes(case: Case, tokens: Draw) -> Operands:
     ids = tokens.integers(0, case.experts - 1, *shape).long()
     ids[:, 0] = torch.where(tokens.uniform(case.m) < case.hot, case.experts - 1, ids[:, 0])
     ids = torch.where(tokens.uniform(*shape) < case.absent, -1, ids)
-    return {"expert_ids": ids if case.wide else ids.int(), "weights": 2.0 ** tokens.integers(-1, 1, *shape)}
+    weights = 2.0 ** tokens.integers(-1, 1, *shape)
+    return (
+        {"expert_ids": ids, "weights": weights} if case.wide else {"expert_ids": ids.int(), "weights": weights.half()}
+    )
 
 
 def _adapters(case: Case, weights: Draw, first: int) -> Operands:
@@ -300,12 +303,17 @@ def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
 
 def level_of(case: Case, device: torch.device | str = "cpu") -> Tensor:
     """The threshold as the layer has it, rounded to its dtype; one for each neuron [N], or a 0-d tensor."""
+    return thresholds(case, device).to(case.torch_dtype)
+
+
+def thresholds(case: Case, device: torch.device | str = "cpu") -> Tensor:
+    """The same in float32, before it is rounded."""
     # made on the device, since a graph may be captured
     level = torch.full((), case.threshold, dtype=torch.float32, device=device)
     if case.by_neuron or case.activation == "jumprelu":
         # integers for integers
         level = level + torch.arange(case.n, device=device) % 5 * (1 if case.exact else 0.15)
-    return level.to(case.torch_dtype)
+    return level
 
 
 def largest(gate: Tensor, k: int) -> Tensor:
@@ -316,7 +324,7 @@ def largest(gate: Tensor, k: int) -> Tensor:
 
 def tokens_of(case: Case, o: Operands) -> Tensor:
     """What the first projections take, in float64."""
-    if case.scales:
+    if case.scales and case.scales != "block":
         return wide(in_e4m3(case, o["x"]))
     return wide(o["x"] - o["b_down"] if case.kind == "autoencoder" else o["x"])
 
