@@ -84,6 +84,13 @@ FAULTS = (
         "        cute.arch.griddepcontrol_launch_dependents()\n        cute.arch.griddepcontrol_wait()\n",
         "tests/cpu/test_launches.py",
     ),
+    Fault(
+        "kernels: over-full products begin before all parts are there",
+        "cute_kernels/overflow.py",
+        "                met = self.meet(o, s, met)\n                index = ",
+        "                index = ",
+        'tests/emulator/test_kernels.py -k "too_many and case1-"',
+    ),
     # ---- programs ----
     Fault(
         "programs: stride of the last dimension is not compared",
