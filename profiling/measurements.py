@@ -352,7 +352,7 @@ ALL = (
         "counters of each kernel on `topic29`",
         "ncu",
         (
-            "profiling/nsight/ncu.sh gate_pack,up_down,up_down_union,train_backward --workload topic29 --calls 1 "
+            "profiling/nsight/ncu.sh gate_pack,up_down,union,train_backward --workload topic29 --calls 1 "
             "--out $FOLDER/ncu",
             "python -m profiling.nsight.summarize $FOLDER/ncu.csv --floor $FOLDER/ncu.json --json $OUT",
         ),

@@ -9,8 +9,8 @@ With ``--tool`` this program runs itself under compute-sanitizer: the reports be
 operator that has used up ``--limit-s`` seconds leaves its other cases out, and says so.
 
 The GPU runs only copies, the kernels themselves and, in the operators of training, the sums and fills of torch
-between them. Those operators, ``up_down``, ``up_down_union``, ``ffn_union`` and ``ffn_screened`` run gated and not,
-``reglu`` with its gradient, ``ffn`` by strategy "union". Up to 256 tokens have kernels of their own. Exit status 1 if a
+between them. Those operators, ``up_down`` and ``ffn`` run gated and not, ``reglu`` with its gradient, ``ffn`` by
+strategy "union", screened and not. Up to 256 tokens have kernels of their own. Exit status 1 if a
 result is wrong or the sanitizer reports something, else 3 if cases were left out for time.
 """
 
@@ -45,12 +45,9 @@ _BACKWARD = ("sampled_grad", "gathered", "rank", "transpose", "weight_grad", "ov
 # Operators, and the kernels that they launch.
 OPS = {
     "gate_pack": ("gate_pack", "gate_pack_few"),
-    "pack": ("pack",),
-    "top_k": ("top_k", "pack"),
     "window": ("window",),
     "up_down": ("up_down_token",),
-    "up_down_union": ("compact", "sampled_up", "gathered"),
-    "ffn_union": ("gate_pack", "gate_pack_few", "compact", "sampled_up", "gathered"),
+    "ffn_top_k": ("top_k", "pack", "up_down_token"),
     "ffn_screened": (
         *("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", "compact", "sampled_up", "gathered"),
     ),
@@ -126,7 +123,7 @@ class Case:
 
 
 # take thresholds behind the biases of the gate
-LEVELLED = ("gate_pack", "ffn_union", "ffn_screened", "ffn_row", "ffn", "hybrid_forward", "hybrid_backward")
+LEVELLED = ("gate_pack", "ffn_screened", "ffn_row", "ffn", "hybrid_forward", "hybrid_backward")
 
 
 CASES = (
@@ -221,18 +218,14 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
         for gated in (True, False):
             yield training_call(op, case, problem, gated)
         return
-    if op == "top_k":
-        gate = gate_of(problem)
+    if op == "ffn_top_k":
+        layer = problem._replace(w_up=None, b_up=None)
         for k in (1, 9, case.n):
-            yield Call(ops.top_k, (gate, k))
-            yield Call(ops.pack, (gate, case.compression, 0.0, None, ops.top_k(gate, k)))
+            yield Call(ops.ffn_aux, (*layer, case.compression, "row", None, "topk", float(k)), False)
         return
     if op == "window":
         level = (torch.arange(case.n) % 4).to(case.dtype)
         yield Call(ops.window, (gate_of(problem), level, level - 2, level + 2), changed=True)
-        return
-    if op == "pack":
-        yield Call(ops.pack, (gate_of(problem), case.compression))
         return
     if op.startswith("sparse_up_down"):
         for gated in (True, False):
@@ -242,21 +235,12 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
     if op == "gate_pack":
         yield packing
         return
-    if op == "ffn_union":
-        for gated in (True, False):
-            weights = (w_up, w_down, b_gate, b_up) if gated else (None, w_down, b_gate, None)
-            yield Call(ops.ffn_union, (x, w_gate, *weights, b_down, case.compression, case.activation), gated)
-        return
-    if op == "ffn_screened":
+    if op in ("ffn", "ffn_screened", "ffn_row"):
         for gated in (True, False):
             layer = problem if gated else problem._replace(w_up=None, b_up=None)
-            last = (*ops.quantize_gate(w_gate, True), case.compression, case.activation)
-            yield Call(ops.ffn_screened, (*layer, *last), gated)
-        return
-    if op == "ffn_row":
-        for gated in (True, False):
-            layer = problem if gated else problem._replace(w_up=None, b_up=None)
-            yield Call(ops.ffn_aux, (*layer, case.compression, "row", None, case.activation), gated)
+            strategy = "row" if op == "ffn_row" else "union"
+            how = case.compression, strategy, None, case.activation, 0.0, op == "ffn_screened"
+            yield Call(ops.ffn_aux, (*layer, *how), gated)
         return
     if op == "experts":
         yield from experts_calls(case, problem)
@@ -266,9 +250,6 @@ def calls(op: str, case: Case, problem: FFN) -> Iterator[Call]:
         return
     if op == "experts_float8":
         yield from experts_float8_calls(case, problem)
-        return
-    if op == "ffn":
-        yield Call(ops.ffn_aux, (*problem, case.compression, "union", None, case.activation))
         return
     words, spill, _ = ops.gate_pack(*packing.arguments)
     if op == "unpack":
@@ -409,14 +390,9 @@ def repeat(op: str, case: Case, call: Call, repeats: int) -> None:
     assert not differing.any(), f"runs with other bits, by output: {differing.tolist()} of {repeats}"
 
 
-def is_packed(op: str, outputs: tuple[Any, ...]) -> bool:
-    """Whether these are words, spill and statistics."""
-    return op in ("gate_pack", "pack") or (op == "top_k" and len(outputs) == 3)
-
-
 def defined(op: str, case: Case, outputs: tuple[Tensor, ...]) -> list[Tensor]:
     """The bytes of results, without memory that an operator leaves undefined."""
-    if is_packed(op, outputs):
+    if op == "gate_pack":
         words, spill, stats = outputs
         outputs = words, stats, ops.unpack(words, spill, case.n, case.compression)
     elif op.endswith("_forward"):
@@ -428,20 +404,12 @@ def defined(op: str, case: Case, outputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def compare(op: str, case: Case, gated: bool, actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-    if is_packed(op, actual):
+    if op == "gate_pack":
         testing.assert_packed_same(actual, expected, case.n, case.compression)
         return
     if op.endswith("_forward"):
         testing.assert_hybrid_same(actual[3], expected[3], case.m, case.n, gated)
         actual, expected = actual[:3], expected[:3]
-    elif op == "ffn_screened":
-        # rounding may decide what is a candidate
-        actual, expected = (
-            (y, l1.sum(1), stats[:, :, 0].sum(1), union) for y, l1, stats, union, _ in (actual, expected)
-        )
-    elif op in ("up_down_union", "ffn_union"):
-        # the kernel decides how it splits the sum of a tile
-        actual, expected = ((y, l1.sum(1), *others) for y, l1, *others in (actual, expected))
     for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         if theirs.ndim == 0 and theirs > _EXACT:
             assert abs(ours.item() / theirs.item() - 1) <= 2.0**-22, f"output {i}: {ours.item()} for {theirs.item()}"

@@ -38,9 +38,9 @@ Call = Callable[[], object]
 
 # The operator that launches each kernel without an operator of its own.
 KERNELS = {
-    "compact": "up_down_union",
-    "sampled_up": "up_down_union",
-    "gathered": "up_down_union",
+    "compact": "union",
+    "sampled_up": "union",
+    "gathered": "union",
     "sampled_grad": "train_backward",
     "rank": "train_backward",
     "transpose": "train_backward",
@@ -106,7 +106,7 @@ def reglu(p: FFN, compression: int, strategy: Any) -> Call:
 OPS: dict[str, Callable[[FFN, int, Any], Call]] = {
     "gate_pack": gate_pack,
     "up_down": reader(lambda p, w, s, c: ops.up_down(p.x, w, s, p.w_up, p.w_down, p.b_up, p.b_down, c)),
-    "up_down_union": reader(lambda p, w, s, c: ops.up_down_union(p.x, w, s, p.w_up, p.w_down, p.b_up, p.b_down, c)),
+    "union": lambda p, compression, strategy: layer(gated=True)(p, compression, "union"),
     "down": reader(lambda p, w, s, c: ops.up_down(None, w, s, None, p.w_down, None, p.b_down, c)),
     "unpack": reader(lambda p, w, s, c: ops.unpack(w, s, p.w_gate.shape[0], c)),
     "ffn": layer(gated=True),

@@ -71,10 +71,6 @@ class Activation(NamedTuple):
         """How many gates of a token are kept; 0 for all."""
         return int(self.threshold) if self.name == TOP_K else 0
 
-    def packed(self) -> Activation:
-        """What is left of it where gates are packed: not which are chosen."""
-        return RELU if self.name == TOP_K else self
-
     def level(self, dtype: torch.dtype) -> Any:
         """The threshold rounded to ``dtype``; ValueError if it is infinite there, of tensors where ``_is_seen``."""
         if isinstance(self.threshold, Tensor):

@@ -27,8 +27,8 @@ A layer
 
 Operators
     Operators that work token by token take tokens sharded on dimension 0 and replicated weights: ``unpack`` and
-    ``up_down``, and also ``gate_pack``, ``up_down_union``, ``ffn_union`` and ``ffn`` if every shard is a multiple of
-    the 8 or 128 tokens that share an element of their statistics or a tile. Anything else is replicated first, which is
+    ``up_down``, and also ``gate_pack`` and ``ffn`` if every shard is a multiple of the 8 or 128 tokens that share an
+    element of their statistics or a tile. Anything else is replicated first, which is
     right and slow. ``reglu`` takes any sharding. The operators of training return tensors of a whole batch. They refuse
     DTensors and name the function to call.
 
@@ -323,15 +323,6 @@ def _up_down(x: Any, *rest: Any) -> _Rules:
     return _by_token(2, (True, True, True, *[False] * (len(rest) - 2)), (x, *rest))
 
 
-def _up_down_union(x: Any, *rest: Any) -> _Rules:
-    divisible = _whole_blocks(x, geometry.TOKEN_TILE)
-    return _by_token(3, (True, True, True, *[False] * (len(rest) - 2)), (x, *rest), divisible)
-
-
-def _ffn_union(x: Any, *rest: Any) -> _Rules:
-    return _by_token(4, (True, *[False] * len(rest)), (x, *rest), _whole_blocks(x, geometry.TOKEN_TILE))
-
-
 def _ffn(x: Any, *rest: Any) -> _Rules:
     return _by_token(1, (True, *[False] * len(rest)), (x, *rest), _whole_blocks(x, geometry.TOKEN_TILE))
 
@@ -359,8 +350,6 @@ for _op, _rules in (
     (ops.gate_pack, _gate_pack),
     (ops.unpack, _unpack),
     (ops.up_down, _up_down),
-    (ops.up_down_union, _up_down_union),
-    (ops.ffn_union, _ffn_union),
     (ops.ffn, _ffn),
     (ops.ffn_aux, _ffn_aux),
     ([ops.reglu, ops.reglu_backward], _reglu),

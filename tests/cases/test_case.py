@@ -17,7 +17,7 @@ from tests.cases import drawn, verdicts
 from tests.cases.drawn import Limits, draw
 from tests.cases.pinned import PINNED
 from tests.cases.verdicts import attempt, verdict
-from twell import _choice, _projections, float8, ops, testing
+from twell import _choice, _projections, float8, testing
 from twell._activation import Activation
 from twell._runtime import geometry
 from twell.ops import hybrid
@@ -285,11 +285,7 @@ def ignores_static_scales(op: Op) -> Op:
 def rounds_h(op: Op) -> Op:
     """The hidden state is rounded, as "union" does and "row" does not."""
 
-    def projected(*arguments: Any) -> Any:
-        _, l1 = op(*arguments)
-        return ops.up_down_union(*arguments)[0], l1
-
-    return projected
+    return lambda *arguments: op(*arguments[:-1], True)
 
 
 def of_weights(out: Any, given: tuple[Any, ...]) -> None:
@@ -315,16 +311,13 @@ def counts_popularity_twice(out: Any, given: tuple[Any, ...]) -> None:
 OP = "twell.ops"
 # of which kinds; the functions, by their modules; the error; and what is said
 FAULTS: dict[str, tuple[tuple[str, ...], list[tuple[str, str]], Callable[[Op], Op], str]] = {
-    "a full tile": (("layer",), [(f"{OP}.ffn", "pack_on_cpu"), (f"{OP}.ffn_union", "pack_on_cpu")],
-                    changes(loses_the_last_entry), ""),
-    "a tile of tokens": (("layer",), [(f"{OP}.ffn_union", "up_down_on_cpu")], changes(writes_no_last_row), "y "),
+    "a neuron": (("layer",), [(f"{OP}.ffn", "gate_on_cpu")], changes(lambda out, given: out[:, -1:].zero_()), ""),
+    "a tile of tokens": (("layer",), [(f"{OP}.ffn", "behind_on_cpu")], changes(writes_no_last_row), "y "),
     "other bits": (("layer",), [(OP, "hybrid_forward")], never_the_same, "a second call has other bits"),
     "overflow": (("layer", "pair"), [(OP, "hybrid_backward")], changes(ignores_overflows), "differs"),
     "l0": (("layer",), [(OP, "hybrid_forward")], changes(lambda out, given: out[2].add_(1)), "l0"),
-    "l1": (("layer",), [(f"{OP}.ffn", "up_down_on_cpu")],
-           changes(lambda out, given: out[1].view(-1)[:1].add_(1)), "l1"),
-    "one buffer": (("layer",), [(f"{OP}.ffn_union", "up_down_on_cpu")],
-                   writes_to_one_buffer, "a second call writes to"),
+    "l1": (("layer",), [(f"{OP}.ffn", "behind_on_cpu")], changes(lambda out, given: out[1][:1].add_(1)), "l1"),
+    "one buffer": (("layer",), [(f"{OP}.ffn", "behind_on_cpu")], writes_to_one_buffer, "a second call writes to"),
     "mains": (("layer",), [(OP, "hybrid_backward_accumulate")],
               changes(lambda out, given: given[11].mul_(1.01)), "main w_down"),
     "the gate's gradient": (("given",), [(OP, "sparse_up_down_backward")],
@@ -395,7 +388,7 @@ def grows(place: int, factor: float) -> Callable[[Op], Op]:
 @pytest.mark.parametrize(
     ("module", "name", "fault", "line", "text"),
     [
-        ("twell.ops.ffn", "up_down_on_cpu", rounds_h, MANY, "y: the error is"),
+        ("twell.ops.ffn", "behind_on_cpu", rounds_h, MANY, "y: the error is"),
         (OP, "hybrid_backward_accumulate", is_off_in_a_rare_neuron, RARE, "main w_up: a row is off"),
         ("twell.float8", "formula", grows(0, 1.1), "layer exact=False scales=row", "y: "),
         (f"{OP}.experts", "_sums", grows(0, 1.03), "experts exact=False experts=3", "y: "),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import json
 import math
 import pickle
+import sys
 import types
 from typing import Any
 
@@ -17,15 +17,21 @@ from auto_layers import BF16, COSTS, TABLE, Arrivals, K, N, layer
 
 import twell
 from profiling import held_out
-from twell import ops, testing
-from twell._runtime import device
+from tests import programs
+from tests.cpu import fake_gpu
+from twell import AutoStrategy, ops, testing
+from twell._activation import RELU
+from twell._runtime import device, program
 from twell.commands import analyze, prediction, sparsity, timing, tune
 from twell.commands.saved_model import WatchedLayer
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.ops import screened
+from twell.ops.operands import Operands
 from twell.strategy import costs, tables
 from twell.strategy import site as sites
 from twell.strategy.costs import Figures, Problem
+from twell.strategy.plan import Route
+from twell.strategy.site import Measurement
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 # the fastest if the candidates are the union, and slower than "row" if they are all neurons
@@ -110,14 +116,23 @@ def test_other_gpus_have_no_screen(monkeypatch: pytest.MonkeyPatch) -> None:
 # Candidates
 
 
-def test_the_count_is_that_of_the_bits() -> None:
-    torch.manual_seed(0)
-    for m, biased in itertools.product((0, 1, 128, 300), (False, True)):
-        x, w = torch.randn(m, 72).to(BF16), torch.randn(520, 72).to(BF16)
-        b = (torch.randn(520) * 12 - 30).to(BF16) if biased else None
-        found = screened.count(x, w, b)
-        assert found.tolist() == screened.candidates_on_cpu(x, w, b, ops.quantize_gate(w, True)).sum(1).tolist()
-        assert m == 0 or not biased or 0 < found.min() <= found.max() < 520
+def test_bits_are_counted() -> None:
+    words = torch.randint(-(1 << 31), 1 << 31, (3, 24)).int()
+    assert screened.ones_of(words).tolist() == programs.listed(words, 768).sum(1).tolist()
+
+
+def test_a_screened_call_counts_the_lists_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, noted = fake_gpu.install(monkeypatch), []
+    monkeypatch.setattr(Measurement, "counts", lambda self, *figures, **more: noted.append(more["candidates"]))
+    measurement = Measurement(AutoStrategy(), problem(), 0, True)
+    layer = Operands(*testing.integer_problem(300, 72, 264))
+    for screen in (True, False):
+        route = Route("union", screen=screen, measurement=measurement)
+        sys.modules["twell.ops.ffn"].on_cuda(layer._replace(w_down=layer.w_down.t()), 8, RELU, route, False)
+        assert len(noted.pop()) >= 3
+        assert gpu.names().count("gate_screen") == 1
+        gpu.clear()
+    program.forget()
 
 
 def uneven(cls: Any, firing: int = 8) -> Any:
@@ -155,13 +170,6 @@ def test_a_layer_comes_to_screen(cls: Any, training: bool, screens: Arrivals, mo
         # with the other counts, one transfer for each call that measures
         assert len(screens.sent) == 5
         assert {"candidates", "screen"} <= set(str(twell.explain(mlp)).split())
-        # a call that screens and measures counts the lists it has
-        monkeypatch.setattr(screened, "gate_screen", lambda *_: pytest.fail("screened twice"))
-        if not training:
-            monkeypatch.setattr(screened, "candidates_on_cpu", lambda *_: torch.ones(3, N, dtype=torch.bool))
-            for _ in range(8):
-                mlp(x)
-            assert screens.sent[-1][2] == 2 * N
         # switched off, it forgets the choice at once
         mlp.screen = "off"
         for _ in range(9):
@@ -176,7 +184,7 @@ def test_nothing_is_counted_in_vain(
 ) -> None:
     """Where the table has no times of the screen, or the layer may not screen."""
     monkeypatch.setattr(tables, "SHIPPED", SCREENS if screen == "off" else TABLE)
-    monkeypatch.setattr(screened, "gate_screen", lambda *_: pytest.fail("counted candidates"))
+    monkeypatch.setattr(screened, "count", lambda *_: pytest.fail("counted candidates"))
     mlp, x = uneven(SparseGatedMLP), torch.randn(256, K).to(BF16)
     mlp.screen = screen
     with torch.set_grad_enabled(training):

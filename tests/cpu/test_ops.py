@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
+from tests import programs
 from tests.cpu import fake_gpu
 from twell import ops, reference, tuning
 from twell._runtime import device, geometry, program, resolve, specs
@@ -43,34 +44,23 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, Call
     """Return (operator, function of the expected results, arguments) of every operator on these operands."""
     n = o["w_gate"].shape[0]
     pack = (o["x"], o["w_gate"], o["b_gate"], compression)
-    words, spill, stats = gate_packed = reference.gate_pack(*pack)
+    gate_packed = reference.gate_pack(*pack)
+    words, spill, _ = gate_packed
     packed = o["x"], words, spill
     weights = o["w_up"], o["w_down"], o["b_up"], o["b_down"]
     plain = None, o["w_down"], None, o["b_down"]
-    # slow, and each the answer of two calls
+    # slow, and the answer of two calls
     sparse = functools.cache(lambda: reference.up_down(*packed, *plain, compression))
-    union = functools.cache(lambda gated: token_by_token(*packed, *(weights if gated else plain), compression))
-
-    def layer(gated: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        y, l1, neurons = union(gated)
-        return y, l1, stats, neurons
-
     return [
         (ops.gate_pack, lambda: gate_packed, pack),
-        (ops.pack, lambda: gate_packed, (gate_of(o), compression)),
         (ops.window, lambda: reference.window(gate_of(o), *bounds_of(o))[:2], (gate_of(o), *bounds_of(o))),
         (ops.unpack, lambda: reference.unpack(words, spill, n, compression), (words, spill, n, compression)),
         (ops.up_down, lambda: reference.up_down(*packed, *weights, compression), (*packed, *weights, compression)),
         (ops.up_down, sparse, (*packed, *plain, compression)),
         # x has no part in it
         (ops.up_down, sparse, (None, words, spill, *plain, compression)),
-        (ops.ffn_union, lambda: layer(True), (*pack[:2], *weights[:2], o["b_gate"], *weights[2:], compression)),
-        (ops.ffn_union, lambda: layer(False), (*pack[:2], *plain[:2], o["b_gate"], *plain[2:], compression)),
-        *whole(o, stats, compression),
+        *whole(o, gate_packed, compression),
         *behind_a_gate(o, compression),
-        *screened(o, compression),
-        (ops.up_down_union, lambda: union(True), (*packed, *weights, compression)),
-        (ops.up_down_union, lambda: union(False), (*packed, *plain, compression)),
         (ops.matrix_transpose, lambda: o["w_down"].t().contiguous(), (o["w_down"],)),
     ]
 
@@ -81,52 +71,22 @@ def bounds_of(o: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
     return level, level - 2, level + 3
 
 
-def screened(o: dict[str, Tensor | None], compression: int) -> list[Any]:
-    """The same for the operators of the int8 screen; a layer of small integers has all neurons as candidates or few."""
-    x, w_gate = o["x"], o["w_gate"]
-    quantized = ops.quantize_gate(w_gate, True)
-    of_x, bias = ops.quantize_gate(x, False), torch.empty(0, dtype=x.dtype) if o["b_gate"] is None else o["b_gate"]
-    candidates = ops.gate_screen(*of_x, *quantized, bias)
-    found = [
-        (ops.quantize_gate, lambda: of_x, (x, False)),
-        (ops.gate_screen, lambda: candidates, (*of_x, *quantized, bias)),
-    ]
-    listed = (candidates[:, :, None] >> torch.arange(32) & 1).bool().flatten(1)[:, : len(w_gate)]
-    stats = torch.zeros(-(-len(x) // 8), -(-len(w_gate) // 256), 2, dtype=torch.int32)
-    gate = reference.gate(x, w_gate, o["b_gate"])
-    for token, row in enumerate(gate):
-        for i, part in enumerate((row[listed[token // 128]] != 0).split(256)):
-            count = int(part.sum())
-            stats[token // 8, i] += torch.tensor([count, count > 256 // compression - 1], dtype=torch.int32)
-    for gated in (True, False):
-        biases = (o["b_gate"], o["b_up"] if gated else None, o["b_down"])
-        layer = (x, w_gate, o["w_up"] if gated else None, o["w_down"], *biases)
-
-        def answer(layer: Any = layer) -> tuple[Tensor, ...]:
-            y, l1, _, union = ops.ffn_union(*layer, compression)
-            return y, l1, stats, union, listed.sum(1, dtype=torch.int32)
-
-        found.append((ops.ffn_screened, answer, (*layer, *quantized, compression)))
-    return found
-
-
-def whole(o: dict[str, Tensor | None], stats: Tensor, compression: int) -> list[Any]:
-    """The same for the operators that choose, which have the bits of the strategy's own."""
+def whole(o: dict[str, Tensor | None], packed: tuple[Tensor, ...], compression: int) -> list[Any]:
+    """The same for the operators that choose."""
     found: list[Any] = []
+    words, spill, stats = packed
     for gated in (True, False):
         biases = (o["b_gate"], o["b_up"] if gated else None, o["b_down"])
         layer = (o["x"], o["w_gate"], o["w_up"] if gated else None, o["w_down"], *biases)
 
-        def row(layer: Any = layer) -> tuple[Tensor, Tensor, Tensor]:
-            words, spill, _ = ops.gate_pack(*layer[:2], layer[4], compression)
-            y, l1 = ops.up_down(layer[0], words, spill, *layer[2:4], *layer[5:], compression)
-            return y, l1.sum(), stats.select(2, 0).sum()
+        behind = layer[0], words, spill, *layer[2:4], *layer[5:], compression
+        for strategy, formula in (("row", reference.up_down), ("union", token_by_token)):
 
-        def union(layer: Any = layer) -> tuple[Tensor, Tensor, Tensor]:
-            y, l1, _, _ = ops.ffn_union(*layer, compression)
-            return y, l1.sum(), stats.select(2, 0).sum()
+            @functools.cache
+            def answer(formula: Any = formula, behind: Any = behind) -> tuple[Tensor, Tensor, Tensor]:
+                y, l1 = formula(*behind)
+                return y, l1.sum(), stats.select(2, 0).sum()
 
-        for strategy, answer in (("row", row), ("union", union)):
             found.append((ops.ffn_aux, answer, (*layer, compression, strategy, None)))
             found.append((ops.ffn, lambda answer=answer: answer()[0], (*layer, compression, strategy, None)))
     return found
@@ -159,12 +119,11 @@ def token_by_token(
     b_up: Tensor | None,
     b_down: Tensor | None,
     compression: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The meaning of ``up_down_union``: each token's non-zeros in float64, h rounded once to x's dtype."""
+) -> tuple[Tensor, Tensor]:
+    """The meaning of "union": each token's non-zeros in float64, h rounded once to x's dtype."""
     (m, k), n = x.shape, w_down.shape[0]
     gate, wide = reference.unpack(words, spill, n, compression).double(), x.double()
-    fired: list[set[int]] = [set() for _ in range(-(-m // 128))]
-    y, l1 = torch.zeros(m, k, dtype=torch.float64), torch.zeros(len(fired), max(128, -(-n // 256)))
+    y, l1 = torch.zeros(m, k, dtype=torch.float64), torch.zeros(m)
     for token in range(m):
         active = gate[token].nonzero().flatten()
         hidden = gate[token, active]
@@ -174,9 +133,8 @@ def token_by_token(
         y[token] = hidden.to(x.dtype).double() @ w_down[active].double()
         if b_down is not None:
             y[token] += b_down.double()
-        l1[token // 128, 0] += hidden.abs().sum()
-        fired[token // 128].update(active.tolist())
-    return y.to(x.dtype), l1, torch.tensor([len(neurons) for neurons in fired], dtype=torch.int32)
+        l1[token] = hidden.abs().sum()
+    return y.to(x.dtype), l1
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -217,11 +175,12 @@ def test_nan_and_infinity_are_non_zeros() -> None:
     assert y[0].isnan().all()
     assert l1[0].isnan()
     assert y[2:].isfinite().all()
-    y, l1, union = ops.up_down_union(o["x"], words, spill, o["w_up"], o["w_down"], None, None, 8)
+    layer = o["x"], o["w_gate"], o["w_up"], o["w_down"], None, None, None
+    y, l1, nonzeros = ops.ffn_aux(*layer, 8, "union", None)
     assert y[0].isnan().all()
-    assert l1[0, 0].isnan()
+    assert l1.isnan()
     assert y[2:].isfinite().all()
-    assert union.tolist() == [264]
+    assert nonzeros == (expected != 0).sum()
 
 
 def test_union_rounds_h_once() -> None:
@@ -230,14 +189,14 @@ def test_union_rounds_h_once() -> None:
     w_up, w_down = torch.zeros(8, 8, dtype=BF16), torch.ones(8, 8, dtype=BF16)
     w_gate[3, 0] = w_up[3, 0] = w_up[3, 7] = 1
     packed = ops.gate_pack(x, w_gate, None, 8)[:2]
-    y, l1, union = ops.up_down_union(x, *packed, w_up, w_down, None, None, 8)
+    y, l1, _ = ops.ffn_aux(x, w_gate, w_up, w_down, None, None, None, 8, "union", None)
     assert y.tolist() == [[256.0] * 8]
-    assert l1.sum().item() == 257
-    assert union.tolist() == [1]
+    assert l1.item() == 257
     # a bias that leaves only the rounding error
-    y, _ = ops.up_down(x, *packed, w_up, w_down, None, torch.full((8,), -256.0, dtype=BF16), 8)
+    bias = torch.full((8,), -256.0, dtype=BF16)
+    y, _ = ops.up_down(x, *packed, w_up, w_down, None, bias, 8)
     assert y.tolist() == [[1.0] * 8]
-    y, _, _ = ops.up_down_union(x, *packed, w_up, w_down, None, torch.full((8,), -256.0, dtype=BF16), 8)
+    y = ops.ffn(x, w_gate, w_up, w_down, None, None, bias, 8, "union", None)
     assert y.tolist() == [[0.0] * 8]
 
 
@@ -274,7 +233,7 @@ def test_fakes_have_the_shapes_of_the_real_outputs(where: str, compression: int)
 
 
 def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call() -> None:
-    instead = {ops.unpack: "twell.pack", ops.matrix_transpose: "Tensor.t", ops.pack: "twell.sparse_up_down"}
+    instead = {ops.unpack: "twell.pack", ops.matrix_transpose: "Tensor.t"}
     instead |= dict.fromkeys((ops.sparse_up_down, ops.sparse_up_down_aux), "twell.sparse_up_down")
     instead[ops.window] = "twell.sparse_ffn"
     hybrids = [(op, tuple(named.values())) for op, named in checked_calls() if "hybrid" in op._opname]
@@ -330,9 +289,6 @@ def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
     behind = (o["x"].clone(), torch.zeros_like(l1), *given[:5], kept, True, True, True)
     found += [(ops.sparse_up_down_forward, (*given, 8)), (ops.sparse_up_down_backward, behind)]
     found.append((ops.reglu_backward, (o["x"].clone(), o["x"], o["x"].clone())))
-    found.append((ops.top_k, (gate_of(o), 9)))
-    levels = ops.top_k(gate_of(o), 9)
-    found.append((ops.pack, (gate_of(o), 8, 0.0, None, levels)))
     stacked = (o[name].repeat(2, 1, 1) for name in ("w_gate", "w_up", "w_down"))
     ids, weights = torch.zeros(130, 2, dtype=torch.int32), torch.zeros(130, 2)
     found.append((ops.experts, (o["x"], *stacked, ids, weights, 8, "row")))
@@ -378,9 +334,9 @@ def test_sizes_and_dtypes_that_kernels_do_not_take_are_refused() -> None:
     """All operands change at once, so they fit each other."""
     for k, n, dtype, text in ((63, 64, BF16, "multiple of 8 values"), (64, 60, BF16, "multiple of 8 rows")):
         o = operands(3, n, k, dtype=dtype)
-        for op in (ops.ffn_union, ops.hybrid_forward):
+        for op, how in ((ops.ffn, ("union", None)), (ops.hybrid_forward, ())):
             with pytest.raises(ValueError, match=text):
-                op(o["x"], o["w_gate"], o["w_up"], o["w_down"], None, None, None, 8)
+                op(o["x"], o["w_gate"], o["w_up"], o["w_down"], None, None, None, 8, *how)
         with pytest.raises(ValueError, match=text):
             ops.gate_pack(o["x"], o["w_gate"], None, 8)
     with pytest.raises(ValueError, match="n must be a multiple of 8, got 60"):
@@ -405,11 +361,15 @@ def cuda_calls(o: dict[str, Tensor | None]) -> list[Any]:
     """Call every CUDA implementation."""
     named = [(op._opname, arguments) for op, _, arguments in calls(o, 8)]
     # the transposing copy is that of `rows`
-    return [
+    found = [
         fake_gpu.on_cuda(op, *arguments)
         for op, arguments in named
         if hasattr(sys.modules.get(f"twell.ops.{op}"), "_cuda")
     ]
+    for up in (("w_up", "b_up"), ("", "")):
+        names = "x", "w_gate", up[0], "w_down", "b_gate", up[1], "b_down"
+        found += [each([o.get(name) for name in names]) for each in (programs.union_layer, programs.screened_layer)]
+    return found
 
 
 @pytest.mark.parametrize(("m", "bias"), [(1, True), (65, False), (300, True), (2049, False)])
@@ -421,13 +381,11 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     gated, plain = ["compact", "sampled_up", "gathered"], ["compact", "gathered"]
     few = ["up_down_tile"] if m <= 1024 else gated
     assert [spec.op.removesuffix("_few").removesuffix("_token") for spec, _ in launched] == [
-        *("gate_pack", "pack", "window", "unpack", "up_down", "up_down", "up_down"),
-        *("gate_pack", *gated, "gate_pack", *plain),
+        *("gate_pack", "window", "unpack", "up_down", "up_down", "up_down"),
         *("pack", "up_down", "pack", *few, "pack", "up_down", "pack", *plain),
-        *("quantize_gate", "gate_screen"),
-        *("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", *gated),
-        *("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", *plain),
-        *(*gated, *plain),
+        *("gate_pack", *gated, *("quantize_gate", "quantize_gate", "gate_screen", "list_candidates", "sampled_gate")),
+        *(*gated, "gate_pack", *plain),
+        *(*("quantize_gate", "quantize_gate", "gate_screen", "list_candidates", "sampled_gate"), *plain),
     ]
 
 
@@ -439,8 +397,7 @@ def test_a_slice_is_packed_just_before_it_is_used(
     monkeypatch.setattr(geometry, "UNION_ENTRIES", 2 * 128 * 520)
     o = operands(650, 520, 16, bias=True)
     weights = (o["w_up"] if gated else None, o["w_down"], o["b_gate"], o["b_up"] if gated else None)
-    arguments = (o["x"], o["w_gate"], *weights, o["b_down"], 8)
-    y, l1, stats, union = sys.modules["twell.ops.ffn_union"]._cuda(*arguments)
+    y, l1, stats, union = programs.union_layer((o["x"], o["w_gate"], *weights, o["b_down"]))
     assert (y.shape, l1.shape, stats.shape, union.shape) == ((650, 16), (6, 128), (82, 3, 2), (6,))
     per_slice = ["gate_pack", "compact", "sampled_up", "gathered"] if gated else ["gate_pack", "compact", "gathered"]
     # the last slice has few tokens, for which there is another kernel
@@ -471,7 +428,7 @@ def test_no_kernel_gets_a_bias_of_another_length(
     o[name] = torch.zeros(length + wrong, dtype=o["x"].dtype)
     after = (o["x"], words, spill, o["w_up"], o["w_down"], o["b_up"], o["b_down"], 8)
     called = {"gate_pack": (o["x"], o["w_gate"], o["b_gate"], 8)} if name == "b_gate" else {}
-    for op, arguments in (called or {"up_down": after, "up_down_union": after}).items():
+    for op, arguments in (called or {"up_down": after}).items():
         with pytest.raises(ValueError, match=rf"{name} must be \[{length}\], got \[{length + wrong}\]"):
             sys.modules[f"twell.ops.{op}"]._cuda(*arguments)
     assert not launched
@@ -538,7 +495,6 @@ def test_without_tokens_nothing_is_launched(launched: list[tuple[specs.Spec, tup
     results = cuda_calls(operands(0, 264, 16))
     assert not launched
     assert [len(result) for result in results[0]] == [0, 0, 0]
-    assert [len(result) for result in results[-1]] == [0, 0, 0]
 
 
 def test_operands_as_kernels_read_them() -> None:
@@ -574,7 +530,7 @@ def test_a_down_weight_in_the_other_layout_is_copied_and_logged_once(
     layouts = (rows.t().contiguous().t(), rows, rows.repeat_interleave(2, 1)[:, ::2], misaligned(rows))
     for w_down in layouts:
         launched.clear()
-        sys.modules["twell.ops.ffn_union"]._cuda(o["x"], o["w_gate"], o["w_up"], w_down, None, None, None, 8)
+        programs.union_layer((o["x"], o["w_gate"], o["w_up"], w_down))
         copied.append([spec.op for spec, _ in launched].count("matrix_transpose"))
         read = launched[-1][1][1]
         assert read.shape == rows.shape

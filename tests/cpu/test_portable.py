@@ -22,6 +22,7 @@ from tiny_kernels import Compiler, compile_tiny
 from torch import Tensor
 
 from cute_kernels import catalog
+from tests import programs
 from tests.cpu import fake_gpu
 from twell import tuning
 from twell._activation import RELU
@@ -34,8 +35,8 @@ from twell.strategy import site as sites
 from twell.strategy.plan import Route
 
 # the operators of the same names stand in front of the modules
-gate_pack, ffn_union, hybrid_forward, twell_ffn = (
-    sys.modules[f"twell.ops.{name}"] for name in ("gate_pack", "ffn_union", "hybrid_forward", "ffn")
+gate_pack, hybrid_forward, twell_ffn = (
+    sys.modules[f"twell.ops.{name}"] for name in ("gate_pack", "hybrid_forward", "ffn")
 )
 
 Capability = tuple[int, int]
@@ -298,7 +299,7 @@ def test_the_gate_is_pytorchs_contiguous_product(n: int, bias: bool, monkeypatch
     for own, other in ((own_words, words), (own_spill, spill), (own_stats, stats)):
         assert own.data_ptr() == other.data_ptr()
     for run, names in (
-        (lambda: ffn_union._cuda(x, w_gate, w_up, w_down, b_gate, None, None, 8), ["pack", "compact"]),
+        (lambda: programs.union_layer((x, w_gate, w_up, w_down, b_gate)), ["pack", "compact"]),
         (lambda: hybrid_forward._cuda(x, w_gate, w_up, w_down, b_gate, None, None, 8, 0, "relu", 0.0, False), ["pack"]),
     ):
         made.clear()

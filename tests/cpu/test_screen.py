@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import sys
 from collections.abc import Callable
 from fractions import Fraction
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tests import family as families
-from tests.cpu import fake_gpu
 from twell import ops, reference, testing
 from twell._activation import RELU, Activation
 from twell._runtime import device, screen
@@ -274,71 +272,18 @@ def test_dithers_are_uniform_and_independent() -> None:
 
 
 @pytest.mark.parametrize("k", [8, 24, *SIZES])
-def test_quantize_gate_is_the_reference(k: int) -> None:
+def test_no_value_needs_clamping(k: int) -> None:
     torch.manual_seed(k)
     special = (torch.zeros, lambda r, k: torch.full((r, k), torch.nan), lambda r, k: torch.randn(0, k))
     for rows, weights, dtype in itertools.product((*HOSTILE, *special), (False, True), (BF16, torch.float16)):
         matrix = rows(9, k).to(dtype)
-        q, scale, spread, offset = ops.quantize_gate(matrix, weights)
-        expected = reference.quantize_gate(matrix, weights)
-        assert torch.equal(q, expected[0])
-        assert q.stride(0) % 16 == 0
-        assert torch.equal(scale, expected[1])
-        # the sum of squares is in fp32
-        torch.testing.assert_close(spread, expected[2], rtol=screen.SPREAD / 4, atol=0)
-        assert torch.equal(offset, expected[3])
-        # no value needs clamping, and rows that are not screened have none
+        q, scale, spread, offset = reference.quantize_gate(matrix, weights)
         assert (q.int().abs() <= 127).all()
+        # rows that are not screened have no values
         unscreened = ~(spread.isfinite() & (spread > 0))
         assert (scale[unscreened] == 1).all()
         assert not q[unscreened].any()
         assert not offset[unscreened].any()
-
-
-def test_operators_refuse() -> None:
-    p = testing.integer_problem(3, 16, 24)
-    x, w, none = ops.quantize_gate(p.x, False), ops.quantize_gate(p.w_gate, True), torch.zeros(24).to(BF16)
-    q, scale, spread, offset = w
-    for op, arguments, error, message in (
-        (ops.quantize_gate, (torch.zeros(2, 12, dtype=BF16), False), ValueError, "a multiple of 8 values, got"),
-        (ops.quantize_gate, (torch.zeros(2, dtype=BF16), False), ValueError, "rows must have two dimensions, got"),
-        (ops.quantize_gate, (torch.zeros(2, 16392).to(BF16), False), NotImplementedError, "at most 16384, got 16392"),
-        (ops.quantize_gate, (torch.zeros(2, 16), False), TypeError, "bfloat16 or float16, got torch.float32"),
-        (ops.gate_screen, (x[0].int(), *x[1:], *w, none), TypeError, "x must be torch.int8, got torch.int32"),
-        (ops.gate_screen, (*x, q[:, :8], *w[1:], none), ValueError, "w_gate must be [24, 16], got [24, 8]"),
-        (ops.gate_screen, (*x, q, scale[1:], *w[2:], none), ValueError, "w_scale must be [24], got [23]"),
-        (ops.gate_screen, (*x[:3], x[3].double(), *w, none), TypeError, "x_offset must be torch.float32, got"),
-        (ops.gate_screen, (*x, *w, none[1:]), ValueError, "b_gate must be [24], got [23]"),
-        (ops.ffn_screened, (*p, q, scale[1:], spread, offset, 8), ValueError, "scale must be [24], got [23]"),
-        (ops.ffn_screened, (*p, q, scale, spread, offset[1:], 8), ValueError, "offset must be [24], got [23]"),
-        (ops.ffn_screened, (*p, q.int(), *w[1:], 8), TypeError, "q must be torch.int8, got torch.int32"),
-    ):
-        with pytest.raises(error, match=re.escape(message)):
-            op(*arguments)
-    with pytest.raises(ValueError, match='screen=True must have strategy "auto" or "union", got "row"'):
-        ops.ffn(*p, 8, "row", None, screen=True)
-
-
-def unpacked(candidates: Tensor, n: int) -> Tensor:
-    """The bits of ``gate_screen`` as booleans [token tiles, N]; all bits beyond must be 0."""
-    bits = (candidates.long()[:, :, None] >> torch.arange(32) & 1).bool().flatten(1)
-    assert not bits[:, n:].any()
-    return bits[:, :n]
-
-
-@pytest.mark.parametrize(("n", "k"), [(8, 8), (264, 64), (520, 72)])
-def test_gate_screen_is_the_reference_by_tiles_of_tokens(n: int, k: int) -> None:
-    for m, biased in itertools.product((0, 1, 127, 128, 129, 300), (False, True)):
-        torch.manual_seed(m)
-        x, w = outliers(m, k).to(BF16), torch.randn(n, k).to(BF16)
-        x[1::7], w[3::9] = 0, 0
-        w[5::9] = torch.inf
-        bias = (torch.randn(n) * 20 - 40).to(BF16) if biased else None
-        xs, ws = ops.quantize_gate(x, False), ops.quantize_gate(w, True)
-        candidates = ops.gate_screen(*xs, *ws, torch.empty(0, dtype=BF16) if bias is None else bias)
-        expected = reference.gate_screen(xs, ws, bias)
-        tiles = [expected[first : first + 128].any(0) for first in range(0, m, 128)]
-        assert torch.equal(unpacked(candidates, n), torch.stack(tiles) if tiles else expected)
 
 
 def weight(bias: Tensor) -> Tensor:
@@ -374,22 +319,9 @@ def test_the_bias_less_the_threshold_is_rounded_up(dtype: torch.dtype) -> None:
     assert screened.firing_bias(weight(every), None, RELU) is None
 
 
-@pytest.mark.parametrize("activation", [("relu", 0.0), ("relu2", 0.0), ("drelu", 0.0), ("fatrelu", 0.75)])
-def test_a_screened_layer_is_that_of_union(activation: tuple[str, float]) -> None:
-    for m, biases in itertools.product((0, 1, 64, 65, 130), ("", "gate up down")):
-        p = testing.integer_problem(m, 72, 520, density=0.02, biases=biases)
-        y, l1, stats, union, candidates = ops.ffn_screened(*p, *ops.quantize_gate(p.w_gate, True), 8, *activation)
-        expected = ops.ffn_union(*p, 8, *activation)
-        assert torch.equal(y, expected[0])
-        assert torch.equal(l1.sum(1), expected[1].sum(1))
-        assert torch.equal(union, expected[3])
-        assert torch.equal(stats[:, :, 0].sum(1), expected[2][:, :, 0].sum(1))
-        assert (candidates >= union).all()
-
-
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_a_threshold_screens_as_well_as_a_bias(dtype: torch.dtype) -> None:
-    """Few neurons far below it are candidates, and y is that of "union"."""
+    """Few neurons far below it are candidates, and all that fire."""
     torch.manual_seed(0)
     m, k, n = 256, 512, 1024
     draw = [torch.randn(s) for s in ((m, k), (n, k), (n, k), (n, k), (n,), (n,), (k,))]
@@ -397,78 +329,25 @@ def test_a_threshold_screens_as_well_as_a_bias(dtype: torch.dtype) -> None:
         threshold = shift * math.sqrt(k)
         p = testing.FFN(*(t.to(dtype) for t in draw))
         p = p if biased else p._replace(b_gate=None, b_up=None, b_down=None)
-        quantized = ops.quantize_gate(p.w_gate, True)
-        y, _, _, union, candidates = ops.ffn_screened(*p, *quantized, 8, "fatrelu", threshold)
-        assert torch.equal(y, ops.ffn_union(*p, 8, "fatrelu", threshold)[0])
+        fires = reference.gate(p.x, p.w_gate, p.b_gate, threshold) != 0
+        union = fires.view(-1, 128, n).any(1).sum(1)
+        candidates = screened.count(p.x, p.w_gate, p.b_gate, Activation("fatrelu", threshold))
         shifted = draw[4] * biased - threshold
-        *_, of_bias = ops.ffn_screened(*p._replace(b_gate=shifted.to(dtype)), *quantized, 8)
+        of_bias = screened.count(p.x, p.w_gate, shifted.to(dtype))
         assert union.sum() <= candidates.sum() <= 1.05 * of_bias.sum()
         assert shift == 0 or 0 < union.sum() < candidates.sum() < n
 
 
-@torch.no_grad()
-def test_no_write_of_a_weight_is_missed() -> None:
-    """Not even one that torch does not count: near tokens fire other neurons once the weight is negated."""
-    torch.manual_seed(0)
-    p = testing.FFN(*(torch.randn(264, 64).to(BF16) for _ in range(4)), None, None, None)
-    p = p._replace(x=(torch.randn(1, 64) + 0.05 * torch.randn(256, 64)).to(BF16))
-    testing.sparse_output(p, strategy="union+screen")
-    with torch.autograd._unsafe_preserve_version_counter(p.w_gate):
-        p.w_gate.neg_()
-    screened, union = (testing.sparse_output(p, strategy=strategy) for strategy in ("union+screen", "union"))
-    assert torch.equal(screened, union)
-
-
-@pytest.mark.parametrize("gated", [True, False])
-def test_a_screened_forward_of_training_is_the_other(gated: bool) -> None:
-    p = testing.integer_problem(130, 72, 520, density=0.02, biases="gate down")
-    layer = p if gated else p._replace(w_up=None)
-    screened = ops.hybrid_forward(*layer, 8, 0, screen=True)
-    assert all(map(torch.equal, screened, ops.hybrid_forward(*layer, 8)))
-    torch.library.opcheck(ops.hybrid_forward, (*layer, 8, 0, "relu", 0.0, True))
+def test_what_screens_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other dtypes, and the portable family."""
+    p = testing.integer_problem(4, 72, 264)
+    torch.library.opcheck(ops.hybrid_forward, (*p, 8, 0, "relu", 0.0, True))
     with pytest.raises(TypeError, match="x must be bfloat16 or float16"):
-        ops.hybrid_forward(*(None if t is None else t.float() for t in layer), 8, 0, screen=True)
-
-
-# The code for a GPU, on CPU tensors: it refuses before it launches anything
-
-
-def on_cuda(op: str, problem: testing.FFN, q: Tensor, *others: Tensor) -> object:
-    """Call the operator's code for a GPU with ``q`` and ``others`` of ``quantize_gate`` for the gate weight."""
-    quantized = (q, *others)
-    arguments = {
-        "quantize_gate": (problem.w_gate, True),
-        "gate_screen": (*ops.quantize_gate(problem.x, False), *quantized, problem.x.new_empty(0)),
-        "ffn_screened": (*problem, *quantized, 8),
-    }[op]
-    result: object = fake_gpu.on_cuda(op, *arguments)
-    return result
-
-
-@pytest.mark.parametrize("op", ["gate_screen", "ffn_screened"])
-def test_rows_of_other_strides_are_refused(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "capability", lambda index: device.SM_90)
-    problem = testing.integer_problem(4, 72, 264)
-    q, *others = ops.quantize_gate(problem.w_gate, True)
-    assert q.stride() == (80, 1)
-    shifted = torch.empty(264 * 80 + 8, dtype=torch.int8)[8:].as_strided((264, 72), (80, 1)).copy_(q)
-    for odd, got in (
-        (q.contiguous(), r"strides \[72, 1\] at an address 0 above"),
-        (q.t().contiguous().t(), r"strides \[1, 264\] at an address 0 above"),
-        (shifted, r"strides \[80, 1\] at an address 8 above"),
-    ):
-        with pytest.raises(ValueError, match=rf"(q|w_gate) must have aligned rows .* 16 bytes apart.*, got {got}"):
-            on_cuda(op, problem, odd, *others)
-
-
-def test_the_portable_family_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+        ops.hybrid_forward(*(None if t is None else t.float() for t in p), 8, 0, screen=True)
     monkeypatch.setattr(device, "capability", lambda index: (8, 9))
-    problem = testing.integer_problem(4, 72, 264)
-    for op in ("quantize_gate", "gate_screen", "ffn_screened"):
-        with pytest.raises(NotImplementedError) as refusal:
-            on_cuda(op, problem, *ops.quantize_gate(problem.w_gate, True))
-        assert str(refusal.value) == f"torch.ops.twell.{op} needs compute capability 9.0, got 8.9 on cuda:0"
-        # tests there are skipped by it
-        assert families.is_absent(refusal.value)
-    with pytest.raises(NotImplementedError, match="ffn with screen=True needs compute capability"):
-        sys.modules["twell.ops.ffn"].on_cuda(Operands(*problem), 8, RELU, Route("union", screen=True), False)
+    with pytest.raises(NotImplementedError) as refusal:
+        sys.modules["twell.ops.ffn"].on_cuda(Operands(*p), 8, RELU, Route("union", screen=True), False)
+    said = "torch.ops.twell.ffn with screen=True needs compute capability 9.0, got 8.9 on cuda:0"
+    assert str(refusal.value) == said
+    # tests there are skipped by it
+    assert families.is_absent(refusal.value)

@@ -22,8 +22,8 @@ def test_packed_operators() -> None:
     gate = F.linear(p.x.float(), p.w_gate.float(), p.b_gate.float()).to(BF16)  # type: ignore[union-attr]
     both = torch.cat([p.b_gate, level])  # type: ignore[list-item]
     dense = torch.where(gate > level, gate, 0)
-    for packed in (ops.gate_pack(p.x, p.w_gate, both, 8), ops.pack(gate, 8, 0.0, both)):
-        assert torch.equal(ops.unpack(*packed[:2], N, 8), dense)
+    words, spill, _ = ops.gate_pack(p.x, p.w_gate, both, 8)
+    assert torch.equal(ops.unpack(words, spill, N, 8), dense)
 
 
 def test_operators_take_thresholds_with_any_activation() -> None:
@@ -32,7 +32,7 @@ def test_operators_take_thresholds_with_any_activation() -> None:
     both = torch.cat([p.b_gate, level])  # type: ignore[list-item]
     gate = F.linear(p.x.double(), p.w_gate.double(), p.b_gate.double())  # type: ignore[union-attr]
     right = torch.where(gate > level, gate, 0).square() @ p.w_down.double()
-    y, *_ = ops.ffn_union(p.x, p.w_gate, None, p.w_down, both, None, None, 8, "relu2")
+    y = ops.ffn(p.x, p.w_gate, None, p.w_down, both, None, None, 8, "union", None, "relu2")
     assert (y.double() - right).norm() <= 1e-2 * right.norm()
 
 

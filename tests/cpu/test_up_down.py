@@ -70,4 +70,3 @@ def test_launches(family: str, gated: bool, monkeypatch: pytest.MonkeyPatch) -> 
     assert names("sparse_up_down_backward", *backward, gated, True, True) == ["sampled_grad", "scatter", *dx, *weights]
     assert names("sparse_up_down_backward", *backward, False, True, False) == ["sampled_grad", "scatter", "overflow"]
     assert names("sparse_up_down_backward", *backward, False, False, True) == ["sampled_grad", *weights]
-    assert names("pack", t["gate"], 8) == ["pack"]

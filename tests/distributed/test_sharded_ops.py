@@ -44,8 +44,6 @@ def token_by_token(device: torch.device) -> None:
             "gate_pack": (ops.gate_pack, (t["x"], t["w_gate"], t["b_gate"], COMPRESSION), 64),
             "unpack": (ops.unpack, (words, spill, NEURONS, COMPRESSION), 1),
             "up_down": (ops.up_down, (t["x"], words, spill, *rest), 1),
-            "up_down_union": (ops.up_down_union, (t["x"], words, spill, *rest), 128),
-            "ffn_union": (ops.ffn_union, (*whole, COMPRESSION), 128),
             "ffn": (ops.ffn, (*whole, COMPRESSION, "union", None), 128),
             # sums over all tokens: nothing is sharded
             "ffn_aux": (ops.ffn_aux, (*whole, COMPRESSION, "row", None), 512),
@@ -54,8 +52,6 @@ def token_by_token(device: torch.device) -> None:
             ),
             "gate_pack, fatrelu": (ops.gate_pack, (t["x"], t["w_gate"], t["b_gate"], COMPRESSION, 2.0), 64),
             "up_down, drelu": (ops.up_down, (t["x"], words, spill, *rest, "drelu"), 1),
-            "up_down_union, drelu": (ops.up_down_union, (t["x"], words, spill, *rest, "drelu"), 128),
-            "ffn_union, fatrelu": (ops.ffn_union, (*whole, COMPRESSION, "fatrelu", 2.0), 128),
             "ffn, fatrelu": (ops.ffn, (*whole, COMPRESSION, "union", None, "fatrelu", 2.0), 128),
             "ffn_aux, relu2": (ops.ffn_aux, (*whole, COMPRESSION, "row", None, "relu2"), 512),
             "reglu, relu2": (ops.reglu, (t["x"], t["x"] + 1, "relu2"), 1),

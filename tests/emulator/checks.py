@@ -14,14 +14,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tests import overflow
+from tests import overflow, programs
 from tests.quantized import assert_right, hostile
-from twell import ops, testing, tuning
+from twell import ops, reference, testing, tuning
 from twell._activation import RELU, Activation, activation_of, threshold_pair
 from twell._runtime import geometry, specs
-from twell.ops import hybrid
+from twell.ops import hybrid, screened
 from twell.ops.library import launch
 from twell.ops.operands import Gradients, Operands, opened
 from twell.strategy.plan import Route
@@ -54,7 +55,7 @@ def strided(matrix: Tensor, more: int = 24) -> Tensor:
 def quantize_gate(r: int, k: int, weights: bool, seed: int = 0) -> None:
     torch.manual_seed(seed)
     rows = hostile(r, k).to(BF16)
-    assert_right(on_gpu("quantize_gate")(strided(rows, 8), weights), rows, weights)
+    assert_right(programs.quantised(strided(rows, 8), weights), rows, weights)
 
 
 def gate_screen(m: int, n: int, k: int, biased: bool, seed: int = 0) -> None:
@@ -65,16 +66,17 @@ def gate_screen(m: int, n: int, k: int, biased: bool, seed: int = 0) -> None:
     rows[m // 2] *= 2.0 ** -torch.arange(k).clamp(max=60)
     if m > 2 * geometry.TOKEN_TILE:
         weights[7] = torch.nan
-    x, w = (ops.quantize_gate(t.to(BF16), second) for t, second in ((rows, False), (weights, True)))
+    x, w = (reference.quantize_gate(t.to(BF16), second) for t, second in ((rows, False), (weights, True)))
     bias = ((torch.randn(n) * 0.7 - 3.4) * math.sqrt(k)).to(BF16) if biased else NONE
     if biased:
         # in units of the scales these are infinite, NaN or tiny; some are those of rows of zeros
         extremes = [torch.inf, 3e38, 1e-40, torch.nan, -1e-40, -torch.inf, -3e38]
         bias[::5] = torch.tensor(extremes).repeat(n)[: len(bias[::5])]
-    given = (strided(x[0], -k % 16 + 16), *x[1:], strided(w[0], -k % 16 + 16), *w[1:], bias)
-    found = on_gpu("gate_screen")(*given)
+    given = [(strided(side[0], -k % 16 + 16), *side[1:]) for side in (x, w)]
+    found = programs.listed(programs.candidates(*given, bias), n)
     # no reach of these seeds is so near to 0 that fp32 could decide otherwise
-    testing.assert_same(found, ops.gate_screen(*x, *w, bias), "candidates")
+    right = reference.gate_screen(x, w, bias if biased else None).split(geometry.TOKEN_TILE)
+    testing.assert_same(found, torch.stack([tile.any(0) for tile in right]), "candidates")
 
 
 # ---- the gate, the up projection and gradients at non-zeros ----
@@ -212,13 +214,14 @@ def top_k(m: int, n: int, k: int, most: int, seed: int = 0) -> None:
     gate.view(torch.int16)[0, 0] |= -0x8000
     levels = torch.full((m, 2), POISON, dtype=torch.int32)
     launch(tuning.top_k(n), strided(gate).view(torch.int16), levels, k, 0x7F80)
-    testing.assert_same(levels, ops.top_k(gate, k), "levels")
+    testing.assert_same(levels, reference.top_k(gate, k), "levels")
     words = torch.full((m, geometry.tiles(n) * geometry.words_per_tile(8)), POISON, dtype=torch.int32)
     spill = torch.full((m, geometry.tiles(n) * geometry.TILE), torch.nan, dtype=BF16)
     stats = torch.full((-(-m // geometry.STATS_ROWS), geometry.tiles(n), 2), POISON, dtype=torch.int32)
     form = geometry.words_per_tile(8), 0
     launch(tuning.pack(BF16), strided(gate), words, spill, stats, NO_COUNTERS, NONE, levels, *form)
-    testing.assert_packed_same((words, spill, stats), ops.pack(gate, 8, 0.0, None, levels), n, 8)
+    right = programs.packed_on_cpu(reference.largest(gate.relu(), k))
+    testing.assert_packed_same((words, spill, stats), right, n, 8)
     found = ops.unpack(words, spill, n, 8)
     assert ((found != 0).sum(1) <= k).all(), "more than k are kept"
 
@@ -258,8 +261,8 @@ def pack(m: int, n: int, levels: bool, compression: int, seed: int = 0) -> None:
     bias = torch.cat([torch.full((n,), torch.nan), (torch.arange(n) % 4).float()]).to(BF16) if levels else None
     given = spill[:, :n], words, spill, stats, arrivals, NONE if bias is None else bias, NONE_LEVELS
     launch(tuning.pack(BF16), *given, width, threshold_pair(activation_of("fatrelu", 2.0), BF16))
-    right = ops.pack(gate, compression, 2.0, bias)
-    testing.assert_packed_same((words, spill, stats), right, n, compression)
+    right = gate.where(gate > (2.0 if bias is None else bias[n:]), 0)
+    testing.assert_packed_same((words, spill, stats), programs.packed_on_cpu(right, compression), n, compression)
     assert not arrivals.any(), "counters are not cleared"
 
 
@@ -305,17 +308,17 @@ def rank(n: int, most: int, ctas: int, counters: int, seed: int = 0) -> None:
 # ---- a layer ----
 
 
-def ffn_screened(m: int, k: int, n: int, density: float, biases: str, seed: int = 0) -> None:
+def screened_layer(m: int, k: int, n: int, density: float, biases: str, seed: int = 0) -> None:
     """All kernels of a layer with the int8 screen, one after the other."""
     problem = testing.integer_problem(m, k, n, density=density, biases=biases, seed=seed)
-    q = ops.quantize_gate(problem.w_gate, True)
-    y, l1, stats, union, candidates = ops.ffn_screened(*problem, *q, 8)
-    found = on_gpu("ffn_screened")(*problem, *q, 8, "relu", 0.0)
-    testing.assert_same(found[4], candidates, "candidates")
-    testing.assert_same(found[3], union, "union")
+    y, l1, nonzeros = ops.ffn_aux(*problem, 8, "union", None)
+    found = programs.screened_layer(problem)
+    fires = F.pad(testing.float64_gate(problem) > 0, (0, 0, 0, -m % geometry.TOKEN_TILE))
+    testing.assert_same(found[4].long(), screened.count(problem.x, problem.w_gate, problem.b_gate), "candidates")
+    testing.assert_same(found[3].long(), fires.view(-1, geometry.TOKEN_TILE, n).any(1).sum(1), "union")
     testing.assert_same(found[0], y, "y")
-    testing.assert_same(found[1].sum(1), l1.sum(1), "l1")
-    testing.assert_same(found[2], stats, "stats")
+    testing.assert_same(found[1].sum(), l1, "l1")
+    testing.assert_same(found[2][:, :, 0].sum(), nonzeros, "non-zeros")
 
 
 def by_row(m: int, k: int, n: int, every: int, gated: bool = True, seed: int = 0) -> None:
@@ -583,7 +586,7 @@ def draw(generator: random.Random) -> partial[None]:
     sizes = [generator.choice((0, 1, 63, 64, 65, 128, 192, 255, 256, 257, 300, 448, 512)) for _ in range(5)]
     sizes = sizes[: generator.randint(1, 5)]
     ctas, biased = generator.randint(1, 5), generator.random() < 0.5
-    kinds = (quantize_gate, gate_screen, sampled_up, sampled_grad, sampled_gate, locate, rank, ffn_screened, window)
+    kinds = (quantize_gate, gate_screen, sampled_up, sampled_grad, sampled_gate, locate, rank, screened_layer, window)
     kind = generator.choice(kinds)
     if kind is window:
         dtype = generator.choice((BF16, torch.float16))

@@ -141,7 +141,7 @@ def test_neurons_that_are_staged_in_two_parts(emulator: Emulator) -> None:
 )
 def test_a_screened_layer(emulator: Emulator, m: int, k: int, n: int, density: float, biases: str, seed: int) -> None:
     with emulator.stands_in(3, Schedule.of(seed)):
-        checks.ffn_screened(m, k, n, density, biases)
+        checks.screened_layer(m, k, n, density, biases)
 
 
 @SEEDS

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import twell
+from tests import programs
 from twell import testing
 from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout
 from twell.ops import screened
-from twell.ops.quantize_gate import require
 from twell.strategy import costs, tables
 from twell.testing import FFN
 
@@ -309,9 +309,9 @@ def test_layouts_give_the_same_bits(topic: FFN, gated: bool) -> None:
 
 
 @pytest.mark.parametrize("m", [0, 1, 128, 300, M])
-def test_counts_of_candidates_are_those_of_the_operator(m: int, topic: FFN) -> None:
+def test_counts_of_candidates_are_those_of_the_layer(m: int, topic: FFN) -> None:
     x = topic.x[:m]
-    listed = twell.ops.ffn_screened(*topic._replace(x=x), *twell.ops.quantize_gate(topic.w_gate, True), 8)[4]
+    listed = programs.screened_layer(topic._replace(x=x))[4]
     testing.assert_same(screened.count(x, topic.w_gate, None).int(), listed, "candidates")
 
 
@@ -320,7 +320,7 @@ def test_counts_of_candidates_are_those_of_the_operator(m: int, topic: FFN) -> N
 def test_a_layer_comes_to_screen(gated: bool, training: bool, topic: FFN, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a wait, by the candidates that the operator lists; y has the bits of "union"."""
     # a GPU of another family refuses
-    require(torch.device("cuda", 0), "gate_screen")
+    screened.require(torch.device("cuda", 0), "the screen")
     monkeypatch.setattr(tables, "in_use", lambda on: SCREENS)
     mlp = module(topic, gated)
     with torch.set_grad_enabled(training):

@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests import programs
 from tests.quantized import assert_right, hostile
 from twell import ops, reference, testing
-from twell._runtime import device, geometry, screen
+from twell._activation import Activation
+from twell._runtime import device, geometry, program, screen
 from twell.testing import FFN
 
 CUDA = torch.device("cuda")
@@ -33,7 +37,7 @@ def test_rows_are_quantised(k: int, weights: bool, dtype: torch.dtype) -> None:
     # the last is more than a row for each warp of the GPU
     for r in (1, 100, 300, 4096):
         rows = hostile(r, k).to(dtype)
-        call = functools.partial(ops.quantize_gate, rows.to(CUDA), weights)
+        call = functools.partial(programs.quantised, rows.to(CUDA), weights)
         testing.poison_memory()
         found = call()
         assert_right(found, rows, weights)
@@ -41,6 +45,13 @@ def test_rows_are_quantised(k: int, weights: bool, dtype: torch.dtype) -> None:
         again = call()
         for name, first, second in zip(("q", "scale", "spread", "offset"), found, again):
             testing.assert_same(first.contiguous(), second.contiguous(), name)
+
+
+@pytest.fixture(autouse=True)
+def own_programs() -> Iterator[None]:
+    """Programs that are made for other sizes of slices or other devices are no one else's."""
+    yield
+    program.forget()
 
 
 def reaches(
@@ -60,9 +71,7 @@ def reaches(
     # the kernel's fp32 terms differ by less than their enlargement, and sums with offsets by less than 1
     slack = size.nan_to_num(1, 1, 1) * screen.MARGIN + 1
     least, most = (torch.stack([t.amax(0) for t in sums.split(128)]) for sums in (total - slack, total + slack))
-    bits = (candidates.cpu().long()[:, :, None] >> torch.arange(32) & 1).bool().flatten(1)
-    assert not bits[:, qw.shape[0] :].any()
-    return least, most, bits[:, : qw.shape[0]]
+    return least, most, programs.listed(candidates, qw.shape[0])
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -75,7 +84,7 @@ def test_candidates_are_those_of_a_cpu(m: int, n: int, k: int, bias: bool) -> No
     if k < 16384:
         weights[::11] = hostile(n, k)[::11]
         rows[5::200] = hostile(m, k)[5::200]
-    x, w = (ops.quantize_gate(t.to(BF16), second) for t, second in ((rows, False), (weights, True)))
+    x, w = (reference.quantize_gate(t.to(BF16), second) for t, second in ((rows, False), (weights, True)))
     given = (torch.randn(n) * 10 - math.sqrt(k) * 3).to(BF16) if bias else NONE
     operands = [t.to(CUDA) for t in (*x, *w, given)]
     # rows of a multiple of 16 bytes
@@ -83,7 +92,7 @@ def test_candidates_are_those_of_a_cpu(m: int, n: int, k: int, bias: bool) -> No
         padded = torch.zeros(operands[at].shape[0], -(-k // 16) * 16, dtype=torch.int8, device=CUDA)
         padded[:, :k] = operands[at]
         operands[at] = padded[:, :k]
-    (found,) = testing.poisoned(lambda: (ops.gate_screen(*operands),))
+    (found,) = testing.poisoned(lambda: (programs.candidates(operands[:4], operands[4:8], operands[8]),))
     least, most, bits = reaches(x, w, given, found)
     assert bits[least > 0].all()
     assert not bits[most < 0].any()
@@ -113,17 +122,16 @@ def test_gates_lose_at_most_half_of_what_the_bound_allows(m: int, k: int, dtype:
     assert (lost <= allowed).all(), f"lost: got {(lost / allowed).max():.2f} of half of what is allowed"
 
 
-def screened(problem: FFN, *activation: object) -> tuple[Tensor, ...]:
-    q = ops.quantize_gate(problem.w_gate, True)
-    return testing.poisoned(lambda: ops.ffn_screened(*problem, *q, 8, *activation))
+def screened(problem: FFN, *activation: Any) -> tuple[Tensor, ...]:
+    return testing.poisoned(lambda: programs.screened_layer(problem, 8, Activation(*activation)))
 
 
-def assert_as_union(problem: FFN, *activation: object) -> None:
+def assert_as_union(problem: FFN, *activation: Any) -> None:
     """The layer, gated or not, and the forward pass of training, bit by bit."""
     for layer in (problem, problem._replace(w_up=None, b_up=None)):
         if layer.w_up is None and "drelu" in activation:
             continue
-        expected = ops.ffn_union(*layer, 8, *activation)
+        expected = programs.union_layer(layer, 8, Activation(*activation))
         y, l1, stats, union, candidates = screened(layer, *activation)
         testing.assert_same(union, expected[3], "union")
         assert (candidates >= union).all()
@@ -188,6 +196,7 @@ def test_bits_do_not_depend_on_how_units_are_dealt(ctas: int, monkeypatch: pytes
         expected = screened(problem)
         with monkeypatch.context() as patched:
             patched.setattr(device, "sm_count", lambda index: ctas)
+            program.forget()
             found = screened(problem)
         for field, a, b in zip(("y", "l1", "stats", "union", "candidates"), found, expected, strict=True):
             testing.assert_same(a, b, f"{field} of {name}")
@@ -205,7 +214,7 @@ def test_rows_that_are_not_screened_have_the_bits_of_union() -> None:
     x = problem.x.clone()
     x[3, 5], x[290] = torch.nan, torch.inf
     y, _, _, union, _ = screened(problem._replace(x=x))
-    expected = ops.ffn_union(*problem._replace(x=x), 8)
+    expected = programs.union_layer(problem._replace(x=x))
     testing.assert_same(union, expected[3], "union")
     testing.assert_same(y[128:256], expected[0][128:256], "y of the tile without them")
 
@@ -214,11 +223,25 @@ def test_many_slices_and_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = testing.make("topic29", 1000, 512, 1024, device=CUDA)
     expected = screened(problem)
     monkeypatch.setattr(geometry, "UNION_ENTRIES", 1 << 18)
+    program.forget()
     for name, found, right in zip(("y", "l1", "stats", "union", "candidates"), screened(problem), expected):
         testing.assert_same(found, right, name)
     monkeypatch.undo()
-    q = ops.quantize_gate(problem.w_gate, True)
-    graph, outputs = testing.captured(lambda: ops.ffn_screened(*problem, *q, 8))
+    program.forget()
+    graph, outputs = testing.captured(lambda: programs.screened_layer(problem))
     for _ in range(50):
         graph.replay()
         testing.assert_same(outputs[0], expected[0], "y")
+
+
+@torch.no_grad()
+def test_no_write_of_a_weight_is_missed() -> None:
+    """Not even one that torch does not count: near tokens fire other neurons once the weight is negated."""
+    torch.manual_seed(0)
+    p = FFN(*(torch.randn(264, 64).to(CUDA, BF16) for _ in range(4)), None, None, None)
+    p = p._replace(x=(torch.randn(1, 64) + 0.05 * torch.randn(256, 64)).to(CUDA, BF16))
+    testing.sparse_output(p, strategy="union+screen")
+    with torch.autograd._unsafe_preserve_version_counter(p.w_gate):
+        p.w_gate.neg_()
+    screened, union = (testing.sparse_output(p, strategy=strategy) for strategy in ("union+screen", "union"))
+    testing.assert_same(screened, union)

@@ -14,7 +14,6 @@ from torch import Tensor
 import twell
 from tests.gpu.operands import gates_with, padded
 from tests.gpu.strategies import (
-    BEHIND,
     BF16,
     BIASES,
     BOTH,
@@ -37,6 +36,7 @@ from tests.gpu.strategies import (
     read,
     right,
     run,
+    written,
 )
 from twell import ops, testing, tuning
 from twell.functional import Strategy
@@ -501,10 +501,8 @@ def test_many_runs_give_the_same_bits(name: str, m: int, runs: int, busy: bool, 
 
     def each() -> tuple[Tensor, ...]:
         words, spill, stats = packed = ops.gate_pack(problem.x, problem.w_gate, None, 8)
-        outputs = [
-            result for gated in (True, False) for result in BEHIND[strategy](*behind(problem, packed, strategy, gated))
-        ]
-        return (words, stats, *outputs, ops.unpack(words, spill, len(problem.w_gate), 8))
+        found = [t for gated in (True, False) for t in written(problem, packed, strategy, gated) if t is not None]
+        return (words, stats, *found, ops.unpack(words, spill, len(problem.w_gate), 8))
 
     assert_repeats(each, runs, busy)
 
@@ -549,10 +547,9 @@ def assert_both(outputs: tuple[Tensor, ...], problem: FFN, strategy: Strategy) -
         testing.assert_same(found, answer, name)
 
 
-@BY_NAME
 @pytest.mark.parametrize("m", [1, 16, 70])
 @pytest.mark.parametrize("biases", ["", BIASES], ids=["no-bias", "bias"])
-def test_opcheck(m: int, biases: str, strategy: Strategy) -> None:
+def test_opcheck(m: int, biases: str) -> None:
     """Every gate is positive and the tiles are whole, so that all of the spill is defined."""
     full = testing.integer_problem(m, 72, 512, density=1, biases=biases, device=CUDA)
     packed = pack(full)
@@ -560,9 +557,9 @@ def test_opcheck(m: int, biases: str, strategy: Strategy) -> None:
         torch.library.opcheck(ops.gate_pack, (full.x, full.w_gate, full.b_gate, compression))
     torch.library.opcheck(ops.unpack, (*packed[:2], 512, 8))
     for gated in (True, False):
-        torch.library.opcheck(BEHIND[strategy], behind(full, packed, strategy, gated))
+        torch.library.opcheck(ops.up_down, behind(full, packed, gated))
         none = full.rows(0, 0)
-        torch.library.opcheck(BEHIND[strategy], behind(none, pack(none), strategy, gated))
+        torch.library.opcheck(ops.up_down, behind(none, pack(none), gated))
 
 
 @BY_NAME
@@ -700,14 +697,13 @@ def test_compiled_function(gated: bool, backend: str, strategy: Strategy) -> Non
             testing.assert_same(y, exact(problem.rows(0, m), strategy, gated) + 1, f"{m} tokens")
 
 
-@BY_NAME
-def test_gradients_are_refused_by_operators(strategy: Strategy) -> None:
+def test_gradients_are_refused_by_operators() -> None:
     problem = layer()
-    arguments = behind(problem, pack(problem), strategy)
+    arguments = behind(problem, pack(problem))
     calls: list[Callable[[], object]] = [
         lambda: ops.gate_pack(problem.x.clone().requires_grad_(), problem.w_gate, None, 8),
-        lambda: BEHIND[strategy](arguments[0].clone().requires_grad_(), *arguments[1:]),
-        lambda: BEHIND[strategy](*arguments[:4], arguments[4].clone().requires_grad_(), *arguments[5:]),
+        lambda: ops.up_down(arguments[0].clone().requires_grad_(), *arguments[1:]),
+        lambda: ops.up_down(*arguments[:4], arguments[4].clone().requires_grad_(), *arguments[5:]),
     ]
     for call in calls:
         with pytest.raises(NotImplementedError, match=r"twell\.sparse"):

@@ -10,6 +10,7 @@ from activations import DTYPES
 from jumps import layer, named, plain, problem, thresholds
 from torch import Tensor
 
+from tests import programs
 from twell import ops, testing
 
 CUDA = torch.device("cuda")
@@ -64,5 +65,5 @@ def test_the_gate_packed(dtype: torch.dtype) -> None:
         both = torch.cat([p.b_gate, level])  # type: ignore[list-item]
         gate = torch.addmm(p.b_gate.double(), p.x.double(), p.w_gate.double().t()).to(dtype)  # type: ignore[union-attr]
         right = torch.where(gate > level, gate, 0)
-        for packed in (ops.gate_pack(p.x, p.w_gate, both, 8), ops.pack(gate, 8, 0.0, both)):
+        for packed in (ops.gate_pack(p.x, p.w_gate, both, 8), programs.packed(gate, bias=both)):
             testing.assert_same(ops.unpack(*packed[:2], N, 8), right)

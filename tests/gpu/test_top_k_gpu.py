@@ -9,7 +9,8 @@ from jumps import named
 from torch import Tensor
 
 import twell
-from twell import ops, testing
+from tests import programs
+from twell import ops, reference, testing
 
 CUDA = torch.device("cuda")
 
@@ -21,11 +22,10 @@ def test_levels_are_those_of_a_stable_sort(dtype: torch.dtype, m: int, n: int, k
     # few values, so that many are equal
     gate = torch.randint(-20, 21, (m, n), generator=generator).to(dtype)
     gate[0, :2], gate[-1, -1] = torch.nan, torch.inf
-    (levels,) = testing.poisoned(lambda: (ops.top_k(gate.to(CUDA), k),))
-    testing.assert_same(levels.cpu(), ops.top_k(gate, k))
-    packed = ops.pack(gate.to(CUDA), 8, 0.0, None, levels)
-    right = ops.unpack(*ops.pack(gate, 8, 0.0, None, levels.cpu())[:2], n, 8)
-    testing.assert_same(ops.unpack(*packed[:2], n, 8).cpu(), right)
+    (levels,) = testing.poisoned(lambda: (programs.levels(gate.to(CUDA), k),))
+    testing.assert_same(levels.cpu(), reference.top_k(gate, k))
+    words, spill, _ = programs.packed(gate.to(CUDA), levels=levels)
+    testing.assert_same(ops.unpack(words, spill, n, 8).cpu(), reference.largest(gate.relu(), k))
 
 
 @DTYPES

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tests import programs
 from tests.gpu.strategies import (
     BIASES,
     BOTH,
@@ -22,8 +24,15 @@ from tests.gpu.strategies import (
     sums,
 )
 from twell import ops, testing
-from twell._runtime import device, geometry
+from twell._runtime import device, geometry, program
 from twell.testing import FFN
+
+
+@pytest.fixture(autouse=True)
+def own_programs() -> Iterator[None]:
+    """Programs that are made for other sizes of slices or other devices are no one else's."""
+    yield
+    program.forget()
 
 
 def assert_same_outputs(found: Outputs, expected: Outputs, what: str = "") -> None:
@@ -39,6 +48,7 @@ def test_bits_do_not_depend_on_how_units_are_dealt(ctas: int, monkeypatch: pytes
         expected = run(problem, "union")
         with monkeypatch.context() as patched:
             patched.setattr(device, "sm_count", lambda index: ctas)
+            program.forget()
             assert_same_outputs(run(problem, "union"), expected, f"of {name}")
 
 
@@ -91,16 +101,18 @@ def test_neighbours_differ() -> None:
 def test_slices_do_not_change_a_bit(
     m: int, tiles: int, compression: int, density: float, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room for ``tiles`` token tiles at a time; ``ffn_union`` packs them one by one, the last by another kernel."""
+    """Room for ``tiles`` token tiles at a time, which are packed one by one, the last by another kernel."""
     p = testing.integer_problem(m, 136, 264, density=density, biases=BIASES, device=CUDA)
-    whole, stats = run(p, "union", gated, compression), ops.gate_pack(p.x, p.w_gate, p.b_gate, compression)[2]
-    assert_right(whole, right(p, "union", gated))
-    monkeypatch.setattr(geometry, "UNION_ENTRIES", tiles * geometry.TOKEN_TILE * 264)
-    assert len(geometry.union_slices(m, 264)) == math.ceil(math.ceil(m / 128) / tiles)
-    assert_same_outputs(run(p, "union", gated, compression), whole)
     layer = p if gated else p._replace(w_up=None, b_up=None)
-    y, l1, found_stats, union = ops.ffn_union(*layer, compression)
-    assert_same_outputs(Outputs(y, l1, union), whole, "of ffn_union")
+    y, l1, stats, union = programs.union_layer(layer, compression)
+    whole = Outputs(y, l1, union)
+    assert_right(whole, right(p, "union", gated))
+    testing.assert_same(stats, ops.gate_pack(p.x, p.w_gate, p.b_gate, compression)[2], "stats")
+    monkeypatch.setattr(geometry, "UNION_ENTRIES", tiles * geometry.TOKEN_TILE * 264)
+    program.forget()
+    assert len(geometry.union_slices(m, 264)) == math.ceil(math.ceil(m / 128) / tiles)
+    y, l1, found_stats, union = programs.union_layer(layer, compression)
+    assert_same_outputs(Outputs(y, l1, union), whole)
     testing.assert_same(found_stats, stats, "stats")
 
 
@@ -120,6 +132,7 @@ def test_many_tokens_take_the_memory_of_a_slice() -> None:
 
 def sliced(monkeypatch: pytest.MonkeyPatch, tokens: int, problem: FFN) -> None:
     monkeypatch.setattr(geometry, "UNION_ENTRIES", tokens * len(problem.w_gate))
+    program.forget()
     assert len(geometry.union_slices(len(problem.x), len(problem.w_gate))) > 1
 
 

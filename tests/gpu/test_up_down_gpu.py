@@ -11,10 +11,11 @@ from activations import EVERY, form
 from torch import Tensor
 
 import twell
+from tests import programs
 from tests.gpu.operands import padded
 from tests.gpu.strategies import BF16, BIASES, BOTH, CUDA, DTYPES, FP16, label
 from twell import ops, testing
-from twell._activation import activation_of
+from twell._activation import Activation, activation_of
 from twell.testing import FFN
 
 SIZES = [(1, 64, 8), (8, 2048, 5632), (33, 128, 264), (130, 64, 520), (700, 256, 1032), (2049, 1024, 2056)]
@@ -40,9 +41,11 @@ def test_a_dense_gate_is_packed_as_on_the_cpu(
 ) -> None:
     m, _, n = size
     gate = gates(m, n, dtype)
+    activation = Activation("fatrelu", threshold)
+    right = programs.packed_on_cpu(activation.after(gate), compression)
     for own in (gate.cuda(), padded(gate.cuda(), 8, 16)):
-        packed = testing.poisoned(lambda own=own: ops.pack(own, compression, threshold))
-        testing.assert_packed_same(packed, ops.pack(gate, compression, threshold), n, compression)
+        packed = testing.poisoned(lambda own=own: programs.packed(own, compression, activation))
+        testing.assert_packed_same(packed, right, n, compression)
 
 
 @pytest.mark.parametrize("density", [0.02, 0.5])

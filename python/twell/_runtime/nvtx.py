@@ -2,9 +2,9 @@
 
 All are in the domain "twell". The category is the phase (inference, training forward, backward). The payload has the
 sizes: m tokens, hidden size k, n neurons, dtype, and strategy or compression where there is a choice. The names are
-those of the functions (``sparse_gated_ffn``, ``sparse_gated_ffn.backward``), of their operators (``up_down_union``) and
-of the kernels that these launch (``compact``, ``sampled_up``, ``gathered``). A kernel with its operator's name has no
-second range.
+those of the functions (``sparse_gated_ffn``, ``sparse_gated_ffn.backward``), of their operators (``hybrid_forward``)
+and of the kernels that these launch (``compact``, ``sampled_up``, ``gathered``). A kernel with its operator's name has
+no second range.
 
 The variable is read at import. Without it ``marked`` returns the function unchanged and ``range`` an empty context.
 With it, the package nvtx from 0.2.14 on (structured payloads) and numpy are needed, else a warning says that nothing is

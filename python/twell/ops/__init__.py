@@ -10,24 +10,17 @@ from twell.ops.experts import experts
 from twell.ops.experts_float8 import experts_float8
 from twell.ops.ffn import ffn, ffn_aux
 from twell.ops.ffn_float8 import ffn_float8
-from twell.ops.ffn_screened import ffn_screened
-from twell.ops.ffn_union import ffn_union
 from twell.ops.gate_pack import gate_pack
-from twell.ops.gate_screen import gate_screen
 from twell.ops.hybrid_backward import hybrid_backward
 from twell.ops.hybrid_backward_accumulate import hybrid_backward_accumulate
 from twell.ops.hybrid_forward import hybrid_forward
 from twell.ops.matrix_transpose import matrix_transpose
-from twell.ops.pack import pack
-from twell.ops.quantize_gate import quantize_gate
 from twell.ops.reglu import reglu, reglu_backward
 from twell.ops.sparse_up_down import sparse_up_down, sparse_up_down_aux
 from twell.ops.sparse_up_down_backward import sparse_up_down_backward
 from twell.ops.sparse_up_down_forward import sparse_up_down_forward
-from twell.ops.top_k import top_k
 from twell.ops.unpack import unpack
 from twell.ops.up_down import up_down
-from twell.ops.up_down_union import up_down_union
 from twell.ops.window import window
 
 __all__ = [
@@ -36,25 +29,18 @@ __all__ = [
     "ffn",
     "ffn_aux",
     "ffn_float8",
-    "ffn_screened",
-    "ffn_union",
     "gate_pack",
-    "gate_screen",
     "hybrid_backward",
     "hybrid_backward_accumulate",
     "hybrid_forward",
     "matrix_transpose",
-    "pack",
-    "quantize_gate",
     "reglu",
     "reglu_backward",
     "sparse_up_down",
     "sparse_up_down_aux",
     "sparse_up_down_backward",
     "sparse_up_down_forward",
-    "top_k",
     "unpack",
     "up_down",
-    "up_down_union",
     "window",
 ]

@@ -32,15 +32,8 @@ from twell import _memory, _modes, tuning
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry, nvtx
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
-from twell.ops import dense, screened
-from twell.ops.ffn_screened import launches as screened_launches
-from twell.ops.ffn_screened import on_cpu as screened_on_cpu
-from twell.ops.ffn_screened import shapes as screened_shapes
-from twell.ops.ffn_union import by_small_tiles
-from twell.ops.ffn_union import launches as union_launches
-from twell.ops.ffn_union import on_cpu as union_on_cpu
-from twell.ops.ffn_union import shapes as union_shapes
-from twell.ops.gate_pack import pack, pack_on_cpu, scratch
+from twell.ops import dense, screened, union
+from twell.ops.gate_pack import gate_on_cpu, pack, scratch
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
@@ -55,10 +48,8 @@ from twell.ops.library import (
 )
 from twell.ops.operands import Form, Operands, Views, has_thresholds, opened, present
 from twell.ops.pack import stats_shape
-from twell.ops.quantize_gate import quantize, quantize_gate, require
 from twell.ops.slices import Added, is_sliced, require_sliceable
-from twell.ops.up_down import counters, multiply
-from twell.ops.up_down import on_cpu as up_down_on_cpu
+from twell.ops.up_down import behind_on_cpu, counters, multiply
 from twell.strategy.known import Memory, Run, remember
 from twell.strategy.plan import Facts, Route, routed
 from twell.strategy.site import AutoStrategy, found, site_of, without_site
@@ -258,15 +249,9 @@ def _settled(layer: Operands, arguments: Sequence[Any], activation: Activation, 
 
 def _sparse_on_cpu(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Counted:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    layer = layer._replace(w_down=w_down.t())
-    if route.screen:
-        return screened_on_cpu(layer, quantize_gate(w_gate, True), compression, activation)
-    if route.strategy == "union":
-        return *union_on_cpu(*layer, compression, *activation), None
-    words, spill, stats = pack_on_cpu(x, w_gate, b_gate, compression, activation)
-    behind = activation.packed().name
-    y, l1 = up_down_on_cpu(x, words, spill, w_up, w_down.t(), b_up, b_down, compression, behind)
-    return y, l1, stats, None, None
+    gate = gate_on_cpu(x, w_gate, b_gate, activation)
+    behind = x, w_up, w_down.t(), b_up, b_down, activation, route.strategy == "union"
+    return *behind_on_cpu(gate, *behind), None
 
 
 @kept
@@ -283,11 +268,11 @@ def _pass(
     spec = tuning.up_down_tile(x.dtype, m, k, n, gated, tuning.family(p.index)) if tiles and route == "union" else None
     shapes: tuple[Shape, ...]
     if route == SCREENED:
-        shapes = screened_shapes(layer.x, layer.w_gate)
+        shapes = screened.shapes(layer.x, n)
     elif route != "union":
         shapes = (x.dtype, m, k), (torch.float32, m), stats_shape(m, n)
     elif spec is None:
-        shapes = union_shapes(layer.x, layer.w_gate)
+        shapes = union.shapes(layer.x, n)
     else:
         parts = (torch.float32, -(-m // geometry.SMALL_TILE), spec.cluster)
         shapes = (x.dtype, m, k), parts, stats_shape(m, n)
@@ -295,13 +280,13 @@ def _pass(
     results: Any = p.operand(x.dtype, *x.shape).matrix(), *(place(*shape) for shape in shapes[1:])
     how = layer, results, compression, activation
     if route == SCREENED:
-        screened_launches(p, layer, firing, quantize(p, layer.w_gate, True), *how[1:])
+        screened.launches(p, layer, firing, *how[1:])
     elif route != "union":
         _by_row(p, *how, route == "row+invariant")
     elif spec is None:
-        union_launches(p, *how)
+        union.launches(p, *how)
     else:
-        by_small_tiles(p, *how, spec)
+        union.by_small_tiles(p, *how, spec)
     return p.compiled(), shapes[1:]
 
 
@@ -338,7 +323,7 @@ def inference_of(
     if any(given is not own for given, own in zip(laid(layer), layer)) or not has_rows(layer.w_down.t()):
         return None
     if route.screen:
-        require(x.device, "ffn with screen=True")
+        screened.require(x.device, "torch.ops.twell.ffn with screen=True")
     form = Form.of((*layer, layer.b_gate if route.screen else None))
     run, _ = _pass(form, route.name, True, compression, activation, False)
     place, screen = (tuple(x.shape), contiguous(x.shape), x.dtype), route.screen
@@ -356,7 +341,7 @@ def _sparse_on_cuda(layer: Operands, compression: int, activation: Activation, r
         stats = x.new_zeros((1, 1, 2), dtype=torch.int32)
         return x.new_empty(x.shape), x.new_zeros(1, dtype=torch.float32), stats, None, None
     if route.screen:
-        require(x.device, "ffn with screen=True")
+        screened.require(x.device, "torch.ops.twell.ffn with screen=True")
         firing = screened.firing_bias(layer.w_gate, layer.b_gate, activation)
     given = *laid(layer), firing
     counted = totals or route.measurement is not None

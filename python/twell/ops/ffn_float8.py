@@ -27,7 +27,7 @@ from twell._runtime import device, geometry, specs
 from twell._runtime.log import warn_once
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
 from twell.float8 import E4M3, Float8
-from twell.ops.ffn_union import launches as union_launches
+from twell.ops import union
 from twell.ops.gate_pack import pack, scratch
 from twell.ops.library import ACTIVATION, Shape, check, check_rank, has_rows, laid_bias, new, register, transpose
 from twell.ops.operands import Form, Scaled, Views, present, run
@@ -229,7 +229,7 @@ def _pass(
     place = p.operand if counted else p.scratch
     results = p.operand(torch.bfloat16, m, k), *(place(*shape) for shape in shapes)
     if route == "union":
-        union_launches(p, layer, results, compression, activation)
+        union.launches(p, layer, results, compression, activation)
     else:
         _by_row(p, layer, results, compression, activation, route == "row+invariant")
     return p.compiled(), shapes

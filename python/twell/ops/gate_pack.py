@@ -18,9 +18,8 @@ from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.library import Shape, bias_view, check_layer, laid_bias, new, register, rows
 from twell.ops.operands import Operands, Scaled, bias_alone, has_thresholds, launched, opened, run
-from twell.ops.pack import Packed, fill_on_cpu, pack_gate
+from twell.ops.pack import Packed, fill_on_cpu, find_levels, pack_gate
 from twell.ops.pack import shapes as packed_shapes
-from twell.ops.top_k import find
 
 
 def outputs(x: Tensor, w_gate: Tensor, compression: int) -> Packed:
@@ -48,14 +47,9 @@ def _fake(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, th
     return outputs(x, w_gate, compression)
 
 
-def on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
+def _cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
     packed = _fake(x, w_gate, b_gate, compression, threshold)
     return fill_on_cpu(packed, gate_on_cpu(x, w_gate, b_gate, Activation("fatrelu", threshold)), compression)
-
-
-def pack_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, activation: Activation) -> Packed:
-    """The gate of a layer, packed."""
-    return fill_on_cpu(outputs(x, w_gate, compression), gate_on_cpu(x, w_gate, b_gate, activation), compression)
 
 
 def gate_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, activation: Activation) -> Tensor:
@@ -105,7 +99,7 @@ def pack(
             raise ValueError('b_gate must have no thresholds behind the biases with activation "topk", got some')
         if activation.k:
             levels = p.scratch(torch.int32, gate.shape[0], 2)
-            find(p, gate, levels, activation.k)
+            find_levels(p, gate, levels, activation.k)
         return pack_gate(p, gate, words, spill, stats, compression, activation, counters, b_gate, levels)
     # a cluster is two CTAs, one per multiprocessor
     clusters, fast = p.multiprocessors // 2, x.fast if isinstance(x, Scaled) else True
@@ -150,6 +144,6 @@ gate_pack = register(
     "gate_pack(Tensor x, Tensor w_gate, Tensor? b_gate, int compression, float threshold=0.0) "
     "-> (Tensor words, Tensor spill, Tensor stats)",
     fake=_fake,
-    cpu=on_cpu,
+    cpu=_cpu,
     cuda=_cuda,
 )

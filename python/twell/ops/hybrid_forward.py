@@ -6,7 +6,7 @@ rounded to x's dtype, and so is h, once. The gate is kept in the hybrid format o
 ``held`` non-zeros per token on average, or for max(64, N / 36) if ``held`` is 0. Dtypes are bfloat16 and float16, on
 the CPU also float32 and float64.
 
-With ``screen`` gates are computed only where an int8 product says that they may be non-zeros. It misses a gate with a
+With ``screen`` a GPU computes gates only where an int8 product says that they may be non-zeros. It misses a gate with a
 probability of at most 2^-80, and takes 16-bit values alone.
 
 x [M, K]; w_gate, w_up and w_down [N, K]; b_gate and b_up [N], b_down [K]; ``compression`` is that of words in between.
@@ -43,7 +43,6 @@ from twell.ops.library import (
 )
 from twell.ops.operands import Form, Gradients, Operands, Views, has_thresholds, opened
 from twell.ops.pack import pack_gate, shapes, stats_shape
-from twell.ops.quantize_gate import quantize, quantize_gate, require
 from twell.ops.slices import Added, is_sliced, require_sliceable
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -114,9 +113,6 @@ def _cpu(layer: Operands, compression: int, held: int, activation: Activation, s
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     hybrid.require_offsets(x.shape[0], w_gate.shape[0])
     gate = activation.after(hybrid.project(x, w_gate, b_gate).to(x.dtype), inplace=True)
-    if screen:
-        quantized = quantize_gate(w_gate, True)
-        screened.masked(gate, screened.candidates_on_cpu(x, w_gate, b_gate, quantized, activation))
     up = None if w_up is None else hybrid.project(x, w_up, b_up)
     hidden = activation.hidden(gate.to(l1.dtype), up).masked_fill(gate == 0, 0)
     l1.copy_(hidden.abs().sum())
@@ -170,7 +166,7 @@ class Forward:
         if activation.k:
             hybrid.require_room(activation.k, m, n, held, screen)
         if screen:
-            require(torch.device("cuda", p.index), "hybrid_forward with screen=True")
+            screened.require(torch.device("cuda", p.index), "torch.ops.twell.hybrid_forward with screen=True")
         self._m, self._activation = m, activation
         # with thresholds the screen takes a bias of its own
         self._raised = screen and (bool(activation.level(x.dtype)) or has_thresholds(layer.b_gate, n))
@@ -202,7 +198,7 @@ class Forward:
         packed = p.scratch(*words), p.scratch(*spill), figures[0] if figures else p.scratch(*stats)
         listed: tuple[Any, ...] = (neurons, sizes, 0)
         if screen:
-            bits = screened.find(p, x, firing, quantize(p, w_gate, True))
+            bits = screened.find(p, x, firing, screened.quantize(p, w_gate, True))
             lists = screened.lists(p, m, n)
             screened.pack(p, x, w_gate, b_gate, bits, lists, packed, compression, activation)
             # the words hold places in these lists

@@ -56,7 +56,7 @@ def register(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     overload = getattr(torch.ops.twell, name).default
     complete = functools.partial(_complete, overload, instead)
-    for device_type, implementation in (("CPU", _without_autocast(cpu)), ("CUDA", _on_device(cuda))):
+    for device_type, implementation in (("CPU", _without_autocast(cpu)), ("CUDA", on_device(cuda))):
         implementation = nvtx.marked(_range_of(overload, phase))(complete(implementation))
         _LIBRARY.impl(name, implementation, device_type)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"twell::{name}", _on_one_device(name, complete(fake)), lib=_LIBRARY)
@@ -114,7 +114,7 @@ def _without_autocast(implementation: Implementation) -> Implementation:
     return without_autocast
 
 
-def _on_device(implementation: Implementation) -> Implementation:
+def on_device(implementation: Implementation) -> Implementation:
     """Make the device of the first tensor the current one."""
 
     def on_device(*arguments: Any) -> Any:

@@ -1,38 +1,20 @@
-"""``pack``: a dense gate [M, N], before its activation, in TwELL. words, spill, stats = TwELL of relu(gate).
+"""A dense gate [M, N], before its activation, in TwELL; and which gates of a token are its largest.
 
-With a ``threshold`` values up to it are zero, too. A ``bias`` [2 N] has a threshold for each neuron in its second half;
-the first is not read, as the gate has its biases. With ``levels`` int32 [M, 2] the gates that ``top_k`` chose are kept,
-in place of those above a threshold. What comes out is what ``gate_pack`` makes of the same gate.
-
-gate is bfloat16 or float16; ``compression``, words, spill and stats are as in ``gate_pack``.
+gate is bfloat16 or float16. words, spill and stats are as in ``gate_pack``, and so are their values. A bias [2 N] has a
+threshold for each neuron in its second half; the first is not read, as the gate has its biases.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from twell import tuning
-from twell._activation import Activation, activation_of, threshold_pair
+from twell._activation import Activation, threshold_pair
 from twell._runtime import geometry
 from twell._runtime.program import Program, View
-from twell.ops.library import (
-    STRIDE_MULTIPLE,
-    Shape,
-    bias_view,
-    blocks,
-    check,
-    check_matrix,
-    laid_bias,
-    new,
-    register,
-    rows,
-)
-from twell.ops.operands import run
-from twell.ops.top_k import kept
+from twell.ops.library import Shape, bias_view, blocks
 
 Packed = tuple[Tensor, Tensor, Tensor]
 
@@ -47,36 +29,6 @@ def shapes(dtype: torch.dtype, m: int, n: int, compression: int) -> tuple[Shape,
 def stats_shape(m: int, n: int) -> Shape:
     """Of stats alone, which are the same at any compression."""
     return torch.int32, blocks(m, geometry.STATS_ROWS), geometry.tiles(n), 2
-
-
-def outputs(
-    gate: Tensor, compression: int, threshold: float = 0.0, bias: Tensor | None = None, levels: Tensor | None = None
-) -> Packed:
-    """Uninitialised words, spill and stats of a gate [M, N]; raises unless the format takes it."""
-    check_matrix("gate", gate)
-    activation_of("fatrelu", threshold).level(gate.dtype)
-    m, n = gate.shape
-    if not 0 < n <= geometry.MAX_NEURONS or n % STRIDE_MULTIPLE:
-        most = geometry.MAX_NEURONS
-        raise ValueError(f"gate must have a positive multiple of {STRIDE_MULTIPLE} neurons up to {most}, got {n}")
-    if bias is not None:
-        check("bias", bias, (2 * n,), gate.dtype)
-    if levels is not None:
-        check("levels", levels, (m, 2), torch.int32)
-        if threshold or bias is not None:
-            raise ValueError("levels must be given without thresholds, got both")
-    words, spill, stats = new(gate, shapes(gate.dtype, m, n, compression))
-    return words, spill, stats
-
-
-def _cpu(
-    gate: Tensor, compression: int, threshold: float = 0.0, bias: Tensor | None = None, levels: Tensor | None = None
-) -> Packed:
-    packed = outputs(gate, compression, threshold, bias, levels)
-    if levels is not None:
-        return fill_on_cpu(packed, torch.where(kept(gate, levels), gate.relu(), 0), compression)
-    activation = Activation("fatrelu", threshold if bias is None else bias[gate.shape[1] :])
-    return fill_on_cpu(packed, activation.after(gate, inplace=False), compression)
 
 
 def fill_on_cpu(packed: Packed, gate: Tensor, compression: int) -> Packed:
@@ -107,21 +59,6 @@ def fill_on_cpu(packed: Packed, gate: Tensor, compression: int) -> Packed:
     return packed
 
 
-def _cuda(
-    gate: Tensor, compression: int, threshold: float = 0.0, bias: Tensor | None = None, levels: Tensor | None = None
-) -> Packed:
-    packed = outputs(gate, compression, threshold, bias, levels)
-    if len(gate):
-        given = rows(gate), *packed, laid_bias(bias), None if levels is None else levels.contiguous()
-        run(_build, given, compression, activation_of("fatrelu", threshold))
-    return packed
-
-
-def _build(p: Program, *given: Any) -> None:
-    gate, words, spill, stats, bias, levels, compression, activation = given
-    pack_gate(p, gate, words, spill, stats, compression, activation, 0, bias, levels)
-
-
 def pack_gate(
     p: Program,
     gate: View,
@@ -136,7 +73,8 @@ def pack_gate(
 ) -> View | None:
     """Launch what fills words, spill and stats; ``gate`` may be the first columns of the spill.
 
-    ``bias`` is one that has been added, with thresholds behind it or not. The kernel zeroes int32 [counters] for those
+    ``bias`` is one that has been added, with thresholds behind it or not. With ``levels``, of ``find_levels``, the
+    gates that these chose are kept, in place of those above a threshold. The kernel zeroes int32 [counters] for those
     of up_down, which are returned.
     """
     zeroed = p.scratch(torch.int32, counters)
@@ -147,11 +85,12 @@ def pack_gate(
     return zeroed if counters else None
 
 
-pack = register(
-    "pack(Tensor gate, int compression, float threshold=0.0, Tensor? bias=None, Tensor? levels=None) "
-    "-> (Tensor words, Tensor spill, Tensor stats)",
-    fake=outputs,
-    cpu=_cpu,
-    cuda=_cuda,
-    instead="twell.sparse_up_down",
-)
+def find_levels(p: Program, gate: View, levels: View, k: int) -> None:
+    """Launch what fills ``levels`` int32 [M, 2], by which the k largest of each token's gates [M, N] are kept.
+
+    levels[m, 0] are the bits of the k-th largest value after ReLU, 0 if fewer than k gates are positive; levels[m, 1]
+    is the last neuron that is kept of those with this value, -1 for none. Equal gates are taken by their neurons; NaN
+    is the largest. k may be larger than N.
+    """
+    infinity = torch.tensor(torch.inf, dtype=gate.dtype, device="cpu").view(torch.int16)
+    p.launch(tuning.top_k(gate.shape[1]), gate.cast(torch.int16), levels, k, int(infinity))

@@ -1,10 +1,18 @@
-"""The gate at the candidates of the int8 screen, packed: where ``ffn_screened`` and ``hybrid_forward`` begin.
+"""The int8 screen of the gate: "union" and training compute it only where an int8 product says that it may fire.
 
-words, spill and stats are those of TwELL, but a value's neuron is its place in the list of its 128 tokens' candidates.
+Rows of x and w_gate are quantised at each call. Each is rotated by a signed block Hadamard transform, scaled, and
+rounded with a dither from a generator with a fixed seed. Of a row [R, K], with K at most 16,384, q is int8 [R, K], its
+rows a multiple of 16 bytes apart; scale, spread and offset are float32 [R], as ``twell.reference`` defines them.
+
+Neurons that any of 128 tokens may fire are candidates of these tokens. Their gates are computed exactly, all others are
+0, except with a probability of at most 2^-80 per gate. words, spill and stats of the packed gate are those of TwELL,
+but a value's neuron is its place in the list of its 128 tokens' candidates.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,15 +20,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import tuning
+from twell import reference, tuning
 from twell._activation import RELU, Activation, threshold_pair
-from twell._runtime import geometry, specs
+from twell._runtime import device, geometry, screen, specs
 from twell._runtime.program import Program, View
-from twell.ops.gate_screen import gate_screen, screen_rows
-from twell.ops.library import bias_view, check, laid_bias
-from twell.ops.operands import Operands, opened
-from twell.ops.quantize_gate import Quantized, QuantizedViews, quantize, quantize_gate
+from twell.ops import union
+from twell.ops.library import Shape, bias_view, laid_bias, on_device, rows
+from twell.ops.operands import Operands, Views, opened, run
 from twell.strategy.site import Measurement, beside_captures
+
+QuantizedViews = tuple[View, View, View, View]
+# TMA: bytes of which a row's stride is a multiple
+_PITCH = 16
+# bits of a word of the candidates
+_WORD = 32
 
 
 class Lists(NamedTuple):
@@ -37,12 +50,23 @@ def lists(p: Program, m: int, n: int) -> Lists:
     return Lists(neurons, p.scratch(torch.int32, tiles + 1))
 
 
-def check_quantized(w_gate: Tensor, quantized: Quantized) -> None:
-    """Raise unless ``quantized`` has the shapes and dtypes of ``quantize_gate`` for ``w_gate``."""
-    q, *vectors = quantized
-    check("q", q, w_gate.shape, torch.int8)
-    for name, vector in zip(("scale", "spread", "offset"), vectors):
-        check(name, vector, w_gate.shape[:1], torch.float32)
+def shapes(x: View, n: int) -> tuple[Shape, ...]:
+    """Of y, l1, stats, and the sizes of the lists of neurons that fire and of candidates."""
+    found = union.shapes(x, n)
+    return *found, found[-1]
+
+
+def candidates_shape(m: int, n: int) -> tuple[int, int]:
+    """Of the candidates int32: bit n % 32 of word [t, n / 32] is set unless all gates of neuron n are 0 in tile t."""
+    return geometry.token_tiles(m), geometry.tiles(n) * geometry.TILE // _WORD
+
+
+def require(on: torch.device, call: str) -> None:
+    """Raise NotImplementedError, which names ``call``, unless this GPU runs the kernels of the screen."""
+    index = on.index or 0
+    if tuning.family(index) != specs.SM90:
+        got = "{}.{}".format(*device.capability(index))
+        raise NotImplementedError(f"{call} needs compute capability 9.0, got {got} on cuda:{index}")
 
 
 def firing_bias(w_gate: Tensor, bias: Tensor | None, activation: Activation) -> Tensor | None:
@@ -67,36 +91,42 @@ def firing_bias(w_gate: Tensor, bias: Tensor | None, activation: Activation) -> 
     return torch.where(nearest >= least, nearest, above.to(bias.dtype))
 
 
-def _given_bias(w_gate: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
-    """``firing_bias`` as the operator ``gate_screen`` takes it: an empty one is none."""
-    firing = firing_bias(w_gate, bias, activation)
-    return w_gate.new_empty(0) if firing is None else firing
-
-
-def candidates_on_cpu(
-    x: Tensor, w_gate: Tensor, b_gate: Tensor | None, quantized: Quantized, activation: Activation = RELU
-) -> Tensor:
-    """Which neurons are candidates of each tile of 128 tokens: booleans [ceil(M/128), N]."""
-    bits = gate_screen(*quantize_gate(x, False), *quantized, _given_bias(w_gate, b_gate, activation))
-    listed: Tensor = (bits[:, :, None] >> torch.arange(32, device="cpu", dtype=torch.int32) & 1).bool().flatten(1)
-    return listed[:, : len(w_gate)]
-
-
 @torch.no_grad()
 def count(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, activation: Activation = RELU) -> Tensor:
     """How many neurons the screen lists for each tile of 128 tokens of x [M, K]: int64 [ceil(M/128)].
 
     For what calls measure where another strategy runs. Nothing waits.
     """
+    firing, m = firing_bias(w_gate, b_gate, activation), len(x)
+    if not x.is_cuda:
+        quantized = reference.quantize_gate(x, False), reference.quantize_gate(w_gate, True)
+        listed = F.pad(reference.gate_screen(*quantized, firing), (0, 0, 0, -m % geometry.TOKEN_TILE))
+        return listed.view(-1, geometry.TOKEN_TILE, len(w_gate)).any(1).sum(1)
     with beside_captures(x):
-        firing = _given_bias(w_gate, b_gate, activation)
-        words = gate_screen(*quantize_gate(x, False), *quantize_gate(w_gate, True), firing)
-        # the number of ones in two, four and eight bits
-        ones = words.view(torch.uint8)
-        ones = ones - (ones >> 1 & 0x55)
-        ones = (ones & 0x33) + (ones >> 2 & 0x33)
-        found: Tensor = (ones + (ones >> 4) & 0x0F).sum(1)
+        found: Tensor = _count_on_cuda(x, w_gate, firing)
         return found
+
+
+@on_device
+def _count_on_cuda(x: Tensor, w_gate: Tensor, firing: Tensor | None) -> Tensor:
+    words = x.new_empty(candidates_shape(len(x), len(w_gate)), dtype=torch.int32)
+    if len(x):
+        run(_find_all, (rows(x), rows(w_gate), firing, words))
+    return ones_of(words)
+
+
+def ones_of(words: Tensor) -> Tensor:
+    """How many bits of each row are set: int64 [R] of int32 [R, W]."""
+    # the number of ones in two, four and eight bits
+    ones = words.view(torch.uint8)
+    ones = ones - (ones >> 1 & 0x55)
+    ones = (ones & 0x33) + (ones >> 2 & 0x33)
+    found: Tensor = (ones + (ones >> 4) & 0x0F).sum(1)
+    return found
+
+
+def _find_all(p: Program, x: View, w_gate: View, firing: View | None, candidates: View) -> None:
+    screen_rows(p, quantize(p, x, False), quantize(p, w_gate, True), bias_view(p, firing, x.dtype), candidates)
 
 
 def wanted(measurement: Measurement, layer: Operands, activation: Activation) -> Tensor | None:
@@ -113,25 +143,53 @@ def wanted(measurement: Measurement, layer: Operands, activation: Activation) ->
     return torch.stack(found).sum(0)
 
 
-def masked(gate: Tensor, listed: Tensor) -> Tensor:
-    """``gate`` [M, N] with zeros where a neuron is no candidate, in place."""
-    return gate.masked_fill_(~listed.repeat_interleave(geometry.TOKEN_TILE, 0)[: len(gate)], 0)
+def quantized_shapes(r: int, k: int) -> tuple[Shape, Shape, Shape, Shape]:
+    """Of q, with whole rows, scale, spread and offset."""
+    return (torch.int8, r, -(-k // _PITCH) * _PITCH), (torch.float32, r), (torch.float32, r), (torch.float32, r)
 
 
-def stats_on_cpu(gate: Tensor, listed: Tensor, stats: Tensor, compression: int) -> None:
-    """Write the statistics of a gate that is packed by places."""
-    for tile, neurons in enumerate(listed):
-        tokens = gate[tile * geometry.TOKEN_TILE : (tile + 1) * geometry.TOKEN_TILE, neurons] != 0
-        padding = (0, stats.shape[1] * geometry.TILE - tokens.shape[1], 0, -len(tokens) % geometry.STATS_ROWS)
-        counts = F.pad(tokens, padding).view(-1, geometry.STATS_ROWS, stats.shape[1], geometry.TILE).sum(3)
-        own = stats[tile * geometry.TOKEN_TILE // geometry.STATS_ROWS :][: len(counts)]
-        own[:, :, 0] = counts.sum(1)
-        own[:, :, 1] = (counts > geometry.capacity(compression)).sum(1)
+def quantize(p: Program, matrix: View, weights: bool) -> QuantizedViews:
+    """Launch what quantises rows of x, or of w_gate if ``weights``, into scratch."""
+    q, scale, spread, offset = (p.scratch(*shape) for shape in quantized_shapes(*matrix.shape))
+    found = q._replace(shape=matrix.shape), scale, spread, offset
+    quantize_rows(p, matrix, *found, weights)
+    return found
+
+
+def quantize_rows(p: Program, matrix: View, q: View, scale: View, spread: View, offset: View, weights: bool) -> None:
+    """Launch what fills the views behind ``matrix`` [R, K]."""
+    r, k = matrix.shape
+    if r:
+        # where the dither of these rows is in a column's word, and that of the other side
+        shifts = (screen.W_SHIFT, screen.X_SHIFT) if weights else (screen.X_SHIFT, screen.W_SHIFT)
+        constants = (*shifts, screen.grid_error(k), p.multiprocessors)
+        p.launch(tuning.quantize_gate(matrix.dtype, k), matrix, q, scale, spread, offset, *constants)
+
+
+@functools.cache
+def _constants(k: int) -> tuple[float, ...]:
+    """What the kernel takes of ``k`` columns, in the order of its ``Constants``."""
+    tail, grid = screen.dither_tail(), screen.grid_error(k)
+    # root, tail, product, x_part, w_part, slack
+    bound = (math.sqrt(k) / 2, tail, 2 * screen.ROTATION + screen.product_error(k), grid, tail + grid, screen.SLACK)
+    # usual, block, dithers
+    return *bound, float(screen.USUAL_SPREAD * k), float(screen.rotation_block(k)), screen.dither_product(k)
+
+
+def screen_rows(p: Program, x: QuantizedViews, w_gate: QuantizedViews, b_gate: View, candidates: View) -> None:
+    """Launch what fills the candidates; an empty bias is none."""
+    blocks, words = candidates.shape
+    halves = candidates.at(0, torch.int16, blocks, 2 * words)
+    # a cluster is two CTAs, one per multiprocessor
+    of_bound = (*_constants(x[0].shape[1]), p.multiprocessors // 2)
+    p.launch(tuning.gate_screen(b_gate.dtype), *x, *w_gate, b_gate, halves, *of_bound)
 
 
 def find(p: Program, x: View, firing: View | None, quantized: QuantizedViews) -> View:
-    """Launch the screen of all tokens: the bits of ``gate_screen``. ``firing`` is the bias of ``firing_bias``."""
-    return screen_rows(p, quantize(p, x, False), quantized, bias_view(p, firing, x.dtype))
+    """Launch the screen of all tokens: the candidates. ``firing`` is the bias of ``firing_bias``."""
+    candidates = p.scratch(torch.int32, *candidates_shape(x.shape[0], quantized[0].shape[0]))
+    screen_rows(p, quantize(p, x, False), quantized, bias_view(p, firing, x.dtype), candidates)
+    return candidates
 
 
 def pack(
@@ -149,3 +207,23 @@ def pack(
     p.launch(specs.ListCandidatesSpec(), bits, *listed, packed[2])
     form = (geometry.words_per_tile(compression), threshold_pair(activation, x.dtype), p.multiprocessors)
     p.launch(tuning.sampled_gate(x.dtype), x, w_gate, bias_view(p, b_gate, x.dtype), *listed, *packed, *form)
+
+
+def launches(
+    p: Program, layer: Views, firing: View | None, results: Sequence[View], compression: int, activation: Activation
+) -> None:
+    """Launch "union" on slices of the tokens, screened. ``firing`` is the bias of ``firing_bias``."""
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    *others, candidates = results
+    bits = find(p, x, firing, quantize(p, w_gate, True))
+    neurons = lists(p, x.shape[0], w_gate.shape[0]).neurons
+
+    def pack_slice(first: int, last: int, packed: union.Packed) -> Lists:
+        start, stop = first // geometry.TOKEN_TILE, geometry.token_tiles(last)
+        # the element behind the sizes of a slice is not read
+        listed = Lists(neurons.part(0, stop - start), candidates.part(start, stop + 1))
+        tokens, tile_bits = x.part(first, last), bits.part(start, stop)
+        pack(p, tokens, w_gate, b_gate, tile_bits, listed, packed, compression, activation)
+        return listed
+
+    union.by_slices(p, (x, w_up, w_down, b_up, b_down), pack_slice, others, compression, activation)

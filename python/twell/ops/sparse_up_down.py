@@ -21,8 +21,8 @@ from torch import Tensor
 from twell import _memory, _modes, tuning
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry
-from twell._runtime.program import Program, View
-from twell.ops.ffn_union import small_tiles
+from twell._runtime.program import Program
+from twell.ops import union
 from twell.ops.library import (
     ACTIVATION,
     STORED_DTYPES,
@@ -41,12 +41,8 @@ from twell.ops.library import (
     rows,
 )
 from twell.ops.operands import run
-from twell.ops.pack import fill_on_cpu, pack_gate, shapes, stats_shape
-from twell.ops.up_down import counters, multiply
-from twell.ops.up_down import on_cpu as rows_on_cpu
-from twell.ops.up_down_union import by_slices
-from twell.ops.up_down_union import on_cpu as union_on_cpu
-from twell.ops.up_down_union import shapes as union_shapes
+from twell.ops.pack import pack_gate, shapes
+from twell.ops.up_down import behind_on_cpu, counters, multiply
 from twell.strategy.plan import Facts, Route, routed
 from twell.strategy.site import site_of, without_site
 from twell.strategy.tables import imposed_on_call
@@ -163,15 +159,8 @@ def _operators(compute: Callable[..., _Totals] | None) -> list[Implementation]:
 
 
 def _sparse_on_cpu(given: Given, compression: int, activation: Activation, route: str, counted: bool) -> _Counted:
-    gate, x, w_up, w_down, b_up, b_down = given
-    m, n = gate.shape
-    words, spill, stats = new(gate, shapes(gate.dtype, m, n, compression))
-    fill_on_cpu((words, spill, stats), activation.after(gate, inplace=False), compression)
-    how = words, spill, w_up, w_down, b_up, b_down, compression, activation.name
-    if route != "union":
-        return *rows_on_cpu(x, *how), stats, None
-    y, l1, unions = union_on_cpu(given.tokens(w_down.shape[1]), *how)
-    return y, l1, stats, unions
+    gate = activation.after(given.gate, inplace=False)
+    return behind_on_cpu(gate, *given[1:], activation, route == "union")
 
 
 def _sparse_on_cuda(given: Given, compression: int, activation: Activation, route: str, counted: bool) -> _Counted:
@@ -187,10 +176,10 @@ def _sparse_on_cuda(given: Given, compression: int, activation: Activation, rout
     return y, l1, stats, sizes[:-1] if counted and route == "union" else None
 
 
-def _figures(y: Tensor | View, n: int, route: str) -> tuple[Shape, Shape, Shape]:
+def _figures(y: Any, n: int, route: str) -> tuple[Shape, Shape, Shape]:
     """Shapes of l1, stats and sizes, which "row" leaves alone."""
-    _, parts, sizes = union_shapes(y, n)
-    return parts if route == "union" else (torch.float32, y.shape[0]), stats_shape(y.shape[0], n), sizes
+    _, parts, stats, sizes = union.shapes(y, n)
+    return parts if route == "union" else (torch.float32, y.shape[0]), stats, sizes
 
 
 def _build(p: Program, *views: Any) -> None:
@@ -207,23 +196,19 @@ def _build(p: Program, *views: Any) -> None:
         figures = [p.scratch(*shape) for shape in (parts, *others)]
     l1, stats, sizes = figures
     if route == "union" and spec is None:
-        (_, longest), *_ = geometry.union_slices(m, n)
-        words, spill, _ = (p.scratch(*shape) for shape in shapes(gate.dtype, longest, n, compression))
 
-        def packed_of(first: int, last: int) -> tuple[View, View]:
-            packed = words.part(0, last - first), spill.part(0, last - first)
-            own = stats.part(first // geometry.STATS_ROWS, -(-last // geometry.STATS_ROWS))
-            pack_gate(p, gate.part(first, last), *packed, own, compression, activation)
-            return packed
+        def pack_slice(first: int, last: int, packed: union.Packed) -> None:
+            pack_gate(p, gate.part(first, last), *packed, compression, activation)
 
-        by_slices(p, (y if x is None else x, w_up, w_down, b_up, b_down), packed_of, (y, l1, sizes), activation)
+        behind = y if x is None else x, w_up, w_down, b_up, b_down
+        union.by_slices(p, behind, pack_slice, (y, l1, stats, sizes), compression, activation)
         return
     words, spill, _ = (p.scratch(*shape) for shape in shapes(gate.dtype, m, n, compression))
     counted = 0 if spec else counters(p, y, gated, False)
     zeroed = pack_gate(p, gate, words, spill, stats, compression, activation, counted)
     layer = x, words, spill, w_up, w_down, b_up, b_down
     if spec is not None:
-        small_tiles(p, *layer, y, l1, compression, activation, spec)
+        union.small_tiles(p, *layer, y, l1, compression, activation, spec)
     else:
         multiply(p, *layer, y, l1, compression, activation, zeroed, stats)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from twell import tuning
@@ -66,13 +67,34 @@ def outputs(packed: PackedOperands, compression: int, activation: str = "relu") 
 
 
 @grouped(PackedOperands)
-def on_cpu(packed: PackedOperands, compression: int, activation: str = "relu") -> tuple[Tensor, Tensor]:
+def _cpu(packed: PackedOperands, compression: int, activation: str = "relu") -> tuple[Tensor, Tensor]:
     y, l1 = outputs(*packed, compression, activation)
     x, words, spill, w_up, w_down, b_up, b_down = packed
-    gate = unpack(words, spill, w_down.shape[0], compression).float()
+    gate = unpack(words, spill, w_down.shape[0], compression)
+    found = behind_on_cpu(gate, x, w_up, w_down, b_up, b_down, activation_of(activation), False)
+    return y.copy_(found[0]), l1.copy_(found[1])
+
+
+def behind_on_cpu(
+    gate: Tensor,
+    x: Tensor | None,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    activation: Activation,
+    rounded: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, l1 [M], stats of 8 tokens each and unions of tiles, behind a gate after its activation; w_down is [N, K].
+
+    rounded: whether h is, as "union" does.
+    """
     up = None if x is None or w_up is None else hybrid.project(x, w_up, b_up)
-    hidden = activation_of(activation).hidden(gate, up).masked_fill(gate == 0, 0)
-    return y.copy_(hybrid.project(hidden, w_down.t(), b_down)), l1.copy_(hidden.abs().sum(1))
+    hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
+    y = hybrid.project(hidden.to(gate.dtype) if rounded else hidden, w_down.t(), b_down)
+    fires = F.pad(gate != 0, (0, 0, 0, -len(gate) % geometry.TOKEN_TILE)).view(-1, geometry.TOKEN_TILE, gate.shape[1])
+    counts = fires.sum(2).view(-1, geometry.STATS_ROWS).sum(1)
+    return y.to(gate.dtype), hidden.abs().sum(1), counts.view(-1, 1, 1), fires.any(1).sum(1)
 
 
 @grouped(PackedOperands)
@@ -147,6 +169,6 @@ def multiply(
 up_down = register(
     f'up_down(Tensor? x, {PACKED}, int compression, str activation="relu") -> (Tensor y, Tensor l1)',
     fake=outputs,
-    cpu=on_cpu,
+    cpu=_cpu,
     cuda=_cuda,
 )
